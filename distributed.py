@@ -1,0 +1,155 @@
+"""Processes and files: one process group, one averaged gradient, objects gathered as JSON, files that are whole or absent.
+
+Every rank holds the whole model; there is no wrapper class. Nothing here knows the method, and nothing is pickled.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+class UserError(ValueError):
+    """A user's mistake (flag, path, data, bank, checkpoint): one clear line and exit code 2, never a traceback."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+
+def init(device: str = "auto") -> World:
+    """Join the process group that `torchrun` describes in the environment (NCCL on CUDA, gloo on CPU); alone without it.
+
+    device: "auto" (CUDA where there is one), "cpu" or "cuda". Raises UserError on half-set torchrun variables.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing and "RANK" in os.environ:
+        raise UserError(f"RANK is set but {', '.join(missing)} is not; start with torchrun, or unset RANK")
+    rank, size, local = (int(os.environ[n]) if not missing else d for n, d in zip(names, (0, 1, 0)))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no CUDA GPU here; use --device cpu, or install a CUDA build of torch")
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if cuda and local >= torch.cuda.device_count():
+        raise UserError(f"LOCAL_RANK {local} but this machine has {torch.cuda.device_count()} GPUs; lower --nproc_per_node")
+    here = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(here)
+    if not missing:
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=here if cuda else None)
+    return World(rank, size, here)
+
+
+def shutdown() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
+    """Give every rank rank 0's values, in place."""
+    if world.size > 1:
+        for p in params:
+            dist.broadcast(p.data, src=0)
+
+
+def sum_gradients(params: list[torch.nn.Parameter], world: World) -> None:
+    """Sum every parameter's gradient over ranks in one all-reduce of one flat fp32 vector, in place.
+
+    Each rank's loss is already divided by the *global* batch size, so this sum is the gradient of the global mean.
+    A missing gradient counts as zero: a rank that has nothing to learn from still joins.
+    """
+    for p in params:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    if world.size > 1:
+        flat = torch.cat([p.grad.reshape(-1).float() for p in params if p.grad is not None])
+        dist.all_reduce(flat)
+        for p, g in zip(params, flat.split([p.numel() for p in params])):
+            p.grad = g.view_as(p).to(p.dtype)
+
+
+def gather(obj: object, world: World) -> list:
+    """Every rank's JSON-able object, in rank order, on every rank. A collective: no rank may skip it."""
+    if world.size == 1:
+        return [obj]
+    data = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8).to(world.device)
+    sizes = [torch.zeros(1, dtype=torch.long, device=world.device) for _ in range(world.size)]
+    dist.all_gather(sizes, torch.tensor([data.numel()], device=world.device))
+    longest = max(int(s) for s in sizes)
+    parts = [torch.zeros(longest, dtype=torch.uint8, device=world.device) for _ in range(world.size)]
+    dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - data.numel())))
+    return [json.loads(bytes(part[: int(size)].cpu().numpy())) for part, size in zip(parts, sizes)]
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def _sync(path: pathlib.Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Write a file so that a kill at any instant leaves the old one or the new one: temporary name, flush, rename."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.tmp")
+    tmp.write_text(text, encoding="utf-8")
+    _sync(tmp)
+    tmp.replace(path)
+    _sync(path.parent)
+
+
+def write_json(path: str | os.PathLike, obj: object) -> None:
+    write_text(path, json.dumps(obj, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def whole_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield a temporary sibling to fill; on a clean exit it becomes `path`, on an error nothing is left."""
+    tmp = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    try:
+        yield tmp
+        for file in tmp.rglob("*"):
+            _sync(file)
+        shutil.rmtree(path, ignore_errors=True)
+        tmp.replace(path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
+    """Append one JSON line per row and flush to disk; a kill leaves at most one torn last line (see read_jsonl)."""
+    with open(path, "a", encoding="utf-8") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def read_jsonl(path: pathlib.Path) -> list[dict]:
+    """The rows of a .jsonl of ours; a last line without its newline was torn by a kill and is left out."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].split("\n") if line]

@@ -1,0 +1,437 @@
+"""A rollout: problem -> prompt ids -> sampled ids -> text -> answer -> outcome r in {-1,+1}; and the log-probabilities of ids.
+
+Two promises. The ids that were sampled are the ids that are scored: text never comes back as ids. And the draw for a
+token is a pure function of (seed, step, problem, sample index, position): it does not depend on batch, rank or order.
+
+Dimension key: B rows, T completion tokens, N = all completion tokens of all rows, V vocabulary, D hidden size.
+"""
+
+import contextlib
+import hashlib
+import json
+import pathlib
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from distributed import UserError
+from verify import Verifier, extract_answer
+
+__all__ = ["Problem", "Rollout", "Sampling", "Verifier", "chat_ids", "extract_answer", "generate", "load_model",
+           "load_problems", "sample_key", "sample_rollouts", "token_logprobs"]  # fmt: skip
+
+Tokenizer = Any  # transformers' tokenizers and models are not typed usefully
+Model = Any
+
+# ------------------------------------------------------------------------------------------------ problems
+
+
+@dataclass(frozen=True)
+class Problem:
+    id: str
+    problem: str
+    answer: str
+
+
+DAPO_PREFIX = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem."
+)
+DAPO_SUFFIX = 'Remember to put your answer on its own line after "Answer:".'
+CJK = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]")
+
+
+def load_problems(source: str, *, split: str = "train", unique: bool = True) -> tuple[list[Problem], dict[str, int]]:
+    """Problems from a JSONL file, a parquet file, a directory of either, or a hub id; with the counts of what was dropped.
+
+    Rows have `problem` and `answer` (strings, `id` optional), or are DAPO-Math's chats: `prompt` with boilerplate around
+    the problem and the answer under `reward_model.ground_truth`. Of those the boilerplate is stripped and rows in
+    Chinese, Japanese or Korean are dropped (D8). With `unique`, duplicate problems are dropped, and so is every problem
+    whose copies disagree on the answer. Raises UserError, naming row and fields, on anything it can't read.
+    """
+    answers: dict[str, set[str]] = {}
+    kept: dict[str, Problem] = {}
+    counts = {"rows": 0, "not_english": 0, "duplicates": 0, "conflicting": 0}
+    ids: set[str] = set()
+    for where, row in _rows(source, split):
+        counts["rows"] += 1
+        p = _problem(row, where, counts["rows"] - 1)
+        if "problem" not in row and CJK.search(p.problem):
+            counts["not_english"] += 1
+        elif unique and p.problem in kept:
+            counts["duplicates"] += 1
+            answers[p.problem].add(p.answer)
+        else:
+            key = p.problem if unique else f"{counts['rows']}"
+            p = Problem(p.id if p.id not in ids else f"{p.id}#{counts['rows'] - 1}", p.problem, p.answer)
+            ids.add(p.id)
+            kept[key], answers[key] = p, {p.answer}
+    problems = [p for key, p in kept.items() if len(answers[key]) == 1]
+    counts["conflicting"], counts["kept"] = len(kept) - len(problems), len(problems)
+    if not problems:
+        raise UserError(f"{source}: no problem is left of {counts['rows']} rows ({counts}); is this the right file or split?")
+    return problems, counts
+
+
+def _problem(row: dict, where: str, index: int) -> Problem:
+    fields = ", ".join(map(str, row)) or "none"
+    if "problem" in row and "answer" in row:
+        problem, answer, ident = row["problem"], row["answer"], row.get("id", index)
+    elif "prompt" in row and isinstance(row.get("reward_model"), dict):
+        prompt, answer = row["prompt"], row["reward_model"].get("ground_truth")
+        problem = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
+        ident = (row.get("extra_info") or {}).get("index", index)
+        if isinstance(problem, str):
+            problem = problem.strip().removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)
+    else:
+        raise UserError(f"{where}: needs `problem` and `answer` (or DAPO's `prompt` and `reward_model`); fields found: {fields}")
+    for name, value in (("problem", problem), ("answer", answer)):
+        if not isinstance(value, str):
+            raise UserError(f"{where}: `{name}` must be a string, got {type(value).__name__} {str(value)[:40]!r}; quote it")
+        if not value.strip():
+            raise UserError(f"{where}: `{name}` is empty; fields found: {fields}")
+    return Problem(str(ident), problem.strip(), answer.strip())
+
+
+def _rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
+    """(where, row) for each row of a file, a directory or a hub data set."""
+    path = pathlib.Path(source)
+    files = [path]
+    if path.is_dir():
+        files = sorted([*path.rglob("*.parquet"), *path.rglob("*.jsonl")])
+        if not files:
+            raise UserError(f"{source}: the directory holds no .parquet and no .jsonl file")
+    elif not path.exists():
+        if path.suffix in (".jsonl", ".json", ".parquet") or source.startswith((".", "/", "~")):
+            raise UserError(f"{source}: no such file; check the path")
+        rows = _hub_rows(source, split)
+        yield from ((f"{source} row {i}", row) for i, row in enumerate(rows))
+        return
+    for file in files:
+        if file.suffix == ".parquet":
+            rows = _hub_rows("parquet", "train", data_files=str(file))
+            yield from ((f"{file} row {i}", row) for i, row in enumerate(rows))
+            continue
+        try:
+            lines = file.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f"{file}: cannot be read as UTF-8 text ({e}); JSONL or parquet is wanted") from None
+        for i, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as e:
+                    raise UserError(f"{file}:{i}: not a JSON line ({e}); one object per line is wanted") from None
+                if not isinstance(row, dict):
+                    raise UserError(f"{file}:{i}: a JSON object is wanted, got {type(row).__name__}")
+                yield f"{file}:{i}", row
+
+
+def _hub_rows(name: str, split: str, **where: str) -> Iterator[dict]:
+    import datasets  # only needed for hub ids and parquet
+
+    datasets.disable_progress_bars()
+    try:
+        data = datasets.load_dataset(name, split=split, **where)
+        for part in data.iter(batch_size=10_000):  # whole columns at a time: DAPO has 1.8 million rows
+            yield from (dict(zip(part, values)) for values in zip(*part.values()))
+    except Exception as e:  # the library raises many kinds: offline, no such id, no such split, broken file
+        raise UserError(f"{where.get('data_files', name)}: not read ({type(e).__name__}: {_first_line(e)}); a local JSONL works offline") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+# ------------------------------------------------------------------------------------------------ model
+
+
+def load_model(name: str, device: torch.device, *, dtype: str = "auto", attn: str = "auto") -> tuple[Model, Tokenizer]:
+    """A causal language model (hub id or directory, on `device`, no dropout, eval mode) and its tokenizer.
+
+    dtype: "auto" is bfloat16 on CUDA and float32 on CPU. attn: "auto" is FlashAttention 2 where it is installed, else SDPA.
+    Raises UserError when the model or tokenizer can't be loaded.
+    """
+    from transformers.utils import is_flash_attn_2_available, logging
+
+    logging.disable_progress_bar()  # one bar is enough
+    kind = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(dtype) or getattr(torch, dtype)
+    if attn == "auto":
+        attn = "flash_attention_2" if device.type == "cuda" and kind != torch.float32 and is_flash_attn_2_available() else "sdpa"
+    if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
+        raise UserError(f"--model {name}: no such directory; a hub id or a directory of a saved model is wanted")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model: Model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, attn_implementation=attn)
+    except Exception as e:  # transformers raises many kinds: no such id, offline, no config, wrong architecture
+        raise UserError(f"--model {name}: not loaded ({type(e).__name__}: {_first_line(e)})") from None
+    if tokenizer.chat_template is None:
+        raise UserError(f"--model {name}: its tokenizer has no chat template; use an instruct model, or add chat_template.jinja")
+    for module in model.modules():  # teacher and student must be the same function of their input
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+    return model.to(device).eval(), tokenizer
+
+
+def causal_lm(model: Model) -> Model:
+    """The transformers model inside a PEFT wrapper (its adapters stay active), or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _neutral(text: str, tokenizer: Tokenizer) -> str:
+    """`text` in which no control token of the tokenizer can be read: "<|im_end|>" becomes "< |im_end|>"."""
+    added = {str(t) for t in tokenizer.get_added_vocab()} | set(tokenizer.all_special_tokens)
+    control = sorted((t for t in added if re.fullmatch(r"\S{2,}", t)), key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, control)), lambda m: f"{m[0][0]} {m[0][1:]}", text) if control else text
+
+
+def chat_ids(tokenizer: Tokenizer, text: str, *, thinking: bool | None) -> list[int]:
+    """Ids of one user turn and the generation prompt, by the model's own chat template.
+
+    thinking: passed to the template as `enable_thinking`; None leaves it out. On Qwen3 True ends on the bare assistant
+    header and False on a closed, empty think block (S3). Control tokens in `text` are broken up: model-written text
+    cannot open or close a turn.
+    """
+    extra = {} if thinking is None else {"enable_thinking": thinking}
+    chat = [{"role": "user", "content": _neutral(text, tokenizer)}]
+    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False, **extra))
+
+
+# ------------------------------------------------------------------------------------------------ sampling
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy; top_p 1 and top_k 0 are off."""
+
+    temperature: float = 1.1
+    top_p: float = 0.95
+    top_k: int = 20
+    max_new_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_new_tokens < 1:
+            raise UserError(f"sampling needs temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_new_tokens >= 1, got {self}")
+
+
+def sample_key(seed: int, step: int, problem_id: str, sample: int = 0) -> int:
+    """64 bits that name one rollout; with a position they name one draw."""
+    name = f"{seed}|{step}|{sample}|{problem_id}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
+
+
+def uniforms(keys_B: np.ndarray, position: int) -> np.ndarray:
+    """One float64 in [0, 1) per uint64 key: splitmix64 of key and position, its upper 52 bits."""
+    with np.errstate(over="ignore"):
+        z = keys_B + np.uint64(0x9E3779B97F4A7C15) * np.uint64(position + 1)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return ((z ^ (z >> np.uint64(31))) >> np.uint64(12)) * 2.0**-52
+
+
+def select_tokens(logits_BV: torch.Tensor, u_B: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The token at quantile u of each row's temperature / top-k / top-p distribution, by inverse CDF in vocabulary order.
+
+    Both filters keep by threshold, so equal logits are kept or dropped together and the order of a sort never matters.
+    """
+    if sampling.temperature == 0:
+        return logits_BV.argmax(-1)
+    x_BV = logits_BV.float() / sampling.temperature
+    size = x_BV.shape[-1]
+    if 0 < sampling.top_k < size:
+        x_BV = x_BV.masked_fill(x_BV < x_BV.topk(sampling.top_k).values[:, -1:], -torch.inf)
+    p_BV = x_BV.softmax(-1)
+    if sampling.top_p < 1:
+        top = p_BV.topk(min(1024, size)).values.double()
+        if (top.sum(-1) < sampling.top_p).any():  # rarely: the nucleus is wider than 1024 tokens
+            top = p_BV.sort(descending=True).values.double()
+        before = top.cumsum(-1) - top
+        count_B1 = (before < sampling.top_p).sum(-1, keepdim=True)
+        p_BV = p_BV.masked_fill(p_BV < top.gather(-1, count_B1 - 1).float(), 0)
+    cdf_BV = p_BV.double().cumsum(-1)
+    return torch.searchsorted(cdf_BV, u_B[:, None] * cdf_BV[:, -1:], right=True)[:, 0]
+
+
+class _CounterSampler(LogitsProcessor):
+    """Leaves one finite logit per row: the token that (key, position) draws. With greedy decoding on top, that is sampling."""
+
+    def __init__(self, keys: Sequence[int], prompt_length: int, sampling: Sampling):
+        self.keys_B, self.prompt_length, self.sampling = np.array(keys, dtype=np.uint64), prompt_length, sampling
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        u_B = torch.from_numpy(uniforms(self.keys_B, input_ids.shape[1] - self.prompt_length)).to(scores.device)
+        chosen_B = select_tokens(scores, u_B, self.sampling)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen_B[:, None], 0.0)
+
+
+def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
+    """Every id that ends a completion: the tokenizer's and all of the model's (Qwen3 has two)."""
+    found: set[int] = set()
+    for ids in (tokenizer.eos_token_id, causal_lm(model).config.eos_token_id, causal_lm(model).generation_config.eos_token_id):
+        found |= set(ids) if isinstance(ids, list | tuple) else {ids}
+    return sorted(i for i in found if i is not None)
+
+
+@contextlib.contextmanager
+def _own_generation_config(causal: Model, config: GenerationConfig) -> Iterator[None]:
+    """The model's own generation_config fills every field that a caller leaves at its default; so it goes for the while."""
+    kept, causal.generation_config = causal.generation_config, config
+    try:
+        yield
+    finally:
+        causal.generation_config = kept
+
+
+def generate(model: Model, tokenizer: Tokenizer, prompt_ids: list[list[int]], sampling: Sampling, keys: Sequence[int]) -> list[list[int]]:
+    """One completion per prompt, as sampled ids: the stop id included, nothing behind it.
+
+    keys: one `sample_key` per prompt. Rows are padded on the left only; the model is in eval mode for the while.
+    """
+    if len(prompt_ids) != len(keys):
+        raise ValueError(f"generate needs one key per prompt, got {len(prompt_ids)} prompts and {len(keys)} keys")
+    if not prompt_ids:
+        return []
+    causal, stops = causal_lm(model), stop_ids(model, tokenizer)
+    width = max(map(len, prompt_ids))
+    pad = stops[0] if stops else 0
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompt_ids], device=causal.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompt_ids], device=causal.device)
+    config = GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens, eos_token_id=stops or None, pad_token_id=pad)
+    sampler = LogitsProcessorList([_CounterSampler(keys, width, sampling)])
+    training = model.training
+    model.eval()
+    with torch.inference_mode(), _own_generation_config(causal, config):
+        out = causal.generate(ids, attention_mask=mask, generation_config=config, logits_processor=sampler)
+    model.train(training)
+    rows = out[:, width:].tolist()
+    ends = [next((t + 1 for t, i in enumerate(row) if i in stops), len(row)) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends)]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled solution and its outcome (Eq. 1, §2). truncated: cut at the length limit, no stop id (S4)."""
+
+    problem_id: str
+    problem: str
+    gold: str
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    text: str
+    pred: str | None
+    r: int
+    truncated: bool
+
+
+def sample_rollouts(
+    model: Model, tokenizer: Tokenizer, problems: Sequence[Problem], prompt_ids: list[list[int]], sampling: Sampling,
+    keys: Sequence[int], verifier: Verifier,
+) -> list[Rollout]:  # fmt: skip
+    """y ~ p_S(. | x) for each problem (Eq. 1), and the verifier's r."""
+    completions = generate(model, tokenizer, prompt_ids, sampling, keys)
+    stops = set(stop_ids(model, tokenizer))
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True) if completions else []
+    preds = [extract_answer(text) for text in texts]
+    right = verifier.verify_many([(x.answer, pred) for x, pred in zip(problems, preds)])
+    return [
+        Rollout(x.id, x.problem, x.answer, prompt, ids, text, pred, 1 if ok else -1, not (ids and ids[-1] in stops))
+        for x, prompt, ids, text, pred, ok in zip(problems, prompt_ids, completions, texts, preds, right)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ log-probabilities
+
+SLICE_LOGITS = 1 << 24  # fp32 logits alive at once in the head: 64 MiB, 110 positions of a 152k vocabulary
+_sliced: "weakref.WeakKeyDictionary[Model, bool]" = weakref.WeakKeyDictionary()
+
+
+def _logprobs(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits_NV = logits_NV if temperature == 1 else logits_NV / temperature
+    return logits_NV.gather(1, ids_N[:, None])[:, 0] - logits_NV.logsumexp(-1)
+
+
+def _head_logprobs(hidden_ND: torch.Tensor, ids_N: torch.Tensor, head: torch.nn.Linear, temperature: float) -> torch.Tensor:
+    """log softmax(head(hidden))[ids] in fp32, a slice of positions at a time; backward recomputes one slice at a time."""
+
+    def one_slice(hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return _logprobs(torch.nn.functional.linear(hidden.float(), weight_VD, bias_V), ids, temperature)
+
+    weight_VD, bias_V = head.weight.float(), None if head.bias is None else head.bias.float()
+    rows = max(1, SLICE_LOGITS // weight_VD.shape[0])
+    return torch.cat([checkpoint(one_slice, h, i, use_reentrant=False) for h, i in zip(hidden_ND.split(rows), ids_N.split(rows))])
+
+
+def head_is_sliced(model: Model) -> bool:
+    """Whether this model's logits are just `head(hidden)`, so that the head may run on slices of positions.
+
+    Compares both once per model, on a few ids. Soft-capped or scaled logits (Gemma 2, Cohere, Granite, ...) differ: such
+    a model is scored by its own full logits, which costs memory in proportion to T*V.
+    """
+    causal = causal_lm(model)
+    if causal not in _sliced:
+        head, backbone = causal.get_output_embeddings(), causal.base_model
+        ids = (torch.arange(1, 9, device=causal.device) * 7919 % causal.config.get_text_config().vocab_size)[None]
+        with torch.no_grad():
+            full = causal(input_ids=ids, use_cache=False).logits.float()
+            if type(head) is torch.nn.Linear and backbone is not causal:
+                ours = head(backbone(input_ids=ids, use_cache=False).last_hidden_state).float()
+                _sliced[causal] = bool((ours - full).abs().max() <= 16 * torch.finfo(causal.dtype).eps * full.abs().max())
+            else:
+                _sliced[causal] = False
+    return _sliced[causal]
+
+
+def token_logprobs(
+    model: Model, prompt_ids: list[list[int]], completion_ids: list[list[int]], *, grad: bool = False, temperature: float = 1.0
+) -> torch.Tensor:
+    """log pi(y_t | prompt, y_<t) of each row's completion tokens (Eqs. 4, 5): [B, T_max] fp32 nats, zeros behind a row's end.
+
+    Prompt and completion are joined without padding and padded behind only (D6): a causal model can't look there, so no
+    attention mask is needed. No logits over prompt positions, no [B, T, V] tensor. With grad, the model is put in train
+    mode for the while (it has no dropout; gradient checkpointing wants it); without, in eval mode under no_grad.
+    Raises ValueError on row counts that differ, and on an empty prompt.
+    """
+    if len(prompt_ids) != len(completion_ids) or not all(prompt_ids):
+        raise ValueError(f"token_logprobs needs one non-empty prompt per completion, got {len(prompt_ids)} and {len(completion_ids)}")
+    causal = causal_lm(model)
+    sliced = head_is_sliced(model)
+    lengths = [len(c) for c in completion_ids]
+    out_BT = torch.zeros(len(lengths), max(lengths, default=0), device=causal.device)
+    if not sum(lengths):
+        return out_BT
+    width = max(len(p) + len(c) for p, c in zip(prompt_ids, completion_ids))
+    ids = torch.tensor([p + c + [0] * (width - len(p) - len(c)) for p, c in zip(prompt_ids, completion_ids)], device=causal.device)
+    row_N = torch.tensor([b for b, n in enumerate(lengths) for _ in range(n)], device=causal.device)
+    t_N = torch.tensor([t for n in lengths for t in range(n)], device=causal.device)
+    at_N = t_N + torch.tensor([len(p) for p in prompt_ids], device=causal.device)[row_N]  # where y_t stands; t-1 predicts it
+    training = model.training
+    model.train(grad)
+    with torch.set_grad_enabled(grad):
+        if sliced:
+            hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            logp_N = _head_logprobs(hidden[row_N, at_N - 1], ids[row_N, at_N], causal.get_output_embeddings(), temperature)
+        else:
+            logits_NV = causal(input_ids=ids, use_cache=False).logits[row_N, at_N - 1].float()
+            logp_N = _logprobs(logits_NV, ids[row_N, at_N], temperature)
+    model.train(training)
+    return out_BT.index_put((row_N, t_N), logp_N)
+
+
+def packs(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices grouped by similar length, each group at most `budget` tokens when padded (a longer row goes alone)."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups

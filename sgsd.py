@@ -1,0 +1,656 @@
+"""Skill-Conditioned Gated Self-Distillation (SGSD), in plain PyTorch.
+
+    loss(x) = sum_k alpha_k * rho_k * mean over unmasked t of [ log 2 - log(1 + exp(-Delta_t^2 / (2 tau_g))) ]     Eq. 16
+
+One policy, two roles. The student sees only the problem and samples a solution; a verifier says right or wrong. Each of K
+retrieved skill-mistake pairs makes a teacher: the same policy with that pair in its prompt. All score the student's
+tokens; Delta is the teacher-student gap of log-probabilities. A teacher that supports a success or suppresses a failure
+is distilled (rho = +1), the opposite is reversed (-1), the unsure is ignored (0).
+
+    torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B --bank bank.json      train
+    python sgsd.py --resume runs/sgsd                                                  go on from the last checkpoint
+    python eval.py runs/sgsd/checkpoints/step_000200                                   avg@12
+
+Read it top to bottom: objective, configuration, scoring, one training step (Algorithm 1), the run. Decisions that the
+paper leaves open (S...) or that differ from it (D...) carry their tag; the README has a row for each.
+
+Dimension key: K teachers, T completion tokens, B rollouts. `delta_KT` is a [K, T] tensor. Log-probabilities are natural
+logs (nats) in fp32.
+"""
+
+# ======================================================================================= objective (needs math, torch)
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+
+
+def _check(where: str, ok: object, got: object, rule: str) -> None:
+    if not ok:
+        raise ValueError(f"{where}: got {got}, {rule}")
+
+
+def _check_KT(where: str, delta_KT: torch.Tensor, mask_T: torch.Tensor | None = None, *weights_K: torch.Tensor) -> None:
+    """Shapes and dtype that every function over gaps wants: delta [K, T] fp32/fp64, mask [T] of 0 and 1, weights [K]."""
+    shape = tuple(delta_KT.shape)
+    _check(where, delta_KT.dtype in (torch.float32, torch.float64), delta_KT.dtype, "gaps must be float32 or float64; bf16 errs by up to .1 nat")
+    _check(where, delta_KT.ndim == 2, shape, "delta_KT must be [K, T]")
+    if mask_T is not None:
+        _check(where, tuple(mask_T.shape) == shape[1:], tuple(mask_T.shape), f"mask_T must be [T] = {shape[1:]}, the T of delta_KT")
+        _check(where, ((mask_T == 0) | (mask_T == 1)).all(), mask_T.unique().tolist(), "mask_T must hold only 0 and 1")
+    for w_K in weights_K:
+        _check(where, tuple(w_K.shape) == shape[:1], tuple(w_K.shape), f"alpha_K and rho_K must be [K] = {shape[:1]}, the K of delta_KT")
+
+
+def teacher_weights(s_g_K: torch.Tensor, s_e_K: torch.Tensor) -> torch.Tensor:
+    """alpha_k: softmax over teachers of the mean of skill and mistake similarity (Eq. 6, §2.2).
+
+    s_g_K, s_e_K: [K] cosine similarities. Returns [K], positive, sum 1 (empty for K = 0). ValueError on other shapes.
+    """
+    _check("teacher_weights (Eq. 6)", s_g_K.ndim == 1 and s_g_K.shape == s_e_K.shape, (tuple(s_g_K.shape), tuple(s_e_K.shape)), "both must be [K]")
+    return torch.softmax((s_g_K + s_e_K) / 2, dim=0)
+
+
+def log_prob_gap(logpT_KT: torch.Tensor, logpS_T: torch.Tensor) -> torch.Tensor:
+    """Delta_t^(k) = log p_T^(k)(y_t) - log p_S(y_t) (Eq. 7, §2.3), in nats; positive: teacher k supports the token.
+
+    logpT_KT: [K, T], taken as constant. logpS_T: [T], with gradient. Returns [K, T]. ValueError on other shapes.
+    """
+    shapes = (tuple(logpT_KT.shape), tuple(logpS_T.shape))
+    _check("log_prob_gap (Eq. 7)", logpT_KT.ndim == 2 and shapes[0][1:] == shapes[1], shapes, "wanted [K, T] teachers and [T] student")
+    return logpT_KT.detach() - logpS_T
+
+
+def plain_support(delta_KT: torch.Tensor) -> torch.Tensor:
+    """a_k: mean gap over all T tokens (Eq. 8, §2.3). Logged; the polarity uses `robust_support`. Returns [K]."""
+    _check_KT("plain_support (Eq. 8)", delta_KT)
+    return delta_KT.mean(1)
+
+
+def outcome_sign(r: float) -> int:
+    """sgn_out(r) (Eq. 9, §2.3): +1 for a verified success, -1 for a failure; ValueError on anything but -1 and +1."""
+    if isinstance(r, bool) or r not in (-1, 1):
+        raise ValueError(f"outcome r must be -1 or +1 (Eq. 9), got {r}; did the verifier return a 0/1 reward?")
+    return int(r)
+
+
+def token_mask(ids_T: Sequence[int] | torch.Tensor, masked_ids: Collection[int]) -> torch.Tensor:
+    """m_t (§2.4): 1 on reasoning tokens, 0 on special, template, think-tag and pure-formatting tokens (S2). [T] fp32.
+
+    masked_ids: from `masked_token_ids(tokenizer)`.
+    """
+    ids = torch.as_tensor(ids_T)
+    return 1.0 - torch.isin(ids, torch.tensor(sorted(masked_ids), dtype=ids.dtype, device=ids.device)).float()
+
+
+def robust_support(delta_KT: torch.Tensor, mask_T: torch.Tensor, c_delta: float, eps: float = 1e-8) -> torch.Tensor:
+    """a~_k: mean over unmasked tokens of the gap clipped to [-c_delta, c_delta] (Eqs. 11-12, §2.4). [K], nats.
+
+    Not part of the gradient. eps keeps an all-masked completion finite (0) (S1). ValueError on shapes or c_delta <= 0.
+    """
+    _check("robust_support (Eq. 11)", c_delta > 0, c_delta, "the clipping bound c_delta must be > 0")
+    _check_KT("robust_support (Eq. 12)", delta_KT, mask_T)
+    clipped_KT = delta_KT.detach().clamp(-c_delta, c_delta)  # Eq. 11
+    m_T = mask_T.to(delta_KT)
+    return (m_T * clipped_KT).sum(1) / (m_T.sum() + eps)  # Eq. 12
+
+
+def polarity(a_K: torch.Tensor, r: float, eps_a: float) -> torch.Tensor:
+    """rho_k in {-1, 0, +1} (Eq. 13, Tab. 2): sgn_out(r) * sgn(a~_k) where |a~_k| > eps_a, else 0 (unsure, ignored). [K].
+
+    +1 distils teacher k, -1 reverses it. The threshold is strict and sgn(0) = 0. ValueError on a wrong r or eps_a < 0.
+    """
+    _check("polarity (Eq. 13)", eps_a >= 0, eps_a, "the confidence threshold eps_a must be >= 0")
+    a_K = a_K.detach()
+    return torch.where(a_K.abs() > eps_a, outcome_sign(r) * torch.sign(a_K), torch.zeros_like(a_K))
+
+
+def gated_loss(delta: torch.Tensor, tau_g: float) -> torch.Tensor:
+    """l_gate = log 2 - log(1 + exp(-delta^2 / (2 tau_g))) (Eq. 14, §2.5), elementwise, even, in [0, log 2].
+
+    Written as -log1p(expm1(z)/2) with z = -delta^2 / (2 tau_g): the same number, without cancellation near 0.
+    ValueError on tau_g <= 0.
+    """
+    _check("gated_loss (Eq. 14)", tau_g > 0, tau_g, "the gate width tau_g must be > 0")
+    return -torch.log1p(torch.expm1(-(delta**2) / (2 * tau_g)) / 2)
+
+
+def gate_grad(delta: torch.Tensor, tau_g: float) -> torch.Tensor:
+    """g_tau = d l_gate / d delta = delta / (tau_g (1 + exp(delta^2 / (2 tau_g)))) (Eq. 17, §3), elementwise.
+
+    Odd, |g_tau| <= 1/sqrt(e tau_g); for logs and tests, training uses autograd. ValueError on tau_g <= 0.
+    """
+    _check("gate_grad (Eq. 17)", tau_g > 0, tau_g, "the gate width tau_g must be > 0")
+    return delta / tau_g * torch.sigmoid(-(delta**2) / (2 * tau_g))
+
+
+def teacher_losses(delta_KT: torch.Tensor, mask_T: torch.Tensor, tau_g: float, eps: float = 1e-8) -> torch.Tensor:
+    """lbar^(k): mean gated loss over unmasked tokens, of the *unclipped* gaps (Eq. 15, §2.5). [K], in [0, log 2]."""
+    _check_KT("teacher_losses (Eq. 15)", delta_KT, mask_T)
+    m_T = mask_T.to(delta_KT)
+    return (m_T * gated_loss(delta_KT, tau_g)).sum(1) / (m_T.sum() + eps)
+
+
+def sgsd_loss(
+    delta_KT: torch.Tensor, mask_T: torch.Tensor, alpha_K: torch.Tensor, rho_K: torch.Tensor, tau_g: float, eps: float = 1e-8
+) -> torch.Tensor:
+    """L(x) = sum_k alpha_k rho_k lbar^(k) (Eq. 16, §2.5). Scalar in [-log 2, log 2]; 0 for K = 0.
+
+    The gradient flows through delta_KT's student side only: alpha and rho are constants. ValueError on other shapes.
+    """
+    _check_KT("sgsd_loss (Eq. 16)", delta_KT, mask_T, alpha_K, rho_K)
+    return (alpha_K.detach() * rho_K.detach() * teacher_losses(delta_KT, mask_T, tau_g, eps)).sum()
+
+
+def token_credit(
+    delta_KT: torch.Tensor, mask_T: torch.Tensor, alpha_K: torch.Tensor, rho_K: torch.Tensor, tau_g: float, eps: float = 1e-8
+) -> torch.Tensor:
+    """W_t^(k) = alpha_k rho_k (m_t / Z) g_tau(Delta), Z = sum m + eps (Eq. 20, §3). [K, T]; no gradient.
+
+    -grad L = sum_{k,t} W_t^(k) grad log p_S(y_t): summed over k it is the token's advantage-like dense credit.
+    """
+    _check_KT("token_credit (Eq. 20)", delta_KT, mask_T, alpha_K, rho_K)
+    m_T = mask_T.to(delta_KT)
+    g_KT = gate_grad(delta_KT.detach(), tau_g)
+    return (alpha_K * rho_K).detach()[:, None] * m_T / (m_T.sum() + eps) * g_KT
+
+
+LOSS_BOUND = math.log(2)  # of |L(x)| (Eqs. 14-16, sum of alpha = 1)
+
+# ================================================================================================ end of the objective
+
+import argparse  # the objective above stands alone; from here on the program
+import itertools
+import json
+import os
+import pathlib
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any
+
+import distributed as D
+import rollout as R
+import skills as S
+from distributed import UserError
+
+# ======================================================================================================= configuration
+
+
+def _flag(default: Any, source: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"source": source, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting; the flags are made from it. Defaults are the paper's, each with its source."""
+
+    model: str = _flag("Qwen/Qwen3-1.7B", "hub id or directory of the policy; §4.1")
+    data: str = _flag("BytedTsinghua-SIA/DAPO-Math-17k", "training problems: hub id, parquet, directory or JSONL; App. F.1, D8")
+    bank: str = _flag("", "skill bank (JSON); §2.1")
+    encoder: str = _flag("Qwen/Qwen3-Embedding-0.6B", "sentence-transformers encoder, hub id or directory; Tab. 12")
+    query_prompt: str = _flag("", "put in front of a problem before it is embedded, for encoders that want one; S10")
+    out: str = _flag("runs/sgsd", "the run's directory")
+    seed: int = _flag(0, "of data order, adapter initialisation and sampling")
+    device: str = _flag("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
+    dtype: str = _flag("auto", "of the frozen base; auto is bfloat16 on CUDA (App. F.1), float32 on CPU", ("auto", "float32", "bfloat16"))
+    attn: str = _flag("auto", "auto is FlashAttention 2 where installed (App. F.1), else SDPA", ("auto", "flash_attention_2", "sdpa", "eager"))
+    # the loop
+    updates: int = _flag(200, "optimizer updates; §4.1")
+    batch_size: int = _flag(32, "problems per update over all ranks; S6")
+    checkpoint_every: int = _flag(25, "updates; §4.1")
+    audit_every: int = _flag(25, "updates between those whose gaps go to tokens.jsonl; 0 for none")
+    score_tokens: int = _flag(16384, "token budget of one padded forward: bounds memory, changes no result")
+    verify_timeout: float = _flag(5.0, "seconds the verifier may think about one answer")
+    verify_workers: int = _flag(1, "verifier processes per rank")
+    # optimizer and adapter
+    learning_rate: float = _flag(5e-6, "AdamW, no weight decay, linear to 0; App. F.1, S7")
+    grad_clip: float = _flag(0.1, "gradient norm; S7")
+    lora_rank: int = _flag(64, "App. F.1")
+    lora_alpha: int = _flag(128, "App. F.1")
+    # the student's sampling
+    temperature: float = _flag(1.1, "Tab. 11")
+    top_p: float = _flag(0.95, "Tab. 11")
+    top_k: int = _flag(20, "Tab. 11")
+    max_new_tokens: int = _flag(1024, "completion length; Tab. 11")
+    max_prompt_tokens: int = _flag(20000, "a longer prompt is an error, never cut; Tab. 11")
+    # the method
+    num_teachers: int = _flag(8, "K, retrieved skill-mistake pairs; Tab. 12")
+    teacher_prefix: str = _flag("bare", "a teacher's think block: left to the model, open, or closed; S3", ("bare", "open", "closed"))
+    tau_g: float = _flag(1.0, "gate width; Eq. 14, Tab. 12")
+    c_delta: float = _flag(3.0, "clipping bound of the gaps in the support score, nats; Eq. 11, Tab. 12")
+    eps_a: float = _flag(0.05, "confidence threshold on the support score, nats; Eq. 13, Tab. 12")
+    loss_temperature: float = _flag(1.0, "of both sides' log-probabilities; S5")
+    mask_extra: bool = _flag(False, "also mask tokens that are only markdown; S2")
+    drop_truncated: bool = _flag(False, "leave rollouts cut at the length limit out of the loss; S4")
+
+    def __post_init__(self) -> None:
+        positive = ("updates", "batch_size", "checkpoint_every", "score_tokens", "verify_timeout", "verify_workers", "learning_rate",
+                    "grad_clip", "lora_rank", "lora_alpha", "max_prompt_tokens", "num_teachers", "tau_g", "c_delta", "loss_temperature")  # fmt: skip
+        for f in fields(self):
+            value, rule = getattr(self, f.name), None
+            if f.name in positive and not value > 0:
+                rule = "must be > 0"
+            elif f.name in ("eps_a", "audit_every", "seed") and not value >= 0:
+                rule = "must be >= 0"
+            elif f.metadata["choices"] and value not in f.metadata["choices"]:
+                rule = f"must be one of {', '.join(f.metadata['choices'])}"
+            if rule:
+                raise UserError(f"--{f.name.replace('_', '-')} {value}: {rule} ({f.metadata['source']})")
+        _ = self.sampling  # its own checks
+
+    @property
+    def sampling(self) -> R.Sampling:
+        return R.Sampling(self.temperature, self.top_p, self.top_k, self.max_new_tokens)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise UserError(f"{message}; --help lists the flags")
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """One flag per field of a config dataclass, its source in the help; a flag that isn't given leaves no trace."""
+    for f in fields(config):
+        assert f.default is not MISSING
+        kind: dict[str, Any] = {"type": type(f.default), "choices": f.metadata["choices"]}
+        if isinstance(f.default, bool):
+            kind = {"action": argparse.BooleanOptionalAction}
+        text = f"{f.metadata['source']} (default: {f.default})".replace("%", "%%")
+        parser.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **kind)
+
+
+def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
+    """(config, resume). `--resume DIR` starts from the run's saved settings; flags that are given replace them."""
+    parser = _Parser("sgsd.py", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run directory, with its settings")
+    add_flags(parser, Config)
+    given = vars(parser.parse_args(argv))
+    run = given.pop("resume")
+    if run is None:
+        return Config(**given), False
+    try:
+        saved = json.loads((pathlib.Path(run) / "config.json").read_text())["settings"]
+        return Config(**{**saved, **given, "out": run}), True
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as e:
+        raise UserError(f"--resume {run}: no readable config.json of a run there ({e!r}); give a run directory such as runs/sgsd") from None
+
+
+# ============================================================================================================== scoring
+
+
+def masked_token_ids(tokenizer: R.Tokenizer, extra: bool = False) -> set[int]:
+    """Ids that the token mask removes (§2.4, S2): special ids (EOS among them), <|...|>, think tags, runs of 1-8 newlines.
+
+    extra: also tokens that are nothing but markdown (**, ##, ```, ---).
+    """
+    ids = {i for i in tokenizer.all_special_ids if i is not None}
+    ids |= {i for token, i in tokenizer.get_vocab().items() if re.fullmatch(r"<\|.*\|>|</?think>", token)}
+    for n in range(1, 9):
+        run = tokenizer.encode("\n" * n, add_special_tokens=False)
+        ids |= set(run) if len(run) == 1 else set()
+    if extra:
+        ids |= {i for i in range(len(tokenizer)) if re.fullmatch(r"\s*(\*\*+|#+|`+|---+|___+)\s*", tokenizer.decode([i]))}
+    return ids
+
+
+def score_teachers(
+    model: R.Model, contexts: list[list[int]], ids_T: list[int], score_tokens: int = 16384, temperature: float = 1.0
+) -> torch.Tensor:
+    """log p_T^(k)(y_t) of the student's tokens under each context c_k (Eq. 4): [K, T] fp32, no gradient.
+
+    contexts: K prompts as ids. K rows go through as few padded forwards as the token budget allows. The teacher is live:
+    the current policy, stop-gradient (Tab. 12).
+    """
+    logpT_KT = torch.zeros(len(contexts), len(ids_T), device=R.causal_lm(model).device)
+    for group in R.packs([len(c) + len(ids_T) for c in contexts], score_tokens):
+        logpT_KT[group] = R.token_logprobs(model, [contexts[k] for k in group], [ids_T] * len(group), temperature=temperature)
+    return logpT_KT
+
+
+# =============================================================================================== one update (Algorithm 1)
+
+
+@dataclass
+class Run:
+    """What a training run holds."""
+
+    cfg: Config
+    world: D.World
+    model: R.Model
+    tokenizer: R.Tokenizer
+    problems: list[R.Problem]
+    bank: S.SkillBank
+    embed: S.Embed
+    verifier: R.Verifier
+    params: dict[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    masked_ids: set[int]
+    stop: bool = False  # asked to by a signal
+
+
+def prompt_ids(run: Run, text: str, what: str, *, teacher: bool = False) -> list[int]:
+    """A student's prompt (think block closed, §4.1) or a teacher's (S3), within the prompt limit."""
+    prefix = run.cfg.teacher_prefix if teacher else "closed"
+    ids = R.chat_ids(run.tokenizer, text, thinking=prefix != "closed")
+    if prefix == "open":
+        ids += run.tokenizer.encode("<think>\n", add_special_tokens=False)
+    if len(ids) > run.cfg.max_prompt_tokens:
+        raise UserError(f"{what}: the prompt has {len(ids)} tokens, --max-prompt-tokens is {run.cfg.max_prompt_tokens}; drop it or raise the limit")
+    return ids
+
+
+def minibatch(problems: list[R.Problem], cfg: Config, step: int) -> list[tuple[R.Problem, int]]:
+    """The global batch of update `step` (from 1) as (problem, its sampling key): a function of seed and step alone."""
+    batch = []
+    for at in range((step - 1) * cfg.batch_size, step * cfg.batch_size):
+        epoch, i = divmod(at, len(problems))
+        order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch))
+        x = problems[int(order[i])]
+        batch.append((x, R.sample_key(cfg.seed, step, x.id, epoch)))
+    return batch
+
+
+def accumulate(run: Run, step: int) -> tuple[list[dict], dict[str, float]]:
+    """Algorithm 1, lines 2-14, on this rank's share: leaves the gradient in the parameters; returns records and seconds."""
+    cfg, clock = run.cfg, [time.perf_counter()]
+    mine = minibatch(run.problems, cfg, step)[run.world.rank :: run.world.size]
+    batch, keys = [x for x, _ in mine], [key for _, key in mine]
+    student_ids = [prompt_ids(run, S.render_student(x.problem), f"problem {x.id}") for x in batch]
+    rollouts = R.sample_rollouts(run.model, run.tokenizer, batch, student_ids, cfg.sampling, keys, run.verifier)  # Eq. 1
+    clock.append(time.perf_counter())
+
+    pairs, logpT = [], []
+    for x, roll in zip(batch, rollouts):
+        pairs.append(run.bank.retrieve(cfg.query_prompt + x.problem, cfg.num_teachers, run.embed))  # Eq. 2
+        ctx = [prompt_ids(run, S.render_teacher(p, x.problem), f"teacher of {x.id}", teacher=True) for p in pairs[-1]]  # Eq. 3
+        logpT.append(score_teachers(run.model, ctx, roll.completion_ids, cfg.score_tokens, cfg.loss_temperature))  # Eq. 4
+    clock.append(time.perf_counter())
+
+    records: list[dict] = [{}] * len(batch)
+    for group in R.packs([len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], cfg.score_tokens):
+        logpS_BT = R.token_logprobs(  # Eq. 5, with gradient, once per rollout (D7)
+            run.model, [rollouts[i].prompt_ids for i in group], [rollouts[i].completion_ids for i in group],
+            grad=True, temperature=cfg.loss_temperature,
+        )  # fmt: skip
+        losses = []
+        for i, logpS_T in zip(group, logpS_BT):
+            roll, dev = rollouts[i], logpS_T.device
+            s_g_K, s_e_K = (torch.tensor([getattr(p, s) for p in pairs[i]], device=dev) for s in ("s_g", "s_e"))
+            mask_T = token_mask(torch.tensor(roll.completion_ids, device=dev), run.masked_ids)
+            alpha_K = teacher_weights(s_g_K, s_e_K)  # Eq. 6
+            delta_KT = log_prob_gap(logpT[i], logpS_T[: len(mask_T)])  # Eq. 7
+            a_K = robust_support(delta_KT, mask_T, cfg.c_delta)  # Eqs. 11-12
+            rho_K = polarity(a_K, roll.r, cfg.eps_a)  # Eq. 13
+            loss = sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)  # Eqs. 14-16
+            losses.append(loss * (0.0 if cfg.drop_truncated and roll.truncated else 1.0))  # S4
+            records[i] = record(run, step, roll, pairs[i], delta_KT.detach(), mask_T, alpha_K, a_K, rho_K, float(losses[-1].detach()))
+        (torch.stack(losses).sum() / cfg.batch_size).backward()  # the mean over the global batch
+    clock.append(time.perf_counter())
+    return records, dict(zip(("gen", "score", "bwd"), (b - a for a, b in itertools.pairwise(clock))))
+
+
+def update(run: Run, step: int) -> float:
+    """Algorithm 1, line 15: sum over ranks, clip, AdamW, linear decay (S7). Returns the gradient norm before clipping.
+
+    A norm that is not finite skips the update; the summed gradient is the same on every rank, so all skip together.
+    """
+    params = list(run.params.values())
+    D.sum_gradients(params, run.world)
+    norm = float(torch.nn.utils.clip_grad_norm_(params, run.cfg.grad_clip))
+    for group in run.optimizer.param_groups:
+        group["lr"] = run.cfg.learning_rate * (1 - (step - 1) / run.cfg.updates)
+    if math.isfinite(norm):
+        run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+# ================================================================================================================= logs
+
+
+def record(run, step, roll, pairs, delta_KT, mask_T, alpha_K, a_K, rho_K, loss) -> dict:
+    """One rollout's line in rollouts.jsonl; on an audited update `tokens` carries its line in tokens.jsonl."""
+    cfg, m_T = run.cfg, mask_T.bool()
+    row = {
+        "step": step, **asdict(roll), "pairs": [[p.skill["skill_id"], p.mistake["mistake_id"]] for p in pairs],
+        "s_g": [p.s_g for p in pairs], "s_e": [p.s_e for p in pairs], "alpha": alpha_K.tolist(),
+        "a_plain": plain_support(delta_KT).tolist(), "a": a_K.tolist(), "rho": [int(x) for x in rho_K],
+        "losses": teacher_losses(delta_KT, mask_T, cfg.tau_g).tolist(), "loss": loss, "unmasked": int(m_T.sum()),
+        "clipped": int((delta_KT[:, m_T].abs() > cfg.c_delta).sum()), "first_gap": delta_KT[:, 0].tolist(),
+    }  # fmt: skip
+    if cfg.audit_every and step % cfg.audit_every == 0:
+        credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
+        row["tokens"] = {"step": step, "problem_id": roll.problem_id, "mask": [int(x) for x in mask_T],
+                         "delta": delta_KT.tolist(), "credit": credit_KT.tolist()}  # fmt: skip
+    return row
+
+
+def summarize(step: int, records: list[dict], norm: float, lr: float, seconds: dict[str, float], memory_gb: float) -> dict:
+    """One update's line in metrics.jsonl, from the records of all ranks."""
+    total = len(records)
+    rho = [(k, r["r"], r["truncated"]) for r in records for k in r["rho"]]
+    abs_a = torch.tensor([abs(a) for r in records for a in r["a"]] or [0.0])
+    gaps = sum(r["unmasked"] * len(r["rho"]) for r in records)
+    first = [g for r in records for g in r["first_gap"]]
+    tokens = [len(r["completion_ids"]) for r in records]
+    names = {1: "distilled", -1: "reversed", 0: "ignored"}
+    return {
+        "step": step, "loss": sum(r["loss"] for r in records) / total, "success": sum(r["r"] > 0 for r in records) / total,
+        "truncated": sum(r["truncated"] for r in records) / total, "no_answer": sum(r["pred"] is None for r in records) / total,
+        "no_teachers": sum(not r["rho"] for r in records),
+        **{f"rho_{name}": sum(k == value for k, _, _ in rho) for value, name in names.items()},
+        **{f"rho_{name}_{case}": sum(k == value and hit(r, cut) for k, r, cut in rho) for value, name in names.items()
+           for case, hit in (("success", lambda r, _: r > 0), ("failure", lambda r, _: r < 0), ("truncated", lambda _, cut: cut))},
+        **{f"abs_a_p{q}": float(abs_a.quantile(q / 100)) for q in (10, 50, 90)},
+        "clip_share": sum(r["clipped"] for r in records) / max(1, gaps), "mask_share": sum(r["unmasked"] for r in records) / max(1, sum(tokens)),
+        "first_gap": sum(first) / max(1, len(first)), "completion_tokens": sum(tokens) / total, "grad_norm": norm, "learning_rate": lr,
+        "skipped": int(not math.isfinite(norm)), "seconds": {k: round(v, 3) for k, v in seconds.items()}, "memory_gb": round(memory_gb, 2),
+    }  # fmt: skip
+
+
+def log_line(m: dict, updates: int) -> str:
+    def short(x: float) -> str:
+        return f"{x:.2f}".removeprefix("0")
+
+    rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
+    seconds = " ".join(f"{k} {v:.0f}s" for k, v in m["seconds"].items())
+    return (
+        f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {short(m['success'])} rho {rho} clip {m['clip_share']:.1%} "
+        f"mask {short(m['mask_share'])} gnorm {short(m['grad_norm'])} | {seconds} | {m['memory_gb']:.1f}GB"
+    )
+
+
+# ======================================================================================================= a run on disk
+
+
+def save_checkpoint(run: Run, step: int) -> pathlib.Path:
+    """A PEFT adapter that anyone can load, the tokenizer, and the trainer's state (safetensors and JSON, no pickle)."""
+    from safetensors.torch import save_file
+
+    path = pathlib.Path(run.cfg.out) / "checkpoints" / f"step_{step:06d}"
+    if run.world.main:
+        with D.whole_directory(path) as tmp:
+            run.model.save_pretrained(tmp)
+            run.tokenizer.save_pretrained(tmp)
+            state = {f"{name}.{k}": v.cpu() for name, p in run.params.items() for k, v in run.optimizer.state[p].items()}
+            save_file(state, tmp / "trainer.safetensors")
+            D.write_json(tmp / "trainer.json", {"step": step})
+    return path
+
+
+def load_checkpoint(run: Run) -> int:
+    """Put the last checkpoint's adapter and optimizer state into the run; returns its step, 0 without one."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    found = sorted((pathlib.Path(run.cfg.out) / "checkpoints").glob("step_*"))
+    if not found:
+        return 0
+    path = found[-1]
+    try:
+        adapter = load_file(path / "adapter_model.safetensors")
+        state = load_file(path / "trainer.safetensors")
+        step = json.loads((path / "trainer.json").read_text())["step"]
+        if unexpected := getattr(set_peft_model_state_dict(run.model, adapter), "unexpected_keys", None):
+            raise KeyError(f"{len(unexpected)} tensors have no place in the model")
+        for name, p in run.params.items():
+            run.optimizer.state[p] = {k: state[f"{name}.{k}"].to(p.device if k != "step" else "cpu") for k in ("step", "exp_avg", "exp_avg_sq")}
+    except Exception as e:  # missing file, torn file, other shapes, other names
+        line = str(e).strip().splitlines()[0][:200] if str(e).strip() else ""
+        raise UserError(f"checkpoint {path}: does not fit --model {run.cfg.model} ({type(e).__name__}: {line}); is it of another model?") from None
+    return step
+
+
+def trim(path: pathlib.Path, step: int) -> None:
+    """Cut a .jsonl back to the updates of the checkpoint: later ones will be made again."""
+    if path.exists():
+        D.write_text(path, "".join(json.dumps(row) + "\n" for row in D.read_jsonl(path) if row["step"] <= step))
+
+
+def provenance(cfg: Config) -> dict:
+    """What config.json holds: settings, versions, command line, commit."""
+    import importlib.metadata
+
+    names = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True)
+    return {
+        "settings": asdict(cfg), "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]], "commit": git.stdout.strip() or None,
+        "versions": {"python": sys.version.split()[0], **{n: installed.get(n) for n in names}},
+    }  # fmt: skip
+
+
+# ============================================================================================================= the run
+
+
+def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
+    """Everything that a user's mistake can break is read and checked here, before the run directory is made."""
+    from peft import LoraConfig, get_peft_model
+
+    if cfg.batch_size < world.size:
+        raise UserError(f"--batch-size {cfg.batch_size} is smaller than the world of {world.size} processes; every rank needs a problem")
+    if not resume and pathlib.Path(cfg.out).exists() and any(pathlib.Path(cfg.out).iterdir()):
+        raise UserError(f"--out {cfg.out}: the directory is not empty; choose another, or go on with --resume {cfg.out}")
+    if not cfg.bank:
+        raise UserError("--bank is missing: give a skill bank (JSON with general_skills and common_mistakes)")
+    latest = pathlib.Path(cfg.out) / "bank" / "bank.json"
+    bank = S.SkillBank.load(latest if resume and latest.exists() else cfg.bank)
+    for key in S.FIELDS:
+        if (n := len(getattr(bank, key))) < cfg.num_teachers:
+            raise UserError(f"--bank {cfg.bank}: {key} has {n} entries, --num-teachers {cfg.num_teachers} wants as many; lower it or add entries")
+    problems, counts = R.load_problems(cfg.data)
+    model, tokenizer = R.load_model(cfg.model, world.device, dtype=cfg.dtype, attn=cfg.attn)
+    torch.manual_seed(cfg.seed)
+    lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
+                      target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])  # fmt: skip
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers renames its checkpointing methods; both names are there until 6
+            model = get_peft_model(model, lora)  # adapters of a bf16 base are fp32: a 5e-6 step is lost in bf16
+            R.causal_lm(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError as e:
+        raise UserError(f"--model {cfg.model}: no place for the adapters ({str(e)[:200]})") from None
+    R.causal_lm(model).enable_input_require_grads()
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    D.broadcast_parameters(params.values(), world)
+    run = Run(
+        cfg, world, model, tokenizer, problems, bank, S.load_encoder(cfg.encoder, str(world.device)),
+        R.Verifier(cfg.verify_timeout, cfg.verify_workers), params,
+        torch.optim.AdamW(params.values(), lr=cfg.learning_rate, weight_decay=0.0), masked_token_ids(tokenizer, cfg.mask_extra),
+    )  # fmt: skip
+    if world.main:
+        print(f"data {cfg.data}: " + ", ".join(f"{v} {k.replace('_', ' ')}" for k, v in counts.items()))
+        print(f"bank {cfg.bank}: {len(bank.general_skills)} general skills, {len(bank.common_mistakes)} common mistakes")
+        trained = sum(p.numel() for p in params.values())
+        print(f"model {cfg.model}: {trained:,} trained of {model.num_parameters():,} parameters, {world.size} x {world.device.type}")
+        print(f"mask (S2): {len(run.masked_ids)} ids: " + " ".join(repr(tokenizer.decode([i])) for i in sorted(run.masked_ids)[:40]))
+        if not R.head_is_sliced(model):
+            print("head: this model's logits are not head(hidden) (soft-capped or scaled); scored by full logits, memory grows with T*V")
+    for x in problems:  # only those that might be too long are tokenised: no token is shorter than a byte
+        if len(x.problem.encode("utf-8", "replace")) > cfg.max_prompt_tokens // 2:
+            prompt_ids(run, S.render_student(x.problem), f"problem {x.id}")
+    return run
+
+
+def train(run: Run, resume: bool) -> None:
+    """The updates, with their log, checkpoints and an orderly stop."""
+    from tqdm import tqdm
+
+    cfg, world, out = run.cfg, run.world, pathlib.Path(run.cfg.out)
+    logs = {name: out / f"{name}.jsonl" for name in ("metrics", "rollouts", "tokens")}
+    start = load_checkpoint(run) if resume else 0
+    if world.main:
+        D.write_json(out / "config.json", provenance(cfg))
+        run.bank.save(out / "bank" / "bank.json")
+        for path in logs.values():
+            trim(path, start)
+    saved = skipped = 0
+    bar = tqdm(range(start + 1, cfg.updates + 1), initial=start, total=cfg.updates, disable=not world.main, unit="update")
+    for step in bar:
+        records, seconds = accumulate(run, step)
+        began = time.perf_counter()
+        norm = update(run, step)
+        seconds["step"] = time.perf_counter() - began
+        shares = D.gather({"records": records, "stop": run.stop}, world)
+        stop = any(share["stop"] for share in shares)
+        skipped = 0 if math.isfinite(norm) else skipped + 1
+        if world.main:
+            everyone = [shares[i % world.size]["records"][i // world.size] for i in range(cfg.batch_size)]  # the batch's order
+            metrics = summarize(step, everyone, norm, run.optimizer.param_groups[0]["lr"], seconds, memory_gb(world))
+            D.append_jsonl(logs["tokens"], [r["tokens"] for r in everyone if "tokens" in r])
+            D.append_jsonl(logs["rollouts"], [{k: v for k, v in r.items() if k != "tokens"} for r in everyone])
+            D.append_jsonl(logs["metrics"], [metrics])
+            bar.write(log_line(metrics, cfg.updates))
+        if step % cfg.checkpoint_every == 0 or step == cfg.updates or stop or skipped == 3:
+            saved = step
+            path = save_checkpoint(run, step)
+            if world.main:
+                bar.write(f"saved {path}")
+        if stop or skipped == 3:
+            why = "three updates in a row were not finite" if skipped == 3 else "stopped as asked"
+            if world.main:
+                bar.write(f"{why}; go on with: python sgsd.py --resume {cfg.out}")
+            break
+    bar.close()
+    if world.main and saved:
+        print(f"done: {out} (evaluate with: python eval.py {out}/checkpoints/step_{saved:06d})")
+
+
+def memory_gb(world: D.World) -> float:
+    """Peak so far: allocated on the GPU, else resident in this process."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Exit code 0, or 2 with one line on stderr for a user's mistake."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    run = None
+    try:
+        cfg, resume = parse_config(argv)
+        world = D.init(cfg.device)
+        run = prepare(cfg, world, resume)
+        for number in (signal.SIGTERM, signal.SIGINT):  # finish the update, checkpoint, leave
+            signal.signal(number, lambda *_: setattr(run, "stop", True))
+        train(run, resume)
+    except UserError as e:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"sgsd: {e}", file=sys.stderr)
+        return 2
+    finally:
+        if run is not None:
+            run.verifier.close()
+        D.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
