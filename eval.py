@@ -93,7 +93,7 @@ def load_policy(path: str, base: str, device, dtype: str, attn: str) -> tuple[R.
         return PeftModel.from_pretrained(model, path).eval(), tokenizer
     except (RuntimeError, ValueError, KeyError, OSError) as e:
         line = str(e).strip().splitlines()[0][:160]
-        raise UserError(f"{path}: the adapter does not fit {base} ({type(e).__name__}: {line}); is it of another model? --model names its base") from None
+        raise UserError(f"{path}: the adapter does not fit {base} ({type(e).__name__}: {line}); --model names its base") from None
 
 
 def evaluate(args: argparse.Namespace, world: D.World) -> None:

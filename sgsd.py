@@ -460,7 +460,7 @@ def log_line(m: dict, updates: int) -> str:
         return f"{x:.2f}".removeprefix("0")
 
     rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
-    seconds = " ".join(f"{k} {v:.0f}s" for k, v in m["seconds"].items())
+    seconds = " ".join(f"{k} {m['seconds'][k]:.0f}s" for k in ("gen", "score", "bwd"))
     return (
         f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {short(m['success'])} rho {rho} clip {m['clip_share']:.1%} "
         f"mask {short(m['mask_share'])} gnorm {short(m['grad_norm'])} | {seconds} | {m['memory_gb']:.1f}GB"
@@ -597,7 +597,7 @@ def train(run: Run, resume: bool) -> None:
         records, seconds = accumulate(run, step)
         began = time.perf_counter()
         norm = update(run, step)
-        seconds["step"] = time.perf_counter() - began
+        seconds["opt"] = time.perf_counter() - began
         shares = D.gather({"records": records, "stop": run.stop}, world)
         stop = any(share["stop"] for share in shares)
         skipped = 0 if math.isfinite(norm) else skipped + 1
