@@ -3,6 +3,7 @@
 Every rank holds the whole model; there is no wrapper class. Nothing here knows the method, and nothing is pickled.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -10,6 +11,7 @@ import pathlib
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,18 @@ import torch.distributed as dist
 
 class UserError(ValueError):
     """A user's mistake (flag, path, data, bank, checkpoint): one clear line and exit code 2, never a traceback."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags whose mistakes are UserErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help lists the flags")
+
+
+def brief(error: BaseException) -> str:
+    """An exception as one short line, for the cause in a UserError."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @dataclass(frozen=True)

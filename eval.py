@@ -82,8 +82,9 @@ def load_policy(path: str, base: str, device, dtype: str, attn: str) -> tuple[R.
     """A plain model, or a PEFT adapter on its base (`base` replaces the one that the adapter names)."""
     folder = pathlib.Path(path)
     if not (folder / "adapter_config.json").exists():
-        if folder.is_dir() and not (folder / "config.json").exists():
-            raise UserError(f"{path}: neither an adapter (adapter_config.json) nor a model (config.json); give one checkpoint of a run")
+        if (folder / "checkpoints").is_dir():
+            last = max((folder / "checkpoints").glob("step_*"), default="step_000025")
+            raise UserError(f"{path}: is a run; give one of its checkpoints, such as {last}")
         return R.load_model(path, device, dtype=dtype, attn=attn)
     from peft import PeftModel
 
@@ -92,8 +93,7 @@ def load_policy(path: str, base: str, device, dtype: str, attn: str) -> tuple[R.
     try:
         return PeftModel.from_pretrained(model, path).eval(), tokenizer
     except (RuntimeError, ValueError, KeyError, OSError) as e:
-        line = str(e).strip().splitlines()[0][:160]
-        raise UserError(f"{path}: the adapter does not fit {base} ({type(e).__name__}: {line}); --model names its base") from None
+        raise UserError(f"{path}: the adapter does not fit {base} ({D.brief(e)}); --model names its base") from None
 
 
 def evaluate(args: argparse.Namespace, world: D.World) -> None:
@@ -177,7 +177,7 @@ def _print_table(table: dict, k: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Exit code 0, or 2 with one line on stderr for a user's mistake."""
-    parser = argparse.ArgumentParser("eval.py", description=(__doc__ or "").split("\n")[0], allow_abbrev=False, exit_on_error=False)
+    parser = D.Parser("eval.py", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("path", help="checkpoint of a run, any PEFT adapter, model directory or hub id")
     parser.add_argument("--data", nargs="+", required=True, help="problem files: JSONL with `problem` and `answer`, parquet, directory or hub id")
     parser.add_argument("--split", default="test", help="of a hub data set")
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(argv)
         evaluate(args, D.init(args.device))
-    except (UserError, argparse.ArgumentError) as e:
+    except UserError as e:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"eval: {e}", file=sys.stderr)
         return 2

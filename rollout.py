@@ -11,6 +11,7 @@ import hashlib
 import json
 import pathlib
 import re
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from distributed import UserError
+from distributed import UserError, brief
 from verify import Verifier, extract_answer
 
 __all__ = ["Problem", "Rollout", "Sampling", "Verifier", "chat_ids", "extract_answer", "generate", "load_model",
@@ -143,11 +144,7 @@ def _hub_rows(name: str, split: str, **where: str) -> Iterator[dict]:
         for part in data.iter(batch_size=10_000):  # whole columns at a time: DAPO has 1.8 million rows
             yield from (dict(zip(part, values)) for values in zip(*part.values()))
     except Exception as e:  # the library raises many kinds: offline, no such id, no such split, broken file
-        raise UserError(f"{where.get('data_files', name)}: not read ({type(e).__name__}: {_first_line(e)}); a local JSONL works offline") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
+        raise UserError(f"{where.get('data_files', name)}: not read ({brief(e)}); a local JSONL works offline") from None
 
 
 # ------------------------------------------------------------------------------------------------ model
@@ -162,6 +159,7 @@ def load_model(name: str, device: torch.device, *, dtype: str = "auto", attn: st
     from transformers.utils import is_flash_attn_2_available, logging
 
     logging.disable_progress_bar()  # one bar is enough
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)  # renamed in 5.20; both names last until 6
     kind = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(dtype) or getattr(torch, dtype)
     if attn == "auto":
         attn = "flash_attention_2" if device.type == "cuda" and kind != torch.float32 and is_flash_attn_2_available() else "sdpa"
@@ -171,7 +169,7 @@ def load_model(name: str, device: torch.device, *, dtype: str = "auto", attn: st
         tokenizer = AutoTokenizer.from_pretrained(name)
         model: Model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, attn_implementation=attn)
     except Exception as e:  # transformers raises many kinds: no such id, offline, no config, wrong architecture
-        raise UserError(f"--model {name}: not loaded ({type(e).__name__}: {_first_line(e)})") from None
+        raise UserError(f"--model {name}: not loaded ({brief(e)})") from None
     if tokenizer.chat_template is None:
         raise UserError(f"--model {name}: its tokenizer has no chat template; use an instruct model, or add chat_template.jinja")
     for module in model.modules():  # teacher and student must be the same function of their input

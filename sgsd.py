@@ -171,7 +171,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
@@ -250,11 +249,6 @@ class Config:
         return R.Sampling(self.temperature, self.top_p, self.top_k, self.max_new_tokens)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise UserError(f"{message}; --help lists the flags")
-
-
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """One flag per field of a config dataclass, its source in the help; a flag that isn't given leaves no trace."""
     for f in fields(config):
@@ -268,7 +262,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
     """(config, resume). `--resume DIR` starts from the run's saved settings; flags that are given replace them."""
-    parser = _Parser("sgsd.py", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = D.Parser("sgsd.py", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run directory, with its settings")
     add_flags(parser, Config)
     given = vars(parser.parse_args(argv))
@@ -503,8 +497,7 @@ def load_checkpoint(run: Run) -> int:
         for name, p in run.params.items():
             run.optimizer.state[p] = {k: state[f"{name}.{k}"].to(p.device if k != "step" else "cpu") for k in ("step", "exp_avg", "exp_avg_sq")}
     except Exception as e:  # missing file, torn file, other shapes, other names
-        line = str(e).strip().splitlines()[0][:200] if str(e).strip() else ""
-        raise UserError(f"checkpoint {path}: does not fit --model {run.cfg.model} ({type(e).__name__}: {line}); is it of another model?") from None
+        raise UserError(f"checkpoint {path}: does not fit --model {run.cfg.model} ({D.brief(e)}); is it of another model?") from None
     return step
 
 
@@ -551,12 +544,10 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
     lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
                       target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])  # fmt: skip
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers renames its checkpointing methods; both names are there until 6
-            model = get_peft_model(model, lora)  # adapters of a bf16 base are fp32: a 5e-6 step is lost in bf16
-            R.causal_lm(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model = get_peft_model(model, lora)  # adapters of a bf16 base are fp32: a 5e-6 step is lost in bf16
     except ValueError as e:
-        raise UserError(f"--model {cfg.model}: no place for the adapters ({str(e)[:200]})") from None
+        raise UserError(f"--model {cfg.model}: no place for the adapters ({D.brief(e)})") from None
+    R.causal_lm(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     R.causal_lm(model).enable_input_require_grads()
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     D.broadcast_parameters(params.values(), world)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from distributed import UserError, write_text
+from distributed import UserError, brief, write_text
 
 Embed = Callable[[Sequence[str]], Any]
 
@@ -159,7 +159,7 @@ def load_encoder(name: str, device: str) -> Embed:
 
         encoder = SentenceTransformer(name, device=device)
     except Exception as e:  # many kinds: no such id, offline, not an encoder
-        raise UserError(f"--encoder {name}: not loaded ({type(e).__name__}: {str(e).strip().splitlines()[0][:200] if str(e) else ''})") from None
+        raise UserError(f"--encoder {name}: not loaded ({brief(e)})") from None
     cache: dict[str, np.ndarray] = {}
 
     def embed(texts: Sequence[str]) -> np.ndarray:

@@ -101,38 +101,39 @@ class _Worker:
             raise RuntimeError("the verifier's worker did not start; does `python -c 'import math_verify'` work?")
 
     def _read(self, timeout_s: float) -> str | None:
-        """One line of the worker, or None when it died or time is up."""
+        """One line of the worker; "" when it died, None when time is up."""
         data, deadline, fd = b"", time.monotonic() + timeout_s, self.process.stdout.fileno()
         while not data.endswith(b"\n"):
-            ready = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]
-            chunk = os.read(fd, 4096) if ready else b""
-            if not chunk:
+            if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return None
+            chunk = os.read(fd, 4096)
+            if not chunk:
+                return ""
             data += chunk
         return data.decode().strip()
 
     def judge(self, gold: str, pred: str) -> bool:
-        for _ in range(2):  # a worker that died between answers (out of memory, killed) is replaced once
+        for _ in range(2):  # a worker that died may have died idle (out of memory, killed): one more try with a new one
             if self.process is None or self.process.poll() is not None:
+                self.close()
                 self._start()
             try:
                 self.process.stdin.write((json.dumps([gold, pred]) + "\n").encode())
                 self.process.stdin.flush()
+                reply = self._read(self.timeout_s)
             except BrokenPipeError:
-                self.close()
-                continue
-            reply = self._read(self.timeout_s)
+                reply = ""
+            if reply:
+                return reply == "true"
+            self.close()
             if reply is None:
-                self.close()
-            return reply == "true"
+                return False
         return False
 
     def close(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
-            self.process.stdin.close()
-            self.process.stdout.close()
+            self.process.communicate()  # waits, and closes the pipes
             self.process = None
 
 

@@ -60,7 +60,7 @@ def make_model(kind="qwen3", vocab=272, seed=0, **changes):
 def make_encoder(path):
     """A sentence-transformers directory: a static embedding per byte, averaged."""
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.models import StaticEmbedding
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
     torch.manual_seed(0)
     SentenceTransformer(modules=[StaticEmbedding(make_tokenizer().backend_tokenizer, embedding_dim=16)], device="cpu").save(str(path))

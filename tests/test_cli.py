@@ -1,0 +1,124 @@
+"""A user's mistakes: exit code 2, one line on stderr that names the thing, no traceback, nothing half-written."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, make_bank, make_model, make_tokenizer
+
+import eval as E
+import sgsd
+
+
+@pytest.fixture
+def flags(world_dir, tmp_path):
+    return {"--model": world_dir / "model", "--data": world_dir / "data.jsonl", "--bank": world_dir / "bank.json", "--encoder": world_dir / "encoder",
+            "--num-teachers": 3, "--batch-size": 4, "--max-new-tokens": 8, "--updates": 1, "--lora-rank": 4, "--out": tmp_path / "run"}  # fmt: skip
+
+
+def refused(flags, capsys, *words, program=sgsd.main, before=()):
+    code = program([*before, *(str(x) for pair in flags.items() for x in pair)])
+    err = capsys.readouterr().err.strip()
+    assert code == 2 and "\n" not in err and "Traceback" not in err, err
+    assert all(w in err for w in words), err
+
+
+def file(tmp_path, text, name="x.json"):
+    (tmp_path / name).write_text(text)
+    return tmp_path / name
+
+
+MISTAKES = {
+    "no such model": lambda t: ({"--model": "/no/such/dir"}, ("--model /no/such/dir", "no such directory")),
+    "model is no model": lambda t: ({"--model": t}, ("--model", "not loaded")),
+    "hub id offline": lambda t: ({"--model": "no/such-model"}, ("--model no/such-model", "not loaded")),
+    "no such data": lambda t: ({"--data": "nowhere.jsonl"}, ("nowhere.jsonl", "no such file")),
+    "empty data": lambda t: ({"--data": file(t, "", "e.jsonl")}, ("e.jsonl", "no problem is left")),
+    "problem without an answer": lambda t: ({"--data": file(t, '{"problem": "p"}\n', "e.jsonl")}, ("e.jsonl:1", "answer", "fields found: problem")),
+    "answer that is no string": lambda t: ({"--data": file(t, '{"problem": "p", "answer": 3}\n', "e.jsonl")}, ("e.jsonl:1", "must be a string")),
+    "no bank": lambda t: ({"--bank": ""}, ("--bank is missing",)),
+    "no such bank": lambda t: ({"--bank": "nobank.json"}, ("nobank.json", "cannot be read")),
+    "unreadable bank": lambda t: ({"--bank": file(t, "{")}, ("x.json", "cannot be read as JSON")),
+    "bank with an empty list": lambda t: (
+        {"--bank": (make_bank(t / "b.json", mistakes=0), t / "b.json")[1]}, ("b.json", "common_mistakes has 0 entries")),
+    "K larger than the bank": lambda t: ({"--num-teachers": 9}, ("general_skills has 4 entries", "--num-teachers 9")),
+    "no such encoder": lambda t: ({"--encoder": "/no/encoder"}, ("--encoder /no/encoder", "no such directory")),
+    "prompt too long": lambda t: ({"--max-prompt-tokens": 30}, ("prompt has", "--max-prompt-tokens is 30")),
+    "unknown flag": lambda t: ({"--teachers": 3}, ("--teachers", "--help")),
+    "word for a number": lambda t: ({"--updates": "many"}, ("--updates", "many")),
+    "zero batch": lambda t: ({"--batch-size": 0}, ("--batch-size 0", "> 0")),
+    "negative threshold": lambda t: ({"--eps-a": -0.1}, ("--eps-a -0.1", ">= 0", "Eq. 13")),
+    "zero gate width": lambda t: ({"--tau-g": 0}, ("--tau-g 0", "> 0", "Eq. 14")),
+    "top-p above one": lambda t: ({"--top-p": 1.5}, ("top_p", "1.5")),
+    "no GPU": lambda t: ({"--device": "cuda"}, ("--device cuda", "no CUDA GPU")),
+    "used directory": lambda t: ({"--out": file(t, "x").parent}, ("--out", "not empty", "--resume")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name, flags, tmp_path, capsys):
+    import torch
+
+    if name == "no GPU" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    changes, words = MISTAKES[name](tmp_path)
+    refused({**flags, **changes}, capsys, *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_batch_smaller_than_the_world(flags, capsys, monkeypatch):
+    monkeypatch.setattr(sgsd.D, "init", lambda device: sgsd.D.World(0, 8, "cpu"))
+    refused(flags, capsys, "--batch-size 4 is smaller than the world of 8 processes")
+
+
+def test_adapter_of_another_model(flags, tmp_path, capsys):
+    assert sgsd.main([str(x) for pair in flags.items() for x in pair]) == 0
+    capsys.readouterr()
+    make_model(hidden_size=48).save_pretrained(tmp_path / "other")
+    make_tokenizer().save_pretrained(tmp_path / "other")
+    refused({"--resume": flags["--out"], "--model": tmp_path / "other"}, capsys, "checkpoint", "does not fit --model", "of another model")
+    out = flags["--out"] / "checkpoints" / "step_000001"
+    data = ("--data", str(flags["--data"]))
+    refused({"--model": tmp_path / "other"}, capsys, "does not fit", "other", program=E.main, before=(str(out), *data))
+    refused({}, capsys, "is a run; give one of its checkpoints", "step_000001", program=E.main, before=(str(flags["--out"]), *data))
+    refused({"--samples": 0}, capsys, "--samples 0", program=E.main, before=(str(out), *data))
+    refused({}, capsys, "--data", program=E.main, before=(str(out),))
+
+
+def test_resume_of_nothing(tmp_path, capsys):
+    refused({"--resume": tmp_path}, capsys, "--resume", "no readable config.json")
+
+
+def test_flags_come_from_the_config():
+    cfg, resume = sgsd.parse_config(["--tau-g", "2.5", "--mask-extra", "--top-k", "7"])
+    assert (cfg.tau_g, cfg.mask_extra, cfg.top_k, resume) == (2.5, True, 7, False)
+    assert sgsd.parse_config([])[0] == sgsd.Config()
+
+
+def test_resume_takes_the_runs_settings_and_given_flags(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"settings": {"tau_g": 2.0, "updates": 7}}))
+    cfg, resume = sgsd.parse_config(["--resume", str(tmp_path), "--updates", "9"])
+    assert (cfg.tau_g, cfg.updates, cfg.out, resume) == (2.0, 9, str(tmp_path), True)
+
+
+def test_as_a_user_runs_it(flags, tmp_path):
+    """A real process: help, a mistake, and a signal that ends in a checkpoint and a word on how to go on."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def run(*args):
+        return subprocess.run([sys.executable, ROOT / "sgsd.py", *map(str, args)], capture_output=True, text=True, cwd=tmp_path, env=env, timeout=100)
+
+    helped = run("--help")
+    assert helped.returncode == 0 and "gate width; Eq. 14, Tab. 12" in helped.stdout
+    wrong = run("--bank", "none.json")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("sgsd: bank none.json") and wrong.stderr.count("\n") == 1
+    process = subprocess.Popen([sys.executable, ROOT / "sgsd.py", *(str(x) for pair in {**flags, "--updates": 10_000}.items() for x in pair)],
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            process.terminate()
+            break
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped as asked; go on with: python sgsd.py --resume" in rest and "saved" in rest
