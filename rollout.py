@@ -348,13 +348,12 @@ def sample_rollouts(
 
 # ------------------------------------------------------------------------------------------------ log-probabilities
 
-SLICE_LOGITS = 1 << 24  # fp32 logits alive at once in the head: 64 MiB, 110 positions of a 152k vocabulary
+SLICE_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}  # fp32 logits alive at once in the head: 32 and 512 MiB
 _sliced: "weakref.WeakKeyDictionary[Model, bool]" = weakref.WeakKeyDictionary()
 
 
 def _logprobs(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits_NV = logits_NV if temperature == 1 else logits_NV / temperature
-    return logits_NV.gather(1, ids_N[:, None])[:, 0] - logits_NV.logsumexp(-1)
+    return -torch.nn.functional.cross_entropy(logits_NV if temperature == 1 else logits_NV / temperature, ids_N, reduction="none")
 
 
 def _head_logprobs(hidden_ND: torch.Tensor, ids_N: torch.Tensor, head: torch.nn.Linear, temperature: float) -> torch.Tensor:
@@ -364,7 +363,7 @@ def _head_logprobs(hidden_ND: torch.Tensor, ids_N: torch.Tensor, head: torch.nn.
         return _logprobs(torch.nn.functional.linear(hidden.float(), weight_VD, bias_V), ids, temperature)
 
     weight_VD, bias_V = head.weight.float(), None if head.bias is None else head.bias.float()
-    rows = max(1, SLICE_LOGITS // weight_VD.shape[0])
+    rows = max(1, SLICE_LOGITS[weight_VD.device.type] // weight_VD.shape[0])
     return torch.cat([checkpoint(one_slice, h, i, use_reentrant=False) for h, i in zip(hidden_ND.split(rows), ids_N.split(rows))])
 
 

@@ -533,7 +533,7 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
         raise UserError(f"--out {cfg.out}: the directory is not empty; choose another, or go on with --resume {cfg.out}")
     if not cfg.bank:
         raise UserError("--bank is missing: give a skill bank (JSON with general_skills and common_mistakes)")
-    latest = pathlib.Path(cfg.out) / "bank" / "bank.json"
+    latest = pathlib.Path(cfg.out) / "bank" / "bank.json"  # D9
     bank = S.SkillBank.load(latest if resume and latest.exists() else cfg.bank)
     for key in S.FIELDS:
         if (n := len(getattr(bank, key))) < cfg.num_teachers:

@@ -1,0 +1,143 @@
+"""Speed and memory, as ratios in one run.
+
+    python tests/bench.py score [--cuda]      K teachers and the student, forward and backward, for one rollout
+
+`score` holds this project's layout (student once, head on slices of positions) against the replicated one (the student's
+row repeated K times, log_softmax over [rows, T, V]) on the same random model, ids and loss. Each layout runs in a process
+of its own; extra memory is the peak above what the loaded model holds. Prints a markdown table.
+"""
+
+import argparse
+import json
+import pathlib
+import platform
+import resource
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
+
+import rollout as R  # noqa: E402
+import sgsd  # noqa: E402
+
+SHAPES = {  # width, layers, MLP, query heads, head size, T
+    "small": (256, 8, 768, 4, 64, 128),
+    "qwen3-1.7b": (2048, 28, 6144, 16, 128, 1024),
+}
+STUDENT, TEACHER, K, VOCAB = 64, 192, 8, 151_936  # prompt tokens; teachers; Qwen3's vocabulary
+
+
+def random_model(shape: str, device: torch.device):
+    width, layers, mlp, heads, size, _ = SHAPES[shape]
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=VOCAB, hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads,
+                         num_key_value_heads=heads // 2, head_dim=size, tie_word_embeddings=True)  # fmt: skip
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device)
+
+
+def ours(model, student, contexts, ids):
+    logpT_KT = sgsd.score_teachers(model, contexts, ids)
+    return logpT_KT, R.token_logprobs(model, [student], [ids], grad=True)[0]
+
+
+def replicated(model, student, contexts, ids, keep=0):
+    def rows(prompts):
+        x = torch.tensor([p + ids for p in prompts], device=model.device)
+        logits = model(input_ids=x, use_cache=False, logits_to_keep=keep).logits[:, -len(ids) - 1 : -1]
+        return logits.float().log_softmax(-1).gather(-1, x[:, -len(ids) :, None])[..., 0]
+
+    with torch.no_grad():
+        logpT_KT = rows(contexts)
+    return logpT_KT, rows([student] * len(contexts))
+
+
+def replicated_short(model, student, contexts, ids):
+    """A kinder baseline: no logits over prompt positions."""
+    return replicated(model, student, contexts, ids, keep=len(ids) + 1)
+
+
+LAYOUTS = {"replicated": replicated, "replicated, no prompt logits": replicated_short, "ours": ours}
+
+
+def one_layout(layout: str, shape: str, device: torch.device, repeats: int) -> dict:
+    """Seconds (best of `repeats`), peak extra MiB and the loss of one layout."""
+    model, T = random_model(shape, device), SHAPES[shape][-1]
+    model.train()
+    R.head_is_sliced(model)
+    gen = torch.Generator().manual_seed(1)
+    student, ids, *contexts = (torch.randint(0, VOCAB, (n,), generator=gen).tolist() for n in (STUDENT, T, *[TEACHER] * K))
+    mask_T, alpha_K, rho_K = torch.ones(T, device=device), torch.full((K,), 1 / K, device=device), torch.ones(K, device=device)
+    for p in model.parameters():  # an adapter's gradient is small: only the last layer norms train here
+        p.requires_grad_(p.ndim == 1)
+
+    def run() -> float:
+        logpT_KT, logpS = LAYOUTS[layout](model, student, contexts, ids)
+        delta_KT = logpT_KT.detach() - logpS
+        loss = sgsd.sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, 1.0)
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def synchronize() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    if device.type == "cuda":
+        run()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    times, loss = [], 0.0
+    for _ in range(repeats):
+        began = synchronize()
+        loss = run()
+        times.append(synchronize() - began)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": min(times), "mib": (peak - before) / 2**20, "loss": loss}
+
+
+def machine(device: torch.device) -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{name}, torch {torch.__version__}, commit {commit or 'none'}"
+
+
+def score(device: torch.device, shape: str, repeats: int) -> None:
+    results = {}
+    for layout in LAYOUTS:
+        command = [sys.executable, __file__, "score", "--layout", layout, "--shape", shape, "--repeats", str(repeats)]
+        out = subprocess.run([*command, *(["--cuda"] if device.type == "cuda" else [])], check=True, capture_output=True, text=True).stdout
+        results[layout] = json.loads(out.splitlines()[-1])
+    print(f"score: K={K}, T={SHAPES[shape][-1]}, vocabulary {VOCAB:,}, shape {shape}; {machine(device)}\n")
+    print("| layout | seconds | of ours | peak extra MiB | of ours | loss |\n|---|---|---|---|---|---|")
+    for name, r in results.items():
+        ratios = [f"{r[key] / results['ours'][key]:.1f}x" for key in ("seconds", "mib")]
+        print(f"| {name} | {r['seconds']:.2f} | {ratios[0]} | {r['mib']:.0f} | {ratios[1]} | {r['loss']:.6f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["score", "all"])
+    parser.add_argument("--cuda", action="store_true", help="on one CUDA GPU, at Qwen3-1.7B's shape")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layout", choices=LAYOUTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    device = torch.device("cuda" if args.cuda else "cpu")
+    shape = args.shape or ("qwen3-1.7b" if args.cuda else "small")
+    if args.layout:
+        print(json.dumps(one_layout(args.layout, shape, device, args.repeats)))
+    else:
+        score(device, shape, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
