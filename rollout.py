@@ -6,6 +6,7 @@ token is a pure function of (seed, step, problem, sample index, position): it do
 Dimension key: B rows, T completion tokens, N = all completion tokens of all rows, V vocabulary, D hidden size.
 """
 
+import collections
 import contextlib
 import hashlib
 import json
@@ -13,7 +14,7 @@ import pathlib
 import re
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from distributed import UserError, brief
+from distributed import UserError, World, brief, gather
 from verify import Verifier, extract_answer
 
 __all__ = ["Problem", "Rollout", "Sampling", "Verifier", "chat_ids", "extract_answer", "generate", "load_model",
@@ -344,6 +345,33 @@ def sample_rollouts(
         Rollout(x.id, x.problem, x.answer, prompt, ids, text, pred, 1 if ok else -1, not (ids and ids[-1] in stops))
         for x, prompt, ids, text, pred, ok in zip(problems, prompt_ids, completions, texts, preds, right)
     ]
+
+
+def make_complete(
+    model: Model, tokenizer: Tokenizer, world: World, *, max_new_tokens: int, seed: int, rows: int = 32
+) -> Callable[[list[str]], list[str]]:
+    """complete(prompts) -> replies for the skill bank, shared out over ranks: a collective, with the same prompts everywhere.
+
+    Thinking off. A prompt is answered greedily; asked again, by sampling at the training defaults (D4).
+    """
+    asked: collections.Counter[str] = collections.Counter()
+
+    def complete(prompts: list[str]) -> list[str]:
+        jobs = []
+        for i, prompt in enumerate(prompts):
+            jobs.append((asked[prompt] > 0, i, chat_ids(tokenizer, prompt, thinking=False), sample_key(seed, 0, prompt, asked[prompt])))
+            asked[prompt] += 1
+        replies: dict[int, str] = {}
+        for again in (False, True):
+            todo = sorted((job for job in jobs if job[0] == again), key=lambda job: len(job[2]))[world.rank :: world.size]
+            sampling = Sampling(max_new_tokens=max_new_tokens) if again else Sampling(0.0, 1.0, 0, max_new_tokens)
+            for some in (todo[at : at + rows] for at in range(0, len(todo), rows)):
+                ids = generate(model, tokenizer, [job[2] for job in some], sampling, [job[3] for job in some])
+                replies.update(zip((job[1] for job in some), tokenizer.batch_decode(ids, skip_special_tokens=True)))
+        everyone = {int(i): reply for share in gather({str(i): reply for i, reply in replies.items()}, world) for i, reply in share.items()}
+        return [everyone[i] for i in range(len(prompts))]
+
+    return complete
 
 
 # ------------------------------------------------------------------------------------------------ log-probabilities

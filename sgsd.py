@@ -172,6 +172,7 @@ import subprocess
 import sys
 import time
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 import distributed as D
@@ -192,7 +193,7 @@ class Config:
 
     model: str = _flag("Qwen/Qwen3-1.7B", "hub id or directory of the policy; §4.1")
     data: str = _flag("BytedTsinghua-SIA/DAPO-Math-17k", "training problems: hub id, parquet, directory or JSONL; App. F.1, D8")
-    bank: str = _flag("", "skill bank (JSON); §2.1")
+    bank: str = _flag("", "skill bank (JSON); made by cold start where none is given; §2.1")
     encoder: str = _flag("Qwen/Qwen3-Embedding-0.6B", "sentence-transformers encoder, hub id or directory; Tab. 12")
     query_prompt: str = _flag("", "put in front of a problem before it is embedded, for encoders that want one; S10")
     out: str = _flag("runs/sgsd", "the run's directory")
@@ -208,6 +209,17 @@ class Config:
     score_tokens: int = _flag(16384, "token budget of one padded forward: bounds memory, changes no result")
     verify_timeout: float = _flag(5.0, "seconds the verifier may think about one answer")
     verify_workers: int = _flag(1, "verifier processes per rank")
+    # the bank's life
+    cold_start: int = _flag(256, "seed problems of a bank that is made here, where no --bank is given; Alg. 2, Tab. 12")
+    update_every: int = _flag(25, "F, updates between online updates of the bank; 0 for none; Alg. 4, Tab. 12")
+    success_gate: float = _flag(0.8, "gamma, a success rate from which an online update is skipped; Alg. 4, Tab. 12")
+    max_new_items: int = _flag(5, "N, net new entries per online update; Alg. 4, Tab. 12")
+    dynamic_capacity: int = _flag(30, "C, dynamic entries per collection; Alg. 4, Tab. 12")
+    merge_group_size: int = _flag(32, "H, items per merge; Alg. 3")
+    merge_patience: int = _flag(3, "P, merge layers without progress; Alg. 3")
+    reply_tokens: int = _flag(2048, "new tokens of an extraction or merge reply; D4")
+    update_model: str = _flag("", "another model for extraction and merging, hub id or directory; App. D.4")
+    memory_answer: bool = _flag(False, "show the reference answer to the extractor; D3")
     # optimizer and adapter
     learning_rate: float = _flag(5e-6, "AdamW, no weight decay, linear to 0; App. F.1, S7")
     grad_clip: float = _flag(0.1, "gradient norm; S7")
@@ -231,13 +243,16 @@ class Config:
 
     def __post_init__(self) -> None:
         positive = ("updates", "batch_size", "checkpoint_every", "score_tokens", "verify_timeout", "verify_workers", "learning_rate",
-                    "grad_clip", "lora_rank", "lora_alpha", "max_prompt_tokens", "num_teachers", "tau_g", "c_delta", "loss_temperature")  # fmt: skip
+                    "grad_clip", "lora_rank", "lora_alpha", "max_prompt_tokens", "num_teachers", "tau_g", "c_delta", "loss_temperature",
+                    "cold_start", "dynamic_capacity", "merge_patience", "reply_tokens")  # fmt: skip
         for f in fields(self):
             value, rule = getattr(self, f.name), None
             if f.name in positive and not value > 0:
                 rule = "must be > 0"
-            elif f.name in ("eps_a", "audit_every", "seed") and not value >= 0:
+            elif f.name in ("eps_a", "audit_every", "seed", "update_every", "success_gate", "max_new_items") and not value >= 0:
                 rule = "must be >= 0"
+            elif f.name == "merge_group_size" and value < 2:
+                rule = "must be >= 2"
             elif f.metadata["choices"] and value not in f.metadata["choices"]:
                 rule = f"must be one of {', '.join(f.metadata['choices'])}"
             if rule:
@@ -320,7 +335,7 @@ class Run:
     model: R.Model
     tokenizer: R.Tokenizer
     problems: list[R.Problem]
-    bank: S.SkillBank
+    bank: S.SkillBank | None  # None until the cold start has made it
     embed: S.Embed
     verifier: R.Verifier
     params: dict[str, torch.nn.Parameter]
@@ -362,6 +377,7 @@ def accumulate(run: Run, step: int) -> tuple[list[dict], dict[str, float]]:
 
     pairs, logpT = [], []
     for x, roll in zip(batch, rollouts):
+        assert run.bank is not None
         pairs.append(run.bank.retrieve(cfg.query_prompt + x.problem, cfg.num_teachers, run.embed))  # Eq. 2
         ctx = [prompt_ids(run, S.render_teacher(p, x.problem), f"teacher of {x.id}", teacher=True) for p in pairs[-1]]  # Eq. 3
         logpT.append(score_teachers(run.model, ctx, roll.completion_ids, cfg.score_tokens, cfg.loss_temperature))  # Eq. 4
@@ -520,6 +536,69 @@ def provenance(cfg: Config) -> dict:
     }  # fmt: skip
 
 
+# ==================================================================================================== the bank's life
+
+
+class BankLife:
+    """The run's bank over time: made or loaded at the start (Alg. 2), evolved on its schedule (Alg. 4), kept by step."""
+
+    def __init__(self, run: Run):
+        cfg, self.run = run.cfg, run
+        self.folder = pathlib.Path(cfg.out) / "bank"
+        self.window: list[dict] = []
+        self.log = S.ReplyLog(self.folder, run.world)
+        model, tokenizer = run.model, run.tokenizer
+        if cfg.update_model:
+            model, tokenizer = R.load_model(cfg.update_model, run.world.device, dtype=cfg.dtype, attn=cfg.attn)
+        self.complete = R.make_complete(model, tokenizer, run.world, max_new_tokens=cfg.reply_tokens, seed=cfg.seed)
+
+    def begin(self, start: int) -> None:
+        """The bank and window of update `start` (D9)."""
+        run, cfg = self.run, self.run.cfg
+        kept = [p for p in sorted(self.folder.glob("step_*.json")) if int(p.stem[5:]) <= start]
+        if kept:
+            run.bank = S.SkillBank.load(kept[-1])
+        elif run.bank is None:
+            run.bank = S.make_bank(
+                self.folder, run.problems, run.model, run.tokenizer, run.verifier, self.complete, run.world, count=cfg.cold_start, seed=cfg.seed,
+                sampling=cfg.sampling, memory_answer=cfg.memory_answer, group_size=cfg.merge_group_size, patience=cfg.merge_patience,
+            )  # fmt: skip
+        self.save(int(kept[-1].stem[5:]) if kept else 0)
+        if cfg.update_every:
+            rows = D.read_jsonl(pathlib.Path(cfg.out) / "rollouts.jsonl") if run.world.main else []
+            rows = [row for row in rows if start // cfg.update_every * cfg.update_every < row["step"] <= start]
+            self.window = D.gather([row for row in rows if self.kept(row)], run.world)[0]
+        if run.world.main and not (run.bank.general_skills and run.bank.common_mistakes):
+            print("bank: one of its lists is empty, so there are no teachers and no loss until an online update fills it (S8)")
+
+    def kept(self, row: dict) -> bool:
+        return not (self.run.cfg.drop_truncated and row["truncated"])  # S4
+
+    def after_update(self, step: int, records: list[dict]) -> dict:
+        """Alg. 4 on all rollouts since the last update (D2); the same call, and the same bank, on every rank."""
+        cfg, bank = self.run.cfg, self.run.bank
+        assert bank is not None
+        if cfg.update_every:
+            self.window += [row for row in records if self.kept(row)]
+        if cfg.update_every and step % cfg.update_every == 0:
+            window = [SimpleNamespace(**r) for r in self.window]
+            self.run.bank = S.evolve(
+                bank, window, step, self.complete, update_every=cfg.update_every, success_gate=cfg.success_gate, max_new_items=cfg.max_new_items,
+                dynamic_capacity=cfg.dynamic_capacity, group_size=cfg.merge_group_size, patience=cfg.merge_patience, log=self.log,
+            )  # fmt: skip
+            self.window = []
+            if self.run.bank is not bank:
+                self.save(step)
+        assert self.run.bank is not None
+        sizes = {"bank_skills": len(self.run.bank.general_skills), "bank_mistakes": len(self.run.bank.common_mistakes)}
+        return sizes | {f"replies_{outcome}": n for outcome, n in self.log.take().items()}
+
+    def save(self, step: int) -> None:
+        if self.run.world.main and self.run.bank is not None:
+            self.run.bank.save(self.folder / f"step_{step:06d}.json")
+            self.run.bank.save(self.folder / "bank.json")
+
+
 # ============================================================================================================= the run
 
 
@@ -531,11 +610,8 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
         raise UserError(f"--batch-size {cfg.batch_size} is smaller than the world of {world.size} processes; every rank needs a problem")
     if not resume and pathlib.Path(cfg.out).exists() and any(pathlib.Path(cfg.out).iterdir()):
         raise UserError(f"--out {cfg.out}: the directory is not empty; choose another, or go on with --resume {cfg.out}")
-    if not cfg.bank:
-        raise UserError("--bank is missing: give a skill bank (JSON with general_skills and common_mistakes)")
-    latest = pathlib.Path(cfg.out) / "bank" / "bank.json"  # D9
-    bank = S.SkillBank.load(latest if resume and latest.exists() else cfg.bank)
-    for key in S.FIELDS:
+    bank = S.SkillBank.load(cfg.bank) if cfg.bank else None
+    for key in S.FIELDS if bank else ():
         if (n := len(getattr(bank, key))) < cfg.num_teachers:
             raise UserError(f"--bank {cfg.bank}: {key} has {n} entries, --num-teachers {cfg.num_teachers} wants as many; lower it or add entries")
     problems, counts = R.load_problems(cfg.data)
@@ -558,7 +634,8 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
     )  # fmt: skip
     if world.main:
         print(f"data {cfg.data}: " + ", ".join(f"{v} {k.replace('_', ' ')}" for k, v in counts.items()))
-        print(f"bank {cfg.bank}: {len(bank.general_skills)} general skills, {len(bank.common_mistakes)} common mistakes")
+        if bank:
+            print(f"bank {cfg.bank}: {len(bank.general_skills)} general skills, {len(bank.common_mistakes)} common mistakes")
         trained = sum(p.numel() for p in params.values())
         print(f"model {cfg.model}: {trained:,} trained of {model.num_parameters():,} parameters, {world.size} x {world.device.type}")
         print(f"mask (S2): {len(run.masked_ids)} ids: " + " ".join(repr(tokenizer.decode([i])) for i in sorted(run.masked_ids)[:40]))
@@ -579,9 +656,10 @@ def train(run: Run, resume: bool) -> None:
     start = load_checkpoint(run) if resume else 0
     if world.main:
         D.write_json(out / "config.json", provenance(cfg))
-        run.bank.save(out / "bank" / "bank.json")
         for path in logs.values():
             trim(path, start)
+    bank_life = BankLife(run)
+    bank_life.begin(start)
     saved = skipped = 0
     bar = tqdm(range(start + 1, cfg.updates + 1), initial=start, total=cfg.updates, disable=not world.main, unit="update")
     for step in bar:
@@ -592,9 +670,10 @@ def train(run: Run, resume: bool) -> None:
         shares = D.gather({"records": records, "stop": run.stop}, world)
         stop = any(share["stop"] for share in shares)
         skipped = 0 if math.isfinite(norm) else skipped + 1
+        everyone = [shares[i % world.size]["records"][i // world.size] for i in range(cfg.batch_size)]  # the batch's order
+        bank_counts = bank_life.after_update(step, everyone)  # Alg. 1, line 16
         if world.main:
-            everyone = [shares[i % world.size]["records"][i // world.size] for i in range(cfg.batch_size)]  # the batch's order
-            metrics = summarize(step, everyone, norm, run.optimizer.param_groups[0]["lr"], seconds, memory_gb(world))
+            metrics = summarize(step, everyone, norm, run.optimizer.param_groups[0]["lr"], seconds, memory_gb(world)) | bank_counts
             D.append_jsonl(logs["tokens"], [r["tokens"] for r in everyone if "tokens" in r])
             D.append_jsonl(logs["rollouts"], [{k: v for k, v in r.items() if k != "tokens"} for r in everyone])
             D.append_jsonl(logs["metrics"], [metrics])

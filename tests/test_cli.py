@@ -38,7 +38,6 @@ MISTAKES = {
     "empty data": lambda t: ({"--data": file(t, "", "e.jsonl")}, ("e.jsonl", "no problem is left")),
     "problem without an answer": lambda t: ({"--data": file(t, '{"problem": "p"}\n', "e.jsonl")}, ("e.jsonl:1", "answer", "fields found: problem")),
     "answer that is no string": lambda t: ({"--data": file(t, '{"problem": "p", "answer": 3}\n', "e.jsonl")}, ("e.jsonl:1", "must be a string")),
-    "no bank": lambda t: ({"--bank": ""}, ("--bank is missing",)),
     "no such bank": lambda t: ({"--bank": "nobank.json"}, ("nobank.json", "cannot be read")),
     "unreadable bank": lambda t: ({"--bank": file(t, "{")}, ("x.json", "cannot be read as JSON")),
     "bank with an empty list": lambda t: (

@@ -10,10 +10,20 @@ import torch
 
 import sgsd
 
-CONTRACT = (
-    "teacher_weights log_prob_gap plain_support outcome_sign token_mask robust_support polarity "
-    "gated_loss gate_grad teacher_losses sgsd_loss token_credit"
-).split()
+CONTRACT = [
+    "teacher_weights",
+    "log_prob_gap",
+    "plain_support",
+    "outcome_sign",
+    "token_mask",
+    "robust_support",
+    "polarity",
+    "gated_loss",
+    "gate_grad",
+    "teacher_losses",
+    "sgsd_loss",
+    "token_credit",
+]
 
 
 def t(x):

@@ -1,5 +1,6 @@
 """One update against plain loops; same seed, same bits; stopped and resumed equals uninterrupted; what a run leaves on disk."""
 
+import itertools
 import json
 import math
 
@@ -210,3 +211,68 @@ def test_adapter_state_round_trip(world_dir, tmp_path):
     saved = load_file(out / "checkpoints/step_000002/trainer.safetensors")
     for name, p in run.params.items():
         assert torch.equal(run.optimizer.state[p]["exp_avg"], saved[f"{name}.exp_avg"])
+
+
+class FakeReplies:
+    """A model that answers every extraction with one item named after its prompt, and merges by keeping all but the last."""
+
+    def __init__(self, *_, **__):
+        self.asked = 0
+
+    def __call__(self, prompts):
+        self.asked += len(prompts)
+        return [self.answer(p) for p in prompts]
+
+    def answer(self, prompt):
+        key = "general_skills" if "key general_skills" in prompt else "common_mistakes"
+        if "to merge:" in prompt:
+            items = json.loads(prompt[prompt.index("to merge:\n") + 10 : prompt.index("\n\nReturn ONLY")])
+            return json.dumps({key: items[: max(1, len(items) - 1)]})
+        name = prompt[prompt.index("What is") :][:20].strip()
+        return json.dumps({key: [{f: f"{f} of {name}" for f in S.FIELDS[key]}]})
+
+
+def test_a_run_makes_its_bank_and_evolves_it(world_dir, tmp_path, monkeypatch):
+    """No --bank: cold start (Alg. 2); every second update: evolution (Alg. 4); stopped and resumed: the same banks (D9)."""
+    monkeypatch.setattr(R, "make_complete", FakeReplies)
+    settings = dict(bank="", cold_start=8, update_every=2, updates=4, max_new_items=2)
+    run = train(world_dir, tmp_path / "whole", **settings)
+    folder = tmp_path / "whole" / "bank"
+    assert sorted(p.name for p in folder.glob("step_*")) == ["step_000000.json", "step_000002.json", "step_000004.json"]
+    banks = [S.SkillBank.load(folder / f"step_{i:06d}.json") for i in (0, 2, 4)]
+    memories = rows(folder / "memories.jsonl")
+    assert len(memories) == 8 and {m["problem_id"] for m in memories} == set(banks[0].metadata["seed_problems"])
+    assert not any("reference_answer" in m for m in memories)  # D3
+    for a, b in itertools.pairwise(banks):
+        for key in S.FIELDS:
+            old, new = [[e for e in getattr(x, key) if not e[S.IDS[key]].startswith("dyn_")] for x in (a, b)]
+            assert old == new
+        dynamic = [sum(e[S.IDS[key]].startswith("dyn_") for key in S.FIELDS for e in getattr(x, key)) for x in (a, b)]
+        assert 0 < dynamic[1] <= dynamic[0] + 2
+    assert run.bank == banks[2] == S.SkillBank.load(folder / "bank.json")
+    metrics = rows(tmp_path / "whole/metrics.jsonl")
+    assert metrics[0]["replies_read"] == 0 < metrics[1]["replies_read"] and metrics[3]["bank_skills"] == len(run.bank.general_skills)
+    assert {r["outcome"] for r in rows(folder / "replies.jsonl")} == {"read"}
+
+    parts = make_run(world_dir, tmp_path / "parts", **settings)
+    keep = sgsd.update
+    monkeypatch.setattr(sgsd, "update", lambda run, s: setattr(run, "stop", s == 3) or keep(run, s))
+    sgsd.train(parts, False)
+    monkeypatch.setattr(sgsd, "update", keep)
+    train(world_dir, tmp_path / "parts", resume=True, **settings)
+    for name in ("bank/step_000004.json", "bank/memories.jsonl", "rollouts.jsonl", "checkpoints/step_000004/adapter_model.safetensors"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
+
+
+def test_no_memory_is_generated_twice(world_dir, tmp_path, monkeypatch):
+    run = make_run(world_dir, tmp_path / "run", bank="", cold_start=6)
+    made, keep = [], R.sample_rollouts
+    monkeypatch.setattr(R, "sample_rollouts", lambda m, t, xs, *rest: made.extend(x.id for x in xs) or keep(m, t, xs, *rest))
+    args = (run.problems, run.model, run.tokenizer, run.verifier, FakeReplies(), WORLD)
+    whole = S.make_bank(tmp_path / "a", *args, count=6, rows=2)
+    lines = (tmp_path / "a/memories.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/memories.jsonl").write_text("".join(lines[:3]) + lines[3][:50])  # torn by a kill
+    made.clear()
+    assert S.make_bank(tmp_path / "b", *args, count=6, rows=2) == whole
+    assert len(made) == 3 and (tmp_path / "b/memories.jsonl").read_text() == "".join(lines)
