@@ -660,6 +660,8 @@ def train(run: Run, resume: bool) -> None:
             trim(path, start)
     bank_life = BankLife(run)
     bank_life.begin(start)
+    for number in (signal.SIGTERM, signal.SIGINT):  # finish the update, checkpoint, leave
+        signal.signal(number, lambda *_: setattr(run, "stop", True))
     saved = skipped = 0
     bar = tqdm(range(start + 1, cfg.updates + 1), initial=start, total=cfg.updates, disable=not world.main, unit="update")
     for step in bar:
@@ -689,6 +691,8 @@ def train(run: Run, resume: bool) -> None:
                 bar.write(f"{why}; go on with: python sgsd.py --resume {cfg.out}")
             break
     bar.close()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if world.main and saved:
         print(f"done: {out} (evaluate with: python eval.py {out}/checkpoints/step_{saved:06d})")
 
@@ -708,13 +712,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg, resume = parse_config(argv)
         world = D.init(cfg.device)
         run = prepare(cfg, world, resume)
-        for number in (signal.SIGTERM, signal.SIGINT):  # finish the update, checkpoint, leave
-            signal.signal(number, lambda *_: setattr(run, "stop", True))
         train(run, resume)
     except UserError as e:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"sgsd: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the first update; from then on it is an orderly stop
+        print(f"sgsd: interrupted; go on with: python sgsd.py --resume {cfg.out}", file=sys.stderr)
+        return 130
     finally:
         if run is not None:
             run.verifier.close()
