@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from distributed import UserError, World, brief, gather
@@ -376,23 +375,46 @@ def make_complete(
 
 # ------------------------------------------------------------------------------------------------ log-probabilities
 
-SLICE_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}  # fp32 logits alive at once in the head: 32 and 512 MiB
+SLICE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}  # fp32 logits alive at once in the head: 128 and 512 MiB
 _sliced: "weakref.WeakKeyDictionary[Model, bool]" = weakref.WeakKeyDictionary()
 
 
-def _logprobs(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float) -> torch.Tensor:
-    return -torch.nn.functional.cross_entropy(logits_NV if temperature == 1 else logits_NV / temperature, ids_N, reduction="none")
+class _HeadLogprobs(torch.autograd.Function):
+    """log softmax(hidden W^T / temperature)[ids] in fp32, one slice of logits alive at a time, forward and backward.
 
+    Backward computes a slice's logits again and turns them in place into its gradient, g * (onehot(ids) - softmax).
+    """
 
-def _head_logprobs(hidden_ND: torch.Tensor, ids_N: torch.Tensor, head: torch.nn.Linear, temperature: float) -> torch.Tensor:
-    """log softmax(head(hidden))[ids] in fp32, a slice of positions at a time; backward recomputes one slice at a time."""
+    @staticmethod
+    def slices(hidden_ND, weight_VD, ids_N, temperature):
+        rows = max(1, SLICE_LOGITS[weight_VD.device.type] // weight_VD.shape[0])
+        for at in range(0, len(ids_N), rows):
+            h = hidden_ND[at : at + rows].float()
+            yield at, h, ids_N[at : at + rows, None], torch.mm(h, weight_VD.t()).div_(temperature)
 
-    def one_slice(hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return _logprobs(torch.nn.functional.linear(hidden.float(), weight_VD, bias_V), ids, temperature)
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, ids_N, temperature):
+        ctx.save_for_backward(hidden_ND, weight_VD, ids_N)
+        ctx.temperature, logp_N = temperature, torch.empty(len(ids_N), device=hidden_ND.device)
+        for at, h, i, x in _HeadLogprobs.slices(hidden_ND, weight_VD, ids_N, temperature):
+            chosen = x.gather(1, i) - (top := x.amax(1, keepdim=True))
+            logp_N[at : at + len(h)] = (chosen - x.sub_(top).exp_().sum(1, keepdim=True).log())[:, 0]
+            del x  # before the next slice is made
+        return logp_N
 
-    weight_VD, bias_V = head.weight.float(), None if head.bias is None else head.bias.float()
-    rows = max(1, SLICE_LOGITS[weight_VD.device.type] // weight_VD.shape[0])
-    return torch.cat([checkpoint(one_slice, h, i, use_reentrant=False) for h, i in zip(hidden_ND.split(rows), ids_N.split(rows))])
+    @staticmethod
+    def backward(ctx, grad_N):
+        hidden_ND, weight_VD, ids_N = ctx.saved_tensors
+        to_hidden, to_weight = torch.empty_like(hidden_ND), torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
+        for at, h, i, x in _HeadLogprobs.slices(hidden_ND, weight_VD, ids_N, ctx.temperature):
+            g = grad_N[at : at + len(h), None] / ctx.temperature
+            z = x.sub_(x.amax(1, keepdim=True)).exp_().sum(1, keepdim=True)
+            x.mul_(-g / z).scatter_add_(1, i, g)
+            to_hidden[at : at + len(h)] = torch.mm(x, weight_VD)
+            if to_weight is not None:
+                to_weight.addmm_(x.t(), h)
+            del x
+        return to_hidden, to_weight, None, None
 
 
 def head_is_sliced(model: Model) -> bool:
@@ -407,7 +429,7 @@ def head_is_sliced(model: Model) -> bool:
         ids = (torch.arange(1, 9, device=causal.device) * 7919 % causal.config.get_text_config().vocab_size)[None]
         with torch.no_grad():
             full = causal(input_ids=ids, use_cache=False).logits.float()
-            if type(head) is torch.nn.Linear and backbone is not causal:
+            if type(head) is torch.nn.Linear and head.bias is None and backbone is not causal:
                 ours = head(backbone(input_ids=ids, use_cache=False).last_hidden_state).float()
                 _sliced[causal] = bool((ours - full).abs().max() <= 16 * torch.finfo(causal.dtype).eps * full.abs().max())
             else:
@@ -443,10 +465,11 @@ def token_logprobs(
     with torch.set_grad_enabled(grad):
         if sliced:
             hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            logp_N = _head_logprobs(hidden[row_N, at_N - 1], ids[row_N, at_N], causal.get_output_embeddings(), temperature)
+            weight_VD = causal.get_output_embeddings().weight.float()
+            logp_N = _HeadLogprobs.apply(hidden[row_N, at_N - 1], weight_VD, ids[row_N, at_N], temperature)
         else:
-            logits_NV = causal(input_ids=ids, use_cache=False).logits[row_N, at_N - 1].float()
-            logp_N = _logprobs(logits_NV, ids[row_N, at_N], temperature)
+            logits_NV = causal(input_ids=ids, use_cache=False).logits[row_N, at_N - 1].float() / temperature
+            logp_N = -torch.nn.functional.cross_entropy(logits_NV, ids[row_N, at_N], reduction="none")
     model.train(training)
     return out_BT.index_put((row_N, t_N), logp_N)
 

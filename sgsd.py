@@ -28,7 +28,7 @@ import torch
 
 def _check(where: str, ok: object, got: object, rule: str) -> None:
     if not ok:
-        raise ValueError(f"{where}: got {got}, {rule}")
+        raise ValueError(f"{where}: got {got() if callable(got) else got}, {rule}")
 
 
 def _check_KT(where: str, delta_KT: torch.Tensor, mask_T: torch.Tensor | None = None, *weights_K: torch.Tensor) -> None:
@@ -38,9 +38,14 @@ def _check_KT(where: str, delta_KT: torch.Tensor, mask_T: torch.Tensor | None = 
     _check(where, delta_KT.ndim == 2, shape, "delta_KT must be [K, T]")
     if mask_T is not None:
         _check(where, tuple(mask_T.shape) == shape[1:], tuple(mask_T.shape), f"mask_T must be [T] = {shape[1:]}, the T of delta_KT")
-        _check(where, ((mask_T == 0) | (mask_T == 1)).all(), mask_T.unique().tolist(), "mask_T must hold only 0 and 1")
+        _check(where, ((mask_T == 0) | (mask_T == 1)).all(), lambda: mask_T.unique().tolist(), "mask_T must hold only 0 and 1")
     for w_K in weights_K:
         _check(where, tuple(w_K.shape) == shape[:1], tuple(w_K.shape), f"alpha_K and rho_K must be [K] = {shape[:1]}, the K of delta_KT")
+
+
+def _unmasked(delta_KT: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+    """Gaps with 0 where the mask is 0: 0 * inf is nan, and a masked token must stay inert whatever its gap is."""
+    return torch.where(mask_T.bool(), delta_KT, torch.zeros_like(delta_KT))
 
 
 def teacher_weights(s_g_K: torch.Tensor, s_e_K: torch.Tensor) -> torch.Tensor:
@@ -59,18 +64,19 @@ def log_prob_gap(logpT_KT: torch.Tensor, logpS_T: torch.Tensor) -> torch.Tensor:
     """
     shapes = (tuple(logpT_KT.shape), tuple(logpS_T.shape))
     _check("log_prob_gap (Eq. 7)", logpT_KT.ndim == 2 and shapes[0][1:] == shapes[1], shapes, "wanted [K, T] teachers and [T] student")
+    _check("log_prob_gap (Eq. 7)", logpT_KT.dtype == logpS_T.dtype, (logpT_KT.dtype, logpS_T.dtype), "both sides must have one dtype")
     return logpT_KT.detach() - logpS_T
 
 
 def plain_support(delta_KT: torch.Tensor) -> torch.Tensor:
     """a_k: mean gap over all T tokens (Eq. 8, §2.3). Logged; the polarity uses `robust_support`. Returns [K]."""
     _check_KT("plain_support (Eq. 8)", delta_KT)
-    return delta_KT.mean(1)
+    return delta_KT.detach().mean(1)
 
 
 def outcome_sign(r: float) -> int:
     """sgn_out(r) (Eq. 9, §2.3): +1 for a verified success, -1 for a failure; ValueError on anything but -1 and +1."""
-    if isinstance(r, bool) or r not in (-1, 1):
+    if "bool" in str(getattr(r, "dtype", type(r))) or r not in (-1, 1):
         raise ValueError(f"outcome r must be -1 or +1 (Eq. 9), got {r}; did the verifier return a 0/1 reward?")
     return int(r)
 
@@ -91,7 +97,7 @@ def robust_support(delta_KT: torch.Tensor, mask_T: torch.Tensor, c_delta: float,
     """
     _check("robust_support (Eq. 11)", c_delta > 0, c_delta, "the clipping bound c_delta must be > 0")
     _check_KT("robust_support (Eq. 12)", delta_KT, mask_T)
-    clipped_KT = delta_KT.detach().clamp(-c_delta, c_delta)  # Eq. 11
+    clipped_KT = _unmasked(delta_KT.detach(), mask_T).clamp(-c_delta, c_delta)  # Eq. 11
     m_T = mask_T.to(delta_KT)
     return (m_T * clipped_KT).sum(1) / (m_T.sum() + eps)  # Eq. 12
 
@@ -129,7 +135,7 @@ def teacher_losses(delta_KT: torch.Tensor, mask_T: torch.Tensor, tau_g: float, e
     """lbar^(k): mean gated loss over unmasked tokens, of the *unclipped* gaps (Eq. 15, §2.5). [K], in [0, log 2]."""
     _check_KT("teacher_losses (Eq. 15)", delta_KT, mask_T)
     m_T = mask_T.to(delta_KT)
-    return (m_T * gated_loss(delta_KT, tau_g)).sum(1) / (m_T.sum() + eps)
+    return (m_T * gated_loss(_unmasked(delta_KT, mask_T), tau_g)).sum(1) / (m_T.sum() + eps)
 
 
 def sgsd_loss(
@@ -152,7 +158,7 @@ def token_credit(
     """
     _check_KT("token_credit (Eq. 20)", delta_KT, mask_T, alpha_K, rho_K)
     m_T = mask_T.to(delta_KT)
-    g_KT = gate_grad(delta_KT.detach(), tau_g)
+    g_KT = gate_grad(_unmasked(delta_KT.detach(), mask_T), tau_g)
     return (alpha_K * rho_K).detach()[:, None] * m_T / (m_T.sum() + eps) * g_KT
 
 

@@ -11,7 +11,6 @@ import argparse
 import json
 import pathlib
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -94,14 +93,20 @@ def one_layout(layout: str, shape: str, device: torch.device, repeats: int) -> d
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew from here
+        before = resident("VmRSS")
     times, loss = [], 0.0
     for _ in range(repeats):
         began = synchronize()
         loss = run()
         times.append(synchronize() - began)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
     return {"seconds": min(times), "mib": (peak - before) / 2**20, "loss": loss}
+
+
+def resident(field: str) -> int:
+    """Bytes of this process's memory: VmRSS now, VmHWM at its highest (Linux)."""
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
 
 
 def machine(device: torch.device) -> str:

@@ -353,3 +353,24 @@ def test_an_import_of_anything_else_would_be_noticed():
     for line in ("import os", "import rollout", "from torch.nn import functional", "from . import skills"):
         with pytest.raises(ImportError):
             exec(line, names)
+
+
+@pytest.mark.parametrize("wild", [float("nan"), float("inf"), -float("inf")])
+def test_a_masked_gap_is_inert_even_when_it_is_not_finite(wild):
+    delta = torch.tensor([[1.0, wild]], requires_grad=True)
+    mask, one = torch.tensor([1.0, 0.0]), torch.ones(1)
+    assert sgsd.robust_support(delta, mask, 3.0).item() == 1.0
+    assert torch.isfinite(sgsd.token_credit(delta, mask, one, one, 1.0)).all()
+    sgsd.sgsd_loss(delta, mask, one, one, 1.0).backward()
+    assert delta.grad[0, 1] == 0 and torch.isfinite(delta.grad).all()
+
+
+def test_any_kind_of_bool_is_no_outcome():
+    for true in (True, torch.tensor(True)):
+        with pytest.raises(ValueError, match="0/1 reward"):
+            sgsd.outcome_sign(true)
+
+
+def test_both_sides_of_the_gap_have_one_dtype():
+    with pytest.raises(ValueError, match=r"Eq\. 7.*one dtype"):
+        sgsd.log_prob_gap(torch.zeros(1, 2, dtype=torch.bfloat16), torch.zeros(2))
