@@ -187,6 +187,7 @@ def causal_lm(model: Model) -> Model:
 
 def _neutral(text: str, tokenizer: Tokenizer) -> str:
     """`text` in which no control token of the tokenizer can be read: "<|im_end|>" becomes "< |im_end|>"."""
+    text = text.encode("utf-8", "replace").decode()  # lone surrogates have no bytes
     added = {str(t) for t in tokenizer.get_added_vocab()} | set(tokenizer.all_special_tokens)
     control = sorted((t for t in added if re.fullmatch(r"\S{2,}", t)), key=len, reverse=True)
     return re.sub("|".join(map(re.escape, control)), lambda m: f"{m[0][0]} {m[0][1:]}", text) if control else text

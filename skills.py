@@ -167,13 +167,15 @@ def render_teacher(pair: SkillPair, problem: str) -> str:
 # ------------------------------------------------------------------------------------------------ JSON from a model
 
 _COMMANDS = set(  # LaTeX that begins like JSON's \n, \r or \t; \b and \f are never meant as control characters
-    "nabla natural ne nearrow neg neq newline nexists ngeq ni nleq nmid nolimits not notin nsubseteq nu num nwarrow "
-    "rVert rangle rbrace rbrack rceil rfloor rho right rightarrow rightarrows rm root rvert "
-    "tag tan tanh tau tbinom text textbf textit textrm tfrac therefore theta thinspace tilde times tiny to top triangle triangleq".split()
+    "nabla natural ne nearrow neg neq newline nexists ngeq ngtr ni nleq nleqslant nless nmid nolimits nonumber not notin nparallel "
+    "nprec nsim nsubseteq nsucceq nu num nwarrow rVert rangle rbrace rbrack rceil restriction rfloor rho right rightarrow rightarrows "
+    "rightharpoonup rightleftharpoons rm root rtimes rvert tag tan tanh tau tbinom text textbf textit textrm textstyle texttt tfrac "
+    "therefore theta thickapprox thinspace tilde times tiny to top triangle trianglelefteq triangleq twoheadrightarrow".split()
 )
 _ESCAPE = re.compile(r'(?P<valid>\\[\\"/]|\\u[0-9a-fA-F]{4})|\\(?P<letters>[a-zA-Z]*)')
 _OPENING = re.compile(r"[{\[]")
 MAX_REPLY = 100_000  # characters of a reply that are read
+MAX_EFFORT = 3_000_000  # characters of failed attempts to decode, after which reading ends: "[[[[..." would take quadratic time
 
 
 def _latex_safe(text: str) -> str:
@@ -194,29 +196,32 @@ def read_items(text: str, key: str) -> tuple[list[dict], bool]:
     single object counts as a list of one; of a reply that was cut off the complete items are kept. An item keeps the three
     fields of its kind (Tab. 5), all non-empty strings. key: "general_skills" or "common_mistakes". Never raises on a str.
     """
-    text = _latex_safe(text.rpartition("</think>")[2][:MAX_REPLY])
+    text = _latex_safe(text.rpartition("</think>")[2].partition("<think>")[0][:MAX_REPLY])
     readings = [_scan(t, key) for t in (text, re.sub(r",(\s*[}\]])", r"\1", text))]
     return max(readings, key=lambda reading: (reading[1], len(reading[0])))
 
 
 def _scan(text: str, key: str) -> tuple[list[dict], bool]:
     decoder = json.JSONDecoder(strict=False)
-    listed, loose, broken, at = [], [], 0, 0  # entries of lists that were read whole, and entries found outside of any
-    while broken < 1000 and (start := _OPENING.search(text, at)):
+    listed: list[Any] = []  # entries of lists that were read whole
+    loose: list[Any] = []  # items found outside of any
+    broken = at = effort = 0
+    while effort < MAX_EFFORT and (start := _OPENING.search(text, at)):
         try:
             value, at = decoder.raw_decode(text, start.start())
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as e:
             at = start.end()
+            effort += getattr(e, "pos", len(text)) - at + 300  # an exception has its own price
             broken += bool(re.match(r'\s*[{\["]', text[at : at + 100]))  # a bracket of prose is nothing lost
             continue
         if isinstance(value, dict) and key in value:
-            value = value[key] if isinstance(value[key], list) else [value[key]]
-        if isinstance(value, list):
+            listed += value[key] if isinstance(value[key], list) else [value[key]]
+        elif isinstance(value, list) and any(isinstance(v, dict) for v in value):
             listed += value
         elif _item(value, key):
             loose.append(value)
         else:
-            at = start.end()  # some other object: look inside
+            at = start.end()  # some other value: look inside
     items = [item for item in (_item(v, key) for v in listed + loose) if item]
     whole = not broken and (len(items) == len(listed) > 0 or (not listed and len(loose) == 1))
     return [item for i, item in enumerate(items) if item not in items[:i]], whole
@@ -225,7 +230,7 @@ def _scan(text: str, key: str) -> tuple[list[dict], bool]:
 def _item(value: Any, key: str) -> dict | None:
     """The three fields of an item, stripped; None when one is missing, empty or not a string."""
     texts = [value.get(f) if isinstance(value, dict) else None for f in FIELDS[key]]
-    good = [t.strip() for t in texts if isinstance(t, str) and t.strip()]
+    good = [t.strip().encode("utf-8", "replace").decode() for t in texts if isinstance(t, str) and t.strip()]  # no lone surrogates
     return dict(zip(FIELDS[key], good)) if len(good) == len(texts) else None
 
 
@@ -281,8 +286,11 @@ def merge(
         layers.append({"layer_index": len(layers), "input_items": len(current), "num_groups": len(groups), "output_items": len(merged),
                        "stagnant_layers": stagnant, "stopped_reason": reason})  # fmt: skip
         current = merged  # line 10
-    unique = [e for i, e in enumerate(current) if all(_item(e, key) != _item(other, key) for other in current[:i])]  # line 12
-    return [{IDS[key]: f"{prefix or PREFIX[key]}{i:03d}", **{k: v for k, v in e.items() if k != IDS[key]}} for i, e in enumerate(unique, 1)], layers
+    unique: dict[tuple, dict] = {}
+    for e in current:  # line 12
+        unique.setdefault(tuple(e.get(f) for f in FIELDS[key]), e)
+    ids = (f"{prefix or PREFIX[key]}{i:03d}" for i in range(1, len(unique) + 1))
+    return [{IDS[key]: i, **{k: v for k, v in e.items() if k != IDS[key]}} for i, e in zip(ids, unique.values())], layers
 
 
 def _inherit(entry: dict, group: list[dict], key: str) -> dict:
@@ -319,7 +327,7 @@ def extract(memories: list[dict], complete: Complete, max_items: int = 3, log: L
         chosen = [m for m in memories if m["reward"] == wanted]
         prompts = [render(EXTRACT_PROMPT[key], {"memory_json": as_json({k: v for k, v in m.items() if k != "problem_id"})}) for m in chosen]
         replies = _ask(EXTRACT_PROMPT[key], prompts, key, complete, log, lambda _, items, whole: bool(items))
-        named = [[m["problem_id"]] if "problem_id" in m else [] for m in chosen]
+        named = [[m["problem_id"]] if m.get("problem_id") else [] for m in chosen]
         found[key] = [{**e, **({"sources": s} if s else {})} for items, s in zip(replies, named) for e in (items or [])[:max_items]]
     return found
 
