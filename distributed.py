@@ -5,6 +5,7 @@ Every rank holds the whole model; there is no wrapper class. Nothing here knows 
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import pathlib
@@ -55,7 +56,10 @@ def init(device: str = "auto") -> World:
     missing = [name for name in names if name not in os.environ]
     if missing and "RANK" in os.environ:
         raise UserError(f"RANK is set but {', '.join(missing)} is not; start with torchrun, or unset RANK")
-    rank, size, local = (int(os.environ[n]) if not missing else d for n, d in zip(names, (0, 1, 0)))
+    try:
+        rank, size, local = (int(os.environ[n]) if not missing else d for n, d in zip(names, (0, 1, 0)))
+    except ValueError as e:
+        raise UserError(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({e}); start with torchrun, or unset them") from None
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA GPU here; use --device cpu, or install a CUDA build of torch")
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -65,8 +69,15 @@ def init(device: str = "auto") -> World:
     if cuda:
         torch.cuda.set_device(here)
     if not missing:
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=here if cuda else None)
+        # ranks may meet only after hours: one of them can draw the long completions
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=here if cuda else None, timeout=datetime.timedelta(hours=12))
     return World(rank, size, here)
+
+
+def agree(value: object, world: World, what: str) -> None:
+    """UserError on every rank unless all of them see the same: files must lie where every node sees them."""
+    if any(other != value for other in gather(value, world)):
+        raise UserError(f"the ranks see different {what}; the run's directory must be on a file system that all nodes share")
 
 
 def shutdown() -> None:
@@ -126,7 +137,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.tmp")
-    tmp.write_text(text, encoding="utf-8")
+    tmp.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate becomes its JSON escape
     _sync(tmp)
     tmp.replace(path)
     _sync(path.parent)

@@ -11,6 +11,7 @@ Dimension key: P problems, K samples per problem.
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -88,7 +89,10 @@ def load_policy(path: str, base: str, device, dtype: str, attn: str) -> tuple[R.
         return R.load_model(path, device, dtype=dtype, attn=attn)
     from peft import PeftModel
 
-    base = base or json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    try:
+        base = base or json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError) as e:
+        raise UserError(f"{path}: adapter_config.json names no base model ({D.brief(e)}); --model does") from None
     model, tokenizer = R.load_model(base, device, dtype=dtype, attn=attn)
     try:
         return PeftModel.from_pretrained(model, path).eval(), tokenizer
@@ -100,18 +104,25 @@ def evaluate(args: argparse.Namespace, world: D.World) -> None:
     sampling = R.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
     if args.samples < 1 or args.rows < 1 or args.limit < 0:
         raise UserError(f"--samples {args.samples} and --rows {args.rows} must be >= 1, --limit {args.limit} >= 0")
+    if args.verify_timeout <= 0 or args.verify_workers < 1:
+        raise UserError(f"--verify-timeout {args.verify_timeout} must be > 0, --verify-workers {args.verify_workers} >= 1")
+    if len({pathlib.Path(name).stem for name in args.data}) < len(args.data):
+        raise UserError(f"--data {' '.join(args.data)}: two sets have one name; rename a file")
     sets = {pathlib.Path(name).stem: R.load_problems(name, split=args.split, unique=False)[0] for name in args.data}
     sets = {name: problems[: args.limit or None] for name, problems in sets.items()}
     model, tokenizer = load_policy(args.path, args.model, world.device, args.dtype, args.attn)
     out = pathlib.Path(args.out or (f"{args.path}/eval" if pathlib.Path(args.path).is_dir() else "eval"))
 
-    settings = {"path": str(args.path), "thinking": args.thinking, "seed": args.seed, **dataclasses.asdict(sampling)}
+    settings = {"path": str(pathlib.Path(args.path)), **{k: getattr(args, k) for k in ("model", "dtype", "attn", "thinking", "seed")}}
+    settings |= dataclasses.asdict(sampling)
     log, done = out / "samples.jsonl", {}
     if (out / "settings.json").exists() and json.loads((out / "settings.json").read_text()) != settings:
         raise UserError(f"{out}: holds an evaluation with other settings (see its settings.json); give another --out")
     if log.exists():
         done = {(s["set"], s["id"], s["sample"]): s for s in D.read_jsonl(log)}
-    D.gather(None, world)  # everyone has looked before anyone writes
+        now = {(name, x.id): _digest(x) for name, problems in sets.items() for x in problems}
+        done = {key: s for key, s in done.items() if now.get(key[:2], s["digest"]) == s["digest"]}  # a problem that changed is sampled anew
+    D.agree(len(done), world, "samples")  # and everyone has looked before anyone writes
     if world.main:
         D.write_json(out / "settings.json", settings)
         D.write_text(log, "".join(json.dumps(s) + "\n" for s in done.values()))  # without a torn last line
@@ -131,7 +142,7 @@ def evaluate(args: argparse.Namespace, world: D.World) -> None:
             keys = [R.sample_key(args.seed, 0, x.id, j) for _, x, j, _ in mine]
             rolls = R.sample_rollouts(model, tokenizer, [x for _, x, _, _ in mine], [ids for *_, ids in mine], sampling, keys, verifier)
             rows = [
-                {"set": name, "id": x.id, "sample": j, "gold": x.answer, "pred": r.pred, "r": r.r, "truncated": r.truncated,
+                {"set": name, "id": x.id, "sample": j, "digest": _digest(x), "gold": x.answer, "pred": r.pred, "r": r.r, "truncated": r.truncated,
                  "tokens": len(r.completion_ids), "text": r.text}
                 for (name, x, j, _), r in zip(mine, rolls)
             ]  # fmt: skip
@@ -149,6 +160,10 @@ def evaluate(args: argparse.Namespace, world: D.World) -> None:
             D.write_json(out / "results.json", {"settings": settings, "results": table})
             _print_table(table, args.samples)
             print(f"written: {out}/results.json")
+
+
+def _digest(x: R.Problem) -> str:
+    return hashlib.blake2b(repr((x.problem, x.answer)).encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
 def _results(name: str, problems: list[R.Problem], samples: int, done: dict, verifier: R.Verifier) -> dict:
@@ -190,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=38912, help="App. F.1")
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=True, help="enable_thinking of the chat template; S3")
     parser.add_argument("--limit", type=int, default=0, help="only the first N problems of each set; 0 is all")
-    parser.add_argument("--rows", type=int, default=32, help="samples per generation batch and rank")
+    parser.add_argument("--rows", type=int, default=16, help="samples per generation batch and rank; lower it when memory runs out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
@@ -201,10 +216,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(argv)
         evaluate(args, D.init(args.device))
-    except UserError as e:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"eval: {e}", file=sys.stderr)
+    except (UserError, OSError) as e:
+        print(f"eval: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("eval: interrupted; the same command goes on", file=sys.stderr)
+        return 130
     finally:
         D.shutdown()
     return 0

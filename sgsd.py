@@ -257,6 +257,10 @@ class Config:
                 rule = "must be > 0"
             elif f.name in ("eps_a", "audit_every", "seed", "update_every", "success_gate", "max_new_items") and not value >= 0:
                 rule = "must be >= 0"
+            elif isinstance(value, float) and not math.isfinite(value):
+                rule = "must be finite"
+            elif f.name == "seed" and value >= 2**40:
+                rule = "must be < 2^40"
             elif f.name == "merge_group_size" and value < 2:
                 rule = "must be >= 2"
             elif f.metadata["choices"] and value not in f.metadata["choices"]:
@@ -290,6 +294,8 @@ def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
     run = given.pop("resume")
     if run is None:
         return Config(**given), False
+    if "bank" in given:
+        raise UserError(f"--bank {given['bank']}: a resumed run has its own bank (D9); start a new run for another")
     try:
         saved = json.loads((pathlib.Path(run) / "config.json").read_text())["settings"]
         return Config(**{**saved, **given, "out": run}), True
@@ -516,7 +522,7 @@ def load_checkpoint(run: Run) -> int:
         step = json.loads((path / "trainer.json").read_text())["step"]
         if unexpected := getattr(set_peft_model_state_dict(run.model, adapter), "unexpected_keys", None):
             raise KeyError(f"{len(unexpected)} tensors have no place in the model")
-        for name, p in run.params.items():
+        for name, p in run.params.items() if state else ():  # none where no update has been finite yet
             run.optimizer.state[p] = {k: state[f"{name}.{k}"].to(p.device if k != "step" else "cpu") for k in ("step", "exp_avg", "exp_avg_sq")}
     except Exception as e:  # missing file, torn file, other shapes, other names
         raise UserError(f"checkpoint {path}: does not fit --model {run.cfg.model} ({D.brief(e)}); is it of another model?") from None
@@ -608,23 +614,29 @@ class BankLife:
 # ============================================================================================================= the run
 
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
     """Everything that a user's mistake can break is read and checked here, before the run directory is made."""
     from peft import LoraConfig, get_peft_model
 
     if cfg.batch_size < world.size:
         raise UserError(f"--batch-size {cfg.batch_size} is smaller than the world of {world.size} processes; every rank needs a problem")
+    if pathlib.Path(cfg.out).is_file():
+        raise UserError(f"--out {cfg.out}: is a file; a directory is wanted")
     if not resume and pathlib.Path(cfg.out).exists() and any(pathlib.Path(cfg.out).iterdir()):
         raise UserError(f"--out {cfg.out}: the directory is not empty; choose another, or go on with --resume {cfg.out}")
-    bank = S.SkillBank.load(cfg.bank) if cfg.bank else None
-    for key in S.FIELDS if bank else ():
+    own = pathlib.Path(cfg.out) / "bank" / "bank.json"  # D9: which of its versions, BankLife.begin decides
+    bank = S.SkillBank.load(own) if resume and own.exists() else S.SkillBank.load(cfg.bank) if cfg.bank else None
+    for key in S.FIELDS if bank and not resume else ():
         if (n := len(getattr(bank, key))) < cfg.num_teachers:
             raise UserError(f"--bank {cfg.bank}: {key} has {n} entries, --num-teachers {cfg.num_teachers} wants as many; lower it or add entries")
     problems, counts = R.load_problems(cfg.data)
     model, tokenizer = R.load_model(cfg.model, world.device, dtype=cfg.dtype, attn=cfg.attn)
     torch.manual_seed(cfg.seed)
     lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
-                      target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])  # fmt: skip
+                      target_modules=list(PROJECTIONS))  # fmt: skip
     try:
         model = get_peft_model(model, lora)  # adapters of a bf16 base are fp32: a 5e-6 step is lost in bf16
     except ValueError as e:
@@ -632,6 +644,9 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
     R.causal_lm(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     R.causal_lm(model).enable_input_require_grads()
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    missing = [t for t in PROJECTIONS if not any(f".{t}.lora_" in name for name in params)]
+    if missing:
+        raise UserError(f"--model {cfg.model}: has no {', '.join(missing)} to adapt; wanted are all of {', '.join(PROJECTIONS)} (App. F.1)")
     D.broadcast_parameters(params.values(), world)
     run = Run(
         cfg, world, model, tokenizer, problems, bank, S.load_encoder(cfg.encoder, str(world.device)),
@@ -641,25 +656,26 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
     if world.main:
         print(f"data {cfg.data}: " + ", ".join(f"{v} {k.replace('_', ' ')}" for k, v in counts.items()))
         if bank:
-            print(f"bank {cfg.bank}: {len(bank.general_skills)} general skills, {len(bank.common_mistakes)} common mistakes")
+            print(f"bank {own if resume else cfg.bank}: {len(bank.general_skills)} general skills, {len(bank.common_mistakes)} common mistakes")
         trained = sum(p.numel() for p in params.values())
         print(f"model {cfg.model}: {trained:,} trained of {model.num_parameters():,} parameters, {world.size} x {world.device.type}")
         print(f"mask (S2): {len(run.masked_ids)} ids: " + " ".join(repr(tokenizer.decode([i])) for i in sorted(run.masked_ids)[:40]))
         if not R.head_is_sliced(model):
             print("head: this model's logits are not head(hidden) (soft-capped or scaled); scored by full logits, memory grows with T*V")
     for x in problems:  # only those that might be too long are tokenised: no token is shorter than a byte
-        if len(x.problem.encode("utf-8", "replace")) > cfg.max_prompt_tokens // 2:
+        if len(x.problem.encode("utf-8", "replace")) + 512 > cfg.max_prompt_tokens:
             prompt_ids(run, S.render_student(x.problem), f"problem {x.id}")
     return run
 
 
-def train(run: Run, resume: bool) -> None:
-    """The updates, with their log, checkpoints and an orderly stop."""
+def train(run: Run, resume: bool) -> int:
+    """The updates, with their log, checkpoints and an orderly stop. Returns the exit code: 1 when the numbers broke."""
     from tqdm import tqdm
 
     cfg, world, out = run.cfg, run.world, pathlib.Path(run.cfg.out)
     logs = {name: out / f"{name}.jsonl" for name in ("metrics", "rollouts", "tokens")}
     start = load_checkpoint(run) if resume else 0
+    D.agree(start, world, "checkpoints")
     if world.main:
         D.write_json(out / "config.json", provenance(cfg))
         for path in logs.values():
@@ -671,7 +687,15 @@ def train(run: Run, resume: bool) -> None:
     saved = skipped = 0
     bar = tqdm(range(start + 1, cfg.updates + 1), initial=start, total=cfg.updates, disable=not world.main, unit="update")
     for step in bar:
-        records, seconds = accumulate(run, step)
+        error: str | None = None
+        records: list[dict] = []
+        seconds: dict[str, float] = {}
+        try:
+            records, seconds = accumulate(run, step)
+        except UserError as e:  # on one rank, perhaps: all leave together
+            error = str(e)
+        if errors := [e for e in D.gather(error, world) if e]:
+            raise UserError(f"{errors[0]} (in update {step}; --resume {cfg.out} goes on from the last checkpoint)")
         began = time.perf_counter()
         norm = update(run, step)
         seconds["opt"] = time.perf_counter() - began
@@ -699,8 +723,9 @@ def train(run: Run, resume: bool) -> None:
     bar.close()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    if world.main and saved:
+    if world.main and saved and skipped < 3:
         print(f"done: {out} (evaluate with: python eval.py {out}/checkpoints/step_{saved:06d})")
+    return int(skipped == 3)
 
 
 def memory_gb(world: D.World) -> float:
@@ -718,9 +743,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg, resume = parse_config(argv)
         world = D.init(cfg.device)
         run = prepare(cfg, world, resume)
-        train(run, resume)
-    except UserError as e:
-        if int(os.environ.get("RANK", 0)) == 0:
+        return train(run, resume)
+    except (UserError, OSError) as e:  # OSError: a full disk, a directory that can't be written
+        if run is None or run.world.main:
             print(f"sgsd: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the first update; from then on it is an orderly stop
@@ -730,7 +755,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if run is not None:
             run.verifier.close()
         D.shutdown()
-    return 0
 
 
 if __name__ == "__main__":

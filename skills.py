@@ -107,9 +107,9 @@ class SkillBank:
         """The [n, d] index of one list, rebuilt when the list's entries are other ones."""
         entries = getattr(self, key)
         made_for, matrix_nd = self._index.get(key, (None, None))
-        if made_for != (embed, wanted := [id(e) for e in entries]):
+        if made_for != (embed, entries):
             matrix_nd = _normalized(embed([entry_text(e, key) for e in entries]))
-            self._index[key] = ((embed, wanted), matrix_nd)
+            self._index[key] = ((embed, list(entries)), matrix_nd)
         return matrix_nd
 
 
@@ -175,7 +175,7 @@ _COMMANDS = set(  # LaTeX that begins like JSON's \n, \r or \t; \b and \f are ne
 _ESCAPE = re.compile(r'(?P<valid>\\[\\"/]|\\u[0-9a-fA-F]{4})|\\(?P<letters>[a-zA-Z]*)')
 _OPENING = re.compile(r"[{\[]")
 MAX_REPLY = 100_000  # characters of a reply that are read
-MAX_EFFORT = 3_000_000  # characters of failed attempts to decode, after which reading ends: "[[[[..." would take quadratic time
+MAX_EFFORT = 1_000_000  # characters that are decoded in vain before reading ends: "[[[[..." would take quadratic time
 
 
 def _latex_safe(text: str) -> str:
@@ -221,6 +221,7 @@ def _scan(text: str, key: str) -> tuple[list[dict], bool]:
         elif _item(value, key):
             loose.append(value)
         else:
+            effort += at - start.end()
             at = start.end()  # some other value: look inside
     items = [item for item in (_item(v, key) for v in listed + loose) if item]
     whole = not broken and (len(items) == len(listed) > 0 or (not listed and len(loose) == 1))
@@ -397,15 +398,15 @@ def load_encoder(name: str, device: str) -> Embed:
     try:
         from sentence_transformers import SentenceTransformer
 
-        encoder = SentenceTransformer(name, device=device)
+        encoder = SentenceTransformer(name, device=device).float()  # whatever the files are in
     except Exception as e:  # many kinds: no such id, offline, not an encoder
         raise UserError(f"--encoder {name}: not loaded ({brief(e)})") from None
     cache: dict[str, np.ndarray] = {}
 
     def embed(texts: Sequence[str]) -> np.ndarray:
         new = list(dict.fromkeys(t for t in texts if t not in cache))
-        if new:
-            cache.update(zip(new, encoder.encode(new, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False)))
+        if new:  # one at a time: in a batch, padding changes the last bits, and a resumed run batches differently
+            cache.update(zip(new, encoder.encode(new, batch_size=1, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False)))
         return np.stack([cache[t] for t in texts])
 
     return embed

@@ -49,8 +49,9 @@ def extract_answer(text: str) -> str | None:
 
 def normalize(answer: str) -> str:
     """The string compared by the fallback: no dollars, no sizing commands, no spaces, no final full stop."""
-    answer = re.sub(r"\\(left|right|displaystyle|,|!|;|:|quad)(?![a-zA-Z])|\$|~", "", answer)
+    answer = re.sub(r"\\(left|right|displaystyle|,|!|;|:)(?![a-zA-Z])|\$|~", "", answer)
     answer = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
+    answer = re.sub(r"(?<=\d)\s+(?=\d)", "_", re.sub(r"\\qquad|\\quad", " ", answer.strip()))  # "1 1/2" is not 11/2
     return re.sub(r"\s+", "", answer).removesuffix(".")
 
 
@@ -73,10 +74,20 @@ def quick_verdict(gold: str, pred: str | None) -> bool | None:
     return False if max(len(gold), len(pred)) > MAX_CHARS else None
 
 
+def overlooked(gold: str, pred: str) -> bool:
+    """Differences that math-verify overlooks: tuple for set, number bases, "2..5", a line break, "1 1/2" for 11/2, "6=5" for 5."""
+    kinds = {m[1] for a in (gold, pred) if (m := re.match(r"\$?\s*(?:\\left)?\s*(\(|\\\{)", a))}
+    bases = [re.findall(r"\d_\{?(\d+)", a) for a in (gold, pred)]
+    odd = r"\.\.|\\\\[\d\s](?!.*\\end)|(?<!frac )\d\s+\d|^[^a-zA-Z\\=]*\d[^a-zA-Z\\=]*="
+    return len(kinds) == 2 or (all(bases) and bases[0] != bases[1]) or bool(re.search(odd, pred.strip(" $"), re.S))
+
+
 def symbolic_verdict(gold: str, pred: str) -> bool:
     """math-verify's verdict, gold first. What it cannot read is unequal: equal strings were decided before."""
     from math_verify import parse, verify
 
+    if overlooked(gold, pred):
+        return False
     # its own timeouts use signals that fail off the main thread; the caller's clock and kill replace them
     parsed = [parse(f"${answer.strip().strip('$')}$", parsing_timeout=None) for answer in (gold, pred)]  # type: ignore[arg-type]
     return bool(parsed[0] and parsed[1] and verify(parsed[0], parsed[1], timeout_seconds=None))

@@ -52,6 +52,10 @@ MISTAKES = {
     "zero gate width": lambda t: ({"--tau-g": 0}, ("--tau-g 0", "> 0", "Eq. 14")),
     "top-p above one": lambda t: ({"--top-p": 1.5}, ("top_p", "1.5")),
     "no GPU": lambda t: ({"--device": "cuda"}, ("--device cuda", "no CUDA GPU")),
+    "infinite rate": lambda t: ({"--learning-rate": "inf"}, ("--learning-rate inf", "must be finite")),
+    "huge seed": lambda t: ({"--seed": 10**14}, ("--seed", "2^40")),
+    "directory that is a file": lambda t: ({"--out": file(t, "x")}, ("--out", "is a file")),
+    "strange chat": lambda t: ({"--data": file(t, '{"prompt": ["x"], "reward_model": {"ground_truth": 3}}\n', "e.jsonl")}, ("must be a string",)),
     "used directory": lambda t: ({"--out": file(t, "x").parent}, ("--out", "not empty", "--resume")),
 }  # fmt: skip
 
@@ -84,6 +88,33 @@ def test_adapter_of_another_model(flags, tmp_path, capsys):
     refused({}, capsys, "is a run; give one of its checkpoints", "step_000001", program=E.main, before=(str(flags["--out"]), *data))
     refused({"--samples": 0}, capsys, "--samples 0", program=E.main, before=(str(out), *data))
     refused({}, capsys, "--data", program=E.main, before=(str(out),))
+
+
+def test_model_without_all_projections(flags, tmp_path, capsys):
+    import transformers
+
+    config = transformers.Phi3Config(vocab_size=272, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+                                     num_key_value_heads=1, pad_token_id=263, eos_token_id=265, bos_token_id=264)  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "phi")
+    make_tokenizer().save_pretrained(tmp_path / "phi")
+    capsys.readouterr()
+    refused({**flags, "--model": tmp_path / "phi"}, capsys, "has no q_proj, k_proj, v_proj, gate_proj, up_proj to adapt")
+
+
+def test_a_resumed_run_keeps_its_bank(tmp_path, capsys):
+    refused({"--resume": tmp_path, "--bank": "b.json"}, capsys, "--bank b.json", "has its own bank")
+
+
+def test_evaluation_mistakes(world_dir, tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    twin = file(tmp_path / "a", (world_dir / "data.jsonl").read_text(), "data.jsonl")
+    before = (str(world_dir / "model"), "--data", str(world_dir / "data.jsonl"))
+    refused({"--out": tmp_path / "o", "--verify-timeout": 0}, capsys, "--verify-timeout 0", program=E.main, before=before)
+    refused({}, capsys, "two sets have one name", program=E.main, before=(*before, str(twin)))
+    (tmp_path / "adapter").mkdir()
+    file(tmp_path / "adapter", "{", "adapter_config.json")
+    refused({}, capsys, "names no base model", program=E.main, before=(str(tmp_path / "adapter"), *before[1:]))
+    assert not (tmp_path / "o").exists()
 
 
 def test_resume_of_nothing(tmp_path, capsys):

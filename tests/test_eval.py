@@ -88,3 +88,11 @@ def test_two_processes_give_the_samples_of_one(world_dir, tmp_path):
 def test_only_some_problems(world_dir, tmp_path):
     assert E.main(args(world_dir, tmp_path, "--limit", "2")) == 0
     assert len(samples(tmp_path)) == 6 and json.loads((tmp_path / "results.json").read_text())["results"]["data"]["problems"] == 2
+
+
+def test_a_problem_that_changed_is_sampled_anew(world_dir, tmp_path):
+    data = tmp_path / "d.jsonl"
+    for answer in ("3", "4"):
+        data.write_text(json.dumps({"problem": "What is 1 plus 2?", "answer": answer}) + "\n")
+        assert E.main([str(world_dir / "model"), "--data", str(data), "--samples", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "o")]) == 0
+        assert [s["gold"] for s in samples(tmp_path / "o")] == [answer]

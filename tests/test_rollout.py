@@ -106,3 +106,20 @@ def test_answers_are_read_after_thinking():
     assert R.extract_answer(r"\boxed{1} or \boxed{2") is None
     assert R.extract_answer(r"\boxed{\left\{1,2\right.}") == r"\left\{1,2\right."
     assert R.extract_answer("no box") is None and R.extract_answer("") is None
+
+
+def test_a_think_block_that_the_prompt_opened_holds_no_answer(tokenizer, monkeypatch):
+    for text, pred in ((r"maybe \boxed{5}? wait", None), (r"\boxed{4}</think> so \boxed{5}", "5")):
+        monkeypatch.setattr(R, "generate", lambda *_, text=text: [tokenizer.encode(text)])
+        prompt = tokenizer.encode("Problem<think>\n")
+        with R.Verifier() as verifier:
+            (roll,) = R.sample_rollouts(make_model(), tokenizer, [R.Problem("a", "p", "5")], [prompt], SAMPLING, [1], verifier)
+        assert (roll.pred, roll.r, roll.text) == (pred, 1 if pred else -1, text)
+
+
+def test_broken_logits_still_give_a_token():
+    """The loss of a broken model is not finite, and that is where the update is skipped, on all ranks together."""
+    logits = torch.full((2, 5), float("nan"))
+    logits[1, 2] = float("inf")
+    got = R.select_tokens(logits, torch.tensor([0.5, 0.5], dtype=torch.float64), SAMPLING)
+    assert got[1] == 2 and 0 <= got[0] < 5

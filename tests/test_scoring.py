@@ -35,6 +35,13 @@ def test_soft_capped_head_takes_the_plain_path():
     assert not R.head_is_sliced(make_model("gemma2"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_soft_cap_is_noticed_in_bf16_too(dtype):
+    """Logits near the cap, as a trained Gemma has them."""
+    assert not R.head_is_sliced(make_model("gemma2", initializer_range=0.6).to(dtype))
+    assert R.head_is_sliced(make_model("qwen3", initializer_range=0.6).to(dtype))
+
+
 def test_slices_of_the_head_change_nothing(monkeypatch):
     model = make_model()
     whole = R.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True)

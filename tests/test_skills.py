@@ -95,3 +95,20 @@ def test_encoder_normalises_and_caches(world_dir):
     x = embed(["a b", "a b", "c"])
     assert x.shape == (3, 16) and np.array_equal(x[0], x[1]) and np.allclose(np.linalg.norm(x, axis=1), 1, atol=1e-5)
     assert np.array_equal(embed(["a b"])[0], x[0])
+
+
+def test_a_replaced_entry_is_embedded_anew():
+    bank = make_bank()
+    for i in range(30):  # a freed dict's address is often taken by the next one
+        bank.retrieve("q", 4, fake_embed)
+        del bank.general_skills[0]
+        bank.general_skills.append({"skill_id": f"dyn_{i}", "title": "z" * i, "principle": "q", "when_to_apply": "w"})
+        fresh = S.SkillBank(list(bank.general_skills), bank.common_mistakes)
+        assert bank.retrieve("qz", 4, fake_embed) == fresh.retrieve("qz", 4, fake_embed)
+
+
+def test_a_lone_surrogate_survives_a_file(tmp_path):
+    bank = make_bank()
+    bank.general_skills[0]["title"] = "half \ud83d é"
+    bank.save(tmp_path / "b.json")
+    assert S.SkillBank.load(tmp_path / "b.json") == bank

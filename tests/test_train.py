@@ -1,5 +1,6 @@
 """One update against plain loops; same seed, same bits; stopped and resumed equals uninterrupted; what a run leaves on disk."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -276,3 +277,20 @@ def test_no_memory_is_generated_twice(world_dir, tmp_path, monkeypatch):
     made.clear()
     assert S.make_bank(tmp_path / "b", *args, count=6, rows=2) == whole
     assert len(made) == 3 and (tmp_path / "b/memories.jsonl").read_text() == "".join(lines)
+
+
+def test_three_broken_updates_end_the_run_and_it_can_go_on(world_dir, tmp_path, monkeypatch):
+    run = make_run(world_dir, tmp_path / "run")
+    keep = sgsd.D.sum_gradients
+    monkeypatch.setattr(sgsd.D, "sum_gradients", lambda params, world: keep(params, world) or params[0].grad.fill_(float("inf")))
+    assert sgsd.train(run, False) == 1 and [m["skipped"] for m in rows(tmp_path / "run/metrics.jsonl")] == [1, 1, 1]
+    monkeypatch.setattr(sgsd.D, "sum_gradients", keep)
+    again = make_run(world_dir, tmp_path / "run", resume=True)
+    assert sgsd.train(again, True) == 0 and len(rows(tmp_path / "run/metrics.jsonl")) == 4
+
+
+def test_an_error_in_an_update_is_one_clear_error(world_dir, tmp_path):
+    run = make_run(world_dir, tmp_path / "run")
+    run.cfg = dataclasses.replace(run.cfg, max_prompt_tokens=150)  # the student fits, a teacher does not
+    with pytest.raises(D.UserError, match=r"teacher of p\d+: the prompt has .*in update 1; --resume"):
+        sgsd.train(run, False)
