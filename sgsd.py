@@ -596,7 +596,8 @@ class BankLife:
             window = [SimpleNamespace(**r) for r in self.window]
             self.run.bank = S.evolve(
                 bank, window, step, self.complete, update_every=cfg.update_every, success_gate=cfg.success_gate, max_new_items=cfg.max_new_items,
-                dynamic_capacity=cfg.dynamic_capacity, group_size=cfg.merge_group_size, patience=cfg.merge_patience, log=self.log,
+                dynamic_capacity=cfg.dynamic_capacity, group_size=cfg.merge_group_size, patience=cfg.merge_patience,
+                memory_answer=cfg.memory_answer, log=self.log,
             )  # fmt: skip
             self.window = []
             if self.run.bank is not bank:

@@ -289,7 +289,9 @@ def merge(
         current = merged  # line 10
     unique: dict[tuple, dict] = {}
     for e in current:  # line 12
-        unique.setdefault(tuple(e.get(f) for f in FIELDS[key]), e)
+        twin = unique.setdefault(texts := tuple(e.get(f) for f in FIELDS[key]), e)
+        if twin is not e and "sources" in twin | e:
+            unique[texts] = {**twin, "sources": sorted({*twin.get("sources", []), *e.get("sources", [])})}
     ids = (f"{prefix or PREFIX[key]}{i:03d}" for i in range(1, len(unique) + 1))
     return [{IDS[key]: i, **{k: v for k, v in e.items() if k != IDS[key]}} for i, e in zip(ids, unique.values())], layers
 
@@ -353,11 +355,13 @@ def cold_start(
 
 def evolve(
     bank: SkillBank, window: Sequence[Any], step: int, complete: Complete, *, update_every: int = 25, success_gate: float = 0.8,
-    max_new_items: int = 5, dynamic_capacity: int = 30, group_size: int = 32, patience: int = 3, log: Log = _no_log,
+    max_new_items: int = 5, dynamic_capacity: int = 30, group_size: int = 32, patience: int = 3, memory_answer: bool = False,
+    log: Log = _no_log,
 ) -> SkillBank:  # fmt: skip
     """The bank after online evolution (Alg. 4); the same object when nothing is due. Static entries are never touched.
 
-    window: all rollouts since the last update (D2), objects with .problem, .text, .r, .pred. At most `max_new_items` net
+    window: all rollouts since the last update (D2), objects with .problem, .text, .r, .pred, for `memory_answer` (D3) .gold
+    too. At most `max_new_items` net
     new dynamic entries per update, both collections together (S12), and `dynamic_capacity` per collection: what a merge
     puts first stays.
     """
@@ -366,7 +370,9 @@ def evolve(
     success = sum(w.r > 0 for w in window) / len(window)  # line 4
     if success >= success_gate:  # line 5
         return bank
-    memories = [make_memory(getattr(w, "problem_id", ""), w.problem, w.text, w.r, w.pred) for w in window]
+    memories = [
+        make_memory(getattr(w, "problem_id", ""), w.problem, w.text, w.r, w.pred, answer=w.gold if memory_answer else None) for w in window
+    ]
     candidates = extract(memories, complete, log=log)  # lines 8-10
     before, after = {}, {}
     for key in FIELDS:

@@ -378,6 +378,13 @@ def test_a_decrease_resets_the_count_of_stagnant_layers():
     assert layers[-1]["stopped_reason"] == PATIENCE and names(merged) == "acdefghi"
 
 
+def test_the_papers_group_size_and_patience_are_the_defaults():
+    """H = 32, P = 3."""
+    model = merging(keep)
+    _, layers = S.merge(items(map(str, range(65))), G, model)
+    assert [len(group) for _, group in model.calls[0]] == [32, 32] and len(layers) == 3
+
+
 def test_one_group_needs_no_patience():
     assert S.merge(PAIR, G, merging(keep), patience=5)[1] == [layer(0, 2, 1, 2, 1, ROOT_GROUP)]
 
@@ -533,7 +540,7 @@ def dynamic(bank, key):
 
 
 @pytest.mark.parametrize("records,step", [
-    ([], 25), (window(3), 1), (window(3), 24), (window(3), 26), (window(0, 3), 25), (window(1, 4), 25), (window(1, 9), 50),
+    ([], 25), (window(3), 1), (window(3), 24), (window(3), 26), (window(3), 30), (window(0, 3), 25), (window(1, 4), 25), (window(1, 9), 50),
 ])  # fmt: skip
 def test_the_same_bank_when_nothing_is_due(records, step):
     """Lines 1 and 5: an empty window, a step that F = 25 does not divide, a success rate of at least gamma = 0.8."""
@@ -580,8 +587,10 @@ def test_an_update_leaves_its_record_and_the_old_bank_alone():
 
 
 def test_without_a_readable_reply_every_entry_stays():
-    bank = with_dynamic(2, 2)
-    new = S.evolve(bank, window(2, 2), 25, Model(refuse))
+    """And without a candidate nothing is merged."""
+    bank, model = with_dynamic(2, 2), Model(refuse)
+    new = S.evolve(bank, window(2, 2), 25, model)
+    assert {name for name, _ in model.asked} == {"extract_skills", "extract_mistakes"}
     assert all(dynamic(new, key) == dynamic(bank, key) and static(new, key) == static(bank, key) for key in KEYS)
 
 
@@ -694,6 +703,8 @@ def mangled(rng, key):
 
 
 def well_formed(found, key):
+    """Exactly the three fields, each a non-empty string that a file and a tokenizer can take."""
+    json.dumps(found, ensure_ascii=False).encode()
     return all(list(e) == list(S.FIELDS[key]) and all(isinstance(x, str) and x.strip() for x in e.values()) for e in found)
 
 
@@ -738,3 +749,17 @@ def test_no_mangled_reply_breaks_an_update():
             assert static(new, key) == static(bank, key) and well_formed(bare(dynamic(new, key), key), key)
             assert 0 < len(dynamic(new, key)) <= 4
         assert sum(len(dynamic(new, key)) for key in KEYS) <= 4 + 3
+
+
+def test_duplicates_join_their_sources():
+    a = {"title": "A", "principle": "P", "when_to_apply": "W"}
+    merged, _ = S.merge([{**a, "sources": ["p2"]}, a, {**a, "sources": ["p1"]}], G, lambda prompts: [""] * len(prompts))
+    assert merged == [{"skill_id": "gen_001", **a, "sources": ["p1", "p2"]}]
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_an_update_shows_the_reference_answer_only_when_asked_to(shown):
+    prompts = []
+    window = [SimpleNamespace(problem="What?", text="so", r=-1, pred=None, gold="the gold answer")]
+    S.evolve(make_bank(), window, 25, lambda ps: prompts.extend(ps) or [""] * len(ps), memory_answer=shown)
+    assert prompts and all(("the gold answer" in p) == shown for p in prompts)
