@@ -33,6 +33,7 @@ FIELDS = {  # Tab. 5; the order is also the order in which an entry is embedded 
     "common_mistakes": ("description", "why_it_happens", "how_to_avoid"),
 }
 IDS = {"general_skills": "skill_id", "common_mistakes": "mistake_id"}
+ITEM_FORM = '\nEach item is an object with the string fields "{}", "{}" and "{}".'  # S13: the paper's prompt names no fields
 PREFIX = {"general_skills": "gen_", "common_mistakes": "err_"}
 EXTRACT_PROMPT = {"general_skills": "extract_skills", "common_mistakes": "extract_mistakes"}
 MERGE_PROMPT = {"general_skills": "merge_skills", "common_mistakes": "merge_mistakes"}
@@ -328,7 +329,8 @@ def extract(memories: list[dict], complete: Complete, max_items: int = 3, log: L
     found: dict[str, list[dict]] = {}
     for key, wanted in (("general_skills", 1), ("common_mistakes", -1)):
         chosen = [m for m in memories if m["reward"] == wanted]
-        prompts = [render(EXTRACT_PROMPT[key], {"memory_json": as_json({k: v for k, v in m.items() if k != "problem_id"})}) for m in chosen]
+        shown = [as_json({k: v for k, v in m.items() if k != "problem_id"}) for m in chosen]
+        prompts = [render(EXTRACT_PROMPT[key], {"memory_json": s}) + ITEM_FORM.format(*FIELDS[key]) for s in shown]
         replies = _ask(EXTRACT_PROMPT[key], prompts, key, complete, log, lambda _, items, whole: bool(items))
         named = [[m["problem_id"]] if m.get("problem_id") else [] for m in chosen]
         found[key] = [{**e, **({"sources": s} if s else {})} for items, s in zip(replies, named) for e in (items or [])[:max_items]]

@@ -39,7 +39,8 @@ def answer(found, key=G):
 
 
 def read_prompt(prompt):
-    """A prompt's template, and the JSON that stands in its place."""
+    """A prompt's template, and the JSON that stands in its place; extraction's sentence on the fields (S13) is cut off."""
+    prompt = re.sub(r"\nEach item is an object with the string fields .*\.\Z", "", prompt)
     for name in ("extract_skills", "extract_mistakes", "merge_skills", "merge_mistakes"):
         head, tail = re.split(r"\{\w+_json\}", S.template(name))
         if prompt.startswith(head) and prompt.endswith(tail):
@@ -763,3 +764,13 @@ def test_an_update_shows_the_reference_answer_only_when_asked_to(shown):
     window = [SimpleNamespace(problem="What?", text="so", r=-1, pred=None, gold="the gold answer")]
     S.evolve(make_bank(), window, 25, lambda ps: prompts.extend(ps) or [""] * len(ps), memory_answer=shown)
     assert prompts and all(("the gold answer" in p) == shown for p in prompts)
+
+
+@both_kinds
+def test_the_extraction_prompt_names_the_fields_behind_the_template(key):
+    """S13."""
+    asked = []
+    memory = S.make_memory("p", "What?", "so", 1 if key == G else -1, None)
+    S.extract([memory], lambda ps: asked.extend(ps) or [""] * len(ps))
+    template, _, form = asked[0].partition(f"Return ONLY valid JSON with key {key}.")
+    assert template and form == '\nEach item is an object with the string fields "{}", "{}" and "{}".'.format(*S.FIELDS[key])
