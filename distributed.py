@@ -69,8 +69,9 @@ def init(device: str = "auto") -> World:
     if cuda:
         torch.cuda.set_device(here)
     if not missing:
-        # ranks may meet only after hours: one of them can draw the long completions
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=here if cuda else None, timeout=datetime.timedelta(hours=12))
+        # NCCL gives up after 10 minutes by default, but ranks may meet only after hours: one of them can draw the long completions
+        patience = datetime.timedelta(hours=12) if cuda else None
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=here if cuda else None, timeout=patience)
     return World(rank, size, here)
 
 
@@ -80,8 +81,14 @@ def agree(value: object, world: World, what: str) -> None:
         raise UserError(f"the ranks see different {what}; the run's directory must be on a file system that all nodes share")
 
 
+def leave_together(world: World) -> None:
+    """The last collective of an orderly end: a rank that tears its group down while another still works can abort in gloo."""
+    gather(None, world)
+
+
 def shutdown() -> None:
-    if dist.is_initialized():
+    """Give NCCL's resources back; gloo's end with the process (tearing it down was seen to abort now and then at exit)."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.destroy_process_group()
 
 

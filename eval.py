@@ -160,6 +160,7 @@ def evaluate(args: argparse.Namespace, world: D.World) -> None:
             D.write_json(out / "results.json", {"settings": settings, "results": table})
             _print_table(table, args.samples)
             print(f"written: {out}/results.json")
+    D.leave_together(world)
 
 
 def _digest(x: R.Problem) -> str:

@@ -726,6 +726,7 @@ def train(run: Run, resume: bool) -> int:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if world.main and saved and skipped < 3:
         print(f"done: {out} (evaluate with: python eval.py {out}/checkpoints/step_{saved:06d})")
+    D.leave_together(world)
     return int(skipped == 3)
 
 

@@ -507,6 +507,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bank.save(args.out)
             counts = f"{len(bank.general_skills)} general skills, {len(bank.common_mistakes)} common mistakes"
             print(f"{args.out}: {counts}; replies {bank.metadata['replies']}")
+        D.leave_together(world)
     except UserError as e:
         print(f"skills: {e}", file=sys.stderr)
         return 2
