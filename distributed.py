@@ -87,8 +87,7 @@ def leave_together(world: World) -> None:
 
 
 def shutdown() -> None:
-    """Give NCCL's resources back; gloo's end with the process (tearing it down was seen to abort now and then at exit)."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
