@@ -149,6 +149,23 @@ def _hub_rows(name: str, split: str, **where: str) -> Iterator[dict]:
         raise UserError(f"{where.get('data_files', name)}: not read ({brief(e)}); a local JSONL works offline") from None
 
 
+def fingerprint(problem: str) -> str:
+    """48 bits of a problem's letters and digits: layout, case and LaTeX spacing do not change it."""
+    return hashlib.blake2b(re.sub(r"[\W_]", "", problem.lower()).encode("utf-8", "replace"), digest_size=6).hexdigest()
+
+
+def refuse_overlap(problems: Sequence[Problem], data: str, eval_data: Sequence[str] = ()) -> None:
+    """UserError when a problem to learn from also stands in an evaluation set: the paper's three, known by the fingerprints in
+    eval_sets.json, and those of `eval_data`."""
+    known = json.loads((pathlib.Path(__file__).parent / "eval_sets.json").read_text())
+    known |= {name: [fingerprint(x.problem) for x in load_problems(name, split="test", unique=False)[0]] for name in eval_data}
+    where = {f: name for name, prints in known.items() for f in prints}
+    found = [f"{x.id} ({where[f]})" for x in problems if (f := fingerprint(x.problem)) in where]
+    if found:
+        some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        raise UserError(f"--data {data}: {len(found)} of its problems stand in an evaluation set: {some}; drop them, or say --allow-eval-overlap")
+
+
 # ------------------------------------------------------------------------------------------------ model
 
 

@@ -215,6 +215,9 @@ class Config:
     score_tokens: int = _flag(16384, "token budget of one padded forward: bounds memory, changes no result")
     verify_timeout: float = _flag(5.0, "seconds the verifier may think about one answer")
     verify_workers: int = _flag(1, "verifier processes per rank")
+    allow_eval_overlap: bool = _flag(False, "learn from problems that also stand in AIME24, AIME25, HMMT25 or --eval-data")
+    eval_data: str = _flag("", "problems for avg@12 of the model before and after, at the end of the run; eval.py by itself does more")
+    eval_tokens: int = _flag(38912, "new tokens of an evaluation sample; App. F.1")
     # the bank's life
     cold_start: int = _flag(256, "seed problems of a bank that is made here, where no --bank is given; Alg. 2, Tab. 12")
     update_every: int = _flag(25, "F, updates between online updates of the bank; 0 for none; Alg. 4, Tab. 12")
@@ -274,6 +277,18 @@ class Config:
         return R.Sampling(self.temperature, self.top_p, self.top_k, self.max_new_tokens)
 
 
+TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent / "tiny")
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "authors": {"batch_size": 16, "memory_answer": True},  # S6, D3: what of the released code's choices is a setting here
+    "tiny": {  # README.md says why each one differs from the paper's
+        "model": f"{TINY}/model", "encoder": f"{TINY}/encoder", "data": f"{TINY}/train.jsonl", "eval_data": f"{TINY}/test.jsonl",
+        "out": "runs/tiny", "updates": 75, "batch_size": 16, "checkpoint_every": 25, "cold_start": 64, "merge_group_size": 8, "reply_tokens": 640,
+        "max_new_tokens": 96, "eval_tokens": 96, "num_teachers": 4, "eps_a": 0.005, "learning_rate": 3e-4, "lora_rank": 16, "lora_alpha": 32,
+    },
+}  # fmt: skip
+
+
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """One flag per field of a config dataclass, its source in the help; a flag that isn't given leaves no trace."""
     for f in fields(config):
@@ -288,12 +303,15 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
     """(config, resume). `--resume DIR` starts from the run's saved settings; flags that are given replace them."""
     parser = D.Parser("sgsd.py", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--preset", choices=PRESETS, help="settings to start from; the paper's without it")
     parser.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run directory, with its settings")
     add_flags(parser, Config)
     given = vars(parser.parse_args(argv))
-    run = given.pop("resume")
+    run, preset = given.pop("resume"), given.pop("preset")
     if run is None:
-        return Config(**given), False
+        return Config(**{**PRESETS[preset or "paper"], **given}), False
+    if preset:
+        raise UserError(f"--preset {preset}: a resumed run has its own settings; leave it out")
     if "bank" in given:
         raise UserError(f"--bank {given['bank']}: a resumed run has its own bank (D9); start a new run for another")
     try:
@@ -610,6 +628,8 @@ class BankLife:
         if self.run.world.main and self.run.bank is not None:
             self.run.bank.save(self.folder / f"step_{step:06d}.json")
             self.run.bank.save(self.folder / "bank.json")
+            if warning := S.lint(self.run.bank):
+                print(warning)
 
 
 # ============================================================================================================= the run
@@ -634,6 +654,8 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
         if (n := len(getattr(bank, key))) < cfg.num_teachers:
             raise UserError(f"--bank {cfg.bank}: {key} has {n} entries, --num-teachers {cfg.num_teachers} wants as many; lower it or add entries")
     problems, counts = R.load_problems(cfg.data)
+    if not cfg.allow_eval_overlap:
+        R.refuse_overlap(problems, cfg.data, [cfg.eval_data] if cfg.eval_data else [])
     model, tokenizer = R.load_model(cfg.model, world.device, dtype=cfg.dtype, attn=cfg.attn)
     torch.manual_seed(cfg.seed)
     lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",

@@ -114,6 +114,21 @@ class SkillBank:
         return matrix_nd
 
 
+COMMON_NUMBERS = {"10", "12", "20", "24", "30", "45", "50", "60", "90", "100", "120", "180", "360", "1000"}
+
+
+def lint(bank: SkillBank) -> str:
+    """One line on the entries with a number that looks like one problem's: two digits or more, not a common one; "" if none."""
+    found = []
+    for key, fields in FIELDS.items():
+        for e in getattr(bank, key):
+            numbers = re.findall(r"\d+(?:\.\d+)?", " ".join(e[f] for f in fields))
+            odd = [n for n in dict.fromkeys(numbers) if len(n) > 1 and n not in COMMON_NUMBERS]
+            found += [f"{e[IDS[key]]} ({', '.join(odd)})"] if odd else []
+    some = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+    return f"bank: {len(found)} entries carry numbers that look like one problem's: {some}" if found else ""
+
+
 def entry_text(entry: dict, key: str) -> str:
     """What of an entry is embedded (S10): "title. principle. when" or "description. why. how"."""
     return ". ".join(entry[f] for f in FIELDS[key])
@@ -163,6 +178,17 @@ def render_teacher(pair: SkillPair, problem: str) -> str:
     skill = {f"skill.{f}": pair.skill[f] for f in FIELDS["general_skills"]}
     mistake = {f"mistake.{f}": pair.mistake[f] for f in FIELDS["common_mistakes"]}
     return render("teacher", {"problem": problem, **skill, **mistake})
+
+
+def render_extraction(memory: dict, key: str) -> str:
+    """The prompt that asks for the general skills of a success or the common mistakes of a failure (Alg. 2, App. B)."""
+    shown = as_json({k: v for k, v in memory.items() if k != "problem_id"})
+    return render(EXTRACT_PROMPT[key], {"memory_json": shown}) + ITEM_FORM.format(*FIELDS[key])
+
+
+def render_merge(items: list[dict], key: str) -> str:
+    """The prompt that asks to merge a group of items (Alg. 3, line 5): their three fields and nothing else."""
+    return render(MERGE_PROMPT[key], {"items_json": as_json([_item(e, key) or e for e in items])})
 
 
 # ------------------------------------------------------------------------------------------------ JSON from a model
@@ -276,7 +302,7 @@ def merge(
     while reason is None:
         groups = [current[i : i + group_size] for i in range(0, len(current), group_size)]  # line 3
         asked = [g for g in groups if len(g) > 1]  # line 4
-        prompts = [render(MERGE_PROMPT[key], {"items_json": as_json([_item(e, key) or e for e in g])}) for g in asked]  # line 5
+        prompts = [render_merge(g, key) for g in asked]  # line 5
         usable = lambda i, found, whole: whole and 0 < len(found) <= len(asked[i])  # noqa: B023, E731
         replies = iter(_ask(MERGE_PROMPT[key], prompts, key, complete, log, usable))
         merged: list[dict] = []
@@ -329,9 +355,7 @@ def extract(memories: list[dict], complete: Complete, max_items: int = 3, log: L
     found: dict[str, list[dict]] = {}
     for key, wanted in (("general_skills", 1), ("common_mistakes", -1)):
         chosen = [m for m in memories if m["reward"] == wanted]
-        shown = [as_json({k: v for k, v in m.items() if k != "problem_id"}) for m in chosen]
-        prompts = [render(EXTRACT_PROMPT[key], {"memory_json": s}) + ITEM_FORM.format(*FIELDS[key]) for s in shown]
-        replies = _ask(EXTRACT_PROMPT[key], prompts, key, complete, log, lambda _, items, whole: bool(items))
+        replies = _ask(EXTRACT_PROMPT[key], [render_extraction(m, key) for m in chosen], key, complete, log, lambda _, items, whole: bool(items))
         named = [[m["problem_id"]] if m.get("problem_id") else [] for m in chosen]
         found[key] = [{**e, **({"sources": s} if s else {})} for items, s in zip(replies, named) for e in (items or [])[:max_items]]
     return found
@@ -488,6 +512,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=1024, help="of a solution; Tab. 11")
     parser.add_argument("--reply-tokens", type=int, default=2048, help="of an extraction or merge reply")
     parser.add_argument("--memory-answer", action="store_true", help="show the reference answer to the extractor; D3")
+    parser.add_argument("--allow-eval-overlap", action="store_true", help="take problems that also stand in AIME24, AIME25 or HMMT25")
     parser.add_argument("--rows", type=int, default=32, help="rows per generation batch and rank")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
@@ -498,6 +523,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = D.init(args.device)
         sampling = R.Sampling(max_new_tokens=args.max_new_tokens)
         problems, _ = R.load_problems(args.data)
+        if not args.allow_eval_overlap:
+            R.refuse_overlap(problems, args.data)
         model, tokenizer = R.load_model(args.model, world.device, dtype=args.dtype)
         complete = R.make_complete(model, tokenizer, world, max_new_tokens=args.reply_tokens, seed=args.seed, rows=args.rows)
         with R.Verifier() as verifier:
@@ -505,6 +532,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                              seed=args.seed, sampling=sampling, memory_answer=args.memory_answer, rows=args.rows)  # fmt: skip
         if world.main:
             bank.save(args.out)
+            if warning := lint(bank):
+                print(warning)
             counts = f"{len(bank.general_skills)} general skills, {len(bank.common_mistakes)} common mistakes"
             print(f"{args.out}: {counts}; replies {bank.metadata['replies']}")
         D.leave_together(world)

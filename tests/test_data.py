@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from conftest import ROOT
 
 import rollout as R
 from distributed import UserError
+
+SHARED = ROOT.parent / "shared" / "data"
 
 
 def chat(problem, answer, index=0):
@@ -67,3 +70,23 @@ def test_bad_paths_are_named(tmp_path):
             R.load_problems(str(tmp_path / name))
     with pytest.raises(UserError, match="no/such-hub-id: not read .*a local JSONL works offline"):
         R.load_problems("no/such-hub-id")
+
+
+def test_problems_of_an_evaluation_set_are_refused(tmp_path):
+    """Known by fingerprint (letters and digits), whatever the layout; the paper's three come with the code."""
+    aime = r"Every morning Aya goes for a $9$-kilometer-long walk"
+    assert R.fingerprint("Find $x + 1$.") == R.fingerprint("find  \n x+1") != R.fingerprint("Find $x + 2$.")
+    mine = write(tmp_path / "mine.jsonl", [{"id": "a", "problem": "Find  x.", "answer": "1"}, {"id": "b", "problem": aime, "answer": "204"}])
+    held = write(tmp_path / "held.jsonl", [{"problem": "find $x$", "answer": "1"}])
+    problems, _ = R.load_problems(mine)
+    R.refuse_overlap(problems, mine)
+    with pytest.raises(UserError, match=r"mine.jsonl: 1 of its problems stand in an evaluation set: a \(.*held.jsonl\); .*--allow-eval-overlap"):
+        R.refuse_overlap(problems, mine, [held])
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets are not part of the project")
+@pytest.mark.parametrize("name", ["aime24", "aime25", "hmmt25"])
+def test_the_papers_sets_are_known(name):
+    problems, _ = R.load_problems(str(SHARED / f"{name}.jsonl"), unique=False)
+    with pytest.raises(UserError, match=f"30 of its problems stand in an evaluation set: .*{name}"):
+        R.refuse_overlap(problems, name)

@@ -44,7 +44,7 @@ def test_commands_use_flags_that_exist(command):
     text = (ROOT / program).read_text() + (CODE if program == "sgsd.py" else "")
     known = set(re.findall(r'"(--[a-z][a-z-]+)"', text))
     if program == "sgsd.py":
-        known = {"--resume", "--help"} | {"--" + f.name.replace("_", "-") for f in dataclasses.fields(sgsd.Config)}
+        known = {"--resume", "--help", "--preset"} | {"--" + f.name.replace("_", "-") for f in dataclasses.fields(sgsd.Config)}
     assert given <= known, given - known
 
 

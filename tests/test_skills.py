@@ -112,3 +112,11 @@ def test_a_lone_surrogate_survives_a_file(tmp_path):
     bank.general_skills[0]["title"] = "half \ud83d é"
     bank.save(tmp_path / "b.json")
     assert S.SkillBank.load(tmp_path / "b.json") == bank
+
+
+def test_lint_names_entries_with_one_problems_numbers():
+    bank = make_bank(skills=3, mistakes=2)
+    assert S.lint(bank) == ""
+    bank.general_skills[1] = {**bank.general_skills[1], "principle": "Of 2024 and 2.5 take 10, 3 and 360."}
+    bank.common_mistakes[0] = {**bank.common_mistakes[0], "how_to_avoid": "Use 17."}
+    assert S.lint(bank) == "bank: 2 entries carry numbers that look like one problem's: gen_002 (2024, 2.5), err_001 (17)"
