@@ -302,8 +302,7 @@ class _Batch:
         pad = torch.nn.functional.pad
         for mine, other in zip(self.cache.layers, new.cache.layers):
             mine.keys, mine.values = (
-                torch.cat([pad(x, (0, 0, gap, 0)) for x, gap in zip(both, gaps)])
-                for both in ((mine.keys, other.keys), (mine.values, other.values))
+                torch.cat([pad(x, (0, 0, gap, 0)) for x, gap in zip(both, gaps)]) for both in ((mine.keys, other.keys), (mine.values, other.values))
             )
         self.mask_BL = torch.cat([pad(x, (gap, 0)) for x, gap in zip((self.mask_BL, new.mask_BL), gaps)])
         self.which, self.logits_BV = self.which + new.which, torch.cat([self.logits_BV, new.logits_BV])

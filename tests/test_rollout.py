@@ -68,7 +68,9 @@ def test_finished_rows_leave_the_batch(tokenizer):
     assert flowing == [c for batch in static for c in batch]
     lengths = [len(c) for c in flowing]
     held = sum(max(lengths[i : i + 16]) for i in range(0, 64, 16))  # a batch decodes as long as its longest
-    print(f"lengths: mean {np.mean(lengths):.0f}, median {np.median(lengths):.0f}, max {max(lengths)}; steps {ours} against {held}: {held / ours:.2f}x")
+    print(
+        f"lengths: mean {np.mean(lengths):.0f}, median {np.median(lengths):.0f}, max {max(lengths)}; steps {ours} against {held}: {held / ours:.2f}x"
+    )
     assert held >= 1.5 * ours and max(lengths) > 2 * np.mean(lengths)
 
 
