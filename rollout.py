@@ -8,8 +8,8 @@ Dimension key: B rows, T completion tokens, N = all completion tokens of all row
 """
 
 import collections
-import contextlib
 import hashlib
+import itertools
 import json
 import pathlib
 import re
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from distributed import UserError, World, brief, gather
 from verify import Verifier, extract_answer
@@ -248,10 +248,10 @@ def sample_key(seed: int, step: int, problem_id: str, sample: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
 
-def uniforms(keys_B: np.ndarray, position: int) -> np.ndarray:
-    """One float64 in [0, 1) per uint64 key: splitmix64 of key and position, its upper 52 bits."""
+def uniforms(keys_B: np.ndarray, position: int | np.ndarray) -> np.ndarray:
+    """One float64 in [0, 1) per uint64 key: splitmix64 of key and position (one for all or [B]), its upper 52 bits."""
     with np.errstate(over="ignore"):
-        z = keys_B + np.uint64(0x9E3779B97F4A7C15) * np.uint64(position + 1)
+        z = keys_B + np.uint64(0x9E3779B97F4A7C15) * (np.asarray(position) + 1).astype(np.uint64)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return ((z ^ (z >> np.uint64(31))) >> np.uint64(12)) * 2.0**-52
@@ -280,18 +280,6 @@ def select_tokens(logits_BV: torch.Tensor, u_B: torch.Tensor, sampling: Sampling
     return torch.searchsorted(cdf_BV, u_B[:, None] * cdf_BV[:, -1:], right=True)[:, 0]
 
 
-class _CounterSampler(LogitsProcessor):
-    """Leaves one finite logit per row: the token that (key, position) draws. With greedy decoding on top, that is sampling."""
-
-    def __init__(self, keys: Sequence[int], prompt_length: int, sampling: Sampling):
-        self.keys_B, self.prompt_length, self.sampling = np.array(keys, dtype=np.uint64), prompt_length, sampling
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        u_B = torch.from_numpy(uniforms(self.keys_B, input_ids.shape[1] - self.prompt_length)).to(scores.device)
-        chosen_B = select_tokens(scores, u_B, self.sampling)
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen_B[:, None], 0.0)
-
-
 def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
     """Every id that ends a completion: the tokenizer's and all of the model's (Qwen3 has two)."""
     found: set[int] = set()
@@ -300,40 +288,112 @@ def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
     return sorted(i for i in found if i is not None)
 
 
-@contextlib.contextmanager
-def _own_generation_config(causal: Model, config: GenerationConfig) -> Iterator[None]:
-    """The model's own generation_config fills every field that a caller leaves at its default; so it goes for the while."""
-    kept, causal.generation_config = causal.generation_config, config
-    try:
-        yield
-    finally:
-        causal.generation_config = kept
+TURN = 16  # decoding steps between two looks at who has finished
 
 
-def generate(model: Model, tokenizer: Tokenizer, prompt_ids: list[list[int]], sampling: Sampling, keys: Sequence[int]) -> list[list[int]]:
-    """One completion per prompt, as sampled ids: the stop id included, nothing behind it.
+@dataclass
+class _Batch:
+    """Rows that decode together, right-aligned: padding is on the left only, and masked."""
 
-    keys: one `sample_key` per prompt. Rows are padded on the left only; the model is in eval mode for the while.
+    which: list[int]  # the prompt of each row
+    cache: Any
+    mask_BL: torch.Tensor  # L is the cache's length
+    logits_BV: torch.Tensor  # of the next token
+
+    def step(self, causal: Model, ids_BL: torch.Tensor) -> None:
+        positions = (self.mask_BL.cumsum(1) - 1).clamp(min=0)[:, -ids_BL.shape[1] :]  # a row's own, whatever its padding
+        out = causal(input_ids=ids_BL, attention_mask=self.mask_BL, position_ids=positions, past_key_values=self.cache, use_cache=True,
+                     logits_to_keep=1)  # fmt: skip
+        self.logits_BV = out.logits[:, -1]
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows, and no more padding than they need."""
+        spare = self.mask_BL.shape[1] - int(self.mask_BL[rows].sum(1).max())
+        for layer in self.cache.layers:
+            layer.keys, layer.values = layer.keys[rows, :, spare:], layer.values[rows, :, spare:]
+        self.which, self.mask_BL, self.logits_BV = [self.which[b] for b in rows], self.mask_BL[rows, spare:], self.logits_BV[rows]
+
+    def join(self, new: "_Batch") -> None:
+        """The rows of both; the narrower side is padded on the left."""
+        gaps = [max(0, b - a) for a, b in itertools.permutations((self.mask_BL.shape[1], new.mask_BL.shape[1]))]
+        pad = torch.nn.functional.pad
+        for mine, other in zip(self.cache.layers, new.cache.layers):
+            mine.keys, mine.values = (
+                torch.cat([pad(x, (0, 0, gap, 0)) for x, gap in zip(both, gaps)]) for both in ((mine.keys, other.keys), (mine.values, other.values))
+            )
+        self.mask_BL = torch.cat([pad(x, (gap, 0)) for x, gap in zip((self.mask_BL, new.mask_BL), gaps)])
+        self.which, self.logits_BV = self.which + new.which, torch.cat([self.logits_BV, new.logits_BV])
+
+
+def _prefill(causal: Model, prompt_ids: list[list[int]], which: list[int]) -> _Batch:
+    width = max(len(prompt_ids[i]) for i in which)
+    ids_BL = torch.tensor([[0] * (width - len(prompt_ids[i])) + prompt_ids[i] for i in which], device=causal.device)
+    mask_BL = torch.tensor([[0] * (width - len(prompt_ids[i])) + [1] * len(prompt_ids[i]) for i in which], device=causal.device)
+    batch = _Batch(which, DynamicCache(), mask_BL, torch.empty(0))
+    batch.step(causal, ids_BL)
+    return batch
+
+
+def stream(
+    model: Model, tokenizer: Tokenizer, prompt_ids: list[list[int]], sampling: Sampling, keys: Sequence[int], rows: int
+) -> Iterator[list[tuple[int, list[int]]]]:
+    """Completions as they finish: every TURN steps a list, perhaps empty, of (index of the prompt, sampled ids with the stop id).
+
+    keys: one `sample_key` per prompt. At most `rows` decode at a time: a finished row leaves the batch and the next prompt takes
+    its place, so that none waits for the longest. The loop is written out, so the model's own generation_config has no say in it.
+    Raises ValueError on another number of keys, an empty prompt or rows < 1.
     """
-    if len(prompt_ids) != len(keys):
-        raise ValueError(f"generate needs one key per prompt, got {len(prompt_ids)} prompts and {len(keys)} keys")
-    if not prompt_ids:
-        return []
-    causal, stops = causal_lm(model), stop_ids(model, tokenizer)
-    width = max(map(len, prompt_ids))
-    pad = stops[0] if stops else 0
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompt_ids], device=causal.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompt_ids], device=causal.device)
-    config = GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens, eos_token_id=stops or None, pad_token_id=pad)
-    sampler = LogitsProcessorList([_CounterSampler(keys, width, sampling)])
-    training = model.training
+    if len(prompt_ids) != len(keys) or not all(prompt_ids) or rows < 1:
+        raise ValueError(f"stream needs rows >= 1 and one key per non-empty prompt, got {rows}, {len(keys)} keys for {len(prompt_ids)} prompts")
+    causal, stops, training = causal_lm(model), set(stop_ids(model, tokenizer)), model.training
+    waiting, found = collections.deque(range(len(prompt_ids))), [list[int]() for _ in prompt_ids]
+    batch: _Batch | None = None
+
+    def over(i: int) -> bool:
+        return len(found[i]) == sampling.max_new_tokens or (bool(found[i]) and found[i][-1] in stops)
+
     model.eval()
-    with torch.inference_mode(), _own_generation_config(causal, config):
-        out = causal.generate(ids, attention_mask=mask, generation_config=config, logits_processor=sampler)
-    model.train(training)
-    rows = out[:, width:].tolist()
-    ends = [next((t + 1 for t, i in enumerate(row) if i in stops), len(row)) for row in rows]
-    return [row[:end] for row, end in zip(rows, ends)]
+    try:
+        while waiting or batch:
+            with torch.inference_mode():  # never across a yield
+                if new := [waiting.popleft() for _ in range(min(len(waiting), rows - (len(batch.which) if batch else 0)))]:
+                    fresh = _prefill(causal, prompt_ids, new)
+                    if batch:
+                        batch.join(fresh)
+                    else:
+                        batch = fresh
+                assert batch
+                which, keys_B = batch.which, np.array([keys[i] for i in batch.which], dtype=np.uint64)
+                for _ in range(TURN):
+                    u_B = torch.from_numpy(uniforms(keys_B, np.array([len(found[i]) for i in which])))
+                    token_B = select_tokens(batch.logits_BV, u_B.to(causal.device), sampling)
+                    for i, token in zip(which, token_B.tolist()):
+                        if not over(i):
+                            found[i].append(token)
+                    if all(map(over, which)):
+                        break
+                    batch.mask_BL = torch.nn.functional.pad(batch.mask_BL, (0, 1), value=1)
+                    batch.step(causal, token_B[:, None])
+                kept = [b for b, i in enumerate(which) if not over(i)]
+                if not kept:
+                    batch = None
+                elif len(kept) < len(which):
+                    batch.keep(kept)
+            yield [(i, found[i]) for i in which if over(i)]
+    finally:
+        model.train(training)
+
+
+def generate(
+    model: Model, tokenizer: Tokenizer, prompt_ids: list[list[int]], sampling: Sampling, keys: Sequence[int], rows: int = 0
+) -> list[list[int]]:
+    """One completion per prompt, in order, as sampled ids: the stop id included, nothing behind it.
+
+    keys: one `sample_key` per prompt. rows: how many decode at a time; 0 is all.
+    """
+    turns = stream(model, tokenizer, prompt_ids, sampling, keys, rows or max(1, len(prompt_ids)))
+    finished = dict(pair for turn in turns for pair in turn)
+    return [finished[i] for i in range(len(prompt_ids))]
 
 
 @dataclass(frozen=True)
@@ -356,7 +416,14 @@ def sample_rollouts(
     keys: Sequence[int], verifier: Verifier,
 ) -> list[Rollout]:  # fmt: skip
     """y ~ p_S(. | x) for each problem (Eq. 1), and the verifier's r."""
-    completions = generate(model, tokenizer, prompt_ids, sampling, keys)
+    return judge(model, tokenizer, problems, prompt_ids, generate(model, tokenizer, prompt_ids, sampling, keys), verifier)
+
+
+def judge(
+    model: Model, tokenizer: Tokenizer, problems: Sequence[Problem], prompt_ids: Sequence[list[int]], completions: Sequence[list[int]],
+    verifier: Verifier,
+) -> list[Rollout]:  # fmt: skip
+    """Sampled ids as rollouts: their text, its answer and the verifier's r."""
     stops = set(stop_ids(model, tokenizer))
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True) if completions else []
     opened = tokenizer.encode("<think>", add_special_tokens=False)[-1:]  # some templates open the think block in the prompt
@@ -386,9 +453,8 @@ def make_complete(
         for again in (False, True):
             todo = sorted((job for job in jobs if job[0] == again), key=lambda job: len(job[2]))[world.rank :: world.size]
             sampling = Sampling(max_new_tokens=max_new_tokens) if again else Sampling(0.0, 1.0, 0, max_new_tokens)
-            for some in (todo[at : at + rows] for at in range(0, len(todo), rows)):
-                ids = generate(model, tokenizer, [job[2] for job in some], sampling, [job[3] for job in some])
-                replies.update(zip((job[1] for job in some), tokenizer.batch_decode(ids, skip_special_tokens=True)))
+            ids = generate(model, tokenizer, [job[2] for job in todo], sampling, [job[3] for job in todo], rows)
+            replies.update(zip((job[1] for job in todo), tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []))
         everyone = {int(i): reply for share in gather({str(i): reply for i, reply in replies.items()}, world) for i, reply in share.items()}
         return [everyone[i] for i in range(len(prompts))]
 

@@ -85,9 +85,11 @@ def test_adapter_of_another_model(flags, tmp_path, capsys):
     out = flags["--out"] / "checkpoints" / "step_000001"
     data = ("--data", str(flags["--data"]))
     refused({"--model": tmp_path / "other"}, capsys, "does not fit", "other", program=E.main, before=(str(out), *data))
-    refused({}, capsys, "is a run; give one of its checkpoints", "step_000001", program=E.main, before=(str(flags["--out"]), *data))
+    (tmp_path / "fresh" / "checkpoints").mkdir(parents=True)
+    refused({}, capsys, "fresh: a run without a checkpoint", program=E.main, before=(str(out), str(tmp_path / "fresh"), *data))
+    refused({}, capsys, "/no/such: no such directory", program=E.main, before=(str(out), "/no/such", *data))
     refused({"--samples": 0}, capsys, "--samples 0", program=E.main, before=(str(out), *data))
-    refused({}, capsys, "--data", program=E.main, before=(str(out),))
+    refused({}, capsys, "--data aime24", "not read", "works offline", program=E.main, before=(str(out),))
 
 
 def test_model_without_all_projections(flags, tmp_path, capsys):

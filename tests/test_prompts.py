@@ -1,6 +1,5 @@
 """Templates word for word, one pass of substitution, and no skill text in a student's or an evaluation prompt."""
 
-import inspect
 import json
 
 import pytest
@@ -37,8 +36,17 @@ def test_student_and_teacher_templates():
 def test_templates_are_the_papers(name):
     """Every line of the template stands in the paper, and every line of the paper's card in the template, in order."""
     tex = PAPER.read_text()
-    plain = tex.replace("\\textbackslash ", "\\").replace("\\_", "_").replace("\\{", "{").replace("\\}", "}").replace("\\texttt{general_skills}", "general_skills")
-    cards = [c.split("\\end{promptcard}")[0] for c in plain.replace("\\texttt{common_mistakes}", "common_mistakes").split("\\begin{promptcard}{Prompt: ")[1:]]
+    plain = (
+        tex.replace("\\textbackslash ", "\\")
+        .replace("\\_", "_")
+        .replace("\\{", "{")
+        .replace("\\}", "}")
+        .replace("\\texttt{general_skills}", "general_skills")
+    )
+    cards = [
+        c.split("\\end{promptcard}")[0]
+        for c in plain.replace("\\texttt{common_mistakes}", "common_mistakes").split("\\begin{promptcard}{Prompt: ")[1:]
+    ]
     lines = [[x.removesuffix("\\par") for x in c.split("\n")[2:] if x and not x.startswith("\\vspace")] for c in cards]
     assert [x for x in S.template(name).split("\n") if x] in lines
 
@@ -64,11 +72,15 @@ def test_no_skill_text_reaches_a_student(world_dir, tmp_path):
 
 
 def test_no_skill_text_reaches_an_evaluation(world_dir, tmp_path, monkeypatch):
-    """eval.py cannot even name the bank; and every prompt it makes is the student's."""
-    assert "SkillBank" not in inspect.getsource(E) and "render_teacher" not in inspect.getsource(E)
+    """Without --skills no bank is read and no encoder loaded; and every prompt is the student's (with it: `test_eval.py`)."""
+    monkeypatch.setattr(S.SkillBank, "load", lambda *_: pytest.fail("a bank was read"))
+    monkeypatch.setattr(S, "load_encoder", lambda *_: pytest.fail("an encoder was loaded"))
     seen = []
     keep = E.R.chat_ids
     monkeypatch.setattr(E.R, "chat_ids", lambda tok, text, **kw: seen.append(text) or keep(tok, text, **kw))
-    assert E.main([str(world_dir / "model"), "--data", str(world_dir / "data.jsonl"), "--samples", "2", "--max-new-tokens", "4", "--out", str(tmp_path)]) == 0
+    assert (
+        E.main([str(world_dir / "model"), "--data", str(world_dir / "data.jsonl"), "--samples", "2", "--max-new-tokens", "4", "--out", str(tmp_path)])
+        == 0
+    )
     problems = [json.loads(x)["problem"] for x in open(world_dir / "data.jsonl")]
-    assert sorted(seen) == sorted(S.render_student(p) for p in problems for _ in range(2))
+    assert {*seen} == {S.render_student(p) for p in problems}

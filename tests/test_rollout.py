@@ -1,6 +1,7 @@
 """Sampling is a pure function of its key and position; ids travel unchanged; outcomes come from the text after thinking."""
 
 import numpy as np
+import pytest
 import torch
 from conftest import make_model
 
@@ -22,6 +23,69 @@ def test_samples_do_not_depend_on_batch_or_order(tokenizer):
         for i, got in zip(part, R.generate(model, tokenizer, [ids[i] for i in part], SAMPLING, [keys[i] for i in part])):
             assert got == together[i]
     assert len({tuple(x) for x in together}) == 40
+
+
+KINDS = {"qwen3": {}, "llama": {}, "gemma2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_completions_replay_through_plain_forwards(tokenizer, kind, rows):
+    """Neither cache nor padding nor who shares a batch has a part in a token: it is the draw of (key, position) from the logits
+    of prompt and prefix, forwarded alone and uncached. Rows leave and enter all the time: lengths run from 1 to the limit."""
+    model, ids = make_model(kind, **KINDS[kind]), prompts(tokenizer, 16)
+    keys = [R.sample_key(0, 1, str(i)) for i in range(16)]
+    sampling = R.Sampling(1.1, 0.95, 20, 60)
+    free = R.generate(model, tokenizer, ids, sampling, keys)
+    model.generation_config.eos_token_id = free[0][20]
+    completions = R.generate(model, tokenizer, ids, sampling, keys, rows)
+    assert len({len(c) for c in completions}) > 4 and max(map(len, completions)) > 2 * R.TURN
+    for prompt, key, completion in zip(ids, keys, completions):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        u = np.concatenate([R.uniforms(np.array([key], dtype=np.uint64), t) for t in range(len(completion))])
+        assert R.select_tokens(logits, torch.from_numpy(u), sampling).tolist() == completion
+
+
+def test_greedy_is_the_librarys_greedy(tokenizer):
+    model, ids = make_model(), prompts(tokenizer, 4)
+    ours = R.generate(model, tokenizer, ids, R.Sampling(0.0, 1.0, 0, 40), [0] * 4, 2)
+    for prompt, got in zip(ids, ours):
+        want = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False, max_new_tokens=40)
+        assert got == want[0, len(prompt) :].tolist()
+
+
+def test_finished_rows_leave_the_batch(tokenizer):
+    """Long-tailed lengths in batches of 16: at least 1.5 times fewer decoding steps than batches held by their longest, same ids."""
+    model, ids = make_model(), prompts(tokenizer, 64)
+    keys, sampling = [R.sample_key(0, 1, str(i)) for i in range(64)], R.Sampling(1.0, 1.0, 0, 600)
+    model.generation_config.eos_token_id = [265, 1]
+    steps = []
+    model.register_forward_hook(lambda *_: steps.append(1))
+    flowing = R.generate(model, tokenizer, ids, sampling, keys, 16)
+    ours = len(steps)
+    static = [R.generate(model, tokenizer, ids[i : i + 16], sampling, keys[i : i + 16]) for i in range(0, 64, 16)]
+    assert flowing == [c for batch in static for c in batch]
+    lengths = [len(c) for c in flowing]
+    held = sum(max(lengths[i : i + 16]) for i in range(0, 64, 16))  # a batch decodes as long as its longest
+    print(
+        f"lengths: mean {np.mean(lengths):.0f}, median {np.median(lengths):.0f}, max {max(lengths)}; steps {ours} against {held}: {held / ours:.2f}x"
+    )
+    assert held >= 1.5 * ours and max(lengths) > 2 * np.mean(lengths)
+
+
+def test_a_stream_yields_turn_by_turn(tokenizer):
+    """What finishes first comes first, within a turn; the model's mode is put back even when the stream is left early."""
+    model, ids = make_model().train(), prompts(tokenizer, 6)
+    turns = list(R.stream(model, tokenizer, ids, SAMPLING, range(6), rows=2))
+    assert sorted(i for turn in turns for i, _ in turn) == list(range(6)) and [] in turns and all(len(turn) <= 2 for turn in turns)
+    next(turns := R.stream(model, tokenizer, ids, SAMPLING, range(6), rows=2))
+    assert not model.training and not torch.is_inference_mode_enabled()
+    turns.close()
+    assert model.training
+    for bad in (dict(keys=[1], rows=2), dict(keys=range(6), rows=0)):
+        with pytest.raises(ValueError, match="stream needs rows >= 1 and one key"):
+            next(R.stream(model, tokenizer, ids, SAMPLING, **bad))
 
 
 def test_keys_tell_seed_step_problem_and_sample_apart():
