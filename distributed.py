@@ -10,7 +10,8 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -20,6 +21,10 @@ import torch.distributed as dist
 
 class UserError(ValueError):
     """A user's mistake (flag, path, data, bank, checkpoint): one clear line and exit code 2, never a traceback."""
+
+
+class SharedError(UserError):
+    """A mistake that every rank has seen, so that rank 0 alone says it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,6 +37,28 @@ class Parser(argparse.ArgumentParser):
 def brief(error: BaseException) -> str:
     """An exception as one short line, for the cause in a UserError."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def command(name: str, body: Callable[[], int | None]) -> int:
+    """A program's exit code: 2 with one line on stderr for a user's mistake, 130 when interrupted, else what `body` returns."""
+    try:
+        return body() or 0
+    except (UserError, OSError) as e:  # OSError: a full disk, a directory that can't be written
+        if not (isinstance(e, SharedError) and dist.is_initialized() and dist.get_rank() > 0):
+            print(f"{name}: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as e:
+        print(f"{name}: interrupted; {e if e.args else 'the same command goes on'}", file=sys.stderr)
+        return 130
+
+
+def leave(code: int) -> NoReturn:
+    """End the process; in a group at once: gloo's threads now and then abort in an orderly teardown."""
+    if dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 @dataclass(frozen=True)
@@ -76,19 +103,14 @@ def init(device: str = "auto") -> World:
 
 
 def agree(value: object, world: World, what: str) -> None:
-    """UserError on every rank unless all of them see the same: files must lie where every node sees them."""
+    """SharedError on every rank unless all of them see the same: files must lie where every node sees them."""
     if any(other != value for other in gather(value, world)):
-        raise UserError(f"the ranks see different {what}; the run's directory must be on a file system that all nodes share")
+        raise SharedError(f"the ranks see different {what}; the run's directory must be on a file system that all nodes share")
 
 
 def leave_together(world: World) -> None:
-    """The last collective of an orderly end: a rank that tears its group down while another still works can abort in gloo."""
+    """The last collective of an orderly end: a rank that leaves while another still talks to it is an error there."""
     gather(None, world)
-
-
-def shutdown() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:

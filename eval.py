@@ -16,7 +16,6 @@ import json
 import math
 import os
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -343,8 +342,8 @@ def evaluate(args: argparse.Namespace, world: D.World) -> None:
     D.leave_together(world)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Exit code 0, or 2 with one line on stderr for a user's mistake."""
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line's settings."""
     parser = D.Parser("eval.py", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="checkpoint, run (all its checkpoints), any PEFT adapter, model directory or hub id")
     sets = f"{' '.join(SETS)}, or problem files: JSONL with `problem` and `answer`, parquet, directory or hub id"
@@ -369,20 +368,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attn", default="auto", choices=("auto", "flash_attention_2", "sdpa", "eager"))
     parser.add_argument("--verify-timeout", type=float, default=5.0, help="seconds per answer")
     parser.add_argument("--verify-workers", type=int, default=1)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        args = parser.parse_args(argv)
+
+    def body() -> None:
+        args = arguments(argv)
         evaluate(args, D.init(args.device))
-    except (UserError, OSError) as e:
-        print(f"eval: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("eval: interrupted; the same command goes on", file=sys.stderr)
-        return 130
-    finally:
-        D.shutdown()
-    return 0
+
+    return D.command("eval", body)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    D.leave(main())

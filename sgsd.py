@@ -718,7 +718,7 @@ def train(run: Run, resume: bool) -> int:
         except UserError as e:  # on one rank, perhaps: all leave together
             error = str(e)
         if errors := [e for e in D.gather(error, world) if e]:
-            raise UserError(f"{errors[0]} (in update {step}; --resume {cfg.out} goes on from the last checkpoint)")
+            raise D.SharedError(f"{errors[0]} (in update {step}; --resume {cfg.out} goes on from the last checkpoint)")
         began = time.perf_counter()
         norm = update(run, step)
         seconds["opt"] = time.perf_counter() - began
@@ -752,6 +752,18 @@ def train(run: Run, resume: bool) -> int:
     return int(skipped == 3)
 
 
+def before_and_after(cfg: Config, world: D.World) -> None:
+    """avg@12 on --eval-data of the base model and of the last checkpoint, by eval.py, once the run is through."""
+    import eval as E
+
+    last = max((pathlib.Path(cfg.out) / "checkpoints").glob("step_*"), default=None)
+    if cfg.eval_data and last and int(last.name[5:]) == cfg.updates:
+        rows = max(16, cfg.score_tokens // cfg.eval_tokens)
+        settings = {"data": cfg.eval_data, "max-new-tokens": cfg.eval_tokens, "rows": rows, "out": f"{cfg.out}/eval", "seed": cfg.seed,
+                    "device": cfg.device, "dtype": cfg.dtype, "attn": cfg.attn}  # fmt: skip
+        E.evaluate(E.arguments([cfg.model, str(last), *(f"--{name}={value}" for name, value in settings.items())]), world)
+
+
 def memory_gb(world: D.World) -> float:
     """Peak so far: allocated on the GPU, else resident in this process."""
     if world.device.type == "cuda":
@@ -760,26 +772,23 @@ def memory_gb(world: D.World) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Exit code 0, or 2 with one line on stderr for a user's mistake."""
+    """The command; returns its exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    run = None
-    try:
+
+    def body() -> int:
         cfg, resume = parse_config(argv)
         world = D.init(cfg.device)
         run = prepare(cfg, world, resume)
-        return train(run, resume)
-    except (UserError, OSError) as e:  # OSError: a full disk, a directory that can't be written
-        if run is None or run.world.main:
-            print(f"sgsd: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before the first update; from then on it is an orderly stop
-        print(f"sgsd: interrupted; go on with: python sgsd.py --resume {cfg.out}", file=sys.stderr)
-        return 130
-    finally:
-        if run is not None:
-            run.verifier.close()
-        D.shutdown()
+        try:
+            with run.verifier:
+                code = train(run, resume)
+        except KeyboardInterrupt:  # before the first update; from then on it is an orderly stop
+            raise KeyboardInterrupt(f"go on with: python sgsd.py --resume {cfg.out}") from None
+        before_and_after(cfg, world)
+        return code
+
+    return D.command("sgsd", body)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    D.leave(main())

@@ -14,7 +14,6 @@ import os
 import pathlib
 import random
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -516,7 +515,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=32, help="rows per generation batch and rank")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    try:
+
+    def body() -> None:
         args = parser.parse_args(argv)
         if min(args.problems, args.rows, args.reply_tokens) < 1:
             raise UserError("--problems, --rows and --reply-tokens must be >= 1")
@@ -537,13 +537,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             counts = f"{len(bank.general_skills)} general skills, {len(bank.common_mistakes)} common mistakes"
             print(f"{args.out}: {counts}; replies {bank.metadata['replies']}")
         D.leave_together(world)
-    except UserError as e:
-        print(f"skills: {e}", file=sys.stderr)
-        return 2
-    finally:
-        D.shutdown()
-    return 0
+
+    return D.command("skills", body)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    D.leave(main())

@@ -3,10 +3,9 @@
     python driver.py ...flags of sgsd.py...      torchrun --nproc_per_node 2 driver.py ...
 """
 
-import sys
-
 import conftest  # noqa: F401  (one thread, the project on the path)
 
+import distributed as D
 import rollout
 import sgsd
 
@@ -18,4 +17,4 @@ class CoinVerifier(rollout.Verifier):
 
 if __name__ == "__main__":
     rollout.Verifier = CoinVerifier
-    sys.exit(sgsd.main())
+    D.leave(sgsd.main())

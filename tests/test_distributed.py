@@ -59,7 +59,8 @@ D.sum_gradients(p, world)
 assert p[0].grad.tolist() == [3, 3, 3] and p[1].grad.tolist() == [5, 5]
 assert D.gather({{"rank": world.rank, "text": "\\u00e9" * (1 + 1000 * world.rank)}}, world)[1]["text"] == "\\u00e9" * 1001
 assert D.gather(None, world) == [None, None]
-D.shutdown()
+D.leave_together(world)
+D.leave(0)
 """
 
 
