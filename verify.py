@@ -168,7 +168,9 @@ def same(a: str, b: str) -> bool:
             return same(one.replace(",", ""), other)
     if "=" in kinds or kinds == {"one"}:
         try:
-            return same_relation(left[0], right[0]) if kinds == {"="} else same_relation(a, b) if "=" in kinds else same_atom(left[0], right[0])
+            if "=" not in kinds:
+                return same_atom(left[0], right[0])
+            return same_relation(left[0] if kind_a == "=" else a, right[0] if kind_b == "=" else b)
         except Exception:  # what cannot be read is unequal
             return False
     either = any(kind == "" and all(parts(e)[0] == "=" for e in side) for kind, side in ((kind_a, left), (kind_b, right)))  # x<1 or x>2
