@@ -424,6 +424,22 @@ def test_packs_of_rows_change_no_gradient(changes, world_dir, tmp_path):
         torch.testing.assert_close(single[name], whole[name], atol=1e-6, rtol=1e-3)
 
 
+@pytest.mark.parametrize("changes", [{}, settings_of("opsd"), settings_of("grpo", generations=2)])
+def test_truncated_rollouts_can_be_left_out(changes, world_dir, tmp_path):
+    _, records, grads = one_update(world_dir, tmp_path / "run", **changes, drop_truncated=True)
+    assert all(r["truncated"] and r["loss"] == 0 for r in records) and all((g == 0).all() for g in grads.values())
+
+
+@pytest.mark.parametrize("changes", [{}, dict(objective="jsd")])
+def test_rollouts_of_a_group_weigh_like_rollouts_of_problems(changes, world_dir, tmp_path, monkeypatch):
+    run, records, groups = one_update(world_dir, tmp_path / "a", **changes, batch_size=2, generations=2)
+    batch = sgsd.minibatch(run.problems, run.cfg, 1)
+    assert len({key for _, key in batch}) == 4 and [r["problem_id"] for r in records] == [x.id for x, _ in batch]
+    monkeypatch.setattr(sgsd, "minibatch", lambda *_: batch)
+    _, again, problems = one_update(world_dir, tmp_path / "b", **changes, batch_size=4)
+    assert again == records and all(torch.equal(groups[name], problems[name]) for name in groups)
+
+
 def test_defaults_of_the_methods():
     """Tab. 11 and the released OPSD settings; a flag that is given wins; sgsd's own are the paper's."""
 
@@ -440,6 +456,8 @@ def test_defaults_of_the_methods():
         assert (cfg.teacher, cfg.answer_pi, cfg.objective, cfg.objective_clip, cfg.loss_temperature) == ("frozen", True, "forward_kl", 0.05, 1.1)
     assert read("--method", "grpo", "--temperature", "0.7", "--top-k", "20").top_k == 20
     assert read("--method", "sgsd") == read() == sgsd.Config()
+    cfg = read("--no-token-mask", "--no-clip", "--no-polarity", "--answer-pi", "--teacher", "ema", "--objective", "jsd", "--retrieval", "random")
+    assert cfg == sgsd.Config(token_mask=False, clip=False, polarity=False, answer_pi=True, teacher="ema", objective="jsd", retrieval="random")
     names = {f.name for f in dataclasses.fields(sgsd.Config)}
     assert B.METHOD_DEFAULTS.keys() < B.METHODS.keys() and all(own.keys() < names for own in B.METHOD_DEFAULTS.values())
 
