@@ -85,7 +85,7 @@ def local_support(ids_n: torch.Tensor, logits_s_nV: torch.Tensor, logits_t_nV: t
 
 def sampled_gap(ids_n: torch.Tensor, logits_s_nV: torch.Tensor, logits_t_nV: torch.Tensor) -> torch.Tensor:
     """Delta (Eq. 7) of the sampled tokens, from whole logits: [n]."""
-    logp_s, logp_t = (x.log_softmax(1).gather(1, ids_n[:, None])[:, 0] for x in (logits_s_nV, logits_t_nV))
+    logp_s, logp_t = (x.gather(1, ids_n[:, None])[:, 0] - x.logsumexp(1) for x in (logits_s_nV, logits_t_nV))
     return logp_t - logp_s
 
 
