@@ -145,13 +145,6 @@ def load_policy(path: str, base: str, device, dtype: str, attn: str) -> tuple[R.
 # =============================================================================================================== prompts
 
 
-def render_base_skill(pairs: Sequence[S.SkillPair], problem: str) -> str:
-    """Base+Skill's prompt (§4.1): the teacher's block (Fig. 6) with a bullet for each retrieved skill and mistake, best first (S14)."""
-    skills = [f"- **{p.skill['title']}**: {p.skill['principle']}\n  _Apply when: {p.skill['when_to_apply']}_" for p in pairs]
-    mistakes = [f"- **Don't**: {p.mistake['description']}\n  **Instead**: {p.mistake['how_to_avoid']}" for p in pairs]
-    return S.render("base_skill", {"skills": "\n".join(skills), "mistakes": "\n".join(mistakes), "problem": problem})
-
-
 def prompt_maker(args: argparse.Namespace, device) -> Callable[[str], str]:
     """problem -> prompt: the plain one, or with --skills Base+Skill's, retrieved for each problem (Tab. 12)."""
     if not args.skills:
@@ -160,7 +153,7 @@ def prompt_maker(args: argparse.Namespace, device) -> Callable[[str], str]:
     if not 1 <= args.num_skills <= (most := min(len(bank.general_skills), len(bank.common_mistakes))):
         raise UserError(f"--num-skills {args.num_skills}: must be in 1..{most}, the shorter list of --skills {args.skills}")
     embed = S.load_encoder(args.encoder, str(device))
-    return lambda problem: render_base_skill(bank.retrieve(problem, args.num_skills, embed), problem)
+    return lambda problem: S.render_skills(bank.retrieve(problem, args.num_skills, embed), problem)
 
 
 # ============================================================================================================== sampling

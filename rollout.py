@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from distributed import UserError, World, brief, gather
@@ -535,31 +536,75 @@ def token_logprobs(
     mode for the while (it has no dropout; gradient checkpointing wants it); without, in eval mode under no_grad.
     Raises ValueError on row counts that differ, and on an empty prompt.
     """
+    out_BT = torch.zeros(len(completion_ids), max(map(len, completion_ids), default=0), device=causal_lm(model).device)
+    x_N, ids_N, row_N, t_N = _predictors(model, prompt_ids, completion_ids, grad)
+    if not len(ids_N):
+        return out_BT
+    with torch.set_grad_enabled(grad):
+        if head_is_sliced(model):
+            logp_N = _HeadLogprobs.apply(x_N, causal_lm(model).get_output_embeddings().weight.float(), ids_N, temperature)
+        else:
+            logp_N = -torch.nn.functional.cross_entropy(x_N.float() / temperature, ids_N, reduction="none")
+    return out_BT.index_put((row_N, t_N), logp_N)
+
+
+def _predictors(model: Model, prompt_ids: list[list[int]], completion_ids: list[list[int]], grad: bool) -> tuple[torch.Tensor, ...]:
+    """What predicts each completion token, row after row: x_N, and the token's id, row and place.
+
+    x_N: last hidden states [N, D]; full logits [N, V] where the head is more than a matrix product.
+    """
     if len(prompt_ids) != len(completion_ids) or not all(prompt_ids):
         raise ValueError(f"token_logprobs needs one non-empty prompt per completion, got {len(prompt_ids)} and {len(completion_ids)}")
     causal = causal_lm(model)
     sliced = head_is_sliced(model)
     lengths = [len(c) for c in completion_ids]
-    out_BT = torch.zeros(len(lengths), max(lengths, default=0), device=causal.device)
+    row_N = torch.tensor([b for b, n in enumerate(lengths) for _ in range(n)], dtype=torch.long, device=causal.device)
+    t_N = torch.tensor([t for n in lengths for t in range(n)], dtype=torch.long, device=causal.device)
     if not sum(lengths):
-        return out_BT
+        return torch.zeros(0, 1, device=causal.device), row_N, row_N, t_N
     width = max(len(p) + len(c) for p, c in zip(prompt_ids, completion_ids))
     ids = torch.tensor([p + c + [0] * (width - len(p) - len(c)) for p, c in zip(prompt_ids, completion_ids)], device=causal.device)
-    row_N = torch.tensor([b for b, n in enumerate(lengths) for _ in range(n)], device=causal.device)
-    t_N = torch.tensor([t for n in lengths for t in range(n)], device=causal.device)
     at_N = t_N + torch.tensor([len(p) for p in prompt_ids], device=causal.device)[row_N]  # where y_t stands; t-1 predicts it
     training = model.training
     model.train(grad)
     with torch.set_grad_enabled(grad):
-        if sliced:
-            hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            weight_VD = causal.get_output_embeddings().weight.float()
-            logp_N = _HeadLogprobs.apply(hidden[row_N, at_N - 1], weight_VD, ids[row_N, at_N], temperature)
-        else:
-            logits_NV = causal(input_ids=ids, use_cache=False).logits[row_N, at_N - 1].float() / temperature
-            logp_N = -torch.nn.functional.cross_entropy(logits_NV, ids[row_N, at_N], reduction="none")
+        out = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state if sliced else causal(input_ids=ids, use_cache=False).logits
+        x_N = out[row_N, at_N - 1]
     model.train(training)
-    return out_BT.index_put((row_N, t_N), logp_N)
+    return x_N, ids[row_N, at_N], row_N, t_N
+
+
+def completion_states(
+    model: Model, prompt_ids: list[list[int]], completion_ids: list[list[int]], *, grad: bool = False
+) -> list[torch.Tensor]:
+    """The last hidden states that predict each row's completion tokens, [T_b, D] per row, for `over_slices`.
+
+    Rows as in `token_logprobs`. Raises ValueError on a model whose logits are more than head(hidden).
+    """
+    if not head_is_sliced(model):
+        raise ValueError("completion_states needs a model whose logits are head(hidden); this one caps or scales them")
+    x_N, *_ = _predictors(model, prompt_ids, completion_ids, grad)
+    return list(x_N.split([len(c) for c in completion_ids]))
+
+
+def over_slices(
+    model: Model, states: Sequence[torch.Tensor], ids_T: torch.Tensor, f: Callable[..., torch.Tensor], temperature: float = 1.0
+) -> torch.Tensor:
+    """f(ids_n, logits_nV, ...) with the fp32 logits / temperature of each of `states` [T, D], a slice of positions at a time.
+
+    f returns one row per position; so does this. Backward computes a slice's logits again, so that whole [T, V] logits are
+    never alive, whatever divergence f makes of them.
+    """
+    weight_VD = causal_lm(model).get_output_embeddings().weight.float()
+    rows = max(1, SLICE_LOGITS[weight_VD.device.type] // (weight_VD.shape[0] * 4 * len(states)))  # f has its own temporaries
+
+    def one(ids_n: torch.Tensor, *states_nD: torch.Tensor) -> torch.Tensor:
+        return f(ids_n, *(torch.mm(h.float(), weight_VD.t()) / temperature for h in states_nD))
+
+    return torch.cat([
+        checkpoint(one, ids_T[at : at + rows], *(h[at : at + rows] for h in states), use_reentrant=False, preserve_rng_state=False)
+        for at in range(0, len(ids_T), rows)
+    ])  # fmt: skip
 
 
 def packs(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -167,16 +167,19 @@ LOSS_BOUND = math.log(2)  # of |L(x)| (Eqs. 14-16, sum of alpha = 1)
 # ================================================================================================ end of the objective
 
 import argparse  # the objective above stands alone; from here on the program
+import contextlib
 import itertools
 import json
 import os
 import pathlib
+import random
 import re
 import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
@@ -197,6 +200,7 @@ def _flag(default: Any, source: str, choices: tuple[str, ...] | None = None) -> 
 class Config:
     """Every setting; the flags are made from it. Defaults are the paper's, each with its source."""
 
+    method: str = _flag("sgsd", "sgsd, or a baseline with its own defaults: grpo, grpo+skill, opsd, opsd+skill; Tab. 11, baselines.py")
     model: str = _flag("Qwen/Qwen3-1.7B", "hub id or directory of the policy; §4.1")
     data: str = _flag("BytedTsinghua-SIA/DAPO-Math-17k", "training problems: hub id, parquet, directory or JSONL; App. F.1, D8")
     bank: str = _flag("", "skill bank (JSON); made by cold start where none is given; §2.1")
@@ -210,6 +214,7 @@ class Config:
     # the loop
     updates: int = _flag(200, "optimizer updates; §4.1")
     batch_size: int = _flag(32, "problems per update over all ranks; S6")
+    generations: int = _flag(1, "rollouts per problem; Tab. 11")
     checkpoint_every: int = _flag(25, "updates; §4.1")
     audit_every: int = _flag(25, "updates between those whose gaps go to tokens.jsonl; 0 for none")
     score_tokens: int = _flag(16384, "token budget of one padded forward: bounds memory, changes no result")
@@ -249,16 +254,29 @@ class Config:
     loss_temperature: float = _flag(1.0, "of both sides' log-probabilities; S5")
     mask_extra: bool = _flag(False, "also mask tokens that are only markdown; S2")
     drop_truncated: bool = _flag(False, "leave rollouts cut at the length limit out of the loss; S4")
+    # ablations: each changes its own component alone (App. F.2)
+    token_mask: bool = _flag(True, "without it every token counts; Tab. 4")
+    clip: bool = _flag(True, "without it the support score takes gaps as they are; Tab. 4")
+    polarity: bool = _flag(True, "without it every teacher is distilled, rho = +1; §4.4")
+    retrieval: str = _flag("embedding", "random pairs with equal weights in place of the nearest; S20", ("embedding", "random"))
+    answer_pi: bool = _flag(False, "the reference answer in the teacher's prompt too; §4.5, S16")
+    teacher: str = _flag("live", "its adapter: the student's, none, a periodic copy, an average; §4.5", ("live", "frozen", "periodic", "ema"))
+    teacher_period: int = _flag(50, "updates between copies of a periodic teacher; S18")
+    teacher_decay: float = _flag(0.999, "of an ema teacher, per update; S18")
+    objective: str = _flag("gate", "of the sampled gap or the whole vocabulary; §4.5, D10", ("gate", "reverse_kl", "forward_kl", "jsd"))
+    objective_clip: float = _flag(0.0, "upper bound of one vocabulary entry's term of a divergence, 0 for none; S16")
+    support_top_k: int = _flag(0, "both sides on the teacher's top k and the sampled token, 0 is the whole vocabulary; §4.5, S19")
 
     def __post_init__(self) -> None:
         positive = ("updates", "batch_size", "checkpoint_every", "score_tokens", "verify_timeout", "verify_workers", "learning_rate",
                     "grad_clip", "lora_rank", "lora_alpha", "max_prompt_tokens", "num_teachers", "tau_g", "c_delta", "loss_temperature",
-                    "cold_start", "dynamic_capacity", "merge_patience", "reply_tokens")  # fmt: skip
+                    "cold_start", "dynamic_capacity", "merge_patience", "reply_tokens", "generations", "teacher_period")  # fmt: skip
+        nonnegative = ("eps_a", "audit_every", "seed", "update_every", "success_gate", "max_new_items", "objective_clip", "support_top_k")
         for f in fields(self):
             value, rule = getattr(self, f.name), None
             if f.name in positive and not value > 0:
                 rule = "must be > 0"
-            elif f.name in ("eps_a", "audit_every", "seed", "update_every", "success_gate", "max_new_items") and not value >= 0:
+            elif f.name in nonnegative and not value >= 0:
                 rule = "must be >= 0"
             elif isinstance(value, float) and not math.isfinite(value):
                 rule = "must be finite"
@@ -266,6 +284,14 @@ class Config:
                 rule = "must be < 2^40"
             elif f.name == "merge_group_size" and value < 2:
                 rule = "must be >= 2"
+            elif f.name == "bank" and value and not self.sees_skills:
+                rule = f"--method {self.method} sees no skills; leave it out, or take {self.method}+skill"
+            elif f.name == "generations" and self.method.startswith("grpo") and value < 2:
+                rule = f"must be >= 2 with --method {self.method}, whose advantages are relative to a group"
+            elif f.name == "teacher_decay" and not 0 <= value < 1:
+                rule = "must be >= 0 and < 1"
+            elif f.name == "support_top_k" and value and self.objective != "gate":
+                rule = f"is gated; it needs --objective gate, not {self.objective}"
             elif f.metadata["choices"] and value not in f.metadata["choices"]:
                 rule = f"must be one of {', '.join(f.metadata['choices'])}"
             if rule:
@@ -275,6 +301,27 @@ class Config:
     @property
     def sampling(self) -> R.Sampling:
         return R.Sampling(self.temperature, self.top_p, self.top_k, self.max_new_tokens)
+
+    @property
+    def clip_bound(self) -> float:
+        return self.c_delta if self.clip else math.inf
+
+    @property
+    def sees_skills(self) -> bool:
+        """Whether the method needs a bank and an encoder."""
+        return self.method == "sgsd" or self.method.endswith("+skill")
+
+    @property
+    def whole_logits(self) -> bool:
+        """Whether the loss needs more than the sampled tokens' log-probabilities."""
+        return self.objective != "gate" or self.support_top_k > 0
+
+
+def find_method(name: str) -> tuple[Callable, dict[str, Any]]:
+    """By --method: what leaves the gradient of an update, and the method's own defaults. UserError where there is none."""
+    import baselines  # which imports this module
+
+    return baselines.find(name)
 
 
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent / "tiny")
@@ -309,13 +356,16 @@ def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
     given = vars(parser.parse_args(argv))
     run, preset = given.pop("resume"), given.pop("preset")
     if run is None:
-        return Config(**{**PRESETS[preset or "paper"], **given}), False
+        own_defaults = find_method(given.get("method", "sgsd"))[1]
+        return Config(**{**own_defaults, **PRESETS[preset or "paper"], **given}), False
     if preset:
         raise UserError(f"--preset {preset}: a resumed run has its own settings; leave it out")
     if "bank" in given:
         raise UserError(f"--bank {given['bank']}: a resumed run has its own bank (D9); start a new run for another")
     try:
         saved = json.loads((pathlib.Path(run) / "config.json").read_text())["settings"]
+        if given.get("method", was := saved.get("method", "sgsd")) != was:
+            raise UserError(f"--method {given['method']}: {run} is a run of {was}; start a new one")
         return Config(**{**saved, **given, "out": run}), True
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as e:
         raise UserError(f"--resume {run}: no readable config.json of a run there ({e!r}); give a run directory such as runs/sgsd") from None
@@ -366,11 +416,12 @@ class Run:
     tokenizer: R.Tokenizer
     problems: list[R.Problem]
     bank: S.SkillBank | None  # None until the cold start has made it
-    embed: S.Embed
+    embed: S.Embed | None  # None where the method sees no skills
     verifier: R.Verifier
     params: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     masked_ids: set[int]
+    teacher: dict[str, torch.Tensor] = field(default_factory=dict)  # a periodic or ema teacher's adapter, by parameter name
     stop: bool = False  # asked to by a signal
 
 
@@ -386,31 +437,75 @@ def prompt_ids(run: Run, text: str, what: str, *, teacher: bool = False) -> list
 
 
 def minibatch(problems: list[R.Problem], cfg: Config, step: int) -> list[tuple[R.Problem, int]]:
-    """The global batch of update `step` (from 1) as (problem, its sampling key): a function of seed and step alone."""
+    """The global batch of update `step` (from 1) as (problem, sampling key), groups together: a function of seed and step alone."""
     batch = []
     for at in range((step - 1) * cfg.batch_size, step * cfg.batch_size):
         epoch, i = divmod(at, len(problems))
         order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch))
         x = problems[int(order[i])]
-        batch.append((x, R.sample_key(cfg.seed, step, x.id, epoch)))
+        batch += [(x, R.sample_key(cfg.seed, step, x.id, epoch * cfg.generations + g)) for g in range(cfg.generations)]
     return batch
+
+
+def sample(run: Run, step: int, student: Callable[[R.Problem], str]) -> tuple[list[R.Problem], list[R.Rollout]]:
+    """y ~ p_S(. | x) (Eq. 1) for this rank's share of the batch, whole groups; student(x) is the prompt's text."""
+    cfg, batch = run.cfg, minibatch(run.problems, run.cfg, step)
+    mine = [item for i, item in enumerate(batch) if i // cfg.generations % run.world.size == run.world.rank]
+    problems, keys = [x for x, _ in mine], [key for _, key in mine]
+    ids = [prompt_ids(run, student(x), f"problem {x.id}") for x in problems]
+    return problems, R.sample_rollouts(run.model, run.tokenizer, problems, ids, cfg.sampling, keys, run.verifier)
+
+
+def retrieve(run: Run, x: R.Problem, step: int) -> list[S.SkillPair]:
+    """The K_x pairs for a problem (Eq. 2), or with --retrieval random any, of equal weight (S20)."""
+    cfg, bank = run.cfg, run.bank
+    assert bank is not None and run.embed is not None
+    if cfg.retrieval == "embedding":
+        return bank.retrieve(cfg.query_prompt + x.problem, cfg.num_teachers, run.embed)
+    draw = random.Random(R.sample_key(cfg.seed, step, x.id))
+    chosen = [draw.sample(entries, min(cfg.num_teachers, len(entries))) for entries in (bank.general_skills, bank.common_mistakes)]
+    return [S.SkillPair(g, e, 0.0, 0.0) for g, e in zip(*chosen)]
+
+
+def with_answer(x: R.Problem) -> str:
+    """The problem with its reference answer, for a teacher's prompt (S16)."""
+    return f"{x.problem}\n\nThe reference answer is {x.answer}."
+
+
+def contexts(run: Run, x: R.Problem, pairs: list[S.SkillPair]) -> list[list[int]]:
+    """c_k(x) as ids, one per pair (Eq. 3)."""
+    problem = with_answer(x) if run.cfg.answer_pi else x.problem
+    return [prompt_ids(run, S.render_teacher(p, problem), f"teacher of {x.id}", teacher=True) for p in pairs]
+
+
+@contextlib.contextmanager
+def teacher_policy(run: Run) -> Iterator[None]:
+    """The model under the teacher's adapter for the while (--teacher): live changes nothing, frozen is the base alone."""
+
+    def swap() -> None:
+        for name in run.teacher:
+            run.params[name].data, run.teacher[name] = run.teacher[name], run.params[name].data
+
+    with run.model.disable_adapter() if run.cfg.teacher == "frozen" else contextlib.nullcontext():
+        swap()
+        try:
+            yield
+        finally:
+            swap()
 
 
 def accumulate(run: Run, step: int) -> tuple[list[dict], dict[str, float]]:
     """Algorithm 1, lines 2-14, on this rank's share: leaves the gradient in the parameters; returns records and seconds."""
     cfg, clock = run.cfg, [time.perf_counter()]
-    mine = minibatch(run.problems, cfg, step)[run.world.rank :: run.world.size]
-    batch, keys = [x for x, _ in mine], [key for _, key in mine]
-    student_ids = [prompt_ids(run, S.render_student(x.problem), f"problem {x.id}") for x in batch]
-    rollouts = R.sample_rollouts(run.model, run.tokenizer, batch, student_ids, cfg.sampling, keys, run.verifier)  # Eq. 1
+    batch, rollouts = sample(run, step, lambda x: S.render_student(x.problem))  # Eq. 1
     clock.append(time.perf_counter())
 
     pairs, logpT = [], []
-    for x, roll in zip(batch, rollouts):
-        assert run.bank is not None
-        pairs.append(run.bank.retrieve(cfg.query_prompt + x.problem, cfg.num_teachers, run.embed))  # Eq. 2
-        ctx = [prompt_ids(run, S.render_teacher(p, x.problem), f"teacher of {x.id}", teacher=True) for p in pairs[-1]]  # Eq. 3
-        logpT.append(score_teachers(run.model, ctx, roll.completion_ids, cfg.score_tokens, cfg.loss_temperature))  # Eq. 4
+    with teacher_policy(run):
+        for x, roll in zip(batch, rollouts):
+            pairs.append(retrieve(run, x, step))  # Eq. 2
+            ctx = contexts(run, x, pairs[-1])  # Eq. 3
+            logpT.append(score_teachers(run.model, ctx, roll.completion_ids, cfg.score_tokens, cfg.loss_temperature))  # Eq. 4
     clock.append(time.perf_counter())
 
     records: list[dict] = [{}] * len(batch)
@@ -426,12 +521,12 @@ def accumulate(run: Run, step: int) -> tuple[list[dict], dict[str, float]]:
             mask_T = token_mask(torch.tensor(roll.completion_ids, device=dev), run.masked_ids)
             alpha_K = teacher_weights(s_g_K, s_e_K)  # Eq. 6
             delta_KT = log_prob_gap(logpT[i], logpS_T[: len(mask_T)])  # Eq. 7
-            a_K = robust_support(delta_KT, mask_T, cfg.c_delta)  # Eqs. 11-12
-            rho_K = polarity(a_K, roll.r, cfg.eps_a)  # Eq. 13
+            a_K = robust_support(delta_KT, mask_T, cfg.clip_bound)  # Eqs. 11-12
+            rho_K = polarity(a_K, roll.r, cfg.eps_a) if cfg.polarity else torch.ones_like(a_K)  # Eq. 13
             loss = sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)  # Eqs. 14-16
             losses.append(loss * (0.0 if cfg.drop_truncated and roll.truncated else 1.0))  # S4
             records[i] = record(run, step, roll, pairs[i], delta_KT.detach(), mask_T, alpha_K, a_K, rho_K, float(losses[-1].detach()))
-        (torch.stack(losses).sum() / cfg.batch_size).backward()  # the mean over the global batch
+        (torch.stack(losses).sum() / (cfg.batch_size * cfg.generations)).backward()  # the mean over the global batch
     clock.append(time.perf_counter())
     return records, dict(zip(("gen", "score", "bwd"), (b - a for a, b in itertools.pairwise(clock))))
 
@@ -449,6 +544,9 @@ def update(run: Run, step: int) -> float:
     if math.isfinite(norm):
         run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
+    follow = 1 - run.cfg.teacher_decay if run.cfg.teacher == "ema" else float(step % run.cfg.teacher_period == 0)
+    for name, own in run.teacher.items():  # exactly as it was at 0, exactly the student at 1
+        own.lerp_(run.params[name].detach(), follow)
     return norm
 
 
@@ -463,7 +561,7 @@ def record(run, step, roll, pairs, delta_KT, mask_T, alpha_K, a_K, rho_K, loss) 
         "s_g": [p.s_g for p in pairs], "s_e": [p.s_e for p in pairs], "alpha": alpha_K.tolist(),
         "a_plain": plain_support(delta_KT).tolist(), "a": a_K.tolist(), "rho": [int(x) for x in rho_K],
         "losses": teacher_losses(delta_KT, mask_T, cfg.tau_g).tolist(), "loss": loss, "unmasked": int(m_T.sum()),
-        "clipped": int((delta_KT[:, m_T].abs() > cfg.c_delta).sum()), "first_gap": delta_KT[:, 0].tolist(),
+        "clipped": int((delta_KT[:, m_T].abs() > cfg.clip_bound).sum()), "first_gap": delta_KT[:, 0].tolist(),
     }  # fmt: skip
     if cfg.audit_every and step % cfg.audit_every == 0:
         credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
@@ -520,6 +618,7 @@ def save_checkpoint(run: Run, step: int) -> pathlib.Path:
             run.model.save_pretrained(tmp)
             run.tokenizer.save_pretrained(tmp)
             state = {f"{name}.{k}": v.cpu() for name, p in run.params.items() for k, v in run.optimizer.state[p].items()}
+            state |= {f"{name}.teacher": own.cpu() for name, own in run.teacher.items()}
             save_file(state, tmp / "trainer.safetensors")
             D.write_json(tmp / "trainer.json", {"step": step})
     return path
@@ -540,6 +639,8 @@ def load_checkpoint(run: Run) -> int:
         step = json.loads((path / "trainer.json").read_text())["step"]
         if unexpected := getattr(set_peft_model_state_dict(run.model, adapter), "unexpected_keys", None):
             raise KeyError(f"{len(unexpected)} tensors have no place in the model")
+        for name, own in run.teacher.items():
+            own.copy_(state.pop(f"{name}.teacher", run.params[name].detach()))  # a copy that begins now begins as the student
         for name, p in run.params.items() if state else ():  # none where no update has been finite yet
             run.optimizer.state[p] = {k: state[f"{name}.{k}"].to(p.device if k != "step" else "cpu") for k in ("step", "exp_avg", "exp_avg_sq")}
     except Exception as e:  # missing file, torn file, other shapes, other names
@@ -642,6 +743,7 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
     """Everything that a user's mistake can break is read and checked here, before the run directory is made."""
     from peft import LoraConfig, get_peft_model
 
+    own_defaults = find_method(cfg.method)[1]
     if cfg.batch_size < world.size:
         raise UserError(f"--batch-size {cfg.batch_size} is smaller than the world of {world.size} processes; every rank needs a problem")
     if pathlib.Path(cfg.out).is_file():
@@ -671,12 +773,17 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
     if missing:
         raise UserError(f"--model {cfg.model}: has no {', '.join(missing)} to adapt; wanted are all of {', '.join(PROJECTIONS)} (App. F.1)")
     D.broadcast_parameters(params.values(), world)
+    if cfg.whole_logits and not R.head_is_sliced(model):
+        raise UserError(f"--model {cfg.model}: caps or scales its logits; --objective {cfg.objective} and --support-top-k need a plain head")
     run = Run(
-        cfg, world, model, tokenizer, problems, bank, S.load_encoder(cfg.encoder, str(world.device)),
+        cfg, world, model, tokenizer, problems, bank, S.load_encoder(cfg.encoder, str(world.device)) if cfg.sees_skills else None,
         R.Verifier(cfg.verify_timeout, cfg.verify_workers), params,
-        torch.optim.AdamW(params.values(), lr=cfg.learning_rate, weight_decay=0.0), masked_token_ids(tokenizer, cfg.mask_extra),
+        torch.optim.AdamW(params.values(), lr=cfg.learning_rate, weight_decay=0.0),
+        masked_token_ids(tokenizer, cfg.mask_extra) if cfg.token_mask else set(),
+        {name: p.detach().clone() for name, p in params.items()} if cfg.teacher in ("periodic", "ema") else {},
     )  # fmt: skip
     if world.main:
+        print(f"method {cfg.method}: " + (", ".join(f"{name} {getattr(cfg, name)}" for name in own_defaults) or "the paper's settings"))
         print(f"data {cfg.data}: " + ", ".join(f"{v} {k.replace('_', ' ')}" for k, v in counts.items()))
         if bank:
             print(f"bank {own if resume else cfg.bank}: {len(bank.general_skills)} general skills, {len(bank.common_mistakes)} common mistakes")
@@ -696,6 +803,7 @@ def train(run: Run, resume: bool) -> int:
     from tqdm import tqdm
 
     cfg, world, out = run.cfg, run.world, pathlib.Path(run.cfg.out)
+    method = accumulate if cfg.method == "sgsd" and not cfg.whole_logits else find_method(cfg.method)[0]
     logs = {name: out / f"{name}.jsonl" for name in ("metrics", "rollouts", "tokens")}
     start = load_checkpoint(run) if resume else 0
     D.agree(start, world, "checkpoints")
@@ -703,8 +811,9 @@ def train(run: Run, resume: bool) -> int:
         D.write_json(out / "config.json", provenance(cfg))
         for path in logs.values():
             trim(path, start)
-    bank_life = BankLife(run)
-    bank_life.begin(start)
+    bank_life = BankLife(run) if cfg.sees_skills else None
+    if bank_life:
+        bank_life.begin(start)
     for number in (signal.SIGTERM, signal.SIGINT):  # finish the update, checkpoint, leave
         signal.signal(number, lambda *_: setattr(run, "stop", True))
     saved = skipped = 0
@@ -714,7 +823,7 @@ def train(run: Run, resume: bool) -> int:
         records: list[dict] = []
         seconds: dict[str, float] = {}
         try:
-            records, seconds = accumulate(run, step)
+            records, seconds = method(run, step)
         except UserError as e:  # on one rank, perhaps: all leave together
             error = str(e)
         if errors := [e for e in D.gather(error, world) if e]:
@@ -725,8 +834,9 @@ def train(run: Run, resume: bool) -> int:
         shares = D.gather({"records": records, "stop": run.stop}, world)
         stop = any(share["stop"] for share in shares)
         skipped = 0 if math.isfinite(norm) else skipped + 1
-        everyone = [shares[i % world.size]["records"][i // world.size] for i in range(cfg.batch_size)]  # the batch's order
-        bank_counts = bank_life.after_update(step, everyone)  # Alg. 1, line 16
+        at = [(i % world.size, i // world.size * cfg.generations) for i in range(cfg.batch_size)]
+        everyone = [r for rank, first in at for r in shares[rank]["records"][first : first + cfg.generations]]  # the batch's order
+        bank_counts = bank_life.after_update(step, everyone) if bank_life else {}  # Alg. 1, line 16
         if world.main:
             metrics = summarize(step, everyone, norm, run.optimizer.param_groups[0]["lr"], seconds, memory_gb(world)) | bank_counts
             D.append_jsonl(logs["tokens"], [r["tokens"] for r in everyone if "tokens" in r])

@@ -179,6 +179,18 @@ def render_teacher(pair: SkillPair, problem: str) -> str:
     return render("teacher", {"problem": problem, **skill, **mistake})
 
 
+def render_skills(pairs: Sequence[SkillPair], problem: str) -> str:
+    """All pairs in one prompt, best first (S14): the teacher's template with a bullet per skill and mistake; the plain one without pairs."""
+    if not pairs:
+        return render_student(problem)
+    parts = template("teacher").split("\n\n")[:3]  # what it is, skills, mistakes
+    for at, kind in ((1, "skill"), (2, "mistake")):
+        title, bullet = parts[at].split("\n", 1)
+        entries = [vars(p)[kind] for p in pairs]
+        parts[at] = "\n".join([title, *(re.sub(rf"{{{kind}\.(\w+)}}", lambda m, e=e: e[m[1]], bullet) for e in entries)])  # type: ignore[misc]
+    return "\n\n".join([*parts, render_student(problem)])
+
+
 def render_extraction(memory: dict, key: str) -> str:
     """The prompt that asks for the general skills of a success or the common mistakes of a failure (Alg. 2, App. B)."""
     shown = as_json({k: v for k, v in memory.items() if k != "problem_id"})

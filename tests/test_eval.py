@@ -206,8 +206,8 @@ def test_a_base_against_all_checkpoints_of_a_run(world_dir, tmp_path, capsys, mo
 def test_base_skill_is_the_teachers_block_with_all_pairs():
     bank = make_bank()
     pairs = [S.SkillPair(g, e, 1.0, 1.0) for g, e in zip(bank.general_skills, bank.common_mistakes)]
-    assert E.render_base_skill(pairs[:1], "What is {skills} \\boxed{}?") == S.render_teacher(pairs[0], "What is {skills} \\boxed{}?")
-    text = E.render_base_skill(pairs, "P")
+    assert S.render_skills(pairs[:1], "What is {skills} \\boxed{}?") == S.render_teacher(pairs[0], "What is {skills} \\boxed{}?")
+    text = S.render_skills(pairs, "P")
     head, mistakes = text.split("### Mistakes to Avoid\n")
     assert [head.count("- **"), head.count("_Apply when"), mistakes.count("- **Don't**"), mistakes.count("**Instead**")] == [4] * 4
     assert head.index("Use add") < head.index("Use carry") and text.endswith("\n\nProblem: P\n\n" + S.template("student").split("\n\n")[1])
@@ -221,7 +221,7 @@ def test_skills_reach_a_prompt_only_when_asked_for(world_dir, tmp_path, monkeypa
     assert E.main(args(world_dir, tmp_path / "a", *skilled, "--num-skills", "2")) == 0
     bank, embed = S.SkillBank.load(world_dir / "bank.json"), S.load_encoder(str(world_dir / "encoder"), "cpu")
     problems = [json.loads(x)["problem"] for x in open(world_dir / "data.jsonl")]
-    assert {*seen} == {E.render_base_skill(bank.retrieve(p, 2, embed), p) for p in problems}
+    assert {*seen} == {S.render_skills(bank.retrieve(p, 2, embed), p) for p in problems}
     settings = json.loads((tmp_path / "a/settings.json").read_text())
     assert settings["num_skills"] == 2 and settings["bank"]
     assert E.main(args(world_dir, tmp_path / "a")) == 2 and "other settings" in capsys.readouterr().err
