@@ -441,15 +441,17 @@ def make_complete(
 ) -> Callable[[list[str]], list[str]]:
     """complete(prompts) -> replies for the skill bank, shared out over ranks: a collective, with the same prompts everywhere.
 
-    Thinking off. A prompt is answered greedily; asked again, by sampling at the training defaults (D4).
+    Thinking off. A prompt is answered greedily; asked again in the very next call, by sampling at the training defaults (D4).
     """
-    asked: collections.Counter[str] = collections.Counter()
+    asked: dict[str, int] = {}  # of the last call alone: a resumed run knows no other
 
     def complete(prompts: list[str]) -> list[str]:
-        jobs = []
-        for i, prompt in enumerate(prompts):
-            jobs.append((asked[prompt] > 0, i, chat_ids(tokenizer, prompt, thinking=False), sample_key(seed, 0, prompt, asked[prompt])))
-            asked[prompt] += 1
+        nonlocal asked
+        asked = {prompt: asked.get(prompt, -1) + 1 for prompt in prompts}
+        jobs = [
+            (asked[prompt] > 0, i, chat_ids(tokenizer, prompt, thinking=False), sample_key(seed, 0, prompt, asked[prompt]))
+            for i, prompt in enumerate(prompts)
+        ]
         replies: dict[int, str] = {}
         for again in (False, True):
             todo = sorted((job for job in jobs if job[0] == again), key=lambda job: len(job[2]))[world.rank :: world.size]

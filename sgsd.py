@@ -330,7 +330,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "authors": {"batch_size": 16, "memory_answer": True},  # S6, D3: what of the released code's choices is a setting here
     "tiny": {  # README.md says why each one differs from the paper's
         "model": f"{TINY}/model", "encoder": f"{TINY}/encoder", "data": f"{TINY}/train.jsonl", "eval_data": f"{TINY}/test.jsonl",
-        "out": "runs/tiny", "updates": 75, "batch_size": 16, "checkpoint_every": 25, "cold_start": 64, "merge_group_size": 8, "reply_tokens": 640,
+        "out": "runs/tiny", "updates": 75, "batch_size": 16, "cold_start": 64, "merge_group_size": 8, "reply_tokens": 640,
         "max_new_tokens": 96, "eval_tokens": 96, "num_teachers": 4, "eps_a": 0.005, "learning_rate": 3e-4, "lora_rank": 16, "lora_alpha": 32,
     },
 }  # fmt: skip
@@ -347,17 +347,29 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
         parser.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **kind)
 
 
+def layered(preset: str, given: dict[str, Any]) -> tuple[Config, dict[str, str]]:
+    """The configuration, and where each value comes from: a flag, else the preset, else the method's own, else the paper."""
+    method = given.get("method", "sgsd")
+    layers = {f"the default of --method {method}": find_method(method)[1], f"--preset {preset}": PRESETS[preset], "a flag": given}
+    source = {f.name: f.metadata["source"] for f in fields(Config)} | {name: layer for layer, own in layers.items() for name in own}
+    return Config(**{name: value for own in layers.values() for name, value in own.items()}), source
+
+
 def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
     """(config, resume). `--resume DIR` starts from the run's saved settings; flags that are given replace them."""
     parser = D.Parser("sgsd.py", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--preset", choices=PRESETS, help="settings to start from; the paper's without it")
+    parser.add_argument("--print-config", action="store_true", help="print every setting with where it comes from, and end")
     parser.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run directory, with its settings")
     add_flags(parser, Config)
     given = vars(parser.parse_args(argv))
-    run, preset = given.pop("resume"), given.pop("preset")
+    run, preset, show = (given.pop(name) for name in ("resume", "preset", "print_config"))
+    if show:
+        config, source = layered(preset or "paper", given)
+        print("\n".join(f"{name} = {value!r}  ({source[name]})" for name, value in asdict(config).items()))
+        raise SystemExit(0)
     if run is None:
-        own_defaults = find_method(given.get("method", "sgsd"))[1]
-        return Config(**{**own_defaults, **PRESETS[preset or "paper"], **given}), False
+        return layered(preset or "paper", given)[0], False
     if preset:
         raise UserError(f"--preset {preset}: a resumed run has its own settings; leave it out")
     if "bank" in given:

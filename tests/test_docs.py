@@ -24,6 +24,18 @@ def test_the_flag_table_is_the_configuration():
     assert flag_table() in README, "paste this into the README:\n" + flag_table()
 
 
+def test_the_presets_are_their_table():
+    rows = re.findall(r"^\| `--([\w-]+)` \| (.*?) \| (.*?) ?\| (.*?) ?\| .*\|$", README, re.M)
+    shown = {name: dict(zip(("paper", "authors", "tiny"), (cell.strip("`") for cell in cells))) for name, *cells in rows}
+    wanted: dict[str, dict[str, str]] = {}
+    for preset in ("authors", "tiny"):
+        for name, value in sgsd.PRESETS[preset].items():
+            default = {f.name: f.default for f in dataclasses.fields(sgsd.Config)}[name]
+            row = wanted.setdefault(name.replace("_", "-"), {"paper": str(default) or "none", "authors": "", "tiny": ""})
+            row[preset] = str(value)
+    assert shown == wanted and sgsd.PRESETS["paper"] == {}
+
+
 def test_every_tag_has_its_row_and_back():
     rows = set(re.findall(r"^\| ([SD]\d+) \|", README, re.M))
     tags = set(re.findall(r"\b([SD]\d+)\b", re.sub(r"\b[SD]\d+ ?=", "", CODE)))
@@ -44,7 +56,7 @@ def test_commands_use_flags_that_exist(command):
     text = (ROOT / program).read_text() + (CODE if program == "sgsd.py" else "")
     known = set(re.findall(r'"(--[a-z][a-z-]+)"', text))
     if program == "sgsd.py":
-        known = {"--resume", "--help", "--preset"} | {"--" + f.name.replace("_", "-") for f in dataclasses.fields(sgsd.Config)}
+        known = {"--resume", "--help", "--preset", "--print-config"} | {"--" + f.name.replace("_", "-") for f in dataclasses.fields(sgsd.Config)}
     assert given <= known, given - known
 
 

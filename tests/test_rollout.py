@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import make_model
 
+import distributed as D
 import rollout as R
 
 SAMPLING = R.Sampling(temperature=1.1, top_p=0.95, top_k=20, max_new_tokens=24)
@@ -187,3 +188,13 @@ def test_broken_logits_still_give_a_token():
     logits[1, 2] = float("inf")
     got = R.select_tokens(logits, torch.tensor([0.5, 0.5], dtype=torch.float64), SAMPLING)
     assert got[1] == 2 and 0 <= got[0] < 5
+
+
+def test_a_prompt_is_answered_greedily_and_asked_again_at_once_by_sampling(tokenizer):
+    """What was asked before the last call leaves no trace, so that a resumed run answers as the uninterrupted one does."""
+    model, world = make_model(), D.World(0, 1, torch.device("cpu"))
+    first = R.make_complete(model, tokenizer, world, max_new_tokens=8, seed=0)
+    greedy, again, third = first(["a", "b"]), first(["a", "b"]), first(["a"])
+    assert first(["b", "a"]) != greedy[::-1] and first(["c"]) and first(["a", "b"]) == greedy  # after another call: greedy
+    other = R.make_complete(model, tokenizer, world, max_new_tokens=8, seed=0)
+    assert other(["a"]) == greedy[:1] and other(["a"]) == again[:1] != greedy[:1] and other(["a"]) == third != again[:1]
