@@ -522,6 +522,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-new-tokens", type=int, default=1024, help="of a solution; Tab. 11")
     parser.add_argument("--reply-tokens", type=int, default=2048, help="of an extraction or merge reply")
+    parser.add_argument("--merge-group-size", type=int, default=32, help="H, items per merge; Alg. 3")
     parser.add_argument("--memory-answer", action="store_true", help="show the reference answer to the extractor; D3")
     parser.add_argument("--allow-eval-overlap", action="store_true", help="take problems that also stand in AIME24, AIME25 or HMMT25")
     parser.add_argument("--rows", type=int, default=32, help="rows per generation batch and rank")
@@ -530,8 +531,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> None:
         args = parser.parse_args(argv)
-        if min(args.problems, args.rows, args.reply_tokens) < 1:
-            raise UserError("--problems, --rows and --reply-tokens must be >= 1")
+        if min(args.problems, args.rows, args.reply_tokens, args.merge_group_size - 1) < 1:
+            raise UserError("--problems, --rows and --reply-tokens must be >= 1, --merge-group-size >= 2")
         world = D.init(args.device)
         sampling = R.Sampling(max_new_tokens=args.max_new_tokens)
         problems, _ = R.load_problems(args.data)
@@ -540,8 +541,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, tokenizer = R.load_model(args.model, world.device, dtype=args.dtype)
         complete = R.make_complete(model, tokenizer, world, max_new_tokens=args.reply_tokens, seed=args.seed, rows=args.rows)
         with R.Verifier() as verifier:
-            bank = make_bank(pathlib.Path(f"{args.out}.work"), problems, model, tokenizer, verifier, complete, world, count=args.problems,
-                             seed=args.seed, sampling=sampling, memory_answer=args.memory_answer, rows=args.rows)  # fmt: skip
+            bank = make_bank(
+                pathlib.Path(f"{args.out}.work"), problems, model, tokenizer, verifier, complete, world, count=args.problems, seed=args.seed,
+                sampling=sampling, memory_answer=args.memory_answer, group_size=args.merge_group_size, rows=args.rows,
+            )  # fmt: skip
         if world.main:
             bank.save(args.out)
             if warning := lint(bank):
