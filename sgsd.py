@@ -330,8 +330,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "authors": {"batch_size": 16, "memory_answer": True},  # S6, D3: what of the released code's choices is a setting here
     "tiny": {  # README.md says why each one differs from the paper's
         "model": f"{TINY}/model", "encoder": f"{TINY}/encoder", "data": f"{TINY}/train.jsonl", "eval_data": f"{TINY}/test.jsonl",
-        "out": "runs/tiny", "updates": 75, "batch_size": 16, "cold_start": 64, "merge_group_size": 8, "reply_tokens": 640,
-        "max_new_tokens": 96, "eval_tokens": 96, "num_teachers": 4, "eps_a": 0.005, "learning_rate": 3e-4, "lora_rank": 16, "lora_alpha": 32,
+        "out": "runs/tiny", "updates": 60, "batch_size": 16, "checkpoint_every": 20, "cold_start": 64, "update_every": 10, "merge_group_size": 8,
+        "reply_tokens": 640, "max_new_tokens": 96, "eval_tokens": 96, "num_teachers": 4, "eps_a": 0.005, "learning_rate": 3e-4,
+        "lora_rank": 16, "lora_alpha": 32,
     },
 }  # fmt: skip
 
