@@ -193,9 +193,11 @@ def whole_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
-    """Append one JSON line per row and flush to disk; a kill leaves at most one torn last line (see read_jsonl)."""
-    with open(path, "a", encoding="utf-8") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
+    """Append one JSON line per row and flush to disk; a kill leaves at most one torn last line, which the next append cuts."""
+    with open(path, "a+b") as f:
+        if f.tell() and (f.seek(-1, os.SEEK_END), f.read())[1] != b"\n":
+            f.truncate(path.read_bytes().rfind(b"\n") + 1)
+        f.writelines(json.dumps(row).encode() + b"\n" for row in rows)
         f.flush()
         os.fsync(f.fileno())
 
@@ -204,5 +206,5 @@ def read_jsonl(path: pathlib.Path) -> list[dict]:
     """The rows of a .jsonl of ours; a last line without its newline was torn by a kill and is left out."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].split("\n") if line]
+    data = path.read_bytes()
+    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].split(b"\n") if line]

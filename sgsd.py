@@ -761,7 +761,7 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
         raise UserError(f"--batch-size {cfg.batch_size} is smaller than the world of {world.size} processes; every rank needs a problem")
     if pathlib.Path(cfg.out).is_file():
         raise UserError(f"--out {cfg.out}: is a file; a directory is wanted")
-    if not resume and pathlib.Path(cfg.out).exists() and any(pathlib.Path(cfg.out).iterdir()):
+    if not resume and pathlib.Path(cfg.out).exists() and any(p.suffix != ".tmp" for p in pathlib.Path(cfg.out).iterdir()):
         raise UserError(f"--out {cfg.out}: the directory is not empty; choose another, or go on with --resume {cfg.out}")
     own = pathlib.Path(cfg.out) / "bank" / "bank.json"  # D9: which of its versions, BankLife.begin decides
     bank = S.SkillBank.load(own) if resume and own.exists() else S.SkillBank.load(cfg.bank) if cfg.bank else None

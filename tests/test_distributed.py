@@ -95,3 +95,5 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     with open(path, "a") as f:
         f.write('{"a": 3')
     assert D.read_jsonl(path) == [{"a": "é\ud800"}, {"a": 2}] and D.read_jsonl(tmp_path / "none") == []
+    D.append_jsonl(path, [{"a": 4}])  # cut before the next one, not glued to it
+    assert D.read_jsonl(path) == [{"a": "é\ud800"}, {"a": 2}, {"a": 4}]
