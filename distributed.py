@@ -4,6 +4,7 @@ Every rank holds the whole model; there is no wrapper class. Nothing here knows 
 """
 
 import argparse
+import atexit
 import contextlib
 import datetime
 import json
@@ -55,6 +56,7 @@ def command(name: str, body: Callable[[], int | None]) -> int:
 def leave(code: int) -> NoReturn:
     """End the process; in a group at once: gloo's threads now and then abort in an orderly teardown."""
     if dist.is_initialized():
+        atexit._run_exitfuncs()  # other loggers' writers close there
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

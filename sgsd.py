@@ -166,223 +166,26 @@ LOSS_BOUND = math.log(2)  # of |L(x)| (Eqs. 14-16, sum of alpha = 1)
 
 # ================================================================================================ end of the objective
 
-import argparse  # the objective above stands alone; from here on the program
-import contextlib
+import contextlib  # the objective above stands alone; from here on the program
+import importlib.util
 import itertools
 import json
 import os
 import pathlib
 import random
 import re
-import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
 
 import distributed as D
 import rollout as R
+import runlog
 import skills as S
+from config import Config, find_method, parse_config
 from distributed import UserError
-
-# ======================================================================================================= configuration
-
-
-def _flag(default: Any, source: str, choices: tuple[str, ...] | None = None) -> Any:
-    return field(default=default, metadata={"source": source, "choices": choices})
-
-
-@dataclass(frozen=True)
-class Config:
-    """Every setting; the flags are made from it. Defaults are the paper's, each with its source."""
-
-    method: str = _flag("sgsd", "sgsd, or a baseline with its own defaults: grpo, grpo+skill, opsd, opsd+skill; Tab. 11, baselines.py")
-    model: str = _flag("Qwen/Qwen3-1.7B", "hub id or directory of the policy; §4.1")
-    data: str = _flag("BytedTsinghua-SIA/DAPO-Math-17k", "training problems: hub id, parquet, directory or JSONL; App. F.1, D8")
-    bank: str = _flag("", "skill bank (JSON); made by cold start where none is given; §2.1")
-    encoder: str = _flag("Qwen/Qwen3-Embedding-0.6B", "sentence-transformers encoder, hub id or directory; Tab. 12")
-    query_prompt: str = _flag("", "put in front of a problem before it is embedded, for encoders that want one; S10")
-    out: str = _flag("runs/sgsd", "the run's directory")
-    seed: int = _flag(0, "of data order, adapter initialisation and sampling")
-    device: str = _flag("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
-    dtype: str = _flag("auto", "of the frozen base; auto is bfloat16 on CUDA (App. F.1), float32 on CPU", ("auto", "float32", "bfloat16"))
-    attn: str = _flag("auto", "auto is FlashAttention 2 where installed (App. F.1), else SDPA", ("auto", "flash_attention_2", "sdpa", "eager"))
-    # the loop
-    updates: int = _flag(200, "optimizer updates; §4.1")
-    batch_size: int = _flag(32, "problems per update over all ranks; S6")
-    generations: int = _flag(1, "rollouts per problem; Tab. 11")
-    checkpoint_every: int = _flag(25, "updates; §4.1")
-    audit_every: int = _flag(25, "updates between those whose gaps go to tokens.jsonl; 0 for none")
-    score_tokens: int = _flag(16384, "token budget of one padded forward: bounds memory, changes no result")
-    verify_timeout: float = _flag(5.0, "seconds the verifier may think about one answer")
-    verify_workers: int = _flag(1, "verifier processes per rank")
-    allow_eval_overlap: bool = _flag(False, "learn from problems that also stand in AIME24, AIME25, HMMT25 or --eval-data")
-    eval_data: str = _flag("", "problems for avg@12 of the model before and after, at the end of the run; eval.py by itself does more")
-    eval_tokens: int = _flag(38912, "new tokens of an evaluation sample; App. F.1")
-    # the bank's life
-    cold_start: int = _flag(256, "seed problems of a bank that is made here, where no --bank is given; Alg. 2, Tab. 12")
-    update_every: int = _flag(25, "F, updates between online updates of the bank; 0 for none; Alg. 4, Tab. 12")
-    success_gate: float = _flag(0.8, "gamma, a success rate from which an online update is skipped; Alg. 4, Tab. 12")
-    max_new_items: int = _flag(5, "N, net new entries per online update; Alg. 4, Tab. 12")
-    dynamic_capacity: int = _flag(30, "C, dynamic entries per collection; Alg. 4, Tab. 12")
-    merge_group_size: int = _flag(32, "H, items per merge; Alg. 3")
-    merge_patience: int = _flag(3, "P, merge layers without progress; Alg. 3")
-    reply_tokens: int = _flag(2048, "new tokens of an extraction or merge reply; D4")
-    update_model: str = _flag("", "another model for extraction and merging, hub id or directory; App. D.4")
-    memory_answer: bool = _flag(False, "show the reference answer to the extractor; D3")
-    # optimizer and adapter
-    learning_rate: float = _flag(5e-6, "AdamW, no weight decay, linear to 0; App. F.1, S7")
-    grad_clip: float = _flag(0.1, "gradient norm; S7")
-    lora_rank: int = _flag(64, "App. F.1")
-    lora_alpha: int = _flag(128, "App. F.1")
-    # the student's sampling
-    temperature: float = _flag(1.1, "Tab. 11")
-    top_p: float = _flag(0.95, "Tab. 11")
-    top_k: int = _flag(20, "Tab. 11")
-    max_new_tokens: int = _flag(1024, "completion length; Tab. 11")
-    max_prompt_tokens: int = _flag(20000, "a longer prompt is an error, never cut; Tab. 11")
-    # the method
-    num_teachers: int = _flag(8, "K, retrieved skill-mistake pairs; Tab. 12")
-    teacher_prefix: str = _flag("bare", "a teacher's think block: left to the model, open, or closed; S3", ("bare", "open", "closed"))
-    tau_g: float = _flag(1.0, "gate width; Eq. 14, Tab. 12")
-    c_delta: float = _flag(3.0, "clipping bound of the gaps in the support score, nats; Eq. 11, Tab. 12")
-    eps_a: float = _flag(0.05, "confidence threshold on the support score, nats; Eq. 13, Tab. 12")
-    loss_temperature: float = _flag(1.0, "of both sides' log-probabilities; S5")
-    mask_extra: bool = _flag(False, "also mask tokens that are only markdown; S2")
-    drop_truncated: bool = _flag(False, "leave rollouts cut at the length limit out of the loss; S4")
-    # ablations: each changes its own component alone (App. F.2)
-    token_mask: bool = _flag(True, "without it every token counts; Tab. 4")
-    clip: bool = _flag(True, "without it the support score takes gaps as they are; Tab. 4")
-    polarity: bool = _flag(True, "without it every teacher is distilled, rho = +1; §4.4")
-    retrieval: str = _flag("embedding", "random pairs with equal weights in place of the nearest; S20", ("embedding", "random"))
-    answer_pi: bool = _flag(False, "the reference answer in the teacher's prompt too; §4.5, S16")
-    teacher: str = _flag("live", "its adapter: the student's, none, a periodic copy, an average; §4.5", ("live", "frozen", "periodic", "ema"))
-    teacher_period: int = _flag(50, "updates between copies of a periodic teacher; S18")
-    teacher_decay: float = _flag(0.999, "of an ema teacher, per update; S18")
-    objective: str = _flag("gate", "of the sampled gap or the whole vocabulary; §4.5, D10", ("gate", "reverse_kl", "forward_kl", "jsd"))
-    objective_clip: float = _flag(0.0, "upper bound of one vocabulary entry's term of a divergence, 0 for none; S16")
-    support_top_k: int = _flag(0, "both sides on the teacher's top k and the sampled token, 0 is the whole vocabulary; §4.5, S19")
-
-    def __post_init__(self) -> None:
-        positive = ("updates", "batch_size", "checkpoint_every", "score_tokens", "verify_timeout", "verify_workers", "learning_rate",
-                    "grad_clip", "lora_rank", "lora_alpha", "max_prompt_tokens", "num_teachers", "tau_g", "c_delta", "loss_temperature",
-                    "cold_start", "dynamic_capacity", "merge_patience", "reply_tokens", "generations", "teacher_period")  # fmt: skip
-        nonnegative = ("eps_a", "audit_every", "seed", "update_every", "success_gate", "max_new_items", "objective_clip", "support_top_k")
-        for f in fields(self):
-            value, rule = getattr(self, f.name), None
-            if f.name in positive and not value > 0:
-                rule = "must be > 0"
-            elif f.name in nonnegative and not value >= 0:
-                rule = "must be >= 0"
-            elif isinstance(value, float) and not math.isfinite(value):
-                rule = "must be finite"
-            elif f.name == "seed" and value >= 2**40:
-                rule = "must be < 2^40"
-            elif f.name == "merge_group_size" and value < 2:
-                rule = "must be >= 2"
-            elif f.name == "bank" and value and not self.sees_skills:
-                rule = f"--method {self.method} sees no skills; leave it out, or take {self.method}+skill"
-            elif f.name == "generations" and self.method.startswith("grpo") and value < 2:
-                rule = f"must be >= 2 with --method {self.method}, whose advantages are relative to a group"
-            elif f.name == "teacher_decay" and not 0 <= value < 1:
-                rule = "must be >= 0 and < 1"
-            elif f.name == "support_top_k" and value and self.objective != "gate":
-                rule = f"is gated; it needs --objective gate, not {self.objective}"
-            elif f.metadata["choices"] and value not in f.metadata["choices"]:
-                rule = f"must be one of {', '.join(f.metadata['choices'])}"
-            if rule:
-                raise UserError(f"--{f.name.replace('_', '-')} {value}: {rule} ({f.metadata['source']})")
-        _ = self.sampling  # its own checks
-
-    @property
-    def sampling(self) -> R.Sampling:
-        return R.Sampling(self.temperature, self.top_p, self.top_k, self.max_new_tokens)
-
-    @property
-    def clip_bound(self) -> float:
-        return self.c_delta if self.clip else math.inf
-
-    @property
-    def sees_skills(self) -> bool:
-        """Whether the method needs a bank and an encoder."""
-        return self.method == "sgsd" or self.method.endswith("+skill")
-
-    @property
-    def whole_logits(self) -> bool:
-        """Whether the loss needs more than the sampled tokens' log-probabilities."""
-        return self.objective != "gate" or self.support_top_k > 0
-
-
-def find_method(name: str) -> tuple[Callable, dict[str, Any]]:
-    """By --method: what leaves the gradient of an update, and the method's own defaults. UserError where there is none."""
-    import baselines  # which imports this module
-
-    return baselines.find(name)
-
-
-TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent / "tiny")
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "authors": {"batch_size": 16, "memory_answer": True},  # S6, D3: what of the released code's choices is a setting here
-    "tiny": {  # README.md says why each one differs from the paper's
-        "model": f"{TINY}/model", "encoder": f"{TINY}/encoder", "data": f"{TINY}/train.jsonl", "eval_data": f"{TINY}/test.jsonl",
-        "out": "runs/tiny", "updates": 60, "batch_size": 16, "checkpoint_every": 20, "cold_start": 64, "update_every": 10, "merge_group_size": 8,
-        "reply_tokens": 640, "max_new_tokens": 96, "eval_tokens": 96, "num_teachers": 4, "eps_a": 0.005, "learning_rate": 3e-4,
-        "lora_rank": 16, "lora_alpha": 32,
-    },
-}  # fmt: skip
-
-
-def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """One flag per field of a config dataclass, its source in the help; a flag that isn't given leaves no trace."""
-    for f in fields(config):
-        assert f.default is not MISSING
-        kind: dict[str, Any] = {"type": type(f.default), "choices": f.metadata["choices"]}
-        if isinstance(f.default, bool):
-            kind = {"action": argparse.BooleanOptionalAction}
-        text = f"{f.metadata['source']} (default: {f.default})".replace("%", "%%")
-        parser.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **kind)
-
-
-def layered(preset: str, given: dict[str, Any]) -> tuple[Config, dict[str, str]]:
-    """The configuration, and where each value comes from: a flag, else the preset, else the method's own, else the paper."""
-    method = given.get("method", "sgsd")
-    layers = {f"the default of --method {method}": find_method(method)[1], f"--preset {preset}": PRESETS[preset], "a flag": given}
-    source = {f.name: f.metadata["source"] for f in fields(Config)} | {name: layer for layer, own in layers.items() for name in own}
-    return Config(**{name: value for own in layers.values() for name, value in own.items()}), source
-
-
-def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
-    """(config, resume). `--resume DIR` starts from the run's saved settings; flags that are given replace them."""
-    parser = D.Parser("sgsd.py", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--preset", choices=PRESETS, help="settings to start from; the paper's without it")
-    parser.add_argument("--print-config", action="store_true", help="print every setting with where it comes from, and end")
-    parser.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run directory, with its settings")
-    add_flags(parser, Config)
-    given = vars(parser.parse_args(argv))
-    run, preset, show = (given.pop(name) for name in ("resume", "preset", "print_config"))
-    if show:
-        config, source = layered(preset or "paper", given)
-        print("\n".join(f"{name} = {value!r}  ({source[name]})" for name, value in asdict(config).items()))
-        raise SystemExit(0)
-    if run is None:
-        return layered(preset or "paper", given)[0], False
-    if preset:
-        raise UserError(f"--preset {preset}: a resumed run has its own settings; leave it out")
-    if "bank" in given:
-        raise UserError(f"--bank {given['bank']}: a resumed run has its own bank (D9); start a new run for another")
-    try:
-        saved = json.loads((pathlib.Path(run) / "config.json").read_text())["settings"]
-        if given.get("method", was := saved.get("method", "sgsd")) != was:
-            raise UserError(f"--method {given['method']}: {run} is a run of {was}; start a new one")
-        return Config(**{**saved, **given, "out": run}), True
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as e:
-        raise UserError(f"--resume {run}: no readable config.json of a run there ({e!r}); give a run directory such as runs/sgsd") from None
-
 
 # ============================================================================================================== scoring
 
@@ -578,44 +381,10 @@ def record(run, step, roll, pairs, delta_KT, mask_T, alpha_K, a_K, rho_K, loss) 
     }  # fmt: skip
     if cfg.audit_every and step % cfg.audit_every == 0:
         credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
-        row["tokens"] = {"step": step, "problem_id": roll.problem_id, "mask": [int(x) for x in mask_T],
+        row["tokens"] = {"step": step, "problem_id": roll.problem_id, "text": runlog.token_texts(run.tokenizer, roll.completion_ids),
+                         "mask": [int(x) for x in mask_T],
                          "delta": delta_KT.tolist(), "credit": credit_KT.tolist()}  # fmt: skip
     return row
-
-
-def summarize(step: int, records: list[dict], norm: float, lr: float, seconds: dict[str, float], memory_gb: float) -> dict:
-    """One update's line in metrics.jsonl, from the records of all ranks."""
-    total = len(records)
-    rho = [(k, r["r"], r["truncated"]) for r in records for k in r["rho"]]
-    abs_a = torch.tensor([abs(a) for r in records for a in r["a"]] or [0.0])
-    gaps = sum(r["unmasked"] * len(r["rho"]) for r in records)
-    first = [g for r in records for g in r["first_gap"]]
-    tokens = [len(r["completion_ids"]) for r in records]
-    names = {1: "distilled", -1: "reversed", 0: "ignored"}
-    return {
-        "step": step, "loss": sum(r["loss"] for r in records) / total, "success": sum(r["r"] > 0 for r in records) / total,
-        "truncated": sum(r["truncated"] for r in records) / total, "no_answer": sum(r["pred"] is None for r in records) / total,
-        "no_teachers": sum(not r["rho"] for r in records),
-        **{f"rho_{name}": sum(k == value for k, _, _ in rho) for value, name in names.items()},
-        **{f"rho_{name}_{case}": sum(k == value and hit(r, cut) for k, r, cut in rho) for value, name in names.items()
-           for case, hit in (("success", lambda r, _: r > 0), ("failure", lambda r, _: r < 0), ("truncated", lambda _, cut: cut))},
-        **{f"abs_a_p{q}": float(abs_a.quantile(q / 100)) for q in (10, 50, 90)},
-        "clip_share": sum(r["clipped"] for r in records) / max(1, gaps), "mask_share": sum(r["unmasked"] for r in records) / max(1, sum(tokens)),
-        "first_gap": sum(first) / max(1, len(first)), "completion_tokens": sum(tokens) / total, "grad_norm": norm, "learning_rate": lr,
-        "skipped": int(not math.isfinite(norm)), "seconds": {k: round(v, 3) for k, v in seconds.items()}, "memory_gb": round(memory_gb, 2),
-    }  # fmt: skip
-
-
-def log_line(m: dict, updates: int) -> str:
-    def short(x: float) -> str:
-        return f"{x:.2f}".removeprefix("0")
-
-    rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
-    seconds = " ".join(f"{k} {m['seconds'][k]:.0f}s" for k in ("gen", "score", "bwd"))
-    return (
-        f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {short(m['success'])} rho {rho} clip {m['clip_share']:.1%} "
-        f"mask {short(m['mask_share'])} gnorm {short(m['grad_norm'])} | {seconds} | {m['memory_gb']:.1f}GB"
-    )
 
 
 # ======================================================================================================= a run on disk
@@ -667,19 +436,6 @@ def trim(path: pathlib.Path, step: int) -> None:
         D.write_text(path, "".join(json.dumps(row) + "\n" for row in D.read_jsonl(path) if row["step"] <= step))
 
 
-def provenance(cfg: Config) -> dict:
-    """What config.json holds: settings, versions, command line, commit."""
-    import importlib.metadata
-
-    names = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True)
-    return {
-        "settings": asdict(cfg), "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]], "commit": git.stdout.strip() or None,
-        "versions": {"python": sys.version.split()[0], **{n: installed.get(n) for n in names}},
-    }  # fmt: skip
-
-
 # ==================================================================================================== the bank's life
 
 
@@ -699,7 +455,11 @@ class BankLife:
     def begin(self, start: int) -> None:
         """The bank and window of update `start` (D9)."""
         run, cfg = self.run, self.run.cfg
-        kept = [p for p in sorted(self.folder.glob("step_*.json")) if int(p.stem[5:]) <= start]
+        versions = sorted(self.folder.glob("step_*.json"))
+        kept = [p for p in versions if int(p.stem[5:]) <= start]
+        for p in versions if run.world.main else ():
+            if p not in kept:  # of updates that will be made again, perhaps on another schedule
+                p.unlink()
         if kept:
             run.bank = S.SkillBank.load(kept[-1])
         elif run.bank is None:
@@ -761,15 +521,19 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
         raise UserError(f"--batch-size {cfg.batch_size} is smaller than the world of {world.size} processes; every rank needs a problem")
     if pathlib.Path(cfg.out).is_file():
         raise UserError(f"--out {cfg.out}: is a file; a directory is wanted")
-    if not resume and pathlib.Path(cfg.out).exists() and any(p.suffix != ".tmp" for p in pathlib.Path(cfg.out).iterdir()):
+    if not resume and not cfg.explain and pathlib.Path(cfg.out).exists() and any(p.suffix != ".tmp" for p in pathlib.Path(cfg.out).iterdir()):
         raise UserError(f"--out {cfg.out}: the directory is not empty; choose another, or go on with --resume {cfg.out}")
     own = pathlib.Path(cfg.out) / "bank" / "bank.json"  # D9: which of its versions, BankLife.begin decides
     bank = S.SkillBank.load(own) if resume and own.exists() else S.SkillBank.load(cfg.bank) if cfg.bank else None
     for key in S.FIELDS if bank and not resume else ():
         if (n := len(getattr(bank, key))) < cfg.num_teachers:
             raise UserError(f"--bank {cfg.bank}: {key} has {n} entries, --num-teachers {cfg.num_teachers} wants as many; lower it or add entries")
-    problems, counts = R.load_problems(cfg.data)
-    if not cfg.allow_eval_overlap:
+    for name in ("wandb", "tensorboard"):
+        if getattr(cfg, name) and not getattr(importlib.util.find_spec(name), "origin", None):  # a mere folder has no origin
+            raise UserError(f"--{name}: the package is not installed; pip install {name}, or leave the flag out")
+    given = [R.Problem("explained", cfg.explain, cfg.answer)], {"given": 1}
+    problems, counts = given if cfg.explain else R.load_problems(cfg.data)
+    if not cfg.allow_eval_overlap and not cfg.explain:
         R.refuse_overlap(problems, cfg.data, [cfg.eval_data] if cfg.eval_data else [])
     model, tokenizer = R.load_model(cfg.model, world.device, dtype=cfg.dtype, attn=cfg.attn)
     torch.manual_seed(cfg.seed)
@@ -821,12 +585,13 @@ def train(run: Run, resume: bool) -> int:
     start = load_checkpoint(run) if resume else 0
     D.agree(start, world, "checkpoints")
     if world.main:
-        D.write_json(out / "config.json", provenance(cfg))
+        D.write_json(out / "config.json", runlog.provenance(cfg))
         for path in logs.values():
             trim(path, start)
     bank_life = BankLife(run) if cfg.sees_skills else None
     if bank_life:
         bank_life.begin(start)
+    passed_on = runlog.mirrors(cfg, start) if world.main else []
     for number in (signal.SIGTERM, signal.SIGINT):  # finish the update, checkpoint, leave
         signal.signal(number, lambda *_: setattr(run, "stop", True))
     saved = skipped = 0
@@ -851,13 +616,17 @@ def train(run: Run, resume: bool) -> int:
         everyone = [r for rank, first in at for r in shares[rank]["records"][first : first + cfg.generations]]  # the batch's order
         bank_counts = bank_life.after_update(step, everyone) if bank_life else {}  # Alg. 1, line 16
         if world.main:
-            metrics = summarize(step, everyone, norm, run.optimizer.param_groups[0]["lr"], seconds, memory_gb(world)) | bank_counts
+            metrics = runlog.summarize(step, everyone, norm, run.optimizer.param_groups[0]["lr"], seconds, runlog.memory_gb(world)) | bank_counts
             D.append_jsonl(logs["tokens"], [r["tokens"] for r in everyone if "tokens" in r])
             D.append_jsonl(logs["rollouts"], [{k: v for k, v in r.items() if k != "tokens"} for r in everyone])
             D.append_jsonl(logs["metrics"], [metrics])
-            bar.write(log_line(metrics, cfg.updates))
+            for pass_on in passed_on:
+                pass_on(metrics)
+            bar.write(runlog.log_line(metrics, cfg.updates))
         if step % cfg.checkpoint_every == 0 or step == cfg.updates or stop or skipped == 3:
             saved = step
+            if world.main:  # before the checkpoint: a run killed after it has nothing left to write
+                D.write_json(out / "ledger.json", runlog.make_ledger(out))
             path = save_checkpoint(run, step)
             if world.main:
                 bar.write(f"saved {path}")
@@ -887,11 +656,24 @@ def before_and_after(cfg: Config, world: D.World) -> None:
         E.evaluate(E.arguments([cfg.model, str(last), *(f"--{name}={value}" for name, value in settings.items())]), world)
 
 
-def memory_gb(world: D.World) -> float:
-    """Peak so far: allocated on the GPU, else resident in this process."""
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+def explain(run: Run, resume: bool) -> int:
+    """--explain: one problem through Algorithm 1, lines 2-14, no update; printed, and written as a report beside --out."""
+    import report
+
+    cfg = run.cfg
+    out = pathlib.Path(f"{pathlib.Path(cfg.out)}-explain-{R.sample_key(cfg.seed, 0, cfg.explain + cfg.answer) % 2**32:08x}")
+    if run.bank is None:
+        raise UserError("--explain needs a skill bank: give one with --bank, or a run that has one with --resume")
+    if resume:
+        load_checkpoint(run)
+    (row,), _ = accumulate(run, 1)
+    D.write_json(out / "config.json", runlog.provenance(cfg))
+    run.bank.save(out / "bank" / "step_000000.json")
+    for name, made in (("tokens", row.pop("tokens")), ("rollouts", row)):
+        D.write_text(out / f"{name}.jsonl", json.dumps(made) + "\n")
+    print(report.in_words(report.load(out)["rollouts"][0], asdict(cfg)))
+    print(f"written: {report.write([out], out / 'report.html')}")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -901,10 +683,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         cfg, resume = parse_config(argv)
         world = D.init(cfg.device)
+        if cfg.explain:
+            cfg = replace(cfg, data="--explain", batch_size=1, generations=1, audit_every=1)
         run = prepare(cfg, world, resume)
         try:
             with run.verifier:
-                code = train(run, resume)
+                code = explain(run, resume) if cfg.explain else train(run, resume)
         except KeyboardInterrupt:  # before the first update; from then on it is an orderly stop
             raise KeyboardInterrupt(f"go on with: python sgsd.py --resume {cfg.out}") from None
         before_and_after(cfg, world)

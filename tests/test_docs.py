@@ -7,6 +7,7 @@ import shlex
 import pytest
 from conftest import ROOT
 
+import config
 import sgsd
 
 README = (ROOT / "README.md").read_text().replace("\\\n", " ")
@@ -29,11 +30,11 @@ def test_the_presets_are_their_table():
     shown = {name: dict(zip(("paper", "authors", "tiny"), (cell.strip("`") for cell in cells))) for name, *cells in rows}
     wanted: dict[str, dict[str, str]] = {}
     for preset in ("authors", "tiny"):
-        for name, value in sgsd.PRESETS[preset].items():
+        for name, value in config.PRESETS[preset].items():
             default = {f.name: f.default for f in dataclasses.fields(sgsd.Config)}[name]
             row = wanted.setdefault(name.replace("_", "-"), {"paper": str(default) or "none", "authors": "", "tiny": ""})
             row[preset] = str(value)
-    assert shown == wanted and sgsd.PRESETS["paper"] == {}
+    assert shown == wanted and config.PRESETS["paper"] == {}
 
 
 def test_every_tag_has_its_row_and_back():

@@ -4,12 +4,10 @@ A run is forked from the test's process, so that one costs a second and not the 
 the n-th of its durable steps (fsync, rename).
 """
 
-import json
 import os
 import pathlib
 import random
 import signal
-import socket
 import sys
 import time
 import traceback

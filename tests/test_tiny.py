@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+import config
 import rollout as R
 import sgsd
 import skills as S
@@ -102,5 +103,5 @@ def test_the_preset_lives_the_whole_life(tmp_path):
 
 
 def test_presets_name_settings_that_exist():
-    for preset in sgsd.PRESETS:
+    for preset in config.PRESETS:
         assert sgsd.parse_config(["--preset", preset])[0].model

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import distributed as D
 import rollout as R
+import runlog
 import sgsd
 import skills as S
 
@@ -169,8 +170,8 @@ def test_no_teachers_no_loss(world_dir, tmp_path):
     records, _ = sgsd.accumulate(run, 1)
     assert all(r["rho"] == [] and r["loss"] == 0 for r in records)
     assert sgsd.update(run, 1) == 0.0
-    m = sgsd.summarize(1, records, 0.0, 0.0, {"gen": 0, "score": 0, "bwd": 0}, 0.0)
-    assert m["no_teachers"] == 4 and "rho +0/-0/0:0" in sgsd.log_line(m, 4)
+    m = runlog.summarize(1, records, 0.0, 0.0, {"gen": 0, "score": 0, "bwd": 0}, 0.0)
+    assert m["no_teachers"] == 4 and "rho +0/-0/0:0" in runlog.log_line(m, 4)
 
 
 def test_dropped_truncations_teach_nothing(world_dir, tmp_path):

@@ -1,0 +1,148 @@
+"""What a run says of itself: a line per update, token texts, the ledger of its bank, mirrors to other loggers, provenance."""
+
+import math
+import pathlib
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+import distributed as D
+import rollout as R
+import skills as S
+from config import Config
+from distributed import UserError
+
+
+def summarize(step: int, records: list[dict], norm: float, lr: float, seconds: dict[str, float], memory_gb: float) -> dict:
+    """One update's line in metrics.jsonl, from the records of all ranks."""
+    total = len(records)
+    rho = [(k, r["r"], r["truncated"]) for r in records for k in r["rho"]]
+    abs_a = torch.tensor([abs(a) for r in records for a in r["a"]] or [0.0])
+    gaps = sum(r["unmasked"] * len(r["rho"]) for r in records)
+    first = [g for r in records for g in r["first_gap"]]
+    tokens = [len(r["completion_ids"]) for r in records]
+    names = {1: "distilled", -1: "reversed", 0: "ignored"}
+    return {
+        "step": step, "loss": sum(r["loss"] for r in records) / total, "success": sum(r["r"] > 0 for r in records) / total,
+        "truncated": sum(r["truncated"] for r in records) / total, "no_answer": sum(r["pred"] is None for r in records) / total,
+        "no_teachers": sum(not r["rho"] for r in records),
+        **{f"rho_{name}": sum(k == value for k, _, _ in rho) for value, name in names.items()},
+        **{f"rho_{name}_{case}": sum(k == value and hit(r, cut) for k, r, cut in rho) for value, name in names.items()
+           for case, hit in (("success", lambda r, _: r > 0), ("failure", lambda r, _: r < 0), ("truncated", lambda _, cut: cut))},
+        **{f"abs_a_p{q}": float(abs_a.quantile(q / 100)) for q in (10, 50, 90)},
+        "clip_share": sum(r["clipped"] for r in records) / max(1, gaps), "mask_share": sum(r["unmasked"] for r in records) / max(1, sum(tokens)),
+        "first_gap": sum(first) / max(1, len(first)), "completion_tokens": sum(tokens) / total, "grad_norm": norm, "learning_rate": lr,
+        "skipped": int(not math.isfinite(norm)), "seconds": {k: round(v, 3) for k, v in seconds.items()}, "memory_gb": round(memory_gb, 2),
+    }  # fmt: skip
+
+
+def mirrors(cfg: Config, start: int) -> list[Callable[[dict], None]]:
+    """--wandb, --tensorboard: what takes a line of metrics.jsonl and passes its numbers on, under the same names."""
+    found: list[Callable[[dict], None]] = []
+    out = pathlib.Path(cfg.out)
+    if cfg.wandb:
+        import wandb
+
+        try:
+            wandb.init(project="sgsd", name=out.name, dir=str(out), config=asdict(cfg))  # a resumed run is a run of its own there
+        except Exception as e:  # not logged in, no network
+            raise UserError(f"--wandb: not started ({D.brief(e)}); log in, set WANDB_MODE=offline, or leave the flag out") from None
+        found.append(lambda m: wandb.log(flat(m), step=m["step"]))
+    if cfg.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1, flush_secs=10)
+
+        def add(m: dict) -> None:
+            for name, value in flat(m).items():
+                writer.add_scalar(name, value, m["step"])
+
+        found.append(add)
+    return found
+
+
+def flat(metrics: dict) -> dict:
+    """One level: {"seconds": {"gen": 1}} is {"seconds.gen": 1}."""
+    return {f"{name}.{k}" if k else name: v for name, value in metrics.items()
+            for k, v in (value.items() if isinstance(value, dict) else [("", value)])}  # fmt: skip
+
+
+def make_ledger(out: pathlib.Path) -> dict:
+    """ledger.json: per skill and mistake of all versions of a run's bank, how often it was retrieved and what came of it.
+
+    Made from rollouts.jsonl and bank/step_*.json alone, so it is right at any time. An update used the last version before
+    it. Dynamic ids are given anew with each version (Alg. 4), so a dynamic entry is known by its text.
+    """
+    names = {1: "distilled", -1: "reversed", 0: "ignored"}
+    entries: dict[tuple, dict] = {}
+    versions: dict[int, dict[tuple, dict]] = {}
+    for path in sorted((out / "bank").glob("step_*.json")):
+        bank, step = S.SkillBank.load(path), int(path.stem[5:])
+        versions[step] = {}
+        for kind, field_ in S.IDS.items():
+            for e in getattr(bank, kind):
+                same = S.entry_text(e, kind) if e[field_].startswith("dyn_") else e[field_]
+                row = entries.setdefault((kind, field_, same), {
+                    "kind": kind, "id": e[field_], "first": step, "entry": {f: e[f] for f in S.FIELDS[kind]}, "sources": e.get("sources", []),
+                    "retrieved": 0, **{name: {"success": 0, "failure": 0} for name in names.values()},
+                })  # fmt: skip
+                row.update(id=e[field_], last=step)
+                versions[step][kind, e[field_]] = row
+    rollouts = D.read_jsonl(out / "rollouts.jsonl")
+    for r in rollouts:
+        fates = r["rho"] if len(r["rho"]) == len(r["pairs"]) else [None] * len(r["pairs"])  # a pair need not be a teacher
+        for pair, rho in zip(r["pairs"], fates):
+            for kind, id_ in zip(S.IDS, pair):
+                row = versions[max(step for step in versions if step < r["step"])][kind, id_]
+                row["retrieved"] += 1
+                if rho is not None:
+                    row[names[rho]]["success" if r["r"] > 0 else "failure"] += 1
+    return {"step": rollouts[-1]["step"] if rollouts else 0, "entries": list(entries.values())}
+
+
+def log_line(m: dict, updates: int) -> str:
+    def short(x: float) -> str:
+        return f"{x:.2f}".removeprefix("0")
+
+    rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
+    seconds = " ".join(f"{k} {m['seconds'][k]:.0f}s" for k in ("gen", "score", "bwd"))
+    return (
+        f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {short(m['success'])} rho {rho} clip {m['clip_share']:.1%} "
+        f"mask {short(m['mask_share'])} gnorm {short(m['grad_norm'])} | {seconds} | {m['memory_gb']:.1f}GB"
+    )
+
+
+def token_texts(tokenizer: R.Tokenizer, ids: list[int]) -> list[str]:
+    """Each token's own text. Tokens that share a character leave it to the last of them: "", then "é"."""
+    texts, held = [], []
+    for i in ids:
+        held.append(i)
+        text = tokenizer.decode(held, clean_up_tokenization_spaces=False)
+        whole = not text.endswith("\ufffd") or len(held) == 4  # no character of UTF-8 has more bytes
+        texts.append(text if whole else "")
+        held = [] if whole else held
+    return texts
+
+
+def memory_gb(world: D.World) -> float:
+    """Peak so far: allocated on the GPU, else resident in this process."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def provenance(cfg: Config) -> dict:
+    """What config.json holds: settings, versions, command line, commit."""
+    import importlib.metadata
+
+    names = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True)
+    return {
+        "settings": asdict(cfg), "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]], "commit": git.stdout.strip() or None,
+        "versions": {"python": sys.version.split()[0], **{n: installed.get(n) for n in names}},
+    }  # fmt: skip
