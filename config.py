@@ -121,6 +121,8 @@ class Config:
                 rule = f"is gated; it needs --objective gate, not {self.objective}"
             elif f.name == "explain" and bool(value) != bool(self.answer):
                 rule = "goes with --answer, the one with the other"
+            elif f.name == "explain" and value and self.method != "sgsd":
+                rule = f"shows what the teachers of SGSD do; --method {self.method} has none"
             elif f.metadata["choices"] and value not in f.metadata["choices"]:
                 rule = f"must be one of {', '.join(f.metadata['choices'])}"
             if rule:
