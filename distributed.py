@@ -44,9 +44,15 @@ def command(name: str, body: Callable[[], int | None]) -> int:
     """A program's exit code: 2 with one line on stderr for a user's mistake, 130 when interrupted, else what `body` returns."""
     try:
         return body() or 0
-    except (UserError, OSError) as e:  # OSError: a full disk, a directory that can't be written
+    except ConnectionError as e:
+        print(f"{name}: {e}", file=sys.stderr)
+        return 1
+    except OSError as e:  # a full disk, a directory that can't be written
+        print(f"{name}: {e}; every file already written is whole: put this right and go on from there", file=sys.stderr)
+        return 2
+    except UserError as e:
         if not (isinstance(e, SharedError) and dist.is_initialized() and dist.get_rank() > 0):
-            print(f"{name}: {e}", file=sys.stderr)
+            print(f"{name}: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as e:
         print(f"{name}: interrupted; {e if e.args else 'the same command goes on'}", file=sys.stderr)
@@ -115,11 +121,21 @@ def leave_together(world: World) -> None:
     gather(None, world)
 
 
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """A collective that fails because another process is gone is a ConnectionError (gloo and NCCL raise plain RuntimeErrors)."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise ConnectionError(f"rank {dist.get_rank()} lost another rank, which torchrun names ({brief(e)}); --resume goes on") from None
+
+
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
     """Give every rank rank 0's values, in place."""
     if world.size > 1:
-        for p in params:
-            dist.broadcast(p.data, src=0)
+        with _together():
+            for p in params:
+                dist.broadcast(p.data, src=0)
 
 
 def sum_gradients(params: list[torch.nn.Parameter], world: World) -> None:
@@ -133,7 +149,8 @@ def sum_gradients(params: list[torch.nn.Parameter], world: World) -> None:
             p.grad = torch.zeros_like(p)
     if world.size > 1:
         flat = torch.cat([p.grad.reshape(-1).float() for p in params if p.grad is not None])
-        dist.all_reduce(flat)
+        with _together():
+            dist.all_reduce(flat)
         for p, g in zip(params, flat.split([p.numel() for p in params])):
             p.grad = g.view_as(p).to(p.dtype)
 
@@ -144,10 +161,11 @@ def gather(obj: object, world: World) -> list:
         return [obj]
     data = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8).to(world.device)
     sizes = [torch.zeros(1, dtype=torch.long, device=world.device) for _ in range(world.size)]
-    dist.all_gather(sizes, torch.tensor([data.numel()], device=world.device))
-    longest = max(int(s) for s in sizes)
-    parts = [torch.zeros(longest, dtype=torch.uint8, device=world.device) for _ in range(world.size)]
-    dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - data.numel())))
+    with _together():
+        dist.all_gather(sizes, torch.tensor([data.numel()], device=world.device))
+        longest = max(int(s) for s in sizes)
+        parts = [torch.zeros(longest, dtype=torch.uint8, device=world.device) for _ in range(world.size)]
+        dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - data.numel())))
     return [json.loads(bytes(part[: int(size)].cpu().numpy())) for part, size in zip(parts, sizes)]
 
 
@@ -162,15 +180,30 @@ def _sync(path: pathlib.Path) -> None:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def named(path: pathlib.Path) -> Iterator[None]:
+    """A write that fails as an OSError with the path, which a full disk leaves out and safetensors' own error too."""
+    try:
+        yield
+    except OSError as e:
+        raise OSError(e.errno, e.strerror or str(e), str(path)) from None
+    except Exception as e:
+        raise OSError(f"{path}: {brief(e)}") from None if type(e).__name__ == "SafetensorError" else e
+
+
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Write a file so that a kill at any instant leaves the old one or the new one: temporary name, flush, rename."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.tmp")
-    tmp.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate becomes its JSON escape
-    _sync(tmp)
-    tmp.replace(path)
-    _sync(path.parent)
+    with named(path):
+        try:
+            tmp.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate becomes its JSON escape
+            _sync(tmp)
+            tmp.replace(path)
+        finally:
+            tmp.unlink(missing_ok=True)
+        _sync(path.parent)
 
 
 def write_json(path: str | os.PathLike, obj: object) -> None:
@@ -196,7 +229,7 @@ def whole_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
     """Append one JSON line per row and flush to disk; a kill leaves at most one torn last line, which the next append cuts."""
-    with open(path, "a+b") as f:
+    with named(path), open(path, "a+b") as f:
         if f.tell() and (f.seek(-1, os.SEEK_END), f.read())[1] != b"\n":
             f.truncate(path.read_bytes().rfind(b"\n") + 1)
         f.writelines(json.dumps(row).encode() + b"\n" for row in rows)

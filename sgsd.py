@@ -342,7 +342,8 @@ def accumulate(run: Run, step: int) -> tuple[list[dict], dict[str, float]]:
             loss = sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)  # Eqs. 14-16
             losses.append(loss * (0.0 if cfg.drop_truncated and roll.truncated else 1.0))  # S4
             records[i] = record(run, step, roll, pairs[i], delta_KT.detach(), mask_T, alpha_K, a_K, rho_K, float(losses[-1].detach()))
-        (torch.stack(losses).sum() / (cfg.batch_size * cfg.generations)).backward()  # the mean over the global batch
+        mean = torch.stack(losses).sum() / (cfg.batch_size * cfg.generations)  # over the global batch
+        mean.backward(1 + 0 * mean.detach())  # a loss that is not finite makes a gradient that is not: all ranks see it
     clock.append(time.perf_counter())
     return records, dict(zip(("gen", "score", "bwd"), (b - a for a, b in itertools.pairwise(clock))))
 
@@ -396,7 +397,7 @@ def save_checkpoint(run: Run, step: int) -> pathlib.Path:
 
     path = pathlib.Path(run.cfg.out) / "checkpoints" / f"step_{step:06d}"
     if run.world.main:
-        with D.whole_directory(path) as tmp:
+        with D.named(path), D.whole_directory(path) as tmp:
             run.model.save_pretrained(tmp)
             run.tokenizer.save_pretrained(tmp)
             state = {f"{name}.{k}": v.cpu() for name, p in run.params.items() for k, v in run.optimizer.state[p].items()}
@@ -582,13 +583,14 @@ def train(run: Run, resume: bool) -> int:
     cfg, world, out = run.cfg, run.world, pathlib.Path(run.cfg.out)
     method = accumulate if cfg.method == "sgsd" and not cfg.whole_logits else find_method(cfg.method)[0]
     logs = {name: out / f"{name}.jsonl" for name in ("metrics", "rollouts", "tokens")}
+    bank_life = BankLife(run) if cfg.sees_skills else None
     start = load_checkpoint(run) if resume else 0
     D.agree(start, world, "checkpoints")
     if world.main:
         D.write_json(out / "config.json", runlog.provenance(cfg))
         for path in logs.values():
             trim(path, start)
-    bank_life = BankLife(run) if cfg.sees_skills else None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # before the first update it interrupts, as Ctrl-C does
     if bank_life:
         bank_life.begin(start)
     passed_on = runlog.mirrors(cfg, start) if world.main else []

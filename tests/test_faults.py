@@ -4,9 +4,14 @@ A run is forked from the test's process, so that one costs a second and not the 
 the n-th of its durable steps (fsync, rename).
 """
 
+import contextlib
+import ctypes
+import json
+import math
 import os
 import pathlib
 import random
+import resource
 import signal
 import sys
 import time
@@ -14,7 +19,9 @@ import traceback
 
 import driver
 import pytest
-from test_train import FakeReplies, rows, timeless
+import torch
+from safetensors.torch import load, load_file
+from test_train import FakeReplies, make_run, rows, timeless, train
 
 import distributed as D
 import rollout as R
@@ -44,8 +51,9 @@ def start(argv, log, *, env=(), kill_at=0, before=lambda: None):
         code = sgsd.main(argv)
     except BaseException:
         traceback.print_exc()
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
+    finally:  # never back into the tests
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
 
 
@@ -150,3 +158,247 @@ def test_killed_at_40_random_instants(world_dir, tmp_path, whole):
     draw = random.Random(7)
     for n in range(40):
         killed_and_resumed(world_dir, tmp_path / str(n), whole, after=draw.uniform(0, whole[2]))
+
+
+# ------------------------------------------------------------------------------------------------ signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_update_and_the_run_can_go_on(number, world_dir, tmp_path, whole):
+    out, log = tmp_path / "run", tmp_path / "log"
+
+    def before():
+        keep = sgsd.update
+        sgsd.update = lambda run, step: (os.kill(os.getpid(), number) if step == 3 else None, keep(run, step))[1]
+
+    assert go(flags(world_dir, out), log, before=before) == 0
+    assert f"stopped as asked; go on with: python sgsd.py --resume {out}" in log.read_text() and "Traceback" not in log.read_text()
+    assert (out / "checkpoints/step_000003").is_dir() and len(rows(out / "metrics.jsonl")) == 3
+    assert resume(world_dir, out, log) == 0 and state(out) == whole[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_cold_start(number, world_dir, tmp_path, whole):
+    out, log = tmp_path / "run", tmp_path / "log"
+
+    def before():
+        FakeReplies.__call__ = lambda self, prompts: os.kill(os.getpid(), number) or time.sleep(1)
+
+    assert go(flags(world_dir, out), log, before=before) == 130
+    assert f"sgsd: interrupted; go on with: python sgsd.py --resume {out}\n" in log.read_text() and "Traceback" not in log.read_text()
+    assert resume(world_dir, out, log) == 0 and state(out) == whole[0]
+
+
+# ------------------------------------------------------------------------------------------------ disks
+
+
+def one_line(log, *words):
+    said = [line for line in log.read_text().splitlines() if line.startswith("sgsd: ")]
+    assert len(said) == 1 and all(w in said[0] for w in words) and "Traceback" not in log.read_text(), log.read_text()[-3000:]
+
+
+def limit_files(size):
+    """A disk that is full, as far as a process can make one: no file may grow beyond `size` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+FULL = {"log": ("summarize", 4, ".jsonl"), "checkpoint": ("save_checkpoint", 2, "step_000004")}  # (function, which call of it, what is named)
+
+
+@pytest.mark.parametrize("place", FULL)
+def test_a_full_disk(place, world_dir, tmp_path, whole):
+    out, log = tmp_path / "run", tmp_path / "log"
+    name, nth, words = FULL[place]
+
+    def before():
+        keep, calls = getattr(sgsd, name), []
+        setattr(sgsd, name, lambda *args: (calls.append(1), limit_files(16_384) if len(calls) == nth else None, keep(*args))[2])
+
+    assert go(flags(world_dir, out), log, before=before) == 2
+    one_line(log, words, "too large")
+    assert not list(out.rglob("*.tmp"))
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step_000002"]
+    assert resume(world_dir, out, log) == 0 and state(out) == whole[0]
+
+
+def small_disk(folder):
+    """A file system of 300 KB over `folder`, for this process alone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 1 << 14 | 1 << 18, None):  # CLONE_NEWNS; MS_REC | MS_PRIVATE
+        os._exit(77)
+    if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, b"size=300k"):
+        os._exit(77)
+
+
+def test_a_disk_that_is_full_for_real(world_dir, tmp_path):
+    out, log = tmp_path / "disk" / "run", tmp_path / "log"
+    out.parent.mkdir()
+
+    def before():
+        small_disk(out.parent)
+        keep = D.command
+        D.command = lambda *args: (keep(*args), print("checkpoints", sorted(os.listdir(out / "checkpoints"))))[0]
+
+    code = go(flags(world_dir, out, checkpoint_every=1, updates=50), log, before=before)
+    if code == 77:
+        pytest.skip("mounting is not allowed here")
+    assert code == 2
+    one_line(log, "run/", "No space left on device")
+    assert "checkpoints ['step_000001'" in log.read_text()
+
+
+def drop_powers():
+    """Root without its powers: the bits of a directory hold for it too."""
+    libc = ctypes.CDLL(None)
+    assert not libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_read_only_directory(there, world_dir, tmp_path, whole):
+    out, log = tmp_path / "run", tmp_path / "log"
+    if there:
+        assert go(flags(world_dir, out), log) == 0
+    folder = out if there else tmp_path
+    argv = ["--resume", str(out)] if there else flags(world_dir, out)
+    log.write_text("")
+    folder.chmod(0o555)
+    try:
+        assert go(argv, log, before=drop_powers) == 2
+    finally:
+        folder.chmod(0o755)
+    one_line(log, str(out), "Permission denied")
+    assert state(out) == whole[0] if there else not out.exists()
+
+
+# ------------------------------------------------------------------------------------------------ ranks
+
+
+def start_two(argv, log, **kw):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [start(argv, f"{log}{rank}", env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **kw) for rank in (0, 1)]
+
+
+def test_resumed_on_another_world_size(world_dir, tmp_path, whole):
+    """Stopped after update 3 by one process, finished by two: the same up to rounding, and the same bank and samples."""
+    out, log = tmp_path / "run", tmp_path / "log"
+
+    def before():
+        keep = sgsd.update
+        sgsd.update = lambda run, step: (setattr(run, "stop", step == 3), keep(run, step))[1]
+
+    assert go(flags(world_dir, out), log, before=before) == 0
+    assert [wait(pid) for pid in start_two(["--resume", str(out)], log)] == [0, 0], pathlib.Path(f"{log}0").read_text()[-3000:]
+    ours, theirs = state(out), whole[0]
+    for name in theirs:
+        if name.startswith("bank/"):
+            assert ours[name] == theirs[name], name
+    for a, b in zip(D.read_jsonl(out / "rollouts.jsonl"), map(json.loads, theirs["rollouts.jsonl"].decode().splitlines()), strict=True):
+        assert a["completion_ids"] == b["completion_ids"] and a["rho"] == b["rho"]
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+    name = "checkpoints/step_000006/adapter_model.safetensors"
+    mine, other = load(ours[name]), load(theirs[name])
+    for k in mine:
+        torch.testing.assert_close(mine[k], other[k], atol=1e-4, rtol=1e-2)
+
+
+def test_a_lost_rank_ends_the_other(world_dir, tmp_path):
+    """One of two killed in update 3: the other ends within seconds with one line, and the run goes on from its checkpoint."""
+    out, log = tmp_path / "run", tmp_path / "log"
+
+    def before():
+        keep = sgsd.update
+        die = lambda run, step: os.kill(os.getpid(), signal.SIGKILL) if (step, run.world.rank) == (3, 1) else None  # noqa: E731
+        sgsd.update = lambda run, step: (die(run, step), keep(run, step))[1]
+
+    first, second = start_two(flags(world_dir, out), log, before=before)
+    assert wait(second) == -signal.SIGKILL
+    began = time.monotonic()
+    assert wait(first) == 1 and time.monotonic() - began < 20
+    one_line(pathlib.Path(f"{log}0"), "lost another rank", "--resume")
+    assert (out / "checkpoints/step_000002").is_dir() and len(rows(out / "metrics.jsonl")) == 2
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def break_numbers(what, steps, rank=0):
+    """Makes something not finite, on one rank, in these updates."""
+    now = {"on": False}
+    learn, loss, score, push = sgsd.accumulate, sgsd.sgsd_loss, R.token_logprobs, sgsd.update
+
+    def accumulate(run, step):
+        now["on"] = step in steps and run.world.rank == rank
+        return learn(run, step)
+
+    def update(run, step):
+        if now["on"] and what == "gradient":
+            next(iter(run.params.values())).grad[0, 0] = math.inf
+        return push(run, step)
+
+    def token_logprobs(model, *args, grad=False, **kw):
+        norm = R.causal_lm(model).base_model.norm
+        bad = {"student's logit": grad, "teacher's logit": not grad}.get(what, False) and now["on"]
+        handle = norm.register_forward_hook(lambda _, args, x: x.index_fill(1, torch.tensor([x.shape[1] - 3]), math.nan) if bad else x)
+        try:
+            return score(model, *args, grad=grad, **kw)
+        finally:
+            handle.remove()
+
+    sgsd.accumulate, sgsd.update, R.token_logprobs = accumulate, update, token_logprobs
+    if what in ("nan loss", "infinite loss"):
+        wrong = math.nan if what == "nan loss" else math.inf
+        sgsd.sgsd_loss = lambda *args: loss(*args) + (wrong if now["on"] else 0.0)
+
+
+NUMBERS = ["nan loss", "infinite loss", "gradient", "student's logit", "teacher's logit"]
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_numbers_that_are_not_finite_skip_the_update(what, world_dir, tmp_path):
+    """Update 2 changes nothing and is counted; the run goes on."""
+    out, log = tmp_path / "run", tmp_path / "log"
+    assert go(flags(world_dir, out, checkpoint_every=1, updates=3), log, before=lambda: break_numbers(what, (2,))) == 0, log.read_text()[-3000:]
+    assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [0, 1, 0]
+    one, two, three = [(out / f"checkpoints/step_00000{i}/adapter_model.safetensors").read_bytes() for i in (1, 2, 3)]
+    assert one == two != three and all(t.isfinite().all() for t in load_file(out / "checkpoints/step_000003/trainer.safetensors").values())
+
+
+def test_ranks_skip_together(world_dir, tmp_path):
+    """Not finite on rank 1 alone: both skip; three in a row end both with a checkpoint and exit code 1."""
+    out, log = tmp_path / "run", tmp_path / "log"
+    pids = start_two(flags(world_dir, out), log, before=lambda: break_numbers("infinite loss", (1, 3, 4, 5), rank=1))
+    assert [wait(pid) for pid in pids] == [1, 1]
+    assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1] and (out / "checkpoints/step_000005").is_dir()
+    assert "three updates in a row were not finite; go on with" in pathlib.Path(f"{log}0").read_text()
+
+
+@pytest.mark.parametrize("completion", [[265], [256, 257, 265]])
+def test_completions_without_a_reasoning_token(completion, world_dir, tmp_path, monkeypatch):
+    """Empty (the stop id alone), or nothing that the mask leaves: r = -1, rho = 0, loss 0, a gradient of 0."""
+    run = make_run(world_dir, tmp_path / "run")
+    monkeypatch.setattr(R, "generate", lambda model, tok, prompts, *rest: [completion] * len(prompts))
+    run.verifier = R.Verifier()
+    records, _ = sgsd.accumulate(run, 1)
+    assert {(r["r"], r["pred"]) for r in records} == {(-1, None)} and all(math.isfinite(x) for r in records for x in r["a"] + r["losses"])
+    assert all(r["rho"] == [0] * 3 and r["loss"] == 0 and r["unmasked"] == 0 for r in records) and sgsd.update(run, 1) == 0.0
+    m = sgsd.summarize(1, records, 0.0, 0.0, {"gen": 0, "score": 0, "bwd": 0}, 0.0)
+    assert all(math.isfinite(v) for v in m.values() if isinstance(v, float)) and "nan" not in sgsd.log_line(m, 1)
+
+
+def test_a_batch_in_which_every_teacher_is_unsure(world_dir, tmp_path):
+    run = train(world_dir, tmp_path / "run", eps_a=1e9)
+    metrics = rows(tmp_path / "run/metrics.jsonl")
+    assert all(m["rho_ignored"] == 12 and m["loss"] == 0 and m["grad_norm"] == 0 and not m["skipped"] for m in metrics)
+    assert not any(p.any() for name, p in run.params.items() if "lora_B" in name)
+
+
+def test_a_bank_that_is_empty_from_cold_start_to_the_end(world_dir, tmp_path, capsys):
+    """A random model's replies cannot be read: no teachers, no loss, counted; the run says so and ends well."""
+    train(world_dir, tmp_path / "run", bank="", cold_start=4, update_every=2, reply_tokens=8, max_new_tokens=8)
+    assert "one of its lists is empty" in capsys.readouterr().out
+    metrics = rows(tmp_path / "run/metrics.jsonl")
+    assert [m["no_teachers"] for m in metrics] == [4] * 4 and [m["bank_skills"] for m in metrics] == [0] * 4
+    assert metrics[1]["replies_lost"] > 0 and all(m["loss"] == 0 and m["grad_norm"] == 0 for m in metrics)
