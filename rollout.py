@@ -270,15 +270,17 @@ def select_tokens(logits_BV: torch.Tensor, u_B: torch.Tensor, sampling: Sampling
     if 0 < sampling.top_k < size:
         x_BV = x_BV.masked_fill(x_BV < x_BV.topk(sampling.top_k).values[:, -1:], -torch.inf)
     p_BV = x_BV.softmax(-1)
+    kept_C = (p_BV > 0).any(0).nonzero()[:, 0]  # after top-k few columns of the vocabulary; zeros change no sum below
+    p_BC = p_BV[:, kept_C]
     if sampling.top_p < 1:
-        top = p_BV.topk(min(1024, size)).values.double()
+        top = p_BC.topk(min(1024, len(kept_C))).values.double()
         if (top.sum(-1) < sampling.top_p).any():  # rarely: the nucleus is wider than 1024 tokens
-            top = p_BV.sort(descending=True).values.double()
+            top = p_BC.sort(descending=True).values.double()
         before = top.cumsum(-1) - top
         count_B1 = (before < sampling.top_p).sum(-1, keepdim=True)
-        p_BV = p_BV.masked_fill(p_BV < top.gather(-1, count_B1 - 1).float(), 0)
-    cdf_BV = p_BV.double().cumsum(-1)
-    return torch.searchsorted(cdf_BV, u_B[:, None] * cdf_BV[:, -1:], right=True)[:, 0]
+        p_BC = p_BC.masked_fill(p_BC < top.gather(-1, count_B1 - 1).float(), 0)
+    cdf_BC = p_BC.double().cumsum(-1)
+    return kept_C[torch.searchsorted(cdf_BC, u_B[:, None] * cdf_BC[:, -1:], right=True)[:, 0]]
 
 
 def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:

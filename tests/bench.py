@@ -1,57 +1,148 @@
-"""Speed and memory, as ratios in one run.
+"""Speed and memory, as ratios in one run. Random weights: speed needs no trained ones.
 
-    python tests/bench.py score [--cuda]      K teachers and the student, forward and backward, for one rollout
-    python tests/bench.py verify              verdicts per second, and what math-verify alone gets wrong on the golden table
+    python tests/bench.py score      K teachers and the student, forward and backward, against the replicated full-logits layout
+    python tests/bench.py rollout    rollout.generate against transformers' generate, in static batches of as many rows
+    python tests/bench.py step       sgsd.main on a saved model: what of an update's wall time is work
+    python tests/bench.py eval       12 samples of 30 problems, static batches against a stream; how often the rows change an id
+    python tests/bench.py verify     verdicts per second, and what math-verify alone gets wrong on the golden table
+    python tests/bench.py memory     peak memory of scoring against T and --score-tokens; Qwen3-8B on one card, by arithmetic
+    python tests/bench.py scaling    cost against K, T, the bank's size and the number of ranks
+    python tests/bench.py all        all of it; with --cuda on one GPU, at Qwen3-1.7B's shape
 
-`score` holds this project's layout (student once, head on slices of positions) against the replicated one (the student's
-row repeated K times, log_softmax over [rows, T, V]) on the same random model, ids and loss. Each layout runs in a process
-of its own; extra memory is the peak above what the loaded model holds. Prints a markdown table.
-
-`verify` times one worker on pairs that it has not seen before, half of them right.
+Tables are markdown. Peaks are above what the loaded model holds, each in a process of its own. "limit" is what the machine
+must take: bytes of weights and cache over its copy rate, FLOPs over its matmul rate, both measured in the same run. On CPU
+with one thread (OMP_NUM_THREADS=1) seconds are this process's processor seconds, so that a busy machine matters less; a step's
+are wall time. The best of --repeats counts; rollout and eval run once.
 """
 
 import argparse
+import contextlib
+import importlib.util
+import io
 import json
+import math
 import os
 import pathlib
 import platform
 import random
 import subprocess
 import sys
+import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
+from transformers import AutoModelForCausalLM, LogitsProcessor, Qwen3Config  # noqa: E402
+from transformers.utils import logging  # noqa: E402
 
 import rollout as R  # noqa: E402
 import sgsd  # noqa: E402
+import skills as S  # noqa: E402
 import verify as V  # noqa: E402
 
-SHAPES = {  # width, layers, MLP, query heads, head size, T
-    "small": (256, 8, 768, 4, 64, 128),
-    "qwen3-1.7b": (2048, 28, 6144, 16, 128, 1024),
-}
+logging.disable_progress_bar()
 STUDENT, TEACHER, K, VOCAB = 64, 192, 8, 151_936  # prompt tokens; teachers; Qwen3's vocabulary
 
 
-def random_model(shape: str, device: torch.device):
-    width, layers, mlp, heads, size, _ = SHAPES[shape]
+@dataclass(frozen=True)
+class Shape:
+    width: int
+    layers: int
+    mlp: int
+    heads: int  # of queries; half as many of keys and values
+    size: int  # of a head
+    T: int  # of score, step, and the middle of scaling
+    new: int = 96  # the longest completion of rollout and eval
+    mean: int = 16  # about what is sampled until one of the stop ids comes
+    rows: tuple[int, ...] = (32,)  # that decode together
+    eval_rows: int = 16  # eval.py's default
+    problems: int = 30  # of eval
+    batch: int = 4  # problems of an update
+    vocab: int = VOCAB
+    decode_vocab: int = 8192  # of rollout, eval and step: a small model would spend its time on the head
+
+    def layer_bytes(self, kind: int) -> int:
+        """Activations of one layer per token, at most: hidden states and projections, three of the MLP's width."""
+        return kind * (6 * self.width + 2 * self.heads * self.size + 3 * self.mlp)
+
+
+SHAPES = {
+    "tiny": Shape(32, 2, 48, 2, 16, T=8, new=12, mean=4, rows=(4,), eval_rows=4, problems=2, batch=2, vocab=512, decode_vocab=512),
+    "few": Shape(256, 8, 768, 4, 64, T=32, batch=2),  # what two ranks share out
+    "small": Shape(256, 8, 768, 4, 64, T=128),
+    "qwen3-1.7b": Shape(2048, 28, 6144, 16, 128, T=1024, new=1024, mean=200, rows=(32, 128), eval_rows=64, batch=32, decode_vocab=VOCAB),
+}
+ENCODERS = {"qwen3-1.7b": Shape(1024, 28, 3072, 16, 128, T=0)}  # Qwen3-Embedding-0.6B; elsewhere the smallest shape
+
+
+def random_model(s: Shape, device: torch.device, vocab: int = 0, mean: int = 0):
+    """A Qwen3 of this shape; with `mean` one that is long-tailed: each `mean`-th id is a stop id."""
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=VOCAB, hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads,
-                         num_key_value_heads=heads // 2, head_dim=size, tie_word_embeddings=True)  # fmt: skip
+    vocab = vocab or s.vocab
+    config = Qwen3Config(vocab_size=vocab, hidden_size=s.width, intermediate_size=s.mlp, num_hidden_layers=s.layers, num_attention_heads=s.heads,
+                         num_key_value_heads=s.heads // 2, head_dim=s.size, tie_word_embeddings=True, max_position_embeddings=40960,
+                         eos_token_id=list(range(0, vocab, mean)) if mean else None, bos_token_id=None, pad_token_id=None)  # fmt: skip
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device)
+    for name, p in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            p.data *= 30  # else a tied head repeats the last token for ever
+    return model
 
 
-def ours(model, student, contexts, ids):
-    logpT_KT = sgsd.score_teachers(model, contexts, ids)
+def synchronized(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def seconds_of(f: Callable, device: torch.device, repeats: int) -> float:
+    """The best of `repeats`; processor time where that is wall time on a quiet machine."""
+    times, clock = [], time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else lambda: synchronized(device)
+    for _ in range(repeats):
+        began = clock()
+        f()
+        times.append(clock() - began)
+    return min(times)
+
+
+def rates(device: torch.device) -> tuple[float, float]:
+    """Bytes per second of a copy (read and written) and FLOPs per second of a matrix product, bf16 on CUDA and fp32 elsewhere."""
+    n, mib, dtype = (8192, 1024, torch.bfloat16) if device.type == "cuda" else (1024, 128, torch.float32)
+    a, b, c, d = (torch.ones(shape, dtype=dtype, device=device) for shape in ((n, n), (n, n), (mib << 18,), (mib << 18,)))
+    return 2 * c.nbytes / seconds_of(lambda: d.copy_(c), device, 5), 2 * n**3 / seconds_of(lambda: a @ b, device, 5)
+
+
+def table(title: str, device: torch.device, columns: str, rows: Sequence[Sequence[object]]) -> None:
+    print(f"\n{title}; {machine(device)}\n\n| {columns} |\n" + "|---" * (columns.count("|") + 1) + "|")
+    print("\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows), flush=True)
+
+
+def own_process(*argv: object, ranks: int = 1) -> str:
+    """stdout of this program run anew, by torchrun where there are several ranks."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    done = subprocess.run([sys.executable, *launch, __file__, *map(str, argv)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout
+
+
+# ------------------------------------------------------------------------------------------------ score
+
+
+def ours(model, student, contexts, ids, score_tokens=16384):
+    logpT_KT = sgsd.score_teachers(model, contexts, ids, score_tokens)
     return logpT_KT, R.token_logprobs(model, [student], [ids], grad=True)[0]
 
 
-def replicated(model, student, contexts, ids, keep=0):
+def replicated(model, student, contexts, ids, _=0, keep=0):
     def rows(prompts):
         x = torch.tensor([p + ids for p in prompts], device=model.device)
         logits = model(input_ids=x, use_cache=False, logits_to_keep=keep).logits[:, -len(ids) - 1 : -1]
@@ -62,7 +153,7 @@ def replicated(model, student, contexts, ids, keep=0):
     return logpT_KT, rows([student] * len(contexts))
 
 
-def replicated_short(model, student, contexts, ids):
+def replicated_short(model, student, contexts, ids, _=0):
     """A kinder baseline: no logits over prompt positions."""
     return replicated(model, student, contexts, ids, keep=len(ids) + 1)
 
@@ -70,44 +161,58 @@ def replicated_short(model, student, contexts, ids):
 LAYOUTS = {"replicated": replicated, "replicated, no prompt logits": replicated_short, "ours": ours}
 
 
-def one_layout(layout: str, shape: str, device: torch.device, repeats: int) -> dict:
-    """Seconds (best of `repeats`), peak extra MiB and the loss of one layout."""
-    model, T = random_model(shape, device), SHAPES[shape][-1]
-    model.train()
+def scoring_model(s: Shape, device: torch.device):
+    model = random_model(s, device).train()
     R.head_is_sliced(model)
-    gen = torch.Generator().manual_seed(1)
-    student, ids, *contexts = (torch.randint(0, VOCAB, (n,), generator=gen).tolist() for n in (STUDENT, T, *[TEACHER] * K))
-    mask_T, alpha_K, rho_K = torch.ones(T, device=device), torch.full((K,), 1 / K, device=device), torch.ones(K, device=device)
-    for p in model.parameters():  # an adapter's gradient is small: only the last layer norms train here
+    for p in model.parameters():  # an adapter's gradient is small: only the layer norms train here
         p.requires_grad_(p.ndim == 1)
+    return model
 
-    def run() -> float:
-        logpT_KT, logpS = LAYOUTS[layout](model, student, contexts, ids)
-        delta_KT = logpT_KT.detach() - logpS
-        loss = sgsd.sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, 1.0)
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-        return float(loss.detach())
 
-    def synchronize() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+def scoring_ids(vocab: int, T: int, teachers: int = K) -> tuple[list[int], list[list[int]], list[int]]:
+    """Student's prompt, teachers' prompts, completion."""
+    gen = torch.Generator().manual_seed(1)
+    student, ids, *contexts = (torch.randint(0, vocab, (n,), generator=gen).tolist() for n in (STUDENT, T, *[TEACHER] * teachers))
+    return student, contexts, ids
 
+
+def score_once(model, layout: str, T: int, teachers: int = K, score_tokens: int = 16384) -> float:
+    """One rollout's loss, forward and backward."""
+    device, alpha_K, rho_K = model.device, torch.full((teachers,), 1 / teachers), torch.ones(teachers)
+    logpT_KT, logpS = LAYOUTS[layout](model, *scoring_ids(model.config.vocab_size, T, teachers), score_tokens)
+    loss = sgsd.sgsd_loss(logpT_KT.detach() - logpS, torch.ones(T, device=device), alpha_K.to(device), rho_K.to(device), 1.0)
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    return float(loss.detach())
+
+
+def one_layout(layout: str, s: Shape, device: torch.device, repeats: int, T: int, score_tokens: int, checkpointed: bool) -> dict:
+    """Seconds, peak extra MiB and the loss of one layout; of ours also the teachers' seconds."""
+    model = scoring_model(s, device)
+    if checkpointed:  # as in training
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
     if device.type == "cuda":
-        run()
+        score_once(model, layout, T, K, score_tokens)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew from here
         before = resident("VmRSS")
-    times, loss = [], 0.0
-    for _ in range(repeats):
-        began = synchronize()
-        loss = run()
-        times.append(synchronize() - began)
+    losses: list[float] = []
+    seconds = seconds_of(lambda: losses.append(score_once(model, layout, T, K, score_tokens)), device, repeats)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
-    return {"seconds": min(times), "mib": (peak - before) / 2**20, "loss": loss}
+    found = {"seconds": seconds, "mib": (peak - before) / 2**20, "loss": losses[-1]}
+    if layout == "ours" and not checkpointed:
+        _, contexts, ids = scoring_ids(s.vocab, T)
+        found["teachers"] = seconds_of(lambda: sgsd.score_teachers(model, contexts, ids), device, repeats)
+    return found
+
+
+def measured_layout(layout: str, args: argparse.Namespace, **options: object) -> dict:
+    """`one_layout` in a process of its own: one run's memory must not lie in the next one's way."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {"layout": layout, "shape": args.shape, "repeats": args.repeats, **options}.items()]
+    return json.loads(own_process("score", *flags, *(["--cuda"] if args.cuda else [])).splitlines()[-1])
 
 
 def resident(field: str, process: int | str = "self") -> int:
@@ -126,17 +231,284 @@ def machine(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}, commit {commit or 'none'}"
 
 
-def score(device: torch.device, shape: str, repeats: int) -> None:
-    results = {}
-    for layout in LAYOUTS:
-        command = [sys.executable, __file__, "score", "--layout", layout, "--shape", shape, "--repeats", str(repeats)]
-        out = subprocess.run([*command, *(["--cuda"] if device.type == "cuda" else [])], check=True, capture_output=True, text=True).stdout
-        results[layout] = json.loads(out.splitlines()[-1])
-    print(f"score: K={K}, T={SHAPES[shape][-1]}, vocabulary {VOCAB:,}, shape {shape}; {machine(device)}\n")
-    print("| layout | seconds | of ours | peak extra MiB | of ours | loss |\n|---|---|---|---|---|---|")
-    for name, r in results.items():
-        ratios = [f"{r[key] / results['ours'][key]:.1f}x" for key in ("seconds", "mib")]
-        print(f"| {name} | {r['seconds']:.2f} | {ratios[0]} | {r['mib']:.0f} | {ratios[1]} | {r['loss']:.6f} |")
+def score(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
+    results = {layout: measured_layout(layout, args) for layout in LAYOUTS}
+    own = results["ours"]
+    rows = [(name, f"{r['seconds']:.2f}", f"{r['seconds'] / own['seconds']:.1f}x", f"{r['mib']:.0f}", f"{r['mib'] / own['mib']:.1f}x", f"{r['loss']:.6f}")
+            for name, r in results.items()]  # fmt: skip
+    table(f"score: K={K}, T={s.T}, vocabulary {s.vocab:,}, shape {args.shape}", device, "layout | seconds | of ours | peak extra MiB | of ours | loss", rows)
+    tokens, projections = K * (TEACHER + s.T), 3 * s.width * s.heads * s.size + 3 * s.width * s.mlp
+    attention = 2 * s.layers * s.heads * s.size * K * (TEACHER + s.T) ** 2  # causal: half of all pairs, for QK and for PV
+    flops = 2 * s.layers * projections * tokens + attention + 2 * K * s.T * s.width * s.vocab
+    share = flops / own["teachers"] / rates(device)[1]
+    print(f"\nteacher forwards alone: {own['teachers']:.3f} s, {flops / 1e12:.2f} TFLOP, {share:.0%} of the measured matmul rate (bar on CUDA: 45%)")
+
+
+# ------------------------------------------------------------------------------------------------ rollout, eval
+
+
+class NoStops:
+    """In a tokenizer's place: the stop ids are the model's alone."""
+
+    eos_token_id = None
+
+
+class OurDraws(LogitsProcessor):
+    """Makes transformers' greedy search take the token that `select_tokens` draws."""
+
+    def __init__(self, keys: Sequence[int], width: int, sampling: R.Sampling):
+        self.keys_B, self.width, self.sampling = np.array(keys, dtype=np.uint64), width, sampling
+
+    def __call__(self, ids_BL, logits_BV):
+        u_B = torch.from_numpy(R.uniforms(self.keys_B, ids_BL.shape[1] - self.width)).to(logits_BV.device)
+        chosen_B = R.select_tokens(logits_BV, u_B, self.sampling)
+        return torch.full_like(logits_BV, -torch.inf).scatter_(1, chosen_B[:, None], 0.0)
+
+
+def static(model, prompts: list[list[int]], keys: list[int], rows: int, sampling: R.Sampling, same_draws: bool) -> list[list[int]]:
+    """transformers' generate, `rows` prompts at a time, each batch until its longest row is through."""
+    stops, out = R.stop_ids(model, NoStops), []
+    for at in range(0, len(prompts), rows):
+        batch = prompts[at : at + rows]
+        width = max(map(len, batch))
+        how = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        if same_draws:
+            how = {"do_sample": False, "logits_processor": [OurDraws(keys[at : at + rows], width, sampling)]}
+        ids, mask = (torch.tensor([[0] * (width - len(p)) + x for p, x in zip(batch, rows_)], device=model.device)
+                     for rows_ in (batch, [[1] * len(p) for p in batch]))  # fmt: skip
+        found = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=sampling.max_new_tokens, eos_token_id=stops or None, pad_token_id=0, **how)
+        for row in found[:, width:].tolist():
+            end = next((t + 1 for t, token in enumerate(row) if token in set(stops)), len(row))
+            out.append(row[:end])
+    return out
+
+
+def decode_limit(s: Shape, model, prompts: list[list[int]], completions: list[list[int]], rows: int, bandwidth: float) -> float:
+    """Seconds in which the machine could read the weights once per step and each row's cache once per token."""
+    lengths = list(map(len, completions))
+    steps = max(*lengths, math.ceil(sum(lengths) / rows))
+    kind = next(model.parameters()).element_size()
+    cache = sum(n * len(p) + n * n // 2 for n, p in zip(lengths, prompts)) * 2 * s.layers * (s.heads // 2) * s.size * kind
+    return (sum(p.nbytes for p in model.parameters()) * steps + cache) / bandwidth
+
+
+def decode(s: Shape, model, samples: int, rows: int, ways: Sequence[str], bandwidth: float) -> tuple[list[list[str]], dict]:
+    """A table's row per way of sampling the same prompts, and what each way sampled."""
+    gen = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, s.decode_vocab, (STUDENT // 2 + i % (STUDENT // 2),), generator=gen).tolist() for i in range(samples)]
+    keys, sampling, device = [R.sample_key(0, 0, str(i)) for i in range(samples)], R.Sampling(max_new_tokens=s.new), model.device
+    run = {
+        "generate": lambda: static(model, prompts, keys, rows, sampling, False),
+        "generate, same draws": lambda: static(model, prompts, keys, rows, sampling, True),
+        "ours": lambda: R.generate(model, NoStops, prompts, sampling, keys, rows),
+        "ours, half the rows": lambda: R.generate(model, NoStops, prompts, sampling, keys, rows // 2),
+    }
+    found, out, lines = {}, {}, []
+    for way in ways:
+        found[way] = seconds_of(lambda way=way: out.update({way: run[way]()}), device, 1)
+    rate = {way: sum(map(len, out[way])) / found[way] for way in ways}
+    for way in ways:
+        tokens, same = sum(map(len, out[way])), sum(a == b for a, b in zip(out[way], out["ours"]))
+        limit = decode_limit(s, model, prompts, out[way], rows // 2 if "half" in way else rows, bandwidth)
+        lines.append([way, f"{found[way]:.1f}", tokens, f"{rate[way]:.0f}", f"{rate['ours'] / rate[way]:.2f}x", f"{found[way] / limit:.1f}x",
+                      "own draws" if way == "generate" else f"{same} of {samples}"])  # fmt: skip
+    return lines, out
+
+
+DECODED = "way | seconds | tokens | tokens/s | ours is | seconds of limit | same ids as ours"
+
+
+def rollout(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
+    lines, bandwidth = [], rates(device)[0]
+    for name, samples, rows, mean in (
+        *((f"all to {s.new} tokens", rows, rows, 0) for rows in s.rows),
+        *((f"long-tailed, up to {s.new}", rows, rows, s.mean) for rows in s.rows),
+        ("long-tailed, more samples than rows", 3 * s.rows[0], s.rows[0], s.mean),
+    ):
+        model = random_model(s, device, s.decode_vocab, mean).eval()
+        R.generate(model, NoStops, [[1] * 8] * 2, R.Sampling(max_new_tokens=4), [1, 2])  # the first call pays for kernels
+        found, _ = decode(s, model, samples, rows, ["generate", "generate, same draws", "ours"], bandwidth)
+        lines += [[f"{name}: {samples} samples, {rows} rows", *line] for line in found]
+    table(f"rollout: shape {args.shape}, vocabulary {s.decode_vocab:,}, copies at {bandwidth / 1e9:.1f} GB/s", device, f"case | {DECODED}", lines)
+    print("\nbars: 5x generate and 3x of the limit on CUDA; 1.5x generate on long-tailed lengths with the same ids on CPU")
+
+
+def evaluation(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
+    samples, bandwidth, model = 12 * s.problems, rates(device)[0], random_model(s, device, s.decode_vocab, s.mean).eval()
+    ways = ["generate, same draws", "ours", "ours, half the rows"]
+    lines, out = decode(s, model, samples, s.eval_rows, ways, bandwidth)
+    table(f"eval: 12 samples of {s.problems} problems, long-tailed up to {s.new}, {s.eval_rows} rows, shape {args.shape}", device, DECODED, lines)
+    differ = [(a, b) for a, b in zip(out["ours"], out["ours, half the rows"]) if a != b]
+    print(f"\nties: {len(differ)} of {samples} samples, {sum(map(len, out['ours']))} tokens, differ between {s.eval_rows} and {s.eval_rows // 2} rows")
+    print("bars: 3x static batches on CUDA, 1.5x on CPU")
+
+
+# ------------------------------------------------------------------------------------------------ step
+
+
+def run_folder(folder: pathlib.Path, s: Shape, device: torch.device) -> None:
+    """All that a run needs: a random model, a byte-level tokenizer, a bank and problems whose answers are LaTeX."""
+    threads = torch.get_num_threads()
+    from conftest import make_bank, make_tokenizer
+
+    torch.set_num_threads(threads)
+    random_model(s, device, s.decode_vocab, s.T).save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    make_bank(folder / "bank.json", 10, 10)
+    problems = [{"problem": f"What is {i} plus {i + 3}?", "answer": gold} for i, (gold, _) in enumerate(latex_pairs(64))]
+    (folder / "data.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+
+
+def train_in(folder: pathlib.Path, s: Shape, device: torch.device, batch: int, encoder: Shape, answers: bool) -> dict[str, float]:
+    """Seconds of a run's second and third update by part, "all" among them. A random encoder of the real one's shape embeds.
+
+    answers: a random model boxes nothing; the verifier gets LaTeX all the same, where math-verify is installed.
+    """
+    model, cache = random_model(encoder, device, 4096).base_model.eval(), {}
+    preds, stamps, seconds = [pred for _, pred in latex_pairs(64)], [], defaultdict(float)
+
+    @torch.inference_mode()
+    def embed(texts):
+        for t in texts:
+            if t not in cache:
+                ids = torch.tensor([list(t.encode())], device=device)
+                cache[t] = model(input_ids=ids, use_cache=False).last_hidden_state[0, -1].float().cpu().numpy()
+        return np.stack([cache[t] for t in texts])
+
+    def timed(owner, name, part):
+        plain = getattr(owner, name)
+
+        def wrapped(*args, **kwargs):
+            began = synchronized(device)
+            result = plain(*args, **kwargs)
+            seconds[part] += (synchronized(device) - began) * (name != "token_logprobs" or kwargs.get("grad", False))
+            return result
+
+        return mock.patch.object(owner, name, wrapped)
+
+    def stamp(*args):
+        stamps.append(synchronized(device))
+        if len(stamps) == 1:  # the first update warms up
+            seconds.clear()
+        return summarize(*args)
+
+    summarize, out = sgsd.summarize, folder / f"run{batch}"
+    flags = {"model": folder / "model", "encoder": "random", "data": folder / "data.jsonl", "bank": folder / "bank.json", "out": out, "updates": 3,
+             "batch-size": batch, "max-new-tokens": s.T, "num-teachers": K, "audit-every": 0, "update-every": 0, "device": device.type}  # fmt: skip
+    patches = [timed(R, "generate", "rollout"), timed(sgsd, "score_teachers", "scoring"), timed(R, "token_logprobs", "backward"),
+               timed(torch.Tensor, "backward", "backward"), timed(sgsd, "update", "optimizer"), timed(R, "judge", "verification"),
+               timed(sgsd, "retrieve", "retrieval"), mock.patch.object(sgsd, "summarize", stamp),
+               mock.patch.object(S, "load_encoder", lambda *_: embed)]  # fmt: skip
+    if answers and importlib.util.find_spec("math_verify"):
+        patches.append(mock.patch.object(R, "extract_answer", lambda text: preds[len(text) % 64]))
+    log = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        stack.enter_context(contextlib.redirect_stdout(log))
+        stack.enter_context(contextlib.redirect_stderr(log))
+        code = sgsd.main([f"--{name}={value}" for name, value in flags.items()])
+    if code:
+        raise RuntimeError(log.getvalue())
+    return {"all": stamps[-1] - stamps[0], **seconds} if stamps else {}
+
+
+def step(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        run_folder(folder, s, device)
+        seconds = train_in(folder, s, device, s.batch, ENCODERS.get(args.shape, SHAPES["tiny"]), True)
+        rows = [json.loads(line) for line in (folder / f"run{s.batch}/rollouts.jsonl").open()]
+    everything = seconds.pop("all")
+    seconds["the rest: prompts, records, gather, logs"] = everything - sum(seconds.values())
+    work = sum(seconds[part] for part in ("rollout", "scoring", "backward")) / everything
+    tokens = sum(len(r["completion_ids"]) for r in rows) / len(rows)
+    judged = "LaTeX answers" if importlib.util.find_spec("math_verify") else "no answers: math-verify is not installed"
+    lines = [(part, f"{x / 2:.3f}", f"{x / everything:.1%}") for part, x in [*seconds.items(), ("an update", everything)]]
+    table(f"step: {s.batch} problems, K={K}, up to {s.T} tokens (mean {tokens:.0f}), {judged}, shape {args.shape}", device, "part | seconds | share", lines)
+    print(f"\nrollout, scoring and backward: {work:.1%} (bar: 60%); all else: {1 - work:.1%} (bar: under 10%)")
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def memory(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
+    kind, Ts = (2 if args.cuda else 4), [s.T * n // 8 for n in (1, 2, 4, 8)] if args.cuda or args.shape == "tiny" else [128, 256, 512, 1024]
+
+    def accounted(T: int, score_tokens: int = 16384) -> float:
+        """MiB that grow with T: the student's checkpointed states and one layer, or the teachers' one layer, whichever is more."""
+        pack = min(K, max(1, score_tokens // (TEACHER + T))) * (TEACHER + T)
+        student = (STUDENT + T) * (s.layers * s.width * kind + 3 * s.layer_bytes(kind))  # backward: inputs, outputs, gradients
+        return max(pack * s.layer_bytes(kind), student) / 2**20
+
+    found = {T: measured_layout("ours", args, T=T, checkpointed=1, repeats=1) for T in Ts}
+    lines = [(T, f"{found[T]['mib']:.0f}", f"{found[T]['mib'] - found[T // 2]['mib']:+.0f}" if T // 2 in found else "",
+              f"{accounted(T) - accounted(T // 2):+.0f}" if T // 2 in found else "", f"{K * T * s.vocab * 4 / 2**20:.0f}") for T in Ts]  # fmt: skip
+    table(f"memory: K={K}, shape {args.shape}, layers checkpointed", device,
+          "T | peak extra MiB | more than at T/2 | hidden states and one layer account for | logits of the teachers would take", lines)  # fmt: skip
+    packed = {n: measured_layout("ours", args, T=Ts[2], checkpointed=1, score_tokens=n, repeats=1) for n in (16384, 4096, 1024)}
+    table(f"memory: T={Ts[2]}", device, "--score-tokens | peak extra MiB | hidden states and one layer | seconds",
+          [(n, f"{r['mib']:.0f}", f"{accounted(Ts[2], n):.0f}", f"{r['seconds']:.2f}") for n, r in packed.items()])  # fmt: skip
+    parts = qwen3_8b()
+    table("memory: Qwen3-8B, bf16, on one card, default flags, 32 problems", device, "what | GB", [(name, f"{x / 1e9:.1f}") for name, x in parts.items()])
+    total = sum(parts.values()) / 1e9
+    print(f"\nall at once: {total:.1f} GB, which {'fits' if total < 76 else 'does NOT fit'} one 80 GB card with 4 GB left to the driver and fragments")
+
+
+def qwen3_8b() -> dict[str, float]:
+    """Bytes, by arithmetic. Width 4096, 36 layers, MLP 12288, 32 query and 8 key-value heads of 128, head not tied."""
+    cfg, D, L, M, kv, rows = sgsd.Config(), 4096, 36, 12288, 1024, 32
+    r, tokens = cfg.lora_rank, cfg.score_tokens
+    layer = 2 * D * D + 2 * D * kv + 3 * D * M
+    adapters = L * r * (2 * 2 * D + 2 * (D + kv) + 3 * (D + M))
+    # one layer of a training pack, per token: adapters take fp32 copies of seven inputs; norms, heads and MLP in bf16; the MLP's
+    # fp32 sums and gradients while they last
+    saved, passing = 4 * (6 * D + M) + 2 * (8 * D + 4 * M), 3 * 4 * M
+    return {
+        "weights, bf16": 2 * (L * layer + 2 * VOCAB * D), "adapters, their gradients, AdamW's two moments, fp32": 4 * 4 * adapters,
+        f"checkpointed hidden states of {tokens} tokens": 2 * L * D * tokens, f"one layer's activations, {tokens} tokens": (saved + passing) * tokens,
+        "head: fp32 copy of its weight": 4 * VOCAB * D, "head: slices of logits, and their gradients": 2 * 4 * R.SLICE_LOGITS["cuda"],
+        f"cache of {rows} rows, 512 + {cfg.max_new_tokens} tokens": 2 * 2 * L * kv * rows * (512 + cfg.max_new_tokens),
+        "sampling: logits of the rows, fp64 and temporaries": 5 * 8 * rows * VOCAB,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ scaling
+
+
+def bank_of(n: int) -> tuple[S.SkillBank, S.Embed]:
+    """n entries, half of them mistakes, and 1024 random numbers for each text."""
+    kinds = {key: [{S.IDS[key]: str(i), **dict.fromkeys(fields, "text")} for i in range(n // 2)] for key, fields in S.FIELDS.items()}
+    rng = np.random.default_rng(0)
+    return S.SkillBank(**kinds), lambda texts: rng.standard_normal((len(texts), 1024), dtype=np.float32)
+
+
+def scaling(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
+    model, Ts, costs = scoring_model(s, device), [s.T * n // 4 for n in (1, 2, 4, 8)], {}
+    costs["K"] = {k: seconds_of(lambda k=k: score_once(model, "ours", s.T // 2, k), device, args.repeats) for k in (1, 2, 4, 8, 16)}
+    costs["T"] = {T: seconds_of(lambda T=T: score_once(model, "ours", T), device, args.repeats) for T in Ts}
+    costs["bank entries"] = {}
+    for n in (100, 1000, 10_000, 100_000)[: 2 if args.shape == "tiny" else 4]:
+        bank, embed = bank_of(n)
+        bank.retrieve("a problem", K, embed)  # embeds the entries
+        costs["bank entries"][n] = seconds_of(lambda b=bank, e=embed: b.retrieve("a problem", K, e), device, 4 * args.repeats)
+    costs["ranks (rank-seconds, work per rank the same)"] = {}
+    with tempfile.TemporaryDirectory() as name:
+        run_folder(pathlib.Path(name), few := SHAPES[shape := "tiny" if args.shape == "tiny" else "few"], torch.device("cpu"))
+        for ranks in (1, 2):
+            batch = ranks * few.batch
+            own_process("step", "--train", name, "--batch", batch, "--shape", shape, ranks=ranks)
+            rows = [json.loads(line) for line in (pathlib.Path(name) / f"run{batch}/metrics.jsonl").open()]
+            costs["ranks (rank-seconds, work per rank the same)"][ranks] = ranks * min(sum(row["seconds"].values()) for row in rows)
+    lines = []
+    for what, cost in costs.items():
+        slope = np.polyfit(np.log(list(cost)), np.log(list(cost.values())), 1)[0]
+        lines.append((what, ", ".join(f"{n:,}: {1000 * x:,.3g} ms" for n, x in cost.items()), f"{slope:.2f}", "yes" if slope < 1.1 else "NO"))
+    table(f"scaling: shape {args.shape}", device, "against | cost | log-log slope | linear or better", lines)
+    print("\nbar: retrieval from 100,000 entries in 20 ms per problem, embedding the problem apart")
+
+
+# ------------------------------------------------------------------------------------------------ verify
 
 
 def latex_pairs(n: int) -> list[tuple[str, str]]:
@@ -156,7 +528,7 @@ def latex_pairs(n: int) -> list[tuple[str, str]]:
     return pairs
 
 
-def judge() -> None:
+def judge(*_: object) -> None:
     from math_verify import parse, verify
     from test_verify import GOLDEN
 
@@ -197,24 +569,30 @@ def judge() -> None:
     for gold, pred, is_right in theirs:
         print("| " + " | ".join(f"`{x}`".replace("|", "\\|") for x in (gold, pred)) + f" | {'right | wrong' if is_right else 'wrong | right'} |")
 
+MODES = {"score": score, "rollout": rollout, "step": step, "eval": evaluation, "verify": judge, "memory": memory, "scaling": scaling}
 
-def main() -> None:
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["score", "verify", "all"])
+    parser.add_argument("what", choices=[*MODES, "all"])
     parser.add_argument("--cuda", action="store_true", help="on one CUDA GPU, at Qwen3-1.7B's shape")
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--layout", choices=LAYOUTS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--repeats", type=int, default=3, help="the best of so many counts")
+    for name, kind in (("layout", str), ("T", int), ("score-tokens", int), ("checkpointed", int), ("train", pathlib.Path), ("batch", int)):
+        parser.add_argument("--" + name, type=kind, help=argparse.SUPPRESS)  # how it calls itself
+    args = parser.parse_args(argv)
     device = torch.device("cuda" if args.cuda else "cpu")
-    shape = args.shape or ("qwen3-1.7b" if args.cuda else "small")
+    args.shape = args.shape or ("qwen3-1.7b" if args.cuda else "small")
+    s = SHAPES[args.shape]
     if args.layout:
-        print(json.dumps(one_layout(args.layout, shape, device, args.repeats)))
-        return
-    if args.what != "verify":
-        score(device, shape, args.repeats)
-    if args.what != "score":
-        judge()
+        print(json.dumps(one_layout(args.layout, s, device, args.repeats, args.T or s.T, args.score_tokens or 16384, bool(args.checkpointed))))
+    elif args.train:
+        train_in(args.train, s, device, args.batch, SHAPES["tiny"], False)
+    for name in () if args.layout or args.train else MODES if args.what == "all" else [args.what]:
+        try:
+            MODES[name](args, s, device)
+        except ModuleNotFoundError as e:
+            print(f"\n{name}: skipped, {e.name} is not installed")
 
 
 if __name__ == "__main__":
