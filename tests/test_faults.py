@@ -13,6 +13,7 @@ import pathlib
 import random
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -25,6 +26,7 @@ from test_train import FakeReplies, make_run, rows, timeless, train
 
 import distributed as D
 import rollout as R
+import runlog
 import sgsd
 
 
@@ -202,17 +204,17 @@ def limit_files(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-FULL = {"log": ("summarize", 4, ".jsonl"), "checkpoint": ("save_checkpoint", 2, "step_000004")}  # (function, which call of it, what is named)
+FULL = {"log": (runlog, "summarize", 4, ".jsonl"), "checkpoint": (sgsd, "save_checkpoint", 2, "step_000004")}  # (function, which call of it, what is named)
 
 
 @pytest.mark.parametrize("place", FULL)
 def test_a_full_disk(place, world_dir, tmp_path, whole):
     out, log = tmp_path / "run", tmp_path / "log"
-    name, nth, words = FULL[place]
+    module, name, nth, words = FULL[place]
 
     def before():
-        keep, calls = getattr(sgsd, name), []
-        setattr(sgsd, name, lambda *args: (calls.append(1), limit_files(16_384) if len(calls) == nth else None, keep(*args))[2])
+        keep, calls = getattr(module, name), []
+        setattr(module, name, lambda *args: (calls.append(1), limit_files(16_384) if len(calls) == nth else None, keep(*args))[2])
 
     assert go(flags(world_dir, out), log, before=before) == 2
     one_line(log, words, "too large")
@@ -384,8 +386,8 @@ def test_completions_without_a_reasoning_token(completion, world_dir, tmp_path, 
     records, _ = sgsd.accumulate(run, 1)
     assert {(r["r"], r["pred"]) for r in records} == {(-1, None)} and all(math.isfinite(x) for r in records for x in r["a"] + r["losses"])
     assert all(r["rho"] == [0] * 3 and r["loss"] == 0 and r["unmasked"] == 0 for r in records) and sgsd.update(run, 1) == 0.0
-    m = sgsd.summarize(1, records, 0.0, 0.0, {"gen": 0, "score": 0, "bwd": 0}, 0.0)
-    assert all(math.isfinite(v) for v in m.values() if isinstance(v, float)) and "nan" not in sgsd.log_line(m, 1)
+    m = runlog.summarize(1, records, 0.0, 0.0, {"gen": 0, "score": 0, "bwd": 0}, 0.0)
+    assert all(math.isfinite(v) for v in m.values() if isinstance(v, float)) and "nan" not in runlog.log_line(m, 1)
 
 
 def test_a_batch_in_which_every_teacher_is_unsure(world_dir, tmp_path):
