@@ -82,19 +82,26 @@ SHAPES = {
 ENCODERS = {"qwen3-1.7b": Shape(1024, 28, 3072, 16, 128, T=0)}  # Qwen3-Embedding-0.6B; elsewhere the smallest shape
 
 
-def random_model(s: Shape, device: torch.device, vocab: int = 0, mean: int = 0):
-    """A Qwen3 of this shape; with `mean` one that is long-tailed: each `mean`-th id is a stop id."""
+def random_model(s: Shape, device: torch.device, vocab: int = 0):
+    """A Qwen3 of this shape that never stops."""
     torch.manual_seed(0)
-    vocab = vocab or s.vocab
-    config = Qwen3Config(vocab_size=vocab, hidden_size=s.width, intermediate_size=s.mlp, num_hidden_layers=s.layers, num_attention_heads=s.heads,
+    config = Qwen3Config(vocab_size=vocab or s.vocab, hidden_size=s.width, intermediate_size=s.mlp, num_hidden_layers=s.layers, num_attention_heads=s.heads,
                          num_key_value_heads=s.heads // 2, head_dim=s.size, tie_word_embeddings=True, max_position_embeddings=40960,
-                         eos_token_id=list(range(0, vocab, mean)) if mean else None, bos_token_id=None, pad_token_id=None)  # fmt: skip
+                         eos_token_id=None, bos_token_id=None, pad_token_id=None)  # fmt: skip
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     for name, p in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             p.data *= 30  # else a tied head repeats the last token for ever
     return model
+
+
+def stop_after(model, mean: int):
+    """The model with each `mean`-th id as a stop id, so that lengths are long-tailed; with none for 0."""
+    stops = list(range(0, model.config.vocab_size, mean)) if mean else None
+    model.config.eos_token_id = model.generation_config.eos_token_id = stops
+    return model.eval()
 
 
 def synchronized(device: torch.device) -> float:
@@ -319,22 +326,21 @@ DECODED = "way | seconds | tokens | tokens/s | ours is | seconds of limit | same
 
 
 def rollout(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
-    lines, bandwidth = [], rates(device)[0]
+    lines, bandwidth, model = [], rates(device)[0], random_model(s, device, s.decode_vocab)
+    R.generate(model, NoStops, [[1] * 8] * 2, R.Sampling(max_new_tokens=4), [1, 2])  # the first call pays for kernels
     for name, samples, rows, mean in (
         *((f"all to {s.new} tokens", rows, rows, 0) for rows in s.rows),
         *((f"long-tailed, up to {s.new}", rows, rows, s.mean) for rows in s.rows),
         ("long-tailed, more samples than rows", 3 * s.rows[0], s.rows[0], s.mean),
     ):
-        model = random_model(s, device, s.decode_vocab, mean).eval()
-        R.generate(model, NoStops, [[1] * 8] * 2, R.Sampling(max_new_tokens=4), [1, 2])  # the first call pays for kernels
-        found, _ = decode(s, model, samples, rows, ["generate", "generate, same draws", "ours"], bandwidth)
+        found, _ = decode(s, stop_after(model, mean), samples, rows, ["generate", "generate, same draws", "ours"], bandwidth)
         lines += [[f"{name}: {samples} samples, {rows} rows", *line] for line in found]
     table(f"rollout: shape {args.shape}, vocabulary {s.decode_vocab:,}, copies at {bandwidth / 1e9:.1f} GB/s", device, f"case | {DECODED}", lines)
     print("\nbars: 5x generate and 3x of the limit on CUDA; 1.5x generate on long-tailed lengths with the same ids on CPU")
 
 
 def evaluation(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
-    samples, bandwidth, model = 12 * s.problems, rates(device)[0], random_model(s, device, s.decode_vocab, s.mean).eval()
+    samples, bandwidth, model = 12 * s.problems, rates(device)[0], stop_after(random_model(s, device, s.decode_vocab), s.mean)
     ways = ["generate, same draws", "ours", "ours, half the rows"]
     lines, out = decode(s, model, samples, s.eval_rows, ways, bandwidth)
     table(f"eval: 12 samples of {s.problems} problems, long-tailed up to {s.new}, {s.eval_rows} rows, shape {args.shape}", device, DECODED, lines)
@@ -348,11 +354,11 @@ def evaluation(args: argparse.Namespace, s: Shape, device: torch.device) -> None
 
 def run_folder(folder: pathlib.Path, s: Shape, device: torch.device) -> None:
     """All that a run needs: a random model, a byte-level tokenizer, a bank and problems whose answers are LaTeX."""
-    threads = torch.get_num_threads()
-    from conftest import make_bank, make_tokenizer
-
+    threads, missing = torch.get_num_threads(), {} if importlib.util.find_spec("pytest") else {"pytest": mock.MagicMock()}
+    with mock.patch.dict(sys.modules, missing):  # conftest imports it, but nothing here needs it
+        from conftest import make_bank, make_tokenizer
     torch.set_num_threads(threads)
-    random_model(s, device, s.decode_vocab, s.T).save_pretrained(folder / "model")
+    stop_after(random_model(s, device, s.decode_vocab), s.T).save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
     make_bank(folder / "bank.json", 10, 10)
     problems = [{"problem": f"What is {i} plus {i + 3}?", "answer": gold} for i, (gold, _) in enumerate(latex_pairs(64))]

@@ -38,7 +38,7 @@ def test_the_mode_prints_its_tables(mode, monkeypatch, capsys):
 
 def test_the_static_baseline_makes_our_draws():
     s = bench.SHAPES["tiny"]
-    model = bench.random_model(s, torch.device("cpu"), s.decode_vocab, s.mean).eval()
+    model = bench.stop_after(bench.random_model(s, torch.device("cpu"), s.decode_vocab), s.mean)
     prompts, keys, sampling = [[5, 6, 7], [8], [9, 10]], [1, 2, 3], R.Sampling(max_new_tokens=20)
     ids = bench.static(model, prompts, keys, 2, sampling, True)
     assert ids == R.generate(model, bench.NoStops, prompts, sampling, keys)
