@@ -109,10 +109,10 @@ def log_line(m: dict, updates: int) -> str:
         return f"{x:.2f}".removeprefix("0")
 
     rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
-    seconds = " ".join(f"{k} {m['seconds'][k]:.0f}s" for k in ("gen", "score", "bwd"))
+    seconds = " ".join(f"{k} {m['seconds'][k]:.{1 if m['seconds'][k] < 10 else 0}f}s" for k in ("gen", "score", "bwd"))
     return (
         f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {short(m['success'])} rho {rho} clip {m['clip_share']:.1%} "
-        f"mask {short(m['mask_share'])} gnorm {short(m['grad_norm'])} | {seconds} | {m['memory_gb']:.1f}GB"
+        f"mask {short(m['mask_share'])} gnorm {m['grad_norm']:.2g} | {seconds} | {m['memory_gb']:.1f}GB"
     )
 
 

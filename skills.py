@@ -139,7 +139,10 @@ def _normalized(x: Any) -> np.ndarray:
 
 
 def _top(scores_n: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    order = np.argsort(-scores_n, kind="stable")[:k]
+    """Places and scores of the k best, best first, equal scores in order of place: a stable sort of those that can be among them."""
+    least = np.partition(scores_n, max(0, len(scores_n) - k))[max(0, len(scores_n) - k)]
+    able = np.flatnonzero(scores_n >= least)
+    order = able[np.argsort(-scores_n[able], kind="stable")[:k]]
     return order, scores_n[order]
 
 

@@ -43,6 +43,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, Qwen3Config  # n
 from transformers.utils import logging  # noqa: E402
 
 import rollout as R  # noqa: E402
+import runlog  # noqa: E402
 import sgsd  # noqa: E402
 import skills as S  # noqa: E402
 import verify as V  # noqa: E402
@@ -398,12 +399,12 @@ def train_in(folder: pathlib.Path, s: Shape, device: torch.device, batch: int, e
             seconds.clear()
         return summarize(*args)
 
-    summarize, out = sgsd.summarize, folder / f"run{batch}"
+    summarize, out = runlog.summarize, folder / f"run{batch}"
     flags = {"model": folder / "model", "encoder": "random", "data": folder / "data.jsonl", "bank": folder / "bank.json", "out": out, "updates": 3,
              "batch-size": batch, "max-new-tokens": s.T, "num-teachers": K, "audit-every": 0, "update-every": 0, "device": device.type}  # fmt: skip
     patches = [timed(R, "generate", "rollout"), timed(sgsd, "score_teachers", "scoring"), timed(R, "token_logprobs", "backward"),
                timed(torch.Tensor, "backward", "backward"), timed(sgsd, "update", "optimizer"), timed(R, "judge", "verification"),
-               timed(sgsd, "retrieve", "retrieval"), mock.patch.object(sgsd, "summarize", stamp),
+               timed(sgsd, "retrieve", "retrieval"), mock.patch.object(runlog, "summarize", stamp),
                mock.patch.object(S, "load_encoder", lambda *_: embed)]  # fmt: skip
     if answers and importlib.util.find_spec("math_verify"):
         patches.append(mock.patch.object(R, "extract_answer", lambda text: preds[len(text) % 64]))

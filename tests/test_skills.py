@@ -32,6 +32,13 @@ def test_equal_scores_keep_the_banks_order():
     assert [p.skill["skill_id"] for p in pairs] == ["gen_001", "gen_002", "gen_003", "gen_004"]
 
 
+def test_the_best_k_are_those_of_a_stable_sort():
+    rng = np.random.default_rng(0)
+    for n, k in ((1, 1), (5, 8), (50, 8), (1000, 3)):
+        scores = rng.integers(0, 6, n).astype(np.float32)  # many ties
+        np.testing.assert_array_equal(S._top(scores, k)[0], np.argsort(-scores, kind="stable")[:k])
+
+
 def test_entry_text_is_title_principle_when():
     bank = make_bank()
     assert S.entry_text(bank.general_skills[0], "general_skills") == "Use add. Always add with care.. When you add."
