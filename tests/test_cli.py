@@ -8,8 +8,10 @@ import sys
 import pytest
 from conftest import ROOT, make_bank, make_model, make_tokenizer
 
+import config
 import eval as E
 import sgsd
+from distributed import UserError
 
 
 @pytest.fixture
@@ -154,3 +156,15 @@ def test_as_a_user_runs_it(flags, tmp_path):
             break
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and "stopped as asked; go on with: python sgsd.py --resume" in rest and "saved" in rest
+
+
+def test_a_flag_goes_before_the_preset_before_the_method_before_the_paper(capsys):
+    cfg, source = config.layered("tiny", {"method": "grpo", "top_p": 0.9})
+    assert (cfg.top_p, cfg.max_new_tokens, cfg.temperature, cfg.tau_g) == (0.9, 96, 1.2, 1.0)
+    assert [source[name] for name in ("top_p", "max_new_tokens", "temperature")] == ["a flag", "--preset tiny", "the default of --method grpo"]
+    with pytest.raises(SystemExit) as end:
+        config.parse_config(["--preset", "tiny", "--method", "grpo", "--print-config"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0 and "temperature = 1.2  (the default of --method grpo)" in shown and "tau_g = 1.0  (gate width; Eq. 14, Tab. 12)" in shown
+    with pytest.raises(UserError, match="--preset tiny: a resumed run has its own settings"):
+        config.parse_config(["--preset", "tiny", "--resume", "x"])
