@@ -30,6 +30,7 @@ METHODS: dict[str, str] = {
     "grpo": "--method grpo",
     "grpo+skill": "--method grpo+skill",
     "opsd": "--method opsd",
+    "opsd, no clip": "--method opsd --objective-clip 0",
     "opsd+skill": "--method opsd+skill",
     "sgsd": "",
     "sgsd, bank evolving": "--update-every 10",
@@ -96,7 +97,7 @@ def run(job: dict, work: str) -> dict:
             folders = {0: out}
         else:
             flags = METHODS[job["method"]].split()
-            skilled = [] if job["method"] in ("grpo", "opsd") else ["--bank", str(bank)]
+            skilled = [] if job["method"] in ("grpo", "opsd", "opsd, no clip") else ["--bank", str(bank)]
             evolving = [] if "--update-every" in flags else ["--update-every", "0"]
             forward = 0
             count = R._predictors
