@@ -369,7 +369,13 @@ def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
         print("\n".join(f"{name} = {value!r}  ({source[name]})" for name, value in asdict(config).items()))
         raise SystemExit(0)
     if run is None:
-        return layered(preset or "paper", given)[0], False
+        config = layered(preset or "paper", given)[0]
+        try:  # torchrun --max-restarts starts the same command again
+            again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+            again = again and json.loads((pathlib.Path(config.out) / "config.json").read_text())["settings"] == asdict(config)
+        except (OSError, ValueError, KeyError, TypeError):
+            again = False
+        return config, again
     if preset:
         raise UserError(f"--preset {preset}: a resumed run has its own settings; leave it out")
     if "bank" in given:
@@ -379,7 +385,9 @@ def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
         if given.get("method", was := saved.get("method", "sgsd")) != was:
             raise UserError(f"--method {given['method']}: {run} is a run of {was}; start a new one")
         return Config(**{**saved, **given, "out": run}), True
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as e:
+    except UserError:
+        raise
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as e:
         raise UserError(f"--resume {run}: no readable config.json of a run there ({e!r}); give a run directory such as runs/sgsd") from None
 
 
@@ -649,7 +657,7 @@ def load_checkpoint(run: Run) -> int:
     try:
         adapter = load_file(path / "adapter_model.safetensors")
         state = load_file(path / "trainer.safetensors")
-        step = json.loads((path / "trainer.json").read_text())["step"]
+        step = int(json.loads((path / "trainer.json").read_text())["step"])
         if unexpected := getattr(set_peft_model_state_dict(run.model, adapter), "unexpected_keys", None):
             raise KeyError(f"{len(unexpected)} tensors have no place in the model")
         for name, own in run.teacher.items():
@@ -693,7 +701,7 @@ class BankLife:
         self.log = S.ReplyLog(self.folder, run.world)
         model, tokenizer = run.model, run.tokenizer
         if cfg.update_model:
-            model, tokenizer = R.load_model(cfg.update_model, run.world.device, dtype=cfg.dtype, attn=cfg.attn)
+            model, tokenizer = R.load_model(cfg.update_model, run.world.device, dtype=cfg.dtype, attn=cfg.attn, flag="--update-model")
         self.complete = R.make_complete(model, tokenizer, run.world, max_new_tokens=cfg.reply_tokens, seed=cfg.seed)
 
     def begin(self, start: int) -> None:
@@ -771,6 +779,8 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
     problems, counts = R.load_problems(cfg.data)
     if not cfg.allow_eval_overlap:
         R.refuse_overlap(problems, cfg.data, [cfg.eval_data] if cfg.eval_data else [])
+    elif cfg.eval_data:  # read now, not after the last update
+        R.load_problems(cfg.eval_data, split="test", unique=False)
     model, tokenizer = R.load_model(cfg.model, world.device, dtype=cfg.dtype, attn=cfg.attn)
     torch.manual_seed(cfg.seed)
     lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
@@ -821,6 +831,8 @@ def train(run: Run, resume: bool) -> int:
     bank_life = BankLife(run) if cfg.sees_skills else None
     start = load_checkpoint(run) if resume else 0
     D.agree(start, world, "checkpoints")
+    if start > cfg.updates:
+        raise D.SharedError(f"--updates {cfg.updates}: {out} has made update {start} already; give a larger number, or evaluate it")
     if world.main:
         D.write_json(out / "config.json", provenance(cfg))
         for path in logs.values():

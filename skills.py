@@ -66,7 +66,7 @@ class SkillBank:
         """Read a bank's JSON; UserError names the file, the entry and the field that is wrong."""
         try:
             data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise UserError(f"bank {path}: cannot be read as JSON ({e}); a file with general_skills and common_mistakes is wanted") from None
         if not isinstance(data, dict):
             raise UserError(f"bank {path}: a JSON object is wanted, got {type(data).__name__}")
@@ -533,6 +533,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(argv)
         if min(args.problems, args.rows, args.reply_tokens, args.merge_group_size - 1) < 1:
             raise UserError("--problems, --rows and --reply-tokens must be >= 1, --merge-group-size >= 2")
+        if pathlib.Path(args.out).is_dir():
+            raise UserError(f"--out {args.out}: is a directory; a file for the bank is wanted")
         world = D.init(args.device)
         sampling = R.Sampling(max_new_tokens=args.max_new_tokens)
         problems, _ = R.load_problems(args.data)

@@ -14,6 +14,7 @@ import random
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ import traceback
 import driver
 import pytest
 import torch
+from conftest import ROOT
 from safetensors.torch import load, load_file
 from test_train import FakeReplies, make_run, rows, timeless, train
 
@@ -320,6 +322,42 @@ def test_a_lost_rank_ends_the_other(world_dir, tmp_path):
     assert wait(first) == 1 and time.monotonic() - began < 20
     one_line(pathlib.Path(f"{log}0"), "lost another rank", "--resume")
     assert (out / "checkpoints/step_000002").is_dir() and len(rows(out / "metrics.jsonl")) == 2
+
+
+@pytest.mark.long
+def test_torchrun_names_the_lost_rank_and_starts_again(world_dir, tmp_path, whole):
+    """`torchrun --max-restarts 1`: rank 1 is killed in update 3 of the first start; the second goes on from update 2."""
+    out = tmp_path / "run"
+    (tmp_path / "program.py").write_text(f"""
+import os, signal, sys
+sys.path[:0] = [{str(ROOT / "tests")!r}]
+import driver, sgsd, rollout
+from test_train import FakeReplies
+rollout.Verifier, rollout.make_complete, keep = driver.CoinVerifier, FakeReplies, sgsd.update
+def update(run, step):
+    if (step, run.world.rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (3, 1, "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return keep(run, step)
+sgsd.update = update
+sgsd.D.leave(sgsd.main())
+""")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    fails = subprocess.run([*launch, "0", tmp_path / "program.py", *flags(world_dir, tmp_path / "fails")], capture_output=True, text=True, env=env, timeout=300)
+    assert fails.returncode == 1 and "rank      : 1" in fails.stderr and "Signal 9 (SIGKILL)" in fails.stderr, fails.stderr[-3000:]
+    run = subprocess.run([*launch, "1", tmp_path / "program.py", *flags(world_dir, out)], capture_output=True, text=True, env=env, timeout=300)
+    assert run.returncode == 0 and "saved" in run.stdout, run.stderr[-3000:]
+    assert [m["step"] for m in rows(out / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert {k: v for k, v in state(out).items() if k.startswith("bank/")} == {k: v for k, v in whole[0].items() if k.startswith("bank/")}
+
+
+def test_a_restarted_command_resumes_its_own_run_only(world_dir, tmp_path, monkeypatch, capsys):
+    argv = flags(world_dir, tmp_path / "run", bank=world_dir / "bank.json", updates=1)
+    assert sgsd.main(argv) == 0
+    assert sgsd.main(argv) == 2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert sgsd.main([*argv, "--seed=1"]) == 2 and "not empty" in capsys.readouterr().err
+    assert sgsd.main(argv) == 0
 
 
 # ------------------------------------------------------------------------------------------------ numbers
