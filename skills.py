@@ -124,7 +124,7 @@ def lint(bank: SkillBank) -> str:
             numbers = re.findall(r"\d+(?:\.\d+)?", " ".join(e[f] for f in fields))
             odd = [n for n in dict.fromkeys(numbers) if len(n) > 1 and n not in COMMON_NUMBERS]
             found += [f"{e[IDS[key]]} ({', '.join(odd)})"] if odd else []
-    some = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+    some = (", ".join(found[:5]) + (", ..." if len(found) > 5 else "")).encode("utf-8", "replace").decode()  # it is printed
     return f"bank: {len(found)} entries carry numbers that look like one problem's: {some}" if found else ""
 
 
@@ -449,7 +449,8 @@ def load_encoder(name: str, device: str) -> Embed:
     def embed(texts: Sequence[str]) -> np.ndarray:
         new = list(dict.fromkeys(t for t in texts if t not in cache))
         if new:  # one at a time: in a batch, padding changes the last bits, and a resumed run batches differently
-            cache.update(zip(new, encoder.encode(new, batch_size=1, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False)))
+            clean = [t.encode("utf-8", "replace").decode() for t in new]  # lone surrogates have no bytes
+            cache.update(zip(new, encoder.encode(clean, batch_size=1, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False)))
         return np.stack([cache[t] for t in texts])
 
     return embed
