@@ -201,7 +201,13 @@ def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
         print("\n".join(f"{name} = {value!r}  ({source[name]})" for name, value in asdict(config).items()))
         raise SystemExit(0)
     if run is None:
-        return layered(preset or "paper", given)[0], False
+        config = layered(preset or "paper", given)[0]
+        try:  # torchrun --max-restarts starts the same command again
+            again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+            again = again and json.loads((pathlib.Path(config.out) / "config.json").read_text())["settings"] == asdict(config)
+        except (OSError, ValueError, KeyError, TypeError):
+            again = False
+        return config, again
     if preset:
         raise UserError(f"--preset {preset}: a resumed run has its own settings; leave it out")
     if "bank" in given:
@@ -211,5 +217,7 @@ def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
         if given.get("method", was := saved.get("method", "sgsd")) != was:
             raise UserError(f"--method {given['method']}: {run} is a run of {was}; start a new one")
         return Config(**{**saved, **given, "out": run}), True
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as e:
+    except UserError:
+        raise
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as e:
         raise UserError(f"--resume {run}: no readable config.json of a run there ({e!r}); give a run directory such as runs/sgsd") from None

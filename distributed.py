@@ -44,6 +44,9 @@ def command(name: str, body: Callable[[], int | None]) -> int:
     """A program's exit code: 2 with one line on stderr for a user's mistake, 130 when interrupted, else what `body` returns."""
     try:
         return body() or 0
+    except ImportError as e:
+        print(f"{name}: {e}; pip install -r requirements.txt", file=sys.stderr)
+        return 2
     except ConnectionError as e:
         print(f"{name}: {e}", file=sys.stderr)
         return 1
@@ -89,12 +92,14 @@ def init(device: str = "auto") -> World:
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
-    if missing and "RANK" in os.environ:
-        raise UserError(f"RANK is set but {', '.join(missing)} is not; start with torchrun, or unset RANK")
+    if missing and (half := [name for name in names[:3] if name in os.environ]):
+        raise UserError(f"{half[0]} is set but {', '.join(missing)} is not; start with torchrun, or unset {' and '.join(half)}")
     try:
         rank, size, local = (int(os.environ[n]) if not missing else d for n, d in zip(names, (0, 1, 0)))
     except ValueError as e:
         raise UserError(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({e}); start with torchrun, or unset them") from None
+    if not 0 <= rank < size:
+        raise UserError(f"RANK {rank} is no rank of WORLD_SIZE {size}; start with torchrun, or unset both")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA GPU here; use --device cpu, or install a CUDA build of torch")
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -106,7 +111,13 @@ def init(device: str = "auto") -> World:
     if not missing:
         # NCCL gives up after 10 minutes by default, but ranks may meet only after hours: one of them can draw the long completions
         patience = datetime.timedelta(hours=12) if cuda else None
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=here if cuda else None, timeout=patience)
+        try:  # a store of its own for each start by `torchrun --max-restarts`, which else still holds the addresses of the last one
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(dist.rendezvous("env://"))[0])
+            dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, device_id=here if cuda else None,
+                                    timeout=patience)  # fmt: skip
+        except (RuntimeError, ValueError, OverflowError) as e:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise UserError(f"the process group at {where} was not joined ({brief(e)}); start with torchrun, on a port that is free") from None
     return World(rank, size, here)
 
 
@@ -242,4 +253,10 @@ def read_jsonl(path: pathlib.Path) -> list[dict]:
     if not path.exists():
         return []
     data = path.read_bytes()
-    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].split(b"\n") if line]
+    rows = []
+    for i, line in enumerate(data[: data.rfind(b"\n") + 1].split(b"\n"), 1):
+        try:
+            rows += [json.loads(line)] if line else []
+        except ValueError as e:
+            raise UserError(f"{path}:{i}: not a line that was written here ({brief(e)}); mend it or take it out") from None
+    return rows

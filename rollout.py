@@ -131,7 +131,7 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
             if line.strip():
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError as e:
+                except (ValueError, RecursionError) as e:  # broken; a number of 5,000 digits; a bottomless list
                     raise UserError(f"{file}:{i}: not a JSON line ({e}); one object per line is wanted") from None
                 if not isinstance(row, dict):
                     raise UserError(f"{file}:{i}: a JSON object is wanted, got {type(row).__name__}")
@@ -170,7 +170,9 @@ def refuse_overlap(problems: Sequence[Problem], data: str, eval_data: Sequence[s
 # ------------------------------------------------------------------------------------------------ model
 
 
-def load_model(name: str, device: torch.device, *, dtype: str = "auto", attn: str = "auto") -> tuple[Model, Tokenizer]:
+def load_model(
+    name: str, device: torch.device, *, dtype: str = "auto", attn: str = "auto", flag: str = "--model"
+) -> tuple[Model, Tokenizer]:
     """A causal language model (hub id or directory, on `device`, no dropout, eval mode) and its tokenizer.
 
     dtype: "auto" is bfloat16 on CUDA and float32 on CPU. attn: "auto" is FlashAttention 2 where it is installed, else SDPA.
@@ -184,14 +186,14 @@ def load_model(name: str, device: torch.device, *, dtype: str = "auto", attn: st
     if attn == "auto":
         attn = "flash_attention_2" if device.type == "cuda" and kind != torch.float32 and is_flash_attn_2_available() else "sdpa"
     if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
-        raise UserError(f"--model {name}: no such directory; a hub id or a directory of a saved model is wanted")
+        raise UserError(f"{flag} {name}: no such directory; a hub id or a directory of a saved model is wanted")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model: Model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, attn_implementation=attn)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # left out, a model with code of its own may ask on a terminal
+        model: Model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, attn_implementation=attn, trust_remote_code=False)
     except Exception as e:  # transformers raises many kinds: no such id, offline, no config, wrong architecture
-        raise UserError(f"--model {name}: not loaded ({brief(e)})") from None
+        raise UserError(f"{flag} {name}: not loaded ({brief(e)})") from None
     if tokenizer.chat_template is None:
-        raise UserError(f"--model {name}: its tokenizer has no chat template; use an instruct model, or add chat_template.jinja")
+        raise UserError(f"{flag} {name}: its tokenizer has no chat template; use an instruct model, or add chat_template.jinja")
     for module in model.modules():  # teacher and student must be the same function of their input
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

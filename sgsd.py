@@ -419,7 +419,7 @@ def load_checkpoint(run: Run) -> int:
     try:
         adapter = load_file(path / "adapter_model.safetensors")
         state = load_file(path / "trainer.safetensors")
-        step = json.loads((path / "trainer.json").read_text())["step"]
+        step = int(json.loads((path / "trainer.json").read_text())["step"])
         if unexpected := getattr(set_peft_model_state_dict(run.model, adapter), "unexpected_keys", None):
             raise KeyError(f"{len(unexpected)} tensors have no place in the model")
         for name, own in run.teacher.items():
@@ -450,7 +450,7 @@ class BankLife:
         self.log = S.ReplyLog(self.folder, run.world)
         model, tokenizer = run.model, run.tokenizer
         if cfg.update_model:
-            model, tokenizer = R.load_model(cfg.update_model, run.world.device, dtype=cfg.dtype, attn=cfg.attn)
+            model, tokenizer = R.load_model(cfg.update_model, run.world.device, dtype=cfg.dtype, attn=cfg.attn, flag="--update-model")
         self.complete = R.make_complete(model, tokenizer, run.world, max_new_tokens=cfg.reply_tokens, seed=cfg.seed)
 
     def begin(self, start: int) -> None:
@@ -536,6 +536,8 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
     problems, counts = given if cfg.explain else R.load_problems(cfg.data)
     if not cfg.allow_eval_overlap and not cfg.explain:
         R.refuse_overlap(problems, cfg.data, [cfg.eval_data] if cfg.eval_data else [])
+    elif cfg.eval_data:  # read now, not after the last update
+        R.load_problems(cfg.eval_data, split="test", unique=False)
     model, tokenizer = R.load_model(cfg.model, world.device, dtype=cfg.dtype, attn=cfg.attn)
     torch.manual_seed(cfg.seed)
     lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
@@ -586,6 +588,8 @@ def train(run: Run, resume: bool) -> int:
     bank_life = BankLife(run) if cfg.sees_skills else None
     start = load_checkpoint(run) if resume else 0
     D.agree(start, world, "checkpoints")
+    if start > cfg.updates:
+        raise D.SharedError(f"--updates {cfg.updates}: {out} has made update {start} already; give a larger number, or evaluate it")
     if world.main:
         D.write_json(out / "config.json", runlog.provenance(cfg))
         for path in logs.values():

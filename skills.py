@@ -66,7 +66,7 @@ class SkillBank:
         """Read a bank's JSON; UserError names the file, the entry and the field that is wrong."""
         try:
             data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise UserError(f"bank {path}: cannot be read as JSON ({e}); a file with general_skills and common_mistakes is wanted") from None
         if not isinstance(data, dict):
             raise UserError(f"bank {path}: a JSON object is wanted, got {type(data).__name__}")
@@ -124,7 +124,7 @@ def lint(bank: SkillBank) -> str:
             numbers = re.findall(r"\d+(?:\.\d+)?", " ".join(e[f] for f in fields))
             odd = [n for n in dict.fromkeys(numbers) if len(n) > 1 and n not in COMMON_NUMBERS]
             found += [f"{e[IDS[key]]} ({', '.join(odd)})"] if odd else []
-    some = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+    some = (", ".join(found[:5]) + (", ..." if len(found) > 5 else "")).encode("utf-8", "replace").decode()  # it is printed
     return f"bank: {len(found)} entries carry numbers that look like one problem's: {some}" if found else ""
 
 
@@ -452,7 +452,8 @@ def load_encoder(name: str, device: str) -> Embed:
     def embed(texts: Sequence[str]) -> np.ndarray:
         new = list(dict.fromkeys(t for t in texts if t not in cache))
         if new:  # one at a time: in a batch, padding changes the last bits, and a resumed run batches differently
-            cache.update(zip(new, encoder.encode(new, batch_size=1, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False)))
+            clean = [t.encode("utf-8", "replace").decode() for t in new]  # lone surrogates have no bytes
+            cache.update(zip(new, encoder.encode(clean, batch_size=1, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False)))
         return np.stack([cache[t] for t in texts])
 
     return embed
@@ -536,6 +537,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(argv)
         if min(args.problems, args.rows, args.reply_tokens, args.merge_group_size - 1) < 1:
             raise UserError("--problems, --rows and --reply-tokens must be >= 1, --merge-group-size >= 2")
+        if pathlib.Path(args.out).is_dir():
+            raise UserError(f"--out {args.out}: is a directory; a file for the bank is wanted")
         world = D.init(args.device)
         sampling = R.Sampling(max_new_tokens=args.max_new_tokens)
         problems, _ = R.load_problems(args.data)

@@ -14,13 +14,16 @@ import random
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
 
 import driver
+import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from safetensors.torch import load, load_file
 from test_train import FakeReplies, make_run, rows, timeless, train
 
@@ -323,6 +326,43 @@ def test_a_lost_rank_ends_the_other(world_dir, tmp_path):
     assert (out / "checkpoints/step_000002").is_dir() and len(rows(out / "metrics.jsonl")) == 2
 
 
+@pytest.mark.long
+def test_torchrun_names_the_lost_rank_and_starts_again(world_dir, tmp_path, whole):
+    """`torchrun --max-restarts 1`: rank 1 is killed in update 3 of the first start; the second goes on from update 2."""
+    out = tmp_path / "run"
+    (tmp_path / "program.py").write_text(f"""
+import os, signal, sys
+sys.path[:0] = [{str(ROOT / "tests")!r}]
+import driver, sgsd, rollout
+from test_train import FakeReplies
+rollout.Verifier, rollout.make_complete, keep = driver.CoinVerifier, FakeReplies, sgsd.update
+def update(run, step):
+    if (step, run.world.rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (3, 1, "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return keep(run, step)
+sgsd.update = update
+sgsd.D.leave(sgsd.main())
+""")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    fails = subprocess.run([*launch, "0", tmp_path / "program.py", *flags(world_dir, tmp_path / "fails")], capture_output=True, text=True, env=env, timeout=300)
+    assert fails.returncode == 1 and "rank      : 1" in fails.stderr and "Signal 9 (SIGKILL)" in fails.stderr, fails.stderr[-3000:]
+    run = subprocess.run([*launch, "1", tmp_path / "program.py", *flags(world_dir, out)], capture_output=True, text=True, env=env, timeout=300)
+    assert run.returncode == 0 and "saved" in run.stdout, run.stderr[-3000:]
+    assert [m["step"] for m in rows(out / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    banks = [{k: v for k, v in x.items() if k.startswith("bank/step")} for x in (state(out), whole[0])]  # memories lie in another order
+    assert banks[0] == banks[1]
+
+
+def test_a_restarted_command_resumes_its_own_run_only(world_dir, tmp_path, monkeypatch, capsys):
+    argv = flags(world_dir, tmp_path / "run", bank=world_dir / "bank.json", updates=1)
+    assert sgsd.main(argv) == 0
+    assert sgsd.main(argv) == 2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert sgsd.main([*argv, "--seed=1"]) == 2 and "not empty" in capsys.readouterr().err
+    assert sgsd.main(argv) == 0
+
+
 # ------------------------------------------------------------------------------------------------ numbers
 
 
@@ -404,3 +444,53 @@ def test_a_bank_that_is_empty_from_cold_start_to_the_end(world_dir, tmp_path, ca
     metrics = rows(tmp_path / "run/metrics.jsonl")
     assert [m["no_teachers"] for m in metrics] == [4] * 4 and [m["bank_skills"] for m in metrics] == [0] * 4
     assert metrics[1]["replies_lost"] > 0 and all(m["loss"] == 0 and m["grad_norm"] == 0 for m in metrics)
+
+
+# ------------------------------------------------------------------------------------------------ long runs
+
+
+def slope(values):
+    """Least squares per update, over the second three quarters: after warm-up."""
+    kept = np.array(values[len(values) // 4 :], dtype=float)
+    return float(np.polyfit(np.arange(len(kept)), kept, 1)[0])
+
+
+def watch(updates, world_dir, tmp_path):
+    """Slopes per update of resident KB, open files, threads, child processes and seconds, with bank updates every 25."""
+    out, log, seen = tmp_path / "run", tmp_path / "log", tmp_path / "seen"
+
+    def before():
+        keep, last, me = sgsd.update, [time.perf_counter()], pathlib.Path("/proc/self")
+
+        def update(run, step):
+            norm, now = keep(run, step), time.perf_counter()
+            kb = int((me / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024
+            children = (me / f"task/{os.getpid()}/children").read_text().split()
+            row = [kb, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(children), now - last[0]]
+            last[0] = now
+            with open(seen, "a") as f:
+                f.write(" ".join(map(str, row)) + "\n")
+            return norm
+
+        sgsd.update = update
+
+    argv = flags(world_dir, out, updates=updates, update_every=25, checkpoint_every=500, audit_every=0, max_new_tokens=6, batch_size=2)
+    assert wait(start(argv, log, before=before), 3000) == 0, log.read_text()[-3000:]
+    columns = np.loadtxt(seen).T
+    return {name: (slope(column), float(np.median(column))) for name, column in zip(("kb", "files", "threads", "processes", "seconds"), columns)}
+
+
+def check_flat(figures, kb):
+    assert abs(figures["kb"][0]) < kb and all(abs(figures[k][0]) < 1e-3 for k in ("files", "threads", "processes")), figures
+
+
+def test_a_run_stays_flat(world_dir, tmp_path):
+    check_flat(watch(60, world_dir, tmp_path), kb=400)
+
+
+@pytest.mark.long
+def test_a_long_run_stays_flat(world_dir, tmp_path):
+    figures = watch(int(os.environ.get("LONG_UPDATES", 2000)), world_dir, tmp_path)
+    print(figures)
+    check_flat(figures, kb=10)
+    assert abs(figures["seconds"][0]) * 1000 < figures["seconds"][1], figures  # over 1,000 updates less than one step's time
