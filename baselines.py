@@ -223,11 +223,17 @@ METHODS: dict[str, Callable[[sgsd.Run, int], Result]] = {
     "opsd": opsd,
     "opsd+skill": functools.partial(opsd, skill=True),
 }
-GRPO = {"generations": 8, "max_new_tokens": 16000, "max_prompt_tokens": 2048, "temperature": 1.2, "top_p": 1.0, "top_k": 0, "loss_temperature": 1.2}
+GRPO = {"generations": 8, "max_new_tokens": 16000, "max_prompt_tokens": 2048, "temperature": 1.2, "top_p": 1.0, "top_k": 0, "loss_temperature": 1.2,
+        "student_prefix": "bare", "grad_clip": 1.0, "rollout_rows": 16}  # fmt: skip
 OPSD = {"teacher": "frozen", "answer_pi": True, "objective": "forward_kl", "objective_clip": 0.05, "loss_temperature": 1.1,
         "polarity": False, "token_mask": False}  # fmt: skip
 SKILL = {"num_teachers": 3, "update_every": 0}
 METHOD_DEFAULTS: dict[str, dict] = {"grpo": GRPO, "grpo+skill": GRPO | SKILL, "opsd": OPSD, "opsd+skill": OPSD | SKILL}
+
+OF_TEACHERS = {"teacher", "teacher_period", "teacher_decay", "teacher_prefix", "objective", "objective_clip", "support_top_k", "answer_pi",
+               "polarity", "token_mask", "clip", "eps_a", "c_delta", "tau_g", "mask_extra"}  # fmt: skip
+OF_SKILLS = {"retrieval", "num_teachers"}
+UNUSED = {"grpo": OF_TEACHERS | OF_SKILLS, "grpo+skill": OF_TEACHERS, "opsd": OF_SKILLS}
 
 
 def find(name: str) -> tuple[Callable[[sgsd.Run, int], Result], dict]:

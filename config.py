@@ -66,6 +66,8 @@ class Config:
     top_p: float = _flag(0.95, "Tab. 11")
     top_k: int = _flag(20, "Tab. 11")
     max_new_tokens: int = _flag(1024, "completion length; Tab. 11")
+    rollout_rows: int = _flag(0, "rollouts decoded at a time on each rank, 0 is all: bounds the cache's memory, changes no result")
+    student_prefix: str = _flag("closed", "the student's think block: closed, or left to the model; §4.1, S3, S15", ("closed", "bare"))
     max_prompt_tokens: int = _flag(20000, "a longer prompt is an error, never cut; Tab. 11")
     # the method
     num_teachers: int = _flag(8, "K, retrieved skill-mistake pairs; Tab. 12")
@@ -97,8 +99,9 @@ class Config:
     def __post_init__(self) -> None:
         positive = ("updates", "batch_size", "checkpoint_every", "score_tokens", "verify_timeout", "verify_workers", "learning_rate",
                     "grad_clip", "lora_rank", "lora_alpha", "max_prompt_tokens", "num_teachers", "tau_g", "c_delta", "loss_temperature",
-                    "cold_start", "dynamic_capacity", "merge_patience", "reply_tokens", "generations", "teacher_period")  # fmt: skip
-        nonnegative = ("eps_a", "audit_every", "seed", "update_every", "success_gate", "max_new_items", "objective_clip", "support_top_k")
+                    "cold_start", "dynamic_capacity", "merge_patience", "reply_tokens", "eval_tokens", "generations", "teacher_period")  # fmt: skip
+        nonnegative = ("eps_a", "audit_every", "seed", "update_every", "success_gate", "max_new_items", "objective_clip", "support_top_k",
+                       "rollout_rows")  # fmt: skip
         for f in fields(self):
             value, rule = getattr(self, f.name), None
             if f.name in positive and not value > 0:
@@ -123,6 +126,8 @@ class Config:
                 rule = "goes with --answer, the one with the other"
             elif f.name == "explain" and value and self.method != "sgsd":
                 rule = f"shows what the teachers of SGSD do; --method {self.method} has none"
+            elif f.name == "explain" and value and self.whole_logits:
+                rule = "shows the gate; leave out --objective and --support-top-k"
             elif f.metadata["choices"] and value not in f.metadata["choices"]:
                 rule = f"must be one of {', '.join(f.metadata['choices'])}"
             if rule:
@@ -168,6 +173,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def find_unused(method: str) -> set[str]:
+    """The settings that a method makes no use of."""
+    import baselines
+
+    return baselines.UNUSED.get(method, set())
+
+
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """One flag per field of a config dataclass, its source in the help; a flag that isn't given leaves no trace."""
     for f in fields(config):
@@ -182,6 +194,9 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 def layered(preset: str, given: dict[str, Any]) -> tuple[Config, dict[str, str]]:
     """The configuration, and where each value comes from: a flag, else the preset, else the method's own, else the paper."""
     method = given.get("method", "sgsd")
+    for name in given:
+        if name in find_unused(method):
+            raise UserError(f"--{name.replace('_', '-')}: --method {method} makes no use of it; leave it out")
     layers = {f"the default of --method {method}": find_method(method)[1], f"--preset {preset}": PRESETS[preset], "a flag": given}
     source = {f.name: f.metadata["source"] for f in fields(Config)} | {name: layer for layer, own in layers.items() for name in own}
     return Config(**{name: value for own in layers.values() for name, value in own.items()}), source
@@ -196,7 +211,7 @@ def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
     add_flags(parser, Config)
     given = vars(parser.parse_args(argv))
     run, preset, show = (given.pop(name) for name in ("resume", "preset", "print_config"))
-    if show:
+    if show and run is None:
         config, source = layered(preset or "paper", given)
         print("\n".join(f"{name} = {value!r}  ({source[name]})" for name, value in asdict(config).items()))
         raise SystemExit(0)
@@ -208,6 +223,8 @@ def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
         except (OSError, ValueError, KeyError, TypeError):
             again = False
         return config, again
+    if show:
+        raise UserError(f"--print-config: the settings of {run} stand in its config.json; leave --resume out")
     if preset:
         raise UserError(f"--preset {preset}: a resumed run has its own settings; leave it out")
     if "bank" in given:

@@ -199,7 +199,9 @@ def named(path: pathlib.Path) -> Iterator[None]:
     except OSError as e:
         raise OSError(e.errno, e.strerror or str(e), str(path)) from None
     except Exception as e:
-        raise OSError(f"{path}: {brief(e)}") from None if type(e).__name__ == "SafetensorError" else e
+        if type(e).__name__ != "SafetensorError":
+            raise
+        raise OSError(f"{path}: {brief(e)}") from None
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:

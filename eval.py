@@ -163,13 +163,24 @@ def _digest(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
-def settings_of(path: str, args: argparse.Namespace) -> dict:
-    """All that a policy's samples depend on besides the problems; weights and bank by their content."""
-    weights = [file.read_bytes() for file in sorted(pathlib.Path(path).glob("adapter_model.*"))]
-    names = ["model", "dtype", "attn", "thinking", "seed", "temperature", "top_p", "top_k", "max_new_tokens"]
-    names += ["skills", "num_skills", "encoder"] if args.skills else []
-    bank = {"bank": _digest(pathlib.Path(args.skills).read_bytes())} if args.skills else {}
-    return {"path": path, "adapter": _digest(*weights) if weights else "", **{k: getattr(args, k) for k in names}, **bank}
+def contents(path: str) -> str:
+    """What a directory of weights holds, by its content; a hub id as it is."""
+    files = sorted(file for pattern in ("*.safetensors", "*.bin") for file in pathlib.Path(path).glob(pattern) if file.stem != "trainer")
+    digests = []
+    for file in files:
+        with open(file, "rb") as f:
+            digests.append(hashlib.file_digest(f, "blake2b").hexdigest())
+    return _digest(*digests) if files else path
+
+
+def settings_of(path: str, base: str, args: argparse.Namespace) -> dict:
+    """All that a policy's samples depend on besides the problems; local weights and the bank by their content, so that they may move."""
+    names = ["device", "dtype", "attn", "thinking", "seed", "temperature", "top_p", "top_k", "max_new_tokens"]
+    settings = {"policy": contents(path), "base": contents(base) if base else "", **{k: getattr(args, k) for k in names}}
+    if args.skills:
+        bank = _digest(pathlib.Path(args.skills).read_bytes())
+        settings |= {"bank": bank, "num_skills": args.num_skills, "encoder": contents(args.encoder)}
+    return settings
 
 
 def sample(
@@ -183,7 +194,6 @@ def sample(
     done = {(s["set"], s["id"], s["sample"]): s for s in kept if (s["set"], s["id"]) in now and s["sample"] < args.samples}
     D.agree(len(kept), world, "samples")  # and everyone has looked before anyone writes
     if world.main:
-        D.write_json(folder / "settings.json", settings_of(path, args))
         D.write_text(log, "".join(json.dumps(s) + "\n" for s in kept))  # without a torn last line
     todo = [(name, x, j) for name, problems in sets.items() for x in problems for j in range(args.samples) if (name, x.id, j) not in done]
     if not todo:
@@ -268,7 +278,7 @@ def selections(tables: dict[str, dict[str, dict]], scores: dict, adapters: Seque
         runs.setdefault(str(pathlib.Path(path).parent), []).append(path)
     chosen, name = [], list(next(iter(tables.values())))[-1]  # the mean over sets, or the only set
     for run, paths in runs.items():
-        best, last = max(paths, key=lambda p: tables[p][name]["avg"]), paths[-1]
+        best, last = max(paths, key=lambda p: tables[p][name]["avg"]), max(paths)
         if len(paths) > 1:
             chosen.append({"of": run, "checkpoints": len(paths), "best": best, "best_avg": tables[best][name]["avg"], "last": last,
                            "last_avg": tables[last][name]["avg"], **difference(scores[best], scores[last], name)})  # fmt: skip
@@ -310,17 +320,23 @@ def evaluate(args: argparse.Namespace, world: D.World) -> None:
     prompt = prompt_maker(args, world.device)
     sets = {pathlib.Path(name).stem: load_set(name, args.split)[: args.limit or None] for name in args.data}
     folders = {}
+    args.device = world.device.type
+    settings = {path: settings_of(path, base, args) for path, base in policies.items()}
     for path in policies:  # each keeps its samples in a folder of its own
         own = pathlib.Path(path, "eval") if pathlib.Path(path).is_dir() else pathlib.Path("eval", path.replace("/", "--"))
-        folders[path] = own if not args.out else pathlib.Path(args.out, path.strip("/.").replace("/", "--") if len(policies) > 1 else "")
-        if (file := folders[path] / "settings.json").exists() and json.loads(file.read_text()) != settings_of(path, args):
+        folders[path] = own if not args.out else pathlib.Path(args.out, path.strip("/").replace("/", "--") if len(policies) > 1 else "")
+        if (file := folders[path] / "settings.json").exists() and json.loads(file.read_text()) != settings[path]:
             raise UserError(f"{folders[path]}: holds an evaluation with other settings (see its settings.json); give another --out")
+    if len(set(folders.values())) < len(folders):
+        raise UserError(f"{' '.join(folders)}: two of them would keep their samples in one folder; give --out, or evaluate them apart")
     run = next((p for p in args.paths if pathlib.Path(p, "checkpoints").is_dir()), None)
     out = pathlib.Path(args.out or (f"{run}/eval" if run else folders[next(iter(policies))] if len(policies) == 1 else "eval"))
     with R.Verifier(args.verify_timeout, args.verify_workers) as verifier:
         tables: dict[str, dict[str, dict]] = {path: {} for path in policies}
         scores: dict[str, dict[str, np.ndarray]] = {path: {} for path in policies}
         for path, base in policies.items():
+            if world.main:
+                D.write_json(folders[path] / "settings.json", settings[path])
             done = sample(path, base, folders[path], sets, prompt, args, world, verifier)
             for name, problems in sets.items() if world.main else ():
                 rows = [[done[name, x.id, j] for j in range(args.samples)] for x in problems]
@@ -329,7 +345,7 @@ def evaluate(args: argparse.Namespace, world: D.World) -> None:
     if world.main:
         tabulate(tables, scores)
         chosen = selections(tables, scores, [path for path, base in policies.items() if base])
-        D.write_json(out / "results.json", {"settings": {path: settings_of(path, args) for path in policies}, "results": tables, "selection": chosen})
+        D.write_json(out / "results.json", {"settings": settings, "results": tables, "selection": chosen})
         print_table(tables, chosen, args.samples)
         print(f"written: {out}/results.json")
     D.leave_together(world)

@@ -65,12 +65,13 @@ def rollout(row: dict, tokens: dict, bank: dict[tuple, dict]) -> dict:
             entry = bank.get((kind, id_), {})
             teacher[name] = [id_, *(entry.get(f, "") for f in S.FIELDS[kind])]
         teachers.append(teacher)
-    unit = max((abs(w) for row_T in tokens["credit"] for w in row_T), default=0) / 10_000 or 1.0
+    credit_KT = tokens.get("credit") or [[0.0] * len(row_T) for row_T in tokens["delta"]]  # Eq. 20 is the gate's: a divergence has none
+    unit = max((abs(w) for row_T in credit_KT for w in row_T), default=0) / 10_000 or 1.0
     return {
         **{name: row[name] for name in ("step", "problem_id", "problem", "gold", "pred", "r", "truncated")}, "loss": number(row["loss"]),
         "teachers": teachers, "text": tokens.get("text") or [f"⟨{i}⟩" for i in row["completion_ids"]], "mask": tokens["mask"], "unit": unit,
         "delta": [[round(1000 * number(x)) if math.isfinite(x) else None for x in row_T] for row_T in tokens["delta"]],
-        "credit": [[round(w / unit) if math.isfinite(w) else None for w in row_T] for row_T in tokens["credit"]],
+        "credit": [[round(w / unit) if math.isfinite(w) else None for w in row_T] for row_T in credit_KT],
     }  # fmt: skip
 
 

@@ -418,10 +418,10 @@ class Rollout:
 
 def sample_rollouts(
     model: Model, tokenizer: Tokenizer, problems: Sequence[Problem], prompt_ids: list[list[int]], sampling: Sampling,
-    keys: Sequence[int], verifier: Verifier,
+    keys: Sequence[int], verifier: Verifier, rows: int = 0,
 ) -> list[Rollout]:  # fmt: skip
-    """y ~ p_S(. | x) for each problem (Eq. 1), and the verifier's r."""
-    return judge(model, tokenizer, problems, prompt_ids, generate(model, tokenizer, prompt_ids, sampling, keys), verifier)
+    """y ~ p_S(. | x) for each problem (Eq. 1), and the verifier's r. rows: how many decode at a time; 0 is all."""
+    return judge(model, tokenizer, problems, prompt_ids, generate(model, tokenizer, prompt_ids, sampling, keys, rows), verifier)
 
 
 def judge(
@@ -431,8 +431,9 @@ def judge(
     """Sampled ids as rollouts: their text, its answer and the verifier's r."""
     stops = set(stop_ids(model, tokenizer))
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True) if completions else []
-    opened = tokenizer.encode("<think>", add_special_tokens=False)[-1:]  # some templates open the think block in the prompt
-    preds = [extract_answer(("<think>" if ids[-2:-1] == opened or ids[-1:] == opened else "") + text) for ids, text in zip(prompt_ids, texts)]
+    think = tokenizer.encode("<think>", add_special_tokens=False)  # some templates open the think block in the prompt
+    opened = [len(think) == 1 and think[0] in ids[-2:] for ids in prompt_ids]  # where it is no token of its own, none can be told
+    preds = [extract_answer(("<think>" if was else "") + text) for was, text in zip(opened, texts)]
     right = verifier.verify_many([(x.answer, pred) for x, pred in zip(problems, preds)])
     return [
         Rollout(x.id, x.problem, x.answer, prompt, ids, text, pred, 1 if ok else -1, not (ids and ids[-1] in stops))
@@ -601,11 +602,11 @@ def over_slices(
     f returns one row per position; so does this. Backward computes a slice's logits again, so that whole [T, V] logits are
     never alive, whatever divergence f makes of them.
     """
-    weight_VD = causal_lm(model).get_output_embeddings().weight.float()
+    weight_VD = causal_lm(model).get_output_embeddings().weight
     rows = max(1, SLICE_LOGITS[weight_VD.device.type] // (weight_VD.shape[0] * 4 * len(states)))  # f has its own temporaries
 
     def one(ids_n: torch.Tensor, *states_nD: torch.Tensor) -> torch.Tensor:
-        return f(ids_n, *(torch.mm(h.float(), weight_VD.t()) / temperature for h in states_nD))
+        return f(ids_n, *(torch.mm(h.float(), weight_VD.float().t()) / temperature for h in states_nD))
 
     return torch.cat([
         checkpoint(one, ids_T[at : at + rows], *(h[at : at + rows] for h in states), use_reentrant=False, preserve_rng_state=False)

@@ -141,8 +141,11 @@ def provenance(cfg: Config) -> dict:
 
     names = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git here
+        git = ""
     return {
-        "settings": asdict(cfg), "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]], "commit": git.stdout.strip() or None,
+        "settings": asdict(cfg), "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]], "commit": git or None,
         "versions": {"python": sys.version.split()[0], **{n: installed.get(n) for n in names}},
     }  # fmt: skip

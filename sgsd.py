@@ -242,8 +242,8 @@ class Run:
 
 
 def prompt_ids(run: Run, text: str, what: str, *, teacher: bool = False) -> list[int]:
-    """A student's prompt (think block closed, §4.1) or a teacher's (S3), within the prompt limit."""
-    prefix = run.cfg.teacher_prefix if teacher else "closed"
+    """A student's prompt (think block closed, §4.1) or a teacher's, each by its own prefix (S3), within the prompt limit."""
+    prefix = run.cfg.teacher_prefix if teacher else run.cfg.student_prefix
     ids = R.chat_ids(run.tokenizer, text, thinking=prefix != "closed")
     if prefix == "open":
         ids += run.tokenizer.encode("<think>\n", add_special_tokens=False)
@@ -269,7 +269,7 @@ def sample(run: Run, step: int, student: Callable[[R.Problem], str]) -> tuple[li
     mine = [item for i, item in enumerate(batch) if i // cfg.generations % run.world.size == run.world.rank]
     problems, keys = [x for x, _ in mine], [key for _, key in mine]
     ids = [prompt_ids(run, student(x), f"problem {x.id}") for x in problems]
-    return problems, R.sample_rollouts(run.model, run.tokenizer, problems, ids, cfg.sampling, keys, run.verifier)
+    return problems, R.sample_rollouts(run.model, run.tokenizer, problems, ids, cfg.sampling, keys, run.verifier, cfg.rollout_rows)
 
 
 def retrieve(run: Run, x: R.Problem, step: int) -> list[S.SkillPair]:
@@ -697,7 +697,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 code = explain(run, resume) if cfg.explain else train(run, resume)
         except KeyboardInterrupt:  # before the first update; from then on it is an orderly stop
             raise KeyboardInterrupt(f"go on with: python sgsd.py --resume {cfg.out}") from None
-        before_and_after(cfg, world)
+        if not cfg.explain:
+            before_and_after(cfg, world)
         return code
 
     return D.command("sgsd", body)

@@ -239,10 +239,15 @@ def machine(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}, commit {commit or 'none'}"
 
 
+def times(a: float, b: float) -> str:
+    """a as a multiple of b, where b was large enough to be seen."""
+    return f"{a / b:.1f}x" if b > 0 else "-"
+
+
 def score(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
     results = {layout: measured_layout(layout, args) for layout in LAYOUTS}
     own = results["ours"]
-    rows = [(name, f"{r['seconds']:.2f}", f"{r['seconds'] / own['seconds']:.1f}x", f"{r['mib']:.0f}", f"{r['mib'] / own['mib']:.1f}x", f"{r['loss']:.6f}")
+    rows = [(name, f"{r['seconds']:.2f}", times(r["seconds"], own["seconds"]), f"{r['mib']:.0f}", times(r["mib"], own["mib"]), f"{r['loss']:.6f}")
             for name, r in results.items()]  # fmt: skip
     table(f"score: K={K}, T={s.T}, vocabulary {s.vocab:,}, shape {args.shape}", device, "layout | seconds | of ours | peak extra MiB | of ours | loss", rows)
     tokens, projections = K * (TEACHER + s.T), 3 * s.width * s.heads * s.size + 3 * s.width * s.mlp

@@ -5,7 +5,7 @@
 
 Every method takes the preset tiny, a bank that the tiny model made (one per seed, the same for all methods) and the best of
 three learning rates on the validation problems; then five seeds on the test problems. What is done is kept in --work, so that
-a killed run goes on. Accuracy is avg@4 under the plain prompt, thinking on, but for base+skill.
+a killed run goes on. The bank stays as it was made but for "sgsd, bank evolving". Accuracy is avg@4 under the plain prompt, thinking on, but for base+skill.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import shutil
 import statistics
 import sys
 import time
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
@@ -28,10 +29,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 METHODS: dict[str, str] = {
     "grpo": "--method grpo",
-    "grpo+skill": "--method grpo+skill",
+    "grpo+skill": "--method grpo+skill --num-teachers 3",
     "opsd": "--method opsd",
     "opsd, no clip": "--method opsd --objective-clip 0",
-    "opsd+skill": "--method opsd+skill",
+    "opsd+skill": "--method opsd+skill --num-teachers 3",
     "sgsd": "",
     "sgsd, bank evolving": "--update-every 10",
     "no token mask": "--no-token-mask",
@@ -129,15 +130,16 @@ def run(job: dict, work: str) -> dict:
     return result
 
 
-def do(jobs: list[dict], work: pathlib.Path, workers: int, what: str) -> dict[str, dict]:
+def do(jobs: list[dict[str, Any]], work: pathlib.Path, workers: int, what: str) -> dict[str, dict]:
     """All jobs' results, those that are kept and those that are made now."""
     from tqdm import tqdm
 
     kept, results = work / "done", {}
     kept.mkdir(parents=True, exist_ok=True)
     for job in jobs:
-        if (file := kept / f"{job['name']}.json").exists():
-            results[job["name"]] = json.loads(file.read_text())
+        job["flags"] = METHODS.get(job.get("method", ""), "")
+        if (file := kept / f"{job['name']}.json").exists() and job.items() <= (old := json.loads(file.read_text())).items():
+            results[job["name"]] = old  # made with the same settings
     left = [job for job in jobs if job["name"] not in results]
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(run, job, str(work)) for job in left]

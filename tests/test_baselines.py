@@ -424,7 +424,7 @@ def test_packs_of_rows_change_no_gradient(changes, world_dir, tmp_path):
         torch.testing.assert_close(single[name], whole[name], atol=1e-6, rtol=1e-3)
 
 
-@pytest.mark.parametrize("changes", [{}, settings_of("opsd"), settings_of("grpo", generations=2)])
+@pytest.mark.parametrize("changes", [{}, settings_of("opsd"), settings_of("grpo", generations=2, student_prefix="closed")])
 def test_truncated_rollouts_can_be_left_out(changes, world_dir, tmp_path):
     _, records, grads = one_update(world_dir, tmp_path / "run", **changes, drop_truncated=True)
     assert all(r["truncated"] and r["loss"] == 0 for r in records) and all((g == 0).all() for g in grads.values())

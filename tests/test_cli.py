@@ -168,3 +168,8 @@ def test_a_flag_goes_before_the_preset_before_the_method_before_the_paper(capsys
     assert end.value.code == 0 and "temperature = 1.2  (the default of --method grpo)" in shown and "tau_g = 1.0  (gate width; Eq. 14, Tab. 12)" in shown
     with pytest.raises(UserError, match="--preset tiny: a resumed run has its own settings"):
         config.parse_config(["--preset", "tiny", "--resume", "x"])
+
+
+@pytest.mark.parametrize("argv", ["--method grpo --tau-g 2", "--method opsd --num-teachers 2", "--method grpo+skill --no-polarity"])
+def test_a_flag_that_its_method_makes_no_use_of_is_refused(argv, capsys):
+    assert sgsd.main(argv.split()) == 2 and "makes no use of it" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from conftest import ROOT, make_bank
+from conftest import ROOT, make_bank, make_model
 
 import eval as E
 import skills as S
@@ -263,3 +263,23 @@ def test_kill_9_and_go_on(world_dir, tmp_path):
     assert log.read_text().startswith(before[: before.rfind("\n") + 1])
     assert samples(tmp_path / "killed") == samples(tmp_path / "whole")
     assert (tmp_path / "killed/results.json").read_bytes() == (tmp_path / "whole/results.json").read_bytes()
+
+
+def test_other_weights_at_the_same_place_are_not_the_same_policy(world_dir, tmp_path, capsys):
+    """Local weights count by content: a model that was made anew is refused, one that was moved goes on."""
+    model = tmp_path / "model"
+    shutil.copytree(world_dir / "model", model)
+    flags = ["--data", str(world_dir / "data.jsonl"), "--limit", "2", "--samples", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "out")]
+    assert E.main([str(model), *flags]) == 0
+    before = (tmp_path / "out" / "samples.jsonl").read_bytes()
+    assert E.main([str(model.rename(tmp_path / "moved")), *flags]) == 0 and (tmp_path / "out" / "samples.jsonl").read_bytes() == before
+    make_model(seed=1).save_pretrained(tmp_path / "moved")
+    capsys.readouterr()
+    assert E.main([str(tmp_path / "moved"), *flags]) == 2 and "other settings" in capsys.readouterr().err
+
+
+def test_two_policies_never_share_a_folder(world_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir("/")
+    model = str(world_dir / "model")
+    assert E.main([model, model.lstrip("/"), "--data", str(world_dir / "data.jsonl"), "--out", str(tmp_path)]) == 2
+    assert "would keep their samples in one folder" in capsys.readouterr().err

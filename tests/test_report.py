@@ -355,3 +355,11 @@ def test_in_a_browser(kind, out, tmp_path):
             assert [int(c) for c in cells[2:]] == [row["retrieved"], *fates]
         if kind == "run":
             assert found["checked"] == "k1" and found["curves"]["paths"] > 20 and found["memory"][0].startswith("problem p")
+
+
+def test_a_run_of_opsd_is_reported(world_dir, tmp_path):
+    """A divergence has no credit (Eq. 20 is the gate's)."""
+    flags = {"model": "model", "data": "data.jsonl"}
+    more = ["--method", "opsd", "--updates", "1", "--batch-size", "2", "--audit-every", "1", "--max-new-tokens", "6", "--lora-rank", "4", "--out", tmp_path / "run"]
+    assert sgsd.main([*(x for k, v in flags.items() for x in (f"--{k}", str(world_dir / v))), *map(str, more)]) == 0
+    assert report.main([str(tmp_path / "run")]) == 0 and (tmp_path / "run" / "report.html").exists()

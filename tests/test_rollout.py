@@ -1,9 +1,11 @@
 """Sampling is a pure function of its key and position; ids travel unchanged; outcomes come from the text after thinking."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
-from conftest import make_model
+from conftest import make_model, make_tokenizer
 
 import distributed as D
 import rollout as R
@@ -198,3 +200,17 @@ def test_a_prompt_is_answered_greedily_and_asked_again_at_once_by_sampling(token
     assert first(["b", "a"]) != greedy[::-1] and first(["c"]) and first(["a", "b"]) == greedy  # after another call: greedy
     other = R.make_complete(model, tokenizer, world, max_new_tokens=8, seed=0)
     assert other(["a"]) == greedy[:1] and other(["a"]) == again[:1] != greedy[:1] and other(["a"]) == third != again[:1]
+
+
+def test_a_think_block_is_only_seen_where_it_is_a_token(tokenizer):
+    """A tokenizer without <think> spells it in letters, and a prompt may well end on its last one."""
+    from transformers import PreTrainedTokenizerFast
+
+    plain = make_tokenizer()
+    core = json.loads(plain.backend_tokenizer.to_str())
+    core["added_tokens"] = [t for t in core["added_tokens"] if "think" not in t["content"]]
+    without = PreTrainedTokenizerFast(tokenizer_object=type(plain.backend_tokenizer).from_str(json.dumps(core)), eos_token="<|im_end|>")
+    prompt, answer = (without.encode(text, add_special_tokens=False) for text in ("say>\n", "\\boxed{5}"))
+    with R.Verifier() as verifier:
+        (roll,) = R.judge(make_model(), without, [R.Problem("x", "p", "5")], [prompt], [answer], verifier)
+    assert (roll.pred, roll.r) == ("5", 1)

@@ -56,7 +56,7 @@ def guidance(rng: random.Random, family: str) -> tuple[list[dict], list[dict]]:
 
 
 def solving(rng: random.Random, drawn: W.Drawn, form: str) -> tuple[str, float]:
-    """A prompt that asks for a solution, and the chance of the error. form: plain, memory, pair."""
+    """A prompt that asks for a solution, and the chance of the error. form: plain, memory, pair, answer."""
     if form == "plain":
         return S.render_student(drawn.problem), W.error_chance(drawn.family, [])
     if form == "memory":
