@@ -64,7 +64,7 @@ def test_commands_use_flags_that_exist(command):
 def test_every_flag_named_in_the_text_exists():
     code = CODE + (ROOT / "tests/bench.py").read_text()
     known = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(sgsd.Config)} | set(re.findall(r'"(--[a-z][a-z-]+)"', code))
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - known <= {"--nproc", "--standalone", "--shutdown-timeout"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - known <= {"--nproc", "--standalone", "--shutdown-timeout", "--max-restarts"}
 
 
 def test_the_project_speaks_of_itself_alone():
