@@ -143,7 +143,7 @@ def grpo(run: sgsd.Run, step: int, skill: bool = False) -> Result:
             loss = float(losses[-1].detach())
             row = sgsd.record(run, step, roll, pairs(batch[i]), no_gaps_KT, mask_T, none_K, none_K, none_K, loss)
             records[i] = row | {"advantage": advantages[i]}
-        (torch.stack(losses).sum() / (cfg.batch_size * cfg.generations)).backward()
+        sgsd.backward(losses, cfg)
     return records, {"gen": sampled - began, "score": 0.0, "bwd": time.perf_counter() - sampled}
 
 
@@ -202,7 +202,7 @@ def distil(
             if "tokens" in row:  # Eq. 20 is the gate's
                 del row["tokens"]["credit"]
                 row["tokens"]["losses"] = ell_KT.tolist()
-        (torch.stack(losses).sum() / (cfg.batch_size * cfg.generations)).backward()
+        sgsd.backward(losses, cfg)
     return records, {"gen": sampled - began, "score": scored, "bwd": time.perf_counter() - sampled - scored}
 
 

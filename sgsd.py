@@ -342,10 +342,15 @@ def accumulate(run: Run, step: int) -> tuple[list[dict], dict[str, float]]:
             loss = sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)  # Eqs. 14-16
             losses.append(loss * (0.0 if cfg.drop_truncated and roll.truncated else 1.0))  # S4
             records[i] = record(run, step, roll, pairs[i], delta_KT.detach(), mask_T, alpha_K, a_K, rho_K, float(losses[-1].detach()))
-        mean = torch.stack(losses).sum() / (cfg.batch_size * cfg.generations)  # over the global batch
-        mean.backward(1 + 0 * mean.detach())  # a loss that is not finite makes a gradient that is not: all ranks see it
+        backward(losses, cfg)
     clock.append(time.perf_counter())
     return records, dict(zip(("gen", "score", "bwd"), (b - a for a, b in itertools.pairwise(clock))))
+
+
+def backward(losses: list[torch.Tensor], cfg: Config) -> None:
+    """Of the mean over the global batch. A loss that is not finite makes a gradient that is not, so that all ranks see it."""
+    mean = torch.stack(losses).sum() / (cfg.batch_size * cfg.generations)
+    mean.backward(1 + 0 * mean.detach())
 
 
 def update(run: Run, step: int) -> float:

@@ -547,3 +547,13 @@ def test_a_capped_head_is_refused_where_whole_logits_are_needed(world_dir, tmp_p
     make_tokenizer().save_pretrained(tmp_path / "capped")
     with pytest.raises(D.UserError, match="plain head"):
         make_run(world_dir, tmp_path / "run", model=str(tmp_path / "capped"), attn="eager", objective="jsd")
+
+
+@pytest.mark.parametrize("name,changes", [("grpo_loss", settings_of("grpo", generations=2)), ("generalized_jsd", settings_of("opsd"))])
+def test_an_infinite_loss_skips_the_update(name, changes, world_dir, tmp_path, monkeypatch):
+    """Its gradient alone may well be finite: that of an added constant is."""
+    keep = getattr(B, name)
+    monkeypatch.setattr(B, name, lambda *args, **kw: keep(*args, **kw) + float("inf"))
+    run, *_ = one_update(world_dir, tmp_path / "run", **changes)
+    before = {n: p.detach().clone() for n, p in run.params.items()}
+    assert not math.isfinite(sgsd.update(run, 1)) and all(torch.equal(before[n], p) for n, p in run.params.items())
