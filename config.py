@@ -194,12 +194,13 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 def layered(preset: str, given: dict[str, Any]) -> tuple[Config, dict[str, str]]:
     """The configuration, and where each value comes from: a flag, else the preset, else the method's own, else the paper."""
     method = given.get("method", "sgsd")
+    layers = {f"the default of --method {method}": find_method(method)[1], f"--preset {preset}": PRESETS[preset], "a flag": given}
+    source = {f.name: f.metadata["source"] for f in fields(Config)} | {name: layer for layer, own in layers.items() for name in own}
+    config = Config(**{name: value for own in layers.values() for name, value in own.items()})
     for name in given:
         if name in find_unused(method):
             raise UserError(f"--{name.replace('_', '-')}: --method {method} makes no use of it; leave it out")
-    layers = {f"the default of --method {method}": find_method(method)[1], f"--preset {preset}": PRESETS[preset], "a flag": given}
-    source = {f.name: f.metadata["source"] for f in fields(Config)} | {name: layer for layer, own in layers.items() for name in own}
-    return Config(**{name: value for own in layers.values() for name, value in own.items()}), source
+    return config, source
 
 
 def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:

@@ -188,7 +188,12 @@ def test_a_signal_in_cold_start(number, world_dir, tmp_path, whole):
     out, log = tmp_path / "run", tmp_path / "log"
 
     def before():
-        FakeReplies.__call__ = lambda self, prompts: os.kill(os.getpid(), number) or time.sleep(1)
+        def interrupted(self, prompts):
+            while True:  # an exception that strikes inside a finalizer is lost: then as a user would, once more
+                os.kill(os.getpid(), number)
+                time.sleep(0.2)
+
+        FakeReplies.__call__ = interrupted
 
     assert go(flags(world_dir, out), log, before=before) == 130
     assert f"sgsd: interrupted; go on with: python sgsd.py --resume {out}\n" in log.read_text() and "Traceback" not in log.read_text()
