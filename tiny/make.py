@@ -351,7 +351,7 @@ def main() -> None:
                     rows.append({"id": f"{x.family}-{name}-{len(rows)}", "problem": x.problem, "answer": str(x.right[1])})
             (HERE / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         tokenizer = make_tokenizer(rng)
-        make_encoder(rng, tokenizer).save(str(HERE / "encoder"))
+        make_encoder(rng, tokenizer).save(str(HERE / "encoder"), create_model_card=False)
         model = train(make_model(tokenizer), rng, tokenizer, reserved, args.steps, RATE, MIX)
         model.to(torch.bfloat16).save_pretrained(HERE / "model")
         tokenizer.save_pretrained(HERE / "model")
