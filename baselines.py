@@ -236,10 +236,10 @@ OF_SKILLS = {"retrieval", "num_teachers"}
 UNUSED = {"grpo": OF_TEACHERS | OF_SKILLS, "grpo+skill": OF_TEACHERS, "opsd": OF_SKILLS}
 
 
-def find(name: str) -> tuple[Callable[[sgsd.Run, int], Result], dict]:
-    """A method's function and its own defaults; UserError on a name that trains nothing."""
+def find(name: str) -> tuple[Callable[[sgsd.Run, int], Result], dict, set[str]]:
+    """A method's function, its own defaults and the settings it has no use for; UserError on a name that trains nothing."""
     if name in ("base", "base+skill"):
         raise UserError(f"--method {name}: trains nothing; measure it with python eval.py MODEL")
     if name not in METHODS:
         raise UserError(f"--method {name}: must be one of {', '.join(METHODS)}")
-    return METHODS[name], METHOD_DEFAULTS.get(name, {})
+    return METHODS[name], METHOD_DEFAULTS.get(name, {}), UNUSED.get(name, set())

@@ -153,8 +153,8 @@ class Config:
         return self.objective != "gate" or self.support_top_k > 0
 
 
-def find_method(name: str) -> tuple[Callable, dict[str, Any]]:
-    """By --method: what leaves the gradient of an update, and the method's own defaults. UserError where there is none."""
+def find_method(name: str) -> tuple[Callable, dict[str, Any], set[str]]:
+    """By --method: what leaves the gradient of an update, its own defaults, and the settings it has no use for; UserError if none."""
     import baselines  # which imports this module
 
     return baselines.find(name)
@@ -173,13 +173,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def find_unused(method: str) -> set[str]:
-    """The settings that a method makes no use of."""
-    import baselines
-
-    return baselines.UNUSED.get(method, set())
-
-
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """One flag per field of a config dataclass, its source in the help; a flag that isn't given leaves no trace."""
     for f in fields(config):
@@ -194,11 +187,12 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 def layered(preset: str, given: dict[str, Any]) -> tuple[Config, dict[str, str]]:
     """The configuration, and where each value comes from: a flag, else the preset, else the method's own, else the paper."""
     method = given.get("method", "sgsd")
-    layers = {f"the default of --method {method}": find_method(method)[1], f"--preset {preset}": PRESETS[preset], "a flag": given}
+    _, own_defaults, unused = find_method(method)
+    layers = {f"the default of --method {method}": own_defaults, f"--preset {preset}": PRESETS[preset], "a flag": given}
     source = {f.name: f.metadata["source"] for f in fields(Config)} | {name: layer for layer, own in layers.items() for name in own}
     config = Config(**{name: value for own in layers.values() for name, value in own.items()})
     for name in given:
-        if name in find_unused(method):
+        if name in unused:
             raise UserError(f"--{name.replace('_', '-')}: --method {method} makes no use of it; leave it out")
     return config, source
 

@@ -13,11 +13,13 @@ import math
 import pathlib
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 import distributed as D
+import rollout as R
 import runlog
 import sgsd
 import skills as S
@@ -26,7 +28,6 @@ from distributed import UserError
 MAX_BYTES = 4_900_000  # of the page
 MAX_POINTS = 1000  # of a curve, over all runs
 MAX_SOURCES = 8  # memories shown of one entry
-FATE = {1: "distilled", -1: "reversed", 0: "ignored"}
 
 
 def number(x: Any) -> Any:
@@ -46,7 +47,7 @@ def excerpt(text: str, size: int = 500) -> str:
 def sentence(a: float, rho: int, r: int) -> str:
     """What a teacher's polarity amounts to (Tab. 2): "supports a failure: reversed"."""
     stance = "is unsure of" if rho == 0 else "supports" if a > 0 else "suppresses"
-    return f"{stance} a {'success' if r > 0 else 'failure'}: {FATE[rho]}"
+    return f"{stance} a {'success' if r > 0 else 'failure'}: {runlog.FATE[rho]}"
 
 
 def rollout(row: dict, tokens: dict, bank: dict[tuple, dict]) -> dict:
@@ -261,6 +262,24 @@ def write(runs: Sequence[pathlib.Path], out: pathlib.Path) -> pathlib.Path:
     before, after = template.split("{{data}}")
     D.write_text(out, before + dump(data) + after)
     return out
+
+
+def explain(run: sgsd.Run, resume: bool) -> int:
+    """--explain: one problem through Algorithm 1, lines 2-14, no update; printed, and written as a report beside --out."""
+    cfg = run.cfg
+    out = pathlib.Path(f"{pathlib.Path(cfg.out)}-explain-{R.sample_key(cfg.seed, 0, cfg.explain + cfg.answer) % 2**32:08x}")
+    if run.bank is None:
+        raise UserError("--explain needs a skill bank: give one with --bank, or a run that has one with --resume")
+    if resume:
+        sgsd.load_checkpoint(run)
+    (row,), _ = sgsd.accumulate(run, 1)
+    D.write_json(out / "config.json", runlog.provenance(cfg))
+    run.bank.save(out / "bank" / "step_000000.json")
+    for name, made in (("tokens", row.pop("tokens")), ("rollouts", row)):
+        D.write_text(out / f"{name}.jsonl", json.dumps(made) + "\n")
+    print(in_words(load(out)["rollouts"][0], asdict(cfg)))
+    print(f"written: {write([out], out / 'report.html')}")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,8 @@ import skills as S
 from config import Config
 from distributed import UserError
 
+FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
+
 
 def summarize(step: int, records: list[dict], norm: float, lr: float, seconds: dict[str, float], memory_gb: float) -> dict:
     """One update's line in metrics.jsonl, from the records of all ranks."""
@@ -25,13 +27,12 @@ def summarize(step: int, records: list[dict], norm: float, lr: float, seconds: d
     gaps = sum(r["unmasked"] * len(r["rho"]) for r in records)
     first = [g for r in records for g in r["first_gap"]]
     tokens = [len(r["completion_ids"]) for r in records]
-    names = {1: "distilled", -1: "reversed", 0: "ignored"}
     return {
         "step": step, "loss": sum(r["loss"] for r in records) / total, "success": sum(r["r"] > 0 for r in records) / total,
         "truncated": sum(r["truncated"] for r in records) / total, "no_answer": sum(r["pred"] is None for r in records) / total,
         "no_teachers": sum(not r["rho"] for r in records),
-        **{f"rho_{name}": sum(k == value for k, _, _ in rho) for value, name in names.items()},
-        **{f"rho_{name}_{case}": sum(k == value and hit(r, cut) for k, r, cut in rho) for value, name in names.items()
+        **{f"rho_{name}": sum(k == value for k, _, _ in rho) for value, name in FATE.items()},
+        **{f"rho_{name}_{case}": sum(k == value and hit(r, cut) for k, r, cut in rho) for value, name in FATE.items()
            for case, hit in (("success", lambda r, _: r > 0), ("failure", lambda r, _: r < 0), ("truncated", lambda _, cut: cut))},
         **{f"abs_a_p{q}": float(abs_a.quantile(q / 100)) for q in (10, 50, 90)},
         "clip_share": sum(r["clipped"] for r in records) / max(1, gaps), "mask_share": sum(r["unmasked"] for r in records) / max(1, sum(tokens)),
@@ -77,7 +78,6 @@ def make_ledger(out: pathlib.Path) -> dict:
     Made from rollouts.jsonl and bank/step_*.json alone, so it is right at any time. An update used the last version before
     it. Dynamic ids are given anew with each version (Alg. 4), so a dynamic entry is known by its text.
     """
-    names = {1: "distilled", -1: "reversed", 0: "ignored"}
     entries: dict[tuple, dict] = {}
     versions: dict[int, dict[tuple, dict]] = {}
     for path in sorted((out / "bank").glob("step_*.json")):
@@ -88,7 +88,7 @@ def make_ledger(out: pathlib.Path) -> dict:
                 same = S.entry_text(e, kind) if e[field_].startswith("dyn_") else e[field_]
                 row = entries.setdefault((kind, field_, same), {
                     "kind": kind, "id": e[field_], "first": step, "entry": {f: e[f] for f in S.FIELDS[kind]}, "sources": e.get("sources", []),
-                    "retrieved": 0, **{name: {"success": 0, "failure": 0} for name in names.values()},
+                    "retrieved": 0, **{name: {"success": 0, "failure": 0} for name in FATE.values()},
                 })  # fmt: skip
                 row.update(id=e[field_], last=step)
                 versions[step][kind, e[field_]] = row
@@ -100,7 +100,7 @@ def make_ledger(out: pathlib.Path) -> dict:
                 row = versions[max(step for step in versions if step < r["step"])][kind, id_]
                 row["retrieved"] += 1
                 if rho is not None:
-                    row[names[rho]]["success" if r["r"] > 0 else "failure"] += 1
+                    row[FATE[rho]]["success" if r["r"] > 0 else "failure"] += 1
     return {"step": rollouts[-1]["step"] if rollouts else 0, "entries": list(entries.values())}
 
 

@@ -636,7 +636,7 @@ def train(run: Run, resume: bool) -> int:
             bar.write(runlog.log_line(metrics, cfg.updates))
         if step % cfg.checkpoint_every == 0 or step == cfg.updates or stop or skipped == 3:
             saved = step
-            if world.main:  # before the checkpoint: a run killed after it has nothing left to write
+            if world.main and bank_life:  # before the checkpoint: a run killed after it has nothing left to write
                 D.write_json(out / "ledger.json", runlog.make_ledger(out))
             path = save_checkpoint(run, step)
             if world.main:
@@ -667,26 +667,6 @@ def before_and_after(cfg: Config, world: D.World) -> None:
         E.evaluate(E.arguments([cfg.model, str(last), *(f"--{name}={value}" for name, value in settings.items())]), world)
 
 
-def explain(run: Run, resume: bool) -> int:
-    """--explain: one problem through Algorithm 1, lines 2-14, no update; printed, and written as a report beside --out."""
-    import report
-
-    cfg = run.cfg
-    out = pathlib.Path(f"{pathlib.Path(cfg.out)}-explain-{R.sample_key(cfg.seed, 0, cfg.explain + cfg.answer) % 2**32:08x}")
-    if run.bank is None:
-        raise UserError("--explain needs a skill bank: give one with --bank, or a run that has one with --resume")
-    if resume:
-        load_checkpoint(run)
-    (row,), _ = accumulate(run, 1)
-    D.write_json(out / "config.json", runlog.provenance(cfg))
-    run.bank.save(out / "bank" / "step_000000.json")
-    for name, made in (("tokens", row.pop("tokens")), ("rollouts", row)):
-        D.write_text(out / f"{name}.jsonl", json.dumps(made) + "\n")
-    print(report.in_words(report.load(out)["rollouts"][0], asdict(cfg)))
-    print(f"written: {report.write([out], out / 'report.html')}")
-    return 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -697,13 +677,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if cfg.explain:
             cfg = replace(cfg, data="--explain", batch_size=1, generations=1, audit_every=1)
         run = prepare(cfg, world, resume)
+        if cfg.explain:
+            import report  # which imports this module
+
+            with run.verifier:
+                return report.explain(run, resume)
         try:
             with run.verifier:
-                code = explain(run, resume) if cfg.explain else train(run, resume)
+                code = train(run, resume)
         except KeyboardInterrupt:  # before the first update; from then on it is an orderly stop
             raise KeyboardInterrupt(f"go on with: python sgsd.py --resume {cfg.out}") from None
-        if not cfg.explain:
-            before_and_after(cfg, world)
+        before_and_after(cfg, world)
         return code
 
     return D.command("sgsd", body)
