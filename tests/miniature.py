@@ -3,9 +3,11 @@
     python tests/miniature.py                     all of it: results/miniature.json and results/miniature.md
     python tests/miniature.py --quick             one seed, four methods, no choice of rates
 
-Every method takes the preset tiny, a bank that the tiny model made (one per seed, the same for all methods) and the best of
-three learning rates on the validation problems; then five seeds on the test problems. What is done is kept in --work, so that
-a killed run goes on. The bank stays as it was made but for "sgsd, bank evolving". Accuracy is avg@4 under the plain prompt, thinking on, but for base+skill.
+Every method takes the preset tiny for 40 updates, a bank that the tiny model made (one per seed, the same for all methods) and
+the best of three learning rates on the validation problems; then five seeds on the test problems. GRPO draws 8 rollouts for each
+of 4 problems, twice the samples of the others' 16; one row has it at their 16 problems, 8 times the samples. What is done is kept
+in --work, so that a killed run goes on. The bank stays as it was made but for "sgsd, bank evolving". Accuracy is avg@4 under the
+plain prompt, thinking on, but for base+skill. Only runs on the test problems are evaluated before their last update.
 """
 
 import argparse
@@ -28,8 +30,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 METHODS: dict[str, str] = {
-    "grpo": "--method grpo",
-    "grpo+skill": "--method grpo+skill --num-teachers 3",
+    "grpo": "--method grpo --batch-size 4",
+    "grpo+skill": "--method grpo+skill --num-teachers 3 --batch-size 4",
+    "grpo, 16 problems": "--method grpo",
     "opsd": "--method opsd",
     "opsd, no clip": "--method opsd --objective-clip 0",
     "opsd+skill": "--method opsd+skill --num-teachers 3",
@@ -42,7 +45,7 @@ METHODS: dict[str, str] = {
     "no polarity": "--no-polarity",
     "one teacher": "--num-teachers 1",
     "frozen teacher": "--teacher frozen",
-    "periodic teacher": "--teacher periodic --teacher-period 20",
+    "periodic teacher": "--teacher periodic --teacher-period 10",
     "ema teacher": "--teacher ema --teacher-decay 0.97",
     "reverse KL": "--objective reverse_kl",
     "forward KL": "--objective forward_kl",
@@ -52,6 +55,8 @@ METHODS: dict[str, str] = {
     "random retrieval": "--retrieval random",
 }
 RATES = (1e-4, 3e-4, 1e-3)
+RATE_OF = {"grpo, 16 problems": "grpo"}  # takes that method's rate: its own trials would cost 4 times as much
+UPDATES, EVERY = 40, 20  # updates of a run, and between two evaluations
 SHARES = (0, 25, 50, 75, 100)  # percent of families whose skill in the bank misleads
 SWEPT = ("sgsd", "no polarity", "one teacher")
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # of Student's t, by number of seeds
@@ -98,7 +103,7 @@ def run(job: dict, work: str) -> dict:
             folders = {0: out}
         else:
             flags = METHODS[job["method"]].split()
-            skilled = [] if job["method"] in ("grpo", "opsd", "opsd, no clip") else ["--bank", str(bank)]
+            skilled = [] if job["method"].split(",")[0] in ("grpo", "opsd") else ["--bank", str(bank)]
             evolving = [] if "--update-every" in flags else ["--update-every", "0"]
             forward = 0
             count = R._predictors
@@ -110,7 +115,8 @@ def run(job: dict, work: str) -> dict:
 
             R._predictors = counting
             began = time.perf_counter()
-            settings = ["--preset", "tiny", "--eval-data", "", "--audit-every", "0", "--seed", seed, "--learning-rate", str(job["rate"]), "--out", str(out)]
+            settings = ["--preset", "tiny", "--eval-data", "", "--audit-every", "0", "--seed", seed, "--learning-rate", str(job["rate"])]
+            settings += ["--updates", str(UPDATES), "--checkpoint-every", str(EVERY if job["points"] else UPDATES), "--out", str(out)]
             try:
                 assert sgsd.main([*settings, *flags, *skilled, *evolving]) == 0, f"see {folder}/log.txt"
             finally:
@@ -125,7 +131,7 @@ def run(job: dict, work: str) -> dict:
             for s in map(json.loads, open(samples / "samples.jsonl")):
                 right.setdefault(s["id"], []).append(s["r"] > 0)
             points[step] = statistics.mean(statistics.mean(v) for v in right.values())
-        result["points"] = points
+        result["accuracy"] = points
     shutil.rmtree(folder)
     return result
 
@@ -151,7 +157,7 @@ def do(jobs: list[dict[str, Any]], work: pathlib.Path, workers: int, what: str) 
 
 
 def final(result: dict) -> float:
-    return list(result["points"].values())[-1]
+    return list(result["accuracy"].values())[-1]
 
 
 def with_interval(values: list[float], sign: str = "") -> str:
@@ -165,15 +171,17 @@ def with_interval(values: list[float], sign: str = "") -> str:
 
 def table(results: dict[str, dict], names: list[str], seeds: range, rates: dict[str, float]) -> list[str]:
     """One row a method: accuracy over updates, difference to SGSD paired by seed, and what it cost."""
-    lines = ["| method | rate | 20 | 40 | 60 updates | - sgsd | generated tokens | forward tokens | seconds |", "|---|---|---|---|---|---|---|---|---|"]
+    steps = list(range(EVERY, UPDATES + 1, EVERY))
+    head = ["method", "rate", *map(str, steps[:-1]), f"{UPDATES} updates", "- sgsd", "generated tokens", "forward tokens", "seconds"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name in names:
         runs = [results[f"{name}-{seed}"] for seed in seeds]
-        points = [with_interval([list(r["points"].values())[i] for r in runs]) for i in range(len(runs[0]["points"]))]
+        points = [with_interval([list(r["accuracy"].values())[i] for r in runs]) for i in range(len(runs[0]["accuracy"]))]
         gaps = [final(r) - final(results[f"sgsd-{seed}"]) for r, seed in zip(runs, seeds)]
         cost = ["", "", ""]
         if "seconds" in runs[0]:
             cost = [f"{statistics.mean(r[k] for r in runs):,.0f}" for k in ("generated_tokens", "forward_tokens", "seconds")]
-        cells = [""] * (3 - len(points)) + points
+        cells = [""] * (len(steps) - len(points)) + points
         gap = "" if name == "sgsd" else with_interval(gaps, "+")
         lines.append(f"| {name} | {rates.get(name, '')} | {' | '.join(cells)} | {gap} | {' | '.join(cost)} |")
     return lines
@@ -194,17 +202,18 @@ def main() -> None:
     rates = dict.fromkeys(names, 3e-4)
     chosen: dict[str, dict] = {}
     if not args.quick:
-        trials = [{"name": f"valid-{n}-{rate}", "kind": "train", "method": n, "rate": rate, "seed": 100, "split": "valid"} for n in names for rate in RATES]
+        trials = [{"name": f"valid-{n}-{rate}", "kind": "train", "method": n, "rate": rate, "seed": 100, "split": "valid", "points": False}
+                  for n in names if n not in RATE_OF for rate in RATES]  # fmt: skip
         chosen = do(trials, work, args.jobs, "rates")
-        rates = {n: max(RATES, key=lambda rate, n=n: final(chosen[f"valid-{n}-{rate}"])) for n in names}
+        rates = {n: max(RATES, key=lambda rate, n=n: final(chosen[f"valid-{RATE_OF.get(n, n)}-{rate}"])) for n in names}
     bases = ["base"] if args.quick else ["base", "base+skill"]
     jobs = [{"name": f"{n}-{s}", "kind": "base", "method": n, "seed": s, "split": "test"} for n in bases for s in seeds]
-    jobs += [{"name": f"{n}-{s}", "kind": "train", "method": n, "rate": rates[n], "seed": s, "split": "test"} for n in names for s in seeds]
+    jobs += [{"name": f"{n}-{s}", "kind": "train", "method": n, "rate": rates[n], "seed": s, "split": "test", "points": True} for n in names for s in seeds]
     results = do(jobs, work, args.jobs, "methods")
     lines = table(results, bases + names, seeds, rates)
     sweep: dict[str, dict] = {}
     if not args.quick:
-        swept = [{"name": f"misleading-{share}-{n}-{s}", "kind": "train", "method": n, "rate": rates[n], "seed": s, "share": share, "split": "test"}
+        swept = [{"name": f"misleading-{share}-{n}-{s}", "kind": "train", "method": n, "rate": rates[n], "seed": s, "share": share, "split": "test", "points": False}
                  for share in SHARES for n in SWEPT for s in seeds[:3]]  # fmt: skip
         sweep = do(swept, work, args.jobs, "misleading skills")
         lines += ["", "| misleading skills | " + " | ".join(SWEPT) + " |", "|---|" + "---|" * len(SWEPT)]

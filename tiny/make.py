@@ -24,6 +24,7 @@ import world as W  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import rollout as R  # noqa: E402
+import sgsd  # noqa: E402
 import skills as S  # noqa: E402
 
 VOCAB, STEPS, ROWS, RATE, BUDGET = 1024, 2600, 32, 2e-3, 1536
@@ -237,13 +238,13 @@ def pair_for(rng: random.Random, family: str, case: str) -> S.SkillPair | None:
     """The guidance of one measured case."""
     own = next(f for f in W.FAMILIES if f.name == family)
     other = rng.choice([f for f in W.FAMILIES if f is not own])
-    if case == "plain":
+    if case in ("plain", "answer"):
         return None
     skill = W.item(rng, own if case != "irrelevant" else other, "misleading" if case == "misleading" else "skill")
     return S.SkillPair(skill, W.item(rng, own if case == "relevant" else other, "mistake"), 1.0, 1.0)
 
 
-CASES = ("plain", "relevant", "irrelevant", "misleading")
+CASES = ("plain", "relevant", "irrelevant", "misleading", "answer")
 
 
 def accuracy(model, tokenizer, problems: list[W.Drawn], case: str, seed: int = 0) -> list[bool]:
@@ -252,7 +253,8 @@ def accuracy(model, tokenizer, problems: list[W.Drawn], case: str, seed: int = 0
     prompts, right = [], []
     for x in problems:
         pair = pair_for(rng, x.family, case)
-        text = S.render_student(x.problem) if pair is None else S.render_teacher(pair, x.problem)
+        problem = sgsd.with_answer(R.Problem("", x.problem, str(x.right[1]))) if case == "answer" else x.problem
+        text = S.render_student(problem) if pair is None else S.render_teacher(pair, problem)
         prompts.append(R.chat_ids(tokenizer, text, thinking=True))
     sampling = R.Sampling(1.0, 0.95, 0, 96)
     for at in range(0, len(prompts), 200):
