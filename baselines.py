@@ -119,10 +119,6 @@ def _packs(run: sgsd.Run, rollouts: list[R.Rollout]) -> list[list[int]]:
     return R.packs([len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], run.cfg.score_tokens)
 
 
-def _kept(cfg: sgsd.Config, roll: R.Rollout) -> float:
-    return 0.0 if cfg.drop_truncated and roll.truncated else 1.0  # S4
-
-
 def grpo(run: sgsd.Run, step: int, skill: bool = False) -> Result:
     """One GRPO update: every problem's `generations` rollouts are a group. On-policy: one step per rollout, so pi_old = pi (S15)."""
     cfg, began = run.cfg, time.perf_counter()
@@ -138,7 +134,7 @@ def grpo(run: sgsd.Run, step: int, skill: bool = False) -> Result:
         losses = []
         for i, padded_T in zip(group, logp_BT):
             roll, logp_T = rollouts[i], padded_T[: len(rollouts[i].completion_ids)]
-            losses.append(grpo_loss(logp_T, logp_T, advantages[i]) * _kept(cfg, roll))
+            losses.append(grpo_loss(logp_T, logp_T, advantages[i]) * float(cfg.counts(roll.truncated)))
             none_K, no_gaps_KT, mask_T = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T)), torch.ones_like(logp_T)
             loss = float(losses[-1].detach())
             row = sgsd.record(run, step, roll, pairs(batch[i]), no_gaps_KT, mask_T, none_K, none_K, none_K, loss)
@@ -181,7 +177,7 @@ def distil(
         with sgsd.teacher_policy(run):
             teachers = [teacher_states(run, ctx[i], rollouts[i].completion_ids) for i in group]
         scored += time.perf_counter() - start
-        students = R.completion_states(run.model, [rollouts[i].prompt_ids for i in group], [rollouts[i].completion_ids for i in group], grad=True)
+        students = completion_states(run.model, [rollouts[i].prompt_ids for i in group], [rollouts[i].completion_ids for i in group], grad=True)
         losses = []
         for i, student_TD, teachers_KTD in zip(group, students, teachers):
             roll, alpha_K = rollouts[i], alphas[i].to(student_TD.device)
@@ -196,7 +192,7 @@ def distil(
             a_K = sgsd.robust_support(delta_KT, mask_T, cfg.clip_bound)  # Eqs. 11-12
             rho_K = sgsd.polarity(a_K, roll.r, cfg.eps_a) if cfg.polarity else torch.ones_like(a_K)  # Eq. 13
             lbar_K = (mask_T * ell_KT).sum(1) / (mask_T.sum() + 1e-8)  # Eq. 15
-            losses.append((alpha_K * rho_K * lbar_K).sum() * _kept(cfg, roll))  # Eq. 16
+            losses.append((alpha_K * rho_K * lbar_K).sum() * float(cfg.counts(roll.truncated)))  # Eq. 16
             row = sgsd.record(run, step, roll, pairs[i], delta_KT, mask_T, alpha_K, a_K, rho_K, float(losses[-1].detach()))
             records[i] = row | {"losses": lbar_K.tolist()}
             if "tokens" in row:  # Eq. 20 is the gate's
@@ -206,11 +202,24 @@ def distil(
     return records, {"gen": sampled - began, "score": scored, "bwd": time.perf_counter() - sampled - scored}
 
 
+def completion_states(
+    model: R.Model, prompt_ids: list[list[int]], completion_ids: list[list[int]], *, grad: bool = False
+) -> list[torch.Tensor]:
+    """The last hidden states that predict each row's completion tokens, [T_b, D] per row, for `rollout.over_slices`.
+
+    Rows as in `rollout.token_logprobs`. Raises ValueError on a model whose logits are more than head(hidden).
+    """
+    if not R.head_is_sliced(model):
+        raise ValueError("completion_states needs a model whose logits are head(hidden); this one caps or scales them")
+    x_N, *_ = R.predictors(model, prompt_ids, completion_ids, grad)
+    return list(x_N.split([len(c) for c in completion_ids]))
+
+
 def teacher_states(run: sgsd.Run, ctx: list[list[int]], ids_T: list[int]) -> list[torch.Tensor]:
     """K times [T, D], no gradient: `sgsd.score_teachers` short of the head."""
     states: dict[int, torch.Tensor] = {}
     for group in R.packs([len(c) + len(ids_T) for c in ctx], run.cfg.score_tokens):
-        states |= zip(group, R.completion_states(run.model, [ctx[k] for k in group], [ids_T] * len(group)))
+        states |= zip(group, completion_states(run.model, [ctx[k] for k in group], [ids_T] * len(group)))
     return [states[k] for k in range(len(ctx))]
 
 
@@ -232,7 +241,8 @@ METHOD_DEFAULTS: dict[str, dict] = {"grpo": GRPO, "grpo+skill": GRPO | SKILL, "o
 
 OF_TEACHERS = {"teacher", "teacher_period", "teacher_decay", "teacher_prefix", "objective", "objective_clip", "support_top_k", "answer_pi",
                "polarity", "token_mask", "clip", "eps_a", "c_delta", "tau_g", "mask_extra"}  # fmt: skip
-OF_SKILLS = {"retrieval", "num_teachers"}
+OF_SKILLS = {"retrieval", "num_teachers", "encoder", "query_prompt", "cold_start", "update_every", "success_gate", "max_new_items",
+             "dynamic_capacity", "merge_group_size", "merge_patience", "reply_tokens", "update_model", "memory_answer"}  # fmt: skip
 UNUSED = {"grpo": OF_TEACHERS | OF_SKILLS, "grpo+skill": OF_TEACHERS, "opsd": OF_SKILLS}
 
 

@@ -5,8 +5,8 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import distributed as D
@@ -77,7 +77,7 @@ class Config:
     eps_a: float = _flag(0.05, "confidence threshold on the support score, nats; Eq. 13, Tab. 12")
     loss_temperature: float = _flag(1.0, "of both sides' log-probabilities; S5")
     mask_extra: bool = _flag(False, "also mask tokens that are only markdown; S2")
-    drop_truncated: bool = _flag(False, "leave rollouts cut at the length limit out of the loss; S4")
+    drop_truncated: bool = _flag(False, "leave rollouts cut at the length limit out of the loss and of the bank's updates; S4")
     # ablations: each changes its own component alone (App. F.2)
     token_mask: bool = _flag(True, "without it every token counts; Tab. 4")
     clip: bool = _flag(True, "without it the support score takes gaps as they are; Tab. 4")
@@ -118,6 +118,8 @@ class Config:
                 rule = f"--method {self.method} sees no skills; leave it out, or take {self.method}+skill"
             elif f.name == "generations" and self.method.startswith("grpo") and value < 2:
                 rule = f"must be >= 2 with --method {self.method}, whose advantages are relative to a group"
+            elif f.name == "temperature" and value == 0 and self.generations > 1:
+                rule = f"makes the {self.generations} --generations of a problem the same"
             elif f.name == "teacher_decay" and not 0 <= value < 1:
                 rule = "must be >= 0 and < 1"
             elif f.name == "support_top_k" and value and self.objective != "gate":
@@ -147,6 +149,17 @@ class Config:
         """Whether the method needs a bank and an encoder."""
         return self.method == "sgsd" or self.method.endswith("+skill")
 
+    def counts(self, truncated: bool) -> bool:
+        """Whether a rollout is learned from (S4)."""
+        return not (self.drop_truncated and truncated)
+
+    @property
+    def idle(self) -> set[str]:
+        """Settings that change nothing beside the others."""
+        used = {"teacher_period": self.teacher == "periodic", "teacher_decay": self.teacher == "ema", "tau_g": self.objective == "gate",
+                "objective_clip": self.objective != "gate", "c_delta": self.clip, "eps_a": self.polarity, "cold_start": not self.bank}  # fmt: skip
+        return {name for name in used if not used[name]}
+
     @property
     def whole_logits(self) -> bool:
         """Whether the loss needs more than the sampled tokens' log-probabilities."""
@@ -173,10 +186,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """One flag per field of a config dataclass, its source in the help; a flag that isn't given leaves no trace."""
-    for f in fields(config):
-        assert f.default is not MISSING
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag per setting, its source in the help; a flag that isn't given leaves no trace."""
+    for f in fields(Config):
         kind: dict[str, Any] = {"type": type(f.default), "choices": f.metadata["choices"]}
         if isinstance(f.default, bool):
             kind = {"action": argparse.BooleanOptionalAction}
@@ -187,14 +199,21 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 def layered(preset: str, given: dict[str, Any]) -> tuple[Config, dict[str, str]]:
     """The configuration, and where each value comes from: a flag, else the preset, else the method's own, else the paper."""
     method = given.get("method", "sgsd")
-    _, own_defaults, unused = find_method(method)
+    own_defaults = find_method(method)[1]
     layers = {f"the default of --method {method}": own_defaults, f"--preset {preset}": PRESETS[preset], "a flag": given}
     source = {f.name: f.metadata["source"] for f in fields(Config)} | {name: layer for layer, own in layers.items() for name in own}
     config = Config(**{name: value for own in layers.values() for name, value in own.items()})
-    for name in given:
-        if name in unused:
-            raise UserError(f"--{name.replace('_', '-')}: --method {method} makes no use of it; leave it out")
+    refuse_unused(config, given)
     return config, source
+
+
+def refuse_unused(config: Config, given: Collection[str]) -> None:
+    """UserError on a flag that would change nothing."""
+    unused = find_method(config.method)[2]
+    for name in given:
+        if name in unused | config.idle:
+            what = f"--method {config.method} makes" if name in unused else "the other settings make"
+            raise UserError(f"--{name.replace('_', '-')}: {what} no use of it; leave it out")
 
 
 def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
@@ -203,7 +222,7 @@ def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
     parser.add_argument("--preset", choices=PRESETS, help="settings to start from; the paper's without it")
     parser.add_argument("--print-config", action="store_true", help="print every setting with where it comes from, and end")
     parser.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run directory, with its settings")
-    add_flags(parser, Config)
+    add_flags(parser)
     given = vars(parser.parse_args(argv))
     run, preset, show = (given.pop(name) for name in ("resume", "preset", "print_config"))
     if show and run is None:
@@ -224,11 +243,15 @@ def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
         raise UserError(f"--preset {preset}: a resumed run has its own settings; leave it out")
     if "bank" in given:
         raise UserError(f"--bank {given['bank']}: a resumed run has its own bank (D9); start a new run for another")
+    if "out" in given:
+        raise UserError(f"--out {given['out']}: a resumed run goes on where it is; leave it out")
     try:
         saved = json.loads((pathlib.Path(run) / "config.json").read_text())["settings"]
         if given.get("method", was := saved.get("method", "sgsd")) != was:
             raise UserError(f"--method {given['method']}: {run} is a run of {was}; start a new one")
-        return Config(**{**saved, **given, "out": run}), True
+        config = Config(**{**saved, **given, "out": run})
+        refuse_unused(config, given)
+        return config, True
     except UserError:
         raise
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as e:

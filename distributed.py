@@ -109,8 +109,8 @@ def init(device: str = "auto") -> World:
     if cuda:
         torch.cuda.set_device(here)
     if not missing:
-        # NCCL gives up after 10 minutes by default, but ranks may meet only after hours: one of them can draw the long completions
-        patience = datetime.timedelta(hours=12) if cuda else None
+        # the backends give up after 10 or 30 minutes, but ranks may meet only after hours: one of them can draw the long completions
+        patience = datetime.timedelta(hours=12)
         try:  # a store of its own for each start by `torchrun --max-restarts`, which else still holds the addresses of the last one
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(dist.rendezvous("env://"))[0])
             dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, device_id=here if cuda else None,

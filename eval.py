@@ -24,6 +24,7 @@ import numpy as np
 import distributed as D
 import rollout as R
 import skills as S
+from config import Config
 from distributed import UserError
 
 # ============================================================================================================== metrics
@@ -100,10 +101,10 @@ def load_set(name: str, split: str) -> list[R.Problem]:
     try:
         rows = [(row[problem], row[answer]) for row in datasets.load_dataset(hub, config, split=split)]
     except Exception as e:  # the library raises many kinds; a field that is not there is a KeyError
-        raise UserError(f"--data {name}: {hub} not read ({D.brief(e)}); a JSONL with `problem` and `answer` works offline") from None
+        raise UserError(f"{name}: {hub} not read ({D.brief(e)}); a JSONL with `problem` and `answer` works offline") from None
     golds = [str(int(a) if isinstance(a, float) and a.is_integer() else a).rpartition("####")[2].strip() for _, a in rows]
     if not rows or not all(golds):
-        raise UserError(f"--data {name}: {hub} has {len(rows)} rows, {golds.count('')} of them without an answer")
+        raise UserError(f"{name}: {hub} has {len(rows)} rows, {golds.count('')} of them without an answer")
     return [R.Problem(str(i), p.strip(), gold) for i, ((p, _), gold) in enumerate(zip(rows, golds))]
 
 
@@ -234,7 +235,7 @@ def sample(
 
 # ================================================================================================================= table
 
-MEAN = "(mean)"  # of the sets, each weighing the same (Tab. 1 "Avg.")
+MEAN = "(mean)"  # of the sets, each weighing the same (Tab. 3 "Avg.")
 
 
 def metrics(rows: list[list[dict]], golds: list[str], verify: Callable[[str, str | None], bool]) -> dict:
@@ -378,6 +379,17 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--verify-timeout", type=float, default=5.0, help="seconds per answer")
     parser.add_argument("--verify-workers", type=int, default=1)
     return parser.parse_args(argv)
+
+
+def before_and_after(cfg: Config, world: D.World) -> None:
+    """avg@12 on --eval-data of the base model and of the last checkpoint, once the run is through."""
+    last = max((pathlib.Path(cfg.out) / "checkpoints").glob("step_*"), default=None)
+    if cfg.eval_data and last and int(last.name[5:]) == cfg.updates:
+        rows = max(16, cfg.score_tokens // cfg.eval_tokens)
+        settings = {"data": cfg.eval_data, "max-new-tokens": cfg.eval_tokens, "rows": rows, "out": f"{cfg.out}/eval", "seed": cfg.seed,
+                    "verify-timeout": cfg.verify_timeout, "verify-workers": cfg.verify_workers,
+                    "device": cfg.device, "dtype": cfg.dtype, "attn": cfg.attn}  # fmt: skip
+        evaluate(arguments([cfg.model, str(last), *(f"--{name}={value}" for name, value in settings.items())]), world)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -155,11 +155,11 @@ def fingerprint(problem: str) -> str:
     return hashlib.blake2b(re.sub(r"[\W_]", "", problem.lower()).encode("utf-8", "replace"), digest_size=6).hexdigest()
 
 
-def refuse_overlap(problems: Sequence[Problem], data: str, eval_data: Sequence[str] = ()) -> None:
+def refuse_overlap(problems: Sequence[Problem], data: str, held_out: dict[str, list[Problem]]) -> None:
     """UserError when a problem to learn from also stands in an evaluation set: the paper's three, known by the fingerprints in
-    eval_sets.json, and those of `eval_data`."""
+    eval_sets.json, and those of `held_out`, by name."""
     known = json.loads((pathlib.Path(__file__).parent / "eval_sets.json").read_text())
-    known |= {name: [fingerprint(x.problem) for x in load_problems(name, split="test", unique=False)[0]] for name in eval_data}
+    known |= {name: [fingerprint(x.problem) for x in own] for name, own in held_out.items()}
     where = {f: name for name, prints in known.items() for f in prints}
     found = [f"{x.id} ({where[f]})" for x in problems if (f := fingerprint(x.problem)) in where]
     if found:
@@ -544,7 +544,7 @@ def token_logprobs(
     Raises ValueError on row counts that differ, and on an empty prompt.
     """
     out_BT = torch.zeros(len(completion_ids), max(map(len, completion_ids), default=0), device=causal_lm(model).device)
-    x_N, ids_N, row_N, t_N = _predictors(model, prompt_ids, completion_ids, grad)
+    x_N, ids_N, row_N, t_N = predictors(model, prompt_ids, completion_ids, grad)
     if not len(ids_N):
         return out_BT
     with torch.set_grad_enabled(grad):
@@ -555,7 +555,7 @@ def token_logprobs(
     return out_BT.index_put((row_N, t_N), logp_N)
 
 
-def _predictors(model: Model, prompt_ids: list[list[int]], completion_ids: list[list[int]], grad: bool) -> tuple[torch.Tensor, ...]:
+def predictors(model: Model, prompt_ids: list[list[int]], completion_ids: list[list[int]], grad: bool) -> tuple[torch.Tensor, ...]:
     """What predicts each completion token, row after row: x_N, and the token's id, row and place.
 
     x_N: last hidden states [N, D]; full logits [N, V] where the head is more than a matrix product.
@@ -579,19 +579,6 @@ def _predictors(model: Model, prompt_ids: list[list[int]], completion_ids: list[
         x_N = out[row_N, at_N - 1]
     model.train(training)
     return x_N, ids[row_N, at_N], row_N, t_N
-
-
-def completion_states(
-    model: Model, prompt_ids: list[list[int]], completion_ids: list[list[int]], *, grad: bool = False
-) -> list[torch.Tensor]:
-    """The last hidden states that predict each row's completion tokens, [T_b, D] per row, for `over_slices`.
-
-    Rows as in `token_logprobs`. Raises ValueError on a model whose logits are more than head(hidden).
-    """
-    if not head_is_sliced(model):
-        raise ValueError("completion_states needs a model whose logits are head(hidden); this one caps or scales them")
-    x_N, *_ = _predictors(model, prompt_ids, completion_ids, grad)
-    return list(x_N.split([len(c) for c in completion_ids]))
 
 
 def over_slices(

@@ -7,16 +7,34 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 
 import distributed as D
 import rollout as R
 import skills as S
-from config import Config
+from config import Config, find_method
 from distributed import UserError
 
+if TYPE_CHECKING:
+    import sgsd
+
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
+
+
+def announce(run: "sgsd.Run", counts: dict[str, int], bank_from: str | pathlib.Path) -> None:
+    """What a run starts from, printed: method, data, bank, model, mask."""
+    cfg, own = run.cfg, find_method(run.cfg.method)[1]
+    print(f"method {cfg.method}: " + (", ".join(f"{name} {getattr(cfg, name)}" for name in own) or "the paper's settings"))
+    print(f"data {cfg.data}: " + ", ".join(f"{v} {k.replace('_', ' ')}" for k, v in counts.items()))
+    if run.bank:
+        print(f"bank {bank_from}: {len(run.bank.general_skills)} general skills, {len(run.bank.common_mistakes)} common mistakes")
+    trained = sum(p.numel() for p in run.params.values())
+    print(f"model {cfg.model}: {trained:,} trained of {run.model.num_parameters():,} parameters, {run.world.size} x {run.world.device.type}")
+    print(f"mask (S2): {len(run.masked_ids)} ids: " + " ".join(repr(run.tokenizer.decode([i])) for i in sorted(run.masked_ids)[:40]))
+    if not R.head_is_sliced(run.model):
+        print("head: this model's logits are not head(hidden) (soft-capped or scaled); scored by full logits, memory grows with T*V")
 
 
 def summarize(step: int, records: list[dict], norm: float, lr: float, seconds: dict[str, float], memory_gb: float) -> dict:
@@ -132,7 +150,7 @@ def memory_gb(world: D.World) -> float:
     """Peak so far: allocated on the GPU, else resident in this process."""
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, else KiB
 
 
 def provenance(cfg: Config) -> dict:
@@ -140,12 +158,11 @@ def provenance(cfg: Config) -> dict:
     import importlib.metadata
 
     names = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
     try:
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     except OSError:  # no git here
         git = ""
     return {
         "settings": asdict(cfg), "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]], "commit": git or None,
-        "versions": {"python": sys.version.split()[0], **{n: installed.get(n) for n in names}},
+        "versions": {"python": sys.version.split()[0], **{n: importlib.metadata.version(n) for n in names}},
     }  # fmt: skip

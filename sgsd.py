@@ -11,7 +11,7 @@ is distilled (rho = +1), the opposite is reversed (-1), the unsure is ignored (0
     python sgsd.py --resume runs/sgsd                                                  go on from the last checkpoint
     python eval.py runs/sgsd/checkpoints/step_000200                                   avg@12
 
-Read it top to bottom: objective, configuration, scoring, one training step (Algorithm 1), the run. Decisions that the
+Read it top to bottom: objective, scoring, one training step (Algorithm 1), the run. Decisions that the
 paper leaves open (S...) or that differ from it (D...) carry their tag; the README has a row for each.
 
 Dimension key: K teachers, T completion tokens, B rollouts. `delta_KT` is a [K, T] tensor. Log-probabilities are natural
@@ -162,8 +162,6 @@ def token_credit(
     return (alpha_K * rho_K).detach()[:, None] * m_T / (m_T.sum() + eps) * g_KT
 
 
-LOSS_BOUND = math.log(2)  # of |L(x)| (Eqs. 14-16, sum of alpha = 1)
-
 # ================================================================================================ end of the objective
 
 import contextlib  # the objective above stands alone; from here on the program
@@ -181,6 +179,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 
 import distributed as D
+import eval as E
 import rollout as R
 import runlog
 import skills as S
@@ -340,7 +339,7 @@ def accumulate(run: Run, step: int) -> tuple[list[dict], dict[str, float]]:
             a_K = robust_support(delta_KT, mask_T, cfg.clip_bound)  # Eqs. 11-12
             rho_K = polarity(a_K, roll.r, cfg.eps_a) if cfg.polarity else torch.ones_like(a_K)  # Eq. 13
             loss = sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)  # Eqs. 14-16
-            losses.append(loss * (0.0 if cfg.drop_truncated and roll.truncated else 1.0))  # S4
+            losses.append(loss * float(cfg.counts(roll.truncated)))  # S4
             records[i] = record(run, step, roll, pairs[i], delta_KT.detach(), mask_T, alpha_K, a_K, rho_K, float(losses[-1].detach()))
         backward(losses, cfg)
     clock.append(time.perf_counter())
@@ -354,7 +353,7 @@ def backward(losses: list[torch.Tensor], cfg: Config) -> None:
 
 
 def update(run: Run, step: int) -> float:
-    """Algorithm 1, line 15: sum over ranks, clip, AdamW, linear decay (S7). Returns the gradient norm before clipping.
+    """Algorithm 1, line 16: sum over ranks, clip, AdamW, linear decay (S7). Returns the gradient norm before clipping.
 
     A norm that is not finite skips the update; the summed gradient is the same on every rank, so all skip together.
     """
@@ -522,7 +521,6 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
     """Everything that a user's mistake can break is read and checked here, before the run directory is made."""
     from peft import LoraConfig, get_peft_model
 
-    own_defaults = find_method(cfg.method)[1]
     if cfg.batch_size < world.size:
         raise UserError(f"--batch-size {cfg.batch_size} is smaller than the world of {world.size} processes; every rank needs a problem")
     if pathlib.Path(cfg.out).is_file():
@@ -539,10 +537,9 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
             raise UserError(f"--{name}: the package is not installed; pip install {name}, or leave the flag out")
     given = [R.Problem("explained", cfg.explain, cfg.answer)], {"given": 1}
     problems, counts = given if cfg.explain else R.load_problems(cfg.data)
+    held_out = {cfg.eval_data: E.load_set(cfg.eval_data, "test")} if cfg.eval_data else {}  # read now, not after the last update
     if not cfg.allow_eval_overlap and not cfg.explain:
-        R.refuse_overlap(problems, cfg.data, [cfg.eval_data] if cfg.eval_data else [])
-    elif cfg.eval_data:  # read now, not after the last update
-        R.load_problems(cfg.eval_data, split="test", unique=False)
+        R.refuse_overlap(problems, cfg.data, held_out)
     model, tokenizer = R.load_model(cfg.model, world.device, dtype=cfg.dtype, attn=cfg.attn)
     torch.manual_seed(cfg.seed)
     lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
@@ -567,19 +564,11 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
         masked_token_ids(tokenizer, cfg.mask_extra) if cfg.token_mask else set(),
         {name: p.detach().clone() for name, p in params.items()} if cfg.teacher in ("periodic", "ema") else {},
     )  # fmt: skip
-    if world.main:
-        print(f"method {cfg.method}: " + (", ".join(f"{name} {getattr(cfg, name)}" for name in own_defaults) or "the paper's settings"))
-        print(f"data {cfg.data}: " + ", ".join(f"{v} {k.replace('_', ' ')}" for k, v in counts.items()))
-        if bank:
-            print(f"bank {own if resume else cfg.bank}: {len(bank.general_skills)} general skills, {len(bank.common_mistakes)} common mistakes")
-        trained = sum(p.numel() for p in params.values())
-        print(f"model {cfg.model}: {trained:,} trained of {model.num_parameters():,} parameters, {world.size} x {world.device.type}")
-        print(f"mask (S2): {len(run.masked_ids)} ids: " + " ".join(repr(tokenizer.decode([i])) for i in sorted(run.masked_ids)[:40]))
-        if not R.head_is_sliced(model):
-            print("head: this model's logits are not head(hidden) (soft-capped or scaled); scored by full logits, memory grows with T*V")
     for x in problems:  # only those that might be too long are tokenised: no token is shorter than a byte
         if len(x.problem.encode("utf-8", "replace")) + 512 > cfg.max_prompt_tokens:
             prompt_ids(run, S.render_student(x.problem), f"problem {x.id}")
+    if world.main:
+        runlog.announce(run, counts, own if resume else cfg.bank)
     return run
 
 
@@ -625,7 +614,7 @@ def train(run: Run, resume: bool) -> int:
         skipped = 0 if math.isfinite(norm) else skipped + 1
         at = [(i % world.size, i // world.size * cfg.generations) for i in range(cfg.batch_size)]
         everyone = [r for rank, first in at for r in shares[rank]["records"][first : first + cfg.generations]]  # the batch's order
-        bank_counts = bank_life.after_update(step, everyone) if bank_life else {}  # Alg. 1, line 16
+        bank_counts = bank_life.after_update(step, everyone) if bank_life else {}  # Alg. 1, line 17
         if world.main:
             metrics = runlog.summarize(step, everyone, norm, run.optimizer.param_groups[0]["lr"], seconds, runlog.memory_gb(world)) | bank_counts
             D.append_jsonl(logs["tokens"], [r["tokens"] for r in everyone if "tokens" in r])
@@ -655,18 +644,6 @@ def train(run: Run, resume: bool) -> int:
     return int(skipped == 3)
 
 
-def before_and_after(cfg: Config, world: D.World) -> None:
-    """avg@12 on --eval-data of the base model and of the last checkpoint, by eval.py, once the run is through."""
-    import eval as E
-
-    last = max((pathlib.Path(cfg.out) / "checkpoints").glob("step_*"), default=None)
-    if cfg.eval_data and last and int(last.name[5:]) == cfg.updates:
-        rows = max(16, cfg.score_tokens // cfg.eval_tokens)
-        settings = {"data": cfg.eval_data, "max-new-tokens": cfg.eval_tokens, "rows": rows, "out": f"{cfg.out}/eval", "seed": cfg.seed,
-                    "device": cfg.device, "dtype": cfg.dtype, "attn": cfg.attn}  # fmt: skip
-        E.evaluate(E.arguments([cfg.model, str(last), *(f"--{name}={value}" for name, value in settings.items())]), world)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -687,7 +664,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 code = train(run, resume)
         except KeyboardInterrupt:  # before the first update; from then on it is an orderly stop
             raise KeyboardInterrupt(f"go on with: python sgsd.py --resume {cfg.out}") from None
-        before_and_after(cfg, world)
+        stopped = run.stop
+        del run  # its memory is wanted for the evaluation
+        if not stopped:
+            E.before_and_after(cfg, world)
         return code
 
     return D.command("sgsd", body)

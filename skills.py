@@ -195,7 +195,7 @@ def render_skills(pairs: Sequence[SkillPair], problem: str) -> str:
 
 
 def render_extraction(memory: dict, key: str) -> str:
-    """The prompt that asks for the general skills of a success or the common mistakes of a failure (Alg. 2, App. B)."""
+    """The prompt that asks for the general skills of a success or the common mistakes of a failure (Alg. 2, App. D.2)."""
     shown = as_json({k: v for k, v in memory.items() if k != "problem_id"})
     return render(EXTRACT_PROMPT[key], {"memory_json": shown}) + ITEM_FORM.format(*FIELDS[key])
 
@@ -348,7 +348,7 @@ def _inherit(entry: dict, group: list[dict], key: str) -> dict:
 
 
 def make_memory(problem_id: str, problem: str, text: str, r: int, pred: str | None, *, answer: str | None = None) -> dict:
-    """A memory record (Alg. 2, line 5): problem, completion excerpt, reward, answer, trajectory summary, feedback.
+    """A memory record (Alg. 2, line 5; S21): problem, completion excerpt, reward, answer, trajectory summary, feedback.
 
     answer: the reference answer, kept out unless it is given (D3).
     """
@@ -364,22 +364,22 @@ def make_memory(problem_id: str, problem: str, text: str, r: int, pred: str | No
     }  # fmt: skip
 
 
-def extract(memories: list[dict], complete: Complete, max_items: int = 3, log: Log = _no_log) -> dict[str, list[dict]]:
+def extract(memories: list[dict], complete: Complete, log: Log = _no_log) -> dict[str, list[dict]]:
     """Candidates (Alg. 2, lines 8-14): up to three general skills per success, up to three common mistakes per failure."""
     found: dict[str, list[dict]] = {}
     for key, wanted in (("general_skills", 1), ("common_mistakes", -1)):
         chosen = [m for m in memories if m["reward"] == wanted]
         replies = _ask(EXTRACT_PROMPT[key], [render_extraction(m, key) for m in chosen], key, complete, log, lambda _, items, whole: bool(items))
         named = [[m["problem_id"]] if m.get("problem_id") else [] for m in chosen]
-        found[key] = [{**e, **({"sources": s} if s else {})} for items, s in zip(replies, named) for e in (items or [])[:max_items]]
+        found[key] = [{**e, **({"sources": s} if s else {})} for items, s in zip(replies, named) for e in (items or [])[:3]]
     return found
 
 
 def cold_start(
-    memories: list[dict], complete: Complete, *, group_size: int = 32, patience: int = 3, max_items: int = 3, log: Log = _no_log
+    memories: list[dict], complete: Complete, *, group_size: int = 32, patience: int = 3, log: Log = _no_log
 ) -> SkillBank:
     """The initial bank from memory records (Alg. 2, lines 8-16), its metadata with the layer-level merge counts."""
-    found = extract(memories, complete, max_items, log)
+    found = extract(memories, complete, log)
     (skills, skill_layers), (mistakes, mistake_layers) = (merge(found[key], key, complete, group_size, patience, log=log) for key in FIELDS)
     return SkillBank(skills, mistakes, {
         "source": f"cold start from {len(memories)} memories, {sum(m['reward'] == 1 for m in memories)} of them successes",
@@ -401,11 +401,10 @@ def evolve(
     """The bank after online evolution (Alg. 4); the same object when nothing is due. Static entries are never touched.
 
     window: all rollouts since the last update (D2), objects with .problem, .text, .r, .pred, for `memory_answer` (D3) .gold
-    too. At most `max_new_items` net
-    new dynamic entries per update, both collections together (S12), and `dynamic_capacity` per collection: what a merge
-    puts first stays.
+    too. update_every: 0 for never. At most `max_new_items` net new dynamic entries per update, both collections together
+    (S12), and `dynamic_capacity` per collection: what a merge puts first stays.
     """
-    if not window or step % update_every:  # line 1
+    if not window or not update_every or step % update_every:  # line 1
         return bank
     success = sum(w.r > 0 for w in window) / len(window)  # line 4
     if success >= success_gate:  # line 5
@@ -480,7 +479,7 @@ class ReplyLog:
 
 def make_bank(
     folder: pathlib.Path, problems: list, model: Any, tokenizer: Any, verifier: Any, complete: Complete, world: D.World, *, count: int = 256,
-    seed: int = 0, sampling: Any = None, memory_answer: bool = False, group_size: int = 32, patience: int = 3, rows: int = 32,
+    seed: int = 0, max_new_tokens: int = 1024, memory_answer: bool = False, group_size: int = 32, patience: int = 3, rows: int = 32,
 ) -> SkillBank:  # fmt: skip
     """Algorithm 2 from problems to bank, shared over ranks. folder/memories.jsonl grows as memories come: what a killed
     run has made is not made again. The seed set is drawn by `seed` and stands in the metadata by id."""
@@ -490,7 +489,8 @@ def make_bank(
 
     chosen = random.Random(seed).sample(problems, min(count, len(problems)))
     path, log = folder / "memories.jsonl", ReplyLog(folder, world)
-    done = {m["problem_id"]: m for m in D.read_jsonl(path)}
+    text_of = {x.id: x.problem for x in chosen}
+    done = {m["problem_id"]: m for m in D.read_jsonl(path) if text_of.get(m["problem_id"]) == m["problem"]}
     D.gather(None, world)  # every rank has read before one writes
     if world.main:
         write_text(path, "".join(json.dumps(m) + "\n" for m in done.values()))  # without a torn last line
@@ -500,7 +500,7 @@ def make_bank(
         mine = left[at : at + rows * world.size][world.rank :: world.size]
         prompts = [R.chat_ids(tokenizer, render("memory", {"problem": x.problem}), thinking=False) for x in mine]
         keys = [R.sample_key(seed, 0, x.id) for x in mine]
-        rolls = R.sample_rollouts(model, tokenizer, mine, prompts, sampling or R.Sampling(), keys, verifier)
+        rolls = R.sample_rollouts(model, tokenizer, mine, prompts, R.Sampling(max_new_tokens=max_new_tokens), keys, verifier)
         new = [make_memory(x.id, x.problem, y.text, y.r, y.pred, answer=x.answer if memory_answer else None) for x, y in zip(mine, rolls)]
         shares = D.gather(new, world)
         fresh = [m for share in shares for m in share]
@@ -540,16 +540,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if pathlib.Path(args.out).is_dir():
             raise UserError(f"--out {args.out}: is a directory; a file for the bank is wanted")
         world = D.init(args.device)
-        sampling = R.Sampling(max_new_tokens=args.max_new_tokens)
         problems, _ = R.load_problems(args.data)
         if not args.allow_eval_overlap:
-            R.refuse_overlap(problems, args.data)
+            R.refuse_overlap(problems, args.data, {})
         model, tokenizer = R.load_model(args.model, world.device, dtype=args.dtype)
         complete = R.make_complete(model, tokenizer, world, max_new_tokens=args.reply_tokens, seed=args.seed, rows=args.rows)
         with R.Verifier() as verifier:
             bank = make_bank(
                 pathlib.Path(f"{args.out}.work"), problems, model, tokenizer, verifier, complete, world, count=args.problems, seed=args.seed,
-                sampling=sampling, memory_answer=args.memory_answer, group_size=args.merge_group_size, rows=args.rows,
+                max_new_tokens=args.max_new_tokens, memory_answer=args.memory_answer, group_size=args.merge_group_size, rows=args.rows,
             )  # fmt: skip
         if world.main:
             bank.save(args.out)

@@ -104,23 +104,23 @@ def run(job: dict, work: str) -> dict:
         else:
             flags = METHODS[job["method"]].split()
             skilled = [] if job["method"].split(",")[0] in ("grpo", "opsd") else ["--bank", str(bank)]
-            evolving = [] if "--update-every" in flags else ["--update-every", "0"]
+            evolving = ["--update-every", "0"] if skilled and "--update-every" not in flags else []
             forward = 0
-            count = R._predictors
+            count = R.predictors
 
             def counting(model, prompts, completions, grad):
                 nonlocal forward
                 forward += sum(map(len, prompts)) + sum(map(len, completions))
                 return count(model, prompts, completions, grad)
 
-            R._predictors = counting
+            R.predictors = counting
             began = time.perf_counter()
             settings = ["--preset", "tiny", "--eval-data", "", "--audit-every", "0", "--seed", seed, "--learning-rate", str(job["rate"])]
             settings += ["--updates", str(UPDATES), "--checkpoint-every", str(EVERY if job["points"] else UPDATES), "--out", str(out)]
             try:
                 assert sgsd.main([*settings, *flags, *skilled, *evolving]) == 0, f"see {folder}/log.txt"
             finally:
-                R._predictors = count
+                R.predictors = count
             rows = [json.loads(line) for line in open(out / "rollouts.jsonl")]
             result |= {"seconds": time.perf_counter() - began, "forward_tokens": forward, "generated_tokens": sum(len(r["completion_ids"]) for r in rows)}
             assert E.main([str(out), *measured]) == 0, f"see {folder}/log.txt"

@@ -148,10 +148,10 @@ def test_slices_equal_whole_logits_and_stay_small(settings, monkeypatch):
 def test_states_are_those_that_the_log_probabilities_come_from():
     model, prompts, completions = make_model(), [[1, 2, 3], [4, 5]], [[6, 7], [8, 9, 10]]
     logps = R.token_logprobs(model, prompts, completions)
-    for row, states, ids in zip(logps, R.completion_states(model, prompts, completions), completions):
+    for row, states, ids in zip(logps, B.completion_states(model, prompts, completions), completions):
         torch.testing.assert_close(model.lm_head(states).log_softmax(-1)[range(len(ids)), ids], row[: len(ids)], atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="caps or scales"):
-        R.completion_states(make_model("gemma2"), prompts, completions)
+        B.completion_states(make_model("gemma2"), prompts, completions)
 
 
 def test_all_skills_in_one_prompt():

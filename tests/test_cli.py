@@ -91,7 +91,7 @@ def test_adapter_of_another_model(flags, tmp_path, capsys):
     refused({}, capsys, "fresh: a run without a checkpoint", program=E.main, before=(str(out), str(tmp_path / "fresh"), *data))
     refused({}, capsys, "/no/such: no such directory", program=E.main, before=(str(out), "/no/such", *data))
     refused({"--samples": 0}, capsys, "--samples 0", program=E.main, before=(str(out), *data))
-    refused({}, capsys, "--data aime24", "not read", "works offline", program=E.main, before=(str(out),))
+    refused({}, capsys, "aime24: HuggingFaceH4", "not read", "works offline", program=E.main, before=(str(out),))
 
 
 def test_model_without_all_projections(flags, tmp_path, capsys):
@@ -170,6 +170,12 @@ def test_a_flag_goes_before_the_preset_before_the_method_before_the_paper(capsys
         config.parse_config(["--preset", "tiny", "--resume", "x"])
 
 
-@pytest.mark.parametrize("argv", ["--method grpo --tau-g 2", "--method opsd --num-teachers 2", "--method grpo+skill --no-polarity"])
-def test_a_flag_that_its_method_makes_no_use_of_is_refused(argv, capsys):
-    assert sgsd.main(argv.split()) == 2 and "makes no use of it" in capsys.readouterr().err
+@pytest.mark.parametrize("argv", ["--method grpo --tau-g 2", "--method opsd --num-teachers 2", "--method grpo+skill --no-polarity",
+                                  "--method grpo --cold-start 9", "--teacher ema --teacher-period 9", "--teacher-decay .9", "--objective-clip .1",
+                                  "--objective jsd --tau-g 2", "--no-clip --c-delta 2", "--no-polarity --eps-a 0", "--bank b --cold-start 9"])  # fmt: skip
+def test_a_flag_without_use_is_refused(argv, capsys):
+    assert sgsd.main(argv.split()) == 2 and "no use of it" in capsys.readouterr().err
+
+
+def test_greedy_groups_are_refused(capsys):
+    assert sgsd.main("--method grpo --temperature 0".split()) == 2 and "makes the 8 --generations of a problem the same" in capsys.readouterr().err

@@ -79,9 +79,9 @@ def test_problems_of_an_evaluation_set_are_refused(tmp_path):
     mine = write(tmp_path / "mine.jsonl", [{"id": "a", "problem": "Find  x.", "answer": "1"}, {"id": "b", "problem": aime, "answer": "204"}])
     held = write(tmp_path / "held.jsonl", [{"problem": "find $x$", "answer": "1"}])
     problems, _ = R.load_problems(mine)
-    R.refuse_overlap(problems, mine)
+    R.refuse_overlap(problems, mine, {})
     with pytest.raises(UserError, match=r"mine.jsonl: 1 of its problems stand in an evaluation set: a \(.*held.jsonl\); .*--allow-eval-overlap"):
-        R.refuse_overlap(problems, mine, [held])
+        R.refuse_overlap(problems, mine, {held: R.load_problems(held)[0]})
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets are not part of the project")
@@ -89,4 +89,4 @@ def test_problems_of_an_evaluation_set_are_refused(tmp_path):
 def test_the_papers_sets_are_known(name):
     problems, _ = R.load_problems(str(SHARED / f"{name}.jsonl"), unique=False)
     with pytest.raises(UserError, match=f"30 of its problems stand in an evaluation set: .*{name}"):
-        R.refuse_overlap(problems, name)
+        R.refuse_overlap(problems, name, {})

@@ -552,6 +552,7 @@ def test_the_same_bank_when_nothing_is_due(records, step):
 def test_frequency_and_gate_are_settings():
     bank = make_bank()
     assert S.evolve(bank, window(1, 1), 7, extracting(), update_every=7) is not bank
+    assert S.evolve(bank, window(1, 1), 25, extracting(), update_every=0) is bank  # never
     assert S.evolve(bank, window(1, 1), 25, extracting(), success_gate=0.5) is bank
     assert S.evolve(bank, window(2, 7), 25, extracting()) is not bank  # 7 of 9 is below 0.8
 
