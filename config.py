@@ -39,6 +39,7 @@ class Config:
     generations: int = _flag(1, "rollouts per problem; Tab. 11")
     checkpoint_every: int = _flag(25, "updates; §4.1")
     audit_every: int = _flag(25, "updates between those whose gaps go to tokens.jsonl; 0 for none")
+    keep_rollouts: int = _flag(0, "updates that rollouts.jsonl and tokens.jsonl go back at a checkpoint, 0 is all; at least --update-every")
     score_tokens: int = _flag(16384, "token budget of one padded forward: bounds memory, changes no result")
     verify_timeout: float = _flag(5.0, "seconds the verifier may think about one answer")
     verify_workers: int = _flag(1, "verifier processes per rank")
@@ -101,7 +102,7 @@ class Config:
                     "grad_clip", "lora_rank", "lora_alpha", "max_prompt_tokens", "num_teachers", "tau_g", "c_delta", "loss_temperature",
                     "cold_start", "dynamic_capacity", "merge_patience", "reply_tokens", "eval_tokens", "generations", "teacher_period")  # fmt: skip
         nonnegative = ("eps_a", "audit_every", "seed", "update_every", "success_gate", "max_new_items", "objective_clip", "support_top_k",
-                       "rollout_rows")  # fmt: skip
+                       "rollout_rows", "keep_rollouts")  # fmt: skip
         for f in fields(self):
             value, rule = getattr(self, f.name), None
             if f.name in positive and not value > 0:
@@ -120,6 +121,8 @@ class Config:
                 rule = f"must be >= 2 with --method {self.method}, whose advantages are relative to a group"
             elif f.name == "temperature" and value == 0 and self.generations > 1:
                 rule = f"makes the {self.generations} --generations of a problem the same"
+            elif f.name == "keep_rollouts" and self.sees_skills and 0 < value < self.update_every:
+                rule = f"must be 0 or >= --update-every {self.update_every}, whose window a resumed run reads there"
             elif f.name == "teacher_decay" and not 0 <= value < 1:
                 rule = "must be >= 0 and < 1"
             elif f.name == "support_top_k" and value and self.objective != "gate":

@@ -176,7 +176,7 @@ def load_model(
     """A causal language model (hub id or directory, on `device`, no dropout, eval mode) and its tokenizer.
 
     dtype: "auto" is bfloat16 on CUDA and float32 on CPU. attn: "auto" is FlashAttention 2 where it is installed, else SDPA.
-    Raises UserError when the model or tokenizer can't be loaded.
+    Raises UserError when the model or tokenizer can't be loaded, or don't fit one another.
     """
     from transformers.utils import is_flash_attn_2_available, logging
 
@@ -194,6 +194,11 @@ def load_model(
         raise UserError(f"{flag} {name}: not loaded ({brief(e)})") from None
     if tokenizer.chat_template is None:
         raise UserError(f"{flag} {name}: its tokenizer has no chat template; use an instruct model, or add chat_template.jinja")
+    placeholder = getattr(tokenizer, "image_token_id", None)  # the small Gemma 3 have it without a row; no text comes to hold it
+    tokens = {i: token for token, i in tokenizer.get_vocab().items() if i != placeholder}
+    if (last := max(tokens)) >= (rows := model.get_input_embeddings().weight.shape[0]):
+        raise UserError(f"{flag} {name}: its tokenizer knows {last + 1} ids, the model has rows for {rows} (the last is {tokens[last]!r}); "
+                        "use the tokenizer that the model came with, or give it rows by resize_token_embeddings")  # fmt: skip
     for module in model.modules():  # teacher and student must be the same function of their input
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -172,6 +172,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -408,6 +409,8 @@ def save_checkpoint(run: Run, step: int) -> pathlib.Path:
             state |= {f"{name}.teacher": own.cpu() for name, own in run.teacher.items()}
             save_file(state, tmp / "trainer.safetensors")
             D.write_json(tmp / "trainer.json", {"step": step})
+            if (ledger := pathlib.Path(run.cfg.out) / "ledger.json").exists():  # of this update: a resumed run counts on from here
+                shutil.copy(ledger, tmp)
     return path
 
 
@@ -435,10 +438,11 @@ def load_checkpoint(run: Run) -> int:
     return step
 
 
-def trim(path: pathlib.Path, step: int) -> None:
-    """Cut a .jsonl back to the updates of the checkpoint: later ones will be made again."""
+def trim(path: pathlib.Path, step: int, keep: int = 0) -> None:
+    """Cut a .jsonl back to the updates of the checkpoint, later ones will be made again; with `keep` to the last so many of them."""
     if path.exists():
-        D.write_text(path, "".join(json.dumps(row) + "\n" for row in D.read_jsonl(path) if row["step"] <= step))
+        rows = [row for row in D.read_jsonl(path) if (step - keep if keep else -1) < row.get("step", 0) <= step]
+        D.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 # ==================================================================================================== the bank's life
@@ -451,6 +455,8 @@ class BankLife:
         cfg, self.run = run.cfg, run
         self.folder = pathlib.Path(cfg.out) / "bank"
         self.window: list[dict] = []
+        self.ledger: dict = {}  # rank 0's, of the last checkpoint, and what its rollouts since add to it
+        self.uncounted: list[dict] = []
         self.log = S.ReplyLog(self.folder, run.world)
         model, tokenizer = run.model, run.tokenizer
         if cfg.update_model:
@@ -458,8 +464,8 @@ class BankLife:
         self.complete = R.make_complete(model, tokenizer, run.world, max_new_tokens=cfg.reply_tokens, seed=cfg.seed)
 
     def begin(self, start: int) -> None:
-        """The bank and window of update `start` (D9)."""
-        run, cfg = self.run, self.run.cfg
+        """The bank, window and ledger of update `start` (D9)."""
+        run, cfg, out = self.run, self.run.cfg, self.folder.parent
         versions = sorted(self.folder.glob("step_*.json"))
         kept = [p for p in versions if int(p.stem[5:]) <= start]
         for p in versions if run.world.main else ():
@@ -473,9 +479,16 @@ class BankLife:
                 sampling=cfg.sampling, memory_answer=cfg.memory_answer, group_size=cfg.merge_group_size, patience=cfg.merge_patience,
             )  # fmt: skip
         self.save(int(kept[-1].stem[5:]) if kept else 0)
+        if run.world.main:
+            trim(self.log.path, start)
+            self.ledger = runlog.make_ledger(out, runlog.load_ledger(out / "checkpoints" / f"step_{start:06d}" / "ledger.json"))
+            D.write_json(out / "ledger.json", self.ledger)
         if cfg.update_every:
-            rows = D.read_jsonl(pathlib.Path(cfg.out) / "rollouts.jsonl") if run.world.main else []
-            rows = [row for row in rows if start // cfg.update_every * cfg.update_every < row["step"] <= start]
+            rows = D.read_jsonl(out / "rollouts.jsonl") if run.world.main else []
+            last = start // cfg.update_every * cfg.update_every
+            rows = [row for row in rows if last < row["step"] <= start]
+            if run.world.main and last < start and (not rows or rows[0]["step"] > last + 1):
+                print(f"bank: rollouts.jsonl no longer holds all since update {last}; the next online update learns from what is left of them")
             self.window = D.gather([row for row in rows if self.kept(row)], run.world)[0]
         if run.world.main and not (run.bank.general_skills and run.bank.common_mistakes):
             print("bank: one of its lists is empty, so there are no teachers and no loss until an online update fills it (S8)")
@@ -487,6 +500,9 @@ class BankLife:
         """Alg. 4 on all rollouts since the last update (D2); the same call, and the same bank, on every rank."""
         cfg, bank = self.run.cfg, self.run.bank
         assert bank is not None
+        self.log.step = step
+        if self.run.world.main:
+            self.uncounted += [{name: row[name] for name in ("step", "r", "pairs", "rho")} for row in records]
         if cfg.update_every:
             self.window += [row for row in records if self.kept(row)]
         if cfg.update_every and step % cfg.update_every == 0:
@@ -509,6 +525,12 @@ class BankLife:
             self.run.bank.save(self.folder / "bank.json")
             if warning := S.lint(self.run.bank):
                 print(warning)
+
+    def save_ledger(self) -> None:
+        """Before a checkpoint, which takes a copy: a run killed after it has nothing left to write."""
+        self.ledger = runlog.make_ledger(self.folder.parent, self.ledger, self.uncounted)
+        self.uncounted = []
+        D.write_json(self.folder.parent / "ledger.json", self.ledger)
 
 
 # ============================================================================================================= the run
@@ -591,6 +613,12 @@ def train(run: Run, resume: bool) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before the first update it interrupts, as Ctrl-C does
     if bank_life:
         bank_life.begin(start)
+
+    def drop_older(step: int) -> None:
+        for name in ("rollouts", "tokens") if world.main and cfg.keep_rollouts else ():
+            trim(logs[name], step, cfg.keep_rollouts)
+
+    drop_older(start)  # killed between a checkpoint and this
     passed_on = runlog.mirrors(cfg, start) if world.main else []
     for number in (signal.SIGTERM, signal.SIGINT):  # finish the update, checkpoint, leave
         signal.signal(number, lambda *_: setattr(run, "stop", True))
@@ -625,9 +653,10 @@ def train(run: Run, resume: bool) -> int:
             bar.write(runlog.log_line(metrics, cfg.updates))
         if step % cfg.checkpoint_every == 0 or step == cfg.updates or stop or skipped == 3:
             saved = step
-            if world.main and bank_life:  # before the checkpoint: a run killed after it has nothing left to write
-                D.write_json(out / "ledger.json", runlog.make_ledger(out))
+            if world.main and bank_life:
+                bank_life.save_ledger()
             path = save_checkpoint(run, step)
+            drop_older(step)  # no checkpoint that a run goes on from needs them
             if world.main:
                 bar.write(f"saved {path}")
         if stop or skipped == 3:

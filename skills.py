@@ -466,11 +466,12 @@ class ReplyLog:
 
     def __init__(self, folder: pathlib.Path, world: D.World):
         self.path, self.world, self.counts = folder / "replies.jsonl", world, collections.Counter[str]()
+        self.step = 0  # the update they belong to
 
     def __call__(self, row: dict) -> None:
         self.counts[row["outcome"]] += 1
         if self.world.main:
-            D.append_jsonl(self.path, [row])
+            D.append_jsonl(self.path, [{"step": self.step, **row}])
 
     def take(self) -> dict[str, int]:
         counts, self.counts = {k: self.counts[k] for k in ("read", "repaired", "retried", "lost")}, collections.Counter()
@@ -494,6 +495,7 @@ def make_bank(
     D.gather(None, world)  # every rank has read before one writes
     if world.main:
         write_text(path, "".join(json.dumps(m) + "\n" for m in done.values()))  # without a torn last line
+        log.path.unlink(missing_ok=True)  # its replies are all asked for again
     left = [x for x in chosen if x.id not in done]
     bar = tqdm(total=len(chosen), initial=len(chosen) - len(left), disable=not world.main, unit="memory", desc="cold start")
     for at in range(0, len(left), rows * world.size):

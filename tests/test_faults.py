@@ -36,7 +36,7 @@ import sgsd
 def flags(world_dir, out, **changes):
     settings = dict(model=world_dir / "model", data=world_dir / "data.jsonl", bank="", encoder=world_dir / "encoder", out=out, num_teachers=3,
                     batch_size=4, max_new_tokens=12, updates=6, checkpoint_every=2, audit_every=2, lora_rank=4, lora_alpha=8, eps_a=0.2,
-                    learning_rate=1e-2, cold_start=8, update_every=3, max_new_items=2, device="cpu")  # fmt: skip
+                    learning_rate=1e-2, cold_start=8, update_every=3, max_new_items=2, keep_rollouts=3, device="cpu")  # fmt: skip
     return [f"--{k.replace('_', '-')}={v}" for k, v in {**settings, **changes}.items()]
 
 
@@ -104,8 +104,8 @@ def resume(world_dir, out, log, **kw):
 def state(out):
     """All that must be equal: adapter and optimizer, every version of the bank, memories, logs; metrics without times and memory."""
     last = max((out / "checkpoints").glob("step_*"))
-    files = [*last.glob("*.safetensors"), *out.glob("bank/*.json"), out / "bank/memories.jsonl", out / "rollouts.jsonl", out / "tokens.jsonl",
-             *out.glob("ledger.json")]  # fmt: skip
+    files = [*last.glob("*.safetensors"), *out.glob("bank/*.json*"), out / "rollouts.jsonl", out / "tokens.jsonl", *out.glob("ledger.json"),
+             *last.glob("ledger.json")]  # fmt: skip
     return {str(f.relative_to(out)): f.read_bytes() for f in files} | {"metrics": timeless(rows(out / "metrics.jsonl"))}
 
 
@@ -124,7 +124,8 @@ def whole(world_dir, tmp_path_factory):
 
 def test_the_run_that_is_killed_has_it_all(whole):
     files, steps, _ = whole
-    assert {"bank/step_000000.json", "bank/step_000003.json", "bank/step_000006.json", "bank/memories.jsonl"} <= {*files}
+    assert {"bank/step_000000.json", "bank/step_000003.json", "bank/step_000006.json", "bank/memories.jsonl", "bank/replies.jsonl"} <= {*files}
+    assert {row["step"] for row in map(json.loads, files["rollouts.jsonl"].splitlines())} == {4, 5, 6}  # --keep-rollouts 3
     assert len(files["metrics"]) == 6 and any(m["replies_read"] for m in files["metrics"]) and steps > 100
 
 

@@ -9,8 +9,10 @@ from conftest import make_bank, make_model, make_tokenizer
 from test_cli import file, flags, refused  # noqa: F401  (a fixture)
 
 import eval as E
+import rollout as R
 import sgsd
 import skills as S
+from distributed import UserError
 
 
 def bank_of(path, **changes):
@@ -50,6 +52,8 @@ FLAGS = {  # one flag, its value, and words that must be said
     "no rank": ("--lora-rank", "0", "> 0"),
     "groups of one to merge": ("--merge-group-size", "1", ">= 2"),
     "no budget": ("--score-tokens", "0", "> 0"),
+    "window that is thrown away": ("--keep-rollouts", "10", ">= --update-every 25"),
+    "fewer than none": ("--keep-rollouts", "-1", ">= 0"),
     "no time": ("--verify-timeout", "0", "> 0"),
     "never a checkpoint": ("--checkpoint-every", "0", "> 0"),
     "value of a switch": ("--polarity", "false", "unrecognized arguments: false"),
@@ -102,7 +106,7 @@ def test_files(name, flags, tmp_path, capsys):  # noqa: F811
 
 def spoil(folder, name):
     """A model directory with one thing wrong."""
-    make_model().save_pretrained(folder)
+    make_model(vocab=267 if name == "row too few" else 272).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     if name == "no chat template":
         (folder / "chat_template.jinja").unlink()
@@ -115,12 +119,33 @@ def spoil(folder, name):
 
 
 @pytest.mark.parametrize("name,word", [("no chat template", "no chat template"), ("torn weights", "not loaded"), ("no weights", "not loaded"),
-                                       ("broken config", "not loaded")])  # fmt: skip
+                                       ("broken config", "not loaded"), ("row too few", "knows 268 ids, the model has rows for 267")])  # fmt: skip
 def test_models(name, word, flags, tmp_path, capsys):  # noqa: F811
     spoil(tmp_path / "model", name)
     capsys.readouterr()
     refused({**flags, "--model": tmp_path / "model"}, capsys, "--model", word)
     assert not (tmp_path / "run").exists()
+
+
+def loaded(folder, vocab, *added, **special):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(list(added))
+    tokenizer.add_special_tokens(special)
+    make_model(vocab=vocab).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return R.load_model(str(folder), torch.device("cpu"))
+
+
+def test_a_row_for_every_id_of_the_tokenizer(tmp_path):
+    """As many rows as ids are enough, and more are usual; an added token's id counts, a text-only model's placeholder for images does not."""
+    assert loaded(tmp_path / "a", 268) and loaded(tmp_path / "b", 271, "<a>", "<b>")
+    for added, special in ((["<a>"], {}), ([], {"bos_token": "<a>"})):
+        with pytest.raises(UserError, match=r"--model .*knows 269 ids.*rows for 268.*\(the last is '<a>'\)"):
+            loaded(tmp_path / "c", 268, *added, **special)
+    with pytest.raises(UserError, match="rows for 268"):
+        loaded(tmp_path / "d", 268, "<image>")
+    edit(tmp_path / "d/tokenizer_config.json", lambda c: c.update(extra_special_tokens={"image_token": "<image>"}))  # as Gemma 3's small ones say
+    assert R.load_model(str(tmp_path / "d"), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +183,7 @@ RUNS = {  # what was done to a run's directory, the flags, and words that must b
     "flag without use": (lambda r: None, ["--teacher-decay=.5"], "--teacher-decay", "the other settings make"),
     "broken bank": (lambda r: (r / "bank/bank.json").write_text("{"), [], "bank.json: cannot be read"),
     "broken log": (lambda r: (r / "metrics.jsonl").write_text("{}}\n"), ["--updates=3"], "metrics.jsonl:1"),
+    "broken ledger": (lambda r: (r / STEP / "ledger.json").write_text("{}"), ["--updates=3"], "step_000002/ledger.json", "cannot be read"),
     "fewer updates than made": (lambda r: None, ["--updates=1"], "--updates 1", "update 2"),
 }  # fmt: skip
 
@@ -170,7 +196,7 @@ def test_resumed_runs(name, finished, tmp_path, capsys):
     spoiled(run)
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     refused({"--resume": run}, capsys, *words, before=given)
-    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} or name == "broken log"
+    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} or name in ("broken log", "broken ledger")
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}

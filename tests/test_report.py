@@ -118,6 +118,44 @@ def test_the_ledger_is_right_after_a_resume(world_dir, tmp_path, monkeypatch):
     assert not (tmp_path / "parts/bank/step_000003.json").exists()
 
 
+def test_a_run_that_drops_its_older_rollouts_counts_them_all(world_dir, tmp_path, monkeypatch, capsys):
+    """--keep-rollouts: the same ledger and the same weights, the last lines alone; an --update-every of 2 still has its window."""
+    monkeypatch.setattr(R, "make_complete", T.FakeReplies)
+    settings = dict(bank="", cold_start=8, update_every=2, updates=6, max_new_items=2)
+    T.train(world_dir, tmp_path / "whole", **settings)
+    T.train(world_dir, tmp_path / "kept", keep_rollouts=3, **settings)
+    for name in ("ledger.json", "checkpoints/step_000004/ledger.json", "checkpoints/step_000006/adapter_model.safetensors", "bank/bank.json"):
+        assert (tmp_path / "kept" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    for name in ("rollouts.jsonl", "tokens.jsonl"):
+        lines = (tmp_path / "whole" / name).read_text().splitlines()
+        assert (tmp_path / "kept" / name).read_text().splitlines() == [x for x in lines if json.loads(x)["step"] > 3], name
+    assert T.timeless(T.rows(tmp_path / "kept/metrics.jsonl")) == T.timeless(T.rows(tmp_path / "whole/metrics.jsonl"))
+    shown = [[{k: v for k, v in row.items() if k != "sources"} for row in report.load(tmp_path / name)["ledger"]] for name in ("whole", "kept")]
+    assert shown[0] == shown[1] and report.main([str(tmp_path / "kept")]) == 0
+    T.train(world_dir, tmp_path / "kept", resume=True, **{**settings, "updates": 7, "update_every": 10})
+    T.train(world_dir, tmp_path / "whole", resume=True, **{**settings, "updates": 7, "update_every": 10})
+    assert capsys.readouterr().out.count("rollouts.jsonl no longer holds all since update 0") == 1
+
+
+def test_the_ledger_of_a_run_still_going(out, tmp_path):
+    """That of its last checkpoint, counted on with the rollouts since: the same as from the first."""
+    shutil.copytree(out, tmp_path / "run")
+    shutil.copy(tmp_path / "run/checkpoints/step_000004/ledger.json", tmp_path / "run/ledger.json")
+    assert json.loads((tmp_path / "run/ledger.json").read_text())["step"] == 4
+    assert report.load(tmp_path / "run")["ledger"] == report.load(out)["ledger"]
+    assert runlog.make_ledger(tmp_path / "run") == json.loads((out / "ledger.json").read_text())
+
+
+@pytest.mark.parametrize("keep, most", [(0, 0), (2, 3 * 4)])
+def test_what_a_run_reads_of_its_logs_does_not_grow_with_it(keep, most, world_dir, tmp_path, monkeypatch):
+    """Not a line of them, or with --keep-rollouts 2 those of three updates at a checkpoint after each: 4 rollouts an update."""
+    monkeypatch.setattr(R, "make_complete", T.FakeReplies)
+    read, seen = sgsd.D.read_jsonl, [0]
+    monkeypatch.setattr(sgsd.D, "read_jsonl", lambda path: (rows := read(path), seen.append(len(rows)))[0])
+    T.train(world_dir, tmp_path / "run", updates=8, update_every=2, checkpoint_every=1, keep_rollouts=keep)
+    assert max(seen) == most
+
+
 def test_the_ledger_knows_an_entry_by_its_text(tmp_path):
     """Online updates give dynamic ids anew; update 5 still used the version before its own."""
     def save(step, *titles):
