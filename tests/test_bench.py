@@ -15,7 +15,7 @@ MODES = {
     "eval": ["24 of 24", "ties: 0 of 24 samples"],
     "step": ["| rollout | ", "| scoring | ", "| backward | ", "| optimizer | ", "| verification | ", "| an update | "],
     "memory": ["| 1024 | ", "Qwen3-8B", "fits one 80 GB card"],
-    "scaling": ["| K | 1: ", "| T | ", "| bank entries | 100: ", "| ranks "],
+    "scaling": ["| K | 1: ", "| T | ", "| bank entries | 100: ", "| bank entries, 32 problems at once | 100: ", "| ranks "],
 }
 
 
