@@ -185,6 +185,8 @@ def load_model(
     kind = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(dtype) or getattr(torch, dtype)
     if attn == "auto":
         attn = "flash_attention_2" if device.type == "cuda" and kind != torch.float32 and is_flash_attn_2_available() else "sdpa"
+    elif attn == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError("--attn flash_attention_2: flash-attn is not installed, or torch finds no GPU; pip install flash-attn, or say --attn auto")
     if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
         raise UserError(f"{flag} {name}: no such directory; a hub id or a directory of a saved model is wanted")
     try:
