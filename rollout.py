@@ -278,7 +278,7 @@ def select_tokens(logits_BV: torch.Tensor, u_B: torch.Tensor, sampling: Sampling
     p_BC = p_BV[:, kept_C]
     if sampling.top_p < 1:
         top = p_BC.topk(min(1024, len(kept_C))).values.double()
-        if (top.sum(-1) < sampling.top_p).any():  # rarely: the nucleus is wider than 1024 tokens
+        if len(kept_C) > top.shape[1] and (top.sum(-1) < sampling.top_p).any():  # rarely: the nucleus is wider than 1024 tokens
             top = p_BC.sort(descending=True).values.double()
         before = top.cumsum(-1) - top
         count_B1 = (before < sampling.top_p).sum(-1, keepdim=True)

@@ -729,13 +729,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in () if args.layout or args.train else MODES if args.what == "all" else [args.what]:
         try:
             MODES[name](args, s, device)
-        except ModuleNotFoundError as e:
-            print(f"\n{name}: skipped, {e.name} is not installed")
-        except Exception:
-            if args.what != "all":
+        except Exception as e:
+            if isinstance(e, ModuleNotFoundError) and e.name:  # transformers raises one without a name
+                print(f"\n{name}: skipped, {e.name} is not installed", flush=True)
+            elif args.what != "all":
                 raise
-            failed += 1
-            print(f"\n{name}: failed\n\n{traceback.format_exc()}", flush=True)
+            else:
+                failed += 1
+                print(f"\n{name}: failed\n\n{traceback.format_exc()}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()  # the next mode may measure in processes of its own
     if failed:
