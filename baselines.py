@@ -112,7 +112,7 @@ Result = tuple[list[dict], dict[str, float]]
 
 def _skills(run: sgsd.Run, step: int, skill: bool) -> Callable[[R.Problem], list[S.SkillPair]]:
     """The pairs that a problem's prompts show: retrieved once per problem, none without +skill."""
-    return functools.cache(lambda x: sgsd.retrieve(run, x, step) if skill else [])
+    return functools.cache(lambda x: sgsd.retrieve(run, [x], step)[0] if skill else [])
 
 
 def _packs(run: sgsd.Run, rollouts: list[R.Rollout]) -> list[list[int]]:
@@ -156,7 +156,7 @@ def sgsd_whole(run: sgsd.Run, step: int) -> Result:
     """Algorithm 1 with --objective or --support-top-k: the same teachers, weights, mask and polarity."""
     began = time.perf_counter()
     batch, rollouts = sgsd.sample(run, step, lambda x: S.render_student(x.problem))
-    pairs = [sgsd.retrieve(run, x, step) for x in batch]
+    pairs = sgsd.retrieve(run, batch, step)
     ctx = [sgsd.contexts(run, x, pairs_K) for x, pairs_K in zip(batch, pairs)]
     alphas = [sgsd.teacher_weights(torch.tensor([p.s_g for p in pairs_K]), torch.tensor([p.s_e for p in pairs_K])) for pairs_K in pairs]
     return distil(run, step, rollouts, pairs, ctx, alphas, began)

@@ -185,6 +185,8 @@ def load_model(
     kind = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(dtype) or getattr(torch, dtype)
     if attn == "auto":
         attn = "flash_attention_2" if device.type == "cuda" and kind != torch.float32 and is_flash_attn_2_available() else "sdpa"
+    elif attn == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError("--attn flash_attention_2: flash-attn is not installed, or torch finds no GPU; pip install flash-attn, or say --attn auto")
     if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
         raise UserError(f"{flag} {name}: no such directory; a hub id or a directory of a saved model is wanted")
     try:
@@ -281,7 +283,7 @@ def select_tokens(logits_BV: torch.Tensor, u_B: torch.Tensor, sampling: Sampling
     p_BC = p_BV[:, kept_C]
     if sampling.top_p < 1:
         top = p_BC.topk(min(1024, len(kept_C))).values.double()
-        if (top.sum(-1) < sampling.top_p).any():  # rarely: the nucleus is wider than 1024 tokens
+        if len(kept_C) > top.shape[1] and (top.sum(-1) < sampling.top_p).any():  # rarely: the nucleus is wider than 1024 tokens
             top = p_BC.sort(descending=True).values.double()
         before = top.cumsum(-1) - top
         count_B1 = (before < sampling.top_p).sum(-1, keepdim=True)

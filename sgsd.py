@@ -272,15 +272,18 @@ def sample(run: Run, step: int, student: Callable[[R.Problem], str]) -> tuple[li
     return problems, R.sample_rollouts(run.model, run.tokenizer, problems, ids, cfg.sampling, keys, run.verifier, cfg.rollout_rows)
 
 
-def retrieve(run: Run, x: R.Problem, step: int) -> list[S.SkillPair]:
-    """The K_x pairs for a problem (Eq. 2), or with --retrieval random any, of equal weight (S20)."""
+def retrieve(run: Run, batch: Sequence[R.Problem], step: int) -> list[list[S.SkillPair]]:
+    """The K_x pairs for each problem (Eq. 2), or with --retrieval random any, of equal weight (S20)."""
     cfg, bank = run.cfg, run.bank
     assert bank is not None and run.embed is not None
     if cfg.retrieval == "embedding":
-        return bank.retrieve(cfg.query_prompt + x.problem, cfg.num_teachers, run.embed)
-    draw = random.Random(R.sample_key(cfg.seed, step, x.id))
-    chosen = [draw.sample(entries, min(cfg.num_teachers, len(entries))) for entries in (bank.general_skills, bank.common_mistakes)]
-    return [S.SkillPair(g, e, 0.0, 0.0) for g, e in zip(*chosen)]
+        return bank.retrieve_all([cfg.query_prompt + x.problem for x in batch], cfg.num_teachers, run.embed)
+    pairs = []
+    for x in batch:
+        draw = random.Random(R.sample_key(cfg.seed, step, x.id))
+        chosen = [draw.sample(entries, min(cfg.num_teachers, len(entries))) for entries in (bank.general_skills, bank.common_mistakes)]
+        pairs.append([S.SkillPair(g, e, 0.0, 0.0) for g, e in zip(*chosen)])
+    return pairs
 
 
 def with_answer(x: R.Problem) -> str:
@@ -316,11 +319,10 @@ def accumulate(run: Run, step: int) -> tuple[list[dict], dict[str, float]]:
     batch, rollouts = sample(run, step, lambda x: S.render_student(x.problem))  # Eq. 1
     clock.append(time.perf_counter())
 
-    pairs, logpT = [], []
+    pairs, logpT = retrieve(run, batch, step), []  # Eq. 2
     with teacher_policy(run):
-        for x, roll in zip(batch, rollouts):
-            pairs.append(retrieve(run, x, step))  # Eq. 2
-            ctx = contexts(run, x, pairs[-1])  # Eq. 3
+        for x, roll, pairs_K in zip(batch, rollouts, pairs):
+            ctx = contexts(run, x, pairs_K)  # Eq. 3
             logpT.append(score_teachers(run.model, ctx, roll.completion_ids, cfg.score_tokens, cfg.loss_temperature))  # Eq. 4
     clock.append(time.perf_counter())
 

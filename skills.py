@@ -92,15 +92,19 @@ class SkillBank:
         Cosine similarity of L2-normalised embeddings; equal scores keep the bank's order. Entry texts are embedded once
         per bank and `embed`. An empty list gives no pairs. Raises ValueError on k < 1.
         """
+        return self.retrieve_all([problem], k, embed)[0]
+
+    def retrieve_all(self, problems: Sequence[str], k: int, embed: Embed) -> list[list[SkillPair]]:
+        """`retrieve` for each problem, the same bits: a large index is read from memory once for all of them, not once for each."""
         if k < 1:
             raise ValueError(f"retrieve (Eq. 2) needs k >= 1, got {k}")
-        if not self.general_skills or not self.common_mistakes:
-            return []
-        query_d = _normalized(embed([problem]))[0]
-        (top_g, s_g), (top_e, s_e) = (_top(self._matrix(key, embed) @ query_d, k) for key in FIELDS)
+        if not problems or not self.general_skills or not self.common_mistakes:
+            return [[] for _ in problems]
+        queries_Qd = _normalized(embed(problems))
+        tops = ([_top(scores_n, k) for scores_n in _scores(self._matrix(key, embed), queries_Qd)] for key in FIELDS)
         return [
-            SkillPair(self.general_skills[g], self.common_mistakes[e], float(sg), float(se))
-            for g, e, sg, se in zip(top_g, top_e, s_g, s_e)
+            [SkillPair(self.general_skills[g], self.common_mistakes[e], float(sg), float(se)) for g, e, sg, se in zip(top_g, top_e, s_g, s_e)]
+            for (top_g, s_g), (top_e, s_e) in zip(*tops)
         ]
 
     def _matrix(self, key: str, embed: Embed) -> np.ndarray:
@@ -136,6 +140,18 @@ def entry_text(entry: dict, key: str) -> str:
 def _normalized(x: Any) -> np.ndarray:
     x_nd = np.asarray(x, dtype=np.float32)
     return x_nd / np.maximum(np.linalg.norm(x_nd, axis=-1, keepdims=True), 1e-12)
+
+
+BLOCK = 1024  # entries that every query meets while they are in the processor's cache
+
+
+def _scores(matrix_nd: np.ndarray, queries_Qd: np.ndarray) -> np.ndarray:
+    """[Q, n], each query by products of its own: one product of all would round by how many they are, that is by the world's size."""
+    scores_Qn = np.empty((len(queries_Qd), len(matrix_nd)), dtype=np.float32)
+    for at in range(0, len(matrix_nd), BLOCK):
+        for scores_n, query_d in zip(scores_Qn, queries_Qd):
+            scores_n[at : at + BLOCK] = matrix_nd[at : at + BLOCK] @ query_d
+    return scores_Qn
 
 
 def _top(scores_n: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

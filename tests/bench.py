@@ -2,12 +2,13 @@
 
     python tests/bench.py score      K teachers and the student, forward and backward, against the replicated full-logits layout
     python tests/bench.py rollout    rollout.generate against transformers' generate, in static batches of as many rows
-    python tests/bench.py step       sgsd.main on a saved model: what of an update's wall time is work
+    python tests/bench.py step       sgsd.main on a saved model: what of an update's wall time is work, and its limit
     python tests/bench.py eval       12 samples of 30 problems, static batches against a stream; how often the rows change an id
     python tests/bench.py verify     verdicts per second, and what math-verify alone gets wrong on the golden table
     python tests/bench.py memory     peak memory of scoring against T and --score-tokens; Qwen3-8B on one card, by arithmetic
     python tests/bench.py scaling    cost against K, T, the bank's size and the number of ranks
-    python tests/bench.py all        all of it; with --cuda on one GPU, at Qwen3-1.7B's shape
+    python tests/bench.py cost       FLOPs, bytes and the least seconds of the paper's run, by arithmetic from this machine's two rates
+    python tests/bench.py all        all of it, whatever fails; with --cuda on one GPU, at Qwen3-1.7B's shape
 
 Tables are markdown. Peaks are above what the loaded model holds, each in a process of its own. "limit" is what the machine
 must take: bytes of weights and cache over its copy rate, FLOPs over its matmul rate, both measured in the same run. On CPU
@@ -17,6 +18,7 @@ are wall time. The best of --repeats counts; rollout and eval run once.
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import io
 import json
@@ -25,12 +27,14 @@ import os
 import pathlib
 import platform
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -78,8 +82,8 @@ SHAPES = {
     "tiny": Shape(32, 2, 48, 2, 16, T=8, new=12, mean=4, rows=(4,), eval_rows=4, problems=2, batch=2, vocab=512, decode_vocab=512),
     "few": Shape(256, 8, 768, 4, 64, T=32, batch=2),  # what two ranks share out
     "small": Shape(256, 8, 768, 4, 64, T=128),
-    "qwen3-1.7b": Shape(2048, 28, 6144, 16, 128, T=1024, new=1024, mean=200, rows=(32, 128), eval_rows=64, batch=32, decode_vocab=VOCAB),
-}
+    "qwen3-1.7b": Shape(2048, 28, 6144, 16, 128, T=1024, new=512, mean=128, rows=(32, 128), eval_rows=64, batch=32, decode_vocab=VOCAB),
+}  # 512: at 30 ms a step, which is what launching 28 layers takes, rollout has some 10,000 steps
 ENCODERS = {"qwen3-1.7b": Shape(1024, 28, 3072, 16, 128, T=0)}  # Qwen3-Embedding-0.6B; elsewhere the smallest shape
 
 
@@ -128,9 +132,11 @@ def rates(device: torch.device) -> tuple[float, float]:
     return 2 * c.nbytes / seconds_of(lambda: d.copy_(c), device, 5), 2 * n**3 / seconds_of(lambda: a @ b, device, 5)
 
 
-def table(title: str, device: torch.device, columns: str, rows: Sequence[Sequence[object]]) -> None:
-    print(f"\n{title}; {machine(device)}\n\n| {columns} |\n" + "|---" * (columns.count("|") + 1) + "|")
-    print("\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows), flush=True)
+def table(title: str, device: torch.device, columns: str, rows: Iterable[Sequence[object]]) -> None:
+    """Printed row by row as they come: what was measured stays when the rest is killed or fails."""
+    print(f"\n{title}; {machine(device)}\n\n| {columns} |\n" + "|---" * (columns.count("|") + 1) + "|", flush=True)
+    for row in rows:
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 
 def own_process(*argv: object, ranks: int = 1) -> str:
@@ -140,6 +146,96 @@ def own_process(*argv: object, ranks: int = 1) -> str:
     if done.returncode:
         raise RuntimeError(done.stderr)
     return done.stdout
+
+
+# ------------------------------------------------------------------------------------------------ cost
+
+
+@dataclass(frozen=True)
+class Counts:
+    """FLOPs and bytes of a Qwen3 with adapters, by arithmetic; a multiply-add is 2 FLOPs, attention looks back only."""
+
+    width: int
+    layers: int
+    mlp: int
+    queries: int  # width of all query heads together
+    kv: int
+    vocab: int = VOCAB
+    kind: int = 2  # bytes of a weight
+    rank: int = 64
+
+    @property
+    def projections(self) -> int:
+        return self.layers * (2 * self.width * (self.queries + self.kv) + 3 * self.width * self.mlp)
+
+    @property
+    def adapters(self) -> int:
+        return self.layers * self.rank * (2 * (self.width + self.queries) + 2 * (self.width + self.kv) + 3 * (self.width + self.mlp))
+
+    @property
+    def weights(self) -> int:
+        """Bytes that a forward reads; adapters are fp32."""
+        return self.kind * (self.projections + self.vocab * self.width) + 4 * self.adapters
+
+    def forward(self, n: int, predicted: int) -> int:
+        """FLOPs of n tokens of a row, and the head on those that predict: 2 (P + A) n + 2 L Q n^2 + 2 V D predicted."""
+        return 2 * (self.projections + self.adapters) * n + 2 * self.layers * self.queries * n * n + 2 * self.vocab * self.width * predicted
+
+    def backward(self, n: int, predicted: int) -> int:
+        """FLOPs: layers and head once more, a gradient to every input (attention's costs twice), and to the adapters: no other weight learns."""
+        return 2 * self.forward(n, predicted) + 2 * self.layers * self.queries * n * n + 2 * self.adapters * n
+
+    def decoding(self, prompt: int, new: int, rows: float, steps: float) -> tuple[float, float]:
+        """FLOPs and bytes of `rows` completions of `new` tokens in `steps` steps: each reads all weights, each token its row's cache."""
+        flops = self.forward(prompt + new, new) - self.forward(prompt, 0)
+        return rows * flops, steps * self.weights + rows * 2 * self.kind * self.layers * self.kv * (prompt * new + new * new / 2)
+
+
+QWEN3 = {"Qwen3-1.7B": Counts(2048, 28, 6144, 2048, 1024), "Qwen3-4B": Counts(2560, 36, 9728, 4096, 1024), "Qwen3-8B": Counts(4096, 36, 12288, 4096, 1024)}
+PLAIN, GUIDED = 200, 400  # tokens of a student's and a teacher's prompt: assumed, the paper doesn't say
+GPUS, EVAL_ROWS = 8, 16  # §4.1; eval.py's default
+
+
+def counts(s: Shape, vocab: int, device: torch.device, rank: int = 64) -> Counts:
+    return Counts(s.width, s.layers, s.mlp, s.heads * s.size, s.heads // 2 * s.size, vocab, 2 if device.type == "cuda" else 4, rank)
+
+
+def paper_costs(c: Counts) -> dict[str, tuple[float, float]]:
+    """FLOPs and bytes on one of 8 GPUs: an update by parts, and one evaluation; all completions as long as they may be."""
+    cfg = sgsd.Config()
+    x, T, rows, samples = PLAIN, cfg.max_new_tokens, cfg.batch_size / GPUS, 12 * 90 / GPUS  # three sets of 30
+    return {
+        "prefill": (rows * c.forward(x, 1), c.weights),
+        "decoding": c.decoding(x, T, rows, T),
+        "teachers": (rows * cfg.num_teachers * c.forward(GUIDED + T, T), rows * c.weights),
+        "student, forward": (rows * c.forward(x + T, T), c.weights),
+        "student, backward": (rows * c.backward(x + T, T), 2 * c.weights),
+        "an evaluation": c.decoding(x, cfg.eval_tokens, samples, math.ceil(samples / EVAL_ROWS) * cfg.eval_tokens),
+    }
+
+
+def cost(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
+    (copied, multiplied), cfg = rates(device), sgsd.Config()
+    lines, sums = [], []
+    for name, c in QWEN3.items():
+        parts = {part: (flops, moved, max(flops / multiplied, moved / copied)) for part, (flops, moved) in paper_costs(c).items()}
+        evaluation = parts.pop("an evaluation")
+        sums.append((name, *(sum(part[i] for part in parts.values()) for i in range(3)), evaluation[2]))
+        lines += [(name, part, f"{flops / 1e12:,.1f}", f"{moved / 1e12:,.3f}", f"{least:,.2f}")
+                  for part, (flops, moved, least) in [*parts.items(), ("an update", sums[-1][1:4]), ("an evaluation", evaluation)]]  # fmt: skip
+    table(f"cost: lower limits, NOT a measured run: the paper's run on one of {GPUS} GPUs of this kind, {multiplied / 1e12:.2f} TFLOP/s and {copied / 1e9:,.0f} GB/s "
+          "measured here", device, "model | part | TFLOP | TB | seconds at least", lines)  # fmt: skip
+    evaluations = cfg.updates // cfg.checkpoint_every
+    for name, _, _, update, evaluation in sums:
+        hours = [n * x / 3600 for n, x in ((cfg.updates, update), (evaluations, evaluation))]
+        print(f"\n{name}: {cfg.updates} updates {hours[0]:,.1f} h and {evaluations} evaluations {hours[1]:,.1f} h at least", end="")
+    print(f"""
+
+Of {cfg.batch_size} problems a GPU has B = {cfg.batch_size / GPUS:g}; K = {cfg.num_teachers}, T = {cfg.max_new_tokens}, prompts of {PLAIN} and {GUIDED} tokens (assumed), all completions as long as
+they may be; 12 samples of 90 problems up to {cfg.eval_tokens:,} tokens, {EVAL_ROWS} at a time. P, A, V D: weights of the layers, adapters, head; Q: width of the queries.
+n tokens of a row, forward: 2 (P + A) n + 2 L Q n^2, and 2 V D for each that predicts; backward: twice that, 2 L Q n^2 and 2 A n more (checkpointed).
+Decoding: as many FLOPs as one forward; bytes: 2 (P + V D) + 4 A per step, and 4 L kv (prompt + t) for a row's t-th token.
+Seconds: FLOPs over the matmul rate or bytes over the copy rate, whichever is more. Left out: sampling, embedding, cold start, the bank's updates.""", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ score
@@ -234,7 +330,8 @@ def processor_seconds(process: int) -> float:
 
 
 def machine(device: torch.device) -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    git = ["git", "rev-parse", "--short", "HEAD"] if shutil.which("git") else ["true"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return f"{name}, torch {torch.__version__}, commit {commit or 'none'}"
 
@@ -250,9 +347,7 @@ def score(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
     rows = [(name, f"{r['seconds']:.2f}", times(r["seconds"], own["seconds"]), f"{r['mib']:.0f}", times(r["mib"], own["mib"]), f"{r['loss']:.6f}")
             for name, r in results.items()]  # fmt: skip
     table(f"score: K={K}, T={s.T}, vocabulary {s.vocab:,}, shape {args.shape}", device, "layout | seconds | of ours | peak extra MiB | of ours | loss", rows)
-    tokens, projections = K * (TEACHER + s.T), 3 * s.width * s.heads * s.size + 3 * s.width * s.mlp
-    attention = 2 * s.layers * s.heads * s.size * K * (TEACHER + s.T) ** 2  # causal: half of all pairs, for QK and for PV
-    flops = 2 * s.layers * projections * tokens + attention + 2 * K * s.T * s.width * s.vocab
+    flops = K * counts(s, s.vocab, device, rank=0).forward(TEACHER + s.T, s.T)
     share = flops / own["teachers"] / rates(device)[1]
     print(f"\nteacher forwards alone: {own['teachers']:.3f} s, {flops / 1e12:.2f} TFLOP, {share:.0%} of the measured matmul rate (bar on CUDA: 45%)")
 
@@ -332,16 +427,19 @@ DECODED = "way | seconds | tokens | tokens/s | ours is | seconds of limit | same
 
 
 def rollout(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
-    lines, bandwidth, model = [], rates(device)[0], random_model(s, device, s.decode_vocab)
+    bandwidth, model = rates(device)[0], random_model(s, device, s.decode_vocab)
     R.generate(model, NoStops, [[1] * 8] * 2, R.Sampling(max_new_tokens=4), [1, 2])  # the first call pays for kernels
-    for name, samples, rows, mean in (
-        *((f"all to {s.new} tokens", rows, rows, 0) for rows in s.rows),
-        *((f"long-tailed, up to {s.new}", rows, rows, s.mean) for rows in s.rows),
-        ("long-tailed, more samples than rows", 3 * s.rows[0], s.rows[0], s.mean),
-    ):
-        found, _ = decode(s, stop_after(model, mean), samples, rows, ["generate", "generate, same draws", "ours"], bandwidth)
-        lines += [[f"{name}: {samples} samples, {rows} rows", *line] for line in found]
-    table(f"rollout: shape {args.shape}, vocabulary {s.decode_vocab:,}, copies at {bandwidth / 1e9:.1f} GB/s", device, f"case | {DECODED}", lines)
+
+    def lines() -> Iterator[list[str]]:
+        for name, samples, rows, mean in (
+            *((f"all to {s.new} tokens", rows, rows, 0) for rows in s.rows),
+            *((f"long-tailed, up to {s.new}", rows, rows, s.mean) for rows in s.rows),
+            ("long-tailed, more samples than rows", 3 * s.rows[0], s.rows[0], s.mean),
+        ):
+            found, _ = decode(s, stop_after(model, mean), samples, rows, ["generate", "generate, same draws", "ours"], bandwidth)
+            yield from ([f"{name}: {samples} samples, {rows} rows", *line] for line in found)
+
+    table(f"rollout: shape {args.shape}, vocabulary {s.decode_vocab:,}, copies at {bandwidth / 1e9:.1f} GB/s", device, f"case | {DECODED}", lines())
     print("\nbars: 5x generate and 3x of the limit on CUDA; 1.5x generate on long-tailed lengths with the same ids on CPU")
 
 
@@ -426,18 +524,34 @@ def train_in(folder: pathlib.Path, s: Shape, device: torch.device, batch: int, e
 
 
 def step(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
-    with tempfile.TemporaryDirectory() as name:
+    copied, multiplied = rates(device)
+    c, plain, teachers = counts(s, s.decode_vocab, device), sgsd.score_teachers, []
+
+    def scored(model, contexts, ids, *rest):
+        teachers.append(sum(c.forward(len(x) + len(ids), len(ids)) for x in contexts))
+        return plain(model, contexts, ids, *rest)
+
+    with tempfile.TemporaryDirectory() as name, mock.patch.object(sgsd, "score_teachers", scored):
         folder = pathlib.Path(name)
         run_folder(folder, s, device)
         seconds = train_in(folder, s, device, s.batch, ENCODERS.get(args.shape, SHAPES["tiny"]), True)
         rows = [json.loads(line) for line in (folder / f"run{s.batch}/rollouts.jsonl").open()]
+    lengths = [(len(r["prompt_ids"]), len(r["completion_ids"])) for r in rows if r["step"] > 1]
+    steps = sum(max(new for _, new in lengths[i : i + s.batch]) for i in (0, s.batch))
+    limits = {
+        "rollout": (steps * c.weights + sum(c.decoding(x, new, 1, 0)[1] for x, new in lengths)) / copied,
+        "scoring": sum(teachers[s.batch :]) / multiplied,
+        "backward": sum(c.forward(x + new, new) + c.backward(x + new, new) for x, new in lengths) / multiplied,
+    }
     everything = seconds.pop("all")
     seconds["the rest: prompts, records, gather, logs"] = everything - sum(seconds.values())
     work = sum(seconds[part] for part in ("rollout", "scoring", "backward")) / everything
     tokens = sum(len(r["completion_ids"]) for r in rows) / len(rows)
     judged = "LaTeX answers" if importlib.util.find_spec("math_verify") else "no answers: math-verify is not installed"
-    lines = [(part, f"{x / 2:.3f}", f"{x / everything:.1%}") for part, x in [*seconds.items(), ("an update", everything)]]
-    table(f"step: {s.batch} problems, K={K}, up to {s.T} tokens (mean {tokens:.0f}), {judged}, shape {args.shape}", device, "part | seconds | share", lines)
+    lines = [(part, f"{x / 2:.3f}", f"{x / everything:.1%}", f"{limits[part] / 2:.3f}" if part in limits else "", times(x, limits[part]) if part in limits else "")
+             for part, x in [*seconds.items(), ("an update", everything)]]  # fmt: skip
+    table(f"step: {s.batch} problems, K={K}, up to {s.T} tokens (mean {tokens:.0f}), {judged}, shape {args.shape}", device,
+          "part | seconds | share | least seconds | of these", lines)
     print(f"\nrollout, scoring and backward: {work:.1%} (bar: 60%); all else: {1 - work:.1%} (bar: under 10%)")
 
 
@@ -453,14 +567,18 @@ def memory(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
         student = (STUDENT + T) * (s.layers * s.width * kind + 3 * s.layer_bytes(kind))  # backward: inputs, outputs, gradients
         return max(pack * s.layer_bytes(kind), student) / 2**20
 
-    found = {T: measured_layout("ours", args, T=T, checkpointed=1, repeats=1) for T in Ts}
-    lines = [(T, f"{found[T]['mib']:.0f}", f"{found[T]['mib'] - found[T // 2]['mib']:+.0f}" if T // 2 in found else "",
-              f"{accounted(T) - accounted(T // 2):+.0f}" if T // 2 in found else "", f"{K * T * s.vocab * 4 / 2**20:.0f}") for T in Ts]  # fmt: skip
+    found: dict[int, float] = {}
+
+    def line(T: int) -> tuple[object, ...]:
+        found[T] = measured_layout("ours", args, T=T, checkpointed=1, repeats=1)["mib"]
+        grown = (f"{found[T] - found[T // 2]:+.0f}", f"{accounted(T) - accounted(T // 2):+.0f}") if T // 2 in found else ("", "")
+        return T, f"{found[T]:.0f}", *grown, f"{K * T * s.vocab * 4 / 2**20:.0f}"
+
     table(f"memory: K={K}, shape {args.shape}, layers checkpointed", device,
-          "T | peak extra MiB | more than at T/2 | hidden states and one layer account for | logits of the teachers would take", lines)  # fmt: skip
-    packed = {n: measured_layout("ours", args, T=Ts[2], checkpointed=1, score_tokens=n, repeats=1) for n in (16384, 4096, 1024)}
+          "T | peak extra MiB | more than at T/2 | hidden states and one layer account for | logits of the teachers would take", map(line, Ts))  # fmt: skip
+    packed = ((n, measured_layout("ours", args, T=Ts[2], checkpointed=1, score_tokens=n, repeats=1)) for n in (16384, 4096, 1024))
     table(f"memory: T={Ts[2]}", device, "--score-tokens | peak extra MiB | hidden states and one layer | seconds",
-          [(n, f"{r['mib']:.0f}", f"{accounted(Ts[2], n):.0f}", f"{r['seconds']:.2f}") for n, r in packed.items()])  # fmt: skip
+          ((n, f"{r['mib']:.0f}", f"{accounted(Ts[2], n):.0f}", f"{r['seconds']:.2f}") for n, r in packed))  # fmt: skip
     parts = qwen3_8b()
     table("memory: Qwen3-8B, bf16, on one card, default flags, 32 problems", device, "what | GB", [(name, f"{x / 1e9:.1f}") for name, x in parts.items()])
     total = sum(parts.values()) / 1e9
@@ -496,28 +614,35 @@ def bank_of(n: int) -> tuple[S.SkillBank, S.Embed]:
 
 
 def scaling(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
-    model, Ts, costs = scoring_model(s, device), [s.T * n // 4 for n in (1, 2, 4, 8)], {}
-    costs["K"] = {k: seconds_of(lambda k=k: score_once(model, "ours", s.T // 2, k), device, args.repeats) for k in (1, 2, 4, 8, 16)}
-    costs["T"] = {T: seconds_of(lambda T=T: score_once(model, "ours", T), device, args.repeats) for T in Ts}
-    costs["bank entries"] = {}
-    for n in (100, 1000, 10_000, 100_000)[: 2 if args.shape == "tiny" else 4]:
-        bank, embed = bank_of(n)
-        bank.retrieve("a problem", K, embed)  # embeds the entries
-        costs["bank entries"][n] = seconds_of(lambda b=bank, e=embed: b.retrieve("a problem", K, e), device, 4 * args.repeats)
-    costs["ranks (rank-seconds, work per rank the same)"] = {}
-    with tempfile.TemporaryDirectory() as name:
-        run_folder(pathlib.Path(name), few := SHAPES[shape := "tiny" if args.shape == "tiny" else "few"], torch.device("cpu"))
-        for ranks in (1, 2):
-            batch = ranks * few.batch
-            own_process("step", "--train", name, "--batch", batch, "--shape", shape, ranks=ranks)
-            rows = [json.loads(line) for line in (pathlib.Path(name) / f"run{batch}/metrics.jsonl").open()]
-            costs["ranks (rank-seconds, work per rank the same)"][ranks] = ranks * min(sum(row["seconds"].values()) for row in rows)
-    lines = []
-    for what, cost in costs.items():
+    model, Ts = scoring_model(s, device), [s.T * n // 4 for n in (1, 2, 4, 8)]
+
+    def costs() -> Iterator[tuple[str, dict[int, float]]]:
+        yield "K", {k: seconds_of(lambda k=k: score_once(model, "ours", s.T // 2, k), device, args.repeats) for k in (1, 2, 4, 8, 16)}
+        yield "T", {T: seconds_of(lambda T=T: score_once(model, "ours", T), device, args.repeats) for T in Ts}
+        banks = {n: bank_of(n) for n in (100, 1000, 10_000, 100_000)[: 2 if args.shape == "tiny" else 4]}
+        for bank, embed in banks.values():
+            bank.retrieve("a problem", K, embed)  # embeds the entries
+        for many in (1, 4, 32):  # an update's, on one of eight GPUs and on one alone
+            problems = [str(i) for i in range(many)]
+            yield f"bank entries, {many} problem{'s' * (many > 1)} at a time", {
+                n: seconds_of(lambda b=b, e=e, p=problems: b.retrieve_all(p, K, e), device, 4 * args.repeats) / many for n, (b, e) in banks.items()
+            }
+        seconds = {}
+        with tempfile.TemporaryDirectory() as name, mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # else one rank has all cores
+            run_folder(pathlib.Path(name), few := SHAPES[shape := "tiny" if args.shape == "tiny" else "few"], torch.device("cpu"))
+            for ranks in (1, 2):
+                batch = ranks * few.batch
+                own_process("step", "--train", name, "--batch", batch, "--shape", shape, ranks=ranks)
+                rows = [json.loads(line) for line in (pathlib.Path(name) / f"run{batch}/metrics.jsonl").open()]
+                seconds[ranks] = ranks * min(sum(row["seconds"].values()) for row in rows)
+        yield "ranks (rank-seconds, work per rank the same)", seconds
+
+    def line(what: str, cost: dict[int, float]) -> tuple[str, ...]:
         slope = np.polyfit(np.log(list(cost)), np.log(list(cost.values())), 1)[0]
-        lines.append((what, ", ".join(f"{n:,}: {1000 * x:,.3g} ms" for n, x in cost.items()), f"{slope:.2f}", "yes" if slope < 1.1 else "NO"))
-    table(f"scaling: shape {args.shape}", device, "against | cost | log-log slope | linear or better", lines)
-    print("\nbar: retrieval from 100,000 entries in 20 ms per problem, embedding the problem apart")
+        return what, ", ".join(f"{n:,}: {1000 * x:,.3g} ms" for n, x in cost.items()), f"{slope:.2f}", "yes" if slope < 1.1 else "NO"
+
+    table(f"scaling: shape {args.shape}", device, "against | cost | log-log slope | linear or better", (line(*cost) for cost in costs()))
+    print("\nbar: retrieval from 100,000 entries in 20 ms per problem, embedding the problem apart; a step retrieves for all its problems at once")
 
 
 # ------------------------------------------------------------------------------------------------ verify
@@ -581,7 +706,7 @@ def judge(*_: object) -> None:
     for gold, pred, is_right in theirs:
         print("| " + " | ".join(f"`{x}`".replace("|", "\\|") for x in (gold, pred)) + f" | {'right | wrong' if is_right else 'wrong | right'} |")
 
-MODES = {"score": score, "rollout": rollout, "step": step, "eval": evaluation, "verify": judge, "memory": memory, "scaling": scaling}
+MODES = {"cost": cost, "score": score, "rollout": rollout, "step": step, "eval": evaluation, "verify": judge, "memory": memory, "scaling": scaling}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -600,11 +725,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(one_layout(args.layout, s, device, args.repeats, args.T or s.T, args.score_tokens or 16384, bool(args.checkpointed))))
     elif args.train:
         train_in(args.train, s, device, args.batch, SHAPES["tiny"], False)
+    failed = 0
     for name in () if args.layout or args.train else MODES if args.what == "all" else [args.what]:
         try:
             MODES[name](args, s, device)
-        except ModuleNotFoundError as e:
-            print(f"\n{name}: skipped, {e.name} is not installed")
+        except Exception as e:
+            if isinstance(e, ModuleNotFoundError) and e.name:  # transformers raises one without a name
+                print(f"\n{name}: skipped, {e.name} is not installed", flush=True)
+            elif args.what != "all":
+                raise
+            else:
+                failed += 1
+                print(f"\n{name}: failed\n\n{traceback.format_exc()}", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()  # the next mode may measure in processes of its own
+    if failed:
+        sys.exit(f"{failed} of {len(MODES)} modes failed")
 
 
 if __name__ == "__main__":

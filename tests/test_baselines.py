@@ -291,19 +291,19 @@ def test_the_gate_through_whole_logits_is_algorithm_1(plain, world_dir, tmp_path
 
 def test_random_pairs_are_drawn_anew_and_again_the_same(world_dir, tmp_path):
     run = make_run(world_dir, tmp_path / "run", retrieval="random", num_teachers=2)
-    drawn = {(x.id, step): sgsd.retrieve(run, x, step) for x in run.problems for step in (1, 2, 3)}
-    assert all(pairs == sgsd.retrieve(run, x, step) for x in run.problems for step in (1, 2, 3) for pairs in [drawn[x.id, step]])
+    drawn = {(x.id, step): pairs for step in (1, 2, 3) for x, pairs in zip(run.problems, sgsd.retrieve(run, run.problems, step))}
+    assert all([drawn[x.id, step]] == sgsd.retrieve(run, [x], step) for x in run.problems for step in (1, 2, 3))
     assert {p.skill["skill_id"] for pairs in drawn.values() for p in pairs} == {e["skill_id"] for e in run.bank.general_skills}
     assert all(len({p.skill["skill_id"] for p in pairs}) == len({p.mistake["mistake_id"] for p in pairs}) == 2 for pairs in drawn.values())
     assert len({tuple(p.skill["skill_id"] for p in pairs) for pairs in drawn.values()}) > 3
     run.bank = S.SkillBank(run.bank.general_skills, [])
-    assert sgsd.retrieve(run, run.problems[0], 1) == []  # S8
+    assert sgsd.retrieve(run, run.problems[:1], 1) == [[]]  # S8
 
 
 def test_only_a_teacher_sees_the_answer(world_dir, tmp_path):
     run = make_run(world_dir, tmp_path / "run", answer_pi=True)
     x = dataclasses.replace(run.problems[0], answer="31415")
-    pairs = sgsd.retrieve(run, x, 1)
+    (pairs,) = sgsd.retrieve(run, [x], 1)
     texts = [run.tokenizer.decode(ids) for ids in sgsd.contexts(run, x, pairs)]
     assert all("The reference answer is 31415.\n\nPlease reason" in t and p.skill["title"] in t for t, p in zip(texts, pairs))
     assert all("31415" not in run.tokenizer.decode(ids) for ids in sgsd.contexts(make_run(world_dir, tmp_path / "other"), x, pairs))

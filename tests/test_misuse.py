@@ -92,7 +92,7 @@ FILES = {
     "no such update model": lambda t: ({"--update-model": "/no/such"}, ("--update-model /no/such", "no such directory")),
     "no update model": lambda t: ({"--update-model": t}, ("--update-model", "not loaded")),
     "run below a file": lambda t: ({"--out": file(t, "x") / "run"}, ("x.json/run", "irectory")),
-    "FlashAttention on a CPU": lambda t: ({"--attn": "flash_attention_2", "--device": "cpu"}, ("--model", "lash")),
+    "FlashAttention on a CPU": lambda t: ({"--attn": "flash_attention_2", "--device": "cpu"}, ("--attn flash_attention_2: flash-attn is not installed",)),
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from conftest import make_model, make_tokenizer
 
 import distributed as D
 import rollout as R
+from distributed import UserError
 
 SAMPLING = R.Sampling(temperature=1.1, top_p=0.95, top_k=20, max_new_tokens=24)
 
@@ -156,6 +157,20 @@ def test_stops_on_every_stop_id_and_marks_truncation(tokenizer):
     assert [r.truncated for r in rolls] == [c[-1] not in (265, stop) for c in cut]
     assert all(r.r == -1 and r.pred is None for r in rolls)
     assert R.generate(model, tokenizer, [], SAMPLING, []) == []
+
+
+@pytest.mark.parametrize("device,dtype,installed,attn", [
+    ("cuda", "auto", True, "flash_attention_2"), ("cuda", "auto", False, "sdpa"), ("cuda", "float32", True, "sdpa"), ("cpu", "auto", True, "sdpa"),
+])  # fmt: skip
+def test_attention_is_flash_where_it_can_be(device, dtype, installed, attn, tmp_path, monkeypatch):
+    def refuse(*_, attn_implementation, **__):
+        raise ValueError(f"asked for {attn_implementation}")
+
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: installed)
+    monkeypatch.setattr(R.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
+    monkeypatch.setattr(R.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(UserError, match=f"asked for {attn}"):
+        R.load_model(str(tmp_path), torch.device(device), dtype=dtype)
 
 
 def test_control_tokens_in_a_text_stay_text(tokenizer):

@@ -39,6 +39,23 @@ def test_the_best_k_are_those_of_a_stable_sort():
         np.testing.assert_array_equal(S._top(scores, k)[0], np.argsort(-scores, kind="stable")[:k])
 
 
+@pytest.mark.parametrize("n", [1, 5, 1100])
+def test_many_problems_retrieve_the_bits_of_each_alone(n):
+    """However many they are; an index of one block is the whole product, a larger one is it up to rounding."""
+    entries = {key: [{S.IDS[key]: f"{i}", **dict.fromkeys(fields, f"{key} {i}")} for i in range(n)] for key, fields in S.FIELDS.items()}
+    bank, rng, table = S.SkillBank(**entries), np.random.default_rng(0), {}
+
+    def embed(texts):
+        return np.stack([table.setdefault(t, rng.standard_normal(48, dtype=np.float32)) for t in texts])
+
+    problems = [f"problem {i}" for i in range(7)]
+    assert bank.retrieve_all(problems, 4, embed) == [bank.retrieve(p, 4, embed) for p in problems]
+    matrix, queries = bank._matrix("general_skills", embed), S._normalized(embed(problems))
+    found, whole = S._scores(matrix, queries), np.stack([matrix @ q for q in queries])
+    np.testing.assert_allclose(found, whole, rtol=0, atol=0 if n <= S.BLOCK else 1e-6)
+    assert bank.retrieve_all([], 4, embed) == []
+
+
 def test_entry_text_is_title_principle_when():
     bank = make_bank()
     assert S.entry_text(bank.general_skills[0], "general_skills") == "Use add. Always add with care.. When you add."
