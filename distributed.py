@@ -262,3 +262,10 @@ def read_jsonl(path: pathlib.Path) -> list[dict]:
         except ValueError as e:
             raise UserError(f"{path}:{i}: not a line that was written here ({brief(e)}); mend it or take it out") from None
     return rows
+
+
+def trim_jsonl(path: pathlib.Path, step: int, keep: int = 0) -> None:
+    """Cut a .jsonl back to the updates of the checkpoint, later ones will be made again; with `keep` to the last so many of them."""
+    if path.exists():
+        rows = [row for row in read_jsonl(path) if (step - keep if keep else -1) < row.get("step", 0) <= step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import banklife
 import distributed as D
 import rollout as R
 import runlog
@@ -202,7 +203,7 @@ def load(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
 
     banks = versions(run)
     in_use = {step: entries(bank) for step, bank in banks.items()}
-    ledger = runlog.make_ledger(run)["entries"]
+    ledger = banklife.make_ledger(run)["entries"]
     memories = provenance(run, ledger, rows, settings.get("bank", ""))
     ledger = [with_sources(row, memories) for row in ledger]
     shown = {(source, i) for row in ledger for source, i in row["sources"]}

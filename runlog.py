@@ -1,7 +1,5 @@
-"""What a run says of itself: a line per update, token texts, the ledger of its bank, mirrors to other loggers, provenance."""
+"""What a run says of itself: a line per update, token texts, mirrors to other loggers, provenance."""
 
-import copy
-import json
 import math
 import pathlib
 import resource
@@ -15,7 +13,6 @@ import torch
 
 import distributed as D
 import rollout as R
-import skills as S
 from config import Config, find_method
 from distributed import UserError
 
@@ -90,56 +87,6 @@ def flat(metrics: dict) -> dict:
     """One level: {"seconds": {"gen": 1}} is {"seconds.gen": 1}."""
     return {f"{name}.{k}" if k else name: v for name, value in metrics.items()
             for k, v in (value.items() if isinstance(value, dict) else [("", value)])}  # fmt: skip
-
-
-def load_ledger(path: pathlib.Path) -> dict:
-    """A ledger that was written; one without counts where there is none."""
-    try:
-        ledger = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"step": 0, "entries": []}
-        return {"step": ledger["step"], "entries": ledger["entries"]}
-    except (OSError, ValueError, LookupError, TypeError) as e:
-        raise UserError(f"{path}: cannot be read ({D.brief(e)}); without it what rollouts.jsonl holds is counted") from None
-
-
-def make_ledger(out: pathlib.Path, base: dict | None = None, rollouts: list[dict] | None = None) -> dict:
-    """ledger.json: per skill and mistake of all versions of a run's bank, how often it was retrieved and what came of it.
-
-    Counted on from `base`, a ledger of the same run (by default its ledger.json), with `rollouts`, all lines since (by default
-    those of rollouts.jsonl), so no line is needed twice. Entries are those of bank/step_*.json; an update used the last version
-    before it. Dynamic ids are given anew with each version (Alg. 4), so a dynamic entry is known by its text.
-    """
-    base = copy.deepcopy(base) if base else load_ledger(out / "ledger.json")
-    if rollouts is None:
-        rollouts = [r for r in D.read_jsonl(out / "rollouts.jsonl") if r["step"] > base["step"]]
-
-    def name(kind: str, id_: str, entry: dict) -> tuple[str, str]:
-        return kind, S.entry_text(entry, kind) if id_.startswith("dyn_") else id_
-
-    entries = {name(row["kind"], row["id"], row["entry"]): row for row in base["entries"]}
-    versions: dict[int, dict[tuple, dict]] = {}
-    files = {int(path.stem[5:]): path for path in sorted((out / "bank").glob("step_*.json"))}
-    in_use = max((step for step in files if step <= base["step"]), default=0)
-    for step, path in files.items():
-        if step < in_use:  # counted through
-            continue
-        bank, versions[step] = S.SkillBank.load(path), {}
-        for kind, field_ in S.IDS.items():
-            for e in getattr(bank, kind):
-                row = entries.setdefault(name(kind, e[field_], e), {
-                    "kind": kind, "id": e[field_], "first": step, "entry": {f: e[f] for f in S.FIELDS[kind]}, "sources": e.get("sources", []),
-                    "retrieved": 0, **{fate: {"success": 0, "failure": 0} for fate in FATE.values()},
-                })  # fmt: skip
-                row.update(id=e[field_], last=step)
-                versions[step][kind, e[field_]] = row
-    for r in rollouts:
-        fates = r["rho"] if len(r["rho"]) == len(r["pairs"]) else [None] * len(r["pairs"])  # a pair need not be a teacher
-        for pair, rho in zip(r["pairs"], fates):
-            for kind, id_ in zip(S.IDS, pair):
-                row = versions[max(step for step in versions if step < r["step"])][kind, id_]
-                row["retrieved"] += 1
-                if rho is not None:
-                    row[FATE[rho]]["success" if r["r"] > 0 else "failure"] += 1
-    return {"step": rollouts[-1]["step"] if rollouts else base["step"], "entries": list(entries.values())}
 
 
 def log_line(m: dict, updates: int) -> str:

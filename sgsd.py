@@ -177,8 +177,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from types import SimpleNamespace
 
+import banklife
 import distributed as D
 import eval as E
 import rollout as R
@@ -440,101 +440,6 @@ def load_checkpoint(run: Run) -> int:
     return step
 
 
-def trim(path: pathlib.Path, step: int, keep: int = 0) -> None:
-    """Cut a .jsonl back to the updates of the checkpoint, later ones will be made again; with `keep` to the last so many of them."""
-    if path.exists():
-        rows = [row for row in D.read_jsonl(path) if (step - keep if keep else -1) < row.get("step", 0) <= step]
-        D.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-# ==================================================================================================== the bank's life
-
-
-class BankLife:
-    """The run's bank over time: made or loaded at the start (Alg. 2), evolved on its schedule (Alg. 4), kept by step."""
-
-    def __init__(self, run: Run):
-        cfg, self.run = run.cfg, run
-        self.folder = pathlib.Path(cfg.out) / "bank"
-        self.window: list[dict] = []
-        self.ledger: dict = {}  # rank 0's, of the last checkpoint, and what its rollouts since add to it
-        self.uncounted: list[dict] = []
-        self.log = S.ReplyLog(self.folder, run.world)
-        model, tokenizer = run.model, run.tokenizer
-        if cfg.update_model:
-            model, tokenizer = R.load_model(cfg.update_model, run.world.device, dtype=cfg.dtype, attn=cfg.attn, flag="--update-model")
-        self.complete = R.make_complete(model, tokenizer, run.world, max_new_tokens=cfg.reply_tokens, seed=cfg.seed)
-
-    def begin(self, start: int) -> None:
-        """The bank, window and ledger of update `start` (D9)."""
-        run, cfg, out = self.run, self.run.cfg, self.folder.parent
-        versions = sorted(self.folder.glob("step_*.json"))
-        kept = [p for p in versions if int(p.stem[5:]) <= start]
-        for p in versions if run.world.main else ():
-            if p not in kept:  # of updates that will be made again, perhaps on another schedule
-                p.unlink()
-        if kept:
-            run.bank = S.SkillBank.load(kept[-1])
-        elif run.bank is None:
-            run.bank = S.make_bank(
-                self.folder, run.problems, run.model, run.tokenizer, run.verifier, self.complete, run.world, count=cfg.cold_start, seed=cfg.seed,
-                sampling=cfg.sampling, memory_answer=cfg.memory_answer, group_size=cfg.merge_group_size, patience=cfg.merge_patience,
-            )  # fmt: skip
-        self.save(int(kept[-1].stem[5:]) if kept else 0)
-        if run.world.main:
-            trim(self.log.path, start)
-            self.ledger = runlog.make_ledger(out, runlog.load_ledger(out / "checkpoints" / f"step_{start:06d}" / "ledger.json"))
-            D.write_json(out / "ledger.json", self.ledger)
-        if cfg.update_every:
-            rows = D.read_jsonl(out / "rollouts.jsonl") if run.world.main else []
-            last = start // cfg.update_every * cfg.update_every
-            rows = [row for row in rows if last < row["step"] <= start]
-            if run.world.main and last < start and (not rows or rows[0]["step"] > last + 1):
-                print(f"bank: rollouts.jsonl no longer holds all since update {last}; the next online update learns from what is left of them")
-            self.window = D.gather([row for row in rows if self.kept(row)], run.world)[0]
-        if run.world.main and not (run.bank.general_skills and run.bank.common_mistakes):
-            print("bank: one of its lists is empty, so there are no teachers and no loss until an online update fills it (S8)")
-
-    def kept(self, row: dict) -> bool:
-        return not (self.run.cfg.drop_truncated and row["truncated"])  # S4
-
-    def after_update(self, step: int, records: list[dict]) -> dict:
-        """Alg. 4 on all rollouts since the last update (D2); the same call, and the same bank, on every rank."""
-        cfg, bank = self.run.cfg, self.run.bank
-        assert bank is not None
-        self.log.step = step
-        if self.run.world.main:
-            self.uncounted += [{name: row[name] for name in ("step", "r", "pairs", "rho")} for row in records]
-        if cfg.update_every:
-            self.window += [row for row in records if self.kept(row)]
-        if cfg.update_every and step % cfg.update_every == 0:
-            window = [SimpleNamespace(**r) for r in self.window]
-            self.run.bank = S.evolve(
-                bank, window, step, self.complete, update_every=cfg.update_every, success_gate=cfg.success_gate, max_new_items=cfg.max_new_items,
-                dynamic_capacity=cfg.dynamic_capacity, group_size=cfg.merge_group_size, patience=cfg.merge_patience,
-                memory_answer=cfg.memory_answer, log=self.log,
-            )  # fmt: skip
-            self.window = []
-            if self.run.bank is not bank:
-                self.save(step)
-        assert self.run.bank is not None
-        sizes = {"bank_skills": len(self.run.bank.general_skills), "bank_mistakes": len(self.run.bank.common_mistakes)}
-        return sizes | {f"replies_{outcome}": n for outcome, n in self.log.take().items()}
-
-    def save(self, step: int) -> None:
-        if self.run.world.main and self.run.bank is not None:
-            self.run.bank.save(self.folder / f"step_{step:06d}.json")
-            self.run.bank.save(self.folder / "bank.json")
-            if warning := S.lint(self.run.bank):
-                print(warning)
-
-    def save_ledger(self) -> None:
-        """Before a checkpoint, which takes a copy: a run killed after it has nothing left to write."""
-        self.ledger = runlog.make_ledger(self.folder.parent, self.ledger, self.uncounted)
-        self.uncounted = []
-        D.write_json(self.folder.parent / "ledger.json", self.ledger)
-
-
 # ============================================================================================================= the run
 
 
@@ -602,26 +507,21 @@ def train(run: Run, resume: bool) -> int:
 
     cfg, world, out = run.cfg, run.world, pathlib.Path(run.cfg.out)
     method = accumulate if cfg.method == "sgsd" and not cfg.whole_logits else find_method(cfg.method)[0]
-    logs = {name: out / f"{name}.jsonl" for name in ("metrics", "rollouts", "tokens")}
-    bank_life = BankLife(run) if cfg.sees_skills else None
+    bounds = {"metrics": 0, "rollouts": cfg.keep_rollouts, "tokens": cfg.keep_rollouts}
+    logs = {name: out / f"{name}.jsonl" for name in bounds}
+    bank_life = banklife.BankLife(run) if cfg.sees_skills else None
     start = load_checkpoint(run) if resume else 0
     D.agree(start, world, "checkpoints")
     if start > cfg.updates:
         raise D.SharedError(f"--updates {cfg.updates}: {out} has made update {start} already; give a larger number, or evaluate it")
     if world.main:
         D.write_json(out / "config.json", runlog.provenance(cfg))
-        for path in logs.values():
-            trim(path, start)
+        for name, path in logs.items():
+            D.trim_jsonl(path, start, bounds[name])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before the first update it interrupts, as Ctrl-C does
+    passed_on = runlog.mirrors(cfg, start) if world.main else []  # before anything that takes hours
     if bank_life:
         bank_life.begin(start)
-
-    def drop_older(step: int) -> None:
-        for name in ("rollouts", "tokens") if world.main and cfg.keep_rollouts else ():
-            trim(logs[name], step, cfg.keep_rollouts)
-
-    drop_older(start)  # killed between a checkpoint and this
-    passed_on = runlog.mirrors(cfg, start) if world.main else []
     for number in (signal.SIGTERM, signal.SIGINT):  # finish the update, checkpoint, leave
         signal.signal(number, lambda *_: setattr(run, "stop", True))
     saved = skipped = 0
@@ -658,7 +558,8 @@ def train(run: Run, resume: bool) -> int:
             if world.main and bank_life:
                 bank_life.save_ledger()
             path = save_checkpoint(run, step)
-            drop_older(step)  # no checkpoint that a run goes on from needs them
+            for name, path in logs.items() if world.main and cfg.keep_rollouts else ():  # what no later start needs
+                D.trim_jsonl(path, step, bounds[name])
             if world.main:
                 bar.write(f"saved {path}")
         if stop or skipped == 3:

@@ -14,6 +14,7 @@ import pytest
 import test_train as T
 from conftest import ROOT, make_tokenizer
 
+import banklife
 import report
 import rollout as R
 import runlog
@@ -143,7 +144,7 @@ def test_the_ledger_of_a_run_still_going(out, tmp_path):
     shutil.copy(tmp_path / "run/checkpoints/step_000004/ledger.json", tmp_path / "run/ledger.json")
     assert json.loads((tmp_path / "run/ledger.json").read_text())["step"] == 4
     assert report.load(tmp_path / "run")["ledger"] == report.load(out)["ledger"]
-    assert runlog.make_ledger(tmp_path / "run") == json.loads((out / "ledger.json").read_text())
+    assert banklife.make_ledger(tmp_path / "run") == json.loads((out / "ledger.json").read_text())
 
 
 @pytest.mark.parametrize("keep, most", [(0, 0), (2, 3 * 4)])
@@ -168,7 +169,7 @@ def test_the_ledger_knows_an_entry_by_its_text(tmp_path):
     rolls = [(5, 1, 0, 1), (6, 1, 0, -1), (5, -1, 1, 0), (6, -1, 1, -1)]  # update, r, which skill, rho
     (tmp_path / "rollouts.jsonl").write_text("".join(
         json.dumps({"step": step, "r": r, "pairs": [[f"dyn_gen_{i}", "err"]], "rho": [rho]}) + "\n" for step, r, i, rho in rolls))  # fmt: skip
-    a, b, err, c = runlog.make_ledger(tmp_path)["entries"]
+    a, b, err, c = banklife.make_ledger(tmp_path)["entries"]
     assert (a["entry"]["title"], a["id"], a["first"], a["last"], a["retrieved"]) == ("a", "dyn_gen_1", 0, 5, 2)
     assert a["distilled"] == {"success": 1, "failure": 0} and a["reversed"] == {"success": 0, "failure": 1}
     assert b["ignored"] == {"success": 0, "failure": 1} and b["reversed"] == {"success": 1, "failure": 0}
