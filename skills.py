@@ -451,9 +451,7 @@ def evolve(
 
 
 def load_encoder(name: str, device: str) -> Embed:
-    """`embed` over a sentence-transformers model (hub id or directory): L2-normalised fp32, each text encoded once.
-
-    """
+    """`embed` over a sentence-transformers model (hub id or directory): L2-normalised fp32, each text encoded once."""
     if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
         raise UserError(f"--encoder {name}: no such directory; a hub id or a sentence-transformers directory is wanted")
     try:
@@ -557,12 +555,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError("--problems, --rows and --reply-tokens must be >= 1, --merge-group-size >= 2")
         if pathlib.Path(args.out).is_dir():
             raise UserError(f"--out {args.out}: is a directory; a file for the bank is wanted")
+        R.Sampling(max_new_tokens=args.max_new_tokens)  # its own check
         world = D.init(args.device)
+        settings = {k: v for k, v in vars(args).items() if k not in ("out", "rows", "device")}
+        if (file := pathlib.Path(f"{args.out}.work", "settings.json")).exists() and json.loads(file.read_text()) != settings:
+            raise UserError(f"{file.parent}: holds memories made with other settings (see its settings.json); give another --out")
         problems, _ = R.load_problems(args.data)
         if not args.allow_eval_overlap:
             R.refuse_overlap(problems, args.data, {})
         model, tokenizer = R.load_model(args.model, world.device, dtype=args.dtype)
         complete = R.make_complete(model, tokenizer, world, max_new_tokens=args.reply_tokens, seed=args.seed, rows=args.rows)
+        if world.main:
+            D.write_json(file, settings)
         with R.Verifier() as verifier:
             bank = make_bank(
                 pathlib.Path(f"{args.out}.work"), problems, model, tokenizer, verifier, complete, world, count=args.problems, seed=args.seed,

@@ -233,6 +233,9 @@ def test_making_a_bank(world_dir, tmp_path, capsys):
     refused({**given, "--out": tmp_path / "b", "--problems": 0}, capsys, "--problems", ">= 1", program=S.main)
     refused({**given, "--out": tmp_path / "b", "--max-new-tokens": 0}, capsys, "max_new_tokens >= 1", program=S.main)
     refused({**given, "--out": tmp_path / "b", "--data": "none.jsonl"}, capsys, "none.jsonl", "no such file", program=S.main)
+    (tmp_path / "b.work").mkdir()
+    file(tmp_path, "{}", "b.work/settings.json")
+    refused({**given, "--out": tmp_path / "b"}, capsys, "b.work", "other settings", program=S.main)
     assert not list(tmp_path.iterdir())
 
 
