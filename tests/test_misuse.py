@@ -236,7 +236,7 @@ def test_making_a_bank(world_dir, tmp_path, capsys):
     (tmp_path / "b.work").mkdir()
     file(tmp_path, "{}", "b.work/settings.json")
     refused({**given, "--out": tmp_path / "b"}, capsys, "b.work", "other settings", program=S.main)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("b*json")) and [p.name for p in (tmp_path / "b.work").iterdir()] == ["settings.json"]
 
 
 def test_evaluating(world_dir, tmp_path, capsys):
