@@ -232,7 +232,7 @@ def cost(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
     print(f"""
 
 Of {cfg.batch_size} problems a GPU has B = {cfg.batch_size / GPUS:g}; K = {cfg.num_teachers}, T = {cfg.max_new_tokens}, prompts of {PLAIN} and {GUIDED} tokens (assumed), all completions as long as
-they may be; 12 samples of 90 problems up to {cfg.eval_tokens:,} tokens, {EVAL_ROWS} at a time. P, A, V D: weights of the layers, adapters, head; Q: width of the queries.
+they may be (shorter ones cost less); 12 samples of 90 problems up to {cfg.eval_tokens:,} tokens, {EVAL_ROWS} at a time. P, A, V D: weights of the layers, adapters, head; Q: width of the queries.
 n tokens of a row, forward: 2 (P + A) n + 2 L Q n^2, and 2 V D for each that predicts; backward: twice that, 2 L Q n^2 and 2 A n more (checkpointed).
 Decoding: as many FLOPs as one forward; bytes: 2 (P + V D) + 4 A per step, and 4 L kv (prompt + t) for a row's t-th token.
 Seconds: FLOPs over the matmul rate or bytes over the copy rate, whichever is more. Left out: sampling, embedding, cold start, the bank's updates.""", flush=True)
