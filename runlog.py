@@ -1,5 +1,6 @@
 """What a run says of itself: a line per update, token texts, mirrors to other loggers, provenance."""
 
+import contextlib
 import math
 import pathlib
 import resource
@@ -124,12 +125,13 @@ def provenance(cfg: Config) -> dict:
     """What config.json holds: settings, versions, command line, commit."""
     import importlib.metadata
 
-    names = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
+    versions = {"python": sys.version.split()[0]}
+    for name in ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     try:
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     except OSError:  # no git here
         git = ""
-    return {
-        "settings": asdict(cfg), "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]], "commit": git or None,
-        "versions": {"python": sys.version.split()[0], **{n: importlib.metadata.version(n) for n in names}},
-    }  # fmt: skip
+    command = [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]
+    return {"settings": asdict(cfg), "command": command, "commit": git or None, "versions": versions}
