@@ -160,7 +160,7 @@ class Config:
     def idle(self) -> set[str]:
         """Settings that change nothing beside the others."""
         used = {"teacher_period": self.teacher == "periodic", "teacher_decay": self.teacher == "ema", "tau_g": self.objective == "gate",
-                "objective_clip": self.objective != "gate", "c_delta": self.clip, "eps_a": self.polarity, "cold_start": not self.bank}  # fmt: skip
+                "objective_clip": self.objective != "gate", "c_delta": self.clip, "eps_a": self.polarity}  # fmt: skip
         return {name for name in used if not used[name]}
 
     @property

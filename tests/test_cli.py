@@ -172,7 +172,7 @@ def test_a_flag_goes_before_the_preset_before_the_method_before_the_paper(capsys
 
 @pytest.mark.parametrize("argv", ["--method grpo --tau-g 2", "--method opsd --num-teachers 2", "--method grpo+skill --no-polarity",
                                   "--method grpo --cold-start 9", "--teacher ema --teacher-period 9", "--teacher-decay .9", "--objective-clip .1",
-                                  "--objective jsd --tau-g 2", "--no-clip --c-delta 2", "--no-polarity --eps-a 0", "--bank b --cold-start 9"])  # fmt: skip
+                                  "--objective jsd --tau-g 2", "--no-clip --c-delta 2", "--no-polarity --eps-a 0"])  # fmt: skip
 def test_a_flag_without_use_is_refused(argv, capsys):
     assert sgsd.main(argv.split()) == 2 and "no use of it" in capsys.readouterr().err
 
