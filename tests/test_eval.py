@@ -103,7 +103,7 @@ def test_sets_by_name(name, gold, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert E.load_set(name, "unused") == [E.R.Problem(str(i), "p", gold) for i in range(2)]
     monkeypatch.setitem(ROWS, E.SETS[name][0], {"text": "p"})
-    with pytest.raises(E.UserError, match=f"--data {name}: .* not read .KeyError.*a JSONL"):
+    with pytest.raises(E.UserError, match=f"{name}: .* not read .KeyError.*a JSONL"):
         E.load_set(name, "unused")
 
 

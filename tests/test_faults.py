@@ -481,7 +481,8 @@ def watch(updates, world_dir, tmp_path):
 
         sgsd.update = update
 
-    argv = flags(world_dir, out, updates=updates, update_every=25, checkpoint_every=500, audit_every=0, max_new_tokens=6, batch_size=2)
+    argv = flags(world_dir, out, updates=updates, update_every=25, keep_rollouts=50, checkpoint_every=50, audit_every=0,
+                 max_new_tokens=6, batch_size=2)  # fmt: skip
     assert wait(start(argv, log, before=before), 3000) == 0, log.read_text()[-3000:]
     columns = np.loadtxt(seen).T
     return {name: (slope(column), float(np.median(column))) for name, column in zip(("kb", "files", "threads", "processes", "seconds"), columns)}
