@@ -54,7 +54,7 @@ METHODS: dict[str, str] = {
     "answer in the prompt": "--answer-pi",
     "random retrieval": "--retrieval random",
 }
-RATES = (1e-4, 3e-4, 1e-3)
+RATES = (3e-4, 1e-3, 3e-3)
 RATE_OF = {"grpo, 16 problems": "grpo"}  # takes that method's rate: its own trials would cost 4 times as much
 UPDATES, EVERY = 40, 20  # updates of a run, and between two evaluations
 SHARES = (0, 25, 50, 75, 100)  # percent of families whose skill in the bank misleads
@@ -214,11 +214,11 @@ def main() -> None:
     sweep: dict[str, dict] = {}
     if not args.quick:
         swept = [{"name": f"misleading-{share}-{n}-{s}", "kind": "train", "method": n, "rate": rates[n], "seed": s, "share": share, "split": "test", "points": False}
-                 for share in SHARES for n in SWEPT for s in seeds[:3]]  # fmt: skip
+                 for share in SHARES for n in SWEPT for s in seeds]  # fmt: skip
         sweep = do(swept, work, args.jobs, "misleading skills")
         lines += ["", "| misleading skills | " + " | ".join(SWEPT) + " |", "|---|" + "---|" * len(SWEPT)]
         for share in SHARES:
-            cells = [with_interval([final(sweep[f"misleading-{share}-{n}-{s}"]) for s in seeds[:3]]) for n in SWEPT]
+            cells = [with_interval([final(sweep[f"misleading-{share}-{n}-{s}"]) for s in seeds]) for n in SWEPT]
             lines.append(f"| {share}% | " + " | ".join(cells) + " |")
     lines += ["", f"{len(seeds)} seeds, {args.jobs} processes of one thread, {(time.perf_counter() - began) / 60:.0f} minutes in this call."]
     out = pathlib.Path(args.out or (work / "quick" if args.quick else ROOT / "results" / "miniature"))
