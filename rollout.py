@@ -8,6 +8,7 @@ Dimension key: B rows, T completion tokens, N = all completion tokens of all row
 """
 
 import collections
+import functools
 import hashlib
 import itertools
 import json
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from distributed import UserError, World, brief, gather
 from verify import Verifier, extract_answer
@@ -300,7 +302,7 @@ def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
     return sorted(i for i in found if i is not None)
 
 
-TURN = 16  # decoding steps between two looks at who has finished
+TURN = {"cpu": 16, "cuda": 64}  # decoding steps between two looks at who has finished; a captured graph lives for one turn
 
 
 @dataclass
@@ -346,10 +348,106 @@ def _prefill(causal: Model, prompt_ids: list[list[int]], which: list[int]) -> _B
     return batch
 
 
+class _InPlace(DynamicLayer):
+    """A layer of the cache that has room for `steps` tokens more, and writes each at column `at`."""
+
+    def __init__(self, layer: Any, steps: int, at: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = (torch.nn.functional.pad(x, (0, 0, 0, steps)) for x in (layer.keys, layer.values))
+        self.at, self.is_initialized = at, True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None and self.values is not None
+        return self.keys.index_copy_(2, self.at, key_states), self.values.index_copy_(2, self.at, value_states)
+
+
+_graphs: "weakref.WeakKeyDictionary[Model, bool]" = weakref.WeakKeyDictionary()
+
+
+def _captured(causal: Model, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """`forward` as a CUDA graph, which returns the same tensor each time, filled anew; or `forward` itself where that fails.
+
+    forward: has run before; takes its input from tensors that stay where they are; run twice it does the same. A model's first
+    graph must give what forward gives; if it does not, or can't be captured, that is said once and no other is tried.
+    """
+    if not _graphs.get(causal, True):
+        return forward
+    graph = torch.cuda.CUDAGraph()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return logits_BV
+
+    try:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(_side_stream()):
+            graph.capture_begin(capture_error_mode="thread_local")  # NCCL's watchdog is another thread
+            try:
+                logits_BV = forward()
+            finally:
+                graph.capture_end()
+        if causal not in _graphs:
+            ours, theirs = replay().float(), forward().float()
+            _graphs[causal], reason = torch.allclose(ours, theirs, atol=8 * torch.finfo(causal.dtype).eps * float(theirs.abs().max())), "other logits"
+    except RuntimeError as e:
+        _graphs[causal], reason = False, brief(e)
+    if not _graphs[causal]:
+        warnings.warn(f"no CUDA graph of a decoding step ({reason}): tokens are decoded without, slower", stacklevel=2)
+    return replay if _graphs[causal] else forward
+
+
+@functools.cache
+def _side_stream() -> Any:  # one, since each that multiplies matrices gets a workspace
+    return torch.cuda.Stream()
+
+
+def _turn(causal: Model, batch: _Batch, steps: int) -> Callable[[torch.Tensor], None]:
+    """advance(token_B), to be called `steps` times: appends a token to each row, and sets the logits of the next.
+
+    A growing cache is copied whole with every token. Here it is copied once a turn, with room for the turn, and every step has
+    the same shapes at the same places: on CUDA the second and all later ones are replayed as one graph, launched at once.
+    Attention in windows, or by kernels that take no such mask, keeps the growing cache.
+    """
+    device, config = causal.device, causal.config.get_text_config()
+    windows = any(type(layer) is not DynamicLayer for layer in DynamicCache(config=config).layers)
+    if windows or config._attn_implementation not in ("sdpa", "eager"):
+
+        def grow(token_B: torch.Tensor) -> None:
+            batch.mask_BL = torch.nn.functional.pad(batch.mask_BL, (0, 1), value=1)
+            batch.step(causal, token_B[:, None])
+
+        return grow
+    at, position_B1 = torch.tensor([batch.mask_BL.shape[1]], device=device), batch.mask_BL.sum(1, keepdim=True)
+    ids_B1, lowest = torch.zeros_like(position_B1), torch.finfo(causal.dtype).min
+    closed_BL = torch.zeros(batch.mask_BL.shape, dtype=causal.dtype, device=device).masked_fill(batch.mask_BL == 0, lowest)
+    mask_B11L = torch.nn.functional.pad(closed_BL, (0, steps), value=lowest)[:, None, None]
+    batch.mask_BL = torch.nn.functional.pad(batch.mask_BL, (0, steps), value=1)  # as it is when the turn is over
+    for i, layer in enumerate(batch.cache.layers):  # one by one: the cache may be most of the memory
+        batch.cache.layers[i] = _InPlace(layer, steps, at)
+
+    def forward() -> torch.Tensor:
+        mask_B11L.index_fill_(3, at, 0)
+        out = causal(input_ids=ids_B1, attention_mask=mask_B11L, position_ids=position_B1, past_key_values=batch.cache, use_cache=True,
+                     logits_to_keep=1)  # fmt: skip
+        return out.logits[:, -1]
+
+    step = forward
+
+    def write(token_B: torch.Tensor) -> None:
+        nonlocal step
+        ids_B1.copy_(token_B[:, None])
+        batch.logits_BV = step()
+        at.add_(1), position_B1.add_(1)
+        if step is forward and device.type == "cuda":
+            step = _captured(causal, forward)
+
+    return write
+
+
 def stream(
     model: Model, tokenizer: Tokenizer, prompt_ids: list[list[int]], sampling: Sampling, keys: Sequence[int], rows: int
 ) -> Iterator[list[tuple[int, list[int]]]]:
-    """Completions as they finish: every TURN steps a list, perhaps empty, of (index of the prompt, sampled ids with the stop id).
+    """Completions as they finish: every turn a list, perhaps empty, of (index of the prompt, sampled ids with the stop id).
 
     keys: one `sample_key` per prompt. At most `rows` decode at a time: a finished row leaves the batch and the next prompt takes
     its place, so that none waits for the longest. The loop is written out, so the model's own generation_config has no say in it.
@@ -360,11 +458,14 @@ def stream(
     causal, stops, training = causal_lm(model), set(stop_ids(model, tokenizer)), model.training
     waiting, found = collections.deque(range(len(prompt_ids))), [list[int]() for _ in prompt_ids]
     batch: _Batch | None = None
+    config, attention = causal.config, causal.config._attn_implementation
 
     def over(i: int) -> bool:
         return len(found[i]) == sampling.max_new_tokens or (bool(found[i]) and found[i][-1] in stops)
 
     model.eval()
+    if attention == "flash_attention_2":  # in each layer of each step it would sort out a batch's padding anew
+        config._attn_implementation = "sdpa"
     try:
         while waiting or batch:
             with torch.inference_mode():  # never across a yield
@@ -376,7 +477,8 @@ def stream(
                         batch = fresh
                 assert batch
                 which, keys_B = batch.which, np.array([keys[i] for i in batch.which], dtype=np.uint64)
-                for _ in range(TURN):
+                advance = _turn(causal, batch, steps := TURN[causal.device.type])
+                for _ in range(steps):
                     u_B = torch.from_numpy(uniforms(keys_B, np.array([len(found[i]) for i in which])))
                     token_B = select_tokens(batch.logits_BV, u_B.to(causal.device), sampling)
                     for i, token in zip(which, token_B.tolist()):
@@ -384,8 +486,7 @@ def stream(
                             found[i].append(token)
                     if all(map(over, which)):
                         break
-                    batch.mask_BL = torch.nn.functional.pad(batch.mask_BL, (0, 1), value=1)
-                    batch.step(causal, token_B[:, None])
+                    advance(token_B)
                 kept = [b for b, i in enumerate(which) if not over(i)]
                 if not kept:
                     batch = None
@@ -394,6 +495,7 @@ def stream(
             yield [(i, found[i]) for i in which if over(i)]
     finally:
         model.train(training)
+        config._attn_implementation = attention
 
 
 def generate(

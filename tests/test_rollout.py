@@ -1,5 +1,7 @@
 """Sampling is a pure function of its key and position; ids travel unchanged; outcomes come from the text after thinking."""
 
+import contextlib
+import itertools
 import json
 
 import numpy as np
@@ -43,7 +45,7 @@ def test_completions_replay_through_plain_forwards(tokenizer, kind, rows):
     free = R.generate(model, tokenizer, ids, sampling, keys)
     model.generation_config.eos_token_id = free[0][20]
     completions = R.generate(model, tokenizer, ids, sampling, keys, rows)
-    assert len({len(c) for c in completions}) > 4 and max(map(len, completions)) > 2 * R.TURN
+    assert len({len(c) for c in completions}) > 4 and max(map(len, completions)) > 2 * R.TURN["cpu"]
     for prompt, key, completion in zip(ids, keys, completions):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -57,6 +59,60 @@ def test_greedy_is_the_librarys_greedy(tokenizer):
     for prompt, got in zip(ids, ours):
         want = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False, max_new_tokens=40)
         assert got == want[0, len(prompt) :].tolist()
+
+
+def test_flash_attention_is_for_scoring(tokenizer):
+    """A padded batch is decoded by SDPA, whatever the model scores with; that is put back."""
+    model, ids = make_model(), prompts(tokenizer, 4)
+    want = R.generate(model, tokenizer, ids, SAMPLING, range(4))
+    model.config._attn_implementation = "flash_attention_2"
+    assert R.generate(model, tokenizer, ids, SAMPLING, range(4)) == want
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+def test_a_graph_proves_itself_or_gives_way(monkeypatch):
+    """A captured step is used where it gives what the plain step gives; else that is said once, and the plain one stays."""
+    calls, fails = [], False
+
+    class Graph:
+        def capture_begin(self, capture_error_mode):
+            calls.append("begin")
+
+        def capture_end(self):
+            calls.append("end")
+            if fails:
+                raise RuntimeError("operation not permitted when stream is capturing")
+
+        def replay(self):
+            calls.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(R, "_side_stream", lambda: None)
+    good, other, broken = make_model(), make_model(), make_model()
+    count = itertools.count()
+    forward, wandering = lambda: torch.ones(2, 5), lambda: torch.full((2, 5), float(next(count)))
+    step = R._captured(good, forward)
+    assert calls == ["begin", "end", "replay"] and torch.equal(step(), forward()) and calls[3:] == ["replay"]
+    assert R._captured(good, wandering)().eq(0).all() and calls[4:] == ["begin", "end", "replay"]  # proven once per model
+    with pytest.warns(UserWarning, match="other logits.*slower"):
+        assert R._captured(other, wandering) is wandering
+    fails = True
+    with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
+        assert R._captured(broken, forward) is forward
+    calls.clear()
+    assert R._captured(broken, forward) is forward and R._captured(other, forward) is forward and not calls
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_cuda_graphs_change_no_sample(tokenizer, monkeypatch):
+    """In fp32 the ids of captured steps are those of steps launched one by one; the graph is really used."""
+    model, ids = make_model().cuda(), prompts(tokenizer, 16)
+    got = R.generate(model, tokenizer, ids, R.Sampling(max_new_tokens=150), range(16), 5)
+    assert R._graphs[model]
+    monkeypatch.setitem(R._graphs, model, False)
+    assert got == R.generate(model, tokenizer, ids, R.Sampling(max_new_tokens=150), range(16), 5)
 
 
 def test_finished_rows_leave_the_batch(tokenizer):
