@@ -209,6 +209,8 @@ def load_model(
         for name, value in vars(module).items():
             if name.endswith("dropout") and isinstance(value, float):
                 setattr(module, name, 0.0)
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and here each batch has another
     return model.to(device).eval(), tokenizer
 
 
@@ -367,33 +369,47 @@ _graphs: "weakref.WeakKeyDictionary[Model, bool]" = weakref.WeakKeyDictionary()
 def _captured(causal: Model, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """`forward` as a CUDA graph, which returns the same tensor each time, filled anew; or `forward` itself where that fails.
 
-    forward: has run before; takes its input from tensors that stay where they are; run twice it does the same. A model's first
-    graph must give what forward gives; if it does not, or can't be captured, that is said once and no other is tried.
+    forward: has run before; takes its input from tensors that stay where they are; run twice it does the same. What a model's first
+    graph gives first must be what forward gives; if it is not, or nothing can be captured, that is said once and no other is tried.
     """
-    if not _graphs.get(causal, True):
+
+    def give_up(reason: str) -> Callable[[], torch.Tensor]:
+        _graphs[causal] = False
+        warnings.warn(f"no CUDA graph of a decoding step ({reason}): tokens are decoded without, slower", stacklevel=2)
         return forward
-    graph = torch.cuda.CUDAGraph()
 
     def replay() -> torch.Tensor:
+        if not _graphs.get(causal, True):
+            return forward()
         graph.replay()
+        if causal not in _graphs:
+            plain_BV = forward()
+            gap, scale = (logits_BV - plain_BV).abs().max(), plain_BV.abs().max()
+            _graphs[causal] = bool(gap <= 8 * torch.finfo(causal.dtype).eps * scale)
+            return logits_BV if _graphs[causal] else give_up("it gives other logits")()
         return logits_BV
 
+    if not _graphs.get(causal, True):
+        return forward
+    graph, mode = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
     try:
+        if causal not in _graphs:  # what waits for the device can't be captured, and a capture that fails can't be cleaned up after
+            torch.cuda.set_sync_debug_mode("error")
+            forward()
+            torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # a graph has memory of its own
         with torch.cuda.stream(_side_stream()):
             graph.capture_begin(capture_error_mode="thread_local")  # NCCL's watchdog is another thread
             try:
                 logits_BV = forward()
             finally:
                 graph.capture_end()
-        if causal not in _graphs:
-            ours, theirs = replay().float(), forward().float()
-            _graphs[causal], reason = torch.allclose(ours, theirs, atol=8 * torch.finfo(causal.dtype).eps * float(theirs.abs().max())), "other logits"
     except RuntimeError as e:
-        _graphs[causal], reason = False, brief(e)
-    if not _graphs[causal]:
-        warnings.warn(f"no CUDA graph of a decoding step ({reason}): tokens are decoded without, slower", stacklevel=2)
-    return replay if _graphs[causal] else forward
+        return give_up(brief(e.__context__ or e))
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    return replay
 
 
 @functools.cache
@@ -406,11 +422,11 @@ def _turn(causal: Model, batch: _Batch, steps: int) -> Callable[[torch.Tensor], 
 
     A growing cache is copied whole with every token. Here it is copied once a turn, with room for the turn, and every step has
     the same shapes at the same places: on CUDA the second and all later ones are replayed as one graph, launched at once.
-    Attention in windows, or by kernels that take no such mask, keeps the growing cache.
+    Attention in windows, with ALiBi, or by kernels that take no such mask keeps the growing cache.
     """
     device, config = causal.device, causal.config.get_text_config()
     windows = any(type(layer) is not DynamicLayer for layer in DynamicCache(config=config).layers)
-    if windows or config._attn_implementation not in ("sdpa", "eager"):
+    if windows or getattr(config, "alibi", False) or config._attn_implementation not in ("sdpa", "eager"):
 
         def grow(token_B: torch.Tensor) -> None:
             batch.mask_BL = torch.nn.functional.pad(batch.mask_BL, (0, 1), value=1)
@@ -437,9 +453,9 @@ def _turn(causal: Model, batch: _Batch, steps: int) -> Callable[[torch.Tensor], 
         nonlocal step
         ids_B1.copy_(token_B[:, None])
         batch.logits_BV = step()
-        at.add_(1), position_B1.add_(1)
         if step is forward and device.type == "cuda":
             step = _captured(causal, forward)
+        at.add_(1), position_B1.add_(1)
 
     return write
 
@@ -487,6 +503,7 @@ def stream(
                     if all(map(over, which)):
                         break
                     advance(token_B)
+                del advance  # it holds the cache
                 kept = [b for b, i in enumerate(which) if not over(i)]
                 if not kept:
                     batch = None
@@ -495,7 +512,8 @@ def stream(
             yield [(i, found[i]) for i in which if over(i)]
     finally:
         model.train(training)
-        config._attn_implementation = attention
+        if attention == "flash_attention_2":
+            config._attn_implementation = attention
 
 
 def generate(

@@ -72,7 +72,7 @@ def test_flash_attention_is_for_scoring(tokenizer):
 
 def test_a_graph_proves_itself_or_gives_way(monkeypatch):
     """A captured step is used where it gives what the plain step gives; else that is said once, and the plain one stays."""
-    calls, fails = [], False
+    calls, fails, modes = [], False, []
 
     class Graph:
         def capture_begin(self, capture_error_mode):
@@ -87,17 +87,22 @@ def test_a_graph_proves_itself_or_gives_way(monkeypatch):
             calls.append("replay")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(R, "_side_stream", lambda: None)
     good, other, broken = make_model(), make_model(), make_model()
     count = itertools.count()
     forward, wandering = lambda: torch.ones(2, 5), lambda: torch.full((2, 5), float(next(count)))
     step = R._captured(good, forward)
-    assert calls == ["begin", "end", "replay"] and torch.equal(step(), forward()) and calls[3:] == ["replay"]
-    assert R._captured(good, wandering)().eq(0).all() and calls[4:] == ["begin", "end", "replay"]  # proven once per model
+    assert calls == ["begin", "end"] and modes == ["error", 0, 0] and good not in R._graphs
+    assert torch.equal(step(), forward()) and calls[2:] == ["replay"] and R._graphs[good]
+    step = R._captured(good, wandering)  # proven once per model
+    assert modes[3:] == [0] and step() is step() and next(count) == 1
     with pytest.warns(UserWarning, match="other logits.*slower"):
-        assert R._captured(other, wandering) is wandering
+        assert R._captured(other, wandering)().eq(5).all()  # 2 to 5: looked at, captured, compared, run instead
     fails = True
     with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
         assert R._captured(broken, forward) is forward
