@@ -54,7 +54,7 @@ METHODS: dict[str, str] = {
     "answer in the prompt": "--answer-pi",
     "random retrieval": "--retrieval random",
 }
-RATES = (3e-4, 1e-3, 3e-3)
+RATES = (1e-4, 3e-4, 1e-3)
 RATE_OF = {"grpo, 16 problems": "grpo"}  # takes that method's rate: its own trials would cost 4 times as much
 UPDATES, EVERY = 40, 20  # updates of a run, and between two evaluations
 SHARES = (0, 25, 50, 75, 100)  # percent of families whose skill in the bank misleads
