@@ -61,6 +61,11 @@ def test_commands_use_flags_that_exist(command):
     assert given <= known, given - known
 
 
+def test_the_miniature_tables_are_the_measured_ones():
+    for table in (ROOT / "results" / "miniature.md").read_text().split("\n\n")[:2]:
+        assert table.strip() in README
+
+
 def test_every_flag_named_in_the_text_exists():
     code = CODE + (ROOT / "tests/bench.py").read_text()
     known = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(sgsd.Config)} | set(re.findall(r'"(--[a-z][a-z-]+)"', code))

@@ -138,7 +138,7 @@ def killed_and_resumed(world_dir, tmp_path, whole, *, kill_at=0, after=0.0, tear
         os.kill(pid, signal.SIGKILL)
     assert wait(pid) in (-signal.SIGKILL, 0)
     for file in out.rglob("*.jsonl") if tear else ():
-        if file.name != "memories.jsonl" or not (out / "bank/bank.json").exists():  # once there is a bank, nothing is written there
+        if file.name != "memories.jsonl" or not (out / "bank/step_000000.json").exists():  # once there is a bank, nothing is written there
             with open(file, "ab") as f:
                 f.write(b'{"step": 1, "kind": "torn \xc3')
     assert resume(world_dir, out, log) == 0, log.read_text()
