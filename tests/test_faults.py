@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 
@@ -26,6 +27,7 @@ import torch
 from conftest import ROOT
 from safetensors.torch import load, load_file
 from test_train import FakeReplies, make_run, rows, timeless, train
+from tqdm import tqdm
 
 import distributed as D
 import rollout as R
@@ -50,6 +52,7 @@ def start(argv, log, *, env=(), kill_at=0, before=lambda: None):
         os.dup2(fd, 1), os.dup2(fd, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         os.environ.update(env)
+        tqdm.set_lock(threading.RLock())  # tqdm's own is shared by forked processes: one killed while it holds it would stop the next
         R.make_complete, R.Verifier = FakeReplies, driver.CoinVerifier
         durable(kill_at, log)
         before()
