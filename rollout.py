@@ -189,6 +189,8 @@ def load_model(
         attn = "flash_attention_2" if device.type == "cuda" and kind != torch.float32 and is_flash_attn_2_available() else "sdpa"
     elif attn == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError("--attn flash_attention_2: flash-attn is not installed, or torch finds no GPU; pip install flash-attn, or say --attn auto")
+    if device.type == "cuda":
+        choose_kernels(kind)
     if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
         raise UserError(f"{flag} {name}: no such directory; a hub id or a directory of a saved model is wanted")
     try:
@@ -209,9 +211,14 @@ def load_model(
         for name, value in vars(module).items():
             if name.endswith("dropout") and isinstance(value, float):
                 setattr(module, name, 0.0)
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and here each batch has another
     return model.to(device).eval(), tokenizer
+
+
+def choose_kernels(kind: torch.dtype) -> None:
+    """What CUDA computes a model of this dtype with: no attention by cuDNN, which plans anew for each batch's shape; and beside a
+    bf16 model's, fp32 products (adapters, the head) as TF32, on tensor cores: bf16 numbers are exact in it."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.set_float32_matmul_precision("highest" if kind == torch.float32 else "high")
 
 
 def causal_lm(model: Model) -> Model:

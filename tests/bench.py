@@ -93,7 +93,9 @@ def random_model(s: Shape, device: torch.device, vocab: int = 0):
     config = Qwen3Config(vocab_size=vocab or s.vocab, hidden_size=s.width, intermediate_size=s.mlp, num_hidden_layers=s.layers, num_attention_heads=s.heads,
                          num_key_value_heads=s.heads // 2, head_dim=s.size, tie_word_embeddings=True, max_position_embeddings=40960,
                          eos_token_id=None, bos_token_id=None, pad_token_id=None)  # fmt: skip
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.float32
+    if device.type == "cuda":
+        R.choose_kernels(dtype := torch.bfloat16)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     for name, p in model.named_parameters():
