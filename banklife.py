@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 class BankLife:
     """The run's bank over time: made or loaded at the start (Alg. 2), evolved on its schedule (Alg. 4), kept by step."""
 
-    def __init__(self, run: "sgsd.Run"):
+    def __init__(self, run: "sgsd.Run", start: int):
+        """start: the update whose ledger is read. Writes nothing."""
         cfg, self.run = run.cfg, run
         self.folder = pathlib.Path(cfg.out) / "bank"
         self.window: list[dict] = []
-        self.ledger: dict = {}  # rank 0's, of the last checkpoint, and what its rollouts since add to it
+        # rank 0's, of the last checkpoint, and what its rollouts since add to it
+        self.ledger = load_ledger(self.folder.parent / "checkpoints" / f"step_{start:06d}" / "ledger.json") if run.world.main else {}
         self.uncounted: list[dict] = []
         self.log = S.ReplyLog(self.folder, run.world)
         model, tokenizer = run.model, run.tokenizer
@@ -50,7 +52,7 @@ class BankLife:
         self.save(int(kept[-1].stem[5:]) if kept else 0)
         if run.world.main:
             D.trim_jsonl(self.log.path, start)
-            self.ledger = make_ledger(out, load_ledger(out / "checkpoints" / f"step_{start:06d}" / "ledger.json"))
+            self.ledger = make_ledger(out, self.ledger)
             D.write_json(out / "ledger.json", self.ledger)
         if cfg.update_every:
             rows = D.read_jsonl(out / "rollouts.jsonl") if run.world.main else []

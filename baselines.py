@@ -249,7 +249,7 @@ UNUSED = {"grpo": OF_TEACHERS | OF_SKILLS, "grpo+skill": OF_TEACHERS, "opsd": OF
 def find(name: str) -> tuple[Callable[[sgsd.Run, int], Result], dict, set[str]]:
     """A method's function, its own defaults and the settings it has no use for; UserError on a name that trains nothing."""
     if name in ("base", "base+skill"):
-        raise UserError(f"--method {name}: trains nothing; measure it with python eval.py MODEL")
+        raise UserError(f"--method {name}: trains nothing; measure it with python eval.py MODEL{' --skills BANK' if name[4:] else ''}")
     if name not in METHODS:
         raise UserError(f"--method {name}: must be one of {', '.join(METHODS)}")
     return METHODS[name], METHOD_DEFAULTS.get(name, {}), UNUSED.get(name, set())

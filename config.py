@@ -160,7 +160,8 @@ class Config:
     def idle(self) -> set[str]:
         """Settings that change nothing beside the others."""
         used = {"teacher_period": self.teacher == "periodic", "teacher_decay": self.teacher == "ema", "tau_g": self.objective == "gate",
-                "objective_clip": self.objective != "gate", "c_delta": self.clip, "eps_a": self.polarity}  # fmt: skip
+                "objective_clip": self.objective != "gate", "c_delta": self.clip, "eps_a": self.polarity,
+                "mask_extra": self.token_mask}  # fmt: skip
         return {name for name in used if not used[name]}
 
     @property

@@ -138,7 +138,7 @@ def load_policy(path: str, base: str, device, dtype: str, attn: str) -> tuple[R.
     from peft import PeftModel
 
     try:
-        return PeftModel.from_pretrained(model, path).eval(), tokenizer
+        return R.lean_adapters(PeftModel.from_pretrained(model, path)).eval(), tokenizer
     except Exception as e:  # many kinds: other shapes, torn, a pickle
         raise UserError(f"{path}: the adapter does not fit {base} ({D.brief(e)}); --model names its base") from None
 

@@ -189,8 +189,6 @@ def load_model(
         attn = "flash_attention_2" if device.type == "cuda" and kind != torch.float32 and is_flash_attn_2_available() else "sdpa"
     elif attn == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError("--attn flash_attention_2: flash-attn is not installed, or torch finds no GPU; pip install flash-attn, or say --attn auto")
-    if device.type == "cuda":
-        choose_kernels(kind)
     if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
         raise UserError(f"{flag} {name}: no such directory; a hub id or a directory of a saved model is wanted")
     try:
@@ -211,14 +209,34 @@ def load_model(
         for name, value in vars(module).items():
             if name.endswith("dropout") and isinstance(value, float):
                 setattr(module, name, 0.0)
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and here each batch has another
     return model.to(device).eval(), tokenizer
 
 
-def choose_kernels(kind: torch.dtype) -> None:
-    """What CUDA computes a model of this dtype with: no attention by cuDNN, which plans anew for each batch's shape; and beside a
-    bf16 model's, fp32 products (adapters, the head) as TF32, on tensor cores: bf16 numbers are exact in it."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.set_float32_matmul_precision("highest" if kind == torch.float32 else "high")
+def lean_adapters(model: Model) -> Model:
+    """The same PEFT model; its LoRA products in the dtype of what they are added to, in one kernel. In fp32 it stays as it is.
+
+    Beside a bf16 model PEFT casts the input of each module to fp32, adds in fp32 and casts back, which moves several times the
+    bytes of the products. The adapters' weights stay fp32, for the optimizer's sake.
+    """
+    from peft.tuners.lora import Linear
+
+    for layer in model.modules():
+        plain = isinstance(layer, Linear) and not layer.lora_variant and not any(layer.lora_bias.values())  # no DoRA and the like
+        if plain and layer.get_base_layer().weight.dtype != torch.float32:
+            vars(layer)["forward"] = functools.partial(_lean_forward, layer)
+    return model
+
+
+def _lean_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    out = layer.base_layer(x)
+    if layer.disable_adapters:
+        return out
+    (name,) = layer.active_adapters
+    a_RD, b_OR = layer.lora_A[name].weight.to(x.dtype), layer.lora_B[name].weight.to(x.dtype)
+    low = torch.nn.functional.linear(x, a_RD)
+    return torch.addmm(out.flatten(0, -2), low.flatten(0, -2), b_OR.t(), alpha=layer.scaling[name]).view_as(out)
 
 
 def causal_lm(model: Model) -> Model:
@@ -613,14 +631,19 @@ class _HeadLogprobs(torch.autograd.Function):
     """log softmax(hidden W^T / temperature)[ids] in fp32, one slice of logits alive at a time, forward and backward.
 
     Backward computes a slice's logits again and turns them in place into its gradient, g * (onehot(ids) - softmax).
+    weight_VD: fp32; or on CUDA bf16, as hidden is: products of bf16 numbers are exact in fp32, and tensor cores add them in fp32.
+    Its logits' gradient is then rounded to bf16, as the hidden states' is.
     """
 
     @staticmethod
     def slices(hidden_ND, weight_VD, ids_N, temperature):
         rows = max(1, SLICE_LOGITS[weight_VD.device.type] // weight_VD.shape[0])
         for at in range(0, len(ids_N), rows):
-            h = hidden_ND[at : at + rows].float()
-            yield at, h, ids_N[at : at + rows, None], torch.mm(h, weight_VD.t()).div_(temperature)
+            h = hidden_ND[at : at + rows].to(weight_VD.dtype)
+            yield (  # with no name here, so that the caller can let go of the logits
+                at, h, ids_N[at : at + rows, None],
+                (torch.mm(h, weight_VD.t()) if h.dtype == torch.float32 else torch.mm(h, weight_VD.t(), out_dtype=torch.float32)).div_(temperature),
+            )  # fmt: skip
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, ids_N, temperature):
@@ -640,7 +663,7 @@ class _HeadLogprobs(torch.autograd.Function):
             g = grad_N[at : at + len(h), None] / ctx.temperature
             z = x.sub_(x.amax(1, keepdim=True)).exp_().sum(1, keepdim=True)
             x.mul_(-g / z).scatter_add_(1, i, g)
-            to_hidden[at : at + len(h)] = torch.mm(x, weight_VD)
+            to_hidden[at : at + len(h)] = torch.mm(x.to(h.dtype), weight_VD)
             if to_weight is not None:
                 to_weight.addmm_(x.t(), h)
             del x
@@ -683,7 +706,9 @@ def token_logprobs(
         return out_BT
     with torch.set_grad_enabled(grad):
         if head_is_sliced(model):
-            logp_N = _HeadLogprobs.apply(x_N, causal_lm(model).get_output_embeddings().weight.float(), ids_N, temperature)
+            weight_VD = causal_lm(model).get_output_embeddings().weight
+            as_it_is = weight_VD.is_cuda and weight_VD.dtype == x_N.dtype == torch.bfloat16 and not weight_VD.requires_grad
+            logp_N = _HeadLogprobs.apply(x_N, weight_VD if as_it_is else weight_VD.float(), ids_N, temperature)
         else:
             logp_N = -torch.nn.functional.cross_entropy(x_N.float() / temperature, ids_N, reduction="none")
     return out_BT.index_put((row_N, t_N), logp_N)
@@ -723,11 +748,11 @@ def over_slices(
     f returns one row per position; so does this. Backward computes a slice's logits again, so that whole [T, V] logits are
     never alive, whatever divergence f makes of them.
     """
-    weight_VD = causal_lm(model).get_output_embeddings().weight
+    weight_VD = causal_lm(model).get_output_embeddings().weight.float()
     rows = max(1, SLICE_LOGITS[weight_VD.device.type] // (weight_VD.shape[0] * 4 * len(states)))  # f has its own temporaries
 
     def one(ids_n: torch.Tensor, *states_nD: torch.Tensor) -> torch.Tensor:
-        return f(ids_n, *(torch.mm(h.float(), weight_VD.float().t()) / temperature for h in states_nD))
+        return f(ids_n, *(torch.mm(h.float(), weight_VD.t()) / temperature for h in states_nD))
 
     return torch.cat([
         checkpoint(one, ids_T[at : at + rows], *(h[at : at + rows] for h in states), use_reentrant=False, preserve_rng_state=False)

@@ -66,6 +66,7 @@ def mirrors(cfg: Config, start: int) -> list[Callable[[dict], None]]:
     if cfg.wandb:
         import wandb
 
+        out.mkdir(parents=True, exist_ok=True)  # else it goes elsewhere
         try:
             wandb.init(project="sgsd", name=out.name, dir=str(out), config=asdict(cfg))  # a resumed run is a run of its own there
         except Exception as e:  # not logged in, no network

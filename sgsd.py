@@ -474,7 +474,7 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
     lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
                       target_modules=list(PROJECTIONS))  # fmt: skip
     try:
-        model = get_peft_model(model, lora)  # adapters of a bf16 base are fp32: a 5e-6 step is lost in bf16
+        model = R.lean_adapters(get_peft_model(model, lora))  # adapters of a bf16 base are fp32: a 5e-6 step is lost in bf16
     except ValueError as e:
         raise UserError(f"--model {cfg.model}: no place for the adapters ({D.brief(e)})") from None
     R.causal_lm(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -509,17 +509,19 @@ def train(run: Run, resume: bool) -> int:
     method = accumulate if cfg.method == "sgsd" and not cfg.whole_logits else find_method(cfg.method)[0]
     bounds = {"metrics": 0, "rollouts": cfg.keep_rollouts, "tokens": cfg.keep_rollouts}
     logs = {name: out / f"{name}.jsonl" for name in bounds}
-    bank_life = banklife.BankLife(run) if cfg.sees_skills else None
     start = load_checkpoint(run) if resume else 0
     D.agree(start, world, "checkpoints")
     if start > cfg.updates:
         raise D.SharedError(f"--updates {cfg.updates}: {out} has made update {start} already; give a larger number, or evaluate it")
+    bank_life = banklife.BankLife(run, start) if cfg.sees_skills else None
+    for path in logs.values() if world.main else ():
+        D.read_jsonl(path)  # a broken one is refused before anything is written
+    passed_on = runlog.mirrors(cfg, start) if world.main else []
     if world.main:
         D.write_json(out / "config.json", runlog.provenance(cfg))
         for name, path in logs.items():
             D.trim_jsonl(path, start, bounds[name])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before the first update it interrupts, as Ctrl-C does
-    passed_on = runlog.mirrors(cfg, start) if world.main else []  # before anything that takes hours
     if bank_life:
         bank_life.begin(start)
     for number in (signal.SIGTERM, signal.SIGINT):  # finish the update, checkpoint, leave
@@ -557,11 +559,11 @@ def train(run: Run, resume: bool) -> int:
             saved = step
             if world.main and bank_life:
                 bank_life.save_ledger()
-            path = save_checkpoint(run, step)
+            saved_at = save_checkpoint(run, step)
             for name, path in logs.items() if world.main and cfg.keep_rollouts else ():  # what no later start needs
                 D.trim_jsonl(path, step, bounds[name])
             if world.main:
-                bar.write(f"saved {path}")
+                bar.write(f"saved {saved_at}")
         if stop or skipped == 3:
             why = "three updates in a row were not finite" if skipped == 3 else "stopped as asked"
             if world.main:

@@ -93,9 +93,8 @@ def random_model(s: Shape, device: torch.device, vocab: int = 0):
     config = Qwen3Config(vocab_size=vocab or s.vocab, hidden_size=s.width, intermediate_size=s.mlp, num_hidden_layers=s.layers, num_attention_heads=s.heads,
                          num_key_value_heads=s.heads // 2, head_dim=s.size, tie_word_embeddings=True, max_position_embeddings=40960,
                          eos_token_id=None, bos_token_id=None, pad_token_id=None)  # fmt: skip
-    dtype = torch.float32
-    if device.type == "cuda":
-        R.choose_kernels(dtype := torch.bfloat16)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as load_model has it
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     for name, p in model.named_parameters():
@@ -130,7 +129,7 @@ def seconds_of(f: Callable, device: torch.device, repeats: int) -> float:
 def rates(device: torch.device) -> tuple[float, float]:
     """Bytes per second of a copy (read and written) and FLOPs per second of a matrix product, bf16 on CUDA and fp32 elsewhere."""
     n, mib, dtype = (8192, 1024, torch.bfloat16) if device.type == "cuda" else (1024, 128, torch.float32)
-    a, b, c, d = (torch.ones(shape, dtype=dtype, device=device) for shape in ((n, n), (n, n), (mib << 18,), (mib << 18,)))
+    a, b, c, d = (torch.randn(shape, dtype=dtype, device=device) for shape in ((n, n), (n, n), (mib << 18,), (mib << 18,)))  # of ones is faster
     return 2 * c.nbytes / seconds_of(lambda: d.copy_(c), device, 5), 2 * n**3 / seconds_of(lambda: a @ b, device, 5)
 
 

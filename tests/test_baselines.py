@@ -123,6 +123,11 @@ def test_token_losses_have_the_gradient_of_their_values(settings):
     student = draws(3, 6).requires_grad_()
     assert B.token_losses(cfg, ids, student, t1, t2).shape == (3, 2, 2)
     assert torch.autograd.gradcheck(lambda s: B.token_losses(cfg, ids, s, t1, t2), student)
+    if cfg.support_top_k:  # Eq. 14 of the divergence on the support
+        for k, teacher in enumerate((t1, t2)):
+            kls, _ = B.local_support(ids, student.detach(), teacher, 3)
+            want = [math.log(2) - math.log(1 + math.exp(-(d**2) / 2)) for d in kls.tolist()]
+            assert B.token_losses(cfg, ids, student, t1, t2)[:, k, 0].tolist() == pytest.approx(want, abs=1e-12)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -227,6 +232,7 @@ def test_an_ablation_changes_its_own_part_and_nothing_else(name, plain, world_di
     assert any(not torch.allclose(grads[k], plain[2][k], atol=1e-6) for k in grads)
     for rec in records:  # and what it changes is what its formula says
         delta, mask, cfg = rec["tokens"]["delta"], rec["tokens"]["mask"], run.cfg
+        assert name != "retrieval" or rec["alpha"] == pytest.approx([1 / len(delta)] * len(delta))  # S20
         bound = cfg.c_delta if cfg.clip else math.inf
         assert sum(mask) == rec["unmasked"] and (cfg.token_mask or sum(mask) == len(rec["completion_ids"]))
         for k, gaps in enumerate(delta):
@@ -243,7 +249,11 @@ def test_a_single_teacher_is_the_best_pair(plain, world_dir, tmp_path):
     _, records, _ = one_update(world_dir, tmp_path / "run", **BITING, num_teachers=1)
     for was, now in zip(plain[1], records):
         assert now["pairs"] == was["pairs"][:1] and now["alpha"] == [1.0] and now["a"] == pytest.approx(was["a"][:1], abs=1e-5)
-        assert now["completion_ids"] == was["completion_ids"] and abs(now["loss"]) == pytest.approx(now["losses"][0] * abs(now["rho"][0]))
+        assert now["completion_ids"] == was["completion_ids"]
+        gaps, mask = now["tokens"]["delta"][0], now["tokens"]["mask"]
+        a = mean([min(max(g, -0.3), 0.3) for g in gaps], mask)
+        rho = 0 if abs(a) <= 0.17 else now["r"] * (1 if a > 0 else -1)
+        assert now["loss"] == pytest.approx(rho * mean([math.log(2) - math.log(1 + math.exp(-g * g / 2)) for g in gaps], mask), abs=1e-6)
 
 
 def by_definition(run, prompt, ids, temperature=1.0):
@@ -307,6 +317,19 @@ def test_only_a_teacher_sees_the_answer(world_dir, tmp_path):
     texts = [run.tokenizer.decode(ids) for ids in sgsd.contexts(run, x, pairs)]
     assert all("The reference answer is 31415.\n\nPlease reason" in t and p.skill["title"] in t for t, p in zip(texts, pairs))
     assert all("31415" not in run.tokenizer.decode(ids) for ids in sgsd.contexts(make_run(world_dir, tmp_path / "other"), x, pairs))
+
+
+def test_gaps_with_the_answer(world_dir, tmp_path):
+    run, records, _ = one_update(world_dir, tmp_path / "run", **BITING, answer_pi=True)
+    for (x, _), rec in zip(sgsd.minibatch(run.problems, run.cfg, 1), records):
+        ids, at = rec["completion_ids"], range(len(rec["completion_ids"]))
+        (pairs,) = sgsd.retrieve(run, [x], 1)
+        for pair, gaps in zip(pairs, rec["tokens"]["delta"]):
+            text = f"{S.render_teacher(pair, x.problem)}".replace(x.problem, f"{x.problem}\n\nThe reference answer is {x.answer}.")
+            teacher = R.chat_ids(run.tokenizer, text, thinking=True)
+            with torch.no_grad():
+                want = by_definition(run, teacher, ids)[at, ids] - by_definition(run, rec["prompt_ids"], ids)[at, ids]
+            assert gaps == pytest.approx(want.tolist(), abs=1e-5)
 
 
 def test_teacher_policies(world_dir, tmp_path):

@@ -139,7 +139,8 @@ def killed_and_resumed(world_dir, tmp_path, whole, *, kill_at=0, after=0.0, tear
     if after:
         time.sleep(after)
         os.kill(pid, signal.SIGKILL)
-    assert wait(pid) in (-signal.SIGKILL, 0)
+    killed = wait(pid) == -signal.SIGKILL
+    assert killed or after  # a random instant may come after the end
     for file in out.rglob("*.jsonl") if tear else ():
         if file.name != "memories.jsonl" or not (out / "bank/step_000000.json").exists():  # once there is a bank, nothing is written there
             with open(file, "ab") as f:
@@ -149,6 +150,7 @@ def killed_and_resumed(world_dir, tmp_path, whole, *, kill_at=0, after=0.0, tear
         assert content == whole[0][name], name
     assert not list(out.rglob("*.tmp"))
     assert all(D.read_jsonl(f) for f in out.rglob("*.jsonl"))  # every line of every log can be read
+    return killed
 
 
 @pytest.mark.parametrize("share", [0.005, 0.04, 0.25, 0.45, 0.75, 0.97])
@@ -166,8 +168,9 @@ def test_killed_at_every_durable_step(world_dir, tmp_path, whole):
 @pytest.mark.long
 def test_killed_at_40_random_instants(world_dir, tmp_path, whole):
     draw = random.Random(7)
-    for n in range(40):
-        killed_and_resumed(world_dir, tmp_path / str(n), whole, after=draw.uniform(0, whole[2]))
+    killed = sum(killed_and_resumed(world_dir, tmp_path / str(n), whole, after=draw.uniform(0, whole[2])) for n in range(45))
+    print(f"{killed} of 45 killed before their end")
+    assert killed >= 40
 
 
 # ------------------------------------------------------------------------------------------------ signals

@@ -91,6 +91,9 @@ def test_hostile_completions(name):
         assert name == "think tags" or S.parse_json_items(json.dumps({key: [dict.fromkeys(S.FIELDS[key], text[:1000])]}), key)
     with R.Verifier(timeout_s=2.0) as verifier:
         assert verifier.outcome("7", text) == -1
+        for answer in (text[:2000], "7" + text[:200], text[:200] + "7"):  # as an answer, and as the reference
+            assert verifier.verify_many([("7", answer), (answer, "7"), ("7", "7")])[2:] == [True]
+        assert verifier.outcome("7", f"\\boxed{{{text[:200]}}}") == -1
 
 
 # ------------------------------------------------------------------------------------------------ nothing is executed

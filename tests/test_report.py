@@ -20,6 +20,7 @@ import rollout as R
 import runlog
 import sgsd
 import skills as S
+from distributed import UserError
 
 SCRIPT = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'
 CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable") if (p := shutil.which(name))), None)
@@ -135,7 +136,9 @@ def test_a_run_that_drops_its_older_rollouts_counts_them_all(world_dir, tmp_path
     assert shown[0] == shown[1] and report.main([str(tmp_path / "kept")]) == 0
     T.train(world_dir, tmp_path / "kept", resume=True, **{**settings, "updates": 7, "update_every": 10})
     T.train(world_dir, tmp_path / "whole", resume=True, **{**settings, "updates": 7, "update_every": 10})
-    assert capsys.readouterr().out.count("rollouts.jsonl no longer holds all since update 0") == 1
+    out, err = capsys.readouterr()
+    assert out.count("rollouts.jsonl no longer holds all since update 0") == 1
+    assert set(re.findall(r"saved (.*)", out + err)) == {str(p) for p in tmp_path.glob("*/checkpoints/*")}
 
 
 def test_the_ledger_of_a_run_still_going(out, tmp_path):
@@ -325,6 +328,10 @@ def test_mirrors_carry_the_same_names(world_dir, tmp_path, monkeypatch, capsys):
     logged = [{**{k: v for k, v in m.items() if k != "seconds"}, **{f"seconds.{k}": v for k, v in m["seconds"].items()}}
               for m in T.rows(tmp_path / "run/metrics.jsonl")]  # fmt: skip
     assert sent == logged == list(added.values())
+    wandb.init = lambda **_: {}["not logged in"]
+    with pytest.raises(UserError, match="--wandb: not started .*log in"):
+        T.train(world_dir, tmp_path / "refused", wandb=True)
+    assert not list((tmp_path / "refused").iterdir())  # so that the same command can be given again
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name in ("wandb", "tensorboard") else find(name))
     for flag in ("wandb", "tensorboard"):
         assert explained(world_dir, "--" + flag, "--num-teachers", 3, "--out", tmp_path / "new") == 2

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import make_model
+from peft import LoraConfig, get_peft_model
 
 import rollout as R
 import sgsd
@@ -122,3 +123,62 @@ def test_packs_hold_their_budget_and_lose_no_row():
     groups = R.packs(lengths, 64)
     assert sorted(i for g in groups for i in g) == list(range(7))
     assert all(len(g) == 1 or max(lengths[i] for i in g) * len(g) <= 64 for g in groups)
+
+
+# ------------------------------------------------------------------------------------------------ beside a bf16 model
+
+
+def head(device="cpu"):
+    torch.manual_seed(0)
+    return torch.randn(64, 128, device=device).bfloat16(), torch.randn(1000, 128, device=device).bfloat16() / 4, torch.arange(64, device=device)
+
+
+def test_a_bf16_head_as_it_is(monkeypatch):
+    """What CUDA does with bf16 states and weights: log-probabilities to the last bit those of fp32 copies, gradients rounded to bf16."""
+    x_ND, weight_VD, ids_N = head()
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None: mm(a.to(out_dtype), b.to(out_dtype)) if out_dtype else mm(a, b))
+    monkeypatch.setitem(R.SLICE_LOGITS, "cpu", 7 * 1000)
+    logps, grads = [], []
+    for weight in (weight_VD, weight_VD.float()):
+        logps.append(R._HeadLogprobs.apply(x := x_ND.clone().requires_grad_(), weight, ids_N, 0.7))
+        grads.append(torch.autograd.grad(logps[-1].sum(), x)[0].double())
+    assert logps[0].dtype == torch.float32 and torch.equal(*logps)
+    assert (grads[0] - grads[1]).norm() < 0.005 * grads[1].norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_bf16_head_is_exact_on_cuda():
+    x_ND, weight_VD, ids_N = head("cuda")
+    want_N = (x_ND.double() @ weight_VD.double().t()).log_softmax(-1).diagonal()
+    torch.testing.assert_close(R._HeadLogprobs.apply(x_ND, weight_VD, ids_N, 1.0).double(), want_N, atol=1e-4, rtol=1e-5)
+
+
+def adapted(dtype):
+    """A model with adapters that do something, and PEFT's own forward."""
+    torch.manual_seed(0)
+    model = get_peft_model(make_model().to(dtype), LoraConfig(r=4, lora_alpha=8, target_modules=list(sgsd.PROJECTIONS)))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.2)
+    return model.eval()
+
+
+def scored(model):
+    logp = R.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True)
+    return logp.detach().double(), [g.double() for g in torch.autograd.grad(logp.sum(), [p for p in model.parameters() if p.requires_grad])]
+
+
+def test_lean_adapters():
+    """In bf16 no further from fp32 than PEFT's are, give or take; weights and gradients fp32; without adapters the base model; fp32 untouched."""
+    exact, plain, lean = adapted(torch.float32), adapted(torch.bfloat16), R.lean_adapters(adapted(torch.bfloat16))
+    exact.load_state_dict(plain.state_dict())  # the bf16 weights, in fp32
+    assert all(p.dtype == torch.float32 for p in lean.parameters() if p.requires_grad)
+    (want, to_want), (peft, to_peft), (ours, to_ours) = map(scored, (exact, plain, lean))
+    assert not torch.equal(ours, peft) and (ours - want).norm() < 1.5 * (peft - want).norm()
+    far = [sum((a - b).norm() ** 2 for a, b in zip(found, to_want)) ** 0.5 for found in (to_ours, to_peft)]
+    assert far[0] < 1.5 * far[1] < 0.1 * sum(a.norm() ** 2 for a in to_want) ** 0.5
+    with lean.disable_adapter(), plain.disable_adapter():
+        assert torch.equal(R.token_logprobs(lean, PROMPTS, COMPLETIONS), R.token_logprobs(plain, PROMPTS, COMPLETIONS))
+    assert "forward" not in vars(R.lean_adapters(exact).base_model.model.model.layers[0].mlp.up_proj)
+
