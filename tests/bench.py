@@ -43,6 +43,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import AutoModelForCausalLM, LogitsProcessor, Qwen3Config  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
@@ -63,7 +64,7 @@ class Shape:
     mlp: int
     heads: int  # of queries; half as many of keys and values
     size: int  # of a head
-    T: int  # of score, step, and the middle of scaling
+    T: int  # of score and step
     new: int = 96  # the longest completion of rollout and eval
     mean: int = 16  # about what is sampled until one of the stop ids comes
     rows: tuple[int, ...] = (32,)  # that decode together
@@ -143,7 +144,8 @@ def table(title: str, device: torch.device, columns: str, rows: Iterable[Sequenc
 def own_process(*argv: object, ranks: int = 1) -> str:
     """stdout of this program run anew, by torchrun where there are several ranks."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    done = subprocess.run([sys.executable, *launch, __file__, *map(str, argv)], capture_output=True, text=True)
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}  # what is freed goes back at once: a peak is what was alive
+    done = subprocess.run([sys.executable, *launch, __file__, *map(str, argv)], capture_output=True, text=True, env=env)
     if done.returncode:
         raise RuntimeError(done.stderr)
     return done.stdout
@@ -194,7 +196,7 @@ class Counts:
 
 QWEN3 = {"Qwen3-1.7B": Counts(2048, 28, 6144, 2048, 1024), "Qwen3-4B": Counts(2560, 36, 9728, 4096, 1024), "Qwen3-8B": Counts(4096, 36, 12288, 4096, 1024)}
 PLAIN, GUIDED = 200, 400  # tokens of a student's and a teacher's prompt: assumed, the paper doesn't say
-GPUS, EVAL_ROWS = 8, 16  # §4.1; eval.py's default
+GPUS, CARD = 8, 80e9  # §4.1; bytes of a GPU
 
 
 def counts(s: Shape, vocab: int, device: torch.device, rank: int = 64) -> Counts:
@@ -205,14 +207,20 @@ def paper_costs(c: Counts) -> dict[str, tuple[float, float]]:
     """FLOPs and bytes on one of 8 GPUs: an update by parts, and one evaluation; all completions as long as they may be."""
     cfg = sgsd.Config()
     x, T, rows, samples = PLAIN, cfg.max_new_tokens, cfg.batch_size / GPUS, 12 * 90 / GPUS  # three sets of 30
+    together = eval_rows(c, cfg.eval_tokens)
     return {
         "prefill": (rows * c.forward(x, 1), c.weights),
         "decoding": c.decoding(x, T, rows, T),
         "teachers": (rows * cfg.num_teachers * c.forward(GUIDED + T, T), rows * c.weights),
         "student, forward": (rows * c.forward(x + T, T), c.weights),
         "student, backward": (rows * c.backward(x + T, T), 2 * c.weights),
-        "an evaluation": c.decoding(x, cfg.eval_tokens, samples, math.ceil(samples / EVAL_ROWS) * cfg.eval_tokens),
+        "an evaluation": c.decoding(x, cfg.eval_tokens, samples, math.ceil(samples / together) * cfg.eval_tokens),
     }
+
+
+def eval_rows(c: Counts, tokens: int) -> int:
+    """How many samples decode together: eval.py's default of 16, or half as many where their cache doesn't fit the card."""
+    return 16 if c.weights + 16 * 2 * c.kind * c.layers * c.kv * (PLAIN + tokens) < CARD else 8
 
 
 def cost(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
@@ -233,7 +241,7 @@ def cost(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
     print(f"""
 
 Of {cfg.batch_size} problems a GPU has B = {cfg.batch_size / GPUS:g}; K = {cfg.num_teachers}, T = {cfg.max_new_tokens}, prompts of {PLAIN} and {GUIDED} tokens (assumed), all completions as long as
-they may be (shorter ones cost less); 12 samples of 90 problems up to {cfg.eval_tokens:,} tokens, {EVAL_ROWS} at a time. P, A, V D: weights of the layers, adapters, head; Q: width of the queries.
+they may be (shorter ones cost less); 12 samples of 90 problems up to {cfg.eval_tokens:,} tokens, {', '.join(f'{eval_rows(c, cfg.eval_tokens)} ({name})' for name, c in QWEN3.items())} at a time, as an 80 GB card holds their cache. P, A, V D: weights of the layers, adapters, head; Q: width of the queries.
 n tokens of a row, forward: 2 (P + A) n + 2 L Q n^2, and 2 V D for each that predicts; backward: twice that, 2 L Q n^2 and 2 A n more (checkpointed).
 Decoding: as many FLOPs as one forward; bytes: 2 (P + V D) + 4 A per step, and 4 L kv (prompt + t) for a row's t-th token.
 Seconds: FLOPs over the matmul rate or bytes over the copy rate, whichever is more. Left out: sampling, embedding, cold start, the bank's updates.""", flush=True)
@@ -266,11 +274,18 @@ def replicated_short(model, student, contexts, ids, _=0):
 LAYOUTS = {"replicated": replicated, "replicated, no prompt logits": replicated_short, "ours": ours}
 
 
+def rank_of(s: Shape) -> int:
+    return s.width // 32  # 64 of Qwen3-1.7B's 2048
+
+
 def scoring_model(s: Shape, device: torch.device):
-    model = random_model(s, device).train()
+    """With adapters as a run has them, which do something."""
+    config = LoraConfig(r=rank_of(s), lora_alpha=2 * rank_of(s), target_modules=list(sgsd.PROJECTIONS))
+    model = R.lean_adapters(get_peft_model(random_model(s, device), config)).train()
     R.head_is_sliced(model)
-    for p in model.parameters():  # an adapter's gradient is small: only the layer norms train here
-        p.requires_grad_(p.ndim == 1)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.01)
     return model
 
 
@@ -283,6 +298,9 @@ def scoring_ids(vocab: int, T: int, teachers: int = K) -> tuple[list[int], list[
 
 def score_once(model, layout: str, T: int, teachers: int = K, score_tokens: int = 16384) -> float:
     """One rollout's loss, forward and backward."""
+    if layout == "teachers":
+        sgsd.score_teachers(model, *scoring_ids(model.config.vocab_size, T, teachers)[1:], score_tokens)
+        return 0.0
     device, alpha_K, rho_K = model.device, torch.full((teachers,), 1 / teachers), torch.ones(teachers)
     logpT_KT, logpS = LAYOUTS[layout](model, *scoring_ids(model.config.vocab_size, T, teachers), score_tokens)
     loss = sgsd.sgsd_loss(logpT_KT.detach() - logpS, torch.ones(T, device=device), alpha_K.to(device), rho_K.to(device), 1.0)
@@ -292,7 +310,7 @@ def score_once(model, layout: str, T: int, teachers: int = K, score_tokens: int 
 
 
 def one_layout(layout: str, s: Shape, device: torch.device, repeats: int, T: int, score_tokens: int, checkpointed: bool) -> dict:
-    """Seconds, peak extra MiB and the loss of one layout; of ours also the teachers' seconds."""
+    """Seconds, peak extra MiB and the loss of one layout; of ours also the teachers' seconds. layout "teachers": theirs alone."""
     model = scoring_model(s, device)
     if checkpointed:  # as in training
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -348,7 +366,7 @@ def score(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
     rows = [(name, f"{r['seconds']:.2f}", times(r["seconds"], own["seconds"]), f"{r['mib']:.0f}", times(r["mib"], own["mib"]), f"{r['loss']:.6f}")
             for name, r in results.items()]  # fmt: skip
     table(f"score: K={K}, T={s.T}, vocabulary {s.vocab:,}, shape {args.shape}", device, "layout | seconds | of ours | peak extra MiB | of ours | loss", rows)
-    flops = K * counts(s, s.vocab, device, rank=0).forward(TEACHER + s.T, s.T)
+    flops = K * counts(s, s.vocab, device, rank_of(s)).forward(TEACHER + s.T, s.T)
     share = flops / own["teachers"] / rates(device)[1]
     print(f"\nteacher forwards alone: {own['teachers']:.3f} s, {flops / 1e12:.2f} TFLOP, {share:.0%} of the measured matmul rate (bar on CUDA: 45%)")
 
@@ -577,9 +595,10 @@ def memory(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
 
     table(f"memory: K={K}, shape {args.shape}, layers checkpointed", device,
           "T | peak extra MiB | more than at T/2 | hidden states and one layer account for | logits of the teachers would take", map(line, Ts))  # fmt: skip
-    packed = ((n, measured_layout("ours", args, T=Ts[2], checkpointed=1, score_tokens=n, repeats=1)) for n in (16384, 4096, 1024))
-    table(f"memory: T={Ts[2]}", device, "--score-tokens | peak extra MiB | hidden states and one layer | seconds",
-          ((n, f"{r['mib']:.0f}", f"{accounted(Ts[2], n):.0f}", f"{r['seconds']:.2f}") for n, r in packed))  # fmt: skip
+    packed = ((n, measured_layout("teachers", args, T=Ts[-1], score_tokens=n, repeats=1)) for n in (16384, 4096, 1024))
+    table(f"memory: the teachers alone, T={Ts[-1]}, the head in slices of 16 MiB", device, "--score-tokens | peak extra MiB | rows together | one layer | seconds",
+          ((n, f"{r['mib']:.0f}", rows := min(K, max(1, n // (TEACHER + Ts[-1]))), f"{rows * (TEACHER + Ts[-1]) * s.layer_bytes(kind) / 2**20:.0f}", f"{r['seconds']:.2f}")
+           for n, r in packed))  # fmt: skip
     parts = qwen3_8b()
     table("memory: Qwen3-8B, bf16, on one card, default flags, 32 problems", device, "what | GB", [(name, f"{x / 1e9:.1f}") for name, x in parts.items()])
     total = sum(parts.values()) / 1e9
@@ -592,13 +611,12 @@ def qwen3_8b() -> dict[str, float]:
     r, tokens = cfg.lora_rank, cfg.score_tokens
     layer = 2 * D * D + 2 * D * kv + 3 * D * M
     adapters = L * r * (2 * 2 * D + 2 * (D + kv) + 3 * (D + M))
-    # one layer of a training pack, per token: adapters take fp32 copies of seven inputs; norms, heads and MLP in bf16; the MLP's
-    # fp32 sums and gradients while they last
-    saved, passing = 4 * (6 * D + M) + 2 * (8 * D + 4 * M), 3 * 4 * M
+    # one layer of a training pack, per token: inputs, norms, heads and MLP in bf16; the MLP's sums and gradients while they last
+    saved, passing = 2 * (14 * D + 5 * M), 3 * 4 * M
     return {
         "weights, bf16": 2 * (L * layer + 2 * VOCAB * D), "adapters, their gradients, AdamW's two moments, fp32": 4 * 4 * adapters,
         f"checkpointed hidden states of {tokens} tokens": 2 * L * D * tokens, f"one layer's activations, {tokens} tokens": (saved + passing) * tokens,
-        "head: fp32 copy of its weight": 4 * VOCAB * D, "head: slices of logits, and their gradients": 2 * 4 * R.SLICE_LOGITS["cuda"],
+        "head: slices of logits, and their gradients": 2 * 4 * R.SLICE_LOGITS["cuda"], "encoder, 0.6 billion weights, fp32": 4 * 0.6e9,
         f"cache of {rows} rows, 512 + {cfg.max_new_tokens} tokens": 2 * 2 * L * kv * rows * (512 + cfg.max_new_tokens),
         "sampling: logits of the rows, fp64 and temporaries": 5 * 8 * rows * VOCAB,
     }  # fmt: skip
@@ -615,7 +633,7 @@ def bank_of(n: int) -> tuple[S.SkillBank, S.Embed]:
 
 
 def scaling(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
-    model, Ts = scoring_model(s, device), [s.T * n // 4 for n in (1, 2, 4, 8)]
+    model, Ts = scoring_model(s, device), [4, 8, 16] if args.shape == "tiny" else [256, 512, 1024, 2048]
 
     def costs() -> Iterator[tuple[str, dict[int, float]]]:
         yield "K", {k: seconds_of(lambda k=k: score_once(model, "ours", s.T // 2, k), device, args.repeats) for k in (1, 2, 4, 8, 16)}
@@ -723,6 +741,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.shape = args.shape or ("qwen3-1.7b" if args.cuda else "small")
     s = SHAPES[args.shape]
     if args.layout:
+        R.SLICE_LOGITS |= {device.type: 1 << 22} if args.layout == "teachers" else {}  # so that what the layers take is seen
         print(json.dumps(one_layout(args.layout, s, device, args.repeats, args.T or s.T, args.score_tokens or 16384, bool(args.checkpointed))))
     elif args.train:
         train_in(args.train, s, device, args.batch, SHAPES["tiny"], False)
