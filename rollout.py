@@ -184,6 +184,7 @@ def load_model(
 
     logging.disable_progress_bar()  # one bar is enough
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)  # renamed in 5.20; both names last until 6
+    warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)  # `_captured` looks for waits with it
     kind = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(dtype) or getattr(torch, dtype)
     if attn == "auto":
         attn = "flash_attention_2" if device.type == "cuda" and kind != torch.float32 and is_flash_attn_2_available() else "sdpa"
