@@ -36,6 +36,7 @@ METHODS: dict[str, str] = {
     "opsd": "--method opsd",
     "opsd, no clip": "--method opsd --objective-clip 0",
     "opsd+skill": "--method opsd+skill --num-teachers 3",
+    "opsd+skill, no clip": "--method opsd+skill --num-teachers 3 --objective-clip 0",
     "sgsd": "",
     "sgsd, bank evolving": "--update-every 10",
     "no token mask": "--no-token-mask",
