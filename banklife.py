@@ -20,8 +20,8 @@ class BankLife:
     """The run's bank over time: made or loaded at the start (Alg. 2), evolved on its schedule (Alg. 4), kept by step."""
 
     def __init__(self, run: "sgsd.Run", start: int):
-        """start: the update whose ledger is read. Writes nothing."""
-        cfg, self.run = run.cfg, run
+        """start: the last update made, whose ledger is read here. Writes nothing."""
+        cfg, self.run, self.start = run.cfg, run, start
         self.folder = pathlib.Path(cfg.out) / "bank"
         self.window: list[dict] = []
         # rank 0's, of the last checkpoint, and what its rollouts since add to it
@@ -33,9 +33,9 @@ class BankLife:
             model, tokenizer = R.load_model(cfg.update_model, run.world.device, dtype=cfg.dtype, attn=cfg.attn, flag="--update-model")
         self.complete = R.make_complete(model, tokenizer, run.world, max_new_tokens=cfg.reply_tokens, seed=cfg.seed, rows=cfg.rollout_rows or 32)
 
-    def begin(self, start: int) -> None:
+    def begin(self) -> None:
         """The bank, window and ledger of update `start` (D9)."""
-        run, cfg, out = self.run, self.run.cfg, self.folder.parent
+        run, cfg, out, start = self.run, self.run.cfg, self.folder.parent, self.start
         versions = sorted(self.folder.glob("step_*.json"))
         kept = [p for p in versions if int(p.stem[5:]) <= start]
         for p in versions if run.world.main else ():

@@ -216,7 +216,7 @@ def load_model(
 
 
 def lean_adapters(model: Model) -> Model:
-    """The same PEFT model; its LoRA products in the dtype of what they are added to, in one kernel. In fp32 it stays as it is.
+    """The same PEFT model; its LoRA products in the dtype of what they are added to (S22). In fp32 it stays as it is.
 
     Beside a bf16 model PEFT casts the input of each module to fp32, adds in fp32 and casts back, which moves several times the
     bytes of the products. The adapters' weights stay fp32, for the optimizer's sake.

@@ -446,10 +446,16 @@ def load_checkpoint(run: Run) -> int:
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
-    """Everything that a user's mistake can break is read and checked here, before the run directory is made."""
+def with_adapters(model: R.Model, rank: int, alpha: int) -> R.Model:
+    """LoRA on all seven projections (App. F.1), without dropout and biases; of a bf16 base it is fp32: a 5e-6 step is lost in bf16."""
     from peft import LoraConfig, get_peft_model
 
+    lora = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM", target_modules=list(PROJECTIONS))
+    return R.lean_adapters(get_peft_model(model, lora))
+
+
+def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
+    """Everything that a user's mistake can break is read and checked here, before the run directory is made."""
     if cfg.batch_size < world.size:
         raise UserError(f"--batch-size {cfg.batch_size} is smaller than the world of {world.size} processes; every rank needs a problem")
     if pathlib.Path(cfg.out).is_file():
@@ -471,10 +477,8 @@ def prepare(cfg: Config, world: D.World, resume: bool) -> Run:
         R.refuse_overlap(problems, cfg.data, held_out)
     model, tokenizer = R.load_model(cfg.model, world.device, dtype=cfg.dtype, attn=cfg.attn)
     torch.manual_seed(cfg.seed)
-    lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
-                      target_modules=list(PROJECTIONS))  # fmt: skip
     try:
-        model = R.lean_adapters(get_peft_model(model, lora))  # adapters of a bf16 base are fp32: a 5e-6 step is lost in bf16
+        model = with_adapters(model, cfg.lora_rank, cfg.lora_alpha)
     except ValueError as e:
         raise UserError(f"--model {cfg.model}: no place for the adapters ({D.brief(e)})") from None
     R.causal_lm(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -523,7 +527,7 @@ def train(run: Run, resume: bool) -> int:
             D.trim_jsonl(path, start, bounds[name])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before the first update it interrupts, as Ctrl-C does
     if bank_life:
-        bank_life.begin(start)
+        bank_life.begin()
     for number in (signal.SIGTERM, signal.SIGINT):  # finish the update, checkpoint, leave
         signal.signal(number, lambda *_: setattr(run, "stop", True))
     saved = skipped = 0

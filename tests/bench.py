@@ -1,6 +1,7 @@
 """Speed and memory, as ratios in one run. Random weights: speed needs no trained ones.
 
     python tests/bench.py score      K teachers and the student, forward and backward, against the replicated full-logits layout
+    python tests/bench.py adapters   lean_adapters against PEFT's own forward beside a bf16 model
     python tests/bench.py rollout    rollout.generate against transformers' generate, in static batches of as many rows
     python tests/bench.py step       sgsd.main on a saved model: what of an update's wall time is work, and its limit
     python tests/bench.py eval       12 samples of 30 problems, static batches against a stream; how often the rows change an id
@@ -43,7 +44,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import AutoModelForCausalLM, LogitsProcessor, Qwen3Config  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
@@ -278,10 +278,9 @@ def rank_of(s: Shape) -> int:
     return s.width // 32  # 64 of Qwen3-1.7B's 2048
 
 
-def scoring_model(s: Shape, device: torch.device):
+def scoring_model(s: Shape, device: torch.device, dtype: torch.dtype | None = None):
     """With adapters as a run has them, which do something."""
-    config = LoraConfig(r=rank_of(s), lora_alpha=2 * rank_of(s), target_modules=list(sgsd.PROJECTIONS))
-    model = R.lean_adapters(get_peft_model(random_model(s, device), config)).train()
+    model = sgsd.with_adapters(random_model(s, device).to(dtype), rank_of(s), 2 * rank_of(s)).train()
     R.head_is_sliced(model)
     for name, p in model.named_parameters():
         if "lora_B" in name:
@@ -369,6 +368,32 @@ def score(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
     flops = K * counts(s, s.vocab, device, rank_of(s)).forward(TEACHER + s.T, s.T)
     share = flops / own["teachers"] / rates(device)[1]
     print(f"\nteacher forwards alone: {own['teachers']:.3f} s, {flops / 1e12:.2f} TFLOP, {share:.0%} of the measured matmul rate (bar on CUDA: 45%)")
+
+
+def adapters(args: argparse.Namespace, s: Shape, device: torch.device) -> None:
+    """`lean_adapters` against PEFT's own forward beside a bf16 model (S22): seconds, and how far both are from fp32."""
+    model, (student, contexts, ids) = scoring_model(s, device, torch.bfloat16), scoring_ids(s.vocab, s.T)
+    keys, sampling = range(8), R.Sampling(max_new_tokens=16)
+
+    def learn() -> list[torch.Tensor]:
+        logp = R.token_logprobs(model, [student], [ids], grad=True)
+        return torch.autograd.grad(logp.sum(), [p for p in model.parameters() if p.requires_grad])
+
+    def measured() -> tuple[list[float], torch.Tensor, torch.Tensor]:
+        work = (lambda: sgsd.score_teachers(model, contexts, ids), learn, lambda: R.generate(model, NoStops, contexts, sampling, keys))
+        seconds = [seconds_of(f, device, args.repeats) for f in work]
+        return seconds, sgsd.score_teachers(model, contexts, ids).double(), torch.cat([g.flatten() for g in learn()]).double()
+
+    found = {"lean_adapters": measured()}
+    for layer in model.modules():
+        vars(layer).pop("forward", None)
+    found["PEFT's own"] = measured()
+    model.float()
+    _, logp_KT, grad_P = found["fp32"] = measured()
+    lines = [(name, *(f"{x:.2f}" for x in seconds), f"{float((logp - logp_KT).abs().mean()):.4f}", f"{float((grad - grad_P).norm() / grad_P.norm()):.1%}")
+             for name, (seconds, logp, grad) in found.items()]  # fmt: skip
+    table(f"adapters: bf16, K={K}, T={s.T}, rank {rank_of(s)}, shape {args.shape}", device,
+          "products | teachers, seconds | student, forward and backward | decoding | log-probabilities off by, nats | gradient off by", lines)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ rollout, eval
@@ -725,7 +750,7 @@ def judge(*_: object) -> None:
     for gold, pred, is_right in theirs:
         print("| " + " | ".join(f"`{x}`".replace("|", "\\|") for x in (gold, pred)) + f" | {'right | wrong' if is_right else 'wrong | right'} |")
 
-MODES = {"cost": cost, "score": score, "rollout": rollout, "step": step, "eval": evaluation, "verify": judge, "memory": memory, "scaling": scaling}
+MODES = {"cost": cost, "score": score, "adapters": adapters, "rollout": rollout, "step": step, "eval": evaluation, "verify": judge, "memory": memory, "scaling": scaling}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,6 +12,7 @@ import rollout as R
 MODES = {
     "cost": ["NOT a measured run", "| Qwen3-1.7B | decoding | ", "| Qwen3-8B | an evaluation | ", "200 updates"],
     "score": ["| ours | ", "| replicated | ", "teacher forwards alone"],
+    "adapters": ["| lean_adapters | ", "| PEFT's own | ", "| fp32 | "],
     "rollout": ["generate, same draws", "12 of 12"],
     "eval": ["24 of 24", "ties: 0 of 24 samples"],
     "step": ["| rollout | ", "| scoring | ", "| backward | ", "| optimizer | ", "| verification | ", "| an update | "],

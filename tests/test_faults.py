@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+import tracemalloc
 
 import driver
 import numpy as np
@@ -139,8 +140,8 @@ def killed_and_resumed(world_dir, tmp_path, whole, *, kill_at=0, after=0.0, tear
     if after:
         time.sleep(after)
         os.kill(pid, signal.SIGKILL)
-    killed = wait(pid) == -signal.SIGKILL
-    assert killed or after  # a random instant may come after the end
+    killed = (code := wait(pid)) == -signal.SIGKILL
+    assert killed or (after and code == 0)  # a random instant may come after the end
     for file in out.rglob("*.jsonl") if tear else ():
         if file.name != "memories.jsonl" or not (out / "bank/step_000000.json").exists():  # once there is a bank, nothing is written there
             with open(file, "ab") as f:
@@ -469,7 +470,7 @@ def slope(values):
 
 
 def watch(updates, world_dir, tmp_path):
-    """Slopes per update of resident KB, open files, threads, child processes and seconds of CPU, with bank updates every 25."""
+    """Slopes per update of resident KB, Python's own KB, open files, threads, child processes and CPU seconds, with bank updates every 25."""
     out, log, seen = tmp_path / "run", tmp_path / "log", tmp_path / "seen"
 
     def before():
@@ -479,7 +480,8 @@ def watch(updates, world_dir, tmp_path):
             norm, now = keep(run, step), time.process_time()
             kb = int((me / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024
             children = (me / f"task/{os.getpid()}/children").read_text().split()
-            row = [kb, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(children), now - last[0]]
+            python_kb = tracemalloc.get_traced_memory()[0] / 1024  # 0 unless PYTHONTRACEMALLOC is set
+            row = [kb, python_kb, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(children), now - last[0]]
             last[0] = now
             with open(seen, "a") as f:
                 f.write(" ".join(map(str, row)) + "\n")
@@ -491,7 +493,7 @@ def watch(updates, world_dir, tmp_path):
                  max_new_tokens=6, batch_size=2)  # fmt: skip
     assert wait(start(argv, log, before=before), 3000) == 0, log.read_text()[-3000:]
     columns = np.loadtxt(seen).T
-    return {name: (slope(column), float(np.median(column))) for name, column in zip(("kb", "files", "threads", "processes", "seconds"), columns)}
+    return {name: (slope(column), float(np.median(column))) for name, column in zip(("kb", "python_kb", "files", "threads", "processes", "seconds"), columns)}
 
 
 def check_flat(figures, kb):
