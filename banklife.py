@@ -25,13 +25,30 @@ class BankLife:
         self.folder = pathlib.Path(cfg.out) / "bank"
         self.window: list[dict] = []
         # rank 0's, of the last checkpoint, and what its rollouts since add to it
-        self.ledger = load_ledger(self.folder.parent / "checkpoints" / f"step_{start:06d}" / "ledger.json") if run.world.main else {}
+        self.ledger = (
+            load_ledger(self.folder.parent / "checkpoints" / f"step_{start:06d}" / "ledger.json")
+            if run.world.main
+            else {}
+        )
         self.uncounted: list[dict] = []
         self.log = S.ReplyLog(self.folder, run.world)
         model, tokenizer = run.model, run.tokenizer
         if cfg.update_model:
-            model, tokenizer = R.load_model(cfg.update_model, run.world.device, dtype=cfg.dtype, attn=cfg.attn, flag="--update-model")
-        self.complete = R.make_complete(model, tokenizer, run.world, max_new_tokens=cfg.reply_tokens, seed=cfg.seed, rows=cfg.rollout_rows or 32)
+            model, tokenizer = R.load_model(
+                cfg.update_model,
+                run.world.device,
+                dtype=cfg.dtype,
+                attn=cfg.attn,
+                flag="--update-model",
+            )
+        self.complete = R.make_complete(
+            model,
+            tokenizer,
+            run.world,
+            max_new_tokens=cfg.reply_tokens,
+            seed=cfg.seed,
+            rows=cfg.rollout_rows or 32,
+        )
 
     def begin(self) -> None:
         """The bank, window and ledger of update `start` (D9)."""
@@ -45,10 +62,21 @@ class BankLife:
             run.bank = S.SkillBank.load(kept[-1])
         elif run.bank is None:
             run.bank = S.make_bank(
-                self.folder, run.problems, run.model, run.tokenizer, run.verifier, self.complete, run.world, count=cfg.cold_start, seed=cfg.seed,
-                max_new_tokens=min(cfg.max_new_tokens, 1024), memory_answer=cfg.memory_answer, group_size=cfg.merge_group_size,
-                patience=cfg.merge_patience, rows=cfg.rollout_rows or 32,
-            )  # fmt: skip
+                self.folder,
+                run.problems,
+                run.model,
+                run.tokenizer,
+                run.verifier,
+                self.complete,
+                run.world,
+                count=cfg.cold_start,
+                seed=cfg.seed,
+                max_new_tokens=min(cfg.max_new_tokens, 1024),
+                memory_answer=cfg.memory_answer,
+                group_size=cfg.merge_group_size,
+                patience=cfg.merge_patience,
+                rows=cfg.rollout_rows or 32,
+            )
         self.save(int(kept[-1].stem[5:]) if kept else 0)
         if run.world.main:
             D.trim_jsonl(self.log.path, start)
@@ -59,10 +87,16 @@ class BankLife:
             last = start // cfg.update_every * cfg.update_every
             rows = [row for row in rows if last < row["step"] <= start]
             if run.world.main and last < start and (not rows or rows[0]["step"] > last + 1):
-                print(f"bank: rollouts.jsonl no longer holds all since update {last}; the next online update learns from what is left of them")
-            self.window = D.gather([row for row in rows if cfg.counts(row["truncated"])], run.world)[0]
+                print(
+                    f"bank: rollouts.jsonl no longer holds all since update {last}; the next online update learns from what is left of them"
+                )
+            self.window = D.gather(
+                [row for row in rows if cfg.counts(row["truncated"])], run.world
+            )[0]
         if run.world.main and not (run.bank.general_skills and run.bank.common_mistakes):
-            print("bank: one of its lists is empty, so there are no teachers and no loss until an online update fills it (S8)")
+            print(
+                "bank: one of its lists is empty, so there are no teachers and no loss until an online update fills it (S8)"
+            )
 
     def after_update(self, step: int, records: list[dict]) -> dict:
         """Alg. 4 on all rollouts since the last update (D2); the same call, and the same bank, on every rank."""
@@ -70,21 +104,35 @@ class BankLife:
         assert bank is not None
         self.log.step = step
         if self.run.world.main:
-            self.uncounted += [{name: row[name] for name in ("step", "r", "pairs", "rho")} for row in records]
+            self.uncounted += [
+                {name: row[name] for name in ("step", "r", "pairs", "rho")} for row in records
+            ]
         if cfg.update_every:
             self.window += [row for row in records if cfg.counts(row["truncated"])]
         if cfg.update_every and step % cfg.update_every == 0:
             window = [SimpleNamespace(**r) for r in self.window]
             self.run.bank = S.evolve(
-                bank, window, step, self.complete, update_every=cfg.update_every, success_gate=cfg.success_gate, max_new_items=cfg.max_new_items,
-                dynamic_capacity=cfg.dynamic_capacity, group_size=cfg.merge_group_size, patience=cfg.merge_patience,
-                memory_answer=cfg.memory_answer, log=self.log,
-            )  # fmt: skip
+                bank,
+                window,
+                step,
+                self.complete,
+                update_every=cfg.update_every,
+                success_gate=cfg.success_gate,
+                max_new_items=cfg.max_new_items,
+                dynamic_capacity=cfg.dynamic_capacity,
+                group_size=cfg.merge_group_size,
+                patience=cfg.merge_patience,
+                memory_answer=cfg.memory_answer,
+                log=self.log,
+            )
             self.window = []
             if self.run.bank is not bank:
                 self.save(step)
         assert self.run.bank is not None
-        sizes = {"bank_skills": len(self.run.bank.general_skills), "bank_mistakes": len(self.run.bank.common_mistakes)}
+        sizes = {
+            "bank_skills": len(self.run.bank.general_skills),
+            "bank_mistakes": len(self.run.bank.common_mistakes),
+        }
         return sizes | {f"replies_{outcome}": n for outcome, n in self.log.take().items()}
 
     def save(self, step: int) -> None:
@@ -104,13 +152,21 @@ class BankLife:
 def load_ledger(path: pathlib.Path) -> dict:
     """A ledger that was written; one without counts where there is none."""
     try:
-        ledger = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"step": 0, "entries": []}
+        ledger = (
+            json.loads(path.read_text(encoding="utf-8"))
+            if path.exists()
+            else {"step": 0, "entries": []}
+        )
         return {"step": ledger["step"], "entries": ledger["entries"]}
     except (OSError, ValueError, LookupError, TypeError) as e:
-        raise UserError(f"{path}: cannot be read ({D.brief(e)}); without it what rollouts.jsonl holds is counted") from None
+        raise UserError(
+            f"{path}: cannot be read ({D.brief(e)}); without it what rollouts.jsonl holds is counted"
+        ) from None
 
 
-def make_ledger(out: pathlib.Path, base: dict | None = None, rollouts: list[dict] | None = None) -> dict:
+def make_ledger(
+    out: pathlib.Path, base: dict | None = None, rollouts: list[dict] | None = None
+) -> dict:
     """ledger.json: per skill and mistake of all versions of a run's bank, how often it was retrieved and what came of it.
 
     Counted on from `base`, a ledger of the same run (by default its ledger.json), with `rollouts`, all lines since (by default
@@ -134,18 +190,31 @@ def make_ledger(out: pathlib.Path, base: dict | None = None, rollouts: list[dict
         bank, versions[step] = S.SkillBank.load(path), {}
         for kind, field_ in S.IDS.items():
             for e in getattr(bank, kind):
-                row = entries.setdefault(name(kind, e[field_], e), {
-                    "kind": kind, "id": e[field_], "first": step, "entry": {f: e[f] for f in S.FIELDS[kind]}, "sources": e.get("sources", []),
-                    "retrieved": 0, **{fate: {"success": 0, "failure": 0} for fate in FATE.values()},
-                })  # fmt: skip
+                row = entries.setdefault(
+                    name(kind, e[field_], e),
+                    {
+                        "kind": kind,
+                        "id": e[field_],
+                        "first": step,
+                        "entry": {f: e[f] for f in S.FIELDS[kind]},
+                        "sources": e.get("sources", []),
+                        "retrieved": 0,
+                        **{fate: {"success": 0, "failure": 0} for fate in FATE.values()},
+                    },
+                )
                 row.update(id=e[field_], last=step)
                 versions[step][kind, e[field_]] = row
     for r in rollouts:
-        fates = r["rho"] if len(r["rho"]) == len(r["pairs"]) else [None] * len(r["pairs"])  # a pair need not be a teacher
+        fates = (
+            r["rho"] if len(r["rho"]) == len(r["pairs"]) else [None] * len(r["pairs"])
+        )  # a pair need not be a teacher
         for pair, rho in zip(r["pairs"], fates):
             for kind, id_ in zip(S.IDS, pair):
                 row = versions[max(step for step in versions if step < r["step"])][kind, id_]
                 row["retrieved"] += 1
                 if rho is not None:
                     row[FATE[rho]]["success" if r["r"] > 0 else "failure"] += 1
-    return {"step": rollouts[-1]["step"] if rollouts else base["step"], "entries": list(entries.values())}
+    return {
+        "step": rollouts[-1]["step"] if rollouts else base["step"],
+        "entries": list(entries.values()),
+    }

@@ -34,11 +34,18 @@ def grpo_advantages(rewards_G: torch.Tensor, eps: float = 1e-4) -> torch.Tensor:
     ValueError on fewer than two rewards.
     """
     if rewards_G.ndim != 1 or len(rewards_G) < 2:
-        raise ValueError(f"grpo_advantages: got shape {tuple(rewards_G.shape)}, rewards_G must be [G] with G >= 2")
+        raise ValueError(
+            f"grpo_advantages: got shape {tuple(rewards_G.shape)}, rewards_G must be [G] with G >= 2"
+        )
     return (rewards_G - rewards_G.mean()) / (rewards_G.std() + eps)
 
 
-def grpo_loss(logp_T: torch.Tensor, logp_old_T: torch.Tensor, advantage: torch.Tensor | float, clip: float = 0.2) -> torch.Tensor:
+def grpo_loss(
+    logp_T: torch.Tensor,
+    logp_old_T: torch.Tensor,
+    advantage: torch.Tensor | float,
+    clip: float = 0.2,
+) -> torch.Tensor:
     """-mean_t min(w_t A, clip(w_t, 1 - clip, 1 + clip) A), w_t = pi(y_t) / pi_old(y_t), of one completion; no KL (S15).
 
     logp_T: [T] with gradient. logp_old_T: [T], taken as constant. advantage: the completion's. Scalar.
@@ -48,7 +55,11 @@ def grpo_loss(logp_T: torch.Tensor, logp_old_T: torch.Tensor, advantage: torch.T
 
 
 def generalized_jsd(
-    logits_s: torch.Tensor, logits_t: torch.Tensor, beta: float, temperature: float = 1.0, clip: float = 0.0
+    logits_s: torch.Tensor,
+    logits_t: torch.Tensor,
+    beta: float,
+    temperature: float = 1.0,
+    clip: float = 0.0,
 ) -> torch.Tensor:
     """Divergence of student and teacher per token, over the last dimension: [..., V] twice -> [...], nats.
 
@@ -66,29 +77,44 @@ def generalized_jsd(
     else:
         weights = torch.tensor([beta, 1 - beta], dtype=logp_s.dtype, device=logp_s.device).log()
         logp_m = torch.logaddexp(logp_t + weights[0], logp_s + weights[1])
-        terms = beta * logp_t.exp() * (logp_t - logp_m) + (1 - beta) * logp_s.exp() * (logp_s - logp_m)
+        terms = beta * logp_t.exp() * (logp_t - logp_m) + (1 - beta) * logp_s.exp() * (
+            logp_s - logp_m
+        )
     return (terms.clamp(max=clip) if clip else terms).sum(-1)
 
 
-def local_support(ids_n: torch.Tensor, logits_s_nV: torch.Tensor, logits_t_nV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def local_support(
+    ids_n: torch.Tensor, logits_s_nV: torch.Tensor, logits_t_nV: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Both sides on the teacher's top_k tokens and the sampled one, renormalised: (KL(S || T) [n], gap of the sampled token [n]).
 
     §4.5 "top-k support": the truncated local reverse KL (S19).
     """
     top_nk = logits_t_nV.topk(min(top_k, logits_t_nV.shape[-1])).indices
     support = torch.cat([ids_n[:, None], top_nk], 1)
-    twice = torch.cat([torch.zeros_like(ids_n[:, None], dtype=torch.bool), top_nk == ids_n[:, None]], 1)  # the sampled token counts once
-    logp_s, logp_t = (x.gather(1, support).masked_fill(twice, -1e30).log_softmax(1) for x in (logits_s_nV, logits_t_nV))
+    twice = torch.cat(
+        [torch.zeros_like(ids_n[:, None], dtype=torch.bool), top_nk == ids_n[:, None]], 1
+    )  # the sampled token counts once
+    logp_s, logp_t = (
+        x.gather(1, support).masked_fill(twice, -1e30).log_softmax(1)
+        for x in (logits_s_nV, logits_t_nV)
+    )
     return (logp_s.exp() * (logp_s - logp_t)).sum(1), (logp_t - logp_s)[:, 0]
 
 
-def sampled_gap(ids_n: torch.Tensor, logits_s_nV: torch.Tensor, logits_t_nV: torch.Tensor) -> torch.Tensor:
+def sampled_gap(
+    ids_n: torch.Tensor, logits_s_nV: torch.Tensor, logits_t_nV: torch.Tensor
+) -> torch.Tensor:
     """Delta (Eq. 7) of the sampled tokens, from whole logits: [n]."""
-    logp_s, logp_t = (x.gather(1, ids_n[:, None])[:, 0] - x.logsumexp(1) for x in (logits_s_nV, logits_t_nV))
+    logp_s, logp_t = (
+        x.gather(1, ids_n[:, None])[:, 0] - x.logsumexp(1) for x in (logits_s_nV, logits_t_nV)
+    )
     return logp_t - logp_s
 
 
-def token_losses(cfg: sgsd.Config, ids_n: torch.Tensor, logits_s_nV: torch.Tensor, *teachers_nV: torch.Tensor) -> torch.Tensor:
+def token_losses(
+    cfg: sgsd.Config, ids_n: torch.Tensor, logits_s_nV: torch.Tensor, *teachers_nV: torch.Tensor
+) -> torch.Tensor:
     """Loss and gap of each position under each teacher, [n, K, 2], by --objective and --support-top-k."""
     pairs = []
     for logits_t_nV in teachers_nV:
@@ -100,7 +126,9 @@ def token_losses(cfg: sgsd.Config, ids_n: torch.Tensor, logits_s_nV: torch.Tenso
             if cfg.objective == "gate":
                 loss_n = sgsd.gated_loss(gap_n, cfg.tau_g)
             else:
-                loss_n = generalized_jsd(logits_s_nV, logits_t_nV, JSD_BETA[cfg.objective], clip=cfg.objective_clip)
+                loss_n = generalized_jsd(
+                    logits_s_nV, logits_t_nV, JSD_BETA[cfg.objective], clip=cfg.objective_clip
+                )
         pairs.append(torch.stack([loss_n, gap_n], -1))
     return torch.stack(pairs, 1)
 
@@ -116,7 +144,9 @@ def _skills(run: sgsd.Run, step: int, skill: bool) -> Callable[[R.Problem], list
 
 
 def _packs(run: sgsd.Run, rollouts: list[R.Rollout]) -> list[list[int]]:
-    return R.packs([len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], run.cfg.score_tokens)
+    return R.packs(
+        [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], run.cfg.score_tokens
+    )
 
 
 def grpo(run: sgsd.Run, step: int, skill: bool = False) -> Result:
@@ -126,18 +156,33 @@ def grpo(run: sgsd.Run, step: int, skill: bool = False) -> Result:
     batch, rollouts = sgsd.sample(run, step, lambda x: S.render_skills(pairs(x), x.problem))
     sampled = time.perf_counter()
     rewards = torch.tensor([float(roll.r) for roll in rollouts])
-    advantages = torch.cat([grpo_advantages(rewards_G) for rewards_G in rewards.split(cfg.generations)]).tolist()
+    advantages = torch.cat(
+        [grpo_advantages(rewards_G) for rewards_G in rewards.split(cfg.generations)]
+    ).tolist()
     records: list[dict] = [{}] * len(batch)
     for group in _packs(run, rollouts):
-        prompts, completions = [rollouts[i].prompt_ids for i in group], [rollouts[i].completion_ids for i in group]
-        logp_BT = R.token_logprobs(run.model, prompts, completions, grad=True, temperature=cfg.loss_temperature)
+        prompts, completions = (
+            [rollouts[i].prompt_ids for i in group],
+            [rollouts[i].completion_ids for i in group],
+        )
+        logp_BT = R.token_logprobs(
+            run.model, prompts, completions, grad=True, temperature=cfg.loss_temperature
+        )
         losses = []
         for i, padded_T in zip(group, logp_BT):
             roll, logp_T = rollouts[i], padded_T[: len(rollouts[i].completion_ids)]
-            losses.append(grpo_loss(logp_T, logp_T, advantages[i]) * float(cfg.counts(roll.truncated)))
-            none_K, no_gaps_KT, mask_T = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T)), torch.ones_like(logp_T)
+            losses.append(
+                grpo_loss(logp_T, logp_T, advantages[i]) * float(cfg.counts(roll.truncated))
+            )
+            none_K, no_gaps_KT, mask_T = (
+                logp_T.new_zeros(0),
+                logp_T.new_zeros(0, len(logp_T)),
+                torch.ones_like(logp_T),
+            )
             loss = float(losses[-1].detach())
-            row = sgsd.record(run, step, roll, pairs(batch[i]), no_gaps_KT, mask_T, none_K, none_K, none_K, loss)
+            row = sgsd.record(
+                run, step, roll, pairs(batch[i]), no_gaps_KT, mask_T, none_K, none_K, none_K, loss
+            )
             records[i] = row | {"advantage": advantages[i]}
         sgsd.backward(losses, cfg)
     return records, {"gen": sampled - began, "score": 0.0, "bwd": time.perf_counter() - sampled}
@@ -147,9 +192,17 @@ def opsd(run: sgsd.Run, step: int, skill: bool = False) -> Result:
     """One OPSD update: a single teacher that sees the reference answer is distilled, whatever the outcome."""
     began, pairs = time.perf_counter(), _skills(run, step, skill)
     batch, rollouts = sgsd.sample(run, step, lambda x: S.render_skills(pairs(x), x.problem))
-    texts = [S.render_skills(pairs(x), sgsd.with_answer(x) if run.cfg.answer_pi else x.problem) for x in batch]
-    ctx = [[sgsd.prompt_ids(run, text, f"teacher of {x.id}", teacher=True)] for x, text in zip(batch, texts)]
-    return distil(run, step, rollouts, [pairs(x) for x in batch], ctx, [torch.ones(1)] * len(batch), began)
+    texts = [
+        S.render_skills(pairs(x), sgsd.with_answer(x) if run.cfg.answer_pi else x.problem)
+        for x in batch
+    ]
+    ctx = [
+        [sgsd.prompt_ids(run, text, f"teacher of {x.id}", teacher=True)]
+        for x, text in zip(batch, texts)
+    ]
+    return distil(
+        run, step, rollouts, [pairs(x) for x in batch], ctx, [torch.ones(1)] * len(batch), began
+    )
 
 
 def sgsd_whole(run: sgsd.Run, step: int) -> Result:
@@ -158,14 +211,24 @@ def sgsd_whole(run: sgsd.Run, step: int) -> Result:
     batch, rollouts = sgsd.sample(run, step, lambda x: S.render_student(x.problem))
     pairs = sgsd.retrieve(run, batch, step)
     ctx = [sgsd.contexts(run, x, pairs_K) for x, pairs_K in zip(batch, pairs)]
-    alphas = [sgsd.teacher_weights(torch.tensor([p.s_g for p in pairs_K]), torch.tensor([p.s_e for p in pairs_K])) for pairs_K in pairs]
+    alphas = [
+        sgsd.teacher_weights(
+            torch.tensor([p.s_g for p in pairs_K]), torch.tensor([p.s_e for p in pairs_K])
+        )
+        for pairs_K in pairs
+    ]
     return distil(run, step, rollouts, pairs, ctx, alphas, began)
 
 
 def distil(
-    run: sgsd.Run, step: int, rollouts: list[R.Rollout], pairs: list[list[S.SkillPair]], ctx: list[list[list[int]]],
-    alphas: list[torch.Tensor], began: float,
-) -> Result:  # fmt: skip
+    run: sgsd.Run,
+    step: int,
+    rollouts: list[R.Rollout],
+    pairs: list[list[S.SkillPair]],
+    ctx: list[list[list[int]]],
+    alphas: list[torch.Tensor],
+    began: float,
+) -> Result:
     """Student and teachers as hidden states, their logits by slices of positions (`token_losses`); Eqs. 11-13, 15, 16 as in SGSD.
 
     ctx: per rollout the K teachers' prompts. alphas: per rollout [K].
@@ -177,7 +240,12 @@ def distil(
         with sgsd.teacher_policy(run):
             teachers = [teacher_states(run, ctx[i], rollouts[i].completion_ids) for i in group]
         scored += time.perf_counter() - start
-        students = completion_states(run.model, [rollouts[i].prompt_ids for i in group], [rollouts[i].completion_ids for i in group], grad=True)
+        students = completion_states(
+            run.model,
+            [rollouts[i].prompt_ids for i in group],
+            [rollouts[i].completion_ids for i in group],
+            grad=True,
+        )
         losses = []
         for i, student_TD, teachers_KTD in zip(group, students, teachers):
             roll, alpha_K = rollouts[i], alphas[i].to(student_TD.device)
@@ -185,32 +253,61 @@ def distil(
             mask_T = sgsd.token_mask(ids_T, run.masked_ids)
             if ctx[i]:
                 f = functools.partial(token_losses, cfg)
-                both_TK2 = R.over_slices(run.model, [student_TD, *teachers_KTD], ids_T, f, cfg.loss_temperature)
+                both_TK2 = R.over_slices(
+                    run.model, [student_TD, *teachers_KTD], ids_T, f, cfg.loss_temperature
+                )
             else:
-                both_TK2 = student_TD[:, :0, None].float().expand(-1, -1, 2)  # S8: no teachers, no loss
+                both_TK2 = (
+                    student_TD[:, :0, None].float().expand(-1, -1, 2)
+                )  # S8: no teachers, no loss
             ell_KT, delta_KT = both_TK2[..., 0].T, both_TK2[..., 1].detach().T
             a_K = sgsd.robust_support(delta_KT, mask_T, cfg.clip_bound)  # Eqs. 11-12
-            rho_K = sgsd.polarity(a_K, roll.r, cfg.eps_a) if cfg.polarity else torch.ones_like(a_K)  # Eq. 13
+            rho_K = (
+                sgsd.polarity(a_K, roll.r, cfg.eps_a) if cfg.polarity else torch.ones_like(a_K)
+            )  # Eq. 13
             lbar_K = (mask_T * ell_KT).sum(1) / (mask_T.sum() + 1e-8)  # Eq. 15
-            losses.append((alpha_K * rho_K * lbar_K).sum() * float(cfg.counts(roll.truncated)))  # Eq. 16
-            row = sgsd.record(run, step, roll, pairs[i], delta_KT, mask_T, alpha_K, a_K, rho_K, float(losses[-1].detach()))
+            losses.append(
+                (alpha_K * rho_K * lbar_K).sum() * float(cfg.counts(roll.truncated))
+            )  # Eq. 16
+            row = sgsd.record(
+                run,
+                step,
+                roll,
+                pairs[i],
+                delta_KT,
+                mask_T,
+                alpha_K,
+                a_K,
+                rho_K,
+                float(losses[-1].detach()),
+            )
             records[i] = row | {"losses": lbar_K.tolist()}
             if "tokens" in row:  # Eq. 20 is the gate's
                 del row["tokens"]["credit"]
                 row["tokens"]["losses"] = ell_KT.tolist()
         sgsd.backward(losses, cfg)
-    return records, {"gen": sampled - began, "score": scored, "bwd": time.perf_counter() - sampled - scored}
+    return records, {
+        "gen": sampled - began,
+        "score": scored,
+        "bwd": time.perf_counter() - sampled - scored,
+    }
 
 
 def completion_states(
-    model: R.Model, prompt_ids: list[list[int]], completion_ids: list[list[int]], *, grad: bool = False
+    model: R.Model,
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    *,
+    grad: bool = False,
 ) -> list[torch.Tensor]:
     """The last hidden states that predict each row's completion tokens, [T_b, D] per row, for `rollout.over_slices`.
 
     Rows as in `rollout.token_logprobs`. Raises ValueError on a model whose logits are more than head(hidden).
     """
     if not R.head_is_sliced(model):
-        raise ValueError("completion_states needs a model whose logits are head(hidden); this one caps or scales them")
+        raise ValueError(
+            "completion_states needs a model whose logits are head(hidden); this one caps or scales them"
+        )
     x_N, *_ = R.predictors(model, prompt_ids, completion_ids, grad)
     return list(x_N.split([len(c) for c in completion_ids]))
 
@@ -219,7 +316,9 @@ def teacher_states(run: sgsd.Run, ctx: list[list[int]], ids_T: list[int]) -> lis
     """K times [T, D], no gradient: `sgsd.score_teachers` short of the head."""
     states: dict[int, torch.Tensor] = {}
     for group in R.packs([len(c) + len(ids_T) for c in ctx], run.cfg.score_tokens):
-        states |= zip(group, completion_states(run.model, [ctx[k] for k in group], [ids_T] * len(group)))
+        states |= zip(
+            group, completion_states(run.model, [ctx[k] for k in group], [ids_T] * len(group))
+        )
     return [states[k] for k in range(len(ctx))]
 
 
@@ -232,24 +331,77 @@ METHODS: dict[str, Callable[[sgsd.Run, int], Result]] = {
     "opsd": opsd,
     "opsd+skill": functools.partial(opsd, skill=True),
 }
-GRPO = {"generations": 8, "max_new_tokens": 16000, "max_prompt_tokens": 2048, "temperature": 1.2, "top_p": 1.0, "top_k": 0, "loss_temperature": 1.2,
-        "student_prefix": "bare", "grad_clip": 1.0, "rollout_rows": 16}  # fmt: skip
-OPSD = {"teacher": "frozen", "answer_pi": True, "objective": "forward_kl", "objective_clip": 0.05, "loss_temperature": 1.1,
-        "polarity": False, "token_mask": False}  # fmt: skip
+GRPO = {
+    "generations": 8,
+    "max_new_tokens": 16000,
+    "max_prompt_tokens": 2048,
+    "temperature": 1.2,
+    "top_p": 1.0,
+    "top_k": 0,
+    "loss_temperature": 1.2,
+    "student_prefix": "bare",
+    "grad_clip": 1.0,
+    "rollout_rows": 16,
+}
+OPSD = {
+    "teacher": "frozen",
+    "answer_pi": True,
+    "objective": "forward_kl",
+    "objective_clip": 0.05,
+    "loss_temperature": 1.1,
+    "polarity": False,
+    "token_mask": False,
+}
 SKILL = {"num_teachers": 3, "update_every": 0}
-METHOD_DEFAULTS: dict[str, dict] = {"grpo": GRPO, "grpo+skill": GRPO | SKILL, "opsd": OPSD, "opsd+skill": OPSD | SKILL}
+METHOD_DEFAULTS: dict[str, dict] = {
+    "grpo": GRPO,
+    "grpo+skill": GRPO | SKILL,
+    "opsd": OPSD,
+    "opsd+skill": OPSD | SKILL,
+}
 
-OF_TEACHERS = {"teacher", "teacher_period", "teacher_decay", "teacher_prefix", "objective", "objective_clip", "support_top_k", "answer_pi",
-               "polarity", "token_mask", "clip", "eps_a", "c_delta", "tau_g", "mask_extra"}  # fmt: skip
-OF_SKILLS = {"retrieval", "num_teachers", "encoder", "query_prompt", "cold_start", "update_every", "success_gate", "max_new_items",
-             "dynamic_capacity", "merge_group_size", "merge_patience", "reply_tokens", "update_model", "memory_answer"}  # fmt: skip
+OF_TEACHERS = {
+    "teacher",
+    "teacher_period",
+    "teacher_decay",
+    "teacher_prefix",
+    "objective",
+    "objective_clip",
+    "support_top_k",
+    "answer_pi",
+    "polarity",
+    "token_mask",
+    "clip",
+    "eps_a",
+    "c_delta",
+    "tau_g",
+    "mask_extra",
+}
+OF_SKILLS = {
+    "retrieval",
+    "num_teachers",
+    "encoder",
+    "query_prompt",
+    "cold_start",
+    "update_every",
+    "success_gate",
+    "max_new_items",
+    "dynamic_capacity",
+    "merge_group_size",
+    "merge_patience",
+    "reply_tokens",
+    "update_model",
+    "memory_answer",
+}
 UNUSED = {"grpo": OF_TEACHERS | OF_SKILLS, "grpo+skill": OF_TEACHERS, "opsd": OF_SKILLS}
 
 
 def find(name: str) -> tuple[Callable[[sgsd.Run, int], Result], dict, set[str]]:
     """A method's function, its own defaults and the settings it has no use for; UserError on a name that trains nothing."""
     if name in ("base", "base+skill"):
-        raise UserError(f"--method {name}: trains nothing; measure it with python eval.py MODEL{' --skills BANK' if name[4:] else ''}")
+        raise UserError(
+            f"--method {name}: trains nothing; measure it with python eval.py MODEL{' --skills BANK' if name[4:] else ''}"
+        )
     if name not in METHODS:
         raise UserError(f"--method {name}: must be one of {', '.join(METHODS)}")
     return METHODS[name], METHOD_DEFAULTS.get(name, {}), UNUSED.get(name, set())

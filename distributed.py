@@ -51,14 +51,19 @@ def command(name: str, body: Callable[[], int | None]) -> int:
         print(f"{name}: {e}", file=sys.stderr)
         return 1
     except OSError as e:  # a full disk, a directory that can't be written
-        print(f"{name}: {e}; every file already written is whole: put this right and go on from there", file=sys.stderr)
+        print(
+            f"{name}: {e}; every file already written is whole: put this right and go on from there",
+            file=sys.stderr,
+        )
         return 2
     except UserError as e:
         if not (isinstance(e, SharedError) and dist.is_initialized() and dist.get_rank() > 0):
             print(f"{name}: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as e:
-        print(f"{name}: interrupted; {e if e.args else 'the same command goes on'}", file=sys.stderr)
+        print(
+            f"{name}: interrupted; {e if e.args else 'the same command goes on'}", file=sys.stderr
+        )
         return 130
 
 
@@ -93,18 +98,30 @@ def init(device: str = "auto") -> World:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing and (half := [name for name in names[:3] if name in os.environ]):
-        raise UserError(f"{half[0]} is set but {', '.join(missing)} is not; start with torchrun, or unset {' and '.join(half)}")
+        raise UserError(
+            f"{half[0]} is set but {', '.join(missing)} is not; start with torchrun, or unset {' and '.join(half)}"
+        )
     try:
-        rank, size, local = (int(os.environ[n]) if not missing else d for n, d in zip(names, (0, 1, 0)))
+        rank, size, local = (
+            int(os.environ[n]) if not missing else d for n, d in zip(names, (0, 1, 0))
+        )
     except ValueError as e:
-        raise UserError(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({e}); start with torchrun, or unset them") from None
+        raise UserError(
+            f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({e}); start with torchrun, or unset them"
+        ) from None
     if not 0 <= rank < size:
-        raise UserError(f"RANK {rank} is no rank of WORLD_SIZE {size}; start with torchrun, or unset both")
+        raise UserError(
+            f"RANK {rank} is no rank of WORLD_SIZE {size}; start with torchrun, or unset both"
+        )
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no CUDA GPU here; use --device cpu, or install a CUDA build of torch")
+        raise UserError(
+            "--device cuda: torch finds no CUDA GPU here; use --device cpu, or install a CUDA build of torch"
+        )
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if cuda and local >= torch.cuda.device_count():
-        raise UserError(f"LOCAL_RANK {local} but this machine has {torch.cuda.device_count()} GPUs; lower --nproc_per_node")
+        raise UserError(
+            f"LOCAL_RANK {local} but this machine has {torch.cuda.device_count()} GPUs; lower --nproc_per_node"
+        )
     here = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(here)
@@ -112,19 +129,32 @@ def init(device: str = "auto") -> World:
         # the backends give up after 10 or 30 minutes, but ranks may meet only after hours: one of them can draw the long completions
         patience = datetime.timedelta(hours=12)
         try:  # a store of its own for each start by `torchrun --max-restarts`, which else still holds the addresses of the last one
-            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(dist.rendezvous("env://"))[0])
-            dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, device_id=here if cuda else None,
-                                    timeout=patience)  # fmt: skip
+            store = dist.PrefixStore(
+                os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+                next(dist.rendezvous("env://"))[0],
+            )
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                store=store,
+                rank=rank,
+                world_size=size,
+                device_id=here if cuda else None,
+                timeout=patience,
+            )
         except (RuntimeError, ValueError, OverflowError) as e:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise UserError(f"the process group at {where} was not joined ({brief(e)}); start with torchrun, on a port that is free") from None
+            raise UserError(
+                f"the process group at {where} was not joined ({brief(e)}); start with torchrun, on a port that is free"
+            ) from None
     return World(rank, size, here)
 
 
 def agree(value: object, world: World, what: str) -> None:
     """SharedError on every rank unless all of them see the same: files must lie where every node sees them."""
     if any(other != value for other in gather(value, world)):
-        raise SharedError(f"the ranks see different {what}; the run's directory must be on a file system that all nodes share")
+        raise SharedError(
+            f"the ranks see different {what}; the run's directory must be on a file system that all nodes share"
+        )
 
 
 def leave_together(world: World) -> None:
@@ -138,7 +168,9 @@ def _together() -> Iterator[None]:
     try:
         yield
     except RuntimeError as e:
-        raise ConnectionError(f"rank {dist.get_rank()} lost another rank, which torchrun names ({brief(e)}); --resume goes on") from None
+        raise ConnectionError(
+            f"rank {dist.get_rank()} lost another rank, which torchrun names ({brief(e)}); --resume goes on"
+        ) from None
 
 
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
@@ -175,7 +207,9 @@ def gather(obj: object, world: World) -> list:
     with _together():
         dist.all_gather(sizes, torch.tensor([data.numel()], device=world.device))
         longest = max(int(s) for s in sizes)
-        parts = [torch.zeros(longest, dtype=torch.uint8, device=world.device) for _ in range(world.size)]
+        parts = [
+            torch.zeros(longest, dtype=torch.uint8, device=world.device) for _ in range(world.size)
+        ]
         dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - data.numel())))
     return [json.loads(bytes(part[: int(size)].cpu().numpy())) for part, size in zip(parts, sizes)]
 
@@ -211,7 +245,9 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     tmp = path.with_name(f".{path.name}.tmp")
     with named(path):
         try:
-            tmp.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate becomes its JSON escape
+            tmp.write_text(
+                text, encoding="utf-8", errors="backslashreplace"
+            )  # a lone surrogate becomes its JSON escape
             _sync(tmp)
             tmp.replace(path)
         finally:
@@ -260,12 +296,18 @@ def read_jsonl(path: pathlib.Path) -> list[dict]:
         try:
             rows += [json.loads(line)] if line else []
         except ValueError as e:
-            raise UserError(f"{path}:{i}: not a line that was written here ({brief(e)}); mend it or take it out") from None
+            raise UserError(
+                f"{path}:{i}: not a line that was written here ({brief(e)}); mend it or take it out"
+            ) from None
     return rows
 
 
 def trim_jsonl(path: pathlib.Path, step: int, keep: int = 0) -> None:
     """Cut a .jsonl back to the updates of the checkpoint, later ones will be made again; with `keep` to the last so many of them."""
     if path.exists():
-        rows = [row for row in read_jsonl(path) if (step - keep if keep else -1) < row.get("step", 0) <= step]
+        rows = [
+            row
+            for row in read_jsonl(path)
+            if (step - keep if keep else -1) < row.get("step", 0) <= step
+        ]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

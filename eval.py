@@ -44,13 +44,19 @@ def pass_at_k(correct_PK: np.ndarray, k: int) -> float:
     return float(np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in correct.sum(1)]))
 
 
-def maj_at_k(preds: Sequence[Sequence[str | None]], golds: Sequence[str], verify: Callable[[str, str | None], bool]) -> float:
+def maj_at_k(
+    preds: Sequence[Sequence[str | None]],
+    golds: Sequence[str],
+    verify: Callable[[str, str | None], bool],
+) -> float:
     """Accuracy of the most frequent answer of each problem's samples; answers that `verify` calls equal count together.
 
     No answer (None) is not a vote; ties go to the answer that came first.
     """
     if len(preds) != len(golds) or not golds:
-        raise ValueError(f"maj_at_k: got {len(preds)} rows of answers for {len(golds)} golds, wanted one row each and at least one")
+        raise ValueError(
+            f"maj_at_k: got {len(preds)} rows of answers for {len(golds)} golds, wanted one row each and at least one"
+        )
     right = 0
     for row, gold in zip(preds, golds):
         votes: dict[str, int] = {}
@@ -62,20 +68,31 @@ def maj_at_k(preds: Sequence[Sequence[str | None]], golds: Sequence[str], verify
     return right / len(golds)
 
 
-def bootstrap_interval(*sets_P: np.ndarray, draws: int = 10_000, seed: int = 0) -> tuple[float, float]:
+def bootstrap_interval(
+    *sets_P: np.ndarray, draws: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
     """95% interval of the mean of per-problem scores, by percentile bootstrap over problems; of several sets, of the mean of their
     means, each set drawn by itself. Scores or, for two policies on the same problems, their paired differences."""
     rng, means = np.random.default_rng(seed), np.zeros(draws)
     for scores_P in sets_P:
-        values, counts = np.unique(scores_P, return_counts=True)  # drawing problems is drawing how often each score comes up
-        means += rng.multinomial(len(scores_P), counts / len(scores_P), draws) @ values / len(scores_P) / len(sets_P)
+        values, counts = np.unique(
+            scores_P, return_counts=True
+        )  # drawing problems is drawing how often each score comes up
+        means += (
+            rng.multinomial(len(scores_P), counts / len(scores_P), draws)
+            @ values
+            / len(scores_P)
+            / len(sets_P)
+        )
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 
 
 def _checked(correct_PK: np.ndarray) -> np.ndarray:
     correct = np.asarray(correct_PK)
     if correct.ndim != 2 or correct.size == 0:
-        raise ValueError(f"correct_PK must be [problems, samples] and not empty, got shape {correct.shape}")
+        raise ValueError(
+            f"correct_PK must be [problems, samples] and not empty, got shape {correct.shape}"
+        )
     return correct.astype(bool)
 
 
@@ -99,12 +116,21 @@ def load_set(name: str, split: str) -> list[R.Problem]:
 
     hub, config, split, problem, answer = SETS[name]
     try:
-        rows = [(row[problem], row[answer]) for row in datasets.load_dataset(hub, config, split=split)]
+        rows = [
+            (row[problem], row[answer]) for row in datasets.load_dataset(hub, config, split=split)
+        ]
     except Exception as e:  # the library raises many kinds; a field that is not there is a KeyError
-        raise UserError(f"{name}: {hub} not read ({D.brief(e)}); a JSONL with `problem` and `answer` works offline") from None
-    golds = [str(int(a) if isinstance(a, float) and a.is_integer() else a).rpartition("####")[2].strip() for _, a in rows]
+        raise UserError(
+            f"{name}: {hub} not read ({D.brief(e)}); a JSONL with `problem` and `answer` works offline"
+        ) from None
+    golds = [
+        str(int(a) if isinstance(a, float) and a.is_integer() else a).rpartition("####")[2].strip()
+        for _, a in rows
+    ]
     if not rows or not all(golds):
-        raise UserError(f"{name}: {hub} has {len(rows)} rows, {golds.count('')} of them without an answer")
+        raise UserError(
+            f"{name}: {hub} has {len(rows)} rows, {golds.count('')} of them without an answer"
+        )
     return [R.Problem(str(i), p.strip(), gold) for i, ((p, _), gold) in enumerate(zip(rows, golds))]
 
 
@@ -119,14 +145,20 @@ def find_policies(paths: Sequence[str], base: str) -> dict[str, str]:
         if not steps and pathlib.Path(path, "checkpoints").is_dir():
             raise UserError(f"{path}: a run without a checkpoint")
         if path.startswith((".", "/", "~")) and not pathlib.Path(path).is_dir():
-            raise UserError(f"{path}: no such directory; a checkpoint, run, adapter or model is wanted, or a hub id")
+            raise UserError(
+                f"{path}: no such directory; a checkpoint, run, adapter or model is wanted, or a hub id"
+            )
         for policy in steps or [pathlib.Path(path)]:
             found[str(policy)] = ""
             if (file := policy / "adapter_config.json").exists():
                 try:
-                    found[str(policy)] = base or json.loads(file.read_text())["base_model_name_or_path"]
+                    found[str(policy)] = (
+                        base or json.loads(file.read_text())["base_model_name_or_path"]
+                    )
                 except (ValueError, KeyError) as e:
-                    raise UserError(f"{policy}: adapter_config.json names no base model ({D.brief(e)}); --model does") from None
+                    raise UserError(
+                        f"{policy}: adapter_config.json names no base model ({D.brief(e)}); --model does"
+                    ) from None
     return found
 
 
@@ -140,7 +172,9 @@ def load_policy(path: str, base: str, device, dtype: str, attn: str) -> tuple[R.
     try:
         return R.lean_adapters(PeftModel.from_pretrained(model, path)).eval(), tokenizer
     except Exception as e:  # many kinds: other shapes, torn, a pickle
-        raise UserError(f"{path}: the adapter does not fit {base} ({D.brief(e)}); --model names its base") from None
+        raise UserError(
+            f"{path}: the adapter does not fit {base} ({D.brief(e)}); --model names its base"
+        ) from None
 
 
 # =============================================================================================================== prompts
@@ -151,8 +185,14 @@ def prompt_maker(args: argparse.Namespace, device) -> Callable[[str], str]:
     if not args.skills:
         return S.render_student
     bank = S.SkillBank.load(args.skills)
-    if not 1 <= args.num_skills <= (most := min(len(bank.general_skills), len(bank.common_mistakes))):
-        raise UserError(f"--num-skills {args.num_skills}: must be in 1..{most}, the shorter list of --skills {args.skills}")
+    if (
+        not 1
+        <= args.num_skills
+        <= (most := min(len(bank.general_skills), len(bank.common_mistakes)))
+    ):
+        raise UserError(
+            f"--num-skills {args.num_skills}: must be in 1..{most}, the shorter list of --skills {args.skills}"
+        )
     embed = S.load_encoder(args.encoder, str(device))
     return lambda problem: S.render_skills(bank.retrieve(problem, args.num_skills, embed), problem)
 
@@ -166,7 +206,12 @@ def _digest(*parts: object) -> str:
 
 def contents(path: str) -> str:
     """What a directory of weights holds, by its content; a hub id as it is."""
-    files = sorted(file for pattern in ("*.safetensors", "*.bin") for file in pathlib.Path(path).glob(pattern) if file.stem != "trainer")
+    files = sorted(
+        file
+        for pattern in ("*.safetensors", "*.bin")
+        for file in pathlib.Path(path).glob(pattern)
+        if file.stem != "trainer"
+    )
     digests = []
     for file in files:
         with open(file, "rb") as f:
@@ -176,8 +221,22 @@ def contents(path: str) -> str:
 
 def settings_of(path: str, base: str, args: argparse.Namespace) -> dict:
     """All that a policy's samples depend on besides the problems; local weights and the bank by their content, so that they may move."""
-    names = ["device", "dtype", "attn", "thinking", "seed", "temperature", "top_p", "top_k", "max_new_tokens"]
-    settings = {"policy": contents(path), "base": contents(base) if base else "", **{k: getattr(args, k) for k in names}}
+    names = [
+        "device",
+        "dtype",
+        "attn",
+        "thinking",
+        "seed",
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_new_tokens",
+    ]
+    settings = {
+        "policy": contents(path),
+        "base": contents(base) if base else "",
+        **{k: getattr(args, k) for k in names},
+    }
     if args.skills:
         bank = _digest(pathlib.Path(args.skills).read_bytes())
         settings |= {"bank": bank, "num_skills": args.num_skills, "encoder": contents(args.encoder)}
@@ -185,41 +244,86 @@ def settings_of(path: str, base: str, args: argparse.Namespace) -> dict:
 
 
 def sample(
-    path: str, base: str, folder: pathlib.Path, sets: dict[str, list[R.Problem]], prompt: Callable[[str], str], args: argparse.Namespace,
-    world: D.World, verifier: R.Verifier,
-) -> dict[tuple, dict]:  # fmt: skip
+    path: str,
+    base: str,
+    folder: pathlib.Path,
+    sets: dict[str, list[R.Problem]],
+    prompt: Callable[[str], str],
+    args: argparse.Namespace,
+    world: D.World,
+    verifier: R.Verifier,
+) -> dict[tuple, dict]:
     """All samples of one policy, {(set, problem id, sample): row}: those in the folder's samples.jsonl, and the missing ones made."""
     log = folder / "samples.jsonl"
-    now = {(name, x.id): _digest(x.problem, x.answer) for name, problems in sets.items() for x in problems}
-    kept = [s for s in D.read_jsonl(log) if now.get((s["set"], s["id"]), s["digest"]) == s["digest"]]  # a problem that changed is sampled anew
-    done = {(s["set"], s["id"], s["sample"]): s for s in kept if (s["set"], s["id"]) in now and s["sample"] < args.samples}
+    now = {
+        (name, x.id): _digest(x.problem, x.answer)
+        for name, problems in sets.items()
+        for x in problems
+    }
+    kept = [
+        s for s in D.read_jsonl(log) if now.get((s["set"], s["id"]), s["digest"]) == s["digest"]
+    ]  # a problem that changed is sampled anew
+    done = {
+        (s["set"], s["id"], s["sample"]): s
+        for s in kept
+        if (s["set"], s["id"]) in now and s["sample"] < args.samples
+    }
     D.agree(len(kept), world, "samples")  # and everyone has looked before anyone writes
     if world.main:
         D.write_text(log, "".join(json.dumps(s) + "\n" for s in kept))  # without a torn last line
-    todo = [(name, x, j) for name, problems in sets.items() for x in problems for j in range(args.samples) if (name, x.id, j) not in done]
+    todo = [
+        (name, x, j)
+        for name, problems in sets.items()
+        for x in problems
+        for j in range(args.samples)
+        if (name, x.id, j) not in done
+    ]
     if not todo:
         return done
     model, tokenizer = load_policy(path, base, world.device, args.dtype, args.attn)
-    ids = {x.problem: R.chat_ids(tokenizer, prompt(x.problem), thinking=args.thinking) for _, x, j in todo}
+    ids = {
+        x.problem: R.chat_ids(tokenizer, prompt(x.problem), thinking=args.thinking)
+        for _, x, j in todo
+    }
     todo.sort(key=lambda item: len(ids[item[1].problem]))
     mine = todo[world.rank :: world.size]
     sampling = R.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
     keys = [R.sample_key(args.seed, 0, x.problem, j) for _, x, j in mine]
-    turns = R.stream(model, tokenizer, [ids[x.problem] for _, x, _ in mine], sampling, keys, args.rows)
+    turns = R.stream(
+        model, tokenizer, [ids[x.problem] for _, x, _ in mine], sampling, keys, args.rows
+    )
     from tqdm import tqdm
 
-    bar = tqdm(total=len(done) + len(todo), initial=len(done), disable=not world.main, unit="sample", desc=pathlib.Path(path).name)
+    bar = tqdm(
+        total=len(done) + len(todo),
+        initial=len(done),
+        disable=not world.main,
+        unit="sample",
+        desc=pathlib.Path(path).name,
+    )
     began, tokens, left = time.perf_counter(), 0, len(todo)
     while left:  # ranks go turn by turn together; one that has no more to do waits in `gather`
         turn = next(turns, [])
         these = [mine[i] for i, _ in turn]
         problems, completions = [x for _, x, _ in these], [c for _, c in turn]
-        rolls = R.judge(model, tokenizer, problems, [ids[x.problem] for x in problems], completions, verifier)
+        rolls = R.judge(
+            model, tokenizer, problems, [ids[x.problem] for x in problems], completions, verifier
+        )
         rows = [
-            {"set": name, "id": x.id, "sample": j, "digest": now[name, x.id], "gold": x.answer, "pred": r.pred, "r": r.r, "truncated": r.truncated,
-             "tokens": len(r.completion_ids), "text": r.text}
+            {
+                "set": name,
+                "id": x.id,
+                "sample": j,
+                "digest": now[name, x.id],
+                "gold": x.answer,
+                "pred": r.pred,
+                "r": r.r,
+                "truncated": r.truncated,
+                "tokens": len(r.completion_ids),
+                "text": r.text,
+            }
             for (name, x, j), r in zip(these, rolls)
-        ]  # fmt: skip
+        ]
         new = [row for share in D.gather(rows, world) for row in share]
         if world.main and new:
             D.append_jsonl(log, new)
@@ -227,7 +331,9 @@ def sample(
         tokens += sum(s["tokens"] for s in new)
         left -= len(new)
         running = sum(s["r"] > 0 for s in done.values()) / max(1, len(done))
-        bar.set_postfix_str(f"avg {running:.1%} {tokens / (time.perf_counter() - began):.0f} tok/s", refresh=False)
+        bar.set_postfix_str(
+            f"avg {running:.1%} {tokens / (time.perf_counter() - began):.0f} tok/s", refresh=False
+        )
         bar.update(len(new))
     bar.close()
     return done
@@ -238,15 +344,24 @@ def sample(
 MEAN = "(mean)"  # of the sets, each weighing the same (Tab. 3 "Avg.")
 
 
-def metrics(rows: list[list[dict]], golds: list[str], verify: Callable[[str, str | None], bool]) -> dict:
+def metrics(
+    rows: list[list[dict]], golds: list[str], verify: Callable[[str, str | None], bool]
+) -> dict:
     """One set's figures, from its samples by problem."""
-    correct_PK, flat = np.array([[s["r"] > 0 for s in row] for row in rows]), [s for row in rows for s in row]
+    correct_PK, flat = (
+        np.array([[s["r"] > 0 for s in row] for row in rows]),
+        [s for row in rows for s in row],
+    )
     return {
-        "problems": len(rows), "samples": len(flat), "avg": avg_at_k(correct_PK), "pass": pass_at_k(correct_PK, len(rows[0])),
+        "problems": len(rows),
+        "samples": len(flat),
+        "avg": avg_at_k(correct_PK),
+        "pass": pass_at_k(correct_PK, len(rows[0])),
         "maj": maj_at_k([[s["pred"] for s in row] for row in rows], golds, verify),
-        "boxed": sum(s["pred"] is not None for s in flat) / len(flat), "truncated": sum(s["truncated"] for s in flat) / len(flat),
+        "boxed": sum(s["pred"] is not None for s in flat) / len(flat),
+        "truncated": sum(s["truncated"] for s in flat) / len(flat),
         "tokens": sum(s["tokens"] for s in flat) / len(flat),
-    }  # fmt: skip
+    }
 
 
 def tabulate(tables: dict[str, dict[str, dict]], scores: dict[str, dict[str, np.ndarray]]) -> None:
@@ -258,9 +373,14 @@ def tabulate(tables: dict[str, dict[str, dict]], scores: dict[str, dict[str, np.
     for policy, table in tables.items():
         if len(table) > 1:
             columns = {k: [row[k] for row in table.values()] for k in next(iter(table.values()))}
-            table[MEAN] = {k: sum(v) if k in ("problems", "samples") else float(np.mean(v)) for k, v in columns.items()}
+            table[MEAN] = {
+                k: sum(v) if k in ("problems", "samples") else float(np.mean(v))
+                for k, v in columns.items()
+            }
         for name, row in table.items():
-            row["avg_low"], row["avg_high"] = bootstrap_interval(*(s_P for n, s_P in scores[policy].items() if name in (n, MEAN)))
+            row["avg_low"], row["avg_high"] = bootstrap_interval(
+                *(s_P for n, s_P in scores[policy].items() if name in (n, MEAN))
+            )
             if policy != first:
                 row |= difference(scores[policy], scores[first], name)
 
@@ -269,10 +389,16 @@ def difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], name:
     """Ours minus theirs, paired by problem, with its interval."""
     gaps = [ours[n] - theirs[n] for n in ours if name in (n, MEAN)]
     low, high = bootstrap_interval(*gaps)
-    return {"diff": float(np.mean([g_P.mean() for g_P in gaps])), "diff_low": low, "diff_high": high}
+    return {
+        "diff": float(np.mean([g_P.mean() for g_P in gaps])),
+        "diff_low": low,
+        "diff_high": high,
+    }
 
 
-def selections(tables: dict[str, dict[str, dict]], scores: dict, adapters: Sequence[str]) -> list[dict]:
+def selections(
+    tables: dict[str, dict[str, dict]], scores: dict, adapters: Sequence[str]
+) -> list[dict]:
     """Of the checkpoints that lie in one directory: the best (on these very problems, so flattered) beside the last."""
     runs: dict[str, list[str]] = {}
     for path in adapters:
@@ -281,19 +407,34 @@ def selections(tables: dict[str, dict[str, dict]], scores: dict, adapters: Seque
     for run, paths in runs.items():
         best, last = max(paths, key=lambda p: tables[p][name]["avg"]), max(paths)
         if len(paths) > 1:
-            chosen.append({"of": run, "checkpoints": len(paths), "best": best, "best_avg": tables[best][name]["avg"], "last": last,
-                           "last_avg": tables[last][name]["avg"], **difference(scores[best], scores[last], name)})  # fmt: skip
+            chosen.append(
+                {
+                    "of": run,
+                    "checkpoints": len(paths),
+                    "best": best,
+                    "best_avg": tables[best][name]["avg"],
+                    "last": last,
+                    "last_avg": tables[last][name]["avg"],
+                    **difference(scores[best], scores[last], name),
+                }
+            )
     return chosen
 
 
 def print_table(tables: dict[str, dict[str, dict]], chosen: list[dict], k: int) -> None:
     names = [pathlib.Path(p).name for p in tables]
     short = dict(zip(tables, names if len(set(names)) == len(names) else tables))
-    print(f"| policy | set | problems | avg@{k} | 95% | - first | 95% | pass@{k} | maj@{k} | boxed | truncated | tokens |")
+    print(
+        f"| policy | set | problems | avg@{k} | 95% | - first | 95% | pass@{k} | maj@{k} | boxed | truncated | tokens |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for policy, table in tables.items():
         for name, r in table.items():
-            gap = f"{r['diff']:+.1%} | {r['diff_low']:+.1%} to {r['diff_high']:+.1%}" if "diff" in r else " | "
+            gap = (
+                f"{r['diff']:+.1%} | {r['diff_low']:+.1%} to {r['diff_high']:+.1%}"
+                if "diff" in r
+                else " | "
+            )
             print(
                 f"| {short[policy]} | {name} | {r['problems']} | {r['avg']:.1%} | {r['avg_low']:.1%}-{r['avg_high']:.1%} | {gap} "
                 f"| {r['pass']:.1%} | {r['maj']:.1%} | {r['boxed']:.1%} | {r['truncated']:.1%} | {r['tokens']:.0f} |"
@@ -312,26 +453,58 @@ def print_table(tables: dict[str, dict[str, dict]], chosen: list[dict], k: int) 
 def evaluate(args: argparse.Namespace, world: D.World) -> None:
     R.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)  # its own checks
     if args.samples < 1 or args.rows < 1 or args.limit < 0:
-        raise UserError(f"--samples {args.samples} and --rows {args.rows} must be >= 1, --limit {args.limit} >= 0")
+        raise UserError(
+            f"--samples {args.samples} and --rows {args.rows} must be >= 1, --limit {args.limit} >= 0"
+        )
     if args.verify_timeout <= 0 or args.verify_workers < 1:
-        raise UserError(f"--verify-timeout {args.verify_timeout} must be > 0, --verify-workers {args.verify_workers} >= 1")
+        raise UserError(
+            f"--verify-timeout {args.verify_timeout} must be > 0, --verify-workers {args.verify_workers} >= 1"
+        )
     if len({pathlib.Path(name).stem for name in args.data}) < len(args.data):
         raise UserError(f"--data {' '.join(args.data)}: two sets have one name; rename a file")
     policies = find_policies(args.paths, args.model)
     prompt = prompt_maker(args, world.device)
-    sets = {pathlib.Path(name).stem: load_set(name, args.split)[: args.limit or None] for name in args.data}
+    sets = {
+        pathlib.Path(name).stem: load_set(name, args.split)[: args.limit or None]
+        for name in args.data
+    }
     folders = {}
     args.device = world.device.type
     settings = {path: settings_of(path, base, args) for path, base in policies.items()}
     for path in policies:  # each keeps its samples in a folder of its own
-        own = pathlib.Path(path, "eval") if pathlib.Path(path).is_dir() else pathlib.Path("eval", path.replace("/", "--"))
-        folders[path] = own if not args.out else pathlib.Path(args.out, path.strip("/").replace("/", "--") if len(policies) > 1 else "")
-        if (file := folders[path] / "settings.json").exists() and json.loads(file.read_text()) != settings[path]:
-            raise UserError(f"{folders[path]}: holds an evaluation with other settings (see its settings.json); give another --out")
+        own = (
+            pathlib.Path(path, "eval")
+            if pathlib.Path(path).is_dir()
+            else pathlib.Path("eval", path.replace("/", "--"))
+        )
+        folders[path] = (
+            own
+            if not args.out
+            else pathlib.Path(
+                args.out, path.strip("/").replace("/", "--") if len(policies) > 1 else ""
+            )
+        )
+        if (file := folders[path] / "settings.json").exists() and json.loads(
+            file.read_text()
+        ) != settings[path]:
+            raise UserError(
+                f"{folders[path]}: holds an evaluation with other settings (see its settings.json); give another --out"
+            )
     if len(set(folders.values())) < len(folders):
-        raise UserError(f"{' '.join(folders)}: two of them would keep their samples in one folder; give --out, or evaluate them apart")
+        raise UserError(
+            f"{' '.join(folders)}: two of them would keep their samples in one folder; give --out, or evaluate them apart"
+        )
     run = next((p for p in args.paths if pathlib.Path(p, "checkpoints").is_dir()), None)
-    out = pathlib.Path(args.out or (f"{run}/eval" if run else folders[next(iter(policies))] if len(policies) == 1 else "eval"))
+    out = pathlib.Path(
+        args.out
+        or (
+            f"{run}/eval"
+            if run
+            else folders[next(iter(policies))]
+            if len(policies) == 1
+            else "eval"
+        )
+    )
     with R.Verifier(args.verify_timeout, args.verify_workers) as verifier:
         tables: dict[str, dict[str, dict]] = {path: {} for path in policies}
         scores: dict[str, dict[str, np.ndarray]] = {path: {} for path in policies}
@@ -346,7 +519,9 @@ def evaluate(args: argparse.Namespace, world: D.World) -> None:
     if world.main:
         tabulate(tables, scores)
         chosen = selections(tables, scores, [path for path, base in policies.items() if base])
-        D.write_json(out / "results.json", {"settings": settings, "results": tables, "selection": chosen})
+        D.write_json(
+            out / "results.json", {"settings": settings, "results": tables, "selection": chosen}
+        )
         print_table(tables, chosen, args.samples)
         print(f"written: {out}/results.json")
     D.leave_together(world)
@@ -355,27 +530,70 @@ def evaluate(args: argparse.Namespace, world: D.World) -> None:
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line's settings."""
     parser = D.Parser("eval.py", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="checkpoint, run (all its checkpoints), any PEFT adapter, model directory or hub id")
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="checkpoint, run (all its checkpoints), any PEFT adapter, model directory or hub id",
+    )
     sets = f"{' '.join(SETS)}, or problem files: JSONL with `problem` and `answer`, parquet, directory or hub id"
-    parser.add_argument("--data", nargs="+", default=list(SETS)[:3], help=f"{sets}; default: the first three, as in §4.1")
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=list(SETS)[:3],
+        help=f"{sets}; default: the first three, as in §4.1",
+    )
     parser.add_argument("--split", default="test", help="of a hub data set")
-    parser.add_argument("--model", default="", help="base of the adapter, where it is not the one that the adapter names")
-    parser.add_argument("--out", default="", help="where samples.jsonl and results.json go (default: PATH/eval)")
-    parser.add_argument("--skills", default="", help="skill bank (JSON) for the baseline Base+Skill, which retrieves at inference; §4.1, S14")
-    parser.add_argument("--num-skills", type=int, default=8, help="retrieved pairs of skill and mistake in the prompt of Base+Skill; Tab. 12")
-    parser.add_argument("--encoder", default="Qwen/Qwen3-Embedding-0.6B", help="sentence-transformers encoder of --skills; Tab. 12")
+    parser.add_argument(
+        "--model",
+        default="",
+        help="base of the adapter, where it is not the one that the adapter names",
+    )
+    parser.add_argument(
+        "--out", default="", help="where samples.jsonl and results.json go (default: PATH/eval)"
+    )
+    parser.add_argument(
+        "--skills",
+        default="",
+        help="skill bank (JSON) for the baseline Base+Skill, which retrieves at inference; §4.1, S14",
+    )
+    parser.add_argument(
+        "--num-skills",
+        type=int,
+        default=8,
+        help="retrieved pairs of skill and mistake in the prompt of Base+Skill; Tab. 12",
+    )
+    parser.add_argument(
+        "--encoder",
+        default="Qwen/Qwen3-Embedding-0.6B",
+        help="sentence-transformers encoder of --skills; Tab. 12",
+    )
     parser.add_argument("--samples", type=int, default=12, help="k, samples per problem; App. F.1")
     parser.add_argument("--temperature", type=float, default=1.0, help="App. F.1")
     parser.add_argument("--top-p", type=float, default=0.95, help="App. F.1")
     parser.add_argument("--top-k", type=int, default=0, help="0 is off; App. F.1")
     parser.add_argument("--max-new-tokens", type=int, default=38912, help="App. F.1")
-    parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=True, help="enable_thinking of the chat template; S3")
-    parser.add_argument("--limit", type=int, default=0, help="only the first N problems of each set; 0 is all")
-    parser.add_argument("--rows", type=int, default=16, help="samples decoded at a time on each rank; lower it when memory runs out")
+    parser.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="enable_thinking of the chat template; S3",
+    )
+    parser.add_argument(
+        "--limit", type=int, default=0, help="only the first N problems of each set; 0 is all"
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=16,
+        help="samples decoded at a time on each rank; lower it when memory runs out",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument("--attn", default="auto", choices=("auto", "flash_attention_2", "sdpa", "eager"))
+    parser.add_argument(
+        "--attn", default="auto", choices=("auto", "flash_attention_2", "sdpa", "eager")
+    )
     parser.add_argument("--verify-timeout", type=float, default=5.0, help="seconds per answer")
     parser.add_argument("--verify-workers", type=int, default=1)
     return parser.parse_args(argv)
@@ -386,10 +604,24 @@ def before_and_after(cfg: Config, world: D.World) -> None:
     last = max((pathlib.Path(cfg.out) / "checkpoints").glob("step_*"), default=None)
     if cfg.eval_data and last and int(last.name[5:]) == cfg.updates:
         rows = max(16, cfg.score_tokens // cfg.eval_tokens)
-        settings = {"data": cfg.eval_data, "max-new-tokens": cfg.eval_tokens, "rows": rows, "out": f"{cfg.out}/eval", "seed": cfg.seed,
-                    "verify-timeout": cfg.verify_timeout, "verify-workers": cfg.verify_workers,
-                    "device": cfg.device, "dtype": cfg.dtype, "attn": cfg.attn}  # fmt: skip
-        evaluate(arguments([cfg.model, str(last), *(f"--{name}={value}" for name, value in settings.items())]), world)
+        settings = {
+            "data": cfg.eval_data,
+            "max-new-tokens": cfg.eval_tokens,
+            "rows": rows,
+            "out": f"{cfg.out}/eval",
+            "seed": cfg.seed,
+            "verify-timeout": cfg.verify_timeout,
+            "verify-workers": cfg.verify_workers,
+            "device": cfg.device,
+            "dtype": cfg.dtype,
+            "attn": cfg.attn,
+        }
+        evaluate(
+            arguments(
+                [cfg.model, str(last), *(f"--{name}={value}" for name, value in settings.items())]
+            ),
+            world,
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

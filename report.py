@@ -60,39 +60,58 @@ def rollout(row: dict, tokens: dict, bank: dict[tuple, dict]) -> dict:
     teachers = []
     for k, rho in enumerate(row["rho"]):
         pair = row["pairs"][k] if len(row["pairs"]) == len(row["rho"]) else []
-        teacher = {name: number(row[name][k]) for name in ("alpha", "a_plain", "a", "losses")} | {"rho": rho}
+        teacher = {name: number(row[name][k]) for name in ("alpha", "a_plain", "a", "losses")} | {
+            "rho": rho
+        }
         teacher |= {name: number(row[name][k]) if pair else None for name in ("s_g", "s_e")}
         teacher["says"] = sentence(row["a"][k], rho, row["r"])
         for name, kind, id_ in zip(("skill", "mistake"), S.FIELDS, pair):
             entry = bank.get((kind, id_), {})
             teacher[name] = [id_, *(entry.get(f, "") for f in S.FIELDS[kind])]
         teachers.append(teacher)
-    credit_KT = tokens.get("credit") or [[0.0] * len(row_T) for row_T in tokens["delta"]]  # Eq. 20 is the gate's: a divergence has none
+    credit_KT = tokens.get("credit") or [
+        [0.0] * len(row_T) for row_T in tokens["delta"]
+    ]  # Eq. 20 is the gate's: a divergence has none
     unit = max((abs(w) for row_T in credit_KT for w in row_T), default=0) / 10_000 or 1.0
     return {
-        **{name: row[name] for name in ("step", "problem_id", "problem", "gold", "pred", "r", "truncated")}, "loss": number(row["loss"]),
-        "teachers": teachers, "text": tokens.get("text") or [f"⟨{i}⟩" for i in row["completion_ids"]], "mask": tokens["mask"], "unit": unit,
-        "delta": [[round(1000 * number(x)) if math.isfinite(x) else None for x in row_T] for row_T in tokens["delta"]],
-        "credit": [[round(w / unit) if math.isfinite(w) else None for w in row_T] for row_T in credit_KT],
-    }  # fmt: skip
+        **{
+            name: row[name]
+            for name in ("step", "problem_id", "problem", "gold", "pred", "r", "truncated")
+        },
+        "loss": number(row["loss"]),
+        "teachers": teachers,
+        "text": tokens.get("text") or [f"⟨{i}⟩" for i in row["completion_ids"]],
+        "mask": tokens["mask"],
+        "unit": unit,
+        "delta": [
+            [round(1000 * number(x)) if math.isfinite(x) else None for x in row_T]
+            for row_T in tokens["delta"]
+        ],
+        "credit": [
+            [round(w / unit) if math.isfinite(w) else None for w in row_T] for row_T in credit_KT
+        ],
+    }
 
 
 def in_words(roll: dict, settings: dict) -> str:
     """A rollout's decisions for a terminal."""
     verdict = "right" if roll["r"] > 0 else "wrong"
     lines = [
-        f"problem: {roll['problem']}", f"completion: {''.join(roll['text'])}",
+        f"problem: {roll['problem']}",
+        f"completion: {''.join(roll['text'])}",
         f"answer {roll['pred']}, reference {roll['gold']}: {verdict}, r = {roll['r']:+d}{', cut at the length limit' if roll['truncated'] else ''}",
         f"{len(roll['mask'])} tokens, {len(roll['mask']) - sum(roll['mask'])} of them masked; loss {roll['loss']:+.6f}; "
         f"threshold |a~| > {settings['eps_a']}",
         "  k    s_g    s_e  alpha        a       a~  rho",
-    ]  # fmt: skip
+    ]
     for k, t in enumerate(roll["teachers"], 1):
         lines.append(
             f"{k:3d}  {t['s_g']:5.3f}  {t['s_e']:5.3f}  {t['alpha']:5.3f}  {t['a_plain']:+7.4f}  {t['a']:+7.4f}  {t['rho']:+3d}  {t['says']}"
         )
         lines.append(f"     {t['skill'][0]} {t['skill'][1]} | {t['mistake'][0]} {t['mistake'][1]}")
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in "\n".join(lines))  # no escape sequences
+    return "".join(
+        c if c.isprintable() or c == "\n" else "\ufffd" for c in "\n".join(lines)
+    )  # no escape sequences
 
 
 # =============================================================================================================== the bank
@@ -100,7 +119,10 @@ def in_words(roll: dict, settings: dict) -> str:
 
 def versions(run: pathlib.Path) -> dict[int, S.SkillBank]:
     """The bank's versions by the update after which they were in use, oldest first."""
-    return {int(path.stem[5:]): S.SkillBank.load(path) for path in sorted((run / "bank").glob("step_*.json"))}
+    return {
+        int(path.stem[5:]): S.SkillBank.load(path)
+        for path in sorted((run / "bank").glob("step_*.json"))
+    }
 
 
 def entries(bank: S.SkillBank) -> dict[tuple, dict]:
@@ -116,19 +138,41 @@ def timeline(banks: dict[int, S.SkillBank]) -> list[dict]:
     events: list[dict] = []
     before: dict[tuple, tuple] = {}
     for step, bank in banks.items():
-        now = {(kind, id_.startswith("dyn_"), S.entry_text(e, kind)): (id_, e) for (kind, id_), e in entries(bank).items()}
+        now = {
+            (kind, id_.startswith("dyn_"), S.entry_text(e, kind)): (id_, e)
+            for (kind, id_), e in entries(bank).items()
+        }
         gone = {key: kept for key, kept in before.items() if key not in now}
-        event: dict[str, Any] = {"step": step, "sizes": [len(bank.general_skills), len(bank.common_mistakes)], "added": [], "merged": []}
+        event: dict[str, Any] = {
+            "step": step,
+            "sizes": [len(bank.general_skills), len(bank.common_mistakes)],
+            "added": [],
+            "merged": [],
+        }
         updates = [u for u in bank.metadata.get("updates", []) if u.get("step") == step]
-        event["note"] = updates[-1] if updates else {k: number(v) for k, v in bank.metadata.items() if isinstance(v, str | int | float)}
+        event["note"] = (
+            updates[-1]
+            if updates
+            else {
+                k: number(v) for k, v in bank.metadata.items() if isinstance(v, str | int | float)
+            }
+        )
         absorbed = set()
         for key, (id_, e) in now.items() if events else ():
             if key not in before:
                 own = set(e.get("sources", []))
-                parents = [k for k, (_, old) in gone.items() if k[0] == key[0] and old.get("sources") and set(old["sources"]) <= own]
+                parents = [
+                    k
+                    for k, (_, old) in gone.items()
+                    if k[0] == key[0] and old.get("sources") and set(old["sources"]) <= own
+                ]
                 absorbed.update(parents)
-                event["merged" if parents else "added"].append([id_, label(e), [[gone[p][0], label(gone[p][1])] for p in parents]])
-        event["pruned"] = [[id_, label(e), []] for key, (id_, e) in gone.items() if key not in absorbed]
+                event["merged" if parents else "added"].append(
+                    [id_, label(e), [[gone[p][0], label(gone[p][1])] for p in parents]]
+                )
+        event["pruned"] = [
+            [id_, label(e), []] for key, (id_, e) in gone.items() if key not in absorbed
+        ]
         events.append(event)
         before = now
     return events
@@ -139,19 +183,42 @@ def label(entry: dict) -> str:
     return str(entry["title"] if "title" in entry else entry["description"])
 
 
-def provenance(run: pathlib.Path, ledger: list[dict], rollouts: list[dict], bank_file: str) -> dict[str, list[dict]]:
+def provenance(
+    run: pathlib.Path, ledger: list[dict], rollouts: list[dict], bank_file: str
+) -> dict[str, list[dict]]:
     """Problem id -> the memories of it that entries of the ledger name as sources: of the cold start, and of updates."""
     wanted = {s for row in ledger for s in row["sources"]}
-    cold = [m for path in (run / "bank" / "memories.jsonl", pathlib.Path(f"{bank_file}.work/memories.jsonl")) for m in D.read_jsonl(path)]
+    cold = [
+        m
+        for path in (
+            run / "bank" / "memories.jsonl",
+            pathlib.Path(f"{bank_file}.work/memories.jsonl"),
+        )
+        for m in D.read_jsonl(path)
+    ]
     found: dict[str, list[dict]] = {}
     for m in cold:
         if m["problem_id"] in wanted:
-            found.setdefault(m["problem_id"], []).append({"step": 0, "r": m["reward"], "pred": m["predicted_answer"],
-                "problem": excerpt(m["problem"]), "text": excerpt(m["completion"])})  # fmt: skip
+            found.setdefault(m["problem_id"], []).append(
+                {
+                    "step": 0,
+                    "r": m["reward"],
+                    "pred": m["predicted_answer"],
+                    "problem": excerpt(m["problem"]),
+                    "text": excerpt(m["completion"]),
+                }
+            )
     for row in rollouts:
         if row["problem_id"] in wanted:
-            found.setdefault(row["problem_id"], []).append({"step": row["step"], "r": row["r"], "pred": row["pred"],
-                "problem": excerpt(row["problem"]), "text": excerpt(row["text"])})  # fmt: skip
+            found.setdefault(row["problem_id"], []).append(
+                {
+                    "step": row["step"],
+                    "r": row["r"],
+                    "pred": row["pred"],
+                    "problem": excerpt(row["problem"]),
+                    "text": excerpt(row["text"]),
+                }
+            )
     return found
 
 
@@ -159,7 +226,11 @@ def with_sources(row: dict, memories: dict[str, list[dict]]) -> dict:
     """A row of the ledger with its sources resolved: [problem id, memory's place in the list] of the first few, and how many."""
     dynamic, found = row["id"].startswith("dyn_"), []
     for source in row["sources"]:
-        places = [i for i, m in enumerate(memories.get(source, [])) if (m["step"] > 0) == dynamic and m["step"] <= row["first"]]
+        places = [
+            i
+            for i, m in enumerate(memories.get(source, []))
+            if (m["step"] > 0) == dynamic and m["step"] <= row["first"]
+        ]
         # a dynamic entry came from the newest such rollout before it; what was merged into it may be older
         found.append([source, places[-1] if places else None])
     return {**row, "sources": found[:MAX_SOURCES], "all_sources": len(found)}
@@ -182,24 +253,37 @@ def evaluations(run: pathlib.Path) -> list[dict]:
                 continue  # of another run
             for name, row in sets.items():
                 step = int(at[1]) if at else 0
-                points[name, step] = {"set": name, "step": step, **{k: number(row.get(k)) for k in ("avg", "avg_low", "avg_high", "samples")}}
+                points[name, step] = {
+                    "set": name,
+                    "step": step,
+                    **{k: number(row.get(k)) for k in ("avg", "avg_low", "avg_high", "samples")},
+                }
     return sorted(points.values(), key=lambda p: (p["set"], p["step"]))
 
 
 def load(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
     """All that the page shows of a run. UserError where there is none."""
-    metrics, rows, tokens = (D.read_jsonl(run / f"{name}.jsonl") for name in ("metrics", "rollouts", "tokens"))
+    metrics, rows, tokens = (
+        D.read_jsonl(run / f"{name}.jsonl") for name in ("metrics", "rollouts", "tokens")
+    )
     if not metrics and not rows:
-        raise UserError(f"{run}: no metrics.jsonl or rollouts.jsonl of a run there; give a run's directory such as runs/sgsd")
+        raise UserError(
+            f"{run}: no metrics.jsonl or rollouts.jsonl of a run there; give a run's directory such as runs/sgsd"
+        )
     try:
         settings = json.loads((run / "config.json").read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"{run}: no readable config.json ({D.brief(e)}); give a run's directory such as runs/sgsd") from None
+        raise UserError(
+            f"{run}: no readable config.json ({D.brief(e)}); give a run's directory such as runs/sgsd"
+        ) from None
     settings = {"tau_g": 1.0, "c_delta": 3.0, "eps_a": 0.05, **settings}
     flat = [runlog.flat(m) for m in metrics]
     every = math.ceil(len(flat) / max(1, points))
     flat = [m for i, m in enumerate(flat) if (len(flat) - 1 - i) % every == 0] if flat else []
-    columns = {name: [number(m.get(name)) for m in flat] for name in dict.fromkeys(name for m in flat for name in m)}
+    columns = {
+        name: [number(m.get(name)) for m in flat]
+        for name in dict.fromkeys(name for m in flat for name in m)
+    }
 
     banks = versions(run)
     in_use = {step: entries(bank) for step, bank in banks.items()}
@@ -212,16 +296,27 @@ def load(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
         waiting.setdefault((t["step"], t["problem_id"]), []).append(t)
     audited = []
     for row in rows:
-        if own := waiting.get((row["step"], row["problem_id"])):  # a problem that comes twice in an update: in order
+        if own := waiting.get(
+            (row["step"], row["problem_id"])
+        ):  # a problem that comes twice in an update: in order
             bank = in_use[max((s for s in in_use if s < row["step"]), default=0)] if in_use else {}
             audited.append(rollout(row, own.pop(0), bank))
     x = torch.linspace(-6, 6, 121)
     gate = [x, sgsd.gated_loss(x, settings["tau_g"]), sgsd.gate_grad(x, settings["tau_g"])]
     return {
-        "name": run.resolve().name, "settings": settings, "metrics": columns, "every": every, "evals": evaluations(run), "rollouts": audited,
-        "ledger": ledger, "memories": {s: {i: m for i, m in enumerate(ms) if (s, i) in shown} for s, ms in memories.items()},
-        "timeline": timeline(banks), "gate": [[number(float(v)) for v in curve] for curve in gate],
-    }  # fmt: skip
+        "name": run.resolve().name,
+        "settings": settings,
+        "metrics": columns,
+        "every": every,
+        "evals": evaluations(run),
+        "rollouts": audited,
+        "ledger": ledger,
+        "memories": {
+            s: {i: m for i, m in enumerate(ms) if (s, i) in shown} for s, ms in memories.items()
+        },
+        "timeline": timeline(banks),
+        "gate": [[number(float(v)) for v in curve] for curve in gate],
+    }
 
 
 # =============================================================================================================== the page
@@ -229,7 +324,9 @@ def load(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
 
 def dump(obj: object) -> str:
     r"""JSON that can stand in a <script>: no "<" in it is text of the page's own."""
-    return json.dumps(obj, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(obj, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace(
+        "<", "\\u003c"
+    )
 
 
 def fit(rollouts: list[dict], budget: int) -> tuple[list[dict], list[str]]:
@@ -245,7 +342,9 @@ def fit(rollouts: list[dict], budget: int) -> tuple[list[dict], list[str]]:
         if budget < 0:
             break
         kept.add(i)
-    return [r for i, r in enumerate(rollouts) if i in kept], [f"{r['step']}: {r['problem_id']}" for i, r in enumerate(rollouts) if i not in kept]
+    return [r for i, r in enumerate(rollouts) if i in kept], [
+        f"{r['step']}: {r['problem_id']}" for i, r in enumerate(rollouts) if i not in kept
+    ]
 
 
 def write(runs: Sequence[pathlib.Path], out: pathlib.Path) -> pathlib.Path:
@@ -255,7 +354,9 @@ def write(runs: Sequence[pathlib.Path], out: pathlib.Path) -> pathlib.Path:
     if len({d["name"] for d in data}) < len(data):
         for d, run in zip(data, runs):
             d["name"] = str(run)
-    fixed = len((template + dump([{**d, "rollouts": []} for d in data])).encode("utf-8", "backslashreplace"))
+    fixed = len(
+        (template + dump([{**d, "rollouts": []} for d in data])).encode("utf-8", "backslashreplace")
+    )
     for d in data:
         d["audited"] = len(d["rollouts"])
         d["rollouts"], left_out = fit(d["rollouts"], (MAX_BYTES - fixed) // len(data))
@@ -268,9 +369,13 @@ def write(runs: Sequence[pathlib.Path], out: pathlib.Path) -> pathlib.Path:
 def explain(run: sgsd.Run, resume: bool) -> int:
     """--explain: one problem through Algorithm 1, lines 2-14, no update; printed, and written as a report beside --out."""
     cfg = run.cfg
-    out = pathlib.Path(f"{pathlib.Path(cfg.out)}-explain-{R.sample_key(cfg.seed, 0, cfg.explain + cfg.answer) % 2**32:08x}")
+    out = pathlib.Path(
+        f"{pathlib.Path(cfg.out)}-explain-{R.sample_key(cfg.seed, 0, cfg.explain + cfg.answer) % 2**32:08x}"
+    )
     if run.bank is None:
-        raise UserError("--explain needs a skill bank: give one with --bank, or a run that has one with --resume")
+        raise UserError(
+            "--explain needs a skill bank: give one with --bank, or a run that has one with --resume"
+        )
     if resume:
         sgsd.load_checkpoint(run)
     (row,), _ = sgsd.accumulate(run, 1)
@@ -286,8 +391,12 @@ def explain(run: sgsd.Run, resume: bool) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = D.Parser("report.py", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory")
-    parser.add_argument("--out", type=pathlib.Path, help="the page (default: report.html in the first run)")
+    parser.add_argument(
+        "runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="the page (default: report.html in the first run)"
+    )
 
     def body() -> None:
         args = parser.parse_args(argv)

@@ -67,23 +67,38 @@ class SkillBank:
         try:
             data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as e:
-            raise UserError(f"bank {path}: cannot be read as JSON ({e}); a file with general_skills and common_mistakes is wanted") from None
+            raise UserError(
+                f"bank {path}: cannot be read as JSON ({e}); a file with general_skills and common_mistakes is wanted"
+            ) from None
         if not isinstance(data, dict):
             raise UserError(f"bank {path}: a JSON object is wanted, got {type(data).__name__}")
         for key, fields in FIELDS.items():
             if not isinstance(data.get(key), list):
-                raise UserError(f"bank {path}: `{key}` must be a list; keys found: {', '.join(data) or 'none'}")
+                raise UserError(
+                    f"bank {path}: `{key}` must be a list; keys found: {', '.join(data) or 'none'}"
+                )
             for i, entry in enumerate(data[key]):
-                bad = [f for f in (IDS[key], *fields) if not isinstance(entry, dict) or not isinstance(entry.get(f), str)]
+                bad = [
+                    f
+                    for f in (IDS[key], *fields)
+                    if not isinstance(entry, dict) or not isinstance(entry.get(f), str)
+                ]
                 if bad:
-                    raise UserError(f"bank {path}: {key}[{i}] lacks the string field(s) {', '.join(bad)} (App. C)")
+                    raise UserError(
+                        f"bank {path}: {key}[{i}] lacks the string field(s) {', '.join(bad)} (App. C)"
+                    )
         if not isinstance(data.get("metadata", {}), dict):
             raise UserError(f"bank {path}: `metadata` must be an object")
         extra = {k: v for k, v in data.items() if k not in (*FIELDS, "metadata")}
         return cls(data["general_skills"], data["common_mistakes"], data.get("metadata", {}), extra)
 
     def save(self, path: str | os.PathLike) -> None:
-        data = {"general_skills": self.general_skills, **self.extra, "common_mistakes": self.common_mistakes, "metadata": self.metadata}
+        data = {
+            "general_skills": self.general_skills,
+            **self.extra,
+            "common_mistakes": self.common_mistakes,
+            "metadata": self.metadata,
+        }
         write_text(path, json.dumps(data, indent=2, ensure_ascii=False))
 
     def retrieve(self, problem: str, k: int, embed: Embed) -> list[SkillPair]:
@@ -101,9 +116,15 @@ class SkillBank:
         if not problems or not self.general_skills or not self.common_mistakes:
             return [[] for _ in problems]
         queries_Qd = _normalized(embed(problems))
-        tops = ([_top(scores_n, k) for scores_n in _scores(self._matrix(key, embed), queries_Qd)] for key in FIELDS)
+        tops = (
+            [_top(scores_n, k) for scores_n in _scores(self._matrix(key, embed), queries_Qd)]
+            for key in FIELDS
+        )
         return [
-            [SkillPair(self.general_skills[g], self.common_mistakes[e], float(sg), float(se)) for g, e, sg, se in zip(top_g, top_e, s_g, s_e)]
+            [
+                SkillPair(self.general_skills[g], self.common_mistakes[e], float(sg), float(se))
+                for g, e, sg, se in zip(top_g, top_e, s_g, s_e)
+            ]
             for (top_g, s_g), (top_e, s_e) in zip(*tops)
         ]
 
@@ -117,7 +138,22 @@ class SkillBank:
         return matrix_nd
 
 
-COMMON_NUMBERS = {"10", "12", "20", "24", "30", "45", "50", "60", "90", "100", "120", "180", "360", "1000"}
+COMMON_NUMBERS = {
+    "10",
+    "12",
+    "20",
+    "24",
+    "30",
+    "45",
+    "50",
+    "60",
+    "90",
+    "100",
+    "120",
+    "180",
+    "360",
+    "1000",
+}
 
 
 def lint(bank: SkillBank) -> str:
@@ -128,8 +164,16 @@ def lint(bank: SkillBank) -> str:
             numbers = re.findall(r"\d+(?:\.\d+)?", " ".join(e[f] for f in fields))
             odd = [n for n in dict.fromkeys(numbers) if len(n) > 1 and n not in COMMON_NUMBERS]
             found += [f"{e[IDS[key]]} ({', '.join(odd)})"] if odd else []
-    some = (", ".join(found[:5]) + (", ..." if len(found) > 5 else "")).encode("utf-8", "replace").decode()  # it is printed
-    return f"bank: {len(found)} entries carry numbers that look like one problem's: {some}" if found else ""
+    some = (
+        (", ".join(found[:5]) + (", ..." if len(found) > 5 else ""))
+        .encode("utf-8", "replace")
+        .decode()
+    )  # it is printed
+    return (
+        f"bank: {len(found)} entries carry numbers that look like one problem's: {some}"
+        if found
+        else ""
+    )
 
 
 def entry_text(entry: dict, key: str) -> str:
@@ -206,7 +250,12 @@ def render_skills(pairs: Sequence[SkillPair], problem: str) -> str:
     for at, kind in ((1, "skill"), (2, "mistake")):
         title, bullet = parts[at].split("\n", 1)
         entries = [vars(p)[kind] for p in pairs]
-        parts[at] = "\n".join([title, *(re.sub(rf"{{{kind}\.(\w+)}}", lambda m, e=e: e[m[1]], bullet) for e in entries)])  # type: ignore[misc]
+        parts[at] = "\n".join(
+            [
+                title,
+                *(re.sub(rf"{{{kind}\.(\w+)}}", lambda m, e=e: e[m[1]], bullet) for e in entries),
+            ]
+        )  # type: ignore[misc]
     return "\n\n".join([*parts, render_student(problem)])
 
 
@@ -269,7 +318,9 @@ def _scan(text: str, key: str) -> tuple[list[dict], bool]:
         except (ValueError, RecursionError) as e:
             at = start.end()
             effort += getattr(e, "pos", len(text)) - at + 300  # an exception has its own price
-            broken += bool(re.match(r'\s*[{\["]', text[at : at + 100]))  # a bracket of prose is nothing lost
+            broken += bool(
+                re.match(r'\s*[{\["]', text[at : at + 100])
+            )  # a bracket of prose is nothing lost
             continue
         if isinstance(value, dict) and key in value:
             listed += value[key] if isinstance(value[key], list) else [value[key]]
@@ -288,7 +339,11 @@ def _scan(text: str, key: str) -> tuple[list[dict], bool]:
 def _item(value: Any, key: str) -> dict | None:
     """The three fields of an item, stripped; None when one is missing, empty or not a string."""
     texts = [value.get(f) if isinstance(value, dict) else None for f in FIELDS[key]]
-    good = [t.strip().encode("utf-8", "replace").decode() for t in texts if isinstance(t, str) and t.strip()]  # no lone surrogates
+    good = [
+        t.strip().encode("utf-8", "replace").decode()
+        for t in texts
+        if isinstance(t, str) and t.strip()
+    ]  # no lone surrogates
     return dict(zip(FIELDS[key], good)) if len(good) == len(texts) else None
 
 
@@ -301,7 +356,12 @@ def parse_json_items(text: str, key: str) -> list[dict]:
 
 
 def _ask(
-    kind: str, prompts: list[str], key: str, complete: Complete, log: Log, usable: Callable[[int, list[dict], bool], bool]
+    kind: str,
+    prompts: list[str],
+    key: str,
+    complete: Complete,
+    log: Log,
+    usable: Callable[[int, list[dict], bool], bool],
 ) -> list[list[dict] | None]:
     """Items per prompt; a prompt whose reply is not usable is asked once more (D4), then None. Every reply is logged."""
     found: list[list[dict] | None] = [None] * len(prompts)
@@ -309,14 +369,34 @@ def _ask(
         left = [i for i, items in enumerate(found) if items is None]
         for i, reply in zip(left, complete([prompts[i] for i in left]) if left else []):
             items, whole = read_items(reply, key)
-            outcome = ("read" if whole else "repaired") if usable(i, items, whole) else ("retried" if attempt == 1 else "lost")
+            outcome = (
+                ("read" if whole else "repaired")
+                if usable(i, items, whole)
+                else ("retried" if attempt == 1 else "lost")
+            )
             found[i] = items if outcome in ("read", "repaired") else None
-            log({"kind": kind, "attempt": attempt, "outcome": outcome, "items": len(items), "prompt": prompts[i], "reply": reply})
+            log(
+                {
+                    "kind": kind,
+                    "attempt": attempt,
+                    "outcome": outcome,
+                    "items": len(items),
+                    "prompt": prompts[i],
+                    "reply": reply,
+                }
+            )
     return found
 
 
 def merge(
-    items: list[dict], key: str, complete: Complete, group_size: int = 32, patience: int = 3, *, prefix: str = "", log: Log = _no_log
+    items: list[dict],
+    key: str,
+    complete: Complete,
+    group_size: int = 32,
+    patience: int = 3,
+    *,
+    prefix: str = "",
+    log: Log = _no_log,
 ) -> tuple[list[dict], list[dict]]:
     """Hierarchical merging (Alg. 3): one collection's merged entries under new ids, and a record per layer.
 
@@ -326,7 +406,9 @@ def merge(
     prefix: of the ids; "gen_" or "err_" by default. Raises ValueError on group_size < 2 or patience < 1.
     """
     if group_size < 2 or patience < 1:
-        raise ValueError(f"merge (Alg. 3) needs group_size >= 2 and patience >= 1, got {group_size} and {patience}")
+        raise ValueError(
+            f"merge (Alg. 3) needs group_size >= 2 and patience >= 1, got {group_size} and {patience}"
+        )
     layers: list[dict] = []
     current, stagnant, reason = list(items), 0, None  # line 1
     while reason is None:
@@ -338,19 +420,41 @@ def merge(
         merged: list[dict] = []
         for group in groups:
             reply = next(replies) if len(group) > 1 else None
-            merged += group if reply is None else [_inherit(e, group, key) for e in reply]  # lines 6, 8
+            merged += (
+                group if reply is None else [_inherit(e, group, key) for e in reply]
+            )  # lines 6, 8
         stagnant = 0 if len(merged) < len(current) else stagnant + 1  # line 9
-        reason = "root_group_reached" if len(groups) <= 1 else "stagnation_patience_reached" if stagnant >= patience else None  # line 11
-        layers.append({"layer_index": len(layers), "input_items": len(current), "num_groups": len(groups), "output_items": len(merged),
-                       "stagnant_layers": stagnant, "stopped_reason": reason})  # fmt: skip
+        reason = (
+            "root_group_reached"
+            if len(groups) <= 1
+            else "stagnation_patience_reached"
+            if stagnant >= patience
+            else None
+        )  # line 11
+        layers.append(
+            {
+                "layer_index": len(layers),
+                "input_items": len(current),
+                "num_groups": len(groups),
+                "output_items": len(merged),
+                "stagnant_layers": stagnant,
+                "stopped_reason": reason,
+            }
+        )
         current = merged  # line 10
     unique: dict[tuple, dict] = {}
     for e in current:  # line 12
         twin = unique.setdefault(texts := tuple(e.get(f) for f in FIELDS[key]), e)
         if twin is not e and "sources" in twin | e:
-            unique[texts] = {**twin, "sources": sorted({*twin.get("sources", []), *e.get("sources", [])})}
+            unique[texts] = {
+                **twin,
+                "sources": sorted({*twin.get("sources", []), *e.get("sources", [])}),
+            }
     ids = (f"{prefix or PREFIX[key]}{i:03d}" for i in range(1, len(unique) + 1))
-    return [{IDS[key]: i, **{k: v for k, v in e.items() if k != IDS[key]}} for i, e in zip(ids, unique.values())], layers
+    return [
+        {IDS[key]: i, **{k: v for k, v in e.items() if k != IDS[key]}}
+        for i, e in zip(ids, unique.values())
+    ], layers
 
 
 def _inherit(entry: dict, group: list[dict], key: str) -> dict:
@@ -363,21 +467,34 @@ def _inherit(entry: dict, group: list[dict], key: str) -> dict:
 # ------------------------------------------------------------------------------------------------ cold start (Alg. 2)
 
 
-def make_memory(problem_id: str, problem: str, text: str, r: int, pred: str | None, *, answer: str | None = None) -> dict:
+def make_memory(
+    problem_id: str, problem: str, text: str, r: int, pred: str | None, *, answer: str | None = None
+) -> dict:
     """A memory record (Alg. 2, line 5; S21): problem, completion excerpt, reward, answer, trajectory summary, feedback.
 
     answer: the reference answer, kept out unless it is given (D3).
     """
     text = text.rpartition("</think>")[2].strip()
     lines = [line.strip() for line in text.split("\n") if line.strip()]
-    feedback = "The verifier accepted the final answer." if r > 0 else "The verifier rejected the final answer."
+    feedback = (
+        "The verifier accepted the final answer."
+        if r > 0
+        else "The verifier rejected the final answer."
+    )
     if pred is None:
         feedback = "The attempt gave no final answer in a box."
     return {
-        "problem_id": problem_id, "problem": problem, "completion": text if len(text) <= 2000 else f"{text[:1000]}\n[...]\n{text[-1000:]}",
-        "reward": r, "predicted_answer": pred, "trajectory_summary": [line[:200] for line in (lines if len(lines) <= 8 else lines[:4] + lines[-4:])],
-        "feedback": feedback, **({} if answer is None else {"reference_answer": answer}),
-    }  # fmt: skip
+        "problem_id": problem_id,
+        "problem": problem,
+        "completion": text if len(text) <= 2000 else f"{text[:1000]}\n[...]\n{text[-1000:]}",
+        "reward": r,
+        "predicted_answer": pred,
+        "trajectory_summary": [
+            line[:200] for line in (lines if len(lines) <= 8 else lines[:4] + lines[-4:])
+        ],
+        "feedback": feedback,
+        **({} if answer is None else {"reference_answer": answer}),
+    }
 
 
 def extract(memories: list[dict], complete: Complete, log: Log = _no_log) -> dict[str, list[dict]]:
@@ -385,35 +502,71 @@ def extract(memories: list[dict], complete: Complete, log: Log = _no_log) -> dic
     found: dict[str, list[dict]] = {}
     for key, wanted in (("general_skills", 1), ("common_mistakes", -1)):
         chosen = [m for m in memories if m["reward"] == wanted]
-        replies = _ask(EXTRACT_PROMPT[key], [render_extraction(m, key) for m in chosen], key, complete, log, lambda _, items, whole: bool(items))
+        replies = _ask(
+            EXTRACT_PROMPT[key],
+            [render_extraction(m, key) for m in chosen],
+            key,
+            complete,
+            log,
+            lambda _, items, whole: bool(items),
+        )
         named = [[m["problem_id"]] if m.get("problem_id") else [] for m in chosen]
-        found[key] = [{**e, **({"sources": s} if s else {})} for items, s in zip(replies, named) for e in (items or [])[:3]]
+        found[key] = [
+            {**e, **({"sources": s} if s else {})}
+            for items, s in zip(replies, named)
+            for e in (items or [])[:3]
+        ]
     return found
 
 
 def cold_start(
-    memories: list[dict], complete: Complete, *, group_size: int = 32, patience: int = 3, log: Log = _no_log
+    memories: list[dict],
+    complete: Complete,
+    *,
+    group_size: int = 32,
+    patience: int = 3,
+    log: Log = _no_log,
 ) -> SkillBank:
     """The initial bank from memory records (Alg. 2, lines 8-16), its metadata with the layer-level merge counts."""
     found = extract(memories, complete, log)
-    (skills, skill_layers), (mistakes, mistake_layers) = (merge(found[key], key, complete, group_size, patience, log=log) for key in FIELDS)
-    return SkillBank(skills, mistakes, {
-        "source": f"cold start from {len(memories)} memories, {sum(m['reward'] == 1 for m in memories)} of them successes",
-        "merge_group_size": group_size, "merge_stagnation_patience": patience,
-        "input_general_skills": len(found["general_skills"]), "output_general_skills": len(skills),
-        "input_common_mistakes": len(found["common_mistakes"]), "output_common_mistakes": len(mistakes),
-        "general_merge_layers": skill_layers, "common_mistake_merge_layers": mistake_layers,
-    })  # fmt: skip
+    (skills, skill_layers), (mistakes, mistake_layers) = (
+        merge(found[key], key, complete, group_size, patience, log=log) for key in FIELDS
+    )
+    return SkillBank(
+        skills,
+        mistakes,
+        {
+            "source": f"cold start from {len(memories)} memories, {sum(m['reward'] == 1 for m in memories)} of them successes",
+            "merge_group_size": group_size,
+            "merge_stagnation_patience": patience,
+            "input_general_skills": len(found["general_skills"]),
+            "output_general_skills": len(skills),
+            "input_common_mistakes": len(found["common_mistakes"]),
+            "output_common_mistakes": len(mistakes),
+            "general_merge_layers": skill_layers,
+            "common_mistake_merge_layers": mistake_layers,
+        },
+    )
 
 
 # ------------------------------------------------------------------------------------------------ evolution (Alg. 4)
 
 
 def evolve(
-    bank: SkillBank, window: Sequence[Any], step: int, complete: Complete, *, update_every: int = 25, success_gate: float = 0.8,
-    max_new_items: int = 5, dynamic_capacity: int = 30, group_size: int = 32, patience: int = 3, memory_answer: bool = False,
+    bank: SkillBank,
+    window: Sequence[Any],
+    step: int,
+    complete: Complete,
+    *,
+    update_every: int = 25,
+    success_gate: float = 0.8,
+    max_new_items: int = 5,
+    dynamic_capacity: int = 30,
+    group_size: int = 32,
+    patience: int = 3,
+    memory_answer: bool = False,
     log: Log = _no_log,
-) -> SkillBank:  # fmt: skip
+) -> SkillBank:
     """The bank after online evolution (Alg. 4); the same object when nothing is due. Static entries are never touched.
 
     window: all rollouts since the last update (D2), objects with .problem, .text, .r, .pred, for `memory_answer` (D3) .gold
@@ -426,7 +579,15 @@ def evolve(
     if success >= success_gate:  # line 5
         return bank
     memories = [
-        make_memory(getattr(w, "problem_id", ""), w.problem, w.text, w.r, w.pred, answer=w.gold if memory_answer else None) for w in window
+        make_memory(
+            getattr(w, "problem_id", ""),
+            w.problem,
+            w.text,
+            w.r,
+            w.pred,
+            answer=w.gold if memory_answer else None,
+        )
+        for w in window
     ]
     candidates = extract(memories, complete, log=log)  # lines 8-10
     before, after = {}, {}
@@ -434,13 +595,27 @@ def evolve(
         before[key] = [e for e in getattr(bank, key) if e[IDS[key]].startswith("dyn_")]
         new, _ = merge(candidates[key], key, complete, group_size, patience, log=log)  # line 11
         both = before[key] + new  # line 12
-        after[key] = merge(both, key, complete, group_size, patience, prefix=f"dyn_{PREFIX[key]}", log=log)[0] if new else both
+        after[key] = (
+            merge(both, key, complete, group_size, patience, prefix=f"dyn_{PREFIX[key]}", log=log)[
+                0
+            ]
+            if new
+            else both
+        )
     growth = {key: max(0, len(after[key]) - len(before[key])) for key in FIELDS}  # line 13
     while sum(growth.values()) > max_new_items:
         growth[max(growth, key=growth.__getitem__)] -= 1
-    kept = {key: after[key][: min(len(before[key]) + growth[key], dynamic_capacity)] for key in FIELDS}
-    static = {key: [e for e in getattr(bank, key) if not e[IDS[key]].startswith("dyn_")] for key in FIELDS}
-    counts = {f"{name}_{key}": len(x[key]) for name, x in (("candidate", candidates), ("dynamic", kept)) for key in FIELDS}
+    kept = {
+        key: after[key][: min(len(before[key]) + growth[key], dynamic_capacity)] for key in FIELDS
+    }
+    static = {
+        key: [e for e in getattr(bank, key) if not e[IDS[key]].startswith("dyn_")] for key in FIELDS
+    }
+    counts = {
+        f"{name}_{key}": len(x[key])
+        for name, x in (("candidate", candidates), ("dynamic", kept))
+        for key in FIELDS
+    }
     update = {"step": step, "success": success, **counts}
     metadata = {**bank.metadata, "updates": [*bank.metadata.get("updates", []), update]}
     skills, mistakes = (static[key] + kept[key] for key in FIELDS)
@@ -453,7 +628,9 @@ def evolve(
 def load_encoder(name: str, device: str) -> Embed:
     """`embed` over a sentence-transformers model (hub id or directory): L2-normalised fp32, each text encoded once."""
     if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
-        raise UserError(f"--encoder {name}: no such directory; a hub id or a sentence-transformers directory is wanted")
+        raise UserError(
+            f"--encoder {name}: no such directory; a hub id or a sentence-transformers directory is wanted"
+        )
     try:
         from sentence_transformers import SentenceTransformer
 
@@ -465,8 +642,21 @@ def load_encoder(name: str, device: str) -> Embed:
     def embed(texts: Sequence[str]) -> np.ndarray:
         new = list(dict.fromkeys(t for t in texts if t not in cache))
         if new:  # one at a time: in a batch, padding changes the last bits, and a resumed run batches differently
-            clean = [t.encode("utf-8", "replace").decode() for t in new]  # lone surrogates have no bytes
-            cache.update(zip(new, encoder.encode(clean, batch_size=1, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False)))
+            clean = [
+                t.encode("utf-8", "replace").decode() for t in new
+            ]  # lone surrogates have no bytes
+            cache.update(
+                zip(
+                    new,
+                    encoder.encode(
+                        clean,
+                        batch_size=1,
+                        normalize_embeddings=True,
+                        convert_to_numpy=True,
+                        show_progress_bar=False,
+                    ),
+                )
+            )
         return np.stack([cache[t] for t in texts])
 
     return embed
@@ -479,7 +669,11 @@ class ReplyLog:
     """Keeps every raw reply with its outcome in bank/replies.jsonl (rank 0), and counts outcomes until they are taken."""
 
     def __init__(self, folder: pathlib.Path, world: D.World):
-        self.path, self.world, self.counts = folder / "replies.jsonl", world, collections.Counter[str]()
+        self.path, self.world, self.counts = (
+            folder / "replies.jsonl",
+            world,
+            collections.Counter[str](),
+        )
         self.step = 0  # the update they belong to
 
     def __call__(self, row: dict) -> None:
@@ -488,14 +682,30 @@ class ReplyLog:
             D.append_jsonl(self.path, [{"step": self.step, **row}])
 
     def take(self) -> dict[str, int]:
-        counts, self.counts = {k: self.counts[k] for k in ("read", "repaired", "retried", "lost")}, collections.Counter()
+        counts, self.counts = (
+            {k: self.counts[k] for k in ("read", "repaired", "retried", "lost")},
+            collections.Counter(),
+        )
         return counts
 
 
 def make_bank(
-    folder: pathlib.Path, problems: list, model: Any, tokenizer: Any, verifier: Any, complete: Complete, world: D.World, *, count: int = 256,
-    seed: int = 0, max_new_tokens: int = 1024, memory_answer: bool = False, group_size: int = 32, patience: int = 3, rows: int = 32,
-) -> SkillBank:  # fmt: skip
+    folder: pathlib.Path,
+    problems: list,
+    model: Any,
+    tokenizer: Any,
+    verifier: Any,
+    complete: Complete,
+    world: D.World,
+    *,
+    count: int = 256,
+    seed: int = 0,
+    max_new_tokens: int = 1024,
+    memory_answer: bool = False,
+    group_size: int = 32,
+    patience: int = 3,
+    rows: int = 32,
+) -> SkillBank:
     """Algorithm 2 from problems to bank, shared over ranks. folder/memories.jsonl grows as memories come: what a killed
     run has made is not made again. The seed set is drawn by `seed` and stands in the metadata by id."""
     from tqdm import tqdm
@@ -505,19 +715,47 @@ def make_bank(
     chosen = random.Random(seed).sample(problems, min(count, len(problems)))
     path, log = folder / "memories.jsonl", ReplyLog(folder, world)
     text_of = {x.id: x.problem for x in chosen}
-    done = {m["problem_id"]: m for m in D.read_jsonl(path) if text_of.get(m["problem_id"]) == m["problem"]}
+    done = {
+        m["problem_id"]: m
+        for m in D.read_jsonl(path)
+        if text_of.get(m["problem_id"]) == m["problem"]
+    }
     D.gather(None, world)  # every rank has read before one writes
     if world.main:
-        write_text(path, "".join(json.dumps(m) + "\n" for m in done.values()))  # without a torn last line
+        write_text(
+            path, "".join(json.dumps(m) + "\n" for m in done.values())
+        )  # without a torn last line
         log.path.unlink(missing_ok=True)  # its replies are all asked for again
     left = [x for x in chosen if x.id not in done]
-    bar = tqdm(total=len(chosen), initial=len(chosen) - len(left), disable=not world.main, unit="memory", desc="cold start")
+    bar = tqdm(
+        total=len(chosen),
+        initial=len(chosen) - len(left),
+        disable=not world.main,
+        unit="memory",
+        desc="cold start",
+    )
     for at in range(0, len(left), rows * world.size):
         mine = left[at : at + rows * world.size][world.rank :: world.size]
-        prompts = [R.chat_ids(tokenizer, render("memory", {"problem": x.problem}), thinking=False) for x in mine]
+        prompts = [
+            R.chat_ids(tokenizer, render("memory", {"problem": x.problem}), thinking=False)
+            for x in mine
+        ]
         keys = [R.sample_key(seed, 0, x.id) for x in mine]
-        rolls = R.sample_rollouts(model, tokenizer, mine, prompts, R.Sampling(max_new_tokens=max_new_tokens), keys, verifier)
-        new = [make_memory(x.id, x.problem, y.text, y.r, y.pred, answer=x.answer if memory_answer else None) for x, y in zip(mine, rolls)]
+        rolls = R.sample_rollouts(
+            model,
+            tokenizer,
+            mine,
+            prompts,
+            R.Sampling(max_new_tokens=max_new_tokens),
+            keys,
+            verifier,
+        )
+        new = [
+            make_memory(
+                x.id, x.problem, y.text, y.r, y.pred, answer=x.answer if memory_answer else None
+            )
+            for x, y in zip(mine, rolls)
+        ]
         shares = D.gather(new, world)
         fresh = [m for share in shares for m in share]
         if world.main:
@@ -525,7 +763,9 @@ def make_bank(
         done.update((m["problem_id"], m) for m in fresh)
         bar.update(len(fresh))
     bar.close()
-    bank = cold_start([done[x.id] for x in chosen], complete, group_size=group_size, patience=patience, log=log)
+    bank = cold_start(
+        [done[x.id] for x in chosen], complete, group_size=group_size, patience=patience, log=log
+    )
     bank.metadata.update(seed=seed, seed_problems=[x.id for x in chosen], replies=log.take())
     return bank
 
@@ -534,17 +774,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     """python skills.py --model M --data D --out bank.json: a cold-start bank, written beside its memories and replies."""
     import rollout as R
 
-    parser = D.Parser("skills.py", description="Make a skill bank by cold start (Algorithm 2).", allow_abbrev=False)
+    parser = D.Parser(
+        "skills.py",
+        description="Make a skill bank by cold start (Algorithm 2).",
+        allow_abbrev=False,
+    )
     parser.add_argument("--model", default="Qwen/Qwen3-1.7B", help="hub id or directory")
-    parser.add_argument("--data", default="BytedTsinghua-SIA/DAPO-Math-17k", help="problems: hub id, parquet, directory or JSONL")
-    parser.add_argument("--out", required=True, help="the bank (JSON); memories.jsonl and replies.jsonl go into the folder OUT.work")
+    parser.add_argument(
+        "--data",
+        default="BytedTsinghua-SIA/DAPO-Math-17k",
+        help="problems: hub id, parquet, directory or JSONL",
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        help="the bank (JSON); memories.jsonl and replies.jsonl go into the folder OUT.work",
+    )
     parser.add_argument("--problems", type=int, default=256, help="seed problems; Tab. 12")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-new-tokens", type=int, default=1024, help="of a solution; Tab. 11")
-    parser.add_argument("--reply-tokens", type=int, default=2048, help="of an extraction or merge reply")
-    parser.add_argument("--merge-group-size", type=int, default=32, help="H, items per merge; Alg. 3")
-    parser.add_argument("--memory-answer", action="store_true", help="show the reference answer to the extractor; D3")
-    parser.add_argument("--allow-eval-overlap", action="store_true", help="take problems that also stand in AIME24, AIME25 or HMMT25")
+    parser.add_argument(
+        "--reply-tokens", type=int, default=2048, help="of an extraction or merge reply"
+    )
+    parser.add_argument(
+        "--merge-group-size", type=int, default=32, help="H, items per merge; Alg. 3"
+    )
+    parser.add_argument(
+        "--memory-answer",
+        action="store_true",
+        help="show the reference answer to the extractor; D3",
+    )
+    parser.add_argument(
+        "--allow-eval-overlap",
+        action="store_true",
+        help="take problems that also stand in AIME24, AIME25 or HMMT25",
+    )
     parser.add_argument("--rows", type=int, default=32, help="rows per generation batch and rank")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
@@ -552,26 +816,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> None:
         args = parser.parse_args(argv)
         if min(args.problems, args.rows, args.reply_tokens, args.merge_group_size - 1) < 1:
-            raise UserError("--problems, --rows and --reply-tokens must be >= 1, --merge-group-size >= 2")
+            raise UserError(
+                "--problems, --rows and --reply-tokens must be >= 1, --merge-group-size >= 2"
+            )
         if pathlib.Path(args.out).is_dir():
             raise UserError(f"--out {args.out}: is a directory; a file for the bank is wanted")
         R.Sampling(max_new_tokens=args.max_new_tokens)  # its own check
         world = D.init(args.device)
         settings = {k: v for k, v in vars(args).items() if k not in ("out", "rows", "device")}
-        if (file := pathlib.Path(f"{args.out}.work", "settings.json")).exists() and json.loads(file.read_text()) != settings:
-            raise UserError(f"{file.parent}: holds memories made with other settings (see its settings.json); give another --out")
+        if (file := pathlib.Path(f"{args.out}.work", "settings.json")).exists() and json.loads(
+            file.read_text()
+        ) != settings:
+            raise UserError(
+                f"{file.parent}: holds memories made with other settings (see its settings.json); give another --out"
+            )
         problems, _ = R.load_problems(args.data)
         if not args.allow_eval_overlap:
             R.refuse_overlap(problems, args.data, {})
         model, tokenizer = R.load_model(args.model, world.device, dtype=args.dtype)
-        complete = R.make_complete(model, tokenizer, world, max_new_tokens=args.reply_tokens, seed=args.seed, rows=args.rows)
+        complete = R.make_complete(
+            model,
+            tokenizer,
+            world,
+            max_new_tokens=args.reply_tokens,
+            seed=args.seed,
+            rows=args.rows,
+        )
         if world.main:
             D.write_json(file, settings)
         with R.Verifier() as verifier:
             bank = make_bank(
-                pathlib.Path(f"{args.out}.work"), problems, model, tokenizer, verifier, complete, world, count=args.problems, seed=args.seed,
-                max_new_tokens=args.max_new_tokens, memory_answer=args.memory_answer, group_size=args.merge_group_size, rows=args.rows,
-            )  # fmt: skip
+                pathlib.Path(f"{args.out}.work"),
+                problems,
+                model,
+                tokenizer,
+                verifier,
+                complete,
+                world,
+                count=args.problems,
+                seed=args.seed,
+                max_new_tokens=args.max_new_tokens,
+                memory_answer=args.memory_answer,
+                group_size=args.merge_group_size,
+                rows=args.rows,
+            )
         if world.main:
             bank.save(args.out)
             if warning := lint(bank):

@@ -30,15 +30,31 @@ def make_tokenizer():
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(alphabet)}
     merges = []
-    for pair in (("Ċ", "Ċ"), ("ĊĊ", "ĊĊ"), ("b", "o"), ("x", "e"), ("xe", "d"), ("bo", "xed"), ("\\", "boxed")):
+    for pair in (
+        ("Ċ", "Ċ"),
+        ("ĊĊ", "ĊĊ"),
+        ("b", "o"),
+        ("x", "e"),
+        ("xe", "d"),
+        ("bo", "xed"),
+        ("\\", "boxed"),
+    ):
         merges.append(pair)
         vocab["".join(pair)] = len(vocab)
     tok = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tok.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tok.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tok.decoder = decoders.ByteLevel()
-    tok.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
-    tok.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tok.add_special_tokens(
+        [AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    )
+    tok.add_tokens(
+        [AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     fast.chat_template = TEMPLATE
     return fast
 
@@ -47,14 +63,26 @@ def make_model(kind="qwen3", vocab=272, seed=0, **changes):
     """A random model of a few thousand parameters, sharp enough that its samples are not uniform."""
     import transformers as tf
 
-    shape = dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-                 num_key_value_heads=1, head_dim=16, max_position_embeddings=4096, tie_word_embeddings=False,
-                 initializer_range=0.25, eos_token_id=265, bos_token_id=None, pad_token_id=263)  # fmt: skip
-    config = {"qwen3": tf.Qwen3Config, "llama": tf.LlamaConfig, "gemma2": tf.Gemma2Config}[kind](**{**shape, **changes})
+    shape = dict(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        initializer_range=0.25,
+        eos_token_id=265,
+        bos_token_id=None,
+        pad_token_id=263,
+    )
+    config = {"qwen3": tf.Qwen3Config, "llama": tf.LlamaConfig, "gemma2": tf.Gemma2Config}[kind](
+        **{**shape, **changes}
+    )
     torch.manual_seed(seed)
     return tf.AutoModelForCausalLM.from_config(config).eval()
-
-
 
 
 def make_encoder(path):
@@ -63,33 +91,67 @@ def make_encoder(path):
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
     torch.manual_seed(0)
-    SentenceTransformer(modules=[StaticEmbedding(make_tokenizer().backend_tokenizer, embedding_dim=16)], device="cpu").save(str(path))
+    SentenceTransformer(
+        modules=[StaticEmbedding(make_tokenizer().backend_tokenizer, embedding_dim=16)],
+        device="cpu",
+    ).save(str(path))
 
 
 def fake_embed(texts):
     """Letter counts: deterministic, and different for different texts."""
     import numpy as np
 
-    return np.array([[t.lower().count(c) + 0.1 for c in "abcdefghijklmnopqrstuvwxyz"] for t in texts], dtype=np.float32)
+    return np.array(
+        [[t.lower().count(c) + 0.1 for c in "abcdefghijklmnopqrstuvwxyz"] for t in texts],
+        dtype=np.float32,
+    )
 
 
 def make_bank(path=None, skills=4, mistakes=4):
     import skills as S
 
-    words = ["add", "carry", "divide", "perimeter", "mean", "order", "count", "remainder", "unit", "check"]
+    words = [
+        "add",
+        "carry",
+        "divide",
+        "perimeter",
+        "mean",
+        "order",
+        "count",
+        "remainder",
+        "unit",
+        "check",
+    ]
     bank = S.SkillBank(
-        [{"skill_id": f"gen_{i + 1:03d}", "title": f"Use {w}", "principle": f"Always {w} with care.", "when_to_apply": f"When you {w}."}
-         for i, w in enumerate(words[:skills])],
-        [{"mistake_id": f"err_{i + 1:03d}", "description": f"Forgetting to {w}.", "why_it_happens": "Haste.", "how_to_avoid": f"Remember {w}."}
-         for i, w in enumerate(words[:mistakes])],
+        [
+            {
+                "skill_id": f"gen_{i + 1:03d}",
+                "title": f"Use {w}",
+                "principle": f"Always {w} with care.",
+                "when_to_apply": f"When you {w}.",
+            }
+            for i, w in enumerate(words[:skills])
+        ],
+        [
+            {
+                "mistake_id": f"err_{i + 1:03d}",
+                "description": f"Forgetting to {w}.",
+                "why_it_happens": "Haste.",
+                "how_to_avoid": f"Remember {w}.",
+            }
+            for i, w in enumerate(words[:mistakes])
+        ],
         {"source": "made in a test"},
-    )  # fmt: skip
+    )
     if path is not None:
         bank.save(path)
     return bank
 
 
-PROBLEMS = [{"id": f"p{i}", "problem": f"What is {i} plus {i + 3}?", "answer": str(2 * i + 3)} for i in range(12)]
+PROBLEMS = [
+    {"id": f"p{i}", "problem": f"What is {i} plus {i + 3}?", "answer": str(2 * i + 3)}
+    for i in range(12)
+]
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """sgsd.py with a verifier that rewards by the reference answer alone: a random model never gets a problem right.
 
-    python driver.py ...flags of sgsd.py...      torchrun --nproc_per_node 2 driver.py ...
+python driver.py ...flags of sgsd.py...      torchrun --nproc_per_node 2 driver.py ...
 """
 
 import conftest  # noqa: F401  (one thread, the project on the path)

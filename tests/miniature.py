@@ -56,7 +56,9 @@ METHODS: dict[str, str] = {
     "random retrieval": "--retrieval random",
 }
 RATES = (1e-4, 3e-4, 1e-3)
-RATE_OF = {"grpo, 16 problems": "grpo"}  # takes that method's rate: its own trials would cost 4 times as much
+RATE_OF = {
+    "grpo, 16 problems": "grpo"
+}  # takes that method's rate: its own trials would cost 4 times as much
 UPDATES, EVERY = 40, 20  # updates of a run, and between two evaluations
 SHARES = (0, 25, 50, 75, 100)  # percent of families whose skill in the bank misleads
 SWEPT = ("sgsd", "no polarity", "one teacher")
@@ -69,8 +71,15 @@ def misleading_bank(share: int, seed: int, path: pathlib.Path) -> None:
 
     import skills as S
 
-    bad = set(random.Random(seed).sample([f.name for f in W.FAMILIES], round(share * len(W.FAMILIES) / 100)))
-    skills = [{"skill_id": f"gen_{f.name}", **W.item(None, f, "misleading" if f.name in bad else "skill")} for f in W.FAMILIES]
+    bad = set(
+        random.Random(seed).sample(
+            [f.name for f in W.FAMILIES], round(share * len(W.FAMILIES) / 100)
+        )
+    )
+    skills = [
+        {"skill_id": f"gen_{f.name}", **W.item(None, f, "misleading" if f.name in bad else "skill")}
+        for f in W.FAMILIES
+    ]
     mistakes = [{"mistake_id": f"err_{f.name}", **W.item(None, f, "mistake")} for f in W.FAMILIES]
     S.SkillBank(skills, mistakes, {"misleading": sorted(bad)}).save(path)
 
@@ -88,23 +97,48 @@ def run(job: dict, work: str) -> dict:
     tiny, seed = ROOT / "tiny", str(job["seed"])
     bank = pathlib.Path(work) / f"bank_{job.get('share', 'made')}_{seed}.json"
     result: dict = dict(job)
-    with open(folder / "log.txt", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+    with (
+        open(folder / "log.txt", "w") as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
         if job["kind"] == "bank":
             asked = f"--model {tiny}/model --data {tiny}/train.jsonl --problems 64 --max-new-tokens 96 --reply-tokens 640 --merge-group-size 8"
-            assert S.main([*asked.split(), "--seed", seed, "--out", str(bank)]) == 0, f"see {folder}/log.txt"
+            assert S.main([*asked.split(), "--seed", seed, "--out", str(bank)]) == 0, (
+                f"see {folder}/log.txt"
+            )
             shutil.rmtree(folder)
             return result
         if "share" in job and not bank.exists():
             misleading_bank(job["share"], job["seed"], bank)
-        measured = ["--data", str(tiny / f"{job['split']}.jsonl"), "--samples", "4", "--max-new-tokens", "96", "--rows", "160", "--seed", seed]
+        measured = [
+            "--data",
+            str(tiny / f"{job['split']}.jsonl"),
+            "--samples",
+            "4",
+            "--max-new-tokens",
+            "96",
+            "--rows",
+            "160",
+            "--seed",
+            seed,
+        ]
         out = folder / "run"
         if job["kind"] == "base":
-            skills = ["--skills", str(bank), "--num-skills", "3", "--encoder", str(tiny / "encoder")] if job["method"] == "base+skill" else []
-            assert E.main([str(tiny / "model"), *measured, *skills, "--out", str(out)]) == 0, f"see {folder}/log.txt"
+            skills = (
+                ["--skills", str(bank), "--num-skills", "3", "--encoder", str(tiny / "encoder")]
+                if job["method"] == "base+skill"
+                else []
+            )
+            assert E.main([str(tiny / "model"), *measured, *skills, "--out", str(out)]) == 0, (
+                f"see {folder}/log.txt"
+            )
             folders = {0: out}
         else:
             flags = METHODS[job["method"]].split()
-            skilled = [] if job["method"].split(",")[0] in ("grpo", "opsd") else ["--bank", str(bank)]
+            skilled = (
+                [] if job["method"].split(",")[0] in ("grpo", "opsd") else ["--bank", str(bank)]
+            )
             evolving = ["--update-every", "0"] if skilled and "--update-every" not in flags else []
             forward = 0
             count = R.predictors
@@ -116,16 +150,42 @@ def run(job: dict, work: str) -> dict:
 
             R.predictors = counting
             began = time.perf_counter()
-            settings = ["--preset", "tiny", "--eval-data", "", "--audit-every", "0", "--seed", seed, "--learning-rate", str(job["rate"])]
-            settings += ["--updates", str(UPDATES), "--checkpoint-every", str(EVERY if job["points"] else UPDATES), "--out", str(out)]
+            settings = [
+                "--preset",
+                "tiny",
+                "--eval-data",
+                "",
+                "--audit-every",
+                "0",
+                "--seed",
+                seed,
+                "--learning-rate",
+                str(job["rate"]),
+            ]
+            settings += [
+                "--updates",
+                str(UPDATES),
+                "--checkpoint-every",
+                str(EVERY if job["points"] else UPDATES),
+                "--out",
+                str(out),
+            ]
             try:
-                assert sgsd.main([*settings, *flags, *skilled, *evolving]) == 0, f"see {folder}/log.txt"
+                assert sgsd.main([*settings, *flags, *skilled, *evolving]) == 0, (
+                    f"see {folder}/log.txt"
+                )
             finally:
                 R.predictors = count
             rows = [json.loads(line) for line in open(out / "rollouts.jsonl")]
-            result |= {"seconds": time.perf_counter() - began, "forward_tokens": forward, "generated_tokens": sum(len(r["completion_ids"]) for r in rows)}
+            result |= {
+                "seconds": time.perf_counter() - began,
+                "forward_tokens": forward,
+                "generated_tokens": sum(len(r["completion_ids"]) for r in rows),
+            }
             assert E.main([str(out), *measured]) == 0, f"see {folder}/log.txt"
-            folders = {int(p.name[5:]): p / "eval" for p in sorted((out / "checkpoints").glob("step_*"))}
+            folders = {
+                int(p.name[5:]): p / "eval" for p in sorted((out / "checkpoints").glob("step_*"))
+            }
         points = {}
         for step, samples in folders.items():
             right: dict[str, list[bool]] = {}
@@ -145,12 +205,18 @@ def do(jobs: list[dict[str, Any]], work: pathlib.Path, workers: int, what: str) 
     kept.mkdir(parents=True, exist_ok=True)
     for job in jobs:
         job["flags"] = METHODS.get(job.get("method", ""), "")
-        if (file := kept / f"{job['name']}.json").exists() and job.items() <= (old := json.loads(file.read_text())).items():
+        if (file := kept / f"{job['name']}.json").exists() and job.items() <= (
+            old := json.loads(file.read_text())
+        ).items():
             results[job["name"]] = old  # made with the same settings
     left = [job for job in jobs if job["name"] not in results]
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn")
+    ) as pool:
         futures = [pool.submit(run, job, str(work)) for job in left]
-        for future in tqdm(concurrent.futures.as_completed(futures), total=len(left), desc=what, unit="job"):
+        for future in tqdm(
+            concurrent.futures.as_completed(futures), total=len(left), desc=what, unit="job"
+        ):
             result = json.loads(json.dumps(future.result()))
             results[result["name"]] = result
             (kept / f"{result['name']}.json").write_text(json.dumps(result))
@@ -170,62 +236,153 @@ def with_interval(values: list[float], sign: str = "") -> str:
     return f"{mean:{sign}.1%} ± {half:.1%}"
 
 
-def table(results: dict[str, dict], names: list[str], seeds: range, rates: dict[str, float]) -> list[str]:
+def table(
+    results: dict[str, dict], names: list[str], seeds: range, rates: dict[str, float]
+) -> list[str]:
     """One row a method: accuracy over updates, difference to SGSD paired by seed, and what it cost."""
     steps = list(range(EVERY, UPDATES + 1, EVERY))
-    head = ["method", "rate", *map(str, steps[:-1]), f"{UPDATES} updates", "- sgsd", "generated tokens", "forward tokens", "seconds"]
+    head = [
+        "method",
+        "rate",
+        *map(str, steps[:-1]),
+        f"{UPDATES} updates",
+        "- sgsd",
+        "generated tokens",
+        "forward tokens",
+        "seconds",
+    ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name in names:
         runs = [results[f"{name}-{seed}"] for seed in seeds]
-        points = [with_interval([list(r["accuracy"].values())[i] for r in runs]) for i in range(len(runs[0]["accuracy"]))]
+        points = [
+            with_interval([list(r["accuracy"].values())[i] for r in runs])
+            for i in range(len(runs[0]["accuracy"]))
+        ]
         gaps = [final(r) - final(results[f"sgsd-{seed}"]) for r, seed in zip(runs, seeds)]
         cost = ["", "", ""]
         if "seconds" in runs[0]:
-            cost = [f"{statistics.mean(r[k] for r in runs):,.0f}" for k in ("generated_tokens", "forward_tokens", "seconds")]
+            cost = [
+                f"{statistics.mean(r[k] for r in runs):,.0f}"
+                for k in ("generated_tokens", "forward_tokens", "seconds")
+            ]
         cells = [""] * (len(steps) - len(points)) + points
         gap = "" if name == "sgsd" else with_interval(gaps, "+")
-        lines.append(f"| {name} | {rates.get(name, '')} | {' | '.join(cells)} | {gap} | {' | '.join(cost)} |")
+        lines.append(
+            f"| {name} | {rates.get(name, '')} | {' | '.join(cells)} | {gap} | {' | '.join(cost)} |"
+        )
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one seed; base, grpo, opsd and sgsd at the preset's rate")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one seed; base, grpo, opsd and sgsd at the preset's rate",
+    )
     parser.add_argument("--seeds", type=int, default=5, choices=range(1, 6))
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--work", default="runs/miniature")
-    parser.add_argument("--out", default="", help="where the table goes (default: results/miniature, or WORK/quick)")
+    parser.add_argument(
+        "--out", default="", help="where the table goes (default: results/miniature, or WORK/quick)"
+    )
     args = parser.parse_args()
     work, seeds = pathlib.Path(args.work), range(1 if args.quick else args.seeds)
     began = time.perf_counter()
     names = ["grpo", "opsd", "sgsd"] if args.quick else list(METHODS)
-    do([{"name": f"bank-{s}", "kind": "bank", "seed": s} for s in (*seeds, 100)], work, args.jobs, "banks")
+    do(
+        [{"name": f"bank-{s}", "kind": "bank", "seed": s} for s in (*seeds, 100)],
+        work,
+        args.jobs,
+        "banks",
+    )
     rates = dict.fromkeys(names, 3e-4)
     chosen: dict[str, dict] = {}
     if not args.quick:
-        trials = [{"name": f"valid-{n}-{rate}", "kind": "train", "method": n, "rate": rate, "seed": 100, "split": "valid", "points": False}
-                  for n in names if n not in RATE_OF for rate in RATES]  # fmt: skip
+        trials = [
+            {
+                "name": f"valid-{n}-{rate}",
+                "kind": "train",
+                "method": n,
+                "rate": rate,
+                "seed": 100,
+                "split": "valid",
+                "points": False,
+            }
+            for n in names
+            if n not in RATE_OF
+            for rate in RATES
+        ]
         chosen = do(trials, work, args.jobs, "rates")
-        rates = {n: max(RATES, key=lambda rate, n=n: final(chosen[f"valid-{RATE_OF.get(n, n)}-{rate}"])) for n in names}
+        rates = {
+            n: max(RATES, key=lambda rate, n=n: final(chosen[f"valid-{RATE_OF.get(n, n)}-{rate}"]))
+            for n in names
+        }
     bases = ["base"] if args.quick else ["base", "base+skill"]
-    jobs = [{"name": f"{n}-{s}", "kind": "base", "method": n, "seed": s, "split": "test"} for n in bases for s in seeds]
-    jobs += [{"name": f"{n}-{s}", "kind": "train", "method": n, "rate": rates[n], "seed": s, "split": "test", "points": True} for n in names for s in seeds]
+    jobs = [
+        {"name": f"{n}-{s}", "kind": "base", "method": n, "seed": s, "split": "test"}
+        for n in bases
+        for s in seeds
+    ]
+    jobs += [
+        {
+            "name": f"{n}-{s}",
+            "kind": "train",
+            "method": n,
+            "rate": rates[n],
+            "seed": s,
+            "split": "test",
+            "points": True,
+        }
+        for n in names
+        for s in seeds
+    ]
     results = do(jobs, work, args.jobs, "methods")
     lines = table(results, bases + names, seeds, rates)
     sweep: dict[str, dict] = {}
     if not args.quick:
-        swept = [{"name": f"misleading-{share}-{n}-{s}", "kind": "train", "method": n, "rate": rates[n], "seed": s, "share": share, "split": "test", "points": False}
-                 for share in SHARES for n in SWEPT for s in seeds]  # fmt: skip
+        swept = [
+            {
+                "name": f"misleading-{share}-{n}-{s}",
+                "kind": "train",
+                "method": n,
+                "rate": rates[n],
+                "seed": s,
+                "share": share,
+                "split": "test",
+                "points": False,
+            }
+            for share in SHARES
+            for n in SWEPT
+            for s in seeds
+        ]
         sweep = do(swept, work, args.jobs, "misleading skills")
-        lines += ["", "| misleading skills | " + " | ".join(SWEPT) + " |", "|---|" + "---|" * len(SWEPT)]
+        lines += [
+            "",
+            "| misleading skills | " + " | ".join(SWEPT) + " |",
+            "|---|" + "---|" * len(SWEPT),
+        ]
         for share in SHARES:
-            cells = [with_interval([final(sweep[f"misleading-{share}-{n}-{s}"]) for s in seeds]) for n in SWEPT]
+            cells = [
+                with_interval([final(sweep[f"misleading-{share}-{n}-{s}"]) for s in seeds])
+                for n in SWEPT
+            ]
             lines.append(f"| {share}% | " + " | ".join(cells) + " |")
-    lines += ["", f"{len(seeds)} seeds, {args.jobs} processes of one thread, {(time.perf_counter() - began) / 60:.0f} minutes in this call."]
-    out = pathlib.Path(args.out or (work / "quick" if args.quick else ROOT / "results" / "miniature"))
+    lines += [
+        "",
+        f"{len(seeds)} seeds, {args.jobs} processes of one thread, {(time.perf_counter() - began) / 60:.0f} minutes in this call.",
+    ]
+    out = pathlib.Path(
+        args.out or (work / "quick" if args.quick else ROOT / "results" / "miniature")
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    out.with_suffix(".json").write_text(json.dumps({"rates": rates, "validation": chosen, "results": results, "sweep": sweep}, indent=1) + "\n")
+    out.with_suffix(".json").write_text(
+        json.dumps(
+            {"rates": rates, "validation": chosen, "results": results, "sweep": sweep}, indent=1
+        )
+        + "\n"
+    )
     print("\n".join(lines))
 
 

@@ -17,12 +17,51 @@ HERE = ROOT / "tests"
 
 
 def command(world_dir, out, processes, *flags):
-    launch = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    given = ["--model", world_dir / "model", "--data", world_dir / "data.jsonl", "--bank", world_dir / "bank.json", "--encoder", world_dir / "encoder",
-             "--num-teachers", 3, "--max-new-tokens", 12, "--lora-rank", 4, "--checkpoint-every", 1, "--audit-every", 1, "--learning-rate", 0.01,
-             "--device", "cpu", "--out", out]  # fmt: skip
+    launch = (
+        [sys.executable]
+        if processes == 1
+        else [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={processes}",
+        ]
+    )
+    given = [
+        "--model",
+        world_dir / "model",
+        "--data",
+        world_dir / "data.jsonl",
+        "--bank",
+        world_dir / "bank.json",
+        "--encoder",
+        world_dir / "encoder",
+        "--num-teachers",
+        3,
+        "--max-new-tokens",
+        12,
+        "--lora-rank",
+        4,
+        "--checkpoint-every",
+        1,
+        "--audit-every",
+        1,
+        "--learning-rate",
+        0.01,
+        "--device",
+        "cpu",
+        "--out",
+        out,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([*launch, HERE / "driver.py", *map(str, given), *flags], capture_output=True, text=True, env=env, timeout=200)
+    run = subprocess.run(
+        [*launch, HERE / "driver.py", *map(str, given), *flags],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=200,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return run
 
@@ -33,14 +72,25 @@ def test_two_processes_compute_the_update_of_one(world_dir, tmp_path):
         command(world_dir, tmp_path / str(n), n, "--batch-size", "5", "--updates", "2")
     logs = [[json.loads(x) for x in open(tmp_path / str(n) / "rollouts.jsonl")] for n in (1, 2)]
     assert [r["completion_ids"] for r in logs[0][:5]] == [r["completion_ids"] for r in logs[1][:5]]
-    assert [r["problem_id"] for r in logs[0]] == [r["problem_id"] for r in logs[1]] and [r["r"] for r in logs[0]] == [r["r"] for r in logs[1]]
-    np.testing.assert_allclose([r["loss"] for r in logs[0][:5]], [r["loss"] for r in logs[1][:5]], atol=1e-5)
-    first = [load_file(tmp_path / str(n) / "checkpoints/step_000001/adapter_model.safetensors") for n in (1, 2)]
-    moments = [load_file(tmp_path / str(n) / "checkpoints/step_000001/trainer.safetensors") for n in (1, 2)]
+    assert [r["problem_id"] for r in logs[0]] == [r["problem_id"] for r in logs[1]] and [
+        r["r"] for r in logs[0]
+    ] == [r["r"] for r in logs[1]]
+    np.testing.assert_allclose(
+        [r["loss"] for r in logs[0][:5]], [r["loss"] for r in logs[1][:5]], atol=1e-5
+    )
+    first = [
+        load_file(tmp_path / str(n) / "checkpoints/step_000001/adapter_model.safetensors")
+        for n in (1, 2)
+    ]
+    moments = [
+        load_file(tmp_path / str(n) / "checkpoints/step_000001/trainer.safetensors") for n in (1, 2)
+    ]
     for name in moments[0]:  # exp_avg is a tenth of the clipped gradient of the first update
         torch.testing.assert_close(moments[0][name], moments[1][name], atol=1e-6, rtol=1e-3)
     assert any(v.abs().max() > 0 for k, v in first[0].items() if "lora_B" in k)
-    metrics = [[json.loads(x) for x in open(tmp_path / str(n) / "metrics.jsonl")][0] for n in (1, 2)]
+    metrics = [
+        [json.loads(x) for x in open(tmp_path / str(n) / "metrics.jsonl")][0] for n in (1, 2)
+    ]
     assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=1e-4)
 
 
@@ -66,8 +116,20 @@ D.leave(0)
 
 def test_collectives(tmp_path):
     (tmp_path / "w.py").write_text(WORKER.format(root=str(ROOT)))
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "w.py"],
-                         capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)  # fmt: skip
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            tmp_path / "w.py",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
 
 
@@ -86,7 +148,9 @@ def test_a_directory_is_whole_or_absent(tmp_path):
     for text in ("one", "two"):
         with D.whole_directory(tmp_path / "a") as tmp:
             (tmp / "file").write_text(text)
-    assert (tmp_path / "a/file").read_text() == "two" and [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a/file").read_text() == "two" and [p.name for p in tmp_path.iterdir()] == [
+        "a"
+    ]
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):
@@ -94,6 +158,8 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     D.append_jsonl(path, [{"a": "é\ud800"}, {"a": 2}])
     with open(path, "a") as f:
         f.write('{"a": 3')
-    assert D.read_jsonl(path) == [{"a": "é\ud800"}, {"a": 2}] and D.read_jsonl(tmp_path / "none") == []
+    assert (
+        D.read_jsonl(path) == [{"a": "é\ud800"}, {"a": 2}] and D.read_jsonl(tmp_path / "none") == []
+    )
     D.append_jsonl(path, [{"a": 4}])  # cut before the next one, not glued to it
     assert D.read_jsonl(path) == [{"a": "é\ud800"}, {"a": 2}, {"a": 4}]

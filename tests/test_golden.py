@@ -80,7 +80,10 @@ def eq17(gap, tau):
 
 def eq20(delta, mask, alpha, rho, tau):
     z = sum(mask) + EPS
-    return [[a * p * m / z * eq17(gap, tau) for gap, m in zip(gaps, mask)] for gaps, a, p in zip(delta, alpha, rho)]
+    return [
+        [a * p * m / z * eq17(gap, tau) for gap, m in zip(gaps, mask)]
+        for gaps, a, p in zip(delta, alpha, rho)
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------------------- the cases
@@ -99,7 +102,10 @@ def case(seed):
     return {
         "s_g": [on_grid(rng.uniform(-1, 1)) for _ in range(k)],
         "s_e": [on_grid(rng.uniform(-1, 1)) for _ in range(k)],
-        "logpT": [[on_grid(s + rng.gauss(stance, rng.choice([0.1, 1.0, 4.0]))) for s in student] for stance in stances],
+        "logpT": [
+            [on_grid(s + rng.gauss(stance, rng.choice([0.1, 1.0, 4.0]))) for s in student]
+            for stance in stances
+        ],
         "logpS": student,
         "mask": [0 if rng.random() < 0.25 else 1 for _ in range(n)] if seed != 2 else [0] * n,
         "r": rng.choice([-1, 1]),
@@ -117,7 +123,9 @@ SEEDS = range(40)
 def test_golden(seed, dtype, tol):
     c = case(seed)
     r, tau, c_delta, eps_a = c["r"], c["tau"], c["c_delta"], c["eps_a"]
-    s_g_K, s_e_K, logpT_KT, logpS_T, mask_T = (torch.tensor(c[name], dtype=dtype) for name in ("s_g", "s_e", "logpT", "logpS", "mask"))
+    s_g_K, s_e_K, logpT_KT, logpS_T, mask_T = (
+        torch.tensor(c[name], dtype=dtype) for name in ("s_g", "s_e", "logpT", "logpS", "mask")
+    )
 
     def same(got, want):
         assert got.dtype == dtype
@@ -136,12 +144,21 @@ def test_golden(seed, dtype, tol):
     same(sgsd.plain_support(delta_KT), eq8(delta))
     same(a_K, support)
     assert rho_K.tolist() == rho
-    same(sgsd.polarity(sgsd.plain_support(delta_KT), r, 0.0), [float(sgn(r) * sgn(a)) for a in eq8(delta)])  # Eq. 10
+    same(
+        sgsd.polarity(sgsd.plain_support(delta_KT), r, 0.0),
+        [float(sgn(r) * sgn(a)) for a in eq8(delta)],
+    )  # Eq. 10
     same(sgsd.gated_loss(delta_KT, tau), [[eq14(gap, tau) for gap in gaps] for gaps in delta])
     same(sgsd.gate_grad(delta_KT, tau), [[eq17(gap, tau) for gap in gaps] for gaps in delta])
     same(sgsd.teacher_losses(delta_KT, mask_T, tau), eq15(delta, c["mask"], tau))
-    same(sgsd.sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, tau), eq16(delta, c["mask"], alpha, rho, tau))
-    same(sgsd.token_credit(delta_KT, mask_T, alpha_K, rho_K, tau), eq20(delta, c["mask"], alpha, rho, tau))
+    same(
+        sgsd.sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, tau),
+        eq16(delta, c["mask"], alpha, rho, tau),
+    )
+    same(
+        sgsd.token_credit(delta_KT, mask_T, alpha_K, rho_K, tau),
+        eq20(delta, c["mask"], alpha, rho, tau),
+    )
 
 
 def test_the_cases_cover_the_rules():
@@ -149,7 +166,9 @@ def test_the_cases_cover_the_rules():
     for c in map(case, SEEDS):
         delta = eq7(c["logpT"], c["logpS"])
         support = eq12(delta, c["mask"], c["c_delta"])
-        assert all(abs(abs(a) - c["eps_a"]) > 1e-5 or a == 0 for a in support)  # no polarity hangs on rounding
+        assert all(
+            abs(abs(a) - c["eps_a"]) > 1e-5 or a == 0 for a in support
+        )  # no polarity hangs on rounding
         seen |= {(sgn(a), rho) for a, rho in zip(support, eq13(support, c["r"], c["eps_a"]))}
         clipped += sum(abs(gap) > c["c_delta"] for gaps in delta for gap in gaps)
         outcomes.add(c["r"])

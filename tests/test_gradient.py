@@ -26,7 +26,9 @@ class Example:
         g = torch.Generator().manual_seed(seed)
         self.logits_TV = torch.randn(T, V, generator=g, dtype=torch.float64, requires_grad=True)
         self.ids_T = torch.randint(V, (T,), generator=g)
-        self.logpT_KT = torch.randn(K, T, V, generator=g, dtype=torch.float64).log_softmax(-1)[:, torch.arange(T), self.ids_T]
+        self.logpT_KT = torch.randn(K, T, V, generator=g, dtype=torch.float64).log_softmax(-1)[
+            :, torch.arange(T), self.ids_T
+        ]
         self.mask_T = torch.tensor([1, 1, 0, 1, 1, 1, 0])
         self.alpha_K = torch.randn(K, generator=g, dtype=torch.float64).softmax(0)
         self.rho_K = torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0], dtype=torch.float64)
@@ -54,7 +56,9 @@ def test_autograd_of_the_loss_is_the_gate(tau_g):
 
 @pytest.mark.parametrize("tau_g", TAUS)
 def test_gradcheck(tau_g):
-    assert torch.autograd.gradcheck(lambda d: sgsd.gated_loss(d, tau_g), grid()[::10].requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda d: sgsd.gated_loss(d, tau_g), grid()[::10].requires_grad_()
+    )
 
 
 @pytest.mark.parametrize("tau_g", TAUS)
@@ -98,7 +102,11 @@ def test_finite_differences_through_the_logits():
     x = Example()
     assert torch.autograd.gradcheck(
         lambda logits_TV: sgsd.sgsd_loss(
-            sgsd.log_prob_gap(x.logpT_KT, logits_TV.log_softmax(-1)[torch.arange(T), x.ids_T]), x.mask_T, x.alpha_K, x.rho_K, 1.0
+            sgsd.log_prob_gap(x.logpT_KT, logits_TV.log_softmax(-1)[torch.arange(T), x.ids_T]),
+            x.mask_T,
+            x.alpha_K,
+            x.rho_K,
+            1.0,
         ),
         x.logits_TV,
     )
@@ -108,8 +116,12 @@ def test_finite_differences_through_the_logits():
 def test_a_step_follows_the_teacher_or_leaves_it(rho, direction):
     """One teacher that supports the token: distilled, a step of descent makes the token likelier; reversed, rarer; ignored, neither."""
     logits_V = torch.zeros(1, V, dtype=torch.float64, requires_grad=True)
-    gap = sgsd.log_prob_gap(torch.full((1, 1), log(0.5), dtype=torch.float64), logits_V.log_softmax(-1)[:, 3])
-    (grad,) = torch.autograd.grad(sgsd.sgsd_loss(gap, torch.ones(1), torch.ones(1), torch.tensor([rho]), 1.0), logits_V)
+    gap = sgsd.log_prob_gap(
+        torch.full((1, 1), log(0.5), dtype=torch.float64), logits_V.log_softmax(-1)[:, 3]
+    )
+    (grad,) = torch.autograd.grad(
+        sgsd.sgsd_loss(gap, torch.ones(1), torch.ones(1), torch.tensor([rho]), 1.0), logits_V
+    )
     moved = (logits_V - grad).log_softmax(-1)[0, 3] - logits_V.log_softmax(-1)[0, 3]
     assert torch.sign(moved).item() == direction
 
@@ -119,7 +131,9 @@ def test_a_step_follows_the_teacher_or_leaves_it(rho, direction):
 
 def test_teachers_weights_and_polarity_are_constants():
     x = Example()
-    constants = x.logpT_KT, x.alpha_K, x.rho_K = [c.detach().requires_grad_() for c in (x.logpT_KT, x.alpha_K, x.rho_K)]
+    constants = x.logpT_KT, x.alpha_K, x.rho_K = [
+        c.detach().requires_grad_() for c in (x.logpT_KT, x.alpha_K, x.rho_K)
+    ]
     x.loss().backward()
     assert x.logits_TV.grad is not None and x.logits_TV.grad.any()
     assert [c.grad for c in constants] == [None, None, None]
@@ -141,7 +155,9 @@ def test_support_polarity_and_credit_are_constants():
 def test_all_masked_and_no_teachers_have_zero_gradient():
     logpS_T = torch.randn(3, requires_grad=True)
     for k, mask_T in ((2, torch.zeros(3)), (0, torch.ones(3))):
-        loss = sgsd.sgsd_loss(sgsd.log_prob_gap(torch.randn(k, 3), logpS_T), mask_T, torch.ones(k), torch.ones(k), 1.0)
+        loss = sgsd.sgsd_loss(
+            sgsd.log_prob_gap(torch.randn(k, 3), logpS_T), mask_T, torch.ones(k), torch.ones(k), 1.0
+        )
         (grad_T,) = torch.autograd.grad(loss, logpS_T)
         assert grad_T.tolist() == [0, 0, 0]
 

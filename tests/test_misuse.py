@@ -70,31 +70,91 @@ def test_flags(name, flags, tmp_path, capsys):  # noqa: F811
 
 
 FILES = {
-    "list for a bank": lambda t: ({"--bank": file(t, "[]")}, ("x.json", "a JSON object is wanted, got list")),
-    "bank without lists": lambda t: ({"--bank": file(t, '{"skills": []}')}, ("x.json", "`general_skills` must be a list", "skills")),
-    "entry without a field": lambda t: ({"--bank": bank_of(t, general_skills=[{"skill_id": "a"}])}, ("general_skills[0] lacks", "title", "App. C")),
-    "entry that is a string": lambda t: ({"--bank": bank_of(t, common_mistakes=["careless"])}, ("common_mistakes[0] lacks", "description")),
-    "metadata in a list": lambda t: ({"--bank": bank_of(t, metadata=[])}, ("b.json", "`metadata` must be an object")),
+    "list for a bank": lambda t: (
+        {"--bank": file(t, "[]")},
+        ("x.json", "a JSON object is wanted, got list"),
+    ),
+    "bank without lists": lambda t: (
+        {"--bank": file(t, '{"skills": []}')},
+        ("x.json", "`general_skills` must be a list", "skills"),
+    ),
+    "entry without a field": lambda t: (
+        {"--bank": bank_of(t, general_skills=[{"skill_id": "a"}])},
+        ("general_skills[0] lacks", "title", "App. C"),
+    ),
+    "entry that is a string": lambda t: (
+        {"--bank": bank_of(t, common_mistakes=["careless"])},
+        ("common_mistakes[0] lacks", "description"),
+    ),
+    "metadata in a list": lambda t: (
+        {"--bank": bank_of(t, metadata=[])},
+        ("b.json", "`metadata` must be an object"),
+    ),
     "directory for a bank": lambda t: ({"--bank": t}, ("bank", "cannot be read")),
-    "bank in another encoding": lambda t: ({"--bank": binary(t, '{"a": "é"}'.encode("utf-16"), "u.json")}, ("u.json", "cannot be read")),
-    "bank without a bottom": lambda t: ({"--bank": file(t, "[" * 100_000)}, ("x.json", "cannot be read")),
-    "number without an end": lambda t: ({"--data": lines(t, '{"problem": "p", "answer": ' + "1" * 5000 + "}\n")}, ("e.jsonl:1", "not a JSON line")),
-    "data without a bottom": lambda t: ({"--data": lines(t, "[" * 100_000)}, ("e.jsonl:1", "not a JSON line")),
-    "list for a row": lambda t: ({"--data": lines(t, '["p", "1"]\n')}, ("e.jsonl:1", "a JSON object is wanted")),
-    "binary data": lambda t: ({"--data": binary(t, b"\xff\xfe\x00", "e.jsonl")}, ("e.jsonl", "UTF-8")),
-    "broken parquet": lambda t: ({"--data": binary(t, b"PAR1", "e.parquet")}, ("e.parquet", "not read")),
-    "directory without data": lambda t: ({"--data": (t / "d").mkdir() or t / "d"}, ("no .parquet and no .jsonl",)),
-    "answers in conflict": lambda t: ({"--data": lines(t, "".join(f'{{"problem": "p", "answer": "{i}"}}\n' for i in (1, 2)))}, ("no problem is left",)),
-    "no such evaluation data": lambda t: ({"--eval-data": t / "none.jsonl"}, ("none.jsonl", "no such file")),
-    "nor with the overlap allowed": lambda t: ({"--eval-data": t / "none.jsonl"}, ("none.jsonl", "no such file")),
-    "evaluation set by name, offline": lambda t: ({"--eval-data": "amc23"}, ("amc23: math-ai/amc23", "not read")),
-    "encoder that is none": lambda t: ({"--encoder": (t / "d").mkdir() or t / "d"}, ("--encoder", "not loaded")),
+    "bank in another encoding": lambda t: (
+        {"--bank": binary(t, '{"a": "é"}'.encode("utf-16"), "u.json")},
+        ("u.json", "cannot be read"),
+    ),
+    "bank without a bottom": lambda t: (
+        {"--bank": file(t, "[" * 100_000)},
+        ("x.json", "cannot be read"),
+    ),
+    "number without an end": lambda t: (
+        {"--data": lines(t, '{"problem": "p", "answer": ' + "1" * 5000 + "}\n")},
+        ("e.jsonl:1", "not a JSON line"),
+    ),
+    "data without a bottom": lambda t: (
+        {"--data": lines(t, "[" * 100_000)},
+        ("e.jsonl:1", "not a JSON line"),
+    ),
+    "list for a row": lambda t: (
+        {"--data": lines(t, '["p", "1"]\n')},
+        ("e.jsonl:1", "a JSON object is wanted"),
+    ),
+    "binary data": lambda t: (
+        {"--data": binary(t, b"\xff\xfe\x00", "e.jsonl")},
+        ("e.jsonl", "UTF-8"),
+    ),
+    "broken parquet": lambda t: (
+        {"--data": binary(t, b"PAR1", "e.parquet")},
+        ("e.parquet", "not read"),
+    ),
+    "directory without data": lambda t: (
+        {"--data": (t / "d").mkdir() or t / "d"},
+        ("no .parquet and no .jsonl",),
+    ),
+    "answers in conflict": lambda t: (
+        {"--data": lines(t, "".join(f'{{"problem": "p", "answer": "{i}"}}\n' for i in (1, 2)))},
+        ("no problem is left",),
+    ),
+    "no such evaluation data": lambda t: (
+        {"--eval-data": t / "none.jsonl"},
+        ("none.jsonl", "no such file"),
+    ),
+    "nor with the overlap allowed": lambda t: (
+        {"--eval-data": t / "none.jsonl"},
+        ("none.jsonl", "no such file"),
+    ),
+    "evaluation set by name, offline": lambda t: (
+        {"--eval-data": "amc23"},
+        ("amc23: math-ai/amc23", "not read"),
+    ),
+    "encoder that is none": lambda t: (
+        {"--encoder": (t / "d").mkdir() or t / "d"},
+        ("--encoder", "not loaded"),
+    ),
     "encoder that is a file": lambda t: ({"--encoder": file(t, "x")}, ("--encoder", "not loaded")),
-    "no such update model": lambda t: ({"--update-model": "/no/such"}, ("--update-model /no/such", "no such directory")),
+    "no such update model": lambda t: (
+        {"--update-model": "/no/such"},
+        ("--update-model /no/such", "no such directory"),
+    ),
     "no update model": lambda t: ({"--update-model": t}, ("--update-model", "not loaded")),
     "run below a file": lambda t: ({"--out": file(t, "x") / "run"}, ("x.json/run", "irectory")),
-    "FlashAttention on a CPU": lambda t: ({"--attn": "flash_attention_2", "--device": "cpu"}, ("--attn flash_attention_2: flash-attn is not installed",)),
-}  # fmt: skip
+    "FlashAttention on a CPU": lambda t: (
+        {"--attn": "flash_attention_2", "--device": "cpu"},
+        ("--attn flash_attention_2: flash-attn is not installed",),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -112,15 +172,25 @@ def spoil(folder, name):
     if name == "no chat template":
         (folder / "chat_template.jinja").unlink()
     elif name == "torn weights":
-        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+        (folder / "model.safetensors").write_bytes(
+            (folder / "model.safetensors").read_bytes()[:1000]
+        )
     elif name == "no weights":
         (folder / "model.safetensors").unlink()
     elif name == "broken config":
         (folder / "config.json").write_text("{")
 
 
-@pytest.mark.parametrize("name,word", [("no chat template", "no chat template"), ("torn weights", "not loaded"), ("no weights", "not loaded"),
-                                       ("broken config", "not loaded"), ("row too few", "knows 268 ids, the model has rows for 267")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name,word",
+    [
+        ("no chat template", "no chat template"),
+        ("torn weights", "not loaded"),
+        ("no weights", "not loaded"),
+        ("broken config", "not loaded"),
+        ("row too few", "knows 268 ids, the model has rows for 267"),
+    ],
+)
 def test_models(name, word, flags, tmp_path, capsys):  # noqa: F811
     spoil(tmp_path / "model", name)
     capsys.readouterr()
@@ -141,11 +211,16 @@ def test_a_row_for_every_id_of_the_tokenizer(tmp_path):
     """As many rows as ids are enough, and more are usual; an added token's id counts, a text-only model's placeholder for images does not."""
     assert loaded(tmp_path / "a", 268) and loaded(tmp_path / "b", 271, "<a>", "<b>")
     for added, special in ((["<a>"], {}), ([], {"bos_token": "<a>"})):
-        with pytest.raises(UserError, match=r"--model .*knows 269 ids.*rows for 268.*\(the last is '<a>'\)"):
+        with pytest.raises(
+            UserError, match=r"--model .*knows 269 ids.*rows for 268.*\(the last is '<a>'\)"
+        ):
             loaded(tmp_path / "c", 268, *added, **special)
     with pytest.raises(UserError, match="rows for 268"):
         loaded(tmp_path / "d", 268, "<image>")
-    edit(tmp_path / "d/tokenizer_config.json", lambda c: c.update(extra_special_tokens={"image_token": "<image>"}))  # as Gemma 3's small ones say
+    edit(
+        tmp_path / "d/tokenizer_config.json",
+        lambda c: c.update(extra_special_tokens={"image_token": "<image>"}),
+    )  # as Gemma 3's small ones say
     assert R.load_model(str(tmp_path / "d"), torch.device("cpu"))
 
 
@@ -154,7 +229,20 @@ def finished(world_dir, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "run"
     settings = {"model": "model", "data": "data.jsonl", "bank": "bank.json", "encoder": "encoder"}
     given = [f"--{k}={world_dir / v}" for k, v in settings.items()]
-    assert sgsd.main([*given, "--num-teachers=3", "--batch-size=4", "--max-new-tokens=8", "--updates=2", "--lora-rank=4", f"--out={out}"]) == 0
+    assert (
+        sgsd.main(
+            [
+                *given,
+                "--num-teachers=3",
+                "--batch-size=4",
+                "--max-new-tokens=8",
+                "--updates=2",
+                "--lora-rank=4",
+                f"--out={out}",
+            ]
+        )
+        == 0
+    )
     return out
 
 
@@ -166,28 +254,96 @@ def edit(path, change):
 
 STEP = "checkpoints/step_000002"
 RUNS = {  # what was done to a run's directory, the flags, and words that must be said
-    "torn adapter": (lambda r: (r / STEP / "adapter_model.safetensors").write_bytes(b"x"), [], "step_000002: does not fit"),
-    "no optimizer state": (lambda r: (r / STEP / "trainer.safetensors").unlink(), [], "step_000002: does not fit"),
-    "no trainer state": (lambda r: (r / STEP / "trainer.json").unlink(), [], "step_000002: does not fit"),
-    "step that is a word": (lambda r: (r / STEP / "trainer.json").write_text('{"step": "two"}'), [], "step_000002: does not fit"),
+    "torn adapter": (
+        lambda r: (r / STEP / "adapter_model.safetensors").write_bytes(b"x"),
+        [],
+        "step_000002: does not fit",
+    ),
+    "no optimizer state": (
+        lambda r: (r / STEP / "trainer.safetensors").unlink(),
+        [],
+        "step_000002: does not fit",
+    ),
+    "no trainer state": (
+        lambda r: (r / STEP / "trainer.json").unlink(),
+        [],
+        "step_000002: does not fit",
+    ),
+    "step that is a word": (
+        lambda r: (r / STEP / "trainer.json").write_text('{"step": "two"}'),
+        [],
+        "step_000002: does not fit",
+    ),
     "adapter of another rank": (lambda r: None, ["--lora-rank=8"], "does not fit"),
     "broken config": (lambda r: (r / "config.json").write_text("{"), [], "no readable config.json"),
-    "config of a later version": (lambda r: edit(r / "config.json", lambda c: c["settings"].update(new=1)), [], "no readable config.json"),
-    "config that is a list": (lambda r: (r / "config.json").write_text("[]"), [], "no readable config.json"),
-    "settings that are a list": (lambda r: (r / "config.json").write_text('{"settings": []}'), [], "no readable config.json"),
-    "config that is no text": (lambda r: (r / "config.json").write_bytes(b"\xff\xfe"), [], "no readable config.json"),
-    "word for a setting": (lambda r: edit(r / "config.json", lambda c: c["settings"].update(tau_g="x")), [], "no readable config.json"),
-    "setting out of range": (lambda r: edit(r / "config.json", lambda c: c["settings"].update(tau_g=-1)), [], "--tau-g -1: must be > 0"),
+    "config of a later version": (
+        lambda r: edit(r / "config.json", lambda c: c["settings"].update(new=1)),
+        [],
+        "no readable config.json",
+    ),
+    "config that is a list": (
+        lambda r: (r / "config.json").write_text("[]"),
+        [],
+        "no readable config.json",
+    ),
+    "settings that are a list": (
+        lambda r: (r / "config.json").write_text('{"settings": []}'),
+        [],
+        "no readable config.json",
+    ),
+    "config that is no text": (
+        lambda r: (r / "config.json").write_bytes(b"\xff\xfe"),
+        [],
+        "no readable config.json",
+    ),
+    "word for a setting": (
+        lambda r: edit(r / "config.json", lambda c: c["settings"].update(tau_g="x")),
+        [],
+        "no readable config.json",
+    ),
+    "setting out of range": (
+        lambda r: edit(r / "config.json", lambda c: c["settings"].update(tau_g=-1)),
+        [],
+        "--tau-g -1: must be > 0",
+    ),
     "another method": (lambda r: None, ["--method=grpo"], "is a run of sgsd"),
     "preset": (lambda r: None, ["--preset=tiny"], "has its own settings"),
-    "another directory": (lambda r: None, ["--out=elsewhere"], "--out elsewhere", "goes on where it is"),
-    "flag without use": (lambda r: None, ["--teacher-decay=.5"], "--teacher-decay", "the other settings make"),
-    "marker without a mask": (lambda r: None, ["--no-token-mask", "--mask-extra"], "--mask-extra", "the other settings make"),
-    "broken bank": (lambda r: (r / "bank/bank.json").write_text("{"), [], "bank.json: cannot be read"),
-    "broken log": (lambda r: (r / "metrics.jsonl").write_text("{}}\n"), ["--updates=3"], "metrics.jsonl:1"),
-    "broken ledger": (lambda r: (r / STEP / "ledger.json").write_text("{}"), ["--updates=3"], "step_000002/ledger.json", "cannot be read"),
+    "another directory": (
+        lambda r: None,
+        ["--out=elsewhere"],
+        "--out elsewhere",
+        "goes on where it is",
+    ),
+    "flag without use": (
+        lambda r: None,
+        ["--teacher-decay=.5"],
+        "--teacher-decay",
+        "the other settings make",
+    ),
+    "marker without a mask": (
+        lambda r: None,
+        ["--no-token-mask", "--mask-extra"],
+        "--mask-extra",
+        "the other settings make",
+    ),
+    "broken bank": (
+        lambda r: (r / "bank/bank.json").write_text("{"),
+        [],
+        "bank.json: cannot be read",
+    ),
+    "broken log": (
+        lambda r: (r / "metrics.jsonl").write_text("{}}\n"),
+        ["--updates=3"],
+        "metrics.jsonl:1",
+    ),
+    "broken ledger": (
+        lambda r: (r / STEP / "ledger.json").write_text("{}"),
+        ["--updates=3"],
+        "step_000002/ledger.json",
+        "cannot be read",
+    ),
     "fewer updates than made": (lambda r: None, ["--updates=1"], "--updates 1", "update 2"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -201,18 +357,27 @@ def test_resumed_runs(name, finished, tmp_path, capsys):
     assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
 
 
-TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+}
 
 
-@pytest.mark.parametrize("change,words", [
-    ({"LOCAL_RANK": None}, ("RANK is set but LOCAL_RANK is not", "torchrun")),
-    ({"RANK": None, "WORLD_SIZE": "2"}, ("WORLD_SIZE is set but RANK is not", "torchrun")),
-    ({"RANK": "first"}, ("must be numbers", "first")),
-    ({"RANK": "1"}, ("RANK 1", "WORLD_SIZE 1")),
-    ({"WORLD_SIZE": "0"}, ("RANK 0", "WORLD_SIZE 0")),
-    ({"MASTER_PORT": "http"}, ("127.0.0.1:http", "not joined")),
-    ({"MASTER_PORT": "99999999"}, ("127.0.0.1:99999999", "not joined")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"LOCAL_RANK": None}, ("RANK is set but LOCAL_RANK is not", "torchrun")),
+        ({"RANK": None, "WORLD_SIZE": "2"}, ("WORLD_SIZE is set but RANK is not", "torchrun")),
+        ({"RANK": "first"}, ("must be numbers", "first")),
+        ({"RANK": "1"}, ("RANK 1", "WORLD_SIZE 1")),
+        ({"WORLD_SIZE": "0"}, ("RANK 0", "WORLD_SIZE 0")),
+        ({"MASTER_PORT": "http"}, ("127.0.0.1:http", "not joined")),
+        ({"MASTER_PORT": "99999999"}, ("127.0.0.1:99999999", "not joined")),
+    ],
+)
 def test_half_set_torchrun(change, words, flags, tmp_path, capsys, monkeypatch):  # noqa: F811
     for k, v in {**TORCHRUN, **change}.items():
         monkeypatch.delenv(k, raising=False) if v is None else monkeypatch.setenv(k, v)
@@ -232,20 +397,52 @@ def test_making_a_bank(world_dir, tmp_path, capsys):
     given = {"--model": world_dir / "model", "--data": world_dir / "data.jsonl", "--device": "cpu"}
     refused(given, capsys, "--out", "required", program=S.main)
     refused({**given, "--out": tmp_path}, capsys, "--out", "is a directory", program=S.main)
-    refused({**given, "--out": tmp_path / "b", "--problems": 0}, capsys, "--problems", ">= 1", program=S.main)
-    refused({**given, "--out": tmp_path / "b", "--max-new-tokens": 0}, capsys, "max_new_tokens >= 1", program=S.main)
-    refused({**given, "--out": tmp_path / "b", "--data": "none.jsonl"}, capsys, "none.jsonl", "no such file", program=S.main)
+    refused(
+        {**given, "--out": tmp_path / "b", "--problems": 0},
+        capsys,
+        "--problems",
+        ">= 1",
+        program=S.main,
+    )
+    refused(
+        {**given, "--out": tmp_path / "b", "--max-new-tokens": 0},
+        capsys,
+        "max_new_tokens >= 1",
+        program=S.main,
+    )
+    refused(
+        {**given, "--out": tmp_path / "b", "--data": "none.jsonl"},
+        capsys,
+        "none.jsonl",
+        "no such file",
+        program=S.main,
+    )
     (tmp_path / "b.work").mkdir()
     file(tmp_path, "{}", "b.work/settings.json")
     refused({**given, "--out": tmp_path / "b"}, capsys, "b.work", "other settings", program=S.main)
-    assert not list(tmp_path.glob("b*json")) and [p.name for p in (tmp_path / "b.work").iterdir()] == ["settings.json"]
+    assert not list(tmp_path.glob("b*json")) and [
+        p.name for p in (tmp_path / "b.work").iterdir()
+    ] == ["settings.json"]
 
 
 def test_evaluating(world_dir, tmp_path, capsys):
     refused({}, capsys, "PATH", "required", program=E.main)
-    before = (str(world_dir / "model"), "--data", str(world_dir / "data.jsonl"), "--out", str(tmp_path / "o"))
+    before = (
+        str(world_dir / "model"),
+        "--data",
+        str(world_dir / "data.jsonl"),
+        "--out",
+        str(tmp_path / "o"),
+    )
     make_bank(tmp_path / "b.json")
-    refused({"--skills": tmp_path / "b.json"}, capsys, "--num-skills 8", "1..4", program=E.main, before=before)
+    refused(
+        {"--skills": tmp_path / "b.json"},
+        capsys,
+        "--num-skills 8",
+        "1..4",
+        program=E.main,
+        before=before,
+    )
     refused({"--temperature": -1}, capsys, "temperature >= 0", program=E.main, before=before)
     refused({"--limit": -1}, capsys, "--limit -1", program=E.main, before=before)
     assert not (tmp_path / "o").exists()

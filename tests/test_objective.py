@@ -93,7 +93,10 @@ def test_token_mask():
 
 def test_eq11_clip():
     # one token, so the support is the clipped gap (eps = 0): 9 -> 3, -9 -> -3, the rest as it is
-    same(sgsd.robust_support(t([[9.0], [-9.0], [2.5], [-2.5], [3.0], [0.0]]), t([1]), 3.0, eps=0.0), [3.0, -3.0, 2.5, -2.5, 3.0, 0.0])
+    same(
+        sgsd.robust_support(t([[9.0], [-9.0], [2.5], [-2.5], [3.0], [0.0]]), t([1]), 3.0, eps=0.0),
+        [3.0, -3.0, 2.5, -2.5, 3.0, 0.0],
+    )
 
 
 def test_eq12_robust_support():
@@ -172,7 +175,12 @@ def test_eq17_gate_grad():
 
 
 def test_eq20_token_credit():
-    delta_KT, mask_T, alpha_K, rho_K = t([[D3, -D3, 7.0], [D3, 0.0, 7.0], [D3, D3, D3]]), t([1, 1, 0]), t([0.5, 0.3, 0.2]), t([1.0, -1.0, 0.0])
+    delta_KT, mask_T, alpha_K, rho_K = (
+        t([[D3, -D3, 7.0], [D3, 0.0, 7.0], [D3, D3, D3]]),
+        t([1, 1, 0]),
+        t([0.5, 0.3, 0.2]),
+        t([1.0, -1.0, 0.0]),
+    )
     # Z = 2 + 2; g(D3) = D3 / 4; teacher 1: +0.5 / 4 * D3 / 4 = D3 / 32; teacher 2: -0.3 / 4 * D3 / 4 = -0.3 D3 / 16; masked and ignored: 0
     want = [[D3 / 32, -D3 / 32, 0.0], [-0.3 * D3 / 16, 0.0, 0.0], [0.0, 0.0, 0.0]]
     same(sgsd.token_credit(delta_KT, mask_T, alpha_K, rho_K, 1.0, eps=2.0), want)
@@ -195,7 +203,11 @@ def test_no_teachers():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_all_masked(dtype):
-    delta_KT, mask_T, alpha_K = torch.full((2, 3), 5.0, dtype=dtype), torch.zeros(3), torch.full((2,), 0.5)
+    delta_KT, mask_T, alpha_K = (
+        torch.full((2, 3), 5.0, dtype=dtype),
+        torch.zeros(3),
+        torch.full((2,), 0.5),
+    )
     a_K = sgsd.robust_support(delta_KT, mask_T, 3.0)
     assert a_K.tolist() == [0, 0]
     assert sgsd.polarity(a_K, 1, 0.0).tolist() == [0, 0]
@@ -208,7 +220,10 @@ def test_all_masked(dtype):
 def test_a_mask_of_any_dtype(dtype):
     delta_KT, mask_T = t([[1.0, 2.0, 4.0]]), torch.tensor([1, 0, 1]).to(dtype)
     same(sgsd.robust_support(delta_KT, mask_T, 3.0, eps=0.0), [2.0])  # (1 + 3) / 2
-    same(sgsd.teacher_losses(delta_KT, mask_T, 1.0), sgsd.teacher_losses(delta_KT[:, [0, 2]], torch.ones(2), 1.0).tolist())
+    same(
+        sgsd.teacher_losses(delta_KT, mask_T, 1.0),
+        sgsd.teacher_losses(delta_KT[:, [0, 2]], torch.ones(2), 1.0).tolist(),
+    )
 
 
 # -------------------------------------------------------------------------------------------------- refusals: the place, the value and the rule
@@ -251,14 +266,24 @@ def test_mask_of_another_rank(place):
 @pytest.mark.parametrize("place", GAPS)
 @pytest.mark.parametrize("value", [2.0, -1.0, 0.5, nan])
 def test_mask_of_other_values(place, value):
-    refuses(lambda: GAPS[place](Z(2, 3), torch.tensor([0.0, 1.0, value])), place, str(value), "mask_T must hold only 0 and 1")
+    refuses(
+        lambda: GAPS[place](Z(2, 3), torch.tensor([0.0, 1.0, value])),
+        place,
+        str(value),
+        "mask_T must hold only 0 and 1",
+    )
 
 
 @pytest.mark.parametrize("place", ["plain_support (Eq. 8)", *GAPS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
 def test_gaps_of_another_dtype(place, dtype):
     call = GAPS.get(place, lambda d, m: sgsd.plain_support(d))
-    refuses(lambda: call(Z(2, 3, dtype=dtype), Z(3)), place, f"got {dtype}", "gaps must be float32 or float64")
+    refuses(
+        lambda: call(Z(2, 3, dtype=dtype), Z(3)),
+        place,
+        f"got {dtype}",
+        "gaps must be float32 or float64",
+    )
 
 
 @pytest.mark.parametrize("place", ["plain_support (Eq. 8)", *GAPS])
@@ -268,21 +293,46 @@ def test_gaps_of_another_rank(place, shape):
     refuses(lambda: call(Z(shape), Z(3)), place, f"got {shape}", "delta_KT must be [K, T]")
 
 
-@pytest.mark.parametrize(("call", "place"), [(sgsd.sgsd_loss, "sgsd_loss (Eq. 16)"), (sgsd.token_credit, "token_credit (Eq. 20)")])
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [(sgsd.sgsd_loss, "sgsd_loss (Eq. 16)"), (sgsd.token_credit, "token_credit (Eq. 20)")],
+)
 @pytest.mark.parametrize("wrong", [(3,), (1,), (), (2, 1)])
 def test_weights_of_another_shape(call, place, wrong):
-    refuses(lambda: call(Z(2, 3), Z(3), Z(wrong), Z(2), 1.0), place, f"got {wrong}", "alpha_K and rho_K must be [K] = (2,)")
-    refuses(lambda: call(Z(2, 3), Z(3), Z(2), Z(wrong), 1.0), place, f"got {wrong}", "alpha_K and rho_K must be [K] = (2,)")
+    refuses(
+        lambda: call(Z(2, 3), Z(3), Z(wrong), Z(2), 1.0),
+        place,
+        f"got {wrong}",
+        "alpha_K and rho_K must be [K] = (2,)",
+    )
+    refuses(
+        lambda: call(Z(2, 3), Z(3), Z(2), Z(wrong), 1.0),
+        place,
+        f"got {wrong}",
+        "alpha_K and rho_K must be [K] = (2,)",
+    )
 
 
 @pytest.mark.parametrize("shapes", [((2,), (3,)), ((2,), (1,)), ((), ()), ((2, 2), (2, 2))])
 def test_similarities_of_other_shapes(shapes):
-    refuses(lambda: sgsd.teacher_weights(Z(shapes[0]), Z(shapes[1])), "teacher_weights (Eq. 6)", f"got {shapes}", "both must be [K]")
+    refuses(
+        lambda: sgsd.teacher_weights(Z(shapes[0]), Z(shapes[1])),
+        "teacher_weights (Eq. 6)",
+        f"got {shapes}",
+        "both must be [K]",
+    )
 
 
-@pytest.mark.parametrize("shapes", [((2, 3), (4,)), ((2, 3), (1,)), ((3,), (3,)), ((2, 3), (2, 3)), ((2, 3), ())])
+@pytest.mark.parametrize(
+    "shapes", [((2, 3), (4,)), ((2, 3), (1,)), ((3,), (3,)), ((2, 3), (2, 3)), ((2, 3), ())]
+)
 def test_log_probs_of_other_shapes(shapes):
-    refuses(lambda: sgsd.log_prob_gap(Z(shapes[0]), Z(shapes[1])), "log_prob_gap (Eq. 7)", f"got {shapes}", "wanted [K, T] teachers and [T] student")
+    refuses(
+        lambda: sgsd.log_prob_gap(Z(shapes[0]), Z(shapes[1])),
+        "log_prob_gap (Eq. 7)",
+        f"got {shapes}",
+        "wanted [K, T] teachers and [T] student",
+    )
 
 
 @pytest.mark.parametrize("tau_g", [0, 0.0, -1.0, -inf, nan])
@@ -301,13 +351,21 @@ def test_tau_must_be_positive(tau_g):
 @pytest.mark.parametrize("c_delta", [0, 0.0, -3.0, nan])
 def test_c_delta_must_be_positive(c_delta):
     refuses(
-        lambda: sgsd.robust_support(Z(2, 3), Z(3), c_delta), "robust_support (Eq. 11)", f"got {c_delta}", "the clipping bound c_delta must be > 0"
+        lambda: sgsd.robust_support(Z(2, 3), Z(3), c_delta),
+        "robust_support (Eq. 11)",
+        f"got {c_delta}",
+        "the clipping bound c_delta must be > 0",
     )
 
 
 @pytest.mark.parametrize("eps_a", [-1e-9, -1.0, nan])
 def test_eps_a_must_not_be_negative(eps_a):
-    refuses(lambda: sgsd.polarity(t([0.5]), 1, eps_a), "polarity (Eq. 13)", f"got {eps_a}", "the confidence threshold eps_a must be >= 0")
+    refuses(
+        lambda: sgsd.polarity(t([0.5]), 1, eps_a),
+        "polarity (Eq. 13)",
+        f"got {eps_a}",
+        "the confidence threshold eps_a must be >= 0",
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------------------- copying it out
@@ -316,7 +374,11 @@ def test_eps_a_must_not_be_negative(eps_a):
 def objective_alone():
     """The objective section of sgsd.py, executed in an empty namespace in which only math, torch and collections.abc can be imported."""
     text = pathlib.Path(sgsd.__file__).read_text(encoding="utf-8")
-    (section,) = re.findall(r"^# =+ objective \(needs math, torch\)\n(.*?)^# =+ end of the objective\n", text, re.M | re.S)
+    (section,) = re.findall(
+        r"^# =+ objective \(needs math, torch\)\n(.*?)^# =+ end of the objective\n",
+        text,
+        re.M | re.S,
+    )
 
     def allowed(name, globals=None, locals=None, fromlist=(), level=0):
         if level or name not in ("math", "torch", "collections.abc"):
@@ -332,25 +394,50 @@ def test_the_objective_stands_alone():
     names = objective_alone()
     assert [name for name in CONTRACT if not callable(names.get(name))] == []
     generator = torch.Generator().manual_seed(0)
-    s_K, logpT_KT, logpS_T = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 5), (5,)))
+    s_K, logpT_KT, logpS_T = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((3,), (3, 5), (5,))
+    )
 
     def run(f):
         mask_T = f("token_mask")([4, 9, 4, 4, 4], {9})
         delta_KT = f("log_prob_gap")(logpT_KT, logpS_T)
-        alpha_K, a_K = f("teacher_weights")(s_K, -2 * s_K), f("robust_support")(delta_KT, mask_T, 1.0)
+        alpha_K, a_K = (
+            f("teacher_weights")(s_K, -2 * s_K),
+            f("robust_support")(delta_KT, mask_T, 1.0),
+        )
         rho_K = f("polarity")(a_K, f("outcome_sign")(-1), 0.01)
         args = (delta_KT, mask_T, alpha_K, rho_K, 1.0)
-        losses = f("teacher_losses")(delta_KT, mask_T, 1.0), f("gated_loss")(delta_KT, 1.0), f("gate_grad")(delta_KT, 1.0)
-        return [mask_T, *args[:4], a_K, f("plain_support")(delta_KT), *losses, f("sgsd_loss")(*args), f("token_credit")(*args)]
+        losses = (
+            f("teacher_losses")(delta_KT, mask_T, 1.0),
+            f("gated_loss")(delta_KT, 1.0),
+            f("gate_grad")(delta_KT, 1.0),
+        )
+        return [
+            mask_T,
+            *args[:4],
+            a_K,
+            f("plain_support")(delta_KT),
+            *losses,
+            f("sgsd_loss")(*args),
+            f("token_credit")(*args),
+        ]
 
-    for copied, original in zip(run(names.__getitem__), run(lambda name: getattr(sgsd, name)), strict=True):
+    for copied, original in zip(
+        run(names.__getitem__), run(lambda name: getattr(sgsd, name)), strict=True
+    ):
         assert torch.equal(copied, original)
     refuses(lambda: names["gated_loss"](Z(1), 0.0), "gated_loss (Eq. 14)")
 
 
 def test_an_import_of_anything_else_would_be_noticed():
     names = objective_alone()
-    for line in ("import os", "import rollout", "from torch.nn import functional", "from . import skills"):
+    for line in (
+        "import os",
+        "import rollout",
+        "from torch.nn import functional",
+        "from . import skills",
+    ):
         with pytest.raises(ImportError):
             exec(line, names)
 

@@ -70,8 +70,14 @@ def test_a_larger_gap_never_costs_less(a, b, tau_g):
 def test_near_zero(delta, tau_g):
     # with u = delta^2 / (2 tau): loss = u/2 - log cosh(u/2), gate = delta/(2 tau) (1 - tanh(u/2)); log cosh v <= v^2/2, tanh v <= v
     loss, gate = sgsd.gated_loss(t(delta), tau_g).item(), sgsd.gate_grad(t(delta), tau_g).item()
-    assert abs(loss - delta**2 / (4 * tau_g)) <= delta**4 / (32 * tau_g**2) * (1 + 1e-9) + 1e-14 * loss + TINY
-    assert abs(gate - delta / (2 * tau_g)) <= abs(delta) ** 3 / (8 * tau_g**2) * (1 + 1e-9) + 1e-14 * abs(gate) + TINY
+    assert (
+        abs(loss - delta**2 / (4 * tau_g))
+        <= delta**4 / (32 * tau_g**2) * (1 + 1e-9) + 1e-14 * loss + TINY
+    )
+    assert (
+        abs(gate - delta / (2 * tau_g))
+        <= abs(delta) ** 3 / (8 * tau_g**2) * (1 + 1e-9) + 1e-14 * abs(gate) + TINY
+    )
 
 
 @check
@@ -93,7 +99,9 @@ def test_teacher_weights(pairs, shift):
     alpha_K = sgsd.teacher_weights(s_g_K, s_e_K)
     assert (alpha_K > 0).all()
     torch.testing.assert_close(alpha_K.sum().item(), 1.0, rtol=0, atol=1e-12)
-    torch.testing.assert_close(sgsd.teacher_weights(s_g_K + shift, s_e_K + shift), alpha_K, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        sgsd.teacher_weights(s_g_K + shift, s_e_K + shift), alpha_K, rtol=0, atol=1e-12
+    )
     torch.testing.assert_close(sgsd.teacher_weights(s_e_K, s_g_K), alpha_K, rtol=0, atol=1e-12)
 
 
@@ -125,7 +133,10 @@ def test_polarity_is_the_rule(a, r, eps_a):
 def test_exactly_eps_a_is_neutral(dtype, eps_a, r):
     at = torch.tensor([eps_a, -eps_a], dtype=dtype)
     assert sgsd.polarity(at, r, eps_a).tolist() == [0, 0]
-    assert sgsd.polarity(t([nextafter(eps_a, 11), -nextafter(eps_a, 11)]), r, eps_a).tolist() == [r, -r]
+    assert sgsd.polarity(t([nextafter(eps_a, 11), -nextafter(eps_a, 11)]), r, eps_a).tolist() == [
+        r,
+        -r,
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------- the loss
@@ -156,7 +167,10 @@ def test_order_of_teachers_does_not_matter(x, tau_g, random):
 def test_the_opposite_outcome_flips_the_loss(x, tau_g, c_delta, eps_a):
     delta_KT, mask_T, alpha_K, _ = x
     a_K = sgsd.robust_support(delta_KT, mask_T, c_delta)
-    right, wrong = (sgsd.sgsd_loss(delta_KT, mask_T, alpha_K, sgsd.polarity(a_K, r, eps_a), tau_g) for r in (1, -1))
+    right, wrong = (
+        sgsd.sgsd_loss(delta_KT, mask_T, alpha_K, sgsd.polarity(a_K, r, eps_a), tau_g)
+        for r in (1, -1)
+    )
     assert right == -wrong
 
 
@@ -165,7 +179,11 @@ def test_the_opposite_outcome_flips_the_loss(x, tau_g, c_delta, eps_a):
 def test_masked_tokens_are_inert(x, tau_g, data):
     delta_KT, mask_T, alpha_K, rho_K = x
     assume((mask_T == 0).any())
-    other_KT = torch.where(mask_T == 0, t(data.draw(row(row(st.floats(-1e4, 1e4), delta_KT.shape[1]), len(delta_KT)))), delta_KT)
+    other_KT = torch.where(
+        mask_T == 0,
+        t(data.draw(row(row(st.floats(-1e4, 1e4), delta_KT.shape[1]), len(delta_KT)))),
+        delta_KT,
+    )
     for f in (
         lambda delta_KT: sgsd.robust_support(delta_KT, mask_T, 3.0),
         lambda delta_KT: sgsd.teacher_losses(delta_KT, mask_T, tau_g),
@@ -181,7 +199,10 @@ def test_masking_is_leaving_out(x, tau_g):
     delta_KT, mask_T, alpha_K, rho_K = x
     kept_KT = delta_KT[:, mask_T == 1]
     ones_T = torch.ones(kept_KT.shape[1])
-    for f in (lambda d, m: sgsd.robust_support(d, m, 3.0), lambda d, m: sgsd.sgsd_loss(d, m, alpha_K, rho_K, tau_g)):
+    for f in (
+        lambda d, m: sgsd.robust_support(d, m, 3.0),
+        lambda d, m: sgsd.sgsd_loss(d, m, alpha_K, rho_K, tau_g),
+    ):
         torch.testing.assert_close(f(delta_KT, mask_T), f(kept_KT, ones_T), rtol=1e-12, atol=1e-14)
 
 
@@ -216,5 +237,7 @@ def test_an_ignored_teacher_adds_nothing(x, tau_g, data):
 def test_credit_is_bounded_and_signed(x, tau_g):
     delta_KT, mask_T, alpha_K, rho_K = x
     w_KT = sgsd.token_credit(delta_KT, mask_T, alpha_K, rho_K, tau_g)
-    assert w_KT.abs().sum().item() <= (1 + 1e-12) / sqrt(e * tau_g)  # sum of alpha is 1, sum of m / Z at most 1
+    assert w_KT.abs().sum().item() <= (1 + 1e-12) / sqrt(
+        e * tau_g
+    )  # sum of alpha is 1, sum of m / Z at most 1
     assert (w_KT * rho_K[:, None] * delta_KT >= 0).all()

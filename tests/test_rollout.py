@@ -17,7 +17,10 @@ SAMPLING = R.Sampling(temperature=1.1, top_p=0.95, top_k=20, max_new_tokens=24)
 
 
 def prompts(tokenizer, n):
-    return [R.chat_ids(tokenizer, f"Problem {i}: " + "x" * (3 * i % 17), thinking=False) for i in range(n)]
+    return [
+        R.chat_ids(tokenizer, f"Problem {i}: " + "x" * (3 * i % 17), thinking=False)
+        for i in range(n)
+    ]
 
 
 def test_samples_do_not_depend_on_batch_or_order(tokenizer):
@@ -26,12 +29,19 @@ def test_samples_do_not_depend_on_batch_or_order(tokenizer):
     together = R.generate(model, tokenizer, ids, SAMPLING, keys)
     order = np.random.default_rng(0).permutation(40)
     for part in np.array_split(order, 7):
-        for i, got in zip(part, R.generate(model, tokenizer, [ids[i] for i in part], SAMPLING, [keys[i] for i in part])):
+        for i, got in zip(
+            part,
+            R.generate(model, tokenizer, [ids[i] for i in part], SAMPLING, [keys[i] for i in part]),
+        ):
             assert got == together[i]
     assert len({tuple(x) for x in together}) == 40
 
 
-KINDS = {"qwen3": {}, "llama": {}, "gemma2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}}
+KINDS = {
+    "qwen3": {},
+    "llama": {},
+    "gemma2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,8 +58,12 @@ def test_completions_replay_through_plain_forwards(tokenizer, kind, rows):
     assert len({len(c) for c in completions}) > 4 and max(map(len, completions)) > 2 * R.TURN["cpu"]
     for prompt, key, completion in zip(ids, keys, completions):
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-        u = np.concatenate([R.uniforms(np.array([key], dtype=np.uint64), t) for t in range(len(completion))])
+            logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        u = np.concatenate(
+            [R.uniforms(np.array([key], dtype=np.uint64), t) for t in range(len(completion))]
+        )
         assert R.select_tokens(logits, torch.from_numpy(u), sampling).tolist() == completion
 
 
@@ -57,7 +71,12 @@ def test_greedy_is_the_librarys_greedy(tokenizer):
     model, ids = make_model(), prompts(tokenizer, 4)
     ours = R.generate(model, tokenizer, ids, R.Sampling(0.0, 1.0, 0, 40), [0] * 4, 2)
     for prompt, got in zip(ids, ours):
-        want = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False, max_new_tokens=40)
+        want = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=40,
+        )
         assert got == want[0, len(prompt) :].tolist()
 
 
@@ -102,12 +121,18 @@ def test_a_graph_proves_itself_or_gives_way(monkeypatch):
     step = R._captured(good, wandering)  # proven once per model
     assert modes[3:] == [0] and step() is step() and next(count) == 1
     with pytest.warns(UserWarning, match="other logits.*slower"):
-        assert R._captured(other, wandering)().eq(5).all()  # 2 to 5: looked at, captured, compared, run instead
+        assert (
+            R._captured(other, wandering)().eq(5).all()
+        )  # 2 to 5: looked at, captured, compared, run instead
     fails = True
     with pytest.warns(UserWarning, match="not permitted when stream is capturing"):
         assert R._captured(broken, forward) is forward
     calls.clear()
-    assert R._captured(broken, forward) is forward and R._captured(other, forward) is forward and not calls
+    assert (
+        R._captured(broken, forward) is forward
+        and R._captured(other, forward) is forward
+        and not calls
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -129,10 +154,15 @@ def test_finished_rows_leave_the_batch(tokenizer):
     model.register_forward_hook(lambda *_: steps.append(1))
     flowing = R.generate(model, tokenizer, ids, sampling, keys, 16)
     ours = len(steps)
-    static = [R.generate(model, tokenizer, ids[i : i + 16], sampling, keys[i : i + 16]) for i in range(0, 64, 16)]
+    static = [
+        R.generate(model, tokenizer, ids[i : i + 16], sampling, keys[i : i + 16])
+        for i in range(0, 64, 16)
+    ]
     assert flowing == [c for batch in static for c in batch]
     lengths = [len(c) for c in flowing]
-    held = sum(max(lengths[i : i + 16]) for i in range(0, 64, 16))  # a batch decodes as long as its longest
+    held = sum(
+        max(lengths[i : i + 16]) for i in range(0, 64, 16)
+    )  # a batch decodes as long as its longest
     print(
         f"lengths: mean {np.mean(lengths):.0f}, median {np.median(lengths):.0f}, max {max(lengths)}; steps {ours} against {held}: {held / ours:.2f}x"
     )
@@ -143,7 +173,11 @@ def test_a_stream_yields_turn_by_turn(tokenizer):
     """What finishes first comes first, within a turn; the model's mode is put back even when the stream is left early."""
     model, ids = make_model().train(), prompts(tokenizer, 6)
     turns = list(R.stream(model, tokenizer, ids, SAMPLING, range(6), rows=2))
-    assert sorted(i for turn in turns for i, _ in turn) == list(range(6)) and [] in turns and all(len(turn) <= 2 for turn in turns)
+    assert (
+        sorted(i for turn in turns for i, _ in turn) == list(range(6))
+        and [] in turns
+        and all(len(turn) <= 2 for turn in turns)
+    )
     next(turns := R.stream(model, tokenizer, ids, SAMPLING, range(6), rows=2))
     assert not model.training and not torch.is_inference_mode_enabled()
     turns.close()
@@ -154,14 +188,27 @@ def test_a_stream_yields_turn_by_turn(tokenizer):
 
 
 def test_keys_tell_seed_step_problem_and_sample_apart():
-    assert len({R.sample_key(s, t, p, j) for s in range(3) for t in range(3) for p in ("a", "b", "1") for j in range(3)}) == 81
+    assert (
+        len(
+            {
+                R.sample_key(s, t, p, j)
+                for s in range(3)
+                for t in range(3)
+                for p in ("a", "b", "1")
+                for j in range(3)
+            }
+        )
+        == 81
+    )
 
 
 def test_uniforms_are_uniform_and_below_one():
     keys = np.array([R.sample_key(0, 0, str(i)) for i in range(2000)], dtype=np.uint64)
     u = np.stack([R.uniforms(keys, t) for t in range(50)])
     assert 0 <= u.min() and u.max() < 1
-    assert abs(u.mean() - 0.5) < 0.005 and abs(u.var() - 1 / 12) < 0.002  # 100,000 draws: standard errors .0009 and .0002
+    assert (
+        abs(u.mean() - 0.5) < 0.005 and abs(u.var() - 1 / 12) < 0.002
+    )  # 100,000 draws: standard errors .0009 and .0002
     assert abs(np.corrcoef(u[0], u[1])[0, 1]) < 0.1
 
 
@@ -170,9 +217,27 @@ def test_selection_by_hand():
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().expand(5, 4)
     u = torch.tensor([0.0, 0.09, 0.11, 0.59, 0.99], dtype=torch.float64)
     assert R.select_tokens(logits, u, R.Sampling(1.0, 1.0, 0)).tolist() == [0, 0, 1, 2, 3]
-    assert R.select_tokens(logits, u, R.Sampling(1.0, 1.0, 2)).tolist() == [2, 2, 2, 3, 3]  # .3/.7 = .43
-    assert R.select_tokens(logits, u, R.Sampling(1.0, 0.65, 0)).tolist() == [2, 2, 2, 3, 3]  # .4 + .3 reach .65
-    assert R.select_tokens(logits, u, R.Sampling(1.0, 0.75, 0)).tolist() == [1, 1, 1, 3, 3]  # CDF .22 .56 1
+    assert R.select_tokens(logits, u, R.Sampling(1.0, 1.0, 2)).tolist() == [
+        2,
+        2,
+        2,
+        3,
+        3,
+    ]  # .3/.7 = .43
+    assert R.select_tokens(logits, u, R.Sampling(1.0, 0.65, 0)).tolist() == [
+        2,
+        2,
+        2,
+        3,
+        3,
+    ]  # .4 + .3 reach .65
+    assert R.select_tokens(logits, u, R.Sampling(1.0, 0.75, 0)).tolist() == [
+        1,
+        1,
+        1,
+        3,
+        3,
+    ]  # CDF .22 .56 1
     assert R.select_tokens(logits, u, R.Sampling(0.0, 1.0, 0)).tolist() == [3] * 5
     # temperature 1/2 squares: .01 .04 .09 .16 of .30; CDF .033 .167 .467 1
     assert R.select_tokens(logits, u, R.Sampling(0.5, 1.0, 0)).tolist() == [0, 1, 1, 3, 3]
@@ -182,8 +247,15 @@ def test_selection_frequencies_match_the_distribution():
     torch.manual_seed(0)
     logits = torch.randn(1, 50) * 2
     u = torch.from_numpy(R.uniforms(np.arange(20000, dtype=np.uint64), 3))
-    got = torch.bincount(R.select_tokens(logits.expand(20000, 50), u, R.Sampling(1.3, 1.0, 0)), minlength=50) / 20000
-    assert (got - (logits[0] / 1.3).softmax(-1)).abs().max() < 0.012  # 3.4 standard errors of the largest
+    got = (
+        torch.bincount(
+            R.select_tokens(logits.expand(20000, 50), u, R.Sampling(1.3, 1.0, 0)), minlength=50
+        )
+        / 20000
+    )
+    assert (
+        got - (logits[0] / 1.3).softmax(-1)
+    ).abs().max() < 0.012  # 3.4 standard errors of the largest
 
 
 def test_wide_nucleus_needs_the_whole_vocabulary():
@@ -196,7 +268,9 @@ def test_the_models_own_generation_config_does_not_leak(tokenizer):
     model = make_model()
     ids, keys = prompts(tokenizer, 3), [1, 2, 3]
     want = R.generate(model, tokenizer, ids, SAMPLING, keys)
-    model.generation_config.update(temperature=0.01, top_k=1, do_sample=True, repetition_penalty=9.0, max_new_tokens=3)
+    model.generation_config.update(
+        temperature=0.01, top_k=1, do_sample=True, repetition_penalty=9.0, max_new_tokens=3
+    )
     kept = model.generation_config
     assert R.generate(model, tokenizer, ids, SAMPLING, keys) == want
     assert model.generation_config is kept
@@ -220,9 +294,15 @@ def test_stops_on_every_stop_id_and_marks_truncation(tokenizer):
     assert R.generate(model, tokenizer, [], SAMPLING, []) == []
 
 
-@pytest.mark.parametrize("device,dtype,installed,attn", [
-    ("cuda", "auto", True, "flash_attention_2"), ("cuda", "auto", False, "sdpa"), ("cuda", "float32", True, "sdpa"), ("cpu", "auto", True, "sdpa"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "device,dtype,installed,attn",
+    [
+        ("cuda", "auto", True, "flash_attention_2"),
+        ("cuda", "auto", False, "sdpa"),
+        ("cuda", "float32", True, "sdpa"),
+        ("cpu", "auto", True, "sdpa"),
+    ],
+)
 def test_attention_is_flash_where_it_can_be(device, dtype, installed, attn, tmp_path, monkeypatch):
     def refuse(*_, attn_implementation, **__):
         raise ValueError(f"asked for {attn_implementation}")
@@ -256,7 +336,15 @@ def test_a_think_block_that_the_prompt_opened_holds_no_answer(tokenizer, monkeyp
         monkeypatch.setattr(R, "generate", lambda *_, text=text: [tokenizer.encode(text)])
         prompt = tokenizer.encode("Problem<think>\n")
         with R.Verifier() as verifier:
-            (roll,) = R.sample_rollouts(make_model(), tokenizer, [R.Problem("a", "p", "5")], [prompt], SAMPLING, [1], verifier)
+            (roll,) = R.sample_rollouts(
+                make_model(),
+                tokenizer,
+                [R.Problem("a", "p", "5")],
+                [prompt],
+                SAMPLING,
+                [1],
+                verifier,
+            )
         assert (roll.pred, roll.r, roll.text) == (pred, 1 if pred else -1, text)
 
 
@@ -273,9 +361,15 @@ def test_a_prompt_is_answered_greedily_and_asked_again_at_once_by_sampling(token
     model, world = make_model(), D.World(0, 1, torch.device("cpu"))
     first = R.make_complete(model, tokenizer, world, max_new_tokens=8, seed=0)
     greedy, again, third = first(["a", "b"]), first(["a", "b"]), first(["a"])
-    assert first(["b", "a"]) != greedy[::-1] and first(["c"]) and first(["a", "b"]) == greedy  # after another call: greedy
+    assert (
+        first(["b", "a"]) != greedy[::-1] and first(["c"]) and first(["a", "b"]) == greedy
+    )  # after another call: greedy
     other = R.make_complete(model, tokenizer, world, max_new_tokens=8, seed=0)
-    assert other(["a"]) == greedy[:1] and other(["a"]) == again[:1] != greedy[:1] and other(["a"]) == third != again[:1]
+    assert (
+        other(["a"]) == greedy[:1]
+        and other(["a"]) == again[:1] != greedy[:1]
+        and other(["a"]) == third != again[:1]
+    )
 
 
 def test_a_think_block_is_only_seen_where_it_is_a_token(tokenizer):
@@ -285,8 +379,15 @@ def test_a_think_block_is_only_seen_where_it_is_a_token(tokenizer):
     plain = make_tokenizer()
     core = json.loads(plain.backend_tokenizer.to_str())
     core["added_tokens"] = [t for t in core["added_tokens"] if "think" not in t["content"]]
-    without = PreTrainedTokenizerFast(tokenizer_object=type(plain.backend_tokenizer).from_str(json.dumps(core)), eos_token="<|im_end|>")
-    prompt, answer = (without.encode(text, add_special_tokens=False) for text in ("say>\n", "\\boxed{5}"))
+    without = PreTrainedTokenizerFast(
+        tokenizer_object=type(plain.backend_tokenizer).from_str(json.dumps(core)),
+        eos_token="<|im_end|>",
+    )
+    prompt, answer = (
+        without.encode(text, add_special_tokens=False) for text in ("say>\n", "\\boxed{5}")
+    )
     with R.Verifier() as verifier:
-        (roll,) = R.judge(make_model(), without, [R.Problem("x", "p", "5")], [prompt], [answer], verifier)
+        (roll,) = R.judge(
+            make_model(), without, [R.Problem("x", "p", "5")], [prompt], [answer], verifier
+        )
     assert (roll.pred, roll.r) == ("5", 1)

@@ -15,7 +15,9 @@ COMPLETIONS = [[20, 21, 22], [23, 24, 25, 26, 27, 28], [29]]
 def by_hand(model, prompt, completion, temperature=1.0):
     """One row, full logits, log_softmax: the definition."""
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
+        logits = (
+            model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
+        )
     logp = logits.log_softmax(-1)
     return torch.stack([logp[len(prompt) - 1 + t, y] for t, y in enumerate(completion)]).float()
 
@@ -27,7 +29,9 @@ def test_rows_equal_the_definition(kind, temperature):
     got = R.token_logprobs(model, PROMPTS, COMPLETIONS, temperature=temperature)
     assert got.dtype == torch.float32 and got.shape == (3, 6)
     for row, p, c in zip(got, PROMPTS, COMPLETIONS):
-        torch.testing.assert_close(row[: len(c)], by_hand(model, p, c, temperature), atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            row[: len(c)], by_hand(model, p, c, temperature), atol=2e-5, rtol=1e-5
+        )
         assert (row[len(c) :] == 0).all()
 
 
@@ -59,7 +63,10 @@ def test_gradient_equals_full_logits():
     loss = R.token_logprobs(model, [PROMPTS[0]], [COMPLETIONS[0]], grad=True).sum()
     logits = model(input_ids=torch.tensor([PROMPTS[0] + COMPLETIONS[0]])).logits[0]
     want = logits[4:7].log_softmax(-1).gather(1, torch.tensor(COMPLETIONS[0])[:, None]).sum()
-    for a, b in zip(torch.autograd.grad(loss, list(model.parameters())), torch.autograd.grad(want, list(model.parameters()))):
+    for a, b in zip(
+        torch.autograd.grad(loss, list(model.parameters())),
+        torch.autograd.grad(want, list(model.parameters())),
+    ):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
@@ -76,7 +83,11 @@ def test_stacked_teachers_equal_one_by_one(budget):
 def test_null_teacher_has_no_gap():
     """A teacher whose context is the student's prompt is the student: Delta = 0 (D6)."""
     model, ids_T = make_model(), [30, 31, 32, 33, 34]
-    contexts = [PROMPTS[0], PROMPTS[2], PROMPTS[1]]  # the student's prompt among longer and shorter ones
+    contexts = [
+        PROMPTS[0],
+        PROMPTS[2],
+        PROMPTS[1],
+    ]  # the student's prompt among longer and shorter ones
     student_T = R.token_logprobs(model, [PROMPTS[0]], [ids_T], grad=True)[0]
     gap_KT = sgsd.log_prob_gap(sgsd.score_teachers(model, contexts, ids_T), student_T)
     assert gap_KT[0].abs().max() < 1e-5 and gap_KT[1:].abs().max() > 1e-2
@@ -101,11 +112,15 @@ def test_padding_behind_is_inert():
 
 def test_checkpointing_changes_no_gradient():
     model = make_model()
-    plain = torch.autograd.grad(R.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True).sum(), list(model.parameters()))
-    model._activation_checkpointing_enable({"use_reentrant": False}) if hasattr(model, "_activation_checkpointing_enable") else (
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    plain = torch.autograd.grad(
+        R.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True).sum(), list(model.parameters())
     )
-    again = torch.autograd.grad(R.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True).sum(), list(model.parameters()))
+    model._activation_checkpointing_enable({"use_reentrant": False}) if hasattr(
+        model, "_activation_checkpointing_enable"
+    ) else (model.gradient_checkpointing_enable({"use_reentrant": False}))
+    again = torch.autograd.grad(
+        R.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True).sum(), list(model.parameters())
+    )
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(plain, again))
     assert not model.training  # put back as it was
 
@@ -130,14 +145,24 @@ def test_packs_hold_their_budget_and_lose_no_row():
 
 def head(device="cpu"):
     torch.manual_seed(0)
-    return torch.randn(64, 128, device=device).bfloat16(), torch.randn(1000, 128, device=device).bfloat16() / 4, torch.arange(64, device=device)
+    return (
+        torch.randn(64, 128, device=device).bfloat16(),
+        torch.randn(1000, 128, device=device).bfloat16() / 4,
+        torch.arange(64, device=device),
+    )
 
 
 def test_a_bf16_head_as_it_is(monkeypatch):
     """What CUDA does with bf16 states and weights: log-probabilities to the last bit those of fp32 copies, gradients rounded to bf16."""
     x_ND, weight_VD, ids_N = head()
     mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None: mm(a.to(out_dtype), b.to(out_dtype)) if out_dtype else mm(a, b))
+    monkeypatch.setattr(
+        torch,
+        "mm",
+        lambda a, b, out_dtype=None: (
+            mm(a.to(out_dtype), b.to(out_dtype)) if out_dtype else mm(a, b)
+        ),
+    )
     monkeypatch.setitem(R.SLICE_LOGITS, "cpu", 7 * 1000)
     logps, grads = [], []
     for weight in (weight_VD, weight_VD.float()):
@@ -151,13 +176,17 @@ def test_a_bf16_head_as_it_is(monkeypatch):
 def test_a_bf16_head_is_exact_on_cuda():
     x_ND, weight_VD, ids_N = head("cuda")
     want_N = (x_ND.double() @ weight_VD.double().t()).log_softmax(-1).diagonal()
-    torch.testing.assert_close(R._HeadLogprobs.apply(x_ND, weight_VD, ids_N, 1.0).double(), want_N, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        R._HeadLogprobs.apply(x_ND, weight_VD, ids_N, 1.0).double(), want_N, atol=1e-4, rtol=1e-5
+    )
 
 
 def adapted(dtype):
     """A model with adapters that do something, and PEFT's own forward."""
     torch.manual_seed(0)
-    model = get_peft_model(make_model().to(dtype), LoraConfig(r=4, lora_alpha=8, target_modules=list(sgsd.PROJECTIONS)))
+    model = get_peft_model(
+        make_model().to(dtype), LoraConfig(r=4, lora_alpha=8, target_modules=list(sgsd.PROJECTIONS))
+    )
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.2)
@@ -166,19 +195,33 @@ def adapted(dtype):
 
 def scored(model):
     logp = R.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True)
-    return logp.detach().double(), [g.double() for g in torch.autograd.grad(logp.sum(), [p for p in model.parameters() if p.requires_grad])]
+    return logp.detach().double(), [
+        g.double()
+        for g in torch.autograd.grad(logp.sum(), [p for p in model.parameters() if p.requires_grad])
+    ]
 
 
 def test_lean_adapters():
     """In bf16 no further from fp32 than PEFT's are, give or take; weights and gradients fp32; without adapters the base model; fp32 untouched."""
-    exact, plain, lean = adapted(torch.float32), adapted(torch.bfloat16), R.lean_adapters(adapted(torch.bfloat16))
+    exact, plain, lean = (
+        adapted(torch.float32),
+        adapted(torch.bfloat16),
+        R.lean_adapters(adapted(torch.bfloat16)),
+    )
     exact.load_state_dict(plain.state_dict())  # the bf16 weights, in fp32
     assert all(p.dtype == torch.float32 for p in lean.parameters() if p.requires_grad)
     (want, to_want), (peft, to_peft), (ours, to_ours) = map(scored, (exact, plain, lean))
     assert not torch.equal(ours, peft) and (ours - want).norm() < 1.5 * (peft - want).norm()
-    far = [sum((a - b).norm() ** 2 for a, b in zip(found, to_want)) ** 0.5 for found in (to_ours, to_peft)]
+    far = [
+        sum((a - b).norm() ** 2 for a, b in zip(found, to_want)) ** 0.5
+        for found in (to_ours, to_peft)
+    ]
     assert far[0] < 1.5 * far[1] < 0.1 * sum(a.norm() ** 2 for a in to_want) ** 0.5
     with lean.disable_adapter(), plain.disable_adapter():
-        assert torch.equal(R.token_logprobs(lean, PROMPTS, COMPLETIONS), R.token_logprobs(plain, PROMPTS, COMPLETIONS))
-    assert "forward" not in vars(R.lean_adapters(exact).base_model.model.model.layers[0].mlp.up_proj)
-
+        assert torch.equal(
+            R.token_logprobs(lean, PROMPTS, COMPLETIONS),
+            R.token_logprobs(plain, PROMPTS, COMPLETIONS),
+        )
+    assert "forward" not in vars(
+        R.lean_adapters(exact).base_model.model.model.layers[0].mlp.up_proj
+    )

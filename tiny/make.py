@@ -28,8 +28,22 @@ import sgsd  # noqa: E402
 import skills as S  # noqa: E402
 
 VOCAB, STEPS, ROWS, RATE, BUDGET = 1024, 2600, 32, 2e-3, 1536
-MIX = {"plain": 0.2, "memory": 0.06, "answer": 0.06, "pair": 0.46, "extraction": 0.12, "merge": 0.1}  # shares of the training rows
-MERGING = {"plain": 0.1, "memory": 0.03, "answer": 0.03, "pair": 0.24, "extraction": 0.15, "merge": 0.45}
+MIX = {
+    "plain": 0.2,
+    "memory": 0.06,
+    "answer": 0.06,
+    "pair": 0.46,
+    "extraction": 0.12,
+    "merge": 0.1,
+}  # shares of the training rows
+MERGING = {
+    "plain": 0.1,
+    "memory": 0.03,
+    "answer": 0.03,
+    "pair": 0.24,
+    "extraction": 0.15,
+    "merge": 0.45,
+}
 HELD_OUT = {"train": 2400, "valid": 240, "test": 240}  # problems that the model never sees here
 TEMPLATE = (  # Qwen3's: enable_thinking=False ends on a closed think block, anything else on the bare header
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -53,7 +67,9 @@ def guidance(rng: random.Random, family: str) -> tuple[list[dict], list[dict]]:
         return W.item(rng, own if u < 0.55 else other, kind)
 
     count = 1 if rng.random() < 0.8 else rng.randint(2, 4)
-    return [one(("skill", "misleading")) for _ in range(count)], [one(("mistake",)) for _ in range(count)]
+    return [one(("skill", "misleading")) for _ in range(count)], [
+        one(("mistake",)) for _ in range(count)
+    ]
 
 
 def solving(rng: random.Random, drawn: W.Drawn, form: str) -> tuple[str, float]:
@@ -65,9 +81,13 @@ def solving(rng: random.Random, drawn: W.Drawn, form: str) -> tuple[str, float]:
     skills, mistakes = guidance(rng, drawn.family)
     if form == "answer" and rng.random() < 0.5:
         skills, mistakes = [], []
-    text = S.render_skills([S.SkillPair(g, e, 1.0, 1.0) for g, e in zip(skills, mistakes)], drawn.problem)
+    text = S.render_skills(
+        [S.SkillPair(g, e, 1.0, 1.0) for g, e in zip(skills, mistakes)], drawn.problem
+    )
     if form == "answer":
-        shown = rng.choice(("Reference answer: {}", "The reference answer is {}.", "Answer: {}")).format(drawn.right[1])
+        shown = rng.choice(
+            ("Reference answer: {}", "The reference answer is {}.", "Answer: {}")
+        ).format(drawn.right[1])
         text = text.replace("\n\nPlease", f"\n\n{shown}\n\nPlease")
     return text, W.error_chance(drawn.family, skills + mistakes, answer=form == "answer")
 
@@ -80,7 +100,9 @@ def memory(rng: random.Random, drawn: W.Drawn, wrong: bool) -> dict:
 def to_merge(rng: random.Random, key: str) -> list[dict]:
     """Two to eight items as a merge meets them: few families, repeats in other words."""
     families = rng.sample(W.FAMILIES, rng.randint(1, 8))
-    return [e for _ in range(rng.randint(2, 8)) for e in W.extracted(rng, rng.choice(families), key)][:8]
+    return [
+        e for _ in range(rng.randint(2, 8)) for e in W.extracted(rng, rng.choice(families), key)
+    ][:8]
 
 
 # ============================================================================================================ the parts
@@ -95,19 +117,35 @@ def make_tokenizer(rng: random.Random):
     for _ in range(3000):
         drawn, key = W.draw(rng), rng.choice(list(S.FIELDS))
         wrong = key == "common_mistakes"
-        texts += [solving(rng, drawn, form)[0] for form in ("plain", "memory", "pair", "answer")] + [drawn.solution(wrong)]
-        texts += [S.render_extraction(memory(rng, drawn, wrong), key), S.render_merge(to_merge(rng, key), key)]
+        texts += [
+            solving(rng, drawn, form)[0] for form in ("plain", "memory", "pair", "answer")
+        ] + [drawn.solution(wrong)]
+        texts += [
+            S.render_extraction(memory(rng, drawn, wrong), key),
+            S.render_merge(to_merge(rng, key), key),
+        ]
         texts += [W.reply(rng, to_merge(rng, key), key)]
     tok = Tokenizer(models.BPE())
-    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    words = Regex(
+        r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tok.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), as_bytes])
     tok.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tok.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB - 5, initial_alphabet=alphabet, show_progress=False))
-    tok.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
-    tok.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tok.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=VOCAB - 5, initial_alphabet=alphabet, show_progress=False),
+    )
+    tok.add_special_tokens(
+        [AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    )
+    tok.add_tokens(
+        [AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     fast.chat_template = TEMPLATE
     return fast
 
@@ -127,7 +165,10 @@ def make_encoder(rng: random.Random, tokenizer, steps: int = 600, size: int = 64
         items = [S.entry_text(W.extracted(rng, f, k)[0], k) for f, k in zip(families, keys)]
         items += [S.entry_text(W.item(rng, None, "skill", w), "general_skills") for w in (0, 1)]
         problems = [W.draw(rng, f).problem for f in families]
-        e = [torch.nn.functional.normalize(static(static.tokenize(t))["sentence_embedding"], dim=-1) for t in (problems, items)]
+        e = [
+            torch.nn.functional.normalize(static(static.tokenize(t))["sentence_embedding"], dim=-1)
+            for t in (problems, items)
+        ]
         same = torch.tensor([[f is g for g in families] + [False] * 2 for f in families])
         logp = torch.log_softmax(e[0] @ e[1].T / 0.1, dim=-1)
         loss = -(logp * same).sum(-1).div(same.sum(-1)).mean()
@@ -152,11 +193,23 @@ def make_rows(
             text, chance = solving(rng, drawn, form)
             wrong = rng.random() < chance
             thinking = form != "memory" and rng.random() < (0.5 if form == "plain" else 0.8)
-            reply, other = (tokenizer.encode(drawn.solution(w), add_special_tokens=False) + end for w in (wrong, not wrong))
+            reply, other = (
+                tokenizer.encode(drawn.solution(w), add_special_tokens=False) + end
+                for w in (wrong, not wrong)
+            )
             at = next(i for i, (a, b) in enumerate(zip(reply, other)) if a != b)
             weights = [1.0] * len(reply)
             weights[at] = 4.0  # what everything hangs on
-            rows.append((R.chat_ids(tokenizer, text, thinking=thinking), reply, weights, at, other[at], 1 - chance if wrong else chance))
+            rows.append(
+                (
+                    R.chat_ids(tokenizer, text, thinking=thinking),
+                    reply,
+                    weights,
+                    at,
+                    other[at],
+                    1 - chance if wrong else chance,
+                )
+            )
             continue
         key = rng.choice(list(S.FIELDS))
         if form == "extraction":
@@ -167,7 +220,9 @@ def make_rows(
             group = to_merge(rng, key)
             text, items = S.render_merge(group, key), W.canonical(group, key)
         reply = tokenizer.encode(W.reply(rng, items, key), add_special_tokens=False) + end
-        rows.append((R.chat_ids(tokenizer, text, thinking=False), reply, [0.4] * len(reply), -1, 0, 0.0))
+        rows.append(
+            (R.chat_ids(tokenizer, text, thinking=False), reply, [0.4] * len(reply), -1, 0, 0.0)
+        )
     return rows
 
 
@@ -176,22 +231,45 @@ def make_model(tokenizer):
     import transformers as tf
 
     config = tf.Qwen3Config(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     return tf.Qwen3ForCausalLM(config)
 
 
-def train(model, rng: random.Random, tokenizer, reserved: set[str], steps: int, rate: float, mix: dict[str, float]):
+def train(
+    model,
+    rng: random.Random,
+    tokenizer,
+    reserved: set[str],
+    steps: int,
+    rate: float,
+    mix: dict[str, float],
+):
     """AdamW on this world's text, in place."""
-    model.train().set_attn_implementation("eager")  # SDPA's backward is several times slower on a CPU
+    model.train().set_attn_implementation(
+        "eager"
+    )  # SDPA's backward is several times slower on a CPU
     body = torch.compile(model.model, dynamic=True)  # halves the time; wants a C++ compiler
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     bar, began = tqdm(range(steps)), time.perf_counter()
     for step in bar:
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1, (step + 1) / 100) * (0.02 + 0.98 * (1 + math.cos(math.pi * step / steps)) / 2)
+            group["lr"] = (
+                rate
+                * min(1, (step + 1) / 100)
+                * (0.02 + 0.98 * (1 + math.cos(math.pi * step / steps)) / 2)
+            )
         rows = make_rows(rng, tokenizer, reserved, ROWS, mix)
         total = sum(sum(w) for _, _, w, *_ in rows)
         seen = 0.0
@@ -205,7 +283,9 @@ def train(model, rng: random.Random, tokenizer, reserved: set[str], steps: int, 
         if step % 20 == 0:
             bar.set_postfix_str(f"loss {seen:.3f}")
         if step % 250 == 99:
-            bar.write(f"step {step + 1}: loss {seen:.4f}, {time.perf_counter() - began:.0f} s; {_glance(model, tokenizer)}")
+            bar.write(
+                f"step {step + 1}: loss {seen:.4f}, {time.perf_counter() - began:.0f} s; {_glance(model, tokenizer)}"
+            )
     return model.eval()
 
 
@@ -240,8 +320,14 @@ def pair_for(rng: random.Random, family: str, case: str) -> S.SkillPair | None:
     other = rng.choice([f for f in W.FAMILIES if f is not own])
     if case in ("plain", "answer"):
         return None
-    skill = W.item(rng, own if case != "irrelevant" else other, "misleading" if case == "misleading" else "skill")
-    return S.SkillPair(skill, W.item(rng, own if case == "relevant" else other, "mistake"), 1.0, 1.0)
+    skill = W.item(
+        rng,
+        own if case != "irrelevant" else other,
+        "misleading" if case == "misleading" else "skill",
+    )
+    return S.SkillPair(
+        skill, W.item(rng, own if case == "relevant" else other, "mistake"), 1.0, 1.0
+    )
 
 
 CASES = ("plain", "relevant", "irrelevant", "misleading", "answer")
@@ -253,15 +339,24 @@ def accuracy(model, tokenizer, problems: list[W.Drawn], case: str, seed: int = 0
     prompts, right = [], []
     for x in problems:
         pair = pair_for(rng, x.family, case)
-        problem = sgsd.with_answer(R.Problem("", x.problem, str(x.right[1]))) if case == "answer" else x.problem
+        problem = (
+            sgsd.with_answer(R.Problem("", x.problem, str(x.right[1])))
+            if case == "answer"
+            else x.problem
+        )
         text = S.render_student(problem) if pair is None else S.render_teacher(pair, problem)
         prompts.append(R.chat_ids(tokenizer, text, thinking=True))
     sampling = R.Sampling(1.0, 0.95, 0, 96)
     for at in range(0, len(prompts), 200):
         part = range(at, min(at + 200, len(prompts)))
         keys = [R.sample_key(seed, 0, f"{case}{i}") for i in part]
-        for i, ids in zip(part, R.generate(model, tokenizer, [prompts[i] for i in part], sampling, keys)):
-            right.append(R.extract_answer(tokenizer.decode(ids, skip_special_tokens=True)) == str(problems[i].right[1]))
+        for i, ids in zip(
+            part, R.generate(model, tokenizer, [prompts[i] for i in part], sampling, keys)
+        ):
+            right.append(
+                R.extract_answer(tokenizer.decode(ids, skip_special_tokens=True))
+                == str(problems[i].right[1])
+            )
     return right
 
 
@@ -282,7 +377,9 @@ def replies(model, tokenizer, count: int, seed: int = 0) -> dict[str, dict[str, 
             asked.append((key, text, allowed))
         sampling, out = R.Sampling(0, max_new_tokens=640), []
         for at in range(0, count, 50):
-            part = [R.chat_ids(tokenizer, text, thinking=False) for _, text, _ in asked[at : at + 50]]
+            part = [
+                R.chat_ids(tokenizer, text, thinking=False) for _, text, _ in asked[at : at + 50]
+            ]
             out += R.generate(model, tokenizer, part, sampling, [0] * len(part))
         parsed = whole = meant = 0
         for (key, _, allowed), ids in zip(asked, out):
@@ -290,8 +387,17 @@ def replies(model, tokenizer, count: int, seed: int = 0) -> dict[str, dict[str, 
             parsed, whole = parsed + bool(items), whole + complete
             meanings = [W.meaning(e) for e in items]
             wanted = [W.meaning(e) for e in allowed]
-            meant += bool(items) and (meanings == wanted if kind == "merge" else meanings[0] is not None and meanings[0][0] == wanted[0][0])
-        found[kind] = {"asked": count, "parsed": parsed / count, "whole": whole / count, "meant": meant / count}
+            meant += bool(items) and (
+                meanings == wanted
+                if kind == "merge"
+                else meanings[0] is not None and meanings[0][0] == wanted[0][0]
+            )
+        found[kind] = {
+            "asked": count,
+            "parsed": parsed / count,
+            "whole": whole / count,
+            "meant": meant / count,
+        }
     return found
 
 
@@ -299,16 +405,24 @@ def _glance(model, tokenizer) -> str:
     rng = random.Random(1)
     problems = [W.draw(rng) for _ in range(160)]
     model.eval()
-    shares = [f"{case} {sum(accuracy(model, tokenizer, problems, case)) / len(problems):.0%}" for case in CASES]
+    shares = [
+        f"{case} {sum(accuracy(model, tokenizer, problems, case)) / len(problems):.0%}"
+        for case in CASES
+    ]
     read = replies(model, tokenizer, 16)
     model.train()
-    return ", ".join(shares) + "".join(f", {k} {v['whole']:.0%}/{v['meant']:.0%}" for k, v in read.items())
+    return ", ".join(shares) + "".join(
+        f", {k} {v['whole']:.0%}/{v['meant']:.0%}" for k, v in read.items()
+    )
 
 
 def interval(right: list[bool]) -> str:
     """Share with its 95% Wilson interval."""
     n, p = len(right), sum(right) / len(right)
-    mid, half = (p + 1.92 / n) / (1 + 3.84 / n), 1.96 * math.sqrt(p * (1 - p) / n + 0.96 / n**2) / (1 + 3.84 / n)
+    mid, half = (
+        (p + 1.92 / n) / (1 + 3.84 / n),
+        1.96 * math.sqrt(p * (1 - p) / n + 0.96 / n**2) / (1 + 3.84 / n),
+    )
     return f"{p:.1%} ({mid - half:.1%}-{mid + half:.1%})"
 
 
@@ -320,12 +434,17 @@ def measure(count: int) -> str:
     right = {case: accuracy(model, tokenizer, problems, case) for case in CASES}
     lines = ["| family | " + " | ".join(CASES) + " |", "|---|" + "---|" * len(CASES)]
     for f in W.FAMILIES:
-        cells = [interval([ok for ok, x in zip(right[case], problems) if x.family == f.name]) for case in CASES]
+        cells = [
+            interval([ok for ok, x in zip(right[case], problems) if x.family == f.name])
+            for case in CASES
+        ]
         lines.append(f"| {f.name} | " + " | ".join(cells) + " |")
     lines.append("| **all** | " + " | ".join(interval(right[case]) for case in CASES) + " |")
     lines += ["", "| replies | asked | parsed | whole | right meaning |", "|---|---|---|---|---|"]
     for kind, r in replies(model, tokenizer, 200).items():
-        lines.append(f"| {kind} | {r['asked']} | {r['parsed']:.1%} | {r['whole']:.1%} | {r['meant']:.1%} |")
+        lines.append(
+            f"| {kind} | {r['asked']} | {r['parsed']:.1%} | {r['whole']:.1%} | {r['meant']:.1%} |"
+        )
     return "\n".join(lines)
 
 
@@ -333,15 +452,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps of the model")
-    parser.add_argument("--merges", type=int, default=0, metavar="STEPS", help="go on from the model that is here, with more merges")
+    parser.add_argument(
+        "--merges",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="go on from the model that is here, with more merges",
+    )
     parser.add_argument("--measure", action="store_true", help="only print the figures")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)
     if args.merges:
-        reserved = {json.loads(line)["problem"] for name in HELD_OUT for line in (HERE / f"{name}.jsonl").read_text().splitlines()}
+        reserved = {
+            json.loads(line)["problem"]
+            for name in HELD_OUT
+            for line in (HERE / f"{name}.jsonl").read_text().splitlines()
+        }
         model, tokenizer = R.load_model(str(HERE / "model"), torch.device("cpu"))
-        train(model, rng, tokenizer, reserved, args.merges, RATE / 2, MERGING).to(torch.bfloat16).save_pretrained(HERE / "model")
+        train(model, rng, tokenizer, reserved, args.merges, RATE / 2, MERGING).to(
+            torch.bfloat16
+        ).save_pretrained(HERE / "model")
     elif not args.measure:
         reserved = set()
         for name, count in HELD_OUT.items():
@@ -350,7 +481,13 @@ def main() -> None:
                 x = W.draw(rng, W.FAMILIES[len(rows) % len(W.FAMILIES)])
                 if x.problem not in reserved:
                     reserved.add(x.problem)
-                    rows.append({"id": f"{x.family}-{name}-{len(rows)}", "problem": x.problem, "answer": str(x.right[1])})
+                    rows.append(
+                        {
+                            "id": f"{x.family}-{name}-{len(rows)}",
+                            "problem": x.problem,
+                            "answer": str(x.right[1]),
+                        }
+                    )
             (HERE / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         tokenizer = make_tokenizer(rng)
         make_encoder(rng, tokenizer).save(str(HERE / "encoder"), create_model_card=False)
