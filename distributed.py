@@ -1,6 +1,7 @@
-"""Processes and files: one process group, one averaged gradient, objects gathered as JSON, files that are whole or absent.
+"""Processes and files: one process group, one summed gradient, files that are whole or absent.
 
-Every rank holds the whole model; there is no wrapper class. Nothing here knows the method, and nothing is pickled.
+Every rank holds the whole model; there is no wrapper class. Objects travel between ranks as JSON,
+and nothing is pickled. Nothing here knows the method.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 
 class UserError(ValueError):
-    """A user's mistake (flag, path, data, bank, checkpoint): one clear line and exit code 2, never a traceback."""
+    """A user's mistake, such as a wrong flag or file: one clear line and exit code 2."""
 
 
 class SharedError(UserError):
@@ -41,36 +42,45 @@ def brief(error: BaseException) -> str:
 
 
 def command(name: str, body: Callable[[], int | None]) -> int:
-    """A program's exit code: 2 with one line on stderr for a user's mistake, 130 when interrupted, else what `body` returns."""
+    """Run a program's body and return its exit code.
+
+    2 with one line on stderr for a user's mistake, 130 when it was interrupted, else what `body`
+    returns.
+    """
+
+    def say(message: object) -> None:
+        print(f"{name}: {' '.join(str(message).split())}", file=sys.stderr)
+
     try:
         return body() or 0
     except ImportError as e:
-        print(f"{name}: {e}; pip install -r requirements.txt", file=sys.stderr)
+        say(f"{e}; pip install -r requirements.txt")
         return 2
     except ConnectionError as e:
-        print(f"{name}: {e}", file=sys.stderr)
+        say(e)
         return 1
-    except OSError as e:  # a full disk, a directory that can't be written
-        print(
-            f"{name}: {e}; every file already written is whole: put this right and go on from there",
-            file=sys.stderr,
-        )
+    except OSError as e:  # a full disk, or a directory that cannot be written
+        say(f"{e}; every file written so far is whole: put this right, then continue from there")
+        return 2
+    except SharedError as e:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            say(e)
         return 2
     except UserError as e:
-        if not (isinstance(e, SharedError) and dist.is_initialized() and dist.get_rank() > 0):
-            print(f"{name}: {' '.join(str(e).split())}", file=sys.stderr)
+        say(e)
         return 2
     except KeyboardInterrupt as e:
-        print(
-            f"{name}: interrupted; {e if e.args else 'the same command goes on'}", file=sys.stderr
-        )
+        say(f"interrupted; {e if e.args else 'run the same command to continue'}")
         return 130
 
 
 def leave(code: int) -> NoReturn:
-    """End the process; in a group at once: gloo's threads now and then abort in an orderly teardown."""
+    """End the process.
+
+    In a group it ends at once, because gloo's threads now and then abort in an orderly teardown.
+    """
     if dist.is_initialized():
-        atexit._run_exitfuncs()  # other loggers' writers close there
+        atexit._run_exitfuncs()  # other loggers close their writers there
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -91,86 +101,117 @@ class World:
 
 
 def init(device: str = "auto") -> World:
-    """Join the process group that `torchrun` describes in the environment (NCCL on CUDA, gloo on CPU); alone without it.
+    """Join the process group that `torchrun` describes in the environment, or be alone without it.
 
-    device: "auto" (CUDA where there is one), "cpu" or "cuda". Raises UserError on half-set torchrun variables.
+    The backend is NCCL on CUDA and gloo on CPU. device: "auto" (CUDA where there is one), "cpu" or
+    "cuda". Raises UserError where torchrun's variables are set by half.
     """
+    rank, size, local, grouped = _place()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "--device cuda: torch finds no CUDA GPU here; use --device cpu, "
+            "or install a CUDA build of torch"
+        )
+    if device == "cpu" or not torch.cuda.is_available():
+        here = torch.device("cpu")
+    else:
+        count = torch.cuda.device_count()
+        if local >= count:
+            raise UserError(
+                f"LOCAL_RANK {local} but this machine has {count} GPUs; lower --nproc_per_node"
+            )
+        here = torch.device("cuda", local)
+        torch.cuda.set_device(here)
+    if grouped:
+        _join(rank, size, here)
+    return World(rank, size, here)
+
+
+def _place() -> tuple[int, int, int, bool]:
+    """Rank, number of ranks, rank on this machine, and whether torchrun started this process."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
-    if missing and (half := [name for name in names[:3] if name in os.environ]):
+    half = [name for name in names[:3] if name in os.environ]
+    if missing and half:
         raise UserError(
-            f"{half[0]} is set but {', '.join(missing)} is not; start with torchrun, or unset {' and '.join(half)}"
+            f"{half[0]} is set but {', '.join(missing)} is not; start with torchrun, "
+            f"or unset {' and '.join(half)}"
         )
+    if missing:
+        return 0, 1, 0, False
     try:
-        rank, size, local = (
-            int(os.environ[n]) if not missing else d for n, d in zip(names, (0, 1, 0))
-        )
+        rank, size, local = (int(os.environ[name]) for name in names[:3])
     except ValueError as e:
         raise UserError(
-            f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({e}); start with torchrun, or unset them"
+            f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({e}); start with torchrun, "
+            "or unset them"
         ) from None
     if not 0 <= rank < size:
         raise UserError(
             f"RANK {rank} is no rank of WORLD_SIZE {size}; start with torchrun, or unset both"
         )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "--device cuda: torch finds no CUDA GPU here; use --device cpu, or install a CUDA build of torch"
+    return rank, size, local, True
+
+
+def _join(rank: int, size: int, here: torch.device) -> None:
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store, *_ = next(dist.rendezvous("env://"))
+        dist.init_process_group(
+            "nccl" if here.type == "cuda" else "gloo",
+            # After a restart by `torchrun --max-restarts` the store still holds old addresses.
+            store=dist.PrefixStore(restart, store),
+            rank=rank,
+            world_size=size,
+            device_id=here if here.type == "cuda" else None,
+            # Ranks may meet only after hours: one of them can draw all the long completions.
+            timeout=datetime.timedelta(hours=12),
         )
-    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    if cuda and local >= torch.cuda.device_count():
+    except (RuntimeError, ValueError, OverflowError) as e:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(
-            f"LOCAL_RANK {local} but this machine has {torch.cuda.device_count()} GPUs; lower --nproc_per_node"
-        )
-    here = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(here)
-    if not missing:
-        # the backends give up after 10 or 30 minutes, but ranks may meet only after hours: one of them can draw the long completions
-        patience = datetime.timedelta(hours=12)
-        try:  # a store of its own for each start by `torchrun --max-restarts`, which else still holds the addresses of the last one
-            store = dist.PrefixStore(
-                os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-                next(dist.rendezvous("env://"))[0],
-            )
-            dist.init_process_group(
-                "nccl" if cuda else "gloo",
-                store=store,
-                rank=rank,
-                world_size=size,
-                device_id=here if cuda else None,
-                timeout=patience,
-            )
-        except (RuntimeError, ValueError, OverflowError) as e:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise UserError(
-                f"the process group at {where} was not joined ({brief(e)}); start with torchrun, on a port that is free"
-            ) from None
-    return World(rank, size, here)
+            f"the process group at {where} was not joined ({brief(e)}); start with torchrun, "
+            "on a port that is free"
+        ) from None
 
 
 def agree(value: object, world: World, what: str) -> None:
-    """SharedError on every rank unless all of them see the same: files must lie where every node sees them."""
+    """SharedError on every rank unless all see the same value, as on a shared file system."""
     if any(other != value for other in gather(value, world)):
         raise SharedError(
-            f"the ranks see different {what}; the run's directory must be on a file system that all nodes share"
+            f"the ranks see different {what}; the run's directory must be on a file system that "
+            "all nodes share"
         )
 
 
 def leave_together(world: World) -> None:
-    """The last collective of an orderly end: a rank that leaves while another still talks to it is an error there."""
+    """The last collective of an orderly end: no rank leaves while another still talks to it."""
     gather(None, world)
 
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """A collective that fails because another process is gone is a ConnectionError (gloo and NCCL raise plain RuntimeErrors)."""
+    """Turn the RuntimeError of a collective whose partner is gone into a ConnectionError."""
     try:
         yield
     except RuntimeError as e:
         raise ConnectionError(
-            f"rank {dist.get_rank()} lost another rank, which torchrun names ({brief(e)}); --resume goes on"
+            f"rank {dist.get_rank()} lost another rank, which torchrun names ({brief(e)}); "
+            "continue with --resume"
         ) from None
+
+
+@contextlib.contextmanager
+def errors_shared(world: World) -> Iterator[None]:
+    """Raise one rank's UserError of this block on all ranks, so that they leave together."""
+    error = None
+    try:
+        yield
+    except UserError as e:
+        error = str(e)
+    for found in gather(error, world):
+        if found:
+            raise SharedError(found)
 
 
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
@@ -182,16 +223,18 @@ def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
 
 
 def sum_gradients(params: list[torch.nn.Parameter], world: World) -> None:
-    """Sum every parameter's gradient over ranks in one all-reduce of one flat fp32 vector, in place.
+    """Sum the gradients over ranks in one all-reduce of one flat fp32 vector, in place.
 
-    Each rank's loss is already divided by the *global* batch size, so this sum is the gradient of the global mean.
-    A missing gradient counts as zero: a rank that has nothing to learn from still joins.
+    Each rank's loss is already divided by the *global* batch size, so the sum is the gradient of
+    the global mean. A missing gradient counts as zero: a rank without any still joins.
     """
+    gradients = []
     for p in params:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
+        gradients.append(p.grad.reshape(-1).float())
     if world.size > 1:
-        flat = torch.cat([p.grad.reshape(-1).float() for p in params if p.grad is not None])
+        flat = torch.cat(gradients)
         with _together():
             dist.all_reduce(flat)
         for p, g in zip(params, flat.split([p.numel() for p in params])):
@@ -199,22 +242,29 @@ def sum_gradients(params: list[torch.nn.Parameter], world: World) -> None:
 
 
 def gather(obj: object, world: World) -> list:
-    """Every rank's JSON-able object, in rank order, on every rank. A collective: no rank may skip it."""
+    """Every rank's JSON-able object, in rank order, on every rank.
+
+    A collective: no rank may skip it.
+    """
     if world.size == 1:
         return [obj]
-    data = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8).to(world.device)
-    sizes = [torch.zeros(1, dtype=torch.long, device=world.device) for _ in range(world.size)]
+    data = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
+    data = data.to(world.device)
+    size = torch.tensor([data.numel()], device=world.device)
+    sizes = [torch.zeros_like(size) for _ in range(world.size)]
     with _together():
-        dist.all_gather(sizes, torch.tensor([data.numel()], device=world.device))
-        longest = max(int(s) for s in sizes)
-        parts = [
-            torch.zeros(longest, dtype=torch.uint8, device=world.device) for _ in range(world.size)
-        ]
-        dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - data.numel())))
-    return [json.loads(bytes(part[: int(size)].cpu().numpy())) for part, size in zip(parts, sizes)]
+        dist.all_gather(sizes, size)
+        longest = max(int(n) for n in sizes)
+        padded = torch.nn.functional.pad(data, (0, longest - data.numel()))
+        parts = [torch.zeros_like(padded) for _ in range(world.size)]
+        dist.all_gather(parts, padded)
+    found = []
+    for part, n in zip(parts, sizes):
+        found.append(json.loads(bytes(part[: int(n)].cpu().numpy())))
+    return found
 
 
-# ------------------------------------------------------------------------------------------------ files
+# -------------------------------------------------------------------------------------- files
 
 
 def _sync(path: pathlib.Path) -> None:
@@ -227,7 +277,7 @@ def _sync(path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def named(path: pathlib.Path) -> Iterator[None]:
-    """A write that fails as an OSError with the path, which a full disk leaves out and safetensors' own error too."""
+    """Name the path in the OSError of a failed write; a full disk and safetensors leave it out."""
     try:
         yield
     except OSError as e:
@@ -239,15 +289,13 @@ def named(path: pathlib.Path) -> Iterator[None]:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write a file so that a kill at any instant leaves the old one or the new one: temporary name, flush, rename."""
+    """Write by temporary name, flush and rename: a kill leaves the old file or the new one."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.tmp")
     with named(path):
-        try:
-            tmp.write_text(
-                text, encoding="utf-8", errors="backslashreplace"
-            )  # a lone surrogate becomes its JSON escape
+        try:  # a lone surrogate is written as its JSON escape
+            tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
             _sync(tmp)
             tmp.replace(path)
         finally:
@@ -261,7 +309,7 @@ def write_json(path: str | os.PathLike, obj: object) -> None:
 
 @contextlib.contextmanager
 def whole_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a temporary sibling to fill; on a clean exit it becomes `path`, on an error nothing is left."""
+    """Yield a temporary directory that becomes `path` on a clean exit and vanishes on an error."""
     tmp = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
@@ -277,37 +325,43 @@ def whole_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
-    """Append one JSON line per row and flush to disk; a kill leaves at most one torn last line, which the next append cuts."""
+    """Append one JSON line per row and flush to disk.
+
+    A kill leaves at most one torn last line, which the next append cuts off.
+    """
     with named(path), open(path, "a+b") as f:
-        if f.tell() and (f.seek(-1, os.SEEK_END), f.read())[1] != b"\n":
-            f.truncate(path.read_bytes().rfind(b"\n") + 1)
-        f.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+        if f.tell():
+            f.seek(-1, os.SEEK_END)
+            if f.read() != b"\n":
+                f.truncate(path.read_bytes().rfind(b"\n") + 1)
+        for row in rows:
+            f.write(json.dumps(row).encode() + b"\n")
         f.flush()
         os.fsync(f.fileno())
 
 
 def read_jsonl(path: pathlib.Path) -> list[dict]:
-    """The rows of a .jsonl of ours; a last line without its newline was torn by a kill and is left out."""
+    """The rows of one of our .jsonl files; a torn last line, without its newline, is left out."""
     if not path.exists():
         return []
-    data = path.read_bytes()
+    *lines, _torn = path.read_bytes().split(b"\n")
     rows = []
-    for i, line in enumerate(data[: data.rfind(b"\n") + 1].split(b"\n"), 1):
+    for i, line in enumerate(lines, 1):
         try:
-            rows += [json.loads(line)] if line else []
+            if line:
+                rows.append(json.loads(line))
         except ValueError as e:
             raise UserError(
-                f"{path}:{i}: not a line that was written here ({brief(e)}); mend it or take it out"
+                f"{path}:{i}: not a line that was written here ({brief(e)}); mend or remove it"
             ) from None
     return rows
 
 
-def trim_jsonl(path: pathlib.Path, step: int, keep: int = 0) -> None:
-    """Cut a .jsonl back to the updates of the checkpoint, later ones will be made again; with `keep` to the last so many of them."""
+def write_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def trim_jsonl(path: pathlib.Path, step: int) -> None:
+    """Cut a .jsonl back to the update of the checkpoint: later updates will be made again."""
     if path.exists():
-        rows = [
-            row
-            for row in read_jsonl(path)
-            if (step - keep if keep else -1) < row.get("step", 0) <= step
-        ]
-        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(path, [row for row in read_jsonl(path) if row.get("step", 0) <= step])

@@ -1,627 +1,429 @@
-"""avg@k of checkpoints, adapters and plain models on sets of problems, under the plain prompt (App. F.1).
+"""avg@k of checkpoints, adapters and plain models on sets of problems, under the plain prompt.
 
-    python eval.py runs/sgsd/checkpoints/step_000200                                    AIME24, AIME25 and HMMT25
-    torchrun --nproc_per_node 8 eval.py Qwen/Qwen3-1.7B runs/sgsd                       a base model against all checkpoints of a run
-    python eval.py Qwen/Qwen3-1.7B --data gsm8k my.jsonl --skills bank.json --out base_skill         the baseline Base+Skill
+    python eval.py runs/sgsd/checkpoints/step_000200
+    torchrun --nproc_per_node 8 eval.py Qwen/Qwen3-1.7B runs/sgsd
+    python eval.py Qwen/Qwen3-1.7B --data gsm8k my.jsonl --skills bank.json --out base_skill
 
-Every sample is appended to samples.jsonl as it finishes; the same command goes on where a killed one stopped. Sample j of
-problem i is a function of (seed, problem, j) alone. Without --skills no bank is read, and no skill text can reach a prompt.
-
-Dimension key: P problems, K samples per problem.
+The first takes the paper's three sets, the second compares all checkpoints of a run with the base
+model, the third is the baseline Base+Skill. Every sample is appended to samples.jsonl as it
+finishes, and the same command goes on where a killed one stopped. Sample j of a problem is a
+function of (seed, problem, j) alone. Dimension key: P problems, K samples per problem.
 """
 
-import argparse
 import hashlib
 import json
 import math
 import os
 import pathlib
-import time
+from argparse import BooleanOptionalAction, Namespace
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
+from peft import PeftModel
+from tqdm import tqdm
 
-import distributed as D
-import rollout as R
-import skills as S
+import distributed
+import problems
+import rollout
+import skills
 from config import Config
-from distributed import UserError
+from distributed import UserError, World
+from policy import Model, Tokenizer, load_model
+from rollout import Verifier
 
-# ============================================================================================================== metrics
+Verify = Callable[[str, str | None], bool]  # (gold, answer) -> whether they are equal
+MEAN = "(mean)"  # of the sets, each weighing the same (Tab. 3 "Avg.")
+Key = tuple[str, str, int]  # names a sample: its set, its problem's id, its number
+Tasks = dict[Key, problems.Problem]  # the samples asked for
+Prompt = Callable[[str], str]  # from a problem's text
+
+# ---------------------------------------------------------------------------------------- metrics
 
 
 def avg_at_k(correct_PK: np.ndarray) -> float:
-    """Mean accuracy over problems and samples (§4.1 "avg@12"). correct_PK: bool [P, K], P and K at least 1."""
+    """Mean accuracy over problems and samples (§4.1 "avg@12"). correct_PK: bool [P, K]."""
     return float(_checked(correct_PK).mean())
 
 
 def pass_at_k(correct_PK: np.ndarray, k: int) -> float:
-    """Unbiased chance that one of k samples is right: mean over problems of 1 - C(n-c, k) / C(n, k), n = K samples, c right."""
-    correct = _checked(correct_PK)
-    n = correct.shape[1]
+    """Unbiased chance that one of k is right: mean of 1 - C(n-c, k) / C(n, k), c of n = K right."""
+    correct_PK = _checked(correct_PK)
+    n = correct_PK.shape[1]
     if not 1 <= k <= n:
         raise ValueError(f"pass_at_k: got k = {k}, must be in 1..{n}, the samples per problem")
-    return float(np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in correct.sum(1)]))
+    right_P = correct_PK.sum(1).tolist()
+    return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in right_P]))
 
 
-def maj_at_k(
-    preds: Sequence[Sequence[str | None]],
-    golds: Sequence[str],
-    verify: Callable[[str, str | None], bool],
-) -> float:
-    """Accuracy of the most frequent answer of each problem's samples; answers that `verify` calls equal count together.
-
-    No answer (None) is not a vote; ties go to the answer that came first.
-    """
+def maj_at_k(preds: Sequence[Sequence[str | None]], golds: Sequence[str], verify: Verify) -> float:
+    """Accuracy of each problem's most frequent answer, the first of several; None is no vote.
+    Answers that `verify` calls equal count together."""
     if len(preds) != len(golds) or not golds:
-        raise ValueError(
-            f"maj_at_k: got {len(preds)} rows of answers for {len(golds)} golds, wanted one row each and at least one"
-        )
+        raise ValueError(f"maj_at_k: got {len(preds)} rows for {len(golds)} golds, wanted one each")
     right = 0
     for row, gold in zip(preds, golds):
-        votes: dict[str, int] = {}
+        votes: Counter[str] = Counter()
         for pred in row:
+            if pred is not None and pred not in votes:
+                pred = next((known for known in votes if verify(known, pred)), pred)
             if pred is not None:
-                same = pred if pred in votes else next((v for v in votes if verify(v, pred)), pred)
-                votes[same] = votes.get(same, 0) + 1
-        right += bool(votes) and verify(gold, max(votes, key=votes.__getitem__))
+                votes[pred] += 1
+        if votes:
+            right += verify(gold, votes.most_common(1)[0][0])
     return right / len(golds)
 
 
-def bootstrap_interval(
-    *sets_P: np.ndarray, draws: int = 10_000, seed: int = 0
-) -> tuple[float, float]:
-    """95% interval of the mean of per-problem scores, by percentile bootstrap over problems; of several sets, of the mean of their
-    means, each set drawn by itself. Scores or, for two policies on the same problems, their paired differences."""
-    rng, means = np.random.default_rng(seed), np.zeros(draws)
+def bootstrap_interval(*sets_P: np.ndarray) -> tuple[float, float]:
+    """95% interval of a mean over problems, by percentile bootstrap; of several sets, of the mean
+    of their means. sets_P: per-problem scores, or two policies' paired differences."""
+    rng = np.random.default_rng(0)
+    means = np.zeros(10_000)
     for scores_P in sets_P:
-        values, counts = np.unique(
-            scores_P, return_counts=True
-        )  # drawing problems is drawing how often each score comes up
-        means += (
-            rng.multinomial(len(scores_P), counts / len(scores_P), draws)
-            @ values
-            / len(scores_P)
-            / len(sets_P)
-        )
+        values, counts = np.unique(scores_P, return_counts=True)
+        drawn = rng.multinomial(len(scores_P), counts / len(scores_P), len(means))
+        means += drawn @ values / len(scores_P) / len(sets_P)
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 
 
 def _checked(correct_PK: np.ndarray) -> np.ndarray:
-    correct = np.asarray(correct_PK)
-    if correct.ndim != 2 or correct.size == 0:
-        raise ValueError(
-            f"correct_PK must be [problems, samples] and not empty, got shape {correct.shape}"
-        )
-    return correct.astype(bool)
+    correct_PK = np.asarray(correct_PK)
+    if correct_PK.ndim != 2 or correct_PK.size == 0:
+        raise ValueError(f"correct_PK must be [problems, samples], got shape {correct_PK.shape}")
+    return correct_PK.astype(bool)
 
 
-# =================================================================================================== problems and policies
-
-SETS = {  # hub id, configuration, split, fields of problem and answer; the paper's three, as the released evaluation reads them, first
-    "aime24": ("HuggingFaceH4/aime_2024", None, "train", "problem", "answer"),
-    "aime25": ("yentinglin/aime_2025", None, "train", "problem", "answer"),
-    "hmmt25": ("MathArena/hmmt_feb_2025", None, "train", "problem", "answer"),
-    "math500": ("HuggingFaceH4/MATH-500", None, "test", "problem", "answer"),
-    "amc23": ("math-ai/amc23", None, "test", "question", "answer"),
-    "gsm8k": ("openai/gsm8k", "main", "test", "question", "answer"),
-}
+# --------------------------------------------------------------------------------------- policies
 
 
-def load_set(name: str, split: str) -> list[R.Problem]:
-    """A set of the table from the hub, or whatever `load_problems` reads. Numbers are written out; GSM8K's answer follows ####."""
-    if name not in SETS:
-        return R.load_problems(name, split=split, unique=False)[0]
-    import datasets  # only needed for hub ids
+@dataclass
+class Policy:
+    """A model to evaluate, and what came out."""
 
-    hub, config, split, problem, answer = SETS[name]
-    try:
-        rows = [
-            (row[problem], row[answer]) for row in datasets.load_dataset(hub, config, split=split)
-        ]
-    except Exception as e:  # the library raises many kinds; a field that is not there is a KeyError
-        raise UserError(
-            f"{name}: {hub} not read ({D.brief(e)}); a JSONL with `problem` and `answer` works offline"
-        ) from None
-    golds = [
-        str(int(a) if isinstance(a, float) and a.is_integer() else a).rpartition("####")[2].strip()
-        for _, a in rows
-    ]
-    if not rows or not all(golds):
-        raise UserError(
-            f"{name}: {hub} has {len(rows)} rows, {golds.count('')} of them without an answer"
-        )
-    return [R.Problem(str(i), p.strip(), gold) for i, ((p, _), gold) in enumerate(zip(rows, golds))]
+    path: str  # a directory or hub id
+    base: str = ""  # the model under an adapter; "" for a plain model
+    folder: pathlib.Path = pathlib.Path("eval")  # of its settings.json and samples.jsonl
+    settings: dict = field(default_factory=dict)  # all that its samples depend on
+    scores: dict[str, list] = field(default_factory=dict)  # {set: [scores_P]}; of MEAN all sets'
+    table: dict[str, dict] = field(default_factory=dict)  # {set: figures}
 
 
-def find_policies(paths: Sequence[str], base: str) -> dict[str, str]:
-    """What the PATHs stand for, in order: {path of a policy: base of an adapter, "" for a plain model}.
-
-    A run's directory stands for all of its checkpoints. `base` replaces the one that an adapter names.
-    """
-    found: dict[str, str] = {}
+def find_policies(paths: Sequence[str], base: str, out: str) -> list[Policy]:
+    """What the PATHs stand for, in order: a run's directory stands for all of its checkpoints."""
+    policies: dict[pathlib.Path, Policy] = {}
     for path in paths:
+        if path.startswith((".", "/", "~")) and not pathlib.Path(path).is_dir():
+            raise UserError(f"{path}: no such directory; give a model, adapter, run or hub id")
         steps = sorted(pathlib.Path(path, "checkpoints").glob("step_*"))
         if not steps and pathlib.Path(path, "checkpoints").is_dir():
             raise UserError(f"{path}: a run without a checkpoint")
-        if path.startswith((".", "/", "~")) and not pathlib.Path(path).is_dir():
-            raise UserError(
-                f"{path}: no such directory; a checkpoint, run, adapter or model is wanted, or a hub id"
-            )
-        for policy in steps or [pathlib.Path(path)]:
-            found[str(policy)] = ""
-            if (file := policy / "adapter_config.json").exists():
-                try:
-                    found[str(policy)] = (
-                        base or json.loads(file.read_text())["base_model_name_or_path"]
-                    )
-                except (ValueError, KeyError) as e:
-                    raise UserError(
-                        f"{policy}: adapter_config.json names no base model ({D.brief(e)}); --model does"
-                    ) from None
+        for place in steps or [pathlib.Path(path)]:
+            name = str(place).strip("/").replace("/", "--")
+            folder = place / "eval" if place.is_dir() else pathlib.Path("eval", name)
+            if out:
+                folder = pathlib.Path(out, name)
+            known = policies.setdefault(folder, Policy(str(place), base_of(place, base), folder))
+            if known.path != str(place):
+                raise UserError(f"{known.path} and {place}: both would write to {folder}")
+    found = list(policies.values())
+    if out and len(found) == 1:
+        found[0].folder = pathlib.Path(out)
     return found
 
 
-def load_policy(path: str, base: str, device, dtype: str, attn: str) -> tuple[R.Model, R.Tokenizer]:
-    """A plain model, or a PEFT adapter on its base."""
-    model, tokenizer = R.load_model(base or path, device, dtype=dtype, attn=attn)
-    if not base:
-        return model, tokenizer
-    from peft import PeftModel
-
+def base_of(place: pathlib.Path, base: str) -> str:
+    """The model under an adapter, which `base` replaces; "" where there is no adapter."""
+    file = place / "adapter_config.json"
+    if not file.exists():
+        return ""
     try:
-        return R.lean_adapters(PeftModel.from_pretrained(model, path)).eval(), tokenizer
-    except Exception as e:  # many kinds: other shapes, torn, a pickle
-        raise UserError(
-            f"{path}: the adapter does not fit {base} ({D.brief(e)}); --model names its base"
-        ) from None
+        return base or json.loads(file.read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError) as e:
+        raise UserError(f"{file}: names no base model ({e!r}); give it as --model") from None
 
 
-# =============================================================================================================== prompts
+def load_policy(policy: Policy, args: Namespace, world: World) -> tuple[Model, Tokenizer]:
+    """A plain model, or a PEFT adapter on its base; and the tokenizer."""
+    name = policy.base or policy.path
+    model, tokenizer = load_model(name, world.device, dtype=args.dtype, attn=args.attn)
+    if policy.base:
+        try:
+            model = PeftModel.from_pretrained(model, policy.path).eval()
+        except Exception as e:  # many kinds: other shapes, a torn file, a pickle
+            why = f"does not fit {name} ({distributed.brief(e)}); give its base as --model"
+            raise UserError(f"{policy.path}: the adapter {why}") from None
+    return model, tokenizer
 
 
-def prompt_maker(args: argparse.Namespace, device) -> Callable[[str], str]:
-    """problem -> prompt: the plain one, or with --skills Base+Skill's, retrieved for each problem (Tab. 12)."""
-    if not args.skills:
-        return S.render_student
-    bank = S.SkillBank.load(args.skills)
-    if (
-        not 1
-        <= args.num_skills
-        <= (most := min(len(bank.general_skills), len(bank.common_mistakes)))
-    ):
-        raise UserError(
-            f"--num-skills {args.num_skills}: must be in 1..{most}, the shorter list of --skills {args.skills}"
-        )
-    embed = S.load_encoder(args.encoder, str(device))
-    return lambda problem: S.render_skills(bank.retrieve(problem, args.num_skills, embed), problem)
-
-
-# ============================================================================================================== sampling
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=8).hexdigest()
-
-
-def contents(path: str) -> str:
-    """What a directory of weights holds, by its content; a hub id as it is."""
-    files = sorted(
-        file
-        for pattern in ("*.safetensors", "*.bin")
-        for file in pathlib.Path(path).glob(pattern)
-        if file.stem != "trainer"
-    )
-    digests = []
-    for file in files:
-        with open(file, "rb") as f:
-            digests.append(hashlib.file_digest(f, "blake2b").hexdigest())
-    return _digest(*digests) if files else path
-
-
-def settings_of(path: str, base: str, args: argparse.Namespace) -> dict:
-    """All that a policy's samples depend on besides the problems; local weights and the bank by their content, so that they may move."""
-    names = [
-        "device",
-        "dtype",
-        "attn",
-        "thinking",
-        "seed",
-        "temperature",
-        "top_p",
-        "top_k",
-        "max_new_tokens",
-    ]
-    settings = {
-        "policy": contents(path),
-        "base": contents(base) if base else "",
-        **{k: getattr(args, k) for k in names},
-    }
+def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
+    """All that samples depend on besides problems; files count by their content and may move."""
+    settings = {"policy": contents(policy.path), "base": policy.base and contents(policy.base)}
+    settings |= {"device": world.device.type, "dtype": args.dtype, "attn": args.attn}
+    settings |= {"thinking": args.thinking, "seed": args.seed, **asdict(args.sampling)}
     if args.skills:
-        bank = _digest(pathlib.Path(args.skills).read_bytes())
-        settings |= {"bank": bank, "num_skills": args.num_skills, "encoder": contents(args.encoder)}
+        settings["bank"] = digest(pathlib.Path(args.skills).read_bytes())
+        settings |= {"num_skills": args.num_skills, "encoder": contents(args.encoder)}
     return settings
 
 
-def sample(
-    path: str,
-    base: str,
-    folder: pathlib.Path,
-    sets: dict[str, list[R.Problem]],
-    prompt: Callable[[str], str],
-    args: argparse.Namespace,
-    world: D.World,
-    verifier: R.Verifier,
-) -> dict[tuple, dict]:
-    """All samples of one policy, {(set, problem id, sample): row}: those in the folder's samples.jsonl, and the missing ones made."""
-    log = folder / "samples.jsonl"
-    now = {
-        (name, x.id): _digest(x.problem, x.answer)
-        for name, problems in sets.items()
-        for x in problems
-    }
-    kept = [
-        s for s in D.read_jsonl(log) if now.get((s["set"], s["id"]), s["digest"]) == s["digest"]
-    ]  # a problem that changed is sampled anew
-    done = {
-        (s["set"], s["id"], s["sample"]): s
-        for s in kept
-        if (s["set"], s["id"]) in now and s["sample"] < args.samples
-    }
-    D.agree(len(kept), world, "samples")  # and everyone has looked before anyone writes
-    if world.main:
-        D.write_text(log, "".join(json.dumps(s) + "\n" for s in kept))  # without a torn last line
-    todo = [
-        (name, x, j)
-        for name, problems in sets.items()
-        for x in problems
-        for j in range(args.samples)
-        if (name, x.id, j) not in done
-    ]
-    if not todo:
-        return done
-    model, tokenizer = load_policy(path, base, world.device, args.dtype, args.attn)
-    ids = {
-        x.problem: R.chat_ids(tokenizer, prompt(x.problem), thinking=args.thinking)
-        for _, x, j in todo
-    }
-    todo.sort(key=lambda item: len(ids[item[1].problem]))
-    mine = todo[world.rank :: world.size]
-    sampling = R.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
-    keys = [R.sample_key(args.seed, 0, x.problem, j) for _, x, j in mine]
-    turns = R.stream(
-        model, tokenizer, [ids[x.problem] for _, x, _ in mine], sampling, keys, args.rows
-    )
-    from tqdm import tqdm
+def contents(path: str) -> str:
+    """A digest of the weights in a directory; a hub id as it is."""
+    digests = []
+    for file in sorted(pathlib.Path(path).glob("*")):
+        if file.suffix in (".safetensors", ".bin") and file.stem != "trainer":
+            with open(file, "rb") as f:
+                digests.append(hashlib.file_digest(f, "blake2b").hexdigest())
+    return digest(*digests) if digests else path
 
-    bar = tqdm(
-        total=len(done) + len(todo),
-        initial=len(done),
-        disable=not world.main,
-        unit="sample",
-        desc=pathlib.Path(path).name,
-    )
-    began, tokens, left = time.perf_counter(), 0, len(todo)
-    while left:  # ranks go turn by turn together; one that has no more to do waits in `gather`
+
+def digest(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
+def prompt_maker(args: Namespace, world: World) -> Prompt:
+    """problem -> prompt: the plain one, or with --skills that of Base+Skill (Tab. 12, S14)."""
+    if not args.skills:
+        return skills.render_student
+    bank = skills.SkillBank.load(args.skills)
+    k = args.num_skills
+    most = min(len(bank.general_skills), len(bank.common_mistakes))
+    if not 1 <= k <= most:
+        raise UserError(f"--num-skills {k}: must be in 1..{most}, the bank's shorter list")
+    embed = skills.load_encoder(args.encoder, str(world.device))
+    return lambda problem: skills.render_skills(bank.retrieve(problem, k, embed), problem)
+
+
+def sample(
+    policy: Policy, tasks: Tasks, prompt: Prompt, args: Namespace, world: World, verifier: Verifier
+) -> dict[Key, dict]:
+    """The samples asked for, as rows of samples.jsonl: those found there, and the missing made."""
+    log = policy.folder / "samples.jsonl"
+    kept = []
+    done = {}
+    for row in distributed.read_jsonl(log):
+        key = (row["set"], row["id"], row["sample"])
+        problem = tasks.get(key)
+        if problem and row["digest"] != digest(problem.problem, problem.answer):
+            continue  # the problem has changed, so it is sampled anew
+        kept.append(row)
+        if problem:
+            done[key] = row
+    distributed.agree(len(kept), world, "samples")  # everyone has read before anyone writes
+    if world.main:
+        distributed.write_json(policy.folder / "settings.json", policy.settings)
+        distributed.write_text(log, "".join(json.dumps(row) + "\n" for row in kept))
+    missing = [key for key in tasks if key not in done]
+    if not missing:
+        return done
+    model, tokenizer = load_policy(policy, args, world)
+    ids = {}
+    for key in missing:
+        ids[key] = rollout.chat_ids(tokenizer, prompt(tasks[key].problem), thinking=args.thinking)
+    missing.sort(key=lambda key: len(ids[key]))
+    mine = missing[world.rank :: world.size]
+    seeds = [rollout.sample_key(args.seed, 0, tasks[key].problem, key[2]) for key in mine]
+    prompts = [ids[key] for key in mine]
+    turns = rollout.stream(model, tokenizer, prompts, args.sampling, seeds, args.rows)
+    bar = tqdm(total=len(tasks), initial=len(done), disable=not world.main, unit="sample")
+    while len(done) < len(tasks):  # all ranks take every turn, and wait in `gather` for the others
         turn = next(turns, [])
         these = [mine[i] for i, _ in turn]
-        problems, completions = [x for _, x, _ in these], [c for _, c in turn]
-        rolls = R.judge(
-            model, tokenizer, problems, [ids[x.problem] for x in problems], completions, verifier
-        )
-        rows = [
-            {
-                "set": name,
-                "id": x.id,
-                "sample": j,
-                "digest": now[name, x.id],
-                "gold": x.answer,
-                "pred": r.pred,
-                "r": r.r,
-                "truncated": r.truncated,
-                "tokens": len(r.completion_ids),
-                "text": r.text,
-            }
-            for (name, x, j), r in zip(these, rolls)
-        ]
-        new = [row for share in D.gather(rows, world) for row in share]
-        if world.main and new:
-            D.append_jsonl(log, new)
-        done.update({(s["set"], s["id"], s["sample"]): s for s in new})
-        tokens += sum(s["tokens"] for s in new)
-        left -= len(new)
-        running = sum(s["r"] > 0 for s in done.values()) / max(1, len(done))
-        bar.set_postfix_str(
-            f"avg {running:.1%} {tokens / (time.perf_counter() - began):.0f} tok/s", refresh=False
-        )
-        bar.update(len(new))
+        asked = [tasks[key] for key in these]
+        prompts = [ids[key] for key in these]
+        completions = [completion_ids for _, completion_ids in turn]
+        rolls = rollout.judge(model, tokenizer, asked, prompts, completions, verifier)
+        rows = [row_of(key, roll) for key, roll in zip(these, rolls)]
+        for share in distributed.gather(rows, world):
+            if world.main and share:
+                distributed.append_jsonl(log, share)
+            for row in share:
+                done[row["set"], row["id"], row["sample"]] = row
+        accuracy = sum(row["r"] > 0 for row in done.values()) / max(1, len(done))
+        bar.set_description(f"{pathlib.Path(policy.path).name} avg {accuracy:.1%}", refresh=False)
+        bar.update(len(done) - bar.n)
     bar.close()
     return done
 
 
-# ================================================================================================================= table
+def row_of(key: Key, roll: rollout.Rollout) -> dict:
+    """A line of samples.jsonl."""
+    row = {"set": key[0], "id": key[1], "sample": key[2]}
+    row |= {"digest": digest(roll.problem, roll.gold), "gold": roll.gold, "pred": roll.pred}
+    row |= {"r": roll.r, "truncated": roll.truncated, "tokens": len(roll.completion_ids)}
+    return row | {"text": roll.text}
 
-MEAN = "(mean)"  # of the sets, each weighing the same (Tab. 3 "Avg.")
 
-
-def metrics(
-    rows: list[list[dict]], golds: list[str], verify: Callable[[str, str | None], bool]
-) -> dict:
-    """One set's figures, from its samples by problem."""
-    correct_PK, flat = (
-        np.array([[s["r"] > 0 for s in row] for row in rows]),
-        [s for row in rows for s in row],
-    )
-    return {
-        "problems": len(rows),
-        "samples": len(flat),
+def measure(policy: Policy, name: str, rows: list[dict], k: int, verify: Verify) -> None:
+    """Put one set's figures and scores into the policy. rows: its samples in order, k a problem."""
+    correct_PK = np.array([row["r"] > 0 for row in rows]).reshape(-1, k)
+    preds_PK = np.array([row["pred"] for row in rows], dtype=object).reshape(-1, k)
+    golds = [row["gold"] for row in rows[::k]]
+    policy.scores[name] = [correct_PK.mean(1)]
+    policy.table[name] = {
+        "problems": len(golds),
+        "samples": len(rows),
         "avg": avg_at_k(correct_PK),
-        "pass": pass_at_k(correct_PK, len(rows[0])),
-        "maj": maj_at_k([[s["pred"] for s in row] for row in rows], golds, verify),
-        "boxed": sum(s["pred"] is not None for s in flat) / len(flat),
-        "truncated": sum(s["truncated"] for s in flat) / len(flat),
-        "tokens": sum(s["tokens"] for s in flat) / len(flat),
+        "pass": pass_at_k(correct_PK, k),
+        "maj": maj_at_k(preds_PK.tolist(), golds, verify),
+        "boxed": sum(row["pred"] is not None for row in rows) / len(rows),
+        "truncated": sum(row["truncated"] for row in rows) / len(rows),
+        "tokens": sum(row["tokens"] for row in rows) / len(rows),
     }
 
 
-def tabulate(tables: dict[str, dict[str, dict]], scores: dict[str, dict[str, np.ndarray]]) -> None:
-    """Put intervals into the tables {policy: {set: figures}}, paired differences to the first policy, and the mean over sets.
-
-    scores: {policy: {set: [P], a problem's mean over its samples}}.
-    """
-    first = next(iter(tables))
-    for policy, table in tables.items():
-        if len(table) > 1:
-            columns = {k: [row[k] for row in table.values()] for k in next(iter(table.values()))}
-            table[MEAN] = {
-                k: sum(v) if k in ("problems", "samples") else float(np.mean(v))
-                for k, v in columns.items()
-            }
-        for name, row in table.items():
-            row["avg_low"], row["avg_high"] = bootstrap_interval(
-                *(s_P for n, s_P in scores[policy].items() if name in (n, MEAN))
-            )
-            if policy != first:
-                row |= difference(scores[policy], scores[first], name)
+def tabulate(policies: Sequence[Policy]) -> None:
+    """Complete the tables: the mean over sets, intervals, and differences to the first policy."""
+    for policy in policies:
+        sets = list(policy.table.values())
+        if len(sets) > 1:
+            policy.scores[MEAN] = [scores_P for (scores_P,) in policy.scores.values()]
+            mean = policy.table[MEAN] = {}
+            for key in sets[0]:
+                total = sum(row[key] for row in sets)
+                mean[key] = total if key in ("problems", "samples") else total / len(sets)
+        for name, row in policy.table.items():
+            row["avg_low"], row["avg_high"] = bootstrap_interval(*policy.scores[name])
+            if policy is not policies[0]:
+                row.update(difference(policy, policies[0], name))
 
 
-def difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], name: str) -> dict:
-    """Ours minus theirs, paired by problem, with its interval."""
-    gaps = [ours[n] - theirs[n] for n in ours if name in (n, MEAN)]
+def difference(ours: Policy, theirs: Policy, name: str) -> dict:
+    """Our mean score minus theirs, paired by problem, with its interval."""
+    gaps = [our_P - their_P for our_P, their_P in zip(ours.scores[name], theirs.scores[name])]
     low, high = bootstrap_interval(*gaps)
-    return {
-        "diff": float(np.mean([g_P.mean() for g_P in gaps])),
-        "diff_low": low,
-        "diff_high": high,
-    }
+    mean = float(np.mean([gap_P.mean() for gap_P in gaps]))
+    return {"diff": mean, "diff_low": low, "diff_high": high}
 
 
-def selections(
-    tables: dict[str, dict[str, dict]], scores: dict, adapters: Sequence[str]
-) -> list[dict]:
-    """Of the checkpoints that lie in one directory: the best (on these very problems, so flattered) beside the last."""
-    runs: dict[str, list[str]] = {}
-    for path in adapters:
-        runs.setdefault(str(pathlib.Path(path).parent), []).append(path)
-    chosen, name = [], list(next(iter(tables.values())))[-1]  # the mean over sets, or the only set
-    for run, paths in runs.items():
-        best, last = max(paths, key=lambda p: tables[p][name]["avg"]), max(paths)
-        if len(paths) > 1:
-            chosen.append(
-                {
-                    "of": run,
-                    "checkpoints": len(paths),
-                    "best": best,
-                    "best_avg": tables[best][name]["avg"],
-                    "last": last,
-                    "last_avg": tables[last][name]["avg"],
-                    **difference(scores[best], scores[last], name),
-                }
-            )
+def selections(policies: Sequence[Policy]) -> list[dict]:
+    """The best (by mean over sets, S23) and the last of each directory's checkpoints."""
+    runs: dict[str, list[Policy]] = {}
+    for policy in policies:
+        if policy.base:
+            runs.setdefault(str(pathlib.Path(policy.path).parent), []).append(policy)
+    chosen = []
+    for run, checkpoints in runs.items():
+        if len(checkpoints) > 1:
+            name = list(checkpoints[0].table)[-1]  # the mean over sets, or the only set
+            best = max(checkpoints, key=lambda policy: policy.table[name]["avg"])
+            last = max(checkpoints, key=lambda policy: policy.path)
+            choice = {"of": run, "checkpoints": len(checkpoints)}
+            choice |= {"best": best.path, "best_avg": best.table[name]["avg"]}
+            choice |= {"last": last.path, "last_avg": last.table[name]["avg"]}
+            chosen.append(choice | difference(best, last, name))
     return chosen
 
 
-def print_table(tables: dict[str, dict[str, dict]], chosen: list[dict], k: int) -> None:
-    names = [pathlib.Path(p).name for p in tables]
-    short = dict(zip(tables, names if len(set(names)) == len(names) else tables))
-    print(
-        f"| policy | set | problems | avg@{k} | 95% | - first | 95% | pass@{k} | maj@{k} | boxed | truncated | tokens |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
-    for policy, table in tables.items():
-        for name, r in table.items():
-            gap = (
-                f"{r['diff']:+.1%} | {r['diff_low']:+.1%} to {r['diff_high']:+.1%}"
-                if "diff" in r
-                else " | "
-            )
-            print(
-                f"| {short[policy]} | {name} | {r['problems']} | {r['avg']:.1%} | {r['avg_low']:.1%}-{r['avg_high']:.1%} | {gap} "
-                f"| {r['pass']:.1%} | {r['maj']:.1%} | {r['boxed']:.1%} | {r['truncated']:.1%} | {r['tokens']:.0f} |"
-            )
-    for c in chosen:
-        print(
-            f"of {c['checkpoints']} checkpoints in {c['of']}: best {short[c['best']]} {c['best_avg']:.1%}, "
-            f"last {short[c['last']]} {c['last_avg']:.1%}, best - last {c['diff']:+.1%} ({c['diff_low']:+.1%} to {c['diff_high']:+.1%}); "
-            "the best was picked on these problems"
-        )
+def print_table(policies: Sequence[Policy], chosen: list[dict], k: int) -> None:
+    """Print the figures in Markdown, and what was selected."""
+    short = {policy.path: pathlib.Path(policy.path).name for policy in policies}
+    if len(set(short.values())) < len(short):
+        short = {policy.path: policy.path for policy in policies}
+    measures = f"avg@{k} | 95% | - first | 95% | pass@{k} | maj@{k}"
+    print(f"| policy | set | problems | {measures} | boxed | truncated | tokens |")
+    print("|---" * 12 + "|")
+    for policy in policies:
+        for name, row in policy.table.items():
+            gap = " | "
+            if "diff" in row:
+                gap = "{diff:+.1%} | {diff_low:+.1%} to {diff_high:+.1%}".format(**row)
+            left = "{problems} | {avg:.1%} | {avg_low:.1%}-{avg_high:.1%}".format(**row)
+            right = "{pass:.1%} | {maj:.1%} | {boxed:.1%} | {truncated:.1%} | {tokens:.0f}"
+            print(f"| {short[policy.path]} | {name} | {left} | {gap} | {right.format(**row)} |")
+    for row in chosen:
+        best = f"best {short[row['best']]} {row['best_avg']:.1%}"
+        last = f"last {short[row['last']]} {row['last_avg']:.1%}"
+        gap = "best - last {diff:+.1%} ({diff_low:+.1%} to {diff_high:+.1%})".format(**row)
+        where = f"of {row['checkpoints']} checkpoints in {row['of']}"
+        print(f"{where}: {best}, {last}, {gap}; the best was picked on these problems")
 
 
-# ============================================================================================================ the command
-
-
-def evaluate(args: argparse.Namespace, world: D.World) -> None:
-    R.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)  # its own checks
-    if args.samples < 1 or args.rows < 1 or args.limit < 0:
-        raise UserError(
-            f"--samples {args.samples} and --rows {args.rows} must be >= 1, --limit {args.limit} >= 0"
-        )
-    if args.verify_timeout <= 0 or args.verify_workers < 1:
-        raise UserError(
-            f"--verify-timeout {args.verify_timeout} must be > 0, --verify-workers {args.verify_workers} >= 1"
-        )
-    if len({pathlib.Path(name).stem for name in args.data}) < len(args.data):
+def evaluate(args: Namespace, world: World) -> None:
+    """Sample every policy on every set, print the table and write results.json."""
+    names = [pathlib.Path(source).stem for source in args.data]
+    if len(set(names)) < len(names):
         raise UserError(f"--data {' '.join(args.data)}: two sets have one name; rename a file")
-    policies = find_policies(args.paths, args.model)
-    prompt = prompt_maker(args, world.device)
-    sets = {
-        pathlib.Path(name).stem: load_set(name, args.split)[: args.limit or None]
-        for name in args.data
-    }
-    folders = {}
-    args.device = world.device.type
-    settings = {path: settings_of(path, base, args) for path, base in policies.items()}
-    for path in policies:  # each keeps its samples in a folder of its own
-        own = (
-            pathlib.Path(path, "eval")
-            if pathlib.Path(path).is_dir()
-            else pathlib.Path("eval", path.replace("/", "--"))
-        )
-        folders[path] = (
-            own
-            if not args.out
-            else pathlib.Path(
-                args.out, path.strip("/").replace("/", "--") if len(policies) > 1 else ""
-            )
-        )
-        if (file := folders[path] / "settings.json").exists() and json.loads(
-            file.read_text()
-        ) != settings[path]:
-            raise UserError(
-                f"{folders[path]}: holds an evaluation with other settings (see its settings.json); give another --out"
-            )
-    if len(set(folders.values())) < len(folders):
-        raise UserError(
-            f"{' '.join(folders)}: two of them would keep their samples in one folder; give --out, or evaluate them apart"
-        )
-    run = next((p for p in args.paths if pathlib.Path(p, "checkpoints").is_dir()), None)
-    out = pathlib.Path(
-        args.out
-        or (
-            f"{run}/eval"
-            if run
-            else folders[next(iter(policies))]
-            if len(policies) == 1
-            else "eval"
-        )
-    )
-    with R.Verifier(args.verify_timeout, args.verify_workers) as verifier:
-        tables: dict[str, dict[str, dict]] = {path: {} for path in policies}
-        scores: dict[str, dict[str, np.ndarray]] = {path: {} for path in policies}
-        for path, base in policies.items():
+    policies = find_policies(args.paths, args.model, args.out)
+    prompt = prompt_maker(args, world)
+    tasks: Tasks = {}
+    for name, source in zip(names, args.data):
+        for problem in problems.load_set(source, args.split)[: args.limit or None]:
+            for number in range(args.samples):
+                tasks[name, problem.id, number] = problem
+    for policy in policies:
+        policy.settings = settings_of(policy, args, world)
+        file = policy.folder / "settings.json"
+        if file.exists() and json.loads(file.read_text()) != policy.settings:
+            raise UserError(f"{file.parent}: holds an evaluation with other settings; change --out")
+    with Verifier(args.verify_timeout, args.verify_workers) as verifier:
+        for policy in policies:
+            done = sample(policy, tasks, prompt, args, world, verifier)
             if world.main:
-                D.write_json(folders[path] / "settings.json", settings[path])
-            done = sample(path, base, folders[path], sets, prompt, args, world, verifier)
-            for name, problems in sets.items() if world.main else ():
-                rows = [[done[name, x.id, j] for j in range(args.samples)] for x in problems]
-                tables[path][name] = metrics(rows, [x.answer for x in problems], verifier.verify)
-                scores[path][name] = np.array([np.mean([s["r"] > 0 for s in row]) for row in rows])
+                for name in names:
+                    rows = [done[key] for key in tasks if key[0] == name]
+                    measure(policy, name, rows, args.samples, verifier.verify)
     if world.main:
-        tabulate(tables, scores)
-        chosen = selections(tables, scores, [path for path, base in policies.items() if base])
-        D.write_json(
-            out / "results.json", {"settings": settings, "results": tables, "selection": chosen}
-        )
-        print_table(tables, chosen, args.samples)
-        print(f"written: {out}/results.json")
-    D.leave_together(world)
+        tabulate(policies)
+        chosen = selections(policies)
+        settings = {policy.path: policy.settings for policy in policies}
+        results = {policy.path: policy.table for policy in policies}
+        runs = [f"{path}/eval" for path in args.paths if pathlib.Path(path, "checkpoints").is_dir()]
+        own = policies[0].folder if len(policies) == 1 else "eval"
+        out = pathlib.Path(args.out or (runs[0] if runs else own), "results.json")
+        distributed.write_json(out, {"settings": settings, "results": results, "selection": chosen})
+        print_table(policies, chosen, args.samples)
+        print(f"written: {out}")
+    distributed.leave_together(world)
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line's settings."""
-    parser = D.Parser("eval.py", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="checkpoint, run (all its checkpoints), any PEFT adapter, model directory or hub id",
-    )
-    sets = f"{' '.join(SETS)}, or problem files: JSONL with `problem` and `answer`, parquet, directory or hub id"
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        default=list(SETS)[:3],
-        help=f"{sets}; default: the first three, as in §4.1",
-    )
-    parser.add_argument("--split", default="test", help="of a hub data set")
-    parser.add_argument(
-        "--model",
-        default="",
-        help="base of the adapter, where it is not the one that the adapter names",
-    )
-    parser.add_argument(
-        "--out", default="", help="where samples.jsonl and results.json go (default: PATH/eval)"
-    )
-    parser.add_argument(
-        "--skills",
-        default="",
-        help="skill bank (JSON) for the baseline Base+Skill, which retrieves at inference; §4.1, S14",
-    )
-    parser.add_argument(
-        "--num-skills",
-        type=int,
-        default=8,
-        help="retrieved pairs of skill and mistake in the prompt of Base+Skill; Tab. 12",
-    )
-    parser.add_argument(
-        "--encoder",
-        default="Qwen/Qwen3-Embedding-0.6B",
-        help="sentence-transformers encoder of --skills; Tab. 12",
-    )
-    parser.add_argument("--samples", type=int, default=12, help="k, samples per problem; App. F.1")
-    parser.add_argument("--temperature", type=float, default=1.0, help="App. F.1")
-    parser.add_argument("--top-p", type=float, default=0.95, help="App. F.1")
-    parser.add_argument("--top-k", type=int, default=0, help="0 is off; App. F.1")
-    parser.add_argument("--max-new-tokens", type=int, default=38912, help="App. F.1")
-    parser.add_argument(
-        "--thinking",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="enable_thinking of the chat template; S3",
-    )
-    parser.add_argument(
-        "--limit", type=int, default=0, help="only the first N problems of each set; 0 is all"
-    )
-    parser.add_argument(
-        "--rows",
-        type=int,
-        default=16,
-        help="samples decoded at a time on each rank; lower it when memory runs out",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument(
-        "--attn", default="auto", choices=("auto", "flash_attention_2", "sdpa", "eager")
-    )
-    parser.add_argument("--verify-timeout", type=float, default=5.0, help="seconds per answer")
-    parser.add_argument("--verify-workers", type=int, default=1)
-    return parser.parse_args(argv)
+def arguments(argv: Sequence[str] | None = None) -> Namespace:
+    """The command line's settings. Raises UserError on one that is out of its range."""
+    parser = distributed.Parser("eval.py", description="Evaluate by avg@k.", allow_abbrev=False)
+    add = parser.add_argument
+    add("paths", nargs="+", metavar="PATH", help="model, adapter, run (its checkpoints) or hub id")
+    sets = list(problems.SETS)
+    add("--data", nargs="+", default=sets[:3], help=f"of {sets}, or files, folders, hub ids")
+    add("--split", default="test", help="the split of a hub data set")
+    add("--model", default="", help="an adapter's base, if not the one that the adapter names")
+    add("--out", default="", help="where samples.jsonl and results.json go; default: PATH/eval")
+    add("--skills", default="", help="the skill bank (JSON) of the baseline Base+Skill; §4.1, S14")
+    add("--num-skills", type=int, default=8, help="pairs in a prompt of Base+Skill; Tab. 12")
+    add("--encoder", default=Config.encoder, help="the encoder of --skills; Tab. 12")
+    add("--samples", type=int, default=12, help="k, the samples per problem; App. F.1")
+    add("--temperature", type=float, default=1.0, help="App. F.1")
+    add("--top-p", type=float, default=0.95, help="App. F.1")
+    add("--top-k", type=int, default=0, help="0 turns it off; App. F.1")
+    add("--max-new-tokens", type=int, default=38912, help="App. F.1")
+    add("--thinking", action=BooleanOptionalAction, default=True, help="S3")
+    add("--limit", type=int, default=0, help="only the first N problems of each set; 0 is all")
+    add("--rows", type=int, default=16, help="samples decoded at a time; lower it to save memory")
+    add("--seed", type=int, default=0)
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    add("--attn", default="sdpa", choices=("sdpa", "flash_attention_2", "eager"))
+    add("--verify-timeout", type=float, default=5.0, help="seconds per answer")
+    add("--verify-workers", type=int, default=1)
+    args = parser.parse_args(argv)
+    args.sampling = rollout.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
+    counts = (args.samples, args.rows, args.verify_workers, args.limit + 1)
+    if min(counts) < 1 or args.verify_timeout <= 0:
+        given = f"--samples {args.samples}, --rows {args.rows}, --limit {args.limit}, "
+        given += f"--verify-timeout {args.verify_timeout}, --verify-workers {args.verify_workers}"
+        raise UserError(f"{given}: all but --limit must be above 0, and that not below")
+    return args
 
 
-def before_and_after(cfg: Config, world: D.World) -> None:
-    """avg@12 on --eval-data of the base model and of the last checkpoint, once the run is through."""
-    last = max((pathlib.Path(cfg.out) / "checkpoints").glob("step_*"), default=None)
+def before_and_after(cfg: Config, world: World) -> None:
+    """avg@12 on --eval-data of the base model and the last checkpoint, once the run is through."""
+    last = max(pathlib.Path(cfg.out, "checkpoints").glob("step_*"), default=None)
     if cfg.eval_data and last and int(last.name[5:]) == cfg.updates:
         rows = max(16, cfg.score_tokens // cfg.eval_tokens)
-        settings = {
-            "data": cfg.eval_data,
-            "max-new-tokens": cfg.eval_tokens,
-            "rows": rows,
-            "out": f"{cfg.out}/eval",
-            "seed": cfg.seed,
-            "verify-timeout": cfg.verify_timeout,
-            "verify-workers": cfg.verify_workers,
-            "device": cfg.device,
-            "dtype": cfg.dtype,
-            "attn": cfg.attn,
-        }
-        evaluate(
-            arguments(
-                [cfg.model, str(last), *(f"--{name}={value}" for name, value in settings.items())]
-            ),
-            world,
-        )
+        flags = f"--rows {rows} --seed {cfg.seed} --max-new-tokens {cfg.eval_tokens} "
+        flags += f"--device {cfg.device} --dtype {cfg.dtype} --attn {cfg.attn} "
+        flags += f"--verify-timeout {cfg.verify_timeout} --verify-workers {cfg.verify_workers}"
+        where = ["--data", cfg.eval_data, "--out", f"{cfg.out}/eval"]
+        evaluate(arguments([cfg.model, str(last), *where, *flags.split()]), world)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -630,10 +432,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> None:
         args = arguments(argv)
-        evaluate(args, D.init(args.device))
+        evaluate(args, distributed.init(args.device))
 
-    return D.command("eval", body)
+    return distributed.command("eval", body)
 
 
 if __name__ == "__main__":
-    D.leave(main())
+    distributed.leave(main())

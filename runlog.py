@@ -1,114 +1,201 @@
-"""What a run says of itself: a line per update, token texts, mirrors to other loggers, provenance."""
+"""What a run says of itself: a line per update, token texts, other loggers, provenance."""
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import math
 import pathlib
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import torch
 
-import distributed as D
-import rollout as R
-from config import Config, find_method
-from distributed import UserError
-
-if TYPE_CHECKING:
-    import sgsd
+import distributed
+import policy
+from config import Config
+from distributed import UserError, World
+from policy import Model, Tokenizer
 
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 
 
-def announce(run: "sgsd.Run", counts: dict[str, int], bank_from: str | pathlib.Path) -> None:
-    """What a run starts from, printed: method, data, bank, model, mask."""
-    cfg, own = run.cfg, find_method(run.cfg.method)[1]
-    print(
-        f"method {cfg.method}: "
-        + (", ".join(f"{name} {getattr(cfg, name)}" for name in own) or "the paper's settings")
-    )
-    print(f"data {cfg.data}: " + ", ".join(f"{v} {k.replace('_', ' ')}" for k, v in counts.items()))
-    if run.bank:
-        print(
-            f"bank {bank_from}: {len(run.bank.general_skills)} general skills, {len(run.bank.common_mistakes)} common mistakes"
+LOGS = ("metrics", "rollouts", "tokens")
+
+
+def check_directory(cfg: Config, resume: bool) -> None:
+    """UserError unless --out can take this run and its loggers are installed."""
+    out = pathlib.Path(cfg.out)
+    if out.is_file():
+        raise UserError(f"--out {out}: is a file; a directory is wanted")
+    if out.exists() and not resume and any(path.suffix != ".tmp" for path in out.iterdir()):
+        raise UserError(
+            f"--out {out}: the directory is not empty; choose another, or continue its run "
+            f"with --resume {out}"
         )
-    trained = sum(p.numel() for p in run.params.values())
+    for name, wanted in (("wandb", cfg.wandb), ("tensorboard", cfg.tensorboard)):
+        spec = importlib.util.find_spec(name) if wanted else None
+        if wanted and (spec is None or spec.origin is None):  # a mere folder has no origin
+            raise UserError(
+                f"--{name}: the package is not installed; pip install {name}, or leave the flag out"
+            )
+
+
+def announce(
+    cfg: Config,
+    world: World,
+    model: Model,
+    tokenizer: Tokenizer,
+    masked_ids: set[int],
+    counts: dict[str, int],
+) -> None:
+    """Print what a run starts from."""
+    print(f"data {cfg.data}: " + ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in counts.items()))
+    learning = sum(p.numel() for p in policy.trained(model).values())
     print(
-        f"model {cfg.model}: {trained:,} trained of {run.model.num_parameters():,} parameters, {run.world.size} x {run.world.device.type}"
+        f"model {cfg.model}: {learning:,} of {model.num_parameters():,} parameters learn, "
+        f"{world.size} x {world.device.type}"
     )
-    print(
-        f"mask (S2): {len(run.masked_ids)} ids: "
-        + " ".join(repr(run.tokenizer.decode([i])) for i in sorted(run.masked_ids)[:40])
-    )
-    if not R.head_is_sliced(run.model):
-        print(
-            "head: this model's logits are not head(hidden) (soft-capped or scaled); scored by full logits, memory grows with T*V"
-        )
+    shown = [repr(tokenizer.decode([i])) for i in sorted(masked_ids)[:40]]
+    print(f"mask (S2): {len(masked_ids)} ids: {' '.join(shown)}")
+    if not policy.head_is_sliced(model):
+        print("head: caps or scales the logits, so they are scored whole; memory grows with T*V")
+
+
+Logger = Callable[[dict], None]
+
+
+def begin(cfg: Config, start: int) -> list[Logger]:
+    """Cut the logs back to update `start`, write config.json, and start the other loggers."""
+    logs = [pathlib.Path(cfg.out) / f"{name}.jsonl" for name in LOGS]
+    for log in logs:  # a broken log is refused before anything is written
+        distributed.read_jsonl(log)
+    loggers = mirrors(cfg, start)
+    distributed.write_json(pathlib.Path(cfg.out) / "config.json", provenance(cfg))
+    for log in logs:
+        distributed.trim_jsonl(log, start)
+    return loggers
+
+
+def write(out: pathlib.Path, metrics: dict, records: list[dict], loggers: list[Logger]) -> None:
+    """Append one update to the logs, and pass its metrics on."""
+    tokens = [row.pop("tokens") for row in records if "tokens" in row]
+    for name, rows in zip(LOGS, ([metrics], records, tokens)):
+        distributed.append_jsonl(out / f"{name}.jsonl", rows)
+    for pass_on in loggers:
+        pass_on(metrics)
+
+
+class Stopwatch:
+    """Seconds by part: each lap goes to the part that it names."""
+
+    def __init__(self) -> None:
+        self.seconds = {"gen": 0.0, "score": 0.0, "bwd": 0.0, "opt": 0.0}
+        self.last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] += now - self.last
+        self.last = now
 
 
 def summarize(
-    step: int,
-    records: list[dict],
-    norm: float,
-    lr: float,
-    seconds: dict[str, float],
-    memory_gb: float,
+    step: int, records: list[dict], norm: float, lr: float, seconds: dict[str, float], gb: float
 ) -> dict:
     """One update's line in metrics.jsonl, from the records of all ranks."""
     total = len(records)
-    rho = [(k, r["r"], r["truncated"]) for r in records for k in r["rho"]]
-    abs_a = torch.tensor([abs(a) for r in records for a in r["a"]] or [0.0])
-    gaps = sum(r["unmasked"] * len(r["rho"]) for r in records)
-    first = [g for r in records for g in r["first_gap"]]
-    tokens = [len(r["completion_ids"]) for r in records]
-    return {
+
+    def share(name: str, wanted: object) -> float:
+        return sum(row[name] == wanted for row in records) / total
+
+    metrics: dict = {
         "step": step,
-        "loss": sum(r["loss"] for r in records) / total,
-        "success": sum(r["r"] > 0 for r in records) / total,
-        "truncated": sum(r["truncated"] for r in records) / total,
-        "no_answer": sum(r["pred"] is None for r in records) / total,
-        "no_teachers": sum(not r["rho"] for r in records),
-        **{f"rho_{name}": sum(k == value for k, _, _ in rho) for value, name in FATE.items()},
-        **{
-            f"rho_{name}_{case}": sum(k == value and hit(r, cut) for k, r, cut in rho)
-            for value, name in FATE.items()
-            for case, hit in (
-                ("success", lambda r, _: r > 0),
-                ("failure", lambda r, _: r < 0),
-                ("truncated", lambda _, cut: cut),
-            )
-        },
-        **{f"abs_a_p{q}": float(abs_a.quantile(q / 100)) for q in (10, 50, 90)},
-        "clip_share": sum(r["clipped"] for r in records) / max(1, gaps),
-        "mask_share": sum(r["unmasked"] for r in records) / max(1, sum(tokens)),
-        "first_gap": sum(first) / max(1, len(first)),
-        "completion_tokens": sum(tokens) / total,
+        "loss": sum(row["loss"] for row in records) / total,
+        "success": share("r", 1),
+        "truncated": share("truncated", True),
+        "no_answer": share("pred", None),
+        "no_teachers": sum(not row["rho"] for row in records),
+    }
+    for fate in FATE.values():
+        for case in ("", "_success", "_failure", "_truncated"):
+            metrics[f"rho_{fate}{case}"] = 0
+    supports, first_gaps = [], []
+    tokens = unmasked = gaps = clipped = 0
+    for row in records:
+        outcome = "_success" if row["r"] > 0 else "_failure"
+        cases = ["", outcome, "_truncated"] if row["truncated"] else ["", outcome]
+        for rho in row["rho"]:
+            for case in cases:
+                metrics[f"rho_{FATE[rho]}{case}"] += 1
+        supports += [abs(a) for a in row["a"]]
+        first_gaps += row["first_gap"]
+        tokens += len(row["completion_ids"])
+        unmasked += row["unmasked"]
+        gaps += row["unmasked"] * len(row["rho"])
+        clipped += row["clipped"]
+    sizes = torch.tensor(supports or [0.0])
+    for percent in (10, 50, 90):
+        metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
+    return metrics | {
+        "clip_share": clipped / max(1, gaps),
+        "mask_share": unmasked / max(1, tokens),
+        "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
+        "completion_tokens": tokens / total,
         "grad_norm": norm,
         "learning_rate": lr,
         "skipped": int(not math.isfinite(norm)),
-        "seconds": {k: round(v, 3) for k, v in seconds.items()},
-        "memory_gb": round(memory_gb, 2),
+        "seconds": {part: round(x, 3) for part, x in seconds.items()},
+        "memory_gb": round(gb, 2),
     }
 
 
-def mirrors(cfg: Config, start: int) -> list[Callable[[dict], None]]:
-    """--wandb, --tensorboard: what takes a line of metrics.jsonl and passes its numbers on, under the same names."""
-    found: list[Callable[[dict], None]] = []
+def log_line(m: dict, updates: int) -> str:
+    """The line of an update on the terminal, from its metrics."""
+
+    def short(x: float) -> str:
+        return f"{x:.2f}".removeprefix("0")
+
+    rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
+    parts = []
+    for part in ("gen", "score", "bwd"):
+        x = m["seconds"][part]
+        parts.append(f"{part} {x:.1f}s" if x < 10 else f"{part} {x:.0f}s")
+    return (
+        f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {short(m['success'])} rho {rho} "
+        f"clip {m['clip_share']:.1%} mask {short(m['mask_share'])} gnorm {m['grad_norm']:.2g} "
+        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB"
+    )
+
+
+def flat(metrics: dict) -> dict:
+    """The metrics on one level: {"seconds": {"gen": 1}} becomes {"seconds.gen": 1}."""
+    found = {}
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            for part, x in value.items():
+                found[f"{name}.{part}"] = x
+        else:
+            found[name] = value
+    return found
+
+
+def mirrors(cfg: Config, start: int) -> list[Logger]:
+    """Functions that pass a line of metrics.jsonl on to --wandb and --tensorboard."""
+    found: list[Logger] = []
     out = pathlib.Path(cfg.out)
     if cfg.wandb:
         import wandb
 
-        out.mkdir(parents=True, exist_ok=True)  # else it goes elsewhere
-        try:
-            wandb.init(
-                project="sgsd", name=out.name, dir=str(out), config=asdict(cfg)
-            )  # a resumed run is a run of its own there
-        except Exception as e:  # not logged in, no network
+        out.mkdir(parents=True, exist_ok=True)  # else wandb writes elsewhere
+        try:  # a resumed run is a run of its own there
+            wandb.init(project="sgsd", name=out.name, dir=str(out), config=asdict(cfg))
+        except Exception as e:  # not logged in, or no network
             raise UserError(
-                f"--wandb: not started ({D.brief(e)}); log in, set WANDB_MODE=offline, or leave the flag out"
+                f"--wandb: not started ({distributed.brief(e)}); log in, set WANDB_MODE=offline, "
+                "or leave the flag out"
             ) from None
         found.append(lambda m: wandb.log(flat(m), step=m["step"]))
     if cfg.tensorboard:
@@ -124,74 +211,48 @@ def mirrors(cfg: Config, start: int) -> list[Callable[[dict], None]]:
     return found
 
 
-def flat(metrics: dict) -> dict:
-    """One level: {"seconds": {"gen": 1}} is {"seconds.gen": 1}."""
-    return {
-        f"{name}.{k}" if k else name: v
-        for name, value in metrics.items()
-        for k, v in (value.items() if isinstance(value, dict) else [("", value)])
-    }
-
-
-def log_line(m: dict, updates: int) -> str:
-    def short(x: float) -> str:
-        return f"{x:.2f}".removeprefix("0")
-
-    rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
-    seconds = " ".join(
-        f"{k} {m['seconds'][k]:.{1 if m['seconds'][k] < 10 else 0}f}s"
-        for k in ("gen", "score", "bwd")
-    )
-    return (
-        f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {short(m['success'])} rho {rho} clip {m['clip_share']:.1%} "
-        f"mask {short(m['mask_share'])} gnorm {m['grad_norm']:.2g} | {seconds} | {m['memory_gb']:.1f}GB"
-    )
-
-
-def token_texts(tokenizer: R.Tokenizer, ids: list[int]) -> list[str]:
-    """Each token's own text. Tokens that share a character leave it to the last of them: "", then "é"."""
+def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """Each token's own text; tokens that share a character leave it to the last of them."""
     texts, held = [], []
     for i in ids:
         held.append(i)
         text = tokenizer.decode(held, clean_up_tokenization_spaces=False)
-        whole = (
-            not text.endswith("\ufffd") or len(held) == 4
-        )  # no character of UTF-8 has more bytes
-        texts.append(text if whole else "")
-        held = [] if whole else held
+        if text.endswith("\ufffd") and len(held) < 4:  # no UTF-8 character has more than 4 bytes
+            texts.append("")
+        else:
+            texts.append(text)
+            held = []
     return texts
 
 
-def memory_gb(world: D.World) -> float:
+def memory_gb(world: World) -> float:
     """Peak so far: allocated on the GPU, else resident in this process."""
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
-        2**30 if sys.platform == "darwin" else 2**20
-    )  # bytes there, else KiB
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, else KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def provenance(cfg: Config) -> dict:
-    """What config.json holds: settings, versions, command line, commit."""
-    import importlib.metadata
-
+    """What config.json holds: settings, command line, commit and versions."""
     versions = {"python": sys.version.split()[0]}
-    for name in ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify"):
+    for name in (
+        "torch",
+        "transformers",
+        "peft",
+        "sentence-transformers",
+        "numpy",
+        "math-verify",
+    ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     try:
-        git = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=pathlib.Path(__file__).parent,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
+        git = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(
+            git, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True
+        )
+        commit = done.stdout.strip() or None
     except OSError:  # no git here
-        git = ""
+        commit = None
     command = [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]
-    return {
-        "settings": asdict(cfg),
-        "command": command,
-        "commit": git or None,
-        "versions": versions,
-    }
+    return {"settings": asdict(cfg), "command": command, "commit": commit, "versions": versions}

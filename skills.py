@@ -1,16 +1,17 @@
-"""The skill bank's life: schema, cosine index, retrieval, prompts; cold start, merging, online evolution.
+"""The skill bank's life: retrieval and prompts, cold start, merging, online evolution (Algs. 2-4).
 
-Nothing here holds a model. What talks to one comes in as a function: `embed(texts) -> float array [n, d]` and
-`complete(prompts) -> replies`, which must answer the same prompt anew when it is asked again.
+Down to `make_bank` nothing holds a model. What talks to one comes in as a function:
+embed(texts) gives a float array [n, d], complete(prompts) a reply to each prompt, and
+retry(prompts, times) another reply to prompts that were asked so many times before (D4).
 Entries are plain dicts with the paper's field names (App. C); an entry is replaced, never edited.
 
-Dimension key: n entries of a list, d embedding size, K pairs.
+Dimension key: n entries of a list, d embedding size.
 """
 
 import collections
 import functools
+import itertools
 import json
-import os
 import pathlib
 import random
 import re
@@ -20,30 +21,35 @@ from typing import Any
 
 import numpy as np
 
-import distributed as D
-from distributed import UserError, brief, write_text
+import distributed
+import policy
+import problems as problem_files
+import rollout
+from distributed import UserError, World
 
 Embed = Callable[[Sequence[str]], Any]
 Complete = Callable[[list[str]], list[str]]
+Retry = Callable[[list[str], list[int]], list[str]]
 Log = Callable[[dict], None]
+Asked = collections.Counter[str]
 
-FIELDS = {  # Tab. 5; the order is also the order in which an entry is embedded (S10)
+FIELDS = {  # Tab. 5; an entry is embedded in this order (S10)
     "general_skills": ("title", "principle", "when_to_apply"),
     "common_mistakes": ("description", "why_it_happens", "how_to_avoid"),
 }
 IDS = {"general_skills": "skill_id", "common_mistakes": "mistake_id"}
-ITEM_FORM = '\nEach item is an object with the string fields "{}", "{}" and "{}".'  # S13: the paper's prompt names no fields
 PREFIX = {"general_skills": "gen_", "common_mistakes": "err_"}
 EXTRACT_PROMPT = {"general_skills": "extract_skills", "common_mistakes": "extract_mistakes"}
 MERGE_PROMPT = {"general_skills": "merge_skills", "common_mistakes": "merge_mistakes"}
+# The paper's extraction prompts do not name the fields (S13).
+ITEM_FORM = '\nEach item is an object with the string fields "{}", "{}" and "{}".'
+COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
 
 
-# ------------------------------------------------------------------------------------------------ the bank
-
-
+# ---------------------------------------------------------------------------------- the bank
 @dataclass(frozen=True)
 class SkillPair:
-    """The k-th teacher's privileged information g_k + e_k (Eq. 3) with the two cosine similarities (Eq. 6)."""
+    """The k-th teacher's guidance g_k + e_k (Eq. 3) and its two cosine similarities (Eq. 6)."""
 
     skill: dict
     mistake: dict
@@ -53,7 +59,7 @@ class SkillPair:
 
 @dataclass
 class SkillBank:
-    """B = {G, E} (§2.1). `extra` keeps unknown top-level keys of a file, so that load and save lose nothing."""
+    """B = {G, E} (§2.1). `extra` keeps a file's unknown keys: load and save lose nothing."""
 
     general_skills: list[dict]
     common_mistakes: list[dict]
@@ -62,153 +68,98 @@ class SkillBank:
     _index: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "SkillBank":
-        """Read a bank's JSON; UserError names the file, the entry and the field that is wrong."""
+    def load(cls, path: str | pathlib.Path) -> "SkillBank":
+        """Read a bank's JSON. UserError names the file, the entry and the field that is wrong."""
         try:
             data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as e:
-            raise UserError(
-                f"bank {path}: cannot be read as JSON ({e}); a file with general_skills and common_mistakes is wanted"
-            ) from None
+            raise UserError(f"bank {path}: cannot be read as JSON ({e}); is it a bank?") from None
         if not isinstance(data, dict):
             raise UserError(f"bank {path}: a JSON object is wanted, got {type(data).__name__}")
-        for key, fields in FIELDS.items():
+        for key in FIELDS:
             if not isinstance(data.get(key), list):
-                raise UserError(
-                    f"bank {path}: `{key}` must be a list; keys found: {', '.join(data) or 'none'}"
-                )
+                found = ", ".join(data) or "none"
+                raise UserError(f"bank {path}: `{key}` must be a list; keys found: {found}")
             for i, entry in enumerate(data[key]):
-                bad = [
-                    f
-                    for f in (IDS[key], *fields)
-                    if not isinstance(entry, dict) or not isinstance(entry.get(f), str)
-                ]
+                values = entry if isinstance(entry, dict) else {}
+                names = (IDS[key], *FIELDS[key])
+                bad = ", ".join(n for n in names if not isinstance(values.get(n), str))
                 if bad:
-                    raise UserError(
-                        f"bank {path}: {key}[{i}] lacks the string field(s) {', '.join(bad)} (App. C)"
-                    )
-        if not isinstance(data.get("metadata", {}), dict):
+                    where = f"bank {path}: {key}[{i}]"
+                    raise UserError(f"{where} lacks the string field(s) {bad} (App. C)")
+        skills, mistakes = data.pop("general_skills"), data.pop("common_mistakes")
+        metadata = data.pop("metadata", {})
+        if not isinstance(metadata, dict):
             raise UserError(f"bank {path}: `metadata` must be an object")
-        extra = {k: v for k, v in data.items() if k not in (*FIELDS, "metadata")}
-        return cls(data["general_skills"], data["common_mistakes"], data.get("metadata", {}), extra)
+        return cls(skills, mistakes, metadata, extra=data)
 
-    def save(self, path: str | os.PathLike) -> None:
-        data = {
-            "general_skills": self.general_skills,
-            **self.extra,
-            "common_mistakes": self.common_mistakes,
-            "metadata": self.metadata,
-        }
-        write_text(path, json.dumps(data, indent=2, ensure_ascii=False))
+    def save(self, path: str | pathlib.Path) -> None:
+        data = {"general_skills": self.general_skills, **self.extra}
+        data |= {"common_mistakes": self.common_mistakes, "metadata": self.metadata}
+        distributed.write_text(path, as_json(data))
+
+    def collection(self, key: str) -> list[dict]:
+        """One of the two lists; key: "general_skills" or "common_mistakes", here and below."""
+        return self.general_skills if key == "general_skills" else self.common_mistakes
 
     def retrieve(self, problem: str, k: int, embed: Embed) -> list[SkillPair]:
-        """The K_x = min(k, |G|, |E|) best skills and mistakes for a problem, paired rank by rank, best first (Eq. 2, S8).
+        """The min(k, |G|, |E|) best pairs for a problem, paired rank by rank (Eq. 2, S8).
 
-        Cosine similarity of L2-normalised embeddings; equal scores keep the bank's order. Entry texts are embedded once
-        per bank and `embed`. An empty list gives no pairs. Raises ValueError on k < 1.
+        Scores are cosine similarities; equal scores keep the bank's order. Entries are embedded
+        once per bank and `embed`. An empty list gives no pairs. Raises ValueError on k < 1.
         """
-        return self.retrieve_all([problem], k, embed)[0]
-
-    def retrieve_all(self, problems: Sequence[str], k: int, embed: Embed) -> list[list[SkillPair]]:
-        """`retrieve` for each problem, the same bits: a large index is read from memory once for all of them, not once for each."""
         if k < 1:
             raise ValueError(f"retrieve (Eq. 2) needs k >= 1, got {k}")
-        if not problems or not self.general_skills or not self.common_mistakes:
-            return [[] for _ in problems]
-        queries_Qd = _normalized(embed(problems))
-        tops = (
-            [_top(scores_n, k) for scores_n in _scores(self._matrix(key, embed), queries_Qd)]
-            for key in FIELDS
-        )
-        return [
-            [
-                SkillPair(self.general_skills[g], self.common_mistakes[e], float(sg), float(se))
-                for g, e, sg, se in zip(top_g, top_e, s_g, s_e)
-            ]
-            for (top_g, s_g), (top_e, s_e) in zip(*tops)
-        ]
+        if not self.general_skills or not self.common_mistakes:
+            return []
+        query_d = _normalized(embed([problem]))[0]
+        skills = self._best("general_skills", query_d, k, embed)
+        mistakes = self._best("common_mistakes", query_d, k, embed)
+        return [SkillPair(g, e, s_g, s_e) for (g, s_g), (e, s_e) in zip(skills, mistakes)]
 
-    def _matrix(self, key: str, embed: Embed) -> np.ndarray:
-        """The [n, d] index of one list, rebuilt when the list's entries are other ones."""
-        entries = getattr(self, key)
+    def _best(self, key: str, query_d: np.ndarray, k: int, embed: Embed) -> list[tuple]:
+        """The k best entries of a list with their scores. Its [n, d] matrix is kept."""
+        entries = self.collection(key)
         made_for, matrix_nd = self._index.get(key, (None, None))
         if made_for != (embed, entries):
             matrix_nd = _normalized(embed([entry_text(e, key) for e in entries]))
-            self._index[key] = ((embed, list(entries)), matrix_nd)
-        return matrix_nd
-
-
-COMMON_NUMBERS = {
-    "10",
-    "12",
-    "20",
-    "24",
-    "30",
-    "45",
-    "50",
-    "60",
-    "90",
-    "100",
-    "120",
-    "180",
-    "360",
-    "1000",
-}
-
-
-def lint(bank: SkillBank) -> str:
-    """One line on the entries with a number that looks like one problem's: two digits or more, not a common one; "" if none."""
-    found = []
-    for key, fields in FIELDS.items():
-        for e in getattr(bank, key):
-            numbers = re.findall(r"\d+(?:\.\d+)?", " ".join(e[f] for f in fields))
-            odd = [n for n in dict.fromkeys(numbers) if len(n) > 1 and n not in COMMON_NUMBERS]
-            found += [f"{e[IDS[key]]} ({', '.join(odd)})"] if odd else []
-    some = (
-        (", ".join(found[:5]) + (", ..." if len(found) > 5 else ""))
-        .encode("utf-8", "replace")
-        .decode()
-    )  # it is printed
-    return (
-        f"bank: {len(found)} entries carry numbers that look like one problem's: {some}"
-        if found
-        else ""
-    )
+            self._index[key] = (embed, list(entries)), matrix_nd
+        scores_n = matrix_nd @ query_d
+        order = np.argsort(-scores_n, kind="stable")[:k]
+        return [(entries[i], float(scores_n[i])) for i in order]
 
 
 def entry_text(entry: dict, key: str) -> str:
-    """What of an entry is embedded (S10): "title. principle. when" or "description. why. how"."""
-    return ". ".join(entry[f] for f in FIELDS[key])
+    """The text that is embedded (S10): "title. principle. when" or "description. why. how"."""
+    return ". ".join(entry[name] for name in FIELDS[key])
 
 
-def _normalized(x: Any) -> np.ndarray:
-    x_nd = np.asarray(x, dtype=np.float32)
+def _normalized(vectors: Any) -> np.ndarray:
+    x_nd = np.asarray(vectors, dtype=np.float32)
     return x_nd / np.maximum(np.linalg.norm(x_nd, axis=-1, keepdims=True), 1e-12)
 
 
-BLOCK = 1024  # entries that every query meets while they are in the processor's cache
+def _encodable(text: str) -> str:
+    """The text with "?" for halves of surrogate pairs, which no file or terminal takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
-def _scores(matrix_nd: np.ndarray, queries_Qd: np.ndarray) -> np.ndarray:
-    """[Q, n], each query by products of its own: one product of all would round by how many they are, that is by the world's size."""
-    scores_Qn = np.empty((len(queries_Qd), len(matrix_nd)), dtype=np.float32)
-    for at in range(0, len(matrix_nd), BLOCK):
-        for scores_n, query_d in zip(scores_Qn, queries_Qd):
-            scores_n[at : at + BLOCK] = matrix_nd[at : at + BLOCK] @ query_d
-    return scores_Qn
+def lint(bank: SkillBank) -> str:
+    """One line on the entries with a number that looks like one problem's, "" without any."""
+    found = []
+    for key in FIELDS:
+        for entry in bank.collection(key):
+            numbers = re.findall(r"\d+(?:\.\d+)?", " ".join(entry[n] for n in FIELDS[key]))
+            odd = [n for n in dict.fromkeys(numbers) if len(n) > 1 and n not in COMMON_NUMBERS]
+            if odd:
+                found.append(f"{entry[IDS[key]]} ({', '.join(odd)})")
+    if not found:
+        return ""
+    some = _encodable(", ".join(found[:5])) + (", ..." if len(found) > 5 else "")
+    return f"bank: {len(found)} entries carry numbers that look like one problem's: {some}"
 
 
-def _top(scores_n: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places and scores of the k best, best first, equal scores in order of place: a stable sort of those that can be among them."""
-    least = np.partition(scores_n, max(0, len(scores_n) - k))[max(0, len(scores_n) - k)]
-    able = np.flatnonzero(scores_n >= least)
-    order = able[np.argsort(-scores_n[able], kind="stable")[:k]]
-    return order, scores_n[order]
-
-
-# ------------------------------------------------------------------------------------------------ prompts
-
-
+# ---------------------------------------------------------------------------------- prompts
 @functools.cache
 def template(name: str) -> str:
     """A template of prompts/, word for word the paper's."""
@@ -216,18 +167,20 @@ def template(name: str) -> str:
 
 
 def render(name: str, values: dict[str, str]) -> str:
-    r"""Fill a template in one pass: text that is put in is never expanded again, `\boxed{}` is left alone, {{}} is {} (S9)."""
-    pattern = "|".join(map(re.escape, ("{{}}", *(f"{{{key}}}" for key in values))))
-    return re.sub(pattern, lambda m: "{}" if m[0] == "{{}}" else values[m[0][1:-1]], template(name))
+    """A template with each {name} replaced by its value."""
+    return _fill(template(name), values)
+
+
+def _fill(text: str, values: dict[str, str]) -> str:
+    r"""One pass: a value is never expanded itself, \boxed{} is left alone, {{}} is {} (S9)."""
+    replaced = {"{{}}": "{}"} | {f"{{{name}}}": value for name, value in values.items()}
+    pattern = "|".join(map(re.escape, replaced))
+    return re.sub(pattern, lambda match: replaced[match[0]], text)
 
 
 def as_json(obj: object) -> str:
-    """How records stand in a prompt."""
+    """How records stand in a prompt, and a bank in its file."""
     return json.dumps(obj, indent=2, ensure_ascii=False)
-
-
-def _no_log(row: dict) -> None:
-    """The default listener for replies and their outcomes."""
 
 
 def render_student(problem: str) -> str:
@@ -237,114 +190,59 @@ def render_student(problem: str) -> str:
 
 def render_teacher(pair: SkillPair, problem: str) -> str:
     """The k-th teacher's prompt c_k(x) = g_k + e_k + x (Eq. 3, Fig. 6; D1)."""
-    skill = {f"skill.{f}": pair.skill[f] for f in FIELDS["general_skills"]}
-    mistake = {f"mistake.{f}": pair.mistake[f] for f in FIELDS["common_mistakes"]}
-    return render("teacher", {"problem": problem, **skill, **mistake})
+    return render("teacher", {"problem": problem, **_guidance(pair)})
 
 
 def render_skills(pairs: Sequence[SkillPair], problem: str) -> str:
-    """All pairs in one prompt, best first (S14): the teacher's template with a bullet per skill and mistake; the plain one without pairs."""
+    """All pairs in one prompt, best first (S14): the teacher's with a bullet for each entry."""
     if not pairs:
         return render_student(problem)
-    parts = template("teacher").split("\n\n")[:3]  # what it is, skills, mistakes
-    for at, kind in ((1, "skill"), (2, "mistake")):
-        title, bullet = parts[at].split("\n", 1)
-        entries = [vars(p)[kind] for p in pairs]
-        parts[at] = "\n".join(
-            [
-                title,
-                *(re.sub(rf"{{{kind}\.(\w+)}}", lambda m, e=e: e[m[1]], bullet) for e in entries),
-            ]
-        )  # type: ignore[misc]
-    return "\n\n".join([*parts, render_student(problem)])
+    opening, skills, mistakes = template("teacher").split("\n\n")[:3]
+    blocks = [opening]
+    for block in (skills, mistakes):
+        heading, bullet = block.split("\n", 1)
+        bullets = [_fill(bullet, _guidance(pair)) for pair in pairs]
+        blocks.append("\n".join([heading, *bullets]))
+    return "\n\n".join([*blocks, render_student(problem)])
+
+
+def _guidance(pair: SkillPair) -> dict[str, str]:
+    """The values of {skill.title} to {mistake.how_to_avoid} in the teacher's template."""
+    skill = {f"skill.{name}": pair.skill[name] for name in FIELDS["general_skills"]}
+    mistake = {f"mistake.{name}": pair.mistake[name] for name in FIELDS["common_mistakes"]}
+    return skill | mistake
 
 
 def render_extraction(memory: dict, key: str) -> str:
-    """The prompt that asks for the general skills of a success or the common mistakes of a failure (Alg. 2, App. D.2)."""
-    shown = as_json({k: v for k, v in memory.items() if k != "problem_id"})
-    return render(EXTRACT_PROMPT[key], {"memory_json": shown}) + ITEM_FORM.format(*FIELDS[key])
+    """Ask for a success's general skills or a failure's common mistakes (Alg. 2, App. D.2)."""
+    shown = {name: value for name, value in memory.items() if name != "problem_id"}
+    prompt = render(EXTRACT_PROMPT[key], {"memory_json": as_json(shown)})
+    return prompt + ITEM_FORM.format(*FIELDS[key])
 
 
 def render_merge(items: list[dict], key: str) -> str:
-    """The prompt that asks to merge a group of items (Alg. 3, line 5): their three fields and nothing else."""
-    return render(MERGE_PROMPT[key], {"items_json": as_json([_item(e, key) or e for e in items])})
+    """Ask to merge a group of items (Alg. 3, line 5): their three fields and nothing else."""
+    shown = [_item(entry, key) or entry for entry in items]
+    return render(MERGE_PROMPT[key], {"items_json": as_json(shown)})
 
 
-# ------------------------------------------------------------------------------------------------ JSON from a model
+# ---------------------------------------------------------------------------------- a model's JSON
 
-_COMMANDS = set(  # LaTeX that begins like JSON's \n, \r or \t; \b and \f are never meant as control characters
-    "nabla natural ne nearrow neg neq newline nexists ngeq ngtr ni nleq nleqslant nless nmid nolimits nonumber not notin nparallel "
-    "nprec nsim nsubseteq nsucceq nu num nwarrow rVert rangle rbrace rbrack rceil restriction rfloor rho right rightarrow rightarrows "
-    "rightharpoonup rightleftharpoons rm root rtimes rvert tag tan tanh tau tbinom text textbf textit textrm textstyle texttt tfrac "
-    "therefore theta thickapprox thinspace tilde times tiny to top triangle trianglelefteq triangleq twoheadrightarrow".split()
+# LaTeX that begins like JSON's \n, \r or \t; \b and \f are never meant as control characters.
+_COMMANDS = (
+    "nabla natural ne nearrow neg neq newline nexists ngeq ngtr ni nleq nleqslant nless nmid "
+    "nolimits nonumber not notin nparallel nprec nsim nsubseteq nsucceq nu num nwarrow rVert "
+    "rangle rbrace rbrack rceil restriction rfloor rho right rightarrow rightarrows "
+    "rightharpoonup rightleftharpoons rm root rtimes rvert tag tan tanh tau tbinom text textbf "
+    "textit textrm textstyle texttt tfrac therefore theta thickapprox thinspace tilde times tiny "
+    "to top triangle trianglelefteq triangleq twoheadrightarrow"
 )
-_ESCAPE = re.compile(r'(?P<valid>\\[\\"/]|\\u[0-9a-fA-F]{4})|\\(?P<letters>[a-zA-Z]*)')
+_MEANT = rf'\\[\\"/]|\\u[0-9a-fA-F]{{4}}|\\(?!(?:{_COMMANDS.replace(" ", "|")})(?![a-zA-Z]))[nrt]'
+_BACKSLASH = re.compile(rf"({_MEANT})|\\")
 _OPENING = re.compile(r"[{\[]")
+_JSON_INSIDE = re.compile(r'\s*[{\["]')
 MAX_REPLY = 100_000  # characters of a reply that are read
-MAX_EFFORT = 1_000_000  # characters that are decoded in vain before reading ends: "[[[[..." would take quadratic time
-
-
-def _latex_safe(text: str) -> str:
-    r"""Double each backslash that JSON would misread (\frac, \theta, \(); one that is escaped already stays as it is."""
-
-    def fix(match: re.Match[str]) -> str:
-        letters = match["letters"] or ""
-        control = letters[:1] in ("n", "r", "t") and letters not in _COMMANDS
-        return match[0] if match["valid"] or control else "\\" + match[0]
-
-    return _ESCAPE.sub(fix, text)
-
-
-def read_items(text: str, key: str) -> tuple[list[dict], bool]:
-    """The items of a model's reply, and whether the reply was whole: nothing broken off, every item in it valid.
-
-    Thinking, code fences and prose around the JSON are passed over; LaTeX backslashes and trailing commas are repaired; a
-    single object counts as a list of one; of a reply that was cut off the complete items are kept. An item keeps the three
-    fields of its kind (Tab. 5), all non-empty strings. key: "general_skills" or "common_mistakes". Never raises on a str.
-    """
-    text = _latex_safe(text.rpartition("</think>")[2].partition("<think>")[0][:MAX_REPLY])
-    readings = [_scan(t, key) for t in (text, re.sub(r",(\s*[}\]])", r"\1", text))]
-    return max(readings, key=lambda reading: (reading[1], len(reading[0])))
-
-
-def _scan(text: str, key: str) -> tuple[list[dict], bool]:
-    decoder = json.JSONDecoder(strict=False)
-    listed: list[Any] = []  # entries of lists that were read whole
-    loose: list[Any] = []  # items found outside of any
-    broken = at = effort = 0
-    while effort < MAX_EFFORT and (start := _OPENING.search(text, at)):
-        try:
-            value, at = decoder.raw_decode(text, start.start())
-        except (ValueError, RecursionError) as e:
-            at = start.end()
-            effort += getattr(e, "pos", len(text)) - at + 300  # an exception has its own price
-            broken += bool(
-                re.match(r'\s*[{\["]', text[at : at + 100])
-            )  # a bracket of prose is nothing lost
-            continue
-        if isinstance(value, dict) and key in value:
-            listed += value[key] if isinstance(value[key], list) else [value[key]]
-        elif isinstance(value, list) and any(isinstance(v, dict) for v in value):
-            listed += value
-        elif _item(value, key):
-            loose.append(value)
-        else:
-            effort += at - start.end()
-            at = start.end()  # some other value: look inside
-    items = [item for item in (_item(v, key) for v in listed + loose) if item]
-    whole = not broken and (len(items) == len(listed) > 0 or (not listed and len(loose) == 1))
-    return [item for i, item in enumerate(items) if item not in items[:i]], whole
-
-
-def _item(value: Any, key: str) -> dict | None:
-    """The three fields of an item, stripped; None when one is missing, empty or not a string."""
-    texts = [value.get(f) if isinstance(value, dict) else None for f in FIELDS[key]]
-    good = [
-        t.strip().encode("utf-8", "replace").decode()
-        for t in texts
-        if isinstance(t, str) and t.strip()
-    ]  # no lone surrogates
-    return dict(zip(FIELDS[key], good)) if len(good) == len(texts) else None
+MAX_EFFORT = 1_000_000  # characters decoded in vain: "[[[[..." would take quadratic time
 
 
 def parse_json_items(text: str, key: str) -> list[dict]:
@@ -352,40 +250,107 @@ def parse_json_items(text: str, key: str) -> list[dict]:
     return read_items(text, key)[0]
 
 
-# ------------------------------------------------------------------------------------------------ merging (Alg. 3)
+def read_items(text: str, key: str) -> tuple[list[dict], bool]:
+    """A reply's items, and whether it was whole: not broken off, and every item in it valid.
+
+    Thinking, code fences and prose around the JSON are passed over; LaTeX backslashes and trailing
+    commas are repaired; a single object counts as a list of one; of a reply that was cut off the
+    complete items are kept. An item keeps its three fields (Tab. 5). Never raises on a str.
+    """
+    spoken = text.rpartition("</think>")[2].partition("<think>")[0][:MAX_REPLY]
+    escaped = _BACKSLASH.sub(
+        lambda match: match[1] or r"\\", spoken
+    )  # \frac, but not \n, is \\frac
+    without_commas = re.sub(r",(\s*[}\]])", r"\1", escaped)
+    readings = [_scan(escaped, key), _scan(without_commas, key)]
+    return max(readings, key=lambda reading: (reading[1], len(reading[0])))
 
 
+def _scan(text: str, key: str) -> tuple[list[dict], bool]:
+    """`read_items` of the JSON in a text: a value is decoded at each opening bracket in turn."""
+    decoder = json.JSONDecoder(strict=False)
+    listed: list[Any] = []  # entries of lists that were read to their end
+    loose: list[Any] = []  # items that stand in no list
+    broken, at, effort = False, 0, 0
+    while effort < MAX_EFFORT:
+        opening = _OPENING.search(text, at)
+        if opening is None:
+            break
+        inside = opening.end()
+        try:
+            value, at = decoder.raw_decode(text, opening.start())
+        except (ValueError, RecursionError) as e:
+            reached = e.pos if isinstance(e, json.JSONDecodeError) else len(text)
+            effort += reached - inside + 300  # an exception has its own price
+            broken = broken or bool(_JSON_INSIDE.match(text, inside, inside + 100))  # or prose
+            at = inside
+            continue
+        if isinstance(value, dict) and key in value:
+            listed += value[key] if isinstance(value[key], list) else [value[key]]
+        elif isinstance(value, list) and any(isinstance(v, dict) for v in value):
+            listed += value
+        elif _item(value, key):
+            loose.append(value)
+        else:  # some other value: look inside
+            effort += at - inside
+            at = inside
+    items = [item for value in listed + loose if (item := _item(value, key))]
+    whole = not broken and len(items) == max(1, len(listed))
+    return list({tuple(item.values()): item for item in items}.values()), whole  # each once
+
+
+def _item(value: Any, key: str) -> dict | None:
+    """The three fields of an item, stripped; None when one is missing, empty or not a string."""
+    texts = [value.get(name) for name in FIELDS[key]] if isinstance(value, dict) else [None]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        return None
+    return dict(zip(FIELDS[key], [_encodable(text.strip()) for text in texts]))
+
+
+# ---------------------------------------------------------------------------------- Algorithm 3
 def _ask(
     kind: str,
     prompts: list[str],
     key: str,
     complete: Complete,
-    log: Log,
-    usable: Callable[[int, list[dict], bool], bool],
-) -> list[list[dict] | None]:
-    """Items per prompt; a prompt whose reply is not usable is asked once more (D4), then None. Every reply is logged."""
-    found: list[list[dict] | None] = [None] * len(prompts)
+    retry: Retry | None,
+    asked: Asked,
+    log: Log | None,
+    limits: list[int] | None = None,
+) -> list[list[dict]]:
+    """The items of each prompt's reply, [] where two replies could not be used (D4).
+
+    A reply with an item in it can be used; if there are limits, only when it is whole and has no
+    more items than its prompt's limit. `asked` counts the prompts. Every reply is logged.
+    """
+    found: list[list[dict]] = [[] for _ in prompts]
     for attempt in (1, 2):
-        left = [i for i, items in enumerate(found) if items is None]
-        for i, reply in zip(left, complete([prompts[i] for i in left]) if left else []):
+        left = [i for i, items in enumerate(found) if not items]
+        replies = _replies([prompts[i] for i in left], complete, retry, asked)
+        for i, reply in zip(left, replies):
             items, whole = read_items(reply, key)
-            outcome = (
-                ("read" if whole else "repaired")
-                if usable(i, items, whole)
-                else ("retried" if attempt == 1 else "lost")
-            )
-            found[i] = items if outcome in ("read", "repaired") else None
-            log(
-                {
-                    "kind": kind,
-                    "attempt": attempt,
-                    "outcome": outcome,
-                    "items": len(items),
-                    "prompt": prompts[i],
-                    "reply": reply,
-                }
-            )
+            if items and (limits is None or (whole and len(items) <= limits[i])):
+                found[i] = items
+                outcome = "read" if whole else "repaired"
+            else:
+                outcome = "retried" if attempt == 1 else "lost"
+            if log:
+                row = {"kind": kind, "attempt": attempt, "outcome": outcome, "items": len(items)}
+                log({**row, "prompt": prompts[i], "reply": reply})
     return found
+
+
+def _replies(
+    prompts: list[str], complete: Complete, retry: Retry | None, asked: Asked
+) -> list[str]:
+    """Replies: by `complete` to new prompts, by `retry` to those that were asked before."""
+    new = [prompt for prompt in prompts if retry is None or not asked[prompt]]
+    old = [prompt for prompt in prompts if retry and asked[prompt]]
+    times = [asked[prompt] for prompt in old]
+    asked.update(set(prompts))
+    first = iter(complete(new) if new else [])
+    again = iter(retry(old, times) if retry and old else [])
+    return [next(again) if prompt in old else next(first) for prompt in prompts]
 
 
 def merge(
@@ -395,127 +360,114 @@ def merge(
     group_size: int = 32,
     patience: int = 3,
     *,
+    retry: Retry | None = None,
+    asked: Asked | None = None,
     prefix: str = "",
-    log: Log = _no_log,
+    log: Log | None = None,
 ) -> tuple[list[dict], list[dict]]:
-    """Hierarchical merging (Alg. 3): one collection's merged entries under new ids, and a record per layer.
+    """Hierarchical merging (Alg. 3): the merged entries under new ids, and a record per layer.
 
-    key: "general_skills" or "common_mistakes". complete(prompts) -> replies is asked for all groups of a layer at once.
-    A group stays as it is unless its reply is whole and holds at least one item (S11) and no more than the group: a merge
-    may merge, never lose or add. An entry's `sources`, where it has them, follow it; a rewritten entry gets its group's.
-    prefix: of the ids; "gen_" or "err_" by default. Raises ValueError on group_size < 2 or patience < 1.
+    All groups of a layer are asked in one call. A group stays as it is unless its reply is whole
+    and holds at least one item (S11) and no more than the group: a merge may merge, never lose or
+    add. A prompt that comes back in a later layer, or stands in `asked`, is one for `retry`.
+    An entry's `sources` follow it. prefix: of the ids, "gen_" or "err_" by default.
     """
     if group_size < 2 or patience < 1:
-        raise ValueError(
-            f"merge (Alg. 3) needs group_size >= 2 and patience >= 1, got {group_size} and {patience}"
-        )
+        sizes = f"{group_size} and {patience}"
+        raise ValueError(f"merge (Alg. 3) needs group_size >= 2 and patience >= 1, got {sizes}")
     layers: list[dict] = []
+    asked = Asked() if asked is None else asked
     current, stagnant, reason = list(items), 0, None  # line 1
-    while reason is None:
+    while reason is None:  # line 2
         groups = [current[i : i + group_size] for i in range(0, len(current), group_size)]  # line 3
-        asked = [g for g in groups if len(g) > 1]  # line 4
-        prompts = [render_merge(g, key) for g in asked]  # line 5
-        usable = lambda i, found, whole: whole and 0 < len(found) <= len(asked[i])  # noqa: B023, E731
-        replies = iter(_ask(MERGE_PROMPT[key], prompts, key, complete, log, usable))
+        several = [group for group in groups if len(group) > 1]  # line 4: not a last single item
+        prompts = [render_merge(group, key) for group in several]  # line 5
+        limits = [len(group) for group in several]
+        replies = _ask(MERGE_PROMPT[key], prompts, key, complete, retry, asked, log, limits)
         merged: list[dict] = []
-        for group in groups:
-            reply = next(replies) if len(group) > 1 else None
-            merged += (
-                group if reply is None else [_inherit(e, group, key) for e in reply]
-            )  # lines 6, 8
+        for group, reply in itertools.zip_longest(groups, replies):
+            if not reply:
+                merged += group  # line 6
+                continue
+            for entry in reply:  # line 8
+                parents = [e for e in group if _item(e, key) == entry]
+                merged.append(_with_sources(entry, parents or group))
         stagnant = 0 if len(merged) < len(current) else stagnant + 1  # line 9
-        reason = (
-            "root_group_reached"
-            if len(groups) <= 1
-            else "stagnation_patience_reached"
-            if stagnant >= patience
-            else None
-        )  # line 11
-        layers.append(
-            {
-                "layer_index": len(layers),
-                "input_items": len(current),
-                "num_groups": len(groups),
-                "output_items": len(merged),
-                "stagnant_layers": stagnant,
-                "stopped_reason": reason,
-            }
-        )
+        if len(groups) <= 1:  # line 11
+            reason = "root_group_reached"
+        elif stagnant >= patience:
+            reason = "stagnation_patience_reached"
+        layer = {"layer_index": len(layers), "input_items": len(current)}
+        layer |= {"num_groups": len(groups), "output_items": len(merged)}
+        layers.append({**layer, "stagnant_layers": stagnant, "stopped_reason": reason})
         current = merged  # line 10
-    unique: dict[tuple, dict] = {}
-    for e in current:  # line 12
-        twin = unique.setdefault(texts := tuple(e.get(f) for f in FIELDS[key]), e)
-        if twin is not e and "sources" in twin | e:
-            unique[texts] = {
-                **twin,
-                "sources": sorted({*twin.get("sources", []), *e.get("sources", [])}),
-            }
-    ids = (f"{prefix or PREFIX[key]}{i:03d}" for i in range(1, len(unique) + 1))
-    return [
-        {IDS[key]: i, **{k: v for k, v in e.items() if k != IDS[key]}}
-        for i, e in zip(ids, unique.values())
-    ], layers
+    twins: dict[tuple, list[dict]] = {}
+    for entry in current:  # line 12
+        texts = tuple(entry.get(name) for name in FIELDS[key])
+        twins.setdefault(texts, []).append(entry)
+    final = []
+    for number, same in enumerate(twins.values(), 1):
+        entry = _with_sources(same[0], same)
+        entry.pop(IDS[key], None)
+        final.append({IDS[key]: f"{prefix or PREFIX[key]}{number:03d}", **entry})
+    return final, layers  # line 13
 
 
-def _inherit(entry: dict, group: list[dict], key: str) -> dict:
-    """A merged entry with the sources it came from: its twin's in the group, else all of the group's."""
-    parents = [e for e in group if _item(e, key) == entry] or group
-    sources = sorted({s for e in parents for s in e.get("sources", [])})
-    return {**entry, "sources": sources} if sources else entry
+def _with_sources(entry: dict, parents: list[dict]) -> dict:
+    """A copy of an entry with the sources of its parents, where they have any."""
+    sources = {source for parent in parents for source in parent.get("sources", [])}
+    return {**entry, "sources": sorted(sources)} if sources else dict(entry)
 
 
-# ------------------------------------------------------------------------------------------------ cold start (Alg. 2)
-
-
+# ---------------------------------------------------------------------------------- Algorithm 2
 def make_memory(
     problem_id: str, problem: str, text: str, r: int, pred: str | None, *, answer: str | None = None
 ) -> dict:
-    """A memory record (Alg. 2, line 5; S21): problem, completion excerpt, reward, answer, trajectory summary, feedback.
+    """A memory record (Alg. 2, line 5; S21); of what is long it keeps the two ends.
 
-    answer: the reference answer, kept out unless it is given (D3).
+    answer: the reference answer, which stays out unless it is given (D3).
     """
     text = text.rpartition("</think>")[2].strip()
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
-    feedback = (
-        "The verifier accepted the final answer."
-        if r > 0
-        else "The verifier rejected the final answer."
-    )
+    lines = [line.strip()[:200] for line in text.split("\n") if line.strip()]
     if pred is None:
         feedback = "The attempt gave no final answer in a box."
-    return {
+    else:
+        feedback = f"The verifier {'accepted' if r > 0 else 'rejected'} the final answer."
+    memory = {
         "problem_id": problem_id,
         "problem": problem,
         "completion": text if len(text) <= 2000 else f"{text[:1000]}\n[...]\n{text[-1000:]}",
         "reward": r,
         "predicted_answer": pred,
-        "trajectory_summary": [
-            line[:200] for line in (lines if len(lines) <= 8 else lines[:4] + lines[-4:])
-        ],
+        "trajectory_summary": lines if len(lines) <= 8 else lines[:4] + lines[-4:],
         "feedback": feedback,
-        **({} if answer is None else {"reference_answer": answer}),
     }
+    return memory if answer is None else {**memory, "reference_answer": answer}
 
 
-def extract(memories: list[dict], complete: Complete, log: Log = _no_log) -> dict[str, list[dict]]:
-    """Candidates (Alg. 2, lines 8-14): up to three general skills per success, up to three common mistakes per failure."""
+def _memories(rollouts: Sequence[Any], with_answer: bool) -> list[dict]:
+    """A memory record of each rollout."""
+    memories = []
+    for x in rollouts:
+        answer = x.gold if with_answer else None
+        id_ = getattr(x, "problem_id", "")
+        memories.append(make_memory(id_, x.problem, x.text, x.r, x.pred, answer=answer))
+    return memories
+
+
+def extract(
+    memories: list[dict], complete: Complete, *, retry: Retry | None = None, log: Log | None = None
+) -> dict[str, list[dict]]:
+    """Candidates (Alg. 2, lines 8-14): up to three skills per success and mistakes per failure."""
     found: dict[str, list[dict]] = {}
-    for key, wanted in (("general_skills", 1), ("common_mistakes", -1)):
-        chosen = [m for m in memories if m["reward"] == wanted]
-        replies = _ask(
-            EXTRACT_PROMPT[key],
-            [render_extraction(m, key) for m in chosen],
-            key,
-            complete,
-            log,
-            lambda _, items, whole: bool(items),
-        )
-        named = [[m["problem_id"]] if m.get("problem_id") else [] for m in chosen]
-        found[key] = [
-            {**e, **({"sources": s} if s else {})}
-            for items, s in zip(replies, named)
-            for e in (items or [])[:3]
-        ]
+    for key, reward in (("general_skills", 1), ("common_mistakes", -1)):
+        chosen = [m for m in memories if m["reward"] == reward]  # line 8
+        prompts = [render_extraction(m, key) for m in chosen]
+        replies = _ask(EXTRACT_PROMPT[key], prompts, key, complete, retry, Asked(), log)
+        found[key] = []
+        for memory, items in zip(chosen, replies):
+            sources = {"sources": [memory["problem_id"]]} if memory.get("problem_id") else {}
+            found[key] += [{**item, **sources} for item in items[:3]]  # lines 10 and 13
     return found
 
 
@@ -523,41 +475,39 @@ def cold_start(
     memories: list[dict],
     complete: Complete,
     *,
+    retry: Retry | None = None,
     group_size: int = 32,
     patience: int = 3,
-    log: Log = _no_log,
+    log: Log | None = None,
 ) -> SkillBank:
-    """The initial bank from memory records (Alg. 2, lines 8-16), its metadata with the layer-level merge counts."""
-    found = extract(memories, complete, log)
-    (skills, skill_layers), (mistakes, mistake_layers) = (
-        merge(found[key], key, complete, group_size, patience, log=log) for key in FIELDS
-    )
-    return SkillBank(
-        skills,
-        mistakes,
-        {
-            "source": f"cold start from {len(memories)} memories, {sum(m['reward'] == 1 for m in memories)} of them successes",
-            "merge_group_size": group_size,
-            "merge_stagnation_patience": patience,
-            "input_general_skills": len(found["general_skills"]),
-            "output_general_skills": len(skills),
-            "input_common_mistakes": len(found["common_mistakes"]),
-            "output_common_mistakes": len(mistakes),
-            "general_merge_layers": skill_layers,
-            "common_mistake_merge_layers": mistake_layers,
-        },
-    )
+    """The initial bank from memory records (Alg. 2, lines 8-16); its merges are in the metadata."""
+    found = extract(memories, complete, retry=retry, log=log)
+    successes = sum(m["reward"] == 1 for m in memories)
+    metadata: dict[str, Any] = {
+        "source": f"cold start from {len(memories)} memories, {successes} of them successes",
+        "merge_group_size": group_size,
+        "merge_stagnation_patience": patience,
+    }
+    merged, layers = {}, {}
+    for key in FIELDS:  # line 15
+        merged[key], layers[key] = merge(
+            found[key], key, complete, group_size, patience, retry=retry, log=log
+        )
+        metadata[f"input_{key}"] = len(found[key])
+        metadata[f"output_{key}"] = len(merged[key])
+    metadata["general_merge_layers"] = layers["general_skills"]
+    metadata["common_mistake_merge_layers"] = layers["common_mistakes"]
+    return SkillBank(merged["general_skills"], merged["common_mistakes"], metadata)  # line 16
 
 
-# ------------------------------------------------------------------------------------------------ evolution (Alg. 4)
-
-
+# ---------------------------------------------------------------------------------- Algorithm 4
 def evolve(
     bank: SkillBank,
     window: Sequence[Any],
     step: int,
     complete: Complete,
     *,
+    retry: Retry | None = None,
     update_every: int = 25,
     success_gate: float = 0.8,
     max_new_items: int = 5,
@@ -565,138 +515,95 @@ def evolve(
     group_size: int = 32,
     patience: int = 3,
     memory_answer: bool = False,
-    log: Log = _no_log,
+    log: Log | None = None,
 ) -> SkillBank:
-    """The bank after online evolution (Alg. 4); the same object when nothing is due. Static entries are never touched.
+    """The bank after online evolution (Alg. 4); the same object when nothing is due.
 
-    window: all rollouts since the last update (D2), objects with .problem, .text, .r, .pred, for `memory_answer` (D3) .gold
-    too. update_every: 0 for never. At most `max_new_items` net new dynamic entries per update, both collections together
-    (S12), and `dynamic_capacity` per collection: what a merge puts first stays.
+    Static entries are never touched. window: all rollouts since the last update (D2), objects with
+    .problem, .text, .r, .pred, and .gold for `memory_answer` (D3). update_every: 0 for never.
+    An update adds at most `max_new_items` dynamic entries, both collections together (S12), and a
+    collection holds at most `dynamic_capacity`: what a merge puts first stays.
     """
     if not window or not update_every or step % update_every:  # line 1
         return bank
     success = sum(w.r > 0 for w in window) / len(window)  # line 4
     if success >= success_gate:  # line 5
         return bank
-    memories = [
-        make_memory(
-            getattr(w, "problem_id", ""),
-            w.problem,
-            w.text,
-            w.r,
-            w.pred,
-            answer=w.gold if memory_answer else None,
-        )
-        for w in window
-    ]
-    candidates = extract(memories, complete, log=log)  # lines 8-10
-    before, after = {}, {}
+    memories = _memories(window, memory_answer)
+    candidates = extract(memories, complete, retry=retry, log=log)  # lines 8-10
+    settings: dict[str, Any] = {"retry": retry, "asked": Asked(), "log": log}
+    settings |= {"complete": complete, "group_size": group_size, "patience": patience}
+    static, old, both = {}, {}, {}
     for key in FIELDS:
-        before[key] = [e for e in getattr(bank, key) if e[IDS[key]].startswith("dyn_")]
-        new, _ = merge(candidates[key], key, complete, group_size, patience, log=log)  # line 11
-        both = before[key] + new  # line 12
-        after[key] = (
-            merge(both, key, complete, group_size, patience, prefix=f"dyn_{PREFIX[key]}", log=log)[
-                0
-            ]
-            if new
-            else both
-        )
-    growth = {key: max(0, len(after[key]) - len(before[key])) for key in FIELDS}  # line 13
+        entries = bank.collection(key)
+        static[key] = [e for e in entries if not e[IDS[key]].startswith("dyn_")]
+        old[key] = [e for e in entries if e[IDS[key]].startswith("dyn_")]
+        new, _ = merge(candidates[key], key, **settings)  # line 11
+        both[key] = old[key] + new  # line 12
+        if new:
+            both[key], _ = merge(both[key], key, prefix=f"dyn_{PREFIX[key]}", **settings)
+    growth = {key: max(0, len(both[key]) - len(old[key])) for key in FIELDS}  # line 13
     while sum(growth.values()) > max_new_items:
-        growth[max(growth, key=growth.__getitem__)] -= 1
-    kept = {
-        key: after[key][: min(len(before[key]) + growth[key], dynamic_capacity)] for key in FIELDS
-    }
-    static = {
-        key: [e for e in getattr(bank, key) if not e[IDS[key]].startswith("dyn_")] for key in FIELDS
-    }
-    counts = {
-        f"{name}_{key}": len(x[key])
-        for name, x in (("candidate", candidates), ("dynamic", kept))
-        for key in FIELDS
-    }
-    update = {"step": step, "success": success, **counts}
+        larger = max(growth, key=lambda key: growth[key])
+        growth[larger] -= 1
+    update = {"step": step, "success": success}
+    update |= {f"candidate_{key}": len(candidates[key]) for key in FIELDS}
+    for key in FIELDS:
+        both[key] = both[key][: min(len(old[key]) + growth[key], dynamic_capacity)]
+        update[f"dynamic_{key}"] = len(both[key])
     metadata = {**bank.metadata, "updates": [*bank.metadata.get("updates", []), update]}
-    skills, mistakes = (static[key] + kept[key] for key in FIELDS)
+    skills, mistakes = (static[key] + both[key] for key in FIELDS)
     return SkillBank(skills, mistakes, metadata, bank.extra)  # line 14
 
 
-# ------------------------------------------------------------------------------------------------ the encoder
-
-
+# ---------------------------------------------------------------------------------- models
 def load_encoder(name: str, device: str) -> Embed:
-    """`embed` over a sentence-transformers model (hub id or directory): L2-normalised fp32, each text encoded once."""
+    """`embed` by a sentence-transformers model (hub id or directory): unit vectors in fp32."""
     if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
-        raise UserError(
-            f"--encoder {name}: no such directory; a hub id or a sentence-transformers directory is wanted"
-        )
+        raise UserError(f"--encoder {name}: no such directory; give one, or a hub id")
     try:
         from sentence_transformers import SentenceTransformer
 
-        encoder = SentenceTransformer(name, device=device).float()  # whatever the files are in
+        encoder = SentenceTransformer(name, device=device).float()  # whatever its files are in
     except Exception as e:  # many kinds: no such id, offline, not an encoder
-        raise UserError(f"--encoder {name}: not loaded ({brief(e)})") from None
-    cache: dict[str, np.ndarray] = {}
+        raise UserError(f"--encoder {name}: not loaded ({distributed.brief(e)})") from None
+    encode = functools.partial(encoder.encode, normalize_embeddings=True, show_progress_bar=False)
 
-    def embed(texts: Sequence[str]) -> np.ndarray:
-        new = list(dict.fromkeys(t for t in texts if t not in cache))
-        if new:  # one at a time: in a batch, padding changes the last bits, and a resumed run batches differently
-            clean = [
-                t.encode("utf-8", "replace").decode() for t in new
-            ]  # lone surrogates have no bytes
-            cache.update(
-                zip(
-                    new,
-                    encoder.encode(
-                        clean,
-                        batch_size=1,
-                        normalize_embeddings=True,
-                        convert_to_numpy=True,
-                        show_progress_bar=False,
-                    ),
-                )
-            )
-        return np.stack([cache[t] for t in texts])
+    @functools.cache
+    def embed_one(text: str) -> np.ndarray:  # in a batch, padding would change the last bits
+        return encode([_encodable(text)], convert_to_numpy=True)[0]
 
-    return embed
-
-
-# ------------------------------------------------------------------------------------------------ making a bank for real
+    return lambda texts: np.stack([embed_one(text) for text in texts])
 
 
 class ReplyLog:
-    """Keeps every raw reply with its outcome in bank/replies.jsonl (rank 0), and counts outcomes until they are taken."""
+    """Keeps each reply with its outcome in bank/replies.jsonl (rank 0), and counts the outcomes."""
 
-    def __init__(self, folder: pathlib.Path, world: D.World):
-        self.path, self.world, self.counts = (
-            folder / "replies.jsonl",
-            world,
-            collections.Counter[str](),
-        )
-        self.step = 0  # the update they belong to
+    def __init__(self, folder: pathlib.Path, world: World):
+        self.path, self.world = folder / "replies.jsonl", world
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.step = 0  # the update that the replies belong to
 
     def __call__(self, row: dict) -> None:
         self.counts[row["outcome"]] += 1
         if self.world.main:
-            D.append_jsonl(self.path, [{"step": self.step, **row}])
+            distributed.append_jsonl(self.path, [{"step": self.step, **row}])
 
     def take(self) -> dict[str, int]:
-        counts, self.counts = (
-            {k: self.counts[k] for k in ("read", "repaired", "retried", "lost")},
-            collections.Counter(),
-        )
+        """The counts since they were last taken."""
+        counts = {name: self.counts[name] for name in ("read", "repaired", "retried", "lost")}
+        self.counts.clear()
         return counts
 
 
 def make_bank(
     folder: pathlib.Path,
-    problems: list,
-    model: Any,
-    tokenizer: Any,
-    verifier: Any,
-    complete: Complete,
-    world: D.World,
+    problems: list[problem_files.Problem],
+    model: policy.Model,
+    tokenizer: policy.Tokenizer,
+    verifier: rollout.Verifier,
+    writer: rollout.Writer,
+    world: World,
     *,
     count: int = 256,
     seed: int = 0,
@@ -706,170 +613,112 @@ def make_bank(
     patience: int = 3,
     rows: int = 32,
 ) -> SkillBank:
-    """Algorithm 2 from problems to bank, shared over ranks. folder/memories.jsonl grows as memories come: what a killed
-    run has made is not made again. The seed set is drawn by `seed` and stands in the metadata by id."""
-    from tqdm import tqdm
+    """Algorithm 2 from problems to bank, shared over the ranks.
 
-    import rollout as R  # only making a bank needs a model
+    `model` solves `count` problems drawn by `seed`, `writer` answers the prompts. Memories go to
+    folder/memories.jsonl as they come, and what a killed run has made is used again.
+    """
+    from tqdm import tqdm
 
     chosen = random.Random(seed).sample(problems, min(count, len(problems)))
     path, log = folder / "memories.jsonl", ReplyLog(folder, world)
     text_of = {x.id: x.problem for x in chosen}
-    done = {
-        m["problem_id"]: m
-        for m in D.read_jsonl(path)
-        if text_of.get(m["problem_id"]) == m["problem"]
-    }
-    D.gather(None, world)  # every rank has read before one writes
+    made = distributed.read_jsonl(path)
+    made = [m for m in made if text_of.get(m["problem_id"]) == m["problem"]]
+    memories = {m["problem_id"]: m for m in made}
+    distributed.gather(None, world)  # every rank has read before rank 0 writes
     if world.main:
-        write_text(
-            path, "".join(json.dumps(m) + "\n" for m in done.values())
-        )  # without a torn last line
-        log.path.unlink(missing_ok=True)  # its replies are all asked for again
-    left = [x for x in chosen if x.id not in done]
-    bar = tqdm(
-        total=len(chosen),
-        initial=len(chosen) - len(left),
-        disable=not world.main,
-        unit="memory",
-        desc="cold start",
-    )
-    for at in range(0, len(left), rows * world.size):
+        distributed.write_text(path, "".join(json.dumps(m) + "\n" for m in memories.values()))
+        log.path.unlink(missing_ok=True)  # all its replies are asked for again
+    left = [x for x in chosen if x.id not in memories]
+    sampling = rollout.Sampling(max_new_tokens=max_new_tokens)
+    bar = tqdm(total=len(left), unit="memory", desc="cold start", disable=not world.main)
+    for at in range(0, len(left), rows * world.size):  # lines 2-7
         mine = left[at : at + rows * world.size][world.rank :: world.size]
-        prompts = [
-            R.chat_ids(tokenizer, render("memory", {"problem": x.problem}), thinking=False)
-            for x in mine
-        ]
-        keys = [R.sample_key(seed, 0, x.id) for x in mine]
-        rolls = R.sample_rollouts(
-            model,
-            tokenizer,
-            mine,
-            prompts,
-            R.Sampling(max_new_tokens=max_new_tokens),
-            keys,
-            verifier,
-        )
-        new = [
-            make_memory(
-                x.id, x.problem, y.text, y.r, y.pred, answer=x.answer if memory_answer else None
-            )
-            for x, y in zip(mine, rolls)
-        ]
-        shares = D.gather(new, world)
-        fresh = [m for share in shares for m in share]
+        texts = [render("memory", {"problem": x.problem}) for x in mine]
+        prompts = [policy.chat_ids(tokenizer, text, thinking=False) for text in texts]  # S21
+        keys = [rollout.sample_key(seed, 0, x.id) for x in mine]
+        found = rollout.sample_rollouts(model, tokenizer, mine, prompts, sampling, keys, verifier)
+        shares = distributed.gather(_memories(found, memory_answer), world)
+        fresh = list(itertools.chain(*shares))
         if world.main:
-            D.append_jsonl(path, fresh)
-        done.update((m["problem_id"], m) for m in fresh)
+            distributed.append_jsonl(path, fresh)
+        memories |= {m["problem_id"]: m for m in fresh}
         bar.update(len(fresh))
     bar.close()
-    bank = cold_start(
-        [done[x.id] for x in chosen], complete, group_size=group_size, patience=patience, log=log
-    )
+    in_order = [memories[x.id] for x in chosen]
+    merging: dict[str, Any] = {"group_size": group_size, "patience": patience}
+    bank = cold_start(in_order, writer.complete, retry=writer.retry, log=log, **merging)
     bank.metadata.update(seed=seed, seed_problems=[x.id for x in chosen], replies=log.take())
     return bank
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """python skills.py --model M --data D --out bank.json: a cold-start bank, written beside its memories and replies."""
-    import rollout as R
+FLAGS = {  # of `python skills.py`: the default, and what it is
+    "--model": ("Qwen/Qwen3-1.7B", "hub id or directory"),
+    "--data": ("BytedTsinghua-SIA/DAPO-Math-17k", "problems: hub id, parquet, directory or JSONL"),
+    "--problems": (256, "seed problems; Tab. 12"),
+    "--seed": (0, "draws the problems and their solutions"),
+    "--max-new-tokens": (1024, "new tokens of a solution; Tab. 11"),
+    "--reply-tokens": (2048, "new tokens of an extraction or merge reply"),
+    "--merge-group-size": (32, "H, items per merge; Alg. 3"),
+    "--rows": (32, "rows per generation batch and rank"),
+}
+OUT = "the bank (JSON); memories.jsonl and replies.jsonl go into the folder OUT.work"
+SHOWN = "show the extractor the reference answer; D3"
+OVERLAP = "use problems that are also in AIME24, AIME25 or HMMT25"
 
-    parser = D.Parser(
-        "skills.py",
-        description="Make a skill bank by cold start (Algorithm 2).",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", default="Qwen/Qwen3-1.7B", help="hub id or directory")
-    parser.add_argument(
-        "--data",
-        default="BytedTsinghua-SIA/DAPO-Math-17k",
-        help="problems: hub id, parquet, directory or JSONL",
-    )
-    parser.add_argument(
-        "--out",
-        required=True,
-        help="the bank (JSON); memories.jsonl and replies.jsonl go into the folder OUT.work",
-    )
-    parser.add_argument("--problems", type=int, default=256, help="seed problems; Tab. 12")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-new-tokens", type=int, default=1024, help="of a solution; Tab. 11")
-    parser.add_argument(
-        "--reply-tokens", type=int, default=2048, help="of an extraction or merge reply"
-    )
-    parser.add_argument(
-        "--merge-group-size", type=int, default=32, help="H, items per merge; Alg. 3"
-    )
-    parser.add_argument(
-        "--memory-answer",
-        action="store_true",
-        help="show the reference answer to the extractor; D3",
-    )
-    parser.add_argument(
-        "--allow-eval-overlap",
-        action="store_true",
-        help="take problems that also stand in AIME24, AIME25 or HMMT25",
-    )
-    parser.add_argument("--rows", type=int, default=32, help="rows per generation batch and rank")
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """python skills.py --model M --data D --out bank.json: a bank made by cold start."""
+    about = "Make a skill bank by cold start (Algorithm 2)."
+    parser = distributed.Parser("skills.py", description=about, allow_abbrev=False)
+    parser.add_argument("--out", required=True, help=OUT)
+    for flag, (default, meaning) in FLAGS.items():
+        parser.add_argument(flag, type=type(default), default=default, help=meaning)
+    parser.add_argument("--memory-answer", action="store_true", help=SHOWN)
+    parser.add_argument("--allow-eval-overlap", action="store_true", help=OVERLAP)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
 
     def body() -> None:
         args = parser.parse_args(argv)
         if min(args.problems, args.rows, args.reply_tokens, args.merge_group_size - 1) < 1:
-            raise UserError(
-                "--problems, --rows and --reply-tokens must be >= 1, --merge-group-size >= 2"
-            )
+            rule = "--problems, --rows and --reply-tokens must be >= 1, --merge-group-size >= 2"
+            raise UserError(rule)
         if pathlib.Path(args.out).is_dir():
             raise UserError(f"--out {args.out}: is a directory; a file for the bank is wanted")
-        R.Sampling(max_new_tokens=args.max_new_tokens)  # its own check
-        world = D.init(args.device)
+        rollout.Sampling(max_new_tokens=args.max_new_tokens)  # has a check of its own
+        world = distributed.init(args.device)
         settings = {k: v for k, v in vars(args).items() if k not in ("out", "rows", "device")}
-        if (file := pathlib.Path(f"{args.out}.work", "settings.json")).exists() and json.loads(
-            file.read_text()
-        ) != settings:
-            raise UserError(
-                f"{file.parent}: holds memories made with other settings (see its settings.json); give another --out"
-            )
-        problems, _ = R.load_problems(args.data)
+        folder = pathlib.Path(f"{args.out}.work")
+        file = folder / "settings.json"
+        if file.exists() and json.loads(file.read_text()) != settings:
+            found = "holds memories made with other settings (see its settings.json)"
+            raise UserError(f"{folder}: {found}; give another --out")
+        problems, _ = problem_files.load_problems(args.data)
         if not args.allow_eval_overlap:
-            R.refuse_overlap(problems, args.data, {})
-        model, tokenizer = R.load_model(args.model, world.device, dtype=args.dtype)
-        complete = R.make_complete(
-            model,
-            tokenizer,
-            world,
-            max_new_tokens=args.reply_tokens,
-            seed=args.seed,
-            rows=args.rows,
-        )
+            problem_files.refuse_overlap(problems, args.data, {})
+        model, tokenizer = policy.load_model(args.model, world.device, dtype=args.dtype)
+        writer = rollout.Writer(model, tokenizer, world, args.reply_tokens, args.seed, args.rows)
         if world.main:
-            D.write_json(file, settings)
-        with R.Verifier() as verifier:
-            bank = make_bank(
-                pathlib.Path(f"{args.out}.work"),
-                problems,
-                model,
-                tokenizer,
-                verifier,
-                complete,
-                world,
-                count=args.problems,
-                seed=args.seed,
-                max_new_tokens=args.max_new_tokens,
-                memory_answer=args.memory_answer,
-                group_size=args.merge_group_size,
-                rows=args.rows,
-            )
+            distributed.write_json(file, settings)
+        given: dict[str, Any] = {"count": args.problems, "seed": args.seed, "rows": args.rows}
+        given |= {"max_new_tokens": args.max_new_tokens, "memory_answer": args.memory_answer}
+        given |= {"group_size": args.merge_group_size}
+        with rollout.Verifier() as verifier:
+            bank = make_bank(folder, problems, model, tokenizer, verifier, writer, world, **given)
         if world.main:
             bank.save(args.out)
-            if warning := lint(bank):
+            warning = lint(bank)
+            if warning:
                 print(warning)
-            counts = f"{len(bank.general_skills)} general skills, {len(bank.common_mistakes)} common mistakes"
+            skills, mistakes = len(bank.general_skills), len(bank.common_mistakes)
+            counts = f"{skills} general skills, {mistakes} common mistakes"
             print(f"{args.out}: {counts}; replies {bank.metadata['replies']}")
-        D.leave_together(world)
+        distributed.leave_together(world)
 
-    return D.command("skills", body)
+    return distributed.command("skills", body)
 
 
 if __name__ == "__main__":
-    D.leave(main())
+    distributed.leave(main())

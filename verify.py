@@ -76,15 +76,25 @@ def clean(answer: str) -> str:
     answer = answer.translate(ASCII)
     for old, new in SPELLING:
         answer = old.sub(new, answer)
-    if (m := re.fullmatch(rf"([^,\d()\[\]{{}}]*)({GROUPED})((?:[^,\d()\[\]{{}}]|\\text *\{{[^{{}}]*\}})*)", answer)) and (m[1] or m[3]):
+    if (
+        m := re.fullmatch(
+            rf"([^,\d()\[\]{{}}]*)({GROUPED})((?:[^,\d()\[\]{{}}]|\\text *\{{[^{{}}]*\}})*)", answer
+        )
+    ) and (m[1] or m[3]):
         answer = m[1] + m[2].replace(",", "") + m[3]  # 1,234 apples; alone, 100,200 may be a list
-    return re.sub(r" (?![a-zA-Z0-9])|(?<![a-zA-Z0-9]) ", "", re.sub(r"(?<!\.)\.$", "", answer.strip()))  # "1 1/2" is not 11/2
+    return re.sub(
+        r" (?![a-zA-Z0-9])|(?<![a-zA-Z0-9]) ", "", re.sub(r"(?<!\.)\.$", "", answer.strip())
+    )  # "1 1/2" is not 11/2
 
 
 def number(answer: str) -> Fraction | None:
     """The value of a plain integer or decimal, thousands separators allowed; None for anything else."""
     plain = answer.replace(",", "") if re.fullmatch(GROUPED, answer, re.A) else answer
-    return Fraction(plain) if len(plain) <= MAX_CHARS and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", plain, re.A) else None
+    return (
+        Fraction(plain)
+        if len(plain) <= MAX_CHARS and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", plain, re.A)
+        else None
+    )
 
 
 def quick_verdict(gold: str, pred: str | None) -> bool | None:
@@ -99,7 +109,9 @@ def quick_verdict(gold: str, pred: str | None) -> bool | None:
         if not left or not right or left == right:
             return bool(left and right)
         a, b = number(left), number(right)
-    return None if a is None or b is None or ("," in gold and "," in pred) else a == b  # 100,200 may be two numbers
+    return (
+        None if a is None or b is None or ("," in gold and "," in pred) else a == b
+    )  # 100,200 may be two numbers
 
 
 # ---------------------------------------------------------------------------------------- structure
@@ -138,19 +150,25 @@ def parts(answer: str) -> tuple[str, list[str]]:
     depths = [0]
     for m in re.finditer(r"\\?[{}]|[()\[\]]", answer):
         depths.append(depths[-1] + (1 if m[0][-1] in "([{" else -1))
-    bracket = re.fullmatch(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})", answer) if 0 not in depths[1:-1] else None
+    bracket = (
+        re.fullmatch(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})", answer) if 0 not in depths[1:-1] else None
+    )
     elements = split(bracket[2], "[,;]")[0] if bracket else []
     if bracket and bracket[1] == r"\{":
         return "{}", elements
     if re.search(r"\\(?:pm|mp)(?![a-z])", answer):
-        return "", [answer.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in ("+-", "-+")]
+        return "", [
+            answer.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in ("+-", "-+")
+        ]
     if bracket:
         return (bracket[1] + bracket[3], elements) if len(elements) > 1 else parts(bracket[2])
     if split(answer, RELATION)[1]:
         return "=", [answer]
     if len(union := split(answer, r"\\cup")[0]) > 1:
         return "cup", union
-    if m := re.fullmatch(r"\\begin\{([pbB]?matrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?\\end\{\1\}", answer):
+    if m := re.fullmatch(
+        r"\\begin\{([pbB]?matrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?\\end\{\1\}", answer
+    ):
         return "matrix", [f"({row.replace('&', ',')})" for row in m[2].split(r"\\")]
     return "one", [answer]
 
@@ -173,12 +191,24 @@ def same(a: str, b: str) -> bool:
             return same_relation(left[0] if kind_a == "=" else a, right[0] if kind_b == "=" else b)
         except Exception:  # what cannot be read is unequal
             return False
-    either = any(kind == "" and all(parts(e)[0] == "=" for e in side) for kind, side in ((kind_a, left), (kind_b, right)))  # x<1 or x>2
+    either = any(
+        kind == "" and all(parts(e)[0] == "=" for e in side)
+        for kind, side in ((kind_a, left), (kind_b, right))
+    )  # x<1 or x>2
     if kinds <= {"", "{}", "one"} or kinds <= ({"cup", ""} if either else {"cup"}):
-        left, right = ([x for e in side for x in (parts(e)[1] if parts(e)[0] == "" else [e])] for side in (left, right))  # ± opens
+        left, right = (
+            [x for e in side for x in (parts(e)[1] if parts(e)[0] == "" else [e])]
+            for side in (left, right)
+        )  # ± opens
         if kinds == {"{}"}:
-            return all(any(same(x, y) for y in right) for x in left) and all(any(same(x, y) for x in left) for y in right)
-        while left and len(left) == len(right) and (y := next((y for y in right if same(left[0], y)), None)) is not None:
+            return all(any(same(x, y) for y in right) for x in left) and all(
+                any(same(x, y) for x in left) for y in right
+            )
+        while (
+            left
+            and len(left) == len(right)
+            and (y := next((y for y in right if same(left[0], y)), None)) is not None
+        ):
             left.pop(0)
             right.remove(y)
         return not left and not right
@@ -189,21 +219,32 @@ def same(a: str, b: str) -> bool:
 def named(side: str) -> bool:
     """x, f(x), AB, x_1, (x,y), x+y, nothing: what may stand before "= 5" in an answer that is 5."""
     bare = re.sub(r"_(\w|\{\w+\})|\([^()]*\)", "", side)
-    return not side or (bool(re.search("[a-zA-Z]", side)) and not re.search(r"\d|\^|\\pi|\\infty|\\sqrt", bare))
+    return not side or (
+        bool(re.search("[a-zA-Z]", side)) and not re.search(r"\d|\^|\\pi|\\infty|\\sqrt", bare)
+    )
 
 
 def relation(answer: str) -> tuple[list[str], list[str]]:
     """Members and marks, turned so that all inequalities rise."""
     members, marks = split(answer, RELATION)
-    return (members[::-1], [FLIP[mark] for mark in marks[::-1]]) if marks and set(marks) <= set(FLIP) else (members, marks)
+    return (
+        (members[::-1], [FLIP[mark] for mark in marks[::-1]])
+        if marks and set(marks) <= set(FLIP)
+        else (members, marks)
+    )
 
 
 def value(answer: str) -> tuple[str, str | None]:
     """(name, value) of an answer with relations: x=1/2=0.5, a<x<=b (an interval), x in S. Value None: it stands for itself only."""
     members, marks = relation(answer)
     if r"\approx" in marks:
-        keep = marks.index(r"\approx") + (members[0] == "" or (named(members[0]) and marks[0] == r"\approx"))
-        members, marks = members[: keep + 1], ["=" if mark == r"\approx" else mark for mark in marks[:keep]]
+        keep = marks.index(r"\approx") + (
+            members[0] == "" or (named(members[0]) and marks[0] == r"\approx")
+        )
+        members, marks = (
+            members[: keep + 1],
+            ["=" if mark == r"\approx" else mark for mark in marks[:keep]],
+        )
     if not marks:
         return "", members[0]
     if marks == [r"\in"]:
@@ -211,7 +252,9 @@ def value(answer: str) -> tuple[str, str | None]:
     if set(marks) == {"="}:
         first = next((i for i in (0, -1) if named(members[i])), None)
         name = members.pop(first) if first is not None else ""
-        return name, members[-1] if all(same(m, members[-1]) for m in members[:-1]) else None  # 6=5 is not 5
+        return name, members[-1] if all(
+            same(m, members[-1]) for m in members[:-1]
+        ) else None  # 6=5 is not 5
     if set(marks) <= set(FLIP.values()):
         opening, closing = "(["[marks[0] == r"\le"], ")]"[marks[-1] == r"\le"]
         if len(members) == 3 and named(members[1]):
@@ -232,7 +275,10 @@ def same_relation(a: str, b: str) -> bool:
     if marks_a != marks_b or not set(marks_a) <= {"=", r"\ne", "<", r"\le"}:
         return False
     links = zip(left, left[1:], right, right[1:], marks_a)
-    return all(proportional(f"({q})-({p})", f"({s})-({r})", mark in ("<", r"\le")) for p, q, r, s, mark in links)
+    return all(
+        proportional(f"({q})-({p})", f"({s})-({r})", mark in ("<", r"\le"))
+        for p, q, r, s, mark in links
+    )
 
 
 # ---------------------------------------------------------------------------------------- atoms: units, words, algebra
@@ -243,12 +289,24 @@ def unit(answer: str) -> tuple[str, tuple[str, int] | None]:
     m = re.fullmatch(r"(.*[^\s+\-*/^_(=])( ?)\\text\{([^{}]*)\}(?:\^\{?(\d)\}?)?", answer)
     m = m or re.fullmatch(r"(.*[\d})])( ?)([a-zA-Z][a-zA-Z. ]*)(?:\^\{?(\d)\}?)?", answer)
     words = re.findall("[a-z]+", m[3].lower().replace(".", "")) if m else []
-    if not m or not 0 < len(words) <= 4 or set(words) & {"is", "are", "not", "plus", "minus", "times", "over", "squared", "factorial", "half"}:
+    if (
+        not m
+        or not 0 < len(words) <= 4
+        or set(words)
+        & {"is", "are", "not", "plus", "minus", "times", "over", "squared", "factorial", "half"}
+    ):
         return answer, None
-    known = [UNITS.get(w) or UNITS.get(w.removesuffix("s")) or UNITS.get(w.removesuffix("es")) for w in words]
-    if "\\text" not in answer and any(len(w) < 2 + (not k) or not (k or m[2] or m[1][-1] in "})") for w, k in zip(words, known)):
+    known = [
+        UNITS.get(w) or UNITS.get(w.removesuffix("s")) or UNITS.get(w.removesuffix("es"))
+        for w in words
+    ]
+    if "\\text" not in answer and any(
+        len(w) < 2 + (not k) or not (k or m[2] or m[1][-1] in "})") for w, k in zip(words, known)
+    ):
         return answer, None  # 5x, 2ab and 5 xy are products
-    power = int(m[4] or 0) or next((p for w, p in {"square": 2, "sq": 2, "cubic": 3, "cu": 3}.items() if w in words), 1)
+    power = int(m[4] or 0) or next(
+        (p for w, p in {"square": 2, "sq": 2, "cubic": 3, "cu": 3}.items() if w in words), 1
+    )
     bare = rf"({m[1]})\cdot10^{{{SCALE[words[0]]}}}" if words[0] in SCALE else m[1]
     return bare, next(((k, power) for k in known if k), None)
 
@@ -271,22 +329,39 @@ def same_atom(a: str, b: str) -> bool:
         if unit_a or unit_b:  # 8:34 pm
             return False
         if len(left) == len(right):  # 1:2 is 2:4
-            return all(same(rf"({p})\cdot({right[0]})", rf"({q})\cdot({left[0]})") for p, q in zip(left, right))
-        return {len(left), len(right)} == {1, 2} and same(*(rf"\frac{{{x[0]}}}{{{x[1]}}}" if x[1:] else x[0] for x in (left, right)))
+            return all(
+                same(rf"({p})\cdot({right[0]})", rf"({q})\cdot({left[0]})")
+                for p, q in zip(left, right)
+            )
+        return {len(left), len(right)} == {1, 2} and same(
+            *(rf"\frac{{{x[0]}}}{{{x[1]}}}" if x[1:] else x[0] for x in (left, right))
+        )
     for sign, factor in {"%": r"\frac{1}{100}", "degree": r"\frac{\pi}{180}"}.items():
-        marked_a, marked_b = (re.fullmatch(rf"((?:[^\\]|\\(?:frac|sqrt|pi|cdot|times))*)\\{sign}", x) for x in (a, b))
+        marked_a, marked_b = (
+            re.fullmatch(rf"((?:[^\\]|\\(?:frac|sqrt|pi|cdot|times))*)\\{sign}", x) for x in (a, b)
+        )
         if marked_a and marked_b:
             return same(marked_a[1], marked_b[1])
         if m := marked_a or marked_b:
             other = b if marked_a else a
             # beside a number without it the sign may be a mere unit; but a probability of 0.5 is not 0.5%
-            return same(rf"({m[1]})\cdot{factor}", other) or ((sign == "degree" or abs(expression(m[1])) >= 1) and same(m[1], other))
+            return same(rf"({m[1]})\cdot{factor}", other) or (
+                (sign == "degree" or abs(expression(m[1])) >= 1) and same(m[1], other)
+            )
     if word(a) or word(b):
-        bare_a, bare_b = (re.findall(r"^-|\w+|[+*/^=<>\\]", s.replace("\\text", "").lower()) for s in (a, b))
+        bare_a, bare_b = (
+            re.findall(r"^-|\w+|[+*/^=<>\\]", s.replace("\\text", "").lower()) for s in (a, b)
+        )
         return bare_a == bare_b != []
-    digits_a, digits_b = (re.fullmatch(r"([0-9A-F]*\d[0-9A-F]*)(?:_\{?(\d+)\}?)?", s) for s in (a, b))
-    if digits_a and digits_b and (digits_a[2] or digits_b[2]):  # the base may be left out, as the problem names it
-        return digits_a[1] == digits_b[1] and not (digits_a[2] and digits_b[2] and digits_a[2] != digits_b[2])
+    digits_a, digits_b = (
+        re.fullmatch(r"([0-9A-F]*\d[0-9A-F]*)(?:_\{?(\d+)\}?)?", s) for s in (a, b)
+    )
+    if (
+        digits_a and digits_b and (digits_a[2] or digits_b[2])
+    ):  # the base may be left out, as the problem names it
+        return digits_a[1] == digits_b[1] and not (
+            digits_a[2] and digits_b[2] and digits_a[2] != digits_b[2]
+        )
     return equal(expression(a), expression(b))
 
 
@@ -313,12 +388,21 @@ def expression(answer: str) -> Any:
 
     for old, new in READABLE:
         answer = old.sub(new, answer)
-    if re.search(r"^$|\d \d|\.\.|!!|\\\\|\\text|['\"]", answer) or any(answer.count(x) != answer.count(y) for x, y in ("()", "{}", "[]")):
+    if re.search(r"^$|\d \d|\.\.|!!|\\\\|\\text|['\"]", answer) or any(
+        answer.count(x) != answer.count(y) for x, y in ("()", "{}", "[]")
+    ):
         raise ValueError("unreadable")
-    if m := re.fullmatch(r"\(?(-?)\(?(?:\\frac\{(-?\d+)\}\{(\d+)\}|(\d+)(?:/(\d+))?)\)*", answer, re.A):  # the parser takes milliseconds
+    if m := re.fullmatch(
+        r"\(?(-?)\(?(?:\\frac\{(-?\d+)\}\{(\d+)\}|(\d+)(?:/(\d+))?)\)*", answer, re.A
+    ):  # the parser takes milliseconds
         return Rational(int(m[1] + "1") * int(m[2] or m[4]), int(m[3] or m[5] or 1))
     # "0+": an expression that is all in brackets might be a tuple or an interval, and the grammar takes 50 times longer to see that it isn't
-    value = latex2sympy("0+" + answer, is_real=True, normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False))
+    value = latex2sympy(
+        "0+" + answer,
+        is_real=True,
+        normalization_config=None,
+        conversion_config=ConversionConfig(lowercase_symbols=False),
+    )
     if not isinstance(value, Expr):
         raise ValueError("not an expression")
     return value.subs(Symbol("i", real=True), I).doit()
@@ -333,7 +417,10 @@ def equal(x: Any, y: Any) -> bool:
     if (x.is_Rational and y.is_Rational) or x.has(oo, zoo, nan) or y.has(oo, zoo, nan):
         return False
     for k in (0, 1):
-        point = {s: Rational(17 + 10 * k + 6 * i, 13) for i, s in enumerate(sorted((x - y).free_symbols, key=str))}
+        point = {
+            s: Rational(17 + 10 * k + 6 * i, 13)
+            for i, s in enumerate(sorted((x - y).free_symbols, key=str))
+        }
         u, v = x.subs(point).evalf(40), y.subs(point).evalf(40)
         if u.is_number and v.is_number and abs(u - v) > 1e-30 * max(abs(u), abs(v)) + 1e-90:
             return False
@@ -348,7 +435,12 @@ def proportional(a: str, b: str, positive: bool) -> bool:
     if equal(x, y):
         return True
     ratio = simplify(x / y)
-    return bool(not ratio.free_symbols and ratio.is_finite and ratio.is_nonzero and (ratio > 0 if positive else True))
+    return bool(
+        not ratio.free_symbols
+        and ratio.is_finite
+        and ratio.is_nonzero
+        and (ratio > 0 if positive else True)
+    )
 
 
 def symbolic_verdict(gold: str, pred: str) -> bool:
@@ -369,14 +461,26 @@ class _Worker:
     def _start(self) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         command = [sys.executable, os.path.abspath(__file__), str(self.timeout_s), str(os.getpid())]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=env,
+        )
         if self._read(START_S) != "ready":
             self.close()
-            raise RuntimeError("the verifier's worker did not start; does `python -c 'import math_verify'` work?")
+            raise RuntimeError(
+                "the verifier's worker did not start; does `python -c 'import math_verify'` work?"
+            )
 
     def _read(self, timeout_s: float) -> str | None:
         """One line of the worker; "" when it died, None when time is up."""
-        data, deadline, poll = b"", time.monotonic() + timeout_s, select.poll()  # select() fails on descriptors from 1024 on
+        data, deadline, poll = (
+            b"",
+            time.monotonic() + timeout_s,
+            select.poll(),
+        )  # select() fails on descriptors from 1024 on
         poll.register(self.process.stdout, select.POLLIN)
         while not data.endswith(b"\n"):
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
@@ -389,7 +493,9 @@ class _Worker:
 
     def judge(self, gold: str, pred: str) -> bool | None:
         """The worker's verdict; None when time is up."""
-        for _ in range(2):  # a worker that died may have died idle (out of memory, killed): one more try with a new one
+        for _ in range(
+            2
+        ):  # a worker that died may have died idle (out of memory, killed): one more try with a new one
             reply: str | None = ""
             try:
                 if self.process is None:
@@ -424,7 +530,9 @@ class Verifier:
 
     def __init__(self, timeout_s: float = 5.0, workers: int = 1):
         if timeout_s <= 0 or workers < 1:
-            raise ValueError(f"Verifier needs timeout_s > 0 and workers >= 1, got {timeout_s} and {workers}")
+            raise ValueError(
+                f"Verifier needs timeout_s > 0 and workers >= 1, got {timeout_s} and {workers}"
+            )
         self.timeouts = 0
         self._lock = threading.Lock()
         self._idle: queue.Queue[_Worker] = queue.Queue()

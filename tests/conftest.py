@@ -107,8 +107,8 @@ def fake_embed(texts):
     )
 
 
-def make_bank(path=None, skills=4, mistakes=4):
-    import skills as S
+def make_bank(path=None, n_skills=4, n_mistakes=4):
+    import skills
 
     words = [
         "add",
@@ -122,7 +122,7 @@ def make_bank(path=None, skills=4, mistakes=4):
         "unit",
         "check",
     ]
-    bank = S.SkillBank(
+    bank = skills.SkillBank(
         [
             {
                 "skill_id": f"gen_{i + 1:03d}",
@@ -130,7 +130,7 @@ def make_bank(path=None, skills=4, mistakes=4):
                 "principle": f"Always {w} with care.",
                 "when_to_apply": f"When you {w}.",
             }
-            for i, w in enumerate(words[:skills])
+            for i, w in enumerate(words[:n_skills])
         ],
         [
             {
@@ -139,7 +139,7 @@ def make_bank(path=None, skills=4, mistakes=4):
                 "why_it_happens": "Haste.",
                 "how_to_avoid": f"Remember {w}.",
             }
-            for i, w in enumerate(words[:mistakes])
+            for i, w in enumerate(words[:n_mistakes])
         ],
         {"source": "made in a test"},
     )

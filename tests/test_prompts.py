@@ -1,14 +1,15 @@
-"""Templates word for word, one pass of substitution, and no skill text in a student's or an evaluation prompt."""
+"""Templates word for word, one pass of substitution, no skill text in a student's prompt."""
 
 import json
 
 import pytest
-from conftest import ROOT, make_bank
-from test_train import make_run
+import torch
+from conftest import ROOT, make_bank, make_tokenizer
 
-import eval as E
+import eval
 import sgsd
-import skills as S
+import skills
+from distributed import World
 
 STUDENT = (
     "Problem: {problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -26,91 +27,82 @@ Solve the current problem independently and do not quote it verbatim.
 
 """
 PAPER = ROOT.parent / "shared" / "paper.tex"
+CARDS = ["memory", "extract_skills", "extract_mistakes", "merge_skills", "merge_mistakes"]
 
 
-def test_student_and_teacher_templates():
-    assert S.template("student") == STUDENT
-    assert S.template("teacher") == TEACHER + STUDENT
+def make_pair():
+    bank = make_bank()
+    return skills.SkillPair(bank.general_skills[0], bank.common_mistakes[0], 1.0, 1.0)
+
+
+def papers_cards():
+    """The lines of each prompt card in the paper's source, its TeX taken off."""
+    text = PAPER.read_text()
+    text = text.replace("\\textbackslash ", "\\").replace("\\_", "_")
+    text = text.replace("\\{", "{").replace("\\}", "}")
+    for key in skills.FIELDS:
+        text = text.replace(f"\\texttt{{{key}}}", key)
+    cards = []
+    for card in text.split("\\begin{promptcard}{Prompt: ")[1:]:
+        lines = card.split("\\end{promptcard}")[0].split("\n")[2:]
+        lines = [line.removesuffix("\\par") for line in lines]
+        cards.append([line for line in lines if line and not line.startswith("\\vspace")])
+    return cards
+
+
+def test_the_student_and_teacher_templates_are_those_of_figure_6():
+    assert skills.template("student") == STUDENT
+    assert skills.template("teacher") == TEACHER + STUDENT
 
 
 @pytest.mark.skipif(not PAPER.exists(), reason="the paper's source is not here")
-@pytest.mark.parametrize(
-    "name", ["memory", "extract_skills", "extract_mistakes", "merge_skills", "merge_mistakes"]
-)
-def test_templates_are_the_papers(name):
-    """Every line of the template stands in the paper, and every line of the paper's card in the template, in order."""
-    tex = PAPER.read_text()
-    plain = (
-        tex.replace("\\textbackslash ", "\\")
-        .replace("\\_", "_")
-        .replace("\\{", "{")
-        .replace("\\}", "}")
-        .replace("\\texttt{general_skills}", "general_skills")
-    )
-    cards = [
-        c.split("\\end{promptcard}")[0]
-        for c in plain.replace("\\texttt{common_mistakes}", "common_mistakes").split(
-            "\\begin{promptcard}{Prompt: "
-        )[1:]
-    ]
-    lines = [
-        [x.removesuffix("\\par") for x in c.split("\n")[2:] if x and not x.startswith("\\vspace")]
-        for c in cards
-    ]
-    assert [x for x in S.template(name).split("\n") if x] in lines
+@pytest.mark.parametrize("name", CARDS)
+def test_a_template_has_the_lines_of_the_papers_card(name):
+    lines = [line for line in skills.template(name).split("\n") if line]
+    assert lines in papers_cards()
 
 
-def test_rendering_is_one_pass_and_leaves_braces_alone():
-    pair = S.SkillPair(make_bank().general_skills[0], make_bank().common_mistakes[0], 1.0, 1.0)
+def test_what_is_put_into_a_prompt_is_not_expanded_again():
+    pair = make_pair()
     pair.skill["title"] = "{problem} {mistake.description}"
-    text = S.render_teacher(pair, "What is {skill.title} \\boxed{} {{}} {0}?")
-    assert (
-        "- **{problem} {mistake.description}**" in text
-        and "What is {skill.title} \\boxed{} {{}} {0}?" in text
-    )
-    assert text.endswith("\\boxed{}.")
-    assert S.render_student("a{problem}b").startswith("Problem: a{problem}b\n")
-    assert S.render("memory", {"problem": "{{}}"}).count("\\boxed{}.") == 1  # S9
-    assert S.render("memory", {"problem": "{{}}"}).endswith("{{}}")
+    text = skills.render_teacher(pair, "What is {skill.title} \\boxed{} {{}} {0}?")
+    assert "- **{problem} {mistake.description}**" in text
+    assert "Problem: What is {skill.title} \\boxed{} {{}} {0}?\n" in text
 
 
-def test_no_skill_text_reaches_a_student(world_dir, tmp_path):
-    run = make_run(world_dir, tmp_path / "run")
-    records, _ = sgsd.accumulate(run, 1)
-    words = [str(v) for key in S.FIELDS for e in getattr(run.bank, key) for v in e.values()]
-    for r in records:
-        text = run.tokenizer.decode(r["prompt_ids"])
-        assert (
-            f"Problem: {r['problem']}\n" in text
-            and not any(w in text for w in words)
-            and "guidance" not in text
-        )
+def test_double_braces_become_single_ones_in_the_template_alone():
+    """S9."""
+    text = skills.render("memory", {"problem": "{{}}"})
+    assert text.count("\\boxed{}.") == 1 and text.endswith("Problem:\n{{}}")
 
 
-def test_no_skill_text_reaches_an_evaluation(world_dir, tmp_path, monkeypatch):
-    """Without --skills no bank is read and no encoder loaded; and every prompt is the student's (with it: `test_eval.py`)."""
-    monkeypatch.setattr(S.SkillBank, "load", lambda *_: pytest.fail("a bank was read"))
-    monkeypatch.setattr(S, "load_encoder", lambda *_: pytest.fail("an encoder was loaded"))
-    seen = []
-    keep = E.R.chat_ids
-    monkeypatch.setattr(
-        E.R, "chat_ids", lambda tok, text, **kw: seen.append(text) or keep(tok, text, **kw)
-    )
-    assert (
-        E.main(
-            [
-                str(world_dir / "model"),
-                "--data",
-                str(world_dir / "data.jsonl"),
-                "--samples",
-                "2",
-                "--max-new-tokens",
-                "4",
-                "--out",
-                str(tmp_path),
-            ]
-        )
-        == 0
-    )
-    problems = [json.loads(x)["problem"] for x in open(world_dir / "data.jsonl")]
-    assert {*seen} == {S.render_student(p) for p in problems}
+@pytest.mark.parametrize("key", skills.FIELDS)
+def test_the_extraction_prompt_names_the_fields_behind_the_template(key):
+    """S13."""
+    memory = skills.make_memory("p", "What?", "so", 1, None)
+    _, _, form = skills.render_extraction(memory, key).partition(f"valid JSON with key {key}.")
+    names = '"{}", "{}" and "{}"'.format(*skills.FIELDS[key])
+    assert form == f"\nEach item is an object with the string fields {names}."
+
+
+def test_no_skill_text_reaches_a_student(world_dir, tmp_path, capsys):
+    flags = ["--num-teachers=2", "--batch-size=4", "--max-new-tokens=4", "--lora-rank=4"]
+    for name in ("model", "encoder"):
+        flags.append(f"--{name}={world_dir / name}")
+    flags += [f"--data={world_dir}/data.jsonl", f"--bank={world_dir}/bank.json", "--updates=1"]
+    assert sgsd.main([*flags, f"--out={tmp_path / 'run'}"]) == 0
+    tokenizer = make_tokenizer()
+    bank = make_bank()
+    for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        text = tokenizer.decode(row["prompt_ids"])
+        assert skills.render_student(row["problem"]) in text and "guidance" not in text
+        for entry in bank.general_skills + bank.common_mistakes:
+            assert not any(value in text for value in entry.values())
+
+
+def test_no_skill_text_reaches_an_evaluation(world_dir):
+    """Without --skills every prompt is the student's, and no encoder is loaded."""
+    args = eval.arguments([str(world_dir / "model"), "--data", "x", "--encoder", "/no/such"])
+    prompt = eval.prompt_maker(args, World(0, 1, torch.device("cpu")))
+    assert prompt("What is {skills}?") == skills.render_student("What is {skills}?")

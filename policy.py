@@ -1,0 +1,430 @@
+"""The policy: a causal language model with adapters, its prompts, the log-probabilities of ids.
+
+Dimension key: B rows, T completion tokens, N all completion tokens of all rows, V vocabulary,
+D hidden size, n positions of one slice.
+"""
+
+import json
+import pathlib
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import distributed
+from config import Config
+from distributed import UserError, World, brief
+
+Tokenizer = Any  # transformers' tokenizers and models are not typed usefully
+Model = Any
+
+# ------------------------------------------------------------------------------------- loading
+
+
+def load_model(
+    name: str, device: torch.device, dtype: str = "auto", attn: str = "sdpa", flag: str = "--model"
+) -> tuple[Model, Tokenizer]:
+    """A causal language model in eval mode on `device`, without dropout, and its tokenizer.
+
+    name: a hub id or a directory. dtype: "auto" is bfloat16 on CUDA and float32 on CPU.
+    Raises UserError when the model or the tokenizer cannot be loaded, or when they do not fit one
+    another.
+    """
+    from transformers.utils import is_flash_attn_2_available, logging
+
+    logging.disable_progress_bar()  # one bar is enough
+    warnings.filterwarnings(
+        "ignore", ".*gradient_checkpointing.*", FutureWarning
+    )  # renamed in 5.20
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    if device.type == "cuda" and dtype == "bfloat16":
+        torch.set_float32_matmul_precision("high")  # TF32, in which bf16 numbers are exact (S22)
+    if attn == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError(
+            "--attn flash_attention_2: flash-attn is not installed, or torch finds no GPU; "
+            "pip install flash-attn, or leave the flag out"
+        )
+    if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
+        raise UserError(
+            f"{flag} {name}: no such directory; a hub id or a directory of a saved model is wanted"
+        )
+    try:  # without trust_remote_code=False, a model with code of its own may ask on a terminal
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model: Model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=getattr(torch, dtype), attn_implementation=attn, trust_remote_code=False
+        )
+    except Exception as e:  # transformers raises many kinds: no such id, offline, no config
+        raise UserError(f"{flag} {name}: not loaded ({brief(e)})") from None
+    _check_tokenizer(tokenizer, model, f"{flag} {name}")
+    _remove_dropout(model)
+    return model.to(device).eval(), tokenizer
+
+
+def _check_tokenizer(tokenizer: Tokenizer, model: Model, where: str) -> None:
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{where}: its tokenizer has no chat template; use an instruct model, "
+            "or add chat_template.jinja"
+        )
+    vocabulary = {i: token for token, i in tokenizer.get_vocab().items()}
+    # The small Gemma 3 have a placeholder for images without a row; no text comes to hold it.
+    vocabulary.pop(getattr(tokenizer, "image_token_id", None), None)
+    last, rows = max(vocabulary), model.get_input_embeddings().weight.shape[0]
+    if last >= rows:
+        raise UserError(
+            f"{where}: its tokenizer knows {last + 1} ids, the model has rows for {rows} "
+            f"(the last is {vocabulary[last]!r}); use the tokenizer that the model came with, "
+            "or give the model rows by resize_token_embeddings"
+        )
+
+
+def _remove_dropout(model: Model) -> None:
+    """Teacher and student must be the same function of their input, in train mode too."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if name.endswith("dropout") and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def causal_lm(model: Model) -> Model:
+    """The transformers model inside a PEFT wrapper, adapters and all; or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") -> Model:
+    """The model with LoRA on all seven projections (App. F.1), ready for training.
+
+    No dropout and no biases. The adapters are fp32 whatever the base is: a step of 5e-6 would be
+    lost in bf16 (S22). Layers are checkpointed. Raises UserError where a projection is missing.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        target_modules=list(PROJECTIONS),
+    )
+    try:
+        model = get_peft_model(model, lora)
+    except ValueError as e:
+        raise UserError(f"{flag}: there is no place for the adapters ({brief(e)})") from None
+    adapted = " ".join(name for name, p in model.named_parameters() if p.requires_grad)
+    missing = [name for name in PROJECTIONS if f".{name}.lora_" not in adapted]
+    if missing:
+        raise UserError(
+            f"{flag}: has no {', '.join(missing)} to adapt; "
+            f"all of {', '.join(PROJECTIONS)} are wanted (App. F.1)"
+        )
+    causal = causal_lm(model)
+    causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    causal.enable_input_require_grads()
+    return model
+
+
+def trained(model: Model) -> dict[str, torch.nn.Parameter]:
+    """The parameters that learn, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def save_checkpoint(
+    path: pathlib.Path,
+    model: Model,
+    tokenizer: Tokenizer,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    kept: dict[str, torch.Tensor],
+) -> None:
+    """Write a PEFT adapter that anyone can load, the tokenizer, and the trainer's state.
+
+    kept: further tensors to be saved by name. Safetensors and JSON, no pickle.
+    """
+    from safetensors.torch import save_file
+
+    with distributed.named(path), distributed.whole_directory(path) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        state = {name: x.cpu() for name, x in kept.items()}
+        for name, p in trained(model).items():
+            for part, value in optimizer.state[p].items():
+                state[f"{name}.{part}"] = value.cpu()
+        save_file(state, folder / "trainer.safetensors")
+        distributed.write_json(folder / "trainer.json", {"step": step})
+
+
+def load_checkpoint(
+    path: pathlib.Path, model: Model, optimizer: torch.optim.Optimizer, where: str
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """Put a checkpoint's adapter and optimizer state in place; returns its update and `kept`.
+
+    Raises UserError, naming `where` the model came from, when they do not fit.
+    """
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    try:
+        adapter = load_file(path / "adapter_model.safetensors")
+        state = load_file(path / "trainer.safetensors")
+        step = int(json.loads((path / "trainer.json").read_text())["step"])
+        result = set_peft_model_state_dict(model, adapter)
+        unexpected = getattr(result, "unexpected_keys", None)
+        if unexpected:
+            raise KeyError(f"{len(unexpected)} tensors have no place in the model")
+        for name, p in trained(model).items():
+            if not state:  # no update has been finite yet
+                break
+            own = {"step": state.pop(f"{name}.step")}  # the optimizer wants it on the CPU
+            for part in ("exp_avg", "exp_avg_sq"):
+                own[part] = state.pop(f"{name}.{part}").to(p.device)
+            optimizer.state[p] = own
+    except Exception as e:  # a missing or torn file, other shapes, other names
+        raise UserError(
+            f"checkpoint {path}: does not fit {where} ({brief(e)}); is it of another model?"
+        ) from None
+    return step, {name: x.to(causal_lm(model).device) for name, x in state.items()}
+
+
+def load_trainable(
+    cfg: Config, world: World, checkpoint: pathlib.Path | None
+) -> tuple[Model, Tokenizer, torch.optim.Optimizer, int, dict[str, torch.Tensor]]:
+    """Model with adapters, tokenizer and optimizer (S7), as a checkpoint left them if there is one.
+
+    Also the checkpoint's update, 0 without one, and what else it kept.
+    """
+    model, tokenizer = load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
+    torch.manual_seed(cfg.seed)
+    model = with_adapters(model, cfg.lora_rank, cfg.lora_alpha, f"--model {cfg.model}")
+    params = trained(model).values()
+    distributed.broadcast_parameters(params, world)
+    optimizer = torch.optim.AdamW(params, lr=cfg.learning_rate, weight_decay=0.0)
+    step, kept = 0, dict[str, torch.Tensor]()
+    if checkpoint is not None:
+        step, kept = load_checkpoint(checkpoint, model, optimizer, f"--model {cfg.model}")
+    return model, tokenizer, optimizer, step, kept
+
+
+# ------------------------------------------------------------------------------------- prompts
+
+
+def chat_ids(tokenizer: Tokenizer, text: str, *, thinking: bool | None) -> list[int]:
+    """Ids of one user turn and the generation prompt, by the model's own chat template.
+
+    thinking: passed to the template as `enable_thinking`; None leaves it out. On Qwen3 True ends on
+    the bare assistant header and False on a closed, empty think block (S3). Control tokens in
+    `text` are broken up, so that text written by a model cannot open or close a turn.
+    """
+    extra = {} if thinking is None else {"enable_thinking": thinking}
+    chat = [{"role": "user", "content": _neutral(text, tokenizer)}]
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=False, **extra
+    )
+    return list(ids)
+
+
+def _neutral(text: str, tokenizer: Tokenizer) -> str:
+    """`text` in which no control token can be read: "<|im_end|>" becomes "< |im_end|>"."""
+    text = text.encode("utf-8", "replace").decode()  # lone surrogates have no bytes
+    added = {str(token) for token in tokenizer.get_added_vocab()} | set(
+        tokenizer.all_special_tokens
+    )
+    control = [token for token in added if re.fullmatch(r"\S{2,}", token)]
+    if not control:
+        return text
+    longest_first = sorted(control, key=len, reverse=True)
+    pattern = "|".join(map(re.escape, longest_first))
+    return re.sub(pattern, lambda match: f"{match[0][0]} {match[0][1:]}", text)
+
+
+def masked_token_ids(tokenizer: Tokenizer, extra: bool = False) -> set[int]:
+    """Ids that the mask removes (§2.4, S2): special ids, <|...|>, think tags, 1 to 8 newlines.
+
+    extra: also tokens that are nothing but markdown (**, ##, ```, ---).
+    """
+    ids = {i for i in tokenizer.all_special_ids if i is not None}
+    for token, i in tokenizer.get_vocab().items():
+        if re.fullmatch(r"<\|.*\|>|</?think>", token):
+            ids.add(i)
+    for n in range(1, 9):
+        newlines = tokenizer.encode("\n" * n, add_special_tokens=False)
+        if len(newlines) == 1:
+            ids.update(newlines)
+    markdown = re.compile(r"\s*(\*\*+|#+|`+|---+|___+)\s*")
+    for i in range(len(tokenizer) if extra else 0):
+        if markdown.fullmatch(tokenizer.decode([i])):
+            ids.add(i)
+    return ids
+
+
+def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
+    """Every id that ends a completion: the tokenizer's and all of the model's (Qwen3 has two)."""
+    causal = causal_lm(model)
+    found: set[int | None] = set()
+    for source in (tokenizer, causal.config, causal.generation_config):
+        ids = source.eos_token_id
+        found.update(ids if isinstance(ids, list | tuple) else [ids])
+    return sorted(i for i in found if i is not None)
+
+
+# --------------------------------------------------------------------------- log-probabilities
+
+SLICE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}  # fp32 numbers of the head that are alive at once
+
+
+def token_logprobs(
+    model: Model,
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    *,
+    grad: bool = False,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """log pi(y_t | prompt, y_<t) of each row's completion tokens (Eqs. 4 and 5).
+
+    Returns [B, T_max] fp32 nats, zeros behind each row's end; with gradient where `grad` is set.
+    Prompt and completion are joined without padding and padded only behind (D6): a causal model
+    cannot look there, so no attention mask is needed. There are no logits over prompt positions
+    and no [B, T, V] tensor. Raises ValueError on row counts that differ and on an empty prompt.
+    """
+    device = causal_lm(model).device
+    width = max(map(len, completion_ids), default=0)
+    out_BT = torch.zeros(len(completion_ids), width, device=device)
+    x_N, ids_N, row_N, t_N = predictors(model, prompt_ids, completion_ids, grad)
+    if not len(ids_N):
+        return out_BT
+    with torch.set_grad_enabled(grad):
+        logp_N = over_slices(model, [x_N], ids_N, logprob_of, temperature)
+    return out_BT.index_put((row_N, t_N), logp_N)
+
+
+def logprob_of(ids_n: torch.Tensor, logits_nV: torch.Tensor) -> torch.Tensor:
+    """The log-probability of each position's id: [n]."""
+    return -torch.nn.functional.cross_entropy(logits_nV, ids_n, reduction="none")
+
+
+def predictors(
+    model: Model, prompt_ids: list[list[int]], completion_ids: list[list[int]], grad: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What predicts each completion token, row after row: x_N, and the token's id, row and place.
+
+    x_N holds the last hidden states [N, D], or full logits [N, V] where the head is more than a
+    matrix product. With grad, the model is put in train mode for the while: it has no dropout, and
+    gradient checkpointing wants it.
+    """
+    if len(prompt_ids) != len(completion_ids) or not all(prompt_ids):
+        raise ValueError(
+            "token_logprobs needs one non-empty prompt per completion, "
+            f"got {len(prompt_ids)} and {len(completion_ids)}"
+        )
+    causal = causal_lm(model)
+    rows, row = list[list[int]](), list[int]()
+    place, at = list[int](), list[int]()
+    width = max((len(p) + len(c) for p, c in zip(prompt_ids, completion_ids)), default=0)
+    for b, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids)):
+        padding = [0] * (width - len(prompt) - len(completion))
+        rows.append(prompt + completion + padding)
+        row += [b] * len(completion)
+        place += range(len(completion))
+        at += range(len(prompt), len(prompt) + len(completion))
+    row_N, t_N, at_N = (
+        torch.tensor(x, dtype=torch.long, device=causal.device) for x in (row, place, at)
+    )
+    if not row:
+        return torch.zeros(0, 1, device=causal.device), row_N, row_N, t_N
+    ids_BL = torch.tensor(rows, device=causal.device)
+    sliced, training = head_is_sliced(model), model.training
+    model.train(grad)
+    with torch.set_grad_enabled(grad):
+        if sliced:
+            out_BLx = causal.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
+        else:
+            out_BLx = causal(input_ids=ids_BL, use_cache=False).logits
+        x_N = out_BLx[row_N, at_N - 1]  # the position before a token predicts it
+    model.train(training)
+    return x_N, ids_BL[row_N, at_N], row_N, t_N
+
+
+def over_slices(
+    model: Model,
+    states: Sequence[torch.Tensor],
+    ids_N: torch.Tensor,
+    f: Callable[..., torch.Tensor],
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """f(ids_n, logits_nV, ...) over slices of positions, put together again.
+
+    states: one or several [N, D], from `predictors`; f gets the fp32 logits / temperature of each
+    and returns one row per position. The backward pass computes a slice's logits again, so that
+    whole [N, V] logits are never alive, whatever f makes of them.
+    """
+    weight_VD = causal_lm(model).get_output_embeddings().weight.float()
+    sliced = head_is_sliced(model)
+
+    def one(ids_n: torch.Tensor, *states_nD: torch.Tensor) -> torch.Tensor:
+        logits = []
+        for x_nD in states_nD:
+            logits_nV = x_nD.float() @ weight_VD.T if sliced else x_nD.float()
+            logits.append(logits_nV / temperature)
+        return f(ids_n, *logits)
+
+    alive = 4 * len(states)  # logits, and what f makes of them on the way
+    rows = max(1, SLICE_LOGITS[weight_VD.device.type] // (weight_VD.shape[0] * alive))
+    found = []
+    for start in range(0, len(ids_N), rows):
+        part = slice(start, start + rows)
+        states_nD = [x_ND[part] for x_ND in states]
+        found.append(
+            checkpoint(one, ids_N[part], *states_nD, use_reentrant=False, preserve_rng_state=False)
+        )
+    return torch.cat(found)
+
+
+_sliced: "weakref.WeakKeyDictionary[Model, bool]" = weakref.WeakKeyDictionary()
+
+
+def head_is_sliced(model: Model) -> bool:
+    """Whether this model's logits are just `head(hidden)`, so that the head may run on slices.
+
+    Compares both once per model, on a few ids. Capped or scaled logits (Gemma 2, Cohere, Granite)
+    differ: such a model is scored by its own full logits, and memory grows with T times V.
+    """
+    causal = causal_lm(model)
+    if causal not in _sliced:
+        head, backbone = causal.get_output_embeddings(), causal.base_model
+        vocabulary = causal.config.get_text_config().vocab_size
+        ids = (torch.arange(1, 9, device=causal.device) * 7919 % vocabulary)[None]
+        plain = type(head) is torch.nn.Linear and head.bias is None and backbone is not causal
+        with torch.no_grad():
+            full = causal(input_ids=ids, use_cache=False).logits.float()
+            if plain:
+                hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
+                gap = (head(hidden).float() - full).abs().max()
+                plain = bool(gap <= torch.finfo(causal.dtype).eps * full.abs().max())
+        _sliced[causal] = plain
+    return _sliced[causal]
+
+
+def packs(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices in groups of similar length, each at most `budget` tokens when it is padded.
+
+    A row that is longer than the budget goes alone.
+    """
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups

@@ -1,0 +1,251 @@
+"""Problems to learn from and to be tested on: JSONL, parquet, directories and hub data sets.
+
+A problem that also stands in an evaluation set is refused as training data.
+"""
+
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from config import Config
+from distributed import UserError, brief
+
+
+@dataclass(frozen=True)
+class Problem:
+    id: str
+    problem: str
+    answer: str
+
+
+DAPO_PREFIX = (
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem."
+)
+DAPO_SUFFIX = 'Remember to put your answer on its own line after "Answer:".'
+CJK = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]")
+
+
+def load_problems(
+    source: str, *, split: str = "train", unique: bool = True
+) -> tuple[list[Problem], dict[str, int]]:
+    """Problems from a JSONL file, a parquet file, a directory of either, or a hub id; and counts.
+
+    A row has the strings `problem` and `answer` (`id` is optional), or it is one of DAPO-Math's
+    chats. The boilerplate around DAPO's problems is stripped, and rows in Chinese, Japanese or
+    Korean are dropped (D8). With `unique`, repeated problems are dropped, and so is every problem
+    whose copies disagree on the answer. The counts say how many rows were dropped and why.
+    Raises UserError, naming row and fields, on anything that cannot be read.
+    """
+    counts = {"rows": 0, "not_english": 0, "duplicates": 0, "conflicting": 0}
+    kept: dict[str, Problem] = {}
+    conflicting: set[str] = set()
+    ids: set[str] = set()
+    for where, row in _rows(source, split):
+        index = counts["rows"]
+        counts["rows"] += 1
+        x = _problem(row, where, index)
+        if "problem" not in row and CJK.search(x.problem):
+            counts["not_english"] += 1
+            continue
+        key = x.problem if unique else str(index)
+        if key in kept:
+            counts["duplicates"] += 1
+            if x.answer != kept[key].answer:
+                conflicting.add(key)
+            continue
+        if x.id in ids:
+            x = replace(x, id=f"{x.id}#{index}")
+        ids.add(x.id)
+        kept[key] = x
+    problems = [x for key, x in kept.items() if key not in conflicting]
+    counts["conflicting"] = len(conflicting)
+    counts["kept"] = len(problems)
+    if not problems:
+        raise UserError(
+            f"{source}: no problem is left of {counts['rows']} rows ({counts}); "
+            "is this the right file or split?"
+        )
+    return problems, counts
+
+
+def _problem(row: dict, where: str, index: int) -> Problem:
+    """One row as a problem; UserError when a field is missing, empty or not a string."""
+    fields = ", ".join(map(str, row)) or "none"
+    if "problem" in row and "answer" in row:
+        problem, answer, name = row["problem"], row["answer"], row.get("id", index)
+    elif "prompt" in row and isinstance(row.get("reward_model"), dict):
+        problem, answer, name = _dapo(row, index)
+    else:
+        raise UserError(
+            f"{where}: needs `problem` and `answer` (or DAPO's `prompt` and `reward_model`); "
+            f"fields found: {fields}"
+        )
+    for field, value in (("problem", problem), ("answer", answer)):
+        if not isinstance(value, str):
+            raise UserError(
+                f"{where}: `{field}` must be a string, got {type(value).__name__} "
+                f"{str(value)[:40]!r}; quote it"
+            )
+        if not value.strip():
+            raise UserError(f"{where}: `{field}` is empty; fields found: {fields}")
+    return Problem(str(name), problem.strip(), answer.strip())
+
+
+def _dapo(row: dict, index: int) -> tuple[object, object, object]:
+    """Problem, answer and id of a row of DAPO-Math, where the problem stands in a chat."""
+    problem = row["prompt"]
+    if isinstance(problem, list) and problem:
+        problem = problem[-1]
+    if isinstance(problem, dict):
+        problem = problem.get("content")
+    if isinstance(problem, str):
+        problem = problem.strip().removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)
+    extra = row.get("extra_info")
+    name = extra.get("index", index) if isinstance(extra, dict) else index
+    return problem, row["reward_model"].get("ground_truth"), name
+
+
+def _rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
+    """(where, row) for each row of a file, a directory or a hub data set."""
+    path = pathlib.Path(source)
+    files = [path]
+    if path.is_dir():
+        files = sorted([*path.rglob("*.parquet"), *path.rglob("*.jsonl")])
+        if not files:
+            raise UserError(f"{source}: the directory holds no .parquet and no .jsonl file")
+    elif not path.exists():
+        if path.suffix in (".jsonl", ".json", ".parquet") or source.startswith((".", "/", "~")):
+            raise UserError(f"{source}: no such file; check the path")
+        for i, row in enumerate(_hub_rows(source, split)):
+            yield f"{source} row {i}", row
+        return
+    for file in files:
+        if file.suffix == ".parquet":
+            for i, row in enumerate(_hub_rows("parquet", "train", data_files=str(file))):
+                yield f"{file} row {i}", row
+        else:
+            yield from _json_rows(file)
+
+
+def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, dict]]:
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(
+            f"{file}: cannot be read as UTF-8 text ({e}); JSONL or parquet is wanted"
+        ) from None
+    for i, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as e:  # broken, or too long, or too deep
+            raise UserError(
+                f"{file}:{i}: not a JSON line ({e}); one object per line is wanted"
+            ) from None
+        if not isinstance(row, dict):
+            raise UserError(f"{file}:{i}: a JSON object is wanted, got {type(row).__name__}")
+        yield f"{file}:{i}", row
+
+
+def _hub_rows(name: str, split: str, **where: str) -> Iterator[dict]:
+    import datasets  # only hub ids and parquet need it
+
+    datasets.disable_progress_bars()
+    try:
+        data = datasets.load_dataset(name, split=split, **where)
+        for part in data.iter(batch_size=10_000):  # DAPO has 1.8 million rows; one by one is slow
+            for values in zip(*part.values()):
+                yield dict(zip(part, values))
+    except Exception as e:  # the library raises many kinds: offline, no such id, no such split
+        source = where.get("data_files", name)
+        raise UserError(f"{source}: not read ({brief(e)}); a local JSONL works offline") from None
+
+
+# ------------------------------------------------------------------------------ evaluation sets
+
+SETS = {  # hub id, configuration, split, fields of problem and answer; the paper's three come first
+    "aime24": ("HuggingFaceH4/aime_2024", None, "train", "problem", "answer"),
+    "aime25": ("yentinglin/aime_2025", None, "train", "problem", "answer"),
+    "hmmt25": ("MathArena/hmmt_feb_2025", None, "train", "problem", "answer"),
+    "math500": ("HuggingFaceH4/MATH-500", None, "test", "problem", "answer"),
+    "amc23": ("math-ai/amc23", None, "test", "question", "answer"),
+    "gsm8k": ("openai/gsm8k", "main", "test", "question", "answer"),
+}
+
+
+def load_set(name: str, split: str) -> list[Problem]:
+    """An evaluation set: one of SETS from the hub, or whatever `load_problems` reads.
+
+    Numbers are written out as text; of GSM8K's answers only what follows #### is the answer.
+    """
+    if name not in SETS:
+        return load_problems(name, split=split, unique=False)[0]
+    import datasets  # only hub ids need it
+
+    hub, config, split, problem, answer = SETS[name]
+    found = []
+    try:
+        for i, row in enumerate(datasets.load_dataset(hub, config, split=split)):
+            gold = row[answer]
+            if isinstance(gold, float) and gold.is_integer():
+                gold = int(gold)
+            gold = str(gold).rpartition("####")[2].strip()
+            found.append(Problem(str(i), row[problem].strip(), gold))
+    except Exception as e:  # the library raises many kinds; a field that is not there is a KeyError
+        raise UserError(
+            f"{name}: {hub} not read ({brief(e)}); "
+            "a JSONL with `problem` and `answer` works offline"
+        ) from None
+    without = sum(not x.answer for x in found)
+    if not found or without:
+        raise UserError(f"{name}: {hub} has {len(found)} rows, {without} of them without an answer")
+    return found
+
+
+def fingerprint(problem: str) -> str:
+    """48 bits of a problem's letters and digits; layout, case and LaTeX spacing do not matter."""
+    letters = re.sub(r"[\W_]", "", problem.lower()).encode("utf-8", "replace")
+    return hashlib.blake2b(letters, digest_size=6).hexdigest()
+
+
+def refuse_overlap(
+    problems: Sequence[Problem], data: str, held_out: dict[str, list[Problem]]
+) -> None:
+    """UserError when a training problem also stands in an evaluation set.
+
+    The paper's three sets are known by the fingerprints in eval_sets.json; `held_out` adds further
+    sets by name.
+    """
+    known = json.loads((pathlib.Path(__file__).parent / "eval_sets.json").read_text())
+    for name, own in held_out.items():
+        known[name] = [fingerprint(x.problem) for x in own]
+    where = {}
+    for name, prints in known.items():
+        where.update(dict.fromkeys(prints, name))
+    found = []
+    for x in problems:
+        print_ = fingerprint(x.problem)
+        if print_ in where:
+            found.append(f"{x.id} ({where[print_]})")
+    if found:
+        some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        raise UserError(
+            f"--data {data}: {len(found)} of its problems stand in an evaluation set: {some}; "
+            "drop them, or say --allow-eval-overlap"
+        )
+
+
+def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
+    """The training problems and their counts; none may stand in an evaluation set."""
+    data, counts = load_problems(cfg.data)
+    held_out = {}
+    if cfg.eval_data:  # read now, not after the last update
+        held_out[cfg.eval_data] = load_set(cfg.eval_data, "test")
+    if not cfg.allow_eval_overlap:
+        refuse_overlap(data, cfg.data, held_out)
+    return data, counts
