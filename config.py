@@ -19,15 +19,16 @@ from distributed import UserError
 def setting(
     default: Any,
     source: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
 ) -> Any:
-    """A field of a settings dataclass: its default, what its flag's help says, and its bounds."""
-    bounds = {"above": above, "at_least": at_least, "below": below}
-    return field(default=default, metadata={"source": source, "choices": choices, **bounds})
+    """A field of a settings dataclass: its default, its flag's help with the source, its rule.
+
+    A number must be > 0, or >= least where that is given, and <= most.
+    """
+    rule = {"choices": choices, "least": least, "most": most}
+    return field(default=default, metadata={"source": source, **rule})
 
 
 @dataclass(frozen=True)
@@ -38,37 +39,31 @@ class Config:
 
     # the run
     out: str = setting("runs/sgsd", "the run's directory")
-    seed: int = setting(
-        0, "seed of the data order, the adapters and the sampling", at_least=0, below=2**40
-    )
-    updates: int = setting(200, "optimizer updates; §4.1", above=0)
-    checkpoint_every: int = setting(25, "updates between two checkpoints; §4.1", above=0)
-    eval_data: str = setting(
-        "", "problems for avg@12 of the model before and after the run; eval.py can do more"
-    )
-    eval_tokens: int = setting(38912, "new tokens of an evaluation sample; App. F.1", above=0)
+    seed: int = setting(0, "of the data order, the adapters and sampling", least=0, most=2**40)
+    updates: int = setting(200, "optimizer updates; §4.1")
+    checkpoint_every: int = setting(25, "updates between two checkpoints; §4.1")
+    eval_data: str = setting("", "problems for avg@12 before and after the run; see also eval.py")
+    eval_tokens: int = setting(38912, "new tokens of an evaluation sample; App. F.1")
     device: str = setting(
-        "auto", "auto is CUDA where there is a GPU", choices=("auto", "cpu", "cuda")
+        "auto", "auto is CUDA where there is one", choices=("auto", "cpu", "cuda")
     )
     # the model
     model: str = setting("Qwen/Qwen3-1.7B", "the policy, a hub id or directory; §4.1")
     dtype: str = setting(
         "auto",
-        "dtype of the frozen base; auto is bfloat16 on CUDA (App. F.1) and float32 on CPU",
+        "of the frozen base; auto is bfloat16 on CUDA (App. F.1) and float32 on CPU",
         choices=("auto", "float32", "bfloat16"),
     )
     attn: str = setting("sdpa", "attention kernels", choices=("sdpa", "flash_attention_2", "eager"))
-    lora_rank: int = setting(64, "rank of the adapters; App. F.1", above=0)
-    lora_alpha: int = setting(128, "scale of the adapters; App. F.1", above=0)
+    lora_rank: int = setting(64, "rank of the adapters; App. F.1")
+    lora_alpha: int = setting(128, "scale of the adapters; App. F.1")
     # the data
     data: str = setting(
         "BytedTsinghua-SIA/DAPO-Math-17k",
         "training problems: hub id, parquet, directory or JSONL; App. F.1, D8",
     )
-    batch_size: int = setting(32, "problems per update over all ranks; S6", above=0)
-    max_prompt_tokens: int = setting(
-        20000, "a longer prompt is an error and is never cut; Tab. 11", above=0
-    )
+    batch_size: int = setting(32, "problems per update over all ranks; S6")
+    max_prompt_tokens: int = setting(20000, "a longer prompt is an error, never cut; Tab. 11")
     allow_eval_overlap: bool = setting(
         False, "learn from problems that also stand in AIME24, AIME25, HMMT25 or --eval-data"
     )
@@ -78,84 +73,67 @@ class Config:
         "Qwen/Qwen3-Embedding-0.6B", "sentence-transformers encoder, a hub id or directory; Tab. 12"
     )
     query_prompt: str = setting("", "text put in front of a problem before it is embedded; S10")
-    cold_start: int = setting(
-        256, "seed problems of a bank that the run makes itself; Alg. 2, Tab. 12", above=0
-    )
+    cold_start: int = setting(256, "seed problems of a bank that the run makes; Alg. 2, Tab. 12")
     update_every: int = setting(
-        25, "F, updates between online updates of the bank; 0 is never; Alg. 4, Tab. 12", at_least=0
+        25, "F, updates between online updates of the bank; 0 is never; Alg. 4, Tab. 12", least=0
     )
     success_gate: float = setting(
-        0.8, "gamma, success rate from which the bank is kept as it is; Alg. 4, Tab. 12", at_least=0
+        0.8, "gamma, success rate from which the bank is kept as it is; Alg. 4, Tab. 12", least=0
     )
-    max_new_items: int = setting(
-        5, "N, net new entries per online update; Alg. 4, Tab. 12", at_least=0
-    )
-    dynamic_capacity: int = setting(
-        30, "C, dynamic entries per collection; Alg. 4, Tab. 12", above=0
-    )
-    merge_group_size: int = setting(32, "H, items per merge; Alg. 3", at_least=2)
-    merge_patience: int = setting(3, "P, merge layers without progress; Alg. 3", above=0)
-    reply_tokens: int = setting(2048, "new tokens of an extraction or merge reply; D4", above=0)
-    update_model: str = setting(
-        "", "another model for extraction and merging, a hub id or directory; App. D.4"
-    )
+    max_new_items: int = setting(5, "N, net new entries per online update; Alg. 4", least=0)
+    dynamic_capacity: int = setting(30, "C, dynamic entries per collection; Alg. 4, Tab. 12")
+    merge_group_size: int = setting(32, "H, items per merge; Alg. 3", least=2)
+    merge_patience: int = setting(3, "P, merge layers without progress; Alg. 3")
+    reply_tokens: int = setting(2048, "new tokens of an extraction or merge reply; D4")
+    update_model: str = setting("", "another model for extraction and merging; App. D.4")
     memory_answer: bool = setting(False, "show the reference answer to the extractor; D3")
     # the objective
-    num_teachers: int = setting(8, "K, retrieved skill-mistake pairs; Tab. 12", above=0)
+    num_teachers: int = setting(8, "K, retrieved skill-mistake pairs; Tab. 12")
     teacher_prefix: str = setting(
         "bare",
         "a teacher's think block: left to the model, open, or closed; S3",
         choices=("bare", "open", "closed"),
     )
-    tau_g: float = setting(1.0, "gate width; Eq. 14, Tab. 12", above=0)
-    c_delta: float = setting(
-        3.0, "clipping bound of the gaps in the support, in nats; Eq. 11, Tab. 12", above=0
-    )
-    eps_a: float = setting(
-        0.05, "confidence threshold on the support, in nats; Eq. 13, Tab. 12", at_least=0
-    )
+    tau_g: float = setting(1.0, "gate width; Eq. 14, Tab. 12")
+    c_delta: float = setting(3.0, "bound of the gaps in the support, in nats; Eq. 11, Tab. 12")
+    eps_a: float = setting(0.05, "threshold on the support, in nats; Eq. 13, Tab. 12", least=0)
     mask_extra: bool = setting(False, "also mask tokens that are only markdown; S2")
     # the student's sampling
-    temperature: float = setting(1.1, "sampling temperature; Tab. 11", at_least=0)
-    top_p: float = setting(0.95, "nucleus of the sampling; Tab. 11", above=0)
-    top_k: int = setting(20, "most likely tokens that can be drawn; 0 is all; Tab. 11", at_least=0)
-    max_new_tokens: int = setting(1024, "completion length; Tab. 11", above=0)
+    temperature: float = setting(1.1, "of the student's sampling; Tab. 11", least=0)
+    top_p: float = setting(0.95, "nucleus of the student's sampling; Tab. 11", most=1)
+    top_k: int = setting(20, "most likely tokens that can be drawn; 0 is all; Tab. 11", least=0)
+    max_new_tokens: int = setting(1024, "completion length; Tab. 11")
     # the optimizer
-    learning_rate: float = setting(
-        5e-6, "of AdamW without weight decay, falling linearly to 0; App. F.1, S7", above=0
-    )
-    grad_clip: float = setting(0.1, "largest gradient norm; S7", above=0)
+    learning_rate: float = setting(5e-6, "AdamW's, falling linearly to 0; App. F.1, S7")
+    grad_clip: float = setting(0.1, "largest gradient norm; S7")
     # looking inside, and what bounds memory without changing a result
     audit_every: int = setting(
-        25, "updates between those whose gaps go to tokens.jsonl; 0 is never", at_least=0
+        25, "updates between those whose gaps go to tokens.jsonl; 0 is never", least=0
     )
-    score_tokens: int = setting(16384, "token budget of one padded forward pass", above=0)
-    rollout_rows: int = setting(
-        0, "rollouts decoded at a time on each rank; 0 is all of them", at_least=0
-    )
-    verify_timeout: float = setting(5.0, "seconds the verifier may take for an answer", above=0)
-    verify_workers: int = setting(1, "verifier processes per rank", above=0)
+    score_tokens: int = setting(16384, "token budget of one padded forward pass")
+    rollout_rows: int = setting(0, "rollouts decoded at a time on each rank; 0 is all", least=0)
+    verify_timeout: float = setting(5.0, "seconds the verifier may take for an answer")
+    verify_workers: int = setting(1, "verifier processes per rank")
     wandb: bool = setting(False, "also send the numbers of metrics.jsonl to Weights & Biases")
     tensorboard: bool = setting(False, "also write the numbers of metrics.jsonl to RUN/tensorboard")
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value, bounds = getattr(self, f.name), f.metadata
-            rule = ""
-            if bounds["choices"] and value not in bounds["choices"]:
-                rule = f"must be one of {', '.join(bounds['choices'])}"
-            elif isinstance(value, float) and not math.isfinite(value):
-                rule = "must be finite"
-            elif bounds["above"] is not None and not value > bounds["above"]:
-                rule = f"must be > {bounds['above']}"
-            elif bounds["at_least"] is not None and not value >= bounds["at_least"]:
-                rule = f"must be >= {bounds['at_least']}"
-            elif bounds["below"] is not None and not value < bounds["below"]:
-                rule = f"must be < {bounds['below']}"
-            if rule:
-                raise refusal(f.name, value, f"{rule} ({bounds['source']})")
-        if self.top_p > 1:
-            raise refusal("top_p", self.top_p, "must be <= 1 (Tab. 11)")
+            value, rule = getattr(self, f.name), f.metadata
+            wrong = ""
+            if rule["choices"] and value not in rule["choices"]:
+                wrong = f"must be one of {', '.join(rule['choices'])}"
+            elif type(f.default) in (int, float):  # a word from a config.json is a TypeError
+                if not math.isfinite(value):
+                    wrong = "must be finite"
+                elif rule["least"] is None and value <= 0:
+                    wrong = "must be > 0"
+                elif rule["least"] is not None and value < rule["least"]:
+                    wrong = f"must be >= {rule['least']}"
+                elif rule["most"] is not None and value > rule["most"]:
+                    wrong = f"must be <= {rule['most']}"
+            if wrong:
+                raise refusal(f.name, value, f"{wrong} ({rule['source']})")
 
     @property
     def merging(self) -> dict[str, int]:
@@ -256,7 +234,7 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, default: Any, metadata
     if isinstance(default, bool):
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     else:
-        kind = {"type": type(default), "choices": metadata["choices"]}
+        kind = {"type": type(default), "choices": metadata["choices"] or None}
     parser.add_argument(flag(name), default=argparse.SUPPRESS, help=text, **kind)
 
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
-from peft import PeftModel
 from tqdm import tqdm
 
 import distributed
@@ -34,7 +33,6 @@ from policy import Model, Tokenizer, load_model
 from rollout import Verifier
 
 Verify = Callable[[str, str | None], bool]  # (gold, answer) -> whether they are equal
-MEAN = "(mean)"  # of the sets, each weighing the same (Tab. 3 "Avg.")
 Key = tuple[str, str, int]  # names a sample: its set, its problem's id, its number
 Tasks = dict[Key, problems.Problem]  # the samples asked for
 Prompt = Callable[[str], str]  # from a problem's text
@@ -94,7 +92,7 @@ def _checked(correct_PK: np.ndarray) -> np.ndarray:
     return correct_PK.astype(bool)
 
 
-# --------------------------------------------------------------------------------------- policies
+# ----------------------------------------------------------------------- policies and their samples
 
 
 @dataclass
@@ -105,7 +103,7 @@ class Policy:
     base: str = ""  # the model under an adapter; "" for a plain model
     folder: pathlib.Path = pathlib.Path("eval")  # of its settings.json and samples.jsonl
     settings: dict = field(default_factory=dict)  # all that its samples depend on
-    scores: dict[str, list] = field(default_factory=dict)  # {set: [scores_P]}; of MEAN all sets'
+    scores: dict[str, list] = field(default_factory=dict)  # {set: [scores_P]}; the mean has all
     table: dict[str, dict] = field(default_factory=dict)  # {set: figures}
 
 
@@ -148,6 +146,8 @@ def load_policy(policy: Policy, args: Namespace, world: World) -> tuple[Model, T
     name = policy.base or policy.path
     model, tokenizer = load_model(name, world.device, dtype=args.dtype, attn=args.attn)
     if policy.base:
+        from peft import PeftModel  # takes seconds to import, and only adapters need it
+
         try:
             model = PeftModel.from_pretrained(model, policy.path).eval()
         except Exception as e:  # many kinds: other shapes, a torn file, a pickle
@@ -209,14 +209,15 @@ def sample(
         kept.append(row)
         if problem:
             done[key] = row
+    missing = [key for key in tasks if key not in done]
+    if missing:  # before anything is written: it may not load
+        model, tokenizer = load_policy(policy, args, world)
     distributed.agree(len(kept), world, "samples")  # everyone has read before anyone writes
     if world.main:
         distributed.write_json(policy.folder / "settings.json", policy.settings)
         distributed.write_text(log, "".join(json.dumps(row) + "\n" for row in kept))
-    missing = [key for key in tasks if key not in done]
     if not missing:
         return done
-    model, tokenizer = load_policy(policy, args, world)
     ids = {}
     for key in missing:
         ids[key] = rollout.chat_ids(tokenizer, prompt(tasks[key].problem), thinking=args.thinking)
@@ -248,10 +249,9 @@ def sample(
 
 def row_of(key: Key, roll: rollout.Rollout) -> dict:
     """A line of samples.jsonl."""
-    row = {"set": key[0], "id": key[1], "sample": key[2]}
-    row |= {"digest": digest(roll.problem, roll.gold), "gold": roll.gold, "pred": roll.pred}
-    row |= {"r": roll.r, "truncated": roll.truncated, "tokens": len(roll.completion_ids)}
-    return row | {"text": roll.text}
+    row = {"set": key[0], "id": key[1], "sample": key[2], "digest": digest(roll.problem, roll.gold)}
+    row |= {"gold": roll.gold, "pred": roll.pred, "r": roll.r, "truncated": roll.truncated}
+    return row | {"tokens": len(roll.completion_ids), "text": roll.text}
 
 
 def measure(policy: Policy, name: str, rows: list[dict], k: int, verify: Verify) -> None:
@@ -277,8 +277,8 @@ def tabulate(policies: Sequence[Policy]) -> None:
     for policy in policies:
         sets = list(policy.table.values())
         if len(sets) > 1:
-            policy.scores[MEAN] = [scores_P for (scores_P,) in policy.scores.values()]
-            mean = policy.table[MEAN] = {}
+            policy.scores["(mean)"] = [scores_P for (scores_P,) in policy.scores.values()]
+            mean = policy.table["(mean)"] = {}  # each set weighs the same (Tab. 3 "Avg.")
             for key in sets[0]:
                 total = sum(row[key] for row in sets)
                 mean[key] = total if key in ("problems", "samples") else total / len(sets)
@@ -355,7 +355,7 @@ def evaluate(args: Namespace, world: World) -> None:
         policy.settings = settings_of(policy, args, world)
         file = policy.folder / "settings.json"
         if file.exists() and json.loads(file.read_text()) != policy.settings:
-            raise UserError(f"{file.parent}: holds an evaluation with other settings; change --out")
+            raise UserError(f"{file}: an evaluation with other settings; give another --out")
     with Verifier(args.verify_timeout, args.verify_workers) as verifier:
         for policy in policies:
             done = sample(policy, tasks, prompt, args, world, verifier)
@@ -379,11 +379,11 @@ def evaluate(args: Namespace, world: World) -> None:
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line's settings. Raises UserError on one that is out of its range."""
-    parser = distributed.Parser("eval.py", description="Evaluate by avg@k.", allow_abbrev=False)
+    parser = distributed.Parser("eval.py", description="avg@k of models.", allow_abbrev=False)
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="model, adapter, run (its checkpoints) or hub id")
     sets = list(problems.SETS)
-    add("--data", nargs="+", default=sets[:3], help=f"of {sets}, or files, folders, hub ids")
+    add("--data", nargs="+", default=sets[:3], help=f"{', '.join(sets)}, files, folders or hub ids")
     add("--split", default="test", help="the split of a hub data set")
     add("--model", default="", help="an adapter's base, if not the one that the adapter names")
     add("--out", default="", help="where samples.jsonl and results.json go; default: PATH/eval")
@@ -395,7 +395,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--top-p", type=float, default=0.95, help="App. F.1")
     add("--top-k", type=int, default=0, help="0 turns it off; App. F.1")
     add("--max-new-tokens", type=int, default=38912, help="App. F.1")
-    add("--thinking", action=BooleanOptionalAction, default=True, help="S3")
+    add("--thinking", action=BooleanOptionalAction, default=True, help="thinking mode; S3")
     add("--limit", type=int, default=0, help="only the first N problems of each set; 0 is all")
     add("--rows", type=int, default=16, help="samples decoded at a time; lower it to save memory")
     add("--seed", type=int, default=0)
@@ -410,7 +410,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     if min(counts) < 1 or args.verify_timeout <= 0:
         given = f"--samples {args.samples}, --rows {args.rows}, --limit {args.limit}, "
         given += f"--verify-timeout {args.verify_timeout}, --verify-workers {args.verify_workers}"
-        raise UserError(f"{given}: all but --limit must be above 0, and that not below")
+        raise UserError(f"{given}: each must be above 0; only --limit may be 0, for all")
     return args
 
 

@@ -309,6 +309,24 @@ def token_logprobs(
     return out_BT.index_put((row_N, t_N), logp_N)
 
 
+def score_teachers(
+    model: Model,
+    contexts_K: list[list[int]],
+    ids_T: list[int],
+    score_tokens: int = 16384,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """log p_T^(k)(y_t) of the student's tokens under each context c_k (Eq. 4): [K, T] fp32.
+
+    No gradient. The K rows are stacked into as few padded forward passes as the budget allows.
+    """
+    logpT_KT = torch.zeros(len(contexts_K), len(ids_T), device=causal_lm(model).device)
+    for group in packs([len(context) + len(ids_T) for context in contexts_K], score_tokens):
+        contexts, same = [contexts_K[k] for k in group], [ids_T] * len(group)
+        logpT_KT[group] = token_logprobs(model, contexts, same, temperature=temperature)
+    return logpT_KT
+
+
 def logprob_of(ids_n: torch.Tensor, logits_nV: torch.Tensor) -> torch.Tensor:
     """The log-probability of each position's id: [n]."""
     return -torch.nn.functional.cross_entropy(logits_nV, ids_n, reduction="none")

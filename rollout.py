@@ -10,32 +10,19 @@ Dimension key: B rows, L places of a padded batch, V vocabulary, C its kept colu
 import collections
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 
+from config import Config
 from distributed import UserError, World, gather
-from policy import Model, Tokenizer, causal_lm, chat_ids, stop_ids, token_logprobs
+from policy import Model, Tokenizer, causal_lm, chat_ids, stop_ids
+from policy import token_logprobs as token_logprobs  # for those who look for it here
 from problems import Problem
 from verify import Verifier, extract_answer
-
-__all__ = [  # with what others look for here
-    "Rollout",
-    "Sampling",
-    "Verifier",
-    "Writer",
-    "chat_ids",
-    "extract_answer",
-    "generate",
-    "judge",
-    "sample_key",
-    "sample_rollouts",
-    "stream",
-    "token_logprobs",
-]
 
 # ------------------------------------------------------------------------------------ sampling
 
@@ -52,16 +39,31 @@ class Sampling:
     def __post_init__(self) -> None:
         good = self.temperature >= 0 and 0 < self.top_p <= 1
         if not good or self.top_k < 0 or self.max_new_tokens < 1:
-            raise UserError(
-                "sampling needs temperature >= 0, 0 < top_p <= 1, top_k >= 0 and "
-                f"max_new_tokens >= 1, got {self}"
-            )
+            rule = "temperature >= 0, 0 < top_p <= 1, top_k >= 0 and max_new_tokens >= 1"
+            raise UserError(f"sampling needs {rule}, got {self}")
 
 
 def sample_key(seed: int, step: int, problem_id: str, sample: int = 0) -> int:
     """64 bits that name one rollout; together with a position they name one draw."""
     name = f"{seed}|{step}|{sample}|{problem_id}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
+
+
+def minibatch(
+    data: Sequence[Problem], cfg: Config, step: int, generations: int = 1
+) -> list[tuple[Problem, int]]:
+    """The global batch of an update, as (problem, sampling key): a function of seed and step alone.
+
+    step: from 1. An epoch is a permutation of the data. A problem comes `generations` times.
+    """
+    batch = []
+    for place in range((step - 1) * cfg.batch_size, step * cfg.batch_size):
+        epoch, i = divmod(place, len(data))
+        generator = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
+        x = data[int(torch.randperm(len(data), generator=generator)[i])]
+        for sample in range(epoch * generations, (epoch + 1) * generations):
+            batch.append((x, sample_key(cfg.seed, step, x.id, sample)))
+    return batch
 
 
 def uniforms(keys_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
@@ -118,10 +120,8 @@ class KeyedDraw(LogitsProcessor):
 
 # ------------------------------------------------------------------------------------ decoding
 
-TURN = {
-    "cpu": 16,
-    "cuda": 64,
-}  # tokens of one call of `generate`, before a look at who has finished
+# Tokens of one call of `generate`, before a look at who has finished.
+TURN = {"cpu": 16, "cuda": 64}
 
 
 @dataclass
@@ -159,10 +159,8 @@ def stream(
     Raises ValueError on another number of keys, an empty prompt or rows < 1.
     """
     if len(prompt_ids) != len(keys) or not all(prompt_ids) or rows < 1:
-        raise ValueError(
-            "stream needs rows >= 1 and one key per non-empty prompt, "
-            f"got {rows}, {len(keys)} keys for {len(prompt_ids)} prompts"
-        )
+        got = f"{rows} rows, {len(keys)} keys for {len(prompt_ids)} prompts"
+        raise ValueError(f"stream needs rows >= 1 and a key per non-empty prompt, got {got}")
     causal, stops, training = causal_lm(model), stop_ids(model, tokenizer), model.training
     waiting = collections.deque[_Row]()
     for i, (prompt, key) in enumerate(zip(prompt_ids, keys)):
@@ -312,24 +310,16 @@ def judge(
     """Sampled ids as rollouts: their text, its answer and the verifier's r."""
     stops = stop_ids(model, tokenizer)
     think = tokenizer.encode("<think>", add_special_tokens=False)
-    texts, preds, pairs = [], [], []
+    rollouts = []
     for x, prompt, ids in zip(problems, prompt_ids, completions):
         text = tokenizer.decode(ids, skip_special_tokens=True)
         # Some templates open the think block in the prompt, which shows where it is one token.
         opened = len(think) == 1 and think[0] in prompt[-2:]
         pred = extract_answer("<think>" + text if opened else text)
-        texts.append(text)
-        preds.append(pred)
-        pairs.append((x.answer, pred))
-    right = verifier.verify_many(pairs)
-    rollouts = []
-    for x, prompt, ids, text, pred, ok in zip(
-        problems, prompt_ids, completions, texts, preds, right
-    ):
-        r = 1 if ok else -1
         truncated = not ids or ids[-1] not in stops
-        rollouts.append(Rollout(x.id, x.problem, x.answer, prompt, ids, text, pred, r, truncated))
-    return rollouts
+        rollouts.append(Rollout(x.id, x.problem, x.answer, prompt, ids, text, pred, -1, truncated))
+    right = verifier.verify_many([(roll.gold, roll.pred) for roll in rollouts])
+    return [replace(roll, r=1 if ok else -1) for roll, ok in zip(rollouts, right)]
 
 
 @dataclass(frozen=True)
@@ -361,9 +351,8 @@ class Writer:
         by_length = sorted(range(len(prompts)), key=lambda i: len(ids[i]))
         mine = by_length[self.world.rank :: self.world.size]
         keys = [sample_key(self.seed, 0, prompts[i], times[i]) for i in mine]
-        made = generate(
-            self.model, self.tokenizer, [ids[i] for i in mine], sampling, keys, self.rows
-        )
+        asked = [ids[i] for i in mine]
+        made = generate(self.model, self.tokenizer, asked, sampling, keys, self.rows)
         texts = [self.tokenizer.decode(x, skip_special_tokens=True) for x in made]
         replies = [""] * len(prompts)
         for share in gather(list(zip(mine, texts)), self.world):

@@ -19,6 +19,8 @@ import policy
 from config import Config
 from distributed import UserError, World
 from policy import Model, Tokenizer
+from rollout import Rollout
+from skills import SkillPair
 
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 
@@ -100,6 +102,41 @@ class Stopwatch:
         now = time.perf_counter()
         self.seconds[part] += now - self.last
         self.last = now
+
+
+def rollout_row(
+    step: int, roll: Rollout, pairs_K: list[SkillPair], numbers: dict[str, torch.Tensor]
+) -> dict:
+    """One rollout's line in rollouts.jsonl."""
+    row = {
+        "step": step,
+        **asdict(roll),
+        "pairs": [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K],
+        "s_g": [pair.s_g for pair in pairs_K],
+        "s_e": [pair.s_e for pair in pairs_K],
+    }
+    for name, x in numbers.items():
+        row[name] = x.tolist()
+    return row
+
+
+def token_row(
+    step: int,
+    roll: Rollout,
+    tokenizer: Tokenizer,
+    mask_T: torch.Tensor,
+    delta_KT: torch.Tensor,
+    credit_KT: torch.Tensor,
+) -> dict:
+    """One audited rollout's line in tokens.jsonl."""
+    return {
+        "step": step,
+        "problem_id": roll.problem_id,
+        "text": token_texts(tokenizer, roll.completion_ids),
+        "mask": mask_T.int().tolist(),
+        "delta": delta_KT.tolist(),
+        "credit": credit_KT.tolist(),
+    }
 
 
 def summarize(

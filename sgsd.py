@@ -192,7 +192,7 @@ import os
 import pathlib
 import signal
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import config
@@ -205,9 +205,9 @@ import runlog
 import skills
 from config import Config
 from distributed import SharedError, UserError, World
-from policy import Model, Tokenizer, masked_token_ids
+from policy import Model, Tokenizer, masked_token_ids, score_teachers
 from problems import Problem
-from rollout import Sampling, Verifier, Writer
+from rollout import Rollout, Sampling, Verifier, Writer, minibatch
 from skills import SkillPair
 
 
@@ -239,11 +239,6 @@ class Run:
 
     def ask_to_stop(self, *_: object) -> None:
         self.stop = True
-
-    @property
-    def sampling(self) -> Sampling:
-        cfg = self.cfg
-        return Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
 
 
 # ----------------------------------------------------------------------- one update (Algorithm 1)
@@ -278,43 +273,15 @@ def retrieve(run: Run, x: Problem) -> list[SkillPair]:
     return run.bank.retrieve(run.cfg.query_prompt + x.problem, run.cfg.num_teachers, run.embed)
 
 
-def score_teachers(
-    model: Model,
-    contexts_K: list[list[int]],
-    ids_T: list[int],
-    score_tokens: int = 16384,
-    temperature: float = 1.0,
-) -> torch.Tensor:
-    """log p_T^(k)(y_t) of the student's tokens under each context c_k (Eq. 4): [K, T] fp32.
-
-    No gradient. The teacher is live: the current policy (Tab. 12). The K rows go through as few
-    padded forward passes as the token budget allows.
-    """
-    logpT_KT = torch.zeros(len(contexts_K), len(ids_T), device=policy.causal_lm(model).device)
-    for group in policy.packs([len(c) + len(ids_T) for c in contexts_K], score_tokens):
-        prompts = [contexts_K[k] for k in group]
-        completions = [ids_T] * len(group)
-        logpT_KT[group] = policy.token_logprobs(
-            model, prompts, completions, temperature=temperature
-        )
-    return logpT_KT
-
-
-def minibatch(
-    data: Sequence[Problem], cfg: Config, step: int, generations: int = 1
-) -> list[tuple[Problem, int]]:
-    """The global batch of an update, as (problem, sampling key): a function of seed and step alone.
-
-    step: from 1. Each epoch is a permutation of the data. A problem comes `generations` times.
-    """
-    batch = []
-    for place in range((step - 1) * cfg.batch_size, step * cfg.batch_size):
-        epoch, i = divmod(place, len(data))
-        generator = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
-        x = data[int(torch.randperm(len(data), generator=generator)[i])]
-        for sample in range(epoch * generations, (epoch + 1) * generations):
-            batch.append((x, rollout.sample_key(cfg.seed, step, x.id, sample)))
-    return batch
+def sample(
+    run: Run, data: list[Problem], prompts: list[list[int]], keys: list[int]
+) -> list[Rollout]:
+    """y ~ p_S(. | x) for each problem, and the verifier's r (Eq. 1)."""
+    cfg, rows = run.cfg, run.cfg.rollout_rows
+    sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
+    return rollout.sample_rollouts(
+        run.model, run.tokenizer, data, prompts, sampling, keys, run.verifier, rows
+    )
 
 
 Update = tuple[list[dict], float, dict[str, float]]  # records, gradient norm, seconds by part
@@ -338,9 +305,7 @@ def train_step(run: Run, step: int) -> Update:
         contexts = [teacher_prompts(run, x, pairs_K) for x, pairs_K in zip(data, pairs)]  # Eq. 3
 
     # Line 7, for the whole share. The student sees the problem and nothing else.
-    rollouts = rollout.sample_rollouts(  # Eq. 1
-        run.model, run.tokenizer, data, prompts, run.sampling, keys, run.verifier, cfg.rollout_rows
-    )
+    rollouts = sample(run, data, prompts, keys)  # Eq. 1
     clock.lap("gen")
 
     records = []
@@ -361,8 +326,8 @@ def train_step(run: Run, step: int) -> Update:
         # Line 14. Divided by the *global* batch, because ranks sum their gradients below.
         loss = sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)  # Eqs. 14-16
         (loss / cfg.batch_size).backward()
-        gaps = delta_KT.detach(), mask_T, alpha_K, a_K, rho_K
-        records.append({"index": i, **record(run, step, roll, pairs_K, *gaps, loss.item())})
+        row = record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss)
+        records.append({"index": i, **row})
         clock.lap("bwd")
 
     norm = optimizer_step(run, step)  # line 16
@@ -387,33 +352,24 @@ def optimizer_step(run: Run, step: int) -> float:
 
 
 def record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss) -> dict:
-    """One rollout's line in rollouts.jsonl; `tokens` is its line in tokens.jsonl, if audited."""
-    cfg, kept_T = run.cfg, mask_T.bool()
-    row = {
-        "step": step,
-        **asdict(roll),
-        "pairs": [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K],
-        "s_g": [pair.s_g for pair in pairs_K],
-        "s_e": [pair.s_e for pair in pairs_K],
-        "alpha": alpha_K.tolist(),
-        "a_plain": plain_support(delta_KT).tolist(),
-        "a": a_K.tolist(),
-        "rho": [int(rho) for rho in rho_K],
-        "losses": teacher_losses(delta_KT, mask_T, cfg.tau_g).tolist(),
-        "loss": loss,
-        "unmasked": int(kept_T.sum()),
-        "clipped": int((delta_KT[:, kept_T].abs() > cfg.c_delta).sum()),
-        "first_gap": delta_KT[:, 0].tolist(),
+    """One rollout's line in rollouts.jsonl; "tokens" is its line in tokens.jsonl, if audited."""
+    cfg, delta_KT = run.cfg, delta_KT.detach()
+    unmasked_KT = delta_KT[:, mask_T.bool()]
+    numbers = {
+        "alpha": alpha_K,
+        "a_plain": plain_support(delta_KT),
+        "a": a_K,
+        "rho": rho_K.int(),
+        "losses": teacher_losses(delta_KT, mask_T, cfg.tau_g),
+        "loss": loss.detach(),
+        "unmasked": mask_T.sum().int(),
+        "clipped": (unmasked_KT.abs() > cfg.c_delta).sum(),
+        "first_gap": delta_KT[:, 0],
     }
+    row = runlog.rollout_row(step, roll, pairs_K, numbers)
     if cfg.audit_every and step % cfg.audit_every == 0:
-        row["tokens"] = {
-            "step": step,
-            "problem_id": roll.problem_id,
-            "text": runlog.token_texts(run.tokenizer, roll.completion_ids),
-            "mask": mask_T.int().tolist(),
-            "delta": delta_KT.tolist(),
-            "credit": token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g).tolist(),
-        }
+        credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
+        row["tokens"] = runlog.token_row(step, roll, run.tokenizer, mask_T, delta_KT, credit_KT)
     return row
 
 

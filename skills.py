@@ -227,7 +227,6 @@ def render_merge(items: list[dict], key: str) -> str:
 
 
 # ---------------------------------------------------------------------------------- a model's JSON
-
 # LaTeX that begins like JSON's \n, \r or \t; \b and \f are never meant as control characters.
 _COMMANDS = (
     "nabla natural ne nearrow neg neq newline nexists ngeq ngtr ni nleq nleqslant nless nmid "
@@ -237,6 +236,7 @@ _COMMANDS = (
     "textit textrm textstyle texttt tfrac therefore theta thickapprox thinspace tilde times tiny "
     "to top triangle trianglelefteq triangleq twoheadrightarrow"
 )
+# A backslash, and in group 1 all of an escape that JSON reads as the model meant it.
 _MEANT = rf'\\[\\"/]|\\u[0-9a-fA-F]{{4}}|\\(?!(?:{_COMMANDS.replace(" ", "|")})(?![a-zA-Z]))[nrt]'
 _BACKSLASH = re.compile(rf"({_MEANT})|\\")
 _OPENING = re.compile(r"[{\[]")
@@ -258,9 +258,7 @@ def read_items(text: str, key: str) -> tuple[list[dict], bool]:
     complete items are kept. An item keeps its three fields (Tab. 5). Never raises on a str.
     """
     spoken = text.rpartition("</think>")[2].partition("<think>")[0][:MAX_REPLY]
-    escaped = _BACKSLASH.sub(
-        lambda match: match[1] or r"\\", spoken
-    )  # \frac, but not \n, is \\frac
+    escaped = _BACKSLASH.sub(lambda match: match[1] or r"\\", spoken)
     without_commas = re.sub(r",(\s*[}\]])", r"\1", escaped)
     readings = [_scan(escaped, key), _scan(without_commas, key)]
     return max(readings, key=lambda reading: (reading[1], len(reading[0])))
@@ -269,7 +267,7 @@ def read_items(text: str, key: str) -> tuple[list[dict], bool]:
 def _scan(text: str, key: str) -> tuple[list[dict], bool]:
     """`read_items` of the JSON in a text: a value is decoded at each opening bracket in turn."""
     decoder = json.JSONDecoder(strict=False)
-    listed: list[Any] = []  # entries of lists that were read to their end
+    listed: list[Any] = []  # the entries of lists that were read to their end
     loose: list[Any] = []  # items that stand in no list
     broken, at, effort = False, 0, 0
     while effort < MAX_EFFORT:
@@ -282,7 +280,8 @@ def _scan(text: str, key: str) -> tuple[list[dict], bool]:
         except (ValueError, RecursionError) as e:
             reached = e.pos if isinstance(e, json.JSONDecodeError) else len(text)
             effort += reached - inside + 300  # an exception has its own price
-            broken = broken or bool(_JSON_INSIDE.match(text, inside, inside + 100))  # or prose
+            if _JSON_INSIDE.match(text, inside, inside + 100):  # else it is a bracket of prose
+                broken = True
             at = inside
             continue
         if isinstance(value, dict) and key in value:
@@ -296,15 +295,19 @@ def _scan(text: str, key: str) -> tuple[list[dict], bool]:
             at = inside
     items = [item for value in listed + loose if (item := _item(value, key))]
     whole = not broken and len(items) == max(1, len(listed))
-    return list({tuple(item.values()): item for item in items}.values()), whole  # each once
+    each_once = {tuple(item.values()): item for item in items}
+    return list(each_once.values()), whole
 
 
 def _item(value: Any, key: str) -> dict | None:
     """The three fields of an item, stripped; None when one is missing, empty or not a string."""
-    texts = [value.get(name) for name in FIELDS[key]] if isinstance(value, dict) else [None]
-    if not all(isinstance(text, str) and text.strip() for text in texts):
-        return None
-    return dict(zip(FIELDS[key], [_encodable(text.strip()) for text in texts]))
+    item = {}
+    for name in FIELDS[key]:
+        text = value.get(name) if isinstance(value, dict) else None
+        if not isinstance(text, str) or not text.strip():
+            return None
+        item[name] = _encodable(text.strip())
+    return item
 
 
 # ---------------------------------------------------------------------------------- Algorithm 3
@@ -320,37 +323,33 @@ def _ask(
 ) -> list[list[dict]]:
     """The items of each prompt's reply, [] where two replies could not be used (D4).
 
-    A reply with an item in it can be used; if there are limits, only when it is whole and has no
-    more items than its prompt's limit. `asked` counts the prompts. Every reply is logged.
+    A prompt that `asked` has counted before is one for `retry`. A reply can be used when it has an
+    item in it; if there are limits, only when it is whole too and within its prompt's limit.
     """
     found: list[list[dict]] = [[] for _ in prompts]
     for attempt in (1, 2):
         left = [i for i, items in enumerate(found) if not items]
-        replies = _replies([prompts[i] for i in left], complete, retry, asked)
-        for i, reply in zip(left, replies):
-            items, whole = read_items(reply, key)
-            if items and (limits is None or (whole and len(items) <= limits[i])):
+        again = [i for i in left if retry and asked[prompts[i]]]
+        new = [i for i in left if i not in again]
+        times = [asked[prompts[i]] for i in again]
+        asked.update({prompts[i] for i in left})
+        replies: dict[int, str] = {}
+        if new:
+            replies.update(zip(new, complete([prompts[i] for i in new])))
+        if retry and again:
+            replies.update(zip(again, retry([prompts[i] for i in again], times)))
+        for i in left:
+            items, whole = read_items(replies[i], key)
+            allowed = limits is None or (whole and len(items) <= limits[i])
+            if items and allowed:
                 found[i] = items
                 outcome = "read" if whole else "repaired"
             else:
                 outcome = "retried" if attempt == 1 else "lost"
             if log:
                 row = {"kind": kind, "attempt": attempt, "outcome": outcome, "items": len(items)}
-                log({**row, "prompt": prompts[i], "reply": reply})
+                log({**row, "prompt": prompts[i], "reply": replies[i]})
     return found
-
-
-def _replies(
-    prompts: list[str], complete: Complete, retry: Retry | None, asked: Asked
-) -> list[str]:
-    """Replies: by `complete` to new prompts, by `retry` to those that were asked before."""
-    new = [prompt for prompt in prompts if retry is None or not asked[prompt]]
-    old = [prompt for prompt in prompts if retry and asked[prompt]]
-    times = [asked[prompt] for prompt in old]
-    asked.update(set(prompts))
-    first = iter(complete(new) if new else [])
-    again = iter(retry(old, times) if retry and old else [])
-    return [next(again) if prompt in old else next(first) for prompt in prompts]
 
 
 def merge(
@@ -367,10 +366,9 @@ def merge(
 ) -> tuple[list[dict], list[dict]]:
     """Hierarchical merging (Alg. 3): the merged entries under new ids, and a record per layer.
 
-    All groups of a layer are asked in one call. A group stays as it is unless its reply is whole
-    and holds at least one item (S11) and no more than the group: a merge may merge, never lose or
-    add. A prompt that comes back in a later layer, or stands in `asked`, is one for `retry`.
-    An entry's `sources` follow it. prefix: of the ids, "gen_" or "err_" by default.
+    A group stays as it is unless its reply is whole and holds at least one item (S11) and no more
+    than the group: a merge may merge, never lose or add. An entry's `sources` follow it.
+    asked: how often each prompt was asked before. prefix: of the ids, "gen_" or "err_" by default.
     """
     if group_size < 2 or patience < 1:
         sizes = f"{group_size} and {patience}"
@@ -415,8 +413,9 @@ def merge(
 
 def _with_sources(entry: dict, parents: list[dict]) -> dict:
     """A copy of an entry with the sources of its parents, where they have any."""
-    sources = {source for parent in parents for source in parent.get("sources", [])}
-    return {**entry, "sources": sorted(sources)} if sources else dict(entry)
+    sources = itertools.chain(*[parent.get("sources", []) for parent in parents])
+    known = sorted(set(sources))
+    return {**entry, "sources": known} if known else dict(entry)
 
 
 # ---------------------------------------------------------------------------------- Algorithm 2
@@ -621,11 +620,11 @@ def make_bank(
     from tqdm import tqdm
 
     chosen = random.Random(seed).sample(problems, min(count, len(problems)))
-    path, log = folder / "memories.jsonl", ReplyLog(folder, world)
+    path = folder / "memories.jsonl"
+    log = ReplyLog(folder, world)
     text_of = {x.id: x.problem for x in chosen}
-    made = distributed.read_jsonl(path)
-    made = [m for m in made if text_of.get(m["problem_id"]) == m["problem"]]
-    memories = {m["problem_id"]: m for m in made}
+    memories = {m["problem_id"]: m for m in distributed.read_jsonl(path)}
+    memories = {id_: m for id_, m in memories.items() if text_of.get(id_) == m["problem"]}
     distributed.gather(None, world)  # every rank has read before rank 0 writes
     if world.main:
         distributed.write_text(path, "".join(json.dumps(m) + "\n" for m in memories.values()))
@@ -653,32 +652,24 @@ def make_bank(
     return bank
 
 
-FLAGS = {  # of `python skills.py`: the default, and what it is
-    "--model": ("Qwen/Qwen3-1.7B", "hub id or directory"),
-    "--data": ("BytedTsinghua-SIA/DAPO-Math-17k", "problems: hub id, parquet, directory or JSONL"),
-    "--problems": (256, "seed problems; Tab. 12"),
-    "--seed": (0, "draws the problems and their solutions"),
-    "--max-new-tokens": (1024, "new tokens of a solution; Tab. 11"),
-    "--reply-tokens": (2048, "new tokens of an extraction or merge reply"),
-    "--merge-group-size": (32, "H, items per merge; Alg. 3"),
-    "--rows": (32, "rows per generation batch and rank"),
-}
-OUT = "the bank (JSON); memories.jsonl and replies.jsonl go into the folder OUT.work"
-SHOWN = "show the extractor the reference answer; D3"
-OVERLAP = "use problems that are also in AIME24, AIME25 or HMMT25"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """python skills.py --model M --data D --out bank.json: a bank made by cold start."""
     about = "Make a skill bank by cold start (Algorithm 2)."
     parser = distributed.Parser("skills.py", description=about, allow_abbrev=False)
-    parser.add_argument("--out", required=True, help=OUT)
-    for flag, (default, meaning) in FLAGS.items():
-        parser.add_argument(flag, type=type(default), default=default, help=meaning)
-    parser.add_argument("--memory-answer", action="store_true", help=SHOWN)
-    parser.add_argument("--allow-eval-overlap", action="store_true", help=OVERLAP)
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    add = parser.add_argument
+    add("--model", default="Qwen/Qwen3-1.7B", help="hub id or directory")
+    add("--data", default="BytedTsinghua-SIA/DAPO-Math-17k", help="problems: hub id or path")
+    add("--out", required=True, help="the bank (JSON); memories and replies go into OUT.work")
+    add("--problems", type=int, default=256, help="seed problems; Tab. 12")
+    add("--seed", type=int, default=0, help="draws the problems and their solutions")
+    add("--max-new-tokens", type=int, default=1024, help="new tokens of a solution; Tab. 11")
+    add("--reply-tokens", type=int, default=2048, help="new tokens of an extraction or merge reply")
+    add("--merge-group-size", type=int, default=32, help="H, items per merge; Alg. 3")
+    add("--memory-answer", action="store_true", help="show the extractor the reference answer; D3")
+    add("--allow-eval-overlap", action="store_true", help="use problems of AIME and HMMT too")
+    add("--rows", type=int, default=32, help="rows per generation batch and rank")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
 
     def body() -> None:
         args = parser.parse_args(argv)

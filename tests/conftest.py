@@ -10,79 +10,64 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
-TEMPLATE = (  # Qwen3's shape: enable_thinking=False ends on a closed think block, anything else on the bare header
+TEMPLATE = (  # Qwen3's shape: enable_thinking=False ends on a closed think block
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}"
-    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
 )
+MERGES = ["Ċ Ċ", "ĊĊ ĊĊ", "b o", "x e", "xe d", "bo xed", "\\ boxed"]
 
 
 def make_tokenizer():
-    """Byte-level BPE without merges but for newline runs and \\boxed, with Qwen3's control tokens: about 300 ids."""
+    """Bytes, runs of newlines, \\boxed and Qwen3's control tokens: 268 ids."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate(alphabet)}
-    merges = []
-    for pair in (
-        ("Ċ", "Ċ"),
-        ("ĊĊ", "ĊĊ"),
-        ("b", "o"),
-        ("x", "e"),
-        ("xe", "d"),
-        ("bo", "xed"),
-        ("\\", "boxed"),
-    ):
-        merges.append(pair)
-        vocab["".join(pair)] = len(vocab)
-    tok = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tok.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tok.decoder = decoders.ByteLevel()
-    tok.add_special_tokens(
-        [AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
-    )
-    tok.add_tokens(
-        [AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")]
-    )
+    merges = [tuple(merge.split()) for merge in MERGES]
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(merge) for merge in merges]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>")])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
     fast.chat_template = TEMPLATE
     return fast
 
 
 def make_model(kind="qwen3", vocab=272, seed=0, **changes):
-    """A random model of a few thousand parameters, sharp enough that its samples are not uniform."""
-    import transformers as tf
+    """A random model of a few thousand parameters, sharp enough for its samples to differ."""
+    import transformers
 
-    shape = dict(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        initializer_range=0.25,
-        eos_token_id=265,
-        bos_token_id=None,
-        pad_token_id=263,
-    )
-    config = {"qwen3": tf.Qwen3Config, "llama": tf.LlamaConfig, "gemma2": tf.Gemma2Config}[kind](
-        **{**shape, **changes}
-    )
+    shape = {
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.25,
+        "eos_token_id": 265,
+        "bos_token_id": None,
+        "pad_token_id": 263,
+    }
+    config = transformers.AutoConfig.for_model(kind, **{**shape, **changes})
     torch.manual_seed(seed)
-    return tf.AutoModelForCausalLM.from_config(config).eval()
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def make_encoder(path):
@@ -91,67 +76,43 @@ def make_encoder(path):
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
     torch.manual_seed(0)
-    SentenceTransformer(
-        modules=[StaticEmbedding(make_tokenizer().backend_tokenizer, embedding_dim=16)],
-        device="cpu",
-    ).save(str(path))
+    bytewise = StaticEmbedding(make_tokenizer().backend_tokenizer, embedding_dim=16)
+    SentenceTransformer(modules=[bytewise], device="cpu").save(str(path))
 
 
 def fake_embed(texts):
     """Letter counts: deterministic, and different for different texts."""
-    import numpy as np
+    rows = []
+    for text in texts:
+        rows.append([text.lower().count(c) + 0.1 for c in "abcdefghijklmnopqrstuvwxyz"])
+    return np.array(rows, dtype=np.float32)
 
-    return np.array(
-        [[t.lower().count(c) + 0.1 for c in "abcdefghijklmnopqrstuvwxyz"] for t in texts],
-        dtype=np.float32,
-    )
+
+WORDS = "add carry divide perimeter mean order count remainder unit check".split()
 
 
 def make_bank(path=None, n_skills=4, n_mistakes=4):
     import skills
 
-    words = [
-        "add",
-        "carry",
-        "divide",
-        "perimeter",
-        "mean",
-        "order",
-        "count",
-        "remainder",
-        "unit",
-        "check",
-    ]
-    bank = skills.SkillBank(
-        [
-            {
-                "skill_id": f"gen_{i + 1:03d}",
-                "title": f"Use {w}",
-                "principle": f"Always {w} with care.",
-                "when_to_apply": f"When you {w}.",
-            }
-            for i, w in enumerate(words[:n_skills])
-        ],
-        [
-            {
-                "mistake_id": f"err_{i + 1:03d}",
-                "description": f"Forgetting to {w}.",
-                "why_it_happens": "Haste.",
-                "how_to_avoid": f"Remember {w}.",
-            }
-            for i, w in enumerate(words[:n_mistakes])
-        ],
-        {"source": "made in a test"},
-    )
+    bank = skills.SkillBank([], [], {"source": "made in a test"})
+    for i, word in enumerate(WORDS, 1):
+        skill = {"skill_id": f"gen_{i:03d}", "title": f"Use {word}"}
+        skill |= {"principle": f"Always {word} with care.", "when_to_apply": f"When you {word}."}
+        bank.general_skills.append(skill)
+        mistake = {"mistake_id": f"err_{i:03d}", "description": f"Forgetting to {word}."}
+        mistake |= {"why_it_happens": "Haste.", "how_to_avoid": f"Remember {word}."}
+        bank.common_mistakes.append(mistake)
+    del bank.general_skills[n_skills:], bank.common_mistakes[n_mistakes:]
     if path is not None:
         bank.save(path)
     return bank
 
 
-PROBLEMS = [
-    {"id": f"p{i}", "problem": f"What is {i} plus {i + 3}?", "answer": str(2 * i + 3)}
-    for i in range(12)
-]
+PROBLEMS = []
+for i in range(12):
+    PROBLEMS.append(
+        {"id": f"p{i}", "problem": f"What is {i} plus {i + 3}?", "answer": str(2 * i + 3)}
+    )
 
 
 @pytest.fixture(scope="session")
@@ -167,5 +128,5 @@ def world_dir(tmp_path_factory):
     make_tokenizer().save_pretrained(path / "model")
     make_encoder(path / "encoder")
     make_bank(path / "bank.json")
-    (path / "data.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROBLEMS))
+    (path / "data.jsonl").write_text("".join(json.dumps(x) + "\n" for x in PROBLEMS))
     return path

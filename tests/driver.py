@@ -1,17 +1,26 @@
-"""sgsd.py or baselines.py with a verifier that rewards by the reference answer alone.
+"""Runs for the tests: a random model, with a verifier and a writer that do not need a good one.
 
-A random model never gets a problem right, so its rewards are drawn by the problem.
+A random model never gets a problem right and never writes JSON, so the reference answer alone
+decides the outcome, and the writer is a function.
 
     python driver.py ...flags...      torchrun --nproc_per_node 2 driver.py ...flags...
 """
 
+import json
+import math
+
 import conftest  # noqa: F401  (one thread, and the project on the path)
+import torch
 
 import baselines
 import config
 import distributed
+import policy
 import rollout
 import sgsd
+import skills
+
+ALONE = distributed.World(0, 1, torch.device("cpu"))
 
 
 class CoinVerifier(rollout.Verifier):
@@ -21,15 +30,120 @@ class CoinVerifier(rollout.Verifier):
         return [int(gold) % 4 == 1 for gold, _ in pairs]
 
 
-def main():
-    cfg, resume = config.parse(
-        None, "driver.py", "", baselines.BaselineConfig, baselines.DEFAULTS
-    )
-    run = sgsd.prepare(cfg, distributed.init(cfg.device), resume, cfg.sees_skills)
+class FakeWriter:
+    """Extracts one item from each memory, named after its problem; a merge drops the last item."""
+
+    rows = 32
+
+    def complete(self, prompts):
+        return [self.reply(prompt) for prompt in prompts]
+
+    def retry(self, prompts, times):
+        return self.complete(prompts)
+
+    def reply(self, prompt):
+        key = "general_skills" if "key general_skills" in prompt else "common_mistakes"
+        if "to merge:" in prompt:
+            listed = prompt.partition("to merge:\n")[2].partition("\n\nReturn ONLY")[0]
+            items = json.loads(listed)
+            return json.dumps({key: items[: max(1, len(items) - 1)]})
+        name = prompt[prompt.index("What is") :][:20].strip()
+        return json.dumps({key: [{field: f"{field} of {name}" for field in skills.FIELDS[key]}]})
+
+
+def settings(world_dir, out, **changes):
+    base = {name: str(world_dir / name) for name in ("model", "encoder")}
+    base |= {"data": str(world_dir / "data.jsonl"), "bank": str(world_dir / "bank.json")}
+    base |= {"out": str(out), "device": "cpu", "updates": 4, "batch_size": 4, "num_teachers": 3}
+    base |= {"max_new_tokens": 20, "checkpoint_every": 2, "audit_every": 2, "lora_rank": 4}
+    base |= {"lora_alpha": 8, "learning_rate": 1e-2, "eps_a": 0.2}
+    return base | changes
+
+
+def flags(world_dir, out, **changes):
+    """The same settings as a command line."""
+    given = settings(world_dir, out, **changes)
+    return [f"{config.flag(name)}={value}" for name, value in given.items()]
+
+
+def make_run(world_dir, out, resume=False, kind=config.Config, **changes):
+    cfg = kind(**settings(world_dir, out, **changes))
+    return with_fakes(sgsd.prepare(cfg, ALONE, resume, getattr(cfg, "sees_skills", True)))
+
+
+def with_fakes(run):
     run.verifier = CoinVerifier()
-    step_fn = sgsd.train_step if cfg.method == "sgsd" else baselines.STEPS[cfg.method]
-    return sgsd.train(run, step_fn)
+    run.writer = FakeWriter()
+    return run
+
+
+def train(world_dir, out, resume=False, step_fn=sgsd.train_step, **changes):
+    run = make_run(world_dir, out, resume, **changes)
+    sgsd.train(run, step_fn)
+    return run
+
+
+def stopping_at(last):
+    """A step function that asks the run to stop after update `last`, as a signal does."""
+
+    def step_fn(run, step):
+        run.stop = step == last
+        return sgsd.train_step(run, step)
+
+    return step_fn
+
+
+def breaking(updates, what="gradient", rank=0):
+    """A step function in which something is not finite, on one rank, in these updates."""
+
+    def step_fn(run, step):
+        bad = math.nan if step in updates and run.world.rank == rank else 1.0
+
+        def forward(module, args, x):
+            if torch.is_inference_mode_enabled():  # the sampling of the rollouts
+                return x
+            scored = "student" if torch.is_grad_enabled() else "teacher"
+            return x * bad if scored == what else x
+
+        def backward(gradient):
+            return gradient * bad if what == "gradient" else gradient
+
+        p = next(iter(policy.trained(run.model).values()))
+        norm = policy.causal_lm(run.model).base_model.norm
+        hooks = [norm.register_forward_hook(forward), p.register_hook(backward)]
+        update = sgsd.train_step(run, step)
+        for hook in hooks:
+            hook.remove()
+        return update
+
+    return step_fn
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(metrics):
+    """Lines of metrics.jsonl without the numbers that differ from run to run."""
+    kept = []
+    for row in metrics:
+        kept.append({k: v for k, v in row.items() if k not in ("seconds", "memory_gb")})
+    return kept
+
+
+def main(argv=None, step_fn=None):
+    """A command; returns its exit code."""
+
+    def body():
+        kind = baselines.BaselineConfig
+        cfg, resume = config.parse(argv, "driver.py", "", kind, baselines.DEFAULTS)
+        world = distributed.init(cfg.device)
+        run = with_fakes(sgsd.prepare(cfg, world, resume, cfg.sees_skills))
+        steps = {**baselines.STEPS, "sgsd": sgsd.train_step}
+        return sgsd.train(run, step_fn or steps[cfg.method])
+
+    return distributed.command("driver", body)
 
 
 if __name__ == "__main__":
-    distributed.leave(distributed.command("driver", main))
+    distributed.leave(main())

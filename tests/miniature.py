@@ -1,13 +1,16 @@
-"""The paper's main table, its ablations and a sweep of misleading skills, measured on the embedded default with several seeds.
+"""The paper's main table, its ablations and a sweep of misleading skills, on the embedded default.
 
-    python tests/miniature.py                     all of it: results/miniature.json and results/miniature.md
-    python tests/miniature.py --quick             one seed, four methods, no choice of rates
+    python tests/miniature.py             all of it: results/miniature.json and results/miniature.md
+    python tests/miniature.py --quick     one seed, three methods, no choice of rates
 
-Every method takes the preset tiny for 40 updates, a bank that the tiny model made (one per seed, the same for all methods) and
-the best of three learning rates on the validation problems; then five seeds on the test problems. GRPO draws 8 rollouts for each
-of 4 problems, twice the samples of the others' 16; one row has it at their 16 problems, 8 times the samples. What is done is kept
-in --work, so that a killed run goes on. The bank stays as it was made but for "sgsd, bank evolving". Accuracy is avg@4 under the
-plain prompt, thinking on, but for base+skill. Only runs on the test problems are evaluated before their last update.
+Every method takes the preset tiny for 40 updates, a bank that the tiny model made (one per seed,
+the same for all methods) and the best of three learning rates on the validation problems; then
+five seeds on the test problems. GRPO draws 8 rollouts for each of 4 problems, twice the samples of
+the others' 16; one row has it at their 16 problems, 8 times the samples. What is done is kept in
+--work, so that a killed run goes on. The bank stays as it was made but for "sgsd, bank evolving".
+Accuracy is avg@4 under the plain prompt, thinking on, but for base+skill. Only runs on the test
+problems are evaluated before their last update. "Forward tokens" went through the model outside
+decoding, padding with them.
 """
 
 import argparse
@@ -22,14 +25,16 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
+TINY = ROOT / "tiny"
+sys.path[:0] = [str(ROOT), str(TINY)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-METHODS: dict[str, str] = {
+METHODS: dict[str, str] = {  # sgsd is sgsd.py's, all others are baselines.py's
     "grpo": "--method grpo --batch-size 4",
     "grpo+skill": "--method grpo+skill --num-teachers 3 --batch-size 4",
     "grpo, 16 problems": "--method grpo",
@@ -56,174 +61,179 @@ METHODS: dict[str, str] = {
     "random retrieval": "--retrieval random",
 }
 RATES = (1e-4, 3e-4, 1e-3)
-RATE_OF = {
-    "grpo, 16 problems": "grpo"
-}  # takes that method's rate: its own trials would cost 4 times as much
+RATE_OF = {"grpo, 16 problems": "grpo"}  # its own trials would cost 4 times as much
 UPDATES, EVERY = 40, 20  # updates of a run, and between two evaluations
 SHARES = (0, 25, 50, 75, 100)  # percent of families whose skill in the bank misleads
 SWEPT = ("sgsd", "no polarity", "one teacher")
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # of Student's t, by number of seeds
+COSTS = ("generated_tokens", "forward_tokens", "seconds")
+Job = dict[str, Any]
 
 
-def misleading_bank(share: int, seed: int, path: pathlib.Path) -> None:
-    """A bank by hand: every family's true mistake, and its skill, misleading for `share` percent of the families."""
-    import world as W
-
-    import skills as S
-
-    bad = set(
-        random.Random(seed).sample(
-            [f.name for f in W.FAMILIES], round(share * len(W.FAMILIES) / 100)
-        )
-    )
-    skills = [
-        {"skill_id": f"gen_{f.name}", **W.item(None, f, "misleading" if f.name in bad else "skill")}
-        for f in W.FAMILIES
-    ]
-    mistakes = [{"mistake_id": f"err_{f.name}", **W.item(None, f, "mistake")} for f in W.FAMILIES]
-    S.SkillBank(skills, mistakes, {"misleading": sorted(bad)}).save(path)
+# --------------------------------------------------------------------------------------- one job
 
 
-def run(job: dict, work: str) -> dict:
-    """One job in a process of its own: a bank, or a training run with the evaluation of its checkpoints."""
-    import eval as E
-    import rollout as R
+def call(program: Callable[[list[str]], int], flags: str, **paths: object) -> None:
+    """Run a command in this process. paths: flags whose values may have spaces."""
+    argv = flags.split()
+    for name, value in paths.items():
+        argv += [f"--{name}", str(value)]
+    code = program(argv)
+    if code:
+        raise RuntimeError(f"{program.__module__} {argv} ended with {code}; see its log.txt")
+
+
+def make_bank(job: Job, bank: pathlib.Path) -> None:
+    import skills
+
+    settings = "--problems 64 --max-new-tokens 96 --reply-tokens 640 --merge-group-size 8"
+    flags = f"{settings} --seed {job['seed']}"
+    call(skills.main, flags, model=TINY / "model", data=TINY / "train.jsonl", out=bank)
+
+
+def make_misleading_bank(job: Job, bank: pathlib.Path) -> None:
+    """By hand: each family's true mistake and its skill, misleading for a share of the families."""
+    import world
+
+    import skills
+
+    names = [family.name for family in world.FAMILIES]
+    chosen = random.Random(job["seed"]).sample(names, round(job["share"] * len(names) / 100))
+    right, wrong = [], []
+    for family in world.FAMILIES:
+        kind = "misleading" if family.name in chosen else "skill"
+        right.append({"skill_id": f"gen_{family.name}", **world.item(None, family, kind)})
+        wrong.append({"mistake_id": f"err_{family.name}", **world.item(None, family, "mistake")})
+    skills.SkillBank(right, wrong, {"misleading": sorted(chosen)}).save(bank)
+
+
+@contextlib.contextmanager
+def forward_tokens() -> Iterator[list[int]]:
+    """Counts the tokens of each forward pass outside decoding, by a hook on the embeddings."""
+    import torch
+
+    found: list[int] = []
+
+    def count(module: torch.nn.Module, inputs: tuple) -> None:
+        if isinstance(module, torch.nn.Embedding) and not torch.is_inference_mode_enabled():
+            found.append(inputs[0].numel())
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def train(job: Job, bank: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """What a training run cost."""
+    import baselines
     import sgsd
-    import skills as S
 
-    folder = pathlib.Path(work) / "now" / job["name"].replace(" ", "-").replace(",", "")
+    flags = METHODS[job["method"]]
+    paths: dict[str, object] = {"out": out}
+    if job["method"].split(",")[0] not in ("grpo", "opsd"):
+        paths["bank"] = bank
+        if "--update-every" not in flags:
+            flags += " --update-every 0"
+    paths["eval-data"] = ""
+    every = EVERY if job["points"] else UPDATES
+    flags = (
+        f"--preset tiny --audit-every 0 --seed {job['seed']} --learning-rate {job['rate']} "
+        f"--updates {UPDATES} --checkpoint-every {every} {flags}"
+    )
+    program = sgsd.main if job["method"].startswith("sgsd") else baselines.main
+    began = time.perf_counter()
+    with forward_tokens() as forward:
+        call(program, flags, **paths)
+    seconds = time.perf_counter() - began
+    generated = 0
+    for line in open(out / "rollouts.jsonl"):
+        generated += len(json.loads(line)["completion_ids"])
+    return {"seconds": seconds, "forward_tokens": sum(forward), "generated_tokens": generated}
+
+
+def accuracy(samples: pathlib.Path) -> float:
+    """The mean over problems, from a samples.jsonl."""
+    right: dict[str, list[bool]] = {}
+    for line in open(samples):
+        row = json.loads(line)
+        right.setdefault(row["id"], []).append(row["r"] > 0)
+    return statistics.mean(statistics.mean(x) for x in right.values())
+
+
+def do_job(job: Job, folder: pathlib.Path, work: pathlib.Path) -> dict[str, Any]:
+    """A bank, or an evaluation of the base model or of a training run's checkpoints."""
+    import eval
+
+    bank = work / f"bank_{job.get('share', 'made')}_{job['seed']}.json"
+    out = folder / "run"
+    if job["kind"] == "bank":
+        make_bank(job, bank)
+        return {}
+    if "share" in job and not bank.exists():
+        make_misleading_bank(job, bank)
+    paths: dict[str, object] = {"data": TINY / f"{job['split']}.jsonl"}
+    flags = f"--samples 4 --max-new-tokens 96 --rows 160 --seed {job['seed']}"
+    cost = {}
+    if job["kind"] == "base":
+        paths["out"] = out
+        if job["method"] == "base+skill":
+            paths |= {"skills": bank, "encoder": TINY / "encoder"}
+            flags += " --num-skills 3"
+        evaluated, folders = TINY / "model", {0: out}
+    else:
+        cost = train(job, bank, out)
+        evaluated, folders = out, {}
+        for path in sorted((out / "checkpoints").glob("step_*")):
+            folders[int(path.name[5:])] = path / "eval"
+    call(lambda argv: eval.main([str(evaluated), *argv]), flags, **paths)
+    points = {step: accuracy(place / "samples.jsonl") for step, place in folders.items()}
+    return {**cost, "accuracy": points}
+
+
+def run(job: Job, work: pathlib.Path) -> Job:
+    """One job in a process of its own; its output goes to a file."""
+    folder = work / "now" / job["name"].replace(" ", "-").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    tiny, seed = ROOT / "tiny", str(job["seed"])
-    bank = pathlib.Path(work) / f"bank_{job.get('share', 'made')}_{seed}.json"
-    result: dict = dict(job)
-    with (
-        open(folder / "log.txt", "w") as log,
-        contextlib.redirect_stdout(log),
-        contextlib.redirect_stderr(log),
-    ):
-        if job["kind"] == "bank":
-            asked = f"--model {tiny}/model --data {tiny}/train.jsonl --problems 64 --max-new-tokens 96 --reply-tokens 640 --merge-group-size 8"
-            assert S.main([*asked.split(), "--seed", seed, "--out", str(bank)]) == 0, (
-                f"see {folder}/log.txt"
-            )
-            shutil.rmtree(folder)
-            return result
-        if "share" in job and not bank.exists():
-            misleading_bank(job["share"], job["seed"], bank)
-        measured = [
-            "--data",
-            str(tiny / f"{job['split']}.jsonl"),
-            "--samples",
-            "4",
-            "--max-new-tokens",
-            "96",
-            "--rows",
-            "160",
-            "--seed",
-            seed,
-        ]
-        out = folder / "run"
-        if job["kind"] == "base":
-            skills = (
-                ["--skills", str(bank), "--num-skills", "3", "--encoder", str(tiny / "encoder")]
-                if job["method"] == "base+skill"
-                else []
-            )
-            assert E.main([str(tiny / "model"), *measured, *skills, "--out", str(out)]) == 0, (
-                f"see {folder}/log.txt"
-            )
-            folders = {0: out}
-        else:
-            flags = METHODS[job["method"]].split()
-            skilled = (
-                [] if job["method"].split(",")[0] in ("grpo", "opsd") else ["--bank", str(bank)]
-            )
-            evolving = ["--update-every", "0"] if skilled and "--update-every" not in flags else []
-            forward = 0
-            count = R.predictors
-
-            def counting(model, prompts, completions, grad):
-                nonlocal forward
-                forward += sum(map(len, prompts)) + sum(map(len, completions))
-                return count(model, prompts, completions, grad)
-
-            R.predictors = counting
-            began = time.perf_counter()
-            settings = [
-                "--preset",
-                "tiny",
-                "--eval-data",
-                "",
-                "--audit-every",
-                "0",
-                "--seed",
-                seed,
-                "--learning-rate",
-                str(job["rate"]),
-            ]
-            settings += [
-                "--updates",
-                str(UPDATES),
-                "--checkpoint-every",
-                str(EVERY if job["points"] else UPDATES),
-                "--out",
-                str(out),
-            ]
-            try:
-                assert sgsd.main([*settings, *flags, *skilled, *evolving]) == 0, (
-                    f"see {folder}/log.txt"
-                )
-            finally:
-                R.predictors = count
-            rows = [json.loads(line) for line in open(out / "rollouts.jsonl")]
-            result |= {
-                "seconds": time.perf_counter() - began,
-                "forward_tokens": forward,
-                "generated_tokens": sum(len(r["completion_ids"]) for r in rows),
-            }
-            assert E.main([str(out), *measured]) == 0, f"see {folder}/log.txt"
-            folders = {
-                int(p.name[5:]): p / "eval" for p in sorted((out / "checkpoints").glob("step_*"))
-            }
-        points = {}
-        for step, samples in folders.items():
-            right: dict[str, list[bool]] = {}
-            for s in map(json.loads, open(samples / "samples.jsonl")):
-                right.setdefault(s["id"], []).append(s["r"] > 0)
-            points[step] = statistics.mean(statistics.mean(v) for v in right.values())
-        result["accuracy"] = points
+    with open(folder / "log.txt", "w") as log:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            result = {**job, **do_job(job, folder, work)}
     shutil.rmtree(folder)
     return result
 
 
-def do(jobs: list[dict[str, Any]], work: pathlib.Path, workers: int, what: str) -> dict[str, dict]:
-    """All jobs' results, those that are kept and those that are made now."""
+def do(jobs: list[Job], work: pathlib.Path, workers: int, what: str) -> dict[str, Job]:
+    """All jobs' results by name, those that are kept and those that are made now."""
     from tqdm import tqdm
 
-    kept, results = work / "done", {}
+    kept, results, left = work / "done", {}, []
     kept.mkdir(parents=True, exist_ok=True)
     for job in jobs:
         job["flags"] = METHODS.get(job.get("method", ""), "")
-        if (file := kept / f"{job['name']}.json").exists() and job.items() <= (
-            old := json.loads(file.read_text())
-        ).items():
-            results[job["name"]] = old  # made with the same settings
-    left = [job for job in jobs if job["name"] not in results]
-    with concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn")
-    ) as pool:
-        futures = [pool.submit(run, job, str(work)) for job in left]
-        for future in tqdm(
-            concurrent.futures.as_completed(futures), total=len(left), desc=what, unit="job"
-        ):
-            result = json.loads(json.dumps(future.result()))
+        file = kept / f"{job['name']}.json"
+        old = json.loads(file.read_text()) if file.exists() else {}
+        if job.items() <= old.items():  # made with the same settings
+            results[job["name"]] = old
+        else:
+            left.append(job)
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn) as pool:
+        futures = [pool.submit(run, job, work) for job in left]
+        done = concurrent.futures.as_completed(futures)
+        for future in tqdm(done, total=len(left), desc=what, unit="job"):
+            text = json.dumps(future.result())
+            result = json.loads(text)
             results[result["name"]] = result
-            (kept / f"{result['name']}.json").write_text(json.dumps(result))
+            (kept / f"{result['name']}.json").write_text(text)
     return results
 
 
-def final(result: dict) -> float:
+# ------------------------------------------------------------------------------------ the tables
+
+
+def final(result: Job) -> float:
     return list(result["accuracy"].values())[-1]
 
 
@@ -236,153 +246,113 @@ def with_interval(values: list[float], sign: str = "") -> str:
     return f"{mean:{sign}.1%} ± {half:.1%}"
 
 
+def row_of(cells: list[Any]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
 def table(
-    results: dict[str, dict], names: list[str], seeds: range, rates: dict[str, float]
+    results: dict[str, Job], names: list[str], seeds: range, rates: dict[str, float]
 ) -> list[str]:
-    """One row a method: accuracy over updates, difference to SGSD paired by seed, and what it cost."""
+    """A row per method: accuracy over updates, difference to SGSD paired by seed, and its cost."""
     steps = list(range(EVERY, UPDATES + 1, EVERY))
-    head = [
-        "method",
-        "rate",
-        *map(str, steps[:-1]),
-        f"{UPDATES} updates",
-        "- sgsd",
-        "generated tokens",
-        "forward tokens",
-        "seconds",
-    ]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    head = ["method", "rate", *steps[:-1], f"{UPDATES} updates", "- sgsd"]
+    head += [cost.replace("_", " ") for cost in COSTS]
+    lines = [row_of(head), "|---" * len(head) + "|"]
     for name in names:
         runs = [results[f"{name}-{seed}"] for seed in seeds]
-        points = [
-            with_interval([list(r["accuracy"].values())[i] for r in runs])
-            for i in range(len(runs[0]["accuracy"]))
-        ]
+        accuracies = [list(r["accuracy"].values()) for r in runs]
+        points = [with_interval(list(column)) for column in zip(*accuracies)]
         gaps = [final(r) - final(results[f"sgsd-{seed}"]) for r, seed in zip(runs, seeds)]
-        cost = ["", "", ""]
-        if "seconds" in runs[0]:
-            cost = [
-                f"{statistics.mean(r[k] for r in runs):,.0f}"
-                for k in ("generated_tokens", "forward_tokens", "seconds")
-            ]
-        cells = [""] * (len(steps) - len(points)) + points
         gap = "" if name == "sgsd" else with_interval(gaps, "+")
-        lines.append(
-            f"| {name} | {rates.get(name, '')} | {' | '.join(cells)} | {gap} | {' | '.join(cost)} |"
-        )
+        costs = [""] * len(COSTS)
+        if "seconds" in runs[0]:
+            costs = [f"{statistics.mean(r[cost] for r in runs):,.0f}" for cost in COSTS]
+        missing = [""] * (len(steps) - len(points))
+        lines.append(row_of([name, rates.get(name, ""), *missing, *points, gap, *costs]))
     return lines
+
+
+def sweep_table(sweep: dict[str, Job], seeds: range) -> list[str]:
+    lines = ["", row_of(["misleading skills", *SWEPT]), "|---" * (1 + len(SWEPT)) + "|"]
+    for share in SHARES:
+        cells = [f"{share}%"]
+        for name in SWEPT:
+            runs = [sweep[f"misleading-{share}-{name}-{seed}"] for seed in seeds]
+            cells.append(with_interval([final(r) for r in runs]))
+        lines.append(row_of(cells))
+    return lines
+
+
+def training(name: str, method: str, rate: float, seed: int, **more: object) -> Job:
+    settings = {"method": method, "rate": rate, "seed": seed}
+    return {"name": name, "kind": "train", **settings, "split": "test", "points": False, **more}
+
+
+def choose_rates(names: list[str], trials: dict[str, Job]) -> dict[str, float]:
+    """Each method's best rate on the validation problems; the lowest of several."""
+    rates = {}
+    for name in names:
+        of = RATE_OF.get(name, name)
+        found = {rate: final(trials[f"valid-{of}-{rate}"]) for rate in RATES}
+        rates[name] = max(found, key=lambda rate: found[rate])
+    return rates
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="one seed; base, grpo, opsd and sgsd at the preset's rate",
-    )
-    parser.add_argument("--seeds", type=int, default=5, choices=range(1, 6))
-    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--work", default="runs/miniature")
-    parser.add_argument(
-        "--out", default="", help="where the table goes (default: results/miniature, or WORK/quick)"
-    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="one seed; base, grpo, opsd and sgsd at 3e-4")
+    add("--seeds", type=int, default=5, choices=range(1, 6))
+    add("--jobs", type=int, default=2, help="processes of one thread each")
+    add("--work", default="runs/miniature", help="where banks and finished jobs are kept")
+    add("--out", default="", help="of the table (default: results/miniature, or WORK/quick)")
     args = parser.parse_args()
     work, seeds = pathlib.Path(args.work), range(1 if args.quick else args.seeds)
     began = time.perf_counter()
     names = ["grpo", "opsd", "sgsd"] if args.quick else list(METHODS)
-    do(
-        [{"name": f"bank-{s}", "kind": "bank", "seed": s} for s in (*seeds, 100)],
-        work,
-        args.jobs,
-        "banks",
-    )
-    rates = dict.fromkeys(names, 3e-4)
-    chosen: dict[str, dict] = {}
-    if not args.quick:
-        trials = [
-            {
-                "name": f"valid-{n}-{rate}",
-                "kind": "train",
-                "method": n,
-                "rate": rate,
-                "seed": 100,
-                "split": "valid",
-                "points": False,
-            }
-            for n in names
-            if n not in RATE_OF
-            for rate in RATES
-        ]
-        chosen = do(trials, work, args.jobs, "rates")
-        rates = {
-            n: max(RATES, key=lambda rate, n=n: final(chosen[f"valid-{RATE_OF.get(n, n)}-{rate}"]))
-            for n in names
-        }
     bases = ["base"] if args.quick else ["base", "base+skill"]
-    jobs = [
-        {"name": f"{n}-{s}", "kind": "base", "method": n, "seed": s, "split": "test"}
-        for n in bases
-        for s in seeds
-    ]
-    jobs += [
-        {
-            "name": f"{n}-{s}",
-            "kind": "train",
-            "method": n,
-            "rate": rates[n],
-            "seed": s,
-            "split": "test",
-            "points": True,
-        }
-        for n in names
-        for s in seeds
-    ]
-    results = do(jobs, work, args.jobs, "methods")
-    lines = table(results, bases + names, seeds, rates)
-    sweep: dict[str, dict] = {}
+
+    banks = [{"name": f"bank-{seed}", "kind": "bank", "seed": seed} for seed in (*seeds, 100)]
+    do(banks, work, args.jobs, "banks")
+    rates, trials = dict.fromkeys(names, 3e-4), {}
     if not args.quick:
-        swept = [
-            {
-                "name": f"misleading-{share}-{n}-{s}",
-                "kind": "train",
-                "method": n,
-                "rate": rates[n],
-                "seed": s,
-                "share": share,
-                "split": "test",
-                "points": False,
-            }
-            for share in SHARES
-            for n in SWEPT
-            for s in seeds
-        ]
-        sweep = do(swept, work, args.jobs, "misleading skills")
-        lines += [
-            "",
-            "| misleading skills | " + " | ".join(SWEPT) + " |",
-            "|---|" + "---|" * len(SWEPT),
-        ]
+        jobs = []
+        for name in names:
+            if name in RATE_OF:
+                continue
+            for rate in RATES:
+                jobs.append(training(f"valid-{name}-{rate}", name, rate, 100, split="valid"))
+        trials = do(jobs, work, args.jobs, "rates")
+        rates = choose_rates(names, trials)
+    jobs = []
+    for seed in seeds:
+        for name in bases:
+            job = {"name": f"{name}-{seed}", "kind": "base", "method": name, "seed": seed}
+            jobs.append({**job, "split": "test"})
+        for name in names:
+            jobs.append(training(f"{name}-{seed}", name, rates[name], seed, points=True))
+    results = do(jobs, work, args.jobs, "methods")
+    lines, sweep = table(results, bases + names, seeds, rates), {}
+    if not args.quick:
+        jobs = []
         for share in SHARES:
-            cells = [
-                with_interval([final(sweep[f"misleading-{share}-{n}-{s}"]) for s in seeds])
-                for n in SWEPT
-            ]
-            lines.append(f"| {share}% | " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        f"{len(seeds)} seeds, {args.jobs} processes of one thread, {(time.perf_counter() - began) / 60:.0f} minutes in this call.",
-    ]
-    out = pathlib.Path(
-        args.out or (work / "quick" if args.quick else ROOT / "results" / "miniature")
-    )
+            for name in SWEPT:
+                for seed in seeds:
+                    title = f"misleading-{share}-{name}-{seed}"
+                    jobs.append(training(title, name, rates[name], seed, share=share))
+        sweep = do(jobs, work, args.jobs, "misleading skills")
+        lines += sweep_table(sweep, seeds)
+    minutes = (time.perf_counter() - began) / 60
+    spent = f"{len(seeds)} seeds, {args.jobs} processes of one thread"
+    lines += ["", f"{spent}, {minutes:.0f} minutes in this call."]
+
+    out = ROOT / "results" / "miniature"
+    if args.out or args.quick:
+        out = pathlib.Path(args.out or work / "quick")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    out.with_suffix(".json").write_text(
-        json.dumps(
-            {"rates": rates, "validation": chosen, "results": results, "sweep": sweep}, indent=1
-        )
-        + "\n"
-    )
+    found = {"rates": rates, "validation": trials, "results": results, "sweep": sweep}
+    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(lines))
 
 

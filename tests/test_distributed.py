@@ -1,165 +1,103 @@
 """Two gloo processes compute what one computes; files are whole or absent."""
 
-import json
 import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from driver import flags, rows, train
 from safetensors.torch import load_file
 
-import distributed as D
-
-HERE = ROOT / "tests"
+import distributed
 
 
-def command(world_dir, out, processes, *flags):
-    launch = (
-        [sys.executable]
-        if processes == 1
-        else [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={processes}",
-        ]
-    )
-    given = [
-        "--model",
-        world_dir / "model",
-        "--data",
-        world_dir / "data.jsonl",
-        "--bank",
-        world_dir / "bank.json",
-        "--encoder",
-        world_dir / "encoder",
-        "--num-teachers",
-        3,
-        "--max-new-tokens",
-        12,
-        "--lora-rank",
-        4,
-        "--checkpoint-every",
-        1,
-        "--audit-every",
-        1,
-        "--learning-rate",
-        0.01,
-        "--device",
-        "cpu",
-        "--out",
-        out,
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [*launch, HERE / "driver.py", *map(str, given), *flags],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run
+def two_processes(*command):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*torchrun, *command], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_two_processes_compute_the_update_of_one(world_dir, tmp_path):
-    """Batch 5 over two ranks: uneven shards. The same samples, the same update up to the order of a sum."""
-    for n in (1, 2):
-        command(world_dir, tmp_path / str(n), n, "--batch-size", "5", "--updates", "2")
-    logs = [[json.loads(x) for x in open(tmp_path / str(n) / "rollouts.jsonl")] for n in (1, 2)]
-    assert [r["completion_ids"] for r in logs[0][:5]] == [r["completion_ids"] for r in logs[1][:5]]
-    assert [r["problem_id"] for r in logs[0]] == [r["problem_id"] for r in logs[1]] and [
-        r["r"] for r in logs[0]
-    ] == [r["r"] for r in logs[1]]
-    np.testing.assert_allclose(
-        [r["loss"] for r in logs[0][:5]], [r["loss"] for r in logs[1][:5]], atol=1e-5
-    )
-    first = [
-        load_file(tmp_path / str(n) / "checkpoints/step_000001/adapter_model.safetensors")
-        for n in (1, 2)
-    ]
-    moments = [
-        load_file(tmp_path / str(n) / "checkpoints/step_000001/trainer.safetensors") for n in (1, 2)
-    ]
-    for name in moments[0]:  # exp_avg is a tenth of the clipped gradient of the first update
-        torch.testing.assert_close(moments[0][name], moments[1][name], atol=1e-6, rtol=1e-3)
-    assert any(v.abs().max() > 0 for k, v in first[0].items() if "lora_B" in k)
-    metrics = [
-        [json.loads(x) for x in open(tmp_path / str(n) / "metrics.jsonl")][0] for n in (1, 2)
-    ]
-    assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=1e-4)
+    """A batch of 5 over two ranks, so with uneven shards: the same samples and the same update."""
+    changes = {"batch_size": 5, "updates": 2, "checkpoint_every": 1, "max_new_tokens": 12}
+    outs = [tmp_path / "one", tmp_path / "two"]
+    train(world_dir, outs[0], **changes)
+    two_processes(ROOT / "tests/driver.py", *flags(world_dir, outs[1], **changes))
+    logs, metrics, states = [], [], []
+    for out in outs:
+        logs.append(rows(out / "rollouts.jsonl"))
+        metrics.append(rows(out / "metrics.jsonl"))
+        states.append(load_file(out / "checkpoints/step_000001/trainer.safetensors"))
+    for one, two in zip(*logs, strict=True):
+        assert (one["problem_id"], one["r"]) == (two["problem_id"], two["r"])
+    for one, two in zip(logs[0][:5], logs[1][:5]):
+        assert one["completion_ids"] == two["completion_ids"]
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+    for name in states[0]:  # exp_avg is a tenth of the clipped gradient of the first update
+        torch.testing.assert_close(states[0][name], states[1][name], atol=1e-6, rtol=1e-3)
+    norm = metrics[0][0]["grad_norm"]
+    assert norm > 0 and norm == pytest.approx(metrics[1][0]["grad_norm"], rel=1e-4)
 
 
-WORKER = """
-import sys, json, torch
-sys.path.insert(0, {root!r})
-import distributed as D
-world = D.init("cpu")
+COLLECTIVES = """
+import torch
+import distributed
+world = distributed.init("cpu")
 p = [torch.nn.Parameter(torch.ones(3) * (world.rank + 1)), torch.nn.Parameter(torch.zeros(2))]
-D.broadcast_parameters(p, world)
+distributed.broadcast_parameters(p, world)
 assert p[0].tolist() == [1, 1, 1]
 p[0].grad = torch.ones(3) * (world.rank + 1)
-if world.rank == 0:
-    p[1].grad = torch.ones(2) * 5          # the other rank has nothing to learn here, and still joins
-D.sum_gradients(p, world)
+if world.main:  # the other rank has no gradient here, and still joins
+    p[1].grad = torch.ones(2) * 5
+distributed.sum_gradients(p, world)
 assert p[0].grad.tolist() == [3, 3, 3] and p[1].grad.tolist() == [5, 5]
-assert D.gather({{"rank": world.rank, "text": "\\u00e9" * (1 + 1000 * world.rank)}}, world)[1]["text"] == "\\u00e9" * 1001
-assert D.gather(None, world) == [None, None]
-D.leave_together(world)
-D.leave(0)
+found = distributed.gather({"text": "\\u00e9" * (1 + 1000 * world.rank)}, world)
+assert [len(x["text"]) for x in found] == [1, 1001]
+assert distributed.gather(None, world) == [None, None]
+for wrong in (0, 1):  # one rank's mistake is raised on both
+    try:
+        with distributed.errors_shared(world):
+            if world.rank == wrong:
+                raise distributed.UserError(f"of rank {wrong}")
+        raise AssertionError
+    except distributed.SharedError as e:
+        assert str(e) == f"of rank {wrong}"
+try:
+    distributed.agree(world.rank, world, "checkpoints")
+    raise AssertionError
+except distributed.SharedError as e:
+    assert "the ranks see different checkpoints" in str(e)
+distributed.leave_together(world)
+distributed.leave(0)
 """
 
 
-def test_collectives(tmp_path):
-    (tmp_path / "w.py").write_text(WORKER.format(root=str(ROOT)))
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            tmp_path / "w.py",
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-
-
-def test_half_set_environment_is_named(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(D.UserError, match="RANK is set but WORLD_SIZE"):
-        D.init("cpu")
+def test_the_collectives(tmp_path):
+    (tmp_path / "program.py").write_text(COLLECTIVES)
+    two_processes(tmp_path / "program.py")
 
 
 def test_a_directory_is_whole_or_absent(tmp_path):
-    with pytest.raises(RuntimeError), D.whole_directory(tmp_path / "a") as tmp:
-        (tmp / "half").write_text("x")
+    with pytest.raises(RuntimeError), distributed.whole_directory(tmp_path / "a") as folder:
+        (folder / "half").write_text("x")
         raise RuntimeError
     assert not list(tmp_path.iterdir())
     for text in ("one", "two"):
-        with D.whole_directory(tmp_path / "a") as tmp:
-            (tmp / "file").write_text(text)
-    assert (tmp_path / "a/file").read_text() == "two" and [p.name for p in tmp_path.iterdir()] == [
-        "a"
-    ]
+        with distributed.whole_directory(tmp_path / "a") as folder:
+            (folder / "file").write_text(text)
+    assert (tmp_path / "a/file").read_text() == "two"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):
-    path = tmp_path / "x.jsonl"
-    D.append_jsonl(path, [{"a": "é\ud800"}, {"a": 2}])
+    path, lines = tmp_path / "x.jsonl", [{"a": "é\ud800"}, {"a": 2}]
+    assert distributed.read_jsonl(path) == []
+    distributed.append_jsonl(path, lines)
     with open(path, "a") as f:
         f.write('{"a": 3')
-    assert (
-        D.read_jsonl(path) == [{"a": "é\ud800"}, {"a": 2}] and D.read_jsonl(tmp_path / "none") == []
-    )
-    D.append_jsonl(path, [{"a": 4}])  # cut before the next one, not glued to it
-    assert D.read_jsonl(path) == [{"a": "é\ud800"}, {"a": 2}, {"a": 4}]
+    assert distributed.read_jsonl(path) == lines
+    distributed.append_jsonl(path, [{"a": 4}])  # the torn line is cut off first
+    assert distributed.read_jsonl(path) == [*lines, {"a": 4}]

@@ -1,5 +1,6 @@
-"""Metrics and intervals by hand; the sets' table; checkpoints against a base; Base+Skill; killed and resumed; two processes."""
+"""Metrics and intervals by hand, the sets, Base+Skill, and evaluations that go on after a kill."""
 
+import itertools
 import json
 import os
 import shutil
@@ -7,29 +8,30 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import combinations
 
+import datasets
 import numpy as np
+import peft
 import pytest
-from conftest import ROOT, make_bank, make_model
+import torch
+from conftest import PROBLEMS, ROOT, make_bank, make_model
 
-import eval as E
-import skills as S
+import eval
+import policy
+import problems
+import rollout
+import skills
+from distributed import UserError
 
-
-def test_avg_by_hand():
-    assert E.avg_at_k(np.array([[1, 0, 0, 1], [0, 0, 0, 1]], dtype=bool)) == 3 / 8
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
-def test_pass_is_the_mean_over_all_subsets(k):
-    correct = np.array(
-        [[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]], dtype=bool
-    )
-    want = np.mean(
-        [np.mean([any(row[list(s)]) for s in combinations(range(5), k)]) for row in correct]
-    )
-    assert E.pass_at_k(correct, k) == pytest.approx(want)
+def test_pass_is_the_mean_over_all_subsets_and_of_one_the_average(k):
+    rows = [[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]]
+    hits = [any(subset) for row in rows for subset in itertools.combinations(row, k)]
+    assert eval.pass_at_k(np.array(rows, dtype=bool), k) == pytest.approx(np.mean(hits))
+    assert eval.avg_at_k(np.array(rows, dtype=bool)) == 8 / 20
 
 
 def test_maj_by_hand():
@@ -37,464 +39,256 @@ def test_maj_by_hand():
         return pred is not None and float(gold) == float(pred)
 
     preds = [["1", "2.0", "2"], [None, None, "3"], ["5", "6", None], [None, None, None]]
-    assert (
-        E.maj_at_k(preds, ["2", "3", "5", "7"], same) == 3 / 4
-    )  # 2 by two votes, 3 by one, 5 came first, nobody voted
-    assert E.maj_at_k([["1", "2", "2"]], ["1"], same) == 0
+    # 2 has two votes, 3 has one, 5 came before 6, and nobody voted on the last
+    assert eval.maj_at_k(preds, ["2", "3", "5", "7"], same) == 3 / 4
+    assert eval.maj_at_k([["1", "2", "2"]], ["1"], same) == 0
 
 
 def test_bad_metric_input():
-    for bad in (np.zeros((0, 3)), np.zeros(3), np.zeros((2, 0))):
+    for shape in ((0, 3), (3,), (2, 0)):
         with pytest.raises(ValueError, match="correct_PK must be"):
-            E.avg_at_k(bad)
+            eval.avg_at_k(np.zeros(shape))
     with pytest.raises(ValueError, match=r"pass_at_k: got k = 4, must be in 1..3"):
-        E.pass_at_k(np.ones((2, 3)), 4)
+        eval.pass_at_k(np.ones((2, 3)), 4)
     with pytest.raises(ValueError, match="maj_at_k: got 1 rows"):
-        E.maj_at_k([["1"]], ["1", "2"], lambda g, p: True)
+        eval.maj_at_k([["1"]], ["1", "2"], lambda gold, pred: True)
 
 
-def test_interval_covers_its_mean_and_narrows():
-    rng = np.random.default_rng(1)
-    scores = rng.random(200)
-    low, high = E.bootstrap_interval(scores)
+def test_intervals():
+    scores = np.random.default_rng(1).random(200)
+    low, high = eval.bootstrap_interval(scores)
     assert low < scores.mean() < high
-    assert high - low == pytest.approx(
-        2 * 1.96 * scores.std() / 200**0.5, rel=0.1
-    )  # the normal interval
+    # for many problems it is the normal interval
+    assert high - low == pytest.approx(2 * 1.96 * scores.std() / 200**0.5, rel=0.1)
+    # sets weigh alike: of 1,000 sure problems and 10 coin flips it is half as wide as the coins'
+    low, high = eval.bootstrap_interval(np.ones(1000), np.array([0.0, 1.0] * 5))
+    assert (low + high) / 2 == pytest.approx(0.75, abs=0.02)
+    assert high - low == pytest.approx(2 * 1.96 * 0.5 / 10**0.5 / 2, rel=0.15)
 
 
-def test_interval_of_several_sets_weighs_them_alike():
-    """A set of 1,000 sure problems and one of 10 coin flips: the mean's spread is half of the coin's, (1/4 / 10)^.5 / 2 = .079."""
-    low, high = E.bootstrap_interval(np.ones(1000), np.array([0.0, 1.0] * 5))
-    assert (low + high) / 2 == pytest.approx(0.75, abs=0.02) and high - low == pytest.approx(
-        2 * 1.96 * 0.079, rel=0.15
-    )
+def measured(path, base="", **sets):
+    """A policy with these scores per problem, by set."""
+    table = {name: {"avg": float(np.mean(scores_P))} for name, scores_P in sets.items()}
+    scores = {name: [np.asarray(scores_P)] for name, scores_P in sets.items()}
+    return eval.Policy(path, base, scores=scores, table=table)
 
 
 def test_pairing_removes_what_policies_share():
-    """Hard and easy problems alike for both, one policy better by .1 everywhere: the difference is certain, neither mean is."""
-    base = np.linspace(0, 0.9, 30)
-    table = {"base": {"d": {"avg": 0.45}}, "new": {"d": {"avg": 0.55}}}
-    E.tabulate(table, {"base": {"d": base}, "new": {"d": base + 0.1}})
-    assert "diff" not in table["base"]["d"] and table["new"]["d"]["avg_low"] < 0.48
-    assert [table["new"]["d"][k] for k in ("diff", "diff_low", "diff_high")] == pytest.approx(
-        [0.1] * 3
-    )
+    """One policy is better by .1 everywhere: the difference is certain, and neither mean is."""
+    shared = np.linspace(0, 0.9, 30)
+    base, new = measured("base", d=shared), measured("new", d=shared + 0.1)
+    eval.tabulate([base, new])
+    row = new.table["d"]
+    assert "diff" not in base.table["d"] and row["avg_low"] < 0.48
+    assert [row["diff"], row["diff_low"], row["diff_high"]] == pytest.approx([0.1] * 3)
 
 
-def test_best_beside_last():
-    avg = {
-        "base": 0.9,
-        "r/checkpoints/1": 0.3,
-        "r/checkpoints/2": 0.5,
-        "r/checkpoints/3": 0.4,
-        "q/only": 0.8,
-    }
-    scores = {p: {"d": np.full(4, a), "e": np.full(4, a)} for p, a in avg.items()}
-    tables = {p: {n: {"avg": a} for n in ("d", "e")} for p, a in avg.items()}
-    E.tabulate(tables, scores)
-    (choice,) = E.selections(tables, scores, list(avg)[1:])
-    assert (choice["of"], choice["best"][-1], choice["last"][-1], choice["checkpoints"]) == (
-        "r/checkpoints",
-        "2",
-        "3",
-        3,
-    )
-    assert (choice["best_avg"], choice["last_avg"], choice["diff"]) == pytest.approx(
-        (0.5, 0.4, 0.1)
-    )
+def test_the_best_checkpoint_stands_beside_the_last():
+    averages = {"r/checkpoints/1": 0.3, "r/checkpoints/2": 0.5, "r/checkpoints/3": 0.4, "q/a": 0.8}
+    policies = [measured("base", d=[0.9] * 4, e=[0.9] * 4)]
+    for path, avg in averages.items():
+        policies.append(measured(path, "base", d=[avg] * 4, e=[avg] * 4))
+    eval.tabulate(policies)
+    (choice,) = eval.selections(policies)
+    assert (choice["of"], choice["checkpoints"]) == ("r/checkpoints", 3)
+    assert (choice["best"], choice["last"]) == ("r/checkpoints/2", "r/checkpoints/3")
+    found = [choice["best_avg"], choice["last_avg"], choice["diff"]]
+    assert found == pytest.approx([0.5, 0.4, 0.1])
 
 
-ROWS = {  # what each hub set holds, in its own field names and types
-    "HuggingFaceH4/aime_2024": {
-        "id": 60,
-        "problem": " p ",
-        "solution": "s",
-        "answer": "025",
-        "url": "u",
-        "year": "2024",
-    },
-    "yentinglin/aime_2025": {"id": "0", "problem": " p ", "answer": 25},
-    "MathArena/hmmt_feb_2025": {"problem_idx": 1, "problem": "p", "answer": "\\frac{1}{2}"},
-    "HuggingFaceH4/MATH-500": {
-        "problem": "p",
-        "solution": "s",
-        "answer": "\\pi",
-        "unique_id": "test/1",
-    },
-    "math-ai/amc23": {"id": 0, "question": "p", "answer": 27.0, "url": "u"},
-    "openai/gsm8k": {"question": "p", "answer": "2+2=<<2+2=4>>4\n#### 1,234"},
+ANSWERS = {  # what the hub holds and what is read; some sets call the problem a question
+    "aime24": ("problem", "025", "025"),
+    "aime25": ("problem", 25, "25"),
+    "hmmt25": ("problem", "\\pi", "\\pi"),
+    "math500": ("problem", "1", "1"),
+    "amc23": ("question", 27.0, "27"),
+    "gsm8k": ("question", "2+2=<<2+2=4>>4\n#### 1,234", "1,234"),
 }
 
 
-@pytest.mark.parametrize(
-    "name,gold",
-    [
-        ("aime24", "025"),
-        ("aime25", "25"),
-        ("hmmt25", "\\frac{1}{2}"),
-        ("math500", "\\pi"),
-        ("amc23", "27"),
-        ("gsm8k", "1,234"),
-    ],
-)
-def test_sets_by_name(name, gold, monkeypatch):
-    import datasets
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that holds two rows of each set."""
+    names = {entry[:3]: name for name, entry in problems.SETS.items()}
 
-    splits = {"HuggingFaceH4/MATH-500": "test", "math-ai/amc23": "test", "openai/gsm8k": "test"}
-
-    def load(hub, config=None, *, split):
-        assert split == splits.get(hub, "train") and config == ("main" if "gsm8k" in hub else None)
-        return [ROWS[hub]] * 2
+    def load(hub_id, config=None, *, split):
+        key, answer, _ = ANSWERS[names[hub_id, config, split]]
+        return [{"id": 60, key: " p ", "answer": answer}] * 2
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    assert E.load_set(name, "unused") == [E.R.Problem(str(i), "p", gold) for i in range(2)]
-    monkeypatch.setitem(ROWS, E.SETS[name][0], {"text": "p"})
-    with pytest.raises(E.UserError, match=f"{name}: .* not read .KeyError.*a JSONL"):
-        E.load_set(name, "unused")
 
 
-def test_the_papers_three_are_the_default(world_dir, monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr(
-        E,
-        "load_set",
-        lambda name, split: (
-            asked.append(name) or E.R.load_problems(str(world_dir / "data.jsonl"))[0]
-        ),
-    )
-    assert (
-        E.main(
-            [
-                str(world_dir / "model"),
-                "--limit",
-                "1",
-                "--samples",
-                "1",
-                "--max-new-tokens",
-                "4",
-                "--out",
-                str(world_dir / "three"),
-            ]
-        )
-        == 0
-    )
-    assert (
-        asked == ["aime24", "aime25", "hmmt25"]
-        and "| model | (mean) | 3 | 0.0% | 0.0%-0.0% |" in capsys.readouterr().out
-    )
+@pytest.mark.parametrize("name", problems.SETS)
+def test_sets_by_name(name, hub, monkeypatch):
+    found = problems.load_set(name, "unused")
+    assert found == [problems.Problem(str(i), "p", ANSWERS[name][2]) for i in range(2)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"text": "p"}])
+    with pytest.raises(UserError, match=f"{name}: .* not read .KeyError.*a JSONL"):
+        problems.load_set(name, "unused")
 
 
-def args(world_dir, out, *more):
-    return [
-        str(world_dir / "model"),
-        "--data",
-        str(world_dir / "data.jsonl"),
-        "--samples",
-        "3",
-        "--max-new-tokens",
-        "8",
-        "--rows",
-        "5",
-        "--out",
-        str(out),
-        "--device",
-        "cpu",
-        *more,
-    ]
+def command(world_dir, out, more="", model=""):
+    flags = f"--data {world_dir}/data.jsonl --samples 3 --max-new-tokens 8 --rows 5 --device cpu"
+    return f"{model or world_dir / 'model'} {flags} --out {out} {more}".split()
+
+
+def evaluate(world_dir, out, more="", model=""):
+    """The samples in order of an evaluation that succeeds."""
+    assert eval.main(command(world_dir, out, more, model)) == 0
+    return samples(out)
 
 
 def samples(out):
-    return sorted(
-        (json.loads(x) for x in open(out / "samples.jsonl")), key=lambda s: (s["id"], s["sample"])
-    )
+    rows = [json.loads(line) for line in open(out / "samples.jsonl")]
+    return sorted(rows, key=lambda row: (row["set"], row["id"], row["sample"]))
 
 
-def test_a_killed_evaluation_goes_on(world_dir, tmp_path, capsys):
-    assert E.main(args(world_dir, tmp_path / "a")) == 0
-    assert "| model | data | 12 | 0.0% |" in capsys.readouterr().out
-    whole = samples(tmp_path / "a")
-    assert len(whole) == 36 and len({tuple(s["text"]) for s in whole}) > 30
-    (tmp_path / "b").mkdir()
-    lines = (tmp_path / "a/samples.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "b/samples.jsonl").write_text(
-        "".join(lines[:13]) + lines[13][:40]
-    )  # torn by a kill
-    (tmp_path / "b/settings.json").write_text((tmp_path / "a/settings.json").read_text())
-    assert E.main(args(world_dir, tmp_path / "b")) == 0
-    assert samples(tmp_path / "b") == whole
-    assert (tmp_path / "a/results.json").read_bytes() == (tmp_path / "b/results.json").read_bytes()
-    assert E.main(args(world_dir, tmp_path / "b", "--temperature", "0.5")) == 2
-    assert "other settings" in capsys.readouterr().err
+def test_the_papers_three_sets_are_the_default(world_dir, tmp_path, hub, capsys):
+    flags = f"--limit 1 --samples 1 --max-new-tokens 4 --out {tmp_path}"
+    assert eval.main([f"{world_dir}/model", *flags.split()]) == 0
+    assert [row["set"] for row in samples(tmp_path)] == ["aime24", "aime25", "hmmt25"]
+    assert "| model | (mean) | 3 | 0.0% | 0.0%-0.0% |" in capsys.readouterr().out
+
+
+def test_kill_9_and_go_on(world_dir, tmp_path):
+    """One row at a time, so that it is exact: a batch's other rows can move a draw by rounding."""
+    long = "--max-new-tokens 40 --samples 5 --rows 1 --limit 6"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    rows = evaluate(world_dir, whole, long)
+    log = killed / "samples.jsonl"
+    program = [sys.executable, ROOT / "eval.py", *command(world_dir, killed, long)]
+    process = subprocess.Popen(program, env=ONE_THREAD)
+    while process.poll() is None and not (log.exists() and log.stat().st_size):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    before = log.read_text()
+    before = before[: before.rfind("\n") + 1]
+    assert 0 < before.count("\n") < 30 and not (killed / "results.json").exists()
+    log.write_text(before + '{"set": "da')  # a torn line
+    assert evaluate(world_dir, killed, long) == rows
+    assert log.read_text().startswith(before)
+    assert (whole / "results.json").read_bytes() == (killed / "results.json").read_bytes()
 
 
 def test_two_processes_give_the_samples_of_one(world_dir, tmp_path):
-    assert E.main(args(world_dir, tmp_path / "1")) == 0
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            ROOT / "eval.py",
-            *args(world_dir, tmp_path / "2"),
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=150,
-    )
+    one, two = tmp_path / "1", tmp_path / "2"
+    whole = evaluate(world_dir, one)
+    assert len(whole) == 36 and len({row["text"] for row in whole}) > 30
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
+    program = [sys.executable, *torchrun, ROOT / "eval.py", *command(world_dir, two)]
+    run = subprocess.run(program, capture_output=True, text=True, env=ONE_THREAD, timeout=150)
     assert run.returncode == 0, run.stderr[:2000] + run.stderr[-2000:]
-    assert samples(tmp_path / "1") == samples(tmp_path / "2")
-    assert (tmp_path / "1/results.json").read_bytes() == (tmp_path / "2/results.json").read_bytes()
-
-
-def test_only_some_problems(world_dir, tmp_path):
-    assert E.main(args(world_dir, tmp_path, "--limit", "2")) == 0
-    assert (
-        len(samples(tmp_path)) == 6
-        and json.loads((tmp_path / "results.json").read_text())["results"][
-            str(world_dir / "model")
-        ]["data"]["problems"]
-        == 2
-    )
+    assert samples(two) == whole
+    assert (one / "results.json").read_bytes() == (two / "results.json").read_bytes()
 
 
 def test_a_problem_that_changed_is_sampled_anew(world_dir, tmp_path):
     data = tmp_path / "d.jsonl"
     for answer in ("3", "4"):
         data.write_text(json.dumps({"problem": "What is 1 plus 2?", "answer": answer}) + "\n")
-        assert (
-            E.main(
-                [
-                    str(world_dir / "model"),
-                    "--data",
-                    str(data),
-                    "--samples",
-                    "1",
-                    "--max-new-tokens",
-                    "4",
-                    "--out",
-                    str(tmp_path / "o"),
-                ]
-            )
-            == 0
-        )
-        assert [s["gold"] for s in samples(tmp_path / "o")] == [answer]
+        rows = evaluate(world_dir, tmp_path, f"--data {data} --samples 1")
+        assert [row["gold"] for row in rows] == [answer]
 
 
-def adapter(world_dir, path, seed):
-    import torch
-    from peft import LoraConfig, get_peft_model
+def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
+    """Other problems, a problem's id and set, the rows and the number of samples have no part."""
+    whole = {row["id"]: [] for row in PROBLEMS}
+    for row in evaluate(world_dir, tmp_path / "a"):
+        whole[row["id"]].append(row["text"])
+    part = [{**row, "id": f"new {row['id']}"} for row in reversed(PROBLEMS[3:7])]
+    data = tmp_path / "part.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in part))
+    more = f"--data {data} --rows 2 --samples 2 --limit 3"
+    rows = evaluate(world_dir, tmp_path / "b", more)
+    assert len(rows) == 6
+    for row in rows:
+        assert row["text"] == whole[row["id"].removeprefix("new ")][row["sample"]]
+    (table,) = json.loads((tmp_path / "b/results.json").read_text())["results"].values()
+    assert (table["part"]["problems"], table["part"]["samples"]) == (3, 6)
 
-    model = E.R.load_model(str(world_dir / "model"), torch.device("cpu"))[0]
-    torch.manual_seed(seed)
-    get_peft_model(
-        model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    ).save_pretrained(path)
+
+def test_a_base_against_all_checkpoints_of_a_run(world_dir, tmp_path, capsys):
+    base, foreign = tmp_path / "model", tmp_path / "foreign"
+    shutil.copytree(world_dir / "model", base)
+    steps = [tmp_path / f"run/checkpoints/step_00000{i}" for i in (1, 2)]
+    for seed, path in enumerate([*steps, foreign]):
+        model, _ = policy.load_model(str(base), torch.device("cpu"))
+        torch.manual_seed(seed)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        peft.get_peft_model(model, lora).save_pretrained(path)
+    more = f"--data {world_dir}/data.jsonl --samples 3 --max-new-tokens 8".split()
+    everything = [str(base), str(tmp_path / "run"), str(foreign), *more]
+    assert eval.main(everything) == 0
+    out = capsys.readouterr().out
+    whole = json.loads((tmp_path / "run/eval/results.json").read_text())
+    assert list(whole["results"]) == [str(path) for path in (base, *steps, foreign)]
+    assert [choice["best"] for choice in whole["selection"]] == [str(steps[0])]
+    assert "of 2 checkpoints" in out and "best was picked on these problems" in out
+    assert whole["results"][str(foreign)]["data"]["diff"] == 0.0
+    assert out.count("+0.0% to +0.0%") == 4
+    texts = set()  # each policy has sampled, in a folder of its own
+    for path in (base, *steps, foreign):
+        texts.add(tuple(row["text"] for row in samples(path / "eval")))
+    assert len(texts) == 4
+
+    config = (base / "config.json").rename(tmp_path / "away")  # now the model cannot be loaded
+    assert eval.main([str(steps[1]), *more]) == 0  # and need not be: the samples are there
+    assert (steps[1] / "eval/results.json").exists()
+    config.rename(base / "config.json")
+    shutil.copy(steps[0] / "adapter_model.safetensors", foreign)
+    capsys.readouterr()
+    assert eval.main(everything) == 2
+    assert "foreign/eval/settings.json: an evaluation with other" in capsys.readouterr().err
 
 
-def test_a_base_against_all_checkpoints_of_a_run(world_dir, tmp_path, capsys, monkeypatch):
-    for step in (1, 2):
-        adapter(world_dir, tmp_path / f"run/checkpoints/step_00000{step}", step)
-    adapter(world_dir, tmp_path / "foreign", 3)
-    base, more = args(world_dir, tmp_path / "base")[0], args(world_dir, tmp_path / "base")[1:-4]
-    paths = [base, str(tmp_path / "run"), str(tmp_path / "foreign")]
-    try:
-        assert E.main([*paths, *more]) == 0
-        out = capsys.readouterr().out
-        table = json.loads((tmp_path / "run/eval/results.json").read_text())
-        steps = [str(tmp_path / f"run/checkpoints/step_00000{i}") for i in (1, 2)]
-        assert list(table["results"]) == [base, *steps, paths[2]]
-        assert (
-            [x["best"] for x in table["selection"]] == [steps[0]]
-            and "of 2 checkpoints" in out
-            and "best was picked on these problems" in out
-        )
-        texts = [
-            [x["text"] for x in samples(p)]
-            for p in (
-                world_dir / "model/eval",
-                *(tmp_path / f"run/checkpoints/step_00000{i}/eval" for i in (1, 2)),
-                tmp_path / "foreign/eval",
-            )
-        ]
-        assert (
-            all(len(t) == 36 for t in texts) and len({tuple(t) for t in texts}) == 4
-        )  # each policy sampled, in a folder of its own
-        assert (
-            table["results"][paths[2]]["data"]["diff"] == 0.0 and out.count("+0.0% to +0.0%") == 4
-        )
-        monkeypatch.setattr(
-            E.R, "load_model", lambda *_, **__: pytest.fail("nothing is left to sample")
-        )
-        assert (
-            E.main([steps[1], *more]) == 0
-        )  # the same samples again, in the checkpoint's own table
-        assert (tmp_path / "run/checkpoints/step_000002/eval/results.json").exists()
-        adapter_file = tmp_path / "foreign/adapter_model.safetensors"
-        shutil.copy(f"{steps[0]}/adapter_model.safetensors", adapter_file)
-        capsys.readouterr()
-        assert (
-            E.main([*paths, *more]) == 2
-            and "foreign/eval: holds an evaluation with other settings" in capsys.readouterr().err
-        )
-    finally:
-        shutil.rmtree(f"{base}/eval")
+def test_other_weights_at_the_same_place_are_not_the_same_policy(world_dir, tmp_path, capsys):
+    """Local weights count by content: made anew they are refused, moved they are known again."""
+    model, moved, out = tmp_path / "model", tmp_path / "moved", tmp_path / "out"
+    shutil.copytree(world_dir / "model", model)
+    evaluate(world_dir, out, "--limit 2", model)
+    before = (out / "samples.jsonl").read_bytes()
+    model.rename(moved)
+    evaluate(world_dir, out, "--limit 2", moved)
+    assert (out / "samples.jsonl").read_bytes() == before
+    make_model(seed=1).save_pretrained(moved)
+    assert eval.main(command(world_dir, out, "--limit 2", moved)) == 2
+    assert "other settings" in capsys.readouterr().err
 
 
 def test_base_skill_is_the_teachers_block_with_all_pairs():
     bank = make_bank()
-    pairs = [S.SkillPair(g, e, 1.0, 1.0) for g, e in zip(bank.general_skills, bank.common_mistakes)]
-    assert S.render_skills(pairs[:1], "What is {skills} \\boxed{}?") == S.render_teacher(
-        pairs[0], "What is {skills} \\boxed{}?"
-    )
-    text = S.render_skills(pairs, "P")
-    head, mistakes = text.split("### Mistakes to Avoid\n")
-    assert [
-        head.count("- **"),
-        head.count("_Apply when"),
-        mistakes.count("- **Don't**"),
-        mistakes.count("**Instead**"),
-    ] == [4] * 4
-    assert head.index("Use add") < head.index("Use carry") and text.endswith(
-        "\n\nProblem: P\n\n" + S.template("student").split("\n\n")[1]
-    )
+    pairs = []
+    for skill, mistake in zip(bank.general_skills, bank.common_mistakes):
+        pairs.append(skills.SkillPair(skill, mistake, 1.0, 1.0))
+    one = skills.render_teacher(pairs[0], "{skills}")
+    assert skills.render_skills(pairs[:1], "{skills}") == one
+    text = skills.render_skills(pairs, "P")
+    assert [text.count("_Apply when"), text.count("**Instead**")] == [4, 4]
+    assert text.index("Use add") < text.index("Use carry") < text.index("### Mistakes to Avoid")
+    assert text.endswith("\n\n" + skills.render_student("P"))
 
 
-def test_skills_reach_a_prompt_only_when_asked_for(world_dir, tmp_path, monkeypatch, capsys):
-    """With --skills every prompt holds the pairs retrieved for its problem; without, no bank is read and every prompt is the student's."""
-    seen, keep = [], E.R.chat_ids
-    monkeypatch.setattr(
-        E.R, "chat_ids", lambda tok, text, **kw: seen.append(text) or keep(tok, text, **kw)
-    )
-    skilled = ["--skills", str(world_dir / "bank.json"), "--encoder", str(world_dir / "encoder")]
-    assert E.main(args(world_dir, tmp_path / "a", *skilled, "--num-skills", "2")) == 0
-    bank, embed = (
-        S.SkillBank.load(world_dir / "bank.json"),
-        S.load_encoder(str(world_dir / "encoder"), "cpu"),
-    )
-    problems = [json.loads(x)["problem"] for x in open(world_dir / "data.jsonl")]
-    assert {*seen} == {S.render_skills(bank.retrieve(p, 2, embed), p) for p in problems}
-    settings = json.loads((tmp_path / "a/settings.json").read_text())
+def test_skills_reach_a_prompt_only_when_asked_for(world_dir, tmp_path, capsys):
+    """The samples are those of prompts with the retrieved pairs, and of plain ones without."""
+    model, tokenizer = policy.load_model(f"{world_dir}/model", torch.device("cpu"))
+    bank = skills.SkillBank.load(world_dir / "bank.json")
+    embed = skills.load_encoder(f"{world_dir}/encoder", "cpu")
+    given = f"--samples 1 --skills {world_dir}/bank.json --encoder {world_dir}/encoder"
+    sampling = rollout.Sampling(1.0, 0.95, 0, 8)
+    flags = {"skilled": f"{given} --num-skills 2", "plain": "--samples 1"}
+    for name, more in flags.items():
+        for row in evaluate(world_dir, tmp_path / name, more):
+            problem = PROBLEMS[int(row["id"][1:])]["problem"]
+            pairs = bank.retrieve(problem, 2, embed) if name == "skilled" else []
+            text = skills.render_skills(pairs, problem)
+            prompt = rollout.chat_ids(tokenizer, text, thinking=True)
+            key = rollout.sample_key(0, 0, problem)
+            (drawn,) = rollout.generate(model, tokenizer, [prompt], sampling, [key])
+            assert row["text"] == tokenizer.decode(drawn, skip_special_tokens=True)
+    settings = json.loads((tmp_path / "skilled/settings.json").read_text())
     assert settings["num_skills"] == 2 and settings["bank"]
-    assert (
-        E.main(args(world_dir, tmp_path / "a")) == 2 and "other settings" in capsys.readouterr().err
-    )
-    assert (
-        E.main(args(world_dir, tmp_path / "b", *skilled)) == 2
-        and "--num-skills 8: must be in 1..4" in capsys.readouterr().err
-    )
-    monkeypatch.setattr(S.SkillBank, "load", lambda *_: pytest.fail("a bank was read"))
-    seen.clear()
-    assert E.main(args(world_dir, tmp_path / "c")) == 0
-    assert {*seen} == {S.render_student(p) for p in problems}
-    words = [str(v) for key in S.FIELDS for e in getattr(bank, key) for v in e.values()]
-    assert not any(w in text for text in seen for w in [*words, "guidance"])
-
-
-def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
-    """Neither the other problems, nor a problem's id or set, nor how many samples there are, has a part in a sample."""
-    rows = [json.loads(x) for x in open(world_dir / "data.jsonl")]
-    (tmp_path / "some.jsonl").write_text(
-        "".join(
-            json.dumps({"problem": r["problem"], "answer": r["answer"]}) + "\n"
-            for r in reversed(rows[3:7])
-        )
-    )
-    assert E.main(args(world_dir, tmp_path / "a")) == 0
-    assert (
-        E.main(
-            [
-                *args(world_dir, tmp_path / "b", "--rows", "2", "--samples", "2"),
-                "--data",
-                str(tmp_path / "some.jsonl"),
-            ]
-        )
-        == 0
-    )
-    texts = {(s["id"], s["sample"]): s["text"] for s in samples(tmp_path / "a")}
-    assert (
-        all(
-            s["text"] == texts[f"p{6 - int(s['id'])}", s["sample"]] for s in samples(tmp_path / "b")
-        )
-        and len(samples(tmp_path / "b")) == 8
-    )
-
-
-def test_kill_9_and_go_on(world_dir, tmp_path):
-    """A real process, killed while it samples: what it had finished is kept, and the table is that of a run never killed. One row at a
-    time, so that this is exact: who else is in a batch can move a draw by rounding, once in tens of thousands of tokens."""
-    long = ["--max-new-tokens", "40", "--samples", "5", "--rows", "1"]
-    assert E.main(args(world_dir, tmp_path / "whole", *long)) == 0
-    command = [sys.executable, str(ROOT / "eval.py"), *args(world_dir, tmp_path / "killed", *long)]
-    log = tmp_path / "killed/samples.jsonl"
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    deadline = time.monotonic() + 100
-    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    before = log.read_text()
-    assert 0 < before.count("\n") < 60 and not (tmp_path / "killed/results.json").exists()
-    assert E.main(args(world_dir, tmp_path / "killed", *long)) == 0
-    assert log.read_text().startswith(before[: before.rfind("\n") + 1])
-    assert samples(tmp_path / "killed") == samples(tmp_path / "whole")
-    assert (tmp_path / "killed/results.json").read_bytes() == (
-        tmp_path / "whole/results.json"
-    ).read_bytes()
-
-
-def test_other_weights_at_the_same_place_are_not_the_same_policy(world_dir, tmp_path, capsys):
-    """Local weights count by content: a model that was made anew is refused, one that was moved goes on."""
-    model = tmp_path / "model"
-    shutil.copytree(world_dir / "model", model)
-    flags = [
-        "--data",
-        str(world_dir / "data.jsonl"),
-        "--limit",
-        "2",
-        "--samples",
-        "1",
-        "--max-new-tokens",
-        "4",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert E.main([str(model), *flags]) == 0
-    before = (tmp_path / "out" / "samples.jsonl").read_bytes()
-    assert (
-        E.main([str(model.rename(tmp_path / "moved")), *flags]) == 0
-        and (tmp_path / "out" / "samples.jsonl").read_bytes() == before
-    )
-    make_model(seed=1).save_pretrained(tmp_path / "moved")
-    capsys.readouterr()
-    assert (
-        E.main([str(tmp_path / "moved"), *flags]) == 2
-        and "other settings" in capsys.readouterr().err
-    )
-
-
-def test_two_policies_never_share_a_folder(world_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir("/")
-    model = str(world_dir / "model")
-    assert (
-        E.main(
-            [
-                model,
-                model.lstrip("/"),
-                "--data",
-                str(world_dir / "data.jsonl"),
-                "--out",
-                str(tmp_path),
-            ]
-        )
-        == 2
-    )
-    assert "would keep their samples in one folder" in capsys.readouterr().err
+    assert eval.main(command(world_dir, tmp_path / "skilled", flags["plain"])) == 2
+    assert "other settings" in capsys.readouterr().err
+    assert eval.main(command(world_dir, tmp_path / "c", given)) == 2
+    assert "--num-skills 8: must be in 1..4" in capsys.readouterr().err

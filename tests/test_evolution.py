@@ -4,7 +4,6 @@ import copy
 import json
 import random
 import re
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -325,15 +324,11 @@ def test_the_complete_items_of_a_cut_extraction_are_used():
 # --------------------------------------------------------------------------- merging (Alg. 3)
 
 
+LAYER = "layer_index input_items num_groups output_items stagnant_layers stopped_reason".split()
+
+
 def layer(i, before, groups, after, stagnant, reason=None):
-    return {
-        "layer_index": i,
-        "input_items": before,
-        "num_groups": groups,
-        "output_items": after,
-        "stagnant_layers": stagnant,
-        "stopped_reason": reason,
-    }
+    return dict(zip(LAYER, (i, before, groups, after, stagnant, reason)))
 
 
 @both_kinds
@@ -439,13 +434,6 @@ def test_a_prompt_that_was_asked_before_goes_to_retry_with_the_number_of_times()
     skills.merge(items("abcde"), G, model, 2, 2, retry=retry)
     assert model.groups == [["ab", "cd"]]
     assert asked == [[("cd", 1)], [("ab", 1), ("cd", 2)]]
-
-
-def test_a_count_that_is_handed_on_is_kept_up():
-    asked = Counter()
-    for _ in range(3):
-        skills.merge(PAIR, G, merging(keep), asked=asked)
-    assert list(asked.values()) == [3]
 
 
 @both_kinds
@@ -578,15 +566,11 @@ def test_the_same_bank_when_nothing_is_due(records, step):
     assert skills.evolve(bank, records, step, model) is bank and not model.calls
 
 
-@pytest.mark.parametrize(
-    "step,changes,due",
-    [
-        (7, {"update_every": 7}, True),
-        (25, {"update_every": 0}, False),
-        (25, {"success_gate": 0.5}, False),
-        (25, {"success_gate": 0.51}, True),
-    ],
-)
+GATES = [(7, {"update_every": 7}, True), (25, {"update_every": 0}, False)]
+GATES += [(25, {"success_gate": 0.5}, False), (25, {"success_gate": 0.51}, True)]
+
+
+@pytest.mark.parametrize("step,changes,due", GATES)
 def test_frequency_and_gate_are_settings(step, changes, due):
     bank = make_bank()
     new = skills.evolve(bank, window(1, 1), step, extracting(), **changes)
@@ -719,37 +703,23 @@ def test_a_window_needs_four_attributes_and_no_source_is_made_up():
 
 # --------------------------------------------------------------------------- mangled replies
 
-ODD = '{ } [ ] " \\ , : \n \t \0 \x1b \ud800 \u2028 \\u \\ud83d \\n </think> <think> ``` 1e999'
-ODD = ODD.split(" ")
-DRESSES = ["```json\n{}\n```", "On [0, 1] {{x}}:\n{}\nSo.", "<think>[{{</think>{}", '{{"a": {}}}']
+ODD = '{ } [ ] " \\ , : \n \0 \ud800 \u2028 \\u \\ud83d \\n </think> <think> ``` 1e999 {"a":'.split(
+    " "
+)
 
 
 def mangle(rng, text):
-    """Insert something odd, cut, delete, repeat, swap brackets, dress up or nest."""
+    """Insert something odd, once or often, cut the end or the beginning, delete or repeat."""
     a, b = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
-    opening, closing = rng.choice([("[", "]"), ('{"a":', "}"), ("[1,", "]")])
-    depth = rng.randint(1, 60)
-    swapped = text[a:b].translate(str.maketrans("{}[]", "[]{}"))
-    return rng.choice(
-        [
-            text[:a] + rng.choice(ODD) + text[a:b] + rng.choice(ODD) + text[b:],
-            text[:a],
-            text[a:],
-            text[:a] + text[b:],
-            text[:b] + text[a:],
-            text[:a] + swapped + text[b:],
-            rng.choice(DRESSES).format(text),
-            text[:a] + opening * depth + text[a:] + closing * rng.choice([0, depth]),
-        ]
-    )
+    odd = rng.choice(ODD) * rng.choice([1, 60])
+    return rng.choice([text[:a] + odd + text[a:], text[:a], text[a:], text[:b] + text[a:]])
 
 
 def mangled(rng, key):
-    """A valid reply of one to three items, then up to four manglings, cut to be read quickly."""
+    """A valid reply of one to three items, then up to three manglings, cut to be read quickly."""
     found = items([f"{rng.randint(0, 9)} \\frac{{1}}{{2}} \\nu [0, 1]\né" for _ in "abc"], key)
-    found = found[: rng.randint(1, 3)]
-    text = rng.choice([answer(found, key), json.dumps(found), json.dumps({key: found}, indent=2)])
-    for _ in range(rng.randint(0, 4)):
+    text = rng.choice([answer, lambda found, _: json.dumps(found)])(found[rng.randint(0, 2) :], key)
+    for _ in range(rng.randint(0, 3)):
         text = mangle(rng, text)
     return text[:4000]
 

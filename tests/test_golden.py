@@ -1,4 +1,4 @@
-"""Every function of the objective against plain-Python loops that write the paper's equations literally."""
+"""Every function of the objective against plain-Python loops that write the paper's equations."""
 
 import math
 import random
@@ -9,22 +9,22 @@ import torch
 import sgsd
 
 EPS = 1e-8
+SEEDS = range(40)
 
-# ------------------------------------------------------------------------------------------------------ the paper, in loops (math only)
+# ------------------------------------------------------------- the paper, in loops (math only)
 
 
 def eq6(s_g, s_e):
-    s = [(g + e) / 2 for g, e in zip(s_g, s_e)]
-    total = sum(math.exp(s_j) for s_j in s)
-    return [math.exp(s_k) / total for s_k in s]
+    exps = [math.exp((g + e) / 2) for g, e in zip(s_g, s_e)]
+    return [x / sum(exps) for x in exps]
 
 
-def eq7(logp_teachers, logp_student):
-    return [[lt - ls for lt, ls in zip(teacher, logp_student)] for teacher in logp_teachers]
+def eq7(teacher, student):
+    return [lt - ls for lt, ls in zip(teacher, student)]
 
 
-def eq8(delta):
-    return [sum(gaps) / len(gaps) for gaps in delta]
+def eq8(gaps):
+    return sum(gaps) / len(gaps)
 
 
 def eq11(gap, c_delta):
@@ -35,41 +35,28 @@ def eq11(gap, c_delta):
     return gap
 
 
-def eq12(delta, mask, c_delta):
-    support = []
-    for gaps in delta:
-        num = 0.0
-        for gap, m in zip(gaps, mask):
-            num += m * eq11(gap, c_delta)
-        support.append(num / (sum(mask) + EPS))
-    return support
+def masked_mean(values, mask):  # of Eqs. 12 and 15
+    total = 0.0
+    for value, m in zip(values, mask):
+        total += m * value
+    return total / (sum(mask) + EPS)
 
 
 def sgn(x):
-    return 1 if x > 0 else -1 if x < 0 else 0
+    return (x > 0) - (x < 0)
 
 
-def eq13(support, r, eps_a):
-    return [sgn(r) * sgn(a) if abs(a) > eps_a else 0 for a in support]
+def eq13(a, r, eps_a):
+    return sgn(r) * sgn(a) if abs(a) > eps_a else 0
 
 
 def eq14(gap, tau):
     return math.log(2) - math.log(1 + math.exp(-(gap**2) / (2 * tau)))
 
 
-def eq15(delta, mask, tau):
-    losses = []
-    for gaps in delta:
-        num = 0.0
-        for gap, m in zip(gaps, mask):
-            num += m * eq14(gap, tau)
-        losses.append(num / (sum(mask) + EPS))
-    return losses
-
-
-def eq16(delta, mask, alpha, rho, tau):
+def eq16(alpha, rho, lbar):
     total = 0.0
-    for a, p, loss in zip(alpha, rho, eq15(delta, mask, tau)):
+    for a, p, loss in zip(alpha, rho, lbar):
         total += a * p * loss
     return total
 
@@ -78,99 +65,79 @@ def eq17(gap, tau):
     return gap / (tau * (1 + math.exp(gap**2 / (2 * tau))))
 
 
-def eq20(delta, mask, alpha, rho, tau):
+def eq20(gaps, mask, a, p, tau):
     z = sum(mask) + EPS
-    return [
-        [a * p * m / z * eq17(gap, tau) for gap, m in zip(gaps, mask)]
-        for gaps, a, p in zip(delta, alpha, rho)
-    ]
+    return [a * p * m / z * eq17(gap, tau) for gap, m in zip(gaps, mask)]
 
 
-# --------------------------------------------------------------------------------------------------------------------------- the cases
+# ------------------------------------------------------------------------------------ the cases
 
 
 def case(seed):
-    """K in 1..8, T in 1..40, both extremes included; numbers on a grid of 1/1024, so that fp32 and fp64 read the same gaps."""
+    """K in 1..8, T in 1..40. Log-probabilities in 1/1024, so that fp32 and fp64 read the same."""
     rng = random.Random(seed)
     k, n = {0: (1, 1), 1: (8, 40)}.get(seed, (rng.randint(1, 8), rng.randint(1, 40)))
-
-    def on_grid(x):
-        return round(x * 1024) / 1024
-
-    student = [on_grid(-rng.expovariate(1.0)) for _ in range(n)]
-    stances = [rng.uniform(-0.5, 0.5) for _ in range(k)]
-    return {
-        "s_g": [on_grid(rng.uniform(-1, 1)) for _ in range(k)],
-        "s_e": [on_grid(rng.uniform(-1, 1)) for _ in range(k)],
-        "logpT": [
-            [on_grid(s + rng.gauss(stance, rng.choice([0.1, 1.0, 4.0]))) for s in student]
-            for stance in stances
-        ],
-        "logpS": student,
-        "mask": [0 if rng.random() < 0.25 else 1 for _ in range(n)] if seed != 2 else [0] * n,
-        "r": rng.choice([-1, 1]),
-        "tau": rng.choice([0.5, 1.0, 2.0]),
-        "c_delta": rng.choice([1.0, 3.0]),
-        "eps_a": rng.choice([0.0, 0.05, 0.25]),
-    }
-
-
-SEEDS = range(40)
+    student = [round(-1024 * rng.expovariate(1.0)) / 1024 for _ in range(n)]
+    teachers = []
+    for _ in range(k):
+        stance, width = rng.uniform(-0.5, 0.5), rng.choice([0.1, 1.0, 4.0])
+        teachers.append([round(1024 * (s + rng.gauss(stance, width))) / 1024 for s in student])
+    mask = [int(rng.random() >= 0.25 and seed != 2) for _ in range(n)]  # case 2: all masked
+    scores = [[round(1024 * rng.uniform(-1, 1)) / 1024 for _ in range(k)] for _ in "ge"]
+    settings = rng.choice([-1, 1]), rng.choice([0.5, 1.0, 2.0]), rng.choice([1.0, 3.0])
+    return scores, teachers, student, mask, *settings, rng.choice([0.0, 0.05, 0.25])
 
 
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_golden(seed, dtype, tol):
-    c = case(seed)
-    r, tau, c_delta, eps_a = c["r"], c["tau"], c["c_delta"], c["eps_a"]
-    s_g_K, s_e_K, logpT_KT, logpS_T, mask_T = (
-        torch.tensor(c[name], dtype=dtype) for name in ("s_g", "s_e", "logpT", "logpS", "mask")
-    )
+def test_every_function_equals_its_loop(seed, dtype, tol):
+    (s_g, s_e), teachers, student, mask, r, tau, c_delta, eps_a = case(seed)
+    alpha = eq6(s_g, s_e)
+    delta = [eq7(teacher, student) for teacher in teachers]
+    plain, a, rho, lbar, gates, slopes, credit = [], [], [], [], [], [], []
+    for gaps, weight in zip(delta, alpha):
+        plain.append(eq8(gaps))
+        a.append(masked_mean([eq11(gap, c_delta) for gap in gaps], mask))  # Eq. 12
+        rho.append(eq13(a[-1], r, eps_a))
+        gates.append([eq14(gap, tau) for gap in gaps])
+        lbar.append(masked_mean(gates[-1], mask))  # Eq. 15
+        slopes.append([eq17(gap, tau) for gap in gaps])
+        credit.append(eq20(gaps, mask, weight, rho[-1], tau))
+
+    def tensor(values):
+        return torch.tensor(values, dtype=dtype)
 
     def same(got, want):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got, torch.tensor(want, dtype=dtype), rtol=tol, atol=tol)
+        torch.testing.assert_close(got, tensor(want), rtol=tol, atol=tol)
 
-    alpha, delta = eq6(c["s_g"], c["s_e"]), eq7(c["logpT"], c["logpS"])
-    support = eq12(delta, c["mask"], c_delta)
-    rho = eq13(support, r, eps_a)
-
-    alpha_K, delta_KT = sgsd.teacher_weights(s_g_K, s_e_K), sgsd.log_prob_gap(logpT_KT, logpS_T)
+    mask_T = tensor(mask)
+    alpha_K = sgsd.teacher_weights(tensor(s_g), tensor(s_e))
+    delta_KT = sgsd.log_prob_gap(tensor(teachers), tensor(student))
     a_K = sgsd.robust_support(delta_KT, mask_T, c_delta)
     rho_K = sgsd.polarity(a_K, r, eps_a)
-
     same(alpha_K, alpha)
     same(delta_KT, delta)
-    same(sgsd.plain_support(delta_KT), eq8(delta))
-    same(a_K, support)
+    same(sgsd.plain_support(delta_KT), plain)
+    same(a_K, a)
     assert rho_K.tolist() == rho
-    same(
-        sgsd.polarity(sgsd.plain_support(delta_KT), r, 0.0),
-        [float(sgn(r) * sgn(a)) for a in eq8(delta)],
-    )  # Eq. 10
-    same(sgsd.gated_loss(delta_KT, tau), [[eq14(gap, tau) for gap in gaps] for gaps in delta])
-    same(sgsd.gate_grad(delta_KT, tau), [[eq17(gap, tau) for gap in gaps] for gaps in delta])
-    same(sgsd.teacher_losses(delta_KT, mask_T, tau), eq15(delta, c["mask"], tau))
-    same(
-        sgsd.sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, tau),
-        eq16(delta, c["mask"], alpha, rho, tau),
-    )
-    same(
-        sgsd.token_credit(delta_KT, mask_T, alpha_K, rho_K, tau),
-        eq20(delta, c["mask"], alpha, rho, tau),
-    )
+    plain_rho = [sgn(r) * sgn(x) for x in plain]  # Eq. 10
+    assert sgsd.polarity(sgsd.plain_support(delta_KT), r, 0.0).tolist() == plain_rho
+    same(sgsd.gated_loss(delta_KT, tau), gates)
+    same(sgsd.gate_grad(delta_KT, tau), slopes)
+    same(sgsd.teacher_losses(delta_KT, mask_T, tau), lbar)
+    same(sgsd.sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, tau), eq16(alpha, rho, lbar))
+    same(sgsd.token_credit(delta_KT, mask_T, alpha_K, rho_K, tau), credit)
 
 
-def test_the_cases_cover_the_rules():
-    seen, clipped, outcomes = set(), 0, set()
-    for c in map(case, SEEDS):
-        delta = eq7(c["logpT"], c["logpS"])
-        support = eq12(delta, c["mask"], c["c_delta"])
-        assert all(
-            abs(abs(a) - c["eps_a"]) > 1e-5 or a == 0 for a in support
-        )  # no polarity hangs on rounding
-        seen |= {(sgn(a), rho) for a, rho in zip(support, eq13(support, c["r"], c["eps_a"]))}
-        clipped += sum(abs(gap) > c["c_delta"] for gaps in delta for gap in gaps)
-        outcomes.add(c["r"])
-    assert {(1, 1), (1, -1), (1, 0), (-1, 1), (-1, -1), (-1, 0), (0, 0)} <= seen
-    assert clipped > 100 and outcomes == {-1, 1}
+def test_the_cases_cover_the_rules_and_none_hangs_on_rounding():
+    seen, clipped = set(), 0
+    for seed in SEEDS:
+        _, teachers, student, mask, r, _, c_delta, eps_a = case(seed)
+        for teacher in teachers:
+            bounded = [eq11(gap, c_delta) for gap in eq7(teacher, student)]
+            clipped += sum(abs(gap) == c_delta for gap in bounded)
+            a = masked_mean(bounded, mask)
+            assert a == 0 or abs(abs(a) - eps_a) > 1e-5
+            seen.add((r, sgn(a), eq13(a, r, eps_a)))
+    assert {(r, sign, r * sign) for r in (-1, 1) for sign in (-1, 1)} <= seen
+    assert {sign for _, sign, rho in seen if rho == 0} == {-1, 0, 1} and clipped > 100

@@ -1,227 +1,191 @@
-"""Scored log-probabilities: stacked equals one by one, sliced equals full, padding never inside, the null teacher is zero."""
+"""Scored log-probabilities: stacked as one by one, sliced as whole, the null teacher without gap."""
+
+import itertools
+import math
 
 import pytest
 import torch
 from conftest import make_model
-from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import rollout as R
+import policy
 import sgsd
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")  # renamed in 5.20
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16]]
 COMPLETIONS = [[20, 21, 22], [23, 24, 25, 26, 27, 28], [29]]
 
 
+def close(got, want, tol=2e-5):
+    torch.testing.assert_close(got, want, atol=tol, rtol=tol)
+
+
 def by_hand(model, prompt, completion, temperature=1.0):
-    """One row, full logits, log_softmax: the definition."""
-    with torch.no_grad():
-        logits = (
-            model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
-        )
-    logp = logits.log_softmax(-1)
-    return torch.stack([logp[len(prompt) - 1 + t, y] for t, y in enumerate(completion)]).float()
+    """The definition: one row, the model's own full logits, log_softmax."""
+    logits_LV = model(input_ids=torch.tensor([prompt + completion])).logits[0].float()
+    logp_TV = (logits_LV[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+    return logp_TV[range(len(completion)), completion]
+
+
+def gradients(model, loss):
+    return torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_rows_equal_the_definition(kind, temperature):
+def test_rows_and_gradients_equal_the_definition(kind, temperature):
+    """Gemma 2 caps its logits, so that its own are taken; the others' head runs on slices."""
     model = make_model(kind)
-    got = R.token_logprobs(model, PROMPTS, COMPLETIONS, temperature=temperature)
-    assert got.dtype == torch.float32 and got.shape == (3, 6)
-    for row, p, c in zip(got, PROMPTS, COMPLETIONS):
-        torch.testing.assert_close(
-            row[: len(c)], by_hand(model, p, c, temperature), atol=2e-5, rtol=1e-5
-        )
-        assert (row[len(c) :] == 0).all()
-
-
-def test_soft_capped_head_takes_the_plain_path():
-    assert R.head_is_sliced(make_model("qwen3")) and R.head_is_sliced(make_model("llama"))
-    assert not R.head_is_sliced(make_model("gemma2"))
+    assert policy.head_is_sliced(model) == (kind != "gemma2")
+    args = model, PROMPTS, COMPLETIONS
+    got_BT = policy.token_logprobs(*args, grad=True, temperature=temperature)
+    assert got_BT.dtype == torch.float32 and got_BT.shape == (3, 6)
+    total = 0.0
+    for got_T, prompt, completion in zip(got_BT, PROMPTS, COMPLETIONS):
+        want_T = by_hand(model, prompt, completion, temperature)
+        close(got_T[: len(completion)], want_T)
+        assert not got_T[len(completion) :].any()
+        total = total + want_T.sum()
+    for got, want in zip(gradients(model, got_BT.sum()), gradients(model, total)):
+        close(got, want, 1e-4)
+    assert not policy.token_logprobs(*args).requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_soft_cap_is_noticed_in_bf16_too(dtype):
+def test_a_capped_head_is_noticed_in_either_dtype(dtype):
     """Logits near the cap, as a trained Gemma has them."""
-    assert not R.head_is_sliced(make_model("gemma2", initializer_range=0.6).to(dtype))
-    assert R.head_is_sliced(make_model("qwen3", initializer_range=0.6).to(dtype))
+    for kind in ("gemma2", "qwen3"):
+        model = make_model(kind, initializer_range=0.6).to(dtype)
+        assert policy.head_is_sliced(model) == (kind == "qwen3")
 
 
-def test_slices_of_the_head_change_nothing(monkeypatch):
-    model = make_model()
-    whole = R.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True)
-    grad = torch.autograd.grad(whole.sum(), list(model.parameters()))
-    monkeypatch.setitem(R.SLICE_LOGITS, "cpu", 3 * 272)  # three positions at a time
-    sliced = R.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True)
-    torch.testing.assert_close(sliced, whole, atol=1e-6, rtol=1e-6)
-    for a, b in zip(torch.autograd.grad(sliced.sum(), list(model.parameters())), grad):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.numel = max(self.numel, out.numel())
+        return out
 
 
-def test_gradient_equals_full_logits():
-    model = make_model()
-    loss = R.token_logprobs(model, [PROMPTS[0]], [COMPLETIONS[0]], grad=True).sum()
-    logits = model(input_ids=torch.tensor([PROMPTS[0] + COMPLETIONS[0]])).logits[0]
-    want = logits[4:7].log_softmax(-1).gather(1, torch.tensor(COMPLETIONS[0])[:, None]).sum()
-    for a, b in zip(
-        torch.autograd.grad(loss, list(model.parameters())),
-        torch.autograd.grad(want, list(model.parameters())),
-    ):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+def test_whole_logits_are_never_alive_and_slices_change_nothing():
+    """1,300 positions over 20,000 tokens, forward and backward, and three stacked teachers."""
+    model = make_model(vocab=20_000)
+    ids_T = torch.randint(20_000, (1300,), generator=torch.Generator().manual_seed(0)).tolist()
+    with Largest() as largest:
+        got_T = policy.token_logprobs(model, [PROMPTS[0]], [ids_T], grad=True)[0]
+        got = gradients(model, got_T.sum())
+        policy.score_teachers(model, PROMPTS, ids_T[:600])
+    assert largest.numel < 600 * 20_000
+    want_T = by_hand(model, PROMPTS[0], ids_T)
+    close(got_T, want_T)
+    for a, b in zip(got, gradients(model, want_T.sum())):
+        assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 @pytest.mark.parametrize("budget", [1, 30, 10_000])
-def test_stacked_teachers_equal_one_by_one(budget):
+def test_stacked_teachers_equal_one_by_one_whatever_the_budget(budget):
     model, ids_T = make_model(), [30, 31, 32, 33]
-    got = sgsd.score_teachers(model, PROMPTS, ids_T, budget)
-    assert got.shape == (3, 4) and not got.requires_grad
-    for k, context in enumerate(PROMPTS):
-        torch.testing.assert_close(got[k], by_hand(model, context, ids_T), atol=2e-5, rtol=1e-5)
-    assert sgsd.score_teachers(model, [], ids_T).shape == (0, 4)
-
-
-def test_null_teacher_has_no_gap():
-    """A teacher whose context is the student's prompt is the student: Delta = 0 (D6)."""
-    model, ids_T = make_model(), [30, 31, 32, 33, 34]
-    contexts = [
-        PROMPTS[0],
-        PROMPTS[2],
-        PROMPTS[1],
-    ]  # the student's prompt among longer and shorter ones
-    student_T = R.token_logprobs(model, [PROMPTS[0]], [ids_T], grad=True)[0]
-    gap_KT = sgsd.log_prob_gap(sgsd.score_teachers(model, contexts, ids_T), student_T)
-    assert gap_KT[0].abs().max() < 1e-5 and gap_KT[1:].abs().max() > 1e-2
-
-
-def test_a_shift_by_one_is_seen():
-    """The comparison above is sharp: log-probabilities read one position late are far off."""
-    model, p, c = make_model(), PROMPTS[0], COMPLETIONS[1]
-    right, late = by_hand(model, p, c), by_hand(model, p + c[:1], c[1:])
-    got = R.token_logprobs(model, [p], [c])[0]
-    torch.testing.assert_close(got[1:], late, atol=2e-5, rtol=1e-5)
-    assert (got[:-1] - late).abs().max() > 0.1 and (got - right).abs().max() < 1e-4
-
-
-def test_padding_behind_is_inert():
-    """No attention mask is passed: what stands behind a row cannot be seen by it."""
-    model = make_model()
-    alone = R.token_logprobs(model, PROMPTS[1:2], COMPLETIONS[2:3])
-    beside = R.token_logprobs(model, [PROMPTS[1], [5] * 60], [COMPLETIONS[2], [6] * 40])
-    torch.testing.assert_close(beside[0, :1], alone[0, :1], atol=1e-5, rtol=1e-5)
-
-
-def test_checkpointing_changes_no_gradient():
-    model = make_model()
-    plain = torch.autograd.grad(
-        R.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True).sum(), list(model.parameters())
-    )
-    model._activation_checkpointing_enable({"use_reentrant": False}) if hasattr(
-        model, "_activation_checkpointing_enable"
-    ) else (model.gradient_checkpointing_enable({"use_reentrant": False}))
-    again = torch.autograd.grad(
-        R.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True).sum(), list(model.parameters())
-    )
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(plain, again))
-    assert not model.training  # put back as it was
-
-
-def test_bad_rows_are_refused():
-    with pytest.raises(ValueError, match="one non-empty prompt per completion"):
-        R.token_logprobs(make_model(), [[1]], [[1], [2]])
-    with pytest.raises(ValueError, match="one non-empty prompt per completion"):
-        R.token_logprobs(make_model(), [[]], [[1]])
-    assert R.token_logprobs(make_model(), [[1]], [[]]).shape == (1, 0)
+    logpT_KT = policy.score_teachers(model, PROMPTS, ids_T, budget)
+    assert logpT_KT.shape == (3, 4) and not logpT_KT.requires_grad
+    for logpT_T, context in zip(logpT_KT, PROMPTS):
+        close(logpT_T, by_hand(model, context, ids_T).detach())
+    assert policy.score_teachers(model, [], ids_T).shape == (0, 4)
 
 
 def test_packs_hold_their_budget_and_lose_no_row():
     lengths = [5, 100, 7, 30, 31, 2, 64]
-    groups = R.packs(lengths, 64)
-    assert sorted(i for g in groups for i in g) == list(range(7))
-    assert all(len(g) == 1 or max(lengths[i] for i in g) * len(g) <= 64 for g in groups)
+    groups = policy.packs(lengths, 64)
+    assert sorted(itertools.chain(*groups)) == list(range(7))
+    for group in groups:
+        assert len(group) == 1 or max(lengths[i] for i in group) * len(group) <= 64
 
 
-# ------------------------------------------------------------------------------------------------ beside a bf16 model
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_the_null_teacher_has_no_gap(kind):
+    """A teacher whose context is the student's prompt is the student: Delta = 0 (D6)."""
+    model, ids_T = make_model(kind), [30, 31, 32, 33, 34]
+    contexts = [PROMPTS[0], PROMPTS[2], PROMPTS[1]]  # among longer and shorter ones
+    student_T = policy.token_logprobs(model, [PROMPTS[0]], [ids_T], grad=True)[0]
+    gap_KT = sgsd.log_prob_gap(policy.score_teachers(model, contexts, ids_T), student_T)
+    assert gap_KT[0].abs().max() < 1e-5
+    assert gap_KT[1:].abs().max() > 1e-2
 
 
-def head(device="cpu"):
-    torch.manual_seed(0)
-    return (
-        torch.randn(64, 128, device=device).bfloat16(),
-        torch.randn(1000, 128, device=device).bfloat16() / 4,
-        torch.arange(64, device=device),
-    )
+def test_a_shift_by_one_is_seen():
+    """The comparisons above are sharp: log-probabilities read one place late are far off."""
+    model, prompt, ids_T = make_model(), PROMPTS[0], COMPLETIONS[1]
+    got_T = policy.token_logprobs(model, [prompt], [ids_T])[0]
+    late_T = by_hand(model, prompt + ids_T[:1], ids_T[1:])
+    close(got_T[1:], late_T)
+    assert (got_T[:-1] - late_T).abs().max() > 0.1
 
 
-def test_a_bf16_head_as_it_is(monkeypatch):
-    """What CUDA does with bf16 states and weights: log-probabilities to the last bit those of fp32 copies, gradients rounded to bf16."""
-    x_ND, weight_VD, ids_N = head()
-    mm = torch.mm
-    monkeypatch.setattr(
-        torch,
-        "mm",
-        lambda a, b, out_dtype=None: (
-            mm(a.to(out_dtype), b.to(out_dtype)) if out_dtype else mm(a, b)
-        ),
-    )
-    monkeypatch.setitem(R.SLICE_LOGITS, "cpu", 7 * 1000)
-    logps, grads = [], []
-    for weight in (weight_VD, weight_VD.float()):
-        logps.append(R._HeadLogprobs.apply(x := x_ND.clone().requires_grad_(), weight, ids_N, 0.7))
-        grads.append(torch.autograd.grad(logps[-1].sum(), x)[0].double())
-    assert logps[0].dtype == torch.float32 and torch.equal(*logps)
-    assert (grads[0] - grads[1]).norm() < 0.005 * grads[1].norm()
+def test_what_stands_behind_a_row_is_not_seen_by_it():
+    model = make_model()
+    alone = policy.token_logprobs(model, [PROMPTS[1]], [COMPLETIONS[2]])
+    beside = policy.token_logprobs(model, [PROMPTS[1], [5] * 60], [COMPLETIONS[2], [6] * 40])
+    close(beside[0, :1], alone[0], 1e-5)
+
+
+def test_checkpointed_layers_change_no_gradient_and_the_mode_is_put_back():
+    model = make_model()
+    plain = gradients(model, policy.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True).sum())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again = gradients(model, policy.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True).sum())
+    for a, b in zip(plain, again):
+        close(a, b, 1e-5)
+    assert not model.training
+
+
+def test_bad_rows_are_refused_and_no_tokens_are_fine():
+    model, rule = make_model(), "one non-empty prompt per completion"
+    for prompts, completions in (([[1]], [[1], [2]]), ([[]], [[1]])):
+        with pytest.raises(ValueError, match=rule):
+            policy.token_logprobs(model, prompts, completions)
+    assert policy.token_logprobs(model, [[1]], [[]]).shape == (1, 0)
+    assert policy.token_logprobs(model, [], []).shape == (0, 0)
+
+
+def bf16_head_gap(device):
+    """How far the log-probabilities of a bf16 head are from those of its numbers in fp64."""
+    model = make_model(vocab=1000, hidden_size=128).bfloat16().to(device)
+    x_ND = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    ids_N = torch.arange(64, device=device)
+    got_N = policy.over_slices(model, [x_ND], ids_N, policy.logprob_of)
+    assert got_N.dtype == torch.float32
+    want_NV = (x_ND.double() @ model.lm_head.weight.double().T).log_softmax(-1)
+    return (got_N - want_NV[range(64), range(64)]).abs().max()
+
+
+def test_a_bf16_head_is_exact():
+    assert bf16_head_gap("cpu") < 1e-4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_bf16_head_is_exact_on_cuda():
-    x_ND, weight_VD, ids_N = head("cuda")
-    want_N = (x_ND.double() @ weight_VD.double().t()).log_softmax(-1).diagonal()
-    torch.testing.assert_close(
-        R._HeadLogprobs.apply(x_ND, weight_VD, ids_N, 1.0).double(), want_N, atol=1e-4, rtol=1e-5
-    )
+def test_a_bf16_head_is_exact_in_tf32_too():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # as a bf16 model on CUDA is loaded
+    assert bf16_head_gap("cuda") < 1e-4
+    torch.set_float32_matmul_precision(before)
 
 
-def adapted(dtype):
-    """A model with adapters that do something, and PEFT's own forward."""
-    torch.manual_seed(0)
-    model = get_peft_model(
-        make_model().to(dtype), LoraConfig(r=4, lora_alpha=8, target_modules=list(sgsd.PROJECTIONS))
-    )
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p, std=0.2)
-    return model.eval()
-
-
-def scored(model):
-    logp = R.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True)
-    return logp.detach().double(), [
-        g.double()
-        for g in torch.autograd.grad(logp.sum(), [p for p in model.parameters() if p.requires_grad])
-    ]
-
-
-def test_lean_adapters():
-    """In bf16 no further from fp32 than PEFT's are, give or take; weights and gradients fp32; without adapters the base model; fp32 untouched."""
-    exact, plain, lean = (
-        adapted(torch.float32),
-        adapted(torch.bfloat16),
-        R.lean_adapters(adapted(torch.bfloat16)),
-    )
-    exact.load_state_dict(plain.state_dict())  # the bf16 weights, in fp32
-    assert all(p.dtype == torch.float32 for p in lean.parameters() if p.requires_grad)
-    (want, to_want), (peft, to_peft), (ours, to_ours) = map(scored, (exact, plain, lean))
-    assert not torch.equal(ours, peft) and (ours - want).norm() < 1.5 * (peft - want).norm()
-    far = [
-        sum((a - b).norm() ** 2 for a, b in zip(found, to_want)) ** 0.5
-        for found in (to_ours, to_peft)
-    ]
-    assert far[0] < 1.5 * far[1] < 0.1 * sum(a.norm() ** 2 for a in to_want) ** 0.5
-    with lean.disable_adapter(), plain.disable_adapter():
-        assert torch.equal(
-            R.token_logprobs(lean, PROMPTS, COMPLETIONS),
-            R.token_logprobs(plain, PROMPTS, COMPLETIONS),
-        )
-    assert "forward" not in vars(
-        R.lean_adapters(exact).base_model.model.model.layers[0].mlp.up_proj
-    )
+def test_adapters_are_fp32_beside_a_bf16_base_and_without_them_it_is_the_base():
+    base = make_model().bfloat16()
+    want = policy.token_logprobs(base, PROMPTS, COMPLETIONS)
+    model = policy.with_adapters(base, 4, 8)
+    params = policy.trained(model)
+    assert len(params) == 2 * 7 * 2  # A and B of seven projections in two layers
+    assert {p.dtype for p in params.values()} == {torch.float32}
+    close(policy.token_logprobs(model, PROMPTS, COMPLETIONS), want, 0)  # B is 0 at the start
+    for p in params.values():
+        torch.nn.init.normal_(p, std=0.2)
+    assert not torch.equal(policy.token_logprobs(model, PROMPTS, COMPLETIONS), want)
+    with model.disable_adapter():
+        assert torch.equal(policy.token_logprobs(model, PROMPTS, COMPLETIONS), want)
+    loss = policy.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True).sum()
+    for grad in gradients(model, loss):
+        assert grad.dtype == torch.float32 and grad.any() and math.isfinite(grad.norm())

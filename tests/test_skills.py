@@ -32,7 +32,7 @@ class Counting:
 def test_retrieval_by_hand():
     """Query (3, 4), not normalised. Skills (1,0): .6, (0,2): .8, (6,8): 1. Mistakes (0,-1): -.8,
     (4,3): .96. Three skills and two mistakes make two pairs (S8)."""
-    bank = make_bank(skills=3, mistakes=2)
+    bank = make_bank(n_skills=3, n_mistakes=2)
     vectors = {"q": (3, 4)}
     for entry, vector in zip(bank.general_skills, [(1, 0), (0, 2), (6, 8)]):
         vectors[skills.entry_text(entry, "general_skills")] = vector
@@ -45,7 +45,7 @@ def test_retrieval_by_hand():
 
 
 def test_the_best_k_are_those_of_all():
-    bank = make_bank(skills=10, mistakes=10)
+    bank = make_bank(n_skills=10, n_mistakes=10)
     every = bank.retrieve("carry the one", 10, fake_embed)
     for k in range(1, 11):
         assert bank.retrieve("carry the one", k, fake_embed) == every[:k]
@@ -139,7 +139,7 @@ def test_a_bad_bank_is_told_what_is_wrong(data, message, tmp_path):
 
 
 def test_lint_names_entries_with_one_problems_numbers():
-    bank = make_bank(skills=3, mistakes=2)
+    bank = make_bank(n_skills=3, n_mistakes=2)
     assert skills.lint(bank) == ""
     bank.general_skills[1]["principle"] = "Of 2024 and 2.5 take 10, 3 and 360."
     bank.common_mistakes[0]["how_to_avoid"] = "Use 17."

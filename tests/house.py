@@ -1,0 +1,111 @@
+"""The house: what each top-level file imports, how long it is, and whether the rules hold.
+
+    python tests/house.py
+
+Prints the files in layers, each with its lines and its imports, and fails where a rule is broken.
+"""
+
+import ast
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ORDER = (  # a file may import those before it
+    "distributed",
+    "verify",
+    "config",
+    "problems",
+    "policy",
+    "rollout",
+    "skills",
+    "eval",
+    "runlog",
+    "sgsd",
+    "baselines",
+    "report",
+)
+LINES_OF = {"sgsd": 500}
+LINES_OF_ANY, LINES_OF_ALL, COLUMNS = 600, 3500, 100  # all are those but report.py
+
+
+def imported(text: str) -> set[str]:
+    """The modules that a source imports anywhere: in functions and for types, too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+def reached(graph: dict[str, set[str]], name: str) -> set[str]:
+    """All that a file imports, directly or through others."""
+    found: set[str] = set()
+    left = [name]
+    while left:
+        new = graph[left.pop()] - found
+        found |= new
+        left += new
+    return found
+
+
+def layers_of(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The files in layers, each importing only from those before; a circle ends in the last."""
+    layers = []
+    left = dict(graph)
+    while left:
+        layer = [name for name, imports in left.items() if not imports & set(left)]
+        layer = layer or list(left)
+        layers.append(layer)
+        for name in layer:
+            del left[name]
+    return layers
+
+
+def faults_of(texts: dict[str, str], graph: dict[str, set[str]]) -> list[str]:
+    """Each broken rule as a line. texts: {module: source}; graph: {module: its own imports}."""
+    faults = []
+    circle = [name for name in graph if name in reached(graph, name)]
+    if circle:
+        faults.append(f"a circle of imports among {', '.join(circle)}")
+    for name, imports in graph.items():
+        if name not in ORDER:
+            faults.append(f"{name}.py has no place in the order of tests/house.py")
+            continue
+        above = ORDER[: ORDER.index(name)]
+        for other in sorted(imports - set(above)):
+            faults.append(f"{name}.py imports {other}, which stands beside or below it")
+    total = 0
+    for name, text in texts.items():
+        lines = text.splitlines()
+        if name != "report":
+            total += len(lines)
+        most = LINES_OF.get(name, LINES_OF_ANY)
+        if len(lines) > most:
+            faults.append(f"{name}.py has {len(lines)} lines, at most {most} are allowed")
+        for number, line in enumerate(lines, 1):
+            if len(line) > COLUMNS:
+                faults.append(f"{name}.py:{number} has {len(line)} columns, {COLUMNS} are allowed")
+            if "# fmt: skip" in line:
+                faults.append(f"{name}.py:{number} is kept from the formatter")
+    if total > LINES_OF_ALL:
+        faults.append(f"all but report.py have {total} lines, at most {LINES_OF_ALL} are allowed")
+    return faults
+
+
+def check(folder: pathlib.Path = ROOT) -> list[str]:
+    """Print the house in `folder`, and return each broken rule as a line."""
+    texts = {path.stem: path.read_text() for path in sorted(folder.glob("*.py"))}
+    graph = {name: imported(text) & set(texts) for name, text in texts.items()}
+    for level, layer in enumerate(layers_of(graph)):
+        for name in layer:
+            imports = " ".join(sorted(graph[name])) or "-"
+            print(f"{level}  {name + '.py':16}{len(texts[name].splitlines()):6} lines  {imports}")
+    return faults_of(texts, graph)
+
+
+if __name__ == "__main__":
+    faults = check()
+    print("\n".join(faults) or "all rules hold")
+    sys.exit(bool(faults))
