@@ -250,7 +250,7 @@ def sample(run: Run, step: int) -> tuple[list[int], list[Problem], list[Rollout]
     """This rank's places in the global batch, in whole groups; their problems and rollouts."""
     cfg = settings(run)
     batch = rollout.minibatch(run.problems, cfg, step, cfg.generations)
-    places = []
+    places = list[int]()
     for group in range(cfg.batch_size)[run.world.rank :: run.world.size]:
         places += range(group * cfg.generations, (group + 1) * cfg.generations)
     data = [batch[i][0] for i in places]
@@ -269,17 +269,18 @@ def teachers(run: Run, step: int, x: Problem) -> tuple[list[SkillPair], list[lis
     OPSD has a single teacher. With --answer-pi a teacher also sees the reference answer (S16).
     """
     cfg, device = settings(run), run.world.device
+    shown = x
     if cfg.answer_pi:
-        x = replace(x, problem=f"{x.problem}\n\nThe reference answer is {x.answer}.")
+        shown = replace(x, problem=f"{x.problem}\n\nThe reference answer is {x.answer}.")
     if cfg.method.startswith("opsd"):
         pairs = visible(run, step, x)
-        text = skills.render_skills(pairs, x.problem)
+        text = skills.render_skills(pairs, shown.problem)
         context = sgsd.prompt_ids(run, text, f"teacher of {x.id}", cfg.teacher_prefix)
         return pairs, [context], torch.ones(1, device=device)
     pairs = retrieve(run, step, x)
     s_g_K = torch.tensor([pair.s_g for pair in pairs], device=device)
     s_e_K = torch.tensor([pair.s_e for pair in pairs], device=device)
-    return pairs, sgsd.teacher_prompts(run, x, pairs), sgsd.teacher_weights(s_g_K, s_e_K)
+    return pairs, sgsd.teacher_prompts(run, shown, pairs), sgsd.teacher_weights(s_g_K, s_e_K)
 
 
 def distil_step(run: Run, step: int) -> Update:
@@ -397,7 +398,7 @@ def grpo_step(run: Run, step: int) -> Update:
 def finish(run: Run, step: int, records: list[dict], clock: runlog.Stopwatch) -> Update:
     """The optimizer's step, and then the copied teacher's."""
     cfg = settings(run)
-    norm = sgsd.optimizer_step(run, step)
+    norm = policy.update(run.model, run.optimizer, run.world, cfg, step)
     follow = 0.0
     if cfg.teacher == "ema":
         follow = 1 - cfg.teacher_decay
@@ -426,7 +427,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         cfg, resume = config.parse(argv, "baselines.py", about, BaselineConfig, DEFAULTS)
         assert isinstance(cfg, BaselineConfig)
-        return sgsd.launch(cfg, resume, STEPS[cfg.method], cfg.sees_skills)
+        return sgsd.launch(cfg, resume, STEPS[cfg.method])
 
     return distributed.command("baselines", body)
 

@@ -136,6 +136,11 @@ class Config:
                 raise refusal(f.name, value, f"{wrong} ({rule['source']})")
 
     @property
+    def sees_skills(self) -> bool:
+        """Whether the method has a bank and an encoder."""
+        return True
+
+    @property
     def merging(self) -> dict[str, int]:
         """Algorithm 3's settings."""
         return {"group_size": self.merge_group_size, "patience": self.merge_patience}

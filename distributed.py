@@ -51,6 +51,7 @@ def command(name: str, body: Callable[[], int | None]) -> int:
     def say(message: object) -> None:
         print(f"{name}: {' '.join(str(message).split())}", file=sys.stderr)
 
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return body() or 0
     except ImportError as e:
@@ -69,8 +70,8 @@ def command(name: str, body: Callable[[], int | None]) -> int:
     except UserError as e:
         say(e)
         return 2
-    except KeyboardInterrupt as e:
-        say(f"interrupted; {e if e.args else 'run the same command to continue'}")
+    except KeyboardInterrupt:
+        say("interrupted; a run continues with --resume RUN, anything else with the same command")
         return 130
 
 

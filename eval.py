@@ -13,7 +13,6 @@ function of (seed, problem, j) alone. Dimension key: P problems, K samples per p
 import hashlib
 import json
 import math
-import os
 import pathlib
 from argparse import BooleanOptionalAction, Namespace
 from collections import Counter
@@ -29,7 +28,7 @@ import rollout
 import skills
 from config import Config
 from distributed import UserError, World
-from policy import Model, Tokenizer, load_model
+from policy import Model, Tokenizer, load_encoder, load_model
 from rollout import Verifier
 
 Verify = Callable[[str, str | None], bool]  # (gold, answer) -> whether they are equal
@@ -190,7 +189,7 @@ def prompt_maker(args: Namespace, world: World) -> Prompt:
     most = min(len(bank.general_skills), len(bank.common_mistakes))
     if not 1 <= k <= most:
         raise UserError(f"--num-skills {k}: must be in 1..{most}, the bank's shorter list")
-    embed = skills.load_encoder(args.encoder, str(world.device))
+    embed = load_encoder(args.encoder, str(world.device))
     return lambda problem: skills.render_skills(bank.retrieve(problem, k, embed), problem)
 
 
@@ -428,7 +427,6 @@ def before_and_after(cfg: Config, world: World) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     def body() -> None:
         args = arguments(argv)

@@ -4,7 +4,9 @@ Dimension key: B rows, T completion tokens, N all completion tokens of all rows,
 D hidden size, n positions of one slice.
 """
 
+import functools
 import json
+import math
 import pathlib
 import re
 import warnings
@@ -12,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,6 +25,7 @@ from distributed import UserError, World, brief
 
 Tokenizer = Any  # transformers' tokenizers and models are not typed usefully
 Model = Any
+Ids = list[int]
 
 # ------------------------------------------------------------------------------------- loading
 
@@ -99,6 +103,7 @@ def causal_lm(model: Model) -> Model:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+Embed = Callable[[Sequence[str]], np.ndarray]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -138,6 +143,23 @@ def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") ->
 def trained(model: Model) -> dict[str, torch.nn.Parameter]:
     """The parameters that learn, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def update(
+    model: Model, optimizer: torch.optim.Optimizer, world: World, cfg: Config, step: int
+) -> float:
+    """Sum the gradients over ranks, clip, AdamW with linear decay (S7); the norm before clipping.
+
+    After the sum a NaN is on every rank, so that all skip an update that is not finite.
+    """
+    params = list(trained(model).values())
+    distributed.sum_gradients(params, world)
+    norm = float(torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip))
+    optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - (step - 1) / cfg.updates)
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def save_checkpoint(
@@ -216,7 +238,31 @@ def load_trainable(
     return model, tokenizer, optimizer, step, kept
 
 
+def load_encoder(name: str, device: str) -> Embed:
+    """`embed` by a sentence-transformers model (hub id or directory): unit vectors in fp32."""
+    if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
+        raise UserError(f"--encoder {name}: no such directory; give one, or a hub id")
+    try:
+        from sentence_transformers import SentenceTransformer
+
+        encoder = SentenceTransformer(name, device=device).float()  # whatever its files are in
+    except Exception as e:  # many kinds: no such id, offline, not an encoder
+        raise UserError(f"--encoder {name}: not loaded ({brief(e)})") from None
+    encode = functools.partial(encoder.encode, normalize_embeddings=True, show_progress_bar=False)
+
+    @functools.cache
+    def embed_one(text: str) -> np.ndarray:  # in a batch, padding would change the last bits
+        return encode([encodable(text)], convert_to_numpy=True)[0]
+
+    return lambda texts: np.stack([embed_one(text) for text in texts])
+
+
 # ------------------------------------------------------------------------------------- prompts
+
+
+def encodable(text: str) -> str:
+    """The text with "?" for halves of surrogate pairs, which no file or terminal takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def chat_ids(tokenizer: Tokenizer, text: str, *, thinking: bool | None) -> list[int]:
@@ -236,7 +282,7 @@ def chat_ids(tokenizer: Tokenizer, text: str, *, thinking: bool | None) -> list[
 
 def _neutral(text: str, tokenizer: Tokenizer) -> str:
     """`text` in which no control token can be read: "<|im_end|>" becomes "< |im_end|>"."""
-    text = text.encode("utf-8", "replace").decode()  # lone surrogates have no bytes
+    text = encodable(text)
     added = {str(token) for token in tokenizer.get_added_vocab()} | set(
         tokenizer.all_special_tokens
     )

@@ -50,7 +50,7 @@ def excerpt(text: str, size: int = 500) -> str:
 
 
 def load_banks(run: pathlib.Path) -> Banks:
-    return {step: skills.SkillBank.load(path) for step, path in sgsd.bank_versions(run).items()}
+    return {step: skills.SkillBank.load(path) for step, path in runlog.bank_versions(run).items()}
 
 
 def entries(bank: skills.SkillBank) -> Entries:
@@ -377,7 +377,7 @@ def explain(run: pathlib.Path, problem: str, answer: str) -> pathlib.Path:
     if "method" in saved_settings(run):
         raise UserError(f"--explain: {run} is a run of baselines.py; give one of sgsd.py")
     cfg, resume = config.parse(["--resume", str(run)], "report.py", "")
-    if not (cfg.bank or sgsd.bank_versions(run)):
+    if not (cfg.bank or runlog.bank_versions(run)):
         raise UserError(f"--explain: {run} has no bank yet; wait until its cold start is through")
     key = rollout.sample_key(cfg.seed, 0, problem + answer) % 2**32
     folder = run.resolve().with_name(f"{run.resolve().name}-explain-{key:08x}")

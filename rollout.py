@@ -9,6 +9,7 @@ Dimension key: B rows, L places of a padded batch, V vocabulary, C its kept colu
 
 import collections
 import hashlib
+import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,8 +19,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 
 from config import Config
-from distributed import UserError, World, gather
-from policy import Model, Tokenizer, causal_lm, chat_ids, stop_ids
+from distributed import UserError, World, append_jsonl, gather
+from policy import Model, Tokenizer, causal_lm, chat_ids, load_model, stop_ids
 from policy import token_logprobs as token_logprobs  # for those who look for it here
 from problems import Problem
 from verify import Verifier, extract_answer
@@ -322,6 +323,26 @@ def judge(
     return [replace(roll, r=1 if ok else -1) for roll, ok in zip(rollouts, right)]
 
 
+class ReplyLog:
+    """Keeps each reply with its outcome in bank/replies.jsonl (rank 0), and counts the outcomes."""
+
+    def __init__(self, folder: pathlib.Path, world: World):
+        self.path, self.world = folder / "replies.jsonl", world
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.step = 0  # the update that the replies belong to
+
+    def __call__(self, row: dict) -> None:
+        self.counts[row["outcome"]] += 1
+        if self.world.main:
+            append_jsonl(self.path, [{"step": self.step, **row}])
+
+    def take(self) -> dict[str, int]:
+        """The counts since they were last taken."""
+        counts = {name: self.counts[name] for name in ("read", "repaired", "retried", "lost")}
+        self.counts.clear()
+        return counts
+
+
 @dataclass(frozen=True)
 class Writer:
     """The model that writes the bank: it answers extraction and merge prompts, thinking off (D4).
@@ -333,6 +354,7 @@ class Writer:
     model: Model
     tokenizer: Tokenizer
     world: World
+    log: ReplyLog
     max_new_tokens: int
     seed: int
     rows: int = 32
@@ -359,3 +381,14 @@ class Writer:
             for i, text in share:
                 replies[i] = text
         return replies
+
+
+def writer(
+    cfg: Config, world: World, model: Model, tokenizer: Tokenizer, folder: pathlib.Path
+) -> Writer:
+    """The policy as the bank's writer, or --update-model in its place; its log is in `folder`."""
+    if cfg.update_model:
+        name, flag = cfg.update_model, "--update-model"
+        model, tokenizer = load_model(name, world.device, cfg.dtype, cfg.attn, flag)
+    log, rows = ReplyLog(folder, world), cfg.rollout_rows or 32
+    return Writer(model, tokenizer, world, log, cfg.reply_tokens, cfg.seed, rows)

@@ -16,11 +16,12 @@ import torch
 
 import distributed
 import policy
+import skills
 from config import Config
 from distributed import UserError, World
 from policy import Model, Tokenizer
 from rollout import Rollout
-from skills import SkillPair
+from skills import SkillBank, SkillPair
 
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 
@@ -70,15 +71,19 @@ def announce(
 Logger = Callable[[dict], None]
 
 
-def begin(cfg: Config, start: int) -> list[Logger]:
+def begin(cfg: Config, world: World, start: int) -> list[Logger]:
     """Cut the logs back to update `start`, write config.json, and start the other loggers."""
+    distributed.agree(start, world, "checkpoints")  # and all have read before anyone writes
+    loggers: list[Logger] = []
     logs = [pathlib.Path(cfg.out) / f"{name}.jsonl" for name in LOGS]
-    for log in logs:  # a broken log is refused before anything is written
-        distributed.read_jsonl(log)
-    loggers = mirrors(cfg, start)
-    distributed.write_json(pathlib.Path(cfg.out) / "config.json", provenance(cfg))
-    for log in logs:
-        distributed.trim_jsonl(log, start)
+    with distributed.errors_shared(world):
+        if world.main:
+            for log in logs:  # a broken log is refused before anything is written
+                distributed.read_jsonl(log)
+            loggers = mirrors(cfg, start)
+            distributed.write_json(pathlib.Path(cfg.out) / "config.json", provenance(cfg))
+            for log in logs:
+                distributed.trim_jsonl(log, start)
     return loggers
 
 
@@ -89,6 +94,38 @@ def write(out: pathlib.Path, metrics: dict, records: list[dict], loggers: list[L
         distributed.append_jsonl(out / f"{name}.jsonl", rows)
     for pass_on in loggers:
         pass_on(metrics)
+
+
+def bank_versions(out: pathlib.Path) -> dict[int, pathlib.Path]:
+    """The saved banks of a run, by the update after which each came into use."""
+    return {int(path.stem[5:]): path for path in sorted((out / "bank").glob("step_*.json"))}
+
+
+def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
+    """The run's own bank after update `step` (D9), else --bank, else None."""
+    own = bank_versions(pathlib.Path(cfg.out)) if resume else {}
+    if own:
+        return SkillBank.load(own[max(made for made in own if made <= step)])
+    if not cfg.bank:
+        return None
+    bank, k = SkillBank.load(cfg.bank), cfg.num_teachers
+    for key in skills.FIELDS:
+        n = len(bank.collection(key))
+        if n < k:
+            short = f"{key} has {n} entries, --num-teachers {k} wants as many"
+            raise UserError(f"--bank {cfg.bank}: {short}; lower it or add entries")
+    return bank
+
+
+def save_bank(bank: SkillBank, out: pathlib.Path, step: int, main: bool) -> None:
+    """Save a bank as the version of update `step` and as the latest, on rank 0."""
+    if not main:
+        return
+    for name in (f"step_{step:06d}", "bank"):
+        bank.save(out / "bank" / f"{name}.json")
+    warning = skills.lint(bank)
+    if warning:
+        print(warning)
 
 
 class Stopwatch:

@@ -15,7 +15,6 @@ of log-probabilities. A teacher that supports a success or suppresses a failure 
 
 Read it from top to bottom: the objective, one update (Algorithm 1), the bank's schedule, the run.
 Decisions that the paper leaves open (S...) or that differ from it (D...) carry their tag.
-Baselines and ablations are in baselines.py.
 
 Dimension key: K teachers, T completion tokens. `delta_KT` is a [K, T] tensor. Log-probabilities are
 natural logarithms (nats) in fp32.
@@ -60,12 +59,11 @@ def _unmasked(delta_KT: Tensor, mask_T: Tensor) -> Tensor:
 def teacher_weights(s_g_K: Tensor, s_e_K: Tensor) -> Tensor:
     """alpha_k: softmax over teachers of the mean of skill and mistake similarity (Eq. 6, §2.2).
 
-    s_g_K, s_e_K: [K] cosine similarities. Returns [K], positive, of sum 1; empty for K = 0.
-    ValueError on other shapes.
+    s_g_K, s_e_K: [K]. Returns [K], positive, of sum 1; empty for K = 0. ValueError on shapes.
     """
-    got = tuple(s_g_K.shape), tuple(s_e_K.shape)
-    same = s_g_K.ndim == 1 and s_g_K.shape == s_e_K.shape
-    _check("teacher_weights (Eq. 6)", same, f"both must be [K], got {got}")
+    shapes = tuple(s_g_K.shape), tuple(s_e_K.shape)
+    same = len(shapes[0]) == 1 and shapes[0] == shapes[1]
+    _check("teacher_weights (Eq. 6)", same, f"both must be [K], got {shapes}")
     return torch.softmax((s_g_K + s_e_K) / 2, dim=0)
 
 
@@ -93,9 +91,8 @@ def outcome_sign(r: float) -> int:
     """sgn_out(r) (Eq. 9, §2.3): +1 for a success, -1 for a failure; ValueError on anything else."""
     is_bool = "bool" in type(r).__name__ or getattr(r, "dtype", None) == torch.bool
     if is_bool or r not in (-1, 1):
-        raise ValueError(
-            f"outcome r must be -1 or +1 (Eq. 9), got {r}; did the verifier return a 0/1 reward?"
-        )
+        hint = "did the verifier return a 0/1 reward?"
+        raise ValueError(f"outcome r must be -1 or +1 (Eq. 9), got {r}; {hint}")
     return int(r)
 
 
@@ -112,8 +109,7 @@ def token_mask(ids_T: Sequence[int] | Tensor, masked_ids: Collection[int]) -> Te
 def robust_support(delta_KT: Tensor, mask_T: Tensor, c_delta: float, eps: float = EPS) -> Tensor:
     """ã_k: mean over unmasked tokens of the gap clipped to ±c_delta (Eqs. 11-12, §2.4). [K], nats.
 
-    It takes no part in the gradient. eps makes an all-masked completion 0 (S1).
-    ValueError on other shapes or c_delta <= 0.
+    No gradient. It is 0 where all is masked (S1). ValueError on other shapes or c_delta <= 0.
     """
     _check("robust_support (Eq. 11)", c_delta > 0, f"the bound c_delta must be > 0, got {c_delta}")
     _check_gaps("robust_support (Eq. 12)", delta_KT, mask_T)
@@ -125,8 +121,7 @@ def robust_support(delta_KT: Tensor, mask_T: Tensor, c_delta: float, eps: float 
 def polarity(a_K: Tensor, r: float, eps_a: float) -> Tensor:
     """rho_k in {-1, 0, +1} (Eq. 13, Tab. 2): sgn_out(r) sgn(ã_k) where |ã_k| > eps_a, else 0. [K].
 
-    +1 distils teacher k and -1 reverses it. The threshold is strict, and sgn(0) = 0.
-    ValueError on a wrong r or eps_a < 0.
+    The threshold is strict, and sgn(0) = 0. ValueError on a wrong r or eps_a < 0.
     """
     _check("polarity (Eq. 13)", eps_a >= 0, f"the threshold eps_a must be >= 0, got {eps_a}")
     a_K = a_K.detach()
@@ -146,8 +141,7 @@ def gated_loss(delta: Tensor, tau_g: float) -> Tensor:
 def gate_grad(delta: Tensor, tau_g: float) -> Tensor:
     """g_tau = dl_gate/ddelta = delta / (tau_g (1 + exp(delta^2 / (2 tau_g)))) (Eq. 17, §3).
 
-    Elementwise, odd, |g_tau| <= 1/sqrt(e tau_g). For logs and tests; training uses autograd.
-    ValueError on tau_g <= 0.
+    Elementwise, odd, |g_tau| <= 1/sqrt(e tau_g). For logs and tests. ValueError on tau_g <= 0.
     """
     _check("gate_grad (Eq. 17)", tau_g > 0, f"the gate width tau_g must be > 0, got {tau_g}")
     return delta / tau_g * torch.sigmoid(-(delta**2) / (2 * tau_g))
@@ -165,8 +159,7 @@ def sgsd_loss(
 ) -> Tensor:
     """L(x) = sum_k alpha_k rho_k lbar^(k) (Eq. 16, §2.5): a scalar in ±log 2; 0 for K = 0.
 
-    The gradient flows through the student's side of delta_KT; alpha and rho are constants.
-    ValueError on other shapes.
+    The gradient flows through delta_KT alone. ValueError on other shapes.
     """
     _check_gaps("sgsd_loss (Eq. 16)", delta_KT, mask_T, alpha_K, rho_K)
     return (alpha_K.detach() * rho_K.detach() * teacher_losses(delta_KT, mask_T, tau_g, eps)).sum()
@@ -177,8 +170,7 @@ def token_credit(
 ) -> Tensor:
     """W_t^(k) = alpha_k rho_k (m_t / Z) g_tau(Delta), Z = sum m + eps (Eq. 20, §3). [K, T].
 
-    -grad L = sum over k and t of W_t^(k) grad log p_S(y_t): summed over k, it is the token's dense
-    credit, like an advantage. No gradient. ValueError on other shapes.
+    -grad L = sum over k and t of W_t^(k) grad log p_S(y_t). No gradient. ValueError on shapes.
     """
     _check_gaps("token_credit (Eq. 20)", delta_KT, mask_T, alpha_K, rho_K)
     m_T = mask_T.to(delta_KT)
@@ -188,7 +180,6 @@ def token_credit(
 
 # --------------------------------------------------------------------------- end of the objective
 
-import os
 import pathlib
 import signal
 from collections.abc import Callable
@@ -205,10 +196,9 @@ import runlog
 import skills
 from config import Config
 from distributed import SharedError, UserError, World
-from policy import Model, Tokenizer, masked_token_ids, score_teachers
+from policy import Ids, Model, Tokenizer, masked_token_ids, score_teachers
 from problems import Problem
 from rollout import Rollout, Sampling, Verifier, Writer, minibatch
-from skills import SkillPair
 
 
 @dataclass
@@ -228,9 +218,8 @@ class Run:
     stop: bool = False  # a signal asked to stop
     # The bank's life; None where the method sees no skills.
     bank: skills.SkillBank | None = None
-    embed: skills.Embed | None = None
+    embed: policy.Embed | None = None
     writer: Writer | None = None
-    replies: skills.ReplyLog | None = None
     window: list[dict] = field(default_factory=list)  # rollouts since the bank's last update
 
     @property
@@ -251,14 +240,12 @@ def prompt_ids(run: Run, text: str, what: str, thinking: str = "closed") -> list
         ids += run.tokenizer.encode("<think>\n", add_special_tokens=False)
     limit = run.cfg.max_prompt_tokens
     if len(ids) > limit:
-        raise UserError(
-            f"{what}: the prompt has {len(ids)} tokens, --max-prompt-tokens is {limit}; "
-            "drop the problem or raise the limit"
-        )
+        rule = f"--max-prompt-tokens is {limit}; drop the problem or raise the limit"
+        raise UserError(f"{what}: the prompt has {len(ids)} tokens, {rule}")
     return ids
 
 
-def teacher_prompts(run: Run, x: Problem, pairs_K: list[SkillPair]) -> list[list[int]]:
+def teacher_prompts(run: Run, x: Problem, pairs_K: list[skills.SkillPair]) -> list[Ids]:
     """c_k(x) = g_k + e_k + x as ids, one per pair (Eq. 3)."""
     contexts_K = []
     for pair in pairs_K:
@@ -267,15 +254,13 @@ def teacher_prompts(run: Run, x: Problem, pairs_K: list[SkillPair]) -> list[list
     return contexts_K
 
 
-def retrieve(run: Run, x: Problem) -> list[SkillPair]:
+def retrieve(run: Run, x: Problem) -> list[skills.SkillPair]:
     """The K_x nearest skill-mistake pairs of a problem, best first (Eq. 2)."""
     assert run.bank is not None and run.embed is not None
     return run.bank.retrieve(run.cfg.query_prompt + x.problem, run.cfg.num_teachers, run.embed)
 
 
-def sample(
-    run: Run, data: list[Problem], prompts: list[list[int]], keys: list[int]
-) -> list[Rollout]:
+def sample(run: Run, data: list[Problem], prompts: list[Ids], keys: Ids) -> list[Rollout]:
     """y ~ p_S(. | x) for each problem, and the verifier's r (Eq. 1)."""
     cfg, rows = run.cfg, run.cfg.rollout_rows
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
@@ -330,31 +315,14 @@ def train_step(run: Run, step: int) -> Update:
         records.append({"index": i, **row})
         clock.lap("bwd")
 
-    norm = optimizer_step(run, step)  # line 16
+    norm = policy.update(run.model, run.optimizer, run.world, cfg, step)  # line 16
     clock.lap("opt")
     return records, norm, clock.seconds
-
-
-def optimizer_step(run: Run, step: int) -> float:
-    """Sum the gradients over ranks, clip, AdamW with linear decay (S7); the norm before clipping.
-
-    After the sum a NaN is on every rank, so that all skip an update that is not finite.
-    """
-    params = list(policy.trained(run.model).values())
-    distributed.sum_gradients(params, run.world)
-    norm = float(torch.nn.utils.clip_grad_norm_(params, run.cfg.grad_clip))
-    decay = 1 - (step - 1) / run.cfg.updates
-    run.optimizer.param_groups[0]["lr"] = run.cfg.learning_rate * decay
-    if math.isfinite(norm):
-        run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
-    return norm
 
 
 def record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss) -> dict:
     """One rollout's line in rollouts.jsonl; "tokens" is its line in tokens.jsonl, if audited."""
     cfg, delta_KT = run.cfg, delta_KT.detach()
-    unmasked_KT = delta_KT[:, mask_T.bool()]
     numbers = {
         "alpha": alpha_K,
         "a_plain": plain_support(delta_KT),
@@ -363,7 +331,7 @@ def record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss
         "losses": teacher_losses(delta_KT, mask_T, cfg.tau_g),
         "loss": loss.detach(),
         "unmasked": mask_T.sum().int(),
-        "clipped": (unmasked_KT.abs() > cfg.c_delta).sum(),
+        "clipped": (delta_KT[:, mask_T.bool()].abs() > cfg.c_delta).sum(),
         "first_gap": delta_KT[:, 0],
     }
     row = runlog.rollout_row(step, roll, pairs_K, numbers)
@@ -376,148 +344,74 @@ def record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss
 # ------------------------------------------------------ the bank's schedule (Algorithm 1, line 17)
 
 
-def bank_versions(out: pathlib.Path) -> dict[int, pathlib.Path]:
-    """The saved banks of a run, by the update after which each came into use."""
-    return {int(path.stem[5:]): path for path in sorted((out / "bank").glob("step_*.json"))}
-
-
-def bank_in_use(out: pathlib.Path, step: int) -> int:
-    """The version of a run's bank that the update after `step` retrieves from."""
-    return max((made for made in bank_versions(out) if made <= step), default=0)
-
-
 def begin_bank(run: Run) -> None:
     """Make the bank where there is none (Alg. 2), and read the window of the next update (D9)."""
     cfg, main, folder = run.cfg, run.world.main, run.out / "bank"
     assert run.writer is not None
-    for made, path in bank_versions(run.out).items():
+    for made, path in runlog.bank_versions(run.out).items():
         if main and made > run.step:  # those updates will be made again
             path.unlink()
     if run.bank is None:
-        run.bank = skills.make_bank(
-            folder,
-            run.problems,
-            run.model,
-            run.tokenizer,
-            run.verifier,
-            run.writer,
-            run.world,
-            count=cfg.cold_start,
-            seed=cfg.seed,
-            max_new_tokens=min(cfg.max_new_tokens, 1024),
-            memory_answer=cfg.memory_answer,
-            rows=run.writer.rows,
-            **cfg.merging,
-        )
-    save_bank(run, bank_in_use(run.out, run.step))
+        solver = run.model, run.tokenizer, run.verifier
+        run.bank = skills.make_bank(folder, run.problems, *solver, run.writer, cfg)
+    used = max((made for made in runlog.bank_versions(run.out) if made <= run.step), default=0)
+    runlog.save_bank(run.bank, run.out, used, main)
     window = []
     if main:
         distributed.trim_jsonl(folder / "replies.jsonl", run.step)
-        for row in distributed.read_jsonl(run.out / "rollouts.jsonl") if cfg.update_every else []:
-            if row["step"] > run.step // cfg.update_every * cfg.update_every:
-                window.append(row)
+        if cfg.update_every:
+            last = run.step // cfg.update_every * cfg.update_every
+            rows = distributed.read_jsonl(run.out / "rollouts.jsonl")
+            window = [row for row in rows if row["step"] > last]
         if not (run.bank.general_skills and run.bank.common_mistakes):
             print("bank: one of its lists is empty, so there are no teachers and no loss (S8)")
     run.window = distributed.gather(window, run.world)[0]
 
 
 def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
-    """Algorithm 4 on all rollouts since the last update (D2); every rank makes the same bank.
-
-    records: the update's, of all ranks. Returns the bank's numbers for the metrics.
-    """
+    """Algorithm 4 on all ranks' rollouts since its last time (D2); the bank's numbers to log."""
     cfg = run.cfg
-    assert run.bank is not None and run.writer is not None and run.replies is not None
-    run.replies.step = step
+    assert run.bank is not None and run.writer is not None
+    run.writer.log.step = step
     if cfg.update_every:
         run.window += records
     if cfg.update_every and step % cfg.update_every == 0:
-        bank = skills.evolve(
-            run.bank,
-            [SimpleNamespace(**row) for row in run.window],
-            step,
-            run.writer.complete,
-            retry=run.writer.retry,
-            **cfg.evolution,
-            log=run.replies,
-        )
+        window = [SimpleNamespace(**row) for row in run.window]
+        settings = {"retry": run.writer.retry, "log": run.writer.log, **cfg.evolution}
+        bank = skills.evolve(run.bank, window, step, run.writer.complete, **settings)
         run.window = []
         if bank is not run.bank:
             run.bank = bank
-            save_bank(run, step)
-    counts = {
-        "bank_skills": len(run.bank.general_skills),
-        "bank_mistakes": len(run.bank.common_mistakes),
-    }
-    for outcome, n in run.replies.take().items():
-        counts[f"replies_{outcome}"] = n
-    return counts
-
-
-def save_bank(run: Run, step: int) -> None:
-    if run.world.main and run.bank is not None:
-        for name in (f"step_{step:06d}", "bank"):
-            run.bank.save(run.out / "bank" / f"{name}.json")
-        warning = skills.lint(run.bank)
-        if warning:
-            print(warning)
+            runlog.save_bank(bank, run.out, step, run.world.main)
+    sizes = len(run.bank.general_skills), len(run.bank.common_mistakes)
+    counts = {f"replies_{outcome}": n for outcome, n in run.writer.log.take().items()}
+    return {"bank_skills": sizes[0], "bank_mistakes": sizes[1], **counts}
 
 
 # ----------------------------------------------------------------------------------------- a run
 
 
-def load_bank(cfg: Config, step: int, resume: bool) -> skills.SkillBank | None:
-    """The run's own bank after update `step` (D9), else --bank, else None."""
-    own = bank_versions(pathlib.Path(cfg.out)) if resume else {}
-    if own:
-        return skills.SkillBank.load(own[bank_in_use(pathlib.Path(cfg.out), step)])
-    if not cfg.bank:
-        return None
-    bank = skills.SkillBank.load(cfg.bank)
-    for name in skills.FIELDS:
-        n = len(getattr(bank, name))
-        if n < cfg.num_teachers:
-            raise UserError(
-                f"--bank {cfg.bank}: {name} has {n} entries, --num-teachers {cfg.num_teachers} "
-                "wants as many; lower it or add entries"
-            )
-    return bank
-
-
-def prepare(cfg: Config, world: World, resume: bool, sees_skills: bool = True) -> Run:
-    """Read and check everything that a user's mistake can break, before anything is written.
-
-    sees_skills: whether the method has a bank.
-    """
+def prepare(cfg: Config, world: World, resume: bool) -> Run:
+    """Read and check everything that a user's mistake can break, before anything is written."""
     out = pathlib.Path(cfg.out)
     if cfg.batch_size < world.size:
-        raise UserError(
-            f"--batch-size {cfg.batch_size} is smaller than the world of {world.size} processes; "
-            "every rank needs a problem"
-        )
+        rule = f"must be >= {world.size}, as every process needs a problem"
+        raise UserError(f"--batch-size {cfg.batch_size}: {rule}")
     runlog.check_directory(cfg, resume)
     data, counts = problems.load_training(cfg)
     checkpoints = sorted((out / "checkpoints").glob("step_*")) if resume else []
     last = checkpoints[-1] if checkpoints else None
     model, tokenizer, optimizer, step, kept = policy.load_trainable(cfg, world, last)
     if step > cfg.updates:
-        raise UserError(
-            f"--updates {cfg.updates}: {out} has made update {step} already; give a larger number, "
-            "or evaluate it"
-        )
+        made = f"{out} has made update {step} already"
+        raise UserError(f"--updates {cfg.updates}: {made}; give a larger number, or evaluate it")
     verifier = Verifier(cfg.verify_timeout, cfg.verify_workers)
     masked_ids = masked_token_ids(tokenizer, cfg.mask_extra)
     run = Run(cfg, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
-    if sees_skills:
-        run.bank = load_bank(cfg, step, resume)
-        run.embed = skills.load_encoder(cfg.encoder, str(world.device))
-        run.replies = skills.ReplyLog(out / "bank", world)
-        if cfg.update_model:
-            model, tokenizer = policy.load_model(
-                cfg.update_model, world.device, cfg.dtype, cfg.attn, "--update-model"
-            )
-        rows = cfg.rollout_rows or 32
-        run.writer = Writer(model, tokenizer, world, cfg.reply_tokens, cfg.seed, rows)
+    if cfg.sees_skills:
+        run.bank = runlog.load_bank(cfg, step, resume)
+        run.embed = policy.load_encoder(cfg.encoder, str(world.device))
+        run.writer = rollout.writer(cfg, world, model, tokenizer, out / "bank")
     for x in data:  # no token is shorter than a byte, so few problems need to be tokenised
         if len(x.problem.encode("utf-8", "replace")) + 512 > cfg.max_prompt_tokens:
             prompt_ids(run, skills.render_student(x.problem), f"problem {x.id}")
@@ -534,11 +428,7 @@ def train(run: Run, step_fn: StepFunction = train_step) -> int:
     from tqdm import tqdm
 
     cfg, world, start = run.cfg, run.world, run.step
-    distributed.agree(start, world, "checkpoints")  # and all have read before anyone writes
-    loggers: list[runlog.Logger] = []
-    with distributed.errors_shared(world):
-        if world.main:
-            loggers = runlog.begin(cfg, start)
+    loggers = runlog.begin(cfg, world, start)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupts the cold start, too
     if run.embed is not None:
         begin_bank(run)
@@ -575,29 +465,22 @@ def train(run: Run, step_fn: StepFunction = train_step) -> int:
             policy.save_checkpoint(path, run.model, run.tokenizer, run.optimizer, step, run.kept)
             bar.write(f"saved {path}")
         if reason:
-            if world.main:
-                bar.write(f"{reason}; continue with: python {cfg.program} --resume {cfg.out}")
             break
     bar.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if reason and world.main:
+        print(f"{reason}; continue with: python {cfg.program} --resume {cfg.out}")
     distributed.leave_together(world)
     return int(skipped == 3)
 
 
-def launch(
-    cfg: Config, resume: bool, step_fn: StepFunction = train_step, sees_skills: bool = True
-) -> int:
+def launch(cfg: Config, resume: bool, step_fn: StepFunction = train_step) -> int:
     """Prepare, train, and evaluate before and after where --eval-data is given; the exit code."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     world = distributed.init(cfg.device)
-    run = prepare(cfg, world, resume, sees_skills)
-    try:
-        with run.verifier:
-            code = train(run, step_fn)
-    except KeyboardInterrupt:  # before the first update; from then on it is an orderly stop
-        hint = f"continue with: python {cfg.program} --resume {cfg.out}"
-        raise KeyboardInterrupt(hint) from None
+    run = prepare(cfg, world, resume)
+    with run.verifier:
+        code = train(run, step_fn)
     if run.stop or code:
         return code
     del run  # the evaluation wants its memory

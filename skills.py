@@ -21,13 +21,15 @@ from typing import Any
 
 import numpy as np
 
+import config
 import distributed
 import policy
-import problems as problem_files
 import rollout
-from distributed import UserError, World
+from config import Config
+from distributed import UserError
+from policy import Embed, encodable
+from problems import Problem, load_training
 
-Embed = Callable[[Sequence[str]], Any]
 Complete = Callable[[list[str]], list[str]]
 Retry = Callable[[list[str], list[int]], list[str]]
 Log = Callable[[dict], None]
@@ -139,11 +141,6 @@ def _normalized(vectors: Any) -> np.ndarray:
     return x_nd / np.maximum(np.linalg.norm(x_nd, axis=-1, keepdims=True), 1e-12)
 
 
-def _encodable(text: str) -> str:
-    """The text with "?" for halves of surrogate pairs, which no file or terminal takes."""
-    return text.encode("utf-8", "replace").decode()
-
-
 def lint(bank: SkillBank) -> str:
     """One line on the entries with a number that looks like one problem's, "" without any."""
     found = []
@@ -155,7 +152,7 @@ def lint(bank: SkillBank) -> str:
                 found.append(f"{entry[IDS[key]]} ({', '.join(odd)})")
     if not found:
         return ""
-    some = _encodable(", ".join(found[:5])) + (", ..." if len(found) > 5 else "")
+    some = encodable(", ".join(found[:5])) + (", ..." if len(found) > 5 else "")
     return f"bank: {len(found)} entries carry numbers that look like one problem's: {some}"
 
 
@@ -306,7 +303,7 @@ def _item(value: Any, key: str) -> dict | None:
         text = value.get(name) if isinstance(value, dict) else None
         if not isinstance(text, str) or not text.strip():
             return None
-        item[name] = _encodable(text.strip())
+        item[name] = encodable(text.strip())
     return item
 
 
@@ -555,90 +552,44 @@ def evolve(
     return SkillBank(skills, mistakes, metadata, bank.extra)  # line 14
 
 
-# ---------------------------------------------------------------------------------- models
-def load_encoder(name: str, device: str) -> Embed:
-    """`embed` by a sentence-transformers model (hub id or directory): unit vectors in fp32."""
-    if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
-        raise UserError(f"--encoder {name}: no such directory; give one, or a hub id")
-    try:
-        from sentence_transformers import SentenceTransformer
-
-        encoder = SentenceTransformer(name, device=device).float()  # whatever its files are in
-    except Exception as e:  # many kinds: no such id, offline, not an encoder
-        raise UserError(f"--encoder {name}: not loaded ({distributed.brief(e)})") from None
-    encode = functools.partial(encoder.encode, normalize_embeddings=True, show_progress_bar=False)
-
-    @functools.cache
-    def embed_one(text: str) -> np.ndarray:  # in a batch, padding would change the last bits
-        return encode([_encodable(text)], convert_to_numpy=True)[0]
-
-    return lambda texts: np.stack([embed_one(text) for text in texts])
-
-
-class ReplyLog:
-    """Keeps each reply with its outcome in bank/replies.jsonl (rank 0), and counts the outcomes."""
-
-    def __init__(self, folder: pathlib.Path, world: World):
-        self.path, self.world = folder / "replies.jsonl", world
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.step = 0  # the update that the replies belong to
-
-    def __call__(self, row: dict) -> None:
-        self.counts[row["outcome"]] += 1
-        if self.world.main:
-            distributed.append_jsonl(self.path, [{"step": self.step, **row}])
-
-    def take(self) -> dict[str, int]:
-        """The counts since they were last taken."""
-        counts = {name: self.counts[name] for name in ("read", "repaired", "retried", "lost")}
-        self.counts.clear()
-        return counts
-
-
+# ---------------------------------------------------------------------------------- a new bank
 def make_bank(
     folder: pathlib.Path,
-    problems: list[problem_files.Problem],
+    problems: list[Problem],
     model: policy.Model,
     tokenizer: policy.Tokenizer,
     verifier: rollout.Verifier,
     writer: rollout.Writer,
-    world: World,
-    *,
-    count: int = 256,
-    seed: int = 0,
-    max_new_tokens: int = 1024,
-    memory_answer: bool = False,
-    group_size: int = 32,
-    patience: int = 3,
-    rows: int = 32,
+    cfg: Config,
 ) -> SkillBank:
     """Algorithm 2 from problems to bank, shared over the ranks.
 
-    `model` solves `count` problems drawn by `seed`, `writer` answers the prompts. Memories go to
+    `model` solves seed problems, and `writer` answers the prompts. Memories go to
     folder/memories.jsonl as they come, and what a killed run has made is used again.
     """
     from tqdm import tqdm
 
-    chosen = random.Random(seed).sample(problems, min(count, len(problems)))
+    world, rows = writer.world, writer.rows
+    chosen = random.Random(cfg.seed).sample(problems, min(cfg.cold_start, len(problems)))
     path = folder / "memories.jsonl"
-    log = ReplyLog(folder, world)
+    log = writer.log
     text_of = {x.id: x.problem for x in chosen}
     memories = {m["problem_id"]: m for m in distributed.read_jsonl(path)}
     memories = {id_: m for id_, m in memories.items() if text_of.get(id_) == m["problem"]}
     distributed.gather(None, world)  # every rank has read before rank 0 writes
     if world.main:
-        distributed.write_text(path, "".join(json.dumps(m) + "\n" for m in memories.values()))
+        distributed.write_jsonl(path, memories.values())
         log.path.unlink(missing_ok=True)  # all its replies are asked for again
     left = [x for x in chosen if x.id not in memories]
-    sampling = rollout.Sampling(max_new_tokens=max_new_tokens)
+    sampling = rollout.Sampling(max_new_tokens=min(cfg.max_new_tokens, 1024))
     bar = tqdm(total=len(left), unit="memory", desc="cold start", disable=not world.main)
     for at in range(0, len(left), rows * world.size):  # lines 2-7
         mine = left[at : at + rows * world.size][world.rank :: world.size]
         texts = [render("memory", {"problem": x.problem}) for x in mine]
         prompts = [policy.chat_ids(tokenizer, text, thinking=False) for text in texts]  # S21
-        keys = [rollout.sample_key(seed, 0, x.id) for x in mine]
+        keys = [rollout.sample_key(cfg.seed, 0, x.id) for x in mine]
         found = rollout.sample_rollouts(model, tokenizer, mine, prompts, sampling, keys, verifier)
-        shares = distributed.gather(_memories(found, memory_answer), world)
+        shares = distributed.gather(_memories(found, cfg.memory_answer), world)
         fresh = list(itertools.chain(*shares))
         if world.main:
             distributed.append_jsonl(path, fresh)
@@ -646,66 +597,37 @@ def make_bank(
         bar.update(len(fresh))
     bar.close()
     in_order = [memories[x.id] for x in chosen]
-    merging: dict[str, Any] = {"group_size": group_size, "patience": patience}
-    bank = cold_start(in_order, writer.complete, retry=writer.retry, log=log, **merging)
-    bank.metadata.update(seed=seed, seed_problems=[x.id for x in chosen], replies=log.take())
+    bank = cold_start(in_order, writer.complete, retry=writer.retry, log=log, **cfg.merging)
+    bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in chosen], replies=log.take())
     return bank
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """python skills.py --model M --data D --out bank.json: a bank made by cold start."""
-    about = "Make a skill bank by cold start (Algorithm 2)."
-    parser = distributed.Parser("skills.py", description=about, allow_abbrev=False)
-    add = parser.add_argument
-    add("--model", default="Qwen/Qwen3-1.7B", help="hub id or directory")
-    add("--data", default="BytedTsinghua-SIA/DAPO-Math-17k", help="problems: hub id or path")
-    add("--out", required=True, help="the bank (JSON); memories and replies go into OUT.work")
-    add("--problems", type=int, default=256, help="seed problems; Tab. 12")
-    add("--seed", type=int, default=0, help="draws the problems and their solutions")
-    add("--max-new-tokens", type=int, default=1024, help="new tokens of a solution; Tab. 11")
-    add("--reply-tokens", type=int, default=2048, help="new tokens of an extraction or merge reply")
-    add("--merge-group-size", type=int, default=32, help="H, items per merge; Alg. 3")
-    add("--memory-answer", action="store_true", help="show the extractor the reference answer; D3")
-    add("--allow-eval-overlap", action="store_true", help="use problems of AIME and HMMT too")
-    add("--rows", type=int, default=32, help="rows per generation batch and rank")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    """python skills.py --out bank.json: a bank made by cold start, with the settings of sgsd.py."""
+    about = "Make a skill bank by cold start (Algorithm 2); its memories go into OUT.work."
 
     def body() -> None:
-        args = parser.parse_args(argv)
-        if min(args.problems, args.rows, args.reply_tokens, args.merge_group_size - 1) < 1:
-            rule = "--problems, --rows and --reply-tokens must be >= 1, --merge-group-size >= 2"
-            raise UserError(rule)
-        if pathlib.Path(args.out).is_dir():
-            raise UserError(f"--out {args.out}: is a directory; a file for the bank is wanted")
-        rollout.Sampling(max_new_tokens=args.max_new_tokens)  # has a check of its own
-        world = distributed.init(args.device)
-        settings = {k: v for k, v in vars(args).items() if k not in ("out", "rows", "device")}
-        folder = pathlib.Path(f"{args.out}.work")
+        cfg, resume = config.parse(argv, "skills.py", about)
+        if resume or not cfg.out.endswith(".json") or pathlib.Path(cfg.out).is_dir():
+            raise UserError(f"--out {cfg.out}: a file for the bank is wanted, such as bank.json")
+        world = distributed.init(cfg.device)
+        names = "model data dtype seed cold_start max_new_tokens memory_answer reply_tokens"
+        settings = {name: vars(cfg)[name] for name in names.split()} | cfg.merging
+        folder = pathlib.Path(f"{cfg.out}.work")
         file = folder / "settings.json"
         if file.exists() and json.loads(file.read_text()) != settings:
-            found = "holds memories made with other settings (see its settings.json)"
-            raise UserError(f"{folder}: {found}; give another --out")
-        problems, _ = problem_files.load_problems(args.data)
-        if not args.allow_eval_overlap:
-            problem_files.refuse_overlap(problems, args.data, {})
-        model, tokenizer = policy.load_model(args.model, world.device, dtype=args.dtype)
-        writer = rollout.Writer(model, tokenizer, world, args.reply_tokens, args.seed, args.rows)
+            raise UserError(f"{file}: its memories have other settings; give another --out")
+        problems, _ = load_training(cfg)
+        model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
+        writer = rollout.writer(cfg, world, model, tokenizer, folder)
         if world.main:
             distributed.write_json(file, settings)
-        given: dict[str, Any] = {"count": args.problems, "seed": args.seed, "rows": args.rows}
-        given |= {"max_new_tokens": args.max_new_tokens, "memory_answer": args.memory_answer}
-        given |= {"group_size": args.merge_group_size}
-        with rollout.Verifier() as verifier:
-            bank = make_bank(folder, problems, model, tokenizer, verifier, writer, world, **given)
+        with rollout.Verifier(cfg.verify_timeout, cfg.verify_workers) as verifier:
+            bank = make_bank(folder, problems, model, tokenizer, verifier, writer, cfg)
         if world.main:
-            bank.save(args.out)
-            warning = lint(bank)
-            if warning:
-                print(warning)
-            skills, mistakes = len(bank.general_skills), len(bank.common_mistakes)
-            counts = f"{skills} general skills, {mistakes} common mistakes"
-            print(f"{args.out}: {counts}; replies {bank.metadata['replies']}")
+            bank.save(cfg.out)
+            sizes = f"{len(bank.general_skills)} skills, {len(bank.common_mistakes)} mistakes"
+            print(f"{cfg.out}: {sizes}; replies {bank.metadata['replies']}", lint(bank), sep="\n")
         distributed.leave_together(world)
 
     return distributed.command("skills", body)

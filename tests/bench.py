@@ -338,7 +338,7 @@ def cost(args: Args, s: Shape, device: torch.device) -> None:
 
 
 def ours(model, student, contexts, ids, score_tokens):
-    logpT_KT = sgsd.score_teachers(model, contexts, ids, score_tokens)
+    logpT_KT = policy.score_teachers(model, contexts, ids, score_tokens)
     return logpT_KT, policy.token_logprobs(model, [student], [ids], grad=True)[0]
 
 
@@ -385,7 +385,7 @@ def score_once(model, layout: str, T: int, teachers: int = K, score_tokens: int 
     drawn = [torch.randint(0, vocab, (n,), generator=gen).tolist() for n in lengths]
     student, ids, *contexts = drawn
     if layout == "teachers":
-        sgsd.score_teachers(model, contexts, ids, score_tokens)
+        policy.score_teachers(model, contexts, ids, score_tokens)
         return 0.0
     logpT_KT, logpS = LAYOUTS[layout](model, student, contexts, ids, score_tokens)
     mask_T, rho_K = torch.ones(T, device=model.device), torch.ones(teachers, device=model.device)

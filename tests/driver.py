@@ -30,10 +30,8 @@ class CoinVerifier(rollout.Verifier):
         return [int(gold) % 4 == 1 for gold, _ in pairs]
 
 
-class FakeWriter:
+class FakeWriter(rollout.Writer):
     """Extracts one item from each memory, named after its problem; a merge drops the last item."""
-
-    rows = 32
 
     def complete(self, prompts):
         return [self.reply(prompt) for prompt in prompts]
@@ -68,12 +66,13 @@ def flags(world_dir, out, **changes):
 
 def make_run(world_dir, out, resume=False, kind=config.Config, **changes):
     cfg = kind(**settings(world_dir, out, **changes))
-    return with_fakes(sgsd.prepare(cfg, ALONE, resume, getattr(cfg, "sees_skills", True)))
+    return with_fakes(sgsd.prepare(cfg, ALONE, resume))
 
 
 def with_fakes(run):
     run.verifier = CoinVerifier()
-    run.writer = FakeWriter()
+    if run.writer is not None:
+        run.writer = FakeWriter(**vars(run.writer))
     return run
 
 
@@ -138,7 +137,7 @@ def main(argv=None, step_fn=None):
         kind = baselines.BaselineConfig
         cfg, resume = config.parse(argv, "driver.py", "", kind, baselines.DEFAULTS)
         world = distributed.init(cfg.device)
-        run = with_fakes(sgsd.prepare(cfg, world, resume, cfg.sees_skills))
+        run = with_fakes(sgsd.prepare(cfg, world, resume))
         steps = {**baselines.STEPS, "sgsd": sgsd.train_step}
         return sgsd.train(run, step_fn or steps[cfg.method])
 

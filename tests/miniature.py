@@ -86,9 +86,7 @@ def call(program: Callable[[list[str]], int], flags: str, **paths: object) -> No
 def make_bank(job: Job, bank: pathlib.Path) -> None:
     import skills
 
-    settings = "--problems 64 --max-new-tokens 96 --reply-tokens 640 --merge-group-size 8"
-    flags = f"{settings} --seed {job['seed']}"
-    call(skills.main, flags, model=TINY / "model", data=TINY / "train.jsonl", out=bank)
+    call(skills.main, f"--preset tiny --seed {job['seed']}", out=bank)
 
 
 def make_misleading_bank(job: Job, bank: pathlib.Path) -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ import sgsd
 import skills
 from baselines import BaselineConfig
 from distributed import UserError
-from skills import SkillPair
 
 # ------------------------------------------------------------------------------ formulas by hand
 
@@ -35,11 +35,6 @@ def t(x):
 
 def same(got, want, tol=1e-12):
     torch.testing.assert_close(got, t(want), rtol=tol, atol=tol)
-
-
-def draws(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return 2 * torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
 def test_grpo_advantages():
@@ -73,36 +68,24 @@ def test_grpo_loss(advantage, loss, slopes):
 
 
 def test_generalized_jsd():
-    # student (1/2, 1/2), teacher (3/4, 1/4)
+    """Forward is KL(T || S), reverse KL(S || T) (D10); jsd is symmetric; equal sides have none."""
+    jsd, beta = baselines.generalized_jsd, baselines.JSD_BETA
     s_V, t_V = t([0.5, 0.5]).log(), t([0.75, 0.25]).log()
-    forward = [0.75 * math.log(1.5), 0.25 * math.log(0.5)]  # KL(T || S), entry by entry
-    same(baselines.generalized_jsd(s_V, t_V, 0.0), sum(forward))
-    same(baselines.generalized_jsd(s_V, t_V, 0.0, clip=0.1), 0.1 + forward[1])  # S16: 0.304 is cut
-    reverse = 0.5 * math.log(2 / 3) + 0.5 * math.log(2)  # KL(S || T)
-    same(baselines.generalized_jsd(s_V, t_V, 1.0), reverse)
+    forward = [0.75 * math.log(1.5), 0.25 * math.log(0.5)]  # entry by entry
+    same(jsd(s_V, t_V, beta["forward_kl"]), sum(forward))
+    same(jsd(s_V, t_V, beta["forward_kl"], clip=0.1), 0.1 + forward[1])  # S16: 0.304 is cut
+    same(jsd(s_V, t_V, beta["reverse_kl"]), 0.5 * math.log(2 / 3) + 0.5 * math.log(2))
+    # temperature 1/2 squares and renormalises: the teacher is (9/10, 1/10)
+    same(jsd(s_V, t_V, 1.0, temperature=0.5), 0.5 * math.log(5 / 9) + 0.5 * math.log(5))
     # beta 1/4: M = (9/16, 7/16)
     of_teacher = 0.75 * math.log(12 / 9) + 0.25 * math.log(4 / 7)
     of_student = 0.5 * math.log(8 / 9) + 0.5 * math.log(8 / 7)
-    same(baselines.generalized_jsd(s_V, t_V, 0.25), of_teacher / 4 + 3 * of_student / 4)
-    # temperature 1/2 squares and renormalises: the teacher is (9/10, 1/10)
-    hot = 0.5 * math.log(5 / 9) + 0.5 * math.log(5)
-    same(baselines.generalized_jsd(s_V, t_V, 1.0, temperature=0.5), hot)
+    same(jsd(s_V, t_V, 0.25), of_teacher / 4 + 3 * of_student / 4)
+    same(jsd(s_V, t_V, beta["jsd"]), jsd(t_V, s_V, beta["jsd"]).item())
+    for name in beta:
+        same(jsd(s_V, s_V + 3, beta[name]), 0.0)
     with pytest.raises(ValueError, match=r"beta must be in \[0, 1\], got 2"):
-        baselines.generalized_jsd(s_V, t_V, 2)
-
-
-def test_directions_of_the_divergences():
-    """Forward is KL(T || S), reverse KL(S || T) (D10); jsd is symmetric; equal sides have none."""
-    s_V, t_V = draws(6), draws(6, seed=1)
-    p_s, p_t = s_V.softmax(0), t_V.softmax(0)
-    for name, want in (("forward_kl", p_t * (p_t / p_s).log()), ("reverse_kl", None)):
-        want = p_s * (p_s / p_t).log() if want is None else want
-        same(baselines.generalized_jsd(s_V, t_V, baselines.JSD_BETA[name]), want.sum().item())
-    half = baselines.JSD_BETA["jsd"]
-    swapped = baselines.generalized_jsd(t_V, s_V, half).item()
-    same(baselines.generalized_jsd(s_V, t_V, half), swapped)
-    for beta in (0.0, half, 1.0):
-        same(baselines.generalized_jsd(s_V, s_V + 3, beta), 0.0)
+        jsd(s_V, t_V, 2)
 
 
 @pytest.mark.parametrize(
@@ -123,41 +106,24 @@ def test_local_support(top_k, sampled, student, teacher):
     same(gap_1, [math.log(teacher[0] / student[0])])
 
 
-OBJECTIVES = [{"objective": name} for name in ("reverse_kl", "forward_kl", "jsd")]
-OBJECTIVES += [{"support_top_k": 3}, {"objective": "forward_kl", "objective_clip": 0.05}]
-
-
-@pytest.mark.parametrize("changes", OBJECTIVES)
-def test_token_losses_have_the_gradient_of_their_values(changes):
-    cfg, ids_n, student_nV = BaselineConfig(**changes), torch.tensor([1, 4, 0]), draws(3, 6)
-    teachers = draws(3, 6, seed=1), draws(3, 6, seed=2)
-    got_nK2 = baselines.token_losses(cfg, ids_n, student_nV, *teachers)
-    assert got_nK2.shape == (3, 2, 2)
-    student_nV.requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda s: baselines.token_losses(cfg, ids_n, s, *teachers), student_nV
-    )
-
-
-@pytest.mark.parametrize("changes", OBJECTIVES)
-def test_slices_of_a_divergence_equal_whole_logits_and_stay_small(changes):
-    """300 positions over 20,000 tokens; no slice holds half of the whole logits."""
-    model, cfg, seen = make_model(vocab=20_000), BaselineConfig(**changes), []
+def test_slices_of_a_divergence_equal_whole_logits_and_stay_small():
+    """300 positions over 20,000 tokens; values, gradients, and no slice with half of them."""
+    model, cfg, seen = make_model(vocab=20_000), BaselineConfig(objective="jsd"), []
     ids_N = torch.randint(0, 20_000, (300,), generator=torch.Generator().manual_seed(1))
-    states = [draws(300, 32, seed=i).float().requires_grad_() for i in range(2)]
+    states = torch.randn(3, 300, 32, generator=torch.Generator().manual_seed(0))
+    states = [2 * x_ND.requires_grad_() for x_ND in states]
 
     def f(ids_n, *logits):
-        seen.append(sum(x.numel() for x in logits))
+        seen.append(len(ids_n))
         return baselines.token_losses(cfg, ids_n, *logits)
 
-    got = policy.over_slices(model, states, ids_N, f, 1.1)
-    got_grads = torch.autograd.grad(got[..., 0].sum(), states)
-    assert max(seen) < len(states) * 150 * 20_000 * 1.5
-    whole = [model.lm_head(x_ND) / 1.1 for x_ND in states]
-    want = baselines.token_losses(cfg, ids_N, *whole)
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
-    for a, b in zip(got_grads, torch.autograd.grad(want[..., 0].sum(), states)):
+    got_NK2 = policy.over_slices(model, states, ids_N, f, 1.1)
+    want_NK2 = baselines.token_losses(cfg, ids_N, *[model.lm_head(x_ND) / 1.1 for x_ND in states])
+    torch.testing.assert_close(got_NK2, want_NK2, atol=1e-5, rtol=1e-4)
+    got, want = (torch.autograd.grad(x[..., 0].sum(), states) for x in (got_NK2, want_NK2))
+    for a, b in zip(got, want):
         assert (a - b).norm() <= 1e-4 * b.norm()
+    assert max(seen) < 150
 
 
 # ----------------------------------------------------------------------------- updates of a run
@@ -209,27 +175,29 @@ def assert_gradients(got, run, total, rtol=2e-3):
         torch.testing.assert_close(a, b, atol=3e-5, rtol=rtol)
 
 
+def differ(a, b, tol=1e-5):
+    """Whether two fields of a record differ, numbers by more than rounding."""
+    if isinstance(a, float) or (isinstance(a, list) and a and isinstance(a[0], float)):
+        return a != pytest.approx(b, abs=tol)
+    return a != b
+
+
 @pytest.fixture(scope="module")
 def plain(world_dir, tmp_path_factory):
     return one_update(world_dir, tmp_path_factory.mktemp("plain") / "run")
 
 
 def test_sgsd_with_default_settings_is_sgsds_own_update(plain, world_dir, tmp_path):
-    """The same records and gradient, and the same weights after two updates, to the last bit."""
-    own = one_update(world_dir, tmp_path / "own", sgsd.train_step)
-    assert own[1] == plain[1]
-    assert {rho for row in own[1] for rho in row["rho"]} == {-1, 0, 1}
-    for a, b in zip(own[2], plain[2]):
-        assert torch.equal(a, b) and a.any()
-    weights = []
-    for name, step_fn in (("a", sgsd.train_step), ("b", baselines.STEPS["sgsd"])):
-        run = perturbed(make_run(world_dir, tmp_path / name, kind=BaselineConfig))
-        norms = [step_fn(run, step)[1] for step in (1, 2)]
-        state = [run.optimizer.state[p]["exp_avg_sq"] for p in policy.trained(run.model).values()]
-        weights.append((norms, [*policy.trained(run.model).values(), *state]))
-    assert weights[0][0] == weights[1][0]
-    for a, b in zip(weights[0][1], weights[1][1]):
-        assert torch.equal(a, b)
+    """The same rollouts, polarities, records and gradient, but for the last bits of sums."""
+    _, records, gradients = one_update(world_dir, tmp_path / "own", sgsd.train_step)
+    for own, row in zip(records, plain[1]):
+        assert row.keys() == own.keys() and row["tokens"].keys() == own["tokens"].keys()
+        for name in own.keys() - {"tokens"}:
+            assert not differ(row[name], own[name], 1e-6), name
+        assert row["rho"] == own["rho"] and row["tokens"]["delta"] == own["tokens"]["delta"]
+    assert {rho for row in records for rho in row["rho"]} == {-1, 0, 1}
+    for a, b in zip(plain[2], gradients):
+        assert b.any() and (a - b).abs().max() < 1e-6 * b.abs().max()
 
 
 JUDGED = {"a", "rho", "losses", "loss"}
@@ -248,12 +216,6 @@ ABLATIONS = {  # the flags, and the fields of a rollout's record that may change
     "whole support": ({"support_top_k": 10**6}, {"losses", "loss"}),
     "top support": ({"support_top_k": 5}, SCORED),
 }
-
-
-def differ(a, b):
-    if isinstance(a, list) and a and isinstance(a[0], float):
-        return a != pytest.approx(b, abs=1e-5)
-    return a != (pytest.approx(b, abs=1e-5) if isinstance(a, float) else b)
 
 
 def mean(values, mask):
@@ -326,10 +288,11 @@ def objective(cfg, s, t, ids):
 WHOLE = {
     "reverse KL": {"objective": "reverse_kl"},
     "forward KL": {"objective": "forward_kl"},
-    "jsd": {"objective": "jsd"},
+    "jsd, one row a forward pass": {"objective": "jsd", "score_tokens": 1},
     "top support": {"support_top_k": 4},
     "whole support": {"support_top_k": 10**6},
-    "answer, frozen": {"answer_pi": True, "teacher": "frozen", "loss_temperature": 1.3},
+    "answer": {"answer_pi": True, "loss_temperature": 1.3},
+    "frozen, one row a forward pass": {"teacher": "frozen", "score_tokens": 1},
     "groups": {"generations": 2, "batch_size": 2},
     "opsd": settings_of("opsd"),
     "opsd+skill": settings_of("opsd+skill"),
@@ -366,12 +329,9 @@ def test_the_gradient_of_an_update_equals_whole_logits(name, world_dir, tmp_path
         assert row["prompt_ids"] == policy.chat_ids(run.tokenizer, student, thinking=False)
         s_TV = by_definition(run, student, False, ids)
         for k, text in enumerate(teachers):
-            with torch.no_grad():
-                if cfg.teacher == "frozen":
-                    with run.model.disable_adapter():
-                        t_TV = by_definition(run, text, True, ids)
-                else:
-                    t_TV = by_definition(run, text, True, ids)
+            frozen = cfg.teacher == "frozen"
+            with torch.no_grad(), run.model.disable_adapter() if frozen else nullcontext():
+                t_TV = by_definition(run, text, True, ids)
             ell_T = objective(cfg, s_TV, t_TV, ids)
             lbar = (mask_T * ell_T).sum() / mask_T.sum()
             total = total + row["alpha"][k] * row["rho"][k] * lbar / len(records)
@@ -409,34 +369,17 @@ def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path
 
 
 def test_random_pairs_are_drawn_anew_for_each_update_and_again_the_same(world_dir, tmp_path):
-    changes = {"retrieval": "random", "num_teachers": 2}
+    changes, chosen = {"retrieval": "random", "num_teachers": 2}, set()
     run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, **changes)
-    chosen, seen = set(), set()
-    for x in run.problems:
-        for step in (1, 2, 3):
-            pairs = baselines.retrieve(run, step, x)
-            assert pairs == baselines.retrieve(run, step, x)
-            ids = tuple(pair.skill["skill_id"] for pair in pairs)
-            mistakes = {pair.mistake["mistake_id"] for pair in pairs}
-            assert len(set(ids)) == len(mistakes) == 2
-            chosen.add(ids)
-            seen.update(ids)
-    assert seen == {entry["skill_id"] for entry in run.bank.general_skills} and len(chosen) > 3
+    for place in range(36):
+        x, step = run.problems[place % 12], place // 12
+        pairs = baselines.retrieve(run, step, x)
+        assert pairs == baselines.retrieve(run, step, x)
+        chosen.add((pairs[0].skill["skill_id"], pairs[1].skill["skill_id"]))
+        assert pairs[0].mistake != pairs[1].mistake
+    assert len(chosen) > 6 and all(a != b for a, b in chosen)
     run.bank = skills.SkillBank(run.bank.general_skills, [])
     assert baselines.retrieve(run, 1, run.problems[0]) == []  # S8
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [settings_of("opsd"), {"objective": "jsd", "teacher": "ema"}, {"teacher": "ema"}],
-)
-def test_packs_of_rows_change_no_gradient(changes, world_dir, tmp_path):
-    """Also with one row a forward pass: a teacher's weights come and go between them."""
-    found = []
-    for n in (10**6, 1):
-        found.append(one_update(world_dir, tmp_path / str(n), **changes, score_tokens=n)[2])
-    for whole, single in zip(*found):
-        torch.testing.assert_close(single, whole, atol=1e-6, rtol=1e-3)
 
 
 @pytest.mark.parametrize("method", ["sgsd", "opsd", "grpo"])
@@ -447,18 +390,6 @@ def test_truncated_rollouts_can_be_left_out(method, world_dir, tmp_path):
     _, records, gradients = one_update(world_dir, tmp_path / "run", **changes, drop_truncated=True)
     assert {(row["truncated"], row["loss"]) for row in records} == {(True, 0.0)}
     assert not any(gradient.any() for gradient in gradients)
-
-
-@pytest.mark.parametrize("method", ["grpo", "opsd"])
-def test_an_update_that_is_not_finite_is_skipped(method, world_dir, tmp_path):
-    run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, **settings_of(method))
-    params = policy.trained(run.model)
-    next(iter(params.values())).data[0, 0] = math.nan
-    before = {name: p.detach().clone() for name, p in params.items()}
-    _, norm, _ = baselines.STEPS[method](run, 1)
-    assert not math.isfinite(norm)
-    for name, p in params.items():
-        assert torch.equal(p.nan_to_num(), before[name].nan_to_num())
 
 
 # ------------------------------------------------------------------------------------- teachers
@@ -516,19 +447,6 @@ def test_a_copied_teacher_follows_and_goes_into_the_checkpoint(teacher, world_di
     for name in again.kept:
         assert torch.equal(again.kept[name], run.kept[name])
         assert torch.equal(saved[name], run.kept[name])
-
-
-def test_every_teachers_first_update_is_the_live_one_and_its_second_is_not(world_dir, tmp_path):
-    logs = {}
-    for teacher in TEACHERS:
-        changes = {"teacher": teacher, "updates": 2, "eps_a": 0.0, "update_every": 0}
-        run = make_run(world_dir, tmp_path / teacher, kind=BaselineConfig, **changes)
-        assert sgsd.train(run, baselines.STEPS["sgsd"]) == 0
-        logs[teacher] = rows(tmp_path / teacher / "rollouts.jsonl")
-    for teacher in TEACHERS[1:]:
-        assert logs[teacher][:4] == logs["live"][:4]
-        for was, now in zip(logs["live"][4:], logs[teacher][4:]):
-            assert now["completion_ids"] == was["completion_ids"] and now["a"] != was["a"]
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -634,7 +552,7 @@ def test_groups_stay_together_over_ranks(world_dir, tmp_path):
         ("--method dpo", ("--method dpo", "sgsd, grpo, grpo+skill, opsd")),
         ("--method grpo --generations 1", ("--generations", "compares a group")),
         ("--method grpo --temperature 0", ("--temperature 0", "the same")),
-        ("--method opsd --bank b.json", ("--bank b.json", "opsd+skill")),
+        ("--method opsd --bank b.json", ("--bank", "opsd+skill")),
         ("--objective jsd --support-top-k 9", ("--support-top-k", "leave out --objective")),
         ("--teacher ema --teacher-decay 1", ("--teacher-decay 1.0", "< 1")),
         ("--teacher dead", ("--teacher", "dead")),
@@ -658,18 +576,3 @@ def test_a_resumed_run_keeps_its_method_and_may_begin_another_teacher(world_dir,
     for name, p in policy.trained(run.model).items():
         copy = run.kept[f"{name}.teacher"]
         assert torch.equal(copy, p) and ("lora_B" not in name or copy.any())
-
-
-def test_only_a_teacher_sees_the_answer(world_dir, tmp_path):
-    for answer_pi in (False, True):
-        out = tmp_path / str(answer_pi)
-        run = make_run(world_dir, out, kind=BaselineConfig, answer_pi=answer_pi)
-        x = dataclasses.replace(run.problems[0], answer="31415")
-        pairs = [SkillPair(*run.bank.general_skills[:1], *run.bank.common_mistakes[:1], 1.0, 1.0)]
-        (ids,) = sgsd.teacher_prompts(run, baselines.with_answer(run, x), pairs)
-        text = run.tokenizer.decode(ids)
-        shown = "The reference answer is 31415.\n\nPlease reason" in text
-        assert shown == answer_pi == ("31415" in text)
-        run.problems = [x]
-        row = baselines.STEPS["sgsd"](run, 1)[0][0]
-        assert "31415" not in run.tokenizer.decode(row["prompt_ids"])

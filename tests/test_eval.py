@@ -273,7 +273,7 @@ def test_skills_reach_a_prompt_only_when_asked_for(world_dir, tmp_path, capsys):
     """The samples are those of prompts with the retrieved pairs, and of plain ones without."""
     model, tokenizer = policy.load_model(f"{world_dir}/model", torch.device("cpu"))
     bank = skills.SkillBank.load(world_dir / "bank.json")
-    embed = skills.load_encoder(f"{world_dir}/encoder", "cpu")
+    embed = policy.load_encoder(f"{world_dir}/encoder", "cpu")
     given = f"--samples 1 --skills {world_dir}/bank.json --encoder {world_dir}/encoder"
     sampling = rollout.Sampling(1.0, 0.95, 0, 8)
     flags = {"skilled": f"{given} --num-skills 2", "plain": "--samples 1"}

@@ -3,9 +3,9 @@
 A run is forked from the test's process, so that it costs a second and not the imports.
 """
 
-import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -45,28 +45,21 @@ def nothing():
     pass
 
 
-def start(argv, log, step_fn=None, before=nothing, after=nothing):
-    """The id of a process that calls before, driver.main and after; what it says goes to `log`."""
+def start(argv, log, step_fn=None, before=nothing):
+    """The id of a process that calls before and driver.main; what it says goes to `log`."""
     pid = os.fork()
     if pid:
         return pid
     code = 99
     try:
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        sys.stdout = open(1, "w", closefd=False)
-        sys.stderr = open(2, "w", closefd=False)
+        sys.stdout = sys.stderr = open(log, "a", buffering=1)
         tqdm.set_lock(threading.RLock())  # its own is shared with forked processes that are killed
         before()
         code = driver.main(argv, step_fn)
-        after()
     except BaseException:
         traceback.print_exc()
-    finally:  # never back into the tests
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-        os._exit(code)
+    finally:
+        os._exit(code)  # never back into the tests
 
 
 def wait(pid):
@@ -239,49 +232,25 @@ def test_a_full_disk_leaves_whole_files(size, name, world_dir, tmp_path, whole):
     assert_same(out, whole[0])
 
 
-def small_disk(folder):
-    """Put a file system of 1 MB over `folder`, for this process alone; exit code 77 if it cannot."""
-    libc, new_namespace, recursive_private = ctypes.CDLL(None), 0x20000, 1 << 14 | 1 << 18
-    failed = libc.unshare(new_namespace) or libc.mount(b"none", b"/", None, recursive_private, None)
-    if failed or libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, b"size=1m"):
-        os._exit(77)
-
-
-def test_a_disk_that_is_full_for_real(world_dir, tmp_path):
-    disk, log = tmp_path / "disk", tmp_path / "log"
-    disk.mkdir()
-    argv = flags(world_dir, disk / "run", checkpoint_every=1, bank=world_dir / "bank.json")
-    left = {"before": lambda: small_disk(disk), "after": lambda: print(*disk.rglob("step_*"))}
-    code = go(argv, log, **left)
-    if code == 77:
-        pytest.skip("mounting is not allowed here")
-    assert code == 2
-    assert_one_line(log, "run/", "No space left on device")
-    assert "checkpoints/step_000001" in log.read_text().splitlines()[-1]
-
-
 def drop_powers():
     """Root without its powers: the bits of a directory hold for it, too."""
     version, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert not ctypes.CDLL(None).capset(version, none)
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_read_only_directory_is_one_line(begun, world_dir, tmp_path):
+def test_a_read_only_directory_is_one_line(world_dir, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log"
-    argv, before = flags(world_dir, out), {}
-    if begun:
-        assert go([*argv, "--updates=2"], tmp_path / "first") == 0
-        argv, before = ["--resume", str(out), "--updates=3"], state(out)
-    folder = out if begun else tmp_path
-    log.touch()
-    folder.chmod(0o555)
-    try:
-        assert go(argv, log, before=drop_powers) == 2
-    finally:
+    assert go(flags(world_dir, out, updates=2), log) == 0
+    before = state(out)
+    folders = {out: ["--resume", str(out)], tmp_path: flags(world_dir, tmp_path / "new")}
+    for folder, argv in folders.items():
+        log.write_text("")
+        folder.chmod(0o555)
+        code = go(argv, log, before=drop_powers)
         folder.chmod(0o755)
-    assert_one_line(log, str(out), "Permission denied")
-    assert state(out) == before if begun else not out.exists()
+        assert code == 2
+        assert_one_line(log, str(folder), "Permission denied")
+    assert state(out) == before and not (tmp_path / "new").exists()
 
 
 def two(argv, path, step_fn=None):
@@ -293,8 +262,8 @@ def two(argv, path, step_fn=None):
     for rank in (0, 1):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        before = place.copy
-        pids.append(start(argv, path / f"log{rank}", step_fn, lambda: os.environ.update(before())))
+        join = functools.partial(os.environ.update, place)
+        pids.append(start(argv, path / f"log{rank}", step_fn, join))
     return [wait(pid) for pid in pids]
 
 
@@ -360,20 +329,16 @@ distributed.leave(driver.main(None, test_faults.killed_at_3))
 @pytest.mark.long
 def test_torchrun_names_the_lost_rank_and_starts_again(world_dir, tmp_path, whole):
     (tmp_path / "program.py").write_text(PROGRAM)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'tests'}"}
-    done = []
-    for restarts in ("0", "1"):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        torchrun += ["--nproc_per_node=2", "--max-restarts", restarts, tmp_path / "program.py"]
-        argv = [*torchrun, *flags(world_dir, tmp_path / restarts)]
-        done.append(subprocess.run(argv, capture_output=True, text=True, env=environment))
-    assert done[0].returncode == 1 and "Signal 9 (SIGKILL)" in done[0].stderr
-    assert done[1].returncode == 0, done[1].stderr[-3000:]
-    out = tmp_path / "1"
-    assert [m["step"] for m in rows(out / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    for step in (0, 3, 6):
-        name = f"bank/step_{step:06d}.json"
-        assert (out / name).read_bytes() == whole[0][name]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    torchrun += ["--max-restarts=1", tmp_path / "program.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
+    argv = [*torchrun, *flags(world_dir, tmp_path / "run")]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "Signal 9 (SIGKILL)" in done.stderr, done.stderr[-3000:]
+    ours = state(tmp_path / "run")
+    assert [m["step"] for m in ours["metrics"]] == [1, 2, 3, 4, 5, 6]
+    for name in whole[0]:  # memories lie in another order
+        assert "bank/step" not in name or ours[name] == whole[0][name]
 
 
 def test_a_restarted_command_resumes_its_own_run_only(world_dir, tmp_path, monkeypatch, capsys):

@@ -19,39 +19,25 @@ from distributed import UserError
 
 DEEP = "[" * 100_000
 CONFLICT = '{"problem": "p", "answer": "1"}\n{"problem": "p", "answer": "2"}\n'
-SKILL = '{"skill_id": "a", "title": "t"}'
 
+
+def bank(skills=(), mistakes=(), metadata=None):
+    lists = {"general_skills": list(skills), "common_mistakes": list(mistakes)}
+    return json.dumps({**lists, "metadata": {} if metadata is None else metadata})
+
+
+NO_JSON = "cannot be read as JSON"
 FILES = [  # the flag, a file and its content (None for a directory), and what is said
-    ("--bank", "x.json", "{", "x.json: cannot be read as JSON"),
-    ("--bank", "x.json", DEEP, "x.json: cannot be read as JSON"),
-    ("--bank", "x.json", '{"a": "é"}'.encode("utf-16"), "x.json: cannot be read as JSON"),
-    ("--bank", "x", None, "x: cannot be read as JSON"),
-    ("--bank", "x.json", "[]", "x.json: a JSON object is wanted, got list"),
+    ("--bank", "x.json", "{", NO_JSON),
+    ("--bank", "x.json", DEEP, NO_JSON),
+    ("--bank", "x.json", '{"a": "é"}'.encode("utf-16"), NO_JSON),
+    ("--bank", "x", None, NO_JSON),
+    ("--bank", "x.json", "[]", "a JSON object is wanted, got list"),
     ("--bank", "x.json", '{"skills": []}', "`general_skills` must be a list; keys found: skills"),
-    (
-        "--bank",
-        "x.json",
-        f'{{"general_skills": [{SKILL}], "common_mistakes": []}}',
-        "general_skills[0] lacks the string field(s) principle, when_to_apply (App. C)",
-    ),
-    (
-        "--bank",
-        "x.json",
-        '{"general_skills": [], "common_mistakes": ["careless"]}',
-        "common_mistakes[0] lacks the string field(s) mistake_id, description",
-    ),
-    (
-        "--bank",
-        "x.json",
-        '{"general_skills": [], "common_mistakes": [], "metadata": []}',
-        "`metadata` must be an object",
-    ),
-    (
-        "--bank",
-        "x.json",
-        '{"general_skills": [], "common_mistakes": []}',
-        "general_skills has 0 entries, --num-teachers 3 wants as many",
-    ),
+    ("--bank", "x.json", bank([{"skill_id": "a"}]), "general_skills[0] lacks the string field(s)"),
+    ("--bank", "x.json", bank([], ["text"]), "common_mistakes[0] lacks the string field(s)"),
+    ("--bank", "x.json", bank(metadata=[]), "`metadata` must be an object"),
+    ("--bank", "x.json", bank(), "general_skills has 0 entries, --num-teachers 3 wants as many"),
     ("--data", "x.jsonl", "", "x.jsonl: no problem is left of 0 rows"),
     ("--data", "x.jsonl", CONFLICT, "x.jsonl: no problem is left of 2 rows"),
     ("--data", "x.jsonl", '{"problem": "p"}\n', "x.jsonl:1: needs `problem` and `answer`"),

@@ -93,7 +93,7 @@ def test_a_replaced_entry_is_embedded_anew():
 
 
 def test_the_encoder_gives_the_same_unit_vector_for_the_same_text(world_dir):
-    embed = skills.load_encoder(str(world_dir / "encoder"), "cpu")
+    embed = policy.load_encoder(str(world_dir / "encoder"), "cpu")
     x = embed(["a b", "a b", "c"])
     assert x.shape == (3, 16) and np.array_equal(x[0], x[1])
     np.testing.assert_allclose(np.linalg.norm(x, axis=1), 1, atol=1e-5)

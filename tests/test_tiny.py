@@ -107,7 +107,7 @@ def test_the_model_listens_to_guidance():
 
 
 def test_the_encoder_finds_the_own_family():
-    embed = skills.load_encoder(str(ROOT / "tiny" / "encoder"), "cpu")
+    embed = policy.load_encoder(str(ROOT / "tiny" / "encoder"), "cpu")
     bank = skills.SkillBank([], [])
     for family in world.FAMILIES:
         skill, mistake = (world.item(None, family, kind) for kind in ("skill", "mistake"))

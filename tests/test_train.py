@@ -151,7 +151,7 @@ def dynamic(bank):
 
 def test_a_run_makes_its_bank_and_evolves_it(whole):
     """Without --bank: cold start (Alg. 2), and every second update evolution (Alg. 4)."""
-    versions = sgsd.bank_versions(whole.out)
+    versions = runlog.bank_versions(whole.out)
     assert list(versions) == [0, 2, 4]
     banks = [skills.SkillBank.load(path) for path in versions.values()]
     memories = rows(whole.out / "bank/memories.jsonl")
@@ -244,15 +244,16 @@ class CountingVerifier(driver.CoinVerifier):
 
 
 def test_no_memory_is_made_twice_after_a_kill(world_dir, tmp_path):
-    run, verifier = make_run(world_dir, tmp_path / "run"), CountingVerifier()
-    given = (run.problems, run.model, run.tokenizer, verifier, run.writer, run.world)
-    sizes = {"count": 6, "rows": 2, "max_new_tokens": 9}
-    whole = skills.make_bank(tmp_path / "a", *given, **sizes)
+    changes = {"bank": "", "cold_start": 6, "max_new_tokens": 9}
+    run, verifier = make_run(world_dir, tmp_path / "run", **changes), CountingVerifier()
+    writer = dataclasses.replace(run.writer, rows=2)
+    given = (run.problems, run.model, run.tokenizer, verifier, writer, run.cfg)
+    whole = skills.make_bank(tmp_path / "a", *given)
     assert verifier.seen == 6
     lines = (tmp_path / "a/memories.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "b").mkdir()
     (tmp_path / "b/memories.jsonl").write_text("".join(lines[:3]) + lines[3][:50])  # torn
-    assert skills.make_bank(tmp_path / "b", *given, **sizes) == whole
+    assert skills.make_bank(tmp_path / "b", *given) == whole
     assert verifier.seen == 6 + 3
     assert (tmp_path / "b/memories.jsonl").read_text() == "".join(lines)
 
