@@ -346,19 +346,19 @@ def record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss
 
 def begin_bank(run: Run) -> None:
     """Make the bank where there is none (Alg. 2), and read the window of the next update (D9)."""
-    cfg, main, folder = run.cfg, run.world.main, run.out / "bank"
+    cfg, main = run.cfg, run.world.main
     assert run.writer is not None
     for made, path in runlog.bank_versions(run.out).items():
         if main and made > run.step:  # those updates will be made again
             path.unlink()
     if run.bank is None:
         solver = run.model, run.tokenizer, run.verifier
-        run.bank = skills.make_bank(folder, run.problems, *solver, run.writer, cfg)
+        run.bank = skills.make_bank(run.problems, *solver, run.writer, cfg)
     used = max((made for made in runlog.bank_versions(run.out) if made <= run.step), default=0)
     runlog.save_bank(run.bank, run.out, used, main)
     window = []
     if main:
-        distributed.trim_jsonl(folder / "replies.jsonl", run.step)
+        distributed.trim_jsonl(run.writer.log.path, run.step)
         if cfg.update_every:
             last = run.step // cfg.update_every * cfg.update_every
             rows = distributed.read_jsonl(run.out / "rollouts.jsonl")

@@ -554,7 +554,6 @@ def evolve(
 
 # ---------------------------------------------------------------------------------- a new bank
 def make_bank(
-    folder: pathlib.Path,
     problems: list[Problem],
     model: policy.Model,
     tokenizer: policy.Tokenizer,
@@ -564,15 +563,14 @@ def make_bank(
 ) -> SkillBank:
     """Algorithm 2 from problems to bank, shared over the ranks.
 
-    `model` solves seed problems, and `writer` answers the prompts. Memories go to
-    folder/memories.jsonl as they come, and what a killed run has made is used again.
+    `model` solves seed problems, and `writer` answers the prompts. Memories go to memories.jsonl
+    in the writer's folder as they come, and what a killed run has made is used again.
     """
     from tqdm import tqdm
 
     world, rows = writer.world, writer.rows
     chosen = random.Random(cfg.seed).sample(problems, min(cfg.cold_start, len(problems)))
-    path = folder / "memories.jsonl"
-    log = writer.log
+    log, path = writer.log, writer.log.path.with_name("memories.jsonl")
     text_of = {x.id: x.problem for x in chosen}
     memories = {m["problem_id"]: m for m in distributed.read_jsonl(path)}
     memories = {id_: m for id_, m in memories.items() if text_of.get(id_) == m["problem"]}
@@ -623,7 +621,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if world.main:
             distributed.write_json(file, settings)
         with rollout.Verifier(cfg.verify_timeout, cfg.verify_workers) as verifier:
-            bank = make_bank(folder, problems, model, tokenizer, verifier, writer, cfg)
+            bank = make_bank(problems, model, tokenizer, verifier, writer, cfg)
         if world.main:
             bank.save(cfg.out)
             sizes = f"{len(bank.general_skills)} skills, {len(bank.common_mistakes)} mistakes"

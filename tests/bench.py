@@ -491,21 +491,20 @@ def decode(
     keys = [rollout.sample_key(0, 0, str(i)) for i in range(samples)]
     sampling = rollout.Sampling(max_new_tokens=s.new)
     c = counts(s, s.decode_vocab, model.device, rank=0)
+    rows_of = dict.fromkeys(ways, rows) | {HALF: rows // 2}
     found, out, lines = {}, {}, []
     for way in ways:
         began = clock(model.device)
         if way in (OWN, SAME):
             out[way] = static(model, prompts, keys, rows, sampling, way == SAME)
         else:
-            at_a_time = rows // 2 if way == HALF else rows
-            out[way] = rollout.generate(model, NO_STOPS, prompts, sampling, keys, at_a_time)
+            out[way] = rollout.generate(model, NO_STOPS, prompts, sampling, keys, rows_of[way])
         found[way] = clock(model.device) - began
     rate = {way: sum(map(len, out[way])) / found[way] for way in ways}
     for way in ways:
-        tokens, same = sum(map(len, out[way])), sum(a == b for a, b in zip(out[way], out[OURS]))
-        at_a_time = rows // 2 if way == HALF else rows
-        longest = max(map(len, out[way]))
-        steps = max(longest, math.ceil(tokens / at_a_time))
+        tokens = sum(map(len, out[way]))
+        same = sum(a == b for a, b in zip(out[way], out[OURS]))
+        steps = max(*map(len, out[way]), math.ceil(tokens / rows_of[way]))
         moved = float(steps * c.weights)
         for prompt, ids in zip(prompts, out[way]):
             moved += c.decoding(len(prompt), len(ids), 1, 0)[1]
@@ -534,7 +533,6 @@ def rollouts(args: Args, s: Shape, device: torch.device) -> None:
     title = f"rollout: shape {args.shape}, vocabulary {s.decode_vocab:,}"
     title += f", copies at {bandwidth / 1e9:.1f} GB/s"
     table(title, device, f"case | {DECODED}", lines())
-    print("\nbar: on long-tailed lengths never slower than static batches, with the same ids")
 
 
 def evaluation(args: Args, s: Shape, device: torch.device) -> None:
@@ -625,18 +623,19 @@ def step(args: Args, s: Shape, device: torch.device) -> None:
         with verifier:
             sgsd.train(run, timed)
         rows = distributed.read_jsonl(run.out / "rollouts.jsonl")
-        # The first update warms up.
-        c, later = counts(s, s.decode_vocab, device), [row for row in rows if row["step"] > 1]
+        later = [row for row in rows if row["step"] > 1]  # the first update warms up
+        c = counts(s, s.decode_vocab, device)
         least = least_seconds(run, later, c, copied, multiplied)
-    gen, scoring, backward, optimizer, verification = (laps[1][x] + laps[2][x] for x in laps[0])
+    seconds = {part: laps[1][part] + laps[2][part] for part in laps[0]}
+    verification = seconds.pop("verification")
     everything = ends[2] - ends[0]
     parts = {
-        "rollout": gen - verification,
+        "rollout": seconds["gen"] - verification,
         "verification": verification,
-        "scoring": scoring,
-        "backward": backward,
-        "optimizer": optimizer,
-        "the rest: records, gather, logs": everything - gen - scoring - backward - optimizer,
+        "scoring": seconds["score"],
+        "backward": seconds["bwd"],
+        "optimizer": seconds["opt"],
+        "the rest: records, gather, logs": everything - sum(seconds.values()),
         "an update": everything,
     }
     lines = []
@@ -660,6 +659,7 @@ def step(args: Args, s: Shape, device: torch.device) -> None:
 
 
 def memory(args: Args, s: Shape, device: torch.device) -> None:
+    args = Args(**{**vars(args), "repeats": 1})  # of its seconds, little hangs
     kind, Ts = 4, [128, 256, 512, 1024]
     if args.cuda or args.shape == "tiny":
         kind, Ts = 2 if args.cuda else 4, [s.T // 8, s.T // 4, s.T // 2, s.T]

@@ -6,7 +6,6 @@ The reference scores one row at a time by the model's own full logits.
 import dataclasses
 import json
 import math
-import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -251,15 +250,6 @@ def test_an_ablation_changes_its_own_part_and_nothing_else(name, plain, world_di
             assert row["alpha"] == pytest.approx([1 / 3] * 3)  # S20
 
 
-def test_a_single_teacher_is_the_best_pair(plain, world_dir, tmp_path):
-    _, records, _ = one_update(world_dir, tmp_path / "run", num_teachers=1)
-    for was, now in zip(plain[1], records):
-        assert (now["pairs"], now["alpha"]) == (was["pairs"][:1], [1.0])
-        assert now["a"] == pytest.approx(was["a"][:1], abs=1e-5)
-        assert now["completion_ids"] == was["completion_ids"]
-        assert now["loss"] == pytest.approx(was["rho"][0] * was["losses"][0], abs=1e-6)
-
-
 def by_definition(run, text, thinking, ids):
     """[T, V] log-probabilities at the loss's temperature."""
     prompt = policy.chat_ids(run.tokenizer, text, thinking=thinking)
@@ -427,7 +417,6 @@ def test_a_copied_teacher_follows_and_goes_into_the_checkpoint(teacher, world_di
     run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, **changes)
     params = policy.trained(run.model)
     want = {name: p.detach().double().clone() for name, p in params.items()}
-    tol = {"atol": 1e-7 if teacher == "ema" else 0.0, "rtol": 0.0}
 
     def step_fn(run, step):
         update = baselines.STEPS["sgsd"](run, step)
@@ -437,16 +426,15 @@ def test_a_copied_teacher_follows_and_goes_into_the_checkpoint(teacher, world_di
             elif step % 2 == 0:
                 want[name] = p.detach().double().clone()
             copy = run.kept[f"{name}.teacher"].double()
-            torch.testing.assert_close(copy, want[name], **tol)
+            torch.testing.assert_close(copy, want[name], atol=1e-7, rtol=0.0)
         return update
 
     assert sgsd.train(run, step_fn) == 0
     saved = load_file(tmp_path / "run/checkpoints/step_000004/trainer.safetensors")
     again = make_run(world_dir, tmp_path / "run", True, kind=BaselineConfig, **changes)
     assert again.kept.keys() == {f"{name}.teacher" for name in params}
-    for name in again.kept:
-        assert torch.equal(again.kept[name], run.kept[name])
-        assert torch.equal(saved[name], run.kept[name])
+    for name, kept in run.kept.items():
+        assert torch.equal(again.kept[name], kept) and torch.equal(saved[name], kept)
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -523,23 +511,20 @@ def test_stopped_and_resumed_equals_uninterrupted(name, world_dir, tmp_path):
 @pytest.mark.long
 def test_groups_stay_together_over_ranks(world_dir, tmp_path):
     """Three problems of two rollouts on two ranks: one order of records, one update."""
+    changes = {"method": "opsd+skill", "batch_size": 3, "updates": 1, "generations": 2}
     moments, logs = [], []
     for n in (1, 2):
-        changes = settings_of("opsd+skill", batch_size=3, updates=1, generations=2)
         given = flags(world_dir, tmp_path / str(n), **changes)
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-        given = [flag for flag in given if not flag.endswith(("=True", "=False"))]
         command = [sys.executable, *launch, ROOT / "tests" / "driver.py", *given]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         logs.append(rows(tmp_path / str(n) / "rollouts.jsonl"))
         last = tmp_path / str(n) / "checkpoints/step_000001"
         moments.append(load_file(last / "trainer.safetensors"))
     ids = [[row["completion_ids"] for row in log] for log in logs]
-    assert ids[0] == ids[1] and len(ids[0]) == 6
     names = [row["problem_id"] for row in logs[0]]
-    assert names[::2] == names[1::2]
+    assert ids[0] == ids[1] and len(ids[0]) == 6 and names[::2] == names[1::2]
     for name in moments[0]:
         torch.testing.assert_close(moments[0][name], moments[1][name], atol=1e-6, rtol=1e-3)
 

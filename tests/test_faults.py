@@ -161,7 +161,7 @@ def test_killed_every_time_it_touches_a_file(world_dir, tmp_path, whole):
 @pytest.mark.long
 def test_killed_at_40_random_instants(world_dir, tmp_path, whole):
     draw, killed = random.Random(7), 0
-    for n in range(60):
+    for n in range(50):
         seconds = draw.uniform(0.01, whole[2])
         killed += check_killed(world_dir, tmp_path / str(n), whole, seconds=seconds)
     assert killed >= 40
@@ -327,14 +327,15 @@ distributed.leave(driver.main(None, test_faults.killed_at_3))
 
 
 @pytest.mark.long
-def test_torchrun_names_the_lost_rank_and_starts_again(world_dir, tmp_path, whole):
+def test_torchrun_starts_a_run_again_that_lost_a_rank(world_dir, tmp_path, whole):
     (tmp_path / "program.py").write_text(PROGRAM)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     torchrun += ["--max-restarts=1", tmp_path / "program.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
     argv = [*torchrun, *flags(world_dir, tmp_path / "run")]
     done = subprocess.run(argv, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "Signal 9 (SIGKILL)" in done.stderr, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("parameters learn") == 2  # it was started twice
     ours = state(tmp_path / "run")
     assert [m["step"] for m in ours["metrics"]] == [1, 2, 3, 4, 5, 6]
     for name in whole[0]:  # memories lie in another order

@@ -207,12 +207,11 @@ def test_making_a_bank_from_wrong_flags_is_one_line(world_dir, tmp_path, capsys)
     work.mkdir()
     (work / "settings.json").write_text("{}")
     for given, words in (
-        ([], "--out"),
-        ([f"--out={tmp_path}"], "is a directory; a file for the bank is wanted"),
-        ([f"--out={out}", "--problems=0"], "--problems"),
-        ([f"--out={out}", "--max-new-tokens=0"], "max_new_tokens >= 1"),
-        ([f"--out={out}"], "bank.json.work: holds memories made with other settings"),
-        ([f"--out={tmp_path / 'new'}", "--data=no.jsonl"], "no.jsonl: no such file"),
+        ([], "--out runs/sgsd: a file for the bank is wanted, such as bank.json"),
+        ([f"--out={tmp_path}"], f"--out {tmp_path}: a file for the bank is wanted"),
+        ([f"--out={out}", "--cold-start=0"], "--cold-start 0: must be > 0"),
+        ([f"--out={out}"], "settings.json: its memories have other settings; give another --out"),
+        ([f"--out={tmp_path / 'new.json'}", "--data=no.jsonl"], "no.jsonl: no such file"),
     ):
         refused(capsys, skills.main, [model, data, "--device=cpu", *given], words)
     assert [path.name for path in tmp_path.iterdir()] == [work.name]

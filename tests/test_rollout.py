@@ -3,7 +3,6 @@
 The reference for decoding is a plain loop: no cache, no padding, one row alone.
 """
 
-import collections
 import json
 
 import numpy as np
@@ -272,10 +271,11 @@ def test_a_think_block_is_only_seen_where_it_is_a_token():
     assert (roll.pred, roll.r) == ("5", 1)
 
 
-def test_the_writer_answers_greedily_and_samples_what_it_is_asked_again(tokenizer):
+def test_the_writer_answers_greedily_and_samples_what_it_is_asked_again(tokenizer, tmp_path):
     """A reply is a function of the prompt and of how often it was asked: resume needs no memory."""
     model, alone = make_model(), distributed.World(0, 1, torch.device("cpu"))
-    writer = rollout.Writer(model, tokenizer, alone, max_new_tokens=8, seed=0)
+    log = rollout.ReplyLog(tmp_path, alone)
+    writer = rollout.Writer(model, tokenizer, alone, log=log, max_new_tokens=8, seed=0)
     a, b = writer.complete(["a", "b b b"])
     assert writer.complete(["b b b", "a", "c"])[:2] == [b, a] and writer.complete([]) == []
     again = writer.retry(["a", "a", "b b b"], [1, 2, 1])
@@ -285,16 +285,3 @@ def test_the_writer_answers_greedily_and_samples_what_it_is_asked_again(tokenize
     prompt = policy.chat_ids(tokenizer, "a", thinking=False)
     ids = rollout.generate(model, tokenizer, [prompt], greedy, [0])[0]
     assert a == tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def test_samples_differ_between_the_problems_of_a_batch_and_its_epochs():
-    """A global batch is a function of seed and step; a problem's samples have keys of their own."""
-    import config
-
-    data = [Problem(str(i), "x", "1") for i in range(5)]
-    cfg = config.Config(batch_size=3)
-    batches = [rollout.minibatch(data, cfg, step, 2) for step in range(1, 6)]
-    seen = [(x.id, key) for batch in batches for x, key in batch]
-    assert len(set(seen)) == 30 and batches[1] == rollout.minibatch(data, cfg, 2, 2)
-    counts = collections.Counter(name for name, _ in seen)
-    assert set(counts.values()) == {6}  # 15 places of 5 problems, twice

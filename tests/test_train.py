@@ -246,14 +246,19 @@ class CountingVerifier(driver.CoinVerifier):
 def test_no_memory_is_made_twice_after_a_kill(world_dir, tmp_path):
     changes = {"bank": "", "cold_start": 6, "max_new_tokens": 9}
     run, verifier = make_run(world_dir, tmp_path / "run", **changes), CountingVerifier()
-    writer = dataclasses.replace(run.writer, rows=2)
-    given = (run.problems, run.model, run.tokenizer, verifier, writer, run.cfg)
-    whole = skills.make_bank(tmp_path / "a", *given)
+
+    def make(folder):
+        log = rollout.ReplyLog(folder, run.world)
+        writer = dataclasses.replace(run.writer, rows=2, log=log)
+        solver = (run.model, run.tokenizer, verifier)
+        return skills.make_bank(run.problems, *solver, writer, run.cfg)
+
+    whole = make(tmp_path / "a")
     assert verifier.seen == 6
     lines = (tmp_path / "a/memories.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "b").mkdir()
     (tmp_path / "b/memories.jsonl").write_text("".join(lines[:3]) + lines[3][:50])  # torn
-    assert skills.make_bank(tmp_path / "b", *given) == whole
+    assert make(tmp_path / "b") == whole
     assert verifier.seen == 6 + 3
     assert (tmp_path / "b/memories.jsonl").read_text() == "".join(lines)
 
@@ -297,7 +302,8 @@ def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys
     """A random model's own replies cannot be read: no teachers, no loss, and the run ends well."""
     settings = {**BANK, "cold_start": 4, "max_new_tokens": 8, "updates": 2}
     run = make_run(world_dir, tmp_path / "run", **settings)
-    run.writer = rollout.Writer(run.model, run.tokenizer, run.world, 8, 0)
+    cfg = dataclasses.replace(run.cfg, reply_tokens=8)
+    run.writer = rollout.writer(cfg, run.world, run.model, run.tokenizer, run.out / "bank")
     assert sgsd.train(run) == 0
     assert "one of its lists is empty" in capsys.readouterr().out
     metrics = rows(tmp_path / "run/metrics.jsonl")
