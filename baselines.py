@@ -39,7 +39,7 @@ from rollout import Rollout
 from sgsd import Run, Update
 from skills import SkillPair
 
-# ------------------------------------------------------------------------------------ settings
+JSD_BETA = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}  # D10
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BaselineConfig(Config):
     method: str = setting("sgsd", "sgsd, grpo, grpo+skill, opsd or opsd+skill; Tab. 11")
     generations: int = setting(1, "G, rollouts per problem; Tab. 11")
     student_prefix: str = setting(
-        "closed", "the student's think block: closed, or bare; S3, S15", choices=("closed", "bare")
+        "closed", "the student's think block; S3, S15", choices=("closed", "bare")
     )
     loss_temperature: float = setting(1.0, "of the log-probabilities in the loss; S5")
     drop_truncated: bool = setting(False, "leave out of the loss what the length limit cut; S4")
@@ -59,41 +59,30 @@ class BaselineConfig(Config):
     clip: bool = setting(True, "without it the support takes the gaps as they are; Tab. 4")
     polarity: bool = setting(True, "without it every teacher is distilled, rho = +1; §4.4")
     retrieval: str = setting(
-        "embedding", "the nearest pairs, or random ones; S20", choices=("embedding", "random")
+        "embedding", "the nearest pairs, or any; S20", choices=("embedding", "random")
     )
     answer_pi: bool = setting(False, "the reference answer in a teacher's prompt too; §4.5, S16")
     teacher: str = setting(
-        "live",
-        "the teacher's adapter: the student's own, none at all, a copy made every "
-        "--teacher-period updates, or a moving average; §4.5",
-        choices=("live", "frozen", "periodic", "ema"),
+        "live", "the adapter; frozen has none; §4.5", choices=("live", "frozen", "periodic", "ema")
     )
     teacher_period: int = setting(50, "updates between copies of a periodic teacher; S18")
     teacher_decay: float = setting(0.999, "decay of an ema teacher; S18", least=0)
     objective: str = setting(
-        "gate",
-        "the gate of the sampled gap, or a divergence over the vocabulary; §4.5, D10",
-        choices=("gate", "reverse_kl", "forward_kl", "jsd"),
+        "gate", "the gate, or a divergence over all tokens; §4.5, D10", choices=("gate", *JSD_BETA)
     )
-    objective_clip: float = setting(
-        0.0, "upper bound of a vocabulary entry's term of a divergence; 0 is none; S16", least=0
-    )
-    support_top_k: int = setting(
-        0, "the gate on the teacher's top k tokens and the sampled one; 0 is off; S19", least=0
-    )
+    objective_clip: float = setting(0.0, "bound of a divergence's terms; 0 is none; S16", least=0)
+    support_top_k: int = setting(0, "the gate on the teacher's top k; 0 is off; S19", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        method, bank = self.method, " --skills BANK" if "skill" in self.method else ""
+        method = self.method
         if method in ("base", "base+skill"):
-            measure = f"python eval.py MODEL{bank}"
-            raise UserError(f"--method {method}: trains nothing; measure it with {measure}")
+            bank = " --skills BANK" if method == "base+skill" else ""
+            raise UserError(f"--method {method}: trains nothing; use python eval.py MODEL{bank}")
         if method not in STEPS:
             raise UserError(f"--method {method}: must be one of {', '.join(STEPS)}")
         if self.bank and not self.sees_skills:
-            raise UserError(
-                f"--bank: {method} sees no skills; leave it out, or take {method}+skill"
-            )
+            raise UserError(f"--bank: {method} sees no skills; take {method}+skill, or no bank")
         if method.startswith("grpo") and self.generations < 2:
             raise UserError("--generations: GRPO compares a group, so it must be >= 2")
         if self.temperature == 0 and self.generations > 1:
@@ -109,20 +98,13 @@ class BaselineConfig(Config):
 
 
 # Tab. 11, and the released scripts for what it leaves open (S15-S17).
-GRPO_SAMPLING = {"temperature": 1.2, "top_p": 1.0, "top_k": 0, "max_new_tokens": 16000}
-GRPO_LIMITS = {"max_prompt_tokens": 2048, "rollout_rows": 16, "grad_clip": 1.0}
-GRPO_OWN = {"generations": 8, "loss_temperature": 1.2, "student_prefix": "bare"}
-GRPO = {**GRPO_SAMPLING, **GRPO_LIMITS, **GRPO_OWN}
-OPSD_LOSS = {"objective": "forward_kl", "objective_clip": 0.05, "loss_temperature": 1.1}
-OPSD_TEACHER = {"teacher": "frozen", "answer_pi": True, "polarity": False, "token_mask": False}
-OPSD = {**OPSD_LOSS, **OPSD_TEACHER}
+GRPO: dict[str, Any] = {"temperature": 1.2, "top_p": 1.0, "top_k": 0, "max_new_tokens": 16000}
+GRPO |= {"max_prompt_tokens": 2048, "rollout_rows": 16, "grad_clip": 1.0, "generations": 8}
+GRPO |= {"loss_temperature": 1.2, "student_prefix": "bare"}
+OPSD: dict[str, Any] = {"objective": "forward_kl", "objective_clip": 0.05, "loss_temperature": 1.1}
+OPSD |= {"teacher": "frozen", "answer_pi": True, "polarity": False, "token_mask": False}
 SKILL = {"num_teachers": 3, "update_every": 0}
-DEFAULTS: dict[str, dict[str, Any]] = {"grpo": GRPO, "opsd": OPSD}
-DEFAULTS |= {"grpo+skill": GRPO | SKILL, "opsd+skill": OPSD | SKILL}
-
-# ------------------------------------------------------------------------------------ formulas
-
-JSD_BETA = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # D10
+DEFAULTS = {"grpo": GRPO, "grpo+skill": GRPO | SKILL, "opsd": OPSD, "opsd+skill": OPSD | SKILL}
 
 
 def grpo_advantages(rewards_G: Tensor, eps: float = 1e-4) -> Tensor:
@@ -136,12 +118,7 @@ def grpo_advantages(rewards_G: Tensor, eps: float = 1e-4) -> Tensor:
     return (rewards_G - rewards_G.mean()) / (rewards_G.std() + eps)
 
 
-def grpo_loss(
-    logp_T: Tensor,
-    logp_old_T: Tensor,
-    advantage: Tensor | float,
-    clip: float = 0.2,
-) -> Tensor:
+def grpo_loss(logp_T: Tensor, logp_old_T: Tensor, advantage: float, clip: float = 0.2) -> Tensor:
     """-mean_t min(w_t A, clip(w_t, 1 - clip, 1 + clip) A), w_t = pi(y_t) / pi_old(y_t) (S15).
 
     No KL term. logp_T: [T] with gradient. logp_old_T: [T], taken as constant. advantage: the
@@ -153,11 +130,7 @@ def grpo_loss(
 
 
 def generalized_jsd(
-    logits_s: Tensor,
-    logits_t: Tensor,
-    beta: float,
-    temperature: float = 1.0,
-    clip: float = 0.0,
+    logits_s: Tensor, logits_t: Tensor, beta: float, temperature: float = 1.0, clip: float = 0.0
 ) -> Tensor:
     """Divergence of student and teacher per token: [..., V] twice -> [...], in nats.
 
@@ -205,22 +178,20 @@ def token_losses(
     cfg: BaselineConfig, ids_n: Tensor, logits_s_nV: Tensor, *teachers_nV: Tensor
 ) -> Tensor:
     """Loss and gap of each position under each teacher, [n, K, 2], from whole logits."""
-    found = []
-    for logits_t_nV in teachers_nV:
-        gap_n = policy.logprob_of(ids_n, logits_t_nV) - policy.logprob_of(ids_n, logits_s_nV)
-        if cfg.support_top_k:
-            kl_n, gap_n = local_support(ids_n, logits_s_nV, logits_t_nV, cfg.support_top_k)
-            loss_n = sgsd.gated_loss(kl_n, cfg.tau_g)
-        elif cfg.objective == "gate":
-            loss_n = sgsd.gated_loss(gap_n, cfg.tau_g)
-        else:
-            beta = JSD_BETA[cfg.objective]
-            loss_n = generalized_jsd(logits_s_nV, logits_t_nV, beta, clip=cfg.objective_clip)
-        found.append(torch.stack([loss_n, gap_n], -1))
-    return torch.stack(found, 1)
-
-
-# ------------------------------------------------------------------------------------- methods
+    logp_nK = torch.stack([policy.logprob_of(ids_n, t_nV) for t_nV in teachers_nV], 1)
+    gap_nK = logp_nK - policy.logprob_of(ids_n, logits_s_nV)[:, None]
+    if cfg.support_top_k:
+        k = cfg.support_top_k
+        local = [local_support(ids_n, logits_s_nV, t_nV, k) for t_nV in teachers_nV]
+        loss_nK = sgsd.gated_loss(torch.stack([kl_n for kl_n, _ in local], 1), cfg.tau_g)
+        gap_nK = torch.stack([gap_n for _, gap_n in local], 1)
+    elif cfg.objective == "gate":
+        loss_nK = sgsd.gated_loss(gap_nK, cfg.tau_g)
+    else:
+        beta, clip = JSD_BETA[cfg.objective], cfg.objective_clip
+        losses = [generalized_jsd(logits_s_nV, t_nV, beta, clip=clip) for t_nV in teachers_nV]
+        loss_nK = torch.stack(losses, 1)
+    return torch.stack([loss_nK, gap_nK], -1)
 
 
 def settings(run: Run) -> BaselineConfig:
@@ -340,7 +311,8 @@ def scored(
     states = [student_TD, *[teachers_KTD[k] for k in range(len(contexts_K))]]
     losses = functools.partial(token_losses, cfg)
     both_TK2 = policy.over_slices(run.model, states, sampled_T, losses, cfg.loss_temperature)
-    return both_TK2[..., 0].T, both_TK2[..., 1].T.detach()
+    loss_KT, gap_KT = both_TK2.permute(2, 1, 0).contiguous()
+    return loss_KT, gap_KT.detach()
 
 
 @contextlib.contextmanager
@@ -357,12 +329,10 @@ def teacher_policy(run: Run) -> Iterator[None]:
             yield
     else:
         params = policy.trained(run.model)
-        for name, p in params.items():
-            run.kept.setdefault(f"{name}.teacher", p.detach().clone())
         own = {name: p.data for name, p in params.items()}
+        for name, p in params.items():
+            p.data = run.kept.setdefault(f"{name}.teacher", p.detach().clone())
         try:
-            for name, p in params.items():
-                p.data = run.kept[f"{name}.teacher"]
             yield
         finally:
             for name, p in params.items():
@@ -381,13 +351,11 @@ def grpo_step(run: Run, step: int) -> Update:
     advantages = torch.cat([grpo_advantages(x_G) for x_G in rewards.split(cfg.generations)])
     records = []
     for i, x, roll, advantage in zip(places, data, rollouts, advantages.tolist()):
-        prompt, ids_T = [roll.prompt_ids], [roll.completion_ids]
-        logp_1T = policy.token_logprobs(
-            run.model, prompt, ids_T, grad=True, temperature=cfg.loss_temperature
-        )
-        loss = grpo_loss(logp_1T[0], logp_1T[0], advantage)
-        pairs, none_K, none_KT = visible(run, step, x), logp_1T.new_zeros(0), logp_1T[:0].detach()
-        mask_T = torch.ones_like(logp_1T[0])
+        prompt, ids, heat = [roll.prompt_ids], [roll.completion_ids], cfg.loss_temperature
+        logp_T = policy.token_logprobs(run.model, prompt, ids, grad=True, temperature=heat)[0]
+        loss = grpo_loss(logp_T, logp_T, advantage)
+        none_K, none_KT = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T))
+        pairs, mask_T = visible(run, step, x), torch.ones_like(logp_T)
         row = sgsd.record(run, step, roll, pairs, none_KT, mask_T, none_K, none_K, none_K, loss)
         row |= {"advantage": advantage, "loss": backward(run, roll, loss)}
         records.append({"index": i, **row})
@@ -399,11 +367,9 @@ def finish(run: Run, step: int, records: list[dict], clock: runlog.Stopwatch) ->
     """The optimizer's step, and then the copied teacher's."""
     cfg = settings(run)
     norm = policy.update(run.model, run.optimizer, run.world, cfg, step)
-    follow = 0.0
+    follow = float(step % cfg.teacher_period == 0)
     if cfg.teacher == "ema":
         follow = 1 - cfg.teacher_decay
-    elif step % cfg.teacher_period == 0:
-        follow = 1.0
     for name, p in policy.trained(run.model).items():
         if f"{name}.teacher" in run.kept:  # exactly as it was at 0, exactly the student at 1
             run.kept[f"{name}.teacher"].lerp_(p.detach(), follow)
@@ -411,13 +377,8 @@ def finish(run: Run, step: int, records: list[dict], clock: runlog.Stopwatch) ->
     return records, norm, clock.seconds
 
 
-STEPS: dict[str, sgsd.StepFunction] = {
-    "sgsd": distil_step,
-    "grpo": grpo_step,
-    "grpo+skill": grpo_step,
-    "opsd": distil_step,
-    "opsd+skill": distil_step,
-}
+STEPS = {"sgsd": distil_step, "grpo": grpo_step, "grpo+skill": grpo_step}
+STEPS |= {"opsd": distil_step, "opsd+skill": distil_step}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,12 +23,9 @@ def setting(
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A field of a settings dataclass: its default, its flag's help with the source, its rule.
-
-    A number must be > 0, or >= least where that is given, and <= most.
-    """
-    rule = {"choices": choices, "least": least, "most": most}
-    return field(default=default, metadata={"source": source, **rule})
+    """A setting: its default, its help and source, its rule (a number is > 0 without a `least`)."""
+    rule = {"source": source, "choices": choices, "least": least, "most": most}
+    return field(default=default, metadata=rule)
 
 
 @dataclass(frozen=True)
@@ -44,42 +41,25 @@ class Config:
     checkpoint_every: int = setting(25, "updates between two checkpoints; §4.1")
     eval_data: str = setting("", "problems for avg@12 before and after the run; see also eval.py")
     eval_tokens: int = setting(38912, "new tokens of an evaluation sample; App. F.1")
-    device: str = setting(
-        "auto", "auto is CUDA where there is one", choices=("auto", "cpu", "cuda")
-    )
+    device: str = setting("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
     # the model
     model: str = setting("Qwen/Qwen3-1.7B", "the policy, a hub id or directory; §4.1")
-    dtype: str = setting(
-        "auto",
-        "of the frozen base; auto is bfloat16 on CUDA (App. F.1) and float32 on CPU",
-        choices=("auto", "float32", "bfloat16"),
-    )
-    attn: str = setting("sdpa", "attention kernels", choices=("sdpa", "flash_attention_2", "eager"))
+    dtype: str = setting("auto", "auto: bf16 on CUDA; App. F.1", ("auto", "float32", "bfloat16"))
+    attn: str = setting("sdpa", "attention kernels", ("sdpa", "flash_attention_2", "eager"))
     lora_rank: int = setting(64, "rank of the adapters; App. F.1")
     lora_alpha: int = setting(128, "scale of the adapters; App. F.1")
     # the data
-    data: str = setting(
-        "BytedTsinghua-SIA/DAPO-Math-17k",
-        "training problems: hub id, parquet, directory or JSONL; App. F.1, D8",
-    )
+    data: str = setting("BytedTsinghua-SIA/DAPO-Math-17k", "hub id, parquet or JSONL; App. F.1, D8")
     batch_size: int = setting(32, "problems per update over all ranks; S6")
     max_prompt_tokens: int = setting(20000, "a longer prompt is an error, never cut; Tab. 11")
-    allow_eval_overlap: bool = setting(
-        False, "learn from problems that also stand in AIME24, AIME25, HMMT25 or --eval-data"
-    )
+    allow_eval_overlap: bool = setting(False, "learn from problems of the evaluation sets, too")
     # the bank
     bank: str = setting("", "skill bank (JSON); without one the run makes its own; §2.1, Alg. 2")
-    encoder: str = setting(
-        "Qwen/Qwen3-Embedding-0.6B", "sentence-transformers encoder, a hub id or directory; Tab. 12"
-    )
+    encoder: str = setting("Qwen/Qwen3-Embedding-0.6B", "a sentence-transformers model; Tab. 12")
     query_prompt: str = setting("", "text put in front of a problem before it is embedded; S10")
     cold_start: int = setting(256, "seed problems of a bank that the run makes; Alg. 2, Tab. 12")
-    update_every: int = setting(
-        25, "F, updates between online updates of the bank; 0 is never; Alg. 4, Tab. 12", least=0
-    )
-    success_gate: float = setting(
-        0.8, "gamma, success rate from which the bank is kept as it is; Alg. 4, Tab. 12", least=0
-    )
+    update_every: int = setting(25, "F, updates per online update; 0 is never; Alg. 4", least=0)
+    success_gate: float = setting(0.8, "gamma, success rate that keeps the bank; Alg. 4", least=0)
     max_new_items: int = setting(5, "N, net new entries per online update; Alg. 4", least=0)
     dynamic_capacity: int = setting(30, "C, dynamic entries per collection; Alg. 4, Tab. 12")
     merge_group_size: int = setting(32, "H, items per merge; Alg. 3", least=2)
@@ -89,11 +69,7 @@ class Config:
     memory_answer: bool = setting(False, "show the reference answer to the extractor; D3")
     # the objective
     num_teachers: int = setting(8, "K, retrieved skill-mistake pairs; Tab. 12")
-    teacher_prefix: str = setting(
-        "bare",
-        "a teacher's think block: left to the model, open, or closed; S3",
-        choices=("bare", "open", "closed"),
-    )
+    teacher_prefix: str = setting("bare", "a teacher's think block; S3", ("bare", "open", "closed"))
     tau_g: float = setting(1.0, "gate width; Eq. 14, Tab. 12")
     c_delta: float = setting(3.0, "bound of the gaps in the support, in nats; Eq. 11, Tab. 12")
     eps_a: float = setting(0.05, "threshold on the support, in nats; Eq. 13, Tab. 12", least=0)
@@ -107,9 +83,7 @@ class Config:
     learning_rate: float = setting(5e-6, "AdamW's, falling linearly to 0; App. F.1, S7")
     grad_clip: float = setting(0.1, "largest gradient norm; S7")
     # looking inside, and what bounds memory without changing a result
-    audit_every: int = setting(
-        25, "updates between those whose gaps go to tokens.jsonl; 0 is never", least=0
-    )
+    audit_every: int = setting(25, "updates between records in tokens.jsonl; 0 is never", least=0)
     score_tokens: int = setting(16384, "token budget of one padded forward pass")
     rollout_rows: int = setting(0, "rollouts decoded at a time on each rank; 0 is all", least=0)
     verify_timeout: float = setting(5.0, "seconds the verifier may take for an answer")
@@ -119,21 +93,20 @@ class Config:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value, rule = getattr(self, f.name), f.metadata
-            wrong = ""
+            value, rule, wrong = getattr(self, f.name), f.metadata, ""
+            number = type(f.default) in (int, float)  # a word from a config.json is a TypeError
             if rule["choices"] and value not in rule["choices"]:
                 wrong = f"must be one of {', '.join(rule['choices'])}"
-            elif type(f.default) in (int, float):  # a word from a config.json is a TypeError
-                if not math.isfinite(value):
-                    wrong = "must be finite"
-                elif rule["least"] is None and value <= 0:
-                    wrong = "must be > 0"
-                elif rule["least"] is not None and value < rule["least"]:
-                    wrong = f"must be >= {rule['least']}"
-                elif rule["most"] is not None and value > rule["most"]:
-                    wrong = f"must be <= {rule['most']}"
+            elif number and not math.isfinite(value):
+                wrong = "must be finite"
+            elif number and rule["least"] is None and value <= 0:
+                wrong = "must be > 0"
+            elif rule["least"] is not None and value < rule["least"]:
+                wrong = f"must be >= {rule['least']}"
+            elif rule["most"] is not None and value > rule["most"]:
+                wrong = f"must be <= {rule['most']}"
             if wrong:
-                raise refusal(f.name, value, f"{wrong} ({rule['source']})")
+                raise UserError(f"{flag(f.name)} {value}: {wrong} ({rule['source']})")
 
     @property
     def sees_skills(self) -> bool:
@@ -158,15 +131,9 @@ class Config:
         }
 
 
-def refusal(name: str, value: object, rule: str) -> UserError:
-    return UserError(f"{flag(name)} {value}: {rule}")
-
-
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
-
-# ---------------------------------------------------------------------------------- the parser
 
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent / "tiny")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -204,50 +171,34 @@ def parse(
 ) -> tuple[Config, bool]:
     """(settings, whether to resume) from a command line.
 
-    kind: the dataclass of the settings. own_defaults: the defaults that belong to a --method.
-    A flag overrides the preset, and the preset overrides the defaults. `--resume RUN` starts from
-    the run's saved settings instead. Raises UserError on anything that is wrong.
+    A flag overrides the preset, and that overrides a --method's own defaults. `--resume RUN` starts
+    from the run's saved settings instead. Raises UserError on anything that is wrong.
     """
-    parser = distributed.Parser(program, description=description, allow_abbrev=False)
+    parser = distributed.Parser(
+        program, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     parser.add_argument("--preset", choices=PRESETS, help="settings to start from")
-    parser.add_argument(
-        "--print-config", action="store_true", help="print every setting with its source, and end"
-    )
-    parser.add_argument(
-        "--resume", metavar="RUN", help="continue this run from its last checkpoint"
-    )
+    parser.add_argument("--print-config", action="store_true", help="print every setting, and end")
+    parser.add_argument("--resume", metavar="RUN", help="continue a run from its last checkpoint")
     for f in fields(kind):
-        _add_flag(parser, f.name, f.default, f.metadata)
+        text = f"{f.metadata['source']} (default: {f.default})".replace("%", "%%")
+        how: dict[str, Any] = {"type": type(f.default), "choices": f.metadata["choices"] or None}
+        if isinstance(f.default, bool):
+            how = {"action": argparse.BooleanOptionalAction}
+        parser.add_argument(flag(f.name), help=text, **how)
     given = vars(parser.parse_args(argv))
-    run, preset, show = (given.pop(name) for name in ("resume", "preset", "print_config"))
-    if run is not None:
-        for name, used in (("preset", preset), ("print_config", show)):
-            if used:
-                raise UserError(f"{flag(name)}: leave it out, {run} has settings of its own")
-        return _resumed(run, given, kind), True
-    start = dict((own_defaults or {}).get(given.get("method", ""), {}))
-    cfg = kind(**{**start, **PRESETS[preset or "paper"], **given})
-    if show:
-        _print(cfg)
-        raise SystemExit(0)
-    return cfg, _restarted(cfg)
-
-
-def _add_flag(parser: argparse.ArgumentParser, name: str, default: Any, metadata: Any) -> None:
-    """One flag for one setting; it leaves no trace where it is not given."""
-    text = f"{metadata['source']} (default: {default})".replace("%", "%%")
-    if isinstance(default, bool):
-        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-    else:
-        kind = {"type": type(default), "choices": metadata["choices"] or None}
-    parser.add_argument(flag(name), default=argparse.SUPPRESS, help=text, **kind)
-
-
-def _print(cfg: Config) -> None:
+    if "resume" in given:
+        return _resumed(given.pop("resume"), given, kind), True
+    show, preset = given.pop("print_config", False), given.pop("preset", "paper")
+    start = (own_defaults or {}).get(given.get("method", ""), {})
+    cfg = kind(**{**start, **PRESETS[preset], **given})
+    if not show:
+        return cfg, _restarted(cfg)
     for f in fields(cfg):
         value = getattr(cfg, f.name)
         instead = "" if value == f.default else f", instead of {f.default!r}"
         print(f"{f.name} = {value!r}  ({f.metadata['source']}{instead})")
+    raise SystemExit(0)
 
 
 def _saved(run: str | pathlib.Path) -> dict[str, Any]:
@@ -266,19 +217,16 @@ def _restarted(cfg: Config) -> bool:
 
 
 def _resumed(run: str, given: dict[str, Any], kind: type[Config]) -> Config:
-    for name, why in (
-        ("bank", "a resumed run has its own bank (D9); start a new run for another"),
-        ("out", "a resumed run continues in its own directory; leave it out"),
-        ("method", "a resumed run has its own method; start a new run for another"),
-    ):
+    own = {"bank": "bank (D9)", "out": "directory", "method": "method"}
+    own |= {"preset": "settings", "print_config": "settings"}
+    for name, what in own.items():
         if name in given:
-            raise refusal(name, given[name], why)
+            rule = f"a resumed run has its own {what}; leave it out, or start a new run"
+            raise UserError(f"{flag(name)} {given[name]}: {rule}")
     try:
         return kind(**{**_saved(run), **given, "out": run})
     except UserError:
         raise
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as e:
-        raise UserError(
-            f"--resume {run}: no readable config.json of a run there ({e!r}); "
-            "give a run directory such as runs/sgsd"
-        ) from None
+        why = f"no readable config.json of a run there ({e!r}); give a run such as runs/sgsd"
+        raise UserError(f"--resume {run}: {why}") from None

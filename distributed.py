@@ -42,44 +42,30 @@ def brief(error: BaseException) -> str:
 
 
 def command(name: str, body: Callable[[], int | None]) -> int:
-    """Run a program's body and return its exit code.
-
-    2 with one line on stderr for a user's mistake, 130 when it was interrupted, else what `body`
-    returns.
-    """
-
-    def say(message: object) -> None:
-        print(f"{name}: {' '.join(str(message).split())}", file=sys.stderr)
-
+    """Run a program's body and return its exit code; what ends it early is one line on stderr."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    code, told = 2, True
     try:
         return body() or 0
     except ImportError as e:
-        say(f"{e}; pip install -r requirements.txt")
-        return 2
+        message = f"{e}; pip install -r requirements.txt"
     except ConnectionError as e:
-        say(e)
-        return 1
+        code, message = 1, str(e)
     except OSError as e:  # a full disk, or a directory that cannot be written
-        say(f"{e}; every file written so far is whole: put this right, then continue from there")
-        return 2
-    except SharedError as e:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            say(e)
-        return 2
+        message = f"{e}; every file so far is whole: put this right, then continue from there"
     except UserError as e:
-        say(e)
-        return 2
+        message = str(e)
+        told = not (isinstance(e, SharedError) and dist.is_initialized() and dist.get_rank() > 0)
     except KeyboardInterrupt:
-        say("interrupted; a run continues with --resume RUN, anything else with the same command")
-        return 130
+        code = 130
+        message = "interrupted; a run continues with --resume RUN, all else with the same command"
+    if told:
+        print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
 
 def leave(code: int) -> NoReturn:
-    """End the process.
-
-    In a group it ends at once, because gloo's threads now and then abort in an orderly teardown.
-    """
+    """End the process; in a group at once, as gloo's threads may abort in an orderly teardown."""
     if dist.is_initialized():
         atexit._run_exitfuncs()  # other loggers close their writers there
         sys.stdout.flush()
@@ -104,54 +90,39 @@ class World:
 def init(device: str = "auto") -> World:
     """Join the process group that `torchrun` describes in the environment, or be alone without it.
 
-    The backend is NCCL on CUDA and gloo on CPU. device: "auto" (CUDA where there is one), "cpu" or
-    "cuda". Raises UserError where torchrun's variables are set by half.
+    device: "auto" (CUDA where there is one), "cpu" or "cuda"; the backend is NCCL on CUDA and gloo
+    on CPU. Raises UserError where torchrun's variables are incomplete or wrong.
     """
-    rank, size, local, grouped = _place()
+    rank, size, local = _place()
+    here = torch.device("cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "--device cuda: torch finds no CUDA GPU here; use --device cpu, "
-            "or install a CUDA build of torch"
-        )
-    if device == "cpu" or not torch.cuda.is_available():
-        here = torch.device("cpu")
-    else:
+        raise UserError("--device cuda: torch finds no CUDA GPU here; use cpu, or a CUDA build")
+    if device != "cpu" and torch.cuda.is_available():
         count = torch.cuda.device_count()
         if local >= count:
-            raise UserError(
-                f"LOCAL_RANK {local} but this machine has {count} GPUs; lower --nproc_per_node"
-            )
+            raise UserError(f"LOCAL_RANK {local}: there are {count} GPUs; lower --nproc_per_node")
         here = torch.device("cuda", local)
         torch.cuda.set_device(here)
-    if grouped:
+    if "RANK" in os.environ:
         _join(rank, size, here)
     return World(rank, size, here)
 
 
-def _place() -> tuple[int, int, int, bool]:
-    """Rank, number of ranks, rank on this machine, and whether torchrun started this process."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
-    half = [name for name in names[:3] if name in os.environ]
-    if missing and half:
-        raise UserError(
-            f"{half[0]} is set but {', '.join(missing)} is not; start with torchrun, "
-            f"or unset {' and '.join(half)}"
-        )
-    if missing:
-        return 0, 1, 0, False
+def _place() -> tuple[int, int, int]:
+    """Rank, number of ranks and rank on this machine; 0, 1, 0 where torchrun did not start this."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if not any(name in os.environ for name in names):
+        return 0, 1, 0
     try:
-        rank, size, local = (int(os.environ[name]) for name in names[:3])
+        rank, size, local = (int(os.environ[name]) for name in names)
+        if 0 <= rank < size:
+            return rank, size, local
+        wrong = f"RANK {rank} is no rank of WORLD_SIZE {size}"
+    except KeyError as e:
+        wrong = f"{e.args[0]} is not set, but another of {', '.join(names)} is"
     except ValueError as e:
-        raise UserError(
-            f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({e}); start with torchrun, "
-            "or unset them"
-        ) from None
-    if not 0 <= rank < size:
-        raise UserError(
-            f"RANK {rank} is no rank of WORLD_SIZE {size}; start with torchrun, or unset both"
-        )
-    return rank, size, local, True
+        wrong = f"{', '.join(names)} must be numbers ({e})"
+    raise UserError(f"{wrong}; start with torchrun, or unset all three")
 
 
 def _join(rank: int, size: int, here: torch.device) -> None:
@@ -169,20 +140,15 @@ def _join(rank: int, size: int, here: torch.device) -> None:
             timeout=datetime.timedelta(hours=12),
         )
     except (RuntimeError, ValueError, OverflowError) as e:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(
-            f"the process group at {where} was not joined ({brief(e)}); start with torchrun, "
-            "on a port that is free"
-        ) from None
+        at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        why = f"{brief(e)}; start with torchrun, on a port that is free"
+        raise UserError(f"the process group at {at} was not joined ({why})") from None
 
 
 def agree(value: object, world: World, what: str) -> None:
     """SharedError on every rank unless all see the same value, as on a shared file system."""
     if any(other != value for other in gather(value, world)):
-        raise SharedError(
-            f"the ranks see different {what}; the run's directory must be on a file system that "
-            "all nodes share"
-        )
+        raise SharedError(f"the ranks see different {what}; the nodes must share RUN's file system")
 
 
 def leave_together(world: World) -> None:
@@ -196,10 +162,8 @@ def _together() -> Iterator[None]:
     try:
         yield
     except RuntimeError as e:
-        raise ConnectionError(
-            f"rank {dist.get_rank()} lost another rank, which torchrun names ({brief(e)}); "
-            "continue with --resume"
-        ) from None
+        lost = f"rank {dist.get_rank()} lost another rank, which torchrun names ({brief(e)})"
+        raise ConnectionError(f"{lost}; continue with --resume") from None
 
 
 @contextlib.contextmanager
@@ -229,43 +193,28 @@ def sum_gradients(params: list[torch.nn.Parameter], world: World) -> None:
     Each rank's loss is already divided by the *global* batch size, so the sum is the gradient of
     the global mean. A missing gradient counts as zero: a rank without any still joins.
     """
-    gradients = []
-    for p in params:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        gradients.append(p.grad.reshape(-1).float())
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    flat = torch.cat([g.flatten().float() for g in gradients])
     if world.size > 1:
-        flat = torch.cat(gradients)
         with _together():
             dist.all_reduce(flat)
-        for p, g in zip(params, flat.split([p.numel() for p in params])):
-            p.grad = g.view_as(p).to(p.dtype)
+    for p, part in zip(params, flat.split([p.numel() for p in params])):
+        p.grad = part.view_as(p).to(p.dtype)
 
 
 def gather(obj: object, world: World) -> list:
-    """Every rank's JSON-able object, in rank order, on every rank.
-
-    A collective: no rank may skip it.
-    """
+    """Every rank's JSON-able object, in rank order, on every rank: no rank may skip the call."""
     if world.size == 1:
         return [obj]
-    data = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
-    data = data.to(world.device)
-    size = torch.tensor([data.numel()], device=world.device)
-    sizes = [torch.zeros_like(size) for _ in range(world.size)]
+    text = json.dumps(obj).encode()
+    longest = torch.tensor(len(text), device=world.device)
     with _together():
-        dist.all_gather(sizes, size)
-        longest = max(int(n) for n in sizes)
-        padded = torch.nn.functional.pad(data, (0, longest - data.numel()))
-        parts = [torch.zeros_like(padded) for _ in range(world.size)]
-        dist.all_gather(parts, padded)
-    found = []
-    for part, n in zip(parts, sizes):
-        found.append(json.loads(bytes(part[: int(n)].cpu().numpy())))
-    return found
-
-
-# -------------------------------------------------------------------------------------- files
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        padded = bytearray(text.ljust(int(longest)))  # JSON may end in blanks
+        mine = torch.frombuffer(padded, dtype=torch.uint8).to(world.device)
+        parts = [torch.zeros_like(mine) for _ in range(world.size)]
+        dist.all_gather(parts, mine)
+    return [json.loads(part.cpu().numpy().tobytes()) for part in parts]
 
 
 def _sync(path: pathlib.Path) -> None:
@@ -326,10 +275,7 @@ def whole_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
-    """Append one JSON line per row and flush to disk.
-
-    A kill leaves at most one torn last line, which the next append cuts off.
-    """
+    """Append one JSON line per row, flushed; the next append cuts off what a kill has torn."""
     with named(path), open(path, "a+b") as f:
         if f.tell():
             f.seek(-1, os.SEEK_END)
@@ -352,9 +298,8 @@ def read_jsonl(path: pathlib.Path) -> list[dict]:
             if line:
                 rows.append(json.loads(line))
         except ValueError as e:
-            raise UserError(
-                f"{path}:{i}: not a line that was written here ({brief(e)}); mend or remove it"
-            ) from None
+            why = f"not a line that was written here ({brief(e)}); mend or remove it"
+            raise UserError(f"{path}:{i}: {why}") from None
     return rows
 
 

@@ -5,9 +5,9 @@
     python eval.py Qwen/Qwen3-1.7B --data gsm8k my.jsonl --skills bank.json --out base_skill
 
 The first takes the paper's three sets, the second compares all checkpoints of a run with the base
-model, the third is the baseline Base+Skill. Every sample is appended to samples.jsonl as it
-finishes, and the same command goes on where a killed one stopped. Sample j of a problem is a
-function of (seed, problem, j) alone. Dimension key: P problems, K samples per problem.
+model, the third is the baseline Base+Skill. The same command goes on where a killed one stopped:
+each sample is kept in samples.jsonl, and is a function of (seed, problem, its number) alone.
+Dimension key: P problems, K samples per problem.
 """
 
 import hashlib
@@ -36,8 +36,6 @@ Key = tuple[str, str, int]  # names a sample: its set, its problem's id, its num
 Tasks = dict[Key, problems.Problem]  # the samples asked for
 Prompt = Callable[[str], str]  # from a problem's text
 
-# ---------------------------------------------------------------------------------------- metrics
-
 
 def avg_at_k(correct_PK: np.ndarray) -> float:
     """Mean accuracy over problems and samples (§4.1 "avg@12"). correct_PK: bool [P, K]."""
@@ -58,7 +56,7 @@ def maj_at_k(preds: Sequence[Sequence[str | None]], golds: Sequence[str], verify
     """Accuracy of each problem's most frequent answer, the first of several; None is no vote.
     Answers that `verify` calls equal count together."""
     if len(preds) != len(golds) or not golds:
-        raise ValueError(f"maj_at_k: got {len(preds)} rows for {len(golds)} golds, wanted one each")
+        raise ValueError(f"maj_at_k: got {len(preds)} rows of answers for {len(golds)} golds")
     right = 0
     for row, gold in zip(preds, golds):
         votes: Counter[str] = Counter()
@@ -67,8 +65,7 @@ def maj_at_k(preds: Sequence[Sequence[str | None]], golds: Sequence[str], verify
                 pred = next((known for known in votes if verify(known, pred)), pred)
             if pred is not None:
                 votes[pred] += 1
-        if votes:
-            right += verify(gold, votes.most_common(1)[0][0])
+        right += bool(votes) and verify(gold, votes.most_common(1)[0][0])
     return right / len(golds)
 
 
@@ -89,9 +86,6 @@ def _checked(correct_PK: np.ndarray) -> np.ndarray:
     if correct_PK.ndim != 2 or correct_PK.size == 0:
         raise ValueError(f"correct_PK must be [problems, samples], got shape {correct_PK.shape}")
     return correct_PK.astype(bool)
-
-
-# ----------------------------------------------------------------------- policies and their samples
 
 
 @dataclass
@@ -144,15 +138,15 @@ def load_policy(policy: Policy, args: Namespace, world: World) -> tuple[Model, T
     """A plain model, or a PEFT adapter on its base; and the tokenizer."""
     name = policy.base or policy.path
     model, tokenizer = load_model(name, world.device, dtype=args.dtype, attn=args.attn)
-    if policy.base:
-        from peft import PeftModel  # takes seconds to import, and only adapters need it
+    if not policy.base:
+        return model, tokenizer
+    from peft import PeftModel  # takes seconds to import, and only adapters need it
 
-        try:
-            model = PeftModel.from_pretrained(model, policy.path).eval()
-        except Exception as e:  # many kinds: other shapes, a torn file, a pickle
-            why = f"does not fit {name} ({distributed.brief(e)}); give its base as --model"
-            raise UserError(f"{policy.path}: the adapter {why}") from None
-    return model, tokenizer
+    try:
+        return PeftModel.from_pretrained(model, policy.path).eval(), tokenizer
+    except Exception as e:  # many kinds: other shapes, a torn file, a pickle
+        why = f"does not fit {name} ({distributed.brief(e)}); give its base as --model"
+        raise UserError(f"{policy.path}: the adapter {why}") from None
 
 
 def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
@@ -184,8 +178,7 @@ def prompt_maker(args: Namespace, world: World) -> Prompt:
     """problem -> prompt: the plain one, or with --skills that of Base+Skill (Tab. 12, S14)."""
     if not args.skills:
         return skills.render_student
-    bank = skills.SkillBank.load(args.skills)
-    k = args.num_skills
+    bank, k = skills.SkillBank.load(args.skills), args.num_skills
     most = min(len(bank.general_skills), len(bank.common_mistakes))
     if not 1 <= k <= most:
         raise UserError(f"--num-skills {k}: must be in 1..{most}, the bank's shorter list")
@@ -198,8 +191,7 @@ def sample(
 ) -> dict[Key, dict]:
     """The samples asked for, as rows of samples.jsonl: those found there, and the missing made."""
     log = policy.folder / "samples.jsonl"
-    kept = []
-    done = {}
+    kept, done = [], {}
     for row in distributed.read_jsonl(log):
         key = (row["set"], row["id"], row["sample"])
         problem = tasks.get(key)
@@ -214,14 +206,13 @@ def sample(
     distributed.agree(len(kept), world, "samples")  # everyone has read before anyone writes
     if world.main:
         distributed.write_json(policy.folder / "settings.json", policy.settings)
-        distributed.write_text(log, "".join(json.dumps(row) + "\n" for row in kept))
+        distributed.write_jsonl(log, kept)
     if not missing:
         return done
     ids = {}
     for key in missing:
         ids[key] = rollout.chat_ids(tokenizer, prompt(tasks[key].problem), thinking=args.thinking)
-    missing.sort(key=lambda key: len(ids[key]))
-    mine = missing[world.rank :: world.size]
+    mine = sorted(missing, key=lambda key: len(ids[key]))[world.rank :: world.size]
     seeds = [rollout.sample_key(args.seed, 0, tasks[key].problem, key[2]) for key in mine]
     prompts = [ids[key] for key in mine]
     turns = rollout.stream(model, tokenizer, prompts, args.sampling, seeds, args.rows)
@@ -231,14 +222,13 @@ def sample(
         these = [mine[i] for i, _ in turn]
         asked = [tasks[key] for key in these]
         prompts = [ids[key] for key in these]
-        completions = [completion_ids for _, completion_ids in turn]
-        rolls = rollout.judge(model, tokenizer, asked, prompts, completions, verifier)
+        drawn = [completion_ids for _, completion_ids in turn]
+        rolls = rollout.judge(model, tokenizer, asked, prompts, drawn, verifier)
         rows = [row_of(key, roll) for key, roll in zip(these, rolls)]
         for share in distributed.gather(rows, world):
+            done |= {(row["set"], row["id"], row["sample"]): row for row in share}
             if world.main and share:
                 distributed.append_jsonl(log, share)
-            for row in share:
-                done[row["set"], row["id"], row["sample"]] = row
         accuracy = sum(row["r"] > 0 for row in done.values()) / max(1, len(done))
         bar.set_description(f"{pathlib.Path(policy.path).name} avg {accuracy:.1%}", refresh=False)
         bar.update(len(done) - bar.n)
@@ -303,14 +293,14 @@ def selections(policies: Sequence[Policy]) -> list[dict]:
             runs.setdefault(str(pathlib.Path(policy.path).parent), []).append(policy)
     chosen = []
     for run, checkpoints in runs.items():
-        if len(checkpoints) > 1:
-            name = list(checkpoints[0].table)[-1]  # the mean over sets, or the only set
-            best = max(checkpoints, key=lambda policy: policy.table[name]["avg"])
-            last = max(checkpoints, key=lambda policy: policy.path)
-            choice = {"of": run, "checkpoints": len(checkpoints)}
-            choice |= {"best": best.path, "best_avg": best.table[name]["avg"]}
-            choice |= {"last": last.path, "last_avg": last.table[name]["avg"]}
-            chosen.append(choice | difference(best, last, name))
+        if len(checkpoints) == 1:
+            continue
+        name = list(checkpoints[0].table)[-1]  # the mean over sets, or the only set
+        best = max(checkpoints, key=lambda policy: policy.table[name]["avg"])
+        last = max(checkpoints, key=lambda policy: policy.path)
+        choice = {"of": run, "checkpoints": len(checkpoints), "best": best.path, "last": last.path}
+        choice |= {"best_avg": best.table[name]["avg"], "last_avg": last.table[name]["avg"]}
+        chosen.append(choice | difference(best, last, name))
     return chosen
 
 
@@ -322,20 +312,18 @@ def print_table(policies: Sequence[Policy], chosen: list[dict], k: int) -> None:
     measures = f"avg@{k} | 95% | - first | 95% | pass@{k} | maj@{k}"
     print(f"| policy | set | problems | {measures} | boxed | truncated | tokens |")
     print("|---" * 12 + "|")
+    difference = "{diff:+.1%} | {diff_low:+.1%} to {diff_high:+.1%}"
+    figures = "{problems} | {avg:.1%} | {avg_low:.1%}-{avg_high:.1%} | {gap} | {pass:.1%} | "
+    figures += "{maj:.1%} | {boxed:.1%} | {truncated:.1%} | {tokens:.0f}"
     for policy in policies:
         for name, row in policy.table.items():
-            gap = " | "
-            if "diff" in row:
-                gap = "{diff:+.1%} | {diff_low:+.1%} to {diff_high:+.1%}".format(**row)
-            left = "{problems} | {avg:.1%} | {avg_low:.1%}-{avg_high:.1%}".format(**row)
-            right = "{pass:.1%} | {maj:.1%} | {boxed:.1%} | {truncated:.1%} | {tokens:.0f}"
-            print(f"| {short[policy.path]} | {name} | {left} | {gap} | {right.format(**row)} |")
+            gap = difference.format(**row) if "diff" in row else " | "
+            print(f"| {short[policy.path]} | {name} | {figures.format(**row, gap=gap)} |")
+    line = "of {checkpoints} checkpoints in {of}: best {best} {best_avg:.1%}, last {last} "
+    line += "{last_avg:.1%}, best - last {diff:+.1%} ({diff_low:+.1%} to {diff_high:+.1%}); "
     for row in chosen:
-        best = f"best {short[row['best']]} {row['best_avg']:.1%}"
-        last = f"last {short[row['last']]} {row['last_avg']:.1%}"
-        gap = "best - last {diff:+.1%} ({diff_low:+.1%} to {diff_high:+.1%})".format(**row)
-        where = f"of {row['checkpoints']} checkpoints in {row['of']}"
-        print(f"{where}: {best}, {last}, {gap}; the best was picked on these problems")
+        names = {"best": short[row["best"]], "last": short[row["last"]]}
+        print(line.format(**row | names) + "the best was picked on these problems")
 
 
 def evaluate(args: Namespace, world: World) -> None:
@@ -405,11 +393,10 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--verify-workers", type=int, default=1)
     args = parser.parse_args(argv)
     args.sampling = rollout.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
-    counts = (args.samples, args.rows, args.verify_workers, args.limit + 1)
-    if min(counts) < 1 or args.verify_timeout <= 0:
-        given = f"--samples {args.samples}, --rows {args.rows}, --limit {args.limit}, "
-        given += f"--verify-timeout {args.verify_timeout}, --verify-workers {args.verify_workers}"
-        raise UserError(f"{given}: each must be above 0; only --limit may be 0, for all")
+    for flag in ("samples", "rows", "limit", "verify_timeout", "verify_workers"):
+        value = vars(args)[flag]
+        if value < 0 or (value == 0 and flag != "limit"):
+            raise UserError(f"--{flag.replace('_', '-')} {value}: must be above 0")
     return args
 
 

@@ -7,17 +7,21 @@ D hidden size, n positions of one slice.
 import functools
 import json
 import math
-import pathlib
 import re
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import is_flash_attn_2_available, logging
 
 import distributed
 from config import Config
@@ -26,8 +30,10 @@ from distributed import UserError, World, brief
 Tokenizer = Any  # transformers' tokenizers and models are not typed usefully
 Model = Any
 Ids = list[int]
-
-# ------------------------------------------------------------------------------------- loading
+Tensors = dict[str, Tensor]
+Embed = Callable[[Sequence[str]], np.ndarray]
+PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+SLICE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}  # fp32 numbers of the head that are alive at once
 
 
 def load_model(
@@ -36,56 +42,46 @@ def load_model(
     """A causal language model in eval mode on `device`, without dropout, and its tokenizer.
 
     name: a hub id or a directory. dtype: "auto" is bfloat16 on CUDA and float32 on CPU.
-    Raises UserError when the model or the tokenizer cannot be loaded, or when they do not fit one
-    another.
+    Raises UserError when one of them cannot be loaded, or when they do not fit one another.
     """
-    from transformers.utils import is_flash_attn_2_available, logging
-
     logging.disable_progress_bar()  # one bar is enough
-    warnings.filterwarnings(
-        "ignore", ".*gradient_checkpointing.*", FutureWarning
-    )  # renamed in 5.20
+    renamed_in_5_20 = ".*gradient_checkpointing.*"
+    warnings.filterwarnings("ignore", renamed_in_5_20, FutureWarning)
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     if device.type == "cuda" and dtype == "bfloat16":
         torch.set_float32_matmul_precision("high")  # TF32, in which bf16 numbers are exact (S22)
     if attn == "flash_attention_2" and not is_flash_attn_2_available():
-        raise UserError(
-            "--attn flash_attention_2: flash-attn is not installed, or torch finds no GPU; "
-            "pip install flash-attn, or leave the flag out"
-        )
-    if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
-        raise UserError(
-            f"{flag} {name}: no such directory; a hub id or a directory of a saved model is wanted"
-        )
-    try:  # without trust_remote_code=False, a model with code of its own may ask on a terminal
+        raise UserError(f"--attn {attn}: flash-attn is not installed, or torch finds no GPU")
+    _refuse_missing(name, flag)
+    settings: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attn}
+    settings["trust_remote_code"] = False  # else a model with code of its own asks on a terminal
+    try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model: Model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=getattr(torch, dtype), attn_implementation=attn, trust_remote_code=False
-        )
+        model: Model = AutoModelForCausalLM.from_pretrained(name, **settings)
     except Exception as e:  # transformers raises many kinds: no such id, offline, no config
         raise UserError(f"{flag} {name}: not loaded ({brief(e)})") from None
-    _check_tokenizer(tokenizer, model, f"{flag} {name}")
+    _check_tokenizer(tokenizer, model, f"{flag} {name}: its tokenizer")
     _remove_dropout(model)
     return model.to(device).eval(), tokenizer
 
 
+def _refuse_missing(name: str, flag: str) -> None:
+    """UserError for a path that is not there, so that it is not looked for on the hub."""
+    if not Path(name).exists() and name.startswith((".", "/", "~")):
+        raise UserError(f"{flag} {name}: no such directory; give a saved model's, or a hub id")
+
+
 def _check_tokenizer(tokenizer: Tokenizer, model: Model, where: str) -> None:
     if tokenizer.chat_template is None:
-        raise UserError(
-            f"{where}: its tokenizer has no chat template; use an instruct model, "
-            "or add chat_template.jinja"
-        )
+        raise UserError(f"{where} has no chat template; use an instruct model, or add a template")
     vocabulary = {i: token for token, i in tokenizer.get_vocab().items()}
     # The small Gemma 3 have a placeholder for images without a row; no text comes to hold it.
     vocabulary.pop(getattr(tokenizer, "image_token_id", None), None)
     last, rows = max(vocabulary), model.get_input_embeddings().weight.shape[0]
     if last >= rows:
-        raise UserError(
-            f"{where}: its tokenizer knows {last + 1} ids, the model has rows for {rows} "
-            f"(the last is {vocabulary[last]!r}); use the tokenizer that the model came with, "
-            "or give the model rows by resize_token_embeddings"
-        )
+        known = f"knows {last + 1} ids, the model has rows for {rows}"
+        raise UserError(f"{where} {known} (the last is {vocabulary[last]!r}); use the model's own")
 
 
 def _remove_dropout(model: Model) -> None:
@@ -103,37 +99,23 @@ def causal_lm(model: Model) -> Model:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-Embed = Callable[[Sequence[str]], np.ndarray]
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
 def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") -> Model:
-    """The model with LoRA on all seven projections (App. F.1), ready for training.
+    """The model with LoRA on all seven projections (App. F.1), its layers checkpointed.
 
-    No dropout and no biases. The adapters are fp32 whatever the base is: a step of 5e-6 would be
-    lost in bf16 (S22). Layers are checkpointed. Raises UserError where a projection is missing.
+    No dropout, no biases. The adapters are fp32: a step of 5e-6 would be lost in bf16 (S22).
+    Raises UserError where a projection is missing.
     """
     from peft import LoraConfig, get_peft_model
 
-    lora = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-        target_modules=list(PROJECTIONS),
-    )
+    lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
     try:
         model = get_peft_model(model, lora)
     except ValueError as e:
         raise UserError(f"{flag}: there is no place for the adapters ({brief(e)})") from None
-    adapted = " ".join(name for name, p in model.named_parameters() if p.requires_grad)
+    adapted = " ".join(trained(model))
     missing = [name for name in PROJECTIONS if f".{name}.lora_" not in adapted]
     if missing:
-        raise UserError(
-            f"{flag}: has no {', '.join(missing)} to adapt; "
-            f"all of {', '.join(PROJECTIONS)} are wanted (App. F.1)"
-        )
+        raise UserError(f"{flag}: has no {', '.join(missing)} to adapt, as App. F.1 wants")
     causal = causal_lm(model)
     causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     causal.enable_input_require_grads()
@@ -145,9 +127,7 @@ def trained(model: Model) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def update(
-    model: Model, optimizer: torch.optim.Optimizer, world: World, cfg: Config, step: int
-) -> float:
+def update(model: Model, optimizer: Optimizer, world: World, cfg: Config, step: int) -> float:
     """Sum the gradients over ranks, clip, AdamW with linear decay (S7); the norm before clipping.
 
     After the sum a NaN is on every rank, so that all skip an update that is not finite.
@@ -163,12 +143,7 @@ def update(
 
 
 def save_checkpoint(
-    path: pathlib.Path,
-    model: Model,
-    tokenizer: Tokenizer,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    kept: dict[str, torch.Tensor],
+    path: Path, model: Model, tokenizer: Tokenizer, optimizer: Optimizer, step: int, kept: Tensors
 ) -> None:
     """Write a PEFT adapter that anyone can load, the tokenizer, and the trainer's state.
 
@@ -188,8 +163,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: pathlib.Path, model: Model, optimizer: torch.optim.Optimizer, where: str
-) -> tuple[int, dict[str, torch.Tensor]]:
+    path: Path, model: Model, optimizer: Optimizer, where: str
+) -> tuple[int, Tensors]:
     """Put a checkpoint's adapter and optimizer state in place; returns its update and `kept`.
 
     Raises UserError, naming `where` the model came from, when they do not fit.
@@ -201,10 +176,9 @@ def load_checkpoint(
         adapter = load_file(path / "adapter_model.safetensors")
         state = load_file(path / "trainer.safetensors")
         step = int(json.loads((path / "trainer.json").read_text())["step"])
-        result = set_peft_model_state_dict(model, adapter)
-        unexpected = getattr(result, "unexpected_keys", None)
-        if unexpected:
-            raise KeyError(f"{len(unexpected)} tensors have no place in the model")
+        result: Any = set_peft_model_state_dict(model, adapter)
+        if result.unexpected_keys:
+            raise KeyError(f"{len(result.unexpected_keys)} tensors have no place in the model")
         for name, p in trained(model).items():
             if not state:  # no update has been finite yet
                 break
@@ -213,26 +187,22 @@ def load_checkpoint(
                 own[part] = state.pop(f"{name}.{part}").to(p.device)
             optimizer.state[p] = own
     except Exception as e:  # a missing or torn file, other shapes, other names
-        raise UserError(
-            f"checkpoint {path}: does not fit {where} ({brief(e)}); is it of another model?"
-        ) from None
+        why = f"does not fit {where} ({brief(e)}); is it of another model?"
+        raise UserError(f"checkpoint {path}: {why}") from None
     return step, {name: x.to(causal_lm(model).device) for name, x in state.items()}
 
 
 def load_trainable(
-    cfg: Config, world: World, checkpoint: pathlib.Path | None
-) -> tuple[Model, Tokenizer, torch.optim.Optimizer, int, dict[str, torch.Tensor]]:
-    """Model with adapters, tokenizer and optimizer (S7), as a checkpoint left them if there is one.
-
-    Also the checkpoint's update, 0 without one, and what else it kept.
-    """
+    cfg: Config, world: World, checkpoint: Path | None
+) -> tuple[Model, Tokenizer, Optimizer, int, Tensors]:
+    """Model with adapters, tokenizer, AdamW (S7), the last update, what else a checkpoint kept."""
     model, tokenizer = load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
     torch.manual_seed(cfg.seed)
     model = with_adapters(model, cfg.lora_rank, cfg.lora_alpha, f"--model {cfg.model}")
     params = trained(model).values()
     distributed.broadcast_parameters(params, world)
     optimizer = torch.optim.AdamW(params, lr=cfg.learning_rate, weight_decay=0.0)
-    step, kept = 0, dict[str, torch.Tensor]()
+    step, kept = 0, Tensors()
     if checkpoint is not None:
         step, kept = load_checkpoint(checkpoint, model, optimizer, f"--model {cfg.model}")
     return model, tokenizer, optimizer, step, kept
@@ -240,24 +210,19 @@ def load_trainable(
 
 def load_encoder(name: str, device: str) -> Embed:
     """`embed` by a sentence-transformers model (hub id or directory): unit vectors in fp32."""
-    if not pathlib.Path(name).exists() and name.startswith((".", "/", "~")):
-        raise UserError(f"--encoder {name}: no such directory; give one, or a hub id")
+    _refuse_missing(name, "--encoder")
     try:
         from sentence_transformers import SentenceTransformer
 
         encoder = SentenceTransformer(name, device=device).float()  # whatever its files are in
     except Exception as e:  # many kinds: no such id, offline, not an encoder
         raise UserError(f"--encoder {name}: not loaded ({brief(e)})") from None
-    encode = functools.partial(encoder.encode, normalize_embeddings=True, show_progress_bar=False)
 
     @functools.cache
     def embed_one(text: str) -> np.ndarray:  # in a batch, padding would change the last bits
-        return encode([encodable(text)], convert_to_numpy=True)[0]
+        return encoder.encode(encodable(text), normalize_embeddings=True, show_progress_bar=False)
 
     return lambda texts: np.stack([embed_one(text) for text in texts])
-
-
-# ------------------------------------------------------------------------------------- prompts
 
 
 def encodable(text: str) -> str:
@@ -265,32 +230,28 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def chat_ids(tokenizer: Tokenizer, text: str, *, thinking: bool | None) -> list[int]:
+def chat_ids(tokenizer: Tokenizer, text: str, *, thinking: bool | None) -> Ids:
     """Ids of one user turn and the generation prompt, by the model's own chat template.
 
-    thinking: passed to the template as `enable_thinking`; None leaves it out. On Qwen3 True ends on
-    the bare assistant header and False on a closed, empty think block (S3). Control tokens in
-    `text` are broken up, so that text written by a model cannot open or close a turn.
+    thinking: the template's `enable_thinking`, where not None. Qwen3 ends on the bare assistant
+    header at True, on a closed, empty think block at False (S3). Control tokens in `text` are
+    broken up, so that text written by a model cannot open or close a turn.
     """
-    extra = {} if thinking is None else {"enable_thinking": thinking}
     chat = [{"role": "user", "content": _neutral(text, tokenizer)}]
-    ids = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, tokenize=True, return_dict=False, **extra
-    )
-    return list(ids)
+    settings = {"add_generation_prompt": True, "return_dict": False}
+    if thinking is not None:
+        settings["enable_thinking"] = thinking
+    return list(tokenizer.apply_chat_template(chat, **settings))
 
 
 def _neutral(text: str, tokenizer: Tokenizer) -> str:
     """`text` in which no control token can be read: "<|im_end|>" becomes "< |im_end|>"."""
     text = encodable(text)
-    added = {str(token) for token in tokenizer.get_added_vocab()} | set(
-        tokenizer.all_special_tokens
-    )
-    control = [token for token in added if re.fullmatch(r"\S{2,}", token)]
+    tokens = {*map(str, tokenizer.get_added_vocab()), *tokenizer.all_special_tokens}
+    control = [token for token in tokens if re.fullmatch(r"\S{2,}", token)]
     if not control:
         return text
-    longest_first = sorted(control, key=len, reverse=True)
-    pattern = "|".join(map(re.escape, longest_first))
+    pattern = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))  # longest first
     return re.sub(pattern, lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
@@ -307,10 +268,9 @@ def masked_token_ids(tokenizer: Tokenizer, extra: bool = False) -> set[int]:
         newlines = tokenizer.encode("\n" * n, add_special_tokens=False)
         if len(newlines) == 1:
             ids.update(newlines)
-    markdown = re.compile(r"\s*(\*\*+|#+|`+|---+|___+)\s*")
-    for i in range(len(tokenizer) if extra else 0):
-        if markdown.fullmatch(tokenizer.decode([i])):
-            ids.add(i)
+    if extra:
+        markdown = re.compile(r"\s*(\*\*+|#+|`+|---+|___+)\s*")
+        ids.update(i for i in range(len(tokenizer)) if markdown.fullmatch(tokenizer.decode([i])))
     return ids
 
 
@@ -324,25 +284,19 @@ def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
     return sorted(i for i in found if i is not None)
 
 
-# --------------------------------------------------------------------------- log-probabilities
-
-SLICE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}  # fp32 numbers of the head that are alive at once
-
-
 def token_logprobs(
     model: Model,
-    prompt_ids: list[list[int]],
-    completion_ids: list[list[int]],
+    prompt_ids: list[Ids],
+    completion_ids: list[Ids],
     *,
     grad: bool = False,
     temperature: float = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """log pi(y_t | prompt, y_<t) of each row's completion tokens (Eqs. 4 and 5).
 
     Returns [B, T_max] fp32 nats, zeros behind each row's end; with gradient where `grad` is set.
-    Prompt and completion are joined without padding and padded only behind (D6): a causal model
-    cannot look there, so no attention mask is needed. There are no logits over prompt positions
-    and no [B, T, V] tensor. Raises ValueError on row counts that differ and on an empty prompt.
+    Prompt and completion are joined without padding and padded only behind (D6), where a causal
+    model cannot look. Raises ValueError on row counts that differ and on an empty prompt.
     """
     device = causal_lm(model).device
     width = max(map(len, completion_ids), default=0)
@@ -356,58 +310,46 @@ def token_logprobs(
 
 
 def score_teachers(
-    model: Model,
-    contexts_K: list[list[int]],
-    ids_T: list[int],
-    score_tokens: int = 16384,
-    temperature: float = 1.0,
-) -> torch.Tensor:
+    model: Model, contexts_K: list[Ids], ids_T: Ids, budget: int = 16384, temperature: float = 1.0
+) -> Tensor:
     """log p_T^(k)(y_t) of the student's tokens under each context c_k (Eq. 4): [K, T] fp32.
 
     No gradient. The K rows are stacked into as few padded forward passes as the budget allows.
     """
     logpT_KT = torch.zeros(len(contexts_K), len(ids_T), device=causal_lm(model).device)
-    for group in packs([len(context) + len(ids_T) for context in contexts_K], score_tokens):
+    for group in packs([len(context) + len(ids_T) for context in contexts_K], budget):
         contexts, same = [contexts_K[k] for k in group], [ids_T] * len(group)
         logpT_KT[group] = token_logprobs(model, contexts, same, temperature=temperature)
     return logpT_KT
 
 
-def logprob_of(ids_n: torch.Tensor, logits_nV: torch.Tensor) -> torch.Tensor:
+def logprob_of(ids_n: Tensor, logits_nV: Tensor) -> Tensor:
     """The log-probability of each position's id: [n]."""
     return -torch.nn.functional.cross_entropy(logits_nV, ids_n, reduction="none")
 
 
 def predictors(
-    model: Model, prompt_ids: list[list[int]], completion_ids: list[list[int]], grad: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    model: Model, prompt_ids: list[Ids], completion_ids: list[Ids], grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What predicts each completion token, row after row: x_N, and the token's id, row and place.
 
     x_N holds the last hidden states [N, D], or full logits [N, V] where the head is more than a
-    matrix product. With grad, the model is put in train mode for the while: it has no dropout, and
-    gradient checkpointing wants it.
+    matrix product. With grad, the model is in train mode for the while, as gradient checkpointing
+    wants it. Raises ValueError as `token_logprobs` does.
     """
     if len(prompt_ids) != len(completion_ids) or not all(prompt_ids):
-        raise ValueError(
-            "token_logprobs needs one non-empty prompt per completion, "
-            f"got {len(prompt_ids)} and {len(completion_ids)}"
-        )
+        got = f"got {len(prompt_ids)} and {len(completion_ids)}"
+        raise ValueError(f"token_logprobs needs one non-empty prompt per completion, {got}")
     causal = causal_lm(model)
-    rows, row = list[list[int]](), list[int]()
-    place, at = list[int](), list[int]()
-    width = max((len(p) + len(c) for p, c in zip(prompt_ids, completion_ids)), default=0)
-    for b, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids)):
-        padding = [0] * (width - len(prompt) - len(completion))
-        rows.append(prompt + completion + padding)
-        row += [b] * len(completion)
-        place += range(len(completion))
-        at += range(len(prompt), len(prompt) + len(completion))
-    row_N, t_N, at_N = (
-        torch.tensor(x, dtype=torch.long, device=causal.device) for x in (row, place, at)
-    )
-    if not row:
-        return torch.zeros(0, 1, device=causal.device), row_N, row_N, t_N
-    ids_BL = torch.tensor(rows, device=causal.device)
+    if not any(completion_ids):
+        none_N = torch.zeros(0, dtype=torch.long, device=causal.device)
+        return torch.zeros(0, 1, device=causal.device), none_N, none_N, none_N
+    rows = [torch.tensor(p + c) for p, c in zip(prompt_ids, completion_ids)]
+    ids_BL = pad_sequence(rows, batch_first=True).to(causal.device)
+    start_B1 = torch.tensor([[len(prompt)] for prompt in prompt_ids], device=causal.device)
+    end_B1 = torch.tensor([[len(row)] for row in rows], device=causal.device)
+    place_L = torch.arange(ids_BL.shape[1], device=causal.device)
+    row_N, at_N = ((start_B1 <= place_L) & (place_L < end_B1)).nonzero(as_tuple=True)
     sliced, training = head_is_sliced(model), model.training
     model.train(grad)
     with torch.set_grad_enabled(grad):
@@ -417,26 +359,26 @@ def predictors(
             out_BLx = causal(input_ids=ids_BL, use_cache=False).logits
         x_N = out_BLx[row_N, at_N - 1]  # the position before a token predicts it
     model.train(training)
-    return x_N, ids_BL[row_N, at_N], row_N, t_N
+    return x_N, ids_BL[row_N, at_N], row_N, at_N - start_B1[row_N, 0]
 
 
 def over_slices(
     model: Model,
-    states: Sequence[torch.Tensor],
-    ids_N: torch.Tensor,
-    f: Callable[..., torch.Tensor],
+    states: Sequence[Tensor],
+    ids_N: Tensor,
+    f: Callable[..., Tensor],
     temperature: float = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """f(ids_n, logits_nV, ...) over slices of positions, put together again.
 
     states: one or several [N, D], from `predictors`; f gets the fp32 logits / temperature of each
     and returns one row per position. The backward pass computes a slice's logits again, so that
-    whole [N, V] logits are never alive, whatever f makes of them.
+    whole [N, V] logits are never alive.
     """
     weight_VD = causal_lm(model).get_output_embeddings().weight.float()
     sliced = head_is_sliced(model)
 
-    def one(ids_n: torch.Tensor, *states_nD: torch.Tensor) -> torch.Tensor:
+    def one(ids_n: Tensor, *states_nD: Tensor) -> Tensor:
         logits = []
         for x_nD in states_nD:
             logits_nV = x_nD.float() @ weight_VD.T if sliced else x_nD.float()
@@ -447,11 +389,8 @@ def over_slices(
     rows = max(1, SLICE_LOGITS[weight_VD.device.type] // (weight_VD.shape[0] * alive))
     found = []
     for start in range(0, len(ids_N), rows):
-        part = slice(start, start + rows)
-        states_nD = [x_ND[part] for x_ND in states]
-        found.append(
-            checkpoint(one, ids_N[part], *states_nD, use_reentrant=False, preserve_rng_state=False)
-        )
+        parts = [x[start : start + rows] for x in (ids_N, *states)]
+        found.append(checkpoint(one, *parts, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(found)
 
 
@@ -480,12 +419,12 @@ def head_is_sliced(model: Model) -> bool:
     return _sliced[causal]
 
 
-def packs(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def packs(lengths: Sequence[int], budget: int) -> list[Ids]:
     """Indices in groups of similar length, each at most `budget` tokens when it is padded.
 
     A row that is longer than the budget goes alone.
     """
-    groups: list[list[int]] = []
+    groups: list[Ids] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
             groups[-1].append(i)

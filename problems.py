@@ -7,7 +7,7 @@ import hashlib
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from config import Config
@@ -34,64 +34,52 @@ def load_problems(
 ) -> tuple[list[Problem], dict[str, int]]:
     """Problems from a JSONL file, a parquet file, a directory of either, or a hub id; and counts.
 
-    A row has the strings `problem` and `answer` (`id` is optional), or it is one of DAPO-Math's
-    chats. The boilerplate around DAPO's problems is stripped, and rows in Chinese, Japanese or
-    Korean are dropped (D8). With `unique`, repeated problems are dropped, and so is every problem
-    whose copies disagree on the answer. The counts say how many rows were dropped and why.
-    Raises UserError, naming row and fields, on anything that cannot be read.
+    A row has the strings `problem` and `answer` (`id` is optional), or is one of DAPO-Math's chats,
+    stripped of their boilerplate and dropped if in Chinese, Japanese or Korean (D8). With `unique`,
+    copies are dropped, and so is a problem whose copies disagree. Raises UserError by row.
     """
     counts = {"rows": 0, "not_english": 0, "duplicates": 0, "conflicting": 0}
     kept: dict[str, Problem] = {}
-    conflicting: set[str] = set()
     ids: set[str] = set()
-    for where, row in _rows(source, split):
-        index = counts["rows"]
+    conflicting: set[str] = set()
+    for index, (where, row) in enumerate(_rows(source, split)):
         counts["rows"] += 1
         x = _problem(row, where, index)
+        key = x.problem if unique else str(index)
         if "problem" not in row and CJK.search(x.problem):
             counts["not_english"] += 1
-            continue
-        key = x.problem if unique else str(index)
-        if key in kept:
+        elif key in kept:
             counts["duplicates"] += 1
             if x.answer != kept[key].answer:
                 conflicting.add(key)
-            continue
-        if x.id in ids:
-            x = replace(x, id=f"{x.id}#{index}")
-        ids.add(x.id)
-        kept[key] = x
+        else:
+            name = f"{x.id}#{index}" if x.id in ids else x.id
+            ids.add(name)
+            kept[key] = replace(x, id=name)
     problems = [x for key, x in kept.items() if key not in conflicting]
-    counts["conflicting"] = len(conflicting)
-    counts["kept"] = len(problems)
+    counts |= {"conflicting": len(conflicting), "kept": len(problems)}
     if not problems:
-        raise UserError(
-            f"{source}: no problem is left of {counts['rows']} rows ({counts}); "
-            "is this the right file or split?"
-        )
+        left = f"no problem is left of {counts['rows']} rows ({counts})"
+        raise UserError(f"{source}: {left}; is this the right file or split?")
     return problems, counts
 
 
 def _problem(row: dict, where: str, index: int) -> Problem:
     """One row as a problem; UserError when a field is missing, empty or not a string."""
-    fields = ", ".join(map(str, row)) or "none"
+    found = f"fields found: {', '.join(map(str, row)) or 'none'}"
     if "problem" in row and "answer" in row:
         problem, answer, name = row["problem"], row["answer"], row.get("id", index)
     elif "prompt" in row and isinstance(row.get("reward_model"), dict):
         problem, answer, name = _dapo(row, index)
     else:
-        raise UserError(
-            f"{where}: needs `problem` and `answer` (or DAPO's `prompt` and `reward_model`); "
-            f"fields found: {fields}"
-        )
+        wanted = "needs `problem` and `answer` (or DAPO's `prompt` and `reward_model`)"
+        raise UserError(f"{where}: {wanted}; {found}")
     for field, value in (("problem", problem), ("answer", answer)):
         if not isinstance(value, str):
-            raise UserError(
-                f"{where}: `{field}` must be a string, got {type(value).__name__} "
-                f"{str(value)[:40]!r}; quote it"
-            )
+            got = f"got {type(value).__name__} {str(value)[:40]!r}"
+            raise UserError(f"{where}: `{field}` must be a string, {got}; quote it")
         if not value.strip():
-            raise UserError(f"{where}: `{field}` is empty; fields found: {fields}")
+            raise UserError(f"{where}: `{field}` is empty; {found}")
     return Problem(str(name), problem.strip(), answer.strip())
 
 
@@ -112,21 +100,17 @@ def _dapo(row: dict, index: int) -> tuple[object, object, object]:
 def _rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
     """(where, row) for each row of a file, a directory or a hub data set."""
     path = pathlib.Path(source)
-    files = [path]
-    if path.is_dir():
-        files = sorted([*path.rglob("*.parquet"), *path.rglob("*.jsonl")])
-        if not files:
-            raise UserError(f"{source}: the directory holds no .parquet and no .jsonl file")
-    elif not path.exists():
+    files = sorted([*path.rglob("*.parquet"), *path.rglob("*.jsonl")]) if path.is_dir() else [path]
+    if not files:
+        raise UserError(f"{source}: the directory holds no .parquet and no .jsonl file")
+    if not path.exists():
         if path.suffix in (".jsonl", ".json", ".parquet") or source.startswith((".", "/", "~")):
             raise UserError(f"{source}: no such file; check the path")
-        for i, row in enumerate(_hub_rows(source, split)):
-            yield f"{source} row {i}", row
+        yield from _hub_rows(source, source, split)
         return
     for file in files:
         if file.suffix == ".parquet":
-            for i, row in enumerate(_hub_rows("parquet", "train", data_files=str(file))):
-                yield f"{file} row {i}", row
+            yield from _hub_rows(str(file), "parquet", "train", data_files=str(file))
         else:
             yield from _json_rows(file)
 
@@ -135,38 +119,35 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, dict]]:
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(
-            f"{file}: cannot be read as UTF-8 text ({e}); JSONL or parquet is wanted"
-        ) from None
+        why = f"cannot be read as UTF-8 text ({e}); JSONL or parquet is wanted"
+        raise UserError(f"{file}: {why}") from None
     for i, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as e:  # broken, or too long, or too deep
-            raise UserError(
-                f"{file}:{i}: not a JSON line ({e}); one object per line is wanted"
-            ) from None
+            why = f"not a JSON line ({e}); one object per line is wanted"
+            raise UserError(f"{file}:{i}: {why}") from None
         if not isinstance(row, dict):
             raise UserError(f"{file}:{i}: a JSON object is wanted, got {type(row).__name__}")
         yield f"{file}:{i}", row
 
 
-def _hub_rows(name: str, split: str, **where: str) -> Iterator[dict]:
+def _hub_rows(source: str, name: str, split: str, **files: str) -> Iterator[tuple[str, dict]]:
     import datasets  # only hub ids and parquet need it
 
     datasets.disable_progress_bars()
     try:
-        data = datasets.load_dataset(name, split=split, **where)
+        data = datasets.load_dataset(name, split=split, **files)
+        row = 0
         for part in data.iter(batch_size=10_000):  # DAPO has 1.8 million rows; one by one is slow
             for values in zip(*part.values()):
-                yield dict(zip(part, values))
+                yield f"{source} row {row}", dict(zip(part, values))
+                row += 1
     except Exception as e:  # the library raises many kinds: offline, no such id, no such split
-        source = where.get("data_files", name)
         raise UserError(f"{source}: not read ({brief(e)}); a local JSONL works offline") from None
 
-
-# ------------------------------------------------------------------------------ evaluation sets
 
 SETS = {  # hub id, configuration, split, fields of problem and answer; the paper's three come first
     "aime24": ("HuggingFaceH4/aime_2024", None, "train", "problem", "answer"),
@@ -197,10 +178,8 @@ def load_set(name: str, split: str) -> list[Problem]:
             gold = str(gold).rpartition("####")[2].strip()
             found.append(Problem(str(i), row[problem].strip(), gold))
     except Exception as e:  # the library raises many kinds; a field that is not there is a KeyError
-        raise UserError(
-            f"{name}: {hub} not read ({brief(e)}); "
-            "a JSONL with `problem` and `answer` works offline"
-        ) from None
+        why = f"not read ({brief(e)}); a JSONL with `problem` and `answer` works offline"
+        raise UserError(f"{name}: {hub} {why}") from None
     without = sum(not x.answer for x in found)
     if not found or without:
         raise UserError(f"{name}: {hub} has {len(found)} rows, {without} of them without an answer")
@@ -213,13 +192,10 @@ def fingerprint(problem: str) -> str:
     return hashlib.blake2b(letters, digest_size=6).hexdigest()
 
 
-def refuse_overlap(
-    problems: Sequence[Problem], data: str, held_out: dict[str, list[Problem]]
-) -> None:
+def refuse_overlap(problems: list[Problem], data: str, held_out: dict[str, list[Problem]]) -> None:
     """UserError when a training problem also stands in an evaluation set.
 
-    The paper's three sets are known by the fingerprints in eval_sets.json; `held_out` adds further
-    sets by name.
+    The paper's three are known by fingerprint (eval_sets.json); `held_out` adds others by name.
     """
     known = json.loads((pathlib.Path(__file__).parent / "eval_sets.json").read_text())
     for name, own in held_out.items():
@@ -229,15 +205,13 @@ def refuse_overlap(
         where.update(dict.fromkeys(prints, name))
     found = []
     for x in problems:
-        print_ = fingerprint(x.problem)
-        if print_ in where:
-            found.append(f"{x.id} ({where[print_]})")
+        name = where.get(fingerprint(x.problem), "")
+        if name:
+            found.append(f"{x.id} ({name})")
     if found:
-        some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-        raise UserError(
-            f"--data {data}: {len(found)} of its problems stand in an evaluation set: {some}; "
-            "drop them, or say --allow-eval-overlap"
-        )
+        some = ", ".join(found[:3])
+        said = f"{len(found)} of its problems stand in an evaluation set: {some}"
+        raise UserError(f"--data {data}: {said}; drop them, or say --allow-eval-overlap")
 
 
 def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:

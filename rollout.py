@@ -9,23 +9,26 @@ Dimension key: B rows, L places of a padded batch, V vocabulary, C its kept colu
 
 import collections
 import hashlib
+import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 
 from config import Config
 from distributed import UserError, World, append_jsonl, gather
-from policy import Model, Tokenizer, causal_lm, chat_ids, load_model, stop_ids
+from policy import Ids, Model, Tokenizer, causal_lm, chat_ids, load_model, stop_ids
 from policy import token_logprobs as token_logprobs  # for those who look for it here
 from problems import Problem
 from verify import Verifier, extract_answer
 
-# ------------------------------------------------------------------------------------ sampling
+Batch = list[tuple[Problem, int]]
+TURN = {"cpu": 16, "cuda": 64}  # tokens of one call of `generate`, then a look at who has finished
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,7 @@ def sample_key(seed: int, step: int, problem_id: str, sample: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
 
-def minibatch(
-    data: Sequence[Problem], cfg: Config, step: int, generations: int = 1
-) -> list[tuple[Problem, int]]:
+def minibatch(data: Sequence[Problem], cfg: Config, step: int, generations: int = 1) -> Batch:
     """The global batch of an update, as (problem, sampling key): a function of seed and step alone.
 
     step: from 1. An epoch is a permutation of the data. A problem comes `generations` times.
@@ -76,7 +77,7 @@ def uniforms(keys_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
         return ((z ^ (z >> np.uint64(31))) >> np.uint64(12)) * 2.0**-52
 
 
-def select_tokens(logits_BV: torch.Tensor, u_B: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def select_tokens(logits_BV: Tensor, u_B: Tensor, sampling: Sampling) -> Tensor:
     """The token at quantile u of each row's temperature, top-k and top-p distribution: [B].
 
     By inverse CDF in vocabulary order. Both filters keep by threshold, so equal logits are kept or
@@ -105,24 +106,19 @@ def select_tokens(logits_BV: torch.Tensor, u_B: torch.Tensor, sampling: Sampling
 
 
 class KeyedDraw(LogitsProcessor):
-    """Leaves each row only the token that its key draws, which `generate` then takes greedily."""
+    """Leaves each row only the token that its key draws, which `generate` then takes greedily.
+
+    starts: the place in the padded batch where each row's completion begins.
+    """
 
     def __init__(self, keys: Sequence[int], starts: Sequence[int], sampling: Sampling):
-        """starts: the place in the padded batch where each row's completion begins."""
-        self.keys_B = np.array(keys, dtype=np.uint64)
-        self.starts_B = np.array(starts)
+        self.keys_B, self.starts_B = np.array(keys, dtype=np.uint64), np.array(starts)
         self.sampling = sampling
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         u_B = torch.from_numpy(uniforms(self.keys_B, input_ids.shape[1] - self.starts_B))
         token_B = select_tokens(scores, u_B.to(scores.device), self.sampling)
         return scores.fill_(-torch.inf).scatter_(1, token_B[:, None], 0)  # the scores are a copy
-
-
-# ------------------------------------------------------------------------------------ decoding
-
-# Tokens of one call of `generate`, before a look at who has finished.
-TURN = {"cpu": 16, "cuda": 64}
 
 
 @dataclass
@@ -130,34 +126,21 @@ class _Row:
     """A prompt on its way to a completion."""
 
     index: int
-    prompt: list[int]
+    prompt: Ids
     key: int
     left: int  # tokens that may still come; 0 when the row has finished
-    ids: list[int] = field(default_factory=list)
-
-    def take(self, new: list[int], stops: set[int]) -> None:
-        """Append the sampled ids up to the first stop id."""
-        for token in new:
-            if self.left:
-                self.ids.append(token)
-                self.left = 0 if token in stops else self.left - 1
+    ids: Ids = field(default_factory=list)
 
 
 def stream(
-    model: Model,
-    tokenizer: Tokenizer,
-    prompt_ids: list[list[int]],
-    sampling: Sampling,
-    keys: Sequence[int],
-    rows: int,
-) -> Iterator[list[tuple[int, list[int]]]]:
+    model, tokenizer, prompt_ids: list[Ids], sampling: Sampling, keys: Sequence[int], rows: int
+) -> Iterator[list[tuple[int, Ids]]]:
     """Completions as they finish: lists, perhaps empty, of (index of the prompt, sampled ids).
 
     The stop id is included, and nothing behind it. keys: one `sample_key` per prompt. At most
-    `rows` decode at a time: a finished row leaves the batch and the next prompt takes its place,
-    so that none waits for the longest. Hugging Face's `generate` decodes, a turn of tokens at a
-    call with the cache kept; the model's own generation_config has no say.
-    Raises ValueError on another number of keys, an empty prompt or rows < 1.
+    `rows` decode at a time: a finished row leaves the batch and the next prompt takes its place.
+    Hugging Face's `generate` decodes, a turn of tokens at a call with the cache kept; the model's
+    own generation_config has no say. ValueError on missing keys, an empty prompt or rows < 1.
     """
     if len(prompt_ids) != len(keys) or not all(prompt_ids) or rows < 1:
         got = f"{rows} rows, {len(keys)} keys for {len(prompt_ids)} prompts"
@@ -171,16 +154,14 @@ def stream(
     model.eval()
     try:
         while waiting or running:
-            free = min(len(waiting), rows - len(running))
-            new = [waiting.popleft() for _ in range(free)]
+            new = [waiting.popleft() for _ in range(min(len(waiting), rows - len(running)))]
             if new:
                 fresh = DynamicCache()
                 _decode(causal, new, fresh, 1, sampling, stops)
                 cache = _joined(cache, fresh) if running else fresh
                 running += new
-            steps = max(row.left for row in running)
+            steps = min(TURN[causal.device.type], max(row.left for row in running))
             if steps:
-                steps = min(steps, TURN[causal.device.type])
                 _decode(causal, running, cache, steps, sampling, stops)
             yield [(row.index, row.ids) for row in running if not row.left]
             kept = [b for b, row in enumerate(running) if row.left]
@@ -194,12 +175,7 @@ def stream(
 
 @torch.inference_mode()
 def _decode(
-    causal: Model,
-    rows: list[_Row],
-    cache: DynamicCache,
-    steps: int,
-    sampling: Sampling,
-    stops: list[int],
+    causal: Model, rows: list[_Row], cache: DynamicCache, steps: int, sampling: Sampling, stops: Ids
 ) -> None:
     """At most `steps` more tokens for each row. The cache holds all of its ids but the last."""
     width = max(len(row.prompt) + len(row.ids) for row in rows)
@@ -210,25 +186,21 @@ def _decode(
         ids.append(padding + known)
         mask.append(padding + [1] * len(known))
         starts.append(width - len(row.ids))
-    settings = GenerationConfig(
-        max_new_tokens=steps, do_sample=False, eos_token_id=stops or None, pad_token_id=0
-    )
+    draw = KeyedDraw([row.key for row in rows], starts, sampling)
+    ids_BL, mask_BL = torch.tensor([ids, mask], device=causal.device)
+    settings = GenerationConfig(max_new_tokens=steps, eos_token_id=stops or None, pad_token_id=0)
     own = causal.generation_config
-    causal.generation_config = (
-        GenerationConfig()
-    )  # `generate` takes from it what settings leave open
+    causal.generation_config = GenerationConfig()  # it would fill in what `settings` leave open
+    more = {"attention_mask": mask_BL, "past_key_values": cache}
     try:
-        out_BL = causal.generate(
-            torch.tensor(ids, device=causal.device),
-            settings,
-            [KeyedDraw([row.key for row in rows], starts, sampling)],
-            attention_mask=torch.tensor(mask, device=causal.device),
-            past_key_values=cache,
-        )
+        out_BL = causal.generate(ids_BL, settings, [draw], **more)
     finally:
         causal.generation_config = own
     for row, new in zip(rows, out_BL[:, width:].tolist()):
-        row.take(new, set(stops))
+        for token in new:
+            if row.left:  # nothing is taken behind a stop id
+                row.ids.append(token)
+                row.left = 0 if token in stops else row.left - 1
 
 
 def _keep(cache: DynamicCache, rows: list[int], width: int) -> None:
@@ -250,63 +222,39 @@ def _joined(cache: DynamicCache, new: DynamicCache) -> DynamicCache:
 
 
 def generate(
-    model: Model,
-    tokenizer: Tokenizer,
-    prompt_ids: list[list[int]],
-    sampling: Sampling,
-    keys: Sequence[int],
-    rows: int = 0,
-) -> list[list[int]]:
+    model, tokenizer, prompt_ids: list[Ids], sampling: Sampling, keys: Sequence[int], rows: int = 0
+) -> list[Ids]:
     """One completion per prompt, in order, as sampled ids; see `stream`. rows 0 is all at once."""
-    finished: dict[int, list[int]] = {}
-    for turn in stream(model, tokenizer, prompt_ids, sampling, keys, rows or max(1, len(keys))):
-        finished.update(turn)
+    turns = stream(model, tokenizer, prompt_ids, sampling, keys, rows or max(1, len(keys)))
+    finished = dict(itertools.chain.from_iterable(turns))
     return [finished[i] for i in range(len(prompt_ids))]
-
-
-# ------------------------------------------------------------------------------------ rollouts
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled solution and its outcome (Eq. 1, §2).
-
-    truncated: it was cut at the length limit and has no stop id (S4).
-    """
+    """One sampled solution and its outcome (Eq. 1, §2)."""
 
     problem_id: str
     problem: str
     gold: str
-    prompt_ids: list[int]
-    completion_ids: list[int]
+    prompt_ids: Ids
+    completion_ids: Ids
     text: str
     pred: str | None
     r: int
-    truncated: bool
+    truncated: bool  # cut at the length limit: it has no stop id (S4)
 
 
 def sample_rollouts(
-    model: Model,
-    tokenizer: Tokenizer,
-    problems: Sequence[Problem],
-    prompt_ids: list[list[int]],
-    sampling: Sampling,
-    keys: Sequence[int],
-    verifier: Verifier,
-    rows: int = 0,
+    model, tokenizer, problems, prompt_ids, sampling, keys, verifier: Verifier, rows: int = 0
 ) -> list[Rollout]:
-    """y ~ p_S(. | x) for each problem (Eq. 1), and the verifier's r. rows 0 means all at once."""
+    """y ~ p_S(. | x) for each problem (Eq. 1), and the verifier's r; the rest as in `generate`."""
     completions = generate(model, tokenizer, prompt_ids, sampling, keys, rows)
     return judge(model, tokenizer, problems, prompt_ids, completions, verifier)
 
 
 def judge(
-    model: Model,
-    tokenizer: Tokenizer,
-    problems: Sequence[Problem],
-    prompt_ids: Sequence[list[int]],
-    completions: Sequence[list[int]],
-    verifier: Verifier,
+    model, tokenizer, problems, prompt_ids: list[Ids], completions: list[Ids], verifier: Verifier
 ) -> list[Rollout]:
     """Sampled ids as rollouts: their text, its answer and the verifier's r."""
     stops = stop_ids(model, tokenizer)
@@ -376,16 +324,12 @@ class Writer:
         asked = [ids[i] for i in mine]
         made = generate(self.model, self.tokenizer, asked, sampling, keys, self.rows)
         texts = [self.tokenizer.decode(x, skip_special_tokens=True) for x in made]
-        replies = [""] * len(prompts)
-        for share in gather(list(zip(mine, texts)), self.world):
-            for i, text in share:
-                replies[i] = text
-        return replies
+        shares = gather(list(zip(mine, texts)), self.world)
+        replies = dict(itertools.chain(*shares))
+        return [replies[i] for i in range(len(prompts))]
 
 
-def writer(
-    cfg: Config, world: World, model: Model, tokenizer: Tokenizer, folder: pathlib.Path
-) -> Writer:
+def writer(cfg: Config, world: World, model, tokenizer, folder: pathlib.Path) -> Writer:
     """The policy as the bank's writer, or --update-model in its place; its log is in `folder`."""
     if cfg.update_model:
         name, flag = cfg.update_model, "--update-model"

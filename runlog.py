@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
+from torch import Tensor
 
 import distributed
 import policy
@@ -24,9 +25,10 @@ from rollout import Rollout
 from skills import SkillBank, SkillPair
 
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
-
-
 LOGS = ("metrics", "rollouts", "tokens")
+PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
+
+Logger = Callable[[dict], None]
 
 
 def check_directory(cfg: Config, resume: bool) -> None:
@@ -34,41 +36,28 @@ def check_directory(cfg: Config, resume: bool) -> None:
     out = pathlib.Path(cfg.out)
     if out.is_file():
         raise UserError(f"--out {out}: is a file; a directory is wanted")
-    if out.exists() and not resume and any(path.suffix != ".tmp" for path in out.iterdir()):
-        raise UserError(
-            f"--out {out}: the directory is not empty; choose another, or continue its run "
-            f"with --resume {out}"
-        )
+    if not resume and any(path.suffix != ".tmp" for path in out.glob("*")):
+        rule = "the directory is not empty; choose another, or continue its run"
+        raise UserError(f"--out {out}: {rule} with --resume {out}")
     for name, wanted in (("wandb", cfg.wandb), ("tensorboard", cfg.tensorboard)):
         spec = importlib.util.find_spec(name) if wanted else None
         if wanted and (spec is None or spec.origin is None):  # a mere folder has no origin
-            raise UserError(
-                f"--{name}: the package is not installed; pip install {name}, or leave the flag out"
-            )
+            fix = f"pip install {name}, or leave the flag out"
+            raise UserError(f"--{name}: the package is not installed; {fix}")
 
 
 def announce(
-    cfg: Config,
-    world: World,
-    model: Model,
-    tokenizer: Tokenizer,
-    masked_ids: set[int],
-    counts: dict[str, int],
+    cfg: Config, world: World, model: Model, tokenizer: Tokenizer, masked: set[int], counts: dict
 ) -> None:
     """Print what a run starts from."""
     print(f"data {cfg.data}: " + ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in counts.items()))
     learning = sum(p.numel() for p in policy.trained(model).values())
-    print(
-        f"model {cfg.model}: {learning:,} of {model.num_parameters():,} parameters learn, "
-        f"{world.size} x {world.device.type}"
-    )
-    shown = [repr(tokenizer.decode([i])) for i in sorted(masked_ids)[:40]]
-    print(f"mask (S2): {len(masked_ids)} ids: {' '.join(shown)}")
+    learn = f"{learning:,} of {model.num_parameters():,} parameters learn"
+    print(f"model {cfg.model}: {learn}, {world.size} x {world.device.type}")
+    shown = [repr(tokenizer.decode([i])) for i in sorted(masked)[:40]]
+    print(f"mask (S2): {len(masked)} ids: {' '.join(shown)}")
     if not policy.head_is_sliced(model):
         print("head: caps or scales the logits, so they are scored whole; memory grows with T*V")
-
-
-Logger = Callable[[dict], None]
 
 
 def begin(cfg: Config, world: World, start: int) -> list[Logger]:
@@ -108,12 +97,11 @@ def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
         return SkillBank.load(own[max(made for made in own if made <= step)])
     if not cfg.bank:
         return None
-    bank, k = SkillBank.load(cfg.bank), cfg.num_teachers
+    bank = SkillBank.load(cfg.bank)
     for key in skills.FIELDS:
-        n = len(bank.collection(key))
-        if n < k:
-            short = f"{key} has {n} entries, --num-teachers {k} wants as many"
-            raise UserError(f"--bank {cfg.bank}: {short}; lower it or add entries")
+        n, rule = len(bank.collection(key)), f"--num-teachers {cfg.num_teachers} wants as many"
+        if n < cfg.num_teachers:
+            raise UserError(f"--bank {cfg.bank}: {key} has {n} entries, {rule}; lower it")
     return bank
 
 
@@ -142,38 +130,26 @@ class Stopwatch:
 
 
 def rollout_row(
-    step: int, roll: Rollout, pairs_K: list[SkillPair], numbers: dict[str, torch.Tensor]
+    step: int, roll: Rollout, pairs_K: list[SkillPair], numbers: dict[str, Tensor]
 ) -> dict:
     """One rollout's line in rollouts.jsonl."""
-    row = {
-        "step": step,
-        **asdict(roll),
-        "pairs": [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K],
-        "s_g": [pair.s_g for pair in pairs_K],
-        "s_e": [pair.s_e for pair in pairs_K],
-    }
+    row = {"step": step, **asdict(roll)}
+    row["pairs"] = [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K]
+    row["s_g"] = [pair.s_g for pair in pairs_K]
+    row["s_e"] = [pair.s_e for pair in pairs_K]
     for name, x in numbers.items():
         row[name] = x.tolist()
     return row
 
 
 def token_row(
-    step: int,
-    roll: Rollout,
-    tokenizer: Tokenizer,
-    mask_T: torch.Tensor,
-    delta_KT: torch.Tensor,
-    credit_KT: torch.Tensor,
+    step: int, roll: Rollout, tokenizer: Tokenizer, mask_T: Tensor, delta_KT: Tensor, w_KT: Tensor
 ) -> dict:
     """One audited rollout's line in tokens.jsonl."""
-    return {
-        "step": step,
-        "problem_id": roll.problem_id,
-        "text": token_texts(tokenizer, roll.completion_ids),
-        "mask": mask_T.int().tolist(),
-        "delta": delta_KT.tolist(),
-        "credit": credit_KT.tolist(),
-    }
+    row = {"step": step, "problem_id": roll.problem_id}
+    row["text"] = token_texts(tokenizer, roll.completion_ids)
+    row |= {"mask": mask_T.int().tolist(), "delta": delta_KT.tolist(), "credit": w_KT.tolist()}
+    return row
 
 
 def summarize(
@@ -181,41 +157,35 @@ def summarize(
 ) -> dict:
     """One update's line in metrics.jsonl, from the records of all ranks."""
     total = len(records)
-
-    def share(name: str, wanted: object) -> float:
-        return sum(row[name] == wanted for row in records) / total
-
     metrics: dict = {
         "step": step,
         "loss": sum(row["loss"] for row in records) / total,
-        "success": share("r", 1),
-        "truncated": share("truncated", True),
-        "no_answer": share("pred", None),
+        "success": sum(row["r"] == 1 for row in records) / total,
+        "truncated": sum(row["truncated"] for row in records) / total,
+        "no_answer": sum(row["pred"] is None for row in records) / total,
         "no_teachers": sum(not row["rho"] for row in records),
     }
     for fate in FATE.values():
         for case in ("", "_success", "_failure", "_truncated"):
             metrics[f"rho_{fate}{case}"] = 0
     supports, first_gaps = [], []
-    tokens = unmasked = gaps = clipped = 0
     for row in records:
-        outcome = "_success" if row["r"] > 0 else "_failure"
-        cases = ["", outcome, "_truncated"] if row["truncated"] else ["", outcome]
+        supports += row["a"]
+        first_gaps += row["first_gap"]
+        cases = ["", "_success" if row["r"] > 0 else "_failure"]
+        if row["truncated"]:
+            cases.append("_truncated")
         for rho in row["rho"]:
             for case in cases:
                 metrics[f"rho_{FATE[rho]}{case}"] += 1
-        supports += [abs(a) for a in row["a"]]
-        first_gaps += row["first_gap"]
-        tokens += len(row["completion_ids"])
-        unmasked += row["unmasked"]
-        gaps += row["unmasked"] * len(row["rho"])
-        clipped += row["clipped"]
-    sizes = torch.tensor(supports or [0.0])
+    sizes = torch.tensor(supports or [0.0]).abs()
     for percent in (10, 50, 90):
         metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
+    tokens = sum(len(row["completion_ids"]) for row in records)
+    gaps = sum(row["unmasked"] * len(row["rho"]) for row in records)
     return metrics | {
-        "clip_share": clipped / max(1, gaps),
-        "mask_share": unmasked / max(1, tokens),
+        "clip_share": sum(row["clipped"] for row in records) / max(1, gaps),
+        "mask_share": sum(row["unmasked"] for row in records) / max(1, tokens),
         "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
         "completion_tokens": tokens / total,
         "grad_norm": norm,
@@ -228,31 +198,26 @@ def summarize(
 
 def log_line(m: dict, updates: int) -> str:
     """The line of an update on the terminal, from its metrics."""
-
-    def short(x: float) -> str:
-        return f"{x:.2f}".removeprefix("0")
-
     rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
+    success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
     parts = []
     for part in ("gen", "score", "bwd"):
         x = m["seconds"][part]
         parts.append(f"{part} {x:.1f}s" if x < 10 else f"{part} {x:.0f}s")
     return (
-        f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {short(m['success'])} rho {rho} "
-        f"clip {m['clip_share']:.1%} mask {short(m['mask_share'])} gnorm {m['grad_norm']:.2g} "
+        f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {success} rho {rho} "
+        f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
         f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB"
     )
 
 
 def flat(metrics: dict) -> dict:
     """The metrics on one level: {"seconds": {"gen": 1}} becomes {"seconds.gen": 1}."""
-    found = {}
+    found = dict(metrics)
     for name, value in metrics.items():
         if isinstance(value, dict):
-            for part, x in value.items():
-                found[f"{name}.{part}"] = x
-        else:
-            found[name] = value
+            del found[name]
+            found |= {f"{name}.{part}": x for part, x in value.items()}
     return found
 
 
@@ -267,10 +232,8 @@ def mirrors(cfg: Config, start: int) -> list[Logger]:
         try:  # a resumed run is a run of its own there
             wandb.init(project="sgsd", name=out.name, dir=str(out), config=asdict(cfg))
         except Exception as e:  # not logged in, or no network
-            raise UserError(
-                f"--wandb: not started ({distributed.brief(e)}); log in, set WANDB_MODE=offline, "
-                "or leave the flag out"
-            ) from None
+            fix = "log in, set WANDB_MODE=offline, or leave the flag out"
+            raise UserError(f"--wandb: not started ({distributed.brief(e)}); {fix}") from None
         found.append(lambda m: wandb.log(flat(m), step=m["step"]))
     if cfg.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
@@ -291,11 +254,9 @@ def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     for i in ids:
         held.append(i)
         text = tokenizer.decode(held, clean_up_tokenization_spaces=False)
-        if text.endswith("\ufffd") and len(held) < 4:  # no UTF-8 character has more than 4 bytes
-            texts.append("")
-        else:
-            texts.append(text)
-            held = []
+        whole = not text.endswith("\ufffd") or len(held) == 4  # UTF-8 takes up to 4 bytes
+        texts.append(text if whole else "")
+        held = [] if whole else held
     return texts
 
 
@@ -310,23 +271,12 @@ def memory_gb(world: World) -> float:
 def provenance(cfg: Config) -> dict:
     """What config.json holds: settings, command line, commit and versions."""
     versions = {"python": sys.version.split()[0]}
-    for name in (
-        "torch",
-        "transformers",
-        "peft",
-        "sentence-transformers",
-        "numpy",
-        "math-verify",
-    ):
+    for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    try:
-        git = ["git", "rev-parse", "HEAD"]
-        done = subprocess.run(
-            git, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True
-        )
-        commit = done.stdout.strip() or None
-    except OSError:  # no git here
-        commit = None
+    commit = None
+    with contextlib.suppress(OSError):  # no git here
+        git = ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
     command = [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]
     return {"settings": asdict(cfg), "command": command, "commit": commit, "versions": versions}

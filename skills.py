@@ -1,8 +1,8 @@
 """The skill bank's life: retrieval and prompts, cold start, merging, online evolution (Algs. 2-4).
 
-Down to `make_bank` nothing holds a model. What talks to one comes in as a function:
-embed(texts) gives a float array [n, d], complete(prompts) a reply to each prompt, and
-retry(prompts, times) another reply to prompts that were asked so many times before (D4).
+Down to `make_bank` nothing holds a model. What talks to one comes in as a function: embed(texts)
+gives a float array [n, d], complete(prompts) a reply to each prompt, retry(prompts, times) another
+reply to prompts that were asked so many times before (D4), and log(row) keeps what came of a reply.
 Entries are plain dicts with the paper's field names (App. C); an entry is replaced, never edited.
 
 Dimension key: n entries of a list, d embedding size.
@@ -29,11 +29,10 @@ from config import Config
 from distributed import UserError
 from policy import Embed, encodable
 from problems import Problem, load_training
+from rollout import Verifier, Writer
 
+Items = list[dict]
 Complete = Callable[[list[str]], list[str]]
-Retry = Callable[[list[str], list[int]], list[str]]
-Log = Callable[[dict], None]
-Asked = collections.Counter[str]
 
 FIELDS = {  # Tab. 5; an entry is embedded in this order (S10)
     "general_skills": ("title", "principle", "when_to_apply"),
@@ -43,12 +42,10 @@ IDS = {"general_skills": "skill_id", "common_mistakes": "mistake_id"}
 PREFIX = {"general_skills": "gen_", "common_mistakes": "err_"}
 EXTRACT_PROMPT = {"general_skills": "extract_skills", "common_mistakes": "extract_mistakes"}
 MERGE_PROMPT = {"general_skills": "merge_skills", "common_mistakes": "merge_mistakes"}
-# The paper's extraction prompts do not name the fields (S13).
-ITEM_FORM = '\nEach item is an object with the string fields "{}", "{}" and "{}".'
+as_json = functools.partial(json.dumps, indent=2, ensure_ascii=False)  # in prompts and files
 COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
 
 
-# ---------------------------------------------------------------------------------- the bank
 @dataclass(frozen=True)
 class SkillPair:
     """The k-th teacher's guidance g_k + e_k (Eq. 3) and its two cosine similarities (Eq. 6)."""
@@ -63,8 +60,8 @@ class SkillPair:
 class SkillBank:
     """B = {G, E} (§2.1). `extra` keeps a file's unknown keys: load and save lose nothing."""
 
-    general_skills: list[dict]
-    common_mistakes: list[dict]
+    general_skills: Items
+    common_mistakes: Items
     metadata: dict = field(default_factory=dict)
     extra: dict = field(default_factory=dict)
     _index: dict = field(default_factory=dict, repr=False, compare=False)
@@ -80,27 +77,24 @@ class SkillBank:
             raise UserError(f"bank {path}: a JSON object is wanted, got {type(data).__name__}")
         for key in FIELDS:
             if not isinstance(data.get(key), list):
-                found = ", ".join(data) or "none"
-                raise UserError(f"bank {path}: `{key}` must be a list; keys found: {found}")
+                raise UserError(f"bank {path}: `{key}` must be a list; found: {', '.join(data)}")
             for i, entry in enumerate(data[key]):
                 values = entry if isinstance(entry, dict) else {}
                 names = (IDS[key], *FIELDS[key])
                 bad = ", ".join(n for n in names if not isinstance(values.get(n), str))
                 if bad:
-                    where = f"bank {path}: {key}[{i}]"
-                    raise UserError(f"{where} lacks the string field(s) {bad} (App. C)")
-        skills, mistakes = data.pop("general_skills"), data.pop("common_mistakes")
-        metadata = data.pop("metadata", {})
-        if not isinstance(metadata, dict):
+                    raise UserError(f"bank {path}: {key}[{i}] lacks the strings {bad} (App. C)")
+        if not isinstance(data.setdefault("metadata", {}), dict):
             raise UserError(f"bank {path}: `metadata` must be an object")
-        return cls(skills, mistakes, metadata, extra=data)
+        skills, mistakes, metadata = (data.pop(name) for name in (*FIELDS, "metadata"))
+        return cls(skills, mistakes, metadata, data)
 
     def save(self, path: str | pathlib.Path) -> None:
         data = {"general_skills": self.general_skills, **self.extra}
         data |= {"common_mistakes": self.common_mistakes, "metadata": self.metadata}
         distributed.write_text(path, as_json(data))
 
-    def collection(self, key: str) -> list[dict]:
+    def collection(self, key: str) -> Items:
         """One of the two lists; key: "general_skills" or "common_mistakes", here and below."""
         return self.general_skills if key == "general_skills" else self.common_mistakes
 
@@ -115,20 +109,17 @@ class SkillBank:
         if not self.general_skills or not self.common_mistakes:
             return []
         query_d = _normalized(embed([problem]))[0]
-        skills = self._best("general_skills", query_d, k, embed)
-        mistakes = self._best("common_mistakes", query_d, k, embed)
-        return [SkillPair(g, e, s_g, s_e) for (g, s_g), (e, s_e) in zip(skills, mistakes)]
-
-    def _best(self, key: str, query_d: np.ndarray, k: int, embed: Embed) -> list[tuple]:
-        """The k best entries of a list with their scores. Its [n, d] matrix is kept."""
-        entries = self.collection(key)
-        made_for, matrix_nd = self._index.get(key, (None, None))
-        if made_for != (embed, entries):
-            matrix_nd = _normalized(embed([entry_text(e, key) for e in entries]))
-            self._index[key] = (embed, list(entries)), matrix_nd
-        scores_n = matrix_nd @ query_d
-        order = np.argsort(-scores_n, kind="stable")[:k]
-        return [(entries[i], float(scores_n[i])) for i in order]
+        best = []
+        for key in FIELDS:
+            entries = self.collection(key)
+            made_for, matrix_nd = self._index.get(key, (None, None))
+            if made_for != (embed, entries):
+                matrix_nd = _normalized(embed([entry_text(e, key) for e in entries]))
+                self._index[key] = (embed, list(entries)), matrix_nd
+            scores_n = matrix_nd @ query_d
+            order = np.argsort(-scores_n, kind="stable")[:k]
+            best.append([(entries[i], float(scores_n[i])) for i in order])
+        return [SkillPair(g, e, s_g, s_e) for (g, s_g), (e, s_e) in zip(*best)]
 
 
 def entry_text(entry: dict, key: str) -> str:
@@ -146,14 +137,13 @@ def lint(bank: SkillBank) -> str:
     found = []
     for key in FIELDS:
         for entry in bank.collection(key):
-            numbers = re.findall(r"\d+(?:\.\d+)?", " ".join(entry[n] for n in FIELDS[key]))
+            numbers = re.findall(r"\d+(?:\.\d+)?", entry_text(entry, key))
             odd = [n for n in dict.fromkeys(numbers) if len(n) > 1 and n not in COMMON_NUMBERS]
             if odd:
                 found.append(f"{entry[IDS[key]]} ({', '.join(odd)})")
-    if not found:
-        return ""
     some = encodable(", ".join(found[:5])) + (", ..." if len(found) > 5 else "")
-    return f"bank: {len(found)} entries carry numbers that look like one problem's: {some}"
+    line = f"bank: {len(found)} entries carry numbers that look like one problem's: {some}"
+    return line if found else ""
 
 
 # ---------------------------------------------------------------------------------- prompts
@@ -175,11 +165,6 @@ def _fill(text: str, values: dict[str, str]) -> str:
     return re.sub(pattern, lambda match: replaced[match[0]], text)
 
 
-def as_json(obj: object) -> str:
-    """How records stand in a prompt, and a bank in its file."""
-    return json.dumps(obj, indent=2, ensure_ascii=False)
-
-
 def render_student(problem: str) -> str:
     """The plain prompt x (Fig. 6): the problem and nothing else."""
     return render("student", {"problem": problem})
@@ -187,37 +172,35 @@ def render_student(problem: str) -> str:
 
 def render_teacher(pair: SkillPair, problem: str) -> str:
     """The k-th teacher's prompt c_k(x) = g_k + e_k + x (Eq. 3, Fig. 6; D1)."""
-    return render("teacher", {"problem": problem, **_guidance(pair)})
+    return render_skills([pair], problem)
 
 
 def render_skills(pairs: Sequence[SkillPair], problem: str) -> str:
     """All pairs in one prompt, best first (S14): the teacher's with a bullet for each entry."""
     if not pairs:
         return render_student(problem)
+    guidance = []
+    for pair in pairs:
+        values = {f"skill.{name}": text for name, text in pair.skill.items()}
+        values |= {f"mistake.{name}": text for name, text in pair.mistake.items()}
+        guidance.append(values)
     opening, skills, mistakes = template("teacher").split("\n\n")[:3]
     blocks = [opening]
     for block in (skills, mistakes):
         heading, bullet = block.split("\n", 1)
-        bullets = [_fill(bullet, _guidance(pair)) for pair in pairs]
+        bullets = [_fill(bullet, values) for values in guidance]
         blocks.append("\n".join([heading, *bullets]))
     return "\n\n".join([*blocks, render_student(problem)])
-
-
-def _guidance(pair: SkillPair) -> dict[str, str]:
-    """The values of {skill.title} to {mistake.how_to_avoid} in the teacher's template."""
-    skill = {f"skill.{name}": pair.skill[name] for name in FIELDS["general_skills"]}
-    mistake = {f"mistake.{name}": pair.mistake[name] for name in FIELDS["common_mistakes"]}
-    return skill | mistake
 
 
 def render_extraction(memory: dict, key: str) -> str:
     """Ask for a success's general skills or a failure's common mistakes (Alg. 2, App. D.2)."""
     shown = {name: value for name, value in memory.items() if name != "problem_id"}
-    prompt = render(EXTRACT_PROMPT[key], {"memory_json": as_json(shown)})
-    return prompt + ITEM_FORM.format(*FIELDS[key])
+    form = '\nEach item is an object with the string fields "{}", "{}" and "{}".'  # S13
+    return render(EXTRACT_PROMPT[key], {"memory_json": as_json(shown)}) + form.format(*FIELDS[key])
 
 
-def render_merge(items: list[dict], key: str) -> str:
+def render_merge(items: Items, key: str) -> str:
     """Ask to merge a group of items (Alg. 3, line 5): their three fields and nothing else."""
     shown = [_item(entry, key) or entry for entry in items]
     return render(MERGE_PROMPT[key], {"items_json": as_json(shown)})
@@ -242,12 +225,12 @@ MAX_REPLY = 100_000  # characters of a reply that are read
 MAX_EFFORT = 1_000_000  # characters decoded in vain: "[[[[..." would take quadratic time
 
 
-def parse_json_items(text: str, key: str) -> list[dict]:
+def parse_json_items(text: str, key: str) -> Items:
     """The readable items of a reply, [] when there are none; see `read_items`."""
     return read_items(text, key)[0]
 
 
-def read_items(text: str, key: str) -> tuple[list[dict], bool]:
+def read_items(text: str, key: str) -> tuple[Items, bool]:
     """A reply's items, and whether it was whole: not broken off, and every item in it valid.
 
     Thinking, code fences and prose around the JSON are passed over; LaTeX backslashes and trailing
@@ -261,24 +244,21 @@ def read_items(text: str, key: str) -> tuple[list[dict], bool]:
     return max(readings, key=lambda reading: (reading[1], len(reading[0])))
 
 
-def _scan(text: str, key: str) -> tuple[list[dict], bool]:
+def _scan(text: str, key: str) -> tuple[Items, bool]:
     """`read_items` of the JSON in a text: a value is decoded at each opening bracket in turn."""
     decoder = json.JSONDecoder(strict=False)
     listed: list[Any] = []  # the entries of lists that were read to their end
     loose: list[Any] = []  # items that stand in no list
     broken, at, effort = False, 0, 0
-    while effort < MAX_EFFORT:
-        opening = _OPENING.search(text, at)
-        if opening is None:
-            break
+    while effort < MAX_EFFORT and (opening := _OPENING.search(text, at)):
         inside = opening.end()
         try:
             value, at = decoder.raw_decode(text, opening.start())
         except (ValueError, RecursionError) as e:
             reached = e.pos if isinstance(e, json.JSONDecodeError) else len(text)
             effort += reached - inside + 300  # an exception has its own price
-            if _JSON_INSIDE.match(text, inside, inside + 100):  # else it is a bracket of prose
-                broken = True
+            # A bracket with anything else behind it is prose.
+            broken = broken or bool(_JSON_INSIDE.match(text, inside, inside + 100))
             at = inside
             continue
         if isinstance(value, dict) and key in value:
@@ -298,32 +278,25 @@ def _scan(text: str, key: str) -> tuple[list[dict], bool]:
 
 def _item(value: Any, key: str) -> dict | None:
     """The three fields of an item, stripped; None when one is missing, empty or not a string."""
-    item = {}
-    for name in FIELDS[key]:
-        text = value.get(name) if isinstance(value, dict) else None
-        if not isinstance(text, str) or not text.strip():
-            return None
-        item[name] = encodable(text.strip())
-    return item
+    values = value if isinstance(value, dict) else {}
+    texts = [values.get(name) for name in FIELDS[key]]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        return None
+    return {name: encodable(values[name].strip()) for name in FIELDS[key]}
 
 
-# ---------------------------------------------------------------------------------- Algorithm 3
+# ---------------------------------------------------------------------------- Algorithms 2 to 4
 def _ask(
-    kind: str,
-    prompts: list[str],
-    key: str,
-    complete: Complete,
-    retry: Retry | None,
-    asked: Asked,
-    log: Log | None,
-    limits: list[int] | None = None,
-) -> list[list[dict]]:
+    prompts: list[str], key: str, complete: Complete, limits=None, retry=None, log=None, asked=None
+) -> list[Items]:
     """The items of each prompt's reply, [] where two replies could not be used (D4).
 
-    A prompt that `asked` has counted before is one for `retry`. A reply can be used when it has an
-    item in it; if there are limits, only when it is whole too and within its prompt's limit.
+    A prompt that the Counter `asked` has counted before is one for `retry`. A reply can be used
+    when it has an item in it; a merge's only when it is whole too and within its prompt's limit.
     """
-    found: list[list[dict]] = [[] for _ in prompts]
+    kind = MERGE_PROMPT[key] if limits else EXTRACT_PROMPT[key]
+    asked = collections.Counter() if asked is None else asked
+    found: list[Items] = [[] for _ in prompts]
     for attempt in (1, 2):
         left = [i for i, items in enumerate(found) if not items]
         again = [i for i in left if retry and asked[prompts[i]]]
@@ -337,12 +310,11 @@ def _ask(
             replies.update(zip(again, retry([prompts[i] for i in again], times)))
         for i in left:
             items, whole = read_items(replies[i], key)
-            allowed = limits is None or (whole and len(items) <= limits[i])
-            if items and allowed:
-                found[i] = items
-                outcome = "read" if whole else "repaired"
-            else:
+            outcome = "read" if whole else "repaired"
+            if not items or (limits and not (whole and len(items) <= limits[i])):
                 outcome = "retried" if attempt == 1 else "lost"
+            else:
+                found[i] = items
             if log:
                 row = {"kind": kind, "attempt": attempt, "outcome": outcome, "items": len(items)}
                 log({**row, "prompt": prompts[i], "reply": replies[i]})
@@ -350,36 +322,27 @@ def _ask(
 
 
 def merge(
-    items: list[dict],
-    key: str,
-    complete: Complete,
-    group_size: int = 32,
-    patience: int = 3,
-    *,
-    retry: Retry | None = None,
-    asked: Asked | None = None,
-    prefix: str = "",
-    log: Log | None = None,
-) -> tuple[list[dict], list[dict]]:
+    items: Items, key: str, complete: Complete, group_size: int = 32, patience: int = 3, **ask: Any
+) -> tuple[Items, list[dict]]:
     """Hierarchical merging (Alg. 3): the merged entries under new ids, and a record per layer.
 
     A group stays as it is unless its reply is whole and holds at least one item (S11) and no more
     than the group: a merge may merge, never lose or add. An entry's `sources` follow it.
-    asked: how often each prompt was asked before. prefix: of the ids, "gen_" or "err_" by default.
+    ask: `retry` and `log`, and a Counter `asked` of the prompts that were asked before (D4).
     """
     if group_size < 2 or patience < 1:
         sizes = f"{group_size} and {patience}"
         raise ValueError(f"merge (Alg. 3) needs group_size >= 2 and patience >= 1, got {sizes}")
     layers: list[dict] = []
-    asked = Asked() if asked is None else asked
+    ask = {"asked": collections.Counter(), **ask}
     current, stagnant, reason = list(items), 0, None  # line 1
     while reason is None:  # line 2
         groups = [current[i : i + group_size] for i in range(0, len(current), group_size)]  # line 3
         several = [group for group in groups if len(group) > 1]  # line 4: not a last single item
         prompts = [render_merge(group, key) for group in several]  # line 5
         limits = [len(group) for group in several]
-        replies = _ask(MERGE_PROMPT[key], prompts, key, complete, retry, asked, log, limits)
-        merged: list[dict] = []
+        replies = _ask(prompts, key, complete, limits, **ask)
+        merged: Items = []
         for group, reply in itertools.zip_longest(groups, replies):
             if not reply:
                 merged += group  # line 6
@@ -396,7 +359,7 @@ def merge(
         layer |= {"num_groups": len(groups), "output_items": len(merged)}
         layers.append({**layer, "stagnant_layers": stagnant, "stopped_reason": reason})
         current = merged  # line 10
-    twins: dict[tuple, list[dict]] = {}
+    twins: dict[tuple, Items] = {}
     for entry in current:  # line 12
         texts = tuple(entry.get(name) for name in FIELDS[key])
         twins.setdefault(texts, []).append(entry)
@@ -404,31 +367,26 @@ def merge(
     for number, same in enumerate(twins.values(), 1):
         entry = _with_sources(same[0], same)
         entry.pop(IDS[key], None)
-        final.append({IDS[key]: f"{prefix or PREFIX[key]}{number:03d}", **entry})
+        final.append({IDS[key]: f"{PREFIX[key]}{number:03d}", **entry})
     return final, layers  # line 13
 
 
-def _with_sources(entry: dict, parents: list[dict]) -> dict:
+def _with_sources(entry: dict, parents: Items) -> dict:
     """A copy of an entry with the sources of its parents, where they have any."""
     sources = itertools.chain(*[parent.get("sources", []) for parent in parents])
     known = sorted(set(sources))
     return {**entry, "sources": known} if known else dict(entry)
 
 
-# ---------------------------------------------------------------------------------- Algorithm 2
 def make_memory(
     problem_id: str, problem: str, text: str, r: int, pred: str | None, *, answer: str | None = None
 ) -> dict:
-    """A memory record (Alg. 2, line 5; S21); of what is long it keeps the two ends.
-
-    answer: the reference answer, which stays out unless it is given (D3).
-    """
+    """A memory record (Alg. 2, line 5): of what is long the two ends (S21); the answer by D3."""
     text = text.rpartition("</think>")[2].strip()
     lines = [line.strip()[:200] for line in text.split("\n") if line.strip()]
+    feedback = f"The verifier {'accepted' if r > 0 else 'rejected'} the final answer."
     if pred is None:
         feedback = "The attempt gave no final answer in a box."
-    else:
-        feedback = f"The verifier {'accepted' if r > 0 else 'rejected'} the final answer."
     memory = {
         "problem_id": problem_id,
         "problem": problem,
@@ -441,7 +399,7 @@ def make_memory(
     return memory if answer is None else {**memory, "reference_answer": answer}
 
 
-def _memories(rollouts: Sequence[Any], with_answer: bool) -> list[dict]:
+def _memories(rollouts: Sequence[Any], with_answer: bool) -> Items:
     """A memory record of each rollout."""
     memories = []
     for x in rollouts:
@@ -451,33 +409,24 @@ def _memories(rollouts: Sequence[Any], with_answer: bool) -> list[dict]:
     return memories
 
 
-def extract(
-    memories: list[dict], complete: Complete, *, retry: Retry | None = None, log: Log | None = None
-) -> dict[str, list[dict]]:
+def extract(memories: Items, complete: Complete, **ask: Any) -> dict[str, Items]:
     """Candidates (Alg. 2, lines 8-14): up to three skills per success and mistakes per failure."""
-    found: dict[str, list[dict]] = {}
+    found: dict[str, Items] = {}
     for key, reward in (("general_skills", 1), ("common_mistakes", -1)):
         chosen = [m for m in memories if m["reward"] == reward]  # line 8
         prompts = [render_extraction(m, key) for m in chosen]
-        replies = _ask(EXTRACT_PROMPT[key], prompts, key, complete, retry, Asked(), log)
         found[key] = []
-        for memory, items in zip(chosen, replies):
+        for memory, items in zip(chosen, _ask(prompts, key, complete, **ask)):
             sources = {"sources": [memory["problem_id"]]} if memory.get("problem_id") else {}
             found[key] += [{**item, **sources} for item in items[:3]]  # lines 10 and 13
     return found
 
 
 def cold_start(
-    memories: list[dict],
-    complete: Complete,
-    *,
-    retry: Retry | None = None,
-    group_size: int = 32,
-    patience: int = 3,
-    log: Log | None = None,
+    memories: Items, complete: Complete, *, group_size: int = 32, patience: int = 3, **ask: Any
 ) -> SkillBank:
-    """The initial bank from memory records (Alg. 2, lines 8-16); its merges are in the metadata."""
-    found = extract(memories, complete, retry=retry, log=log)
+    """The initial bank from memory records (Alg. 2, lines 8-16). ask: `retry` and `log`."""
+    found = extract(memories, complete, **ask)
     successes = sum(m["reward"] == 1 for m in memories)
     metadata: dict[str, Any] = {
         "source": f"cold start from {len(memories)} memories, {successes} of them successes",
@@ -486,9 +435,7 @@ def cold_start(
     }
     merged, layers = {}, {}
     for key in FIELDS:  # line 15
-        merged[key], layers[key] = merge(
-            found[key], key, complete, group_size, patience, retry=retry, log=log
-        )
+        merged[key], layers[key] = merge(found[key], key, complete, group_size, patience, **ask)
         metadata[f"input_{key}"] = len(found[key])
         metadata[f"output_{key}"] = len(merged[key])
     metadata["general_merge_layers"] = layers["general_skills"]
@@ -496,14 +443,12 @@ def cold_start(
     return SkillBank(merged["general_skills"], merged["common_mistakes"], metadata)  # line 16
 
 
-# ---------------------------------------------------------------------------------- Algorithm 4
 def evolve(
     bank: SkillBank,
     window: Sequence[Any],
     step: int,
     complete: Complete,
     *,
-    retry: Retry | None = None,
     update_every: int = 25,
     success_gate: float = 0.8,
     max_new_items: int = 5,
@@ -511,7 +456,7 @@ def evolve(
     group_size: int = 32,
     patience: int = 3,
     memory_answer: bool = False,
-    log: Log | None = None,
+    **ask: Any,
 ) -> SkillBank:
     """The bank after online evolution (Alg. 4); the same object when nothing is due.
 
@@ -519,25 +464,25 @@ def evolve(
     .problem, .text, .r, .pred, and .gold for `memory_answer` (D3). update_every: 0 for never.
     An update adds at most `max_new_items` dynamic entries, both collections together (S12), and a
     collection holds at most `dynamic_capacity`: what a merge puts first stays.
+    ask: `retry` and `log`.
     """
     if not window or not update_every or step % update_every:  # line 1
         return bank
     success = sum(w.r > 0 for w in window) / len(window)  # line 4
     if success >= success_gate:  # line 5
         return bank
-    memories = _memories(window, memory_answer)
-    candidates = extract(memories, complete, retry=retry, log=log)  # lines 8-10
-    settings: dict[str, Any] = {"retry": retry, "asked": Asked(), "log": log}
-    settings |= {"complete": complete, "group_size": group_size, "patience": patience}
+    ask["asked"] = collections.Counter()  # the merge of line 12 may repeat a prompt of line 11
+    candidates = extract(_memories(window, memory_answer), complete, **ask)  # lines 8-10
     static, old, both = {}, {}, {}
     for key in FIELDS:
         entries = bank.collection(key)
         static[key] = [e for e in entries if not e[IDS[key]].startswith("dyn_")]
         old[key] = [e for e in entries if e[IDS[key]].startswith("dyn_")]
-        new, _ = merge(candidates[key], key, **settings)  # line 11
+        new, _ = merge(candidates[key], key, complete, group_size, patience, **ask)  # line 11
         both[key] = old[key] + new  # line 12
         if new:
-            both[key], _ = merge(both[key], key, prefix=f"dyn_{PREFIX[key]}", **settings)
+            merged, _ = merge(both[key], key, complete, group_size, patience, **ask)
+            both[key] = [{**e, IDS[key]: f"dyn_{e[IDS[key]]}"} for e in merged]
     growth = {key: max(0, len(both[key]) - len(old[key])) for key in FIELDS}  # line 13
     while sum(growth.values()) > max_new_items:
         larger = max(growth, key=lambda key: growth[key])
@@ -552,14 +497,8 @@ def evolve(
     return SkillBank(skills, mistakes, metadata, bank.extra)  # line 14
 
 
-# ---------------------------------------------------------------------------------- a new bank
 def make_bank(
-    problems: list[Problem],
-    model: policy.Model,
-    tokenizer: policy.Tokenizer,
-    verifier: rollout.Verifier,
-    writer: rollout.Writer,
-    cfg: Config,
+    problems: list[Problem], model, tokenizer, verifier: Verifier, writer: Writer, cfg: Config
 ) -> SkillBank:
     """Algorithm 2 from problems to bank, shared over the ranks.
 
@@ -568,12 +507,14 @@ def make_bank(
     """
     from tqdm import tqdm
 
-    world, rows = writer.world, writer.rows
+    world, rows, log = writer.world, writer.rows, writer.log
+    path = log.path.with_name("memories.jsonl")
     chosen = random.Random(cfg.seed).sample(problems, min(cfg.cold_start, len(problems)))
-    log, path = writer.log, writer.log.path.with_name("memories.jsonl")
     text_of = {x.id: x.problem for x in chosen}
-    memories = {m["problem_id"]: m for m in distributed.read_jsonl(path)}
-    memories = {id_: m for id_, m in memories.items() if text_of.get(id_) == m["problem"]}
+    known = [
+        m for m in distributed.read_jsonl(path) if text_of.get(m["problem_id"]) == m["problem"]
+    ]
+    memories = {m["problem_id"]: m for m in known}
     distributed.gather(None, world)  # every rank has read before rank 0 writes
     if world.main:
         distributed.write_jsonl(path, memories.values())
@@ -620,7 +561,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         writer = rollout.writer(cfg, world, model, tokenizer, folder)
         if world.main:
             distributed.write_json(file, settings)
-        with rollout.Verifier(cfg.verify_timeout, cfg.verify_workers) as verifier:
+        with Verifier(cfg.verify_timeout, cfg.verify_workers) as verifier:
             bank = make_bank(problems, model, tokenizer, verifier, writer, cfg)
         if world.main:
             bank.save(cfg.out)

@@ -405,8 +405,8 @@ def measure(
     def once() -> None:
         found["loss"] = score_once(model, layout, T, K, score_tokens)
 
-    # The teachers alone get a small head, so that what the layers take is seen.
-    slices = {device.type: 1 << 22} if layout == "teachers" else {}
+    # The teachers alone get logits in slices of 16 MiB, so that what the layers take is seen.
+    slices = {device.type: 1 << 24} if layout == "teachers" else {}
     with mock.patch.dict(policy.SLICE_LOGITS, slices):
         if device.type == "cuda":
             once()
@@ -695,7 +695,7 @@ def memory(args: Args, s: Shape, device: torch.device) -> None:
             yield [n, f"{r['mib']:.0f}", rows, f"{layer:.0f}", f"{r['seconds']:.2f}"]
 
     columns = "--score-tokens | peak extra MiB | rows together | one layer | seconds"
-    title = f"memory: the teachers alone, T={Ts[-1]}, the head in slices of 16 MiB"
+    title = f"memory: the teachers alone, T={Ts[-1]}, logits in slices of 16 MiB"
     table(title, device, columns, packed())
     parts = qwen3_8b()
     title = "memory: Qwen3-8B, bf16, on one card, default flags, 32 problems"

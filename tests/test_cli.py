@@ -1,6 +1,5 @@
 """Flags and settings: a user's mistake is exit code 2 and one line on stderr that names it."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -12,7 +11,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT
-from driver import flags, make_run, rows
+from driver import flags, make_run
 
 import baselines
 import config
@@ -113,23 +112,6 @@ def test_every_rank_needs_a_problem(world_dir, tmp_path):
         sgsd.prepare(cfg, World(0, 8, torch.device("cpu")), False)
 
 
-BASELINES = {
-    "--method ppo": "must be one of sgsd, grpo",
-    "--method base": "trains nothing; measure it with python eval.py MODEL",
-    "--method base+skill": "eval.py MODEL --skills BANK",
-    "--method opsd --bank b.json": "sees no skills; leave it out, or take opsd+skill",
-    "--method grpo --generations 1": "--generations: GRPO compares a group",
-    "--method grpo --temperature 0": "makes all --generations of a problem the same",
-    "--support-top-k 5 --objective jsd": "leave out --objective",
-    "--resume x --method grpo": "a resumed run has its own method",
-}
-
-
-@pytest.mark.parametrize("given", BASELINES)
-def test_baselines_say_what_does_not_go_together(given, capsys):
-    refused(capsys, baselines.main, given.split(), BASELINES[given])
-
-
 def parse(text, kind=config.Config):
     return config.parse(text.split(), "sgsd.py", "", kind, baselines.DEFAULTS)
 
@@ -154,53 +136,37 @@ def test_resume_takes_the_settings_of_the_run_and_the_flags(tmp_path, capsys):
     assert (cfg.tau_g, cfg.updates, cfg.out, resume) == (2.0, 9, str(tmp_path), True)
     for given, words in {
         "--bank b.json": "--bank b.json: a resumed run has its own bank",
-        "--out elsewhere": "--out elsewhere: a resumed run continues in its own directory",
-        "--preset tiny": "--preset: leave it out",
-        "--print-config": "--print-config: leave it out",
+        "--out elsewhere": "--out elsewhere: a resumed run has its own directory",
+        "--preset tiny": "--preset tiny: a resumed run has its own settings",
+        "--print-config": "--print-config True: a resumed run has its own settings",
     }.items():
         refused(capsys, sgsd.main, ["--resume", tmp_path, *given.split()], words)
     refused(capsys, sgsd.main, ["--resume", tmp_path / "no"], "no readable config.json of a run")
 
 
-@contextlib.contextmanager
-def process(*argv):
+def start(*argv):
     """sgsd.py as a user starts it."""
     command = [sys.executable, ROOT / "sgsd.py", *argv]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, text=True, **pipes) as started:
-        yield started
+    return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
 
 
 def test_a_user_asks_for_help_and_makes_a_mistake(capsys):
     with pytest.raises(SystemExit) as end:
         sgsd.main(["--help"])
     assert end.value.code == 0 and "gate width; Eq. 14, Tab. 12" in capsys.readouterr().out
-    with process("--bank", "no.json", "--data", "no.jsonl") as wrong:
-        said = wrong.communicate()[1]
+    with start("--bank", "no.json", "--data", "no.jsonl") as wrong:
+        assert wrong.stderr.read() == "sgsd: no.jsonl: no such file; check the path\n"
     assert wrong.returncode == 2
-    assert said == "sgsd: no.jsonl: no such file; check the path\n"
 
 
-def test_a_user_stops_a_run_and_continues_it(world_dir, tmp_path):
-    """SIGTERM in the cold start is an interruption, and in an update an orderly stop."""
+def test_a_user_interrupts_the_cold_start(world_dir, tmp_path):
     out = tmp_path / "run"
-    argv = flags(world_dir, out, bank="", cold_start=4, reply_tokens=4096, updates=10_000)
-    with process(*argv) as first:
+    with start(*flags(world_dir, out, bank="", cold_start=4, reply_tokens=4096)) as run:
         while not (out / "bank/memories.jsonl").exists():
-            assert first.poll() is None
+            assert run.poll() is None
             time.sleep(0.1)
-        first.send_signal(signal.SIGTERM)
-        said = first.communicate()[1]
-    assert first.returncode == 130 and "Traceback" not in said
+        run.send_signal(signal.SIGTERM)
+        said = run.stderr.read()
+    assert run.returncode == 130 and "Traceback" not in said
     assert "sgsd: interrupted; a run continues with --resume RUN" in said
-    with process("--resume", out, "--reply-tokens=4") as second:
-        for line in second.stdout:
-            if line.startswith("step 2/"):
-                second.send_signal(signal.SIGTERM)
-                break
-        said, _ = second.communicate()
-    hint = f"continue with: python sgsd.py --resume {out}\n"
-    assert second.returncode == 0 and f"stopped as asked; {hint}" in said
-    last = rows(out / "metrics.jsonl")[-1]["step"]
-    assert (out / f"checkpoints/step_{last:06d}").is_dir()

@@ -37,7 +37,7 @@ def test_a_command_of_the_documents_parses(command, tmp_path, monkeypatch, capsy
     words = shlex.split(command, comments=True)
     script = next((word for word in words if word.endswith(".py")), None)
     if script is None:
-        assert words[:3] == ["python", "-m", "pytest"]
+        assert words[1] == "-m"
         return
     argv = words[words.index(script) + 1 :]
     monkeypatch.chdir(tmp_path)  # where there is no run

@@ -1,4 +1,4 @@
-"""The house is in order, the names that others import stand where they look, and faults are seen."""
+"""The house is in order, the names that others import are there, and faults are seen."""
 
 import importlib
 import inspect

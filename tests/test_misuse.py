@@ -1,4 +1,4 @@
-"""Files that are wrong: exit code 2, one line that names the file and the fault, nothing written."""
+"""Wrong files: exit code 2, one line that names the file and the fault, nothing written."""
 
 import json
 import shutil
@@ -166,9 +166,9 @@ def test_a_broken_run_stays_as_it_is(name, content, given, words, finished, tmp_
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 PLACES = [
-    ("LOCAL_RANK", None, "RANK is set but LOCAL_RANK is not; start with torchrun"),
-    ("RANK", None, "WORLD_SIZE is set but RANK is not; start with torchrun"),
-    ("RANK", "first", "RANK, WORLD_SIZE and LOCAL_RANK must be numbers"),
+    ("LOCAL_RANK", None, "LOCAL_RANK is not set, but another of RANK, WORLD_SIZE"),
+    ("RANK", None, "RANK is not set, but another of RANK, WORLD_SIZE"),
+    ("RANK", "first", "RANK, WORLD_SIZE, LOCAL_RANK must be numbers"),
     ("RANK", "1", "RANK 1 is no rank of WORLD_SIZE 1"),
     ("WORLD_SIZE", "0", "RANK 0 is no rank of WORLD_SIZE 0"),
     ("MASTER_PORT", "http", "the process group at 127.0.0.1:http was not joined"),

@@ -177,7 +177,7 @@ def test_a_masked_gap_is_inert_even_when_it_is_not_finite(wild, dtype):
     assert delta_KT.grad[0, 1] == 0 and delta_KT.grad.isfinite().all()
 
 
-# ------------------------------------------------------- refusals: the place, the value and the rule
+# ------------------------------------------------------ refusals: the place, the value, the rule
 
 
 def refuses(rule, call, *args):

@@ -1,4 +1,4 @@
-"""Scored log-probabilities: stacked as one by one, sliced as whole, the null teacher without gap."""
+"""Scored log-probabilities: stacked as one by one, sliced as whole, a null teacher has no gap."""
 
 import itertools
 import math

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, fake_embed, make_bank
 
+import policy
 import skills
 from distributed import UserError
 from skills import SkillBank

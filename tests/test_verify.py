@@ -337,7 +337,7 @@ def test_every_reference_equals_itself_in_another_spelling(verifier, name):
     assert refused == []
 
 
-# ----------------------------------------------- answers that are right without knowing the reference
+# ------------------------------------------  answers that are right without knowing the reference
 
 # References of every kind, each in two spellings
 REFERENCES = r"""
@@ -364,7 +364,7 @@ x\ge 3 ~ x \geq 3 | -3<x<5 ~ -3 < x < 5
 AB ~ \text{AB} | f(x)=x^2 ~ f(x)=x^{2}
 """
 # Not finite; problems for answers; nothing and everything; symbols; relations that hold always or
-# for many; listings of guesses; signs, units and bases; programs; forms that evaluate to something odd
+# for many; listings of guesses; signs, units and bases; programs; odd forms
 TRICKS = r"""
 +\infty-\infty   \infty-\infty   \infty+1   2^\infty   2^{-\infty}   0^\infty   1^\infty
 \infty^0   0\cdot\infty   \frac{\infty}{\infty}   \frac{1}{\infty}   \frac{0}{0}   \frac{1}{0}

@@ -1,11 +1,12 @@
-"""Makes the embedded default from a seed: tokenizer, encoder, model and problems, all into this folder.
+"""Make the embedded default from a seed: tokenizer, encoder, model and problems.
 
     python tiny/make.py                 everything, 40 minutes on one core
-    python tiny/make.py --merges 700    goes on from the model that is here, with more merges: 20 minutes
+    python tiny/make.py --merges 700    train the model that is here on more merges: 20 minutes
     python tiny/make.py --measure       only the figures of README.md, of what is here
 
-The model learns to write what world.py writes: solutions whose error depends on the guidance in the prompt, and JSON for the
-extraction and merge prompts. Nothing of the method (no outcome, no teacher) goes into it.
+All files go into this folder. The model learns to write what world.py writes: solutions whose
+error depends on the guidance in the prompt, and JSON for the extraction and merge prompts. Nothing
+of the method (no outcome, no teacher) goes into it.
 """
 
 import argparse
@@ -20,12 +21,12 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import torch  # noqa: E402
-import world as W  # noqa: E402
+import world  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-import rollout as R  # noqa: E402
-import sgsd  # noqa: E402
-import skills as S  # noqa: E402
+import policy  # noqa: E402
+import rollout  # noqa: E402
+import skills  # noqa: E402
 
 VOCAB, STEPS, ROWS, RATE, BUDGET = 1024, 2600, 32, 2e-3, 1536
 MIX = {
@@ -45,26 +46,30 @@ MERGING = {
     "merge": 0.45,
 }
 HELD_OUT = {"train": 2400, "valid": 240, "test": 240}  # problems that the model never sees here
-TEMPLATE = (  # Qwen3's: enable_thinking=False ends on a closed think block, anything else on the bare header
+# Qwen3's: enable_thinking=False ends on a closed think block, anything else on the bare header.
+TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}"
     "<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 
-# ============================================================================================================ the text
+# ------------------------------------------------------------------------------------ the text
 
 
 def guidance(rng: random.Random, family: str) -> tuple[list[dict], list[dict]]:
-    """Skills and mistakes for a prompt: mostly one pair as the teachers have it, sometimes up to four as in skill prompts."""
-    own = next(f for f in W.FAMILIES if f.name == family)
+    """Skills and mistakes for a prompt: mostly one pair as for a teacher, sometimes up to four."""
+    own = next(f for f in world.FAMILIES if f.name == family)
 
     def one(kinds: tuple[str, ...]) -> dict:
         u = rng.random()
-        other = rng.choice([f for f in W.FAMILIES if f is not own])
+        other = rng.choice([f for f in world.FAMILIES if f is not own])
         kind = rng.choice(kinds)
         if u < 0.1:
-            return W.item(rng, None, "mistake" if kind == "mistake" else "skill", rng.randrange(2))
-        return W.item(rng, own if u < 0.55 else other, kind)
+            return world.item(
+                rng, None, "mistake" if kind == "mistake" else "skill", rng.randrange(2)
+            )
+        return world.item(rng, own if u < 0.55 else other, kind)
 
     count = 1 if rng.random() < 0.8 else rng.randint(2, 4)
     return [one(("skill", "misleading")) for _ in range(count)], [
@@ -72,40 +77,46 @@ def guidance(rng: random.Random, family: str) -> tuple[list[dict], list[dict]]:
     ]
 
 
-def solving(rng: random.Random, drawn: W.Drawn, form: str) -> tuple[str, float]:
-    """A prompt that asks for a solution, and the chance of the error. form: plain, memory, pair, answer."""
+def solving(rng: random.Random, drawn: world.Drawn, form: str) -> tuple[str, float]:
+    """A prompt that asks for a solution, and the chance of the error.
+
+    form: plain, memory, pair or answer.
+    """
     if form == "plain":
-        return S.render_student(drawn.problem), W.error_chance(drawn.family, [])
+        return skills.render_student(drawn.problem), world.error_chance(drawn.family, [])
     if form == "memory":
-        return S.render("memory", {"problem": drawn.problem}), W.error_chance(drawn.family, [])
-    skills, mistakes = guidance(rng, drawn.family)
+        return skills.render("memory", {"problem": drawn.problem}), world.error_chance(
+            drawn.family, []
+        )
+    good, bad = guidance(rng, drawn.family)
     if form == "answer" and rng.random() < 0.5:
-        skills, mistakes = [], []
-    text = S.render_skills(
-        [S.SkillPair(g, e, 1.0, 1.0) for g, e in zip(skills, mistakes)], drawn.problem
-    )
+        good, bad = [], []
+    pairs = [skills.SkillPair(g, e, 1.0, 1.0) for g, e in zip(good, bad)]
+    text = skills.render_skills(pairs, drawn.problem)
     if form == "answer":
         shown = rng.choice(
             ("Reference answer: {}", "The reference answer is {}.", "Answer: {}")
         ).format(drawn.right[1])
         text = text.replace("\n\nPlease", f"\n\n{shown}\n\nPlease")
-    return text, W.error_chance(drawn.family, skills + mistakes, answer=form == "answer")
+    return text, world.error_chance(drawn.family, good + bad, answer=form == "answer")
 
 
-def memory(rng: random.Random, drawn: W.Drawn, wrong: bool) -> dict:
+def memory(rng: random.Random, drawn: world.Drawn, wrong: bool) -> dict:
     text = drawn.solution(wrong)
-    return S.make_memory("", drawn.problem, text, -1 if wrong else 1, R.extract_answer(text))
+    return skills.make_memory(
+        "", drawn.problem, text, -1 if wrong else 1, rollout.extract_answer(text)
+    )
 
 
 def to_merge(rng: random.Random, key: str) -> list[dict]:
     """Two to eight items as a merge meets them: few families, repeats in other words."""
-    families = rng.sample(W.FAMILIES, rng.randint(1, 8))
+    families = rng.sample(world.FAMILIES, rng.randint(1, 8))
     return [
-        e for _ in range(rng.randint(2, 8)) for e in W.extracted(rng, rng.choice(families), key)
+        e for _ in range(rng.randint(2, 8)) for e in world.extracted(rng, rng.choice(families), key)
     ][:8]
 
 
-# ============================================================================================================ the parts
+# ----------------------------------------------------------------------------------- the parts
 
 
 def make_tokenizer(rng: random.Random):
@@ -115,16 +126,16 @@ def make_tokenizer(rng: random.Random):
 
     texts = []
     for _ in range(3000):
-        drawn, key = W.draw(rng), rng.choice(list(S.FIELDS))
+        drawn, key = world.draw(rng), rng.choice(list(skills.FIELDS))
         wrong = key == "common_mistakes"
         texts += [
             solving(rng, drawn, form)[0] for form in ("plain", "memory", "pair", "answer")
         ] + [drawn.solution(wrong)]
         texts += [
-            S.render_extraction(memory(rng, drawn, wrong), key),
-            S.render_merge(to_merge(rng, key), key),
+            skills.render_extraction(memory(rng, drawn, wrong), key),
+            skills.render_merge(to_merge(rng, key), key),
         ]
-        texts += [W.reply(rng, to_merge(rng, key), key)]
+        texts += [world.reply(rng, to_merge(rng, key), key)]
     tok = Tokenizer(models.BPE())
     words = Regex(
         r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -160,11 +171,15 @@ def make_encoder(rng: random.Random, tokenizer, steps: int = 600, size: int = 64
     torch.nn.init.normal_(static.embedding.weight, std=0.1)
     optimizer = torch.optim.Adam(static.parameters(), lr=3e-3)
     for _ in range(steps):
-        keys = [rng.choice(list(S.FIELDS)) for _ in range(4 * len(W.FAMILIES))]
-        families = [*W.FAMILIES] * 4
-        items = [S.entry_text(W.extracted(rng, f, k)[0], k) for f, k in zip(families, keys)]
-        items += [S.entry_text(W.item(rng, None, "skill", w), "general_skills") for w in (0, 1)]
-        problems = [W.draw(rng, f).problem for f in families]
+        keys = [rng.choice(list(skills.FIELDS)) for _ in range(4 * len(world.FAMILIES))]
+        families = [*world.FAMILIES] * 4
+        items = [
+            skills.entry_text(world.extracted(rng, f, k)[0], k) for f, k in zip(families, keys)
+        ]
+        items += [
+            skills.entry_text(world.item(rng, None, "skill", w), "general_skills") for w in (0, 1)
+        ]
+        problems = [world.draw(rng, f).problem for f in families]
         e = [
             torch.nn.functional.normalize(static(static.tokenize(t))["sentence_embedding"], dim=-1)
             for t in (problems, items)
@@ -181,14 +196,16 @@ def make_encoder(rng: random.Random, tokenizer, steps: int = 600, size: int = 64
 def make_rows(
     rng: random.Random, tokenizer, reserved: set[str], count: int, mix: dict[str, float]
 ) -> list[tuple[list[int], list[int], list[float], int, int, float]]:
-    """Training rows: prompt ids, reply ids, a weight per reply token; and where the error is decided: position, the other
-    token and its chance (-1 where nothing is)."""
+    """Training rows: prompt ids, reply ids, a weight per reply token.
+
+    And where the error is decided: position, the other token and its chance; -1 where nothing is.
+    """
     rows = []
     end = [tokenizer.eos_token_id]
     for form in rng.choices(list(mix), list(mix.values()), k=count):
-        drawn = W.draw(rng)
+        drawn = world.draw(rng)
         while drawn.problem in reserved:
-            drawn = W.draw(rng)
+            drawn = world.draw(rng)
         if form not in ("extraction", "merge"):
             text, chance = solving(rng, drawn, form)
             wrong = rng.random() < chance
@@ -202,7 +219,7 @@ def make_rows(
             weights[at] = 4.0  # what everything hangs on
             rows.append(
                 (
-                    R.chat_ids(tokenizer, text, thinking=thinking),
+                    policy.chat_ids(tokenizer, text, thinking=thinking),
                     reply,
                     weights,
                     at,
@@ -211,17 +228,24 @@ def make_rows(
                 )
             )
             continue
-        key = rng.choice(list(S.FIELDS))
+        key = rng.choice(list(skills.FIELDS))
         if form == "extraction":
-            family = next(f for f in W.FAMILIES if f.name == drawn.family)
-            text = S.render_extraction(memory(rng, drawn, key == "common_mistakes"), key)
-            items = W.extracted(rng, family, key)
+            family = next(f for f in world.FAMILIES if f.name == drawn.family)
+            text = skills.render_extraction(memory(rng, drawn, key == "common_mistakes"), key)
+            items = world.extracted(rng, family, key)
         else:
             group = to_merge(rng, key)
-            text, items = S.render_merge(group, key), W.canonical(group, key)
-        reply = tokenizer.encode(W.reply(rng, items, key), add_special_tokens=False) + end
+            text, items = skills.render_merge(group, key), world.canonical(group, key)
+        reply = tokenizer.encode(world.reply(rng, items, key), add_special_tokens=False) + end
         rows.append(
-            (R.chat_ids(tokenizer, text, thinking=False), reply, [0.4] * len(reply), -1, 0, 0.0)
+            (
+                policy.chat_ids(tokenizer, text, thinking=False),
+                reply,
+                [0.4] * len(reply),
+                -1,
+                0,
+                0.0,
+            )
         )
     return rows
 
@@ -273,7 +297,7 @@ def train(
         rows = make_rows(rng, tokenizer, reserved, ROWS, mix)
         total = sum(sum(w) for _, _, w, *_ in rows)
         seen = 0.0
-        for pack in R.packs([len(p) + len(r) for p, r, *_ in rows], BUDGET):
+        for pack in policy.packs([len(p) + len(r) for p, r, *_ in rows], BUDGET):
             loss = _loss(body, model.lm_head, [rows[i] for i in pack]) / total
             loss.backward()
             seen += float(loss.detach())
@@ -284,13 +308,17 @@ def train(
             bar.set_postfix_str(f"loss {seen:.3f}")
         if step % 250 == 99:
             bar.write(
-                f"step {step + 1}: loss {seen:.4f}, {time.perf_counter() - began:.0f} s; {_glance(model, tokenizer)}"
+                f"step {step + 1}: loss {seen:.4f}, {time.perf_counter() - began:.0f} s; "
+                f"{_glance(model, tokenizer)}"
             )
     return model.eval()
 
 
 def _loss(body, head, rows) -> torch.Tensor:
-    """Weighted cross-entropy of the replies, summed; where the error is decided, against both tokens with their chances."""
+    """Weighted cross-entropy of the replies, summed.
+
+    Where the error is decided, it is against both tokens with their chances.
+    """
     width = max(len(p) + len(r) for p, r, *_ in rows)
     ids = torch.tensor([p + r + [0] * (width - len(p) - len(r)) for p, r, *_ in rows])
     with torch.autocast("cpu", torch.bfloat16):
@@ -311,82 +339,90 @@ def _loss(body, head, rows) -> torch.Tensor:
     return -(weight * ((1 - chance) * picked[:, 0] + chance * picked[:, 1])).sum()
 
 
-# ============================================================================================================ measuring
+# ----------------------------------------------------------------------------------- measuring
 
 
-def pair_for(rng: random.Random, family: str, case: str) -> S.SkillPair | None:
+def pair_for(rng: random.Random, family: str, case: str) -> skills.SkillPair | None:
     """The guidance of one measured case."""
-    own = next(f for f in W.FAMILIES if f.name == family)
-    other = rng.choice([f for f in W.FAMILIES if f is not own])
+    own = next(f for f in world.FAMILIES if f.name == family)
+    other = rng.choice([f for f in world.FAMILIES if f is not own])
     if case in ("plain", "answer"):
         return None
-    skill = W.item(
+    skill = world.item(
         rng,
         own if case != "irrelevant" else other,
         "misleading" if case == "misleading" else "skill",
     )
-    return S.SkillPair(
-        skill, W.item(rng, own if case == "relevant" else other, "mistake"), 1.0, 1.0
+    return skills.SkillPair(
+        skill, world.item(rng, own if case == "relevant" else other, "mistake"), 1.0, 1.0
     )
 
 
 CASES = ("plain", "relevant", "irrelevant", "misleading", "answer")
 
 
-def accuracy(model, tokenizer, problems: list[W.Drawn], case: str, seed: int = 0) -> list[bool]:
-    """One sampled solution per problem (temperature 1, top-p .95: the evaluation's), right or not, under one kind of guidance."""
+def accuracy(model, tokenizer, problems: list[world.Drawn], case: str, seed: int = 0) -> list[bool]:
+    """Whether one sampled solution per problem is right, under one kind of guidance.
+
+    Temperature 1 and top-p 0.95, as in an evaluation.
+    """
     rng = random.Random(seed)
     prompts, right = [], []
     for x in problems:
         pair = pair_for(rng, x.family, case)
-        problem = (
-            sgsd.with_answer(R.Problem("", x.problem, str(x.right[1])))
-            if case == "answer"
-            else x.problem
+        problem = x.problem
+        if case == "answer":  # as baselines.py has it for OPSD
+            problem += f"\n\nThe reference answer is {x.right[1]}."
+        text = (
+            skills.render_student(problem) if pair is None else skills.render_teacher(pair, problem)
         )
-        text = S.render_student(problem) if pair is None else S.render_teacher(pair, problem)
-        prompts.append(R.chat_ids(tokenizer, text, thinking=True))
-    sampling = R.Sampling(1.0, 0.95, 0, 96)
+        prompts.append(policy.chat_ids(tokenizer, text, thinking=True))
+    sampling = rollout.Sampling(1.0, 0.95, 0, 96)
     for at in range(0, len(prompts), 200):
         part = range(at, min(at + 200, len(prompts)))
-        keys = [R.sample_key(seed, 0, f"{case}{i}") for i in part]
+        keys = [rollout.sample_key(seed, 0, f"{case}{i}") for i in part]
         for i, ids in zip(
-            part, R.generate(model, tokenizer, [prompts[i] for i in part], sampling, keys)
+            part, rollout.generate(model, tokenizer, [prompts[i] for i in part], sampling, keys)
         ):
             right.append(
-                R.extract_answer(tokenizer.decode(ids, skip_special_tokens=True))
+                rollout.extract_answer(tokenizer.decode(ids, skip_special_tokens=True))
                 == str(problems[i].right[1])
             )
     return right
 
 
 def replies(model, tokenizer, count: int, seed: int = 0) -> dict[str, dict[str, float]]:
-    """How replies to extraction and merge prompts fare, greedily decoded: parsed; whole; of the right meaning."""
+    """How greedy replies to extraction and merge prompts fare: parsed, whole, and right."""
     rng, found = random.Random(seed), {}
     for kind in ("extraction", "merge"):
         asked = []
         for i in range(count):
-            key, drawn = list(S.FIELDS)[i % 2], W.draw(rng)
+            key, drawn = list(skills.FIELDS)[i % 2], world.draw(rng)
             if kind == "extraction":
-                text = S.render_extraction(memory(rng, drawn, key == "common_mistakes"), key)
-                own = next(f for f in W.FAMILIES if f.name == drawn.family)
-                allowed = [W.item(None, own, "mistake" if key == "common_mistakes" else "skill")]
+                text = skills.render_extraction(memory(rng, drawn, key == "common_mistakes"), key)
+                own = next(f for f in world.FAMILIES if f.name == drawn.family)
+                allowed = [
+                    world.item(None, own, "mistake" if key == "common_mistakes" else "skill")
+                ]
             else:
                 group = to_merge(rng, key)
-                text, allowed = S.render_merge(group, key), W.canonical(group, key)
+                text, allowed = skills.render_merge(group, key), world.canonical(group, key)
             asked.append((key, text, allowed))
-        sampling, out = R.Sampling(0, max_new_tokens=640), []
+        sampling, out = rollout.Sampling(0, max_new_tokens=640), []
         for at in range(0, count, 50):
             part = [
-                R.chat_ids(tokenizer, text, thinking=False) for _, text, _ in asked[at : at + 50]
+                policy.chat_ids(tokenizer, text, thinking=False)
+                for _, text, _ in asked[at : at + 50]
             ]
-            out += R.generate(model, tokenizer, part, sampling, [0] * len(part))
+            out += rollout.generate(model, tokenizer, part, sampling, [0] * len(part))
         parsed = whole = meant = 0
         for (key, _, allowed), ids in zip(asked, out):
-            items, complete = S.read_items(tokenizer.decode(ids, skip_special_tokens=True), key)
+            items, complete = skills.read_items(
+                tokenizer.decode(ids, skip_special_tokens=True), key
+            )
             parsed, whole = parsed + bool(items), whole + complete
-            meanings = [W.meaning(e) for e in items]
-            wanted = [W.meaning(e) for e in allowed]
+            meanings = [world.meaning(e) for e in items]
+            wanted = [world.meaning(e) for e in allowed]
             meant += bool(items) and (
                 meanings == wanted
                 if kind == "merge"
@@ -403,7 +439,7 @@ def replies(model, tokenizer, count: int, seed: int = 0) -> dict[str, dict[str, 
 
 def _glance(model, tokenizer) -> str:
     rng = random.Random(1)
-    problems = [W.draw(rng) for _ in range(160)]
+    problems = [world.draw(rng) for _ in range(160)]
     model.eval()
     shares = [
         f"{case} {sum(accuracy(model, tokenizer, problems, case)) / len(problems):.0%}"
@@ -428,12 +464,14 @@ def interval(right: list[bool]) -> str:
 
 def measure(count: int) -> str:
     """README.md's tables."""
-    model, tokenizer = R.load_model(str(HERE / "model"), torch.device("cpu"))
+    model, tokenizer = policy.load_model(str(HERE / "model"), torch.device("cpu"))
     rng = random.Random(2)
-    problems = [W.draw(rng, f) for f in W.FAMILIES for _ in range(count // len(W.FAMILIES))]
+    problems = [
+        world.draw(rng, f) for f in world.FAMILIES for _ in range(count // len(world.FAMILIES))
+    ]
     right = {case: accuracy(model, tokenizer, problems, case) for case in CASES}
     lines = ["| family | " + " | ".join(CASES) + " |", "|---|" + "---|" * len(CASES)]
-    for f in W.FAMILIES:
+    for f in world.FAMILIES:
         cells = [
             interval([ok for ok, x in zip(right[case], problems) if x.family == f.name])
             for case in CASES
@@ -469,7 +507,7 @@ def main() -> None:
             for name in HELD_OUT
             for line in (HERE / f"{name}.jsonl").read_text().splitlines()
         }
-        model, tokenizer = R.load_model(str(HERE / "model"), torch.device("cpu"))
+        model, tokenizer = policy.load_model(str(HERE / "model"), torch.device("cpu"))
         train(model, rng, tokenizer, reserved, args.merges, RATE / 2, MERGING).to(
             torch.bfloat16
         ).save_pretrained(HERE / "model")
@@ -478,7 +516,7 @@ def main() -> None:
         for name, count in HELD_OUT.items():
             rows = []
             while len(rows) < count:
-                x = W.draw(rng, W.FAMILIES[len(rows) % len(W.FAMILIES)])
+                x = world.draw(rng, world.FAMILIES[len(rows) % len(world.FAMILIES)])
                 if x.problem not in reserved:
                     reserved.add(x.problem)
                     rows.append(
