@@ -325,7 +325,11 @@ def score_teachers(
 
 def logprob_of(ids_n: Tensor, logits_nV: Tensor) -> Tensor:
     """The log-probability of each position's id: [n]."""
-    return -torch.nn.functional.cross_entropy(logits_nV, ids_n, reduction="none")
+    rows = 4 if logits_nV.device.type == "cpu" else max(1, len(ids_n))  # 4 stay in a CPU's cache
+    found = []
+    for logits, ids in zip(logits_nV.split(rows), ids_n.split(rows)):
+        found.append(-torch.nn.functional.cross_entropy(logits, ids, reduction="none"))
+    return torch.cat(found)
 
 
 def predictors(
@@ -382,10 +386,13 @@ def over_slices(
         logits = []
         for x_nD in states_nD:
             logits_nV = x_nD.float() @ weight_VD.T if sliced else x_nD.float()
-            logits.append(logits_nV / temperature)
+            if temperature != 1:  # the division would be one more pass over all logits
+                logits_nV = logits_nV / temperature
+            logits.append(logits_nV)
         return f(ids_n, *logits)
 
-    alive = 4 * len(states)  # logits, and what f makes of them on the way
+    # With a gradient, also what f makes of the logits and the gradients of both are alive.
+    alive = len(states) * (4 if torch.is_grad_enabled() else 1)
     rows = max(1, SLICE_LOGITS[weight_VD.device.type] // (weight_VD.shape[0] * alive))
     found = []
     for start in range(0, len(ids_N), rows):

@@ -70,16 +70,18 @@ SPELLING = [  # what models write and math-verify misreads or refuses, and how i
     (r"\\varnothing\b|\\\{\s*\\\}", r"\\emptyset "),
     (r"^([^=,]*)=([a-zA-Z])$", r"\2=\1"),  # 5=x
 ]
-UNIT = re.compile(rf"(?<=[\w)}}])(\s*{TEXT}|\s*[ckm]m|\s+[a-zA-Z]{{3}}[a-zA-Z. ]*)(\^\{{?\d\}}?)?$")
+UNIT = re.compile(
+    rf"(?<=[\w)}}])(\s*{TEXT}|\s*([ckm]m|kg|ft)|\s+[a-zA-Z]{{3}}[a-zA-Z. ]*)(\^\{{?\d\}}?)?$"
+)
 NAME = re.compile(  # x, m+n, f(3), x_1 or (x,y) may stand before =; 6=5 and 2x=5 are not 5
-    r"(?:^|(?<=[,;(]))\s*([a-zA-Z\\|][^=<>\d,;^]*|[a-zA-Z][_{(]+\d+[)}]*|\([a-zA-Z, ]+\))="
+    r"(?:^|(?<=[,;(]))\s*([a-zA-Z\\|][^=<>\d,;^]*|[a-zA-Z][_{(]+[-\d./]+[)}]*|\([a-zA-Z, ]+\))="
 )
 CHAIN = re.compile(r"=[^,;]*=|\\approx.*\\approx")  # 1=2=3=4=5 is many guesses
-WORD = r"\\?[a-z]+"
+WORD = r"\\?[a-z]+(?:\.m)?"
 WORDS = frozenset(  # 5 million is not 5, and a problem, \sum_{k=1}^{9} k, is not its own answer
-    r"hundred thousand million billion dozen half am pm a p squared factorial is are not plus minus"
-    r" times over \sum \prod \int \iint \iiint \oint \lim \max \min \sup \inf \gcd \lcm \det \mod"
-    r" \bmod \pmod \operatorname vmatrix \partial d".split()
+    r"hundred thousand million billion dozen half am pm a.m p.m squared factorial is are not plus"
+    r" minus times over \sum \prod \int \iint \iiint \oint \lim \max \min \sup \inf \gcd \lcm \det"
+    r" \mod \bmod \pmod \operatorname vmatrix \partial dx dy dt".split()
 )
 MARKS = [  # two answers that have such a mark have the same one; to math-verify
     r"[\w)}] ([a-z][a-z .]*?)s?(\^\{?\d\}?)?$",  # 5 m is 5 cm,

@@ -196,12 +196,15 @@ def resident(field: str) -> int:
     return int(status[status.index(field) :].split()[1]) * 1024
 
 
-def in_own_process(args: Args, f: Callable[..., Any], *rest: object) -> Any:
-    """f(args, *rest) where no other run's memory lies in the way."""
+def in_own_process(args: Args, f: Callable[..., Any], *rest: object, peak: bool = True) -> Any:
+    """f(args, *rest) where no other run's memory lies in the way.
+
+    peak: what is freed goes back to the system at once, so that a peak is what was alive. That
+    costs time, so seconds are measured without it, as a user has them.
+    """
     if args.one_process:
         return f(args, *rest)
-    # What is freed goes back to the system at once, so that a peak is what was alive.
-    with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="262144"):
+    with mock.patch.dict(os.environ, {"MALLOC_MMAP_THRESHOLD_": "262144"} if peak else {}):
         spawn = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
             return pool.submit(f, args, *rest).result()
@@ -425,7 +428,10 @@ def measure(
 
 
 def score(args: Args, s: Shape, device: torch.device) -> None:
-    results = {layout: in_own_process(args, measure, layout, s.T) for layout in LAYOUTS}
+    results = {}
+    for layout in LAYOUTS:
+        results[layout] = in_own_process(args, measure, layout, s.T, peak=False)
+        results[layout]["mib"] = in_own_process(args, measure, layout, s.T)["mib"]
     own, rows = results["ours"], []
     for name, r in results.items():
         seconds = f"{r['seconds']:.2f}", times(r["seconds"], own["seconds"])
@@ -835,14 +841,14 @@ def verify(args: Args, s: Shape, device: torch.device) -> None:
     latex = latex_pairs(1456)
     work = {"integers": [(str(i), str(i + i % 2)) for i in range(100_000)]}
     work |= {f"latex {at}": latex[at : at + 364] for at in range(0, len(latex), 364)}
-    speed = {}
+    speed, equal = {}, 0
     with rollout.Verifier() as v:
         v.verify("1/2", "2/4")
         for what, pairs in work.items():
             began = time.perf_counter()
             right = v.verify_many(pairs)
             speed[what] = len(pairs) / (time.perf_counter() - began)
-            assert sum(right) == len(pairs) // 2, "half of the pairs are right"
+            equal += sum(right) if what != "integers" else 0
         ours = sum(v.verify(gold, pred) != right for gold, pred, right in GOLDEN)
     theirs = [row for row in GOLDEN if alone(*row[:2]) != row[2]]
     called_wrong, n = sum(right for *_, right in theirs), len(GOLDEN)
@@ -851,6 +857,7 @@ def verify(args: Args, s: Shape, device: torch.device) -> None:
         ("start to first verdict, best of 3", f"{min(starts):.2f} s"),
         ("plain integers", f"{speed['integers']:,.0f} per second"),
         ("ordinary LaTeX, best of 4 times 364", f"{best:,.0f} per second"),
+        ("ordinary LaTeX: called equal (half are)", f"{equal} of {len(latex)}"),
         ("golden table: wrong", f"{ours} of {n}"),
         ("golden table: wrong with math-verify alone", f"{len(theirs)} of {n}"),
         ("of these called right, called wrong", f"{len(theirs) - called_wrong}, {called_wrong}"),

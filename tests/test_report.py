@@ -410,8 +410,8 @@ def test_a_mirror_that_is_not_installed_is_refused(flag, world_dir, tmp_path, mo
 
 
 def test_every_metric_is_explained(out):
-    readme = (ROOT / "README.md").read_text()
-    first_cells = " ".join(re.findall(r"^\| (`[^|]*) \|", readme, re.M))
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    first_cells = " ".join(re.findall(r"^\| (`[^|]*) \|", page, re.M))
     explained = set(re.findall(r"`([\w.]+)`", first_cells))
     for name in runlog.flat(rows(out / "metrics.jsonl")[-1]):
         plain = re.sub(r"_(success|failure|truncated)$", "", name)
