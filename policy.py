@@ -4,13 +4,14 @@ Dimension key: B rows, T completion tokens, N all completion tokens of all rows,
 D hidden size, n positions of one slice.
 """
 
+import contextlib
 import functools
 import json
 import math
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,6 @@ def load_model(
     warnings.filterwarnings("ignore", renamed_in_5_20, FutureWarning)
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    if device.type == "cuda" and dtype == "bfloat16":
-        torch.set_float32_matmul_precision("high")  # TF32, in which bf16 numbers are exact (S22)
     if attn == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError(f"--attn {attn}: flash-attn is not installed, or torch finds no GPU")
     _refuse_missing(name, flag)
@@ -366,6 +365,20 @@ def predictors(
     return x_N, ids_BL[row_N, at_N], row_N, at_N - start_B1[row_N, 0]
 
 
+@contextlib.contextmanager
+def _tf32(wanted: bool) -> Iterator[None]:
+    """fp32 products as TF32 on CUDA, for numbers of bf16, which TF32 holds exactly (S22).
+
+    For the head alone: transformers multiplies positions in fp32, and TF32 ends at 2,048.
+    """
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before or wanted
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 def over_slices(
     model: Model,
     states: Sequence[Tensor],
@@ -379,13 +392,16 @@ def over_slices(
     and returns one row per position. The backward pass computes a slice's logits again, so that
     whole [N, V] logits are never alive.
     """
-    weight_VD = causal_lm(model).get_output_embeddings().weight.float()
-    sliced = head_is_sliced(model)
+    head_VD = causal_lm(model).get_output_embeddings().weight
+    weight_VD, sliced = head_VD.float(), head_is_sliced(model)
 
     def one(ids_n: Tensor, *states_nD: Tensor) -> Tensor:
         logits = []
         for x_nD in states_nD:
-            logits_nV = x_nD.float() @ weight_VD.T if sliced else x_nD.float()
+            logits_nV = x_nD.float()
+            if sliced:
+                with _tf32(head_VD.dtype == torch.bfloat16):
+                    logits_nV = logits_nV @ weight_VD.T
             if temperature != 1:  # the division would be one more pass over all logits
                 logits_nV = logits_nV / temperature
             logits.append(logits_nV)
