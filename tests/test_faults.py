@@ -161,11 +161,12 @@ def test_killed_every_time_it_touches_a_file(world_dir, tmp_path, whole):
 
 @pytest.mark.long
 def test_killed_at_40_random_instants(world_dir, tmp_path, whole):
-    draw, killed = random.Random(7), 0
-    for n in range(50):
+    draw, tried, killed = random.Random(7), 0, 0
+    while killed < 40:  # a run may end before its instant comes, which is no kill
         seconds = draw.uniform(0.01, whole[2])
-        killed += check_killed(world_dir, tmp_path / str(n), whole, seconds=seconds)
-    assert killed >= 40
+        killed += check_killed(world_dir, tmp_path / str(tried), whole, seconds=seconds)
+        tried += 1
+        assert tried < 200
 
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
