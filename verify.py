@@ -58,9 +58,10 @@ SPELLING = [  # what models write and math-verify misreads or refuses, and how i
     (r"\\(left|right|[bB]igg?[lr]?|displaystyle|f?boxed)\b", ""),
     (r"\\(q?quad\b|[!;:>])|~", " "),
     (rf"^\s*{TEXT}[\s.]*$", r"\1"),  # a whole answer set as text
-    (r"^(=|\\approx|\s)+|[\s.]+$", ""),  # = 5, and 5 with a full stop
     (r"^\\\$(.+)", r"\1 \\text{dollars}"),
     (r"\\?\$", ""),  # the other dollar signs are delimiters
+    (r"^(=|\\approx|\s)+|[\s.]+$", ""),  # = 5, and 5 with a full stop
+    (r"\\[dt]frac", r"\\frac"),
     (r"(\\text\s*\{)?\s*percent\s*\}?$", r"\\%"),
     (r",?\s*(\\text\s*\{,?\s*)?\b(and|or)\b\s*\}?", ", "),
     (r"(?<![\w.^)}])(\d+) +(\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # 1 1/2

@@ -41,6 +41,8 @@ TABLE = r"""
 \frac{1}{2}  ==  \dfrac{2}{4}  \frac 1 2  \tfrac12  !=  \frac{1}{3}  \frac{2}{1}
 \frac12  ==  1/2
 -\frac{1}{2}  ==  \frac{-1}{2}  \frac{1}{-2}
+-\frac{5}{3}  ==  $-\dfrac{5}{3}.$
+\frac\pi 2  ==  $\dfrac\pi 2$
 \frac{\sqrt6}2  ==  \frac{\sqrt{6}}{2}
 1/3  ==  0.333333  !=  0.3333  0.333334  0.\overline{3}
 0.125  ==  1/8
