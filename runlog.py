@@ -124,6 +124,8 @@ class Stopwatch:
         self.last = time.perf_counter()
 
     def lap(self, part: str) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # else the work would count where it is waited for
         now = time.perf_counter()
         self.seconds[part] += now - self.last
         self.last = now
