@@ -331,7 +331,10 @@ def teacher_policy(run: Run) -> Iterator[None]:
         params = policy.trained(run.model)
         own = {name: p.data for name, p in params.items()}
         for name, p in params.items():
-            p.data = run.kept.setdefault(f"{name}.teacher", p.detach().clone())
+            copy = f"{name}.teacher"
+            if copy not in run.kept:
+                run.kept[copy] = p.detach().clone()
+            p.data = run.kept[copy]
         try:
             yield
         finally:
