@@ -58,13 +58,18 @@ class Config:
     encoder: str = setting("Qwen/Qwen3-Embedding-0.6B", "a sentence-transformers model; Tab. 12")
     query_prompt: str = setting("", "text put in front of a problem before it is embedded; S10")
     cold_start: int = setting(256, "seed problems of a bank that the run makes; Alg. 2, Tab. 12")
+    cold_start_temperature: float = setting(1.0, "of the seed solutions' sampling; S21", least=0)
+    cold_start_top_p: float = setting(0.95, "nucleus of the seed solutions' sampling; S21", most=1)
+    cold_start_top_k: int = setting(0, "top k of the seed solutions' sampling; S21", least=0)
+    cold_start_tokens: int = setting(38912, "length of a seed solution; S21")
+    cold_start_thinking: bool = setting(True, "solve the seed problems in thinking mode; S21")
     update_every: int = setting(25, "F, updates per online update; 0 is never; Alg. 4", least=0)
     success_gate: float = setting(0.8, "gamma, success rate that keeps the bank; Alg. 4", least=0)
     max_new_items: int = setting(5, "N, net new entries per online update; Alg. 4", least=0)
     dynamic_capacity: int = setting(30, "C, dynamic entries per collection; Alg. 4, Tab. 12")
     merge_group_size: int = setting(32, "H, items per merge; Alg. 3", least=2)
     merge_patience: int = setting(3, "P, merge layers without progress; Alg. 3")
-    reply_tokens: int = setting(2048, "new tokens of an extraction or merge reply; D4")
+    reply_tokens: int = setting(4096, "new tokens of an extraction's reply; D4")
     update_model: str = setting("", "another model for extraction and merging; App. D.4")
     memory_answer: bool = setting(False, "show the reference answer to the extractor; D3")
     # the objective
@@ -114,6 +119,16 @@ class Config:
         return True
 
     @property
+    def solving(self) -> dict[str, Any]:
+        """How the seed problems of a cold start are sampled (S21)."""
+        settings = {"temperature": self.cold_start_temperature, "top_p": self.cold_start_top_p}
+        return {
+            **settings,
+            "top_k": self.cold_start_top_k,
+            "max_new_tokens": self.cold_start_tokens,
+        }
+
+    @property
     def merging(self) -> dict[str, int]:
         """Algorithm 3's settings."""
         return {"group_size": self.merge_group_size, "patience": self.merge_patience}
@@ -148,6 +163,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch_size": 16,
         "checkpoint_every": 20,
         "cold_start": 64,
+        "cold_start_temperature": 1.1,
+        "cold_start_top_k": 20,
+        "cold_start_tokens": 96,
+        "cold_start_thinking": False,
         "update_every": 10,
         "merge_group_size": 8,
         "reply_tokens": 640,

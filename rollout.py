@@ -11,13 +11,14 @@ import collections
 import hashlib
 import itertools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 
 from config import Config
@@ -28,6 +29,7 @@ from problems import Problem
 from verify import Verifier, extract_answer
 
 Batch = list[tuple[Problem, int]]
+Turn = list[tuple[int, Ids]]  # what a turn of decoding has finished: index of a prompt, sampled ids
 TURN = {"cpu": 16, "cuda": 64}  # tokens of one call of `generate`, then a look at who has finished
 
 
@@ -133,12 +135,19 @@ class _Row:
 
 
 def stream(
-    model, tokenizer, prompt_ids: list[Ids], sampling: Sampling, keys: Sequence[int], rows: int
-) -> Iterator[list[tuple[int, Ids]]]:
+    model,
+    tokenizer,
+    prompt_ids: list[Ids],
+    sampling: Sampling,
+    keys: Sequence[int],
+    rows: int,
+    limits: Sequence[int] | None = None,
+) -> Iterator[Turn]:
     """Completions as they finish: lists, perhaps empty, of (index of the prompt, sampled ids).
 
     The stop id is included, and nothing behind it. keys: one `sample_key` per prompt. At most
     `rows` decode at a time: a finished row leaves the batch and the next prompt takes its place.
+    limits: each prompt's own max_new_tokens.
     Hugging Face's `generate` decodes, a turn of tokens at a call with the cache kept; the model's
     own generation_config has no say. ValueError on missing keys, an empty prompt or rows < 1.
     """
@@ -146,9 +155,10 @@ def stream(
         got = f"{rows} rows, {len(keys)} keys for {len(prompt_ids)} prompts"
         raise ValueError(f"stream needs rows >= 1 and a key per non-empty prompt, got {got}")
     causal, stops, training = causal_lm(model), stop_ids(model, tokenizer), model.training
+    limits = limits or [sampling.max_new_tokens] * len(keys)
     waiting = collections.deque[_Row]()
-    for i, (prompt, key) in enumerate(zip(prompt_ids, keys)):
-        waiting.append(_Row(i, prompt, key, sampling.max_new_tokens))
+    for i, (prompt, key, limit) in enumerate(zip(prompt_ids, keys, limits)):
+        waiting.append(_Row(i, prompt, key, limit))
     running: list[_Row] = []
     cache = DynamicCache()
     model.eval()
@@ -230,6 +240,41 @@ def generate(
     return [finished[i] for i in range(len(prompt_ids))]
 
 
+def spread(
+    world: World,
+    model,
+    tokenizer,
+    prompt_ids: list[Ids],
+    sampling: Sampling,
+    keys: Sequence[int],
+    rows: int,
+    finish: Callable[[Turn], list],
+    limits: Sequence[int] | None = None,
+    stage: str = "",
+) -> Iterator[list]:
+    """`stream`, shared out over the ranks: what all of them have finished, turn by turn.
+
+    finish: makes a JSON-able row of each completion of a turn, on the rank that decoded it. Every
+    rank gets every row, and no rank may leave before the end: each turn is a collective.
+    stage: the name of a progress bar.
+    """
+    by_length = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
+    mine = by_length[world.rank :: world.size]
+    prompts, own_keys = [prompt_ids[i] for i in mine], [keys[i] for i in mine]
+    own_limits = [limits[i] for i in mine] if limits else None
+    turns = stream(model, tokenizer, prompts, sampling, own_keys, rows, own_limits)
+    left = len(prompt_ids)
+    silent = not (stage and prompt_ids and world.main)
+    bar = tqdm(desc=stage, total=left, disable=silent, mininterval=1)
+    while left:
+        turn = [(mine[i], ids) for i, ids in next(turns, [])]
+        found = list(itertools.chain(*gather(finish(turn), world)))
+        left -= len(found)
+        bar.update(len(found))
+        yield found
+    bar.close()
+
+
 @dataclass(frozen=True)
 class Rollout:
     """One sampled solution and its outcome (Eq. 1, §2)."""
@@ -295,7 +340,7 @@ class ReplyLog:
 class Writer:
     """The model that writes the bank: it answers extraction and merge prompts, thinking off (D4).
 
-    The prompts are shared out over the ranks. Each call is a collective, with the same prompts on
+    The prompts are shared out over the ranks. A call is a collective, with the same prompts on
     every rank and the same replies.
     """
 
@@ -303,30 +348,47 @@ class Writer:
     tokenizer: Tokenizer
     world: World
     log: ReplyLog
-    max_new_tokens: int
+    reply_tokens: int
     seed: int
     rows: int = 32
 
-    def complete(self, prompts: list[str]) -> list[str]:
-        """Greedy replies."""
-        sampling = Sampling(0.0, 1.0, 0, self.max_new_tokens)
-        return self._replies(prompts, sampling, [0] * len(prompts))
+    def limit(self, prompt_ids: Ids, merging: bool) -> int:
+        """The most tokens of a reply (D4): for a merge as many as its prompt has.
 
-    def retry(self, prompts: list[str], times: list[int]) -> list[str]:
-        """Replies sampled at the training defaults, to prompts that were asked `times` before."""
-        return self._replies(prompts, Sampling(max_new_tokens=self.max_new_tokens), times)
+        They hold every item that the prompt shows; its other words are the margin.
+        """
+        return len(prompt_ids) if merging else self.reply_tokens
 
-    def _replies(self, prompts: list[str], sampling: Sampling, times: list[int]) -> list[str]:
+    def replies(self, prompts: list[str], times: list[int], stage: str, merging: bool) -> list[str]:
+        """A reply to each prompt: greedy to a new one, sampled to one that was asked before (D4).
+
+        times: how often each prompt was asked before. stage: what the progress bar says.
+        """
         ids = [chat_ids(self.tokenizer, prompt, thinking=False) for prompt in prompts]
-        by_length = sorted(range(len(prompts)), key=lambda i: len(ids[i]))
-        mine = by_length[self.world.rank :: self.world.size]
-        keys = [sample_key(self.seed, 0, prompts[i], times[i]) for i in mine]
-        asked = [ids[i] for i in mine]
-        made = generate(self.model, self.tokenizer, asked, sampling, keys, self.rows)
-        texts = [self.tokenizer.decode(x, skip_special_tokens=True) for x in made]
-        shares = gather(list(zip(mine, texts)), self.world)
-        replies = dict(itertools.chain(*shares))
-        return [replies[i] for i in range(len(prompts))]
+        limits = [self.limit(x, merging) for x in ids]
+        keys = [sample_key(self.seed, 0, *asked) for asked in zip(prompts, times)]
+        found: dict[int, str] = {}
+
+        def finish(turn: Turn) -> list:
+            return [(i, self.tokenizer.decode(x, skip_special_tokens=True)) for i, x in turn]
+
+        for again, sampling in ((False, Sampling(temperature=0.0)), (True, Sampling())):
+            chosen = [i for i, n in enumerate(times) if bool(n) == again]
+            turns = spread(
+                self.world,
+                self.model,
+                self.tokenizer,
+                [ids[i] for i in chosen],
+                sampling,
+                [keys[i] for i in chosen],
+                self.rows,
+                finish,
+                [limits[i] for i in chosen],
+                stage,
+            )
+            for texts in turns:
+                found |= {chosen[i]: text for i, text in texts}
+        return [found[i] for i in range(len(prompts))]
 
 
 def writer(cfg: Config, world: World, model, tokenizer, folder: pathlib.Path) -> Writer:

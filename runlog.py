@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import math
 import pathlib
+import re
 import resource
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from skills import SkillBank, SkillPair
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 LOGS = ("metrics", "rollouts", "tokens")
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
+
+COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
 
 Logger = Callable[[dict], None]
 
@@ -61,18 +64,22 @@ def announce(
 
 
 def begin(cfg: Config, world: World, start: int) -> list[Logger]:
-    """Cut the logs back to update `start`, write config.json, and start the other loggers."""
+    """Cut the logs and banks back to update `start`, write config.json, start other loggers."""
     distributed.agree(start, world, "checkpoints")  # and all have read before anyone writes
     loggers: list[Logger] = []
-    logs = [pathlib.Path(cfg.out) / f"{name}.jsonl" for name in LOGS]
+    out = pathlib.Path(cfg.out)
+    logs = [out / f"{name}.jsonl" for name in (*LOGS, "bank/replies")]
     with distributed.errors_shared(world):
         if world.main:
             for log in logs:  # a broken log is refused before anything is written
                 distributed.read_jsonl(log)
             loggers = mirrors(cfg, start)
-            distributed.write_json(pathlib.Path(cfg.out) / "config.json", provenance(cfg))
-            for log in logs:
+            distributed.write_json(out / "config.json", provenance(cfg))
+            for log in logs:  # the updates behind `start` will be made again
                 distributed.trim_jsonl(log, start)
+            for made, path in bank_versions(out).items():
+                if made > start:
+                    path.unlink()
     return loggers
 
 
@@ -105,15 +112,54 @@ def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
     return bank
 
 
-def save_bank(bank: SkillBank, out: pathlib.Path, step: int, main: bool) -> None:
-    """Save a bank as the version of update `step` and as the latest, on rank 0."""
-    if not main:
-        return
+def save_bank(bank: SkillBank, out: pathlib.Path, step: int) -> None:
+    """Save a bank as the version of update `step` and as the latest."""
     for name in (f"step_{step:06d}", "bank"):
         bank.save(out / "bank" / f"{name}.json")
-    warning = skills.lint(bank)
+    warning = lint(bank)
     if warning:
         print(warning)
+
+
+def lint(bank: SkillBank) -> str:
+    """One line on the entries with a number that looks like one problem's, "" without any."""
+    found = []
+    for key in skills.FIELDS:
+        for entry in bank.collection(key):
+            numbers = re.findall(r"\d+(?:\.\d+)?", skills.entry_text(entry, key))
+            odd = [n for n in dict.fromkeys(numbers) if len(n) > 1 and n not in COMMON_NUMBERS]
+            if odd:
+                found.append(f"{entry[skills.IDS[key]]} ({', '.join(odd)})")
+    some = policy.encodable(", ".join(found[:5])) + (", ..." if len(found) > 5 else "")
+    what = "entries carry numbers that look like one problem's"
+    return f"bank: {len(found)} {what}: {some}" if found else ""
+
+
+def bank_line(bank: SkillBank, teachers: int) -> str:
+    """What a run's first bank holds and was made from, and whether it is shorter than K (S8)."""
+    sizes = len(bank.general_skills), len(bank.common_mistakes)
+    line = "bank: {} skills and {} mistakes".format(*sizes)
+    if "seed_solutions" in bank.metadata:
+        made = " of {input_general_skills} and {input_common_mistakes} candidates, from "
+        made += "{seed_solutions} seed solutions, {right_seed_solutions} of them right"
+        line += made.format(**bank.metadata)
+    if min(sizes) < teachers:
+        line += f"; --num-teachers is {teachers}, but so few make {min(sizes)} pairs (S8)"
+    return line
+
+
+def evolution_line(bank: SkillBank, step: int, success: float, lost: int) -> str:
+    """What an online update did to the bank, or why it did nothing (Alg. 4)."""
+    update = bank.metadata.get("updates", [{}])[-1]
+    if update.get("step") != step:
+        return f"bank: success {success:.2f} is not below the gate: kept as it is"
+    line = f"bank: success {success:.2f}"
+    for key in skills.FIELDS:
+        line += f"; {update[f'candidate_{key}']} candidate {skills.SHORT[key]}"
+        line += f", {update[f'merged_{key}']} after merging"
+        line += f", {update[f'copied_{key}']} copies of static entries dropped"
+        line += f", net new {update[f'net_new_{key}']}"
+    return f"{line}; {lost} replies lost"
 
 
 class Stopwatch:

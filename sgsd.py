@@ -180,11 +180,15 @@ def token_credit(
 
 # --------------------------------------------------------------------------- end of the objective
 
+import os
 import pathlib
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+
+from tqdm import tqdm
 
 import config
 import distributed
@@ -227,7 +231,10 @@ class Run:
         return pathlib.Path(self.cfg.out)
 
     def ask_to_stop(self, *_: object) -> None:
+        """The handler of a signal; it may come inside a print, so it writes past all buffers."""
         self.stop = True
+        if self.world.main:
+            os.write(2, f"\nfinishing update {self.step + 1}, then stopping\n".encode())
 
 
 # ----------------------------------------------------------------------- one update (Algorithm 1)
@@ -270,7 +277,6 @@ def sample(run: Run, data: list[Problem], prompts: list[Ids], keys: Ids) -> list
 
 
 Update = tuple[list[dict], float, dict[str, float]]  # records, gradient norm, seconds by part
-StepFunction = Callable[[Run, int], Update]
 
 
 def train_step(run: Run, step: int) -> Update:
@@ -346,25 +352,18 @@ def record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss
 
 def begin_bank(run: Run) -> None:
     """Make the bank where there is none (Alg. 2), and read the window of the next update (D9)."""
-    cfg, main = run.cfg, run.world.main
-    assert run.writer is not None
-    for made, path in runlog.bank_versions(run.out).items():
-        if main and made > run.step:  # those updates will be made again
-            path.unlink()
+    cfg, writer = run.cfg, run.writer
+    assert writer is not None
     if run.bank is None:
         solver = run.model, run.tokenizer, run.verifier
-        run.bank = skills.make_bank(run.problems, *solver, run.writer, cfg)
-    used = max((made for made in runlog.bank_versions(run.out) if made <= run.step), default=0)
-    runlog.save_bank(run.bank, run.out, used, main)
+        run.bank = skills.make_bank(run.problems, *solver, writer, cfg)
     window = []
-    if main:
-        distributed.trim_jsonl(run.writer.log.path, run.step)
-        if cfg.update_every:
-            last = run.step // cfg.update_every * cfg.update_every
-            rows = distributed.read_jsonl(run.out / "rollouts.jsonl")
-            window = [row for row in rows if row["step"] > last]
-        if not (run.bank.general_skills and run.bank.common_mistakes):
-            print("bank: one of its lists is empty, so there are no teachers and no loss (S8)")
+    if run.world.main:
+        runlog.save_bank(run.bank, run.out, max(runlog.bank_versions(run.out), default=0))
+        print(runlog.bank_line(run.bank, cfg.num_teachers))
+        last = run.step - run.step % max(1, cfg.update_every)
+        rows = distributed.read_jsonl(run.out / "rollouts.jsonl")
+        window = [row for row in rows if row["step"] > last]
     run.window = distributed.gather(window, run.world)[0]
 
 
@@ -377,12 +376,13 @@ def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
         run.window += records
     if cfg.update_every and step % cfg.update_every == 0:
         window = [SimpleNamespace(**row) for row in run.window]
-        settings = {"retry": run.writer.retry, "log": run.writer.log, **cfg.evolution}
-        bank = skills.evolve(run.bank, window, step, run.writer.complete, **settings)
-        run.window = []
-        if bank is not run.bank:
-            run.bank = bank
-            runlog.save_bank(bank, run.out, step, run.world.main)
+        bank = skills.evolve(run.bank, window, step, run.writer, **cfg.evolution)
+        if run.world.main:
+            success = sum(row["r"] > 0 for row in run.window) / len(run.window)
+            tqdm.write(runlog.evolution_line(bank, step, success, run.writer.log.counts["lost"]))
+            if bank is not run.bank:
+                runlog.save_bank(bank, run.out, step)
+        run.bank, run.window = bank, []
     sizes = len(run.bank.general_skills), len(run.bank.common_mistakes)
     counts = {f"replies_{outcome}": n for outcome, n in run.writer.log.take().items()}
     return {"bank_skills": sizes[0], "bank_mistakes": sizes[1], **counts}
@@ -399,8 +399,7 @@ def prepare(cfg: Config, world: World, resume: bool) -> Run:
         raise UserError(f"--batch-size {cfg.batch_size}: {rule}")
     runlog.check_directory(cfg, resume)
     data, counts = problems.load_training(cfg)
-    checkpoints = sorted((out / "checkpoints").glob("step_*")) if resume else []
-    last = checkpoints[-1] if checkpoints else None
+    last = max(out.glob("checkpoints/step_*"), default=None) if resume else None
     model, tokenizer, optimizer, step, kept = policy.load_trainable(cfg, world, last)
     if step > cfg.updates:
         made = f"{out} has made update {step} already"
@@ -420,13 +419,11 @@ def prepare(cfg: Config, world: World, resume: bool) -> Run:
     return run
 
 
-def train(run: Run, step_fn: StepFunction = train_step) -> int:
+def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
     """The updates, with their logs, checkpoints and an orderly stop.
 
     Returns the exit code: 1 after three updates in a row that were not finite.
     """
-    from tqdm import tqdm
-
     cfg, world, start = run.cfg, run.world, run.step
     loggers = runlog.begin(cfg, world, start)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupts the cold start, too
@@ -449,7 +446,10 @@ def train(run: Run, step_fn: StepFunction = train_step) -> int:
             records += share["records"]
             run.stop = run.stop or share["stop"]
         records.sort(key=lambda row: row["index"])
+        begun = time.perf_counter()
         counts = evolve_bank(run, step, records) if run.embed is not None else {}  # line 17
+        seconds["bank"] = time.perf_counter() - begun
+        run.step = step
         skipped = 0 if math.isfinite(norm) else skipped + 1
         if world.main:
             rate, peak = run.optimizer.param_groups[0]["lr"], runlog.memory_gb(world)
@@ -475,7 +475,7 @@ def train(run: Run, step_fn: StepFunction = train_step) -> int:
     return int(skipped == 3)
 
 
-def launch(cfg: Config, resume: bool, step_fn: StepFunction = train_step) -> int:
+def launch(cfg: Config, resume: bool, step_fn: Callable[[Run, int], Update] = train_step) -> int:
     """Prepare, train, and evaluate before and after where --eval-data is given; the exit code."""
     world = distributed.init(cfg.device)
     run = prepare(cfg, world, resume)

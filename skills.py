@@ -1,22 +1,22 @@
 """The skill bank's life: retrieval and prompts, cold start, merging, online evolution (Algs. 2-4).
 
 Down to `make_bank` nothing holds a model. What talks to one comes in as a function: embed(texts)
-gives a float array [n, d], complete(prompts) a reply to each prompt, retry(prompts, times) another
-reply to prompts that were asked so many times before (D4), and log(row) keeps what came of a reply.
+gives a float array [n, d], and complete(prompts) a reply to each prompt. A `rollout.Writer` may
+stand for `complete`: it samples anew when it is asked again, and logs what came of each reply (D4).
 Entries are plain dicts with the paper's field names (App. C); an entry is replaced, never edited.
 
 Dimension key: n entries of a list, d embedding size.
 """
 
-import collections
 import functools
 import itertools
 import json
 import pathlib
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from problems import Problem, load_training
 from rollout import Verifier, Writer
 
 Items = list[dict]
-Complete = Callable[[list[str]], list[str]]
+Complete = Callable[[list[str]], list[str]] | Writer
 
 FIELDS = {  # Tab. 5; an entry is embedded in this order (S10)
     "general_skills": ("title", "principle", "when_to_apply"),
@@ -40,10 +40,8 @@ FIELDS = {  # Tab. 5; an entry is embedded in this order (S10)
 }
 IDS = {"general_skills": "skill_id", "common_mistakes": "mistake_id"}
 PREFIX = {"general_skills": "gen_", "common_mistakes": "err_"}
-EXTRACT_PROMPT = {"general_skills": "extract_skills", "common_mistakes": "extract_mistakes"}
-MERGE_PROMPT = {"general_skills": "merge_skills", "common_mistakes": "merge_mistakes"}
+SHORT = {"general_skills": "skills", "common_mistakes": "mistakes"}
 as_json = functools.partial(json.dumps, indent=2, ensure_ascii=False)  # in prompts and files
-COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
 
 
 @dataclass(frozen=True)
@@ -132,20 +130,6 @@ def _normalized(vectors: Any) -> np.ndarray:
     return x_nd / np.maximum(np.linalg.norm(x_nd, axis=-1, keepdims=True), 1e-12)
 
 
-def lint(bank: SkillBank) -> str:
-    """One line on the entries with a number that looks like one problem's, "" without any."""
-    found = []
-    for key in FIELDS:
-        for entry in bank.collection(key):
-            numbers = re.findall(r"\d+(?:\.\d+)?", entry_text(entry, key))
-            odd = [n for n in dict.fromkeys(numbers) if len(n) > 1 and n not in COMMON_NUMBERS]
-            if odd:
-                found.append(f"{entry[IDS[key]]} ({', '.join(odd)})")
-    some = encodable(", ".join(found[:5])) + (", ..." if len(found) > 5 else "")
-    line = f"bank: {len(found)} entries carry numbers that look like one problem's: {some}"
-    return line if found else ""
-
-
 # ---------------------------------------------------------------------------------- prompts
 @functools.cache
 def template(name: str) -> str:
@@ -197,30 +181,28 @@ def render_extraction(memory: dict, key: str) -> str:
     """Ask for a success's general skills or a failure's common mistakes (Alg. 2, App. D.2)."""
     shown = {name: value for name, value in memory.items() if name != "problem_id"}
     form = '\nEach item is an object with the string fields "{}", "{}" and "{}".'  # S13
-    return render(EXTRACT_PROMPT[key], {"memory_json": as_json(shown)}) + form.format(*FIELDS[key])
+    return render(f"extract_{SHORT[key]}", {"memory_json": as_json(shown)}) + form.format(
+        *FIELDS[key]
+    )
 
 
 def render_merge(items: Items, key: str) -> str:
     """Ask to merge a group of items (Alg. 3, line 5): their three fields and nothing else."""
     shown = [_item(entry, key) or entry for entry in items]
-    return render(MERGE_PROMPT[key], {"items_json": as_json(shown)})
+    return render(f"merge_{SHORT[key]}", {"items_json": as_json(shown)})
 
 
 # ---------------------------------------------------------------------------------- a model's JSON
-# LaTeX that begins like JSON's \n, \r or \t; \b and \f are never meant as control characters.
+# LaTeX begins like JSON's \b, \f, \n, \r and \t, of which only line feeds and tabs are ever meant.
 _COMMANDS = (
-    "nabla natural ne nearrow neg neq newline nexists ngeq ngtr ni nleq nleqslant nless nmid "
-    "nolimits nonumber not notin nparallel nprec nsim nsubseteq nsucceq nu num nwarrow rVert "
-    "rangle rbrace rbrack rceil restriction rfloor rho right rightarrow rightarrows "
-    "rightharpoonup rightleftharpoons rm root rtimes rvert tag tan tanh tau tbinom text textbf "
-    "textit textrm textstyle texttt tfrac therefore theta thickapprox thinspace tilde times tiny "
-    "to top triangle trianglelefteq triangleq twoheadrightarrow"
+    "nabla|natural|ne|nearrow|neg|neq|newline|nexists|ngeq|ngtr|ni|nleq|nleqslant|nless|nmid|"
+    "nolimits|nonumber|not|notin|nparallel|nprec|nsim|nsubseteq|nsucceq|nu|num|nwarrow"
 )
 # A backslash, and in group 1 all of an escape that JSON reads as the model meant it.
-_MEANT = rf'\\[\\"/]|\\u[0-9a-fA-F]{{4}}|\\(?!(?:{_COMMANDS.replace(" ", "|")})(?![a-zA-Z]))[nrt]'
-_BACKSLASH = re.compile(rf"({_MEANT})|\\")
+_BACKSLASH = re.compile(
+    rf'(\\[\\"/]|\\u[0-9a-fA-F]{{4}}|\\(?!(?:{_COMMANDS})(?![a-zA-Z]))n|\\t(?![a-zA-Z]))|\\'
+)
 _OPENING = re.compile(r"[{\[]")
-_JSON_INSIDE = re.compile(r'\s*[{\["]')
 MAX_REPLY = 100_000  # characters of a reply that are read
 MAX_EFFORT = 1_000_000  # characters decoded in vain: "[[[[..." would take quadratic time
 
@@ -251,15 +233,14 @@ def _scan(text: str, key: str) -> tuple[Items, bool]:
     loose: list[Any] = []  # items that stand in no list
     broken, at, effort = False, 0, 0
     while effort < MAX_EFFORT and (opening := _OPENING.search(text, at)):
-        inside = opening.end()
+        at = opening.end()
         try:
-            value, at = decoder.raw_decode(text, opening.start())
+            value, end = decoder.raw_decode(text, opening.start())
         except (ValueError, RecursionError) as e:
             reached = e.pos if isinstance(e, json.JSONDecodeError) else len(text)
-            effort += reached - inside + 300  # an exception has its own price
+            effort += reached - at + 300  # an exception has its own price
             # A bracket with anything else behind it is prose.
-            broken = broken or bool(_JSON_INSIDE.match(text, inside, inside + 100))
-            at = inside
+            broken = broken or text[at : at + 100].lstrip()[:1] in ("{", "[", '"')
             continue
         if isinstance(value, dict) and key in value:
             listed += value[key] if isinstance(value[key], list) else [value[key]]
@@ -268,8 +249,9 @@ def _scan(text: str, key: str) -> tuple[Items, bool]:
         elif _item(value, key):
             loose.append(value)
         else:  # some other value: look inside
-            effort += at - inside
-            at = inside
+            effort += end - at
+            continue
+        at = end
     items = [item for value in listed + loose if (item := _item(value, key))]
     whole = not broken and len(items) == max(1, len(listed))
     each_once = {tuple(item.values()): item for item in items}
@@ -286,81 +268,113 @@ def _item(value: Any, key: str) -> dict | None:
 
 
 # ---------------------------------------------------------------------------- Algorithms 2 to 4
-def _ask(
-    prompts: list[str], key: str, complete: Complete, limits=None, retry=None, log=None, asked=None
-) -> list[Items]:
-    """The items of each prompt's reply, [] where two replies could not be used (D4).
+Question = tuple[str, str, int]  # prompt, key, items that a merge was shown: 0 for an extraction
 
-    A prompt that the Counter `asked` has counted before is one for `retry`. A reply can be used
-    when it has an item in it; a merge's only when it is whole too and within its prompt's limit.
+
+def _ask(
+    questions: list[Question], complete: Complete, asked: Counter[str], stage: str
+) -> list[Items]:
+    """The items of each question's reply, [] where two replies could not be used (D4).
+
+    A reply can be used when it has an item in it; a merge's only when it is whole, too, and has no
+    more items than the merge was shown. asked: how often each prompt was asked, counted here.
     """
-    kind = MERGE_PROMPT[key] if limits else EXTRACT_PROMPT[key]
-    asked = collections.Counter() if asked is None else asked
-    found: list[Items] = [[] for _ in prompts]
+    found: list[Items] = [[] for _ in questions]
     for attempt in (1, 2):
         left = [i for i, items in enumerate(found) if not items]
-        again = [i for i in left if retry and asked[prompts[i]]]
-        new = [i for i in left if i not in again]
-        times = [asked[prompts[i]] for i in again]
-        asked.update({prompts[i] for i in left})
-        replies: dict[int, str] = {}
-        if new:
-            replies.update(zip(new, complete([prompts[i] for i in new])))
-        if retry and again:
-            replies.update(zip(again, retry([prompts[i] for i in again], times)))
-        for i in left:
-            items, whole = read_items(replies[i], key)
+        if not left:
+            break
+        prompts = [questions[i][0] for i in left]
+        if isinstance(complete, Writer):
+            merging = questions[0][2] > 0
+            replies = complete.replies(prompts, [asked[p] for p in prompts], stage, merging)
+        else:
+            replies = complete(prompts)
+        asked.update(set(prompts))
+        for i, reply in zip(left, replies):
+            prompt, key, shown = questions[i]
+            items, whole = read_items(reply, key)
             outcome = "read" if whole else "repaired"
-            if not items or (limits and not (whole and len(items) <= limits[i])):
+            if not items or (shown and not (whole and len(items) <= shown)):
                 outcome = "retried" if attempt == 1 else "lost"
             else:
                 found[i] = items
-            if log:
-                row = {"kind": kind, "attempt": attempt, "outcome": outcome, "items": len(items)}
-                log({**row, "prompt": prompts[i], "reply": replies[i]})
+            if isinstance(complete, Writer):
+                row = {
+                    "kind": f"{'merge' if shown else 'extract'}_{SHORT[key]}",
+                    "attempt": attempt,
+                }
+                row |= {"outcome": outcome, "items": len(items), "prompt": prompt, "reply": reply}
+                complete.log(row)
     return found
 
 
 def merge(
-    items: Items, key: str, complete: Complete, group_size: int = 32, patience: int = 3, **ask: Any
+    items: Items, key: str, complete: Complete, group_size: int = 32, patience: int = 3
 ) -> tuple[Items, list[dict]]:
-    """Hierarchical merging (Alg. 3): the merged entries under new ids, and a record per layer.
+    """Hierarchical merging (Alg. 3): the merged entries under new ids, and a record per layer."""
+    merged, layers = merge_lists({key: items}, complete, group_size, patience, Counter())
+    return merged[key], layers[key]
+
+
+def merge_lists(
+    lists: dict[str, Items],
+    complete: Complete,
+    group_size: int,
+    patience: int,
+    asked: Counter[str],
+) -> tuple[dict[str, Items], dict[str, list[dict]]]:
+    """Algorithm 3 on one list or on both, layer by layer, so that their replies come together.
 
     A group stays as it is unless its reply is whole and holds at least one item (S11) and no more
     than the group: a merge may merge, never lose or add. An entry's `sources` follow it.
-    ask: `retry` and `log`, and a Counter `asked` of the prompts that were asked before (D4).
     """
     if group_size < 2 or patience < 1:
         sizes = f"{group_size} and {patience}"
         raise ValueError(f"merge (Alg. 3) needs group_size >= 2 and patience >= 1, got {sizes}")
-    layers: list[dict] = []
-    ask = {"asked": collections.Counter(), **ask}
-    current, stagnant, reason = list(items), 0, None  # line 1
-    while reason is None:  # line 2
-        groups = [current[i : i + group_size] for i in range(0, len(current), group_size)]  # line 3
-        several = [group for group in groups if len(group) > 1]  # line 4: not a last single item
-        prompts = [render_merge(group, key) for group in several]  # line 5
-        limits = [len(group) for group in several]
-        replies = _ask(prompts, key, complete, limits, **ask)
-        merged: Items = []
-        for group, reply in itertools.zip_longest(groups, replies):
-            if not reply:
-                merged += group  # line 6
-                continue
-            for entry in reply:  # line 8
-                parents = [e for e in group if _item(e, key) == entry]
-                merged.append(_with_sources(entry, parents or group))
-        stagnant = 0 if len(merged) < len(current) else stagnant + 1  # line 9
-        if len(groups) <= 1:  # line 11
-            reason = "root_group_reached"
-        elif stagnant >= patience:
-            reason = "stagnation_patience_reached"
-        layer = {"layer_index": len(layers), "input_items": len(current)}
-        layer |= {"num_groups": len(groups), "output_items": len(merged)}
-        layers.append({**layer, "stagnant_layers": stagnant, "stopped_reason": reason})
-        current = merged  # line 10
+    current = dict(lists)
+    layers: dict[str, list[dict]] = {key: [] for key in lists}
+    stagnant = dict.fromkeys(lists, 0)  # line 1
+    unfinished = list(lists)
+    while unfinished:  # line 2
+        groups: dict[str, list[Items]] = {}
+        questions = []
+        for key in unfinished:
+            starts = range(0, len(current[key]), group_size)
+            groups[key] = [current[key][i : i + group_size] for i in starts]  # line 3
+            for group in groups[key]:
+                if len(group) > 1:  # line 4: not a last single item
+                    questions.append((render_merge(group, key), key, len(group)))  # line 5
+        stage = f"merging, layer {len(layers[unfinished[0]]) + 1}"
+        replies = iter(_ask(questions, complete, asked, stage))
+        for key in unfinished:
+            merged: Items = []
+            for group in groups[key]:
+                reply = next(replies) if len(group) > 1 else []
+                if not reply:
+                    merged += group  # line 6
+                for entry in reply:  # line 8
+                    parents = [e for e in group if _item(e, key) == entry]
+                    merged.append(_with_sources(entry, parents or group))
+            layer: dict[str, Any] = {"layer_index": len(layers[key])}
+            layer |= {"input_items": len(current[key]), "num_groups": len(groups[key])}
+            layer |= {"output_items": len(merged), "stopped_reason": None}
+            stagnant[key] = 0 if len(merged) < len(current[key]) else stagnant[key] + 1  # line 9
+            layer["stagnant_layers"] = stagnant[key]
+            if len(groups[key]) <= 1:  # line 11
+                layer["stopped_reason"] = "root_group_reached"
+            elif stagnant[key] >= patience:
+                layer["stopped_reason"] = "stagnation_patience_reached"
+            layers[key].append(layer)
+            current[key] = merged  # line 10
+        unfinished = [key for key in unfinished if not layers[key][-1]["stopped_reason"]]
+    return {key: _numbered(entries, key) for key, entries in current.items()}, layers  # line 13
+
+
+def _numbered(entries: Items, key: str) -> Items:
+    """Entries under new ids; exact duplicates become one, with all sources (Alg. 3, line 12)."""
     twins: dict[tuple, Items] = {}
-    for entry in current:  # line 12
+    for entry in entries:
         texts = tuple(entry.get(name) for name in FIELDS[key])
         twins.setdefault(texts, []).append(entry)
     final = []
@@ -368,7 +382,7 @@ def merge(
         entry = _with_sources(same[0], same)
         entry.pop(IDS[key], None)
         final.append({IDS[key]: f"{PREFIX[key]}{number:03d}", **entry})
-    return final, layers  # line 13
+    return final
 
 
 def _with_sources(entry: dict, parents: Items) -> dict:
@@ -378,64 +392,59 @@ def _with_sources(entry: dict, parents: Items) -> dict:
     return {**entry, "sources": known} if known else dict(entry)
 
 
-def make_memory(
-    problem_id: str, problem: str, text: str, r: int, pred: str | None, *, answer: str | None = None
-) -> dict:
-    """A memory record (Alg. 2, line 5): of what is long the two ends (S21); the answer by D3."""
-    text = text.rpartition("</think>")[2].strip()
+def memory_of(x: Any, with_answer: bool = False) -> dict:
+    """A memory record (Alg. 2, line 5): of what is long the two ends (S21).
+
+    x: a rollout, or any object with .problem, .text, .r and .pred; for `with_answer` (D3) .gold.
+    """
+    text = x.text.rpartition("</think>")[2].strip()
     lines = [line.strip()[:200] for line in text.split("\n") if line.strip()]
-    feedback = f"The verifier {'accepted' if r > 0 else 'rejected'} the final answer."
-    if pred is None:
+    feedback = f"The verifier {'accepted' if x.r > 0 else 'rejected'} the final answer."
+    if x.pred is None:
         feedback = "The attempt gave no final answer in a box."
     memory = {
-        "problem_id": problem_id,
-        "problem": problem,
+        "problem_id": getattr(x, "problem_id", ""),
+        "problem": x.problem,
         "completion": text if len(text) <= 2000 else f"{text[:1000]}\n[...]\n{text[-1000:]}",
-        "reward": r,
-        "predicted_answer": pred,
+        "reward": x.r,
+        "predicted_answer": x.pred,
         "trajectory_summary": lines if len(lines) <= 8 else lines[:4] + lines[-4:],
         "feedback": feedback,
     }
-    return memory if answer is None else {**memory, "reference_answer": answer}
+    return {**memory, "reference_answer": x.gold} if with_answer else memory
 
 
-def _memories(rollouts: Sequence[Any], with_answer: bool) -> Items:
-    """A memory record of each rollout."""
-    memories = []
-    for x in rollouts:
-        answer = x.gold if with_answer else None
-        id_ = getattr(x, "problem_id", "")
-        memories.append(make_memory(id_, x.problem, x.text, x.r, x.pred, answer=answer))
-    return memories
-
-
-def extract(memories: Items, complete: Complete, **ask: Any) -> dict[str, Items]:
+def extract(memories: Items, complete: Complete, asked: Counter[str]) -> dict[str, Items]:
     """Candidates (Alg. 2, lines 8-14): up to three skills per success and mistakes per failure."""
-    found: dict[str, Items] = {}
+    chosen: Items = []
+    questions: list[Question] = []
     for key, reward in (("general_skills", 1), ("common_mistakes", -1)):
-        chosen = [m for m in memories if m["reward"] == reward]  # line 8
-        prompts = [render_extraction(m, key) for m in chosen]
-        found[key] = []
-        for memory, items in zip(chosen, _ask(prompts, key, complete, **ask)):
-            sources = {"sources": [memory["problem_id"]]} if memory.get("problem_id") else {}
-            found[key] += [{**item, **sources} for item in items[:3]]  # lines 10 and 13
+        of_kind = [m for m in memories if m["reward"] == reward]  # line 8
+        chosen += of_kind
+        questions += [(render_extraction(m, key), key, 0) for m in of_kind]
+    replies = _ask(questions, complete, asked, "extracting")
+    found: dict[str, Items] = {key: [] for key in FIELDS}
+    for memory, (_, key, _), items in zip(chosen, questions, replies):
+        sources = {"sources": [memory["problem_id"]]} if memory.get("problem_id") else {}
+        found[key] += [{**item, **sources} for item in items[:3]]  # lines 10 and 13
     return found
 
 
 def cold_start(
-    memories: Items, complete: Complete, *, group_size: int = 32, patience: int = 3, **ask: Any
+    memories: Items, complete: Complete, *, group_size: int = 32, patience: int = 3
 ) -> SkillBank:
-    """The initial bank from memory records (Alg. 2, lines 8-16). ask: `retry` and `log`."""
-    found = extract(memories, complete, **ask)
-    successes = sum(m["reward"] == 1 for m in memories)
+    """The initial bank from memory records (Alg. 2, lines 8-16)."""
+    asked = Counter[str]()
+    found = extract(memories, complete, asked)
+    merged, layers = merge_lists(found, complete, group_size, patience, asked)  # line 15
     metadata: dict[str, Any] = {
-        "source": f"cold start from {len(memories)} memories, {successes} of them successes",
+        "source": f"cold start from {len(memories)} seed solutions",
+        "seed_solutions": len(memories),
+        "right_seed_solutions": sum(m["reward"] == 1 for m in memories),
         "merge_group_size": group_size,
         "merge_stagnation_patience": patience,
     }
-    merged, layers = {}, {}
-    for key in FIELDS:  # line 15
-        merged[key], layers[key] = merge(found[key], key, complete, group_size, patience, **ask)
+    for key in FIELDS:
         metadata[f"input_{key}"] = len(found[key])
         metadata[f"output_{key}"] = len(merged[key])
     metadata["general_merge_layers"] = layers["general_skills"]
@@ -456,45 +465,57 @@ def evolve(
     group_size: int = 32,
     patience: int = 3,
     memory_answer: bool = False,
-    **ask: Any,
 ) -> SkillBank:
     """The bank after online evolution (Alg. 4); the same object when nothing is due.
 
-    Static entries are never touched. window: all rollouts since the last update (D2), objects with
-    .problem, .text, .r, .pred, and .gold for `memory_answer` (D3). update_every: 0 for never.
-    An update adds at most `max_new_items` dynamic entries, both collections together (S12), and a
-    collection holds at most `dynamic_capacity`: what a merge puts first stays.
-    ask: `retry` and `log`.
+    Static entries are never touched, and what has the text of one is no candidate (D11).
+    window: all rollouts since the last update (D2), as in `memory_of`. update_every: 0 for never.
+    An update adds at most `max_new_items` dynamic entries, both lists together (S12), and a list
+    holds at most `dynamic_capacity`: what a merge puts first stays.
     """
     if not window or not update_every or step % update_every:  # line 1
         return bank
     success = sum(w.r > 0 for w in window) / len(window)  # line 4
     if success >= success_gate:  # line 5
         return bank
-    ask["asked"] = collections.Counter()  # the merge of line 12 may repeat a prompt of line 11
-    candidates = extract(_memories(window, memory_answer), complete, **ask)  # lines 8-10
-    static, old, both = {}, {}, {}
+    asked = Counter[str]()  # the merge of line 12 may repeat a prompt of line 11
+    memories = [memory_of(x, memory_answer) for x in window]
+    candidates = extract(memories, complete, asked)  # lines 8-10
+    update: dict[str, Any] = {"step": step, "success": success}
+    static, old, fresh = {}, {}, {}
     for key in FIELDS:
         entries = bank.collection(key)
         static[key] = [e for e in entries if not e[IDS[key]].startswith("dyn_")]
         old[key] = [e for e in entries if e[IDS[key]].startswith("dyn_")]
-        new, _ = merge(candidates[key], key, complete, group_size, patience, **ask)  # line 11
-        both[key] = old[key] + new  # line 12
-        if new:
-            merged, _ = merge(both[key], key, complete, group_size, patience, **ask)
-            both[key] = [{**e, IDS[key]: f"dyn_{e[IDS[key]]}"} for e in merged]
-    growth = {key: max(0, len(both[key]) - len(old[key])) for key in FIELDS}  # line 13
+        fresh[key] = _without_copies(candidates[key], static[key], key)
+        update[f"candidate_{key}"] = len(candidates[key])
+        update[f"copied_{key}"] = len(candidates[key]) - len(fresh[key])
+    new, _ = merge_lists(fresh, complete, group_size, patience, asked)  # line 11
+    update |= {f"merged_{key}": len(new[key]) for key in FIELDS}
+    both = {key: old[key] + new[key] for key in FIELDS if new[key]}
+    merged, _ = merge_lists(both, complete, group_size, patience, asked)  # line 12
+    dynamic = dict(old)
+    for key, entries in merged.items():
+        kept = _without_copies(entries, static[key], key)
+        update[f"copied_{key}"] += len(entries) - len(kept)
+        dynamic[key] = [{**e, IDS[key]: f"dyn_{e[IDS[key]]}"} for e in kept]
+    growth = {key: max(0, len(dynamic[key]) - len(old[key])) for key in FIELDS}  # line 13
     while sum(growth.values()) > max_new_items:
         larger = max(growth, key=lambda key: growth[key])
         growth[larger] -= 1
-    update = {"step": step, "success": success}
-    update |= {f"candidate_{key}": len(candidates[key]) for key in FIELDS}
     for key in FIELDS:
-        both[key] = both[key][: min(len(old[key]) + growth[key], dynamic_capacity)]
-        update[f"dynamic_{key}"] = len(both[key])
+        dynamic[key] = dynamic[key][: min(len(old[key]) + growth[key], dynamic_capacity)]
+        update[f"dynamic_{key}"] = len(dynamic[key])
+        update[f"net_new_{key}"] = len(dynamic[key]) - len(old[key])
     metadata = {**bank.metadata, "updates": [*bank.metadata.get("updates", []), update]}
-    skills, mistakes = (static[key] + both[key] for key in FIELDS)
+    skills, mistakes = (static[key] + dynamic[key] for key in FIELDS)
     return SkillBank(skills, mistakes, metadata, bank.extra)  # line 14
+
+
+def _without_copies(entries: Items, static: Items, key: str) -> Items:
+    """The entries whose text, but for its case, no static entry has (D11)."""
+    known = {entry_text(e, key).casefold() for e in static}
+    return [e for e in entries if entry_text(e, key).casefold() not in known]
 
 
 def make_bank(
@@ -502,42 +523,37 @@ def make_bank(
 ) -> SkillBank:
     """Algorithm 2 from problems to bank, shared over the ranks.
 
-    `model` solves seed problems, and `writer` answers the prompts. Memories go to memories.jsonl
-    in the writer's folder as they come, and what a killed run has made is used again.
+    `model` solves seed problems under settings of their own (S21), and `writer` answers the
+    prompts. Memories go to memories.jsonl in the writer's folder as they come, and what a killed
+    run has made is used again.
     """
-    from tqdm import tqdm
-
-    world, rows, log = writer.world, writer.rows, writer.log
-    path = log.path.with_name("memories.jsonl")
+    world, path = writer.world, writer.log.path.with_name("memories.jsonl")
     chosen = random.Random(cfg.seed).sample(problems, min(cfg.cold_start, len(problems)))
-    text_of = {x.id: x.problem for x in chosen}
-    known = [
-        m for m in distributed.read_jsonl(path) if text_of.get(m["problem_id"]) == m["problem"]
-    ]
-    memories = {m["problem_id"]: m for m in known}
+    memories = {memory["problem_id"]: memory for memory in distributed.read_jsonl(path)}
+    left = [x for x in chosen if memories.get(x.id, {}).get("problem") != x.problem]
     distributed.gather(None, world)  # every rank has read before rank 0 writes
-    if world.main:
-        distributed.write_jsonl(path, memories.values())
-        log.path.unlink(missing_ok=True)  # all its replies are asked for again
-    left = [x for x in chosen if x.id not in memories]
-    sampling = rollout.Sampling(max_new_tokens=min(cfg.max_new_tokens, 1024))
-    bar = tqdm(total=len(left), unit="memory", desc="cold start", disable=not world.main)
-    for at in range(0, len(left), rows * world.size):  # lines 2-7
-        mine = left[at : at + rows * world.size][world.rank :: world.size]
-        texts = [render("memory", {"problem": x.problem}) for x in mine]
-        prompts = [policy.chat_ids(tokenizer, text, thinking=False) for text in texts]  # S21
-        keys = [rollout.sample_key(cfg.seed, 0, x.id) for x in mine]
-        found = rollout.sample_rollouts(model, tokenizer, mine, prompts, sampling, keys, verifier)
-        shares = distributed.gather(_memories(found, cfg.memory_answer), world)
-        fresh = list(itertools.chain(*shares))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer.log.path.unlink(missing_ok=True)  # all its replies are asked for again
+    texts = [render("memory", {"problem": x.problem}) for x in left]
+    think = cfg.cold_start_thinking
+    prompts = [policy.chat_ids(tokenizer, text, thinking=think) for text in texts]
+    keys = [rollout.sample_key(cfg.seed, 0, x.id) for x in left]
+    sampling = rollout.Sampling(**cfg.solving)
+
+    def finish(turn: rollout.Turn) -> Items:
+        solved = [left[i] for i, _ in turn]
+        asked = [prompts[i] for i, _ in turn]
+        made = rollout.judge(model, tokenizer, solved, asked, [ids for _, ids in turn], verifier)
+        return [memory_of(x, cfg.memory_answer) for x in made]
+
+    job = model, tokenizer, prompts, sampling, keys, writer.rows, finish
+    for fresh in rollout.spread(world, *job, stage="solving"):  # lines 2-7
         if world.main:
             distributed.append_jsonl(path, fresh)
         memories |= {m["problem_id"]: m for m in fresh}
-        bar.update(len(fresh))
-    bar.close()
-    in_order = [memories[x.id] for x in chosen]
-    bank = cold_start(in_order, writer.complete, retry=writer.retry, log=log, **cfg.merging)
-    bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in chosen], replies=log.take())
+    bank = cold_start([memories[x.id] for x in chosen], writer, **cfg.merging)
+    replies = writer.log.take()
+    bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in chosen], replies=replies)
     return bank
 
 
@@ -550,23 +566,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if resume or not cfg.out.endswith(".json") or pathlib.Path(cfg.out).is_dir():
             raise UserError(f"--out {cfg.out}: a file for the bank is wanted, such as bank.json")
         world = distributed.init(cfg.device)
-        names = "model data dtype seed cold_start max_new_tokens memory_answer reply_tokens"
-        settings = {name: vars(cfg)[name] for name in names.split()} | cfg.merging
-        folder = pathlib.Path(f"{cfg.out}.work")
-        file = folder / "settings.json"
-        if file.exists() and json.loads(file.read_text()) != settings:
+        file = pathlib.Path(f"{cfg.out}.work", "settings.json")
+        if file.exists() and json.loads(file.read_text()) != asdict(cfg):
             raise UserError(f"{file}: its memories have other settings; give another --out")
         problems, _ = load_training(cfg)
         model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
-        writer = rollout.writer(cfg, world, model, tokenizer, folder)
+        writer = rollout.writer(cfg, world, model, tokenizer, file.parent)
         if world.main:
-            distributed.write_json(file, settings)
+            distributed.write_json(file, asdict(cfg))
         with Verifier(cfg.verify_timeout, cfg.verify_workers) as verifier:
             bank = make_bank(problems, model, tokenizer, verifier, writer, cfg)
         if world.main:
             bank.save(cfg.out)
-            sizes = f"{len(bank.general_skills)} skills, {len(bank.common_mistakes)} mistakes"
-            print(f"{cfg.out}: {sizes}; replies {bank.metadata['replies']}", lint(bank), sep="\n")
+            sizes = f"{len(bank.general_skills)} skills and {len(bank.common_mistakes)} mistakes"
+            print(f"{cfg.out}: {sizes}")
         distributed.leave_together(world)
 
     return distributed.command("skills", body)

@@ -33,11 +33,8 @@ class CoinVerifier(rollout.Verifier):
 class FakeWriter(rollout.Writer):
     """Extracts one item from each memory, named after its problem; a merge drops the last item."""
 
-    def complete(self, prompts):
+    def replies(self, prompts, times, stage, merging):
         return [self.reply(prompt) for prompt in prompts]
-
-    def retry(self, prompts, times):
-        return self.complete(prompts)
 
     def reply(self, prompt):
         key = "general_skills" if "key general_skills" in prompt else "common_mistakes"
@@ -54,7 +51,7 @@ def settings(world_dir, out, **changes):
     base |= {"data": str(world_dir / "data.jsonl"), "bank": str(world_dir / "bank.json")}
     base |= {"out": str(out), "device": "cpu", "updates": 4, "batch_size": 4, "num_teachers": 3}
     base |= {"max_new_tokens": 20, "checkpoint_every": 2, "audit_every": 2, "lora_rank": 4}
-    base |= {"lora_alpha": 8, "learning_rate": 1e-2, "eps_a": 0.2}
+    base |= {"lora_alpha": 8, "learning_rate": 1e-2, "eps_a": 0.2, "cold_start_tokens": 20}
     return base | changes
 
 

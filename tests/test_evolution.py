@@ -4,11 +4,13 @@ import copy
 import json
 import random
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from conftest import make_bank
 
+import rollout
 import skills
 
 G, E = KEYS = list(skills.FIELDS)
@@ -57,7 +59,7 @@ class Model:
     def __init__(self, reply):
         self.reply, self.calls, self.pairs = reply, [], []
 
-    def __call__(self, prompts, times=None):
+    def __call__(self, prompts):
         assert prompts, "the model was asked nothing"
         self.calls.append([read_prompt(p) for p in prompts])
         replies = [self.reply(*read) for read in self.calls[-1]]
@@ -95,6 +97,27 @@ def first(group):
 
 def refuse(name, body):
     return "I cannot do that."
+
+
+class Writer(rollout.Writer):
+    """A writer with a fake model: `log` is a list, and so are the `stages` and `times` asked."""
+
+    def __init__(self, model):
+        own = {"model": model, "log": [].append, "stages": [], "times": []}
+        vars(self).update(own)
+
+    def replies(self, prompts, times, stage, merging):
+        self.stages.append((stage, merging))
+        self.times.append(times)
+        return self.model(prompts)
+
+    @property
+    def rows(self):
+        return self.log.__self__
+
+
+def extract(memories, complete):
+    return skills.extract(memories, complete, Counter())
 
 
 # ----------------------------------------------------------------------------- a model's JSON
@@ -227,9 +250,14 @@ def test_reading_a_hostile_reply_comes_to_an_end(name):
 # ----------------------------------------------------------- extraction (Alg. 2, lines 8-14)
 
 
-def memory(i, r=1, **kw):
-    text = f"We add {i} and 1.\nSo \\boxed{{{i + 1}}}."
-    return skills.make_memory(f"id-{i}-xyz", f"What is {i} plus 1?", text, r, str(i + 1), **kw)
+def solved(i, r=1, **changes):
+    found = {"problem_id": f"id-{i}-xyz", "problem": f"What is {i} plus 1?", "gold": "GOLD"}
+    found |= {"text": f"We add {i} and 1.\nSo \\boxed{{{i + 1}}}.", "r": r, "pred": str(i + 1)}
+    return SimpleNamespace(**found | changes)
+
+
+def memory(i, r=1):
+    return skills.memory_of(solved(i, r))
 
 
 def extracting(n=1, merged=keep):
@@ -248,26 +276,29 @@ def extracting(n=1, merged=keep):
 def test_a_memory_record():
     """Line 5: problem, completion, reward, answer, trajectory summary, feedback."""
     text = "<think>hm [</think>\nAdd.\n\n  So \\boxed{2}. \n"
-    assert skills.make_memory("p1", "1+1?", text, 1, "2") == {
-        "problem_id": "p1",
-        "problem": "1+1?",
+    record = {
+        "problem_id": "id-1-xyz",
+        "problem": "What is 1 plus 1?",
         "completion": "Add.\n\n  So \\boxed{2}.",
         "reward": 1,
         "predicted_answer": "2",
         "trajectory_summary": ["Add.", "So \\boxed{2}."],
         "feedback": "The verifier accepted the final answer.",
     }
+    assert skills.memory_of(solved(1, text=text)) == record
+    with_answer = skills.memory_of(solved(1, text=text), with_answer=True)
+    assert with_answer == record | {"reference_answer": "GOLD"}  # D3
 
 
 @pytest.mark.parametrize("pred,feedback", [("3", "rejected the"), (None, "gave no")])
 def test_a_failures_feedback_says_what_failed(pred, feedback):
-    assert feedback in skills.make_memory("p1", "1+1?", "so", -1, pred)["feedback"]
+    assert feedback in skills.memory_of(solved(1, -1, pred=pred))["feedback"]
 
 
 def test_a_long_completion_is_an_excerpt_of_its_two_ends():
     lines = [f"line {i} " + "x" * 300 for i in range(100)]
     text = "\n".join(lines)
-    record = skills.make_memory("p", "q", text, 1, "1")
+    record = skills.memory_of(solved(1, text=text))
     assert record["completion"] == f"{text[:1000]}\n[...]\n{text[-1000:]}"
     kept = lines[:4] + lines[-4:]
     assert record["trajectory_summary"] == [line[:200] for line in kept]
@@ -276,7 +307,7 @@ def test_a_long_completion_is_an_excerpt_of_its_two_ends():
 def test_success_gives_skills_and_failure_gives_mistakes():
     """Lines 8-13: every memory in its own prompt, in order, up to three items of each."""
     model = extracting(5)
-    found = skills.extract([memory(1, 1), memory(2, -1), memory(3, 1), memory(4, -1)], model)
+    found = extract([memory(1, 1), memory(2, -1), memory(3, 1), memory(4, -1)], model)
     asked = [(name, body["problem"][8]) for name, body in model.asked]
     successes, failures = [("extract_skills", n) for n in "13"], ["2", "4"]
     assert asked == successes + [("extract_mistakes", n) for n in failures]
@@ -287,13 +318,13 @@ def test_success_gives_skills_and_failure_gives_mistakes():
 
 def test_without_a_memory_of_a_kind_nothing_is_asked():
     model = extracting()
-    assert skills.extract([memory(1, -1)], model)[G] == []
+    assert extract([memory(1, -1)], model)[G] == []
     assert [name for name, _ in model.asked] == ["extract_mistakes"]
 
 
 def test_neither_the_id_nor_the_reference_answer_stands_in_a_prompt():
     model = extracting()
-    skills.extract([memory(1, 1), memory(2, -1)], model)
+    extract([memory(1, 1), memory(2, -1)], model)
     for prompt, _ in model.pairs:
         assert not re.search("xyz|problem_id|reference", prompt)
 
@@ -302,23 +333,22 @@ def test_an_unreadable_reply_is_asked_once_more_and_then_lost():
     """D4: and only that one."""
     cut = answer(items("c"))[:-40]
     model = script(answer(items("a")), "no", answer([]), cut, answer(items("b")), "no", "no")
-    rows = []
-    found = skills.extract([memory(i) for i in range(4)], model, log=rows.append)
+    writer = Writer(model)
+    found = extract([memory(i) for i in range(4)], writer)
     assert names(found[G]) == "ab"
     assert [[body["problem"][8] for _, body in call] for call in model.calls] == [
         ["0", "1", "2", "3"],
         ["1", "2", "3"],
     ]
     outcomes = ["read", "retried", "retried", "retried", "read", "lost", "lost"]
-    assert [row["outcome"] for row in rows] == outcomes
-    assert [(row["prompt"], row["reply"]) for row in rows] == model.pairs
+    assert [row["outcome"] for row in writer.rows] == outcomes
+    assert [(row["prompt"], row["reply"]) for row in writer.rows] == model.pairs
 
 
 def test_the_complete_items_of_a_cut_extraction_are_used():
-    rows = []
-    model = script(answer(items("abc"))[:-20])
-    assert names(skills.extract([memory(1)], model, log=rows.append)[G]) == "ab"
-    assert [row["outcome"] for row in rows] == ["repaired"]
+    writer = Writer(script(answer(items("abc"))[:-20]))
+    assert names(extract([memory(1)], writer)[G]) == "ab"
+    assert [row["outcome"] for row in writer.rows] == ["repaired"]
 
 
 # --------------------------------------------------------------------------- merging (Alg. 3)
@@ -405,11 +435,12 @@ BAD_REPLIES = {
 @pytest.mark.parametrize("name", BAD_REPLIES)
 def test_a_bad_reply_is_asked_once_more_and_then_the_group_stays(name):
     """Line 6."""
-    model, rows = Model(lambda *_: BAD_REPLIES[name]), []
-    merged, layers = skills.merge(items("abc"), G, model, log=rows.append)
+    model = Model(lambda *_: BAD_REPLIES[name])
+    writer = Writer(model)
+    merged, layers = skills.merge(items("abc"), G, writer)
     assert names(merged) == "abc" and layers == [layer(0, 3, 1, 3, 1, ROOT_GROUP)]
     assert model.groups == [["abc"], ["abc"]]
-    assert [row["outcome"] for row in rows] == ["retried", "lost"]
+    assert [row["outcome"] for row in writer.rows] == ["retried", "lost"]
 
 
 def test_only_the_bad_groups_are_asked_again():
@@ -422,18 +453,25 @@ def test_only_the_bad_groups_are_asked_again():
     assert names(merged) == "xcdy"
 
 
-def test_a_prompt_that_was_asked_before_goes_to_retry_with_the_number_of_times():
+def test_a_writer_hears_how_often_a_prompt_was_asked_before():
     """D4: (ab)(cd)(e): the second is unreadable, then both groups come back as they were."""
-    asked = []
+    replies = [answer(items("ab")), "no", *[answer(items(n)) for n in ("cd", "ab", "cd")]]
+    writer = Writer(script(*replies))
+    skills.merge(items("abcde"), G, writer, 2, 2)
+    assert writer.model.groups == [["ab", "cd"], ["cd"], ["ab", "cd"]]
+    assert writer.times == [[0, 0], [1], [1, 2]]
 
-    def retry(prompts, times):
-        asked.append([(names(read_prompt(p)[1]), n) for p, n in zip(prompts, times)])
-        return [answer(read_prompt(p)[1]) for p in prompts]
 
-    model = script(answer(items("ab")), "no")
-    skills.merge(items("abcde"), G, model, 2, 2, retry=retry)
-    assert model.groups == [["ab", "cd"]]
-    assert asked == [[("cd", 1)], [("ab", 1), ("cd", 2)]]
+def test_both_lists_merge_layer_by_layer_in_common_calls():
+    """Two skills and five mistakes by twos: the skills are through after one layer."""
+    model = extracting(merged=first)
+    writer = Writer(model)
+    lists = {G: items("ab"), E: items("vwxyz", E)}
+    merged, layers = skills.merge_lists(lists, writer, 2, 3, Counter())
+    assert names(merged[G]) == "a" and names(merged[E], E) == "v"
+    assert model.groups == [["ab", "vw", "xy"], ["vx"], ["vz"]]
+    assert [len(layers[key]) for key in KEYS] == [1, 3]
+    assert writer.stages == [(f"merging, layer {i}", True) for i in (1, 2, 3)]
 
 
 @both_kinds
@@ -498,7 +536,9 @@ def test_cold_start_by_hand():
     mistake = {"mistake_id": "err_001", **item("2.0", E), "sources": ["id-2-xyz"]}
     assert bank.common_mistakes == [mistake]
     assert bank.metadata == {
-        "source": "cold start from 3 memories, 2 of them successes",
+        "source": "cold start from 3 seed solutions",
+        "seed_solutions": 3,
+        "right_seed_solutions": 2,
         "merge_group_size": 32,
         "merge_stagnation_patience": 3,
         "input_general_skills": 4,
@@ -526,14 +566,9 @@ def test_a_bank_made_of_half_a_surrogate_pair_can_be_written(tmp_path):
 # ------------------------------------------------------------------------- evolution (Alg. 4)
 
 
-def rollout(i, r=-1):
-    names = {"problem_id": f"id-{i}-xyz", "problem": f"What is {i} plus 1?", "gold": "GOLD"}
-    return SimpleNamespace(**names, text=f"So \\boxed{{{i}}}.", r=r, pred=str(i))
-
-
 def window(failures, successes=0):
     total = failures + successes
-    return [rollout(i, -1 if i < failures else 1) for i in range(total)]
+    return [solved(i, -1 if i < failures else 1) for i in range(total)]
 
 
 def with_dynamic(skill_count=0, mistake_count=0):
@@ -580,7 +615,7 @@ def test_frequency_and_gate_are_settings(step, changes, due):
 def test_an_update_by_hand():
     """Lines 8-14: extract, merge the candidates, merge them with the dynamic entries, replace."""
     model, bank = extracting(2), with_dynamic(1, 0)
-    records = [rollout(1, 1), rollout(2, -1), rollout(3, -1)]
+    records = [solved(1, 1), solved(2, -1), solved(3, -1)]
     new = skills.evolve(bank, records, 50, model)
     asked = []
     for name, body in model.asked:
@@ -591,8 +626,8 @@ def test_an_update_by_hand():
         ("extract_mistakes", "2"),
         ("extract_mistakes", "3"),  # lines 8-10
         ("merge_skills", "1.01.1"),  # line 11
-        ("merge_skills", "old01.01.1"),  # line 12
         ("merge_mistakes", "2.02.13.03.1"),
+        ("merge_skills", "old01.01.1"),  # line 12
         ("merge_mistakes", "2.02.13.03.1"),
     ]
     assert bare(dynamic(new, G)) == items(["old0", "1.0", "1.1"])
@@ -611,14 +646,44 @@ def test_static_entries_and_the_old_bank_are_left_alone():
         assert len(static(new, key)) == 4
 
 
+def record(step, success, **numbers):
+    """What an update leaves in the metadata; numbers: of the skills and of the mistakes."""
+    found = {"step": step, "success": success}
+    for name, both in numbers.items():
+        found |= {f"{name}_{key}": n for key, n in zip(KEYS, both)}
+    return found
+
+
 def test_an_update_leaves_its_record():
     once = skills.evolve(with_dynamic(2, 1), window(2, 2), 25, extracting(1))
     twice = skills.evolve(once, window(3, 1), 50, Model(refuse))
-    sizes = {"dynamic_general_skills": 4, "dynamic_common_mistakes": 3}
-    some = {"candidate_general_skills": 2, "candidate_common_mistakes": 2, **sizes}
-    none = {"candidate_general_skills": 0, "candidate_common_mistakes": 0, **sizes}
-    updates = [{"step": 25, "success": 0.5, **some}, {"step": 50, "success": 0.25, **none}]
+    none = {"candidate": (0, 0), "copied": (0, 0), "merged": (0, 0), "net_new": (0, 0)}
+    some = {"candidate": (2, 2), "copied": (0, 0), "merged": (2, 2), "net_new": (2, 2)}
+    updates = [record(25, 0.5, dynamic=(4, 3), **some), record(50, 0.25, dynamic=(4, 3), **none)]
     assert twice.metadata == {"source": "made in a test", "updates": updates}
+
+
+def test_no_copy_of_a_static_entry_becomes_a_dynamic_one():
+    """D11: not as a candidate, in whatever case it is written, and not out of a merge."""
+    bank = make_bank()
+    skill, mistake = bank.general_skills[0], bank.common_mistakes[0]
+    texts = {name: mistake[name].upper() for name in skills.FIELDS[E]}
+
+    def reply(name, body):
+        if name == "extract_skills":
+            return answer(bare([skill, *items("ab")]))
+        if name == "extract_mistakes":
+            return answer([texts, item("c", E)], E)
+        return answer(bare([body[0], skill]) if name == "merge_skills" else body, key_of(name))
+
+    model = Model(reply)
+    new = skills.evolve(bank, [solved(1, 1), solved(2, -1)], 25, model)
+    merges = [names(body) for name, body in model.asked if name == "merge_skills"]
+    assert merges == ["ab", "aUse"]  # which gives a and the copy once more
+    assert names(dynamic(new, G)) == "a" and names(dynamic(new, E), E) == "c"
+    expected = {"candidate": (3, 2), "copied": (2, 1), "merged": (2, 1)}
+    expected |= {"dynamic": (1, 1), "net_new": (1, 1)}
+    assert new.metadata["updates"] == [record(25, 0.5, **expected)]
 
 
 def test_without_a_readable_reply_every_entry_stays_and_nothing_is_merged():
@@ -639,14 +704,9 @@ def test_existing_dynamic_entries_merge_with_the_new():
 
 
 def test_the_second_merge_of_an_update_knows_what_the_first_has_asked():
-    times_asked = []
-
-    def retry(prompts, times):
-        times_asked.extend(times)
-        return [answer(read_prompt(p)[1], E) for p in prompts]
-
-    skills.evolve(make_bank(), window(2), 25, extracting(1), retry=retry)
-    assert times_asked == [1]
+    writer = Writer(extracting(1))
+    skills.evolve(make_bank(), window(2), 25, writer)
+    assert writer.times == [[0, 0], [0], [1]]
 
 
 LIMITS = [(9, 9, 5, 5), (9, 0, 5, 5), (0, 9, 5, 5), (9, 9, 1, 1), (9, 9, 0, 0), (3, 3, 7, 6)]
@@ -677,7 +737,7 @@ def test_the_papers_limits_are_the_defaults():
     bank = make_bank()
     sizes = []
     for k in range(1, 9):
-        records = [rollout(100 * k + i) for i in range(3)]
+        records = [solved(100 * k + i, -1) for i in range(3)]
         bank = skills.evolve(bank, records, 25 * k, extracting(3))
         sizes.append(len(dynamic(bank, E)))
     assert sizes == [5, 10, 15, 20, 25, 30, 30, 30]

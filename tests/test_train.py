@@ -305,7 +305,7 @@ def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys
     cfg = dataclasses.replace(run.cfg, reply_tokens=8)
     run.writer = rollout.writer(cfg, run.world, run.model, run.tokenizer, run.out / "bank")
     assert sgsd.train(run) == 0
-    assert "one of its lists is empty" in capsys.readouterr().out
+    assert "so few make 0 pairs (S8)" in capsys.readouterr().out
     metrics = rows(tmp_path / "run/metrics.jsonl")
     assert metrics[1]["replies_lost"] > 0
     for m in metrics:

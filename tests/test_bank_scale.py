@@ -1,0 +1,117 @@
+"""A bank of the paper's size: replies to merges of the authors' candidates fit (Alg. 3, D4).
+
+The candidates are those that single replies gave Qwen3-1.7B, 4B and 8B; they lie in
+../shared/banks, and Qwen3's tokenizer in ../models or where QWEN3_TOKENIZER says.
+
+    python tests/test_bank_scale.py        layers, replies and tokens as a table
+"""
+
+import json
+import os
+import pathlib
+from collections import Counter
+
+import conftest
+import pytest
+import transformers
+
+import policy
+import rollout
+import skills
+
+SHARED = conftest.ROOT.parent / "shared" / "banks"
+TOKENIZER = os.environ.get("QWEN3_TOKENIZER", conftest.ROOT.parent / "models" / "qwen3_tokenizer")
+SIZES = {"1b": (350, 110), "4b": (505, 41), "8b": (575, 34)}  # skills, mistakes
+PARTS = {"every item": 1, "half of the items": 2}
+
+absent = not (SHARED.exists() and pathlib.Path(TOKENIZER).exists())
+needs_files = pytest.mark.skipif(absent, reason="the authors' candidates or the tokenizer absent")
+
+
+class Merger(rollout.Writer):
+    """A writer whose model keeps the first of every `part` items, and is cut where it has to be."""
+
+    def __init__(self, tokenizer, part=1):
+        rows = []
+        own = {
+            "model": None,
+            "tokenizer": tokenizer,
+            "part": part,
+            "rows": rows,
+            "log": rows.append,
+        }
+        own |= {"reply_tokens": 4096, "calls": [], "lengths": []}
+        vars(self).update(own)
+
+    def replies(self, prompts, times, stage, merging):
+        found = []
+        for prompt in prompts:
+            ids = policy.chat_ids(self.tokenizer, prompt, thinking=False)
+            key = "general_skills" if "key general_skills" in prompt else "common_mistakes"
+            listed = prompt.partition("to merge:\n")[2].partition("\n\nReturn ONLY")[0]
+            text = skills.as_json({key: json.loads(listed)[:: self.part]})
+            reply = self.tokenizer.encode(text)[: self.limit(ids, merging)]
+            found.append(self.tokenizer.decode(reply))
+            self.lengths.append((len(ids), len(reply)))
+        self.calls.append(len(prompts))
+        return found
+
+
+def candidates(name):
+    bank = json.loads((SHARED / f"candidates_{name}.json").read_text())
+    return {key: bank[key] for key in skills.FIELDS}
+
+
+def merged(name, part):
+    """The merged lists, the records of their layers, and the writer that merged them."""
+    writer = Merger(transformers.AutoTokenizer.from_pretrained(TOKENIZER), part)
+    lists, layers = skills.merge_lists(candidates(name), writer, 32, 3, Counter())
+    return lists, layers, writer
+
+
+@needs_files
+@pytest.mark.parametrize("name", SIZES)
+def test_a_model_that_keeps_every_item_loses_none_and_every_reply_is_whole(name):
+    lists, layers, writer = merged(name, 1)
+    assert [row["outcome"] for row in writer.rows] == ["read"] * len(writer.rows)
+    for key, size in zip(skills.FIELDS, SIZES[name]):
+        assert layers[key][0]["input_items"] == size
+        assert [layer["output_items"] for layer in layers[key]] == [size] * len(layers[key])
+        texts = {skills.entry_text(entry, key) for entry in candidates(name)[key]}
+        assert {skills.entry_text(entry, key) for entry in lists[key]} == texts
+
+
+@needs_files
+def test_a_model_that_merges_half_comes_to_its_root_group_without_losing_a_reply():
+    _, layers, writer = merged("1b", 2)
+    assert {row["outcome"] for row in writer.rows} == {"read"}
+    assert [layer["output_items"] for layer in layers["general_skills"]] == [175, 88, 44, 22, 11]
+    assert {layers[key][-1]["stopped_reason"] for key in layers} == {"root_group_reached"}
+
+
+def main():
+    columns = "candidates | the model keeps | list | layers | items | replies | lost"
+    print(f"| {columns} | prompt tokens | reply tokens | longest reply |")
+    print("|---" * 10 + "|")
+    for name in SIZES:
+        for kept, part in PARTS.items():
+            lists, layers, writer = merged(name, part)
+            kinds = [row["kind"] for row in writer.rows]
+            lost = Counter(row["kind"] for row in writer.rows if row["outcome"] == "lost")
+            for key in skills.FIELDS:
+                kind = f"merge_{skills.SHORT[key]}"
+                own = [x for x, found in zip(writer.lengths, kinds) if found == kind]
+                prompts, replies = ([length[i] for length in own] for i in (0, 1))
+                row = [f"qwen3_{name}", kept, skills.SHORT[key], len(layers[key])]
+                row += [f"{layers[key][0]['input_items']} to {len(lists[key])}", len(own)]
+                row += [lost[kind], f"{sum(prompts):,}", f"{sum(replies):,}", f"{max(replies):,}"]
+                print("| " + " | ".join(map(str, row)) + " |")
+            steps = 0
+            lengths = iter(writer.lengths)
+            for call in writer.calls:
+                steps += max(next(lengths)[1] for _ in range(call))
+            print(f"qwen3_{name}, {kept}: {len(writer.calls)} calls, {steps:,} decoding steps")
+
+
+if __name__ == "__main__":
+    main()
