@@ -263,6 +263,48 @@ def test_no_memory_is_made_twice_after_a_kill(world_dir, tmp_path):
     assert (tmp_path / "b/memories.jsonl").read_text() == "".join(lines)
 
 
+def test_seed_problems_are_solved_under_settings_of_their_own(world_dir, tmp_path):
+    """S21: the authors' by default; here greedy and short, whatever the student's sampling is."""
+    paper = {"temperature": 1.0, "top_p": 0.95, "top_k": 0, "max_new_tokens": 38912}
+    assert config.Config().solving == paper and config.Config().cold_start_thinking
+    greedy = {"bank": "", "cold_start": 12, "cold_start_temperature": 0.0, "cold_start_tokens": 5}
+    made = []
+    for seed in (0, 1):
+        run = make_run(world_dir, tmp_path / str(seed), seed=seed, **greedy)
+        solver = (run.model, run.tokenizer, run.verifier)
+        bank = skills.make_bank(run.problems, *solver, run.writer, run.cfg)
+        memories = rows(tmp_path / str(seed) / "bank/memories.jsonl")
+        made.append({memory["problem_id"]: memory["completion"] for memory in memories})
+        right = sum(memory["reward"] == 1 for memory in memories)
+        assert bank.metadata["seed_solutions"] == 12
+        assert bank.metadata["right_seed_solutions"] == right == 6
+    assert made[0] == made[1]
+    assert all(len(text) <= 30 for text in made[0].values())  # no token has more than 6 characters
+
+
+def test_a_signal_is_acknowledged_at_once(world_dir, tmp_path, capfd):
+    run = make_run(world_dir, tmp_path / "run")
+    run.step = 9
+    run.ask_to_stop()
+    assert run.stop and "finishing update 10, then stopping" in capfd.readouterr().err
+
+
+def test_an_online_update_says_what_it_did_or_why_it_did_nothing(world_dir, tmp_path, capsys):
+    """Three of eight are right: below the first gate, and not below the second."""
+    changes = {"updates": 2, "update_every": 2, "batch_size": 4}
+    train(world_dir, tmp_path / "a", **changes)
+    said = capsys.readouterr().out
+    assert "bank: 4 skills and 4 mistakes\n" in said
+    copies = "0 copies of static entries dropped"
+    line = f"bank: success 0.38; 3 candidate skills, 2 after merging, {copies}, net new 1"
+    line += f"; 5 candidate mistakes, 4 after merging, {copies}, net new 3; 0 replies lost\n"
+    assert line in said
+    train(world_dir, tmp_path / "b", success_gate=0.375, **changes)
+    assert "success 0.38 is not below the gate: kept as it is" in capsys.readouterr().out
+    for m in rows(tmp_path / "b/metrics.jsonl"):
+        assert m["seconds"]["bank"] >= 0
+
+
 def test_a_users_mistake_in_an_update_is_one_clear_error(world_dir, tmp_path):
     run = make_run(world_dir, tmp_path / "run")
     run.cfg = dataclasses.replace(run.cfg, max_prompt_tokens=150)  # too few for a teacher
