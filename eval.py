@@ -2,11 +2,17 @@
 
     python eval.py runs/sgsd/checkpoints/step_000200
     torchrun --nproc_per_node 8 eval.py Qwen/Qwen3-1.7B runs/sgsd
-    python eval.py Qwen/Qwen3-1.7B --data gsm8k my.jsonl --skills bank.json --out base_skill
+    python eval.py Qwen/Qwen3-1.7B --data gsm8k my.jsonl --skills bank.json
 
 The first takes the paper's three sets, the second compares all checkpoints of a run with the base
-model, the third is the baseline Base+Skill. The same command goes on where a killed one stopped:
-each sample is kept in samples.jsonl, and is a function of (seed, problem, its number) alone.
+model, the third compares the baseline Base+Skill with Base.
+
+Nothing is written where a model lies. A checkpoint has the folder RUN/eval/step_000200, any other
+policy eval/NAME, in the first run among the PATHs or else in the working directory. There are its
+settings.json, samples.jsonl and results.json, {set: figures}, to which each call adds its sets. A
+comparison goes beside the folders, into comparison.json, set by set too. The same command goes on
+where a killed one stopped: a sample is a function of (seed, problem, its number) alone.
+
 Dimension key: P problems, K samples per problem.
 """
 
@@ -20,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
-from tqdm import tqdm
 
 import distributed
 import problems
@@ -94,44 +99,89 @@ class Policy:
 
     path: str  # a directory or hub id
     base: str = ""  # the model under an adapter; "" for a plain model
-    folder: pathlib.Path = pathlib.Path("eval")  # of its settings.json and samples.jsonl
+    skilled: bool = False  # evaluated under the prompt of Base+Skill
+    folder: pathlib.Path = pathlib.Path("eval")  # of settings.json, samples.jsonl, results.json
     settings: dict = field(default_factory=dict)  # all that its samples depend on
     scores: dict[str, list] = field(default_factory=dict)  # {set: [scores_P]}; the mean has all
     table: dict[str, dict] = field(default_factory=dict)  # {set: figures}
 
+    @property
+    def name(self) -> str:
+        return f"{self.path} + skills" if self.skilled else self.path
 
-def find_policies(paths: Sequence[str], base: str, out: str) -> list[Policy]:
-    """What the PATHs stand for, in order: a run's directory stands for all of its checkpoints."""
+
+def find_policies(args: Namespace) -> tuple[list[Policy], pathlib.Path]:
+    """What the PATHs stand for, in order, and where their comparison goes; see above.
+
+    With --skills, each stands for two policies: without the skills and with them.
+    """
+    places: list[pathlib.Path] = []
+    for path in args.paths:
+        places += places_of(path)
+    runs = [run for run in map(run_of, places) if run]
+    home = pathlib.Path(args.out or (runs[0] / "eval" if runs else "eval")).resolve()
+    for parent in home.parents:
+        if [*parent.glob("*.safetensors")]:
+            raise UserError(f"{home}: lies in a model's directory, {parent}; give another --out")
     policies: dict[pathlib.Path, Policy] = {}
-    for path in paths:
-        if path.startswith((".", "/", "~")) and not pathlib.Path(path).is_dir():
+    for place in places:
+        run, base = run_of(place), base_of(place, args.model)
+        folder = home / "--".join(place.parts[-2:]).strip("/")
+        if run:
+            folder = home / f"{run.name}--{place.name}" if args.out else run / "eval" / place.name
+        found = [Policy(str(place), base, False, folder)]
+        if args.skills:
+            found.append(Policy(str(place), base, True, folder.with_name(f"{folder.name}--skills")))
+        for policy in found:
+            known = policies.setdefault(policy.folder, policy)
+            if known.name != policy.name:
+                both = f"{known.name} and {policy.name} would both write to {policy.folder}"
+                raise UserError(f"{both}; rename one")
+    return list(policies.values()), home
+
+
+def places_of(path: str) -> list[pathlib.Path]:
+    """The checkpoints of a run in order; or else the model, adapter or hub id itself."""
+    place = pathlib.Path(path)
+    if not place.is_dir():
+        if path.startswith((".", "/", "~")):
             raise UserError(f"{path}: no such directory; give a model, adapter, run or hub id")
-        steps = sorted(pathlib.Path(path, "checkpoints").glob("step_*"))
-        if not steps and pathlib.Path(path, "checkpoints").is_dir():
-            raise UserError(f"{path}: a run without a checkpoint")
-        for place in steps or [pathlib.Path(path)]:
-            name = str(place).strip("/").replace("/", "--")
-            folder = place / "eval" if place.is_dir() else pathlib.Path("eval", name)
-            if out:
-                folder = pathlib.Path(out, name)
-            known = policies.setdefault(folder, Policy(str(place), base_of(place, base), folder))
-            if known.path != str(place):
-                raise UserError(f"{known.path} and {place}: both would write to {folder}")
-    found = list(policies.values())
-    if out and len(found) == 1:
-        found[0].folder = pathlib.Path(out)
-    return found
+        return [place]
+    place = place.resolve()
+    steps = sorted(place.glob("checkpoints/step_*"))
+    there = sorted(file.name for file in place.iterdir())
+    if not steps and ("checkpoints" in there or "rollouts.jsonl" in there):
+        raise UserError(f"{path}: a run without a checkpoint")
+    if not steps and "config.json" not in there and "adapter_config.json" not in there:
+        wanted = "neither config.json nor adapter_config.json nor checkpoints/"
+        found = ", ".join(there[:5]) or "nothing"
+        raise UserError(f"{path}: no policy: it has {wanted}, but {found}")
+    return steps or [place]
+
+
+def run_of(place: pathlib.Path) -> pathlib.Path | None:
+    """The run that a checkpoint belongs to; None for all else."""
+    belongs = place.parent.name == "checkpoints" and place.name.startswith("step_")
+    return place.parent.parent if belongs else None
 
 
 def base_of(place: pathlib.Path, base: str) -> str:
-    """The model under an adapter, which `base` replaces; "" where there is no adapter."""
+    """The model under an adapter, which `base` replaces; "" where there is no adapter.
+
+    A relative path that is not here is looked for in the directories above the adapter.
+    """
     file = place / "adapter_config.json"
-    if not file.exists():
-        return ""
+    if base or not file.exists():
+        return base if file.exists() else ""
     try:
-        return base or json.loads(file.read_text())["base_model_name_or_path"]
-    except (ValueError, KeyError) as e:
+        name = json.loads(file.read_text())["base_model_name_or_path"]
+        models = [folder / name for folder in (pathlib.Path(), *place.parents)]
+    except (ValueError, KeyError, TypeError) as e:
         raise UserError(f"{file}: names no base model ({e!r}); give it as --model") from None
+    found = [str(model) for model in models if (model / "config.json").exists()]
+    if not found and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise UserError(f"{file}: its base model {name} is not there; give it as --model")
+    return found[0] if found else name
 
 
 def load_policy(policy: Policy, args: Namespace, world: World) -> tuple[Model, Tokenizer]:
@@ -150,13 +200,26 @@ def load_policy(policy: Policy, args: Namespace, world: World) -> tuple[Model, T
 
 
 def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
-    """All that samples depend on besides problems; files count by their content and may move."""
-    settings = {"policy": contents(policy.path), "base": policy.base and contents(policy.base)}
+    """All that samples depend on besides problems; files count by their content and may move.
+
+    Raises UserError, naming what differs, where the policy's folder has samples of other settings.
+    """
+    settings = {"the policy's weights": contents(policy.path)}
+    settings["the base's weights"] = policy.base and contents(policy.base)
     settings |= {"device": world.device.type, "dtype": args.dtype, "attn": args.attn}
     settings |= {"thinking": args.thinking, "seed": args.seed, **asdict(args.sampling)}
-    if args.skills:
-        settings["bank"] = digest(pathlib.Path(args.skills).read_bytes())
-        settings |= {"num_skills": args.num_skills, "encoder": contents(args.encoder)}
+    if policy.skilled:
+        settings["the bank's text"] = digest(pathlib.Path(args.skills).read_bytes())
+        settings["the encoder's weights"] = contents(args.encoder)
+        settings["num_skills"] = args.num_skills
+    file = policy.folder / "settings.json"
+    old = json.loads(file.read_text()) if file.exists() else settings
+    changes = []
+    for name in {**old, **settings}:
+        if old.get(name) != settings.get(name):
+            changes.append(f"{name} {old.get(name)}, now {settings.get(name)}")
+    if changes and distributed.read_jsonl(policy.folder / "samples.jsonl"):
+        raise UserError(f"{file}: made with {'; '.join(changes)}; give another --out")
     return settings
 
 
@@ -209,30 +272,25 @@ def sample(
         distributed.write_jsonl(log, kept)
     if not missing:
         return done
-    ids = {}
+    prompts, seeds = [], []
     for key in missing:
-        ids[key] = rollout.chat_ids(tokenizer, prompt(tasks[key].problem), thinking=args.thinking)
-    mine = sorted(missing, key=lambda key: len(ids[key]))[world.rank :: world.size]
-    seeds = [rollout.sample_key(args.seed, 0, tasks[key].problem, key[2]) for key in mine]
-    prompts = [ids[key] for key in mine]
-    turns = rollout.stream(model, tokenizer, prompts, args.sampling, seeds, args.rows)
-    bar = tqdm(total=len(tasks), initial=len(done), disable=not world.main, unit="sample")
-    while len(done) < len(tasks):  # all ranks take every turn, and wait in `gather` for the others
-        turn = next(turns, [])
-        these = [mine[i] for i, _ in turn]
-        asked = [tasks[key] for key in these]
-        prompts = [ids[key] for key in these]
+        text = tasks[key].problem
+        prompts.append(rollout.chat_ids(tokenizer, prompt(text), thinking=args.thinking))
+        seeds.append(rollout.sample_key(args.seed, 0, text, key[2]))
+
+    def finish(turn: rollout.Turn) -> list[dict]:
+        keys = [missing[i] for i, _ in turn]
+        asked = [tasks[key] for key in keys]
+        given = [prompts[i] for i, _ in turn]
         drawn = [completion_ids for _, completion_ids in turn]
-        rolls = rollout.judge(model, tokenizer, asked, prompts, drawn, verifier)
-        rows = [row_of(key, roll) for key, roll in zip(these, rolls)]
-        for share in distributed.gather(rows, world):
-            done |= {(row["set"], row["id"], row["sample"]): row for row in share}
-            if world.main and share:
-                distributed.append_jsonl(log, share)
-        accuracy = sum(row["r"] > 0 for row in done.values()) / max(1, len(done))
-        bar.set_description(f"{pathlib.Path(policy.path).name} avg {accuracy:.1%}", refresh=False)
-        bar.update(len(done) - bar.n)
-    bar.close()
+        rolls = rollout.judge(model, tokenizer, asked, given, drawn, verifier)
+        return [row_of(key, roll) for key, roll in zip(keys, rolls)]
+
+    each = (world, model, tokenizer, prompts, args.sampling, seeds, args.rows, finish)
+    for rows in rollout.spread(*each, stage=pathlib.Path(policy.name).name):
+        done |= {(row["set"], row["id"], row["sample"]): row for row in rows}
+        if world.main and rows:
+            distributed.append_jsonl(log, rows)
     return done
 
 
@@ -261,20 +319,18 @@ def measure(policy: Policy, name: str, rows: list[dict], k: int, verify: Verify)
     }
 
 
-def tabulate(policies: Sequence[Policy]) -> None:
-    """Complete the tables: the mean over sets, intervals, and differences to the first policy."""
-    for policy in policies:
-        sets = list(policy.table.values())
-        if len(sets) > 1:
-            policy.scores["(mean)"] = [scores_P for (scores_P,) in policy.scores.values()]
-            mean = policy.table["(mean)"] = {}  # each set weighs the same (Tab. 3 "Avg.")
-            for key in sets[0]:
-                total = sum(row[key] for row in sets)
-                mean[key] = total if key in ("problems", "samples") else total / len(sets)
-        for name, row in policy.table.items():
-            row["avg_low"], row["avg_high"] = bootstrap_interval(*policy.scores[name])
-            if policy is not policies[0]:
-                row.update(difference(policy, policies[0], name))
+def tabulate(policy: Policy) -> None:
+    """Complete a policy's table: the mean over sets (Tab. 3 "Avg."), and intervals."""
+    sets = dict(policy.table)
+    if len(sets) > 1:
+        name = f"mean of {', '.join(sorted(sets))}"
+        policy.scores[name] = [scores_P for (scores_P,) in policy.scores.values()]
+        mean = policy.table[name] = {}  # each set weighs the same
+        for key in next(iter(sets.values())):
+            total = sum(row[key] for row in sets.values())
+            mean[key] = total if key in ("problems", "samples") else total / len(sets)
+    for name, row in policy.table.items():
+        row["avg_low"], row["avg_high"] = bootstrap_interval(*policy.scores[name])
 
 
 def difference(ours: Policy, theirs: Policy, name: str) -> dict:
@@ -282,57 +338,69 @@ def difference(ours: Policy, theirs: Policy, name: str) -> dict:
     gaps = [our_P - their_P for our_P, their_P in zip(ours.scores[name], theirs.scores[name])]
     low, high = bootstrap_interval(*gaps)
     mean = float(np.mean([gap_P.mean() for gap_P in gaps]))
-    return {"diff": mean, "diff_low": low, "diff_high": high}
+    return {"to": theirs.name, "diff": mean, "diff_low": low, "diff_high": high}
 
 
-def selections(policies: Sequence[Policy]) -> list[dict]:
-    """The best (by mean over sets, S23) and the last of each directory's checkpoints."""
+def compare(policies: Sequence[Policy], name: str) -> dict[str, dict]:
+    """One set's figures with differences to the first policy, and the selections: of each
+    directory of checkpoints the best and the last. On the mean over sets, §4.1's best (S23)."""
+    first, *others = policies
+    results = {first.name: first.table[name]}
+    for policy in others:
+        results[policy.name] = policy.table[name] | difference(policy, first, name)
     runs: dict[str, list[Policy]] = {}
     for policy in policies:
         if policy.base:
-            runs.setdefault(str(pathlib.Path(policy.path).parent), []).append(policy)
-    chosen = []
+            parent = str(pathlib.Path(policy.path).parent)
+            runs.setdefault(parent + " + skills" * policy.skilled, []).append(policy)
+    chosen = {}
     for run, checkpoints in runs.items():
-        if len(checkpoints) == 1:
-            continue
-        name = list(checkpoints[0].table)[-1]  # the mean over sets, or the only set
-        best = max(checkpoints, key=lambda policy: policy.table[name]["avg"])
-        last = max(checkpoints, key=lambda policy: policy.path)
-        choice = {"of": run, "checkpoints": len(checkpoints), "best": best.path, "last": last.path}
-        choice |= {"best_avg": best.table[name]["avg"], "last_avg": last.table[name]["avg"]}
-        chosen.append(choice | difference(best, last, name))
-    return chosen
+        if len(checkpoints) > 1:
+            best = max(checkpoints, key=lambda policy: policy.table[name]["avg"])
+            last = max(checkpoints, key=lambda policy: policy.path)
+            choice = {"checkpoints": len(checkpoints), "best": best.name, "last": last.name}
+            choice |= {"best_avg": best.table[name]["avg"], "last_avg": last.table[name]["avg"]}
+            chosen[run] = choice | difference(best, last, name)
+    return {"results": results, "selections": chosen}
 
 
-def print_table(policies: Sequence[Policy], chosen: list[dict], k: int) -> None:
-    """Print the figures in Markdown, and what was selected."""
-    short = {policy.path: pathlib.Path(policy.path).name for policy in policies}
+def print_table(sets: dict[str, dict], k: int) -> None:
+    """Print the figures of all sets in Markdown, and what was selected on the last."""
+    *_, last = sets.values()
+    short = {name: pathlib.Path(name).name for name in last["results"]}
     if len(set(short.values())) < len(short):
-        short = {policy.path: policy.path for policy in policies}
+        short = {name: name for name in short}
     measures = f"avg@{k} | 95% | - first | 95% | pass@{k} | maj@{k}"
     print(f"| policy | set | problems | {measures} | boxed | truncated | tokens |")
     print("|---" * 12 + "|")
-    difference = "{diff:+.1%} | {diff_low:+.1%} to {diff_high:+.1%}"
     figures = "{problems} | {avg:.1%} | {avg_low:.1%}-{avg_high:.1%} | {gap} | {pass:.1%} | "
     figures += "{maj:.1%} | {boxed:.1%} | {truncated:.1%} | {tokens:.0f}"
-    for policy in policies:
-        for name, row in policy.table.items():
-            gap = difference.format(**row) if "diff" in row else " | "
-            print(f"| {short[policy.path]} | {name} | {figures.format(**row, gap=gap)} |")
+    for name, found in sets.items():
+        for policy, row in found["results"].items():
+            gap = " | "
+            if "diff" in row:
+                gap = "{diff:+.1%} | {diff_low:+.1%} to {diff_high:+.1%}".format(**row)
+            print(f"| {short[policy]} | {name} | {figures.format(**row, gap=gap)} |")
     line = "of {checkpoints} checkpoints in {of}: best {best} {best_avg:.1%}, last {last} "
     line += "{last_avg:.1%}, best - last {diff:+.1%} ({diff_low:+.1%} to {diff_high:+.1%}); "
-    for row in chosen:
-        names = {"best": short[row["best"]], "last": short[row["last"]]}
+    for run, row in last["selections"].items():
+        names = {"of": run, "best": short[row["best"]], "last": short[row["last"]]}
         print(line.format(**row | names) + "the best was picked on these problems")
 
 
+def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
+    """Put what is known of these sets into a JSON file that may hold others."""
+    known = json.loads(file.read_text()) if file.exists() else {}
+    distributed.write_json(file, known | sets)
+
+
 def evaluate(args: Namespace, world: World) -> None:
-    """Sample every policy on every set, print the table and write results.json."""
+    """Sample every policy on every set, print the table and write the results."""
     names = [pathlib.Path(source).stem for source in args.data]
     if len(set(names)) < len(names):
         raise UserError(f"--data {' '.join(args.data)}: two sets have one name; rename a file")
-    policies = find_policies(args.paths, args.model, args.out)
-    prompt = prompt_maker(args, world)
+    policies, home = find_policies(args)
+    with_skills = prompt_maker(args, world)
     tasks: Tasks = {}
     for name, source in zip(names, args.data):
         for problem in problems.load_set(source, args.split)[: args.limit or None]:
@@ -340,27 +408,22 @@ def evaluate(args: Namespace, world: World) -> None:
                 tasks[name, problem.id, number] = problem
     for policy in policies:
         policy.settings = settings_of(policy, args, world)
-        file = policy.folder / "settings.json"
-        if file.exists() and json.loads(file.read_text()) != policy.settings:
-            raise UserError(f"{file}: an evaluation with other settings; give another --out")
     with Verifier(args.verify_timeout, args.verify_workers) as verifier:
         for policy in policies:
+            prompt = with_skills if policy.skilled else skills.render_student
             done = sample(policy, tasks, prompt, args, world, verifier)
             if world.main:
                 for name in names:
                     rows = [done[key] for key in tasks if key[0] == name]
                     measure(policy, name, rows, args.samples, verifier.verify)
+                tabulate(policy)
+                merge_into(policy.folder / "results.json", policy.table)
     if world.main:
-        tabulate(policies)
-        chosen = selections(policies)
-        settings = {policy.path: policy.settings for policy in policies}
-        results = {policy.path: policy.table for policy in policies}
-        runs = [f"{path}/eval" for path in args.paths if pathlib.Path(path, "checkpoints").is_dir()]
-        own = policies[0].folder if len(policies) == 1 else "eval"
-        out = pathlib.Path(args.out or (runs[0] if runs else own), "results.json")
-        distributed.write_json(out, {"settings": settings, "results": results, "selection": chosen})
-        print_table(policies, chosen, args.samples)
-        print(f"written: {out}")
+        sets = {name: compare(policies, name) for name in policies[0].table}
+        print_table(sets, args.samples)
+        if len(policies) > 1:
+            merge_into(home / "comparison.json", sets)
+        print(f"written: {home if len(policies) > 1 else policies[0].folder}")
     distributed.leave_together(world)
 
 
@@ -373,8 +436,10 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--data", nargs="+", default=sets[:3], help=f"{', '.join(sets)}, files, folders or hub ids")
     add("--split", default="test", help="the split of a hub data set")
     add("--model", default="", help="an adapter's base, if not the one that the adapter names")
-    add("--out", default="", help="where samples.jsonl and results.json go; default: PATH/eval")
-    add("--skills", default="", help="the skill bank (JSON) of the baseline Base+Skill; §4.1, S14")
+    where = "eval/ in the run of a checkpoint; for all else in the first run, or here"
+    add("--out", default="", help=f"where samples and results are kept; default: {where}")
+    both = "besides the plain prompt, Base+Skill with this bank (JSON), and the difference"
+    add("--skills", default="", help=f"{both}; samples that exist are used again; §4.1, S14")
     add("--num-skills", type=int, default=8, help="pairs in a prompt of Base+Skill; Tab. 12")
     add("--encoder", default=Config.encoder, help="the encoder of --skills; Tab. 12")
     add("--samples", type=int, default=12, help="k, the samples per problem; App. F.1")
@@ -408,8 +473,8 @@ def before_and_after(cfg: Config, world: World) -> None:
         flags = f"--rows {rows} --seed {cfg.seed} --max-new-tokens {cfg.eval_tokens} "
         flags += f"--device {cfg.device} --dtype {cfg.dtype} --attn {cfg.attn} "
         flags += f"--verify-timeout {cfg.verify_timeout} --verify-workers {cfg.verify_workers}"
-        where = ["--data", cfg.eval_data, "--out", f"{cfg.out}/eval"]
-        evaluate(arguments([cfg.model, str(last), *where, *flags.split()]), world)
+        argv = [cfg.model, str(last), "--data", cfg.eval_data, *flags.split()]
+        evaluate(arguments(argv), world)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

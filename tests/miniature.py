@@ -175,16 +175,16 @@ def do_job(job: Job, folder: pathlib.Path, work: pathlib.Path) -> dict[str, Any]
     flags = f"--samples 4 --max-new-tokens 96 --rows 160 --seed {job['seed']}"
     cost = {}
     if job["kind"] == "base":
-        paths["out"] = out
+        paths["out"], name = out, "tiny--model"
         if job["method"] == "base+skill":
             paths |= {"skills": bank, "encoder": TINY / "encoder"}
-            flags += " --num-skills 3"
-        evaluated, folders = TINY / "model", {0: out}
+            flags, name = f"{flags} --num-skills 3", "tiny--model--skills"
+        evaluated, folders = TINY / "model", {0: out / name}
     else:
         cost = train(job, bank, out)
         evaluated, folders = out, {}
         for path in sorted((out / "checkpoints").glob("step_*")):
-            folders[int(path.name[5:])] = path / "eval"
+            folders[int(path.name[5:])] = out / "eval" / path.name
     call(lambda argv: eval.main([str(evaluated), *argv]), flags, **paths)
     points = {step: accuracy(place / "samples.jsonl") for step, place in folders.items()}
     return {**cost, "accuracy": points}

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,12 +17,13 @@ import pytest
 import torch
 from conftest import PROBLEMS, ROOT, make_bank, make_model
 
+import config
 import eval
 import policy
 import problems
 import rollout
 import skills
-from distributed import UserError
+from distributed import UserError, World
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -70,28 +72,31 @@ def measured(path, base="", **sets):
     """A policy with these scores per problem, by set."""
     table = {name: {"avg": float(np.mean(scores_P))} for name, scores_P in sets.items()}
     scores = {name: [np.asarray(scores_P)] for name, scores_P in sets.items()}
-    return eval.Policy(path, base, scores=scores, table=table)
+    policy = eval.Policy(path, base, scores=scores, table=table)
+    eval.tabulate(policy)
+    return policy
 
 
 def test_pairing_removes_what_policies_share():
     """One policy is better by .1 everywhere: the difference is certain, and neither mean is."""
     shared = np.linspace(0, 0.9, 30)
-    base, new = measured("base", d=shared), measured("new", d=shared + 0.1)
-    eval.tabulate([base, new])
-    row = new.table["d"]
-    assert "diff" not in base.table["d"] and row["avg_low"] < 0.48
+    found = eval.compare([measured("base", d=shared), measured("new", d=shared + 0.1)], "d")
+    base, row = found["results"].values()
+    assert "diff" not in base and row["avg_low"] < 0.48 and row["to"] == "base"
     assert [row["diff"], row["diff_low"], row["diff_high"]] == pytest.approx([0.1] * 3)
 
 
-def test_the_best_checkpoint_stands_beside_the_last():
-    averages = {"r/checkpoints/1": 0.3, "r/checkpoints/2": 0.5, "r/checkpoints/3": 0.4, "q/a": 0.8}
-    policies = [measured("base", d=[0.9] * 4, e=[0.9] * 4)]
-    for path, avg in averages.items():
-        policies.append(measured(path, "base", d=[avg] * 4, e=[avg] * 4))
-    eval.tabulate(policies)
-    (choice,) = eval.selections(policies)
-    assert (choice["of"], choice["checkpoints"]) == ("r/checkpoints", 3)
-    assert (choice["best"], choice["last"]) == ("r/checkpoints/2", "r/checkpoints/3")
+def test_the_best_checkpoint_by_set_and_by_mean_stands_beside_the_last():
+    averages = {"base": (0.9, 0.9), "r/checkpoints/1": (0.3, 0.6), "r/checkpoints/2": (0.5, 0.5)}
+    averages |= {"r/checkpoints/3": (0.4, 0.4), "q/a": (0.8, 0.8)}
+    policies = []
+    for path, (d, e) in averages.items():
+        base = "" if path == "base" else "base"
+        policies.append(measured(path, base, d=[d] * 4, e=[e] * 4))
+    for name, best in {"d": 2, "e": 1, "mean of d, e": 2}.items():
+        ((run, choice),) = eval.compare(policies, name)["selections"].items()
+        assert (run, choice["checkpoints"]) == ("r/checkpoints", 3)
+        assert (choice["best"], choice["last"]) == (f"{run}/{best}", f"{run}/3")
     found = [choice["best_avg"], choice["last_avg"], choice["diff"]]
     assert found == pytest.approx([0.5, 0.4, 0.1])
 
@@ -111,9 +116,9 @@ def hub(monkeypatch):
     """A hub that holds two rows of each set."""
     names = {entry[:3]: name for name, entry in problems.SETS.items()}
 
-    def load(hub_id, config=None, *, split):
-        key, answer, _ = ANSWERS[names[hub_id, config, split]]
-        return [{"id": 60, key: " p ", "answer": answer}] * 2
+    def load(hub_id, name=None, *, split):
+        key, answer, _ = ANSWERS[names[hub_id, name, split]]
+        return datasets.Dataset.from_list([{"id": 60, key: " p ", "answer": answer}] * 2)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
 
@@ -139,15 +144,26 @@ def evaluate(world_dir, out, more="", model=""):
 
 
 def samples(out):
-    rows = [json.loads(line) for line in open(out / "samples.jsonl")]
+    """The samples in order of the one policy in a folder given as --out."""
+    (log,) = out.glob("*/samples.jsonl")
+    rows = [json.loads(line) for line in open(log)]
     return sorted(rows, key=lambda row: (row["set"], row["id"], row["sample"]))
+
+
+def results(out):
+    """The figures of the one policy in a folder given as --out, as they stand in the file."""
+    (file,) = out.glob("*/results.json")
+    return file.read_text()
 
 
 def test_the_papers_three_sets_are_the_default(world_dir, tmp_path, hub, capsys):
     flags = f"--limit 1 --samples 1 --max-new-tokens 4 --out {tmp_path}"
     assert eval.main([f"{world_dir}/model", *flags.split()]) == 0
     assert [row["set"] for row in samples(tmp_path)] == ["aime24", "aime25", "hmmt25"]
-    assert "| model | (mean) | 3 | 0.0% | 0.0%-0.0% |" in capsys.readouterr().out
+    assert (
+        "| model | mean of aime24, aime25, hmmt25 | 3 | 0.0% | 0.0%-0.0% |"
+        in capsys.readouterr().out
+    )
 
 
 def test_kill_9_and_go_on(world_dir, tmp_path):
@@ -155,20 +171,22 @@ def test_kill_9_and_go_on(world_dir, tmp_path):
     long = "--max-new-tokens 40 --samples 5 --rows 1 --limit 6"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     rows = evaluate(world_dir, whole, long)
-    log = killed / "samples.jsonl"
     program = [sys.executable, ROOT / "eval.py", *command(world_dir, killed, long)]
     process = subprocess.Popen(program, env=ONE_THREAD)
-    while process.poll() is None and not (log.exists() and log.stat().st_size):
+    logs = []
+    while process.poll() is None and not (logs and logs[0].stat().st_size):
         time.sleep(0.01)
+        logs = list(killed.glob("*/samples.jsonl"))
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
+    (log,) = logs
     before = log.read_text()
     before = before[: before.rfind("\n") + 1]
-    assert 0 < before.count("\n") < 30 and not (killed / "results.json").exists()
+    assert 0 < before.count("\n") < 30 and not list(killed.glob("*/results.json"))
     log.write_text(before + '{"set": "da')  # a torn line
     assert evaluate(world_dir, killed, long) == rows
     assert log.read_text().startswith(before)
-    assert (whole / "results.json").read_bytes() == (killed / "results.json").read_bytes()
+    assert results(whole) == results(killed)
 
 
 def test_two_processes_give_the_samples_of_one(world_dir, tmp_path):
@@ -180,7 +198,7 @@ def test_two_processes_give_the_samples_of_one(world_dir, tmp_path):
     run = subprocess.run(program, capture_output=True, text=True, env=ONE_THREAD, timeout=150)
     assert run.returncode == 0, run.stderr[:2000] + run.stderr[-2000:]
     assert samples(two) == whole
-    assert (one / "results.json").read_bytes() == (two / "results.json").read_bytes()
+    assert results(one) == results(two)
 
 
 def test_a_problem_that_changed_is_sampled_anew(world_dir, tmp_path):
@@ -204,56 +222,165 @@ def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
     assert len(rows) == 6
     for row in rows:
         assert row["text"] == whole[row["id"].removeprefix("new ")][row["sample"]]
-    (table,) = json.loads((tmp_path / "b/results.json").read_text())["results"].values()
+    table = json.loads(results(tmp_path / "b"))
     assert (table["part"]["problems"], table["part"]["samples"]) == (3, 6)
 
 
-def test_a_base_against_all_checkpoints_of_a_run(world_dir, tmp_path, capsys):
-    base, foreign = tmp_path / "model", tmp_path / "foreign"
-    shutil.copytree(world_dir / "model", base)
-    steps = [tmp_path / f"run/checkpoints/step_00000{i}" for i in (1, 2)]
-    for seed, path in enumerate([*steps, foreign]):
-        model, _ = policy.load_model(str(base), torch.device("cpu"))
-        torch.manual_seed(seed)
-        lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-        peft.get_peft_model(model, lora).save_pretrained(path)
-    more = f"--data {world_dir}/data.jsonl --samples 3 --max-new-tokens 8".split()
-    everything = [str(base), str(tmp_path / "run"), str(foreign), *more]
-    assert eval.main(everything) == 0
+def make_adapter(path, base, seed=0):
+    """An adapter with weights of its own, saved as PEFT saves it."""
+    model, _ = policy.load_model(str(base), torch.device("cpu"))
+    torch.manual_seed(seed)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, lora).save_pretrained(path)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The working directory, beside a model."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def base(world_dir, tmp_path):
+    return shutil.copytree(world_dir / "model", tmp_path / "model")
+
+
+def called(*paths, data, more=""):
+    flags = "--samples 2 --limit 4 --max-new-tokens 8 --device cpu"
+    return eval.main([*map(str, paths), "--data", str(data), *flags.split(), *more.split()])
+
+
+def read(folder, name="results"):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_each_policy_has_a_folder_outside_of_models_and_each_set_is_added(
+    world_dir, here, base, capsys
+):
+    """A base against two runs and a foreign adapter; then against one run on another set."""
+    top, data = here.parent, world_dir / "data.jsonl"
+    run, other, foreign = top / "run", top / "other", top / "foreign"
+    steps = [run / "checkpoints/step_000001", run / "checkpoints/step_000002"]
+    adapters = [*steps, other / "checkpoints/step_000001", foreign]
+    for seed, path in enumerate(adapters):
+        make_adapter(path, base, seed)
+    before = {path: path.read_bytes() for path in top.rglob("*") if path.is_file()}
+    assert called(base, run, other, foreign, data=data) == 0
     out = capsys.readouterr().out
-    whole = json.loads((tmp_path / "run/eval/results.json").read_text())
-    assert list(whole["results"]) == [str(path) for path in (base, *steps, foreign)]
-    assert [choice["best"] for choice in whole["selection"]] == [str(steps[0])]
+    names = [f"{top.name}--model", f"{top.name}--foreign"]
+    plain = [run / "eval" / name for name in names]
+    folders = [plain[0], run / "eval/step_000001", run / "eval/step_000002"]
+    folders += [other / "eval/step_000001", plain[1]]
+    texts = {(folder / "samples.jsonl").read_text() for folder in folders}
+    assert len(texts) == 5  # each policy has sampled, in a folder of its own
+    assert all(list(read(folder)) == ["data"] for folder in folders)
+    assert "diff" not in read(folders[1])["data"]
+    whole = read(run / "eval", "comparison")["data"]
+    assert list(whole["results"]) == [str(path) for path in (base, *adapters)]
+    row = whole["results"][str(foreign)]
+    assert (row["to"], row["diff"]) == (str(base), 0.0)
+    assert [choice["best"] for choice in whole["selections"].values()] == [str(steps[0])]
     assert "of 2 checkpoints" in out and "best was picked on these problems" in out
-    assert whole["results"][str(foreign)]["data"]["diff"] == 0.0
-    assert out.count("+0.0% to +0.0%") == 4
-    texts = set()  # each policy has sampled, in a folder of its own
-    for path in (base, *steps, foreign):
-        texts.add(tuple(row["text"] for row in samples(path / "eval")))
-    assert len(texts) == 4
+    assert out.count("+0.0% to +0.0%") == 5
 
-    config = (base / "config.json").rename(tmp_path / "away")  # now the model cannot be loaded
-    assert eval.main([str(steps[1]), *more]) == 0  # and need not be: the samples are there
-    assert (steps[1] / "eval/results.json").exists()
+    shutil.copy(data, top / "new.jsonl")
+    assert called(base, run, data=top / "new.jsonl") == 0
+    assert all(list(read(folder)) == ["data", "new"] for folder in folders[:3])
+    whole = read(run / "eval", "comparison")
+    assert {name: len(found["results"]) for name, found in whole.items()} == {"data": 5, "new": 3}
+    after = {path for path in top.rglob("*") if path.is_file()}
+    for path in after - set(before):
+        assert "eval" in path.parts or path.name == "new.jsonl"
+    assert all(path.read_bytes() == text for path, text in before.items())
+
+    config = (base / "config.json").rename(top / "away")  # now the model cannot be loaded
+    assert called(steps[1], data=data, more=f"--model {base}") == 0  # and need not be
     config.rename(base / "config.json")
-    shutil.copy(steps[0] / "adapter_model.safetensors", foreign)
-    capsys.readouterr()
-    assert eval.main(everything) == 2
-    assert "foreign/eval/settings.json: an evaluation with other" in capsys.readouterr().err
+    os.chdir(base)
+    for place, more in ((base, f"--out {base}/eval"), (".", ""), (foreign, "")):
+        assert called(place, data=data, more=more) == 2
+        assert f"lies in a model's directory, {base}; give another --out" in capsys.readouterr().err
 
 
-def test_other_weights_at_the_same_place_are_not_the_same_policy(world_dir, tmp_path, capsys):
+def test_the_end_of_a_training_and_a_later_comparison_share_samples(world_dir, here, base, capsys):
+    run = here.parent / "run"
+    make_adapter(run / "checkpoints/step_000002", base)
+    settings = {"model": str(base), "out": str(run), "updates": 2, "device": "cpu"}
+    settings |= {"eval_data": f"{world_dir}/data.jsonl", "eval_tokens": 8}
+    eval.before_and_after(config.Config(**settings), World(0, 1, torch.device("cpu")))
+    assert capsys.readouterr().out.count("+0.0% to +0.0%") == 1
+    first, second = read(run / "eval", "comparison")["data"]["results"].values()
+    assert "diff" not in first and second["to"] == str(base)
+    logs = sorted(run.glob("eval/*/samples.jsonl"))
+    assert [log.parent.name for log in logs] == ["step_000002", f"{here.parent.name}--model"]
+    before = [log.read_bytes() for log in logs]
+    flags = ["--data", f"{world_dir}/data.jsonl", "--max-new-tokens=8", "--device=cpu"]
+    make_adapter(run / "checkpoints/step_000001", base, 1)
+    assert eval.main([str(base), str(run), *flags]) == 0
+    assert before == [log.read_bytes() for log in logs] and not (here / "eval").exists()
+    assert (run / "eval/step_000001/samples.jsonl").exists()
+
+
+def test_samples_of_other_settings_are_refused_by_name_and_settings_alone_block_nothing(
+    world_dir, here, base, capsys
+):
     """Local weights count by content: made anew they are refused, moved they are known again."""
-    model, moved, out = tmp_path / "model", tmp_path / "moved", tmp_path / "out"
-    shutil.copytree(world_dir / "model", model)
-    evaluate(world_dir, out, "--limit 2", model)
-    before = (out / "samples.jsonl").read_bytes()
-    model.rename(moved)
-    evaluate(world_dir, out, "--limit 2", moved)
-    assert (out / "samples.jsonl").read_bytes() == before
-    make_model(seed=1).save_pretrained(moved)
-    assert eval.main(command(world_dir, out, "--limit 2", moved)) == 2
-    assert "other settings" in capsys.readouterr().err
+    out, moved, data = (
+        here / "out",
+        here.parent / "moved" / here.parent.name,
+        world_dir / "data.jsonl",
+    )
+    (out / f"{here.parent.name}--model").mkdir(parents=True)
+    (out / f"{here.parent.name}--model/settings.json").write_text('{"temperature": 9}')
+    assert called(base, data=data, more=f"--out {out}") == 0
+    before = samples(out)
+    moved.mkdir(parents=True)
+    base.rename(moved / "model")
+    base = moved / "model"
+    assert called(base, data=data, more=f"--out {out}") == 0 and samples(out) == before
+    capsys.readouterr()
+    assert called(base, data=data, more=f"--out {out} --temperature 0.6 --no-thinking") == 2
+    wanted = r"--model/settings.json: made with thinking True, now False; temperature 1.0, now 0.6;"
+    assert re.search(wanted + " give another --out", capsys.readouterr().err)
+    make_model(seed=1).save_pretrained(base)
+    assert called(base, data=data, more=f"--out {out}") == 2
+    error = capsys.readouterr().err
+    assert re.search(r"made with the policy's weights \w+, now \w+; give another", error)
+    assert samples(out) == before
+
+
+def test_an_adapters_relative_base_is_found_from_anywhere(world_dir, here, base, capsys):
+    adapter = here.parent / "runs/run/checkpoints/step_000001"
+    make_adapter(adapter, base)
+    file, data = adapter / "adapter_config.json", world_dir / "data.jsonl"
+    saved = json.loads(file.read_text())
+    for name in (str(base), "model", "../model"):  # the last from the working directory
+        file.write_text(json.dumps(saved | {"base_model_name_or_path": name}))
+        assert eval.base_of(adapter, "") and called(adapter, data=data) == 0
+    assert len(list(here.parent.rglob("samples.jsonl"))) == 1
+    capsys.readouterr()
+    for name in ("/gone/model", "./gone", "my/own/model", None):
+        file.write_text(json.dumps(saved | {"base_model_name_or_path": name}))
+        assert called(adapter, data=data) == 2
+        assert re.search("adapter_config.json: .*; give it as --model", capsys.readouterr().err)
+    file.write_text(json.dumps(saved | {"base_model_name_or_path": "Qwen/Qwen3-1.7B"}))
+    assert eval.base_of(adapter, "") == "Qwen/Qwen3-1.7B"
+    assert called(adapter, data=data, more=f"--model {base}") == 0
+
+
+def test_a_directory_without_a_policy_is_named_at_once(here, capsys):
+    (here / "x").mkdir()
+    assert eval.main(["x"]) == 2
+    error = capsys.readouterr().err
+    wanted = "neither config.json nor adapter_config.json nor checkpoints/"
+    assert f"x: no policy: it has {wanted}, but nothing" in error
+    (here / "x/notes.txt").touch()
+    assert eval.main(["x"]) == 2 and "but notes.txt" in capsys.readouterr().err
+    (here / "x/config.json").write_text('{"settings": {}}')  # a run that has just begun
+    (here / "x/rollouts.jsonl").touch()
+    assert eval.main(["x"]) == 2 and "a run without a checkpoint" in capsys.readouterr().err
 
 
 def test_base_skill_is_the_teachers_block_with_all_pairs():
@@ -269,26 +396,38 @@ def test_base_skill_is_the_teachers_block_with_all_pairs():
     assert text.endswith("\n\n" + skills.render_student("P"))
 
 
-def test_skills_reach_a_prompt_only_when_asked_for(world_dir, tmp_path, capsys):
-    """The samples are those of prompts with the retrieved pairs, and of plain ones without."""
+def test_base_skill_stands_against_base_in_one_call(world_dir, here, capsys):
+    """The samples are those of prompts with the retrieved pairs, beside those of plain ones."""
     model, tokenizer = policy.load_model(f"{world_dir}/model", torch.device("cpu"))
     bank = skills.SkillBank.load(world_dir / "bank.json")
     embed = policy.load_encoder(f"{world_dir}/encoder", "cpu")
-    given = f"--samples 1 --skills {world_dir}/bank.json --encoder {world_dir}/encoder"
     sampling = rollout.Sampling(1.0, 0.95, 0, 8)
-    flags = {"skilled": f"{given} --num-skills 2", "plain": "--samples 1"}
-    for name, more in flags.items():
-        for row in evaluate(world_dir, tmp_path / name, more):
+    plain, data = here / "eval" / f"{world_dir.name}--model", world_dir / "data.jsonl"
+    assert called(world_dir / "model", data=data) == 0
+    before = (plain / "samples.jsonl").read_bytes()
+    flags = f"--skills {world_dir}/bank.json --encoder {world_dir}/encoder"
+    assert called(world_dir / "model", data=data, more=f"{flags} --num-skills 2") == 0
+    assert (plain / "samples.jsonl").read_bytes() == before
+    skilled = plain.with_name(f"{plain.name}--skills")
+    for folder, count in ((plain, 0), (skilled, 2)):
+        rows = [json.loads(line) for line in open(folder / "samples.jsonl")]
+        assert len(rows) == 8 and len(read(folder)) == 1
+        for row in rows:
             problem = PROBLEMS[int(row["id"][1:])]["problem"]
-            pairs = bank.retrieve(problem, 2, embed) if name == "skilled" else []
+            pairs = bank.retrieve(problem, count, embed) if count else []
             text = skills.render_skills(pairs, problem)
             prompt = rollout.chat_ids(tokenizer, text, thinking=True)
-            key = rollout.sample_key(0, 0, problem)
+            key = rollout.sample_key(0, 0, problem, row["sample"])
             (drawn,) = rollout.generate(model, tokenizer, [prompt], sampling, [key])
             assert row["text"] == tokenizer.decode(drawn, skip_special_tokens=True)
-    settings = json.loads((tmp_path / "skilled/settings.json").read_text())
-    assert settings["num_skills"] == 2 and settings["bank"]
-    assert eval.main(command(world_dir, tmp_path / "skilled", flags["plain"])) == 2
-    assert "other settings" in capsys.readouterr().err
-    assert eval.main(command(world_dir, tmp_path / "c", given)) == 2
+    name = str(world_dir / "model")
+    both = read(here / "eval", "comparison")["data"]["results"]
+    assert list(both) == [name, f"{name} + skills"]
+    assert both[f"{name} + skills"]["to"] == name
+    assert "| model + skills | data | 4 |" in capsys.readouterr().out
+    settings = json.loads((skilled / "settings.json").read_text())
+    assert settings["num_skills"] == 2 and settings["the bank's text"]
+    assert called(world_dir / "model", data=data, more=flags + " --num-skills 3") == 2
+    assert "made with num_skills 2, now 3;" in capsys.readouterr().err
+    assert called(world_dir / "model", data=data, more=flags) == 2
     assert "--num-skills 8: must be in 1..4" in capsys.readouterr().err

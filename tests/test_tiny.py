@@ -136,8 +136,9 @@ def test_the_preset_lives_the_whole_life_of_a_run(tmp_path):
     assert steps == [0, 2] and len(list((out / "checkpoints").iterdir())) == 2
     bank = skills.SkillBank.load(out / "bank" / "bank.json")
     assert any(world.meaning(entry) for entry in bank.general_skills + bank.common_mistakes)
-    before, after = json.loads((out / "eval" / "results.json").read_text())["results"].values()
-    assert "diff" in after["test"] and "diff" not in before["test"]
+    comparison = json.loads((out / "eval" / "comparison.json").read_text())
+    before, after = comparison["test"]["results"].values()
+    assert "diff" in after and "diff" not in before
     assert "| model |" in done.stdout and "| step_000002 |" in done.stdout
 
 
