@@ -11,6 +11,8 @@ settings, last bank and last adapter, leaves the run as it was, and says what ea
 """
 
 import dataclasses
+import decimal
+import itertools
 import json
 import math
 import os
@@ -68,10 +70,7 @@ def entries_in_use(banks: Banks, step: int) -> Entries:
 
 
 def identity(kind: str, id_: str, entry: dict) -> tuple[str, str]:
-    """What an entry is known by in all versions of a bank.
-
-    Each version gives the dynamic ids anew (Alg. 4), so a dynamic entry is known by its text.
-    """
+    """What an entry is known by in all versions: Alg. 4 gives dynamic ids anew, so their text."""
     return kind, skills.entry_text(entry, kind) if id_.startswith("dyn_") else id_
 
 
@@ -115,18 +114,16 @@ def memories(run: pathlib.Path, bank: str, rollouts: list[dict]) -> dict[str, di
 
     Update 0 is the cold start: of the run itself, or of `python skills.py --out bank`.
     """
-    found: dict[str, dict[int, dict]] = {}
-
-    def add(step: int, r: int, row: dict, pred: str, text: str) -> None:
-        memory = {"step": step, "r": r, "pred": row[pred]}
-        memory |= {"problem": excerpt(row["problem"]), "text": excerpt(row[text])}
-        found.setdefault(row["problem_id"], {})[step] = memory
-
+    rows = []
     for folder in (run / "bank", pathlib.Path(f"{bank}.work")):
         for row in distributed.read_jsonl(folder / "memories.jsonl"):
-            add(0, row["reward"], row, "predicted_answer", "completion")
-    for row in rollouts:
-        add(row["step"], row["r"], row, "pred", "text")
+            cold = {"step": 0, "r": row["reward"], "pred": row["predicted_answer"]}
+            rows.append(row | cold | {"text": row["completion"]})
+    found: dict[str, dict[int, dict]] = {}
+    for row in rows + rollouts:
+        memory = {name: row[name] for name in ("step", "r", "pred")}
+        memory |= {"problem": excerpt(row["problem"]), "text": excerpt(row["text"])}
+        found.setdefault(row["problem_id"], {})[row["step"]] = memory
     return found
 
 
@@ -138,45 +135,55 @@ def source_steps(row: dict, known: dict[str, dict[int, dict]]) -> list[tuple[str
     dynamic = row["id"].startswith("dyn_")
     found = []
     for source in row["sources"][:MAX_SOURCES]:
-        steps = [step for step in known.get(source, {}) if step <= row["first"]]
-        steps = [step for step in steps if (step > 0) == dynamic]
+        made = known.get(source, {})
+        steps = [step for step in made if step <= row["first"] and (step > 0) == dynamic]
         found.append((source, max(steps, default=None)))
     return found
 
 
-def timeline(banks: Banks) -> list[dict]:
-    """What each version changed: the entries that were added, merged from others, and pruned.
+def named(entry: dict, kind: str) -> list[str]:
+    return [entry[name] for name in (skills.IDS[kind], *skills.FIELDS[kind])]
 
-    A new entry that carries the sources of entries that are gone was merged from them.
+
+def timeline(banks: Banks) -> list[dict]:
+    """What each version changed: a mark for each such entry, and what it was merged from.
+
+    The marks: "start" in the first version; "copied" where a dynamic entry has the text of a static
+    one (D11); "merged" where it carries the sources of entries that are gone; "new"; and "pruned".
+    The sizes are those of skills, mistakes, dynamic entries, and dynamic entries that are copies.
     """
     events: list[dict] = []
-    before: dict[tuple[str, str], tuple[list[str], set]] = {}
+    before: Entries = {}
     for step, bank in banks.items():
-        now = {}
+        now: Entries = {}
+        dynamic, static = {}, set()
         for (kind, id_), entry in entries(bank).items():
-            name = [id_, entry[skills.FIELDS[kind][0]]]
-            now[identity(kind, id_, entry)] = name, set(entry.get("sources", []))
-        event: dict[str, Any] = {"step": step, "added": [], "merged": [], "pruned": []}
-        event["sizes"] = [len(bank.general_skills), len(bank.common_mistakes)]
-        about = bank.metadata.items()
-        event["note"] = {k: number(v) for k, v in about if isinstance(v, str | int | float)}
-        for update in bank.metadata.get("updates", []):
-            if update.get("step") == step:
-                event["note"] = update
+            key, text = identity(kind, id_, entry), skills.entry_text(entry, kind).casefold()
+            now[key] = entry
+            if id_.startswith("dyn_"):
+                dynamic[key] = kind, text
+            else:
+                static.add((kind, text))
+        copied = [key for key, text in dynamic.items() if text in static]
         gone = {key: old for key, old in before.items() if key not in now}
-        for key, (name, sources) in now.items():
-            if key in before or not events:  # the entries of the first version are not listed
+        pruned, changes = dict(gone), []
+        for key, entry in now.items():
+            if key in before:
                 continue
             parents = []
-            for old_key, (old_name, old_sources) in gone.items():
-                if old_key[0] == key[0] and old_sources and old_sources <= sources:
-                    parents.append(old_name)
-            event["merged" if parents else "added"].append([*name, parents])
-        absorbed = [parent for merged in event["merged"] for parent in merged[2]]
-        for name, _ in gone.values():
-            if name not in absorbed:
-                event["pruned"].append([*name, []])
-        events.append(event)
+            for old_key, old in gone.items():
+                own = old.get("sources")
+                if own and old_key[0] == key[0] and set(own) <= set(entry.get("sources", [])):
+                    parents.append(named(old, key[0]))
+                    pruned.pop(old_key, None)
+            mark = "merged" if parents else "new" if events else "start"
+            changes.append(["copied" if key in copied else mark, named(entry, key[0]), parents])
+        changes += [["pruned", named(old, kind), []] for (kind, _), old in pruned.items()]
+        note = {k: number(v) for k, v in bank.metadata.items() if isinstance(v, str | int | float)}
+        for update in bank.metadata.get("updates", []):
+            note = update if update.get("step") == step else note
+        sizes = [len(bank.general_skills), len(bank.common_mistakes), len(dynamic), len(copied)]
+        events.append({"step": step, "sizes": sizes, "note": note, "changes": changes})
         before = now
     return events
 
@@ -198,30 +205,27 @@ def teachers(row: dict, used: Entries) -> list[dict]:
         if len(row["pairs"]) == len(row["rho"]):
             teacher |= {name: number(row[name][k]) for name in ("s_g", "s_e")}
             for name, kind, id_ in zip(("skill", "mistake"), skills.IDS, row["pairs"][k]):
-                entry = used[kind, id_]
-                teacher[name] = [id_, *[entry[field] for field in skills.FIELDS[kind]]]
+                teacher[name] = named(used[kind, id_], kind)
         found.append(teacher)
     return found
 
 
-def gate_view(row: dict, tokens: dict, used: Entries) -> dict:
+def gate_view(row: dict, tokens: dict, banks: Banks, eps_a: float) -> dict:
     """One audited rollout for the page: its teachers' decisions, its tokens' gaps and credits.
 
-    row, tokens: its lines in rollouts.jsonl and tokens.jsonl. Gaps are in thousandths of a nat;
-    credits are in `unit`, a ten-thousandth of the largest.
+    row, tokens: its lines in rollouts.jsonl and tokens.jsonl. Gaps are in units of their last
+    decimal, as many as tell the side of the threshold; credits in ten-thousandths of the largest.
     """
-    credit_KT = tokens.get("credit")
-    if credit_KT is None:  # Eq. 20 is the gate's: a divergence has none
-        credit_KT = [[0.0] * len(row_T) for row_T in tokens["delta"]]
-    sizes = [0.0]
-    for row_T in credit_KT:
-        sizes += [abs(w) for w in row_T if math.isfinite(w)]
-    unit = max(sizes) / 10_000 or 1.0
-    view = {"loss": number(row["loss"]), "teachers": teachers(row, used)}
+    digits = max(3, 1 - int(decimal.Decimal(str(eps_a)).as_tuple().exponent))
+    credit_KT = tokens.get("credit", [])  # Eq. 20 is the gate's: a divergence has none
+    sizes = [abs(w) for w in itertools.chain(*credit_KT) if math.isfinite(w)]
+    unit = max(sizes, default=0.0) / 10_000 or 1.0
+    used = entries_in_use(banks, row["step"])
+    view = {"loss": number(row["loss"]), "digits": digits, "teachers": teachers(row, used)}
     for name in ("step", "problem_id", "problem", "gold", "pred", "r", "truncated"):
         view[name] = row[name]
     view |= {"text": tokens["text"], "mask": tokens["mask"], "unit": unit}
-    return view | {"delta": whole(tokens["delta"], 0.001), "credit": whole(credit_KT, unit)}
+    return view | {"delta": whole(tokens["delta"], 10.0**-digits), "credit": whole(credit_KT, unit)}
 
 
 def whole(x_KT: list[list[float]], unit: float) -> list[list[int | None]]:
@@ -242,9 +246,10 @@ def in_words(view: dict, eps_a: float) -> str:
         f"answer {view['pred']}, reference {view['gold']}: {verdict}, r = {view['r']:+d}{cut}",
         f"{len(view['mask'])} tokens, {view['mask'].count(0)} of them masked; "
         f"loss {view['loss']:+.6f}; threshold |a~| > {eps_a}",
-        "  k    s_g    s_e  alpha        a       a~  rho",
+        "  k    s_g    s_e  alpha         a        a~  rho",
     ]
-    numbers = "{s_g:5.3f}  {s_e:5.3f}  {alpha:5.3f}  {a_plain:+7.4f}  {a:+7.4f}  {rho:+3d}  {says}"
+    numbers = "{s_g:5.3f}  {s_e:5.3f}  {alpha:5.3f}  {a_plain:+8.4f}  {a:+8.4f}  {rho:+3d}  {says}"
+    numbers = numbers.replace("8.4", f"8.{view['digits']}")
     for k, teacher in enumerate(view["teachers"], 1):
         lines.append(f"{k:3d}  {numbers.format(**teacher)}")
         lines.append("     {} {} | {} {}".format(*teacher["skill"][:2], *teacher["mistake"][:2]))
@@ -266,31 +271,34 @@ def curves(metrics: list[dict], points: int) -> tuple[dict[str, list], int]:
     """The numbers of metrics.jsonl by name, of every n-th update up to the last one; and n."""
     every = max(1, math.ceil(len(metrics) / points))
     kept = [runlog.flat(row) for row in metrics[(len(metrics) - 1) % every :: every]]
-    columns: dict[str, list] = {}
-    for row in kept:
-        columns.update((name, []) for name in row)
-    for name, column in columns.items():
-        column += [number(row.get(name)) for row in kept]
+    columns = {}
+    for name in dict.fromkeys(itertools.chain(*kept)):
+        columns[name] = [number(row.get(name)) for row in kept]
     return columns, every
 
 
 def evaluations(run: pathlib.Path) -> list[dict]:
-    """Points of the evaluation curves, from every results.json below the run.
+    """Points of the evaluation curves, from every RUN/eval/*/results.json (Figs. 2 and 4).
 
-    What is no checkpoint is the plain model, at update 0; checkpoints of other runs are left out.
+    This run's checkpoints stand at their update, plain models at 0; the curves begin at the model
+    of the run, and other models are curves of their own. Other runs' checkpoints are left out.
     """
-    points: dict[tuple[str, int], dict] = {}
-    for path in sorted(run.rglob("results.json")):
-        results = json.loads(path.read_text(encoding="utf-8"))["results"]
-        for policy, sets in results.items():
-            at = re.search(r"step_(\d+)", policy)
-            if at and run.resolve().name not in pathlib.Path(policy).parts:
-                continue
-            for name, row in sets.items():
-                point = {"set": name, "step": int(at[1]) if at else 0}
-                point |= {k: number(row.get(k)) for k in ("avg", "avg_low", "avg_high", "samples")}
-                points[name, point["step"]] = point
-    return [points[key] for key in sorted(points)]
+    base = pathlib.Path(saved_settings(run)["model"]).name
+    points = []
+    for path in sorted(run.glob("eval/*/results.json")):
+        policy = path.parent.name.removesuffix("--skills")
+        step = re.fullmatch(r"step_(\d+)", policy)
+        if not step and re.search(r"--step_\d+$", policy):
+            continue
+        more = " + skills" if policy != path.parent.name else ""
+        if not step and policy.split("--")[-1] != base:
+            more = f", {policy}{more}"
+        for name, row in json.loads(path.read_text(encoding="utf-8")).items():
+            point = {"set": name + more, "step": int(step[1]) if step else 0}
+            point |= {k: number(row[k]) for k in ("avg", "avg_low", "avg_high")}
+            point["samples"] = row["samples"] // row["problems"]  # k of avg@k
+            points.append(point)
+    return sorted(points, key=lambda point: (point["set"], point["step"]))
 
 
 def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
@@ -302,7 +310,7 @@ def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
     columns, every = curves(metrics, points)
     audited = {line["step"] for line in tokens}
     rows = [row for row in rollouts if row["step"] in audited]  # in the order of their tokens
-    views = [gate_view(*both, entries_in_use(banks, both[0]["step"])) for both in zip(rows, tokens)]
+    views = [gate_view(*both, banks, settings["eps_a"]) for both in zip(rows, tokens)]
     known = memories(run, settings.get("bank", ""), rollouts)
     shown: dict[str, dict[int, dict]] = {}
     for row in counted["entries"]:
@@ -323,6 +331,7 @@ def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
         "ledger": counted["entries"],
         "memories": shown,
         "timeline": timeline(banks),
+        "explained": bool(views) and not metrics,  # --explain's folder, which logs no update
         "gate": [[number(y) for y in curve.tolist()] for curve in gate],
     }
 
@@ -366,6 +375,8 @@ def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTE
         run["audited"] = len(own)
         run["rollouts"], others = fit(own, budget)
         run["left_out"] = excerpt(", ".join(others), 2000)
+        counting = [sum(t["rho"] != 0 for t in view["teachers"]) for view in run["rollouts"]]
+        run["opens"] = counting.index(max(counting)) if counting else 0  # where most count
     distributed.write_text(out, template.replace("{{data}}", dump(data)))
 
 

@@ -1,4 +1,4 @@
-"""The documents against the code: every decision has its row, and every command parses."""
+"""The documents against the code and the paper: decisions, commands, and rows of tables."""
 
 import re
 import shlex
@@ -14,6 +14,8 @@ from distributed import UserError
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 TEXT = "\n".join(path.read_text() for path in PAGES).replace("\\\n", " ")
+REPRODUCE = (ROOT / "docs" / "reproduce.md").read_text()
+PAPER = ROOT.parent / "shared" / "paper.tex"
 
 
 def test_every_decision_in_the_code_has_its_row_and_back():
@@ -25,8 +27,8 @@ def test_every_decision_in_the_code_has_its_row_and_back():
 
 
 def commands():
-    """The lines of fenced blocks that begin with python or torchrun."""
-    found = set()
+    """The lines of fenced blocks, and the words in backticks, that run a program."""
+    found = set(re.findall(r"`((?:python|torchrun) [^`\n]*\.py[^`\n]*)`", TEXT))
     for block in re.findall(r"^```\w*\n(.*?)^```", TEXT, re.M | re.S):
         found |= set(re.findall(r"^(?:python|torchrun) .*", block, re.M))
     return sorted(found)
@@ -47,6 +49,8 @@ def test_a_command_of_the_documents_parses(command, tmp_path, monkeypatch, capsy
             config.parse(argv, script, "", kind, baselines.DEFAULTS)
         except UserError as e:
             assert "--resume" in argv and "no readable config.json" in str(e), e
+        except SystemExit:
+            assert "--print-config" in argv
     elif script == "eval.py":
         eval.arguments(argv)
     elif script == "report.py":
@@ -56,3 +60,24 @@ def test_a_command_of_the_documents_parses(command, tmp_path, monkeypatch, capsy
         text = (ROOT / script).read_text()
         for flag in re.findall(r"--[a-z][a-z-]*", command.partition(script)[2]):
             assert f'"{flag}"' in text, flag
+
+
+@pytest.mark.skipif(not PAPER.exists(), reason="the paper is not here")
+@pytest.mark.parametrize(
+    "title, label, row",
+    [
+        ("Tab. 3", "tab:main", r"& ([A-Z]\S*) & (?:\\\w+\{)?\d"),
+        ("Tab. 4", "tab:ablation-robust", r"(w/o [a-z ]+[a-z]|Base|SGSD)"),
+    ],
+)
+def test_every_row_of_a_table_of_the_paper_has_its_two_commands(title, label, row):
+    latex = PAPER.read_text().replace(r"\method{}", "SGSD").partition(f"\\label{{{label}}}")[2]
+    names = set(re.findall(row, latex.partition(r"\end{tabular}")[0]))
+    section = REPRODUCE.partition(f"## {title}")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\| (.+?) \| `[^`]+\.py [^`]+` \| `[^`]+\.py [^`]+` ", section, re.M)
+    assert names and sorted(lines) == sorted(names)
+
+
+def test_a_row_of_the_miniature_that_a_page_names_is_in_its_results():
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "results" / "miniature.md").read_text(), re.M)
+    assert set(re.findall(r"\(\*(.+?)\*[,)]", REPRODUCE)) <= set(rows)

@@ -91,7 +91,7 @@ def test_the_gate_views_equal_the_logs(out, tmp_path):
             a = sum(max(-3, min(3, d)) for d in kept) / len(kept)
             assert teacher["a"] == pytest.approx(a, abs=1e-5)
             assert (teacher["rho"] == 0) == (abs(a) <= 0.4)
-            for name, unit in (("delta", 0.001), ("credit", shown["unit"])):
+            for name, unit in (("delta", 10 ** -shown["digits"]), ("credit", shown["unit"])):
                 for whole, x in zip(shown[name][k], tokens[name][k], strict=True):
                     assert abs(whole * unit - x) <= 0.51 * unit
 
@@ -146,10 +146,11 @@ def test_the_ledger_after_a_resume_is_that_of_a_run_never_stopped(out, world_dir
 
 
 def save_bank(out, step, *titles, sources=None):
-    """A version of a bank with dynamic skills of these titles and one mistake."""
+    """A version of a bank with skills of these titles and one mistake; all but "S..." dynamic."""
     found = []
     for i, title in enumerate(titles):
-        skill = {"skill_id": f"dyn_gen_{i}", "title": title, "principle": "", "when_to_apply": ""}
+        id_ = title if title.startswith("S") else f"dyn_gen_{i}"
+        skill = {"skill_id": id_, "title": title, "principle": "", "when_to_apply": ""}
         found.append({**skill, "sources": (sources or {}).get(title, [])})
     mistake = {"mistake_id": "err", "description": "", "why_it_happens": "", "how_to_avoid": ""}
     bank = skills.SkillBank(found, [mistake], {"updates": [{"step": step, "added": 1}]})
@@ -177,16 +178,24 @@ def test_the_ledger_knows_a_dynamic_entry_by_its_text(tmp_path):
         report.ledger(tmp_path)
 
 
-def test_the_timeline_of_added_merged_and_pruned(tmp_path):
+def test_the_timeline_of_start_new_merged_copied_and_pruned(tmp_path):
     sources = {"a": ["1"], "b": ["2"], "c": ["3"], "d": ["4"], "ab": ["1", "2"], "new": ["9"]}
-    save_bank(tmp_path, 0, "a", "b", "c", "d", sources=sources)
-    save_bank(tmp_path, 5, "d", "ab", "new", sources=sources)
+    save_bank(tmp_path, 0, "S1", "a", "b", "c", "d", sources=sources)
+    save_bank(tmp_path, 5, "S1", "d", "ab", "new", "s1", sources=sources)
     first, event = report.timeline(report.load_banks(tmp_path))
-    assert first["sizes"] == [4, 1] and not first["added"]
+    assert first["sizes"] == [5, 1, 4, 0] and event["sizes"] == [5, 1, 4, 1]
+    assert [mark for mark, _, _ in first["changes"]] == ["start"] * 6
+    assert first["changes"][-1] == ["start", ["err", "", "", ""], []]
     assert event["step"] == 5 and event["note"] == {"step": 5, "added": 1}
-    assert [name for _, name, _ in event["added"]] == ["new"]
-    assert [name for _, name, _ in event["pruned"]] == ["c"]
-    assert event["merged"] == [["dyn_gen_1", "ab", [["dyn_gen_0", "a"], ["dyn_gen_1", "b"]]]]
+    told = []
+    for mark, (_, title, *_), parents in event["changes"]:
+        told.append((mark, title, [id_ for id_, *_ in parents]))
+    assert told == [
+        ("merged", "ab", ["dyn_gen_1", "dyn_gen_2"]),
+        ("new", "new", []),
+        ("copied", "s1", []),  # in another case, as a static entry has it (D11)
+        ("pruned", "c", []),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -203,12 +212,13 @@ def test_the_sentence_of_a_decision(a, rho, r, words):
     assert report.sentence(a, rho, r) == words
 
 
-def write_run(path, text="5", steps=(1,), per_step=1, tokens=4):
-    """A run's files by hand, all of its texts `text`."""
+def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, **changes):
+    """A run's files by hand, all of its texts `text`; changes: of its settings."""
     skill = {"skill_id": "g", "title": text, "principle": text, "when_to_apply": text}
     mistake = {"mistake_id": "e", "description": text, "why_it_happens": text, "how_to_avoid": text}
     skills.SkillBank([skill], [mistake], {"source": text}).save(path / "bank/step_000000.json")
     settings = {"model": text, "updates": 9, "tau_g": 1.0, "c_delta": 3.0, "eps_a": 0.05}
+    settings |= {"audit_every": 1, "eval_data": "", **changes}
     (path / "config.json").write_text(json.dumps({"settings": settings}))
     row = dict.fromkeys(("problem", "gold", "pred", "text"), text)
     row |= {"r": 1, "truncated": False, "loss": 0.1, "pairs": [["g", "e"]], "rho": [1]}
@@ -248,6 +258,28 @@ def test_the_page_stays_small_and_says_what_it_left_out(tmp_path):
     assert {view["step"] for view in data["rollouts"]} == {1, 2, 3}
 
 
+@pytest.mark.parametrize("eps_a, digits", [(0.4, 3), (0.05, 3), (0.005, 4), (0.0125, 5), (1e-5, 6)])
+def test_supports_have_the_decimals_that_the_threshold_needs(eps_a, digits, tmp_path):
+    (view,) = report.collect(write_run(tmp_path, eps_a=eps_a))["rollouts"]
+    assert view["digits"] == digits
+    assert view["delta"][0][0] == round(0.1234 * 10**digits)
+    assert f" +{0.5:.{digits}f}   +1  supports" in report.in_words(view, eps_a)
+
+
+def test_the_page_opens_on_the_rollout_where_most_teachers_count(tmp_path):
+    run = write_run(tmp_path, steps=(1, 2), per_step=2)
+    made = rows(run / "rollouts.jsonl")
+    for row, rho in zip(made, ([0, 0], [0, 0], [0, -1], [0, 1])):
+        for name in ("pairs", "s_g", "s_e", "alpha", "a_plain", "a", "losses"):
+            row[name] *= 2
+        row["rho"] = rho
+    distributed.write_jsonl(run / "rollouts.jsonl", made)
+    _, (data,) = page([run], tmp_path / "r.html")
+    assert data["opens"] == 2 and not data["explained"]
+    (run / "tokens.jsonl").unlink()
+    assert page([run], tmp_path / "r.html")[1][0]["opens"] == 0
+
+
 def test_long_curves_are_thinned_up_to_the_last_update():
     columns, every = report.curves([{"step": step} for step in range(1, 96)], points=10)
     assert every == 10 and columns == {"step": list(range(5, 96, 10))}
@@ -269,22 +301,35 @@ def test_a_run_that_is_still_going(tmp_path, capsys):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_evaluations_of_checkpoints(tmp_path):
-    row = {"avg": 0.5, "avg_low": 0.4, "avg_high": 0.6, "samples": 2}
+def test_evaluations_of_the_runs_checkpoints_and_of_plain_models(tmp_path):
+    """The base model begins the curves; other models and the prompt with skills have their own."""
+    run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B")
     found = {
-        "checkpoints/step_000025/eval": {"runs/run/checkpoints/step_000025": {"aime": row}},
-        "eval": {
-            "x/run/checkpoints/step_000050": {"aime": {**row, "avg": 0.7}},
-            "x/other/checkpoints/step_000075": {"aime": row},
-        },
-        "eval/base": {"Qwen/Qwen3-1.7B": {"aime": row}},
+        "Qwen--Qwen3-1.7B": {"aime": 0.5, "hmmt": 0.1},
+        "Qwen--Qwen3-1.7B--skills": {"aime": 0.6},
+        "my--model": {"aime": 0.3},
+        "step_000025": {"aime": 0.55},
+        "step_000050": {"aime": 0.7},
+        "step_000050--skills": {"aime": 0.8},
+        "other--step_000075": {"aime": 0.9},
+        ".": {"results": 0, "selections": 0},  # the comparison
     }
-    for folder, results in found.items():
-        path = tmp_path / "run" / folder / "results.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"results": results}))
-    points = [(point["step"], point["avg"]) for point in report.evaluations(tmp_path / "run")]
-    assert points == [(0, 0.5), (25, 0.5), (50, 0.7)]
+    for folder, sets in found.items():
+        table = {}
+        for name, avg in sets.items():
+            table[name] = {"avg": avg, "avg_low": 0.0, "avg_high": 1.0}
+            table[name] |= {"samples": 24, "problems": 2}
+        distributed.write_json(run / "eval" / folder / "results.json", table)
+    curves = {}
+    for point in report.evaluations(run):
+        assert point["samples"] == 12
+        curves.setdefault(point["set"], []).append((point["step"], point["avg"]))
+    assert curves == {
+        "aime": [(0, 0.5), (25, 0.55), (50, 0.7)],
+        "aime + skills": [(0, 0.6), (50, 0.8)],
+        "aime, my--model": [(0, 0.3)],
+        "hmmt": [(0, 0.1)],
+    }
 
 
 @pytest.mark.parametrize("method", ["opsd", "grpo+skill"])
@@ -326,7 +371,9 @@ def test_explain_takes_one_problem_through_the_method(world_dir, out, tmp_path, 
     told = capsys.readouterr().out
     (folder,) = tmp_path.glob("run-explain-*")
     assert "What is 2 plus 5?" in told and "7: wrong, r = -1" in told
-    (view,) = report.collect(folder)["rollouts"]
+    data = report.collect(folder)
+    (view,) = data["rollouts"]
+    assert data["explained"] and not report.collect(run)["explained"]
     assert (folder / "report.html").exists() and len(view["teachers"]) == 3
     for teacher in view["teachers"]:
         assert teacher["says"] in told and teacher["skill"][1] in told
@@ -427,25 +474,36 @@ const fits = () => document.documentElement.scrollWidth <= innerWidth
   && !/NaN|undefined/.test(document.getElementById("main").innerHTML);
 function visit(address) {
   history.replaceState(null, "", address);
-  Object.assign(state, { run: "0", roll: "0", k: "sum", by: "delta" });
+  Object.assign(state, { run: "0", roll: "", k: "all", by: "delta" });
   render();
 }
 const focusable = e => (e.focus(), e.disabled || document.activeElement === e);
 try {
+  found.start = text("[aria-current]").join();
+  found.told = {};
   for (const view of Object.keys(VIEWS)) {
     visit("#view=" + view);
     found[view] = [fits(), text("[aria-current]").join(), text("main").join().length > 50];
+    found.told[view] = text("main")[0];
   }
   visit("#view=curves");
   found.paths = all("svg path").length;
+  found.charts = text("#main h3");
+  found.colours = [];
+  for (let roll = 0; roll < RUNS[0].rollouts.length; roll++) {
+    visit("#view=gate&k=0&roll=" + roll);
+    found.colours.push(all("#text span").map(e => e.style.background));
+  }
+  found.key = text(".key > div");
   visit("#view=gate");
   found.tokens = text("#text span");
   found.says = text(".says");
   found.masked = all("#text .masked").length;
-  document.getElementById("text").dispatchEvent(new KeyboardEvent("keydown", { key: "End" }));
+  const last = new KeyboardEvent("keydown", { key: "End" });
+  for (const e of all("#text")) e.dispatchEvent(last);
   found.last = text("#token")[0];
   visit("#view=gate&by=credit&k=0");
-  found.checked = document.querySelector("input[name=k]:checked").id;
+  found.checked = all("input[name=k]:checked").map(e => e.id).join();
   visit("#view=ledger");
   found.rows = all("tbody tr").map(r => [...r.cells].map(c => c.textContent));
   document.querySelector("td button").click();
@@ -489,12 +547,13 @@ def test_in_a_browser(kind, out, tmp_path):
     """Every view: no wider than the window, no script error, the logs' numbers, text as text."""
     run = out if kind == "run" else write_run(tmp_path / "run", SCRIPT)
     text, (data,) = page([run], tmp_path / "r.html")
-    first, ledger = data["rollouts"][0], {row["id"]: row for row in data["ledger"]}
+    first, ledger = data["rollouts"][data["opens"]], {row["id"]: row for row in data["ledger"]}
     for found in probe(text, tmp_path):
         assert not found["errors"] and found["hacked"] == 0
         assert found["focusable"] and found["opened"]
         for view in ("curves", "gate", "ledger", "bank"):
             assert found[view] == [True, view.title(), True]
+        assert found["start"] == "Curves" and found["charts"][0] == "Accuracy"
         assert found["tokens"] == [t.replace("\n", "↵\n") or "·" for t in first["text"]]
         assert found["masked"] == first["mask"].count(0) and found["checked"] == "k0"
         assert found["says"] == [teacher["says"] for teacher in first["teachers"]]
@@ -509,3 +568,49 @@ def test_in_a_browser(kind, out, tmp_path):
             assert [int(cell) for cell in cells[2:]] == numbers
         if kind == "run":
             assert found["memory"][0].startswith("problem p") and found["paths"] > 20
+            start, *updates = data["timeline"]
+            assert f"The {len(start['changes'])} starting entries" in found["told"]["bank"]
+            assert found["told"]["bank"].count("candidates") == len(updates) > 0
+
+
+def test_the_colours_of_gaps_are_on_one_scale_from_the_threshold_to_the_bound(tmp_path):
+    """Whatever else a rollout holds: noise is palest, and a large gap differs from a small one."""
+    run = write_run(tmp_path, per_step=2, eps_a=0.005)
+    gaps = ([-8.7, -0.01, -0.004, 0.004], [0.0, -0.01, -0.2, 3.1])
+    made = rows(run / "tokens.jsonl")
+    for row, delta in zip(made, gaps):
+        row["delta"] = [delta]
+    distributed.write_jsonl(run / "tokens.jsonl", made)
+    for found in probe(page([run], tmp_path / "r.html")[0], tmp_path):
+        assert not found["errors"]
+        first, second = found["colours"]
+        shares = [[int(share) for share in re.findall(r"(\d+)%", colour)] for colour in first]
+        assert [share[0] for share in shares] == [64, 15, 5, 5]
+        assert first[1] == second[1] and not second[0] and first[2] != first[3]
+        assert re.findall(r"(\d+)%", second[2]) == ["38"] and "--pos) 64%" in second[3]
+        assert [re.sub("[+−]", "", label, count=2) for label in found["key"]] == (
+            ["≤ 0.005", "0.025", "0.12", "0.61", "3", "> 3"]
+        )
+
+
+def test_a_finished_run_says_what_it_does_not_hold_and_why(tmp_path):
+    run = write_run(tmp_path / "run", updates=1, audit_every=0)
+    (run / "tokens.jsonl").unlink()
+    for found in probe(page([run], tmp_path / "r.html")[0], tmp_path):
+        assert not found["errors"]
+        assert "--audit-every 0, so no token's gap was kept" in found["told"]["gate"]
+        assert "run was made without --eval-data" in found["told"]["curves"]
+        assert (
+            "No rollout that a teacher scored was cut at the length limit."
+            in (found["told"]["curves"])
+        )
+        assert not re.search(r"\byet\b|so far", " ".join(found["told"].values()))
+
+
+def test_the_page_of_one_problem_opens_on_its_rollout(tmp_path):
+    run = write_run(tmp_path)
+    (run / "metrics.jsonl").unlink()  # --explain makes no update
+    text, (data,) = page([run], tmp_path / "r.html")
+    assert data["explained"]
+    for found in probe(text, tmp_path):
+        assert not found["errors"] and found["start"] == "Gate"
