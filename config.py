@@ -40,6 +40,7 @@ class Config:
     updates: int = setting(200, "optimizer updates; §4.1")
     checkpoint_every: int = setting(25, "updates between two checkpoints; §4.1")
     eval_data: str = setting("", "problems for avg@12 before and after the run; see also eval.py")
+    eval_samples: int = setting(12, "samples per problem in those evaluations; App. F.1")
     eval_tokens: int = setting(38912, "new tokens of an evaluation sample; App. F.1")
     device: str = setting("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
     # the model
@@ -90,7 +91,9 @@ class Config:
     # looking inside, and what bounds memory without changing a result
     audit_every: int = setting(25, "updates between records in tokens.jsonl; 0 is never", least=0)
     score_tokens: int = setting(16384, "token budget of one padded forward pass")
-    rollout_rows: int = setting(0, "rollouts decoded at a time on each rank; 0 is all", least=0)
+    rollout_rows: int = setting(
+        0, "rows decoded at a time on each rank; 0 is all rollouts, and 16 for the bank", least=0
+    )
     verify_timeout: float = setting(5.0, "seconds the verifier may take for an answer")
     verify_workers: int = setting(1, "verifier processes per rank")
     wandb: bool = setting(False, "also send the numbers of metrics.jsonl to Weights & Biases")
@@ -150,6 +153,17 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+GROUPS = {  # in --help, by the first setting of each
+    "out": "the run",
+    "model": "the model",
+    "data": "the data",
+    "bank": "the bank",
+    "num_teachers": "the objective",
+    "temperature": "the student's sampling",
+    "learning_rate": "the optimizer",
+    "audit_every": "looking inside, and what changes no result",
+    "method": "baselines and ablations",
+}
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent / "tiny")
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -171,6 +185,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "merge_group_size": 8,
         "reply_tokens": 640,
         "max_new_tokens": 96,
+        "rollout_rows": 32,
         "eval_tokens": 96,
         "num_teachers": 4,
         "eps_a": 0.005,
@@ -184,27 +199,41 @@ PRESETS: dict[str, dict[str, Any]] = {
 def parse(
     argv: Sequence[str] | None,
     program: str,
-    description: str,
+    about: str,
     kind: type[Config] = Config,
     own_defaults: dict[str, dict[str, Any]] | None = None,
 ) -> tuple[Config, bool]:
     """(settings, whether to resume) from a command line.
 
-    A flag overrides the preset, and that overrides a --method's own defaults. `--resume RUN` starts
-    from the run's saved settings instead. Raises UserError on anything that is wrong.
+    about: a program's docstring; its first line and its commands stand in --help. A flag overrides
+    the preset, and that overrides a --method's own defaults. `--resume RUN` starts from the run's
+    saved settings instead. Raises UserError on anything that is wrong.
     """
+    title, *more = about.split("\n")
+    commands = [line for line in more if line.startswith(("    python ", "    torchrun "))]
     parser = distributed.Parser(
-        program, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        program,
+        description=title,
+        usage="%(prog)s [--preset NAME] [--FLAG VALUE ...]",
+        epilog="\n".join(["examples:", *commands]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--preset", choices=PRESETS, help="settings to start from")
     parser.add_argument("--print-config", action="store_true", help="print every setting, and end")
     parser.add_argument("--resume", metavar="RUN", help="continue a run from its last checkpoint")
+    group = parser.add_argument_group()
     for f in fields(kind):
+        if f.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[f.name])
         text = f"{f.metadata['source']} (default: {f.default})".replace("%", "%%")
         how: dict[str, Any] = {"type": type(f.default), "choices": f.metadata["choices"] or None}
+        if not how["choices"]:
+            how["metavar"] = type(f.default).__name__
         if isinstance(f.default, bool):
             how = {"action": argparse.BooleanOptionalAction}
-        parser.add_argument(flag(f.name), help=text, **how)
+        group.add_argument(flag(f.name), help=text, **how)
     given = vars(parser.parse_args(argv))
     if "resume" in given:
         return _resumed(given.pop("resume"), given, kind), True
@@ -242,10 +271,14 @@ def _resumed(run: str, given: dict[str, Any], kind: type[Config]) -> Config:
         if name in given:
             rule = f"a resumed run has its own {what}; leave it out, or start a new run"
             raise UserError(f"{flag(name)} {given[name]}: {rule}")
+    path = pathlib.Path(run)
+    if path.parent.name == "checkpoints":
+        raise UserError(f"--resume {run}: is a checkpoint; give its run, {path.parent.parent}")
     try:
         return kind(**{**_saved(run), **given, "out": run})
     except UserError:
         raise
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as e:
-        why = f"no readable config.json of a run there ({e!r}); give a run such as runs/sgsd"
-        raise UserError(f"--resume {run}: {why}") from None
+        there = ", ".join(sorted(file.name for file in path.glob("*"))[:5]) or "nothing"
+        why = f"no readable config.json of a run there ({distributed.brief(e)}), but {there}"
+        raise UserError(f"--resume {run}: {why}; give a run such as runs/sgsd") from None

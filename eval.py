@@ -471,6 +471,7 @@ def before_and_after(cfg: Config, world: World) -> None:
     if cfg.eval_data and last and int(last.name[5:]) == cfg.updates:
         rows = max(16, cfg.score_tokens // cfg.eval_tokens)
         flags = f"--rows {rows} --seed {cfg.seed} --max-new-tokens {cfg.eval_tokens} "
+        flags += f"--samples {cfg.eval_samples} "
         flags += f"--device {cfg.device} --dtype {cfg.dtype} --attn {cfg.attn} "
         flags += f"--verify-timeout {cfg.verify_timeout} --verify-workers {cfg.verify_workers}"
         argv = [cfg.model, str(last), "--data", cfg.eval_data, *flags.split()]

@@ -350,14 +350,14 @@ class Writer:
     log: ReplyLog
     reply_tokens: int
     seed: int
-    rows: int = 32
+    rows: int = 16  # that decode at a time
 
     def limit(self, prompt_ids: Ids, merging: bool) -> int:
-        """The most tokens of a reply (D4): for a merge as many as its prompt has.
+        """The most tokens of a reply (D4): for a merge its prompt's and a quarter more.
 
-        They hold every item that the prompt shows; its other words are the margin.
+        They hold every item that the prompt shows, in a wordier layout, too.
         """
-        return len(prompt_ids) if merging else self.reply_tokens
+        return len(prompt_ids) * 5 // 4 if merging else self.reply_tokens
 
     def replies(self, prompts: list[str], times: list[int], stage: str, merging: bool) -> list[str]:
         """A reply to each prompt: greedy to a new one, sampled to one that was asked before (D4).
@@ -396,5 +396,5 @@ def writer(cfg: Config, world: World, model, tokenizer, folder: pathlib.Path) ->
     if cfg.update_model:
         name, flag = cfg.update_model, "--update-model"
         model, tokenizer = load_model(name, world.device, cfg.dtype, cfg.attn, flag)
-    log, rows = ReplyLog(folder, world), cfg.rollout_rows or 32
+    log, rows = ReplyLog(folder, world), cfg.rollout_rows or 16  # 16 fit with 38,912 tokens each
     return Writer(model, tokenizer, world, log, cfg.reply_tokens, cfg.seed, rows)

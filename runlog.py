@@ -92,6 +92,15 @@ def write(out: pathlib.Path, metrics: dict, records: list[dict], loggers: list[L
         pass_on(metrics)
 
 
+def what_next(cfg: Config) -> str:
+    """The commands that fit a run that has come to its end."""
+    evaluate = f"python eval.py {cfg.model} {cfg.out}"
+    if cfg.eval_data:
+        evaluate += f" --data {cfg.eval_data} --max-new-tokens {cfg.eval_tokens}"
+        evaluate += f" --samples {cfg.eval_samples} --seed {cfg.seed}"
+    return f"done; look inside: python report.py {cfg.out}\nall checkpoints: {evaluate}"
+
+
 def bank_versions(out: pathlib.Path) -> dict[int, pathlib.Path]:
     """The saved banks of a run, by the update after which each came into use."""
     return {int(path.stem[5:]): path for path in sorted((out / "bank").glob("step_*.json"))}

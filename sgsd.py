@@ -9,6 +9,7 @@ that pair in its prompt. All of them score the student's tokens; Delta is the te
 of log-probabilities. A teacher that supports a success or suppresses a failure is distilled
 (rho = +1), the opposite is reversed (-1), and the unsure is ignored (0).
 
+    python sgsd.py --preset tiny                                         see it run, in minutes
     torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train
     python sgsd.py --resume runs/sgsd                                    continue a run
     python eval.py runs/sgsd/checkpoints/step_000200                     avg@12
@@ -484,16 +485,15 @@ def launch(cfg: Config, resume: bool, step_fn: Callable[[Run, int], Update] = tr
     if run.stop or code:
         return code
     del run  # the evaluation wants its memory
-    if world.main:
-        print(f"done: {cfg.out} (evaluate it with: python eval.py {cfg.out})")
     eval.before_and_after(cfg, world)
+    if world.main:
+        print(runlog.what_next(cfg))
     return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    about = "Skill-Conditioned Gated Self-Distillation (SGSD), in plain PyTorch."
-    return distributed.command("sgsd", lambda: launch(*config.parse(argv, "sgsd.py", about)))
+    return distributed.command("sgsd", lambda: launch(*config.parse(argv, "sgsd.py", __doc__)))
 
 
 if __name__ == "__main__":

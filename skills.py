@@ -560,6 +560,7 @@ def make_bank(
 def main(argv: Sequence[str] | None = None) -> int:
     """python skills.py --out bank.json: a bank made by cold start, with the settings of sgsd.py."""
     about = "Make a skill bank by cold start (Algorithm 2); its memories go into OUT.work."
+    about += "\n    python skills.py --model Qwen/Qwen3-1.7B --data mine.jsonl --out bank.json"
 
     def body() -> None:
         cfg, resume = config.parse(argv, "skills.py", about)

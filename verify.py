@@ -1,29 +1,28 @@
-"""The verdict: a completion's answer, and whether it equals the reference. Decision D5.
+"""The verdict: a completion's answer, and whether it equals the reference (D5). No torch.
 
-Equal strings and integers are decided at once, the rest by math-verify in worker processes that end
-when an answer takes too long. SPELLING is what models write and math-verify misreads, and WORDS and
-MARKS are for what it accepts and must not. Run as a program this file is the worker: JSON lines
-[gold, pred] in, true or false out; it does not import torch, so that it starts in a second.
+Equal strings and integers are decided at once, the rest by math-verify in workers that end when an
+answer takes too long. SPELLING is what it misreads, WORDS and MARKS what it accepts and must not.
+Run as a program this file is a worker: JSON lines [gold, pred] in, true or false out.
 """
 
 import json
 import os
 import queue
 import re
+import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
+from select import select
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 MAX_CHARS = 1000  # a longer answer is compared as a string only
 MEMORY_BYTES = 1 << 30  # address space of a worker
-START_S = 60.0  # a worker imports sympy first; this is not counted against an answer
 
 
 def extract_answer(text: str) -> str | None:
@@ -55,41 +54,36 @@ SIGNS: dict[str, Any] = {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot
 SIGNS |= {"∞": r"\infty ", "°": r"^\circ ", "√": r"\sqrt ", "±": r"\pm ", "²": "^2"}
 SPELLING = [  # what models write and math-verify misreads or refuses, and how it reads it
     (r"(?<=\d)(\{,\}|,?\\[,!])(?=\d{3})", ""),  # thousands: 1{,}234 and 1\,234
-    (r"\\(left|right|[bB]igg?[lr]?|displaystyle|f?boxed)\b", ""),
+    (r"\\(left|right|[bB]igg?[lr]?|displaystyle|boxed|fbox)\b", ""),
     (r"\\(q?quad\b|[!;:>])|~", " "),
     (rf"^\s*{TEXT}[\s.]*$", r"\1"),  # a whole answer set as text
     (r"^\\\$(.+)", r"\1 \\text{dollars}"),
-    (r"\\?\$", ""),  # the other dollar signs are delimiters
-    (r"^(=|\\approx|\s)+|[\s.]+$", ""),  # = 5, and 5 with a full stop
+    (r"^(\\?\$|=|\\approx|\s)+|([\s.]|\\?\$)+$|\\?\$", ""),  # = 5, 5 with a full stop, and $5$
     (r"\\[dt]frac", r"\\frac"),
     (r"(\\text\s*\{)?\s*percent\s*\}?$", r"\\%"),
     (r",?\s*(\\text\s*\{,?\s*)?\b(and|or)\b\s*\}?", ", "),
     (r"(?<![\w.^)}])(\d+) +(\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # 1 1/2
     (r"\\frac *(\d) +(\d)", r"\\frac{\1}{\2}"),  # no other two numbers stand side by side:
-    (r"(?<!_)(\d) +(?=\d)", r"\1 ? "),  # 2 3 is not 2+3,
-    (r"(?<!_)([\d)]) *\((?=\d)", r"\1\\cdot("),  # nor is 2(3), but \log_2(8) stays
+    (r"(?<!_)(\d)\s+(?=\d)", r"\1 ? "),  # 2 3 is not 2+3,
+    (r"(?<!_)([\d)])\s*\((?=\d)", r"\1\\cdot("),  # nor is 2(3), but \log_2(8) stays
     (r"\\varnothing\b|\\\{\s*\\\}", r"\\emptyset "),
     (r"^([^=,]*)=([a-zA-Z])$", r"\2=\1"),  # 5=x
 ]
-UNIT = re.compile(
-    rf"(?<=[\w)}}])(\s*{TEXT}|\s*([ckm]m|kg|ft)|\s+[a-zA-Z]{{3}}[a-zA-Z. ]*)(\^\{{?\d\}}?)?$"
-)
+UNIT = rf"(?<=[\w)}}])(\s*({TEXT}|[ckm]m|kg|ft)|\s+[a-zA-Z]{{3}}[a-zA-Z. ]*)(\^\{{?\d\}}?)?$"
 NAME = re.compile(  # x, m+n, f(3), x_1 or (x,y) may stand before =; 6=5 and 2x=5 are not 5
     r"(?:^|(?<=[,;(]))\s*([a-zA-Z\\|][^=<>\d,;^]*|[a-zA-Z][_{(]+[-\d./]+[)}]*|\([a-zA-Z, ]+\))="
 )
 CHAIN = re.compile(r"=[^,;]*=|\\approx.*\\approx")  # 1=2=3=4=5 is many guesses
-WORD = r"\\?[a-z]+(?:\.m)?"
-WORDS = frozenset(  # 5 million is not 5, and a problem, \sum_{k=1}^{9} k, is not its own answer
-    r"hundred thousand million billion dozen half am pm a.m p.m squared factorial is are not plus"
-    r" minus times over \sum \prod \int \iint \iiint \oint \lim \max \min \sup \inf \gcd \lcm \det"
-    r" \mod \bmod \pmod \operatorname vmatrix \partial dx dy dt".split()
+WORDS = (  # 5 million is not 5, and a problem, \sum_{k=1}^{9} k, is not its own answer
+    r"(?<![a-z\\])(?:hundred|thousand|million|billion|dozen|half|squared|factorial|is|are|not|plus"
+    r"|minus|times|over|[ap]\.?m|vmatrix|d[r-z])(?![a-z])|\\(?:sum|prod|i*int|oint|lim|max|min|sup"
+    r"|inf|gcd|lcm|det|[bp]?mod|operatorname|partial)(?![a-z])"
 )
 MARKS = [  # two answers that have such a mark have the same one; to math-verify
     r"[\w)}] ([a-z][a-z .]*?)s?(\^\{?\d\}?)?$",  # 5 m is 5 cm,
     r"_\{?(\d+)\}?$",  # a number is another base's,
     r"^([(\[]|\\\{)",  # a tuple is a set,
-    r"^([a-z]{3}[a-z .'-]*)$",  # red is der,
-    r"^(.+ [ap]\.?m)$",  # and 8:34 p.m. is 4:17 p.m.
+    r"^([a-z]{3}[a-z .'-]*|.+ [ap]\.?m)$",  # red is der, and 8:34 p.m. is 4:17 p.m.
 ]
 
 
@@ -101,14 +95,13 @@ def math_verdict(gold: str, pred: str) -> bool:
     gold_text, pred_text = plain(gold), plain(pred)
     if gold_text == pred_text:
         return bool(gold_text)
-    gold_words, pred_words = re.findall(WORD, gold), re.findall(WORD, pred)
-    if CHAIN.search(pred) or WORDS & (set(gold_words) ^ set(pred_words)):
+    if CHAIN.search(pred) or set(re.findall(WORDS, gold)) != set(re.findall(WORDS, pred)):
         return False
     for mark in MARKS:
         wanted, given = re.findall(mark, gold_text), re.findall(mark, pred_text)
         if wanted and given and wanted != given:
             return False
-    gold, pred = UNIT.sub("", gold), UNIT.sub("", pred)
+    gold, pred = re.sub(UNIT, "", gold), re.sub(UNIT, "", pred)
     gold_value, pred_value = NAME.sub("", gold), NAME.sub("", pred)
     if ("=" in gold_value) != ("=" in pred_value):
         return False
@@ -116,10 +109,9 @@ def math_verdict(gold: str, pred: str) -> bool:
     if not gold_names or not pred_names or len(gold_names | pred_names) == 1:
         gold, pred = gold_value, pred_value
     a, b = read(gold), read(pred)
-    return a is not None and b is not None and alike(a, b) and verify(a, b, timeout_seconds=None)
+    return alike(a, b) and verify(a, b, timeout_seconds=None)
 
 
-@lru_cache(4096)  # a problem's reference is read once for all its samples
 def respell(answer: str) -> str:
     """An answer as math-verify can read it."""
     answer = answer.translate(str.maketrans(SIGNS))
@@ -133,9 +125,9 @@ def plain(answer: str) -> str:
     return " ".join(re.sub(TEXT, r" \1", answer).casefold().split()).rstrip(".")
 
 
-@lru_cache(4096)
+@lru_cache(4096)  # a problem's reference is read once for all its samples
 def read(latex: str) -> Any:
-    r"""What math-verify reads, or None. \pm stands for both signs, i for the imaginary unit."""
+    r"""What math-verify reads. \pm stands for both signs, i for the imaginary unit."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
@@ -143,18 +135,14 @@ def read(latex: str) -> Any:
         latex = latex.replace(r"\pm", "+") + ", " + latex.replace(r"\pm", "-")
     latex = re.sub(r"(?<![a-zA-Z\\_])(?<!_\{)i(?![a-zA-Z])", "I ", latex)
     spelling = NormalizationConfig(units=False, malformed_operators=True, nits=True)
-    config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=spelling)]
-    latex = rf"\boxed{{{latex}}}"
-    parsed = parse(latex, config, "no_fallback", "first_match", parsing_timeout=None)
-    return parsed[0] if parsed else None
+    how = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=spelling)]
+    return parse(rf"\boxed{{{latex}}}", how, "no_fallback", "first_match", parsing_timeout=None)[0]
 
 
 def alike(gold: Any, pred: Any) -> bool:
     """Whether two answers have as many numbers, and the same: to math-verify 1,1,2 is 1,2."""
-    from sympy import default_sort_key
-
-    left = sorted(numbers(gold), key=lambda number: default_sort_key(number.evalf()))
-    right = sorted(numbers(pred), key=lambda number: default_sort_key(number.evalf()))
+    left = sorted(numbers(gold), key=lambda number: number.evalf().sort_key())
+    right = sorted(numbers(pred), key=lambda number: number.evalf().sort_key())
     if left and right and len(left) != len(right):
         return False
     for a, b in zip(left, right):  # rationals exactly: to 15 decimals 2^{-98} is 2^{-97}
@@ -211,16 +199,18 @@ class Verifier(AbstractContextManager):
             return verdict
         worker = self._idle.get()
         try:
-            for _ in range(2):  # a worker may have died idle: one more try with a new one
+            for _ in range(2):  # a worker may have been killed: one more try with a new one
                 worker = worker or self._start()
-                reply = _ask(worker, pair)
-                if reply:
-                    return reply == "true"
-                worker, status = None, _end(worker)
-                if status == -signal.SIGALRM:
+                with suppress(BrokenPipeError):
+                    print(json.dumps(pair), file=worker.stdin, flush=True)
+                if reply := worker.stdout.readline():
+                    return reply == "true\n"
+                worker.communicate()  # it died: this waits, and closes the pipes
+                status, worker = worker.returncode, None
+                if status == -signal.SIGALRM:  # time was up
                     with self._lock:
                         self.timeouts += 1
-                    return False
+                    break
             return False
         finally:
             self._idle.put(worker)
@@ -228,9 +218,8 @@ class Verifier(AbstractContextManager):
     def _start(self) -> Any:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         command = [sys.executable, os.path.abspath(__file__), str(self.timeout_s), str(os.getpid())]
-        worker = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, text=True)
-        if _ask(worker, ("1/2", "2/4")) != "true":
-            _end(worker)
+        worker: Any = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, text=True)
+        if worker.stdout.readline() != "true\n":
             raise RuntimeError("the verifier did not start; does `import math_verify` work?")
         return worker
 
@@ -238,59 +227,35 @@ class Verifier(AbstractContextManager):
         """r of a completion (§2): +1 if its extracted answer is right, else -1."""
         return 1 if self.verify(gold, extract_answer(text)) else -1
 
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         """Ends the workers, each after the answer it is at. A later verdict starts them again."""
         for worker in [self._idle.get() for _ in range(self.workers)]:
             if worker:
-                _end(worker)
+                worker.kill()
+                worker.communicate()
             self._idle.put(None)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _ask(worker: Any, pair: tuple[str, str | None]) -> str:
-    """The worker's reply; "" when it died, as it does of SIGALRM when time is up."""
-    try:
-        print(json.dumps(pair), file=worker.stdin, flush=True)
-        return worker.stdout.readline().strip()
-    except BrokenPipeError:
-        return ""
-
-
-def _end(worker: Any) -> int:
-    """The exit status of a worker, dead or killed here."""
-    worker.kill()
-    worker.communicate()  # waits, and closes the pipes
-    return worker.returncode
+    __exit__ = close
 
 
 def main() -> None:
     """The worker: dies with its parent, when time is up (SIGALRM), or at its memory limit."""
-    import resource
-
     timeout_s, parent = float(sys.argv[1]), int(sys.argv[2])
-
-    def end_with_parent() -> None:  # even if the parent's fork holds the pipe open
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it kills, whatever the parser is at
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    threading.Thread(target=end_with_parent, daemon=True).start()
     replies, sys.stdout = sys.stdout, sys.stderr  # nothing else may write there
-    limit = START_S  # for the first pair, which imports sympy and builds the grammar
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, limit)
-        try:
-            verdict = math_verdict(*json.loads(line))
-        except Exception:  # whatever a hostile expression raises is a wrong answer
-            verdict = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(verdict), file=replies, flush=True)
-        limit = timeout_s
+    print(json.dumps(math_verdict("1/2", "2/4")), file=replies, flush=True)  # reads the grammar
+    while os.getppid() == parent:  # whose fork may hold the pipe open
+        if select([sys.stdin], [], [], 0.5)[0]:
+            pair = json.loads(input())  # an error at the end of the file: so ends the worker
+            signal.setitimer(signal.ITIMER_REAL, timeout_s)
+            try:
+                verdict = math_verdict(*pair)
+            except Exception:  # whatever a hostile expression raises is a wrong answer
+                verdict = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            print(json.dumps(verdict), file=replies, flush=True)
 
 
 if __name__ == "__main__":

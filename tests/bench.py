@@ -145,12 +145,12 @@ def clock(device: torch.device) -> float:
 
 def seconds_of(f: Callable[[], object], device: torch.device, repeats: int) -> float:
     """The best of `repeats`."""
-    times = []
+    best = math.inf
     for _ in range(repeats):
         began = clock(device)
         f()
-        times.append(clock(device) - began)
-    return min(times)
+        best = min(best, clock(device) - began)
+    return best
 
 
 def rates(device: torch.device) -> tuple[float, float]:
@@ -271,6 +271,9 @@ QWEN3 = {
 }
 PLAIN, GUIDED = 200, 400  # tokens of a student's and a teacher's prompt: the paper doesn't say
 GPUS, CARD = 8, 80e9  # §4.1; bytes of a GPU
+# Of an extraction's prompt, and of the merges of Qwen3-1.7B's candidates when nothing merges, their
+# prompt's and reply's mean tokens: as tests/test_bank_scale.py counts them.
+MEMORY, MERGES, MERGE, MERGE_STEPS = 1334, 45, (2973, 2826), 12462
 
 
 def counts(s: Shape, vocab: int, device: torch.device, rank: int = 64) -> Counts:
@@ -286,15 +289,18 @@ def eval_rows(c: Counts, tokens: int) -> int:
 
 
 def paper_costs(c: Counts) -> dict[str, tuple[float, float]]:
-    """FLOPs and bytes on one of 8 GPUs: an update by parts, and one evaluation.
+    """FLOPs and bytes on one of 8 GPUs: an update by parts, one evaluation, the bank's life.
 
-    All completions are as long as they may be.
+    All completions are as long as they may be, and a cold start merges nothing.
     """
     cfg = config.Config()
     x, T, rows = PLAIN, cfg.max_new_tokens, cfg.batch_size / GPUS
     samples = 12 * 90 / GPUS  # three sets of 30
     rounds = math.ceil(samples / eval_rows(c, cfg.eval_tokens))
     teachers = rows * cfg.num_teachers * c.forward(GUIDED + T, T)
+    long, seeds = cfg.cold_start_tokens, cfg.cold_start / GPUS
+    reply = cfg.reply_tokens
+    window = cfg.update_every * cfg.batch_size / GPUS
     return {
         "prefill": (rows * c.forward(x, 1), c.weights),
         "decoding": c.decoding(x, T, rows, T),
@@ -302,6 +308,12 @@ def paper_costs(c: Counts) -> dict[str, tuple[float, float]]:
         "student, forward": (rows * c.forward(x + T, T), c.weights),
         "student, backward": (rows * c.backward(x + T, T), 2 * c.weights),
         "an evaluation": c.decoding(x, cfg.eval_tokens, samples, rounds * cfg.eval_tokens),
+        "cold start, solving": c.decoding(x, long, seeds, math.ceil(seeds / 16) * long),
+        "cold start, extracting": c.decoding(MEMORY, reply, seeds, math.ceil(seeds / 16) * reply),
+        "cold start, merging": c.decoding(*MERGE, MERGES / GPUS, MERGE_STEPS),
+        "an online update, extracting": c.decoding(
+            MEMORY, reply, window, math.ceil(window / 16) * reply
+        ),
     }
 
 
@@ -313,16 +325,20 @@ def cost(args: Args, s: Shape, device: torch.device) -> None:
         parts = {}
         for part, (flops, moved) in paper_costs(c).items():
             parts[part] = flops, moved, max(flops / multiplied, moved / copied)
-        *of_update, evaluation = parts.values()
-        update = tuple(sum(column) for column in zip(*of_update))
+        steps = list(parts.values())
+        update = tuple(sum(column) for column in zip(*steps[:5]))
+        evaluation, *cold_start, online = (least for _, _, least in steps[5:])
         parts = {**parts, "an update": update}
         for part, (flops, moved, least) in parts.items():
             cells = f"{flops / 1e12:,.1f}", f"{moved / 1e12:,.3f}", f"{least:,.2f}"
             lines.append((name, part, *cells))
-        hours = cfg.updates * update[2] / 3600, evaluations * evaluation[2] / 3600
+        onlines = cfg.updates // cfg.update_every
+        seconds = cfg.updates * update[2], evaluations * evaluation, sum(cold_start)
+        hours = [f"{x / 3600:,.1f} h" for x in (*seconds, onlines * online)]
         sums.append(
-            f"{name}: {cfg.updates} updates {hours[0]:,.1f} h and {evaluations} evaluations "
-            f"{hours[1]:,.1f} h at least, {eval_rows(c, cfg.eval_tokens)} samples at a time"
+            f"{name}, at least: {cfg.updates} updates {hours[0]}; {evaluations} evaluations "
+            f"{hours[1]}, {eval_rows(c, cfg.eval_tokens)} samples at a time; the first bank "
+            f"{hours[2]}; {onlines} online updates {hours[3]}"
         )
     title = (
         f"cost: lower limits, NOT a measured run: the paper's run on one of {GPUS} GPUs of this "
@@ -333,38 +349,22 @@ def cost(args: Args, s: Shape, device: torch.device) -> None:
     print(
         f"\nPrompts have {PLAIN} and {GUIDED} tokens (assumed), completions are as long as they "
         "may be. Seconds: FLOPs over the matmul rate or bytes over the copy rate, whichever is "
-        "more. Left out: sampling, embedding, cold start, the bank's updates."
+        "more. Left out: sampling, embedding, the merges of online updates."
     )
 
 
 # ------------------------------------------------------------------------------------------ score
 
 
-def ours(model, student, contexts, ids, score_tokens):
-    logpT_KT = policy.score_teachers(model, contexts, ids, score_tokens)
-    return logpT_KT, policy.token_logprobs(model, [student], [ids], grad=True)[0]
+LAYOUTS = ["replicated", "replicated, no prompt logits", "ours"]  # the second is kinder
 
 
-def replicated(model, student, contexts, ids, score_tokens, prompt_logits=True):
-    """Full logits of all rows at once, and the student's row once per teacher."""
-    keep = 0 if prompt_logits else len(ids) + 1  # 0 is all
-
-    def rows(prompts):
-        x = torch.tensor([p + ids for p in prompts], device=model.device)
-        logits = model(input_ids=x, use_cache=False, logits_to_keep=keep).logits
-        logp = logits[:, -len(ids) - 1 : -1].float().log_softmax(-1)
-        return logp.gather(-1, x[:, -len(ids) :, None])[..., 0]
-
-    with torch.no_grad():
-        logpT_KT = rows(contexts)
-    return logpT_KT, rows([student] * len(contexts))
-
-
-LAYOUTS: dict[str, Callable[..., Any]] = {
-    "replicated": replicated,
-    "replicated, no prompt logits": functools.partial(replicated, prompt_logits=False),  # kinder
-    "ours": ours,
-}
+def replicated(model, prompts, ids, keep):
+    """From full logits of all rows at once, or of the last `keep` places."""
+    x = torch.tensor([p + ids for p in prompts], device=model.device)
+    logits = model(input_ids=x, use_cache=False, logits_to_keep=keep).logits
+    logp = logits[:, -len(ids) - 1 : -1].float().log_softmax(-1)
+    return logp.gather(-1, x[:, -len(ids) :, None])[..., 0]
 
 
 def scoring_model(s: Shape, device: torch.device, checkpointed: bool = False) -> policy.Model:
@@ -387,10 +387,16 @@ def score_once(model, layout: str, T: int, teachers: int = K, score_tokens: int 
     vocab = model.config.vocab_size
     drawn = [torch.randint(0, vocab, (n,), generator=gen).tolist() for n in lengths]
     student, ids, *contexts = drawn
-    if layout == "teachers":
-        policy.score_teachers(model, contexts, ids, score_tokens)
-        return 0.0
-    logpT_KT, logpS = LAYOUTS[layout](model, student, contexts, ids, score_tokens)
+    if layout in ("ours", "teachers"):
+        logpT_KT = policy.score_teachers(model, contexts, ids, score_tokens)
+        if layout == "teachers":
+            return 0.0
+        logpS = policy.token_logprobs(model, [student], [ids], grad=True)
+    else:  # the student's row once per teacher
+        keep = 0 if layout == "replicated" else T + 1  # 0 is all
+        with torch.no_grad():
+            logpT_KT = replicated(model, contexts, ids, keep)
+        logpS = replicated(model, [student] * teachers, ids, keep)
     mask_T, rho_K = torch.ones(T, device=model.device), torch.ones(teachers, device=model.device)
     loss = sgsd.sgsd_loss(logpT_KT - logpS, mask_T, rho_K / teachers, rho_K, 1.0)
     loss.backward()
@@ -456,26 +462,19 @@ NO_STOPS = types.SimpleNamespace(eos_token_id=None)  # as a tokenizer: the stops
 def static(model, prompts, keys, rows: int, sampling: rollout.Sampling, same_draws: bool) -> list:
     """`generate`, `rows` prompts at a time, each batch until its longest row is through."""
     stops, out = policy.stop_ids(model, NO_STOPS), []
+    how: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "eos_token_id": stops or None}
+    how |= {"pad_token_id": 0, "do_sample": not same_draws}
+    if not same_draws:
+        how |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     for at in range(0, len(prompts), rows):
         batch = prompts[at : at + rows]
         width = max(map(len, batch))
-        how: dict[str, Any] = {"do_sample": False}
         if same_draws:
             draw = rollout.KeyedDraw(keys[at : at + rows], [width] * len(batch), sampling)
             how["logits_processor"] = [draw]
-        else:
-            how = {"do_sample": True, "temperature": sampling.temperature}
-            how |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
-        ids = [[0] * (width - len(p)) + p for p in batch]
-        mask = [[0] * (width - len(p)) + [1] * len(p) for p in batch]
-        found = model.generate(
-            input_ids=torch.tensor(ids, device=model.device),
-            attention_mask=torch.tensor(mask, device=model.device),
-            max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=stops or None,
-            pad_token_id=0,
-            **how,
-        )
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in batch], device=model.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch])
+        found = model.generate(input_ids=ids, attention_mask=mask.to(model.device), **how)
         for row in found[:, width:].tolist():
             ends = [t + 1 for t, token in enumerate(row) if token in stops]
             out.append(row[: min(ends, default=len(row))])
@@ -824,6 +823,13 @@ def latex_pairs(n: int) -> list[tuple[str, str]]:
     return pairs
 
 
+def judged(verifier: rollout.Verifier, pairs: list[tuple[str, str]]) -> tuple[float, int]:
+    """Seconds for the verdicts, and how many pairs are equal."""
+    began = time.perf_counter()
+    right = verifier.verify_many(pairs)
+    return time.perf_counter() - began, sum(right)
+
+
 def verify(args: Args, s: Shape, device: torch.device) -> None:
     import math_verify
     from test_verify import GOLDEN
@@ -834,29 +840,21 @@ def verify(args: Args, s: Shape, device: torch.device) -> None:
 
     starts = []
     for _ in range(3):
-        began = time.perf_counter()
         with rollout.Verifier() as v:
-            v.verify("1/2", "2/4")
-            starts.append(time.perf_counter() - began)
+            starts.append(judged(v, [("1/2", "2/4")])[0])
     latex = latex_pairs(1456)
-    work = {"integers": [(str(i), str(i + i % 2)) for i in range(100_000)]}
-    work |= {f"latex {at}": latex[at : at + 364] for at in range(0, len(latex), 364)}
-    speed, equal = {}, 0
     with rollout.Verifier() as v:
-        v.verify("1/2", "2/4")
-        for what, pairs in work.items():
-            began = time.perf_counter()
-            right = v.verify_many(pairs)
-            speed[what] = len(pairs) / (time.perf_counter() - began)
-            equal += sum(right) if what != "integers" else 0
+        judged(v, [("1/2", "2/4")])
+        integers, _ = judged(v, [(str(i), str(i + i % 2)) for i in range(100_000)])
+        parts = [judged(v, latex[at : at + 364]) for at in range(0, len(latex), 364)]
         ours = sum(v.verify(gold, pred) != right for gold, pred, right in GOLDEN)
+    equal = sum(right for _, right in parts)
     theirs = [row for row in GOLDEN if alone(*row[:2]) != row[2]]
     called_wrong, n = sum(right for *_, right in theirs), len(GOLDEN)
-    best = max(x for what, x in speed.items() if what != "integers")
     lines = [
         ("start to first verdict, best of 3", f"{min(starts):.2f} s"),
-        ("plain integers", f"{speed['integers']:,.0f} per second"),
-        ("ordinary LaTeX, best of 4 times 364", f"{best:,.0f} per second"),
+        ("plain integers", f"{100_000 / integers:,.0f} per second"),
+        ("ordinary LaTeX, best of 4 times 364", f"{364 / min(parts)[0]:,.0f} per second"),
         ("ordinary LaTeX: called equal (half are)", f"{equal} of {len(latex)}"),
         ("golden table: wrong", f"{ours} of {n}"),
         ("golden table: wrong with math-verify alone", f"{len(theirs)} of {n}"),
@@ -895,9 +893,8 @@ def main(argv: Sequence[str] | None = None, modes: dict[str, Mode] = MODES) -> N
     args = parser.parse_args(argv)
     args.device = torch.device("cuda" if args.cuda else "cpu")
     args.shape = args.shape or ("qwen3-1.7b" if args.cuda else "small")
-    chosen = list(modes) if args.what == "all" else [args.what]
     failed = 0
-    for name in chosen:
+    for name in modes if args.what == "all" else [args.what]:
         try:
             modes[name](args, SHAPES[args.shape], args.device)
         except Exception as e:

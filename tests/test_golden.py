@@ -23,23 +23,12 @@ def eq7(teacher, student):
     return [lt - ls for lt, ls in zip(teacher, student)]
 
 
-def eq8(gaps):
-    return sum(gaps) / len(gaps)
-
-
 def eq11(gap, c_delta):
-    if gap > c_delta:
-        return c_delta
-    if gap < -c_delta:
-        return -c_delta
-    return gap
+    return max(-c_delta, min(gap, c_delta))
 
 
 def masked_mean(values, mask):  # of Eqs. 12 and 15
-    total = 0.0
-    for value, m in zip(values, mask):
-        total += m * value
-    return total / (sum(mask) + EPS)
+    return sum(m * value for m, value in zip(mask, values)) / (sum(mask) + EPS)
 
 
 def sgn(x):
@@ -54,13 +43,6 @@ def eq14(gap, tau):
     return math.log(2) - math.log(1 + math.exp(-(gap**2) / (2 * tau)))
 
 
-def eq16(alpha, rho, lbar):
-    total = 0.0
-    for a, p, loss in zip(alpha, rho, lbar):
-        total += a * p * loss
-    return total
-
-
 def eq17(gap, tau):
     return gap / (tau * (1 + math.exp(gap**2 / (2 * tau))))
 
@@ -68,6 +50,10 @@ def eq17(gap, tau):
 def eq20(gaps, mask, a, p, tau):
     z = sum(mask) + EPS
     return [a * p * m / z * eq17(gap, tau) for gap, m in zip(gaps, mask)]
+
+
+def close(got, want, tol):
+    torch.testing.assert_close(got, torch.tensor(want, dtype=got.dtype), rtol=tol, atol=tol)
 
 
 # ------------------------------------------------------------------------------------ the cases
@@ -92,41 +78,36 @@ def case(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_function_equals_its_loop(seed, dtype, tol):
     (s_g, s_e), teachers, student, mask, r, tau, c_delta, eps_a = case(seed)
-    alpha = eq6(s_g, s_e)
-    delta = [eq7(teacher, student) for teacher in teachers]
-    plain, a, rho, lbar, gates, slopes, credit = [], [], [], [], [], [], []
-    for gaps, weight in zip(delta, alpha):
-        plain.append(eq8(gaps))
-        a.append(masked_mean([eq11(gap, c_delta) for gap in gaps], mask))  # Eq. 12
-        rho.append(eq13(a[-1], r, eps_a))
-        gates.append([eq14(gap, tau) for gap in gaps])
-        lbar.append(masked_mean(gates[-1], mask))  # Eq. 15
-        slopes.append([eq17(gap, tau) for gap in gaps])
-        credit.append(eq20(gaps, mask, weight, rho[-1], tau))
-
-    def tensor(values):
-        return torch.tensor(values, dtype=dtype)
-
-    def same(got, want):
-        torch.testing.assert_close(got, tensor(want), rtol=tol, atol=tol)
-
-    mask_T = tensor(mask)
-    alpha_K = sgsd.teacher_weights(tensor(s_g), tensor(s_e))
-    delta_KT = sgsd.log_prob_gap(tensor(teachers), tensor(student))
+    sides = torch.tensor(s_g, dtype=dtype), torch.tensor(s_e, dtype=dtype)
+    mask_T = torch.tensor(mask, dtype=dtype)
+    alpha_K = sgsd.teacher_weights(*sides)
+    logpT_KT, logpS_T = torch.tensor(teachers, dtype=dtype), torch.tensor(student, dtype=dtype)
+    delta_KT = sgsd.log_prob_gap(logpT_KT, logpS_T)
+    plain_K = sgsd.plain_support(delta_KT)
     a_K = sgsd.robust_support(delta_KT, mask_T, c_delta)
     rho_K = sgsd.polarity(a_K, r, eps_a)
-    same(alpha_K, alpha)
-    same(delta_KT, delta)
-    same(sgsd.plain_support(delta_KT), plain)
-    same(a_K, a)
-    assert rho_K.tolist() == rho
-    plain_rho = [sgn(r) * sgn(x) for x in plain]  # Eq. 10
-    assert sgsd.polarity(sgsd.plain_support(delta_KT), r, 0.0).tolist() == plain_rho
-    same(sgsd.gated_loss(delta_KT, tau), gates)
-    same(sgsd.gate_grad(delta_KT, tau), slopes)
-    same(sgsd.teacher_losses(delta_KT, mask_T, tau), lbar)
-    same(sgsd.sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, tau), eq16(alpha, rho, lbar))
-    same(sgsd.token_credit(delta_KT, mask_T, alpha_K, rho_K, tau), credit)
+    lbar_K = sgsd.teacher_losses(delta_KT, mask_T, tau)
+    credit_KT = sgsd.token_credit(delta_KT, mask_T, alpha_K, rho_K, tau)
+    alpha, loss = eq6(s_g, s_e), 0.0
+    close(alpha_K, alpha, tol)
+    for k, teacher in enumerate(teachers):
+        gaps = eq7(teacher, student)
+        plain = sum(gaps) / len(gaps)  # Eq. 8
+        a = masked_mean([eq11(gap, c_delta) for gap in gaps], mask)  # Eq. 12
+        rho = eq13(a, r, eps_a)
+        gates = [eq14(gap, tau) for gap in gaps]
+        lbar = masked_mean(gates, mask)  # Eq. 15
+        loss += alpha[k] * rho * lbar  # Eq. 16
+        close(delta_KT[k], gaps, tol)
+        close(plain_K[k], plain, tol)
+        close(a_K[k], a, tol)
+        assert rho_K[k] == rho
+        assert sgsd.polarity(plain_K, r, 0.0)[k] == sgn(r) * sgn(plain)  # Eq. 10
+        close(sgsd.gated_loss(delta_KT, tau)[k], gates, tol)
+        close(sgsd.gate_grad(delta_KT, tau)[k], [eq17(gap, tau) for gap in gaps], tol)
+        close(lbar_K[k], lbar, tol)
+        close(credit_KT[k], eq20(gaps, mask, alpha[k], rho, tau), tol)
+    close(sgsd.sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, tau), loss, tol)
 
 
 def test_the_cases_cover_the_rules_and_none_hangs_on_rounding():

@@ -1,4 +1,4 @@
-"""The objective, one test per equation: numbers to check by hand, and every refusal's reason."""
+"""The objective, one case per equation: numbers to check by hand, and every refusal's reason."""
 
 import ast
 import builtins
@@ -12,143 +12,97 @@ from torch import zeros
 
 import sgsd
 
-CONTRACT = """teacher_weights log_prob_gap plain_support outcome_sign token_mask robust_support
-    polarity gated_loss gate_grad teacher_losses sgsd_loss token_credit""".split()
+D3 = sqrt(2 * log(3))  # tau = 1: exp(-D3^2 / 2) = 1/3
+Z3 = 3 + 1e-8  # three tokens, with the default eps
+CASES = [  # function, arguments, result; lists are tensors
+    # Eq. 6: s_1 = (log 2 + log 8) / 2 = log 4, s_2 = (1 - 1) / 2 = 0; exp: 4 and 1
+    (sgsd.teacher_weights, ([log(2), 1.0], [log(8), -1.0]), [4 / 5, 1 / 5]),
+    # equal similarities: 1/K each; a single teacher: 1
+    (sgsd.teacher_weights, ([0.3] * 4, [0.7] * 4), [0.25] * 4),
+    (sgsd.teacher_weights, ([-0.9], [0.1]), [1.0]),
+    # Eq. 7: teacher 1/2, student 1/4: log 2 (supported); 1/4 and 1/2: -log 2 (suppressed)
+    (sgsd.log_prob_gap, ([[log(1 / 2)], [log(1 / 4)]], [log(1 / 4)]), [[log(2)], [0.0]]),
+    (sgsd.log_prob_gap, ([[log(1 / 4)], [log(1 / 2)]], [log(1 / 2)]), [[-log(2)], [0.0]]),
+    # Eq. 8: (1 + 2 - 6) / 3; (3 + 0 + 0) / 3; over all T, no mask, no clip
+    (sgsd.plain_support, ([[1.0, 2.0, -6.0], [3.0, 0.0, 0.0]],), [-1.0, 1.0]),
+    # Eq. 9
+    (sgsd.outcome_sign, (1,), 1),
+    (sgsd.outcome_sign, (1.0,), 1),
+    (sgsd.outcome_sign, (-1,), -1),
+    (sgsd.outcome_sign, (-1.0,), -1),
+    # Eq. 10 is Eq. 13 on the plain support, 1.5, -0.5 and 0 here, without a threshold
+    (sgsd.polarity, ([1.5, -0.5, 0.0], 1, 0.0), [1.0, -1.0, 0.0]),
+    (sgsd.polarity, ([1.5, -0.5, 0.0], -1, 0.0), [-1.0, 1.0, 0.0]),
+    # the mask: 0 for reasoning ids, whatever they come in
+    (sgsd.token_mask, ((5, 7, 5, 9), {7, 9}), [1.0, 0.0, 1.0, 0.0]),
+    (sgsd.token_mask, (torch.tensor([5, 7]), frozenset()), [1.0, 1.0]),
+    # Eq. 11: of one token, the support is the clipped gap (eps = 0)
+    (sgsd.robust_support, ([[9.0], [-9.0], [2.5], [-2.5]], [1], 3.0, 0.0), [3.0, -3.0, 2.5, -2.5]),
+    (sgsd.robust_support, ([[3.0], [0.0]], [1], 3.0, 0.0), [3.0, 0.0]),
+    # Eq. 12: (1 + 3 - 2) / (3 + 1) with eps = 1, what is masked apart; (-1 - 1 - 3) / (3 + 1)
+    (sgsd.robust_support, ([[1.0, 10.0, -2.0, 99.0]], [1, 1, 1, 0], 3.0, 1.0), [0.5]),
+    (sgsd.robust_support, ([[-1.0, -1.0, -10.0, 0.0]], [1, 1, 1, 0], 3.0, 1.0), [-1.25]),
+    (sgsd.robust_support, ([[1.0, 10.0, -2.0, 99.0]], [1, 1, 1, 0], 3.0), [2 / Z3]),
+    # one outlier flips the plain stance, (2 - 20) / 3, and not the clipped one, (2 - 1.5) / 3
+    (sgsd.plain_support, ([[1.0, 1.0, -20.0]],), [-6.0]),
+    (sgsd.robust_support, ([[1.0, 1.0, -20.0]], [1, 1, 1], 1.5), [0.5 / Z3]),
+    # Eq. 13, confident beyond 0.05. A success: support is helpful, suppression over-suppressive.
+    (sgsd.polarity, ([0.06, -0.06, 0.04, -0.04, 0.0], 1, 0.05), [1.0, -1.0, 0.0, 0.0, 0.0]),
+    # A failure: support is misleading, suppression a warning.
+    (sgsd.polarity, ([0.06, -0.06, 0.04, -0.04, 0.0], -1, 0.05), [-1.0, 1.0, 0.0, 0.0, 0.0]),
+    # the sign of zero is zero
+    (sgsd.polarity, ([0.0, -0.0, 1e-300, -1e-300], 1, 0.0), [0.0, 0.0, 1.0, -1.0]),
+    # Eq. 14: exp(-D3^2/2) = 1/3: log 2 - log(4/3) = log(3/2); it saturates at log 2
+    (sgsd.gated_loss, ([0.0, D3, -D3], 1.0), [0.0, log(3 / 2), log(3 / 2)]),
+    (sgsd.gated_loss, ([100.0, -100.0], 1.0), [log(2), log(2)]),
+    # delta = 1, tau = 1/2: log 2 - log(1 + exp(-1)); twice the gap at four times tau is the same
+    (sgsd.gated_loss, ([1.0, -1.0], 0.5), [log(2) - log(1 + 1 / e)] * 2),
+    (sgsd.gated_loss, ([2 * D3], 4.0), [log(3 / 2)]),
+    # Eq. 15: 2 log(3/2) / (3 + 1) with eps = 1; log 2 / (3 + 1): nothing is clipped
+    (sgsd.teacher_losses, ([[D3, 0.0, -D3, 50.0]], [1, 1, 1, 0], 1.0, 1.0), [log(3 / 2) / 2]),
+    (sgsd.teacher_losses, ([[0.0, 0.0, 100.0, D3]], [1, 1, 1, 0], 1.0, 1.0), [log(2) / 4]),
+    (sgsd.teacher_losses, ([[0.0, 0.0, 100.0, D3]], [1, 1, 1, 0], 1.0), [log(2) / Z3]),
+    # Eq. 16: 0.5 log(3/2) - 0.3 log 2 + 0 log(3/2) = 0.202733 - 0.207944 = -0.005212
+    (
+        sgsd.sgsd_loss,
+        ([[D3], [100.0], [D3]], [1], [0.5, 0.3, 0.2], [1.0, -1.0, 0.0], 1.0, 0.0),
+        0.5 * log(3 / 2) - 0.3 * log(2),
+    ),
+    # Eq. 17: exp(D3^2/2) = 3: D3 / (1 + 3); delta = 1, tau = 1/2: 1 / (1/2 (1 + e))
+    (sgsd.gate_grad, ([0.0, D3, -D3], 1.0), [0.0, D3 / 4, -D3 / 4]),
+    (sgsd.gate_grad, ([1.0, -1.0], 0.5), [2 / (1 + e), -2 / (1 + e)]),
+    # extreme gaps teach nothing: 3 / (1 + exp(4.5)) = 3 / 91.017 = 0.0330, and 0 at 100
+    (sgsd.gate_grad, ([3.0, 100.0], 1.0), [3 / (1 + e**4.5), 0.0]),
+    # Eq. 20: Z = 2 + 2 and g(D3) = D3 / 4. Teacher 1: 0.5 / 4 * D3 / 4 = D3 / 32; teacher 2:
+    # -0.3 / 4 * D3 / 4 = -0.3 D3 / 16; what is masked or ignored: 0
+    (
+        sgsd.token_credit,
+        ([[D3, -D3, 7.0], [D3, 0.0, 7.0]], [1, 1, 0], [0.5, 0.3], [1.0, -1.0], 1.0, 2.0),
+        [[D3 / 32, -D3 / 32, 0.0], [-0.3 * D3 / 16, 0.0, 0.0]],
+    ),
+    (sgsd.token_credit, ([[D3, D3]], [1, 1], [0.2], [0.0], 1.0, 2.0), [[0.0, 0.0]]),
+]
 
 
 def t(x):
     return torch.tensor(x, dtype=torch.float64)
 
 
-def same(got, want, tol=1e-12):
-    torch.testing.assert_close(got, t(want), rtol=tol, atol=tol)
-
-
-# ------------------------------------------------------------------ Eqs. 6-13: weights to polarity
-
-
-def test_eq6_teacher_weights():
-    # s_1 = (log 2 + log 8) / 2 = log 4, s_2 = (1 - 1) / 2 = 0; exp: 4 and 1; alpha = 4/5, 1/5
-    same(sgsd.teacher_weights(t([log(2), 1.0]), t([log(8), -1.0])), [4 / 5, 1 / 5])
-    # equal similarities: 1/K each; a single teacher: 1
-    same(sgsd.teacher_weights(t([0.3] * 4), t([0.7] * 4)), [0.25] * 4)
-    same(sgsd.teacher_weights(t([-0.9]), t([0.1])), [1.0])
-
-
-def test_eq7_log_prob_gap():
-    # teacher 1/2 and 1/4, student 1/4 and 1/2: log 2 (supported) and -log 2 (suppressed)
-    logpT_KT = t([[log(1 / 2), log(1 / 4)], [log(1 / 4), log(1 / 2)]])
-    logpS_T = t([log(1 / 4), log(1 / 2)])
-    same(sgsd.log_prob_gap(logpT_KT, logpS_T), [[log(2), -log(2)], [0.0, 0.0]])
-
-
-def test_eq8_plain_support():
-    # (1 + 2 - 6) / 3 = -1; (3 + 0 + 0) / 3 = 1; over all T, no mask, no clip
-    same(sgsd.plain_support(t([[1.0, 2.0, -6.0], [3.0, 0.0, 0.0]])), [-1.0, 1.0])
-
-
-def test_eq9_outcome_sign():
-    assert sgsd.outcome_sign(1) == sgsd.outcome_sign(1.0) == 1
-    assert sgsd.outcome_sign(-1) == sgsd.outcome_sign(-1.0) == -1
-
-
-def test_eq10_plain_polarity_is_eq13_on_the_plain_support_without_a_threshold():
-    a_K = sgsd.plain_support(t([[1.0, 2.0], [1.0, -2.0], [1.0, -1.0]]))  # 1.5, -0.5, 0
-    same(sgsd.polarity(a_K, 1, 0.0), [1.0, -1.0, 0.0])
-    same(sgsd.polarity(a_K, -1, 0.0), [-1.0, 1.0, 0.0])
-
-
-def test_token_mask():
-    same(sgsd.token_mask([5, 7, 5, 9], {7, 9}).double(), [1.0, 0.0, 1.0, 0.0])
-    same(sgsd.token_mask(torch.tensor([5, 7]), frozenset()).double(), [1.0, 1.0])
-    assert sgsd.token_mask([5], [7]).dtype == torch.float32
-
-
-def test_eq11_clip():
-    # one token, so the support is the clipped gap (eps = 0): 9 -> 3, -9 -> -3, the rest stays
-    delta_KT = t([[9.0], [-9.0], [2.5], [-2.5], [3.0], [0.0]])
-    same(sgsd.robust_support(delta_KT, t([1]), 3.0, eps=0.0), [3.0, -3.0, 2.5, -2.5, 3.0, 0.0])
-
-
-def test_eq12_robust_support():
-    delta_KT = t([[1.0, 10.0, -2.0, 100.0], [-1.0, -1.0, -10.0, 0.0]])
-    mask_T = t([1, 1, 1, 0])
-    # teacher 1: (1 + 3 - 2) / (3 + 1) = 0.5; teacher 2: (-1 - 1 - 3) / (3 + 1) = -1.25; eps = 1
-    same(sgsd.robust_support(delta_KT, mask_T, 3.0, eps=1.0), [0.5, -1.25])
-    # eps = 1e-8: 2/3 and -5/3 but for one part in 10^8
-    same(sgsd.robust_support(delta_KT, mask_T, 3.0), [2 / 3, -5 / 3], tol=1e-8)
-
-
-def test_eq12_clipping_keeps_the_stance_that_one_outlier_flips():
-    delta_KT = t([[1.0, 1.0, 1.0, -20.0]])
-    same(sgsd.plain_support(delta_KT), [-4.25])  # (3 - 20) / 4
-    same(sgsd.robust_support(delta_KT, torch.ones(4), 2.0), [0.25], tol=1e-8)  # (3 - 2) / 4
-
-
-def test_eq13_the_four_cases_of_the_polarity_table_and_the_unsure():
-    # confident beyond 0.05. A success: support is helpful, suppression over-suppressive.
-    a_K = t([0.06, -0.06, 0.04, -0.04, 0.0])
-    same(sgsd.polarity(a_K, 1, 0.05), [1.0, -1.0, 0.0, 0.0, 0.0])
-    # A failure: support is misleading, suppression a warning.
-    same(sgsd.polarity(a_K, -1, 0.05), [-1.0, 1.0, 0.0, 0.0, 0.0])
+@pytest.mark.parametrize("function, args, want", CASES)
+def test_each_equation_gives_the_numbers_worked_by_hand(function, args, want):
+    got = function(*[t(x) if isinstance(x, list) else x for x in args])
+    torch.testing.assert_close(torch.as_tensor(got).double(), t(want), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_eq13_the_threshold_is_strict_and_the_sign_of_zero_is_zero(dtype):
+def test_eq13_the_threshold_is_strict_whatever_the_dtype(dtype):
     at = torch.tensor([0.05, -0.05], dtype=dtype)
     assert sgsd.polarity(at, 1, 0.05).tolist() == [0, 0]
     assert sgsd.polarity(torch.nextafter(at, 2 * at), 1, 0.05).tolist() == [1, -1]
-    assert sgsd.polarity(t([0.0, -0.0, 1e-300, -1e-300]), 1, 0.0).tolist() == [0, 0, 1, -1]
 
 
-# --------------------------------------------------- Eqs. 14-17, 20: gate, loss, gradient, credit
-
-D3 = sqrt(2 * log(3))  # tau = 1: exp(-D3^2 / 2) = 1/3
-
-
-def test_eq14_gated_loss():
-    # exp(-D3^2/2) = 1/3: log 2 - log(4/3) = log(3/2)
-    same(sgsd.gated_loss(t([0.0, D3, -D3]), 1.0), [0.0, log(3 / 2), log(3 / 2)])
-    # delta = 1, tau = 1/2: exp(-1), log 2 - log(1 + 1/e) = 0.693147 - 0.313262 = 0.379885
-    same(sgsd.gated_loss(t(1.0), 0.5), log(2) - log(1 + 1 / e))
-    same(sgsd.gated_loss(t(1.0), 0.5), 0.379885, tol=1e-6)
-    # it saturates at log 2; twice the gap at four times tau costs the same
-    same(sgsd.gated_loss(t([100.0, -100.0]), 1.0), [log(2), log(2)])
-    same(sgsd.gated_loss(t(2 * D3), 4.0), log(3 / 2))
-
-
-def test_eq15_teacher_losses():
-    delta_KT, mask_T = t([[D3, 0.0, -D3, 50.0], [0.0, 0.0, 100.0, D3]]), t([1, 1, 1, 0])
-    # teacher 1: 2 log(3/2) / (3 + 1); teacher 2: log 2 / (3 + 1); eps = 1, nothing is clipped
-    same(sgsd.teacher_losses(delta_KT, mask_T, 1.0, eps=1.0), [log(3 / 2) / 2, log(2) / 4])
-    same(sgsd.teacher_losses(delta_KT, mask_T, 1.0), [log(3 / 2) * 2 / 3, log(2) / 3], tol=1e-8)
-
-
-def test_eq16_sgsd_loss():
-    # the teachers lose log(3/2), log 2 and log(3/2):
-    # 0.5 log(3/2) - 0.3 log 2 + 0 = 0.202733 - 0.207944 = -0.005212
-    alpha_K, rho_K = t([0.5, 0.3, 0.2]), t([1.0, -1.0, 0.0])
-    got = sgsd.sgsd_loss(t([[D3], [100.0], [D3]]), t([1]), alpha_K, rho_K, 1.0, eps=0.0)
-    assert got.shape == ()
-    same(got, 0.5 * log(3 / 2) - 0.3 * log(2))
-    same(got, -0.005212, tol=1e-6)
-
-
-def test_eq17_gate_grad():
-    # exp(D3^2/2) = 3: D3 / (1 + 3); delta = 1, tau = 1/2: 1 / (1/2 (1 + e)) = 2 / (1 + e)
-    same(sgsd.gate_grad(t([0.0, D3, -D3]), 1.0), [0.0, D3 / 4, -D3 / 4])
-    same(sgsd.gate_grad(t([1.0, -1.0]), 0.5), [2 / (1 + e), -2 / (1 + e)])
-    # extreme gaps teach nothing: 3 / (1 + exp(4.5)) = 3 / 91.017 = 0.0330, and 0 at 100
-    same(sgsd.gate_grad(t([3.0, 100.0]), 1.0), [0.0330, 0.0], tol=1e-4)
-
-
-def test_eq20_token_credit():
-    delta_KT = t([[D3, -D3, 7.0], [D3, 0.0, 7.0], [D3, D3, D3]])
-    alpha_K, rho_K = t([0.5, 0.3, 0.2]), t([1.0, -1.0, 0.0])
-    got = sgsd.token_credit(delta_KT, t([1, 1, 0]), alpha_K, rho_K, 1.0, eps=2.0)
-    # Z = 2 + 2 and g(D3) = D3 / 4. Teacher 1: 0.5 / 4 * D3 / 4 = D3 / 32;
-    # teacher 2: -0.3 / 4 * D3 / 4 = -0.3 D3 / 16; what is masked or ignored: 0
-    same(got, [[D3 / 32, -D3 / 32, 0.0], [-0.3 * D3 / 16, 0.0, 0.0], [0.0, 0.0, 0.0]])
+def test_a_mask_is_float32():
+    assert sgsd.token_mask([5], [7]).dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------ edges of the domain
@@ -284,27 +238,9 @@ def copied_out(wanted):
 
 def test_the_objective_stands_alone():
     """Copied out, each of its functions gives what it gives in its place."""
-    names = copied_out(CONTRACT)
-    delta_KT, s_K = torch.tensor([[1.0, -2.0, 0.3], [0.4, 5.0, -1.0]]), torch.tensor([0.3, 0.8])
-    mask_T, rho_K = torch.tensor([1, 0, 1]), torch.tensor([1.0, -1.0])
-    arguments = {
-        "teacher_weights": (s_K, -s_K),
-        "log_prob_gap": (delta_KT, mask_T.float()),
-        "plain_support": (delta_KT,),
-        "outcome_sign": (-1,),
-        "token_mask": ([4, 9, 4], {9}),
-        "robust_support": (delta_KT, mask_T, 1.0),
-        "polarity": (s_K, -1, 0.5),
-        "gated_loss": (delta_KT, 1.0),
-        "gate_grad": (delta_KT, 1.0),
-        "teacher_losses": (delta_KT, mask_T, 1.0),
-        "sgsd_loss": (delta_KT, mask_T, s_K, rho_K, 1.0),
-        "token_credit": (delta_KT, mask_T, s_K, rho_K, 1.0),
-    }
-    assert list(arguments) == CONTRACT
-    for name, args in arguments.items():
-        copied, original = names[name](*args), getattr(sgsd, name)(*args)
-        assert torch.equal(torch.as_tensor(copied), torch.as_tensor(original)), name
+    names = copied_out({function.__name__ for function, _, _ in CASES})
+    for function, args, want in CASES:
+        test_each_equation_gives_the_numbers_worked_by_hand(names[function.__name__], args, want)
     refuses("gated_loss (Eq. 14)", names["gated_loss"], zeros(1), 0.0)
     with pytest.raises(ImportError):  # the fence holds: the step needs the rest of the house
         copied_out(["train_step"])

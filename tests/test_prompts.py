@@ -1,6 +1,7 @@
 """Templates word for word, one pass of substitution, no skill text in a student's prompt."""
 
 import json
+import types
 
 import pytest
 import torch
@@ -79,7 +80,8 @@ def test_double_braces_become_single_ones_in_the_template_alone():
 @pytest.mark.parametrize("key", skills.FIELDS)
 def test_the_extraction_prompt_names_the_fields_behind_the_template(key):
     """S13."""
-    memory = skills.make_memory("p", "What?", "so", 1, None)
+    solved = types.SimpleNamespace(problem="What?", text="so", r=1, pred=None)
+    memory = skills.memory_of(solved)
     _, _, form = skills.render_extraction(memory, key).partition(f"valid JSON with key {key}.")
     names = '"{}", "{}" and "{}"'.format(*skills.FIELDS[key])
     assert form == f"\nEach item is an object with the string fields {names}."

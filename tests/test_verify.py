@@ -9,8 +9,8 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import pytest
@@ -18,330 +18,92 @@ from conftest import ROOT
 
 from verify import MEMORY_BYTES, Verifier
 
-# reference  ==  right answers  !=  wrong answers, with two blanks between all of them
+# reference == right answers != wrong answers, with two blanks between answers and | between cases
 TABLE = r"""
-# integers, signs, leading zeros, thousands separators
-5  ==  5  05  5.0  5.  +5  !=  -5  6  55  5e0
--5  ==  - 5  −5
-007  ==  7
-0  ==  -0
-1234  ==  1,234  1{,}234  1\,234  x=1,234  1,234 \text{ apples}  !=  1,235  1,23  12,34
-32348  ==  32,\!348
-12345  !=  12,345.5
-1234567  ==  1,234,567
-12345678901234567890123  ==  12345678901234567890123.0  !=  12345678901234567890124
-12  !=  1 2
-1  !=  1,000
-# lists of numbers that look like thousands
-100,200  !=  200,100  \{200,100\}
-100200  ==  100,200
-(100,200)  !=  100200
-# fractions, decimals, mixed numbers, powers of ten
-1/2  ==  0.5  .5
-\frac{1}{2}  ==  \dfrac{2}{4}  \frac 1 2  \tfrac12  !=  \frac{1}{3}  \frac{2}{1}
-\frac12  ==  1/2
--\frac{1}{2}  ==  \frac{-1}{2}  \frac{1}{-2}
--\frac{5}{3}  ==  $-\dfrac{5}{3}.$
-\frac\pi 2  ==  $\dfrac\pi 2$
-\frac{\sqrt6}2  ==  \frac{\sqrt{6}}{2}
-1/3  ==  0.333333  !=  0.3333  0.333334  0.\overline{3}
-0.125  ==  1/8
-0.1250001  ==  1/8
-1\frac{4}{5}  ==  \frac{9}{5}
-3/2  ==  1 1/2
-11/2  !=  1 1/2
-1 1/2  ==  1 1/2
-137\frac{1}{2}  ==  137.5
--1\frac{1}{2}  ==  -1.5
-1.5\times 10^3  ==  1500
-1.5e3  !=  1500
-2.5x  ==  \frac{5x}{2}
-\dfrac{1}{29,\!322,\!216}  ==  1/29322216
-# percent
-50\%  ==  50\%  0.5  \frac{1}{2}
-20\%  ==  20
-5  ==  5\%  5 percent
-5\%  ==  0.05  5 \text{ percent}  !=  6\%  0.5  500
-0.5  !=  0.5\%
-12.5\%  !=  12.5
-# degrees
-12  ==  12^{\circ}
-90^\circ  ==  90  90 \text{ degrees}  90°  !=  \frac{\pi}{2}  91^\circ
-90  !=  \frac{\pi}{2}
-\frac{270}7\text{ degrees}  ==  270/7
-\frac{1}{2}  !=  \sin 30^\circ
-# units and money
-5  ==  5 \text{ apples}  5 apples  5\text{ cm}  5 \mathrm{cm}  5 cm  5cm  !=  6 \text{ apples}
-5  !=  5 \text{ million}  5x  5m  5 is wrong  not 5
-15\mbox{ cm}^2  ==  15  !=  15 \text{ square cm}
-15\text{ cm}^2  !=  15\text{ cm}^3
-5\text{ cm}  !=  5\text{ m}
-5\text{ feet}  !=  5\text{ ft}
-5\text{ inches}  ==  5 inches
-4 \text{ feet}  !=  5 \text{ feet}
-480 + 480\sqrt{3}\text{ feet}  ==  480(1+\sqrt3)
-36  ==  \$36  $36$
-\$18.90  ==  18.9  18.90 \text{ dollars}
-\$5  !=  5 \text{ cents}
-5000000  !=  5 \text{ million}
-# \text, sizes, dollars, full stops
-5  ==  \text{5}  \mathbf{5}  $5$  $$5$$
-\left(1,2\right)  ==  (1,2)
-\displaystyle\frac{1}{2}  ==  0.5
-# sets and lists: no order, all of it
-\{1,2\}  ==  \{2,1\}  1,2  !=  \{1\}  \{1,3\}  \{1,2,3\}
-\{1\}  !=  \{1,2\}
-\{1,1,2\}  !=  \{1,2\}
-1,1,2  !=  1,2  1,2,2
-1,2  ==  2,1  \{2,1\}  !=  1
-1728  !=  1331 and 1728
-1331 and 1728  ==  1728, 1331  !=  1728
-2, 3, \text{ and } 4  ==  4, 3, 2
--2 \text{ or } -12  ==  -12, -2
-\{5\}  ==  5
-\{\frac12, \sqrt{8}\}  ==  \{2\sqrt2, 0.5\}
-\{(1,2),(3,4)\}  ==  \{(3,4),(1,2)\}  !=  \{(2,1),(3,4)\}
-\emptyset  ==  \varnothing  \{\}  !=  0  \{0\}
-# tuples: in order
-(1,2)  ==  (1, 2)  1,2  x=1,y=2  !=  (2,1)  \{1,2\}  2,1  (1,2,3)  1
-(1,2,3)  !=  (1,2)
-(\frac12,\sqrt{8})  ==  (0.5, 2\sqrt{2})
-(5)  ==  5
-((1,2),3)  !=  (1,(2,3))
-# intervals
-(0,1)  !=  [0,1]
-[0,1)  !=  (0,1]
-[0,1]  ==  [0, 1]  !=  \{0,1\}
-(-\infty,3]  ==  (-\infty, 3]  !=  x \le 3
-(3,\infty)  ==  (3,+\infty)  !=  x>3  3<x  x\ge 3  x<3  (3,-\infty)
-(-3,5]  !=  -3 < x \leq 5
-x\in[-2,7]  ==  [-2,7]  !=  -2\le x\le 7
-(0,9) \cup (9,36)  ==  (9,36)\cup(0,9)  !=  (0,9)  (0,36)
-(-\infty,1)\cup(2,\infty)  !=  x<1 \text{ or } x>2
-x>3  !=  y>3  2x>6
-x+y<1  !=  2x+2y<2  x+y>1
-# plus-minus pairs
-\pm 5  ==  5, -5  -5, 5  !=  5  \pm 6
-5  !=  \pm 5
-3\pm2\sqrt{2}  ==  3-2\sqrt2, 3+2\sqrt2  !=  3+2\sqrt{2}
-\{1\pm\sqrt{5},-2\}  ==  \{-2,1+\sqrt5,1-\sqrt5\}
-x=\pm 2  ==  \{2,-2\}
-1\pm\sqrt{19}  ==  1\mp\sqrt{19}
-# equations
-5  ==  x=5  x = 5  = 5  (x=5)  5=x  !=  x=6  6=5  x=6=5
-x=5  ==  5  !=  y=5
-0.5  !=  1/2=0.5  x=\frac12=0.5
-33  ==  m+n=33
-9  ==  f(3)=9
-0  !=  5x-7y+4=0
-5x-7y+4=0  ==  10x-14y+8=0  !=  5x+7y+4=0
-y=2x+3  ==  2x+3  !=  2x-y+3=0  y=3x+2
-x=1,y=2  ==  y=2,x=1  !=  x=2,y=1
-(x,y)=(1,2)  ==  (1,2)
-25  !=  x^2+y^2=25
-\approx 8.24 \text{ mph}  ==  8.24
-# radicals, pi, i, algebra
-2\sqrt{2}  ==  \sqrt{8}  \sqrt8  !=  2\sqrt{3}  2.828  -2\sqrt{2}
-\frac{1}{\sqrt{2}}  ==  \frac{\sqrt{2}}{2}
-\sqrt{5+2\sqrt6}  ==  \sqrt2+\sqrt3
-\sqrt[3]{8}  ==  2
-\sqrt[3]{4}  ==  4^{1/3}
-\pi  ==  3.141593  π  !=  3.14  22/7
-6\pi  ==  6 \cdot \pi  !=  6
-\frac{\pi}{6}  !=  30^\circ
-6-5i  ==  -5i+6  !=  6+5i
-i  !=  1
-x^2+1  ==  1+x^2  !=  x^2-1
-(x+1)(x+2)  ==  x^2+3x+2
-(a+5)(b+2)  ==  ab+2a+5b+10
-x^2  !=  y^2
-2k+2  ==  2(k+1)
-\sqrt{x^2}  ==  |x|  !=  x
-\sin^2 x+\cos^2 x  ==  1
-2^{10}  ==  1024
-2^10  ==  1024
-2**10  !=  1024
-2*3  ==  6
-A  ==  a  A
-AB  ==  BA
-x_1  !=  x_2
-# factorials and binomials
-120  ==  5!
-1/2004!  ==  \frac{1}{2004!}  !=  1/2006!
-2004!  !=  2005!
-\frac{1}{10^{30}}  !=  \frac{1}{10^{31}}
-2^{-200}  !=  2^{-201}
-\binom{5}{2}  ==  10  !=  \frac52
-\dbinom{5}{2}  ==  {5 \choose 2}
-2^{4950}  !=  2^{4951}
-10^{60}  !=  10^{60}+1
-# matrices
-\begin{pmatrix}1\\2\end{pmatrix}  ==  \begin{pmatrix} 1 \\ 2 \end{pmatrix}
-\begin{pmatrix}1\\2\end{pmatrix}  ==  \begin{bmatrix}1\\2\end{bmatrix}
-\begin{pmatrix}1\\2\end{pmatrix}  !=  \begin{pmatrix}2\\1\end{pmatrix}
-\begin{pmatrix}1\\2\end{pmatrix}  !=  \begin{pmatrix}1&2\end{pmatrix}
-\begin{pmatrix}1&2\\3&4\end{pmatrix}  ==  \left(\begin{array}{cc}1&2\\3&4\end{array}\right)
-\begin{pmatrix}1&2\\3&4\end{pmatrix}  !=  \begin{pmatrix}1&3\\2&4\end{pmatrix}  1,2,3,4
-\begin{pmatrix}-1/3\\2/3\end{pmatrix}  ==  \begin{pmatrix}-\frac13\\\frac23\end{pmatrix}
-# ratios and times
-1:2  ==  2:4  1/2  !=  2:1
-1 : 2  !=  1 \text{ to } 2
-1:2:3  !=  2:4:6  1:2:4  1:2
-8:34 \text{ p.m.}  ==  8:34 p.m.  !=  8:34 a.m.  4:17 \text{ p.m.}
-# words
-blue  ==  \text{blue}  !=  red  5
-\text{Evelyn}  ==  evelyn
-\text{even}  !=  \text{odd}
-\text{two lines}  ==  two lines  !=  two circles
-red  !=  der
-CBAD  !=  ABCD
-\text{October 30}  ==  October 30  !=  October 31
-No  ==  no
-yes  !=  no
-\text{(C)}  ==  C  (C)  c  !=  D
-\text{A, D, F}  ==  D, A, F  !=  A, D
-\text{!}  !=  \text{?}
-1,2  !=  3,'\text{
-5  !=  the answer is 5
-# number bases
-52_8  ==  52_{8}  52  !=  42
-10_8  !=  10_2
-4210_{5}  !=  4211_5
-# nothing, and what cannot be read
-112  !=  1\quad12
-17  !=  17\\18
-2  !=  2..5
-5  !=  5 5  \frac{5}{  ?  \frac{5}{0}
-\infty  !=  -\infty  5
-1,2  !=  ,,
-\{1,2\}  !=  ;
-x=\pm 2  ==  x=2, x=-2
-x=1 \text{ or } x=2  ==  1,2
-x\in\{1,2\}  ==  1,2
-\text{odd}  !=  -\text{odd}
-\log_2 8  ==  3
-3!  ==  6
-5!!  !=  120
+# numbers: signs, zeros, thousands, fractions, decimals, powers, percent, degrees
+5 == 5  05  5.0  5.  +5  5\%  5 percent != -5  6  55  5e0 | -5 == - 5  −5 | 007 == 7
+0 == -0 != 5x-7y+4=0  0.0000001  \frac{\pi}{10^{20}}
+1234 == 1{,}234  1\,234  x=1,234  1,234 \text{ apples} != 1,235  1,23  12,34 | 32348 == 32,\!348
+12345 != 12,345.5 | 1234567 == 1,234,567
+12345678901234567890123 == 12345678901234567890123.0 != 12345678901234567890124
+12 == 12^{\circ} != 1 2 | 1 != 1,000 | 100,200 != 200,100  \{200,100\} | 100200 == 100,200
+(100,200) != 100200 | 1/2 == 0.5  .5
+\frac{1}{2} == \dfrac{2}{4}  \frac 1 2  \tfrac12 != \frac{1}{3}  \frac{2}{1}  \sin 30^\circ
+\frac12 == 1/2 | -\frac{1}{2} == \frac{-1}{2}  \frac{1}{-2} | -\frac{5}{3} == $-\dfrac{5}{3}.$
+\frac\pi 2 == $\dfrac\pi 2$ | \frac{\sqrt6}2 == \frac{\sqrt{6}}{2}
+1/3 == 0.333333 != 0.3333  0.333334  0.\overline{3} | 0.125 == 1/8 | 0.1250001 == 1/8
+1\frac{4}{5} == \frac{9}{5} | 3/2 == 1 1/2 | 11/2 != 1 1/2 | 1 1/2 == 1 1/2
+137\frac{1}{2} == 137.5 | -1\frac{1}{2} == -1.5 | 1.5\times 10^3 == 1500 | 1.5e3 != 1500
+2.5x == \frac{5x}{2} | \dfrac{1}{29,\!322,\!216} == 1/29322216 | 50\% == 50\%  0.5  \frac{1}{2}
+20\% == 20 | 5\% == 0.05  5 \text{ percent} != 6\%  0.5  500 | 0.5 != 0.5\%  1/2=0.5  x=\frac12=0.5
+12.5\% != 12.5 | 90^\circ == 90  90 \text{ degrees}  90° != \frac{\pi}{2}  91^\circ
+90 == 90° != \frac{\pi}{2} | \frac{270}7\text{ degrees} == 270/7
+# units and money; \text, sizes, dollars, full stops
+5 == 5 \text{ apples}  5 apples  5\text{ cm}  5 \mathrm{cm}  5 cm
+5 == 5cm  \text{5}  \mathbf{5}  $5$  $$5$$
+5 != 6 \text{ apples}  5 \text{ million}  5x  5m  5 is wrong  not 5
+15\mbox{ cm}^2 == 15 != 15 \text{ square cm} | 15\text{ cm}^2 != 15\text{ cm}^3
+5\text{ cm} != 5\text{ m} | 5\text{ feet} != 5\text{ ft} | 5\text{ inches} == 5 inches
+4 \text{ feet} != 5 \text{ feet} | 480 + 480\sqrt{3}\text{ feet} == 480(1+\sqrt3) | 36 == \$36  $36$
+\$18.90 == 18.9  18.90 \text{ dollars} | \$5 != 5 \text{ cents} | 5000000 != 5 \text{ million}
+\displaystyle\frac{1}{2} == 0.5
+# sets and lists: no order, all of it; tuples: in order; intervals; plus-minus pairs
+\{1,2\} == \{2,1\}  1,2 != \{1\}  \{1,3\}  \{1,2,3\}  ; | \{1\} != \{1,2\} | \{1,1,2\} != \{1,2\}
+1,1,2 != 1,2  1,2,2 | 1,2 == 2,1  \{2,1\} != 1  3,'\text{  ,, | 1728 != 1331 and 1728
+1331 and 1728 == 1728, 1331 != 1728 | 2, 3, \text{ and } 4 == 4, 3, 2
+-2 \text{ or } -12 == -12, -2 | \{5\} == 5 | \{\frac12, \sqrt{8}\} == \{2\sqrt2, 0.5\}
+\{(1,2),(3,4)\} == \{(3,4),(1,2)\} != \{(2,1),(3,4)\} | \emptyset == \{\} != 0  \{0\}
+(1,2) == (1, 2)  1,2  x=1,y=2  \bigl(1,2\bigr) != (2,1)  \{1,2\}  2,1  (1,2,3)  1 | (1,2,3) != (1,2)
+(\frac12,\sqrt{8}) == (0.5, 2\sqrt{2}) | (5) == 5 | ((1,2),3) != (1,(2,3)) | (0,1) != [0,1]
+[0,1) == \left[0,1\right) != (0,1] | [0,1] == [0, 1] != \{0,1\}
+(-\infty,3] == (-\infty, 3] != x \le 3 | (3,\infty) != x>3  3<x  x\ge 3  x<3  (3,-\infty)
+(-3,5] != -3 < x \leq 5 | x\in[-2,7] != -2\le x\le 7
+(0,9) \cup (9,36) == (9,36)\cup(0,9) != (0,9)  (0,36)
+(-\infty,1)\cup(2,\infty) != x<1 \text{ or } x>2 | x>3 != y>3  2x>6 | x+y<1 != 2x+2y<2  x+y>1
+\pm 5 == 5, -5  -5, 5 != 5  \pm 6 | 5 != \pm 5
+3\pm2\sqrt{2} == 3-2\sqrt2, 3+2\sqrt2 != 3+2\sqrt{2}
+\{1\pm\sqrt{5},-2\} == \{-2,1+\sqrt5,1-\sqrt5\} | x=\pm 2 == \{2,-2\}  x=2, x=-2
+1\pm\sqrt{19} == 1\mp\sqrt{19} | \frac{1\pm\sqrt5}{2} == \frac{1+\sqrt5}{2}, \frac{1-\sqrt5}{2}
+# equations, algebra, factorials, matrices
+5 == x = 5  = 5  (x=5)  5=x != x=6  6=5  x=6=5 | x=5 != y=5 | 33 == m+n=33
+9 == f(3)=9  f\left(3\right)=9 | 5x-7y+4=0 == 10x-14y+8=0 != 5x+7y+4=0
+y=2x+3 == 2x+3 != 2x-y+3=0  y=3x+2 | x=1,y=2 == y=2,x=1 != x=2,y=1 | (x,y)=(1,2) == (1,2)
+25 != x^2+y^2=25 | \approx 8.24 \text{ mph} == 8.24
+2\sqrt{2} == \sqrt{8}  \sqrt8 != 2\sqrt{3}  2.828  -2\sqrt{2}
+\frac{1}{\sqrt{2}} == \frac{\sqrt{2}}{2} | \sqrt{5+2\sqrt6} == \sqrt2+\sqrt3 | \sqrt[3]{8} == 2
+\sqrt[3]{4} == 4^{1/3} | \pi == 3.141593  π. != 3.14  22/7 | 6\pi == 6 \cdot \pi != 6
+\frac{\pi}{6} != 30^\circ | 6-5i == -5i+6 != 6+5i | i != 1 | x^2+1 != x^2-1 | (x+1)(x+2) == x^2+3x+2
+(a+5)(b+2) == ab+2a+5b+10 | x^2 != y^2 | \sqrt{x^2} == |x| != x | \sin^2 x+\cos^2 x == 1
+2^{10} == 1024 | 2^10 == 1024 | 2**10 != 1024 | 2*3 == 6 | A == a  A | AB == BA | x_1 != x_2
+120 == 5! | 1/2004! != 1/2006! | 2004! != 2005! | \frac{1}{10^{30}} != \frac{1}{10^{31}}
+2^{-200} != 2^{-201} | \binom{5}{2} == 10 != \frac52 | \dbinom{5}{2} == {5 \choose 2}
+2^{4950} != 2^{4951} | 10^{60} != 10^{60}+1
+\begin{pmatrix}1\\2\end{pmatrix} == \begin{pmatrix} 1 \\ 2 \end{pmatrix}
+\begin{pmatrix}1\\2\end{pmatrix} != \begin{pmatrix}2\\1\end{pmatrix}
+\begin{pmatrix}1\\2\end{pmatrix} != \begin{pmatrix}1&2\end{pmatrix}
+\begin{pmatrix}1&2\\3&4\end{pmatrix} == \left(\begin{array}{cc}1&2\\3&4\end{array}\right)
+\begin{pmatrix}1&2\\3&4\end{pmatrix} != \begin{pmatrix}1&3\\2&4\end{pmatrix}  1,2,3,4
+\begin{pmatrix}-1/3\\2/3\end{pmatrix} == \begin{pmatrix}-\frac13\\\frac23\end{pmatrix}
+# ratios, times, words, number bases; nothing, and what cannot be read
+1:2 == 1/2 != 2:1 | 1 : 2 != 1 \text{ to } 2 | 1:2:3 != 2:4:6  1:2:4  1:2
+8:34 \text{ p.m.} == 8:34 p.m. != 8:34 a.m.  4:17 \text{ p.m.} | blue == \text{blue} != red  5
+\text{Evelyn} == evelyn | \text{even} != \text{odd} | \text{two lines} == two lines != two circles
+red != der | CBAD != ABCD | \text{October 30} == October 30 != October 31 | No == no | yes != no
+\text{(C)} == (C)  c != D | \text{A, D, F} == D, A, F != A, D | \text{!} != \text{?}
+5 != the answer is 5  5 5  \frac{5}{  ?  \frac{5}{0} | 52_8 == 52 != 42 | 10_8 != 10_2
+4210_{5} != 4211_5 | 112 != 1\quad12 | 17 != 17\\18 | 2 != 2..5 | \infty == ∞ != -\infty  5
+x=1 \text{ or } x=2 == 1,2 | x\in\{1,2\} == 1,2 | \text{odd} != -\text{odd} | \log_2 8 == 3
+3! == 6 | 5!! != 120
 # what the guards are for
-0  !=  0.0000001  \frac{\pi}{10^{20}}
-2^{-97}  !=  2^{-98}
-x=2^{-97}  ==  x=\frac{1}{2^{97}}  !=  x=2^{-98}
-(2^{-97},1)  !=  (2^{-98},1)
-5  ==  \boxed{5}  !=  2(3)  2 3  5,5  0=1=2=3=4=5  2x=5  x\approx 0\approx 1\approx 5
-6  ==  2(3)  2×3
-6t  !=  6
-6\text{ hours}  ==  6  6 hours  !=  6 minutes
-10  !=  \sum_{k=1}^{4} k
-x=3  !=  2x+1=7  x^2=9
-60  ==  60 miles per hour
-60\text{ mph}  ==  60
-18  ==  18 dollars
-\$18  ==  18 dollars
-(1,2)  ==  \bigl(1,2\bigr)
-[0,1)  ==  \left[0,1\right)
-\pi  ==  π.
-\sqrt{2}  ==  √2
-\infty  ==  ∞  +\infty
-90  ==  90°
-[1,2]  !=  \{1,2\}
-(3,2)  !=  \{2,3\}
-(2,1)  !=  (3,1)  \emptyset
-3  !=  1 2
--\frac{3}{2}  ==  -1 1/2
+2^{-97} != 2^{-98} | x=2^{-97} == x=\frac{1}{2^{97}} != x=2^{-98} | (2^{-97},1) != (2^{-98},1)
+5 == \boxed{5} != 2(3)  2 3  5,5  0=1=2=3=4=5  2x=5  x\approx 0\approx 1\approx 5  \frac{d}{dz}5z
+5 == \fbox{5} != 3\boxed5  6, \fbox{5}
+6 == 2(3)  2×3 | 6t != 6 | 6\text{ hours} == 6  6 hours != 6 minutes | 10 != \sum_{k=1}^{4} k
+x=3 != 2x+1=7  x^2=9 | 60 == 60 miles per hour | 60\text{ mph} == 60 | 18 == 18 dollars
+\$18 == 18 dollars | \sqrt{2} == √2 | [1,2] != \{1,2\} | (3,2) != \{2,3\}
+(2,1) != (3,1)  \emptyset | 3 != 1 2 | -\frac{3}{2} == -1 1/2
 """
-GOLDEN = []
-for line in re.findall(r"^(?!# ).+", TABLE, re.M):
-    reference, *cells = re.split("  +", line)
-    for cell in cells:
-        if cell in ("==", "!="):
-            sign = cell
-        else:
-            GOLDEN.append((reference, cell, sign == "=="))
-
-# reference, completion and r
-TEXTS = r"""
-5  \boxed{5}  1
-5  \boxed{6}  -1
-5  5  -1
-5  so $\boxed{5}$.  1
-5  \boxed {5}  1
-2  \boxed{1} and \boxed{2}  1
-1  \boxed{1} and \boxed{2}  -1
-1,2  \boxed{1} and \boxed{2}  -1
-\frac{1}{\sqrt{2}}  \boxed{\frac{1}{\sqrt{2}}}  1
-5  \boxed{\boxed{5}}  1
-\{1\}  \boxed{\{1\}}  1
-5  \boxed{5  -1
-5  \boxed{5} no: \boxed{6  -1
-5  \boxed{}  -1
-5  \boxed{ }  -1
-5  \boxed 5  -1
-5  \fbox{5}  -1
-5  <think>\boxed{5}</think> so 6  -1
-6  <think>\boxed{5}</think> \boxed{6}  1
-5  <think>\boxed{5}  -1
-5  \boxed{5}</think>  -1
-5  </think>\boxed{6}<think>\boxed{5}  -1
-5  <think>a</think><think>b</think>\boxed{5}  1
-5  \boxed{x=5}  1
-"""
-
-
-@pytest.fixture(scope="module")
-def verifier():
-    with Verifier(timeout_s=20.0) as v:
-        yield v
-        assert v.timeouts == 0, "an honest answer ran out of time"
-
-
-@pytest.mark.parametrize("gold,pred,right", GOLDEN)
-def test_the_golden_table_holds(verifier, gold, pred, right):
-    assert verifier.verify(gold, pred) is right
-
-
-def test_no_answer_is_wrong(verifier):
-    assert verifier.verify_many([("5", None), ("5", "  "), ("", ""), ("$", "$$")]) == [False] * 4
-
-
-@pytest.mark.parametrize("row", TEXTS.strip().split("\n"))
-def test_a_completion_counts_by_its_last_box(verifier, row):
-    gold, text, r = row.split("  ")
-    assert verifier.outcome(gold, text) == int(r)
-    assert verifier.outcome(gold, text.replace("{5}", "{\n5\n}")) == int(r)
-    assert verifier.outcome(gold, "") == -1
-
-
-def test_the_same_words_or_the_same_long_string_are_right(verifier):
-    assert verifier.verify("Tuesday, noon", "Tuesday,  noon.")
-    assert verifier.verify("z" * 3000, "z" * 3000)
-    assert not verifier.verify("z" * 3000, "z" * 2999)
-
-
-DATA = ["aime24", "aime25", "hmmt25", "math500", "amc23", "gsm8k_test", "svamp"]
-LONG_DATA = [
-    pytest.param(name, marks=pytest.mark.long)
-    for name in ("gsm8k_train", "math_train", "dapo_math_en")
-]
-
-
-@pytest.mark.parametrize("name", DATA + LONG_DATA)
-def test_every_reference_equals_itself_in_another_spelling(verifier, name):
-    path = ROOT.parent / "shared" / "data" / f"{name}.jsonl"
-    if not path.exists():
-        pytest.skip("the data sets are not beside this project")
-    golds = sorted({str(json.loads(line)["answer"]) for line in path.open()})
-    pairs = [(gold, gold) for gold in golds]
-    for gold in golds:
-        if "text" not in gold:
-            respelled = gold.replace(r"\frac", r"\dfrac").replace("(", " (")
-            pairs.append((gold, f"${respelled}$"))
-    refused = [pair for pair, right in zip(pairs, verifier.verify_many(pairs)) if not right]
-    assert refused == []
-
-
-# ------------------------------------------  answers that are right without knowing the reference
-
-# References of every kind, each in two spellings
+# More references of every kind, each in two spellings
 REFERENCES = r"""
 0 ~ 0.0 | 1 ~ 1.0 | -1 ~ -1.0 | 2 ~ \frac{4}{2} | 5 ~ x=5 | 10 ~ 10\text{ apples} | 42 ~ \$42
 100 ~ 100.00 | 1234 ~ 1,234 | -17 ~ -\frac{34}{2} | 2024 ~ 2{,}024 | \frac{1}{2} ~ 0.5
@@ -365,6 +127,79 @@ x\ge 3 ~ x \geq 3 | -3<x<5 ~ -3 < x < 5
 \text{Evelyn} ~ Evelyn | \text{even} ~ even | \text{(C)} ~ C | Yes ~ \text{yes} | \text{no} ~ No
 AB ~ \text{AB} | f(x)=x^2 ~ f(x)=x^{2}
 """
+PAIRS = [pair.split(" ~ ") for pair in re.split(r" \| |\n", REFERENCES.strip())]
+GOLDEN = []
+for left, right in PAIRS:
+    GOLDEN += [(left, right, True), (right, left, True)]
+for case in re.split(r" \| |\n", "\n".join(re.findall(r"^(?!# ).+", TABLE, re.M))):
+    equal, _, other = case.partition(" != ")
+    reference, _, same = equal.partition(" == ")
+    GOLDEN += [(reference, answer, True) for answer in re.split("  +", same) if answer]
+    GOLDEN += [(reference, answer, False) for answer in re.split("  +", other) if answer]
+NOT_IN_TABLES = [("5", None, False), ("5", "  ", False), ("", "", False), ("$", "$$", False)]
+NOT_IN_TABLES += [("Tuesday, noon", "Tuesday,  noon.", True), ("z" * 3000, "z" * 3000, True)]
+NOT_IN_TABLES += [("z" * 3000, "z" * 2999, False), ("10", "5\n5", False)]
+
+# reference, completion and r
+TEXTS = r"""
+5  \boxed{5}  1 | 5  \boxed{6}  -1 | 5  5  -1 | 5  so $\boxed{5}$.  1 | 5  \boxed {5}  1
+2  \boxed{1} and \boxed{2}  1 | 1  \boxed{1} and \boxed{2}  -1 | 1,2  \boxed{1} and \boxed{2}  -1
+\frac{1}{\sqrt{2}}  \boxed{\frac{1}{\sqrt{2}}}  1 | 5  \boxed{\boxed{5}}  1
+\{1\}  \boxed{\{1\}}  1 | 5  \boxed{5  -1 | 5  \boxed{5} no: \boxed{6  -1 | 5  \boxed{}  -1
+5  \boxed{ }  -1 | 5  \boxed 5  -1 | 5  \fbox{5}  -1 | 5  <think>\boxed{5}</think> so 6  -1
+6  <think>\boxed{5}</think> \boxed{6}  1 | 5  <think>\boxed{5}  -1 | 5  \boxed{5}</think>  -1
+5  </think>\boxed{6}<think>\boxed{5}  -1 | 5  <think>a</think><think>b</think>\boxed{5}  1
+5  \boxed{x=5}  1
+"""
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with Verifier(timeout_s=20.0) as v:
+        yield v
+        assert v.timeouts == 0, "an honest answer ran out of time"
+
+
+@pytest.mark.parametrize("gold,pred,right", GOLDEN + NOT_IN_TABLES)
+def test_the_golden_tables_hold(verifier, gold, pred, right):
+    assert verifier.verify(gold, pred) is right
+
+
+@pytest.mark.parametrize("case", re.split(r" \| |\n", TEXTS.strip()))
+def test_a_completion_counts_by_its_last_box(verifier, case):
+    gold, text, r = case.split("  ")
+    assert verifier.outcome(gold, text) == int(r)
+    assert verifier.outcome(gold, text.replace("{5}", "{\n5\n}")) == int(r)
+    assert verifier.outcome(gold, "") == -1
+
+
+DATA = ["aime24", "aime25", "hmmt25", "math500", "amc23", "gsm8k_test", "svamp"]
+LONG_DATA = ["gsm8k_train", "math_train", "dapo_math_en"]
+
+
+@pytest.mark.parametrize(
+    "name", DATA + [pytest.param(name, marks=pytest.mark.long) for name in LONG_DATA]
+)
+def test_every_reference_equals_itself_in_another_spelling(verifier, name):
+    path = ROOT.parent / "shared" / "data" / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip("the data sets are not beside this project")
+    golds = sorted({str(json.loads(line)["answer"]) for line in path.open()})
+    pairs = [(gold, gold) for gold in golds]
+    for gold in golds:
+        if "text" not in gold:
+            respelled = gold.replace(r"\frac", r"\dfrac").replace("(", " (")
+            pairs.append((gold, f"${respelled}$"))
+    assert mistakes(verifier, pairs, True) == []
+
+
+def mistakes(verifier, pairs, wanted):
+    """The pairs whose verdict is another."""
+    return [pair for pair, right in zip(pairs, verifier.verify_many(pairs)) if right is not wanted]
+
+
+# ------------------------------------------  answers that are right without knowing the reference
+
 # Not finite; problems for answers; nothing and everything; symbols; relations that hold always or
 # for many; listings of guesses; signs, units and bases; programs; odd forms
 TRICKS = r"""
@@ -436,18 +271,15 @@ COUNT = [str(i) for i in range(-3, 13)]
 JOINTS = [",", ", ", " ", " or ", ";", "/", "|", "=", "<", r"\ne ", r"\le ", r"\approx ", r"\\"]
 # A trick that says one value is right for that one.
 SAYS = r"""
-0   2^{-\infty}   e^{-\infty}   x=0\cdot x   x\equiv 0   0\text{ or so}   0x10   0b101   5.0.0
-0   oo-oo   0=0
-\{0\}   2^{-\infty}   e^{-\infty}   x=0\cdot x   x\equiv 0   0\text{ or so}   0x10   0b101   5.0.0
-\{0\}   oo-oo
-1   1_000   1\approx 2\approx5
+0   e^{-\infty}   x=0\cdot x   x\equiv 0   0x10   0b101   5.0.0   oo-oo
+\{0\}   e^{-\infty}   x=0\cdot x   x\equiv 0   0x10   0b101   5.0.0   oo-oo
+1   1_000
 -1   -+1
 5   5_2   5_10_42   --5
 x   X   x'   x\in x   x\text{ cm}
 i   I
-\infty   e^{\infty}   \binom{\infty}{2}   \infty\%   x=\infty   inf   \text{inf}
-\infty   \infty=\infty   \{\infty\}
-\infty   \infty,\infty   \infty\text{ apples}
+\infty   e^{\infty}   \binom{\infty}{2}   \infty\%   x=\infty   inf   \text{inf}   \infty=\infty
+\infty   \{\infty\}   \infty,\infty   \infty\text{ apples}
 -\infty   -inf
 \emptyset   {}   \emptyset\cup\emptyset   \boxed{}
 \mathbb{R}   (-\infty,\infty)   [-\infty,\infty]
@@ -456,7 +288,6 @@ i   I
 
 def tricks_and_references():
     """All pairs of a reference and a trick that does not say it."""
-    pairs = [row.split(" ~ ") for row in re.split(r" \| |\n", REFERENCES.strip())]
     tricks = re.split(r" {3,}|\n", TRICKS.strip())
     tricks += [joint.join(COUNT) for joint in JOINTS]
     tricks += [f"x={'='.join(COUNT)}", rf"\{{{','.join(COUNT)}\}}", f"({','.join(COUNT)})"]
@@ -465,35 +296,23 @@ def tricks_and_references():
     for row in SAYS.strip().split("\n"):
         value, *spellings = row.split("   ")
         said |= {(value, trick) for trick in spellings}
-    return [
-        (gold, trick)
-        for spellings in pairs
-        for gold in spellings
-        for trick in tricks
-        if (spellings[0], trick) not in said
-    ]
+    pairs = []
+    for spellings in PAIRS:
+        for trick in tricks:
+            if (spellings[0], trick) not in said:
+                pairs += [(gold, trick) for gold in spellings]
+    return pairs
 
 
-def assert_refused(pairs, workers):
-    with Verifier(timeout_s=5.0, workers=workers) as v:
-        verdicts = v.verify_many(pairs)
-    assert [pair for pair, right in zip(pairs, verdicts) if right] == []
-
-
-def test_no_answer_is_right_without_knowing_the_reference():
-    """A sample of the pairs."""
+@pytest.mark.parametrize("n", [300, pytest.param(6000, marks=pytest.mark.long)])
+def test_no_answer_is_right_without_knowing_the_reference(n):
+    """A sample of the pairs; the long form with TRICKS=all tries every one, in half an hour."""
     pairs = tricks_and_references()
     assert len({trick for _, trick in pairs}) > 400 and len({gold for gold, _ in pairs}) > 140
-    assert_refused(random.Random(0).sample(pairs, 300), workers=2)
-
-
-@pytest.mark.long
-def test_no_answer_is_right_without_knowing_any_of_the_references():
-    """A larger sample of the pairs; TRICKS=all tries every one, in half an hour or more."""
-    pairs = tricks_and_references()
-    if os.environ.get("TRICKS") != "all":
-        pairs = random.Random(1).sample(pairs, 6000)
-    assert_refused(pairs, workers=2)
+    if n == 300 or os.environ.get("TRICKS") != "all":
+        pairs = random.Random(n).sample(pairs, n)
+    with Verifier(timeout_s=5.0, workers=2) as v:
+        assert mistakes(v, pairs, False) == []
 
 
 # ------------------------------------------------------------------------- hostile answers and fuzz
@@ -539,8 +358,7 @@ TOKENS = (
 def test_random_tokens_are_never_a_large_prime(impatient):
     rng = random.Random(0)
     preds = ["".join(rng.choices(TOKENS, k=rng.randint(1, 30))) for _ in range(2500)]
-    verdicts = impatient.verify_many([("1000000007", pred) for pred in preds])
-    assert [pred for pred, right in zip(preds, verdicts) if right] == []
+    assert mistakes(impatient, [("1000000007", pred) for pred in preds], False) == []
 
 
 def spelled(rng: random.Random, v: Fraction, grouped: bool) -> str:
@@ -560,99 +378,67 @@ def spelled(rng: random.Random, v: Fraction, grouped: bool) -> str:
     return rng.choice(ways)
 
 
-# How an answer of several numbers is written, and what makes two of them equal
-KINDS = {
-    "{}": list,
-    r"$x={}$": list,
-    r"{}\text{{ apples}}": list,
-    "{}, {}, {}": sorted,
-    r"{}, {}, \text{{ and }} {}": sorted,
-    r"\{{{}, {}, {}\}}": sorted,
-    r"\left({}, {}, {}\right)": list,
-}
-
-
-def changed(rng: random.Random, values: list[Fraction]) -> list[Fraction]:
-    """The same values, or another order, or one value replaced."""
-    other = list(values)
-    change = rng.choice(["none", "mutate", "shuffle", "repeat"])
-    if change == "mutate":
-        i = rng.randrange(len(other))
-        steps = [-other[i], other[i] + 1, other[i] * 10, other[i] + Fraction(1, 1000)]
-        other[i] = rng.choice([*steps, 1 / (other[i] or 2)])
-    elif change == "shuffle":
-        rng.shuffle(other)
-    elif change == "repeat":
-        other[0] = other[-1]
-    return other
+# How an answer of so many numbers is written, and what makes two of them equal
+KINDS = [
+    ("{}", 1, list),
+    (r"$x={}$", 1, list),
+    (r"{}\text{{ apples}}", 1, list),
+    ("{}, {}, {}", 3, sorted),
+    (r"{}, {}, \text{{ and }} {}", 3, sorted),
+    (r"\{{{}, {}, {}\}}", 3, sorted),
+    (r"\left({}, {}, {}\right)", 3, list),
+]
 
 
 def test_random_numbers_and_structures_get_their_known_verdict(verifier):
     rng = random.Random(1)
-    pairs, wants = [], []
+    pairs = {True: [], False: []}
     for _ in range(150):
-        kind = rng.choice(list(KINDS))
-        n = kind.replace("{{", "").count("{}")
-        denominators = [1, 1, 1, 2, 3, 5, 8, 12, 100]
-        values = [Fraction(rng.randint(-2000, 2000), rng.choice(denominators)) for _ in range(n)]
-        other = changed(rng, values)
-        wants.append(KINDS[kind](values) == KINDS[kind](other))
-        sides = [[spelled(rng, v, n == 1) for v in side] for side in (values, other)]
-        pairs.append((kind.format(*sides[0]), kind.format(*sides[1])))
-    got = verifier.verify_many(pairs)
-    assert [
-        (*pair, want) for pair, want, right in zip(pairs, wants, got) if right is not want
-    ] == []
-    assert 0.3 < sum(wants) / len(wants) < 0.7
+        form, n, key = rng.choice(KINDS)
+        denominators = rng.choices([1, 1, 1, 2, 3, 5, 8, 12, 100], k=n)
+        values = [Fraction(rng.randint(-2000, 2000), q) for q in denominators]
+        first, *rest = values
+        orders = [values, values[::-1], [*rest, first]]
+        others = [-first, first + Fraction(1, 1000), 10 * first, values[-1] + 1, values[-1]]
+        other = rng.choice(orders * 2 + [[one, *rest] for one in others])
+        gold = form.format(*[spelled(rng, v, n == 1) for v in values])
+        pred = form.format(*[spelled(rng, v, n == 1) for v in other])
+        pairs[key(values) == key(other)].append((gold, pred))
+    assert min(map(len, pairs.values())) > 45
+    for wanted in pairs:
+        assert mistakes(verifier, pairs[wanted], wanted) == []
 
 
 # ---------------------------------------------------------------------------------------- processes
 
 
-def workers_of(pid: int) -> list[int]:
-    """The live worker processes that a process has started."""
-    found = []
+def workers(parent: int | None = None) -> set[int]:
+    """The live worker processes, or those that a process has started."""
+    found = set()
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
         try:
-            state, parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
+            state, its_parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
             command = (entry / "cmdline").read_text()
         except OSError:
             continue
-        if int(parent) == pid and state != "Z" and "verify.py" in command:
-            found.append(int(entry.name))
+        if state != "Z" and "verify.py" in command and parent in (None, int(its_parent)):
+            found.add(int(entry.name))
     return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def new_worker(v: Verifier) -> int:
     """The process id of the one worker that a fresh verifier starts."""
-    before = set(workers_of(os.getpid()))
+    before = workers(os.getpid())
     assert v.verify("1/2", "2/4")
-    (pid,) = set(workers_of(os.getpid())) - before
+    (pid,) = workers(os.getpid()) - before
     return pid
 
 
 def test_verdicts_from_many_threads_come_in_order():
     pairs = [(f"{i}/2", f"{2 * i if i % 3 else 2 * i + 1}/4") for i in range(1, 19)]
     want = [i % 3 != 0 for i in range(1, 19)]
-    results = {}
-
-    def judge(name: int) -> None:
-        results[name] = v.verify_many(pairs)
-
-    with Verifier(timeout_s=5.0, workers=2) as v:
-        threads = [threading.Thread(target=judge, args=(name,)) for name in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert results == {0: want, 1: want, 2: want}
+    with Verifier(timeout_s=5.0, workers=2) as v, ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(v.verify_many, [pairs] * 3)) == [want] * 3
 
 
 def test_a_killed_worker_is_replaced_and_close_leaves_none():
@@ -662,7 +448,7 @@ def test_a_killed_worker_is_replaced_and_close_leaves_none():
     second = new_worker(v)
     v.close()
     v.close()
-    assert not alive(first) and not alive(second)
+    assert not {first, second} & workers()
     with v:
         assert v.verify("1/2", "2/4"), "a closed verifier starts again"
 
@@ -687,14 +473,13 @@ def test_the_worker_ends_when_its_parent_is_killed(state):
     command = [sys.executable, "-c", PARENT, state]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout.readline() == "ready\n"
-        (worker,) = workers_of(parent.pid)
+        (worker,) = workers(parent.pid)
         parent.kill()
         parent.wait()
         deadline = time.monotonic() + 20
-        while alive(worker) and time.monotonic() < deadline:
+        while worker in workers() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not alive(worker)
-        parent.stdout.close()
+        assert worker not in workers()
 
 
 CTRL_C = """
@@ -729,26 +514,11 @@ def test_a_workers_memory_is_bounded_and_hunger_is_wrong():
         assert not v.verify("7", "2^{10^{10}}") and v.verify("1/2", "2/4")
 
 
-def test_more_than_1024_open_files_do_no_harm():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 2048:
-        pytest.skip("no more than 1024 descriptors here")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    try:
-        with Verifier() as v:
-            assert v.verify("1/2", "2/4")
-    finally:
-        for descriptor in held:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_integers_are_decided_without_a_worker():
-    before = workers_of(os.getpid())
+    before = workers(os.getpid())
     with Verifier() as v:
         assert all(v.verify_many([(str(i), f"0{i}") for i in range(2000)]))
-        assert workers_of(os.getpid()) == before
+        assert workers(os.getpid()) == before
 
 
 @pytest.mark.parametrize("bad", [{"timeout_s": 0}, {"workers": 0}])
