@@ -34,6 +34,7 @@ import sgsd
 import skills
 from config import Config, setting
 from distributed import UserError
+from policy import Ids
 from problems import Problem
 from rollout import Rollout
 from sgsd import Run, Update
@@ -50,23 +51,19 @@ class BaselineConfig(Config):
 
     method: str = setting("sgsd", "sgsd, grpo, grpo+skill, opsd or opsd+skill; Tab. 11")
     generations: int = setting(1, "G, rollouts per problem; Tab. 11")
-    student_prefix: str = setting(
-        "closed", "the student's think block; S3, S15", choices=("closed", "bare")
-    )
+    student_prefix: str = setting("closed", "its think block; S3, S15", ("closed", "bare"))
     loss_temperature: float = setting(1.0, "of the log-probabilities in the loss; S5")
     drop_truncated: bool = setting(False, "leave out of the loss what the length limit cut; S4")
     token_mask: bool = setting(True, "without it every token counts; Tab. 4")
     clip: bool = setting(True, "without it the support takes the gaps as they are; Tab. 4")
     polarity: bool = setting(True, "without it every teacher is distilled, rho = +1; §4.4")
-    retrieval: str = setting(
-        "embedding", "the nearest pairs, or any; S20", choices=("embedding", "random")
-    )
+    retrieval: str = setting("embedding", "the nearest pairs or any; S20", ("embedding", "random"))
     answer_pi: bool = setting(False, "the reference answer in a teacher's prompt too; §4.5, S16")
     teacher: str = setting(
         "live", "the adapter; frozen has none; §4.5", choices=("live", "frozen", "periodic", "ema")
     )
     teacher_period: int = setting(50, "updates between copies of a periodic teacher; S18")
-    teacher_decay: float = setting(0.999, "decay of an ema teacher; S18", least=0)
+    teacher_decay: float = setting(0.999, "decay of an ema teacher; S18", least=0, most=1)
     objective: str = setting(
         "gate", "the gate, or a divergence over all tokens; §4.5, D10", choices=("gate", *JSD_BETA)
     )
@@ -76,19 +73,15 @@ class BaselineConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         method = self.method
-        if method in ("base", "base+skill"):
-            bank = " --skills BANK" if method == "base+skill" else ""
-            raise UserError(f"--method {method}: trains nothing; use python eval.py MODEL{bank}")
         if method not in STEPS:
-            raise UserError(f"--method {method}: must be one of {', '.join(STEPS)}")
+            rule = f"must be one of {', '.join(STEPS)}; base and base+skill train nothing"
+            raise UserError(f"--method {method}: {rule}: use python eval.py MODEL --skills BANK")
         if self.bank and not self.sees_skills:
             raise UserError(f"--bank: {method} sees no skills; take {method}+skill, or no bank")
         if method.startswith("grpo") and self.generations < 2:
             raise UserError("--generations: GRPO compares a group, so it must be >= 2")
         if self.temperature == 0 and self.generations > 1:
             raise UserError("--temperature 0: makes all --generations of a problem the same")
-        if self.teacher_decay >= 1:
-            raise UserError(f"--teacher-decay {self.teacher_decay}: must be < 1 (S18)")
         if self.support_top_k and self.objective != "gate":
             raise UserError("--support-top-k: is a gate; leave out --objective")
 
@@ -157,41 +150,41 @@ def generalized_jsd(
     return terms.sum(-1)
 
 
-def local_support(
-    ids_n: Tensor, logits_s_nV: Tensor, logits_t_nV: Tensor, top_k: int
-) -> tuple[Tensor, Tensor]:
-    """(KL(S || T) [n], gap of the sampled token [n]) on a truncated, renormalised vocabulary.
+def local_support(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(KL(T || S) [n], gap of the sampled token [n]) on a truncated, renormalised vocabulary.
 
-    It holds the teacher's top_k tokens and the sampled one: §4.5 "top-k support", the truncated
-    local reverse KL (S19).
+    It holds the teacher's top k tokens and the sampled one: §4.5 "top-k support", by the paper's
+    only formula for "reverse KL" (§3, App. E.5; S19). s_nV, t_nV: logits of student and teacher.
     """
-    top_nk = logits_t_nV.topk(min(top_k, logits_t_nV.shape[-1])).indices
     sampled_n1 = ids_n[:, None]
+    top_nk = t_nV.topk(min(k, t_nV.shape[-1])).indices
     support = torch.cat([sampled_n1, top_nk], 1)
-    twice = torch.cat([torch.zeros_like(sampled_n1, dtype=torch.bool), top_nk == sampled_n1], 1)
-    logp_s = logits_s_nV.gather(1, support).masked_fill(twice, -1e30).log_softmax(1)
-    logp_t = logits_t_nV.gather(1, support).masked_fill(twice, -1e30).log_softmax(1)
-    return (logp_s.exp() * (logp_s - logp_t)).sum(1), (logp_t - logp_s)[:, 0]
+    twice = support == sampled_n1
+    twice[:, 0] = False
+    logp_s = s_nV.gather(1, support).masked_fill(twice, -1e30).log_softmax(1)
+    logp_t = t_nV.gather(1, support).masked_fill(twice, -1e30).log_softmax(1)
+    return (logp_t.exp() * (logp_t - logp_s)).sum(1), (logp_t - logp_s)[:, 0]
 
 
-def token_losses(
-    cfg: BaselineConfig, ids_n: Tensor, logits_s_nV: Tensor, *teachers_nV: Tensor
-) -> Tensor:
-    """Loss and gap of each position under each teacher, [n, K, 2], from whole logits."""
+def token_losses(cfg: BaselineConfig, ids_n: Tensor, s_nV: Tensor, *teachers_nV: Tensor) -> Tensor:
+    """Loss, gap and full gap of each position under each teacher, [n, K, 3], from whole logits.
+
+    The gap decides the polarity. The full gap is Eq. 7's; only a truncated support has another.
+    """
     logp_nK = torch.stack([policy.logprob_of(ids_n, t_nV) for t_nV in teachers_nV], 1)
-    gap_nK = logp_nK - policy.logprob_of(ids_n, logits_s_nV)[:, None]
-    if cfg.support_top_k:
-        k = cfg.support_top_k
-        local = [local_support(ids_n, logits_s_nV, t_nV, k) for t_nV in teachers_nV]
-        loss_nK = sgsd.gated_loss(torch.stack([kl_n for kl_n, _ in local], 1), cfg.tau_g)
-        gap_nK = torch.stack([gap_n for _, gap_n in local], 1)
-    elif cfg.objective == "gate":
-        loss_nK = sgsd.gated_loss(gap_nK, cfg.tau_g)
-    else:
-        beta, clip = JSD_BETA[cfg.objective], cfg.objective_clip
-        losses = [generalized_jsd(logits_s_nV, t_nV, beta, clip=clip) for t_nV in teachers_nV]
-        loss_nK = torch.stack(losses, 1)
-    return torch.stack([loss_nK, gap_nK], -1)
+    full_nK = logp_nK - policy.logprob_of(ids_n, s_nV)[:, None]
+    found = []
+    for t_nV, full_n in zip(teachers_nV, full_nK.unbind(1)):
+        gap_n, gated_n = full_n, full_n
+        if cfg.support_top_k:
+            gated_n, gap_n = local_support(ids_n, s_nV, t_nV, cfg.support_top_k)
+        if cfg.objective == "gate":
+            loss_n = sgsd.gated_loss(gated_n, cfg.tau_g)
+        else:
+            beta, clip = JSD_BETA[cfg.objective], cfg.objective_clip
+            loss_n = generalized_jsd(s_nV, t_nV, beta, clip=clip)
+        found.append(torch.stack([loss_n, gap_n, full_n], 1))
+    return torch.stack(found, 1)
 
 
 def settings(run: Run) -> BaselineConfig:
@@ -200,11 +193,12 @@ def settings(run: Run) -> BaselineConfig:
 
 
 def retrieve(run: Run, step: int, x: Problem) -> list[SkillPair]:
-    """The pairs of a problem: the nearest ones, or with --retrieval random any (S20)."""
+    """The pairs of a problem: the nearest; with --retrieval random, any (S20)."""
     cfg = settings(run)
+    if run.bank is None:
+        return []
     if cfg.retrieval == "embedding":
         return sgsd.retrieve(run, x)
-    assert run.bank is not None
     draw = random.Random(rollout.sample_key(cfg.seed, step, x.id))
     chosen = []
     for entries in (run.bank.general_skills, run.bank.common_mistakes):
@@ -212,94 +206,71 @@ def retrieve(run: Run, step: int, x: Problem) -> list[SkillPair]:
     return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*chosen)]
 
 
-def visible(run: Run, step: int, x: Problem) -> list[SkillPair]:
-    """The pairs that the student's own prompt shows: none but for a method with +skill."""
-    return retrieve(run, step, x) if settings(run).method.endswith("+skill") else []
-
-
-def sample(run: Run, step: int) -> tuple[list[int], list[Problem], list[Rollout]]:
-    """This rank's places in the global batch, in whole groups; their problems and rollouts."""
-    cfg = settings(run)
+def sample(run: Run, step: int) -> tuple[list[int], list[Problem], list, list[Rollout]]:
+    """This rank's places in the global batch, in whole groups; problems, pairs and rollouts."""
+    cfg, world = settings(run), run.world
     batch = rollout.minibatch(run.problems, cfg, step, cfg.generations)
-    places = list[int]()
-    for group in range(cfg.batch_size)[run.world.rank :: run.world.size]:
-        places += range(group * cfg.generations, (group + 1) * cfg.generations)
+    places = [i for i in range(len(batch)) if i // cfg.generations % world.size == world.rank]
     data = [batch[i][0] for i in places]
     keys = [batch[i][1] for i in places]
     prompts = []
-    with distributed.errors_shared(run.world):
-        for x in data:
-            text = skills.render_skills(visible(run, step, x), x.problem)
+    with distributed.errors_shared(world):
+        pairs = [retrieve(run, step, x) for x in data]
+        for x, pairs_K in zip(data, pairs):
+            shown = pairs_K if cfg.method.endswith("+skill") else []
+            text = skills.render_skills(shown, x.problem)
             prompts.append(sgsd.prompt_ids(run, text, x.id, cfg.student_prefix))
-    return places, data, sgsd.sample(run, data, prompts, keys)
+    return places, data, pairs, sgsd.sample(run, data, prompts, keys)
 
 
-def teachers(run: Run, step: int, x: Problem) -> tuple[list[SkillPair], list[list[int]], Tensor]:
-    """The pairs of a problem, its K teachers' prompts, and their weights [K].
+def teachers(run: Run, x: Problem, pairs_K: list[SkillPair]) -> tuple[list[Ids], Tensor]:
+    """The prompts of a problem's K teachers, and their weights [K].
 
     OPSD has a single teacher. With --answer-pi a teacher also sees the reference answer (S16).
     """
     cfg, device = settings(run), run.world.device
-    shown = x
     if cfg.answer_pi:
-        shown = replace(x, problem=f"{x.problem}\n\nThe reference answer is {x.answer}.")
+        x = replace(x, problem=f"{x.problem}\n\nThe reference answer is {x.answer}.")
     if cfg.method.startswith("opsd"):
-        pairs = visible(run, step, x)
-        text = skills.render_skills(pairs, shown.problem)
+        text = skills.render_skills(pairs_K, x.problem)
         context = sgsd.prompt_ids(run, text, f"teacher of {x.id}", cfg.teacher_prefix)
-        return pairs, [context], torch.ones(1, device=device)
-    pairs = retrieve(run, step, x)
-    s_g_K = torch.tensor([pair.s_g for pair in pairs], device=device)
-    s_e_K = torch.tensor([pair.s_e for pair in pairs], device=device)
-    return pairs, sgsd.teacher_prompts(run, shown, pairs), sgsd.teacher_weights(s_g_K, s_e_K)
+        return [context], torch.ones(1, device=device)
+    s_g_K = torch.tensor([pair.s_g for pair in pairs_K], device=device)
+    s_e_K = torch.tensor([pair.s_e for pair in pairs_K], device=device)
+    return sgsd.teacher_prompts(run, x, pairs_K), sgsd.teacher_weights(s_g_K, s_e_K)
 
 
-def distil_step(run: Run, step: int) -> Update:
-    """Algorithm 1 with any part changed, or OPSD; with every default it is `sgsd.train_step`."""
-    cfg, clock = settings(run), runlog.Stopwatch()
-    places, data, rollouts = sample(run, step)
-    clock.lap("gen")
-    with distributed.errors_shared(run.world):
-        guidance = [teachers(run, step, x) for x in data]
-    records = []
-    for i, roll, (pairs_K, contexts_K, alpha_K) in zip(places, rollouts, guidance):
-        ids_T = torch.tensor(roll.completion_ids, device=run.world.device)
-        mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
-        ell_KT, gap_KT = scored(run, roll, contexts_K, clock)
-        ell_KT = torch.where(mask_T.bool(), ell_KT, 0)
-        lbar_K = ell_KT.sum(1) / (mask_T.sum() + sgsd.EPS)  # Eq. 15
-        a_K = sgsd.robust_support(gap_KT, mask_T, cfg.c_delta if cfg.clip else math.inf)
-        rho_K = torch.ones_like(a_K)
-        if cfg.polarity:
-            rho_K = sgsd.polarity(a_K, roll.r, cfg.eps_a)  # Eq. 13
-        loss = (alpha_K * rho_K * lbar_K).sum()  # Eq. 16
-        row = sgsd.record(run, step, roll, pairs_K, gap_KT, mask_T, alpha_K, a_K, rho_K, loss)
-        row["losses"] = lbar_K.tolist()
-        if cfg.objective != "gate" or cfg.support_top_k:
-            row.get("tokens", {}).pop("credit", None)  # Eq. 20 is the gate's
-        records.append({"index": i, **row, "loss": backward(run, roll, loss)})
-        clock.lap("bwd")
-    return finish(run, step, records, clock)
+def distil(run, step, roll, pairs_K, guidance, clock) -> tuple[Tensor, dict]:
+    """A rollout's loss and record by Algorithm 1, lines 8-14, with any part changed; or OPSD's."""
+    cfg, (contexts_K, alpha_K) = settings(run), guidance
+    ids_T = torch.tensor(roll.completion_ids, device=run.world.device)
+    mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
+    ell_KT, gap_KT, full_KT = scored(run, roll, contexts_K, clock)
+    lbar_K = torch.where(mask_T.bool(), ell_KT, 0).sum(1) / (mask_T.sum() + sgsd.EPS)  # Eq. 15
+    bound = cfg.c_delta if cfg.clip else math.inf
+    a_K = sgsd.robust_support(gap_KT, mask_T, bound)
+    rho_K = torch.ones_like(a_K)
+    if cfg.polarity:
+        rho_K = sgsd.polarity(a_K, roll.r, cfg.eps_a)  # Eq. 13
+    loss = (alpha_K * rho_K * lbar_K).sum()  # Eq. 16
+    row = sgsd.record(run, step, roll, pairs_K, gap_KT, mask_T, alpha_K, a_K, rho_K, loss)
+    row["losses"] = lbar_K.tolist()
+    tokens = row.get("tokens", {})  # where this update is audited
+    if cfg.objective != "gate" or cfg.support_top_k:
+        tokens.pop("credit", None)  # Eq. 20 is the gate's
+    if cfg.support_top_k:  # what truncation does to the supports and, on average, to a gap (S19)
+        error_KT = (gap_KT - full_KT).abs()
+        row["a_full"] = sgsd.robust_support(full_KT, mask_T, bound).tolist()
+        row["gap_error"] = sgsd.robust_support(error_KT, mask_T, math.inf).tolist()
+        tokens["delta_full"] = full_KT.tolist()
+    return loss, row
 
 
-def backward(run: Run, roll: Rollout, loss: Tensor) -> float:
-    """Backpropagate a rollout's part of the mean loss over the global batch; returns the loss."""
-    cfg = settings(run)
-    if cfg.drop_truncated and roll.truncated:  # S4
-        loss = 0 * loss
-    if loss.requires_grad:  # without teachers there is no loss (S8)
-        (loss / (cfg.batch_size * cfg.generations)).backward()
-    return loss.item()
-
-
-def scored(
-    run: Run, roll: Rollout, contexts_K: list[list[int]], clock: runlog.Stopwatch
-) -> tuple[Tensor, Tensor]:
-    """Token losses [K, T], and gaps [K, T] without gradient, a slice of positions at a time."""
+def scored(run: Run, roll: Rollout, contexts_K: list[Ids], clock: runlog.Stopwatch) -> Tensor:
+    """Token losses, gaps and full gaps [3, K, T], made a slice of positions at a time."""
     cfg, ids_T = settings(run), roll.completion_ids
     if not contexts_K:
-        none_KT = torch.zeros(0, len(ids_T), device=run.world.device)
-        return none_KT, none_KT
+        return torch.zeros(3, 0, len(ids_T), device=run.world.device)
     teachers_KTD: dict[int, Tensor] = {}
     with teacher_policy(run):
         for group in policy.packs([len(c) + len(ids_T) for c in contexts_K], cfg.score_tokens):
@@ -310,9 +281,8 @@ def scored(
     student_TD, sampled_T, *_ = policy.predictors(run.model, [roll.prompt_ids], [ids_T], True)
     states = [student_TD, *[teachers_KTD[k] for k in range(len(contexts_K))]]
     losses = functools.partial(token_losses, cfg)
-    both_TK2 = policy.over_slices(run.model, states, sampled_T, losses, cfg.loss_temperature)
-    loss_KT, gap_KT = both_TK2.permute(2, 1, 0).contiguous()
-    return loss_KT, gap_KT.detach()
+    found_TK3 = policy.over_slices(run.model, states, sampled_T, losses, cfg.loss_temperature)
+    return found_TK3.permute(2, 1, 0).contiguous()
 
 
 @contextlib.contextmanager
@@ -342,37 +312,43 @@ def teacher_policy(run: Run) -> Iterator[None]:
                 p.data = own[name]
 
 
-def grpo_step(run: Run, step: int) -> Update:
-    """One GRPO update: the `generations` rollouts of a problem are a group.
+def reinforce(run, step, roll, pairs_K, advantage, clock) -> tuple[Tensor, dict]:
+    """A rollout's loss and record by GRPO; one step per rollout, so that pi_old = pi (S15)."""
+    prompt, ids, heat = [roll.prompt_ids], [roll.completion_ids], settings(run).loss_temperature
+    logp_T = policy.token_logprobs(run.model, prompt, ids, grad=True, temperature=heat)[0]
+    loss = grpo_loss(logp_T, logp_T, advantage)
+    none_K, none_KT = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T))
+    mask_T = torch.ones_like(logp_T)
+    row = sgsd.record(run, step, roll, pairs_K, none_KT, mask_T, none_K, none_K, none_K, loss)
+    return loss, row | {"advantage": advantage}
 
-    One optimizer step per rollout, so that pi_old = pi (S15).
-    """
+
+def method_step(run: Run, step: int) -> Update:
+    """One update of any method; with every default it is `sgsd.train_step`."""
     cfg, clock = settings(run), runlog.Stopwatch()
-    places, data, rollouts = sample(run, step)
+    places, data, pairs, rollouts = sample(run, step)
     clock.lap("gen")
-    rewards = torch.tensor([float(roll.r) for roll in rollouts])
-    advantages = torch.cat([grpo_advantages(x_G) for x_G in rewards.split(cfg.generations)])
+    guidance: list = []
+    if cfg.method.startswith("grpo"):
+        rewards = torch.tensor([float(roll.r) for roll in rollouts])
+        for rewards_G in rewards.split(cfg.generations):
+            guidance += grpo_advantages(rewards_G).tolist()
+    else:
+        with distributed.errors_shared(run.world):
+            guidance = [teachers(run, x, pairs_K) for x, pairs_K in zip(data, pairs)]
+    loss_of = reinforce if cfg.method.startswith("grpo") else distil
     records = []
-    for i, x, roll, advantage in zip(places, data, rollouts, advantages.tolist()):
-        prompt, ids, heat = [roll.prompt_ids], [roll.completion_ids], cfg.loss_temperature
-        logp_T = policy.token_logprobs(run.model, prompt, ids, grad=True, temperature=heat)[0]
-        loss = grpo_loss(logp_T, logp_T, advantage)
-        none_K, none_KT = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T))
-        pairs, mask_T = visible(run, step, x), torch.ones_like(logp_T)
-        row = sgsd.record(run, step, roll, pairs, none_KT, mask_T, none_K, none_K, none_K, loss)
-        row |= {"advantage": advantage, "loss": backward(run, roll, loss)}
-        records.append({"index": i, **row})
+    for i, roll, pairs_K, own in zip(places, rollouts, pairs, guidance):
+        loss, row = loss_of(run, step, roll, pairs_K, own, clock)
+        if cfg.drop_truncated and roll.truncated:  # S4
+            loss = 0 * loss
+        if loss.requires_grad:  # without teachers there is no loss (S8)
+            (loss / (cfg.batch_size * cfg.generations)).backward()
+        records.append({"index": i, **row, "loss": loss.item()})
         clock.lap("bwd")
-    return finish(run, step, records, clock)
-
-
-def finish(run: Run, step: int, records: list[dict], clock: runlog.Stopwatch) -> Update:
-    """The optimizer's step, and then the copied teacher's."""
-    cfg = settings(run)
     norm = policy.update(run.model, run.optimizer, run.world, cfg, step)
-    follow = float(step % cfg.teacher_period == 0)
-    if cfg.teacher == "ema":
-        follow = 1 - cfg.teacher_decay
+    periodic = float(step % cfg.teacher_period == 0)
+    follow = 1 - cfg.teacher_decay if cfg.teacher == "ema" else periodic
     for name, p in policy.trained(run.model).items():
         if f"{name}.teacher" in run.kept:  # exactly as it was at 0, exactly the student at 1
             run.kept[f"{name}.teacher"].lerp_(p.detach(), follow)
@@ -380,20 +356,13 @@ def finish(run: Run, step: int, records: list[dict], clock: runlog.Stopwatch) ->
     return records, norm, clock.seconds
 
 
-STEPS = {"sgsd": distil_step, "grpo": grpo_step, "grpo+skill": grpo_step}
-STEPS |= {"opsd": distil_step, "opsd+skill": distil_step}
+STEPS = dict.fromkeys(("sgsd", *DEFAULTS), method_step)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    about = "The baselines GRPO and OPSD, and the ablations of SGSD."
-
-    def body() -> int:
-        cfg, resume = config.parse(argv, "baselines.py", about, BaselineConfig, DEFAULTS)
-        assert isinstance(cfg, BaselineConfig)
-        return sgsd.launch(cfg, resume, STEPS[cfg.method])
-
-    return distributed.command("baselines", body)
+    given = argv, "baselines.py", __doc__, BaselineConfig, DEFAULTS
+    return distributed.command("baselines", lambda: sgsd.launch(*config.parse(*given), method_step))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Config:
     tau_g: float = setting(1.0, "gate width; Eq. 14, Tab. 12")
     c_delta: float = setting(3.0, "bound of the gaps in the support, in nats; Eq. 11, Tab. 12")
     eps_a: float = setting(0.05, "threshold on the support, in nats; Eq. 13, Tab. 12", least=0)
-    mask_extra: bool = setting(False, "also mask tokens that are only markdown; S2")
+    mask_extra: bool = setting(False, "also mask tokens of white space, markdown, tool tags; S2")
     # the student's sampling
     temperature: float = setting(1.1, "of the student's sampling; Tab. 11", least=0)
     top_p: float = setting(0.95, "nucleus of the student's sampling; Tab. 11", most=1)

@@ -8,9 +8,11 @@ import argparse
 import atexit
 import contextlib
 import datetime
+import difflib
 import json
 import os
 import pathlib
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +21,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 
 class UserError(ValueError):
@@ -33,7 +36,14 @@ class Parser(argparse.ArgumentParser):
     """Flags whose mistakes are UserErrors."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; --help lists the flags")
+        """Also names the flags that an unknown one is most like."""
+        unknown = re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2])
+        known = list(self._option_string_actions)
+        hint = ""
+        for flag in unknown:
+            for close in difflib.get_close_matches(flag, known, 1):
+                hint += f"for {flag} there is {close}; "
+        raise UserError(f"{message}; {hint}--help lists the flags")
 
 
 def brief(error: BaseException) -> str:
@@ -180,7 +190,7 @@ def errors_shared(world: World) -> Iterator[None]:
 
 
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
-    """Give every rank rank 0's values, in place."""
+    """Give every rank rank 0's values, in place: GPUs of two kinds draw different ones."""
     if world.size > 1:
         with _together():
             for p in params:
@@ -226,57 +236,48 @@ def _sync(path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def named(path: pathlib.Path) -> Iterator[None]:
+def _named(path: pathlib.Path) -> Iterator[None]:
     """Name the path in the OSError of a failed write; a full disk and safetensors leave it out."""
     try:
         yield
-    except OSError as e:
-        raise OSError(e.errno, e.strerror or str(e), str(path)) from None
-    except Exception as e:
-        if type(e).__name__ != "SafetensorError":
-            raise
-        raise OSError(f"{path}: {brief(e)}") from None
+    except (OSError, SafetensorError) as e:
+        raise OSError(f"{path}: {e}") from None
+
+
+@contextlib.contextmanager
+def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield a temporary name for a file or directory, which becomes `path` on a clean exit.
+
+    All is flushed before it is renamed: a kill or an error leaves the old one or the new one.
+    """
+    tmp = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(tmp, ignore_errors=True)  # what a kill has left
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _named(path):
+        try:
+            yield tmp
+            for written in (tmp, *tmp.rglob("*")):
+                _sync(written)
+            shutil.rmtree(path, ignore_errors=True)  # an old directory; a file stays
+            tmp.replace(path)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
+            tmp.unlink(missing_ok=True)
+        _sync(path.parent)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write by temporary name, flush and rename: a kill leaves the old file or the new one."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.name}.tmp")
-    with named(path):
-        try:  # a lone surrogate is written as its JSON escape
-            tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
-            _sync(tmp)
-            tmp.replace(path)
-        finally:
-            tmp.unlink(missing_ok=True)
-        _sync(path.parent)
+    with whole(pathlib.Path(path)) as tmp:  # a lone surrogate is written as its JSON escape
+        tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: str | os.PathLike, obj: object) -> None:
     write_text(path, json.dumps(obj, indent=2, ensure_ascii=False) + "\n")
 
 
-@contextlib.contextmanager
-def whole_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a temporary directory that becomes `path` on a clean exit and vanishes on an error."""
-    tmp = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
-    try:
-        yield tmp
-        for file in tmp.rglob("*"):
-            _sync(file)
-        shutil.rmtree(path, ignore_errors=True)
-        tmp.replace(path)
-        _sync(path.parent)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-
-
 def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
     """Append one JSON line per row, flushed; the next append cuts off what a kill has torn."""
-    with named(path), open(path, "a+b") as f:
+    with _named(path), open(path, "a+b") as f:
         if f.tell():
             f.seek(-1, os.SEEK_END)
             if f.read() != b"\n":
@@ -295,8 +296,7 @@ def read_jsonl(path: pathlib.Path) -> list[dict]:
     rows = []
     for i, line in enumerate(lines, 1):
         try:
-            if line:
-                rows.append(json.loads(line))
+            rows.append(json.loads(line))
         except ValueError as e:
             why = f"not a line that was written here ({brief(e)}); mend or remove it"
             raise UserError(f"{path}:{i}: {why}") from None

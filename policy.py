@@ -4,14 +4,14 @@ Dimension key: B rows, T completion tokens, N all completion tokens of all rows,
 D hidden size, n positions of one slice.
 """
 
-import contextlib
 import functools
 import json
 import math
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +46,18 @@ def load_model(
     Raises UserError when one of them cannot be loaded, or when they do not fit one another.
     """
     logging.disable_progress_bar()  # one bar is enough
-    renamed_in_5_20 = ".*gradient_checkpointing.*"
-    warnings.filterwarnings("ignore", renamed_in_5_20, FutureWarning)
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)  # since 5.20
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     if attn == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError(f"--attn {attn}: flash-attn is not installed, or torch finds no GPU")
-    _refuse_missing(name, flag)
-    settings: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attn}
-    settings["trust_remote_code"] = False  # else a model with code of its own asks on a terminal
+    source = _located(name, flag)
+    code: dict[str, Any] = {"trust_remote_code": False}  # else a model with some asks on a terminal
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model: Model = AutoModelForCausalLM.from_pretrained(name, **settings)
+        tokenizer = AutoTokenizer.from_pretrained(source, **code)
+        model: Model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation=attn, **code
+        )
     except Exception as e:  # transformers raises many kinds: no such id, offline, no config
         raise UserError(f"{flag} {name}: not loaded ({brief(e)})") from None
     _check_tokenizer(tokenizer, model, f"{flag} {name}: its tokenizer")
@@ -65,10 +65,16 @@ def load_model(
     return model.to(device).eval(), tokenizer
 
 
-def _refuse_missing(name: str, flag: str) -> None:
-    """UserError for a path that is not there, so that it is not looked for on the hub."""
-    if not Path(name).exists() and name.startswith((".", "/", "~")):
+def _located(name: str, flag: str) -> str:
+    """A hub id, or a directory's whole path, by which an adapter finds its base from anywhere.
+
+    UserError for a path that is not there, so that it is not looked for on the hub.
+    """
+    if Path(name).exists():
+        return str(Path(name).absolute())
+    if name.startswith((".", "/", "~")):
         raise UserError(f"{flag} {name}: no such directory; give a saved model's, or a hub id")
+    return name
 
 
 def _check_tokenizer(tokenizer: Tokenizer, model: Model, where: str) -> None:
@@ -106,15 +112,12 @@ def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") ->
     """
     from peft import LoraConfig, get_peft_model
 
-    lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
-    try:
-        model = get_peft_model(model, lora)
-    except ValueError as e:
-        raise UserError(f"{flag}: there is no place for the adapters ({brief(e)})") from None
-    adapted = " ".join(trained(model))
-    missing = [name for name in PROJECTIONS if f".{name}.lora_" not in adapted]
+    own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    missing = [name for name in PROJECTIONS if name not in own]
     if missing:
         raise UserError(f"{flag}: has no {', '.join(missing)} to adapt, as App. F.1 wants")
+    lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
+    model = get_peft_model(model, lora)
     causal = causal_lm(model)
     causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     causal.enable_input_require_grads()
@@ -141,16 +144,32 @@ def update(model: Model, optimizer: Optimizer, world: World, cfg: Config, step: 
     return norm
 
 
+CARD = """# A LoRA adapter of {base}
+
+Made by {program}, method {method}, of the SGSD project (skill-conditioned gated self-distillation)
+on the problems of {data}, after update {step} of {updates}. To load it, in this directory:
+
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = AutoModelForCausalLM.from_pretrained({base!r})
+    model = PeftModel.from_pretrained(base, ".")
+    tokenizer = AutoTokenizer.from_pretrained(".")
+
+The licence is the base model's.
+"""
+
+
 def save_checkpoint(
-    path: Path, model: Model, tokenizer: Tokenizer, optimizer: Optimizer, step: int, kept: Tensors
+    path: Path, model, tokenizer, optimizer: Optimizer, step: int, kept: Tensors, cfg: Config
 ) -> None:
-    """Write a PEFT adapter that anyone can load, the tokenizer, and the trainer's state.
+    """Write a PEFT adapter that anyone can load, the tokenizer, a model card, the trainer's state.
 
     kept: further tensors to be saved by name. Safetensors and JSON, no pickle.
     """
     from safetensors.torch import save_file
 
-    with distributed.named(path), distributed.whole_directory(path) as folder:
+    with distributed.whole(path) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         state = {name: x.cpu() for name, x in kept.items()}
@@ -159,35 +178,28 @@ def save_checkpoint(
                 state[f"{name}.{part}"] = value.cpu()
         save_file(state, folder / "trainer.safetensors")
         distributed.write_json(folder / "trainer.json", {"step": step})
+        base = model.active_peft_config.base_model_name_or_path
+        said = {"program": cfg.program, "method": "sgsd", **asdict(cfg)}
+        distributed.write_text(folder / "README.md", CARD.format(base=base, step=step, **said))
 
 
-def load_checkpoint(
-    path: Path, model: Model, optimizer: Optimizer, where: str
-) -> tuple[int, Tensors]:
-    """Put a checkpoint's adapter and optimizer state in place; returns its update and `kept`.
-
-    Raises UserError, naming `where` the model came from, when they do not fit.
-    """
+def _restore(path: Path, model: Model, optimizer: Optimizer) -> tuple[int, Tensors]:
+    """Put a checkpoint's adapter and moments in place; its update, and what else it kept."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    try:
-        adapter = load_file(path / "adapter_model.safetensors")
-        state = load_file(path / "trainer.safetensors")
-        step = int(json.loads((path / "trainer.json").read_text())["step"])
-        result: Any = set_peft_model_state_dict(model, adapter)
-        if result.unexpected_keys:
-            raise KeyError(f"{len(result.unexpected_keys)} tensors have no place in the model")
-        for name, p in trained(model).items():
-            if not state:  # no update has been finite yet
-                break
-            own = {"step": state.pop(f"{name}.step")}  # the optimizer wants it on the CPU
-            for part in ("exp_avg", "exp_avg_sq"):
-                own[part] = state.pop(f"{name}.{part}").to(p.device)
-            optimizer.state[p] = own
-    except Exception as e:  # a missing or torn file, other shapes, other names
-        why = f"does not fit {where} ({brief(e)}); is it of another model?"
-        raise UserError(f"checkpoint {path}: {why}") from None
+    state = load_file(path / "trainer.safetensors")
+    step = int(json.loads((path / "trainer.json").read_text())["step"])
+    adapter = load_file(path / "adapter_model.safetensors")
+    result: Any = set_peft_model_state_dict(model, adapter)
+    if result.unexpected_keys:
+        raise KeyError(f"{len(result.unexpected_keys)} tensors have no place in the model")
+    moments = {}
+    for i, name in enumerate(trained(model)):
+        if f"{name}.step" in state:  # else no update has been finite yet
+            parts = ("step", "exp_avg", "exp_avg_sq")
+            moments[i] = {part: state.pop(f"{name}.{part}") for part in parts}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
     return step, {name: x.to(causal_lm(model).device) for name, x in state.items()}
 
 
@@ -195,25 +207,30 @@ def load_trainable(
     cfg: Config, world: World, checkpoint: Path | None
 ) -> tuple[Model, Tokenizer, Optimizer, int, Tensors]:
     """Model with adapters, tokenizer, AdamW (S7), the last update, what else a checkpoint kept."""
+    where = f"--model {cfg.model}"
     model, tokenizer = load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
     torch.manual_seed(cfg.seed)
-    model = with_adapters(model, cfg.lora_rank, cfg.lora_alpha, f"--model {cfg.model}")
+    model = with_adapters(model, cfg.lora_rank, cfg.lora_alpha, where)
     params = trained(model).values()
     distributed.broadcast_parameters(params, world)
     optimizer = torch.optim.AdamW(params, lr=cfg.learning_rate, weight_decay=0.0)
     step, kept = 0, Tensors()
-    if checkpoint is not None:
-        step, kept = load_checkpoint(checkpoint, model, optimizer, f"--model {cfg.model}")
+    try:
+        if checkpoint is not None:
+            step, kept = _restore(checkpoint, model, optimizer)
+    except Exception as e:  # a missing or torn file, other shapes, other names
+        why = f"does not fit {where} ({brief(e)}); is it of another model?"
+        raise UserError(f"checkpoint {checkpoint}: {why}") from None
     return model, tokenizer, optimizer, step, kept
 
 
 def load_encoder(name: str, device: str) -> Embed:
     """`embed` by a sentence-transformers model (hub id or directory): unit vectors in fp32."""
-    _refuse_missing(name, "--encoder")
+    source = _located(name, "--encoder")
     try:
         from sentence_transformers import SentenceTransformer
 
-        encoder = SentenceTransformer(name, device=device).float()  # whatever its files are in
+        encoder = SentenceTransformer(source, device=device).float()  # whatever its files are in
     except Exception as e:  # many kinds: no such id, offline, not an encoder
         raise UserError(f"--encoder {name}: not loaded ({brief(e)})") from None
 
@@ -257,7 +274,7 @@ def _neutral(text: str, tokenizer: Tokenizer) -> str:
 def masked_token_ids(tokenizer: Tokenizer, extra: bool = False) -> set[int]:
     """Ids that the mask removes (§2.4, S2): special ids, <|...|>, think tags, 1 to 8 newlines.
 
-    extra: also tokens that are nothing but markdown (**, ##, ```, ---).
+    extra: also tokens that are nothing but white space, markdown (**, ##, ```, ---) or a tool tag.
     """
     ids = {i for i in tokenizer.all_special_ids if i is not None}
     for token, i in tokenizer.get_vocab().items():
@@ -268,8 +285,8 @@ def masked_token_ids(tokenizer: Tokenizer, extra: bool = False) -> set[int]:
         if len(newlines) == 1:
             ids.update(newlines)
     if extra:
-        markdown = re.compile(r"\s*(\*\*+|#+|`+|---+|___+)\s*")
-        ids.update(i for i in range(len(tokenizer)) if markdown.fullmatch(tokenizer.decode([i])))
+        formatting = re.compile(r"\s*(\*\*+|#+|`+|---+|___+|</?tool_\w+>)?\s*")
+        ids.update(i for i in range(len(tokenizer)) if formatting.fullmatch(tokenizer.decode([i])))
     return ids
 
 
@@ -284,12 +301,7 @@ def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
 
 
 def token_logprobs(
-    model: Model,
-    prompt_ids: list[Ids],
-    completion_ids: list[Ids],
-    *,
-    grad: bool = False,
-    temperature: float = 1.0,
+    model, prompt_ids: list[Ids], completion_ids: list[Ids], *, grad=False, temperature=1.0
 ) -> Tensor:
     """log pi(y_t | prompt, y_<t) of each row's completion tokens (Eqs. 4 and 5).
 
@@ -297,38 +309,31 @@ def token_logprobs(
     Prompt and completion are joined without padding and padded only behind (D6), where a causal
     model cannot look. Raises ValueError on row counts that differ and on an empty prompt.
     """
-    device = causal_lm(model).device
     width = max(map(len, completion_ids), default=0)
-    out_BT = torch.zeros(len(completion_ids), width, device=device)
-    x_N, ids_N, row_N, t_N = predictors(model, prompt_ids, completion_ids, grad)
-    if not len(ids_N):
+    out_BT = torch.zeros(len(completion_ids), width, device=causal_lm(model).device)
+    if not width:
         return out_BT
+    x_N, ids_N, row_N, t_N = predictors(model, prompt_ids, completion_ids, grad)
     with torch.set_grad_enabled(grad):
         logp_N = over_slices(model, [x_N], ids_N, logprob_of, temperature)
     return out_BT.index_put((row_N, t_N), logp_N)
 
 
-def score_teachers(
-    model: Model, contexts_K: list[Ids], ids_T: Ids, budget: int = 16384, temperature: float = 1.0
-) -> Tensor:
+def score_teachers(model: Model, contexts_K: list[Ids], ids_T: Ids, budget: int = 16384) -> Tensor:
     """log p_T^(k)(y_t) of the student's tokens under each context c_k (Eq. 4): [K, T] fp32.
 
     No gradient. The K rows are stacked into as few padded forward passes as the budget allows.
     """
     logpT_KT = torch.zeros(len(contexts_K), len(ids_T), device=causal_lm(model).device)
     for group in packs([len(context) + len(ids_T) for context in contexts_K], budget):
-        contexts, same = [contexts_K[k] for k in group], [ids_T] * len(group)
-        logpT_KT[group] = token_logprobs(model, contexts, same, temperature=temperature)
+        contexts = [contexts_K[k] for k in group]
+        logpT_KT[group] = token_logprobs(model, contexts, [ids_T] * len(group))
     return logpT_KT
 
 
 def logprob_of(ids_n: Tensor, logits_nV: Tensor) -> Tensor:
     """The log-probability of each position's id: [n]."""
-    rows = 4 if logits_nV.device.type == "cpu" else max(1, len(ids_n))  # 4 stay in a CPU's cache
-    found = []
-    for logits, ids in zip(logits_nV.split(rows), ids_n.split(rows)):
-        found.append(-torch.nn.functional.cross_entropy(logits, ids, reduction="none"))
-    return torch.cat(found)
+    return -torch.nn.functional.cross_entropy(logits_nV, ids_n, reduction="none")
 
 
 def predictors(
@@ -344,9 +349,6 @@ def predictors(
         got = f"got {len(prompt_ids)} and {len(completion_ids)}"
         raise ValueError(f"token_logprobs needs one non-empty prompt per completion, {got}")
     causal = causal_lm(model)
-    if not any(completion_ids):
-        none_N = torch.zeros(0, dtype=torch.long, device=causal.device)
-        return torch.zeros(0, 1, device=causal.device), none_N, none_N, none_N
     rows = [torch.tensor(p + c) for p, c in zip(prompt_ids, completion_ids)]
     ids_BL = pad_sequence(rows, batch_first=True).to(causal.device)
     start_B1 = torch.tensor([[len(prompt)] for prompt in prompt_ids], device=causal.device)
@@ -365,46 +367,36 @@ def predictors(
     return x_N, ids_BL[row_N, at_N], row_N, at_N - start_B1[row_N, 0]
 
 
-@contextlib.contextmanager
-def _tf32(wanted: bool) -> Iterator[None]:
-    """fp32 products as TF32 on CUDA, for numbers of bf16, which TF32 holds exactly (S22).
+def _logits(x_nD: Tensor, weight_VD: Tensor, tf32: bool) -> Tensor:
+    """The head's fp32 product; as TF32 on CUDA where all numbers come from bf16 (S22).
 
-    For the head alone: transformers multiplies positions in fp32, and TF32 ends at 2,048.
+    TF32 holds those exactly. Nothing else gets it: transformers multiplies positions in fp32, and
+    TF32 ends at 2,048.
     """
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = before or wanted
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = before or tf32
+    logits_nV = x_nD.float() @ weight_VD.T
+    matmul.allow_tf32 = before
+    return logits_nV
 
 
-def over_slices(
-    model: Model,
-    states: Sequence[Tensor],
-    ids_N: Tensor,
-    f: Callable[..., Tensor],
-    temperature: float = 1.0,
-) -> Tensor:
+def over_slices(model, states: Sequence[Tensor], ids_N: Tensor, f, temperature=1.0) -> Tensor:
     """f(ids_n, logits_nV, ...) over slices of positions, put together again.
 
     states: one or several [N, D], from `predictors`; f gets the fp32 logits / temperature of each
     and returns one row per position. The backward pass computes a slice's logits again, so that
     whole [N, V] logits are never alive.
     """
-    head_VD = causal_lm(model).get_output_embeddings().weight
-    weight_VD, sliced = head_VD.float(), head_is_sliced(model)
+    head_VD, sliced = causal_lm(model).get_output_embeddings().weight, head_is_sliced(model)
+    weight_VD, tf32 = head_VD.float(), head_VD.dtype == torch.bfloat16
 
     def one(ids_n: Tensor, *states_nD: Tensor) -> Tensor:
         logits = []
         for x_nD in states_nD:
-            logits_nV = x_nD.float()
-            if sliced:
-                with _tf32(head_VD.dtype == torch.bfloat16):
-                    logits_nV = logits_nV @ weight_VD.T
-            if temperature != 1:  # the division would be one more pass over all logits
-                logits_nV = logits_nV / temperature
-            logits.append(logits_nV)
+            logits_nV = _logits(x_nD, weight_VD, tf32) if sliced else x_nD.float()
+            # The division would be one more pass over all logits.
+            logits.append(logits_nV if temperature == 1 else logits_nV / temperature)
         return f(ids_n, *logits)
 
     # With a gradient, also what f makes of the logits and the gradients of both are alive.

@@ -64,26 +64,27 @@ def load_problems(
     return problems, counts
 
 
-def _problem(row: dict, where: str, index: int) -> Problem:
+def _problem(row: object, where: str, index: int) -> Problem:
     """One row as a problem; UserError when a field is missing, empty or not a string."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: a JSON object is wanted, got {type(row).__name__}")
     found = f"fields found: {', '.join(map(str, row)) or 'none'}"
-    if "problem" in row and "answer" in row:
-        problem, answer, name = row["problem"], row["answer"], row.get("id", index)
-    elif "prompt" in row and isinstance(row.get("reward_model"), dict):
-        problem, answer, name = _dapo(row, index)
-    else:
+    if "prompt" in row and isinstance(row.get("reward_model"), dict):
+        row = _dapo(row) | row
+    if "problem" not in row or "answer" not in row:
         wanted = "needs `problem` and `answer` (or DAPO's `prompt` and `reward_model`)"
         raise UserError(f"{where}: {wanted}; {found}")
-    for field, value in (("problem", problem), ("answer", answer)):
+    for field in ("problem", "answer"):
+        value = row[field]
         if not isinstance(value, str):
             got = f"got {type(value).__name__} {str(value)[:40]!r}"
             raise UserError(f"{where}: `{field}` must be a string, {got}; quote it")
         if not value.strip():
             raise UserError(f"{where}: `{field}` is empty; {found}")
-    return Problem(str(name), problem.strip(), answer.strip())
+    return Problem(str(row.get("id", index)), row["problem"].strip(), row["answer"].strip())
 
 
-def _dapo(row: dict, index: int) -> tuple[object, object, object]:
+def _dapo(row: dict) -> dict:
     """Problem, answer and id of a row of DAPO-Math, where the problem stands in a chat."""
     problem = row["prompt"]
     if isinstance(problem, list) and problem:
@@ -92,9 +93,10 @@ def _dapo(row: dict, index: int) -> tuple[object, object, object]:
         problem = problem.get("content")
     if isinstance(problem, str):
         problem = problem.strip().removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)
-    extra = row.get("extra_info")
-    name = extra.get("index", index) if isinstance(extra, dict) else index
-    return problem, row["reward_model"].get("ground_truth"), name
+    plain = {"problem": problem, "answer": row["reward_model"].get("ground_truth")}
+    if isinstance(row.get("extra_info"), dict) and "index" in row["extra_info"]:
+        plain["id"] = row["extra_info"]["index"]
+    return plain
 
 
 def _rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
@@ -103,43 +105,39 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
     files = sorted([*path.rglob("*.parquet"), *path.rglob("*.jsonl")]) if path.is_dir() else [path]
     if not files:
         raise UserError(f"{source}: the directory holds no .parquet and no .jsonl file")
-    if not path.exists():
-        if path.suffix in (".jsonl", ".json", ".parquet") or source.startswith((".", "/", "~")):
-            raise UserError(f"{source}: no such file; check the path")
+    if path.exists():
+        for file in files:
+            if file.suffix == ".parquet":
+                yield from _hub_rows(str(file), "parquet", "train", data_files=str(file))
+            else:
+                yield from _json_rows(file)
+    elif path.suffix in (".jsonl", ".json", ".parquet") or source.startswith((".", "/", "~")):
+        raise UserError(f"{source}: no such file; check the path")
+    else:
         yield from _hub_rows(source, source, split)
-        return
-    for file in files:
-        if file.suffix == ".parquet":
-            yield from _hub_rows(str(file), "parquet", "train", data_files=str(file))
-        else:
-            yield from _json_rows(file)
 
 
 def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, dict]]:
+    where = str(file)
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        for i, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+            where = f"{file}:{i}"
+            if line.strip():
+                yield where, json.loads(line)
     except (OSError, UnicodeDecodeError) as e:
         why = f"cannot be read as UTF-8 text ({e}); JSONL or parquet is wanted"
         raise UserError(f"{file}: {why}") from None
-    for i, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as e:  # broken, or too long, or too deep
-            why = f"not a JSON line ({e}); one object per line is wanted"
-            raise UserError(f"{file}:{i}: {why}") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{file}:{i}: a JSON object is wanted, got {type(row).__name__}")
-        yield f"{file}:{i}", row
+    except (ValueError, RecursionError) as e:  # broken, or too long, or too deep
+        why = f"not a JSON line ({e}); one object per line is wanted"
+        raise UserError(f"{where}: {why}") from None
 
 
-def _hub_rows(source: str, name: str, split: str, **files: str) -> Iterator[tuple[str, dict]]:
+def _hub_rows(source: str, hub: str, split: str, **files: str) -> Iterator[tuple[str, dict]]:
     import datasets  # only hub ids and parquet need it
 
     datasets.disable_progress_bars()
     try:
-        data = datasets.load_dataset(name, split=split, **files)
+        data = datasets.load_dataset(hub, split=split, **files)
         row = 0
         for part in data.iter(batch_size=10_000):  # DAPO has 1.8 million rows; one by one is slow
             for values in zip(*part.values()):
@@ -175,14 +173,11 @@ def load_set(name: str, split: str) -> list[Problem]:
             gold = row[answer]
             if isinstance(gold, float) and gold.is_integer():
                 gold = int(gold)
-            gold = str(gold).rpartition("####")[2].strip()
-            found.append(Problem(str(i), row[problem].strip(), gold))
-    except Exception as e:  # the library raises many kinds; a field that is not there is a KeyError
+            plain = {"problem": row[problem], "answer": str(gold).rpartition("####")[2]}
+            found.append(_problem(plain, f"row {i}", i))
+    except Exception as e:  # many kinds; a field that is not there is a KeyError
         why = f"not read ({brief(e)}); a JSONL with `problem` and `answer` works offline"
         raise UserError(f"{name}: {hub} {why}") from None
-    without = sum(not x.answer for x in found)
-    if not found or without:
-        raise UserError(f"{name}: {hub} has {len(found)} rows, {without} of them without an answer")
     return found
 
 
@@ -200,14 +195,11 @@ def refuse_overlap(problems: list[Problem], data: str, held_out: dict[str, list[
     known = json.loads((pathlib.Path(__file__).parent / "eval_sets.json").read_text())
     for name, own in held_out.items():
         known[name] = [fingerprint(x.problem) for x in own]
-    where = {}
+    where: dict[str, str] = {}
     for name, prints in known.items():
-        where.update(dict.fromkeys(prints, name))
-    found = []
-    for x in problems:
-        name = where.get(fingerprint(x.problem), "")
-        if name:
-            found.append(f"{x.id} ({name})")
+        where |= dict.fromkeys(prints, name)
+    marked = {x.id: where.get(fingerprint(x.problem)) for x in problems}
+    found = [f"{x} ({name})" for x, name in marked.items() if name]
     if found:
         some = ", ".join(found[:3])
         said = f"{len(found)} of its problems stand in an evaluation set: {some}"

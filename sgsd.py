@@ -462,9 +462,9 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
         elif run.stop:
             reason = "stopped as asked"
         if world.main and (reason or step % cfg.checkpoint_every == 0 or step == cfg.updates):
-            path = run.out / "checkpoints" / f"step_{step:06d}"
-            policy.save_checkpoint(path, run.model, run.tokenizer, run.optimizer, step, run.kept)
-            bar.write(f"saved {path}")
+            at = run.out / "checkpoints" / f"step_{step:06d}"
+            policy.save_checkpoint(at, run.model, run.tokenizer, run.optimizer, step, run.kept, cfg)
+            bar.write(f"saved {at}")
         if reason:
             break
     bar.close()

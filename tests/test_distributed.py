@@ -3,14 +3,16 @@
 import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
 from conftest import ROOT
-from driver import flags, rows, train
+from driver import flags, make_run, rows, train
 from safetensors.torch import load_file
 
 import distributed
+import policy
 
 
 def two_processes(*command):
@@ -46,9 +48,7 @@ COLLECTIVES = """
 import torch
 import distributed
 world = distributed.init("cpu")
-p = [torch.nn.Parameter(torch.ones(3) * (world.rank + 1)), torch.nn.Parameter(torch.zeros(2))]
-distributed.broadcast_parameters(p, world)
-assert p[0].tolist() == [1, 1, 1]
+p = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(2))]
 p[0].grad = torch.ones(3) * (world.rank + 1)
 if world.main:  # the other rank has no gradient here, and still joins
     p[1].grad = torch.ones(2) * 5
@@ -81,15 +81,26 @@ def test_the_collectives(tmp_path):
 
 
 def test_a_directory_is_whole_or_absent(tmp_path):
-    with pytest.raises(RuntimeError), distributed.whole_directory(tmp_path / "a") as folder:
+    with pytest.raises(RuntimeError), distributed.whole(tmp_path / "a") as folder:
+        folder.mkdir()
         (folder / "half").write_text("x")
         raise RuntimeError
     assert not list(tmp_path.iterdir())
     for text in ("one", "two"):
-        with distributed.whole_directory(tmp_path / "a") as folder:
-            (folder / "file").write_text(text)
-    assert (tmp_path / "a/file").read_text() == "two"
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+        with distributed.whole(tmp_path / "a") as folder:
+            folder.mkdir()
+            (folder / text).write_text(text)
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "two"]
+
+
+def test_a_file_is_the_old_one_or_the_new_one(tmp_path):
+    distributed.write_text(tmp_path / "b/a", "one")
+    with pytest.raises(RuntimeError), distributed.whole(tmp_path / "b/a") as half:
+        half.write_text("tw")
+        raise RuntimeError
+    assert (tmp_path / "b/a").read_text() == "one" and len(list(tmp_path.rglob("*"))) == 2
+    distributed.write_text(tmp_path / "b/a", "two")
+    assert (tmp_path / "b/a").read_text() == "two" and len(list(tmp_path.rglob("*"))) == 2
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):
@@ -101,3 +112,24 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     assert distributed.read_jsonl(path) == lines
     distributed.append_jsonl(path, [{"a": 4}])  # the torn line is cut off first
     assert distributed.read_jsonl(path) == [*lines, {"a": 4}]
+
+
+def test_a_checkpoint_loads_by_its_own_card_from_any_directory(world_dir, tmp_path, monkeypatch):
+    """By transformers and PEFT alone, though the run was given its model as a relative path."""
+    monkeypatch.chdir(world_dir)
+    run, path = make_run(world_dir, tmp_path / "run", model="model"), tmp_path / "checkpoint"
+    for p in policy.trained(run.model).values():
+        torch.nn.init.normal_(p, std=0.1)
+    policy.save_checkpoint(path, run.model, run.tokenizer, run.optimizer, 3, {}, run.cfg)
+    card = (path / "README.md").read_text()
+    for said in ("sgsd.py, method sgsd", "update 3 of 4", "data.jsonl", "licence", "world_dir"):
+        assert said.replace("world_dir", str(world_dir / "model")) in card
+    lines = [line for line in card.splitlines() if line.startswith("    ")]
+    assert "[More" not in card and len(lines) < 7
+    monkeypatch.chdir(path)
+    made = {}
+    exec(textwrap.dedent("\n".join(lines)), made)
+    ids = torch.tensor([[1, 2, 3]])
+    logits = [model(input_ids=ids).logits for model in (made["model"], run.model)]
+    torch.testing.assert_close(*logits)
+    assert made["tokenizer"].get_vocab() == run.tokenizer.get_vocab()

@@ -41,11 +41,7 @@ def flags(world_dir, out, **changes):
     return driver.flags(world_dir, out, **{**settings, **changes})
 
 
-def nothing():
-    pass
-
-
-def start(argv, log, step_fn=None, before=nothing):
+def start(argv, log, step_fn=None, before=None):
     """The id of a process that calls before and driver.main; what it says goes to `log`."""
     pid = os.fork()
     if pid:
@@ -54,7 +50,8 @@ def start(argv, log, step_fn=None, before=nothing):
     try:
         sys.stdout = sys.stderr = open(log, "a", buffering=1)
         tqdm.set_lock(threading.RLock())  # its own is shared with forked processes that are killed
-        before()
+        if before:
+            before()
         code = driver.main(argv, step_fn)
     except BaseException:
         traceback.print_exc()
@@ -71,11 +68,13 @@ def go(*args, **kw):
     return wait(start(*args, **kw))
 
 
-def resume(world_dir, out, log):
+def resumed_equals(whole, world_dir, out, log):
     """What a user does: --resume, or the first command again where there is no run yet."""
     begun = (out / "config.json").exists()
     code = go(["--resume", str(out)] if begun else flags(world_dir, out), log)
     assert code == 0, log.read_text()[-3000:]
+    for name, content in state(out).items():
+        assert content == whole[0][name], name
 
 
 def state(out):
@@ -85,11 +84,6 @@ def state(out):
     files += [out / "rollouts.jsonl", out / "tokens.jsonl"]
     found = {str(path.relative_to(out)): path.read_bytes() for path in files}
     return found | {"metrics": timeless(rows(out / "metrics.jsonl"))}
-
-
-def assert_same(out, whole):
-    for name, content in state(out).items():
-        assert content == whole[name], name
 
 
 def count_files(out, counter, kill_at=0):
@@ -111,12 +105,8 @@ def count_files(out, counter, kill_at=0):
 @pytest.fixture(scope="module")
 def whole(world_dir, tmp_path_factory):
     """The uninterrupted run: its state, how often it touches files, how many seconds it takes."""
-    path, counter, began = (
-        tmp_path_factory.mktemp("whole"),
-        multiprocessing.RawValue("l"),
-        time.time(),
-    )
-    out, log = path / "run", path / "log"
+    path, counter = tmp_path_factory.mktemp("whole"), multiprocessing.RawValue("l")
+    out, log, began = path / "run", path / "log", time.time()
     code = go(flags(world_dir, out), log, before=lambda: count_files(out, counter))
     assert code == 0, log.read_text()[-3000:]
     return state(out), counter.value, time.time() - began
@@ -132,13 +122,10 @@ def check_killed(world_dir, path, whole, kill_at=0, seconds=0.0, tear=False):
         os.kill(pid, signal.SIGKILL)
     code = wait(pid)
     assert code == -signal.SIGKILL or (seconds and code == 0), log.read_text()[-3000:]
-    made = [out / "metrics.jsonl", out / "rollouts.jsonl", out / "tokens.jsonl"]
-    for file in made if tear else []:
-        if file.exists():
-            with open(file, "ab") as f:
-                f.write(b'{"step": 1, "kind": "torn \xc3')
-    resume(world_dir, out, log)
-    assert_same(out, whole[0])
+    for file in out.glob("*.jsonl") if tear else []:
+        with open(file, "ab") as f:
+            f.write(b'{"step": 1, "kind": "torn \xc3')
+    resumed_equals(whole, world_dir, out, log)
     assert not list(out.rglob("*.tmp"))
     assert all(distributed.read_jsonl(file) for file in out.rglob("*.jsonl"))
     return code != 0
@@ -169,42 +156,35 @@ def test_killed_at_40_random_instants(world_dir, tmp_path, whole):
         assert tried < 200
 
 
-SIGNALS = [signal.SIGTERM, signal.SIGINT]
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_in_an_update_is_an_orderly_stop(number, world_dir, tmp_path, whole):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("place", ["update", "cold start"])
+def test_a_signal_is_an_orderly_stop(place, number, world_dir, tmp_path, whole):
+    """An update is finished and saved, a cold start interrupted; both go on as if uninterrupted."""
     out, log = tmp_path / "run", tmp_path / "log"
 
     def signalled(run, step):
-        if step == 3:
+        if place == "update" and step == 3:
             os.kill(os.getpid(), number)
         return sgsd.train_step(run, step)
 
-    assert go(flags(world_dir, out), log, signalled) == 0
-    assert f"stopped as asked; continue with: python baselines.py --resume {out}" in log.read_text()
-    assert "Traceback" not in log.read_text()
-    assert (out / "checkpoints/step_000003").is_dir() and len(rows(out / "metrics.jsonl")) == 3
-    resume(world_dir, out, log)
-    assert_same(out, whole[0])
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_in_the_cold_start_interrupts_it(number, world_dir, tmp_path, whole):
-    out, log = tmp_path / "run", tmp_path / "log"
-
-    def interrupted(writer, prompts):
+    def interrupted(*_):
         while True:  # an exception that strikes in a finalizer is lost: then once more, as a user
             os.kill(os.getpid(), number)
             time.sleep(0.2)
 
     def before():
-        driver.FakeWriter.complete = interrupted  # in the forked process alone
+        if place == "cold start":
+            driver.FakeWriter.replies = interrupted  # in the forked process alone
 
-    assert go(flags(world_dir, out), log, before=before) == 130
-    assert_one_line(log, "interrupted")
-    resume(world_dir, out, log)
-    assert_same(out, whole[0])
+    code = go(flags(world_dir, out), log, signalled, before)
+    if place == "update":
+        said = f"stopped as asked; continue with: python baselines.py --resume {out}"
+        assert code == 0 and said in log.read_text() and "Traceback" not in log.read_text()
+        assert (out / "checkpoints/step_000003").is_dir() and len(rows(out / "metrics.jsonl")) == 3
+    else:
+        assert code == 130
+        assert_one_line(log, "driver: interrupted; a run continues with --resume RUN")
+    resumed_equals(whole, world_dir, out, log)
 
 
 def assert_one_line(log, *words):
@@ -230,8 +210,7 @@ def test_a_full_disk_leaves_whole_files(size, name, world_dir, tmp_path, whole):
     assert_one_line(log, name, "too large")
     assert not list(out.rglob("*.tmp"))
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000002"]
-    resume(world_dir, out, log)
-    assert_same(out, whole[0])
+    resumed_equals(whole, world_dir, out, log)
 
 
 def drop_powers():
@@ -300,26 +279,26 @@ def test_a_lost_rank_ends_the_other(world_dir, tmp_path):
     assert (tmp_path / "run/checkpoints/step_000002").is_dir()
 
 
-def test_the_mistake_of_one_rank_ends_both(world_dir, tmp_path):
+@pytest.mark.parametrize("fault", ["a mistake", "a number that is not finite"])
+def test_what_goes_wrong_on_one_rank_goes_for_both(fault, world_dir, tmp_path):
+    """One line of a user's mistake; a skipped update, and after three in a row the end."""
+    broken, out = breaking({1, 3, 4, 5}, rank=1), tmp_path / "run"
+
     def mistaken(run, step):
         if run.world.rank == 1:
             run.cfg = dataclasses.replace(run.cfg, max_prompt_tokens=150)  # few for a teacher
         return sgsd.train_step(run, step)
 
-    argv = flags(world_dir, tmp_path / "run", bank=world_dir / "bank.json")
-    assert two(argv, tmp_path, mistaken) == [2, 2]
-    assert_one_line(tmp_path / "log0", "teacher of p", "in update 1; --resume")
-    assert "driver: " not in (tmp_path / "log1").read_text()
-
-
-def test_ranks_skip_together(world_dir, tmp_path):
-    """What is not finite on one rank skips the update on both; three in a row end the run."""
-    out, bank = tmp_path / "run", world_dir / "bank.json"
-    broken = breaking({1, 3, 4, 5}, rank=1)
-    assert two(flags(world_dir, out, bank=bank), tmp_path, broken) == [1, 1]
-    assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1]
-    assert (out / "checkpoints/step_000005").is_dir()
-    assert "three updates in a row were not finite" in (tmp_path / "log0").read_text()
+    argv = flags(world_dir, out, bank=world_dir / "bank.json")
+    if fault == "a mistake":
+        assert two(argv, tmp_path, mistaken) == [2, 2]
+        assert_one_line(tmp_path / "log0", "teacher of p", "in update 1; --resume")
+        assert "driver: " not in (tmp_path / "log1").read_text()
+    else:
+        assert two(argv, tmp_path, broken) == [1, 1]
+        assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1]
+        assert (out / "checkpoints/step_000005").is_dir()
+        assert "three updates in a row were not finite" in (tmp_path / "log0").read_text()
 
 
 PROGRAM = """

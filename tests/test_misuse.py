@@ -27,45 +27,58 @@ def bank(skills=(), mistakes=(), metadata=None):
 
 
 NO_JSON = "cannot be read as JSON"
-FILES = [  # the flag, a file and its content (None for a directory), and what is said
-    ("--bank", "x.json", "{", NO_JSON),
-    ("--bank", "x.json", DEEP, NO_JSON),
-    ("--bank", "x.json", '{"a": "é"}'.encode("utf-16"), NO_JSON),
-    ("--bank", "x", None, NO_JSON),
-    ("--bank", "x.json", "[]", "a JSON object is wanted, got list"),
-    ("--bank", "x.json", '{"skills": []}', "`general_skills` must be a list; found: skills"),
-    ("--bank", "x.json", bank([{"skill_id": "a"}]), "general_skills[0] lacks"),
-    ("--bank", "x.json", bank([], ["text"]), "common_mistakes[0] lacks"),
-    ("--bank", "x.json", bank(metadata=[]), "`metadata` must be an object"),
-    ("--bank", "x.json", bank(), "general_skills has 0 entries, --num-teachers 3 wants as many"),
-    ("--data", "x.jsonl", "", "x.jsonl: no problem is left of 0 rows"),
-    ("--data", "x.jsonl", CONFLICT, "x.jsonl: no problem is left of 2 rows"),
-    ("--data", "x.jsonl", '{"problem": "p"}\n', "x.jsonl:1: needs `problem` and `answer`"),
-    ("--data", "x.jsonl", '{"problem": "p", "answer": 3}\n', "x.jsonl:1: `answer` must be a str"),
-    ("--data", "x.jsonl", '{"prompt": ["p"], "reward_model": {}}\n', "must be a string"),
-    ("--data", "x.jsonl", '["p", "1"]\n', "x.jsonl:1: a JSON object is wanted, got list"),
-    ("--data", "x.jsonl", f"{DEEP}\n", "x.jsonl:1: not a JSON line"),
-    ("--data", "x.jsonl", f'{{"answer": {"1" * 5000}}}\n', "x.jsonl:1: not a JSON line"),
-    ("--data", "x.jsonl", b"\xff\xfe\x00", "x.jsonl: cannot be read as UTF-8"),
-    ("--data", "x.parquet", b"PAR1", "x.parquet: not read"),
-    ("--data", "x", None, "x: the directory holds no .parquet and no .jsonl file"),
-    ("--encoder", "x", None, "x: not loaded"),
-    ("--encoder", "x", "x", "x: not loaded"),
-    ("--model", "x", None, "x: not loaded"),
-    ("--update-model", "x", None, "x: not loaded"),
+FILES = [  # the setting, a file, its content, and what is said
+    ("bank", "x.json", "{", NO_JSON),
+    ("bank", "x.json", DEEP, NO_JSON),
+    ("bank", "x.json", '{"a": "é"}'.encode("utf-16"), NO_JSON),
+    ("bank", "x", "folder", NO_JSON),
+    ("bank", "x.json", "[]", "a JSON object is wanted, got list"),
+    ("bank", "x.json", '{"skills": []}', "`general_skills` must be a list; found: skills"),
+    ("bank", "x.json", bank([{"skill_id": "a"}]), "general_skills[0] lacks"),
+    ("bank", "x.json", bank([], ["text"]), "common_mistakes[0] lacks"),
+    ("bank", "x.json", bank(metadata=[]), "`metadata` must be an object"),
+    ("bank", "x.json", bank(), "general_skills has 0 entries, --num-teachers 3 wants as many"),
+    ("data", "x.jsonl", "", "x.jsonl: no problem is left of 0 rows"),
+    ("data", "x.jsonl", CONFLICT, "x.jsonl: no problem is left of 2 rows"),
+    ("data", "x.jsonl", '{"problem": "p"}\n', "x.jsonl:1: needs `problem` and `answer`"),
+    ("data", "x.jsonl", '{"problem": "p", "answer": 3}\n', "x.jsonl:1: `answer` must be a str"),
+    ("data", "x.jsonl", '{"prompt": ["p"], "reward_model": {}}\n', "must be a string"),
+    ("data", "x.jsonl", '["p", "1"]\n', "x.jsonl:1: a JSON object is wanted, got list"),
+    ("data", "x.jsonl", f"{DEEP}\n", "x.jsonl:1: not a JSON line"),
+    ("data", "x.jsonl", f'{{"answer": {"1" * 5000}}}\n', "x.jsonl:1: not a JSON line"),
+    ("data", "x.jsonl", b"\xff\xfe\x00", "x.jsonl: cannot be read as UTF-8"),
+    ("data", "x.parquet", b"PAR1", "x.parquet: not read"),
+    ("data", "x", "folder", "x: the directory holds no .parquet and no .jsonl file"),
+    ("encoder", "x", "folder", "x: not loaded"),
+    ("encoder", "x", "x", "x: not loaded"),
+    ("model", "x", "folder", "x: not loaded"),
+    ("update_model", "x", "folder", "x: not loaded"),
 ]
 
 
-@pytest.mark.parametrize("flag,name,content,words", FILES)
-def test_a_wrong_file_is_one_line(flag, name, content, words, world_dir, tmp_path, capsys):
-    path = tmp_path / name
-    if content is None:
+def put(path, content):
+    """A file with this content, a directory for "folder", and nothing for None."""
+    if content == "folder":
         path.mkdir()
-    else:
+    elif content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    given = [*flags(world_dir, tmp_path / "run"), flag, path]
-    refused(capsys, sgsd.main, given, str(path), words)
-    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def refusal(world_dir, tmp_path, capsys):
+    """Checks that sgsd.py refuses these flags with these words in one line, and writes nothing."""
+
+    def check(*words, **changes):
+        refused(capsys, sgsd.main, flags(world_dir, tmp_path / "run", **changes), *words)
+        assert not (tmp_path / "run").exists() and not torch.distributed.is_initialized()
+
+    return check
+
+
+@pytest.mark.parametrize("flag,name,content,words", FILES)
+def test_a_wrong_file_is_one_line(flag, name, content, words, tmp_path, refusal):
+    put(tmp_path / name, content)
+    refusal(str(tmp_path / name), words, **{flag: tmp_path / name})
 
 
 def save(folder, vocab=272, tokenizer=None):
@@ -76,21 +89,18 @@ def save(folder, vocab=272, tokenizer=None):
 
 MODELS = {  # a file of the model, what is left of it, and what is said
     "chat_template.jinja": (None, "its tokenizer has no chat template"),
-    "model.safetensors": (b"torn", "not loaded"),
-    "config.json": (b"{", "not loaded"),
+    "model.safetensors": ("torn", "not loaded"),
+    "config.json": ("{", "not loaded"),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_broken_model_is_one_line(name, world_dir, tmp_path, capsys):
+def test_a_broken_model_is_one_line(name, tmp_path, refusal):
     content, words = MODELS[name]
     file = save(tmp_path / "model") / name
     file.unlink()
-    if content is not None:
-        file.write_bytes(content)
-    given = flags(world_dir, tmp_path / "run", model=tmp_path / "model")
-    refused(capsys, sgsd.main, given, f"--model {tmp_path / 'model'}", words)
-    assert not (tmp_path / "run").exists()
+    put(file, content)
+    refusal(f"--model {tmp_path / 'model'}", words, model=tmp_path / "model")
 
 
 def test_the_model_needs_a_row_for_every_id(tmp_path):
@@ -103,11 +113,13 @@ def test_the_model_needs_a_row_for_every_id(tmp_path):
     words = r"knows 269 ids, the model has rows for 268 \(the last is '<image>'\)"
     with pytest.raises(UserError, match=words):
         policy.load_model(str(short), cpu)
-    edit(short / "tokenizer_config.json", extra_special_tokens={"image_token": "<image>"})
-    policy.load_model(str(short), cpu)  # as Gemma 3's small ones say it
+    settings = json.loads((short / "tokenizer_config.json").read_text())
+    settings["extra_special_tokens"] = {"image_token": "<image>"}  # as Gemma 3's small ones say it
+    (short / "tokenizer_config.json").write_text(json.dumps(settings))
+    policy.load_model(str(short), cpu)
 
 
-def test_a_model_without_all_projections_is_refused(world_dir, tmp_path, capsys):
+def test_a_model_without_all_projections_is_refused(tmp_path, refusal):
     shape = make_model().config.to_dict()
     names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")
     kept = {name: shape[name] for name in names}
@@ -115,8 +127,7 @@ def test_a_model_without_all_projections_is_refused(world_dir, tmp_path, capsys)
     phi = transformers.Phi3Config(num_hidden_layers=1, intermediate_size=48, **kept, **tokens)
     model = save(tmp_path / "phi")
     transformers.AutoModelForCausalLM.from_config(phi).save_pretrained(model)
-    given = flags(world_dir, tmp_path / "run", model=model)
-    refused(capsys, sgsd.main, given, "has no q_proj, k_proj, v_proj, gate_proj, up_proj to adapt")
+    refusal("has no q_proj, k_proj, v_proj, gate_proj, up_proj to adapt", model=model)
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +137,6 @@ def finished(world_dir, tmp_path_factory):
     return out
 
 
-def edit(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 LAST = "checkpoints/step_000002"
 TORN = "step_000002: does not fit --model"
 RUNS = [  # a file of a run, what stands there instead (None for nothing), flags, and what is said
@@ -137,12 +144,12 @@ RUNS = [  # a file of a run, what stands there instead (None for nothing), flags
     (f"{LAST}/trainer.safetensors", None, "", TORN),
     (f"{LAST}/trainer.json", None, "", TORN),
     (f"{LAST}/trainer.json", '{"step": "two"}', "", TORN),
-    ("config.json", "{", "", "no readable config.json"),
-    ("config.json", "[]", "", "no readable config.json"),
-    ("config.json", b"\xff\xfe", "", "no readable config.json"),
-    ("config.json", '{"settings": []}', "", "no readable config.json"),
-    ("config.json", '{"settings": {"of_a_later_version": 1}}', "", "no readable config.json"),
-    ("config.json", '{"settings": {"tau_g": "x"}}', "", "no readable config.json"),
+    ("config.json", "{", "", "config.json of a run there"),
+    ("config.json", "[]", "", "config.json of a run there"),
+    ("config.json", b"\xff\xfe", "", "config.json of a run there"),
+    ("config.json", '{"settings": []}', "", "config.json of a run there"),
+    ("config.json", '{"settings": {"of_a_later_version": 1}}', "", "config.json of a run there"),
+    ("config.json", '{"settings": {"tau_g": "x"}}', "", "config.json of a run there"),
     ("config.json", '{"settings": {"tau_g": -1}}', "", "--tau-g -1: must be > 0"),
     ("bank/bank.json", None, "--lora-rank 8", "is it of another model?"),
     ("bank/step_000000.json", "{", "", "step_000000.json: cannot be read as JSON"),
@@ -156,8 +163,7 @@ def test_a_broken_run_stays_as_it_is(name, content, given, words, finished, tmp_
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     (run / name).unlink()
-    if content is not None:
-        (run / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    put(run / name, content)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     refused(capsys, sgsd.main, ["--resume", run, *given.split()], words)
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -177,28 +183,19 @@ PLACES = [
 
 
 @pytest.mark.parametrize("name,value,words", PLACES)
-def test_a_wrong_place_in_the_world_is_one_line(
-    name, value, words, world_dir, tmp_path, capsys, monkeypatch
-):
-    for variable, usual in TORCHRUN.items():
-        monkeypatch.setenv(variable, usual)
-    if value is None:
-        monkeypatch.delenv(name)
-    else:
-        monkeypatch.setenv(name, value)
-    refused(capsys, sgsd.main, flags(world_dir, tmp_path / "run"), words)
-    assert not (tmp_path / "run").exists() and not torch.distributed.is_initialized()
+def test_a_wrong_place_in_the_world_is_one_line(name, value, words, refusal, monkeypatch):
+    for variable, usual in (TORCHRUN | {name: value}).items():
+        monkeypatch.delenv(variable, raising=False)
+        if usual is not None:
+            monkeypatch.setenv(variable, usual)
+    refusal(words)
 
 
 @pytest.mark.parametrize("package", ["datasets", "peft", "sentence_transformers"])
-def test_a_missing_package_is_named(package, world_dir, tmp_path, capsys, monkeypatch):
+def test_a_missing_package_is_named(package, tmp_path, refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    given = flags(world_dir, tmp_path / "run")
-    if package == "datasets":
-        (tmp_path / "x.parquet").write_bytes(b"PAR1")
-        given.append(f"--data={tmp_path / 'x.parquet'}")
-    refused(capsys, sgsd.main, given, package)
-    assert not (tmp_path / "run").exists()
+    put(tmp_path / "x.parquet", "PAR1")
+    refusal(package, **({"data": tmp_path / "x.parquet"} if package == "datasets" else {}))
 
 
 def test_making_a_bank_from_wrong_flags_is_one_line(world_dir, tmp_path, capsys):

@@ -3,6 +3,7 @@
 The reference for decoding is a plain loop: no cache, no padding, one row alone.
 """
 
+import itertools
 import json
 
 import numpy as np
@@ -33,25 +34,15 @@ def keys_of(n):
 # ---------------------------------------------------------------------------------- keyed draws
 
 
-def test_samples_depend_neither_on_batch_nor_on_order_nor_on_rank(tokenizer):
-    """Any share of the prompts, in any order, gets the ids that it gets among all."""
-    model, ids, keys = make_model(), prompts(tokenizer, 24), keys_of(24)
-    together = rollout.generate(model, tokenizer, ids, SAMPLING, keys)
-    assert len({tuple(x) for x in together}) == 24
-    for part in np.array_split(np.random.default_rng(0).permutation(24), 5):
-        own_keys = [keys[i] for i in part]
-        got = rollout.generate(model, tokenizer, [ids[i] for i in part], SAMPLING, own_keys)
-        assert got == [together[i] for i in part]
-
-
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2"])
-def test_completions_equal_a_plain_loop_token_by_token(kind, tokenizer):
+def test_completions_equal_a_plain_loop_whatever_the_batch_and_the_order(kind, tokenizer):
     """Each token is the draw of (key, place) from the logits of prompt and prefix alone.
 
     Rows of unequal length leave and join all the time: completions run from 1 token to the limit.
+    Any share of the prompts, in any order, as a rank may have it, gets what it gets among all.
     """
     model = make_model(kind, **(SLIDING if kind == "gemma2" else {}))
     ids, keys, sampling = prompts(tokenizer, 12), keys_of(12), Sampling(1.1, 0.95, 20, 50)
@@ -59,8 +50,10 @@ def test_completions_equal_a_plain_loop_token_by_token(kind, tokenizer):
     model.generation_config.eos_token_id = free[0][20]  # a second stop id
     completions = rollout.generate(model, tokenizer, ids, sampling, keys, 3)
     assert len({len(x) for x in completions}) > 3 and max(map(len, completions)) == 50
-    for rows in (1, 12):
-        assert rollout.generate(model, tokenizer, ids, sampling, keys, rows) == completions
+    for part, rows in ((range(12), 1), (range(12), 12), ([7, 2, 11, 0, 5], 2)):
+        own, own_keys = [ids[i] for i in part], [keys[i] for i in part]
+        got = rollout.generate(model, tokenizer, own, sampling, own_keys, rows)
+        assert got == [completions[i] for i in part]
     for prompt, key, completion in zip(ids, keys, completions):
         row = torch.tensor([prompt + completion])
         with torch.no_grad():
@@ -93,12 +86,9 @@ def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     assert not model.training and not torch.is_inference_mode_enabled()
     left_early.close()
     assert model.training
-
-
-@pytest.mark.parametrize(("keys", "rows"), [([1], 2), (range(6), 0)])
-def test_a_stream_refuses_missing_keys_and_no_rows(keys, rows, tokenizer):
-    with pytest.raises(ValueError, match="stream needs rows >= 1 and .* key"):
-        next(rollout.stream(make_model(), tokenizer, prompts(tokenizer, 6), SAMPLING, keys, rows))
+    for keys, rows in (([1], 2), (range(6), 0)):
+        with pytest.raises(ValueError, match="stream needs rows >= 1 and .* key"):
+            next(rollout.stream(model, tokenizer, ids, SAMPLING, keys, rows))
 
 
 def test_greedy_is_the_librarys_greedy(tokenizer):
@@ -121,15 +111,9 @@ def test_the_models_own_generation_config_has_no_say(tokenizer):
     assert model.generation_config is kept
 
 
-def test_keys_tell_seed_step_problem_and_sample_apart():
-    found = set()
-    for name in ("a", "b", "1"):
-        for i in range(27):
-            found.add(rollout.sample_key(i // 9, i // 3 % 3, name, i % 3))
-    assert len(found) == 81
-
-
-def test_uniforms_are_uniform_independent_and_below_one():
+def test_draws_are_uniform_independent_and_told_apart_by_seed_step_problem_and_sample():
+    names = itertools.product(range(3), range(3), ("a", "b", "1"), range(3))
+    assert len({rollout.sample_key(*name) for name in names}) == 81
     keys = np.array(keys_of(2000), dtype=np.uint64)
     u = np.stack([rollout.uniforms(keys, t) for t in range(50)])
     assert 0 <= u.min() and u.max() < 1
@@ -183,10 +167,10 @@ def test_broken_logits_still_give_a_token():
     assert got[1] == 2 and 0 <= got[0] < 5
 
 
-@pytest.mark.parametrize("bad", [(-1, 1, 0, 9), (1, 0, 0, 9), (1, 1.1, 0, 9), (1, 1, -1, 9)])
-def test_sampling_out_of_range_is_refused(bad):
-    with pytest.raises(UserError, match="sampling needs temperature >= 0.*got Sampling"):
-        Sampling(*bad)
+def test_sampling_out_of_range_is_refused():
+    for bad in ((-1, 1, 0, 9), (1, 0, 0, 9), (1, 1.1, 0, 9), (1, 1, -1, 9)):
+        with pytest.raises(UserError, match="sampling needs temperature >= 0.*got Sampling"):
+            Sampling(*bad)
 
 
 # ------------------------------------------------------------------------- prompts and outcomes
@@ -234,21 +218,20 @@ def test_hostile_text_cannot_open_a_chat_turn(tokenizer):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"\boxed{1} and \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"<think>\boxed{1}</think> so \boxed{2}", "2"),
-        (r"<think>\boxed{1}</think> done", None),
-        (r"<think>\boxed{1}", None),
-        (r"\boxed{1} or \boxed{2", None),
-        (r"\boxed{\left\{1,2\right.}", r"\left\{1,2\right."),
-        ("no box", None),
-        ("", None),
-    ],
-)
-def test_answers_are_read_after_thinking(text, answer):
-    assert rollout.extract_answer(text) == answer
+ANSWERS = {
+    r"\boxed{1} and \boxed{\frac{1}{2}}.": r"\frac{1}{2}",
+    r"<think>\boxed{1}</think> so \boxed{2}": "2",
+    r"<think>\boxed{1}</think> done": None,
+    r"<think>\boxed{1}": None,
+    r"\boxed{1} or \boxed{2": None,
+    r"\boxed{\left\{1,2\right.}": r"\left\{1,2\right.",
+    "no box": None,
+    "": None,
+}
+
+
+def test_answers_are_read_after_thinking():
+    assert {text: rollout.extract_answer(text) for text in ANSWERS} == ANSWERS
 
 
 def test_a_think_block_that_the_prompt_opened_holds_no_answer(tokenizer):
@@ -274,14 +257,16 @@ def test_a_think_block_is_only_seen_where_it_is_a_token():
 def test_the_writer_answers_greedily_and_samples_what_it_is_asked_again(tokenizer, tmp_path):
     """A reply is a function of the prompt and of how often it was asked: resume needs no memory."""
     model, alone = make_model(), distributed.World(0, 1, torch.device("cpu"))
-    log = rollout.ReplyLog(tmp_path, alone)
-    writer = rollout.Writer(model, tokenizer, alone, log=log, max_new_tokens=8, seed=0)
-    a, b = writer.complete(["a", "b b b"])
-    assert writer.complete(["b b b", "a", "c"])[:2] == [b, a] and writer.complete([]) == []
-    again = writer.retry(["a", "a", "b b b"], [1, 2, 1])
-    assert len({a, *again[:2]}) == 3 and again[2] != b
-    assert writer.retry(["b b b", "a"], [1, 2]) == [again[2], again[1]]
-    greedy = Sampling(0.0, 1.0, 0, 8)
+    writer = rollout.Writer(model, tokenizer, alone, rollout.ReplyLog(tmp_path, alone), 8, 0)
+
+    def ask(prompts, times):
+        return writer.replies(prompts, times, "", False)
+
+    a, b = ask(["a", "b b b"], [0, 0])
+    assert ask(["b b b", "a", "c"], [0, 0, 0])[:2] == [b, a] and ask([], []) == []
+    first, second, other = ask(["a", "a", "b b b"], [1, 2, 1])
+    assert len({a, first, second}) == 3 and other != b
+    assert ask(["b b b", "a"], [1, 2]) == [other, second]
     prompt = policy.chat_ids(tokenizer, "a", thinking=False)
-    ids = rollout.generate(model, tokenizer, [prompt], greedy, [0])[0]
+    ids = rollout.generate(model, tokenizer, [prompt], Sampling(0.0, 1.0, 0, 8), [0])[0]
     assert a == tokenizer.decode(ids, skip_special_tokens=True)

@@ -231,7 +231,9 @@ def test_which_ids_are_masked(tokenizer):
     special = "<|endoftext|> <|im_start|> <|im_end|> <think> </think>".split()
     assert {tokenizer.decode([i]) for i in ids} == {"\n", "\n\n", "\n\n\n\n", *special}
     markdown, digit = tokenizer.encode("#")[0], tokenizer.encode("5")[0]
-    assert markdown in policy.masked_token_ids(tokenizer, extra=True) - ids
+    extra = policy.masked_token_ids(tokenizer, extra=True) - ids
+    assert {markdown, *(tokenizer.encode(blank)[0] for blank in (" ", "\r"))} <= extra
+    assert digit not in extra
     assert sgsd.token_mask([min(ids), digit], ids).tolist() == [0, 1]
 
 
