@@ -14,31 +14,14 @@ Dimension key: G rollouts of a group, K teachers, T completion tokens, n positio
 V vocabulary, D hidden size.
 """
 
-import contextlib
-import functools
-import math
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
 
 import config
 import distributed
-import policy
-import rollout
-import runlog
-import sgsd
-import skills
 from config import Config, setting
 from distributed import UserError
-from policy import Ids
-from problems import Problem
-from rollout import Rollout
-from sgsd import Run, Update
-from skills import SkillPair
 
 JSD_BETA = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}  # D10
 
@@ -73,8 +56,8 @@ class BaselineConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         method = self.method
-        if method not in STEPS:
-            rule = f"must be one of {', '.join(STEPS)}; base and base+skill train nothing"
+        if method not in METHODS:
+            rule = f"must be one of {', '.join(METHODS)}; base and base+skill train nothing"
             raise UserError(f"--method {method}: {rule}: use python eval.py MODEL --skills BANK")
         if self.bank and not self.sees_skills:
             raise UserError(f"--bank: {method} sees no skills; take {method}+skill, or no bank")
@@ -98,6 +81,37 @@ OPSD: dict[str, Any] = {"objective": "forward_kl", "objective_clip": 0.05, "loss
 OPSD |= {"teacher": "frozen", "answer_pi": True, "polarity": False, "token_mask": False}
 SKILL = {"num_teachers": 3, "update_every": 0}
 DEFAULTS = {"grpo": GRPO, "grpo+skill": GRPO | SKILL, "opsd": OPSD, "opsd+skill": OPSD | SKILL}
+METHODS = ("sgsd", *DEFAULTS)
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
+    """(settings, whether to resume) from a command line."""
+    return config.parse(argv, "baselines.py", __doc__, BaselineConfig, DEFAULTS)
+
+
+if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
+    distributed.answer("baselines", parse)
+
+import contextlib
+import functools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import policy
+import rollout
+import runlog
+import sgsd
+import skills
+from policy import Ids
+from problems import Problem
+from rollout import Rollout
+from sgsd import Run, Update
+from skills import SkillPair
 
 
 def grpo_advantages(rewards_G: Tensor, eps: float = 1e-4) -> Tensor:
@@ -356,13 +370,12 @@ def method_step(run: Run, step: int) -> Update:
     return records, norm, clock.seconds
 
 
-STEPS = dict.fromkeys(("sgsd", *DEFAULTS), method_step)
+STEPS = dict.fromkeys(METHODS, method_step)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    given = argv, "baselines.py", __doc__, BaselineConfig, DEFAULTS
-    return distributed.command("baselines", lambda: sgsd.launch(*config.parse(*given), method_step))
+    return distributed.command("baselines", lambda: sgsd.launch(*parse(argv), method_step))
 
 
 if __name__ == "__main__":

@@ -173,9 +173,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": f"{TINY}/train.jsonl",
         "eval_data": f"{TINY}/test.jsonl",
         "out": "runs/tiny",
-        "updates": 60,
+        "updates": 30,
         "batch_size": 16,
-        "checkpoint_every": 20,
+        "checkpoint_every": 10,
+        "eval_samples": 4,
         "cold_start": 64,
         "cold_start_temperature": 1.1,
         "cold_start_top_k": 20,
@@ -189,7 +190,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "eval_tokens": 96,
         "num_teachers": 4,
         "eps_a": 0.005,
-        "learning_rate": 3e-4,
+        "learning_rate": 1e-3,
         "lora_rank": 16,
         "lora_alpha": 32,
     },
@@ -199,7 +200,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def parse(
     argv: Sequence[str] | None,
     program: str,
-    about: str,
+    about: str | None,
     kind: type[Config] = Config,
     own_defaults: dict[str, dict[str, Any]] | None = None,
 ) -> tuple[Config, bool]:
@@ -209,7 +210,7 @@ def parse(
     the preset, and that overrides a --method's own defaults. `--resume RUN` starts from the run's
     saved settings instead. Raises UserError on anything that is wrong.
     """
-    title, *more = about.split("\n")
+    title, *more = (about or "").split("\n")
     commands = [line for line in more if line.startswith(("    python ", "    torchrun "))]
     parser = distributed.Parser(
         program,

@@ -1,8 +1,11 @@
 """Processes and files: one process group, one summed gradient, files that are whole or absent.
 
 Every rank holds the whole model; there is no wrapper class. Objects travel between ranks as JSON,
-and nothing is pickled. Nothing here knows the method.
+and nothing is pickled. Nothing here knows the method. torch is imported where it is used: it takes
+seconds, and a mistake on the command line is answered without it.
 """
+
+from __future__ import annotations
 
 import argparse
 import atexit
@@ -17,11 +20,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class UserError(ValueError):
@@ -65,7 +69,7 @@ def command(name: str, body: Callable[[], int | None]) -> int:
         message = f"{e}; every file so far is whole: put this right, then continue from there"
     except UserError as e:
         message = str(e)
-        told = not (isinstance(e, SharedError) and dist.is_initialized() and dist.get_rank() > 0)
+        told = not isinstance(e, SharedError) or os.environ.get("RANK", "0") == "0"
     except KeyboardInterrupt:
         code = 130
         message = "interrupted; a run continues with --resume RUN, all else with the same command"
@@ -74,9 +78,19 @@ def command(name: str, body: Callable[[], int | None]) -> int:
     return code
 
 
+def answer(name: str, parse: Callable[[], object]) -> None:
+    """Let --help and the mistakes of a command line end a program, before its slow imports."""
+
+    def body() -> None:
+        parse()
+
+    if command(name, body):
+        sys.exit(2)
+
+
 def leave(code: int) -> NoReturn:
     """End the process; in a group at once, as gloo's threads may abort in an orderly teardown."""
-    if dist.is_initialized():
+    if "RANK" in os.environ:
         atexit._run_exitfuncs()  # other loggers close their writers there
         sys.stdout.flush()
         sys.stderr.flush()
@@ -103,6 +117,8 @@ def init(device: str = "auto") -> World:
     device: "auto" (CUDA where there is one), "cpu" or "cuda"; the backend is NCCL on CUDA and gloo
     on CPU. Raises UserError where torchrun's variables are incomplete or wrong.
     """
+    import torch
+
     rank, size, local = _place()
     here = torch.device("cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -136,6 +152,8 @@ def _place() -> tuple[int, int, int]:
 
 
 def _join(rank: int, size: int, here: torch.device) -> None:
+    import torch.distributed as dist
+
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store, *_ = next(dist.rendezvous("env://"))
@@ -172,7 +190,7 @@ def _together() -> Iterator[None]:
     try:
         yield
     except RuntimeError as e:
-        lost = f"rank {dist.get_rank()} lost another rank, which torchrun names ({brief(e)})"
+        lost = f"rank {os.environ.get('RANK')} lost another rank, which torchrun names ({brief(e)})"
         raise ConnectionError(f"{lost}; continue with --resume") from None
 
 
@@ -191,6 +209,8 @@ def errors_shared(world: World) -> Iterator[None]:
 
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
     """Give every rank rank 0's values, in place: GPUs of two kinds draw different ones."""
+    import torch.distributed as dist
+
     if world.size > 1:
         with _together():
             for p in params:
@@ -203,6 +223,9 @@ def sum_gradients(params: list[torch.nn.Parameter], world: World) -> None:
     Each rank's loss is already divided by the *global* batch size, so the sum is the gradient of
     the global mean. A missing gradient counts as zero: a rank without any still joins.
     """
+    import torch
+    import torch.distributed as dist
+
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     flat = torch.cat([g.flatten().float() for g in gradients])
     if world.size > 1:
@@ -216,6 +239,9 @@ def gather(obj: object, world: World) -> list:
     """Every rank's JSON-able object, in rank order, on every rank: no rank may skip the call."""
     if world.size == 1:
         return [obj]
+    import torch
+    import torch.distributed as dist
+
     text = json.dumps(obj).encode()
     longest = torch.tensor(len(text), device=world.device)
     with _together():

@@ -16,23 +16,66 @@ where a killed one stopped: a sample is a function of (seed, problem, its number
 Dimension key: P problems, K samples per problem.
 """
 
+from argparse import BooleanOptionalAction, Namespace
+from collections.abc import Callable, Sequence
+
+import distributed
+import problems
+from config import Config
+from distributed import UserError, World
+
+
+def arguments(argv: Sequence[str] | None = None) -> Namespace:
+    """The command line's settings. Raises UserError on one that is out of its range."""
+    parser = distributed.Parser("eval.py", description="avg@k of models.", allow_abbrev=False)
+    add = parser.add_argument
+    add("paths", nargs="+", metavar="PATH", help="model, adapter, run (its checkpoints) or hub id")
+    sets = list(problems.SETS)
+    add("--data", nargs="+", default=sets[:3], help=f"{', '.join(sets)}, files, folders or hub ids")
+    add("--split", default="test", help="the split of a hub data set")
+    add("--model", default="", help="an adapter's base, if not the one that the adapter names")
+    where = "eval/ in the run of a checkpoint; for all else in the first run, or here"
+    add("--out", default="", help=f"where samples and results are kept; default: {where}")
+    both = "besides the plain prompt, Base+Skill with this bank (JSON), and the difference"
+    add("--skills", default="", help=f"{both}; samples that exist are used again; §4.1, S14")
+    add("--num-skills", type=int, default=8, help="pairs in a prompt of Base+Skill; Tab. 12")
+    add("--encoder", default=Config.encoder, help="the encoder of --skills; Tab. 12")
+    add("--samples", type=int, default=12, help="k, the samples per problem; App. F.1")
+    add("--temperature", type=float, default=1.0, help="App. F.1")
+    add("--top-p", type=float, default=0.95, help="App. F.1")
+    add("--top-k", type=int, default=0, help="0 turns it off; App. F.1")
+    add("--max-new-tokens", type=int, default=38912, help="App. F.1")
+    add("--thinking", action=BooleanOptionalAction, default=True, help="thinking mode; S3")
+    add("--limit", type=int, default=0, help="only the first N problems of each set; 0 is all")
+    add("--rows", type=int, default=16, help="samples decoded at a time; lower it to save memory")
+    add("--seed", type=int, default=0)
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    add("--attn", default="sdpa", choices=("sdpa", "flash_attention_2", "eager"))
+    add("--verify-timeout", type=float, default=5.0, help="seconds per answer")
+    add("--verify-workers", type=int, default=1)
+    args = parser.parse_args(argv)
+    for flag in ("samples", "rows", "limit", "verify_timeout", "verify_workers"):
+        value = vars(args)[flag]
+        if value < 0 or (value == 0 and flag != "limit"):
+            raise UserError(f"--{flag.replace('_', '-')} {value}: must be above 0")
+    return args
+
+
+if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
+    distributed.answer("eval", arguments)
+
 import hashlib
 import json
 import math
 import pathlib
-from argparse import BooleanOptionalAction, Namespace
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-import distributed
-import problems
 import rollout
 import skills
-from config import Config
-from distributed import UserError, World
 from policy import Model, Tokenizer, load_encoder, load_model
 from rollout import Verifier
 
@@ -399,6 +442,7 @@ def evaluate(args: Namespace, world: World) -> None:
     names = [pathlib.Path(source).stem for source in args.data]
     if len(set(names)) < len(names):
         raise UserError(f"--data {' '.join(args.data)}: two sets have one name; rename a file")
+    args.sampling = rollout.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
     policies, home = find_policies(args)
     with_skills = prompt_maker(args, world)
     tasks: Tasks = {}
@@ -425,44 +469,6 @@ def evaluate(args: Namespace, world: World) -> None:
             merge_into(home / "comparison.json", sets)
         print(f"written: {home if len(policies) > 1 else policies[0].folder}")
     distributed.leave_together(world)
-
-
-def arguments(argv: Sequence[str] | None = None) -> Namespace:
-    """The command line's settings. Raises UserError on one that is out of its range."""
-    parser = distributed.Parser("eval.py", description="avg@k of models.", allow_abbrev=False)
-    add = parser.add_argument
-    add("paths", nargs="+", metavar="PATH", help="model, adapter, run (its checkpoints) or hub id")
-    sets = list(problems.SETS)
-    add("--data", nargs="+", default=sets[:3], help=f"{', '.join(sets)}, files, folders or hub ids")
-    add("--split", default="test", help="the split of a hub data set")
-    add("--model", default="", help="an adapter's base, if not the one that the adapter names")
-    where = "eval/ in the run of a checkpoint; for all else in the first run, or here"
-    add("--out", default="", help=f"where samples and results are kept; default: {where}")
-    both = "besides the plain prompt, Base+Skill with this bank (JSON), and the difference"
-    add("--skills", default="", help=f"{both}; samples that exist are used again; §4.1, S14")
-    add("--num-skills", type=int, default=8, help="pairs in a prompt of Base+Skill; Tab. 12")
-    add("--encoder", default=Config.encoder, help="the encoder of --skills; Tab. 12")
-    add("--samples", type=int, default=12, help="k, the samples per problem; App. F.1")
-    add("--temperature", type=float, default=1.0, help="App. F.1")
-    add("--top-p", type=float, default=0.95, help="App. F.1")
-    add("--top-k", type=int, default=0, help="0 turns it off; App. F.1")
-    add("--max-new-tokens", type=int, default=38912, help="App. F.1")
-    add("--thinking", action=BooleanOptionalAction, default=True, help="thinking mode; S3")
-    add("--limit", type=int, default=0, help="only the first N problems of each set; 0 is all")
-    add("--rows", type=int, default=16, help="samples decoded at a time; lower it to save memory")
-    add("--seed", type=int, default=0)
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    add("--attn", default="sdpa", choices=("sdpa", "flash_attention_2", "eager"))
-    add("--verify-timeout", type=float, default=5.0, help="seconds per answer")
-    add("--verify-workers", type=int, default=1)
-    args = parser.parse_args(argv)
-    args.sampling = rollout.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
-    for flag in ("samples", "rows", "limit", "verify_timeout", "verify_workers"):
-        value = vars(args)[flag]
-        if value < 0 or (value == 0 and flag != "limit"):
-            raise UserError(f"--{flag.replace('_', '-')} {value}: must be above 0")
-    return args
 
 
 def before_and_after(cfg: Config, world: World) -> None:

@@ -10,26 +10,50 @@ its ledger.json is counted anew. --explain takes one problem through Algorithm 1
 settings, last bank and last adapter, leaves the run as it was, and says what each teacher did.
 """
 
+import pathlib
+from argparse import Namespace
+from collections.abc import Sequence
+
+import distributed
+from distributed import UserError
+
+
+def arguments(argv: Sequence[str] | None = None) -> Namespace:
+    """The command line's settings. Raises UserError on one that does not fit the others."""
+    about = "A page of a run's curves, gates, ledger and bank; or one problem explained."
+    parser = distributed.Parser("report.py", description=about, allow_abbrev=False)
+    add = parser.add_argument
+    add("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory")
+    add("--out", type=pathlib.Path, help="the page (default: report.html in the first run)")
+    add("--explain", metavar="PROBLEM", help="take this problem through one update of the run")
+    add("--answer", help="the reference answer of the problem in --explain")
+    args = parser.parse_args(argv)
+    if (args.explain is None) != (args.answer is None):
+        raise UserError("--explain and --answer: one is no use without the other; give both")
+    if args.explain is not None and len(args.runs) > 1:
+        raise UserError(f"--explain: give one run, got {len(args.runs)}")
+    return args
+
+
+if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
+    distributed.answer("report", arguments)
+
 import dataclasses
 import decimal
 import itertools
 import json
 import math
 import os
-import pathlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import config
-import distributed
 import rollout
 import runlog
 import sgsd
 import skills
-from distributed import UserError
 
 MAX_BYTES = 4_900_000  # of the page
 MAX_POINTS = 1000  # of a curve, over all runs
@@ -412,22 +436,11 @@ def explain(run: pathlib.Path, problem: str, answer: str) -> pathlib.Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    about = "A page of a run's curves, gates, ledger and bank; or one problem explained."
-    parser = distributed.Parser("report.py", description=about, allow_abbrev=False)
-    add = parser.add_argument
-    add("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory")
-    add("--out", type=pathlib.Path, help="the page (default: report.html in the first run)")
-    add("--explain", metavar="PROBLEM", help="take this problem through one update of the run")
-    add("--answer", help="the reference answer of the problem in --explain")
 
     def body() -> None:
-        args = parser.parse_args(argv)
+        args = arguments(argv)
         runs = args.runs
-        if (args.explain is None) != (args.answer is None):
-            raise UserError("--explain and --answer: one is no use without the other; give both")
         if args.explain is not None:
-            if len(runs) > 1:
-                raise UserError(f"--explain: give one run, got {len(runs)}")
             runs = [explain(runs[0], args.explain, args.answer)]
         out = args.out or runs[0] / "report.html"
         write(runs, out)

@@ -15,11 +15,16 @@ of log-probabilities. A teacher that supports a success or suppresses a failure 
     python eval.py runs/sgsd/checkpoints/step_000200                     avg@12
 
 Read it from top to bottom: the objective, one update (Algorithm 1), the bank's schedule, the run.
-Decisions that the paper leaves open (S...) or that differ from it (D...) carry their tag.
+Tags mark decisions that the paper leaves open (S...) or that differ from it (D...).
 
-Dimension key: K teachers, T completion tokens. `delta_KT` is a [K, T] tensor. Log-probabilities are
-natural logarithms (nats) in fp32.
+Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T]. Log-probabilities are nats.
 """
+
+if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
+    import config
+    import distributed
+
+    distributed.answer("sgsd", lambda: config.parse(None, "sgsd.py", __doc__))
 
 # ------------------------------------------------------- the objective: needs math and torch only
 
@@ -211,6 +216,7 @@ class Run:
     """What a training run holds."""
 
     cfg: Config
+    out: pathlib.Path  # the directory
     world: World
     model: Model
     tokenizer: Tokenizer
@@ -227,14 +233,9 @@ class Run:
     writer: Writer | None = None
     window: list[dict] = field(default_factory=list)  # rollouts since the bank's last update
 
-    @property
-    def out(self) -> pathlib.Path:
-        return pathlib.Path(self.cfg.out)
-
     def ask_to_stop(self, *_: object) -> None:
-        """The handler of a signal; it may come inside a print, so it writes past all buffers."""
         self.stop = True
-        if self.world.main:
+        if self.world.main:  # past all buffers, since a signal may come inside a print
             os.write(2, f"\nfinishing update {self.step + 1}, then stopping\n".encode())
 
 
@@ -270,11 +271,10 @@ def retrieve(run: Run, x: Problem) -> list[skills.SkillPair]:
 
 def sample(run: Run, data: list[Problem], prompts: list[Ids], keys: Ids) -> list[Rollout]:
     """y ~ p_S(. | x) for each problem, and the verifier's r (Eq. 1)."""
-    cfg, rows = run.cfg, run.cfg.rollout_rows
-    sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-    return rollout.sample_rollouts(
-        run.model, run.tokenizer, data, prompts, sampling, keys, run.verifier, rows
-    )
+    cfg, model = run.cfg, (run.model, run.tokenizer)
+    how = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
+    rows = cfg.rollout_rows
+    return rollout.sample_rollouts(*model, data, prompts, how, keys, run.verifier, rows)
 
 
 Update = tuple[list[dict], float, dict[str, float]]  # records, gradient norm, seconds by part
@@ -407,7 +407,7 @@ def prepare(cfg: Config, world: World, resume: bool) -> Run:
         raise UserError(f"--updates {cfg.updates}: {made}; give a larger number, or evaluate it")
     verifier = Verifier(cfg.verify_timeout, cfg.verify_workers)
     masked_ids = masked_token_ids(tokenizer, cfg.mask_extra)
-    run = Run(cfg, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
+    run = Run(cfg, out, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
     if cfg.sees_skills:
         run.bank = runlog.load_bank(cfg, step, resume)
         run.embed = policy.load_encoder(cfg.encoder, str(world.device))

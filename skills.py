@@ -1,5 +1,7 @@
 """The skill bank's life: retrieval and prompts, cold start, merging, online evolution (Algs. 2-4).
 
+    python skills.py --model Qwen/Qwen3-1.7B --data mine.jsonl --out bank.json       a cold start
+
 Down to `make_bank` nothing holds a model. What talks to one comes in as a function: embed(texts)
 gives a float array [n, d], and complete(prompts) a reply to each prompt. A `rollout.Writer` may
 stand for `complete`: it samples anew when it is asked again, and logs what came of each reply (D4).
@@ -7,6 +9,12 @@ Entries are plain dicts with the paper's field names (App. C); an entry is repla
 
 Dimension key: n entries of a list, d embedding size.
 """
+
+if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
+    import config
+    import distributed
+
+    distributed.answer("skills", lambda: config.parse(None, "skills.py", __doc__))
 
 import functools
 import itertools
@@ -559,11 +567,9 @@ def make_bank(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """python skills.py --out bank.json: a bank made by cold start, with the settings of sgsd.py."""
-    about = "Make a skill bank by cold start (Algorithm 2); its memories go into OUT.work."
-    about += "\n    python skills.py --model Qwen/Qwen3-1.7B --data mine.jsonl --out bank.json"
 
     def body() -> None:
-        cfg, resume = config.parse(argv, "skills.py", about)
+        cfg, resume = config.parse(argv, "skills.py", __doc__)
         if resume or not cfg.out.endswith(".json") or pathlib.Path(cfg.out).is_dir():
             raise UserError(f"--out {cfg.out}: a file for the bank is wanted, such as bank.json")
         world = distributed.init(cfg.device)

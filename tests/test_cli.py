@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -143,3 +144,35 @@ def test_a_user_asks_for_help_and_makes_a_mistake(capsys):
     wrong = subprocess.run(command, capture_output=True, text=True)
     said = "sgsd: no.jsonl: no such file; check the path\n"
     assert (wrong.returncode, wrong.stderr) == (2, said)
+
+
+@pytest.mark.parametrize("program", ["sgsd", "skills", "baselines", "eval", "report"])
+def test_help_and_mistakes_are_answered_without_torch(program, tmp_path):
+    """Its import takes seconds."""
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch is imported')")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    said = []
+    for argv in (["--help"], ["x", "--hepl"]):
+        command = [sys.executable, ROOT / f"{program}.py", *argv]
+        said.append(subprocess.run(command, env=env, capture_output=True, text=True))
+    assert [done.returncode for done in said] == [0, 2]
+    assert f"python {program}.py" in said[0].stdout or "--help" in said[0].stdout
+    assert said[1].stderr.startswith(f"{program}: ") and "--hepl" in said[1].stderr
+
+
+@pytest.mark.parametrize("program", [sgsd, baselines])
+def test_help_has_groups_defaults_and_examples(program, capsys):
+    with pytest.raises(SystemExit):
+        program.main(["--help"])
+    said = capsys.readouterr().out
+    for group in config.GROUPS.values():
+        assert f"\n{group}:\n" in said or group == "baselines and ablations"
+    assert "examples:\n    python " in said and "(default: 0.05)" in said
+
+
+def test_a_checkpoint_or_another_directory_is_no_run_to_resume(tmp_path, capsys):
+    step = tmp_path / "run/checkpoints/step_000002"
+    step.mkdir(parents=True)
+    (tmp_path / "notes").touch()
+    refused(capsys, sgsd.main, ["--resume", step], "is a checkpoint; give its run", "/run")
+    refused(capsys, sgsd.main, ["--resume", tmp_path], "no readable config.json", "but notes, run")

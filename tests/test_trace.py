@@ -32,7 +32,8 @@ COMMAND = [
     "--updates",
     "12",
 ]
-COMMAND += ["--checkpoint-every", "12", "--audit-every", "0", "--eval-data", ""]
+COMMAND += ["--learning-rate", "3e-4", "--checkpoint-every", "12", "--audit-every", "0"]
+COMMAND += ["--eval-data", ""]
 EXACT = ("step", "problem_id", "prompt_ids", "completion_ids", "pred", "r", "pairs", "rho")
 CLOSE = ("alpha", "a_plain", "a", "losses", "loss")
 
