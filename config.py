@@ -39,7 +39,7 @@ class Config:
     seed: int = setting(0, "of the data order, the adapters and sampling", least=0, most=2**40)
     updates: int = setting(200, "optimizer updates; §4.1")
     checkpoint_every: int = setting(25, "updates between two checkpoints; §4.1")
-    eval_data: str = setting("", "problems for avg@12 before and after the run; see also eval.py")
+    eval_data: str = setting("", "problems for avg@k before and after the run; see also eval.py")
     eval_samples: int = setting(12, "samples per problem in those evaluations; App. F.1")
     eval_tokens: int = setting(38912, "new tokens of an evaluation sample; App. F.1")
     device: str = setting("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
@@ -167,7 +167,7 @@ GROUPS = {  # in --help, by the first setting of each
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent / "tiny")
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "tiny": {  # README.md says why each one differs from the paper's
+    "tiny": {  # docs/decisions.md says why each one differs from the paper's
         "model": f"{TINY}/model",
         "encoder": f"{TINY}/encoder",
         "data": f"{TINY}/train.jsonl",

@@ -274,7 +274,8 @@ def _named(path: pathlib.Path) -> Iterator[None]:
 def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yield a temporary name for a file or directory, which becomes `path` on a clean exit.
 
-    All is flushed before it is renamed: a kill or an error leaves the old one or the new one.
+    All is flushed before it is renamed: a kill or an error leaves the old file or the new one, of
+    two directories at worst neither.
     """
     tmp = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(tmp, ignore_errors=True)  # what a kill has left
@@ -284,7 +285,8 @@ def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
             yield tmp
             for written in (tmp, *tmp.rglob("*")):
                 _sync(written)
-            shutil.rmtree(path, ignore_errors=True)  # an old directory; a file stays
+            if tmp.is_dir():  # an old one makes room; a file never takes a directory's place
+                shutil.rmtree(path, ignore_errors=True)
             tmp.replace(path)
         finally:
             shutil.rmtree(tmp, ignore_errors=True)

@@ -31,7 +31,12 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="model, adapter, run (its checkpoints) or hub id")
     sets = list(problems.SETS)
-    add("--data", nargs="+", default=sets[:3], help=f"{', '.join(sets)}, files, folders or hub ids")
+    add(
+        "--data",
+        nargs="+",
+        default=sets[:3],
+        help=f"{', '.join(sets)}, files (sets by their stems) or hub ids",
+    )
     add("--split", default="test", help="the split of a hub data set")
     add("--model", default="", help="an adapter's base, if not the one that the adapter names")
     where = "eval/ in the run of a checkpoint; for all else in the first run, or here"
@@ -65,6 +70,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
     distributed.answer("eval", arguments)
 
+import functools
 import hashlib
 import json
 import math
@@ -163,8 +169,8 @@ def find_policies(args: Namespace) -> tuple[list[Policy], pathlib.Path]:
         places += places_of(path)
     runs = [run for run in map(run_of, places) if run]
     home = pathlib.Path(args.out or (runs[0] / "eval" if runs else "eval")).resolve()
-    for parent in home.parents:
-        if [*parent.glob("*.safetensors")]:
+    for parent in (home, *home.parents):
+        if (args.out or not runs) and [*parent.glob("*.safetensors")]:
             raise UserError(f"{home}: lies in a model's directory, {parent}; give another --out")
     policies: dict[pathlib.Path, Policy] = {}
     for place in places:
@@ -266,6 +272,7 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
     return settings
 
 
+@functools.cache
 def contents(path: str) -> str:
     """A digest of the weights in a directory; a hub id as it is."""
     digests = []
@@ -296,23 +303,18 @@ def sample(
     policy: Policy, tasks: Tasks, prompt: Prompt, args: Namespace, world: World, verifier: Verifier
 ) -> dict[Key, dict]:
     """The samples asked for, as rows of samples.jsonl: those found there, and the missing made."""
-    log = policy.folder / "samples.jsonl"
-    kept, done = [], {}
+    log, done = policy.folder / "samples.jsonl", {}
     for row in distributed.read_jsonl(log):
         key = (row["set"], row["id"], row["sample"])
-        problem = tasks.get(key)
-        if problem and row["digest"] != digest(problem.problem, problem.answer):
-            continue  # the problem has changed, so it is sampled anew
-        kept.append(row)
-        if problem:
+        problem = tasks.get(key)  # one that has changed is sampled anew
+        if problem and row["digest"] == digest(problem.problem, problem.answer):
             done[key] = row
     missing = [key for key in tasks if key not in done]
     if missing:  # before anything is written: it may not load
         model, tokenizer = load_policy(policy, args, world)
-    distributed.agree(len(kept), world, "samples")  # everyone has read before anyone writes
+    distributed.agree(len(missing), world, "samples")  # everyone has read before anyone writes
     if world.main:
         distributed.write_json(policy.folder / "settings.json", policy.settings)
-        distributed.write_jsonl(log, kept)
     if not missing:
         return done
     prompts, seeds = [], []
@@ -433,8 +435,12 @@ def print_table(sets: dict[str, dict], k: int) -> None:
 
 def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
     """Put what is known of these sets into a JSON file that may hold others."""
-    known = json.loads(file.read_text()) if file.exists() else {}
-    distributed.write_json(file, known | sets)
+    kept = {}
+    for name, found in (json.loads(file.read_text()) if file.exists() else {}).items():
+        members = name.removeprefix("mean of ").split(", ")
+        if not name.startswith("mean of ") or not {*members} & {*sets}:  # else it is stale
+            kept[name] = found
+    distributed.write_json(file, kept | sets)
 
 
 def evaluate(args: Namespace, world: World) -> None:
@@ -443,6 +449,7 @@ def evaluate(args: Namespace, world: World) -> None:
     if len(set(names)) < len(names):
         raise UserError(f"--data {' '.join(args.data)}: two sets have one name; rename a file")
     args.sampling = rollout.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
+    contents.cache_clear()  # of an earlier call
     policies, home = find_policies(args)
     with_skills = prompt_maker(args, world)
     tasks: Tasks = {}
@@ -472,7 +479,7 @@ def evaluate(args: Namespace, world: World) -> None:
 
 
 def before_and_after(cfg: Config, world: World) -> None:
-    """avg@12 on --eval-data of the base model and the last checkpoint, once the run is through."""
+    """avg@k on --eval-data of the base model and the last checkpoint, once the run is through."""
     last = max(pathlib.Path(cfg.out, "checkpoints").glob("step_*"), default=None)
     if cfg.eval_data and last and int(last.name[5:]) == cfg.updates:
         rows = max(16, cfg.score_tokens // cfg.eval_tokens)

@@ -443,6 +443,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.explain is not None:
             runs = [explain(runs[0], args.explain, args.answer)]
         out = args.out or runs[0] / "report.html"
+        if out.is_dir():
+            raise UserError(f"--out {out}: is a directory; a file such as report.html is wanted")
         write(runs, out)
         print(f"written: {out}")
 

@@ -72,7 +72,10 @@ def begin(cfg: Config, world: World, start: int) -> list[Logger]:
     with distributed.errors_shared(world):
         if world.main:
             for log in logs:  # a broken log is refused before anything is written
-                distributed.read_jsonl(log)
+                last = max((row.get("step", 0) for row in distributed.read_jsonl(log)), default=0)
+                if last > start + cfg.checkpoint_every:  # no kill can cost so many updates
+                    rule = f"the last checkpoint is of update {start}; were others moved away?"
+                    raise UserError(f"{log}: reaches update {last}, but {rule}")
             loggers = mirrors(cfg, start)
             distributed.write_json(out / "config.json", provenance(cfg))
             for log in logs:  # the updates behind `start` will be made again
@@ -145,21 +148,25 @@ def lint(bank: SkillBank) -> str:
 
 
 def bank_line(bank: SkillBank, teachers: int) -> str:
-    """What a run's first bank holds and was made from, and whether it is shorter than K (S8)."""
+    """What a bank holds, what its first entries were made from, whether it is shorter than K."""
     sizes = len(bank.general_skills), len(bank.common_mistakes)
     line = "bank: {} skills and {} mistakes".format(*sizes)
     if "seed_solutions" in bank.metadata:
         made = " of {input_general_skills} and {input_common_mistakes} candidates, from "
         made += "{seed_solutions} seed solutions, {right_seed_solutions} of them right"
         line += made.format(**bank.metadata)
+    if min(sizes) == 0:
+        return f"{line}; without a pair there is no teacher, and nothing is learnt (S8)"
     if min(sizes) < teachers:
-        line += f"; --num-teachers is {teachers}, but so few make {min(sizes)} pairs (S8)"
+        line += (
+            f"; that is enough for {min(sizes)} teachers, not for --num-teachers {teachers} (S8)"
+        )
     return line
 
 
 def evolution_line(bank: SkillBank, step: int, success: float, lost: int) -> str:
     """What an online update did to the bank, or why it did nothing (Alg. 4)."""
-    update = bank.metadata.get("updates", [{}])[-1]
+    update = (bank.metadata.get("updates") or [{}])[-1]
     if update.get("step") != step:
         return f"bank: success {success:.2f} is not below the gate: kept as it is"
     line = f"bank: success {success:.2f}"

@@ -442,10 +442,10 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
         except SharedError as e:
             hint = f"--resume {cfg.out} continues from the last checkpoint"
             raise SharedError(f"{e} (in update {step}; {hint})") from None
-        records = []
+        records, stop = [], False  # a signal may have come to some ranks only
         for share in distributed.gather({"records": own, "stop": run.stop}, world):
             records += share["records"]
-            run.stop = run.stop or share["stop"]
+            stop = stop or share["stop"]
         records.sort(key=lambda row: row["index"])
         begun = time.perf_counter()
         counts = evolve_bank(run, step, records) if run.embed is not None else {}  # line 17
@@ -459,7 +459,7 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
             bar.write(runlog.log_line(metrics, cfg.updates))
         if skipped == 3:
             reason = "three updates in a row were not finite"
-        elif run.stop:
+        elif stop:
             reason = "stopped as asked"
         if world.main and (reason or step % cfg.checkpoint_every == 0 or step == cfg.updates):
             at = run.out / "checkpoints" / f"step_{step:06d}"
@@ -467,11 +467,11 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
             bar.write(f"saved {at}")
         if reason:
             break
-    bar.close()
+    run.stop = bool(reason)  # on all ranks alike
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if reason and world.main:
-        print(f"{reason}; continue with: python {cfg.program} --resume {cfg.out}")
+        bar.write(f"{reason}; continue with: python {cfg.program} --resume {cfg.out}")
     distributed.leave_together(world)
     return int(skipped == 3)
 

@@ -24,7 +24,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -187,7 +187,7 @@ def render_skills(pairs: Sequence[SkillPair], problem: str) -> str:
 
 def render_extraction(memory: dict, key: str) -> str:
     """Ask for a success's general skills or a failure's common mistakes (Alg. 2, App. D.2)."""
-    shown = {name: value for name, value in memory.items() if name != "problem_id"}
+    shown = {name: memory[name] for name in memory if name not in ("problem_id", "made_with")}
     form = '\nEach item is an object with the string fields "{}", "{}" and "{}".'  # S13
     return render(f"extract_{SHORT[key]}", {"memory_json": as_json(shown)}) + form.format(
         *FIELDS[key]
@@ -537,9 +537,14 @@ def make_bank(
     """
     world, path = writer.world, writer.log.path.with_name("memories.jsonl")
     chosen = random.Random(cfg.seed).sample(problems, min(cfg.cold_start, len(problems)))
-    memories = {memory["problem_id"]: memory for memory in distributed.read_jsonl(path)}
+    made_with = {"model": cfg.model, "seed": cfg.seed, **cfg.solving}
+    made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
+    memories = {}
+    for m in distributed.read_jsonl(path):
+        if m["made_with"] == made_with:
+            memories[m["problem_id"]] = m
     left = [x for x in chosen if memories.get(x.id, {}).get("problem") != x.problem]
-    distributed.gather(None, world)  # every rank has read before rank 0 writes
+    distributed.agree(len(left), world, "memories")  # and all have read before rank 0 writes
     path.parent.mkdir(parents=True, exist_ok=True)
     writer.log.path.unlink(missing_ok=True)  # all its replies are asked for again
     texts = [render("memory", {"problem": x.problem}) for x in left]
@@ -552,7 +557,8 @@ def make_bank(
         solved = [left[i] for i, _ in turn]
         asked = [prompts[i] for i, _ in turn]
         made = rollout.judge(model, tokenizer, solved, asked, [ids for _, ids in turn], verifier)
-        return [memory_of(x, cfg.memory_answer) for x in made]
+        found = [memory_of(x, cfg.memory_answer) for x in made]
+        return [{**memory, "made_with": made_with} for memory in found]
 
     job = model, tokenizer, prompts, sampling, keys, writer.rows, finish
     for fresh in rollout.spread(world, *job, stage="solving"):  # lines 2-7
@@ -573,14 +579,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if resume or not cfg.out.endswith(".json") or pathlib.Path(cfg.out).is_dir():
             raise UserError(f"--out {cfg.out}: a file for the bank is wanted, such as bank.json")
         world = distributed.init(cfg.device)
-        file = pathlib.Path(f"{cfg.out}.work", "settings.json")
-        if file.exists() and json.loads(file.read_text()) != asdict(cfg):
-            raise UserError(f"{file}: its memories have other settings; give another --out")
+        folder = pathlib.Path(f"{cfg.out}.work")
+        if pathlib.Path(cfg.out).exists() and not folder.exists():
+            raise UserError(f"--out {cfg.out}: is there already, and was not made so; give another")
         problems, _ = load_training(cfg)
         model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
-        writer = rollout.writer(cfg, world, model, tokenizer, file.parent)
-        if world.main:
-            distributed.write_json(file, asdict(cfg))
+        writer = rollout.writer(cfg, world, model, tokenizer, folder)
         with Verifier(cfg.verify_timeout, cfg.verify_workers) as verifier:
             bank = make_bank(problems, model, tokenizer, verifier, writer, cfg)
         if world.main:

@@ -133,3 +133,10 @@ def test_a_checkpoint_loads_by_its_own_card_from_any_directory(world_dir, tmp_pa
     logits = [model(input_ids=ids).logits for model in (made["model"], run.model)]
     torch.testing.assert_close(*logits)
     assert made["tokenizer"].get_vocab() == run.tokenizer.get_vocab()
+
+
+def test_a_file_never_takes_the_place_of_a_directory(tmp_path):
+    (tmp_path / "runs/a").mkdir(parents=True)
+    with pytest.raises(OSError, match="runs"):
+        distributed.write_text(tmp_path / "runs", "page")
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "a"]

@@ -201,12 +201,21 @@ def test_two_processes_give_the_samples_of_one(world_dir, tmp_path):
     assert results(one) == results(two)
 
 
-def test_a_problem_that_changed_is_sampled_anew(world_dir, tmp_path):
+def test_a_problem_that_changed_is_sampled_anew_and_no_sample_is_ever_lost(world_dir, tmp_path):
     data = tmp_path / "d.jsonl"
-    for answer in ("3", "4"):
+    for answer, golds in (("3", ["3"]), ("4", ["3", "4"]), ("3", ["3", "4"])):
         data.write_text(json.dumps({"problem": "What is 1 plus 2?", "answer": answer}) + "\n")
         rows = evaluate(world_dir, tmp_path, f"--data {data} --samples 1")
-        assert [row["gold"] for row in rows] == [answer]
+        assert [row["gold"] for row in rows] == golds
+
+
+def test_a_mean_over_sets_goes_when_one_of_them_is_measured_anew(tmp_path):
+    file = tmp_path / "results.json"
+    eval.merge_into(file, {"a": {"avg": 1}, "b": {"avg": 0}, "mean of a, b": {"avg": 0.5}})
+    eval.merge_into(file, {"c": {"avg": 1}})
+    assert list(json.loads(file.read_text())) == ["a", "b", "mean of a, b", "c"]
+    eval.merge_into(file, {"a": {"avg": 0}})
+    assert json.loads(file.read_text()) == {"a": {"avg": 0}, "b": {"avg": 0}, "c": {"avg": 1}}
 
 
 def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):

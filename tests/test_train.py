@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 
 import driver
 import peft
@@ -284,6 +285,25 @@ def test_seed_problems_are_solved_under_settings_of_their_own(world_dir, tmp_pat
     assert all(len(text) <= 30 for text in made[0].values())  # no token has more than 6 characters
 
 
+def test_memories_of_other_settings_are_not_mixed_in(world_dir, tmp_path):
+    changes = {"bank": "", "cold_start": 6}
+    for tokens, lines in ((9, 6), (9, 6), (5, 12)):
+        run = make_run(world_dir, tmp_path / "run", True, cold_start_tokens=tokens, **changes)
+        skills.make_bank(run.problems, run.model, run.tokenizer, run.verifier, run.writer, run.cfg)
+        memories = rows(tmp_path / "run/bank/memories.jsonl")
+        assert [m["made_with"]["max_new_tokens"] for m in memories[-6:]] == [tokens] * 6
+        assert len(memories) == lines
+
+
+def test_a_run_without_its_checkpoints_is_not_begun_anew(world_dir, tmp_path):
+    train(world_dir, tmp_path / "run", updates=6)
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    with pytest.raises(UserError, match="reaches update 6, but the last checkpoint is of update 0"):
+        train(world_dir, tmp_path / "run", resume=True, updates=6)
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+
+
 def test_a_signal_is_acknowledged_at_once(world_dir, tmp_path, capfd):
     run = make_run(world_dir, tmp_path / "run")
     run.step = 9
@@ -349,7 +369,7 @@ def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys
     cfg = dataclasses.replace(run.cfg, reply_tokens=8)
     run.writer = rollout.writer(cfg, run.world, run.model, run.tokenizer, run.out / "bank")
     assert sgsd.train(run) == 0
-    assert "so few make 0 pairs (S8)" in capsys.readouterr().out
+    assert "there is no teacher, and nothing is learnt (S8)" in capsys.readouterr().out
     metrics = rows(tmp_path / "run/metrics.jsonl")
     assert metrics[1]["replies_lost"] > 0
     for m in metrics:
