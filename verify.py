@@ -2,7 +2,6 @@
 
 Equal strings and integers are decided at once, the rest by math-verify in workers that end when an
 answer takes too long. SPELLING is what it misreads, WORDS and MARKS what it accepts and must not.
-Run as a program this file is a worker: JSON lines [gold, pred] in, true or false out.
 """
 
 import json
@@ -21,8 +20,7 @@ from select import select
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
-MAX_CHARS = 1000  # a longer answer is compared as a string only
-MEMORY_BYTES = 1 << 30  # address space of a worker
+MAX_CHARS, MEMORY_BYTES = 1000, 1 << 30  # of an answer that is parsed, of a worker's address space
 
 
 def extract_answer(text: str) -> str | None:
@@ -239,7 +237,7 @@ class Verifier(AbstractContextManager):
 
 
 def main() -> None:
-    """The worker: dies with its parent, when time is up (SIGALRM), or at its memory limit."""
+    """The worker, JSON lines in and out; ends with its parent, by SIGALRM, at its memory limit."""
     timeout_s, parent = float(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it kills, whatever the parser is at
