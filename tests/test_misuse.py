@@ -200,18 +200,17 @@ def test_a_missing_package_is_named(package, tmp_path, refusal, monkeypatch):
 
 def test_making_a_bank_from_wrong_flags_is_one_line(world_dir, tmp_path, capsys):
     model, data = f"--model={world_dir / 'model'}", f"--data={world_dir / 'data.jsonl'}"
-    out, work = tmp_path / "bank.json", tmp_path / "bank.json.work"
-    work.mkdir()
-    (work / "settings.json").write_text("{}")
+    out = tmp_path / "bank.json"
+    out.write_text("somebody's")
     for given, words in (
         ([], "--out runs/sgsd: a file for the bank is wanted, such as bank.json"),
         ([f"--out={tmp_path}"], f"--out {tmp_path}: a file for the bank is wanted"),
         ([f"--out={out}", "--cold-start=0"], "--cold-start 0: must be > 0"),
-        ([f"--out={out}"], "settings.json: its memories have other settings; give another --out"),
+        ([f"--out={out}"], "bank.json: is there already, and was not made so; give another"),
         ([f"--out={tmp_path / 'new.json'}", "--data=no.jsonl"], "no.jsonl: no such file"),
     ):
         refused(capsys, skills.main, [model, data, "--device=cpu", *given], words)
-    assert [path.name for path in tmp_path.iterdir()] == [work.name]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["somebody's"]
 
 
 def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, capsys):
