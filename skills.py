@@ -541,7 +541,7 @@ def make_bank(
     made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
     memories = {}
     for m in distributed.read_jsonl(path):
-        if m["made_with"] == made_with:
+        if m.get("made_with") == made_with:
             memories[m["problem_id"]] = m
     left = [x for x in chosen if memories.get(x.id, {}).get("problem") != x.problem]
     distributed.agree(len(left), world, "memories")  # and all have read before rank 0 writes
