@@ -317,6 +317,7 @@ def sample(
         distributed.write_json(policy.folder / "settings.json", policy.settings)
     if not missing:
         return done
+    asked = [tasks[key] for key in missing]
     prompts, seeds = [], []
     for key in missing:
         text = tasks[key].problem
@@ -324,12 +325,8 @@ def sample(
         seeds.append(rollout.sample_key(args.seed, 0, text, key[2]))
 
     def finish(turn: rollout.Turn) -> list[dict]:
-        keys = [missing[i] for i, _ in turn]
-        asked = [tasks[key] for key in keys]
-        given = [prompts[i] for i, _ in turn]
-        drawn = [completion_ids for _, completion_ids in turn]
-        rolls = rollout.judge(model, tokenizer, asked, given, drawn, verifier)
-        return [row_of(key, roll) for key, roll in zip(keys, rolls)]
+        rolls = rollout.judge(model, tokenizer, asked, prompts, turn, verifier)
+        return [row_of(missing[i], roll) for (i, _), roll in zip(turn, rolls)]
 
     each = (world, model, tokenizer, prompts, args.sampling, seeds, args.rows, finish)
     for rows in rollout.spread(*each, stage=pathlib.Path(policy.name).name):

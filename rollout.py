@@ -295,17 +295,21 @@ def sample_rollouts(
 ) -> list[Rollout]:
     """y ~ p_S(. | x) for each problem (Eq. 1), and the verifier's r; the rest as in `generate`."""
     completions = generate(model, tokenizer, prompt_ids, sampling, keys, rows)
-    return judge(model, tokenizer, problems, prompt_ids, completions, verifier)
+    return judge(model, tokenizer, problems, prompt_ids, list(enumerate(completions)), verifier)
 
 
 def judge(
-    model, tokenizer, problems, prompt_ids: list[Ids], completions: list[Ids], verifier: Verifier
+    model, tokenizer, problems, prompt_ids: list[Ids], turn: Turn, verifier: Verifier
 ) -> list[Rollout]:
-    """Sampled ids as rollouts: their text, its answer and the verifier's r."""
+    """A turn's completions as rollouts: their text, its answer and the verifier's r.
+
+    problems, prompt_ids: of all requests, which the turn points into.
+    """
     stops = stop_ids(model, tokenizer)
     think = tokenizer.encode("<think>", add_special_tokens=False)
     rollouts = []
-    for x, prompt, ids in zip(problems, prompt_ids, completions):
+    for i, ids in turn:
+        x, prompt = problems[i], prompt_ids[i]
         text = tokenizer.decode(ids, skip_special_tokens=True)
         # Some templates open the think block in the prompt, which shows where it is one token.
         opened = len(think) == 1 and think[0] in prompt[-2:]

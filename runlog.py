@@ -164,8 +164,9 @@ def bank_line(bank: SkillBank, teachers: int) -> str:
     return line
 
 
-def evolution_line(bank: SkillBank, step: int, success: float, lost: int) -> str:
+def evolution_line(bank: SkillBank, step: int, window: list[dict], lost: int) -> str:
     """What an online update did to the bank, or why it did nothing (Alg. 4)."""
+    success = sum(row["r"] > 0 for row in window) / len(window)
     update = (bank.metadata.get("updates") or [{}])[-1]
     if update.get("step") != step:
         return f"bank: success {success:.2f} is not below the gate: kept as it is"

@@ -271,10 +271,11 @@ def retrieve(run: Run, x: Problem) -> list[skills.SkillPair]:
 
 def sample(run: Run, data: list[Problem], prompts: list[Ids], keys: Ids) -> list[Rollout]:
     """y ~ p_S(. | x) for each problem, and the verifier's r (Eq. 1)."""
-    cfg, model = run.cfg, (run.model, run.tokenizer)
-    how = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-    rows = cfg.rollout_rows
-    return rollout.sample_rollouts(*model, data, prompts, how, keys, run.verifier, rows)
+    cfg, rows = run.cfg, run.cfg.rollout_rows
+    sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
+    return rollout.sample_rollouts(
+        run.model, run.tokenizer, data, prompts, sampling, keys, run.verifier, rows
+    )
 
 
 Update = tuple[list[dict], float, dict[str, float]]  # records, gradient norm, seconds by part
@@ -379,8 +380,7 @@ def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
         window = [SimpleNamespace(**row) for row in run.window]
         bank = skills.evolve(run.bank, window, step, run.writer, **cfg.evolution)
         if run.world.main:
-            success = sum(row["r"] > 0 for row in run.window) / len(run.window)
-            tqdm.write(runlog.evolution_line(bank, step, success, run.writer.log.counts["lost"]))
+            tqdm.write(runlog.evolution_line(bank, step, run.window, run.writer.log.counts["lost"]))
             if bank is not run.bank:
                 runlog.save_bank(bank, run.out, step)
         run.bank, run.window = bank, []

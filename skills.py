@@ -554,9 +554,7 @@ def make_bank(
     sampling = rollout.Sampling(**cfg.solving)
 
     def finish(turn: rollout.Turn) -> Items:
-        solved = [left[i] for i, _ in turn]
-        asked = [prompts[i] for i, _ in turn]
-        made = rollout.judge(model, tokenizer, solved, asked, [ids for _, ids in turn], verifier)
+        made = rollout.judge(model, tokenizer, left, prompts, turn, verifier)
         found = [memory_of(x, cfg.memory_answer) for x in made]
         return [{**memory, "made_with": made_with} for memory in found]
 

@@ -196,7 +196,7 @@ def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer
 def judged(tokenizer, prompt, completion):
     data = [Problem("x", "p", "5")]
     with rollout.Verifier() as verifier:
-        rolls = rollout.judge(make_model(), tokenizer, data, [prompt], [completion], verifier)
+        rolls = rollout.judge(make_model(), tokenizer, data, [prompt], [(0, completion)], verifier)
     return rolls[0]
 
 
