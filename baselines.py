@@ -40,6 +40,7 @@ class BaselineConfig(Config):
     token_mask: bool = setting(True, "without it every token counts; Tab. 4")
     clip: bool = setting(True, "without it the support takes the gaps as they are; Tab. 4")
     polarity: bool = setting(True, "without it every teacher is distilled, rho = +1; §4.4")
+    reverse_failures: bool = setting(True, "without it who supports a failure is ignored; D12")
     retrieval: str = setting("embedding", "the nearest pairs or any; S20", ("embedding", "random"))
     answer_pi: bool = setting(False, "the reference answer in a teacher's prompt too; §4.5, S16")
     teacher: str = setting(
@@ -266,6 +267,8 @@ def distil(run, step, roll, pairs_K, guidance, clock) -> tuple[Tensor, dict]:
     rho_K = torch.ones_like(a_K)
     if cfg.polarity:
         rho_K = sgsd.polarity(a_K, roll.r, cfg.eps_a)  # Eq. 13
+    if roll.r < 0 and not cfg.reverse_failures:  # D12
+        rho_K = rho_K.clamp(min=0)
     loss = (alpha_K * rho_K * lbar_K).sum()  # Eq. 16
     row = sgsd.record(run, step, roll, pairs_K, gap_KT, mask_T, alpha_K, a_K, rho_K, loss)
     row["losses"] = lbar_K.tolist()

@@ -59,7 +59,8 @@ def load_model(
             source, dtype=dtype, attn_implementation=attn, **code
         )
     except Exception as e:  # transformers raises many kinds: no such id, offline, no config
-        raise UserError(f"{flag} {name}: not loaded ({brief(e)})") from None
+        hint = "; --attn eager suits every model" if "attention" in str(e) else ""
+        raise UserError(f"{flag} {name}: not loaded ({brief(e)}){hint}") from None
     _check_tokenizer(tokenizer, model, f"{flag} {name}: its tokenizer")
     _remove_dropout(model)
     return model.to(device).eval(), tokenizer

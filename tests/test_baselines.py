@@ -209,6 +209,7 @@ CASES = {  # settings, and the fields of a record that may then differ from thos
     "no clip": ({"clip": False}, {"a", "rho", "loss"}),
     "no threshold": ({"eps_a": 0.0}, {"rho", "loss"}),
     "no polarity": ({"polarity": False}, {"rho", "loss"}),
+    "failures not reversed": ({"reverse_failures": False}, {"rho", "loss"}),
     "random pairs": ({"retrieval": "random"}, {*SCORED, "pairs", "s_g", "s_e", "alpha"}),
     "answer": ({"answer_pi": True, "loss_temperature": 1.3}, SCORED),
     "frozen, one row a forward pass": ({"teacher": "frozen", "score_tokens": 1}, SCORED),
@@ -300,6 +301,8 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
             a = (m_T * gap_T.clamp(-bound, bound)).sum().item() / m_T.sum().item()
             rho = 0 if abs(a) <= cfg.eps_a else row["r"] * math.copysign(1, a)
             assert row["a"][k] == pytest.approx(a, abs=1e-5)
+            if row["r"] < 0 and not cfg.reverse_failures:  # D12
+                rho = max(0, rho)
             assert row["rho"][k] == (rho if cfg.polarity else 1)
             lbar = (m_T * ell_T).sum() / m_T.sum()
             total = total + row["alpha"][k] * row["rho"][k] * lbar / len(records)

@@ -238,3 +238,10 @@ def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, 
         out = f"--out={tmp_path / 'out'}"
         refused(capsys, eval.main, [path, out, "--data", data, *given], words)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_the_asked_attention_gets_a_hint(tmp_path):
+    make_model("gemma2").save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="not loaded .*; --attn eager suits every model"):
+        policy.load_model(str(tmp_path), torch.device("cpu"))

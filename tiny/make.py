@@ -10,12 +10,16 @@ of the method (no outcome, no teacher) goes into it.
 """
 
 import argparse
+import functools
 import json
 import math
 import pathlib
 import random
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
@@ -102,10 +106,13 @@ def solving(rng: random.Random, drawn: world.Drawn, form: str) -> tuple[str, flo
 
 
 def memory(rng: random.Random, drawn: world.Drawn, wrong: bool) -> dict:
-    text = drawn.solution(wrong)
-    return skills.make_memory(
-        "", drawn.problem, text, -1 if wrong else 1, rollout.extract_answer(text)
-    )
+    return memory_of(drawn.problem, drawn.solution(wrong), -1 if wrong else 1)
+
+
+def memory_of(problem: str, text: str, r: int) -> dict:
+    """The memory record of a solution."""
+    pred = rollout.extract_answer(text)
+    return skills.memory_of(SimpleNamespace(problem=problem, text=text, r=r, pred=pred))
 
 
 def to_merge(rng: random.Random, key: str) -> list[dict]:
@@ -193,13 +200,23 @@ def make_encoder(rng: random.Random, tokenizer, steps: int = 600, size: int = 64
     return encoder
 
 
+@dataclass
+class Row:
+    """A training row: ids of a prompt and its reply, and a weight per token of the reply.
+
+    choices: where a solution's error is decided, as (position, other token, its chance).
+    """
+
+    prompt_ids: list[int]
+    reply_ids: list[int]
+    weights: list[float]
+    choices: list[tuple[int, int, float]]
+
+
 def make_rows(
     rng: random.Random, tokenizer, reserved: set[str], count: int, mix: dict[str, float]
-) -> list[tuple[list[int], list[int], list[float], int, int, float]]:
-    """Training rows: prompt ids, reply ids, a weight per reply token.
-
-    And where the error is decided: position, the other token and its chance; -1 where nothing is.
-    """
+) -> list[Row]:
+    """Rows of single problems, of extractions and of merges."""
     rows = []
     end = [tokenizer.eos_token_id]
     for form in rng.choices(list(mix), list(mix.values()), k=count):
@@ -217,16 +234,9 @@ def make_rows(
             at = next(i for i, (a, b) in enumerate(zip(reply, other)) if a != b)
             weights = [1.0] * len(reply)
             weights[at] = 4.0  # what everything hangs on
-            rows.append(
-                (
-                    policy.chat_ids(tokenizer, text, thinking=thinking),
-                    reply,
-                    weights,
-                    at,
-                    other[at],
-                    1 - chance if wrong else chance,
-                )
-            )
+            prompt = policy.chat_ids(tokenizer, text, thinking=thinking)
+            choice = at, other[at], 1 - chance if wrong else chance
+            rows.append(Row(prompt, reply, weights, [choice]))
             continue
         key = rng.choice(list(skills.FIELDS))
         if form == "extraction":
@@ -236,18 +246,16 @@ def make_rows(
         else:
             group = to_merge(rng, key)
             text, items = skills.render_merge(group, key), world.canonical(group, key)
-        reply = tokenizer.encode(world.reply(rng, items, key), add_special_tokens=False) + end
-        rows.append(
-            (
-                policy.chat_ids(tokenizer, text, thinking=False),
-                reply,
-                [0.4] * len(reply),
-                -1,
-                0,
-                0.0,
-            )
-        )
+        rows.append(json_row(rng, tokenizer, text, items, key))
     return rows
+
+
+def json_row(rng: random.Random, tokenizer, text: str, items: list[dict], key: str) -> Row:
+    """The row of an extraction or a merge."""
+    reply = tokenizer.encode(world.reply(rng, items, key), add_special_tokens=False)
+    reply.append(tokenizer.eos_token_id)
+    prompt = policy.chat_ids(tokenizer, text, thinking=False)
+    return Row(prompt, reply, [0.4] * len(reply), [])
 
 
 def make_model(tokenizer):
@@ -271,16 +279,8 @@ def make_model(tokenizer):
     return tf.Qwen3ForCausalLM(config)
 
 
-def train(
-    model,
-    rng: random.Random,
-    tokenizer,
-    reserved: set[str],
-    steps: int,
-    rate: float,
-    mix: dict[str, float],
-):
-    """AdamW on this world's text, in place."""
+def train(model, steps: int, rate: float, make: Callable[[], list[Row]], glance: Callable[[], str]):
+    """AdamW on the rows that `make` makes, in place; `glance` says how it goes."""
     model.train().set_attn_implementation(
         "eager"
     )  # SDPA's backward is several times slower on a CPU
@@ -294,10 +294,11 @@ def train(
                 * min(1, (step + 1) / 100)
                 * (0.02 + 0.98 * (1 + math.cos(math.pi * step / steps)) / 2)
             )
-        rows = make_rows(rng, tokenizer, reserved, ROWS, mix)
-        total = sum(sum(w) for _, _, w, *_ in rows)
+        rows = make()
+        total = sum(sum(row.weights) for row in rows)
+        lengths = [len(row.prompt_ids) + len(row.reply_ids) for row in rows]
         seen = 0.0
-        for pack in policy.packs([len(p) + len(r) for p, r, *_ in rows], BUDGET):
+        for pack in policy.packs(lengths, BUDGET):
             loss = _loss(body, model.lm_head, [rows[i] for i in pack]) / total
             loss.backward()
             seen += float(loss.detach())
@@ -308,35 +309,39 @@ def train(
             bar.set_postfix_str(f"loss {seen:.3f}")
         if step % 250 == 99:
             bar.write(
-                f"step {step + 1}: loss {seen:.4f}, {time.perf_counter() - began:.0f} s; "
-                f"{_glance(model, tokenizer)}"
+                f"step {step + 1}: loss {seen:.4f}, {time.perf_counter() - began:.0f} s; {glance()}"
             )
     return model.eval()
 
 
-def _loss(body, head, rows) -> torch.Tensor:
+def _loss(body, head, rows: list[Row]) -> torch.Tensor:
     """Weighted cross-entropy of the replies, summed.
 
-    Where the error is decided, it is against both tokens with their chances.
+    Where an error is decided, it is against both tokens with their chances.
     """
-    width = max(len(p) + len(r) for p, r, *_ in rows)
-    ids = torch.tensor([p + r + [0] * (width - len(p) - len(r)) for p, r, *_ in rows])
+    longest = max(len(row.prompt_ids) + len(row.reply_ids) for row in rows)
+    padded, weights, others, chances = [], [], [], []
+    at: list[tuple[int, int]] = []
+    for b, row in enumerate(rows):
+        ids = row.prompt_ids + row.reply_ids
+        padded.append(ids + [0] * (longest - len(ids)))
+        at += [(b, t) for t in range(len(row.prompt_ids), len(ids))]
+        other, chance = list(row.reply_ids), [0.0] * len(row.reply_ids)
+        for where, token, p in row.choices:
+            other[where], chance[where] = token, p
+        weights += row.weights
+        others += other
+        chances += chance
+    ids_BT = torch.tensor(padded)
+    b_N, t_N = torch.tensor(at).T
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-        at = [(b, len(p) + t) for b, (p, r, *_) in enumerate(rows) for t in range(len(r))]
-        b_N, t_N = (torch.tensor(x) for x in zip(*at))
+        hidden = body(input_ids=ids_BT, use_cache=False).last_hidden_state
         logits = head(hidden[b_N, t_N - 1])
     logp = torch.log_softmax(logits.float(), -1)
-    target = ids[b_N, t_N]
-    weight = torch.tensor([w for _, _, ws, *_ in rows for w in ws])
-    other, chance = target.clone(), torch.zeros(len(target))
-    start = 0
-    for _, r, _, where, token, p in rows:
-        if where >= 0:
-            other[start + where], chance[start + where] = token, p
-        start += len(r)
-    picked = logp.gather(1, torch.stack([target, other], 1))
-    return -(weight * ((1 - chance) * picked[:, 0] + chance * picked[:, 1])).sum()
+    chance_N = torch.tensor(chances)
+    picked = logp.gather(1, torch.stack([ids_BT[b_N, t_N], torch.tensor(others)], 1))
+    mixed_N = (1 - chance_N) * picked[:, 0] + chance_N * picked[:, 1]
+    return -(torch.tensor(weights) * mixed_N).sum()
 
 
 # ----------------------------------------------------------------------------------- measuring
@@ -508,9 +513,7 @@ def main() -> None:
             for line in (HERE / f"{name}.jsonl").read_text().splitlines()
         }
         model, tokenizer = policy.load_model(str(HERE / "model"), torch.device("cpu"))
-        train(model, rng, tokenizer, reserved, args.merges, RATE / 2, MERGING).to(
-            torch.bfloat16
-        ).save_pretrained(HERE / "model")
+        steps, rate, mix = args.merges, RATE / 2, MERGING
     elif not args.measure:
         reserved = set()
         for name, count in HELD_OUT.items():
@@ -529,9 +532,12 @@ def main() -> None:
             (HERE / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         tokenizer = make_tokenizer(rng)
         make_encoder(rng, tokenizer).save(str(HERE / "encoder"), create_model_card=False)
-        model = train(make_model(tokenizer), rng, tokenizer, reserved, args.steps, RATE, MIX)
-        model.to(torch.bfloat16).save_pretrained(HERE / "model")
         tokenizer.save_pretrained(HERE / "model")
+        model, steps, rate, mix = make_model(tokenizer), args.steps, RATE, MIX
+    if not args.measure:
+        make = functools.partial(make_rows, rng, tokenizer, reserved, ROWS, mix)
+        train(model, steps, rate, make, functools.partial(_glance, model, tokenizer))
+        model.to(torch.bfloat16).save_pretrained(HERE / "model")
     print(measure(1200))
 
 

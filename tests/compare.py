@@ -1,0 +1,548 @@
+"""The paper's methods and ablations as curves, in the worlds of tiny/ or on a real model.
+
+    python tests/compare.py --world lock      all of it: results/compare_lock.md, .json, .png
+    python tests/compare.py --world tiny      the same for the newcomer's world
+    python tests/compare.py --world lock --methods sgsd grpo      these rows alone
+    python tests/compare.py --quick           one seed, three methods, no choice of rates
+    python tests/compare.py --sweep           banks with misleading skills, in the world tiny
+    python tests/compare.py --world real      a real model, see tests/real_world.py; wants a GPU
+
+Every method takes its world's settings, a bank that the world's model made
+(one per seed, the same for all methods) and a rate from the validation problems: the best of three
+for sgsd and each baseline, and sgsd's for its own ablations. Then five seeds on the test problems,
+where accuracy under the plain prompt, thinking on, is measured after some of the updates. GRPO
+draws 8 rollouts for a quarter of the others' problems, so twice their samples. What is done is kept
+in --work, so that a killed run goes on. "Forward tokens" went through the model outside decoding,
+padding with them.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import random
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TINY = ROOT / "tiny"
+sys.path[:0] = [str(ROOT), str(TINY)]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+METHODS: dict[str, str] = {  # sgsd is sgsd.py's, all others are baselines.py's
+    "sgsd": "",
+    "grpo": "--method grpo",
+    "opsd": "--method opsd",
+    "opsd, no bound": "--method opsd --objective-clip 0",
+    "no polarity": "--no-polarity",
+    "sgsd, other bank": "",  # fixed where sgsd's evolves, and the other way round
+    "grpo+skill": "--method grpo+skill --num-teachers 3",
+    "opsd+skill": "--method opsd+skill --num-teachers 3",
+    "opsd+skill, no bound": "--method opsd+skill --num-teachers 3 --objective-clip 0",
+    "failures not reversed": "--no-reverse-failures",
+    "one teacher": "--num-teachers 1",
+    "no token mask": "--no-token-mask",
+    "no clip": "--no-clip",
+    "no threshold": "--eps-a 0",
+    "none of the three": "--no-token-mask --no-clip --eps-a 0",
+    "answer in the prompt": "--answer-pi",
+    "frozen teacher": "--teacher frozen",
+    "periodic teacher": "--teacher periodic --teacher-period 10",
+    "ema teacher": "--teacher ema --teacher-decay 0.97",
+    "reverse KL": "--objective reverse_kl",
+    "forward KL": "--objective forward_kl",
+    "JSD": "--objective jsd",
+    "top-100 support": "--support-top-k 100",
+    "random retrieval": "--retrieval random",
+}
+RELEASED = "sgsd, released bank"  # FOLDER/released.json, in the world real
+METHODS[RELEASED] = ""
+TRIED = ("sgsd", "grpo", "opsd", "opsd, no bound", "grpo+skill", "opsd+skill")
+TRIED += ("opsd+skill, no bound",)  # methods with a rate of their own
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a world lies and how its runs are set."""
+
+    folder: str  # with model/ and train, valid and test.jsonl
+    encoder: str
+    flags: str  # of the bank and of training
+    points: tuple[int, ...]  # updates after which a run is evaluated; the last one ends it
+    rates: tuple[float, ...]
+    tokens: int  # of a solution
+    batch: int  # problems per update
+    grpo_batch: int  # the same for GRPO, which draws 8 rollouts of each
+    samples: int  # per problem of an evaluation
+    rows: int  # that an evaluation decodes at a time
+    evolve: int  # updates per online update; 0 keeps the bank as it was made
+    other: int  # the same for "sgsd, other bank"
+    skills: int  # pairs in a prompt of base+skill
+    methods: tuple[str, ...] = tuple(name for name in METHODS if name != RELEASED)
+
+
+TINY_FLAGS = "--preset tiny --eval-data= "
+WORLDS = {
+    "tiny": World(
+        folder=f"{TINY}",
+        encoder=f"{TINY}/encoder",
+        flags=TINY_FLAGS,
+        points=(5, 10, 20, 40),
+        rates=(1e-4, 3e-4, 1e-3),
+        tokens=96,
+        batch=16,
+        grpo_batch=4,
+        samples=4,
+        rows=160,
+        evolve=0,
+        other=10,
+        skills=3,
+    ),
+    "lock": World(
+        folder=f"{TINY}/lock",
+        encoder=f"{TINY}/lock/encoder",
+        flags=TINY_FLAGS + "--cold-start 320 --cold-start-tokens 160",
+        points=(5, 10, 20, 40, 60),
+        rates=(3e-4, 1e-3, 3e-3),
+        tokens=160,
+        batch=8,
+        grpo_batch=2,
+        samples=2,
+        rows=160,
+        evolve=0,
+        other=20,
+        skills=3,
+    ),
+    "real": World(  # a folder made by tests/real_world.py
+        folder="runs/real_world",
+        encoder="runs/real_world/encoder",
+        flags="--eval-data= --lora-rank 32 --lora-alpha 64 --cold-start 128 --cold-start-tokens 400"
+        " --cold-start-temperature 1.0 --reply-tokens 1024 --merge-group-size 16 --rollout-rows 64"
+        " --no-cold-start-thinking",
+        points=(25, 50, 100),
+        rates=(1e-5, 3e-5, 1e-4),
+        tokens=400,
+        batch=32,
+        grpo_batch=4,
+        samples=4,
+        rows=256,
+        evolve=25,
+        other=25,
+        skills=8,
+        methods=("sgsd", RELEASED, "no polarity", "grpo", "opsd"),
+    ),
+}
+SHARES = (0, 25, 50, 75, 100)  # percent of families whose skill in the bank misleads
+SWEPT = ("sgsd", "no polarity", "one teacher")
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # Student's t, by seeds
+COSTS = ("generated_tokens", "forward_tokens", "seconds")
+Job = dict[str, Any]
+
+
+# --------------------------------------------------------------------------------------- one job
+
+
+def call(program: Callable[[list[str]], int], flags: str, **paths: object) -> None:
+    """Run a command in this process. paths: flags whose values may have spaces."""
+    argv = flags.split()
+    for name, value in paths.items():
+        argv += [f"--{name}", str(value)]
+    code = program(argv)
+    if code:
+        raise RuntimeError(f"{program.__module__} {argv} ended with {code}; see its log.txt")
+
+
+def make_bank(job: Job, bank: pathlib.Path) -> None:
+    import skills
+
+    w = WORLDS[job["world"]]
+    flags = f"{w.flags} --max-new-tokens {w.tokens} --seed {job['seed']}"
+    call(skills.main, flags, **places(w), encoder=w.encoder, out=bank)
+
+
+def places(w: World) -> dict[str, object]:
+    return {"model": f"{w.folder}/model", "data": f"{w.folder}/train.jsonl"}
+
+
+def make_misleading_bank(job: Job, bank: pathlib.Path) -> None:
+    """By hand: each family's true mistake and its skill, misleading for a share of the families."""
+    import world
+
+    import skills
+
+    names = [family.name for family in world.FAMILIES]
+    chosen = random.Random(job["seed"]).sample(names, round(job["share"] * len(names) / 100))
+    right, wrong = [], []
+    for family in world.FAMILIES:
+        kind = "misleading" if family.name in chosen else "skill"
+        right.append({"skill_id": f"gen_{family.name}", **world.item(None, family, kind)})
+        wrong.append({"mistake_id": f"err_{family.name}", **world.item(None, family, "mistake")})
+    skills.SkillBank(right, wrong, {"misleading": sorted(chosen)}).save(bank)
+
+
+@contextlib.contextmanager
+def forward_tokens() -> Iterator[list[int]]:
+    """Counts the tokens of each forward pass outside decoding, by a hook on the embeddings."""
+    import torch
+
+    found: list[int] = []
+
+    def count(module: torch.nn.Module, inputs: tuple) -> None:
+        if isinstance(module, torch.nn.Embedding) and not torch.is_inference_mode_enabled():
+            found.append(inputs[0].numel())
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def train(job: Job, bank: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """What a training run cost; its checkpoints are in `out`."""
+    import baselines
+    import sgsd
+
+    w, name, flags = WORLDS[job["world"]], job["method"], METHODS[job["method"]]
+    paths = {**places(w), "out": out}
+    if name.split(",")[0] not in ("grpo", "opsd"):
+        own = f"{w.folder}/released.json" if name == RELEASED else bank
+        paths |= {"bank": own, "encoder": w.encoder}
+    if "--method" not in flags:
+        flags += f" --update-every {w.other if name == 'sgsd, other bank' else w.evolve}"
+    batch = w.grpo_batch if name.startswith("grpo") else w.batch
+    flags += f" --batch-size {batch} --max-new-tokens {w.tokens} --updates {w.points[-1]}"
+    every = w.points[0] if job["points"] else w.points[-1]
+    flags += f" --checkpoint-every {every} --audit-every {job.get('audit', 0)}"
+    flags += f" --seed {job['seed']} --learning-rate {job['rate']}"
+    program = sgsd.main if name.startswith("sgsd") else baselines.main
+    began = time.perf_counter()
+    with forward_tokens() as forward:
+        call(program, f"{w.flags} {flags}", **paths)
+    seconds = time.perf_counter() - began
+    drawn = dict.fromkeys(range(1, w.points[-1] + 1), 0)
+    for line in open(out / "rollouts.jsonl"):
+        row = json.loads(line)
+        drawn[row["step"]] += len(row["completion_ids"])
+    return {
+        "seconds": seconds,
+        "forward_tokens": sum(forward),
+        "generated_tokens": sum(drawn.values()),
+        "generated_at": {step: sum(list(drawn.values())[:step]) for step in w.points},
+    }
+
+
+def accuracy(samples: pathlib.Path) -> float:
+    """The mean over problems, from a samples.jsonl."""
+    right: dict[str, list[bool]] = {}
+    for line in open(samples):
+        row = json.loads(line)
+        right.setdefault(row["id"], []).append(row["r"] > 0)
+    return statistics.mean(statistics.mean(x) for x in right.values())
+
+
+def do_job(job: Job, folder: pathlib.Path, work: pathlib.Path) -> dict[str, Any]:
+    """A bank, or an evaluation of the base model or of a training run's checkpoints."""
+    import eval
+
+    bank = work / f"bank_{job.get('share', 'made')}_{job['seed']}.json"
+    out, w = folder / "run", WORLDS[job["world"]]
+    if job["kind"] == "bank":
+        make_bank(job, bank)
+        return {"bank": json.loads(bank.read_text())}
+    if "share" in job and not bank.exists():
+        make_misleading_bank(job, bank)
+    paths: dict[str, object] = {"data": f"{w.folder}/{job['split']}.jsonl"}
+    flags = f"--max-new-tokens {w.tokens} --samples {w.samples} --seed {job['seed']}"
+    flags += f" --rows {w.rows}"
+    cost = {}
+    if job["kind"] == "base":
+        paths["out"], name = out, f"{pathlib.Path(w.folder).name}--model"
+        if job["method"] == "base+skill":
+            paths |= {"skills": bank, "encoder": w.encoder}
+            flags, name = f"{flags} --num-skills {w.skills}", f"{name}--skills"
+        evaluated, folders = [f"{w.folder}/model"], {0: out / name}
+    else:
+        cost = train(job, bank, out)
+        points = w.points if job["points"] else w.points[-1:]
+        folders = {step: out / "eval" / f"step_{step:06d}" for step in points}
+        evaluated = [str(out / "checkpoints" / path.name) for path in folders.values()]
+    call(lambda argv: eval.main([*evaluated, *argv]), flags, **paths)
+    points_of = {step: accuracy(place / "samples.jsonl") for step, place in folders.items()}
+    return {**cost, "accuracy": points_of}
+
+
+def run(job: Job, work: pathlib.Path) -> Job:
+    """One job in a process of its own; its output goes to a file."""
+    folder = work / "now" / job["name"].replace(" ", "-").replace(",", "")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with open(folder / "log.txt", "w") as log:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            result = {**job, **do_job(job, folder, work)}
+    shutil.rmtree(folder)
+    return result
+
+
+def do(jobs: list[Job], work: pathlib.Path, workers: int, what: str) -> dict[str, Job]:
+    """All jobs' results by name, those that are kept and those that are made now."""
+    from tqdm import tqdm
+
+    kept, results, left = work / "done", {}, []
+    kept.mkdir(parents=True, exist_ok=True)
+    for job in jobs:
+        job["flags"] = METHODS.get(job.get("method", ""), "")
+        file = kept / f"{job['name']}.json"
+        old = json.loads(file.read_text()) if file.exists() else {}
+        if job.items() <= old.items():  # made with the same settings
+            results[job["name"]] = old
+        else:
+            left.append(job)
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn) as pool:
+        futures = [pool.submit(run, job, work) for job in left]
+        done = concurrent.futures.as_completed(futures)
+        for future in tqdm(done, total=len(left), desc=what, unit="job"):
+            text = json.dumps(future.result())
+            result = json.loads(text)
+            results[result["name"]] = result
+            (kept / f"{result['name']}.json").write_text(text)
+    return results
+
+
+# ------------------------------------------------------------------------------------ the tables
+
+
+def final(result: Job) -> float:
+    return list(result["accuracy"].values())[-1]
+
+
+def with_interval(values: list[float], sign: str = "") -> str:
+    """Mean of the seeds' values with Student's 95% interval."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return f"{mean:{sign}.1%}"
+    half = T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    return f"{mean:{sign}.1%} ± {half:.1%}"
+
+
+def row_of(cells: list[Any]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def curve(result: Job, base: Job) -> dict[int, float]:
+    """Updates -> accuracy, from the base model on."""
+    found = {0: final(base)}
+    for step, value in result.get("accuracy", {}).items():
+        found[int(step)] = value
+    return found
+
+
+def value_at(where: list[float], values: list[float], x: float) -> float:
+    """Linear between two points of a curve."""
+    for (x0, y0), (x1, y1) in zip(zip(where, values), zip(where[1:], values[1:])):
+        if x0 <= x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    raise ValueError(f"{x} is outside {where[0]}..{where[-1]}")
+
+
+def area(points: dict[int, float]) -> float:
+    """The mean accuracy over all updates: the area under the curve by the length of its base."""
+    steps, total = list(points), 0.0
+    for start, end in itertools.pairwise(steps):
+        total += (points[start] + points[end]) / 2 * (end - start)
+    return total / steps[-1]
+
+
+def spent(result: Job, cost: str, w: World) -> list[float]:
+    """Tokens until each point of the curve; the forward tokens are spread evenly over updates."""
+    if cost == "generated_tokens":
+        return [0, *result["generated_at"].values()]
+    return [result[cost] * step / w.points[-1] for step in (0, *w.points)]
+
+
+def table(w: World, results: dict[str, Job], names: list[str], seeds: range) -> list[str]:
+    """A row per method: accuracy over updates, differences to SGSD paired by seed, and its cost."""
+    head = ["method", "rate", 0, *w.points, "mean over updates", "mean - sgsd", "last - sgsd"]
+    lines = [row_of([*head, *COSTS]).replace("_", " "), "|---" * (len(head) + len(COSTS)) + "|"]
+    for kind in ("base", "base+skill"):
+        shown = with_interval([final(results[f"{kind}-{seed}"]) for seed in seeds])
+        lines.append(row_of([kind, "", shown] + [""] * (len(head) - 3 + len(COSTS))))
+    bases = [results[f"base-{seed}"] for seed in seeds]
+    ours = [curve(results[f"sgsd-{seed}"], base) for seed, base in zip(seeds, bases)]
+    for name in names:
+        runs = [results[f"{name}-{seed}"] for seed in seeds]
+        curves = [curve(run, base) for run, base in zip(runs, bases)]
+        cells = [name, runs[0]["rate"], ""]
+        cells += [with_interval([c[step] for c in curves]) for step in w.points]
+        cells.append(with_interval([area(c) for c in curves]))
+        means = [area(c) - area(own) for c, own in zip(curves, ours)]
+        lasts = [c[w.points[-1]] - own[w.points[-1]] for c, own in zip(curves, ours)]
+        cells += [""] * 2 if name == "sgsd" else [with_interval(x, "+") for x in (means, lasts)]
+        for cost in COSTS:
+            cells.append(f"{statistics.mean(run[cost] for run in runs):,.0f}")
+        lines.append(row_of(cells))
+    return lines
+
+
+def equal_cost(w: World, results: dict[str, Job], names: list[str], seeds: range) -> list[str]:
+    """Accuracy where each method has spent as many tokens as the cheapest run does in all."""
+    budgets = {}
+    for cost in COSTS[:2]:
+        budgets[cost] = min(results[f"{name}-{seed}"][cost] for name in names for seed in seeds)
+    head = ["method"]
+    for cost, budget in budgets.items():
+        head.append(f"at {budget:,.0f} {cost.replace('_', ' ')}")
+    lines = ["", row_of(head), "|---" * len(head) + "|"]
+    for name in names:
+        cells = [name]
+        for cost, budget in budgets.items():
+            found = []
+            for seed in seeds:
+                run = results[f"{name}-{seed}"]
+                values = list(curve(run, results[f"base-{seed}"]).values())
+                found.append(value_at(spent(run, cost, w), values, budget))
+            cells.append(with_interval(found))
+        lines.append(row_of(cells))
+    return lines
+
+
+def picture(w: World, results: dict[str, Job], names: list[str], seeds: range, path) -> None:
+    """Curves by updates, sampled tokens and forward tokens; methods above, ablations below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    methods = [name for name in names if name in (*TRIED, "no polarity")]
+    ablations = ["sgsd", *[name for name in names if name not in methods]]
+    figure, axes = pyplot.subplots(2, 3, figsize=(18, 11), sharey=True)
+    for row, shown in zip(axes, (methods, ablations)):
+        for axis, cost in zip(row, ("updates", *COSTS[:2])):
+            for i, name in enumerate(shown):
+                where, values = [], []
+                for seed in seeds:
+                    run = results[f"{name}-{seed}"]
+                    values.append(list(curve(run, results[f"base-{seed}"]).values()))
+                    updates = [0.0, *w.points]
+                    where.append(updates if cost == "updates" else spent(run, cost, w))
+                x = [statistics.mean(column) for column in zip(*where)]
+                y = [statistics.mean(column) for column in zip(*values)]
+                style = "-" if i < 10 else "--"
+                axis.plot(x, y, style, label=name, linewidth=3 if name == "sgsd" else 1.5)
+            axis.set_xlabel(cost.replace("_", " "))
+            axis.grid(alpha=0.3)
+        row[0].set_ylabel("accuracy, test problems")
+        row[-1].legend(bbox_to_anchor=(1.02, 1), loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=60)
+
+
+def sweep_table(sweep: dict[str, Job], seeds: range) -> list[str]:
+    lines = [row_of(["misleading skills", *SWEPT]), "|---" * (1 + len(SWEPT)) + "|"]
+    for share in SHARES:
+        cells = [f"{share}%"]
+        for name in SWEPT:
+            runs = [sweep[f"misleading-{share}-{name}-{seed}"] for seed in seeds]
+            cells.append(with_interval([final(r) for r in runs]))
+        lines.append(row_of(cells))
+    return lines
+
+
+# --------------------------------------------------------------------------------------- the jobs
+
+
+def training(world: str, name: str, method: str, rate: float, seed: int, **more: object) -> Job:
+    job = {"world": world, "name": name, "kind": "train", "method": method, "rate": rate}
+    return {**job, "seed": seed, "split": "test", "points": False, **more}
+
+
+def choose_rates(world: str, names: list[str], do_all) -> tuple[dict[str, float], dict[str, Job]]:
+    """Each tried method's best rate on the validation problems, sgsd's for all others."""
+    jobs = []
+    for name in TRIED:
+        if name in names or name == "sgsd":
+            for rate in WORLDS[world].rates:
+                job = training(world, f"valid-{name}-{rate}", name, rate, 100, split="valid")
+                jobs.append(job)
+    trials, best = do_all(jobs, "rates"), dict[str, float]()
+    for job in sorted(jobs, key=lambda job: final(trials[job["name"]])):
+        best[job["method"]] = job["rate"]
+    return {name: best.get(name, best["sgsd"]) for name in names}, trials
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--world", choices=WORLDS, default="tiny")
+    add("--methods", nargs="+", choices=METHODS, help="rows of the table (default: the world's)")
+    add("--quick", action="store_true", help="one seed; grpo, opsd and sgsd at 1e-3")
+    add("--sweep", action="store_true", help="banks with misleading skills, at 1e-3")
+    add("--seeds", type=int, default=5, choices=range(1, 9))
+    add("--jobs", type=int, default=2, help="processes of one thread each")
+    add("--work", default="", help="where finished jobs are kept (default: runs/compare_WORLD)")
+    add("--out", default="", help="of the tables (default: results/compare_WORLD, or WORK/quick)")
+    args = parser.parse_args()
+    w, seeds = WORLDS[args.world], range(1 if args.quick else args.seeds)
+    work = pathlib.Path(args.work or f"runs/compare_{args.world}")
+    names = ["sgsd", "grpo", "opsd"] if args.quick else args.methods or w.methods
+    out = ROOT / "results" / f"compare_{args.world}"
+    if args.out or args.quick:
+        out = pathlib.Path(args.out or work / "quick")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+
+    def do_all(jobs: list[Job], what: str) -> dict[str, Job]:
+        return do(jobs, work, args.jobs, what)
+
+    if args.sweep:
+        jobs = []
+        for share in SHARES:
+            for name in SWEPT:
+                for seed in seeds:
+                    title = f"misleading-{share}-{name}-{seed}"
+                    jobs.append(training("tiny", title, name, 1e-3, seed, share=share))
+        print("\n".join(sweep_table(do_all(jobs, "misleading skills"), seeds)))
+        return
+
+    jobs = []
+    for seed in (*seeds, 100):
+        jobs.append({"world": args.world, "name": f"bank-{seed}", "kind": "bank", "seed": seed})
+    banks = do_all(jobs, "banks")
+    rates, trials = dict.fromkeys(names, 1e-3), {}
+    if not args.quick:
+        rates, trials = choose_rates(args.world, names, do_all)
+    jobs = []
+    for seed in seeds:
+        for name in ("base", "base+skill"):
+            job = {"world": args.world, "name": f"{name}-{seed}", "kind": "base", "method": name}
+            jobs.append({**job, "seed": seed, "split": "test"})
+    for name in names:
+        for seed in seeds:
+            title = f"{name}-{seed}"
+            jobs.append(training(args.world, title, name, rates[name], seed, points=True))
+    results = do_all(jobs, "methods")
+    lines = table(w, results, names, seeds) + equal_cost(w, results, names, seeds)
+    minutes = (time.perf_counter() - began) / 60
+    lines += ["", f"{len(seeds)} seeds, {args.jobs} processes of one thread, "]
+    lines[-1] += f"{minutes:.0f} minutes in this call."
+    out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    found = {"rates": rates, "validation": trials, "results": results, "banks": banks}
+    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    if not args.quick:
+        picture(w, results, names, seeds, out.with_suffix(".png"))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

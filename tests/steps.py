@@ -1,0 +1,85 @@
+"""What a whole solution's verdict does to teachers of its single steps, in the world tiny/lock.
+
+    python tests/steps.py RUN    a run with --audit-every 1 whose bank stayed as it was made
+
+The polarity is decided by the outcome of the whole solution. Of each teacher whose skill is about
+one of the three steps: how often it was distilled, ignored and reversed, by outcome and by whether
+its own step was right; and the credit (Eq. 20) that it gave the tokens of that step. Credit above 0
+makes a token more likely.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+from collections import defaultdict
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
+
+import world  # noqa: E402
+
+FATES = {1: "distilled", 0: "ignored", -1: "reversed"}
+
+
+def spans(texts: list[str]) -> list[range]:
+    """The tokens of each step: from one step's number to the next, which is after "So"."""
+    whole, ends = "", []
+    for text in texts:
+        whole += text
+        ends.append(len(whole))
+    found, start = [], 0
+    for match in list(re.finditer(r"So \d+", whole))[:3]:
+        tokens = [i for i, end in enumerate(ends) if start < end <= match.end()]
+        found.append(range(tokens[0], tokens[-1] + 1) if tokens else range(0))
+        start = match.end()
+    return found
+
+
+def read(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in open(path)]
+
+
+def count(run: pathlib.Path, problems: dict[str, dict]) -> dict[tuple, dict[str, float]]:
+    """(outcome, kind of the skill, own step) -> number of teachers by fate, and their credit."""
+    bank = json.loads((run / "bank" / "bank.json").read_text())
+    meanings = {entry["skill_id"]: world.meaning(entry) for entry in bank["general_skills"]}
+    found: dict[tuple, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for row, tokens in zip(read(run / "rollouts.jsonl"), read(run / "tokens.jsonl")):
+        steps, problem = spans(tokens["text"]), problems[row["problem_id"]]
+        own = problem["families"]
+        given = re.findall(r"So (\d+)", row["text"])
+        for k, (skill, _) in enumerate(row["pairs"]):
+            family, kind = meanings[skill] or (None, "")
+            if family not in own or own.index(family) >= len(steps):
+                continue
+            at = own.index(family)
+            state = "right" if given[at] == problem["steps"][at] else "wrong"
+            cell = found["success" if row["r"] > 0 else "failure", kind, state]
+            cell[FATES[row["rho"][k]]] += 1
+            cell["credit"] += sum(tokens["credit"][k][i] for i in steps[at])
+    return found
+
+
+def table(found: dict[tuple, dict[str, float]]) -> list[str]:
+    head = "outcome | its skill | own step | teachers | distilled | ignored | reversed | credit"
+    lines = [f"| {head} of the step, x 1000, mean | sum |", "|---" * 9 + "|"]
+    for key, cell in sorted(found.items()):
+        total = sum(cell[fate] for fate in FATES.values())
+        shares = [f"{cell[fate] / total:.0%}" for fate in FATES.values()]
+        credit = [f"{1000 * cell['credit'] / total:+.2f}", f"{cell['credit']:+.2f}"]
+        lines.append("| " + " | ".join([*key, f"{total:.0f}", *shares, *credit]) + " |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=pathlib.Path)
+    args = parser.parse_args()
+    problems = {row["id"]: row for row in read(ROOT / "tiny" / "lock" / "train.jsonl")}
+    print("\n".join(table(count(args.run, problems))))
+
+
+if __name__ == "__main__":
+    main()

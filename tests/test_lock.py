@@ -1,0 +1,78 @@
+"""The second world: its solutions, what the training text says, and what is read from its runs."""
+
+import json
+import random
+import sys
+
+import pytest
+import transformers
+from conftest import ROOT
+
+import rollout
+
+sys.path.insert(0, str(ROOT / "tiny"))
+import lock
+import steps
+import world
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_a_solution_is_right_exactly_where_no_step_errs(guided):
+    rng = random.Random(0)
+    for _ in range(200):
+        x = lock.draw(rng)
+        errs = [rng.random() < 0.5 for _ in range(3)]
+        text = lock.solution(rng, x, errs, guided)
+        assert lock.steps_right(x, text) == [not err for err in errs]
+        assert (rollout.extract_answer(text) == x.answer) == (not any(errs))
+        assert ("Well," in text) <= (not guided) and (";" in text) <= guided
+    assert lock.steps_right(x, "The code is \\boxed{1}.") == [None] * 3
+
+
+def test_a_row_decides_each_step_by_itself():
+    """A relevant skill and mistake leave .034 of the error, and the two other steps their .512."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
+    rng, seen = random.Random(1), set()
+    for _ in range(300):
+        x = lock.draw(rng)
+        row = lock.solving_row(rng, tokenizer, x, "plain")
+        assert len(row.choices) == 3 and len(row.weights) == len(row.reply_ids)
+        for at, other, chance in row.choices:
+            assert row.reply_ids[at] != other and row.weights[at] == 4
+            assert round(chance, 3) in (0.512, 0.488)
+        chances = lock.solving_row(rng, tokenizer, x, "pair").choices
+        seen |= {round(min(chance, 1 - chance), 3) for _, _, chance in chances}
+    assert {0.034, 0.488, 0.161} <= seen
+
+
+def test_held_out_problems_name_their_steps():
+    for name, count in lock.HELD_OUT.items():
+        rows = [json.loads(line) for line in open(lock.OUT / f"{name}.jsonl")]
+        assert len(rows) == count and len({row["problem"] for row in rows}) == count
+        for row in rows:
+            assert "".join(row["steps"]) == row["answer"] and len(set(row["families"])) == 3
+
+
+def test_a_teacher_is_counted_by_outcome_and_by_its_own_step(tmp_path):
+    """Step 1 is right and step 2 is wrong; the credit of each step's tokens, by hand."""
+    fence, count = world.FAMILIES[2], world.FAMILIES[1]
+    entries = [{"skill_id": "a", **world.item(None, fence, "skill")}]
+    entries.append({"skill_id": "b", **world.item(None, count, "misleading")})
+    entries.append({"skill_id": "c", **world.item(None, world.FAMILIES[0], "skill")})
+    (tmp_path / "bank").mkdir()
+    (tmp_path / "bank" / "bank.json").write_text(json.dumps({"general_skills": entries}))
+    tokens = ["1.", " x", " So", " ", "8", "\n", "2.", " y", " So", " ", "5", "\n", "z"]
+    row = {"problem_id": "p", "r": -1, "text": "".join(tokens), "rho": [-1, 1, 0]}
+    row["pairs"] = [["a", "m"], ["b", "m"], ["c", "m"]]
+    credit = [[-0.25] * 5 + [9.0] * 8, [9.0] * 5 + [0.5] * 6 + [9.0] * 2, [9.0] * 13]
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "tokens.jsonl").write_text(json.dumps({"text": tokens, "credit": credit}) + "\n")
+    problems = {"p": {"families": ["fence", "count", "sale"], "steps": ["8", "6", "1"]}}
+    found = steps.count(tmp_path, problems)
+    assert found == {
+        ("failure", "skill", "right"): {"reversed": 1, "credit": -1.25},
+        ("failure", "misleading", "wrong"): {"distilled": 1, "credit": 3.0},
+    }
+    assert "| failure | skill | right | 1 | 0% | 0% | 100% | -1250.00 | -1.25 |" in "\n".join(
+        steps.table(found)
+    )
