@@ -255,6 +255,14 @@ def teachers(run: Run, x: Problem, pairs_K: list[SkillPair]) -> tuple[list[Ids],
     return sgsd.teacher_prompts(run, x, pairs_K), sgsd.teacher_weights(s_g_K, s_e_K)
 
 
+def signs(cfg: BaselineConfig, a_K: Tensor, r: int) -> Tensor:
+    """rho_K: by Eq. 13, all +1 without polarity, or of a failure none -1 (D12)."""
+    if not cfg.polarity:
+        return torch.ones_like(a_K)
+    rho_K = sgsd.polarity(a_K, r, cfg.eps_a)
+    return rho_K if cfg.reverse_failures or r > 0 else rho_K.clamp(min=0)
+
+
 def distil(run, step, roll, pairs_K, guidance, clock) -> tuple[Tensor, dict]:
     """A rollout's loss and record by Algorithm 1, lines 8-14, with any part changed; or OPSD's."""
     cfg, (contexts_K, alpha_K) = settings(run), guidance
@@ -264,11 +272,7 @@ def distil(run, step, roll, pairs_K, guidance, clock) -> tuple[Tensor, dict]:
     lbar_K = torch.where(mask_T.bool(), ell_KT, 0).sum(1) / (mask_T.sum() + sgsd.EPS)  # Eq. 15
     bound = cfg.c_delta if cfg.clip else math.inf
     a_K = sgsd.robust_support(gap_KT, mask_T, bound)
-    rho_K = torch.ones_like(a_K)
-    if cfg.polarity:
-        rho_K = sgsd.polarity(a_K, roll.r, cfg.eps_a)  # Eq. 13
-    if roll.r < 0 and not cfg.reverse_failures:  # D12
-        rho_K = rho_K.clamp(min=0)
+    rho_K = signs(cfg, a_K, roll.r)
     loss = (alpha_K * rho_K * lbar_K).sum()  # Eq. 16
     row = sgsd.record(run, step, roll, pairs_K, gap_KT, mask_T, alpha_K, a_K, rho_K, loss)
     row["losses"] = lbar_K.tolist()
@@ -371,9 +375,6 @@ def method_step(run: Run, step: int) -> Update:
             run.kept[f"{name}.teacher"].lerp_(p.detach(), follow)
     clock.lap("opt")
     return records, norm, clock.seconds
-
-
-STEPS = dict.fromkeys(METHODS, method_step)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

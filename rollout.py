@@ -301,10 +301,7 @@ def sample_rollouts(
 def judge(
     model, tokenizer, problems, prompt_ids: list[Ids], turn: Turn, verifier: Verifier
 ) -> list[Rollout]:
-    """A turn's completions as rollouts: their text, its answer and the verifier's r.
-
-    problems, prompt_ids: of all requests, which the turn points into.
-    """
+    """The completions of a turn, which points into all problems and prompts, as rollouts."""
     stops = stop_ids(model, tokenizer)
     think = tokenizer.encode("<think>", add_special_tokens=False)
     rollouts = []

@@ -158,9 +158,7 @@ def bank_line(bank: SkillBank, teachers: int) -> str:
     if min(sizes) == 0:
         return f"{line}; without a pair there is no teacher, and nothing is learnt (S8)"
     if min(sizes) < teachers:
-        line += (
-            f"; that is enough for {min(sizes)} teachers, not for --num-teachers {teachers} (S8)"
-        )
+        line += f"; enough for {min(sizes)} teachers, not for --num-teachers {teachers} (S8)"
     return line
 
 

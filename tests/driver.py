@@ -135,8 +135,8 @@ def main(argv=None, step_fn=None):
         cfg, resume = config.parse(argv, "driver.py", "", kind, baselines.DEFAULTS)
         world = distributed.init(cfg.device)
         run = with_fakes(sgsd.prepare(cfg, world, resume))
-        steps = {**baselines.STEPS, "sgsd": sgsd.train_step}
-        return sgsd.train(run, step_fn or steps[cfg.method])
+        own = sgsd.train_step if cfg.method == "sgsd" else baselines.method_step
+        return sgsd.train(run, step_fn or own)
 
     return distributed.command("driver", body)
 

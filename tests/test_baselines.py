@@ -164,7 +164,7 @@ def one_update(world_dir, out, step_fn=None, **changes):
     run.optimizer = Recorder(policy.trained(run.model).values())
     if "grpo" in run.cfg.method:
         run.verifier = TwoOfThree()
-    records, _, _ = (step_fn or baselines.STEPS[run.cfg.method])(run, 1)
+    records, _, _ = (step_fn or baselines.method_step)(run, 1)
     return run, records, run.optimizer.gradients
 
 
@@ -209,7 +209,6 @@ CASES = {  # settings, and the fields of a record that may then differ from thos
     "no clip": ({"clip": False}, {"a", "rho", "loss"}),
     "no threshold": ({"eps_a": 0.0}, {"rho", "loss"}),
     "no polarity": ({"polarity": False}, {"rho", "loss"}),
-    "failures not reversed": ({"reverse_failures": False}, {"rho", "loss"}),
     "random pairs": ({"retrieval": "random"}, {*SCORED, "pairs", "s_g", "s_e", "alpha"}),
     "answer": ({"answer_pi": True, "loss_temperature": 1.3}, SCORED),
     "frozen, one row a forward pass": ({"teacher": "frozen", "score_tokens": 1}, SCORED),
@@ -301,8 +300,6 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
             a = (m_T * gap_T.clamp(-bound, bound)).sum().item() / m_T.sum().item()
             rho = 0 if abs(a) <= cfg.eps_a else row["r"] * math.copysign(1, a)
             assert row["a"][k] == pytest.approx(a, abs=1e-5)
-            if row["r"] < 0 and not cfg.reverse_failures:  # D12
-                rho = max(0, rho)
             assert row["rho"][k] == (rho if cfg.polarity else 1)
             lbar = (m_T * ell_T).sum() / m_T.sum()
             total = total + row["alpha"][k] * row["rho"][k] * lbar / len(records)
@@ -318,6 +315,20 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
     mean_loss = sum(row["loss"] for row in records) / 4
     assert total.item() == pytest.approx(mean_loss, abs=1e-5)
     assert_gradients(got, run, total)
+
+
+def test_signs_are_those_of_eq_13_but_for_the_part_that_a_setting_takes_away():
+    """Supports .3, .1, -.3 with a threshold of .2."""
+    a_K = torch.tensor([0.3, 0.1, -0.3])
+    wanted = {  # settings -> signs on a success and on a failure
+        (): ([1, 0, -1], [-1, 0, 1]),
+        ("polarity",): ([1, 1, 1], [1, 1, 1]),
+        ("reverse_failures",): ([1, 0, -1], [0, 0, 1]),
+    }
+    for off, (success, failure) in wanted.items():
+        cfg = BaselineConfig(eps_a=0.2, **dict.fromkeys(off, False))
+        assert baselines.signs(cfg, a_K, 1).tolist() == success
+        assert baselines.signs(cfg, a_K, -1).tolist() == failure
 
 
 @pytest.mark.parametrize("method", ["grpo", "grpo+skill"])
@@ -397,7 +408,7 @@ def test_a_copied_teacher_follows_and_goes_into_the_checkpoint(teacher, world_di
     want = {name: p.detach().double().clone() for name, p in params.items()}
 
     def step_fn(run, step):
-        update = baselines.STEPS["sgsd"](run, step)
+        update = baselines.method_step(run, step)
         new = 0.1 if teacher == "ema" else float(step % 2 == 0)
         for name, p in params.items():
             want[name] = (1 - new) * want[name] + new * p.detach().double()
@@ -460,7 +471,7 @@ def test_stopped_and_resumed_equals_uninterrupted(name, world_dir, tmp_path):
 
         def step_fn(run, step):
             run.stop = step == last < 3
-            return baselines.STEPS[run.cfg.method](run, step)
+            return baselines.method_step(run, step)
 
         assert sgsd.train(run, step_fn) == 0
         assert [row["step"] for row in rows(out / "metrics.jsonl")] == list(range(1, last + 1))
@@ -517,7 +528,7 @@ def test_a_wrong_flag_gives_one_clear_line(given, tmp_path, capsys):
 
 def test_a_resumed_run_keeps_its_method_and_may_begin_another_teacher(world_dir, tmp_path):
     run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, updates=1)
-    sgsd.train(run, baselines.STEPS["sgsd"])
+    sgsd.train(run, baselines.method_step)
     with pytest.raises(UserError, match="--method grpo: a resumed run has its own method"):
         read("--resume", str(tmp_path / "run"), "--method", "grpo")
     changes = {"updates": 2, "teacher": "ema"}
