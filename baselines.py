@@ -40,7 +40,7 @@ class BaselineConfig(Config):
     token_mask: bool = setting(True, "without it every token counts; Tab. 4")
     clip: bool = setting(True, "without it the support takes the gaps as they are; Tab. 4")
     polarity: bool = setting(True, "without it every teacher is distilled, rho = +1; §4.4")
-    reverse_failures: bool = setting(True, "without it who supports a failure is ignored; D12")
+    center_support: bool = setting(False, "polarity by the gap less its expectation; D12")
     retrieval: str = setting("embedding", "the nearest pairs or any; S20", ("embedding", "random"))
     answer_pi: bool = setting(False, "the reference answer in a teacher's prompt too; §4.5, S16")
     teacher: str = setting(
@@ -184,7 +184,8 @@ def local_support(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Te
 def token_losses(cfg: BaselineConfig, ids_n: Tensor, s_nV: Tensor, *teachers_nV: Tensor) -> Tensor:
     """Loss, gap and full gap of each position under each teacher, [n, K, 3], from whole logits.
 
-    The gap decides the polarity. The full gap is Eq. 7's; only a truncated support has another.
+    The gap decides the polarity. The full gap is Eq. 7's; it is another with a truncated support
+    (S19) and with a centered one (D12).
     """
     logp_nK = torch.stack([policy.logprob_of(ids_n, t_nV) for t_nV in teachers_nV], 1)
     full_nK = logp_nK - policy.logprob_of(ids_n, s_nV)[:, None]
@@ -193,6 +194,8 @@ def token_losses(cfg: BaselineConfig, ids_n: Tensor, s_nV: Tensor, *teachers_nV:
         gap_n, gated_n = full_n, full_n
         if cfg.support_top_k:
             gated_n, gap_n = local_support(ids_n, s_nV, t_nV, cfg.support_top_k)
+        if cfg.center_support:  # the student's own draws have a mean gap of -KL(S || T)
+            gap_n = gap_n + generalized_jsd(s_nV, t_nV, 1.0)
         if cfg.objective == "gate":
             loss_n = sgsd.gated_loss(gated_n, cfg.tau_g)
         else:
@@ -255,14 +258,6 @@ def teachers(run: Run, x: Problem, pairs_K: list[SkillPair]) -> tuple[list[Ids],
     return sgsd.teacher_prompts(run, x, pairs_K), sgsd.teacher_weights(s_g_K, s_e_K)
 
 
-def signs(cfg: BaselineConfig, a_K: Tensor, r: int) -> Tensor:
-    """rho_K: by Eq. 13, all +1 without polarity, or of a failure none -1 (D12)."""
-    if not cfg.polarity:
-        return torch.ones_like(a_K)
-    rho_K = sgsd.polarity(a_K, r, cfg.eps_a)
-    return rho_K if cfg.reverse_failures or r > 0 else rho_K.clamp(min=0)
-
-
 def distil(run, step, roll, pairs_K, guidance, clock) -> tuple[Tensor, dict]:
     """A rollout's loss and record by Algorithm 1, lines 8-14, with any part changed; or OPSD's."""
     cfg, (contexts_K, alpha_K) = settings(run), guidance
@@ -272,13 +267,15 @@ def distil(run, step, roll, pairs_K, guidance, clock) -> tuple[Tensor, dict]:
     lbar_K = torch.where(mask_T.bool(), ell_KT, 0).sum(1) / (mask_T.sum() + sgsd.EPS)  # Eq. 15
     bound = cfg.c_delta if cfg.clip else math.inf
     a_K = sgsd.robust_support(gap_KT, mask_T, bound)
-    rho_K = signs(cfg, a_K, roll.r)
+    rho_K = torch.ones_like(a_K)
+    if cfg.polarity:
+        rho_K = sgsd.polarity(a_K, roll.r, cfg.eps_a)  # Eq. 13
     loss = (alpha_K * rho_K * lbar_K).sum()  # Eq. 16
     row = sgsd.record(run, step, roll, pairs_K, gap_KT, mask_T, alpha_K, a_K, rho_K, loss)
     row["losses"] = lbar_K.tolist()
     tokens = row.get("tokens", {})  # where this update is audited
-    if cfg.objective != "gate" or cfg.support_top_k:
-        tokens.pop("credit", None)  # Eq. 20 is the gate's
+    if cfg.objective != "gate" or cfg.support_top_k or cfg.center_support:
+        tokens.pop("credit", None)  # Eq. 20 is of the gate and the full gap
     if cfg.support_top_k:  # what truncation does to the supports and, on average, to a gap (S19)
         error_KT = (gap_KT - full_KT).abs()
         row["a_full"] = sgsd.robust_support(full_KT, mask_T, bound).tolist()
