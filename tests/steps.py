@@ -4,8 +4,8 @@
 
 The polarity is decided by the outcome of the whole solution. Of each teacher whose skill is about
 one of the three steps: how often it was distilled, ignored and reversed, by outcome and by whether
-its own step was right; and the credit (Eq. 20) that it gave the tokens of that step. Credit above 0
-makes a token more likely.
+its own step was right; and the credit (Eq. 20) that it gave the tokens of that step, or where it is
+about no step those of the whole solution. Credit above 0 makes a token more likely.
 """
 
 import argparse
@@ -52,13 +52,17 @@ def count(run: pathlib.Path, problems: dict[str, dict]) -> dict[tuple, dict[str,
         given = re.findall(r"So (\d+)", row["text"])
         for k, (skill, _) in enumerate(row["pairs"]):
             family, kind = meanings[skill] or (None, "")
-            if family not in own or own.index(family) >= len(steps):
-                continue
-            at = own.index(family)
-            state = "right" if given[at] == problem["steps"][at] else "wrong"
-            cell = found["success" if row["r"] > 0 else "failure", kind, state]
-            cell[FATES[row["rho"][k]]] += 1
-            cell["credit"] += sum(tokens["credit"][k][i] for i in steps[at])
+            outcome, credit = "success" if row["r"] > 0 else "failure", tokens["credit"][k]
+            key, about = (outcome, "of no step", ""), range(len(credit))
+            if family in own:
+                at = own.index(family)
+                if at >= len(steps):  # a step that was never written
+                    continue
+                about = steps[at]
+                state = "right" if given[at] == problem["steps"][at] else "wrong"
+                key = outcome, kind, state
+            found[key][FATES[row["rho"][k]]] += 1
+            found[key]["credit"] += sum(credit[i] for i in about)
     return found
 
 

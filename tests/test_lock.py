@@ -72,6 +72,7 @@ def test_a_teacher_is_counted_by_outcome_and_by_its_own_step(tmp_path):
     assert found == {
         ("failure", "skill", "right"): {"reversed": 1, "credit": -1.25},
         ("failure", "misleading", "wrong"): {"distilled": 1, "credit": 3.0},
+        ("failure", "of no step", ""): {"ignored": 1, "credit": 117.0},
     }
     assert "| failure | skill | right | 1 | 0% | 0% | 100% | -1250.00 | -1.25 |" in "\n".join(
         steps.table(found)
