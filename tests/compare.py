@@ -426,8 +426,10 @@ def picture(w: World, results: dict[str, Job], names: list[str], seeds: range, p
 
     methods = [name for name in names if name in (*TRIED, "no polarity")]
     ablations = ["sgsd", *[name for name in names if name not in methods]]
-    figure, axes = pyplot.subplots(2, 3, figsize=(18, 11), sharey=True)
-    for row, shown in zip(axes, (methods, ablations)):
+    groups = [shown for shown in (methods, ablations) if len(shown) > 1]
+    size = (18, 5.5 * len(groups))
+    figure, axes = pyplot.subplots(len(groups), 3, figsize=size, sharey=True, squeeze=False)
+    for row, shown in zip(axes, groups):
         for axis, cost in zip(row, ("updates", *COSTS[:2])):
             for i, name in enumerate(shown):
                 where, values = [], []
