@@ -11,8 +11,9 @@ Every method takes its world's settings, a bank that the world's model made
 (one per seed, the same for all methods) and a rate from the validation problems: the best of three
 for sgsd and each baseline, and sgsd's for its own ablations. Then five seeds on the test problems,
 where accuracy under the plain prompt, thinking on, is measured after some of the updates. GRPO
-draws 8 rollouts for a quarter of the others' problems, so twice their samples. What is done is kept
-in --work, so that a killed run goes on. "Forward tokens" went through the model outside decoding,
+draws 8 rollouts of each of its problems: twice the others' samples in the worlds of tiny/, as many
+on the real model. What is done is kept in --work, so that a killed run goes on; after a change to a
+world's settings, take another --work. "Forward tokens" went through the model outside decoding,
 padding with them.
 """
 
@@ -304,7 +305,7 @@ def do(jobs: list[Job], work: pathlib.Path, workers: int, what: str) -> dict[str
         job["flags"] = METHODS.get(job.get("method", ""), "")
         file = kept / f"{job['name']}.json"
         old = json.loads(file.read_text()) if file.exists() else {}
-        if job.items() <= old.items():  # made with the same settings
+        if job.items() <= old.items():  # of the same method, seed, rate and world
             results[job["name"]] = old
         else:
             left.append(job)
@@ -350,7 +351,7 @@ def curve(result: Job, base: Job) -> dict[int, float]:
 
 def value_at(where: list[float], values: list[float], x: float) -> float:
     """Linear between two points of a curve."""
-    for (x0, y0), (x1, y1) in zip(zip(where, values), zip(where[1:], values[1:])):
+    for (x0, y0), (x1, y1) in itertools.pairwise(zip(where, values)):
         if x0 <= x <= x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     raise ValueError(f"{x} is outside {where[0]}..{where[-1]}")

@@ -13,12 +13,14 @@ import json
 import pathlib
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
 
 import world  # noqa: E402
+
+import distributed  # noqa: E402
 
 FATES = {1: "distilled", 0: "ignored", -1: "reversed"}
 
@@ -37,16 +39,17 @@ def spans(texts: list[str]) -> list[range]:
     return found
 
 
-def read(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in open(path)]
+def count(
+    run: pathlib.Path, rows: list[dict], problems: dict[str, dict]
+) -> dict[tuple, dict[str, float]]:
+    """(outcome, kind of the skill, own step) -> number of teachers by fate, and their credit.
 
-
-def count(run: pathlib.Path, problems: dict[str, dict]) -> dict[tuple, dict[str, float]]:
-    """(outcome, kind of the skill, own step) -> number of teachers by fate, and their credit."""
+    "size" is the sum of the credit's absolute values over the whole solution.
+    """
     bank = json.loads((run / "bank" / "bank.json").read_text())
     meanings = {entry["skill_id"]: world.meaning(entry) for entry in bank["general_skills"]}
     found: dict[tuple, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for row, tokens in zip(read(run / "rollouts.jsonl"), read(run / "tokens.jsonl")):
+    for row, tokens in zip(rows, distributed.read_jsonl(run / "tokens.jsonl")):
         steps, problem = spans(tokens["text"]), problems[row["problem_id"]]
         own = problem["families"]
         given = re.findall(r"So (\d+)", row["text"])
@@ -63,6 +66,7 @@ def count(run: pathlib.Path, problems: dict[str, dict]) -> dict[tuple, dict[str,
                 key = outcome, kind, state
             found[key][FATES[row["rho"][k]]] += 1
             found[key]["credit"] += sum(credit[i] for i in about)
+            found[key]["size"] += sum(map(abs, credit))
     return found
 
 
@@ -77,12 +81,26 @@ def table(found: dict[tuple, dict[str, float]]) -> list[str]:
     return lines
 
 
+def summary(rows: list[dict], found: dict[tuple, dict[str, float]]) -> list[str]:
+    """How the supports lean, the fates by outcome, and what teachers of no step weigh."""
+    supports = [a for row in rows for a in row["a"]]
+    lines = ["", f"{sum(a < 0 for a in supports)} of {len(supports)} supports are below 0"]
+    for name, r in (("successes", 1), ("failures", -1)):
+        fates = [FATES[rho] for row in rows if row["r"] == r for rho in row["rho"]]
+        lines.append(f"teachers of {name}: {dict(Counter(fates))}")
+    of_none = sum(cell["size"] for key, cell in found.items() if key[1] == "of no step")
+    total = sum(cell["size"] for cell in found.values())
+    return [*lines, f"{of_none / total:.0%} of all credit, by size, is of teachers of no step"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=pathlib.Path)
     args = parser.parse_args()
-    problems = {row["id"]: row for row in read(ROOT / "tiny" / "lock" / "train.jsonl")}
-    print("\n".join(table(count(args.run, problems))))
+    rows = distributed.read_jsonl(args.run / "rollouts.jsonl")
+    written = distributed.read_jsonl(ROOT / "tiny" / "lock" / "train.jsonl")
+    found = count(args.run, rows, {row["id"]: row for row in written})
+    print("\n".join(table(found) + summary(rows, found)))
 
 
 if __name__ == "__main__":

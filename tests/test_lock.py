@@ -65,15 +65,22 @@ def test_a_teacher_is_counted_by_outcome_and_by_its_own_step(tmp_path):
     row = {"problem_id": "p", "r": -1, "text": "".join(tokens), "rho": [-1, 1, 0]}
     row["pairs"] = [["a", "m"], ["b", "m"], ["c", "m"]]
     credit = [[-0.25] * 5 + [9.0] * 8, [9.0] * 5 + [0.5] * 6 + [9.0] * 2, [9.0] * 13]
-    (tmp_path / "rollouts.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "tokens.jsonl").write_text(json.dumps({"text": tokens, "credit": credit}) + "\n")
     problems = {"p": {"families": ["fence", "count", "sale"], "steps": ["8", "6", "1"]}}
-    found = steps.count(tmp_path, problems)
+    found = steps.count(tmp_path, [row], problems)
     assert found == {
-        ("failure", "skill", "right"): {"reversed": 1, "credit": -1.25},
-        ("failure", "misleading", "wrong"): {"distilled": 1, "credit": 3.0},
-        ("failure", "of no step", ""): {"ignored": 1, "credit": 117.0},
+        ("failure", "skill", "right"): {"reversed": 1, "credit": -1.25, "size": 73.25},
+        ("failure", "misleading", "wrong"): {"distilled": 1, "credit": 3.0, "size": 66.0},
+        ("failure", "of no step", ""): {"ignored": 1, "credit": 117.0, "size": 117.0},
     }
     assert "| failure | skill | right | 1 | 0% | 0% | 100% | -1250.00 | -1.25 |" in "\n".join(
         steps.table(found)
     )
+    row["a"] = [-0.1, -0.2, 0.1]
+    assert steps.summary([row], found) == [
+        "",
+        "2 of 3 supports are below 0",
+        "teachers of successes: {}",
+        "teachers of failures: {'reversed': 1, 'distilled': 1, 'ignored': 1}",
+        "46% of all credit, by size, is of teachers of no step",
+    ]
