@@ -10,7 +10,9 @@
 Every method takes its world's settings, a bank that the world's model made
 (one per seed, the same for all methods) and a rate from the validation problems: the best of three
 for sgsd and each baseline, and sgsd's for its own ablations. Then five seeds on the test problems,
-where accuracy under the plain prompt, thinking on, is measured after some of the updates. GRPO
+where accuracy under the plain prompt, thinking on, is measured after some of the updates.
+Intervals are Student's over seeds, paired by seed for differences; with --seeds 1 that of the last
+difference is a bootstrap over problems, paired by problem. GRPO
 draws 8 rollouts of each of its problems: twice the others' samples in the worlds of tiny/, as many
 on the real model. What is done is kept in --work, so that a killed run goes on; after a change to a
 world's settings, take another --work. "Forward tokens" went through the model outside decoding,
@@ -30,7 +32,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,10 +165,9 @@ def call(program: Callable[[list[str]], int], flags: str, **paths: object) -> No
         raise RuntimeError(f"{program.__module__} {argv} ended with {code}; see its log.txt")
 
 
-def make_bank(job: Job, bank: pathlib.Path) -> None:
+def make_bank(job: Job, w: World, bank: pathlib.Path) -> None:
     import skills
 
-    w = WORLDS[job["world"]]
     flags = f"{w.flags} --max-new-tokens {w.tokens} --seed {job['seed']}"
     call(skills.main, flags, **places(w), encoder=w.encoder, out=bank)
 
@@ -209,12 +210,13 @@ def forward_tokens() -> Iterator[list[int]]:
         handle.remove()
 
 
-def train(job: Job, bank: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
-    """What a training run cost; its checkpoints are in `out`."""
+def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """What a training run cost; its checkpoints are in `out`. Goes on with a run that is there."""
     import baselines
+    import distributed
     import sgsd
 
-    w, name, flags = WORLDS[job["world"]], job["method"], METHODS[job["method"]]
+    name, flags = job["method"], METHODS[job["method"]]
     paths = {**places(w), "out": out}
     if name.split(",")[0] not in ("grpo", "opsd"):
         own = f"{w.folder}/released.json" if name == RELEASED else bank
@@ -226,40 +228,50 @@ def train(job: Job, bank: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     every = w.points[0] if job["points"] else w.points[-1]
     flags += f" --checkpoint-every {every} --audit-every {job.get('audit', 0)}"
     flags += f" --seed {job['seed']} --learning-rate {job['rate']}"
-    program = sgsd.main if name.startswith("sgsd") else baselines.main
-    began = time.perf_counter()
-    with forward_tokens() as forward:
-        call(program, f"{w.flags} {flags}", **paths)
-    seconds = time.perf_counter() - began
+    flags = f"{w.flags} {flags}"
+    last = max(out.glob("checkpoints/step_*"), default=None)
+    made = int(last.name[5:]) if last else 0
+    if made:
+        flags, paths = "", {"resume": out}
+    else:
+        shutil.rmtree(out, ignore_errors=True)
+    cost = out / "cost.json"
+    if not cost.exists():  # else a kill came after the last update
+        with forward_tokens() as forward:
+            call(sgsd.main if name.startswith("sgsd") else baselines.main, flags, **paths)
+        each = sum(forward) / (w.points[-1] - made)  # an update's mean, of those that were watched
+        distributed.write_json(cost, {"forward_tokens": round(each * w.points[-1])})
+    seconds = 0.0
+    for row in distributed.read_jsonl(out / "metrics.jsonl"):
+        seconds += sum(row["seconds"].values())
     drawn = dict.fromkeys(range(1, w.points[-1] + 1), 0)
-    for line in open(out / "rollouts.jsonl"):
-        row = json.loads(line)
+    for row in distributed.read_jsonl(out / "rollouts.jsonl"):
         drawn[row["step"]] += len(row["completion_ids"])
     return {
         "seconds": seconds,
-        "forward_tokens": sum(forward),
+        **json.loads(cost.read_text()),
         "generated_tokens": sum(drawn.values()),
         "generated_at": {step: sum(list(drawn.values())[:step]) for step in w.points},
     }
 
 
-def accuracy(samples: pathlib.Path) -> float:
-    """The mean over problems, from a samples.jsonl."""
+def scores_of(samples: pathlib.Path) -> dict[str, float]:
+    """Each problem's share of right samples, from a samples.jsonl."""
     right: dict[str, list[bool]] = {}
     for line in open(samples):
         row = json.loads(line)
         right.setdefault(row["id"], []).append(row["r"] > 0)
-    return statistics.mean(statistics.mean(x) for x in right.values())
+    return {problem: statistics.mean(x) for problem, x in right.items()}
 
 
-def do_job(job: Job, folder: pathlib.Path, work: pathlib.Path) -> dict[str, Any]:
+def do_job(job: Job, w: World, folder: pathlib.Path, work: pathlib.Path) -> dict[str, Any]:
     """A bank, or an evaluation of the base model or of a training run's checkpoints."""
     import eval
 
     bank = work / f"bank_{job.get('share', 'made')}_{job['seed']}.json"
-    out, w = folder / "run", WORLDS[job["world"]]
+    out = folder / "run"
     if job["kind"] == "bank":
-        make_bank(job, bank)
+        make_bank(job, w, bank)
         return {"bank": json.loads(bank.read_text())}
     if "share" in job and not bank.exists():
         make_misleading_bank(job, bank)
@@ -274,28 +286,32 @@ def do_job(job: Job, folder: pathlib.Path, work: pathlib.Path) -> dict[str, Any]
             flags, name = f"{flags} --num-skills {w.skills}", f"{name}--skills"
         evaluated, folders = [f"{w.folder}/model"], {0: out / name}
     else:
-        cost = train(job, bank, out)
+        cost = train(job, w, bank, out)
         points = w.points if job["points"] else w.points[-1:]
         folders = {step: out / "eval" / f"step_{step:06d}" for step in points}
         evaluated = [str(out / "checkpoints" / path.name) for path in folders.values()]
     call(lambda argv: eval.main([*evaluated, *argv]), flags, **paths)
-    points_of = {step: accuracy(place / "samples.jsonl") for step, place in folders.items()}
-    return {**cost, "accuracy": points_of}
+    scores = {step: scores_of(place / "samples.jsonl") for step, place in folders.items()}
+    points_of = {step: statistics.mean(found.values()) for step, found in scores.items()}
+    return {**cost, "accuracy": points_of, "last_scores": [*scores.values()][-1]}
 
 
-def run(job: Job, work: pathlib.Path) -> Job:
+def run(job: Job, w: World, work: pathlib.Path) -> Job:
     """One job in a process of its own; its output goes to a file."""
     folder = work / "now" / job["name"].replace(" ", "-").replace(",", "")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    with open(folder / "log.txt", "w") as log:
+    asked = folder / "job.json"
+    if not asked.exists() or json.loads(asked.read_text()) != job:  # else it was killed: go on
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        asked.write_text(json.dumps(job))
+    with open(folder / "log.txt", "a") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            result = {**job, **do_job(job, folder, work)}
+            result = {**job, **do_job(job, w, folder, work)}
     shutil.rmtree(folder)
     return result
 
 
-def do(jobs: list[Job], work: pathlib.Path, workers: int, what: str) -> dict[str, Job]:
+def do(jobs: list[Job], w: World, work: pathlib.Path, workers: int, what: str) -> dict[str, Job]:
     """All jobs' results by name, those that are kept and those that are made now."""
     from tqdm import tqdm
 
@@ -311,7 +327,7 @@ def do(jobs: list[Job], work: pathlib.Path, workers: int, what: str) -> dict[str
             left.append(job)
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, spawn) as pool:
-        futures = [pool.submit(run, job, work) for job in left]
+        futures = [pool.submit(run, job, w, work) for job in left]
         done = concurrent.futures.as_completed(futures)
         for future in tqdm(done, total=len(left), desc=what, unit="job"):
             text = json.dumps(future.result())
@@ -335,6 +351,17 @@ def with_interval(values: list[float], sign: str = "") -> str:
         return f"{mean:{sign}.1%}"
     half = T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
     return f"{mean:{sign}.1%} ± {half:.1%}"
+
+
+def over_problems(run: Job, own: Job) -> str:
+    """The mean of two runs' difference, paired by problem, with its bootstrap interval."""
+    import numpy as np
+
+    import eval
+
+    gaps = [run["last_scores"][x] - score for x, score in own["last_scores"].items()]
+    low, high = eval.bootstrap_interval(np.array(gaps))
+    return f"{statistics.mean(gaps):+.1%} ({low:+.1%} to {high:+.1%})"
 
 
 def row_of(cells: list[Any]) -> str:
@@ -389,7 +416,10 @@ def table(w: World, results: dict[str, Job], names: list[str], seeds: range) -> 
         cells.append(with_interval([area(c) for c in curves]))
         means = [area(c) - area(own) for c, own in zip(curves, ours)]
         lasts = [c[w.points[-1]] - own[w.points[-1]] for c, own in zip(curves, ours)]
-        cells += [""] * 2 if name == "sgsd" else [with_interval(x, "+") for x in (means, lasts)]
+        gaps = [with_interval(x, "+") for x in (means, lasts)]
+        if len(seeds) == 1:
+            gaps[1] = over_problems(runs[0], results[f"sgsd-{seeds[0]}"])
+        cells += [""] * 2 if name == "sgsd" else gaps
         for cost in COSTS:
             cells.append(f"{statistics.mean(run[cost] for run in runs):,.0f}")
         lines.append(row_of(cells))
@@ -470,12 +500,14 @@ def training(world: str, name: str, method: str, rate: float, seed: int, **more:
     return {**job, "seed": seed, "split": "test", "points": False, **more}
 
 
-def choose_rates(world: str, names: list[str], do_all) -> tuple[dict[str, float], dict[str, Job]]:
+def choose_rates(
+    world: str, w: World, names: Sequence[str], do_all: Callable[[list[Job], str], dict[str, Job]]
+) -> tuple[dict[str, float], dict[str, Job]]:
     """Each tried method's best rate on the validation problems, sgsd's for all others."""
     jobs = []
     for name in TRIED:
         if name in names or name == "sgsd":
-            for rate in WORLDS[world].rates:
+            for rate in w.rates:
                 job = training(world, f"valid-{name}-{rate}", name, rate, 100, split="valid")
                 jobs.append(job)
     trials, best = do_all(jobs, "rates"), dict[str, float]()
@@ -484,10 +516,10 @@ def choose_rates(world: str, names: list[str], do_all) -> tuple[dict[str, float]
     return {name: best.get(name, best["sgsd"]) for name in names}, trials
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--world", choices=WORLDS, default="tiny")
+    add("--world", choices=worlds, default="tiny")
     add("--methods", nargs="+", choices=METHODS, help="rows of the table (default: the world's)")
     add("--quick", action="store_true", help="one seed; grpo, opsd and sgsd at 1e-3")
     add("--sweep", action="store_true", help="banks with misleading skills, at 1e-3")
@@ -495,8 +527,8 @@ def main() -> None:
     add("--jobs", type=int, default=2, help="processes of one thread each")
     add("--work", default="", help="where finished jobs are kept (default: runs/compare_WORLD)")
     add("--out", default="", help="of the tables (default: results/compare_WORLD, or WORK/quick)")
-    args = parser.parse_args()
-    w, seeds = WORLDS[args.world], range(1 if args.quick else args.seeds)
+    args = parser.parse_args(argv)
+    w, seeds = worlds[args.world], range(1 if args.quick else args.seeds)
     work = pathlib.Path(args.work or f"runs/compare_{args.world}")
     names = ["sgsd", "grpo", "opsd"] if args.quick else args.methods or w.methods
     out = ROOT / "results" / f"compare_{args.world}"
@@ -506,7 +538,7 @@ def main() -> None:
     began = time.perf_counter()
 
     def do_all(jobs: list[Job], what: str) -> dict[str, Job]:
-        return do(jobs, work, args.jobs, what)
+        return do(jobs, w, work, args.jobs, what)
 
     if args.sweep:
         jobs = []
@@ -524,7 +556,7 @@ def main() -> None:
     banks = do_all(jobs, "banks")
     rates, trials = dict.fromkeys(names, 1e-3), {}
     if not args.quick:
-        rates, trials = choose_rates(args.world, names, do_all)
+        rates, trials = choose_rates(args.world, w, names, do_all)
     jobs = []
     for seed in seeds:
         for name in ("base", "base+skill"):
