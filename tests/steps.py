@@ -1,16 +1,25 @@
-"""What a whole solution's verdict does to teachers of its single steps, in the world tiny/lock.
+"""What a run's credit says of the single steps of a solution, in the world tiny/lock.
 
-    python tests/steps.py RUN    a run with --audit-every 1 whose bank stayed as it was made
+    python tests/steps.py RUN ...    runs with --audit-every 1 whose banks stayed as they were made
 
-The polarity is decided by the outcome of the whole solution. Of each teacher whose skill is about
-one of the three steps: how often it was distilled, ignored and reversed, by outcome and by whether
-its own step was right; and the credit (Eq. 20) that it gave the tokens of that step, or where it is
-about no step those of the whole solution. Credit above 0 makes a token more likely.
+Credit above 0 makes a token more likely. The first table is of all runs. Each step has one token at
+which its right and its wrong form part. The ideal credit is 1 there where the step is right, -1
+where it is wrong, and 0 elsewhere; the table gives its cosine with the run's own credit (Eq. 20
+summed over teachers; GRPO's is the advantage over the length), and the share of all squared credit
+that lies on those tokens.
+
+The polarity is decided by the outcome of the whole solution. So a table for each run says how
+often its teachers were distilled, ignored and reversed, by outcome, by what their skill is about
+and by whether that step was right; and the credit that they gave the tokens of that step, or of
+the whole solution where the skill is about no step.
 """
 
 import argparse
+import itertools
 import json
+import math
 import pathlib
+import random
 import re
 import sys
 from collections import Counter, defaultdict
@@ -18,10 +27,12 @@ from collections import Counter, defaultdict
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
 
+import lock  # noqa: E402
 import world  # noqa: E402
 
 import distributed  # noqa: E402
 
+PHASES = ((1, 5), (6, 20), (21, 60))  # updates
 FATES = {1: "distilled", 0: "ignored", -1: "reversed"}
 
 
@@ -37,6 +48,58 @@ def spans(texts: list[str]) -> list[range]:
         found.append(range(tokens[0], tokens[-1] + 1) if tokens else range(0))
         start = match.end()
     return found
+
+
+def deciding(texts: list[str], span: range, part: world.Drawn) -> int | None:
+    """The token of a step at which its right and its wrong form part; None in any other form."""
+    forms = [f"{text} So {answer}" for text, answer in (part.right, part.wrong)]
+    alike = itertools.takewhile(lambda both: both[0] == both[1], zip(*forms))
+    same = forms[0][: len(list(alike))]
+    at = "".join(texts[i] for i in span).find(same)
+    left = at + len(same)  # characters of the step in front of that token
+    for i in span if at >= 0 else ():
+        left -= len(texts[i])
+        if left < 0:
+            return i
+    return None
+
+
+def credit_of(row: dict, tokens: dict) -> list[float]:
+    """Each token's credit: Eq. 20 summed over teachers, or GRPO's advantage over the length."""
+    length = len(tokens["text"])
+    if "advantage" in row:
+        return [row["advantage"] / length] * length
+    return [sum(of_teachers) for of_teachers in zip(*tokens["credit"])] or [0.0] * length
+
+
+def aim(rows: list[dict], audited: list[dict], locks: dict[str, lock.Lock]) -> tuple:
+    """Right and wrong steps, the cosine with the ideal credit, and the share of squared credit."""
+    steps, product, squares, found = Counter[bool](), 0.0, 0.0, 0.0
+    for row, tokens in zip(rows, audited):
+        credit, x = credit_of(row, tokens), locks[row["problem_id"]]
+        squares += sum(c * c for c in credit)
+        right = lock.steps_right(x, row["text"])
+        for step, part, ok in zip(spans(tokens["text"]), x.parts, right):
+            at = deciding(tokens["text"], step, part)
+            if at is not None:
+                steps[bool(ok)] += 1
+                product += credit[at] if ok else -credit[at]
+                found += credit[at] ** 2
+    cosine = product / math.sqrt(squares * steps.total())
+    return steps[True], steps[False], cosine, found / squares
+
+
+def aims(run: pathlib.Path, locks: dict[str, lock.Lock]) -> list[str]:
+    """A run's rows of the first table, one per phase."""
+    rows = distributed.read_jsonl(run / "rollouts.jsonl")
+    audited = distributed.read_jsonl(run / "tokens.jsonl")
+    lines = []
+    for first, last in PHASES:
+        own = [i for i, row in enumerate(rows) if first <= row["step"] <= last]
+        found = aim([rows[i] for i in own], [audited[i] for i in own], locks)
+        line = "| {} | {} to {} | {} | {} | {:+.3f} | {:.1%} |"
+        lines.append(line.format(run.name, first, last, *found))
+    return lines
 
 
 def count(
@@ -95,12 +158,19 @@ def summary(rows: list[dict], found: dict[tuple, dict[str, float]]) -> list[str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("run", type=pathlib.Path)
+    parser.add_argument("runs", type=pathlib.Path, nargs="+")
     args = parser.parse_args()
-    rows = distributed.read_jsonl(args.run / "rollouts.jsonl")
-    written = distributed.read_jsonl(ROOT / "tiny" / "lock" / "train.jsonl")
-    found = count(args.run, rows, {row["id"]: row for row in written})
-    print("\n".join(table(found) + summary(rows, found)))
+    print("| run | updates | right steps | wrong steps | cosine | share |\n" + "|---" * 6 + "|")
+    locks = lock.held_out(random.Random(0))
+    for run in args.runs:
+        print("\n".join(aims(run, locks)))
+    written = distributed.read_jsonl(lock.OUT / "train.jsonl")
+    problems = {row["id"]: row for row in written}
+    for run in args.runs:
+        rows = distributed.read_jsonl(run / "rollouts.jsonl")
+        if rows[0]["pairs"]:
+            found = count(run, rows, problems)
+            print("\n".join(["", run.name, "", *table(found), *summary(rows, found)]))
 
 
 if __name__ == "__main__":

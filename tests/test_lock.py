@@ -45,12 +45,39 @@ def test_a_row_decides_each_step_by_itself():
     assert {0.034, 0.488, 0.161} <= seen
 
 
+def test_the_credit_is_held_against_the_tokens_that_decide():
+    """Two steps of three are written. 'Right:' parts from 'So' behind the same ' a=b.'."""
+    forms = ((" a=b. Right: c So 1", " a=b. So 2"), (" d So 3", " e So 4"), (" f So 5", " g So 6"))
+    parts = []
+    for right, wrong in forms:
+        both = [(text[: text.index(" So")], int(text[-1])) for text in (right, wrong)]
+        parts.append(world.Drawn("fence", "?", *both))
+    locks = {"p": lock.Lock(tuple(parts))}
+    tokens = ["1.", " a=", "b.", " Right", ": c", " So", " 1", "\n", "2.", " e", " So", " 4", "\n"]
+    assert [steps.deciding(tokens, s, x) for s, x in zip(steps.spans(tokens), parts)] == [3, 9]
+    assert steps.deciding(tokens, range(8, 12), parts[0]) is None
+    credit = [[0.0] * 13, [0.0] * 13]
+    credit[0][3], credit[1][3], credit[0][9], credit[1][5] = 1.0, 2.0, 3.0, -4.0
+    row = {"problem_id": "p", "text": "".join(tokens)}
+    # (1 + 2) for the right step, -3 for the wrong one; squares 9 + 9 + 16 = 34, 18 where it counts
+    found = steps.aim([row], [{"text": tokens, "credit": credit}], locks)
+    assert found == (1, 1, 0.0, pytest.approx(18 / 34))
+    credit[0][9] = -3.0  # (3 + 3) / sqrt(34 * 2)
+    found = steps.aim([row], [{"text": tokens, "credit": credit}], locks)
+    assert found[2] == pytest.approx(6 / 68**0.5)
+    grpo = row | {"advantage": -2.0}  # -2/13 everywhere: the two cancel, 2 of 13 tokens count
+    found = steps.aim([grpo], [{"text": tokens, "credit": []}], locks)
+    assert found[2:] == (pytest.approx(0), pytest.approx(2 / 13))
+
+
 def test_held_out_problems_name_their_steps():
+    locks = lock.held_out(random.Random(0))
     for name, count in lock.HELD_OUT.items():
         rows = [json.loads(line) for line in open(lock.OUT / f"{name}.jsonl")]
         assert len(rows) == count and len({row["problem"] for row in rows}) == count
         for row in rows:
             assert "".join(row["steps"]) == row["answer"] and len(set(row["families"])) == 3
+            assert locks[row["id"]].problem == row["problem"]  # they can be drawn again
 
 
 def test_a_teacher_is_counted_by_outcome_and_by_its_own_step(tmp_path):

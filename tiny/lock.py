@@ -228,21 +228,24 @@ def make_rows(rng: random.Random, tokenizer, reserved: set[str]) -> list[make.Ro
     return rows
 
 
-def write_problems(rng: random.Random) -> set[str]:
-    """The held-out problems, each with its families and the right number of each step."""
-    OUT.mkdir(exist_ok=True)
-    reserved = set()
-    for name, count in HELD_OUT.items():
-        rows = []
+def held_out(rng: random.Random) -> dict[str, Lock]:
+    """The held-out problems by their ids."""
+    found = {}
+    for part, count in HELD_OUT.items():
         for i in range(count):
-            x = draw(rng)
-            reserved.add(x.problem)
-            row = {"id": f"{name}-{i}", "problem": x.problem, "answer": x.answer}
-            row["families"] = x.families
-            rows.append({**row, "steps": [str(part.right[1]) for part in x.parts]})
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (OUT / f"{name}.jsonl").write_text(text)
-    return reserved
+            found[f"{part}-{i}"] = draw(rng)
+    return found
+
+
+def write_problems(locks: dict[str, Lock]) -> None:
+    """Write the held-out problems, each with its families and the right number of each step."""
+    OUT.mkdir(exist_ok=True)
+    rows: dict[str, list[dict]] = {part: [] for part in HELD_OUT}
+    for name, x in locks.items():
+        row = {"id": name, "problem": x.problem, "answer": x.answer, "families": x.families}
+        rows[name.split("-")[0]].append({**row, "steps": [str(p.right[1]) for p in x.parts]})
+    for part, found in rows.items():
+        (OUT / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
 # ---------------------------------------------------------------------------------------- measuring
@@ -357,7 +360,9 @@ def main() -> None:
     if not args.measure and not args.bank:
         rng = random.Random(0)
         torch.manual_seed(0)
-        reserved = write_problems(rng)
+        locks = held_out(rng)
+        write_problems(locks)
+        reserved = {x.problem for x in locks.values()}
         start, steps, rate = HERE, args.steps, RATE
         if args.more:
             start, steps, rate = OUT, args.more, RATE / 2

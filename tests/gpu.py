@@ -1,0 +1,78 @@
+"""What has to be seen on a GPU, step by step into a folder; a step that fails does not end it.
+
+    python tests/gpu.py OUT            tests, runs of the tiny preset, tests/bench.py --cuda
+    python tests/gpu.py OUT --cpu      the same in small without a GPU, to rehearse it
+
+Two runs with one seed in fp32 should sample the same ids; the last line counts those that do. A
+step may take nine minutes, and --steps names those of a call. A step's output goes to OUT/STEP.txt,
+and the last table, each step with its exit code and its seconds, to the terminal. Real learning is
+a command of its own, `tests/compare.py --world real`.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LIMIT = 540  # seconds of a step
+TESTS = "test_scoring test_objective test_gradient test_rollout test_train test_baselines".split()
+RUNS = {"fp32": "float32", "fp32_again": "float32", "bf16": "bfloat16"}
+
+
+def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
+    """Each step's command."""
+    found = {"tests": ["-m", "pytest", "-q", *[f"tests/{name}.py" for name in TESTS]]}
+    updates = "30" if device == "cuda" else "2"
+    for name, dtype in RUNS.items():
+        run = ["sgsd.py", "--preset", "tiny", "--device", device, "--dtype", dtype]
+        found[name] = [*run, "--updates", updates, "--out", f"{out}/{name}"]
+    modes, how = ("score", "rollout", "step", "memory", "eval"), ["--cuda"]
+    if device == "cpu":
+        found["tests"] = found["tests"][:4]
+        modes, how = ("score",), ["--shape", "tiny"]
+    for mode in modes:
+        found[mode] = ["tests/bench.py", mode, *how]
+    return found
+
+
+def ids_of(run: pathlib.Path) -> list[list[int]]:
+    """All ids that a run has sampled, in order."""
+    return [json.loads(line)["completion_ids"] for line in open(run / "rollouts.jsonl")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--cpu", action="store_true", help="a rehearsal")
+    parser.add_argument("--steps", nargs="+", help="these alone")
+    args = parser.parse_args()
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for name, command in commands(out, "cpu" if args.cpu else "cuda").items():
+        if args.steps and name not in args.steps:
+            continue
+        began, code = time.perf_counter(), "limit"
+        with open(out / f"{name}.txt", "w") as log:
+            try:
+                both = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": ROOT}
+                code = str(
+                    subprocess.run([sys.executable, *command], timeout=LIMIT, **both).returncode
+                )
+            except subprocess.TimeoutExpired:
+                pass
+        lines.append(f"| {name} | {code} | {time.perf_counter() - began:.0f} |")
+        print(lines[-1], flush=True)
+    if all((out / name / "rollouts.jsonl").exists() for name in RUNS):
+        first, again, bf16 = (ids_of(out / name) for name in RUNS)
+        lines.append(f"\nfp32 twice: {sum(a == b for a, b in zip(first, again))} of {len(first)}")
+        lines[-1] += " rollouts have the same ids; bf16 against it: "
+        lines[-1] += f"{sum(a == b for a, b in zip(first, bf16))}"
+    print("\n".join(["| step | exit code | seconds |", "|---|---|---|", *lines]))
+
+
+if __name__ == "__main__":
+    main()
