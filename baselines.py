@@ -1,11 +1,11 @@
 """The paper's baselines GRPO and OPSD, and every ablation of SGSD, on SGSD's own loop.
 
-    python baselines.py --method grpo            rewards relative to a group of 8 rollouts
-    python baselines.py --method grpo+skill      the same, with retrieved skills in the prompts
-    python baselines.py --method opsd            one teacher that sees the reference answer
-    python baselines.py --method opsd+skill      student and teacher both see the skills
-    python baselines.py --no-polarity            SGSD with every teacher distilled; Tab. 4 and §4.5
-    python baselines.py --objective reverse_kl   SGSD with a divergence in place of the gate
+    python baselines.py --out runs/a --method grpo            rewards relative to 8 rollouts' mean
+    python baselines.py --out runs/b --method grpo+skill      the same, with skills in the prompts
+    python baselines.py --out runs/c --method opsd            a teacher sees the reference answer
+    python baselines.py --out runs/d --method opsd+skill      student and teacher see the skills
+    python baselines.py --out runs/e --no-polarity            SGSD, every teacher distilled; §4.4
+    python baselines.py --out runs/f --objective reverse_kl   SGSD, a divergence in the gate's place
 
 A method is a function (run, step) -> (records, gradient norm, seconds), in place of
 `sgsd.train_step`. Data, sampling, verifier, bank and evaluation are the same for all.
@@ -32,8 +32,8 @@ class BaselineConfig(Config):
 
     program: ClassVar[str] = "baselines.py"
 
-    method: str = setting("sgsd", "sgsd, grpo, grpo+skill, opsd or opsd+skill; Tab. 11")
-    generations: int = setting(1, "G, rollouts per problem; Tab. 11")
+    method: str = setting("sgsd", "also grpo or opsd, either with +skill; sets other defaults")
+    generations: int = setting(1, "G, rollouts per problem; 8 for grpo; Tab. 11")
     student_prefix: str = setting("closed", "its think block; S3, S15", ("closed", "bare"))
     loss_temperature: float = setting(1.0, "of the log-probabilities in the loss; S5")
     drop_truncated: bool = setting(False, "leave out of the loss what the length limit cut; S4")
@@ -271,10 +271,11 @@ def distil(run, step, roll, pairs_K, guidance, clock) -> tuple[Tensor, dict]:
     if cfg.polarity:
         rho_K = sgsd.polarity(a_K, roll.r, cfg.eps_a)  # Eq. 13
     loss = (alpha_K * rho_K * lbar_K).sum()  # Eq. 16
-    row = sgsd.record(run, step, roll, pairs_K, gap_KT, mask_T, alpha_K, a_K, rho_K, loss)
+    delta_KT = full_KT if cfg.center_support else gap_KT
+    row = sgsd.record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss)
     row["losses"] = lbar_K.tolist()
     tokens = row.get("tokens", {})  # where this update is audited
-    if cfg.objective != "gate" or cfg.support_top_k or cfg.center_support:
+    if cfg.objective != "gate" or cfg.support_top_k:
         tokens.pop("credit", None)  # Eq. 20 is of the gate and the full gap
     if cfg.support_top_k:  # what truncation does to the supports and, on average, to a gap (S19)
         error_KT = (gap_KT - full_KT).abs()

@@ -35,7 +35,7 @@ class Config:
     program: ClassVar[str] = "sgsd.py"
 
     # the run
-    out: str = setting("runs/sgsd", "the run's directory")
+    out: str = setting("runs/sgsd", "the run's directory; for skills.py the bank's file, x.json")
     seed: int = setting(0, "of the data order, the adapters and sampling", least=0, most=2**40)
     updates: int = setting(200, "optimizer updates; §4.1")
     checkpoint_every: int = setting(25, "updates between two checkpoints; §4.1")
@@ -161,7 +161,7 @@ GROUPS = {  # in --help, by the first setting of each
     "num_teachers": "the objective",
     "temperature": "the student's sampling",
     "learning_rate": "the optimizer",
-    "audit_every": "looking inside, and what changes no result",
+    "audit_every": "looking inside, memory, time limits and loggers",
     "method": "baselines and ablations",
 }
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent / "tiny")
@@ -214,7 +214,7 @@ def parse(
     commands = [line for line in more if line.startswith(("    python ", "    torchrun "))]
     parser = distributed.Parser(
         program,
-        description=title,
+        description=f"{title}\n\nTags such as S3 and D8 are rows of docs/decisions.md.",
         usage="%(prog)s [--preset NAME] [--FLAG VALUE ...]",
         epilog="\n".join(["examples:", *commands]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -223,7 +223,7 @@ def parse(
     )
     parser.add_argument("--preset", choices=PRESETS, help="settings to start from")
     parser.add_argument("--print-config", action="store_true", help="print every setting, and end")
-    parser.add_argument("--resume", metavar="RUN", help="continue a run from its last checkpoint")
+    parser.add_argument("--resume", metavar="RUN", help="continue from a run's last checkpoint")
     group = parser.add_argument_group()
     for f in fields(kind):
         if f.name in GROUPS:

@@ -8,15 +8,15 @@ The first takes the paper's three sets, the second compares all checkpoints of a
 model, the third compares the baseline Base+Skill with Base.
 
 Nothing is written where a model lies. A checkpoint has the folder RUN/eval/step_000200, any other
-policy eval/NAME, in the first run among the PATHs or else in the working directory. There are its
-settings.json, samples.jsonl and results.json, {set: figures}, to which each call adds its sets. A
+policy eval/NAME, in the first run among the PATHs or else in the working directory. It holds
+settings.json, samples.jsonl and results.json ({set: figures}), to which each call adds its sets. A
 comparison goes beside the folders, into comparison.json, set by set too. The same command goes on
 where a killed one stopped: a sample is a function of (seed, problem, its number) alone.
 
 Dimension key: P problems, K samples per problem.
 """
 
-from argparse import BooleanOptionalAction, Namespace
+from argparse import ArgumentDefaultsHelpFormatter, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
 
 import distributed
@@ -28,6 +28,7 @@ from distributed import UserError, World
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line's settings. Raises UserError on one that is out of its range."""
     parser = distributed.Parser("eval.py", description="avg@k of models.", allow_abbrev=False)
+    parser.formatter_class = ArgumentDefaultsHelpFormatter
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="model, adapter, run (its checkpoints) or hub id")
     sets = list(problems.SETS)
@@ -39,8 +40,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     )
     add("--split", default="test", help="the split of a hub data set")
     add("--model", default="", help="an adapter's base, if not the one that the adapter names")
-    where = "eval/ in the run of a checkpoint; for all else in the first run, or here"
-    add("--out", default="", help=f"where samples and results are kept; default: {where}")
+    add("--out", default="", help="a folder for it all, in place of eval/ in the run or else here")
     both = "besides the plain prompt, Base+Skill with this bank (JSON), and the difference"
     add("--skills", default="", help=f"{both}; samples that exist are used again; §4.1, S14")
     add("--num-skills", type=int, default=8, help="pairs in a prompt of Base+Skill; Tab. 12")

@@ -15,7 +15,7 @@ of log-probabilities. A teacher that supports a success or suppresses a failure 
     python eval.py runs/sgsd/checkpoints/step_000200                     avg@12
 
 Read it from top to bottom: the objective, one update (Algorithm 1), the bank's schedule, the run.
-Tags mark decisions that the paper leaves open (S...) or that differ from it (D...).
+Tags are rows of docs/decisions.md: what the paper leaves open (S...) or is done otherwise (D...).
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T]. Log-probabilities are nats.
 """

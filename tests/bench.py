@@ -1,6 +1,6 @@
 """Speed and memory, as ratios in one run. Random weights: speed needs no trained ones.
 
-    python tests/bench.py score      K teachers and the student, against the replicated layout
+    python tests/bench.py score      K teachers and the student, against one student row per teacher
     python tests/bench.py rollout    rollout.generate against static batches of `generate`
     python tests/bench.py step       an update by part, and the least that the machine must take
     python tests/bench.py eval       12 samples of 30 problems; how often the rows change an id
@@ -8,7 +8,7 @@
     python tests/bench.py memory     peak memory of scoring; Qwen3-8B on one card, by arithmetic
     python tests/bench.py scaling    cost against K, T, the bank's size and the number of ranks
     python tests/bench.py cost       the least that the paper's run takes, by arithmetic
-    python tests/bench.py all        all of it, whatever fails
+    python tests/bench.py all        all of these, going on where one fails
 
 With --cuda on one GPU, at Qwen3-1.7B's shape. Tables are markdown. Peaks are above what the loaded
 model holds, each in a process of its own. "limit" and "least seconds" are what the machine must

@@ -1,7 +1,7 @@
 """The paper's methods and ablations as curves, in the worlds of tiny/ or on a real model.
 
     python tests/compare.py --world lock      all of it: results/compare_lock.md, .json, .png
-    python tests/compare.py --world tiny      the same for the newcomer's world
+    python tests/compare.py --world tiny      the same in the first world, the default
     python tests/compare.py --world lock --methods sgsd grpo      these rows alone
     python tests/compare.py --quick           one seed, three methods, no choice of rates
     python tests/compare.py --sweep           banks with misleading skills, in the world tiny
@@ -15,8 +15,8 @@ Intervals are Student's over seeds, paired by seed for differences; with --seeds
 difference is a bootstrap over problems, paired by problem. GRPO
 draws 8 rollouts of each of its problems: twice the others' samples in the worlds of tiny/, as many
 on the real model. What is done is kept in --work, so that a killed run goes on; after a change to a
-world's settings, take another --work. "Forward tokens" went through the model outside decoding,
-padding with them.
+world's settings, take another --work. "Forward tokens" are
+those that went through the model outside decoding, with padding.
 """
 
 import argparse
@@ -567,10 +567,11 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
             title = f"{name}-{seed}"
             jobs.append(training(args.world, title, name, rates[name], seed, points=True))
     results = do_all(jobs, "methods")
-    lines = table(w, results, names, seeds) + equal_cost(w, results, names, seeds)
+    lines = [f"# Methods in the world {args.world}: accuracy by updates, and what it cost", ""]
+    lines += table(w, results, names, seeds) + equal_cost(w, results, names, seeds)
     minutes = (time.perf_counter() - began) / 60
     lines += ["", f"{len(seeds)} seeds, {args.jobs} processes of one thread, "]
-    lines[-1] += f"{minutes:.0f} minutes in this call."
+    lines[-1] += f"{minutes:.0f} minutes for what earlier calls had not made."
     out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     found = {"rates": rates, "validation": trials, "results": results, "banks": banks}
     out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
