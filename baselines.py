@@ -35,7 +35,7 @@ class BaselineConfig(Config):
     method: str = setting("sgsd", "also grpo or opsd, either with +skill; sets other defaults")
     generations: int = setting(1, "G, rollouts per problem; 8 for grpo; Tab. 11")
     student_prefix: str = setting("closed", "its think block; S3, S15", ("closed", "bare"))
-    loss_temperature: float = setting(1.0, "of the log-probabilities in the loss; S5")
+    loss_temperature: float = setting(1.0, "of the loss; 0 is the sampling's; S5, S15", least=0)
     drop_truncated: bool = setting(False, "leave out of the loss what the length limit cut; S4")
     token_mask: bool = setting(True, "without it every token counts; Tab. 4")
     clip: bool = setting(True, "without it the support takes the gaps as they are; Tab. 4")
@@ -70,6 +70,11 @@ class BaselineConfig(Config):
             raise UserError("--support-top-k: is a gate; leave out --objective")
 
     @property
+    def heat(self) -> float:
+        """The temperature of the log-probabilities in the loss; a greedy draw has none."""
+        return self.loss_temperature or self.temperature or 1.0
+
+    @property
     def sees_skills(self) -> bool:
         return self.method == "sgsd" or self.method.endswith("+skill")
 
@@ -77,8 +82,8 @@ class BaselineConfig(Config):
 # Tab. 11, and the released scripts for what it leaves open (S15-S17).
 GRPO: dict[str, Any] = {"temperature": 1.2, "top_p": 1.0, "top_k": 0, "max_new_tokens": 16000}
 GRPO |= {"max_prompt_tokens": 2048, "rollout_rows": 16, "grad_clip": 1.0, "generations": 8}
-GRPO |= {"loss_temperature": 1.2, "student_prefix": "bare"}
-OPSD: dict[str, Any] = {"objective": "forward_kl", "objective_clip": 0.05, "loss_temperature": 1.1}
+GRPO |= {"loss_temperature": 0.0, "student_prefix": "bare"}
+OPSD: dict[str, Any] = {"objective": "forward_kl", "objective_clip": 0.05, "loss_temperature": 0.0}
 OPSD |= {"teacher": "frozen", "answer_pi": True, "polarity": False, "token_mask": False}
 SKILL = {"num_teachers": 3, "update_every": 0}
 DEFAULTS = {"grpo": GRPO, "grpo+skill": GRPO | SKILL, "opsd": OPSD, "opsd+skill": OPSD | SKILL}
@@ -300,7 +305,7 @@ def scored(run: Run, roll: Rollout, contexts_K: list[Ids], clock: runlog.Stopwat
     student_TD, sampled_T, *_ = policy.predictors(run.model, [roll.prompt_ids], [ids_T], True)
     states = [student_TD, *[teachers_KTD[k] for k in range(len(contexts_K))]]
     losses = functools.partial(token_losses, cfg)
-    found_TK3 = policy.over_slices(run.model, states, sampled_T, losses, cfg.loss_temperature)
+    found_TK3 = policy.over_slices(run.model, states, sampled_T, losses, cfg.heat)
     return found_TK3.permute(2, 1, 0).contiguous()
 
 
@@ -333,7 +338,7 @@ def teacher_policy(run: Run) -> Iterator[None]:
 
 def reinforce(run, step, roll, pairs_K, advantage, clock) -> tuple[Tensor, dict]:
     """A rollout's loss and record by GRPO; one step per rollout, so that pi_old = pi (S15)."""
-    prompt, ids, heat = [roll.prompt_ids], [roll.completion_ids], settings(run).loss_temperature
+    prompt, ids, heat = [roll.prompt_ids], [roll.completion_ids], settings(run).heat
     logp_T = policy.token_logprobs(run.model, prompt, ids, grad=True, temperature=heat)[0]
     loss = grpo_loss(logp_T, logp_T, advantage)
     none_K, none_KT = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T))

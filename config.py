@@ -46,7 +46,7 @@ class Config:
     # the model
     model: str = setting("Qwen/Qwen3-1.7B", "the policy, a hub id or directory; §4.1")
     dtype: str = setting("auto", "auto: bf16 on CUDA; App. F.1", ("auto", "float32", "bfloat16"))
-    attn: str = setting("sdpa", "attention kernels", ("sdpa", "flash_attention_2", "eager"))
+    attn: str = setting("sdpa", "attention kernels; S25", ("sdpa", "flash_attention_2", "eager"))
     lora_rank: int = setting(64, "rank of the adapters; App. F.1")
     lora_alpha: int = setting(128, "scale of the adapters; App. F.1")
     # the data
@@ -120,16 +120,6 @@ class Config:
     def sees_skills(self) -> bool:
         """Whether the method has a bank and an encoder."""
         return True
-
-    @property
-    def solving(self) -> dict[str, Any]:
-        """How the seed problems of a cold start are sampled (S21)."""
-        settings = {"temperature": self.cold_start_temperature, "top_p": self.cold_start_top_p}
-        return {
-            **settings,
-            "top_k": self.cold_start_top_k,
-            "max_new_tokens": self.cold_start_tokens,
-        }
 
     @property
     def merging(self) -> dict[str, int]:
@@ -250,7 +240,7 @@ def parse(
     raise SystemExit(0)
 
 
-def _saved(run: str | pathlib.Path) -> dict[str, Any]:
+def saved(run: str | pathlib.Path) -> dict[str, Any]:
     """The settings in a run's config.json."""
     return json.loads((pathlib.Path(run) / "config.json").read_text())["settings"]
 
@@ -260,7 +250,7 @@ def _restarted(cfg: Config) -> bool:
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
         return False
     try:
-        return _saved(cfg.out) == asdict(cfg)
+        return saved(cfg.out) == asdict(cfg)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -276,7 +266,7 @@ def _resumed(run: str, given: dict[str, Any], kind: type[Config]) -> Config:
     if path.parent.name == "checkpoints":
         raise UserError(f"--resume {run}: is a checkpoint; give its run, {path.parent.parent}")
     try:
-        return kind(**{**_saved(run), **given, "out": run})
+        return kind(**{**saved(run), **given, "out": run})
     except UserError:
         raise
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as e:

@@ -41,10 +41,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Also names the flags that an unknown one is most like."""
-        unknown = re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2])
-        known = list(self._option_string_actions)
-        hint = ""
-        for flag in unknown:
+        hint, known = "", list(self._option_string_actions)
+        for flag in re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2]):
             for close in difflib.get_close_matches(flag, known, 1):
                 hint += f"for {flag} there is {close}; "
         raise UserError(f"{message}; {hint}--help lists the flags")
@@ -316,26 +314,28 @@ def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
         os.fsync(f.fileno())
 
 
-def read_jsonl(path: pathlib.Path) -> list[dict]:
+def read_jsonl(path: pathlib.Path) -> Iterator[dict]:
     """The rows of one of our .jsonl files; a torn last line, without its newline, is left out."""
     if not path.exists():
-        return []
-    *lines, _torn = path.read_bytes().split(b"\n")
-    rows = []
-    for i, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as e:
-            why = f"not a line that was written here ({brief(e)}); mend or remove it"
-            raise UserError(f"{path}:{i}: {why}") from None
-    return rows
+        return
+    with open(path, "rb") as f:
+        for i, line in enumerate(f, 1):
+            try:
+                if line.endswith(b"\n"):
+                    yield json.loads(line)
+            except ValueError as e:
+                why = f"not a line that was written here ({brief(e)}); mend or remove it"
+                raise UserError(f"{path}:{i}: {why}") from None
 
 
 def write_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    """Write rows as they come: a log may be larger than the memory."""
+    with whole(path) as tmp, open(tmp, "w") as f:
+        for row in rows:
+            f.write(json.dumps(row) + "\n")
 
 
 def trim_jsonl(path: pathlib.Path, step: int) -> None:
     """Cut a .jsonl back to the update of the checkpoint: later updates will be made again."""
     if path.exists():
-        write_jsonl(path, [row for row in read_jsonl(path) if row.get("step", 0) <= step])
+        write_jsonl(path, (row for row in read_jsonl(path) if row.get("step", 0) <= step))

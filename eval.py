@@ -71,6 +71,7 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch is i
     distributed.answer("eval", arguments)
 
 import functools
+import gc
 import hashlib
 import json
 import math
@@ -267,7 +268,7 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
     for name in {**old, **settings}:
         if old.get(name) != settings.get(name):
             changes.append(f"{name} {old.get(name)}, now {settings.get(name)}")
-    if changes and distributed.read_jsonl(policy.folder / "samples.jsonl"):
+    if changes and any(distributed.read_jsonl(policy.folder / "samples.jsonl")):
         raise UserError(f"{file}: made with {'; '.join(changes)}; give another --out")
     return settings
 
@@ -478,14 +479,20 @@ def evaluate(args: Namespace, world: World) -> None:
 def before_and_after(cfg: Config, world: World) -> None:
     """avg@k on --eval-data of the base model and the last checkpoint, once the run is through."""
     last = max(pathlib.Path(cfg.out, "checkpoints").glob("step_*"), default=None)
+    gc.collect()  # the run's encoder is in a circle of references
     if cfg.eval_data and last and int(last.name[5:]) == cfg.updates:
-        rows = max(16, cfg.score_tokens // cfg.eval_tokens)
-        flags = f"--rows {rows} --seed {cfg.seed} --max-new-tokens {cfg.eval_tokens} "
-        flags += f"--samples {cfg.eval_samples} "
-        flags += f"--device {cfg.device} --dtype {cfg.dtype} --attn {cfg.attn} "
-        flags += f"--verify-timeout {cfg.verify_timeout} --verify-workers {cfg.verify_workers}"
-        argv = [cfg.model, str(last), "--data", cfg.eval_data, *flags.split()]
-        evaluate(arguments(argv), world)
+        flags = flags_of(cfg).split()
+        evaluate(arguments([cfg.model, str(last), "--data", cfg.eval_data, *flags]), world)
+
+
+def flags_of(cfg: Config) -> str:
+    """The flags by which a run's own evaluation is made, for its samples to be used again."""
+    rows = max(cfg.rollout_rows or 16, cfg.score_tokens // cfg.eval_tokens)
+    return (
+        f"--max-new-tokens {cfg.eval_tokens} --samples {cfg.eval_samples} --rows {rows} "
+        f"--seed {cfg.seed} --device {cfg.device} --dtype {cfg.dtype} --attn {cfg.attn} "
+        f"--verify-timeout {cfg.verify_timeout} --verify-workers {cfg.verify_workers}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,7 +34,7 @@ Ids = list[int]
 Tensors = dict[str, Tensor]
 Embed = Callable[[Sequence[str]], np.ndarray]
 PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
-SLICE_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}  # fp32 numbers of the head that are alive at once
+SLICE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}  # fp32 numbers in the logits of one slice
 
 
 def load_model(
@@ -62,6 +62,10 @@ def load_model(
         hint = "; --attn eager suits every model" if "attention" in str(e) else ""
         raise UserError(f"{flag} {name}: not loaded ({brief(e)}){hint}") from None
     _check_tokenizer(tokenizer, model, f"{flag} {name}: its tokenizer")
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+    other = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+    if other:  # `rollout.stream` could not join their caches
+        raise UserError(f"{flag} {name}: layers of {', '.join(sorted(other))} are not supported")
     _remove_dropout(model)
     return model.to(device).eval(), tokenizer
 
@@ -255,7 +259,8 @@ def chat_ids(tokenizer: Tokenizer, text: str, *, thinking: bool | None) -> Ids:
     broken up, so that text written by a model cannot open or close a turn.
     """
     chat = [{"role": "user", "content": _neutral(text, tokenizer)}]
-    settings = {"add_generation_prompt": True, "return_dict": False}
+    settings: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
+    settings["date_string"] = "26 Jul 2024"  # Llama's shows the day, by default today (S24)
     if thinking is not None:
         settings["enable_thinking"] = thinking
     return list(tokenizer.apply_chat_template(chat, **settings))
@@ -333,8 +338,15 @@ def score_teachers(model: Model, contexts_K: list[Ids], ids_T: Ids, budget: int 
 
 
 def logprob_of(ids_n: Tensor, logits_nV: Tensor) -> Tensor:
-    """The log-probability of each position's id: [n]."""
-    return -torch.nn.functional.cross_entropy(logits_nV, ids_n, reduction="none")
+    """The log-probability of each position's id: [n].
+
+    On CPU four rows at a time, which stay in its cache and need no second copy of all logits.
+    """
+    rows = 4 if logits_nV.device.type == "cpu" else max(1, len(ids_n))
+    found = []
+    for logits, ids in zip(logits_nV.split(rows), ids_n.split(rows)):
+        found.append(-torch.nn.functional.cross_entropy(logits, ids, reduction="none"))
+    return torch.cat(found)
 
 
 def predictors(

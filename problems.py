@@ -209,9 +209,8 @@ def refuse_overlap(problems: list[Problem], data: str, held_out: dict[str, list[
 def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
     """The training problems and their counts; none may stand in an evaluation set."""
     data, counts = load_problems(cfg.data)
-    held_out = {}
-    if cfg.eval_data:  # read now, not after the last update
-        held_out[cfg.eval_data] = load_set(cfg.eval_data, "test")
+    # Read now, not after the last update.
+    held_out = {cfg.eval_data: load_set(cfg.eval_data, "test")} if cfg.eval_data else {}
     if not cfg.allow_eval_overlap:
         refuse_overlap(data, cfg.data, held_out)
     return data, counts

@@ -104,7 +104,7 @@ def ledger(run: pathlib.Path) -> dict:
     A row says which versions of the bank held the entry first and last, how often it was retrieved,
     and how often it was distilled, reversed or ignored, on successes and on failures.
     """
-    banks, rollouts = load_banks(run), distributed.read_jsonl(run / "rollouts.jsonl")
+    banks, rollouts = load_banks(run), list(distributed.read_jsonl(run / "rollouts.jsonl"))
     rows: dict[tuple[str, str], dict] = {}
     for step, bank in banks.items():
         for (kind, id_), entry in entries(bank).items():
@@ -329,7 +329,7 @@ def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
     """All that the page shows of a run. Writes its ledger.json. UserError where there is no run."""
     settings, banks, counted = saved_settings(run), load_banks(run), ledger(run)
     distributed.write_json(run / "ledger.json", counted)
-    logs = [distributed.read_jsonl(run / f"{name}.jsonl") for name in runlog.LOGS]
+    logs = [list(distributed.read_jsonl(run / f"{name}.jsonl")) for name in runlog.LOGS]
     metrics, rollouts, tokens = logs
     columns, every = curves(metrics, points)
     audited = {line["step"] for line in tokens}

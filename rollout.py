@@ -290,14 +290,6 @@ class Rollout:
     truncated: bool  # cut at the length limit: it has no stop id (S4)
 
 
-def sample_rollouts(
-    model, tokenizer, problems, prompt_ids, sampling, keys, verifier: Verifier, rows: int = 0
-) -> list[Rollout]:
-    """y ~ p_S(. | x) for each problem (Eq. 1), and the verifier's r; the rest as in `generate`."""
-    completions = generate(model, tokenizer, prompt_ids, sampling, keys, rows)
-    return judge(model, tokenizer, problems, prompt_ids, list(enumerate(completions)), verifier)
-
-
 def judge(
     model, tokenizer, problems, prompt_ids: list[Ids], turn: Turn, verifier: Verifier
 ) -> list[Rollout]:
@@ -397,5 +389,5 @@ def writer(cfg: Config, world: World, model, tokenizer, folder: pathlib.Path) ->
     if cfg.update_model:
         name, flag = cfg.update_model, "--update-model"
         model, tokenizer = load_model(name, world.device, cfg.dtype, cfg.attn, flag)
-    log, rows = ReplyLog(folder, world), cfg.rollout_rows or 16  # 16 fit with 38,912 tokens each
+    log, rows = ReplyLog(folder, world), cfg.rollout_rows or 16
     return Writer(model, tokenizer, world, log, cfg.reply_tokens, cfg.seed, rows)

@@ -16,7 +16,9 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+import config
 import distributed
+import eval
 import policy
 import skills
 from config import Config
@@ -28,7 +30,6 @@ from skills import SkillBank, SkillPair
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 LOGS = ("metrics", "rollouts", "tokens")
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
-
 COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
 
 Logger = Callable[[dict], None]
@@ -60,7 +61,7 @@ def announce(
     shown = [repr(tokenizer.decode([i])) for i in sorted(masked)[:40]]
     print(f"mask (S2): {len(masked)} ids: {' '.join(shown)}")
     if not policy.head_is_sliced(model):
-        print("head: caps or scales the logits, so they are scored whole; memory grows with T*V")
+        print("head: caps or scales the logits: they are scored whole, in the model's dtype (S22)")
 
 
 def begin(cfg: Config, world: World, start: int) -> list[Logger]:
@@ -69,11 +70,13 @@ def begin(cfg: Config, world: World, start: int) -> list[Logger]:
     loggers: list[Logger] = []
     out = pathlib.Path(cfg.out)
     logs = [out / f"{name}.jsonl" for name in (*LOGS, "bank/replies")]
+    before = config.saved(out) if (out / "config.json").exists() else asdict(cfg)
+    lost = max(cfg.checkpoint_every, before["checkpoint_every"])  # updates, by a kill, at most
     with distributed.errors_shared(world):
         if world.main:
             for log in logs:  # a broken log is refused before anything is written
                 last = max((row.get("step", 0) for row in distributed.read_jsonl(log)), default=0)
-                if last > start + cfg.checkpoint_every:  # no kill can cost so many updates
+                if last > start + lost:
                     rule = f"the last checkpoint is of update {start}; were others moved away?"
                     raise UserError(f"{log}: reaches update {last}, but {rule}")
             loggers = mirrors(cfg, start)
@@ -99,8 +102,7 @@ def what_next(cfg: Config) -> str:
     """The commands that fit a run that has come to its end."""
     evaluate = f"python eval.py {cfg.model} {cfg.out}"
     if cfg.eval_data:
-        evaluate += f" --data {cfg.eval_data} --max-new-tokens {cfg.eval_tokens}"
-        evaluate += f" --samples {cfg.eval_samples} --seed {cfg.seed}"
+        evaluate += f" --data {cfg.eval_data} {eval.flags_of(cfg)}"
     return f"done; look inside: python report.py {cfg.out}\nall checkpoints: {evaluate}"
 
 

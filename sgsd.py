@@ -271,11 +271,10 @@ def retrieve(run: Run, x: Problem) -> list[skills.SkillPair]:
 
 def sample(run: Run, data: list[Problem], prompts: list[Ids], keys: Ids) -> list[Rollout]:
     """y ~ p_S(. | x) for each problem, and the verifier's r (Eq. 1)."""
-    cfg, rows = run.cfg, run.cfg.rollout_rows
+    cfg, own = run.cfg, (run.model, run.tokenizer)
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-    return rollout.sample_rollouts(
-        run.model, run.tokenizer, data, prompts, sampling, keys, run.verifier, rows
-    )
+    completions = rollout.generate(*own, prompts, sampling, keys, cfg.rollout_rows)
+    return rollout.judge(*own, data, prompts, list(enumerate(completions)), run.verifier)
 
 
 Update = tuple[list[dict], float, dict[str, float]]  # records, gradient norm, seconds by part

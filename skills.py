@@ -24,7 +24,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -308,11 +308,9 @@ def _ask(
             else:
                 found[i] = items
             if isinstance(complete, Writer):
-                row = {
-                    "kind": f"{'merge' if shown else 'extract'}_{SHORT[key]}",
-                    "attempt": attempt,
-                }
-                row |= {"outcome": outcome, "items": len(items), "prompt": prompt, "reply": reply}
+                row: dict[str, Any] = {"kind": f"{'merge' if shown else 'extract'}_{SHORT[key]}"}
+                row |= {"attempt": attempt, "outcome": outcome, "items": len(items)}
+                row |= {"prompt": prompt, "reply": reply}
                 complete.log(row)
     return found
 
@@ -507,12 +505,13 @@ def evolve(
         kept = _without_copies(entries, static[key], key)
         update[f"copied_{key}"] += len(entries) - len(kept)
         dynamic[key] = [{**e, IDS[key]: f"dyn_{e[IDS[key]]}"} for e in kept]
-    growth = {key: max(0, len(dynamic[key]) - len(old[key])) for key in FIELDS}  # line 13
+    dynamic = {key: dynamic[key][:dynamic_capacity] for key in FIELDS}  # line 13
+    growth = {key: max(0, len(dynamic[key]) - len(old[key])) for key in FIELDS}
     while sum(growth.values()) > max_new_items:
         larger = max(growth, key=lambda key: growth[key])
         growth[larger] -= 1
     for key in FIELDS:
-        dynamic[key] = dynamic[key][: min(len(old[key]) + growth[key], dynamic_capacity)]
+        dynamic[key] = dynamic[key][: len(old[key]) + growth[key]]
         update[f"dynamic_{key}"] = len(dynamic[key])
         update[f"net_new_{key}"] = len(dynamic[key]) - len(old[key])
     metadata = {**bank.metadata, "updates": [*bank.metadata.get("updates", []), update]}
@@ -537,7 +536,9 @@ def make_bank(
     """
     world, path = writer.world, writer.log.path.with_name("memories.jsonl")
     chosen = random.Random(cfg.seed).sample(problems, min(cfg.cold_start, len(problems)))
-    made_with = {"model": cfg.model, "seed": cfg.seed, **cfg.solving}
+    how = cfg.cold_start_temperature, cfg.cold_start_top_p, cfg.cold_start_top_k
+    sampling = rollout.Sampling(*how, cfg.cold_start_tokens)
+    made_with = {"model": cfg.model, "seed": cfg.seed, **asdict(sampling)}
     made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
     memories = {}
     for m in distributed.read_jsonl(path):
@@ -551,7 +552,6 @@ def make_bank(
     think = cfg.cold_start_thinking
     prompts = [policy.chat_ids(tokenizer, text, thinking=think) for text in texts]
     keys = [rollout.sample_key(cfg.seed, 0, x.id) for x in left]
-    sampling = rollout.Sampling(**cfg.solving)
 
     def finish(turn: rollout.Turn) -> Items:
         made = rollout.judge(model, tokenizer, left, prompts, turn, verifier)

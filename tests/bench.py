@@ -627,7 +627,7 @@ def step(args: Args, s: Shape, device: torch.device) -> None:
         run.verifier = verifier
         with verifier:
             sgsd.train(run, timed)
-        rows = distributed.read_jsonl(run.out / "rollouts.jsonl")
+        rows = list(distributed.read_jsonl(run.out / "rollouts.jsonl"))
         later = [row for row in rows if row["step"] > 1]  # the first update warms up
         c = counts(s, s.decode_vocab, device)
         least = least_seconds(run, later, c, copied, multiplied)

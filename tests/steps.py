@@ -91,8 +91,8 @@ def aim(rows: list[dict], audited: list[dict], locks: dict[str, lock.Lock]) -> t
 
 def aims(run: pathlib.Path, locks: dict[str, lock.Lock]) -> list[str]:
     """A run's rows of the first table, one per phase."""
-    rows = distributed.read_jsonl(run / "rollouts.jsonl")
-    audited = distributed.read_jsonl(run / "tokens.jsonl")
+    rows = list(distributed.read_jsonl(run / "rollouts.jsonl"))
+    audited = list(distributed.read_jsonl(run / "tokens.jsonl"))
     lines = []
     for first, last in PHASES:
         own = [i for i, row in enumerate(rows) if first <= row["step"] <= last]
@@ -164,10 +164,9 @@ def main() -> None:
     locks = lock.held_out(random.Random(0))
     for run in args.runs:
         print("\n".join(aims(run, locks)))
-    written = distributed.read_jsonl(lock.OUT / "train.jsonl")
-    problems = {row["id"]: row for row in written}
+    problems = {row["id"]: row for row in distributed.read_jsonl(lock.OUT / "train.jsonl")}
     for run in args.runs:
-        rows = distributed.read_jsonl(run / "rollouts.jsonl")
+        rows = list(distributed.read_jsonl(run / "rollouts.jsonl"))
         if rows[0]["pairs"]:
             found = count(run, rows, problems)
             print("\n".join(["", run.name, "", *table(found), *summary(rows, found)]))

@@ -231,7 +231,7 @@ def by_definition(run, text, thinking, ids):
     """[T, V] log-probabilities at the loss's temperature."""
     prompt = policy.chat_ids(run.tokenizer, text, thinking=thinking)
     logits_LV = run.model(input_ids=torch.tensor([prompt + ids])).logits[0]
-    return (logits_LV[len(prompt) - 1 : -1] / run.cfg.loss_temperature).log_softmax(-1)
+    return (logits_LV[len(prompt) - 1 : -1] / run.cfg.heat).log_softmax(-1)
 
 
 def objective(cfg, s, t, ids):
@@ -423,8 +423,8 @@ def read(*argv):
 
 LENGTHS = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p", "top_k")
 OWN = ("generations", "loss_temperature", "teacher", "answer_pi", "objective", "objective_clip")
-GRPO = [16000, 2048, 1.2, 1.0, 0, 8, 1.2, "live", False, "gate", 0]
-OPSD = [1024, 20000, 1.1, 0.95, 20, 1, 1.1, "frozen", True, "forward_kl", 0.05]
+GRPO = [16000, 2048, 1.2, 1.0, 0, 8, 0, "live", False, "gate", 0]
+OPSD = [1024, 20000, 1.1, 0.95, 20, 1, 0, "frozen", True, "forward_kl", 0.05]
 
 
 def test_a_methods_own_defaults_and_flags_that_win_over_them():
@@ -434,6 +434,9 @@ def test_a_methods_own_defaults_and_flags_that_win_over_them():
             cfg = dataclasses.asdict(read("--method", name))
             assert [cfg[field] for field in (*LENGTHS, *OWN)] == want
     assert read("--method", "grpo", "--top-k", "20").top_k == 20
+    heats = [read("--method", method).heat for method in ("sgsd", "grpo", "opsd")]
+    assert heats == [1.0, 1.2, 1.1]  # S5, S15: the loss of a baseline is at its sampling's
+    assert read("--method", "grpo", "--temperature", "0.9").heat == 0.9
     assert read("--method", "sgsd") == read() == BaselineConfig()
     assert dataclasses.asdict(config.Config()).items() <= dataclasses.asdict(read()).items()
     cfg = read("--no-token-mask", "--no-clip", "--no-polarity", "--answer-pi", "--teacher", "ema")

@@ -105,13 +105,13 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path):
 
 def test_a_torn_last_line_is_left_out(tmp_path):
     path, lines = tmp_path / "x.jsonl", [{"a": "é\ud800"}, {"a": 2}]
-    assert distributed.read_jsonl(path) == []
+    assert list(distributed.read_jsonl(path)) == []
     distributed.append_jsonl(path, lines)
     with open(path, "a") as f:
         f.write('{"a": 3')
-    assert distributed.read_jsonl(path) == lines
+    assert list(distributed.read_jsonl(path)) == lines
     distributed.append_jsonl(path, [{"a": 4}])  # the torn line is cut off first
-    assert distributed.read_jsonl(path) == [*lines, {"a": 4}]
+    assert list(distributed.read_jsonl(path)) == [*lines, {"a": 4}]
 
 
 def test_a_checkpoint_loads_by_its_own_card_from_any_directory(world_dir, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ import eval
 import policy
 import problems
 import rollout
+import runlog
 import skills
 from distributed import UserError, World
 
@@ -317,17 +318,18 @@ def test_the_end_of_a_training_and_a_later_comparison_share_samples(world_dir, h
     run = here.parent / "run"
     make_adapter(run / "checkpoints/step_000002", base)
     settings = {"model": str(base), "out": str(run), "updates": 2, "device": "cpu"}
-    settings |= {"eval_data": f"{world_dir}/data.jsonl", "eval_tokens": 8}
-    eval.before_and_after(config.Config(**settings), World(0, 1, torch.device("cpu")))
+    settings |= {"eval_data": f"{world_dir}/data.jsonl", "eval_tokens": 8, "dtype": "float32"}
+    cfg = config.Config(**settings)
+    eval.before_and_after(cfg, World(0, 1, torch.device("cpu")))
     assert capsys.readouterr().out.count("+0.0% to +0.0%") == 1
     first, second = read(run / "eval", "comparison")["data"]["results"].values()
     assert "diff" not in first and second["to"] == str(base)
     logs = sorted(run.glob("eval/*/samples.jsonl"))
     assert [log.parent.name for log in logs] == ["step_000002", f"{here.parent.name}--model"]
     before = [log.read_bytes() for log in logs]
-    flags = ["--data", f"{world_dir}/data.jsonl", "--max-new-tokens=8", "--device=cpu"]
     make_adapter(run / "checkpoints/step_000001", base, 1)
-    assert eval.main([str(base), str(run), *flags]) == 0
+    said = runlog.what_next(cfg).partition("all checkpoints: python eval.py ")[2]
+    assert eval.main(said.split()) == 0
     assert before == [log.read_bytes() for log in logs] and not (here / "eval").exists()
     assert (run / "eval/step_000001/samples.jsonl").exists()
 

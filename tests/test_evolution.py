@@ -732,6 +732,13 @@ def test_at_most_c_dynamic_entries_in_each_collection(old, capacity, left):
     assert [len(static(new, key)) for key in KEYS] == [4, 4]
 
 
+def test_a_full_collection_leaves_its_share_of_n_to_the_other():
+    """C = 4 skills are there, so all of N = 3 goes to the nine new mistakes."""
+    settings = {"max_new_items": 3, "dynamic_capacity": 4, "success_gate": 2}
+    new = skills.evolve(with_dynamic(4, 0), window(3, 3), 25, extracting(3), **settings)
+    assert [len(dynamic(new, key)) for key in KEYS] == [4, 3]
+
+
 def test_the_papers_limits_are_the_defaults():
     """N = 5 a time, C = 30 a collection: failures only, so one collection fills up."""
     bank = make_bank()

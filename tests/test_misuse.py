@@ -245,3 +245,11 @@ def test_a_model_without_the_asked_attention_gets_a_hint(tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="not loaded .*; --attn eager suits every model"):
         policy.load_model(str(tmp_path), torch.device("cpu"))
+
+
+def test_a_model_whose_cache_cannot_be_batched_is_refused(tmp_path):
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    make_model("qwen3_next", **layers).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="layers of linear_attention are not supported"):
+        policy.load_model(str(tmp_path), torch.device("cpu"))

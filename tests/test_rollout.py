@@ -186,7 +186,7 @@ def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer
         assert b == (a[: a.index(stop) + 1] if stop in a else a)
     data = [Problem(str(i), "x", "1") for i in range(6)]
     with rollout.Verifier() as verifier:
-        rolls = rollout.sample_rollouts(model, tokenizer, data, ids, SAMPLING, range(6), verifier)
+        rolls = rollout.judge(model, tokenizer, data, ids, list(enumerate(cut)), verifier)
     assert [roll.completion_ids for roll in rolls] == cut
     assert [roll.truncated for roll in rolls] == [x[-1] not in (265, stop) for x in cut]
     assert {(roll.r, roll.pred) for roll in rolls} == {(-1, None)}
@@ -216,6 +216,18 @@ def test_hostile_text_cannot_open_a_chat_turn(tokenizer):
         ids = policy.chat_ids(tokenizer, text, thinking=False)
         found.append([i for i in ids if i in control])
     assert found[0] == found[1]
+
+
+def test_a_template_that_shows_the_date_shows_the_same_one_every_day(tokenizer):
+    template = tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{% if date_string is not defined %}"
+        "{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ date_string }} {{ messages[0].content }}"
+    )
+    ids = policy.chat_ids(tokenizer, "x", thinking=None)
+    tokenizer.chat_template = template
+    assert tokenizer.decode(ids) == "26 Jul 2024 x"
 
 
 ANSWERS = {

@@ -268,8 +268,9 @@ def test_no_memory_is_made_twice_after_a_kill(world_dir, tmp_path):
 
 def test_seed_problems_are_solved_under_settings_of_their_own(world_dir, tmp_path):
     """S21: the authors' by default; here greedy and short, whatever the student's sampling is."""
-    paper = {"temperature": 1.0, "top_p": 0.95, "top_k": 0, "max_new_tokens": 38912}
-    assert config.Config().solving == paper and config.Config().cold_start_thinking
+    settings = dataclasses.asdict(config.Config())
+    own = [settings[f"cold_start_{name}"] for name in ("temperature", "top_p", "top_k", "tokens")]
+    assert own == [1.0, 0.95, 0, 38912] and settings["cold_start_thinking"]
     greedy = {"bank": "", "cold_start": 12, "cold_start_temperature": 0.0, "cold_start_tokens": 5}
     made = []
     for seed in (0, 1):
@@ -302,6 +303,13 @@ def test_a_run_without_its_checkpoints_is_not_begun_anew(world_dir, tmp_path):
     with pytest.raises(UserError, match="reaches update 6, but the last checkpoint is of update 0"):
         train(world_dir, tmp_path / "run", resume=True, updates=6)
     assert (tmp_path / "run/metrics.jsonl").read_text() == before
+
+
+def test_updates_that_a_longer_interval_has_lost_are_made_again(world_dir, tmp_path):
+    train(world_dir, tmp_path / "run", updates=4, checkpoint_every=4)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    train(world_dir, tmp_path / "run", resume=True, updates=4, checkpoint_every=1)
+    assert len(rows(tmp_path / "run/metrics.jsonl")) == 4
 
 
 def test_a_signal_is_acknowledged_at_once(world_dir, tmp_path, capfd):
