@@ -5,8 +5,9 @@
 Credit above 0 makes a token more likely. The first table is of all runs. Each step has one token at
 which its right and its wrong form part. The ideal credit is 1 there where the step is right, -1
 where it is wrong, and 0 elsewhere; the table gives its cosine with the run's own credit (Eq. 20
-summed over teachers; GRPO's is the advantage over the length), and the share of all squared credit
-that lies on those tokens.
+summed over teachers; GRPO's is the advantage over the length), two standard deviations that it
+would have if the credit's signs were random, and the share of all squared credit that lies on those
+tokens.
 
 The polarity is decided by the outcome of the whole solution. So a table for each run says how
 often its teachers were distilled, ignored and reversed, by outcome, by what their skill is about
@@ -96,9 +97,10 @@ def aims(run: pathlib.Path, locks: dict[str, lock.Lock]) -> list[str]:
     lines = []
     for first, last in PHASES:
         own = [i for i, row in enumerate(rows) if first <= row["step"] <= last]
-        found = aim([rows[i] for i in own], [audited[i] for i in own], locks)
-        line = "| {} | {} to {} | {} | {} | {:+.3f} | {:.1%} |"
-        lines.append(line.format(run.name, first, last, *found))
+        right, wrong, cosine, share = aim([rows[i] for i in own], [audited[i] for i in own], locks)
+        chance = 2 * math.sqrt(share / (right + wrong))  # two standard deviations of random signs
+        line = f"| {run.name} | {first} to {last} | {right} | {wrong} | "
+        lines.append(f"{line}{cosine:+.3f} ± {chance:.3f} | {share:.1%} |")
     return lines
 
 
