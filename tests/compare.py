@@ -82,6 +82,7 @@ class World:
     encoder: str
     flags: str  # of the bank and of training
     points: tuple[int, ...]  # updates after which a run is evaluated; the last one ends it
+    trial: int  # updates of a run that tries a rate
     rates: tuple[float, ...]
     tokens: int  # of a solution
     batch: int  # problems per update
@@ -101,6 +102,7 @@ WORLDS = {
         encoder=f"{TINY}/encoder",
         flags=TINY_FLAGS,
         points=(5, 10, 20, 40),
+        trial=40,
         rates=(1e-4, 3e-4, 1e-3),
         tokens=96,
         batch=16,
@@ -116,6 +118,7 @@ WORLDS = {
         encoder=f"{TINY}/lock/encoder",
         flags=TINY_FLAGS + "--cold-start 320 --cold-start-tokens 160",
         points=(5, 10, 20, 40, 60),
+        trial=60,
         rates=(3e-4, 1e-3, 3e-3),
         tokens=160,
         batch=8,
@@ -133,6 +136,7 @@ WORLDS = {
         " --cold-start-temperature 1.0 --reply-tokens 1024 --merge-group-size 16 --rollout-rows 64"
         " --no-cold-start-thinking",
         points=(25, 50, 100),
+        trial=25,
         rates=(1e-5, 3e-5, 1e-4),
         tokens=400,
         batch=32,
@@ -210,6 +214,11 @@ def forward_tokens() -> Iterator[list[int]]:
         handle.remove()
 
 
+def points_of(job: Job, w: World) -> tuple[int, ...]:
+    """The updates after which a job's run is evaluated."""
+    return w.points if job["points"] else (w.trial,)
+
+
 def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     """What a training run cost; its checkpoints are in `out`. Goes on with a run that is there."""
     import baselines
@@ -224,34 +233,36 @@ def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str
     if "--method" not in flags:
         flags += f" --update-every {w.other if name == 'sgsd, other bank' else w.evolve}"
     batch = w.grpo_batch if name.startswith("grpo") else w.batch
-    flags += f" --batch-size {batch} --max-new-tokens {w.tokens} --updates {w.points[-1]}"
-    every = w.points[0] if job["points"] else w.points[-1]
-    flags += f" --checkpoint-every {every} --audit-every {job.get('audit', 0)}"
+    points = points_of(job, w)
+    updates = points[-1]
+    flags += f" --batch-size {batch} --max-new-tokens {w.tokens} --updates {updates}"
+    flags += f" --checkpoint-every {points[0]} --audit-every {job.get('audit', 0)}"
     flags += f" --seed {job['seed']} --learning-rate {job['rate']}"
     flags = f"{w.flags} {flags}"
     last = max(out.glob("checkpoints/step_*"), default=None)
     made = int(last.name[5:]) if last else 0
-    if made:
-        flags, paths = "", {"resume": out}
-    else:
-        shutil.rmtree(out, ignore_errors=True)
     cost = out / "cost.json"
-    if not cost.exists():  # else a kill came after the last update
+    if not cost.exists():  # else a kill came after the training
+        if 0 < made < updates:
+            flags, paths = "", {"resume": out}
+        else:
+            made = 0
+            shutil.rmtree(out, ignore_errors=True)
         with forward_tokens() as forward:
             call(sgsd.main if name.startswith("sgsd") else baselines.main, flags, **paths)
-        each = sum(forward) / (w.points[-1] - made)  # an update's mean, of those that were watched
-        distributed.write_json(cost, {"forward_tokens": round(each * w.points[-1])})
+        each = sum(forward) / (updates - made)  # an update's mean, of those that were watched
+        distributed.write_json(cost, {"forward_tokens": round(each * updates)})
     seconds = 0.0
     for row in distributed.read_jsonl(out / "metrics.jsonl"):
         seconds += sum(row["seconds"].values())
-    drawn = dict.fromkeys(range(1, w.points[-1] + 1), 0)
+    drawn = dict.fromkeys(range(1, updates + 1), 0)
     for row in distributed.read_jsonl(out / "rollouts.jsonl"):
         drawn[row["step"]] += len(row["completion_ids"])
     return {
         "seconds": seconds,
         **json.loads(cost.read_text()),
         "generated_tokens": sum(drawn.values()),
-        "generated_at": {step: sum(list(drawn.values())[:step]) for step in w.points},
+        "generated_at": {step: sum(list(drawn.values())[:step]) for step in points},
     }
 
 
@@ -287,13 +298,12 @@ def do_job(job: Job, w: World, folder: pathlib.Path, work: pathlib.Path) -> dict
         evaluated, folders = [f"{w.folder}/model"], {0: out / name}
     else:
         cost = train(job, w, bank, out)
-        points = w.points if job["points"] else w.points[-1:]
-        folders = {step: out / "eval" / f"step_{step:06d}" for step in points}
+        folders = {step: out / "eval" / f"step_{step:06d}" for step in points_of(job, w)}
         evaluated = [str(out / "checkpoints" / path.name) for path in folders.values()]
     call(lambda argv: eval.main([*evaluated, *argv]), flags, **paths)
     scores = {step: scores_of(place / "samples.jsonl") for step, place in folders.items()}
-    points_of = {step: statistics.mean(found.values()) for step, found in scores.items()}
-    return {**cost, "accuracy": points_of, "last_scores": [*scores.values()][-1]}
+    accuracy = {step: statistics.mean(found.values()) for step, found in scores.items()}
+    return {**cost, "accuracy": accuracy, "last_scores": [*scores.values()][-1]}
 
 
 def run(job: Job, w: World, work: pathlib.Path) -> Job:

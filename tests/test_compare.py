@@ -67,6 +67,7 @@ def test_the_real_worlds_commands_from_the_folder_to_the_table(tmp_path, monkeyp
         flags="--eval-data= --lora-rank 4 --lora-alpha 8 --cold-start 8 --cold-start-tokens 96"
         " --reply-tokens 640 --merge-group-size 8 --no-cold-start-thinking --num-teachers 2",
         points=(1, 2),
+        trial=1,
         rates=(1e-3,),
         tokens=96,
         batch=8,
