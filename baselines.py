@@ -40,7 +40,6 @@ class BaselineConfig(Config):
     token_mask: bool = setting(True, "without it every token counts; Tab. 4")
     clip: bool = setting(True, "without it the support takes the gaps as they are; Tab. 4")
     polarity: bool = setting(True, "without it every teacher is distilled, rho = +1; §4.4")
-    contrast: bool = setting(False, "polarity by each gap less the teachers' median; D12")
     retrieval: str = setting("embedding", "the nearest pairs or any; S20", ("embedding", "random"))
     answer_pi: bool = setting(False, "the reference answer in a teacher's prompt too; §4.5, S16")
     teacher: str = setting(
@@ -189,8 +188,8 @@ def local_support(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Te
 def token_losses(cfg: BaselineConfig, ids_n: Tensor, s_nV: Tensor, *teachers_nV: Tensor) -> Tensor:
     """Loss, gap and full gap of each position under each teacher, [n, K, 3], from whole logits.
 
-    The gap decides the polarity. The full gap is Eq. 7's; it is another with a truncated support
-    (S19).
+    The gap decides the polarity. The full gap is Eq. 7's; it is another where the support is
+    truncated (S19).
     """
     logp_nK = torch.stack([policy.logprob_of(ids_n, t_nV) for t_nV in teachers_nV], 1)
     full_nK = logp_nK - policy.logprob_of(ids_n, s_nV)[:, None]
@@ -269,8 +268,7 @@ def distil(run, step, roll, pairs_K, guidance, clock) -> tuple[Tensor, dict]:
     ell_KT, gap_KT, full_KT = scored(run, roll, contexts_K, clock)
     lbar_K = torch.where(mask_T.bool(), ell_KT, 0).sum(1) / (mask_T.sum() + sgsd.EPS)  # Eq. 15
     bound = cfg.c_delta if cfg.clip else math.inf
-    shared_T = gap_KT.median(0).values if cfg.contrast and len(gap_KT) else 0  # D12
-    a_K = sgsd.robust_support(gap_KT - shared_T, mask_T, bound)
+    a_K = sgsd.robust_support(gap_KT, mask_T, bound)
     rho_K = torch.ones_like(a_K)
     if cfg.polarity:
         rho_K = sgsd.polarity(a_K, roll.r, cfg.eps_a)  # Eq. 13

@@ -52,7 +52,6 @@ METHODS: dict[str, str] = {  # sgsd is sgsd.py's, all others are baselines.py's
     "grpo+skill": "--method grpo+skill --num-teachers 3",
     "opsd+skill": "--method opsd+skill --num-teachers 3",
     "opsd+skill, no bound": "--method opsd+skill --num-teachers 3 --objective-clip 0",
-    "contrast": "--contrast",
     "one teacher": "--num-teachers 1",
     "no token mask": "--no-token-mask",
     "no clip": "--no-clip",
