@@ -12,11 +12,10 @@ Every method takes its world's settings, a bank that the world's model made
 for sgsd and each baseline, and sgsd's for its own ablations. Then five seeds on the test problems,
 where accuracy under the plain prompt, thinking on, is measured after some of the updates.
 Intervals are Student's over seeds, paired by seed for differences; with --seeds 1 that of the last
-difference is a bootstrap over problems, paired by problem. GRPO
-draws 8 rollouts of each of its problems: twice the others' samples in the worlds of tiny/, as many
-on the real model. What is done is kept in --work, so that a killed run goes on; after a change to a
-world's settings, take another --work. "Forward tokens" are
-those that went through the model outside decoding, with padding.
+difference is a bootstrap over problems, paired by problem. GRPO draws 8 rollouts of each of its
+problems: twice the others' samples in the worlds of tiny/, as many on the real model. "Forward
+tokens" are those that went through the model outside decoding, with padding. What is done is kept
+in --work, so that a killed run goes on; after a change to a world's settings, take another --work.
 """
 
 import argparse

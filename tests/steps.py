@@ -90,45 +90,43 @@ def aim(rows: list[dict], audited: list[dict], locks: dict[str, lock.Lock]) -> t
     return steps[True], steps[False], cosine, found / squares
 
 
-def aims(run: pathlib.Path, locks: dict[str, lock.Lock]) -> list[str]:
+def aims(
+    name: str, rows: list[dict], audited: list[dict], locks: dict[str, lock.Lock]
+) -> list[str]:
     """A run's rows of the first table, one per phase."""
-    rows = list(distributed.read_jsonl(run / "rollouts.jsonl"))
-    audited = list(distributed.read_jsonl(run / "tokens.jsonl"))
     lines = []
     for first, last in PHASES:
         own = [i for i, row in enumerate(rows) if first <= row["step"] <= last]
         right, wrong, cosine, share = aim([rows[i] for i in own], [audited[i] for i in own], locks)
         chance = 2 * math.sqrt(share / (right + wrong))  # two standard deviations of random signs
-        line = f"| {run.name} | {first} to {last} | {right} | {wrong} | "
+        line = f"| {name} | {first} to {last} | {right} | {wrong} | "
         lines.append(f"{line}{cosine:+.3f} ± {chance:.3f} | {share:.1%} |")
     return lines
 
 
 def count(
-    run: pathlib.Path, rows: list[dict], problems: dict[str, dict]
+    bank: pathlib.Path, rows: list[dict], audited: list[dict], locks: dict[str, lock.Lock]
 ) -> dict[tuple, dict[str, float]]:
     """(outcome, kind of the skill, own step) -> number of teachers by fate, and their credit.
 
     "size" is the sum of the credit's absolute values over the whole solution.
     """
-    bank = json.loads((run / "bank" / "bank.json").read_text())
-    meanings = {entry["skill_id"]: world.meaning(entry) for entry in bank["general_skills"]}
+    skills = json.loads(bank.read_text())["general_skills"]
+    meanings = {entry["skill_id"]: world.meaning(entry) for entry in skills}
     found: dict[tuple, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for row, tokens in zip(rows, distributed.read_jsonl(run / "tokens.jsonl")):
-        steps, problem = spans(tokens["text"]), problems[row["problem_id"]]
-        own = problem["families"]
-        given = re.findall(r"So (\d+)", row["text"])
+    for row, tokens in zip(rows, audited):
+        steps, x = spans(tokens["text"]), locks[row["problem_id"]]
+        right = lock.steps_right(x, row["text"])
         for k, (skill, _) in enumerate(row["pairs"]):
             family, kind = meanings[skill] or (None, "")
             outcome, credit = "success" if row["r"] > 0 else "failure", tokens["credit"][k]
             key, about = (outcome, "of no step", ""), range(len(credit))
-            if family in own:
-                at = own.index(family)
+            if family in x.families:
+                at = x.families.index(family)
                 if at >= len(steps):  # a step that was never written
                     continue
                 about = steps[at]
-                state = "right" if given[at] == problem["steps"][at] else "wrong"
-                key = outcome, kind, state
+                key = outcome, kind, "right" if right[at] else "wrong"
             found[key][FATES[row["rho"][k]]] += 1
             found[key]["credit"] += sum(credit[i] for i in about)
             found[key]["size"] += sum(map(abs, credit))
@@ -164,14 +162,15 @@ def main() -> None:
     args = parser.parse_args()
     print("| run | updates | right steps | wrong steps | cosine | share |\n" + "|---" * 6 + "|")
     locks = lock.held_out(random.Random(0))
-    for run in args.runs:
-        print("\n".join(aims(run, locks)))
-    problems = {row["id"]: row for row in distributed.read_jsonl(lock.OUT / "train.jsonl")}
+    tables = []
     for run in args.runs:
         rows = list(distributed.read_jsonl(run / "rollouts.jsonl"))
+        audited = list(distributed.read_jsonl(run / "tokens.jsonl"))
+        print("\n".join(aims(run.name, rows, audited, locks)))
         if rows[0]["pairs"]:
-            found = count(run, rows, problems)
-            print("\n".join(["", run.name, "", *table(found), *summary(rows, found)]))
+            found = count(run / "bank" / "bank.json", rows, audited, locks)
+            tables += ["", run.name, "", *table(found), *summary(rows, found)]
+    print("\n".join(tables))
 
 
 if __name__ == "__main__":

@@ -86,15 +86,15 @@ def test_a_teacher_is_counted_by_outcome_and_by_its_own_step(tmp_path):
     entries = [{"skill_id": "a", **world.item(None, fence, "skill")}]
     entries.append({"skill_id": "b", **world.item(None, count, "misleading")})
     entries.append({"skill_id": "c", **world.item(None, world.FAMILIES[0], "skill")})
-    (tmp_path / "bank").mkdir()
-    (tmp_path / "bank" / "bank.json").write_text(json.dumps({"general_skills": entries}))
+    (tmp_path / "bank.json").write_text(json.dumps({"general_skills": entries}))
     tokens = ["1.", " x", " So", " ", "8", "\n", "2.", " y", " So", " ", "5", "\n", "z"]
     row = {"problem_id": "p", "r": -1, "text": "".join(tokens), "rho": [-1, 1, 0]}
     row["pairs"] = [["a", "m"], ["b", "m"], ["c", "m"]]
     credit = [[-0.25] * 5 + [9.0] * 8, [9.0] * 5 + [0.5] * 6 + [9.0] * 2, [9.0] * 13]
-    (tmp_path / "tokens.jsonl").write_text(json.dumps({"text": tokens, "credit": credit}) + "\n")
-    problems = {"p": {"families": ["fence", "count", "sale"], "steps": ["8", "6", "1"]}}
-    found = steps.count(tmp_path, [row], problems)
+    wanted = {"fence": 8, "count": 6, "sale": 1}
+    parts = [world.Drawn(name, "?", ("", n), ("", 0)) for name, n in wanted.items()]
+    audited, locks = [{"text": tokens, "credit": credit}], {"p": lock.Lock(tuple(parts))}
+    found = steps.count(tmp_path / "bank.json", [row], audited, locks)
     assert found == {
         ("failure", "skill", "right"): {"reversed": 1, "credit": -1.25, "size": 73.25},
         ("failure", "misleading", "wrong"): {"distilled": 1, "credit": 3.0, "size": 66.0},
