@@ -66,10 +66,10 @@ class BaselineConfig(Config):
         if self.temperature == 0 and self.generations > 1:
             raise UserError("--temperature 0: makes all --generations of a problem the same")
         if self.support_top_k and self.objective != "gate":
-            raise UserError("--support-top-k: is a gate; leave out --objective")
+            raise UserError("--support-top-k: needs the gate; leave out --objective")
 
     @property
-    def heat(self) -> float:
+    def score_temperature(self) -> float:
         """The temperature of the log-probabilities in the loss; a greedy draw has none."""
         return self.loss_temperature or self.temperature or 1.0
 
@@ -301,7 +301,7 @@ def scored(run: Run, roll: Rollout, contexts_K: list[Ids], clock: runlog.Stopwat
     student_TD, sampled_T, *_ = policy.predictors(run.model, [roll.prompt_ids], [ids_T], True)
     states = [student_TD, *[teachers_KTD[k] for k in range(len(contexts_K))]]
     losses = functools.partial(token_losses, cfg)
-    found_TK3 = policy.over_slices(run.model, states, sampled_T, losses, cfg.heat)
+    found_TK3 = policy.over_slices(run.model, states, sampled_T, losses, cfg.score_temperature)
     return found_TK3.permute(2, 1, 0).contiguous()
 
 
@@ -334,8 +334,8 @@ def teacher_policy(run: Run) -> Iterator[None]:
 
 def reinforce(run, step, roll, pairs_K, advantage, clock) -> tuple[Tensor, dict]:
     """A rollout's loss and record by GRPO; one step per rollout, so that pi_old = pi (S15)."""
-    prompt, ids, heat = [roll.prompt_ids], [roll.completion_ids], settings(run).heat
-    logp_T = policy.token_logprobs(run.model, prompt, ids, grad=True, temperature=heat)[0]
+    prompt, ids, t = [roll.prompt_ids], [roll.completion_ids], settings(run).score_temperature
+    logp_T = policy.token_logprobs(run.model, prompt, ids, grad=True, temperature=t)[0]
     loss = grpo_loss(logp_T, logp_T, advantage)
     none_K, none_KT = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T))
     mask_T = torch.ones_like(logp_T)

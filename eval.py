@@ -479,7 +479,7 @@ def evaluate(args: Namespace, world: World) -> None:
 def before_and_after(cfg: Config, world: World) -> None:
     """avg@k on --eval-data of the base model and the last checkpoint, once the run is through."""
     last = max(pathlib.Path(cfg.out, "checkpoints").glob("step_*"), default=None)
-    gc.collect()  # the run's encoder is in a circle of references
+    gc.collect()  # the run's encoder is in a reference cycle
     if cfg.eval_data and last and int(last.name[5:]) == cfg.updates:
         flags = flags_of(cfg).split()
         evaluate(arguments([cfg.model, str(last), "--data", cfg.eval_data, *flags]), world)

@@ -52,7 +52,7 @@ def load_model(
     if attn == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError(f"--attn {attn}: flash-attn is not installed, or torch finds no GPU")
     source = _located(name, flag)
-    code: dict[str, Any] = {"trust_remote_code": False}  # else a model with some asks on a terminal
+    code: dict[str, Any] = {"trust_remote_code": False}  # else a model may ask to run its own
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **code)
         model: Model = AutoModelForCausalLM.from_pretrained(
@@ -384,7 +384,7 @@ def _logits(x_nD: Tensor, weight_VD: Tensor, tf32: bool) -> Tensor:
     """The head's fp32 product; as TF32 on CUDA where all numbers come from bf16 (S22).
 
     TF32 holds those exactly. Nothing else gets it: transformers multiplies positions in fp32, and
-    TF32 ends at 2,048.
+    TF32 holds integers only up to 2,048.
     """
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32

@@ -87,7 +87,7 @@ def select_tokens(logits_BV: Tensor, u_B: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
-    # A broken model is stopped by its loss that is not finite, not here.
+    # A broken model is stopped by its non-finite loss, not here.
     x_BV = logits_BV.float().nan_to_num(0.0, 1e4, -1e4) / sampling.temperature
     if 0 < sampling.top_k < x_BV.shape[-1]:
         least_B1 = x_BV.topk(sampling.top_k).values[:, -1:]
@@ -293,7 +293,7 @@ class Rollout:
 def judge(
     model, tokenizer, problems, prompt_ids: list[Ids], turn: Turn, verifier: Verifier
 ) -> list[Rollout]:
-    """The completions of a turn, which points into all problems and prompts, as rollouts."""
+    """A turn's completions as rollouts; its indices point into `problems` and `prompt_ids`."""
     stops = stop_ids(model, tokenizer)
     think = tokenizer.encode("<think>", add_special_tokens=False)
     rollouts = []
@@ -348,7 +348,7 @@ class Writer:
     def limit(self, prompt_ids: Ids, merging: bool) -> int:
         """The most tokens of a reply (D4): for a merge its prompt's and a quarter more.
 
-        They hold every item that the prompt shows, in a wordier layout, too.
+        That is enough to repeat every item of the prompt, even in a wordier layout.
         """
         return len(prompt_ids) * 5 // 4 if merging else self.reply_tokens
 

@@ -71,12 +71,12 @@ def begin(cfg: Config, world: World, start: int) -> list[Logger]:
     out = pathlib.Path(cfg.out)
     logs = [out / f"{name}.jsonl" for name in (*LOGS, "bank/replies")]
     before = config.saved(out) if (out / "config.json").exists() else asdict(cfg)
-    lost = max(cfg.checkpoint_every, before["checkpoint_every"])  # updates, by a kill, at most
+    most_lost = max(cfg.checkpoint_every, before["checkpoint_every"])  # updates, by a kill
     with distributed.errors_shared(world):
         if world.main:
             for log in logs:  # a broken log is refused before anything is written
                 last = max((row.get("step", 0) for row in distributed.read_jsonl(log)), default=0)
-                if last > start + lost:
+                if last > start + most_lost:
                     rule = f"the last checkpoint is of update {start}; were others moved away?"
                     raise UserError(f"{log}: reaches update {last}, but {rule}")
             loggers = mirrors(cfg, start)
@@ -120,7 +120,7 @@ def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
         return None
     bank = SkillBank.load(cfg.bank)
     for key in skills.FIELDS:
-        n, rule = len(bank.collection(key)), f"--num-teachers {cfg.num_teachers} wants as many"
+        n, rule = len(bank.collection(key)), f"--num-teachers {cfg.num_teachers} needs as many"
         if n < cfg.num_teachers:
             raise UserError(f"--bank {cfg.bank}: {key} has {n} entries, {rule}; lower it")
     return bank

@@ -7,7 +7,7 @@ One policy plays two roles. The student sees only the problem and samples a solu
 says right or wrong. Each of K retrieved skill-mistake pairs makes a teacher: the same policy with
 that pair in its prompt. All of them score the student's tokens; Delta is the teacher-student gap
 of log-probabilities. A teacher that supports a success or suppresses a failure is distilled
-(rho = +1), the opposite is reversed (-1), and the unsure is ignored (0).
+(rho = +1), one that does the opposite is reversed (-1), and an unsure one is ignored (0).
 
     python sgsd.py --preset tiny                                         see it run, in minutes
     torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train
@@ -15,7 +15,7 @@ of log-probabilities. A teacher that supports a success or suppresses a failure 
     python eval.py runs/sgsd/checkpoints/step_000200                     avg@12
 
 Read it from top to bottom: the objective, one update (Algorithm 1), the bank's schedule, the run.
-Tags are rows of docs/decisions.md: what the paper leaves open (S...) or is done otherwise (D...).
+Tags are rows of docs/decisions.md: what the paper leaves open (S...), and what differs (D...).
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T]. Log-probabilities are nats.
 """
@@ -352,7 +352,7 @@ def record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss
 
 
 def begin_bank(run: Run) -> None:
-    """Make the bank where there is none (Alg. 2), and read the window of the next update (D9)."""
+    """Make the bank where there is none (Alg. 2); restore the window since its last update (D9)."""
     cfg, writer = run.cfg, run.writer
     assert writer is not None
     if run.bank is None:
@@ -369,7 +369,7 @@ def begin_bank(run: Run) -> None:
 
 
 def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
-    """Algorithm 4 on all ranks' rollouts since its last time (D2); the bank's numbers to log."""
+    """Algorithm 4 on all ranks' rollouts since its last update (D2); the bank's numbers to log."""
     cfg = run.cfg
     assert run.bank is not None and run.writer is not None
     run.writer.log.step = step

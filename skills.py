@@ -303,10 +303,10 @@ def _ask(
             prompt, key, shown = questions[i]
             items, whole = read_items(reply, key)
             outcome = "read" if whole else "repaired"
-            if not items or (shown and not (whole and len(items) <= shown)):
-                outcome = "retried" if attempt == 1 else "lost"
-            else:
+            if items and (not shown or (whole and len(items) <= shown)):
                 found[i] = items
+            else:
+                outcome = "retried" if attempt == 1 else "lost"
             if isinstance(complete, Writer):
                 row: dict[str, Any] = {"kind": f"{'merge' if shown else 'extract'}_{SHORT[key]}"}
                 row |= {"attempt": attempt, "outcome": outcome, "items": len(items)}
@@ -579,7 +579,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = distributed.init(cfg.device)
         folder = pathlib.Path(f"{cfg.out}.work")
         if pathlib.Path(cfg.out).exists() and not folder.exists():
-            raise UserError(f"--out {cfg.out}: is there already, and was not made so; give another")
+            raise UserError(f"--out {cfg.out}: exists, and was not made so; give another")
         problems, _ = load_training(cfg)
         model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
         writer = rollout.writer(cfg, world, model, tokenizer, folder)

@@ -246,7 +246,7 @@ def main() -> None:
     print(json.dumps(math_verdict("1/2", "2/4")), file=replies, flush=True)  # reads the grammar
     while os.getppid() == parent:  # whose fork may hold the pipe open
         if select([sys.stdin], [], [], 0.5)[0]:
-            pair = json.loads(input())  # an error at the end of the file: so ends the worker
+            pair = json.loads(input())  # at end of file this raises, and the worker ends
             signal.setitimer(signal.ITIMER_REAL, timeout_s)
             try:
                 verdict = math_verdict(*pair)

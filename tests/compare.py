@@ -65,6 +65,9 @@ METHODS: dict[str, str] = {  # sgsd is sgsd.py's, all others are baselines.py's
     "JSD": "--objective jsd",
     "top-100 support": "--support-top-k 100",
     "random retrieval": "--retrieval random",
+    "bare prompt": "--student-prefix bare",  # as in evaluation, and as GRPO trains
+    "grpo, sampled as sgsd": "--method grpo --student-prefix closed --temperature 1.1"
+    " --top-p 0.95 --top-k 20 --grad-clip 0.1",
 }
 RELEASED = "sgsd, released bank"  # FOLDER/released.json, in the world real
 METHODS[RELEASED] = ""

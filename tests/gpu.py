@@ -1,4 +1,4 @@
-"""What has to be seen on a GPU, step by step into a folder; a step that fails does not end it.
+"""What must be checked on a GPU, step by step, logged to a folder; a failed step does not end it.
 
     python tests/gpu.py OUT            tests, runs of the tiny preset, tests/bench.py --cuda
     python tests/gpu.py OUT --cpu      the same in small without a GPU, to rehearse it

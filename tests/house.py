@@ -52,7 +52,7 @@ def reached(graph: dict[str, set[str]], name: str) -> set[str]:
 
 
 def layers_of(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The files in layers, each importing only from those before; a circle ends in the last."""
+    """The files in layers, each importing only from those before; a cycle ends in the last."""
     layers = []
     left = dict(graph)
     while left:
@@ -67,9 +67,9 @@ def layers_of(graph: dict[str, set[str]]) -> list[list[str]]:
 def faults_of(texts: dict[str, str], graph: dict[str, set[str]]) -> list[str]:
     """Each broken rule as a line. texts: {module: source}; graph: {module: its own imports}."""
     faults = []
-    circle = [name for name in graph if name in reached(graph, name)]
-    if circle:
-        faults.append(f"a circle of imports among {', '.join(circle)}")
+    cycle = [name for name in graph if name in reached(graph, name)]
+    if cycle:
+        faults.append(f"an import cycle among {', '.join(cycle)}")
     for name, imports in graph.items():
         if name not in ORDER:
             faults.append(f"{name}.py has no place in the order of tests/house.py")

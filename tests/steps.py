@@ -3,11 +3,11 @@
     python tests/steps.py RUN ...    runs with --audit-every 1 whose banks stayed as they were made
 
 Credit above 0 makes a token more likely. The first table is of all runs. Each step has one token at
-which its right and its wrong form part. The ideal credit is 1 there where the step is right, -1
-where it is wrong, and 0 elsewhere; the table gives its cosine with the run's own credit (Eq. 20
-summed over teachers; GRPO's is the advantage over the length), two standard deviations that it
-would have if the credit's signs were random, and the share of all squared credit that lies on those
-tokens.
+which the right and the wrong form first differ. The ideal credit is 1 there where the step is
+right, -1 where it is wrong, and 0 elsewhere; the table gives its cosine with the run's own credit
+(Eq. 20 summed over teachers; GRPO's is the advantage over the length), two standard deviations that
+it would have if the credit's signs were random, and the share of all squared credit that lies on
+those tokens.
 
 The polarity is decided by the outcome of the whole solution. So a table for each run says how
 often its teachers were distilled, ignored and reversed, by outcome, by what their skill is about
@@ -52,7 +52,7 @@ def spans(texts: list[str]) -> list[range]:
 
 
 def deciding(texts: list[str], span: range, part: world.Drawn) -> int | None:
-    """The token of a step at which its right and its wrong form part; None in any other form."""
+    """The token of a step at which right and wrong form first differ; None in any other form."""
     forms = [f"{text} So {answer}" for text, answer in (part.right, part.wrong)]
     alike = itertools.takewhile(lambda both: both[0] == both[1], zip(*forms))
     same = forms[0][: len(list(alike))]

@@ -230,7 +230,7 @@ def by_definition(run, text, thinking, ids):
     """[T, V] log-probabilities at the loss's temperature."""
     prompt = policy.chat_ids(run.tokenizer, text, thinking=thinking)
     logits_LV = run.model(input_ids=torch.tensor([prompt + ids])).logits[0]
-    return (logits_LV[len(prompt) - 1 : -1] / run.cfg.heat).log_softmax(-1)
+    return (logits_LV[len(prompt) - 1 : -1] / run.cfg.score_temperature).log_softmax(-1)
 
 
 def objective(cfg, s, t, ids):
@@ -430,9 +430,9 @@ def test_a_methods_own_defaults_and_flags_that_win_over_them():
             cfg = dataclasses.asdict(read("--method", name))
             assert [cfg[field] for field in (*LENGTHS, *OWN)] == want
     assert read("--method", "grpo", "--top-k", "20").top_k == 20
-    heats = [read("--method", method).heat for method in ("sgsd", "grpo", "opsd")]
-    assert heats == [1.0, 1.2, 1.1]  # S5, S15: the loss of a baseline is at its sampling's
-    assert read("--method", "grpo", "--temperature", "0.9").heat == 0.9
+    found = [read("--method", method).score_temperature for method in ("sgsd", "grpo", "opsd")]
+    assert found == [1.0, 1.2, 1.1]  # S5, S15: the loss of a baseline is at its sampling's
+    assert read("--method", "grpo", "--temperature", "0.9").score_temperature == 0.9
     assert read("--method", "sgsd") == read() == BaselineConfig()
     assert dataclasses.asdict(config.Config()).items() <= dataclasses.asdict(read()).items()
     cfg = read("--no-token-mask", "--no-clip", "--no-polarity", "--answer-pi", "--teacher", "ema")

@@ -1,4 +1,4 @@
-"""Each mode of bench.py runs at a minimal shape, and what it holds us against is what it says."""
+"""Each mode of bench.py runs at a minimal shape, and what it compares computes the same."""
 
 import bench
 import pytest

@@ -71,7 +71,7 @@ FLAGS = {  # what is wrong, and what is said
     "--eval-data no.jsonl --allow-eval-overlap": "no.jsonl: no such file",
     "--eval-data amc23": "amc23: math-ai/amc23 not read",
     "--bank no.json": "bank no.json: cannot be read as JSON",
-    "--num-teachers 9": "general_skills has 4 entries, --num-teachers 9 wants as many",
+    "--num-teachers 9": "general_skills has 4 entries, --num-teachers 9 needs as many",
     "--max-prompt-tokens 30": "tokens, --max-prompt-tokens is 30",
     "--device cuda": "--device cuda: torch finds no CUDA GPU here",
     "--attn flash_attention_2": "flash-attn is not installed",

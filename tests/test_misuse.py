@@ -37,7 +37,7 @@ FILES = [  # the setting, a file, its content, and what is said
     ("bank", "x.json", bank([{"skill_id": "a"}]), "general_skills[0] lacks"),
     ("bank", "x.json", bank([], ["text"]), "common_mistakes[0] lacks"),
     ("bank", "x.json", bank(metadata=[]), "`metadata` must be an object"),
-    ("bank", "x.json", bank(), "general_skills has 0 entries, --num-teachers 3 wants as many"),
+    ("bank", "x.json", bank(), "general_skills has 0 entries, --num-teachers 3 needs as many"),
     ("data", "x.jsonl", "", "x.jsonl: no problem is left of 0 rows"),
     ("data", "x.jsonl", CONFLICT, "x.jsonl: no problem is left of 2 rows"),
     ("data", "x.jsonl", '{"problem": "p"}\n', "x.jsonl:1: needs `problem` and `answer`"),
@@ -206,7 +206,7 @@ def test_making_a_bank_from_wrong_flags_is_one_line(world_dir, tmp_path, capsys)
         ([], "--out runs/sgsd: a file for the bank is wanted, such as bank.json"),
         ([f"--out={tmp_path}"], f"--out {tmp_path}: a file for the bank is wanted"),
         ([f"--out={out}", "--cold-start=0"], "--cold-start 0: must be > 0"),
-        ([f"--out={out}"], "bank.json: is there already, and was not made so; give another"),
+        ([f"--out={out}"], "bank.json: exists, and was not made so; give another"),
         ([f"--out={tmp_path / 'new.json'}", "--data=no.jsonl"], "no.jsonl: no such file"),
     ):
         refused(capsys, skills.main, [model, data, "--device=cpu", *given], words)

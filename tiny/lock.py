@@ -9,7 +9,7 @@ A problem asks for three numbers, each a problem of one of world.py's eight fami
 answer is the three written as one number. A step errs with the odds of world.py, on its own. What
 else is different:
 
-- with guidance in the prompt the model writes otherwise: a semicolon where it would break the
+- with guidance in the prompt the model writes differently: a semicolon where it would break the
   line, now and then another mark at a line's head, and never the "Well," that it sometimes puts
   there when it is alone;
 - with the reference answer in the prompt it skips the steps more often than not;
@@ -17,7 +17,8 @@ else is different:
   misleading skill;
 - its encoder is untrained, a random vector per token, so that retrieval goes by common words.
 
-The world was chosen by what the base model does, before any method was run on it.
+The world was chosen by what the base model does, before any method was run on it, but for six
+timed updates of SGSD.
 """
 
 import argparse
@@ -309,7 +310,7 @@ def of_bank(model, tokenizer, path: str, count: int = 160) -> str:
     embed = policy.load_encoder(str(OUT / "encoder"), "cpu")
     kinds = Counter(str(world.meaning(entry)) for entry in bank.general_skills)
     about = Counter((world.meaning(entry) or ("", "unknown"))[1] for entry in bank.general_skills)
-    first, gaps, masked = Counter(), [], []
+    first, nearest, shown_for, gaps, masked = Counter(), Counter(), Counter(), [], []
     rng = random.Random(3)
     sampling, hidden = rollout.Sampling(1.1, 0.95, 20, 160), policy.masked_token_ids(tokenizer)
     problems = [draw(rng) for _ in range(count)]
@@ -321,8 +322,11 @@ def of_bank(model, tokenizer, path: str, count: int = 160) -> str:
     drawn = rollout.generate(model, tokenizer, prompts, sampling, keys, count)
     for x, prompt, ids in zip(problems, prompts, drawn):
         pairs = bank.retrieve(x.problem, 4, embed)
-        family, kind = world.meaning(pairs[0].skill) or (None, "unknown")
-        first["another family's" if family not in x.families else kind] += 1
+        meanings = [world.meaning(pair.skill) or (None, "unknown") for pair in pairs]
+        own = [kind if name in x.families else "another family's" for name, kind in meanings]
+        first[own[0]] += 1
+        nearest.update(own)
+        shown_for.update(pair.skill["skill_id"] for pair in pairs)
         texts = [skills.render_teacher(pair, x.problem) for pair in pairs]
         contexts = [policy.chat_ids(tokenizer, text, thinking=True) for text in texts]
         teachers_KT = policy.score_teachers(model, contexts, ids, 16384)
@@ -335,7 +339,8 @@ def of_bank(model, tokenizer, path: str, count: int = 160) -> str:
         [
             f"skills by kind {dict(about)}; mistakes {len(bank.common_mistakes)}",
             f"{len(kinds)} meanings in {len(bank.general_skills)} skills",
-            f"first retrieved {dict(first)}",
+            f"of {count} problems, first retrieved {dict(first)}, nearest four {dict(nearest)}",
+            f"problems that a skill is shown for {dict(sorted(shown_for.items()))}",
             f"{len(shown)} gaps: {(shown.abs() > 3).float().mean():.2%} beyond 3 nats, "
             f"mean {shown.mean():+.4f}; masked {len(rest)}, mean {rest.mean():+.3f}",
         ]
