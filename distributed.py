@@ -206,7 +206,7 @@ def errors_shared(world: World) -> Iterator[None]:
 
 
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
-    """Give every rank rank 0's values, in place: GPUs of two kinds draw different ones."""
+    """Give every rank rank 0's values, in place, whatever each of them drew."""
     import torch.distributed as dist
 
     if world.size > 1:

@@ -243,7 +243,8 @@ def load_policy(policy: Policy, args: Namespace, world: World) -> tuple[Model, T
     from peft import PeftModel  # takes seconds to import, and only adapters need it
 
     try:
-        return PeftModel.from_pretrained(model, policy.path).eval(), tokenizer
+        place = str(world.device)  # else PEFT puts every rank's on the first GPU
+        return PeftModel.from_pretrained(model, policy.path, torch_device=place).eval(), tokenizer
     except Exception as e:  # many kinds: other shapes, a torn file, a pickle
         why = f"does not fit {name} ({distributed.brief(e)}); give its base as --model"
         raise UserError(f"{policy.path}: the adapter {why}") from None

@@ -110,7 +110,7 @@ def causal_lm(model: Model) -> Model:
 
 
 def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") -> Model:
-    """The model with LoRA on all seven projections (App. F.1), its layers checkpointed.
+    """The model with LoRA on all seven projections (S7), its layers checkpointed.
 
     No dropout, no biases. The adapters are fp32: a step of 5e-6 would be lost in bf16 (S22).
     Raises UserError where a projection is missing.
@@ -120,7 +120,7 @@ def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") ->
     own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     missing = [name for name in PROJECTIONS if name not in own]
     if missing:
-        raise UserError(f"{flag}: has no {', '.join(missing)} to adapt, as App. F.1 wants")
+        raise UserError(f"{flag}: has no {', '.join(missing)} to adapt (S7)")
     lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
     model = get_peft_model(model, lora)
     causal = causal_lm(model)
@@ -283,6 +283,7 @@ def masked_token_ids(tokenizer: Tokenizer, extra: bool = False) -> set[int]:
     extra: also tokens that are nothing but white space, markdown (**, ##, ```, ---) or a tool tag.
     """
     ids = {i for i in tokenizer.all_special_ids if i is not None}
+    ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     for token, i in tokenizer.get_vocab().items():
         if re.fullmatch(r"<\|.*\|>|</?think>", token):
             ids.add(i)
@@ -298,10 +299,10 @@ def masked_token_ids(tokenizer: Tokenizer, extra: bool = False) -> set[int]:
 
 def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
     """Every id that ends a completion: the tokenizer's and all of the model's (Qwen3 has two)."""
-    causal = causal_lm(model)
+    own, settings = causal_lm(model).config, causal_lm(model).generation_config
     found: set[int | None] = set()
-    for source in (tokenizer, causal.config, causal.generation_config):
-        ids = source.eos_token_id
+    for source in (tokenizer, own, own.get_text_config(), settings):
+        ids = getattr(source, "eos_token_id", None)
         found.update(ids if isinstance(ids, list | tuple) else [ids])
     return sorted(i for i in found if i is not None)
 

@@ -295,13 +295,14 @@ def judge(
 ) -> list[Rollout]:
     """A turn's completions as rollouts; its indices point into `problems` and `prompt_ids`."""
     stops = stop_ids(model, tokenizer)
-    think = tokenizer.encode("<think>", add_special_tokens=False)
+    marks = [tokenizer.encode(x, add_special_tokens=False) for x in ("<think>", "</think>")]
     rollouts = []
     for i, ids in turn:
         x, prompt = problems[i], prompt_ids[i]
         text = tokenizer.decode(ids, skip_special_tokens=True)
         # Some templates open the think block in the prompt, which shows where it is one token.
-        opened = len(think) == 1 and think[0] in prompt[-2:]
+        ends = [prompt[-1:] == mark or prompt[-2:-1] == mark for mark in marks]
+        opened = ends == [True, False]
         pred = extract_answer("<think>" + text if opened else text)
         truncated = not ids or ids[-1] not in stops
         rollouts.append(Rollout(x.id, x.problem, x.answer, prompt, ids, text, pred, -1, truncated))

@@ -89,13 +89,12 @@ def begin(cfg: Config, world: World, start: int) -> list[Logger]:
     return loggers
 
 
-def write(out: pathlib.Path, metrics: dict, records: list[dict], loggers: list[Logger]) -> None:
-    """Append one update to the logs, and pass its metrics on."""
-    tokens = [row.pop("tokens") for row in records if "tokens" in row]
-    for name, rows in zip(LOGS, ([metrics], records, tokens)):
+def write(out: pathlib.Path, of_logs: tuple[list[dict], ...], loggers: list[Logger]) -> None:
+    """Append one update's rows to the LOGS, and pass its metrics on."""
+    for name, rows in zip(LOGS, of_logs):
         distributed.append_jsonl(out / f"{name}.jsonl", rows)
     for pass_on in loggers:
-        pass_on(metrics)
+        pass_on(*of_logs[0])
 
 
 def what_next(cfg: Config) -> str:

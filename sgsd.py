@@ -186,6 +186,7 @@ def token_credit(
 
 # --------------------------------------------------------------------------- end of the objective
 
+import itertools
 import os
 import pathlib
 import signal
@@ -405,7 +406,7 @@ def prepare(cfg: Config, world: World, resume: bool) -> Run:
         made = f"{out} has made update {step} already"
         raise UserError(f"--updates {cfg.updates}: {made}; give a larger number, or evaluate it")
     verifier = Verifier(cfg.verify_timeout, cfg.verify_workers)
-    masked_ids = masked_token_ids(tokenizer, cfg.mask_extra)
+    masked_ids = masked_token_ids(tokenizer, cfg.mask_extra) | {*policy.stop_ids(model, tokenizer)}
     run = Run(cfg, out, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
     if cfg.sees_skills:
         run.bank = runlog.load_bank(cfg, step, resume)
@@ -441,20 +442,19 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
         except SharedError as e:
             hint = f"--resume {cfg.out} continues from the last checkpoint"
             raise SharedError(f"{e} (in update {step}; {hint})") from None
-        records, stop = [], False  # a signal may have come to some ranks only
-        for share in distributed.gather({"records": own, "stop": run.stop}, world):
-            records += share["records"]
-            stop = stop or share["stop"]
+        records = list(itertools.chain(*distributed.gather(own, world)))
         records.sort(key=lambda row: row["index"])
+        tokens = [row.pop("tokens") for row in records if "tokens" in row]
         begun = time.perf_counter()
         counts = evolve_bank(run, step, records) if run.embed is not None else {}  # line 17
         seconds["bank"] = time.perf_counter() - begun
+        stop = any(distributed.gather(run.stop, world))  # a signal may have come to some ranks only
         run.step = step
         skipped = 0 if math.isfinite(norm) else skipped + 1
         if world.main:
             rate, peak = run.optimizer.param_groups[0]["lr"], runlog.memory_gb(world)
             metrics = runlog.summarize(step, records, norm, rate, seconds, peak) | counts
-            runlog.write(run.out, metrics, records, loggers)
+            runlog.write(run.out, ([metrics], records, tokens), loggers)
             bar.write(runlog.log_line(metrics, cfg.updates))
         if skipped == 3:
             reason = "three updates in a row were not finite"

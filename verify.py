@@ -53,7 +53,7 @@ SIGNS |= {"∞": r"\infty ", "°": r"^\circ ", "√": r"\sqrt ", "±": r"\pm ", 
 SPELLING = [  # what models write and math-verify misreads or refuses, and how it reads it
     (r"(?<=\d)(\{,\}|,?\\[,!])(?=\d{3})", ""),  # thousands: 1{,}234 and 1\,234
     (r"\\(left|right|[bB]igg?[lr]?|displaystyle|boxed|fbox)\b", ""),
-    (r"\\(q?quad\b|[!;:>])|~", " "),
+    (r"(?<!\\)\\(q?quad\b|[!;:>, ])|~", " "),
     (rf"^\s*{TEXT}[\s.]*$", r"\1"),  # a whole answer set as text
     (r"^\\\$(.+)", r"\1 \\text{dollars}"),
     (r"^(\\?\$|=|\\approx|\s)+|([\s.]|\\?\$)+$|\\?\$", ""),  # = 5, 5 with a full stop, and $5$
@@ -69,7 +69,7 @@ SPELLING = [  # what models write and math-verify misreads or refuses, and how i
 ]
 UNIT = rf"(?<=[\w)}}])(\s*({TEXT}|[ckm]m|kg|ft)|\s+[a-zA-Z]{{3}}[a-zA-Z. ]*)(\^\{{?\d\}}?)?$"
 NAME = re.compile(  # x, m+n, f(3), x_1 or (x,y) may stand before =; 6=5 and 2x=5 are not 5
-    r"(?:^|(?<=[,;(]))\s*([a-zA-Z\\|][^=<>\d,;^]*|[a-zA-Z][_{(]+[-\d./]+[)}]*|\([a-zA-Z, ]+\))="
+    r"(?:^|(?<=[,;(]))\s*([a-zA-Z\\|][^=<>\d,;^]*?|[a-zA-Z][_{(]+[-\d./]+[)}]*|\([a-zA-Z, ]+\))\s*="
 )
 CHAIN = re.compile(r"=[^,;]*=|\\approx.*\\approx")  # 1=2=3=4=5 is many guesses
 WORDS = (  # 5 million is not 5, and a problem, \sum_{k=1}^{9} k, is not its own answer

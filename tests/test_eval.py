@@ -244,6 +244,17 @@ def make_adapter(path, base, seed=0):
     peft.get_peft_model(model, lora).save_pretrained(path)
 
 
+def test_an_adapter_is_loaded_onto_the_ranks_own_device(base, tmp_path, monkeypatch):
+    """PEFT would put all ranks' adapters onto the first GPU."""
+    make_adapter(tmp_path / "adapter", base)
+    asked = []
+    monkeypatch.setattr("peft.peft_model.infer_device", lambda: asked.append("any") or "cpu")
+    chosen = eval.Policy(str(tmp_path / "adapter"), str(base))
+    args = eval.arguments(["x"])
+    eval.load_policy(chosen, args, World(0, 1, torch.device("cpu")))
+    assert not asked
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """The working directory, beside a model."""

@@ -157,9 +157,9 @@ def test_killed_at_40_random_instants(world_dir, tmp_path, whole):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("place", ["update", "cold start"])
+@pytest.mark.parametrize("place", ["update", "bank's update", "cold start"])
 def test_a_signal_is_an_orderly_stop(place, number, world_dir, tmp_path, whole):
-    """An update is finished and saved, a cold start interrupted; both go on as if uninterrupted."""
+    """An update is finished and saved, a cold start interrupted; all go on as if uninterrupted."""
     out, log = tmp_path / "run", tmp_path / "log"
 
     def signalled(run, step):
@@ -172,12 +172,19 @@ def test_a_signal_is_an_orderly_stop(place, number, world_dir, tmp_path, whole):
             os.kill(os.getpid(), number)
             time.sleep(0.2)
 
-    def before():
+    def answered(writer, prompts, times, stage, merging):
+        if writer.log.step == 3:
+            os.kill(os.getpid(), number)
+        return [writer.reply(prompt) for prompt in prompts]
+
+    def before():  # in the forked process alone
         if place == "cold start":
-            driver.FakeWriter.replies = interrupted  # in the forked process alone
+            driver.FakeWriter.replies = interrupted
+        if place == "bank's update":
+            driver.FakeWriter.replies = answered
 
     code = go(flags(world_dir, out), log, signalled, before)
-    if place == "update":
+    if place != "cold start":
         said = f"stopped as asked; continue with: python baselines.py --resume {out}"
         assert code == 0 and said in log.read_text() and "Traceback" not in log.read_text()
         assert (out / "checkpoints/step_000003").is_dir() and len(rows(out / "metrics.jsonl")) == 3

@@ -5,11 +5,13 @@ The reference for decoding is a plain loop: no cache, no padding, one row alone.
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
+from transformers import Gemma3Config, GenerationConfig
 
 import distributed
 import policy
@@ -251,6 +253,19 @@ def test_a_think_block_that_the_prompt_opened_holds_no_answer(tokenizer):
     for text, pred in ((r"maybe \boxed{5}? wait", None), (r"\boxed{4}</think> so \boxed{5}", "5")):
         roll = judged(tokenizer, prompt, tokenizer.encode(text))
         assert (roll.pred, roll.r, roll.text) == (pred, 1 if pred else -1, text)
+
+
+def test_a_think_block_that_the_prompt_closed_at_once_is_not_open(tokenizer):
+    roll = judged(tokenizer, tokenizer.encode("<think></think>"), tokenizer.encode(r"\boxed{5}"))
+    assert (roll.pred, roll.r) == ("5", 1)
+
+
+def test_stop_ids_of_a_model_whose_text_config_alone_names_one(tokenizer):
+    """Gemma 3 with images has none of its own."""
+    text = {"eos_token_id": [1, 106], "num_hidden_layers": 1}
+    own = Gemma3Config(text_config=text)
+    model = SimpleNamespace(config=own, generation_config=GenerationConfig())
+    assert policy.stop_ids(model, tokenizer) == [1, 106, 265]
 
 
 def test_a_think_block_is_only_seen_where_it_is_a_token():

@@ -10,9 +10,11 @@ import driver
 import peft
 import pytest
 import torch
-from conftest import make_bank
+from conftest import make_bank, make_tokenizer
 from driver import make_run, rows, stopping_at, timeless, train
 from safetensors.torch import load_file
+from tokenizers import AddedToken
+from transformers import GenerationConfig
 
 import config
 import policy
@@ -236,6 +238,21 @@ def test_which_ids_are_masked(tokenizer):
     assert {markdown, *(tokenizer.encode(blank)[0] for blank in (" ", "\r"))} <= extra
     assert digit not in extra
     assert sgsd.token_mask([min(ids), digit], ids).tolist() == [0, 1]
+
+
+def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, tmp_path):
+    """S2: Gemma's <end_of_turn> is special, and only its generation_config names it as a stop."""
+    shutil.copytree(world_dir / "model", tmp_path / "model")
+    own = make_tokenizer()
+    own.add_tokens([AddedToken("<end_of_turn>", special=True)])
+    own.save_pretrained(tmp_path / "model")
+    settings = GenerationConfig.from_pretrained(tmp_path / "model")
+    settings.eos_token_id = [265, 5]
+    settings.save_pretrained(tmp_path / "model")
+    run = make_run(world_dir, tmp_path / "run", model=str(tmp_path / "model"))
+    turn = run.tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    assert turn not in run.tokenizer.all_special_ids
+    assert {turn, 5} <= run.masked_ids
 
 
 class CountingVerifier(driver.CoinVerifier):

@@ -102,6 +102,12 @@ x=1 \text{ or } x=2 == 1,2 | x\in\{1,2\} == 1,2 | \text{odd} != -\text{odd} | \l
 x=3 != 2x+1=7  x^2=9 | 60 == 60 miles per hour | 60\text{ mph} == 60 | 18 == 18 dollars
 \$18 == 18 dollars | \sqrt{2} == √2 | [1,2] != \{1,2\} | (3,2) != \{2,3\}
 (2,1) != (3,1)  \emptyset | 3 != 1 2 | -\frac{3}{2} == -1 1/2
+# a space of LaTeX's before a unit, and a blank before =
+12 == 12 \, \text{cm}  12\ \text{hours}  12\,\mathrm{cm}  12 \, \text{km/h} != 13 \, \text{cm}
+15\text{ cm}^2 == 15 \, \text{cm}^2 | 10\pi == 10\pi \, \text{cm}^2 | 1000 == 1,000 \, \text{km}
+\frac{1}{2} == \frac{1}{2} \, \text{miles} | 1,2 == 1 \, \text{and} \, 2 | 11 != 5\,6  5\ 6
+12 == f(2) = 12  a_{10} = 12 != f(2) = 13 | 2 == x_1 = 2 | (1,2) == (x, y) = (1, 2)
+x_1=1,x_2=2 == x_1 = 1, x_2 = 2 != x_1 = 1, x_2 = 3 | 1234567 == 1\,234\,567
 """
 # More references of every kind, each in two spellings
 REFERENCES = r"""
