@@ -251,6 +251,8 @@ def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str
             shutil.rmtree(out, ignore_errors=True)
         with forward_tokens() as forward:
             call(sgsd.main if name.startswith("sgsd") else baselines.main, flags, **paths)
+        if not (out / f"checkpoints/step_{updates:06d}").exists():
+            raise RuntimeError("stopped by a signal; the same command goes on")
         each = sum(forward) / (updates - made)  # an update's mean, of those that were watched
         distributed.write_json(cost, {"forward_tokens": round(each * updates)})
     seconds = 0.0
@@ -309,6 +311,8 @@ def do_job(job: Job, w: World, folder: pathlib.Path, work: pathlib.Path) -> dict
 
 def run(job: Job, w: World, work: pathlib.Path) -> Job:
     """One job in a process of its own; its output goes to a file."""
+    import distributed
+
     folder = work / "now" / job["name"].replace(" ", "-").replace(",", "")
     asked = folder / "job.json"
     if not asked.exists() or json.loads(asked.read_text()) != job:  # else it was killed: go on
@@ -318,19 +322,23 @@ def run(job: Job, w: World, work: pathlib.Path) -> Job:
     with open(folder / "log.txt", "a") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             result = {**job, **do_job(job, w, folder, work)}
+    distributed.write_json(done_file(work, job), result)  # whatever becomes of the others
     shutil.rmtree(folder)
-    return result
+    return json.loads(json.dumps(result))
+
+
+def done_file(work: pathlib.Path, job: Job) -> pathlib.Path:
+    return work / "done" / f"{job['name']}.json"
 
 
 def do(jobs: list[Job], w: World, work: pathlib.Path, workers: int, what: str) -> dict[str, Job]:
     """All jobs' results by name, those that are kept and those that are made now."""
     from tqdm import tqdm
 
-    kept, results, left = work / "done", {}, []
-    kept.mkdir(parents=True, exist_ok=True)
+    results, left = {}, []
     for job in jobs:
         job["flags"] = METHODS.get(job.get("method", ""), "")
-        file = kept / f"{job['name']}.json"
+        file = done_file(work, job)
         old = json.loads(file.read_text()) if file.exists() else {}
         if job.items() <= old.items():  # of the same method, seed, rate and world
             results[job["name"]] = old
@@ -340,11 +348,12 @@ def do(jobs: list[Job], w: World, work: pathlib.Path, workers: int, what: str) -
     with concurrent.futures.ProcessPoolExecutor(workers, spawn) as pool:
         futures = [pool.submit(run, job, w, work) for job in left]
         done = concurrent.futures.as_completed(futures)
-        for future in tqdm(done, total=len(left), desc=what, unit="job"):
-            text = json.dumps(future.result())
-            result = json.loads(text)
-            results[result["name"]] = result
-            (kept / f"{result['name']}.json").write_text(text)
+        try:
+            for future in tqdm(done, total=len(left), desc=what, unit="job"):
+                results[future.result()["name"]] = future.result()
+        except BaseException:  # what waits is not begun, and what runs is kept
+            pool.shutdown(cancel_futures=True)
+            raise
     return results
 
 
@@ -541,7 +550,12 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     args = parser.parse_args(argv)
     w, seeds = worlds[args.world], range(1 if args.quick else args.seeds)
     work = pathlib.Path(args.work or f"runs/compare_{args.world}")
+    if args.sweep and args.world != "tiny":
+        parser.error("--sweep is of the world tiny")
+    if args.quick and args.methods:
+        parser.error("--quick has methods of its own")
     names = ["sgsd", "grpo", "opsd"] if args.quick else args.methods or w.methods
+    names = list(dict.fromkeys(["sgsd", *names]))  # the others are compared with it
     out = ROOT / "results" / f"compare_{args.world}"
     if args.out or args.quick:
         out = pathlib.Path(args.out or work / "quick")

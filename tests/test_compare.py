@@ -10,6 +10,8 @@ import pytest
 import real_world
 from conftest import ROOT, make_bank
 
+import sgsd
+
 TINY = ROOT / "tiny"
 
 
@@ -42,6 +44,20 @@ def test_no_problem_of_the_real_world_stands_in_two_parts():
         "test": 400,
     }
     assert len(texts["train"] | texts["valid"] | texts["test"]) == 3560
+
+
+def test_a_run_that_a_signal_stopped_is_not_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(sgsd, "main", lambda argv: 0)  # "stopped as asked" is no error
+    job = compare.training("tiny", "sgsd-0", "sgsd", 1e-3, 0, points=True)
+    with pytest.raises(RuntimeError, match="stopped by a signal"):
+        compare.train(job, compare.WORLDS["tiny"], tmp_path / "bank.json", tmp_path / "run")
+    assert not (tmp_path / "run/cost.json").exists()
+
+
+@pytest.mark.parametrize("command", ["--quick --methods grpo", "--sweep --world lock"])
+def test_flags_that_would_be_ignored_are_refused(command):
+    with pytest.raises(SystemExit):
+        compare.main(command.split())
 
 
 @pytest.mark.long
@@ -85,6 +101,7 @@ def test_the_real_worlds_commands_from_the_folder_to_the_table(tmp_path, monkeyp
     found = json.loads((tmp_path / "table.json").read_text())["results"]
     assert found["sgsd-0"]["generated_tokens"] > 0
     killed_run_goes_on(small, tmp_path)
+    failed_job_costs_no_other(small, tmp_path / "other")
     compare.main(command.split(), {"real": small})
     again = {path: path.stat().st_mtime_ns for path in (tmp_path / "work/done").iterdir()}
     assert again == first  # what is done is not made again
@@ -100,3 +117,13 @@ def killed_run_goes_on(w, tmp_path):
     again = compare.train(job, w, bank, out)
     assert again["generated_at"] == whole["generated_at"]
     assert again["forward_tokens"] == pytest.approx(whole["forward_tokens"], rel=0.2)
+
+
+def failed_job_costs_no_other(w, work):
+    jobs = []
+    for name, split in (("base-1", "nosuch"), ("base-2", "test")):
+        job = {"world": "real", "name": name, "kind": "base", "method": "base"}
+        jobs.append({**job, "seed": 1, "split": split})
+    with pytest.raises(RuntimeError, match="nosuch"):
+        compare.do(jobs, w, work, 2, "two jobs")
+    assert [file.name for file in (work / "done").iterdir()] == ["base-2.json"]
