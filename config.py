@@ -4,6 +4,7 @@ Each field names its source in the paper, or the tag of a decision (S..., D...).
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -94,7 +95,7 @@ class Config:
     rollout_rows: int = setting(
         0, "rows decoded at a time on each rank; 0 is all rollouts, and 16 for the bank", least=0
     )
-    verify_timeout: float = setting(5.0, "seconds the verifier may take for an answer")
+    verify_timeout: float = setting(5.0, "seconds the verifier may take for an answer", most=1e6)
     verify_workers: int = setting(1, "verifier processes per rank")
     wandb: bool = setting(False, "also send the numbers of metrics.jsonl to Weights & Biases")
     tensorboard: bool = setting(False, "also write the numbers of metrics.jsonl to RUN/tensorboard")
@@ -241,18 +242,22 @@ def parse(
 
 
 def saved(run: str | pathlib.Path) -> dict[str, Any]:
-    """The settings in a run's config.json."""
-    return json.loads((pathlib.Path(run) / "config.json").read_text())["settings"]
+    """The settings in a run's config.json. UserError where there is none."""
+    path = pathlib.Path(run)
+    try:
+        return {**json.loads((path / "config.json").read_text(encoding="utf-8"))["settings"]}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        there = ", ".join(sorted(file.name for file in path.glob("*"))[:5]) or "nothing"
+        why = f"no readable config.json of a run there ({distributed.brief(e)}), but {there}"
+        raise UserError(f"{run}: {why}; give a run such as runs/sgsd") from None
 
 
 def _restarted(cfg: Config) -> bool:
     """Whether `torchrun --max-restarts` starts the command of an existing run once more."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
-        return False
-    try:
-        return saved(cfg.out) == asdict(cfg)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    with contextlib.suppress(UserError):
+        return again and saved(cfg.out) == asdict(cfg)
+    return False
 
 
 def _resumed(run: str, given: dict[str, Any], kind: type[Config]) -> Config:
@@ -265,11 +270,12 @@ def _resumed(run: str, given: dict[str, Any], kind: type[Config]) -> Config:
     path = pathlib.Path(run)
     if path.parent.name == "checkpoints":
         raise UserError(f"--resume {run}: is a checkpoint; give its run, {path.parent.parent}")
+    settings = saved(run)
+    program = "baselines.py" if "method" in settings else "sgsd.py"
+    if program != kind.program:
+        raise UserError(f"--resume {run}: is a run of {program}; python {program} continues it")
     try:
-        return kind(**{**saved(run), **given, "out": run})
-    except UserError:
-        raise
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as e:
-        there = ", ".join(sorted(file.name for file in path.glob("*"))[:5]) or "nothing"
-        why = f"no readable config.json of a run there ({distributed.brief(e)}), but {there}"
-        raise UserError(f"--resume {run}: {why}; give a run such as runs/sgsd") from None
+        return kind(**{**settings, **given, "out": run})
+    except TypeError as e:
+        what = "no readable config.json of a run there"
+        raise UserError(f"--resume {run}: {what} ({distributed.brief(e)})") from None

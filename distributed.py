@@ -20,7 +20,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from safetensors import SafetensorError
 
@@ -53,12 +53,13 @@ def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def command(name: str, body: Callable[[], int | None]) -> int:
+def command(name: str, body: Callable[[], object]) -> int:
     """Run a program's body and return its exit code; what ends it early is one line on stderr."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     code, told = 2, True
     try:
-        return body() or 0
+        result = body()
+        return result if isinstance(result, int) else 0
     except ImportError as e:
         message = f"{e}; pip install -r requirements.txt"
     except ConnectionError as e:
@@ -78,11 +79,7 @@ def command(name: str, body: Callable[[], int | None]) -> int:
 
 def answer(name: str, parse: Callable[[], object]) -> None:
     """Let --help and the mistakes of a command line end a program, before its slow imports."""
-
-    def body() -> None:
-        parse()
-
-    if command(name, body):
+    if command(name, parse):
         sys.exit(2)
 
 
@@ -299,6 +296,14 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 def write_json(path: str | os.PathLike, obj: object) -> None:
     write_text(path, json.dumps(obj, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """One of our .json files. UserError where it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path}: not read ({brief(e)}); mend or remove it") from None
 
 
 def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:

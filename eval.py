@@ -32,12 +32,8 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="model, adapter, run (its checkpoints) or hub id")
     sets = list(problems.SETS)
-    add(
-        "--data",
-        nargs="+",
-        default=sets[:3],
-        help=f"{', '.join(sets)}, files (sets by their stems) or hub ids",
-    )
+    known = f"{', '.join(sets)}, files (sets by their stems) or hub ids"
+    add("--data", nargs="+", default=sets[:3], help=known)
     add("--split", default="test", help="the split of a hub data set")
     add("--model", default="", help="an adapter's base, if not the one that the adapter names")
     add("--out", default="", help="a folder for it all, in place of eval/ in the run or else here")
@@ -62,8 +58,8 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     args = parser.parse_args(argv)
     for flag in ("samples", "rows", "limit", "verify_timeout", "verify_workers"):
         value = vars(args)[flag]
-        if value < 0 or (value == 0 and flag != "limit"):
-            raise UserError(f"--{flag.replace('_', '-')} {value}: must be above 0")
+        if not 0 <= value <= 1e6 or (value == 0 and flag != "limit"):
+            raise UserError(f"--{flag.replace('_', '-')} {value}: must be above 0, at most 1e6")
     return args
 
 
@@ -194,7 +190,7 @@ def places_of(path: str) -> list[pathlib.Path]:
     """The checkpoints of a run in order; or else the model, adapter or hub id itself."""
     place = pathlib.Path(path)
     if not place.is_dir():
-        if path.startswith((".", "/", "~")):
+        if path.startswith((".", "/", "~", "runs/")) or path.count("/") > 1 or place.exists():
             raise UserError(f"{path}: no such directory; give a model, adapter, run or hub id")
         return [place]
     place = place.resolve()
@@ -259,12 +255,13 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
     settings["the base's weights"] = policy.base and contents(policy.base)
     settings |= {"device": world.device.type, "dtype": args.dtype, "attn": args.attn}
     settings |= {"thinking": args.thinking, "seed": args.seed, **asdict(args.sampling)}
+    settings["verify_timeout"] = args.verify_timeout  # a verdict that took longer is "wrong"
     if policy.skilled:
         settings["the bank's text"] = digest(pathlib.Path(args.skills).read_bytes())
         settings["the encoder's weights"] = contents(args.encoder)
         settings["num_skills"] = args.num_skills
     file = policy.folder / "settings.json"
-    old = json.loads(file.read_text()) if file.exists() else settings
+    old = distributed.read_json(file) if file.exists() else settings
     changes = []
     for name in {**old, **settings}:
         if old.get(name) != settings.get(name):
@@ -352,6 +349,7 @@ def measure(policy: Policy, name: str, rows: list[dict], k: int, verify: Verify)
     golds = [row["gold"] for row in rows[::k]]
     policy.scores[name] = [correct_PK.mean(1)]
     policy.table[name] = {
+        "digest": int(digest(*[row["digest"] for row in rows[::k]]), 16),  # of the problems
         "problems": len(golds),
         "samples": len(rows),
         "avg": avg_at_k(correct_PK),
@@ -372,7 +370,7 @@ def tabulate(policy: Policy) -> None:
         mean = policy.table[name] = {}  # each set weighs the same
         for key in next(iter(sets.values())):
             total = sum(row[key] for row in sets.values())
-            mean[key] = total if key in ("problems", "samples") else total / len(sets)
+            mean[key] = total if key in ("problems", "samples", "digest") else total / len(sets)
     for name, row in policy.table.items():
         row["avg_low"], row["avg_high"] = bootstrap_interval(*policy.scores[name])
 
@@ -435,7 +433,7 @@ def print_table(sets: dict[str, dict], k: int) -> None:
 def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
     """Put what is known of these sets into a JSON file that may hold others."""
     kept = {}
-    for name, found in (json.loads(file.read_text()) if file.exists() else {}).items():
+    for name, found in (distributed.read_json(file) if file.exists() else {}).items():
         members = name.removeprefix("mean of ").split(", ")
         if not name.startswith("mean of ") or not {*members} & {*sets}:  # else it is stale
             kept[name] = found
@@ -473,6 +471,8 @@ def evaluate(args: Namespace, world: World) -> None:
         print_table(sets, args.samples)
         if len(policies) > 1:
             merge_into(home / "comparison.json", sets)
+        if verifier.timeouts:
+            print(f"{verifier.timeouts} answers took longer than --verify-timeout: wrong")
         print(f"written: {home if len(policies) > 1 else policies[0].folder}")
     distributed.leave_together(world)
 
@@ -483,7 +483,10 @@ def before_and_after(cfg: Config, world: World) -> None:
     gc.collect()  # the run's encoder is in a reference cycle
     if cfg.eval_data and last and int(last.name[5:]) == cfg.updates:
         flags = flags_of(cfg).split()
-        evaluate(arguments([cfg.model, str(last), "--data", cfg.eval_data, *flags]), world)
+        try:
+            evaluate(arguments([cfg.model, str(last), "--data", cfg.eval_data, *flags]), world)
+        except UserError as e:  # such as samples that were made with other settings
+            raise UserError(f"the run is complete, but eval.py refuses: {e}") from None
 
 
 def flags_of(cfg: Config) -> str:

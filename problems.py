@@ -9,6 +9,7 @@ import pathlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from config import Config
 from distributed import UserError, brief
@@ -124,27 +125,26 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, dict]]:
             where = f"{file}:{i}"
             if line.strip():
                 yield where, json.loads(line)
-    except (OSError, UnicodeDecodeError) as e:
-        why = f"cannot be read as UTF-8 text ({e}); JSONL or parquet is wanted"
-        raise UserError(f"{file}: {why}") from None
-    except (ValueError, RecursionError) as e:  # broken, or too long, or too deep
-        why = f"not a JSON line ({e}); one object per line is wanted"
+    except (OSError, ValueError, RecursionError) as e:  # no UTF-8; or broken, too long, too deep
+        why = f"not a JSON line ({e}); one object per line is wanted, or parquet"
         raise UserError(f"{where}: {why}") from None
 
 
-def _hub_rows(source: str, hub: str, split: str, **files: str) -> Iterator[tuple[str, dict]]:
+def _hub_rows(source: str, hub: str, split: str, **more: Any) -> Iterator[tuple[str, dict]]:
     import datasets  # only hub ids and parquet need it
 
     datasets.disable_progress_bars()
     try:
-        data = datasets.load_dataset(hub, split=split, **files)
+        data = datasets.load_dataset(hub, split=split, **more)
         row = 0
         for part in data.iter(batch_size=10_000):  # DAPO has 1.8 million rows; one by one is slow
             for values in zip(*part.values()):
                 yield f"{source} row {row}", dict(zip(part, values))
                 row += 1
     except Exception as e:  # the library raises many kinds: offline, no such id, no such split
-        raise UserError(f"{source}: not read ({brief(e)}); a local JSONL works offline") from None
+        raise UserError(
+            f"{source}: not read ({brief(e)}); a JSONL with `problem` and `answer` works offline"
+        ) from None
 
 
 SETS = {  # hub id, configuration, split, fields of problem and answer; the paper's three come first
@@ -164,20 +164,14 @@ def load_set(name: str, split: str) -> list[Problem]:
     """
     if name not in SETS:
         return load_problems(name, split=split, unique=False)[0]
-    import datasets  # only hub ids need it
-
     hub, config, split, problem, answer = SETS[name]
     found = []
-    try:
-        for i, row in enumerate(datasets.load_dataset(hub, config, split=split)):
-            gold = row[answer]
-            if isinstance(gold, float) and gold.is_integer():
-                gold = int(gold)
-            plain = {"problem": row[problem], "answer": str(gold).rpartition("####")[2]}
-            found.append(_problem(plain, f"row {i}", i))
-    except Exception as e:  # many kinds; a field that is not there is a KeyError
-        why = f"not read ({brief(e)}); a JSONL with `problem` and `answer` works offline"
-        raise UserError(f"{name}: {hub} {why}") from None
+    for i, (where, row) in enumerate(_hub_rows(f"{name}: {hub}", hub, split, name=config)):
+        gold = row.get(answer, "")
+        if isinstance(gold, float) and gold.is_integer():
+            gold = int(gold)
+        plain = {"problem": row.get(problem), "answer": str(gold).rpartition("####")[2]}
+        found.append(_problem(plain, where, i))
     return found
 
 

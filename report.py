@@ -281,16 +281,6 @@ def in_words(view: dict, eps_a: float) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
-def saved_settings(run: pathlib.Path) -> dict[str, Any]:
-    try:
-        return json.loads((run / "config.json").read_text(encoding="utf-8"))["settings"]
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(
-            f"{run}: no readable config.json of a run there ({distributed.brief(e)}); "
-            "give a run's directory such as runs/sgsd"
-        ) from None
-
-
 def curves(metrics: list[dict], points: int) -> tuple[dict[str, list], int]:
     """The numbers of metrics.jsonl by name, of every n-th update up to the last one; and n."""
     every = max(1, math.ceil(len(metrics) / points))
@@ -305,9 +295,11 @@ def evaluations(run: pathlib.Path) -> list[dict]:
     """Points of the evaluation curves, from every RUN/eval/*/results.json (Figs. 2 and 4).
 
     This run's checkpoints stand at their update, plain models at 0; the curves begin at the model
-    of the run, and other models are curves of their own. Other runs' checkpoints are left out.
+    of the run, and other models are curves of their own. Left out are other runs' checkpoints, and
+    points of other problems than the last one's, where two files had one name.
     """
-    base = pathlib.Path(saved_settings(run)["model"]).name
+    model = pathlib.Path(config.saved(run)["model"])
+    base = "--".join((model.resolve() if model.is_dir() else model).parts[-2:])
     points = []
     for path in sorted(run.glob("eval/*/results.json")):
         policy = path.parent.name.removesuffix("--skills")
@@ -315,19 +307,22 @@ def evaluations(run: pathlib.Path) -> list[dict]:
         if not step and re.search(r"--step_\d+$", policy):
             continue
         more = " + skills" if policy != path.parent.name else ""
-        if not step and policy.split("--")[-1] != base:
+        if not step and policy != base:
             more = f", {policy}{more}"
-        for name, row in json.loads(path.read_text(encoding="utf-8")).items():
+        for name, row in distributed.read_json(path).items():
             point = {"set": name + more, "step": int(step[1]) if step else 0}
             point |= {k: number(row[k]) for k in ("avg", "avg_low", "avg_high")}
             point["samples"] = row["samples"] // row["problems"]  # k of avg@k
+            point["digest"] = row.get("digest", "")
             points.append(point)
-    return sorted(points, key=lambda point: (point["set"], point["step"]))
+    points.sort(key=lambda point: (point["set"], point["step"]))
+    last = {point["set"]: point["digest"] for point in points}
+    return [point for point in points if point["digest"] == last[point["set"]]]
 
 
 def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
     """All that the page shows of a run. Writes its ledger.json. UserError where there is no run."""
-    settings, banks, counted = saved_settings(run), load_banks(run), ledger(run)
+    settings, banks, counted = config.saved(run), load_banks(run), ledger(run)
     distributed.write_json(run / "ledger.json", counted)
     logs = [list(distributed.read_jsonl(run / f"{name}.jsonl")) for name in runlog.LOGS]
     metrics, rollouts, tokens = logs
@@ -409,7 +404,7 @@ def explain(run: pathlib.Path, problem: str, answer: str) -> pathlib.Path:
 
     Its logs go to a folder beside the run, which is returned; the run itself stays as it was.
     """
-    if "method" in saved_settings(run):
+    if "method" in config.saved(run):
         raise UserError(f"--explain: {run} is a run of baselines.py; give one of sgsd.py")
     cfg, resume = config.parse(["--resume", str(run)], "report.py", "")
     if not (cfg.bank or runlog.bank_versions(run)):

@@ -360,7 +360,7 @@ class Writer:
         """
         ids = [chat_ids(self.tokenizer, prompt, thinking=False) for prompt in prompts]
         limits = [self.limit(x, merging) for x in ids]
-        keys = [sample_key(self.seed, 0, *asked) for asked in zip(prompts, times)]
+        keys = [sample_key(self.seed, 0, *named) for named in zip(prompts, times)]
         found: dict[int, str] = {}
 
         def finish(turn: Turn) -> list:
@@ -368,19 +368,9 @@ class Writer:
 
         for again, sampling in ((False, Sampling(temperature=0.0)), (True, Sampling())):
             chosen = [i for i, n in enumerate(times) if bool(n) == again]
-            turns = spread(
-                self.world,
-                self.model,
-                self.tokenizer,
-                [ids[i] for i in chosen],
-                sampling,
-                [keys[i] for i in chosen],
-                self.rows,
-                finish,
-                [limits[i] for i in chosen],
-                stage,
-            )
-            for texts in turns:
+            asked = [ids[i] for i in chosen], sampling, [keys[i] for i in chosen]
+            job = self.world, self.model, self.tokenizer, *asked, self.rows, finish
+            for texts in spread(*job, [limits[i] for i in chosen], stage):
                 found |= {chosen[i]: text for i, text in texts}
         return [found[i] for i in range(len(prompts))]
 

@@ -201,9 +201,7 @@ def rollout_row(
     row["pairs"] = [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K]
     row["s_g"] = [pair.s_g for pair in pairs_K]
     row["s_e"] = [pair.s_e for pair in pairs_K]
-    for name, x in numbers.items():
-        row[name] = x.tolist()
-    return row
+    return row | {name: x.tolist() for name, x in numbers.items()}
 
 
 def token_row(

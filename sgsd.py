@@ -442,8 +442,8 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
         except SharedError as e:
             hint = f"--resume {cfg.out} continues from the last checkpoint"
             raise SharedError(f"{e} (in update {step}; {hint})") from None
-        records = list(itertools.chain(*distributed.gather(own, world)))
-        records.sort(key=lambda row: row["index"])
+        shares = itertools.chain(*distributed.gather(own, world))
+        records = sorted(shares, key=lambda row: row["index"])
         tokens = [row.pop("tokens") for row in records if "tokens" in row]
         begun = time.perf_counter()
         counts = evolve_bank(run, step, records) if run.embed is not None else {}  # line 17

@@ -84,14 +84,20 @@ class SkillBank:
         for key in FIELDS:
             if not isinstance(data.get(key), list):
                 raise UserError(f"bank {path}: `{key}` must be a list; found: {', '.join(data)}")
+            names, ids = (IDS[key], *FIELDS[key]), set[str]()
             for i, entry in enumerate(data[key]):
                 values = entry if isinstance(entry, dict) else {}
-                names = (IDS[key], *FIELDS[key])
                 bad = ", ".join(n for n in names if not isinstance(values.get(n), str))
                 if bad:
                     raise UserError(f"bank {path}: {key}[{i}] lacks the strings {bad} (App. C)")
-        if not isinstance(data.setdefault("metadata", {}), dict):
-            raise UserError(f"bank {path}: `metadata` must be an object")
+                if values[IDS[key]] in ids or not isinstance(values.get("sources", []), list):
+                    raise UserError(
+                        f"bank {path}: {key}[{i}] needs its own id, and a list `sources`"
+                    )
+                ids.add(values[IDS[key]])
+        metadata = data.setdefault("metadata", {})
+        if not isinstance(metadata, dict) or not isinstance(metadata.get("updates", []), list):
+            raise UserError(f"bank {path}: `metadata` must be an object, `updates` in it a list")
         skills, mistakes, metadata = (data.pop(name) for name in (*FIELDS, "metadata"))
         return cls(skills, mistakes, metadata, data)
 
@@ -189,9 +195,8 @@ def render_extraction(memory: dict, key: str) -> str:
     """Ask for a success's general skills or a failure's common mistakes (Alg. 2, App. D.2)."""
     shown = {name: memory[name] for name in memory if name not in ("problem_id", "made_with")}
     form = '\nEach item is an object with the string fields "{}", "{}" and "{}".'  # S13
-    return render(f"extract_{SHORT[key]}", {"memory_json": as_json(shown)}) + form.format(
-        *FIELDS[key]
-    )
+    prompt = render(f"extract_{SHORT[key]}", {"memory_json": as_json(shown)})
+    return prompt + form.format(*FIELDS[key])
 
 
 def render_merge(items: Items, key: str) -> str:
@@ -308,10 +313,9 @@ def _ask(
             else:
                 outcome = "retried" if attempt == 1 else "lost"
             if isinstance(complete, Writer):
-                row: dict[str, Any] = {"kind": f"{'merge' if shown else 'extract'}_{SHORT[key]}"}
-                row |= {"attempt": attempt, "outcome": outcome, "items": len(items)}
-                row |= {"prompt": prompt, "reply": reply}
-                complete.log(row)
+                kind = f"{'merge' if shown else 'extract'}_{SHORT[key]}"
+                row = {"kind": kind, "attempt": attempt, "outcome": outcome, "items": len(items)}
+                complete.log({**row, "prompt": prompt, "reply": reply})
     return found
 
 
@@ -540,10 +544,8 @@ def make_bank(
     sampling = rollout.Sampling(*how, cfg.cold_start_tokens)
     made_with = {"model": cfg.model, "seed": cfg.seed, **asdict(sampling)}
     made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
-    memories = {}
-    for m in distributed.read_jsonl(path):
-        if m.get("made_with") == made_with:
-            memories[m["problem_id"]] = m
+    rows = distributed.read_jsonl(path)
+    memories = {m["problem_id"]: m for m in rows if m.get("made_with") == made_with}
     left = [x for x in chosen if memories.get(x.id, {}).get("problem") != x.problem]
     distributed.agree(len(left), world, "memories")  # and all have read before rank 0 writes
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -173,8 +173,8 @@ class Verifier(AbstractContextManager):
     """
 
     def __init__(self, timeout_s: float = 5.0, workers: int = 1):
-        if timeout_s <= 0 or workers < 1:
-            raise ValueError(f"need timeout_s > 0 and workers >= 1, got {timeout_s} and {workers}")
+        if not 0 < timeout_s <= 1e6 or workers < 1:
+            raise ValueError(f"need timeout_s in 0..1e6 and workers >= 1: {timeout_s}, {workers}")
         self.timeout_s, self.workers, self.timeouts = timeout_s, workers, 0
         self._lock = threading.Lock()
         self._idle: queue.Queue[Any] = queue.Queue()  # None: to be started

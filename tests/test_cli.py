@@ -69,7 +69,7 @@ FLAGS = {  # what is wrong, and what is said
     "--data no.jsonl": "no.jsonl: no such file",
     "--eval-data no.jsonl": "no.jsonl: no such file",
     "--eval-data no.jsonl --allow-eval-overlap": "no.jsonl: no such file",
-    "--eval-data amc23": "amc23: math-ai/amc23 not read",
+    "--eval-data amc23": "amc23: math-ai/amc23: not read",
     "--bank no.json": "bank no.json: cannot be read as JSON",
     "--num-teachers 9": "general_skills has 4 entries, --num-teachers 9 needs as many",
     "--max-prompt-tokens 30": "tokens, --max-prompt-tokens is 30",
@@ -176,3 +176,13 @@ def test_a_checkpoint_or_another_directory_is_no_run_to_resume(tmp_path, capsys)
     (tmp_path / "notes").touch()
     refused(capsys, sgsd.main, ["--resume", step], "is a checkpoint; give its run", "/run")
     refused(capsys, sgsd.main, ["--resume", tmp_path], "no readable config.json", "but notes, run")
+
+
+def test_a_run_is_continued_by_the_program_that_began_it(tmp_path, capsys):
+    for settings, own, other in (
+        ({"tau_g": 1.0}, "sgsd.py", baselines),
+        ({"method": "grpo"}, "baselines.py", sgsd),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"settings": settings}))
+        said = f"is a run of {own}; python {own} continues it"
+        refused(capsys, other.main, ["--resume", tmp_path], said)

@@ -72,7 +72,7 @@ def test_bad_rows_are_named(tmp_path, rows, message):
 
 
 def test_a_hub_set_that_cannot_be_read_is_named():
-    with pytest.raises(UserError, match="no/such-hub-id: not read .*a local JSONL works offline"):
+    with pytest.raises(UserError, match="no/such-hub-id: not read .*a JSONL with .* works offline"):
         problems.load_problems("no/such-hub-id")
 
 

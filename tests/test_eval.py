@@ -128,8 +128,9 @@ def hub(monkeypatch):
 def test_sets_by_name(name, hub, monkeypatch):
     found = problems.load_set(name, "unused")
     assert found == [problems.Problem(str(i), "p", ANSWERS[name][2]) for i in range(2)]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"text": "p"}])
-    with pytest.raises(UserError, match=f"{name}: .* not read .KeyError.*a JSONL"):
+    other = datasets.Dataset.from_list([{"text": "p"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: other)
+    with pytest.raises(UserError, match=f"{name}: .* row 0: `problem` must be a string"):
         problems.load_set(name, "unused")
 
 
@@ -371,6 +372,22 @@ def test_samples_of_other_settings_are_refused_by_name_and_settings_alone_block_
     error = capsys.readouterr().err
     assert re.search(r"made with the policy's weights \w+, now \w+; give another", error)
     assert samples(out) == before
+
+
+def test_a_verdict_is_not_used_under_another_time_limit(base, here, world_dir, capsys):
+    out, data = here / "out", world_dir / "data.jsonl"
+    assert called(base, data=data, more=f"--out {out} --verify-timeout 3") == 0
+    assert called(base, data=data, more=f"--out {out}") == 2
+    assert "made with verify_timeout 3.0, now 5.0;" in capsys.readouterr().err
+
+
+def test_a_damaged_file_of_ours_is_named(base, here, world_dir, capsys):
+    data = world_dir / "data.jsonl"
+    assert called(base, data=data, more="--out out") == 0
+    (file,) = here.glob("out/*/results.json")
+    file.write_text("{")
+    assert called(base, data=data, more="--out out") == 2
+    assert "results.json: not read (JSONDecodeError" in capsys.readouterr().err
 
 
 def test_an_adapters_relative_base_is_found_from_anywhere(world_dir, here, base, capsys):

@@ -46,7 +46,7 @@ FILES = [  # the setting, a file, its content, and what is said
     ("data", "x.jsonl", '["p", "1"]\n', "x.jsonl:1: a JSON object is wanted, got list"),
     ("data", "x.jsonl", f"{DEEP}\n", "x.jsonl:1: not a JSON line"),
     ("data", "x.jsonl", f'{{"answer": {"1" * 5000}}}\n', "x.jsonl:1: not a JSON line"),
-    ("data", "x.jsonl", b"\xff\xfe\x00", "x.jsonl: cannot be read as UTF-8"),
+    ("data", "x.jsonl", b"\xff\xfe\x00", "x.jsonl: not a JSON line ('utf-8'"),
     ("data", "x.parquet", b"PAR1", "x.parquet: not read"),
     ("data", "x", "folder", "x: the directory holds no .parquet and no .jsonl file"),
     ("encoder", "x", "folder", "x: not loaded"),
@@ -222,18 +222,22 @@ def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, 
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{")
     refused(capsys, eval.main, [], "PATH")
-    refused(capsys, eval.main, [model], "aime24: HuggingFaceH4/aime_2024 not read")
+    refused(capsys, eval.main, [model], "aime24: HuggingFaceH4/aime_2024: not read")
     for path, given, words in (
         (finished, [f"--model={tmp_path / 'other'}"], "the adapter does not fit"),
         (tmp_path / "fresh", [], "fresh: a run without a checkpoint"),
         (tmp_path / "adapter", [], "names no base model"),
         ("/no/such", [], "/no/such: no such directory"),
+        ("runs/sgdd", [], "runs/sgdd: no such directory"),  # and no hub id
+        ("sgsd/checkpoints/step_000200", [], "step_000200: no such directory"),
+        (data, [], "data.jsonl: no such directory"),
         (model, ["--data", data, tmp_path / "data.jsonl"], "two sets have one name"),
         (model, [f"--skills={bank}"], "--num-skills 8: must be in 1..4"),
         (model, ["--temperature=-1"], "temperature >= 0"),
         (model, ["--samples=0"], "--samples 0"),
         (model, ["--limit=-1"], "--limit -1"),
         (model, ["--verify-timeout=0"], "--verify-timeout 0"),
+        (model, ["--verify-timeout=inf"], "--verify-timeout inf"),
     ):
         out = f"--out={tmp_path / 'out'}"
         refused(capsys, eval.main, [path, out, "--data", data, *given], words)

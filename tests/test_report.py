@@ -312,6 +312,7 @@ def test_evaluations_of_the_runs_checkpoints_and_of_plain_models(tmp_path):
         "step_000050": {"aime": 0.7},
         "step_000050--skills": {"aime": 0.8},
         "other--step_000075": {"aime": 0.9},
+        "other--Qwen3-1.7B": {"aime": 0.2},  # of the same name, elsewhere
         ".": {"results": 0, "selections": 0},  # the comparison
     }
     for folder, sets in found.items():
@@ -328,8 +329,19 @@ def test_evaluations_of_the_runs_checkpoints_and_of_plain_models(tmp_path):
         "aime": [(0, 0.5), (25, 0.55), (50, 0.7)],
         "aime + skills": [(0, 0.6), (50, 0.8)],
         "aime, my--model": [(0, 0.3)],
+        "aime, other--Qwen3-1.7B": [(0, 0.2)],
         "hmmt": [(0, 0.1)],
     }
+
+
+def test_evaluations_on_other_problems_under_one_name_are_no_curve(tmp_path):
+    """Two files may have one stem; the last checkpoint's problems count."""
+    run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B")
+    figures = {"avg": 0.5, "avg_low": 0.0, "avg_high": 1.0, "samples": 24, "problems": 2}
+    for step, problems in ((25, "a"), (50, "b"), (75, "b")):
+        table = {"test": {**figures, "digest": problems}}
+        distributed.write_json(run / f"eval/step_{step:06d}/results.json", table)
+    assert [point["step"] for point in report.evaluations(run)] == [50, 75]
 
 
 @pytest.mark.parametrize("method", ["opsd", "grpo+skill"])

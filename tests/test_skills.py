@@ -123,13 +123,27 @@ def test_the_released_banks_come_back_byte_for_byte(path, tmp_path):
 
 
 HALF = {"skill_id": "a", "title": "t", "principle": 3}
+SKILL = {**HALF, "principle": "p", "when_to_apply": "w"}
+
+
+def with_field(metadata=None, **fields):
+    bank = {"general_skills": [{**SKILL, **fields}], "common_mistakes": []}
+    return {**bank, "metadata": metadata or {}}
+
+
 BAD_BANKS = [
     ("{", "cannot be read as JSON"),
     ("[]", "a JSON object is wanted, got list"),
     ({"general_skills": []}, "`common_mistakes` must be a list"),
     ({"general_skills": [HALF], "common_mistakes": []}, r"skills\[0\] lacks .*principle, when"),
     ({"general_skills": ["x"], "common_mistakes": []}, r"skills\[0\] lacks"),
-    ({"general_skills": [], "common_mistakes": [], "metadata": 3}, "`metadata` must be an object"),
+    (
+        {"general_skills": [], "common_mistakes": [], "metadata": 3},
+        "`metadata` must be an object, ",
+    ),
+    (with_field(metadata={"updates": 3}), "`updates` in it a list"),
+    (with_field(sources=5), r"skills\[0\] needs its own id, and a list"),
+    ({**with_field(), "general_skills": 2 * [SKILL]}, r"skills\[1\] needs its own id"),
 ]
 
 
