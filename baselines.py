@@ -292,13 +292,13 @@ def scored(run: Run, roll: Rollout, contexts_K: list[Ids], clock: runlog.Stopwat
     if not contexts_K:
         return torch.zeros(3, 0, len(ids_T), device=run.world.device)
     teachers_KTD: dict[int, Tensor] = {}
-    with teacher_policy(run):
+    with teacher_policy(run), torch.no_grad():
         for group in policy.packs([len(c) + len(ids_T) for c in contexts_K], cfg.score_tokens):
             prompts = [contexts_K[k] for k in group]
-            x_N, *_ = policy.predictors(run.model, prompts, [ids_T] * len(group), False)
+            x_N, _ = policy.predictors(run.model, prompts, [ids_T] * len(group))
             teachers_KTD.update(zip(group, x_N.split(len(ids_T))))
     clock.lap("score")
-    student_TD, sampled_T, *_ = policy.predictors(run.model, [roll.prompt_ids], [ids_T], True)
+    student_TD, sampled_T = policy.predictors(run.model, [roll.prompt_ids], [ids_T])
     states = [student_TD, *[teachers_KTD[k] for k in range(len(contexts_K))]]
     losses = functools.partial(token_losses, cfg)
     found_TK3 = policy.over_slices(run.model, states, sampled_T, losses, cfg.score_temperature)

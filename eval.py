@@ -316,7 +316,7 @@ def sample(
         distributed.write_json(policy.folder / "settings.json", policy.settings)
     if not missing:
         return done
-    asked = [tasks[key] for key in missing]
+    own = [tasks[key] for key in missing]
     prompts, seeds = [], []
     for key in missing:
         text = tasks[key].problem
@@ -324,11 +324,12 @@ def sample(
         seeds.append(rollout.sample_key(args.seed, 0, text, key[2]))
 
     def finish(turn: rollout.Turn) -> list[dict]:
-        rolls = rollout.judge(model, tokenizer, asked, prompts, turn, verifier)
+        rolls = rollout.judge(model, tokenizer, own, prompts, turn, verifier)
         return [row_of(missing[i], roll) for (i, _), roll in zip(turn, rolls)]
 
-    each = (world, model, tokenizer, prompts, args.sampling, seeds, args.rows, finish)
-    for rows in rollout.spread(*each, stage=pathlib.Path(policy.name).name):
+    asked = rollout.rows_of(prompts, seeds, args.max_new_tokens)
+    each = (world, model, tokenizer, asked, args.sampling, args.rows, finish)
+    for rows in rollout.spread(*each, pathlib.Path(policy.name).name):
         done |= {(row["set"], row["id"], row["sample"]): row for row in rows}
         if world.main and rows:
             distributed.append_jsonl(log, rows)

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -110,7 +109,7 @@ def causal_lm(model: Model) -> Model:
 
 
 def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") -> Model:
-    """The model with LoRA on all seven projections (S7), its layers checkpointed.
+    """The model with LoRA on all seven projections (S7), its layers checkpointed: in train mode.
 
     No dropout, no biases. The adapters are fp32: a step of 5e-6 would be lost in bf16 (S22).
     Raises UserError where a projection is missing.
@@ -126,7 +125,7 @@ def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") ->
     causal = causal_lm(model)
     causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     causal.enable_input_require_grads()
-    return model
+    return model.train()
 
 
 def trained(model: Model) -> dict[str, torch.nn.Parameter]:
@@ -316,14 +315,13 @@ def token_logprobs(
     Prompt and completion are joined without padding and padded only behind (D6), where a causal
     model cannot look. Raises ValueError on row counts that differ and on an empty prompt.
     """
-    width = max(map(len, completion_ids), default=0)
-    out_BT = torch.zeros(len(completion_ids), width, device=causal_lm(model).device)
-    if not width:
-        return out_BT
-    x_N, ids_N, row_N, t_N = predictors(model, prompt_ids, completion_ids, grad)
+    lengths = [len(completion) for completion in completion_ids]
+    if not any(lengths):
+        return torch.zeros(len(lengths), 0, device=causal_lm(model).device)
     with torch.set_grad_enabled(grad):
+        x_N, ids_N = predictors(model, prompt_ids, completion_ids)
         logp_N = over_slices(model, [x_N], ids_N, logprob_of, temperature)
-    return out_BT.index_put((row_N, t_N), logp_N)
+    return pad_sequence(logp_N.split(lengths), batch_first=True)
 
 
 def score_teachers(model: Model, contexts_K: list[Ids], ids_T: Ids, budget: int = 16384) -> Tensor:
@@ -351,13 +349,12 @@ def logprob_of(ids_n: Tensor, logits_nV: Tensor) -> Tensor:
 
 
 def predictors(
-    model: Model, prompt_ids: list[Ids], completion_ids: list[Ids], grad: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What predicts each completion token, row after row: x_N, and the token's id, row and place.
+    model: Model, prompt_ids: list[Ids], completion_ids: list[Ids]
+) -> tuple[Tensor, Tensor]:
+    """What predicts each completion token, row after row: x_N, and the token's id.
 
     x_N holds the last hidden states [N, D], or full logits [N, V] where the head is more than a
-    matrix product. With grad, the model is in train mode for the while, as gradient checkpointing
-    wants it. Raises ValueError as `token_logprobs` does.
+    matrix product. Raises ValueError as `token_logprobs` does.
     """
     if len(prompt_ids) != len(completion_ids) or not all(prompt_ids):
         got = f"got {len(prompt_ids)} and {len(completion_ids)}"
@@ -365,34 +362,15 @@ def predictors(
     causal = causal_lm(model)
     rows = [torch.tensor(p + c) for p, c in zip(prompt_ids, completion_ids)]
     ids_BL = pad_sequence(rows, batch_first=True).to(causal.device)
-    start_B1 = torch.tensor([[len(prompt)] for prompt in prompt_ids], device=causal.device)
-    end_B1 = torch.tensor([[len(row)] for row in rows], device=causal.device)
-    place_L = torch.arange(ids_BL.shape[1], device=causal.device)
-    row_N, at_N = ((start_B1 <= place_L) & (place_L < end_B1)).nonzero(as_tuple=True)
-    sliced, training = head_is_sliced(model), model.training
-    model.train(grad)
-    with torch.set_grad_enabled(grad):
-        if sliced:
-            out_BLx = causal.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
-        else:
-            out_BLx = causal(input_ids=ids_BL, use_cache=False).logits
-        x_N = out_BLx[row_N, at_N - 1]  # the position before a token predicts it
-    model.train(training)
-    return x_N, ids_BL[row_N, at_N], row_N, at_N - start_B1[row_N, 0]
-
-
-def _logits(x_nD: Tensor, weight_VD: Tensor, tf32: bool) -> Tensor:
-    """The head's fp32 product; as TF32 on CUDA where all numbers come from bf16 (S22).
-
-    TF32 holds those exactly. Nothing else gets it: transformers multiplies positions in fp32, and
-    TF32 holds integers only up to 2,048.
-    """
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_tf32
-    matmul.allow_tf32 = before or tf32
-    logits_nV = x_nD.float() @ weight_VD.T
-    matmul.allow_tf32 = before
-    return logits_nV
+    if head_is_sliced(model):
+        out_BLx = causal.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
+    else:
+        out_BLx = causal(input_ids=ids_BL, use_cache=False).logits
+    states, ids = [], []
+    for prompt, row, row_L, out_Lx in zip(prompt_ids, rows, ids_BL, out_BLx):
+        states.append(out_Lx[len(prompt) - 1 : len(row) - 1])  # before a token, what predicts it
+        ids.append(row_L[len(prompt) : len(row)])
+    return torch.cat(states), torch.cat(ids)
 
 
 def over_slices(model, states: Sequence[Tensor], ids_N: Tensor, f, temperature=1.0) -> Tensor:
@@ -403,14 +381,18 @@ def over_slices(model, states: Sequence[Tensor], ids_N: Tensor, f, temperature=1
     whole [N, V] logits are never alive.
     """
     head_VD, sliced = causal_lm(model).get_output_embeddings().weight, head_is_sliced(model)
-    weight_VD, tf32 = head_VD.float(), head_VD.dtype == torch.bfloat16
+    weight_VD, matmul = head_VD.float(), torch.backends.cuda.matmul
 
     def one(ids_n: Tensor, *states_nD: Tensor) -> Tensor:
-        logits = []
+        logits, before = [], matmul.allow_tf32
+        # The head's product alone, of numbers from bf16, which TF32 holds exactly (S22). Positions,
+        # which transformers multiplies in fp32, it holds only up to 2,048.
+        matmul.allow_tf32 = before or head_VD.dtype == torch.bfloat16
         for x_nD in states_nD:
-            logits_nV = _logits(x_nD, weight_VD, tf32) if sliced else x_nD.float()
+            logits_nV = x_nD.float() @ weight_VD.T if sliced else x_nD.float()
             # The division would be one more pass over all logits.
             logits.append(logits_nV if temperature == 1 else logits_nV / temperature)
+        matmul.allow_tf32 = before
         return f(ids_n, *logits)
 
     # With a gradient, also what f makes of the logits and the gradients of both are alive.
@@ -423,9 +405,6 @@ def over_slices(model, states: Sequence[Tensor], ids_N: Tensor, f, temperature=1
     return torch.cat(found)
 
 
-_sliced: "weakref.WeakKeyDictionary[Model, bool]" = weakref.WeakKeyDictionary()
-
-
 def head_is_sliced(model: Model) -> bool:
     """Whether this model's logits are just `head(hidden)`, so that the head may run on slices.
 
@@ -433,7 +412,7 @@ def head_is_sliced(model: Model) -> bool:
     differ: such a model is scored by its own full logits, and memory grows with T times V.
     """
     causal = causal_lm(model)
-    if causal not in _sliced:
+    if not hasattr(causal, "head_is_sliced"):
         head, backbone = causal.get_output_embeddings(), causal.base_model
         vocabulary = causal.config.get_text_config().vocab_size
         ids = (torch.arange(1, 9, device=causal.device) * 7919 % vocabulary)[None]
@@ -444,8 +423,8 @@ def head_is_sliced(model: Model) -> bool:
                 hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
                 gap = (head(hidden).float() - full).abs().max()
                 plain = bool(gap <= torch.finfo(causal.dtype).eps * full.abs().max())
-        _sliced[causal] = plain
-    return _sliced[causal]
+        causal.head_is_sliced = plain
+    return causal.head_is_sliced
 
 
 def packs(lengths: Sequence[int], budget: int) -> list[Ids]:

@@ -11,7 +11,7 @@ import collections
 import hashlib
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -124,42 +124,35 @@ class KeyedDraw(LogitsProcessor):
 
 
 @dataclass
-class _Row:
-    """A prompt on its way to a completion."""
+class Row:
+    """A prompt on its way to a completion, which `stream` fills in."""
 
-    index: int
+    index: int  # of the prompt among its caller's
     prompt: Ids
-    key: int
+    key: int  # a `sample_key`
     left: int  # tokens that may still come; 0 when the row has finished
     ids: Ids = field(default_factory=list)
 
 
-def stream(
-    model,
-    tokenizer,
-    prompt_ids: list[Ids],
-    sampling: Sampling,
-    keys: Sequence[int],
-    rows: int,
-    limits: Sequence[int] | None = None,
-) -> Iterator[Turn]:
+def rows_of(prompt_ids: list[Ids], keys: Sequence[int], limit: int) -> list[Row]:
+    """A row for each prompt, with one limit for all. ValueError unless each has its key."""
+    pairs = enumerate(zip(prompt_ids, keys, strict=True))
+    return [Row(i, prompt, key, limit) for i, (prompt, key) in pairs]
+
+
+def stream(model, tokenizer, asked: Sequence[Row], sampling: Sampling, rows: int) -> Iterator[Turn]:
     """Completions as they finish: lists, perhaps empty, of (index of the prompt, sampled ids).
 
-    The stop id is included, and nothing behind it. keys: one `sample_key` per prompt. At most
-    `rows` decode at a time: a finished row leaves the batch and the next prompt takes its place.
-    limits: each prompt's own max_new_tokens.
+    The stop id is included, and nothing behind it. At most `rows` decode at a time: a finished row
+    leaves the batch and the next one takes its place.
     Hugging Face's `generate` decodes, a turn of tokens at a call with the cache kept; the model's
-    own generation_config has no say. ValueError on missing keys, an empty prompt or rows < 1.
+    own generation_config has no say. ValueError on an empty prompt or rows < 1.
     """
-    if len(prompt_ids) != len(keys) or not all(prompt_ids) or rows < 1:
-        got = f"{rows} rows, {len(keys)} keys for {len(prompt_ids)} prompts"
-        raise ValueError(f"stream needs rows >= 1 and a key per non-empty prompt, got {got}")
+    if rows < 1 or not all(row.prompt for row in asked):
+        raise ValueError(f"stream needs rows >= 1, got {rows}, and prompts that are not empty")
     causal, stops, training = causal_lm(model), stop_ids(model, tokenizer), model.training
-    limits = limits or [sampling.max_new_tokens] * len(keys)
-    waiting = collections.deque[_Row]()
-    for i, (prompt, key, limit) in enumerate(zip(prompt_ids, keys, limits)):
-        waiting.append(_Row(i, prompt, key, limit))
-    running: list[_Row] = []
+    waiting = collections.deque(asked)
+    running: list[Row] = []
     cache = DynamicCache()
     model.eval()
     try:
@@ -185,7 +178,7 @@ def stream(
 
 @torch.inference_mode()
 def _decode(
-    causal: Model, rows: list[_Row], cache: DynamicCache, steps: int, sampling: Sampling, stops: Ids
+    causal: Model, rows: list[Row], cache: DynamicCache, steps: int, sampling: Sampling, stops: Ids
 ) -> None:
     """At most `steps` more tokens for each row. The cache holds all of its ids but the last."""
     width = max(len(row.prompt) + len(row.ids) for row in rows)
@@ -235,40 +228,34 @@ def generate(
     model, tokenizer, prompt_ids: list[Ids], sampling: Sampling, keys: Sequence[int], rows: int = 0
 ) -> list[Ids]:
     """One completion per prompt, in order, as sampled ids; see `stream`. rows 0 is all at once."""
-    turns = stream(model, tokenizer, prompt_ids, sampling, keys, rows or max(1, len(keys)))
+    asked = rows_of(prompt_ids, keys, sampling.max_new_tokens)
+    turns = stream(model, tokenizer, asked, sampling, rows or max(1, len(asked)))
     finished = dict(itertools.chain.from_iterable(turns))
-    return [finished[i] for i in range(len(prompt_ids))]
+    return [finished[i] for i in range(len(asked))]
 
 
 def spread(
     world: World,
     model,
     tokenizer,
-    prompt_ids: list[Ids],
+    asked: list[Row],
     sampling: Sampling,
-    keys: Sequence[int],
     rows: int,
-    finish: Callable[[Turn], list],
-    limits: Sequence[int] | None = None,
-    stage: str = "",
+    finish,
+    stage="",
 ) -> Iterator[list]:
     """`stream`, shared out over the ranks: what all of them have finished, turn by turn.
 
-    finish: makes a JSON-able row of each completion of a turn, on the rank that decoded it. Every
-    rank gets every row, and no rank may leave before the end: each turn is a collective.
-    stage: the name of a progress bar.
+    finish: makes a list of JSON-able rows, one of each completion of a turn, on the rank that
+    decoded it. Every rank gets every row, and no rank may leave before the end: each turn is a
+    collective. stage: the name of a progress bar.
     """
-    by_length = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
-    mine = by_length[world.rank :: world.size]
-    prompts, own_keys = [prompt_ids[i] for i in mine], [keys[i] for i in mine]
-    own_limits = [limits[i] for i in mine] if limits else None
-    turns = stream(model, tokenizer, prompts, sampling, own_keys, rows, own_limits)
-    left = len(prompt_ids)
-    silent = not (stage and prompt_ids and world.main)
-    bar = tqdm(desc=stage, total=left, disable=silent, mininterval=1)
+    mine = sorted(asked, key=lambda row: len(row.prompt))[world.rank :: world.size]
+    turns = stream(model, tokenizer, mine, sampling, rows)
+    left = len(asked)
+    bar = tqdm(desc=stage, total=left, disable=not (stage and left and world.main), mininterval=1)
     while left:
-        turn = [(mine[i], ids) for i, ids in next(turns, [])]
-        found = list(itertools.chain(*gather(finish(turn), world)))
+        found = list(itertools.chain(*gather(finish(next(turns, [])), world)))
         left -= len(found)
         bar.update(len(found))
         yield found
@@ -310,27 +297,7 @@ def judge(
     return [replace(roll, r=1 if ok else -1) for roll, ok in zip(rollouts, right)]
 
 
-class ReplyLog:
-    """Keeps each reply with its outcome in bank/replies.jsonl (rank 0), and counts the outcomes."""
-
-    def __init__(self, folder: pathlib.Path, world: World):
-        self.path, self.world = folder / "replies.jsonl", world
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.step = 0  # the update that the replies belong to
-
-    def __call__(self, row: dict) -> None:
-        self.counts[row["outcome"]] += 1
-        if self.world.main:
-            append_jsonl(self.path, [{"step": self.step, **row}])
-
-    def take(self) -> dict[str, int]:
-        """The counts since they were last taken."""
-        counts = {name: self.counts[name] for name in ("read", "repaired", "retried", "lost")}
-        self.counts.clear()
-        return counts
-
-
-@dataclass(frozen=True)
+@dataclass
 class Writer:
     """The model that writes the bank: it answers extraction and merge prompts, thinking off (D4).
 
@@ -341,10 +308,26 @@ class Writer:
     model: Model
     tokenizer: Tokenizer
     world: World
-    log: ReplyLog
+    folder: pathlib.Path  # of replies.jsonl, which rank 0 writes
     reply_tokens: int
     seed: int
     rows: int = 16  # that decode at a time
+    step: int = 0  # the update that the replies belong to
+    counts: collections.Counter[str] = field(default_factory=collections.Counter)  # by outcome
+    asked: collections.Counter[str] = field(default_factory=collections.Counter)  # by prompt
+
+    def log(self, row: dict) -> None:
+        """Keep a reply with its outcome, and count the outcome."""
+        self.counts[row["outcome"]] += 1
+        if self.world.main:
+            append_jsonl(self.folder / "replies.jsonl", [{"step": self.step, **row}])
+
+    def take(self) -> dict[str, int]:
+        """The outcomes since they were last taken; every prompt is new again."""
+        counts = {name: self.counts[name] for name in ("read", "repaired", "retried", "lost")}
+        self.counts.clear()
+        self.asked.clear()
+        return counts
 
     def limit(self, prompt_ids: Ids, merging: bool) -> int:
         """The most tokens of a reply (D4): for a merge its prompt's and a quarter more.
@@ -358,27 +341,28 @@ class Writer:
 
         times: how often each prompt was asked before. stage: what the progress bar says.
         """
-        ids = [chat_ids(self.tokenizer, prompt, thinking=False) for prompt in prompts]
-        limits = [self.limit(x, merging) for x in ids]
-        keys = [sample_key(self.seed, 0, *named) for named in zip(prompts, times)]
+        asked = []
+        for i, (prompt, n) in enumerate(zip(prompts, times)):
+            ids = chat_ids(self.tokenizer, prompt, thinking=False)
+            key = sample_key(self.seed, 0, prompt, n)
+            asked.append(Row(i, ids, key, self.limit(ids, merging)))
         found: dict[int, str] = {}
 
         def finish(turn: Turn) -> list:
             return [(i, self.tokenizer.decode(x, skip_special_tokens=True)) for i, x in turn]
 
         for again, sampling in ((False, Sampling(temperature=0.0)), (True, Sampling())):
-            chosen = [i for i, n in enumerate(times) if bool(n) == again]
-            asked = [ids[i] for i in chosen], sampling, [keys[i] for i in chosen]
-            job = self.world, self.model, self.tokenizer, *asked, self.rows, finish
-            for texts in spread(*job, [limits[i] for i in chosen], stage):
-                found |= {chosen[i]: text for i, text in texts}
+            chosen = [row for row in asked if bool(times[row.index]) == again]
+            job = self.world, self.model, self.tokenizer, chosen, sampling, self.rows, finish
+            for texts in spread(*job, stage):
+                found |= dict(texts)
         return [found[i] for i in range(len(prompts))]
 
 
 def writer(cfg: Config, world: World, model, tokenizer, folder: pathlib.Path) -> Writer:
-    """The policy as the bank's writer, or --update-model in its place; its log is in `folder`."""
+    """The policy as the bank's writer, or --update-model in its place."""
     if cfg.update_model:
         name, flag = cfg.update_model, "--update-model"
         model, tokenizer = load_model(name, world.device, cfg.dtype, cfg.attn, flag)
-    log, rows = ReplyLog(folder, world), cfg.rollout_rows or 16
-    return Writer(model, tokenizer, world, log, cfg.reply_tokens, cfg.seed, rows)
+    rows = cfg.rollout_rows or 16
+    return Writer(model, tokenizer, world, folder, cfg.reply_tokens, cfg.seed, rows)

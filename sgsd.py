@@ -373,19 +373,19 @@ def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
     """Algorithm 4 on all ranks' rollouts since its last update (D2); the bank's numbers to log."""
     cfg = run.cfg
     assert run.bank is not None and run.writer is not None
-    run.writer.log.step = step
+    run.writer.step = step
     if cfg.update_every:
         run.window += records
     if cfg.update_every and step % cfg.update_every == 0:
         window = [SimpleNamespace(**row) for row in run.window]
         bank = skills.evolve(run.bank, window, step, run.writer, **cfg.evolution)
         if run.world.main:
-            tqdm.write(runlog.evolution_line(bank, step, run.window, run.writer.log.counts["lost"]))
+            tqdm.write(runlog.evolution_line(bank, step, run.window, run.writer.counts["lost"]))
             if bank is not run.bank:
                 runlog.save_bank(bank, run.out, step)
         run.bank, run.window = bank, []
     sizes = len(run.bank.general_skills), len(run.bank.common_mistakes)
-    counts = {f"replies_{outcome}": n for outcome, n in run.writer.log.take().items()}
+    counts = {f"replies_{outcome}": n for outcome, n in run.writer.take().items()}
     return {"bank_skills": sizes[0], "bank_mistakes": sizes[1], **counts}
 
 

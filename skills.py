@@ -22,7 +22,6 @@ import json
 import pathlib
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -284,13 +283,11 @@ def _item(value: Any, key: str) -> dict | None:
 Question = tuple[str, str, int]  # prompt, key, items that a merge was shown: 0 for an extraction
 
 
-def _ask(
-    questions: list[Question], complete: Complete, asked: Counter[str], stage: str
-) -> list[Items]:
+def _ask(questions: list[Question], complete: Complete, stage: str) -> list[Items]:
     """The items of each question's reply, [] where two replies could not be used (D4).
 
     A reply can be used when it has an item in it; a merge's only when it is whole, too, and has no
-    more items than the merge was shown. asked: how often each prompt was asked, counted here.
+    more items than the merge was shown.
     """
     found: list[Items] = [[] for _ in questions]
     for attempt in (1, 2):
@@ -299,11 +296,11 @@ def _ask(
             break
         prompts = [questions[i][0] for i in left]
         if isinstance(complete, Writer):
-            merging = questions[0][2] > 0
-            replies = complete.replies(prompts, [asked[p] for p in prompts], stage, merging)
+            times, merging = [complete.asked[p] for p in prompts], questions[0][2] > 0
+            replies = complete.replies(prompts, times, stage, merging)
+            complete.asked.update(set(prompts))
         else:
             replies = complete(prompts)
-        asked.update(set(prompts))
         for i, reply in zip(left, replies):
             prompt, key, shown = questions[i]
             items, whole = read_items(reply, key)
@@ -323,16 +320,12 @@ def merge(
     items: Items, key: str, complete: Complete, group_size: int = 32, patience: int = 3
 ) -> tuple[Items, list[dict]]:
     """Hierarchical merging (Alg. 3): the merged entries under new ids, and a record per layer."""
-    merged, layers = merge_lists({key: items}, complete, group_size, patience, Counter())
+    merged, layers = merge_lists({key: items}, complete, group_size, patience)
     return merged[key], layers[key]
 
 
 def merge_lists(
-    lists: dict[str, Items],
-    complete: Complete,
-    group_size: int,
-    patience: int,
-    asked: Counter[str],
+    lists: dict[str, Items], complete: Complete, group_size: int, patience: int
 ) -> tuple[dict[str, Items], dict[str, list[dict]]]:
     """Algorithm 3 on one list or on both, layer by layer, so that their replies come together.
 
@@ -356,7 +349,7 @@ def merge_lists(
                 if len(group) > 1:  # line 4: not a last single item
                     questions.append((render_merge(group, key), key, len(group)))  # line 5
         stage = f"merging, layer {len(layers[unfinished[0]]) + 1}"
-        replies = iter(_ask(questions, complete, asked, stage))
+        replies = iter(_ask(questions, complete, stage))
         for key in unfinished:
             merged: Items = []
             for group in groups[key]:
@@ -424,7 +417,7 @@ def memory_of(x: Any, with_answer: bool = False) -> dict:
     return {**memory, "reference_answer": x.gold} if with_answer else memory
 
 
-def extract(memories: Items, complete: Complete, asked: Counter[str]) -> dict[str, Items]:
+def extract(memories: Items, complete: Complete) -> dict[str, Items]:
     """Candidates (Alg. 2, lines 8-14): up to three skills per success and mistakes per failure."""
     chosen: Items = []
     questions: list[Question] = []
@@ -432,7 +425,7 @@ def extract(memories: Items, complete: Complete, asked: Counter[str]) -> dict[st
         of_kind = [m for m in memories if m["reward"] == reward]  # line 8
         chosen += of_kind
         questions += [(render_extraction(m, key), key, 0) for m in of_kind]
-    replies = _ask(questions, complete, asked, "extracting")
+    replies = _ask(questions, complete, "extracting")
     found: dict[str, Items] = {key: [] for key in FIELDS}
     for memory, (_, key, _), items in zip(chosen, questions, replies):
         sources = {"sources": [memory["problem_id"]]} if memory.get("problem_id") else {}
@@ -444,9 +437,8 @@ def cold_start(
     memories: Items, complete: Complete, *, group_size: int = 32, patience: int = 3
 ) -> SkillBank:
     """The initial bank from memory records (Alg. 2, lines 8-16)."""
-    asked = Counter[str]()
-    found = extract(memories, complete, asked)
-    merged, layers = merge_lists(found, complete, group_size, patience, asked)  # line 15
+    found = extract(memories, complete)
+    merged, layers = merge_lists(found, complete, group_size, patience)  # line 15
     metadata: dict[str, Any] = {
         "source": f"cold start from {len(memories)} seed solutions",
         "seed_solutions": len(memories),
@@ -488,9 +480,8 @@ def evolve(
     success = sum(w.r > 0 for w in window) / len(window)  # line 4
     if success >= success_gate:  # line 5
         return bank
-    asked = Counter[str]()  # the merge of line 12 may repeat a prompt of line 11
     memories = [memory_of(x, memory_answer) for x in window]
-    candidates = extract(memories, complete, asked)  # lines 8-10
+    candidates = extract(memories, complete)  # lines 8-10
     update: dict[str, Any] = {"step": step, "success": success}
     static, old, fresh = {}, {}, {}
     for key in FIELDS:
@@ -500,10 +491,10 @@ def evolve(
         fresh[key] = _without_copies(candidates[key], static[key], key)
         update[f"candidate_{key}"] = len(candidates[key])
         update[f"copied_{key}"] = len(candidates[key]) - len(fresh[key])
-    new, _ = merge_lists(fresh, complete, group_size, patience, asked)  # line 11
+    new, _ = merge_lists(fresh, complete, group_size, patience)  # line 11
     update |= {f"merged_{key}": len(new[key]) for key in FIELDS}
     both = {key: old[key] + new[key] for key in FIELDS if new[key]}
-    merged, _ = merge_lists(both, complete, group_size, patience, asked)  # line 12
+    merged, _ = merge_lists(both, complete, group_size, patience)  # line 12
     dynamic = dict(old)
     for key, entries in merged.items():
         kept = _without_copies(entries, static[key], key)
@@ -538,7 +529,7 @@ def make_bank(
     prompts. Memories go to memories.jsonl in the writer's folder as they come, and what a killed
     run has made is used again.
     """
-    world, path = writer.world, writer.log.path.with_name("memories.jsonl")
+    world, path = writer.world, writer.folder / "memories.jsonl"
     chosen = random.Random(cfg.seed).sample(problems, min(cfg.cold_start, len(problems)))
     how = cfg.cold_start_temperature, cfg.cold_start_top_p, cfg.cold_start_top_k
     sampling = rollout.Sampling(*how, cfg.cold_start_tokens)
@@ -549,7 +540,7 @@ def make_bank(
     left = [x for x in chosen if memories.get(x.id, {}).get("problem") != x.problem]
     distributed.agree(len(left), world, "memories")  # and all have read before rank 0 writes
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer.log.path.unlink(missing_ok=True)  # all its replies are asked for again
+    path.with_name("replies.jsonl").unlink(missing_ok=True)  # all its replies are asked for again
     texts = [render("memory", {"problem": x.problem}) for x in left]
     think = cfg.cold_start_thinking
     prompts = [policy.chat_ids(tokenizer, text, thinking=think) for text in texts]
@@ -560,13 +551,14 @@ def make_bank(
         found = [memory_of(x, cfg.memory_answer) for x in made]
         return [{**memory, "made_with": made_with} for memory in found]
 
-    job = model, tokenizer, prompts, sampling, keys, writer.rows, finish
-    for fresh in rollout.spread(world, *job, stage="solving"):  # lines 2-7
+    asked = rollout.rows_of(prompts, keys, cfg.cold_start_tokens)
+    job = model, tokenizer, asked, sampling, writer.rows, finish
+    for fresh in rollout.spread(world, *job, "solving"):  # lines 2-7
         if world.main:
             distributed.append_jsonl(path, fresh)
         memories |= {m["problem_id"]: m for m in fresh}
     bank = cold_start([memories[x.id] for x in chosen], writer, **cfg.merging)
-    replies = writer.log.take()
+    replies = writer.take()
     bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in chosen], replies=replies)
     return bank
 

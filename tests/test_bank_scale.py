@@ -40,7 +40,7 @@ class Merger(rollout.Writer):
             "rows": rows,
             "log": rows.append,
         }
-        own |= {"reply_tokens": 4096, "calls": [], "lengths": []}
+        own |= {"reply_tokens": 4096, "calls": [], "lengths": [], "asked": Counter()}
         vars(self).update(own)
 
     def replies(self, prompts, times, stage, merging):
@@ -65,7 +65,7 @@ def candidates(name):
 def merged(name, part):
     """The merged lists, the records of their layers, and the writer that merged them."""
     writer = Merger(transformers.AutoTokenizer.from_pretrained(TOKENIZER), part)
-    lists, layers = skills.merge_lists(candidates(name), writer, 32, 3, Counter())
+    lists, layers = skills.merge_lists(candidates(name), writer, 32, 3)
     return lists, layers, writer
 
 

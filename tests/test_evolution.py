@@ -103,7 +103,7 @@ class Writer(rollout.Writer):
     """A writer with a fake model: `log` is a list, and so are the `stages` and `times` asked."""
 
     def __init__(self, model):
-        own = {"model": model, "log": [].append, "stages": [], "times": []}
+        own = {"model": model, "log": [].append, "stages": [], "times": [], "asked": Counter()}
         vars(self).update(own)
 
     def replies(self, prompts, times, stage, merging):
@@ -114,10 +114,6 @@ class Writer(rollout.Writer):
     @property
     def rows(self):
         return self.log.__self__
-
-
-def extract(memories, complete):
-    return skills.extract(memories, complete, Counter())
 
 
 # ----------------------------------------------------------------------------- a model's JSON
@@ -307,7 +303,7 @@ def test_a_long_completion_is_an_excerpt_of_its_two_ends():
 def test_success_gives_skills_and_failure_gives_mistakes():
     """Lines 8-13: every memory in its own prompt, in order, up to three items of each."""
     model = extracting(5)
-    found = extract([memory(1, 1), memory(2, -1), memory(3, 1), memory(4, -1)], model)
+    found = skills.extract([memory(1, 1), memory(2, -1), memory(3, 1), memory(4, -1)], model)
     asked = [(name, body["problem"][8]) for name, body in model.asked]
     successes, failures = [("extract_skills", n) for n in "13"], ["2", "4"]
     assert asked == successes + [("extract_mistakes", n) for n in failures]
@@ -318,13 +314,13 @@ def test_success_gives_skills_and_failure_gives_mistakes():
 
 def test_without_a_memory_of_a_kind_nothing_is_asked():
     model = extracting()
-    assert extract([memory(1, -1)], model)[G] == []
+    assert skills.extract([memory(1, -1)], model)[G] == []
     assert [name for name, _ in model.asked] == ["extract_mistakes"]
 
 
 def test_neither_the_id_nor_the_reference_answer_stands_in_a_prompt():
     model = extracting()
-    extract([memory(1, 1), memory(2, -1)], model)
+    skills.extract([memory(1, 1), memory(2, -1)], model)
     for prompt, _ in model.pairs:
         assert not re.search("xyz|problem_id|reference", prompt)
 
@@ -334,7 +330,7 @@ def test_an_unreadable_reply_is_asked_once_more_and_then_lost():
     cut = answer(items("c"))[:-40]
     model = script(answer(items("a")), "no", answer([]), cut, answer(items("b")), "no", "no")
     writer = Writer(model)
-    found = extract([memory(i) for i in range(4)], writer)
+    found = skills.extract([memory(i) for i in range(4)], writer)
     assert names(found[G]) == "ab"
     assert [[body["problem"][8] for _, body in call] for call in model.calls] == [
         ["0", "1", "2", "3"],
@@ -347,7 +343,7 @@ def test_an_unreadable_reply_is_asked_once_more_and_then_lost():
 
 def test_the_complete_items_of_a_cut_extraction_are_used():
     writer = Writer(script(answer(items("abc"))[:-20]))
-    assert names(extract([memory(1)], writer)[G]) == "ab"
+    assert names(skills.extract([memory(1)], writer)[G]) == "ab"
     assert [row["outcome"] for row in writer.rows] == ["repaired"]
 
 
@@ -467,7 +463,7 @@ def test_both_lists_merge_layer_by_layer_in_common_calls():
     model = extracting(merged=first)
     writer = Writer(model)
     lists = {G: items("ab"), E: items("vwxyz", E)}
-    merged, layers = skills.merge_lists(lists, writer, 2, 3, Counter())
+    merged, layers = skills.merge_lists(lists, writer, 2, 3)
     assert names(merged[G]) == "a" and names(merged[E], E) == "v"
     assert model.groups == [["ab", "vw", "xy"], ["vx"], ["vz"]]
     assert [len(layers[key]) for key in KEYS] == [1, 3]

@@ -173,7 +173,7 @@ def test_a_signal_is_an_orderly_stop(place, number, world_dir, tmp_path, whole):
             time.sleep(0.2)
 
     def answered(writer, prompts, times, stage, merging):
-        if writer.log.step == 3:
+        if writer.step == 3:
             os.kill(os.getpid(), number)
         return [writer.reply(prompt) for prompt in prompts]
 

@@ -80,17 +80,24 @@ def test_finished_rows_leave_the_batch_and_others_take_their_place(tokenizer):
 
 def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     model, ids = make_model().train(), prompts(tokenizer, 6)
-    turns = list(rollout.stream(model, tokenizer, ids, SAMPLING, range(6), rows=2))
+
+    def stream(ids, rows=2):
+        asked = rollout.rows_of(ids, range(6), 24)
+        return rollout.stream(model, tokenizer, asked, SAMPLING, rows)
+
+    turns = list(stream(ids))
     found = [i for turn in turns for i, _ in turn]
     assert sorted(found) == list(range(6)) and max(map(len, turns)) <= 2 and [] in turns
-    left_early = rollout.stream(model, tokenizer, ids, SAMPLING, range(6), rows=2)
+    left_early = stream(ids)
     next(left_early)
     assert not model.training and not torch.is_inference_mode_enabled()
     left_early.close()
     assert model.training
-    for keys, rows in (([1], 2), (range(6), 0)):
-        with pytest.raises(ValueError, match="stream needs rows >= 1 and .* key"):
-            next(rollout.stream(model, tokenizer, ids, SAMPLING, keys, rows))
+    for wrong, rows in ((ids, 0), ([*ids[:5], []], 2)):
+        with pytest.raises(ValueError, match="stream needs rows >= 1, got .*, and prompts"):
+            next(stream(wrong, rows))
+    with pytest.raises(ValueError, match="shorter"):
+        rollout.generate(model, tokenizer, ids, SAMPLING, [1])
 
 
 def test_greedy_is_the_librarys_greedy(tokenizer):
@@ -284,7 +291,7 @@ def test_a_think_block_is_only_seen_where_it_is_a_token():
 def test_the_writer_answers_greedily_and_samples_what_it_is_asked_again(tokenizer, tmp_path):
     """A reply is a function of the prompt and of how often it was asked: resume needs no memory."""
     model, alone = make_model(), distributed.World(0, 1, torch.device("cpu"))
-    writer = rollout.Writer(model, tokenizer, alone, rollout.ReplyLog(tmp_path, alone), 8, 0)
+    writer = rollout.Writer(model, tokenizer, alone, tmp_path, 8, 0)
 
     def ask(prompts, times):
         return writer.replies(prompts, times, "", False)

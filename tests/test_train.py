@@ -268,8 +268,7 @@ def test_no_memory_is_made_twice_after_a_kill(world_dir, tmp_path):
     run, verifier = make_run(world_dir, tmp_path / "run", **changes), CountingVerifier()
 
     def make(folder):
-        log = rollout.ReplyLog(folder, run.world)
-        writer = dataclasses.replace(run.writer, rows=2, log=log)
+        writer = dataclasses.replace(run.writer, rows=2, folder=folder)
         solver = (run.model, run.tokenizer, verifier)
         return skills.make_bank(run.problems, *solver, writer, run.cfg)
 
