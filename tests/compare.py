@@ -475,7 +475,8 @@ def picture(w: World, results: dict[str, Job], names: list[str], seeds: range, p
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    methods = [name for name in names if name in (*TRIED, "no polarity")]
+    above = (*TRIED, "no polarity", "grpo, sampled as sgsd")
+    methods = [name for name in names if name in above]
     ablations = ["sgsd", *[name for name in names if name not in methods]]
     groups = [shown for shown in (methods, ablations) if len(shown) > 1]
     size = (18, 5.5 * len(groups))
