@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         """Also names the flags that an unknown one is most like."""
         hint, known = "", list(self._option_string_actions)
         for flag in re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2]):
-            for close in difflib.get_close_matches(flag, known, 1):
+            for close in difflib.get_close_matches(flag, known, 1, 0.75):
                 hint += f"for {flag} there is {close}; "
         raise UserError(f"{message}; {hint}--help lists the flags")
 

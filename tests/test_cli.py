@@ -52,6 +52,7 @@ def test_every_flag_has_its_rule_and_says_it(kind):
 
 
 FLAGS = {  # what is wrong, and what is said
+    "--no-clip": "unrecognized arguments: --no-clip; --help",  # nothing here is much like it
     "--teachers 3": "--teachers 3; for --teachers there is --num-teachers; --help lists the flags",
     "--update 3": "unrecognized arguments: --update 3",  # short for a flag
     "--updates many": "--updates: invalid int value: 'many'",
