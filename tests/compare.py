@@ -3,7 +3,6 @@
     python tests/compare.py --world lock      all of it: results/compare_lock.md, .json, .png
     python tests/compare.py --world tiny      the same in the first world, the default
     python tests/compare.py --world lock --methods sgsd grpo      these rows alone
-    python tests/compare.py --quick           one seed, three methods, no choice of rates
     python tests/compare.py --sweep           banks with misleading skills, in the world tiny
     python tests/compare.py --world real      a real model, see tests/real_world.py; wants a GPU
 
@@ -542,24 +541,19 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     add = parser.add_argument
     add("--world", choices=worlds, default="tiny")
     add("--methods", nargs="+", choices=METHODS, help="rows of the table (default: the world's)")
-    add("--quick", action="store_true", help="one seed; grpo, opsd and sgsd at 1e-3")
     add("--sweep", action="store_true", help="banks with misleading skills, at 1e-3")
     add("--seeds", type=int, default=5, choices=range(1, 9))
     add("--jobs", type=int, default=2, help="processes of one thread each")
     add("--work", default="", help="where finished jobs are kept (default: runs/compare_WORLD)")
-    add("--out", default="", help="of the tables (default: results/compare_WORLD, or WORK/quick)")
+    add("--out", default="", help="of the tables (default: results/compare_WORLD)")
     args = parser.parse_args(argv)
-    w, seeds = worlds[args.world], range(1 if args.quick else args.seeds)
+    w, seeds = worlds[args.world], range(args.seeds)
     work = pathlib.Path(args.work or f"runs/compare_{args.world}")
     if args.sweep and args.world != "tiny":
         parser.error("--sweep is of the world tiny")
-    if args.quick and args.methods:
-        parser.error("--quick has methods of its own")
-    names = ["sgsd", "grpo", "opsd"] if args.quick else args.methods or w.methods
+    names = args.methods or w.methods
     names = list(dict.fromkeys(["sgsd", *names]))  # the others are compared with it
-    out = ROOT / "results" / f"compare_{args.world}"
-    if args.out or args.quick:
-        out = pathlib.Path(args.out or work / "quick")
+    out = pathlib.Path(args.out or ROOT / "results" / f"compare_{args.world}")
     out.parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
 
@@ -580,9 +574,7 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     for seed in (*seeds, 100):
         jobs.append({"world": args.world, "name": f"bank-{seed}", "kind": "bank", "seed": seed})
     banks = do_all(jobs, "banks")
-    rates, trials = dict.fromkeys(names, 1e-3), {}
-    if not args.quick:
-        rates, trials = choose_rates(args.world, w, names, do_all)
+    rates, trials = choose_rates(args.world, w, names, do_all)
     jobs = []
     for seed in seeds:
         for name in ("base", "base+skill"):
@@ -601,8 +593,7 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     found = {"rates": rates, "validation": trials, "results": results, "banks": banks}
     out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    if not args.quick:
-        picture(w, results, names, seeds, out.with_suffix(".png"))
+    picture(w, results, names, seeds, out.with_suffix(".png"))
     print("\n".join(lines))
 
 

@@ -25,6 +25,16 @@ TEMPLATE = (  # Qwen3's shape: enable_thinking=False ends on a closed think bloc
 MERGES = ["Ċ Ċ", "ĊĊ ĊĊ", "b o", "x e", "xe d", "bo xed", "\\ boxed"]
 
 
+def t(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def same(got, want, tol=1e-12):
+    """want: a tensor, or numbers."""
+    want = want if torch.is_tensor(want) else torch.tensor(want, dtype=got.dtype)
+    torch.testing.assert_close(got, want, rtol=tol, atol=tol)
+
+
 def make_tokenizer():
     """Bytes, runs of newlines, \\boxed and Qwen3's control tokens: 268 ids."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -31,17 +31,12 @@ needs_files = pytest.mark.skipif(absent, reason="the authors' candidates or the 
 class Merger(rollout.Writer):
     """A writer whose model keeps the first of every `part` items, and is cut where it has to be."""
 
-    def __init__(self, tokenizer, part=1):
-        rows = []
-        own = {
-            "model": None,
-            "tokenizer": tokenizer,
-            "part": part,
-            "rows": rows,
-            "log": rows.append,
-        }
-        own |= {"reply_tokens": 4096, "calls": [], "lengths": [], "asked": Counter()}
-        vars(self).update(own)
+    def __init__(self, tokenizer, part):
+        super().__init__(None, tokenizer, None, None, 4096, 0)
+        self.part, self.said, self.calls, self.lengths = part, [], [], []
+
+    def log(self, row):
+        self.said.append(row)
 
     def replies(self, prompts, times, stage, merging):
         found = []
@@ -73,7 +68,7 @@ def merged(name, part):
 @pytest.mark.parametrize("name", SIZES)
 def test_a_model_that_keeps_every_item_loses_none_and_every_reply_is_whole(name):
     lists, layers, writer = merged(name, 1)
-    assert [row["outcome"] for row in writer.rows] == ["read"] * len(writer.rows)
+    assert {row["outcome"] for row in writer.said} == {"read"}
     for key, size in zip(skills.FIELDS, SIZES[name]):
         assert layers[key][0]["input_items"] == size
         assert [layer["output_items"] for layer in layers[key]] == [size] * len(layers[key])
@@ -84,7 +79,7 @@ def test_a_model_that_keeps_every_item_loses_none_and_every_reply_is_whole(name)
 @needs_files
 def test_a_model_that_merges_half_comes_to_its_root_group_without_losing_a_reply():
     _, layers, writer = merged("1b", 2)
-    assert {row["outcome"] for row in writer.rows} == {"read"}
+    assert {row["outcome"] for row in writer.said} == {"read"}
     assert [layer["output_items"] for layer in layers["general_skills"]] == [175, 88, 44, 22, 11]
     assert {layers[key][-1]["stopped_reason"] for key in layers} == {"root_group_reached"}
 
@@ -96,8 +91,8 @@ def main():
     for name in SIZES:
         for kept, part in PARTS.items():
             lists, layers, writer = merged(name, part)
-            kinds = [row["kind"] for row in writer.rows]
-            lost = Counter(row["kind"] for row in writer.rows if row["outcome"] == "lost")
+            kinds = [row["kind"] for row in writer.said]
+            lost = Counter(row["kind"] for row in writer.said if row["outcome"] == "lost")
             for key in skills.FIELDS:
                 kind = f"merge_{skills.SHORT[key]}"
                 own = [x for x, found in zip(writer.lengths, kinds) if found == kind]

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import driver
 import pytest
 import torch
-from conftest import ROOT, make_model, make_tokenizer
+from conftest import ROOT, make_model, make_tokenizer, same, t
 from driver import flags, make_run, rows
 from safetensors.torch import load_file
 from test_cli import refused
@@ -27,14 +27,6 @@ from baselines import BaselineConfig
 from distributed import UserError
 
 # ------------------------------------------------------------------------------ formulas by hand
-
-
-def t(x):
-    return torch.tensor(x, dtype=torch.float64)
-
-
-def same(got, want, tol=1e-12):
-    torch.testing.assert_close(got, t(want), rtol=tol, atol=tol)
 
 
 def test_grpo_advantages():
@@ -205,6 +197,7 @@ def test_sgsd_with_default_settings_is_sgsds_own_update(plain, world_dir, tmp_pa
 JUDGED = {"a", "rho", "losses", "loss"}
 SCORED = {*JUDGED, "a_plain", "first_gap", "clipped"}
 CASES = {  # settings, and the fields of a record that may then differ from those of SGSD
+    "sgsd": ({}, None),
     "no mask": ({"token_mask": False}, {*JUDGED, "unmasked", "clipped"}),
     "no clip": ({"clip": False}, {"a", "rho", "loss"}),
     "no threshold": ({"eps_a": 0.0}, {"rho", "loss"}),
@@ -277,17 +270,20 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
             pairs = run.bank.retrieve(x.problem, 3, run.embed)
         if cfg.retrieval == "random":  # S20
             pairs = baselines.retrieve(run, 1, x)
-            assert row["alpha"] == pytest.approx([1 / 3] * 3)
+        weights = [math.exp((pair.s_g + pair.s_e) / 2) for pair in pairs]
         if cfg.answer_pi:
             shown += f"\n\nThe reference answer is {x.answer}."
         student = skills.render_student(x.problem)
         teachers = [skills.render_teacher(pair, shown) for pair in pairs]
         if "opsd" in cfg.method:
             student = skills.render_skills(pairs, x.problem)
-            teachers = [skills.render_skills(pairs, shown)]
+            teachers, weights = [skills.render_skills(pairs, shown)], [1.0]
         ids, tokens = row["completion_ids"], row["tokens"]
-        m_T = torch.tensor(tokens["mask"])
-        assert row["problem_id"] == x.id and (cfg.token_mask or m_T.all())
+        masked = run.masked_ids if cfg.token_mask else ()
+        m_T = torch.tensor([int(i not in masked) for i in ids])
+        assert tokens["mask"] == m_T.tolist()
+        assert row["alpha"] == pytest.approx([weight / sum(weights) for weight in weights])
+        assert (row["problem_id"], row["r"]) == (x.id, 1 if int(x.answer) % 4 == 1 else -1)
         assert row["prompt_ids"] == policy.chat_ids(run.tokenizer, student, thinking=False)
         assert ("credit" in tokens) == (cfg.objective == "gate" and not cfg.support_top_k)
         s_TV = by_definition(run, student, False, ids)

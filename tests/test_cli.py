@@ -48,7 +48,8 @@ def test_every_flag_has_its_rule_and_says_it(kind):
             with pytest.raises(UserError) as refusal:
                 config.parse([f"{name}={value}"], "x", "", kind)
             assert name in str(refusal.value) and str(value) in str(refusal.value)
-            assert f.metadata["choices"] or f.metadata["source"] in str(refusal.value)
+            rule = (": must be ", f"({f.metadata['source']})")
+            assert f.metadata["choices"] or all(part in str(refusal.value) for part in rule)
 
 
 FLAGS = {  # what is wrong, and what is said
@@ -57,9 +58,6 @@ FLAGS = {  # what is wrong, and what is said
     "--update 3": "unrecognized arguments: --update 3",  # short for a flag
     "--updates many": "--updates: invalid int value: 'many'",
     "--batch-size 0": "--batch-size 0: must be > 0 (problems per update over all ranks; S6)",
-    "--tau-g nan": "--tau-g nan: must be finite (gate width; Eq. 14, Tab. 12)",
-    "--seed 1099511627777": "--seed 1099511627777: must be <= 1099511627776",
-    "--merge-group-size 1": "--merge-group-size 1: must be >= 2 (H, items per merge; Alg. 3)",
     "--device tpu": "--device: invalid choice: 'tpu' (choose from",
     "--mask-extra false": "unrecognized arguments: false",
     "--method grpo": "unrecognized arguments: --method grpo",  # baselines.py has it
@@ -67,11 +65,9 @@ FLAGS = {  # what is wrong, and what is said
     "--model no/such-id": "--model no/such-id: not loaded",
     "--encoder /no/such": "--encoder /no/such: no such directory",
     "--update-model /no/such": "--update-model /no/such: no such directory",
-    "--data no.jsonl": "no.jsonl: no such file",
-    "--eval-data no.jsonl": "no.jsonl: no such file",
+    "--data no/such-id": "`problem` and `answer` works offline",
     "--eval-data no.jsonl --allow-eval-overlap": "no.jsonl: no such file",
     "--eval-data amc23": "amc23: math-ai/amc23: not read",
-    "--bank no.json": "bank no.json: cannot be read as JSON",
     "--num-teachers 9": "general_skills has 4 entries, --num-teachers 9 needs as many",
     "--max-prompt-tokens 30": "tokens, --max-prompt-tokens is 30",
     "--device cuda": "--device cuda: torch finds no CUDA GPU here",
@@ -134,13 +130,9 @@ def test_resume_takes_the_settings_of_the_run_and_the_flags(tmp_path, capsys):
         "--print-config": "--print-config True: a resumed run has its own settings",
     }.items():
         refused(capsys, sgsd.main, ["--resume", tmp_path, *given.split()], words)
-    refused(capsys, sgsd.main, ["--resume", tmp_path / "no"], "config.json of a run there")
 
 
-def test_a_user_asks_for_help_and_makes_a_mistake(capsys):
-    with pytest.raises(SystemExit) as end:
-        sgsd.main(["--help"])
-    assert end.value.code == 0 and "gate width; Eq. 14, Tab. 12" in capsys.readouterr().out
+def test_a_mistake_is_one_line_and_exit_code_2_of_the_process():
     command = [sys.executable, ROOT / "sgsd.py", "--bank", "no.json", "--data", "no.jsonl"]
     wrong = subprocess.run(command, capture_output=True, text=True)
     said = "sgsd: no.jsonl: no such file; check the path\n"
@@ -168,7 +160,8 @@ def test_help_has_groups_defaults_and_examples(program, capsys):
     said = capsys.readouterr().out
     for group in config.GROUPS.values():
         assert f"\n{group}:\n" in said or group == "baselines and ablations"
-    assert "examples:\n    python " in said and "(default: 0.05)" in said
+    for part in ("examples:\n    python ", "(default: 0.05)", "gate width; Eq. 14, Tab. 12"):
+        assert part in said
 
 
 def test_a_checkpoint_or_another_directory_is_no_run_to_resume(tmp_path, capsys):

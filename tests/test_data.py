@@ -53,29 +53,6 @@ def test_jsonl_keeps_its_order_and_gets_ids_that_differ(tmp_path):
     assert problems.load_problems(source, unique=False)[0] == want
 
 
-GOOD = {"problem": "p", "answer": "1"}
-BAD = [  # rows, and what is said; test_misuse.py has the files that cannot be read at all
-    ([{"question": "p", "solution": "1"}], "fields found: question, solution"),
-    ([GOOD | {"answer": 5}], r"a.jsonl:1: `answer` must be a string, got int '5'; quote it"),
-    ([GOOD, GOOD | {"answer": None}], "a.jsonl:2: `answer` must be a string"),
-    ([GOOD | {"answer": " "}], "`answer` is empty"),
-    ([GOOD | {"problem": ""}], "`problem` is empty"),
-    ([chat("p", None)], "`answer` must be a string"),
-    ([GOOD, GOOD | {"answer": "2"}], "no problem is left of 2 rows.*'conflicting': 1"),
-]
-
-
-@pytest.mark.parametrize(("rows", "message"), BAD)
-def test_bad_rows_are_named(tmp_path, rows, message):
-    with pytest.raises(UserError, match=message):
-        problems.load_problems(write(tmp_path / "a.jsonl", *rows))
-
-
-def test_a_hub_set_that_cannot_be_read_is_named():
-    with pytest.raises(UserError, match="no/such-hub-id: not read .*a JSONL with .* works offline"):
-        problems.load_problems("no/such-hub-id")
-
-
 def test_problems_of_an_evaluation_set_are_refused_as_training_data(tmp_path):
     """They are known by their letters and digits, whatever the layout."""
     found, other = problems.fingerprint("Find $x + 1$."), problems.fingerprint("Find $x + 2$.")

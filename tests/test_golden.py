@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from conftest import same as close
 
 import sgsd
 
@@ -50,10 +51,6 @@ def eq17(gap, tau):
 def eq20(gaps, mask, a, p, tau):
     z = sum(mask) + EPS
     return [a * p * m / z * eq17(gap, tau) for gap, m in zip(gaps, mask)]
-
-
-def close(got, want, tol):
-    torch.testing.assert_close(got, torch.tensor(want, dtype=got.dtype), rtol=tol, atol=tol)
 
 
 # ------------------------------------------------------------------------------------ the cases

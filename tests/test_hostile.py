@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from conftest import ROOT, make_tokenizer
+from driver import flags
 
 import eval
 import rollout
@@ -34,13 +35,10 @@ TEXTS = {
 BOTH = ("general_skills", "common_mistakes")
 
 
-def run_flags(world_dir, **changes):
+def run_flags(world_dir, out, **changes):
     """The flags of a small run in the tests' world."""
-    settings = {"num_teachers": 2, "batch_size": 2, "max_new_tokens": 4, "lora_rank": 4}
-    for name, file in {"model": "model", "encoder": "encoder", "bank": "bank.json"}.items():
-        settings[name] = world_dir / file
-    settings |= {"data": world_dir / "data.jsonl", "updates": 1, **changes}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    small = {"num_teachers": 2, "batch_size": 2, "max_new_tokens": 4, "updates": 1}
+    return flags(world_dir, out, **small, **changes)
 
 
 @pytest.fixture(scope="module", params=["tiny", "qwen3"])
@@ -89,9 +87,8 @@ def test_a_run_on_hostile_text_ends_well_or_does_not_begin(name, world_dir, tmp_
         fields = dict.fromkeys(skills.FIELDS[key], text[:2000])
         getattr(bank, key).extend({skills.IDS[key]: f"{text[:9]}{i}", **fields} for i in range(3))
     bank.save(tmp_path / "bank.json")
-    changes = {"data": data, "bank": tmp_path / "bank.json", "out": tmp_path / "run"}
-    changes |= {"audit_every": 1, "max_prompt_tokens": 50000}
-    code = sgsd.main(run_flags(world_dir, **changes))
+    changes = {"data": data, "bank": tmp_path / "bank.json", "max_prompt_tokens": 50000}
+    code = sgsd.main(run_flags(world_dir, tmp_path / "run", audit_every=1, **changes))
     if name == "a megabyte":
         assert code == 2 and not (tmp_path / "run").exists()
         assert "tokens, --max-prompt-tokens is 50000" in capsys.readouterr().err
@@ -160,7 +157,7 @@ def plant(tmp_path):
 def finished(world_dir, tmp_path_factory):
     """The directory of a run with one update."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    assert sgsd.main(run_flags(world_dir, out=out)) == 0
+    assert sgsd.main(run_flags(world_dir, out)) == 0
     return out
 
 
@@ -176,8 +173,8 @@ def test_a_pickled_adapter_is_not_evaluated(name, finished, plant, world_dir, tm
     last = shutil.copytree(finished, tmp_path / "run") / "checkpoints/step_000001"
     (last / "adapter_model.safetensors").unlink()
     plant(last, name)
-    flags = ["--data", str(world_dir / "data.jsonl"), "--samples=1", f"--out={tmp_path / 'e'}"]
-    assert eval.main([str(last), *flags]) == 2
+    given = ["--data", str(world_dir / "data.jsonl"), "--samples=1", f"--out={tmp_path / 'e'}"]
+    assert eval.main([str(last), *given]) == 2
 
 
 OWN = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": ["own.T", None]}
@@ -192,12 +189,11 @@ def test_a_model_of_pickles_or_with_code_of_its_own_is_refused(changes, plant, w
     (model / "config.json").write_text(json.dumps({**config, **changes}))
     mark = str(tmp_path / "boom")
     (model / "own.py").write_text(f"import pathlib; pathlib.Path({mark!r}).touch()\n")
-    assert sgsd.main(run_flags(world_dir, model=model, out=tmp_path / "r")) == 2
+    assert sgsd.main(run_flags(world_dir, tmp_path / "r", model=model)) == 2
 
 
 def test_pickled_banks_and_problems_are_refused(plant, world_dir, tmp_path):
     plant(tmp_path, "bank.json", "data.npy")
     with pytest.raises(UserError, match="cannot be read as JSON"):
         skills.SkillBank.load(tmp_path / "bank.json")
-    flags = run_flags(world_dir, data=tmp_path / "data.npy", out=tmp_path / "r")
-    assert sgsd.main(flags) == 2
+    assert sgsd.main(run_flags(world_dir, tmp_path / "r", data=tmp_path / "data.npy")) == 2

@@ -80,7 +80,7 @@ def test_each_name_of_the_contract_stands_in_its_module_and_takes_its_parameters
 
 
 BROKEN = {
-    "a cycle": ({"rollout": "import skills", "skills": "import rollout"}, "an import cycle"),
+    "a cycle": ({"rollout": "import skills", "skills": "import rollout"}, "rollout.py imports"),
     "an import from below, in a function": (
         {"eval": "def f():\n    from sgsd import train", "sgsd": ""},
         "eval.py imports sgsd",

@@ -8,6 +8,7 @@ from math import e, inf, log, nan, sqrt
 
 import pytest
 import torch
+from conftest import t
 from torch import zeros
 
 import sgsd
@@ -82,10 +83,6 @@ CASES = [  # function, arguments, result; lists are tensors
     ),
     (sgsd.token_credit, ([[D3, D3]], [1, 1], [0.2], [0.0], 1.0, 2.0), [[0.0, 0.0]]),
 ]
-
-
-def t(x):
-    return torch.tensor(x, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("function, args, want", CASES)

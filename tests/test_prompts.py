@@ -1,14 +1,13 @@
 """Templates word for word, one pass of substitution, no skill text in a student's prompt."""
 
-import json
 import types
 
 import pytest
 import torch
-from conftest import ROOT, make_bank, make_tokenizer
+from conftest import ROOT, make_bank
+from driver import rows, train
 
 import eval
-import sgsd
 import skills
 from distributed import World
 
@@ -29,11 +28,6 @@ Solve the current problem independently and do not quote it verbatim.
 """
 PAPER = ROOT.parent / "shared" / "paper.tex"
 CARDS = ["memory", "extract_skills", "extract_mistakes", "merge_skills", "merge_mistakes"]
-
-
-def make_pair():
-    bank = make_bank()
-    return skills.SkillPair(bank.general_skills[0], bank.common_mistakes[0], 1.0, 1.0)
 
 
 def papers_cards():
@@ -64,7 +58,8 @@ def test_a_template_has_the_lines_of_the_papers_card(name):
 
 
 def test_what_is_put_into_a_prompt_is_not_expanded_again():
-    pair = make_pair()
+    bank = make_bank()
+    pair = skills.SkillPair(bank.general_skills[0], bank.common_mistakes[0], 1.0, 1.0)
     pair.skill["title"] = "{problem} {mistake.description}"
     text = skills.render_teacher(pair, "What is {skill.title} \\boxed{} {{}} {0}?")
     assert "- **{problem} {mistake.description}**" in text
@@ -87,19 +82,12 @@ def test_the_extraction_prompt_names_the_fields_behind_the_template(key):
     assert form == f"\nEach item is an object with the string fields {names}."
 
 
-def test_no_skill_text_reaches_a_student(world_dir, tmp_path, capsys):
-    flags = ["--num-teachers=2", "--batch-size=4", "--max-new-tokens=4", "--lora-rank=4"]
-    for name in ("model", "encoder"):
-        flags.append(f"--{name}={world_dir / name}")
-    flags += [f"--data={world_dir}/data.jsonl", f"--bank={world_dir}/bank.json", "--updates=1"]
-    assert sgsd.main([*flags, f"--out={tmp_path / 'run'}"]) == 0
-    tokenizer = make_tokenizer()
-    bank = make_bank()
-    for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        text = tokenizer.decode(row["prompt_ids"])
+def test_no_skill_text_reaches_a_student(world_dir, tmp_path):
+    run = train(world_dir, tmp_path / "run", updates=1)
+    for row in rows(tmp_path / "run/rollouts.jsonl"):
+        text = run.tokenizer.decode(row["prompt_ids"])
         assert skills.render_student(row["problem"]) in text and "guidance" not in text
-        for entry in bank.general_skills + bank.common_mistakes:
+        for entry in run.bank.general_skills + run.bank.common_mistakes:
             assert not any(value in text for value in entry.values())
 
 

@@ -71,6 +71,7 @@ def test_the_curves_equal_the_logs(out, tmp_path):
         for rho, fate in FATES.items():
             assert shown[f"rho_{fate}"] == decisions[rho, 1] + decisions[rho, -1]
             assert shown[f"rho_{fate}_failure"] == decisions[rho, -1]
+            assert shown[f"rho_{fate}_success"] == decisions[rho, 1]
 
 
 def test_the_gate_views_equal_the_logs(out, tmp_path):
@@ -411,7 +412,6 @@ def test_what_explain_refuses(out, tmp_path, capsys):
         ([out, *QUESTION[2:]], "--explain and --answer"),
         ([out, bare, *QUESTION], "give one run, got 2"),
         ([bare, *QUESTION], "has no bank yet"),
-        ([tmp_path / "nowhere", *QUESTION], "no readable config.json"),
     ):
         assert report.main([str(flag) for flag in flags]) == 2
         error = capsys.readouterr().err

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import ROOT
 
-import config
 import policy
 import rollout
 import skills
@@ -140,9 +139,3 @@ def test_the_preset_lives_the_whole_life_of_a_run(tmp_path):
     before, after = comparison["test"]["results"].values()
     assert "diff" in after and "diff" not in before
     assert "| model |" in done.stdout and "| step_000002 |" in done.stdout
-
-
-def test_presets_name_settings_that_exist():
-    for preset in config.PRESETS:
-        cfg, resume = config.parse(["--preset", preset], "sgsd.py", "")
-        assert cfg.model and not resume

@@ -19,27 +19,13 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from driver import rows
 
 TRACE = ROOT / "tests" / "trace.jsonl"
-COMMAND = [
-    "sgsd.py",
-    "--preset",
-    "tiny",
-    "--device",
-    "cpu",
-    "--dtype",
-    "float32",
-    "--updates",
-    "12",
-]
-COMMAND += ["--learning-rate", "3e-4", "--checkpoint-every", "12", "--audit-every", "0"]
-COMMAND += ["--eval-data", ""]
+COMMAND = "sgsd.py --preset tiny --device cpu --dtype float32 --updates 12 --learning-rate 3e-4"
+COMMAND += " --checkpoint-every 12 --audit-every 0 --eval-data="
 EXACT = ("step", "problem_id", "prompt_ids", "completion_ids", "pred", "r", "pairs", "rho")
 CLOSE = ("alpha", "a_plain", "a", "losses", "loss")
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def rounding():
@@ -50,19 +36,17 @@ def rounding():
     ids = torch.arange(600).view(4, 150) % 1000
     with torch.no_grad():
         bits = model(input_ids=ids).logits.numpy().tobytes()
-    return {
-        "rounding": hashlib.blake2b(bits, digest_size=8).hexdigest(),
-        "torch": torch.__version__,
-    }
+    digest = hashlib.blake2b(bits, digest_size=8).hexdigest()
+    return {"rounding": digest, "torch": torch.__version__}
 
 
 def trace(run):
     """What is frozen of a run's directory, line by line."""
     found = []
-    for row in lines(run / "rollouts.jsonl"):
+    for row in rows(run / "rollouts.jsonl"):
         numbers = {name: row[name] for name in CLOSE}
         found.append({name: row[name] for name in EXACT} | {"numbers": numbers})
-    for row in lines(run / "metrics.jsonl"):
+    for row in rows(run / "metrics.jsonl"):
         found.append({"step": row["step"], "numbers": {"grad_norm": row["grad_norm"]}})
     for version in sorted((run / "bank").glob("step_*.json")):
         bank = json.loads(version.read_text())
@@ -77,11 +61,11 @@ def rounded(x):
 
 @pytest.mark.long
 def test_the_run_is_the_frozen_one(tmp_path):
-    want = lines(TRACE)
+    want = rows(TRACE)
     if want[0] != rounding():
         pytest.skip(f"frozen with {want[0]}, this machine has {rounding()}")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *COMMAND, "--out", str(tmp_path / "run")]
+    command = [sys.executable, *COMMAND.split(), "--out", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     got = trace(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""One update against plain loops; the same seed, the same bits; a run's resume, files and bank."""
+"""A run: its files, masks, prompts and bank, and what ends an update or leaves it empty."""
 
 import dataclasses
 import itertools
@@ -7,12 +7,10 @@ import math
 import shutil
 
 import driver
-import peft
 import pytest
 import torch
-from conftest import make_bank, make_tokenizer
-from driver import make_run, rows, stopping_at, timeless, train
-from safetensors.torch import load_file
+from conftest import make_tokenizer
+from driver import make_run, rows, train
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
@@ -25,65 +23,6 @@ import skills
 from distributed import UserError
 from problems import Problem
 
-
-def test_the_gradient_of_an_update_equals_plain_loops(world_dir, tmp_path):
-    """One row at a time, full logits, the paper's formulas written out: as nothing here does it."""
-    run = make_run(world_dir, tmp_path / "run", learning_rate=1.0, grad_clip=1e9)
-    params = policy.trained(run.model)
-    for name, p in params.items():  # with B = 0, as at the start, A has no gradient
-        generator = torch.Generator().manual_seed(sum(map(ord, name)))
-        torch.nn.init.normal_(p, std=0.1, generator=generator)
-    before = {name: p.detach().clone() for name, p in params.items()}
-    run.optimizer = torch.optim.SGD(params.values(), lr=1.0)  # a step is the gradient itself
-    records, _, _ = sgsd.train_step(run, 1)
-    got = {name: before[name] - p.detach() for name, p in params.items()}
-    for name, p in params.items():
-        p.data = before[name]
-
-    def logps(text, thinking, completion):
-        prompt = policy.chat_ids(run.tokenizer, text, thinking=thinking)
-        logits = run.model(input_ids=torch.tensor([prompt + completion])).logits[0]
-        chosen = torch.tensor(completion)[:, None]
-        return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, chosen)[:, 0]
-
-    total = 0.0
-    for (x, _), row in zip(sgsd.minibatch(run.problems, run.cfg, 1), records):
-        assert row["problem_id"] == x.id
-        assert row["r"] == (1 if int(x.answer) % 4 == 1 else -1)
-        y = row["completion_ids"]
-        m = torch.tensor([float(i not in run.masked_ids) for i in y])
-        pairs = run.bank.retrieve(x.problem, 3, run.embed)
-        weights = [math.exp((pair.s_g + pair.s_e) / 2) for pair in pairs]
-        student = logps(skills.render_student(x.problem), False, y)
-        for k, pair in enumerate(pairs):
-            teacher = logps(skills.render_teacher(pair, x.problem), True, y).detach()
-            gap = teacher - student
-            a = float((m * gap.detach().clamp(-3, 3)).sum() / m.sum())
-            rho = 0 if abs(a) <= 0.2 else row["r"] * math.copysign(1, a)
-            assert rho == row["rho"][k]
-            assert a == pytest.approx(row["a"][k], abs=1e-4)
-            gate = math.log(2) - torch.log(1 + torch.exp(-(gap**2) / 2))
-            total = total + weights[k] / sum(weights) * rho * (m * gate).sum() / m.sum() / 4
-    total.backward()
-    assert {row["r"] for row in records} == {-1, 1}
-    assert {rho for row in records for rho in row["rho"]} >= {-1, 1}
-    mean = sum(row["loss"] for row in records) / 4
-    assert float(total.detach()) == pytest.approx(mean, abs=1e-5)
-    for name, p in params.items():
-        torch.testing.assert_close(got[name], p.grad, atol=2e-5, rtol=1e-3)
-
-
-def test_the_same_seed_gives_the_same_bits_and_another_does_not(world_dir, tmp_path):
-    made = []
-    for i, seed in enumerate((0, 0, 1)):
-        out = tmp_path / str(i)
-        train(world_dir, out, seed=seed, updates=2)
-        adapter = (out / "checkpoints/step_000002/adapter_model.safetensors").read_bytes()
-        made.append((adapter, (out / "rollouts.jsonl").read_text()))
-    assert made[0] == made[1]
-    assert made[0][0] != made[2][0] and made[0][1] != made[2][1]
-
-
 BANK = {"bank": "", "cold_start": 8, "update_every": 2, "max_new_items": 2}
 
 
@@ -94,30 +33,7 @@ def whole(world_dir, tmp_path_factory):
     return train(world_dir, out, **BANK)
 
 
-def test_stopped_and_resumed_equals_uninterrupted(whole, world_dir, tmp_path):
-    """D9: it stops in the middle of a window of the bank's updates."""
-    out = tmp_path / "run"
-    train(world_dir, out, step_fn=stopping_at(3), **BANK)
-    assert [m["step"] for m in rows(out / "metrics.jsonl")] == [1, 2, 3]
-    with open(out / "metrics.jsonl", "a") as f:  # what a kill in the fourth update may leave
-        f.write('{"step": 4, "loss": 9}\n{"step": 5, "lo')
-    run = make_run(world_dir, out, resume=True, **BANK)
-    saved = load_file(out / "checkpoints/step_000003/trainer.safetensors")
-    assert run.step == 3
-    for name, p in policy.trained(run.model).items():
-        assert torch.equal(run.optimizer.state[p]["exp_avg"], saved[f"{name}.exp_avg"])
-    sgsd.train(run)
-    last = "checkpoints/step_000004"
-    names = ["rollouts.jsonl", "tokens.jsonl", "bank/memories.jsonl", "bank/replies.jsonl"]
-    names += [f"bank/step_00000{i}.json" for i in (0, 2, 4)]
-    names += [f"{last}/adapter_model.safetensors", f"{last}/trainer.safetensors"]
-    for name in names:
-        assert (whole.out / name).read_bytes() == (out / name).read_bytes(), name
-    metrics = [timeless(rows(path / "metrics.jsonl")) for path in (whole.out, out)]
-    assert metrics[0] == metrics[1]
-
-
-def test_what_a_run_leaves_on_disk(whole, world_dir):
+def test_what_a_run_leaves_on_disk(whole):
     out = whole.out
     saved = json.loads((out / "config.json").read_text())
     assert saved["settings"]["num_teachers"] == 3 and saved["versions"]["torch"]
@@ -126,13 +42,6 @@ def test_what_a_run_leaves_on_disk(whole, world_dir):
     assert [m["learning_rate"] for m in metrics] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
     assert len(rolls) == 16 and [r["index"] for r in rolls[:4]] == [0, 1, 2, 3]
     assert {t["step"] for t in tokens} == {2, 4}
-    for m in metrics:
-        mine = [r for r in rolls if r["step"] == m["step"]]
-        assert m["loss"] == pytest.approx(sum(r["loss"] for r in mine) / 4)
-        assert m["success"] == sum(r["r"] == 1 for r in mine) / 4
-        teachers = m["rho_distilled"] + m["rho_reversed"] + m["rho_ignored"]
-        assert teachers == sum(len(r["rho"]) for r in mine) > 0
-        assert m["rho_distilled"] == m["rho_distilled_success"] + m["rho_distilled_failure"]
     by_name = {(r["step"], r["problem_id"]): r for r in rolls}
     for t in tokens:  # the credit is Eq. 20 of the logged gaps
         r = by_name[t["step"], t["problem_id"]]
@@ -140,10 +49,6 @@ def test_what_a_run_leaves_on_disk(whole, world_dir):
         credit = sgsd.token_credit(delta, mask, alpha, torch.tensor(r["rho"]).float(), 1.0)
         torch.testing.assert_close(torch.tensor(t["credit"]), credit)
         assert whole.tokenizer.decode(r["completion_ids"], skip_special_tokens=True) == r["text"]
-    base, _ = policy.load_model(str(world_dir / "model"), torch.device("cpu"))
-    again = peft.PeftModel.from_pretrained(base, out / "checkpoints/step_000004")
-    logits = [model(input_ids=torch.tensor([[1, 2, 3]])).logits for model in (again, whole.model)]
-    torch.testing.assert_close(*logits)
     assert not {path.suffix for path in out.rglob("*")} & {".tmp", ".pt", ".bin"}
 
 
@@ -162,9 +67,6 @@ def test_a_run_makes_its_bank_and_evolves_it(whole):
     assert {m["problem_id"] for m in memories} == set(banks[0].metadata["seed_problems"])
     assert not any("reference_answer" in m for m in memories)  # D3
     for old, new in itertools.pairwise(banks):
-        for key in skills.FIELDS:
-            static = [e for e in old.collection(key) if e not in dynamic(old)]
-            assert static == [e for e in new.collection(key) if e not in dynamic(new)]
         assert 0 < len(dynamic(new)) <= len(dynamic(old)) + 2
     assert whole.bank == banks[2] == skills.SkillBank.load(whole.out / "bank/bank.json")
     metrics = rows(whole.out / "metrics.jsonl")
@@ -173,37 +75,12 @@ def test_a_run_makes_its_bank_and_evolves_it(whole):
     assert {row["outcome"] for row in rows(whole.out / "bank/replies.jsonl")} == {"read"}
 
 
-def test_only_the_adapters_train_and_in_fp32(world_dir, tmp_path):
+def test_the_adapters_train_and_nothing_else(world_dir, tmp_path):
     run = make_run(world_dir, tmp_path / "run", dtype="bfloat16", updates=2)
-    params = policy.trained(run.model)
-    assert {p.dtype for p in params.values()} == {torch.float32}
-    assert len(params) == 2 * 7 * 2  # A and B, seven projections, two layers
-    assert all("lora_" in name for name in params)
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     sgsd.train(run)
     for name, p in run.model.named_parameters():
-        assert torch.equal(p, before[name]) != (name in params), name
-
-
-def test_three_updates_in_a_row_that_are_not_finite_end_the_run(world_dir, tmp_path, capsys):
-    run, metrics = make_run(world_dir, tmp_path / "run"), tmp_path / "run/metrics.jsonl"
-    before = [p.detach().clone() for p in policy.trained(run.model).values()]
-    assert sgsd.train(run, driver.breaking({1, 2, 3})) == 1
-    assert [m["skipped"] for m in rows(metrics)] == [1, 1, 1]
-    assert all(torch.equal(a, b) for a, b in zip(before, policy.trained(run.model).values()))
-    assert "three updates in a row were not finite; continue with" in capsys.readouterr().out
-    again = make_run(world_dir, tmp_path / "run", resume=True)
-    assert sgsd.train(again) == 0 and len(rows(metrics)) == 4
-
-
-def test_no_teachers_no_loss(world_dir, tmp_path):
-    run = make_run(world_dir, tmp_path / "run")
-    run.bank = skills.SkillBank(make_bank().general_skills, [])  # S8
-    records, norm, seconds = sgsd.train_step(run, 1)
-    assert all(row["rho"] == [] and row["loss"] == 0 for row in records) and norm == 0
-    metrics = runlog.summarize(1, records, norm, 0.0, seconds, 0.0)
-    assert metrics["no_teachers"] == 4
-    assert "rho +0/-0/0:0" in runlog.log_line(metrics, 4)
+        assert torch.equal(p, before[name]) != ("lora_" in name), name
 
 
 def test_minibatches_cover_each_epoch_once():
@@ -215,6 +92,8 @@ def test_minibatches_cover_each_epoch_once():
     assert seen[:10] != seen[10:]
     twice = sgsd.minibatch(problems[:2], cfg, 1)  # a problem that comes twice is sampled twice
     assert len({key for _, key in twice}) == 4
+    others = sgsd.minibatch(problems, config.Config(batch_size=4, seed=1), 1)
+    assert not {key for _, key in others} & {key for _, key in sgsd.minibatch(problems, cfg, 1)}
 
 
 def test_the_prefixes_of_the_roles(world_dir, tmp_path):
@@ -351,13 +230,6 @@ def test_an_online_update_says_what_it_did_or_why_it_did_nothing(world_dir, tmp_
         assert m["seconds"]["bank"] >= 0
 
 
-def test_a_users_mistake_in_an_update_is_one_clear_error(world_dir, tmp_path):
-    run = make_run(world_dir, tmp_path / "run")
-    run.cfg = dataclasses.replace(run.cfg, max_prompt_tokens=150)  # too few for a teacher
-    with pytest.raises(UserError, match=r"teacher of p\d+: the prompt has .*in update 1; --resume"):
-        sgsd.train(run)
-
-
 def test_a_completion_without_a_reasoning_token_teaches_nothing(world_dir, tmp_path):
     """It is the stop id alone, or nothing but newlines: r = -1, rho = 0, and a gradient of 0."""
     run = make_run(world_dir, tmp_path / "run", max_new_tokens=3)
@@ -378,14 +250,6 @@ def test_a_completion_without_a_reasoning_token_teaches_nothing(world_dir, tmp_p
     run.verifier.close()
 
 
-def test_a_batch_in_which_every_teacher_is_unsure_changes_nothing(world_dir, tmp_path):
-    run = train(world_dir, tmp_path / "run", eps_a=1e9, updates=2)
-    for m in rows(tmp_path / "run/metrics.jsonl"):
-        assert (m["rho_ignored"], m["loss"], m["grad_norm"], m["skipped"]) == (12, 0, 0, 0)
-    params = policy.trained(run.model)
-    assert not any(p.any() for name, p in params.items() if "lora_B" in name)
-
-
 def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys):
     """A random model's own replies cannot be read: no teachers, no loss, and the run ends well."""
     settings = {**BANK, "cold_start": 4, "max_new_tokens": 8, "updates": 2}
@@ -397,4 +261,7 @@ def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys
     metrics = rows(tmp_path / "run/metrics.jsonl")
     assert metrics[1]["replies_lost"] > 0
     for m in metrics:
-        assert (m["no_teachers"], m["bank_skills"], m["loss"], m["grad_norm"]) == (4, 0, 0, 0)
+        assert (m["no_teachers"], m["bank_skills"], m["skipped"]) == (4, 0, 0)
+        assert m["loss"] == m["grad_norm"] == 0
+    params = policy.trained(run.model).items()
+    assert not any(p.any() for name, p in params if "lora_B" in name)

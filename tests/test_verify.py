@@ -155,7 +155,7 @@ TEXTS = r"""
 5  \boxed{ }  -1 | 5  \boxed 5  -1 | 5  \fbox{5}  -1 | 5  <think>\boxed{5}</think> so 6  -1
 6  <think>\boxed{5}</think> \boxed{6}  1 | 5  <think>\boxed{5}  -1 | 5  \boxed{5}</think>  -1
 5  </think>\boxed{6}<think>\boxed{5}  -1 | 5  <think>a</think><think>b</think>\boxed{5}  1
-5  \boxed{x=5}  1
+5  \boxed{x=5}  1 | \left\{1,2\right.  \boxed{\left\{1,2\right.}  1
 """
 
 
