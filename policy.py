@@ -51,12 +51,10 @@ def load_model(
     if attn == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError(f"--attn {attn}: flash-attn is not installed, or torch finds no GPU")
     source = _located(name, flag)
-    code: dict[str, Any] = {"trust_remote_code": False}  # else a model may ask to run its own
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **code)
-        model: Model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=attn, **code
-        )
+    try:  # without trust_remote_code=False a model may ask to run its own
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        how = {"dtype": dtype, "attn_implementation": attn, "trust_remote_code": False}
+        model: Model = AutoModelForCausalLM.from_pretrained(source, **how)
     except Exception as e:  # transformers raises many kinds: no such id, offline, no config
         hint = "; --attn eager suits every model" if "attention" in str(e) else ""
         raise UserError(f"{flag} {name}: not loaded ({brief(e)}){hint}") from None
@@ -283,9 +281,8 @@ def masked_token_ids(tokenizer: Tokenizer, extra: bool = False) -> set[int]:
     """
     ids = {i for i in tokenizer.all_special_ids if i is not None}
     ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for token, i in tokenizer.get_vocab().items():
-        if re.fullmatch(r"<\|.*\|>|</?think>", token):
-            ids.add(i)
+    control = re.compile(r"<\|.*\|>|</?think>")
+    ids |= {i for token, i in tokenizer.get_vocab().items() if control.fullmatch(token)}
     for n in range(1, 9):
         newlines = tokenizer.encode("\n" * n, add_special_tokens=False)
         if len(newlines) == 1:
@@ -399,8 +396,7 @@ def over_slices(model, states: Sequence[Tensor], ids_N: Tensor, f, temperature=1
     alive = len(states) * (4 if torch.is_grad_enabled() else 1)
     rows = max(1, SLICE_LOGITS[weight_VD.device.type] // (weight_VD.shape[0] * alive))
     found = []
-    for start in range(0, len(ids_N), rows):
-        parts = [x[start : start + rows] for x in (ids_N, *states)]
+    for parts in zip(*[x.split(rows) for x in (ids_N, *states)]):
         found.append(checkpoint(one, *parts, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(found)
 

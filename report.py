@@ -284,7 +284,7 @@ def in_words(view: dict, eps_a: float) -> str:
 def curves(metrics: list[dict], points: int) -> tuple[dict[str, list], int]:
     """The numbers of metrics.jsonl by name, of every n-th update up to the last one; and n."""
     every = max(1, math.ceil(len(metrics) / points))
-    kept = [runlog.flat(row) for row in metrics[(len(metrics) - 1) % every :: every]]
+    kept = metrics[(len(metrics) - 1) % every :: every]
     columns = {}
     for name in dict.fromkeys(itertools.chain(*kept)):
         columns[name] = [number(row.get(name)) for row in kept]

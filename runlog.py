@@ -245,6 +245,7 @@ def summarize(
         metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
     tokens = sum(len(row["completion_ids"]) for row in records)
     gaps = sum(row["unmasked"] * len(row["rho"]) for row in records)
+    metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
     return metrics | {
         "clip_share": sum(row["clipped"] for row in records) / max(1, gaps),
         "mask_share": sum(row["unmasked"] for row in records) / max(1, tokens),
@@ -253,7 +254,6 @@ def summarize(
         "grad_norm": norm,
         "learning_rate": lr,
         "skipped": int(not math.isfinite(norm)),
-        "seconds": {part: round(x, 3) for part, x in seconds.items()},
         "memory_gb": round(gb, 2),
     }
 
@@ -264,23 +264,13 @@ def log_line(m: dict, updates: int) -> str:
     success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
     parts = []
     for part in ("gen", "score", "bwd"):
-        x = m["seconds"][part]
+        x = m[f"seconds.{part}"]
         parts.append(f"{part} {x:.1f}s" if x < 10 else f"{part} {x:.0f}s")
     return (
         f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {success} rho {rho} "
         f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
         f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB"
     )
-
-
-def flat(metrics: dict) -> dict:
-    """The metrics on one level: {"seconds": {"gen": 1}} becomes {"seconds.gen": 1}."""
-    found = dict(metrics)
-    for name, value in metrics.items():
-        if isinstance(value, dict):
-            del found[name]
-            found |= {f"{name}.{part}": x for part, x in value.items()}
-    return found
 
 
 def mirrors(cfg: Config, start: int) -> list[Logger]:
@@ -296,14 +286,14 @@ def mirrors(cfg: Config, start: int) -> list[Logger]:
         except Exception as e:  # not logged in, or no network
             fix = "log in, set WANDB_MODE=offline, or leave the flag out"
             raise UserError(f"--wandb: not started ({distributed.brief(e)}); {fix}") from None
-        found.append(lambda m: wandb.log(flat(m), step=m["step"]))
+        found.append(lambda m: wandb.log(m, step=m["step"]))
     if cfg.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1, flush_secs=10)
 
         def add(m: dict) -> None:
-            for name, value in flat(m).items():
+            for name, value in m.items():
                 writer.add_scalar(name, value, m["step"])
 
         found.append(add)

@@ -750,7 +750,10 @@ def rank_seconds(args: Args) -> dict[int, float]:
             run = [sys.executable, *launch, *driver]
             subprocess.run(run, check=True, env=env, stdout=subprocess.DEVNULL)
             rows = distributed.read_jsonl(pathlib.Path(settings["out"], "metrics.jsonl"))
-            found[ranks] = ranks * min(sum(row["seconds"].values()) for row in rows)
+            sums = []
+            for row in rows:
+                sums.append(sum(x for name, x in row.items() if name.startswith("seconds.")))
+            found[ranks] = ranks * min(sums)
     return found
 
 

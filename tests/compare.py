@@ -3,6 +3,7 @@
     python tests/compare.py --world lock      all of it: results/compare_lock.md, .json, .png
     python tests/compare.py --world tiny      the same in the first world, the default
     python tests/compare.py --world lock --methods sgsd grpo      these rows alone
+    python tests/compare.py --world lock_long --seeds 3    three methods, three times the updates
     python tests/compare.py --sweep           banks with misleading skills, in the world tiny
     python tests/compare.py --world real      a real model, see tests/real_world.py; wants a GPU
 
@@ -20,6 +21,7 @@ in --work, so that a killed run goes on; after a change to a world's settings, t
 import argparse
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -31,7 +33,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -74,7 +75,7 @@ TRIED = ("sgsd", "grpo", "opsd", "opsd, no bound", "grpo+skill", "opsd+skill")
 TRIED += ("opsd+skill, no bound",)  # methods with a rate of their own
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class World:
     """Where a world lies and how its runs are set."""
 
@@ -149,6 +150,9 @@ WORLDS = {
         methods=("sgsd", RELEASED, "no polarity", "grpo", "opsd"),
     ),
 }
+WORLDS["lock_long"] = dataclasses.replace(  # is there a late collapse?
+    WORLDS["lock"], points=(20, 60, 120, 180), methods=("sgsd", "no polarity", "grpo")
+)
 SHARES = (0, 25, 50, 75, 100)  # percent of families whose skill in the bank misleads
 SWEPT = ("sgsd", "no polarity", "one teacher")
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # Student's t, by seeds
@@ -256,7 +260,7 @@ def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str
         distributed.write_json(cost, {"forward_tokens": round(each * updates)})
     seconds = 0.0
     for row in distributed.read_jsonl(out / "metrics.jsonl"):
-        seconds += sum(row["seconds"].values())
+        seconds += sum(x for name, x in row.items() if name.startswith("seconds."))
     drawn = dict.fromkeys(range(1, updates + 1), 0)
     for row in distributed.read_jsonl(out / "rollouts.jsonl"):
         drawn[row["step"]] += len(row["completion_ids"])

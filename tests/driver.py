@@ -123,7 +123,7 @@ def timeless(metrics):
     """Lines of metrics.jsonl without the numbers that differ from run to run."""
     kept = []
     for row in metrics:
-        kept.append({k: v for k, v in row.items() if k not in ("seconds", "memory_gb")})
+        kept.append({k: v for k, v in row.items() if not k.startswith(("seconds.", "memory_gb"))})
     return kept
 
 

@@ -227,7 +227,7 @@ def test_an_online_update_says_what_it_did_or_why_it_did_nothing(world_dir, tmp_
     train(world_dir, tmp_path / "b", success_gate=0.375, **changes)
     assert "success 0.38 is not below the gate: kept as it is" in capsys.readouterr().out
     for m in rows(tmp_path / "b/metrics.jsonl"):
-        assert m["seconds"]["bank"] >= 0
+        assert m["seconds.bank"] >= 0
 
 
 def test_a_completion_without_a_reasoning_token_teaches_nothing(world_dir, tmp_path):
