@@ -178,7 +178,7 @@ def local_support(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Te
     sampled_n1 = ids_n[:, None]
     top_nk = t_nV.topk(min(k, t_nV.shape[-1])).indices
     support = torch.cat([sampled_n1, top_nk], 1)
-    twice = support == sampled_n1
+    twice = support == sampled_n1  # the sampled token once more, among the top k: masked below
     twice[:, 0] = False
     logp_s = s_nV.gather(1, support).masked_fill(twice, -1e30).log_softmax(1)
     logp_t = t_nV.gather(1, support).masked_fill(twice, -1e30).log_softmax(1)
@@ -370,7 +370,7 @@ def method_step(run: Run, step: int) -> Update:
     periodic = float(step % cfg.teacher_period == 0)
     follow = 1 - cfg.teacher_decay if cfg.teacher == "ema" else periodic
     for name, p in policy.trained(run.model).items():
-        if f"{name}.teacher" in run.kept:  # exactly as it was at 0, exactly the student at 1
+        if f"{name}.teacher" in run.kept:  # `follow` 0 leaves the copy as it is, 1 copies exactly
             run.kept[f"{name}.teacher"].lerp_(p.detach(), follow)
     clock.lap("opt")
     return records, norm, clock.seconds

@@ -66,7 +66,7 @@ class Config:
     cold_start_tokens: int = setting(38912, "length of a seed solution; S21")
     cold_start_thinking: bool = setting(True, "solve the seed problems in thinking mode; S21")
     update_every: int = setting(25, "F, updates per online update; 0 is never; Alg. 4", least=0)
-    success_gate: float = setting(0.8, "gamma, the bank stays from this rate on; Alg. 4", least=0)
+    success_gate: float = setting(0.8, "gamma, success that skips a bank update; Alg. 4", least=0)
     max_new_items: int = setting(5, "N, net new entries per online update; Alg. 4", least=0)
     dynamic_capacity: int = setting(30, "C, dynamic entries per collection; Alg. 4, Tab. 12")
     merge_group_size: int = setting(32, "H, items per merge; Alg. 3", least=2)

@@ -65,7 +65,7 @@ def command(name: str, body: Callable[[], object]) -> int:
     except ConnectionError as e:
         code, message = 1, str(e)
     except OSError as e:  # a full disk, or a directory that cannot be written
-        message = f"{e}; every file so far is whole: put this right, then continue from there"
+        message = f"{e}; every file so far is whole: mend this, then --resume or repeat the command"
     except UserError as e:
         message = str(e)
         told = not isinstance(e, SharedError) or os.environ.get("RANK", "0") == "0"
@@ -171,7 +171,7 @@ def _join(rank: int, size: int, here: torch.device) -> None:
 def agree(value: object, world: World, what: str) -> None:
     """SharedError on every rank unless all see the same value, as on a shared file system."""
     if any(other != value for other in gather(value, world)):
-        raise SharedError(f"the ranks see different {what}; the nodes must share RUN's file system")
+        raise SharedError(f"the ranks see different {what}; let them share one file system")
 
 
 def leave_together(world: World) -> None:

@@ -7,11 +7,11 @@
 The first takes the paper's three sets, the second compares all checkpoints of a run with the base
 model, the third compares the baseline Base+Skill with Base.
 
-Nothing is written where a model lies. A checkpoint has the folder RUN/eval/step_000200, any other
-policy eval/NAME, in the first run among the PATHs or else in the working directory. It holds
-settings.json, samples.jsonl and results.json ({set: figures}), to which each call adds its sets. A
-comparison goes beside the folders, into comparison.json, set by set too. The same command goes on
-where a killed one stopped: a sample is a function of (seed, problem, its number) alone.
+Nothing is written into a model's directory. The results of a checkpoint are in the folder
+RUN/eval/step_000200, those of any other policy in eval/NAME of the first run among the PATHs, or
+else of the working directory: settings.json, samples.jsonl and results.json ({set: figures}). A
+comparison is in comparison.json beside the folders. Each call adds its sets to both. The same
+command continues a killed one: a sample is a function of (seed, problem, its number) alone.
 
 Dimension key: P problems, K samples per problem.
 """
@@ -32,7 +32,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="model, adapter, run (its checkpoints) or hub id")
     sets = list(problems.SETS)
-    known = f"{', '.join(sets)}, files (sets by their stems) or hub ids"
+    known = f"{', '.join(sets)}, files or hub ids; a set's name is the stem of its path"
     add("--data", nargs="+", default=sets[:3], help=known)
     add("--split", default="test", help="the split of a hub data set")
     add("--model", default="", help="an adapter's base, if not the one that the adapter names")
@@ -57,9 +57,9 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--verify-workers", type=int, default=1)
     args = parser.parse_args(argv)
     for flag in ("samples", "rows", "limit", "verify_timeout", "verify_workers"):
-        value = vars(args)[flag]
+        value, name = vars(args)[flag], flag.replace("_", "-")
         if not 0 <= value <= 1e6 or (value == 0 and flag != "limit"):
-            raise UserError(f"--{flag.replace('_', '-')} {value}: must be above 0, at most 1e6")
+            raise UserError(f"--{name} {value}: must be above 0, at most 1e6; --limit may be 0")
     return args
 
 
@@ -350,7 +350,7 @@ def measure(policy: Policy, name: str, rows: list[dict], k: int, verify: Verify)
     golds = [row["gold"] for row in rows[::k]]
     policy.scores[name] = [correct_PK.mean(1)]
     policy.table[name] = {
-        "digest": int(digest(*[row["digest"] for row in rows[::k]]), 16),  # of the problems
+        "digest": int(digest(*[row["digest"] for row in rows[::k]]), 16),  # `tabulate` adds them up
         "problems": len(golds),
         "samples": len(rows),
         "avg": avg_at_k(correct_PK),

@@ -107,7 +107,7 @@ def causal_lm(model: Model) -> Model:
 
 
 def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") -> Model:
-    """The model with LoRA on all seven projections (S7), its layers checkpointed: in train mode.
+    """The model with LoRA on all seven projections (S7) and gradient checkpointing, in train mode.
 
     No dropout, no biases. The adapters are fp32: a step of 5e-6 would be lost in bf16 (S22).
     Raises UserError where a projection is missing.
@@ -117,7 +117,7 @@ def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") ->
     own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     missing = [name for name in PROJECTIONS if name not in own]
     if missing:
-        raise UserError(f"{flag}: has no {', '.join(missing)} to adapt (S7)")
+        raise UserError(f"{flag}: has no {', '.join(missing)} to adapt (S7); take another model")
     lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
     model = get_peft_model(model, lora)
     causal = causal_lm(model)
@@ -221,7 +221,7 @@ def load_trainable(
         if checkpoint is not None:
             step, kept = _restore(checkpoint, model, optimizer)
     except Exception as e:  # a missing or torn file, other shapes, other names
-        why = f"does not fit {where} ({brief(e)}); is it of another model?"
+        why = f"does not fit {where} ({brief(e)}); was it made with another model or --lora-rank?"
         raise UserError(f"checkpoint {checkpoint}: {why}") from None
     return model, tokenizer, optimizer, step, kept
 
@@ -308,9 +308,9 @@ def token_logprobs(
 ) -> Tensor:
     """log pi(y_t | prompt, y_<t) of each row's completion tokens (Eqs. 4 and 5).
 
-    Returns [B, T_max] fp32 nats, zeros behind each row's end; with gradient where `grad` is set.
-    Prompt and completion are joined without padding and padded only behind (D6), where a causal
-    model cannot look. Raises ValueError on row counts that differ and on an empty prompt.
+    Returns [B, T_max] fp32 nats, zeros after each row's end; with gradient where `grad` is set.
+    Prompt and completion are joined without padding and padded only on the right (D6), where a
+    causal model cannot look. Raises ValueError on row counts that differ or on an empty prompt.
     """
     lengths = [len(completion) for completion in completion_ids]
     if not any(lengths):
@@ -382,8 +382,8 @@ def over_slices(model, states: Sequence[Tensor], ids_N: Tensor, f, temperature=1
 
     def one(ids_n: Tensor, *states_nD: Tensor) -> Tensor:
         logits, before = [], matmul.allow_tf32
-        # The head's product alone, of numbers from bf16, which TF32 holds exactly (S22). Positions,
-        # which transformers multiplies in fp32, it holds only up to 2,048.
+        # TF32 is on for the head's product alone, whose bf16 numbers it holds exactly (S22). It
+        # rounds positions above 2,048, which transformers multiplies in fp32 for rotary embeddings.
         matmul.allow_tf32 = before or head_VD.dtype == torch.bfloat16
         for x_nD in states_nD:
             logits_nV = x_nD.float() @ weight_VD.T if sliced else x_nD.float()
@@ -423,12 +423,12 @@ def head_is_sliced(model: Model) -> bool:
     return causal.head_is_sliced
 
 
-def packs(lengths: Sequence[int], budget: int) -> list[Ids]:
+def packs(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Indices in groups of similar length, each at most `budget` tokens when it is padded.
 
     A row that is longer than the budget goes alone.
     """
-    groups: list[Ids] = []
+    groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
             groups[-1].append(i)

@@ -94,7 +94,7 @@ def entries_in_use(banks: Banks, step: int) -> Entries:
 
 
 def identity(kind: str, id_: str, entry: dict) -> tuple[str, str]:
-    """What an entry is known by in all versions: Alg. 4 gives dynamic ids anew, so their text."""
+    """An entry's name in all versions: its id, or its text if dynamic (Alg. 4 renumbers it)."""
     return kind, skills.entry_text(entry, kind) if id_.startswith("dyn_") else id_
 
 
@@ -237,8 +237,8 @@ def teachers(row: dict, used: Entries) -> list[dict]:
 def gate_view(row: dict, tokens: dict, banks: Banks, eps_a: float) -> dict:
     """One audited rollout for the page: its teachers' decisions, its tokens' gaps and credits.
 
-    row, tokens: its lines in rollouts.jsonl and tokens.jsonl. Gaps are in units of their last
-    decimal, as many as tell the side of the threshold; credits in ten-thousandths of the largest.
+    row, tokens: its lines in rollouts.jsonl and tokens.jsonl. Gaps become whole numbers, as fine as
+    is needed to tell the side of the threshold; credits become ten-thousandths of the largest.
     """
     digits = max(3, 1 - int(decimal.Decimal(str(eps_a)).as_tuple().exponent))
     credit_KT = tokens.get("credit", [])  # Eq. 20 is the gate's: a divergence has none

@@ -62,7 +62,7 @@ def minibatch(data: Sequence[Problem], cfg: Config, step: int, generations: int 
     """
     batch = []
     for place in range((step - 1) * cfg.batch_size, step * cfg.batch_size):
-        epoch, i = divmod(place, len(data))
+        epoch, i = divmod(place, len(data))  # a batch may span epochs: other sample numbers in each
         generator = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
         x = data[int(torch.randperm(len(data), generator=generator)[i])]
         for sample in range(epoch * generations, (epoch + 1) * generations):
@@ -143,7 +143,7 @@ def rows_of(prompt_ids: list[Ids], keys: Sequence[int], limit: int) -> list[Row]
 def stream(model, tokenizer, asked: Sequence[Row], sampling: Sampling, rows: int) -> Iterator[Turn]:
     """Completions as they finish: lists, perhaps empty, of (index of the prompt, sampled ids).
 
-    The stop id is included, and nothing behind it. At most `rows` decode at a time: a finished row
+    The stop id is included, and nothing after it. At most `rows` decode at a time: a finished row
     leaves the batch and the next one takes its place.
     Hugging Face's `generate` decodes, a turn of tokens at a call with the cache kept; the model's
     own generation_config has no say. ValueError on an empty prompt or rows < 1.
@@ -160,7 +160,7 @@ def stream(model, tokenizer, asked: Sequence[Row], sampling: Sampling, rows: int
             new = [waiting.popleft() for _ in range(min(len(waiting), rows - len(running)))]
             if new:
                 fresh = DynamicCache()
-                _decode(causal, new, fresh, 1, sampling, stops)
+                _decode(causal, new, fresh, 1, sampling, stops)  # the prompts, and one token each
                 cache = _joined(cache, fresh) if running else fresh
                 running += new
             steps = min(TURN[causal.device.type], max(row.left for row in running))
@@ -180,7 +180,7 @@ def stream(model, tokenizer, asked: Sequence[Row], sampling: Sampling, rows: int
 def _decode(
     causal: Model, rows: list[Row], cache: DynamicCache, steps: int, sampling: Sampling, stops: Ids
 ) -> None:
-    """At most `steps` more tokens for each row. The cache holds all of its ids but the last."""
+    """At most `steps` more tokens per row. The cache is empty or holds all its ids but the last."""
     width = max(len(row.prompt) + len(row.ids) for row in rows)
     ids, mask, starts = [], [], []
     for row in rows:
@@ -201,7 +201,7 @@ def _decode(
         causal.generation_config = own
     for row, new in zip(rows, out_BL[:, width:].tolist()):
         for token in new:
-            if row.left:  # nothing is taken behind a stop id
+            if row.left:  # nothing is taken after a stop id
                 row.ids.append(token)
                 row.left = 0 if token in stops else row.left - 1
 
@@ -287,7 +287,7 @@ def judge(
     for i, ids in turn:
         x, prompt = problems[i], prompt_ids[i]
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        # Some templates open the think block in the prompt, which shows where it is one token.
+        # Some templates end on an open think tag, maybe with a line feed; seen if a tag is one id.
         ends = [prompt[-1:] == mark or prompt[-2:-1] == mark for mark in marks]
         opened = ends == [True, False]
         pred = extract_answer("<think>" + text if opened else text)

@@ -81,7 +81,7 @@ def begin(cfg: Config, world: World, start: int) -> list[Logger]:
                     raise UserError(f"{log}: reaches update {last}, but {rule}")
             loggers = mirrors(cfg, start)
             distributed.write_json(out / "config.json", provenance(cfg))
-            for log in logs:  # the updates behind `start` will be made again
+            for log in logs:  # the updates after `start` will be made again
                 distributed.trim_jsonl(log, start)
             for made, path in bank_versions(out).items():
                 if made > start:

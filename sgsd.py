@@ -270,7 +270,7 @@ def retrieve(run: Run, x: Problem) -> list[skills.SkillPair]:
     return run.bank.retrieve(run.cfg.query_prompt + x.problem, run.cfg.num_teachers, run.embed)
 
 
-def sample(run: Run, data: list[Problem], prompts: list[Ids], keys: Ids) -> list[Rollout]:
+def sample(run: Run, data: list[Problem], prompts: list[Ids], keys: list[int]) -> list[Rollout]:
     """y ~ p_S(. | x) for each problem, and the verifier's r (Eq. 1)."""
     cfg, own = run.cfg, (run.model, run.tokenizer)
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
@@ -366,7 +366,7 @@ def begin_bank(run: Run) -> None:
         last = run.step - run.step % max(1, cfg.update_every)
         rows = distributed.read_jsonl(run.out / "rollouts.jsonl")
         window = [row for row in rows if row["step"] > last]
-    run.window = distributed.gather(window, run.world)[0]
+    run.window = distributed.gather(window, run.world)[0]  # rank 0's, given to all
 
 
 def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:

@@ -91,7 +91,7 @@ class SkillBank:
                     raise UserError(f"bank {path}: {key}[{i}] lacks the strings {bad} (App. C)")
                 if values[IDS[key]] in ids or not isinstance(values.get("sources", []), list):
                     raise UserError(
-                        f"bank {path}: {key}[{i}] needs its own id, and a list `sources`"
+                        f"bank {path}: {key}[{i}] needs its own id, and a list for any `sources`"
                     )
                 ids.add(values[IDS[key]])
         metadata = data.setdefault("metadata", {})
@@ -181,7 +181,7 @@ def render_skills(pairs: Sequence[SkillPair], problem: str) -> str:
         values = {f"skill.{name}": text for name, text in pair.skill.items()}
         values |= {f"mistake.{name}": text for name, text in pair.mistake.items()}
         guidance.append(values)
-    opening, skills, mistakes = template("teacher").split("\n\n")[:3]
+    opening, skills, mistakes = template("teacher").split("\n\n")[:3]  # the rest: the student's
     blocks = [opening]
     for block in (skills, mistakes):
         heading, bullet = block.split("\n", 1)
@@ -251,7 +251,7 @@ def _scan(text: str, key: str) -> tuple[Items, bool]:
         except (ValueError, RecursionError) as e:
             reached = e.pos if isinstance(e, json.JSONDecodeError) else len(text)
             effort += reached - at + 300  # an exception has its own price
-            # A bracket with anything else behind it is prose.
+            # A bracket before {, [ or a quote is JSON that broke off; any other is prose.
             broken = broken or text[at : at + 100].lstrip()[:1] in ("{", "[", '"')
             continue
         if isinstance(value, dict) and key in value:
@@ -396,7 +396,7 @@ def _with_sources(entry: dict, parents: Items) -> dict:
 
 
 def memory_of(x: Any, with_answer: bool = False) -> dict:
-    """A memory record (Alg. 2, line 5): of what is long the two ends (S21).
+    """A memory record (Alg. 2, line 5); of a long text only the beginning and the end (S21).
 
     x: a rollout, or any object with .problem, .text, .r and .pred; for `with_answer` (D3) .gold.
     """
@@ -573,7 +573,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = distributed.init(cfg.device)
         folder = pathlib.Path(f"{cfg.out}.work")
         if pathlib.Path(cfg.out).exists() and not folder.exists():
-            raise UserError(f"--out {cfg.out}: exists, and was not made so; give another")
+            raise UserError(f"--out {cfg.out}: exists, but skills.py did not make it; give another")
         problems, _ = load_training(cfg)
         model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
         writer = rollout.writer(cfg, world, model, tokenizer, folder)

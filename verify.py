@@ -61,9 +61,9 @@ SPELLING = [  # what models write and math-verify misreads or refuses, and how i
     (r"(\\text\s*\{)?\s*percent\s*\}?$", r"\\%"),
     (r",?\s*(\\text\s*\{,?\s*)?\b(and|or)\b\s*\}?", ", "),
     (r"(?<![\w.^)}])(\d+) +(\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # 1 1/2
-    (r"\\frac *(\d) +(\d)", r"\\frac{\1}{\2}"),  # no other two numbers stand side by side:
-    (r"(?<!_)(\d)\s+(?=\d)", r"\1 ? "),  # 2 3 is not 2+3,
-    (r"(?<!_)([\d)])\s*\((?=\d)", r"\1\\cdot("),  # nor is 2(3), but \log_2(8) stays
+    (r"\\frac *(\d) +(\d)", r"\\frac{\1}{\2}"),
+    (r"(?<!_)(\d)\s+(?=\d)", r"\1 ? "),  # math-verify reads 2 3 as 2+3; with a ? it is unreadable
+    (r"(?<!_)([\d)])\s*\((?=\d)", r"\1\\cdot("),  # it reads 2(3) as 2+3, too; \log_2(8) stays
     (r"\\varnothing\b|\\\{\s*\\\}", r"\\emptyset "),
     (r"^([^=,]*)=([a-zA-Z])$", r"\2=\1"),  # 5=x
 ]
@@ -237,7 +237,7 @@ class Verifier(AbstractContextManager):
 
 
 def main() -> None:
-    """The worker, JSON lines in and out; ends with its parent, by SIGALRM, at its memory limit."""
+    """The worker: JSON lines in and out; ends with its parent or by SIGALRM. No memory: "wrong"."""
     timeout_s, parent = float(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it kills, whatever the parser is at

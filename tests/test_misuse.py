@@ -149,7 +149,7 @@ RUNS = [  # a file of a run, what stands there instead (None for nothing), flags
     ("config.json", '{"settings": {"of_a_later_version": 1}}', "", "config.json of a run there"),
     ("config.json", '{"settings": {"tau_g": "x"}}', "", "config.json of a run there"),
     ("config.json", '{"settings": {"tau_g": -1}}', "", "--tau-g -1: must be > 0"),
-    ("bank/bank.json", None, "--lora-rank 8", "is it of another model?"),
+    ("bank/bank.json", None, "--lora-rank 8", "made with another model or --lora-rank?"),
     ("bank/step_000000.json", "{", "", "step_000000.json: cannot be read as JSON"),
     ("metrics.jsonl", "{}}\n", "--updates 3", "metrics.jsonl:1: not a line that was written here"),
     ("bank/bank.json", None, "--updates 1", "--updates 1: "),
@@ -202,7 +202,7 @@ def test_making_a_bank_from_wrong_flags_is_one_line(world_dir, tmp_path, capsys)
         ([], "--out runs/sgsd: a file for the bank is wanted, such as bank.json"),
         ([f"--out={tmp_path}"], f"--out {tmp_path}: a file for the bank is wanted"),
         ([f"--out={out}", "--cold-start=0"], "--cold-start 0: must be > 0"),
-        ([f"--out={out}"], "bank.json: exists, and was not made so; give another"),
+        ([f"--out={out}"], "bank.json: exists, but skills.py did not make it;"),
         ([f"--out={tmp_path / 'new.json'}", "--data=no.jsonl"], "no.jsonl: no such file"),
     ):
         refused(capsys, skills.main, [model, data, "--device=cpu", *given], words)
