@@ -48,9 +48,10 @@ METHODS: dict[str, str] = {  # sgsd is sgsd.py's, all others are baselines.py's
     "opsd, no bound": "--method opsd --objective-clip 0",
     "no polarity": "--no-polarity",
     "sgsd, other bank": "",  # fixed where sgsd's evolves, and the other way round
-    "grpo+skill": "--method grpo+skill --num-teachers 3",
-    "opsd+skill": "--method opsd+skill --num-teachers 3",
-    "opsd+skill, no bound": "--method opsd+skill --num-teachers 3 --objective-clip 0",
+    "grpo+skill": "--method grpo+skill --num-teachers 3 --update-every 0",
+    "opsd+skill": "--method opsd+skill --num-teachers 3 --update-every 0",
+    "opsd+skill, no bound": "--method opsd+skill --num-teachers 3 --update-every 0"
+    " --objective-clip 0",
     "one teacher": "--num-teachers 1",
     "no token mask": "--no-token-mask",
     "no clip": "--no-clip",

@@ -1,5 +1,6 @@
 """The comparison of methods: its arithmetic by hand, and the real world's commands rehearsed."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -10,6 +11,7 @@ import pytest
 import real_world
 from conftest import ROOT, make_bank
 
+import baselines
 import sgsd
 
 TINY = ROOT / "tiny"
@@ -52,6 +54,20 @@ def test_a_run_that_a_signal_stopped_is_not_done(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="stopped by a signal"):
         compare.train(job, compare.WORLDS["tiny"], tmp_path / "bank.json", tmp_path / "run")
     assert not (tmp_path / "run/cost.json").exists()
+
+
+@pytest.mark.parametrize("world", ["tiny", "lock", "real"])
+@pytest.mark.parametrize("name", compare.METHODS)
+def test_a_bank_evolves_in_the_rows_of_sgsd_alone(name, world, tmp_path, monkeypatch):
+    asked = []
+    for program in (sgsd, baselines):
+        monkeypatch.setattr(program, "main", asked.append)
+    w, job = compare.WORLDS[world], compare.training(world, "x", name, 1e-3, 0, points=True)
+    with contextlib.suppress(RuntimeError):  # nothing was trained
+        compare.train(job, w, tmp_path / "bank.json", tmp_path / "run")
+    cfg, _ = baselines.parse([str(word) for word in asked[0]])
+    wanted = w.other if name == "sgsd, other bank" else w.evolve
+    assert cfg.update_every == (wanted if cfg.method == "sgsd" else 0) or not cfg.sees_skills
 
 
 def test_a_flag_that_would_be_ignored_is_refused():
