@@ -8,7 +8,7 @@
     python baselines.py --out runs/f --objective reverse_kl   SGSD, a divergence in the gate's place
 
 A method is a function (run, step) -> (records, gradient norm, seconds), in place of
-`sgsd.train_step`. Data, sampling, verifier, bank and evaluation are the same for all.
+`sgsd.train_step`. All share data, verifier and evaluation; DEFAULTS has what else differs.
 
 Dimension key: G rollouts of a group, K teachers, T completion tokens, n positions of a slice,
 V vocabulary, D hidden size.

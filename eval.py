@@ -432,13 +432,26 @@ def print_table(sets: dict[str, dict], k: int) -> None:
 
 
 def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
-    """Put what is known of these sets into a JSON file that may hold others."""
-    kept = {}
-    for name, found in (distributed.read_json(file) if file.exists() else {}).items():
-        members = name.removeprefix("mean of ").split(", ")
-        if not name.startswith("mean of ") or not {*members} & {*sets}:  # else it is stale
+    """Put what is known of these sets into a JSON file that may hold others.
+
+    A mean over sets goes when a policy's figures on one of them are no longer what they were.
+    """
+    before, kept = distributed.read_json(file) if file.exists() else {}, {}
+    changed = {name for name in sets if _changed(before.get(name, {}), sets[name])}
+    for name, found in before.items():
+        members = {*name.removeprefix("mean of ").split(", ")}
+        if not name.startswith("mean of ") or not members & changed:
             kept[name] = found
     distributed.write_json(file, kept | sets)
+
+
+def _changed(old: dict, new: dict) -> bool:
+    """Whether one set's figures differ, in a comparison those of a policy that stands in both."""
+    olds, news = (found.get("results", {"": found}) for found in (old, new))
+    for policy in olds.keys() & news.keys():
+        if any(olds[policy].get(x) != news[policy].get(x) for x in ("digest", "samples", "avg")):
+            return True
+    return False
 
 
 def evaluate(args: Namespace, world: World) -> None:

@@ -40,7 +40,7 @@ def check_directory(cfg: Config, resume: bool) -> None:
     out = pathlib.Path(cfg.out)
     if out.is_file():
         raise UserError(f"--out {out}: is a file; a directory is wanted")
-    if not resume and any(path.suffix != ".tmp" for path in out.glob("*")):
+    if not resume and any(p.suffix != ".tmp" and p.name != "wandb" for p in out.glob("*")):
         rule = "the directory is not empty; choose another, or continue its run"
         raise UserError(f"--out {out}: {rule} with --resume {out}")
     for name, wanted in (("wandb", cfg.wandb), ("tensorboard", cfg.tensorboard)):

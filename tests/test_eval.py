@@ -207,13 +207,25 @@ def test_a_problem_that_changed_is_sampled_anew_and_no_sample_is_ever_lost(world
         assert [row["gold"] for row in rows] == golds
 
 
-def test_a_mean_over_sets_goes_when_one_of_them_is_measured_anew(tmp_path):
+def test_a_mean_over_sets_goes_when_one_of_them_has_other_figures(tmp_path):
     file = tmp_path / "results.json"
     eval.merge_into(file, {"a": {"avg": 1}, "b": {"avg": 0}, "mean of a, b": {"avg": 0.5}})
-    eval.merge_into(file, {"c": {"avg": 1}})
+    eval.merge_into(file, {"a": {"avg": 1}, "c": {"avg": 1}})
     assert list(json.loads(file.read_text())) == ["a", "b", "mean of a, b", "c"]
     eval.merge_into(file, {"a": {"avg": 0}})
     assert json.loads(file.read_text()) == {"a": {"avg": 0}, "b": {"avg": 0}, "c": {"avg": 1}}
+
+
+def test_a_mean_of_a_comparison_stays_while_its_policies_figures_do(tmp_path):
+    file = tmp_path / "comparison.json"
+    mine, other = {"results": {"mine": {"avg": 1}}}, {"results": {"other": {"avg": 0}}}
+    eval.merge_into(file, {"a": mine, "b": mine, "mean of a, b": mine})
+    both = {"results": {"mine": {"avg": 1, "diff": 1, "to": "other"}, **other["results"]}}
+    for later in (other, both):
+        eval.merge_into(file, {"a": later})
+        assert json.loads(file.read_text()) == {"a": later, "b": mine, "mean of a, b": mine}
+    eval.merge_into(file, {"a": {"results": {"mine": {"avg": 0}}}})
+    assert "mean of a, b" not in json.loads(file.read_text())
 
 
 def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):

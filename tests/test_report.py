@@ -453,10 +453,16 @@ def test_mirrors_carry_the_same_names(world_dir, tmp_path, monkeypatch):
     logged = rows(tmp_path / "run/metrics.jsonl")
     assert sent == logged == list(added.values())
     assert {"seconds.gen", "loss"} <= set(logged[0])
-    wandb.init = lambda **_: {}["not logged in"]
+
+    def no_network(dir, **_):
+        (pathlib.Path(dir) / "wandb").mkdir()  # it begins its files before it asks its server
+        raise OSError("no network")
+
+    wandb.init = no_network
     with pytest.raises(UserError, match=r"--wandb: not started .*log in"):
         driver.train(world_dir, tmp_path / "refused", wandb=True)
-    assert not list((tmp_path / "refused").iterdir())  # the same command can be given again
+    wandb.init = lambda **_: None  # the same command can be given again
+    assert driver.train(world_dir, tmp_path / "refused", wandb=True, updates=1).step == 1
 
 
 @pytest.mark.parametrize("flag", ["wandb", "tensorboard"])
