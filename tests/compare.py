@@ -14,8 +14,9 @@ where accuracy under the plain prompt, thinking on, is measured after some of th
 Intervals are Student's over seeds, paired by seed for differences; with --seeds 1 that of the last
 difference is a bootstrap over problems, paired by problem. GRPO draws 8 rollouts of each of its
 problems: twice the others' samples in the worlds of tiny/, as many on the real model. "Forward
-tokens" are those that went through the model outside decoding, with padding. What is done is kept
-in --work, so that a killed run goes on; after a change to a world's settings, take another --work.
+tokens" are those that went through the model outside decoding, with padding. All costs are of the
+training runs alone: the making of their banks is in none of them. What is done is kept in --work,
+so that a killed run goes on; after a change to a world's settings, take another --work.
 """
 
 import argparse
@@ -453,23 +454,25 @@ def table(w: World, results: dict[str, Job], names: list[str], seeds: range) -> 
 
 
 def equal_cost(w: World, results: dict[str, Job], names: list[str], seeds: range) -> list[str]:
-    """Accuracy where each method has spent as many tokens as the cheapest run does in all."""
-    budgets = {}
-    for cost in COSTS[:2]:
-        budgets[cost] = min(results[f"{name}-{seed}"][cost] for name in names for seed in seeds)
+    """Each method beside SGSD where both have spent as many tokens, which is the cheaper's all."""
     head = ["method"]
-    for cost, budget in budgets.items():
-        head.append(f"at {budget:,.0f} {cost.replace('_', ' ')}")
+    for cost in COSTS[:2]:
+        head += [cost.replace("_", " "), "accuracy", "sgsd's"]
     lines = ["", row_of(head), "|---" * len(head) + "|"]
-    for name in names:
+    ours, *others = names
+    for name in others:
         cells = [name]
-        for cost, budget in budgets.items():
-            found = []
-            for seed in seeds:
-                run = results[f"{name}-{seed}"]
-                values = list(curve(run, results[f"base-{seed}"]).values())
-                found.append(value_at(spent(run, cost, w), values, budget))
-            cells.append(with_interval(found))
+        for cost in COSTS[:2]:
+            budget = min(results[f"{x}-{seed}"][cost] for x in (name, ours) for seed in seeds)
+            shown = []
+            for x in (name, ours):
+                found = []
+                for seed in seeds:
+                    run = results[f"{x}-{seed}"]
+                    values = list(curve(run, results[f"base-{seed}"]).values())
+                    found.append(value_at(spent(run, cost, w), values, budget))
+                shown.append(with_interval(found))
+            cells += [f"{budget:,.0f}", *shown]
         lines.append(row_of(cells))
     return lines
 

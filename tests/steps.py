@@ -5,9 +5,12 @@
 Credit above 0 makes a token more likely. The first table is of all runs. Each step has one token at
 which the right and the wrong form first differ. The ideal credit is 1 there where the step is
 right, -1 where it is wrong, and 0 elsewhere; the table gives its cosine with the run's own credit
-(Eq. 20 summed over teachers; GRPO's is the advantage over the length), two standard deviations that
-it would have if the credit's signs were random, and the share of all squared credit that lies on
-those tokens.
+(Eq. 20 summed over teachers; GRPO's is the advantage over the length), its chance level (two
+standard deviations of the cosine where each solution's credit has a random sign), and the share of
+all squared credit that lies on those tokens.
+
+The second table has a run's families of steps: how many steps of each were right at first and in
+the end, and in how many of its problems a teacher showed the family's true skill or mistake.
 
 The polarity is decided by the outcome of the whole solution. So a table for each run says how
 often its teachers were distilled, ignored and reversed, by outcome, by what their skill is about
@@ -22,6 +25,7 @@ import math
 import pathlib
 import random
 import re
+import statistics
 import sys
 from collections import Counter, defaultdict
 
@@ -32,8 +36,9 @@ import lock  # noqa: E402
 import world  # noqa: E402
 
 import distributed  # noqa: E402
+import skills  # noqa: E402
 
-PHASES = ((1, 5), (6, 20), (21, 60))  # updates
+PHASES, LAST = ((1, 5), (6, 20), (21, 60)), (41, 60)  # updates
 FATES = {1: "distilled", 0: "ignored", -1: "reversed"}
 
 
@@ -74,20 +79,23 @@ def credit_of(row: dict, tokens: dict) -> list[float]:
 
 
 def aim(rows: list[dict], audited: list[dict], locks: dict[str, lock.Lock]) -> tuple:
-    """Right and wrong steps, the cosine with the ideal credit, and the share of squared credit."""
-    steps, product, squares, found = Counter[bool](), 0.0, 0.0, 0.0
+    """Right and wrong steps, the cosine with the ideal credit, its chance level, the share."""
+    steps, squares, found = Counter[bool](), 0.0, 0.0
+    products = []  # of each solution's credit with the ideal one
     for row, tokens in zip(rows, audited):
         credit, x = credit_of(row, tokens), locks[row["problem_id"]]
         squares += sum(c * c for c in credit)
         right = lock.steps_right(x, row["text"])
+        products.append(0.0)
         for step, part, ok in zip(spans(tokens["text"]), x.parts, right):
             at = deciding(tokens["text"], step, part)
             if at is not None:
                 steps[bool(ok)] += 1
-                product += credit[at] if ok else -credit[at]
+                products[-1] += credit[at] if ok else -credit[at]
                 found += credit[at] ** 2
-    cosine = product / math.sqrt(squares * steps.total())
-    return steps[True], steps[False], cosine, found / squares
+    size = math.sqrt(squares * steps.total())
+    chance = 2 * math.sqrt(sum(x * x for x in products)) / size
+    return steps[True], steps[False], sum(products) / size, chance, found / squares
 
 
 def aims(
@@ -97,10 +105,33 @@ def aims(
     lines = []
     for first, last in PHASES:
         own = [i for i, row in enumerate(rows) if first <= row["step"] <= last]
-        right, wrong, cosine, share = aim([rows[i] for i in own], [audited[i] for i in own], locks)
-        chance = 2 * math.sqrt(share / (right + wrong))  # two standard deviations of random signs
-        line = f"| {name} | {first} to {last} | {right} | {wrong} | "
-        lines.append(f"{line}{cosine:+.3f} ± {chance:.3f} | {share:.1%} |")
+        measured = aim([rows[i] for i in own], [audited[i] for i in own], locks)
+        line = "| {} | {} | {:+.3f} | {:.3f} | {:.1%} |".format(*measured)
+        lines.append(f"| {name} | {first} to {last} {line}")
+    return lines
+
+
+def families(name: str, bank: pathlib.Path, rows: list[dict], locks: dict[str, lock.Lock]) -> list:
+    """A run's rows of the second table, the family that is shown most often first."""
+    meanings = {}
+    for key, id_name in skills.IDS.items() if bank.exists() else ():
+        for entry in json.loads(bank.read_text())[key]:
+            meanings[entry[id_name]] = world.meaning(entry)
+    cells: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        x = locks[row["problem_id"]]
+        taught = {meanings.get(entry) for pair in row["pairs"] for entry in pair}
+        for family, ok in zip(x.families, lock.steps_right(x, row["text"])):
+            cell = cells[family]
+            cell["shown"].append(bool({(family, "skill"), (family, "mistake")} & taught))
+            for phase, (first, last) in {"early": PHASES[0], "late": LAST}.items():
+                if first <= row["step"] <= last:
+                    cell[phase].append(bool(ok))
+    lines = []
+    for family, cell in sorted(cells.items(), key=lambda item: -statistics.mean(item[1]["shown"])):
+        shares = [f"{statistics.mean(cell[part]):.0%}" for part in ("shown", "early", "late")]
+        shares[0] = shares[0] if meanings else ""
+        lines.append("| " + " | ".join([name, family, *shares]) + " |")
     return lines
 
 
@@ -111,8 +142,8 @@ def count(
 
     "size" is the sum of the credit's absolute values over the whole solution.
     """
-    skills = json.loads(bank.read_text())["general_skills"]
-    meanings = {entry["skill_id"]: world.meaning(entry) for entry in skills}
+    entries = json.loads(bank.read_text())["general_skills"]
+    meanings = {entry["skill_id"]: world.meaning(entry) for entry in entries}
     found: dict[tuple, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row, tokens in zip(rows, audited):
         steps, x = spans(tokens["text"]), locks[row["problem_id"]]
@@ -160,17 +191,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("runs", type=pathlib.Path, nargs="+")
     args = parser.parse_args()
-    print("| run | updates | right steps | wrong steps | cosine | share |\n" + "|---" * 6 + "|")
+    head = "| run | updates | right steps | wrong steps | cosine | chance | share |"
+    print(f"{head}\n" + "|---" * 7 + "|")
     locks = lock.held_out(random.Random(0))
-    tables = []
+    tables = ["", "| run | family | shown | right, updates 1 to 5 | 41 to 60 |", "|---" * 5 + "|"]
+    of_teachers = []
     for run in args.runs:
         rows = list(distributed.read_jsonl(run / "rollouts.jsonl"))
         audited = list(distributed.read_jsonl(run / "tokens.jsonl"))
         print("\n".join(aims(run.name, rows, audited, locks)))
+        bank = run / "bank" / "bank.json"
+        tables += families(run.name, bank, rows, locks)
         if rows[0]["pairs"]:
-            found = count(run / "bank" / "bank.json", rows, audited, locks)
-            tables += ["", run.name, "", *table(found), *summary(rows, found)]
-    print("\n".join(tables))
+            found = count(bank, rows, audited, locks)
+            of_teachers += ["", run.name, "", *table(found), *summary(rows, found)]
+    print("\n".join(tables + of_teachers))
 
 
 if __name__ == "__main__":

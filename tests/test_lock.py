@@ -61,13 +61,14 @@ def test_the_credit_is_held_against_the_tokens_that_decide():
     row = {"problem_id": "p", "text": "".join(tokens)}
     # (1 + 2) for the right step, -3 for the wrong one; squares 9 + 9 + 16 = 34, 18 where it counts
     found = steps.aim([row], [{"text": tokens, "credit": credit}], locks)
-    assert found == (1, 1, 0.0, pytest.approx(18 / 34))
+    assert found == (1, 1, 0.0, 0.0, pytest.approx(18 / 34))
     credit[0][9] = -3.0  # (3 + 3) / sqrt(34 * 2)
     found = steps.aim([row], [{"text": tokens, "credit": credit}], locks)
     assert found[2] == pytest.approx(6 / 68**0.5)
+    assert found[3] == pytest.approx(2 * 6 / 68**0.5)  # one solution: its sign alone is random
     grpo = row | {"advantage": -2.0}  # -2/13 everywhere: the two cancel, 2 of 13 tokens count
     found = steps.aim([grpo], [{"text": tokens, "credit": []}], locks)
-    assert found[2:] == (pytest.approx(0), pytest.approx(2 / 13))
+    assert found[2:] == (pytest.approx(0), pytest.approx(0), pytest.approx(2 / 13))
 
 
 def test_held_out_problems_name_their_steps():
@@ -86,7 +87,9 @@ def test_a_teacher_is_counted_by_outcome_and_by_its_own_step(tmp_path):
     entries = [{"skill_id": "a", **world.item(None, fence, "skill")}]
     entries.append({"skill_id": "b", **world.item(None, count, "misleading")})
     entries.append({"skill_id": "c", **world.item(None, world.FAMILIES[0], "skill")})
-    (tmp_path / "bank.json").write_text(json.dumps({"general_skills": entries}))
+    (tmp_path / "bank.json").write_text(
+        json.dumps({"general_skills": entries, "common_mistakes": []})
+    )
     tokens = ["1.", " x", " So", " ", "8", "\n", "2.", " y", " So", " ", "5", "\n", "z"]
     row = {"problem_id": "p", "r": -1, "text": "".join(tokens), "rho": [-1, 1, 0]}
     row["pairs"] = [["a", "m"], ["b", "m"], ["c", "m"]]
@@ -104,6 +107,15 @@ def test_a_teacher_is_counted_by_outcome_and_by_its_own_step(tmp_path):
         steps.table(found)
     )
     row["a"] = [-0.1, -0.2, 0.1]
+    rows = [{**row, "step": step} for step in (1, 50)]
+    assert steps.families("run", tmp_path / "bank.json", rows, locks) == [
+        "| run | fence | 100% | 100% | 100% |",
+        "| run | count | 0% | 0% | 0% |",
+        "| run | sale | 0% | 0% | 0% |",
+    ]
+    rows = [{**row, "pairs": []} for row in rows]
+    unguided = steps.families("grpo", tmp_path / "no.json", rows, locks)
+    assert unguided[0] == "| grpo | fence |  | 100% | 100% |"
     assert steps.summary([row], found) == [
         "",
         "2 of 3 supports are below 0",
