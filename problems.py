@@ -54,7 +54,9 @@ def load_problems(
             if x.answer != kept[key].answer:
                 conflicting.add(key)
         else:
-            name = f"{x.id}#{index}" if x.id in ids else x.id
+            name = x.id
+            while name in ids:
+                name += f"#{index}"
             ids.add(name)
             kept[key] = replace(x, id=name)
     problems = [x for key, x in kept.items() if key not in conflicting]
@@ -142,9 +144,8 @@ def _hub_rows(source: str, hub: str, split: str, **more: Any) -> Iterator[tuple[
                 yield f"{source} row {row}", dict(zip(part, values))
                 row += 1
     except Exception as e:  # the library raises many kinds: offline, no such id, no such split
-        raise UserError(
-            f"{source}: not read ({brief(e)}); a JSONL with `problem` and `answer` works offline"
-        ) from None
+        fix = "a JSONL with `problem` and `answer` works offline"
+        raise UserError(f"{source}: not read ({brief(e)}); {fix}") from None
 
 
 SETS = {  # hub id, configuration, split, fields of problem and answer; the paper's three come first

@@ -40,7 +40,8 @@ def check_directory(cfg: Config, resume: bool) -> None:
     out = pathlib.Path(cfg.out)
     if out.is_file():
         raise UserError(f"--out {out}: is a file; a directory is wanted")
-    if not resume and any(p.suffix != ".tmp" and p.name != "wandb" for p in out.glob("*")):
+    begun = {path.name for path in out.glob("*") if path.suffix != ".tmp"}
+    if not resume and begun - {"wandb", "tensorboard"}:
         rule = "the directory is not empty; choose another, or continue its run"
         raise UserError(f"--out {out}: {rule} with --resume {out}")
     for name, wanted in (("wandb", cfg.wandb), ("tensorboard", cfg.tensorboard)):
@@ -163,19 +164,18 @@ def bank_line(bank: SkillBank, teachers: int) -> str:
     return line
 
 
-def evolution_line(bank: SkillBank, step: int, window: list[dict], lost: int) -> str:
-    """What an online update did to the bank, or why it did nothing (Alg. 4)."""
+def evolution_line(old: SkillBank, new: SkillBank, window: list[dict], replies: dict) -> str:
+    """What an online update did to the bank, or why it did nothing. replies: by outcome."""
     success = sum(row["r"] > 0 for row in window) / len(window)
-    update = (bank.metadata.get("updates") or [{}])[-1]
-    if update.get("step") != step:
+    if new is old:
         return f"bank: success {success:.2f} is not below the gate: kept as it is"
-    line = f"bank: success {success:.2f}"
+    line, update = f"bank: success {success:.2f}", new.metadata["updates"][-1]
     for key in skills.FIELDS:
         line += f"; {update[f'candidate_{key}']} candidate {skills.SHORT[key]}"
         line += f", {update[f'merged_{key}']} after merging"
         line += f", {update[f'copied_{key}']} copies of static entries dropped"
         line += f", net new {update[f'net_new_{key}']}"
-    return f"{line}; {lost} replies lost"
+    return f"{line}; {replies['lost']} replies lost"
 
 
 class Stopwatch:

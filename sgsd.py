@@ -380,7 +380,7 @@ def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
         window = [SimpleNamespace(**row) for row in run.window]
         bank = skills.evolve(run.bank, window, step, run.writer, **cfg.evolution)
         if run.world.main:
-            tqdm.write(runlog.evolution_line(bank, step, run.window, run.writer.counts["lost"]))
+            tqdm.write(runlog.evolution_line(run.bank, bank, run.window, run.writer.counts))
             if bank is not run.bank:
                 runlog.save_bank(bank, run.out, step)
         run.bank, run.window = bank, []

@@ -85,14 +85,12 @@ class SkillBank:
                 raise UserError(f"bank {path}: `{key}` must be a list; found: {', '.join(data)}")
             names, ids = (IDS[key], *FIELDS[key]), set[str]()
             for i, entry in enumerate(data[key]):
-                values = entry if isinstance(entry, dict) else {}
+                where, values = f"bank {path}: {key}[{i}]", entry if isinstance(entry, dict) else {}
                 bad = ", ".join(n for n in names if not isinstance(values.get(n), str))
                 if bad:
-                    raise UserError(f"bank {path}: {key}[{i}] lacks the strings {bad} (App. C)")
+                    raise UserError(f"{where} lacks the strings {bad} (App. C)")
                 if values[IDS[key]] in ids or not isinstance(values.get("sources", []), list):
-                    raise UserError(
-                        f"bank {path}: {key}[{i}] needs its own id, and a list for any `sources`"
-                    )
+                    raise UserError(f"{where} needs its own id, and a list for any `sources`")
                 ids.add(values[IDS[key]])
         metadata = data.setdefault("metadata", {})
         if not isinstance(metadata, dict) or not isinstance(metadata.get("updates", []), list):

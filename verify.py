@@ -47,16 +47,17 @@ def quick_verdict(gold: str, pred: str | None) -> bool | None:
     return int(gold) == int(pred) if integers else None
 
 
-TEXT = r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
+TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
 SIGNS: dict[str, Any] = {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi "}
 SIGNS |= {"∞": r"\infty ", "°": r"^\circ ", "√": r"\sqrt ", "±": r"\pm ", "²": "^2"}
 SPELLING = [  # what models write and math-verify misreads or refuses, and how it reads it
-    (r"(?<=\d)(\{,\}|,?\\[,!])(?=\d{3})", ""),  # thousands: 1{,}234 and 1\,234
-    (r"\\(left|right|[bB]igg?[lr]?|displaystyle|boxed|fbox)\b", ""),
+    (r"\\(?:mathrm|text)\s*\{([ie])\}", r"\1 "),  # no units: 5\mathrm{i} is not 5
+    (r"(?<=\d)(\{,\}|,?\\[,!])(?=\d{3})|\\!", ""),  # thousands: 1{,}234 and 1\,234
+    (r"\\(left|right|[bB]igg?[lr]?|displaystyle|boxed|fbox)\b|(?<=\\\\)\[[\d.]+ *[a-z]+\]", ""),
     (r"(?<!\\)\\(q?quad\b|[!;:>, ])|~", " "),
     (rf"^\s*{TEXT}[\s.]*$", r"\1"),  # a whole answer set as text
     (r"^\\\$(.+)", r"\1 \\text{dollars}"),
-    (r"^(\\?\$|=|\\approx|\s)+|([\s.]|\\?\$)+$|\\?\$", ""),  # = 5, 5 with a full stop, and $5$
+    (r"^(\\?\$|=|\\approx|\s)+|([\s.]|\\?\$|\\degree)+$|\\?\$", ""),  # = 5, $5$, 5 with a stop
     (r"\\[dt]frac", r"\\frac"),
     (r"(\\text\s*\{)?\s*percent\s*\}?$", r"\\%"),
     (r",?\s*(\\text\s*\{,?\s*)?\b(and|or)\b\s*\}?", ", "),
@@ -69,7 +70,7 @@ SPELLING = [  # what models write and math-verify misreads or refuses, and how i
 ]
 UNIT = rf"(?<=[\w)}}])(\s*({TEXT}|[ckm]m|kg|ft)|\s+[a-zA-Z]{{3}}[a-zA-Z. ]*)(\^\{{?\d\}}?)?$"
 NAME = re.compile(  # x, m+n, f(3), x_1 or (x,y) may stand before =; 6=5 and 2x=5 are not 5
-    r"(?:^|(?<=[,;(]))\s*([a-zA-Z\\|][^=<>\d,;^]*?|[a-zA-Z][_{(]+[-\d./]+[)}]*|\([a-zA-Z, ]+\))\s*="
+    r"(?i)(?:^|(?<=[,;(]))\s*([a-z\\|][^=<>\d,;^]*?|[a-z][_{(]+[-\d./]+[)}]*|[(\[][a-z, ]+[])])\s*="
 )
 CHAIN = re.compile(r"=[^,;]*=|\\approx.*\\approx")  # 1=2=3=4=5 is many guesses
 WORDS = (  # 5 million is not 5, and a problem, \sum_{k=1}^{9} k, is not its own answer
@@ -80,7 +81,7 @@ WORDS = (  # 5 million is not 5, and a problem, \sum_{k=1}^{9} k, is not its own
 MARKS = [  # two answers that have such a mark have the same one; to math-verify
     r"[\w)}] ([a-z][a-z .]*?)s?(\^\{?\d\}?)?$",  # 5 m is 5 cm,
     r"_\{?(\d+)\}?$",  # a number is another base's,
-    r"^([(\[]|\\\{)",  # a tuple is a set,
+    r"^([(\[]|\\\{)(?!.*[)\]] ?, ?[(\[])",  # a tuple is a set, if it is no list of points,
     r"^([a-z]{3}[a-z .'-]*|.+ [ap]\.?m)$",  # red is der, and 8:34 p.m. is 4:17 p.m.
 ]
 
@@ -93,7 +94,8 @@ def math_verdict(gold: str, pred: str) -> bool:
     gold_text, pred_text = plain(gold), plain(pred)
     if gold_text == pred_text:
         return bool(gold_text)
-    if CHAIN.search(pred) or set(re.findall(WORDS, gold)) != set(re.findall(WORDS, pred)):
+    words = [set(re.findall(WORDS, NAME.sub("", x))) for x in (gold, pred)]
+    if CHAIN.search(pred) or words[0] != words[1]:
         return False
     for mark in MARKS:
         wanted, given = re.findall(mark, gold_text), re.findall(mark, pred_text)
@@ -139,8 +141,7 @@ def read(latex: str) -> Any:
 
 def alike(gold: Any, pred: Any) -> bool:
     """Whether two answers have as many numbers, and the same: to math-verify 1,1,2 is 1,2."""
-    left = sorted(numbers(gold), key=lambda number: number.evalf().sort_key())
-    right = sorted(numbers(pred), key=lambda number: number.evalf().sort_key())
+    left, right = (sorted(numbers(x), key=lambda n: n.evalf().sort_key()) for x in (gold, pred))
     if left and right and len(left) != len(right):
         return False
     for a, b in zip(left, right):  # rationals exactly: to 15 decimals 2^{-98} is 2^{-97}
@@ -192,8 +193,7 @@ class Verifier(AbstractContextManager):
             return list(pool.map(self._judge, pairs))
 
     def _judge(self, pair: tuple[str, str | None]) -> bool:
-        verdict = quick_verdict(*pair)
-        if verdict is not None:
+        if (verdict := quick_verdict(*pair)) is not None:
             return verdict
         worker = self._idle.get()
         try:
@@ -218,7 +218,7 @@ class Verifier(AbstractContextManager):
         command = [sys.executable, os.path.abspath(__file__), str(self.timeout_s), str(os.getpid())]
         worker: Any = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, text=True)
         if worker.stdout.readline() != "true\n":
-            raise RuntimeError("the verifier did not start; does `import math_verify` work?")
+            raise ImportError("the verifier did not start; does `import math_verify` work?")
         return worker
 
     def outcome(self, gold: str, text: str) -> int:

@@ -11,7 +11,9 @@ a command of its own, `tests/compare.py --world real`.
 
 import argparse
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -57,13 +59,13 @@ def main() -> None:
             continue
         began, code = time.perf_counter(), "limit"
         with open(out / f"{name}.txt", "w") as log:
+            both = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": ROOT}
+            step = subprocess.Popen([sys.executable, *command], start_new_session=True, **both)
             try:
-                both = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": ROOT}
-                code = str(
-                    subprocess.run([sys.executable, *command], timeout=LIMIT, **both).returncode
-                )
+                code = str(step.wait(LIMIT))
             except subprocess.TimeoutExpired:
-                pass
+                os.killpg(step.pid, signal.SIGKILL)  # with the processes that it has started
+                step.wait()
         lines.append(f"| {name} | {code} | {time.perf_counter() - began:.0f} |")
         print(lines[-1], flush=True)
     if all((out / name / "rollouts.jsonl").exists() for name in RUNS):

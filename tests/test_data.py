@@ -51,6 +51,10 @@ def test_jsonl_keeps_its_order_and_gets_ids_that_differ(tmp_path):
     assert problems.load_problems(source)[0] == want
     want.append(Problem("3", "q", "2"))
     assert problems.load_problems(source, unique=False)[0] == want
+    twins = [{"id": name, "problem": name * i, "answer": "1"} for i, name in enumerate("xyyy", 1)]
+    twins[0]["id"] = "y#2"  # the name that the second y would get
+    found, _ = problems.load_problems(write(tmp_path / "b.jsonl", *twins))
+    assert [x.id for x in found] == ["y#2", "y", "y#2#2", "y#3"]
 
 
 def test_problems_of_an_evaluation_set_are_refused_as_training_data(tmp_path):

@@ -19,13 +19,14 @@ from conftest import PROBLEMS, ROOT, make_bank, make_model
 from test_distributed import two_processes
 
 import config
+import distributed
 import eval
 import policy
 import problems
 import rollout
 import runlog
 import skills
-from distributed import UserError, World
+from distributed import SharedError, UserError, World
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
@@ -334,13 +335,19 @@ def test_each_policy_has_a_folder_outside_of_models_and_each_set_is_added(
         assert f"lies in a model's directory, {base}; give another --out" in capsys.readouterr().err
 
 
-def test_the_end_of_a_training_and_a_later_comparison_share_samples(world_dir, here, base, capsys):
+def test_the_end_of_a_training_and_a_later_comparison_share_samples(
+    world_dir, here, base, capsys, monkeypatch
+):
     run = here.parent / "run"
     make_adapter(run / "checkpoints/step_000002", base)
     settings = {"model": str(base), "out": str(run), "updates": 2, "device": "cpu"}
     settings |= {"eval_data": f"{world_dir}/data.jsonl", "eval_tokens": 8, "dtype": "float32"}
     cfg = config.Config(**settings)
     eval.before_and_after(cfg, World(0, 1, torch.device("cpu")))
+    with monkeypatch.context() as patch:  # the other node has a disk of its own: no one may wait
+        patch.setattr(distributed, "gather", lambda value, world: [value, None])
+        with pytest.raises(SharedError, match="the ranks see different checkpoints"):
+            eval.before_and_after(cfg, World(0, 2, torch.device("cpu")))
     assert capsys.readouterr().out.count("+0.0% to +0.0%") == 1
     first, second = read(run / "eval", "comparison")["data"]["results"].values()
     assert "diff" not in first and second["to"] == str(base)

@@ -455,7 +455,8 @@ def test_mirrors_carry_the_same_names(world_dir, tmp_path, monkeypatch):
     assert {"seconds.gen", "loss"} <= set(logged[0])
 
     def no_network(dir, **_):
-        (pathlib.Path(dir) / "wandb").mkdir()  # it begins its files before it asks its server
+        for name in ("wandb", "tensorboard"):  # their files are begun before a server is asked
+            (pathlib.Path(dir) / name).mkdir()
         raise OSError("no network")
 
     wandb.init = no_network

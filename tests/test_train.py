@@ -224,6 +224,7 @@ def test_an_online_update_says_what_it_did_or_why_it_did_nothing(world_dir, tmp_
     line = f"bank: success 0.38; 3 candidate skills, 2 after merging, {copies}, net new 1"
     line += f"; 5 candidate mistakes, 4 after merging, {copies}, net new 3; 0 replies lost\n"
     assert line in said
+    changes["bank"] = f"{tmp_path}/a/bank/bank.json"  # whose own last update was of this step, too
     train(world_dir, tmp_path / "b", success_gate=0.375, **changes)
     assert "success 0.38 is not below the gate: kept as it is" in capsys.readouterr().out
     for m in rows(tmp_path / "b/metrics.jsonl"):

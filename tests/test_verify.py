@@ -108,6 +108,14 @@ x=3 != 2x+1=7  x^2=9 | 60 == 60 miles per hour | 60\text{ mph} == 60 | 18 == 18 
 \frac{1}{2} == \frac{1}{2} \, \text{miles} | 1,2 == 1 \, \text{and} \, 2 | 11 != 5\,6  5\ 6
 12 == f(2) = 12  a_{10} = 12 != f(2) = 13 | 2 == x_1 = 2 | (1,2) == (x, y) = (1, 2)
 x_1=1,x_2=2 == x_1 = 1, x_2 = 2 != x_1 = 1, x_2 = 3 | 1234567 == 1\,234\,567
+# lists of points, names with a bracket or an operator, an upright i or e, and marks of layout
+(1,2),(3,4) == \{(1,2),(3,4)\} != (1,2)  (1,2),(4,3) | 4 == n_{\min} = 4  [ABC] = 4
+\{(1,2),(3,4)\} == (1,2),(3,4)  (1,2) \text{ and } (3,4) | (1,2) != \{1,2\}
+8\!:\!34 \text{ p.m.} == 8:34 \text{ p.m.} != 4:17 \text{ p.m.} | 90 == 90\degree
+125\textnormal{ miles} == 125 | 90^\circ == 90\degree | 1234 == 1,\!234  1\!234
+1 != 6-5\mathrm{i} | 5 != 5\mathrm{i} | 2 != 2\mathrm{e} | 6-5i == 6-5\mathrm{i}
+3+4i == 3+4\text{i} | 2e == 2\mathrm{e} | 12 \text{ m} == 12\text{ m}
+\begin{pmatrix}1/2\\2\end{pmatrix} == \begin{pmatrix}1/2\\[4pt]2\end{pmatrix}
 """
 # More references of every kind, each in two spellings
 REFERENCES = r"""
@@ -533,3 +541,12 @@ def test_integers_are_decided_without_a_worker():
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError, match="timeout_s in 0..1e6 and workers >= 1"):
         Verifier(**bad)
+
+
+def test_without_math_verify_a_verdict_is_an_import_error(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Verifier() as verifier:
+        assert verifier.verify("5", "5")
+        with pytest.raises(ImportError, match="does `import math_verify` work"):
+            verifier.verify("1/2", "2/4")
