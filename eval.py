@@ -434,24 +434,21 @@ def print_table(sets: dict[str, dict], k: int) -> None:
 def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
     """Put what is known of these sets into a JSON file that may hold others.
 
-    A mean over sets goes when a policy's figures on one of them are no longer what they were.
+    A mean over sets goes when it is no longer that of a policy's figures on them.
     """
-    before, kept = distributed.read_json(file) if file.exists() else {}, {}
-    changed = {name for name in sets if _changed(before.get(name, {}), sets[name])}
-    for name, found in before.items():
-        members = {*name.removeprefix("mean of ").split(", ")}
-        if not name.startswith("mean of ") or not members & changed:
-            kept[name] = found
-    distributed.write_json(file, kept | sets)
+    known = (distributed.read_json(file) if file.exists() else {}) | sets
+    for name in [name for name in known if name.startswith("mean of ")]:
+        members = [known.get(x, {}) for x in name.removeprefix("mean of ").split(", ")]
+        for policy, mean in known[name].get("results", {"": known[name]}).items():
+            rows = [found.get("results", {"": found}).get(policy) for found in members]
+            if all(rows) and not _is_mean(mean, rows):
+                known.pop(name, None)
+    distributed.write_json(file, known)
 
 
-def _changed(old: dict, new: dict) -> bool:
-    """Whether one set's figures differ, in a comparison those of a policy that stands in both."""
-    olds, news = (found.get("results", {"": found}) for found in (old, new))
-    for policy in olds.keys() & news.keys():
-        if any(olds[policy].get(x) != news[policy].get(x) for x in ("digest", "samples", "avg")):
-            return True
-    return False
+def _is_mean(mean: dict, rows: list[dict]) -> bool:
+    same = sum(row["digest"] for row in rows) == mean["digest"]
+    return same and math.isclose(sum(row["avg"] for row in rows), mean["avg"] * len(rows))
 
 
 def evaluate(args: Namespace, world: World) -> None:

@@ -57,7 +57,7 @@ SPELLING = [  # what models write and math-verify misreads or refuses, and how i
     (r"(?<!\\)\\(q?quad\b|[!;:>, ])|~", " "),
     (rf"^\s*{TEXT}[\s.]*$", r"\1"),  # a whole answer set as text
     (r"^\\\$(.+)", r"\1 \\text{dollars}"),
-    (r"^(\\?\$|=|\\approx|\s)+|([\s.]|\\?\$|\\degree)+$|\\?\$", ""),  # = 5, $5$, 5 with a stop
+    (r"^(\\?\$|=|\\approx|\s)+|([\s.]|\\?\$|\^?\\degree)+$|\\?\$", ""),  # = 5, $5$, 5 with a stop
     (r"\\[dt]frac", r"\\frac"),
     (r"(\\text\s*\{)?\s*percent\s*\}?$", r"\\%"),
     (r",?\s*(\\text\s*\{,?\s*)?\b(and|or)\b\s*\}?", ", "),
@@ -81,7 +81,7 @@ WORDS = (  # 5 million is not 5, and a problem, \sum_{k=1}^{9} k, is not its own
 MARKS = [  # two answers that have such a mark have the same one; to math-verify
     r"[\w)}] ([a-z][a-z .]*?)s?(\^\{?\d\}?)?$",  # 5 m is 5 cm,
     r"_\{?(\d+)\}?$",  # a number is another base's,
-    r"^([(\[]|\\\{)(?!.*[)\]] ?, ?[(\[])",  # a tuple is a set, if it is no list of points,
+    r"^(?:(?:\\\{|[(\[]) ?(?=(?:\\\{|[(\[])[^][(){}]*,))?([(\[]|\\\{)",  # a tuple is a set,
     r"^([a-z]{3}[a-z .'-]*|.+ [ap]\.?m)$",  # red is der, and 8:34 p.m. is 4:17 p.m.
 ]
 
@@ -94,8 +94,7 @@ def math_verdict(gold: str, pred: str) -> bool:
     gold_text, pred_text = plain(gold), plain(pred)
     if gold_text == pred_text:
         return bool(gold_text)
-    words = [set(re.findall(WORDS, NAME.sub("", x))) for x in (gold, pred)]
-    if CHAIN.search(pred) or words[0] != words[1]:
+    if CHAIN.search(pred) or set(re.findall(WORDS, gold)) != set(re.findall(WORDS, pred)):
         return False
     for mark in MARKS:
         wanted, given = re.findall(mark, gold_text), re.findall(mark, pred_text)

@@ -133,6 +133,7 @@ WORLDS = {
         evolve=0,
         other=20,
         skills=3,
+        methods=tuple(name for name in METHODS if name != RELEASED),
     ),
     "real": World(  # a folder made by tests/real_world.py
         folder="runs/real_world",

@@ -64,8 +64,10 @@ def main() -> None:
             try:
                 code = str(step.wait(LIMIT))
             except subprocess.TimeoutExpired:
-                os.killpg(step.pid, signal.SIGKILL)  # with the processes that it has started
-                step.wait()
+                pass
+            finally:
+                if step.poll() is None:  # the processes that it has started end with it
+                    os.killpg(step.pid, signal.SIGKILL)
         lines.append(f"| {name} | {code} | {time.perf_counter() - began:.0f} |")
         print(lines[-1], flush=True)
     if all((out / name / "rollouts.jsonl").exists() for name in RUNS):

@@ -129,8 +129,9 @@ def families(name: str, bank: pathlib.Path, rows: list[dict], locks: dict[str, l
                     cell[phase].append(bool(ok))
     lines = []
     for family, cell in sorted(cells.items(), key=lambda item: -statistics.mean(item[1]["shown"])):
-        shares = [f"{statistics.mean(cell[part]):.0%}" for part in ("shown", "early", "late")]
-        shares[0] = shares[0] if meanings else ""
+        shares = []
+        for part in ("shown" if meanings else "", "early", "late"):
+            shares.append(f"{statistics.mean(cell[part]):.0%}" if cell[part] else "")
         lines.append("| " + " | ".join([name, family, *shares]) + " |")
     return lines
 

@@ -208,25 +208,35 @@ def test_a_problem_that_changed_is_sampled_anew_and_no_sample_is_ever_lost(world
         assert [row["gold"] for row in rows] == golds
 
 
+def figures(avg, digest=1):
+    return {"avg": avg, "digest": digest}
+
+
 def test_a_mean_over_sets_goes_when_one_of_them_has_other_figures(tmp_path):
     file = tmp_path / "results.json"
-    eval.merge_into(file, {"a": {"avg": 1}, "b": {"avg": 0}, "mean of a, b": {"avg": 0.5}})
-    eval.merge_into(file, {"a": {"avg": 1}, "c": {"avg": 1}})
+    mean = {"mean of a, b": figures(0.5, 2)}
+    eval.merge_into(file, {"a": figures(1.0), "b": figures(0.0), **mean})
+    eval.merge_into(file, {"a": figures(1.0), "c": figures(1.0)})
     assert list(json.loads(file.read_text())) == ["a", "b", "mean of a, b", "c"]
-    eval.merge_into(file, {"a": {"avg": 0}})
-    assert json.loads(file.read_text()) == {"a": {"avg": 0}, "b": {"avg": 0}, "c": {"avg": 1}}
+    for other in (figures(0.0), figures(1.0, 7)):  # other samples, another set of that name
+        eval.merge_into(file, {"a": figures(1.0), **mean})
+        eval.merge_into(file, {"a": other})
+        assert list(json.loads(file.read_text())) == ["a", "b", "c"]
 
 
 def test_a_mean_of_a_comparison_stays_while_its_policies_figures_do(tmp_path):
     file = tmp_path / "comparison.json"
-    mine, other = {"results": {"mine": {"avg": 1}}}, {"results": {"other": {"avg": 0}}}
-    eval.merge_into(file, {"a": mine, "b": mine, "mean of a, b": mine})
-    both = {"results": {"mine": {"avg": 1, "diff": 1, "to": "other"}, **other["results"]}}
+    mine, other = {"results": {"mine": figures(1)}}, {"results": {"other": figures(0)}}
+    eval.merge_into(
+        file, {"a": mine, "b": mine, "mean of a, b": {"results": {"mine": figures(1, 2)}}}
+    )
+    both = {"results": {"mine": figures(1) | {"diff": 1}, **other["results"]}}
     for later in (other, both):
         eval.merge_into(file, {"a": later})
-        assert json.loads(file.read_text()) == {"a": later, "b": mine, "mean of a, b": mine}
-    eval.merge_into(file, {"a": {"results": {"mine": {"avg": 0}}}})
-    assert "mean of a, b" not in json.loads(file.read_text())
+        assert list(json.loads(file.read_text())) == ["a", "b", "mean of a, b"]
+    eval.merge_into(file, {"a": other})  # and then mine has other figures, on another set
+    eval.merge_into(file, {"a": {"results": {"mine": figures(0)}}})
+    assert json.loads(file.read_text()) == {"a": {"results": {"mine": figures(0)}}, "b": mine}
 
 
 def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):

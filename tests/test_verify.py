@@ -108,10 +108,12 @@ x=3 != 2x+1=7  x^2=9 | 60 == 60 miles per hour | 60\text{ mph} == 60 | 18 == 18 
 \frac{1}{2} == \frac{1}{2} \, \text{miles} | 1,2 == 1 \, \text{and} \, 2 | 11 != 5\,6  5\ 6
 12 == f(2) = 12  a_{10} = 12 != f(2) = 13 | 2 == x_1 = 2 | (1,2) == (x, y) = (1, 2)
 x_1=1,x_2=2 == x_1 = 1, x_2 = 2 != x_1 = 1, x_2 = 3 | 1234567 == 1\,234\,567
-# lists of points, names with a bracket or an operator, an upright i or e, and marks of layout
-(1,2),(3,4) == \{(1,2),(3,4)\} != (1,2)  (1,2),(4,3) | 4 == n_{\min} = 4  [ABC] = 4
+# lists of points, names in brackets, an upright i or e, and marks of layout
+(1,2),(3,4) == \{(1,2),(3,4)\} != (1,2)  (1,2),(4,3)  \{1,2\},\{3,4\} | 4 == [ABC] = 4
 \{(1,2),(3,4)\} == (1,2),(3,4)  (1,2) \text{ and } (3,4) | (1,2) != \{1,2\}
-8\!:\!34 \text{ p.m.} == 8:34 \text{ p.m.} != 4:17 \text{ p.m.} | 90 == 90\degree
+\{1,2\} != (1),(2) | \{1,2\},\{3,4\} != (2,1),(4,3) | 1 != \sum_{k=1}^{9} k
+x=45 != \sum_{k=1}^{9} k | 5 != minus x = 5  x is not = 5 | 90 == 90\degree  90^\degree
+8\!:\!34 \text{ p.m.} == 8:34 \text{ p.m.} != 4:17 \text{ p.m.}
 125\textnormal{ miles} == 125 | 90^\circ == 90\degree | 1234 == 1,\!234  1\!234
 1 != 6-5\mathrm{i} | 5 != 5\mathrm{i} | 2 != 2\mathrm{e} | 6-5i == 6-5\mathrm{i}
 3+4i == 3+4\text{i} | 2e == 2\mathrm{e} | 12 \text{ m} == 12\text{ m}
