@@ -491,7 +491,7 @@ def evaluate(args: Namespace, world: World) -> None:
 def before_and_after(cfg: Config, world: World) -> None:
     """avg@k on --eval-data of the base model and the last checkpoint, once the run is through."""
     last = max(pathlib.Path(cfg.out, "checkpoints").glob("step_*"), default=None)
-    distributed.agree(last and last.name, world, "checkpoints")
+    distributed.agree(cfg.eval_data and last and last.name, world, "checkpoints")
     gc.collect()  # the run's encoder is in a reference cycle
     if cfg.eval_data and last and int(last.name[5:]) == cfg.updates:
         flags = flags_of(cfg).split()

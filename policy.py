@@ -51,7 +51,7 @@ def load_model(
     if attn == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError(f"--attn {attn}: flash-attn is not installed, or torch finds no GPU")
     source = _located(name, flag)
-    try:  # without trust_remote_code=False a model may ask to run its own
+    try:  # without trust_remote_code=False a model may ask to run its own code
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         how = {"dtype": dtype, "attn_implementation": attn, "trust_remote_code": False}
         model: Model = AutoModelForCausalLM.from_pretrained(source, **how)

@@ -57,7 +57,7 @@ SPELLING = [  # what models write and math-verify misreads or refuses, and how i
     (r"(?<!\\)\\(q?quad\b|[!;:>, ])|~", " "),
     (rf"^\s*{TEXT}[\s.]*$", r"\1"),  # a whole answer set as text
     (r"^\\\$(.+)", r"\1 \\text{dollars}"),
-    (r"^(\\?\$|=|\\approx|\s)+|([\s.]|\\?\$|\^?\\degree)+$|\\?\$", ""),  # = 5, $5$, 5 with a stop
+    (r"^(\\?\$|=|\\approx|\s)+|([\s.]|\\?\$|\^?\\degree)+$|\\?\$", ""),  # = 5, $5$, 5. and 5\degree
     (r"\\[dt]frac", r"\\frac"),
     (r"(\\text\s*\{)?\s*percent\s*\}?$", r"\\%"),
     (r",?\s*(\\text\s*\{,?\s*)?\b(and|or)\b\s*\}?", ", "),

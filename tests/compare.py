@@ -465,17 +465,23 @@ def equal_cost(w: World, results: dict[str, Job], names: list[str], seeds: range
         cells = [name]
         for cost in COSTS[:2]:
             budget = min(results[f"{x}-{seed}"][cost] for x in (name, ours) for seed in seeds)
-            shown = []
+            cells.append(f"{budget:,.0f}")
             for x in (name, ours):
-                found = []
-                for seed in seeds:
-                    run = results[f"{x}-{seed}"]
-                    values = list(curve(run, results[f"base-{seed}"]).values())
-                    found.append(value_at(spent(run, cost, w), values, budget))
-                shown.append(with_interval(found))
-            cells += [f"{budget:,.0f}", *shown]
+                cells.append(with_interval(at_cost(w, results, x, seeds, cost, budget)))
         lines.append(row_of(cells))
     return lines
+
+
+def at_cost(
+    w: World, results: dict[str, Job], name: str, seeds: range, cost: str, budget: float
+) -> list[float]:
+    """Each seed's accuracy where its run has spent so many tokens."""
+    found = []
+    for seed in seeds:
+        run = results[f"{name}-{seed}"]
+        values = list(curve(run, results[f"base-{seed}"]).values())
+        found.append(value_at(spent(run, cost, w), values, budget))
+    return found
 
 
 def picture(w: World, results: dict[str, Job], names: list[str], seeds: range, path) -> None:

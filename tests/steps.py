@@ -113,9 +113,9 @@ def aims(
 
 def families(name: str, bank: pathlib.Path, rows: list[dict], locks: dict[str, lock.Lock]) -> list:
     """A run's rows of the second table, the family that is shown most often first."""
-    meanings = {}
-    for key, id_name in skills.IDS.items() if bank.exists() else ():
-        for entry in json.loads(bank.read_text())[key]:
+    meanings, lists = {}, json.loads(bank.read_text()) if bank.exists() else {}
+    for key, id_name in skills.IDS.items():
+        for entry in lists.get(key, []):
             meanings[entry[id_name]] = world.meaning(entry)
     cells: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -130,8 +130,9 @@ def families(name: str, bank: pathlib.Path, rows: list[dict], locks: dict[str, l
     lines = []
     for family, cell in sorted(cells.items(), key=lambda item: -statistics.mean(item[1]["shown"])):
         shares = []
-        for part in ("shown" if meanings else "", "early", "late"):
-            shares.append(f"{statistics.mean(cell[part]):.0%}" if cell[part] else "")
+        for part in ("shown", "early", "late"):
+            known = cell[part] and (meanings or part != "shown")  # GRPO has no bank
+            shares.append(f"{statistics.mean(cell[part]):.0%}" if known else "")
         lines.append("| " + " | ".join([name, family, *shares]) + " |")
     return lines
 

@@ -355,9 +355,11 @@ def test_the_end_of_a_training_and_a_later_comparison_share_samples(
     cfg = config.Config(**settings)
     eval.before_and_after(cfg, World(0, 1, torch.device("cpu")))
     with monkeypatch.context() as patch:  # the other node has a disk of its own: no one may wait
-        patch.setattr(distributed, "gather", lambda value, world: [value, None])
+        patch.setattr(distributed, "gather", lambda value, world: [value, value and None])
         with pytest.raises(SharedError, match="the ranks see different checkpoints"):
             eval.before_and_after(cfg, World(0, 2, torch.device("cpu")))
+        unasked = config.Config(**settings | {"eval_data": ""})  # nothing is compared then
+        eval.before_and_after(unasked, World(0, 2, torch.device("cpu")))
     assert capsys.readouterr().out.count("+0.0% to +0.0%") == 1
     first, second = read(run / "eval", "comparison")["data"]["results"].values()
     assert "diff" not in first and second["to"] == str(base)

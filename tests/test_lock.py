@@ -12,6 +12,7 @@ import rollout
 
 sys.path.insert(0, str(ROOT / "tiny"))
 import lock
+import lock_tables
 import steps
 import world
 
@@ -123,3 +124,11 @@ def test_a_teacher_is_counted_by_outcome_and_by_its_own_step(tmp_path):
         "teachers of failures: {'reversed': 1, 'distilled': 1, 'ignored': 1}",
         "46% of all credit, by size, is of teachers of no step",
     ]
+
+
+def test_the_figures_of_the_page_are_those_of_the_results(capsys):
+    lock_tables.main()
+    said, page = capsys.readouterr().out, (ROOT / "results/compare_lock_findings.md").read_text()
+    assert "seed: [9, 53, 20, 20, 20]" in said and "9, 53, 20, 20 and 20" in page
+    for figure in ("29.6%", "23.8%", "92.7% ± 8.0%", "67.5% ± 11.2%", "31.0% ± 13.0%"):
+        assert figure in said and figure.replace("% ±", " ±").rstrip("%") in page

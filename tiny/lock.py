@@ -28,7 +28,7 @@ import pathlib
 import random
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -304,6 +304,17 @@ def measure(model, tokenizer, count: int) -> str:
     return "\n".join(table)
 
 
+def taught(bank: skills.SkillBank, embed: policy.Embed, problems: list[Lock]) -> dict[str, float]:
+    """Family -> in what part of its problems one of the four nearest pairs has a true entry."""
+    shown = defaultdict(list)
+    for x in problems:
+        pairs = bank.retrieve(x.problem, 4, embed)
+        told = {world.meaning(entry) for pair in pairs for entry in (pair.skill, pair.mistake)}
+        for name in x.families:
+            shown[name].append(bool({(name, "skill"), (name, "mistake")} & told))
+    return {name: sum(found) / len(found) for name, found in sorted(shown.items())}
+
+
 def of_bank(model, tokenizer, path: str, count: int = 160) -> str:
     """What a bank holds, what is retrieved from it, and the gaps of its teachers on the base."""
     bank = skills.SkillBank.load(path)
@@ -311,7 +322,6 @@ def of_bank(model, tokenizer, path: str, count: int = 160) -> str:
     kinds = Counter(str(world.meaning(entry)) for entry in bank.general_skills)
     about = Counter((world.meaning(entry) or ("", "unknown"))[1] for entry in bank.general_skills)
     first, nearest, shown_for, gaps, masked = Counter(), Counter(), Counter(), [], []
-    asked, taught = Counter(), Counter()
     rng = random.Random(3)
     sampling, hidden = rollout.Sampling(1.1, 0.95, 20, 160), policy.masked_token_ids(tokenizer)
     problems = [draw(rng) for _ in range(count)]
@@ -328,9 +338,6 @@ def of_bank(model, tokenizer, path: str, count: int = 160) -> str:
         first[own[0]] += 1
         nearest.update(own)
         shown_for.update(pair.skill["skill_id"] for pair in pairs)
-        told = {world.meaning(entry) for pair in pairs for entry in (pair.skill, pair.mistake)}
-        asked.update(x.families)
-        taught.update(x for x in x.families if {(x, "skill"), (x, "mistake")} & told)
         texts = [skills.render_teacher(pair, x.problem) for pair in pairs]
         contexts = [policy.chat_ids(tokenizer, text, thinking=True) for text in texts]
         teachers_KT = policy.score_teachers(model, contexts, ids, 16384)
@@ -346,7 +353,7 @@ def of_bank(model, tokenizer, path: str, count: int = 160) -> str:
             f"of {count} problems, first retrieved {dict(first)}, nearest four {dict(nearest)}",
             f"problems that a skill is shown for {dict(sorted(shown_for.items()))}",
             "of a family's problems, a teacher has its true skill or mistake in "
-            + ", ".join(f"{name} {taught[name] / n:.0%}" for name, n in sorted(asked.items())),
+            + ", ".join(f"{x} {share:.0%}" for x, share in taught(bank, embed, problems).items()),
             f"{len(shown)} gaps: {(shown.abs() > 3).float().mean():.2%} beyond 3 nats, "
             f"mean {shown.mean():+.4f}; masked {len(rest)}, mean {rest.mean():+.3f}",
         ]
