@@ -1,6 +1,6 @@
 """A run's settings: one frozen dataclass, its flags, and the presets.
 
-Each field names its source in the paper, or the tag of a decision (S..., D...).
+A field that the paper or a decision (S..., D...) settles names it.
 """
 
 import argparse

@@ -27,11 +27,16 @@ import distributed
 from config import Config
 from distributed import UserError, World, brief
 
+# cuDNN's attention, which torch takes first on Hopper since 2.11, is planned anew for every length,
+# so at each decoded token, and under masks it has given NaN (pytorch issue 196678).
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 Tokenizer = Any  # transformers' tokenizers and models are not typed usefully
 Model = Any
 Ids = list[int]
 Tensors = dict[str, Tensor]
 Embed = Callable[[Sequence[str]], np.ndarray]
+THINK = ("<think>", "</think>")
 PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 SLICE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}  # fp32 numbers in the logits of one slice
 
@@ -59,10 +64,14 @@ def load_model(
         hint = "; --attn eager suits every model" if "attention" in str(e) else ""
         raise UserError(f"{flag} {name}: not loaded ({brief(e)}){hint}") from None
     _check_tokenizer(tokenizer, model, f"{flag} {name}: its tokenizer")
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-    other = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-    if other:  # `rollout.stream` could not join their caches
-        raise UserError(f"{flag} {name}: layers of {', '.join(sorted(other))} are not supported")
+    settings = model.config.get_text_config()
+    other = set(getattr(settings, "layer_types", None) or [])  # `rollout.stream` joins caches
+    other -= {"full_attention", "sliding_attention", "chunked_attention"}
+    rope = str(getattr(settings, "rope_parameters", None))  # these two hang on the longest row
+    other |= {kind for kind in ("dynamic", "longrope") if f"'{kind}'" in rope}
+    other |= {"a recurrent state"} if getattr(model, "_is_stateful", False) else set()
+    if other:
+        raise UserError(f"{flag} {name}: {', '.join(sorted(other))}: not supported")
     _remove_dropout(model)
     return model.to(device).eval(), tokenizer
 
@@ -80,8 +89,12 @@ def _located(name: str, flag: str) -> str:
 
 
 def _check_tokenizer(tokenizer: Tokenizer, model: Model, where: str) -> None:
-    if tokenizer.chat_template is None:
-        raise UserError(f"{where} has no chat template; use an instruct model, or add a template")
+    try:
+        if "xyzzy" not in tokenizer.decode(chat_ids(tokenizer, "xyzzy", thinking=True)):
+            raise ValueError("it drops what a user says")
+    except Exception as e:  # there is none, or whatever it raises
+        fix = "use an instruct model, or mend the template"
+        raise UserError(f"{where}'s chat template does not work ({brief(e)}); {fix}") from None
     vocabulary = {i: token for token, i in tokenizer.get_vocab().items()}
     # The small Gemma 3 have a placeholder for images without a row; no text comes to hold it.
     vocabulary.pop(getattr(tokenizer, "image_token_id", None), None)
@@ -110,14 +123,16 @@ def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") ->
     """The model with LoRA on all seven projections (S7) and gradient checkpointing, in train mode.
 
     No dropout, no biases. The adapters are fp32: a step of 5e-6 would be lost in bf16 (S22).
-    Raises UserError where a projection is missing.
+    Raises UserError where a projection is missing, or is one of many experts'.
     """
     from peft import LoraConfig, get_peft_model
 
     own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     missing = [name for name in PROJECTIONS if name not in own]
-    if missing:
-        raise UserError(f"{flag}: has no {', '.join(missing)} to adapt (S7); take another model")
+    experts = any(".experts." in name for name, _ in model.named_parameters())
+    if missing or experts:
+        why = f"has no {', '.join(missing)} to adapt" if missing else "is a mixture of experts"
+        raise UserError(f"{flag}: {why} (S7); take another model")
     lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
     model = get_peft_model(model, lora)
     causal = causal_lm(model)
@@ -283,14 +298,22 @@ def masked_token_ids(tokenizer: Tokenizer, extra: bool = False) -> set[int]:
     ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     control = re.compile(r"<\|.*\|>|</?think>")
     ids |= {i for token, i in tokenizer.get_vocab().items() if control.fullmatch(token)}
+    letter = tokenizer.encode("a", add_special_tokens=False)  # with what a tokenizer puts first
     for n in range(1, 9):
-        newlines = tokenizer.encode("\n" * n, add_special_tokens=False)
+        newlines = tokenizer.encode("a" + "\n" * n, add_special_tokens=False)[len(letter) :]
         if len(newlines) == 1:
             ids.update(newlines)
     if extra:
         formatting = re.compile(r"\s*(\*\*+|#+|`+|---+|___+|</?tool_\w+>)?\s*")
         ids.update(i for i in range(len(tokenizer)) if formatting.fullmatch(tokenizer.decode([i])))
     return ids
+
+
+def text_of(tokenizer: Tokenizer, ids: Ids) -> str:
+    """The text of ids without special tokens; think tags stay, since an answer stands after one."""
+    added = tokenizer.added_tokens_decoder.items()
+    hidden = {i for i, token in added if token.special and token.content not in THINK}
+    return tokenizer.decode([i for i in ids if i not in hidden])
 
 
 def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:

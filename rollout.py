@@ -23,7 +23,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 
 from config import Config
 from distributed import UserError, World, append_jsonl, gather
-from policy import Ids, Model, Tokenizer, causal_lm, chat_ids, load_model, stop_ids
+from policy import THINK, Ids, Model, Tokenizer, causal_lm, chat_ids, load_model, stop_ids, text_of
 from policy import token_logprobs as token_logprobs  # for those who look for it here
 from problems import Problem
 from verify import Verifier, extract_answer
@@ -282,11 +282,11 @@ def judge(
 ) -> list[Rollout]:
     """A turn's completions as rollouts; its indices point into `problems` and `prompt_ids`."""
     stops = stop_ids(model, tokenizer)
-    marks = [tokenizer.encode(x, add_special_tokens=False) for x in ("<think>", "</think>")]
+    marks = [tokenizer.encode(tag, add_special_tokens=False) for tag in THINK]
     rollouts = []
     for i, ids in turn:
         x, prompt = problems[i], prompt_ids[i]
-        text = tokenizer.decode(ids, skip_special_tokens=True)
+        text = text_of(tokenizer, ids)
         # Some templates end on an open think tag, maybe with a line feed; seen if a tag is one id.
         ends = [prompt[-1:] == mark or prompt[-2:-1] == mark for mark in marks]
         opened = ends == [True, False]
@@ -349,7 +349,7 @@ class Writer:
         found: dict[int, str] = {}
 
         def finish(turn: Turn) -> list:
-            return [(i, self.tokenizer.decode(x, skip_special_tokens=True)) for i, x in turn]
+            return [(i, text_of(self.tokenizer, ids)) for i, ids in turn]
 
         for again, sampling in ((False, Sampling(temperature=0.0)), (True, Sampling())):
             chosen = [row for row in asked if bool(times[row.index]) == again]

@@ -1,15 +1,13 @@
-"""The comparison of methods: its arithmetic by hand, and the real world's commands rehearsed."""
+"""The comparison of methods: its arithmetic by hand, and its command in small."""
 
 import contextlib
 import dataclasses
 import json
 import shutil
-import sys
 
 import compare
 import pytest
-import real_world
-from conftest import ROOT, make_bank
+from conftest import ROOT
 
 import baselines
 import sgsd
@@ -26,26 +24,9 @@ def test_the_area_under_a_curve_and_its_value_between_two_points():
         compare.value_at([0, 5, 20], [0.0, 0.5, 1.0], 21)
 
 
-def test_intervals_are_over_seeds_and_for_a_single_seed_over_problems():
+def test_intervals_are_over_seeds():
     # mean .5, standard deviation .1, three seeds: 4.30 * .1 / sqrt(3) = .248
     assert compare.with_interval([0.4, 0.5, 0.6], "+") == "+50.0% ± 24.8%"
-    ours = {"last_scores": {"a": 0.5, "b": 0.25}}
-    better = {"last_scores": {"b": 0.75, "a": 1.0}}  # by .5 on each problem, so it is certain
-    assert compare.over_problems(better, ours) == "+50.0% (+50.0% to +50.0%)"
-
-
-def test_no_problem_of_the_real_world_stands_in_two_parts():
-    svamp = [{"problem": f"s{i}"} for i in range(1000)]
-    train = [{"problem": f"g{i}"} for i in range(7473)]
-    test = [{"problem": f"t{i}"} for i in range(1319)]
-    found = real_world.parts(svamp, train, test)
-    texts = {part: {row["problem"] for row in rows} for part, rows in found.items()}
-    assert {part: len(rows) for part, rows in texts.items()} == {
-        "train": 3000,
-        "valid": 160,
-        "test": 400,
-    }
-    assert len(texts["train"] | texts["valid"] | texts["test"]) == 3560
 
 
 def test_a_run_that_a_signal_stopped_is_not_done(tmp_path, monkeypatch):
@@ -56,7 +37,7 @@ def test_a_run_that_a_signal_stopped_is_not_done(tmp_path, monkeypatch):
     assert not (tmp_path / "run/cost.json").exists()
 
 
-@pytest.mark.parametrize("world", ["tiny", "lock", "real"])
+@pytest.mark.parametrize("world", ["tiny", "lock"])
 @pytest.mark.parametrize("name", compare.METHODS)
 def test_a_bank_evolves_in_the_rows_of_sgsd_alone(name, world, tmp_path, monkeypatch):
     asked = []
@@ -76,55 +57,45 @@ def test_a_flag_that_would_be_ignored_is_refused():
 
 
 @pytest.mark.long
-def test_the_real_worlds_commands_from_the_folder_to_the_table(tmp_path, monkeypatch, capsys):
-    """With the tiny model in the real one's place, two updates and one seed, then once more."""
-    for name, source in (("qwen05", "model"), ("encoder", "encoder")):
-        shutil.copytree(TINY / source, tmp_path / "models" / name)
-    lines = (TINY / "train.jsonl").read_text().splitlines(keepends=True)
-    held_out = (TINY / "test.jsonl").read_text().splitlines(keepends=True)
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "svamp.jsonl").write_text("".join(lines[:50]))
-    (data / "gsm8k_train.jsonl").write_text("".join(lines[50:80]))
-    (data / "gsm8k_test.jsonl").write_text("".join(held_out[:6]))
-    make_bank(tmp_path / "bank.json", 4, 4)
-    places = [tmp_path / "models", data, tmp_path / "bank.json", "--out", tmp_path / "world"]
-    monkeypatch.setattr(sys, "argv", ["real_world.py", *map(str, places)])
-    real_world.main()
+def test_the_command_from_the_banks_to_the_table(tmp_path, capsys):
+    """Two updates and two seeds, then once more."""
+    folder = tmp_path / "world"
+    shutil.copytree(TINY / "model", folder / "model")
+    for name, count in (("train", 50), ("valid", 6), ("test", 10)):
+        lines = (TINY / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_text("".join(lines[:count]))
     small = dataclasses.replace(
-        compare.WORLDS["real"],
-        folder=f"{tmp_path}/world",
-        encoder=f"{tmp_path}/world/encoder",
-        flags="--eval-data= --lora-rank 4 --lora-alpha 8 --cold-start 8 --cold-start-tokens 96"
-        " --reply-tokens 640 --merge-group-size 8 --no-cold-start-thinking --num-teachers 2",
+        compare.WORLDS["tiny"],
+        folder=str(folder),
+        flags="--preset tiny --eval-data= --cold-start 8 --num-teachers 2",
         points=(1, 2),
         trial=1,
         rates=(1e-3,),
-        tokens=96,
         batch=8,
         grpo_batch=1,
         samples=1,
-        evolve=1,
         skills=2,
     )
-    command = f"--world real --seeds 1 --jobs 1 --work {tmp_path}/work --out {tmp_path}/table"
-    compare.main(command.split(), {"real": small})
+    names = ["no polarity", "grpo", "sgsd, other bank"]
+    command = ["--seeds", "2", "--jobs", "1", "--work", f"{tmp_path}/work"]
+    command += ["--out", f"{tmp_path}/table", "--methods", *names]
+    compare.main(command, {"tiny": small})
     first = {path: path.stat().st_mtime_ns for path in (tmp_path / "work/done").iterdir()}
     out = capsys.readouterr().out
-    for name in small.methods[1:]:
+    for name in names:
         assert f"| {name} | 0.001 | " in out
     found = json.loads((tmp_path / "table.json").read_text())["results"]
     assert found["sgsd-0"]["generated_tokens"] > 0
     killed_run_goes_on(small, tmp_path)
     failed_job_costs_no_other(small, tmp_path / "other")
-    compare.main(command.split(), {"real": small})
+    compare.main(command, {"tiny": small})
     again = {path: path.stat().st_mtime_ns for path in (tmp_path / "work/done").iterdir()}
     assert again == first  # what is done is not made again
 
 
 def killed_run_goes_on(w, tmp_path):
     """A run that lost its last update, and its costs with it, comes to the same figures."""
-    job = compare.training("real", "sgsd-0", "sgsd", 1e-3, 0, points=True)
+    job = compare.training("tiny", "sgsd-0", "sgsd", 1e-3, 0, points=True)
     bank, out = tmp_path / "work/bank_made_0.json", tmp_path / "killed"
     whole = compare.train(job, w, bank, out)
     shutil.rmtree(out / "checkpoints" / "step_000002")
@@ -137,7 +108,7 @@ def killed_run_goes_on(w, tmp_path):
 def failed_job_costs_no_other(w, work):
     jobs = []
     for name, split in (("base-1", "nosuch"), ("base-2", "test")):
-        job = {"world": "real", "name": name, "kind": "base", "method": "base"}
+        job = {"world": "tiny", "name": name, "kind": "base", "method": "base"}
         jobs.append({**job, "seed": 1, "split": split})
     with pytest.raises(RuntimeError, match="nosuch"):
         compare.do(jobs, w, work, 2, "two jobs")

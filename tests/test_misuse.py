@@ -94,7 +94,7 @@ def save(folder, *kind, tokenizer=None, **changes):
 
 
 MODELS = {  # a file of the model, what is left of it, and what is said
-    "chat_template.jinja": (None, "its tokenizer has no chat template"),
+    "chat_template.jinja": (None, "its tokenizer's chat template does not work"),
     "model.safetensors": ("torn", "not loaded"),
     "config.json": ("{", "not loaded"),
 }
@@ -106,6 +106,21 @@ def test_a_broken_model_is_one_line(name, tmp_path, refusal):
     file = save(tmp_path / "model") / name
     file.unlink()
     put(file, content)
+    refusal(f"--model {tmp_path / 'model'}", words, model=tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ raise_exception('no system turn') }}", "chat template does not work (TemplateError"),
+        ("{% for m in %}", "chat template does not work (TemplateSyntaxError"),
+        ("User: {% for part in messages[0].content %}{{ part.text }}{% endfor %}", "drops what"),
+    ],
+)
+def test_a_chat_template_that_fails_or_drops_the_problem_is_one_line(
+    template, words, tmp_path, refusal
+):
+    (save(tmp_path / "model") / "chat_template.jinja").write_text(template)
     refusal(f"--model {tmp_path / 'model'}", words, model=tmp_path / "model")
 
 
@@ -128,6 +143,13 @@ def test_the_model_needs_a_row_for_every_id(tmp_path):
 def test_a_model_without_all_projections_is_refused(tmp_path, refusal):
     model = save(tmp_path / "phi", "phi3")
     refusal("has no q_proj, k_proj, v_proj, gate_proj, up_proj to adapt", model=model)
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path, refusal):
+    """A shared expert has all seven projections, and LoRA would adapt it alone."""
+    small = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+    model = save(tmp_path / "moe", "qwen2_moe", **small)
+    refusal("is a mixture of experts", "(S7); take another model", model=model)
 
 
 @pytest.fixture(scope="module")
@@ -253,5 +275,23 @@ def test_a_model_without_the_asked_attention_gets_a_hint(tmp_path):
 def test_a_model_whose_cache_cannot_be_batched_is_refused(tmp_path):
     layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     save(tmp_path, "qwen3_next", **layers)
-    with pytest.raises(UserError, match="layers of linear_attention are not supported"):
+    with pytest.raises(UserError, match="linear_attention: not supported"):
+        policy.load_model(str(tmp_path), torch.device("cpu"))
+
+
+def test_a_model_that_keeps_a_state_is_refused(tmp_path):
+    save(tmp_path, "xlstm", num_blocks=1, num_heads=2, head_dim=16)
+    with pytest.raises(UserError, match="a recurrent state: not supported"):
+        policy.load_model(str(tmp_path), torch.device("cpu"), attn="eager")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_longest_row_are_refused(kind, tmp_path):
+    """Two rows in one batch would be scored otherwise than each alone."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+        rope["original_max_position_embeddings"] = 64
+    save(tmp_path, "llama", rope_parameters=rope)
+    with pytest.raises(UserError, match=f"{kind}: not supported"):
         policy.load_model(str(tmp_path), torch.device("cpu"))

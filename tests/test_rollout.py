@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
+from tokenizers import AddedToken
 from transformers import Gemma3Config, GenerationConfig
 
 import distributed
@@ -239,6 +240,19 @@ def test_a_think_block_is_only_seen_where_it_is_a_token():
     without = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
     roll = judged(without, without.encode("say>\n"), without.encode(r"\boxed{5}"))
     assert (roll.pred, roll.r) == ("5", 1)
+
+
+def test_think_tags_that_are_special_tokens_are_still_seen():
+    """Else a right answer after a block that the prompt opened is wrong, a cut thought right."""
+    own = make_tokenizer()
+    for tag in ("<think>", "</think>"):
+        own.add_tokens([AddedToken(tag, special=True)], special_tokens=True)
+    assert own.decode(own.encode("<think>"), skip_special_tokens=True) == ""
+    prompt, answer = own.encode("say<think>\n"), own.encode(r"so</think>\boxed{5}<|im_end|>")
+    roll = judged(own, prompt, answer)
+    assert (roll.text, roll.pred, roll.r) == (r"so</think>\boxed{5}", "5", 1)
+    cut = judged(own, own.encode("say"), own.encode(r"<think>maybe \boxed{5}, or"))
+    assert (cut.pred, cut.r) == (None, -1)
 
 
 def test_the_writer_answers_greedily_and_samples_what_it_is_asked_again(tokenizer, tmp_path):

@@ -108,6 +108,22 @@ def test_the_prefixes_of_the_roles(world_dir, tmp_path):
         assert student.rpartition("assistant\n")[2] == closed
 
 
+def test_a_template_may_open_the_think_block_itself_and_may_know_no_other_way(
+    world_dir, tmp_path, capsys
+):
+    shutil.copytree(world_dir / "model", tmp_path / "model")
+    template = r"{{ messages[0].content + '\nassistant\n<think>\n' }}"
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    run = make_run(world_dir, tmp_path / "run", model=tmp_path / "model", teacher_prefix="open")
+    x = run.problems[0]
+    (ids,) = sgsd.teacher_prompts(run, x, run.bank.retrieve(x.problem, 1, run.embed))
+    assert run.tokenizer.decode(ids).rpartition("assistant\n")[2] == "<think>\n"
+    assert "thinking: the chat template has no switch for it" in capsys.readouterr().out
+    other = dataclasses.replace(run.cfg, attn="eager")
+    assert runlog.what_next(run.cfg).endswith(f"eval.py {run.cfg.model} {run.cfg.out}")
+    assert runlog.what_next(other).endswith(f"{run.cfg.out} --attn eager")
+
+
 def test_which_ids_are_masked(tokenizer):
     ids = policy.masked_token_ids(tokenizer)
     special = "<|endoftext|> <|im_start|> <|im_end|> <think> </think>".split()
@@ -117,6 +133,17 @@ def test_which_ids_are_masked(tokenizer):
     assert {markdown, *(tokenizer.encode(blank)[0] for blank in (" ", "\r"))} <= extra
     assert digit not in extra
     assert sgsd.token_mask([min(ids), digit], ids).tolist() == [0, 1]
+
+
+def test_newlines_are_masked_where_the_tokenizer_puts_a_blank_first():
+    """As SentencePiece's do: a text of newlines alone has one more id than newlines in a text."""
+    from tokenizers import normalizers
+
+    own = make_tokenizer()
+    own.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    assert len(own.encode("\n")) == 2
+    newline = own.encode("a\n")[-1]
+    assert newline in policy.masked_token_ids(own) and own.decode([newline]) == "\n"
 
 
 def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, tmp_path):

@@ -1,0 +1,60 @@
+"""The GPU against the CPU, and padded rows against rows alone; the CPU itself where no GPU is."""
+
+import pytest
+import torch
+from conftest import make_model
+
+import policy
+import rollout
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")  # renamed in 5.20
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS = [list(range(1, 90)), list(range(100, 117)), [7, 8, 9, 3]]
+
+
+def wide(dtype):
+    """Heads as Qwen2.5-0.5B has them: 14, of which each 7 share their keys, 64 numbers each."""
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64}
+    return make_model(initializer_range=0.1, hidden_size=128, **heads).to(dtype)
+
+
+def test_log_probabilities_and_gradients_are_the_cpus():
+    """Rows of 704 places, where cuDNN's attention gave NaN."""
+    prompts, completions = [[*ROWS[0]] * 7 + [1] * 17, ROWS[1]], [[20] * 64, list(range(60))]
+    found = []
+    for device in ("cpu", DEVICE):
+        model = policy.with_adapters(wide(torch.float32).to(device), 4, 8)
+        logp = policy.token_logprobs(model, prompts, completions, grad=True)
+        found.append([x.cpu() for x in (logp, *gradients(model, logp.sum()))])
+    for ours, cpus in zip(*found, strict=True):
+        torch.testing.assert_close(ours, cpus, atol=1e-3, rtol=1e-3)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def gradients(model, loss):
+    return torch.autograd.grad(loss, list(policy.trained(model).values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_left_padded_row_has_the_logits_of_the_row_alone(dtype):
+    model = wide(dtype).to(DEVICE)
+    longest = max(map(len, ROWS))
+    ids, mask = torch.zeros(2, len(ROWS), longest, dtype=torch.long, device=DEVICE)
+    for i, row in enumerate(ROWS):
+        ids[i, longest - len(row) :], mask[i, longest - len(row) :] = torch.tensor(row), 1
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    padded = model(input_ids=ids, attention_mask=mask, position_ids=places).logits[:, -1]
+    for i, row in enumerate(ROWS):
+        alone = model(input_ids=torch.tensor([row], device=DEVICE)).logits[0, -1]
+        tol = 1e-3 if dtype == torch.float32 else 0.1
+        torch.testing.assert_close(padded[i], alone, atol=tol, rtol=tol)
+
+
+def test_greedy_rows_do_not_depend_on_the_batch(tokenizer):
+    model, greedy = wide(torch.float32).to(DEVICE), rollout.Sampling(0, 1, 0, 24)
+    prompts = [row[:n] for row in ROWS for n in (4, 3, 2)]
+    keys = list(range(len(prompts)))
+    alone, together = (
+        rollout.generate(model, tokenizer, prompts, greedy, keys, rows) for rows in (1, 8)
+    )
+    assert alone == together and len({tuple(ids) for ids in alone}) > 1
