@@ -28,7 +28,7 @@ from config import Config
 from distributed import UserError, World, brief
 
 # cuDNN's attention, which torch takes first on Hopper since 2.11, is planned anew for every length,
-# so at each decoded token, and under masks it has given NaN (pytorch issue 196678).
+# so at each decoded token, and its backward pass under a mask gave NaN (pytorch issue 196678).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 Tokenizer = Any  # transformers' tokenizers and models are not typed usefully
@@ -64,14 +64,13 @@ def load_model(
         hint = "; --attn eager suits every model" if "attention" in str(e) else ""
         raise UserError(f"{flag} {name}: not loaded ({brief(e)}){hint}") from None
     _check_tokenizer(tokenizer, model, f"{flag} {name}: its tokenizer")
-    settings = model.config.get_text_config()
-    other = set(getattr(settings, "layer_types", None) or [])  # `rollout.stream` joins caches
-    other -= {"full_attention", "sliding_attention", "chunked_attention"}
-    rope = str(getattr(settings, "rope_parameters", None))  # these two hang on the longest row
-    other |= {kind for kind in ("dynamic", "longrope") if f"'{kind}'" in rope}
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+    other = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
     other |= {"a recurrent state"} if getattr(model, "_is_stateful", False) else set()
-    if other:
+    if other:  # `rollout.stream` could not join their caches
         raise UserError(f"{flag} {name}: {', '.join(sorted(other))}: not supported")
+    if {"dynamic", "longrope"} & {str(vars(x).get("rope_type")) for x in model.modules()}:
+        raise UserError(f"{flag} {name}: its positions depend on the longest row of a batch")
     _remove_dropout(model)
     return model.to(device).eval(), tokenizer
 
@@ -92,7 +91,7 @@ def _check_tokenizer(tokenizer: Tokenizer, model: Model, where: str) -> None:
     try:
         if "xyzzy" not in tokenizer.decode(chat_ids(tokenizer, "xyzzy", thinking=True)):
             raise ValueError("it drops what a user says")
-    except Exception as e:  # there is none, or whatever it raises
+    except Exception as e:  # no template, or one that raises anything
         fix = "use an instruct model, or mend the template"
         raise UserError(f"{where}'s chat template does not work ({brief(e)}); {fix}") from None
     vocabulary = {i: token for token, i in tokenizer.get_vocab().items()}
@@ -312,7 +311,8 @@ def masked_token_ids(tokenizer: Tokenizer, extra: bool = False) -> set[int]:
 def text_of(tokenizer: Tokenizer, ids: Ids) -> str:
     """The text of ids without special tokens; think tags stay, since an answer stands after one."""
     added = tokenizer.added_tokens_decoder.items()
-    hidden = {i for i, token in added if token.special and token.content not in THINK}
+    hidden = {i for i, token in added if token.special} | {*tokenizer.all_special_ids}
+    hidden -= {i for i, token in added if token.content in THINK}
     return tokenizer.decode([i for i in ids if i not in hidden])
 
 

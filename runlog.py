@@ -63,7 +63,7 @@ def announce(
     print(f"mask (S2): {len(masked)} ids: {' '.join(shown)}")
     prompts = [policy.chat_ids(tokenizer, "x", thinking=on) for on in (True, False)]
     if prompts[0] == prompts[1]:
-        print("thinking: the chat template has no switch for it: closed is bare (S3)")
+        print("thinking: no switch in the chat template, so closed and bare are one prompt (S3)")
     if not policy.head_is_sliced(model):
         print("head: caps or scales the logits: they are scored whole, in the model's dtype (S22)")
 
@@ -103,9 +103,10 @@ def write(out: pathlib.Path, of_logs: tuple[list[dict], ...], loggers: list[Logg
 
 def what_next(cfg: Config) -> str:
     """The commands that fit a run that has come to its end."""
-    attn = f" --attn {cfg.attn}" if cfg.attn != "sdpa" else ""
-    evaluate = f"python eval.py {cfg.model} {cfg.out}{attn}"
-    if cfg.eval_data:
+    evaluate = f"python eval.py {cfg.model} {cfg.out}"
+    if not cfg.eval_data:
+        evaluate += f" --dtype {cfg.dtype} --attn {cfg.attn}"
+    else:
         evaluate += f" --data {cfg.eval_data} {eval.flags_of(cfg)}"
     return f"done; look inside: python report.py {cfg.out}\nall checkpoints: {evaluate}"
 

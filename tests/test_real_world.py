@@ -1,12 +1,18 @@
 """Learning on a real model: its problems; its command, with the tiny model in its place."""
 
 import json
+import shlex
 import shutil
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import real_world
 from conftest import ROOT, make_bank
+
+import baselines
+import config
 
 TINY = ROOT / "tiny"
 
@@ -25,6 +31,20 @@ def test_no_problem_stands_in_two_parts():
     assert len(texts["train"] | texts["valid"] | texts["test"]) == 3560
 
 
+def test_every_training_command_is_accepted(tmp_path):
+    (tmp_path / "own.json").touch()
+    runs = real_world.training(tmp_path, 100)
+    assert len(runs) == 5 * 3
+    for name, (last, command) in runs.items():
+        program, *argv = shlex.split(command)
+        parsed = {"sgsd.py": config.parse, "baselines.py": baselines.parse}[program]
+        given = (argv, program, "") if program == "sgsd.py" else (argv,)
+        cfg, resume = parsed(*given)
+        assert last == tmp_path / f"runs/{name}/checkpoints/step_000100" and not resume
+        rollouts = cfg.batch_size * getattr(cfg, "generations", 1)
+        assert (rollouts, cfg.updates, cfg.update_every, cfg.eval_data) == (32, 100, 0, "")
+
+
 @pytest.mark.long
 def test_the_command_stops_in_time_and_goes_on_to_the_tables(tmp_path, monkeypatch, capsys):
     for name, source in (("qwen05", "model"), ("encoder", "encoder")):
@@ -35,11 +55,13 @@ def test_the_command_stops_in_time_and_goes_on_to_the_tables(tmp_path, monkeypat
     (tmp_path / "gsm8k_train.jsonl").write_text("".join(lines[50:80]))
     (tmp_path / "gsm8k_test.jsonl").write_text("".join(held_out[:6]))
     make_bank(tmp_path / "bank.json", 4, 4)
+    few = ("sgsd", "sgsd_own_bank", "grpo")
+    monkeypatch.setattr(real_world, "METHODS", {name: real_world.METHODS[name] for name in few})
     monkeypatch.setattr(real_world, "RATES", ("1e-3",))
     monkeypatch.setattr(
         real_world,
         "SETTINGS",
-        "--preset tiny --update-every 0 --eval-data= --batch-size 2 --checkpoint-every 1",
+        "--preset tiny --update-every 0 --eval-data= --checkpoint-every 1 --max-new-tokens 32",
     )
     monkeypatch.setattr(real_world, "EVALUATION", "--max-new-tokens 96 --samples 1 --rows 32")
     folder = tmp_path / "a folder"
@@ -49,17 +71,29 @@ def test_the_command_stops_in_time_and_goes_on_to_the_tables(tmp_path, monkeypat
         real_world.main()
 
     call("--make", tmp_path / "models", tmp_path, *[tmp_path / "bank.json"] * 2)
-    with pytest.raises(SystemExit, match="the time is over; the same command goes on"):
-        call("--updates", "2", "--minutes", "0.25")
-    capsys.readouterr()
-    call("--updates", "2")
+
+    def stopped_at(pattern):
+        """Stop the command as soon as such a file is there."""
+
+        def now():
+            return 61.0 * any(folder.glob(pattern))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(real_world, "time", SimpleNamespace(time=now, sleep=time.sleep))
+            with pytest.raises(SystemExit, match=r"^the time is over; the same command goes on$"):
+                call("--updates", "6", "--minutes", "1")
+
+    stopped_at("runs/*/checkpoints/step_*")
+    made = [int(path.name[5:]) for path in folder.glob("runs/*/checkpoints/step_*")]
+    assert 0 < min(made) < 6 and len(made) < 6 * len(real_world.METHODS)
+    call("--updates", "6")
     out = capsys.readouterr().out
     for name in real_world.METHODS:
         assert f"{name}_1e-3: " in out
-        assert f"/{name}_1e-3/checkpoints/step_000002 | test | 16 | " in out
+        assert f"/{name}_1e-3/checkpoints/step_000006 | test | 16 | " in out
     logs = [json.loads(x) for x in open(folder / "runs/sgsd_1e-3/metrics.jsonl")]
-    assert [row["step"] for row in logs] == [1, 2]
+    assert [row["step"] for row in logs] == [1, 2, 3, 4, 5, 6]
     (folder / "model/config.json").unlink()
     shutil.rmtree(folder / "eval")
     with pytest.raises(SystemExit, match=r"failed: see .*valid_sgsd_1e-3.txt"):
-        call("--updates", "2")
+        call("--updates", "6")

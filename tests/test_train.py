@@ -108,20 +108,20 @@ def test_the_prefixes_of_the_roles(world_dir, tmp_path):
         assert student.rpartition("assistant\n")[2] == closed
 
 
+@pytest.mark.parametrize("end", ["<think>\\n", "<think>"])
 def test_a_template_may_open_the_think_block_itself_and_may_know_no_other_way(
-    world_dir, tmp_path, capsys
+    end, world_dir, tmp_path, capsys
 ):
     shutil.copytree(world_dir / "model", tmp_path / "model")
-    template = r"{{ messages[0].content + '\nassistant\n<think>\n' }}"
+    template = r"{{ messages[0].content + '\nassistant\n" + end + "' }}"
     (tmp_path / "model/chat_template.jinja").write_text(template)
     run = make_run(world_dir, tmp_path / "run", model=tmp_path / "model", teacher_prefix="open")
     x = run.problems[0]
     (ids,) = sgsd.teacher_prompts(run, x, run.bank.retrieve(x.problem, 1, run.embed))
-    assert run.tokenizer.decode(ids).rpartition("assistant\n")[2] == "<think>\n"
-    assert "thinking: the chat template has no switch for it" in capsys.readouterr().out
-    other = dataclasses.replace(run.cfg, attn="eager")
-    assert runlog.what_next(run.cfg).endswith(f"eval.py {run.cfg.model} {run.cfg.out}")
-    assert runlog.what_next(other).endswith(f"{run.cfg.out} --attn eager")
+    assert run.tokenizer.decode(ids).rpartition("assistant\n")[2].rstrip() == "<think>"
+    assert "thinking: no switch in the chat template" in capsys.readouterr().out
+    other = dataclasses.replace(run.cfg, attn="eager", dtype="bfloat16")
+    assert runlog.what_next(other).endswith(f"{run.cfg.out} --dtype bfloat16 --attn eager")
 
 
 def test_which_ids_are_masked(tokenizer):

@@ -233,7 +233,7 @@ def make_rows(
             )
             at = next(i for i, (a, b) in enumerate(zip(reply, other)) if a != b)
             weights = [1.0] * len(reply)
-            weights[at] = 4.0  # what everything hangs on
+            weights[at] = 4.0  # which decides the answer
             prompt = policy.chat_ids(tokenizer, text, thinking=thinking)
             choice = at, other[at], 1 - chance if wrong else chance
             rows.append(Row(prompt, reply, weights, [choice]))
