@@ -564,10 +564,13 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
             jobs.append(job | ({"share": 0} if name == FULL else {}))
     results = do_all(jobs, "methods")
     lines = [f"# Methods in the world {args.world}: accuracy by updates, and what it cost", ""]
+    lines += ["The mean over updates is the area under the curve; forward tokens are those that"]
+    lines[-1] += " went through the model outside decoding, with padding."
+    lines.append("")
     lines += table(w, results, names, seeds) + equal_cost(w, results, names, seeds)
     minutes = (time.perf_counter() - began) / 60
-    lines += ["", f"{len(seeds)} seeds, {args.jobs} processes of one thread, "]
-    lines[-1] += f"{minutes:.0f} minutes for what earlier calls had not made."
+    lines += ["", f"{len(seeds)} seeds, {args.jobs} processes of one thread; the last call took "]
+    lines[-1] += f"{minutes:.0f} minutes, and used what earlier ones had made."
     out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     found = {"rates": rates, "validation": trials, "results": results, "banks": banks}
     out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
