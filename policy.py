@@ -128,8 +128,7 @@ def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") ->
 
     own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     missing = [name for name in PROJECTIONS if name not in own]
-    experts = any(".experts." in name for name, _ in model.named_parameters())
-    if missing or experts:
+    if missing or "experts" in own:
         why = f"has no {', '.join(missing)} to adapt" if missing else "is a mixture of experts"
         raise UserError(f"{flag}: {why} (S7); take another model")
     lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
@@ -293,8 +292,7 @@ def masked_token_ids(tokenizer: Tokenizer, extra: bool = False) -> set[int]:
 
     extra: also tokens that are nothing but white space, markdown (**, ##, ```, ---) or a tool tag.
     """
-    ids = {i for i in tokenizer.all_special_ids if i is not None}
-    ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = special_ids(tokenizer)
     control = re.compile(r"<\|.*\|>|</?think>")
     ids |= {i for token, i in tokenizer.get_vocab().items() if control.fullmatch(token)}
     letter = tokenizer.encode("a", add_special_tokens=False)  # with what a tokenizer puts first
@@ -308,11 +306,15 @@ def masked_token_ids(tokenizer: Tokenizer, extra: bool = False) -> set[int]:
     return ids
 
 
+def special_ids(tokenizer: Tokenizer) -> set[int]:
+    """Ids that the tokenizer calls special, with a role or without one."""
+    ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return ids | {i for i in tokenizer.all_special_ids if i is not None}
+
+
 def text_of(tokenizer: Tokenizer, ids: Ids) -> str:
     """The text of ids without special tokens; think tags stay, since an answer stands after one."""
-    added = tokenizer.added_tokens_decoder.items()
-    hidden = {i for i, token in added if token.special} | {*tokenizer.all_special_ids}
-    hidden -= {i for i, token in added if token.content in THINK}
+    hidden = special_ids(tokenizer) - {tokenizer.added_tokens_encoder.get(tag) for tag in THINK}
     return tokenizer.decode([i for i in ids if i not in hidden])
 
 

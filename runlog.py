@@ -103,11 +103,9 @@ def write(out: pathlib.Path, of_logs: tuple[list[dict], ...], loggers: list[Logg
 
 def what_next(cfg: Config) -> str:
     """The commands that fit a run that has come to its end."""
-    evaluate = f"python eval.py {cfg.model} {cfg.out}"
-    if not cfg.eval_data:
-        evaluate += f" --dtype {cfg.dtype} --attn {cfg.attn}"
-    else:
-        evaluate += f" --data {cfg.eval_data} {eval.flags_of(cfg)}"
+    flags = f"--data {cfg.eval_data} {eval.flags_of(cfg)}"
+    flags = flags if cfg.eval_data else f"--dtype {cfg.dtype} --attn {cfg.attn}"
+    evaluate = f"python eval.py {cfg.model} {cfg.out} {flags}"
     return f"done; look inside: python report.py {cfg.out}\nall checkpoints: {evaluate}"
 
 

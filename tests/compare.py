@@ -415,6 +415,23 @@ def table(w: World, results: dict[str, Job], names: list[str], seeds: range) -> 
     return lines
 
 
+def by_updates(results: dict[str, Job], names: list[str], seeds: range) -> list[str]:
+    """Each method's difference to SGSD after so many updates, and every seed's accuracy there."""
+    points = list(results[f"sgsd-{seeds[0]}"]["accuracy"])
+    head = ["method", *[f"{step}: - sgsd, by seed" for step in points]]
+    lines = ["", row_of(head), "|---" * len(head) + "|"]
+    for name in names:
+        cells = [name]
+        for step in points:
+            runs, ours = (
+                [results[f"{x}-{s}"]["accuracy"][step] for s in seeds] for x in (name, "sgsd")
+            )
+            gap = with_interval([a - b for a, b in zip(runs, ours)], "+")
+            cells.append(f"{gap}: {' '.join(f'{100 * x:.1f}' for x in runs)}")
+        lines.append(row_of(cells))
+    return lines
+
+
 def equal_cost(w: World, results: dict[str, Job], names: list[str], seeds: range) -> list[str]:
     """Each method beside SGSD where both have spent as many tokens, which is the cheaper's all."""
     head = ["method"]
@@ -567,7 +584,8 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     lines += ["The mean over updates is the area under the curve; forward tokens are those that"]
     lines[-1] += " went through the model outside decoding, with padding."
     lines.append("")
-    lines += table(w, results, names, seeds) + equal_cost(w, results, names, seeds)
+    lines += table(w, results, names, seeds) + by_updates(results, names, seeds)
+    lines += equal_cost(w, results, names, seeds)
     minutes = (time.perf_counter() - began) / 60
     lines += ["", f"{len(seeds)} seeds, {args.jobs} processes of one thread; the last call took "]
     lines[-1] += f"{minutes:.0f} minutes, and used what earlier ones had made."
