@@ -6,6 +6,7 @@
     python baselines.py --out runs/d --method opsd+skill      student and teacher see the skills
     python baselines.py --out runs/e --no-polarity            SGSD, every teacher distilled; §4.4
     python baselines.py --out runs/f --objective reverse_kl   SGSD, a divergence in the gate's place
+    python baselines.py --out runs/g --token-polarity consistent   tokens that oppose ã left out
 
 A method is a function (run, step) -> (records, gradient norm, seconds), in place of
 `sgsd.train_step`. All share data, verifier and evaluation; DEFAULTS has what else differs.
@@ -40,6 +41,11 @@ class BaselineConfig(Config):
     token_mask: bool = setting(True, "without it every token counts; Tab. 4")
     clip: bool = setting(True, "without it the support takes the gaps as they are; Tab. 4")
     polarity: bool = setting(True, "without it every teacher is distilled, rho = +1; §4.4")
+    token_polarity: str = setting(
+        "teacher",
+        "which way a token's gap is moved: with its teacher's rho, or by the verdict; D12",
+        choices=("teacher", "consistent", "confident", "verdict", "agreeing"),
+    )
     retrieval: str = setting("embedding", "the nearest pairs or any; S20", ("embedding", "random"))
     answer_pi: bool = setting(False, "the reference answer in a teacher's prompt too; §4.5, S16")
     teacher: str = setting(
@@ -67,6 +73,10 @@ class BaselineConfig(Config):
             raise UserError("--temperature 0: makes all --generations of a problem the same")
         if self.support_top_k and self.objective != "gate":
             raise UserError("--support-top-k: needs the gate; leave out --objective")
+        gated = self.objective == "gate" and not self.support_top_k
+        if self.token_polarity != "teacher" and not (gated and self.polarity):
+            rule = "is of Eq. 20, so it needs the gate on the full gap, and polarity"
+            raise UserError(f"--token-polarity {self.token_polarity}: {rule}")
 
     @property
     def score_temperature(self) -> float:
@@ -185,6 +195,36 @@ def local_support(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Te
     return (logp_t.exp() * (logp_t - logp_s)).sum(1), (logp_t - logp_s)[:, 0]
 
 
+def token_polarity(kind: str, delta_KT: Tensor, a_K: Tensor, r: float, eps_a: float) -> Tensor:
+    """rho_t^(k), in place of rho_k at each token of Eqs. 16 and 20 (D12). [K, T] in {-1, 0, +1}.
+
+    Eq. 20 with it: W_t^(k) = alpha_k rho_t^(k) (m_t / Z) g_tau(Delta). The sign of a token's credit
+    is that of rho_t^(k) Delta_t^(k), so under every kind but "teacher" it is r's, or there is none.
+
+    teacher     rho_k for all tokens: the paper's (Eq. 13)
+    consistent  rho_k where sgn(Delta_t) = sgn(ã_k), else 0
+    confident   r sgn(Delta_t) where |ã_k| > eps_a, else 0
+    verdict     r sgn(Delta_t), whatever the support
+    agreeing    1 where sgn(Delta_t) = r, else 0, whatever the support
+
+    delta_KT: gaps. a_K: supports ã. No gradient. ValueError on another kind, r or eps_a.
+    """
+    rho_K1 = sgsd.polarity(a_K, r, eps_a)[:, None]  # Eq. 13
+    sign_KT = torch.sign(delta_KT.detach())
+    by_verdict_KT = sgsd.outcome_sign(r) * sign_KT
+    if kind == "teacher":
+        return rho_K1.expand_as(sign_KT)
+    if kind == "consistent":
+        return rho_K1 * (sign_KT == torch.sign(a_K)[:, None])
+    if kind == "confident":
+        return by_verdict_KT * rho_K1.abs()
+    if kind == "verdict":
+        return by_verdict_KT
+    if kind == "agreeing":
+        return (by_verdict_KT > 0).to(delta_KT)
+    raise ValueError(f"token_polarity: there is no kind {kind!r}")
+
+
 def token_losses(cfg: BaselineConfig, ids_n: Tensor, s_nV: Tensor, *teachers_nV: Tensor) -> Tensor:
     """Loss, gap and full gap of each position under each teacher, [n, K, 3], from whole logits.
 
@@ -266,18 +306,27 @@ def distil(run, step, roll, pairs_K, guidance, clock) -> tuple[Tensor, dict]:
     ids_T = torch.tensor(roll.completion_ids, device=run.world.device)
     mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
     ell_KT, gap_KT, full_KT = scored(run, roll, contexts_K, clock)
-    lbar_K = torch.where(mask_T.bool(), ell_KT, 0).sum(1) / (mask_T.sum() + sgsd.EPS)  # Eq. 15
+    ell_KT = torch.where(mask_T.bool(), ell_KT, 0)
+    length = mask_T.sum() + sgsd.EPS
+    lbar_K = ell_KT.sum(1) / length  # Eq. 15
     bound = cfg.c_delta if cfg.clip else math.inf
     a_K = sgsd.robust_support(gap_KT, mask_T, bound)
     rho_K = torch.ones_like(a_K)
     if cfg.polarity:
         rho_K = sgsd.polarity(a_K, roll.r, cfg.eps_a)  # Eq. 13
     loss = (alpha_K * rho_K * lbar_K).sum()  # Eq. 16
+    if cfg.token_polarity != "teacher":
+        rho_KT = token_polarity(cfg.token_polarity, gap_KT, a_K, roll.r, cfg.eps_a)
+        loss = (alpha_K * (rho_KT * ell_KT).sum(1) / length).sum()  # D12
     row = sgsd.record(run, step, roll, pairs_K, gap_KT, mask_T, alpha_K, a_K, rho_K, loss)
     row["losses"] = lbar_K.tolist()
     tokens = row.get("tokens", {})  # where this update is audited
     if cfg.objective != "gate" or cfg.support_top_k:
         tokens.pop("credit", None)  # Eq. 20 is of the gate and the full gap
+    elif tokens and cfg.token_polarity != "teacher":
+        g_KT = sgsd.gate_grad(gap_KT.detach(), cfg.tau_g)
+        credit_KT = alpha_K[:, None] * rho_KT * mask_T / length * g_KT  # Eq. 20 with D12
+        tokens["credit"] = credit_KT.tolist()
     if cfg.support_top_k:  # what truncation does to the supports and, on average, to a gap (S19)
         error_KT = (gap_KT - full_KT).abs()
         row["a_full"] = sgsd.robust_support(full_KT, mask_T, bound).tolist()

@@ -104,6 +104,38 @@ def test_local_support(top_k, sampled, student, teacher):
     same(full_1, [math.log((1 + sampled) / (4 - sampled))])
 
 
+KINDS = {  # rho_t of two teachers at four tokens: r = -1, and supports of -.3 and +.01
+    "teacher": [[1, 1, 1, 1], [0, 0, 0, 0]],  # -1 * -1, and |.01| <= .05
+    "consistent": [[0, 1, 0, 1], [0, 0, 0, 0]],  # where the gap is negative, as the support is
+    "confident": [[-1, 1, 0, 1], [0, 0, 0, 0]],  # -1 * sgn(gap) of the first teacher
+    "verdict": [[-1, 1, 0, 1], [1, -1, -1, 0]],
+    "agreeing": [[0, 1, 0, 1], [1, 0, 0, 0]],  # where sgn(gap) = -1
+}
+GAPS_24 = [[0.2, -0.9, 0.0, -0.5], [-0.1, 0.1, 0.04, 0.0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_polarity(kind):
+    """By hand; under all but the paper's the credit has the verdict's sign; slopes are Eq. 20's."""
+    delta_24, mask_4, alpha_2 = t(GAPS_24).requires_grad_(), t([1.0, 1, 1, 0]), t([0.75, 0.25])
+    rho_24 = baselines.token_polarity(kind, delta_24, t([-0.3, 0.01]), -1, 0.05)
+    assert rho_24.tolist() == KINDS[kind]
+    assert not rho_24.requires_grad
+    credit_24 = rho_24 * sgsd.gate_grad(delta_24.detach(), 1.0)
+    signs = set(credit_24.sign().flatten().tolist()) - {0.0}
+    assert signs == ({-1.0, 1.0} if kind == "teacher" else {-1.0})  # .2 of the first is pushed up
+
+    def loss(gaps_24):  # three tokens are unmasked
+        return (alpha_2[:, None] * rho_24 * mask_4 * sgsd.gated_loss(gaps_24, 1.0)).sum() / 3
+
+    assert torch.autograd.gradcheck(loss, delta_24)
+    same(
+        torch.autograd.grad(loss(delta_24), delta_24)[0], alpha_2[:, None] * mask_4 / 3 * credit_24
+    )
+    with pytest.raises(ValueError, match="there is no kind 'other'"):
+        baselines.token_polarity("other", delta_24, t([0.0, 0.0]), 1, 0.05)
+
+
 def test_slices_of_a_divergence_equal_whole_logits_and_stay_small():
     """300 positions over 20,000 tokens; values, gradients, and no slice with half of them."""
     model, cfg, seen = make_model(vocab=20_000), BaselineConfig(objective="jsd"), []
@@ -202,6 +234,10 @@ CASES = {  # settings, and the fields of a record that may then differ from thos
     "no clip": ({"clip": False}, {"a", "rho", "loss"}),
     "no threshold": ({"eps_a": 0.0}, {"rho", "loss"}),
     "no polarity": ({"polarity": False}, {"rho", "loss"}),
+    "consistent tokens": ({"token_polarity": "consistent"}, {"loss"}),
+    "confident teachers": ({"token_polarity": "confident"}, {"loss"}),
+    "all tokens": ({"token_polarity": "verdict"}, {"loss"}),
+    "agreeing tokens": ({"token_polarity": "agreeing"}, {"loss"}),
     "random pairs": ({"retrieval": "random"}, {*SCORED, "pairs", "s_g", "s_e", "alpha"}),
     "answer": ({"answer_pi": True, "loss_temperature": 1.3}, SCORED),
     "frozen, one row a forward pass": ({"teacher": "frozen", "score_tokens": 1}, SCORED),
@@ -297,8 +333,23 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
             rho = 0 if abs(a) <= cfg.eps_a else row["r"] * math.copysign(1, a)
             assert row["a"][k] == pytest.approx(a, abs=1e-5)
             assert row["rho"][k] == (rho if cfg.polarity else 1)
-            lbar = (m_T * ell_T).sum() / m_T.sum()
-            total = total + row["alpha"][k] * row["rho"][k] * lbar / len(records)
+            rho_T = m_T * row["rho"][k]
+            if cfg.token_polarity != "teacher":  # D12
+                sign_T = gap_T.detach().sign()
+                by_kind = {
+                    "consistent": rho_T * (sign_T == math.copysign(1, a)),
+                    "confident": abs(rho) * row["r"] * sign_T,
+                    "verdict": row["r"] * sign_T,
+                    "agreeing": sign_T == row["r"],
+                }
+                rho_T = m_T * by_kind[cfg.token_polarity]
+                credit_T = [0.0] * len(ids)
+                for i, gap in enumerate(gap_T.tolist()):
+                    slope = gap / (1 + math.exp(gap * gap / 2))
+                    credit_T[i] = row["alpha"][k] * rho_T[i].item() * slope / m_T.sum().item()
+                assert tokens["credit"][k] == pytest.approx(credit_T, abs=2e-5)
+                assert not {math.copysign(1, w) for w in credit_T if w} - {row["r"]}
+            total = total + row["alpha"][k] * (rho_T * ell_T).sum() / m_T.sum() / len(records)
             if cfg.support_top_k:  # S19: the whole vocabulary's gap beside the truncated one
                 full_T = (t_TV - s_TV)[range(len(ids)), ids]
                 assert tokens["delta_full"][k] == pytest.approx(full_T.tolist(), abs=2e-5)
@@ -502,6 +553,8 @@ FLAGS = {
     "--method grpo --temperature 0": ("--temperature 0", "the same"),
     "--method opsd --bank b.json": ("--bank", "opsd+skill"),
     "--objective jsd --support-top-k 9": ("--support-top-k", "leave out --objective"),
+    "--token-polarity verdict --objective jsd": ("--token-polarity verdict", "the gate"),
+    "--token-polarity verdict --no-polarity": ("--token-polarity verdict", "needs", "polarity"),
     "--teacher dead": ("--teacher", "dead"),
 }
 
