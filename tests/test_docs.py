@@ -62,6 +62,19 @@ def test_a_command_of_the_documents_parses(command, tmp_path, monkeypatch, capsy
             assert f'"{flag}"' in text, flag
 
 
+def test_an_evaluation_of_the_tiny_run_is_asked_for_as_the_run_asks_itself():
+    """So that it decodes as many rows at a time, and the samples that the run made are used."""
+    cfg, _ = config.parse(["--preset", "tiny"], "sgsd.py", "")
+    asked = [command for command in commands() if "eval.py tiny/model" in command]
+    assert len(asked) > 4
+    flags = ["--data", cfg.eval_data, *eval.flags_of(cfg).split()]
+    wanted = vars(eval.arguments(["tiny/model", *flags]))
+    for command in asked:
+        given = vars(eval.arguments(shlex.split(command.partition("eval.py")[2])))
+        for name in ("data", "samples", "rows", "max_new_tokens", "seed", "temperature", "dtype"):
+            assert given[name] == wanted[name], (command, name)
+
+
 @pytest.mark.skipif(not PAPER.exists(), reason="the paper is not here")
 @pytest.mark.parametrize(
     "title, label, row",

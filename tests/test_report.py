@@ -681,7 +681,7 @@ def test_a_run_without_teachers_says_so_wherever_a_teacher_would_be_shown(tmp_pa
 
 
 def test_polarity_and_support_are_in_other_colours(tmp_path):
-    """A teacher that suppresses a failure is distilled: were both blue or orange, they would jar."""
+    """A teacher that suppresses a failure is distilled: in the same two colours both would jar."""
     run = write_run(tmp_path / "run")
     (row,) = rows(run / "rollouts.jsonl")
     (gaps,) = rows(run / "tokens.jsonl")
