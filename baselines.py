@@ -159,7 +159,9 @@ def generalized_jsd(
     beta 0: forward KL(T || S). beta 1: reverse KL(S || T). Between them
     beta KL(T || M) + (1 - beta) KL(S || M) with the mixture M = beta T + (1 - beta) S.
     clip > 0 bounds each vocabulary entry's term from above, as OPSD does (S16); the sum can then
-    be negative. ValueError on beta outside [0, 1].
+    be negative. Multiplied by rho = -1 it is maximised: forward KL without bound, reverse KL up to
+    -log of the teacher's smallest probability, a mixture up to log 2 (S26).
+    ValueError on beta outside [0, 1].
     """
     if not 0 <= beta <= 1:
         raise ValueError(f"generalized_jsd: beta must be in [0, 1], got {beta}")

@@ -136,6 +136,25 @@ def test_token_polarity(kind):
         baselines.token_polarity("other", delta_24, t([0.0, 0.0]), 1, 0.05)
 
 
+def test_a_reversed_forward_kl_grows_without_bound_and_jsd_and_gate_stay_below_log_2():
+    """S26. A student that is driven away from its teacher's token by ever larger logits.
+
+    The teacher gives its tokens 1 - q and q = 1 / (1 + e^5); the student in the end the second one
+    alone. Forward KL tends to (1 - q) x, reverse KL to -log q = 5.0067, JSD to less than log 2.
+    """
+    teacher = torch.tensor([5.0, 0.0], dtype=torch.float64)
+    sizes = {"forward_kl": [], "reverse_kl": [], "jsd": [], "gate": []}
+    for x in (5.0, 50.0, 500.0):
+        student = torch.tensor([-x, 0.0], dtype=torch.float64)
+        for name, beta in baselines.JSD_BETA.items():
+            sizes[name].append(float(baselines.generalized_jsd(student, teacher, beta)))
+        gap = teacher.log_softmax(0)[0] - student.log_softmax(0)[0]
+        sizes["gate"].append(float(sgsd.gated_loss(gap, 1.0)))
+    assert sizes["forward_kl"] == pytest.approx([4.9, 49.6, 496.6], abs=0.1)
+    assert max(sizes["reverse_kl"]) == pytest.approx(5.0067, abs=1e-4)
+    assert max(sizes["jsd"]) < math.log(2) and max(sizes["gate"]) <= math.log(2)
+
+
 def test_slices_of_a_divergence_equal_whole_logits_and_stay_small():
     """300 positions over 20,000 tokens; values, gradients, and no slice with half of them."""
     model, cfg, seen = make_model(vocab=20_000), BaselineConfig(objective="jsd"), []
