@@ -270,12 +270,12 @@ def in_words(view: dict, eps_a: float) -> str:
         f"answer {view['pred']}, reference {view['gold']}: {verdict}, r = {view['r']:+d}{cut}",
         f"{len(view['mask'])} tokens, {view['mask'].count(0)} of them masked; "
         f"loss {view['loss']:+.6f}; threshold |a~| > {eps_a}",
-        "  k    s_g    s_e  alpha         a        a~  rho",
+        "  k     s_g     s_e  alpha         a        a~  rho",
     ]
-    numbers = "{s_g:5.3f}  {s_e:5.3f}  {alpha:5.3f}  {a_plain:+8.4f}  {a:+8.4f}  {rho:+3d}  {says}"
+    numbers = "{s_g:6.3f}  {s_e:6.3f}  {alpha:5.3f}  {a_plain:+8.4f}  {a:+8.4f}  {rho:+3d}  "
     numbers = numbers.replace("8.4", f"8.{view['digits']}")
     for k, teacher in enumerate(view["teachers"], 1):
-        lines.append(f"{k:3d}  {numbers.format(**teacher)}")
+        lines.append(f"{k:3d}  {numbers.format(**teacher)}{teacher['says']}")
         lines.append("     {} {} | {} {}".format(*teacher["skill"][:2], *teacher["mistake"][:2]))
     text = "\n".join(lines)
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)

@@ -260,6 +260,16 @@ def test_the_page_stays_small_and_says_what_it_left_out(tmp_path):
     assert {view["step"] for view in data["rollouts"]} == {1, 2, 3}
 
 
+def test_the_printed_numbers_stand_below_their_headings(tmp_path):
+    """Also for a similarity below zero."""
+    (view,) = report.collect(write_run(tmp_path))["rollouts"]
+    for s_g in (0.844, -0.082):
+        view["teachers"][0]["s_g"] = s_g
+        heading, numbers = report.in_words(view, 0.05).splitlines()[4:6]
+        ends = [match.end() for match in re.finditer(r"\S+", numbers)]
+        assert [match.end() for match in re.finditer(r"\S+", heading)] == ends[:7]
+
+
 @pytest.mark.parametrize("eps_a, digits", [(0.4, 3), (0.05, 3), (0.005, 4), (0.0125, 5), (1e-5, 6)])
 def test_supports_have_the_decimals_that_the_threshold_needs(eps_a, digits, tmp_path):
     (view,) = report.collect(write_run(tmp_path, eps_a=eps_a))["rollouts"]
