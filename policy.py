@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available, logging
 
 import distributed
+import inputs
 from config import Config
 from distributed import UserError, World, brief
 
@@ -80,11 +81,8 @@ def _located(name: str, flag: str) -> str:
 
     UserError for a path that is not there, so that it is not looked for on the hub.
     """
-    if Path(name).exists():
-        return str(Path(name).absolute())
-    if name.startswith((".", "/", "~")):
-        raise UserError(f"{flag} {name}: no such directory; give a saved model's, or a hub id")
-    return name
+    inputs.check_model(name, flag)
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _check_tokenizer(tokenizer: Tokenizer, model: Model, where: str) -> None:
@@ -157,6 +155,11 @@ def update(model: Model, optimizer: Optimizer, world: World, cfg: Config, step: 
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def steps_taken(optimizer: Optimizer) -> float:
+    """How often the optimizer has begun to change the parameters."""
+    return max((float(state["step"]) for state in optimizer.state.values()), default=0.0)
 
 
 CARD = """# A LoRA adapter of {base}
@@ -244,8 +247,13 @@ def load_encoder(name: str, device: str) -> Embed:
     source = _located(name, "--encoder")
     try:
         from sentence_transformers import SentenceTransformer
+        from sentence_transformers.util import is_sentence_transformer_model
 
         encoder = SentenceTransformer(source, device=device).float()  # whatever its files are in
+        plain = getattr(encoder[0], "auto_model", None)  # of transformers, with a mean over tokens
+        kinds = (plain and plain.config.architectures) or []
+        if "ForCausalLM" in "".join(kinds) and not is_sentence_transformer_model(source):
+            raise ValueError("it is a causal model, and no encoder")
     except Exception as e:  # many kinds: no such id, offline, not an encoder
         raise UserError(f"--encoder {name}: not loaded ({brief(e)})") from None
 

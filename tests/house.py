@@ -15,6 +15,7 @@ ORDER = (  # a file may import those before it
     "verify",
     "config",
     "problems",
+    "inputs",
     "policy",
     "rollout",
     "skills",
