@@ -259,14 +259,15 @@ def spread(
     moving = shown and sys.stderr.isatty()  # a file gets one line, at the end
     # It moves by tokens, of which a reply has at most its limit: a merge's replies end together.
     look = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    bar = tqdm(total=sum(row.left for row in asked), disable=not moving, bar_format=look)
+    tokens = sum(row.left for row in asked)
+    bar = tqdm(desc=f"{stage}: 0/{total}", total=tokens, disable=not moving, bar_format=look)
     while left:
         turn = finish(next(turns, []))
         turns_of_ranks = gather([turn, sum(row.left for row in mine)], world)
         found = list(itertools.chain(*[finished for finished, _ in turns_of_ranks]))
         left -= len(found)
         bar.set_description(f"{stage}: {total - left}/{total}", refresh=False)
-        bar.update(bar.total - sum(tokens for _, tokens in turns_of_ranks) - bar.n if moving else 0)
+        bar.update(tokens - sum(to_come for _, to_come in turns_of_ranks) - bar.n)
         yield found
     bar.close()
     if shown and not moving:

@@ -112,7 +112,11 @@ def what_next(cfg: Config) -> str:
     """The commands that fit a run that has come to its end."""
     data = cfg.eval_data or "YOUR_TEST_PROBLEMS.jsonl"
     evaluate = f"python eval.py {cfg.model} {cfg.out} --data {data} {eval.flags_of(cfg)}"
-    return f"done; look inside: python report.py {cfg.out}\nall checkpoints: {evaluate}"
+    lines = [f"done; look inside: python report.py {cfg.out}", f"all checkpoints: {evaluate}"]
+    if not cfg.eval_data:
+        sets = "AIME24, AIME25 and HMMT25, from the hub"
+        lines.append(f"(without --data on {sets}; a sample has up to {cfg.eval_tokens:,} tokens)")
+    return "\n".join(lines)
 
 
 def bank_versions(out: pathlib.Path) -> dict[int, pathlib.Path]:

@@ -214,7 +214,7 @@ def test_a_second_signal_ends_at_once_and_loses_at_most_this_update(world_dir, t
 def test_a_stop_does_not_wait_for_the_banks_update_which_comes_with_the_resumed_run(
     place, world_dir, tmp_path, whole
 ):
-    """Before it begins the first signal is enough; in it, a second one. It is due after update 3."""
+    """It is due after update 3. The first signal is enough before it begins, a second one in it."""
     out, log = tmp_path / "run", tmp_path / "log"
 
     def signalled(run, step):

@@ -16,6 +16,7 @@ from driver import make_run, rows, train
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
+import baselines
 import config
 import policy
 import rollout
@@ -342,15 +343,16 @@ def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys
     assert not any(p.any() for name, p in params if "lora_B" in name)
 
 
-def test_a_bank_evolves_whatever_retrieves_its_pairs(world_dir, tmp_path):
-    """A retriever without an encoder is a retriever: the first pairs of the bank, for any problem."""
-    run = make_run(world_dir, tmp_path / "run", updates=2, update_every=2)
+def test_a_bank_evolves_under_a_retrieval_that_has_no_encoder(world_dir, tmp_path):
+    changes = {"updates": 2, "update_every": 2, "retrieval": "random"}
+    run = make_run(world_dir, tmp_path / "run", kind=baselines.BaselineConfig, **changes)
     run.embed = None
-
-    def step_fn(run, step):
-        pair = skills.SkillPair(run.bank.general_skills[0], run.bank.common_mistakes[0], 0.0, 0.0)
-        update = sgsd.train_step(dataclasses.replace(run, bank=OnePair([pair])), step)
-        return update
-
-    assert sgsd.train(run, step_fn) == 0
+    assert sgsd.train(run, baselines.method_step) == 0
     assert list(runlog.bank_versions(run.out)) == [0, 2] and dynamic(run.bank)
+
+
+def test_the_last_line_of_a_run_without_test_problems_asks_for_some(world_dir, tmp_path):
+    cfg = config.Config(**driver.settings(world_dir, tmp_path / "run"))
+    said = runlog.what_next(cfg)
+    assert "--data YOUR_TEST_PROBLEMS.jsonl" in said
+    assert "without --data" in said and "AIME24" in said and "38,912 tokens" in said
