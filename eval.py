@@ -424,9 +424,9 @@ def _with_others(new: dict, old: dict) -> dict:
     if "results" not in new or "results" not in old:
         return new
     first, *_ = new["results"]
-    if old["results"].get(first) != new["results"][first]:
-        return new
     kept = {name: row for name, row in old["results"].items() if row.get("to") == first}
+    if not kept or old["results"][first] != new["results"][first]:
+        return new
     results = {first: new["results"][first]} | kept | new["results"]
     return {"results": results, "selections": old["selections"] | new["selections"]}
 

@@ -51,7 +51,8 @@ def load_model(
     Raises UserError when one of them cannot be loaded, or when they do not fit one another.
     """
     logging.disable_progress_bar()  # one bar is enough
-    warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)  # since 5.20
+    # PEFT asks a model by a name that transformers 5.20 has replaced.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     if attn == "flash_attention_2" and not is_flash_attn_2_available():
@@ -132,7 +133,10 @@ def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") ->
     lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
     model = get_peft_model(model, lora)
     causal = causal_lm(model)
-    causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if hasattr(causal, "activation_checkpointing_enable"):  # the name since transformers 5.20
+        causal.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        causal.gradient_checkpointing_enable({"use_reentrant": False})
     causal.enable_input_require_grads()
     return model.train()
 
@@ -244,6 +248,7 @@ def load_trainable(
 
 def load_encoder(name: str, device: str) -> Embed:
     """`embed` by a sentence-transformers model (hub id or directory): unit vectors in fp32."""
+    inputs.check_encoder(name)
     source = _located(name, "--encoder")
     try:
         from sentence_transformers import SentenceTransformer

@@ -266,7 +266,7 @@ def spread(
         turns_of_ranks = gather([turn, sum(row.left for row in mine)], world)
         found = list(itertools.chain(*[finished for finished, _ in turns_of_ranks]))
         left -= len(found)
-        bar.set_description(f"{stage}: {total - left}/{total}", refresh=False)
+        bar.set_description_str(f"{stage}: {total - left}/{total}", refresh=False)
         bar.update(tokens - sum(to_come for _, to_come in turns_of_ranks) - bar.n)
         yield found
     bar.close()
