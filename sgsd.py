@@ -373,7 +373,7 @@ def begin_bank(run: Run) -> None:
     if run.bank is None:
         solver = run.model, run.tokenizer, run.verifier
         run.bank = skills.make_bank(run.problems, *solver, writer, cfg)
-    skills.refuse_without_pairs(run.bank, cfg)
+    skills.refuse_without_pairs(run.bank, cfg, f"--resume {cfg.out}")
     window = []
     if run.world.main:
         runlog.save_bank(run.bank, run.out, max(runlog.bank_versions(run.out), default=0))
@@ -461,7 +461,7 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if reason and world.main:
             left = "the bank's update" if run.bank_is_due else "the evaluation"
-            last = f"only {left} is left; " if run.step == cfg.updates else ""
+            last = f"only {left} is left; " if run.step == cfg.updates and not code else ""
             tqdm.write(f"{reason}; {last}continue with: python {cfg.program} --resume {cfg.out}")
         distributed.leave_together(world)
     return code

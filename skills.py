@@ -559,8 +559,11 @@ def make_bank(
     return bank
 
 
-def refuse_without_pairs(bank: SkillBank, cfg: Config) -> None:
-    """UserError, on all ranks alike, where no teacher can be made of a bank (S8): what to do."""
+def refuse_without_pairs(bank: SkillBank, cfg: Config, again: str) -> None:
+    """UserError, on all ranks alike, where no teacher can be made of a bank (S8): what to do.
+
+    again: what goes on with the seed solutions that were made, when the cause is mended.
+    """
     if (bank.general_skills and bank.common_mistakes) or cfg.allow_empty_bank:
         return
     about = bank.metadata
@@ -582,7 +585,8 @@ def refuse_without_pairs(bank: SkillBank, cfg: Config) -> None:
         reasons.append(f"{n} replies were lost ({cause}): {fix}")
     why = "; ".join(reasons) or "it was saved like that"
     rule = "without a pair there is no teacher, and nothing would be learnt (S8)"
-    raise SharedError(f"bank: {bank.sizes}; {rule}; {why}; --allow-empty-bank goes on regardless")
+    go_on = f"then {again} uses the solutions again; with --allow-empty-bank it goes on like that"
+    raise SharedError(f"bank: {bank.sizes}; {rule}; {why}; {go_on}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -598,7 +602,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             writer = rollout.writer(cfg, world, model, tokenizer, folder)
             with Verifier(cfg.verify_timeout, cfg.verify_workers) as verifier:
                 bank = make_bank(problems, model, tokenizer, verifier, writer, cfg)
-            refuse_without_pairs(bank, cfg)
+            refuse_without_pairs(bank, cfg, "the same command")
             if world.main:
                 bank.save(cfg.out)
                 print(f"{cfg.out}: {bank.sizes}")

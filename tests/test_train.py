@@ -301,7 +301,7 @@ def test_a_run_whose_bank_has_no_pair_ends_before_its_first_update_and_says_why(
     assert "bank: 0 skills and 0 mistakes; without a pair there is no teacher" in said
     assert "4 of 4 seed solutions were cut off at --cold-start-tokens 20: raise it" in said
     assert "4 replies were lost (cut off): raise --reply-tokens" in said
-    assert "--allow-empty-bank goes on" in said
+    assert f"then --resume {run.out} uses the solutions again; with --allow-empty-bank it" in said
     assert not (run.out / "metrics.jsonl").exists() and not runlog.bank_versions(run.out)
     (reply, *_) = rows(run.out / "bank/replies.jsonl")
     assert (reply["outcome"], reply["cause"]) == ("retried", "cut off")
@@ -322,9 +322,9 @@ def test_a_bank_with_one_empty_list_is_refused_with_its_cause(right, cut, lost, 
     bank.metadata |= {"seed_solutions": 8, "right_seed_solutions": right}
     bank.metadata |= {"truncated_seed_solutions": cut, "lost_replies": lost}
     with pytest.raises(UserError, match=re.escape(words)):
-        skills.refuse_without_pairs(bank, config.Config())
-    skills.refuse_without_pairs(bank, config.Config(allow_empty_bank=True))
-    skills.refuse_without_pairs(conftest.make_bank(), config.Config())
+        skills.refuse_without_pairs(bank, config.Config(), "--resume RUN")
+    skills.refuse_without_pairs(bank, config.Config(allow_empty_bank=True), "--resume RUN")
+    skills.refuse_without_pairs(conftest.make_bank(), config.Config(), "--resume RUN")
 
 
 def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys):
