@@ -171,11 +171,9 @@ CARD = """# A LoRA adapter of {base}
 Made by {program}, method {method}, of the SGSD project (skill-conditioned gated self-distillation)
 on the problems of {data}, after update {step} of {updates}. To load it, in this directory:
 
-    from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = AutoModelForCausalLM.from_pretrained({base!r})
-    model = PeftModel.from_pretrained(base, ".")
+    model = AutoModelForCausalLM.from_pretrained(".")  # needs peft, and the base
     tokenizer = AutoTokenizer.from_pretrained(".")
 
 The licence is the base model's.

@@ -31,6 +31,7 @@ class Mistake:
     kind: str
     command: str
     beside: str = ""
+    sign: str = ""  # a file that the command at work beside it writes, once it is
 
 
 MISTAKES = [
@@ -57,6 +58,7 @@ MISTAKES = [
         "resuming a run that is at work",
         "sgsd.py --resume {s}/busy --updates 4000",
         "sgsd.py --resume {s}/busy --updates 4000",
+        "busy/metrics.jsonl",
     ),
     Mistake(
         "more processes than problems",
@@ -78,6 +80,7 @@ MISTAKES = [
         "evaluating into a folder at work",
         "eval.py tiny/model --data tiny/test.jsonl --samples 400 --max-new-tokens 96 --out {s}/e",
         "eval.py tiny/model --data tiny/test.jsonl --samples 400 --max-new-tokens 96 --out {s}/e",
+        "e/tiny--model/samples.jsonl",
     ),
 ]
 
@@ -139,7 +142,7 @@ def walk(tree: pathlib.Path) -> list[tuple[float, str]]:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                 )
-                time.sleep(30)  # until it is at work
+                wait_for(scratch / mistake.sign, beside)
             words = fill(mistake.command, train, scratch)
             seconds, line = answer(words, tree)
             if beside is not None:
@@ -149,6 +152,15 @@ def walk(tree: pathlib.Path) -> list[tuple[float, str]]:
             answers.append((seconds, line))
             print(f"{seconds:6.1f} {mistake.kind}: {line}", file=sys.stderr)
     return answers
+
+
+def wait_for(file: pathlib.Path, process: subprocess.Popen) -> None:
+    """Until a process that is at work has written to a file."""
+    before = file.stat().st_mtime if file.exists() else 0.0
+    while not file.exists() or file.stat().st_mtime == before:
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args} ended with {process.returncode}")
+        time.sleep(0.5)
 
 
 def fill(command: str, train: str, scratch: pathlib.Path) -> list[str]:
