@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import config
 import distributed
+import inputs
 from config import Config, setting
 from distributed import UserError
 
@@ -105,7 +106,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
 
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
-    distributed.answer("baselines", parse)
+    distributed.answer("baselines", lambda: inputs.look(*parse()))
 
 import contextlib
 import functools

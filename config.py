@@ -65,6 +65,7 @@ class Config:
     cold_start_top_k: int = setting(0, "top k of the seed solutions' sampling; S21", least=0)
     cold_start_tokens: int = setting(38912, "length of a seed solution; S21")
     cold_start_thinking: bool = setting(True, "solve the seed problems in thinking mode; S21")
+    allow_empty_bank: bool = setting(False, "train though no pair, so no teacher, was found; S8")
     update_every: int = setting(25, "F, updates per online update; 0 is never; Alg. 4", least=0)
     success_gate: float = setting(0.8, "gamma, success that skips a bank update; Alg. 4", least=0)
     max_new_items: int = setting(5, "N, net new entries per online update; Alg. 4", least=0)
@@ -138,6 +139,23 @@ class Config:
             "memory_answer": self.memory_answer,
             **self.merging,
         }
+
+
+def missing_path(name: str) -> bool:
+    """Whether a name is a path at which nothing is; any other name may be a hub id.
+
+    ORG/NAME is taken for a path where there is a directory ORG here, unless the hub's cache has it.
+    """
+    path = pathlib.Path(name)
+    if path.exists():
+        return False
+    if name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1 or name.endswith("/"):
+        return True
+    if not name.count("/") or not path.parent.is_dir():
+        return False
+    from huggingface_hub import try_to_load_from_cache  # only such a name needs it
+
+    return not isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def flag(name: str) -> str:
@@ -247,8 +265,8 @@ def saved(run: str | pathlib.Path) -> dict[str, Any]:
     try:
         return {**json.loads((path / "config.json").read_text(encoding="utf-8"))["settings"]}
     except (OSError, ValueError, KeyError, TypeError) as e:
-        there = ", ".join(sorted(file.name for file in path.glob("*"))[:5]) or "nothing"
-        why = f"no readable config.json of a run there ({distributed.brief(e)}), but {there}"
+        why = f"no readable config.json of a run there ({distributed.brief(e)})"
+        why += f", {distributed.listed(path)}"
         raise UserError(f"{run}: {why}; give a run such as runs/sgsd") from None
 
 

@@ -16,13 +16,16 @@ command continues a killed one: a sample is a function of (seed, problem, its nu
 Dimension key: P problems, K samples per problem.
 """
 
+import pathlib
 from argparse import ArgumentDefaultsHelpFormatter, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
 
 import distributed
+import inputs
 import problems
 from config import Config
 from distributed import UserError, World
+from inputs import base_of, places_of, run_of
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
@@ -41,6 +44,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--skills", default="", help=f"{both}; samples that exist are used again; §4.1, S14")
     add("--num-skills", type=int, default=8, help="pairs in a prompt of Base+Skill; Tab. 12")
     add("--encoder", default=Config.encoder, help="the encoder of --skills; Tab. 12")
+    add("--query-prompt", default="", help="text put in front of a problem to embed it; S10")
     add("--samples", type=int, default=12, help="k, the samples per problem; App. F.1")
     add("--temperature", type=float, default=1.0, help="App. F.1")
     add("--top-p", type=float, default=0.95, help="App. F.1")
@@ -56,6 +60,9 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--verify-timeout", type=float, default=5.0, help="seconds per answer")
     add("--verify-workers", type=int, default=1)
     args = parser.parse_args(argv)
+    names = [pathlib.Path(source).stem for source in args.data]
+    if len(set(names)) < len(names):
+        raise UserError(f"--data {' '.join(args.data)}: two sets have one name; rename a file")
     for flag in ("samples", "rows", "limit", "verify_timeout", "verify_workers"):
         value, name = vars(args)[flag], flag.replace("_", "-")
         if not 0 <= value <= 1e6 or (value == 0 and flag != "limit"):
@@ -64,14 +71,13 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
-    distributed.answer("eval", arguments)
+    distributed.answer("eval", lambda: inputs.look_at_evaluation(arguments()))
 
+import contextlib
 import functools
 import gc
 import hashlib
-import json
 import math
-import pathlib
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
@@ -186,56 +192,13 @@ def find_policies(args: Namespace) -> tuple[list[Policy], pathlib.Path]:
     return list(policies.values()), home
 
 
-def places_of(path: str) -> list[pathlib.Path]:
-    """The checkpoints of a run in order; or else the model, adapter or hub id itself."""
-    place = pathlib.Path(path)
-    if not place.is_dir():
-        if path.startswith((".", "/", "~", "runs/")) or path.count("/") > 1 or place.exists():
-            raise UserError(f"{path}: no such directory; give a model, adapter, run or hub id")
-        return [place]
-    place = place.resolve()
-    steps = sorted(place.glob("checkpoints/step_*"))
-    there = sorted(file.name for file in place.iterdir())
-    if not steps and ("checkpoints" in there or "rollouts.jsonl" in there):
-        raise UserError(f"{path}: a run without a checkpoint")
-    if not steps and "config.json" not in there and "adapter_config.json" not in there:
-        wanted = "neither config.json nor adapter_config.json nor checkpoints/"
-        found = ", ".join(there[:5]) or "nothing"
-        raise UserError(f"{path}: no policy: it has {wanted}, but {found}")
-    return steps or [place]
-
-
-def run_of(place: pathlib.Path) -> pathlib.Path | None:
-    """The run that a checkpoint belongs to; None for all else."""
-    belongs = place.parent.name == "checkpoints" and place.name.startswith("step_")
-    return place.parent.parent if belongs else None
-
-
-def base_of(place: pathlib.Path, base: str) -> str:
-    """The model under an adapter, which `base` replaces; "" where there is no adapter.
-
-    A relative path that is not here is looked for in the directories above the adapter.
-    """
-    file = place / "adapter_config.json"
-    if base or not file.exists():
-        return base if file.exists() else ""
-    try:
-        name = json.loads(file.read_text())["base_model_name_or_path"]
-        models = [folder / name for folder in (pathlib.Path(), *place.parents)]
-    except (ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{file}: names no base model ({e!r}); give it as --model") from None
-    found = [str(model) for model in models if (model / "config.json").exists()]
-    if not found and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise UserError(f"{file}: its base model {name} is not there; give it as --model")
-    return found[0] if found else name
-
-
 def load_policy(policy: Policy, args: Namespace, world: World) -> tuple[Model, Tokenizer]:
     """A plain model, or a PEFT adapter on its base; and the tokenizer."""
     name = policy.base or policy.path
     model, tokenizer = load_model(name, world.device, dtype=args.dtype, attn=args.attn)
     if not policy.base:
         return model, tokenizer
+    inputs.check_adapter(pathlib.Path(policy.path), policy.base)
     from peft import PeftModel  # takes seconds to import, and only adapters need it
 
     try:
@@ -260,6 +223,8 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
         settings["the bank's text"] = digest(pathlib.Path(args.skills).read_bytes())
         settings["the encoder's weights"] = contents(args.encoder)
         settings["num_skills"] = args.num_skills
+        if args.query_prompt:  # without one, samples of before there was this flag are known again
+            settings["query_prompt"] = args.query_prompt
     file = policy.folder / "settings.json"
     old = distributed.read_json(file) if file.exists() else settings
     changes = []
@@ -290,12 +255,15 @@ def prompt_maker(args: Namespace, world: World) -> Prompt:
     """problem -> prompt: the plain one, or with --skills that of Base+Skill (Tab. 12, S14)."""
     if not args.skills:
         return skills.render_student
-    bank, k = skills.SkillBank.load(args.skills), args.num_skills
-    most = min(len(bank.general_skills), len(bank.common_mistakes))
-    if not 1 <= k <= most:
-        raise UserError(f"--num-skills {k}: must be in 1..{most}, the bank's shorter list")
+    inputs.check_skills(args.skills, args.num_skills)
+    bank = skills.SkillBank.load(args.skills)
     embed = load_encoder(args.encoder, str(world.device))
-    return lambda problem: skills.render_skills(bank.retrieve(problem, k, embed), problem)
+
+    def prompt(problem: str) -> str:
+        pairs = bank.retrieve(args.query_prompt + problem, args.num_skills, embed)
+        return skills.render_skills(pairs, problem)
+
+    return prompt
 
 
 def sample(
@@ -436,7 +404,9 @@ def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
 
     A mean over sets goes when it is no longer that of a policy's figures on them.
     """
-    known = (distributed.read_json(file) if file.exists() else {}) | sets
+    known = distributed.read_json(file) if file.exists() else {}
+    for name, found in sets.items():
+        known[name] = _with_others(found, known.get(name, {}))
     for name in [name for name in known if name.startswith("mean of ")]:
         members = [known.get(x, {}) for x in name.removeprefix("mean of ").split(", ")]
         for policy, mean in known[name].get("results", {"": known[name]}).items():
@@ -444,6 +414,21 @@ def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
             if all(rows) and not _is_mean(mean, rows):
                 known.pop(name, None)
     distributed.write_json(file, known)
+
+
+def _with_others(new: dict, old: dict) -> dict:
+    """A comparison on one set, with the policies of an older one that still stand beside its own.
+
+    They were compared to the same first policy with the same figures, on the same problems.
+    """
+    if "results" not in new or "results" not in old:
+        return new
+    first, *_ = new["results"]
+    kept = {name: row for name, row in old["results"].items() if row.get("to") == first}
+    if not kept or old["results"][first] != new["results"][first]:
+        return new
+    results = {first: new["results"][first]} | kept | new["results"]
+    return {"results": results, "selections": old["selections"] | new["selections"]}
 
 
 def _is_mean(mean: dict, rows: list[dict]) -> bool:
@@ -454,8 +439,6 @@ def _is_mean(mean: dict, rows: list[dict]) -> bool:
 def evaluate(args: Namespace, world: World) -> None:
     """Sample every policy on every set, print the table and write the results."""
     names = [pathlib.Path(source).stem for source in args.data]
-    if len(set(names)) < len(names):
-        raise UserError(f"--data {' '.join(args.data)}: two sets have one name; rename a file")
     args.sampling = rollout.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
     contents.cache_clear()  # of an earlier call
     policies, home = find_policies(args)
@@ -467,7 +450,13 @@ def evaluate(args: Namespace, world: World) -> None:
                 tasks[name, problem.id, number] = problem
     for policy in policies:
         policy.settings = settings_of(policy, args, world)
-    with Verifier(args.verify_timeout, args.verify_workers) as verifier:
+    folders = [policy.folder for policy in policies]
+    if len(policies) > 1:
+        folders.append(home)
+    with contextlib.ExitStack() as held:
+        for folder in folders:
+            held.enter_context(distributed.locked(folder, world))
+        verifier = held.enter_context(Verifier(args.verify_timeout, args.verify_workers))
         for policy in policies:
             prompt = with_skills if policy.skilled else skills.render_student
             done = sample(policy, tasks, prompt, args, world, verifier)
@@ -477,11 +466,12 @@ def evaluate(args: Namespace, world: World) -> None:
                     measure(policy, name, rows, args.samples, verifier.verify)
                 tabulate(policy)
                 merge_into(policy.folder / "results.json", policy.table)
+        if world.main:
+            sets = {name: compare(policies, name) for name in policies[0].table}
+            print_table(sets, args.samples)
+            if len(policies) > 1:
+                merge_into(home / "comparison.json", sets)
     if world.main:
-        sets = {name: compare(policies, name) for name in policies[0].table}
-        print_table(sets, args.samples)
-        if len(policies) > 1:
-            merge_into(home / "comparison.json", sets)
         if verifier.timeouts:
             print(f"{verifier.timeouts} answers took longer than --verify-timeout: wrong")
         print(f"written: {home if len(policies) > 1 else policies[0].folder}")

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import math
 import pathlib
 import re
@@ -19,6 +18,7 @@ from torch import Tensor
 import config
 import distributed
 import eval
+import inputs
 import policy
 import skills
 from config import Config
@@ -33,22 +33,6 @@ PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "
 COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
 
 Logger = Callable[[dict], None]
-
-
-def check_directory(cfg: Config, resume: bool) -> None:
-    """UserError unless --out can take this run and its loggers are installed."""
-    out = pathlib.Path(cfg.out)
-    if out.is_file():
-        raise UserError(f"--out {out}: is a file; a directory is wanted")
-    begun = {path.name for path in out.glob("*") if path.suffix != ".tmp"}
-    if not resume and begun - {"wandb", "tensorboard"}:
-        rule = "the directory is not empty; choose another, or continue its run"
-        raise UserError(f"--out {out}: {rule} with --resume {out}")
-    for name, wanted in (("wandb", cfg.wandb), ("tensorboard", cfg.tensorboard)):
-        spec = importlib.util.find_spec(name) if wanted else None
-        if wanted and (spec is None or spec.origin is None):  # a mere folder has no origin
-            fix = f"pip install {name}, or leave the flag out"
-            raise UserError(f"--{name}: the package is not installed; {fix}")
 
 
 def announce(
@@ -68,8 +52,11 @@ def announce(
         print("head: caps or scales the logits: they are scored whole, in the model's dtype (S22)")
 
 
-def begin(cfg: Config, world: World, start: int) -> list[Logger]:
-    """Cut the logs and banks back to update `start`, write config.json, start other loggers."""
+def begin(cfg: Config, world: World, start: int, bank_is_due: bool = False) -> list[Logger]:
+    """Cut the logs and banks back to update `start`, write config.json, start other loggers.
+
+    Where the bank's update after `start` was put off, of that update nothing is kept.
+    """
     distributed.agree(start, world, "checkpoints")  # and all have read before anyone writes
     loggers: list[Logger] = []
     out = pathlib.Path(cfg.out)
@@ -86,11 +73,31 @@ def begin(cfg: Config, world: World, start: int) -> list[Logger]:
             loggers = mirrors(cfg, start)
             distributed.write_json(out / "config.json", provenance(cfg))
             for log in logs:  # the updates after `start` will be made again
-                distributed.trim_jsonl(log, start)
+                of_bank = log.stem == "replies"
+                distributed.trim_jsonl(log, start - bank_is_due if of_bank else start)
             for made, path in bank_versions(out).items():
-                if made > start:
+                if made > start - bank_is_due:
                     path.unlink()
     return loggers
+
+
+def how_to_continue(cfg: Config) -> str:
+    """What goes on with a run that was broken off, as the end of a sentence."""
+    if not pathlib.Path(cfg.out, "config.json").exists():
+        return "nothing of the run is written yet: give the same command again"
+    return f"all files of the run are whole: python {cfg.program} --resume {cfg.out} continues it"
+
+
+def bank_is_due(out: pathlib.Path, step: int) -> bool:
+    """Whether the bank's update after this update was put off: its numbers are not logged then."""
+    rows = distributed.read_jsonl(out / "metrics.jsonl")
+    return any(row["step"] == step and "bank_skills" not in row for row in rows)
+
+
+def complete_metrics(out: pathlib.Path, counts: dict) -> None:
+    """Put the numbers of the bank's update into the last line of metrics.jsonl."""
+    *rows, last = distributed.read_jsonl(out / "metrics.jsonl")
+    distributed.write_jsonl(out / "metrics.jsonl", [*rows, last | counts])
 
 
 def write(out: pathlib.Path, of_logs: tuple[list[dict], ...], loggers: list[Logger]) -> None:
@@ -103,10 +110,13 @@ def write(out: pathlib.Path, of_logs: tuple[list[dict], ...], loggers: list[Logg
 
 def what_next(cfg: Config) -> str:
     """The commands that fit a run that has come to its end."""
-    flags = f"--data {cfg.eval_data} {eval.flags_of(cfg)}"
-    flags = flags if cfg.eval_data else f"--dtype {cfg.dtype} --attn {cfg.attn}"
-    evaluate = f"python eval.py {cfg.model} {cfg.out} {flags}"
-    return f"done; look inside: python report.py {cfg.out}\nall checkpoints: {evaluate}"
+    data = cfg.eval_data or "YOUR_TEST_PROBLEMS.jsonl"
+    evaluate = f"python eval.py {cfg.model} {cfg.out} --data {data} {eval.flags_of(cfg)}"
+    lines = [f"done; look inside: python report.py {cfg.out}", f"all checkpoints: {evaluate}"]
+    if not cfg.eval_data:
+        sets = "AIME24, AIME25 and HMMT25, from the hub"
+        lines.append(f"(without --data on {sets}; a sample has up to {cfg.eval_tokens:,} tokens)")
+    return "\n".join(lines)
 
 
 def bank_versions(out: pathlib.Path) -> dict[int, pathlib.Path]:
@@ -121,12 +131,8 @@ def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
         return SkillBank.load(own[max(made for made in own if made <= step)])
     if not cfg.bank:
         return None
-    bank = SkillBank.load(cfg.bank)
-    for key in skills.FIELDS:
-        n, rule = len(bank.collection(key)), f"--num-teachers {cfg.num_teachers} needs as many"
-        if n < cfg.num_teachers:
-            raise UserError(f"--bank {cfg.bank}: {key} has {n} entries, {rule}; lower it")
-    return bank
+    inputs.check_bank(cfg)
+    return SkillBank.load(cfg.bank)
 
 
 def save_bank(bank: SkillBank, out: pathlib.Path, step: int) -> None:
@@ -155,11 +161,13 @@ def lint(bank: SkillBank) -> str:
 def bank_line(bank: SkillBank, teachers: int) -> str:
     """What a bank holds, what its first entries were made from, whether it is shorter than K."""
     sizes = len(bank.general_skills), len(bank.common_mistakes)
-    line = "bank: {} skills and {} mistakes".format(*sizes)
+    line = f"bank: {bank.sizes}"
     if "seed_solutions" in bank.metadata:
         made = " of {input_general_skills} and {input_common_mistakes} candidates, from "
         made += "{seed_solutions} seed solutions, {right_seed_solutions} of them right"
         line += made.format(**bank.metadata)
+    if bank.metadata.get("lost_replies"):
+        line += f"; {lost(bank.metadata['lost_replies'])}"
     if min(sizes) == 0:
         return f"{line}; without a pair there is no teacher, and nothing is learnt (S8)"
     if min(sizes) < teachers:
@@ -167,8 +175,14 @@ def bank_line(bank: SkillBank, teachers: int) -> str:
     return line
 
 
-def evolution_line(old: SkillBank, new: SkillBank, window: list[dict], replies: dict) -> str:
-    """What an online update did to the bank, or why it did nothing. replies: by outcome."""
+def lost(by_cause: dict[str, int]) -> str:
+    """How many replies were lost, and why."""
+    causes = ", ".join(f"{n} {cause}" for cause, n in by_cause.items())
+    return f"{sum(by_cause.values())} replies lost" + (f" ({causes})" if causes else "")
+
+
+def evolution_line(old: SkillBank, new: SkillBank, window: list[dict], by_cause: dict) -> str:
+    """What an online update did to the bank, or why it did nothing. by_cause: lost replies."""
     success = sum(row["r"] > 0 for row in window) / len(window)
     if new is old:
         return f"bank: success {success:.2f} is not below the gate: kept as it is"
@@ -178,7 +192,7 @@ def evolution_line(old: SkillBank, new: SkillBank, window: list[dict], replies: 
         line += f", {update[f'merged_{key}']} after merging"
         line += f", {update[f'copied_{key}']} copies of static entries dropped"
         line += f", net new {update[f'net_new_{key}']}"
-    return f"{line}; {replies['lost']} replies lost"
+    return f"{line}; {lost(by_cause)}"
 
 
 class Stopwatch:
@@ -265,6 +279,7 @@ def log_line(m: dict, updates: int) -> str:
     """The line of an update on the terminal, from its metrics."""
     rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
     success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
+    cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
     parts = []
     for part in ("gen", "score", "bwd"):
         x = m[f"seconds.{part}"]
@@ -272,7 +287,7 @@ def log_line(m: dict, updates: int) -> str:
     return (
         f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {success} rho {rho} "
         f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
-        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB"
+        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}"
     )
 
 

@@ -23,8 +23,9 @@ Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T]. Log-probab
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
     import config
     import distributed
+    import inputs
 
-    distributed.answer("sgsd", lambda: config.parse(None, "sgsd.py", __doc__))
+    distributed.answer("sgsd", lambda: inputs.look(*config.parse(None, "sgsd.py", __doc__)))
 
 # ------------------------------------------------------- the objective: needs math and torch only
 
@@ -186,12 +187,14 @@ def token_credit(
 
 # --------------------------------------------------------------------------- end of the objective
 
+import contextlib
 import itertools
 import os
 import pathlib
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -200,6 +203,7 @@ from tqdm import tqdm
 import config
 import distributed
 import eval
+import inputs
 import policy
 import problems
 import rollout
@@ -228,16 +232,26 @@ class Run:
     step: int = 0  # the last update that was made
     kept: dict[str, torch.Tensor] = field(default_factory=dict)  # more tensors of a checkpoint
     stop: bool = False  # a signal asked to stop
+    stop_asked: float = 0.0  # when it came, in seconds of a monotonic clock
+    may_end_now: bool = False  # whether a second signal may break off what is being done
     # The bank's life; None where the method sees no skills.
     bank: skills.SkillBank | None = None
     embed: policy.Embed | None = None
     writer: Writer | None = None
     window: list[dict] = field(default_factory=list)  # rollouts since the bank's last update
+    bank_is_due: bool = False  # its update after update `step` was put off, as the run was stopped
 
     def ask_to_stop(self, *_: object) -> None:
-        self.stop = True
+        """A signal's handler: the first one stops the run after the update, a second one now."""
+        if self.stop:
+            # torchrun passes on to its workers at once what the terminal has sent to them, too.
+            if self.may_end_now and time.monotonic() - self.stop_asked > 1:
+                raise KeyboardInterrupt
+            return
+        self.stop, self.stop_asked = True, time.monotonic()
         if self.world.main:  # past all buffers, since a signal may come inside a print
-            os.write(2, f"\nfinishing update {self.step + 1}, then stopping\n".encode())
+            what = f"finishing update {self.step + 1}, then stopping; once more stops at once"
+            os.write(2, f"\n{what}\n".encode())
 
 
 # ----------------------------------------------------------------------- one update (Algorithm 1)
@@ -359,14 +373,21 @@ def begin_bank(run: Run) -> None:
     if run.bank is None:
         solver = run.model, run.tokenizer, run.verifier
         run.bank = skills.make_bank(run.problems, *solver, writer, cfg)
+    skills.refuse_without_pairs(run.bank, cfg, f"--resume {cfg.out}")
     window = []
     if run.world.main:
         runlog.save_bank(run.bank, run.out, max(runlog.bank_versions(run.out), default=0))
         print(runlog.bank_line(run.bank, cfg.num_teachers))
-        last = run.step - run.step % max(1, cfg.update_every)
+        complete = run.step - run.bank_is_due  # the bank has seen all updates up to here
+        last = complete - complete % max(1, cfg.update_every)
         rows = distributed.read_jsonl(run.out / "rollouts.jsonl")
         window = [row for row in rows if row["step"] > last]
     run.window = distributed.gather(window, run.world)[0]  # rank 0's, given to all
+    if run.bank_is_due:
+        counts = evolve_bank(run, run.step, [])
+        if run.world.main:
+            runlog.complete_metrics(run.out, counts)
+        run.bank_is_due = False
 
 
 def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
@@ -380,7 +401,7 @@ def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
         window = [SimpleNamespace(**row) for row in run.window]
         bank = skills.evolve(run.bank, window, step, run.writer, **cfg.evolution)
         if run.world.main:
-            tqdm.write(runlog.evolution_line(run.bank, bank, run.window, run.writer.counts))
+            tqdm.write(runlog.evolution_line(run.bank, bank, run.window, run.writer.lost))
             if bank is not run.bank:
                 runlog.save_bank(bank, run.out, step)
         run.bank, run.window = bank, []
@@ -398,7 +419,7 @@ def prepare(cfg: Config, world: World, resume: bool) -> Run:
     if cfg.batch_size < world.size:
         rule = f"must be >= {world.size}, as every process needs a problem"
         raise UserError(f"--batch-size {cfg.batch_size}: {rule}")
-    runlog.check_directory(cfg, resume)
+    inputs.check_directory(cfg, resume)
     data, counts = problems.load_training(cfg)
     last = max(out.glob("checkpoints/step_*"), default=None) if resume else None
     model, tokenizer, optimizer, step, kept = policy.load_trainable(cfg, world, last)
@@ -409,7 +430,8 @@ def prepare(cfg: Config, world: World, resume: bool) -> Run:
     masked_ids = masked_token_ids(tokenizer, cfg.mask_extra) | {*policy.stop_ids(model, tokenizer)}
     run = Run(cfg, out, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
     if cfg.sees_skills:
-        run.bank = runlog.load_bank(cfg, step, resume)
+        run.bank_is_due = resume and runlog.bank_is_due(out, step)
+        run.bank = runlog.load_bank(cfg, step - run.bank_is_due, resume)
         run.embed = policy.load_encoder(cfg.encoder, str(world.device))
         run.writer = rollout.writer(cfg, world, model, tokenizer, out / "bank")
     for x in data:  # no token is shorter than a byte, so few problems need to be tokenised
@@ -425,30 +447,61 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
 
     Returns the exit code: 1 after three updates in a row that were not finite.
     """
-    cfg, world, start = run.cfg, run.world, run.step
-    loggers = runlog.begin(cfg, world, start)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupts the cold start, too
-    if run.embed is not None:
-        begin_bank(run)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, run.ask_to_stop)
+    cfg, world = run.cfg, run.world
+    with distributed.continued_by(lambda: runlog.how_to_continue(cfg)):
+        loggers = runlog.begin(cfg, world, run.step, run.bank_is_due)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupts the cold start, too
+        if cfg.sees_skills:
+            begin_bank(run)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, run.ask_to_stop)
+        reason, code = make_updates(run, step_fn, loggers)
+        run.stop = bool(reason)  # on all ranks alike
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if reason and world.main:
+            left = "the bank's update" if run.bank_is_due else "the evaluation"
+            last = f"only {left} is left; " if run.step == cfg.updates and not code else ""
+            tqdm.write(f"{reason}; {last}continue with: python {cfg.program} --resume {cfg.out}")
+        distributed.leave_together(world)
+    return code
 
-    skipped, reason = 0, ""
-    steps = range(start + 1, cfg.updates + 1)
-    bar = tqdm(steps, "train", cfg.updates, initial=start, disable=not world.main, unit="update")
+
+def make_updates(
+    run: Run, step_fn: Callable[[Run, int], Update], loggers: list[runlog.Logger]
+) -> tuple[str, int]:
+    """The updates that are left: the reason why the run stops before its end, and the exit code."""
+    cfg, world, skipped = run.cfg, run.world, 0
+    steps = range(run.step + 1, cfg.updates + 1)
+    silent = not (world.main and sys.stderr.isatty())  # a file has the updates' own lines
+    bar = tqdm(steps, "train", cfg.updates, initial=run.step, disable=silent, unit="update")
     for step in bar:
+        before = policy.steps_taken(run.optimizer)
         try:
-            own, norm, seconds = step_fn(run, step)
+            with end_at_once(run):
+                own, norm, seconds = step_fn(run, step)
         except SharedError as e:
             hint = f"--resume {cfg.out} continues from the last checkpoint"
             raise SharedError(f"{e} (in update {step}; {hint})") from None
+        except KeyboardInterrupt:  # this update is lost, and no other
+            if policy.steps_taken(run.optimizer) == before:
+                save(run)
+            raise
         shares = itertools.chain(*distributed.gather(own, world))
         records = sorted(shares, key=lambda row: row["index"])
         tokens = [row.pop("tokens") for row in records if "tokens" in row]
-        begun = time.perf_counter()
-        counts = evolve_bank(run, step, records) if run.embed is not None else {}  # line 17
-        seconds["bank"] = time.perf_counter() - begun
         stop = any(distributed.gather(run.stop, world))  # a signal may have come to some ranks only
+        due = cfg.sees_skills and cfg.update_every and step % cfg.update_every == 0
+        run.bank_is_due, interrupted = bool(due and stop), False  # it may take minutes: put off
+        counts, begun = {}, time.perf_counter()
+        if cfg.sees_skills and not run.bank_is_due:
+            try:
+                with end_at_once(run):
+                    counts = evolve_bank(run, step, records)  # line 17
+                stop = any(distributed.gather(run.stop, world)) if due else stop
+            except KeyboardInterrupt:
+                run.bank_is_due = interrupted = stop = True
+        seconds["bank"] = time.perf_counter() - begun
         run.step = step
         skipped = 0 if math.isfinite(norm) else skipped + 1
         if world.main:
@@ -456,35 +509,49 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
             metrics = runlog.summarize(step, records, norm, rate, seconds, peak) | counts
             runlog.write(run.out, ([metrics], records, tokens), loggers)
             bar.write(runlog.log_line(metrics, cfg.updates))
+        if stop or skipped == 3 or step % cfg.checkpoint_every == 0 or step == cfg.updates:
+            save(run)
+        if interrupted:
+            raise KeyboardInterrupt
         if skipped == 3:
-            reason = "three updates in a row were not finite"
-        elif stop:
-            reason = "stopped as asked"
-        if world.main and (reason or step % cfg.checkpoint_every == 0 or step == cfg.updates):
-            at = run.out / "checkpoints" / f"step_{step:06d}"
-            policy.save_checkpoint(at, run.model, run.tokenizer, run.optimizer, step, run.kept, cfg)
-            bar.write(f"saved {at}")
-        if reason:
-            break
-    run.stop = bool(reason)  # on all ranks alike
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if reason and world.main:
-        bar.write(f"{reason}; continue with: python {cfg.program} --resume {cfg.out}")
-    distributed.leave_together(world)
-    return int(skipped == 3)
+            return "three updates in a row were not finite", 1
+        if stop and (step < cfg.updates or cfg.eval_data or run.bank_is_due):
+            return "stopped as asked", 0
+    return "", 0
+
+
+@contextlib.contextmanager
+def end_at_once(run: Run) -> Iterator[None]:
+    """In this block a second signal raises KeyboardInterrupt; elsewhere it would tear files."""
+    run.may_end_now = True
+    try:
+        yield
+    finally:
+        run.may_end_now = False
+
+
+def save(run: Run) -> None:
+    """A checkpoint of the last update, if there is one and it is not saved yet. Rank 0 writes."""
+    at = run.out / "checkpoints" / f"step_{run.step:06d}"
+    if run.world.main and run.step and not at.exists():
+        kept, step, cfg = run.kept, run.step, run.cfg
+        policy.save_checkpoint(at, run.model, run.tokenizer, run.optimizer, step, kept, cfg)
+        tqdm.write(f"saved {at}")
 
 
 def launch(cfg: Config, resume: bool, step_fn: Callable[[Run, int], Update] = train_step) -> int:
     """Prepare, train, and evaluate before and after where --eval-data is given; the exit code."""
+    inputs.check_directory(cfg, resume)
     world = distributed.init(cfg.device)
-    run = prepare(cfg, world, resume)
-    with run.verifier:
-        code = train(run, step_fn)
-    if run.stop or code:
-        return code
-    del run  # the evaluation wants its memory
-    eval.before_and_after(cfg, world)
+    with distributed.locked(pathlib.Path(cfg.out), world):
+        run = prepare(cfg, world, resume)
+        with run.verifier:
+            code = train(run, step_fn)
+        if run.stop or code:
+            return code
+        del run  # the evaluation wants its memory
+        with distributed.continued_by(lambda: runlog.how_to_continue(cfg)):
+            eval.before_and_after(cfg, world)
     if world.main:
         print(runlog.what_next(cfg))
     return code

@@ -16,6 +16,7 @@ ORDER = (  # a file may import those before it
     "verify",
     "config",
     "problems",
+    "inputs",
     "policy",
     "rollout",
     "skills",

@@ -4,8 +4,10 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shutil
 
+import conftest
 import driver
 import pytest
 import torch
@@ -14,6 +16,7 @@ from driver import make_run, rows, train
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
+import baselines
 import config
 import policy
 import rollout
@@ -121,7 +124,7 @@ def test_a_template_may_open_the_think_block_itself_and_may_know_no_other_way(
     assert run.tokenizer.decode(ids).rpartition("assistant\n")[2].rstrip() == "<think>"
     assert "thinking: no switch in the chat template" in capsys.readouterr().out
     other = dataclasses.replace(run.cfg, attn="eager", dtype="bfloat16")
-    assert runlog.what_next(other).endswith(f"{run.cfg.out} --dtype bfloat16 --attn eager")
+    assert "--dtype bfloat16 --attn eager" in runlog.what_next(other)
 
 
 def test_which_ids_are_masked(tokenizer):
@@ -238,7 +241,8 @@ def test_a_signal_is_acknowledged_at_once(world_dir, tmp_path, capfd):
     run = make_run(world_dir, tmp_path / "run")
     run.step = 9
     run.ask_to_stop()
-    assert run.stop and "finishing update 10, then stopping" in capfd.readouterr().err
+    said = "finishing update 10, then stopping; once more stops at once"
+    assert run.stop and said in capfd.readouterr().err
 
 
 def test_an_online_update_says_what_it_did_or_why_it_did_nothing(world_dir, tmp_path, capsys):
@@ -278,14 +282,58 @@ def test_a_completion_without_a_reasoning_token_teaches_nothing(world_dir, tmp_p
     run.verifier.close()
 
 
-def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys):
-    """A random model's own replies cannot be read: no teachers, no loss, and the run ends well."""
-    settings = {**BANK, "cold_start": 4, "max_new_tokens": 8, "updates": 2}
-    run = make_run(world_dir, tmp_path / "run", **settings)
+def run_without_pairs(world_dir, out, **changes):
+    """A run whose own model writes the replies, of 8 tokens each."""
+    settings = {**BANK, "cold_start": 4, "max_new_tokens": 8, "updates": 2, **changes}
+    run = make_run(world_dir, out, **settings)
     cfg = dataclasses.replace(run.cfg, reply_tokens=8)
     run.writer = rollout.writer(cfg, run.world, run.model, run.tokenizer, run.out / "bank")
+    return run
+
+
+def test_a_run_whose_bank_has_no_pair_ends_before_its_first_update_and_says_why(
+    world_dir, tmp_path
+):
+    run = run_without_pairs(world_dir, tmp_path / "run")
+    with pytest.raises(UserError) as refusal:
+        sgsd.train(run)
+    said = str(refusal.value)
+    assert "bank: 0 skills and 0 mistakes; without a pair there is no teacher" in said
+    assert "4 of 4 seed solutions were cut off at --cold-start-tokens 20: raise it" in said
+    assert "4 replies were lost (cut off): raise --reply-tokens" in said
+    assert f"then --resume {run.out} uses the solutions again; with --allow-empty-bank it" in said
+    assert not (run.out / "metrics.jsonl").exists() and not runlog.bank_versions(run.out)
+    (reply, *_) = rows(run.out / "bank/replies.jsonl")
+    assert (reply["outcome"], reply["cause"]) == ("retried", "cut off")
+
+
+REASONS = [  # right and cut off of eight seed solutions, lost replies, and what is said
+    (0, 1, {}, "none of 8 seed solutions was right, so there are no skills"),
+    (8, 0, {}, "all 8 seed solutions were right, so there are no mistakes"),
+    (0, 5, {}, "5 of 8 seed solutions were cut off at --cold-start-tokens 38912: raise it"),
+    (4, 0, {"no JSON": 3}, "3 replies were lost (no JSON): let another model write"),
+]
+
+
+@pytest.mark.parametrize("right,cut,lost,words", REASONS)
+@pytest.mark.parametrize("sizes", [(0, 0), (2, 0), (0, 2)])
+def test_a_bank_with_one_empty_list_is_refused_with_its_cause(right, cut, lost, words, sizes):
+    bank = conftest.make_bank(None, *sizes)
+    bank.metadata |= {"seed_solutions": 8, "right_seed_solutions": right}
+    bank.metadata |= {"truncated_seed_solutions": cut, "lost_replies": lost}
+    with pytest.raises(UserError, match=re.escape(words)):
+        skills.refuse_without_pairs(bank, config.Config(), "--resume RUN")
+    skills.refuse_without_pairs(bank, config.Config(allow_empty_bank=True), "--resume RUN")
+    skills.refuse_without_pairs(conftest.make_bank(), config.Config(), "--resume RUN")
+
+
+def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys):
+    """A random model's own replies cannot be read: no teachers, no loss, and the run ends well."""
+    run = run_without_pairs(world_dir, tmp_path / "run", allow_empty_bank=True)
     assert sgsd.train(run) == 0
-    assert "there is no teacher, and nothing is learnt (S8)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "there is no teacher, and nothing is learnt (S8)" in said
+    assert "4 replies lost (4 cut off)" in said and "| 100% cut at --max-new-tokens" in said
     metrics = rows(tmp_path / "run/metrics.jsonl")
     assert metrics[1]["replies_lost"] > 0
     for m in metrics:
@@ -293,3 +341,18 @@ def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys
         assert m["loss"] == m["grad_norm"] == 0
     params = policy.trained(run.model).items()
     assert not any(p.any() for name, p in params if "lora_B" in name)
+
+
+def test_a_bank_evolves_under_a_retrieval_that_has_no_encoder(world_dir, tmp_path):
+    changes = {"updates": 2, "update_every": 2, "retrieval": "random"}
+    run = make_run(world_dir, tmp_path / "run", kind=baselines.BaselineConfig, **changes)
+    run.embed = None
+    assert sgsd.train(run, baselines.method_step) == 0
+    assert list(runlog.bank_versions(run.out)) == [0, 2] and dynamic(run.bank)
+
+
+def test_the_last_line_of_a_run_without_test_problems_asks_for_some(world_dir, tmp_path):
+    cfg = config.Config(**driver.settings(world_dir, tmp_path / "run"))
+    said = runlog.what_next(cfg)
+    assert "--data YOUR_TEST_PROBLEMS.jsonl" in said
+    assert "without --data" in said and "AIME24" in said and "38,912 tokens" in said
