@@ -278,6 +278,7 @@ def distil(run, step, roll, pairs_K, guidance, clock) -> tuple[Tensor, dict]:
     tokens = row.get("tokens", {})  # where this update is audited
     if cfg.objective != "gate" or cfg.support_top_k:
         tokens.pop("credit", None)  # Eq. 20 is of the gate and the full gap
+        row |= runlog.credit_sums(torch.zeros(0), roll.r)
     if cfg.support_top_k:  # what truncation does to the supports and, on average, to a gap (S19)
         error_KT = (gap_KT - full_KT).abs()
         row["a_full"] = sgsd.robust_support(full_KT, mask_T, bound).tolist()

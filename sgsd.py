@@ -343,8 +343,9 @@ def record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss
         "first_gap": delta_KT[:, 0],
     }
     row = runlog.rollout_row(step, roll, pairs_K, numbers)
+    credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
+    row |= runlog.credit_sums(credit_KT, roll.r)
     if cfg.audit_every and step % cfg.audit_every == 0:
-        credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
         row["tokens"] = runlog.token_row(step, roll, run.tokenizer, mask_T, delta_KT, credit_KT)
     return row
 
@@ -427,6 +428,7 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
     """
     cfg, world, start = run.cfg, run.world, run.step
     loggers = runlog.begin(cfg, world, start)
+    history = list(distributed.read_jsonl(run.out / "metrics.jsonl")) if world.main else []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupts the cold start, too
     if run.embed is not None:
         begin_bank(run)
@@ -456,6 +458,9 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
             metrics = runlog.summarize(step, records, norm, rate, seconds, peak) | counts
             runlog.write(run.out, ([metrics], records, tokens), loggers)
             bar.write(runlog.log_line(metrics, cfg.updates))
+            history.append(metrics)
+            for notice in runlog.notices(cfg, history):
+                bar.write(notice)
         if skipped == 3:
             reason = "three updates in a row were not finite"
         elif stop:
