@@ -31,7 +31,7 @@ FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (E
 LOGS = ("metrics", "rollouts", "tokens")
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
 COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
-ECHO_UPDATES = 25  # in a block that may echo the verdict; docs/polarity.md
+ECHO_UPDATES = 25  # in a block that may echo the verdict; docs/metrics.md
 ECHO_TEACHERS = 100  # of each outcome that must have been decided in it
 ECHO_EXCEPTIONS = 0.01  # the share of them that may lean the other way
 FALL_PROBLEMS = 100  # in a window of updates whose shares are compared; docs/metrics.md
@@ -372,19 +372,22 @@ def echo_line(metrics: list[dict]) -> str:
 
 
 def _lean(block: list[dict]) -> str:
-    """ "below" or "above" where nearly all decided supports lie on one side of zero, else ""."""
-    n = {}
-    for fate in ("distilled", "reversed"):
-        for outcome in ("success", "failure"):
-            n[fate, outcome] = sum(row[f"rho_{fate}_{outcome}"] for row in block)
-    right = n["distilled", "success"], n["reversed", "success"]  # supports above and below zero
-    wrong = n["reversed", "failure"], n["distilled", "failure"]
-    if min(sum(right), sum(wrong)) < ECHO_TEACHERS:
-        return ""
-    for i, side in enumerate(("below", "above")):  # the exceptions are on the other side
-        if right[i] <= ECHO_EXCEPTIONS * sum(right) and wrong[i] <= ECHO_EXCEPTIONS * sum(wrong):
-            return side
-    return ""
+    """The side of zero on which nearly all decided supports lie: "below", "above", or ""."""
+    sides = {"below", "above"}
+    for outcome, above, below in (
+        ("success", "distilled", "reversed"),
+        ("failure", "reversed", "distilled"),
+    ):
+        n_above = sum(row[f"rho_{above}_{outcome}"] for row in block)
+        n_below = sum(row[f"rho_{below}_{outcome}"] for row in block)
+        if n_above + n_below < ECHO_TEACHERS:
+            return ""
+        exceptions = ECHO_EXCEPTIONS * (n_above + n_below)
+        if n_above > exceptions:
+            sides.discard("below")
+        if n_below > exceptions:
+            sides.discard("above")
+    return "".join(sides)  # not both: one side has half of them or more
 
 
 def notices(cfg: Config, metrics: list[dict]) -> list[str]:

@@ -137,10 +137,10 @@ def test_one_exception_in_a_hundred_is_still_an_echo():
 def curve(*shares, boxed=None):
     """Lines of metrics.jsonl with these successes; boxed: the shares with a boxed answer."""
     boxed = boxed or [1.0] * len(shares)
-    found = []
+    lines = []
     for step, (success, box) in enumerate(zip(shares, boxed), 1):
-        found.append({"step": step, "success": success, "no_answer": 1 - box})
-    return found
+        lines.append({"step": step, "success": success, "no_answer": 1 - box})
+    return lines
 
 
 def test_a_fall_of_four_standard_deviations_is_noticed_once_with_its_numbers():
