@@ -33,7 +33,7 @@ PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "
 COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
 ECHO_UPDATES = 25  # in a block that may echo the verdict; docs/metrics.md
 ECHO_TEACHERS = 100  # of each outcome that must have been decided in it
-ECHO_EXCEPTIONS = 0.01  # the share of them that may lean the other way
+ECHO_EXCEPTIONS = 0.02  # the share of them that may lean the other way
 FALL_PROBLEMS = 100  # in a window of updates whose shares are compared; docs/metrics.md
 FALL_DEVIATIONS = 4.0  # between two windows, of their difference's standard deviation
 
@@ -355,7 +355,7 @@ def echo_line(metrics: list[dict]) -> str:
     """One line after the first block of updates whose polarity only echoes the verdict, else "".
 
     Blocks have 25 updates. One echoes where at least 100 teachers of each outcome were decided
-    (rho is not 0), and 99 of 100 of each had supports of the same sign: then rho says nothing that
+    (rho is not 0), and 49 of 50 of each had supports of the same sign: then rho says nothing that
     the verdict does not say. metrics: lines of metrics.jsonl; the block must end with the last.
     """
     if len(metrics) % ECHO_UPDATES:
