@@ -326,10 +326,13 @@ def distil(run, step, roll, pairs_K, guidance, clock) -> tuple[Tensor, dict]:
     tokens = row.get("tokens", {})  # where this update is audited
     if cfg.objective != "gate" or cfg.support_top_k:
         tokens.pop("credit", None)  # Eq. 20 is of the gate and the full gap
-    elif tokens and cfg.token_polarity != "teacher":
+        row |= runlog.credit_sums(torch.zeros(0), roll.r)
+    elif cfg.token_polarity != "teacher":
         g_KT = sgsd.gate_grad(gap_KT.detach(), cfg.tau_g)
         credit_KT = alpha_K[:, None] * rho_KT * mask_T / length * g_KT  # Eq. 20 with D12
-        tokens["credit"] = credit_KT.tolist()
+        row |= runlog.credit_sums(credit_KT, roll.r)
+        if tokens:
+            tokens["credit"] = credit_KT.tolist()
     if cfg.support_top_k:  # what truncation does to the supports and, on average, to a gap (S19)
         error_KT = (gap_KT - full_KT).abs()
         row["a_full"] = sgsd.robust_support(full_KT, mask_T, bound).tolist()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -31,6 +31,11 @@ FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (E
 LOGS = ("metrics", "rollouts", "tokens")
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
 COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
+ECHO_UPDATES = 25  # in a block that may echo the verdict; docs/metrics.md
+ECHO_TEACHERS = 100  # of each outcome that must have been decided in it
+ECHO_EXCEPTIONS = 0.02  # the share of them that may lean the other way
+FALL_PROBLEMS = 100  # in a window of updates whose shares are compared; docs/metrics.md
+FALL_DEVIATIONS = 4.0  # between two windows, of their difference's standard deviation
 
 Logger = Callable[[dict], None]
 
@@ -231,6 +236,13 @@ def token_row(
     return row
 
 
+def credit_sums(credit_KT: Tensor, r: int) -> dict[str, float]:
+    """A rollout's squared credit (Eq. 20), and that of the tokens whose credit has r's sign."""
+    squared_KT = credit_KT.square()
+    with_verdict = squared_KT[credit_KT * r > 0].sum()
+    return {"credit_sq": float(squared_KT.sum()), "credit_sq_with_verdict": float(with_verdict)}
+
+
 def summarize(
     step: int, records: list[dict], norm: float, lr: float, seconds: dict[str, float], gb: float
 ) -> dict:
@@ -260,6 +272,15 @@ def summarize(
     sizes = torch.tensor(supports or [0.0]).abs()
     for percent in (10, 50, 90):
         metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
+    for outcome, r in (("success", 1), ("failure", -1)):
+        signed = [a for row in records if row["r"] == r for a in row["a"]]
+        if signed:  # a mean over nothing is left out: 0 would stand for a teacher without a lean
+            metrics[f"a_mean_{outcome}"] = sum(signed) / len(signed)
+            metrics[f"a_positive_{outcome}"] = sum(a > 0 for a in signed) / len(signed)
+    credit = sum(row["credit_sq"] for row in records)
+    if credit:
+        with_verdict = sum(row["credit_sq_with_verdict"] for row in records)
+        metrics["credit_with_verdict"] = with_verdict / credit
     tokens = sum(len(row["completion_ids"]) for row in records)
     gaps = sum(row["unmasked"] * len(row["rho"]) for row in records)
     metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
@@ -289,6 +310,108 @@ def log_line(m: dict, updates: int) -> str:
         f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
         f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}"
     )
+
+
+@dataclass(frozen=True)
+class Fall:
+    """A share that is well below its best."""
+
+    what: str  # "success" or "boxed answers"
+    step: int  # the update after which it is noticed
+    now: float  # over the window of updates up to that one
+    best: float  # over the best window before
+    best_step: int  # the last update of that window
+    window: int  # updates
+
+
+def fallen(metrics: list[dict], batch_size: int) -> list[Fall]:
+    """Every fall of a run's success or of its share of boxed answers, from its metrics.jsonl.
+
+    A share p of n problems has the variance p (1 - p) / n, so the difference of two windows with
+    n problems each, whose mean share is p, has twice that. A fall is a window that lies more than
+    four standard deviations of this difference below the best one before it. It is noticed once,
+    and again only after half of the distance has been made up. batch_size: problems per update;
+    rollouts of one problem are alike, and so count as one.
+    """
+    window = math.ceil(FALL_PROBLEMS / batch_size)
+    shares = {
+        "success": [row["success"] for row in metrics],
+        "boxed answers": [1 - row["no_answer"] for row in metrics],
+    }
+    falls = []
+    for what, share in shares.items():
+        best, best_step, down = -1.0, 0, False
+        for end in range(window, len(share) + 1):
+            now = sum(share[end - window : end]) / window
+            step = metrics[end - 1]["step"]
+            if now >= best:
+                best, best_step, down = now, step, False
+            both = (best + now) / 2
+            deviation = math.sqrt(2 * both * (1 - both) / (window * batch_size))
+            far = FALL_DEVIATIONS * deviation
+            if best - now > far and not down:
+                falls.append(Fall(what, step, now, best, best_step, window))
+            down = best - now > (far / 2 if down else far)
+    return sorted(falls, key=lambda fall: fall.step)
+
+
+def fall_line(fall: Fall, checkpoints: pathlib.Path) -> str:
+    """A fall in one line, with the last checkpoint before it. checkpoints: the folder of all."""
+    first, best_first = fall.step - fall.window + 1, fall.best_step - fall.window + 1
+    line = f"fall: {fall.what} {fall.now:.2f} in updates {first} to {fall.step}, "
+    line += f"{fall.best:.2f} in {best_first} to {fall.best_step}"
+    saved = [p for p in checkpoints.glob("step_*") if int(p.name[5:]) <= fall.best_step]
+    if not saved:
+        return f"{line}; no checkpoint was saved by then"
+    return f"{line}; the checkpoint to go back to: {max(saved)}"
+
+
+def echo_line(metrics: list[dict]) -> str:
+    """One line after the first block of updates whose polarity only echoes the verdict, else "".
+
+    Blocks have 25 updates. One echoes where at least 100 teachers of each outcome were decided
+    (rho is not 0), and 49 of 50 of each had supports of the same sign: then rho says nothing that
+    the verdict does not say. metrics: lines of metrics.jsonl; the block must end with the last.
+    """
+    if len(metrics) % ECHO_UPDATES:
+        return ""
+    for end in range(ECHO_UPDATES, len(metrics) + 1, ECHO_UPDATES):
+        block = metrics[end - ECHO_UPDATES : end]
+        lean = _lean(block)
+        if lean:
+            line = f"polarity: in updates {block[0]['step']} to {block[-1]['step']} the supports "
+            line += f"that count were {lean} zero on successes and on failures, so that it only "
+            line += "echoes the verdict; docs/polarity.md"
+            return line if end == len(metrics) else ""
+    return ""
+
+
+def _lean(block: list[dict]) -> str:
+    """The side of zero on which nearly all decided supports lie: "below", "above", or ""."""
+    sides = {"below", "above"}
+    for outcome, above, below in (
+        ("success", "distilled", "reversed"),
+        ("failure", "reversed", "distilled"),
+    ):
+        n_above = sum(row[f"rho_{above}_{outcome}"] for row in block)
+        n_below = sum(row[f"rho_{below}_{outcome}"] for row in block)
+        if n_above + n_below < ECHO_TEACHERS:
+            return ""
+        exceptions = ECHO_EXCEPTIONS * (n_above + n_below)
+        if n_above > exceptions:
+            sides.discard("below")
+        if n_below > exceptions:
+            sides.discard("above")
+    return "".join(sides)  # not both: one side has half of them or more
+
+
+def notices(cfg: Config, metrics: list[dict]) -> list[str]:
+    """What is worth a line after the last of these updates. metrics: the run's lines so far."""
+    lines = [echo_line(metrics)]
+    for fall in fallen(metrics, cfg.batch_size):
+        if fall.step == metrics[-1]["step"]:
+            lines.append(fall_line(fall, pathlib.Path(cfg.out) / "checkpoints"))
+    return [line for line in lines if line]
 
 
 def mirrors(cfg: Config, start: int) -> list[Logger]:

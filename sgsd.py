@@ -357,8 +357,9 @@ def record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss
         "first_gap": delta_KT[:, 0],
     }
     row = runlog.rollout_row(step, roll, pairs_K, numbers)
+    credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
+    row |= runlog.credit_sums(credit_KT, roll.r)
     if cfg.audit_every and step % cfg.audit_every == 0:
-        credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
         row["tokens"] = runlog.token_row(step, roll, run.tokenizer, mask_T, delta_KT, credit_KT)
     return row
 
@@ -472,6 +473,7 @@ def make_updates(
 ) -> tuple[str, int]:
     """The updates that are left: the reason why the run stops before its end, and the exit code."""
     cfg, world, skipped = run.cfg, run.world, 0
+    history = list(distributed.read_jsonl(run.out / "metrics.jsonl")) if world.main else []
     steps = range(run.step + 1, cfg.updates + 1)
     silent = not (world.main and sys.stderr.isatty())  # a file has the updates' own lines
     bar = tqdm(steps, "train", cfg.updates, initial=run.step, disable=silent, unit="update")
@@ -509,6 +511,9 @@ def make_updates(
             metrics = runlog.summarize(step, records, norm, rate, seconds, peak) | counts
             runlog.write(run.out, ([metrics], records, tokens), loggers)
             bar.write(runlog.log_line(metrics, cfg.updates))
+            history.append(metrics)
+            for notice in runlog.notices(cfg, history):
+                bar.write(notice)
         if stop or skipped == 3 or step % cfg.checkpoint_every == 0 or step == cfg.updates:
             save(run)
         if interrupted:

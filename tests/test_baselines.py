@@ -314,8 +314,9 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
     run, records, got = one_update(world_dir, tmp_path / "run", **changes)
     if may_differ:
         changed = set()
+        of_credit = {"tokens", "credit_sq", "credit_sq_with_verdict"}  # checked below
         for was, now in zip(plain[1], records):
-            changed |= {key for key in now if key != "tokens" and differ(was.get(key), now[key])}
+            changed |= {key for key in now if differ(was.get(key), now[key])} - of_credit
         assert changed <= may_differ and "loss" in changed, changed
     cfg, total = run.cfg, 0.0
     bound = cfg.c_delta if cfg.clip else math.inf
@@ -341,6 +342,10 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
         assert (row["problem_id"], row["r"]) == (x.id, 1 if int(x.answer) % 4 == 1 else -1)
         assert row["prompt_ids"] == policy.chat_ids(run.tokenizer, student, thinking=False)
         assert ("credit" in tokens) == (cfg.objective == "gate" and not cfg.support_top_k)
+        squares = [w * abs(w) * row["r"] for w_T in tokens.get("credit", []) for w in w_T]
+        assert row["credit_sq"] == pytest.approx(sum(map(abs, squares)), rel=1e-4)
+        with_verdict = sum(x for x in squares if x > 0)
+        assert row["credit_sq_with_verdict"] == pytest.approx(with_verdict, rel=1e-4)
         s_TV = by_definition(run, student, False, ids)
         for k, text in enumerate(teachers):
             frozen = cfg.teacher == "frozen"
