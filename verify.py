@@ -166,9 +166,9 @@ MARKS = [  # two answers that have such a mark have the same one; to math-verify
     # A tuple is a set, and a list of tuples a list of sets.
     Guard(r"^(?:(?:\\\{|[(\[]) ?(?=(?:\\\{|[(\[])[^][(){}]*,))?([(\[]|\\\{)", "(1,2)", r"\{1,2\}"),
 ]
-WORD_UNIT = rf"{FONT}\{{[^{{}}\d]*\}}|[ckm]m|kg|ft"
 UNIT = Rule(
-    rf"(?<=[\w)}}])(\s*({WORD_UNIT})|\s+(in|yd|lbs?|hrs?|[a-zA-Z]{{3}}[a-zA-Z. ]*))(\^\{{?\d\}}?)?$",
+    rf"(?<=[\w)}}])(\s*({FONT}\{{[^{{}}\d]*\}}|[ckm]m|kg|ft)"
+    r"|\s+(in|yd|lbs?|hrs?|[a-zA-Z]{3}[a-zA-Z. ]*))(\^\{?\d\}?)?$",
     "",
     r"5\text{ cm}^2",
     "5",
