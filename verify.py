@@ -51,8 +51,8 @@ NO_MEANING = re.compile(  # tokens of layout
     r"[{}$.]|\\(?:[][()$!,:; \n]|left|right|[bB]igg?[lr]?|displaystyle|q?quad|text[a-z]*"
     r"|mbox|mathrm|mathbf)"
 )
-NO_EXPRESSION = re.compile(  # a number with its name and unit, an option's letter, words
-    r"(?:\S+ = )?(?:[-+] )?\S*\d\S*(?: (?:[a-zA-Z]+|\\?%|\^|\\circ|°))*|\( \w+ \)|\w+(?: \w+)*"
+NO_EXPRESSION = re.compile(  # a number with its unit, an option's letter, words
+    r"(?:[-+] )?\d\S*(?: (?:[a-zA-Z]+|\\?%|\^|\\circ|°))*|\( \w+ \)|\w+(?: \w+)*"
 )
 
 
@@ -71,11 +71,12 @@ def uncopied(gold: str, pred: str | None, problem: str) -> str | None:
     """
     if not pred or not problem or len(pred) > MAX_CHARS:
         return pred
-    answer = tokens(pred)
-    if NO_EXPRESSION.fullmatch(answer) or f" {answer} " not in f" {tokens(problem)} ":
+    answer, reference = (re.sub(r"^\S+ = ", "", tokens(text)) for text in (pred, gold))
+    inside = re.sub(r"^\( (.*) \)$", r"\1", answer)
+    stands_there = f" {inside} " in f" {tokens(problem)} "
+    if NO_EXPRESSION.fullmatch(answer) or answer == reference or not stands_there:
         return pred
-    same = answer.rpartition(" = ")[2] == tokens(gold).rpartition(" = ")[2]  # y = 2 x and 2 x
-    return pred if same else None
+    return None
 
 
 # ------------------------------------------------------------------------------------- four tables
@@ -133,7 +134,9 @@ SPELLING = [  # what models write and math-verify misreads or refuses, and how i
     Rule(r"\\frac *(\d) *(\d|(?=\{))", r"\\frac{\1}{\2}", r"\frac 12", r"\frac{1}{2}"),
     Rule(r"(\\text\s*\{)?\s*percent\s*\}?$", r"\\%", "50 percent", r"50\%"),
     Rule(r",?\s*(\\text\s*\{,?\s*)?\b(and|or)\b\s*\}?", ", ", r"2, \text{ and } 4", "2,  4"),
-    Rule(r"^(\d+)\s*(\\text\s*\{\s*)?\bto\b\s*\}?\s*(\d+)$", r"\1:\3", r"1\text{ to }4", "1:4"),
+    Rule(
+        r"^([1-9]\d*)\s*(\\text\s*\{\s*)?\bto\b\s*\}?\s*(\d+)$", r"\1:\3", r"1\text{ to }4", "1:4"
+    ),
     Rule(r"(?<![\w.^)}])(\d+) +(\d+)/(\d+)", r"\1\\frac{\2}{\3}", "1 1/2", r"1\frac{1}{2}"),
     Rule(r"(?<!\\)\b([a-zA-Z]) +(?=[a-zA-Z]\b)", r"\1", "s e a t", "seat"),
     # To math-verify 2 3, 2(3), (2)3, 2[3] and {2}{3} are 2+3, as 2\frac{1}{2} is.

@@ -254,7 +254,7 @@ COPIES = [
         "7",
         r"7  10-3  \sqrt{49}  \sqrt{100}-\sqrt{9}",
         r"\sqrt{36+64}-\sqrt{25-16}  \sqrt{36 + 64} - \sqrt{25 - 16}  $\sqrt{36+64}-\sqrt{25-16}$"
-        r"  \left.\sqrt{36+64}-\sqrt{25-16}\right.",
+        r"  \left.\sqrt{36+64}-\sqrt{25-16}\right.  x=(\sqrt{36+64}-\sqrt{25-16})",
     ),
     ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)", "(b+2)(a+5)  ab+2a+5b+10", "ab+5b+2a+10"),
     (
@@ -264,6 +264,12 @@ COPIES = [
         r"\dfrac{84}{144}  \frac{84}{144}",
     ),
     # as the reference's text, with a name or without
+    (
+        r"If $\lceil x\rceil-\lfloor x\rfloor=0$, what is it?",
+        "0",
+        "0  x=0",
+        r"\lceil x\rceil-\lfloor x\rfloor=0",
+    ),
     ("Is it (A) $y=2x+3$ or (B) $y=3x$?", "y = 2x + 3", "y=2x+3  2x+3  y = 3+2x", ""),
     ("Is it (A) $\\frac12$ or (B) $\\frac{1}{3}$?", r"\frac{1}{2}", r"\frac12  \dfrac{1}{2}", ""),
     ("Does $[0,1]$ or $(0, 1)$ hold it?", r"\left[0,1\right]", "[0,1]  [0, 1]", ""),
