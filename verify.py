@@ -122,7 +122,7 @@ SPELLING = [  # what models write and math-verify misreads or refuses, and how i
     Rule(r"(?<=\\\\)\[[\d.]+ *[a-z]+\]", "", r"1\\[4pt]2", r"1\\2"),
     Rule(r"(?<!\\)\\[][()]", "", r"\(7\)", "7"),
     Rule(r"(?<!\\)\\(q?quad\b|[;:>, ])|~|\{\}", " ", r"12\,\text{cm}", r"12 \text{cm}"),
-    Rule(r"^\\\$(.+)", r"\1 \\text{dollars}", r"\$5", r"5 \text{dollars}"),
+    Rule(r"^\\\$(.+?)[\s.]*$", r"\1 \\text{dollars}", r"\$5.", r"5 \text{dollars}"),
     Rule(r"^(\\?\$|=|\\approx|\*\*|\s)+", "", "= $5", "5"),
     Rule(r"([\s.]|\*\*|\\?\$|\^?\\degree)+$|\\?\$", "", r"90\degree.", "90"),
     Rule(rf"^\{{(?!.*\\choose)({GROUP})\}}$", r"\1", r"{\frac{1}{2}}", r"\frac{1}{2}"),
@@ -131,7 +131,8 @@ SPELLING = [  # what models write and math-verify misreads or refuses, and how i
     Rule(r"(?<![\w}^_\]])\{(\d+)\}", r"\1", "{22}_{6}", "22_{6}"),
     Rule(r"\((\d+)\)(?=_)", r"\1", "(22)_6", "22_6"),
     Rule(r"\\[dt]frac", r"\\frac", r"\dfrac{1}{2}", r"\frac{1}{2}"),
-    Rule(r"\\frac *(\d) *(\d|(?=\{))", r"\\frac{\1}{\2}", r"\frac 12", r"\frac{1}{2}"),
+    Rule(r"\\frac *(\d) *(\d)", r"\\frac{\1}{\2}", r"\frac 12", r"\frac{1}{2}"),
+    Rule(r"\\frac *(\d)(?=\{)", r"\\frac{\1}", r"\frac1{512}", r"\frac{1}{512}"),
     Rule(r"(\\text\s*\{)?\s*percent\s*\}?$", r"\\%", "50 percent", r"50\%"),
     Rule(r",?\s*(\\text\s*\{,?\s*)?\b(and|or)\b\s*\}?", ", ", r"2, \text{ and } 4", "2,  4"),
     Rule(

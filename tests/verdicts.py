@@ -48,7 +48,7 @@ def named(*names: str):
     """A tuple of so many numbers with their names."""
 
     def rewrite(answer: str) -> str:
-        inside = re.fullmatch(r"\(([^()]*)\)", re.sub(r"\\(left|right)", "", answer).strip())
+        inside = re.fullmatch(r"\(([^][()]*)\)", re.sub(r"\\(left|right)", "", answer).strip())
         values = inside[1].split(",") if inside else []
         if len(values) != len(names):
             return answer
