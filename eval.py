@@ -316,6 +316,11 @@ def measure(policy: Policy, name: str, rows: list[dict], k: int, verify: Verify)
     correct_PK = np.array([row["r"] > 0 for row in rows]).reshape(-1, k)
     preds_PK = np.array([row["pred"] for row in rows], dtype=object).reshape(-1, k)
     golds = [row["gold"] for row in rows[::k]]
+    verdicts = {(row["gold"], row["pred"]): row["r"] > 0 for row in rows}
+
+    def equal(gold: str, pred: str | None) -> bool:  # a sample's verdict knew its problem
+        return verdicts[gold, pred] if (gold, pred) in verdicts else verify(gold, pred)
+
     policy.scores[name] = [correct_PK.mean(1)]
     policy.table[name] = {
         "digest": int(digest(*[row["digest"] for row in rows[::k]]), 16),  # `tabulate` adds them up
@@ -323,7 +328,7 @@ def measure(policy: Policy, name: str, rows: list[dict], k: int, verify: Verify)
         "samples": len(rows),
         "avg": avg_at_k(correct_PK),
         "pass": pass_at_k(correct_PK, k),
-        "maj": maj_at_k(preds_PK.tolist(), golds, verify),
+        "maj": maj_at_k(preds_PK.tolist(), golds, equal),
         "boxed": sum(row["pred"] is not None for row in rows) / len(rows),
         "truncated": sum(row["truncated"] for row in rows) / len(rows),
         "tokens": sum(row["tokens"] for row in rows) / len(rows),

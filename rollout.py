@@ -28,7 +28,7 @@ from distributed import UserError, World, append_jsonl, gather
 from policy import THINK, Ids, Model, Tokenizer, causal_lm, chat_ids, load_model, stop_ids, text_of
 from policy import token_logprobs as token_logprobs  # for those who look for it here
 from problems import Problem
-from verify import Verifier, extract_answer
+from verify import Verifier, extract_answer, uncopied
 
 Batch = list[tuple[Problem, int]]
 Turn = list[tuple[int, Ids]]  # what a turn of decoding has finished: index of a prompt, sampled ids
@@ -306,7 +306,9 @@ def judge(
         pred = extract_answer("<think>" + text if opened else text)
         truncated = not ids or ids[-1] not in stops
         rollouts.append(Rollout(x.id, x.problem, x.answer, prompt, ids, text, pred, -1, truncated))
-    right = verifier.verify_many([(roll.gold, roll.pred) for roll in rollouts])
+    # What is copied from the problem is no answer.
+    claims = [(roll.gold, uncopied(roll.gold, roll.pred, roll.problem)) for roll in rollouts]
+    right = verifier.verify_many(claims)
     return [replace(roll, r=1 if ok else -1) for roll, ok in zip(rollouts, right)]
 
 

@@ -47,6 +47,17 @@ def test_maj_by_hand():
     assert eval.maj_at_k([["1", "2", "2"]], ["1"], same) == 0
 
 
+def test_the_majoritys_answer_has_the_verdict_of_its_samples():
+    """A formula that was copied from its problem is wrong, though it equals the reference."""
+    row = {"digest": "0", "gold": "5", "truncated": False, "tokens": 1}
+    rows = [row | {"pred": "2+3", "r": -1}] * 2 + [row | {"pred": "5", "r": 1}]
+    policy = eval.Policy("x")
+    eval.measure(policy, "d", rows, 3, lambda gold, pred: gold == pred)
+    assert policy.table["d"]["maj"] == 0 and policy.table["d"]["avg"] == pytest.approx(1 / 3)
+    eval.measure(policy, "d", rows[::-2] + rows[2:], 3, lambda gold, pred: gold == pred)
+    assert policy.table["d"]["maj"] == 1
+
+
 def test_bad_metric_input():
     for shape in ((0, 3), (3,), (2, 0)):
         with pytest.raises(ValueError, match="correct_PK must be"):

@@ -185,11 +185,18 @@ def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer
     assert rollout.generate(model, tokenizer, [], SAMPLING, []) == []
 
 
-def judged(tokenizer, prompt, completion):
-    data = [Problem("x", "p", "5")]
+def judged(tokenizer, prompt, completion, problem="p"):
+    data = [Problem("x", problem, "5")]
     with rollout.Verifier() as verifier:
         rolls = rollout.judge(make_model(), tokenizer, data, [prompt], [(0, completion)], verifier)
     return rolls[0]
+
+
+def test_a_formula_of_the_problem_is_no_answer_to_it(tokenizer):
+    completion = tokenizer.encode(r"\boxed{2+3}")
+    asked = judged(tokenizer, [1], completion, "What is 2 + 3?")
+    other = judged(tokenizer, [1], completion, "What is 4 + 1?")
+    assert [(roll.pred, roll.r) for roll in (asked, other)] == [("2+3", -1), ("2+3", 1)]
 
 
 def test_text_never_comes_back_as_ids(tokenizer):
