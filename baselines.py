@@ -34,31 +34,53 @@ class BaselineConfig(Config):
 
     program: ClassVar[str] = "baselines.py"
 
-    method: str = setting("sgsd", "also grpo or opsd, either with +skill; sets other defaults")
-    generations: int = setting(1, "G, rollouts per problem; 8 for grpo; Tab. 11")
-    student_prefix: str = setting("closed", "its think block; S3, S15", ("closed", "bare"))
-    loss_temperature: float = setting(1.0, "of the loss; 0 is the sampling's; S5, S15", least=0)
-    drop_truncated: bool = setting(False, "leave out of the loss what the length limit cut; S4")
-    token_mask: bool = setting(True, "without it every token counts; Tab. 4")
-    clip: bool = setting(True, "without it the support takes the gaps as they are; Tab. 4")
-    polarity: bool = setting(True, "without it every teacher is distilled, rho = +1; §4.4")
+    method: str = setting(
+        "sgsd", "sgsd, grpo or opsd, the last two also with +skill; sets other defaults"
+    )
+    generations: int = setting(1, "G: solutions sampled for each problem; 8 for grpo; Tab. 11")
+    student_prefix: str = setting(
+        "closed", "think block of the student's prompt; S3, S15", ("closed", "bare")
+    )
+    loss_temperature: float = setting(
+        1.0, "temperature of the loss; 0 takes the sampling's; S5, S15", least=0
+    )
+    drop_truncated: bool = setting(
+        False, "leave solutions that the length limit cut out of the loss; S4"
+    )
+    token_mask: bool = setting(
+        True, "leave formatting tokens out; without it every token counts; Tab. 4"
+    )
+    clip: bool = setting(True, "clip the gaps for the support; Tab. 4")
+    polarity: bool = setting(
+        True, "distil or reverse by the verdict; without it distil every teacher; §4.4"
+    )
     token_polarity: str = setting(
         "teacher",
-        "which way a token's gap is moved: with its teacher's rho, or by the verdict; D12",
+        "polarity of single tokens: their teacher's, or by the verdict; D12",
         choices=("teacher", "consistent", "confident", "verdict", "agreeing"),
     )
-    retrieval: str = setting("embedding", "the nearest pairs or any; S20", ("embedding", "random"))
-    answer_pi: bool = setting(False, "the reference answer in a teacher's prompt too; §4.5, S16")
+    retrieval: str = setting(
+        "embedding", "nearest by embedding, or random; S20", ("embedding", "random")
+    )
+    answer_pi: bool = setting(False, "show teachers the reference answer, too; §4.5, S16")
     teacher: str = setting(
-        "live", "the adapter; frozen has none; §4.5", choices=("live", "frozen", "periodic", "ema")
+        "live",
+        "teacher weights: current adapter, base, periodic copy or EMA; §4.5",
+        choices=("live", "frozen", "periodic", "ema"),
     )
-    teacher_period: int = setting(50, "updates between copies of a periodic teacher; S18")
-    teacher_decay: float = setting(0.999, "decay of an ema teacher; S18", least=0, most=1)
+    teacher_period: int = setting(
+        50, "copy the student to a periodic teacher every so many steps; S18"
+    )
+    teacher_decay: float = setting(0.999, "decay of an EMA teacher, per step; S18", least=0, most=1)
     objective: str = setting(
-        "gate", "the gate, or a divergence over all tokens; §4.5, D10", choices=("gate", *JSD_BETA)
+        "gate",
+        "the gate, or a divergence over the whole vocabulary; §4.5, D10",
+        choices=("gate", *JSD_BETA),
     )
-    objective_clip: float = setting(0.0, "bound of a divergence's terms; 0 is none; S16", least=0)
-    support_top_k: int = setting(0, "the gate on the teacher's top k; 0 is off; S19", least=0)
+    objective_clip: float = setting(
+        0.0, "clip each term of a divergence to this; 0 disables; S16", least=0
+    )
+    support_top_k: int = setting(0, "gate on the teacher's top k tokens; 0 disables; S19", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
