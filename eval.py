@@ -85,13 +85,13 @@ import numpy as np
 
 import rollout
 import skills
-from policy import Model, Tokenizer, load_encoder, load_model
+from policy import Model, Tokenizer, load_model
 from rollout import Verifier
 
 Verify = Callable[[str, str | None], bool]  # (gold, answer) -> whether they are equal
 Key = tuple[str, str, int]  # names a sample: its set, its problem's id, its number
 Tasks = dict[Key, problems.Problem]  # the samples asked for
-Prompt = Callable[[str], str]  # from a problem's text
+Prompt = Callable[[problems.Problem], str]
 
 
 def avg_at_k(correct_PK: np.ndarray) -> float:
@@ -251,17 +251,20 @@ def digest(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
+def plain_prompt(x: problems.Problem) -> str:
+    return skills.render_student(x.problem)
+
+
 def prompt_maker(args: Namespace, world: World) -> Prompt:
     """problem -> prompt: the plain one, or with --skills that of Base+Skill (Tab. 12, S14)."""
     if not args.skills:
-        return skills.render_student
+        return plain_prompt
     inputs.check_skills(args.skills, args.num_skills)
     bank = skills.SkillBank.load(args.skills)
-    embed = load_encoder(args.encoder, str(world.device))
+    retriever = skills.nearest(args.encoder, args.query_prompt, str(world.device))
 
-    def prompt(problem: str) -> str:
-        pairs = bank.retrieve(args.query_prompt + problem, args.num_skills, embed)
-        return skills.render_skills(pairs, problem)
+    def prompt(x: problems.Problem) -> str:
+        return skills.render_skills(retriever(bank, x, args.num_skills, 0), x.problem)
 
     return prompt
 
@@ -287,9 +290,9 @@ def sample(
     own = [tasks[key] for key in missing]
     prompts, seeds = [], []
     for key in missing:
-        text = tasks[key].problem
-        prompts.append(rollout.chat_ids(tokenizer, prompt(text), thinking=args.thinking))
-        seeds.append(rollout.sample_key(args.seed, 0, text, key[2]))
+        x = tasks[key]
+        prompts.append(rollout.chat_ids(tokenizer, prompt(x), thinking=args.thinking))
+        seeds.append(rollout.sample_key(args.seed, 0, x.problem, key[2]))
 
     def finish(turn: rollout.Turn) -> list[dict]:
         rolls = rollout.judge(model, tokenizer, own, prompts, turn, verifier)
@@ -463,7 +466,7 @@ def evaluate(args: Namespace, world: World) -> None:
             held.enter_context(distributed.locked(folder, world))
         verifier = held.enter_context(Verifier(args.verify_timeout, args.verify_workers))
         for policy in policies:
-            prompt = with_skills if policy.skilled else skills.render_student
+            prompt = with_skills if policy.skilled else plain_prompt
             done = sample(policy, tasks, prompt, args, world, verifier)
             if world.main:
                 for name in names:

@@ -6,7 +6,6 @@ D hidden size, n positions of one slice.
 
 import functools
 import json
-import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -144,21 +143,6 @@ def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") ->
 def trained(model: Model) -> dict[str, torch.nn.Parameter]:
     """The parameters that learn, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def update(model: Model, optimizer: Optimizer, world: World, cfg: Config, step: int) -> float:
-    """Sum the gradients over ranks, clip, AdamW with linear decay (S7); the norm before clipping.
-
-    After the sum a NaN is on every rank, so that all skip an update that is not finite.
-    """
-    params = list(trained(model).values())
-    distributed.sum_gradients(params, world)
-    norm = float(torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip))
-    optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - (step - 1) / cfg.updates)
-    if math.isfinite(norm):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
 
 
 def steps_taken(optimizer: Optimizer) -> float:

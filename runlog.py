@@ -226,14 +226,11 @@ def rollout_row(
     return row | {name: x.tolist() for name, x in numbers.items()}
 
 
-def token_row(
-    step: int, roll: Rollout, tokenizer: Tokenizer, mask_T: Tensor, delta_KT: Tensor, w_KT: Tensor
-) -> dict:
-    """One audited rollout's line in tokens.jsonl."""
+def token_row(step: int, roll: Rollout, tokenizer: Tokenizer, numbers: dict[str, Tensor]) -> dict:
+    """One audited rollout's line in tokens.jsonl. numbers: [T], or [K, T], of its tokens."""
     row = {"step": step, "problem_id": roll.problem_id}
     row["text"] = token_texts(tokenizer, roll.completion_ids)
-    row |= {"mask": mask_T.int().tolist(), "delta": delta_KT.tolist(), "credit": w_KT.tolist()}
-    return row
+    return row | {name: x.tolist() for name, x in numbers.items()}
 
 
 def credit_sums(credit_KT: Tensor, r: int) -> dict[str, float]:

@@ -114,6 +114,18 @@ class SkillBank:
         return [SkillPair(g, e, s_g, s_e) for (g, s_g), (e, s_e) in zip(*best)]
 
 
+# bank, problem, K, step -> at most K pairs, best first. This is the one place for another way to
+# retrieve. The weights of Eq. 6 are a softmax over (s_g + s_e) / 2 with no temperature, so scores
+# are on the scale of cosines: in [-1, 1], where a lead of 0.1 makes a teacher weigh 11% more.
+Retriever = Callable[[SkillBank, Problem, int, int], list[SkillPair]]
+
+
+def nearest(encoder: str, query_prompt: str, device: str) -> Retriever:
+    """The pairs nearest to a problem by an encoder's embeddings (Eq. 2, S10)."""
+    embed = policy.load_encoder(encoder, device)
+    return lambda bank, x, k, step: bank.retrieve(query_prompt + x.problem, k, embed)
+
+
 def entry_text(entry: dict, key: str) -> str:
     """The text that is embedded (S10): "title. principle. when" or "description. why. how"."""
     return ". ".join(entry[name] for name in FIELDS[key])

@@ -323,9 +323,7 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
     for (x, _), row in zip(rollout.minibatch(run.problems, cfg, 1, cfg.generations), records):
         pairs, shown = [], x.problem
         if run.bank:
-            pairs = run.bank.retrieve(x.problem, 3, run.embed)
-        if cfg.retrieval == "random":  # S20
-            pairs = baselines.retrieve(run, 1, x)
+            pairs = run.retrieve(x, 1)
         weights = [math.exp((pair.s_g + pair.s_e) / 2) for pair in pairs]
         if cfg.answer_pi:
             shown += f"\n\nThe reference answer is {x.answer}."
@@ -402,7 +400,7 @@ def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path
         assert (row["advantage"], row["loss"]) == pytest.approx((advantage, -advantage), abs=1e-5)
         pairs, ids = [], row["completion_ids"]
         if run.bank:
-            pairs = run.bank.retrieve(x.problem, 3, run.embed)
+            pairs = run.retrieve(x, 1)
         assert [names[0] for names in row["pairs"]] == [pair.skill["skill_id"] for pair in pairs]
         logp_TV = by_definition(run, skills.render_skills(pairs, x.problem), True, ids)
         # at ratio 1 the clipped ratio's gradient is the policy gradient
@@ -415,13 +413,13 @@ def test_random_pairs_are_drawn_anew_for_each_update_and_again_the_same(world_di
     run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, **changes)
     for place in range(36):
         x, step = run.problems[place % 12], place // 12
-        pairs = baselines.retrieve(run, step, x)
-        assert pairs == baselines.retrieve(run, step, x)
+        pairs = run.retrieve(x, step)
+        assert pairs == run.retrieve(x, step)
         chosen.add((pairs[0].skill["skill_id"], pairs[1].skill["skill_id"]))
         assert pairs[0].mistake != pairs[1].mistake
     assert len(chosen) > 6 and all(a != b for a, b in chosen)
     run.bank = skills.SkillBank(run.bank.general_skills, [])
-    assert baselines.retrieve(run, 1, run.problems[0]) == []  # S8
+    assert run.retrieve(run.problems[0], 1) == []  # S8
 
 
 @pytest.mark.parametrize("method", ["sgsd", "opsd", "grpo"])

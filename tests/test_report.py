@@ -421,9 +421,9 @@ def test_explain_takes_one_problem_through_the_method(world_dir, out, tmp_path, 
     assert last.step == 6
     ids = row["completion_ids"]
     student_T = policy.token_logprobs(last.model, [row["prompt_ids"]], [ids])[0]
-    for k, pair in enumerate(last.bank.retrieve(row["problem"], 3, last.embed)):
+    x = Problem("explained", row["problem"], "7")
+    for k, pair in enumerate(last.retrieve(x, 1)):
         assert row["pairs"][k] == [pair.skill["skill_id"], pair.mistake["mistake_id"]]
-        x = Problem("explained", row["problem"], "7")
         context = sgsd.teacher_prompts(last, x, [pair])
         teacher_T = policy.token_logprobs(last.model, context, [ids])[0]
         assert row["a_plain"][k] == pytest.approx(float((teacher_T - student_T).mean()), abs=1e-5)

@@ -6,13 +6,14 @@ import json
 import math
 import re
 import shutil
+import types
 
 import conftest
 import driver
 import pytest
 import torch
 from conftest import make_tokenizer
-from driver import make_run, rows, train
+from driver import ALONE, make_run, rows, settings, train
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
@@ -99,13 +100,40 @@ def test_minibatches_cover_each_epoch_once():
     assert not {key for _, key in others} & {key for _, key in sgsd.minibatch(problems, cfg, 1)}
 
 
+def test_another_reward_moves_training_alone(world_dir, tmp_path, monkeypatch):
+    """The verdict stays what it is in the records, in a memory and for the bank's success gate."""
+    plain, _, _ = sgsd.train_step(make_run(world_dir, tmp_path / "a"), 1)
+    monkeypatch.setattr(sgsd, "reward", lambda roll: -roll.r)
+    other, _, _ = sgsd.train_step(make_run(world_dir, tmp_path / "b"), 1)
+    assert any(rho for row in plain for rho in row["rho"])
+    for was, now in zip(plain, other):
+        assert now["rho"] == [-rho for rho in was["rho"]]
+        assert (now["r"], now["reward"]) == (was["r"], -was["r"])
+        verdict = "accepted" if was["r"] == 1 else "rejected"
+        memory = skills.memory_of(types.SimpleNamespace(**now | {"pred": "5"}))
+        assert memory["feedback"] == f"The verifier {verdict} the final answer."
+    same = runlog.summarize(1, plain, 0.0, 0.0, {}, 0.0)["success"]
+    assert runlog.summarize(1, other, 0.0, 0.0, {}, 0.0)["success"] == same
+
+
+def test_a_retriever_of_ones_own_needs_no_encoder(world_dir, tmp_path):
+    def first(bank, x, k, step):
+        return [skills.SkillPair(bank.general_skills[0], bank.common_mistakes[0], 0.5, 0.5)]
+
+    cfg = config.Config(**settings(world_dir, tmp_path / "run", encoder="/no/such"))
+    run = driver.with_fakes(sgsd.prepare(cfg, ALONE, False, first))
+    records, _, _ = sgsd.train_step(run, 1)
+    assert {tuple(map(tuple, row["pairs"])) for row in records} == {(("gen_001", "err_001"),)}
+    assert [row["alpha"] for row in records] == [[1.0]] * 4
+
+
 def test_the_prefixes_of_the_roles(world_dir, tmp_path):
     """S3: the student's think block is closed, a teacher's left to the model, open or closed."""
     closed = "<think>\n\n</think>\n\n"
     for prefix, ending in (("bare", ""), ("open", "<think>\n"), ("closed", closed)):
         run = make_run(world_dir, tmp_path / prefix, teacher_prefix=prefix)
         x = run.problems[0]
-        (ids,) = sgsd.teacher_prompts(run, x, run.bank.retrieve(x.problem, 1, run.embed))
+        (ids,) = sgsd.teacher_prompts(run, x, run.retrieve(x, 1)[:1])
         assert run.tokenizer.decode(ids).rpartition("assistant\n")[2] == ending
         student = run.tokenizer.decode(sgsd.prompt_ids(run, "x", "student"))
         assert student.rpartition("assistant\n")[2] == closed
@@ -120,7 +148,7 @@ def test_a_template_may_open_the_think_block_itself_and_may_know_no_other_way(
     (tmp_path / "model/chat_template.jinja").write_text(template)
     run = make_run(world_dir, tmp_path / "run", model=tmp_path / "model", teacher_prefix="open")
     x = run.problems[0]
-    (ids,) = sgsd.teacher_prompts(run, x, run.bank.retrieve(x.problem, 1, run.embed))
+    (ids,) = sgsd.teacher_prompts(run, x, run.retrieve(x, 1)[:1])
     assert run.tokenizer.decode(ids).rpartition("assistant\n")[2].rstrip() == "<think>"
     assert "thinking: no switch in the chat template" in capsys.readouterr().out
     other = dataclasses.replace(run.cfg, attn="eager", dtype="bfloat16")
@@ -344,9 +372,8 @@ def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys
 
 
 def test_a_bank_evolves_under_a_retrieval_that_has_no_encoder(world_dir, tmp_path):
-    changes = {"updates": 2, "update_every": 2, "retrieval": "random"}
+    changes = {"updates": 2, "update_every": 2, "retrieval": "random", "encoder": "/no/such"}
     run = make_run(world_dir, tmp_path / "run", kind=baselines.BaselineConfig, **changes)
-    run.embed = None
     assert sgsd.train(run, baselines.method_step) == 0
     assert list(runlog.bank_versions(run.out)) == [0, 2] and dynamic(run.bank)
 
