@@ -576,8 +576,8 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     args = parser.parse_args(argv)
     w, seeds = worlds[args.world], range(args.seeds)
     work = pathlib.Path(args.work or f"runs/compare_{args.world}")
-    for table in args.have:
-        unpack(pathlib.Path(table), work)
+    for file in args.have:
+        unpack(pathlib.Path(file), work)
     if args.sweep and args.world != "tiny":
         parser.error("--sweep is of the world tiny")
     names = args.methods or w.methods

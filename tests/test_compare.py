@@ -67,7 +67,7 @@ def test_the_command_from_the_banks_to_the_table(tmp_path, capsys):
     small = dataclasses.replace(
         compare.WORLDS["tiny"],
         folder=str(folder),
-        flags="--preset tiny --eval-data= --cold-start 8 --num-teachers 2 --allow-empty-bank",
+        flags="--preset tiny --eval-data= --cold-start 8 --num-teachers 2",
         points=(1, 2),
         trial=1,
         rates=(1e-3,),
