@@ -71,7 +71,8 @@ def uncopied(gold: str, pred: str | None, problem: str) -> str | None:
     """
     if not pred or not problem or len(pred) > MAX_CHARS:
         return pred
-    answer, reference = (re.sub(r"^\S+ = ", "", tokens(text)) for text in (pred, gold))
+    name_or_unit = r"^\S+ = |(?: [a-zA-Z]{3,})+$"
+    answer, reference = (re.sub(name_or_unit, "", tokens(text)) for text in (pred, gold))
     inside = re.sub(r"^\( (.*) \)$", r"\1", answer)
     stands_there = f" {inside} " in f" {tokens(problem)} "
     if NO_EXPRESSION.fullmatch(answer) or answer == reference or not stands_there:
@@ -276,13 +277,15 @@ def unit(answer: str) -> str:
 
 
 def named(answer: str) -> tuple[list[str], str]:
-    """The names before =, sorted, and what they name: of several names the tuple in their order."""
+    """The names before =, sorted, and what they name: of several names a tuple, by name."""
     first, *pieces = re.split(NAME.pattern, answer)
     names = [name.strip() for name in pieces[::2]]
     values = [value.strip(" ,;") for value in pieces[1::2]]
     if first.strip() or len(set(names)) < max(2, len(names)):
         return sorted(set(names)), first + ", ".join(values)
-    pairs = sorted(zip(names, values))
+    pairs = list(zip(names, values))
+    if all(name.isalpha() for name in names):  # Greek names, r and \theta, stand in their own order
+        pairs.sort()
     return sorted(names), f"({', '.join(value for _, value in pairs)})"
 
 

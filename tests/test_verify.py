@@ -171,7 +171,8 @@ REWRITTEN = r"""
 \sqrt{13} == √13  √{13}  √(13) | x^3 == x³ | x^{10} == x¹⁰ | x^{-1} == x⁻¹ | 5 == \sqrt{25}
 \frac{3}{7} == \mathbf{\frac{3}{7}}  \boldsymbol{\frac37} | 22_6 == (22)_6  \text{22}_{6}  22_{6}
 (4,4) == x=4, y=4 | (-1,-1,3) == x=-1, y=-1, z=3  (x,y,z)=(-1,-1,3)  a=-1, b=-1, c=3
-(2,1) == y=1, x=2 | 1,2 == (1,2) | AB=9, CD=4 == 9,4  CD=4, AB=9
+(2,1) == y=1, x=2 | (1,2) == r=1,\theta=2 | (1,2,3) == \rho=1,\theta=2,\phi=3
+1,2 == (1,2) | AB=9, CD=4 == 9,4  CD=4, AB=9
 x + y - z + 1 = 0 == x + y - z = -1 | x + y + z = 0 == x+y=-z
 40\text{ feet} == 40 \text{ ft}  40 ft  40 feet  40 \text{ foot} | 60\text{ inches} == 60 \text{ in}
 32\text{ square cm} == 32 \text{ cm}^2  32 \text{ square centimeters} != 32\text{ cm}
@@ -255,6 +256,7 @@ COPIES = [
         "7",
         r"7  10-3  \sqrt{49}  \sqrt{100}-\sqrt{9}",
         r"\sqrt{36+64}-\sqrt{25-16}  \sqrt{36 + 64} - \sqrt{25 - 16}  $\sqrt{36+64}-\sqrt{25-16}$"
+        r"  \sqrt{36+64}-\sqrt{25-16}\text{ units}"
         r"  \left.\sqrt{36+64}-\sqrt{25-16}\right.  x=(\sqrt{36+64}-\sqrt{25-16})",
     ),
     ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)", "(b+2)(a+5)  ab+2a+5b+10", "ab+5b+2a+10"),
