@@ -73,6 +73,7 @@ class Config:
     merge_patience: int = setting(3, "P, merge layers without progress; Alg. 3")
     reply_tokens: int = setting(4096, "new tokens of an extraction's reply; D4")
     update_model: str = setting("", "another model for extraction and merging; App. D.4")
+    update_server: str = setting("", "the server of --update-model, several in quotes; S26")
     memory_answer: bool = setting(False, "show the reference answer to the extractor; D3")
     # the objective
     num_teachers: int = setting(8, "K, retrieved skill-mistake pairs; Tab. 12")
@@ -116,6 +117,9 @@ class Config:
                 wrong = f"must be <= {rule['most']}"
             if wrong:
                 raise UserError(f"{flag(f.name)} {value}: {wrong} ({rule['source']})")
+        if self.update_server and not self.update_model:
+            wrong = "give the model that it serves as --update-model"
+            raise UserError(f"--update-server {self.update_server}: {wrong}")
 
     @property
     def sees_skills(self) -> bool:
@@ -140,6 +144,15 @@ class Config:
         }
 
 
+@dataclass(frozen=True)
+class BankConfig(Config):
+    """The settings of skills.py, which has no policy that changes."""
+
+    program: ClassVar[str] = "skills.py"
+
+    server: str = setting("", "sample --model on this server, several in quotes; S26")
+
+
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -153,6 +166,7 @@ GROUPS = {  # in --help, by the first setting of each
     "temperature": "the student's sampling",
     "learning_rate": "the optimizer",
     "audit_every": "looking inside, memory, time limits and loggers",
+    "server": "a cold start by a server",
     "method": "baselines and ablations",
 }
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent / "tiny")

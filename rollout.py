@@ -11,7 +11,7 @@ import collections
 import hashlib
 import itertools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 
 from config import Config
 from distributed import UserError, World, append_jsonl, gather
-from policy import THINK, Ids, Model, Tokenizer, causal_lm, chat_ids, load_model, stop_ids, text_of
+from policy import THINK, Ids, Model, Tokenizer, causal_lm, chat_ids, stop_ids, text_of
 from policy import token_logprobs as token_logprobs  # for those who look for it here
 from problems import Problem
 from verify import Verifier, extract_answer
@@ -132,6 +132,7 @@ class Row:
     key: int  # a `sample_key`
     left: int  # tokens that may still come; 0 when the row has finished
     ids: Ids = field(default_factory=list)
+    counted: int = 0  # sampled tokens, by a server that gives their text and not their ids
 
 
 def rows_of(prompt_ids: list[Ids], keys: Sequence[int], limit: int) -> list[Row]:
@@ -174,6 +175,9 @@ def stream(model, tokenizer, asked: Sequence[Row], sampling: Sampling, rows: int
                 _keep(cache, kept, width - 1)
     finally:
         model.train(training)
+
+
+Decode = Callable[..., Iterator[Turn]]  # `stream`, or what samples in its place
 
 
 @torch.inference_mode()
@@ -243,15 +247,16 @@ def spread(
     rows: int,
     finish,
     stage="",
+    decode: Decode = stream,
 ) -> Iterator[list]:
     """`stream`, shared out over the ranks: what all of them have finished, turn by turn.
 
     finish: makes a list of JSON-able rows, one of each completion of a turn, on the rank that
     decoded it. Every rank gets every row, and no rank may leave before the end: each turn is a
-    collective. stage: the name of a progress bar.
+    collective. stage: the name of a progress bar. decode: what stands in for `stream`.
     """
     mine = sorted(asked, key=lambda row: len(row.prompt))[world.rank :: world.size]
-    turns = stream(model, tokenizer, mine, sampling, rows)
+    turns = decode(model, tokenizer, mine, sampling, rows)
     left = len(asked)
     bar = tqdm(desc=stage, total=left, disable=not (stage and left and world.main), mininterval=1)
     while left:
@@ -313,6 +318,7 @@ class Writer:
     seed: int
     rows: int = 16  # that decode at a time
     step: int = 0  # the update that the replies belong to
+    decode: Decode = stream
     counts: collections.Counter[str] = field(default_factory=collections.Counter)  # by outcome
     asked: collections.Counter[str] = field(default_factory=collections.Counter)  # by prompt
 
@@ -354,15 +360,6 @@ class Writer:
         for again, sampling in ((False, Sampling(temperature=0.0)), (True, Sampling())):
             chosen = [row for row in asked if bool(times[row.index]) == again]
             job = self.world, self.model, self.tokenizer, chosen, sampling, self.rows, finish
-            for texts in spread(*job, stage):
+            for texts in spread(*job, stage, self.decode):
                 found |= dict(texts)
         return [found[i] for i in range(len(prompts))]
-
-
-def writer(cfg: Config, world: World, model, tokenizer, folder: pathlib.Path) -> Writer:
-    """The policy as the bank's writer, or --update-model in its place."""
-    if cfg.update_model:
-        name, flag = cfg.update_model, "--update-model"
-        model, tokenizer = load_model(name, world.device, cfg.dtype, cfg.attn, flag)
-    rows = cfg.rollout_rows or 16
-    return Writer(model, tokenizer, world, folder, cfg.reply_tokens, cfg.seed, rows)

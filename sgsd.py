@@ -411,7 +411,7 @@ def prepare(cfg: Config, world: World, resume: bool) -> Run:
     if cfg.sees_skills:
         run.bank = runlog.load_bank(cfg, step, resume)
         run.embed = policy.load_encoder(cfg.encoder, str(world.device))
-        run.writer = rollout.writer(cfg, world, model, tokenizer, out / "bank")
+        run.writer = skills.writer_of(cfg, world, model, tokenizer, out / "bank")
     for x in data:  # no token is shorter than a byte, so few problems need to be tokenised
         if len(x.problem.encode("utf-8", "replace")) + 512 > cfg.max_prompt_tokens:
             prompt_ids(run, skills.render_student(x.problem), f"problem {x.id}")

@@ -1,6 +1,7 @@
 """The skill bank's life: retrieval and prompts, cold start, merging, online evolution (Algs. 2-4).
 
     python skills.py --model Qwen/Qwen3-1.7B --data mine.jsonl --out bank.json       a cold start
+    python skills.py --out bank.json --server http://localhost:8000/v1               by a server
 
 Down to `make_bank` nothing holds a model. What talks to one comes in as a function: embed(texts)
 gives a float array [n, d], and complete(prompts) a reply to each prompt. A `rollout.Writer` may
@@ -14,7 +15,9 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch is i
     import config
     import distributed
 
-    distributed.answer("skills", lambda: config.parse(None, "skills.py", __doc__))
+    distributed.answer(
+        "skills", lambda: config.parse(None, "skills.py", __doc__, config.BankConfig)
+    )
 
 import functools
 import itertools
@@ -23,7 +26,7 @@ import pathlib
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,11 +35,12 @@ import config
 import distributed
 import policy
 import rollout
-from config import Config
-from distributed import UserError
+from config import BankConfig, Config
+from distributed import UserError, World
 from policy import Embed, encodable
 from problems import Problem, load_training
 from rollout import Verifier, Writer
+from served import Servers
 
 Items = list[dict]
 Complete = Callable[[list[str]], list[str]] | Writer
@@ -518,14 +522,38 @@ def _without_copies(entries: Items, static: Items, key: str) -> Items:
     return [e for e in entries if entry_text(e, key).casefold() not in known]
 
 
+def writer_of(
+    cfg: Config, world: World, model, tokenizer, folder: pathlib.Path, decode=rollout.stream
+) -> Writer:
+    """The bank's writer: the policy, or --update-model in its place, here or on --update-server."""
+    if cfg.update_server:
+        servers = Servers(cfg.update_server.split(), cfg.update_model, flag="--update-server")
+        servers.check(cfg.reply_tokens)
+        model, tokenizer = policy.load_outline(cfg.update_model, "--update-model")
+        decode = servers.stream
+    elif cfg.update_model:
+        name, flag = cfg.update_model, "--update-model"
+        model, tokenizer = policy.load_model(name, world.device, cfg.dtype, cfg.attn, flag)
+        decode = rollout.stream
+    rows = cfg.rollout_rows or 16
+    job = Writer(model, tokenizer, world, folder, cfg.reply_tokens, cfg.seed, rows)
+    return replace(job, decode=decode)
+
+
 def make_bank(
-    problems: list[Problem], model, tokenizer, verifier: Verifier, writer: Writer, cfg: Config
+    problems: list[Problem],
+    model,
+    tokenizer,
+    verifier: Verifier,
+    writer: Writer,
+    cfg: Config,
+    servers: Servers | None = None,
 ) -> SkillBank:
     """Algorithm 2 from problems to bank, shared over the ranks.
 
-    `model` solves seed problems under settings of their own (S21), and `writer` answers the
-    prompts. Memories go to memories.jsonl in the writer's folder as they come, and what a killed
-    run has made is used again.
+    `model` solves seed problems under settings of their own (S21), here or on `servers`, and
+    `writer` answers the prompts. Memories go to memories.jsonl in the writer's folder as they come,
+    and what a killed run has made is used again.
     """
     world, path = writer.world, writer.folder / "memories.jsonl"
     chosen = random.Random(cfg.seed).sample(problems, min(cfg.cold_start, len(problems)))
@@ -533,6 +561,7 @@ def make_bank(
     sampling = rollout.Sampling(*how, cfg.cold_start_tokens)
     made_with = {"model": cfg.model, "seed": cfg.seed, **asdict(sampling)}
     made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
+    made_with |= {"engine": servers.engine} if servers else {}  # S26
     rows = distributed.read_jsonl(path)
     memories = {m["problem_id"]: m for m in rows if m.get("made_with") == made_with}
     left = [x for x in chosen if memories.get(x.id, {}).get("problem") != x.problem]
@@ -551,13 +580,15 @@ def make_bank(
 
     asked = rollout.rows_of(prompts, keys, cfg.cold_start_tokens)
     job = model, tokenizer, asked, sampling, writer.rows, finish
-    for fresh in rollout.spread(world, *job, "solving"):  # lines 2-7
+    decode = servers.stream if servers else rollout.stream
+    for fresh in rollout.spread(world, *job, "solving", decode):  # lines 2-7
         if world.main:
             distributed.append_jsonl(path, fresh)
         memories |= {m["problem_id"]: m for m in fresh}
     bank = cold_start([memories[x.id] for x in chosen], writer, **cfg.merging)
     replies = writer.take()
     bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in chosen], replies=replies)
+    bank.metadata.update({"engine": servers.engine} if servers else {})
     return bank
 
 
@@ -565,7 +596,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """python skills.py --out bank.json: a bank made by cold start, with the settings of sgsd.py."""
 
     def body() -> None:
-        cfg, resume = config.parse(argv, "skills.py", __doc__)
+        cfg, resume = config.parse(argv, "skills.py", __doc__, BankConfig)
+        assert isinstance(cfg, BankConfig)
         if resume or not cfg.out.endswith(".json") or pathlib.Path(cfg.out).is_dir():
             raise UserError(f"--out {cfg.out}: a file for the bank is wanted, such as bank.json")
         world = distributed.init(cfg.device)
@@ -573,10 +605,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if pathlib.Path(cfg.out).exists() and not folder.exists():
             raise UserError(f"--out {cfg.out}: exists, but skills.py did not make it; give another")
         problems, _ = load_training(cfg)
-        model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
-        writer = rollout.writer(cfg, world, model, tokenizer, folder)
+        servers = None
+        if cfg.server:
+            servers = Servers(cfg.server.split(), cfg.model)
+            servers.check(cfg.cold_start_tokens)
+            model, tokenizer = policy.load_outline(cfg.model)
+        else:
+            model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
+        decode = servers.stream if servers else rollout.stream
+        writer = writer_of(cfg, world, model, tokenizer, folder, decode)
         with Verifier(cfg.verify_timeout, cfg.verify_workers) as verifier:
-            bank = make_bank(problems, model, tokenizer, verifier, writer, cfg)
+            bank = make_bank(problems, model, tokenizer, verifier, writer, cfg, servers)
         if world.main:
             bank.save(cfg.out)
             sizes = f"{len(bank.general_skills)} skills and {len(bank.common_mistakes)} mistakes"

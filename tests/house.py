@@ -17,6 +17,7 @@ ORDER = (  # a file may import those before it
     "problems",
     "policy",
     "rollout",
+    "served",
     "skills",
     "eval",
     "runlog",

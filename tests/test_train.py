@@ -283,7 +283,7 @@ def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys
     settings = {**BANK, "cold_start": 4, "max_new_tokens": 8, "updates": 2}
     run = make_run(world_dir, tmp_path / "run", **settings)
     cfg = dataclasses.replace(run.cfg, reply_tokens=8)
-    run.writer = rollout.writer(cfg, run.world, run.model, run.tokenizer, run.out / "bank")
+    run.writer = skills.writer_of(cfg, run.world, run.model, run.tokenizer, run.out / "bank")
     assert sgsd.train(run) == 0
     assert "there is no teacher, and nothing is learnt (S8)" in capsys.readouterr().out
     metrics = rows(tmp_path / "run/metrics.jsonl")
