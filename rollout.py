@@ -258,13 +258,13 @@ def spread(
     mine = sorted(asked, key=lambda row: len(row.prompt))[world.rank :: world.size]
     turns = decode(model, tokenizer, mine, sampling, rows)
     left = len(asked)
-    bar = tqdm(desc=stage, total=left, disable=not (stage and left and world.main), mininterval=1)
-    while left:
-        found = list(itertools.chain(*gather(finish(next(turns, [])), world)))
-        left -= len(found)
-        bar.update(len(found))
-        yield found
-    bar.close()
+    hidden = not (stage and left and world.main)
+    with tqdm(desc=stage, total=left, disable=hidden, mininterval=1) as bar:
+        while left:
+            found = list(itertools.chain(*gather(finish(next(turns, [])), world)))
+            left -= len(found)
+            bar.update(len(found))
+            yield found
 
 
 @dataclass(frozen=True)
