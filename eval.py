@@ -334,11 +334,13 @@ def servers_for(
     for policy in policies:
         if policy.base and served.place(policy.path) not in names:
             file = pathlib.Path(policy.path) / "adapter_config.json"
-            ranks.append(distributed.read_json(file)["r"])
+            ranks.append(distributed.read_json(file).get("r", 0))
+    by_base: dict[str, served.Servers] = {}
     unfinished = []
     for policy in policies:
         base = policy.base or policy.path
-        policy.servers = served.Servers(args.server, base, max(ranks), names, args.server_timeout)
+        of_base = served.Servers(args.server, base, max(ranks), names, args.server_timeout)
+        policy.servers = by_base.setdefault(served.place(base), of_base)
         prompt = with_skills if policy.skilled else skills.render_student
         done = samples_of(policy, tasks)
         texts = {problem.problem for key, problem in tasks.items() if key not in done}

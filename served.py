@@ -12,6 +12,7 @@ import http.client
 import json
 import queue
 import re
+import shlex
 import sys
 import threading
 import urllib.error
@@ -28,7 +29,7 @@ from policy import Ids, Model, Tokenizer, stop_ids
 from rollout import Row, Sampling, Turn
 
 PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds between the tries of one request
-QUESTION_S = 300.0  # the longest wait for all but a completion, such as an adapter to be loaded
+QUESTION_S, LOAD_S = 60.0, 300.0  # the longest waits for a word, and for an adapter to be loaded
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank may be
 
 
@@ -136,7 +137,7 @@ class Servers:
     def _refusal(self, url: str, why: str, tokens: int) -> UserError:
         """One line that ends in what starts a server for all that will be asked for."""
         port = urlsplit(url).port or 80
-        command = f"vllm serve {self.base} --port {port} --max-model-len {tokens}"
+        command = f"vllm serve {shlex.quote(self.base)} --port {port} --max-model-len {tokens}"
         if self.rank:
             rank = min((rank for rank in RANKS if rank >= self.rank), default=self.rank)
             command = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True {command} --enable-lora"
@@ -167,12 +168,13 @@ class Servers:
         finally:
             for url in self.urls:
                 with contextlib.suppress(Fault, UserError):
-                    _text(f"{url}/unload_lora_adapter", {"lora_name": name}, 30.0)
+                    _text(f"{url}/unload_lora_adapter", {"lora_name": name})
 
     def load(self, url: str, name: str, adapter: str) -> None:
         """Have a server load an adapter under this name, unless it or a user has done so."""
         if name not in self._listed(url) and name not in self.names.values():
-            _text(f"{url}/load_lora_adapter", {"lora_name": name, "lora_path": place(adapter)})
+            body = {"lora_name": name, "lora_path": place(adapter)}
+            _text(f"{url}/load_lora_adapter", body, LOAD_S)
 
     def stop_seeding(self, url: str, why: str) -> None:
         if self.seeded:
@@ -195,6 +197,7 @@ class _Job:
     busy: collections.Counter[str] = field(default_factory=collections.Counter)  # by server
     ending: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    loading: threading.Lock = field(default_factory=threading.Lock)
 
     def turns(self, asked: Sequence[Row], threads: int) -> Iterator[Turn]:
         """Rows as they finish; after the first error those under way, and then the error."""
@@ -242,7 +245,7 @@ class _Job:
             body = self._body(row, url)
             try:
                 if self.name and tries > 1:  # a server that was started anew has no adapters
-                    with self.lock:
+                    with self.loading:
                         servers.load(url, self.name, self.adapter)
                 return self._fill(row, _text(f"{url}/completions", body, servers.timeout_s))
             except Fault as e:
