@@ -26,7 +26,7 @@ import pathlib
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -536,8 +536,8 @@ def writer_of(
         model, tokenizer = policy.load_model(name, world.device, cfg.dtype, cfg.attn, flag)
         decode = rollout.stream
     rows = cfg.rollout_rows or 16
-    job = Writer(model, tokenizer, world, folder, cfg.reply_tokens, cfg.seed, rows)
-    return replace(job, decode=decode)
+    limit, seed = cfg.reply_tokens, cfg.seed
+    return Writer(model, tokenizer, world, folder, limit, seed, rows, decode=decode)
 
 
 def make_bank(
