@@ -42,7 +42,7 @@ import rollout  # noqa: E402
 import served  # noqa: E402
 import skills  # noqa: E402
 
-TINY = f"--data {ROOT}/tiny/test.jsonl --limit 80 --samples 4 --max-new-tokens 96 --rows 32".split()
+TINY = f"--data {ROOT}/tiny/test.jsonl --samples 4 --max-new-tokens 96 --rows 32".split()
 REAL = "--samples 4 --max-new-tokens 400 --rows 16 --dtype float32".split()
 OUTCOMES = ("read", "repaired", "retried", "lost")
 
@@ -332,7 +332,7 @@ def greedy_text(part: dict) -> list[str]:
 
 
 def sampled_text(part: dict) -> list[str]:
-    what = "`eval.py tiny/model RUN`, 80 problems, 4 samples each, at most 96 tokens:"
+    what = "`eval.py tiny/model RUN`, 240 problems, 4 samples each, at most 96 tokens:"
     return ["## Sampled: the same evaluation of a tiny run", "", what, "", *figures_table(part)]
 
 
