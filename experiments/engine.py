@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import urllib.request
@@ -288,7 +289,8 @@ def bad(args: argparse.Namespace) -> dict:
         out = args.folder / "bad" / name.replace(" ", "_")
         shutil.rmtree(out, ignore_errors=True)
         flags = [*TINY, "--server", url]  # what comes after them has the last word
-        lines[name] = error_of([argv[0], *flags, *argv[1:]], out, kill)
+        error = error_of([argv[0], *flags, *argv[1:]], out, kill)
+        lines[name] = error.replace(f"{ROOT}/", "").replace(f"{args.folder}/", "")
         print(f"{name}: {lines[name]}", flush=True)
 
     line("no server", [base], engine.url)
@@ -332,7 +334,10 @@ def greedy_text(part: dict) -> list[str]:
 
 
 def sampled_text(part: dict) -> list[str]:
-    what = "`eval.py tiny/model RUN`, 240 problems, 4 samples each, at most 96 tokens:"
+    what = (
+        "`eval.py tiny/model RUN`, 240 problems, 4 samples each, at most 96 tokens; the seconds are"
+    )
+    what += " of all four policies:"
     return ["## Sampled: the same evaluation of a tiny run", "", what, "", *figures_table(part)]
 
 
@@ -348,7 +353,8 @@ def killed_text(part: dict) -> list[str]:
     text = f"The evaluation above was killed with {part['before']} samples written, and its server"
     text += " after it; the server was started anew, and the same command repeated: "
     text += f"{part['samples']} samples, {part['different']} different ones, avg@4 {row['avg']:.1%}"
-    return ["## Killed at 30%, with the server", "", f"{text} ({interval})."]
+    text = textwrap.fill(f"{text} ({interval}).", 130)
+    return ["## Killed at 30%, with the server", "", text]
 
 
 def bank_text(part: dict) -> list[str]:
@@ -356,7 +362,7 @@ def bank_text(part: dict) -> list[str]:
     text = f"`skills.py --server` from {metadata['seed_solutions']} problems, of whose solutions "
     text += f"{metadata['right_seed_solutions']} were right, made {part['skills']} skills and "
     text += f"{part['mistakes']} mistakes in {part['seconds']:.0f} seconds. Its replies:"
-    lines = ["## A bank by the real model", "", text, ""]
+    lines = ["## A bank by the real model", "", textwrap.fill(text, 130), ""]
     lines += [f"| kind | {' | '.join(OUTCOMES)} |", "|---" * 5 + "|"]
     for kind, counts in sorted(part["replies"].items()):
         lines.append(f"| {kind} | {' | '.join(str(counts[name]) for name in OUTCOMES)} |")
@@ -373,20 +379,19 @@ def bad_text(part: dict) -> list[str]:
 def page(folder: pathlib.Path) -> str:
     """The page of all parts that are there."""
     sections = []
-    machines = set()
+    machines: dict[str, None] = {}
     for name, (_, text_of_part) in PARTS.items():
         file = folder / f"part_{name}.json"
         if file.exists():
             part = json.loads(file.read_text())
-            machines.add(part["machine"])
+            machines[part["machine"]] = None
             sections.append("\n".join(text_of_part(part)))
-    opening = (
-        "# A server beside `generate`\n\nMade by `python experiments/engine.py`; one run of each"
+    text = f"Made by `python experiments/engine.py`, one run of each part: {'; '.join(machines)}. Other"
+    text += (
+        " work ran beside it, so the seconds say little. This page shows whether the answers are"
     )
-    opening += (
-        f" part. {'; '.join(sorted(machines))}. The same answers and nothing lost is what this"
-    )
-    opening += " page shows. It claims no speed: on this machine the server is the slower one."
+    text += " the same and nothing is lost. It claims no speed: on this machine the server is no faster."
+    opening = "# A server beside `generate`\n\n" + textwrap.fill(text, 130)
     return "\n\n".join([opening, *sections]) + "\n"
 
 
