@@ -386,11 +386,12 @@ def page(folder: pathlib.Path) -> str:
             part = json.loads(file.read_text())
             machines[part["machine"]] = None
             sections.append("\n".join(text_of_part(part)))
-    text = f"Made by `python experiments/engine.py`, one run of each part: {'; '.join(machines)}. Other"
+    where = "; ".join(machines)
+    text = f"Made by `python experiments/engine.py`, one run of each part: {where}. Other work ran"
     text += (
-        " work ran beside it, so the seconds say little. This page shows whether the answers are"
+        " beside it, so the seconds say little. This page shows whether the answers are the same"
     )
-    text += " the same and nothing is lost. It claims no speed: on this machine the server is no faster."
+    text += " and nothing is lost. It claims no speed: on this machine the server is no faster."
     opening = "# A server beside `generate`\n\n" + textwrap.fill(text, 130)
     return "\n\n".join([opening, *sections]) + "\n"
 
