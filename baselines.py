@@ -6,9 +6,11 @@
     python baselines.py --out runs/d --method opsd+skill      student and teacher see the skills
     python baselines.py --out runs/e --no-polarity            SGSD, every teacher distilled; §4.4
     python baselines.py --out runs/f --objective reverse_kl   SGSD, a divergence in the gate's place
+    python baselines.py --out runs/g --token-polarity consistent   tokens that oppose ã left out
 
-A method is a function (run, step) -> (records, gradient norm, seconds), in place of
-`sgsd.train_step`. All share data, verifier and evaluation; DEFAULTS has what else differs.
+A method is two functions: the prompts of a problem, and the loss of a rollout. `sgsd.train_step`
+takes them in place of SGSD's own, so all methods share the loop, data, verifier and evaluation.
+DEFAULTS has what else differs.
 
 Dimension key: G rollouts of a group, K teachers, T completion tokens, n positions of a slice,
 V vocabulary, D hidden size.
@@ -20,6 +22,7 @@ from typing import Any, ClassVar
 
 import config
 import distributed
+import inputs
 from config import Config, setting
 from distributed import UserError
 
@@ -32,26 +35,53 @@ class BaselineConfig(Config):
 
     program: ClassVar[str] = "baselines.py"
 
-    method: str = setting("sgsd", "also grpo or opsd, either with +skill; sets other defaults")
-    generations: int = setting(1, "G, rollouts per problem; 8 for grpo; Tab. 11")
-    student_prefix: str = setting("closed", "its think block; S3, S15", ("closed", "bare"))
-    loss_temperature: float = setting(1.0, "of the loss; 0 is the sampling's; S5, S15", least=0)
-    drop_truncated: bool = setting(False, "leave out of the loss what the length limit cut; S4")
-    token_mask: bool = setting(True, "without it every token counts; Tab. 4")
-    clip: bool = setting(True, "without it the support takes the gaps as they are; Tab. 4")
-    polarity: bool = setting(True, "without it every teacher is distilled, rho = +1; §4.4")
-    retrieval: str = setting("embedding", "the nearest pairs or any; S20", ("embedding", "random"))
-    answer_pi: bool = setting(False, "the reference answer in a teacher's prompt too; §4.5, S16")
+    method: str = setting(
+        "sgsd", "sgsd, grpo or opsd, the last two also with +skill; sets other defaults"
+    )
+    generations: int = setting(1, "G: solutions sampled for each problem; 8 for grpo; Tab. 11")
+    student_prefix: str = setting(
+        "closed", "think block of the student's prompt; S3, S15", ("closed", "bare")
+    )
+    loss_temperature: float = setting(
+        1.0, "temperature of the loss; 0 takes the sampling's; S5, S15", least=0
+    )
+    drop_truncated: bool = setting(
+        False, "leave solutions that the length limit cut out of the loss; S4"
+    )
+    token_mask: bool = setting(
+        True, "leave formatting tokens out; without it every token counts; Tab. 4"
+    )
+    clip: bool = setting(True, "clip the gaps for the support; Tab. 4")
+    polarity: bool = setting(
+        True, "distil or reverse by the verdict; without it distil every teacher; §4.4"
+    )
+    token_polarity: str = setting(
+        "teacher",
+        "polarity of single tokens: their teacher's, or by the verdict; D12",
+        choices=("teacher", "consistent", "confident", "verdict", "agreeing"),
+    )
+    retrieval: str = setting(
+        "embedding", "nearest by embedding, or random; S20", ("embedding", "random")
+    )
+    answer_pi: bool = setting(False, "show teachers the reference answer, too; §4.5, S16")
     teacher: str = setting(
-        "live", "the adapter; frozen has none; §4.5", choices=("live", "frozen", "periodic", "ema")
+        "live",
+        "teacher weights: current adapter, base, periodic copy or EMA; §4.5",
+        choices=("live", "frozen", "periodic", "ema"),
     )
-    teacher_period: int = setting(50, "updates between copies of a periodic teacher; S18")
-    teacher_decay: float = setting(0.999, "decay of an ema teacher; S18", least=0, most=1)
+    teacher_period: int = setting(
+        50, "copy the student to a periodic teacher every so many steps; S18"
+    )
+    teacher_decay: float = setting(0.999, "decay of an EMA teacher, per step; S18", least=0, most=1)
     objective: str = setting(
-        "gate", "the gate, or a divergence over all tokens; §4.5, D10", choices=("gate", *JSD_BETA)
+        "gate",
+        "the gate, or a divergence over the whole vocabulary; §4.5, D10",
+        choices=("gate", *JSD_BETA),
     )
-    objective_clip: float = setting(0.0, "bound of a divergence's terms; 0 is none; S16", least=0)
-    support_top_k: int = setting(0, "the gate on the teacher's top k; 0 is off; S19", least=0)
+    objective_clip: float = setting(
+        0.0, "clip each term of a divergence to this; 0 disables; S16", least=0
+    )
+    support_top_k: int = setting(0, "gate on the teacher's top k tokens; 0 disables; S19", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,6 +97,10 @@ class BaselineConfig(Config):
             raise UserError("--temperature 0: makes all --generations of a problem the same")
         if self.support_top_k and self.objective != "gate":
             raise UserError("--support-top-k: needs the gate; leave out --objective")
+        gated = self.objective == "gate" and not self.support_top_k
+        if self.token_polarity != "teacher" and not (gated and self.polarity):
+            rule = "is of Eq. 20, so it needs the gate on the full gap, and polarity"
+            raise UserError(f"--token-polarity {self.token_polarity}: {rule}")
 
     @property
     def score_temperature(self) -> float:
@@ -95,7 +129,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
 
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
-    distributed.answer("baselines", parse)
+    distributed.answer("baselines", lambda: inputs.look(*parse()))
 
 import contextlib
 import functools
@@ -109,14 +143,13 @@ from torch import Tensor
 
 import policy
 import rollout
-import runlog
 import sgsd
 import skills
 from policy import Ids
 from problems import Problem
 from rollout import Rollout
-from sgsd import Run, Update
-from skills import SkillPair
+from sgsd import Example, RolloutLoss, Run, Update
+from skills import SkillBank, SkillPair
 
 
 def grpo_advantages(rewards_G: Tensor, eps: float = 1e-4) -> Tensor:
@@ -149,7 +182,9 @@ def generalized_jsd(
     beta 0: forward KL(T || S). beta 1: reverse KL(S || T). Between them
     beta KL(T || M) + (1 - beta) KL(S || M) with the mixture M = beta T + (1 - beta) S.
     clip > 0 bounds each vocabulary entry's term from above, as OPSD does (S16); the sum can then
-    be negative. ValueError on beta outside [0, 1].
+    be negative. Multiplied by rho = -1 it is maximised: forward KL without bound, reverse KL up to
+    -log of the teacher's smallest probability, a mixture up to log 2 (S26).
+    ValueError on beta outside [0, 1].
     """
     if not 0 <= beta <= 1:
         raise ValueError(f"generalized_jsd: beta must be in [0, 1], got {beta}")
@@ -185,6 +220,36 @@ def local_support(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Te
     return (logp_t.exp() * (logp_t - logp_s)).sum(1), (logp_t - logp_s)[:, 0]
 
 
+def token_polarity(kind: str, delta_KT: Tensor, a_K: Tensor, r: float, eps_a: float) -> Tensor:
+    """rho_t^(k), in place of rho_k at each token of Eqs. 16 and 20 (D12). [K, T] in {-1, 0, +1}.
+
+    Eq. 20 with it: W_t^(k) = alpha_k rho_t^(k) (m_t / Z) g_tau(Delta). The sign of a token's credit
+    is that of rho_t^(k) Delta_t^(k), so under every kind but "teacher" it is r's, or there is none.
+
+    teacher     rho_k for all tokens: the paper's (Eq. 13)
+    consistent  rho_k where sgn(Delta_t) = sgn(ã_k), else 0
+    confident   r sgn(Delta_t) where |ã_k| > eps_a, else 0
+    verdict     r sgn(Delta_t), whatever the support
+    agreeing    1 where sgn(Delta_t) = r, else 0, whatever the support
+
+    delta_KT: gaps. a_K: supports ã. No gradient. ValueError on another kind, r or eps_a.
+    """
+    rho_K1 = sgsd.polarity(a_K, r, eps_a)[:, None]  # Eq. 13
+    sign_KT = torch.sign(delta_KT.detach())
+    by_verdict_KT = sgsd.outcome_sign(r) * sign_KT
+    if kind == "teacher":
+        return rho_K1.expand_as(sign_KT)
+    if kind == "consistent":
+        return rho_K1 * (sign_KT == torch.sign(a_K)[:, None])
+    if kind == "confident":
+        return by_verdict_KT * rho_K1.abs()
+    if kind == "verdict":
+        return by_verdict_KT
+    if kind == "agreeing":
+        return (by_verdict_KT > 0).to(delta_KT)
+    raise ValueError(f"token_polarity: there is no kind {kind!r}")
+
+
 def token_losses(cfg: BaselineConfig, ids_n: Tensor, s_nV: Tensor, *teachers_nV: Tensor) -> Tensor:
     """Loss, gap and full gap of each position under each teacher, [n, K, 3], from whole logits.
 
@@ -212,81 +277,109 @@ def settings(run: Run) -> BaselineConfig:
     return run.cfg
 
 
-def retrieve(run: Run, step: int, x: Problem) -> list[SkillPair]:
-    """The pairs of a problem: the nearest; with --retrieval random, any (S20)."""
+def at_random(seed: int) -> skills.Retriever:
+    """Pairs drawn anew for each problem and update, all with one weight (S20)."""
+
+    def retriever(bank: SkillBank, x: Problem, k: int, step: int) -> list[SkillPair]:
+        draw = random.Random(rollout.sample_key(seed, step, x.id))
+        chosen = []
+        for entries in (bank.general_skills, bank.common_mistakes):
+            chosen.append(draw.sample(entries, min(k, len(entries))))
+        return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*chosen)]
+
+    return retriever
+
+
+# ------------------------------------------------------------------ GRPO: its prompts and its loss
+
+
+def student_prompt(run: Run, x: Problem, pairs_K: list[SkillPair]) -> Ids:
+    """The problem; for a +skill method with the retrieved pairs in front of it (S17)."""
     cfg = settings(run)
-    if run.bank is None:
-        return []
-    if cfg.retrieval == "embedding":
-        return sgsd.retrieve(run, x)
-    draw = random.Random(rollout.sample_key(cfg.seed, step, x.id))
-    chosen = []
-    for entries in (run.bank.general_skills, run.bank.common_mistakes):
-        chosen.append(draw.sample(entries, min(cfg.num_teachers, len(entries))))
-    return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*chosen)]
+    shown = pairs_K if cfg.method.endswith("+skill") else []
+    text = skills.render_skills(shown, x.problem)
+    return sgsd.prompt_ids(run, text, x.id, cfg.student_prefix)
 
 
-def sample(run: Run, step: int) -> tuple[list[int], list[Problem], list, list[Rollout]]:
-    """This rank's places in the global batch, in whole groups; problems, pairs and rollouts."""
-    cfg, world = settings(run), run.world
-    batch = rollout.minibatch(run.problems, cfg, step, cfg.generations)
-    places = [i for i in range(len(batch)) if i // cfg.generations % world.size == world.rank]
-    data = [batch[i][0] for i in places]
-    keys = [batch[i][1] for i in places]
-    prompts = []
-    with distributed.errors_shared(world):
-        pairs = [retrieve(run, step, x) for x in data]
-        for x, pairs_K in zip(data, pairs):
-            shown = pairs_K if cfg.method.endswith("+skill") else []
-            text = skills.render_skills(shown, x.problem)
-            prompts.append(sgsd.prompt_ids(run, text, x.id, cfg.student_prefix))
-    return places, data, pairs, sgsd.sample(run, data, prompts, keys)
+def grpo_prompts(run: Run, x: Problem, pairs_K: list[SkillPair]) -> tuple[Ids, list[Ids]]:
+    """GRPO has no teachers."""
+    return student_prompt(run, x, pairs_K), []
 
 
-def teachers(run: Run, x: Problem, pairs_K: list[SkillPair]) -> tuple[list[Ids], Tensor]:
-    """The prompts of a problem's K teachers, and their weights [K].
+def grpo_rollout(run: Run, example: Example) -> RolloutLoss:
+    """A rollout's loss by its reward relative to its group's.
 
-    OPSD has a single teacher. With --answer-pi a teacher also sees the reference answer (S16).
+    There is one step per rollout, so that pi_old = pi and the ratio is 1 (S15).
     """
-    cfg, device = settings(run), run.world.device
+    cfg, roll = settings(run), example.rollout
+    rewards_G = torch.tensor([float(sgsd.reward(other)) for other in example.group])
+    advantage = grpo_advantages(rewards_G)[example.index % cfg.generations]
+    prompt, ids, t = [roll.prompt_ids], [roll.completion_ids], cfg.score_temperature
+    logp_T = policy.token_logprobs(run.model, prompt, ids, grad=True, temperature=t)[0]
+    loss = kept(cfg, roll, grpo_loss(logp_T, logp_T, advantage.item()))
+    none_K, none_KT = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T))
+    result = RolloutLoss(loss, torch.ones_like(logp_T), none_KT, none_K, none_K, none_K, none_K)
+    result.numbers["advantage"] = advantage
+    return result
+
+
+def kept(cfg: BaselineConfig, roll: Rollout, loss: Tensor) -> Tensor:
+    """The loss, or with --drop-truncated 0 where the length limit cut the rollout (S4)."""
+    return 0 * loss if cfg.drop_truncated and roll.truncated else loss
+
+
+# --------------------------------------------- SGSD with any part changed, and OPSD: the same two
+
+
+def teacher_prompts(run: Run, x: Problem, pairs_K: list[SkillPair]) -> tuple[Ids, list[Ids]]:
+    """The student's prompt and those of K teachers; OPSD has a single one.
+
+    With --answer-pi a teacher also sees the reference answer (S16).
+    """
+    cfg, student = settings(run), student_prompt(run, x, pairs_K)
     if cfg.answer_pi:
         x = replace(x, problem=f"{x.problem}\n\nThe reference answer is {x.answer}.")
-    if cfg.method.startswith("opsd"):
-        text = skills.render_skills(pairs_K, x.problem)
-        context = sgsd.prompt_ids(run, text, f"teacher of {x.id}", cfg.teacher_prefix)
-        return [context], torch.ones(1, device=device)
-    s_g_K = torch.tensor([pair.s_g for pair in pairs_K], device=device)
-    s_e_K = torch.tensor([pair.s_e for pair in pairs_K], device=device)
-    return sgsd.teacher_prompts(run, x, pairs_K), sgsd.teacher_weights(s_g_K, s_e_K)
+    if not cfg.method.startswith("opsd"):
+        return student, sgsd.teacher_prompts(run, x, pairs_K)
+    text = skills.render_skills(pairs_K, x.problem)
+    return student, [sgsd.prompt_ids(run, text, f"teacher of {x.id}", cfg.teacher_prefix)]
 
 
-def distil(run, step, roll, pairs_K, guidance, clock) -> tuple[Tensor, dict]:
-    """A rollout's loss and record by Algorithm 1, lines 8-14, with any part changed; or OPSD's."""
-    cfg, (contexts_K, alpha_K) = settings(run), guidance
+def distilled_rollout(run: Run, example: Example) -> RolloutLoss:
+    """A rollout's loss by Algorithm 1, lines 8-14, with any part changed; or by OPSD."""
+    cfg, roll = settings(run), example.rollout
     ids_T = torch.tensor(roll.completion_ids, device=run.world.device)
     mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
-    ell_KT, gap_KT, full_KT = scored(run, roll, contexts_K, clock)
-    lbar_K = torch.where(mask_T.bool(), ell_KT, 0).sum(1) / (mask_T.sum() + sgsd.EPS)  # Eq. 15
+    alpha_K = torch.ones(1, device=run.world.device)
+    if not cfg.method.startswith("opsd"):
+        alpha_K = sgsd.pair_weights(run, example.pairs_K)
+    ell_KT, gap_KT, full_KT = scored(run, roll, example.contexts_K)
     bound = cfg.c_delta if cfg.clip else math.inf
     a_K = sgsd.robust_support(gap_KT, mask_T, bound)
     rho_K = torch.ones_like(a_K)
     if cfg.polarity:
-        rho_K = sgsd.polarity(a_K, roll.r, cfg.eps_a)  # Eq. 13
-    loss = (alpha_K * rho_K * lbar_K).sum()  # Eq. 16
-    row = sgsd.record(run, step, roll, pairs_K, gap_KT, mask_T, alpha_K, a_K, rho_K, loss)
-    row["losses"] = lbar_K.tolist()
-    tokens = row.get("tokens", {})  # where this update is audited
+        rho_K = sgsd.polarity(a_K, sgsd.reward(roll), cfg.eps_a)
+    lbar_K = sgsd.masked_mean(ell_KT, mask_T)
+    loss = sgsd.weighted_loss(lbar_K, alpha_K, rho_K)
+    credit_KT = sgsd.token_credit(gap_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
+    if cfg.token_polarity != "teacher":  # rho of each token in the place of rho_K
+        rho_KT = token_polarity(cfg.token_polarity, gap_KT, a_K, roll.r, cfg.eps_a)
+        all_K = torch.ones_like(a_K)
+        loss = sgsd.weighted_loss(sgsd.masked_mean(rho_KT * ell_KT, mask_T), alpha_K, all_K)
+        credit_KT = rho_KT * sgsd.token_credit(gap_KT, mask_T, alpha_K, all_K, cfg.tau_g)
+    loss = kept(cfg, roll, loss)
+    result = RolloutLoss(loss, mask_T, gap_KT, alpha_K, a_K, rho_K, lbar_K, credit_KT)
     if cfg.objective != "gate" or cfg.support_top_k:
-        tokens.pop("credit", None)  # Eq. 20 is of the gate and the full gap
+        result.credit_KT = None  # Eq. 20 is of the gate and the full gap
     if cfg.support_top_k:  # what truncation does to the supports and, on average, to a gap (S19)
         error_KT = (gap_KT - full_KT).abs()
-        row["a_full"] = sgsd.robust_support(full_KT, mask_T, bound).tolist()
-        row["gap_error"] = sgsd.robust_support(error_KT, mask_T, math.inf).tolist()
-        tokens["delta_full"] = full_KT.tolist()
-    return loss, row
+        result.numbers["a_full"] = sgsd.robust_support(full_KT, mask_T, bound)
+        result.numbers["gap_error"] = sgsd.robust_support(error_KT, mask_T, math.inf)
+        result.token_numbers["delta_full"] = full_KT.detach()
+    return result
 
 
-def scored(run: Run, roll: Rollout, contexts_K: list[Ids], clock: runlog.Stopwatch) -> Tensor:
+def scored(run: Run, roll: Rollout, contexts_K: list[Ids]) -> Tensor:
     """Token losses, gaps and full gaps [3, K, T], made a slice of positions at a time."""
     cfg, ids_T = settings(run), roll.completion_ids
     if not contexts_K:
@@ -297,7 +390,7 @@ def scored(run: Run, roll: Rollout, contexts_K: list[Ids], clock: runlog.Stopwat
             prompts = [contexts_K[k] for k in group]
             x_N, _ = policy.predictors(run.model, prompts, [ids_T] * len(group))
             teachers_KTD.update(zip(group, x_N.split(len(ids_T))))
-    clock.lap("score")
+    run.clock.lap("score")
     student_TD, sampled_T = policy.predictors(run.model, [roll.prompt_ids], [ids_T])
     states = [student_TD, *[teachers_KTD[k] for k in range(len(contexts_K))]]
     losses = functools.partial(token_losses, cfg)
@@ -332,53 +425,44 @@ def teacher_policy(run: Run) -> Iterator[None]:
                 p.data = own[name]
 
 
-def reinforce(run, step, roll, pairs_K, advantage, clock) -> tuple[Tensor, dict]:
-    """A rollout's loss and record by GRPO; one step per rollout, so that pi_old = pi (S15)."""
-    prompt, ids, t = [roll.prompt_ids], [roll.completion_ids], settings(run).score_temperature
-    logp_T = policy.token_logprobs(run.model, prompt, ids, grad=True, temperature=t)[0]
-    loss = grpo_loss(logp_T, logp_T, advantage)
-    none_K, none_KT = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T))
-    mask_T = torch.ones_like(logp_T)
-    row = sgsd.record(run, step, roll, pairs_K, none_KT, mask_T, none_K, none_K, none_K, loss)
-    return loss, row | {"advantage": advantage}
+def follow(run: Run, step: int) -> None:
+    """Let a copied teacher follow the student (--teacher periodic or ema; S18)."""
+    cfg = settings(run)
+    periodic = float(step % cfg.teacher_period == 0)
+    share = 1 - cfg.teacher_decay if cfg.teacher == "ema" else periodic
+    for name, p in policy.trained(run.model).items():
+        if f"{name}.teacher" in run.kept:  # a share of 0 leaves the copy as it is, 1 copies exactly
+            run.kept[f"{name}.teacher"].lerp_(p.detach(), share)
+
+
+# ----------------------------------------------------------------------------------- the command
 
 
 def method_step(run: Run, step: int) -> Update:
-    """One update of any method; with every default it is `sgsd.train_step`."""
-    cfg, clock = settings(run), runlog.Stopwatch()
-    places, data, pairs, rollouts = sample(run, step)
-    clock.lap("gen")
-    guidance: list = []
+    """One update of any method; with every default it is `sgsd.train_step`'s."""
+    cfg = settings(run)
+    prompts_of, loss_of = teacher_prompts, distilled_rollout
     if cfg.method.startswith("grpo"):
-        rewards = torch.tensor([float(roll.r) for roll in rollouts])
-        for rewards_G in rewards.split(cfg.generations):
-            guidance += grpo_advantages(rewards_G).tolist()
-    else:
-        with distributed.errors_shared(run.world):
-            guidance = [teachers(run, x, pairs_K) for x, pairs_K in zip(data, pairs)]
-    loss_of = reinforce if cfg.method.startswith("grpo") else distil
-    records = []
-    for i, roll, pairs_K, own in zip(places, rollouts, pairs, guidance):
-        loss, row = loss_of(run, step, roll, pairs_K, own, clock)
-        if cfg.drop_truncated and roll.truncated:  # S4
-            loss = 0 * loss
-        if loss.requires_grad:  # without teachers there is no loss (S8)
-            (loss / (cfg.batch_size * cfg.generations)).backward()
-        records.append({"index": i, **row, "loss": loss.item()})
-        clock.lap("bwd")
-    norm = policy.update(run.model, run.optimizer, run.world, cfg, step)
-    periodic = float(step % cfg.teacher_period == 0)
-    follow = 1 - cfg.teacher_decay if cfg.teacher == "ema" else periodic
-    for name, p in policy.trained(run.model).items():
-        if f"{name}.teacher" in run.kept:  # `follow` 0 leaves the copy as it is, 1 copies exactly
-            run.kept[f"{name}.teacher"].lerp_(p.detach(), follow)
-    clock.lap("opt")
-    return records, norm, clock.seconds
+        prompts_of, loss_of = grpo_prompts, grpo_rollout
+    update = sgsd.train_step(run, step, prompts_of, loss_of, cfg.generations)
+    follow(run, step)
+    return update
+
+
+def retriever_of(cfg: Config) -> skills.Retriever | None:
+    """What --retrieval asks for; None is sgsd's own, the nearest by the encoder."""
+    assert isinstance(cfg, BaselineConfig)
+    return at_random(cfg.seed) if cfg.retrieval == "random" else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return distributed.command("baselines", lambda: sgsd.launch(*parse(argv), method_step))
+
+    def body() -> int:
+        cfg, resume = parse(argv)
+        return sgsd.launch(cfg, resume, method_step, retriever_of(cfg))
+
+    return distributed.command("baselines", body)
 
 
 if __name__ == "__main__":

@@ -36,70 +36,107 @@ class Config:
     program: ClassVar[str] = "sgsd.py"
 
     # the run
-    out: str = setting("runs/sgsd", "the run's directory; for skills.py the bank's file, x.json")
-    seed: int = setting(0, "of the data order, the adapters and sampling", least=0, most=2**40)
-    updates: int = setting(200, "optimizer updates; §4.1")
-    checkpoint_every: int = setting(25, "updates between two checkpoints; §4.1")
-    eval_data: str = setting("", "problems for avg@k before and after the run; see also eval.py")
-    eval_samples: int = setting(12, "samples per problem in those evaluations; App. F.1")
-    eval_tokens: int = setting(38912, "new tokens of an evaluation sample; App. F.1")
-    device: str = setting("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
+    out: str = setting(
+        "runs/sgsd", "directory of the run; skills.py: file of the bank, such as bank.json"
+    )
+    seed: int = setting(
+        0, "seed of the data order, the adapters and the sampling", least=0, most=2**40
+    )
+    updates: int = setting(200, "number of optimizer steps; §4.1")
+    checkpoint_every: int = setting(25, "save a checkpoint every so many steps; §4.1")
+    eval_data: str = setting(
+        "", "problems on which base and last checkpoint are evaluated in the end"
+    )
+    eval_samples: int = setting(12, "k of that evaluation's avg@k; App. F.1")
+    eval_tokens: int = setting(38912, "longest sample of that evaluation, in tokens; App. F.1")
+    device: str = setting("auto", "auto takes CUDA where there is a GPU", ("auto", "cpu", "cuda"))
     # the model
-    model: str = setting("Qwen/Qwen3-1.7B", "the policy, a hub id or directory; §4.1")
-    dtype: str = setting("auto", "auto: bf16 on CUDA; App. F.1", ("auto", "float32", "bfloat16"))
+    model: str = setting("Qwen/Qwen3-1.7B", "policy to train: a hub id or a directory; §4.1")
+    dtype: str = setting(
+        "auto",
+        "weights of the base; auto is bf16 on CUDA; App. F.1",
+        ("auto", "float32", "bfloat16"),
+    )
     attn: str = setting("sdpa", "attention kernels; S25", ("sdpa", "flash_attention_2", "eager"))
     lora_rank: int = setting(64, "rank of the adapters; App. F.1")
-    lora_alpha: int = setting(128, "scale of the adapters; App. F.1")
+    lora_alpha: int = setting(128, "LoRA alpha, the scale of the adapters; App. F.1")
     # the data
-    data: str = setting("BytedTsinghua-SIA/DAPO-Math-17k", "hub id, parquet or JSONL; App. F.1, D8")
-    batch_size: int = setting(32, "problems per update over all ranks; S6")
-    max_prompt_tokens: int = setting(20000, "a longer prompt is an error, never cut; Tab. 11")
-    allow_eval_overlap: bool = setting(False, "learn from problems of the evaluation sets, too")
-    # the bank
-    bank: str = setting("", "skill bank (JSON); without one the run makes its own; §2.1, Alg. 2")
-    encoder: str = setting("Qwen/Qwen3-Embedding-0.6B", "a sentence-transformers model; Tab. 12")
-    query_prompt: str = setting("", "text put in front of a problem before it is embedded; S10")
-    cold_start: int = setting(256, "seed problems of a bank that the run makes; Alg. 2, Tab. 12")
-    cold_start_temperature: float = setting(1.0, "of the seed solutions' sampling; S21", least=0)
-    cold_start_top_p: float = setting(0.95, "nucleus of the seed solutions' sampling; S21", most=1)
-    cold_start_top_k: int = setting(0, "top k of the seed solutions' sampling; S21", least=0)
-    cold_start_tokens: int = setting(38912, "length of a seed solution; S21")
-    cold_start_thinking: bool = setting(True, "solve the seed problems in thinking mode; S21")
-    update_every: int = setting(25, "F, updates per online update; 0 is never; Alg. 4", least=0)
-    success_gate: float = setting(0.8, "gamma, success that skips a bank update; Alg. 4", least=0)
-    max_new_items: int = setting(5, "N, net new entries per online update; Alg. 4", least=0)
-    dynamic_capacity: int = setting(30, "C, dynamic entries per collection; Alg. 4, Tab. 12")
-    merge_group_size: int = setting(32, "H, items per merge; Alg. 3", least=2)
-    merge_patience: int = setting(3, "P, merge layers without progress; Alg. 3")
-    reply_tokens: int = setting(4096, "new tokens of an extraction's reply; D4")
-    update_model: str = setting("", "another model for extraction and merging; App. D.4")
-    update_server: str = setting("", "the server of --update-model, several in quotes; S26")
-    memory_answer: bool = setting(False, "show the reference answer to the extractor; D3")
-    # the objective
-    num_teachers: int = setting(8, "K, retrieved skill-mistake pairs; Tab. 12")
-    teacher_prefix: str = setting("bare", "a teacher's think block; S3", ("bare", "open", "closed"))
-    tau_g: float = setting(1.0, "gate width; Eq. 14, Tab. 12")
-    c_delta: float = setting(3.0, "bound of the gaps in the support, in nats; Eq. 11, Tab. 12")
-    eps_a: float = setting(0.05, "threshold on the support, in nats; Eq. 13, Tab. 12", least=0)
-    mask_extra: bool = setting(False, "also mask tokens of white space, markdown, tool tags; S2")
-    # the student's sampling
-    temperature: float = setting(1.1, "of the student's sampling; Tab. 11", least=0)
-    top_p: float = setting(0.95, "nucleus of the student's sampling; Tab. 11", most=1)
-    top_k: int = setting(20, "most likely tokens that can be drawn; 0 is all; Tab. 11", least=0)
-    max_new_tokens: int = setting(1024, "completion length; Tab. 11")
-    # the optimizer
-    learning_rate: float = setting(5e-6, "AdamW's, falling linearly to 0; App. F.1, S7")
-    grad_clip: float = setting(0.1, "largest gradient norm; S7")
-    # looking inside, and what bounds memory without changing a result
-    audit_every: int = setting(25, "updates between records in tokens.jsonl; 0 is never", least=0)
-    score_tokens: int = setting(16384, "token budget of one padded forward pass")
-    rollout_rows: int = setting(
-        0, "rows decoded at a time on each rank; 0 is all rollouts, and 16 for the bank", least=0
+    data: str = setting(
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        "training problems: hub id, parquet or JSONL; App. F.1, D8",
     )
-    verify_timeout: float = setting(5.0, "seconds the verifier may take for an answer", most=1e6)
-    verify_workers: int = setting(1, "verifier processes per rank")
-    wandb: bool = setting(False, "also send the numbers of metrics.jsonl to Weights & Biases")
-    tensorboard: bool = setting(False, "also write the numbers of metrics.jsonl to RUN/tensorboard")
+    batch_size: int = setting(32, "problems in a step, over all processes together; S6")
+    max_prompt_tokens: int = setting(20000, "refuse a longer prompt, and never cut one; Tab. 11")
+    allow_eval_overlap: bool = setting(False, "train on problems of the evaluation sets, too")
+    # the bank
+    bank: str = setting("", "skill bank (JSON); without one the model writes its own first; Alg. 2")
+    encoder: str = setting(
+        "Qwen/Qwen3-Embedding-0.6B",
+        "sentence-transformers model that embeds problems and skills; Tab. 12",
+    )
+    query_prompt: str = setting("", "text put in front of a problem before it is embedded; S10")
+    cold_start: int = setting(
+        256, "solve so many seed problems to write the first bank; Alg. 2, Tab. 12"
+    )
+    cold_start_temperature: float = setting(
+        1.0, "sampling temperature of the seed solutions; S21", least=0
+    )
+    cold_start_top_p: float = setting(0.95, "top-p of the seed solutions; S21", most=1)
+    cold_start_top_k: int = setting(0, "top-k of the seed solutions; 0 turns it off; S21", least=0)
+    cold_start_tokens: int = setting(38912, "longest seed solution, in tokens; S21")
+    cold_start_thinking: bool = setting(True, "solve the seed problems in thinking mode; S21")
+    allow_empty_bank: bool = setting(False, "train though no pair, so no teacher, was found; S8")
+    update_every: int = setting(25, "F: evolve the bank every F steps; 0 disables; Alg. 4", least=0)
+    success_gate: float = setting(
+        0.8, "gamma: leave the bank as it is where the success is this high; Alg. 4", least=0
+    )
+    max_new_items: int = setting(
+        5, "N: most new entries each time that the bank evolves; Alg. 4", least=0
+    )
+    dynamic_capacity: int = setting(30, "C: most dynamic entries in each list; Alg. 4, Tab. 12")
+    merge_group_size: int = setting(32, "H: merge so many items at a time; Alg. 3", least=2)
+    merge_patience: int = setting(3, "P: stop after so many merge layers without progress; Alg. 3")
+    reply_tokens: int = setting(4096, "longest reply to an extraction prompt, in tokens; D4")
+    update_model: str = setting("", "another model to write the bank's entries; App. D.4")
+    update_server: str = setting("", "server that has --update-model; several in quotes; S27")
+    memory_answer: bool = setting(
+        False, "show the reference answer to the model that writes entries; D3"
+    )
+    # the objective
+    num_teachers: int = setting(8, "K: retrieved skill-mistake pairs, each a teacher; Tab. 12")
+    teacher_prefix: str = setting(
+        "bare", "think block of a teacher's prompt; S3", ("bare", "open", "closed")
+    )
+    tau_g: float = setting(1.0, "width of the gate; Eq. 14, Tab. 12")
+    c_delta: float = setting(3.0, "clip gaps to this for the support, in nats; Eq. 11, Tab. 12")
+    eps_a: float = setting(
+        0.05, "ignore teachers of a smaller support, in nats; Eq. 13, Tab. 12", least=0
+    )
+    mask_extra: bool = setting(False, "also mask tokens of white space, markdown and tool tags; S2")
+    # the student's sampling
+    temperature: float = setting(1.1, "sampling temperature of the student; Tab. 11", least=0)
+    top_p: float = setting(0.95, "top-p of the student; Tab. 11", most=1)
+    top_k: int = setting(20, "top-k of the student; 0 turns it off; Tab. 11", least=0)
+    max_new_tokens: int = setting(1024, "longest solution, in tokens; Tab. 11")
+    # the optimizer
+    learning_rate: float = setting(
+        5e-6, "learning rate of AdamW, falling linearly to 0; App. F.1, S7"
+    )
+    grad_clip: float = setting(0.1, "clip the gradient to this norm; S7")
+    # looking inside, and what bounds memory without changing a result
+    audit_every: int = setting(
+        25, "record every token's gaps every so many steps; 0 disables", least=0
+    )
+    score_tokens: int = setting(16384, "most tokens in one padded forward pass of the teachers")
+    rollout_rows: int = setting(
+        0, "solutions decoded at a time by each process; 0: all, and 16 for the bank", least=0
+    )
+    verify_timeout: float = setting(
+        5.0, "seconds that the verifier may take for an answer", most=1e6
+    )
+    verify_workers: int = setting(1, "verifier processes beside each process")
+    wandb: bool = setting(False, "also send the metrics to Weights & Biases")
+    tensorboard: bool = setting(False, "also write the metrics to RUN/tensorboard")
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -150,7 +187,24 @@ class BankConfig(Config):
 
     program: ClassVar[str] = "skills.py"
 
-    server: str = setting("", "sample --model on this server, several in quotes; S26")
+    server: str = setting("", "server that samples --model; several in quotes; S27")
+
+
+def missing_path(name: str) -> bool:
+    """Whether a name is a path at which nothing is; any other name may be a hub id.
+
+    ORG/NAME is taken for a path where there is a directory ORG here, unless the hub's cache has it.
+    """
+    path = pathlib.Path(name)
+    if path.exists():
+        return False
+    if name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1 or name.endswith("/"):
+        return True
+    if not name.count("/") or not path.parent.is_dir():
+        return False
+    from huggingface_hub import try_to_load_from_cache  # only such a name needs it
+
+    return not isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def flag(name: str) -> str:
@@ -261,8 +315,8 @@ def saved(run: str | pathlib.Path) -> dict[str, Any]:
     try:
         return {**json.loads((path / "config.json").read_text(encoding="utf-8"))["settings"]}
     except (OSError, ValueError, KeyError, TypeError) as e:
-        there = ", ".join(sorted(file.name for file in path.glob("*"))[:5]) or "nothing"
-        why = f"no readable config.json of a run there ({distributed.brief(e)}), but {there}"
+        why = f"no readable config.json of a run there ({distributed.brief(e)})"
+        why += f", {distributed.listed(path)}"
         raise UserError(f"{run}: {why}; give a run such as runs/sgsd") from None
 
 

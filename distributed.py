@@ -12,15 +12,18 @@ import atexit
 import contextlib
 import datetime
 import difflib
+import errno
+import fcntl
 import json
 import os
 import pathlib
+import platform
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from safetensors import SafetensorError
 
@@ -63,24 +66,39 @@ def command(name: str, body: Callable[[], object]) -> int:
     except ImportError as e:
         message = f"{e}; pip install -r requirements.txt"
     except ConnectionError as e:
-        code, message = 1, str(e)
+        code, message = 1, f"{e}; {_advice(e)}"
     except OSError as e:  # a full disk, or a directory that cannot be written
-        message = f"{e}; every file so far is whole: mend this, then --resume or repeat the command"
+        message = f"{e}; mend this; {_advice(e)}"
     except UserError as e:
         message = str(e)
         told = not isinstance(e, SharedError) or os.environ.get("RANK", "0") == "0"
-    except KeyboardInterrupt:
-        code = 130
-        message = "interrupted; a run continues with --resume RUN, all else with the same command"
+    except KeyboardInterrupt as e:
+        code, message = 130, f"interrupted; {_advice(e)}"
     if told:
         print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
-def answer(name: str, parse: Callable[[], object]) -> None:
-    """Let --help and the mistakes of a command line end a program, before its slow imports."""
-    if command(name, parse):
-        sys.exit(2)
+def _advice(error: BaseException) -> str:
+    """How to go on: what `continued_by` has noted, or the usual."""
+    return "; ".join(getattr(error, "__notes__", ["give the same command again"]))
+
+
+@contextlib.contextmanager
+def continued_by(advice: Callable[[], str]) -> Iterator[None]:
+    """Note what goes on from here on an error or a signal that ends the block, for its one line."""
+    try:
+        yield
+    except (OSError, KeyboardInterrupt) as e:
+        e.add_note(advice())
+        raise
+
+
+def answer(name: str, look: Callable[[], object]) -> None:
+    """Let --help and the mistakes that files show end a program, before its slow imports."""
+    code = command(name, look)
+    if code:
+        sys.exit(code)
 
 
 def leave(code: int) -> NoReturn:
@@ -186,7 +204,7 @@ def _together() -> Iterator[None]:
         yield
     except RuntimeError as e:
         lost = f"rank {os.environ.get('RANK')} lost another rank, which torchrun names ({brief(e)})"
-        raise ConnectionError(f"{lost}; continue with --resume") from None
+        raise ConnectionError(lost) from None
 
 
 @contextlib.contextmanager
@@ -246,6 +264,71 @@ def gather(obj: object, world: World) -> list:
         parts = [torch.zeros_like(mine) for _ in range(world.size)]
         dist.all_gather(parts, mine)
     return [json.loads(part.cpu().numpy().tobytes()) for part in parts]
+
+
+LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def locked(folder: pathlib.Path, world: World) -> Iterator[None]:
+    """Keep a folder to this process group; UserError on all ranks while another one is in it.
+
+    Rank 0 holds a lock on a file in the folder. The system takes the lock back when the process
+    ends, however it ends. Folders that were made for it go again if nothing else is in them.
+    """
+    made: list[pathlib.Path] = []
+    file = None
+    with errors_shared(world):
+        if world.main:
+            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            file = _lock(folder / LOCK, fcntl.LOCK_EX)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}")
+            file.flush()
+    try:
+        yield
+    finally:
+        if file is not None:
+            (folder / LOCK).unlink(missing_ok=True)  # before it is free: see `_lock`
+            file.close()
+        with contextlib.suppress(OSError):  # not empty
+            for path in made:
+                path.rmdir()
+
+
+def refuse_busy(folder: pathlib.Path) -> None:
+    """UserError while another process works in a folder. Leaves no trace."""
+    if (folder / LOCK).exists():
+        _lock(folder / LOCK, fcntl.LOCK_SH).close()  # shared: the ranks of one command look at once
+
+
+def _lock(path: pathlib.Path, kind: int) -> IO[str]:
+    """The file, open and with flock's lock on it; UserError where another process has that."""
+    file = open(path, "a+")  # noqa: SIM115 (it stays open)
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            raise BlockingIOError  # its holder has just removed it, and a third may have it anew
+    except (BlockingIOError, FileNotFoundError):
+        file.seek(0)
+        holder = file.read() or "another process"
+        file.close()
+        why = f"{holder} is at work there; wait until it ends, or stop it"
+        raise UserError(f"{path.parent}: {why}") from None
+    except OSError as e:
+        if e.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            raise
+        risk = "see to it yourself that no other process works there"
+        print(f"{path.parent}: this file system has no locks; {risk}", file=sys.stderr)
+    return file
+
+
+def listed(folder: pathlib.Path) -> str:
+    """What stands in a folder, for an error: its first names, or that there are none."""
+    names = sorted(path.name for path in folder.glob("*") if path.name != LOCK)
+    empty = "the directory is empty" if folder.is_dir() else "there is no such directory"
+    return f"but {', '.join(names[:5])}" if names else empty
 
 
 def _sync(path: pathlib.Path) -> None:

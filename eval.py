@@ -18,13 +18,16 @@ command continues a killed one: a sample is a function of (seed, problem, its nu
 Dimension key: P problems, K samples per problem.
 """
 
+import pathlib
 from argparse import ArgumentDefaultsHelpFormatter, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
 
 import distributed
+import inputs
 import problems
 from config import Config
 from distributed import UserError, World
+from inputs import base_of, places_of, run_of
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
@@ -43,6 +46,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--skills", default="", help=f"{both}; samples that exist are used again; §4.1, S14")
     add("--num-skills", type=int, default=8, help="pairs in a prompt of Base+Skill; Tab. 12")
     add("--encoder", default=Config.encoder, help="the encoder of --skills; Tab. 12")
+    add("--query-prompt", default="", help="text put in front of a problem to embed it; S10")
     add("--samples", type=int, default=12, help="k, the samples per problem; App. F.1")
     add("--temperature", type=float, default=1.0, help="App. F.1")
     add("--top-p", type=float, default=0.95, help="App. F.1")
@@ -52,7 +56,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--limit", type=int, default=0, help="only the first N problems of each set; 0 is all")
     add("--rows", type=int, default=16, help="samples decoded at a time; lower it to save memory")
     server = "servers that share the work, such as http://localhost:8000/v1; --rows is for each"
-    add("--server", nargs="+", default=[], metavar="URL", help=f"{server}; S26")
+    add("--server", nargs="+", default=[], metavar="URL", help=f"{server}; S27")
     there = "a PATH, or an adapter's base, that they have under this name"
     add("--served", nargs="+", default=[], metavar="NAME=PATH", help=there)
     add("--server-timeout", type=float, default=3600.0, help="seconds per sample of a server")
@@ -63,6 +67,9 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--verify-timeout", type=float, default=5.0, help="seconds per answer")
     add("--verify-workers", type=int, default=1)
     args = parser.parse_args(argv)
+    names = [pathlib.Path(source).stem for source in args.data]
+    if len(set(names)) < len(names):
+        raise UserError(f"--data {' '.join(args.data)}: two sets have one name; rename a file")
     for flag in ("samples", "rows", "limit", "verify_timeout", "verify_workers", "server_timeout"):
         value, name = vars(args)[flag], flag.replace("_", "-")
         if not 0 <= value <= 1e6 or (value == 0 and flag != "limit"):
@@ -74,15 +81,14 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
-    distributed.answer("eval", arguments)
+    distributed.answer("eval", lambda: inputs.look_at_evaluation(arguments()))
 
+import contextlib
 import functools
 import gc
 import hashlib
 import importlib.metadata
-import json
 import math
-import pathlib
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
@@ -91,13 +97,13 @@ import numpy as np
 import rollout
 import served
 import skills
-from policy import Model, Tokenizer, load_encoder, load_model, load_outline
+from policy import Model, Tokenizer, load_model, load_outline
 from rollout import Verifier
 
 Verify = Callable[[str, str | None], bool]  # (gold, answer) -> whether they are equal
 Key = tuple[str, str, int]  # names a sample: its set, its problem's id, its number
 Tasks = dict[Key, problems.Problem]  # the samples asked for
-Prompt = Callable[[str], str]  # from a problem's text
+Prompt = Callable[[problems.Problem], str]
 
 
 def avg_at_k(correct_PK: np.ndarray) -> float:
@@ -199,50 +205,6 @@ def find_policies(args: Namespace) -> tuple[list[Policy], pathlib.Path]:
     return list(policies.values()), home
 
 
-def places_of(path: str) -> list[pathlib.Path]:
-    """The checkpoints of a run in order; or else the model, adapter or hub id itself."""
-    place = pathlib.Path(path)
-    if not place.is_dir():
-        if path.startswith((".", "/", "~", "runs/")) or path.count("/") > 1 or place.exists():
-            raise UserError(f"{path}: no such directory; give a model, adapter, run or hub id")
-        return [place]
-    place = place.resolve()
-    steps = sorted(place.glob("checkpoints/step_*"))
-    there = sorted(file.name for file in place.iterdir())
-    if not steps and ("checkpoints" in there or "rollouts.jsonl" in there):
-        raise UserError(f"{path}: a run without a checkpoint")
-    if not steps and "config.json" not in there and "adapter_config.json" not in there:
-        wanted = "neither config.json nor adapter_config.json nor checkpoints/"
-        found = ", ".join(there[:5]) or "nothing"
-        raise UserError(f"{path}: no policy: it has {wanted}, but {found}")
-    return steps or [place]
-
-
-def run_of(place: pathlib.Path) -> pathlib.Path | None:
-    """The run that a checkpoint belongs to; None for all else."""
-    belongs = place.parent.name == "checkpoints" and place.name.startswith("step_")
-    return place.parent.parent if belongs else None
-
-
-def base_of(place: pathlib.Path, base: str) -> str:
-    """The model under an adapter, which `base` replaces; "" where there is no adapter.
-
-    A relative path that is not here is looked for in the directories above the adapter.
-    """
-    file = place / "adapter_config.json"
-    if base or not file.exists():
-        return base if file.exists() else ""
-    try:
-        name = json.loads(file.read_text())["base_model_name_or_path"]
-        models = [folder / name for folder in (pathlib.Path(), *place.parents)]
-    except (ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{file}: names no base model ({e!r}); give it as --model") from None
-    found = [str(model) for model in models if (model / "config.json").exists()]
-    if not found and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise UserError(f"{file}: its base model {name} is not there; give it as --model")
-    return found[0] if found else name
-
-
 def load_policy(policy: Policy, args: Namespace, world: World) -> tuple[Model, Tokenizer]:
     """A plain model, or a PEFT adapter on its base, or its outline; and the tokenizer."""
     name = policy.base or policy.path
@@ -251,6 +213,7 @@ def load_policy(policy: Policy, args: Namespace, world: World) -> tuple[Model, T
     model, tokenizer = load_model(name, world.device, dtype=args.dtype, attn=args.attn)
     if not policy.base:
         return model, tokenizer
+    inputs.check_adapter(pathlib.Path(policy.path), policy.base)
     from peft import PeftModel  # takes seconds to import, and only adapters need it
 
     try:
@@ -269,7 +232,7 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
     settings = {"the policy's weights": contents(policy.path)}
     settings["the base's weights"] = policy.base and contents(policy.base)
     settings |= {"device": world.device.type, "dtype": args.dtype, "attn": args.attn}
-    settings["engine"] = "generate"  # S26
+    settings["engine"] = "generate"  # S27
     if args.server:
         settings |= dict.fromkeys(("engine", "device", "dtype", "attn"), "a server's")
     settings |= {"thinking": args.thinking, "seed": args.seed, **asdict(args.sampling)}
@@ -278,6 +241,8 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
         settings["the bank's text"] = digest(pathlib.Path(args.skills).read_bytes())
         settings["the encoder's weights"] = contents(args.encoder)
         settings["num_skills"] = args.num_skills
+        if args.query_prompt:  # without one, samples of before there was this flag are known again
+            settings["query_prompt"] = args.query_prompt
     file = policy.folder / "settings.json"
     old = settings
     if file.exists():
@@ -306,16 +271,22 @@ def digest(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
+def plain_prompt(x: problems.Problem) -> str:
+    return skills.render_student(x.problem)
+
+
 def prompt_maker(args: Namespace, world: World) -> Prompt:
     """problem -> prompt: the plain one, or with --skills that of Base+Skill (Tab. 12, S14)."""
     if not args.skills:
-        return skills.render_student
-    bank, k = skills.SkillBank.load(args.skills), args.num_skills
-    most = min(len(bank.general_skills), len(bank.common_mistakes))
-    if not 1 <= k <= most:
-        raise UserError(f"--num-skills {k}: must be in 1..{most}, the bank's shorter list")
-    embed = load_encoder(args.encoder, str(world.device))
-    return lambda problem: skills.render_skills(bank.retrieve(problem, k, embed), problem)
+        return plain_prompt
+    inputs.check_skills(args.skills, args.num_skills)
+    bank = skills.SkillBank.load(args.skills)
+    retriever = skills.nearest(args.encoder, args.query_prompt, str(world.device))
+
+    def prompt(x: problems.Problem) -> str:
+        return skills.render_skills(retriever(bank, x, args.num_skills, 0), x.problem)
+
+    return prompt
 
 
 def servers_for(
@@ -325,8 +296,6 @@ def servers_for(
 
     UserError before the first sample, so that no mistake is found after the hours of another.
     """
-    if world.size > 1:
-        raise UserError("--server: the servers share the work; start eval.py without torchrun")
     names, ranks, tokens = {}, [0], 0
     for pair in args.served:
         name, _, path = pair.partition("=")
@@ -341,14 +310,14 @@ def servers_for(
         base = policy.base or policy.path
         of_base = served.Servers(args.server, base, max(ranks), names, args.server_timeout)
         policy.servers = by_base.setdefault(served.place(base), of_base)
-        prompt = with_skills if policy.skilled else skills.render_student
+        prompt = with_skills if policy.skilled else plain_prompt
         done = samples_of(policy, tasks)
-        texts = {problem.problem for key, problem in tasks.items() if key not in done}
-        if texts:
+        missing = {x.problem: x for key, x in tasks.items() if key not in done}
+        if missing:
             unfinished.append((policy.servers, [policy.path] if policy.base else []))
             _, tokenizer = load_policy(policy, args, world)
-            for text in texts:
-                ids = rollout.chat_ids(tokenizer, prompt(text), thinking=args.thinking)
+            for x in missing.values():
+                ids = rollout.chat_ids(tokenizer, prompt(x), thinking=args.thinking)
                 tokens = max(tokens, len(ids) + args.max_new_tokens)
     for servers, adapters in unfinished:
         servers.check(tokens, adapters)
@@ -386,9 +355,9 @@ def sample(
     own = [tasks[key] for key in missing]
     prompts, seeds = [], []
     for key in missing:
-        text = tasks[key].problem
-        prompts.append(rollout.chat_ids(tokenizer, prompt(text), thinking=args.thinking))
-        seeds.append(rollout.sample_key(args.seed, 0, text, key[2]))
+        x = tasks[key]
+        prompts.append(rollout.chat_ids(tokenizer, prompt(x), thinking=args.thinking))
+        seeds.append(rollout.sample_key(args.seed, 0, x.problem, key[2]))
 
     def finish(turn: rollout.Turn) -> list[dict]:
         rolls = rollout.judge(model, tokenizer, own, prompts, turn, verifier)
@@ -418,6 +387,11 @@ def measure(policy: Policy, name: str, rows: list[dict], k: int, verify: Verify)
     correct_PK = np.array([row["r"] > 0 for row in rows]).reshape(-1, k)
     preds_PK = np.array([row["pred"] for row in rows], dtype=object).reshape(-1, k)
     golds = [row["gold"] for row in rows[::k]]
+    verdicts = {(row["gold"], row["pred"]): row["r"] > 0 for row in rows}
+
+    def equal(gold: str, pred: str | None) -> bool:  # a sample's verdict knew its problem
+        return verdicts[gold, pred] if (gold, pred) in verdicts else verify(gold, pred)
+
     policy.scores[name] = [correct_PK.mean(1)]
     policy.table[name] = {
         "digest": int(digest(*[row["digest"] for row in rows[::k]]), 16),  # `tabulate` adds them up
@@ -425,7 +399,7 @@ def measure(policy: Policy, name: str, rows: list[dict], k: int, verify: Verify)
         "samples": len(rows),
         "avg": avg_at_k(correct_PK),
         "pass": pass_at_k(correct_PK, k),
-        "maj": maj_at_k(preds_PK.tolist(), golds, verify),
+        "maj": maj_at_k(preds_PK.tolist(), golds, equal),
         "boxed": sum(row["pred"] is not None for row in rows) / len(rows),
         "truncated": sum(row["truncated"] for row in rows) / len(rows),
         "tokens": sum(row["tokens"] for row in rows) / len(rows),
@@ -502,7 +476,7 @@ def print_table(sets: dict[str, dict], k: int) -> None:
 
 
 def print_engines(policy: Policy, rows: list[dict]) -> None:
-    """Say which engines have made a policy's samples, where it is more than one (S26)."""
+    """Say which engines have made a policy's samples, where it is more than one (S27)."""
     counts = Counter(row.get("engine", "an engine that was not recorded") for row in rows)
     if len(counts) > 1:
         parts = [f"{count} by {engine}" for engine, count in counts.items()]
@@ -514,7 +488,9 @@ def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
 
     A mean over sets goes when it is no longer that of a policy's figures on them.
     """
-    known = (distributed.read_json(file) if file.exists() else {}) | sets
+    known = distributed.read_json(file) if file.exists() else {}
+    for name, found in sets.items():
+        known[name] = _with_others(found, known.get(name, {}))
     for name in [name for name in known if name.startswith("mean of ")]:
         members = [known.get(x, {}) for x in name.removeprefix("mean of ").split(", ")]
         for policy, mean in known[name].get("results", {"": known[name]}).items():
@@ -524,6 +500,21 @@ def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
     distributed.write_json(file, known)
 
 
+def _with_others(new: dict, old: dict) -> dict:
+    """A comparison on one set, with the policies of an older one that still stand beside its own.
+
+    They were compared to the same first policy with the same figures, on the same problems.
+    """
+    if "results" not in new or "results" not in old:
+        return new
+    first, *_ = new["results"]
+    kept = {name: row for name, row in old["results"].items() if row.get("to") == first}
+    if not kept or old["results"][first] != new["results"][first]:
+        return new
+    results = {first: new["results"][first]} | kept | new["results"]
+    return {"results": results, "selections": old["selections"] | new["selections"]}
+
+
 def _is_mean(mean: dict, rows: list[dict]) -> bool:
     same = sum(row["digest"] for row in rows) == mean["digest"]
     return same and math.isclose(sum(row["avg"] for row in rows), mean["avg"] * len(rows))
@@ -531,9 +522,9 @@ def _is_mean(mean: dict, rows: list[dict]) -> bool:
 
 def evaluate(args: Namespace, world: World) -> None:
     """Sample every policy on every set, print the table and write the results."""
+    if args.server and world.size > 1:
+        raise UserError("--server: the servers share the work; start eval.py without torchrun")
     names = [pathlib.Path(source).stem for source in args.data]
-    if len(set(names)) < len(names):
-        raise UserError(f"--data {' '.join(args.data)}: two sets have one name; rename a file")
     args.sampling = rollout.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
     contents.cache_clear()  # of an earlier call
     policies, home = find_policies(args)
@@ -545,11 +536,17 @@ def evaluate(args: Namespace, world: World) -> None:
                 tasks[name, problem.id, number] = problem
     for policy in policies:
         policy.settings = settings_of(policy, args, world)
-    if args.server:
-        servers_for(policies, tasks, with_skills, args, world)
-    with Verifier(args.verify_timeout, args.verify_workers) as verifier:
+    folders = [policy.folder for policy in policies]
+    if len(policies) > 1:
+        folders.append(home)
+    with contextlib.ExitStack() as held:
+        for folder in folders:
+            held.enter_context(distributed.locked(folder, world))
+        verifier = held.enter_context(Verifier(args.verify_timeout, args.verify_workers))
+        if args.server:
+            servers_for(policies, tasks, with_skills, args, world)
         for policy in policies:
-            prompt = with_skills if policy.skilled else skills.render_student
+            prompt = with_skills if policy.skilled else plain_prompt
             done = sample(policy, tasks, prompt, args, world, verifier)
             if world.main:
                 print_engines(policy, [done[key] for key in tasks])
@@ -558,11 +555,12 @@ def evaluate(args: Namespace, world: World) -> None:
                     measure(policy, name, rows, args.samples, verifier.verify)
                 tabulate(policy)
                 merge_into(policy.folder / "results.json", policy.table)
+        if world.main:
+            sets = {name: compare(policies, name) for name in policies[0].table}
+            print_table(sets, args.samples)
+            if len(policies) > 1:
+                merge_into(home / "comparison.json", sets)
     if world.main:
-        sets = {name: compare(policies, name) for name in policies[0].table}
-        print_table(sets, args.samples)
-        if len(policies) > 1:
-            merge_into(home / "comparison.json", sets)
         if verifier.timeouts:
             print(f"{verifier.timeouts} answers took longer than --verify-timeout: wrong")
         print(f"written: {home if len(policies) > 1 else policies[0].folder}")

@@ -7,7 +7,6 @@ D hidden size, n positions of one slice.
 import contextlib
 import functools
 import json
-import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import is_flash_attn_2_available, logging
 
 import distributed
+import inputs
 from config import Config
 from distributed import UserError, World, brief
 
@@ -51,7 +51,8 @@ def load_model(
     Raises UserError when one of them cannot be loaded, or when they do not fit one another.
     """
     logging.disable_progress_bar()  # one bar is enough
-    warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)  # since 5.20
+    # PEFT asks a model by a name that transformers 5.20 has replaced.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     if attn == "flash_attention_2" and not is_flash_attn_2_available():
@@ -102,11 +103,8 @@ def _located(name: str, flag: str) -> str:
 
     UserError for a path that is not there, so that it is not looked for on the hub.
     """
-    if Path(name).exists():
-        return str(Path(name).absolute())
-    if name.startswith((".", "/", "~")):
-        raise UserError(f"{flag} {name}: no such directory; give a saved model's, or a hub id")
-    return name
+    inputs.check_model(name, flag)
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _check_tokenizer(tokenizer: Tokenizer, model: Model, where: str) -> None:
@@ -156,7 +154,10 @@ def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") ->
     lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
     model = get_peft_model(model, lora)
     causal = causal_lm(model)
-    causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if hasattr(causal, "activation_checkpointing_enable"):  # the name since transformers 5.20
+        causal.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        causal.gradient_checkpointing_enable({"use_reentrant": False})
     causal.enable_input_require_grads()
     return model.train()
 
@@ -166,19 +167,9 @@ def trained(model: Model) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def update(model: Model, optimizer: Optimizer, world: World, cfg: Config, step: int) -> float:
-    """Sum the gradients over ranks, clip, AdamW with linear decay (S7); the norm before clipping.
-
-    After the sum a NaN is on every rank, so that all skip an update that is not finite.
-    """
-    params = list(trained(model).values())
-    distributed.sum_gradients(params, world)
-    norm = float(torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip))
-    optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - (step - 1) / cfg.updates)
-    if math.isfinite(norm):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+def steps_taken(optimizer: Optimizer) -> float:
+    """How often the optimizer has begun to change the parameters."""
+    return max((float(state["step"]) for state in optimizer.state.values()), default=0.0)
 
 
 CARD = """# A LoRA adapter of {base}
@@ -186,11 +177,9 @@ CARD = """# A LoRA adapter of {base}
 Made by {program}, method {method}, of the SGSD project (skill-conditioned gated self-distillation)
 on the problems of {data}, after update {step} of {updates}. To load it, in this directory:
 
-    from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = AutoModelForCausalLM.from_pretrained({base!r})
-    model = PeftModel.from_pretrained(base, ".")
+    model = AutoModelForCausalLM.from_pretrained(".")  # needs peft, and the base
     tokenizer = AutoTokenizer.from_pretrained(".")
 
 The licence is the base model's.
@@ -263,11 +252,17 @@ def load_trainable(
 
 def load_encoder(name: str, device: str) -> Embed:
     """`embed` by a sentence-transformers model (hub id or directory): unit vectors in fp32."""
+    inputs.check_encoder(name)
     source = _located(name, "--encoder")
     try:
         from sentence_transformers import SentenceTransformer
+        from sentence_transformers.util import is_sentence_transformer_model
 
         encoder = SentenceTransformer(source, device=device).float()  # whatever its files are in
+        plain = getattr(encoder[0], "auto_model", None)  # of transformers, with a mean over tokens
+        kinds = (plain and plain.config.architectures) or []
+        if "ForCausalLM" in "".join(kinds) and not is_sentence_transformer_model(source):
+            raise ValueError("it is a causal model, and no encoder")
     except Exception as e:  # many kinds: no such id, offline, not an encoder
         raise UserError(f"--encoder {name}: not loaded ({brief(e)})") from None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from config import Config
+from config import Config, missing_path
 from distributed import UserError, brief
 
 
@@ -114,7 +114,7 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
                 yield from _hub_rows(str(file), "parquet", "train", data_files=str(file))
             else:
                 yield from _json_rows(file)
-    elif path.suffix in (".jsonl", ".json", ".parquet") or source.startswith((".", "/", "~")):
+    elif path.suffix in (".jsonl", ".json", ".parquet") or missing_path(source):
         raise UserError(f"{source}: no such file; check the path")
     else:
         yield from _hub_rows(source, source, split)
@@ -199,6 +199,17 @@ def refuse_overlap(problems: list[Problem], data: str, held_out: dict[str, list[
         some = ", ".join(found[:3])
         said = f"{len(found)} of its problems stand in an evaluation set: {some}"
         raise UserError(f"--data {data}: {said}; drop them, or say --allow-eval-overlap")
+
+
+def read_quickly(source: str) -> bool:
+    """Whether problems are JSON lines here, or a path without a file: read or refused at once."""
+    path = pathlib.Path(source)
+    if source in SETS:
+        return False
+    if path.exists():
+        files = path.rglob("*") if path.is_dir() else [path]
+        return not any(file.suffix == ".parquet" for file in files)
+    return path.suffix in (".jsonl", ".json", ".parquet") or missing_path(source)
 
 
 def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:

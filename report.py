@@ -270,12 +270,12 @@ def in_words(view: dict, eps_a: float) -> str:
         f"answer {view['pred']}, reference {view['gold']}: {verdict}, r = {view['r']:+d}{cut}",
         f"{len(view['mask'])} tokens, {view['mask'].count(0)} of them masked; "
         f"loss {view['loss']:+.6f}; threshold |a~| > {eps_a}",
-        "  k    s_g    s_e  alpha         a        a~  rho",
+        "  k     s_g     s_e  alpha         a        a~  rho",
     ]
-    numbers = "{s_g:5.3f}  {s_e:5.3f}  {alpha:5.3f}  {a_plain:+8.4f}  {a:+8.4f}  {rho:+3d}  {says}"
+    numbers = "{s_g:6.3f}  {s_e:6.3f}  {alpha:5.3f}  {a_plain:+8.4f}  {a:+8.4f}  {rho:+3d}  "
     numbers = numbers.replace("8.4", f"8.{view['digits']}")
     for k, teacher in enumerate(view["teachers"], 1):
-        lines.append(f"{k:3d}  {numbers.format(**teacher)}")
+        lines.append(f"{k:3d}  {numbers.format(**teacher)}{teacher['says']}")
         lines.append("     {} {} | {} {}".format(*teacher["skill"][:2], *teacher["mistake"][:2]))
     text = "\n".join(lines)
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
@@ -311,7 +311,9 @@ def evaluations(run: pathlib.Path) -> list[dict]:
             more = f", {policy}{more}"
         for name, row in distributed.read_json(path).items():
             point = {"set": name + more, "step": int(step[1]) if step else 0}
-            point |= {k: number(row[k]) for k in ("avg", "avg_low", "avg_high")}
+            figures = {k: row[k] for k in ("avg", "avg_low", "avg_high")}
+            point |= {k: number(x) for k, x in figures.items()}
+            point["shown"] = {k: f"{x:.1%}" for k, x in figures.items()}  # as eval.py prints them
             point["samples"] = row["samples"] // row["problems"]  # k of avg@k
             point["digest"] = row.get("digest", "")
             points.append(point)
@@ -338,8 +340,12 @@ def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
         for source, step in row["sources"]:
             if step is not None:
                 shown.setdefault(source, {})[step] = known[source][step]
-    x = torch.linspace(-6, 6, 121)
-    gate = [x, sgsd.gated_loss(x, settings["tau_g"]), sgsd.gate_grad(x, settings["tau_g"])]
+    x, tau_g, eps_a = torch.linspace(-6, 6, 121), settings["tau_g"], settings["eps_a"]
+    gate = [x, sgsd.gated_loss(x, tau_g), sgsd.gate_grad(x, tau_g)]
+    noise = float(sgsd.gate_grad(torch.tensor(eps_a, dtype=torch.float64), tau_g))
+    # The run's and not a rollout's. A credit's are those of a rollout with one unmasked token.
+    bounds = {"delta": colour_bounds(eps_a, settings["c_delta"])}
+    bounds["credit"] = colour_bounds(noise, float(gate[2].max()))
     return {
         "name": run.resolve().name,
         "settings": settings,
@@ -350,9 +356,20 @@ def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
         "ledger": counted["entries"],
         "memories": shown,
         "timeline": timeline(banks),
+        "taught": any(row["rho"] for row in rollouts),  # whether any rollout had a teacher
         "explained": bool(views) and not metrics,  # --explain's folder, which logs no update
+        "bounds": bounds,
         "gate": [[number(y) for y in curve.tolist()] for curve in gate],
     }
+
+
+def colour_bounds(noise: float, full: float) -> list[float]:
+    """Five bounds of a colour's six strengths, from noise to the full colour by equal factors.
+
+    So what barely exceeds the noise and what is large differ. Noise is at most a tenth of the full.
+    """
+    least = min(noise, full / 10) or full / 1000
+    return [number(least * (full / least) ** (i / 4)) for i in range(5)]
 
 
 def dump(obj: object) -> str:

@@ -11,6 +11,8 @@ import collections
 import hashlib
 import itertools
 import pathlib
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +28,7 @@ from distributed import UserError, World, append_jsonl, gather
 from policy import THINK, Ids, Model, Tokenizer, causal_lm, chat_ids, stop_ids, text_of
 from policy import token_logprobs as token_logprobs  # for those who look for it here
 from problems import Problem
-from verify import Verifier, extract_answer
+from verify import Verifier, extract_answer, uncopied
 
 Batch = list[tuple[Problem, int]]
 Turn = list[tuple[int, Ids]]  # what a turn of decoding has finished: index of a prompt, sampled ids
@@ -257,14 +259,25 @@ def spread(
     """
     mine = sorted(asked, key=lambda row: len(row.prompt))[world.rank :: world.size]
     turns = decode(model, tokenizer, mine, sampling, rows)
-    left = len(asked)
-    hidden = not (stage and left and world.main)
-    with tqdm(desc=stage, total=left, disable=hidden, mininterval=1) as bar:
+    left, total, begun = len(asked), len(asked), time.perf_counter()
+    shown = bool(stage and total and world.main)
+    moving = shown and sys.stderr.isatty()  # a file gets one line, at the end
+    # It moves by tokens, of which a reply has at most its limit: a merge's replies end together.
+    look = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    tokens = sum(row.left for row in asked)
+    name = f"{stage}: 0/{total}"
+    with tqdm(desc=name, total=tokens, disable=not moving, bar_format=look) as bar:
         while left:
-            found = list(itertools.chain(*gather(finish(next(turns, [])), world)))
+            turn = finish(next(turns, []))
+            turns_of_ranks = gather([turn, sum(row.left for row in mine)], world)
+            found = list(itertools.chain(*[finished for finished, _ in turns_of_ranks]))
             left -= len(found)
-            bar.update(len(found))
+            bar.set_description_str(f"{stage}: {total - left}/{total}", refresh=False)
+            bar.update(tokens - sum(to_come for _, to_come in turns_of_ranks) - bar.n)
             yield found
+    if shown and not moving:
+        seconds = time.perf_counter() - begun
+        print(f"{stage}: {total} in {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -298,7 +311,9 @@ def judge(
         pred = extract_answer("<think>" + text if opened else text)
         truncated = not ids or ids[-1] not in stops
         rollouts.append(Rollout(x.id, x.problem, x.answer, prompt, ids, text, pred, -1, truncated))
-    right = verifier.verify_many([(roll.gold, roll.pred) for roll in rollouts])
+    # What is copied from the problem is no answer.
+    claims = [(roll.gold, uncopied(roll.gold, roll.pred, roll.problem)) for roll in rollouts]
+    right = verifier.verify_many(claims)
     return [replace(roll, r=1 if ok else -1) for roll, ok in zip(rollouts, right)]
 
 
@@ -321,10 +336,14 @@ class Writer:
     decode: Decode = stream
     counts: collections.Counter[str] = field(default_factory=collections.Counter)  # by outcome
     asked: collections.Counter[str] = field(default_factory=collections.Counter)  # by prompt
+    lost: collections.Counter[str] = field(default_factory=collections.Counter)  # by cause
+    cut: set[int] = field(default_factory=set)  # which of the last replies the limit has cut off
 
     def log(self, row: dict) -> None:
         """Keep a reply with its outcome, and count the outcome."""
         self.counts[row["outcome"]] += 1
+        if row["outcome"] == "lost":
+            self.lost[row["cause"]] += 1
         if self.world.main:
             append_jsonl(self.folder / "replies.jsonl", [{"step": self.step, **row}])
 
@@ -333,6 +352,7 @@ class Writer:
         counts = {name: self.counts[name] for name in ("read", "repaired", "retried", "lost")}
         self.counts.clear()
         self.asked.clear()
+        self.lost.clear()
         return counts
 
     def limit(self, prompt_ids: Ids, merging: bool) -> int:
@@ -353,13 +373,16 @@ class Writer:
             key = sample_key(self.seed, 0, prompt, n)
             asked.append(Row(i, ids, key, self.limit(ids, merging)))
         found: dict[int, str] = {}
+        stops = stop_ids(self.model, self.tokenizer)
+        self.cut.clear()
 
         def finish(turn: Turn) -> list:
-            return [(i, text_of(self.tokenizer, ids)) for i, ids in turn]
+            return [(i, text_of(self.tokenizer, ids), ids[-1] not in stops) for i, ids in turn]
 
         for again, sampling in ((False, Sampling(temperature=0.0)), (True, Sampling())):
             chosen = [row for row in asked if bool(times[row.index]) == again]
             job = self.world, self.model, self.tokenizer, chosen, sampling, self.rows, finish
-            for texts in spread(*job, stage, self.decode):
-                found |= dict(texts)
+            for replies in spread(*job, stage, self.decode):
+                found |= {i: text for i, text, _ in replies}
+                self.cut |= {i for i, _, cut in replies if cut}
         return [found[i] for i in range(len(prompts))]

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import math
 import pathlib
 import re
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 import config
 import distributed
 import eval
+import inputs
 import policy
 import skills
 from config import Config
@@ -31,24 +31,13 @@ FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (E
 LOGS = ("metrics", "rollouts", "tokens")
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
 COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
+ECHO_UPDATES = 25  # in a block that may echo the verdict; docs/metrics.md
+ECHO_TEACHERS = 100  # of each outcome that must have been decided in it
+ECHO_EXCEPTIONS = 0.02  # the share of them that may lean the other way
+FALL_PROBLEMS = 100  # in a window of updates whose shares are compared; docs/metrics.md
+FALL_DEVIATIONS = 4.0  # between two windows, of their difference's standard deviation
 
 Logger = Callable[[dict], None]
-
-
-def check_directory(cfg: Config, resume: bool) -> None:
-    """UserError unless --out can take this run and its loggers are installed."""
-    out = pathlib.Path(cfg.out)
-    if out.is_file():
-        raise UserError(f"--out {out}: is a file; a directory is wanted")
-    begun = {path.name for path in out.glob("*") if path.suffix != ".tmp"}
-    if not resume and begun - {"wandb", "tensorboard"}:
-        rule = "the directory is not empty; choose another, or continue its run"
-        raise UserError(f"--out {out}: {rule} with --resume {out}")
-    for name, wanted in (("wandb", cfg.wandb), ("tensorboard", cfg.tensorboard)):
-        spec = importlib.util.find_spec(name) if wanted else None
-        if wanted and (spec is None or spec.origin is None):  # a mere folder has no origin
-            fix = f"pip install {name}, or leave the flag out"
-            raise UserError(f"--{name}: the package is not installed; {fix}")
 
 
 def announce(
@@ -68,8 +57,11 @@ def announce(
         print("head: caps or scales the logits: they are scored whole, in the model's dtype (S22)")
 
 
-def begin(cfg: Config, world: World, start: int) -> list[Logger]:
-    """Cut the logs and banks back to update `start`, write config.json, start other loggers."""
+def begin(cfg: Config, world: World, start: int, bank_is_due: bool = False) -> list[Logger]:
+    """Cut the logs and banks back to update `start`, write config.json, start other loggers.
+
+    Where the bank's update after `start` was put off, of that update nothing is kept.
+    """
     distributed.agree(start, world, "checkpoints")  # and all have read before anyone writes
     loggers: list[Logger] = []
     out = pathlib.Path(cfg.out)
@@ -86,11 +78,31 @@ def begin(cfg: Config, world: World, start: int) -> list[Logger]:
             loggers = mirrors(cfg, start)
             distributed.write_json(out / "config.json", provenance(cfg))
             for log in logs:  # the updates after `start` will be made again
-                distributed.trim_jsonl(log, start)
+                of_bank = log.stem == "replies"
+                distributed.trim_jsonl(log, start - bank_is_due if of_bank else start)
             for made, path in bank_versions(out).items():
-                if made > start:
+                if made > start - bank_is_due:
                     path.unlink()
     return loggers
+
+
+def how_to_continue(cfg: Config) -> str:
+    """What goes on with a run that was broken off, as the end of a sentence."""
+    if not pathlib.Path(cfg.out, "config.json").exists():
+        return "nothing of the run is written yet: give the same command again"
+    return f"all files of the run are whole: python {cfg.program} --resume {cfg.out} continues it"
+
+
+def bank_is_due(out: pathlib.Path, step: int) -> bool:
+    """Whether the bank's update after this update was put off: its numbers are not logged then."""
+    rows = distributed.read_jsonl(out / "metrics.jsonl")
+    return any(row["step"] == step and "bank_skills" not in row for row in rows)
+
+
+def complete_metrics(out: pathlib.Path, counts: dict) -> None:
+    """Put the numbers of the bank's update into the last line of metrics.jsonl."""
+    *rows, last = distributed.read_jsonl(out / "metrics.jsonl")
+    distributed.write_jsonl(out / "metrics.jsonl", [*rows, last | counts])
 
 
 def write(out: pathlib.Path, of_logs: tuple[list[dict], ...], loggers: list[Logger]) -> None:
@@ -103,10 +115,13 @@ def write(out: pathlib.Path, of_logs: tuple[list[dict], ...], loggers: list[Logg
 
 def what_next(cfg: Config) -> str:
     """The commands that fit a run that has come to its end."""
-    flags = f"--data {cfg.eval_data} {eval.flags_of(cfg)}"
-    flags = flags if cfg.eval_data else f"--dtype {cfg.dtype} --attn {cfg.attn}"
-    evaluate = f"python eval.py {cfg.model} {cfg.out} {flags}"
-    return f"done; look inside: python report.py {cfg.out}\nall checkpoints: {evaluate}"
+    data = cfg.eval_data or "YOUR_TEST_PROBLEMS.jsonl"
+    evaluate = f"python eval.py {cfg.model} {cfg.out} --data {data} {eval.flags_of(cfg)}"
+    lines = [f"done; look inside: python report.py {cfg.out}", f"all checkpoints: {evaluate}"]
+    if not cfg.eval_data:
+        sets = "AIME24, AIME25 and HMMT25, from the hub"
+        lines.append(f"(without --data on {sets}; a sample has up to {cfg.eval_tokens:,} tokens)")
+    return "\n".join(lines)
 
 
 def bank_versions(out: pathlib.Path) -> dict[int, pathlib.Path]:
@@ -121,12 +136,8 @@ def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
         return SkillBank.load(own[max(made for made in own if made <= step)])
     if not cfg.bank:
         return None
-    bank = SkillBank.load(cfg.bank)
-    for key in skills.FIELDS:
-        n, rule = len(bank.collection(key)), f"--num-teachers {cfg.num_teachers} needs as many"
-        if n < cfg.num_teachers:
-            raise UserError(f"--bank {cfg.bank}: {key} has {n} entries, {rule}; lower it")
-    return bank
+    inputs.check_bank(cfg)
+    return SkillBank.load(cfg.bank)
 
 
 def save_bank(bank: SkillBank, out: pathlib.Path, step: int) -> None:
@@ -155,11 +166,13 @@ def lint(bank: SkillBank) -> str:
 def bank_line(bank: SkillBank, teachers: int) -> str:
     """What a bank holds, what its first entries were made from, whether it is shorter than K."""
     sizes = len(bank.general_skills), len(bank.common_mistakes)
-    line = "bank: {} skills and {} mistakes".format(*sizes)
+    line = f"bank: {bank.sizes}"
     if "seed_solutions" in bank.metadata:
         made = " of {input_general_skills} and {input_common_mistakes} candidates, from "
         made += "{seed_solutions} seed solutions, {right_seed_solutions} of them right"
         line += made.format(**bank.metadata)
+    if bank.metadata.get("lost_replies"):
+        line += f"; {lost(bank.metadata['lost_replies'])}"
     if min(sizes) == 0:
         return f"{line}; without a pair there is no teacher, and nothing is learnt (S8)"
     if min(sizes) < teachers:
@@ -167,8 +180,14 @@ def bank_line(bank: SkillBank, teachers: int) -> str:
     return line
 
 
-def evolution_line(old: SkillBank, new: SkillBank, window: list[dict], replies: dict) -> str:
-    """What an online update did to the bank, or why it did nothing. replies: by outcome."""
+def lost(by_cause: dict[str, int]) -> str:
+    """How many replies were lost, and why."""
+    causes = ", ".join(f"{n} {cause}" for cause, n in by_cause.items())
+    return f"{sum(by_cause.values())} replies lost" + (f" ({causes})" if causes else "")
+
+
+def evolution_line(old: SkillBank, new: SkillBank, window: list[dict], by_cause: dict) -> str:
+    """What an online update did to the bank, or why it did nothing. by_cause: lost replies."""
     success = sum(row["r"] > 0 for row in window) / len(window)
     if new is old:
         return f"bank: success {success:.2f} is not below the gate: kept as it is"
@@ -178,7 +197,7 @@ def evolution_line(old: SkillBank, new: SkillBank, window: list[dict], replies: 
         line += f", {update[f'merged_{key}']} after merging"
         line += f", {update[f'copied_{key}']} copies of static entries dropped"
         line += f", net new {update[f'net_new_{key}']}"
-    return f"{line}; {replies['lost']} replies lost"
+    return f"{line}; {lost(by_cause)}"
 
 
 class Stopwatch:
@@ -207,14 +226,18 @@ def rollout_row(
     return row | {name: x.tolist() for name, x in numbers.items()}
 
 
-def token_row(
-    step: int, roll: Rollout, tokenizer: Tokenizer, mask_T: Tensor, delta_KT: Tensor, w_KT: Tensor
-) -> dict:
-    """One audited rollout's line in tokens.jsonl."""
+def token_row(step: int, roll: Rollout, tokenizer: Tokenizer, numbers: dict[str, Tensor]) -> dict:
+    """One audited rollout's line in tokens.jsonl. numbers: [T], or [K, T], of its tokens."""
     row = {"step": step, "problem_id": roll.problem_id}
     row["text"] = token_texts(tokenizer, roll.completion_ids)
-    row |= {"mask": mask_T.int().tolist(), "delta": delta_KT.tolist(), "credit": w_KT.tolist()}
-    return row
+    return row | {name: x.tolist() for name, x in numbers.items()}
+
+
+def credit_sums(credit_KT: Tensor, r: int) -> dict[str, float]:
+    """A rollout's squared credit (Eq. 20), and that of the tokens whose credit has r's sign."""
+    squared_KT = credit_KT.square()
+    with_verdict = squared_KT[credit_KT * r > 0].sum()
+    return {"credit_sq": float(squared_KT.sum()), "credit_sq_with_verdict": float(with_verdict)}
 
 
 def summarize(
@@ -246,6 +269,15 @@ def summarize(
     sizes = torch.tensor(supports or [0.0]).abs()
     for percent in (10, 50, 90):
         metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
+    for outcome, r in (("success", 1), ("failure", -1)):
+        signed = [a for row in records if row["r"] == r for a in row["a"]]
+        if signed:  # a mean over nothing is left out: 0 would stand for a teacher without a lean
+            metrics[f"a_mean_{outcome}"] = sum(signed) / len(signed)
+            metrics[f"a_positive_{outcome}"] = sum(a > 0 for a in signed) / len(signed)
+    credit = sum(row["credit_sq"] for row in records)
+    if credit:
+        with_verdict = sum(row["credit_sq_with_verdict"] for row in records)
+        metrics["credit_with_verdict"] = with_verdict / credit
     tokens = sum(len(row["completion_ids"]) for row in records)
     gaps = sum(row["unmasked"] * len(row["rho"]) for row in records)
     metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
@@ -265,6 +297,7 @@ def log_line(m: dict, updates: int) -> str:
     """The line of an update on the terminal, from its metrics."""
     rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
     success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
+    cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
     parts = []
     for part in ("gen", "score", "bwd"):
         x = m[f"seconds.{part}"]
@@ -272,8 +305,110 @@ def log_line(m: dict, updates: int) -> str:
     return (
         f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {success} rho {rho} "
         f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
-        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB"
+        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}"
     )
+
+
+@dataclass(frozen=True)
+class Fall:
+    """A share that is well below its best."""
+
+    what: str  # "success" or "boxed answers"
+    step: int  # the update after which it is noticed
+    now: float  # over the window of updates up to that one
+    best: float  # over the best window before
+    best_step: int  # the last update of that window
+    window: int  # updates
+
+
+def fallen(metrics: list[dict], batch_size: int) -> list[Fall]:
+    """Every fall of a run's success or of its share of boxed answers, from its metrics.jsonl.
+
+    A share p of n problems has the variance p (1 - p) / n, so the difference of two windows with
+    n problems each, whose mean share is p, has twice that. A fall is a window that lies more than
+    four standard deviations of this difference below the best one before it. It is noticed once,
+    and again only after half of the distance has been made up. batch_size: problems per update;
+    rollouts of one problem are alike, and so count as one.
+    """
+    window = math.ceil(FALL_PROBLEMS / batch_size)
+    shares = {
+        "success": [row["success"] for row in metrics],
+        "boxed answers": [1 - row["no_answer"] for row in metrics],
+    }
+    falls = []
+    for what, share in shares.items():
+        best, best_step, down = -1.0, 0, False
+        for end in range(window, len(share) + 1):
+            now = sum(share[end - window : end]) / window
+            step = metrics[end - 1]["step"]
+            if now >= best:
+                best, best_step, down = now, step, False
+            both = (best + now) / 2
+            deviation = math.sqrt(2 * both * (1 - both) / (window * batch_size))
+            far = FALL_DEVIATIONS * deviation
+            if best - now > far and not down:
+                falls.append(Fall(what, step, now, best, best_step, window))
+            down = best - now > (far / 2 if down else far)
+    return sorted(falls, key=lambda fall: fall.step)
+
+
+def fall_line(fall: Fall, checkpoints: pathlib.Path) -> str:
+    """A fall in one line, with the last checkpoint before it. checkpoints: the folder of all."""
+    first, best_first = fall.step - fall.window + 1, fall.best_step - fall.window + 1
+    line = f"fall: {fall.what} {fall.now:.2f} in updates {first} to {fall.step}, "
+    line += f"{fall.best:.2f} in {best_first} to {fall.best_step}"
+    saved = [p for p in checkpoints.glob("step_*") if int(p.name[5:]) <= fall.best_step]
+    if not saved:
+        return f"{line}; no checkpoint was saved by then"
+    return f"{line}; the checkpoint to go back to: {max(saved)}"
+
+
+def echo_line(metrics: list[dict]) -> str:
+    """One line after the first block of updates whose polarity only echoes the verdict, else "".
+
+    Blocks have 25 updates. One echoes where at least 100 teachers of each outcome were decided
+    (rho is not 0), and 49 of 50 of each had supports of the same sign: then rho says nothing that
+    the verdict does not say. metrics: lines of metrics.jsonl; the block must end with the last.
+    """
+    if len(metrics) % ECHO_UPDATES:
+        return ""
+    for end in range(ECHO_UPDATES, len(metrics) + 1, ECHO_UPDATES):
+        block = metrics[end - ECHO_UPDATES : end]
+        lean = _lean(block)
+        if lean:
+            line = f"polarity: in updates {block[0]['step']} to {block[-1]['step']} the supports "
+            line += f"that count were {lean} zero on successes and on failures, so that it only "
+            line += "echoes the verdict; docs/polarity.md"
+            return line if end == len(metrics) else ""
+    return ""
+
+
+def _lean(block: list[dict]) -> str:
+    """The side of zero on which nearly all decided supports lie: "below", "above", or ""."""
+    sides = {"below", "above"}
+    for outcome, above, below in (
+        ("success", "distilled", "reversed"),
+        ("failure", "reversed", "distilled"),
+    ):
+        n_above = sum(row[f"rho_{above}_{outcome}"] for row in block)
+        n_below = sum(row[f"rho_{below}_{outcome}"] for row in block)
+        if n_above + n_below < ECHO_TEACHERS:
+            return ""
+        exceptions = ECHO_EXCEPTIONS * (n_above + n_below)
+        if n_above > exceptions:
+            sides.discard("below")
+        if n_below > exceptions:
+            sides.discard("above")
+    return "".join(sides)  # not both: one side has half of them or more
+
+
+def notices(cfg: Config, metrics: list[dict]) -> list[str]:
+    """What is worth a line after the last of these updates. metrics: the run's lines so far."""
+    lines = [echo_line(metrics)]
+    for fall in fallen(metrics, cfg.batch_size):
+        if fall.step == metrics[-1]["step"]:
+            lines.append(fall_line(fall, pathlib.Path(cfg.out) / "checkpoints"))
+    return [line for line in lines if line]
 
 
 def mirrors(cfg: Config, start: int) -> list[Logger]:

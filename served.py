@@ -3,7 +3,7 @@
 For a policy that does not change: an evaluation, a cold start, another model that writes the bank.
 Prompts travel as token ids to /v1/completions, never as text: a server's chat template is not ours.
 Sampled ids come back where the server has them (vLLM), else its text and its count of tokens. Such
-samples are another sampler's than `generate`'s, and the two are never mixed silently (S26).
+samples are another sampler's than `generate`'s, and the two are never mixed silently (S27).
 """
 
 import collections

@@ -23,8 +23,9 @@ Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T]. Log-probab
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
     import config
     import distributed
+    import inputs
 
-    distributed.answer("sgsd", lambda: config.parse(None, "sgsd.py", __doc__))
+    distributed.answer("sgsd", lambda: inputs.look(*config.parse(None, "sgsd.py", __doc__)))
 
 # ------------------------------------------------------- the objective: needs math and torch only
 
@@ -112,6 +113,14 @@ def token_mask(ids_T: Sequence[int] | Tensor, masked_ids: Collection[int]) -> Te
     return 1.0 - torch.isin(ids, masked).float()
 
 
+def masked_mean(x_KT: Tensor, mask_T: Tensor, eps: float = EPS) -> Tensor:
+    """sum_t m_t x_t / (sum_t m_t + eps): the mean over unmasked tokens (Eqs. 12 and 15). [K].
+
+    It is 0 where all is masked (S1).
+    """
+    return _unmasked(x_KT, mask_T).sum(1) / (mask_T.to(x_KT).sum() + eps)
+
+
 def robust_support(delta_KT: Tensor, mask_T: Tensor, c_delta: float, eps: float = EPS) -> Tensor:
     """ã_k: mean over unmasked tokens of the gap clipped to ±c_delta (Eqs. 11-12, §2.4). [K], nats.
 
@@ -119,9 +128,8 @@ def robust_support(delta_KT: Tensor, mask_T: Tensor, c_delta: float, eps: float 
     """
     _check("robust_support (Eq. 11)", c_delta > 0, f"the bound c_delta must be > 0, got {c_delta}")
     _check_gaps("robust_support (Eq. 12)", delta_KT, mask_T)
-    clipped_KT = _unmasked(delta_KT.detach(), mask_T).clamp(-c_delta, c_delta)  # Eq. 11
-    m_T = mask_T.to(delta_KT)
-    return (m_T * clipped_KT).sum(1) / (m_T.sum() + eps)  # Eq. 12
+    clipped_KT = delta_KT.detach().clamp(-c_delta, c_delta)  # Eq. 11
+    return masked_mean(clipped_KT, mask_T, eps)  # Eq. 12
 
 
 def polarity(a_K: Tensor, r: float, eps_a: float) -> Tensor:
@@ -156,8 +164,12 @@ def gate_grad(delta: Tensor, tau_g: float) -> Tensor:
 def teacher_losses(delta_KT: Tensor, mask_T: Tensor, tau_g: float, eps: float = EPS) -> Tensor:
     """lbar^(k): mean gated loss over unmasked tokens, of *unclipped* gaps (Eq. 15, §2.5). [K]."""
     _check_gaps("teacher_losses (Eq. 15)", delta_KT, mask_T)
-    m_T = mask_T.to(delta_KT)
-    return (m_T * gated_loss(_unmasked(delta_KT, mask_T), tau_g)).sum(1) / (m_T.sum() + eps)
+    return masked_mean(gated_loss(_unmasked(delta_KT, mask_T), tau_g), mask_T, eps)
+
+
+def weighted_loss(lbar_K: Tensor, alpha_K: Tensor, rho_K: Tensor) -> Tensor:
+    """sum_k alpha_k rho_k lbar^(k) (Eq. 16, §2.5): a scalar. The gradient flows through lbar_K."""
+    return (alpha_K.detach() * rho_K.detach() * lbar_K).sum()
 
 
 def sgsd_loss(
@@ -168,7 +180,7 @@ def sgsd_loss(
     The gradient flows through delta_KT alone. ValueError on other shapes.
     """
     _check_gaps("sgsd_loss (Eq. 16)", delta_KT, mask_T, alpha_K, rho_K)
-    return (alpha_K.detach() * rho_K.detach() * teacher_losses(delta_KT, mask_T, tau_g, eps)).sum()
+    return weighted_loss(teacher_losses(delta_KT, mask_T, tau_g, eps), alpha_K, rho_K)
 
 
 def token_credit(
@@ -186,12 +198,14 @@ def token_credit(
 
 # --------------------------------------------------------------------------- end of the objective
 
+import contextlib
 import itertools
 import os
 import pathlib
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -200,6 +214,7 @@ from tqdm import tqdm
 import config
 import distributed
 import eval
+import inputs
 import policy
 import problems
 import rollout
@@ -228,22 +243,80 @@ class Run:
     step: int = 0  # the last update that was made
     kept: dict[str, torch.Tensor] = field(default_factory=dict)  # more tensors of a checkpoint
     stop: bool = False  # a signal asked to stop
+    stop_asked: float = 0.0  # when it came, in seconds of a monotonic clock
+    may_end_now: bool = False  # whether a second signal may break off what is being done
+    clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # of the step that is made
     # The bank's life; None where the method sees no skills.
     bank: skills.SkillBank | None = None
-    embed: policy.Embed | None = None
+    retriever: skills.Retriever | None = None
     writer: Writer | None = None
     window: list[dict] = field(default_factory=list)  # rollouts since the bank's last update
+    bank_is_due: bool = False  # its update after update `step` was put off, as the run was stopped
+
+    def retrieve(self, x: Problem, step: int) -> list[skills.SkillPair]:
+        """The K_x skill-mistake pairs of a problem, best first (Eq. 2); none without skills."""
+        if self.bank is None or self.retriever is None:
+            return []
+        return self.retriever(self.bank, x, self.cfg.num_teachers, step)
 
     def ask_to_stop(self, *_: object) -> None:
-        self.stop = True
+        """A signal's handler: the first one stops the run after the update, a second one now."""
+        if self.stop:
+            # torchrun passes on to its workers at once what the terminal has sent to them, too.
+            if self.may_end_now and time.monotonic() - self.stop_asked > 1:
+                raise KeyboardInterrupt
+            return
+        self.stop, self.stop_asked = True, time.monotonic()
         if self.world.main:  # past all buffers, since a signal may come inside a print
-            os.write(2, f"\nfinishing update {self.step + 1}, then stopping\n".encode())
+            what = f"finishing update {self.step + 1}, then stopping; once more stops at once"
+            os.write(2, f"\n{what}\n".encode())
 
 
 # ----------------------------------------------------------------------- one update (Algorithm 1)
 
 
-def prompt_ids(run: Run, text: str, what: str, thinking: str = "closed") -> list[int]:
+@dataclass
+class Example:
+    """A rollout with what its loss is made from."""
+
+    index: int  # its place in the global batch
+    rollout: Rollout
+    group: list[Rollout]  # all rollouts of its problem in this update, itself among them
+    pairs_K: list[skills.SkillPair]  # the retrieved ones
+    contexts_K: list[Ids]  # the teachers' prompts
+
+
+@dataclass
+class RolloutLoss:
+    """A rollout's loss and, for the logs, what it came from; K is 0 where there are no teachers."""
+
+    loss: Tensor  # a scalar with gradient
+    mask_T: Tensor
+    delta_KT: Tensor
+    alpha_K: Tensor
+    a_K: Tensor  # the support that decides the polarity
+    rho_K: Tensor
+    lbar_K: Tensor
+    credit_KT: Tensor | None = None  # Eq. 20, where the loss has that form
+    numbers: dict[str, Tensor] = field(default_factory=dict)  # further ones for rollouts.jsonl
+    token_numbers: dict[str, Tensor] = field(default_factory=dict)  # the same for tokens.jsonl
+
+
+PromptsOf = Callable[["Run", Problem, list[skills.SkillPair]], tuple[Ids, list[Ids]]]
+LossOf = Callable[["Run", Example], RolloutLoss]
+Update = tuple[list[dict], float, dict[str, float]]  # records, gradient norm, seconds by part
+
+
+def reward(roll: Rollout) -> float:
+    """What training wants of a rollout: the verdict. SGSD takes -1 or +1, GRPO any number.
+
+    Training alone asks for it. Evaluation, the bank's memories and its success gate see the
+    verdict itself, so another reward changes none of them.
+    """
+    return roll.r
+
+
+def prompt_ids(run: Run, text: str, what: str, thinking: str = "closed") -> Ids:
     """A prompt's ids with the think block closed, open, or bare: left to the model (§4.1, S3)."""
     ids = policy.chat_ids(run.tokenizer, text, thinking=thinking != "closed")
     if thinking == "open" and not run.tokenizer.decode(ids[-9:]).rstrip().endswith("<think>"):
@@ -264,88 +337,139 @@ def teacher_prompts(run: Run, x: Problem, pairs_K: list[skills.SkillPair]) -> li
     return contexts_K
 
 
-def retrieve(run: Run, x: Problem) -> list[skills.SkillPair]:
-    """The K_x nearest skill-mistake pairs of a problem, best first (Eq. 2)."""
-    assert run.bank is not None and run.embed is not None
-    return run.bank.retrieve(run.cfg.query_prompt + x.problem, run.cfg.num_teachers, run.embed)
+def prompts(run: Run, x: Problem, pairs_K: list[skills.SkillPair]) -> tuple[Ids, list[Ids]]:
+    """What the student reads, the problem and nothing else, and what each teacher reads."""
+    student = prompt_ids(run, skills.render_student(x.problem), x.id)
+    return student, teacher_prompts(run, x, pairs_K)  # Eq. 3
 
 
-def sample(run: Run, data: list[Problem], prompts: list[Ids], keys: list[int]) -> list[Rollout]:
-    """y ~ p_S(. | x) for each problem, and the verifier's r (Eq. 1)."""
-    cfg, own = run.cfg, (run.model, run.tokenizer)
+def sample(run: Run, data: list[Problem], students: list[Ids], keys: list[int]) -> list[Rollout]:
+    """y ~ p_S(. | x) for each problem, and the verifier's r (Eq. 1). students: the prompts."""
+    cfg, model, tokenizer = run.cfg, run.model, run.tokenizer
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-    completions = rollout.generate(*own, prompts, sampling, keys, cfg.rollout_rows)
-    return rollout.judge(*own, data, prompts, list(enumerate(completions)), run.verifier)
+    completions = rollout.generate(model, tokenizer, students, sampling, keys, cfg.rollout_rows)
+    turn = list(enumerate(completions))
+    return rollout.judge(model, tokenizer, data, students, turn, run.verifier)
 
 
-Update = tuple[list[dict], float, dict[str, float]]  # records, gradient norm, seconds by part
+def pair_weights(run: Run, pairs_K: list[skills.SkillPair]) -> Tensor:
+    """alpha_K of retrieved pairs (Eq. 6)."""
+    device = run.world.device
+    s_g_K = torch.tensor([pair.s_g for pair in pairs_K], device=device)
+    s_e_K = torch.tensor([pair.s_e for pair in pairs_K], device=device)
+    return teacher_weights(s_g_K, s_e_K)
 
 
-def train_step(run: Run, step: int) -> Update:
-    """One update (Algorithm 1, lines 2-16): this rank's records, the gradient norm, the seconds."""
-    cfg, device, clock = run.cfg, run.world.device, runlog.Stopwatch()
+def rollout_loss(run: Run, example: Example) -> RolloutLoss:
+    """The loss of one rollout (Algorithm 1, lines 8-14): K teachers score the student's tokens."""
+    cfg, roll = run.cfg, example.rollout
+    ids_T = roll.completion_ids
+    mask_T = token_mask(torch.tensor(ids_T, device=run.world.device), run.masked_ids)
+    alpha_K = pair_weights(run, example.pairs_K)  # Eq. 6
+    logpT_KT = score_teachers(run.model, example.contexts_K, ids_T, cfg.score_tokens)  # Eq. 4
+    run.clock.lap("score")
+    # The student's own pass is made once for all K teachers (D7).
+    logpS_1T = policy.token_logprobs(run.model, [roll.prompt_ids], [ids_T], grad=True)  # Eq. 5
+    delta_KT = log_prob_gap(logpT_KT, logpS_1T[0])  # Eq. 7
+    a_K = robust_support(delta_KT, mask_T, cfg.c_delta)  # Eqs. 11-12
+    rho_K = polarity(a_K, reward(roll), cfg.eps_a)  # Eq. 13
+    loss = sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)  # Eqs. 14-16
+    lbar_K = teacher_losses(delta_KT.detach(), mask_T, cfg.tau_g)
+    credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
+    return RolloutLoss(loss, mask_T, delta_KT, alpha_K, a_K, rho_K, lbar_K, credit_KT)
 
-    # Line 2. Every rank draws the same global minibatch and takes its share.
-    places = range(cfg.batch_size)[run.world.rank :: run.world.size]
-    batch = minibatch(run.problems, cfg, step)
+
+def train_step(
+    run: Run,
+    step: int,
+    prompts_of: PromptsOf = prompts,
+    loss_of: LossOf = rollout_loss,
+    generations: int = 1,
+) -> Update:
+    """One update (Algorithm 1, lines 2-16): this rank's records, the gradient norm, the seconds.
+
+    Another method puts its own functions in the place of `prompts` and `rollout_loss`.
+    """
+    cfg, world = run.cfg, run.world
+    run.clock = runlog.Stopwatch()
+
+    # Line 2. Every rank draws the same global minibatch and takes its share, in whole groups.
+    batch = minibatch(run.problems, cfg, step, generations)
+    places = [i for i in range(len(batch)) if i // generations % world.size == world.rank]
     data = [batch[i][0] for i in places]
     keys = [batch[i][1] for i in places]
 
     # Lines 4-6. Each retrieved skill-mistake pair becomes one teacher's prompt.
-    with distributed.errors_shared(run.world):
-        prompts = [prompt_ids(run, skills.render_student(x.problem), x.id) for x in data]
-        pairs = [retrieve(run, x) for x in data]  # Eq. 2
-        contexts = [teacher_prompts(run, x, pairs_K) for x, pairs_K in zip(data, pairs)]  # Eq. 3
+    pairs, students, contexts = [], [], []
+    with distributed.errors_shared(world):
+        for x in data:
+            pairs_K = run.retrieve(x, step)  # Eq. 2
+            student, contexts_K = prompts_of(run, x, pairs_K)
+            pairs.append(pairs_K)
+            students.append(student)
+            contexts.append(contexts_K)
 
-    # Line 7, for the whole share. The student sees the problem and nothing else.
-    rollouts = sample(run, data, prompts, keys)  # Eq. 1
-    clock.lap("gen")
+    # Line 7, for the whole share.
+    rollouts = sample(run, data, students, keys)  # Eq. 1
+    run.clock.lap("gen")
 
     records = []
-    for i, roll, pairs_K, contexts_K in zip(places, rollouts, pairs, contexts):
-        # Lines 8-13. Teachers and student score the tokens that were sampled; student once (D7).
-        ids_T = roll.completion_ids
-        mask_T = token_mask(torch.tensor(ids_T, device=device), run.masked_ids)
-        s_g_K = torch.tensor([pair.s_g for pair in pairs_K], device=device)
-        s_e_K = torch.tensor([pair.s_e for pair in pairs_K], device=device)
-        alpha_K = teacher_weights(s_g_K, s_e_K)  # Eq. 6
-        logpT_KT = score_teachers(run.model, contexts_K, ids_T, cfg.score_tokens)  # Eq. 4
-        clock.lap("score")
-        logpS_1T = policy.token_logprobs(run.model, [roll.prompt_ids], [ids_T], grad=True)  # Eq. 5
-        delta_KT = log_prob_gap(logpT_KT, logpS_1T[0])  # Eq. 7
-        a_K = robust_support(delta_KT, mask_T, cfg.c_delta)  # Eqs. 11-12
-        rho_K = polarity(a_K, roll.r, cfg.eps_a)  # Eq. 13
+    for at, (roll, pairs_K, contexts_K) in enumerate(zip(rollouts, pairs, contexts)):
+        # Lines 8-14.
+        first = at - at % generations
+        group = rollouts[first : first + generations]
+        example = Example(places[at], roll, group, pairs_K, contexts_K)
+        result = loss_of(run, example)
+        if result.loss.requires_grad:  # without teachers there may be no loss (S8)
+            # Divided by the *global* batch, because ranks sum their gradients below.
+            (result.loss / (cfg.batch_size * generations)).backward()
+        records.append(record(run, step, example, result))
+        run.clock.lap("bwd")
 
-        # Line 14. Divided by the *global* batch, because ranks sum their gradients below.
-        loss = sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)  # Eqs. 14-16
-        (loss / cfg.batch_size).backward()
-        row = record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss)
-        records.append({"index": i, **row})
-        clock.lap("bwd")
-
-    norm = policy.update(run.model, run.optimizer, run.world, cfg, step)  # line 16
-    clock.lap("opt")
-    return records, norm, clock.seconds
+    norm = optimizer_step(run, step)  # line 16
+    run.clock.lap("opt")
+    return records, norm, run.clock.seconds
 
 
-def record(run, step, roll, pairs_K, delta_KT, mask_T, alpha_K, a_K, rho_K, loss) -> dict:
+def optimizer_step(run: Run, step: int) -> float:
+    """Sum the gradients over ranks, clip, AdamW with linear decay (S7); the norm before clipping.
+
+    After the sum a NaN is on every rank, so that all skip a step that is not finite.
+    """
+    cfg, params = run.cfg, list(policy.trained(run.model).values())
+    distributed.sum_gradients(params, run.world)
+    norm = float(torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip))
+    run.optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - (step - 1) / cfg.updates)
+    if math.isfinite(norm):
+        run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def record(run: Run, step: int, example: Example, result: RolloutLoss) -> dict:
     """One rollout's line in rollouts.jsonl; "tokens" is its line in tokens.jsonl, if audited."""
-    cfg, delta_KT = run.cfg, delta_KT.detach()
+    cfg, mask_T, delta_KT = run.cfg, result.mask_T, result.delta_KT.detach()
     numbers = {
-        "alpha": alpha_K,
+        "alpha": result.alpha_K,
         "a_plain": plain_support(delta_KT),
-        "a": a_K,
-        "rho": rho_K.int(),
-        "losses": teacher_losses(delta_KT, mask_T, cfg.tau_g),
-        "loss": loss.detach(),
+        "a": result.a_K,
+        "rho": result.rho_K.int(),
+        "losses": result.lbar_K.detach(),
+        "loss": result.loss.detach(),
         "unmasked": mask_T.sum().int(),
         "clipped": (delta_KT[:, mask_T.bool()].abs() > cfg.c_delta).sum(),
         "first_gap": delta_KT[:, 0],
     }
-    row = runlog.rollout_row(step, roll, pairs_K, numbers)
+    row: dict = {"index": example.index}
+    row |= runlog.rollout_row(step, example.rollout, example.pairs_K, numbers | result.numbers)
+    row["reward"] = reward(example.rollout)
+    credit_KT = result.credit_KT if result.credit_KT is not None else torch.zeros(0)
+    row |= runlog.credit_sums(credit_KT, example.rollout.r)
     if cfg.audit_every and step % cfg.audit_every == 0:
-        credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
-        row["tokens"] = runlog.token_row(step, roll, run.tokenizer, mask_T, delta_KT, credit_KT)
+        of_tokens = {"mask": mask_T.int(), "delta": delta_KT, **result.token_numbers}
+        if result.credit_KT is not None:
+            of_tokens["credit"] = credit_KT
+        row["tokens"] = runlog.token_row(step, example.rollout, run.tokenizer, of_tokens)
     return row
 
 
@@ -359,14 +483,21 @@ def begin_bank(run: Run) -> None:
     if run.bank is None:
         solver = run.model, run.tokenizer, run.verifier
         run.bank = skills.make_bank(run.problems, *solver, writer, cfg)
+    skills.refuse_without_pairs(run.bank, cfg, f"--resume {cfg.out}")
     window = []
     if run.world.main:
         runlog.save_bank(run.bank, run.out, max(runlog.bank_versions(run.out), default=0))
         print(runlog.bank_line(run.bank, cfg.num_teachers))
-        last = run.step - run.step % max(1, cfg.update_every)
+        complete = run.step - run.bank_is_due  # the bank has seen all updates up to here
+        last = complete - complete % max(1, cfg.update_every)
         rows = distributed.read_jsonl(run.out / "rollouts.jsonl")
         window = [row for row in rows if row["step"] > last]
     run.window = distributed.gather(window, run.world)[0]  # rank 0's, given to all
+    if run.bank_is_due:
+        counts = evolve_bank(run, run.step, [])
+        if run.world.main:
+            runlog.complete_metrics(run.out, counts)
+        run.bank_is_due = False
 
 
 def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
@@ -380,7 +511,7 @@ def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
         window = [SimpleNamespace(**row) for row in run.window]
         bank = skills.evolve(run.bank, window, step, run.writer, **cfg.evolution)
         if run.world.main:
-            tqdm.write(runlog.evolution_line(run.bank, bank, run.window, run.writer.counts))
+            tqdm.write(runlog.evolution_line(run.bank, bank, run.window, run.writer.lost))
             if bank is not run.bank:
                 runlog.save_bank(bank, run.out, step)
         run.bank, run.window = bank, []
@@ -392,13 +523,18 @@ def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
 # ----------------------------------------------------------------------------------------- a run
 
 
-def prepare(cfg: Config, world: World, resume: bool) -> Run:
-    """Read and check everything that a user's mistake can break, before anything is written."""
+def prepare(
+    cfg: Config, world: World, resume: bool, retriever: skills.Retriever | None = None
+) -> Run:
+    """Read and check everything that a user's mistake can break, before anything is written.
+
+    retriever: without one the nearest pairs by --encoder are taken.
+    """
     out = pathlib.Path(cfg.out)
     if cfg.batch_size < world.size:
         rule = f"must be >= {world.size}, as every process needs a problem"
         raise UserError(f"--batch-size {cfg.batch_size}: {rule}")
-    runlog.check_directory(cfg, resume)
+    inputs.check_directory(cfg, resume)
     data, counts = problems.load_training(cfg)
     last = max(out.glob("checkpoints/step_*"), default=None) if resume else None
     model, tokenizer, optimizer, step, kept = policy.load_trainable(cfg, world, last)
@@ -409,8 +545,10 @@ def prepare(cfg: Config, world: World, resume: bool) -> Run:
     masked_ids = masked_token_ids(tokenizer, cfg.mask_extra) | {*policy.stop_ids(model, tokenizer)}
     run = Run(cfg, out, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
     if cfg.sees_skills:
-        run.bank = runlog.load_bank(cfg, step, resume)
-        run.embed = policy.load_encoder(cfg.encoder, str(world.device))
+        run.bank_is_due = resume and runlog.bank_is_due(out, step)
+        run.bank = runlog.load_bank(cfg, step - run.bank_is_due, resume)
+        device = str(world.device)
+        run.retriever = retriever or skills.nearest(cfg.encoder, cfg.query_prompt, device)
         run.writer = skills.writer_of(cfg, world, model, tokenizer, out / "bank")
     for x in data:  # no token is shorter than a byte, so few problems need to be tokenised
         if len(x.problem.encode("utf-8", "replace")) + 512 > cfg.max_prompt_tokens:
@@ -425,30 +563,62 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
 
     Returns the exit code: 1 after three updates in a row that were not finite.
     """
-    cfg, world, start = run.cfg, run.world, run.step
-    loggers = runlog.begin(cfg, world, start)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupts the cold start, too
-    if run.embed is not None:
-        begin_bank(run)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, run.ask_to_stop)
+    cfg, world = run.cfg, run.world
+    with distributed.continued_by(lambda: runlog.how_to_continue(cfg)):
+        loggers = runlog.begin(cfg, world, run.step, run.bank_is_due)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupts the cold start, too
+        if cfg.sees_skills:
+            begin_bank(run)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, run.ask_to_stop)
+        reason, code = make_updates(run, step_fn, loggers)
+        run.stop = bool(reason)  # on all ranks alike
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if reason and world.main:
+            left = "the bank's update" if run.bank_is_due else "the evaluation"
+            last = f"only {left} is left; " if run.step == cfg.updates and not code else ""
+            tqdm.write(f"{reason}; {last}continue with: python {cfg.program} --resume {cfg.out}")
+        distributed.leave_together(world)
+    return code
 
-    skipped, reason = 0, ""
-    steps = range(start + 1, cfg.updates + 1)
-    bar = tqdm(steps, "train", cfg.updates, initial=start, disable=not world.main, unit="update")
+
+def make_updates(
+    run: Run, step_fn: Callable[[Run, int], Update], loggers: list[runlog.Logger]
+) -> tuple[str, int]:
+    """The updates that are left: the reason why the run stops before its end, and the exit code."""
+    cfg, world, skipped = run.cfg, run.world, 0
+    history = list(distributed.read_jsonl(run.out / "metrics.jsonl")) if world.main else []
+    steps = range(run.step + 1, cfg.updates + 1)
+    silent = not (world.main and sys.stderr.isatty())  # a file has the updates' own lines
+    bar = tqdm(steps, "train", cfg.updates, initial=run.step, disable=silent, unit="update")
     for step in bar:
+        before = policy.steps_taken(run.optimizer)
         try:
-            own, norm, seconds = step_fn(run, step)
+            with end_at_once(run):
+                own, norm, seconds = step_fn(run, step)
         except SharedError as e:
             hint = f"--resume {cfg.out} continues from the last checkpoint"
             raise SharedError(f"{e} (in update {step}; {hint})") from None
+        except KeyboardInterrupt:  # this update is lost, and no other
+            if policy.steps_taken(run.optimizer) == before:
+                save(run)
+            raise
         shares = itertools.chain(*distributed.gather(own, world))
         records = sorted(shares, key=lambda row: row["index"])
         tokens = [row.pop("tokens") for row in records if "tokens" in row]
-        begun = time.perf_counter()
-        counts = evolve_bank(run, step, records) if run.embed is not None else {}  # line 17
-        seconds["bank"] = time.perf_counter() - begun
         stop = any(distributed.gather(run.stop, world))  # a signal may have come to some ranks only
+        due = cfg.sees_skills and cfg.update_every and step % cfg.update_every == 0
+        run.bank_is_due, interrupted = bool(due and stop), False  # it may take minutes: put off
+        counts, begun = {}, time.perf_counter()
+        if cfg.sees_skills and not run.bank_is_due:
+            try:
+                with end_at_once(run):
+                    counts = evolve_bank(run, step, records)  # line 17
+                stop = any(distributed.gather(run.stop, world)) if due else stop
+            except KeyboardInterrupt:
+                run.bank_is_due = interrupted = stop = True
+        seconds["bank"] = time.perf_counter() - begun
         run.step = step
         skipped = 0 if math.isfinite(norm) else skipped + 1
         if world.main:
@@ -456,35 +626,57 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
             metrics = runlog.summarize(step, records, norm, rate, seconds, peak) | counts
             runlog.write(run.out, ([metrics], records, tokens), loggers)
             bar.write(runlog.log_line(metrics, cfg.updates))
+            history.append(metrics)
+            for notice in runlog.notices(cfg, history):
+                bar.write(notice)
+        if stop or skipped == 3 or step % cfg.checkpoint_every == 0 or step == cfg.updates:
+            save(run)
+        if interrupted:
+            raise KeyboardInterrupt
         if skipped == 3:
-            reason = "three updates in a row were not finite"
-        elif stop:
-            reason = "stopped as asked"
-        if world.main and (reason or step % cfg.checkpoint_every == 0 or step == cfg.updates):
-            at = run.out / "checkpoints" / f"step_{step:06d}"
-            policy.save_checkpoint(at, run.model, run.tokenizer, run.optimizer, step, run.kept, cfg)
-            bar.write(f"saved {at}")
-        if reason:
-            break
-    run.stop = bool(reason)  # on all ranks alike
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if reason and world.main:
-        bar.write(f"{reason}; continue with: python {cfg.program} --resume {cfg.out}")
-    distributed.leave_together(world)
-    return int(skipped == 3)
+            return "three updates in a row were not finite", 1
+        if stop and (step < cfg.updates or cfg.eval_data or run.bank_is_due):
+            return "stopped as asked", 0
+    return "", 0
 
 
-def launch(cfg: Config, resume: bool, step_fn: Callable[[Run, int], Update] = train_step) -> int:
+@contextlib.contextmanager
+def end_at_once(run: Run) -> Iterator[None]:
+    """In this block a second signal raises KeyboardInterrupt; elsewhere it would tear files."""
+    run.may_end_now = True
+    try:
+        yield
+    finally:
+        run.may_end_now = False
+
+
+def save(run: Run) -> None:
+    """A checkpoint of the last update, if there is one and it is not saved yet. Rank 0 writes."""
+    at = run.out / "checkpoints" / f"step_{run.step:06d}"
+    if run.world.main and run.step and not at.exists():
+        kept, step, cfg = run.kept, run.step, run.cfg
+        policy.save_checkpoint(at, run.model, run.tokenizer, run.optimizer, step, kept, cfg)
+        tqdm.write(f"saved {at}")
+
+
+def launch(
+    cfg: Config,
+    resume: bool,
+    step_fn: Callable[[Run, int], Update] = train_step,
+    retriever: skills.Retriever | None = None,
+) -> int:
     """Prepare, train, and evaluate before and after where --eval-data is given; the exit code."""
+    inputs.check_directory(cfg, resume)
     world = distributed.init(cfg.device)
-    run = prepare(cfg, world, resume)
-    with run.verifier:
-        code = train(run, step_fn)
-    if run.stop or code:
-        return code
-    del run  # the evaluation wants its memory
-    eval.before_and_after(cfg, world)
+    with distributed.locked(pathlib.Path(cfg.out), world):
+        run = prepare(cfg, world, resume, retriever)
+        with run.verifier:
+            code = train(run, step_fn)
+        if run.stop or code:
+            return code
+        del run  # the evaluation wants its memory
+        with distributed.continued_by(lambda: runlog.how_to_continue(cfg)):
+            eval.before_and_after(cfg, world)
     if world.main:
         print(runlog.what_next(cfg))
     return code

@@ -12,12 +12,15 @@ Dimension key: n entries of a list, d embedding size.
 """
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
+    import functools
+
     import config
     import distributed
+    import inputs
 
-    distributed.answer(
-        "skills", lambda: config.parse(None, "skills.py", __doc__, config.BankConfig)
-    )
+    look = inputs.look_at_cold_start
+    parse = functools.partial(config.parse, None, "skills.py", __doc__, config.BankConfig)
+    distributed.answer("skills", lambda: look(*parse()))
 
 import functools
 import itertools
@@ -33,10 +36,12 @@ import numpy as np
 
 import config
 import distributed
+import inputs
 import policy
 import rollout
 from config import BankConfig, Config
-from distributed import UserError, World
+from distributed import SharedError, World
+from inputs import FIELDS, IDS
 from policy import Embed, encodable
 from problems import Problem, load_training
 from rollout import Verifier, Writer
@@ -45,11 +50,6 @@ from served import Servers
 Items = list[dict]
 Complete = Callable[[list[str]], list[str]] | Writer
 
-FIELDS = {  # Tab. 5; an entry is embedded in this order (S10)
-    "general_skills": ("title", "principle", "when_to_apply"),
-    "common_mistakes": ("description", "why_it_happens", "how_to_avoid"),
-}
-IDS = {"general_skills": "skill_id", "common_mistakes": "mistake_id"}
 PREFIX = {"general_skills": "gen_", "common_mistakes": "err_"}
 SHORT = {"general_skills": "skills", "common_mistakes": "mistakes"}
 as_json = functools.partial(json.dumps, indent=2, ensure_ascii=False)  # in prompts and files
@@ -78,27 +78,7 @@ class SkillBank:
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "SkillBank":
         """Read a bank's JSON. UserError names the file, the entry and the field that is wrong."""
-        try:
-            data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as e:
-            raise UserError(f"bank {path}: cannot be read as JSON ({e}); is it a bank?") from None
-        if not isinstance(data, dict):
-            raise UserError(f"bank {path}: a JSON object is wanted, got {type(data).__name__}")
-        for key in FIELDS:
-            if not isinstance(data.get(key), list):
-                raise UserError(f"bank {path}: `{key}` must be a list; found: {', '.join(data)}")
-            names, ids = (IDS[key], *FIELDS[key]), set[str]()
-            for i, entry in enumerate(data[key]):
-                where, values = f"bank {path}: {key}[{i}]", entry if isinstance(entry, dict) else {}
-                bad = ", ".join(n for n in names if not isinstance(values.get(n), str))
-                if bad:
-                    raise UserError(f"{where} lacks the strings {bad} (App. C)")
-                if values[IDS[key]] in ids or not isinstance(values.get("sources", []), list):
-                    raise UserError(f"{where} needs its own id, and a list for any `sources`")
-                ids.add(values[IDS[key]])
-        metadata = data.setdefault("metadata", {})
-        if not isinstance(metadata, dict) or not isinstance(metadata.get("updates", []), list):
-            raise UserError(f"bank {path}: `metadata` must be an object, `updates` in it a list")
+        data = inputs.read_bank(path)
         skills, mistakes, metadata = (data.pop(name) for name in (*FIELDS, "metadata"))
         return cls(skills, mistakes, metadata, data)
 
@@ -106,6 +86,10 @@ class SkillBank:
         data = {"general_skills": self.general_skills, **self.extra}
         data |= {"common_mistakes": self.common_mistakes, "metadata": self.metadata}
         distributed.write_text(path, as_json(data))
+
+    @property
+    def sizes(self) -> str:
+        return f"{len(self.general_skills)} skills and {len(self.common_mistakes)} mistakes"
 
     def collection(self, key: str) -> Items:
         """One of the two lists; key: "general_skills" or "common_mistakes", here and below."""
@@ -133,6 +117,18 @@ class SkillBank:
             order = np.argsort(-scores_n, kind="stable")[:k]
             best.append([(entries[i], float(scores_n[i])) for i in order])
         return [SkillPair(g, e, s_g, s_e) for (g, s_g), (e, s_e) in zip(*best)]
+
+
+# bank, problem, K, step -> at most K pairs, best first. This is the one place for another way to
+# retrieve. The weights of Eq. 6 are a softmax over (s_g + s_e) / 2 with no temperature, so scores
+# are on the scale of cosines: in [-1, 1], where a lead of 0.1 makes a teacher weigh 11% more.
+Retriever = Callable[[SkillBank, Problem, int, int], list[SkillPair]]
+
+
+def nearest(encoder: str, query_prompt: str, device: str) -> Retriever:
+    """The pairs nearest to a problem by an encoder's embeddings (Eq. 2, S10)."""
+    embed = policy.load_encoder(encoder, device)
+    return lambda bank, x, k, step: bank.retrieve(query_prompt + x.problem, k, embed)
 
 
 def entry_text(entry: dict, key: str) -> str:
@@ -194,7 +190,8 @@ def render_skills(pairs: Sequence[SkillPair], problem: str) -> str:
 
 def render_extraction(memory: dict, key: str) -> str:
     """Ask for a success's general skills or a failure's common mistakes (Alg. 2, App. D.2)."""
-    shown = {name: memory[name] for name in memory if name not in ("problem_id", "made_with")}
+    hidden = ("problem_id", "made_with", "truncated")
+    shown = {name: memory[name] for name in memory if name not in hidden}
     form = '\nEach item is an object with the string fields "{}", "{}" and "{}".'  # S13
     prompt = render(f"extract_{SHORT[key]}", {"memory_json": as_json(shown)})
     return prompt + form.format(*FIELDS[key])
@@ -303,19 +300,30 @@ def _ask(questions: list[Question], complete: Complete, stage: str) -> list[Item
             complete.asked.update(set(prompts))
         else:
             replies = complete(prompts)
-        for i, reply in zip(left, replies):
+        for place, (i, reply) in enumerate(zip(left, replies)):
             prompt, key, shown = questions[i]
             items, whole = read_items(reply, key)
-            outcome = "read" if whole else "repaired"
+            outcome, cause = "read" if whole else "repaired", ""
             if items and (not shown or (whole and len(items) <= shown)):
                 found[i] = items
             else:
                 outcome = "retried" if attempt == 1 else "lost"
+                cause = _cause(reply, items, whole)
             if isinstance(complete, Writer):
+                if cause and place in complete.cut:
+                    cause = "cut off"
                 kind = f"{'merge' if shown else 'extract'}_{SHORT[key]}"
                 row = {"kind": kind, "attempt": attempt, "outcome": outcome, "items": len(items)}
+                row |= {"cause": cause} if cause else {}
                 complete.log({**row, "prompt": prompt, "reply": reply})
     return found
+
+
+def _cause(reply: str, items: Items, whole: bool) -> str:
+    """Why a reply that was not cut off cannot be used."""
+    if items:
+        return "more items than it was shown" if whole else "not whole"
+    return "no valid item" if re.search(r"[{\[]\s*[\"{}\]]", reply) else "no JSON"
 
 
 def merge(
@@ -561,7 +569,7 @@ def make_bank(
     sampling = rollout.Sampling(*how, cfg.cold_start_tokens)
     made_with = {"model": cfg.model, "seed": cfg.seed, **asdict(sampling)}
     made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
-    made_with |= {"engine": servers.engine} if servers else {}  # S26
+    made_with |= {"engine": servers.engine} if servers else {}  # S27
     rows = distributed.read_jsonl(path)
     memories = {m["problem_id"]: m for m in rows if m.get("made_with") == made_with}
     left = [x for x in chosen if memories.get(x.id, {}).get("problem") != x.problem]
@@ -575,7 +583,7 @@ def make_bank(
 
     def finish(turn: rollout.Turn) -> Items:
         made = rollout.judge(model, tokenizer, left, prompts, turn, verifier)
-        found = [memory_of(x, cfg.memory_answer) for x in made]
+        found = [{**memory_of(x, cfg.memory_answer), "truncated": x.truncated} for x in made]
         return [{**memory, "made_with": made_with} for memory in found]
 
     asked = rollout.rows_of(prompts, keys, cfg.cold_start_tokens)
@@ -585,11 +593,44 @@ def make_bank(
         if world.main:
             distributed.append_jsonl(path, fresh)
         memories |= {m["problem_id"]: m for m in fresh}
-    bank = cold_start([memories[x.id] for x in chosen], writer, **cfg.merging)
+    seeds = [memories[x.id] for x in chosen]
+    bank = cold_start(seeds, writer, **cfg.merging)
+    bank.metadata["truncated_seed_solutions"] = sum(m.get("truncated", False) for m in seeds)
+    bank.metadata["lost_replies"] = dict(writer.lost)
     replies = writer.take()
     bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in chosen], replies=replies)
     bank.metadata.update({"engine": servers.engine} if servers else {})
     return bank
+
+
+def refuse_without_pairs(bank: SkillBank, cfg: Config, again: str) -> None:
+    """UserError, on all ranks alike, where no teacher can be made of a bank (S8): what to do.
+
+    again: what goes on with the seed solutions that were made, when the cause is mended.
+    """
+    if (bank.general_skills and bank.common_mistakes) or cfg.allow_empty_bank:
+        return
+    about = bank.metadata
+    total, right = about.get("seed_solutions", 0), about.get("right_seed_solutions", 0)
+    cut, lost = about.get("truncated_seed_solutions", 0), about.get("lost_replies", {})
+    reasons = []
+    if total and 2 * cut >= total:
+        rule = f"--cold-start-tokens {cfg.cold_start_tokens}: raise it"
+        reasons.append(f"{cut} of {total} seed solutions were cut off at {rule}")
+    elif total and not right:
+        fix = "take easier problems or a stronger model, or raise --cold-start"
+        reasons.append(f"none of {total} seed solutions was right, so there are no skills: {fix}")
+    elif total and right == total:
+        fix = "take harder problems, or raise --cold-start"
+        reasons.append(f"all {total} seed solutions were right, so there are no mistakes: {fix}")
+    fixes = {"cut off": f"raise --reply-tokens {cfg.reply_tokens}"}
+    for cause, n in lost.items():
+        fix = fixes.get(cause, "let another model write, --update-model")
+        reasons.append(f"{n} replies were lost ({cause}): {fix}")
+    why = "; ".join(reasons) or "it was saved like that"
+    rule = "without a pair there is no teacher, and nothing would be learnt (S8)"
+    go_on = f"then {again} uses the solutions again; with --allow-empty-bank it goes on like that"
+    raise SharedError(f"bank: {bank.sizes}; {rule}; {why}; {go_on}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -598,29 +639,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> None:
         cfg, resume = config.parse(argv, "skills.py", __doc__, BankConfig)
         assert isinstance(cfg, BankConfig)
-        if resume or not cfg.out.endswith(".json") or pathlib.Path(cfg.out).is_dir():
-            raise UserError(f"--out {cfg.out}: a file for the bank is wanted, such as bank.json")
+        folder = inputs.bank_folder(cfg, resume)
         world = distributed.init(cfg.device)
-        folder = pathlib.Path(f"{cfg.out}.work")
-        if pathlib.Path(cfg.out).exists() and not folder.exists():
-            raise UserError(f"--out {cfg.out}: exists, but skills.py did not make it; give another")
-        problems, _ = load_training(cfg)
-        servers = None
-        if cfg.server:
-            servers = Servers(cfg.server.split(), cfg.model)
-            servers.check(cfg.cold_start_tokens)
-            model, tokenizer = policy.load_outline(cfg.model)
-        else:
-            model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
-        decode = servers.stream if servers else rollout.stream
-        writer = writer_of(cfg, world, model, tokenizer, folder, decode)
-        with Verifier(cfg.verify_timeout, cfg.verify_workers) as verifier:
-            bank = make_bank(problems, model, tokenizer, verifier, writer, cfg, servers)
-        if world.main:
-            bank.save(cfg.out)
-            sizes = f"{len(bank.general_skills)} skills and {len(bank.common_mistakes)} mistakes"
-            print(f"{cfg.out}: {sizes}")
-        distributed.leave_together(world)
+        with distributed.locked(folder, world):
+            problems, _ = load_training(cfg)
+            servers = None
+            if cfg.server:
+                servers = Servers(cfg.server.split(), cfg.model)
+                servers.check(cfg.cold_start_tokens)
+                model, tokenizer = policy.load_outline(cfg.model)
+            else:
+                model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
+            decode = servers.stream if servers else rollout.stream
+            writer = writer_of(cfg, world, model, tokenizer, folder, decode)
+            with Verifier(cfg.verify_timeout, cfg.verify_workers) as verifier:
+                bank = make_bank(problems, model, tokenizer, verifier, writer, cfg, servers)
+            refuse_without_pairs(bank, cfg, "the same command")
+            if world.main:
+                bank.save(cfg.out)
+                print(f"{cfg.out}: {bank.sizes}")
+            distributed.leave_together(world)
 
     return distributed.command("skills", body)
 

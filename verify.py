@@ -1,7 +1,9 @@
 """The verdict: a completion's answer, and whether it equals the reference (D5). No torch.
 
 Equal strings and integers are decided at once, the rest by math-verify in workers that end when an
-answer takes too long. SPELLING is what it misreads, WORDS and MARKS what it accepts and must not.
+answer takes too long. Four tables stand around it, each row with an example: SPELLING is what it
+misreads, SAME and MARKS what it accepts and must not, UNITS the names of a unit. An answer that is
+copied from the problem is none.
 """
 
 import json
@@ -18,7 +20,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from select import select
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_CHARS, MEMORY_BYTES = 1000, 1 << 30  # of an answer that is parsed, of a worker's address space
 
@@ -26,9 +28,11 @@ MAX_CHARS, MEMORY_BYTES = 1000, 1 << 30  # of an answer that is parsed, of a wor
 def extract_answer(text: str) -> str | None:
     r"""The inside of the last `\boxed{}` after the last `</think>`; None if none, or never closed.
 
-    A thinking block that is still open at the end holds no answer. Nested braces are followed.
+    A thinking block that is still open at the end holds no answer. Nested braces are followed. A
+    box without braces counts where a dollar sign ends it: `$\boxed 5$`.
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
+    text = re.sub(r"\\boxed\s+([^\s{}$\\]+)\s*\$", r"\\boxed{\1}", text)
     *before, last = re.split(r"\\boxed\s*\{", text)
     depth = 1
     for match in re.finditer(r"\\.|[{}]", last if before else "", re.S):
@@ -36,6 +40,171 @@ def extract_answer(text: str) -> str | None:
         if depth == 0:
             return last[: match.start()].strip()
     return None
+
+
+# ------------------------------------------------------------------ answers copied from the problem
+
+TOKEN = re.compile(
+    r"\\[a-zA-Z]+|\\.|\d+(?:(?:,|\{,\}|,?\\[,!])\d{3})*(?:\.\d+)?|[a-zA-Z]+|\S", re.S
+)
+NO_MEANING = re.compile(  # tokens of layout
+    r"[{}$.]|\\(?:[][()$!,:; \n]|left|right|[bB]igg?[lr]?|displaystyle|q?quad|text[a-z]*"
+    r"|mbox|mathrm|mathbf)"
+)
+NO_EXPRESSION = re.compile(  # a number with its unit, an option's letter, words
+    r"(?:[-+] )?\d\S*(?: (?:[a-zA-Z]+|\\?%|\^|\\circ|°))*|\( \w+ \)|\w+(?: \w+)*"
+)
+
+
+@lru_cache(4096)
+def tokens(text: str) -> str:
+    r"""The tokens of a LaTeX text with one blank between, without those of layout."""
+    kept = [token for token in TOKEN.findall(text) if not NO_MEANING.fullmatch(token)]
+    joined = re.sub(r"\\[dt]frac(?= )", r"\\frac", " ".join(kept))
+    return re.sub(r"\\frac (\d)(\d)(?= |$)", r"\\frac \1 \2", joined)
+
+
+def uncopied(gold: str, pred: str | None, problem: str) -> str | None:
+    """An answer; None if it is an expression that stands in the problem, and not the reference.
+
+    Else a policy lives on boxing the problem's longest formula, which often equals the reference.
+    """
+    if not pred or not problem or len(pred) > MAX_CHARS:
+        return pred
+    answer, reference = (re.sub(r"^\S+ = ", "", tokens(text)) for text in (pred, gold))
+    inside = re.sub(r"^\( (.*) \)$", r"\1", answer)
+    stands_there = f" {inside} " in f" {tokens(problem)} "
+    if NO_EXPRESSION.fullmatch(answer) or answer == reference or not stands_there:
+        return pred
+    return None
+
+
+# ------------------------------------------------------------------------------------- four tables
+
+
+class Rule(NamedTuple):
+    """A pattern and what stands in its place; an example of it, which a test runs."""
+
+    pattern: str
+    replacement: str
+    before: str
+    after: str
+
+
+class Guard(NamedTuple):
+    """A pattern that finds different things in a reference and an answer that is wrong."""
+
+    pattern: str
+    reference: str
+    answer: str
+
+
+GROUP = r"[^{}]*"  # what stands between two braces, up to four deep
+for _ in range(3):
+    GROUP = rf"[^{{}}]*(?:\{{{GROUP}\}}[^{{}}]*)*"
+FONT = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|boldsymbol|mbox)\s*"
+TEXT = rf"{FONT}\{{([^{{}}]*)\}}"
+SIGNS: dict[str, Any] = {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi "}
+SIGNS |= {"∞": r"\infty ", "°": r"^\circ ", "±": r"\pm ", "⁻": "^-", "∪": r"\cup ", "θ": r"\theta "}
+SIGNS |= {sign: f"^{digit}" for digit, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
+SPELLING = [  # what models write and math-verify misreads or refuses, and how it reads it; in order
+    Rule(r"\^(-|\d)\^(\d)", r"^{\1\2}", "x^1^0", "x^{10}"),  # was x¹⁰
+    Rule(r"√\s*(?:[({]([^(){}]+)[)}]|(\d+|[a-z]))", r"\\sqrt{\1\2}", "√13", r"\sqrt{13}"),
+    Rule("√", r"\\sqrt ", r"√\frac12", r"\sqrt \frac12"),
+    Rule(r"\s+(?=\{)", "", r"\frac {1} {2}", r"\frac{1}{2}"),
+    # No units: 5\mathrm{i} is not 5.
+    Rule(r"\\(?:mathrm|text)\s*\{([ie])\}", r"\1 ", r"5\mathrm{i}", "5i "),
+    Rule(rf"{FONT}(?=\{{\s*[-\d({{\\](?!%))", "", r"\mathbf{\frac{3}{7}}", r"{\frac{3}{7}}"),
+    Rule(r"(?<=\d)\s*(\{,\}|,?\\[,!])\s*(?=\d{3})", "", r"1{,}234,\! 567", "1234567"),
+    Rule(r"\\!", "", r"8\!:\!34", "8:34"),
+    Rule(r"\\(left|right)\b\.?", "", r"\left(1,2\right)", "(1,2)"),
+    Rule(r"\\([bB]igg?[lr]?|displaystyle|boxed|fbox)\b", "", r"\bigl(1,2\bigr)", "(1,2)"),
+    Rule(r"(?<=\\\\)\[[\d.]+ *[a-z]+\]", "", r"1\\[4pt]2", r"1\\2"),
+    Rule(r"(?<!\\)\\[][()]", "", r"\(7\)", "7"),
+    Rule(r"(?<!\\)\\(q?quad\b|[;:>, ])|~|\{\}", " ", r"12\,\text{cm}", r"12 \text{cm}"),
+    Rule(r"^\\\$(.+?)[\s.]*$", r"\1 \\text{dollars}", r"\$5.", r"5 \text{dollars}"),
+    Rule(r"^(\\?\$|=|\\approx|\*\*|\s)+", "", "= $5", "5"),
+    Rule(r"([\s.]|\*\*|\\?\$|\^?\\degree)+$|\\?\$", "", r"90\degree.", "90"),
+    Rule(rf"^\{{(?!.*\\choose)({GROUP})\}}$", r"\1", r"{\frac{1}{2}}", r"\frac{1}{2}"),
+    Rule(rf"^\s*{TEXT}[\s.]*$", r"\1", r"\text{even}", "even"),  # a whole answer set as text
+    Rule(r"(?i)^(\\text\w*\{\s*)?answer:\s*\}?", "", r"\text{Answer: }5", "5"),
+    Rule(r"(?<![\w}^_\]])\{(\d+)\}", r"\1", "{22}_{6}", "22_{6}"),
+    Rule(r"\((\d+)\)(?=_)", r"\1", "(22)_6", "22_6"),
+    Rule(r"\\[dt]frac", r"\\frac", r"\dfrac{1}{2}", r"\frac{1}{2}"),
+    Rule(r"\\frac *(\d) *(\d)", r"\\frac{\1}{\2}", r"\frac 12", r"\frac{1}{2}"),
+    Rule(r"\\frac *(\d)(?=\{)", r"\\frac{\1}", r"\frac1{512}", r"\frac{1}{512}"),
+    Rule(r"(\\text\s*\{)?\s*percent\s*\}?$", r"\\%", "50 percent", r"50\%"),
+    Rule(r",?\s*(\\text\s*\{,?\s*)?\b(and|or)\b\s*\}?", ", ", r"2, \text{ and } 4", "2,  4"),
+    Rule(
+        r"^([1-9]\d*)\s*(\\text\s*\{\s*)?\bto\b\s*\}?\s*(\d+)$", r"\1:\3", r"1\text{ to }4", "1:4"
+    ),
+    Rule(r"(?<![\w.^)}])(\d+) +(\d+)/(\d+)", r"\1\\frac{\2}{\3}", "1 1/2", r"1\frac{1}{2}"),
+    Rule(r"(?<!\\)\b([a-zA-Z]) +(?=[a-zA-Z]\b)", r"\1", "s e a t", "seat"),
+    # To math-verify 2 3, 2(3), (2)3, 2[3] and {2}{3} are 2+3, as 2\frac{1}{2} is.
+    Rule(r"(?<!_)(\d)\s+(?=\d)", r"\1 ? ", "2 3", "2 ? 3"),  # nobody can read it
+    Rule(r"(?<![\d_^])(\d+|\))\s*(?=[(\[{]+\s*(\d|\\frac))", r"\1\\cdot ", "2(3)", r"2\cdot (3)"),
+    Rule(r"\)\s*(?=\d)", r")\\cdot ", "(2)3", r"(2)\cdot 3"),
+    Rule(r"\\varnothing\b|\\\{\s*\\\}", r"\\emptyset ", r"\{\}", r"\emptyset "),
+    Rule(r"\\neq(?![a-z])|!=", r"\\ne ", r"x\neq 5", r"x\ne  5"),
+    Rule(r"^([^=,]*)=([a-zA-Z])$", r"\2=\1", "5=x", "x=5"),
+    Rule(r"(?<![a-zA-Z\\_])(?<!_\{)i(?![a-zA-Z])", "{I}", "6-5i^2", "6-5{I}^2"),  # imaginary
+]
+START, END = r"(?<![a-z\\])", "(?![a-z])"  # of a word in a guard
+SAME = [  # what stands in the answer stands in the reference, too, and the other way round
+    Guard(rf"{START}(?:hundred|thousand|[a-z]*illion|dozen)(?:ths?|s)?{END}", "5", "5 million"),
+    Guard(rf"{START}(?:(?:thir|four|fif|six|seven|eigh|nin|ten)(?:th|d)s?){END}", "5", "5 ninths"),
+    Guard(rf"{START}(?:half|halves|squared|cubed|factorial){END}", "5", "5 halves"),
+    Guard(rf"{START}(?:is|are|not|wrong|false|plus|minus|times|over){END}", "5", "minus 5"),
+    Guard(rf"{START}(?:[ap]\.?m){END}", "8:34 p.m", "8:34 a.m"),
+    Guard(r"\b\d\d?:[0-5]\d\b", "9:24", "3:8"),  # a time is no ratio
+    # A problem is not its own answer.
+    Guard(rf"\\(?:sum|prod|i*int|oint|lim|partial|operatorname){END}", "45", r"\sum_{k=1}^{9} k"),
+    Guard(rf"\\(?:max|min|sup|inf|gcd|lcm|det|[bp]?mod){END}|vmatrix", "5", r"\max(2,5)"),
+    Guard(rf"{START}d[r-z]{END}", "5", r"\frac{d}{dz}5z"),
+    Guard(r"\\ne |\\not", "5", r"x\ne 5"),
+    Guard(r"=[^,;]*=|\\approx.*\\approx", "5", "1=2=3=4=5"),  # many guesses
+]
+MARKS = [  # two answers that have such a mark have the same one; to math-verify
+    # A number is another base's.
+    Guard(r"_\{?\s*(\w+)\s*\}?$", "52_8", "52_{9}"),
+    # A tuple is a set, and a list of tuples a list of sets.
+    Guard(r"^(?:(?:\\\{|[(\[]) ?(?=(?:\\\{|[(\[])[^][(){}]*,))?([(\[]|\\\{)", "(1,2)", r"\{1,2\}"),
+]
+UNIT = Rule(
+    rf"(?<=[\w)}}])(\s*({FONT}\{{[^{{}}\d]*\}}|[ckm]m|kg|ft)"
+    r"|\s+(in|yd|lbs?|hrs?|[a-zA-Z]{3}[a-zA-Z. ]*))(\^\{?\d\}?)?$",
+    "",
+    r"5\text{ cm}^2",
+    "5",
+)
+UNITS = [  # the names of one unit
+    Rule(r"\b(?:foot|feet)\b", "ft", "square feet", "square ft"),
+    Rule(r"\binch(?:es)?\b", "in", "inches", "in"),
+    Rule(r"\byards?\b", "yd", "yards", "yd"),
+    Rule(r"\b(?:pound|lb)s?\b", "lb", "pounds", "lb"),
+    Rule(r"\b(?:hour|hr)s?\b", "h", "hours", "h"),
+    Rule(r"\b(?:minute|min)s?\b", "min", "minutes", "min"),
+    Rule(r"\b(?:second|sec)s?\b", "s", "seconds", "s"),
+    Rule(r"\b([cm]|k)(?:enti|illi|ilo)(?=met|gram)", r"\1", "kilometers", "kmeters"),
+    Rule(r"\bmiles per h\b", "mph", "miles per h", "mph"),
+    Rule(r"(\w*)met(?:er|re)s?\b", r"\1m", "kmeters", "km"),
+    Rule(r"\b(k?)grams?\b", r"\1g", "kgrams", "kg"),
+    Rule(r"\bsq(?:uare|\.)? (\w+)", r"\1^2", "square cm", "cm^2"),
+    Rule(r"\bcubic (\w+)", r"\1^3", "cubic cm", "cm^3"),
+    Rule(r"(?<=\w\w)s\b", "", "apples", "apple"),
+]
+NAME = Rule(  # x, f(3), x_1 or (x,y) may stand before =; 6=5 and 2x=5 are not 5
+    r"(?i)(?:^|(?<=[,;(]))\s*"
+    r"([a-z\\|][^=<>\d,;^!+*/-]*?|[a-z]\s*[_{(]+[-\d./]+[)}]*|[(\[][a-z, ]+[])])\s*=",
+    "",
+    "f(3) = 9",
+    " 9",
+)
+SUM = Rule(r"(?i)^[a-z\\][^=<>\d,;^!]*=(?=[^=]*$)", "", "m+n=33", "33")  # for a reference without =
+COMMA = re.compile(r",(?![^][(){}]*[])}])")  # not in brackets
+
+
+# ---------------------------------------------------------------------------------------- a verdict
 
 
 def quick_verdict(gold: str, pred: str | None) -> bool | None:
@@ -47,45 +216,6 @@ def quick_verdict(gold: str, pred: str | None) -> bool | None:
     return int(gold) == int(pred) if integers else None
 
 
-TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
-SIGNS: dict[str, Any] = {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi "}
-SIGNS |= {"∞": r"\infty ", "°": r"^\circ ", "√": r"\sqrt ", "±": r"\pm ", "²": "^2"}
-SPELLING = [  # what models write and math-verify misreads or refuses, and how it reads it
-    (r"\\(?:mathrm|text)\s*\{([ie])\}", r"\1 "),  # no units: 5\mathrm{i} is not 5
-    (r"(?<=\d)(\{,\}|,?\\[,!])(?=\d{3})|\\!", ""),  # thousands: 1{,}234 and 1\,234
-    (r"\\(left|right|[bB]igg?[lr]?|displaystyle|boxed|fbox)\b|(?<=\\\\)\[[\d.]+ *[a-z]+\]", ""),
-    (r"(?<!\\)\\(q?quad\b|[!;:>, ])|~", " "),
-    (rf"^\s*{TEXT}[\s.]*$", r"\1"),  # a whole answer set as text
-    (r"^\\\$(.+)", r"\1 \\text{dollars}"),
-    (r"^(\\?\$|=|\\approx|\s)+|([\s.]|\\?\$|\^?\\degree)+$|\\?\$", ""),  # = 5, $5$, 5. and 5\degree
-    (r"\\[dt]frac", r"\\frac"),
-    (r"(\\text\s*\{)?\s*percent\s*\}?$", r"\\%"),
-    (r",?\s*(\\text\s*\{,?\s*)?\b(and|or)\b\s*\}?", ", "),
-    (r"(?<![\w.^)}])(\d+) +(\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # 1 1/2
-    (r"\\frac *(\d) +(\d)", r"\\frac{\1}{\2}"),
-    (r"(?<!_)(\d)\s+(?=\d)", r"\1 ? "),  # math-verify reads 2 3 as 2+3; with a ? it is unreadable
-    (r"(?<!_)([\d)])\s*\((?=\d)", r"\1\\cdot("),  # it reads 2(3) as 2+3, too; \log_2(8) stays
-    (r"\\varnothing\b|\\\{\s*\\\}", r"\\emptyset "),
-    (r"^([^=,]*)=([a-zA-Z])$", r"\2=\1"),  # 5=x
-]
-UNIT = rf"(?<=[\w)}}])(\s*({TEXT}|[ckm]m|kg|ft)|\s+[a-zA-Z]{{3}}[a-zA-Z. ]*)(\^\{{?\d\}}?)?$"
-NAME = re.compile(  # x, m+n, f(3), x_1 or (x,y) may stand before =; 6=5 and 2x=5 are not 5
-    r"(?i)(?:^|(?<=[,;(]))\s*([a-z\\|][^=<>\d,;^]*?|[a-z][_{(]+[-\d./]+[)}]*|[(\[][a-z, ]+[])])\s*="
-)
-CHAIN = re.compile(r"=[^,;]*=|\\approx.*\\approx")  # 1=2=3=4=5 is many guesses
-WORDS = (  # 5 million is not 5, and a problem, \sum_{k=1}^{9} k, is not its own answer
-    r"(?<![a-z\\])(?:hundred|thousand|million|billion|dozen|half|squared|factorial|is|are|not|plus"
-    r"|minus|times|over|[ap]\.?m|vmatrix|d[r-z])(?![a-z])|\\(?:sum|prod|i*int|oint|lim|max|min|sup"
-    r"|inf|gcd|lcm|det|[bp]?mod|operatorname|partial)(?![a-z])"
-)
-MARKS = [  # two answers that have such a mark have the same one; to math-verify
-    r"[\w)}] ([a-z][a-z .]*?)s?(\^\{?\d\}?)?$",  # 5 m is 5 cm,
-    r"_\{?(\d+)\}?$",  # a number is another base's,
-    r"^(?:(?:\\\{|[(\[]) ?(?=(?:\\\{|[(\[])[^][(){}]*,))?([(\[]|\\\{)",  # a tuple is a set,
-    r"^([a-z]{3}[a-z .'-]*|.+ [ap]\.?m)$",  # red is der, and 8:34 p.m. is 4:17 p.m.
-]
-
-
 def math_verdict(gold: str, pred: str) -> bool:
     """math-verify's verdict, unless a guard knows better; the same text is always equal."""
     from math_verify import verify
@@ -94,19 +224,19 @@ def math_verdict(gold: str, pred: str) -> bool:
     gold_text, pred_text = plain(gold), plain(pred)
     if gold_text == pred_text:
         return bool(gold_text)
-    if CHAIN.search(pred) or set(re.findall(WORDS, gold)) != set(re.findall(WORDS, pred)):
+    if re.fullmatch(r"[a-z]{3}[a-z .'-]*|.* [ap]\.?m", gold_text):  # words: red is not der
+        return re.sub(r"[ .]", "", gold_text) == re.sub(r"[ .]", "", pred_text)
+    if refused(gold, pred):
         return False
-    for mark in MARKS:
-        wanted, given = re.findall(mark, gold_text), re.findall(mark, pred_text)
-        if wanted and given and wanted != given:
-            return False
-    gold, pred = re.sub(UNIT, "", gold), re.sub(UNIT, "", pred)
-    gold_value, pred_value = NAME.sub("", gold), NAME.sub("", pred)
-    if ("=" in gold_value) != ("=" in pred_value):
+    gold, pred = re.sub(UNIT.pattern, "", gold), re.sub(UNIT.pattern, "", pred)
+    if "=" not in gold:
+        pred = re.sub(SUM.pattern, "", pred)
+    gold_names, gold = named(gold)
+    pred_names, pred = named(pred)
+    if ("=" in gold) != ("=" in pred) or (gold_names and pred_names and gold_names != pred_names):
         return False
-    gold_names, pred_names = set(NAME.findall(gold)), set(NAME.findall(pred))
-    if not gold_names or not pred_names or len(gold_names | pred_names) == 1:
-        gold, pred = gold_value, pred_value
+    if COMMA.search(gold) and re.fullmatch(r"\(.*\)", pred) and not COMMA.search(pred):
+        gold = f"({gold})"  # 1,2 is (1,2), and not (2,1)
     a, b = read(gold), read(pred)
     return alike(a, b) and verify(a, b, timeout_seconds=None)
 
@@ -114,8 +244,8 @@ def math_verdict(gold: str, pred: str) -> bool:
 def respell(answer: str) -> str:
     """An answer as math-verify can read it."""
     answer = answer.translate(str.maketrans(SIGNS))
-    for old, new in SPELLING:
-        answer = re.sub(old, new, answer)
+    for rule in SPELLING:
+        answer = re.sub(rule.pattern, rule.replacement, answer)
     return answer
 
 
@@ -124,15 +254,46 @@ def plain(answer: str) -> str:
     return " ".join(re.sub(TEXT, r" \1", answer).casefold().split()).rstrip(".")
 
 
+def refused(gold: str, pred: str) -> bool:
+    """Whether a guard tells an answer from the reference."""
+    for guard in SAME:
+        if set(re.findall(guard.pattern, gold)) != set(re.findall(guard.pattern, pred)):
+            return True
+    for guard in MARKS:
+        wanted, given = re.findall(guard.pattern, gold), re.findall(guard.pattern, pred)
+        if wanted and given and wanted != given:
+            return True
+    return bool(unit(gold) and unit(pred)) and unit(gold) != unit(pred)
+
+
+def unit(answer: str) -> str:
+    """The unit of an answer under its one name; empty if it has none."""
+    last = re.search(UNIT.pattern, answer)
+    name = plain(last[0]) if last else ""
+    for rule in UNITS:
+        name = re.sub(rule.pattern, rule.replacement, name)
+    return re.sub(r"[\s{}]", "", name)
+
+
+def named(answer: str) -> tuple[list[str], str]:
+    """The names before =, sorted, and what they name: of several names the tuple in their order."""
+    first, *pieces = re.split(NAME.pattern, answer)
+    names = [name.strip() for name in pieces[::2]]
+    values = [value.strip(" ,;") for value in pieces[1::2]]
+    if first.strip() or len(set(names)) < max(2, len(names)):
+        return sorted(set(names)), first + ", ".join(values)
+    pairs = sorted(zip(names, values))
+    return sorted(names), f"({', '.join(value for _, value in pairs)})"
+
+
 @lru_cache(4096)  # a problem's reference is read once for all its samples
 def read(latex: str) -> Any:
-    r"""What math-verify reads. \pm stands for both signs, i for the imaginary unit."""
+    r"""What math-verify reads. \pm stands for both signs."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
     if r"\pm" in latex and "," not in latex and r"\{" not in latex:
         latex = latex.replace(r"\pm", "+") + ", " + latex.replace(r"\pm", "-")
-    latex = re.sub(r"(?<![a-zA-Z\\_])(?<!_\{)i(?![a-zA-Z])", "I ", latex)
     spelling = NormalizationConfig(units=False, malformed_operators=True, nits=True)
     how = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=spelling)]
     return parse(rf"\boxed{{{latex}}}", how, "no_fallback", "first_match", parsing_timeout=None)[0]
@@ -165,6 +326,9 @@ def numbers(value: Any) -> Iterator[Any]:
             yield done
 
 
+# ----------------------------------------------------------------------- who judges, and how long
+
+
 class Verifier(AbstractContextManager):
     """Judges answers within a wall-clock limit each; a context manager, safe from any thread.
 
@@ -181,9 +345,9 @@ class Verifier(AbstractContextManager):
         for _ in range(workers):
             self._idle.put(None)
 
-    def verify(self, gold: str, pred: str | None) -> bool:
-        """True when `pred` equals `gold`. None, empty, unreadable or too slow: False."""
-        return self.verify_many([(gold, pred)])[0]
+    def verify(self, gold: str, pred: str | None, problem: str = "") -> bool:
+        """True when `pred` equals `gold`. None, empty, copied, unreadable or too slow: False."""
+        return self.verify_many([(gold, uncopied(gold, pred, problem))])[0]
 
     def verify_many(self, pairs: Iterable[tuple[str, str | None]]) -> list[bool]:
         """`verify` for each (gold, pred), spread over the workers, in order."""
@@ -220,9 +384,9 @@ class Verifier(AbstractContextManager):
             raise ImportError("the verifier did not start; does `import math_verify` work?")
         return worker
 
-    def outcome(self, gold: str, text: str) -> int:
+    def outcome(self, gold: str, text: str, problem: str = "") -> int:
         """r of a completion (§2): +1 if its extracted answer is right, else -1."""
-        return 1 if self.verify(gold, extract_answer(text)) else -1
+        return 1 if self.verify(gold, extract_answer(text), problem) else -1
 
     def close(self, *_: object) -> None:
         """Ends the workers, each after the answer it is at. A later verdict starts them again."""

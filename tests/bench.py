@@ -603,7 +603,7 @@ def least_seconds(
         least["rollout"] += c.decoding(x, new, 1, 0)[1] / copied
         least["backward"] += (c.forward(x + new, new) + c.backward(x + new, new)) / multiplied
         problem = Problem(row["problem_id"], row["problem"], row["gold"])
-        for context in sgsd.teacher_prompts(run, problem, sgsd.retrieve(run, problem)):
+        for context in sgsd.teacher_prompts(run, problem, run.retrieve(problem, 1)):
             least["scoring"] += c.forward(len(context) + new, new) / multiplied
     least["rollout"] += sum(longest.values()) * c.weights / copied
     return least

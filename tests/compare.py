@@ -14,7 +14,8 @@ Intervals are Student's over seeds, paired by seed for differences. GRPO draws 8
 its problems, in all twice the others' samples. "Forward tokens" are those that went through the
 model outside decoding, with padding. All costs are of the training runs alone: the making of their
 banks is in none of them. What is done is kept in --work, so that a killed run goes on; after a
-change to a world's settings, take another --work.
+change to a world's settings, take another --work. A table's .json holds its jobs: --have takes them
+from there. Logs and checkpoints of the runs made here stay in --work.
 """
 
 import argparse
@@ -71,6 +72,17 @@ METHODS: dict[str, str] = {  # sgsd is sgsd.py's, all others are baselines.py's
 }
 FULL = "random retrieval, full bank"  # by hand: every family's true skill and mistake
 METHODS[FULL] = METHODS["random retrieval"]
+METHODS |= {  # of whose tokens the credit has the verdict's sign (D12)
+    "consistent tokens": "--token-polarity consistent",
+    "confident tokens": "--token-polarity confident",
+    "all tokens": "--token-polarity verdict",
+    "agreeing tokens": "--token-polarity agreeing",
+}
+FULL_CONSISTENT = "consistent tokens, full bank"
+METHODS[FULL_CONSISTENT] = f"{METHODS['consistent tokens']} {METHODS[FULL]}"
+RATES = {"sgsd, 3e-4": 3e-4, "consistent tokens, 3e-4": 3e-4}  # fixed, where others are chosen
+METHODS |= {"sgsd, 3e-4": "", "consistent tokens, 3e-4": METHODS["consistent tokens"]}
+BY_HAND = (FULL, FULL_CONSISTENT)
 TRIED = ("sgsd", "grpo", "opsd", "opsd, no bound", "grpo+skill", "opsd+skill")
 TRIED += ("opsd+skill, no bound",)  # methods with a rate of their own
 
@@ -93,7 +105,7 @@ class World:
     evolve: int  # updates per online update; 0 keeps the bank as it was made
     other: int  # the same for "sgsd, other bank"
     skills: int  # pairs in a prompt of base+skill
-    methods: tuple[str, ...] = tuple(name for name in METHODS if name != FULL)
+    methods: tuple[str, ...] = tuple(name for name in METHODS if name not in BY_HAND)
 
 
 TINY_FLAGS = "--preset tiny --eval-data= "
@@ -307,8 +319,25 @@ def run(job: Job, w: World, work: pathlib.Path) -> Job:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             result = {**job, **do_job(job, w, folder, work)}
     distributed.write_json(done_file(work, job), result)  # whatever becomes of the others
-    shutil.rmtree(folder)
+    kept = work / "kept" / folder.name  # logs and checkpoints, for whoever wants to look closer
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.parent.mkdir(exist_ok=True)
+    folder.rename(kept)
     return json.loads(json.dumps(result))
+
+
+def unpack(table: pathlib.Path, work: pathlib.Path) -> None:
+    """Put the finished jobs and the banks of a table's .json where those of `work` are kept."""
+    parts = json.loads(table.read_text())
+    for job in (
+        *parts["banks"].values(),
+        *parts["validation"].values(),
+        *parts["results"].values(),
+    ):
+        done_file(work, job).parent.mkdir(parents=True, exist_ok=True)
+        done_file(work, job).write_text(json.dumps(job))
+        if job["kind"] == "bank":
+            (work / f"bank_made_{job['seed']}.json").write_text(json.dumps(job["bank"]))
 
 
 def done_file(work: pathlib.Path, job: Job) -> pathlib.Path:
@@ -528,7 +557,7 @@ def choose_rates(
     trials, best = do_all(jobs, "rates"), dict[str, float]()
     for job in sorted(jobs, key=lambda job: final(trials[job["name"]])):
         best[job["method"]] = job["rate"]
-    return {name: best.get(name, best["sgsd"]) for name in names}, trials
+    return {name: (best | RATES).get(name, best["sgsd"]) for name in names}, trials
 
 
 def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -> None:
@@ -540,10 +569,15 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     add("--seeds", type=int, default=5, choices=range(2, 9))
     add("--jobs", type=int, default=2, help="processes of one thread each")
     add("--work", default="", help="where finished jobs are kept (default: runs/compare_WORLD)")
+    add(
+        "--have", nargs="+", default=[], help="tables (.json) whose finished jobs are not made anew"
+    )
     add("--out", default="", help="of the tables (default: results/compare_WORLD)")
     args = parser.parse_args(argv)
     w, seeds = worlds[args.world], range(args.seeds)
     work = pathlib.Path(args.work or f"runs/compare_{args.world}")
+    for table in args.have:
+        unpack(pathlib.Path(table), work)
     if args.sweep and args.world != "tiny":
         parser.error("--sweep is of the world tiny")
     names = args.methods or w.methods
@@ -578,7 +612,7 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     for name in names:
         for seed in seeds:
             job = training(args.world, f"{name}-{seed}", name, rates[name], seed, points=True)
-            jobs.append(job | ({"share": 0} if name == FULL else {}))
+            jobs.append(job | ({"share": 0} if name in BY_HAND else {}))
     results = do_all(jobs, "methods")
     lines = [f"# Methods in the world {args.world}: accuracy by updates, and what it cost", ""]
     lines += ["The mean over updates is the area under the curve; forward tokens are those that"]

@@ -63,7 +63,8 @@ def flags(world_dir, out, **changes):
 
 def make_run(world_dir, out, resume=False, kind=config.Config, **changes):
     cfg = kind(**settings(world_dir, out, **changes))
-    return with_fakes(sgsd.prepare(cfg, ALONE, resume))
+    retriever = baselines.retriever_of(cfg) if kind is baselines.BaselineConfig else None
+    return with_fakes(sgsd.prepare(cfg, ALONE, resume, retriever))
 
 
 def with_fakes(run):

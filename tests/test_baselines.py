@@ -104,6 +104,57 @@ def test_local_support(top_k, sampled, student, teacher):
     same(full_1, [math.log((1 + sampled) / (4 - sampled))])
 
 
+KINDS = {  # rho_t of two teachers at four tokens: r = -1, and supports of -.3 and +.01
+    "teacher": [[1, 1, 1, 1], [0, 0, 0, 0]],  # -1 * -1, and |.01| <= .05
+    "consistent": [[0, 1, 0, 1], [0, 0, 0, 0]],  # where the gap is negative, as the support is
+    "confident": [[-1, 1, 0, 1], [0, 0, 0, 0]],  # -1 * sgn(gap) of the first teacher
+    "verdict": [[-1, 1, 0, 1], [1, -1, -1, 0]],
+    "agreeing": [[0, 1, 0, 1], [1, 0, 0, 0]],  # where sgn(gap) = -1
+}
+GAPS_24 = [[0.2, -0.9, 0.0, -0.5], [-0.1, 0.1, 0.04, 0.0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_polarity(kind):
+    """By hand; under all but the paper's the credit has the verdict's sign; slopes are Eq. 20's."""
+    delta_24, mask_4, alpha_2 = t(GAPS_24).requires_grad_(), t([1.0, 1, 1, 0]), t([0.75, 0.25])
+    rho_24 = baselines.token_polarity(kind, delta_24, t([-0.3, 0.01]), -1, 0.05)
+    assert rho_24.tolist() == KINDS[kind]
+    assert not rho_24.requires_grad
+    credit_24 = rho_24 * sgsd.gate_grad(delta_24.detach(), 1.0)
+    signs = set(credit_24.sign().flatten().tolist()) - {0.0}
+    assert signs == ({-1.0, 1.0} if kind == "teacher" else {-1.0})  # .2 of the first is pushed up
+
+    def loss(gaps_24):  # three tokens are unmasked
+        return (alpha_2[:, None] * rho_24 * mask_4 * sgsd.gated_loss(gaps_24, 1.0)).sum() / 3
+
+    assert torch.autograd.gradcheck(loss, delta_24)
+    same(
+        torch.autograd.grad(loss(delta_24), delta_24)[0], alpha_2[:, None] * mask_4 / 3 * credit_24
+    )
+    with pytest.raises(ValueError, match="there is no kind 'other'"):
+        baselines.token_polarity("other", delta_24, t([0.0, 0.0]), 1, 0.05)
+
+
+def test_a_reversed_forward_kl_grows_without_bound_and_jsd_and_gate_stay_below_log_2():
+    """S26. A student that is driven away from its teacher's token by ever larger logits.
+
+    The teacher gives its tokens 1 - q and q = 1 / (1 + e^5); the student in the end the second one
+    alone. Forward KL tends to (1 - q) x, reverse KL to -log q = 5.0067, JSD to less than log 2.
+    """
+    teacher = torch.tensor([5.0, 0.0], dtype=torch.float64)
+    sizes = {"forward_kl": [], "reverse_kl": [], "jsd": [], "gate": []}
+    for x in (5.0, 50.0, 500.0):
+        student = torch.tensor([-x, 0.0], dtype=torch.float64)
+        for name, beta in baselines.JSD_BETA.items():
+            sizes[name].append(float(baselines.generalized_jsd(student, teacher, beta)))
+        gap = teacher.log_softmax(0)[0] - student.log_softmax(0)[0]
+        sizes["gate"].append(float(sgsd.gated_loss(gap, 1.0)))
+    assert sizes["forward_kl"] == pytest.approx([4.9, 49.6, 496.6], abs=0.1)
+    assert max(sizes["reverse_kl"]) == pytest.approx(5.0067, abs=1e-4)
+    assert max(sizes["jsd"]) < math.log(2) and max(sizes["gate"]) <= math.log(2)
+
+
 def test_slices_of_a_divergence_equal_whole_logits_and_stay_small():
     """300 positions over 20,000 tokens; values, gradients, and no slice with half of them."""
     model, cfg, seen = make_model(vocab=20_000), BaselineConfig(objective="jsd"), []
@@ -202,6 +253,10 @@ CASES = {  # settings, and the fields of a record that may then differ from thos
     "no clip": ({"clip": False}, {"a", "rho", "loss"}),
     "no threshold": ({"eps_a": 0.0}, {"rho", "loss"}),
     "no polarity": ({"polarity": False}, {"rho", "loss"}),
+    "consistent tokens": ({"token_polarity": "consistent"}, {"loss"}),
+    "confident teachers": ({"token_polarity": "confident"}, {"loss"}),
+    "all tokens": ({"token_polarity": "verdict"}, {"loss"}),
+    "agreeing tokens": ({"token_polarity": "agreeing"}, {"loss"}),
     "random pairs": ({"retrieval": "random"}, {*SCORED, "pairs", "s_g", "s_e", "alpha"}),
     "answer": ({"answer_pi": True, "loss_temperature": 1.3}, SCORED),
     "frozen, one row a forward pass": ({"teacher": "frozen", "score_tokens": 1}, SCORED),
@@ -259,17 +314,16 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
     run, records, got = one_update(world_dir, tmp_path / "run", **changes)
     if may_differ:
         changed = set()
+        of_credit = {"tokens", "credit_sq", "credit_sq_with_verdict"}  # checked below
         for was, now in zip(plain[1], records):
-            changed |= {key for key in now if key != "tokens" and differ(was.get(key), now[key])}
+            changed |= {key for key in now if differ(was.get(key), now[key])} - of_credit
         assert changed <= may_differ and "loss" in changed, changed
     cfg, total = run.cfg, 0.0
     bound = cfg.c_delta if cfg.clip else math.inf
     for (x, _), row in zip(rollout.minibatch(run.problems, cfg, 1, cfg.generations), records):
         pairs, shown = [], x.problem
         if run.bank:
-            pairs = run.bank.retrieve(x.problem, 3, run.embed)
-        if cfg.retrieval == "random":  # S20
-            pairs = baselines.retrieve(run, 1, x)
+            pairs = run.retrieve(x, 1)
         weights = [math.exp((pair.s_g + pair.s_e) / 2) for pair in pairs]
         if cfg.answer_pi:
             shown += f"\n\nThe reference answer is {x.answer}."
@@ -286,6 +340,10 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
         assert (row["problem_id"], row["r"]) == (x.id, 1 if int(x.answer) % 4 == 1 else -1)
         assert row["prompt_ids"] == policy.chat_ids(run.tokenizer, student, thinking=False)
         assert ("credit" in tokens) == (cfg.objective == "gate" and not cfg.support_top_k)
+        squares = [w * abs(w) * row["r"] for w_T in tokens.get("credit", []) for w in w_T]
+        assert row["credit_sq"] == pytest.approx(sum(map(abs, squares)), rel=1e-4)
+        with_verdict = sum(x for x in squares if x > 0)
+        assert row["credit_sq_with_verdict"] == pytest.approx(with_verdict, rel=1e-4)
         s_TV = by_definition(run, student, False, ids)
         for k, text in enumerate(teachers):
             frozen = cfg.teacher == "frozen"
@@ -297,8 +355,23 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
             rho = 0 if abs(a) <= cfg.eps_a else row["r"] * math.copysign(1, a)
             assert row["a"][k] == pytest.approx(a, abs=1e-5)
             assert row["rho"][k] == (rho if cfg.polarity else 1)
-            lbar = (m_T * ell_T).sum() / m_T.sum()
-            total = total + row["alpha"][k] * row["rho"][k] * lbar / len(records)
+            rho_T = m_T * row["rho"][k]
+            if cfg.token_polarity != "teacher":  # D12
+                sign_T = gap_T.detach().sign()
+                by_kind = {
+                    "consistent": rho_T * (sign_T == math.copysign(1, a)),
+                    "confident": abs(rho) * row["r"] * sign_T,
+                    "verdict": row["r"] * sign_T,
+                    "agreeing": sign_T == row["r"],
+                }
+                rho_T = m_T * by_kind[cfg.token_polarity]
+                credit_T = [0.0] * len(ids)
+                for i, gap in enumerate(gap_T.tolist()):
+                    slope = gap / (1 + math.exp(gap * gap / 2))
+                    credit_T[i] = row["alpha"][k] * rho_T[i].item() * slope / m_T.sum().item()
+                assert tokens["credit"][k] == pytest.approx(credit_T, abs=2e-5)
+                assert not {math.copysign(1, w) for w in credit_T if w} - {row["r"]}
+            total = total + row["alpha"][k] * (rho_T * ell_T).sum() / m_T.sum() / len(records)
             if cfg.support_top_k:  # S19: the whole vocabulary's gap beside the truncated one
                 full_T = (t_TV - s_TV)[range(len(ids)), ids]
                 assert tokens["delta_full"][k] == pytest.approx(full_T.tolist(), abs=2e-5)
@@ -327,7 +400,7 @@ def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path
         assert (row["advantage"], row["loss"]) == pytest.approx((advantage, -advantage), abs=1e-5)
         pairs, ids = [], row["completion_ids"]
         if run.bank:
-            pairs = run.bank.retrieve(x.problem, 3, run.embed)
+            pairs = run.retrieve(x, 1)
         assert [names[0] for names in row["pairs"]] == [pair.skill["skill_id"] for pair in pairs]
         logp_TV = by_definition(run, skills.render_skills(pairs, x.problem), True, ids)
         # at ratio 1 the clipped ratio's gradient is the policy gradient
@@ -340,13 +413,13 @@ def test_random_pairs_are_drawn_anew_for_each_update_and_again_the_same(world_di
     run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, **changes)
     for place in range(36):
         x, step = run.problems[place % 12], place // 12
-        pairs = baselines.retrieve(run, step, x)
-        assert pairs == baselines.retrieve(run, step, x)
+        pairs = run.retrieve(x, step)
+        assert pairs == run.retrieve(x, step)
         chosen.add((pairs[0].skill["skill_id"], pairs[1].skill["skill_id"]))
         assert pairs[0].mistake != pairs[1].mistake
     assert len(chosen) > 6 and all(a != b for a, b in chosen)
     run.bank = skills.SkillBank(run.bank.general_skills, [])
-    assert baselines.retrieve(run, 1, run.problems[0]) == []  # S8
+    assert run.retrieve(run.problems[0], 1) == []  # S8
 
 
 @pytest.mark.parametrize("method", ["sgsd", "opsd", "grpo"])
@@ -502,6 +575,8 @@ FLAGS = {
     "--method grpo --temperature 0": ("--temperature 0", "the same"),
     "--method opsd --bank b.json": ("--bank", "opsd+skill"),
     "--objective jsd --support-top-k 9": ("--support-top-k", "leave out --objective"),
+    "--token-polarity verdict --objective jsd": ("--token-polarity verdict", "the gate"),
+    "--token-polarity verdict --no-polarity": ("--token-polarity verdict", "needs", "polarity"),
     "--teacher dead": ("--teacher", "dead"),
 }
 

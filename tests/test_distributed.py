@@ -1,5 +1,7 @@
 """Two gloo processes compute what one computes; files are whole or absent."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 
 import distributed
 import policy
+from distributed import UserError
 
 
 def two_processes(*command):
@@ -46,8 +49,11 @@ def test_two_processes_compute_the_update_of_one(world_dir, tmp_path):
 
 
 COLLECTIVES = """
+import pathlib
+import sys
 import torch
 import distributed
+folder = pathlib.Path(sys.argv[1])
 world = distributed.init("cpu")
 p = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(2))]
 p[0].grad = torch.ones(3) * (world.rank + 1)
@@ -66,6 +72,14 @@ for wrong in (0, 1):  # one rank's mistake is raised on both
         raise AssertionError
     except distributed.SharedError as e:
         assert str(e) == f"of rank {wrong}"
+if world.main:  # a folder that another process holds is refused on both
+    held = distributed.locked(folder, distributed.World(0, 1, world.device))
+    held.__enter__()
+try:
+    with distributed.locked(folder, world):
+        raise AssertionError
+except distributed.SharedError as e:
+    assert "is at work there" in str(e)
 try:
     distributed.agree(world.rank, world, "checkpoints")
     raise AssertionError
@@ -78,7 +92,7 @@ distributed.leave(0)
 
 def test_the_collectives(tmp_path):
     (tmp_path / "program.py").write_text(COLLECTIVES)
-    two_processes(tmp_path / "program.py")
+    two_processes(tmp_path / "program.py", tmp_path / "held")
 
 
 def test_a_directory_is_whole_or_absent(tmp_path):
@@ -130,3 +144,48 @@ def test_a_file_never_takes_the_place_of_a_directory(tmp_path):
     with pytest.raises(OSError, match="runs"):
         distributed.write_text(tmp_path / "runs", "page")
     assert [path.name for path in tmp_path.rglob("*")] == ["runs", "a"]
+
+
+ALONE = distributed.World(0, 1, torch.device("cpu"))
+HOLDER = """
+import pathlib, sys, torch, distributed
+with distributed.locked(pathlib.Path(sys.argv[1]), distributed.World(0, 1, torch.device("cpu"))):
+    print("held", flush=True)
+    input()
+"""
+
+
+def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
+    folder = tmp_path / "runs/run"
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        for _ in range(2):  # the first refusal changes nothing
+            with pytest.raises(UserError, match=f"{folder}: process {holder.pid} on .* is at work"):
+                with distributed.locked(folder, ALONE):
+                    raise AssertionError
+            with pytest.raises(UserError, match="is at work there"):
+                distributed.refuse_busy(folder)
+        holder.kill()
+    assert (folder / distributed.LOCK).exists()
+    distributed.refuse_busy(folder)
+    with distributed.locked(folder, ALONE):
+        (folder / "file").write_text("x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "run", "file"]
+
+
+def test_a_folder_that_was_made_for_a_lock_alone_goes_again(tmp_path):
+    with pytest.raises(ZeroDivisionError), distributed.locked(tmp_path / "a/b", ALONE):
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_is_said_and_nothing_is_refused(tmp_path, monkeypatch, capsys):
+    def flock(file, kind):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with distributed.locked(tmp_path, ALONE):
+        assert "this file system has no locks" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The documents against the code and the paper: decisions, commands, and rows of tables."""
 
+import json
 import re
 import shlex
 
@@ -14,8 +15,10 @@ from distributed import UserError
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 TEXT = "\n".join(path.read_text() for path in PAGES).replace("\\\n", " ")
+CLAIMS = (ROOT / "results" / "claims.md").read_text()
 REPRODUCE = (ROOT / "docs" / "reproduce.md").read_text()
-PAPER = ROOT.parent / "shared" / "paper.tex"
+SHARED = ROOT.parent / "shared"
+PAPER = SHARED / "paper.tex"
 
 
 def test_every_decision_in_the_code_has_its_row_and_back():
@@ -63,6 +66,19 @@ def test_a_command_of_the_documents_parses(command, tmp_path, monkeypatch, capsy
             assert f'"{flag}"' in text, flag
 
 
+def test_an_evaluation_of_the_tiny_run_is_asked_for_as_the_run_asks_itself():
+    """So that it decodes as many rows at a time, and the samples that the run made are used."""
+    cfg, _ = config.parse(["--preset", "tiny"], "sgsd.py", "")
+    asked = [command for command in commands() if "eval.py tiny/model" in command]
+    assert len(asked) > 4
+    flags = ["--data", cfg.eval_data, *eval.flags_of(cfg).split()]
+    wanted = vars(eval.arguments(["tiny/model", *flags]))
+    for command in asked:
+        given = vars(eval.arguments(shlex.split(command.partition("eval.py")[2])))
+        for name in ("data", "samples", "rows", "max_new_tokens", "seed", "temperature", "dtype"):
+            assert given[name] == wanted[name], (command, name)
+
+
 @pytest.mark.skipif(not PAPER.exists(), reason="the paper is not here")
 @pytest.mark.parametrize(
     "title, label, row",
@@ -77,6 +93,24 @@ def test_every_row_of_a_table_of_the_paper_has_its_two_commands(title, label, ro
     section = REPRODUCE.partition(f"## {title}")[2].partition("\n## ")[0]
     lines = re.findall(r"^\| (.+?) \| `[^`]+\.py [^`]+` \| `[^`]+\.py [^`]+` ", section, re.M)
     assert names and sorted(lines) == sorted(names)
+
+
+@pytest.mark.skipif(not PAPER.exists(), reason="the paper is not here")
+def test_every_figure_that_claims_md_gives_as_the_papers_stands_in_the_paper():
+    figures = re.findall(r"^\| [^|]+ \| ([^|]*\d[^|]*) \|", CLAIMS, re.M)
+    given = set(re.findall(r"\d+\.\d", " ".join(figures)))
+    assert len(given) > 20 and not given - set(re.findall(r"\d+\.\d", PAPER.read_text()))
+
+
+@pytest.mark.skipif(not (SHARED / "banks").exists(), reason="the authors' banks are not here")
+def test_the_sizes_of_the_papers_banks_are_those_of_the_released_files():
+    sizes = []
+    for key in ("general_skills", "common_mistakes"):
+        for size in ("1b", "4b", "8b"):
+            bank = json.loads((SHARED / "banks" / f"qwen3_{size}.json").read_text())
+            sizes.append(len(bank[key]))
+    told = "{}, {} and {} general skills, {}, {} and {} common mistakes".format(*sizes)
+    assert told in REPRODUCE.replace("\n", " ")
 
 
 def test_a_row_of_the_miniature_that_a_page_names_is_in_its_results():

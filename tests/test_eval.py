@@ -15,7 +15,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from conftest import PROBLEMS, ROOT, make_bank, make_model
+from conftest import PROBLEMS, ROOT, fake_embed, make_bank, make_model
 from test_distributed import two_processes
 
 import config
@@ -45,6 +45,17 @@ def test_maj_by_hand():
     # 2 has two votes, 3 has one, 5 came before 6, and nobody voted on the last
     assert eval.maj_at_k(preds, ["2", "3", "5", "7"], same) == 3 / 4
     assert eval.maj_at_k([["1", "2", "2"]], ["1"], same) == 0
+
+
+def test_the_majoritys_answer_has_the_verdict_of_its_samples():
+    """A formula that was copied from its problem is wrong, though it equals the reference."""
+    row = {"digest": "0", "gold": "5", "truncated": False, "tokens": 1}
+    rows = [row | {"pred": "2+3", "r": -1}] * 2 + [row | {"pred": "5", "r": 1}]
+    policy = eval.Policy("x")
+    eval.measure(policy, "d", rows, 3, lambda gold, pred: gold == pred)
+    assert policy.table["d"]["maj"] == 0 and policy.table["d"]["avg"] == pytest.approx(1 / 3)
+    eval.measure(policy, "d", rows[::-2] + rows[2:], 3, lambda gold, pred: gold == pred)
+    assert policy.table["d"]["maj"] == 1
 
 
 def test_bad_metric_input():
@@ -373,6 +384,30 @@ def test_the_end_of_a_training_and_a_later_comparison_share_samples(
     assert (run / "eval/step_000001/samples.jsonl").exists()
 
 
+def test_a_comparison_of_fewer_policies_keeps_those_that_still_stand_beside_them(tmp_path):
+    """As a finished run's --resume compares its base and its last checkpoint alone."""
+    file = tmp_path / "comparison.json"
+    rows = {"base": figures(0.5)}
+    rows |= {f"r/{i}": figures(0.6) | {"to": "base"} for i in (1, 2, 3)}
+    choice = {"r": {"best": "r/1", "last": "r/3"}}
+    eval.merge_into(file, {"a": {"results": rows, "selections": choice}})
+    later = {"base": figures(0.5), "r/3": figures(0.7) | {"to": "base"}}
+    eval.merge_into(file, {"a": {"results": later, "selections": {}}})
+    kept = json.loads(file.read_text())["a"]
+    assert kept == {"results": rows | later, "selections": choice}
+    for other in ({"base": figures(0.5, 2)}, {"else": figures(0.5)}):  # other problems, other base
+        eval.merge_into(file, {"a": {"results": other, "selections": {}}})
+        assert list(json.loads(file.read_text())["a"]["results"]) == list(other)
+
+
+def test_a_folder_in_which_another_evaluation_is_at_work_is_refused(world_dir, here, base, capsys):
+    place = here / "eval" / f"{here.parent.name}--model"
+    with distributed.locked(place, World(0, 1, torch.device("cpu"))):
+        assert called(base, data=world_dir / "data.jsonl") == 2
+        assert f"{place}: process {os.getpid()} on " in capsys.readouterr().err
+        assert [path.name for path in place.iterdir()] == [distributed.LOCK]
+
+
 def test_samples_of_other_settings_are_refused_by_name_and_settings_alone_block_nothing(
     world_dir, here, base, capsys
 ):
@@ -477,3 +512,20 @@ def test_base_skill_stands_against_base_in_one_call(world_dir, here, capsys):
     assert settings["num_skills"] == 2 and settings["the bank's text"]
     assert called(world_dir / "model", data=data, more=flags + " --num-skills 3") == 2
     assert "made with num_skills 2, now 3;" in capsys.readouterr().err
+
+
+def test_the_encoder_of_an_evaluation_reads_the_query_prompt_before_each_problem(
+    world_dir, tmp_path, monkeypatch, capsys
+):
+    read = []
+
+    def load(name, device):
+        return lambda texts: read.extend(texts) or fake_embed(texts)
+
+    monkeypatch.setattr(eval, "load_encoder", load)
+    flags = f"--skills {world_dir}/bank.json --num-skills 2 --limit 1 --samples 1"
+    prompted = f"{flags} --query-prompt Query:"
+    assert eval.main(command(world_dir, tmp_path, prompted)) == 0
+    assert f"Query:{PROBLEMS[0]['problem']}" in read
+    assert eval.main(command(world_dir, tmp_path, flags)) == 2
+    assert "query_prompt Query:, now None" in capsys.readouterr().err

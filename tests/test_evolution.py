@@ -326,6 +326,20 @@ def test_an_unreadable_reply_is_asked_once_more_and_then_lost():
     assert [(row["prompt"], row["reply"]) for row in writer.said] == model.pairs
 
 
+def test_what_is_wrong_with_a_lost_reply_is_logged():
+    """The length limit comes first, as the writer alone knows it."""
+    invalid, many = answer([{"title": "t"}]), answer(items("wxyz"))
+    causes = {"They are all unique.": "no JSON", invalid: "no valid item", "{}": "no valid item"}
+    causes |= {many: "more items than it was shown", answer(PAIR)[:-2]: "not whole"}
+    for reply, cause in causes.items():
+        for cut in (False, True):
+            writer = Writer(Model(lambda *_, reply=reply: reply))
+            writer.cut = {0} if cut else set()
+            skills.merge(items("abc"), G, writer)
+            said = [(row["outcome"], row["cause"]) for row in writer.said]
+            assert said == [(way, "cut off" if cut else cause) for way in ("retried", "lost")]
+
+
 def test_the_complete_items_of_a_cut_extraction_are_used():
     writer = Writer(script(answer(items("abc"))[:-20]))
     assert names(skills.extract([memory(1)], writer)[G]) == "ab"

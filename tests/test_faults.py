@@ -189,8 +189,69 @@ def test_a_signal_is_an_orderly_stop(place, number, world_dir, tmp_path, whole):
         assert (out / "checkpoints/step_000003").is_dir() and len(rows(out / "metrics.jsonl")) == 3
     else:
         assert code == 130
-        assert_one_line(log, "driver: interrupted; a run continues with --resume RUN")
+        assert_one_line(log, f"driver: interrupted; {whole_files(out)}")
     resumed_equals(whole, world_dir, out, log)
+
+
+def test_a_second_signal_ends_at_once_and_loses_at_most_this_update(world_dir, tmp_path, whole):
+    """In update 3 of 6, where no checkpoint is due before update 6."""
+    out, log = tmp_path / "run", tmp_path / "log"
+
+    def impatient(run, step):
+        update = sgsd.train_step(run, step) if step < 3 else None
+        while step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # signals of one instant count once
+        return update
+
+    assert go(flags(world_dir, out, checkpoint_every=6), log, impatient) == 130
+    assert_one_line(log, f"driver: interrupted; {whole_files(out)}")
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000002"]
+    resumed_equals(whole, world_dir, out, log)
+
+
+@pytest.mark.parametrize("place", ["before", "in"])
+def test_a_stop_does_not_wait_for_the_banks_update_which_comes_with_the_resumed_run(
+    place, world_dir, tmp_path, whole
+):
+    """It is due after update 3. The first signal is enough before it begins, a second one in it."""
+    out, log = tmp_path / "run", tmp_path / "log"
+
+    def signalled(run, step):
+        if place == "before" and step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return sgsd.train_step(run, step)
+
+    def endless(writer, prompts, times, stage, merging):
+        while writer.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+        return [writer.reply(prompt) for prompt in prompts]
+
+    def before():  # in the forked process alone
+        driver.FakeWriter.replies = endless
+
+    assert go(flags(world_dir, out), log, signalled, before) == (0 if place == "before" else 130)
+    assert rows(out / "metrics.jsonl")[-1]["step"] == 3
+    assert (out / "checkpoints/step_000003").is_dir()
+    assert not (out / "bank/step_000003.json").exists()
+    resumed_equals(whole, world_dir, out, log)
+
+
+@pytest.mark.parametrize("data,stopped", [("", False), ("data.jsonl", True)])
+def test_a_stop_in_the_last_update_names_what_is_left_if_anything_is(
+    data, stopped, world_dir, tmp_path, capsys
+):
+    changes = {"eval_data": data and str(world_dir / data), "allow_eval_overlap": True}
+    run = make_run(world_dir, tmp_path / "run", updates=2, max_new_tokens=8, **changes)
+    assert sgsd.train(run, stopping_at(2)) == 0
+    said = capsys.readouterr().out
+    assert run.stop == stopped == ("stopped as asked; only the evaluation is left" in said)
+
+
+def whole_files(out):
+    """What is said of a run that was broken off after its first files were written."""
+    return f"all files of the run are whole: python baselines.py --resume {out} continues it"
 
 
 def assert_one_line(log, *words):
@@ -280,7 +341,8 @@ def killed_at_3(run, step):
 
 def test_a_lost_rank_ends_the_other(world_dir, tmp_path):
     assert two(flags(world_dir, tmp_path / "run"), tmp_path, killed_at_3) == [1, -signal.SIGKILL]
-    assert_one_line(tmp_path / "log0", "rank 0 lost another rank", "continue with --resume")
+    said = whole_files(tmp_path / "run")
+    assert_one_line(tmp_path / "log0", "rank 0 lost another rank", said)
     assert len(rows(tmp_path / "run/metrics.jsonl")) == 2
     assert (tmp_path / "run/checkpoints/step_000002").is_dir()
 

@@ -10,6 +10,8 @@ from conftest import make_model, make_tokenizer
 from driver import flags
 from test_cli import refused
 
+import config
+import distributed
 import eval
 import policy
 import sgsd
@@ -209,6 +211,11 @@ def test_a_wrong_place_in_the_world_is_one_line(name, value, words, refusal, mon
     refusal(words)
 
 
+def test_a_run_that_is_at_work_is_not_continued_by_another_process(finished, capsys):
+    with distributed.locked(finished, distributed.World(0, 1, torch.device("cpu"))):
+        refused(capsys, sgsd.main, ["--resume", finished, "--updates=3"], "is at work there; wait")
+
+
 @pytest.mark.parametrize("package", ["datasets", "peft", "sentence_transformers"])
 def test_a_missing_package_is_named(package, tmp_path, refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
@@ -231,11 +238,16 @@ def test_making_a_bank_from_wrong_flags_is_one_line(world_dir, tmp_path, capsys)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["somebody's"]
 
 
+OTHER_BASE = "mlp.down_proj, of size 32 in the adapter, has size 48 there; give its own base as"
+
+
 def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, capsys):
     model, data, bank = world_dir / "model", world_dir / "data.jsonl", world_dir / "bank.json"
     shutil.copy(data, tmp_path / "data.jsonl")
     save(tmp_path / "other", hidden_size=48)
     (tmp_path / "fresh/checkpoints").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "none.json").write_text('{"general_skills": [], "common_mistakes": []}')
     files = "adapter/adapter_config.json begun/config.json begun/rollouts.jsonl notes/x.txt"
     for file in map(tmp_path.joinpath, files.split()):
         file.parent.mkdir(exist_ok=True)
@@ -244,7 +256,8 @@ def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, 
     refused(capsys, eval.main, [], "PATH")
     refused(capsys, eval.main, [model], "aime24: HuggingFaceH4/aime_2024: not read")
     for path, given, words in (
-        (finished, [f"--model={tmp_path / 'other'}"], "the adapter does not fit"),
+        (finished, [f"--model={tmp_path / 'other'}"], OTHER_BASE),
+        (tmp_path / "empty", [], "checkpoints/, the directory is empty"),
         (tmp_path / "fresh", [], "fresh: a run without a checkpoint"),
         (tmp_path / "begun", [], "begun: a run without a checkpoint"),
         (tmp_path / "notes", [], f"notes: no policy: it has {wanted}"),
@@ -255,6 +268,7 @@ def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, 
         (data, [], "data.jsonl: no such directory"),
         (model, ["--data", data, tmp_path / "data.jsonl"], "two sets have one name"),
         (model, [f"--skills={bank}"], "--num-skills 8: must be in 1..4"),
+        (model, [f"--skills={tmp_path / 'none.json'}"], "no pair can be made of 0 skills and 0"),
         (model, ["--temperature=-1"], "temperature >= 0"),
         (model, ["--samples=0"], "--samples 0"),
         (model, ["--limit=-1"], "--limit -1"),
@@ -295,3 +309,28 @@ def test_positions_that_depend_on_the_longest_row_are_refused(kind, tmp_path):
     save(tmp_path, "llama", rope_parameters=rope)
     with pytest.raises(UserError, match="its positions depend on the longest row"):
         policy.load_model(str(tmp_path), torch.device("cpu"))
+
+
+def test_a_name_is_a_path_where_its_first_part_is_a_directory_and_else_a_hub_id(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    for name in ("tiny/nope", "./nope", "a/b/c", "runs/nope", "nope/", "~/nope"):
+        assert config.missing_path(name)
+    for name in ("tiny", "Qwen/Qwen3-1.7B", "gpt2"):
+        assert not config.missing_path(name)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "its config.json")
+    assert not config.missing_path("tiny/nope")  # the hub's, in its cache
+
+
+@pytest.mark.parametrize("flag", ["model", "encoder", "update_model", "data"])
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(flag, world_dir, refusal, monkeypatch):
+    monkeypatch.chdir(world_dir.parent)
+    name = f"{world_dir.name}/nope"
+    refusal(f"{name}: no such", **{flag: name})
+
+
+def test_the_policy_is_no_encoder(world_dir, refusal):
+    model = world_dir / "model"
+    refusal(f"--encoder {model}: is a causal model and no encoder", encoder=model)

@@ -10,6 +10,7 @@ from driver import rows, train
 import eval
 import skills
 from distributed import World
+from problems import Problem
 
 STUDENT = (
     "Problem: {problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -95,4 +96,5 @@ def test_no_skill_text_reaches_an_evaluation(world_dir):
     """Without --skills every prompt is the student's, and no encoder is loaded."""
     args = eval.arguments([str(world_dir / "model"), "--data", "x", "--encoder", "/no/such"])
     prompt = eval.prompt_maker(args, World(0, 1, torch.device("cpu")))
-    assert prompt("What is {skills}?") == skills.render_student("What is {skills}?")
+    x = Problem("0", "What is {skills}?", "5")
+    assert prompt(x) == skills.render_student(x.problem)

@@ -18,6 +18,7 @@ from conftest import ROOT
 from driver import rows
 
 import distributed
+import eval
 import policy
 import report
 import runlog
@@ -259,6 +260,16 @@ def test_the_page_stays_small_and_says_what_it_left_out(tmp_path):
     assert {view["step"] for view in data["rollouts"]} == {1, 2, 3}
 
 
+def test_the_printed_numbers_stand_below_their_headings(tmp_path):
+    """Also for a similarity below zero."""
+    (view,) = report.collect(write_run(tmp_path))["rollouts"]
+    for s_g in (0.844, -0.082):
+        view["teachers"][0]["s_g"] = s_g
+        heading, numbers = report.in_words(view, 0.05).splitlines()[4:6]
+        ends = [match.end() for match in re.finditer(r"\S+", numbers)]
+        assert [match.end() for match in re.finditer(r"\S+", heading)] == ends[:7]
+
+
 @pytest.mark.parametrize("eps_a, digits", [(0.4, 3), (0.05, 3), (0.005, 4), (0.0125, 5), (1e-5, 6)])
 def test_supports_have_the_decimals_that_the_threshold_needs(eps_a, digits, tmp_path):
     (view,) = report.collect(write_run(tmp_path, eps_a=eps_a))["rollouts"]
@@ -335,6 +346,21 @@ def test_evaluations_of_the_runs_checkpoints_and_of_plain_models(tmp_path):
     }
 
 
+def test_the_page_rounds_an_accuracy_as_the_table_of_eval_does(tmp_path, capsys):
+    """One rounding, from one number: 0.9125 is 91.2% in both, and not 91.3% on the page."""
+    run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B")
+    row = dict.fromkeys(("avg", "pass", "maj", "boxed", "truncated", "tokens"), 0.93125)
+    row |= {"avg_low": 0.9125, "avg_high": 0.94449999, "samples": 24, "problems": 2}
+    distributed.write_json(run / "eval/step_000025/results.json", {"aime": row})
+    (point,) = report.evaluations(run)
+    eval.print_table({"aime": {"results": {"step_000025": row}, "selections": {}}}, 12)
+    table = capsys.readouterr().out
+    assert point["shown"]["avg_low"] == "91.2%"
+    assert "| {avg} | {avg_low}-{avg_high} |".format(**point["shown"]) in table
+    for found in probe(page([run], tmp_path / "r.html")[0], tmp_path):
+        assert "{avg} {avg_low} to {avg_high}".format(**point["shown"]) in found["told"]["curves"]
+
+
 def test_evaluations_on_other_problems_under_one_name_are_no_curve(tmp_path):
     """Two files may have one stem; the last checkpoint's problems count."""
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B")
@@ -395,9 +421,9 @@ def test_explain_takes_one_problem_through_the_method(world_dir, out, tmp_path, 
     assert last.step == 6
     ids = row["completion_ids"]
     student_T = policy.token_logprobs(last.model, [row["prompt_ids"]], [ids])[0]
-    for k, pair in enumerate(last.bank.retrieve(row["problem"], 3, last.embed)):
+    x = Problem("explained", row["problem"], "7")
+    for k, pair in enumerate(last.retrieve(x, 1)):
         assert row["pairs"][k] == [pair.skill["skill_id"], pair.mistake["mistake_id"]]
-        x = Problem("explained", row["problem"], "7")
         context = sgsd.teacher_prompts(last, x, [pair])
         teacher_T = policy.token_logprobs(last.model, context, [ids])[0]
         assert row["a_plain"][k] == pytest.approx(float((teacher_T - student_T).mean()), abs=1e-5)
@@ -485,7 +511,7 @@ def test_every_metric_is_explained(out):
 
 
 PROBE = """<script>
-const found = { errors: [] };
+const found = { errors: [], width: innerWidth };
 addEventListener("error", e => found.errors.push(e.message));
 const all = q => [...document.querySelectorAll(q)];
 const text = q => all(q).map(e => e.textContent);
@@ -517,6 +543,8 @@ try {
   visit("#view=gate");
   found.tokens = text("#text span");
   found.says = text(".says");
+  found.polarities = all(".says").map(e => getComputedStyle(e, "::before").color);
+  found.supports = all(".teacher circle:last-child").map(e => getComputedStyle(e).fill);
   found.masked = all("#text .masked").length;
   const last = new KeyboardEvent("keydown", { key: "End" });
   for (const e of all("#text")) e.dispatchEvent(last);
@@ -525,7 +553,10 @@ try {
   found.checked = all("input[name=k]:checked").map(e => e.id).join();
   visit("#view=ledger");
   found.rows = all("tbody tr").map(r => [...r.cells].map(c => c.textContent));
-  document.querySelector("td button").click();
+  found.fates = all(".stack span").map(e => getComputedStyle(e).backgroundColor);
+  found.cut = all(".scroll.cut").length;
+  found.cue = all("p").filter(e => /scroll it sideways/.test(e.textContent) && !e.hidden).length;
+  for (const e of all("td button").slice(0, 1)) e.click();
   found.memory = text(".memory");
   found.opened = fits();
   found.focusable = all("main :is(a, button, select, input, [tabindex])").every(focusable);
@@ -633,3 +664,66 @@ def test_the_page_of_one_problem_opens_on_its_rollout(tmp_path):
     assert data["explained"]
     for found in probe(text, tmp_path):
         assert not found["errors"] and found["start"] == "Gate"
+
+
+def test_a_run_without_teachers_says_so_wherever_a_teacher_would_be_shown(tmp_path):
+    """An update without teachers logs 0 where it has no number: no panel may draw or explain it."""
+    run = write_run(tmp_path / "run", updates=1)
+    skills.SkillBank([], [], {"source": "nothing"}).save(run / "bank/step_000000.json")
+    gaps = rows(run / "tokens.jsonl")[0] | {"delta": [], "credit": []}
+    distributed.write_jsonl(run / "tokens.jsonl", [gaps])
+    row = rows(run / "rollouts.jsonl")[0]
+    row |= {name: [] for name in ("pairs", "rho", "s_g", "s_e", "alpha", "a_plain", "a", "losses")}
+    distributed.write_jsonl(run / "rollouts.jsonl", [row])
+    metrics = rows(run / "metrics.jsonl")[0]
+    metrics |= {f"rho_{fate}": 0 for fate in FATES.values()}
+    metrics |= dict.fromkeys(("abs_a_p50", "clip_share", "first_gap", "loss"), 0.0)
+    distributed.write_jsonl(run / "metrics.jsonl", [metrics | {"mask_share": 0.9}])
+    for found in probe(page([run], tmp_path / "r.html")[0], tmp_path):
+        assert not found["errors"] and all(found[view][0] for view in found["told"])
+        assert found["told"]["curves"].count("No rollout had a teacher.") == 7
+        assert "The bank had no pair of a skill and a mistake" in found["told"]["curves"]
+        assert "No rollout that a teacher scored" not in found["told"]["curves"]
+        assert "The bank had no pair of a skill and a mistake" in found["told"]["gate"]
+        assert not re.search("false|unmasked gaps|colour by", found["told"]["gate"])
+        assert "This run's bank is empty" in found["told"]["ledger"]
+        assert "It starts without an entry." in found["told"]["bank"]
+
+
+def test_polarity_and_support_are_in_other_colours(tmp_path):
+    """A teacher that suppresses a failure is distilled: in the same two colours both would jar."""
+    run = write_run(tmp_path / "run")
+    (row,) = rows(run / "rollouts.jsonl")
+    (gaps,) = rows(run / "tokens.jsonl")
+    for name in ("pairs", "s_g", "s_e", "alpha", "a_plain", "losses"):
+        row[name] *= 3
+    gaps["delta"] *= 3
+    gaps["credit"] *= 3
+    row |= {"r": -1, "a": [-0.5, 0.5, 0.01], "rho": [1, -1, 0]}
+    distributed.write_jsonl(run / "rollouts.jsonl", [row])
+    distributed.write_jsonl(run / "tokens.jsonl", [gaps])
+    for found in probe(page([run], tmp_path / "r.html")[0], tmp_path):
+        assert not found["errors"] and len(set(found["polarities"])) == 3
+        assert len(set(found["supports"])) == 2
+        assert not set(found["polarities"]) & set(found["supports"])
+        assert found["fates"][:3] == found["polarities"]
+
+
+def test_a_table_that_is_cut_on_a_narrow_screen_says_that_it_scrolls(tmp_path):
+    for found in probe(page([write_run(tmp_path / "run")], tmp_path / "r.html")[0], tmp_path):
+        assert not found["errors"]
+        assert (found["cut"], found["cue"]) == ((1, 1) if found["width"] == 390 else (0, 0))
+
+
+def test_the_bounds_of_the_colours_come_from_the_objective(tmp_path):
+    """Of gaps from eps_a to c_delta; of credits what the gate makes of eps_a, and at most."""
+    bounds = report.collect(write_run(tmp_path))["bounds"]  # eps_a 0.05, c_delta 3, tau_g 1
+    assert bounds["delta"][0] == 0.05 and bounds["delta"][4] == 3.0
+    assert bounds["delta"][1] ** 2 == pytest.approx(
+        bounds["delta"][0] * bounds["delta"][2], rel=1e-4
+    )
+    assert bounds["credit"][0] == pytest.approx(0.05 / (1 + math.exp(0.05**2 / 2)), rel=1e-4)
+    peak = max(x / (1 + math.exp(x * x / 2)) for x in (1.1, 1.15, 1.2, 1.25))  # at 1.2 or so
+    assert bounds["credit"][4] == pytest.approx(peak, rel=1e-2)
+    template = (ROOT / "report_template.html").read_text()
+    assert not re.search(r"Math\.(exp|log)\b", template)  # no second copy of an equation

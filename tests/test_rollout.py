@@ -5,6 +5,7 @@ The reference for decoding is a plain loop: no cache, no padding, one row alone.
 
 import itertools
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -184,11 +185,18 @@ def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer
     assert rollout.generate(model, tokenizer, [], SAMPLING, []) == []
 
 
-def judged(tokenizer, prompt, completion):
-    data = [Problem("x", "p", "5")]
+def judged(tokenizer, prompt, completion, problem="p"):
+    data = [Problem("x", problem, "5")]
     with rollout.Verifier() as verifier:
         rolls = rollout.judge(make_model(), tokenizer, data, [prompt], [(0, completion)], verifier)
     return rolls[0]
+
+
+def test_a_formula_of_the_problem_is_no_answer_to_it(tokenizer):
+    completion = tokenizer.encode(r"\boxed{2+3}")
+    asked = judged(tokenizer, [1], completion, "What is 2 + 3?")
+    other = judged(tokenizer, [1], completion, "What is 4 + 1?")
+    assert [(roll.pred, roll.r) for roll in (asked, other)] == [("2+3", -1), ("2+3", 1)]
 
 
 def test_text_never_comes_back_as_ids(tokenizer):
@@ -271,3 +279,24 @@ def test_the_writer_answers_greedily_and_samples_what_it_is_asked_again(tokenize
     prompt = policy.chat_ids(tokenizer, "a", thinking=False)
     ids = rollout.generate(model, tokenizer, [prompt], Sampling(0.0, 1.0, 0, 8), [0])[0]
     assert a == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_stage_is_one_line_in_a_file_and_its_bar_has_an_estimate_on_a_terminal(
+    tokenizer, capsys, monkeypatch
+):
+    """A bar moves by tokens: so before the first reply is whole, as a merge's are at the end."""
+    model, alone = make_model(), distributed.World(0, 1, torch.device("cpu"))
+    prompts = [tokenizer.encode(text) for text in ("a", "b")]
+
+    def made():
+        rows = rollout.rows_of(prompts, [1, 2], 40)
+        job = alone, model, tokenizer, rows, Sampling(0.0, 1.0, 0, 40), 2
+        return [*rollout.spread(*job, lambda turn: [[i, len(ids)] for i, ids in turn], "merging")]
+
+    turns = made()
+    assert re.fullmatch(r"merging: 2 in \d+ s\n", capsys.readouterr().err)
+    assert [] in turns  # replies of several turns
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert made() == turns
+    said = capsys.readouterr().err
+    assert "merging: 0/2" in said and "merging: 2/2 100%" in said

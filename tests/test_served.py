@@ -549,11 +549,12 @@ def test_after_a_seed_has_broken_an_engine_no_more_are_sent(start, outline, caps
 
 
 def writing(engine):
-    """Answers of a server without ids: solutions, and replies of the writer of other tests."""
+    """Answers of a server without ids: solutions, every other one right, and a writer's replies."""
 
     def answer(body):
         prompt = engine.tokenizer.decode(body["prompt"])
-        text = "\\boxed{3}"
+        first, second = map(int, re.search(r"What is (\d+) plus (\d+)", prompt).groups())
+        text = f"\\boxed{{{first + second if first % 2 else 'x'}}}"
         if "JSON" in prompt:
             text = FakeWriter.reply(None, prompt)
         return 200, choices(text=text) | {"usage": {"completion_tokens": 9}}
@@ -568,7 +569,8 @@ def test_a_bank_is_made_by_a_server(start, world_dir, tmp_path, capsys):
     argv = [f"{config.flag(name)}={value}" for name, value in given.items() if name != "bank"]
     assert skills.main([*argv, "--server", engine.url]) == 0
     bank = skills.SkillBank.load(out)
-    assert bank.common_mistakes and bank.metadata["engine"] == "vllm 1.2.3"
+    assert bank.general_skills and bank.common_mistakes
+    assert bank.metadata["engine"] == "vllm 1.2.3"
     assert bank.metadata["replies"]["read"] == len(engine.of("/v1/completions")) - 6
     memories = (tmp_path / "bank.json.work/memories.jsonl").read_text().splitlines()
     assert [json.loads(row)["made_with"]["engine"] for row in memories] == ["vllm 1.2.3"] * 6
@@ -584,7 +586,9 @@ def test_another_model_on_a_server_writes_the_bank_of_a_run(start, world_dir, tm
     cfg = config.Config(**settings(world_dir, tmp_path, **changes))
     world = World(0, 1, torch.device("cpu"))
     writer = skills.writer_of(cfg, world, None, None, tmp_path)
-    memory = skills.memory_of(SimpleNamespace(problem="What is it?", text="x", r=-1, pred=None))
+    memory = skills.memory_of(
+        SimpleNamespace(problem="What is 1 plus 2?", text="x", r=-1, pred=None)
+    )
     found = skills.extract([memory], writer)
     assert len(found["common_mistakes"]) == 1 and writer.counts["read"] == 1
     (body,) = engine.of("/v1/completions")

@@ -4,16 +4,20 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shutil
+import types
 
+import conftest
 import driver
 import pytest
 import torch
 from conftest import make_tokenizer
-from driver import make_run, rows, train
+from driver import ALONE, make_run, rows, settings, train
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
+import baselines
 import config
 import policy
 import rollout
@@ -96,13 +100,40 @@ def test_minibatches_cover_each_epoch_once():
     assert not {key for _, key in others} & {key for _, key in sgsd.minibatch(problems, cfg, 1)}
 
 
+def test_another_reward_moves_training_alone(world_dir, tmp_path, monkeypatch):
+    """The verdict stays what it is in the records, in a memory and for the bank's success gate."""
+    plain, _, _ = sgsd.train_step(make_run(world_dir, tmp_path / "a"), 1)
+    monkeypatch.setattr(sgsd, "reward", lambda roll: -roll.r)
+    other, _, _ = sgsd.train_step(make_run(world_dir, tmp_path / "b"), 1)
+    assert any(rho for row in plain for rho in row["rho"])
+    for was, now in zip(plain, other):
+        assert now["rho"] == [-rho for rho in was["rho"]]
+        assert (now["r"], now["reward"]) == (was["r"], -was["r"])
+        verdict = "accepted" if was["r"] == 1 else "rejected"
+        memory = skills.memory_of(types.SimpleNamespace(**now | {"pred": "5"}))
+        assert memory["feedback"] == f"The verifier {verdict} the final answer."
+    same = runlog.summarize(1, plain, 0.0, 0.0, {}, 0.0)["success"]
+    assert runlog.summarize(1, other, 0.0, 0.0, {}, 0.0)["success"] == same
+
+
+def test_a_retriever_of_ones_own_needs_no_encoder(world_dir, tmp_path):
+    def first(bank, x, k, step):
+        return [skills.SkillPair(bank.general_skills[0], bank.common_mistakes[0], 0.5, 0.5)]
+
+    cfg = config.Config(**settings(world_dir, tmp_path / "run", encoder="/no/such"))
+    run = driver.with_fakes(sgsd.prepare(cfg, ALONE, False, first))
+    records, _, _ = sgsd.train_step(run, 1)
+    assert {tuple(map(tuple, row["pairs"])) for row in records} == {(("gen_001", "err_001"),)}
+    assert [row["alpha"] for row in records] == [[1.0]] * 4
+
+
 def test_the_prefixes_of_the_roles(world_dir, tmp_path):
     """S3: the student's think block is closed, a teacher's left to the model, open or closed."""
     closed = "<think>\n\n</think>\n\n"
     for prefix, ending in (("bare", ""), ("open", "<think>\n"), ("closed", closed)):
         run = make_run(world_dir, tmp_path / prefix, teacher_prefix=prefix)
         x = run.problems[0]
-        (ids,) = sgsd.teacher_prompts(run, x, run.bank.retrieve(x.problem, 1, run.embed))
+        (ids,) = sgsd.teacher_prompts(run, x, run.retrieve(x, 1)[:1])
         assert run.tokenizer.decode(ids).rpartition("assistant\n")[2] == ending
         student = run.tokenizer.decode(sgsd.prompt_ids(run, "x", "student"))
         assert student.rpartition("assistant\n")[2] == closed
@@ -117,11 +148,11 @@ def test_a_template_may_open_the_think_block_itself_and_may_know_no_other_way(
     (tmp_path / "model/chat_template.jinja").write_text(template)
     run = make_run(world_dir, tmp_path / "run", model=tmp_path / "model", teacher_prefix="open")
     x = run.problems[0]
-    (ids,) = sgsd.teacher_prompts(run, x, run.bank.retrieve(x.problem, 1, run.embed))
+    (ids,) = sgsd.teacher_prompts(run, x, run.retrieve(x, 1)[:1])
     assert run.tokenizer.decode(ids).rpartition("assistant\n")[2].rstrip() == "<think>"
     assert "thinking: no switch in the chat template" in capsys.readouterr().out
     other = dataclasses.replace(run.cfg, attn="eager", dtype="bfloat16")
-    assert runlog.what_next(other).endswith(f"{run.cfg.out} --dtype bfloat16 --attn eager")
+    assert "--dtype bfloat16 --attn eager" in runlog.what_next(other)
 
 
 def test_which_ids_are_masked(tokenizer):
@@ -238,7 +269,8 @@ def test_a_signal_is_acknowledged_at_once(world_dir, tmp_path, capfd):
     run = make_run(world_dir, tmp_path / "run")
     run.step = 9
     run.ask_to_stop()
-    assert run.stop and "finishing update 10, then stopping" in capfd.readouterr().err
+    said = "finishing update 10, then stopping; once more stops at once"
+    assert run.stop and said in capfd.readouterr().err
 
 
 def test_an_online_update_says_what_it_did_or_why_it_did_nothing(world_dir, tmp_path, capsys):
@@ -278,14 +310,58 @@ def test_a_completion_without_a_reasoning_token_teaches_nothing(world_dir, tmp_p
     run.verifier.close()
 
 
-def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys):
-    """A random model's own replies cannot be read: no teachers, no loss, and the run ends well."""
-    settings = {**BANK, "cold_start": 4, "max_new_tokens": 8, "updates": 2}
-    run = make_run(world_dir, tmp_path / "run", **settings)
+def run_without_pairs(world_dir, out, **changes):
+    """A run whose own model writes the replies, of 8 tokens each."""
+    settings = {**BANK, "cold_start": 4, "max_new_tokens": 8, "updates": 2, **changes}
+    run = make_run(world_dir, out, **settings)
     cfg = dataclasses.replace(run.cfg, reply_tokens=8)
     run.writer = skills.writer_of(cfg, run.world, run.model, run.tokenizer, run.out / "bank")
+    return run
+
+
+def test_a_run_whose_bank_has_no_pair_ends_before_its_first_update_and_says_why(
+    world_dir, tmp_path
+):
+    run = run_without_pairs(world_dir, tmp_path / "run")
+    with pytest.raises(UserError) as refusal:
+        sgsd.train(run)
+    said = str(refusal.value)
+    assert "bank: 0 skills and 0 mistakes; without a pair there is no teacher" in said
+    assert "4 of 4 seed solutions were cut off at --cold-start-tokens 20: raise it" in said
+    assert "4 replies were lost (cut off): raise --reply-tokens" in said
+    assert f"then --resume {run.out} uses the solutions again; with --allow-empty-bank it" in said
+    assert not (run.out / "metrics.jsonl").exists() and not runlog.bank_versions(run.out)
+    (reply, *_) = rows(run.out / "bank/replies.jsonl")
+    assert (reply["outcome"], reply["cause"]) == ("retried", "cut off")
+
+
+REASONS = [  # right and cut off of eight seed solutions, lost replies, and what is said
+    (0, 1, {}, "none of 8 seed solutions was right, so there are no skills"),
+    (8, 0, {}, "all 8 seed solutions were right, so there are no mistakes"),
+    (0, 5, {}, "5 of 8 seed solutions were cut off at --cold-start-tokens 38912: raise it"),
+    (4, 0, {"no JSON": 3}, "3 replies were lost (no JSON): let another model write"),
+]
+
+
+@pytest.mark.parametrize("right,cut,lost,words", REASONS)
+@pytest.mark.parametrize("sizes", [(0, 0), (2, 0), (0, 2)])
+def test_a_bank_with_one_empty_list_is_refused_with_its_cause(right, cut, lost, words, sizes):
+    bank = conftest.make_bank(None, *sizes)
+    bank.metadata |= {"seed_solutions": 8, "right_seed_solutions": right}
+    bank.metadata |= {"truncated_seed_solutions": cut, "lost_replies": lost}
+    with pytest.raises(UserError, match=re.escape(words)):
+        skills.refuse_without_pairs(bank, config.Config(), "--resume RUN")
+    skills.refuse_without_pairs(bank, config.Config(allow_empty_bank=True), "--resume RUN")
+    skills.refuse_without_pairs(conftest.make_bank(), config.Config(), "--resume RUN")
+
+
+def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys):
+    """A random model's own replies cannot be read: no teachers, no loss, and the run ends well."""
+    run = run_without_pairs(world_dir, tmp_path / "run", allow_empty_bank=True)
     assert sgsd.train(run) == 0
-    assert "there is no teacher, and nothing is learnt (S8)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "there is no teacher, and nothing is learnt (S8)" in said
+    assert "4 replies lost (4 cut off)" in said and "| 100% cut at --max-new-tokens" in said
     metrics = rows(tmp_path / "run/metrics.jsonl")
     assert metrics[1]["replies_lost"] > 0
     for m in metrics:
@@ -293,3 +369,17 @@ def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys
         assert m["loss"] == m["grad_norm"] == 0
     params = policy.trained(run.model).items()
     assert not any(p.any() for name, p in params if "lora_B" in name)
+
+
+def test_a_bank_evolves_under_a_retrieval_that_has_no_encoder(world_dir, tmp_path):
+    changes = {"updates": 2, "update_every": 2, "retrieval": "random", "encoder": "/no/such"}
+    run = make_run(world_dir, tmp_path / "run", kind=baselines.BaselineConfig, **changes)
+    assert sgsd.train(run, baselines.method_step) == 0
+    assert list(runlog.bank_versions(run.out)) == [0, 2] and dynamic(run.bank)
+
+
+def test_the_last_line_of_a_run_without_test_problems_asks_for_some(world_dir, tmp_path):
+    cfg = config.Config(**driver.settings(world_dir, tmp_path / "run"))
+    said = runlog.what_next(cfg)
+    assert "--data YOUR_TEST_PROBLEMS.jsonl" in said
+    assert "without --data" in said and "AIME24" in said and "38,912 tokens" in said

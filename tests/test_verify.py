@@ -16,7 +16,19 @@ from fractions import Fraction
 import pytest
 from conftest import ROOT
 
-from verify import MEMORY_BYTES, Verifier
+from verify import (
+    MARKS,
+    MEMORY_BYTES,
+    NAME,
+    SAME,
+    SPELLING,
+    SUM,
+    UNIT,
+    UNITS,
+    Verifier,
+    extract_answer,
+    uncopied,
+)
 
 # reference == right answers != wrong answers, with two blanks between answers and | between cases
 TABLE = r"""
@@ -42,8 +54,8 @@ TABLE = r"""
 5 == 5 \text{ apples}  5 apples  5\text{ cm}  5 \mathrm{cm}  5 cm
 5 == 5cm  \text{5}  \mathbf{5}  $5$  $$5$$
 5 != 6 \text{ apples}  5 \text{ million}  5x  5m  5 is wrong  not 5
-15\mbox{ cm}^2 == 15 != 15 \text{ square cm} | 15\text{ cm}^2 != 15\text{ cm}^3
-5\text{ cm} != 5\text{ m} | 5\text{ feet} != 5\text{ ft} | 5\text{ inches} == 5 inches
+15\mbox{ cm}^2 == 15  15 \text{ square cm} | 15\text{ cm}^2 != 15\text{ cm}^3
+5\text{ cm} != 5\text{ m} | 5\text{ feet} == 5\text{ ft} | 5\text{ inches} == 5 inches
 4 \text{ feet} != 5 \text{ feet} | 480 + 480\sqrt{3}\text{ feet} == 480(1+\sqrt3) | 36 == \$36  $36$
 \$18.90 == 18.9  18.90 \text{ dollars} | \$5 != 5 \text{ cents} | 5000000 != 5 \text{ million}
 \displaystyle\frac{1}{2} == 0.5
@@ -85,7 +97,7 @@ y=2x+3 == 2x+3 != 2x-y+3=0  y=3x+2 | x=1,y=2 == y=2,x=1 != x=2,y=1 | (x,y)=(1,2)
 \begin{pmatrix}1&2\\3&4\end{pmatrix} != \begin{pmatrix}1&3\\2&4\end{pmatrix}  1,2,3,4
 \begin{pmatrix}-1/3\\2/3\end{pmatrix} == \begin{pmatrix}-\frac13\\\frac23\end{pmatrix}
 # ratios, times, words, number bases; nothing, and what cannot be read
-1:2 == 1/2 != 2:1 | 1 : 2 != 1 \text{ to } 2 | 1:2:3 != 2:4:6  1:2:4  1:2
+1:2 == 1/2 != 2:1 | 1 : 2 == 1 \text{ to } 2 | 1:2:3 != 2:4:6  1:2:4  1:2
 8:34 \text{ p.m.} == 8:34 p.m. != 8:34 a.m.  4:17 \text{ p.m.} | blue == \text{blue} != red  5
 \text{Evelyn} == evelyn | \text{even} != \text{odd} | \text{two lines} == two lines != two circles
 red != der | CBAD != ABCD | \text{October 30} == October 30 != October 31 | No == no | yes != no
@@ -143,15 +155,46 @@ x\ge 3 ~ x \geq 3 | -3<x<5 ~ -3 < x < 5
 \text{Evelyn} ~ Evelyn | \text{even} ~ even | \text{(C)} ~ C | Yes ~ \text{yes} | \text{no} ~ No
 AB ~ \text{AB} | f(x)=x^2 ~ f(x)=x^{2}
 """
+# What an attack found accepted, and what rewritten right answers found refused
+ATTACKED = r"""
+x + y + z = 0 != 0  z=-x-y  x+y=0 | 33 == m+n=33 | m+n=33 != 33 | i != i^{3}  i^2 | 6-5i != 6-5i^2
+6 != √16 | 0 != √100 | \sqrt5 != √51 | CBAD != A B C D  ABCD  AB CD | \text{east} != s e a t
+840 != 840 trillion  840 halves  840 thirds  840 \text{ hundredths}  x!=840  x\not=840  x \neq 840
+840 != \text{wrong}=840  840\text{0}  840\mathbf{13} | (1,2) != y=1,x=2 | AB=9, CD=4 != 4,9
+1,2 != (2,1) | 5 != 2[3]  {2}{3}  (2)3  2{3}  2((3))  2{}3 | 2.5 != 2(\frac12)
+2.5 != 2\left(\frac12\right)  2[\frac12] | 52_8 != 52_{ 9}  52_{x} | 9:24 != 3:8  \frac{3}{8}
+"""
+REWRITTEN = r"""
+7 == \[7\]  \(7\)  **7**  {7}  \text{Answer: }7  \text{Answer: 7}  $\[7\]$  \mathbf{7}
+\frac12 == \[\frac{1}{2}\]  \(\frac12\)  **\frac12**  {\frac12}  \text{Answer: }\frac12
+\frac1{512} == x = \frac1{512}  1/512 | \$4813.24 == \$4813.24.  4813.24
+\sqrt{13} == √13  √{13}  √(13) | x^3 == x³ | x^{10} == x¹⁰ | x^{-1} == x⁻¹ | 5 == \sqrt{25}
+\frac{3}{7} == \mathbf{\frac{3}{7}}  \boldsymbol{\frac37} | 22_6 == (22)_6  \text{22}_{6}  22_{6}
+(4,4) == x=4, y=4 | (-1,-1,3) == x=-1, y=-1, z=3  (x,y,z)=(-1,-1,3)  a=-1, b=-1, c=3
+(2,1) == y=1, x=2 | 1,2 == (1,2) | AB=9, CD=4 == 9,4  CD=4, AB=9
+x + y - z + 1 = 0 == x + y - z = -1 | x + y + z = 0 == x+y=-z
+40\text{ feet} == 40 \text{ ft}  40 ft  40 feet  40 \text{ foot} | 60\text{ inches} == 60 \text{ in}
+32\text{ square cm} == 32 \text{ cm}^2  32 \text{ square centimeters} != 32\text{ cm}
+1:4 == 1 \text{ to } 4  1 to 4 | 11,\! 111,\! 111,\! 100 == 11111111100  11,111,111,100
+"""
+
+
+def cases(table):
+    """The (reference, answer, verdict) of a table."""
+    rows = []
+    for case in re.split(r" \| |\n", "\n".join(re.findall(r"^(?!# ).+", table, re.M))):
+        equal, _, other = case.partition(" != ")
+        reference, _, same = equal.partition(" == ")
+        rows += [(reference, answer, True) for answer in re.split("  +", same) if answer]
+        rows += [(reference, answer, False) for answer in re.split("  +", other) if answer]
+    return rows
+
+
 PAIRS = [pair.split(" ~ ") for pair in re.split(r" \| |\n", REFERENCES.strip())]
 GOLDEN = []
 for left, right in PAIRS:
     GOLDEN += [(left, right, True), (right, left, True)]
-for case in re.split(r" \| |\n", "\n".join(re.findall(r"^(?!# ).+", TABLE, re.M))):
-    equal, _, other = case.partition(" != ")
-    reference, _, same = equal.partition(" == ")
-    GOLDEN += [(reference, answer, True) for answer in re.split("  +", same) if answer]
-    GOLDEN += [(reference, answer, False) for answer in re.split("  +", other) if answer]
+GOLDEN += cases(TABLE)
 NOT_IN_TABLES = [("5", None, False), ("5", "  ", False), ("", "", False), ("$", "$$", False)]
 NOT_IN_TABLES += [("Tuesday, noon", "Tuesday,  noon.", True), ("z" * 3000, "z" * 3000, True)]
 NOT_IN_TABLES += [("z" * 3000, "z" * 2999, False), ("10", "5\n5", False)]
@@ -179,6 +222,94 @@ def verifier():
 @pytest.mark.parametrize("gold,pred,right", GOLDEN + NOT_IN_TABLES)
 def test_the_golden_tables_hold(verifier, gold, pred, right):
     assert verifier.verify(gold, pred) is right
+
+
+@pytest.mark.parametrize("gold,pred,right", cases(ATTACKED))
+def test_what_an_attack_found_accepted_is_refused(verifier, gold, pred, right):
+    assert verifier.verify(gold, pred) is right
+
+
+@pytest.mark.parametrize("gold,pred,right", cases(REWRITTEN))
+def test_a_right_answer_that_is_written_otherwise_is_right(verifier, gold, pred, right):
+    assert verifier.verify(gold, pred) is right
+
+
+@pytest.mark.parametrize("rule", [*SPELLING, *UNITS, UNIT, NAME, SUM], ids=str)
+def test_each_rule_turns_its_example_into_what_it_says(rule):
+    assert re.sub(rule.pattern, rule.replacement, rule.before) == rule.after
+
+
+@pytest.mark.parametrize("guard", [*SAME, *MARKS], ids=str)
+def test_each_guard_tells_its_answer_from_its_reference(verifier, guard):
+    reference, answer = (
+        re.findall(guard.pattern, text) for text in (guard.reference, guard.answer)
+    )
+    assert set(reference) != set(answer)
+    assert not verifier.verify(guard.reference, guard.answer)
+
+
+# problem, reference, answers that count, answers that are copied; two blanks between answers
+COPIES = [
+    (
+        r"Compute $\sqrt{36+64}-\sqrt{25-16}.$",
+        "7",
+        r"7  10-3  \sqrt{49}  \sqrt{100}-\sqrt{9}",
+        r"\sqrt{36+64}-\sqrt{25-16}  \sqrt{36 + 64} - \sqrt{25 - 16}  $\sqrt{36+64}-\sqrt{25-16}$"
+        r"  \left.\sqrt{36+64}-\sqrt{25-16}\right.  x=(\sqrt{36+64}-\sqrt{25-16})",
+    ),
+    ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)", "(b+2)(a+5)  ab+2a+5b+10", "ab+5b+2a+10"),
+    (
+        "Reduce $\\frac{84}{144}.$",
+        r"\frac{7}{12}",
+        r"\frac{7}{12}  7/12",
+        r"\dfrac{84}{144}  \frac{84}{144}",
+    ),
+    # as the reference's text, with a name or without
+    (
+        r"If $\lceil x\rceil-\lfloor x\rfloor=0$, what is it?",
+        "0",
+        "0  x=0",
+        r"\lceil x\rceil-\lfloor x\rfloor=0",
+    ),
+    ("Is it (A) $y=2x+3$ or (B) $y=3x$?", "y = 2x + 3", "y=2x+3  2x+3  y = 3+2x", ""),
+    ("Is it (A) $\\frac12$ or (B) $\\frac{1}{3}$?", r"\frac{1}{2}", r"\frac12  \dfrac{1}{2}", ""),
+    ("Does $[0,1]$ or $(0, 1)$ hold it?", r"\left[0,1\right]", "[0,1]  [0, 1]", ""),
+    # plain numbers, names, letters and words
+    ("At $x=5$ he eats 5 apples of 1,234.", "5", r"5  x=5  5 apples  5\text{ apples}", ""),
+    ("Is 50\\% of 1,234 more than -5?", "0.5", r"50\%  \frac12", ""),
+    ("Is $-5.0$ one?", "-5", "-5  -5.0", ""),
+    ("Choose. (A) two lines (B) a circle (C) none", r"\text{(C)}", "C  (C)", ""),
+    (
+        "Choose. (A) two lines (B) a circle (C) none",
+        r"\text{two lines}",
+        r"two lines  \text{two lines}",
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize("problem,gold,counted,copies", COPIES)
+def test_an_expression_of_the_problem_counts_only_as_the_references_text(
+    verifier, problem, gold, counted, copies
+):
+    for answer in counted.split("  "):
+        assert verifier.verify(gold, answer, problem), answer
+    for answer in filter(None, copies.split("  ")):
+        assert verifier.verify(gold, answer) and not verifier.verify(gold, answer, problem), answer
+        assert uncopied(gold, answer, problem) is None
+        assert verifier.outcome(gold, rf"so \boxed{{{answer}}}", problem) == -1
+    assert verifier.outcome(gold, rf"so \boxed{{{gold}}}", problem) == 1
+    assert uncopied(gold, None, problem) is None and uncopied(gold, "", problem) == ""
+
+
+def test_a_box_without_braces_ends_at_a_dollar_sign():
+    boxes = {
+        r"$\boxed 5$": "5",
+        r"$\boxed 12 $.": "12",
+        r"\boxed 5": None,
+        r"\boxed{6} $\boxed 5$": "5",
+    }
+    assert {text: extract_answer(text) for text in boxes} == boxes
 
 
 @pytest.mark.parametrize("case", re.split(r" \| |\n", TEXTS.strip()))
