@@ -169,7 +169,7 @@ def trained(model: Model) -> dict[str, torch.nn.Parameter]:
 
 def steps_taken(optimizer: Optimizer) -> float:
     """How often the optimizer has begun to change the parameters."""
-    return max((float(state["step"]) for state in optimizer.state.values()), default=0.0)
+    return max((float(state.get("step", 0)) for state in optimizer.state.values()), default=0.0)
 
 
 CARD = """# A LoRA adapter of {base}

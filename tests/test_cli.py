@@ -57,7 +57,8 @@ FLAGS = {  # what is wrong, and what is said
     "--teachers 3": "--teachers 3; for --teachers there is --num-teachers; --help lists the flags",
     "--update 3": "unrecognized arguments: --update 3",  # short for a flag
     "--updates many": "--updates: invalid int value: 'many'",
-    "--batch-size 0": "--batch-size 0: must be > 0 (problems per update over all ranks; S6)",
+    "--batch-size 0": "--batch-size 0: must be > 0 (problems in a step, over all processes "
+    "together; S6)",
     "--device tpu": "--device: invalid choice: 'tpu' (choose from",
     "--mask-extra false": "unrecognized arguments: false",
     "--method grpo": "unrecognized arguments: --method grpo",  # baselines.py has it
@@ -115,8 +116,9 @@ def test_a_flag_goes_before_the_preset_and_that_before_the_method(capsys):
         parse("--preset tiny --print-config")
     shown = capsys.readouterr().out.splitlines()
     assert end.value.code == 0 and len(shown) == len(dataclasses.fields(config.Config))
-    assert "tau_g = 1.0  (gate width; Eq. 14, Tab. 12)" in shown
-    assert "batch_size = 16  (problems per update over all ranks; S6, instead of 32)" in shown
+    assert "tau_g = 1.0  (width of the gate; Eq. 14, Tab. 12)" in shown
+    source = "problems in a step, over all processes together; S6"
+    assert f"batch_size = 16  ({source}, instead of 32)" in shown
 
 
 def test_resume_takes_the_settings_of_the_run_and_the_flags(tmp_path, capsys):
@@ -209,7 +211,7 @@ def test_help_has_groups_defaults_and_examples(program, capsys):
     said = capsys.readouterr().out
     for group in config.GROUPS.values():
         assert f"\n{group}:\n" in said or group == "baselines and ablations"
-    for part in ("examples:\n    python ", "(default: 0.05)", "gate width; Eq. 14, Tab. 12"):
+    for part in ("examples:\n    python ", "(default: 0.05)", "width of the gate; Eq. 14, Tab. 12"):
         assert part in said
 
 

@@ -522,7 +522,7 @@ def test_the_encoder_of_an_evaluation_reads_the_query_prompt_before_each_problem
     def load(name, device):
         return lambda texts: read.extend(texts) or fake_embed(texts)
 
-    monkeypatch.setattr(eval, "load_encoder", load)
+    monkeypatch.setattr(policy, "load_encoder", load)
     flags = f"--skills {world_dir}/bank.json --num-skills 2 --limit 1 --samples 1"
     prompted = f"{flags} --query-prompt Query:"
     assert eval.main(command(world_dir, tmp_path, prompted)) == 0

@@ -426,6 +426,7 @@ def test_a_run_stays_flat(updates, kb, world_dir, tmp_path):
     """Slopes per update after the warm-up, with the bank updated every 10."""
     changes = {"updates": updates, "bank": "", "update_every": 10, "max_new_tokens": 6}
     changes |= {"batch_size": 2, "cold_start": 8, "checkpoint_every": 20, "audit_every": 0}
+    changes["allow_empty_bank"] = True  # a random model is never right, so there is no skill
     run, seen = make_run(world_dir, tmp_path / "run", **changes), []
     run.verifier = rollout.Verifier()
 

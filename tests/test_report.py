@@ -681,7 +681,7 @@ def test_a_run_without_teachers_says_so_wherever_a_teacher_would_be_shown(tmp_pa
     distributed.write_jsonl(run / "metrics.jsonl", [metrics | {"mask_share": 0.9}])
     for found in probe(page([run], tmp_path / "r.html")[0], tmp_path):
         assert not found["errors"] and all(found[view][0] for view in found["told"])
-        assert found["told"]["curves"].count("No rollout had a teacher.") == 7
+        assert found["told"]["curves"].count("No rollout had a teacher.") == 10
         assert "The bank had no pair of a skill and a mistake" in found["told"]["curves"]
         assert "No rollout that a teacher scored" not in found["told"]["curves"]
         assert "The bank had no pair of a skill and a mistake" in found["told"]["gate"]
