@@ -98,6 +98,7 @@ class Config:
     merge_patience: int = setting(3, "P: stop after so many merge layers without progress; Alg. 3")
     reply_tokens: int = setting(4096, "longest reply to an extraction prompt, in tokens; D4")
     update_model: str = setting("", "another model to write the bank's entries; App. D.4")
+    update_server: str = setting("", "server that has --update-model; several in quotes; S27")
     memory_answer: bool = setting(
         False, "show the reference answer to the model that writes entries; D3"
     )
@@ -153,6 +154,9 @@ class Config:
                 wrong = f"must be <= {rule['most']}"
             if wrong:
                 raise UserError(f"{flag(f.name)} {value}: {wrong} ({rule['source']})")
+        if self.update_server and not self.update_model:
+            wrong = "give the model that it serves as --update-model"
+            raise UserError(f"--update-server {self.update_server}: {wrong}")
 
     @property
     def sees_skills(self) -> bool:
@@ -175,6 +179,15 @@ class Config:
             "memory_answer": self.memory_answer,
             **self.merging,
         }
+
+
+@dataclass(frozen=True)
+class BankConfig(Config):
+    """The settings of skills.py, which has no policy that changes."""
+
+    program: ClassVar[str] = "skills.py"
+
+    server: str = setting("", "server that samples --model; several in quotes; S27")
 
 
 def missing_path(name: str) -> bool:
@@ -207,6 +220,7 @@ GROUPS = {  # in --help, by the first setting of each
     "temperature": "the student's sampling",
     "learning_rate": "the optimizer",
     "audit_every": "looking inside, memory, time limits and loggers",
+    "server": "a cold start by a server",
     "method": "baselines and ablations",
 }
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent / "tiny")

@@ -3,9 +3,11 @@
     python eval.py runs/sgsd/checkpoints/step_000200
     torchrun --nproc_per_node 8 eval.py Qwen/Qwen3-1.7B runs/sgsd
     python eval.py Qwen/Qwen3-1.7B --data gsm8k my.jsonl --skills bank.json
+    python eval.py Qwen/Qwen3-1.7B runs/sgsd --server http://localhost:8000/v1 --rows 256
 
 The first takes the paper's three sets, the second compares all checkpoints of a run with the base
-model, the third compares the baseline Base+Skill with Base.
+model, the third compares the baseline Base+Skill with Base. The last samples on a server, such as
+vLLM's (docs/engines.md): base models by name, checkpoints loaded and unloaded while it runs.
 
 Nothing is written into a model's directory. The results of a checkpoint are in the folder
 RUN/eval/step_000200, those of any other policy in eval/NAME of the first run among the PATHs, or
@@ -53,6 +55,11 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--thinking", action=BooleanOptionalAction, default=True, help="thinking mode; S3")
     add("--limit", type=int, default=0, help="only the first N problems of each set; 0 is all")
     add("--rows", type=int, default=16, help="samples decoded at a time; lower it to save memory")
+    server = "servers that share the work, such as http://localhost:8000/v1; --rows is for each"
+    add("--server", nargs="+", default=[], metavar="URL", help=f"{server}; S27")
+    there = "a PATH, or an adapter's base, that they have under this name"
+    add("--served", nargs="+", default=[], metavar="NAME=PATH", help=there)
+    add("--server-timeout", type=float, default=3600.0, help="seconds per sample of a server")
     add("--seed", type=int, default=0)
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
@@ -63,10 +70,13 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     names = [pathlib.Path(source).stem for source in args.data]
     if len(set(names)) < len(names):
         raise UserError(f"--data {' '.join(args.data)}: two sets have one name; rename a file")
-    for flag in ("samples", "rows", "limit", "verify_timeout", "verify_workers"):
+    for flag in ("samples", "rows", "limit", "verify_timeout", "verify_workers", "server_timeout"):
         value, name = vars(args)[flag], flag.replace("_", "-")
         if not 0 <= value <= 1e6 or (value == 0 and flag != "limit"):
             raise UserError(f"--{name} {value}: must be above 0, at most 1e6; --limit may be 0")
+    for pair in args.served:
+        if not args.server or not all(pair.partition("=")):
+            raise UserError(f"--served {pair}: NAME=PATH is wanted, and --server")
     return args
 
 
@@ -77,6 +87,7 @@ import contextlib
 import functools
 import gc
 import hashlib
+import importlib.metadata
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -84,8 +95,9 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 import rollout
+import served
 import skills
-from policy import Model, Tokenizer, load_model
+from policy import Model, Tokenizer, load_model, load_outline
 from rollout import Verifier
 
 Verify = Callable[[str, str | None], bool]  # (gold, answer) -> whether they are equal
@@ -154,6 +166,7 @@ class Policy:
     skilled: bool = False  # evaluated under the prompt of Base+Skill
     folder: pathlib.Path = pathlib.Path("eval")  # of settings.json, samples.jsonl, results.json
     settings: dict = field(default_factory=dict)  # all that its samples depend on
+    servers: served.Servers | None = None  # that sample it, in place of `generate`
     scores: dict[str, list] = field(default_factory=dict)  # {set: [scores_P]}; the mean has all
     table: dict[str, dict] = field(default_factory=dict)  # {set: figures}
 
@@ -193,8 +206,10 @@ def find_policies(args: Namespace) -> tuple[list[Policy], pathlib.Path]:
 
 
 def load_policy(policy: Policy, args: Namespace, world: World) -> tuple[Model, Tokenizer]:
-    """A plain model, or a PEFT adapter on its base; and the tokenizer."""
+    """A plain model, or a PEFT adapter on its base, or its outline; and the tokenizer."""
     name = policy.base or policy.path
+    if policy.servers:
+        return load_outline(name)
     model, tokenizer = load_model(name, world.device, dtype=args.dtype, attn=args.attn)
     if not policy.base:
         return model, tokenizer
@@ -217,6 +232,9 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
     settings = {"the policy's weights": contents(policy.path)}
     settings["the base's weights"] = policy.base and contents(policy.base)
     settings |= {"device": world.device.type, "dtype": args.dtype, "attn": args.attn}
+    settings["engine"] = "generate"  # S27
+    if args.server:
+        settings |= dict.fromkeys(("engine", "device", "dtype", "attn"), "a server's")
     settings |= {"thinking": args.thinking, "seed": args.seed, **asdict(args.sampling)}
     settings["verify_timeout"] = args.verify_timeout  # a verdict that took longer is "wrong"
     if policy.skilled:
@@ -226,7 +244,9 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
         if args.query_prompt:  # without one, samples of before there was this flag are known again
             settings["query_prompt"] = args.query_prompt
     file = policy.folder / "settings.json"
-    old = distributed.read_json(file) if file.exists() else settings
+    old = settings
+    if file.exists():
+        old = {"engine": "generate"} | distributed.read_json(file)  # the only one once
     changes = []
     for name in {**old, **settings}:
         if old.get(name) != settings.get(name):
@@ -269,16 +289,56 @@ def prompt_maker(args: Namespace, world: World) -> Prompt:
     return prompt
 
 
-def sample(
-    policy: Policy, tasks: Tasks, prompt: Prompt, args: Namespace, world: World, verifier: Verifier
-) -> dict[Key, dict]:
-    """The samples asked for, as rows of samples.jsonl: those found there, and the missing made."""
-    log, done = policy.folder / "samples.jsonl", {}
-    for row in distributed.read_jsonl(log):
+def servers_for(
+    policies: Sequence[Policy], tasks: Tasks, with_skills: Prompt, args: Namespace, world: World
+) -> None:
+    """Give each policy its servers, which must be fit for all samples that are missing.
+
+    UserError before the first sample, so that no mistake is found after the hours of another.
+    """
+    names, ranks, tokens = {}, [0], 0
+    for pair in args.served:
+        name, _, path = pair.partition("=")
+        names[served.place(path)] = name
+    for policy in policies:
+        if policy.base and served.place(policy.path) not in names:
+            file = pathlib.Path(policy.path) / "adapter_config.json"
+            ranks.append(distributed.read_json(file).get("r", 0))
+    by_base: dict[str, served.Servers] = {}
+    unfinished = []
+    for policy in policies:
+        base = policy.base or policy.path
+        of_base = served.Servers(args.server, base, max(ranks), names, args.server_timeout)
+        policy.servers = by_base.setdefault(served.place(base), of_base)
+        prompt = with_skills if policy.skilled else plain_prompt
+        done = samples_of(policy, tasks)
+        missing = {x.problem: x for key, x in tasks.items() if key not in done}
+        if missing:
+            unfinished.append((policy.servers, [policy.path] if policy.base else []))
+            _, tokenizer = load_policy(policy, args, world)
+            for x in missing.values():
+                ids = rollout.chat_ids(tokenizer, prompt(x), thinking=args.thinking)
+                tokens = max(tokens, len(ids) + args.max_new_tokens)
+    for servers, adapters in unfinished:
+        servers.check(tokens, adapters)
+
+
+def samples_of(policy: Policy, tasks: Tasks) -> dict[Key, dict]:
+    """The rows of a policy's samples.jsonl that are asked for."""
+    done = {}
+    for row in distributed.read_jsonl(policy.folder / "samples.jsonl"):
         key = (row["set"], row["id"], row["sample"])
         problem = tasks.get(key)  # one that has changed is sampled anew
         if problem and row["digest"] == digest(problem.problem, problem.answer):
             done[key] = row
+    return done
+
+
+def sample(
+    policy: Policy, tasks: Tasks, prompt: Prompt, args: Namespace, world: World, verifier: Verifier
+) -> dict[Key, dict]:
+    """The samples asked for, as rows of samples.jsonl: those found there, and the missing made."""
+    log, done = policy.folder / "samples.jsonl", samples_of(policy, tasks)
     missing = [key for key in tasks if key not in done]
     if missing:  # before anything is written: it may not load
         model, tokenizer = load_policy(policy, args, world)
@@ -287,6 +347,11 @@ def sample(
         distributed.write_json(policy.folder / "settings.json", policy.settings)
     if not missing:
         return done
+    decode, engine = rollout.stream, f"transformers {importlib.metadata.version('transformers')}"
+    if policy.servers:
+        adapter = policy.path if policy.base else ""
+        decode = functools.partial(policy.servers.stream, adapter=adapter)
+        engine = policy.servers.engine
     own = [tasks[key] for key in missing]
     prompts, seeds = [], []
     for key in missing:
@@ -296,11 +361,14 @@ def sample(
 
     def finish(turn: rollout.Turn) -> list[dict]:
         rolls = rollout.judge(model, tokenizer, own, prompts, turn, verifier)
-        return [row_of(missing[i], roll) for (i, _), roll in zip(turn, rolls)]
+        rows = [row_of(missing[i], roll) for (i, _), roll in zip(turn, rolls)]
+        for (i, _), row in zip(turn, rows):
+            row |= {"tokens": asked[i].counted or row["tokens"], "engine": engine}
+        return rows
 
     asked = rollout.rows_of(prompts, seeds, args.max_new_tokens)
     each = (world, model, tokenizer, asked, args.sampling, args.rows, finish)
-    for rows in rollout.spread(*each, pathlib.Path(policy.name).name):
+    for rows in rollout.spread(*each, pathlib.Path(policy.name).name, decode):
         done |= {(row["set"], row["id"], row["sample"]): row for row in rows}
         if world.main and rows:
             distributed.append_jsonl(log, rows)
@@ -407,6 +475,14 @@ def print_table(sets: dict[str, dict], k: int) -> None:
         print(line.format(**row | names) + "the best was picked on these problems")
 
 
+def print_engines(policy: Policy, rows: list[dict]) -> None:
+    """Say which engines have made a policy's samples, where it is more than one (S27)."""
+    counts = Counter(row.get("engine", "an engine that was not recorded") for row in rows)
+    if len(counts) > 1:
+        parts = [f"{count} by {engine}" for engine, count in counts.items()]
+        print(f"{policy.name}: of its samples {', '.join(parts)}")
+
+
 def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
     """Put what is known of these sets into a JSON file that may hold others.
 
@@ -446,6 +522,8 @@ def _is_mean(mean: dict, rows: list[dict]) -> bool:
 
 def evaluate(args: Namespace, world: World) -> None:
     """Sample every policy on every set, print the table and write the results."""
+    if args.server and world.size > 1:
+        raise UserError("--server: the servers share the work; start eval.py without torchrun")
     names = [pathlib.Path(source).stem for source in args.data]
     args.sampling = rollout.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
     contents.cache_clear()  # of an earlier call
@@ -465,10 +543,13 @@ def evaluate(args: Namespace, world: World) -> None:
         for folder in folders:
             held.enter_context(distributed.locked(folder, world))
         verifier = held.enter_context(Verifier(args.verify_timeout, args.verify_workers))
+        if args.server:
+            servers_for(policies, tasks, with_skills, args, world)
         for policy in policies:
             prompt = with_skills if policy.skilled else plain_prompt
             done = sample(policy, tasks, prompt, args, world, verifier)
             if world.main:
+                print_engines(policy, [done[key] for key in tasks])
                 for name in names:
                     rows = [done[key] for key in tasks if key[0] == name]
                     measure(policy, name, rows, args.samples, verifier.verify)

@@ -4,6 +4,7 @@ Dimension key: B rows, T completion tokens, N all completion tokens of all rows,
 D hidden size, n positions of one slice.
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import is_flash_attn_2_available, logging
 
 import distributed
@@ -74,6 +75,27 @@ def load_model(
         raise UserError(f"{flag} {name}: its positions depend on the longest row of a batch")
     _remove_dropout(model)
     return model.to(device).eval(), tokenizer
+
+
+def load_outline(name: str, flag: str = "--model") -> tuple[Model, Tokenizer]:
+    """A model without its weights, and its tokenizer: all that is wanted of one that a server has.
+
+    The outline has the shapes, the settings and the stop ids; it computes nothing.
+    """
+    source = _located(name, flag)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        settings = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        with torch.device("meta"):
+            model: Model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+        with contextlib.suppress(OSError):  # a model may have none
+            model.generation_config = GenerationConfig.from_pretrained(source)
+    except Exception as e:  # as in `load_model`
+        raise UserError(
+            f"{flag} {name}: its tokenizer and settings not read ({brief(e)})"
+        ) from None
+    _check_tokenizer(tokenizer, model, f"{flag} {name}: its tokenizer")
+    return model, tokenizer
 
 
 def _located(name: str, flag: str) -> str:

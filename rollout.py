@@ -13,7 +13,7 @@ import itertools
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,7 +25,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 
 from config import Config
 from distributed import UserError, World, append_jsonl, gather
-from policy import THINK, Ids, Model, Tokenizer, causal_lm, chat_ids, load_model, stop_ids, text_of
+from policy import THINK, Ids, Model, Tokenizer, causal_lm, chat_ids, stop_ids, text_of
 from policy import token_logprobs as token_logprobs  # for those who look for it here
 from problems import Problem
 from verify import Verifier, extract_answer, uncopied
@@ -134,6 +134,7 @@ class Row:
     key: int  # a `sample_key`
     left: int  # tokens that may still come; 0 when the row has finished
     ids: Ids = field(default_factory=list)
+    counted: int = 0  # sampled tokens, by a server that gives their text and not their ids
 
 
 def rows_of(prompt_ids: list[Ids], keys: Sequence[int], limit: int) -> list[Row]:
@@ -176,6 +177,9 @@ def stream(model, tokenizer, asked: Sequence[Row], sampling: Sampling, rows: int
                 _keep(cache, kept, width - 1)
     finally:
         model.train(training)
+
+
+Decode = Callable[..., Iterator[Turn]]  # `stream`, or what samples in its place
 
 
 @torch.inference_mode()
@@ -245,31 +249,32 @@ def spread(
     rows: int,
     finish,
     stage="",
+    decode: Decode = stream,
 ) -> Iterator[list]:
     """`stream`, shared out over the ranks: what all of them have finished, turn by turn.
 
     finish: makes a list of JSON-able rows, one of each completion of a turn, on the rank that
     decoded it. Every rank gets every row, and no rank may leave before the end: each turn is a
-    collective. stage: the name of a progress bar.
+    collective. stage: the name of a progress bar. decode: what stands in for `stream`.
     """
     mine = sorted(asked, key=lambda row: len(row.prompt))[world.rank :: world.size]
-    turns = stream(model, tokenizer, mine, sampling, rows)
+    turns = decode(model, tokenizer, mine, sampling, rows)
     left, total, begun = len(asked), len(asked), time.perf_counter()
     shown = bool(stage and total and world.main)
     moving = shown and sys.stderr.isatty()  # a file gets one line, at the end
     # It moves by tokens, of which a reply has at most its limit: a merge's replies end together.
     look = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
     tokens = sum(row.left for row in asked)
-    bar = tqdm(desc=f"{stage}: 0/{total}", total=tokens, disable=not moving, bar_format=look)
-    while left:
-        turn = finish(next(turns, []))
-        turns_of_ranks = gather([turn, sum(row.left for row in mine)], world)
-        found = list(itertools.chain(*[finished for finished, _ in turns_of_ranks]))
-        left -= len(found)
-        bar.set_description_str(f"{stage}: {total - left}/{total}", refresh=False)
-        bar.update(tokens - sum(to_come for _, to_come in turns_of_ranks) - bar.n)
-        yield found
-    bar.close()
+    name = f"{stage}: 0/{total}"
+    with tqdm(desc=name, total=tokens, disable=not moving, bar_format=look) as bar:
+        while left:
+            turn = finish(next(turns, []))
+            turns_of_ranks = gather([turn, sum(row.left for row in mine)], world)
+            found = list(itertools.chain(*[finished for finished, _ in turns_of_ranks]))
+            left -= len(found)
+            bar.set_description_str(f"{stage}: {total - left}/{total}", refresh=False)
+            bar.update(tokens - sum(to_come for _, to_come in turns_of_ranks) - bar.n)
+            yield found
     if shown and not moving:
         seconds = time.perf_counter() - begun
         print(f"{stage}: {total} in {seconds:.0f} s", file=sys.stderr, flush=True)
@@ -328,6 +333,7 @@ class Writer:
     seed: int
     rows: int = 16  # that decode at a time
     step: int = 0  # the update that the replies belong to
+    decode: Decode = stream
     counts: collections.Counter[str] = field(default_factory=collections.Counter)  # by outcome
     asked: collections.Counter[str] = field(default_factory=collections.Counter)  # by prompt
     lost: collections.Counter[str] = field(default_factory=collections.Counter)  # by cause
@@ -376,16 +382,7 @@ class Writer:
         for again, sampling in ((False, Sampling(temperature=0.0)), (True, Sampling())):
             chosen = [row for row in asked if bool(times[row.index]) == again]
             job = self.world, self.model, self.tokenizer, chosen, sampling, self.rows, finish
-            for replies in spread(*job, stage):
+            for replies in spread(*job, stage, self.decode):
                 found |= {i: text for i, text, _ in replies}
                 self.cut |= {i for i, _, cut in replies if cut}
         return [found[i] for i in range(len(prompts))]
-
-
-def writer(cfg: Config, world: World, model, tokenizer, folder: pathlib.Path) -> Writer:
-    """The policy as the bank's writer, or --update-model in its place."""
-    if cfg.update_model:
-        name, flag = cfg.update_model, "--update-model"
-        model, tokenizer = load_model(name, world.device, cfg.dtype, cfg.attn, flag)
-    rows = cfg.rollout_rows or 16
-    return Writer(model, tokenizer, world, folder, cfg.reply_tokens, cfg.seed, rows)

@@ -549,7 +549,7 @@ def prepare(
         run.bank = runlog.load_bank(cfg, step - run.bank_is_due, resume)
         device = str(world.device)
         run.retriever = retriever or skills.nearest(cfg.encoder, cfg.query_prompt, device)
-        run.writer = rollout.writer(cfg, world, model, tokenizer, out / "bank")
+        run.writer = skills.writer_of(cfg, world, model, tokenizer, out / "bank")
     for x in data:  # no token is shorter than a byte, so few problems need to be tokenised
         if len(x.problem.encode("utf-8", "replace")) + 512 > cfg.max_prompt_tokens:
             prompt_ids(run, skills.render_student(x.problem), f"problem {x.id}")

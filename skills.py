@@ -1,6 +1,7 @@
 """The skill bank's life: retrieval and prompts, cold start, merging, online evolution (Algs. 2-4).
 
     python skills.py --model Qwen/Qwen3-1.7B --data mine.jsonl --out bank.json       a cold start
+    python skills.py --out bank.json --server http://localhost:8000/v1               by a server
 
 Down to `make_bank` nothing holds a model. What talks to one comes in as a function: embed(texts)
 gives a float array [n, d], and complete(prompts) a reply to each prompt. A `rollout.Writer` may
@@ -11,12 +12,15 @@ Dimension key: n entries of a list, d embedding size.
 """
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
+    import functools
+
     import config
     import distributed
     import inputs
 
     look = inputs.look_at_cold_start
-    distributed.answer("skills", lambda: look(*config.parse(None, "skills.py", __doc__)))
+    parse = functools.partial(config.parse, None, "skills.py", __doc__, config.BankConfig)
+    distributed.answer("skills", lambda: look(*parse()))
 
 import functools
 import itertools
@@ -35,12 +39,13 @@ import distributed
 import inputs
 import policy
 import rollout
-from config import Config
-from distributed import SharedError
+from config import BankConfig, Config
+from distributed import SharedError, World
 from inputs import FIELDS, IDS
 from policy import Embed, encodable
 from problems import Problem, load_training
 from rollout import Verifier, Writer
+from served import Servers
 
 Items = list[dict]
 Complete = Callable[[list[str]], list[str]] | Writer
@@ -525,14 +530,38 @@ def _without_copies(entries: Items, static: Items, key: str) -> Items:
     return [e for e in entries if entry_text(e, key).casefold() not in known]
 
 
+def writer_of(
+    cfg: Config, world: World, model, tokenizer, folder: pathlib.Path, decode=rollout.stream
+) -> Writer:
+    """The bank's writer: the policy, or --update-model in its place, here or on --update-server."""
+    if cfg.update_server:
+        servers = Servers(cfg.update_server.split(), cfg.update_model, flag="--update-server")
+        servers.check(cfg.reply_tokens)
+        model, tokenizer = policy.load_outline(cfg.update_model, "--update-model")
+        decode = servers.stream
+    elif cfg.update_model:
+        name, flag = cfg.update_model, "--update-model"
+        model, tokenizer = policy.load_model(name, world.device, cfg.dtype, cfg.attn, flag)
+        decode = rollout.stream
+    rows = cfg.rollout_rows or 16
+    limit, seed = cfg.reply_tokens, cfg.seed
+    return Writer(model, tokenizer, world, folder, limit, seed, rows, decode=decode)
+
+
 def make_bank(
-    problems: list[Problem], model, tokenizer, verifier: Verifier, writer: Writer, cfg: Config
+    problems: list[Problem],
+    model,
+    tokenizer,
+    verifier: Verifier,
+    writer: Writer,
+    cfg: Config,
+    servers: Servers | None = None,
 ) -> SkillBank:
     """Algorithm 2 from problems to bank, shared over the ranks.
 
-    `model` solves seed problems under settings of their own (S21), and `writer` answers the
-    prompts. Memories go to memories.jsonl in the writer's folder as they come, and what a killed
-    run has made is used again.
+    `model` solves seed problems under settings of their own (S21), here or on `servers`, and
+    `writer` answers the prompts. Memories go to memories.jsonl in the writer's folder as they come,
+    and what a killed run has made is used again.
     """
     world, path = writer.world, writer.folder / "memories.jsonl"
     chosen = random.Random(cfg.seed).sample(problems, min(cfg.cold_start, len(problems)))
@@ -540,6 +569,7 @@ def make_bank(
     sampling = rollout.Sampling(*how, cfg.cold_start_tokens)
     made_with = {"model": cfg.model, "seed": cfg.seed, **asdict(sampling)}
     made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
+    made_with |= {"engine": servers.engine} if servers else {}  # S27
     rows = distributed.read_jsonl(path)
     memories = {m["problem_id"]: m for m in rows if m.get("made_with") == made_with}
     left = [x for x in chosen if memories.get(x.id, {}).get("problem") != x.problem]
@@ -558,7 +588,8 @@ def make_bank(
 
     asked = rollout.rows_of(prompts, keys, cfg.cold_start_tokens)
     job = model, tokenizer, asked, sampling, writer.rows, finish
-    for fresh in rollout.spread(world, *job, "solving"):  # lines 2-7
+    decode = servers.stream if servers else rollout.stream
+    for fresh in rollout.spread(world, *job, "solving", decode):  # lines 2-7
         if world.main:
             distributed.append_jsonl(path, fresh)
         memories |= {m["problem_id"]: m for m in fresh}
@@ -568,6 +599,7 @@ def make_bank(
     bank.metadata["lost_replies"] = dict(writer.lost)
     replies = writer.take()
     bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in chosen], replies=replies)
+    bank.metadata.update({"engine": servers.engine} if servers else {})
     return bank
 
 
@@ -605,15 +637,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """python skills.py --out bank.json: a bank made by cold start, with the settings of sgsd.py."""
 
     def body() -> None:
-        cfg, resume = config.parse(argv, "skills.py", __doc__)
+        cfg, resume = config.parse(argv, "skills.py", __doc__, BankConfig)
+        assert isinstance(cfg, BankConfig)
         folder = inputs.bank_folder(cfg, resume)
         world = distributed.init(cfg.device)
         with distributed.locked(folder, world):
             problems, _ = load_training(cfg)
-            model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
-            writer = rollout.writer(cfg, world, model, tokenizer, folder)
+            servers = None
+            if cfg.server:
+                servers = Servers(cfg.server.split(), cfg.model)
+                servers.check(cfg.cold_start_tokens)
+                model, tokenizer = policy.load_outline(cfg.model)
+            else:
+                model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
+            decode = servers.stream if servers else rollout.stream
+            writer = writer_of(cfg, world, model, tokenizer, folder, decode)
             with Verifier(cfg.verify_timeout, cfg.verify_workers) as verifier:
-                bank = make_bank(problems, model, tokenizer, verifier, writer, cfg)
+                bank = make_bank(problems, model, tokenizer, verifier, writer, cfg, servers)
             refuse_without_pairs(bank, cfg, "the same command")
             if world.main:
                 bank.save(cfg.out)

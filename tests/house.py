@@ -19,6 +19,7 @@ ORDER = (  # a file may import those before it
     "inputs",
     "policy",
     "rollout",
+    "served",
     "skills",
     "eval",
     "runlog",

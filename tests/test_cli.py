@@ -14,6 +14,7 @@ from driver import flags, make_run
 import baselines
 import config
 import sgsd
+import skills
 from distributed import UserError, World
 
 
@@ -204,13 +205,14 @@ def test_what_files_show_is_answered_without_torch(world_dir, tmp_path):
         assert words in line
 
 
-@pytest.mark.parametrize("program", [sgsd, baselines])
+@pytest.mark.parametrize("program", [sgsd, baselines, skills])
 def test_help_has_groups_defaults_and_examples(program, capsys):
     with pytest.raises(SystemExit):
         program.main(["--help"])
     said = capsys.readouterr().out
+    of_one = {"baselines and ablations": baselines, "a cold start by a server": skills}
     for group in config.GROUPS.values():
-        assert f"\n{group}:\n" in said or group == "baselines and ablations"
+        assert (f"\n{group}:\n" in said) == (of_one.get(group, program) is program)
     for part in ("examples:\n    python ", "(default: 0.05)", "width of the gate; Eq. 14, Tab. 12"):
         assert part in said
 

@@ -47,7 +47,8 @@ def test_a_command_of_the_documents_parses(command, tmp_path, monkeypatch, capsy
     argv = words[words.index(script) + 1 :]
     monkeypatch.chdir(tmp_path)  # where there is no run
     if script in ("sgsd.py", "skills.py", "baselines.py"):
-        kind = baselines.BaselineConfig if script == "baselines.py" else config.Config
+        kinds = {"baselines.py": baselines.BaselineConfig, "skills.py": config.BankConfig}
+        kind = kinds.get(script, config.Config)
         try:
             config.parse(argv, script, "", kind, baselines.DEFAULTS)
         except UserError as e:

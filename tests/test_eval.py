@@ -267,11 +267,11 @@ def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
     assert (table["part"]["problems"], table["part"]["samples"]) == (3, 6)
 
 
-def make_adapter(path, base, seed=0):
+def make_adapter(path, base, seed=0, rank=4):
     """An adapter with weights of its own, saved as PEFT saves it."""
     model, _ = policy.load_model(str(base), torch.device("cpu"))
     torch.manual_seed(seed)
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    lora = peft.LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(model, lora).save_pretrained(path)
 
 

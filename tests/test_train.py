@@ -315,7 +315,7 @@ def run_without_pairs(world_dir, out, **changes):
     settings = {**BANK, "cold_start": 4, "max_new_tokens": 8, "updates": 2, **changes}
     run = make_run(world_dir, out, **settings)
     cfg = dataclasses.replace(run.cfg, reply_tokens=8)
-    run.writer = rollout.writer(cfg, run.world, run.model, run.tokenizer, run.out / "bank")
+    run.writer = skills.writer_of(cfg, run.world, run.model, run.tokenizer, run.out / "bank")
     return run
 
 

@@ -1,0 +1,322 @@
+"""Sampling through OpenAI-compatible servers, with the interface of `rollout.stream`.
+
+For a policy that does not change: an evaluation, a cold start, another model that writes the bank.
+Prompts travel as token ids to /v1/completions, never as text: a server's chat template is not ours.
+Sampled ids come back where the server has them (vLLM), else its text and its count of tokens. Such
+samples are another sampler's than `generate`'s, and the two are never mixed silently (S27).
+"""
+
+import collections
+import contextlib
+import http.client
+import json
+import queue
+import re
+import shlex
+import sys
+import threading
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from distributed import UserError, brief
+from policy import Ids, Model, Tokenizer, stop_ids
+from rollout import Row, Sampling, Turn
+
+PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds between the tries of one request
+QUESTION_S, LOAD_S = 60.0, 300.0  # the longest waits for a word, and for an adapter to be loaded
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank may be
+
+
+class Fault(Exception):
+    """What may be over at the next try, such as a dropped connection."""
+
+
+def place(name: str) -> str:
+    """A directory's whole path, so that two names of one model are equal; a hub id as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+@dataclass
+class Servers:
+    """One model, with or without adapters, on servers that share the work."""
+
+    urls: Sequence[str]
+    base: str  # a directory or hub id
+    rank: int = 0  # the largest of the adapters that will be asked for; 0 without any
+    names: dict[str, str] = field(default_factory=dict)  # {`place` of a model: its name there}
+    timeout_s: float = 3600.0  # the longest wait for a completion
+    flag: str = "--server"
+    engine: str = ""  # and its version, once `check` has asked
+    seeded: bool = True  # whether requests carry seeds
+    base_names: dict[str, str] = field(default_factory=dict)  # {server: its name of the base}
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if not re.fullmatch(r"https?://.*/v1", url):
+                rule = "an address such as http://localhost:8000/v1 is wanted"
+                raise UserError(f"{self.flag} {url}: {rule}")
+
+    def stream(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        asked: Sequence[Row],
+        sampling: Sampling,
+        rows: int,
+        adapter: str = "",
+    ) -> Iterator[Turn]:
+        """`rollout.stream` by the servers, of their model or with one of its adapters.
+
+        model: an outline will do. At most `rows` requests are under way at each server. What the
+        pauses do not outlast ends in a ConnectionError, once the requests under way have ended.
+        """
+        if rows < 1 or not all(row.prompt for row in asked):
+            raise ValueError(f"stream needs rows >= 1, got {rows}, and prompts that are not empty")
+        if not asked:
+            return
+        tokens = max(len(row.prompt) + row.left for row in asked)
+        self.check(tokens)
+        with self._loaded(adapter, tokens) as name:
+            job = _Job(self, name, adapter, tokenizer, stop_ids(model, tokenizer), sampling)
+            yield from job.turns(asked, rows * len(self.urls))
+
+    def check(self, tokens: int, adapters: Sequence[str] = ()) -> None:
+        """UserError, with the command that would mend it, unless all servers are fit for the work.
+
+        tokens: of the longest prompt and its completion. Each adapter is loaded, and unloaded.
+        """
+        engines = {url: self._check_one(url, tokens) for url in self.urls}
+        if len(set(engines.values())) > 1:
+            each = ", ".join(f"{url} is {engine}" for url, engine in engines.items())
+            raise UserError(f"{self.flag}: {each}; give servers of one engine and version")
+        self.engine = engines[self.urls[0]]
+        for adapter in adapters:
+            with self._loaded(adapter, tokens):
+                pass
+
+    def _check_one(self, url: str, tokens: int) -> str:
+        """A server's engine and version. UserError unless it has the model and enough context."""
+        try:
+            listed = self._listed(url)
+        except Fault as e:
+            raise self._refusal(url, f"no server answers ({e})", tokens) from None
+        wanted = place(self.base)
+        for name, entry in listed.items():
+            if self.names.get(wanted, wanted) in (name, place(name), place(str(entry.get("root")))):
+                break
+        else:
+            why = f"serves {', '.join(listed) or 'nothing'}, not {self.base}"
+            raise self._refusal(url, why, tokens)
+        context = entry.get("max_model_len") or tokens  # some servers do not tell
+        if context < tokens:
+            why = f"a context of {context} tokens is too short for prompt and reply, {tokens}"
+            raise self._refusal(url, why, tokens)
+        self.base_names[url] = name
+        version = "of unknown version"
+        with contextlib.suppress(Fault, UserError, ValueError, KeyError, TypeError):
+            beside = url.removesuffix("/v1")
+            version = json.loads(_text(f"{beside}/version"))["version"]
+            if _on_cpu(_text(f"{beside}/metrics")):
+                self.stop_seeding(url, "vLLM on CPU, whose engine may die of a seed")
+        return f"{entry.get('owned_by', 'an unknown engine')} {version}"
+
+    def _listed(self, url: str) -> dict[str, dict]:
+        """What a server says of its models, by the names that it has for them."""
+        text = _text(f"{url}/models")
+        try:
+            return {entry["id"]: entry for entry in json.loads(text)["data"]}
+        except (ValueError, KeyError, TypeError) as e:
+            raise UserError(f"{self.flag} {url}: no list of models ({brief(e)})") from None
+
+    def _refusal(self, url: str, why: str, tokens: int) -> UserError:
+        """One line that ends in what starts a server for all that will be asked for."""
+        port = urlsplit(url).port or 80
+        command = f"vllm serve {shlex.quote(self.base)} --port {port} --max-model-len {tokens}"
+        if self.rank:
+            rank = min((rank for rank in RANKS if rank >= self.rank), default=self.rank)
+            command = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True {command} --enable-lora"
+            command += f" --max-lora-rank {rank}"
+        return UserError(f"{self.flag} {url}: {why}; start one with: {command}")
+
+    @contextlib.contextmanager
+    def _loaded(self, adapter: str, tokens: int) -> Iterator[str]:
+        """An adapter's name on all servers, loaded here unless a user gave one; "" of none."""
+        given = self.names.get(place(adapter), "") if adapter else ""
+        for url in self.urls if given else []:
+            listed = self._listed(url)
+            if given not in listed and given.partition(":")[0] not in listed:  # SGLang's base:name
+                why = f"{url} serves {', '.join(listed)}; load it there, or leave the name out"
+                raise UserError(f"--served {given}={adapter}: {why}")
+        if given or not adapter:
+            yield given
+            return
+        name = f"{Path(adapter).name}-{uuid.uuid4().hex[:8]}"  # no other evaluation's
+        try:
+            for url in self.urls:
+                try:
+                    self.load(url, name, adapter)
+                except (Fault, UserError) as e:
+                    why = f"does not load {adapter} ({e})"
+                    raise self._refusal(url, why, tokens) from None
+            yield name
+        finally:
+            for url in self.urls:
+                with contextlib.suppress(Fault, UserError):
+                    _text(f"{url}/unload_lora_adapter", {"lora_name": name})
+
+    def load(self, url: str, name: str, adapter: str) -> None:
+        """Have a server load an adapter under this name, unless it or a user has done so."""
+        if name not in self._listed(url) and name not in self.names.values():
+            body = {"lora_name": name, "lora_path": place(adapter)}
+            _text(f"{url}/load_lora_adapter", body, LOAD_S)
+
+    def stop_seeding(self, url: str, why: str) -> None:
+        if self.seeded:
+            self.seeded = False
+            print(f"{url}: {why}: requests carry no seeds from here on", file=sys.stderr)
+
+
+@dataclass
+class _Job:
+    """Rows on their way through the servers, each in a thread that waits for its answer."""
+
+    servers: Servers
+    name: str  # of the adapter on the servers; "" is their base model
+    adapter: str
+    tokenizer: Tokenizer
+    stops: Ids
+    sampling: Sampling
+    waiting: collections.deque[Row] = field(default_factory=collections.deque)
+    finished: queue.Queue = field(default_factory=queue.Queue)  # rows, errors, ends of threads
+    busy: collections.Counter[str] = field(default_factory=collections.Counter)  # by server
+    ending: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    loading: threading.Lock = field(default_factory=threading.Lock)
+
+    def turns(self, asked: Sequence[Row], threads: int) -> Iterator[Turn]:
+        """Rows as they finish; after the first error those under way, and then the error."""
+        self.waiting.extend(asked)
+        running = min(threads, len(asked))
+        for _ in range(running):  # daemons: an interrupted program does not wait for them
+            threading.Thread(target=self._work, daemon=True).start()
+        error: Exception | None = None
+        try:
+            while running:
+                result = self.finished.get()
+                if isinstance(result, Row):
+                    yield [(result.index, result.ids)]
+                elif result is None:
+                    running -= 1
+                else:
+                    error = error or result
+        finally:
+            self.ending.set()
+        if error:
+            raise error
+
+    def _work(self) -> None:
+        try:
+            while not self.ending.is_set():
+                with self.lock:
+                    row = self.waiting.popleft() if self.waiting else None
+                if row is None:
+                    break
+                self._complete(row)
+                self.finished.put(row)
+        except Exception as e:  # of any kind: the main thread waits for a word of this one
+            self.ending.set()
+            self.finished.put(e)
+        self.finished.put(None)
+
+    def _complete(self, row: Row) -> None:
+        """Fill a row in, by the server with the least to do; at another try, by another one."""
+        servers, url = self.servers, ""
+        for tries, pause in enumerate((*PAUSES, 0), 1):
+            others = [other for other in servers.urls if other != url] or [url]
+            with self.lock:
+                url = min(others, key=lambda other: self.busy[other])
+                self.busy[url] += 1
+            body = self._body(row, url)
+            try:
+                if self.name and tries > 1:  # a server that was started anew has no adapters
+                    with self.loading:
+                        servers.load(url, self.name, self.adapter)
+                return self._fill(row, _text(f"{url}/completions", body, servers.timeout_s))
+            except Fault as e:
+                if "seed" in body and "HTTP 500" in str(e):
+                    servers.stop_seeding(url, f"a request with a seed failed ({e})")
+                if not pause or self.ending.is_set():
+                    kept = "what has finished is kept: the same command goes on, at any server"
+                    raise ConnectionError(f"{url}: failed {tries} times ({e}); {kept}") from None
+            except UserError as e:
+                prompt = f"a prompt of {len(row.prompt)} tokens"
+                raise UserError(f"{servers.flag} {url}: no completion of {prompt}: {e}") from None
+            finally:
+                with self.lock:
+                    self.busy[url] -= 1
+            self.ending.wait(pause)
+
+    def _body(self, row: Row, url: str) -> dict[str, Any]:
+        """A request with every field of sampling, so that a server's own settings have no say."""
+        body: dict[str, Any] = {"model": self.name or self.servers.base_names[url]}
+        body |= {"prompt": row.prompt, "max_tokens": row.left, "min_tokens": 0, "n": 1}
+        body |= {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
+        body |= {"top_k": self.sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": [], "stream": False}
+        body |= {"stop_token_ids": self.stops, "ignore_eos": False}
+        body |= {"skip_special_tokens": False, "return_token_ids": True}
+        return body | ({"seed": row.key >> 1} if self.servers.seeded else {})  # of 63 bits
+
+    def _fill(self, row: Row, text: str) -> None:
+        """Put an answer into its row. Fault where it was broken off, UserError where it is none."""
+        try:
+            answer = json.loads(text)
+            choice = answer["choices"][0]
+            reason, ids, counted = choice["finish_reason"], choice.get("token_ids"), 0
+            if ids is None:
+                ids = self.tokenizer.encode(choice["text"], add_special_tokens=False)
+                counted = int(answer["usage"]["completion_tokens"])
+            elif len(ids) > row.left or not all(type(i) is int and i >= 0 for i in ids):
+                raise ValueError(f"token_ids must be at most {row.left} ids")
+        except (ValueError, LookupError, TypeError, AttributeError) as e:
+            raise UserError(f"nonsense ({brief(e)}): {text[:200]}") from None
+        if reason not in ("stop", "length"):
+            raise Fault(f"a completion ended for the reason {reason!r}")
+        if reason == "stop" and not {*ids[-1:]} & {*self.stops}:
+            ids = ids + self.stops[:1]  # which some leave out
+        row.ids, row.counted, row.left = ids, counted, 0
+
+
+def _on_cpu(metrics: str) -> bool:
+    """Whether vLLM's settings of its cache are those that it takes on CPU alone, by default."""
+    settings = "".join(re.findall(r"vllm:cache_config_info\{.*\}", metrics))
+    return 'block_size="128"' in settings and 'kv_cache_memory_bytes="None"' not in settings
+
+
+def _text(url: str, body: dict | None = None, timeout_s: float = QUESTION_S) -> str:
+    """A server's answer. Fault where another try may help, UserError where the server refuses."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        try:
+            reply = urllib.request.urlopen(request, timeout=timeout_s)
+        except urllib.error.HTTPError as e:
+            reply = e
+        with reply:
+            text, status = reply.read().decode("utf-8", "replace"), reply.status
+    except TimeoutError:
+        raise Fault(f"no answer within {timeout_s:g} seconds") from None
+    except (OSError, http.client.HTTPException) as e:  # refused, dropped, broken off
+        raise Fault(brief(getattr(e, "reason", e))) from None
+    if status == 200:
+        return text
+    why = f"HTTP {status}: {' '.join(text.split())[:300]}"
+    if status >= 500 or status in (404, 429):  # 404: a server started anew, without its adapters
+        raise Fault(why)
+    raise UserError(why)
