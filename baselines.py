@@ -316,14 +316,14 @@ def grpo_rollout(run: Run, example: Example) -> RolloutLoss:
     advantage = grpo_advantages(rewards_G)[example.index % cfg.generations]
     prompt, ids, t = [roll.prompt_ids], [roll.completion_ids], cfg.score_temperature
     logp_T = policy.token_logprobs(run.model, prompt, ids, grad=True, temperature=t)[0]
-    loss = kept(cfg, roll, grpo_loss(logp_T, logp_T, advantage.item()))
+    loss = unless_cut(cfg, roll, grpo_loss(logp_T, logp_T, advantage.item()))
     none_K, none_KT = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T))
     result = RolloutLoss(loss, torch.ones_like(logp_T), none_KT, none_K, none_K, none_K, none_K)
     result.numbers["advantage"] = advantage
     return result
 
 
-def kept(cfg: BaselineConfig, roll: Rollout, loss: Tensor) -> Tensor:
+def unless_cut(cfg: BaselineConfig, roll: Rollout, loss: Tensor) -> Tensor:
     """The loss, or with --drop-truncated 0 where the length limit cut the rollout (S4)."""
     return 0 * loss if cfg.drop_truncated and roll.truncated else loss
 
@@ -356,18 +356,16 @@ def distilled_rollout(run: Run, example: Example) -> RolloutLoss:
     ell_KT, gap_KT, full_KT = scored(run, roll, example.contexts_K)
     bound = cfg.c_delta if cfg.clip else math.inf
     a_K = sgsd.robust_support(gap_KT, mask_T, bound)
-    rho_K = torch.ones_like(a_K)
-    if cfg.polarity:
-        rho_K = sgsd.polarity(a_K, sgsd.reward(roll), cfg.eps_a)
+    r, ones_K = sgsd.reward(roll), torch.ones_like(a_K)
+    rho_K = sgsd.polarity(a_K, r, cfg.eps_a) if cfg.polarity else ones_K
     lbar_K = sgsd.masked_mean(ell_KT, mask_T)
     loss = sgsd.weighted_loss(lbar_K, alpha_K, rho_K)
     credit_KT = sgsd.token_credit(gap_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
     if cfg.token_polarity != "teacher":  # rho of each token in the place of rho_K
-        rho_KT = token_polarity(cfg.token_polarity, gap_KT, a_K, roll.r, cfg.eps_a)
-        all_K = torch.ones_like(a_K)
-        loss = sgsd.weighted_loss(sgsd.masked_mean(rho_KT * ell_KT, mask_T), alpha_K, all_K)
-        credit_KT = rho_KT * sgsd.token_credit(gap_KT, mask_T, alpha_K, all_K, cfg.tau_g)
-    loss = kept(cfg, roll, loss)
+        rho_KT = token_polarity(cfg.token_polarity, gap_KT, a_K, r, cfg.eps_a)
+        loss = sgsd.weighted_loss(sgsd.masked_mean(rho_KT * ell_KT, mask_T), alpha_K, ones_K)
+        credit_KT = rho_KT * sgsd.token_credit(gap_KT, mask_T, alpha_K, ones_K, cfg.tau_g)
+    loss = unless_cut(cfg, roll, loss)
     result = RolloutLoss(loss, mask_T, gap_KT, alpha_K, a_K, rho_K, lbar_K, credit_KT)
     if cfg.objective != "gate" or cfg.support_top_k:
         result.credit_KT = None  # Eq. 20 is of the gate and the full gap

@@ -57,10 +57,11 @@ def look_at_data_and_models(cfg: Config) -> None:
     """UserError for models that are not there and wrong problems; slow sources are left out."""
     sources = [name for name in (cfg.data, cfg.eval_data) if name]
     quick = [name for name in sources if problems.read_quickly(name)]
-    for name in quick:
-        problems.load_set(name, "test")
     if quick == sources:
         problems.load_training(cfg)
+    else:
+        for name in quick:
+            problems.load_set(name, "test")
     check_model(cfg.model, "--model")
     if cfg.sees_skills:
         check_encoder(cfg.encoder)

@@ -386,6 +386,18 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
     assert_gradients(got, run, total)
 
 
+def test_the_polarity_of_tokens_follows_the_reward_of_training(world_dir, tmp_path, monkeypatch):
+    """A reward that is the verdict turned round turns the credit of every token round."""
+    changes = {"token_polarity": "confident", "audit_every": 1}
+    _, plain, _ = one_update(world_dir, tmp_path / "a", **changes)
+    monkeypatch.setattr(sgsd, "reward", lambda roll: -roll.r)
+    _, turned, _ = one_update(world_dir, tmp_path / "b", **changes)
+    for was, now in zip(plain, turned):
+        credit, opposite = (torch.tensor(row["tokens"]["credit"]) for row in (was, now))
+        torch.testing.assert_close(opposite, -credit)
+    assert any(row["loss"] for row in plain)
+
+
 @pytest.mark.parametrize("method", ["grpo", "grpo+skill"])
 def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path):
     changes = settings_of(method, generations=3, batch_size=2)
