@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import cli
 import config
 import distributed
 import inputs
+from cli import UserError
 from config import Config, setting
-from distributed import UserError
 
 JSD_BETA = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}  # D10
 
@@ -129,7 +130,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
 
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
-    distributed.answer("baselines", lambda: inputs.look(*parse()))
+    cli.answer("baselines", lambda: inputs.look(*parse()))
 
 import contextlib
 import functools
@@ -460,7 +461,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg, resume = parse(argv)
         return sgsd.launch(cfg, resume, method_step, retriever_of(cfg))
 
-    return distributed.command("baselines", body)
+    return cli.command("baselines", body)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
-import distributed
-from distributed import UserError
+import cli
+import files
+from cli import UserError
 
 
 def setting(
@@ -271,7 +272,7 @@ def parse(
     """
     title, *more = (about or "").split("\n")
     commands = [line for line in more if line.startswith(("    python ", "    torchrun "))]
-    parser = distributed.Parser(
+    parser = cli.Parser(
         program,
         description=f"{title}\n\nTags such as S3 and D8 are rows of docs/decisions.md.",
         usage="%(prog)s [--preset NAME] [--FLAG VALUE ...]",
@@ -315,8 +316,8 @@ def saved(run: str | pathlib.Path) -> dict[str, Any]:
     try:
         return {**json.loads((path / "config.json").read_text(encoding="utf-8"))["settings"]}
     except (OSError, ValueError, KeyError, TypeError) as e:
-        why = f"no readable config.json of a run there ({distributed.brief(e)})"
-        why += f", {distributed.listed(path)}"
+        why = f"no readable config.json of a run there ({cli.brief(e)})"
+        why += f", {files.listed(path)}"
         raise UserError(f"{run}: {why}; give a run such as runs/sgsd") from None
 
 
@@ -346,4 +347,4 @@ def _resumed(run: str, given: dict[str, Any], kind: type[Config]) -> Config:
         return kind(**{**settings, **given, "out": run})
     except TypeError as e:
         what = "no readable config.json of a run there"
-        raise UserError(f"--resume {run}: {what} ({distributed.brief(e)})") from None
+        raise UserError(f"--resume {run}: {what} ({cli.brief(e)})") from None

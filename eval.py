@@ -22,17 +22,20 @@ import pathlib
 from argparse import ArgumentDefaultsHelpFormatter, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
 
+import cli
 import distributed
+import files
 import inputs
 import problems
+from cli import UserError
 from config import Config
-from distributed import UserError, World
+from distributed import World
 from inputs import base_of, places_of, run_of
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line's settings. Raises UserError on one that is out of its range."""
-    parser = distributed.Parser("eval.py", description="avg@k of models.", allow_abbrev=False)
+    parser = cli.Parser("eval.py", description="avg@k of models.", allow_abbrev=False)
     parser.formatter_class = ArgumentDefaultsHelpFormatter
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="model, adapter, run (its checkpoints) or hub id")
@@ -81,7 +84,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
-    distributed.answer("eval", lambda: inputs.look_at_evaluation(arguments()))
+    cli.answer("eval", lambda: inputs.look_at_evaluation(arguments()))
 
 import contextlib
 import functools
@@ -97,7 +100,7 @@ import numpy as np
 import rollout
 import served
 import skills
-from policy import Model, Tokenizer, load_model, load_outline
+from policy import Model, Tokenizer, chat_ids, load_model, load_outline
 from rollout import Verifier
 
 Verify = Callable[[str, str | None], bool]  # (gold, answer) -> whether they are equal
@@ -220,7 +223,7 @@ def load_policy(policy: Policy, args: Namespace, world: World) -> tuple[Model, T
         place = str(world.device)  # else PEFT puts every rank's on the first GPU
         return PeftModel.from_pretrained(model, policy.path, torch_device=place).eval(), tokenizer
     except Exception as e:  # many kinds: other shapes, a torn file, a pickle
-        why = f"does not fit {name} ({distributed.brief(e)}); give its base as --model"
+        why = f"does not fit {name} ({cli.brief(e)}); give its base as --model"
         raise UserError(f"{policy.path}: the adapter {why}") from None
 
 
@@ -246,12 +249,12 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
     file = policy.folder / "settings.json"
     old = settings
     if file.exists():
-        old = {"engine": "generate"} | distributed.read_json(file)  # the only one once
+        old = {"engine": "generate"} | files.read_json(file)  # the only one once
     changes = []
     for name in {**old, **settings}:
         if old.get(name) != settings.get(name):
             changes.append(f"{name} {old.get(name)}, now {settings.get(name)}")
-    if changes and any(distributed.read_jsonl(policy.folder / "samples.jsonl")):
+    if changes and any(files.read_jsonl(policy.folder / "samples.jsonl")):
         raise UserError(f"{file}: made with {'; '.join(changes)}; give another --out")
     return settings
 
@@ -303,7 +306,7 @@ def servers_for(
     for policy in policies:
         if policy.base and served.place(policy.path) not in names:
             file = pathlib.Path(policy.path) / "adapter_config.json"
-            ranks.append(distributed.read_json(file).get("r", 0))
+            ranks.append(files.read_json(file).get("r", 0))
     by_base: dict[str, served.Servers] = {}
     unfinished = []
     for policy in policies:
@@ -317,7 +320,7 @@ def servers_for(
             unfinished.append((policy.servers, [policy.path] if policy.base else []))
             _, tokenizer = load_policy(policy, args, world)
             for x in missing.values():
-                ids = rollout.chat_ids(tokenizer, prompt(x), thinking=args.thinking)
+                ids = chat_ids(tokenizer, prompt(x), thinking=args.thinking)
                 tokens = max(tokens, len(ids) + args.max_new_tokens)
     for servers, adapters in unfinished:
         servers.check(tokens, adapters)
@@ -326,7 +329,7 @@ def servers_for(
 def samples_of(policy: Policy, tasks: Tasks) -> dict[Key, dict]:
     """The rows of a policy's samples.jsonl that are asked for."""
     done = {}
-    for row in distributed.read_jsonl(policy.folder / "samples.jsonl"):
+    for row in files.read_jsonl(policy.folder / "samples.jsonl"):
         key = (row["set"], row["id"], row["sample"])
         problem = tasks.get(key)  # one that has changed is sampled anew
         if problem and row["digest"] == digest(problem.problem, problem.answer):
@@ -344,7 +347,7 @@ def sample(
         model, tokenizer = load_policy(policy, args, world)
     distributed.agree(len(missing), world, "samples")  # everyone has read before anyone writes
     if world.main:
-        distributed.write_json(policy.folder / "settings.json", policy.settings)
+        files.write_json(policy.folder / "settings.json", policy.settings)
     if not missing:
         return done
     decode, engine = rollout.stream, f"transformers {importlib.metadata.version('transformers')}"
@@ -356,7 +359,7 @@ def sample(
     prompts, seeds = [], []
     for key in missing:
         x = tasks[key]
-        prompts.append(rollout.chat_ids(tokenizer, prompt(x), thinking=args.thinking))
+        prompts.append(chat_ids(tokenizer, prompt(x), thinking=args.thinking))
         seeds.append(rollout.sample_key(args.seed, 0, x.problem, key[2]))
 
     def finish(turn: rollout.Turn) -> list[dict]:
@@ -371,7 +374,7 @@ def sample(
     for rows in rollout.spread(*each, pathlib.Path(policy.name).name, decode):
         done |= {(row["set"], row["id"], row["sample"]): row for row in rows}
         if world.main and rows:
-            distributed.append_jsonl(log, rows)
+            files.append_jsonl(log, rows)
     return done
 
 
@@ -488,7 +491,7 @@ def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
 
     A mean over sets goes when it is no longer that of a policy's figures on them.
     """
-    known = distributed.read_json(file) if file.exists() else {}
+    known = files.read_json(file) if file.exists() else {}
     for name, found in sets.items():
         known[name] = _with_others(found, known.get(name, {}))
     for name in [name for name in known if name.startswith("mean of ")]:
@@ -497,7 +500,7 @@ def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
             rows = [found.get("results", {"": found}).get(policy) for found in members]
             if all(rows) and not _is_mean(mean, rows):
                 known.pop(name, None)
-    distributed.write_json(file, known)
+    files.write_json(file, known)
 
 
 def _with_others(new: dict, old: dict) -> dict:
@@ -597,7 +600,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = arguments(argv)
         evaluate(args, distributed.init(args.device))
 
-    return distributed.command("eval", body)
+    return cli.command("eval", body)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ from argparse import Namespace
 
 from safetensors import SafetensorError, safe_open
 
+import cli
 import config
-import distributed
+import files
 import problems
+from cli import UserError
 from config import Config
-from distributed import UserError
 
 FIELDS = {  # Tab. 5; an entry is embedded in this order (S10)
     "general_skills": ("title", "principle", "when_to_apply"),
@@ -28,7 +29,7 @@ IDS = {"general_skills": "skill_id", "common_mistakes": "mistake_id"}
 def look(cfg: Config, resume: bool) -> None:
     """UserError for a mistake in a run's directory, data, models or bank."""
     check_directory(cfg, resume)
-    distributed.refuse_busy(pathlib.Path(cfg.out))
+    files.refuse_busy(pathlib.Path(cfg.out))
     look_at_data_and_models(cfg)
     if cfg.bank and not resume:  # a resumed run has its own (D9)
         check_bank(cfg)
@@ -36,7 +37,7 @@ def look(cfg: Config, resume: bool) -> None:
 
 def look_at_cold_start(cfg: Config, resume: bool) -> None:
     """UserError for a mistake in what skills.py is given."""
-    distributed.refuse_busy(bank_folder(cfg, resume))
+    files.refuse_busy(bank_folder(cfg, resume))
     look_at_data_and_models(cfg)
 
 
@@ -85,7 +86,7 @@ def check_directory(cfg: Config, resume: bool) -> None:
     if out.is_file():
         raise UserError(f"--out {out}: is a file; a directory is wanted")
     begun = {path.name for path in out.glob("*") if path.suffix != ".tmp"}
-    if not resume and begun - {"wandb", "tensorboard", distributed.LOCK}:
+    if not resume and begun - {"wandb", "tensorboard", files.LOCK}:
         rule = "the directory is not empty; choose another, or continue its run"
         raise UserError(f"--out {out}: {rule} with --resume {out}")
     for name, wanted in (("wandb", cfg.wandb), ("tensorboard", cfg.tensorboard)):
@@ -101,7 +102,7 @@ def check_model(name: str, flag: str) -> None:
     if config.missing_path(name):
         raise UserError(f"{flag} {name}: no such directory; give a saved model's, or a hub id")
     if path.is_dir() and not any(path.glob("*.json")):
-        raise UserError(f"{flag} {name}: not loaded: no model there, {distributed.listed(path)}")
+        raise UserError(f"{flag} {name}: not loaded: no model there, {files.listed(path)}")
 
 
 def check_encoder(name: str) -> None:
@@ -177,7 +178,7 @@ def places_of(path: str) -> list[pathlib.Path]:
         raise UserError(f"{path}: a run without a checkpoint")
     if not steps and "config.json" not in there and "adapter_config.json" not in there:
         wanted = "it has neither config.json nor adapter_config.json nor checkpoints/"
-        raise UserError(f"{path}: no policy: {wanted}, {distributed.listed(place)}")
+        raise UserError(f"{path}: no policy: {wanted}, {files.listed(place)}")
     return steps or [place]
 
 
@@ -234,5 +235,5 @@ def shapes(place: pathlib.Path) -> dict[str, list[int]]:
                     names = tensors.keys()
                     found |= {name: tensors.get_slice(name).get_shape() for name in names}
         except SafetensorError as e:
-            raise UserError(f"{file}: not read ({distributed.brief(e)}); is it torn?") from None
+            raise UserError(f"{file}: not read ({cli.brief(e)}); is it torn?") from None
     return found

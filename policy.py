@@ -6,11 +6,9 @@ D hidden size, n positions of one slice.
 
 import contextlib
 import functools
-import json
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import is_flash_attn_2_available, logging
 
-import distributed
 import inputs
-from config import Config
-from distributed import UserError, World, brief
+from cli import UserError, brief
+from files import encodable
 
 # cuDNN's attention, which torch takes first on Hopper since 2.11, is planned anew for every length,
 # so at each decoded token, and its backward pass under a mask gave NaN (pytorch issue 196678).
@@ -172,84 +169,6 @@ def steps_taken(optimizer: Optimizer) -> float:
     return max((float(state.get("step", 0)) for state in optimizer.state.values()), default=0.0)
 
 
-CARD = """# A LoRA adapter of {base}
-
-Made by {program}, method {method}, of the SGSD project (skill-conditioned gated self-distillation)
-on the problems of {data}, after update {step} of {updates}. To load it, in this directory:
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(".")  # needs peft, and the base
-    tokenizer = AutoTokenizer.from_pretrained(".")
-
-The licence is the base model's.
-"""
-
-
-def save_checkpoint(
-    path: Path, model, tokenizer, optimizer: Optimizer, step: int, kept: Tensors, cfg: Config
-) -> None:
-    """Write a PEFT adapter that anyone can load, the tokenizer, a model card, the trainer's state.
-
-    kept: further tensors to be saved by name. Safetensors and JSON, no pickle.
-    """
-    from safetensors.torch import save_file
-
-    with distributed.whole(path) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        state = {name: x.cpu() for name, x in kept.items()}
-        for name, p in trained(model).items():
-            for part, value in optimizer.state[p].items():
-                state[f"{name}.{part}"] = value.cpu()
-        save_file(state, folder / "trainer.safetensors")
-        distributed.write_json(folder / "trainer.json", {"step": step})
-        base = model.active_peft_config.base_model_name_or_path
-        said = {"program": cfg.program, "method": "sgsd", **asdict(cfg)}
-        distributed.write_text(folder / "README.md", CARD.format(base=base, step=step, **said))
-
-
-def _restore(path: Path, model: Model, optimizer: Optimizer) -> tuple[int, Tensors]:
-    """Put a checkpoint's adapter and moments in place; its update, and what else it kept."""
-    from peft import set_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    state = load_file(path / "trainer.safetensors")
-    step = int(json.loads((path / "trainer.json").read_text())["step"])
-    adapter = load_file(path / "adapter_model.safetensors")
-    result: Any = set_peft_model_state_dict(model, adapter)
-    if result.unexpected_keys:
-        raise KeyError(f"{len(result.unexpected_keys)} tensors have no place in the model")
-    moments = {}
-    for i, name in enumerate(trained(model)):
-        if f"{name}.step" in state:  # else no update has been finite yet
-            parts = ("step", "exp_avg", "exp_avg_sq")
-            moments[i] = {part: state.pop(f"{name}.{part}") for part in parts}
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
-    return step, {name: x.to(causal_lm(model).device) for name, x in state.items()}
-
-
-def load_trainable(
-    cfg: Config, world: World, checkpoint: Path | None
-) -> tuple[Model, Tokenizer, Optimizer, int, Tensors]:
-    """Model with adapters, tokenizer, AdamW (S7), the last update, what else a checkpoint kept."""
-    where = f"--model {cfg.model}"
-    model, tokenizer = load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
-    torch.manual_seed(cfg.seed)
-    model = with_adapters(model, cfg.lora_rank, cfg.lora_alpha, where)
-    params = trained(model).values()
-    distributed.broadcast_parameters(params, world)
-    optimizer = torch.optim.AdamW(params, lr=cfg.learning_rate, weight_decay=0.0)
-    step, kept = 0, Tensors()
-    try:
-        if checkpoint is not None:
-            step, kept = _restore(checkpoint, model, optimizer)
-    except Exception as e:  # a missing or torn file, other shapes, other names
-        why = f"does not fit {where} ({brief(e)}); was it made with another model or --lora-rank?"
-        raise UserError(f"checkpoint {checkpoint}: {why}") from None
-    return model, tokenizer, optimizer, step, kept
-
-
 def load_encoder(name: str, device: str) -> Embed:
     """`embed` by a sentence-transformers model (hub id or directory): unit vectors in fp32."""
     inputs.check_encoder(name)
@@ -271,11 +190,6 @@ def load_encoder(name: str, device: str) -> Embed:
         return encoder.encode(encodable(text), normalize_embeddings=True, show_progress_bar=False)
 
     return lambda texts: np.stack([embed_one(text) for text in texts])
-
-
-def encodable(text: str) -> str:
-    """The text with "?" for halves of surrogate pairs, which no file or terminal takes."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def chat_ids(tokenizer: Tokenizer, text: str, *, thinking: bool | None) -> Ids:

@@ -7,12 +7,12 @@ import hashlib
 import json
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cli import UserError, brief
 from config import Config, missing_path
-from distributed import UserError, brief
 
 
 @dataclass(frozen=True)
@@ -220,3 +220,23 @@ def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
     if not cfg.allow_eval_overlap:
         refuse_overlap(data, cfg.data, held_out)
     return data, counts
+
+
+def minibatch(
+    data: Sequence[Problem], cfg: Config, step: int, generations: int = 1
+) -> list[tuple[Problem, int]]:
+    """The global batch of a step, as (problem, sample number): a function of seed and step alone.
+
+    step: from 1. An epoch is a permutation of the data. A problem comes `generations` times, and
+    its sample numbers go on from epoch to epoch, since a batch may span two of them.
+    """
+    import torch  # not at the top: problems are also looked at before it is imported
+
+    batch = []
+    for place in range((step - 1) * cfg.batch_size, step * cfg.batch_size):
+        epoch, i = divmod(place, len(data))
+        generator = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
+        x = data[int(torch.randperm(len(data), generator=generator)[i])]
+        for sample in range(epoch * generations, (epoch + 1) * generations):
+            batch.append((x, sample))
+    return batch

@@ -14,14 +14,16 @@ import pathlib
 from argparse import Namespace
 from collections.abc import Sequence
 
+import cli
 import distributed
-from distributed import UserError
+import files
+from cli import UserError
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line's settings. Raises UserError on one that does not fit the others."""
     about = "A page of a run's curves, gates, ledger and bank; or one problem explained."
-    parser = distributed.Parser("report.py", description=about, allow_abbrev=False)
+    parser = cli.Parser("report.py", description=about, allow_abbrev=False)
     add = parser.add_argument
     add("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory")
     add("--out", type=pathlib.Path, help="the page (default: report.html in the first run)")
@@ -36,7 +38,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
-    distributed.answer("report", arguments)
+    cli.answer("report", arguments)
 
 import dataclasses
 import decimal
@@ -76,7 +78,7 @@ def excerpt(text: str, size: int = 500) -> str:
 
 
 def load_banks(run: pathlib.Path) -> Banks:
-    return {step: skills.SkillBank.load(path) for step, path in runlog.bank_versions(run).items()}
+    return {step: skills.SkillBank.load(path) for step, path in skills.bank_versions(run).items()}
 
 
 def entries(bank: skills.SkillBank) -> Entries:
@@ -104,7 +106,7 @@ def ledger(run: pathlib.Path) -> dict:
     A row says which versions of the bank held the entry first and last, how often it was retrieved,
     and how often it was distilled, reversed or ignored, on successes and on failures.
     """
-    banks, rollouts = load_banks(run), list(distributed.read_jsonl(run / "rollouts.jsonl"))
+    banks, rollouts = load_banks(run), list(files.read_jsonl(run / "rollouts.jsonl"))
     rows: dict[tuple[str, str], dict] = {}
     for step, bank in banks.items():
         for (kind, id_), entry in entries(bank).items():
@@ -140,7 +142,7 @@ def memories(run: pathlib.Path, bank: str, rollouts: list[dict]) -> dict[str, di
     """
     rows = []
     for folder in (run / "bank", pathlib.Path(f"{bank}.work")):
-        for row in distributed.read_jsonl(folder / "memories.jsonl"):
+        for row in files.read_jsonl(folder / "memories.jsonl"):
             cold = {"step": 0, "r": row["reward"], "pred": row["predicted_answer"]}
             rows.append(row | cold | {"text": row["completion"]})
     found: dict[str, dict[int, dict]] = {}
@@ -309,7 +311,7 @@ def evaluations(run: pathlib.Path) -> list[dict]:
         more = " + skills" if policy != path.parent.name else ""
         if not step and policy != base:
             more = f", {policy}{more}"
-        for name, row in distributed.read_json(path).items():
+        for name, row in files.read_json(path).items():
             point = {"set": name + more, "step": int(step[1]) if step else 0}
             figures = {k: row[k] for k in ("avg", "avg_low", "avg_high")}
             point |= {k: number(x) for k, x in figures.items()}
@@ -325,8 +327,8 @@ def evaluations(run: pathlib.Path) -> list[dict]:
 def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
     """All that the page shows of a run. Writes its ledger.json. UserError where there is no run."""
     settings, banks, counted = config.saved(run), load_banks(run), ledger(run)
-    distributed.write_json(run / "ledger.json", counted)
-    logs = [list(distributed.read_jsonl(run / f"{name}.jsonl")) for name in runlog.LOGS]
+    files.write_json(run / "ledger.json", counted)
+    logs = [list(files.read_jsonl(run / f"{name}.jsonl")) for name in runlog.LOGS]
     metrics, rollouts, tokens = logs
     columns, every = curves(metrics, points)
     audited = {line["step"] for line in tokens}
@@ -413,7 +415,7 @@ def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTE
         run["left_out"] = excerpt(", ".join(others), 2000)
         counting = [sum(t["rho"] != 0 for t in view["teachers"]) for view in run["rollouts"]]
         run["opens"] = counting.index(max(counting)) if counting else 0  # where most count
-    distributed.write_text(out, template.replace("{{data}}", dump(data)))
+    files.write_text(out, template.replace("{{data}}", dump(data)))
 
 
 def explain(run: pathlib.Path, problem: str, answer: str) -> pathlib.Path:
@@ -424,12 +426,12 @@ def explain(run: pathlib.Path, problem: str, answer: str) -> pathlib.Path:
     if "method" in config.saved(run):
         raise UserError(f"--explain: {run} is a run of baselines.py; give one of sgsd.py")
     cfg, resume = config.parse(["--resume", str(run)], "report.py", "")
-    if not (cfg.bank or runlog.bank_versions(run)):
+    if not (cfg.bank or skills.bank_versions(run)):
         raise UserError(f"--explain: {run} has no bank yet; wait until its cold start is through")
     key = rollout.sample_key(cfg.seed, 0, problem + answer) % 2**32
     folder = run.resolve().with_name(f"{run.resolve().name}-explain-{key:08x}")
     data = folder / "problem.jsonl"
-    distributed.write_jsonl(data, [{"id": "explained", "problem": problem, "answer": answer}])
+    files.write_jsonl(data, [{"id": "explained", "problem": problem, "answer": answer}])
     cfg = dataclasses.replace(
         cfg, data=str(data), batch_size=1, audit_every=1, eval_data="", allow_eval_overlap=True
     )
@@ -437,10 +439,10 @@ def explain(run: pathlib.Path, problem: str, answer: str) -> pathlib.Path:
     assert prepared.bank is not None
     with prepared.verifier:
         (row,), _, _ = sgsd.train_step(prepared, 1)
-    distributed.write_json(folder / "config.json", runlog.provenance(cfg))
+    files.write_json(folder / "config.json", runlog.provenance(cfg))
     prepared.bank.save(folder / "bank" / "step_000000.json")
-    distributed.write_jsonl(folder / "tokens.jsonl", [row.pop("tokens")])
-    distributed.write_jsonl(folder / "rollouts.jsonl", [row])
+    files.write_jsonl(folder / "tokens.jsonl", [row.pop("tokens")])
+    files.write_jsonl(folder / "rollouts.jsonl", [row])
     print(in_words(collect(folder)["rollouts"][0], cfg.eps_a))
     return folder
 
@@ -460,7 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write(runs, out)
         print(f"written: {out}")
 
-    return distributed.command("report", body)
+    return cli.command("report", body)
 
 
 if __name__ == "__main__":

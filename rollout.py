@@ -10,7 +10,6 @@ Dimension key: B rows, L places of a padded batch, V vocabulary, C its kept colu
 import collections
 import hashlib
 import itertools
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +22,13 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 
-from config import Config
-from distributed import UserError, World, append_jsonl, gather
-from policy import THINK, Ids, Model, Tokenizer, causal_lm, chat_ids, stop_ids, text_of
-from policy import token_logprobs as token_logprobs  # for those who look for it here
-from problems import Problem
+from cli import UserError
+from distributed import World, gather
+from policy import THINK, Ids, Model, causal_lm, stop_ids, text_of
+from policy import chat_ids as chat_ids  # for those who look for it here
+from policy import token_logprobs as token_logprobs
 from verify import Verifier, extract_answer, uncopied
 
-Batch = list[tuple[Problem, int]]
 Turn = list[tuple[int, Ids]]  # what a turn of decoding has finished: index of a prompt, sampled ids
 TURN = {"cpu": 16, "cuda": 64}  # tokens of one call of `generate`, then a look at who has finished
 
@@ -55,21 +53,6 @@ def sample_key(seed: int, step: int, problem_id: str, sample: int = 0) -> int:
     """64 bits that name one rollout; together with a position they name one draw."""
     name = f"{seed}|{step}|{sample}|{problem_id}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
-
-
-def minibatch(data: Sequence[Problem], cfg: Config, step: int, generations: int = 1) -> Batch:
-    """The global batch of an update, as (problem, sampling key): a function of seed and step alone.
-
-    step: from 1. An epoch is a permutation of the data. A problem comes `generations` times.
-    """
-    batch = []
-    for place in range((step - 1) * cfg.batch_size, step * cfg.batch_size):
-        epoch, i = divmod(place, len(data))  # a batch may span epochs: other sample numbers in each
-        generator = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
-        x = data[int(torch.randperm(len(data), generator=generator)[i])]
-        for sample in range(epoch * generations, (epoch + 1) * generations):
-            batch.append((x, sample_key(cfg.seed, step, x.id, sample)))
-    return batch
 
 
 def uniforms(keys_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
@@ -315,74 +298,3 @@ def judge(
     claims = [(roll.gold, uncopied(roll.gold, roll.pred, roll.problem)) for roll in rollouts]
     right = verifier.verify_many(claims)
     return [replace(roll, r=1 if ok else -1) for roll, ok in zip(rollouts, right)]
-
-
-@dataclass
-class Writer:
-    """The model that writes the bank: it answers extraction and merge prompts, thinking off (D4).
-
-    The prompts are shared out over the ranks. A call is a collective, with the same prompts on
-    every rank and the same replies.
-    """
-
-    model: Model
-    tokenizer: Tokenizer
-    world: World
-    folder: pathlib.Path  # of replies.jsonl, which rank 0 writes
-    reply_tokens: int
-    seed: int
-    rows: int = 16  # that decode at a time
-    step: int = 0  # the update that the replies belong to
-    decode: Decode = stream
-    counts: collections.Counter[str] = field(default_factory=collections.Counter)  # by outcome
-    asked: collections.Counter[str] = field(default_factory=collections.Counter)  # by prompt
-    lost: collections.Counter[str] = field(default_factory=collections.Counter)  # by cause
-    cut: set[int] = field(default_factory=set)  # which of the last replies the limit has cut off
-
-    def log(self, row: dict) -> None:
-        """Keep a reply with its outcome, and count the outcome."""
-        self.counts[row["outcome"]] += 1
-        if row["outcome"] == "lost":
-            self.lost[row["cause"]] += 1
-        if self.world.main:
-            append_jsonl(self.folder / "replies.jsonl", [{"step": self.step, **row}])
-
-    def take(self) -> dict[str, int]:
-        """The outcomes since they were last taken; every prompt is new again."""
-        counts = {name: self.counts[name] for name in ("read", "repaired", "retried", "lost")}
-        self.counts.clear()
-        self.asked.clear()
-        self.lost.clear()
-        return counts
-
-    def limit(self, prompt_ids: Ids, merging: bool) -> int:
-        """The most tokens of a reply (D4): for a merge its prompt's and a quarter more.
-
-        That is enough to repeat every item of the prompt, even in a wordier layout.
-        """
-        return len(prompt_ids) * 5 // 4 if merging else self.reply_tokens
-
-    def replies(self, prompts: list[str], times: list[int], stage: str, merging: bool) -> list[str]:
-        """A reply to each prompt: greedy to a new one, sampled to one that was asked before (D4).
-
-        times: how often each prompt was asked before. stage: what the progress bar says.
-        """
-        asked = []
-        for i, (prompt, n) in enumerate(zip(prompts, times)):
-            ids = chat_ids(self.tokenizer, prompt, thinking=False)
-            key = sample_key(self.seed, 0, prompt, n)
-            asked.append(Row(i, ids, key, self.limit(ids, merging)))
-        found: dict[int, str] = {}
-        stops = stop_ids(self.model, self.tokenizer)
-        self.cut.clear()
-
-        def finish(turn: Turn) -> list:
-            return [(i, text_of(self.tokenizer, ids), ids[-1] not in stops) for i, ids in turn]
-
-        for again, sampling in ((False, Sampling(temperature=0.0)), (True, Sampling())):
-            chosen = [row for row in asked if bool(times[row.index]) == again]
-            job = self.world, self.model, self.tokenizer, chosen, sampling, self.rows, finish
-            for replies in spread(*job, stage, self.decode):
-                found |= {i: text for i, text, _ in replies}
-                self.cut |= {i for i, _, cut in replies if cut}
-        return [found[i] for i in range(len(prompts))]

@@ -2,35 +2,37 @@
 
 import contextlib
 import importlib.metadata
+import json
 import math
 import pathlib
-import re
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+import cli
 import config
 import distributed
 import eval
-import inputs
+import files
 import policy
-import skills
+from cli import UserError, brief
 from config import Config
-from distributed import UserError, World
+from distributed import World
 from policy import Model, Tokenizer
 from rollout import Rollout
-from skills import SkillBank, SkillPair
+from skills import SkillPair, bank_versions
 
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 LOGS = ("metrics", "rollouts", "tokens")
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
-COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
 ECHO_UPDATES = 25  # in a block that may echo the verdict; docs/metrics.md
 ECHO_TEACHERS = 100  # of each outcome that must have been decided in it
 ECHO_EXCEPTIONS = 0.02  # the share of them that may lean the other way
@@ -71,15 +73,15 @@ def begin(cfg: Config, world: World, start: int, bank_is_due: bool = False) -> l
     with distributed.errors_shared(world):
         if world.main:
             for log in logs:  # a broken log is refused before anything is written
-                last = max((row.get("step", 0) for row in distributed.read_jsonl(log)), default=0)
+                last = max((row.get("step", 0) for row in files.read_jsonl(log)), default=0)
                 if last > start + most_lost:
                     rule = f"the last checkpoint is of update {start}; were others moved away?"
                     raise UserError(f"{log}: reaches update {last}, but {rule}")
             loggers = mirrors(cfg, start)
-            distributed.write_json(out / "config.json", provenance(cfg))
+            files.write_json(out / "config.json", provenance(cfg))
             for log in logs:  # the updates after `start` will be made again
                 of_bank = log.stem == "replies"
-                distributed.trim_jsonl(log, start - bank_is_due if of_bank else start)
+                files.trim_jsonl(log, start - bank_is_due if of_bank else start)
             for made, path in bank_versions(out).items():
                 if made > start - bank_is_due:
                     path.unlink()
@@ -95,20 +97,20 @@ def how_to_continue(cfg: Config) -> str:
 
 def bank_is_due(out: pathlib.Path, step: int) -> bool:
     """Whether the bank's update after this update was put off: its numbers are not logged then."""
-    rows = distributed.read_jsonl(out / "metrics.jsonl")
+    rows = files.read_jsonl(out / "metrics.jsonl")
     return any(row["step"] == step and "bank_skills" not in row for row in rows)
 
 
 def complete_metrics(out: pathlib.Path, counts: dict) -> None:
     """Put the numbers of the bank's update into the last line of metrics.jsonl."""
-    *rows, last = distributed.read_jsonl(out / "metrics.jsonl")
-    distributed.write_jsonl(out / "metrics.jsonl", [*rows, last | counts])
+    *rows, last = files.read_jsonl(out / "metrics.jsonl")
+    files.write_jsonl(out / "metrics.jsonl", [*rows, last | counts])
 
 
 def write(out: pathlib.Path, of_logs: tuple[list[dict], ...], loggers: list[Logger]) -> None:
     """Append one update's rows to the LOGS, and pass its metrics on."""
     for name, rows in zip(LOGS, of_logs):
-        distributed.append_jsonl(out / f"{name}.jsonl", rows)
+        files.append_jsonl(out / f"{name}.jsonl", rows)
     for pass_on in loggers:
         pass_on(*of_logs[0])
 
@@ -122,82 +124,6 @@ def what_next(cfg: Config) -> str:
         sets = "AIME24, AIME25 and HMMT25, from the hub"
         lines.append(f"(without --data on {sets}; a sample has up to {cfg.eval_tokens:,} tokens)")
     return "\n".join(lines)
-
-
-def bank_versions(out: pathlib.Path) -> dict[int, pathlib.Path]:
-    """The saved banks of a run, by the update after which each came into use."""
-    return {int(path.stem[5:]): path for path in sorted((out / "bank").glob("step_*.json"))}
-
-
-def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
-    """The run's own bank after update `step` (D9), else --bank, else None."""
-    own = bank_versions(pathlib.Path(cfg.out)) if resume else {}
-    if own:
-        return SkillBank.load(own[max(made for made in own if made <= step)])
-    if not cfg.bank:
-        return None
-    inputs.check_bank(cfg)
-    return SkillBank.load(cfg.bank)
-
-
-def save_bank(bank: SkillBank, out: pathlib.Path, step: int) -> None:
-    """Save a bank as the version of update `step` and as the latest."""
-    for name in (f"step_{step:06d}", "bank"):
-        bank.save(out / "bank" / f"{name}.json")
-    warning = lint(bank)
-    if warning:
-        print(warning)
-
-
-def lint(bank: SkillBank) -> str:
-    """One line on the entries with a number that looks like one problem's, "" without any."""
-    found = []
-    for key in skills.FIELDS:
-        for entry in bank.collection(key):
-            numbers = re.findall(r"\d+(?:\.\d+)?", skills.entry_text(entry, key))
-            odd = [n for n in dict.fromkeys(numbers) if len(n) > 1 and n not in COMMON_NUMBERS]
-            if odd:
-                found.append(f"{entry[skills.IDS[key]]} ({', '.join(odd)})")
-    some = policy.encodable(", ".join(found[:5])) + (", ..." if len(found) > 5 else "")
-    what = "entries carry numbers that look like one problem's"
-    return f"bank: {len(found)} {what}: {some}" if found else ""
-
-
-def bank_line(bank: SkillBank, teachers: int) -> str:
-    """What a bank holds, what its first entries were made from, whether it is shorter than K."""
-    sizes = len(bank.general_skills), len(bank.common_mistakes)
-    line = f"bank: {bank.sizes}"
-    if "seed_solutions" in bank.metadata:
-        made = " of {input_general_skills} and {input_common_mistakes} candidates, from "
-        made += "{seed_solutions} seed solutions, {right_seed_solutions} of them right"
-        line += made.format(**bank.metadata)
-    if bank.metadata.get("lost_replies"):
-        line += f"; {lost(bank.metadata['lost_replies'])}"
-    if min(sizes) == 0:
-        return f"{line}; without a pair there is no teacher, and nothing is learnt (S8)"
-    if min(sizes) < teachers:
-        line += f"; enough for {min(sizes)} teachers, not for --num-teachers {teachers} (S8)"
-    return line
-
-
-def lost(by_cause: dict[str, int]) -> str:
-    """How many replies were lost, and why."""
-    causes = ", ".join(f"{n} {cause}" for cause, n in by_cause.items())
-    return f"{sum(by_cause.values())} replies lost" + (f" ({causes})" if causes else "")
-
-
-def evolution_line(old: SkillBank, new: SkillBank, window: list[dict], by_cause: dict) -> str:
-    """What an online update did to the bank, or why it did nothing. by_cause: lost replies."""
-    success = sum(row["r"] > 0 for row in window) / len(window)
-    if new is old:
-        return f"bank: success {success:.2f} is not below the gate: kept as it is"
-    line, update = f"bank: success {success:.2f}", new.metadata["updates"][-1]
-    for key in skills.FIELDS:
-        line += f"; {update[f'candidate_{key}']} candidate {skills.SHORT[key]}"
-        line += f", {update[f'merged_{key}']} after merging"
-        line += f", {update[f'copied_{key}']} copies of static entries dropped"
-        line += f", net new {update[f'net_new_{key}']}"
-    return f"{line}; {lost(by_cause)}"
 
 
 class Stopwatch:
@@ -423,7 +349,7 @@ def mirrors(cfg: Config, start: int) -> list[Logger]:
             wandb.init(project="sgsd", name=out.name, dir=str(out), config=asdict(cfg))
         except Exception as e:  # not logged in, or no network
             fix = "log in, set WANDB_MODE=offline, or leave the flag out"
-            raise UserError(f"--wandb: not started ({distributed.brief(e)}); {fix}") from None
+            raise UserError(f"--wandb: not started ({cli.brief(e)}); {fix}") from None
         found.append(lambda m: wandb.log(m, step=m["step"]))
     if cfg.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
@@ -470,3 +396,90 @@ def provenance(cfg: Config) -> dict:
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
     command = [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]
     return {"settings": asdict(cfg), "command": command, "commit": commit, "versions": versions}
+
+
+# ----------------------------------------------------------------------------------- checkpoints
+
+
+CARD = """# A LoRA adapter of {base}
+
+Made by {program}, method {method}, of the SGSD project (skill-conditioned gated self-distillation)
+on the problems of {data}, after update {step} of {updates}. To load it, in this directory:
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(".")  # needs peft, and the base
+    tokenizer = AutoTokenizer.from_pretrained(".")
+
+The licence is the base model's.
+"""
+
+
+def save_checkpoint(
+    path: pathlib.Path,
+    model,
+    tokenizer,
+    optimizer: Optimizer,
+    step: int,
+    kept: policy.Tensors,
+    cfg: Config,
+) -> None:
+    """Write a PEFT adapter that anyone can load, the tokenizer, a model card, the trainer's state.
+
+    kept: further tensors to be saved by name. Safetensors and JSON, no pickle.
+    """
+    from safetensors.torch import save_file
+
+    with files.whole(path) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        state = {name: x.cpu() for name, x in kept.items()}
+        for name, p in policy.trained(model).items():
+            for part, value in optimizer.state[p].items():
+                state[f"{name}.{part}"] = value.cpu()
+        save_file(state, folder / "trainer.safetensors")
+        files.write_json(folder / "trainer.json", {"step": step})
+        base = model.active_peft_config.base_model_name_or_path
+        values = {"program": cfg.program, "method": "sgsd", **asdict(cfg)}
+        files.write_text(folder / "README.md", CARD.format(base=base, step=step, **values))
+
+
+def _restore(path: pathlib.Path, model: Model, optimizer: Optimizer) -> tuple[int, policy.Tensors]:
+    """Put a checkpoint's adapter and moments in place; its update, and what else it kept."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    state = load_file(path / "trainer.safetensors")
+    step = int(json.loads((path / "trainer.json").read_text())["step"])
+    adapter = load_file(path / "adapter_model.safetensors")
+    result: Any = set_peft_model_state_dict(model, adapter)
+    if result.unexpected_keys:
+        raise KeyError(f"{len(result.unexpected_keys)} tensors have no place in the model")
+    moments = {}
+    for i, name in enumerate(policy.trained(model)):
+        if f"{name}.step" in state:  # else no update has been finite yet
+            parts = ("step", "exp_avg", "exp_avg_sq")
+            moments[i] = {part: state.pop(f"{name}.{part}") for part in parts}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+    return step, {name: x.to(policy.causal_lm(model).device) for name, x in state.items()}
+
+
+def load_trainable(
+    cfg: Config, world: World, checkpoint: pathlib.Path | None
+) -> tuple[Model, Tokenizer, Optimizer, int, policy.Tensors]:
+    """Model with adapters, tokenizer, AdamW (S7), the last update, what else a checkpoint kept."""
+    where = f"--model {cfg.model}"
+    model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
+    torch.manual_seed(cfg.seed)
+    model = policy.with_adapters(model, cfg.lora_rank, cfg.lora_alpha, where)
+    params = policy.trained(model).values()
+    distributed.broadcast_parameters(params, world)
+    optimizer = torch.optim.AdamW(params, lr=cfg.learning_rate, weight_decay=0.0)
+    step, kept = 0, policy.Tensors()
+    try:
+        if checkpoint is not None:
+            step, kept = _restore(checkpoint, model, optimizer)
+    except Exception as e:  # a missing or torn file, other shapes, other names
+        why = f"does not fit {where} ({brief(e)}); was it made with another model or --lora-rank?"
+        raise UserError(f"checkpoint {checkpoint}: {why}") from None
+    return model, tokenizer, optimizer, step, kept

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from distributed import UserError, brief
+from cli import UserError, brief
 from policy import Ids, Model, Tokenizer, stop_ids
 from rollout import Row, Sampling, Turn
 

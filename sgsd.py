@@ -21,11 +21,13 @@ Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T]. Log-probab
 """
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
+    import cli
     import config
     import distributed
+    import files
     import inputs
 
-    distributed.answer("sgsd", lambda: inputs.look(*config.parse(None, "sgsd.py", __doc__)))
+    cli.answer("sgsd", lambda: inputs.look(*config.parse(None, "sgsd.py", __doc__)))
 
 # ------------------------------------------------------- the objective: needs math and torch only
 
@@ -211,20 +213,24 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
+import cli
 import config
 import distributed
 import eval
+import files
 import inputs
 import policy
 import problems
 import rollout
 import runlog
 import skills
+from cli import SharedError, UserError
 from config import Config
-from distributed import SharedError, UserError, World
+from distributed import World
 from policy import Ids, Model, Tokenizer, masked_token_ids, score_teachers
 from problems import Problem
-from rollout import Rollout, Sampling, Verifier, Writer, minibatch
+from rollout import Rollout, Sampling, Verifier
+from skills import Writer
 
 
 @dataclass
@@ -394,10 +400,10 @@ def train_step(
     run.clock = runlog.Stopwatch()
 
     # Line 2. Every rank draws the same global minibatch and takes its share, in whole groups.
-    batch = minibatch(run.problems, cfg, step, generations)
+    batch = problems.minibatch(run.problems, cfg, step, generations)
     places = [i for i in range(len(batch)) if i // generations % world.size == world.rank]
     data = [batch[i][0] for i in places]
-    keys = [batch[i][1] for i in places]
+    keys = [rollout.sample_key(cfg.seed, step, batch[i][0].id, batch[i][1]) for i in places]
 
     # Lines 4-6. Each retrieved skill-mistake pair becomes one teacher's prompt.
     pairs, students, contexts = [], [], []
@@ -486,11 +492,11 @@ def begin_bank(run: Run) -> None:
     skills.refuse_without_pairs(run.bank, cfg, f"--resume {cfg.out}")
     window = []
     if run.world.main:
-        runlog.save_bank(run.bank, run.out, max(runlog.bank_versions(run.out), default=0))
-        print(runlog.bank_line(run.bank, cfg.num_teachers))
+        skills.save_bank(run.bank, run.out, max(skills.bank_versions(run.out), default=0))
+        print(skills.bank_line(run.bank, cfg.num_teachers))
         complete = run.step - run.bank_is_due  # the bank has seen all updates up to here
         last = complete - complete % max(1, cfg.update_every)
-        rows = distributed.read_jsonl(run.out / "rollouts.jsonl")
+        rows = files.read_jsonl(run.out / "rollouts.jsonl")
         window = [row for row in rows if row["step"] > last]
     run.window = distributed.gather(window, run.world)[0]  # rank 0's, given to all
     if run.bank_is_due:
@@ -511,9 +517,9 @@ def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
         window = [SimpleNamespace(**row) for row in run.window]
         bank = skills.evolve(run.bank, window, step, run.writer, **cfg.evolution)
         if run.world.main:
-            tqdm.write(runlog.evolution_line(run.bank, bank, run.window, run.writer.lost))
+            tqdm.write(skills.evolution_line(run.bank, bank, run.window, run.writer.lost))
             if bank is not run.bank:
-                runlog.save_bank(bank, run.out, step)
+                skills.save_bank(bank, run.out, step)
         run.bank, run.window = bank, []
     sizes = len(run.bank.general_skills), len(run.bank.common_mistakes)
     counts = {f"replies_{outcome}": n for outcome, n in run.writer.take().items()}
@@ -537,7 +543,7 @@ def prepare(
     inputs.check_directory(cfg, resume)
     data, counts = problems.load_training(cfg)
     last = max(out.glob("checkpoints/step_*"), default=None) if resume else None
-    model, tokenizer, optimizer, step, kept = policy.load_trainable(cfg, world, last)
+    model, tokenizer, optimizer, step, kept = runlog.load_trainable(cfg, world, last)
     if step > cfg.updates:
         made = f"{out} has made update {step} already"
         raise UserError(f"--updates {cfg.updates}: {made}; give a larger number, or evaluate it")
@@ -546,7 +552,7 @@ def prepare(
     run = Run(cfg, out, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
     if cfg.sees_skills:
         run.bank_is_due = resume and runlog.bank_is_due(out, step)
-        run.bank = runlog.load_bank(cfg, step - run.bank_is_due, resume)
+        run.bank = skills.load_bank(cfg, step - run.bank_is_due, resume)
         device = str(world.device)
         run.retriever = retriever or skills.nearest(cfg.encoder, cfg.query_prompt, device)
         run.writer = skills.writer_of(cfg, world, model, tokenizer, out / "bank")
@@ -564,7 +570,7 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
     Returns the exit code: 1 after three updates in a row that were not finite.
     """
     cfg, world = run.cfg, run.world
-    with distributed.continued_by(lambda: runlog.how_to_continue(cfg)):
+    with cli.continued_by(lambda: runlog.how_to_continue(cfg)):
         loggers = runlog.begin(cfg, world, run.step, run.bank_is_due)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupts the cold start, too
         if cfg.sees_skills:
@@ -588,7 +594,7 @@ def make_updates(
 ) -> tuple[str, int]:
     """The updates that are left: the reason why the run stops before its end, and the exit code."""
     cfg, world, skipped = run.cfg, run.world, 0
-    history = list(distributed.read_jsonl(run.out / "metrics.jsonl")) if world.main else []
+    history = list(files.read_jsonl(run.out / "metrics.jsonl")) if world.main else []
     steps = range(run.step + 1, cfg.updates + 1)
     silent = not (world.main and sys.stderr.isatty())  # a file has the updates' own lines
     bar = tqdm(steps, "train", cfg.updates, initial=run.step, disable=silent, unit="update")
@@ -655,7 +661,7 @@ def save(run: Run) -> None:
     at = run.out / "checkpoints" / f"step_{run.step:06d}"
     if run.world.main and run.step and not at.exists():
         kept, step, cfg = run.kept, run.step, run.cfg
-        policy.save_checkpoint(at, run.model, run.tokenizer, run.optimizer, step, kept, cfg)
+        runlog.save_checkpoint(at, run.model, run.tokenizer, run.optimizer, step, kept, cfg)
         tqdm.write(f"saved {at}")
 
 
@@ -675,7 +681,7 @@ def launch(
         if run.stop or code:
             return code
         del run  # the evaluation wants its memory
-        with distributed.continued_by(lambda: runlog.how_to_continue(cfg)):
+        with cli.continued_by(lambda: runlog.how_to_continue(cfg)):
             eval.before_and_after(cfg, world)
     if world.main:
         print(runlog.what_next(cfg))
@@ -684,7 +690,7 @@ def launch(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return distributed.command("sgsd", lambda: launch(*config.parse(argv, "sgsd.py", __doc__)))
+    return cli.command("sgsd", lambda: launch(*config.parse(argv, "sgsd.py", __doc__)))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python skills.py --model Qwen/Qwen3-1.7B --data mine.jsonl --out bank.json       a cold start
     python skills.py --out bank.json --server http://localhost:8000/v1               by a server
 
-Down to `make_bank` nothing holds a model. What talks to one comes in as a function: embed(texts)
-gives a float array [n, d], and complete(prompts) a reply to each prompt. A `rollout.Writer` may
-stand for `complete`: it samples anew when it is asked again, and logs what came of each reply (D4).
+Down to the algorithms nothing holds a model: models are passed in as functions. embed(texts) gives
+a float array [n, d], and complete(prompts) a reply to each prompt. A `Writer` may stand for
+`complete`: it samples anew when it is asked again, and logs what came of each reply (D4).
 Entries are plain dicts with the paper's field names (App. C); an entry is replaced, never edited.
 
 Dimension key: n entries of a list, d embedding size.
@@ -14,14 +14,17 @@ Dimension key: n entries of a list, d embedding size.
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
     import functools
 
+    import cli
     import config
     import distributed
+    import files
     import inputs
 
     look = inputs.look_at_cold_start
     parse = functools.partial(config.parse, None, "skills.py", __doc__, config.BankConfig)
-    distributed.answer("skills", lambda: look(*parse()))
+    cli.answer("skills", lambda: look(*parse()))
 
+import collections
 import functools
 import itertools
 import json
@@ -30,25 +33,28 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+import cli
 import config
 import distributed
+import files
 import inputs
 import policy
+import replies
 import rollout
+from cli import SharedError
 from config import BankConfig, Config
-from distributed import SharedError, World
+from distributed import World
 from inputs import FIELDS, IDS
-from policy import Embed, encodable
+from policy import Embed, Ids, Model, Tokenizer
 from problems import Problem, load_training
-from rollout import Verifier, Writer
+from rollout import Verifier
 from served import Servers
 
 Items = list[dict]
-Complete = Callable[[list[str]], list[str]] | Writer
 
 PREFIX = {"general_skills": "gen_", "common_mistakes": "err_"}
 SHORT = {"general_skills": "skills", "common_mistakes": "mistakes"}
@@ -85,7 +91,7 @@ class SkillBank:
     def save(self, path: str | pathlib.Path) -> None:
         data = {"general_skills": self.general_skills, **self.extra}
         data |= {"common_mistakes": self.common_mistakes, "metadata": self.metadata}
-        distributed.write_text(path, as_json(data))
+        files.write_text(path, as_json(data))
 
     @property
     def sizes(self) -> str:
@@ -109,8 +115,8 @@ class SkillBank:
         best = []
         for key in FIELDS:
             entries = self.collection(key)
-            made_for, matrix_nd = self._index.get(key, (None, None))
-            if made_for != (embed, entries):
+            source, matrix_nd = self._index.get(key, (None, None))
+            if source != (embed, entries):
                 matrix_nd = _normalized(embed([entry_text(e, key) for e in entries]))
                 self._index[key] = (embed, list(entries)), matrix_nd
             scores_n = matrix_nd @ query_d
@@ -199,87 +205,47 @@ def render_extraction(memory: dict, key: str) -> str:
 
 def render_merge(items: Items, key: str) -> str:
     """Ask to merge a group of items (Alg. 3, line 5): their three fields and nothing else."""
-    shown = [_item(entry, key) or entry for entry in items]
+    shown = [replies.item_of(entry, FIELDS[key]) or entry for entry in items]
     return render(f"merge_{SHORT[key]}", {"items_json": as_json(shown)})
 
 
-# ---------------------------------------------------------------------------------- a model's JSON
-# LaTeX begins like JSON's \b, \f, \n, \r and \t, of which only line feeds and tabs are ever meant.
-_COMMANDS = (
-    "nabla|natural|ne|nearrow|neg|neq|newline|nexists|ngeq|ngtr|ni|nleq|nleqslant|nless|nmid|"
-    "nolimits|nonumber|not|notin|nparallel|nprec|nsim|nsubseteq|nsucceq|nu|num|nwarrow"
-)
-# A backslash, and in group 1 all of an escape that JSON reads as the model meant it.
-_BACKSLASH = re.compile(
-    rf'(\\[\\"/]|\\u[0-9a-fA-F]{{4}}|\\(?!(?:{_COMMANDS})(?![a-zA-Z]))n|\\t(?![a-zA-Z]))|\\'
-)
-_OPENING = re.compile(r"[{\[]")
-MAX_REPLY = 100_000  # characters of a reply that are read
-MAX_EFFORT = 1_000_000  # characters decoded in vain: "[[[[..." would take quadratic time
-
-
-def parse_json_items(text: str, key: str) -> Items:
-    """The readable items of a reply, [] when there are none; see `read_items`."""
-    return read_items(text, key)[0]
-
-
-def read_items(text: str, key: str) -> tuple[Items, bool]:
-    """A reply's items, and whether it was whole: not broken off, and every item in it valid.
-
-    Thinking, code fences and prose around the JSON are passed over; LaTeX backslashes and trailing
-    commas are repaired; a single object counts as a list of one; of a reply that was cut off the
-    complete items are kept. An item keeps its three fields (Tab. 5). Never raises on a str.
-    """
-    spoken = text.rpartition("</think>")[2].partition("<think>")[0][:MAX_REPLY]
-    escaped = _BACKSLASH.sub(lambda match: match[1] or r"\\", spoken)
-    without_commas = re.sub(r",(\s*[}\]])", r"\1", escaped)
-    readings = [_scan(escaped, key), _scan(without_commas, key)]
-    return max(readings, key=lambda reading: (reading[1], len(reading[0])))
-
-
-def _scan(text: str, key: str) -> tuple[Items, bool]:
-    """`read_items` of the JSON in a text: a value is decoded at each opening bracket in turn."""
-    decoder = json.JSONDecoder(strict=False)
-    listed: list[Any] = []  # the entries of lists that were read to their end
-    loose: list[Any] = []  # items that stand in no list
-    broken, at, effort = False, 0, 0
-    while effort < MAX_EFFORT and (opening := _OPENING.search(text, at)):
-        at = opening.end()
-        try:
-            value, end = decoder.raw_decode(text, opening.start())
-        except (ValueError, RecursionError) as e:
-            reached = e.pos if isinstance(e, json.JSONDecodeError) else len(text)
-            effort += reached - at + 300  # an exception has its own price
-            # A bracket before {, [ or a quote is JSON that broke off; any other is prose.
-            broken = broken or text[at : at + 100].lstrip()[:1] in ("{", "[", '"')
-            continue
-        if isinstance(value, dict) and key in value:
-            listed += value[key] if isinstance(value[key], list) else [value[key]]
-        elif isinstance(value, list) and any(isinstance(v, dict) for v in value):
-            listed += value
-        elif _item(value, key):
-            loose.append(value)
-        else:  # some other value: look inside
-            effort += end - at
-            continue
-        at = end
-    items = [item for value in listed + loose if (item := _item(value, key))]
-    whole = not broken and len(items) == max(1, len(listed))
-    each_once = {tuple(item.values()): item for item in items}
-    return list(each_once.values()), whole
-
-
-def _item(value: Any, key: str) -> dict | None:
-    """The three fields of an item, stripped; None when one is missing, empty or not a string."""
-    values = value if isinstance(value, dict) else {}
-    texts = [values.get(name) for name in FIELDS[key]]
-    if not all(isinstance(text, str) and text.strip() for text in texts):
-        return None
-    return {name: encodable(values[name].strip()) for name in FIELDS[key]}
-
-
 # ---------------------------------------------------------------------------- Algorithms 2 to 4
-Question = tuple[str, str, int]  # prompt, key, items that a merge was shown: 0 for an extraction
+def parse_json_items(text: str, key: str) -> Items:
+    """The readable items of a reply, [] when there are none; see `replies.read_items`."""
+    return replies.read_items(text, key, FIELDS[key])[0]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt whose reply is to hold items."""
+
+    prompt: str
+    key: str  # of the list for which items are wanted
+    shown: int = 0  # items that a merge shows; 0 for an extraction
+
+    @property
+    def kind(self) -> str:
+        return f"{'merge' if self.shown else 'extract'}_{SHORT[self.key]}"
+
+
+Answer = tuple[str, bool]  # a reply, and whether a limit cut it off
+
+
+@dataclass
+class Unlogged:
+    """A plain function in the place of a `Writer`: it has no limit, and nothing is logged."""
+
+    complete: Callable[[list[str]], list[str]]
+
+    def answer(self, questions: list[Question], stage: str) -> list[Answer]:
+        texts = self.complete([question.prompt for question in questions])
+        return [(text, False) for text in texts]
+
+    def log(self, question: Question, row: dict) -> None:
+        """Keep nothing."""
+
+
+Complete: TypeAlias = "Callable[[list[str]], list[str]] | Writer"
 
 
 def _ask(questions: list[Question], complete: Complete, stage: str) -> list[Items]:
@@ -288,35 +254,27 @@ def _ask(questions: list[Question], complete: Complete, stage: str) -> list[Item
     A reply can be used when it has an item in it; a merge's only when it is whole, too, and has no
     more items than the merge was shown.
     """
-    found: list[Items] = [[] for _ in questions]
+    writer = complete if isinstance(complete, Writer) else Unlogged(complete)
+    items_of_each: list[Items] = [[] for _ in questions]
+    # The first reply is greedy, so that to ask again is of use only because the second is sampled.
+    # After that the paper's fallback costs less than a third: the items stay as they are.
     for attempt in (1, 2):
-        left = [i for i, items in enumerate(found) if not items]
+        left = [i for i, items in enumerate(items_of_each) if not items]
         if not left:
             break
-        prompts = [questions[i][0] for i in left]
-        if isinstance(complete, Writer):
-            times, merging = [complete.asked[p] for p in prompts], questions[0][2] > 0
-            replies = complete.replies(prompts, times, stage, merging)
-            complete.asked.update(set(prompts))
-        else:
-            replies = complete(prompts)
-        for place, (i, reply) in enumerate(zip(left, replies)):
-            prompt, key, shown = questions[i]
-            items, whole = read_items(reply, key)
-            outcome, cause = "read" if whole else "repaired", ""
-            if items and (not shown or (whole and len(items) <= shown)):
-                found[i] = items
+        answers = writer.answer([questions[i] for i in left], stage)
+        for i, (reply, cut) in zip(left, answers):
+            question = questions[i]
+            items, whole = replies.read_items(reply, question.key, FIELDS[question.key])
+            row = {"kind": question.kind, "attempt": attempt, "items": len(items)}
+            if items and (not question.shown or (whole and len(items) <= question.shown)):
+                items_of_each[i] = items
+                row["outcome"] = "read" if whole else "repaired"
             else:
-                outcome = "retried" if attempt == 1 else "lost"
-                cause = _cause(reply, items, whole)
-            if isinstance(complete, Writer):
-                if cause and place in complete.cut:
-                    cause = "cut off"
-                kind = f"{'merge' if shown else 'extract'}_{SHORT[key]}"
-                row = {"kind": kind, "attempt": attempt, "outcome": outcome, "items": len(items)}
-                row |= {"cause": cause} if cause else {}
-                complete.log({**row, "prompt": prompt, "reply": reply})
-    return found
+                row["outcome"] = "retried" if attempt == 1 else "lost"
+                row["cause"] = "cut off" if cut else _cause(reply, items, whole)
+            writer.log(question, {**row, "reply": reply})
+    return items_of_each
 
 
 def _cause(reply: str, items: Items, whole: bool) -> str:
@@ -357,17 +315,17 @@ def merge_lists(
             groups[key] = [current[key][i : i + group_size] for i in starts]  # line 3
             for group in groups[key]:
                 if len(group) > 1:  # line 4: not a last single item
-                    questions.append((render_merge(group, key), key, len(group)))  # line 5
+                    questions.append(Question(render_merge(group, key), key, len(group)))  # line 5
         stage = f"merging, layer {len(layers[unfinished[0]]) + 1}"
-        replies = iter(_ask(questions, complete, stage))
+        items_of_groups = iter(_ask(questions, complete, stage))
         for key in unfinished:
             merged: Items = []
             for group in groups[key]:
-                reply = next(replies) if len(group) > 1 else []
-                if not reply:
+                items = next(items_of_groups) if len(group) > 1 else []
+                if not items:
                     merged += group  # line 6
-                for entry in reply:  # line 8
-                    parents = [e for e in group if _item(e, key) == entry]
+                for entry in items:  # line 8
+                    parents = [e for e in group if replies.item_of(e, FIELDS[key]) == entry]
                     merged.append(_with_sources(entry, parents or group))
             layer: dict[str, Any] = {"layer_index": len(layers[key])}
             layer |= {"input_items": len(current[key]), "num_groups": len(groups[key])}
@@ -401,8 +359,8 @@ def _numbered(entries: Items, key: str) -> Items:
 def _with_sources(entry: dict, parents: Items) -> dict:
     """A copy of an entry with the sources of its parents, where they have any."""
     sources = itertools.chain(*[parent.get("sources", []) for parent in parents])
-    known = sorted(set(sources))
-    return {**entry, "sources": known} if known else dict(entry)
+    each_once = sorted(set(sources))
+    return {**entry, "sources": each_once} if each_once else dict(entry)
 
 
 def memory_of(x: Any, with_answer: bool = False) -> dict:
@@ -434,21 +392,21 @@ def extract(memories: Items, complete: Complete) -> dict[str, Items]:
     for key, reward in (("general_skills", 1), ("common_mistakes", -1)):
         of_kind = [m for m in memories if m["reward"] == reward]  # line 8
         chosen += of_kind
-        questions += [(render_extraction(m, key), key, 0) for m in of_kind]
-    replies = _ask(questions, complete, "extracting")
-    found: dict[str, Items] = {key: [] for key in FIELDS}
-    for memory, (_, key, _), items in zip(chosen, questions, replies):
+        questions += [Question(render_extraction(m, key), key) for m in of_kind]
+    items_of_each = _ask(questions, complete, "extracting")
+    candidates: dict[str, Items] = {key: [] for key in FIELDS}
+    for memory, question, items in zip(chosen, questions, items_of_each):
         sources = {"sources": [memory["problem_id"]]} if memory.get("problem_id") else {}
-        found[key] += [{**item, **sources} for item in items[:3]]  # lines 10 and 13
-    return found
+        candidates[question.key] += [{**item, **sources} for item in items[:3]]  # lines 10, 13
+    return candidates
 
 
 def cold_start(
     memories: Items, complete: Complete, *, group_size: int = 32, patience: int = 3
 ) -> SkillBank:
     """The initial bank from memory records (Alg. 2, lines 8-16)."""
-    found = extract(memories, complete)
-    merged, layers = merge_lists(found, complete, group_size, patience)  # line 15
+    candidates = extract(memories, complete)
+    merged, layers = merge_lists(candidates, complete, group_size, patience)  # line 15
     metadata: dict[str, Any] = {
         "source": f"cold start from {len(memories)} seed solutions",
         "seed_solutions": len(memories),
@@ -457,7 +415,7 @@ def cold_start(
         "merge_stagnation_patience": patience,
     }
     for key in FIELDS:
-        metadata[f"input_{key}"] = len(found[key])
+        metadata[f"input_{key}"] = len(candidates[key])
         metadata[f"output_{key}"] = len(merged[key])
     metadata["general_merge_layers"] = layers["general_skills"]
     metadata["common_mistake_merge_layers"] = layers["common_mistakes"]
@@ -526,8 +484,95 @@ def evolve(
 
 def _without_copies(entries: Items, static: Items, key: str) -> Items:
     """The entries whose text, but for its case, no static entry has (D11)."""
-    known = {entry_text(e, key).casefold() for e in static}
-    return [e for e in entries if entry_text(e, key).casefold() not in known]
+    texts = {entry_text(e, key).casefold() for e in static}
+    return [e for e in entries if entry_text(e, key).casefold() not in texts]
+
+
+@dataclass
+class Writer:
+    """The model that writes the bank: it answers extraction and merge prompts, thinking off (D4).
+
+    The prompts are shared out over the ranks. A call is a collective, with the same prompts on
+    every rank and the same replies.
+    """
+
+    model: Model
+    tokenizer: Tokenizer
+    world: World
+    folder: pathlib.Path  # of replies.jsonl, which rank 0 writes
+    reply_tokens: int
+    seed: int
+    rows: int = 16  # that decode at a time
+    step: int = 0  # the update that the replies belong to
+    decode: rollout.Decode = rollout.stream
+    counts: collections.Counter[str] = field(default_factory=collections.Counter)  # by outcome
+    asked: collections.Counter[str] = field(default_factory=collections.Counter)  # by prompt
+    lost: collections.Counter[str] = field(default_factory=collections.Counter)  # by cause
+
+    def log(self, question: Question, row: dict) -> None:
+        """Keep a reply with its outcome, and count the outcome."""
+        self.counts[row["outcome"]] += 1
+        if row["outcome"] == "lost":
+            self.lost[row["cause"]] += 1
+        if self.world.main:
+            row = {"step": self.step, **row, "prompt": question.prompt}
+            files.append_jsonl(self.folder / "replies.jsonl", [row])
+
+    def take(self) -> dict[str, int]:
+        """The outcomes since they were last taken; every prompt is new again."""
+        counts = {name: self.counts[name] for name in ("read", "repaired", "retried", "lost")}
+        self.counts.clear()
+        self.asked.clear()
+        self.lost.clear()
+        return counts
+
+    def limit(self, prompt_ids: Ids, merging: bool) -> int:
+        """The most tokens of a reply (D4): for a merge its prompt's and a quarter more.
+
+        That is enough to repeat every item of the prompt, even in a wordier layout.
+        """
+        return len(prompt_ids) * 5 // 4 if merging else self.reply_tokens
+
+    def answer(self, questions: list[Question], stage: str) -> list[Answer]:
+        """A reply to each question: greedy to a new one, sampled to one asked before (D4).
+
+        stage: the name on the progress bar.
+        """
+        new: list[rollout.Row] = []
+        asked_before: list[rollout.Row] = []
+        for i, question in enumerate(questions):
+            ids = policy.chat_ids(self.tokenizer, question.prompt, thinking=False)
+            times = self.asked[question.prompt]
+            key = rollout.sample_key(self.seed, 0, question.prompt, times)
+            row = rollout.Row(i, ids, key, self.limit(ids, question.shown > 0))
+            (asked_before if times else new).append(row)
+        self.asked.update({question.prompt for question in questions})
+        stops = policy.stop_ids(self.model, self.tokenizer)
+
+        def finish(turn: rollout.Turn) -> list:
+            finished = []
+            for i, ids in turn:
+                cut = ids[-1] not in stops
+                finished.append((i, policy.text_of(self.tokenizer, ids), cut))
+            return finished
+
+        answers: dict[int, Answer] = {}
+        greedy, sampled = rollout.Sampling(temperature=0.0), rollout.Sampling()
+        for rows, sampling in ((new, greedy), (asked_before, sampled)):
+            turns = rollout.spread(
+                self.world,
+                self.model,
+                self.tokenizer,
+                rows,
+                sampling,
+                self.rows,
+                finish,
+                stage,
+                self.decode,
+            )
+            for turn in turns:
+                answers |= {i: (text, cut) for i, text, cut in turn}
+        return [answers[i] for i in range(len(questions))]
 
 
 def writer_of(
@@ -543,9 +588,16 @@ def writer_of(
         name, flag = cfg.update_model, "--update-model"
         model, tokenizer = policy.load_model(name, world.device, cfg.dtype, cfg.attn, flag)
         decode = rollout.stream
-    rows = cfg.rollout_rows or 16
-    limit, seed = cfg.reply_tokens, cfg.seed
-    return Writer(model, tokenizer, world, folder, limit, seed, rows, decode=decode)
+    return Writer(
+        model,
+        tokenizer,
+        world,
+        folder,
+        cfg.reply_tokens,
+        cfg.seed,
+        rows=cfg.rollout_rows or 16,
+        decode=decode,
+    )
 
 
 def make_bank(
@@ -565,12 +617,16 @@ def make_bank(
     """
     world, path = writer.world, writer.folder / "memories.jsonl"
     chosen = random.Random(cfg.seed).sample(problems, min(cfg.cold_start, len(problems)))
-    how = cfg.cold_start_temperature, cfg.cold_start_top_p, cfg.cold_start_top_k
-    sampling = rollout.Sampling(*how, cfg.cold_start_tokens)
+    sampling = rollout.Sampling(
+        cfg.cold_start_temperature,
+        cfg.cold_start_top_p,
+        cfg.cold_start_top_k,
+        cfg.cold_start_tokens,
+    )
     made_with = {"model": cfg.model, "seed": cfg.seed, **asdict(sampling)}
     made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
     made_with |= {"engine": servers.engine} if servers else {}  # S27
-    rows = distributed.read_jsonl(path)
+    rows = files.read_jsonl(path)
     memories = {m["problem_id"]: m for m in rows if m.get("made_with") == made_with}
     left = [x for x in chosen if memories.get(x.id, {}).get("problem") != x.problem]
     distributed.agree(len(left), world, "memories")  # and all have read before rank 0 writes
@@ -582,23 +638,33 @@ def make_bank(
     keys = [rollout.sample_key(cfg.seed, 0, x.id) for x in left]
 
     def finish(turn: rollout.Turn) -> Items:
-        made = rollout.judge(model, tokenizer, left, prompts, turn, verifier)
-        found = [{**memory_of(x, cfg.memory_answer), "truncated": x.truncated} for x in made]
-        return [{**memory, "made_with": made_with} for memory in found]
+        fresh = []
+        for roll in rollout.judge(model, tokenizer, left, prompts, turn, verifier):
+            about = {"truncated": roll.truncated, "made_with": made_with}
+            fresh.append({**memory_of(roll, cfg.memory_answer), **about})
+        return fresh
 
-    asked = rollout.rows_of(prompts, keys, cfg.cold_start_tokens)
-    job = model, tokenizer, asked, sampling, writer.rows, finish
-    decode = servers.stream if servers else rollout.stream
-    for fresh in rollout.spread(world, *job, "solving", decode):  # lines 2-7
+    turns = rollout.spread(  # lines 2-7
+        world,
+        model,
+        tokenizer,
+        rollout.rows_of(prompts, keys, cfg.cold_start_tokens),
+        sampling,
+        writer.rows,
+        finish,
+        "solving",
+        servers.stream if servers else rollout.stream,
+    )
+    for fresh in turns:
         if world.main:
-            distributed.append_jsonl(path, fresh)
+            files.append_jsonl(path, fresh)
         memories |= {m["problem_id"]: m for m in fresh}
     seeds = [memories[x.id] for x in chosen]
     bank = cold_start(seeds, writer, **cfg.merging)
     bank.metadata["truncated_seed_solutions"] = sum(m.get("truncated", False) for m in seeds)
     bank.metadata["lost_replies"] = dict(writer.lost)
-    replies = writer.take()
-    bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in chosen], replies=replies)
+    outcomes = writer.take()
+    bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in chosen], replies=outcomes)
     bank.metadata.update({"engine": servers.engine} if servers else {})
     return bank
 
@@ -633,6 +699,87 @@ def refuse_without_pairs(bank: SkillBank, cfg: Config, again: str) -> None:
     raise SharedError(f"bank: {bank.sizes}; {rule}; {why}; {go_on}")
 
 
+# ------------------------------------------------------------------ a run's banks and their lines
+COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
+
+
+def bank_versions(out: pathlib.Path) -> dict[int, pathlib.Path]:
+    """The saved banks of a run, by the update after which each came into use."""
+    return {int(path.stem[5:]): path for path in sorted((out / "bank").glob("step_*.json"))}
+
+
+def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
+    """The run's own bank after update `step` (D9), else --bank, else None."""
+    versions = bank_versions(pathlib.Path(cfg.out)) if resume else {}
+    if versions:
+        return SkillBank.load(versions[max(since for since in versions if since <= step)])
+    if not cfg.bank:
+        return None
+    inputs.check_bank(cfg)
+    return SkillBank.load(cfg.bank)
+
+
+def save_bank(bank: SkillBank, out: pathlib.Path, step: int) -> None:
+    """Save a bank as the version of update `step` and as the latest."""
+    for name in (f"step_{step:06d}", "bank"):
+        bank.save(out / "bank" / f"{name}.json")
+    warning = lint(bank)
+    if warning:
+        print(warning)
+
+
+def lint(bank: SkillBank) -> str:
+    """One line on the entries with a number that looks like one problem's, "" without any."""
+    named = []
+    for key in FIELDS:
+        for entry in bank.collection(key):
+            numbers = re.findall(r"\d+(?:\.\d+)?", entry_text(entry, key))
+            odd = [n for n in dict.fromkeys(numbers) if len(n) > 1 and n not in COMMON_NUMBERS]
+            if odd:
+                named.append(f"{entry[IDS[key]]} ({', '.join(odd)})")
+    some = files.encodable(", ".join(named[:5])) + (", ..." if len(named) > 5 else "")
+    what = "entries carry numbers that look like one problem's"
+    return f"bank: {len(named)} {what}: {some}" if named else ""
+
+
+def bank_line(bank: SkillBank, teachers: int) -> str:
+    """What a bank holds, what its first entries were made from, whether it is shorter than K."""
+    sizes = len(bank.general_skills), len(bank.common_mistakes)
+    line = f"bank: {bank.sizes}"
+    if "seed_solutions" in bank.metadata:
+        origin = " of {input_general_skills} and {input_common_mistakes} candidates, from "
+        origin += "{seed_solutions} seed solutions, {right_seed_solutions} of them right"
+        line += origin.format(**bank.metadata)
+    if bank.metadata.get("lost_replies"):
+        line += f"; {lost(bank.metadata['lost_replies'])}"
+    if min(sizes) == 0:
+        return f"{line}; without a pair there is no teacher, and nothing is learnt (S8)"
+    if min(sizes) < teachers:
+        line += f"; enough for {min(sizes)} teachers, not for --num-teachers {teachers} (S8)"
+    return line
+
+
+def lost(by_cause: dict[str, int]) -> str:
+    """How many replies were lost, and why."""
+    causes = ", ".join(f"{n} {cause}" for cause, n in by_cause.items())
+    return f"{sum(by_cause.values())} replies lost" + (f" ({causes})" if causes else "")
+
+
+def evolution_line(old: SkillBank, new: SkillBank, window: list[dict], by_cause: dict) -> str:
+    """What an online update did to the bank, or why it did nothing. by_cause: lost replies."""
+    success = sum(row["r"] > 0 for row in window) / len(window)
+    if new is old:
+        return f"bank: success {success:.2f} is not below the gate: kept as it is"
+    line, update = f"bank: success {success:.2f}", new.metadata["updates"][-1]
+    for key in FIELDS:
+        line += f"; {update[f'candidate_{key}']} candidate {SHORT[key]}"
+        line += f", {update[f'merged_{key}']} after merging"
+        line += f", {update[f'copied_{key}']} copies of static entries dropped"
+        line += f", net new {update[f'net_new_{key}']}"
+    return f"{line}; {lost(by_cause)}"
+
+
+# ------------------------------------------------------------------------------------- the command
 def main(argv: Sequence[str] | None = None) -> int:
     """python skills.py --out bank.json: a bank made by cold start, with the settings of sgsd.py."""
 
@@ -660,7 +807,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{cfg.out}: {bank.sizes}")
             distributed.leave_together(world)
 
-    return distributed.command("skills", body)
+    return cli.command("skills", body)
 
 
 if __name__ == "__main__":

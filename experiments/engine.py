@@ -33,15 +33,16 @@ from collections.abc import Callable, Iterator
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-import distributed  # noqa: E402
-import eval  # noqa: E402
-import policy  # noqa: E402
-import problems  # noqa: E402
-import rollout  # noqa: E402
-import served  # noqa: E402
-import skills  # noqa: E402
+import distributed
+import eval
+import files
+import policy
+import problems
+import rollout
+import served
+import skills
 
 TINY = f"--data {ROOT}/tiny/test.jsonl --samples 4 --max-new-tokens 96 --rows 32".split()
 REAL = "--samples 4 --max-new-tokens 400 --rows 16 --dtype float32".split()
@@ -227,7 +228,7 @@ def killed(args: argparse.Namespace) -> dict:
         engine.start()
         figures, _ = evaluated(argv, out)
     (log,) = out.glob("*/samples.jsonl")
-    keys = [(row["id"], row["sample"]) for row in distributed.read_jsonl(log)]
+    keys = [(row["id"], row["sample"]) for row in files.read_jsonl(log)]
     counts = {"before": before, "samples": len(keys), "different": len(set(keys))}
     return {**counts, "figures": figures}
 
@@ -245,7 +246,7 @@ def bank(args: argparse.Namespace) -> dict:
     made = skills.SkillBank.load(out)
     sizes = {"skills": len(made.general_skills), "mistakes": len(made.common_mistakes)}
     kinds: dict[str, dict] = {}
-    for row in distributed.read_jsonl(pathlib.Path(f"{out}.work/replies.jsonl")):
+    for row in files.read_jsonl(pathlib.Path(f"{out}.work/replies.jsonl")):
         of_kind = kinds.setdefault(row["kind"], dict.fromkeys(OUTCOMES, 0))
         of_kind[row["outcome"]] += 1
     return {"metadata": made.metadata, "replies": kinds, "seconds": seconds, **sizes}
@@ -434,13 +435,13 @@ def main() -> None:
     args.folder = args.folder.resolve()
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.page:
-        distributed.write_text(args.page, page(args.folder))
+        files.write_text(args.page, page(args.folder))
         return
     torch.set_num_threads(1)
     for name in args.parts:
         print(f"== {name}", flush=True)
         part = {**PARTS[name][0](args), "machine": machine_of(args.python)}
-        distributed.write_json(args.folder / f"part_{name}.json", part)
+        files.write_json(args.folder / f"part_{name}.json", part)
 
 
 if __name__ == "__main__":

@@ -44,18 +44,19 @@ from unittest import mock
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
-from transformers.utils import logging  # noqa: E402
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.utils import logging
 
-import config  # noqa: E402
-import distributed  # noqa: E402
-import policy  # noqa: E402
-import rollout  # noqa: E402
-import sgsd  # noqa: E402
-import skills  # noqa: E402
-from problems import Problem  # noqa: E402
+import config
+import distributed
+import files
+import policy
+import rollout
+import sgsd
+import skills
+from problems import Problem
 
 logging.disable_progress_bar()
 STUDENT, TEACHER, K, VOCAB = 64, 192, 8, 151_936  # prompt tokens; teachers; Qwen3's vocabulary
@@ -583,7 +584,7 @@ def write_inputs(folder: pathlib.Path, s: Shape, device: torch.device, answers: 
     rows = []
     for i, gold in enumerate(answers):
         rows.append({"problem": f"What is {i} plus {i + 3}?", "answer": gold})
-    distributed.append_jsonl(folder / "data.jsonl", rows)
+    files.append_jsonl(folder / "data.jsonl", rows)
     where = {"model": folder / "model", "data": folder / "data.jsonl", "bank": folder / "bank.json"}
     where |= {"out": folder / "run", "encoder": ROOT / "tiny" / "encoder"}
     settings: dict[str, Any] = {name: str(path) for name, path in where.items()}
@@ -627,7 +628,7 @@ def step(args: Args, s: Shape, device: torch.device) -> None:
         run.verifier = verifier
         with verifier:
             sgsd.train(run, timed)
-        rows = list(distributed.read_jsonl(run.out / "rollouts.jsonl"))
+        rows = list(files.read_jsonl(run.out / "rollouts.jsonl"))
         later = [row for row in rows if row["step"] > 1]  # the first update warms up
         c = counts(s, s.decode_vocab, device)
         least = least_seconds(run, later, c, copied, multiplied)
@@ -749,7 +750,7 @@ def rank_seconds(args: Args) -> dict[int, float]:
             driver = [f"--nproc_per_node={ranks}", str(ROOT / "tests" / "driver.py"), *flags]
             run = [sys.executable, *launch, *driver]
             subprocess.run(run, check=True, env=env, stdout=subprocess.DEVNULL)
-            rows = distributed.read_jsonl(pathlib.Path(settings["out"], "metrics.jsonl"))
+            rows = files.read_jsonl(pathlib.Path(settings["out"], "metrics.jsonl"))
             sums = []
             for row in rows:
                 sums.append(sum(x for name, x in row.items() if name.startswith("seconds.")))

@@ -220,7 +220,7 @@ def points_of(job: Job, w: World) -> tuple[int, ...]:
 def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     """What a training run cost; its checkpoints are in `out`. Goes on with a run that is there."""
     import baselines
-    import distributed
+    import files
     import sgsd
 
     name, flags = job["method"], METHODS[job["method"]]
@@ -250,12 +250,12 @@ def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str
         if not (out / f"checkpoints/step_{updates:06d}").exists():
             raise RuntimeError("stopped by a signal; the same command goes on")
         each = sum(forward) / (updates - made)  # an update's mean, of those that were watched
-        distributed.write_json(cost, {"forward_tokens": round(each * updates)})
+        files.write_json(cost, {"forward_tokens": round(each * updates)})
     seconds = 0.0
-    for row in distributed.read_jsonl(out / "metrics.jsonl"):
+    for row in files.read_jsonl(out / "metrics.jsonl"):
         seconds += sum(x for name, x in row.items() if name.startswith("seconds."))
     drawn = dict.fromkeys(range(1, updates + 1), 0)
-    for row in distributed.read_jsonl(out / "rollouts.jsonl"):
+    for row in files.read_jsonl(out / "rollouts.jsonl"):
         drawn[row["step"]] += len(row["completion_ids"])
     return {
         "seconds": seconds,
@@ -307,7 +307,7 @@ def do_job(job: Job, w: World, folder: pathlib.Path, work: pathlib.Path) -> dict
 
 def run(job: Job, w: World, work: pathlib.Path) -> Job:
     """One job in a process of its own; its output goes to a file."""
-    import distributed
+    import files
 
     folder = work / "now" / job["name"].replace(" ", "-").replace(",", "")
     asked = folder / "job.json"
@@ -318,7 +318,7 @@ def run(job: Job, w: World, work: pathlib.Path) -> Job:
     with open(folder / "log.txt", "a") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             result = {**job, **do_job(job, w, folder, work)}
-    distributed.write_json(done_file(work, job), result)  # whatever becomes of the others
+    files.write_json(done_file(work, job), result)  # whatever becomes of the others
     kept = work / "kept" / folder.name  # logs and checkpoints, for whoever wants to look closer
     shutil.rmtree(kept, ignore_errors=True)
     kept.parent.mkdir(exist_ok=True)

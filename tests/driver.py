@@ -13,6 +13,7 @@ import conftest  # noqa: F401  (one thread, and the project on the path)
 import torch
 
 import baselines
+import cli
 import config
 import distributed
 import policy
@@ -30,7 +31,7 @@ class CoinVerifier(rollout.Verifier):
         return [int(gold) % 4 == 1 for gold, _ in pairs]
 
 
-class FakeWriter(rollout.Writer):
+class FakeWriter(skills.Writer):
     """Extracts one item from each memory, named after its problem; a merge drops the last item."""
 
     def replies(self, prompts, times, stage, merging):
@@ -139,7 +140,7 @@ def main(argv=None, step_fn=None):
         own = sgsd.train_step if cfg.method == "sgsd" else baselines.method_step
         return sgsd.train(run, step_fn or own)
 
-    return distributed.command("driver", body)
+    return cli.command("driver", body)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,11 @@ from dataclasses import dataclass
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import config  # noqa: E402
-import distributed  # noqa: E402
-import runlog  # noqa: E402
+import cli
+import config
+import distributed
+import files
+import runlog
 
 FALLING, HEALTHY = 0.25, 0.1  # lost at least, and lost less than
 BATCHES = {"tiny": 16, "lock": 8, "lock_long": 8}  # problems per update, but GRPO's
@@ -86,7 +88,7 @@ def centred(shares: Sequence[float], window: int) -> list[float]:
 def of_run(run: pathlib.Path) -> Tried:
     """The rule on a run's own log."""
     batch_size = config.saved(run)["batch_size"]
-    metrics = list(distributed.read_jsonl(run / "metrics.jsonl"))
+    metrics = list(files.read_jsonl(run / "metrics.jsonl"))
     window = -(-runlog.FALL_PROBLEMS // batch_size)
     levels = centred([row["success"] for row in metrics], window)
     return tried(str(run), levels, runlog.fallen(metrics, batch_size))
@@ -174,7 +176,7 @@ def each(rows: list[Tried]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = distributed.Parser("falls.py", description=__doc__, allow_abbrev=False)
+    parser = cli.Parser("falls.py", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", nargs="*", type=pathlib.Path, metavar="RUN", help="directories")
     parser.add_argument("--simulate", action="store_true", help="draw curves around results/")
@@ -183,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> None:
         args = parser.parse_args(argv)
         if bool(args.runs) == args.simulate:
-            raise distributed.UserError("give runs, or --simulate")
+            raise cli.UserError("give runs, or --simulate")
         if args.runs:
             rows = [of_run(run) for run in args.runs]
             print(f"{each(rows)}\n\n{table(rows)}")
@@ -192,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"Simulated, {times} times the problems of the stored runs' updates:\n")
             print(f"{table(simulated(args.draws, times))}\n")
 
-    return distributed.command("falls", body)
+    return cli.command("falls", body)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ORDER = (  # a file may import those before it
+    "cli",
+    "files",
     "distributed",
     "verify",
     "config",
@@ -20,6 +22,7 @@ ORDER = (  # a file may import those before it
     "policy",
     "rollout",
     "served",
+    "replies",
     "skills",
     "eval",
     "runlog",

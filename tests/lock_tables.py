@@ -16,21 +16,21 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tiny")]
 
-import compare  # noqa: E402
-import lock  # noqa: E402
-import world  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+import compare
+import lock
+import world
+from transformers import AutoTokenizer
 
-import distributed  # noqa: E402
-import policy  # noqa: E402
-import skills  # noqa: E402
+import files
+import policy
+import skills
 
 SEEDS, OTHERS = range(5), ("grpo", "grpo, sampled as sgsd")
 
 
 def covered(banks: list[skills.SkillBank], embed: policy.Embed) -> list[set[str]]:
     """Each bank's test problems whose families it shows; prints how true the nearest skills are."""
-    rng, tests = random.Random(3), list(distributed.read_jsonl(lock.OUT / "test.jsonl"))
+    rng, tests = random.Random(3), list(files.read_jsonl(lock.OUT / "test.jsonl"))
     problems, found, nearest, drawn = [lock.draw(rng) for _ in range(160)], [], [], []
     for bank in banks:
         shares = lock.taught(bank, embed, problems)
@@ -50,7 +50,7 @@ def bank_tokens(tokenizer, seed: int) -> list[int]:
     """Tokens of a bank's seed solutions and of the replies that made it, stop ids included."""
     folder, counts = ROOT / f"runs/compare_lock/bank_made_{seed}.json.work", []
     for name, field in (("memories", "completion"), ("replies", "reply")):
-        texts = [row[field] for row in distributed.read_jsonl(folder / f"{name}.jsonl")]
+        texts = [row[field] for row in files.read_jsonl(folder / f"{name}.jsonl")]
         counts.append(sum(len(tokenizer.encode(x, add_special_tokens=False)) + 1 for x in texts))
     return counts
 

@@ -32,11 +32,11 @@ from collections import Counter, defaultdict
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
 
-import lock  # noqa: E402
-import world  # noqa: E402
+import lock
+import world
 
-import distributed  # noqa: E402
-import skills  # noqa: E402
+import files
+import skills
 
 PHASES, LAST = ((1, 5), (6, 20), (21, 60)), (41, 60)  # updates
 FATES = {1: "distilled", 0: "ignored", -1: "reversed"}
@@ -199,8 +199,8 @@ def main() -> None:
     tables = ["", "| run | family | shown | right, updates 1 to 5 | 41 to 60 |", "|---" * 5 + "|"]
     of_teachers = []
     for run in args.runs:
-        rows = list(distributed.read_jsonl(run / "rollouts.jsonl"))
-        audited = list(distributed.read_jsonl(run / "tokens.jsonl"))
+        rows = list(files.read_jsonl(run / "rollouts.jsonl"))
+        audited = list(files.read_jsonl(run / "tokens.jsonl"))
         print("\n".join(aims(run.name, rows, audited, locks)))
         bank = run / "bank" / "bank.json"
         tables += families(run.name, bank, rows, locks)

@@ -16,7 +16,6 @@ import pytest
 import transformers
 
 import policy
-import rollout
 import skills
 
 SHARED = conftest.ROOT.parent / "shared" / "banks"
@@ -28,28 +27,28 @@ absent = not (SHARED.exists() and pathlib.Path(TOKENIZER).exists())
 needs_files = pytest.mark.skipif(absent, reason="the authors' candidates or the tokenizer absent")
 
 
-class Merger(rollout.Writer):
+class Merger(skills.Writer):
     """A writer whose model keeps the first of every `part` items, and is cut where it has to be."""
 
     def __init__(self, tokenizer, part):
         super().__init__(None, tokenizer, None, None, 4096, 0)
         self.part, self.said, self.calls, self.lengths = part, [], [], []
 
-    def log(self, row):
+    def log(self, question, row):
         self.said.append(row)
 
-    def replies(self, prompts, times, stage, merging):
-        found = []
-        for prompt in prompts:
-            ids = policy.chat_ids(self.tokenizer, prompt, thinking=False)
-            key = "general_skills" if "key general_skills" in prompt else "common_mistakes"
-            listed = prompt.partition("to merge:\n")[2].partition("\n\nReturn ONLY")[0]
-            text = skills.as_json({key: json.loads(listed)[:: self.part]})
-            reply = self.tokenizer.encode(text)[: self.limit(ids, merging)]
-            found.append(self.tokenizer.decode(reply))
-            self.lengths.append((len(ids), len(reply)))
-        self.calls.append(len(prompts))
-        return found
+    def answer(self, questions, stage):
+        answers = []
+        for question in questions:
+            ids = policy.chat_ids(self.tokenizer, question.prompt, thinking=False)
+            listed = question.prompt.partition("to merge:\n")[2].partition("\n\nReturn ONLY")[0]
+            text = skills.as_json({question.key: json.loads(listed)[:: self.part]})
+            reply = self.tokenizer.encode(text)
+            limit = self.limit(ids, merging=True)
+            answers.append((self.tokenizer.decode(reply[:limit]), len(reply) > limit))
+            self.lengths.append((len(ids), min(limit, len(reply))))
+        self.calls.append(len(questions))
+        return answers
 
 
 def candidates(name):

@@ -5,7 +5,6 @@ import json
 import pytest
 from conftest import ROOT, make_bank
 
-import runlog
 import skills
 from experiments import check_bank
 from skills import SkillBank
@@ -26,7 +25,7 @@ def test_every_bank_by_hand_is_tested():
 def test_a_bank_by_hand_loads_and_carries_no_problems_numbers(name, tmp_path):
     bank = by_hand(name)
     assert {len(bank.collection(key)) for key in skills.FIELDS} == {SIZES[name]}
-    assert runlog.lint(bank) == ""
+    assert skills.lint(bank) == ""
     bank.save(tmp_path / "bank.json")
     assert json.loads((tmp_path / "bank.json").read_text()) == json.loads(
         (ROOT / "banks" / f"{name}.json").read_text()

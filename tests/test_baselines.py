@@ -20,11 +20,13 @@ from test_distributed import two_processes
 import baselines
 import config
 import policy
+import problems
 import rollout
+import runlog
 import sgsd
 import skills
 from baselines import BaselineConfig
-from distributed import UserError
+from cli import UserError
 
 # ------------------------------------------------------------------------------ formulas by hand
 
@@ -320,7 +322,7 @@ def test_a_changed_update_is_its_definition_and_changes_its_own_part_alone(
         assert changed <= may_differ and "loss" in changed, changed
     cfg, total = run.cfg, 0.0
     bound = cfg.c_delta if cfg.clip else math.inf
-    for (x, _), row in zip(rollout.minibatch(run.problems, cfg, 1, cfg.generations), records):
+    for (x, _), row in zip(problems.minibatch(run.problems, cfg, 1, cfg.generations), records):
         pairs, shown = [], x.problem
         if run.bank:
             pairs = run.retrieve(x, 1)
@@ -406,7 +408,7 @@ def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path
     assert len({tuple(row["completion_ids"]) for row in records}) == 6
     assert len({tuple(row["prompt_ids"]) for row in records}) == 2
     total = 0.0
-    for (x, _), row in zip(rollout.minibatch(run.problems, run.cfg, 1, 3), records):
+    for (x, _), row in zip(problems.minibatch(run.problems, run.cfg, 1, 3), records):
         # rewards -1, 1, 1: mean 1/3, sample std 2 / sqrt(3)
         advantage = (row["r"] - 1 / 3) / (2 / math.sqrt(3) + 1e-4)
         assert (row["advantage"], row["loss"]) == pytest.approx((advantage, -advantage), abs=1e-5)
@@ -618,6 +620,6 @@ def test_a_run_resumes_with_its_copied_teacher_where_no_update_was_finite(world_
     with baselines.teacher_policy(run):
         pass
     path = tmp_path / "run/checkpoints/step_000003"
-    policy.save_checkpoint(path, run.model, run.tokenizer, run.optimizer, 3, run.kept, run.cfg)
+    runlog.save_checkpoint(path, run.model, run.tokenizer, run.optimizer, 3, run.kept, run.cfg)
     again = make_run(world_dir, tmp_path / "run", True, **settings)
     assert (again.step, again.kept.keys()) == (3, run.kept.keys()) and not again.optimizer.state

@@ -15,7 +15,8 @@ import baselines
 import config
 import sgsd
 import skills
-from distributed import UserError, World
+from cli import UserError
+from distributed import World
 
 
 def refused(capsys, program, argv, *words):

@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT
 
 import problems
-from distributed import UserError
+from cli import UserError
 from problems import Problem
 
 SHARED = ROOT.parent / "shared" / "data"

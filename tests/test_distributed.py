@@ -13,9 +13,10 @@ from conftest import ROOT
 from driver import flags, make_run, rows, train
 from safetensors.torch import load_file
 
-import distributed
+import files
 import policy
-from distributed import UserError
+import runlog
+from cli import UserError
 
 
 def two_processes(*command):
@@ -52,6 +53,7 @@ COLLECTIVES = """
 import pathlib
 import sys
 import torch
+import cli
 import distributed
 folder = pathlib.Path(sys.argv[1])
 world = distributed.init("cpu")
@@ -68,9 +70,9 @@ for wrong in (0, 1):  # one rank's mistake is raised on both
     try:
         with distributed.errors_shared(world):
             if world.rank == wrong:
-                raise distributed.UserError(f"of rank {wrong}")
+                raise cli.UserError(f"of rank {wrong}")
         raise AssertionError
-    except distributed.SharedError as e:
+    except cli.SharedError as e:
         assert str(e) == f"of rank {wrong}"
 if world.main:  # a folder that another process holds is refused on both
     held = distributed.locked(folder, distributed.World(0, 1, world.device))
@@ -78,12 +80,12 @@ if world.main:  # a folder that another process holds is refused on both
 try:
     with distributed.locked(folder, world):
         raise AssertionError
-except distributed.SharedError as e:
+except cli.SharedError as e:
     assert "is at work there" in str(e)
 try:
     distributed.agree(world.rank, world, "checkpoints")
     raise AssertionError
-except distributed.SharedError as e:
+except cli.SharedError as e:
     assert "the ranks see different checkpoints" in str(e)
 distributed.leave_together(world)
 distributed.leave(0)
@@ -96,25 +98,25 @@ def test_the_collectives(tmp_path):
 
 
 def test_a_directory_is_whole_or_absent(tmp_path):
-    with pytest.raises(RuntimeError), distributed.whole(tmp_path / "a") as folder:
+    with pytest.raises(RuntimeError), files.whole(tmp_path / "a") as folder:
         folder.mkdir()
         (folder / "half").write_text("x")
         raise RuntimeError
     assert not list(tmp_path.iterdir())
     for text in ("one", "two"):
-        with distributed.whole(tmp_path / "a") as folder:
+        with files.whole(tmp_path / "a") as folder:
             folder.mkdir()
             (folder / text).write_text(text)
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "two"]
 
 
 def test_a_file_is_the_old_one_or_the_new_one(tmp_path):
-    distributed.write_text(tmp_path / "b/a", "one")
-    with pytest.raises(RuntimeError), distributed.whole(tmp_path / "b/a") as half:
+    files.write_text(tmp_path / "b/a", "one")
+    with pytest.raises(RuntimeError), files.whole(tmp_path / "b/a") as half:
         half.write_text("tw")
         raise RuntimeError
     assert (tmp_path / "b/a").read_text() == "one" and len(list(tmp_path.rglob("*"))) == 2
-    distributed.write_text(tmp_path / "b/a", "two")
+    files.write_text(tmp_path / "b/a", "two")
     assert (tmp_path / "b/a").read_text() == "two" and len(list(tmp_path.rglob("*"))) == 2
 
 
@@ -124,7 +126,7 @@ def test_a_checkpoint_loads_by_its_own_card_from_any_directory(world_dir, tmp_pa
     run, path = make_run(world_dir, tmp_path / "run", model="model"), tmp_path / "checkpoint"
     for p in policy.trained(run.model).values():
         torch.nn.init.normal_(p, std=0.1)
-    policy.save_checkpoint(path, run.model, run.tokenizer, run.optimizer, 3, {}, run.cfg)
+    runlog.save_checkpoint(path, run.model, run.tokenizer, run.optimizer, 3, {}, run.cfg)
     card = (path / "README.md").read_text()
     for said in ("sgsd.py, method sgsd", "update 3 of 4", "data.jsonl", "licence", "world_dir"):
         assert said.replace("world_dir", str(world_dir / "model")) in card
@@ -142,14 +144,13 @@ def test_a_checkpoint_loads_by_its_own_card_from_any_directory(world_dir, tmp_pa
 def test_a_file_never_takes_the_place_of_a_directory(tmp_path):
     (tmp_path / "runs/a").mkdir(parents=True)
     with pytest.raises(OSError, match="runs"):
-        distributed.write_text(tmp_path / "runs", "page")
+        files.write_text(tmp_path / "runs", "page")
     assert [path.name for path in tmp_path.rglob("*")] == ["runs", "a"]
 
 
-ALONE = distributed.World(0, 1, torch.device("cpu"))
 HOLDER = """
-import pathlib, sys, torch, distributed
-with distributed.locked(pathlib.Path(sys.argv[1]), distributed.World(0, 1, torch.device("cpu"))):
+import pathlib, sys, files
+with files.locked(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     input()
 """
@@ -164,20 +165,20 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
         assert holder.stdout.readline() == b"held\n"
         for _ in range(2):  # the first refusal changes nothing
             with pytest.raises(UserError, match=f"{folder}: process {holder.pid} on .* is at work"):
-                with distributed.locked(folder, ALONE):
+                with files.locked(folder):
                     raise AssertionError
             with pytest.raises(UserError, match="is at work there"):
-                distributed.refuse_busy(folder)
+                files.refuse_busy(folder)
         holder.kill()
-    assert (folder / distributed.LOCK).exists()
-    distributed.refuse_busy(folder)
-    with distributed.locked(folder, ALONE):
+    assert (folder / files.LOCK).exists()
+    files.refuse_busy(folder)
+    with files.locked(folder):
         (folder / "file").write_text("x")
     assert [path.name for path in tmp_path.rglob("*")] == ["runs", "run", "file"]
 
 
 def test_a_folder_that_was_made_for_a_lock_alone_goes_again(tmp_path):
-    with pytest.raises(ZeroDivisionError), distributed.locked(tmp_path / "a/b", ALONE):
+    with pytest.raises(ZeroDivisionError), files.locked(tmp_path / "a/b"):
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())
 
@@ -187,5 +188,5 @@ def test_a_file_system_without_locks_is_said_and_nothing_is_refused(tmp_path, mo
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with distributed.locked(tmp_path, ALONE):
+    with files.locked(tmp_path):
         assert "this file system has no locks" in capsys.readouterr().err

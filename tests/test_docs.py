@@ -11,7 +11,7 @@ import baselines
 import config
 import eval
 import report
-from distributed import UserError
+from cli import UserError
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 TEXT = "\n".join(path.read_text() for path in PAGES).replace("\\\n", " ")

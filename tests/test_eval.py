@@ -21,12 +21,14 @@ from test_distributed import two_processes
 import config
 import distributed
 import eval
+import files
 import policy
 import problems
 import rollout
 import runlog
 import skills
-from distributed import SharedError, UserError, World
+from cli import SharedError, UserError
+from distributed import World
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
@@ -405,7 +407,7 @@ def test_a_folder_in_which_another_evaluation_is_at_work_is_refused(world_dir, h
     with distributed.locked(place, World(0, 1, torch.device("cpu"))):
         assert called(base, data=world_dir / "data.jsonl") == 2
         assert f"{place}: process {os.getpid()} on " in capsys.readouterr().err
-        assert [path.name for path in place.iterdir()] == [distributed.LOCK]
+        assert [path.name for path in place.iterdir()] == [files.LOCK]
 
 
 def test_samples_of_other_settings_are_refused_by_name_and_settings_alone_block_nothing(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import make_bank
 
-import rollout
+import replies
 import skills
 
 G, E = KEYS = list(skills.FIELDS)
@@ -98,7 +98,7 @@ def refuse(name, body):
     return "I cannot do that."
 
 
-class Writer(rollout.Writer):
+class Writer(skills.Writer):
     """A writer with a fake model: it keeps what it `said`, and the `stages` and `times` asked."""
 
     def __init__(self, model):
@@ -134,17 +134,21 @@ SHAPES = {
 }
 
 
+def read(text, key):
+    return replies.read_items(text, key, skills.FIELDS[key])
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_whole_reply_is_read_in_any_dress(shape):
     assert skills.parse_json_items(SHAPES[shape], G) == PAIR
-    assert skills.read_items(SHAPES[shape], G) == (PAIR, True)
+    assert read(SHAPES[shape], G) == (PAIR, True)
 
 
 @both_kinds
 def test_a_single_object_counts_as_a_list(key):
     one = item("a", key)
     for text in (json.dumps(one), json.dumps({key: one}), f"It is ```{json.dumps(one)}```."):
-        assert skills.read_items(text, key) == ([one], True)
+        assert read(text, key) == ([one], True)
 
 
 LATEX = r"""\frac{a}{b} \boxed{7} \theta \nu \rho \tau \times \(x\) \{1\} \[x\] \beta \forall \neq
@@ -159,8 +163,8 @@ LATEX = r"""\frac{a}{b} \boxed{7} \theta \nu \rho \tau \times \(x\) \{1\} \[x\] 
 def test_latex_survives_whether_or_not_the_model_escaped_it(value):
     wanted = dict.fromkeys(skills.FIELDS[G], f"so {value} follows")
     escaped = json.dumps(wanted)
-    assert skills.read_items(escaped, G) == ([wanted], True)
-    assert skills.read_items(escaped.replace("\\\\", "\\"), G) == ([wanted], True)
+    assert read(escaped, G) == ([wanted], True)
+    assert read(escaped.replace("\\\\", "\\"), G) == ([wanted], True)
 
 
 def test_escapes_of_json_keep_their_meaning():
@@ -184,11 +188,11 @@ def test_a_reply_cut_off_anywhere_keeps_its_complete_items_and_is_not_whole():
         ends = [text.index(json.dumps(e)) + len(json.dumps(e)) for e in found]
         for cut in range(len(text)):
             complete = found[: sum(end <= cut for end in ends)]
-            assert skills.read_items(text[:cut], G) == (complete, False), text[:cut]
+            assert read(text[:cut], G) == (complete, False), text[:cut]
 
 
 def test_thinking_that_never_ends_is_not_a_whole_reply():
-    assert not skills.read_items(f"<think>Perhaps {answer(PAIR)}, but then", G)[1]
+    assert not read(f"<think>Perhaps {answer(PAIR)}, but then", G)[1]
 
 
 WRONG = [{**item("a"), "principle": x} for x in ("", " \n", None, 3, ["p"], {"p": 1}, True)]
@@ -197,7 +201,7 @@ WRONG = [{**item("a"), "principle": x} for x in ("", " \n", None, 3, ["p"], {"p"
 @pytest.mark.parametrize("bad", [*WRONG, {}, {"title": "t"}, None, 3, "title", [], item("a", E)])
 def test_an_item_of_the_wrong_type_is_left_out_and_the_reply_not_whole(bad):
     assert skills.parse_json_items(answer([bad]), G) == []
-    assert skills.read_items(answer([PAIR[0], bad, PAIR[1]]), G) == (PAIR, False)
+    assert read(answer([PAIR[0], bad, PAIR[1]]), G) == (PAIR, False)
 
 
 NOTHING = ["", "no", "null", "3", '"a"', "[]", "{}", "{[}]", "<think>", "```json\n```"]
@@ -205,7 +209,7 @@ NOTHING = ["", "no", "null", "3", '"a"', "[]", "{}", "{[}]", "<think>", "```json
 
 @pytest.mark.parametrize("text", [*NOTHING, answer([]), answer(None), answer("a"), answer({})])
 def test_nothing_to_read(text):
-    assert skills.read_items(text, G) == ([], False)
+    assert read(text, G) == ([], False)
 
 
 def test_each_kind_reads_its_own_items_alone():
@@ -781,7 +785,7 @@ def test_no_mangled_reply_loses_or_invents_an_entry_in_a_merge(key):
         used, written = [], []
         for prompt, reply in model.pairs:
             group = read_prompt(prompt)[1]
-            found, whole = skills.read_items(reply, key)
+            found, whole = read(reply, key)
             assert well_formed(found, key)
             if whole and 0 < len(found) <= len(group):
                 used += group

@@ -28,7 +28,7 @@ from safetensors.torch import load, load_file
 from test_distributed import two_processes
 from tqdm import tqdm
 
-import distributed
+import files
 import rollout
 import sgsd
 
@@ -126,7 +126,7 @@ def check_killed(world_dir, path, whole, kill_at=0, seconds=0.0, tear=False):
             f.write(b'{"step": 1, "kind": "torn \xc3')
     resumed_equals(whole, world_dir, out, log)
     assert not list(out.rglob("*.tmp"))
-    assert all(list(distributed.read_jsonl(file)) for file in out.rglob("*.jsonl"))
+    assert all(list(files.read_jsonl(file)) for file in out.rglob("*.jsonl"))
     return code != 0
 
 

@@ -17,7 +17,7 @@ import eval
 import rollout
 import sgsd
 import skills
-from distributed import UserError
+from cli import UserError
 
 TURN = "<|im_end|>\n<|im_start|>assistant\nThe answer is \\boxed{5}<|im_end|>\n<|im_start|>user\n"
 TEXTS = {

@@ -16,7 +16,7 @@ import eval
 import policy
 import sgsd
 import skills
-from distributed import UserError
+from cli import UserError
 
 DEEP = "[" * 100_000
 ROW = '{"problem": "p", "answer": "1"}\n'

@@ -17,14 +17,14 @@ import pytest
 from conftest import ROOT
 from driver import rows
 
-import distributed
 import eval
+import files
 import policy
 import report
 import runlog
 import sgsd
 import skills
-from distributed import UserError
+from cli import UserError
 from problems import Problem
 
 SCRIPT = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'
@@ -166,7 +166,7 @@ def test_the_ledger_knows_a_dynamic_entry_by_its_text(tmp_path):
     made = []
     for step, r, i, rho in ((5, 1, 0, 1), (5, -1, 1, 0), (6, 1, 0, -1), (6, -1, 1, -1)):
         made.append({"step": step, "r": r, "pairs": [[f"dyn_gen_{i}", "err"]], "rho": [rho]})
-    distributed.write_jsonl(tmp_path / "rollouts.jsonl", made)
+    files.write_jsonl(tmp_path / "rollouts.jsonl", made)
     a, b, err, c = report.ledger(tmp_path)["entries"]
     assert (a["entry"]["title"], a["id"], a["first"], a["last"]) == ("a", "dyn_gen_1", 0, 5)
     assert (a["retrieved"], b["retrieved"], c["retrieved"], err["retrieved"]) == (2, 2, 0, 4)
@@ -235,7 +235,7 @@ def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, **changes):
             logs["rollouts"].append(name | row)
             logs["tokens"].append(name | gaps)
     for name, lines in logs.items():
-        distributed.write_jsonl(path / f"{name}.jsonl", lines)
+        files.write_jsonl(path / f"{name}.jsonl", lines)
     return path
 
 
@@ -285,7 +285,7 @@ def test_the_page_opens_on_the_rollout_where_most_teachers_count(tmp_path):
         for name in ("pairs", "s_g", "s_e", "alpha", "a_plain", "a", "losses"):
             row[name] *= 2
         row["rho"] = rho
-    distributed.write_jsonl(run / "rollouts.jsonl", made)
+    files.write_jsonl(run / "rollouts.jsonl", made)
     _, (data,) = page([run], tmp_path / "r.html")
     assert data["opens"] == 2 and not data["explained"]
     (run / "tokens.jsonl").unlink()
@@ -332,7 +332,7 @@ def test_evaluations_of_the_runs_checkpoints_and_of_plain_models(tmp_path):
         for name, avg in sets.items():
             table[name] = {"avg": avg, "avg_low": 0.0, "avg_high": 1.0}
             table[name] |= {"samples": 24, "problems": 2}
-        distributed.write_json(run / "eval" / folder / "results.json", table)
+        files.write_json(run / "eval" / folder / "results.json", table)
     curves = {}
     for point in report.evaluations(run):
         assert point["samples"] == 12
@@ -351,7 +351,7 @@ def test_the_page_rounds_an_accuracy_as_the_table_of_eval_does(tmp_path, capsys)
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B")
     row = dict.fromkeys(("avg", "pass", "maj", "boxed", "truncated", "tokens"), 0.93125)
     row |= {"avg_low": 0.9125, "avg_high": 0.94449999, "samples": 24, "problems": 2}
-    distributed.write_json(run / "eval/step_000025/results.json", {"aime": row})
+    files.write_json(run / "eval/step_000025/results.json", {"aime": row})
     (point,) = report.evaluations(run)
     eval.print_table({"aime": {"results": {"step_000025": row}, "selections": {}}}, 12)
     table = capsys.readouterr().out
@@ -367,7 +367,7 @@ def test_evaluations_on_other_problems_under_one_name_are_no_curve(tmp_path):
     figures = {"avg": 0.5, "avg_low": 0.0, "avg_high": 1.0, "samples": 24, "problems": 2}
     for step, problems in ((25, "a"), (50, "b"), (75, "b")):
         table = {"test": {**figures, "digest": problems}}
-        distributed.write_json(run / f"eval/step_{step:06d}/results.json", table)
+        files.write_json(run / f"eval/step_{step:06d}/results.json", table)
     assert [point["step"] for point in report.evaluations(run)] == [50, 75]
 
 
@@ -630,7 +630,7 @@ def test_the_colours_of_gaps_are_on_one_scale_from_the_threshold_to_the_bound(tm
     made = rows(run / "tokens.jsonl")
     for row, delta in zip(made, gaps):
         row["delta"] = [delta]
-    distributed.write_jsonl(run / "tokens.jsonl", made)
+    files.write_jsonl(run / "tokens.jsonl", made)
     for found in probe(page([run], tmp_path / "r.html")[0], tmp_path):
         assert not found["errors"]
         first, second = found["colours"]
@@ -671,14 +671,14 @@ def test_a_run_without_teachers_says_so_wherever_a_teacher_would_be_shown(tmp_pa
     run = write_run(tmp_path / "run", updates=1)
     skills.SkillBank([], [], {"source": "nothing"}).save(run / "bank/step_000000.json")
     gaps = rows(run / "tokens.jsonl")[0] | {"delta": [], "credit": []}
-    distributed.write_jsonl(run / "tokens.jsonl", [gaps])
+    files.write_jsonl(run / "tokens.jsonl", [gaps])
     row = rows(run / "rollouts.jsonl")[0]
     row |= {name: [] for name in ("pairs", "rho", "s_g", "s_e", "alpha", "a_plain", "a", "losses")}
-    distributed.write_jsonl(run / "rollouts.jsonl", [row])
+    files.write_jsonl(run / "rollouts.jsonl", [row])
     metrics = rows(run / "metrics.jsonl")[0]
     metrics |= {f"rho_{fate}": 0 for fate in FATES.values()}
     metrics |= dict.fromkeys(("abs_a_p50", "clip_share", "first_gap", "loss"), 0.0)
-    distributed.write_jsonl(run / "metrics.jsonl", [metrics | {"mask_share": 0.9}])
+    files.write_jsonl(run / "metrics.jsonl", [metrics | {"mask_share": 0.9}])
     for found in probe(page([run], tmp_path / "r.html")[0], tmp_path):
         assert not found["errors"] and all(found[view][0] for view in found["told"])
         assert found["told"]["curves"].count("No rollout had a teacher.") == 10
@@ -700,8 +700,8 @@ def test_polarity_and_support_are_in_other_colours(tmp_path):
     gaps["delta"] *= 3
     gaps["credit"] *= 3
     row |= {"r": -1, "a": [-0.5, 0.5, 0.01], "rho": [1, -1, 0]}
-    distributed.write_jsonl(run / "rollouts.jsonl", [row])
-    distributed.write_jsonl(run / "tokens.jsonl", [gaps])
+    files.write_jsonl(run / "rollouts.jsonl", [row])
+    files.write_jsonl(run / "tokens.jsonl", [gaps])
     for found in probe(page([run], tmp_path / "r.html")[0], tmp_path):
         assert not found["errors"] and len(set(found["polarities"])) == 3
         assert len(set(found["supports"])) == 2

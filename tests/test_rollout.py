@@ -18,7 +18,8 @@ from transformers import Gemma3Config, GenerationConfig
 import distributed
 import policy
 import rollout
-from distributed import UserError
+import skills
+from cli import UserError
 from problems import Problem
 from rollout import Sampling
 
@@ -266,7 +267,7 @@ def test_think_tags_that_are_special_tokens_are_still_seen():
 def test_the_writer_answers_greedily_and_samples_what_it_is_asked_again(tokenizer, tmp_path):
     """A reply is a function of the prompt and of how often it was asked: resume needs no memory."""
     model, alone = make_model(), distributed.World(0, 1, torch.device("cpu"))
-    writer = rollout.Writer(model, tokenizer, alone, tmp_path, 8, 0)
+    writer = skills.Writer(model, tokenizer, alone, tmp_path, 8, 0)
 
     def ask(prompts, times):
         return writer.replies(prompts, times, "", False)

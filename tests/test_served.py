@@ -23,7 +23,8 @@ import rollout
 import served
 import sgsd
 import skills
-from distributed import UserError, World
+from cli import UserError
+from distributed import World
 
 LISTED = {"owned_by": "vllm", "max_model_len": 40960}
 

@@ -20,11 +20,12 @@ from transformers import GenerationConfig
 import baselines
 import config
 import policy
+import problems
 import rollout
 import runlog
 import sgsd
 import skills
-from distributed import UserError
+from cli import UserError
 from problems import Problem
 
 BANK = {"bank": "", "cold_start": 8, "update_every": 2, "max_new_items": 2}
@@ -63,7 +64,7 @@ def dynamic(bank):
 
 def test_a_run_makes_its_bank_and_evolves_it(whole):
     """Without --bank: cold start (Alg. 2), and every second update evolution (Alg. 4)."""
-    versions = runlog.bank_versions(whole.out)
+    versions = skills.bank_versions(whole.out)
     assert list(versions) == [0, 2, 4]
     banks = [skills.SkillBank.load(path) for path in versions.values()]
     memories = rows(whole.out / "bank/memories.jsonl")
@@ -88,16 +89,15 @@ def test_the_adapters_train_and_nothing_else(world_dir, tmp_path):
 
 
 def test_minibatches_cover_each_epoch_once():
-    problems = [Problem(str(i), "x", "1") for i in range(10)]
+    data = [Problem(str(i), "x", "1") for i in range(10)]
     cfg, seen = config.Config(batch_size=4), []
     for step in range(1, 6):
-        seen += [x.id for x, _ in sgsd.minibatch(problems, cfg, step)]
+        seen += [x.id for x, _ in problems.minibatch(data, cfg, step)]
     assert sorted(seen[:10]) == sorted(seen[10:]) == sorted(map(str, range(10)))
     assert seen[:10] != seen[10:]
-    twice = sgsd.minibatch(problems[:2], cfg, 1)  # a problem that comes twice is sampled twice
-    assert len({key for _, key in twice}) == 4
-    others = sgsd.minibatch(problems, config.Config(batch_size=4, seed=1), 1)
-    assert not {key for _, key in others} & {key for _, key in sgsd.minibatch(problems, cfg, 1)}
+    twice = problems.minibatch(data[:2], cfg, 1)  # a problem that comes twice is sampled twice
+    assert len(set(twice)) == 4
+    assert problems.minibatch(data, config.Config(batch_size=4, seed=1), 1) != twice
 
 
 def test_another_reward_moves_training_alone(world_dir, tmp_path, monkeypatch):
@@ -330,7 +330,7 @@ def test_a_run_whose_bank_has_no_pair_ends_before_its_first_update_and_says_why(
     assert "4 of 4 seed solutions were cut off at --cold-start-tokens 20: raise it" in said
     assert "4 replies were lost (cut off): raise --reply-tokens" in said
     assert f"then --resume {run.out} uses the solutions again; with --allow-empty-bank it" in said
-    assert not (run.out / "metrics.jsonl").exists() and not runlog.bank_versions(run.out)
+    assert not (run.out / "metrics.jsonl").exists() and not skills.bank_versions(run.out)
     (reply, *_) = rows(run.out / "bank/replies.jsonl")
     assert (reply["outcome"], reply["cause"]) == ("retried", "cut off")
 
@@ -375,7 +375,7 @@ def test_a_bank_evolves_under_a_retrieval_that_has_no_encoder(world_dir, tmp_pat
     changes = {"updates": 2, "update_every": 2, "retrieval": "random", "encoder": "/no/such"}
     run = make_run(world_dir, tmp_path / "run", kind=baselines.BaselineConfig, **changes)
     assert sgsd.train(run, baselines.method_step) == 0
-    assert list(runlog.bank_versions(run.out)) == [0, 2] and dynamic(run.bank)
+    assert list(skills.bank_versions(run.out)) == [0, 2] and dynamic(run.bank)
 
 
 def test_the_last_line_of_a_run_without_test_problems_asks_for_some(world_dir, tmp_path):

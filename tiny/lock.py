@@ -34,13 +34,13 @@ from dataclasses import dataclass
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import make  # noqa: E402
-import torch  # noqa: E402
-import world  # noqa: E402
+import make
+import torch
+import world
 
-import policy  # noqa: E402
-import rollout  # noqa: E402
-import skills  # noqa: E402
+import policy
+import rollout
+import skills
 
 OUT = HERE / "lock"
 STEPS, ROWS, RATE = 1200, 24, 1e-3

@@ -24,13 +24,14 @@ from types import SimpleNamespace
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import torch  # noqa: E402
-import world  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+import world
+from tqdm import tqdm
 
-import policy  # noqa: E402
-import rollout  # noqa: E402
-import skills  # noqa: E402
+import policy
+import replies
+import rollout
+import skills
 
 VOCAB, STEPS, ROWS, RATE, BUDGET = 1024, 2600, 32, 2e-3, 1536
 MIX = {
@@ -396,7 +397,7 @@ def accuracy(model, tokenizer, problems: list[world.Drawn], case: str, seed: int
     return right
 
 
-def replies(model, tokenizer, count: int, seed: int = 0) -> dict[str, dict[str, float]]:
+def fates_of_replies(model, tokenizer, count: int, seed: int = 0) -> dict[str, dict[str, float]]:
     """How greedy replies to extraction and merge prompts fare: parsed, whole, and right."""
     rng, found = random.Random(seed), {}
     for kind in ("extraction", "merge"):
@@ -422,9 +423,8 @@ def replies(model, tokenizer, count: int, seed: int = 0) -> dict[str, dict[str, 
             out += rollout.generate(model, tokenizer, part, sampling, [0] * len(part))
         parsed = whole = meant = 0
         for (key, _, allowed), ids in zip(asked, out):
-            items, complete = skills.read_items(
-                tokenizer.decode(ids, skip_special_tokens=True), key
-            )
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            items, complete = replies.read_items(text, key, skills.FIELDS[key])
             parsed, whole = parsed + bool(items), whole + complete
             meanings = [world.meaning(e) for e in items]
             wanted = [world.meaning(e) for e in allowed]
@@ -450,7 +450,7 @@ def _glance(model, tokenizer) -> str:
         f"{case} {sum(accuracy(model, tokenizer, problems, case)) / len(problems):.0%}"
         for case in CASES
     ]
-    read = replies(model, tokenizer, 16)
+    read = fates_of_replies(model, tokenizer, 16)
     model.train()
     return ", ".join(shares) + "".join(
         f", {k} {v['whole']:.0%}/{v['meant']:.0%}" for k, v in read.items()
@@ -484,7 +484,7 @@ def measure(count: int) -> str:
         lines.append(f"| {f.name} | " + " | ".join(cells) + " |")
     lines.append("| **all** | " + " | ".join(interval(right[case]) for case in CASES) + " |")
     lines += ["", "| replies | asked | parsed | whole | right meaning |", "|---|---|---|---|---|"]
-    for kind, r in replies(model, tokenizer, 200).items():
+    for kind, r in fates_of_replies(model, tokenizer, 200).items():
         lines.append(
             f"| {kind} | {r['asked']} | {r['parsed']:.1%} | {r['whole']:.1%} | {r['meant']:.1%} |"
         )
