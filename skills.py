@@ -534,19 +534,23 @@ class Writer:
         return len(prompt_ids) * 5 // 4 if merging else self.reply_tokens
 
     def answer(self, questions: list[Question], stage: str) -> list[Answer]:
-        """A reply to each question: greedy to a new one, sampled to one asked before (D4).
+        """A reply to each question, another one whenever a question comes again."""
+        times = [self.asked[question.prompt] for question in questions]
+        self.asked.update({question.prompt for question in questions})
+        return self.replies(questions, times, stage)
 
-        stage: the name on the progress bar.
+    def replies(self, questions: list[Question], times: list[int], stage: str) -> list[Answer]:
+        """Greedy replies to new questions, and sampled ones to those asked before (D4).
+
+        times: how often each question was asked before. stage: the name on the progress bar.
         """
         new: list[rollout.Row] = []
         asked_before: list[rollout.Row] = []
-        for i, question in enumerate(questions):
+        for i, (question, n) in enumerate(zip(questions, times)):
             ids = policy.chat_ids(self.tokenizer, question.prompt, thinking=False)
-            times = self.asked[question.prompt]
-            key = rollout.sample_key(self.seed, 0, question.prompt, times)
+            key = rollout.sample_key(self.seed, 0, question.prompt, n)
             row = rollout.Row(i, ids, key, self.limit(ids, question.shown > 0))
-            (asked_before if times else new).append(row)
-        self.asked.update({question.prompt for question in questions})
+            (asked_before if n else new).append(row)
         stops = policy.stop_ids(self.model, self.tokenizer)
 
         def finish(turn: rollout.Turn) -> list:

@@ -34,8 +34,8 @@ class CoinVerifier(rollout.Verifier):
 class FakeWriter(skills.Writer):
     """Extracts one item from each memory, named after its problem; a merge drops the last item."""
 
-    def replies(self, prompts, times, stage, merging):
-        return [self.reply(prompt) for prompt in prompts]
+    def replies(self, questions, times, stage):
+        return [(self.reply(question.prompt), False) for question in questions]
 
     def reply(self, prompt):
         key = "general_skills" if "key general_skills" in prompt else "common_mistakes"

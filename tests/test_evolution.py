@@ -103,15 +103,15 @@ class Writer(skills.Writer):
 
     def __init__(self, model):
         super().__init__(model, None, None, None, 0, 0)
-        self.said, self.stages, self.times = [], [], []
+        self.said, self.stages, self.times, self.cut = [], [], [], False
 
-    def log(self, row):
-        self.said.append(row)
+    def log(self, question, row):
+        self.said.append({**row, "prompt": question.prompt})
 
-    def replies(self, prompts, times, stage, merging):
-        self.stages.append((stage, merging))
+    def replies(self, questions, times, stage):
+        self.stages.append((stage, questions[0].shown > 0))
         self.times.append(times)
-        return self.model(prompts)
+        return [(text, self.cut) for text in self.model([asked.prompt for asked in questions])]
 
 
 # ----------------------------------------------------------------------------- a model's JSON
@@ -338,7 +338,7 @@ def test_what_is_wrong_with_a_lost_reply_is_logged():
     for reply, cause in causes.items():
         for cut in (False, True):
             writer = Writer(Model(lambda *_, reply=reply: reply))
-            writer.cut = {0} if cut else set()
+            writer.cut = cut
             skills.merge(items("abc"), G, writer)
             said = [(row["outcome"], row["cause"]) for row in writer.said]
             assert said == [(way, "cut off" if cut else cause) for way in ("retried", "lost")]

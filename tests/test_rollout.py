@@ -270,7 +270,8 @@ def test_the_writer_answers_greedily_and_samples_what_it_is_asked_again(tokenize
     writer = skills.Writer(model, tokenizer, alone, tmp_path, 8, 0)
 
     def ask(prompts, times):
-        return writer.replies(prompts, times, "", False)
+        questions = [skills.Question(prompt, "general_skills") for prompt in prompts]
+        return [text for text, _ in writer.replies(questions, times, "")]
 
     a, b = ask(["a", "b b b"], [0, 0])
     assert ask(["b b b", "a", "c"], [0, 0, 0])[:2] == [b, a] and ask([], []) == []
