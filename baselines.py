@@ -259,7 +259,7 @@ def token_losses(cfg: BaselineConfig, ids_n: Tensor, s_nV: Tensor, *teachers_nV:
     """
     logp_nK = torch.stack([policy.logprob_of(ids_n, t_nV) for t_nV in teachers_nV], 1)
     full_nK = logp_nK - policy.logprob_of(ids_n, s_nV)[:, None]
-    found = []
+    columns = []
     for t_nV, full_n in zip(teachers_nV, full_nK.unbind(1)):
         gap_n, gated_n = full_n, full_n
         if cfg.support_top_k:
@@ -269,8 +269,8 @@ def token_losses(cfg: BaselineConfig, ids_n: Tensor, s_nV: Tensor, *teachers_nV:
         else:
             beta, clip = JSD_BETA[cfg.objective], cfg.objective_clip
             loss_n = generalized_jsd(s_nV, t_nV, beta, clip=clip)
-        found.append(torch.stack([loss_n, gap_n, full_n], 1))
-    return torch.stack(found, 1)
+        columns.append(torch.stack([loss_n, gap_n, full_n], 1))
+    return torch.stack(columns, 1)
 
 
 def settings(run: Run) -> BaselineConfig:
@@ -318,8 +318,7 @@ def grpo_rollout(run: Run, example: Example) -> RolloutLoss:
     prompt, ids, t = [roll.prompt_ids], [roll.completion_ids], cfg.score_temperature
     logp_T = policy.token_logprobs(run.model, prompt, ids, grad=True, temperature=t)[0]
     loss = unless_cut(cfg, roll, grpo_loss(logp_T, logp_T, advantage.item()))
-    none_K, none_KT = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T))
-    result = RolloutLoss(loss, torch.ones_like(logp_T), none_KT, none_K, none_K, none_K, none_K)
+    result = RolloutLoss.without_teachers(loss, logp_T)
     result.numbers["advantage"] = advantage
     return result
 
@@ -411,7 +410,7 @@ def teacher_policy(run: Run) -> Iterator[None]:
             yield
     else:
         params = policy.trained(run.model)
-        own = {name: p.data for name, p in params.items()}
+        students = {name: p.data for name, p in params.items()}
         for name, p in params.items():
             copy = f"{name}.teacher"
             if copy not in run.kept:
@@ -421,7 +420,7 @@ def teacher_policy(run: Run) -> Iterator[None]:
             yield
         finally:
             for name, p in params.items():
-                p.data = own[name]
+                p.data = students[name]
 
 
 def follow(run: Run, step: int) -> None:

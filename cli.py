@@ -7,10 +7,13 @@ import argparse
 import contextlib
 import difflib
 import os
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
+
+VERSION = "0.1.0"  # of the project: --version shows it, config.json keeps it
 
 
 class UserError(ValueError):
@@ -22,7 +25,11 @@ class SharedError(UserError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags whose mistakes are UserErrors."""
+    """Flags whose mistakes are UserErrors, and --version."""
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self.add_argument("--version", action="version", version=f"sgsd {VERSION}")
 
     def error(self, message: str) -> NoReturn:
         """End with a UserError, and suggest the closest flag to each unknown one."""
@@ -31,6 +38,17 @@ class Parser(argparse.ArgumentParser):
             for close in difflib.get_close_matches(flag, flags, 1, 0.75):
                 hint += f"for {flag} there is {close}; "
         raise UserError(f"{message}; {hint}--help lists the flags")
+
+
+def program(default: str) -> str:
+    """The script that was started, for a line that says how to go on; else `default`.
+
+    A script of the user's own, which changes a part of the method and then calls `main`, has to be
+    the one that goes on: the program itself would continue without the change.
+    """
+    started = sys.argv[0]
+    own_script = started.endswith(".py") and not started.endswith("__main__.py")
+    return started if own_script and pathlib.Path(started).exists() else default
 
 
 def brief(error: BaseException) -> str:

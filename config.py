@@ -270,8 +270,8 @@ def parse(
     the preset, and that overrides a --method's own defaults. `--resume RUN` starts from the run's
     saved settings instead. Raises UserError on anything that is wrong.
     """
-    title, *more = (about or "").split("\n")
-    commands = [line for line in more if line.startswith(("    python ", "    torchrun "))]
+    title, *body = (about or "").split("\n")
+    commands = [line for line in body if line.startswith(("    python ", "    torchrun "))]
     parser = cli.Parser(
         program,
         description=f"{title}\n\nTags such as S3 and D8 are rows of docs/decisions.md.",
@@ -289,12 +289,14 @@ def parse(
         if f.name in GROUPS:
             group = parser.add_argument_group(GROUPS[f.name])
         text = f"{f.metadata['source']} (default: {f.default})".replace("%", "%%")
-        how: dict[str, Any] = {"type": type(f.default), "choices": f.metadata["choices"] or None}
-        if not how["choices"]:
-            how["metavar"] = type(f.default).__name__
+        options: dict[str, Any] = {"type": type(f.default)}
+        if f.metadata["choices"]:
+            options["choices"] = f.metadata["choices"]
+        else:
+            options["metavar"] = type(f.default).__name__
         if isinstance(f.default, bool):
-            how = {"action": argparse.BooleanOptionalAction}
-        group.add_argument(flag(f.name), help=text, **how)
+            options = {"action": argparse.BooleanOptionalAction}
+        group.add_argument(flag(f.name), help=text, **options)
     given = vars(parser.parse_args(argv))
     if "resume" in given:
         return _resumed(given.pop("resume"), given, kind), True
@@ -330,9 +332,9 @@ def _restarted(cfg: Config) -> bool:
 
 
 def _resumed(run: str, given: dict[str, Any], kind: type[Config]) -> Config:
-    own = {"bank": "bank (D9)", "out": "directory", "method": "method"}
-    own |= {"preset": "settings", "print_config": "settings"}
-    for name, what in own.items():
+    kept = {"bank": "bank (D9)", "out": "directory", "method": "method"}
+    kept |= {"preset": "settings", "print_config": "settings"}
+    for name, what in kept.items():
         if name in given:
             rule = f"a resumed run has its own {what}; leave it out, or start a new run"
             raise UserError(f"{flag(name)} {given[name]}: {rule}")

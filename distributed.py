@@ -111,7 +111,11 @@ def _join(rank: int, size: int, here: torch.device) -> None:
 
 
 def agree(value: object, world: World, what: str) -> None:
-    """SharedError on every rank unless all see the same value, as on a shared file system."""
+    """SharedError on every rank unless all see the same value, as on a shared file system.
+
+    It is also where the ranks wait for one another: what rank 0 writes afterwards, none of them
+    can still be about to read.
+    """
     if any(other != value for other in gather(value, world)):
         raise SharedError(f"the ranks see different {what}; let them share one file system")
 
@@ -139,9 +143,9 @@ def errors_shared(world: World) -> Iterator[None]:
         yield
     except UserError as e:
         error = str(e)
-    for found in gather(error, world):
-        if found:
-            raise SharedError(found)
+    for message in gather(error, world):
+        if message:
+            raise SharedError(message)
 
 
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:

@@ -201,10 +201,10 @@ def base_of(place: pathlib.Path, base: str) -> str:
         models = [folder / name for folder in (pathlib.Path(), *place.parents)]
     except (ValueError, KeyError, TypeError) as e:
         raise UserError(f"{file}: names no base model ({e!r}); give it as --model") from None
-    found = [str(model) for model in models if (model / "config.json").exists()]
-    if not found and config.missing_path(name):
+    here = [str(model) for model in models if (model / "config.json").exists()]
+    if not here and config.missing_path(name):
         raise UserError(f"{file}: its base model {name} is not there; give it as --model")
-    return found[0] if found else name
+    return here[0] if here else name
 
 
 def check_adapter(place: pathlib.Path, base: str) -> None:
@@ -227,13 +227,13 @@ def check_adapter(place: pathlib.Path, base: str) -> None:
 
 def shapes(place: pathlib.Path) -> dict[str, list[int]]:
     """The shapes of the tensors in a directory's safetensors, but for a trainer's state."""
-    found: dict[str, list[int]] = {}
+    by_name: dict[str, list[int]] = {}
     for file in sorted(place.glob("*.safetensors")):
         try:
             if file.stem != "trainer":
                 with safe_open(file, framework="np") as tensors:
                     names = tensors.keys()
-                    found |= {name: tensors.get_slice(name).get_shape() for name in names}
+                    by_name |= {name: tensors.get_slice(name).get_shape() for name in names}
         except SafetensorError as e:
             raise UserError(f"{file}: not read ({cli.brief(e)}); is it torn?") from None
-    return found
+    return by_name

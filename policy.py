@@ -57,8 +57,8 @@ def load_model(
     source = _located(name, flag)
     try:  # without trust_remote_code=False a model may ask to run its own code
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        how = {"dtype": dtype, "attn_implementation": attn, "trust_remote_code": False}
-        model: Model = AutoModelForCausalLM.from_pretrained(source, **how)
+        options = {"dtype": dtype, "attn_implementation": attn, "trust_remote_code": False}
+        model: Model = AutoModelForCausalLM.from_pretrained(source, **options)
     except Exception as e:  # transformers raises many kinds: no such id, offline, no config
         hint = "; --attn eager suits every model" if "attention" in str(e) else ""
         raise UserError(f"{flag} {name}: not loaded ({brief(e)}){hint}") from None
@@ -116,8 +116,8 @@ def _check_tokenizer(tokenizer: Tokenizer, model: Model, where: str) -> None:
     vocabulary.pop(getattr(tokenizer, "image_token_id", None), None)
     last, rows = max(vocabulary), model.get_input_embeddings().weight.shape[0]
     if last >= rows:
-        known = f"knows {last + 1} ids, the model has rows for {rows}"
-        raise UserError(f"{where} {known} (the last is {vocabulary[last]!r}); use the model's own")
+        sizes = f"knows {last + 1} ids, the model has rows for {rows}"
+        raise UserError(f"{where} {sizes} (the last is {vocabulary[last]!r}); use the model's own")
 
 
 def _remove_dropout(model: Model) -> None:
@@ -143,9 +143,9 @@ def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") ->
     """
     from peft import LoraConfig, get_peft_model
 
-    own = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    missing = [name for name in PROJECTIONS if name not in own]
-    if missing or "experts" in own:
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    missing = [name for name in PROJECTIONS if name not in names]
+    if missing or "experts" in names:
         why = f"has no {', '.join(missing)} to adapt" if missing else "is a mixture of experts"
         raise UserError(f"{flag}: {why} (S7); take another model")
     lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
@@ -251,12 +251,12 @@ def text_of(tokenizer: Tokenizer, ids: Ids) -> str:
 
 def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
     """Every id that ends a completion: the tokenizer's and all of the model's (Qwen3 has two)."""
-    own, settings = causal_lm(model).config, causal_lm(model).generation_config
-    found: set[int | None] = set()
-    for source in (tokenizer, own, own.get_text_config(), settings):
+    settings_of_model, settings = causal_lm(model).config, causal_lm(model).generation_config
+    stops: set[int | None] = set()
+    for source in (tokenizer, settings_of_model, settings_of_model.get_text_config(), settings):
         ids = getattr(source, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple) else [ids])
-    return sorted(i for i in found if i is not None)
+        stops.update(ids if isinstance(ids, list | tuple) else [ids])
+    return sorted(i for i in stops if i is not None)
 
 
 def token_logprobs(
@@ -295,10 +295,10 @@ def logprob_of(ids_n: Tensor, logits_nV: Tensor) -> Tensor:
     On CPU four rows at a time, which stay in its cache and need no second copy of all logits.
     """
     rows = 4 if logits_nV.device.type == "cpu" else max(1, len(ids_n))
-    found = []
+    logprobs = []
     for logits, ids in zip(logits_nV.split(rows), ids_n.split(rows)):
-        found.append(-torch.nn.functional.cross_entropy(logits, ids, reduction="none"))
-    return torch.cat(found)
+        logprobs.append(-torch.nn.functional.cross_entropy(logits, ids, reduction="none"))
+    return torch.cat(logprobs)
 
 
 def predictors(
@@ -351,10 +351,10 @@ def over_slices(model, states: Sequence[Tensor], ids_N: Tensor, f, temperature=1
     # With a gradient, also what f makes of the logits and the gradients of both are alive.
     alive = len(states) * (4 if torch.is_grad_enabled() else 1)
     rows = max(1, SLICE_LOGITS[weight_VD.device.type] // (weight_VD.shape[0] * alive))
-    found = []
+    results = []
     for parts in zip(*[x.split(rows) for x in (ids_N, *states)]):
-        found.append(checkpoint(one, *parts, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(found)
+        results.append(checkpoint(one, *parts, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(results)
 
 
 def head_is_sliced(model: Model) -> bool:

@@ -82,16 +82,16 @@ def load_banks(run: pathlib.Path) -> Banks:
 
 
 def entries(bank: skills.SkillBank) -> Entries:
-    found = {}
+    by_id = {}
     for kind, id_field in skills.IDS.items():
         for entry in bank.collection(kind):
-            found[kind, entry[id_field]] = entry
-    return found
+            by_id[kind, entry[id_field]] = entry
+    return by_id
 
 
 def entries_in_use(banks: Banks, step: int) -> Entries:
     """What an update could retrieve: the entries of the last version before it."""
-    earlier = [made for made in banks if made < step]
+    earlier = [version for version in banks if version < step]
     return entries(banks[max(earlier)]) if earlier else {}
 
 
@@ -115,8 +115,8 @@ def ledger(run: pathlib.Path) -> dict:
             row |= {"sources": entry.get("sources", []), "retrieved": 0}
             for fate in runlog.FATE.values():
                 row[fate] = {"success": 0, "failure": 0}
-            known = rows.setdefault(identity(kind, id_, entry), row)
-            known |= {"id": id_, "last": step}
+            first_row = rows.setdefault(identity(kind, id_, entry), row)
+            first_row |= {"id": id_, "last": step}
     for roll in rollouts:
         used = entries_in_use(banks, roll["step"])
         outcome = "success" if roll["r"] > 0 else "failure"
@@ -145,26 +145,26 @@ def memories(run: pathlib.Path, bank: str, rollouts: list[dict]) -> dict[str, di
         for row in files.read_jsonl(folder / "memories.jsonl"):
             cold = {"step": 0, "r": row["reward"], "pred": row["predicted_answer"]}
             rows.append(row | cold | {"text": row["completion"]})
-    found: dict[str, dict[int, dict]] = {}
+    by_problem: dict[str, dict[int, dict]] = {}
     for row in rows + rollouts:
         memory = {name: row[name] for name in ("step", "r", "pred")}
         memory |= {"problem": excerpt(row["problem"]), "text": excerpt(row["text"])}
-        found.setdefault(row["problem_id"], {})[row["step"]] = memory
-    return found
+        by_problem.setdefault(row["problem_id"], {})[row["step"]] = memory
+    return by_problem
 
 
-def source_steps(row: dict, known: dict[str, dict[int, dict]]) -> list[tuple[str, int | None]]:
+def source_steps(row: dict, by_problem: dict[str, dict[int, dict]]) -> list[tuple[str, int | None]]:
     """The first sources of a ledger's row: problem id, and the update of its memory, if known.
 
     A dynamic entry came from the newest rollout before it; what was merged into it may be older.
     """
     dynamic = row["id"].startswith("dyn_")
-    found = []
+    sources = []
     for source in row["sources"][:MAX_SOURCES]:
-        made = known.get(source, {})
-        steps = [step for step in made if step <= row["first"] and (step > 0) == dynamic]
-        found.append((source, max(steps, default=None)))
-    return found
+        rollouts = by_problem.get(source, {})
+        steps = [step for step in rollouts if step <= row["first"] and (step > 0) == dynamic]
+        sources.append((source, max(steps, default=None)))
+    return sources
 
 
 def named(entry: dict, kind: str) -> list[str]:
@@ -198,8 +198,9 @@ def timeline(banks: Banks) -> list[dict]:
                 continue
             parents = []
             for old_key, old in gone.items():
-                own = old.get("sources")
-                if own and old_key[0] == key[0] and set(own) <= set(entry.get("sources", [])):
+                before_it = old.get("sources")
+                now_of_it = set(entry.get("sources", []))
+                if before_it and old_key[0] == key[0] and set(before_it) <= now_of_it:
                     parents.append(named(old, key[0]))
                     pruned.pop(old_key, None)
             mark = "merged" if parents else "new" if events else "start"
@@ -224,7 +225,7 @@ def sentence(a: float, rho: int, r: int) -> str:
 
 def teachers(row: dict, used: Entries) -> list[dict]:
     """The teachers of a rollout with their decisions, for the page."""
-    found = []
+    of_rollout = []
     for k, rho in enumerate(row["rho"]):
         teacher = {"rho": rho, "says": sentence(row["a"][k], rho, row["r"]), "s_g": None}
         teacher |= {name: number(row[name][k]) for name in ("alpha", "a_plain", "a", "losses")}
@@ -232,8 +233,8 @@ def teachers(row: dict, used: Entries) -> list[dict]:
             teacher |= {name: number(row[name][k]) for name in ("s_g", "s_e")}
             for name, kind, id_ in zip(("skill", "mistake"), skills.IDS, row["pairs"][k]):
                 teacher[name] = named(used[kind, id_], kind)
-        found.append(teacher)
-    return found
+        of_rollout.append(teacher)
+    return of_rollout
 
 
 def gate_view(row: dict, tokens: dict, banks: Banks, eps_a: float) -> dict:
@@ -256,10 +257,10 @@ def gate_view(row: dict, tokens: dict, banks: Banks, eps_a: float) -> dict:
 
 def whole(x_KT: list[list[float]], unit: float) -> list[list[int | None]]:
     """Numbers as whole multiples of a unit; None for nan and inf."""
-    found = []
+    multiples = []
     for x_T in x_KT:
-        found.append([round(x / unit) if math.isfinite(x) else None for x in x_T])
-    return found
+        multiples.append([round(x / unit) if math.isfinite(x) else None for x in x_T])
+    return multiples
 
 
 def in_words(view: dict, eps_a: float) -> str:
@@ -308,11 +309,11 @@ def evaluations(run: pathlib.Path) -> list[dict]:
         step = re.fullmatch(r"step_(\d+)", policy)
         if not step and re.search(r"--step_\d+$", policy):
             continue
-        more = " + skills" if policy != path.parent.name else ""
+        suffix = " + skills" if policy != path.parent.name else ""
         if not step and policy != base:
-            more = f", {policy}{more}"
+            suffix = f", {policy}{suffix}"
         for name, row in files.read_json(path).items():
-            point = {"set": name + more, "step": int(step[1]) if step else 0}
+            point = {"set": name + suffix, "step": int(step[1]) if step else 0}
             figures = {k: row[k] for k in ("avg", "avg_low", "avg_high")}
             point |= {k: number(x) for k, x in figures.items()}
             point["shown"] = {k: f"{x:.1%}" for k, x in figures.items()}  # as eval.py prints them
@@ -333,16 +334,18 @@ def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
     columns, every = curves(metrics, points)
     audited = {line["step"] for line in tokens}
     rows = [row for row in rollouts if row["step"] in audited]  # in the order of their tokens
-    views = [gate_view(*both, banks, settings["eps_a"]) for both in zip(rows, tokens)]
-    known = memories(run, settings.get("bank", ""), rollouts)
+    eps_a, views = settings["eps_a"], []
+    for row, of_tokens in zip(rows, tokens):
+        views.append(gate_view(row, of_tokens, banks, eps_a))
+    by_problem = memories(run, settings.get("bank", ""), rollouts)
     shown: dict[str, dict[int, dict]] = {}
     for row in counted["entries"]:
         row["all_sources"] = len(row["sources"])
-        row["sources"] = source_steps(row, known)
+        row["sources"] = source_steps(row, by_problem)
         for source, step in row["sources"]:
             if step is not None:
-                shown.setdefault(source, {})[step] = known[source][step]
-    x, tau_g, eps_a = torch.linspace(-6, 6, 121), settings["tau_g"], settings["eps_a"]
+                shown.setdefault(source, {})[step] = by_problem[source][step]
+    x, tau_g = torch.linspace(-6, 6, 121), settings["tau_g"]
     gate = [x, sgsd.gated_loss(x, tau_g), sgsd.gate_grad(x, tau_g)]
     noise = float(sgsd.gate_grad(torch.tensor(eps_a, dtype=torch.float64), tau_g))
     # The run's and not a rollout's. A credit's are those of a rollout with one unmasked token.
@@ -409,9 +412,9 @@ def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTE
             run["name"] = str(path)
     views = [run.pop("rollouts") for run in data]
     budget = (max_bytes - len(template) - len(dump(data))) // len(runs)
-    for run, own in zip(data, views):
-        run["audited"] = len(own)
-        run["rollouts"], others = fit(own, budget)
+    for run, views_of_run in zip(data, views):
+        run["audited"] = len(views_of_run)
+        run["rollouts"], others = fit(views_of_run, budget)
         run["left_out"] = excerpt(", ".join(others), 2000)
         counting = [sum(t["rho"] != 0 for t in view["teachers"]) for view in run["rollouts"]]
         run["opens"] = counting.index(max(counting)) if counting else 0  # where most count

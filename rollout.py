@@ -173,21 +173,22 @@ def _decode(
     width = max(len(row.prompt) + len(row.ids) for row in rows)
     ids, mask, starts = [], [], []
     for row in rows:
-        known = row.prompt + row.ids
-        padding = [0] * (width - len(known))
-        ids.append(padding + known)
-        mask.append(padding + [1] * len(known))
+        ids_so_far = row.prompt + row.ids
+        padding = [0] * (width - len(ids_so_far))
+        ids.append(padding + ids_so_far)
+        mask.append(padding + [1] * len(ids_so_far))
         starts.append(width - len(row.ids))
     draw = KeyedDraw([row.key for row in rows], starts, sampling)
     ids_BL, mask_BL = torch.tensor([ids, mask], device=causal.device)
     settings = GenerationConfig(max_new_tokens=steps, eos_token_id=stops or None, pad_token_id=0)
-    own = causal.generation_config
+    model_settings = causal.generation_config
     causal.generation_config = GenerationConfig()  # it would fill in what `settings` leave open
-    more = {"attention_mask": mask_BL, "past_key_values": cache}
     try:
-        out_BL = causal.generate(ids_BL, settings, [draw], **more)
+        out_BL = causal.generate(
+            ids_BL, settings, [draw], attention_mask=mask_BL, past_key_values=cache
+        )
     finally:
-        causal.generation_config = own
+        causal.generation_config = model_settings
     for row, new in zip(rows, out_BL[:, width:].tolist()):
         for token in new:
             if row.left:  # nothing is taken after a stop id
@@ -203,7 +204,11 @@ def _keep(cache: DynamicCache, rows: list[int], width: int) -> None:
 
 
 def _joined(cache: DynamicCache, new: DynamicCache) -> DynamicCache:
-    """The rows of both; the narrower of the two is padded on the left."""
+    """The rows of both; the narrower of the two is padded on the left.
+
+    New prompts come with a cache of their own, and a `DynamicCache` has no way to take in another.
+    What the padding holds is never attended to: the mask of the next call leaves it out.
+    """
     width = max(cache.get_seq_length(), new.get_seq_length())
     for ours, theirs in zip(cache.layers, new.layers):
         for name in ("keys", "values"):
@@ -253,11 +258,11 @@ def spread(
         while left:
             turn = finish(next(turns, []))
             turns_of_ranks = gather([turn, sum(row.left for row in mine)], world)
-            found = list(itertools.chain(*[finished for finished, _ in turns_of_ranks]))
-            left -= len(found)
+            finished = list(itertools.chain.from_iterable(rows for rows, _ in turns_of_ranks))
+            left -= len(finished)
             bar.set_description_str(f"{stage}: {total - left}/{total}", refresh=False)
             bar.update(tokens - sum(to_come for _, to_come in turns_of_ranks) - bar.n)
-            yield found
+            yield finished
     if shown and not moving:
         seconds = time.perf_counter() - begun
         print(f"{stage}: {total} in {seconds:.0f} s", file=sys.stderr, flush=True)

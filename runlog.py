@@ -82,8 +82,8 @@ def begin(cfg: Config, world: World, start: int, bank_is_due: bool = False) -> l
             for log in logs:  # the updates after `start` will be made again
                 of_bank = log.stem == "replies"
                 files.trim_jsonl(log, start - bank_is_due if of_bank else start)
-            for made, path in bank_versions(out).items():
-                if made > start - bank_is_due:
+            for since, path in bank_versions(out).items():
+                if since > start - bank_is_due:
                     path.unlink()
     return loggers
 
@@ -92,7 +92,8 @@ def how_to_continue(cfg: Config) -> str:
     """What goes on with a run that was broken off, as the end of a sentence."""
     if not pathlib.Path(cfg.out, "config.json").exists():
         return "nothing of the run is written yet: give the same command again"
-    return f"all files of the run are whole: python {cfg.program} --resume {cfg.out} continues it"
+    command = f"python {cli.program(cfg.program)} --resume {cfg.out}"
+    return f"all files of the run are whole: {command} continues it"
 
 
 def bank_is_due(out: pathlib.Path, step: int) -> bool:
@@ -339,7 +340,7 @@ def notices(cfg: Config, metrics: list[dict]) -> list[str]:
 
 def mirrors(cfg: Config, start: int) -> list[Logger]:
     """Functions that pass a line of metrics.jsonl on to --wandb and --tensorboard."""
-    found: list[Logger] = []
+    loggers: list[Logger] = []
     out = pathlib.Path(cfg.out)
     if cfg.wandb:
         import wandb
@@ -350,7 +351,7 @@ def mirrors(cfg: Config, start: int) -> list[Logger]:
         except Exception as e:  # not logged in, or no network
             fix = "log in, set WANDB_MODE=offline, or leave the flag out"
             raise UserError(f"--wandb: not started ({cli.brief(e)}); {fix}") from None
-        found.append(lambda m: wandb.log(m, step=m["step"]))
+        loggers.append(lambda m: wandb.log(m, step=m["step"]))
     if cfg.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -360,8 +361,8 @@ def mirrors(cfg: Config, start: int) -> list[Logger]:
             for name, value in m.items():
                 writer.add_scalar(name, value, m["step"])
 
-        found.append(add)
-    return found
+        loggers.append(add)
+    return loggers
 
 
 def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -386,7 +387,7 @@ def memory_gb(world: World) -> float:
 
 def provenance(cfg: Config) -> dict:
     """What config.json holds: settings, command line, commit and versions."""
-    versions = {"python": sys.version.split()[0]}
+    versions = {"sgsd": cli.VERSION, "python": sys.version.split()[0]}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)

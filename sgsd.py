@@ -307,6 +307,12 @@ class RolloutLoss:
     numbers: dict[str, Tensor] = field(default_factory=dict)  # further ones for rollouts.jsonl
     token_numbers: dict[str, Tensor] = field(default_factory=dict)  # the same for tokens.jsonl
 
+    @classmethod
+    def without_teachers(cls, loss: Tensor, logp_T: Tensor) -> "RolloutLoss":
+        """That of a method whose loss needs the student's log-probabilities alone."""
+        none_K, none_KT = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T))
+        return cls(loss, torch.ones_like(logp_T), none_KT, none_K, none_K, none_K, none_K)
+
 
 PromptsOf = Callable[["Run", Problem, list[skills.SkillPair]], tuple[Ids, list[Ids]]]
 LossOf = Callable[["Run", Example], RolloutLoss]
@@ -545,8 +551,8 @@ def prepare(
     last = max(out.glob("checkpoints/step_*"), default=None) if resume else None
     model, tokenizer, optimizer, step, kept = runlog.load_trainable(cfg, world, last)
     if step > cfg.updates:
-        made = f"{out} has made update {step} already"
-        raise UserError(f"--updates {cfg.updates}: {made}; give a larger number, or evaluate it")
+        why = f"{out} has made update {step} already"
+        raise UserError(f"--updates {cfg.updates}: {why}; give a larger number, or evaluate it")
     verifier = Verifier(cfg.verify_timeout, cfg.verify_workers)
     masked_ids = masked_token_ids(tokenizer, cfg.mask_extra) | {*policy.stop_ids(model, tokenizer)}
     run = Run(cfg, out, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
@@ -584,7 +590,8 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
         if reason and world.main:
             left = "the bank's update" if run.bank_is_due else "the evaluation"
             last = f"only {left} is left; " if run.step == cfg.updates and not code else ""
-            tqdm.write(f"{reason}; {last}continue with: python {cfg.program} --resume {cfg.out}")
+            command = f"python {cli.program(cfg.program)} --resume {cfg.out}"
+            tqdm.write(f"{reason}; {last}continue with: {command}")
         distributed.leave_together(world)
     return code
 
@@ -602,7 +609,7 @@ def make_updates(
         before = policy.steps_taken(run.optimizer)
         try:
             with end_at_once(run):
-                own, norm, seconds = step_fn(run, step)
+                records_of_rank, norm, seconds = step_fn(run, step)
         except SharedError as e:
             hint = f"--resume {cfg.out} continues from the last checkpoint"
             raise SharedError(f"{e} (in update {step}; {hint})") from None
@@ -610,8 +617,8 @@ def make_updates(
             if policy.steps_taken(run.optimizer) == before:
                 save(run)
             raise
-        shares = itertools.chain(*distributed.gather(own, world))
-        records = sorted(shares, key=lambda row: row["index"])
+        shares = distributed.gather(records_of_rank, world)
+        records = sorted(itertools.chain.from_iterable(shares), key=lambda row: row["index"])
         tokens = [row.pop("tokens") for row in records if "tokens" in row]
         stop = any(distributed.gather(run.stop, world))  # a signal may have come to some ranks only
         due = cfg.sees_skills and cfg.update_every and step % cfg.update_every == 0

@@ -424,3 +424,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def is_success(r: float) -> bool:
+    """Whether an outcome r, -1 or +1, is a success (Eq. 9)."""
+    return r > 0

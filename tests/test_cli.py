@@ -1,6 +1,7 @@
 """Flags and settings: a user's mistake is exit code 2 and one line on stderr that names it."""
 
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -12,7 +13,9 @@ from conftest import ROOT
 from driver import flags, make_run
 
 import baselines
+import cli
 import config
+import runlog
 import sgsd
 import skills
 from cli import UserError
@@ -234,3 +237,22 @@ def test_a_run_is_continued_by_the_program_that_began_it(tmp_path, capsys):
         (tmp_path / "config.json").write_text(json.dumps({"settings": settings}))
         said = f"is a run of {own}; python {own} continues it"
         refused(capsys, other.main, ["--resume", tmp_path], said)
+
+
+@pytest.mark.parametrize("program", ("sgsd", "baselines", "skills", "eval", "report"))
+def test_every_program_says_the_version_which_the_changes_name(program, capsys):
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(program).main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"sgsd {cli.VERSION}\n"
+    assert f"\n## {cli.VERSION}" in (ROOT / "CHANGELOG.md").read_text()
+    assert runlog.provenance(config.Config())["versions"]["sgsd"] == cli.VERSION
+
+
+def test_a_script_of_the_users_own_is_what_goes_on(tmp_path, monkeypatch):
+    script = tmp_path / "my_gate.py"
+    script.touch()
+    monkeypatch.setattr(sys, "argv", [str(script), "--preset", "tiny"])
+    assert cli.program("sgsd.py") == str(script)
+    for started in ("-c", "/usr/bin/pytest", str(tmp_path / "gone.py"), f"{tmp_path}/__main__.py"):
+        monkeypatch.setattr(sys, "argv", [started])
+        assert cli.program("sgsd.py") == "sgsd.py"
