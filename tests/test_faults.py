@@ -171,10 +171,10 @@ def test_a_signal_is_an_orderly_stop(place, number, world_dir, tmp_path, whole):
             os.kill(os.getpid(), number)
             time.sleep(0.2)
 
-    def answered(writer, prompts, times, stage, merging):
+    def answered(writer, questions, times, stage):
         if writer.step == 3:
             os.kill(os.getpid(), number)
-        return [writer.reply(prompt) for prompt in prompts]
+        return [(writer.reply(question.prompt), False) for question in questions]
 
     def before():  # in the forked process alone
         if place == "cold start":
@@ -222,11 +222,11 @@ def test_a_stop_does_not_wait_for_the_banks_update_which_comes_with_the_resumed_
             os.kill(os.getpid(), signal.SIGINT)
         return sgsd.train_step(run, step)
 
-    def endless(writer, prompts, times, stage, merging):
+    def endless(writer, questions, times, stage):
         while writer.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.3)
-        return [writer.reply(prompt) for prompt in prompts]
+        return [(writer.reply(question.prompt), False) for question in questions]
 
     def before():  # in the forked process alone
         driver.FakeWriter.replies = endless
