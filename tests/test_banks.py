@@ -2,11 +2,11 @@
 
 import json
 
+import check_bank
 import pytest
 from conftest import ROOT, make_bank
 
 import skills
-from experiments import check_bank
 from skills import SkillBank
 
 SIZES = {"competition_math": 48, "word_problems": 24}  # of either list

@@ -2,19 +2,16 @@
 
 import json
 import random
-import sys
 
+import lock
+import lock_tables
 import pytest
+import steps
 import transformers
+import world
 from conftest import ROOT
 
 import rollout
-
-sys.path.insert(0, str(ROOT / "tiny"))
-import lock
-import lock_tables
-import steps
-import world
 
 
 @pytest.mark.parametrize("guided", [False, True])

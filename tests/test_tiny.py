@@ -6,17 +6,15 @@ import re
 import subprocess
 import sys
 
+import make
 import pytest
 import torch
+import world
 from conftest import ROOT
 
 import policy
 import rollout
 import skills
-
-sys.path.insert(0, str(ROOT / "tiny"))
-import make
-import world
 
 FAMILY_PAIRS = list(zip(world.FAMILIES, [*world.FAMILIES[1:], world.FAMILIES[0]]))
 

@@ -1,4 +1,4 @@
-"""The arithmetic of tests/falls.py, on curves made by hand."""
+"""The arithmetic of experiments/falls.py, on curves made by hand."""
 
 import json
 

@@ -1,10 +1,10 @@
 """Figures of results/compare_lock_findings.md that are computed from results/compare_lock.json.
 
-    python tests/lock_tables.py
+    python experiments/lock_tables.py
 
 A problem is covered where its seed's bank shows all three of its families, each in 30% of its
 problems or more. Differences are in points with Student's 95% intervals, paired by seed. A bank's
-tokens are counted where tests/compare.py has left its replies in runs/compare_lock.
+tokens are counted where experiments/compare.py has left its replies in runs/compare_lock.
 """
 
 import json
@@ -14,7 +14,7 @@ import statistics
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tiny")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
 
 import compare
 import lock

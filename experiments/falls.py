@@ -1,7 +1,7 @@
 """Is a fall noticed in time, and a healthy run left in peace? The rule of runlog.fallen, tried.
 
-    python tests/falls.py RUN ...          runs: their config.json and metrics.jsonl
-    python tests/falls.py --simulate       curves drawn around the accuracies stored in results/
+    python experiments/falls.py RUN ...       runs: their config.json and metrics.jsonl
+    python experiments/falls.py --simulate    curves around the accuracies stored in results/
 
 A run counts as falling where its success loses .25 or more from its best, as healthy where it
 never loses .1, and as unclear between them. The table says how many of each the rule names, how

@@ -11,12 +11,10 @@ import sys
 import time
 import urllib.request
 
+import engine as experiment
 import pytest
 from conftest import ROOT
 from test_eval import make_adapter, samples
-
-sys.path.insert(0, str(ROOT / "experiments"))
-import engine as experiment
 
 import eval
 

@@ -1,12 +1,12 @@
 """What must be checked on a GPU, step by step, logged to a folder; a failed step does not end it.
 
-    python tests/gpu.py OUT            tests, runs of the tiny preset, tests/bench.py --cuda
-    python tests/gpu.py OUT --cpu      the same in small without a GPU, to rehearse it
+    python experiments/gpu.py OUT          tests, runs of the tiny preset, bench.py --cuda
+    python experiments/gpu.py OUT --cpu    the same in small without a GPU, to rehearse it
 
 Two runs with one seed in fp32 should sample the same ids; the last line counts those that do. A
 step may take nine minutes, and --steps names those of a call. A step's output goes to OUT/STEP.txt,
 and the last table, each step with its exit code and its seconds, to the terminal. Real learning is
-a command of its own, `tests/real_world.py`.
+a command of its own, `experiments/real_world.py`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
     if device == "cpu":
         modes, how = ("score",), ["--shape", "tiny"]
     for mode in modes:
-        found[mode] = ["tests/bench.py", mode, *how]
+        found[mode] = ["experiments/bench.py", mode, *how]
     return found
 
 

@@ -1,7 +1,7 @@
 """How the verdict fares on answers that are known to be right or copied: an experiment, no test.
 
-    python tests/verdicts.py                  the verify.py of this tree, beside math-verify alone
-    python tests/verdicts.py --judge OLD.py   another verify.py (git show COMMIT:verify.py > OLD.py)
+    python experiments/verdicts.py                  this tree's verify.py, beside math-verify alone
+    python experiments/verdicts.py --judge OLD.py   another one (git show COMMIT:verify.py > OLD.py)
 
 Reads the data sets of ../shared/data. Counts are exact and the same on every machine, unless an
 answer runs out of time; these are counted.
@@ -17,9 +17,8 @@ import random
 import re
 import signal
 
-import conftest
-
-DATA = conftest.ROOT.parent / "shared" / "data"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DATA = ROOT.parent / "shared" / "data"
 SETS = ("math_train", "math500", "aime24", "aime25", "hmmt25", "amc23", "dapo_math_en")
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.S)
 
@@ -155,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--judge", default=str(conftest.ROOT / "verify.py"), help="a verify.py")
+    parser.add_argument("--judge", default=str(ROOT / "verify.py"), help="a verify.py")
     parser.add_argument("--references", type=int, default=200, help="MATH references to rewrite")
     parser.add_argument("--no-math-verify", action="store_true", help="leave its column out")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """What a run's credit says of the single steps of a solution, in the world tiny/lock.
 
-    python tests/steps.py RUN ...    runs with --audit-every 1 whose banks stayed as they were made
+    python experiments/steps.py RUN ...    runs with --audit-every 1 whose banks stayed as made
 
 Credit above 0 makes a token more likely. The first table is of all runs. Each step has one token at
 which the right and the wrong form first differ. The ideal credit is 1 there where the step is

@@ -1,7 +1,7 @@
 """Mistakes on purpose, as a new user makes them: how soon each is answered, and by what line.
 
-    python tests/mistakes.py                    this tree: a table in Markdown
-    python tests/mistakes.py --before TREE      the same mistakes in another checkout as well
+    python experiments/mistakes.py                    this tree: a table in Markdown
+    python experiments/mistakes.py --before TREE      the same mistakes in another checkout as well
 
 Every command runs as a process of its own, with the tiny world, in a scratch folder. A command
 that has not ended after LIMIT seconds is stopped. Nothing is asserted here.

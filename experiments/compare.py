@@ -1,10 +1,10 @@
 """The paper's methods and ablations as curves, in the two worlds of tiny/.
 
-    python tests/compare.py --world lock      all of it: results/compare_lock.md, .json, .png
-    python tests/compare.py --world tiny      the same in the first world, the default
-    python tests/compare.py --world lock --methods sgsd grpo      these rows alone
-    python tests/compare.py --world lock_long --seeds 3    three methods, three times the updates
-    python tests/compare.py --sweep           banks with misleading skills, in the world tiny
+    python experiments/compare.py --world lock     all: results/compare_lock.md, .json, .png
+    python experiments/compare.py --world tiny     the same in the first world, the default
+    python experiments/compare.py --world lock --methods sgsd grpo    these rows alone
+    python experiments/compare.py --world lock_long --seeds 3    three methods, three times as long
+    python experiments/compare.py --sweep          banks with misleading skills, in the world tiny
 
 Every method takes its world's settings, a bank that the world's model made
 (one per seed, the same for all methods) and a rate from the validation problems: the best of three

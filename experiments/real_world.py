@@ -1,7 +1,7 @@
 """Learning on a real model: methods side by side on one GPU, stopped and continued at will.
 
-    python tests/real_world.py FOLDER --make MODELS DATA BANK [OWN]    once
-    python tests/real_world.py FOLDER --minutes 9                      again and again
+    python experiments/real_world.py FOLDER --make MODELS DATA BANK [OWN]    once
+    python experiments/real_world.py FOLDER --minutes 9                      again and again
 
 The first makes the folder. MODELS has a causal model in qwen05/ and a sentence-transformers model
 in encoder/; DATA has svamp.jsonl, gsm8k_train.jsonl and gsm8k_test.jsonl (`problem`, `answer` on
