@@ -245,7 +245,7 @@ def gate_view(row: dict, tokens: dict, banks: Banks, eps_a: float) -> dict:
     """
     digits = max(3, 1 - int(decimal.Decimal(str(eps_a)).as_tuple().exponent))
     credit_KT = tokens.get("credit", [])  # Eq. 20 is the gate's: a divergence has none
-    sizes = [abs(w) for w in itertools.chain(*credit_KT) if math.isfinite(w)]
+    sizes = [abs(w) for w in itertools.chain.from_iterable(credit_KT) if math.isfinite(w)]
     unit = max(sizes, default=0.0) / 10_000 or 1.0
     used = entries_in_use(banks, row["step"])
     view = {"loss": number(row["loss"]), "digits": digits, "teachers": teachers(row, used)}
@@ -289,7 +289,7 @@ def curves(metrics: list[dict], points: int) -> tuple[dict[str, list], int]:
     every = max(1, math.ceil(len(metrics) / points))
     kept = metrics[(len(metrics) - 1) % every :: every]
     columns = {}
-    for name in dict.fromkeys(itertools.chain(*kept)):
+    for name in dict.fromkeys(itertools.chain.from_iterable(kept)):
         columns[name] = [number(row.get(name)) for row in kept]
     return columns, every
 

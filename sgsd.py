@@ -493,8 +493,9 @@ def begin_bank(run: Run) -> None:
     cfg, writer = run.cfg, run.writer
     assert writer is not None
     if run.bank is None:
-        solver = run.model, run.tokenizer, run.verifier
-        run.bank = skills.make_bank(run.problems, *solver, writer, cfg)
+        run.bank = skills.make_bank(
+            run.problems, run.model, run.tokenizer, run.verifier, writer, cfg
+        )
     skills.refuse_without_pairs(run.bank, cfg, f"--resume {cfg.out}")
     window = []
     if run.world.main:
