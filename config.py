@@ -69,6 +69,11 @@ class Config:
     batch_size: int = setting(32, "problems in a step, over all processes together; S6")
     max_prompt_tokens: int = setting(20000, "refuse a longer prompt, and never cut one; Tab. 11")
     allow_eval_overlap: bool = setting(False, "train on problems of the evaluation sets, too")
+    verifier: str = setting(
+        "verify:Verifier",
+        "who says right or wrong, as MODULE:CLASS, a subclass of verify.Judge; docs/changing.md",
+    )
+    prompts: str = setting("", "directory of templates in the place of prompts/; docs/changing.md")
     # the bank
     bank: str = setting("", "skill bank (JSON); without one the model writes its own first; Alg. 2")
     encoder: str = setting(

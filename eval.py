@@ -40,8 +40,8 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="model, adapter, run (its checkpoints) or hub id")
     sets = list(problems.SETS)
-    known = f"{', '.join(sets)}, files or hub ids; a set's name is the stem of its path"
-    add("--data", nargs="+", default=sets[:3], help=known)
+    sources = f"{', '.join(sets)}, files or hub ids; a set's name is the stem of its path"
+    add("--data", nargs="+", default=sets[:3], help=sources)
     add("--split", default="test", help="the split of a hub data set")
     add("--model", default="", help="an adapter's base, if not the one that the adapter names")
     add("--out", default="", help="a folder for it all, in place of eval/ in the run or else here")
@@ -67,6 +67,9 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     add("--attn", default="sdpa", choices=("sdpa", "flash_attention_2", "eager"))
+    judge = "who says right or wrong, as MODULE:CLASS, a subclass of verify.Judge"
+    add("--verifier", default=Config.verifier, help=f"{judge}; docs/changing.md")
+    add("--prompts", default="", help="directory of templates in the place of prompts/")
     add("--verify-timeout", type=float, default=5.0, help="seconds per answer")
     add("--verify-workers", type=int, default=1)
     args = parser.parse_args(argv)
@@ -92,6 +95,7 @@ import gc
 import hashlib
 import importlib.metadata
 import math
+import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
@@ -101,12 +105,13 @@ import rollout
 import served
 import skills
 from policy import Model, Tokenizer, chat_ids, load_model, load_outline
-from rollout import Verifier
+from verify import Judge, is_success
 
-Verify = Callable[[str, str | None], bool]  # (gold, answer) -> whether they are equal
+Verify = Callable[[str, str], bool]  # (gold or answer, answer) -> whether they are equal
 Key = tuple[str, str, int]  # names a sample: its set, its problem's id, its number
 Tasks = dict[Key, problems.Problem]  # the samples asked for
 Prompt = Callable[[problems.Problem], str]
+BUILT_IN = "the paper's"
 
 
 def avg_at_k(correct_PK: np.ndarray) -> float:
@@ -125,20 +130,24 @@ def pass_at_k(correct_PK: np.ndarray, k: int) -> float:
 
 
 def maj_at_k(preds: Sequence[Sequence[str | None]], golds: Sequence[str], verify: Verify) -> float:
-    """Accuracy of each problem's most frequent answer, the first of several; None is no vote.
-    Answers that `verify` calls equal count together."""
+    """Accuracy of each problem's most frequent answer; see `majority`."""
     if len(preds) != len(golds) or not golds:
         raise ValueError(f"maj_at_k: got {len(preds)} rows of answers for {len(golds)} golds")
-    right = 0
-    for row, gold in zip(preds, golds):
-        votes: Counter[str] = Counter()
-        for pred in row:
-            if pred is not None and pred not in votes:
-                pred = next((known for known in votes if verify(known, pred)), pred)
-            if pred is not None:
-                votes[pred] += 1
-        right += bool(votes) and verify(gold, votes.most_common(1)[0][0])
-    return right / len(golds)
+    winners = [majority(row, verify) for row in preds]
+    right = [pred is not None and verify(gold, pred) for gold, pred in zip(golds, winners)]
+    return sum(right) / len(golds)
+
+
+def majority(preds: Sequence[str | None], same: Verify) -> str | None:
+    """The most frequent answer, the first of several; None is no vote, and the result without any.
+    Answers that `same` calls equal count together."""
+    votes: Counter[str] = Counter()
+    for pred in preds:
+        if pred is not None and pred not in votes:
+            pred = next((earlier for earlier in votes if same(earlier, pred)), pred)
+        if pred is not None:
+            votes[pred] += 1
+    return votes.most_common(1)[0][0] if votes else None
 
 
 def bootstrap_interval(*sets_P: np.ndarray) -> tuple[float, float]:
@@ -170,8 +179,8 @@ class Policy:
     folder: pathlib.Path = pathlib.Path("eval")  # of settings.json, samples.jsonl, results.json
     settings: dict = field(default_factory=dict)  # all that its samples depend on
     servers: served.Servers | None = None  # that sample it, in place of `generate`
-    scores: dict[str, list] = field(default_factory=dict)  # {set: [scores_P]}; the mean has all
-    table: dict[str, dict] = field(default_factory=dict)  # {set: figures}
+    scores: dict[str, np.ndarray] = field(default_factory=dict)  # {set: scores_P}
+    table: dict[str, dict] = field(default_factory=dict)  # {set: figures}, for results.json
 
     @property
     def name(self) -> str:
@@ -197,13 +206,14 @@ def find_policies(args: Namespace) -> tuple[list[Policy], pathlib.Path]:
         folder = home / "--".join(place.parts[-2:]).strip("/")
         if run:
             folder = home / f"{run.name}--{place.name}" if args.out else run / "eval" / place.name
-        found = [Policy(str(place), base, False, folder)]
+        of_place = [Policy(str(place), base, False, folder)]
         if args.skills:
-            found.append(Policy(str(place), base, True, folder.with_name(f"{folder.name}--skills")))
-        for policy in found:
-            known = policies.setdefault(policy.folder, policy)
-            if known.name != policy.name:
-                both = f"{known.name} and {policy.name} would both write to {policy.folder}"
+            skilled_folder = folder.with_name(f"{folder.name}--skills")
+            of_place.append(Policy(str(place), base, True, skilled_folder))
+        for policy in of_place:
+            first = policies.setdefault(policy.folder, policy)
+            if first.name != policy.name:
+                both = f"{first.name} and {policy.name} would both write to {policy.folder}"
                 raise UserError(f"{both}; rename one")
     return list(policies.values()), home
 
@@ -240,6 +250,11 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
         settings |= dict.fromkeys(("engine", "device", "dtype", "attn"), "a server's")
     settings |= {"thinking": args.thinking, "seed": args.seed, **asdict(args.sampling)}
     settings["verify_timeout"] = args.verify_timeout  # a verdict that took longer is "wrong"
+    settings["verifier"] = args.verifier
+    settings["prompts"] = BUILT_IN
+    if args.prompts:
+        templates = ("student", "teacher") if policy.skilled else ("student",)
+        settings["prompts"] = digest(*map(skills.template, templates))
     if policy.skilled:
         settings["the bank's text"] = digest(pathlib.Path(args.skills).read_bytes())
         settings["the encoder's weights"] = contents(args.encoder)
@@ -249,7 +264,8 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
     file = policy.folder / "settings.json"
     old = settings
     if file.exists():
-        old = {"engine": "generate"} | files.read_json(file)  # the only one once
+        once = {"engine": "generate", "verifier": Config.verifier, "prompts": BUILT_IN}
+        old = once | files.read_json(file)  # there was no choice of these
     changes = []
     for name in {**old, **settings}:
         if old.get(name) != settings.get(name):
@@ -332,15 +348,20 @@ def samples_of(policy: Policy, tasks: Tasks) -> dict[Key, dict]:
     for row in files.read_jsonl(policy.folder / "samples.jsonl"):
         key = (row["set"], row["id"], row["sample"])
         problem = tasks.get(key)  # one that has changed is sampled anew
-        if problem and row["digest"] == digest(problem.problem, problem.answer):
+        if problem and row["digest"] == digest_of(problem):
             done[key] = row
     return done
 
 
+def digest_of(x: problems.Problem) -> str:
+    """A digest of all that a prompt or a verdict may depend on."""
+    return digest(x.problem, x.answer, *x.extra.items())
+
+
 def sample(
-    policy: Policy, tasks: Tasks, prompt: Prompt, args: Namespace, world: World, verifier: Verifier
+    policy: Policy, tasks: Tasks, prompt: Prompt, args: Namespace, world: World, verifier: Judge
 ) -> dict[Key, dict]:
-    """The samples asked for, as rows of samples.jsonl: those found there, and the missing made."""
+    """The samples asked for, as rows of samples.jsonl: those that are there, and the missing."""
     log, done = policy.folder / "samples.jsonl", samples_of(policy, tasks)
     missing = [key for key in tasks if key not in done]
     if missing:  # before anything is written: it may not load
@@ -355,89 +376,117 @@ def sample(
         adapter = policy.path if policy.base else ""
         decode = functools.partial(policy.servers.stream, adapter=adapter)
         engine = policy.servers.engine
-    own = [tasks[key] for key in missing]
+    unsolved = [tasks[key] for key in missing]
     prompts, seeds = [], []
-    for key in missing:
-        x = tasks[key]
+    for key, x in zip(missing, unsolved):
         prompts.append(chat_ids(tokenizer, prompt(x), thinking=args.thinking))
         seeds.append(rollout.sample_key(args.seed, 0, x.problem, key[2]))
 
     def finish(turn: rollout.Turn) -> list[dict]:
-        rolls = rollout.judge(model, tokenizer, own, prompts, turn, verifier)
-        rows = [row_of(missing[i], roll) for (i, _), roll in zip(turn, rolls)]
-        for (i, _), row in zip(turn, rows):
-            row |= {"tokens": asked[i].counted or row["tokens"], "engine": engine}
+        rolls = rollout.judge(model, tokenizer, unsolved, prompts, turn, verifier)
+        rows = []
+        for (i, _), roll in zip(turn, rolls):
+            row = row_of(missing[i], unsolved[i], roll)
+            rows.append(row | {"tokens": asked[i].counted or row["tokens"], "engine": engine})
         return rows
 
     asked = rollout.rows_of(prompts, seeds, args.max_new_tokens)
-    each = (world, model, tokenizer, asked, args.sampling, args.rows, finish)
-    for rows in rollout.spread(*each, pathlib.Path(policy.name).name, decode):
+    turns = rollout.spread(
+        world,
+        model,
+        tokenizer,
+        asked,
+        args.sampling,
+        args.rows,
+        finish,
+        stage=pathlib.Path(policy.name).name,
+        decode=decode,
+    )
+    for rows in turns:
         done |= {(row["set"], row["id"], row["sample"]): row for row in rows}
         if world.main and rows:
             files.append_jsonl(log, rows)
     return done
 
 
-def row_of(key: Key, roll: rollout.Rollout) -> dict:
+def row_of(key: Key, x: problems.Problem, roll: rollout.Rollout) -> dict:
     """A line of samples.jsonl."""
-    row = {"set": key[0], "id": key[1], "sample": key[2], "digest": digest(roll.problem, roll.gold)}
+    row = {"set": key[0], "id": key[1], "sample": key[2], "digest": digest_of(x)}
     row |= {"gold": roll.gold, "pred": roll.pred, "r": roll.r, "truncated": roll.truncated}
     return row | {"tokens": len(roll.completion_ids), "text": roll.text}
 
 
-def measure(policy: Policy, name: str, rows: list[dict], k: int, verify: Verify) -> None:
-    """Put one set's figures and scores into the policy. rows: its samples in order, k a problem."""
-    correct_PK = np.array([row["r"] > 0 for row in rows]).reshape(-1, k)
-    preds_PK = np.array([row["pred"] for row in rows], dtype=object).reshape(-1, k)
-    golds = [row["gold"] for row in rows[::k]]
-    verdicts = {(row["gold"], row["pred"]): row["r"] > 0 for row in rows}
+def measure(policy: Policy, name: str, rows: list[dict], k: int, same: Verify) -> None:
+    """Put one set's figures and scores into the policy. rows: its samples in order, k a problem.
 
-    def equal(gold: str, pred: str | None) -> bool:  # a sample's verdict knew its problem
-        return verdicts[gold, pred] if (gold, pred) in verdicts else verify(gold, pred)
-
-    policy.scores[name] = [correct_PK.mean(1)]
+    same: whether two answers to one problem are the same one, such as `Judge.same`.
+    """
+    correct_PK = np.array([is_success(row["r"]) for row in rows]).reshape(-1, k)
+    policy.scores[name] = correct_PK.mean(1)
+    low, high = bootstrap_interval(policy.scores[name])
+    won = [majority_is_right(rows[i : i + k], same) for i in range(0, len(rows), k)]
     policy.table[name] = {
-        "digest": int(digest(*[row["digest"] for row in rows[::k]]), 16),  # `tabulate` adds them up
-        "problems": len(golds),
+        "digest": int(digest(*[row["digest"] for row in rows[::k]]), 16),  # of the problems
+        "problems": len(won),
         "samples": len(rows),
         "avg": avg_at_k(correct_PK),
         "pass": pass_at_k(correct_PK, k),
-        "maj": maj_at_k(preds_PK.tolist(), golds, equal),
+        "maj": sum(won) / len(won),
         "boxed": sum(row["pred"] is not None for row in rows) / len(rows),
         "truncated": sum(row["truncated"] for row in rows) / len(rows),
         "tokens": sum(row["tokens"] for row in rows) / len(rows),
+        "avg_low": low,
+        "avg_high": high,
     }
 
 
-def tabulate(policy: Policy) -> None:
-    """Complete a policy's table: the mean over sets (Tab. 3 "Avg."), and intervals."""
-    sets = dict(policy.table)
-    if len(sets) > 1:
-        name = f"mean of {', '.join(sorted(sets))}"
-        policy.scores[name] = [scores_P for (scores_P,) in policy.scores.values()]
-        mean = policy.table[name] = {}  # each set weighs the same
-        for key in next(iter(sets.values())):
-            total = sum(row[key] for row in sets.values())
-            mean[key] = total if key in ("problems", "samples", "digest") else total / len(sets)
-    for name, row in policy.table.items():
-        row["avg_low"], row["avg_high"] = bootstrap_interval(*policy.scores[name])
+def majority_is_right(rows: list[dict], same: Verify) -> bool:
+    """The verdict on the most frequent answer of one problem's samples.
+
+    It is a sample's own verdict, which knew the problem. A right answer and a wrong one never count
+    together: a formula that was copied from its problem is wrong, though it equals the reference.
+    """
+    right = {row["pred"]: is_success(row["r"]) for row in rows}
+
+    def same_and_alike(one: str, other: str) -> bool:
+        return right[one] == right[other] and same(one, other)
+
+    winner = majority([row["pred"] for row in rows], same_and_alike)
+    return winner is not None and right[winner]
 
 
-def difference(ours: Policy, theirs: Policy, name: str) -> dict:
-    """Our mean score minus theirs, paired by problem, with its interval."""
-    gaps = [our_P - their_P for our_P, their_P in zip(ours.scores[name], theirs.scores[name])]
+def figures(policy: Policy, names: Sequence[str]) -> dict:
+    """A policy's figures on a set, or on several the mean over them (Tab. 3 "Avg.").
+
+    In the mean each set weighs the same; problems and samples are summed.
+    """
+    rows = [policy.table[name] for name in names]
+    if len(rows) == 1:
+        return rows[0]
+    mean = {}
+    for key in rows[0].keys() - {"digest"}:
+        total = sum(row[key] for row in rows)
+        mean[key] = total if key in ("problems", "samples") else total / len(rows)
+    low, high = bootstrap_interval(*[policy.scores[name] for name in names])
+    return mean | {"avg_low": low, "avg_high": high}
+
+
+def difference(ours: Policy, theirs: Policy, names: Sequence[str]) -> dict:
+    """Our mean score minus theirs, paired by problem, with its interval; see `figures`."""
+    gaps = [ours.scores[name] - theirs.scores[name] for name in names]
     low, high = bootstrap_interval(*gaps)
     mean = float(np.mean([gap_P.mean() for gap_P in gaps]))
     return {"to": theirs.name, "diff": mean, "diff_low": low, "diff_high": high}
 
 
-def compare(policies: Sequence[Policy], name: str) -> dict[str, dict]:
-    """One set's figures with differences to the first policy, and the selections: of each
-    directory of checkpoints the best and the last. On the mean over sets, §4.1's best (S23)."""
+def compare(policies: Sequence[Policy], names: Sequence[str]) -> dict[str, dict]:
+    """The figures on a set with differences to the first policy, and the selections: of each
+    directory of checkpoints the best and the last. Of several sets it is all on the mean over them,
+    by which §4.1's best is picked (S23)."""
     first, *others = policies
-    results = {first.name: first.table[name]}
+    results = {first.name: figures(first, names)}
     for policy in others:
-        results[policy.name] = policy.table[name] | difference(policy, first, name)
+        results[policy.name] = figures(policy, names) | difference(policy, first, names)
     runs: dict[str, list[Policy]] = {}
     for policy in policies:
         if policy.base:
@@ -446,11 +495,12 @@ def compare(policies: Sequence[Policy], name: str) -> dict[str, dict]:
     chosen = {}
     for run, checkpoints in runs.items():
         if len(checkpoints) > 1:
-            best = max(checkpoints, key=lambda policy: policy.table[name]["avg"])
+            best = max(checkpoints, key=lambda policy: results[policy.name]["avg"])
             last = max(checkpoints, key=lambda policy: policy.path)
             choice = {"checkpoints": len(checkpoints), "best": best.name, "last": last.name}
-            choice |= {"best_avg": best.table[name]["avg"], "last_avg": last.table[name]["avg"]}
-            chosen[run] = choice | difference(best, last, name)
+            choice["best_avg"] = results[best.name]["avg"]
+            choice["last_avg"] = results[last.name]["avg"]
+            chosen[run] = choice | difference(best, last, names)
     return {"results": results, "selections": chosen}
 
 
@@ -465,8 +515,8 @@ def print_table(sets: dict[str, dict], k: int) -> None:
     print("|---" * 12 + "|")
     figures = "{problems} | {avg:.1%} | {avg_low:.1%}-{avg_high:.1%} | {gap} | {pass:.1%} | "
     figures += "{maj:.1%} | {boxed:.1%} | {truncated:.1%} | {tokens:.0f}"
-    for name, found in sets.items():
-        for policy, row in found["results"].items():
+    for name, comparison in sets.items():
+        for policy, row in comparison["results"].items():
             gap = " | "
             if "diff" in row:
                 gap = "{diff:+.1%} | {diff_low:+.1%} to {diff_high:+.1%}".format(**row)
@@ -487,20 +537,10 @@ def print_engines(policy: Policy, rows: list[dict]) -> None:
 
 
 def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
-    """Put what is known of these sets into a JSON file that may hold others.
-
-    A mean over sets goes when it is no longer that of a policy's figures on them.
-    """
-    known = files.read_json(file) if file.exists() else {}
-    for name, found in sets.items():
-        known[name] = _with_others(found, known.get(name, {}))
-    for name in [name for name in known if name.startswith("mean of ")]:
-        members = [known.get(x, {}) for x in name.removeprefix("mean of ").split(", ")]
-        for policy, mean in known[name].get("results", {"": known[name]}).items():
-            rows = [found.get("results", {"": found}).get(policy) for found in members]
-            if all(rows) and not _is_mean(mean, rows):
-                known.pop(name, None)
-    files.write_json(file, known)
+    """Put what is to be said of these sets into a JSON file that may hold others."""
+    old = files.read_json(file) if file.exists() else {}
+    new = {name: _with_others(row, old.get(name, {})) for name, row in sets.items()}
+    files.write_json(file, old | new)
 
 
 def _with_others(new: dict, old: dict) -> dict:
@@ -518,11 +558,6 @@ def _with_others(new: dict, old: dict) -> dict:
     return {"results": results, "selections": old["selections"] | new["selections"]}
 
 
-def _is_mean(mean: dict, rows: list[dict]) -> bool:
-    same = sum(row["digest"] for row in rows) == mean["digest"]
-    return same and math.isclose(sum(row["avg"] for row in rows), mean["avg"] * len(rows))
-
-
 def evaluate(args: Namespace, world: World) -> None:
     """Sample every policy on every set, print the table and write the results."""
     if args.server and world.size > 1:
@@ -530,6 +565,7 @@ def evaluate(args: Namespace, world: World) -> None:
     names = [pathlib.Path(source).stem for source in args.data]
     args.sampling = rollout.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
     contents.cache_clear()  # of an earlier call
+    skills.use_prompts(args.prompts)
     policies, home = find_policies(args)
     with_skills = prompt_maker(args, world)
     tasks: Tasks = {}
@@ -545,7 +581,7 @@ def evaluate(args: Namespace, world: World) -> None:
     with contextlib.ExitStack() as held:
         for folder in folders:
             held.enter_context(distributed.locked(folder, world))
-        verifier = held.enter_context(Verifier(args.verify_timeout, args.verify_workers))
+        verifier = held.enter_context(inputs.make_verifier(args))
         if args.server:
             servers_for(policies, tasks, with_skills, args, world)
         for policy in policies:
@@ -555,12 +591,14 @@ def evaluate(args: Namespace, world: World) -> None:
                 print_engines(policy, [done[key] for key in tasks])
                 for name in names:
                     rows = [done[key] for key in tasks if key[0] == name]
-                    measure(policy, name, rows, args.samples, verifier.verify)
-                tabulate(policy)
+                    measure(policy, name, rows, args.samples, verifier.same)
                 merge_into(policy.folder / "results.json", policy.table)
         if world.main:
-            sets = {name: compare(policies, name) for name in policies[0].table}
-            print_table(sets, args.samples)
+            sets = {name: compare(policies, [name]) for name in names}
+            shown = dict(sets)
+            if len(names) > 1:
+                shown[f"mean of {', '.join(sorted(names))}"] = compare(policies, names)
+            print_table(shown, args.samples)
             if len(policies) > 1:
                 merge_into(home / "comparison.json", sets)
     if world.main:
@@ -576,7 +614,7 @@ def before_and_after(cfg: Config, world: World) -> None:
     distributed.agree(cfg.eval_data and last and last.name, world, "checkpoints")
     gc.collect()  # the run's encoder is in a reference cycle
     if cfg.eval_data and last and int(last.name[5:]) == cfg.updates:
-        flags = flags_of(cfg).split()
+        flags = shlex.split(flags_of(cfg))
         try:
             evaluate(arguments([cfg.model, str(last), "--data", cfg.eval_data, *flags]), world)
         except UserError as e:  # such as samples that were made with other settings
@@ -586,10 +624,12 @@ def before_and_after(cfg: Config, world: World) -> None:
 def flags_of(cfg: Config) -> str:
     """The flags by which a run's own evaluation is made, for its samples to be used again."""
     rows = max(cfg.rollout_rows or 16, cfg.score_tokens // cfg.eval_tokens)
+    domain = "" if cfg.verifier == Config.verifier else f" --verifier {cfg.verifier}"
+    domain += f" --prompts {shlex.quote(cfg.prompts)}" if cfg.prompts else ""
     return (
         f"--max-new-tokens {cfg.eval_tokens} --samples {cfg.eval_samples} --rows {rows} "
         f"--seed {cfg.seed} --device {cfg.device} --dtype {cfg.dtype} --attn {cfg.attn} "
-        f"--verify-timeout {cfg.verify_timeout} --verify-workers {cfg.verify_workers}"
+        f"--verify-timeout {cfg.verify_timeout} --verify-workers {cfg.verify_workers}{domain}"
     )
 
 

@@ -4,10 +4,15 @@ torch takes seconds to import, and a mistake that a file shows is answered befor
 is looked at once more when it is used.
 """
 
+import importlib
 import importlib.util
+import inspect
 import itertools
 import json
+import os
 import pathlib
+import re
+import sys
 from argparse import Namespace
 
 from safetensors import SafetensorError, safe_open
@@ -18,12 +23,14 @@ import files
 import problems
 from cli import UserError
 from config import Config
+from verify import Judge
 
 FIELDS = {  # Tab. 5; an entry is embedded in this order (S10)
     "general_skills": ("title", "principle", "when_to_apply"),
     "common_mistakes": ("description", "why_it_happens", "how_to_avoid"),
 }
 IDS = {"general_skills": "skill_id", "common_mistakes": "mistake_id"}
+PROMPTS = pathlib.Path(__file__).parent / "prompts"  # the paper's templates
 
 
 def look(cfg: Config, resume: bool) -> None:
@@ -43,6 +50,7 @@ def look_at_cold_start(cfg: Config, resume: bool) -> None:
 
 def look_at_evaluation(args: Namespace) -> None:
     """UserError for a mistake in what eval.py is given."""
+    look_at_domain(args)
     for place in itertools.chain(*map(places_of, args.paths)):
         base = base_of(place, args.model)
         if base:
@@ -56,6 +64,7 @@ def look_at_evaluation(args: Namespace) -> None:
 
 def look_at_data_and_models(cfg: Config) -> None:
     """UserError for models that are not there and wrong problems; slow sources are left out."""
+    look_at_domain(cfg)
     sources = [name for name in (cfg.data, cfg.eval_data) if name]
     quick = [name for name in sources if problems.read_quickly(name)]
     if quick == sources:
@@ -68,6 +77,75 @@ def look_at_data_and_models(cfg: Config) -> None:
         check_encoder(cfg.encoder)
         if cfg.update_model:
             check_model(cfg.update_model, "--update-model")
+
+
+def look_at_domain(settings: Config | Namespace) -> None:
+    """UserError for a wrong --verifier or --prompts."""
+    verifier_class(settings.verifier)
+    if settings.prompts:
+        check_prompts(settings.prompts)
+
+
+def make_verifier(settings: Config | Namespace) -> Judge:
+    """The judge that --verifier names, with the limits of --verify-timeout and --verify-workers."""
+    kind = verifier_class(settings.verifier)
+    return kind(timeout_s=settings.verify_timeout, workers=settings.verify_workers)
+
+
+def verifier_class(name: str) -> type[Judge]:
+    """The class MODULE:CLASS. UserError where there is none, or one that cannot judge.
+
+    The module may lie in the current directory, which is looked through last: no file there may
+    take the place of one of ours.
+    """
+    where = f"--verifier {name}"
+    module_name, _, class_name = name.partition(":")
+    if not module_name or not class_name:
+        raise UserError(f"{where}: MODULE:CLASS is wanted, such as my_domain:MyJudge")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as e:  # of any kind: it runs the module
+        rule = "it must be installed, or lie in the current directory"
+        raise UserError(f"{where}: not imported ({cli.brief(e)}); {rule}") from None
+    kind, place = getattr(module, class_name, None), getattr(module, "__file__", module_name)
+    if not isinstance(kind, type):
+        raise UserError(f"{where}: {place} has no class {class_name}")
+    if not issubclass(kind, Judge):
+        raise UserError(f"{where}: {class_name} must be a subclass of verify.Judge")
+    if kind.is_right is Judge.is_right and kind.judge is Judge.judge:
+        raise UserError(f"{where}: {class_name} must have the method is_right, or judge")
+    try:
+        inspect.signature(kind).bind(timeout_s=5.0, workers=1)
+    except TypeError as e:
+        rule = "must take timeout_s and workers, as verify.Judge does"
+        raise UserError(f"{where}: {class_name} {rule} ({e})") from None
+    return kind
+
+
+def check_prompts(folder: str) -> None:
+    """UserError unless a directory has the templates of prompts/, with the same placeholders."""
+    texts = {}
+    for ours in sorted(PROMPTS.glob("*.txt")):
+        file = pathlib.Path(folder) / ours.name
+        try:
+            texts[ours.stem] = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as e:
+            why = f"{ours.name} not read ({cli.brief(e)})"
+            rule = "the directory must have all files that prompts/ has"
+            raise UserError(f"--prompts {folder}: {why}; {rule}") from None
+        wanted = dict.fromkeys(re.findall(r"\{[a-z_.]+\}", ours.read_text(encoding="utf-8")))
+        missing = [placeholder for placeholder in wanted if placeholder not in texts[ours.stem]]
+        if missing:
+            raise UserError(f"--prompts {folder}: {ours.name} lacks {', '.join(missing)}")
+    parts = texts["teacher"].split("\n\n", 3)
+    bullets = [part.partition("\n")[2] for part in parts[1:3]]
+    shaped = len(parts) == 4 and "{skill." in bullets[0] and "{mistake." in bullets[1]
+    if not shaped or parts[3].strip() != texts["student"].strip():
+        rule = "an opening, a heading and a line of the skill, a heading and a line of the mistake"
+        rule += ", each followed by an empty line, and then student.txt"
+        raise UserError(f"--prompts {folder}: teacher.txt must be: {rule}")
 
 
 def bank_folder(cfg: Config, resume: bool) -> pathlib.Path:

@@ -8,7 +8,7 @@ import json
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cli import UserError, brief
@@ -17,9 +17,12 @@ from config import Config, missing_path
 
 @dataclass(frozen=True)
 class Problem:
+    """A problem and its reference answer."""
+
     id: str
     problem: str
     answer: str
+    extra: dict = field(default_factory=dict, compare=False)  # a row's other fields, for a verdict
 
 
 DAPO_PREFIX = (
@@ -77,14 +80,15 @@ def _problem(row: object, where: str, index: int) -> Problem:
     if "problem" not in row or "answer" not in row:
         wanted = "needs `problem` and `answer` (or DAPO's `prompt` and `reward_model`)"
         raise UserError(f"{where}: {wanted}; {found}")
-    for field in ("problem", "answer"):
-        value = row[field]
+    for name in ("problem", "answer"):
+        value = row[name]
         if not isinstance(value, str):
             got = f"got {type(value).__name__} {str(value)[:40]!r}"
-            raise UserError(f"{where}: `{field}` must be a string, {got}; quote it")
+            raise UserError(f"{where}: `{name}` must be a string, {got}; quote it")
         if not value.strip():
-            raise UserError(f"{where}: `{field}` is empty; {found}")
-    return Problem(str(row.get("id", index)), row["problem"].strip(), row["answer"].strip())
+            raise UserError(f"{where}: `{name}` is empty; {found}")
+    extra = {name: row[name] for name in row if name not in ("id", "problem", "answer")}
+    return Problem(str(row.get("id", index)), row["problem"].strip(), row["answer"].strip(), extra)
 
 
 def _dapo(row: dict) -> dict:

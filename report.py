@@ -56,6 +56,7 @@ import rollout
 import runlog
 import sgsd
 import skills
+from verify import is_success
 
 MAX_BYTES = 4_900_000  # of the page
 MAX_POINTS = 1000  # of a curve, over all runs
@@ -119,7 +120,7 @@ def ledger(run: pathlib.Path) -> dict:
             first_row |= {"id": id_, "last": step}
     for roll in rollouts:
         used = entries_in_use(banks, roll["step"])
-        outcome = "success" if roll["r"] > 0 else "failure"
+        outcome = "success" if is_success(roll["r"]) else "failure"
         has_teachers = len(roll["rho"]) == len(roll["pairs"])  # a baseline's pairs need not teach
         for k, pair in enumerate(roll["pairs"]):
             for kind, id_ in zip(skills.IDS, pair):
@@ -220,7 +221,7 @@ def sentence(a: float, rho: int, r: int) -> str:
     stance = "supports" if a > 0 else "suppresses"
     if rho == 0:
         stance = "is unsure of"
-    return f"{stance} a {'success' if r > 0 else 'failure'}: {runlog.FATE[rho]}"
+    return f"{stance} a {'success' if is_success(r) else 'failure'}: {runlog.FATE[rho]}"
 
 
 def teachers(row: dict, used: Entries) -> list[dict]:
@@ -265,7 +266,7 @@ def whole(x_KT: list[list[float]], unit: float) -> list[list[int | None]]:
 
 def in_words(view: dict, eps_a: float) -> str:
     """A rollout's decisions for a terminal; no escape sequence in a model's text reaches it."""
-    verdict = "right" if view["r"] > 0 else "wrong"
+    verdict = "right" if is_success(view["r"]) else "wrong"
     cut = ", cut at the length limit" if view["truncated"] else ""
     lines = [
         f"problem: {view['problem']}",

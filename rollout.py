@@ -13,7 +13,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ from distributed import World, gather
 from policy import THINK, Ids, Model, causal_lm, stop_ids, text_of
 from policy import chat_ids as chat_ids  # for those who look for it here
 from policy import token_logprobs as token_logprobs
-from verify import Verifier, extract_answer, uncopied
+from verify import Judge
+from verify import Verifier as Verifier
+from verify import extract_answer as extract_answer
 
 Turn = list[tuple[int, Ids]]  # what a turn of decoding has finished: index of a prompt, sampled ids
 TURN = {"cpu": 16, "cuda": 64}  # tokens of one call of `generate`, then a look at who has finished
@@ -284,22 +286,34 @@ class Rollout:
 
 
 def judge(
-    model, tokenizer, problems, prompt_ids: list[Ids], turn: Turn, verifier: Verifier
+    model, tokenizer, problems, prompt_ids: list[Ids], turn: Turn, verifier: Judge
 ) -> list[Rollout]:
     """A turn's completions as rollouts; its indices point into `problems` and `prompt_ids`."""
     stops = stop_ids(model, tokenizer)
     marks = [tokenizer.encode(tag, add_special_tokens=False) for tag in THINK]
-    rollouts = []
+    texts, cases = [], []
     for i, ids in turn:
-        x, prompt = problems[i], prompt_ids[i]
-        text = text_of(tokenizer, ids)
+        prompt, text = prompt_ids[i], text_of(tokenizer, ids)
         # Some templates end on an open think tag, maybe with a line feed; seen if a tag is one id.
         ends = [prompt[-1:] == mark or prompt[-2:-1] == mark for mark in marks]
         opened = ends == [True, False]
-        pred = extract_answer("<think>" + text if opened else text)
+        texts.append(text)
+        cases.append((problems[i], "<think>" + text if opened else text))
+    rollouts = []
+    for (i, ids), text, verdict in zip(turn, texts, verifier.judge(cases), strict=True):
+        x, r = problems[i], 1 if verdict.right else -1
         truncated = not ids or ids[-1] not in stops
-        rollouts.append(Rollout(x.id, x.problem, x.answer, prompt, ids, text, pred, -1, truncated))
-    # What is copied from the problem is no answer.
-    claims = [(roll.gold, uncopied(roll.gold, roll.pred, roll.problem)) for roll in rollouts]
-    right = verifier.verify_many(claims)
-    return [replace(roll, r=1 if ok else -1) for roll, ok in zip(rollouts, right)]
+        rollouts.append(
+            Rollout(
+                problem_id=x.id,
+                problem=x.problem,
+                gold=x.answer,
+                prompt_ids=prompt_ids[i],
+                completion_ids=ids,
+                text=text,
+                pred=verdict.answer,
+                r=r,
+                truncated=truncated,
+            )
+        )
+    return rollouts

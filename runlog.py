@@ -29,6 +29,7 @@ from distributed import World
 from policy import Model, Tokenizer
 from rollout import Rollout
 from skills import SkillPair, bank_versions
+from verify import is_success
 
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 LOGS = ("metrics", "rollouts", "tokens")
@@ -175,7 +176,7 @@ def summarize(
     metrics: dict = {
         "step": step,
         "loss": sum(row["loss"] for row in records) / total,
-        "success": sum(row["r"] == 1 for row in records) / total,
+        "success": sum(is_success(row["r"]) for row in records) / total,
         "truncated": sum(row["truncated"] for row in records) / total,
         "no_answer": sum(row["pred"] is None for row in records) / total,
         "no_teachers": sum(not row["rho"] for row in records),
@@ -187,7 +188,7 @@ def summarize(
     for row in records:
         supports += row["a"]
         first_gaps += row["first_gap"]
-        cases = ["", "_success" if row["r"] > 0 else "_failure"]
+        cases = ["", "_success" if is_success(row["r"]) else "_failure"]
         if row["truncated"]:
             cases.append("_truncated")
         for rho in row["rho"]:
@@ -196,8 +197,8 @@ def summarize(
     sizes = torch.tensor(supports or [0.0]).abs()
     for percent in (10, 50, 90):
         metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
-    for outcome, r in (("success", 1), ("failure", -1)):
-        signed = [a for row in records if row["r"] == r for a in row["a"]]
+    for outcome, wanted in (("success", True), ("failure", False)):
+        signed = [a for row in records if is_success(row["r"]) == wanted for a in row["a"]]
         if signed:  # a mean over nothing is left out: 0 would stand for a teacher without a lean
             metrics[f"a_mean_{outcome}"] = sum(signed) / len(signed)
             metrics[f"a_positive_{outcome}"] = sum(a > 0 for a in signed) / len(signed)

@@ -229,8 +229,9 @@ from config import Config
 from distributed import World
 from policy import Ids, Model, Tokenizer, masked_token_ids, score_teachers
 from problems import Problem
-from rollout import Rollout, Sampling, Verifier
+from rollout import Rollout, Sampling
 from skills import Writer
+from verify import Judge
 
 
 @dataclass
@@ -243,7 +244,7 @@ class Run:
     model: Model
     tokenizer: Tokenizer
     problems: list[Problem]
-    verifier: Verifier
+    verifier: Judge
     optimizer: torch.optim.Optimizer
     masked_ids: set[int]
     step: int = 0  # the last update that was made
@@ -548,13 +549,14 @@ def prepare(
         rule = f"must be >= {world.size}, as every process needs a problem"
         raise UserError(f"--batch-size {cfg.batch_size}: {rule}")
     inputs.check_directory(cfg, resume)
+    skills.use_prompts(cfg.prompts)
+    verifier = inputs.make_verifier(cfg)
     data, counts = problems.load_training(cfg)
     last = max(out.glob("checkpoints/step_*"), default=None) if resume else None
     model, tokenizer, optimizer, step, kept = runlog.load_trainable(cfg, world, last)
     if step > cfg.updates:
         why = f"{out} has made update {step} already"
         raise UserError(f"--updates {cfg.updates}: {why}; give a larger number, or evaluate it")
-    verifier = Verifier(cfg.verify_timeout, cfg.verify_workers)
     masked_ids = masked_token_ids(tokenizer, cfg.mask_extra) | {*policy.stop_ids(model, tokenizer)}
     run = Run(cfg, out, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
     if cfg.sees_skills:

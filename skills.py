@@ -51,8 +51,8 @@ from distributed import World
 from inputs import FIELDS, IDS
 from policy import Embed, Ids, Model, Tokenizer
 from problems import Problem, load_training
-from rollout import Verifier
 from served import Servers
+from verify import Judge, is_success
 
 Items = list[dict]
 
@@ -148,10 +148,25 @@ def _normalized(vectors: Any) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------- prompts
+_folder = inputs.PROMPTS
+
+
+def use_prompts(folder: str) -> None:
+    """Take the templates of this directory from here on; "" stands for the paper's, in prompts/.
+
+    UserError unless it has them all. A command has one set of templates, as it has one domain.
+    """
+    global _folder
+    if folder:
+        inputs.check_prompts(folder)
+    _folder = pathlib.Path(folder) if folder else inputs.PROMPTS
+    template.cache_clear()
+
+
 @functools.cache
 def template(name: str) -> str:
-    """A template of prompts/, word for word the paper's."""
-    return (pathlib.Path(__file__).parent / "prompts" / f"{name}.txt").read_text(encoding="utf-8")
+    """A template of prompts/, word for word the paper's, or of --prompts."""
+    return (_folder / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def render(name: str, values: dict[str, str]) -> str:
@@ -370,7 +385,7 @@ def memory_of(x: Any, with_answer: bool = False) -> dict:
     """
     text = x.text.rpartition("</think>")[2].strip()
     lines = [line.strip()[:200] for line in text.split("\n") if line.strip()]
-    feedback = f"The verifier {'accepted' if x.r > 0 else 'rejected'} the final answer."
+    feedback = f"The verifier {'accepted' if is_success(x.r) else 'rejected'} the final answer."
     if x.pred is None:
         feedback = "The attempt gave no final answer in a box."
     memory = {
@@ -389,8 +404,8 @@ def extract(memories: Items, complete: Complete) -> dict[str, Items]:
     """Candidates (Alg. 2, lines 8-14): up to three skills per success and mistakes per failure."""
     chosen: Items = []
     questions: list[Question] = []
-    for key, reward in (("general_skills", 1), ("common_mistakes", -1)):
-        of_kind = [m for m in memories if m["reward"] == reward]  # line 8
+    for key, wanted in (("general_skills", True), ("common_mistakes", False)):
+        of_kind = [m for m in memories if is_success(m["reward"]) == wanted]  # line 8
         chosen += of_kind
         questions += [Question(render_extraction(m, key), key) for m in of_kind]
     items_of_each = _ask(questions, complete, "extracting")
@@ -410,7 +425,7 @@ def cold_start(
     metadata: dict[str, Any] = {
         "source": f"cold start from {len(memories)} seed solutions",
         "seed_solutions": len(memories),
-        "right_seed_solutions": sum(m["reward"] == 1 for m in memories),
+        "right_seed_solutions": sum(is_success(m["reward"]) for m in memories),
         "merge_group_size": group_size,
         "merge_stagnation_patience": patience,
     }
@@ -445,7 +460,7 @@ def evolve(
     """
     if not window or not update_every or step % update_every:  # line 1
         return bank
-    success = sum(w.r > 0 for w in window) / len(window)  # line 4
+    success = sum(is_success(w.r) for w in window) / len(window)  # line 4
     if success >= success_gate:  # line 5
         return bank
     memories = [memory_of(x, memory_answer) for x in window]
@@ -608,7 +623,7 @@ def make_bank(
     problems: list[Problem],
     model,
     tokenizer,
-    verifier: Verifier,
+    verifier: Judge,
     writer: Writer,
     cfg: Config,
     servers: Servers | None = None,
@@ -629,6 +644,7 @@ def make_bank(
     )
     made_with = {"model": cfg.model, "seed": cfg.seed, **asdict(sampling)}
     made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
+    made_with |= {"verifier": cfg.verifier, "prompts": cfg.prompts}
     made_with |= {"engine": servers.engine} if servers else {}  # S27
     rows = files.read_jsonl(path)
     memories = {m["problem_id"]: m for m in rows if m.get("made_with") == made_with}
@@ -771,7 +787,7 @@ def lost(by_cause: dict[str, int]) -> str:
 
 def evolution_line(old: SkillBank, new: SkillBank, window: list[dict], by_cause: dict) -> str:
     """What an online update did to the bank, or why it did nothing. by_cause: lost replies."""
-    success = sum(row["r"] > 0 for row in window) / len(window)
+    success = sum(is_success(row["r"]) for row in window) / len(window)
     if new is old:
         return f"bank: success {success:.2f} is not below the gate: kept as it is"
     line, update = f"bank: success {success:.2f}", new.metadata["updates"][-1]
@@ -792,6 +808,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         assert isinstance(cfg, BankConfig)
         folder = inputs.bank_folder(cfg, resume)
         world = distributed.init(cfg.device)
+        use_prompts(cfg.prompts)
         with distributed.locked(folder, world):
             problems, _ = load_training(cfg)
             servers = None
@@ -803,7 +820,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
             decode = servers.stream if servers else rollout.stream
             writer = writer_of(cfg, world, model, tokenizer, folder, decode)
-            with Verifier(cfg.verify_timeout, cfg.verify_workers) as verifier:
+            with inputs.make_verifier(cfg) as verifier:
                 bank = make_bank(problems, model, tokenizer, verifier, writer, cfg, servers)
             refuse_without_pairs(bank, cfg, "the same command")
             if world.main:

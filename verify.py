@@ -1,9 +1,12 @@
-"""The verdict: a completion's answer, and whether it equals the reference (D5). No torch.
+"""The verdict: a completion's answer, and whether it is right (D5). No torch.
 
-Equal strings and integers are decided at once, the rest by math-verify in workers that end when an
-answer takes too long. Four tables stand around it, each row with an example: SPELLING is what it
-misreads, SAME and MARKS what it accepts and must not, UNITS the names of a unit. An answer that is
-copied from the problem is none.
+A `Judge` decides for a domain. `Verifier`, of mathematics, is the default; another one is a
+subclass in a file of one's own, which --verifier names (docs/changing.md).
+
+`Verifier` compares an answer with the reference. Equal strings and integers are decided at once,
+the rest by math-verify in workers that end when an answer takes too long. Four tables stand around
+it, each row with an example: SPELLING is what it misreads, SAME and MARKS what it accepts and must
+not, UNITS the names of a unit. An answer that is copied from the problem is none.
 """
 
 import json
@@ -14,13 +17,13 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from select import select
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 MAX_CHARS, MEMORY_BYTES = 1000, 1 << 30  # of an answer that is parsed, of a worker's address space
 
@@ -40,6 +43,81 @@ def extract_answer(text: str) -> str | None:
         if depth == 0:
             return last[: match.start()].strip()
     return None
+
+
+# -------------------------------------------------------------------------- a verdict of any domain
+
+
+class Asked(Protocol):
+    """What a verdict may see of a problem; a `problems.Problem` has it."""
+
+    @property
+    def problem(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
+
+    @property
+    def extra(self) -> Mapping[str, Any]: ...
+
+
+class Verdict(NamedTuple):
+    """What a completion answers, None where it gives no answer; and whether that is right."""
+
+    answer: str | None
+    right: bool
+
+
+class Judge(AbstractContextManager):
+    """Decides for (problem, completion) whether it is right: the one seam for another domain.
+
+    A subclass has `is_right`, or `judge` where it judges whole batches. The other methods are here
+    to be replaced, too. An exception ends the run: what cannot be read is a wrong answer, False.
+
+    timeout_s: the seconds that an answer may take. workers: the processes that may be used. Both
+    are for a subclass to keep to; `timeouts` counts the answers that took longer.
+    """
+
+    timeouts = 0
+
+    def __init__(self, timeout_s: float = 5.0, workers: int = 1):
+        if not 0 < timeout_s <= 1e6 or workers < 1:
+            raise ValueError(f"need timeout_s in 0..1e6 and workers >= 1: {timeout_s}, {workers}")
+        self.timeout_s, self.workers = timeout_s, workers
+
+    def answer(self, text: str) -> str | None:
+        """The answer in a completion, None for none; thinking that is still open begins <think>."""
+        return extract_answer(text)
+
+    def is_right(self, problem: Asked, answer: str) -> bool:
+        """Whether an answer to a problem is right."""
+        raise NotImplementedError
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two answers to one problem are the same one, so that maj@k counts them together.
+
+        eval.py does not ask where one of them is right and the other is not.
+        """
+        return one == other
+
+    def judge(self, cases: Sequence[tuple[Asked, str]]) -> list[Verdict]:
+        """The verdict of each (problem, completion), in order. No answer is a wrong one."""
+        verdicts = []
+        for problem, text in cases:
+            answer = self.answer(text)
+            verdicts.append(Verdict(answer, answer is not None and self.is_right(problem, answer)))
+        return verdicts
+
+    def close(self) -> None:
+        """Give back what the judge holds. It may be asked again afterwards."""
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_success(r: float) -> bool:
+    """Whether an outcome r in {-1, +1} is a success (§2)."""
+    return r > 0
 
 
 # ------------------------------------------------------------------ answers copied from the problem
@@ -298,8 +376,10 @@ def read(latex: str) -> Any:
     if r"\pm" in latex and "," not in latex and r"\{" not in latex:
         latex = latex.replace(r"\pm", "+") + ", " + latex.replace(r"\pm", "-")
     spelling = NormalizationConfig(units=False, malformed_operators=True, nits=True)
-    how = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=spelling)]
-    return parse(rf"\boxed{{{latex}}}", how, "no_fallback", "first_match", parsing_timeout=None)[0]
+    target = LatexExtractionConfig(boxed_match_priority=0, normalization_config=spelling)
+    return parse(
+        rf"\boxed{{{latex}}}", [target], "no_fallback", "first_match", parsing_timeout=None
+    )[0]
 
 
 def alike(gold: Any, pred: Any) -> bool:
@@ -332,17 +412,15 @@ def numbers(value: Any) -> Iterator[Any]:
 # ----------------------------------------------------------------------- who judges, and how long
 
 
-class Verifier(AbstractContextManager):
-    """Judges answers within a wall-clock limit each; a context manager, safe from any thread.
+class Verifier(Judge):
+    """Judges mathematics within a wall-clock limit each; a context manager, safe from any thread.
 
     timeout_s: seconds per answer; one that takes longer (`timeouts` counts it) or kills its worker
     is wrong. workers: how many subprocesses; they start when needed and end with close() or us.
     """
 
     def __init__(self, timeout_s: float = 5.0, workers: int = 1):
-        if not 0 < timeout_s <= 1e6 or workers < 1:
-            raise ValueError(f"need timeout_s in 0..1e6 and workers >= 1: {timeout_s}, {workers}")
-        self.timeout_s, self.workers, self.timeouts = timeout_s, workers, 0
+        super().__init__(timeout_s, workers)
         self._lock = threading.Lock()
         self._idle: queue.Queue[Any] = queue.Queue()  # None: to be started
         for _ in range(workers):
@@ -356,10 +434,27 @@ class Verifier(AbstractContextManager):
         """`verify` for each (gold, pred), spread over the workers, in order."""
         # Ctrl-C reaches the main thread only, so that no judging thread leaves a reply behind.
         with ThreadPoolExecutor(self.workers) as pool:
-            return list(pool.map(self._judge, pairs))
+            return list(pool.map(self._verify_one, pairs))
 
-    def _judge(self, pair: tuple[str, str | None]) -> bool:
-        if (verdict := quick_verdict(*pair)) is not None:
+    def is_right(self, problem: Asked, answer: str) -> bool:
+        return self.verify(problem.answer, answer, problem.problem)
+
+    def same(self, one: str, other: str) -> bool:
+        return self.verify(one, other)
+
+    def judge(self, cases: Sequence[tuple[Asked, str]]) -> list[Verdict]:
+        """As the base's, spread over the workers; what is copied from the problem is wrong."""
+        answers, claims = [], []
+        for problem, text in cases:
+            answer = self.answer(text)
+            answers.append(answer)
+            claims.append((problem.answer, uncopied(problem.answer, answer, problem.problem)))
+        rights = self.verify_many(claims)
+        return [Verdict(answer, right) for answer, right in zip(answers, rights)]
+
+    def _verify_one(self, pair: tuple[str, str | None]) -> bool:
+        gold, pred = pair
+        if (verdict := quick_verdict(gold, pred)) is not None:
             return verdict
         worker = self._idle.get()
         try:
@@ -389,17 +484,15 @@ class Verifier(AbstractContextManager):
 
     def outcome(self, gold: str, text: str, problem: str = "") -> int:
         """r of a completion (§2): +1 if its extracted answer is right, else -1."""
-        return 1 if self.verify(gold, extract_answer(text), problem) else -1
+        return 1 if self.verify(gold, self.answer(text), problem) else -1
 
-    def close(self, *_: object) -> None:
+    def close(self) -> None:
         """Ends the workers, each after the answer it is at. A later verdict starts them again."""
         for worker in [self._idle.get() for _ in range(self.workers)]:
             if worker:
                 worker.kill()
                 worker.communicate()
             self._idle.put(None)
-
-    __exit__ = close
 
 
 def main() -> None:
@@ -412,10 +505,10 @@ def main() -> None:
     print(json.dumps(math_verdict("1/2", "2/4")), file=replies, flush=True)  # reads the grammar
     while os.getppid() == parent:  # whose fork may hold the pipe open
         if select([sys.stdin], [], [], 0.5)[0]:
-            pair = json.loads(input())  # at end of file this raises, and the worker ends
+            gold, pred = json.loads(input())  # at end of file this raises, and the worker ends
             signal.setitimer(signal.ITIMER_REAL, timeout_s)
             try:
-                verdict = math_verdict(*pair)
+                verdict = math_verdict(gold, pred)
             except Exception:  # whatever a hostile expression raises is a wrong answer
                 verdict = False
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -424,8 +517,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def is_success(r: float) -> bool:
-    """Whether an outcome r, -1 or +1, is a success (Eq. 9)."""
-    return r > 0

@@ -84,17 +84,19 @@ def test_intervals():
 
 def measured(path, base="", **sets):
     """A policy with these scores per problem, by set."""
-    table = {name: {"avg": float(np.mean(scores_P))} for name, scores_P in sets.items()}
-    scores = {name: [np.asarray(scores_P)] for name, scores_P in sets.items()}
-    policy = eval.Policy(path, base, scores=scores, table=table)
-    eval.tabulate(policy)
+    policy = eval.Policy(path, base)
+    for name, scores_P in sets.items():
+        low, high = eval.bootstrap_interval(np.asarray(scores_P))
+        policy.scores[name] = np.asarray(scores_P)
+        policy.table[name] = {"avg": float(np.mean(scores_P)), "avg_low": low, "avg_high": high}
+        policy.table[name] |= {"problems": len(scores_P), "digest": 1}
     return policy
 
 
 def test_pairing_removes_what_policies_share():
     """One policy is better by .1 everywhere: the difference is certain, and neither mean is."""
     shared = np.linspace(0, 0.9, 30)
-    found = eval.compare([measured("base", d=shared), measured("new", d=shared + 0.1)], "d")
+    found = eval.compare([measured("base", d=shared), measured("new", d=shared + 0.1)], ["d"])
     base, row = found["results"].values()
     assert "diff" not in base and row["avg_low"] < 0.48 and row["to"] == "base"
     assert [row["diff"], row["diff_low"], row["diff_high"]] == pytest.approx([0.1] * 3)
@@ -107,8 +109,8 @@ def test_the_best_checkpoint_by_set_and_by_mean_stands_beside_the_last():
     for path, (d, e) in averages.items():
         base = "" if path == "base" else "base"
         policies.append(measured(path, base, d=[d] * 4, e=[e] * 4))
-    for name, best in {"d": 2, "e": 1, "mean of d, e": 2}.items():
-        ((run, choice),) = eval.compare(policies, name)["selections"].items()
+    for names, best in {("d",): 2, ("e",): 1, ("d", "e"): 2}.items():
+        ((run, choice),) = eval.compare(policies, names)["selections"].items()
         assert (run, choice["checkpoints"]) == ("r/checkpoints", 3)
         assert (choice["best"], choice["last"]) == (f"{run}/{best}", f"{run}/3")
     found = [choice["best_avg"], choice["last_avg"], choice["diff"]]
@@ -225,31 +227,20 @@ def figures(avg, digest=1):
     return {"avg": avg, "digest": digest}
 
 
-def test_a_mean_over_sets_goes_when_one_of_them_has_other_figures(tmp_path):
+def test_a_mean_over_sets_weighs_them_alike_and_is_not_in_the_table_of_a_policy():
+    """1 of 1 problem and 0 of 3: a half, of 4 problems; of one set it is the set's own row."""
+    policy = measured("base", d=[1.0], e=[0.0, 0.0, 0.0])
+    mean = eval.figures(policy, ["d", "e"])
+    assert mean == {"avg": 0.5, "problems": 4, "avg_low": 0.5, "avg_high": 0.5}
+    assert eval.figures(policy, ["e"]) == policy.table["e"] and list(policy.table) == ["d", "e"]
+
+
+def test_a_set_is_added_to_a_file_of_others_or_takes_its_place(tmp_path):
     file = tmp_path / "results.json"
-    mean = {"mean of a, b": figures(0.5, 2)}
-    eval.merge_into(file, {"a": figures(1.0), "b": figures(0.0), **mean})
-    eval.merge_into(file, {"a": figures(1.0), "c": figures(1.0)})
-    assert list(json.loads(file.read_text())) == ["a", "b", "mean of a, b", "c"]
-    for other in (figures(0.0), figures(1.0, 7)):  # other samples, another set of that name
-        eval.merge_into(file, {"a": figures(1.0), **mean})
-        eval.merge_into(file, {"a": other})
-        assert list(json.loads(file.read_text())) == ["a", "b", "c"]
-
-
-def test_a_mean_of_a_comparison_stays_while_its_policies_figures_do(tmp_path):
-    file = tmp_path / "comparison.json"
-    mine, other = {"results": {"mine": figures(1)}}, {"results": {"other": figures(0)}}
-    eval.merge_into(
-        file, {"a": mine, "b": mine, "mean of a, b": {"results": {"mine": figures(1, 2)}}}
-    )
-    both = {"results": {"mine": figures(1) | {"diff": 1}, **other["results"]}}
-    for later in (other, both):
-        eval.merge_into(file, {"a": later})
-        assert list(json.loads(file.read_text())) == ["a", "b", "mean of a, b"]
-    eval.merge_into(file, {"a": other})  # and then mine has other figures, on another set
-    eval.merge_into(file, {"a": {"results": {"mine": figures(0)}}})
-    assert json.loads(file.read_text()) == {"a": {"results": {"mine": figures(0)}}, "b": mine}
+    for sets in ({"a": figures(1.0), "b": figures(0.0)}, {"a": figures(0.5), "c": figures(1.0)}):
+        eval.merge_into(file, sets)
+    wanted = {"a": figures(0.5), "b": figures(0.0), "c": figures(1.0)}
+    assert json.loads(file.read_text()) == wanted
 
 
 def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
