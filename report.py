@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import cli
 import distributed
 import files
+from bank import bank_versions
 from cli import UserError
 
 
@@ -79,7 +80,7 @@ def excerpt(text: str, size: int = 500) -> str:
 
 
 def load_banks(run: pathlib.Path) -> Banks:
-    return {step: skills.SkillBank.load(path) for step, path in skills.bank_versions(run).items()}
+    return {step: skills.SkillBank.load(path) for step, path in bank_versions(run).items()}
 
 
 def entries(bank: skills.SkillBank) -> Entries:
@@ -430,7 +431,7 @@ def explain(run: pathlib.Path, problem: str, answer: str) -> pathlib.Path:
     if "method" in config.saved(run):
         raise UserError(f"--explain: {run} is a run of baselines.py; give one of sgsd.py")
     cfg, resume = config.parse(["--resume", str(run)], "report.py", "")
-    if not (cfg.bank or skills.bank_versions(run)):
+    if not (cfg.bank or bank_versions(run)):
         raise UserError(f"--explain: {run} has no bank yet; wait until its cold start is through")
     key = rollout.sample_key(cfg.seed, 0, problem + answer) % 2**32
     folder = run.resolve().with_name(f"{run.resolve().name}-explain-{key:08x}")

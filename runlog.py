@@ -23,12 +23,12 @@ import distributed
 import eval
 import files
 import policy
+from bank import SkillPair, bank_versions
 from cli import UserError, brief
 from config import Config
 from distributed import World
 from policy import Model, Tokenizer
 from rollout import Rollout
-from skills import SkillPair, bank_versions
 from verify import is_success
 
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)

@@ -224,6 +224,14 @@ import problems
 import rollout
 import runlog
 import skills
+from bank import (
+    bank_line,
+    bank_versions,
+    evolution_line,
+    load_bank,
+    refuse_without_pairs,
+    save_bank,
+)
 from cli import SharedError, UserError
 from config import Config
 from distributed import World
@@ -497,11 +505,11 @@ def begin_bank(run: Run) -> None:
         run.bank = skills.make_bank(
             run.problems, run.model, run.tokenizer, run.verifier, writer, cfg
         )
-    skills.refuse_without_pairs(run.bank, cfg, f"--resume {cfg.out}")
+    refuse_without_pairs(run.bank, cfg, f"--resume {cfg.out}")
     window = []
     if run.world.main:
-        skills.save_bank(run.bank, run.out, max(skills.bank_versions(run.out), default=0))
-        print(skills.bank_line(run.bank, cfg.num_teachers))
+        save_bank(run.bank, run.out, max(bank_versions(run.out), default=0))
+        print(bank_line(run.bank, cfg.num_teachers))
         complete = run.step - run.bank_is_due  # the bank has seen all updates up to here
         last = complete - complete % max(1, cfg.update_every)
         rows = files.read_jsonl(run.out / "rollouts.jsonl")
@@ -525,9 +533,9 @@ def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
         window = [SimpleNamespace(**row) for row in run.window]
         bank = skills.evolve(run.bank, window, step, run.writer, **cfg.evolution)
         if run.world.main:
-            tqdm.write(skills.evolution_line(run.bank, bank, run.window, run.writer.lost))
+            tqdm.write(evolution_line(run.bank, bank, run.window, run.writer.lost))
             if bank is not run.bank:
-                skills.save_bank(bank, run.out, step)
+                save_bank(bank, run.out, step)
         run.bank, run.window = bank, []
     sizes = len(run.bank.general_skills), len(run.bank.common_mistakes)
     counts = {f"replies_{outcome}": n for outcome, n in run.writer.take().items()}
@@ -561,7 +569,7 @@ def prepare(
     run = Run(cfg, out, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
     if cfg.sees_skills:
         run.bank_is_due = resume and runlog.bank_is_due(out, step)
-        run.bank = skills.load_bank(cfg, step - run.bank_is_due, resume)
+        run.bank = load_bank(cfg, step - run.bank_is_due, resume)
         device = str(world.device)
         run.retriever = retriever or skills.nearest(cfg.encoder, cfg.query_prompt, device)
         run.writer = skills.writer_of(cfg, world, model, tokenizer, out / "bank")

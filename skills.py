@@ -1,4 +1,4 @@
-"""The skill bank's life: retrieval and prompts, cold start, merging, online evolution (Algs. 2-4).
+"""A bank's life: retrieval and prompts, cold start, merging, online evolution (Algs. 2-4).
 
     python skills.py --model Qwen/Qwen3-1.7B --data mine.jsonl --out bank.json       a cold start
     python skills.py --out bank.json --server http://localhost:8000/v1               by a server
@@ -6,9 +6,6 @@
 Down to the algorithms nothing holds a model: models are passed in as functions. embed(texts) gives
 a float array [n, d], and complete(prompts) a reply to each prompt. A `Writer` may stand for
 `complete`: it samples anew when it is asked again, and logs what came of each reply (D4).
-Entries are plain dicts with the paper's field names (App. C); an entry is replaced, never edited.
-
-Dimension key: n entries of a list, d embedding size.
 """
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
@@ -27,15 +24,12 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch is i
 import collections
 import functools
 import itertools
-import json
 import pathlib
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
-
-import numpy as np
 
 import cli
 import config
@@ -45,84 +39,16 @@ import inputs
 import policy
 import replies
 import rollout
-from cli import SharedError
+from bank import SHORT, Items, SkillBank, SkillPair, as_json, entry_text, refuse_without_pairs
 from config import BankConfig, Config
 from distributed import World
 from inputs import FIELDS, IDS
-from policy import Embed, Ids, Model, Tokenizer
+from policy import Ids, Model, Tokenizer
 from problems import Problem, load_training
 from served import Servers
 from verify import Judge, is_success
 
-Items = list[dict]
-
 PREFIX = {"general_skills": "gen_", "common_mistakes": "err_"}
-SHORT = {"general_skills": "skills", "common_mistakes": "mistakes"}
-as_json = functools.partial(json.dumps, indent=2, ensure_ascii=False)  # in prompts and files
-
-
-@dataclass(frozen=True)
-class SkillPair:
-    """The k-th teacher's guidance g_k + e_k (Eq. 3) and its two cosine similarities (Eq. 6)."""
-
-    skill: dict
-    mistake: dict
-    s_g: float
-    s_e: float
-
-
-@dataclass
-class SkillBank:
-    """B = {G, E} (§2.1). `extra` keeps a file's unknown keys: load and save lose nothing."""
-
-    general_skills: Items
-    common_mistakes: Items
-    metadata: dict = field(default_factory=dict)
-    extra: dict = field(default_factory=dict)
-    _index: dict = field(default_factory=dict, repr=False, compare=False)
-
-    @classmethod
-    def load(cls, path: str | pathlib.Path) -> "SkillBank":
-        """Read a bank's JSON. UserError names the file, the entry and the field that is wrong."""
-        data = inputs.read_bank(path)
-        skills, mistakes, metadata = (data.pop(name) for name in (*FIELDS, "metadata"))
-        return cls(skills, mistakes, metadata, data)
-
-    def save(self, path: str | pathlib.Path) -> None:
-        data = {"general_skills": self.general_skills, **self.extra}
-        data |= {"common_mistakes": self.common_mistakes, "metadata": self.metadata}
-        files.write_text(path, as_json(data))
-
-    @property
-    def sizes(self) -> str:
-        return f"{len(self.general_skills)} skills and {len(self.common_mistakes)} mistakes"
-
-    def collection(self, key: str) -> Items:
-        """One of the two lists; key: "general_skills" or "common_mistakes", here and below."""
-        return self.general_skills if key == "general_skills" else self.common_mistakes
-
-    def retrieve(self, problem: str, k: int, embed: Embed) -> list[SkillPair]:
-        """The min(k, |G|, |E|) best pairs for a problem, paired rank by rank (Eq. 2, S8).
-
-        Scores are cosine similarities; equal scores keep the bank's order. Entries are embedded
-        once per bank and `embed`. An empty list gives no pairs. Raises ValueError on k < 1.
-        """
-        if k < 1:
-            raise ValueError(f"retrieve (Eq. 2) needs k >= 1, got {k}")
-        if not self.general_skills or not self.common_mistakes:
-            return []
-        query_d = _normalized(embed([problem]))[0]
-        best = []
-        for key in FIELDS:
-            entries = self.collection(key)
-            source, matrix_nd = self._index.get(key, (None, None))
-            if source != (embed, entries):
-                matrix_nd = _normalized(embed([entry_text(e, key) for e in entries]))
-                self._index[key] = (embed, list(entries)), matrix_nd
-            scores_n = matrix_nd @ query_d
-            order = np.argsort(-scores_n, kind="stable")[:k]
-            best.append([(entries[i], float(scores_n[i])) for i in order])
-        return [SkillPair(g, e, s_g, s_e) for (g, s_g), (e, s_e) in zip(*best)]
 
 
 # bank, problem, K, step -> at most K pairs, best first. This is the one place for another way to
@@ -135,16 +61,6 @@ def nearest(encoder: str, query_prompt: str, device: str) -> Retriever:
     """The pairs nearest to a problem by an encoder's embeddings (Eq. 2, S10)."""
     embed = policy.load_encoder(encoder, device)
     return lambda bank, x, k, step: bank.retrieve(query_prompt + x.problem, k, embed)
-
-
-def entry_text(entry: dict, key: str) -> str:
-    """The text that is embedded (S10): "title. principle. when" or "description. why. how"."""
-    return ". ".join(entry[name] for name in FIELDS[key])
-
-
-def _normalized(vectors: Any) -> np.ndarray:
-    x_nd = np.asarray(vectors, dtype=np.float32)
-    return x_nd / np.maximum(np.linalg.norm(x_nd, axis=-1, keepdims=True), 1e-12)
 
 
 # ---------------------------------------------------------------------------------- prompts
@@ -687,116 +603,6 @@ def make_bank(
     bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in chosen], replies=outcomes)
     bank.metadata.update({"engine": servers.engine} if servers else {})
     return bank
-
-
-def refuse_without_pairs(bank: SkillBank, cfg: Config, again: str) -> None:
-    """UserError, on all ranks alike, where no teacher can be made of a bank (S8): what to do.
-
-    again: what goes on with the seed solutions that were made, when the cause is mended.
-    """
-    if (bank.general_skills and bank.common_mistakes) or cfg.allow_empty_bank:
-        return
-    about = bank.metadata
-    total, right = about.get("seed_solutions", 0), about.get("right_seed_solutions", 0)
-    cut, lost = about.get("truncated_seed_solutions", 0), about.get("lost_replies", {})
-    reasons = []
-    if total and 2 * cut >= total:
-        rule = f"--cold-start-tokens {cfg.cold_start_tokens}: raise it"
-        reasons.append(f"{cut} of {total} seed solutions were cut off at {rule}")
-    elif total and not right:
-        fix = "take easier problems or a stronger model, or raise --cold-start"
-        reasons.append(f"none of {total} seed solutions was right, so there are no skills: {fix}")
-    elif total and right == total:
-        fix = "take harder problems, or raise --cold-start"
-        reasons.append(f"all {total} seed solutions were right, so there are no mistakes: {fix}")
-    fixes = {"cut off": f"raise --reply-tokens {cfg.reply_tokens}"}
-    for cause, n in lost.items():
-        fix = fixes.get(cause, "let another model write, --update-model")
-        reasons.append(f"{n} replies were lost ({cause}): {fix}")
-    why = "; ".join(reasons) or "it was saved like that"
-    rule = "without a pair there is no teacher, and nothing would be learnt (S8)"
-    go_on = f"then {again} uses the solutions again; with --allow-empty-bank it goes on like that"
-    raise SharedError(f"bank: {bank.sizes}; {rule}; {why}; {go_on}")
-
-
-# ------------------------------------------------------------------ a run's banks and their lines
-COMMON_NUMBERS = set("10 12 20 24 30 45 50 60 90 100 120 180 360 1000".split())
-
-
-def bank_versions(out: pathlib.Path) -> dict[int, pathlib.Path]:
-    """The saved banks of a run, by the update after which each came into use."""
-    return {int(path.stem[5:]): path for path in sorted((out / "bank").glob("step_*.json"))}
-
-
-def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
-    """The run's own bank after update `step` (D9), else --bank, else None."""
-    versions = bank_versions(pathlib.Path(cfg.out)) if resume else {}
-    if versions:
-        return SkillBank.load(versions[max(since for since in versions if since <= step)])
-    if not cfg.bank:
-        return None
-    inputs.check_bank(cfg)
-    return SkillBank.load(cfg.bank)
-
-
-def save_bank(bank: SkillBank, out: pathlib.Path, step: int) -> None:
-    """Save a bank as the version of update `step` and as the latest."""
-    for name in (f"step_{step:06d}", "bank"):
-        bank.save(out / "bank" / f"{name}.json")
-    warning = lint(bank)
-    if warning:
-        print(warning)
-
-
-def lint(bank: SkillBank) -> str:
-    """One line on the entries with a number that looks like one problem's, "" without any."""
-    named = []
-    for key in FIELDS:
-        for entry in bank.collection(key):
-            numbers = re.findall(r"\d+(?:\.\d+)?", entry_text(entry, key))
-            odd = [n for n in dict.fromkeys(numbers) if len(n) > 1 and n not in COMMON_NUMBERS]
-            if odd:
-                named.append(f"{entry[IDS[key]]} ({', '.join(odd)})")
-    some = files.encodable(", ".join(named[:5])) + (", ..." if len(named) > 5 else "")
-    what = "entries carry numbers that look like one problem's"
-    return f"bank: {len(named)} {what}: {some}" if named else ""
-
-
-def bank_line(bank: SkillBank, teachers: int) -> str:
-    """What a bank holds, what its first entries were made from, whether it is shorter than K."""
-    sizes = len(bank.general_skills), len(bank.common_mistakes)
-    line = f"bank: {bank.sizes}"
-    if "seed_solutions" in bank.metadata:
-        origin = " of {input_general_skills} and {input_common_mistakes} candidates, from "
-        origin += "{seed_solutions} seed solutions, {right_seed_solutions} of them right"
-        line += origin.format(**bank.metadata)
-    if bank.metadata.get("lost_replies"):
-        line += f"; {lost(bank.metadata['lost_replies'])}"
-    if min(sizes) == 0:
-        return f"{line}; without a pair there is no teacher, and nothing is learnt (S8)"
-    if min(sizes) < teachers:
-        line += f"; enough for {min(sizes)} teachers, not for --num-teachers {teachers} (S8)"
-    return line
-
-
-def lost(by_cause: dict[str, int]) -> str:
-    """How many replies were lost, and why."""
-    causes = ", ".join(f"{n} {cause}" for cause, n in by_cause.items())
-    return f"{sum(by_cause.values())} replies lost" + (f" ({causes})" if causes else "")
-
-
-def evolution_line(old: SkillBank, new: SkillBank, window: list[dict], by_cause: dict) -> str:
-    """What an online update did to the bank, or why it did nothing. by_cause: lost replies."""
-    success = sum(is_success(row["r"]) for row in window) / len(window)
-    if new is old:
-        return f"bank: success {success:.2f} is not below the gate: kept as it is"
-    line, update = f"bank: success {success:.2f}", new.metadata["updates"][-1]
-    for key in FIELDS:
-        line += f"; {update[f'candidate_{key}']} candidate {SHORT[key]}"
-        line += f", {update[f'merged_{key}']} after merging"
-        line += f", {update[f'copied_{key}']} copies of static entries dropped"
-        line += f", net new {update[f'net_new_{key}']}"
-    return f"{line}; {lost(by_cause)}"
 
 
 # ------------------------------------------------------------------------------------- the command

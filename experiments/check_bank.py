@@ -5,7 +5,7 @@
 Prints markdown: the bank beside others (--beside), the closest pairs of each list, and the share of
 problems for which each entry is among the nearest. Ends with 1 where a check fails:
 
-- an entry carries numbers that look like one problem's (`skills.lint`);
+- an entry carries numbers that look like one problem's (`bank.lint`);
 - two entries of a list have a cosine similarity above TWINS;
 - an entry is retrieved for less than RARE of the problems in every file of --data, or for more than
   CONSTANT of them in one file. Problems of --other-data are shown and not judged.
@@ -29,6 +29,7 @@ from transformers import AutoTokenizer
 
 import policy
 import skills
+from bank import lint
 from problems import Problem, load_problems
 from skills import SkillBank
 
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append([path.name, *sizes, *tokens, *twins, str(len(rare)), str(len(constant))])
         if path == args.bank:
             checked_pairs, checked_shares = by_key, shares
-            failures += [line for line in [skills.lint(bank)] if line]
+            failures += [line for line in [lint(bank)] if line]
             failures += [f"near-copies: {p[1]}, {p[2]}" for key in copies for p in copies[key]]
             failures += [f"rarely retrieved: {entry_id}" for entry_id in rare]
             failures += [f"nearly always retrieved: {entry_id}" for entry_id in constant]

@@ -7,6 +7,7 @@ import pytest
 from conftest import ROOT, make_bank
 
 import skills
+from bank import lint
 from skills import SkillBank
 
 SIZES = {"competition_math": 48, "word_problems": 24}  # of either list
@@ -25,7 +26,7 @@ def test_every_bank_by_hand_is_tested():
 def test_a_bank_by_hand_loads_and_carries_no_problems_numbers(name, tmp_path):
     bank = by_hand(name)
     assert {len(bank.collection(key)) for key in skills.FIELDS} == {SIZES[name]}
-    assert skills.lint(bank) == ""
+    assert lint(bank) == ""
     bank.save(tmp_path / "bank.json")
     assert json.loads((tmp_path / "bank.json").read_text()) == json.loads(
         (ROOT / "banks" / f"{name}.json").read_text()

@@ -6,6 +6,7 @@ from conftest import ROOT, fake_embed, make_bank
 
 import policy
 import skills
+from bank import lint
 from skills import SkillBank
 
 RELEASED = sorted((ROOT.parent / "shared" / "banks").glob("*.json"))
@@ -114,8 +115,8 @@ def test_the_released_banks_come_back_byte_for_byte(path, tmp_path):
 
 def test_lint_names_entries_with_one_problems_numbers():
     bank = make_bank(n_skills=3, n_mistakes=2)
-    assert skills.lint(bank) == ""
+    assert lint(bank) == ""
     bank.general_skills[1]["principle"] = "Of 2024 and 2.5 take 10, 3 and 360."
     bank.common_mistakes[0]["how_to_avoid"] = "Use 17."
     start = "bank: 2 entries carry numbers that look like one problem's: "
-    assert skills.lint(bank) == start + "gen_002 (2024, 2.5), err_001 (17)"
+    assert lint(bank) == start + "gen_002 (2024, 2.5), err_001 (17)"

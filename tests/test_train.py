@@ -25,6 +25,7 @@ import rollout
 import runlog
 import sgsd
 import skills
+from bank import bank_versions
 from cli import UserError
 from problems import Problem
 
@@ -64,7 +65,7 @@ def dynamic(bank):
 
 def test_a_run_makes_its_bank_and_evolves_it(whole):
     """Without --bank: cold start (Alg. 2), and every second update evolution (Alg. 4)."""
-    versions = skills.bank_versions(whole.out)
+    versions = bank_versions(whole.out)
     assert list(versions) == [0, 2, 4]
     banks = [skills.SkillBank.load(path) for path in versions.values()]
     memories = rows(whole.out / "bank/memories.jsonl")
@@ -330,7 +331,7 @@ def test_a_run_whose_bank_has_no_pair_ends_before_its_first_update_and_says_why(
     assert "4 of 4 seed solutions were cut off at --cold-start-tokens 20: raise it" in said
     assert "4 replies were lost (cut off): raise --reply-tokens" in said
     assert f"then --resume {run.out} uses the solutions again; with --allow-empty-bank it" in said
-    assert not (run.out / "metrics.jsonl").exists() and not skills.bank_versions(run.out)
+    assert not (run.out / "metrics.jsonl").exists() and not bank_versions(run.out)
     (reply, *_) = rows(run.out / "bank/replies.jsonl")
     assert (reply["outcome"], reply["cause"]) == ("retried", "cut off")
 
@@ -375,7 +376,7 @@ def test_a_bank_evolves_under_a_retrieval_that_has_no_encoder(world_dir, tmp_pat
     changes = {"updates": 2, "update_every": 2, "retrieval": "random", "encoder": "/no/such"}
     run = make_run(world_dir, tmp_path / "run", kind=baselines.BaselineConfig, **changes)
     assert sgsd.train(run, baselines.method_step) == 0
-    assert list(skills.bank_versions(run.out)) == [0, 2] and dynamic(run.bank)
+    assert list(bank_versions(run.out)) == [0, 2] and dynamic(run.bank)
 
 
 def test_the_last_line_of_a_run_without_test_problems_asks_for_some(world_dir, tmp_path):

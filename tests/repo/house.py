@@ -23,6 +23,7 @@ ORDER = (  # a file may import those before it
     "rollout",
     "served",
     "replies",
+    "bank",
     "skills",
     "eval",
     "runlog",
