@@ -107,12 +107,12 @@ def _normalized(vectors: Any) -> np.ndarray:
 
 
 def bank_versions(out: pathlib.Path) -> dict[int, pathlib.Path]:
-    """The saved banks of a run, by the update after which each came into use."""
+    """The saved banks of a run, by the step after which each came into use."""
     return {int(path.stem[5:]): path for path in sorted((out / "bank").glob("step_*.json"))}
 
 
 def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
-    """The run's own bank after update `step` (D9), else --bank, else None."""
+    """The run's own bank after step `step` (D9), else --bank, else None."""
     versions = bank_versions(pathlib.Path(cfg.out)) if resume else {}
     if versions:
         return SkillBank.load(versions[max(since for since in versions if since <= step)])
@@ -123,7 +123,7 @@ def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
 
 
 def save_bank(bank: SkillBank, out: pathlib.Path, step: int) -> None:
-    """Save a bank as the version of update `step` and as the latest."""
+    """Save a bank as the version of step `step` and as the latest."""
     for name in (f"step_{step:06d}", "bank"):
         bank.save(out / "bank" / f"{name}.json")
     warning = lint(bank)
@@ -172,7 +172,7 @@ def lost(by_cause: dict[str, int]) -> str:
 
 
 def evolution_line(old: SkillBank, new: SkillBank, window: list[dict], by_cause: dict) -> str:
-    """What an online update did to the bank, or why it did nothing. by_cause: lost replies."""
+    """What an evolution did to the bank, or why it did nothing. by_cause: lost replies."""
     success = sum(is_success(row["r"]) for row in window) / len(window)
     if new is old:
         return f"bank: success {success:.2f} is not below the gate: kept as it is"

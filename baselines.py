@@ -149,7 +149,7 @@ import skills
 from policy import Ids
 from problems import Problem
 from rollout import Rollout
-from sgsd import Example, RolloutLoss, Run, Update
+from sgsd import Example, RolloutLoss, Run, StepResult
 from skills import SkillBank, SkillPair
 
 
@@ -279,7 +279,7 @@ def settings(run: Run) -> BaselineConfig:
 
 
 def at_random(seed: int) -> skills.Retriever:
-    """Pairs drawn anew for each problem and update, all with one weight (S20)."""
+    """Pairs drawn anew for each problem and step, all with one weight (S20)."""
 
     def retriever(bank: SkillBank, x: Problem, k: int, step: int) -> list[SkillPair]:
         draw = random.Random(rollout.sample_key(seed, step, x.id))
@@ -436,8 +436,8 @@ def follow(run: Run, step: int) -> None:
 # ----------------------------------------------------------------------------------- the command
 
 
-def method_step(run: Run, step: int) -> Update:
-    """One update of any method; with every default it is `sgsd.train_step`'s."""
+def method_step(run: Run, step: int) -> StepResult:
+    """One step of any method; with every default it is `sgsd.train_step`'s."""
     cfg = settings(run)
     prompts_of, loss_of = teacher_prompts, distilled_rollout
     if cfg.method.startswith("grpo"):

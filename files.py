@@ -169,7 +169,7 @@ def write_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
 
 
 def trim_jsonl(path: pathlib.Path, step: int) -> None:
-    """Cut a .jsonl back to the update of the checkpoint: later updates will be made again."""
+    """Cut a .jsonl back to the step of the checkpoint: later steps will be made again."""
     if path.exists():
         write_jsonl(path, (row for row in read_jsonl(path) if row.get("step", 0) <= step))
 

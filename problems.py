@@ -219,7 +219,7 @@ def read_quickly(source: str) -> bool:
 def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
     """The training problems and their counts; none may stand in an evaluation set."""
     data, counts = load_problems(cfg.data)
-    # Read now, not after the last update.
+    # Read now, not after the last step.
     held_out = {cfg.eval_data: load_set(cfg.eval_data, "test")} if cfg.eval_data else {}
     if not cfg.allow_eval_overlap:
         refuse_overlap(data, cfg.data, held_out)

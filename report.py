@@ -28,7 +28,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory")
     add("--out", type=pathlib.Path, help="the page (default: report.html in the first run)")
-    add("--explain", metavar="PROBLEM", help="take this problem through one update of the run")
+    add("--explain", metavar="PROBLEM", help="take this problem through one step of the run")
     add("--answer", help="the reference answer of the problem in --explain")
     args = parser.parse_args(argv)
     if (args.explain is None) != (args.answer is None):
@@ -63,7 +63,7 @@ MAX_BYTES = 4_900_000  # of the page
 MAX_POINTS = 1000  # of a curve, over all runs
 MAX_SOURCES = 8  # memories of one entry that are shown
 
-Banks = dict[int, skills.SkillBank]  # by the update after which each came into use, oldest first
+Banks = dict[int, skills.SkillBank]  # by the step after which each came into use, oldest first
 Entries = dict[tuple[str, str], dict]  # by kind and id
 
 
@@ -92,7 +92,7 @@ def entries(bank: skills.SkillBank) -> Entries:
 
 
 def entries_in_use(banks: Banks, step: int) -> Entries:
-    """What an update could retrieve: the entries of the last version before it."""
+    """What a step could retrieve: the entries of the last version before it."""
     earlier = [version for version in banks if version < step]
     return entries(banks[max(earlier)]) if earlier else {}
 
@@ -103,7 +103,7 @@ def identity(kind: str, id_: str, entry: dict) -> tuple[str, str]:
 
 
 def ledger(run: pathlib.Path) -> dict:
-    """What ledger.json holds: {"step": the last update, "entries": a row per skill and mistake}.
+    """What ledger.json holds: {"step": the last step, "entries": a row per skill and mistake}.
 
     A row says which versions of the bank held the entry first and last, how often it was retrieved,
     and how often it was distilled, reversed or ignored, on successes and on failures.
@@ -127,7 +127,7 @@ def ledger(run: pathlib.Path) -> dict:
             for kind, id_ in zip(skills.IDS, pair):
                 if (kind, id_) not in used:
                     raise UserError(
-                        f"{run}: update {roll['step']} used {id_}, which is not in the version of "
+                        f"{run}: step {roll['step']} used {id_}, which is not in the version of "
                         "the bank before it; are files of bank/ missing?"
                     )
                 row = rows[identity(kind, id_, used[kind, id_])]
@@ -138,9 +138,9 @@ def ledger(run: pathlib.Path) -> dict:
 
 
 def memories(run: pathlib.Path, bank: str, rollouts: list[dict]) -> dict[str, dict[int, dict]]:
-    """What was written of each problem, by problem id and update.
+    """What was written of each problem, by problem id and step.
 
-    Update 0 is the cold start: of the run itself, or of `python skills.py --out bank`.
+    Step 0 is the cold start: of the run itself, or of `python skills.py --out bank`.
     """
     rows = []
     for folder in (run / "bank", pathlib.Path(f"{bank}.work")):
@@ -156,7 +156,7 @@ def memories(run: pathlib.Path, bank: str, rollouts: list[dict]) -> dict[str, di
 
 
 def source_steps(row: dict, by_problem: dict[str, dict[int, dict]]) -> list[tuple[str, int | None]]:
-    """The first sources of a ledger's row: problem id, and the update of its memory, if known.
+    """The first sources of a ledger's row: problem id, and the step of its memory, if known.
 
     A dynamic entry came from the newest rollout before it; what was merged into it may be older.
     """
@@ -287,7 +287,7 @@ def in_words(view: dict, eps_a: float) -> str:
 
 
 def curves(metrics: list[dict], points: int) -> tuple[dict[str, list], int]:
-    """The numbers of metrics.jsonl by name, of every n-th update up to the last one; and n."""
+    """The numbers of metrics.jsonl by name, of every n-th step up to the last one; and n."""
     every = max(1, math.ceil(len(metrics) / points))
     kept = metrics[(len(metrics) - 1) % every :: every]
     columns = {}
@@ -299,7 +299,7 @@ def curves(metrics: list[dict], points: int) -> tuple[dict[str, list], int]:
 def evaluations(run: pathlib.Path) -> list[dict]:
     """Points of the evaluation curves, from every RUN/eval/*/results.json (Figs. 2 and 4).
 
-    This run's checkpoints stand at their update, plain models at 0; the curves begin at the model
+    This run's checkpoints stand at their step, plain models at 0; the curves begin at the model
     of the run, and other models are curves of their own. Left out are other runs' checkpoints, and
     points of other problems than the last one's, where two files had one name.
     """
@@ -364,7 +364,7 @@ def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
         "memories": shown,
         "timeline": timeline(banks),
         "taught": any(row["rho"] for row in rollouts),  # whether any rollout had a teacher
-        "explained": bool(views) and not metrics,  # --explain's folder, which logs no update
+        "explained": bool(views) and not metrics,  # --explain's folder, which logs no step
         "bounds": bounds,
         "gate": [[number(y) for y in curve.tolist()] for curve in gate],
     }
@@ -385,9 +385,9 @@ def dump(obj: object) -> str:
 
 
 def fit(views: list[dict], budget: int) -> tuple[list[dict], list[str]]:
-    """As many gate views as so many bytes hold, from all updates, and the names of the others."""
+    """As many gate views as so many bytes hold, from all steps, and the names of the others."""
     seen: dict[int, int] = {}
-    order = []  # the first of each update, then the second of each, and so on
+    order = []  # the first of each step, then the second of each, and so on
     for i, view in enumerate(views):
         seen[view["step"]] = seen.get(view["step"], 0) + 1
         order.append((seen[view["step"]], i))
@@ -424,7 +424,7 @@ def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTE
 
 
 def explain(run: pathlib.Path, problem: str, answer: str) -> pathlib.Path:
-    """Make one update on one problem, in memory only, and print what each teacher did to it.
+    """Make one step on one problem, in memory only, and print what each teacher did to it.
 
     Its logs go to a folder beside the run, which is returned; the run itself stays as it was.
     """

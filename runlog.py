@@ -1,4 +1,4 @@
-"""What a run says of itself: a line per update, token texts, other loggers, provenance."""
+"""What a run says of itself: a line per step, token texts, other loggers, provenance."""
 
 import contextlib
 import importlib.metadata
@@ -34,10 +34,10 @@ from verify import is_success
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 LOGS = ("metrics", "rollouts", "tokens")
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
-ECHO_UPDATES = 25  # in a block that may echo the verdict; docs/metrics.md
+ECHO_STEPS = 25  # in a block that may echo the verdict; docs/metrics.md
 ECHO_TEACHERS = 100  # of each outcome that must have been decided in it
 ECHO_EXCEPTIONS = 0.02  # the share of them that may lean the other way
-FALL_PROBLEMS = 100  # in a window of updates whose shares are compared; docs/metrics.md
+FALL_PROBLEMS = 100  # in a window of steps whose shares are compared; docs/metrics.md
 FALL_DEVIATIONS = 4.0  # between two windows, of their difference's standard deviation
 
 Logger = Callable[[dict], None]
@@ -61,26 +61,26 @@ def announce(
 
 
 def begin(cfg: Config, world: World, start: int, bank_is_due: bool = False) -> list[Logger]:
-    """Cut the logs and banks back to update `start`, write config.json, start other loggers.
+    """Cut the logs and banks back to step `start`, write config.json, start other loggers.
 
-    Where the bank's update after `start` was put off, of that update nothing is kept.
+    Where the bank's evolution after `start` was put off, of that step nothing is kept.
     """
     distributed.agree(start, world, "checkpoints")  # and all have read before anyone writes
     loggers: list[Logger] = []
     out = pathlib.Path(cfg.out)
     logs = [out / f"{name}.jsonl" for name in (*LOGS, "bank/replies")]
     before = config.saved(out) if (out / "config.json").exists() else asdict(cfg)
-    most_lost = max(cfg.checkpoint_every, before["checkpoint_every"])  # updates, by a kill
+    most_lost = max(cfg.checkpoint_every, before["checkpoint_every"])  # steps, by a kill
     with distributed.errors_shared(world):
         if world.main:
             for log in logs:  # a broken log is refused before anything is written
                 last = max((row.get("step", 0) for row in files.read_jsonl(log)), default=0)
                 if last > start + most_lost:
-                    rule = f"the last checkpoint is of update {start}; were others moved away?"
-                    raise UserError(f"{log}: reaches update {last}, but {rule}")
+                    rule = f"the last checkpoint is of step {start}; were others moved away?"
+                    raise UserError(f"{log}: reaches step {last}, but {rule}")
             loggers = mirrors(cfg, start)
             files.write_json(out / "config.json", provenance(cfg))
-            for log in logs:  # the updates after `start` will be made again
+            for log in logs:  # the steps after `start` will be made again
                 of_bank = log.stem == "replies"
                 files.trim_jsonl(log, start - bank_is_due if of_bank else start)
             for since, path in bank_versions(out).items():
@@ -98,19 +98,19 @@ def how_to_continue(cfg: Config) -> str:
 
 
 def bank_is_due(out: pathlib.Path, step: int) -> bool:
-    """Whether the bank's update after this update was put off: its numbers are not logged then."""
+    """Whether the bank's evolution after this step was put off: its numbers are not logged then."""
     rows = files.read_jsonl(out / "metrics.jsonl")
     return any(row["step"] == step and "bank_skills" not in row for row in rows)
 
 
 def complete_metrics(out: pathlib.Path, counts: dict) -> None:
-    """Put the numbers of the bank's update into the last line of metrics.jsonl."""
+    """Put the numbers of the bank's evolution into the last line of metrics.jsonl."""
     *rows, last = files.read_jsonl(out / "metrics.jsonl")
     files.write_jsonl(out / "metrics.jsonl", [*rows, last | counts])
 
 
 def write(out: pathlib.Path, of_logs: tuple[list[dict], ...], loggers: list[Logger]) -> None:
-    """Append one update's rows to the LOGS, and pass its metrics on."""
+    """Append one step's rows to the LOGS, and pass its metrics on."""
     for name, rows in zip(LOGS, of_logs):
         files.append_jsonl(out / f"{name}.jsonl", rows)
     for pass_on in loggers:
@@ -171,7 +171,7 @@ def credit_sums(credit_KT: Tensor, r: int) -> dict[str, float]:
 def summarize(
     step: int, records: list[dict], norm: float, lr: float, seconds: dict[str, float], gb: float
 ) -> dict:
-    """One update's line in metrics.jsonl, from the records of all ranks."""
+    """One step's line in metrics.jsonl, from the records of all ranks."""
     total = len(records)
     metrics: dict = {
         "step": step,
@@ -222,7 +222,7 @@ def summarize(
 
 
 def log_line(m: dict, updates: int) -> str:
-    """The line of an update on the terminal, from its metrics."""
+    """The line of a step on the terminal, from its metrics."""
     rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
     success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
     cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
@@ -242,11 +242,11 @@ class Fall:
     """A share that is well below its best."""
 
     what: str  # "success" or "boxed answers"
-    step: int  # the update after which it is noticed
-    now: float  # over the window of updates up to that one
+    step: int  # the step after which it is noticed
+    now: float  # over the window of steps up to that one
     best: float  # over the best window before
-    best_step: int  # the last update of that window
-    window: int  # updates
+    best_step: int  # the last step of that window
+    window: int  # steps
 
 
 def fallen(metrics: list[dict], batch_size: int) -> list[Fall]:
@@ -255,7 +255,7 @@ def fallen(metrics: list[dict], batch_size: int) -> list[Fall]:
     A share p of n problems has the variance p (1 - p) / n, so the difference of two windows with
     n problems each, whose mean share is p, has twice that. A fall is a window that lies more than
     four standard deviations of this difference below the best one before it. It is noticed once,
-    and again only after half of the distance has been made up. batch_size: problems per update;
+    and again only after half of the distance has been made up. batch_size: problems per step;
     rollouts of one problem are alike, and so count as one.
     """
     window = math.ceil(FALL_PROBLEMS / batch_size)
@@ -283,7 +283,7 @@ def fallen(metrics: list[dict], batch_size: int) -> list[Fall]:
 def fall_line(fall: Fall, checkpoints: pathlib.Path) -> str:
     """A fall in one line, with the last checkpoint before it. checkpoints: the folder of all."""
     first, best_first = fall.step - fall.window + 1, fall.best_step - fall.window + 1
-    line = f"fall: {fall.what} {fall.now:.2f} in updates {first} to {fall.step}, "
+    line = f"fall: {fall.what} {fall.now:.2f} in steps {first} to {fall.step}, "
     line += f"{fall.best:.2f} in {best_first} to {fall.best_step}"
     saved = [p for p in checkpoints.glob("step_*") if int(p.name[5:]) <= fall.best_step]
     if not saved:
@@ -292,19 +292,19 @@ def fall_line(fall: Fall, checkpoints: pathlib.Path) -> str:
 
 
 def echo_line(metrics: list[dict]) -> str:
-    """One line after the first block of updates whose polarity only echoes the verdict, else "".
+    """One line after the first block of steps whose polarity only echoes the verdict, else "".
 
-    Blocks have 25 updates. One echoes where at least 100 teachers of each outcome were decided
+    Blocks have 25 steps. One echoes where at least 100 teachers of each outcome were decided
     (rho is not 0), and 49 of 50 of each had supports of the same sign: then rho says nothing that
     the verdict does not say. metrics: lines of metrics.jsonl; the block must end with the last.
     """
-    if len(metrics) % ECHO_UPDATES:
+    if len(metrics) % ECHO_STEPS:
         return ""
-    for end in range(ECHO_UPDATES, len(metrics) + 1, ECHO_UPDATES):
-        block = metrics[end - ECHO_UPDATES : end]
+    for end in range(ECHO_STEPS, len(metrics) + 1, ECHO_STEPS):
+        block = metrics[end - ECHO_STEPS : end]
         lean = _lean(block)
         if lean:
-            line = f"polarity: in updates {block[0]['step']} to {block[-1]['step']} the supports "
+            line = f"polarity: in steps {block[0]['step']} to {block[-1]['step']} the supports "
             line += f"that count were {lean} zero on successes and on failures, so that it only "
             line += "echoes the verdict; docs/polarity.md"
             return line if end == len(metrics) else ""
@@ -331,7 +331,7 @@ def _lean(block: list[dict]) -> str:
 
 
 def notices(cfg: Config, metrics: list[dict]) -> list[str]:
-    """What is worth a line after the last of these updates. metrics: the run's lines so far."""
+    """What is worth a line after the last of these steps. metrics: the run's lines so far."""
     lines = [echo_line(metrics)]
     for fall in fallen(metrics, cfg.batch_size):
         if fall.step == metrics[-1]["step"]:
@@ -406,7 +406,7 @@ def provenance(cfg: Config) -> dict:
 CARD = """# A LoRA adapter of {base}
 
 Made by {program}, method {method}, of the SGSD project (skill-conditioned gated self-distillation)
-on the problems of {data}, after update {step} of {updates}. To load it, in this directory:
+on the problems of {data}, after step {step} of {updates}. To load it, in this directory:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -447,7 +447,7 @@ def save_checkpoint(
 
 
 def _restore(path: pathlib.Path, model: Model, optimizer: Optimizer) -> tuple[int, policy.Tensors]:
-    """Put a checkpoint's adapter and moments in place; its update, and what else it kept."""
+    """Put a checkpoint's adapter and moments in place; its step, and what else it kept."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -459,7 +459,7 @@ def _restore(path: pathlib.Path, model: Model, optimizer: Optimizer) -> tuple[in
         raise KeyError(f"{len(result.unexpected_keys)} tensors have no place in the model")
     moments = {}
     for i, name in enumerate(policy.trained(model)):
-        if f"{name}.step" in state:  # else no update has been finite yet
+        if f"{name}.step" in state:  # else no step has been finite yet
             parts = ("step", "exp_avg", "exp_avg_sq")
             moments[i] = {part: state.pop(f"{name}.{part}") for part in parts}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
@@ -469,7 +469,7 @@ def _restore(path: pathlib.Path, model: Model, optimizer: Optimizer) -> tuple[in
 def load_trainable(
     cfg: Config, world: World, checkpoint: pathlib.Path | None
 ) -> tuple[Model, Tokenizer, Optimizer, int, policy.Tensors]:
-    """Model with adapters, tokenizer, AdamW (S7), the last update, what else a checkpoint kept."""
+    """Model with adapters, tokenizer, AdamW (S7), the last step, what else a checkpoint kept."""
     where = f"--model {cfg.model}"
     model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
     torch.manual_seed(cfg.seed)

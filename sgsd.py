@@ -14,7 +14,7 @@ of log-probabilities. A teacher that supports a success or suppresses a failure 
     python sgsd.py --resume runs/sgsd                                    continue a run
     python eval.py runs/sgsd/checkpoints/step_000200                     avg@12
 
-Read it from top to bottom: the objective, one update (Algorithm 1), the bank's schedule, the run.
+Read it from top to bottom: the objective, one step (Algorithm 1), the bank's schedule, the run.
 Tags are rows of docs/decisions.md: what the paper leaves open (S...), and what differs (D...).
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T]. Log-probabilities are nats.
@@ -255,7 +255,7 @@ class Run:
     verifier: Judge
     optimizer: torch.optim.Optimizer
     masked_ids: set[int]
-    step: int = 0  # the last update that was made
+    step: int = 0  # the last step that was made
     kept: dict[str, torch.Tensor] = field(default_factory=dict)  # more tensors of a checkpoint
     stop: bool = False  # a signal asked to stop
     stop_asked: float = 0.0  # when it came, in seconds of a monotonic clock
@@ -265,8 +265,8 @@ class Run:
     bank: skills.SkillBank | None = None
     retriever: skills.Retriever | None = None
     writer: Writer | None = None
-    window: list[dict] = field(default_factory=list)  # rollouts since the bank's last update
-    bank_is_due: bool = False  # its update after update `step` was put off, as the run was stopped
+    window: list[dict] = field(default_factory=list)  # rollouts since the bank last evolved
+    bank_is_due: bool = False  # its evolution after step `step` was put off, as the run was stopped
 
     def retrieve(self, x: Problem, step: int) -> list[skills.SkillPair]:
         """The K_x skill-mistake pairs of a problem, best first (Eq. 2); none without skills."""
@@ -275,7 +275,7 @@ class Run:
         return self.retriever(self.bank, x, self.cfg.num_teachers, step)
 
     def ask_to_stop(self, *_: object) -> None:
-        """A signal's handler: the first one stops the run after the update, a second one now."""
+        """A signal's handler: the first one stops the run after the step, a second one now."""
         if self.stop:
             # torchrun passes on to its workers at once what the terminal has sent to them, too.
             if self.may_end_now and time.monotonic() - self.stop_asked > 1:
@@ -283,11 +283,11 @@ class Run:
             return
         self.stop, self.stop_asked = True, time.monotonic()
         if self.world.main:  # past all buffers, since a signal may come inside a print
-            what = f"finishing update {self.step + 1}, then stopping; once more stops at once"
+            what = f"finishing step {self.step + 1}, then stopping; once more stops at once"
             os.write(2, f"\n{what}\n".encode())
 
 
-# ----------------------------------------------------------------------- one update (Algorithm 1)
+# ----------------------------------------------------------------------- one step (Algorithm 1)
 
 
 @dataclass
@@ -296,7 +296,7 @@ class Example:
 
     index: int  # its place in the global batch
     rollout: Rollout
-    group: list[Rollout]  # all rollouts of its problem in this update, itself among them
+    group: list[Rollout]  # all rollouts of its problem in this step, itself among them
     pairs_K: list[skills.SkillPair]  # the retrieved ones
     contexts_K: list[Ids]  # the teachers' prompts
 
@@ -325,7 +325,7 @@ class RolloutLoss:
 
 PromptsOf = Callable[["Run", Problem, list[skills.SkillPair]], tuple[Ids, list[Ids]]]
 LossOf = Callable[["Run", Example], RolloutLoss]
-Update = tuple[list[dict], float, dict[str, float]]  # records, gradient norm, seconds by part
+StepResult = tuple[list[dict], float, dict[str, float]]  # records, gradient norm, seconds by part
 
 
 def reward(roll: Rollout) -> float:
@@ -406,8 +406,8 @@ def train_step(
     prompts_of: PromptsOf = prompts,
     loss_of: LossOf = rollout_loss,
     generations: int = 1,
-) -> Update:
-    """One update (Algorithm 1, lines 2-16): this rank's records, the gradient norm, the seconds.
+) -> StepResult:
+    """One step (Algorithm 1, lines 2-16): this rank's records, the gradient norm, the seconds.
 
     Another method puts its own functions in the place of `prompts` and `rollout_loss`.
     """
@@ -498,7 +498,7 @@ def record(run: Run, step: int, example: Example, result: RolloutLoss) -> dict:
 
 
 def begin_bank(run: Run) -> None:
-    """Make the bank where there is none (Alg. 2); restore the window since its last update (D9)."""
+    """Make the bank where there is none (Alg. 2); restore the window since it last evolved (D9)."""
     cfg, writer = run.cfg, run.writer
     assert writer is not None
     if run.bank is None:
@@ -510,7 +510,7 @@ def begin_bank(run: Run) -> None:
     if run.world.main:
         save_bank(run.bank, run.out, max(bank_versions(run.out), default=0))
         print(bank_line(run.bank, cfg.num_teachers))
-        complete = run.step - run.bank_is_due  # the bank has seen all updates up to here
+        complete = run.step - run.bank_is_due  # the bank has seen all steps up to here
         last = complete - complete % max(1, cfg.update_every)
         rows = files.read_jsonl(run.out / "rollouts.jsonl")
         window = [row for row in rows if row["step"] > last]
@@ -523,7 +523,7 @@ def begin_bank(run: Run) -> None:
 
 
 def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
-    """Algorithm 4 on all ranks' rollouts since its last update (D2); the bank's numbers to log."""
+    """Algorithm 4 on all ranks' rollouts since it last evolved (D2); the bank's numbers to log."""
     cfg = run.cfg
     assert run.bank is not None and run.writer is not None
     run.writer.step = step
@@ -563,7 +563,7 @@ def prepare(
     last = max(out.glob("checkpoints/step_*"), default=None) if resume else None
     model, tokenizer, optimizer, step, kept = runlog.load_trainable(cfg, world, last)
     if step > cfg.updates:
-        why = f"{out} has made update {step} already"
+        why = f"{out} has made step {step} already"
         raise UserError(f"--updates {cfg.updates}: {why}; give a larger number, or evaluate it")
     masked_ids = masked_token_ids(tokenizer, cfg.mask_extra) | {*policy.stop_ids(model, tokenizer)}
     run = Run(cfg, out, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
@@ -581,10 +581,10 @@ def prepare(
     return run
 
 
-def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
-    """The updates, with their logs, checkpoints and an orderly stop.
+def train(run: Run, step_fn: Callable[[Run, int], StepResult] = train_step) -> int:
+    """The steps, with their logs, checkpoints and an orderly stop.
 
-    Returns the exit code: 1 after three updates in a row that were not finite.
+    Returns the exit code: 1 after three steps in a row that were not finite.
     """
     cfg, world = run.cfg, run.world
     with cli.continued_by(lambda: runlog.how_to_continue(cfg)):
@@ -594,12 +594,12 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
             begin_bank(run)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, run.ask_to_stop)
-        reason, code = make_updates(run, step_fn, loggers)
+        reason, code = make_steps(run, step_fn, loggers)
         run.stop = bool(reason)  # on all ranks alike
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if reason and world.main:
-            left = "the bank's update" if run.bank_is_due else "the evaluation"
+            left = "the bank's evolution" if run.bank_is_due else "the evaluation"
             last = f"only {left} is left; " if run.step == cfg.updates and not code else ""
             command = f"python {cli.program(cfg.program)} --resume {cfg.out}"
             tqdm.write(f"{reason}; {last}continue with: {command}")
@@ -607,15 +607,15 @@ def train(run: Run, step_fn: Callable[[Run, int], Update] = train_step) -> int:
     return code
 
 
-def make_updates(
-    run: Run, step_fn: Callable[[Run, int], Update], loggers: list[runlog.Logger]
+def make_steps(
+    run: Run, step_fn: Callable[[Run, int], StepResult], loggers: list[runlog.Logger]
 ) -> tuple[str, int]:
-    """The updates that are left: the reason why the run stops before its end, and the exit code."""
+    """The steps that are left: the reason why the run stops before its end, and the exit code."""
     cfg, world, skipped = run.cfg, run.world, 0
     history = list(files.read_jsonl(run.out / "metrics.jsonl")) if world.main else []
     steps = range(run.step + 1, cfg.updates + 1)
-    silent = not (world.main and sys.stderr.isatty())  # a file has the updates' own lines
-    bar = tqdm(steps, "train", cfg.updates, initial=run.step, disable=silent, unit="update")
+    silent = not (world.main and sys.stderr.isatty())  # a file has the steps' own lines
+    bar = tqdm(steps, "train", cfg.updates, initial=run.step, disable=silent, unit="step")
     for step in bar:
         before = policy.steps_taken(run.optimizer)
         try:
@@ -623,8 +623,8 @@ def make_updates(
                 records_of_rank, norm, seconds = step_fn(run, step)
         except SharedError as e:
             hint = f"--resume {cfg.out} continues from the last checkpoint"
-            raise SharedError(f"{e} (in update {step}; {hint})") from None
-        except KeyboardInterrupt:  # this update is lost, and no other
+            raise SharedError(f"{e} (in step {step}; {hint})") from None
+        except KeyboardInterrupt:  # this step is lost, and no other
             if policy.steps_taken(run.optimizer) == before:
                 save(run)
             raise
@@ -658,7 +658,7 @@ def make_updates(
         if interrupted:
             raise KeyboardInterrupt
         if skipped == 3:
-            return "three updates in a row were not finite", 1
+            return "three steps in a row were not finite", 1
         if stop and (step < cfg.updates or cfg.eval_data or run.bank_is_due):
             return "stopped as asked", 0
     return "", 0
@@ -675,7 +675,7 @@ def end_at_once(run: Run) -> Iterator[None]:
 
 
 def save(run: Run) -> None:
-    """A checkpoint of the last update, if there is one and it is not saved yet. Rank 0 writes."""
+    """A checkpoint of the last step, if there is one and it is not saved yet. Rank 0 writes."""
     at = run.out / "checkpoints" / f"step_{run.step:06d}"
     if run.world.main and run.step and not at.exists():
         kept, step, cfg = run.kept, run.step, run.cfg
@@ -686,7 +686,7 @@ def save(run: Run) -> None:
 def launch(
     cfg: Config,
     resume: bool,
-    step_fn: Callable[[Run, int], Update] = train_step,
+    step_fn: Callable[[Run, int], StepResult] = train_step,
     retriever: skills.Retriever | None = None,
 ) -> int:
     """Prepare, train, and evaluate before and after where --eval-data is given; the exit code."""

@@ -370,8 +370,9 @@ def evolve(
     """The bank after online evolution (Alg. 4); the same object when nothing is due.
 
     Static entries are never touched, and what has the text of one is no candidate (D11).
-    window: all rollouts since the last update (D2), as in `memory_of`. update_every: 0 for never.
-    An update adds at most `max_new_items` dynamic entries, both lists together (S12), and a list
+    window: all rollouts since the bank last evolved (D2), as in `memory_of`. update_every: 0 for
+    never. One evolution adds at most `max_new_items` dynamic entries, both lists together (S12);
+    a list
     holds at most `dynamic_capacity`: what a merge puts first stays.
     """
     if not window or not update_every or step % update_every:  # line 1
@@ -434,7 +435,7 @@ class Writer:
     reply_tokens: int
     seed: int
     rows: int = 16  # that decode at a time
-    step: int = 0  # the update that the replies belong to
+    step: int = 0  # the step that the replies belong to
     decode: rollout.Decode = rollout.stream
     counts: collections.Counter[str] = field(default_factory=collections.Counter)  # by outcome
     asked: collections.Counter[str] = field(default_factory=collections.Counter)  # by prompt

@@ -4,7 +4,7 @@
 
     score      K teachers and the student, against one student row per teacher
     rollout    rollout.generate against static batches of `generate`
-    step       an update by part, and the least that the machine must take
+    step       a step by part, and the least that the machine must take
     eval       12 samples of 30 problems; how often the rows change an id
     verify     verdicts per second
     memory     peak memory of scoring; Qwen3-8B on one card, by arithmetic
@@ -75,7 +75,7 @@ class Shape:
     heads: int  # of queries; half as many of keys and values
     size: int  # of a head
     T: int  # completion tokens of score and step
-    batch: int = 4  # problems of an update
+    batch: int = 4  # problems of a step
     new: int = 96  # the longest completion of rollout and eval
     mean: int = 16  # about what is sampled until one of the stop ids comes
     rows: tuple[int, ...] = (32,)  # that decode together
@@ -291,7 +291,7 @@ def eval_rows(c: Counts, tokens: int) -> int:
 
 
 def paper_costs(c: Counts) -> dict[str, tuple[float, float]]:
-    """FLOPs and bytes on one of 8 GPUs: an update by parts, one evaluation, the bank's life.
+    """FLOPs and bytes on one of 8 GPUs: a step by parts, one evaluation, the bank's life.
 
     All completions are as long as they may be, and a cold start merges nothing.
     """
@@ -313,7 +313,7 @@ def paper_costs(c: Counts) -> dict[str, tuple[float, float]]:
         "cold start, solving": c.decoding(x, long, seeds, math.ceil(seeds / 16) * long),
         "cold start, extracting": c.decoding(MEMORY, reply, seeds, math.ceil(seeds / 16) * reply),
         "cold start, merging": c.decoding(*MERGE, MERGES / GPUS, MERGE_STEPS),
-        "an online update, extracting": c.decoding(
+        "an evolution of the bank, extracting": c.decoding(
             MEMORY, reply, window, math.ceil(window / 16) * reply
         ),
     }
@@ -330,7 +330,7 @@ def cost(args: Args, s: Shape, device: torch.device) -> None:
         steps = list(parts.values())
         update = tuple(sum(column) for column in zip(*steps[:5]))
         evaluation, *cold_start, online = (least for _, _, least in steps[5:])
-        parts = {**parts, "an update": update}
+        parts = {**parts, "a step": update}
         for part, (flops, moved, least) in parts.items():
             cells = f"{flops / 1e12:,.1f}", f"{moved / 1e12:,.3f}", f"{least:,.2f}"
             lines.append((name, part, *cells))
@@ -338,9 +338,9 @@ def cost(args: Args, s: Shape, device: torch.device) -> None:
         seconds = cfg.updates * update[2], evaluations * evaluation, sum(cold_start)
         hours = [f"{x / 3600:,.1f} h" for x in (*seconds, onlines * online)]
         sums.append(
-            f"{name}, at least: {cfg.updates} updates {hours[0]}; {evaluations} evaluations "
+            f"{name}, at least: {cfg.updates} steps {hours[0]}; {evaluations} evaluations "
             f"{hours[1]}, {eval_rows(c, cfg.eval_tokens)} samples at a time; the first bank "
-            f"{hours[2]}; {onlines} online updates {hours[3]}"
+            f"{hours[2]}; {onlines} evolutions of the bank {hours[3]}"
         )
     title = (
         f"cost: lower limits, NOT a measured run: the paper's run on one of {GPUS} GPUs of this "
@@ -351,7 +351,7 @@ def cost(args: Args, s: Shape, device: torch.device) -> None:
     print(
         f"\nPrompts have {PLAIN} and {GUIDED} tokens (assumed), completions are as long as they "
         "may be. Seconds: FLOPs over the matmul rate or bytes over the copy rate, whichever is "
-        "more. Left out: sampling, embedding, the merges of online updates."
+        "more. Left out: sampling, embedding, the merges of evolutions of the bank."
     )
 
 
@@ -573,7 +573,7 @@ class LatexVerifier(rollout.Verifier):
 
 
 def write_inputs(folder: pathlib.Path, s: Shape, device: torch.device, answers: list) -> dict:
-    """The settings of a run of three updates, and what it needs: a random model with the tokenizer
+    """The settings of a run of three steps, and what it needs: a random model with the tokenizer
     of tiny/, and problems with these answers."""
     stop_after(random_model(s, device, s.decode_vocab), s.T).save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(ROOT / "tiny" / "model").save_pretrained(folder / "model")
@@ -592,7 +592,7 @@ def write_inputs(folder: pathlib.Path, s: Shape, device: torch.device, answers: 
 def least_seconds(
     run: sgsd.Run, rows: list[dict], c: Counts, copied: float, multiplied: float
 ) -> dict[str, float]:
-    """What the updates of these rollouts take at least, by part."""
+    """What the steps of these rollouts take at least, by part."""
     least = {"rollout": 0.0, "scoring": 0.0, "backward": 0.0}
     longest: dict[int, int] = {}
     for row in rows:
@@ -626,7 +626,7 @@ def step(args: Args, s: Shape, device: torch.device) -> None:
         with verifier:
             sgsd.train(run, timed)
         rows = list(files.read_jsonl(run.out / "rollouts.jsonl"))
-        later = [row for row in rows if row["step"] > 1]  # the first update warms up
+        later = [row for row in rows if row["step"] > 1]  # the first step warms up
         c = counts(s, s.decode_vocab, device)
         least = least_seconds(run, later, c, copied, multiplied)
     seconds = {part: laps[1][part] + laps[2][part] for part in laps[0]}
@@ -639,7 +639,7 @@ def step(args: Args, s: Shape, device: torch.device) -> None:
         "backward": seconds["bwd"],
         "optimizer": seconds["opt"],
         "the rest: records, gather, logs": everything - sum(seconds.values()),
-        "an update": everything,
+        "a step": everything,
     }
     lines = []
     for part, x in parts.items():
@@ -734,7 +734,7 @@ def qwen3_8b() -> dict[str, float]:
 
 
 def rank_seconds(args: Args) -> dict[int, float]:
-    """Seconds of an update, times the ranks, with as much work per rank."""
+    """Seconds of a step, times the ranks, with as much work per rank."""
     found, few = {}, SHAPES["tiny" if args.shape == "tiny" else "few"]
     launch = ["-m", "torch.distributed.run", "--standalone"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}  # else one rank has all cores

@@ -9,7 +9,7 @@
 Every method takes its world's settings, a bank that the world's model made
 (one per seed, the same for all methods) and a rate from the validation problems: the best of three
 for sgsd and each baseline, and sgsd's for its own ablations. Then five seeds on the test problems,
-where accuracy under the plain prompt, thinking on, is measured after some of the updates.
+where accuracy under the plain prompt, thinking on, is measured after some of the steps.
 Intervals are Student's over seeds, paired by seed for differences. GRPO draws 8 rollouts of each of
 its problems, in all twice the others' samples. "Forward tokens" are those that went through the
 model outside decoding, with padding. All costs are of the training runs alone: the making of their
@@ -94,15 +94,15 @@ class World:
     folder: str  # with model/ and train, valid and test.jsonl
     encoder: str
     flags: str  # of the bank and of training
-    points: tuple[int, ...]  # updates after which a run is evaluated; the last one ends it
-    trial: int  # updates of a run that tries a rate
+    points: tuple[int, ...]  # steps after which a run is evaluated; the last one ends it
+    trial: int  # steps of a run that tries a rate
     rates: tuple[float, ...]
     tokens: int  # of a solution
-    batch: int  # problems per update
+    batch: int  # problems per step
     grpo_batch: int  # the same for GRPO, which draws 8 rollouts of each
     samples: int  # per problem of an evaluation
     rows: int  # that an evaluation decodes at a time
-    evolve: int  # updates per online update; 0 keeps the bank as it was made
+    evolve: int  # steps per evolution of the bank; 0 keeps the bank as it was made
     other: int  # the same for "sgsd, other bank"
     skills: int  # pairs in a prompt of base+skill
     methods: tuple[str, ...] = tuple(name for name in METHODS if name not in BY_HAND)
@@ -213,7 +213,7 @@ def forward_tokens() -> Iterator[list[int]]:
 
 
 def points_of(job: Job, w: World) -> tuple[int, ...]:
-    """The updates after which a job's run is evaluated."""
+    """The steps after which a job's run is evaluated."""
     return w.points if job["points"] else (w.trial,)
 
 
@@ -249,7 +249,7 @@ def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str
             call(sgsd.main if name.startswith("sgsd") else baselines.main, flags, **paths)
         if not (out / f"checkpoints/step_{updates:06d}").exists():
             raise RuntimeError("stopped by a signal; the same command goes on")
-        each = sum(forward) / (updates - made)  # an update's mean, of those that were watched
+        each = sum(forward) / (updates - made)  # a step's mean, of those that were watched
         files.write_json(cost, {"forward_tokens": round(each * updates)})
     seconds = 0.0
     for row in files.read_jsonl(out / "metrics.jsonl"):
@@ -405,7 +405,7 @@ def value_at(where: list[float], values: list[float], x: float) -> float:
 
 
 def area(points: dict[int, float]) -> float:
-    """The mean accuracy over all updates: the area under the curve by the length of its base."""
+    """The mean accuracy over all steps: the area under the curve by the length of its base."""
     steps, total = list(points), 0.0
     for start, end in itertools.pairwise(steps):
         total += (points[start] + points[end]) / 2 * (end - start)
@@ -413,15 +413,15 @@ def area(points: dict[int, float]) -> float:
 
 
 def spent(result: Job, cost: str, w: World) -> list[float]:
-    """Tokens until each point of the curve; the forward tokens are spread evenly over updates."""
+    """Tokens until each point of the curve; the forward tokens are spread evenly over steps."""
     if cost == "generated_tokens":
         return [0, *result["generated_at"].values()]
     return [result[cost] * step / w.points[-1] for step in (0, *w.points)]
 
 
 def table(w: World, results: dict[str, Job], names: list[str], seeds: range) -> list[str]:
-    """A row per method: accuracy over updates, differences to SGSD paired by seed, and its cost."""
-    head = ["method", "rate", 0, *w.points, "mean over updates", "mean - sgsd", "last - sgsd"]
+    """A row per method: accuracy over steps, differences to SGSD paired by seed, and its cost."""
+    head = ["method", "rate", 0, *w.points, "mean over steps", "mean - sgsd", "last - sgsd"]
     lines = [row_of([*head, *COSTS]).replace("_", " "), "|---" * (len(head) + len(COSTS)) + "|"]
     for kind in ("base", "base+skill"):
         shown = with_interval([final(results[f"{kind}-{seed}"]) for seed in seeds])
@@ -445,7 +445,7 @@ def table(w: World, results: dict[str, Job], names: list[str], seeds: range) -> 
 
 
 def by_updates(results: dict[str, Job], names: list[str], seeds: range) -> list[str]:
-    """Each method's difference to SGSD after so many updates, and every seed's accuracy there."""
+    """Each method's difference to SGSD after so many steps, and every seed's accuracy there."""
     points = list(results[f"sgsd-{seeds[0]}"]["accuracy"])
     head = ["method", *[f"{step}: - sgsd, by seed" for step in points]]
     lines = ["", row_of(head), "|---" * len(head) + "|"]
@@ -492,7 +492,7 @@ def at_cost(
 
 
 def picture(w: World, results: dict[str, Job], names: list[str], seeds: range, path) -> None:
-    """Curves by updates, sampled tokens and forward tokens; methods above, ablations below."""
+    """Curves by steps, sampled tokens and forward tokens; methods above, ablations below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -614,8 +614,8 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
             job = training(args.world, f"{name}-{seed}", name, rates[name], seed, points=True)
             jobs.append(job | ({"share": 0} if name in BY_HAND else {}))
     results = do_all(jobs, "methods")
-    lines = [f"# Methods in the world {args.world}: accuracy by updates, and what it cost", ""]
-    lines += ["The mean over updates is the area under the curve; forward tokens are those that"]
+    lines = [f"# Methods in the world {args.world}: accuracy by steps, and what it cost", ""]
+    lines += ["The mean over steps is the area under the curve; forward tokens are those that"]
     lines[-1] += " went through the model outside decoding, with padding."
     lines.append("")
     lines += table(w, results, names, seeds) + by_updates(results, names, seeds)

@@ -7,10 +7,10 @@ A run counts as falling where its success loses .25 or more from its best, as he
 never loses .1, and as unclear between them. The table says how many of each the rule names, how
 many before half of the loss, and the share of the loss at that moment.
 
-Of a run, what it has lost is read from a mean over as many updates as the rule's window has, but
+Of a run, what it has lost is read from a mean over as many steps as the rule's window has, but
 centred, which is known only afterwards; boxed answers are in the rule, too. --simulate is for
-comparisons that kept accuracies after a few updates and no success by update: between these points
-(and the base's accuracy before the first) the curve is straight, and every update draws its
+comparisons that kept accuracies after a few steps and no success by step: between these points
+(and the base's accuracy before the first) the curve is straight, and every step draws its
 problems' verdicts anew. GRPO's 8 rollouts of a problem share a chance of their own (Beta, with an
 intraclass correlation of 1/3). Such draws have neither boxed answers, nor the training's own prompt
 and sampling, nor whatever makes real curves uneven.
@@ -36,7 +36,7 @@ import files
 import runlog
 
 FALLING, HEALTHY = 0.25, 0.1  # lost at least, and lost less than
-BATCHES = {"tiny": 16, "lock": 8, "lock_long": 8}  # problems per update, but GRPO's
+BATCHES = {"tiny": 16, "lock": 8, "lock_long": 8}  # problems per step, but GRPO's
 GRPO_BATCHES = {"tiny": 4, "lock": 2, "lock_long": 2}
 GENERATIONS = 8
 STORED = ("compare_lock", "compare_lock_long", "compare_lock_long_sgsd", "compare_tiny")
@@ -48,7 +48,7 @@ class Tried:
 
     name: str
     loss: float  # the most that it lies below its best so far
-    named: int | None  # the update after which the rule named it
+    named: int | None  # the step after which the rule named it
     before_half: bool
     share: float  # of the loss that had come about by then; 1 where it was not named
 
@@ -60,12 +60,12 @@ class Tried:
 
 
 def losses_of(levels: Sequence[float]) -> list[float]:
-    """How far each update lies below the best so far."""
+    """How far each step lies below the best so far."""
     return [best - x for best, x in zip(itertools.accumulate(levels, max), levels)]
 
 
 def tried(name: str, levels: Sequence[float], falls: Sequence[runlog.Fall]) -> Tried:
-    """levels: the success of each update without noise, or nearly. falls: what the rule says."""
+    """levels: the success of each step without noise, or nearly. falls: what the rule says."""
     losses = losses_of(levels)
     loss = max(losses)
     if not falls:
@@ -76,7 +76,7 @@ def tried(name: str, levels: Sequence[float], falls: Sequence[runlog.Fall]) -> T
 
 
 def centred(shares: Sequence[float], window: int) -> list[float]:
-    """The mean around each update; at the ends over what there is."""
+    """The mean around each step; at the ends over what there is."""
     half = window // 2
     levels = []
     for i in range(len(shares)):
@@ -95,7 +95,7 @@ def of_run(run: pathlib.Path) -> Tried:
 
 
 def straight(points: dict[int, float]) -> list[float]:
-    """A curve through these points, with a value for every update but 0."""
+    """A curve through these points, with a value for every step but 0."""
     steps = sorted(points)
     levels = []
     for start, end in itertools.pairwise(steps):
@@ -106,7 +106,7 @@ def straight(points: dict[int, float]) -> list[float]:
 
 
 def drawn(level: float, problems: int, generations: int, draw: random.Random) -> float:
-    """The success of one update: of each problem one rollout, or GRPO's group."""
+    """The success of one step: of each problem one rollout, or GRPO's group."""
     right = 0
     for _ in range(problems):
         chance = level
@@ -117,7 +117,7 @@ def drawn(level: float, problems: int, generations: int, draw: random.Random) ->
 
 
 def stored_curves() -> dict[str, tuple[dict[int, float], str, bool]]:
-    """By name: accuracy after updates, the base's at 0; the world; whether it is GRPO's."""
+    """By name: accuracy after steps, the base's at 0; the world; whether it is GRPO's."""
     curves = {}
     for name in STORED:
         results = json.loads((ROOT / "results" / f"{name}.json").read_text())["results"]
@@ -131,7 +131,7 @@ def stored_curves() -> dict[str, tuple[dict[int, float], str, bool]]:
 
 
 def simulated(draws: int, times: int) -> list[Tried]:
-    """Every stored curve, so many times over, with `times` the problems of its own updates."""
+    """Every stored curve, so many times over, with `times` the problems of its own steps."""
     rows = []
     for name, (points, world, grpo) in stored_curves().items():
         levels = straight(points)
@@ -165,7 +165,7 @@ def table(rows: list[Tried]) -> str:
 
 def each(rows: list[Tried]) -> str:
     """A line for each run."""
-    lines = ["| run | kind | lost at most | named after update | share lost by then |"]
+    lines = ["| run | kind | lost at most | named after step | share lost by then |"]
     lines.append("|---|---|---|---|---|")
     for row in rows:
         cells = [row.name, row.kind, f"{row.loss:.2f}", str(row.named or "never")]
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{each(rows)}\n\n{table(rows)}")
             return
         for times in (1, 4):
-            print(f"Simulated, {times} times the problems of the stored runs' updates:\n")
+            print(f"Simulated, {times} times the problems of the stored runs' steps:\n")
             print(f"{table(simulated(args.draws, times))}\n")
 
     return cli.command("falls", body)

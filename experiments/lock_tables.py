@@ -87,7 +87,7 @@ def main() -> None:
         for step in map(str, w.points):
             ends = [runs[f"{x}-{s}"]["accuracy"][step] for x in (compare.FULL, name) for s in SEEDS]
             gaps.append(compare.with_interval([a - b for a, b in zip(ends[:5], ends[5:])], "+"))
-        print(f"{compare.FULL} - {name} after {w.points} updates: {', '.join(gaps)}")
+        print(f"{compare.FULL} - {name} after {w.points} steps: {', '.join(gaps)}")
     if not (ROOT / "runs/compare_lock").exists():
         return
     tokenizer = AutoTokenizer.from_pretrained(lock.OUT / "model")

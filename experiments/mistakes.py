@@ -53,7 +53,7 @@ MISTAKES = [
     Mistake("resuming nothing", "sgsd.py --resume runs/nope"),
     Mistake("resuming a checkpoint", "sgsd.py --resume {s}/run/checkpoints/step_000002"),
     Mistake("resuming a torn checkpoint", "sgsd.py --resume {s}/torn --updates 3"),
-    Mistake("resuming to fewer updates", "sgsd.py --resume {s}/run --updates 1"),
+    Mistake("resuming to fewer steps", "sgsd.py --resume {s}/run --updates 1"),
     Mistake(
         "resuming a run that is at work",
         "sgsd.py --resume {s}/busy --updates 4000",

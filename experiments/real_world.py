@@ -79,7 +79,7 @@ def side_by_side(commands: dict[str, str], folder: pathlib.Path, until: float) -
         if not stopped and time.time() > until:
             stopped = True
             for process in processes.values():
-                process.terminate()  # a training finishes its update and saves
+                process.terminate()  # a training finishes its step and saves
         time.sleep(0.5)
     said = []
     for name, process in processes.items():
@@ -115,7 +115,7 @@ def main() -> None:
     add = parser.add_argument
     add("folder", type=pathlib.Path)
     add("--make", nargs="+", type=pathlib.Path, help="MODELS DATA BANK [OWN]: make the folder")
-    add("--minutes", type=float, default=1e5, help="stop after so many, once an update is finished")
+    add("--minutes", type=float, default=1e5, help="stop after so many, once a step is finished")
     add("--updates", type=int, default=100, help="of every run; the rate falls to 0 over them")
     args = parser.parse_args()
     folder, until = args.folder.resolve(), time.time() + 60 * args.minutes

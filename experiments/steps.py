@@ -38,7 +38,7 @@ import world
 import files
 import skills
 
-PHASES, LAST = ((1, 5), (6, 20), (21, 60)), (41, 60)  # updates
+PHASES, LAST = ((1, 5), (6, 20), (21, 60)), (41, 60)  # steps
 FATES = {1: "distilled", 0: "ignored", -1: "reversed"}
 
 
@@ -193,10 +193,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("runs", type=pathlib.Path, nargs="+")
     args = parser.parse_args()
-    head = "| run | updates | right steps | wrong steps | cosine | chance | share |"
+    head = "| run | steps | right steps | wrong steps | cosine | chance | share |"
     print(f"{head}\n" + "|---" * 7 + "|")
     locks = lock.held_out(random.Random(0))
-    tables = ["", "| run | family | shown | right, updates 1 to 5 | 41 to 60 |", "|---" * 5 + "|"]
+    tables = ["", "| run | family | shown | right, steps 1 to 5 | 41 to 60 |", "|---" * 5 + "|"]
     of_teachers = []
     for run in args.runs:
         rows = list(files.read_jsonl(run / "rollouts.jsonl"))

@@ -18,7 +18,7 @@ else is different:
 - its encoder is untrained, a random vector per token, so that retrieval goes by common words.
 
 The world was chosen by what the base model does, before any method was run on it, but for six
-timed updates of SGSD.
+timed steps of SGSD.
 """
 
 import argparse
