@@ -140,9 +140,11 @@ def check_prompts(folder: str) -> None:
         if missing:
             raise UserError(f"--prompts {folder}: {ours.name} lacks {', '.join(missing)}")
     parts = texts["teacher"].split("\n\n", 3)
-    bullets = [part.partition("\n")[2] for part in parts[1:3]]
-    shaped = len(parts) == 4 and "{skill." in bullets[0] and "{mistake." in bullets[1]
-    if not shaped or parts[3].strip() != texts["student"].strip():
+    shaped = len(parts) == 4 and parts[3].strip() == texts["student"].strip()
+    for part, field in zip(parts[1:3], ("{skill.", "{mistake.")):
+        heading, _, line = part.partition("\n")
+        shaped = shaped and "{" not in heading and field in line
+    if not shaped:
         rule = "an opening, a heading and a line of the skill, a heading and a line of the mistake"
         rule += ", each followed by an empty line, and then student.txt"
         raise UserError(f"--prompts {folder}: teacher.txt must be: {rule}")
