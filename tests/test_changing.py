@@ -19,6 +19,7 @@ import skills
 
 PAGE = (conftest.ROOT / "docs" / "changing.md").read_text()
 RECIPES = {code[0]: code[1] for code in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.S)}
+OF_A_DOMAIN = {"my_domain", "gym_data", "gym_domain"}  # test_changing_verdict.py has these
 LINES = 15
 
 
@@ -47,10 +48,12 @@ def trained(world_dir, out, main=None, **changes):
 
 
 def test_each_recipe_has_a_test_and_at_most_fifteen_lines():
-    for name, code in RECIPES.items():
-        lines = [line for line in code.splitlines() if line.strip()]
+    text = pathlib.Path(__file__).read_text()
+    for name in RECIPES.keys() - OF_A_DOMAIN:
+        assert f'recipe("{name}")' in text
+    for name in RECIPES.keys() - {"gym_data"}:  # which makes files, and changes no part
+        lines = [line for line in RECIPES[name].splitlines() if line.strip()]
         assert len(lines) <= LINES, f"{name}.py has {len(lines)} lines"
-        assert f'recipe("{name}")' in pathlib.Path(__file__).read_text()
 
 
 def test_another_function_of_the_gap_is_the_loss_and_the_logged_credit(world_dir, tmp_path):
