@@ -1,24 +1,28 @@
-"""Two ideas on why published SGSD falls in long runs, each a loss of its own in the same loop.
+"""Two ideas on why published SGSD falls in long runs of the harder world, as changes of one part.
 
-    python experiments/ideas.py attract --preset tiny ...      teachers only attract
     python experiments/ideas.py centred --preset tiny ...      successes and failures weigh the same
+    python experiments/ideas.py no_first --preset tiny ...     the first token is masked, too
 
 What follows the name are the flags of sgsd.py. The idea has to be given again with --resume.
 
-attract: polarity -1 becomes 0. A reversed teacher repels the student from all that it prefers, and
-nothing bounds how far; without it a loss is only ever made smaller.
 centred: a rollout's loss is multiplied by 2 (1 - p) if it succeeded and by 2 p if it failed, where
 p is the share of successes of the last 20 steps, within .05 to .95. So both outcomes move the
 student equally, whatever their number, as a centred reward does in GRPO.
+no_first: a solution's first token, on which the teachers differ from the student most, counts as
+layout: neither the support nor the loss sees it.
 """
 
 import collections
 import dataclasses
+import functools
 import pathlib
 import statistics
 import sys
+from collections.abc import Collection, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from torch import Tensor
 
 import cli
 import config
@@ -28,17 +32,8 @@ import verify
 from sgsd import Example, RolloutLoss, Run
 
 STEPS = 20  # of whose rollouts the share of successes is taken
+published_mask = sgsd.token_mask
 outcomes: collections.deque[float] = collections.deque()
-
-
-def attract(run: Run, example: Example) -> RolloutLoss:
-    """`sgsd.rollout_loss` without repulsion."""
-    published, cfg = sgsd.rollout_loss(run, example), run.cfg
-    delta_KT, mask_T, alpha_K = published.delta_KT, published.mask_T, published.alpha_K
-    rho_K = published.rho_K.clamp(min=0)
-    loss = sgsd.sgsd_loss(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
-    credit_KT = sgsd.token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
-    return dataclasses.replace(published, loss=loss, rho_K=rho_K, credit_KT=credit_KT)
 
 
 def centred(run: Run, example: Example) -> RolloutLoss:
@@ -57,18 +52,23 @@ def centred(run: Run, example: Example) -> RolloutLoss:
     return dataclasses.replace(published, loss=weight * published.loss, credit_KT=credit_KT)
 
 
-IDEAS = {"attract": attract, "centred": centred}
+def without_first(ids_T: Sequence[int] | Tensor, masked_ids: Collection[int]) -> Tensor:
+    """`sgsd.token_mask` that leaves the first token out."""
+    mask_T = published_mask(ids_T, masked_ids)
+    mask_T[:1] = 0
+    return mask_T
 
 
 def main(argv: list[str]) -> int:
     def body() -> int:
-        if not argv or argv[0] not in IDEAS:
-            raise cli.UserError(f"the first word must be one of {', '.join(IDEAS)}")
-        cfg, resume = config.parse(argv[1:], "ideas.py", __doc__)
-
-        def step_fn(run: Run, step: int) -> sgsd.StepResult:
-            return sgsd.train_step(run, step, loss_of=IDEAS[argv[0]])
-
+        idea, *flags = argv or [""]
+        if idea not in ("centred", "no_first"):
+            raise cli.UserError("the first word must be centred or no_first")
+        cfg, resume = config.parse(flags, "ideas.py", __doc__)
+        if idea == "no_first":
+            sgsd.token_mask = without_first
+            return sgsd.launch(cfg, resume)
+        step_fn = functools.partial(sgsd.train_step, loss_of=centred)
         return sgsd.launch(cfg, resume, step_fn)
 
     return cli.command("ideas", body)
