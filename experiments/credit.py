@@ -1,0 +1,76 @@
+"""Where a run's credit lies: on successes or failures, on liked or disliked tokens, on which ones.
+
+    python experiments/credit.py RUN [--window 16]
+
+RUN must have been audited at every step (--audit-every 1). Credit is Eq. 20's, summed over teachers
+and unmasked tokens, a thousand times its mean over rollouts. A token is liked where a teacher's
+gap is positive. Positive credit makes a token likelier. The last columns have the net credit of the
+first token of the solutions, and the tokens with the largest net credit elsewhere.
+"""
+
+import collections
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import cli
+import files
+import verify
+
+PARTS = ("success, liked", "success, disliked", "failure, liked", "failure, disliked")
+SHOWN = 3  # tokens with the largest net credit
+
+
+def add_rollout(credit: collections.Counter, roll: dict, tokens: dict) -> None:
+    """Add a rollout's credit to that of its window, by part and by token."""
+    outcome = "success" if verify.is_success(roll["r"]) else "failure"
+    for delta_T, credit_T in zip(tokens["delta"], tokens["credit"]):
+        for place, (text, gap, weight) in enumerate(zip(tokens["text"], delta_T, credit_T)):
+            credit[f"{outcome}, {'liked' if gap > 0 else 'disliked'}"] += weight
+            credit["first" if place == 0 else ("token", text)] += weight
+
+
+def table(run: pathlib.Path, window: int) -> list[str]:
+    """A Markdown table with a row per window of steps."""
+    lines = [f"| steps | success | boxed | {' | '.join(PARTS)} | first token | other tokens |"]
+    lines.append("|---" * (len(PARTS) + 5) + "|")
+    rolls = files.read_jsonl(run / "rollouts.jsonl")
+    audited = files.read_jsonl(run / "tokens.jsonl")
+    windows: dict[int, list[tuple[dict, dict]]] = {}
+    for roll, tokens in zip(rolls, audited):
+        if (roll["step"], roll["problem_id"]) != (tokens["step"], tokens["problem_id"]):
+            raise cli.UserError(f"{run}: not every step is audited; train with --audit-every 1")
+        windows.setdefault((roll["step"] - 1) // window, []).append((roll, tokens))
+    for number, pairs in windows.items():
+        credit: collections.Counter = collections.Counter()
+        for roll, tokens in pairs:
+            add_rollout(credit, roll, tokens)
+        count = len(pairs)
+        right = sum(verify.is_success(roll["r"]) for roll, _ in pairs) / count
+        boxed = sum(roll["pred"] is not None for roll, _ in pairs) / count
+        sums = [f"{1000 * credit[part] / count:+.2f}" for part in PARTS]
+        others = [(key[1], total) for key, total in credit.items() if isinstance(key, tuple)]
+        others.sort(key=lambda other: -abs(other[1]))
+        named = [f"`{text}` {1000 * total / count:+.2f}" for text, total in others[:SHOWN]]
+        steps = f"{number * window + 1} to {pairs[-1][0]['step']}"
+        first = f"{1000 * credit['first'] / count:+.2f}"
+        cells = [steps, f"{right:.2f}", f"{boxed:.2f}", *sums, first, ", ".join(named)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> int:
+    parser = cli.Parser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=pathlib.Path, help="a run that was audited at every step")
+    parser.add_argument("--window", type=int, default=16, help="steps of a row")
+
+    def body() -> None:
+        args = parser.parse_args()
+        print("\n".join(table(args.run, args.window)))
+
+    return cli.command("credit", body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
