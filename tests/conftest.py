@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+pytest.register_assert_rewrite("driver")  # its assertions explain themselves, too
 torch.set_num_threads(1)
 
 TEMPLATE = (  # Qwen3's shape: enable_thinking=False ends on a closed think block

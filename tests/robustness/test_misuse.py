@@ -7,10 +7,8 @@ import sys
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
-from driver import flags
-from test_cli import refused
+from driver import flags, refused
 
-import config
 import distributed
 import eval
 import policy
@@ -309,19 +307,6 @@ def test_positions_that_depend_on_the_longest_row_are_refused(kind, tmp_path):
     save(tmp_path, "llama", rope_parameters=rope)
     with pytest.raises(UserError, match="its positions depend on the longest row"):
         policy.load_model(str(tmp_path), torch.device("cpu"))
-
-
-def test_a_name_is_a_path_where_its_first_part_is_a_directory_and_else_a_hub_id(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny").mkdir()
-    for name in ("tiny/nope", "./nope", "a/b/c", "runs/nope", "nope/", "~/nope"):
-        assert config.missing_path(name)
-    for name in ("tiny", "Qwen/Qwen3-1.7B", "gpt2"):
-        assert not config.missing_path(name)
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "its config.json")
-    assert not config.missing_path("tiny/nope")  # the hub's, in its cache
 
 
 @pytest.mark.parametrize("flag", ["model", "encoder", "update_model", "data"])
