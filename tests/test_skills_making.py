@@ -1,10 +1,8 @@
-"""Who makes a bank: seed solutions, the writer and its replies, a bank that cannot teach."""
+"""Who makes a bank: seed solutions, the writer and its replies, a bank of the paper's size."""
 
 import dataclasses
-import re
 
 import bank_scale
-import conftest
 import driver
 import pytest
 import torch
@@ -16,7 +14,6 @@ import distributed
 import policy
 import rollout
 import skills
-from cli import UserError
 from rollout import Sampling
 
 
@@ -75,26 +72,6 @@ def test_memories_of_other_settings_are_not_mixed_in(world_dir, tmp_path):
         memories = rows(tmp_path / "run/bank/memories.jsonl")
         assert [m["made_with"]["max_new_tokens"] for m in memories[-6:]] == [tokens] * 6
         assert len(memories) == lines
-
-
-REASONS = [  # right and cut off of eight seed solutions, lost replies, and what is said
-    (0, 1, {}, "none of 8 seed solutions was right, so there are no skills"),
-    (8, 0, {}, "all 8 seed solutions were right, so there are no mistakes"),
-    (0, 5, {}, "5 of 8 seed solutions were cut off at --cold-start-tokens 38912: raise it"),
-    (4, 0, {"no JSON": 3}, "3 replies were lost (no JSON): let another model write"),
-]
-
-
-@pytest.mark.parametrize("right,cut,lost,words", REASONS)
-@pytest.mark.parametrize("sizes", [(0, 0), (2, 0), (0, 2)])
-def test_a_bank_with_one_empty_list_is_refused_with_its_cause(right, cut, lost, words, sizes):
-    bank = conftest.make_bank(None, *sizes)
-    bank.metadata |= {"seed_solutions": 8, "right_seed_solutions": right}
-    bank.metadata |= {"truncated_seed_solutions": cut, "lost_replies": lost}
-    with pytest.raises(UserError, match=re.escape(words)):
-        skills.refuse_without_pairs(bank, config.Config(), "--resume RUN")
-    skills.refuse_without_pairs(bank, config.Config(allow_empty_bank=True), "--resume RUN")
-    skills.refuse_without_pairs(conftest.make_bank(), config.Config(), "--resume RUN")
 
 
 def test_the_writer_answers_greedily_and_samples_what_it_is_asked_again(tokenizer, tmp_path):
