@@ -1,4 +1,4 @@
-"""The bank: schema, lossless files, retrieval of rank-aligned pairs, an index; one without pairs."""
+"""The bank: schema, lossless files, rank-aligned pairs, an index, and a bank without pairs."""
 
 import re
 
