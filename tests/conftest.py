@@ -16,9 +16,8 @@ import torch
 
 pytest.register_assert_rewrite("driver")  # its assertions explain themselves, too
 torch.set_num_threads(1)
-os.fsync = lambda fd: (
-    None
-)  # it is for power cuts, which no test makes, and takes half of a small run
+# It is for power cuts, which no test makes, and takes a third of a small run.
+os.fsync = lambda fd: None
 
 TEMPLATE = (  # Qwen3's shape: enable_thinking=False ends on a closed think block
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

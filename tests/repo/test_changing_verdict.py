@@ -1,6 +1,6 @@
 """The recipes of docs/changing.md for another verdict and another domain, run as they stand.
 
-That takes half a minute each; the same seam in small is in tests/test_verify_judge.py.
+That takes half a minute each; the same seam in small is in test_verify_judge.py.
 """
 
 import json
