@@ -274,7 +274,7 @@ QWEN3 = {
 PLAIN, GUIDED = 200, 400  # tokens of a student's and a teacher's prompt: the paper doesn't say
 GPUS, CARD = 8, 80e9  # §4.1; bytes of a GPU
 # Of an extraction's prompt, and of the merges of Qwen3-1.7B's candidates when nothing merges, their
-# prompt's and reply's mean tokens: as tests/test_bank_scale.py counts them.
+# prompt's and reply's mean tokens: as experiments/bank_scale.py counts them.
 MEMORY, MERGES, MERGE, MERGE_STEPS = 1334, 45, (2973, 2826), 12462
 
 

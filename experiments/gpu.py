@@ -25,7 +25,7 @@ RUNS = {"bf16": ("bfloat16", 30), "fp32": ("float32", 5), "fp32_again": ("float3
 
 def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
     """Each step's command."""
-    found = {"tests": ["-m", "pytest", "-q", "tests/test_device.py"]}
+    found = {"tests": ["-m", "pytest", "-q", "tests/robustness/test_device.py"]}
     for name, (dtype, updates) in RUNS.items():
         run = ["sgsd.py", "--preset", "tiny", "--device", device, "--dtype", dtype]
         run += ["--updates", str(updates if device == "cuda" else 2), "--out", f"{out}/{name}"]

@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+pytest.register_assert_rewrite("driver")  # its assertions explain themselves, too
 torch.set_num_threads(1)
+# It is for power cuts, which no test makes, and takes a third of a small run.
+os.fsync = lambda fd: None
 
 TEMPLATE = (  # Qwen3's shape: enable_thinking=False ends on a closed think block
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

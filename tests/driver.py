@@ -8,14 +8,20 @@ decides the outcome, and the writer is a function.
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import conftest  # noqa: F401  (one thread, and the project on the path)
+import peft
 import torch
+from conftest import ROOT
 
 import baselines
 import cli
 import config
 import distributed
+import eval
 import policy
 import rollout
 import sgsd
@@ -127,6 +133,51 @@ def timeless(metrics):
     for row in metrics:
         kept.append({k: v for k, v in row.items() if not k.startswith(("seconds.", "memory_gb"))})
     return kept
+
+
+def refused(capsys, program, argv, *words):
+    """The program ends with 2 and one line that has these words in it."""
+    capsys.readouterr()
+    assert program([str(arg) for arg in argv]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and "Traceback" not in said, said
+    for word in words:
+        assert word in said, said
+
+
+def two_processes(*command):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    done = subprocess.run([*torchrun, *command], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def evaluation(world_dir, out, more=""):
+    """The command line of an evaluation of the tests' model."""
+    flags = f"--data {world_dir}/data.jsonl --samples 3 --max-new-tokens 8 --rows 5 --device cpu"
+    return f"{world_dir}/model {flags} --out {out} {more}".split()
+
+
+def evaluate(world_dir, out, more=""):
+    """The samples in order of an evaluation that succeeds."""
+    assert eval.main(evaluation(world_dir, out, more)) == 0
+    return samples(out)
+
+
+def samples(out):
+    """The samples in order of the one policy in a folder given as --out."""
+    (log,) = out.glob("*/samples.jsonl")
+    rows = [json.loads(line) for line in open(log)]
+    return sorted(rows, key=lambda row: (row["set"], row["id"], row["sample"]))
+
+
+def make_adapter(path, base, seed=0, rank=4):
+    """An adapter with weights of its own, saved as PEFT saves it."""
+    model, _ = policy.load_model(str(base), torch.device("cpu"))
+    torch.manual_seed(seed)
+    lora = peft.LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, lora).save_pretrained(path)
 
 
 def main(argv=None, step_fn=None):

@@ -12,10 +12,8 @@ import driver
 import pytest
 import torch
 from conftest import ROOT, make_model, make_tokenizer, same, t
-from driver import flags, make_run, rows
+from driver import flags, make_run, refused, rows, two_processes
 from safetensors.torch import load_file
-from test_cli import refused
-from test_distributed import two_processes
 
 import baselines
 import config

@@ -12,11 +12,10 @@ import time
 
 import datasets
 import numpy as np
-import peft
 import pytest
 import torch
 from conftest import PROBLEMS, ROOT, fake_embed, make_bank, make_model
-from test_distributed import two_processes
+from driver import evaluate, evaluation, make_adapter, samples, two_processes
 
 import config
 import distributed
@@ -149,24 +148,6 @@ def test_sets_by_name(name, hub, monkeypatch):
         problems.load_set(name, "unused")
 
 
-def command(world_dir, out, more=""):
-    flags = f"--data {world_dir}/data.jsonl --samples 3 --max-new-tokens 8 --rows 5 --device cpu"
-    return f"{world_dir}/model {flags} --out {out} {more}".split()
-
-
-def evaluate(world_dir, out, more=""):
-    """The samples in order of an evaluation that succeeds."""
-    assert eval.main(command(world_dir, out, more)) == 0
-    return samples(out)
-
-
-def samples(out):
-    """The samples in order of the one policy in a folder given as --out."""
-    (log,) = out.glob("*/samples.jsonl")
-    rows = [json.loads(line) for line in open(log)]
-    return sorted(rows, key=lambda row: (row["set"], row["id"], row["sample"]))
-
-
 def results(out):
     """The figures of the one policy in a folder given as --out, as they stand in the file."""
     (file,) = out.glob("*/results.json")
@@ -188,7 +169,7 @@ def test_kill_9_and_go_on(world_dir, tmp_path):
     long = "--max-new-tokens 40 --samples 5 --rows 1 --limit 6"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     rows = evaluate(world_dir, whole, long)
-    program = [sys.executable, ROOT / "eval.py", *command(world_dir, killed, long)]
+    program = [sys.executable, ROOT / "eval.py", *evaluation(world_dir, killed, long)]
     process = subprocess.Popen(program, env={**os.environ, "OMP_NUM_THREADS": "1"})
     logs = []
     while process.poll() is None and not (logs and logs[0].stat().st_size):
@@ -210,7 +191,7 @@ def test_two_processes_give_the_samples_of_one(world_dir, tmp_path):
     one, two = tmp_path / "1", tmp_path / "2"
     whole = evaluate(world_dir, one)
     assert len(whole) == 36 and len({row["text"] for row in whole}) > 30
-    two_processes(ROOT / "eval.py", *command(world_dir, two))
+    two_processes(ROOT / "eval.py", *evaluation(world_dir, two))
     assert samples(two) == whole
     assert results(one) == results(two)
 
@@ -258,14 +239,6 @@ def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
         assert row["text"] == whole[row["id"].removeprefix("new ")][row["sample"]]
     table = json.loads(results(tmp_path / "b"))
     assert (table["part"]["problems"], table["part"]["samples"]) == (3, 6)
-
-
-def make_adapter(path, base, seed=0, rank=4):
-    """An adapter with weights of its own, saved as PEFT saves it."""
-    model, _ = policy.load_model(str(base), torch.device("cpu"))
-    torch.manual_seed(seed)
-    lora = peft.LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False)
-    peft.get_peft_model(model, lora).save_pretrained(path)
 
 
 def test_an_adapter_is_loaded_onto_the_ranks_own_device(base, tmp_path, monkeypatch):
@@ -518,7 +491,7 @@ def test_the_encoder_of_an_evaluation_reads_the_query_prompt_before_each_problem
     monkeypatch.setattr(policy, "load_encoder", load)
     flags = f"--skills {world_dir}/bank.json --num-skills 2 --limit 1 --samples 1"
     prompted = f"{flags} --query-prompt Query:"
-    assert eval.main(command(world_dir, tmp_path, prompted)) == 0
+    assert eval.main(evaluation(world_dir, tmp_path, prompted)) == 0
     assert f"Query:{PROBLEMS[0]['problem']}" in read
-    assert eval.main(command(world_dir, tmp_path, flags)) == 2
+    assert eval.main(evaluation(world_dir, tmp_path, flags)) == 2
     assert "query_prompt Query:, now None" in capsys.readouterr().err

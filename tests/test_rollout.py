@@ -6,19 +6,16 @@ The reference for decoding is a plain loop: no cache, no padding, one row alone.
 import itertools
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
 from tokenizers import AddedToken
-from transformers import Gemma3Config, GenerationConfig
 
 import distributed
 import policy
 import rollout
-import skills
 from cli import UserError
 from problems import Problem
 from rollout import Sampling
@@ -208,18 +205,6 @@ def test_text_never_comes_back_as_ids(tokenizer):
     assert tokenizer.encode(roll.text) != spelt
 
 
-def test_a_template_that_shows_the_date_shows_the_same_one_every_day(tokenizer):
-    template = tokenizer.chat_template
-    tokenizer.chat_template = (
-        "{% if date_string is not defined %}"
-        "{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-        "{{ date_string }} {{ messages[0].content }}"
-    )
-    ids = policy.chat_ids(tokenizer, "x", thinking=None)
-    tokenizer.chat_template = template
-    assert tokenizer.decode(ids) == "26 Jul 2024 x"
-
-
 def test_a_think_block_that_the_prompt_left_open_holds_no_answer(tokenizer):
     for prompt, text, pred in (
         ("Problem<think>\n", r"maybe \boxed{5}? wait", None),
@@ -228,14 +213,6 @@ def test_a_think_block_that_the_prompt_left_open_holds_no_answer(tokenizer):
     ):
         roll = judged(tokenizer, tokenizer.encode(prompt), tokenizer.encode(text))
         assert (roll.pred, roll.r, roll.text) == (pred, 1 if pred else -1, text)
-
-
-def test_stop_ids_of_a_model_whose_text_config_alone_names_one(tokenizer):
-    """Gemma 3 with images has none of its own."""
-    text = {"eos_token_id": [1, 106], "num_hidden_layers": 1}
-    own = Gemma3Config(text_config=text)
-    model = SimpleNamespace(config=own, generation_config=GenerationConfig())
-    assert policy.stop_ids(model, tokenizer) == [1, 106, 265]
 
 
 def test_a_think_block_is_only_seen_where_it_is_a_token():
@@ -262,25 +239,6 @@ def test_think_tags_that_are_special_tokens_are_still_seen():
     assert (roll.text, roll.pred, roll.r) == (r"so</think>\boxed{5}", "5", 1)
     cut = judged(own, own.encode("say"), own.encode(r"<think>maybe \boxed{5}, or"))
     assert (cut.pred, cut.r) == (None, -1)
-
-
-def test_the_writer_answers_greedily_and_samples_what_it_is_asked_again(tokenizer, tmp_path):
-    """A reply is a function of the prompt and of how often it was asked: resume needs no memory."""
-    model, alone = make_model(), distributed.World(0, 1, torch.device("cpu"))
-    writer = skills.Writer(model, tokenizer, alone, tmp_path, 8, 0)
-
-    def ask(prompts, times):
-        questions = [skills.Question(prompt, "general_skills") for prompt in prompts]
-        return [text for text, _ in writer.replies(questions, times, "")]
-
-    a, b = ask(["a", "b b b"], [0, 0])
-    assert ask(["b b b", "a", "c"], [0, 0, 0])[:2] == [b, a] and ask([], []) == []
-    first, second, other = ask(["a", "a", "b b b"], [1, 2, 1])
-    assert len({a, first, second}) == 3 and other != b
-    assert ask(["b b b", "a"], [1, 2]) == [other, second]
-    prompt = policy.chat_ids(tokenizer, "a", thinking=False)
-    ids = rollout.generate(model, tokenizer, [prompt], Sampling(0.0, 1.0, 0, 8), [0])[0]
-    assert a == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_a_stage_is_one_line_in_a_file_and_its_bar_has_an_estimate_on_a_terminal(

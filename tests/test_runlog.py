@@ -1,13 +1,16 @@
-"""What a run says of itself: supports and credit by outcome, an echo of the verdict, a fall."""
+"""What a run says of itself: supports and credit, an echo, a fall, a checkpoint's card."""
 
 import math
+import textwrap
 
 import driver
 import pytest
 import torch
 from conftest import t
-from driver import rows
+from driver import make_run, rows
 
+import config
+import policy
 import runlog
 import sgsd
 
@@ -231,3 +234,31 @@ def test_a_run_says_an_echo_and_a_fall_once_and_so_does_one_that_was_stopped(
         )
         assert echo.startswith("polarity: in updates 1 to 25 ")
     assert math.isfinite(rows(tmp_path / "whole/metrics.jsonl")[-1]["a_mean_failure"])
+
+
+def test_a_checkpoint_loads_by_its_own_card_from_any_directory(world_dir, tmp_path, monkeypatch):
+    """By transformers and PEFT alone, though the run was given its model as a relative path."""
+    monkeypatch.chdir(world_dir)
+    run, path = make_run(world_dir, tmp_path / "run", model="model"), tmp_path / "checkpoint"
+    for p in policy.trained(run.model).values():
+        torch.nn.init.normal_(p, std=0.1)
+    runlog.save_checkpoint(path, run.model, run.tokenizer, run.optimizer, 3, {}, run.cfg)
+    card = (path / "README.md").read_text()
+    for said in ("sgsd.py, method sgsd", "update 3 of 4", "data.jsonl", "licence", "world_dir"):
+        assert said.replace("world_dir", str(world_dir / "model")) in card
+    lines = [line for line in card.splitlines() if line.startswith("    ")]
+    assert "[More" not in card and len(lines) < 7
+    monkeypatch.chdir(path)
+    made = {}
+    exec(textwrap.dedent("\n".join(lines)), made)
+    ids = torch.tensor([[1, 2, 3]])
+    logits = [model(input_ids=ids).logits for model in (made["model"], run.model)]
+    torch.testing.assert_close(*logits)
+    assert made["tokenizer"].get_vocab() == run.tokenizer.get_vocab()
+
+
+def test_the_last_line_of_a_run_without_test_problems_asks_for_some(world_dir, tmp_path):
+    cfg = config.Config(**driver.settings(world_dir, tmp_path / "run"))
+    said = runlog.what_next(cfg)
+    assert "--data YOUR_TEST_PROBLEMS.jsonl" in said
+    assert "without --data" in said and "AIME24" in said and "38,912 tokens" in said

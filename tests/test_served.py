@@ -11,9 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import PROBLEMS
-from driver import FakeWriter, flags, settings
-from test_cli import refused
-from test_eval import evaluate, make_adapter, samples
+from driver import FakeWriter, evaluate, flags, make_adapter, refused, samples, settings
 
 import baselines
 import config

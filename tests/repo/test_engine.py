@@ -14,7 +14,7 @@ import urllib.request
 import engine as experiment
 import pytest
 from conftest import ROOT
-from test_eval import make_adapter, samples
+from driver import make_adapter, samples
 
 import eval
 

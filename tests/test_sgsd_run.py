@@ -1,14 +1,12 @@
-"""A run: its files, masks, prompts and bank, and what ends an update or leaves it empty."""
+"""A run: its files, prompts and bank, and what ends an update or leaves it empty."""
 
 import dataclasses
 import itertools
 import json
 import math
-import re
 import shutil
 import types
 
-import conftest
 import driver
 import pytest
 import torch
@@ -20,14 +18,13 @@ from transformers import GenerationConfig
 import baselines
 import config
 import policy
-import problems
 import rollout
 import runlog
 import sgsd
 import skills
 from bank import bank_versions
 from cli import UserError
-from problems import Problem
+from distributed import World
 
 BANK = {"bank": "", "cold_start": 8, "update_every": 2, "max_new_items": 2}
 
@@ -89,18 +86,6 @@ def test_the_adapters_train_and_nothing_else(world_dir, tmp_path):
         assert torch.equal(p, before[name]) != ("lora_" in name), name
 
 
-def test_minibatches_cover_each_epoch_once():
-    data = [Problem(str(i), "x", "1") for i in range(10)]
-    cfg, seen = config.Config(batch_size=4), []
-    for step in range(1, 6):
-        seen += [x.id for x, _ in problems.minibatch(data, cfg, step)]
-    assert sorted(seen[:10]) == sorted(seen[10:]) == sorted(map(str, range(10)))
-    assert seen[:10] != seen[10:]
-    twice = problems.minibatch(data[:2], cfg, 1)  # a problem that comes twice is sampled twice
-    assert len(set(twice)) == 4
-    assert problems.minibatch(data, config.Config(batch_size=4, seed=1), 1) != twice
-
-
 def test_another_reward_moves_training_alone(world_dir, tmp_path, monkeypatch):
     """The verdict stays what it is in the records, in a memory and for the bank's success gate."""
     plain, _, _ = sgsd.train_step(make_run(world_dir, tmp_path / "a"), 1)
@@ -156,28 +141,6 @@ def test_a_template_may_open_the_think_block_itself_and_may_know_no_other_way(
     assert "--dtype bfloat16 --attn eager" in runlog.what_next(other)
 
 
-def test_which_ids_are_masked(tokenizer):
-    ids = policy.masked_token_ids(tokenizer)
-    special = "<|endoftext|> <|im_start|> <|im_end|> <think> </think>".split()
-    assert {tokenizer.decode([i]) for i in ids} == {"\n", "\n\n", "\n\n\n\n", *special}
-    markdown, digit = tokenizer.encode("#")[0], tokenizer.encode("5")[0]
-    extra = policy.masked_token_ids(tokenizer, extra=True) - ids
-    assert {markdown, *(tokenizer.encode(blank)[0] for blank in (" ", "\r"))} <= extra
-    assert digit not in extra
-    assert sgsd.token_mask([min(ids), digit], ids).tolist() == [0, 1]
-
-
-def test_newlines_are_masked_where_the_tokenizer_puts_a_blank_first():
-    """As SentencePiece's do: a text of newlines alone has one more id than newlines in a text."""
-    from tokenizers import normalizers
-
-    own = make_tokenizer()
-    own.backend_tokenizer.normalizer = normalizers.Prepend("_")
-    assert len(own.encode("\n")) == 2
-    newline = own.encode("a\n")[-1]
-    assert newline in policy.masked_token_ids(own) and own.decode([newline]) == "\n"
-
-
 def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, tmp_path):
     """S2: Gemma's <end_of_turn> is special, and only its generation_config names it as a stop."""
     shutil.copytree(world_dir / "model", tmp_path / "model")
@@ -191,63 +154,6 @@ def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, 
     turn = run.tokenizer.convert_tokens_to_ids("<end_of_turn>")
     assert turn not in run.tokenizer.all_special_ids
     assert {turn, 5} <= run.masked_ids
-
-
-class CountingVerifier(driver.CoinVerifier):
-    seen = 0
-
-    def verify_many(self, pairs):
-        self.seen += len(pairs)
-        return super().verify_many(pairs)
-
-
-def test_no_memory_is_made_twice_after_a_kill(world_dir, tmp_path):
-    changes = {"bank": "", "cold_start": 6, "max_new_tokens": 9}
-    run, verifier = make_run(world_dir, tmp_path / "run", **changes), CountingVerifier()
-
-    def make(folder):
-        writer = dataclasses.replace(run.writer, rows=2, folder=folder)
-        solver = (run.model, run.tokenizer, verifier)
-        return skills.make_bank(run.problems, *solver, writer, run.cfg)
-
-    whole = make(tmp_path / "a")
-    assert verifier.seen == 6
-    lines = (tmp_path / "a/memories.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b/memories.jsonl").write_text("".join(lines[:3]) + lines[3][:50])  # torn
-    assert make(tmp_path / "b") == whole
-    assert verifier.seen == 6 + 3
-    assert (tmp_path / "b/memories.jsonl").read_text() == "".join(lines)
-
-
-def test_seed_problems_are_solved_under_settings_of_their_own(world_dir, tmp_path):
-    """S21: the authors' by default; here greedy and short, whatever the student's sampling is."""
-    settings = dataclasses.asdict(config.Config())
-    own = [settings[f"cold_start_{name}"] for name in ("temperature", "top_p", "top_k", "tokens")]
-    assert own == [1.0, 0.95, 0, 38912] and settings["cold_start_thinking"]
-    greedy = {"bank": "", "cold_start": 12, "cold_start_temperature": 0.0, "cold_start_tokens": 5}
-    made = []
-    for seed in (0, 1):
-        run = make_run(world_dir, tmp_path / str(seed), seed=seed, **greedy)
-        solver = (run.model, run.tokenizer, run.verifier)
-        bank = skills.make_bank(run.problems, *solver, run.writer, run.cfg)
-        memories = rows(tmp_path / str(seed) / "bank/memories.jsonl")
-        made.append({memory["problem_id"]: memory["completion"] for memory in memories})
-        right = sum(memory["reward"] == 1 for memory in memories)
-        assert bank.metadata["seed_solutions"] == 12
-        assert bank.metadata["right_seed_solutions"] == right == 6
-    assert made[0] == made[1]
-    assert all(len(text) <= 30 for text in made[0].values())  # no token has more than 6 characters
-
-
-def test_memories_of_other_settings_are_not_mixed_in(world_dir, tmp_path):
-    changes = {"bank": "", "cold_start": 6}
-    for tokens, lines in ((9, 6), (9, 6), (5, 12)):
-        run = make_run(world_dir, tmp_path / "run", True, cold_start_tokens=tokens, **changes)
-        skills.make_bank(run.problems, run.model, run.tokenizer, run.verifier, run.writer, run.cfg)
-        memories = rows(tmp_path / "run/bank/memories.jsonl")
-        assert [m["made_with"]["max_new_tokens"] for m in memories[-6:]] == [tokens] * 6
-        assert len(memories) == lines
 
 
 def test_a_run_without_its_checkpoints_is_not_begun_anew(world_dir, tmp_path):
@@ -336,26 +242,6 @@ def test_a_run_whose_bank_has_no_pair_ends_before_its_first_update_and_says_why(
     assert (reply["outcome"], reply["cause"]) == ("retried", "cut off")
 
 
-REASONS = [  # right and cut off of eight seed solutions, lost replies, and what is said
-    (0, 1, {}, "none of 8 seed solutions was right, so there are no skills"),
-    (8, 0, {}, "all 8 seed solutions were right, so there are no mistakes"),
-    (0, 5, {}, "5 of 8 seed solutions were cut off at --cold-start-tokens 38912: raise it"),
-    (4, 0, {"no JSON": 3}, "3 replies were lost (no JSON): let another model write"),
-]
-
-
-@pytest.mark.parametrize("right,cut,lost,words", REASONS)
-@pytest.mark.parametrize("sizes", [(0, 0), (2, 0), (0, 2)])
-def test_a_bank_with_one_empty_list_is_refused_with_its_cause(right, cut, lost, words, sizes):
-    bank = conftest.make_bank(None, *sizes)
-    bank.metadata |= {"seed_solutions": 8, "right_seed_solutions": right}
-    bank.metadata |= {"truncated_seed_solutions": cut, "lost_replies": lost}
-    with pytest.raises(UserError, match=re.escape(words)):
-        skills.refuse_without_pairs(bank, config.Config(), "--resume RUN")
-    skills.refuse_without_pairs(bank, config.Config(allow_empty_bank=True), "--resume RUN")
-    skills.refuse_without_pairs(conftest.make_bank(), config.Config(), "--resume RUN")
-
-
 def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys):
     """A random model's own replies cannot be read: no teachers, no loss, and the run ends well."""
     run = run_without_pairs(world_dir, tmp_path / "run", allow_empty_bank=True)
@@ -379,8 +265,7 @@ def test_a_bank_evolves_under_a_retrieval_that_has_no_encoder(world_dir, tmp_pat
     assert list(bank_versions(run.out)) == [0, 2] and dynamic(run.bank)
 
 
-def test_the_last_line_of_a_run_without_test_problems_asks_for_some(world_dir, tmp_path):
-    cfg = config.Config(**driver.settings(world_dir, tmp_path / "run"))
-    said = runlog.what_next(cfg)
-    assert "--data YOUR_TEST_PROBLEMS.jsonl" in said
-    assert "without --data" in said and "AIME24" in said and "38,912 tokens" in said
+def test_every_rank_needs_a_problem(world_dir, tmp_path):
+    cfg = make_run(world_dir, tmp_path / "run").cfg
+    with pytest.raises(UserError, match="--batch-size 4: must be >= 8, as every process needs"):
+        sgsd.prepare(cfg, World(0, 8, torch.device("cpu")), False)

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 
+import lock_tables
 import pytest
 from conftest import ROOT
 
@@ -32,6 +33,12 @@ def test_every_decision_in_the_code_has_its_row_and_back():
         tags |= set(re.findall(r"\b[SD]\d+\b(?! ?=)", path.read_text()))
     rows = re.findall(r"^\| ([SD]\d+) \|", TEXT, re.M)
     assert set(rows) == tags
+
+
+def test_a_test_that_a_page_names_is_there():
+    """Named by its file alone or by its path."""
+    named = set(re.findall(r"`(?:[a-z]+/)*(test_\w+\.py)`", TEXT))
+    assert named and named <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 def commands():
@@ -122,3 +129,11 @@ def test_the_sizes_of_the_papers_banks_are_those_of_the_released_files():
 def test_a_row_of_the_miniature_that_a_page_names_is_in_its_results():
     rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "results" / "miniature.md").read_text(), re.M)
     assert set(re.findall(r"\(\*(.+?)\*[,)]", REPRODUCE)) <= set(rows)
+
+
+def test_the_figures_of_the_page_are_those_of_the_results(capsys):
+    lock_tables.main()
+    said, page = capsys.readouterr().out, (ROOT / "results/compare_lock_findings.md").read_text()
+    assert "seed: [9, 53, 20, 20, 20]" in said and "9, 53, 20, 20 and 20" in page
+    for figure in ("29.6%", "23.8%", "92.7% ± 8.0%", "67.5% ± 11.2%", "31.0% ± 13.0%"):
+        assert figure in said and figure.replace("% ±", " ±").rstrip("%") in page

@@ -1,12 +1,14 @@
-"""Scored log-probabilities: stacked as one by one, sliced as whole, a null teacher has no gap."""
+"""The policy: scored log-probabilities, masked ids, stop ids, and the chat template's date."""
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import make_model, make_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma3Config, GenerationConfig
 
 import policy
 import sgsd
@@ -173,3 +175,45 @@ def test_adapters_are_fp32_beside_a_bf16_base_and_without_them_it_is_the_base():
     loss = policy.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True).sum()
     for grad in gradients(model, loss):
         assert grad.dtype == torch.float32 and grad.any() and math.isfinite(grad.norm())
+
+
+def test_which_ids_are_masked(tokenizer):
+    ids = policy.masked_token_ids(tokenizer)
+    special = "<|endoftext|> <|im_start|> <|im_end|> <think> </think>".split()
+    assert {tokenizer.decode([i]) for i in ids} == {"\n", "\n\n", "\n\n\n\n", *special}
+    markdown, digit = tokenizer.encode("#")[0], tokenizer.encode("5")[0]
+    extra = policy.masked_token_ids(tokenizer, extra=True) - ids
+    assert {markdown, *(tokenizer.encode(blank)[0] for blank in (" ", "\r"))} <= extra
+    assert digit not in extra
+    assert sgsd.token_mask([min(ids), digit], ids).tolist() == [0, 1]
+
+
+def test_newlines_are_masked_where_the_tokenizer_puts_a_blank_first():
+    """As SentencePiece's do: a text of newlines alone has one more id than newlines in a text."""
+    from tokenizers import normalizers
+
+    own = make_tokenizer()
+    own.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    assert len(own.encode("\n")) == 2
+    newline = own.encode("a\n")[-1]
+    assert newline in policy.masked_token_ids(own) and own.decode([newline]) == "\n"
+
+
+def test_a_template_that_shows_the_date_shows_the_same_one_every_day(tokenizer):
+    template = tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{% if date_string is not defined %}"
+        "{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ date_string }} {{ messages[0].content }}"
+    )
+    ids = policy.chat_ids(tokenizer, "x", thinking=None)
+    tokenizer.chat_template = template
+    assert tokenizer.decode(ids) == "26 Jul 2024 x"
+
+
+def test_stop_ids_of_a_model_whose_text_config_alone_names_one(tokenizer):
+    """Gemma 3 with images has none of its own."""
+    text = {"eos_token_id": [1, 106], "num_hidden_layers": 1}
+    own = Gemma3Config(text_config=text)
+    model = SimpleNamespace(config=own, generation_config=GenerationConfig())
+    assert policy.stop_ids(model, tokenizer) == [1, 106, 265]

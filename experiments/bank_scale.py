@@ -1,30 +1,31 @@
-"""A bank of the paper's size: replies to merges of the authors' candidates fit (Alg. 3, D4).
+"""A bank of the paper's size: do replies to merges of the authors' candidates fit (Alg. 3, D4)?
+
+    python experiments/bank_scale.py    layers, replies and tokens as a table
 
 The candidates are those that single replies gave Qwen3-1.7B, 4B and 8B; they lie in
 ../shared/banks, and Qwen3's tokenizer in ../models or where QWEN3_TOKENIZER says.
-
-    python tests/test_bank_scale.py        layers, replies and tokens as a table
 """
 
 import json
 import os
 import pathlib
+import sys
 from collections import Counter
 
-import conftest
-import pytest
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
 import transformers
 
 import policy
 import skills
 
-SHARED = conftest.ROOT.parent / "shared" / "banks"
-TOKENIZER = os.environ.get("QWEN3_TOKENIZER", conftest.ROOT.parent / "models" / "qwen3_tokenizer")
+SHARED = ROOT.parent / "shared" / "banks"
+TOKENIZER = pathlib.Path(
+    os.environ.get("QWEN3_TOKENIZER", ROOT.parent / "models" / "qwen3_tokenizer")
+)
 SIZES = {"1b": (350, 110), "4b": (505, 41), "8b": (575, 34)}  # skills, mistakes
 PARTS = {"every item": 1, "half of the items": 2}
-
-absent = not (SHARED.exists() and pathlib.Path(TOKENIZER).exists())
-needs_files = pytest.mark.skipif(absent, reason="the authors' candidates or the tokenizer absent")
 
 
 class Merger(skills.Writer):
@@ -61,26 +62,6 @@ def merged(name, part):
     writer = Merger(transformers.AutoTokenizer.from_pretrained(TOKENIZER), part)
     lists, layers = skills.merge_lists(candidates(name), writer, 32, 3)
     return lists, layers, writer
-
-
-@needs_files
-@pytest.mark.parametrize("name", SIZES)
-def test_a_model_that_keeps_every_item_loses_none_and_every_reply_is_whole(name):
-    lists, layers, writer = merged(name, 1)
-    assert {row["outcome"] for row in writer.said} == {"read"}
-    for key, size in zip(skills.FIELDS, SIZES[name]):
-        assert layers[key][0]["input_items"] == size
-        assert [layer["output_items"] for layer in layers[key]] == [size] * len(layers[key])
-        texts = {skills.entry_text(entry, key) for entry in candidates(name)[key]}
-        assert {skills.entry_text(entry, key) for entry in lists[key]} == texts
-
-
-@needs_files
-def test_a_model_that_merges_half_comes_to_its_root_group_without_losing_a_reply():
-    _, layers, writer = merged("1b", 2)
-    assert {row["outcome"] for row in writer.said} == {"read"}
-    assert [layer["output_items"] for layer in layers["general_skills"]] == [175, 88, 44, 22, 11]
-    assert {layers[key][-1]["stopped_reason"] for key in layers} == {"root_group_reached"}
 
 
 def main():

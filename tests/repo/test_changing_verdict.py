@@ -1,4 +1,7 @@
-"""The recipes of docs/changing.md for another verdict and another domain, run as they stand."""
+"""The recipes of docs/changing.md for another verdict and another domain, run as they stand.
+
+That takes half a minute each; the same seam in small is in test_verify_judge.py.
+"""
 
 import json
 import os
@@ -44,6 +47,7 @@ def run(command, folder):
     return done.stdout.decode()
 
 
+@pytest.mark.long
 def test_another_verdict_trains_the_tiny_model(tmp_path):
     followed("Another verdict", tmp_path)
     out = tmp_path / "runs" / "estimate"
@@ -54,6 +58,7 @@ def test_another_verdict_trains_the_tiny_model(tmp_path):
     assert len((tmp_path / "my_domain.py").read_text().splitlines()) <= 15
 
 
+@pytest.mark.long
 def test_another_domain_is_trained_and_evaluated_end_to_end(tmp_path):
     pytest.importorskip("reasoning_gym")
     output = followed("Another domain, end to end", tmp_path)

@@ -12,8 +12,7 @@ import types
 import pytest
 import torch
 from conftest import PROBLEMS, ROOT, make_model
-from driver import flags, rows, settings
-from test_cli import refused
+from driver import flags, refused, rows, settings
 
 import config
 import eval

@@ -114,102 +114,11 @@ class Writer(skills.Writer):
         return [(text, self.cut) for text in self.model([asked.prompt for asked in questions])]
 
 
-# ----------------------------------------------------------------------------- a model's JSON
-
 PAIR = items("ab")
-SHAPES = {
-    "plain": answer(PAIR),
-    "indented": json.dumps({G: PAIR}, indent=2),
-    "bare list": json.dumps(PAIR),
-    "fence": f"```json\n{answer(PAIR)}\n```",
-    "brackets in the prose": f"From [x] and {{y}} (f[i], {{1, 2}}):\n{answer(PAIR)}\nSo {{a}} :-[",
-    "a list in the prose": f"On [0, 1], as [1] says:\n{answer(PAIR)}\nI hope that they help.",
-    "trailing commas": answer(PAIR).replace("}", ",}").replace("]", ", ]"),
-    "a draft in the thinking": f"<think>{answer(items('xyz'))}</think>{answer(PAIR)}",
-    "thinking without its opening": f"hm, {answer(items('x'))}\n</think>{answer(PAIR)}",
-    "other keys": json.dumps({"note": "two", G: PAIR}),
-    "fields too many": answer([{**e, "skill_id": "gen_009", "confidence": 0.9} for e in PAIR]),
-    "spaces around the text": answer([{f: f" {x}\n" for f, x in e.items()} for e in PAIR]),
-    "an item twice": answer([*PAIR, PAIR[0]]),
-}
 
 
 def read(text, key):
     return replies.read_items(text, key, skills.FIELDS[key])
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_whole_reply_is_read_in_any_dress(shape):
-    assert skills.parse_json_items(SHAPES[shape], G) == PAIR
-    assert read(SHAPES[shape], G) == (PAIR, True)
-
-
-@both_kinds
-def test_a_single_object_counts_as_a_list(key):
-    one = item("a", key)
-    for text in (json.dumps(one), json.dumps({key: one}), f"It is ```{json.dumps(one)}```."):
-        assert read(text, key) == ([one], True)
-
-
-LATEX = r"""\frac{a}{b} \boxed{7} \theta \nu \rho \tau \times \(x\) \{1\} \[x\] \beta \forall \neq
-\underline{x} \nabla \notin \tan\theta \text{if} \to \right) \rangle \triangle \, \$5 50\% \natural
-\nearrow \ngeq \ngtr \nleq \nleqslant \nless \nmid \nolimits \nonumber \nparallel \nprec \nsim
-\nsubseteq \nsucceq \nwarrow \rVert \rceil \restriction \rfloor \rightharpoonup \rtimes \texttt
-\rightleftharpoons \textstyle \tfrac \therefore \thickapprox \trianglelefteq \twoheadrightarrow
-\left(\frac{\nu}{\tau}\right)^2 \binom{n}{k}""".split()
-
-
-@pytest.mark.parametrize("value", LATEX)
-def test_latex_survives_whether_or_not_the_model_escaped_it(value):
-    wanted = dict.fromkeys(skills.FIELDS[G], f"so {value} follows")
-    escaped = json.dumps(wanted)
-    assert read(escaped, G) == ([wanted], True)
-    assert read(escaped.replace("\\\\", "\\"), G) == ([wanted], True)
-
-
-def test_escapes_of_json_keep_their_meaning():
-    value = 'Steps:\n1. Use it.\nThen check\n\n- so\nuse\t2 "quotes" and a/b, é, ∑, 😀, \\'
-    wanted = {**item("a"), "principle": value}
-    assert skills.parse_json_items(json.dumps(wanted), G) == [wanted]
-    assert skills.parse_json_items(json.dumps(wanted, ensure_ascii=False), G) == [wanted]
-
-
-def test_raw_control_characters_are_kept():
-    text = '{"title": "a\nb\tc\x01d", "principle": "p", "when_to_apply": "w"}'
-    assert skills.parse_json_items(text, G)[0]["title"] == "a\nb\tc\x01d"
-
-
-def test_a_reply_cut_off_anywhere_keeps_its_complete_items_and_is_not_whole():
-    found = []
-    for name in "abc":
-        text = f'{name} {{x}} [0, 1] \\frac{{1}}{{2}} "q" é'
-        found.append(dict.fromkeys(skills.FIELDS[G], text))
-    for text in (answer(found), json.dumps(found), f"As [x] says: ```json\n{answer(found)}"):
-        ends = [text.index(json.dumps(e)) + len(json.dumps(e)) for e in found]
-        for cut in range(len(text)):
-            complete = found[: sum(end <= cut for end in ends)]
-            assert read(text[:cut], G) == (complete, False), text[:cut]
-
-
-def test_thinking_that_never_ends_is_not_a_whole_reply():
-    assert not read(f"<think>Perhaps {answer(PAIR)}, but then", G)[1]
-
-
-WRONG = [{**item("a"), "principle": x} for x in ("", " \n", None, 3, ["p"], {"p": 1}, True)]
-
-
-@pytest.mark.parametrize("bad", [*WRONG, {}, {"title": "t"}, None, 3, "title", [], item("a", E)])
-def test_an_item_of_the_wrong_type_is_left_out_and_the_reply_not_whole(bad):
-    assert skills.parse_json_items(answer([bad]), G) == []
-    assert read(answer([PAIR[0], bad, PAIR[1]]), G) == (PAIR, False)
-
-
-NOTHING = ["", "no", "null", "3", '"a"', "[]", "{}", "{[}]", "<think>", "```json\n```"]
-
-
-@pytest.mark.parametrize("text", [*NOTHING, answer([]), answer(None), answer("a"), answer({})])
-def test_nothing_to_read(text):
-    assert read(text, G) == ([], False)
 
 
 def test_each_kind_reads_its_own_items_alone():
@@ -217,32 +126,6 @@ def test_each_kind_reads_its_own_items_alone():
     assert skills.parse_json_items(mixed, G) == items("ab", G)
     assert skills.parse_json_items(mixed, E) == items("cd", E)
     assert skills.parse_json_items(answer(items("ab", E), G), G) == []
-
-
-HOSTILE = {
-    "1 MB of prose and a reply": answer(PAIR) + "so it is. " * 100_000,
-    "1 MB in one string": '{"title": "' + "x" * 1_000_000,
-    "1 MB of backslashes": "\\" * 1_000_000,
-    "1 MB of thinking": "<think>" * 140_000,
-    "100k {": "{" * 100_000,
-    "100k [": "[" * 100_000,
-    "100k quotes": '"' * 100_000,
-    "[ and ] nested": "[" * 50_000 + "]" * 50_000,
-    "objects nested": '{"a":' * 15_000 + "1" + "}" * 15_000,
-    "objects in lists": '[{"a":' * 15_000,
-    "lists that never end": "[1," * 30_000,
-    "long lists that never end": ("[" + "0," * 500) * 100,
-    "numbers deep in lists": "[" * 900 + "0," * 45_000 + "0" + "]" * 900,
-    "a string deep in lists that never end": "[" * 900 + '"' + "x" * 99_000,
-    "answers in answers": f'{{"{G}": [' * 5_000,
-    "a number of 90,000 digits": "[" + "9" * 90_000 + "]",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_reading_a_hostile_reply_comes_to_an_end(name):
-    expected = PAIR if name.endswith("a reply") else []
-    assert skills.parse_json_items(HOSTILE[name], G) == expected
 
 
 # ----------------------------------------------------------- extraction (Alg. 2, lines 8-14)

@@ -1,10 +1,11 @@
-"""Problem files: what is read, what is dropped and counted, what is refused and how it is named."""
+"""Problems: what is read, dropped and counted, refused and how it is named; the minibatch."""
 
 import json
 
 import pytest
 from conftest import ROOT
 
+import config
 import problems
 from cli import UserError
 from problems import Problem
@@ -74,3 +75,15 @@ def test_the_papers_three_sets_are_known_and_refused(name):
     data, _ = problems.load_problems(str(SHARED / f"{name}.jsonl"), unique=False)
     with pytest.raises(UserError, match=f"30 of its problems stand in an evaluation set: .*{name}"):
         problems.refuse_overlap(data, name, {})
+
+
+def test_minibatches_cover_each_epoch_once():
+    data = [Problem(str(i), "x", "1") for i in range(10)]
+    cfg, seen = config.Config(batch_size=4), []
+    for step in range(1, 6):
+        seen += [x.id for x, _ in problems.minibatch(data, cfg, step)]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == sorted(map(str, range(10)))
+    assert seen[:10] != seen[10:]
+    twice = problems.minibatch(data[:2], cfg, 1)  # a problem that comes twice is sampled twice
+    assert len(set(twice)) == 4
+    assert problems.minibatch(data, config.Config(batch_size=4, seed=1), 1) != twice

@@ -1,12 +1,12 @@
 """A run frozen number by number: whoever rearranges the code must leave it as it is.
 
-    python tests/test_trace.py RUN     freeze a finished run of COMMAND, after an intended change
+    python tests/repo/test_trace.py RUN    freeze a finished run of COMMAND, where a change is meant
 
-tests/trace.jsonl holds 12 updates of the tiny preset, with the cold start and one online update of
-the bank: the ids of prompts and rollouts, verdicts, pairs, weights, supports, polarities, losses,
-gradient norms, and the bank's texts. Ids are compared exactly and numbers within 1e-5. A processor
-that rounds otherwise draws another token now and then, and then all that follows differs, so there
-the test is skipped: the first line is a fingerprint of how the machine rounds.
+trace.jsonl beside it holds 12 updates of the tiny preset, with the cold start and one online update
+of the bank: the ids of prompts and rollouts, verdicts, pairs, weights, supports, polarities,
+losses, gradient norms, and the bank's texts. Ids are compared exactly and numbers within 1e-5. A
+processor that rounds otherwise draws another token now and then, and then all that follows differs,
+so there the test is skipped: the first line is a fingerprint of how the machine rounds.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import torch
 from conftest import ROOT
 from driver import rows
 
-TRACE = ROOT / "tests" / "trace.jsonl"
+TRACE = ROOT / "tests" / "repo" / "trace.jsonl"
 COMMAND = "sgsd.py --preset tiny --device cpu --dtype float32 --updates 12 --learning-rate 3e-4"
 COMMAND += " --checkpoint-every 12 --audit-every 0 --eval-data="
 EXACT = ("step", "problem_id", "prompt_ids", "completion_ids", "pred", "r", "pairs", "rho")

@@ -1,12 +1,17 @@
-"""The bank: schema, lossless files, retrieval of rank-aligned pairs by cosine, an index."""
+"""The bank: schema, lossless files, rank-aligned pairs, an index, and a bank without pairs."""
 
+import re
+
+import conftest
 import numpy as np
 import pytest
 from conftest import ROOT, fake_embed, make_bank
 
+import config
 import policy
 import skills
 from bank import lint
+from cli import UserError
 from skills import SkillBank
 
 RELEASED = sorted((ROOT.parent / "shared" / "banks").glob("*.json"))
@@ -120,3 +125,23 @@ def test_lint_names_entries_with_one_problems_numbers():
     bank.common_mistakes[0]["how_to_avoid"] = "Use 17."
     start = "bank: 2 entries carry numbers that look like one problem's: "
     assert lint(bank) == start + "gen_002 (2024, 2.5), err_001 (17)"
+
+
+REASONS = [  # right and cut off of eight seed solutions, lost replies, and what is said
+    (0, 1, {}, "none of 8 seed solutions was right, so there are no skills"),
+    (8, 0, {}, "all 8 seed solutions were right, so there are no mistakes"),
+    (0, 5, {}, "5 of 8 seed solutions were cut off at --cold-start-tokens 38912: raise it"),
+    (4, 0, {"no JSON": 3}, "3 replies were lost (no JSON): let another model write"),
+]
+
+
+@pytest.mark.parametrize("right,cut,lost,words", REASONS)
+@pytest.mark.parametrize("sizes", [(0, 0), (2, 0), (0, 2)])
+def test_a_bank_with_one_empty_list_is_refused_with_its_cause(right, cut, lost, words, sizes):
+    bank = conftest.make_bank(None, *sizes)
+    bank.metadata |= {"seed_solutions": 8, "right_seed_solutions": right}
+    bank.metadata |= {"truncated_seed_solutions": cut, "lost_replies": lost}
+    with pytest.raises(UserError, match=re.escape(words)):
+        skills.refuse_without_pairs(bank, config.Config(), "--resume RUN")
+    skills.refuse_without_pairs(bank, config.Config(allow_empty_bank=True), "--resume RUN")
+    skills.refuse_without_pairs(conftest.make_bank(), config.Config(), "--resume RUN")

@@ -23,9 +23,8 @@ import driver
 import numpy as np
 import pytest
 import torch
-from driver import breaking, make_run, rows, stopping_at, timeless
+from driver import breaking, make_run, rows, stopping_at, timeless, two_processes
 from safetensors.torch import load, load_file
-from test_distributed import two_processes
 from tqdm import tqdm
 
 import files
@@ -369,7 +368,9 @@ def test_what_goes_wrong_on_one_rank_goes_for_both(fault, world_dir, tmp_path):
         assert "three updates in a row were not finite" in (tmp_path / "log0").read_text()
 
 
-PROGRAM = """
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
 import driver, distributed, test_faults
 distributed.leave(driver.main(None, test_faults.killed_at_3))
 """

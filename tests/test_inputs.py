@@ -1,0 +1,67 @@
+"""What a command is given is looked at before torch is imported."""
+
+import json
+import os
+import subprocess
+import sys
+
+from conftest import ROOT
+from driver import flags, refused
+
+import sgsd
+
+
+def test_a_directory_that_cannot_be_made_is_one_line(world_dir, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    refused(capsys, sgsd.main, flags(world_dir, tmp_path / "file/run"), "irectory")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+MISTAKES = {  # a command, and what is said; {w} holds models and data, {o} what is wrong
+    "sgsd.py --data no.jsonl": "no.jsonl: no such file",
+    "sgsd.py --data {o}/wrong.jsonl": "wrong.jsonl:1: needs `problem` and `answer`",
+    "sgsd.py --eval-data {w}/data.jsonl": "stand in an evaluation set",
+    "sgsd.py --model /no/such": "--model /no/such: no such directory",
+    "sgsd.py --model {o}": "o: not loaded: no model there, but none.jso, wrong.jsonl",
+    "sgsd.py --encoder {w}/model": "is a causal model and no encoder",
+    "sgsd.py --bank no.json": "bank no.json: cannot be read as JSON",
+    "sgsd.py --bank {w}/bank.json": "has 4 entries, --num-teachers 8 needs as many",
+    "sgsd.py --out {w}": "the directory is not empty",
+    "baselines.py --out {w}/data.jsonl": "is a file; a directory is wanted",
+    "skills.py --out {w}/bank.json": "exists, but skills.py did not make it",
+    "eval.py /no/such": "/no/such: no such directory",
+    "eval.py {w}/model --data no.jsonl": "no.jsonl: no such file",
+    "eval.py {w}/model --skills {o}/none.jso": "no pair can be made of 0 skills and 0 mistakes",
+}
+COMMANDS = """
+import json, runpy, sys
+for program, *given in json.load(sys.stdin):
+    sys.argv = [program, *given]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        print("code", end.code, file=sys.stderr)
+"""
+
+
+def test_what_files_show_is_answered_without_torch(world_dir, tmp_path):
+    fakes, wrong = tmp_path / "fakes", tmp_path / "o"
+    for folder in (fakes, wrong):
+        folder.mkdir()
+    (fakes / "torch.py").write_text("raise RuntimeError('torch is imported')")
+    (wrong / "wrong.jsonl").write_text('{"problem": "p"}')
+    (wrong / "none.jso").write_text('{"general_skills": [], "common_mistakes": []}')
+    usual = f"--model={world_dir}/model --encoder={world_dir}/encoder --data={world_dir}/data.jsonl"
+    commands = []
+    for text in MISTAKES:
+        program, *given = text.format(w=world_dir, o=wrong).split()
+        settings = [] if program == "eval.py" else [*usual.split(), f"--out={tmp_path}/run"]
+        commands.append([str(ROOT / program), *settings, *given])
+    env = {**os.environ, "PYTHONPATH": f"{fakes}:{ROOT}"}
+    command, asked = [sys.executable, "-c", COMMANDS], json.dumps(commands)
+    done = subprocess.run(command, input=asked, env=env, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert lines[1::2] == ["code 2"] * len(MISTAKES), done.stderr
+    for line, words in zip(lines[::2], MISTAKES.values()):
+        assert words in line
+    assert not (tmp_path / "run").exists()
