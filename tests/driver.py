@@ -88,7 +88,7 @@ def train(world_dir, out, resume=False, step_fn=sgsd.train_step, **changes):
 
 
 def stopping_at(last):
-    """A step function that asks the run to stop after update `last`, as a signal does."""
+    """A step function that asks the run to stop after step `last`, as a signal does."""
 
     def step_fn(run, step):
         run.stop = step == last
@@ -98,7 +98,7 @@ def stopping_at(last):
 
 
 def breaking(updates, what="gradient", rank=0):
-    """A step function in which something is not finite, on one rank, in these updates."""
+    """A step function in which something is not finite, on one rank, in these steps."""
 
     def step_fn(run, step):
         bad = math.nan if step in updates and run.world.rank == rank else 1.0

@@ -175,7 +175,7 @@ def test_slices_of_a_divergence_equal_whole_logits_and_stay_small():
     assert max(seen) < 150
 
 
-# ----------------------------------------------------------------------------- updates of a run
+# ----------------------------------------------------------------------------- steps of a run
 
 
 class Recorder(torch.optim.SGD):
@@ -201,7 +201,7 @@ def perturbed(run):
 
 
 def one_update(world_dir, out, step_fn=None, **changes):
-    """Run, records and gradients of one update; clip and threshold bite on random gaps."""
+    """Run, records and gradients of one step; clip and threshold bite on random gaps."""
     changes = {"c_delta": 0.3, "eps_a": 0.17, "audit_every": 1, **changes, "grad_clip": 1e9}
     run = perturbed(make_run(world_dir, out, kind=BaselineConfig, **changes))
     run.optimizer = Recorder(policy.trained(run.model).values())
@@ -468,7 +468,7 @@ def test_whose_log_probabilities_a_teacher_gives(teacher, world_dir, tmp_path):
 
 @pytest.mark.parametrize("teacher", ["periodic", "ema"])
 def test_a_copied_teacher_follows_and_goes_into_the_checkpoint(teacher, world_dir, tmp_path):
-    """Periodic: the student after every second update. Ema: .9 old + .1 new after each."""
+    """Periodic: the student after every second step. Ema: .9 old + .1 new after each."""
     changes = {"teacher": teacher, "teacher_period": 2, "teacher_decay": 0.9, "update_every": 0}
     run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, **changes)
     params = policy.trained(run.model)
@@ -532,7 +532,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_stopped_and_resumed_equals_uninterrupted(name, world_dir, tmp_path):
-    """Two updates and then one more leave the bytes of three in a row."""
+    """Two steps and then one more leave the bytes of three in a row."""
     changes = {**RUNS[name], "updates": 3, "max_new_tokens": 8, "checkpoint_every": 3}
 
     def train(out, last, resume=False):
@@ -564,7 +564,7 @@ def test_stopped_and_resumed_equals_uninterrupted(name, world_dir, tmp_path):
 
 @pytest.mark.long
 def test_groups_stay_together_over_ranks(world_dir, tmp_path):
-    """Three problems of two rollouts on two ranks: one order of records, one update."""
+    """Three problems of two rollouts on two ranks: one order of records, one step."""
     changes = {"method": "opsd+skill", "batch_size": 3, "updates": 1, "generations": 2}
     assert driver.main(flags(world_dir, tmp_path / "1", **changes)) == 0
     two_processes(ROOT / "tests/driver.py", *flags(world_dir, tmp_path / "2", **changes))

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 
 def test_two_processes_compute_the_update_of_one(world_dir, tmp_path):
-    """A batch of 5 over two ranks, so with uneven shards: the same samples and the same update."""
+    """A batch of 5 over two ranks, so with uneven shards: the same samples and the same step."""
     changes = {"batch_size": 5, "updates": 2, "checkpoint_every": 1, "max_new_tokens": 12}
     outs = [tmp_path / "one", tmp_path / "two"]
     train(world_dir, outs[0], **changes)
@@ -23,7 +23,7 @@ def test_two_processes_compute_the_update_of_one(world_dir, tmp_path):
     for one, two in zip(logs[0][:5], logs[1][:5]):
         assert one["completion_ids"] == two["completion_ids"]
         assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
-    for name in states[0]:  # exp_avg is a tenth of the clipped gradient of the first update
+    for name in states[0]:  # exp_avg is a tenth of the clipped gradient of the first step
         torch.testing.assert_close(states[0][name], states[1][name], atol=1e-6, rtol=1e-3)
     norm = metrics[0][0]["grad_norm"]
     assert norm > 0 and norm == pytest.approx(metrics[1][0]["grad_norm"], rel=1e-4)

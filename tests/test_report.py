@@ -34,7 +34,7 @@ FATES = {1: "distilled", -1: "reversed", 0: "ignored"}
 
 @pytest.fixture(scope="module")
 def out(world_dir, tmp_path_factory):
-    """A run that made its bank, evolved it and audited every second update."""
+    """A run that made its bank, evolved it and audited every second step."""
     path = tmp_path_factory.mktemp("runs") / "run"
     driver.train(world_dir, path, eps_a=0.4, **BANK)
     return path
@@ -49,7 +49,7 @@ def page(runs, path, **more):
 
 
 def texts_in_use(out, step):
-    """{id: all fields of the entry} of the bank before an update of a run that evolves every 2."""
+    """{id: all fields of the entry} of the bank before a step of a run that evolves every 2."""
     bank = skills.SkillBank.load(out / f"bank/step_{(step - 1) // 2 * 2:06d}.json")
     found = {}
     for key, names in skills.FIELDS.items():
@@ -140,7 +140,7 @@ def test_the_ledger_after_a_resume_is_that_of_a_run_never_stopped(out, world_dir
     driver.train(world_dir, run, step_fn=driver.stopping_at(4), eps_a=0.4, **BANK)
     report.write([run], run / "report.html")  # its ledger is counted before the run is through
     late = {**rows(run / "rollouts.jsonl")[0], "step": 5}
-    with open(run / "rollouts.jsonl", "a") as f:  # what a kill in the fifth update may leave
+    with open(run / "rollouts.jsonl", "a") as f:  # what a kill in the fifth step may leave
         f.write(json.dumps(late) + "\n")
     skills.SkillBank([], []).save(run / "bank/step_000005.json")  # of another schedule
     driver.train(world_dir, run, resume=True, eps_a=0.4, **BANK)
@@ -160,7 +160,7 @@ def save_bank(out, step, *titles, sources=None):
 
 
 def test_the_ledger_knows_a_dynamic_entry_by_its_text(tmp_path):
-    """Online updates give dynamic ids anew; update 5 still used the version before its own."""
+    """Evolutions give dynamic ids anew; step 5 still used the version before its own."""
     save_bank(tmp_path, 0, "a", "b")
     save_bank(tmp_path, 5, "b", "a", "c")
     made = []
@@ -659,7 +659,7 @@ def test_a_finished_run_says_what_it_does_not_hold_and_why(tmp_path):
 
 def test_the_page_of_one_problem_opens_on_its_rollout(tmp_path):
     run = write_run(tmp_path)
-    (run / "metrics.jsonl").unlink()  # --explain makes no update
+    (run / "metrics.jsonl").unlink()  # --explain makes no step
     text, (data,) = page([run], tmp_path / "r.html")
     assert data["explained"]
     for found in probe(text, tmp_path):
@@ -667,7 +667,7 @@ def test_the_page_of_one_problem_opens_on_its_rollout(tmp_path):
 
 
 def test_a_run_without_teachers_says_so_wherever_a_teacher_would_be_shown(tmp_path):
-    """An update without teachers logs 0 where it has no number: no panel may draw or explain it."""
+    """A step without teachers logs 0 where it has no number: no panel may draw or explain it."""
     run = write_run(tmp_path / "run", updates=1)
     skills.SkillBank([], [], {"source": "nothing"}).save(run / "bank/step_000000.json")
     gaps = rows(run / "tokens.jsonl")[0] | {"delta": [], "credit": []}

@@ -150,7 +150,7 @@ def test_equal_logits_are_kept_or_dropped_together():
 
 
 def test_broken_logits_still_give_a_token():
-    """The loss of a broken model is not finite, and that is where its update is skipped."""
+    """The loss of a broken model is not finite, and that is where its step is skipped."""
     logits_BV = torch.full((2, 5), float("nan"))
     logits_BV[1, 2] = float("inf")
     got = rollout.select_tokens(logits_BV, torch.full((2,), 0.5, dtype=torch.float64), SAMPLING)

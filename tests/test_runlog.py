@@ -98,7 +98,7 @@ def decided(n=25, reversed_success=8, distilled_failure=8, distilled_success=0, 
 def test_a_polarity_that_only_echoes_the_verdict_is_named_once_after_the_first_such_block():
     lines = [runlog.echo_line(decided(n)) for n in range(1, 80)]
     assert [n for n, line in enumerate(lines, 1) if line] == [25]
-    assert "in updates 1 to 25 the supports that count were below zero" in lines[24]
+    assert "in steps 1 to 25 the supports that count were below zero" in lines[24]
     above = decided(
         distilled_success=8, reversed_failure=8, reversed_success=0, distilled_failure=0
     )
@@ -147,7 +147,7 @@ def curve(*shares, boxed=None):
 
 
 def test_a_fall_of_four_standard_deviations_is_noticed_once_with_its_numbers():
-    """Windows of 100 problems: 4 updates of 25. With best .8 and now .5 the mean is .65, and
+    """Windows of 100 problems: 4 steps of 25. With best .8 and now .5 the mean is .65, and
     sqrt(2 x .65 x .35 / 100) = .0675, of which .3 is 4.4; at .525 it would be 4.1, at .55 3.8."""
     (fall,) = runlog.fallen(curve(*[0.8] * 6, *[0.5] * 8), batch_size=25)
     assert (fall.what, fall.step, fall.best, fall.best_step) == ("success", 10, 0.8, 6)
@@ -183,7 +183,7 @@ def test_what_is_no_fall(shares):
 
 
 def test_falls_do_not_depend_on_where_a_run_was_resumed():
-    """A fall that is known after an update is the same, whatever comes later: no state is kept."""
+    """A fall that is known after a step is the same, whatever comes later: no state is kept."""
     lines = curve(*[0.8] * 30, *[0.2] * 30, *[0.8] * 30, *[0.1] * 30)
     whole = runlog.fallen(lines, batch_size=8)
     assert len(whole) == 2
@@ -194,7 +194,7 @@ def test_falls_do_not_depend_on_where_a_run_was_resumed():
 def test_the_line_of_a_fall_names_the_checkpoint_to_go_back_to(tmp_path):
     fall = runlog.Fall("success", 40, 0.25, 0.75, 27, 13)
     assert runlog.fall_line(fall, tmp_path) == (
-        "fall: success 0.25 in updates 28 to 40, 0.75 in 15 to 27; no checkpoint was saved by then"
+        "fall: success 0.25 in steps 28 to 40, 0.75 in 15 to 27; no checkpoint was saved by then"
     )
     for step in (10, 20, 30, 40):
         (tmp_path / f"step_{step:06d}").mkdir()
@@ -207,7 +207,7 @@ def test_a_run_says_an_echo_and_a_fall_once_and_so_does_one_that_was_stopped(
 ):
     def stopping_at(last):
         def step_fn(run, step):
-            """100 rollouts: .9 right up to update 20, then none; all supports are below zero."""
+            """100 rollouts: .9 right up to step 20, then none; all supports are below zero."""
             run.stop = step == last
             records = []
             for i in range(100):
@@ -229,10 +229,10 @@ def test_a_run_says_an_echo_and_a_fall_once_and_so_does_one_that_was_stopped(
         fall, echo = [x for x in lines if x.startswith(("polarity:", "fall:"))]
         at = tmp_path / folder / "checkpoints/step_000015"
         assert fall == (
-            "fall: success 0.00 in updates 21 to 21, 0.90 in 20 to 20; "
+            "fall: success 0.00 in steps 21 to 21, 0.90 in 20 to 20; "
             f"the checkpoint to go back to: {at}"
         )
-        assert echo.startswith("polarity: in updates 1 to 25 ")
+        assert echo.startswith("polarity: in steps 1 to 25 ")
     assert math.isfinite(rows(tmp_path / "whole/metrics.jsonl")[-1]["a_mean_failure"])
 
 

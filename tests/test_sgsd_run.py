@@ -1,4 +1,4 @@
-"""A run: its files, prompts and bank, and what ends an update or leaves it empty."""
+"""A run: its files, prompts and bank, and what ends a step or leaves it empty."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ BANK = {"bank": "", "cold_start": 8, "update_every": 2, "max_new_items": 2}
 
 @pytest.fixture(scope="module")
 def whole(world_dir, tmp_path_factory):
-    """A run of four updates that makes its own bank."""
+    """A run of four steps that makes its own bank."""
     out = tmp_path_factory.mktemp("whole") / "run"
     return train(world_dir, out, **BANK)
 
@@ -61,7 +61,7 @@ def dynamic(bank):
 
 
 def test_a_run_makes_its_bank_and_evolves_it(whole):
-    """Without --bank: cold start (Alg. 2), and every second update evolution (Alg. 4)."""
+    """Without --bank: cold start (Alg. 2), and every second step evolution (Alg. 4)."""
     versions = bank_versions(whole.out)
     assert list(versions) == [0, 2, 4]
     banks = [skills.SkillBank.load(path) for path in versions.values()]
@@ -160,7 +160,7 @@ def test_a_run_without_its_checkpoints_is_not_begun_anew(world_dir, tmp_path):
     train(world_dir, tmp_path / "run", updates=6)
     before = (tmp_path / "run/metrics.jsonl").read_text()
     shutil.rmtree(tmp_path / "run/checkpoints")
-    with pytest.raises(UserError, match="reaches update 6, but the last checkpoint is of update 0"):
+    with pytest.raises(UserError, match="reaches step 6, but the last checkpoint is of step 0"):
         train(world_dir, tmp_path / "run", resume=True, updates=6)
     assert (tmp_path / "run/metrics.jsonl").read_text() == before
 
@@ -176,7 +176,7 @@ def test_a_signal_is_acknowledged_at_once(world_dir, tmp_path, capfd):
     run = make_run(world_dir, tmp_path / "run")
     run.step = 9
     run.ask_to_stop()
-    said = "finishing update 10, then stopping; once more stops at once"
+    said = "finishing step 10, then stopping; once more stops at once"
     assert run.stop and said in capfd.readouterr().err
 
 
@@ -190,7 +190,7 @@ def test_an_online_update_says_what_it_did_or_why_it_did_nothing(world_dir, tmp_
     line = f"bank: success 0.38; 3 candidate skills, 2 after merging, {copies}, net new 1"
     line += f"; 5 candidate mistakes, 4 after merging, {copies}, net new 3; 0 replies lost\n"
     assert line in said
-    changes["bank"] = f"{tmp_path}/a/bank/bank.json"  # whose own last update was of this step, too
+    changes["bank"] = f"{tmp_path}/a/bank/bank.json"  # whose own last step was of this step, too
     train(world_dir, tmp_path / "b", success_gate=0.375, **changes)
     assert "success 0.38 is not below the gate: kept as it is" in capsys.readouterr().out
     for m in rows(tmp_path / "b/metrics.jsonl"):

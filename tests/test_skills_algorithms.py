@@ -504,7 +504,7 @@ def test_static_entries_and_the_old_bank_are_left_alone():
 
 
 def record(step, success, **numbers):
-    """What an update leaves in the metadata; numbers: of the skills and of the mistakes."""
+    """What an evolution leaves in the metadata; numbers: of the skills and of the mistakes."""
     found = {"step": step, "success": success}
     for name, both in numbers.items():
         found |= {f"{name}_{key}": n for key, n in zip(KEYS, both)}

@@ -16,7 +16,7 @@ MODES = {
         "| verification | ",
         "| scoring | ",
         "| backward | ",
-        "| an update | ",
+        "| a step | ",
     ],
     "memory": ["| 8 | ", "| 16384 | ", "Qwen3-8B", "fits one 80 GB card"],
     "scaling": ["| K | 1: ", "| T | ", "| bank entries | 100: ", "| ranks "],

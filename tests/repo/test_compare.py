@@ -17,7 +17,7 @@ TINY = ROOT / "tiny"
 
 def test_the_area_under_a_curve_and_its_value_between_two_points():
     points = {0: 0.0, 5: 0.5, 20: 1.0}
-    # (0 + .5) / 2 * 5 = 1.25 and (.5 + 1) / 2 * 15 = 11.25, over 20 updates
+    # (0 + .5) / 2 * 5 = 1.25 and (.5 + 1) / 2 * 15 = 11.25, over 20 steps
     assert compare.area(points) == pytest.approx(12.5 / 20)
     assert compare.value_at([0, 5, 20], [0.0, 0.5, 1.0], 8) == pytest.approx(0.6)
     with pytest.raises(ValueError, match=r"21 is outside 0..20"):
@@ -58,7 +58,7 @@ def test_a_flag_that_would_be_ignored_is_refused():
 
 @pytest.mark.long
 def test_the_command_from_the_banks_to_the_table(tmp_path, capsys):
-    """Two updates and two seeds, then once more."""
+    """Two steps and two seeds, then once more."""
     folder = tmp_path / "world"
     shutil.copytree(TINY / "model", folder / "model")
     for name, count in (("train", 50), ("valid", 6), ("test", 10)):
@@ -94,7 +94,7 @@ def test_the_command_from_the_banks_to_the_table(tmp_path, capsys):
 
 
 def killed_run_goes_on(w, tmp_path):
-    """A run that lost its last update, and its costs with it, comes to the same figures."""
+    """A run that lost its last step, and its costs with it, comes to the same figures."""
     job = compare.training("tiny", "sgsd-0", "sgsd", 1e-3, 0, points=True)
     bank, out = tmp_path / "work/bank_made_0.json", tmp_path / "killed"
     whole = compare.train(job, w, bank, out)

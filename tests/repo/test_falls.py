@@ -27,7 +27,7 @@ def test_what_was_lost_when_the_rule_named_it(step, early, share):
 
 
 def test_a_run_is_read_from_its_own_log(tmp_path, capsys):
-    """25 problems per update: windows of 4. It falls from .8 to .2 after update 10."""
+    """25 problems per step: windows of 4. It falls from .8 to .2 after step 10."""
     (tmp_path / "config.json").write_text(json.dumps({"settings": {"batch_size": 25}}))
     rows = []
     for step in range(1, 21):

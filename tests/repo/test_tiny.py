@@ -120,7 +120,7 @@ def test_the_encoder_finds_the_own_family():
 
 @pytest.mark.long
 def test_the_preset_lives_the_whole_life_of_a_run(tmp_path):
-    """Cold start, training, an online update, checkpoints, evaluation before and after."""
+    """Cold start, training, an evolution of the bank, checkpoints, evaluation before and after."""
     lines = (ROOT / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "test.jsonl").write_text("".join(lines[:3]))
     out = tmp_path / "run"

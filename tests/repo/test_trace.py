@@ -2,8 +2,8 @@
 
     python tests/repo/test_trace.py RUN    freeze a finished run of COMMAND, where a change is meant
 
-trace.jsonl beside it holds 12 updates of the tiny preset, with the cold start and one online update
-of the bank: the ids of prompts and rollouts, verdicts, pairs, weights, supports, polarities,
+trace.jsonl beside it holds 12 steps of the tiny preset, with the cold start and one evolution of
+the bank: the ids of prompts and rollouts, verdicts, pairs, weights, supports, polarities,
 losses, gradient norms, and the bank's texts. Ids are compared exactly and numbers within 1e-5. A
 processor that rounds otherwise draws another token now and then, and then all that follows differs,
 so there the test is skipped: the first line is a fingerprint of how the machine rounds.

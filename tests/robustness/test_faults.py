@@ -155,9 +155,9 @@ def test_killed_at_40_random_instants(world_dir, tmp_path, whole):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("place", ["update", "bank's update", "cold start"])
+@pytest.mark.parametrize("place", ["update", "bank's evolution", "cold start"])
 def test_a_signal_is_an_orderly_stop(place, number, world_dir, tmp_path, whole):
-    """An update is finished and saved, a cold start interrupted; all go on as if uninterrupted."""
+    """A step is finished and saved, a cold start interrupted; all go on as if uninterrupted."""
     out, log = tmp_path / "run", tmp_path / "log"
 
     def signalled(run, step):
@@ -178,7 +178,7 @@ def test_a_signal_is_an_orderly_stop(place, number, world_dir, tmp_path, whole):
     def before():  # in the forked process alone
         if place == "cold start":
             driver.FakeWriter.replies = interrupted
-        if place == "bank's update":
+        if place == "bank's evolution":
             driver.FakeWriter.replies = answered
 
     code = go(flags(world_dir, out), log, signalled, before)
@@ -193,7 +193,7 @@ def test_a_signal_is_an_orderly_stop(place, number, world_dir, tmp_path, whole):
 
 
 def test_a_second_signal_ends_at_once_and_loses_at_most_this_update(world_dir, tmp_path, whole):
-    """In update 3 of 6, where no checkpoint is due before update 6."""
+    """In step 3 of 6, where no checkpoint is due before step 6."""
     out, log = tmp_path / "run", tmp_path / "log"
 
     def impatient(run, step):
@@ -213,7 +213,7 @@ def test_a_second_signal_ends_at_once_and_loses_at_most_this_update(world_dir, t
 def test_a_stop_does_not_wait_for_the_banks_update_which_comes_with_the_resumed_run(
     place, world_dir, tmp_path, whole
 ):
-    """It is due after update 3. The first signal is enough before it begins, a second one in it."""
+    """It is due after step 3. The first signal is enough before it begins, a second one in it."""
     out, log = tmp_path / "run", tmp_path / "log"
 
     def signalled(run, step):
@@ -263,7 +263,7 @@ def assert_one_line(log, *words):
 
 @pytest.mark.parametrize("size,name", [(16_384, ".jsonl"), (100_000, "step_000004")])
 def test_a_full_disk_leaves_whole_files(size, name, world_dir, tmp_path, whole):
-    """As full as one process can make it: from update 4 on no file may grow beyond `size` bytes."""
+    """As full as one process can make it: from step 4 on no file may grow beyond `size` bytes."""
     out, log = tmp_path / "run", tmp_path / "log"
 
     def limited(run, step):
@@ -332,7 +332,7 @@ def test_resumed_on_another_world_size(world_dir, tmp_path, whole):
 
 
 def killed_at_3(run, step):
-    """A step function that kills rank 1 in update 3, but not after a restart."""
+    """A step function that kills rank 1 in step 3, but not after a restart."""
     if (step, run.world.rank) == (3, 1) and os.environ.get("TORCHELASTIC_RESTART_COUNT") != "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return sgsd.train_step(run, step)
@@ -348,7 +348,7 @@ def test_a_lost_rank_ends_the_other(world_dir, tmp_path):
 
 @pytest.mark.parametrize("fault", ["a mistake", "a number that is not finite"])
 def test_what_goes_wrong_on_one_rank_goes_for_both(fault, world_dir, tmp_path):
-    """One line of a user's mistake; a skipped update, and after three in a row the end."""
+    """One line of a user's mistake; a skipped step, and after three in a row the end."""
     broken, out = breaking({1, 3, 4, 5}, rank=1), tmp_path / "run"
 
     def mistaken(run, step):
@@ -359,13 +359,13 @@ def test_what_goes_wrong_on_one_rank_goes_for_both(fault, world_dir, tmp_path):
     argv = flags(world_dir, out, bank=world_dir / "bank.json")
     if fault == "a mistake":
         assert two(argv, tmp_path, mistaken) == [2, 2]
-        assert_one_line(tmp_path / "log0", "teacher of p", "prompt has", "in update 1; --resume")
+        assert_one_line(tmp_path / "log0", "teacher of p", "prompt has", "in step 1; --resume")
         assert "driver: " not in (tmp_path / "log1").read_text()
     else:
         assert two(argv, tmp_path, broken) == [1, 1]
         assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1]
         assert (out / "checkpoints/step_000005").is_dir()
-        assert "three updates in a row were not finite" in (tmp_path / "log0").read_text()
+        assert "three steps in a row were not finite" in (tmp_path / "log0").read_text()
 
 
 PROGRAM = f"""
@@ -424,7 +424,7 @@ LONG = int(os.environ.get("LONG_UPDATES", 400))
 
 @pytest.mark.parametrize("updates,kb", [(40, 600), pytest.param(LONG, 10, marks=pytest.mark.long)])
 def test_a_run_stays_flat(updates, kb, world_dir, tmp_path):
-    """Slopes per update after the warm-up, with the bank updated every 10."""
+    """Slopes per step after the warm-up, with the bank updated every 10."""
     changes = {"updates": updates, "bank": "", "update_every": 10, "max_new_tokens": 6}
     changes |= {"batch_size": 2, "cold_start": 8, "checkpoint_every": 20, "audit_every": 0}
     changes["allow_empty_bank"] = True  # a random model is never right, so there is no skill

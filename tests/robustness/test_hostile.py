@@ -155,7 +155,7 @@ def plant(tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(world_dir, tmp_path_factory):
-    """The directory of a run with one update."""
+    """The directory of a run with one step."""
     out = tmp_path_factory.mktemp("finished") / "run"
     assert sgsd.main(run_flags(world_dir, out)) == 0
     return out
