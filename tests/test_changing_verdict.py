@@ -58,7 +58,7 @@ def test_another_domain_is_trained_and_evaluated_end_to_end(tmp_path):
     pytest.importorskip("reasoning_gym")
     output = followed("Another domain, end to end", tmp_path)
     out = tmp_path / "runs" / "gym"
-    problems = {row["problem"]: row for row in rows(tmp_path / "gym_train.jsonl")}
+    problems = {row["problem"].strip(): row for row in rows(tmp_path / "gym_train.jsonl")}
     assert {row["task"] for row in problems.values()} == {"letter_counting", "countdown"}
     assert {row["step"] for row in rows(out / "rollouts.jsonl")} == {1, 2}
     assert all(row["problem"] in problems for row in rows(out / "rollouts.jsonl"))
