@@ -537,7 +537,7 @@ def print_engines(policy: Policy, rows: list[dict]) -> None:
 
 
 def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
-    """Put what is to be said of these sets into a JSON file that may hold others."""
+    """Put the figures of these sets into a JSON file that may hold those of others."""
     old = files.read_json(file) if file.exists() else {}
     new = {name: _with_others(row, old.get(name, {})) for name, row in sets.items()}
     files.write_json(file, old | new)

@@ -86,7 +86,7 @@ class Judge(AbstractContextManager):
         self.timeout_s, self.workers = timeout_s, workers
 
     def answer(self, text: str) -> str | None:
-        """The answer in a completion, None for none; thinking that is still open begins <think>."""
+        """The answer in a completion, or None. Thinking that the prompt began is given its tag."""
         return extract_answer(text)
 
     def is_right(self, problem: Asked, answer: str) -> bool:
