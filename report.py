@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import cli
 import distributed
 import files
-from bank import bank_versions
 from cli import UserError
 
 
@@ -57,6 +56,7 @@ import rollout
 import runlog
 import sgsd
 import skills
+from bank import bank_versions
 from verify import is_success
 
 MAX_BYTES = 4_900_000  # of the page
