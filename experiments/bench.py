@@ -611,7 +611,7 @@ def step(args: Args, s: Shape, device: torch.device) -> None:
     copied, multiplied = rates(device)
     ends, laps, verifier = [], [], LatexVerifier()
 
-    def timed(run: sgsd.Run, step: int) -> sgsd.Update:
+    def timed(run: sgsd.Run, step: int) -> sgsd.StepResult:
         update = sgsd.train_step(run, step)
         ends.append(time.perf_counter())
         laps.append({**update[2], "verification": verifier.seconds})

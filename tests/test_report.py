@@ -176,7 +176,7 @@ def test_the_ledger_knows_a_dynamic_entry_by_its_text(tmp_path):
     assert b["ignored"] == {"success": 0, "failure": 1}
     assert c["first"] == 5
     (tmp_path / "bank/step_000000.json").unlink()
-    with pytest.raises(UserError, match=r"update 5 used dyn_gen_0.*are files of bank/ missing"):
+    with pytest.raises(UserError, match=r"step 5 used dyn_gen_0.*are files of bank/ missing"):
         report.ledger(tmp_path)
 
 

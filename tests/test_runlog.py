@@ -109,7 +109,7 @@ def test_a_later_block_is_named_where_the_first_does_not_echo():
     mixed = decided(distilled_success=1)
     later = [{**line, "step": line["step"] + 25} for line in decided(50)]
     assert runlog.echo_line(mixed) == ""
-    assert "updates 26 to 50" in runlog.echo_line(mixed + later[:25])
+    assert "steps 26 to 50" in runlog.echo_line(mixed + later[:25])
     assert runlog.echo_line(mixed + later) == ""
 
 
@@ -244,7 +244,7 @@ def test_a_checkpoint_loads_by_its_own_card_from_any_directory(world_dir, tmp_pa
         torch.nn.init.normal_(p, std=0.1)
     runlog.save_checkpoint(path, run.model, run.tokenizer, run.optimizer, 3, {}, run.cfg)
     card = (path / "README.md").read_text()
-    for said in ("sgsd.py, method sgsd", "update 3 of 4", "data.jsonl", "licence", "world_dir"):
+    for said in ("sgsd.py, method sgsd", "step 3 of 4", "data.jsonl", "licence", "world_dir"):
         assert said.replace("world_dir", str(world_dir / "model")) in card
     lines = [line for line in card.splitlines() if line.startswith("    ")]
     assert "[More" not in card and len(lines) < 7
