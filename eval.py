@@ -261,6 +261,9 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
         settings["num_skills"] = args.num_skills
         if args.query_prompt:  # without one, samples of before there was this flag are known again
             settings["query_prompt"] = args.query_prompt
+        retrieval = f"{skills.nearest.__module__}.{skills.nearest.__qualname__}"
+        if retrieval != "skills.nearest":  # a script of the user's own has replaced it
+            settings["retrieval"] = retrieval
     file = policy.folder / "settings.json"
     old = settings
     if file.exists():

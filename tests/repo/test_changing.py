@@ -90,7 +90,9 @@ def test_another_reward_changes_the_polarity_and_no_verdict(world_dir, tmp_path)
     assert any(any(row["rho"]) for row in before)
 
 
-def test_another_retrieval_needs_no_encoder_and_serves_evaluation_too(world_dir, tmp_path):
+def test_another_retrieval_needs_no_encoder_and_serves_evaluation_too(
+    world_dir, tmp_path, monkeypatch, capsys
+):
     recipe("by_words")
     rows = trained(world_dir, tmp_path / "run", encoder=str(world_dir / "model"))
     bank = json.loads((world_dir / "bank.json").read_text())
@@ -111,6 +113,10 @@ def test_another_retrieval_needs_no_encoder_and_serves_evaluation_too(world_dir,
     flags = f"--data {world_dir}/data.jsonl --limit 1 --samples 1 --max-new-tokens 4 --num-skills 2"
     flags += f" --skills {world_dir}/bank.json --encoder no/encoder --out {tmp_path}/eval"
     assert eval.main([f"{world_dir}/model", *flags.split()]) == 0
+    # Its samples are not taken for those of another retrieval.
+    monkeypatch.setattr(skills, "nearest", lambda *_: skills.SkillBank.retrieve)
+    assert eval.main([f"{world_dir}/model", *flags.split()]) == 2
+    assert "retrieval by_words.<lambda>" in capsys.readouterr().err
 
 
 def test_another_method_is_two_functions(world_dir, tmp_path):
