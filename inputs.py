@@ -163,8 +163,9 @@ def bank_folder(cfg: Config, resume: bool) -> pathlib.Path:
 def check_directory(cfg: Config, resume: bool) -> None:
     """UserError unless --out can take this run and its loggers are installed."""
     out = pathlib.Path(cfg.out)
-    if out.is_file():
-        raise UserError(f"--out {out}: is a file; a directory is wanted")
+    for path in (out, *out.parents):
+        if path.is_file():
+            raise UserError(f"--out {out}: {path} is a file; a directory is wanted")
     begun = {path.name for path in out.glob("*") if path.suffix != ".tmp"}
     if not resume and begun - {"wandb", "tensorboard", files.LOCK}:
         rule = "the directory is not empty; choose another, or continue its run"

@@ -6,21 +6,12 @@ import subprocess
 import sys
 
 from conftest import ROOT
-from driver import flags, refused
-
-import sgsd
-
-
-def test_a_directory_that_cannot_be_made_is_one_line(world_dir, tmp_path, capsys):
-    (tmp_path / "file").write_text("x")
-    refused(capsys, sgsd.main, flags(world_dir, tmp_path / "file/run"), "irectory")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
 
 MISTAKES = {  # a command, and what is said; {w} holds models and data, {o} what is wrong
     "sgsd.py --data no.jsonl": "no.jsonl: no such file",
     "sgsd.py --data {o}/wrong.jsonl": "wrong.jsonl:1: needs `problem` and `answer`",
     "sgsd.py --eval-data {w}/data.jsonl": "stand in an evaluation set",
+    "sgsd.py --out {o}/wrong.jsonl/run": "wrong.jsonl is a file; a directory is wanted",
     "sgsd.py --model /no/such": "--model /no/such: no such directory",
     "sgsd.py --model {o}": "o: not loaded: no model there, but none.jso, wrong.jsonl",
     "sgsd.py --encoder {w}/model": "is a causal model and no encoder",
