@@ -373,8 +373,12 @@ def scoring_model(s: Shape, device: torch.device, checkpointed: bool = False) ->
     """With adapters as a run has them, which do something."""
     model = policy.with_adapters(random_model(s, device), s.rank, 2 * s.rank).train()
     if not checkpointed:
-        policy.causal_lm(model).gradient_checkpointing_disable()
-        policy.causal_lm(model).disable_input_require_grads()
+        causal = policy.causal_lm(model)
+        if hasattr(causal, "activation_checkpointing_disable"):  # the name since transformers 5.20
+            causal.activation_checkpointing_disable()
+        else:
+            causal.gradient_checkpointing_disable()
+        causal.disable_input_require_grads()
     policy.head_is_sliced(model)
     for name, p in model.named_parameters():
         if "lora_B" in name:
