@@ -20,9 +20,8 @@ from cli import SharedError
 from config import Config
 from inputs import FIELDS, IDS
 from policy import Embed
+from replies import Items
 from verify import is_success
-
-Items = list[dict]
 
 SHORT = {"general_skills": "skills", "common_mistakes": "mistakes"}
 as_json = functools.partial(json.dumps, indent=2, ensure_ascii=False)  # in prompts and files
@@ -194,7 +193,7 @@ def refuse_without_pairs(bank: SkillBank, cfg: Config, again: str) -> None:
         return
     about = bank.metadata
     total, right = about.get("seed_solutions", 0), about.get("right_seed_solutions", 0)
-    cut, lost = about.get("truncated_seed_solutions", 0), about.get("lost_replies", {})
+    cut = about.get("truncated_seed_solutions", 0)
     reasons = []
     if total and 2 * cut >= total:
         rule = f"--cold-start-tokens {cfg.cold_start_tokens}: raise it"
@@ -206,7 +205,7 @@ def refuse_without_pairs(bank: SkillBank, cfg: Config, again: str) -> None:
         fix = "take harder problems, or raise --cold-start"
         reasons.append(f"all {total} seed solutions were right, so there are no mistakes: {fix}")
     fixes = {"cut off": f"raise --reply-tokens {cfg.reply_tokens}"}
-    for cause, n in lost.items():
+    for cause, n in about.get("lost_replies", {}).items():
         fix = fixes.get(cause, "let another model write, --update-model")
         reasons.append(f"{n} replies were lost ({cause}): {fix}")
     why = "; ".join(reasons) or "it was saved like that"

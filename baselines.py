@@ -442,9 +442,9 @@ def method_step(run: Run, step: int) -> StepResult:
     prompts_of, loss_of = teacher_prompts, distilled_rollout
     if cfg.method.startswith("grpo"):
         prompts_of, loss_of = grpo_prompts, grpo_rollout
-    update = sgsd.train_step(run, step, prompts_of, loss_of, cfg.generations)
+    result = sgsd.train_step(run, step, prompts_of, loss_of, cfg.generations)
     follow(run, step)
-    return update
+    return result
 
 
 def retriever_of(cfg: Config) -> skills.Retriever | None:

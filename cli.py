@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+LAUNCHERS = ("__main__.py", "ipykernel_launcher.py")  # python -m, and a notebook
 VERSION = "0.1.0"  # of the project: --version shows it, config.json keeps it
 
 
@@ -47,8 +48,9 @@ def program(default: str) -> str:
     the one that goes on: the program itself would continue without the change.
     """
     started = sys.argv[0]
-    own_script = started.endswith(".py") and not started.endswith("__main__.py")
-    return started if own_script and pathlib.Path(started).exists() else default
+    path = pathlib.Path(started)
+    is_script = path.suffix == ".py" and path.name not in LAUNCHERS and path.exists()
+    return started if is_script else default
 
 
 def brief(error: BaseException) -> str:

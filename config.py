@@ -350,11 +350,6 @@ def _resumed(run: str, given: dict[str, Any], kind: type[Config]) -> Config:
     program = "baselines.py" if "method" in settings else "sgsd.py"
     if program != kind.program:
         raise UserError(f"--resume {run}: is a run of {program}; python {program} continues it")
-    # A script of the user's own has changed a part of the method, which no setting tells.
-    begun_by = files.read_json(path / "config.json").get("command", [program])[0]
-    started = pathlib.Path(cli.program(program)).name
-    if begun_by.endswith(".py") and begun_by not in (started, "__main__.py"):
-        raise UserError(f"--resume {run}: was begun by {begun_by}; python {begun_by} continues it")
     try:
         return kind(**{**settings, **given, "out": run})
     except TypeError as e:

@@ -94,6 +94,7 @@ import functools
 import gc
 import hashlib
 import importlib.metadata
+import inspect
 import math
 import shlex
 from collections import Counter
@@ -112,6 +113,7 @@ Key = tuple[str, str, int]  # names a sample: its set, its problem's id, its num
 Tasks = dict[Key, problems.Problem]  # the samples asked for
 Prompt = Callable[[problems.Problem], str]
 BUILT_IN = "the paper's"
+NEAREST = skills.nearest
 
 
 def avg_at_k(correct_PK: np.ndarray) -> float:
@@ -251,6 +253,9 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
     settings |= {"thinking": args.thinking, "seed": args.seed, **asdict(args.sampling)}
     settings["verify_timeout"] = args.verify_timeout  # a verdict that took longer is "wrong"
     settings["verifier"] = args.verifier
+    if args.verifier != Config.verifier:
+        module = inspect.getsourcefile(inputs.verifier_class(args.verifier))
+        settings["verifier"] += f" ({file_digest(module)})"
     settings["prompts"] = BUILT_IN
     if args.prompts:
         templates = ("student", "teacher") if policy.skilled else ("student",)
@@ -261,9 +266,9 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
         settings["num_skills"] = args.num_skills
         if args.query_prompt:  # without one, samples of before there was this flag are known again
             settings["query_prompt"] = args.query_prompt
-        retrieval = f"{skills.nearest.__module__}.{skills.nearest.__qualname__}"
-        if retrieval != "skills.nearest":  # a script of the user's own has replaced it
-            settings["retrieval"] = retrieval
+        if skills.nearest is not NEAREST:  # a script of the user's own has replaced it
+            code = getattr(skills.nearest, "__code__", None)
+            settings["retrieval"] = file_digest(code and code.co_filename)
     file = policy.folder / "settings.json"
     old = settings
     if file.exists():
@@ -276,6 +281,13 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
     if changes and any(files.read_jsonl(policy.folder / "samples.jsonl")):
         raise UserError(f"{file}: made with {'; '.join(changes)}; give another --out")
     return settings
+
+
+def file_digest(path: str | None) -> str:
+    """A digest of a file's content; "unknown" where there is none, as for what was typed in."""
+    if path is None or not pathlib.Path(path).is_file():
+        return "unknown"
+    return digest(pathlib.Path(path).read_bytes())
 
 
 @functools.cache
@@ -351,14 +363,15 @@ def samples_of(policy: Policy, tasks: Tasks) -> dict[Key, dict]:
     for row in files.read_jsonl(policy.folder / "samples.jsonl"):
         key = (row["set"], row["id"], row["sample"])
         problem = tasks.get(key)  # one that has changed is sampled anew
-        if problem and row["digest"] == digest_of(problem):
+        if problem and row["digest"] == digest_of(problem, policy):
             done[key] = row
     return done
 
 
-def digest_of(x: problems.Problem) -> str:
-    """A digest of all that a prompt or a verdict may depend on."""
-    return digest(x.problem, x.answer, *x.extra.items())
+def digest_of(x: problems.Problem, policy: Policy) -> str:
+    """A digest of all of a problem that a prompt or the verdict may depend on."""
+    seen = [] if policy.settings["verifier"] == Config.verifier else sorted(x.extra.items())
+    return digest(x.problem, x.answer, *seen)
 
 
 def sample(
@@ -389,7 +402,7 @@ def sample(
         rolls = rollout.judge(model, tokenizer, unsolved, prompts, turn, verifier)
         rows = []
         for (i, _), roll in zip(turn, rolls):
-            row = row_of(missing[i], unsolved[i], roll)
+            row = row_of(missing[i], digest_of(unsolved[i], policy), roll)
             rows.append(row | {"tokens": asked[i].counted or row["tokens"], "engine": engine})
         return rows
 
@@ -412,9 +425,9 @@ def sample(
     return done
 
 
-def row_of(key: Key, x: problems.Problem, roll: rollout.Rollout) -> dict:
+def row_of(key: Key, problem_digest: str, roll: rollout.Rollout) -> dict:
     """A line of samples.jsonl."""
-    row = {"set": key[0], "id": key[1], "sample": key[2], "digest": digest_of(x)}
+    row = {"set": key[0], "id": key[1], "sample": key[2], "digest": problem_digest}
     row |= {"gold": roll.gold, "pred": roll.pred, "r": roll.r, "truncated": roll.truncated}
     return row | {"tokens": len(roll.completion_ids), "text": roll.text}
 
@@ -541,7 +554,9 @@ def print_engines(policy: Policy, rows: list[dict]) -> None:
 
 def merge_into(file: pathlib.Path, sets: dict[str, dict]) -> None:
     """Put the figures of these sets into a JSON file that may hold those of others."""
-    old = files.read_json(file) if file.exists() else {}
+    stored = files.read_json(file) if file.exists() else {}
+    # Versions before 0.1.0 kept means over sets, too; one of them may be of other figures by now.
+    old = {name: row for name, row in stored.items() if not name.startswith("mean of ")}
     new = {name: _with_others(row, old.get(name, {})) for name, row in sets.items()}
     files.write_json(file, old | new)
 

@@ -36,6 +36,8 @@ PROMPTS = pathlib.Path(__file__).parent / "prompts"  # the paper's templates
 def look(cfg: Config, resume: bool) -> None:
     """UserError for a mistake in a run's directory, data, models or bank."""
     check_directory(cfg, resume)
+    if resume:
+        check_script(cfg)
     files.refuse_busy(pathlib.Path(cfg.out))
     look_at_data_and_models(cfg)
     if cfg.bank and not resume:  # a resumed run has its own (D9)
@@ -116,6 +118,10 @@ def verifier_class(name: str) -> type[Judge]:
         raise UserError(f"{where}: {class_name} must be a subclass of verify.Judge")
     if kind.is_right is Judge.is_right and kind.judge is Judge.judge:
         raise UserError(f"{where}: {class_name} must have the method is_right, or judge")
+    order = [owner for owner in kind.__mro__ if {"is_right", "judge"} & vars(owner).keys()]
+    if kind.judge is not Judge.judge and "judge" not in vars(order[0]):
+        rule = f"judge, of {kind.judge.__qualname__.partition('.')[0]}, never asks its is_right"
+        raise UserError(f"{where}: {class_name}'s {rule}; write judge, too, or derive from Judge")
     try:
         inspect.signature(kind).bind(timeout_s=5.0, workers=1)
     except TypeError as e:
@@ -175,6 +181,19 @@ def check_directory(cfg: Config, resume: bool) -> None:
         if wanted and (spec is None or spec.origin is None):  # a mere folder has no origin
             fix = f"pip install {name}, or leave the flag out"
             raise UserError(f"--{name}: the package is not installed; {fix}")
+
+
+def check_script(cfg: Config) -> None:
+    """UserError unless the script that goes on with a run is the one that began it.
+
+    A script of the user's own has changed a part of the method, of which no setting tells.
+    """
+    command = files.read_json(pathlib.Path(cfg.out) / "config.json").get("command")
+    begun_by = str(command[0]) if isinstance(command, list) and command else ""
+    started = pathlib.Path(cli.program(cfg.program)).name
+    if begun_by.endswith(".py") and begun_by not in (started, *cli.LAUNCHERS):
+        rule = f"was begun by {begun_by}; python {begun_by} continues it"
+        raise UserError(f"--resume {cfg.out}: {rule}")
 
 
 def check_model(name: str, flag: str) -> None:

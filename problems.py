@@ -74,19 +74,19 @@ def _problem(row: object, where: str, index: int) -> Problem:
     """One row as a problem; UserError when a field is missing, empty or not a string."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: a JSON object is wanted, got {type(row).__name__}")
-    found = f"fields found: {', '.join(map(str, row)) or 'none'}"
+    fields = f"fields found: {', '.join(map(str, row)) or 'none'}"
     if "prompt" in row and isinstance(row.get("reward_model"), dict):
         row = _dapo(row) | row
     if "problem" not in row or "answer" not in row:
         wanted = "needs `problem` and `answer` (or DAPO's `prompt` and `reward_model`)"
-        raise UserError(f"{where}: {wanted}; {found}")
+        raise UserError(f"{where}: {wanted}; {fields}")
     for name in ("problem", "answer"):
         value = row[name]
         if not isinstance(value, str):
             got = f"got {type(value).__name__} {str(value)[:40]!r}"
             raise UserError(f"{where}: `{name}` must be a string, {got}; quote it")
         if not value.strip():
-            raise UserError(f"{where}: `{name}` is empty; {found}")
+            raise UserError(f"{where}: `{name}` is empty; {fields}")
     extra = {name: row[name] for name in row if name not in ("id", "problem", "answer")}
     return Problem(str(row.get("id", index)), row["problem"].strip(), row["answer"].strip(), extra)
 
@@ -136,12 +136,12 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, dict]]:
         raise UserError(f"{where}: {why}") from None
 
 
-def _hub_rows(source: str, hub: str, split: str, **more: Any) -> Iterator[tuple[str, dict]]:
+def _hub_rows(source: str, hub: str, split: str, **options: Any) -> Iterator[tuple[str, dict]]:
     import datasets  # only hub ids and parquet need it
 
     datasets.disable_progress_bars()
     try:
-        data = datasets.load_dataset(hub, split=split, **more)
+        data = datasets.load_dataset(hub, split=split, **options)
         row = 0
         for part in data.iter(batch_size=10_000):  # DAPO has 1.8 million rows; one by one is slow
             for values in zip(*part.values()):
@@ -170,14 +170,14 @@ def load_set(name: str, split: str) -> list[Problem]:
     if name not in SETS:
         return load_problems(name, split=split, unique=False)[0]
     hub, config, split, problem, answer = SETS[name]
-    found = []
+    loaded = []
     for i, (where, row) in enumerate(_hub_rows(f"{name}: {hub}", hub, split, name=config)):
         gold = row.get(answer, "")
         if isinstance(gold, float) and gold.is_integer():
             gold = int(gold)
         plain = {"problem": row.get(problem), "answer": str(gold).rpartition("####")[2]}
-        found.append(_problem(plain, where, i))
-    return found
+        loaded.append(_problem({**row, **plain}, where, i))
+    return loaded
 
 
 def fingerprint(problem: str) -> str:
@@ -191,18 +191,21 @@ def refuse_overlap(problems: list[Problem], data: str, held_out: dict[str, list[
 
     The paper's three are known by fingerprint (eval_sets.json); `held_out` adds others by name.
     """
-    known = json.loads((pathlib.Path(__file__).parent / "eval_sets.json").read_text())
-    for name, own in held_out.items():
-        known[name] = [fingerprint(x.problem) for x in own]
-    where: dict[str, str] = {}
-    for name, prints in known.items():
-        where |= dict.fromkeys(prints, name)
-    marked = {x.id: where.get(fingerprint(x.problem)) for x in problems}
-    found = [f"{x} ({name})" for x, name in marked.items() if name]
-    if found:
-        some = ", ".join(found[:3])
-        said = f"{len(found)} of its problems stand in an evaluation set: {some}"
-        raise UserError(f"--data {data}: {said}; drop them, or say --allow-eval-overlap")
+    prints_of = json.loads((pathlib.Path(__file__).parent / "eval_sets.json").read_text())
+    for name, held_out_problems in held_out.items():
+        prints_of[name] = [fingerprint(x.problem) for x in held_out_problems]
+    set_of: dict[str, str] = {}
+    for name, prints in prints_of.items():
+        set_of |= dict.fromkeys(prints, name)
+    overlap = []
+    for x in problems:
+        found_in = set_of.get(fingerprint(x.problem))
+        if found_in:
+            overlap.append(f"{x.id} ({found_in})")
+    if overlap:
+        some = ", ".join(overlap[:3])
+        why = f"{len(overlap)} of its problems stand in an evaluation set: {some}"
+        raise UserError(f"--data {data}: {why}; drop them, or say --allow-eval-overlap")
 
 
 def read_quickly(source: str) -> bool:

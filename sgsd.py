@@ -23,8 +23,6 @@ Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T]. Log-probab
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
     import cli
     import config
-    import distributed
-    import files
     import inputs
 
     cli.answer("sgsd", lambda: inputs.look(*config.parse(None, "sgsd.py", __doc__)))
@@ -558,7 +556,6 @@ def prepare(
         raise UserError(f"--batch-size {cfg.batch_size}: {rule}")
     inputs.check_directory(cfg, resume)
     skills.use_prompts(cfg.prompts)
-    verifier = inputs.make_verifier(cfg)
     data, counts = problems.load_training(cfg)
     last = max(out.glob("checkpoints/step_*"), default=None) if resume else None
     model, tokenizer, optimizer, step, kept = runlog.load_trainable(cfg, world, last)
@@ -566,6 +563,7 @@ def prepare(
         why = f"{out} has made step {step} already"
         raise UserError(f"--updates {cfg.updates}: {why}; give a larger number, or evaluate it")
     masked_ids = masked_token_ids(tokenizer, cfg.mask_extra) | {*policy.stop_ids(model, tokenizer)}
+    verifier = inputs.make_verifier(cfg)
     run = Run(cfg, out, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
     if cfg.sees_skills:
         run.bank_is_due = resume and runlog.bank_is_due(out, step)
@@ -691,6 +689,8 @@ def launch(
 ) -> int:
     """Prepare, train, and evaluate before and after where --eval-data is given; the exit code."""
     inputs.check_directory(cfg, resume)
+    if resume:
+        inputs.check_script(cfg)
     world = distributed.init(cfg.device)
     with distributed.locked(pathlib.Path(cfg.out), world):
         run = prepare(cfg, world, resume, retriever)

@@ -13,8 +13,6 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch is i
 
     import cli
     import config
-    import distributed
-    import files
     import inputs
 
     look = inputs.look_at_cold_start
@@ -371,9 +369,8 @@ def evolve(
 
     Static entries are never touched, and what has the text of one is no candidate (D11).
     window: all rollouts since the bank last evolved (D2), as in `memory_of`. update_every: 0 for
-    never. One evolution adds at most `max_new_items` dynamic entries, both lists together (S12);
-    a list
-    holds at most `dynamic_capacity`: what a merge puts first stays.
+    never. One evolution adds at most `max_new_items` dynamic entries, both lists together (S12); a
+    list holds at most `dynamic_capacity`: what a merge puts first stays.
     """
     if not window or not update_every or step % update_every:  # line 1
         return bank
@@ -561,7 +558,10 @@ def make_bank(
     )
     made_with = {"model": cfg.model, "seed": cfg.seed, **asdict(sampling)}
     made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
-    made_with |= {"verifier": cfg.verifier, "prompts": cfg.prompts}
+    if cfg.verifier != Config.verifier:
+        made_with["verifier"] = cfg.verifier
+    if cfg.prompts:
+        made_with["prompt"] = template("memory")
     made_with |= {"engine": servers.engine} if servers else {}  # S27
     rows = files.read_jsonl(path)
     memories = {m["problem_id"]: m for m in rows if m.get("made_with") == made_with}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 
 import pytest
 import torch
@@ -131,24 +130,6 @@ def test_a_run_is_continued_by_the_program_that_began_it(tmp_path, capsys):
         (tmp_path / "config.json").write_text(json.dumps({"settings": settings}))
         said = f"is a run of {own}; python {own} continues it"
         refused(capsys, other.main, ["--resume", tmp_path], said)
-
-
-def test_a_run_of_a_script_of_the_users_own_is_continued_by_that_script(
-    world_dir, tmp_path, capsys, monkeypatch
-):
-    """The program itself would go on without what the script has changed, and say nothing."""
-    script, saved = tmp_path / "my_gate.py", tmp_path / "config.json"
-    script.touch()
-    for begun_by, started, refusal in (
-        ("my_gate.py", "sgsd.py", "was begun by my_gate.py; python my_gate.py continues it"),
-        ("sgsd.py", str(script), "was begun by sgsd.py; python sgsd.py continues it"),
-    ):
-        saved.write_text(json.dumps({"settings": {"tau_g": 1.0}, "command": [begun_by]}))
-        monkeypatch.setattr(sys, "argv", [started])
-        refused(capsys, sgsd.main, ["--resume", tmp_path], refusal)
-    saved.write_text(json.dumps({"settings": {"tau_g": 1.0}, "command": ["my_gate.py"]}))
-    cfg, resume = config.parse(["--resume", str(tmp_path)], "sgsd.py", "")
-    assert resume and cfg.tau_g == 1.0
 
 
 def test_a_name_is_a_path_where_its_first_part_is_a_directory_and_else_a_hub_id(

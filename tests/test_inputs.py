@@ -6,6 +6,11 @@ import subprocess
 import sys
 
 from conftest import ROOT
+from driver import flags, refused
+
+import config
+import inputs
+import sgsd
 
 MISTAKES = {  # a command, and what is said; {w} holds models and data, {o} what is wrong
     "sgsd.py --data no.jsonl": "no.jsonl: no such file",
@@ -56,3 +61,37 @@ def test_what_files_show_is_answered_without_torch(world_dir, tmp_path):
     for line, words in zip(lines[::2], MISTAKES.values()):
         assert words in line
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_a_script_of_the_users_own_is_continued_by_that_script(
+    world_dir, tmp_path, capsys, monkeypatch
+):
+    """The program itself would go on without what the script has changed, and say nothing."""
+    script, saved = tmp_path / "my_gate.py", tmp_path / "config.json"
+    script.touch()
+    for begun_by, started, refusal in (
+        ("my_gate.py", "sgsd.py", "was begun by my_gate.py; python my_gate.py continues it"),
+        ("sgsd.py", str(script), "was begun by sgsd.py; python sgsd.py continues it"),
+    ):
+        saved.write_text(json.dumps({"settings": {"tau_g": 1.0}, "command": [begun_by]}))
+        monkeypatch.setattr(sys, "argv", [started])
+        refused(capsys, sgsd.main, ["--resume", tmp_path], refusal)
+    monkeypatch.setattr(sys, "argv", ["sgsd.py"])
+    for command in (["sgsd.py"], ["ipykernel_launcher.py"], ["-c"], [], None, 3):
+        saved.write_text(json.dumps({"settings": {}, "command": command}))
+        inputs.check_script(config.Config(out=str(tmp_path)))
+
+
+def test_a_run_is_explained_by_whoever_asks(world_dir, tmp_path):
+    """--explain continues nothing. A script that replaced a part is imported for it."""
+    (tmp_path / "my_gate.py").write_text("import sgsd\n\nsgsd.distributed.leave(sgsd.main())\n")
+    (tmp_path / "part.py").write_text("")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    given = flags(world_dir, tmp_path / "run", updates=1, max_new_tokens=4)
+    begin = [sys.executable, str(tmp_path / "my_gate.py"), *given]
+    asked = [str(tmp_path / "run"), "--explain", "What is 2 plus 3?", "--answer", "5"]
+    report = [sys.executable, str(ROOT / "report.py"), *asked]
+    imported = [sys.executable, "-c", "import part, report; report.main()", *asked]
+    for command in (begin, report, imported):
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]

@@ -40,6 +40,10 @@ class Even(verify.Judge):
 class Missing(verify.Judge):
     """It decides nothing."""
 
+class Unasked(verify.Verifier):
+    def is_right(self, problem, answer):
+        return True
+
 class Stubborn(Even):
     def __init__(self):
         super().__init__()
@@ -152,6 +156,7 @@ NAMES = {  # a --verifier, and what is said of it
     "mine:verify": "mine.py has no class verify",
     "mine:Other": "Other must be a subclass of verify.Judge",
     "mine:Missing": "Missing must have the method is_right, or judge",
+    "mine:Unasked": "Unasked's judge, of Verifier, never asks its is_right; write judge, too",
     "mine:Stubborn": "Stubborn must take timeout_s and workers",
 }
 COMMANDS = """
@@ -235,8 +240,11 @@ def test_a_run_is_judged_recorded_and_evaluated_by_its_verifier(here, world_dir,
     for flag, name in (("--verifier=mine:Kind", "verifier"), (f"--prompts={folder}", "prompts")):
         words = [word for word in shlex.split(again) if word not in (flag, *flag.split("="))]
         assert len(words) == len(shlex.split(again)) - 2
-        wanted = {"verifier": "verifier mine:Kind, now verify:Verifier", "prompts": ", now the pap"}
+        wanted = {"verifier": "verifier mine:Kind (", "prompts": ", now the pap"}
         refused(capsys, eval.main, words, "made with ", wanted[name], "give another --out")
+    with open(here / "mine.py", "a") as file:  # the same name, and another verdict
+        file.write("\n# other\n")
+    refused(capsys, eval.main, shlex.split(again), "made with verifier mine:Kind (", "), now mine")
 
 
 def test_samples_from_before_there_was_a_choice_are_those_of_the_default(here, world_dir):
@@ -263,9 +271,17 @@ def test_a_problem_keeps_the_other_fields_of_its_row(here):
     assert (first.extra["level"], second.extra["level"]) == (3, 4)
 
 
-def test_a_problem_whose_further_fields_changed_is_sampled_anew(here, world_dir):
-    """Its verdict may depend on them; a row without any is known by problem and answer."""
-    words = f"{world_dir}/model --data d.jsonl --samples 1 --max-new-tokens 4 --device cpu --out o"
+def test_a_problem_whose_further_fields_changed_is_sampled_anew_for_a_judge_that_may_ask_them(
+    here, world_dir
+):
+    """The judge of mathematics knows a row by problem and answer alone."""
+    words = f"{world_dir}/model --data d.jsonl --samples 1 --max-new-tokens 4 --device cpu --out m"
+    for fields in ({}, {"level": 3}):
+        (here / "d.jsonl").write_text(json.dumps(PROBLEMS[0] | fields) + "\n")
+        assert eval.main(words.split()) == 0
+        (log,) = here.glob("m/*/samples.jsonl")
+        assert len(rows(log)) == 1
+    words = words.removesuffix("m") + "o --verifier mine:Even"
     digests = []
     for fields in ({}, {"level": 3}, {"level": 4}, {"level": 3}):
         (here / "d.jsonl").write_text(json.dumps(PROBLEMS[0] | fields) + "\n")

@@ -116,7 +116,7 @@ def test_another_retrieval_needs_no_encoder_and_serves_evaluation_too(
     # Its samples are not taken for those of another retrieval.
     monkeypatch.setattr(skills, "nearest", lambda *_: skills.SkillBank.retrieve)
     assert eval.main([f"{world_dir}/model", *flags.split()]) == 2
-    assert "retrieval by_words.<lambda>" in capsys.readouterr().err
+    assert "made with retrieval unknown, now" in capsys.readouterr().err
 
 
 def test_another_method_is_two_functions(world_dir, tmp_path):
