@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 import distributed
 import policy
 import rollout
+import skills
 from cli import UserError
 from problems import Problem
 from rollout import Sampling
@@ -188,6 +189,15 @@ def judged(tokenizer, prompt, completion, problem="p"):
     with rollout.Verifier() as verifier:
         rolls = rollout.judge(make_model(), tokenizer, data, [prompt], [(0, completion)], verifier)
     return rolls[0]
+
+
+@pytest.mark.parametrize("words", [1, 500, 4000])
+def test_a_right_answer_is_right_however_long_the_solution(words, tokenizer):
+    """What else training may want is `sgsd.reward`; memories are told what the verdict is."""
+    completion = tokenizer.encode("so " * words + r"\boxed{5}<|im_end|>")
+    roll = judged(tokenizer, [1], completion)
+    assert (roll.pred, roll.r, len(roll.completion_ids) > words) == ("5", 1, True)
+    assert skills.memory_of(roll)["feedback"] == "The verifier accepted the final answer."
 
 
 def test_a_formula_of_the_problem_is_no_answer_to_it(tokenizer):
