@@ -176,7 +176,10 @@ def load_set(name: str, split: str) -> list[Problem]:
         if isinstance(gold, float) and gold.is_integer():
             gold = int(gold)
         plain = {"problem": row.get(problem), "answer": str(gold).rpartition("####")[2]}
-        loaded.append(_problem({**row, **plain}, where, i))
+        others = {
+            field: value for field, value in row.items() if field != "id"
+        }  # they go by their place
+        loaded.append(_problem({**others, **plain}, where, i))
     return loaded
 
 
