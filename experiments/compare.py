@@ -389,11 +389,11 @@ def row_of(cells: list[Any]) -> str:
 
 
 def curve(result: Job, base: Job) -> dict[int, float]:
-    """Updates -> accuracy, from the base model on."""
-    found = {0: final(base)}
+    """Steps -> accuracy, from the base model on."""
+    accuracy = {0: final(base)}
     for step, value in result.get("accuracy", {}).items():
-        found[int(step)] = value
-    return found
+        accuracy[int(step)] = value
+    return accuracy
 
 
 def value_at(where: list[float], values: list[float], x: float) -> float:
@@ -444,7 +444,7 @@ def table(w: World, results: dict[str, Job], names: list[str], seeds: range) -> 
     return lines
 
 
-def by_updates(results: dict[str, Job], names: list[str], seeds: range) -> list[str]:
+def by_steps(results: dict[str, Job], names: list[str], seeds: range) -> list[str]:
     """Each method's difference to SGSD after so many steps, and every seed's accuracy there."""
     points = list(results[f"sgsd-{seeds[0]}"]["accuracy"])
     head = ["method", *[f"{step}: - sgsd, by seed" for step in points]]
@@ -505,14 +505,14 @@ def picture(w: World, results: dict[str, Job], names: list[str], seeds: range, p
     size = (18, 5.5 * len(groups))
     figure, axes = pyplot.subplots(len(groups), 3, figsize=size, sharey=True, squeeze=False)
     for row, shown in zip(axes, groups):
-        for axis, cost in zip(row, ("updates", *COSTS[:2])):
+        for axis, cost in zip(row, ("steps", *COSTS[:2])):
             for i, name in enumerate(shown):
                 where, values = [], []
                 for seed in seeds:
                     run = results[f"{name}-{seed}"]
                     values.append(list(curve(run, results[f"base-{seed}"]).values()))
                     updates = [0.0, *w.points]
-                    where.append(updates if cost == "updates" else spent(run, cost, w))
+                    where.append(updates if cost == "steps" else spent(run, cost, w))
                 x = [statistics.mean(column) for column in zip(*where)]
                 y = [statistics.mean(column) for column in zip(*values)]
                 style = "-" if i < 10 else "--"
@@ -618,7 +618,7 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     lines += ["The mean over steps is the area under the curve; forward tokens are those that"]
     lines[-1] += " went through the model outside decoding, with padding."
     lines.append("")
-    lines += table(w, results, names, seeds) + by_updates(results, names, seeds)
+    lines += table(w, results, names, seeds) + by_steps(results, names, seeds)
     lines += equal_cost(w, results, names, seeds)
     minutes = (time.perf_counter() - began) / 60
     lines += ["", f"{len(seeds)} seeds, {args.jobs} processes of one thread; the last call took "]

@@ -155,13 +155,13 @@ def test_killed_at_40_random_instants(world_dir, tmp_path, whole):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("place", ["update", "bank's evolution", "cold start"])
+@pytest.mark.parametrize("place", ["step", "bank's evolution", "cold start"])
 def test_a_signal_is_an_orderly_stop(place, number, world_dir, tmp_path, whole):
     """A step is finished and saved, a cold start interrupted; all go on as if uninterrupted."""
     out, log = tmp_path / "run", tmp_path / "log"
 
     def signalled(run, step):
-        if place == "update" and step == 3:
+        if place == "step" and step == 3:
             os.kill(os.getpid(), number)
         return sgsd.train_step(run, step)
 
@@ -192,16 +192,16 @@ def test_a_signal_is_an_orderly_stop(place, number, world_dir, tmp_path, whole):
     resumed_equals(whole, world_dir, out, log)
 
 
-def test_a_second_signal_ends_at_once_and_loses_at_most_this_update(world_dir, tmp_path, whole):
+def test_a_second_signal_ends_at_once_and_loses_at_most_this_step(world_dir, tmp_path, whole):
     """In step 3 of 6, where no checkpoint is due before step 6."""
     out, log = tmp_path / "run", tmp_path / "log"
 
     def impatient(run, step):
-        update = sgsd.train_step(run, step) if step < 3 else None
+        result = sgsd.train_step(run, step) if step < 3 else None
         while step == 3:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.3)  # signals of one instant count once
-        return update
+        return result
 
     assert go(flags(world_dir, out, checkpoint_every=6), log, impatient) == 130
     assert_one_line(log, f"driver: interrupted; {whole_files(out)}")
@@ -210,7 +210,7 @@ def test_a_second_signal_ends_at_once_and_loses_at_most_this_update(world_dir, t
 
 
 @pytest.mark.parametrize("place", ["before", "in"])
-def test_a_stop_does_not_wait_for_the_banks_update_which_comes_with_the_resumed_run(
+def test_a_stop_does_not_wait_for_the_banks_evolution_which_comes_with_the_resumed_run(
     place, world_dir, tmp_path, whole
 ):
     """It is due after step 3. The first signal is enough before it begins, a second one in it."""
@@ -238,7 +238,7 @@ def test_a_stop_does_not_wait_for_the_banks_update_which_comes_with_the_resumed_
 
 
 @pytest.mark.parametrize("data,stopped", [("", False), ("data.jsonl", True)])
-def test_a_stop_in_the_last_update_names_what_is_left_if_anything_is(
+def test_a_stop_in_the_last_step_names_what_is_left_if_anything_is(
     data, stopped, world_dir, tmp_path, capsys
 ):
     changes = {"eval_data": data and str(world_dir / data), "allow_eval_overlap": True}
@@ -399,8 +399,8 @@ def test_a_restarted_command_resumes_its_own_run_only(world_dir, tmp_path, monke
 
 
 @pytest.mark.parametrize("what", ["gradient", "student", "teacher"])
-def test_numbers_that_are_not_finite_skip_the_update(what, world_dir, tmp_path):
-    """Update 2 changes nothing and is counted, and the run goes on."""
+def test_numbers_that_are_not_finite_skip_the_step(what, world_dir, tmp_path):
+    """Step 2 changes nothing and is counted, and the run goes on."""
     run = make_run(world_dir, tmp_path / "run", checkpoint_every=1, updates=3)
     assert sgsd.train(run, breaking({2}, what)) == 0
     assert [m["skipped"] for m in rows(run.out / "metrics.jsonl")] == [0, 1, 0]
@@ -424,7 +424,7 @@ LONG = int(os.environ.get("LONG_UPDATES", 400))
 
 @pytest.mark.parametrize("updates,kb", [(40, 600), pytest.param(LONG, 10, marks=pytest.mark.long)])
 def test_a_run_stays_flat(updates, kb, world_dir, tmp_path):
-    """Slopes per step after the warm-up, with the bank updated every 10."""
+    """Slopes per step after the warm-up, where the bank evolves every 10."""
     changes = {"updates": updates, "bank": "", "update_every": 10, "max_new_tokens": 6}
     changes |= {"batch_size": 2, "cold_start": 8, "checkpoint_every": 20, "audit_every": 0}
     changes["allow_empty_bank"] = True  # a random model is never right, so there is no skill
