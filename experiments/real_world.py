@@ -1,21 +1,25 @@
-"""Learning on a real model: methods side by side on one GPU, stopped and continued at will.
+"""Learning on a real model: methods side by side, on a GPU or two cores, continued at will.
 
     python experiments/real_world.py FOLDER --make MODELS DATA BANK [OWN]    once
-    python experiments/real_world.py FOLDER --minutes 9                      again and again
+    python experiments/real_world.py FOLDER --minutes 9                      on a GPU, as often as
+    python experiments/real_world.py FOLDER --cpu --minutes 150              it takes; on two cores
 
 The first makes the folder. MODELS has a causal model in qwen05/ and a sentence-transformers model
 in encoder/; DATA has svamp.jsonl, gsm8k_train.jsonl and gsm8k_test.jsonl (`problem`, `answer` on
-each line); BANK was made by another model, OWN by this one. SVAMP's file has no parts, so every
-fifth problem is for the test, and the one after it for the choice of rates.
+each line); BANK was made by another model or by hand, OWN by this one. SVAMP's file has no parts,
+so every fifth problem is for the test, and the one after it for the choice of rates.
 
-The second trains every method at every rate, all at once; evaluates the last checkpoints on the
-validation problems; and then the best of each method, beside the base model, on the test problems.
-When the minutes are over it stops in good order, and the same command goes on. GRPO draws 8
-solutions of each of 4 problems, the others one of each of 32. Intervals are over problems, since
-there is one run of each.
+The second trains every method at every rate; evaluates the last checkpoints on the validation
+problems, where there is more than one rate; and then the best of each method, beside the base
+model, on the test problems. When the minutes are over it stops in good order, and the same command
+goes on. On a GPU all methods run at once, GRPO draws 8 solutions of each of 4 problems, the others
+one of each of 32. On two cores they run two at a time, with SVAMP's problems alone, two teachers and
+8 solutions a step, and are tested half-way, too. Intervals are over problems, since there is one
+run of each.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -24,19 +28,57 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-METHODS = {  # the program, its flags and its bank
-    "sgsd": "sgsd.py --batch-size 32 --bank {0}/bank.json",
-    "sgsd_own_bank": "sgsd.py --batch-size 32 --bank {0}/own.json",
-    "no_polarity": "baselines.py --no-polarity --batch-size 32 --bank {0}/bank.json",
-    "grpo": "baselines.py --method grpo --batch-size 4",
-    "opsd": "baselines.py --method opsd --batch-size 32",
-}
-RATES = ("1e-5", "3e-5", "1e-4")
-SETTINGS = "--max-new-tokens 400 --lora-rank 32 --lora-alpha 64 --rollout-rows 64 --update-every 0"
-SETTINGS += " --eval-data= --checkpoint-every 25 --audit-every 0"
-EVALUATION = "--max-new-tokens 400 --samples 4 --rows 128"
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What a machine can do in some hours."""
+
+    methods: dict[str, str]  # the program, its flags and its bank
+    rates: tuple[str, ...]
+    settings: str  # of all trainings
+    evaluation: str
+    steps: int  # of every run
+    points: tuple[float, ...]  # what share of them has been made at each test
+    jobs: int  # processes at a time
+    svamp_alone: bool = False
+
+
+GPU = Size(
+    methods={
+        "sgsd": "sgsd.py --batch-size 32 --bank {0}/bank.json",
+        "sgsd_own_bank": "sgsd.py --batch-size 32 --bank {0}/own.json",
+        "no_polarity": "baselines.py --no-polarity --batch-size 32 --bank {0}/bank.json",
+        "grpo": "baselines.py --method grpo --batch-size 4",
+        "opsd": "baselines.py --method opsd --batch-size 32",
+    },
+    rates=("1e-5", "3e-5", "1e-4"),
+    settings="--max-new-tokens 400 --lora-rank 32 --lora-alpha 64 --rollout-rows 64"
+    " --update-every 0 --eval-data= --audit-every 0",
+    evaluation="--max-new-tokens 400 --samples 4 --rows 128",
+    steps=100,
+    points=(1.0,),
+    jobs=100,
+)
+CPU = Size(
+    methods={
+        "sgsd": "sgsd.py --batch-size 8 --num-teachers 2 --bank {0}/bank.json",
+        "consistent": "baselines.py --token-polarity consistent --batch-size 8 --num-teachers 2"
+        " --bank {0}/bank.json",
+        "grpo": "baselines.py --method grpo --batch-size 2 --generations 4",
+    },
+    rates=("1e-4",),
+    settings="--max-new-tokens 400 --lora-rank 16 --lora-alpha 32 --rollout-rows 8"
+    " --update-every 0 --eval-data= --audit-every 10",
+    evaluation="--max-new-tokens 400 --samples 4 --rows 16",
+    steps=60,
+    points=(0.5, 1.0),
+    jobs=2,
+    svamp_alone=True,
+)
 
 
 def read(path: pathlib.Path) -> list[dict]:
@@ -44,7 +86,10 @@ def read(path: pathlib.Path) -> list[dict]:
 
 
 def parts(svamp: list[dict], train: list[dict], test: list[dict]) -> dict[str, list[dict]]:
-    """Problems to learn from, to choose rates with, and to test on: none stands in two parts."""
+    """Problems to learn from, to choose rates with, and to test on: none stands in two parts.
+
+    train and test: GSM8K's; both may be empty.
+    """
     return {
         "train": [x for i, x in enumerate(svamp) if i % 5 > 1] + train[:2400],
         "valid": svamp[1::5][:80] + train[-80:],
@@ -53,61 +98,100 @@ def parts(svamp: list[dict], train: list[dict], test: list[dict]) -> dict[str, l
 
 
 def make(
-    folder: pathlib.Path, models: pathlib.Path, data: pathlib.Path, *banks: pathlib.Path
+    folder: pathlib.Path,
+    size: Size,
+    models: pathlib.Path,
+    data: pathlib.Path,
+    banks: list[pathlib.Path],
 ) -> None:
     for name, source in (("model", "qwen05"), ("encoder", "encoder")):
         shutil.copytree(models / source, folder / name, dirs_exist_ok=True)
     for name, bank in zip(("bank", "own"), banks):
         shutil.copy(bank, folder / f"{name}.json")
-    files = [read(data / f"{name}.jsonl") for name in ("svamp", "gsm8k_train", "gsm8k_test")]
-    for name, rows in parts(*files).items():
+    train, test = [], []
+    if not size.svamp_alone:
+        train, test = read(data / "gsm8k_train.jsonl"), read(data / "gsm8k_test.jsonl")
+    for name, rows in parts(read(data / "svamp.jsonl"), train, test).items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text)
         print(f"{folder / name}.jsonl: {len(rows)} problems")
 
 
-def side_by_side(commands: dict[str, str], folder: pathlib.Path, until: float) -> None:
-    """Run the commands all at once; end the program if one failed or the time was over."""
+def side_by_side(commands: dict[str, str], folder: pathlib.Path, until: float, jobs: int) -> None:
+    """Run the commands, so many at a time; end the program if one failed or the time was over."""
     env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
-    processes = {}
-    for name, command in commands.items():
-        with open(folder / f"{name}.txt", "a") as log:
-            both = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": ROOT, "env": env}
-            processes[name] = subprocess.Popen([sys.executable, *shlex.split(command)], **both)
-    stopped = False
-    while any(process.poll() is None for process in processes.values()):
+    waiting, running, failed, stopped = list(commands), {}, [], False
+    while running or (waiting and not stopped):
+        while waiting and len(running) < jobs and not stopped:
+            name = waiting.pop(0)
+            with open(folder / f"{name}.txt", "a") as log:
+                running[name] = subprocess.Popen(
+                    [sys.executable, *shlex.split(commands[name])],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=ROOT,
+                    env=env,
+                )
         if not stopped and time.time() > until:
             stopped = True
-            for process in processes.values():
+            for process in running.values():
                 process.terminate()  # a training finishes its step and saves
         time.sleep(0.5)
-    said = []
-    for name, process in processes.items():
-        if process.returncode > 0 and not (stopped and process.returncode == 130):  # interrupted
-            said.append(f"failed: see {folder / name}.txt")
+        for name in [name for name, process in running.items() if process.poll() is not None]:
+            code = running.pop(name).returncode
+            if code > 0 and not (stopped and code == 130):  # interrupted
+                failed.append(f"failed: see {folder / name}.txt")
     if stopped:
-        said.append("the time is over; the same command goes on")
-    if said:
-        sys.exit("\n".join(said))
+        failed.append("the time is over; the same command goes on")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
-def training(folder: pathlib.Path, updates: int) -> dict[str, tuple[pathlib.Path, str]]:
+def training(folder: pathlib.Path, size: Size) -> dict[str, tuple[pathlib.Path, str]]:
     """Each run's last checkpoint, and the command that makes it or goes on with it."""
-    here, found = shlex.quote(str(folder)), {}
+    here, runs = shlex.quote(str(folder)), {}
     data = f"--model {here}/model --data {here}/train.jsonl --encoder {here}/encoder"
-    for method, command in METHODS.items():
+    every = round(size.steps * size.points[0])
+    for method, command in size.methods.items():
         if method == "sgsd_own_bank" and not (folder / "own.json").exists():
             continue
         program, _, flags = command.format(here).partition(" ")
-        for rate in RATES:
+        for rate in size.rates:
             name = f"{method}_{rate}"
             out = folder / "runs" / name
-            command = f"{program} {flags} {SETTINGS} {data} --out {here}/runs/{name}"
-            command += f" --updates {updates} --learning-rate {rate}"
+            command = f"{program} {flags} {size.settings} {data} --out {here}/runs/{name}"
+            command += f" --updates {size.steps} --checkpoint-every {every} --learning-rate {rate}"
             if (out / "config.json").exists():
-                command = f"{program} --resume {here}/runs/{name} --updates {updates}"
-            found[name] = out / "checkpoints" / f"step_{updates:06d}", command
-    return found
+                command = f"{program} --resume {here}/runs/{name} --updates {size.steps}"
+            runs[name] = out / "checkpoints" / f"step_{size.steps:06d}", command
+    return runs
+
+
+def best_rates(folder: pathlib.Path, size: Size, until: float) -> dict[str, str]:
+    """Each method's run: the only one, or the best on the validation problems."""
+    runs = training(folder, size)
+    methods = {name: name.rpartition("_")[0] for name in runs}
+    if len(size.rates) == 1:
+        return {method: name for name, method in methods.items()}
+    tries = {}
+    for name, (last, _) in runs.items():
+        tries[f"valid_{name}"] = evaluation(folder, size, "valid", [last])
+    side_by_side(tries, folder, until, size.jobs)
+    best: dict[str, tuple[float, str]] = {}
+    for name, (last, _) in runs.items():
+        results = json.loads((folder / f"eval/{name}--{last.name}/results.json").read_text())
+        score = results["valid"]["avg"]
+        print(f"{name}: {score:.1%} on the validation problems")
+        best[methods[name]] = max(best.get(methods[name], (-1.0, "")), (score, name))
+    return {method: name for method, (_, name) in best.items()}
+
+
+def evaluation(
+    folder: pathlib.Path, size: Size, part: str, policies: Sequence[pathlib.Path]
+) -> str:
+    """The command that evaluates policies on one part of the problems."""
+    paths = [*policies, "--data", folder / f"{part}.jsonl", "--out", folder / "eval"]
+    return f"eval.py {shlex.join(map(str, paths))} {size.evaluation}"
 
 
 def main() -> None:
@@ -115,41 +199,47 @@ def main() -> None:
     add = parser.add_argument
     add("folder", type=pathlib.Path)
     add("--make", nargs="+", type=pathlib.Path, help="MODELS DATA BANK [OWN]: make the folder")
+    add("--cpu", action="store_true", help="what two cores can do in some hours")
+    add("--dtype", default="auto", help="of the base; bfloat16 is faster where a CPU has it")
     add("--minutes", type=float, default=1e5, help="stop after so many, once a step is finished")
-    add("--updates", type=int, default=100, help="of every run; the rate falls to 0 over them")
+    add("--updates", type=int, default=0, help="steps of every run; the rate falls to 0 over them")
     args = parser.parse_args()
     folder, until = args.folder.resolve(), time.time() + 60 * args.minutes
+    size = CPU if args.cpu else GPU
+    size = dataclasses.replace(
+        size,
+        steps=args.updates or size.steps,
+        settings=f"{size.settings} --dtype {args.dtype}",
+        evaluation=f"{size.evaluation} --dtype {args.dtype}",
+    )
     if args.make:
         if len(args.make) < 3:
             parser.error("--make needs MODELS DATA BANK")
-        return make(folder, *args.make)
+        return make(folder, size, args.make[0], args.make[1], args.make[2:])
 
-    def evaluation(part: str, *policies: pathlib.Path) -> str:
-        paths = [*policies, "--data", folder / f"{part}.jsonl", "--out", folder / "eval"]
-        return f"eval.py {shlex.join(map(str, paths))} {EVALUATION}"
-
-    runs = training(folder, args.updates)
+    runs = training(folder, size)
     left = {name: command for name, (last, command) in runs.items() if not last.exists()}
-    side_by_side(left, folder, until)
-    tries = {f"valid_{name}": evaluation("valid", last) for name, (last, _) in runs.items()}
-    side_by_side(tries, folder, until)
-    best: dict[str, tuple[float, str]] = {}
-    for name, (last, _) in runs.items():
-        results = json.loads((folder / f"eval/{name}--{last.name}/results.json").read_text())
-        score, method = results["valid"]["avg"], name.rpartition("_")[0]
-        print(f"{name}: {score:.1%} on the validation problems")
-        best[method] = max(best.get(method, (-1.0, "")), (score, name))
-    chosen = {"base": folder / "model"}
-    chosen |= {method: runs[name][0] for method, (_, name) in best.items()}
-    tests = {f"test_{method}": evaluation("test", place) for method, place in chosen.items()}
-    side_by_side(tests, folder, until)
+    side_by_side(left, folder, until, size.jobs)
+    best = best_rates(folder, size, until)
+    tested: dict[str, list[pathlib.Path]] = {"base": [folder / "model"]}
+    for method, name in best.items():
+        checkpoints = folder / "runs" / name / "checkpoints"
+        steps = [round(size.steps * point) for point in size.points]
+        tested[method] = [checkpoints / f"step_{step:06d}" for step in steps]
+    tests = {}
+    for method, places in tested.items():
+        tests[f"test_{method}"] = evaluation(folder, size, "test", places)
+    side_by_side(tests, folder, until, size.jobs)
     for first in ("base", "sgsd"):  # differences to each of them
-        others = [place for method, place in chosen.items() if method != first]
+        places = list(tested[first])
+        for method in tested:
+            places += tested[method] if method != first else []
         log = folder / f"table_{first}.txt"
         log.unlink(missing_ok=True)
-        side_by_side({log.stem: evaluation("test", chosen[first], *others)}, folder, until)
+        table = {log.stem: evaluation(folder, size, "test", places)}
+        side_by_side(table, folder, until, size.jobs)
         print(log.read_text())
-    for _, name in best.values():
+    for name in best.values():
         rows = read(folder / "runs" / name / "rollouts.jsonl")
         drawn = sum(len(row["completion_ids"]) for row in rows)
         print(f"{name}: {len(rows)} solutions of {drawn:,} tokens")

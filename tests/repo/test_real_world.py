@@ -1,6 +1,8 @@
 """Learning on a real model: its problems; its command, with the tiny model in its place."""
 
+import dataclasses
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -31,18 +33,23 @@ def test_no_problem_stands_in_two_parts():
     assert len(texts["train"] | texts["valid"] | texts["test"]) == 3560
 
 
-def test_every_training_command_is_accepted(tmp_path):
+@pytest.mark.parametrize("size,count,rollouts_of_a_step", [("GPU", 15, 32), ("CPU", 3, 8)])
+def test_every_training_command_is_accepted(size, count, rollouts_of_a_step, tmp_path):
     (tmp_path / "own.json").touch()
-    runs = real_world.training(tmp_path, 100)
-    assert len(runs) == 5 * 3
+    chosen = getattr(real_world, size)
+    runs = real_world.training(tmp_path, chosen)
+    assert len(runs) == count
     for name, (last, command) in runs.items():
         program, *argv = shlex.split(command)
         parsed = {"sgsd.py": config.parse, "baselines.py": baselines.parse}[program]
         given = (argv, program, "") if program == "sgsd.py" else (argv,)
         cfg, resume = parsed(*given)
-        assert last == tmp_path / f"runs/{name}/checkpoints/step_000100" and not resume
+        checkpoint = f"runs/{name}/checkpoints/step_{chosen.steps:06d}"
+        assert last == tmp_path / checkpoint and not resume
+        assert cfg.checkpoint_every == chosen.steps * chosen.points[0]
         rollouts = cfg.batch_size * getattr(cfg, "generations", 1)
-        assert (rollouts, cfg.updates, cfg.update_every, cfg.eval_data) == (32, 100, 0, "")
+        assert (rollouts, cfg.updates) == (rollouts_of_a_step, chosen.steps)
+        assert (cfg.update_every, cfg.eval_data) == (0, "")
 
 
 @pytest.mark.long
@@ -55,15 +62,16 @@ def test_the_command_stops_in_time_and_goes_on_to_the_tables(tmp_path, monkeypat
     (tmp_path / "gsm8k_train.jsonl").write_text("".join(lines[50:80]))
     (tmp_path / "gsm8k_test.jsonl").write_text("".join(held_out[:6]))
     make_bank(tmp_path / "bank.json", 4, 4)
-    few = ("sgsd", "sgsd_own_bank", "grpo")
-    monkeypatch.setattr(real_world, "METHODS", {name: real_world.METHODS[name] for name in few})
-    monkeypatch.setattr(real_world, "RATES", ("1e-3",))
-    monkeypatch.setattr(
-        real_world,
-        "SETTINGS",
-        "--preset tiny --update-every 0 --eval-data= --checkpoint-every 1 --max-new-tokens 32",
+    small = dataclasses.replace(
+        real_world.GPU,
+        methods={name: real_world.GPU.methods[name] for name in ("sgsd", "sgsd_own_bank", "grpo")},
+        rates=("3e-4", "1e-3"),
+        settings="--preset tiny --update-every 0 --eval-data= --max-new-tokens 32",
+        evaluation="--max-new-tokens 96 --samples 1 --rows 32",
+        points=(1 / 6, 1.0),
+        jobs=4,
     )
-    monkeypatch.setattr(real_world, "EVALUATION", "--max-new-tokens 96 --samples 1 --rows 32")
+    monkeypatch.setattr(real_world, "GPU", small)
     folder = tmp_path / "a folder"
 
     def call(*words):
@@ -85,12 +93,15 @@ def test_the_command_stops_in_time_and_goes_on_to_the_tables(tmp_path, monkeypat
 
     stopped_at("runs/*/checkpoints/step_*")
     made = [int(path.name[5:]) for path in folder.glob("runs/*/checkpoints/step_*")]
-    assert 0 < min(made) < 6 and len(made) < 6 * len(real_world.METHODS)
+    assert 0 < min(made) < 6 and len(made) < 6 * len(small.methods) * len(small.rates)
     call("--updates", "6")
     out = capsys.readouterr().out
-    for name in real_world.METHODS:
-        assert f"{name}_1e-3: " in out
-        assert f"/{name}_1e-3/checkpoints/step_000006 | test | 16 | " in out
+    for name in small.methods:
+        assert f"{name}_1e-3: " in out and f"{name}_3e-4: " in out
+        for step in (1, 6):
+            assert re.search(
+                rf"/{name}_[13]e-[34]/checkpoints/step_00000{step} \| test \| 16 \| ", out
+            )
     logs = [json.loads(x) for x in open(folder / "runs/sgsd_1e-3/metrics.jsonl")]
     assert [row["step"] for row in logs] == [1, 2, 3, 4, 5, 6]
     (folder / "model/config.json").unlink()
