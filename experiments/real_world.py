@@ -13,9 +13,9 @@ The second trains every method at every rate; evaluates the last checkpoints on 
 problems, where there is more than one rate; and then the best of each method, beside the base
 model, on the test problems. When the minutes are over it stops in good order, and the same command
 goes on. On a GPU all methods run at once, GRPO draws 8 solutions of each of 4 problems, the others
-one of each of 32. On two cores they run two at a time, with SVAMP's problems alone, two teachers and
-8 solutions a step, and are tested half-way, too. Intervals are over problems, since there is one
-run of each.
+one of each of 32. On two cores (--make needs --cpu, too) they run two at a time, on SVAMP's
+problems alone, with two teachers and 8 solutions a step, and are tested half-way, too. Intervals
+are over problems, since there is one run of each.
 """
 
 import argparse
