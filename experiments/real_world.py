@@ -73,8 +73,8 @@ CPU = Size(
     rates=("1e-4",),
     settings="--max-new-tokens 400 --lora-rank 16 --lora-alpha 32 --rollout-rows 8"
     " --update-every 0 --eval-data= --audit-every 10",
-    evaluation="--max-new-tokens 400 --samples 4 --rows 16",
-    steps=60,
+    evaluation="--max-new-tokens 400 --samples 2 --rows 16",
+    steps=40,
     points=(0.5, 1.0),
     jobs=2,
     svamp_alone=True,
@@ -228,7 +228,8 @@ def main() -> None:
         tested[method] = [checkpoints / f"step_{step:06d}" for step in steps]
     tests = {}
     for method, places in tested.items():
-        tests[f"test_{method}"] = evaluation(folder, size, "test", places)
+        for place in places:  # each by itself: a comparison keeps its whole folder to itself
+            tests[f"test_{method}_{place.name}"] = evaluation(folder, size, "test", [place])
     side_by_side(tests, folder, until, size.jobs)
     for first in ("base", "sgsd"):  # differences to each of them
         places = list(tested[first])
