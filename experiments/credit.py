@@ -1,21 +1,28 @@
 """Where a run's credit lies: on successes or failures, on liked or disliked tokens, on which ones.
 
-    python experiments/credit.py RUN [--window 16]
+    python experiments/credit.py RUN [--window 16] [--first 45]
 
 RUN must have been audited at every step (--audit-every 1). Credit is Eq. 20's, summed over teachers
 and unmasked tokens, a thousand times its mean over rollouts. A token is liked where a teacher's
 gap is positive. Positive credit makes a token likelier. The last columns have the net credit of the
-first token of the solutions, and the tokens with the largest net credit elsewhere.
+first token of the solutions, and the tokens with the largest net credit elsewhere. A last line says
+what the first token holds and decides in the steps up to --first.
 """
 
 import collections
 import pathlib
+import statistics
 import sys
+from collections.abc import Iterator
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+import torch
+
 import cli
+import config
 import files
+import sgsd
 import verify
 
 PARTS = ("success, liked", "success, disliked", "failure, liked", "failure, disliked")
@@ -31,16 +38,48 @@ def add_rollout(credit: collections.Counter, roll: dict, tokens: dict) -> None:
             credit["first" if place == 0 else ("token", text)] += weight
 
 
+def audited(run: pathlib.Path) -> Iterator[tuple[dict, dict]]:
+    """Each rollout with its tokens. UserError where a step was not audited."""
+    rolls, rows = files.read_jsonl(run / "rollouts.jsonl"), files.read_jsonl(run / "tokens.jsonl")
+    for roll, tokens in zip(rolls, rows):
+        if (roll["step"], roll["problem_id"]) != (tokens["step"], tokens["problem_id"]):
+            raise cli.UserError(f"{run}: not every step is audited; train with --audit-every 1")
+        yield roll, tokens
+
+
+def first_token(run: pathlib.Path, last: int) -> str:
+    """What the first token holds of the credit's size and of the polarities up to step `last`."""
+    settings = config.saved(run)
+    held = whole = 0.0
+    gaps: list[float] = []
+    changed: list[bool] = []
+    for roll, tokens in audited(run):
+        if roll["step"] > last:
+            break
+        size_KT = torch.tensor(tokens["credit"]).abs()
+        held, whole = held + float(size_KT[:, 0].sum()), whole + float(size_KT.sum())
+        delta_KT, mask_T = torch.tensor(tokens["delta"]), torch.tensor(tokens["mask"]).float()
+        gaps += delta_KT[:, 0].tolist()
+        others_T = mask_T.clone()
+        others_T[0] = 0
+        fates = []
+        for kept_T in (mask_T, others_T):
+            a_K = sgsd.robust_support(delta_KT, kept_T, settings["c_delta"])
+            fates.append(sgsd.polarity(a_K, roll["r"], settings["eps_a"]))
+        changed += (fates[0] != fates[1]).tolist()
+    return (
+        f"steps 1 to {last}: the first token has a mean gap of {statistics.mean(gaps):.2f} and "
+        f"holds {held / whole:.0%} of the credit; without it {statistics.mean(changed):.0%} of the "
+        "polarities would be others"
+    )
+
+
 def table(run: pathlib.Path, window: int) -> list[str]:
     """A Markdown table with a row per window of steps."""
     lines = [f"| steps | success | boxed | {' | '.join(PARTS)} | first token | other tokens |"]
     lines.append("|---" * (len(PARTS) + 5) + "|")
-    rolls = files.read_jsonl(run / "rollouts.jsonl")
-    audited = files.read_jsonl(run / "tokens.jsonl")
     windows: dict[int, list[tuple[dict, dict]]] = {}
-    for roll, tokens in zip(rolls, audited):
-        if (roll["step"], roll["problem_id"]) != (tokens["step"], tokens["problem_id"]):
-            raise cli.UserError(f"{run}: not every step is audited; train with --audit-every 1")
+    for roll, tokens in audited(run):
         windows.setdefault((roll["step"] - 1) // window, []).append((roll, tokens))
     for number, pairs in windows.items():
         credit: collections.Counter = collections.Counter()
@@ -64,10 +103,12 @@ def main() -> int:
     parser = cli.Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=pathlib.Path, help="a run that was audited at every step")
     parser.add_argument("--window", type=int, default=16, help="steps of a row")
+    parser.add_argument("--first", type=int, default=20, help="steps of the line on first tokens")
 
     def body() -> None:
         args = parser.parse_args()
         print("\n".join(table(args.run, args.window)))
+        print(f"\n{first_token(args.run, args.first)}")
 
     return cli.command("credit", body)
 
