@@ -186,7 +186,7 @@ def _ask(questions: list[Question], complete: Complete, stage: str) -> list[Item
     writer = complete if isinstance(complete, Writer) else Unlogged(complete)
     items_of_each: list[Items] = [[] for _ in questions]
     # The first reply is greedy, so that to ask again is of use only because the second is sampled.
-    # After that the paper's fallback costs less than a third: the items stay as they are.
+    # What fails twice falls back as the paper says: an extraction to nothing, a merge to its group.
     for attempt in (1, 2):
         left = [i for i, items in enumerate(items_of_each) if not items]
         if not left:

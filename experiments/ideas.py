@@ -3,7 +3,8 @@
     python experiments/ideas.py centred --preset tiny ...      successes and failures weigh the same
     python experiments/ideas.py no_first --preset tiny ...     the first token is masked, too
 
-What follows the name are the flags of sgsd.py. The idea has to be given again with --resume.
+What follows the name are the flags of sgsd.py. The idea has to be given again with --resume, and
+centred then begins to count anew.
 
 centred: a rollout's loss is multiplied by 2 (1 - p) if it succeeded and by 2 p if it failed, where
 p is the share of successes of the last 20 steps, within .05 to .95. So both outcomes move the

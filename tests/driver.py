@@ -180,6 +180,35 @@ def make_adapter(path, base, seed=0, rank=4):
     peft.get_peft_model(model, lora).save_pretrained(path)
 
 
+COMMANDS = """
+import json, runpy, sys
+for program, *given in json.load(sys.stdin):
+    sys.argv = [program, *given]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        print("code", end.code, file=sys.stderr)
+"""
+
+
+def refused_without_torch(commands, folder):
+    """The line with which each command ends, where torch cannot be imported; all end with 2."""
+    fakes = folder / "fakes"
+    fakes.mkdir(exist_ok=True)
+    (fakes / "torch.py").write_text("raise RuntimeError('torch is imported')")
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS],
+        input=json.dumps(commands),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{fakes}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stderr.splitlines()
+    assert lines[1::2] == ["code 2"] * len(commands), done.stderr
+    return lines[::2]
+
+
 def main(argv=None, step_fn=None):
     """A command; returns its exit code."""
 

@@ -10,7 +10,7 @@ from conftest import ROOT, fake_embed, make_bank
 import config
 import policy
 import skills
-from bank import lint
+from bank import lint, refuse_without_pairs
 from cli import UserError
 from skills import SkillBank
 
@@ -142,6 +142,6 @@ def test_a_bank_with_one_empty_list_is_refused_with_its_cause(right, cut, lost, 
     bank.metadata |= {"seed_solutions": 8, "right_seed_solutions": right}
     bank.metadata |= {"truncated_seed_solutions": cut, "lost_replies": lost}
     with pytest.raises(UserError, match=re.escape(words)):
-        skills.refuse_without_pairs(bank, config.Config(), "--resume RUN")
-    skills.refuse_without_pairs(bank, config.Config(allow_empty_bank=True), "--resume RUN")
-    skills.refuse_without_pairs(conftest.make_bank(), config.Config(), "--resume RUN")
+        refuse_without_pairs(bank, config.Config(), "--resume RUN")
+    refuse_without_pairs(bank, config.Config(allow_empty_bank=True), "--resume RUN")
+    refuse_without_pairs(conftest.make_bank(), config.Config(), "--resume RUN")

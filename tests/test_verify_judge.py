@@ -2,17 +2,15 @@
 
 import dataclasses
 import json
-import os
 import shlex
 import shutil
-import subprocess
 import sys
 import types
 
 import pytest
 import torch
 from conftest import PROBLEMS, ROOT, make_model
-from driver import flags, refused, rows, settings
+from driver import flags, refused, refused_without_torch, rows, settings
 
 import config
 import eval
@@ -159,33 +157,6 @@ NAMES = {  # a --verifier, and what is said of it
     "mine:Unasked": "Unasked's judge, of Verifier, never asks its is_right; write judge, too",
     "mine:Stubborn": "Stubborn must take timeout_s and workers",
 }
-COMMANDS = """
-import json, runpy, sys
-for program, *given in json.load(sys.stdin):
-    sys.argv = [program, *given]
-    try:
-        runpy.run_path(program, run_name="__main__")
-    except SystemExit as end:
-        print("code", end.code, file=sys.stderr)
-"""
-
-
-def answered(commands, folder):
-    """What each command says on stderr where torch cannot be imported; all must end with 2."""
-    fakes = folder / "fakes"
-    fakes.mkdir(exist_ok=True)
-    (fakes / "torch.py").write_text("raise RuntimeError('torch is imported')")
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS],
-        input=json.dumps(commands),
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{fakes}:{ROOT}"},
-        capture_output=True,
-        text=True,
-    )
-    lines = done.stderr.splitlines()
-    assert lines[1::2] == ["code 2"] * len(commands), done.stderr
-    return lines[::2]
 
 
 def test_a_wrong_verifier_is_one_line_before_torch_is_imported(here):
@@ -195,7 +166,7 @@ def test_a_wrong_verifier_is_one_line_before_torch_is_imported(here):
     commands = [[str(ROOT / "eval.py"), str(here), f"--verifier={name}"] for name in NAMES]
     wrong = ["--verifier=mine", "--out=new.json"]
     commands += [[str(ROOT / program), *wrong] for program in programs]
-    lines = answered(commands, here)
+    lines = refused_without_torch(commands, here)
     for line, (name, words) in zip(lines, NAMES.items()):
         assert line.startswith(f"eval: --verifier {name}: ") and words in line
     for line, program in zip(lines[len(NAMES) :], programs):
@@ -324,7 +295,7 @@ def test_wrong_prompts_are_one_line_before_torch_is_imported(here):
     for number, (name, old, new, _) in enumerate(PROMPTS):
         spoilt(here / str(number), name, old, new)
         commands.append([str(ROOT / "eval.py"), str(here), f"--prompts={number}"])
-    lines = answered(commands, here)
+    lines = refused_without_torch(commands, here)
     assert lines[0].startswith("sgsd: --prompts no-such: extract_mistakes.txt not read (FileNotF")
     for number, (line, (_, _, _, words)) in enumerate(zip(lines[1:], PROMPTS)):
         assert line.startswith(f"eval: --prompts {number}: ") and words in line
