@@ -388,6 +388,7 @@ def test_where_no_server_answers_the_line_has_the_command_that_starts_one(
     start, world_dir, tmp_path, capsys
 ):
     engine = start()
+    engine.shutdown()  # else its thread may still hold the socket, and a connection is reset
     engine.server_close()
     assert eval.main(command(world_dir, tmp_path / "out", f"--server {engine.url}")) == 2
     (line,) = error_lines(capsys)
