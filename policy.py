@@ -71,6 +71,7 @@ def load_model(
     if {"dynamic", "longrope"} & {str(vars(x).get("rope_type")) for x in model.modules()}:
         raise UserError(f"{flag} {name}: its positions depend on the longest row of a batch")
     _remove_dropout(model)
+    model.get_output_embeddings().register_forward_pre_hook(_contiguous)
     return model.to(device).eval(), tokenizer
 
 
@@ -128,6 +129,15 @@ def _remove_dropout(model: Model) -> None:
         for name, value in vars(module).items():
             if name.endswith("dropout") and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def _contiguous(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What `generate` gives the head after a prompt: the last place of each row, in one piece.
+
+    PyTorch copies the head's matrix for every row of a slice that is not. In bf16 on a CPU eight
+    rows of a 0.5B model took 12.6 s, and take 0.04 s.
+    """
+    return tuple(x.contiguous() for x in states)
 
 
 def causal_lm(model: Model) -> Model:

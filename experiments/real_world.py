@@ -11,7 +11,8 @@ so every fifth problem is for the test, and the one after it for the choice of r
 
 The second trains every method at every rate; evaluates the last checkpoints on the validation
 problems, where there is more than one rate; and then the best of each method, beside the base
-model, on the test problems. When the minutes are over it stops in good order, and the same command
+model, on the test problems. With one rate there is no choice, and a test starts as soon as its
+checkpoint is there. When the minutes are over it stops in good order, and the same command
 goes on. On a GPU all methods run at once, GRPO draws 8 solutions of each of 4 problems, the others
 one of each of 32. On two cores (--make needs --cpu, too) they run two at a time, on SVAMP's
 problems alone, with two teachers and 8 solutions a step, and are tested half-way, too. Intervals
@@ -66,15 +67,15 @@ GPU = Size(
 CPU = Size(
     methods={
         "sgsd": "sgsd.py --batch-size 8 --num-teachers 2 --bank {0}/bank.json",
+        "grpo": "baselines.py --method grpo --batch-size 2 --generations 4",
         "consistent": "baselines.py --token-polarity consistent --batch-size 8 --num-teachers 2"
         " --bank {0}/bank.json",
-        "grpo": "baselines.py --method grpo --batch-size 2 --generations 4",
     },
     rates=("1e-4",),
     settings="--max-new-tokens 400 --lora-rank 16 --lora-alpha 32 --rollout-rows 8"
     " --update-every 0 --eval-data= --audit-every 10",
-    evaluation="--max-new-tokens 400 --samples 2 --rows 16",
-    steps=40,
+    evaluation="--max-new-tokens 400 --samples 2 --rows 64",
+    steps=20,
     points=(0.5, 1.0),
     jobs=2,
     svamp_alone=True,
@@ -117,13 +118,28 @@ def make(
         print(f"{folder / name}.jsonl: {len(rows)} problems")
 
 
-def side_by_side(commands: dict[str, str], folder: pathlib.Path, until: float, jobs: int) -> None:
-    """Run the commands, so many at a time; end the program if one failed or the time was over."""
+def side_by_side(
+    commands: dict[str, str],
+    folder: pathlib.Path,
+    until: float,
+    jobs: int,
+    needs: dict[str, pathlib.Path] | None = None,
+) -> None:
+    """Run the commands, so many at a time; end the program if one failed or the time was over.
+
+    needs: what has to be there before a command can start.
+    """
     env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
-    waiting, running, failed, stopped = list(commands), {}, [], False
-    while running or (waiting and not stopped):
-        while waiting and len(running) < jobs and not stopped:
-            name = waiting.pop(0)
+    needs, waiting, stopped = needs or {}, list(commands), False
+    running: dict[str, subprocess.Popen] = {}
+    failed: list[str] = []
+    while True:
+        ready = [name for name in waiting if name not in needs or needs[name].exists()]
+        if not running and (stopped or not ready):  # what still waits needs what has failed
+            break
+        while ready and len(running) < jobs and not stopped:
+            name = ready.pop(0)
+            waiting.remove(name)
             with open(folder / f"{name}.txt", "a") as log:
                 running[name] = subprocess.Popen(
                     [sys.executable, *shlex.split(commands[name])],
@@ -219,18 +235,23 @@ def main() -> None:
 
     runs = training(folder, size)
     left = {name: command for name, (last, command) in runs.items() if not last.exists()}
-    side_by_side(left, folder, until, size.jobs)
+    if len(size.rates) > 1:
+        side_by_side(left, folder, until, size.jobs)
+        left = {}
     best = best_rates(folder, size, until)
     tested: dict[str, list[pathlib.Path]] = {"base": [folder / "model"]}
     for method, name in best.items():
         checkpoints = folder / "runs" / name / "checkpoints"
-        steps = [round(size.steps * point) for point in size.points]
+        steps = [round(size.steps * point) for point in reversed(size.points)]
         tested[method] = [checkpoints / f"step_{step:06d}" for step in steps]
-    tests = {}
-    for method, places in tested.items():
-        for place in places:  # each by itself: a comparison keeps its whole folder to itself
-            tests[f"test_{method}_{place.name}"] = evaluation(folder, size, "test", [place])
-    side_by_side(tests, folder, until, size.jobs)
+    tests, needs = {}, {}
+    for i in range(len(size.points)):  # what matters most comes first
+        for method, places in tested.items():
+            for place in places[i : i + 1]:  # each by itself: a comparison keeps its folder
+                name = f"test_{method}_{place.name}"
+                tests[name] = evaluation(folder, size, "test", [place])
+                needs[name] = place
+    side_by_side({**left, **tests}, folder, until, size.jobs, needs)
     for first in ("base", "sgsd"):  # differences to each of them
         places = list(tested[first])
         for method in tested:
