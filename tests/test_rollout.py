@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import make_model, make_tokenizer
+from conftest import ROOT, make_model, make_tokenizer
 from tokenizers import AddedToken
 
 import distributed
@@ -99,6 +99,16 @@ def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
             next(stream(wrong, rows))
     with pytest.raises(ValueError, match="shorter"):
         rollout.generate(model, tokenizer, ids, SAMPLING, [1])
+
+
+def test_the_head_gets_the_last_places_of_prompts_in_one_piece():
+    """Of a slice that is not, PyTorch copies the whole head for each row."""
+    model, tokenizer = policy.load_model(str(ROOT / "tiny/model"), torch.device("cpu"))
+    whole = []
+    head = model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda _, states: whole.append(states[0].is_contiguous()))
+    rollout.generate(model, tokenizer, [[5, 6, 7], [8, 9]], Sampling(max_new_tokens=2), [1, 2])
+    assert len(whole) == 2 and all(whole)
 
 
 def test_the_models_own_generation_config_has_no_say(tokenizer):

@@ -52,6 +52,22 @@ def test_every_training_command_is_accepted(size, count, rollouts_of_a_step, tmp
         assert (cfg.update_every, cfg.eval_data) == (0, "")
 
 
+def test_a_command_waits_for_what_it_needs_and_not_for_what_never_comes(tmp_path):
+    made, never = tmp_path / "made", tmp_path / "never"
+    code = f"import pathlib; pathlib.Path({str(made)!r}).touch()"
+    commands = {
+        "late": "-c 'print(1)'",
+        "first": shlex.join(["-c", code]),
+        "stuck": "-c 'print(2)'",
+        "free": "-c 'print(3)'",
+    }
+    needs = {"late": made, "stuck": never}
+    real_world.side_by_side(commands, tmp_path, time.time() + 60, 1, needs)
+    assert {path.stem for path in tmp_path.glob("*.txt")} == {"late", "first", "free"}
+    with pytest.raises(SystemExit, match="failed: see .*bad.txt"):
+        real_world.side_by_side({"bad": "-c 'exit(3)'"}, tmp_path, time.time() + 60, 1)
+
+
 @pytest.mark.long
 def test_the_command_stops_in_time_and_goes_on_to_the_tables(tmp_path, monkeypatch, capsys):
     for name, source in (("qwen05", "model"), ("encoder", "encoder")):
