@@ -219,11 +219,18 @@ def main() -> None:
     add("--dtype", default="auto", help="of the base; bfloat16 is faster where a CPU has it")
     add("--minutes", type=float, default=1e5, help="stop after so many, once a step is finished")
     add("--updates", type=int, default=0, help="steps of every run; the rate falls to 0 over them")
+    add("--methods", nargs="+", help="these alone (default: all that the machine can do)")
     args = parser.parse_args()
     folder, until = args.folder.resolve(), time.time() + 60 * args.minutes
     size = CPU if args.cpu else GPU
+    unknown = set(args.methods or []) - set(size.methods)
+    if unknown:
+        parser.error(
+            f"--methods: {', '.join(sorted(unknown))}: not among {', '.join(size.methods)}"
+        )
     size = dataclasses.replace(
         size,
+        methods={name: size.methods[name] for name in args.methods or size.methods},
         steps=args.updates or size.steps,
         settings=f"{size.settings} --dtype {args.dtype}",
         evaluation=f"{size.evaluation} --dtype {args.dtype}",
@@ -252,7 +259,7 @@ def main() -> None:
                 tests[name] = evaluation(folder, size, "test", [place])
                 needs[name] = place
     side_by_side({**left, **tests}, folder, until, size.jobs, needs)
-    for first in ("base", "sgsd"):  # differences to each of them
+    for first in [name for name in ("base", "sgsd") if name in tested]:  # differences to each
         places = list(tested[first])
         for method in tested:
             places += tested[method] if method != first else []

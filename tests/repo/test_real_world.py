@@ -52,6 +52,14 @@ def test_every_training_command_is_accepted(size, count, rollouts_of_a_step, tmp
         assert (cfg.update_every, cfg.eval_data) == (0, "")
 
 
+def test_a_method_that_is_not_there_is_refused(tmp_path, monkeypatch, capsys):
+    words = ["real_world.py", str(tmp_path), "--cpu", "--methods", "sgsd", "ppo"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit):
+        real_world.main()
+    assert "--methods: ppo: not among sgsd, grpo, consistent" in capsys.readouterr().err
+
+
 def test_a_command_waits_for_what_it_needs_and_not_for_what_never_comes(tmp_path):
     made, never = tmp_path / "made", tmp_path / "never"
     code = f"import pathlib; pathlib.Path({str(made)!r}).touch()"

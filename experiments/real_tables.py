@@ -1,0 +1,220 @@
+"""The tables of results/real_learning.md, from what is kept in results/real_learning.json.
+
+    python experiments/real_tables.py
+    python experiments/real_tables.py --add FOLDER       put a folder's runs and tests in it first
+    python experiments/real_tables.py --solutions FOLDER METHOD
+
+FOLDER is one of experiments/real_world.py --cpu. Intervals are bootstrapped over the problems, and
+differences are paired by problem. The last form prints solutions that training has changed: of the
+first test problem that was wrong in all samples before and is right in all of them after, and of
+the first where it is the other way round.
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
+
+import compare
+
+import eval as evaluation
+import files
+import report
+import verify
+
+KEPT = ROOT / "results" / "real_learning.json"
+BLOCK = 5  # steps of a row
+SHOWN = 5  # entries of a bank
+PARTS = ("gen", "score", "bwd")
+FATES = ("distilled", "reversed", "ignored")
+
+
+def score(rows: list[dict]) -> dict:
+    """What is kept of a test: a digit for each sample, 1 where it is right, problem by problem."""
+    rows = sorted(rows, key=lambda row: (row["id"], row["sample"]))
+    samples = 1 + max(row["sample"] for row in rows)
+    return {
+        "right": "".join(str(int(verify.is_success(row["r"]))) for row in rows),
+        "samples": samples,  # of each problem
+        "boxed": sum(row["pred"] is not None for row in rows) / len(rows),
+        "cut": sum(row["truncated"] for row in rows) / len(rows),
+        "tokens": statistics.mean(row["tokens"] for row in rows),
+    }
+
+
+def training(rollouts: list[dict], metrics: list[dict]) -> list[dict]:
+    """What is kept of a run: sums over each block of steps."""
+    blocks: list[dict] = []
+    for start in range(1, metrics[-1]["step"] + 1, BLOCK):
+        steps = range(start, start + BLOCK)
+        rolls = [roll for roll in rollouts if roll["step"] in steps]
+        block: dict = {"steps": len({roll["step"] for roll in rolls}), "solutions": len(rolls)}
+        block["right"] = sum(verify.is_success(roll["r"]) for roll in rolls)
+        block["cut"] = sum(roll["truncated"] for roll in rolls)
+        block["tokens"] = sum(len(roll["completion_ids"]) for roll in rolls)
+        logged = [row for row in metrics if row["step"] in steps]
+        for part in PARTS:
+            block[part] = sum(row[f"seconds.{part}"] for row in logged)
+        for outcome in ("success", "failure"):
+            supports = []
+            for roll in rolls:
+                if verify.is_success(roll["r"]) == (outcome == "success"):
+                    supports += roll["a"]
+            mean = statistics.mean(supports) if supports else None
+            above = sum(a > 0 for a in supports)
+            block[outcome] = {"mean": mean, "above": above, "teachers": len(supports)}
+        for rho, fate in ((1, "distilled"), (-1, "reversed"), (0, "ignored")):
+            block[fate] = sum(roll["rho"].count(rho) for roll in rolls)
+        blocks.append(block)
+    return blocks
+
+
+def entries(run: pathlib.Path, fate: str) -> list[list]:
+    """The entries that shared this fate most often: kind, id, title, on successes, on failures."""
+    rows = [row for row in report.ledger(run)["entries"] if sum(row[fate].values())]
+    rows.sort(key=lambda row: -sum(row[fate].values()))
+    shown = []
+    for row in rows[:SHOWN]:
+        title = next(iter(row["entry"].values()))
+        shown.append([row["kind"], row["id"], title, row[fate]["success"], row[fate]["failure"]])
+    return shown
+
+
+def add(folder: pathlib.Path) -> None:
+    """Put a folder's runs and tests into what is kept, in the place of those of the same name."""
+    kept = files.read_json(KEPT) if KEPT.exists() else {"tests": {}, "runs": {}}
+    for policy in sorted((folder / "eval").iterdir()):
+        rows = list(files.read_jsonl(policy / "samples.jsonl"))
+        if rows:
+            run, _, step = policy.name.partition("--step_")
+            name = f"{run.rpartition('_')[0]}, step {int(step)}" if step else "base"
+            kept["tests"][name] = score([row for row in rows if row["set"] == "test"])
+    for place in sorted((folder / "runs").iterdir()):
+        metrics = list(files.read_jsonl(place / "metrics.jsonl"))
+        rollouts = list(files.read_jsonl(place / "rollouts.jsonl"))
+        found: dict = {"blocks": training(rollouts, metrics)}
+        if any(roll["rho"] for roll in rollouts):
+            found["entries"] = {fate: entries(place, fate) for fate in FATES[:2]}
+        kept["runs"][place.name.rpartition("_")[0]] = found
+    files.write_json(KEPT, kept)
+
+
+def share(test: dict) -> np.ndarray:
+    """Each problem's share of right samples."""
+    right = np.array([int(digit) for digit in test["right"]], dtype=float)
+    return right.reshape(-1, test["samples"]).mean(1)
+
+
+def with_interval(scores_P: np.ndarray, sign: str = "") -> str:
+    low, high = evaluation.bootstrap_interval(scores_P)
+    return f"{scores_P.mean():{sign}.1%} ({low:{sign}.1%} to {high:{sign}.1%})"
+
+
+def tests(kept: dict) -> Iterator[str]:
+    """A row per policy: its score, and its difference to the base and to SGSD after as many steps.
+
+    A difference needs tests of the same problems.
+    """
+    samples = kept["tests"]["base"]["samples"]
+    head = ["policy", f"avg@{samples}", "to the base", "to SGSD", "boxed", "cut", "tokens"]
+    yield compare.row_of(head)
+    yield "|---" * len(head) + "|"
+    for name, test in sorted(kept["tests"].items(), key=lambda item: (item[0] != "base", item[0])):
+        step = name.partition(", ")[2]
+        gaps = []
+        for other in ("base", f"sgsd, {step}"):
+            gap = ""
+            if other in kept["tests"] and other != name and (step or other == "base"):
+                gap = with_interval(share(test) - share(kept["tests"][other]), "+")
+            gaps.append(gap)
+        figures = [f"{test['boxed']:.1%}", f"{test['cut']:.1%}", f"{test['tokens']:.0f}"]
+        yield compare.row_of([name, with_interval(share(test)), *gaps, *figures])
+
+
+def runs(kept: dict) -> Iterator[str]:
+    """A row per run and block of steps."""
+    head = ["run", "steps", "right", "cut", "tokens", "ã on successes", "above 0"]
+    head += ["ã on failures", "above 0", "distilled, reversed, ignored"]
+    head += ["seconds a step: sampling, teachers, student"]
+    yield compare.row_of(head)
+    yield "|---" * len(head) + "|"
+    for name, run in kept["runs"].items():
+        first = 1
+        for block in run["blocks"]:
+            count, steps = block["solutions"], block["steps"]
+            cells = [name, f"{first} to {first + steps - 1}", f"{block['right']} of {count}"]
+            cells += [block["cut"], f"{block['tokens'] / count:.0f}"]
+            for outcome in ("success", "failure"):
+                found = block[outcome]
+                lean, above = "", ""
+                if found["teachers"]:
+                    lean, above = (
+                        f"{found['mean']:+.4f}",
+                        f"{found['above']} of {found['teachers']}",
+                    )
+                cells += [lean, above]
+            fates = [block[fate] for fate in FATES]
+            cells.append(", ".join(map(str, fates)) if any(fates) else "")
+            seconds = [f"{block[part] / steps:.0f}" for part in PARTS]
+            cells.append(", ".join(seconds))
+            yield compare.row_of(cells)
+            first += steps
+
+
+def most(kept: dict) -> Iterator[str]:
+    """A row per entry that was among those distilled, or reversed, most often in a run."""
+    yield compare.row_of(["run", "fate", "entry", "on successes", "on failures"])
+    yield "|---" * 5 + "|"
+    for name, run in kept["runs"].items():
+        for fate in FATES[:2]:
+            for kind, id_, title, successes, failures in run.get("entries", {}).get(fate, []):
+                entry = f"{kind} {id_}: {title}"
+                yield compare.row_of([name, fate, entry, successes, failures])
+
+
+def solutions(folder: pathlib.Path, method: str) -> Iterator[str]:
+    """The first problem that training has won and the first that it has lost, before and after."""
+    last = max((folder / "eval").glob(f"{method}_*--step_*"))
+    by_policy = []
+    for place in (folder / "eval" / "model", last):
+        problems: dict[str, list[dict]] = {}
+        for row in files.read_jsonl(place / "samples.jsonl"):
+            problems.setdefault(row["id"], []).append(row)
+        by_policy.append(problems)
+    before, after = by_policy
+
+    def is_all(rows: list[dict], right: bool) -> bool:
+        return all(verify.is_success(row["r"]) == right for row in rows)
+
+    for won in (True, False):
+        for id_, rows in sorted(before.items()):
+            if is_all(rows, not won) and is_all(after[id_], won):
+                yield f"{method}, {'won' if won else 'lost'}: {id_}, answer {rows[0]['gold']}"
+                yield f"\nbefore:\n{rows[0]['text']}\n\nafter:\n{after[id_][0]['text']}\n"
+                break
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--add", type=pathlib.Path, metavar="FOLDER", help="put this in first")
+    parser.add_argument("--solutions", nargs=2, metavar=("FOLDER", "METHOD"), help="print changes")
+    args = parser.parse_args()
+    if args.solutions:
+        folder, method = args.solutions
+        print("\n".join(solutions(pathlib.Path(folder), method)))
+        return
+    if args.add:
+        add(args.add)
+    kept = files.read_json(KEPT)
+    tables: list[Callable[[dict], Iterator[str]]] = [tests, runs, most]
+    print("\n\n".join("\n".join(table(kept)) for table in tables))
+
+
+if __name__ == "__main__":
+    main()
