@@ -164,7 +164,8 @@ def token_row(step: int, roll: Rollout, tokenizer: Tokenizer, numbers: dict[str,
 def credit_sums(credit_KT: Tensor, r: int) -> dict[str, float]:
     """A rollout's squared credit (Eq. 20), and that of the tokens whose credit has r's sign."""
     squared_KT = credit_KT.square()
-    with_verdict = squared_KT[credit_KT * r > 0].sum()
+    # In the order of the whole sum, so that rounding lifts no share above 1.
+    with_verdict = squared_KT.where(credit_KT * r > 0, 0).sum()
     return {"credit_sq": float(squared_KT.sum()), "credit_sq_with_verdict": float(with_verdict)}
 
 

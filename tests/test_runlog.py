@@ -85,6 +85,15 @@ def test_where_polarity_is_minus_the_verdict_the_share_is_that_of_gaps_below_zer
         assert sums["credit_sq"] == pytest.approx(sum(w**2 for w in w_T))
 
 
+def test_a_share_of_credit_is_at_most_one_in_fp32():
+    """Where all credit has the verdict's sign, masked tokens change nothing of the sum."""
+    generator = torch.Generator().manual_seed(1)
+    w_KT = torch.rand(2, 187, generator=generator)
+    w_KT[:, ::3] = 0
+    sums = runlog.credit_sums(w_KT, 1)
+    assert sums["credit_sq_with_verdict"] == sums["credit_sq"] > 0
+
+
 # ------------------------------------------------------------------- polarity as an echo
 
 
