@@ -4,7 +4,7 @@
     python experiments/real_tables.py --add FOLDER       put a folder's runs and tests in it first
     python experiments/real_tables.py --solutions FOLDER METHOD
 
-FOLDER is one of experiments/real_world.py --cpu. Intervals are bootstrapped over the problems, and
+FOLDER is one of experiments/real_world.py --cpu, with every test finished. Intervals are bootstrapped over the problems, and
 differences are paired by problem. The last form prints solutions that training has changed: of the
 first test problem that was wrong in all samples before and is right in all of them after, and of
 the first where it is the other way round.
@@ -69,6 +69,9 @@ def training(rollouts: list[dict], metrics: list[dict]) -> list[dict]:
             mean = statistics.mean(supports) if supports else None
             above = sum(a > 0 for a in supports)
             block[outcome] = {"mean": mean, "above": above, "teachers": len(supports)}
+        credit = sum(roll["credit_sq"] for roll in rolls)
+        with_verdict = sum(roll["credit_sq_with_verdict"] for roll in rolls)
+        block["credit_with_verdict"] = with_verdict / credit if credit else None
         for rho, fate in ((1, "distilled"), (-1, "reversed"), (0, "ignored")):
             block[fate] = sum(roll["rho"].count(rho) for roll in rolls)
         blocks.append(block)
@@ -76,13 +79,13 @@ def training(rollouts: list[dict], metrics: list[dict]) -> list[dict]:
 
 
 def entries(run: pathlib.Path, fate: str) -> list[list]:
-    """The entries that shared this fate most often: kind, id, title, on successes, on failures."""
+    """The entries that shared this fate most often: id, title, on successes, on failures."""
     rows = [row for row in report.ledger(run)["entries"] if sum(row[fate].values())]
     rows.sort(key=lambda row: -sum(row[fate].values()))
     shown = []
     for row in rows[:SHOWN]:
         title = next(iter(row["entry"].values()))
-        shown.append([row["kind"], row["id"], title, row[fate]["success"], row[fate]["failure"]])
+        shown.append([row["id"], title, row[fate]["success"], row[fate]["failure"]])
     return shown
 
 
@@ -137,10 +140,17 @@ def tests(kept: dict) -> Iterator[str]:
         yield compare.row_of([name, with_interval(share(test)), *gaps, *figures])
 
 
+def lean(supports: dict) -> list[str]:
+    """The cells of an outcome's supports: their mean, and how many lie above 0."""
+    if not supports["teachers"]:
+        return ["", ""]
+    return [f"{supports['mean']:+.4f}", f"{supports['above']} of {supports['teachers']}"]
+
+
 def runs(kept: dict) -> Iterator[str]:
     """A row per run and block of steps."""
     head = ["run", "steps", "right", "cut", "tokens", "ã on successes", "above 0"]
-    head += ["ã on failures", "above 0", "distilled, reversed, ignored"]
+    head += ["ã on failures", "above 0", "distilled, reversed, ignored", "credit with the verdict"]
     head += ["seconds a step: sampling, teachers, student"]
     yield compare.row_of(head)
     yield "|---" * len(head) + "|"
@@ -150,17 +160,11 @@ def runs(kept: dict) -> Iterator[str]:
             count, steps = block["solutions"], block["steps"]
             cells = [name, f"{first} to {first + steps - 1}", f"{block['right']} of {count}"]
             cells += [block["cut"], f"{block['tokens'] / count:.0f}"]
-            for outcome in ("success", "failure"):
-                found = block[outcome]
-                lean, above = "", ""
-                if found["teachers"]:
-                    lean, above = (
-                        f"{found['mean']:+.4f}",
-                        f"{found['above']} of {found['teachers']}",
-                    )
-                cells += [lean, above]
+            cells += [*lean(block["success"]), *lean(block["failure"])]
             fates = [block[fate] for fate in FATES]
             cells.append(", ".join(map(str, fates)) if any(fates) else "")
+            agreeing = block["credit_with_verdict"]
+            cells.append("" if agreeing is None else f"{agreeing:.2f}")
             seconds = [f"{block[part] / steps:.0f}" for part in PARTS]
             cells.append(", ".join(seconds))
             yield compare.row_of(cells)
@@ -173,16 +177,16 @@ def most(kept: dict) -> Iterator[str]:
     yield "|---" * 5 + "|"
     for name, run in kept["runs"].items():
         for fate in FATES[:2]:
-            for kind, id_, title, successes, failures in run.get("entries", {}).get(fate, []):
-                entry = f"{kind} {id_}: {title}"
-                yield compare.row_of([name, fate, entry, successes, failures])
+            for id_, title, successes, failures in run.get("entries", {}).get(fate, []):
+                yield compare.row_of([name, fate, f"{id_}: {title}", successes, failures])
 
 
 def solutions(folder: pathlib.Path, method: str) -> Iterator[str]:
     """The first problem that training has won and the first that it has lost, before and after."""
+    base = next((folder / "eval").glob("*--model"))
     last = max((folder / "eval").glob(f"{method}_*--step_*"))
     by_policy = []
-    for place in (folder / "eval" / "model", last):
+    for place in (base, last):
         problems: dict[str, list[dict]] = {}
         for row in files.read_jsonl(place / "samples.jsonl"):
             problems.setdefault(row["id"], []).append(row)

@@ -1,6 +1,7 @@
 """What experiments/real_tables.py computes, by hand; and that its page shows what it prints."""
 
 import json
+import sys
 
 import pytest
 import real_tables
@@ -25,7 +26,9 @@ def test_a_test_by_hand():
 
 def rollout(step, r, a, rho, tokens=4):
     return {"step": step, "r": r, "a": a, "rho": rho, "truncated": False} | {
-        "completion_ids": [1] * tokens
+        "completion_ids": [1] * tokens,
+        "credit_sq": 4.0 * bool(a),
+        "credit_sq_with_verdict": 3.0 * bool(a),
     }
 
 
@@ -43,12 +46,13 @@ def test_blocks_of_a_run_by_hand():
     assert first["failure"] == {"mean": -0.375, "above": 0, "teachers": 2}
     assert [first[fate] for fate in real_tables.FATES] == [2, 1, 1]
     assert (first["steps"], first["right"], first["tokens"], first["gen"]) == (2, 1, 8, 4.0)
+    assert (first["credit_with_verdict"], second["credit_with_verdict"]) == (0.75, None)
     assert second["failure"] == {"mean": None, "above": 0, "teachers": 0}
     *_, row = real_tables.runs({"runs": {"sgsd": {"blocks": [first]}}})
     assert row.startswith(
         "| sgsd | 1 to 2 | 1 of 2 | 0 | 4 | -0.1250 | 1 of 2 | -0.3750 | 0 of 2 |"
     )
-    assert row.endswith("| 2, 1, 1 | 2, 2, 2 |")
+    assert row.endswith("| 2, 1, 1 | 0.75 | 2, 2, 2 |")
 
 
 def test_differences_are_paired_and_only_of_like_steps():
@@ -80,7 +84,7 @@ def test_a_folder_is_taken_in_and_its_changes_are_shown(tmp_path, monkeypatch, m
 @pytest.fixture
 def make_folder(tmp_path):
     """A folder of experiments/real_world.py, as far as the tables look at it."""
-    outcomes = {"model": {"a": 1, "b": -1}, "grpo_1e-4--step_000020": {"a": -1, "b": 1}}
+    outcomes = {"folder--model": {"a": 1, "b": -1}, "grpo_1e-4--step_000020": {"a": -1, "b": 1}}
     for name, problems in outcomes.items():
         place = tmp_path / "folder/eval" / name
         place.mkdir(parents=True)
@@ -92,3 +96,11 @@ def make_folder(tmp_path):
     seconds = {f"seconds.{part}": 1.0 for part in real_tables.PARTS}
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1} | seconds) + "\n")
     return tmp_path / "folder"
+
+
+def test_the_page_shows_what_the_command_prints(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["real_tables.py"])
+    real_tables.main()
+    page = (real_tables.ROOT / "results" / "real_learning.md").read_text()
+    for table in capsys.readouterr().out.strip().split("\n\n"):
+        assert table in page
