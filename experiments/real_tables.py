@@ -4,10 +4,10 @@
     python experiments/real_tables.py --add FOLDER       put a folder's runs and tests in it first
     python experiments/real_tables.py --solutions FOLDER METHOD
 
-FOLDER is one of experiments/real_world.py --cpu, with every test finished. Intervals are bootstrapped over the problems, and
-differences are paired by problem. The last form prints solutions that training has changed: of the
-first test problem that was wrong in all samples before and is right in all of them after, and of
-the first where it is the other way round.
+FOLDER is one of experiments/real_world.py --cpu, with every test finished. Intervals are
+bootstrapped over the problems, and differences are paired by problem. The last form prints
+solutions that training has changed: of the first test problem that was wrong in all samples before
+and is right in all of them after, and of the first where it is the other way round.
 """
 
 import argparse
