@@ -4,8 +4,8 @@
     python experiments/real_tables.py --add FOLDER       put a folder's runs and tests in it first
     python experiments/real_tables.py --solutions FOLDER METHOD
 
-FOLDER is one of experiments/real_world.py --cpu, with every test finished. Intervals are
-bootstrapped over the problems, and differences are paired by problem. The last form prints
+FOLDER is one of experiments/real_world.py --cpu; a test that is not finished is left out. Intervals
+are bootstrapped over the problems, and differences are paired by problem. The last form prints
 solutions that training has changed: of the first test problem that was wrong in all samples before
 and is right in all of them after, and of the first where it is the other way round.
 """
@@ -26,13 +26,14 @@ import compare
 import eval as evaluation
 import files
 import report
+import runlog
 import verify
 
 KEPT = ROOT / "results" / "real_learning.json"
 BLOCK = 5  # steps of a row
 SHOWN = 5  # entries of a bank
 PARTS = ("gen", "score", "bwd")
-FATES = ("distilled", "reversed", "ignored")
+FATES = tuple(runlog.FATE.values())  # distilled, reversed, ignored
 
 
 def score(rows: list[dict]) -> dict:
@@ -72,15 +73,15 @@ def training(rollouts: list[dict], metrics: list[dict]) -> list[dict]:
         credit = sum(roll["credit_sq"] for roll in rolls)
         with_verdict = sum(roll["credit_sq_with_verdict"] for roll in rolls)
         block["credit_with_verdict"] = with_verdict / credit if credit else None
-        for rho, fate in ((1, "distilled"), (-1, "reversed"), (0, "ignored")):
+        for rho, fate in runlog.FATE.items():
             block[fate] = sum(roll["rho"].count(rho) for roll in rolls)
         blocks.append(block)
     return blocks
 
 
-def entries(run: pathlib.Path, fate: str) -> list[list]:
-    """The entries that shared this fate most often: id, title, on successes, on failures."""
-    rows = [row for row in report.ledger(run)["entries"] if sum(row[fate].values())]
+def entries(ledger: dict, fate: str) -> list[list]:
+    """The entries of a ledger with this fate most often: id, title, on successes, on failures."""
+    rows = [row for row in ledger["entries"] if sum(row[fate].values())]
     rows.sort(key=lambda row: -sum(row[fate].values()))
     shown = []
     for row in rows[:SHOWN]:
@@ -93,8 +94,8 @@ def add(folder: pathlib.Path) -> None:
     """Put a folder's runs and tests into what is kept, in the place of those of the same name."""
     kept = files.read_json(KEPT) if KEPT.exists() else {"tests": {}, "runs": {}}
     for policy in sorted((folder / "eval").iterdir()):
-        rows = list(files.read_jsonl(policy / "samples.jsonl"))
-        if rows:
+        if (policy / "results.json").exists():  # the test has been finished
+            rows = list(files.read_jsonl(policy / "samples.jsonl"))
             run, _, step = policy.name.partition("--step_")
             name = f"{run.rpartition('_')[0]}, step {int(step)}" if step else "base"
             kept["tests"][name] = score([row for row in rows if row["set"] == "test"])
@@ -103,7 +104,8 @@ def add(folder: pathlib.Path) -> None:
         rollouts = list(files.read_jsonl(place / "rollouts.jsonl"))
         found: dict = {"blocks": training(rollouts, metrics)}
         if any(roll["rho"] for roll in rollouts):
-            found["entries"] = {fate: entries(place, fate) for fate in FATES[:2]}
+            ledger = report.ledger(place)
+            found["entries"] = {fate: entries(ledger, fate) for fate in FATES[:2]}
         kept["runs"][place.name.rpartition("_")[0]] = found
     files.write_json(KEPT, kept)
 

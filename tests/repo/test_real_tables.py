@@ -90,6 +90,10 @@ def make_folder(tmp_path):
         place.mkdir(parents=True)
         rows = [sample(id_, k, r) for id_, r in problems.items() for k in range(2)]
         (place / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (place / "results.json").touch()
+    unfinished = tmp_path / "folder/eval/grpo_1e-4--step_000010"
+    unfinished.mkdir()
+    (unfinished / "samples.jsonl").write_text(json.dumps(sample("a", 0, 1)) + "\n")
     run = tmp_path / "folder/runs/grpo_1e-4"
     run.mkdir(parents=True)
     (run / "rollouts.jsonl").write_text(json.dumps(rollout(1, 1, [], [])) + "\n")
