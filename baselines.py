@@ -41,7 +41,9 @@ class BaselineConfig(Config):
     )
     generations: int = setting(1, "G: solutions sampled for each problem; 8 for grpo; Tab. 11")
     student_prefix: str = setting(
-        "closed", "think block of the student's prompt; S3, S15", ("closed", "bare")
+        "closed",
+        "think block of the student's prompt: empty, or left to the model; S3, S15",
+        ("closed", "bare"),
     )
     loss_temperature: float = setting(
         1.0, "temperature of the loss; 0 takes the sampling's; S5, S15", least=0
@@ -323,9 +325,9 @@ def grpo_rollout(run: Run, example: Example) -> RolloutLoss:
     return result
 
 
-def unless_cut(cfg: BaselineConfig, roll: Rollout, loss: Tensor) -> Tensor:
-    """The loss, or with --drop-truncated 0 where the length limit cut the rollout (S4)."""
-    return 0 * loss if cfg.drop_truncated and roll.truncated else loss
+def unless_cut(cfg: BaselineConfig, roll: Rollout, x: Tensor) -> Tensor:
+    """A loss or credit, or with --drop-truncated 0 where the length limit cut the rollout (S4)."""
+    return 0 * x if cfg.drop_truncated and roll.truncated else x
 
 
 # --------------------------------------------- SGSD with any part changed, and OPSD: the same two
@@ -365,7 +367,7 @@ def distilled_rollout(run: Run, example: Example) -> RolloutLoss:
         rho_KT = token_polarity(cfg.token_polarity, gap_KT, a_K, r, cfg.eps_a)
         loss = sgsd.weighted_loss(sgsd.masked_mean(rho_KT * ell_KT, mask_T), alpha_K, ones_K)
         credit_KT = rho_KT * sgsd.token_credit(gap_KT, mask_T, alpha_K, ones_K, cfg.tau_g)
-    loss = unless_cut(cfg, roll, loss)
+    loss, credit_KT = unless_cut(cfg, roll, loss), unless_cut(cfg, roll, credit_KT)
     result = RolloutLoss(loss, mask_T, gap_KT, alpha_K, a_K, rho_K, lbar_K, credit_KT)
     if cfg.objective != "gate" or cfg.support_top_k:
         result.credit_KT = None  # Eq. 20 is of the gate and the full gap

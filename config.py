@@ -111,7 +111,9 @@ class Config:
     # the objective
     num_teachers: int = setting(8, "K: retrieved skill-mistake pairs, each a teacher; Tab. 12")
     teacher_prefix: str = setting(
-        "bare", "think block of a teacher's prompt; S3", ("bare", "open", "closed")
+        "bare",
+        "think block of a teacher's prompt: left to the model, begun, or empty; S3",
+        ("bare", "open", "closed"),
     )
     tau_g: float = setting(1.0, "width of the gate; Eq. 14, Tab. 12")
     c_delta: float = setting(3.0, "clip gaps to this for the support, in nats; Eq. 11, Tab. 12")
@@ -288,7 +290,8 @@ def parse(
     )
     parser.add_argument("--preset", choices=PRESETS, help="settings to start from")
     parser.add_argument("--print-config", action="store_true", help="print every setting, and end")
-    parser.add_argument("--resume", metavar="RUN", help="continue from a run's last checkpoint")
+    again = "continue a run from its last checkpoint; skills.py goes on by the same command"
+    parser.add_argument("--resume", metavar="RUN", help=again)
     group = parser.add_argument_group()
     for f in fields(kind):
         if f.name in GROUPS:

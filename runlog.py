@@ -256,8 +256,8 @@ def fallen(metrics: list[dict], batch_size: int) -> list[Fall]:
     A share p of n problems has the variance p (1 - p) / n, so the difference of two windows with
     n problems each, whose mean share is p, has twice that. A fall is a window that lies more than
     four standard deviations of this difference below the best one before it. It is noticed once,
-    and again only after half of the distance has been made up. batch_size: problems per step;
-    rollouts of one problem are alike, and so count as one.
+    and again only after the windows have come back to within two such deviations of the best.
+    batch_size: problems per step; rollouts of one problem are alike, and so count as one.
     """
     window = math.ceil(FALL_PROBLEMS / batch_size)
     shares = {

@@ -45,7 +45,7 @@ import served
 import skills
 
 TINY = f"--data {ROOT}/tiny/test.jsonl --samples 4 --max-new-tokens 96 --rows 32".split()
-REAL = "--samples 4 --max-new-tokens 400 --rows 16 --dtype float32".split()
+REAL = "--samples 4 --max-new-tokens 400 --rows 16 --limit 40".split()
 OUTCOMES = ("read", "repaired", "retried", "lost")
 
 
@@ -196,25 +196,31 @@ def sampled(args: argparse.Namespace) -> dict:
     return {"generate": [ours, our_seconds], "server": [theirs, seconds]}
 
 
-def real_engine(args: argparse.Namespace, more: str = "") -> Engine:
-    flags = f"--dtype float32 --max-model-len 4096 {more}"
+def real_engine(args: argparse.Namespace) -> Engine:
+    flags = f"--dtype {args.dtype} --max-model-len 4096"
     return Engine(args.python, args.model, flags, args.folder / "engine.log")
+
+
+def real_flags(args: argparse.Namespace) -> list[str]:
+    """The evaluation of the real model, but for its server."""
+    return [args.model, "--data", args.data, "--dtype", args.dtype, *REAL]
 
 
 def real(args: argparse.Namespace) -> dict:
     """A real model: 40 problems, 4 samples each, by `generate` and by the server."""
-    argv = [args.model, "--data", args.data, "--limit", "40", *REAL]
+    argv = real_flags(args)
     ours, our_seconds = evaluated(argv, args.folder / "real_generate")
     with real_engine(args) as engine:
         argv += ["--server", engine.url]
         theirs, seconds = evaluated(argv, args.folder / "real_server")
-    return {"generate": [ours, our_seconds], "server": [theirs, seconds]}
+    both = {"generate": [ours, our_seconds], "server": [theirs, seconds]}
+    return {**both, "dtype": args.dtype}
 
 
 def killed(args: argparse.Namespace) -> dict:
     """The same evaluation killed at 30%, the server killed and started anew in between."""
     out = args.folder / "real_killed"
-    argv = [args.model, "--data", args.data, "--limit", "40", *REAL]
+    argv = real_flags(args)
     with real_engine(args) as engine:
         argv += ["--server", engine.url]
         command = [sys.executable, str(ROOT / "eval.py"), *argv]
@@ -343,7 +349,7 @@ def sampled_text(part: dict) -> list[str]:
 
 
 def real_text(part: dict) -> list[str]:
-    what = "40 problems, 4 samples each, at most 400 tokens, fp32 both times:"
+    what = f"40 problems, 4 samples each, at most 400 tokens, {part['dtype']} both times:"
     return ["## A real model of 0.5 billion parameters", "", what, "", *figures_table(part)]
 
 
@@ -429,6 +435,12 @@ def main() -> None:
     parser.add_argument("--python", default="", help="the python of the engine's environment")
     parser.add_argument("--model", default="", help="a real model's directory")
     parser.add_argument("--data", default="", help="problems for the real model")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the real model: bfloat16 where the processor has instructions for it",
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["greedy", "sampled", "bad"])
     parser.add_argument("--page", type=pathlib.Path, help="write the page of all parts, and end")
     args = parser.parse_args()

@@ -254,10 +254,10 @@ def main() -> None:
     tests, needs = {}, {}
     for i in range(len(size.points)):  # what matters most comes first
         for method, places in tested.items():
-            for place in places[i : i + 1]:  # each by itself: a comparison keeps its folder
-                name = f"test_{method}_{place.name}"
-                tests[name] = evaluation(folder, size, "test", [place])
-                needs[name] = place
+            if i < len(places):  # each by itself: a comparison keeps its folder
+                name = f"test_{method}_{places[i].name}"
+                tests[name] = evaluation(folder, size, "test", [places[i]])
+                needs[name] = places[i]
     side_by_side({**left, **tests}, folder, until, size.jobs, needs)
     for first in [name for name in ("base", "sgsd") if name in tested]:  # differences to each
         places = list(tested[first])

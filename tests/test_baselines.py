@@ -441,6 +441,7 @@ def test_truncated_rollouts_can_be_left_out(method, world_dir, tmp_path):
         changes |= {"generations": 2, "seed": 1}
     _, records, gradients = one_update(world_dir, tmp_path / "run", **changes, drop_truncated=True)
     assert {(row["truncated"], row["loss"]) for row in records} == {(True, 0.0)}
+    assert not any(row.get("credit_sq") for row in records)  # what does not act is not logged
     assert not any(gradient.any() for gradient in gradients)
 
 
