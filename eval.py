@@ -393,7 +393,6 @@ def sample(
     if policy.servers:
         adapter = policy.path if policy.base else ""
         decode = functools.partial(policy.servers.stream, adapter=adapter)
-        engine = policy.servers.engine
     unsolved = [tasks[key] for key in missing]
     prompts, seeds = [], []
     for key, x in zip(missing, unsolved):
@@ -405,7 +404,8 @@ def sample(
         rows = []
         for (i, _), roll in zip(turn, rolls):
             row = row_of(missing[i], digest_of(unsolved[i], policy), roll)
-            rows.append(row | {"tokens": asked[i].counted or row["tokens"], "engine": engine})
+            by = policy.servers.engine if policy.servers else engine
+            rows.append(row | {"tokens": asked[i].counted or row["tokens"], "engine": by})
         return rows
 
     asked = rollout.rows_of(prompts, seeds, args.max_new_tokens)
@@ -658,7 +658,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> None:
         args = arguments(argv)
-        evaluate(args, distributed.init(args.device))
+        with cli.continued_by(lambda: "what was sampled is kept: give the same command again"):
+            evaluate(args, distributed.init(args.device))
 
     return cli.command("eval", body)
 

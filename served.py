@@ -10,11 +10,13 @@ import collections
 import contextlib
 import http.client
 import json
+import os
 import queue
 import re
 import shlex
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 import uuid
@@ -58,7 +60,11 @@ class Servers:
 
     def __post_init__(self) -> None:
         for url in self.urls:
-            if not re.fullmatch(r"https?://.*/v1", url):
+            try:
+                whole = re.fullmatch(r"https?://.*/v1", url) and urlsplit(url).port != 0
+            except ValueError:  # of its port or brackets
+                whole = False
+            if not whole:
                 rule = "an address such as http://localhost:8000/v1 is wanted"
                 raise UserError(f"{self.flag} {url}: {rule}")
 
@@ -73,64 +79,94 @@ class Servers:
     ) -> Iterator[Turn]:
         """`rollout.stream` by the servers, of their model or with one of its adapters.
 
-        model: an outline will do. At most `rows` requests are under way at each server. What the
-        pauses do not outlast ends in a ConnectionError, once the requests under way have ended.
+        model: an outline will do. `rows` requests are under way for each server that answers at the
+        start. What the pauses do not outlast ends in a ConnectionError, once the requests under way
+        have ended.
         """
         if rows < 1 or not all(row.prompt for row in asked):
             raise ValueError(f"stream needs rows >= 1, got {rows}, and prompts that are not empty")
         if not asked:
             return
         tokens = max(len(row.prompt) + row.left for row in asked)
-        self.check(tokens)
-        with self._loaded(adapter, tokens) as name:
-            job = _Job(self, name, adapter, tokenizer, stop_ids(model, tokenizer), sampling)
-            yield from job.turns(asked, rows * len(self.urls))
+        urls = self._answering(tokens)
+        with self._loaded(adapter, tokens, urls) as name:
+            job = _Job(self, urls, name, adapter, tokenizer, stop_ids(model, tokenizer), sampling)
+            yield from job.turns(asked, rows * len(urls))
 
     def check(self, tokens: int, adapters: Sequence[str] = ()) -> None:
         """UserError, with the command that would mend it, unless all servers are fit for the work.
 
         tokens: of the longest prompt and its completion. Each adapter is loaded, and unloaded.
         """
-        engines = {url: self._check_one(url, tokens) for url in self.urls}
+        engines = {}
+        for url in self.urls:
+            try:
+                engines[url] = self._look_at(url, tokens)
+            except Fault as e:
+                raise self._refusal(url, f"no server answers ({e})", tokens) from None
+        self._set_engine(engines)
+        for adapter in adapters:
+            with self._loaded(adapter, tokens, self.urls):
+                pass
+
+    def _answering(self, tokens: int) -> list[str]:
+        """The servers that answer now. ConnectionError where after all pauses none does."""
+        for pause in (*PAUSES, 0):
+            engines, faults = {}, []
+            for url in self.urls:
+                try:
+                    engines[url] = self._look_at(url, tokens)
+                except Fault as e:
+                    faults.append(f"{url}: no server answers ({e})")
+            if engines:
+                for fault in faults:
+                    print(f"{fault}: the others go on without it", file=sys.stderr)
+                self._set_engine(engines)
+                return list(engines)
+            time.sleep(pause)
+        raise ConnectionError("; ".join(faults))
+
+    def _set_engine(self, engines: dict[str, str]) -> None:
         if len(set(engines.values())) > 1:
             each = ", ".join(f"{url} is {engine}" for url, engine in engines.items())
             raise UserError(f"{self.flag}: {each}; give servers of one engine and version")
-        self.engine = engines[self.urls[0]]
-        for adapter in adapters:
-            with self._loaded(adapter, tokens):
-                pass
+        (self.engine,) = set(engines.values())
 
-    def _check_one(self, url: str, tokens: int) -> str:
+    def _look_at(self, url: str, tokens: int) -> str:
         """A server's engine and version. UserError unless it has the model and enough context."""
-        try:
-            listed = self._listed(url)
-        except Fault as e:
-            raise self._refusal(url, f"no server answers ({e})", tokens) from None
+        listed = self._listed(url)
         wanted = place(self.base)
+        given = self.names.get(wanted)
         for name, entry in listed.items():
-            if self.names.get(wanted, wanted) in (name, place(name), place(str(entry.get("root")))):
+            if (given or wanted) in (name, place(name), place(str(entry.get("root")))):
                 break
         else:
-            why = f"serves {', '.join(listed) or 'nothing'}, not {self.base}"
+            why = f"serves {', '.join(listed) or 'nothing'}, not {given or self.base}"
             raise self._refusal(url, why, tokens)
         context = entry.get("max_model_len") or tokens  # some servers do not tell
         if context < tokens:
             why = f"a context of {context} tokens is too short for prompt and reply, {tokens}"
-            raise self._refusal(url, why, tokens)
+            raise self._refusal(url, f"{why}; ask for shorter replies", tokens)
         self.base_names[url] = name
-        version = "of unknown version"
-        with contextlib.suppress(Fault, UserError, ValueError, KeyError, TypeError):
-            beside = url.removesuffix("/v1")
+        version, beside = "of unknown version", url.removesuffix("/v1")
+        try:
             version = json.loads(_text(f"{beside}/version"))["version"]
+        except Fault as e:
+            if "HTTP 404" not in str(e):  # such a server tells no version
+                raise
+        except (UserError, ValueError, KeyError, TypeError):
+            pass
+        with contextlib.suppress(Fault, UserError):
             if _on_cpu(_text(f"{beside}/metrics")):
                 self.stop_seeding(url, "vLLM on CPU, whose engine may die of a seed")
         return f"{entry.get('owned_by', 'an unknown engine')} {version}"
 
     def _listed(self, url: str) -> dict[str, dict]:
         """What a server says of its models, by the names that it has for them."""
-        text = _text(f"{url}/models")
         try:
-            return {entry["id"]: entry for entry in json.loads(text)["data"]}
+            return {entry["id"]: entry for entry in json.loads(_text(f"{url}/models"))["data"]}
+        except UserError as e:
+            raise UserError(f"{self.flag} {url}: {e}") from None
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f"{self.flag} {url}: no list of models ({brief(e)})") from None
 
@@ -138,6 +174,9 @@ class Servers:
         """One line that ends in what starts a server for all that will be asked for."""
         port = urlsplit(url).port or 80
         command = f"vllm serve {shlex.quote(self.base)} --port {port} --max-model-len {tokens}"
+        given = self.names.get(place(self.base))
+        if given:
+            command += f" --served-model-name {shlex.quote(given)}"
         if self.rank:
             rank = min((rank for rank in RANKS if rank >= self.rank), default=self.rank)
             command = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True {command} --enable-lora"
@@ -145,11 +184,14 @@ class Servers:
         return UserError(f"{self.flag} {url}: {why}; start one with: {command}")
 
     @contextlib.contextmanager
-    def _loaded(self, adapter: str, tokens: int) -> Iterator[str]:
-        """An adapter's name on all servers, loaded here unless a user gave one; "" of none."""
+    def _loaded(self, adapter: str, tokens: int, urls: Sequence[str]) -> Iterator[str]:
+        """An adapter's name on these servers, loaded here unless a user gave one; "" of none."""
         given = self.names.get(place(adapter), "") if adapter else ""
-        for url in self.urls if given else []:
-            listed = self._listed(url)
+        for url in urls if given else []:
+            try:
+                listed = self._listed(url)
+            except Fault as e:
+                raise self._refusal(url, f"no server answers ({e})", tokens) from None
             if given not in listed and given.partition(":")[0] not in listed:  # SGLang's base:name
                 why = f"{url} serves {', '.join(listed)}; load it there, or leave the name out"
                 raise UserError(f"--served {given}={adapter}: {why}")
@@ -158,7 +200,7 @@ class Servers:
             return
         name = f"{Path(adapter).name}-{uuid.uuid4().hex[:8]}"  # no other evaluation's
         try:
-            for url in self.urls:
+            for url in urls:
                 try:
                     self.load(url, name, adapter)
                 except (Fault, UserError) as e:
@@ -166,7 +208,7 @@ class Servers:
                     raise self._refusal(url, why, tokens) from None
             yield name
         finally:
-            for url in self.urls:
+            for url in urls:
                 with contextlib.suppress(Fault, UserError):
                     _text(f"{url}/unload_lora_adapter", {"lora_name": name})
 
@@ -187,6 +229,7 @@ class _Job:
     """Rows on their way through the servers, each in a thread that waits for its answer."""
 
     servers: Servers
+    urls: Sequence[str]  # of those that answered at the start
     name: str  # of the adapter on the servers; "" is their base model
     adapter: str
     tokenizer: Tokenizer
@@ -195,6 +238,9 @@ class _Job:
     waiting: collections.deque[Row] = field(default_factory=collections.deque)
     finished: queue.Queue = field(default_factory=queue.Queue)  # rows, errors, ends of threads
     busy: collections.Counter[str] = field(default_factory=collections.Counter)  # by server
+    down: dict[str, float] = field(
+        default_factory=dict
+    )  # {server: until when others are preferred}
     ending: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     loading: threading.Lock = field(default_factory=threading.Lock)
@@ -235,25 +281,28 @@ class _Job:
         self.finished.put(None)
 
     def _complete(self, row: Row) -> None:
-        """Fill a row in, by the server with the least to do; at another try, by another one."""
-        servers, url = self.servers, ""
+        """Fill a row in, with a limited number of tries."""
+        servers, url, unknown = self.servers, "", False
         for tries, pause in enumerate((*PAUSES, 0), 1):
-            others = [other for other in servers.urls if other != url] or [url]
-            with self.lock:
-                url = min(others, key=lambda other: self.busy[other])
-                self.busy[url] += 1
-            body = self._body(row, url)
+            url = self._choose([url] if unknown else [x for x in self.urls if x != url] or [url])
+            body: dict[str, Any] = {}
             try:
-                if self.name and tries > 1:  # a server that was started anew has no adapters
+                if unknown:  # a server that was started anew has no adapters
                     with self.loading:
                         servers.load(url, self.name, self.adapter)
-                return self._fill(row, _text(f"{url}/completions", body, servers.timeout_s))
+                body = self._body(row, url)
+                self._fill(row, _text(f"{url}/completions", body, servers.timeout_s))
+                self.down.pop(url, None)
+                return
             except Fault as e:
                 if "seed" in body and "HTTP 500" in str(e):
                     servers.stop_seeding(url, f"a request with a seed failed ({e})")
                 if not pause or self.ending.is_set():
-                    kept = "what has finished is kept: the same command goes on, at any server"
-                    raise ConnectionError(f"{url}: failed {tries} times ({e}); {kept}") from None
+                    raise ConnectionError(f"{url}: failed {tries} times ({e})") from None
+                if url not in self.down:
+                    print(f"{url}: {e}: trying again", file=sys.stderr)
+                self.down[url] = time.monotonic() + max(PAUSES)
+                unknown = bool(self.name) and "HTTP 404" in str(e)
             except UserError as e:
                 prompt = f"a prompt of {len(row.prompt)} tokens"
                 raise UserError(f"{servers.flag} {url}: no completion of {prompt}: {e}") from None
@@ -261,6 +310,14 @@ class _Job:
                 with self.lock:
                     self.busy[url] -= 1
             self.ending.wait(pause)
+
+    def _choose(self, urls: Sequence[str]) -> str:
+        """The server with the least to do; one that has just failed comes last."""
+        now = time.monotonic()
+        with self.lock:
+            url = min(urls, key=lambda x: (now < self.down.get(x, now), self.busy[x]))
+            self.busy[url] += 1
+        return url
 
     def _body(self, row: Row, url: str) -> dict[str, Any]:
         """A request with every field of sampling, so that a server's own settings have no say."""
@@ -288,6 +345,11 @@ class _Job:
             raise UserError(f"nonsense ({brief(e)}): {text[:200]}") from None
         if reason not in ("stop", "length"):
             raise Fault(f"a completion ended for the reason {reason!r}")
+        made = counted or len(ids)
+        if reason == "length" and made < row.left:  # else it would count as cut at our own limit
+            raise UserError(
+                f"cut after {made} of {row.left} tokens, by a limit of the server's own"
+            )
         if reason == "stop" and not {*ids[-1:]} & {*self.stops}:
             ids = ids + self.stops[:1]  # which some leave out
         row.ids, row.counted, row.left = ids, counted, 0
@@ -302,7 +364,10 @@ def _on_cpu(metrics: str) -> bool:
 def _text(url: str, body: dict | None = None, timeout_s: float = QUESTION_S) -> str:
     """A server's answer. Fault where another try may help, UserError where the server refuses."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+    request = urllib.request.Request(url, data, headers)
     try:
         try:
             reply = urllib.request.urlopen(request, timeout=timeout_s)
@@ -312,7 +377,7 @@ def _text(url: str, body: dict | None = None, timeout_s: float = QUESTION_S) -> 
             text, status = reply.read().decode("utf-8", "replace"), reply.status
     except TimeoutError:
         raise Fault(f"no answer within {timeout_s:g} seconds") from None
-    except (OSError, http.client.HTTPException) as e:  # refused, dropped, broken off
+    except (OSError, http.client.HTTPException, UnicodeError) as e:  # refused, dropped, no host
         raise Fault(brief(getattr(e, "reason", e))) from None
     if status == 200:
         return text

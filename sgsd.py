@@ -631,15 +631,17 @@ def make_steps(
         tokens = [row.pop("tokens") for row in records if "tokens" in row]
         stop = any(distributed.gather(run.stop, world))  # a signal may have come to some ranks only
         due = cfg.sees_skills and cfg.update_every and step % cfg.update_every == 0
-        run.bank_is_due, interrupted = bool(due and stop), False  # it may take minutes: put off
+        run.bank_is_due = bool(due and stop)  # it may take minutes: put off
+        ended_by: BaseException | None = None
         counts, begun = {}, time.perf_counter()
         if cfg.sees_skills and not run.bank_is_due:
             try:
                 with end_at_once(run):
                     counts = evolve_bank(run, step, records)  # line 17
                 stop = any(distributed.gather(run.stop, world)) if due else stop
-            except KeyboardInterrupt:
-                run.bank_is_due = interrupted = stop = True
+            except (KeyboardInterrupt, ConnectionError, UserError) as e:  # its server may be gone
+                run.bank_is_due = stop = True
+                ended_by = e
         seconds["bank"] = time.perf_counter() - begun
         run.step = step
         skipped = 0 if math.isfinite(norm) else skipped + 1
@@ -653,8 +655,10 @@ def make_steps(
                 bar.write(notice)
         if stop or skipped == 3 or step % cfg.checkpoint_every == 0 or step == cfg.updates:
             save(run)
-        if interrupted:
-            raise KeyboardInterrupt
+        if isinstance(ended_by, UserError):
+            raise type(ended_by)(f"{ended_by}; {runlog.how_to_continue(cfg)}")
+        if ended_by:
+            raise ended_by
         if skipped == 3:
             return "three steps in a row were not finite", 1
         if stop and (step < cfg.updates or cfg.eval_data or run.bank_is_due):

@@ -27,6 +27,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import cli
@@ -485,7 +486,7 @@ class Writer:
         def finish(turn: rollout.Turn) -> list:
             finished = []
             for i, ids in turn:
-                cut = ids[-1] not in stops
+                cut = not ids or ids[-1] not in stops
                 finished.append((i, policy.text_of(self.tokenizer, ids), cut))
             return finished
 
@@ -514,8 +515,11 @@ def writer_of(
     """The bank's writer: the policy, or --update-model in its place, here or on --update-server."""
     if cfg.update_server:
         servers = Servers(cfg.update_server.split(), cfg.update_model, flag="--update-server")
-        servers.check(cfg.reply_tokens)
         model, tokenizer = policy.load_outline(cfg.update_model, "--update-model")
+        shortest = memory_of(SimpleNamespace(problem="", text="", r=-1, pred=None))
+        text = render_extraction(shortest, "common_mistakes")
+        prompt = policy.chat_ids(tokenizer, text, thinking=False)
+        servers.check(len(prompt) + cfg.reply_tokens)  # each prompt is checked when it is asked
         decode = servers.stream
     elif cfg.update_model:
         name, flag = cfg.update_model, "--update-model"
@@ -621,8 +625,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             servers = None
             if cfg.server:
                 servers = Servers(cfg.server.split(), cfg.model)
-                servers.check(cfg.cold_start_tokens)
                 model, tokenizer = policy.load_outline(cfg.model)
+                longest = max((x.problem for x in problems), key=len, default="")
+                prompt = policy.chat_ids(
+                    tokenizer,
+                    render("memory", {"problem": longest}),
+                    thinking=cfg.cold_start_thinking,
+                )
+                servers.check(len(prompt) + cfg.cold_start_tokens)
             else:
                 model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
             decode = servers.stream if servers else rollout.stream

@@ -189,6 +189,8 @@ def greedy(args: argparse.Namespace) -> dict:
 def sampled(args: argparse.Namespace) -> dict:
     """The same evaluation of tiny/model and a tiny run by `generate` and by the server."""
     paths = [str(ROOT / "tiny/model"), str(tiny_run(args.folder))]
+    for by in ("generate", "server"):  # what another call has sampled is not taken
+        shutil.rmtree(args.folder / f"sampled_{by}", ignore_errors=True)
     ours, our_seconds = evaluated([*paths, *TINY], args.folder / "sampled_generate")
     with tiny_engine(args) as engine:
         argv = [*paths, *TINY, "--server", engine.url]
@@ -209,6 +211,8 @@ def real_flags(args: argparse.Namespace) -> list[str]:
 def real(args: argparse.Namespace) -> dict:
     """A real model: 40 problems, 4 samples each, by `generate` and by the server."""
     argv = real_flags(args)
+    for by in ("generate", "server"):
+        shutil.rmtree(args.folder / f"real_{by}", ignore_errors=True)
     ours, our_seconds = evaluated(argv, args.folder / "real_generate")
     with real_engine(args) as engine:
         argv += ["--server", engine.url]
@@ -220,6 +224,7 @@ def real(args: argparse.Namespace) -> dict:
 def killed(args: argparse.Namespace) -> dict:
     """The same evaluation killed at 30%, the server killed and started anew in between."""
     out = args.folder / "real_killed"
+    shutil.rmtree(out, ignore_errors=True)
     argv = real_flags(args)
     with real_engine(args) as engine:
         argv += ["--server", engine.url]

@@ -208,7 +208,19 @@ def test_a_stop_id_that_a_server_leaves_out_does_not_make_a_completion_a_cut_one
     engine.answer = lambda body: (200, choices(token_ids=[65, 66]))
     assert stream([engine], outline, rows(1)) == {0: [65, 66, stops[0]]}
     engine.answer = lambda body: (200, choices("length", token_ids=[65, 66]))
-    assert stream([engine], outline, rows(1)) == {0: [65, 66]}
+    assert stream([engine], outline, rows(1, limit=2)) == {0: [65, 66]}
+
+
+def test_a_completion_that_a_limit_of_the_server_cut_is_refused(start, outline):
+    """Else it would count as one that was cut at our own limit, and lower a figure silently."""
+    engine = start()
+    engine.answer = lambda body: (200, choices("length", token_ids=[65, 66]))
+    with pytest.raises(UserError, match="cut after 2 of 30 tokens, by a limit of the server's own"):
+        stream([engine], outline, rows(1))
+    reply = choices("length", text="x") | {"usage": {"completion_tokens": 0}}
+    engine.answer = lambda body: (200, reply)
+    with pytest.raises(UserError, match="cut after 1 of 30 tokens"):
+        stream([engine], outline, rows(1))
 
 
 def test_what_finishes_first_comes_first(start, outline):
@@ -252,8 +264,8 @@ def test_after_a_fault_a_request_is_tried_again(fault, start, outline):
         return FAULTS[fault](body) if seen.count(body["prompt"]) < 3 else engine.boxed(body)
 
     engine.answer = answer
-    count = 1 if "timeout" in fault else 4
-    assert len(stream([engine], outline, rows(count), timeout_s=0.2)) == count
+    count, timeout_s = (1, 0.2) if "timeout" in fault else (4, 60.0)
+    assert len(stream([engine], outline, rows(count), timeout_s=timeout_s)) == count
     assert len(seen) == 3 * count
 
 
@@ -271,7 +283,8 @@ def test_a_fault_that_stays_is_one_line_after_what_had_finished(
     more = f"--server {engine.url} --rows 2 --server-timeout 0.2"
     assert eval.main(command(world_dir, tmp_path, more)) == 1
     (line,) = error_lines(capsys)
-    assert engine.url in line and "failed 4 times (" in line and "the same command goes on" in line
+    assert engine.url in line and "failed 4 times (" in line
+    assert line.endswith("what was sampled is kept: give the same command again")
     before = samples(tmp_path)
     assert len(before) == 7 and not list(tmp_path.glob("*/results.json"))
 
@@ -331,6 +344,38 @@ def test_several_servers_share_the_work_and_one_that_dies_leaves_it_to_the_other
     engines[0].answer = lambda body: "drop"
     assert len(stream(engines, outline, rows(20))) == 20
     assert engines[0].calls
+
+
+def test_what_does_not_answer_at_a_start_is_asked_again_or_left_out(start, outline, capsys):
+    """One server of two that is gone ends no evaluation at its next policy."""
+    engines = [start(), start()]
+    servers = served.Servers([engine.url for engine in engines], engines[0].base)
+    engines[0].shutdown()
+    engines[0].server_close()
+    turns = servers.stream(*outline, rows(), rollout.Sampling(), 2)
+    assert sorted(i for turn in turns for i, _ in turn) == list(range(6))
+    assert "the others go on without it" in capsys.readouterr().err
+    busy, get = iter([(503, {}), "drop"]), engines[1].get
+    engines[1].get = lambda path: next(busy, None) or get(path)
+    assert len(stream([engines[1]], outline, rows())) == 6
+    engines[1].get = lambda path: (503, {})
+    with pytest.raises(ConnectionError, match="no server answers .HTTP 503"):
+        stream([engines[1]], outline, rows())
+
+
+def test_a_server_that_has_just_failed_is_chosen_last(start, outline, capsys):
+    engines, servers = [start(), start()], served.Servers([], "base")
+    job = served._Job(servers, ["a", "b"], "", "", *outline, rollout.Sampling())
+    job.busy["b"] = 5
+    assert job._choose(["a", "b"]) == "a"
+    job.down["a"] = time.monotonic() + 60
+    assert job._choose(["a", "b"]) == "b"
+    job.down["a"] = time.monotonic() - 1
+    assert job._choose(["a", "b"]) == "a"
+    engines[0].answer = FAULTS["a server that starts"]
+    stream(engines, outline, rows(20))
+    error = capsys.readouterr().err
+    assert error.count(f"{engines[0].url}: HTTP 503: {{}}: trying again") >= 1
 
 
 def test_servers_of_two_versions_are_refused(start, world_dir, tmp_path, capsys):
@@ -402,9 +447,34 @@ def test_what_is_no_server_is_one_line(start, world_dir, tmp_path, capsys):
     engine.get = lambda path: (200, "<html>")
     assert eval.main(command(world_dir, tmp_path, f"--server {engine.url}")) == 2
     assert "no list of models (JSONDecodeError" in error_lines(capsys)[0]
-    for url in ("localhost:8000/v1", "http://localhost:8000"):
+    for url in (
+        "localhost:8000/v1",
+        "http://localhost:8000",
+        "http://localhost:80O0/v1",
+        "http://localhost:99999/v1",
+        "http://[::1/v1",
+    ):
         assert eval.main(command(world_dir, tmp_path, f"--server {url}")) == 2
         assert "an address such as http://localhost:8000/v1 is wanted" in error_lines(capsys)[0]
+
+
+def test_a_key_is_sent_and_a_server_that_wants_one_is_named(
+    start, world_dir, tmp_path, monkeypatch, capsys
+):
+    engine, seen = start(), []
+
+    def do_get(handler):
+        seen.append(handler.headers.get("Authorization"))
+        allowed = seen[-1] == "Bearer secret"
+        handler.send(engine.get(handler.path) if allowed else (401, {"error": "Unauthorized"}))
+
+    monkeypatch.setattr(Handler, "do_GET", do_get)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert eval.main(command(world_dir, tmp_path, f"--server {engine.url}")) == 2
+    assert f"--server {engine.url}: HTTP 401: " in error_lines(capsys)[0]
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    evaluate(world_dir, tmp_path, f"--server {engine.url}")
+    assert seen[0] is None and seen[-1] == "Bearer secret"
 
 
 def test_a_table_whose_samples_exist_needs_no_server(start, world_dir, tmp_path):
@@ -474,6 +544,10 @@ def test_a_name_that_a_user_gave_is_asked_for_and_nothing_is_loaded(
     more = f"--server {engine.url} --served base={model} gone={adapter}"
     assert eval.main([str(adapter), *command(world_dir, tmp_path / "other", more)]) == 2
     assert f"--served gone={adapter}: {engine.url} serves base" in error_lines(capsys)[0]
+    more = f"--server {engine.url} --served other={model}"
+    assert eval.main(command(world_dir, tmp_path / "third", more)) == 2
+    (line,) = error_lines(capsys)
+    assert "serves base, base:mine, not other; " in line and "--served-model-name other" in line
     for more in ("--served x=y", f"--server {engine.url} --served x"):
         assert eval.main(command(world_dir, tmp_path, more)) == 2
         assert "NAME=PATH is wanted, and --server" in error_lines(capsys)[0]

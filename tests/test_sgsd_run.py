@@ -55,6 +55,30 @@ def test_what_a_run_leaves_on_disk(whole):
     assert not {path.suffix for path in out.rglob("*")} & {".tmp", ".pt", ".bin"}
 
 
+@pytest.mark.parametrize("error", [ConnectionError, UserError])
+def test_no_step_is_lost_where_the_banks_writer_fails(
+    error, whole, world_dir, tmp_path, monkeypatch
+):
+    """As where its server is gone after step 2: what was trained is saved, and a resume evolves."""
+    out = tmp_path / "run"
+
+    def fail(*_, **__):
+        raise error("no server answers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(skills, "evolve", fail)
+        with pytest.raises(error, match="no server answers") as raised:
+            train(world_dir, out, **BANK)
+    advice = [str(raised.value), *getattr(raised.value, "__notes__", [])]
+    assert any(f"--resume {out} continues it" in line for line in advice)
+    assert (out / "checkpoints/step_000002").exists()
+    assert [m["step"] for m in rows(out / "metrics.jsonl")] == [1, 2]
+    train(world_dir, out, resume=True, **BANK)
+    assert [m["step"] for m in rows(out / "metrics.jsonl")] == [1, 2, 3, 4]
+    for name in ("rollouts.jsonl", "bank/bank.json"):
+        assert (out / name).read_bytes() == (whole.out / name).read_bytes()
+
+
 def dynamic(bank):
     entries = bank.general_skills + bank.common_mistakes
     return [e for e in entries if e.get("skill_id", e.get("mistake_id")).startswith("dyn_")]
