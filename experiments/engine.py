@@ -199,7 +199,7 @@ def sampled(args: argparse.Namespace) -> dict:
 
 
 def real_engine(args: argparse.Namespace) -> Engine:
-    flags = f"--dtype {args.dtype} --max-model-len 4096"
+    flags = f"--dtype {args.dtype} --max-model-len 8192"
     return Engine(args.python, args.model, flags, args.folder / "engine.log")
 
 
