@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes that it starts
 
 import torch
 
@@ -67,7 +68,7 @@ class Engine:
         command += ["--model", self.model, "--host", "127.0.0.1", "--port", str(self.port)]
         settings = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "HF_HUB_OFFLINE": "1"}
         settings |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        settings |= {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+        settings |= {"VLLM_NO_USAGE_STATS": "1"}
         begun = time.perf_counter()
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
@@ -127,7 +128,7 @@ def evaluated(argv: list[str], out: pathlib.Path) -> tuple[dict, float]:
     """The figures by policy and set of an evaluation, and its seconds."""
     begun = time.perf_counter()
     command = [sys.executable, str(ROOT / "eval.py"), *argv, "--out", str(out), "--device", "cpu"]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True)
     seconds = time.perf_counter() - begun
     figures = {}
     for file in sorted(out.glob("*/results.json")):
@@ -138,8 +139,7 @@ def evaluated(argv: list[str], out: pathlib.Path) -> tuple[dict, float]:
 def error_of(argv: list[str], out: pathlib.Path, kill: Engine | None = None) -> str:
     """The line on which an evaluation ends; `kill` is killed once it has begun to sample."""
     command = [sys.executable, str(ROOT / "eval.py"), *argv, "--out", str(out), "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while kill and process.poll() is None and samples_in(out) < 40:
         time.sleep(0.2)
     if kill:
