@@ -98,13 +98,9 @@ class Servers:
 
         tokens: of the longest prompt and its completion. Each adapter is loaded, and unloaded.
         """
-        engines = {}
-        for url in self.urls:
-            try:
-                engines[url] = self._look_at(url, tokens)
-            except Fault as e:
-                raise self._refusal(url, f"no server answers ({e})", tokens) from None
-        self._set_engine(engines)
+        _, faults = self._look(tokens)
+        for url, why in faults.items():
+            raise self._refusal(url, why, tokens)
         for adapter in adapters:
             with self._loaded(adapter, tokens, self.urls):
                 pass
@@ -112,25 +108,27 @@ class Servers:
     def _answering(self, tokens: int) -> list[str]:
         """The servers that answer now. ConnectionError where after all pauses none does."""
         for pause in (*PAUSES, 0):
-            engines, faults = {}, []
-            for url in self.urls:
-                try:
-                    engines[url] = self._look_at(url, tokens)
-                except Fault as e:
-                    faults.append(f"{url}: no server answers ({e})")
-            if engines:
-                for fault in faults:
-                    print(f"{fault}: the others go on without it", file=sys.stderr)
-                self._set_engine(engines)
-                return list(engines)
+            urls, faults = self._look(tokens)
+            if urls:
+                for url, why in faults.items():
+                    print(f"{url}: {why}: the others go on without it", file=sys.stderr)
+                return urls
             time.sleep(pause)
-        raise ConnectionError("; ".join(faults))
+        raise ConnectionError("; ".join(f"{url}: {why}" for url, why in faults.items()))
 
-    def _set_engine(self, engines: dict[str, str]) -> None:
+    def _look(self, tokens: int) -> tuple[list[str], dict[str, str]]:
+        """The servers that answer, which must be fit and of one engine, and why others do not."""
+        engines, faults = {}, {}
+        for url in self.urls:
+            try:
+                engines[url] = self._look_at(url, tokens)
+            except Fault as e:
+                faults[url] = f"no server answers ({e})"
         if len(set(engines.values())) > 1:
             each = ", ".join(f"{url} is {engine}" for url, engine in engines.items())
             raise UserError(f"{self.flag}: {each}; give servers of one engine and version")
-        (self.engine,) = set(engines.values())
+        self.engine = next(iter(engines.values()), self.engine)
+        return list(engines), faults
 
     def _look_at(self, url: str, tokens: int) -> str:
         """A server's engine and version. UserError unless it has the model and enough context."""
