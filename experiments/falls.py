@@ -40,6 +40,7 @@ BATCHES = {"tiny": 16, "lock": 8, "lock_long": 8}  # problems per step, but GRPO
 GRPO_BATCHES = {"tiny": 4, "lock": 2, "lock_long": 2}
 GENERATIONS = 8
 STORED = ("compare_lock", "compare_lock_long", "compare_lock_long_sgsd", "compare_tiny")
+STORED += ("polarity_lock_jobs", "polarity_long_jobs", "polarity_tiny_jobs")
 
 
 @dataclass(frozen=True)
@@ -118,15 +119,20 @@ def drawn(level: float, problems: int, generations: int, draw: random.Random) ->
 
 def stored_curves() -> dict[str, tuple[dict[int, float], str, bool]]:
     """By name: accuracy after steps, the base's at 0; the world; whether it is GRPO's."""
-    curves = {}
+    runs, bases = [], {}
     for name in STORED:
         results = json.loads((ROOT / "results" / f"{name}.json").read_text())["results"]
         for row in results.values():
             if row["kind"] == "train":
-                points = {int(step): x for step, x in row["accuracy"].items()}
-                points[0] = results[f"base-{row['seed']}"]["accuracy"]["0"]
-                grpo = row["method"].startswith("grpo")
-                curves[f"{row['world']}, {row['name']}"] = points, row["world"], grpo
+                runs.append(row)
+            elif row["method"] == "base":
+                bases[row["world"], row["seed"]] = row["accuracy"]["0"]
+    curves = {}
+    for row in runs:
+        points = {int(step): x for step, x in row["accuracy"].items()}
+        points[0] = bases[row["world"], row["seed"]]
+        grpo = row["method"].startswith("grpo")
+        curves[f"{row['world']}, {row['name']}"] = points, row["world"], grpo
     return curves
 
 

@@ -57,13 +57,23 @@ def test_a_run_that_is_not_audited_at_every_step_is_refused(run):
 
 
 def test_differences_are_paired_by_the_seeds_that_both_have():
-    runs = {"a": {0: {"9": 0.5}, 1: {"9": 0.7}, 2: {"9": 0.1}}, "b": {0: {"9": 0.3}, 1: {"9": 0.4}}}
+    ends = {"a": {0: 0.5, 1: 0.7, 2: 0.1}, "b": {0: 0.3, 1: 0.4}}
+    runs = {}
+    for method, by_seed in ends.items():
+        runs[method] = {seed: {"accuracy": {"9": end}} for seed, end in by_seed.items()}
     # .2 and .3: the mean is .25, and 12.71 * .0707 / sqrt(2) = .635
     assert polarity_tables.difference(runs, "a", "b", "9") == "+25.0% ± 63.5%"
 
 
+def test_accuracy_at_equal_tokens_lies_between_two_evaluations():
+    run = {"generated_at": {"20": 40_000, "60": 120_000}, "accuracy": {"20": 0.5, "60": 0.9}}
+    assert polarity_tables.at_tokens(run, 60_000) == pytest.approx(0.6)  # a quarter of the way
+    with pytest.raises(ValueError, match="outside 40000..120000"):
+        polarity_tables.at_tokens(run, 20_000)
+
+
 def test_the_page_has_the_tables_that_the_command_prints(capsys):
-    polarity_tables.main()
+    polarity_tables.main([])
     page = (polarity_tables.ROOT / "results" / "polarity.md").read_text()
     for line in capsys.readouterr().out.splitlines():
         assert line in page
