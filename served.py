@@ -300,7 +300,7 @@ class _Job:
                 if url not in self.down:
                     print(f"{url}: {e}: trying again", file=sys.stderr)
                 self.down[url] = time.monotonic() + max(PAUSES)
-                unknown = bool(self.name) and "HTTP 404" in str(e)
+                unknown = bool(self.name) and "HTTP 404" in str(e) and not unknown
             except UserError as e:
                 prompt = f"a prompt of {len(row.prompt)} tokens"
                 raise UserError(f"{servers.flag} {url}: no completion of {prompt}: {e}") from None
@@ -363,8 +363,11 @@ def _text(url: str, body: dict | None = None, timeout_s: float = QUESTION_S) -> 
     """A server's answer. Fault where another try may help, UserError where the server refuses."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    if os.environ.get("OPENAI_API_KEY"):
-        headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UserError("OPENAI_API_KEY has characters that no header may have")
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url, data, headers)
     try:
         try:

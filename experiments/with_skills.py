@@ -133,10 +133,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.folder:
         if not args.banks:
             parser.error("--banks is wanted, such as hand=banks/word_problems.json")
-        banks = {
-            name: pathlib.Path(file) for name, _, file in (x.partition("=") for x in args.banks)
-        }
+        banks = {}
+        for pair in args.banks:
+            name, _, file = pair.partition("=")
+            banks[name] = pathlib.Path(file)
         measure(args.folder.resolve(), banks, args.dtype)
+    elif not KEPT.exists():
+        parser.error("nothing is kept yet: give FOLDER and --banks")
     print("\n".join(table(files.read_json(KEPT))))
 
 

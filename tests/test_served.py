@@ -475,6 +475,10 @@ def test_a_key_is_sent_and_a_server_that_wants_one_is_named(
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     evaluate(world_dir, tmp_path, f"--server {engine.url}")
     assert seen[0] is None and seen[-1] == "Bearer secret"
+    monkeypatch.setenv("OPENAI_API_KEY", "sec\rret")
+    assert eval.main(command(world_dir, tmp_path / "other", f"--server {engine.url}")) == 2
+    (line,) = error_lines(capsys)
+    assert "OPENAI_API_KEY has characters that no header may have" in line and "ret" not in line
 
 
 def test_a_table_whose_samples_exist_needs_no_server(start, world_dir, tmp_path):
@@ -526,6 +530,20 @@ def test_a_server_that_was_started_anew_has_the_adapter_loaded_again(start, outl
     turns = servers.stream(*outline, rows(), rollout.Sampling(), 2, str(adapter))
     assert sorted(i for turn in turns for i, _ in turn) == list(range(6))
     assert len({body["lora_name"] for body in engine.of("/v1/load_lora_adapter")}) == 1
+
+
+def test_one_server_without_the_adapter_leaves_the_work_to_the_other(start, outline, adapter):
+    """One that was started anew without it, and that loads none: after one more try the other."""
+    engines = [start(), start()]
+    for engine in engines:
+        engine.adapters["mine"] = str(adapter)
+    servers = served.Servers([engine.url for engine in engines], engines[0].base)
+    servers.names = {served.place(str(adapter)): "mine"}
+    turns = servers.stream(*outline, rows(12), rollout.Sampling(), 2, str(adapter))
+    done = [next(turns)]
+    engines[0].adapters.clear()
+    done += turns
+    assert sorted(i for turn in done for i, _ in turn) == list(range(12))
 
 
 def test_a_name_that_a_user_gave_is_asked_for_and_nothing_is_loaded(
