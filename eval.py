@@ -389,7 +389,7 @@ def sample(
         files.write_json(policy.folder / "settings.json", policy.settings)
     if not missing:
         return done
-    decode, engine = rollout.stream, f"transformers {importlib.metadata.version('transformers')}"
+    decode, ours = rollout.stream, f"transformers {importlib.metadata.version('transformers')}"
     if policy.servers:
         adapter = policy.path if policy.base else ""
         decode = functools.partial(policy.servers.stream, adapter=adapter)
@@ -404,8 +404,8 @@ def sample(
         rows = []
         for (i, _), roll in zip(turn, rolls):
             row = row_of(missing[i], digest_of(unsolved[i], policy), roll)
-            by = policy.servers.engine if policy.servers else engine
-            rows.append(row | {"tokens": asked[i].counted or row["tokens"], "engine": by})
+            engine = policy.servers.engine if policy.servers else ours
+            rows.append(row | {"tokens": asked[i].counted or row["tokens"], "engine": engine})
         return rows
 
     asked = rollout.rows_of(prompts, seeds, args.max_new_tokens)

@@ -38,6 +38,10 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank may b
 class Fault(Exception):
     """What may be over at the next try, such as a dropped connection."""
 
+    def __init__(self, why: str, status: int = 0):
+        super().__init__(why)
+        self.status = status  # of the HTTP answer; 0 where there was none
+
 
 def place(name: str) -> str:
     """A directory's whole path, so that two names of one model are equal; a hub id as it is."""
@@ -150,7 +154,7 @@ class Servers:
         try:
             version = json.loads(_text(f"{beside}/version"))["version"]
         except Fault as e:
-            if "HTTP 404" not in str(e):  # such a server tells no version
+            if e.status != 404:  # such a server tells no version
                 raise
         except (UserError, ValueError, KeyError, TypeError):
             pass
@@ -236,9 +240,7 @@ class _Job:
     waiting: collections.deque[Row] = field(default_factory=collections.deque)
     finished: queue.Queue = field(default_factory=queue.Queue)  # rows, errors, ends of threads
     busy: collections.Counter[str] = field(default_factory=collections.Counter)  # by server
-    down: dict[str, float] = field(
-        default_factory=dict
-    )  # {server: until when others are preferred}
+    down: dict[str, float] = field(default_factory=dict)  # until when others are preferred
     ending: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     loading: threading.Lock = field(default_factory=threading.Lock)
@@ -293,14 +295,14 @@ class _Job:
                 self.down.pop(url, None)
                 return
             except Fault as e:
-                if "seed" in body and "HTTP 500" in str(e):
+                if "seed" in body and e.status == 500:
                     servers.stop_seeding(url, f"a request with a seed failed ({e})")
                 if not pause or self.ending.is_set():
                     raise ConnectionError(f"{url}: failed {tries} times ({e})") from None
                 if url not in self.down:
                     print(f"{url}: {e}: trying again", file=sys.stderr)
                 self.down[url] = time.monotonic() + max(PAUSES)
-                unknown = bool(self.name) and "HTTP 404" in str(e) and not unknown
+                unknown = bool(self.name) and e.status == 404 and not unknown
             except UserError as e:
                 prompt = f"a prompt of {len(row.prompt)} tokens"
                 raise UserError(f"{servers.flag} {url}: no completion of {prompt}: {e}") from None
@@ -384,5 +386,5 @@ def _text(url: str, body: dict | None = None, timeout_s: float = QUESTION_S) -> 
         return text
     why = f"HTTP {status}: {' '.join(text.split())[:300]}"
     if status >= 500 or status in (404, 429):  # 404: a server started anew, without its adapters
-        raise Fault(why)
+        raise Fault(why, status)
     raise UserError(why)

@@ -1,6 +1,7 @@
 """Where a run's credit lies: on successes or failures, on liked or disliked tokens, on which ones.
 
     python experiments/credit.py RUN [--window 16] [--first 45]
+    python experiments/credit.py RUN --word "Well"       how a word spreads, of any run
 
 RUN must have been audited at every step (--audit-every 1). Credit is Eq. 20's, summed over teachers
 and unmasked tokens, a thousand times its mean over rollouts. A token is liked where a teacher's
@@ -99,14 +100,44 @@ def table(run: pathlib.Path, window: int) -> list[str]:
     return lines
 
 
+def words(run: pathlib.Path, window: int, word: str) -> list[str]:
+    """A table with a row per window of steps: how many solutions have the word, and which."""
+    head = ["steps", "success", "solutions with it", "of it in each", "at most"]
+    head += ["right with it", "right without"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    windows: dict[int, list[dict]] = {}
+    for roll in files.read_jsonl(run / "rollouts.jsonl"):
+        windows.setdefault((roll["step"] - 1) // window, []).append(roll)
+    for number, rolls in windows.items():
+        counts = [roll["text"].count(word) for roll in rolls]
+        outcomes: dict[bool, list[bool]] = {True: [], False: []}
+        for roll, count in zip(rolls, counts):
+            outcomes[count > 0].append(verify.is_success(roll["r"]))
+        shares = []
+        for right in (outcomes[True] + outcomes[False], outcomes[True], outcomes[False]):
+            shares.append(f"{statistics.mean(right):.0%}" if right else "")
+        steps = f"{number * window + 1} to {rolls[-1]['step']}"
+        spread = f"{len(outcomes[True]) / len(rolls):.0%} | {statistics.mean(counts):.2f}"
+        cells = [steps, shares[0], spread, str(max(counts)), *shares[1:]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> int:
     parser = cli.Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("run", type=pathlib.Path, help="a run that was audited at every step")
+    parser.add_argument(
+        "run", type=pathlib.Path, help="a run; without --word audited at every step"
+    )
     parser.add_argument("--window", type=int, default=16, help="steps of a row")
     parser.add_argument("--first", type=int, default=20, help="steps of the line on first tokens")
 
+    parser.add_argument("--word", default="", help="show how often solutions have this, and end")
+
     def body() -> None:
         args = parser.parse_args()
+        if args.word:
+            print("\n".join(words(args.run, args.window, args.word)))
+            return
         print("\n".join(table(args.run, args.window)))
         print(f"\n{first_token(args.run, args.first)}")
 

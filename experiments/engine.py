@@ -31,9 +31,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes that it starts
 
+import real_tables
 import torch
 
 import distributed
@@ -136,6 +137,12 @@ def evaluated(argv: list[str], out: pathlib.Path) -> tuple[dict, float]:
     return figures, seconds
 
 
+def fresh(out: pathlib.Path) -> pathlib.Path:
+    """A folder without what another call has sampled."""
+    shutil.rmtree(out, ignore_errors=True)
+    return out
+
+
 def error_of(argv: list[str], out: pathlib.Path, kill: Engine | None = None) -> str:
     """The line on which an evaluation ends; `kill` is killed once it has begun to sample."""
     command = [sys.executable, str(ROOT / "eval.py"), *argv, "--out", str(out), "--device", "cpu"]
@@ -189,12 +196,10 @@ def greedy(args: argparse.Namespace) -> dict:
 def sampled(args: argparse.Namespace) -> dict:
     """The same evaluation of tiny/model and a tiny run by `generate` and by the server."""
     paths = [str(ROOT / "tiny/model"), str(tiny_run(args.folder))]
-    for by in ("generate", "server"):  # what another call has sampled is not taken
-        shutil.rmtree(args.folder / f"sampled_{by}", ignore_errors=True)
-    ours, our_seconds = evaluated([*paths, *TINY], args.folder / "sampled_generate")
+    ours, our_seconds = evaluated([*paths, *TINY], fresh(args.folder / "sampled_generate"))
     with tiny_engine(args) as engine:
         argv = [*paths, *TINY, "--server", engine.url]
-        theirs, seconds = evaluated(argv, args.folder / "sampled_server")
+        theirs, seconds = evaluated(argv, fresh(args.folder / "sampled_server"))
     return {"generate": [ours, our_seconds], "server": [theirs, seconds]}
 
 
@@ -211,20 +216,17 @@ def real_flags(args: argparse.Namespace) -> list[str]:
 def real(args: argparse.Namespace) -> dict:
     """A real model: 40 problems, 4 samples each, by `generate` and by the server."""
     argv = real_flags(args)
-    for by in ("generate", "server"):
-        shutil.rmtree(args.folder / f"real_{by}", ignore_errors=True)
-    ours, our_seconds = evaluated(argv, args.folder / "real_generate")
+    ours, our_seconds = evaluated(argv, fresh(args.folder / "real_generate"))
     with real_engine(args) as engine:
         argv += ["--server", engine.url]
-        theirs, seconds = evaluated(argv, args.folder / "real_server")
+        theirs, seconds = evaluated(argv, fresh(args.folder / "real_server"))
     both = {"generate": [ours, our_seconds], "server": [theirs, seconds]}
-    return {**both, "dtype": args.dtype}
+    return {**both, "dtype": args.dtype, "gap": gap(args.folder, "real_server")}
 
 
 def killed(args: argparse.Namespace) -> dict:
     """The same evaluation killed at 30%, the server killed and started anew in between."""
-    out = args.folder / "real_killed"
-    shutil.rmtree(out, ignore_errors=True)
+    out = fresh(args.folder / "real_killed")
     argv = real_flags(args)
     with real_engine(args) as engine:
         argv += ["--server", engine.url]
@@ -241,7 +243,16 @@ def killed(args: argparse.Namespace) -> dict:
     (log,) = out.glob("*/samples.jsonl")
     keys = [(row["id"], row["sample"]) for row in files.read_jsonl(log)]
     counts = {"before": before, "samples": len(keys), "different": len(set(keys))}
-    return {**counts, "figures": figures}
+    return {**counts, "figures": figures, "gap": gap(args.folder, "real_killed")}
+
+
+def gap(folder: pathlib.Path, theirs: str) -> str:
+    """An evaluation's score less that of `generate`, paired by problem, with its interval."""
+    shares = []
+    for name in (theirs, "real_generate"):
+        (log,) = (folder / name).glob("*/samples.jsonl")
+        shares.append(real_tables.share(real_tables.score(list(files.read_jsonl(log)))))
+    return real_tables.with_interval(shares[0] - shares[1], "+")
 
 
 def bank(args: argparse.Namespace) -> dict:
@@ -298,8 +309,7 @@ def bad(args: argparse.Namespace) -> dict:
     lines = {}
 
     def line(name: str, argv: list[str], url: str, kill: Engine | None = None) -> None:
-        out = args.folder / "bad" / name.replace(" ", "_")
-        shutil.rmtree(out, ignore_errors=True)
+        out = fresh(args.folder / "bad" / name.replace(" ", "_"))
         flags = [*TINY, "--server", url]  # what comes after them has the last word
         error = error_of([argv[0], *flags, *argv[1:]], out, kill)
         lines[name] = error.replace(f"{ROOT}/", "").replace(f"{args.folder}/", "")
@@ -355,7 +365,8 @@ def sampled_text(part: dict) -> list[str]:
 
 def real_text(part: dict) -> list[str]:
     what = f"40 problems, 4 samples each, at most 400 tokens, {part['dtype']} both times:"
-    return ["## A real model of 0.5 billion parameters", "", what, "", *figures_table(part)]
+    lines = ["## A real model of 0.5 billion parameters", "", what, "", *figures_table(part)]
+    return [*lines, "", f"The server less `generate`, paired by problem: {part['gap']}."]
 
 
 def killed_text(part: dict) -> list[str]:
@@ -365,7 +376,8 @@ def killed_text(part: dict) -> list[str]:
     text = f"The evaluation above was killed with {part['before']} samples written, and its server"
     text += " after it; the server was started anew, and the same command repeated: "
     text += f"{part['samples']} samples, {part['different']} different ones, avg@4 {row['avg']:.1%}"
-    text = textwrap.fill(f"{text} ({interval}).", 130)
+    text += f" ({interval}); less that of `generate`, paired by problem: {part['gap']}."
+    text = textwrap.fill(text, 130)
     return ["## Killed at 30%, with the server", "", text]
 
 

@@ -23,11 +23,13 @@ FILES = {  # of results/, whose runs a world's tables show
     "lock_long": ("compare_lock_long", "compare_lock_long_sgsd", "polarity_long_jobs"),
     "lock": ("compare_lock", "polarity_lock_jobs"),
     "tiny": ("compare_tiny", "polarity_tiny_jobs"),
+    "ideas": ("polarity_ideas",),
 }
 STEPS = {
     "lock_long": ("20", "60", "120", "180"),
     "lock": ("20", "40", "60"),
     "tiny": ("5", "10", "20", "40"),
+    "ideas": ("20", "60", "120", "180"),
 }
 BOTH_RATES = ("sgsd", "sgsd, 3e-4", "consistent tokens", "consistent tokens, 3e-4")
 RELATIVES = ("confident tokens", "all tokens", "agreeing tokens")
@@ -36,6 +38,7 @@ METHODS = {  # rows of each world
     "lock_long": (*BOTH_RATES, "grpo", "no polarity", *BY_HAND),
     "lock": (*BOTH_RATES, *RELATIVES, "grpo", "no polarity", *BY_HAND),
     "tiny": ("sgsd", "consistent tokens", "grpo"),
+    "ideas": ("centred",),
 }
 HIGH = ("consistent tokens", "sgsd")
 LOW = ("consistent tokens, 3e-4", "sgsd, 3e-4")
@@ -142,7 +145,8 @@ def tables() -> str:
     for world, methods in METHODS.items():
         runs = load(world)
         parts.append(accuracies(runs, methods, STEPS[world]))
-        parts.append(differences(runs, PAIRS[world], STEPS[world]))
+        if world in PAIRS:
+            parts.append(differences(runs, PAIRS[world], STEPS[world]))
         if world == "lock_long":
             parts.append(by_tokens(runs, methods))
     return "\n\n".join("\n".join(lines) for lines in parts)

@@ -56,6 +56,19 @@ def test_a_run_that_is_not_audited_at_every_step_is_refused(run):
         credit.table(run, 16)
 
 
+def test_how_a_word_spreads(tmp_path):
+    rolls = [  # windows of 2 steps: 1 and 2, then 3
+        {"step": 1, "r": 1, "text": "Well, one. Well, two."},
+        {"step": 2, "r": -1, "text": "one"},
+        {"step": 2, "r": -1, "text": "Well, one"},
+        {"step": 3, "r": 1, "text": "two"},
+    ]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(roll) + "\n" for roll in rolls))
+    _, _, first, second = credit.words(tmp_path, 2, "Well")
+    assert first == "| 1 to 2 | 33% | 67% | 1.00 | 2 | 50% | 0% |"
+    assert second == "| 3 to 3 | 100% | 0% | 0.00 | 0 |  | 100% |"
+
+
 def test_differences_are_paired_by_the_seeds_that_both_have():
     ends = {"a": {0: 0.5, 1: 0.7, 2: 0.1}, "b": {0: 0.3, 1: 0.4}}
     runs = {}
