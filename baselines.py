@@ -27,6 +27,8 @@ import inputs
 from cli import UserError
 from config import Config, setting
 
+OF_TEACHERS = ("token_mask", "clip", "polarity", "token_polarity", "answer_pi", "teacher")
+OF_TEACHERS += ("objective", "objective_clip", "support_top_k")
 JSD_BETA = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}  # D10
 
 
@@ -92,6 +94,11 @@ class BaselineConfig(Config):
         if method not in METHODS:
             rule = f"must be one of {', '.join(METHODS)}; base and base+skill train nothing"
             raise UserError(f"--method {method}: {rule}: use python eval.py MODEL --skills BANK")
+        for name in OF_TEACHERS if method.startswith("grpo") else ():
+            default = getattr(BaselineConfig, name)
+            if getattr(self, name) != default:
+                switch = config.flag(f"no_{name}" if default is True else name)
+                raise UserError(f"{switch}: is of teachers, and {method} has none")
         if self.bank and not self.sees_skills:
             raise UserError(f"--bank: {method} sees no skills; take {method}+skill, or no bank")
         if method.startswith("grpo") and self.generations < 2:
@@ -327,7 +334,7 @@ def grpo_rollout(run: Run, example: Example) -> RolloutLoss:
 
 def unless_cut(cfg: BaselineConfig, roll: Rollout, x: Tensor) -> Tensor:
     """A loss or credit, or with --drop-truncated 0 where the length limit cut the rollout (S4)."""
-    return 0 * x if cfg.drop_truncated and roll.truncated else x
+    return torch.zeros_like(x) if cfg.drop_truncated and roll.truncated else x
 
 
 # --------------------------------------------- SGSD with any part changed, and OPSD: the same two
@@ -348,7 +355,7 @@ def teacher_prompts(run: Run, x: Problem, pairs_K: list[SkillPair]) -> tuple[Ids
 
 
 def distilled_rollout(run: Run, example: Example) -> RolloutLoss:
-    """A rollout's loss by Algorithm 1, lines 8-14, with any part changed; or by OPSD."""
+    """A rollout's loss by Algorithm 1, lines 5 and 8-14, with any part changed; or by OPSD."""
     cfg, roll = settings(run), example.rollout
     ids_T = torch.tensor(roll.completion_ids, device=run.world.device)
     mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
@@ -394,8 +401,8 @@ def scored(run: Run, roll: Rollout, contexts_K: list[Ids]) -> Tensor:
     student_TD, sampled_T = policy.predictors(run.model, [roll.prompt_ids], [ids_T])
     states = [student_TD, *[teachers_KTD[k] for k in range(len(contexts_K))]]
     losses = functools.partial(token_losses, cfg)
-    found_TK3 = policy.over_slices(run.model, states, sampled_T, losses, cfg.score_temperature)
-    return found_TK3.permute(2, 1, 0).contiguous()
+    columns_TK3 = policy.over_slices(run.model, states, sampled_T, losses, cfg.score_temperature)
+    return columns_TK3.permute(2, 1, 0).contiguous()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import is_flash_attn_2_available, logging
@@ -172,11 +171,6 @@ def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") ->
 def trained(model: Model) -> dict[str, torch.nn.Parameter]:
     """The parameters that learn, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def steps_taken(optimizer: Optimizer) -> float:
-    """How often the optimizer has begun to change the parameters."""
-    return max((float(state.get("step", 0)) for state in optimizer.state.values()), default=0.0)
 
 
 def load_encoder(name: str, device: str) -> Embed:

@@ -202,9 +202,9 @@ def refuse_overlap(problems: list[Problem], data: str, held_out: dict[str, list[
         set_of |= dict.fromkeys(prints, name)
     overlap = []
     for x in problems:
-        found_in = set_of.get(fingerprint(x.problem))
-        if found_in:
-            overlap.append(f"{x.id} ({found_in})")
+        set_name = set_of.get(fingerprint(x.problem))
+        if set_name:
+            overlap.append(f"{x.id} ({set_name})")
     if overlap:
         some = ", ".join(overlap[:3])
         why = f"{len(overlap)} of its problems stand in an evaluation set: {some}"

@@ -263,7 +263,7 @@ class Run:
     bank: skills.SkillBank | None = None
     retriever: skills.Retriever | None = None
     writer: Writer | None = None
-    window: list[dict] = field(default_factory=list)  # rollouts since the bank last evolved
+    window: list[dict] = field(default_factory=list)  # rollouts since it was last due to evolve
     bank_is_due: bool = False  # its evolution after step `step` was put off, as the run was stopped
 
     def retrieve(self, x: Problem, step: int) -> list[skills.SkillPair]:
@@ -380,7 +380,7 @@ def pair_weights(run: Run, pairs_K: list[skills.SkillPair]) -> Tensor:
 
 
 def rollout_loss(run: Run, example: Example) -> RolloutLoss:
-    """The loss of one rollout (Algorithm 1, lines 8-14): K teachers score the student's tokens."""
+    """The loss of one rollout (Algorithm 1, lines 5 and 8-14): K teachers score its tokens."""
     cfg, roll = run.cfg, example.rollout
     ids_T = roll.completion_ids
     mask_T = token_mask(torch.tensor(ids_T, device=run.world.device), run.masked_ids)
@@ -418,7 +418,7 @@ def train_step(
     data = [batch[i][0] for i in places]
     keys = [rollout.sample_key(cfg.seed, step, batch[i][0].id, batch[i][1]) for i in places]
 
-    # Lines 4-6. Each retrieved skill-mistake pair becomes one teacher's prompt.
+    # Lines 4 and 6. Each retrieved skill-mistake pair becomes one teacher's prompt.
     pairs, students, contexts = [], [], []
     with distributed.errors_shared(world):
         for x in data:
@@ -434,7 +434,7 @@ def train_step(
 
     records = []
     for at, (roll, pairs_K, contexts_K) in enumerate(zip(rollouts, pairs, contexts)):
-        # Lines 8-14.
+        # Lines 5 and 8-14.
         first = at - at % generations
         group = rollouts[first : first + generations]
         example = Example(places[at], roll, group, pairs_K, contexts_K)
@@ -457,6 +457,7 @@ def optimizer_step(run: Run, step: int) -> float:
     """
     cfg, params = run.cfg, list(policy.trained(run.model).values())
     distributed.sum_gradients(params, run.world)
+    run.may_end_now = False  # from here on the step is finished, on all ranks
     norm = float(torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip))
     run.optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - (step - 1) / cfg.updates)
     if math.isfinite(norm):
@@ -496,7 +497,7 @@ def record(run: Run, step: int, example: Example, result: RolloutLoss) -> dict:
 
 
 def begin_bank(run: Run) -> None:
-    """Make the bank where there is none (Alg. 2); restore the window since it last evolved (D9)."""
+    """Make the bank where there is none (Alg. 2), and restore its window (D2, D9)."""
     cfg, writer = run.cfg, run.writer
     assert writer is not None
     if run.bank is None:
@@ -521,7 +522,7 @@ def begin_bank(run: Run) -> None:
 
 
 def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
-    """Algorithm 4 on all ranks' rollouts since it last evolved (D2); the bank's numbers to log."""
+    """Algorithm 4, where it is due, on all ranks' rollouts (D2); the bank's numbers to log."""
     cfg = run.cfg
     assert run.bank is not None and run.writer is not None
     run.writer.step = step
@@ -615,7 +616,6 @@ def make_steps(
     silent = not (world.main and sys.stderr.isatty())  # a file has the steps' own lines
     bar = tqdm(steps, "train", cfg.updates, initial=run.step, disable=silent, unit="step")
     for step in bar:
-        before = policy.steps_taken(run.optimizer)
         try:
             with end_at_once(run):
                 records_of_rank, norm, seconds = step_fn(run, step)
@@ -623,8 +623,7 @@ def make_steps(
             hint = f"--resume {cfg.out} continues from the last checkpoint"
             raise SharedError(f"{e} (in step {step}; {hint})") from None
         except KeyboardInterrupt:  # this step is lost, and no other
-            if policy.steps_taken(run.optimizer) == before:
-                save(run)
+            save(run)
             raise
         shares = distributed.gather(records_of_rank, world)
         records = sorted(itertools.chain.from_iterable(shares), key=lambda row: row["index"])

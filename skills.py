@@ -369,7 +369,7 @@ def evolve(
     """The bank after online evolution (Alg. 4); the same object when nothing is due.
 
     Static entries are never touched, and what has the text of one is no candidate (D11).
-    window: all rollouts since the bank last evolved (D2), as in `memory_of`. update_every: 0 for
+    window: all rollouts since this was last due (D2), as in `memory_of`. update_every: 0 for
     never. One evolution adds at most `max_new_items` dynamic entries, both lists together (S12); a
     list holds at most `dynamic_capacity`: what a merge puts first stays.
     """

@@ -587,6 +587,8 @@ FLAGS = {
     "--method grpo --generations 1": ("--generations", "compares a group"),
     "--method grpo --temperature 0": ("--temperature 0", "the same"),
     "--method opsd --bank b.json": ("--bank", "opsd+skill"),
+    "--method grpo --token-polarity consistent": ("--token-polarity: is of teachers", "grpo"),
+    "--method grpo+skill --no-polarity": ("--no-polarity: is of teachers", "grpo+skill has none"),
     "--objective jsd --support-top-k 9": ("--support-top-k", "leave out --objective"),
     "--token-polarity verdict --objective jsd": ("--token-polarity verdict", "the gate"),
     "--token-polarity verdict --no-polarity": ("--token-polarity verdict", "needs", "polarity"),

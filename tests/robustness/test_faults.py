@@ -209,6 +209,27 @@ def test_a_second_signal_ends_at_once_and_loses_at_most_this_step(world_dir, tmp
     resumed_equals(whole, world_dir, out, log)
 
 
+def test_a_step_whose_weights_change_is_finished_whatever_comes(world_dir, tmp_path, whole):
+    """More signals, while the optimizer changes the weights in step 3 of 6, stop it no sooner."""
+    out, log = tmp_path / "run", tmp_path / "log"
+
+    def impatient(run, step):
+        change = run.optimizer.step
+
+        def interrupted():
+            change()
+            for _ in range(5):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.3)
+
+        run.optimizer.step = interrupted if step == 3 else change
+        return sgsd.train_step(run, step)
+
+    assert go(flags(world_dir, out, checkpoint_every=6), log, impatient) == 0
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000003"]
+    resumed_equals(whole, world_dir, out, log)
+
+
 @pytest.mark.parametrize("place", ["before", "in"])
 def test_a_stop_does_not_wait_for_the_banks_evolution_which_comes_with_the_resumed_run(
     place, world_dir, tmp_path, whole
