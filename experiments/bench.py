@@ -273,8 +273,9 @@ QWEN3 = {
 }
 PLAIN, GUIDED = 200, 400  # tokens of a student's and a teacher's prompt: the paper doesn't say
 GPUS, CARD = 8, 80e9  # §4.1; bytes of a GPU
-# Of an extraction's prompt, and of the merges of Qwen3-1.7B's candidates when nothing merges, their
-# prompt's and reply's mean tokens: as experiments/bank_scale.py counts them.
+# Tokens of an extraction's prompt, counted once with Qwen3's tokenizer; and of the merges of
+# Qwen3-1.7B's candidates when nothing merges, as experiments/bank_scale.py counts them: replies,
+# mean tokens of prompt and reply, decoding steps.
 MEMORY, MERGES, MERGE, MERGE_STEPS = 1334, 45, (2973, 2826), 12462
 
 
@@ -301,6 +302,7 @@ def paper_costs(c: Counts) -> dict[str, tuple[float, float]]:
     rounds = math.ceil(samples / eval_rows(c, cfg.eval_tokens))
     teachers = rows * cfg.num_teachers * c.forward(GUIDED + T, T)
     long, seeds = cfg.cold_start_tokens, cfg.cold_start / GPUS
+    turns = math.ceil(seeds / eval_rows(c, long))
     reply = cfg.reply_tokens
     window = cfg.update_every * cfg.batch_size / GPUS
     return {
@@ -310,7 +312,7 @@ def paper_costs(c: Counts) -> dict[str, tuple[float, float]]:
         "student, forward": (rows * c.forward(x + T, T), c.weights),
         "student, backward": (rows * c.backward(x + T, T), 2 * c.weights),
         "an evaluation": c.decoding(x, cfg.eval_tokens, samples, rounds * cfg.eval_tokens),
-        "cold start, solving": c.decoding(x, long, seeds, math.ceil(seeds / 16) * long),
+        "cold start, solving": c.decoding(x, long, seeds, turns * long),
         "cold start, extracting": c.decoding(MEMORY, reply, seeds, math.ceil(seeds / 16) * reply),
         "cold start, merging": c.decoding(*MERGE, MERGES / GPUS, MERGE_STEPS),
         "an evolution of the bank, extracting": c.decoding(

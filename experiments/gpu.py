@@ -50,11 +50,14 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", help="these alone")
     args = parser.parse_args()
     out = args.out.resolve()
+    every = commands(out, "cpu" if args.cpu else "cuda")
+    unknown = set(args.steps or []) - set(every)
+    if unknown:
+        parser.error(f"--steps: {', '.join(sorted(unknown))}: not among {', '.join(every)}")
     out.mkdir(parents=True, exist_ok=True)
     lines = []
-    for name, command in commands(out, "cpu" if args.cpu else "cuda").items():
-        if args.steps and name not in args.steps:
-            continue
+    for name in args.steps or every:
+        command = every[name]
         began, code = time.perf_counter(), "limit"
         with open(out / f"{name}.txt", "w") as log:
             both = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": ROOT}

@@ -4,7 +4,7 @@
 
 A problem is covered where its seed's bank shows all three of its families, each in 30% of its
 problems or more. Differences are in points with Student's 95% intervals, paired by seed. A bank's
-tokens are counted where experiments/compare.py has left its replies in runs/compare_lock.
+tokens are counted where experiments/compare.py has made all five in runs/compare_lock.
 """
 
 import json
@@ -46,9 +46,14 @@ def covered(banks: list[skills.SkillBank], embed: policy.Embed) -> list[set[str]
     return found
 
 
+def work_of(seed: int) -> pathlib.Path:
+    """What the making of a bank has left."""
+    return ROOT / f"runs/compare_lock/bank_made_{seed}.json.work"
+
+
 def bank_tokens(tokenizer, seed: int) -> list[int]:
     """Tokens of a bank's seed solutions and of the replies that made it, stop ids included."""
-    folder, counts = ROOT / f"runs/compare_lock/bank_made_{seed}.json.work", []
+    folder, counts = work_of(seed), []
     for name, field in (("memories", "completion"), ("replies", "reply")):
         texts = [row[field] for row in files.read_jsonl(folder / f"{name}.jsonl")]
         counts.append(sum(len(tokenizer.encode(x, add_special_tokens=False)) + 1 for x in texts))
@@ -88,7 +93,7 @@ def main() -> None:
             ends = [runs[f"{x}-{s}"]["accuracy"][step] for x in (compare.FULL, name) for s in SEEDS]
             gaps.append(compare.with_interval([a - b for a, b in zip(ends[:5], ends[5:])], "+"))
         print(f"{compare.FULL} - {name} after {w.points} steps: {', '.join(gaps)}")
-    if not (ROOT / "runs/compare_lock").exists():
+    if not all(work_of(seed).exists() for seed in SEEDS):
         return
     tokenizer = AutoTokenizer.from_pretrained(lock.OUT / "model")
     counts = [bank_tokens(tokenizer, seed) for seed in SEEDS]

@@ -33,16 +33,15 @@ STEPS = {
 }
 BOTH_RATES = ("sgsd", "sgsd, 3e-4", "consistent tokens", "consistent tokens, 3e-4")
 RELATIVES = ("confident tokens", "all tokens", "agreeing tokens")
-BY_HAND = ("random retrieval, full bank", "consistent tokens, full bank")
 METHODS = {  # rows of each world
-    "lock_long": (*BOTH_RATES, "grpo", "no polarity", *BY_HAND),
-    "lock": (*BOTH_RATES, *RELATIVES, "grpo", "no polarity", *BY_HAND),
+    "lock_long": (*BOTH_RATES, "grpo", "no polarity", *compare.BY_HAND),
+    "lock": (*BOTH_RATES, *RELATIVES, "grpo", "no polarity", *compare.BY_HAND),
     "tiny": ("sgsd", "consistent tokens", "grpo"),
     "ideas": ("centred",),
 }
 HIGH = ("consistent tokens", "sgsd")
 LOW = ("consistent tokens, 3e-4", "sgsd, 3e-4")
-FULL = ("consistent tokens, full bank", "random retrieval, full bank")
+FULL = (compare.FULL_CONSISTENT, compare.FULL)
 PAIRS = {  # of methods whose difference is shown
     "lock_long": (
         HIGH,
@@ -71,7 +70,7 @@ BUDGETS = (60_000, 120_000, 180_000)  # sampled tokens at which runs of 180 step
 CURVES = {  # pictures side by side: a title, its world and the methods shown
     "harder world, 60 steps, own banks": ("lock", METHODS["lock"][:9]),
     "harder world, 180 steps, own banks": ("lock_long", METHODS["lock_long"][:6]),
-    "harder world, 180 steps, the full bank by hand": ("lock_long", ("grpo", *BY_HAND)),
+    "harder world, 180 steps, the full bank by hand": ("lock_long", ("grpo", *compare.BY_HAND)),
 }
 SHOWN = (*METHODS["lock_long"], *RELATIVES)  # each with a colour of its own
 Runs = dict[str, dict[int, compare.Job]]  # {method: {seed: its finished job}}

@@ -2,12 +2,13 @@
 
     python experiments/real_tables.py
     python experiments/real_tables.py --add FOLDER       put a folder's runs and tests in it first
+    python experiments/real_tables.py --picture results/real_learning.png
     python experiments/real_tables.py --solutions FOLDER METHOD
 
-FOLDER is one of experiments/real_world.py --cpu; a test that is not finished is left out. Intervals
-are bootstrapped over the problems, and differences are paired by problem. The last form prints
-solutions that training has changed: of the first test problem that was wrong in all samples before
-and is right in all of them after, and of the first where it is the other way round.
+FOLDER is one of experiments/real_world.py --cpu; a run or test that is not finished is left out.
+Intervals are bootstrapped over the problems, and differences are paired by problem. The last form
+prints solutions that training has changed: of the first test problem that was wrong in all samples
+before and is right in all of them after, and of the first where it is the other way round.
 """
 
 import argparse
@@ -23,6 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 
 import compare
 
+import config
 import eval as evaluation
 import files
 import report
@@ -101,6 +103,8 @@ def add(folder: pathlib.Path) -> None:
             kept["tests"][name] = score([row for row in rows if row["set"] == "test"])
     for place in sorted((folder / "runs").iterdir()):
         metrics = list(files.read_jsonl(place / "metrics.jsonl"))
+        if metrics[-1]["step"] < config.saved(place)["updates"]:
+            continue
         rollouts = list(files.read_jsonl(place / "rollouts.jsonl"))
         found: dict = {"blocks": training(rollouts, metrics)}
         if any(roll["rho"] for roll in rollouts):
@@ -183,6 +187,50 @@ def most(kept: dict) -> Iterator[str]:
                 yield compare.row_of([name, fate, f"{id_}: {title}", successes, failures])
 
 
+def picture(kept: dict, path: pathlib.Path) -> None:
+    """Accuracy on the test problems, and what a run's supports and credit were as it went."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (accuracy, support, credit) = pyplot.subplots(1, 3, figsize=(16, 4.5))
+    for number, (name, run) in enumerate(kept["runs"].items()):
+        color = f"C{number}"
+        points = {0: kept["tests"]["base"]}
+        for test, value in kept["tests"].items():
+            method, _, step = test.partition(", step ")
+            if method == name:
+                points[int(step)] = value
+        scores = [share(points[step]) for step in sorted(points)]
+        ends = 100 * np.array([evaluation.bootstrap_interval(score_P) for score_P in scores])
+        means = np.array([100 * score_P.mean() for score_P in scores])
+        places = np.array(sorted(points)) + 0.15 * number  # beside one another, to be readable
+        bars = [means - ends[:, 0], ends[:, 1] - means]
+        accuracy.errorbar(places, means, bars, marker="o", capsize=3, color=color, label=name)
+        blocks = run["blocks"]
+        lengths = np.array([block["steps"] for block in blocks])
+        middles = np.cumsum(lengths) - (lengths - 1) / 2
+        if "entries" not in run:  # it has no teachers
+            continue
+        for outcome, line in (("success", "o-"), ("failure", "o--")):
+            leans = [block[outcome]["mean"] for block in blocks]
+            support.plot(middles, leans, line, color=color, label=f"{name}, {outcome}")
+        agreeing = [block["credit_with_verdict"] for block in blocks]
+        credit.plot(middles, agreeing, "o-", color=color, label=name)
+    accuracy.set_ylabel("right, test problems (%)")
+    support.set_ylabel("mean support with its sign ã (nats)")
+    support.axhline(0, color="grey", linewidth=1)
+    credit.set_ylabel("share of squared credit with the verdict's sign")
+    for axis in (accuracy, support, credit):
+        axis.set_xlabel("steps")
+        axis.xaxis.set_major_locator(pyplot.MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=60)
+
+
 def solutions(folder: pathlib.Path, method: str) -> Iterator[str]:
     """The first problem that training has won and the first that it has lost, before and after."""
     base = next((folder / "eval").glob("*--model"))
@@ -209,6 +257,7 @@ def solutions(folder: pathlib.Path, method: str) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--add", type=pathlib.Path, metavar="FOLDER", help="put this in first")
+    parser.add_argument("--picture", type=pathlib.Path, help="draw the curves here, and end")
     parser.add_argument("--solutions", nargs=2, metavar=("FOLDER", "METHOD"), help="print changes")
     args = parser.parse_args()
     if args.solutions:
@@ -218,6 +267,9 @@ def main() -> None:
     if args.add:
         add(args.add)
     kept = files.read_json(KEPT)
+    if args.picture:
+        picture(kept, args.picture)
+        return
     tables: list[Callable[[dict], Iterator[str]]] = [tests, runs, most]
     print("\n\n".join("\n".join(table(kept)) for table in tables))
 

@@ -26,6 +26,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -155,7 +156,7 @@ def side_by_side(
         time.sleep(0.5)
         for name in [name for name, process in running.items() if process.poll() is not None]:
             code = running.pop(name).returncode
-            if code > 0 and not (stopped and code == 130):  # interrupted
+            if code and not (stopped and code in (130, -signal.SIGTERM)):  # stopped as asked
                 failed.append(f"failed: see {folder / name}.txt")
     if stopped:
         failed.append("the time is over; the same command goes on")

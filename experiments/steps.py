@@ -30,16 +30,17 @@ import sys
 from collections import Counter, defaultdict
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tiny"), str(ROOT / "experiments")]
 
+import credit
 import lock
 import world
 
-import files
+import runlog
 import skills
 
 PHASES, LAST = ((1, 5), (6, 20), (21, 60)), (41, 60)  # steps
-FATES = {1: "distilled", 0: "ignored", -1: "reversed"}
+FATES = ("distilled", "ignored", "reversed")
 
 
 def spans(texts: list[str]) -> list[range]:
@@ -160,7 +161,7 @@ def count(
                     continue
                 about = steps[at]
                 key = outcome, kind, "right" if right[at] else "wrong"
-            found[key][FATES[row["rho"][k]]] += 1
+            found[key][runlog.FATE[row["rho"][k]]] += 1
             found[key]["credit"] += sum(credit[i] for i in about)
             found[key]["size"] += sum(map(abs, credit))
     return found
@@ -170,8 +171,8 @@ def table(found: dict[tuple, dict[str, float]]) -> list[str]:
     head = "outcome | its skill | own step | teachers | distilled | ignored | reversed | credit"
     lines = [f"| {head} of the step, x 1000, mean | sum |", "|---" * 9 + "|"]
     for key, cell in sorted(found.items()):
-        total = sum(cell[fate] for fate in FATES.values())
-        shares = [f"{cell[fate] / total:.0%}" for fate in FATES.values()]
+        total = sum(cell[fate] for fate in FATES)
+        shares = [f"{cell[fate] / total:.0%}" for fate in FATES]
         credit = [f"{1000 * cell['credit'] / total:+.2f}", f"{cell['credit']:+.2f}"]
         lines.append("| " + " | ".join([*key, f"{total:.0f}", *shares, *credit]) + " |")
     return lines
@@ -182,7 +183,7 @@ def summary(rows: list[dict], found: dict[tuple, dict[str, float]]) -> list[str]
     supports = [a for row in rows for a in row["a"]]
     lines = ["", f"{sum(a < 0 for a in supports)} of {len(supports)} supports are below 0"]
     for name, r in (("successes", 1), ("failures", -1)):
-        fates = [FATES[rho] for row in rows if row["r"] == r for rho in row["rho"]]
+        fates = [runlog.FATE[rho] for row in rows if row["r"] == r for rho in row["rho"]]
         lines.append(f"teachers of {name}: {dict(Counter(fates))}")
     of_none = sum(cell["size"] for key, cell in found.items() if key[1] == "of no step")
     total = sum(cell["size"] for cell in found.values())
@@ -199,8 +200,8 @@ def main() -> None:
     tables = ["", "| run | family | shown | right, steps 1 to 5 | 41 to 60 |", "|---" * 5 + "|"]
     of_teachers = []
     for run in args.runs:
-        rows = list(files.read_jsonl(run / "rollouts.jsonl"))
-        audited = list(files.read_jsonl(run / "tokens.jsonl"))
+        pairs = list(credit.audited(run))
+        rows, audited = [row for row, _ in pairs], [tokens for _, tokens in pairs]
         print("\n".join(aims(run.name, rows, audited, locks)))
         bank = run / "bank" / "bank.json"
         tables += families(run.name, bank, rows, locks)

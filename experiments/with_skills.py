@@ -39,7 +39,7 @@ from problems import load_set
 
 KEPT = ROOT / "results" / "with_skills.json"
 PAIRS = 2  # in a prompt, as many as the teachers of a training there
-SETTINGS = f"--max-new-tokens 400 --samples 2 --rows 64 --num-skills {PAIRS}"
+SETTINGS = f"{real_world.CPU.evaluation} --num-skills {PAIRS}"
 
 
 def shuffled(bank: SkillBank, seed: int) -> SkillBank:

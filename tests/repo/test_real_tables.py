@@ -1,6 +1,7 @@
 """What experiments/real_tables.py computes, by hand; and that its page shows what it prints."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -99,6 +100,9 @@ def make_folder(tmp_path):
     (run / "rollouts.jsonl").write_text(json.dumps(rollout(1, 1, [], [])) + "\n")
     seconds = {f"seconds.{part}": 1.0 for part in real_tables.PARTS}
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1} | seconds) + "\n")
+    (run / "config.json").write_text(json.dumps({"settings": {"updates": 1}}))
+    broken_off = shutil.copytree(run, run.with_name("sgsd_1e-4"))
+    (broken_off / "config.json").write_text(json.dumps({"settings": {"updates": 2}}))
     return tmp_path / "folder"
 
 

@@ -74,6 +74,9 @@ def test_a_command_waits_for_what_it_needs_and_not_for_what_never_comes(tmp_path
     assert {path.stem for path in tmp_path.glob("*.txt")} == {"late", "first", "free"}
     with pytest.raises(SystemExit, match="failed: see .*bad.txt"):
         real_world.side_by_side({"bad": "-c 'exit(3)'"}, tmp_path, time.time() + 60, 1)
+    killed = "-c 'import os; os.kill(os.getpid(), 9)'"  # as by a system without memory
+    with pytest.raises(SystemExit, match="failed: see .*bad.txt"):
+        real_world.side_by_side({"bad": killed}, tmp_path, time.time() + 60, 1)
 
 
 @pytest.mark.long
