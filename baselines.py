@@ -27,8 +27,8 @@ import inputs
 from cli import UserError
 from config import Config, setting
 
-OF_TEACHERS = ("token_mask", "clip", "polarity", "token_polarity", "answer_pi", "teacher")
-OF_TEACHERS += ("objective", "objective_clip", "support_top_k")
+OF_TEACHERS: tuple[str, ...] = ("token_mask", "clip", "polarity", "token_polarity", "answer_pi")
+OF_TEACHERS += ("teacher", "objective", "objective_clip", "support_top_k")  # settings
 JSD_BETA = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}  # D10
 
 

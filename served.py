@@ -6,7 +6,6 @@ Sampled ids come back where the server has them (vLLM), else its text and its co
 samples are another sampler's than `generate`'s, and the two are never mixed silently (S27).
 """
 
-import collections
 import contextlib
 import http.client
 import json
@@ -32,7 +31,6 @@ from rollout import Row, Sampling, Turn
 
 PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds between the tries of one request
 QUESTION_S, LOAD_S = 60.0, 300.0  # the longest waits for a word, and for an adapter to be loaded
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank may be
 
 
 class Fault(Exception):
@@ -59,18 +57,16 @@ class Servers:
     timeout_s: float = 3600.0  # the longest wait for a completion
     flag: str = "--server"
     engine: str = ""  # and its version, once `check` has asked
-    seeded: bool = True  # whether requests carry seeds
+    unseeded: set[str] = field(default_factory=set)  # those whose requests carry no seeds
     base_names: dict[str, str] = field(default_factory=dict)  # {server: its name of the base}
 
     def __post_init__(self) -> None:
         for url in self.urls:
-            try:
-                whole = re.fullmatch(r"https?://.*/v1", url) and urlsplit(url).port != 0
-            except ValueError:  # of its port or brackets
-                whole = False
-            if not whole:
-                rule = "an address such as http://localhost:8000/v1 is wanted"
-                raise UserError(f"{self.flag} {url}: {rule}")
+            with contextlib.suppress(ValueError):  # of its port or brackets
+                if re.fullmatch(r"https?://.*/v1", url) and urlsplit(url).port != 0:
+                    continue
+            rule = "an address such as http://localhost:8000/v1 is wanted"
+            raise UserError(f"{self.flag} {url}: {rule}")
 
     def stream(
         self,
@@ -84,35 +80,49 @@ class Servers:
         """`rollout.stream` by the servers, of their model or with one of its adapters.
 
         model: an outline will do. `rows` requests are under way for each server that answers at the
-        start. What the pauses do not outlast ends in a ConnectionError, once the requests under way
-        have ended.
+        start, and has the adapter or loads it. What the pauses do not outlast ends in a
+        ConnectionError, once the requests under way have ended.
         """
         if rows < 1 or not all(row.prompt for row in asked):
             raise ValueError(f"stream needs rows >= 1, got {rows}, and prompts that are not empty")
         if not asked:
             return
         tokens = max(len(row.prompt) + row.left for row in asked)
-        urls = self._answering(tokens)
-        with self._loaded(adapter, tokens, urls) as name:
+        with self._held(adapter) as name:
+            urls = self._answering(tokens, name, adapter)
             job = _Job(self, urls, name, adapter, tokenizer, stop_ids(model, tokenizer), sampling)
-            yield from job.turns(asked, rows * len(urls))
+            yield from job.turns(asked, rows)
 
     def check(self, tokens: int, adapters: Sequence[str] = ()) -> None:
         """UserError, with the command that would mend it, unless all servers are fit for the work.
 
         tokens: of the longest prompt and its completion. Each adapter is loaded, and unloaded.
         """
-        _, faults = self._look(tokens)
-        for url, why in faults.items():
-            raise self._refusal(url, why, tokens)
-        for adapter in adapters:
-            with self._loaded(adapter, tokens, self.urls):
-                pass
+        for adapter in adapters or [""]:
+            with self._held(adapter) as name:
+                _, faults = self._look(tokens, name, adapter)
+                for url, why in faults.items():
+                    raise self._refusal(url, why, tokens)
 
-    def _answering(self, tokens: int) -> list[str]:
-        """The servers that answer now. ConnectionError where after all pauses none does."""
+    @contextlib.contextmanager
+    def _held(self, adapter: str) -> Iterator[str]:
+        """An adapter's name on the servers: a user's, or ours until the end; "" of none."""
+        given = self.names.get(place(adapter)) if adapter else ""
+        if given is not None:
+            yield given
+            return
+        name = f"{Path(adapter).name}-{uuid.uuid4().hex[:8]}"  # no other evaluation's
+        try:
+            yield name
+        finally:
+            for url in self.urls:
+                with contextlib.suppress(Fault, UserError):
+                    _text(f"{url}/unload_lora_adapter", {"lora_name": name})
+
+    def _answering(self, tokens: int, name: str, adapter: str) -> list[str]:
+        """The servers that are fit now. ConnectionError where after all pauses none is."""
         for pause in (*PAUSES, 0):
-            urls, faults = self._look(tokens)
+            urls, faults = self._look(tokens, name, adapter)
             if urls:
                 for url, why in faults.items():
                     print(f"{url}: {why}: the others go on without it", file=sys.stderr)
@@ -120,14 +130,18 @@ class Servers:
             time.sleep(pause)
         raise ConnectionError("; ".join(f"{url}: {why}" for url, why in faults.items()))
 
-    def _look(self, tokens: int) -> tuple[list[str], dict[str, str]]:
-        """The servers that answer, which must be fit and of one engine, and why others do not."""
+    def _look(self, tokens: int, name: str, adapter: str) -> tuple[list[str], dict[str, str]]:
+        """The servers that answer and have the adapter, all of one engine; why others do not."""
         engines, faults = {}, {}
         for url in self.urls:
+            why = "no server answers"
             try:
-                engines[url] = self._look_at(url, tokens)
+                engine = self._look_at(url, tokens)
+                why = f"does not load {adapter}"
+                self.load(url, name, adapter)
+                engines[url] = engine
             except Fault as e:
-                faults[url] = f"no server answers ({e})"
+                faults[url] = f"{why} ({e})"
         if len(set(engines.values())) > 1:
             each = ", ".join(f"{url} is {engine}" for url, engine in engines.items())
             raise UserError(f"{self.flag}: {each}; give servers of one engine and version")
@@ -180,49 +194,28 @@ class Servers:
         if given:
             command += f" --served-model-name {shlex.quote(given)}"
         if self.rank:
-            rank = min((rank for rank in RANKS if rank >= self.rank), default=self.rank)
+            rank = max(8, 1 << (self.rank - 1).bit_length())  # the next power of two, as it must be
             command = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True {command} --enable-lora"
             command += f" --max-lora-rank {rank}"
         return UserError(f"{self.flag} {url}: {why}; start one with: {command}")
 
-    @contextlib.contextmanager
-    def _loaded(self, adapter: str, tokens: int, urls: Sequence[str]) -> Iterator[str]:
-        """An adapter's name on these servers, loaded here unless a user gave one; "" of none."""
-        given = self.names.get(place(adapter), "") if adapter else ""
-        for url in urls if given else []:
-            try:
-                listed = self._listed(url)
-            except Fault as e:
-                raise self._refusal(url, f"no server answers ({e})", tokens) from None
-            if given not in listed and given.partition(":")[0] not in listed:  # SGLang's base:name
-                why = f"{url} serves {', '.join(listed)}; load it there, or leave the name out"
-                raise UserError(f"--served {given}={adapter}: {why}")
-        if given or not adapter:
-            yield given
-            return
-        name = f"{Path(adapter).name}-{uuid.uuid4().hex[:8]}"  # no other evaluation's
-        try:
-            for url in urls:
-                try:
-                    self.load(url, name, adapter)
-                except (Fault, UserError) as e:
-                    why = f"does not load {adapter} ({e})"
-                    raise self._refusal(url, why, tokens) from None
-            yield name
-        finally:
-            for url in urls:
-                with contextlib.suppress(Fault, UserError):
-                    _text(f"{url}/unload_lora_adapter", {"lora_name": name})
-
     def load(self, url: str, name: str, adapter: str) -> None:
-        """Have a server load an adapter under this name, unless it or a user has done so."""
-        if name not in self._listed(url) and name not in self.names.values():
-            body = {"lora_name": name, "lora_path": place(adapter)}
+        """Have a server load an adapter under this name, unless it has it. Fault if it does not."""
+        listed = self._listed(url) if name else {}
+        if not name or name in listed or name.partition(":")[0] in listed:  # SGLang's base:name
+            return
+        if name in self.names.values():
+            why = f"{url} serves {', '.join(listed)}; load it there, or leave the name out"
+            raise UserError(f"--served {name}={adapter}: {why}")
+        body = {"lora_name": name, "lora_path": place(adapter)}
+        try:
             _text(f"{url}/load_lora_adapter", body, LOAD_S)
+        except UserError as e:
+            raise Fault(str(e)) from None
 
     def stop_seeding(self, url: str, why: str) -> None:
-        if self.seeded:
-            self.seeded = False
+        if url not in self.unseeded:
+            self.unseeded.add(url)
             print(f"{url}: {why}: requests carry no seeds from here on", file=sys.stderr)
 
 
@@ -237,20 +230,24 @@ class _Job:
     tokenizer: Tokenizer
     stops: Ids
     sampling: Sampling
-    waiting: collections.deque[Row] = field(default_factory=collections.deque)
-    finished: queue.Queue = field(default_factory=queue.Queue)  # rows, errors, ends of threads
-    busy: collections.Counter[str] = field(default_factory=collections.Counter)  # by server
-    down: dict[str, float] = field(default_factory=dict)  # until when others are preferred
+    waiting: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # rows
+    finished: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # see `turns`
+    failed: set[str] = field(default_factory=set)  # servers whose first failure was said
     ending: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
     loading: threading.Lock = field(default_factory=threading.Lock)
 
-    def turns(self, asked: Sequence[Row], threads: int) -> Iterator[Turn]:
-        """Rows as they finish; after the first error those under way, and then the error."""
-        self.waiting.extend(asked)
-        running = min(threads, len(asked))
-        for _ in range(running):  # daemons: an interrupted program does not wait for them
-            threading.Thread(target=self._work, daemon=True).start()
+    def turns(self, asked: Sequence[Row], rows: int) -> Iterator[Turn]:
+        """Rows as they finish; after the first error those under way, and then the error.
+
+        A thread puts each of its rows that is complete into `finished`, or what went wrong, and in
+        the end a None.
+        """
+        for row in asked:
+            self.waiting.put(row)
+        urls = [*self.urls] * rows
+        running = min(len(urls), len(asked))
+        for url in urls[:running]:  # daemons: an interrupted program does not wait for them
+            threading.Thread(target=self._work, args=(url,), daemon=True).start()
         error: Exception | None = None
         try:
             while running:
@@ -266,69 +263,53 @@ class _Job:
         if error:
             raise error
 
-    def _work(self) -> None:
+    def _work(self, url: str) -> None:
+        """Complete rows as long as there are any, at this server first."""
         try:
             while not self.ending.is_set():
-                with self.lock:
-                    row = self.waiting.popleft() if self.waiting else None
-                if row is None:
-                    break
-                self._complete(row)
+                row = self.waiting.get_nowait()
+                self._complete(row, url)
                 self.finished.put(row)
+        except queue.Empty:
+            pass
         except Exception as e:  # of any kind: the main thread waits for a word of this one
             self.ending.set()
             self.finished.put(e)
         self.finished.put(None)
 
-    def _complete(self, row: Row) -> None:
-        """Fill a row in, with a limited number of tries."""
-        servers, url, unknown = self.servers, "", False
+    def _complete(self, row: Row, url: str) -> None:
+        """Fill a row in, with a limited number of tries, which go from server to server."""
+        servers, first = self.servers, self.urls.index(url)
         for tries, pause in enumerate((*PAUSES, 0), 1):
-            url = self._choose([url] if unknown else [x for x in self.urls if x != url] or [url])
-            body: dict[str, Any] = {}
+            body = self._body(row, url)
             try:
-                if unknown:  # a server that was started anew has no adapters
-                    with self.loading:
-                        servers.load(url, self.name, self.adapter)
-                body = self._body(row, url)
                 self._fill(row, _text(f"{url}/completions", body, servers.timeout_s))
-                self.down.pop(url, None)
                 return
-            except Fault as e:
-                if "seed" in body and e.status == 500:
-                    servers.stop_seeding(url, f"a request with a seed failed ({e})")
-                if not pause or self.ending.is_set():
-                    raise ConnectionError(f"{url}: failed {tries} times ({e})") from None
-                if url not in self.down:
-                    print(f"{url}: {e}: trying again", file=sys.stderr)
-                self.down[url] = time.monotonic() + max(PAUSES)
-                unknown = bool(self.name) and e.status == 404 and not unknown
             except UserError as e:
                 prompt = f"a prompt of {len(row.prompt)} tokens"
                 raise UserError(f"{servers.flag} {url}: no completion of {prompt}: {e}") from None
-            finally:
-                with self.lock:
-                    self.busy[url] -= 1
-            self.ending.wait(pause)
-
-    def _choose(self, urls: Sequence[str]) -> str:
-        """The server with the least to do; one that has just failed comes last."""
-        now = time.monotonic()
-        with self.lock:
-            url = min(urls, key=lambda x: (now < self.down.get(x, now), self.busy[x]))
-            self.busy[url] += 1
-        return url
+            except Fault as e:
+                if url not in self.failed:
+                    self.failed.add(url)
+                    print(f"{url}: {e}: trying again", file=sys.stderr)
+                if "seed" in body and e.status == 500:
+                    servers.stop_seeding(url, f"a request with a seed failed ({e})")
+                if e.status == 404:  # a server that was started anew has no adapters
+                    with self.loading, contextlib.suppress(Fault, UserError):
+                        servers.load(url, self.name, self.adapter)
+                if not pause or self.ending.wait(pause):
+                    raise ConnectionError(f"{url}: failed {tries} times ({e})") from None
+            url = self.urls[(first + tries) % len(self.urls)]
 
     def _body(self, row: Row, url: str) -> dict[str, Any]:
         """A request with every field of sampling, so that a server's own settings have no say."""
         body: dict[str, Any] = {"model": self.name or self.servers.base_names[url]}
-        body |= {"prompt": row.prompt, "max_tokens": row.left, "min_tokens": 0, "n": 1}
+        body |= {"prompt": row.prompt, "max_tokens": row.left, "stop_token_ids": self.stops}
         body |= {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
         body |= {"top_k": self.sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
-        body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": [], "stream": False}
-        body |= {"stop_token_ids": self.stops, "ignore_eos": False}
+        body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         body |= {"skip_special_tokens": False, "return_token_ids": True}
-        return body | ({"seed": row.key >> 1} if self.servers.seeded else {})  # of 63 bits
+        return body if url in self.servers.unseeded else body | {"seed": row.key >> 1}  # 63 bits
 
     def _fill(self, row: Row, text: str) -> None:
         """Put an answer into its row. Fault where it was broken off, UserError where it is none."""

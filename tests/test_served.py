@@ -161,8 +161,6 @@ def test_prompts_travel_as_ids_with_every_field_of_sampling_and_sampled_ids_come
         "model": engine.base,
         "prompt": [7, 8, 12],
         "max_tokens": 30,
-        "min_tokens": 0,
-        "n": 1,
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 20,
@@ -170,10 +168,7 @@ def test_prompts_travel_as_ids_with_every_field_of_sampling_and_sampled_ids_come
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "stop": [],
         "stop_token_ids": stops,
-        "ignore_eos": False,
-        "stream": False,
         "skip_special_tokens": False,
         "return_token_ids": True,
     }
@@ -363,28 +358,31 @@ def test_what_does_not_answer_at_a_start_is_asked_again_or_left_out(start, outli
         stream([engines[1]], outline, rows())
 
 
-def test_a_server_that_has_just_failed_is_chosen_last(start, outline, capsys):
-    engines, servers = [start(), start()], served.Servers([], "base")
-    job = served._Job(servers, ["a", "b"], "", "", *outline, rollout.Sampling())
-    job.busy["b"] = 5
-    assert job._choose(["a", "b"]) == "a"
-    job.down["a"] = time.monotonic() + 60
-    assert job._choose(["a", "b"]) == "b"
-    job.down["a"] = time.monotonic() - 1
-    assert job._choose(["a", "b"]) == "a"
+def test_the_first_failure_of_a_server_is_said_and_its_rows_go_to_the_other(start, outline, capsys):
+    engines = [start(), start()]
     engines[0].answer = FAULTS["a server that starts"]
-    stream(engines, outline, rows(20))
+    assert len(stream(engines, outline, rows(20))) == 20
+    assert len(engines[1].of("/v1/completions")) == 20
     error = capsys.readouterr().err
     assert error.count(f"{engines[0].url}: HTTP 503: {{}}: trying again") >= 1
 
 
-def test_servers_of_two_versions_are_refused(start, world_dir, tmp_path, capsys):
-    engines = [start(), start()]
-    engines[1].version = "1.2.4"
-    more = f"--server {engines[0].url} {engines[1].url}"
-    assert eval.main(command(world_dir, tmp_path, more)) == 2
-    (line,) = error_lines(capsys)
-    assert f"{engines[0].url} is vllm 1.2.3, {engines[1].url} is vllm 1.2.4" in line
+def test_after_an_error_a_row_that_waits_for_its_next_try_is_given_up(start, outline, monkeypatch):
+    monkeypatch.setattr(served, "PAUSES", (60.0,))
+    engine, waiting = start(), threading.Event()
+
+    def answer(body):
+        if body["prompt"][2] == 9:
+            waiting.set()
+            return 503, {}
+        waiting.wait()
+        return 400, {"detail": "refused"}
+
+    engine.answer = answer
+    began = time.monotonic()
+    with pytest.raises(UserError, match="HTTP 400"):
+        stream([engine], outline, rows(2))
+    assert time.monotonic() - began < 30 and len(engine.of("/v1/completions")) == 2
 
 
 # --------------------------------------------------------------------------------- the preflight
@@ -546,6 +544,26 @@ def test_one_server_without_the_adapter_leaves_the_work_to_the_other(start, outl
     assert sorted(i for turn in done for i, _ in turn) == list(range(12))
 
 
+def test_a_fault_while_an_adapter_is_loaded_is_tried_again_or_leaves_the_server_out(
+    start, outline, adapter, capsys
+):
+    engines = [start(), start()]
+    refusals, post = iter([(503, {}), "drop"]), engines[0].post
+
+    def loading(path, body):
+        return next(refusals, None) or post(path, body) if "/load" in path else post(path, body)
+
+    engines[0].post = loading
+    for chosen in (engines[:1], engines):
+        servers = served.Servers([engine.url for engine in chosen], chosen[0].base)
+        turns = servers.stream(*outline, rows(), rollout.Sampling(), 2, str(adapter))
+        assert sorted(i for turn in turns for i, _ in turn) == list(range(6))
+        assert not any(engine.adapters for engine in chosen)
+        refusals = iter([(503, {})])
+    error = capsys.readouterr().err
+    assert f"does not load {adapter} (HTTP 503: {{}}): the others go on without it" in error
+
+
 def test_a_name_that_a_user_gave_is_asked_for_and_nothing_is_loaded(
     start, world_dir, adapter, tmp_path, capsys
 ):
@@ -627,10 +645,12 @@ def test_vllm_on_cpu_is_noticed_and_gets_no_seeds(start, outline, capsys):
     assert capsys.readouterr().err.count("requests carry no seeds from here on") == 1
 
 
-def test_after_a_seed_has_broken_an_engine_no_more_are_sent(start, outline, capsys):
-    engine = start()
+def test_after_a_seed_has_broken_an_engine_no_more_are_sent_to_it(start, outline, capsys):
+    """Another server's requests keep theirs: without seeds two servers draw the same numbers."""
+    engine, other = start(), start()
     engine.answer = lambda body: (500, "EngineCore") if "seed" in body else engine.boxed(body)
-    assert len(stream([engine], outline, rows())) == 6
+    assert len(stream([engine, other], outline, rows())) == 6
+    assert all("seed" in body for body in other.of("/v1/completions"))
     error = capsys.readouterr().err
     assert (
         error.count("a request with a seed failed (HTTP 500: EngineCore): requests carry no") == 1
