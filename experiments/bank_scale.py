@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import transformers
+from markdown_table import head_of, row_of
 
 import policy
 import skills
@@ -65,9 +66,9 @@ def merged(name, part):
 
 
 def main():
-    columns = "candidates | the model keeps | list | layers | items | replies | lost"
-    print(f"| {columns} | prompt tokens | reply tokens | longest reply |")
-    print("|---" * 10 + "|")
+    head = ["candidates", "the model keeps", "list", "layers", "items", "replies", "lost"]
+    head += ["prompt tokens", "reply tokens", "longest reply"]
+    print("\n".join(head_of(head)))
     for name in SIZES:
         for kept, part in PARTS.items():
             lists, layers, writer = merged(name, part)
@@ -80,7 +81,7 @@ def main():
                 row = [f"qwen3_{name}", kept, skills.SHORT[key], len(layers[key])]
                 row += [f"{layers[key][0]['input_items']} to {len(lists[key])}", len(own)]
                 row += [lost[kind], f"{sum(prompts):,}", f"{sum(replies):,}", f"{max(replies):,}"]
-                print("| " + " | ".join(map(str, row)) + " |")
+                print(row_of(row))
             steps = 0
             lengths = iter(writer.lengths)
             for call in writer.calls:

@@ -47,6 +47,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 import torch
+from markdown_table import head_of, row_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from transformers.utils import logging
 
@@ -181,10 +182,10 @@ def machine(device: torch.device) -> str:
 
 def table(title: str, device: torch.device, columns: str, rows: Iterable[Sequence[object]]) -> None:
     """Print rows as they come: what was measured stays when the rest is killed or fails."""
-    print(f"\n{title}; {machine(device)}\n\n| {columns} |")
-    print("|---" * (columns.count("|") + 1) + "|", flush=True)
+    print(f"\n{title}; {machine(device)}\n")
+    print("\n".join(head_of(columns.split(" | "))), flush=True)
     for row in rows:
-        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+        print(row_of(row), flush=True)
 
 
 def times(a: float, b: float) -> str:

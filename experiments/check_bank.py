@@ -25,6 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
+from markdown_table import head_of, row_of
 from transformers import AutoTokenizer
 
 import policy
@@ -95,9 +96,7 @@ def lengths(bank: SkillBank, key: str, count: Callable[[str], int]) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    for cells in (header, ["---"] * len(header), *rows):
-        print(f"| {' | '.join(cells)} |")
-    print()
+    print("\n".join([*head_of(header), *map(row_of, rows), ""]))
 
 
 def retrieval_rows(bank: SkillBank, key: str, shares: Shares) -> list[list[str]]:

@@ -36,6 +36,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from markdown_table import head_of, row_of
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"
 sys.path[:0] = [str(ROOT), str(TINY)]
@@ -386,10 +388,6 @@ def with_interval(values: list[float], sign: str = "") -> str:
     return f"{mean:{sign}.1%} ± {half:.1%}"
 
 
-def row_of(cells: list[Any]) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
 def curve(result: Job, base: Job) -> dict[int, float]:
     """Steps -> accuracy, from the base model on."""
     accuracy = {0: final(base)}
@@ -424,7 +422,7 @@ def spent(result: Job, cost: str, w: World) -> list[float]:
 def table(w: World, results: dict[str, Job], names: list[str], seeds: range) -> list[str]:
     """A row per method: accuracy over steps, differences to SGSD paired by seed, and its cost."""
     head = ["method", "rate", 0, *w.points, "mean over steps", "mean - sgsd", "last - sgsd"]
-    lines = [row_of([*head, *COSTS]).replace("_", " "), "|---" * (len(head) + len(COSTS)) + "|"]
+    lines = head_of([*head, *[cost.replace("_", " ") for cost in COSTS]])
     for kind in ("base", "base+skill"):
         shown = with_interval([final(results[f"{kind}-{seed}"]) for seed in seeds])
         lines.append(row_of([kind, "", shown] + [""] * (len(head) - 3 + len(COSTS))))
@@ -449,8 +447,7 @@ def table(w: World, results: dict[str, Job], names: list[str], seeds: range) -> 
 def by_steps(results: dict[str, Job], names: list[str], seeds: range) -> list[str]:
     """Each method's difference to SGSD after so many steps, and every seed's accuracy there."""
     points = list(results[f"sgsd-{seeds[0]}"]["accuracy"])
-    head = ["method", *[f"{step}: - sgsd, by seed" for step in points]]
-    lines = ["", row_of(head), "|---" * len(head) + "|"]
+    lines = ["", *head_of(["method", *[f"{step}: - sgsd, by seed" for step in points]])]
     for name in names:
         cells = [name]
         for step in points:
@@ -468,7 +465,7 @@ def equal_cost(w: World, results: dict[str, Job], names: list[str], seeds: range
     head = ["method"]
     for cost in COSTS[:2]:
         head += [cost.replace("_", " "), "accuracy", "sgsd's"]
-    lines = ["", row_of(head), "|---" * len(head) + "|"]
+    lines = ["", *head_of(head)]
     ours, *others = names
     for name in others:
         cells = [name]
@@ -528,7 +525,7 @@ def picture(w: World, results: dict[str, Job], names: list[str], seeds: range, p
 
 
 def sweep_table(sweep: dict[str, Job], seeds: range) -> list[str]:
-    lines = [row_of(["misleading skills", *SWEPT]), "|---" * (1 + len(SWEPT)) + "|"]
+    lines = head_of(["misleading skills", *SWEPT])
     for share in SHARES:
         cells = [f"{share}%"]
         for name in SWEPT:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import torch
+from markdown_table import head_of, row_of
 
 import cli
 import config
@@ -77,8 +78,7 @@ def first_token(run: pathlib.Path, last: int) -> str:
 
 def table(run: pathlib.Path, window: int) -> list[str]:
     """A Markdown table with a row per window of steps."""
-    lines = [f"| steps | success | boxed | {' | '.join(PARTS)} | first token | other tokens |"]
-    lines.append("|---" * (len(PARTS) + 5) + "|")
+    lines = head_of(["steps", "success", "boxed", *PARTS, "first token", "other tokens"])
     windows: dict[int, list[tuple[dict, dict]]] = {}
     for roll, tokens in audited(run):
         windows.setdefault((roll["step"] - 1) // window, []).append((roll, tokens))
@@ -96,7 +96,7 @@ def table(run: pathlib.Path, window: int) -> list[str]:
         steps = f"{number * window + 1} to {pairs[-1][0]['step']}"
         first = f"{1000 * credit['first'] / count:+.2f}"
         cells = [steps, f"{right:.2f}", f"{boxed:.2f}", *sums, first, ", ".join(named)]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(row_of(cells))
     return lines
 
 
@@ -104,7 +104,7 @@ def words(run: pathlib.Path, window: int, word: str) -> list[str]:
     """A table with a row per window of steps: how many solutions have the word, and which."""
     head = ["steps", "success", "solutions with it", "of it in each", "at most"]
     head += ["right with it", "right without"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = head_of(head)
     windows: dict[int, list[dict]] = {}
     for roll in files.read_jsonl(run / "rollouts.jsonl"):
         windows.setdefault((roll["step"] - 1) // window, []).append(roll)
@@ -117,9 +117,9 @@ def words(run: pathlib.Path, window: int, word: str) -> list[str]:
         for right in (outcomes[True] + outcomes[False], outcomes[True], outcomes[False]):
             shares.append(f"{statistics.mean(right):.0%}" if right else "")
         steps = f"{number * window + 1} to {rolls[-1]['step']}"
-        spread = f"{len(outcomes[True]) / len(rolls):.0%} | {statistics.mean(counts):.2f}"
-        cells = [steps, shares[0], spread, str(max(counts)), *shares[1:]]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = [steps, shares[0], f"{len(outcomes[True]) / len(rolls):.0%}"]
+        cells += [f"{statistics.mean(counts):.2f}", str(max(counts)), *shares[1:]]
+        lines.append(row_of(cells))
     return lines
 
 

@@ -36,6 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes that it starts
 
 import real_tables
 import torch
+from markdown_table import head_of, row_of
 
 import distributed
 import eval
@@ -334,7 +335,7 @@ def bad(args: argparse.Namespace) -> dict:
 
 def figures_table(result: dict) -> list[str]:
     """Both ways' figures side by side; the seconds are of all policies together."""
-    lines = ["| policy | by | avg@4 | 95% | boxed | cut | tokens | seconds |", "|---" * 8 + "|"]
+    lines = head_of(["policy", "by", "avg@4", "95%", "boxed", "cut", "tokens", "seconds"])
     for number, name in enumerate(result["generate"][0]):
         for by in ("generate", "server"):
             figures, seconds = result[by]
@@ -342,15 +343,16 @@ def figures_table(result: dict) -> list[str]:
             interval = f"{row['avg_low']:.1%} to {row['avg_high']:.1%}"
             cells = [name, by, f"{row['avg']:.1%}", interval, f"{row['boxed']:.1%}"]
             cells += [f"{row['truncated']:.1%}", f"{row['tokens']:.1f}"]
-            lines.append(f"| {' | '.join(cells)} | {'' if number else f'{seconds:.0f}'} |")
+            cells.append("" if number else f"{seconds:.0f}")
+            lines.append(row_of(cells))
     return lines
 
 
 def greedy_text(part: dict) -> list[str]:
     lines = ["## Greedy ids: tiny/model and the checkpoints of a tiny run", ""]
-    lines += ["| policy | completions equal to `generate`'s, id by id |", "|---|---|"]
+    lines += head_of(["policy", "completions equal to `generate`'s, id by id"])
     for name, row in part["policies"].items():
-        lines.append(f"| {name} | {row['equal']} of {row['of']} |")
+        lines.append(row_of([name, f"{row['equal']} of {row['of']}"]))
     left = f"Afterwards the server lists {part['models_left']} model"
     return [*lines, "", f"{left}: the adapters were loaded one by one and unloaded."]
 
@@ -387,9 +389,9 @@ def bank_text(part: dict) -> list[str]:
     text += f"{metadata['right_seed_solutions']} were right, made {part['skills']} skills and "
     text += f"{part['mistakes']} mistakes in {part['seconds']:.0f} seconds. Its replies:"
     lines = ["## A bank by the real model", "", textwrap.fill(text, 130), ""]
-    lines += [f"| kind | {' | '.join(OUTCOMES)} |", "|---" * 5 + "|"]
+    lines += head_of(["kind", *OUTCOMES])
     for kind, counts in sorted(part["replies"].items()):
-        lines.append(f"| {kind} | {' | '.join(str(counts[name]) for name in OUTCOMES)} |")
+        lines.append(row_of([kind, *[counts[name] for name in OUTCOMES]]))
     return lines
 
 

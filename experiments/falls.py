@@ -30,6 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 
 import compare
+from markdown_table import head_of, row_of
 
 import cli
 import config
@@ -155,8 +156,8 @@ def simulated(draws: int, times: int) -> list[Tried]:
 
 def table(rows: list[Tried]) -> str:
     """How the rule did on each kind of curve."""
-    lines = ["| curves | number | named | before half of the loss | median share lost by then |"]
-    lines.append("|---|---|---|---|---|")
+    head = ["curves", "number", "named", "before half of the loss", "median share lost by then"]
+    lines = head_of(head)
     for kind in ("falling", "unclear", "healthy"):
         mine = [row for row in rows if row.kind == kind]
         if mine:
@@ -166,18 +167,17 @@ def table(rows: list[Tried]) -> str:
             cells = [kind, f"{len(mine):,}", f"{named:,} ({named / len(mine):.1%})"]
             cells.append(f"{early:,} ({early / len(mine):.1%})" if kind == "falling" else "")
             cells.append(f"{share:.0%}" if kind == "falling" else "")
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(row_of(cells))
     return "\n".join(lines)
 
 
 def each(rows: list[Tried]) -> str:
     """A line for each run."""
-    lines = ["| run | kind | lost at most | named after step | share lost by then |"]
-    lines.append("|---|---|---|---|---|")
+    lines = head_of(["run", "kind", "lost at most", "named after step", "share lost by then"])
     for row in rows:
         cells = [row.name, row.kind, f"{row.loss:.2f}", str(row.named or "never")]
         cells.append(f"{row.share:.0%}" if row.named and row.kind != "healthy" else "")
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(row_of(cells))
     return "\n".join(lines)
 
 

@@ -18,6 +18,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 
+from markdown_table import head_of, row_of
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIMIT = 120  # seconds
 TRAIN = "sgsd.py --preset tiny --eval-data= --updates 2 --batch-size 2 --max-new-tokens 16"
@@ -200,13 +202,11 @@ def main() -> None:
     columns = [walk(tree) for tree in trees]
     seconds = ["seconds before", "seconds"][-len(trees) :]
     lines = ["what was said before", "what is said"][-len(trees) :]
-    print(f"| | the mistake | {' | '.join(seconds)} | {' | '.join(lines)} |")
-    print("|---" * (2 + 2 * len(trees)) + "|")
+    print("\n".join(head_of(["", "the mistake", *seconds, *lines])))
     for number, mistake in enumerate(MISTAKES):
         answers = [column[number] for column in columns]
-        times = " | ".join(f"{seconds:.1f}" for seconds, _ in answers)
-        texts = " | ".join(line for _, line in answers)
-        print(f"| {number + 1} | {mistake.kind} | {times} | {texts} |")
+        times = [f"{seconds:.1f}" for seconds, _ in answers]
+        print(row_of([number + 1, mistake.kind, *times, *[line for _, line in answers]]))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "experiments"))
 
 import compare
+from markdown_table import head_of, row_of
 
 FILES = {  # of results/, whose runs a world's tables show
     "lock_long": ("compare_lock_long", "compare_lock_long_sgsd", "polarity_long_jobs"),
@@ -99,24 +100,24 @@ def difference(runs: Runs, ours: str, theirs: str, step: str) -> str:
 def accuracies(runs: Runs, methods: Sequence[str], steps: Sequence[str]) -> list[str]:
     """A row per method: its accuracy after these steps, and each seed's after the last."""
     titles = ["method", *[f"after {step}" for step in steps], "by seed, in the end"]
-    lines = [compare.row_of(titles), "|---" * len(titles) + "|"]
+    lines = head_of(titles)
     for method in methods:
         curves = [runs[method][seed]["accuracy"] for seed in sorted(runs[method])]
         cells = [method]
         for step in steps:
             cells.append(compare.with_interval([curve[step] for curve in curves]))
         cells.append(", ".join(f"{100 * curve[steps[-1]]:.1f}" for curve in curves))
-        lines.append(compare.row_of(cells))
+        lines.append(row_of(cells))
     return lines
 
 
 def differences(runs: Runs, pairs: Sequence[tuple[str, str]], steps: Sequence[str]) -> list[str]:
     """A row per pair of methods: their difference after these steps."""
     titles = ["difference", *[f"after {step}" for step in steps]]
-    lines = [compare.row_of(titles), "|---" * len(titles) + "|"]
+    lines = head_of(titles)
     for ours, theirs in pairs:
         cells = [difference(runs, ours, theirs, step) for step in steps]
-        lines.append(compare.row_of([f"({ours}) - ({theirs})", *cells]))
+        lines.append(row_of([f"({ours}) - ({theirs})", *cells]))
     return lines
 
 
@@ -129,13 +130,13 @@ def at_tokens(run: compare.Job, budget: int) -> float:
 def by_tokens(runs: Runs, methods: Sequence[str]) -> list[str]:
     """A row per method: its accuracy at equal sampled tokens."""
     titles = ["method", *[f"at {budget:,} tokens" for budget in BUDGETS]]
-    lines = [compare.row_of(titles), "|---" * len(titles) + "|"]
+    lines = head_of(titles)
     for method in methods:
         cells = [method]
         for budget in BUDGETS:
             found = [at_tokens(run, budget) for run in runs[method].values()]
             cells.append(compare.with_interval(found))
-        lines.append(compare.row_of(cells))
+        lines.append(row_of(cells))
     return lines
 
 

@@ -22,7 +22,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 
-import compare
+from markdown_table import head_of, row_of
 
 import config
 import eval as evaluation
@@ -132,8 +132,7 @@ def tests(kept: dict) -> Iterator[str]:
     """
     samples = kept["tests"]["base"]["samples"]
     head = ["policy", f"avg@{samples}", "to the base", "to SGSD", "boxed", "cut", "tokens"]
-    yield compare.row_of(head)
-    yield "|---" * len(head) + "|"
+    yield from head_of(head)
     for name, test in sorted(kept["tests"].items(), key=lambda item: (item[0] != "base", item[0])):
         step = name.partition(", ")[2]
         gaps = []
@@ -143,7 +142,7 @@ def tests(kept: dict) -> Iterator[str]:
                 gap = with_interval(share(test) - share(kept["tests"][other]), "+")
             gaps.append(gap)
         figures = [f"{test['boxed']:.1%}", f"{test['cut']:.1%}", f"{test['tokens']:.0f}"]
-        yield compare.row_of([name, with_interval(share(test)), *gaps, *figures])
+        yield row_of([name, with_interval(share(test)), *gaps, *figures])
 
 
 def lean(supports: dict) -> list[str]:
@@ -158,8 +157,7 @@ def runs(kept: dict) -> Iterator[str]:
     head = ["run", "steps", "right", "cut", "tokens", "ã on successes", "above 0"]
     head += ["ã on failures", "above 0", "distilled, reversed, ignored", "credit with the verdict"]
     head += ["seconds a step: sampling, teachers, student"]
-    yield compare.row_of(head)
-    yield "|---" * len(head) + "|"
+    yield from head_of(head)
     for name, run in kept["runs"].items():
         first = 1
         for block in run["blocks"]:
@@ -173,18 +171,17 @@ def runs(kept: dict) -> Iterator[str]:
             cells.append("" if agreeing is None else f"{agreeing:.2f}")
             seconds = [f"{block[part] / steps:.0f}" for part in PARTS]
             cells.append(", ".join(seconds))
-            yield compare.row_of(cells)
+            yield row_of(cells)
             first += steps
 
 
 def most(kept: dict) -> Iterator[str]:
     """A row per entry that was among those distilled, or reversed, most often in a run."""
-    yield compare.row_of(["run", "fate", "entry", "on successes", "on failures"])
-    yield "|---" * 5 + "|"
+    yield from head_of(["run", "fate", "entry", "on successes", "on failures"])
     for name, run in kept["runs"].items():
         for fate in FATES[:2]:
             for id_, title, successes, failures in run.get("entries", {}).get(fate, []):
-                yield compare.row_of([name, fate, f"{id_}: {title}", successes, failures])
+                yield row_of([name, fate, f"{id_}: {title}", successes, failures])
 
 
 def picture(kept: dict, path: pathlib.Path) -> None:

@@ -35,6 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tiny"), str(ROOT / "experiments")]
 import credit
 import lock
 import world
+from markdown_table import head_of, row_of
 
 import runlog
 import skills
@@ -107,8 +108,9 @@ def aims(
     for first, last in PHASES:
         own = [i for i, row in enumerate(rows) if first <= row["step"] <= last]
         measured = aim([rows[i] for i in own], [audited[i] for i in own], locks)
-        line = "| {} | {} | {:+.3f} | {:.3f} | {:.1%} |".format(*measured)
-        lines.append(f"| {name} | {first} to {last} {line}")
+        right, wrong, cosine, chance, share = measured
+        cells = [name, f"{first} to {last}", right, wrong, f"{cosine:+.3f}", f"{chance:.3f}"]
+        lines.append(row_of([*cells, f"{share:.1%}"]))
     return lines
 
 
@@ -134,7 +136,7 @@ def families(name: str, bank: pathlib.Path, rows: list[dict], locks: dict[str, l
         for part in ("shown", "early", "late"):
             known = cell[part] and (meanings or part != "shown")  # GRPO has no bank
             shares.append(f"{statistics.mean(cell[part]):.0%}" if known else "")
-        lines.append("| " + " | ".join([name, family, *shares]) + " |")
+        lines.append(row_of([name, family, *shares]))
     return lines
 
 
@@ -168,13 +170,13 @@ def count(
 
 
 def table(found: dict[tuple, dict[str, float]]) -> list[str]:
-    head = "outcome | its skill | own step | teachers | distilled | ignored | reversed | credit"
-    lines = [f"| {head} of the step, x 1000, mean | sum |", "|---" * 9 + "|"]
+    head = ["outcome", "its skill", "own step", "teachers", *FATES]
+    lines = head_of([*head, "credit of the step, x 1000, mean", "sum"])
     for key, cell in sorted(found.items()):
         total = sum(cell[fate] for fate in FATES)
         shares = [f"{cell[fate] / total:.0%}" for fate in FATES]
         credit = [f"{1000 * cell['credit'] / total:+.2f}", f"{cell['credit']:+.2f}"]
-        lines.append("| " + " | ".join([*key, f"{total:.0f}", *shares, *credit]) + " |")
+        lines.append(row_of([*key, f"{total:.0f}", *shares, *credit]))
     return lines
 
 
@@ -194,10 +196,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("runs", type=pathlib.Path, nargs="+")
     args = parser.parse_args()
-    head = "| run | steps | right steps | wrong steps | cosine | chance | share |"
-    print(f"{head}\n" + "|---" * 7 + "|")
+    head = ["run", "steps", "right steps", "wrong steps", "cosine", "chance", "share"]
+    print("\n".join(head_of(head)))
     locks = lock.held_out(random.Random(0))
-    tables = ["", "| run | family | shown | right, steps 1 to 5 | 41 to 60 |", "|---" * 5 + "|"]
+    tables = ["", *head_of(["run", "family", "shown", "right, steps 1 to 5", "41 to 60"])]
     of_teachers = []
     for run in args.runs:
         pairs = list(credit.audited(run))

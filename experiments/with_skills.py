@@ -24,10 +24,10 @@ from collections.abc import Iterator, Sequence
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 
-import compare
 import real_tables
 import real_world
 import torch
+from markdown_table import head_of, row_of
 
 import eval as evaluation
 import files
@@ -109,8 +109,7 @@ def table(kept: dict) -> Iterator[str]:
     """A row per prompt: its score, and its difference to the plain one."""
     head = ["prompt", f"avg@{kept['plain']['samples']}", "to the plain prompt", "to shuffled"]
     head += ["boxed", "cut", "tokens", "tokens of the prompt"]
-    yield compare.row_of(head)
-    yield "|---" * len(head) + "|"
+    yield from head_of(head)
     for name, test in kept.items():
         gaps = []
         for other in ("plain", "shuffled"):
@@ -119,7 +118,7 @@ def table(kept: dict) -> Iterator[str]:
             gaps.append(real_tables.with_interval(gap, "+") if shown else "")
         cells = [name, real_tables.with_interval(real_tables.share(test)), *gaps]
         cells += [f"{test['boxed']:.1%}", f"{test['cut']:.1%}", f"{test['tokens']:.0f}"]
-        yield compare.row_of([*cells, f"{test['prompt']:.0f}"])
+        yield row_of([*cells, f"{test['prompt']:.0f}"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
