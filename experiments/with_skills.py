@@ -6,9 +6,9 @@
 FOLDER was made by experiments/real_world.py --cpu --make; its model, encoder and test problems are
 taken. The first call evaluates the model under the plain prompt and with each bank's nearest pairs
 in it (Base+Skill), two evaluations at a time, and keeps the scores in results/with_skills.json. A
-killed one goes on by the same command. The second prints the table of what is kept. "shuffled" is
-the first bank with all its words dealt out anew: every field keeps its number of words, and says
-nothing.
+killed one goes on by the same command, and what has more samples than --samples keeps them. The
+second prints the table of what is kept. "shuffled" is the first bank with all its words dealt out
+anew: every field keeps its number of words, and says nothing.
 """
 
 import argparse
@@ -61,11 +61,11 @@ def shuffled(bank: SkillBank, seed: int) -> SkillBank:
     return SkillBank(**entries, metadata={"shuffled": "words in another order"})
 
 
-def command(folder: pathlib.Path, name: str, dtype: str) -> list[str]:
+def command(folder: pathlib.Path, name: str, dtype: str, samples: int) -> list[str]:
     """The flags of an evaluation: "plain", or with the bank of this name."""
     here = folder / "with_skills"
     words = [str(folder / "model"), "--data", str(folder / "test.jsonl"), "--dtype", dtype]
-    words += ["--out", str(here / name), *SETTINGS.split()]
+    words += ["--out", str(here / name), *SETTINGS.split(), "--samples", str(samples)]
     if name != "plain":
         words += ["--skills", str(here / f"{name}.json"), "--encoder", str(folder / "encoder")]
     return words
@@ -82,7 +82,7 @@ def prompt_tokens(argv: Sequence[str]) -> float:
     return statistics.mean(lengths)
 
 
-def measure(folder: pathlib.Path, banks: dict[str, pathlib.Path], dtype: str) -> None:
+def measure(folder: pathlib.Path, banks: dict[str, pathlib.Path], dtype: str, samples: int) -> None:
     """Make all evaluations that are missing, and keep their scores."""
     here = folder / "with_skills"
     here.mkdir(exist_ok=True)
@@ -90,7 +90,9 @@ def measure(folder: pathlib.Path, banks: dict[str, pathlib.Path], dtype: str) ->
         shutil.copy(bank, here / f"{name}.json")
     shuffled(SkillBank.load(next(iter(banks.values()))), 0).save(here / "shuffled.json")
     names = ["plain", *banks, "shuffled"]
-    commands = {name: shlex.join(["eval.py", *command(folder, name, dtype)]) for name in names}
+    commands = {}
+    for name in names:
+        commands[name] = shlex.join(["eval.py", *command(folder, name, dtype, samples)])
     plain = {"plain": commands.pop("plain")}
     real_world.side_by_side(plain, folder, time.time() + 1e9, 1)
     (made,) = (here / "plain").glob("*--model")
@@ -101,14 +103,14 @@ def measure(folder: pathlib.Path, banks: dict[str, pathlib.Path], dtype: str) ->
     for name in names:
         place = here / name / (made.name if name == "plain" else f"{made.name}--skills")
         score = real_tables.score(list(files.read_jsonl(place / "samples.jsonl")))
-        kept[name] = score | {"prompt": prompt_tokens(command(folder, name, dtype))}
+        kept[name] = score | {"prompt": prompt_tokens(command(folder, name, dtype, samples))}
     files.write_json(KEPT, kept)
 
 
 def table(kept: dict) -> Iterator[str]:
     """A row per prompt: its score, and its difference to the plain one."""
-    head = ["prompt", f"avg@{kept['plain']['samples']}", "to the plain prompt", "to shuffled"]
-    head += ["boxed", "cut", "tokens", "tokens of the prompt"]
+    head = ["prompt", "samples", "right", "to the plain prompt", "to shuffled", "boxed", "cut"]
+    head += ["tokens", "tokens of the prompt"]
     yield from head_of(head)
     for name, test in kept.items():
         gaps = []
@@ -116,7 +118,8 @@ def table(kept: dict) -> Iterator[str]:
             gap = real_tables.share(test) - real_tables.share(kept[other])
             shown = name not in ("plain", other)
             gaps.append(real_tables.with_interval(gap, "+") if shown else "")
-        cells = [name, real_tables.with_interval(real_tables.share(test)), *gaps]
+        right = real_tables.with_interval(real_tables.share(test))
+        cells = [name, str(test["samples"]), right, *gaps]
         cells += [f"{test['boxed']:.1%}", f"{test['cut']:.1%}", f"{test['tokens']:.0f}"]
         yield row_of([*cells, f"{test['prompt']:.0f}"])
 
@@ -128,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--banks", nargs="+", metavar="NAME=FILE", help="the first is shuffled, too"
     )
     parser.add_argument("--dtype", default="float32", help="bfloat16 is faster where a CPU has it")
+    parser.add_argument("--samples", type=int, default=2, help="of each problem (default: 2)")
     args = parser.parse_args(argv)
     if args.folder:
         if not args.banks:
@@ -136,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for pair in args.banks:
             name, _, file = pair.partition("=")
             banks[name] = pathlib.Path(file)
-        measure(args.folder.resolve(), banks, args.dtype)
+        measure(args.folder.resolve(), banks, args.dtype, args.samples)
     elif not KEPT.exists():
         parser.error("nothing is kept yet: give FOLDER and --banks")
     print("\n".join(table(files.read_json(KEPT))))

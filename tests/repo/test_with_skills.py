@@ -41,8 +41,10 @@ def test_a_table_by_hand():
     kept = {"plain": {**test, "right": "1000"}, "hand": {**test, "right": "1110"}}
     kept["shuffled"] = {**test, "right": "1110", "prompt": 80.0}
     _, _, plain, hand, noise = with_skills.table(kept)
-    assert plain.startswith("| plain | 25.0% (") and "|  |  | 100.0% | 0.0% | 10 | 50 |" in plain
-    assert hand.startswith("| hand | 75.0% (") and "| +50.0% (+50.0% to +50.0%) |" in hand
+    assert (
+        plain.startswith("| plain | 2 | 25.0% (") and "|  |  | 100.0% | 0.0% | 10 | 50 |" in plain
+    )
+    assert hand.startswith("| hand | 2 | 75.0% (") and "| +50.0% (+50.0% to +50.0%) |" in hand
     assert "| +0.0% (+0.0% to +0.0%) |" in hand and noise.endswith("| 10 | 80 |")
 
 
@@ -55,9 +57,10 @@ def test_the_command_goes_on_and_keeps_scores(tmp_path, monkeypatch, capsys):
     (folder / "test.jsonl").write_text("".join(lines[:4]))
     make_bank(tmp_path / "bank.json", 4, 4)
     monkeypatch.setattr(with_skills, "KEPT", tmp_path / "kept.json")
-    monkeypatch.setattr(with_skills, "SETTINGS", "--max-new-tokens 32 --samples 2 --num-skills 2")
-    for _ in range(2):
-        with_skills.main([str(folder), "--banks", f"hand={tmp_path / 'bank.json'}"])
+    monkeypatch.setattr(with_skills, "SETTINGS", "--max-new-tokens 32 --num-skills 2")
+    for samples in (2, 1):  # two are kept where one is asked for later
+        argv = [str(folder), "--banks", f"hand={tmp_path / 'bank.json'}", "--samples", str(samples)]
+        with_skills.main(argv)
     kept = files.read_json(tmp_path / "kept.json")
     assert list(kept) == ["plain", "hand", "shuffled"]
     assert all(len(test["right"]) == 8 for test in kept.values())
