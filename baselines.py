@@ -27,8 +27,10 @@ import inputs
 from cli import UserError
 from config import Config, setting
 
+# The ablations of a teacher; GRPO has none.
 OF_TEACHERS: tuple[str, ...] = ("token_mask", "clip", "polarity", "token_polarity", "answer_pi")
-OF_TEACHERS += ("teacher", "objective", "objective_clip", "support_top_k")  # settings
+OF_TEACHERS += ("teacher", "teacher_period", "teacher_decay", "objective", "objective_clip")
+OF_TEACHERS += ("support_top_k",)
 JSD_BETA = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}  # D10
 
 

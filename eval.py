@@ -96,7 +96,6 @@ import functools
 import gc
 import hashlib
 import importlib.metadata
-import inspect
 import math
 import shlex
 from collections import Counter
@@ -254,23 +253,20 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
         settings |= dict.fromkeys(("engine", "device", "dtype", "attn"), "a server's")
     settings |= {"thinking": args.thinking, "seed": args.seed, **asdict(args.sampling)}
     settings["verify_timeout"] = args.verify_timeout  # a verdict that took longer is "wrong"
-    settings["verifier"] = args.verifier
-    if args.verifier != Config.verifier:
-        module = inspect.getsourcefile(inputs.verifier_class(args.verifier))
-        settings["verifier"] += f" ({file_digest(module)})"
+    settings["verifier"] = inputs.verifier_version(args.verifier)
     settings["prompts"] = BUILT_IN
     if args.prompts:
         templates = ("student", "teacher") if policy.skilled else ("student",)
-        settings["prompts"] = digest(*map(skills.template, templates))
+        settings["prompts"] = files.digest(*map(skills.template, templates))
     if policy.skilled:
-        settings["the bank's text"] = digest(pathlib.Path(args.skills).read_bytes())
+        settings["the bank's text"] = files.digest(pathlib.Path(args.skills).read_bytes())
         settings["the encoder's weights"] = contents(args.encoder)
         settings["num_skills"] = args.num_skills
         if args.query_prompt:  # without one, samples of before there was this flag are known again
             settings["query_prompt"] = args.query_prompt
         if skills.nearest is not NEAREST:  # a script of the user's own has replaced it
             code = getattr(skills.nearest, "__code__", None)
-            settings["retrieval"] = file_digest(code and code.co_filename)
+            settings["retrieval"] = files.file_digest(code and code.co_filename)
     file = policy.folder / "settings.json"
     old = settings
     if file.exists():
@@ -285,13 +281,6 @@ def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
     return settings
 
 
-def file_digest(path: str | None) -> str:
-    """A digest of a file's content; "unknown" where there is none, as for what was typed in."""
-    if path is None or not pathlib.Path(path).is_file():
-        return "unknown"
-    return digest(pathlib.Path(path).read_bytes())
-
-
 @functools.cache
 def contents(path: str) -> str:
     """A digest of the weights in a directory; a hub id as it is."""
@@ -300,11 +289,7 @@ def contents(path: str) -> str:
         if file.suffix in (".safetensors", ".bin") and file.stem != "trainer":
             with open(file, "rb") as f:
                 digests.append(hashlib.file_digest(f, "blake2b").hexdigest())
-    return digest(*digests) if digests else path
-
-
-def digest(*parts: object) -> str:
-    return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=8).hexdigest()
+    return files.digest(*digests) if digests else path
 
 
 def plain_prompt(x: problems.Problem) -> str:
@@ -373,7 +358,7 @@ def samples_of(policy: Policy, tasks: Tasks) -> dict[Key, dict]:
 def digest_of(x: problems.Problem, policy: Policy) -> str:
     """A digest of all of a problem that a prompt or the verdict may depend on."""
     seen = [] if policy.settings["verifier"] == Config.verifier else sorted(x.extra.items())
-    return digest(x.problem, x.answer, *seen)
+    return files.digest(x.problem, x.answer, *seen)
 
 
 def sample(
@@ -444,7 +429,7 @@ def measure(policy: Policy, name: str, rows: list[dict], k: int, same: Verify) -
     low, high = bootstrap_interval(policy.scores[name])
     won = [majority_is_right(rows[i : i + k], same) for i in range(0, len(rows), k)]
     policy.table[name] = {
-        "digest": int(digest(*[row["digest"] for row in rows[::k]]), 16),  # of the problems
+        "digest": int(files.digest(*[row["digest"] for row in rows[::k]]), 16),  # of the problems
         "problems": len(won),
         "samples": len(rows),
         "avg": avg_at_k(correct_PK),

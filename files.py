@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import pathlib
@@ -177,3 +178,15 @@ def trim_jsonl(path: pathlib.Path, step: int) -> None:
 def encodable(text: str) -> str:
     """The text with "?" for halves of surrogate pairs, which no file or terminal takes."""
     return text.encode("utf-8", "replace").decode()
+
+
+def digest(*parts: object) -> str:
+    """Sixteen hexadecimal digits that differ where the parts' `repr` differs."""
+    return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
+def file_digest(path: str | None) -> str:
+    """A digest of a file's content; "unknown" where there is none, as for what was typed in."""
+    if path is None or not pathlib.Path(path).is_file():
+        return "unknown"
+    return digest(pathlib.Path(path).read_bytes())

@@ -88,6 +88,13 @@ def look_at_domain(settings: Config | Namespace) -> None:
         check_prompts(settings.prompts)
 
 
+def verifier_version(name: str) -> str:
+    """--verifier's name and, of a class of the user's own, a digest of the file that it is in."""
+    if name == Config.verifier:
+        return name
+    return f"{name} ({files.file_digest(inspect.getsourcefile(verifier_class(name)))})"
+
+
 def make_verifier(settings: Config | Namespace) -> Judge:
     """The judge that --verifier names, with the limits of --verify-timeout and --verify-workers."""
     kind = verifier_class(settings.verifier)

@@ -111,6 +111,9 @@ def _check_tokenizer(tokenizer: Tokenizer, model: Model, where: str) -> None:
     except Exception as e:  # no template, or one that raises anything
         fix = "use an instruct model, or mend the template"
         raise UserError(f"{where}'s chat template does not work ({brief(e)}); {fix}") from None
+    if not stop_ids(model, tokenizer):
+        fix = "name `eos_token_id` in its generation_config.json"
+        raise UserError(f"{where} and the model have no id that ends a completion; {fix}")
     vocabulary = {i: token for token, i in tokenizer.get_vocab().items()}
     # The small Gemma 3 have a placeholder for images without a row; no text comes to hold it.
     vocabulary.pop(getattr(tokenizer, "image_token_id", None), None)
@@ -145,7 +148,7 @@ def causal_lm(model: Model) -> Model:
 
 
 def with_adapters(model: Model, rank: int, alpha: int, flag: str = "--model") -> Model:
-    """The model with LoRA on all seven projections (S7) and gradient checkpointing, in train mode.
+    """The model with LoRA on all PROJECTIONS (S7) and gradient checkpointing, in train mode.
 
     No dropout, no biases. The adapters are fp32: a step of 5e-6 would be lost in bf16 (S22).
     Raises UserError where a projection is missing, or is one of many experts'.

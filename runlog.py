@@ -1,4 +1,4 @@
-"""What a run says of itself: a line per step, token texts, other loggers, provenance."""
+"""What a run says of itself: a line per step, notices, token texts, provenance; checkpoints."""
 
 import contextlib
 import importlib.metadata
@@ -443,7 +443,7 @@ def save_checkpoint(
         save_file(state, folder / "trainer.safetensors")
         files.write_json(folder / "trainer.json", {"step": step})
         base = model.active_peft_config.base_model_name_or_path
-        values = {"program": cfg.program, "method": "sgsd", **asdict(cfg)}
+        values = {"program": cli.program(cfg.program), "method": "sgsd", **asdict(cfg)}
         files.write_text(folder / "README.md", CARD.format(base=base, step=step, **values))
 
 

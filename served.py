@@ -194,7 +194,7 @@ class Servers:
         if given:
             command += f" --served-model-name {shlex.quote(given)}"
         if self.rank:
-            rank = max(8, 1 << (self.rank - 1).bit_length())  # the next power of two, as it must be
+            rank = max(8, 1 << (self.rank - 1).bit_length())  # a power of two: vLLM takes no other
             command = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True {command} --enable-lora"
             command += f" --max-lora-rank {rank}"
         return UserError(f"{self.flag} {url}: {why}; start one with: {command}")
@@ -273,8 +273,8 @@ class _Job:
         except queue.Empty:
             pass
         except Exception as e:  # of any kind: the main thread waits for a word of this one
+            self.finished.put(e)  # before a row that waits for its next try gives up, too
             self.ending.set()
-            self.finished.put(e)
         self.finished.put(None)
 
     def _complete(self, row: Row, url: str) -> None:
@@ -294,11 +294,11 @@ class _Job:
                     print(f"{url}: {e}: trying again", file=sys.stderr)
                 if "seed" in body and e.status == 500:
                     servers.stop_seeding(url, f"a request with a seed failed ({e})")
+                if not pause or self.ending.wait(pause):
+                    raise ConnectionError(f"{url}: failed {tries} times ({e})") from None
                 if e.status == 404:  # a server that was started anew has no adapters
                     with self.loading, contextlib.suppress(Fault, UserError):
                         servers.load(url, self.name, self.adapter)
-                if not pause or self.ending.wait(pause):
-                    raise ConnectionError(f"{url}: failed {tries} times ({e})") from None
             url = self.urls[(first + tries) % len(self.urls)]
 
     def _body(self, row: Row, url: str) -> dict[str, Any]:

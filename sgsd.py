@@ -457,7 +457,7 @@ def optimizer_step(run: Run, step: int) -> float:
     """
     cfg, params = run.cfg, list(policy.trained(run.model).values())
     distributed.sum_gradients(params, run.world)
-    run.may_end_now = False  # from here on the step is finished, on all ranks
+    run.may_end_now = False  # from here on this rank finishes the step
     norm = float(torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip))
     run.optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - (step - 1) / cfg.updates)
     if math.isfinite(norm):
@@ -667,7 +667,10 @@ def make_steps(
 
 @contextlib.contextmanager
 def end_at_once(run: Run) -> Iterator[None]:
-    """In this block a second signal raises KeyboardInterrupt; elsewhere it would tear files."""
+    """In this block a second signal raises KeyboardInterrupt; elsewhere it would tear files.
+
+    `optimizer_step` ends that early, before it changes the weights.
+    """
     run.may_end_now = True
     try:
         yield

@@ -3,9 +3,10 @@
     python skills.py --model Qwen/Qwen3-1.7B --data mine.jsonl --out bank.json       a cold start
     python skills.py --out bank.json --server http://localhost:8000/v1               by a server
 
-Down to the algorithms nothing holds a model: models are passed in as functions. embed(texts) gives
-a float array [n, d], and complete(prompts) a reply to each prompt. A `Writer` may stand for
-`complete`: it samples anew when it is asked again, and logs what came of each reply (D4).
+But for `nearest`, nothing down to the algorithms holds a model: they are passed in as functions.
+embed(texts) gives a float array [n, d], and complete(prompts) a reply to each prompt. A `Writer`
+may stand for `complete`: it samples anew when it is asked again, and logs what came of each reply
+(D4).
 """
 
 if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
@@ -563,7 +564,7 @@ def make_bank(
     made_with = {"model": cfg.model, "seed": cfg.seed, **asdict(sampling)}
     made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
     if cfg.verifier != Config.verifier:
-        made_with["verifier"] = cfg.verifier
+        made_with["verifier"] = inputs.verifier_version(cfg.verifier)
     if cfg.prompts:
         made_with["prompt"] = template("memory")
     made_with |= {"engine": servers.engine} if servers else {}  # S27

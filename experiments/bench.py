@@ -287,7 +287,10 @@ def counts(s: Shape, vocab: int, device: torch.device, rank: int = 64) -> Counts
 
 
 def eval_rows(c: Counts, tokens: int) -> int:
-    """How many samples decode together: eval.py's 16, or 8 where their cache doesn't fit."""
+    """Samples decoded together, in evaluation and cold start: 16, or 8 if their cache is too large.
+
+    Eight need --rows 8 and --rollout-rows 8.
+    """
     cache = 16 * 2 * c.kind * c.layers * c.kv * (PLAIN + tokens)
     return 16 if c.weights + cache < CARD else 8
 

@@ -9,8 +9,8 @@
 Every method takes its world's settings, a bank that the world's model made (one per seed, the same
 for all methods but those with the full bank by hand) and a rate from the validation problems: the
 best of three for sgsd and each baseline, and sgsd's for its own ablations; those named 3e-4 have
-that one. What --token-polarity does is in --methods alone. Then five seeds on the test problems,
-where accuracy under the plain prompt, thinking on, is measured after some of the steps.
+that one. Rows with --token-polarity are made where --methods names them. Then five seeds on the
+test problems, where accuracy under the plain prompt, thinking on, is measured after some steps.
 Intervals are Student's over seeds, paired by seed for differences. GRPO draws 8 rollouts of each of
 its problems, in all twice the others' samples. "Forward tokens" are those that went through the
 model outside decoding, with padding. All costs are of the training runs alone: the making of their

@@ -12,6 +12,7 @@ before and is right in all of them after, and of the first where it is the other
 """
 
 import argparse
+import collections
 import pathlib
 import statistics
 import sys
@@ -39,9 +40,13 @@ FATES = tuple(runlog.FATE.values())  # distilled, reversed, ignored
 
 
 def score(rows: list[dict]) -> dict:
-    """What is kept of a test: a digit for each sample, 1 where it is right, problem by problem."""
-    rows = sorted(rows, key=lambda row: (row["id"], row["sample"]))
-    samples = 1 + max(row["sample"] for row in rows)
+    """What is kept of a test: a digit for each sample, 1 where it is right, problem by problem.
+
+    Of those samples that every problem has.
+    """
+    samples = min(collections.Counter(row["id"] for row in rows).values())
+    rows = [row for row in rows if row["sample"] < samples]
+    rows.sort(key=lambda row: (row["id"], row["sample"]))
     return {
         "right": "".join(str(int(verify.is_success(row["r"]))) for row in rows),
         "samples": samples,  # of each problem
@@ -103,7 +108,7 @@ def add(folder: pathlib.Path) -> None:
             kept["tests"][name] = score([row for row in rows if row["set"] == "test"])
     for place in sorted((folder / "runs").iterdir()):
         metrics = list(files.read_jsonl(place / "metrics.jsonl"))
-        if metrics[-1]["step"] < config.saved(place)["updates"]:
+        if not metrics or metrics[-1]["step"] < config.saved(place)["updates"]:
             continue
         rollouts = list(files.read_jsonl(place / "rollouts.jsonl"))
         found: dict = {"blocks": training(rollouts, metrics)}
@@ -223,7 +228,8 @@ def picture(kept: dict, path: pathlib.Path) -> None:
         axis.set_xlabel("steps")
         axis.xaxis.set_major_locator(pyplot.MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=60)
 

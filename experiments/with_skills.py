@@ -6,7 +6,7 @@
 FOLDER was made by experiments/real_world.py --cpu --make; its model, encoder and test problems are
 taken. The first call evaluates the model under the plain prompt and with each bank's nearest pairs
 in it (Base+Skill), two evaluations at a time, and keeps the scores in results/with_skills.json. A
-killed one goes on by the same command, and what has more samples than --samples keeps them. The
+killed one goes on by the same command, and an evaluation keeps what it has beyond --samples. The
 second prints the table of what is kept. "shuffled" is the first bank with all its words dealt out
 anew: every field keeps its number of words, and says nothing.
 """

@@ -14,6 +14,7 @@ from driver import flags, refused, refused_without_torch, rows, settings
 
 import config
 import eval
+import files
 import inputs
 import problems
 import rollout
@@ -260,7 +261,7 @@ def test_a_problem_whose_further_fields_changed_is_sampled_anew_for_a_judge_that
         (log,) = here.glob("o/*/samples.jsonl")
         digests.append([row["digest"] for row in rows(log)])
     x = PROBLEMS[0]
-    assert digests[0] == [eval.digest(x["problem"], x["answer"])]
+    assert digests[0] == [files.digest(x["problem"], x["answer"])]
     assert [len(seen) for seen in digests] == [1, 2, 3, 3]
 
 
@@ -331,6 +332,10 @@ def test_seed_solutions_of_another_verdict_or_another_prompt_are_made_anew(here,
     for verifier, lines in (("verify:Verifier", 2), ("verify:Verifier", 2), ("mine:Even", 4)):
         assert skills.main([*words, f"--verifier={verifier}"]) == 0
         assert len(rows(here / "bank.json.work/memories.jsonl")) == lines
+    with open(here / "mine.py", "a") as file:  # a verdict that was mended is another one
+        file.write("\n# mended\n")
+    assert skills.main([*words, "--verifier=mine:Even"]) == 0
+    assert len(rows(here / "bank.json.work/memories.jsonl")) == 6
 
 
 def test_the_flags_of_a_runs_own_evaluation_name_its_domain():

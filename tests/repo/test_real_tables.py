@@ -20,6 +20,7 @@ def test_a_test_by_hand():
         sample("b", 0, -1, 30, None),
         sample("a", 1, 1),
     ]
+    rows.append(sample("a", 2, -1))  # of one problem alone: left out
     kept = real_tables.score(rows)
     assert kept == {"right": "1101", "samples": 2, "boxed": 0.75, "cut": 0.25, "tokens": 17.5}
     assert real_tables.share(kept).tolist() == [1.0, 0.5]
@@ -77,6 +78,8 @@ def test_a_folder_is_taken_in_and_its_changes_are_shown(tmp_path, monkeypatch, m
     kept = json.loads((tmp_path / "kept.json").read_text())
     assert set(kept["tests"]) == {"base", "grpo, step 20"} and set(kept["runs"]) == {"grpo"}
     assert "entries" not in kept["runs"]["grpo"]
+    real_tables.picture(kept, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").exists()
     text = "\n".join(real_tables.solutions(make_folder, "grpo"))
     assert "grpo, won: b, answer 1" in text and "b 0 -1" in text and "b 0 1" in text
     assert "grpo, lost: a" in text
@@ -101,8 +104,10 @@ def make_folder(tmp_path):
     seconds = {f"seconds.{part}": 1.0 for part in real_tables.PARTS}
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1} | seconds) + "\n")
     (run / "config.json").write_text(json.dumps({"settings": {"updates": 1}}))
-    broken_off = shutil.copytree(run, run.with_name("sgsd_1e-4"))
-    (broken_off / "config.json").write_text(json.dumps({"settings": {"updates": 2}}))
+    for name in ("sgsd", "consistent"):  # broken off in their second and in their first step
+        broken_off = shutil.copytree(run, run.with_name(f"{name}_1e-4"))
+        (broken_off / "config.json").write_text(json.dumps({"settings": {"updates": 2}}))
+    (broken_off / "metrics.jsonl").unlink()
     return tmp_path / "folder"
 
 

@@ -1,7 +1,8 @@
 """A run frozen number by number: whoever rearranges the code must leave it as it is.
 
-    python tests/repo/test_trace.py RUN    freeze a finished run of COMMAND, where a change is meant
+    PYTHONPATH=tests python tests/repo/test_trace.py RUN
 
+freezes a finished run of COMMAND, where a change is meant.
 trace.jsonl beside it holds 12 steps of the tiny preset, with the cold start and one evolution of
 the bank: the ids of prompts and rollouts, verdicts, pairs, weights, supports, polarities,
 losses, gradient norms, and the bank's texts. Ids are compared exactly and numbers within 1e-5. A

@@ -122,6 +122,16 @@ def test_a_chat_template_that_fails_or_drops_the_problem_is_one_line(
     refusal(f"--model {tmp_path / 'model'}", words, model=tmp_path / "model")
 
 
+def test_a_model_whose_solutions_would_never_end_is_refused(tmp_path):
+    save(tmp_path)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        settings = json.loads((tmp_path / name).read_text())
+        settings |= {"eos_token": None, "eos_token_id": None}
+        (tmp_path / name).write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="no id that ends a completion; name `eos_token_id` in"):
+        policy.load_model(str(tmp_path), torch.device("cpu"))
+
+
 def test_the_model_needs_a_row_for_every_id(tmp_path):
     """An added token's id counts; a text-only model's placeholder for images does not."""
     cpu, one_more = torch.device("cpu"), make_tokenizer()
