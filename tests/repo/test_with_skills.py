@@ -48,6 +48,12 @@ def test_a_table_by_hand():
     assert "| +0.0% (+0.0% to +0.0%) |" in hand and noise.endswith("| 10 | 80 |")
 
 
+def test_the_page_shows_what_the_command_prints(capsys):
+    with_skills.main([])
+    page = (ROOT / "results" / "with_skills.md").read_text()
+    assert capsys.readouterr().out.strip() in page
+
+
 @pytest.mark.long
 def test_the_command_goes_on_and_keeps_scores(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "a folder"
