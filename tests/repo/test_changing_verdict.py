@@ -70,7 +70,7 @@ def test_another_domain_is_trained_and_evaluated_end_to_end(tmp_path):
     asked = [row["prompt"] for row in rows(out / "bank" / "replies.jsonl")]
     assert all("math" not in prompt for prompt in asked) and "puzzle" in asked[0]
     settings = json.loads((out / "eval/step_000002/settings.json").read_text())
-    assert settings["verifier"] == "gym_domain:ReasoningGym"
+    assert settings["verifier"].startswith("gym_domain:ReasoningGym (")
     # The run's own evaluation, and then eval.py on the same samples.
     assert len(rows(out / "eval/step_000002/samples.jsonl")) == 80
     assert output.count("| step_000002 | gym_test | 20 |") == 2
