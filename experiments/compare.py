@@ -109,7 +109,7 @@ class World:
     evolve: int  # steps per evolution of the bank; 0 keeps the bank as it was made
     other: int  # the same for "sgsd, other bank"
     skills: int  # pairs in a prompt of base+skill
-    methods: tuple[str, ...] = PAPER[:-1]  # the bank by hand is of the other world
+    methods: tuple[str, ...] = tuple(name for name in PAPER if name not in BY_HAND)
 
 
 TINY_FLAGS = "--preset tiny --eval-data= "

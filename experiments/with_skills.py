@@ -65,6 +65,7 @@ def command(folder: pathlib.Path, name: str, dtype: str, samples: int) -> list[s
     """The flags of an evaluation: "plain", or with the bank of this name."""
     here = folder / "with_skills"
     words = [str(folder / "model"), "--data", str(folder / "test.jsonl"), "--dtype", dtype]
+    # Of a flag that is given twice, the last one counts.
     words += ["--out", str(here / name), *SETTINGS.split(), "--samples", str(samples)]
     if name != "plain":
         words += ["--skills", str(here / f"{name}.json"), "--encoder", str(folder / "encoder")]
