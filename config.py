@@ -1,21 +1,23 @@
-"""A run's settings: one frozen dataclass, its flags, and the presets.
+"""Settings: one frozen dataclass, its flags and presets, and a user's mistake as one line.
 
 A field that the paper or a decision (S..., D...) settles names it.
 """
 
 import argparse
 import contextlib
+import difflib
 import json
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
-import cli
-import files
-from cli import UserError
+VERSION = "0.1.0"  # of the project: --version prints it, config.json keeps it
 
 
 def setting(
@@ -24,15 +26,19 @@ def setting(
     choices: tuple[str, ...] = (),
     least: float | None = None,
     most: float | None = None,
+    resumable: bool = False,
 ) -> Any:
-    """A setting: its default, its help and source, its rule (a number is > 0 without a `least`)."""
+    """A setting: its default, its help and source, its range (a number is > 0 without a `least`).
+
+    resumable: a resumed run may be given another value, since it changes nothing but rounding.
+    """
     rule = {"source": source, "choices": choices, "least": least, "most": most}
-    return field(default=default, metadata=rule)
+    return field(default=default, metadata=rule | {"resumable": resumable})
 
 
 @dataclass(frozen=True)
 class Config:
-    """SGSD's settings; the flags are made from them."""
+    """SGSD's settings. The flags are made from the fields."""
 
     program: ClassVar[str] = "sgsd.py"
 
@@ -43,14 +49,21 @@ class Config:
     seed: int = setting(
         0, "seed of the data order, the adapters and the sampling", least=0, most=2**40
     )
-    updates: int = setting(200, "number of optimizer steps; §4.1")
-    checkpoint_every: int = setting(25, "save a checkpoint every so many steps; §4.1")
-    eval_data: str = setting(
-        "", "problems on which base and last checkpoint are evaluated in the end"
+    steps: int = setting(200, "number of optimizer steps; §4.1", resumable=True)
+    checkpoint_every: int = setting(25, "save a checkpoint every N steps; §4.1", resumable=True)
+    keep_checkpoints: int = setting(
+        0, "keep the first and the last N checkpoints; 0 keeps all", least=0, resumable=True
     )
-    eval_samples: int = setting(12, "k of that evaluation's avg@k; App. F.1")
-    eval_tokens: int = setting(38912, "longest sample of that evaluation, in tokens; App. F.1")
-    device: str = setting("auto", "auto takes CUDA where there is a GPU", ("auto", "cpu", "cuda"))
+    eval_data: str = setting(
+        "", "after training, evaluate base and last checkpoint on these problems", resumable=True
+    )
+    eval_samples: int = setting(12, "k of that evaluation's avg@k; App. F.1", resumable=True)
+    eval_tokens: int = setting(
+        38912, "longest sample of that evaluation, in tokens; App. F.1", resumable=True
+    )
+    device: str = setting(
+        "auto", "auto takes CUDA where there is a GPU", ("auto", "cpu", "cuda"), resumable=True
+    )
     # the model
     model: str = setting("Qwen/Qwen3-1.7B", "policy to train: a hub id or a directory; §4.1")
     dtype: str = setting(
@@ -64,8 +77,12 @@ class Config:
     # the data
     data: str = setting(
         "BytedTsinghua-SIA/DAPO-Math-17k",
-        "training problems: hub id, parquet or JSONL; App. F.1, D8",
+        "training problems: HUB_ID[:CONFIGURATION], parquet or JSONL; App. F.1, D8",
     )
+    split: str = setting("train", "split of a hub data set in --data")
+    problem_field: str = setting("problem", "column or field that holds the problem")
+    answer_field: str = setting("answer", "column or field that holds the reference answer")
+    answer_after: str = setting("", 'the answer is what follows this mark, as "####" in GSM8K')
     batch_size: int = setting(32, "problems in a step, over all processes together; S6")
     max_prompt_tokens: int = setting(20000, "refuse a longer prompt, and never cut one; Tab. 11")
     allow_eval_overlap: bool = setting(False, "train on problems of the evaluation sets, too")
@@ -73,7 +90,7 @@ class Config:
         "verify:Verifier",
         "who says right or wrong, as MODULE:CLASS, a subclass of verify.Judge; docs/changing.md",
     )
-    prompts: str = setting("", "directory of templates in the place of prompts/; docs/changing.md")
+    prompts: str = setting("", "directory of templates that replace prompts/; docs/changing.md")
     # the bank
     bank: str = setting("", "skill bank (JSON); without one the model writes its own first; Alg. 2")
     encoder: str = setting(
@@ -82,7 +99,7 @@ class Config:
     )
     query_prompt: str = setting("", "text put in front of a problem before it is embedded; S10")
     cold_start: int = setting(
-        256, "solve so many seed problems to write the first bank; Alg. 2, Tab. 12"
+        256, "number of seed problems solved to build the first bank; Alg. 2, Tab. 12"
     )
     cold_start_temperature: float = setting(
         1.0, "sampling temperature of the seed solutions; S21", least=0
@@ -91,8 +108,8 @@ class Config:
     cold_start_top_k: int = setting(0, "top-k of the seed solutions; 0 turns it off; S21", least=0)
     cold_start_tokens: int = setting(38912, "longest seed solution, in tokens; S21")
     cold_start_thinking: bool = setting(True, "solve the seed problems in thinking mode; S21")
-    allow_empty_bank: bool = setting(False, "train though no pair, so no teacher, was found; S8")
-    update_every: int = setting(25, "F: evolve the bank every F steps; 0 disables; Alg. 4", least=0)
+    allow_empty_bank: bool = setting(False, "train although the bank makes no teacher; S8")
+    evolve_every: int = setting(25, "F: evolve the bank every F steps; 0 disables; Alg. 4", least=0)
     success_gate: float = setting(
         0.8, "gamma: leave the bank as it is where the success is this high; Alg. 4", least=0
     )
@@ -103,11 +120,21 @@ class Config:
     merge_group_size: int = setting(32, "H: merge so many items at a time; Alg. 3", least=2)
     merge_patience: int = setting(3, "P: stop after so many merge layers without progress; Alg. 3")
     reply_tokens: int = setting(4096, "longest reply to an extraction prompt, in tokens; D4")
-    update_model: str = setting("", "another model to write the bank's entries; App. D.4")
-    update_server: str = setting("", "server that has --update-model; several in quotes; S27")
+    writer_model: str = setting("", "another model to write the bank's entries; App. D.4")
     memory_answer: bool = setting(
         False, "show the reference answer to the model that writes entries; D3"
     )
+    # inference servers
+    server: tuple[str, ...] = setting(
+        (),
+        "sample the policy there, such as http://localhost:8000/v1; rank i asks the i-th; S27",
+        resumable=True,
+    )
+    writer_server: str = setting("", "server for --writer-model; S27", resumable=True)
+    server_model: str = setting(
+        "", "name of --model on --server, if not its own name or path; S27", resumable=True
+    )
+    server_seeds: bool = setting(False, "send a seed with each request; S27", resumable=True)
     # the objective
     num_teachers: int = setting(8, "K: retrieved skill-mistake pairs, each a teacher; Tab. 12")
     teacher_prefix: str = setting(
@@ -131,20 +158,35 @@ class Config:
         5e-6, "learning rate of AdamW, falling linearly to 0; App. F.1, S7"
     )
     grad_clip: float = setting(0.1, "clip the gradient to this norm; S7")
-    # looking inside, and what bounds memory without changing a result
+    # looking inside, memory, time limits and trackers
     audit_every: int = setting(
-        25, "record every token's gaps every so many steps; 0 disables", least=0
+        25, "record every token's gaps every N steps; 0 disables", least=0, resumable=True
     )
-    score_tokens: int = setting(16384, "most tokens in one padded forward pass of the teachers")
+    score_tokens: int = setting(
+        16384, "most tokens in one padded forward pass of the teachers", resumable=True
+    )
+    checkpoint_above: int = setting(
+        2048,
+        "recompute activations in the backward pass of rollouts above N tokens, prompt included",
+        least=0,
+        resumable=True,
+    )
     rollout_rows: int = setting(
-        0, "solutions decoded at a time by each process; 0: all, and 16 for the bank", least=0
+        0,
+        "solutions decoded at a time by each process; 0: all, and 16 for the bank",
+        least=0,
+        resumable=True,
     )
     verify_timeout: float = setting(
         5.0, "seconds that the verifier may take for an answer", most=1e6
     )
-    verify_workers: int = setting(1, "verifier processes beside each process")
-    wandb: bool = setting(False, "also send the metrics to Weights & Biases")
-    tensorboard: bool = setting(False, "also write the metrics to RUN/tensorboard")
+    verify_workers: int = setting(1, "verifier processes beside each process", resumable=True)
+    report_to: str = setting(
+        "none",
+        "also send the metrics to this tracker; tensorboard writes to RUN/tensorboard",
+        ("none", "wandb", "trackio", "tensorboard"),
+        resumable=True,
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -161,13 +203,13 @@ class Config:
             elif rule["most"] is not None and value > rule["most"]:
                 wrong = f"must be <= {rule['most']}"
             if wrong:
-                raise UserError(f"{flag(f.name)} {value}: {wrong} ({rule['source']})")
-        if self.update_server and not self.update_model:
-            wrong = "give the model that it serves as --update-model"
-            raise UserError(f"--update-server {self.update_server}: {wrong}")
+                raise ValueError(f"{flag(f.name)} {value}: {wrong} ({rule['source']})")
+        if self.writer_server and not self.writer_model:
+            fix = "give the model that it serves as --writer-model"
+            raise ValueError(f"--writer-server {self.writer_server}: {fix}")
 
     @property
-    def sees_skills(self) -> bool:
+    def uses_skill_bank(self) -> bool:
         """Whether the method has a bank and an encoder."""
         return True
 
@@ -180,7 +222,7 @@ class Config:
     def evolution(self) -> dict[str, Any]:
         """Algorithm 4's settings."""
         return {
-            "update_every": self.update_every,
+            "evolve_every": self.evolve_every,
             "success_gate": self.success_gate,
             "max_new_items": self.max_new_items,
             "dynamic_capacity": self.dynamic_capacity,
@@ -189,48 +231,19 @@ class Config:
         }
 
 
-@dataclass(frozen=True)
-class BankConfig(Config):
-    """The settings of skills.py, which has no policy that changes."""
-
-    program: ClassVar[str] = "skills.py"
-
-    server: str = setting("", "server that samples --model; several in quotes; S27")
-
-
-def missing_path(name: str) -> bool:
-    """Whether a name is a path at which nothing is; any other name may be a hub id.
-
-    ORG/NAME is taken for a path where there is a directory ORG here, unless the hub's cache has it.
-    """
-    path = pathlib.Path(name)
-    if path.exists():
-        return False
-    if name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1 or name.endswith("/"):
-        return True
-    if not name.count("/") or not path.parent.is_dir():
-        return False
-    from huggingface_hub import try_to_load_from_cache  # only such a name needs it
-
-    return not isinstance(try_to_load_from_cache(name, "config.json"), str)
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 GROUPS = {  # in --help, by the first setting of each
     "out": "the run",
     "model": "the model",
     "data": "the data",
     "bank": "the bank",
+    "server": "inference servers",
     "num_teachers": "the objective",
     "temperature": "the student's sampling",
     "learning_rate": "the optimizer",
-    "audit_every": "looking inside, memory, time limits and loggers",
-    "server": "a cold start by a server",
+    "audit_every": "looking inside, memory, time limits and trackers",
     "method": "baselines and ablations",
 }
+PATHS = ("model", "encoder", "writer_model", "data", "eval_data", "bank", "prompts", "config")
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent / "tiny")
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -240,7 +253,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": f"{TINY}/train.jsonl",
         "eval_data": f"{TINY}/test.jsonl",
         "out": "runs/tiny",
-        "updates": 30,
+        "steps": 30,
         "batch_size": 16,
         "checkpoint_every": 10,
         "eval_samples": 4,
@@ -249,7 +262,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "cold_start_top_k": 20,
         "cold_start_tokens": 96,
         "cold_start_thinking": False,
-        "update_every": 10,
+        "evolve_every": 10,
         "merge_group_size": 8,
         "reply_tokens": 640,
         "max_new_tokens": 96,
@@ -264,97 +277,225 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+# ------------------------------------------------------------------------- a mistake as one line
+
+
+@contextlib.contextmanager
+def mistakes_as_one_line(program: str, of_all_ranks: bool = False) -> Iterator[None]:
+    """Bad input or a missing package: printed as one line, exit code 2.
+
+    of_all_ranks: every rank sees the mistake, so only rank 0 prints it.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as e:
+        fix = "; pip install -r requirements.txt" if isinstance(e, ImportError) else ""
+        if not of_all_ranks or is_first_rank():
+            print(f"{program}: {' '.join(str(e).split())}{fix}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def end_at_signals(advice: str) -> None:
+    """From here on Ctrl-C and SIGTERM end the process at once, with exit code 130.
+
+    advice: the printed sentence that says how to continue.
+    """
+
+    def end(*_: object) -> None:
+        if is_first_rank():
+            os.write(2, f"\nInterrupted. {advice}\n".encode())  # print may be what it interrupts
+        os._exit(130)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+
+
+def is_first_rank() -> bool:
+    """Whether torchrun started this process as rank 0, or did not start it."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags that are never abbreviated, --version, and mistakes in one line."""
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **{"allow_abbrev": False, **settings})
+        self.add_argument("--version", action="version", version=f"sgsd {VERSION}")
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and one line, which suggests the closest flag to each unknown one."""
+        hint = ""
+        for wrong in re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2]):
+            for close in difflib.get_close_matches(wrong, [*self._option_string_actions], 1, 0.75):
+                hint += f"did you mean {close}? "
+        line = f"{self.prog}: {' '.join(message.split())}; {hint}--help lists the flags\n"
+        self.exit(2, line if is_first_rank() else None)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def refuse_missing_path(flag_name: str, name: str) -> None:
+    """ValueError for a name that looks like a path and is not there.
+
+    The hub would be asked for it, for a minute. ORG/NAME may be a hub id, unless ORG is a directory
+    here and the hub's cache does not have it.
+    """
+    path = pathlib.Path(name)
+    if not name or path.exists():
+        return
+    looks_like_path = name.startswith((".", "/", "~", "runs/")) or name.endswith("/")
+    looks_like_path |= name.count("/") > 1
+    looks_like_path |= path.suffix in (".json", ".jsonl", ".parquet", ".yaml", ".yml")
+    if not looks_like_path and name.count("/") and path.parent.is_dir():
+        from huggingface_hub import try_to_load_from_cache  # only such a name needs it
+
+        cached = try_to_load_from_cache(name, "config.json")
+        looks_like_path = not isinstance(cached, str)
+    if looks_like_path:
+        raise ValueError(f"{flag_name} {name}: no such file or directory; check the path")
+
+
+# ------------------------------------------------------------------------------ the command line
+
+
 def parse(
     argv: Sequence[str] | None,
-    program: str,
     about: str | None,
     kind: type[Config] = Config,
-    own_defaults: dict[str, dict[str, Any]] | None = None,
+    defaults_of_methods: dict[str, dict[str, Any]] | None = None,
+    program: str = "",
 ) -> tuple[Config, bool]:
-    """(settings, whether to resume) from a command line.
+    """(settings, whether to resume) from a command line; a mistake exits with code 2.
 
     about: a program's docstring; its first line and its commands stand in --help. A flag overrides
-    the preset, and that overrides a --method's own defaults. `--resume RUN` starts from the run's
-    saved settings instead. Raises UserError on anything that is wrong.
+    the preset, and that overrides the defaults of a --method. `--resume RUN` starts from the run's
+    saved settings instead.
     """
+    program = program or kind.program
     title, *body = (about or "").split("\n")
     commands = [line for line in body if line.startswith(("    python ", "    torchrun "))]
-    parser = cli.Parser(
+    resumable = [flag(f.name) for f in fields(kind) if f.metadata["resumable"]]
+    parser = Parser(
         program,
         description=f"{title}\n\nTags such as S3 and D8 are rows of docs/decisions.md.",
         usage="%(prog)s [--preset NAME] [--FLAG VALUE ...]",
         epilog="\n".join(["examples:", *commands]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--preset", choices=PRESETS, help="settings to start from")
-    parser.add_argument("--print-config", action="store_true", help="print every setting, and end")
-    again = "continue a run from its last checkpoint; skills.py goes on by the same command"
+    settings = "YAML of settings, or a run's config.json; above the preset, below flags"
+    parser.add_argument("--config", metavar="FILE", help=settings)
+    shown = "print every setting as YAML for --config, and exit"
+    parser.add_argument("--print-config", action="store_true", help=shown)
+    again = "continue a run from its last checkpoint, with its own settings; only these may be "
+    again += f"given again: {', '.join(resumable)}"
     parser.add_argument("--resume", metavar="RUN", help=again)
     group = parser.add_argument_group()
     for f in fields(kind):
         if f.name in GROUPS:
             group = parser.add_argument_group(GROUPS[f.name])
-        text = f"{f.metadata['source']} (default: {f.default})".replace("%", "%%")
-        options: dict[str, Any] = {"type": type(f.default)}
+        default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
+        text = f"{f.metadata['source']} (default: {default})".replace("%", "%%")
+        options: dict[str, Any] = {"type": type(f.default), "metavar": "N"}
         if f.metadata["choices"]:
-            options["choices"] = f.metadata["choices"]
-        else:
-            options["metavar"] = type(f.default).__name__
+            options = {"choices": f.metadata["choices"]}
+        elif isinstance(f.default, str):
+            options["metavar"] = "NAME"
+        elif isinstance(f.default, float):
+            options["metavar"] = "X"
+        elif isinstance(f.default, tuple):
+            options = {"nargs": "+", "metavar": "URL"}
         if isinstance(f.default, bool):
             options = {"action": argparse.BooleanOptionalAction}
         group.add_argument(flag(f.name), help=text, **options)
     given = vars(parser.parse_args(argv))
-    if "resume" in given:
-        return _resumed(given.pop("resume"), given, kind), True
-    show, preset = given.pop("print_config", False), given.pop("preset", "paper")
-    start = (own_defaults or {}).get(given.get("method", ""), {})
-    cfg = kind(**{**start, **PRESETS[preset], **given})
+    with mistakes_as_one_line(program, of_all_ranks=True):
+        if "resume" not in given:
+            given = _of_file(given.pop("config", ""), kind) | given
+        for name in PATHS:
+            refuse_missing_path(flag(name), given.get(name, ""))
+        if "resume" in given:
+            return _resumed(given.pop("resume"), given, kind), True
+        show, preset = given.pop("print_config", False), given.pop("preset", "paper")
+        start = (defaults_of_methods or {}).get(given.get("method", ""), {})
+        cfg = kind(**_with_tuples({**start, **PRESETS[preset], **given}))
     if not show:
         return cfg, _restarted(cfg)
     for f in fields(cfg):
         value = getattr(cfg, f.name)
-        instead = "" if value == f.default else f", instead of {f.default!r}"
-        print(f"{f.name} = {value!r}  ({f.metadata['source']}{instead})")
+        instead = "" if value == f.default else f"; instead of {f.default!r}"
+        print(f"{f.name}: {json.dumps(value)}  # {f.metadata['source']}{instead}")
     raise SystemExit(0)
 
 
-def saved(run: str | pathlib.Path) -> dict[str, Any]:
-    """The settings in a run's config.json. UserError where there is none."""
-    path = pathlib.Path(run)
+def _of_file(path: str, kind: type[Config]) -> dict[str, Any]:
+    """The settings in a --config file; ValueError for an unknown name or another type."""
+    if not path:
+        return {}
+    import yaml
+
     try:
-        return {**json.loads((path / "config.json").read_text(encoding="utf-8"))["settings"]}
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        why = f"no readable config.json of a run there ({cli.brief(e)})"
-        why += f", {files.listed(path)}"
-        raise UserError(f"{run}: {why}; give a run such as runs/sgsd") from None
+        content = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8")) or {}
+        content = content.get("settings", content)  # a run's config.json
+        settings = {str(name).replace("-", "_"): value for name, value in content.items()}
+    except (yaml.YAMLError, ValueError, AttributeError) as e:
+        raise ValueError(f"--config {path}: not a YAML mapping of settings ({e})") from None
+    types = {f.name: type(f.default) for f in fields(kind)}
+    for name, value in settings.items():
+        if name not in types:
+            close = difflib.get_close_matches(name, types, 1, 0.75)
+            hint = f"; did you mean {close[0]}?" if close else "; --help lists the settings"
+            raise ValueError(f"--config {path}: there is no setting {name}{hint}")
+        if types[name] is float and type(value) in (int, str):
+            with contextlib.suppress(ValueError):
+                settings[name] = value = float(value)  # 5e-06 without a point is text in YAML 1.1
+        if type(value) is not (list if types[name] is tuple else types[name]):
+            rule = f"must be of type {types[name].__name__}"
+            raise ValueError(f"--config {path}: {name}: {value!r} {rule}")
+    return settings
+
+
+def saved(run: str | pathlib.Path) -> dict[str, Any]:
+    """The settings in a run's config.json. ValueError where there is none."""
+    path = pathlib.Path(run, "config.json")
+    try:
+        return _with_tuples(json.loads(path.read_text(encoding="utf-8"))["settings"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        why = f"no readable config.json of a run there ({type(e).__name__}: {e})"
+        raise ValueError(f"{run}: {why}; give a run such as runs/sgsd") from None
+
+
+def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with a tuple for each list: JSON and argparse know lists only."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
 
 
 def _restarted(cfg: Config) -> bool:
     """Whether `torchrun --max-restarts` starts the command of an existing run once more."""
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(ValueError):
         return again and saved(cfg.out) == asdict(cfg)
     return False
 
 
 def _resumed(run: str, given: dict[str, Any], kind: type[Config]) -> Config:
-    kept = {"bank": "bank (D9)", "out": "directory", "method": "method"}
-    kept |= {"preset": "settings", "print_config": "settings"}
-    for name, what in kept.items():
-        if name in given:
-            rule = f"a resumed run has its own {what}; leave it out, or start a new run"
-            raise UserError(f"{flag(name)} {given[name]}: {rule}")
+    """A run's own settings, with what may be given again."""
+    resumable = {f.name for f in fields(kind) if f.metadata["resumable"]}
+    for name in given.keys() - resumable:
+        rule = "a resumed run keeps its own; leave it out, or start a new run"
+        raise ValueError(f"{flag(name)} {given[name]}: {rule}")
     path = pathlib.Path(run)
     if path.parent.name == "checkpoints":
-        raise UserError(f"--resume {run}: is a checkpoint; give its run, {path.parent.parent}")
+        raise ValueError(f"--resume {run}: is a checkpoint; give its run, {path.parent.parent}")
     settings = saved(run)
-    program = "baselines.py" if "method" in settings else "sgsd.py"
-    if program != kind.program:
-        raise UserError(f"--resume {run}: is a run of {program}; python {program} continues it")
+    if settings.keys() != {f.name for f in fields(kind)}:
+        program = "python -m extras.baselines" if "method" in settings else "python sgsd.py"
+        rule = f"its settings are not those of {kind.program}; try {program} --resume {run}"
+        raise ValueError(f"--resume {run}: {rule}")
     try:
-        return kind(**{**settings, **given, "out": run})
+        return kind(**_with_tuples({**settings, **given, "out": run}))
     except TypeError as e:
-        what = "no readable config.json of a run there"
-        raise UserError(f"--resume {run}: {what} ({cli.brief(e)})") from None
+        raise ValueError(f"--resume {run}: config.json holds a wrong value ({e})") from None

@@ -1,38 +1,23 @@
-"""One process group, one summed gradient, and objects that travel between ranks as JSON.
+"""One process group, one summed gradient, gathered objects, and work shared over the ranks.
 
-Every rank holds the whole model; there is no wrapper class. Nothing is pickled, and nothing here
-knows the method. torch is imported where it is used, since a command that is answered before its
-slow imports passes through here.
+Every rank holds the whole model; there is no wrapper class. No rank may skip a collective. A rank
+that fails ends itself, and torchrun ends the others; under a launcher that does not, they wait for
+the group's timeout.
 """
 
-from __future__ import annotations
-
 import atexit
-import contextlib
 import datetime
-import json
+import itertools
 import os
-import pathlib
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
-import files
-from cli import SharedError, UserError, brief
-
-if TYPE_CHECKING:
-    import torch
-
-
-def leave(code: int) -> NoReturn:
-    """End the process; in a group at once, as gloo's threads may abort in an orderly teardown."""
-    if "RANK" in os.environ:
-        atexit._run_exitfuncs()  # other loggers close their writers there
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
 
 
 @dataclass(frozen=True)
@@ -49,21 +34,21 @@ class World:
 
 
 def init(device: str = "auto") -> World:
-    """Join the process group that `torchrun` describes in the environment, or be alone without it.
+    """Join the process group that torchrun describes in the environment, or be alone without it.
 
-    device: "auto" (CUDA where there is one), "cpu" or "cuda"; the backend is NCCL on CUDA and gloo
-    on CPU. Raises UserError where torchrun's variables are incomplete or wrong.
+    device: "auto" (CUDA where there is a GPU), "cpu" or "cuda". The backend is NCCL on CUDA and
+    gloo on CPU. ValueError where torchrun's variables are incomplete or no GPU is left.
     """
-    import torch
-
     rank, size, local = _place()
     here = torch.device("cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no CUDA GPU here; use cpu, or a CUDA build")
+        raise ValueError(
+            "--device cuda: torch finds no CUDA GPU; use cpu, or a CUDA build of torch"
+        )
     if device != "cpu" and torch.cuda.is_available():
         count = torch.cuda.device_count()
         if local >= count:
-            raise UserError(f"LOCAL_RANK {local}: there are {count} GPUs; lower --nproc_per_node")
+            raise ValueError(f"LOCAL_RANK {local}: there are {count} GPUs; lower --nproc_per_node")
         here = torch.device("cuda", local)
         torch.cuda.set_device(here)
     if "RANK" in os.environ:
@@ -80,17 +65,15 @@ def _place() -> tuple[int, int, int]:
         rank, size, local = (int(os.environ[name]) for name in names)
         if 0 <= rank < size:
             return rank, size, local
-        wrong = f"RANK {rank} is no rank of WORLD_SIZE {size}"
+        wrong = f"RANK {rank} must be below WORLD_SIZE {size}"
     except KeyError as e:
         wrong = f"{e.args[0]} is not set, but another of {', '.join(names)} is"
     except ValueError as e:
         wrong = f"{', '.join(names)} must be numbers ({e})"
-    raise UserError(f"{wrong}; start with torchrun, or unset all three")
+    raise ValueError(f"{wrong}; start with torchrun, or unset all three")
 
 
 def _join(rank: int, size: int, here: torch.device) -> None:
-    import torch.distributed as dist
-
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store, *_ = next(dist.rendezvous("env://"))
@@ -106,102 +89,108 @@ def _join(rank: int, size: int, here: torch.device) -> None:
         )
     except (RuntimeError, ValueError, OverflowError) as e:
         at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        why = f"{brief(e)}; start with torchrun, on a port that is free"
-        raise UserError(f"the process group at {at} was not joined ({why})") from None
+        fix = "start with torchrun, on a port that is free"
+        raise ValueError(f"could not join the process group at {at} ({e}); {fix}") from None
 
 
-def agree(value: object, world: World, what: str) -> None:
-    """SharedError on every rank unless all see the same value, as on a shared file system.
+def together(prepare: Callable[[], Any], world: World) -> Any:
+    """prepare() on every rank, which must hold no collective; its result.
 
-    It is also where the ranks wait for one another: what rank 0 writes afterwards, none of them
-    can still be about to read.
+    Where a rank raises ValueError or OSError, rank 0 raises the first one as ValueError and the
+    other ranks exit with code 2, so that one line is printed and no rank waits.
     """
-    if any(other != value for other in gather(value, world)):
-        raise SharedError(f"the ranks see different {what}; let them share one file system")
-
-
-def leave_together(world: World) -> None:
-    """The last collective of an orderly end: no rank leaves while another still talks to it."""
-    gather(None, world)
-
-
-@contextlib.contextmanager
-def _together() -> Iterator[None]:
-    """Turn the RuntimeError of a collective whose partner is gone into a ConnectionError."""
+    result, error = None, ""
     try:
-        yield
-    except RuntimeError as e:
-        lost = f"rank {os.environ.get('RANK')} lost another rank, which torchrun names ({brief(e)})"
-        raise ConnectionError(lost) from None
-
-
-@contextlib.contextmanager
-def errors_shared(world: World) -> Iterator[None]:
-    """Raise one rank's UserError of this block on all ranks, so that they leave together."""
-    error = None
-    try:
-        yield
-    except UserError as e:
-        error = str(e)
-    for message in gather(error, world):
+        result = prepare()
+    except (ValueError, OSError) as e:
+        error = str(e) or type(e).__name__
+    for rank, message in enumerate(gather(error, world)):
+        if message and not world.main:
+            raise SystemExit(2)
         if message:
-            raise SharedError(message)
+            raise ValueError(message if world.size == 1 else f"rank {rank}: {message}")
+    return result
+
+
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Run a command and end the process with its exit code.
+
+    In a group it ends at once, as gloo's threads may abort in an orderly teardown.
+    """
+    code: Any
+    try:
+        code = main()
+    except SystemExit as e:
+        code = e.code
+    if "RANK" in os.environ:
+        atexit._run_exitfuncs()  # trackers close their writers there
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+    sys.exit(code)
 
 
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
-    """Give every rank rank 0's values, in place, whatever each of them drew."""
-    import torch.distributed as dist
-
+    """Give every rank rank 0's values, in place."""
     if world.size > 1:
-        with _together():
-            for p in params:
-                dist.broadcast(p.data, src=0)
+        for p in params:
+            dist.broadcast(p.data, src=0)
 
 
-def sum_gradients(params: list[torch.nn.Parameter], world: World) -> None:
+def sum_gradients(params: Sequence[torch.nn.Parameter], world: World) -> None:
     """Sum the gradients over ranks in one all-reduce of one flat fp32 vector, in place.
 
     Each rank's loss is already divided by the *global* batch size, so the sum is the gradient of
     the global mean. A missing gradient counts as zero: a rank without any still joins.
     """
-    import torch
-    import torch.distributed as dist
-
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     flat = torch.cat([g.flatten().float() for g in gradients])
     if world.size > 1:
-        with _together():
-            dist.all_reduce(flat)
+        dist.all_reduce(flat)
     for p, part in zip(params, flat.split([p.numel() for p in params])):
         p.grad = part.view_as(p).to(p.dtype)
 
 
-def gather(obj: object, world: World) -> list:
-    """Every rank's JSON-able object, in rank order, on every rank: no rank may skip the call."""
+def gather(obj: Any, world: World) -> list:
+    """Every rank's object, in rank order, on every rank."""
     if world.size == 1:
         return [obj]
-    import torch
-    import torch.distributed as dist
-
-    text = json.dumps(obj).encode()
-    longest = torch.tensor(len(text), device=world.device)
-    with _together():
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        padded = bytearray(text.ljust(int(longest)))  # JSON may end in blanks
-        mine = torch.frombuffer(padded, dtype=torch.uint8).to(world.device)
-        parts = [torch.zeros_like(mine) for _ in range(world.size)]
-        dist.all_gather(parts, mine)
-    return [json.loads(part.cpu().numpy().tobytes()) for part in parts]
+    objects: list = [None] * world.size
+    dist.all_gather_object(objects, obj)
+    return objects
 
 
-@contextlib.contextmanager
-def locked(folder: pathlib.Path, world: World) -> Iterator[None]:
-    """Keep a folder to this process group; UserError on all ranks while another one is in it.
+def barrier(world: World) -> None:
+    """Wait until every rank is here."""
+    gather(None, world)
 
-    Rank 0 holds the lock. The others learn in one exchange whether it got it.
+
+def share(
+    world: World,
+    rows: Sequence[Any],
+    stream: Callable[[list], Iterator[list]],
+    finish: Callable[[list], list],
+    stage: str = "",
+) -> Iterator[list]:
+    """Stream rows on all ranks, each its share: what all of them have finished, turn by turn.
+
+    rows: objects with a .prompt; the ranks take them in turn, ordered by its length. stream: from a
+    rank's rows to turns of decoding. finish: makes one picklable result of each completion of a
+    turn, on the rank that decoded it. Every rank gets every result, and must ask for all turns:
+    each is a collective. stage: the name of a progress bar.
     """
-    with contextlib.ExitStack() as held:
-        with errors_shared(world):
-            if world.main:
-                held.enter_context(files.locked(folder))
-        yield
+    mine = sorted(rows, key=lambda row: len(row.prompt))[world.rank :: world.size]
+    turns = stream(mine)
+    left, started = len(rows), time.perf_counter()
+    shown = bool(stage and rows and world.main)
+    terminal = shown and sys.stderr.isatty()  # a log file gets one line, at the end
+    with tqdm(desc=stage, total=left, disable=not terminal) as bar:
+        while left:
+            results_of_ranks = gather(finish(next(turns, [])), world)
+            results = list(itertools.chain.from_iterable(results_of_ranks))
+            left -= len(results)
+            bar.update(len(results))
+            yield results
+    if shown and not terminal:
+        seconds = time.perf_counter() - started
+        print(f"{stage}: {len(rows)} in {seconds:.0f} s", file=sys.stderr, flush=True)

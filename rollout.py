@@ -1,38 +1,99 @@
 """A rollout: problem -> prompt ids -> sampled ids -> text -> answer -> outcome r in {-1, +1}.
 
-Two promises. The ids that were sampled are the ids that are scored: text never becomes ids again.
+Two promises. The ids that we sample are the ids that we score: text never becomes ids again.
 And the draw for a token is a pure function of (seed, step, problem, sample index, position): the
-batch, the rank and the order of work reach it only through the rounding of the logits.
+batch, the rank and the order of work change it only through the rounding of the logits.
 
-Dimension key: B rows, L places of a padded batch, V vocabulary, C its kept columns.
+Dimension key: B rows, L places of a padded batch, V vocabulary, C columns with probability > 0,
+M of them that are most likely.
 """
 
 import collections
 import hashlib
 import itertools
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 
-from cli import UserError
-from distributed import World, gather
-from policy import THINK, Ids, Model, causal_lm, stop_ids, text_of
-from policy import chat_ids as chat_ids  # for those who look for it here
-from policy import token_logprobs as token_logprobs
-from verify import Judge
-from verify import Verifier as Verifier
-from verify import extract_answer as extract_answer
+# Since torch 2.11, Hopper GPUs take cuDNN's attention first. It plans anew for every length, so at
+# each decoded token.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
-Turn = list[tuple[int, Ids]]  # what a turn of decoding has finished: index of a prompt, sampled ids
-TURN = {"cpu": 16, "cuda": 64}  # tokens of one call of `generate`, then a look at who has finished
+THINK = ("<think>", "</think>")
+TURN_TOKENS = {"cpu": 16, "cuda": 64}  # of one call of `generate`; then finished rows leave
+
+
+def causal_lm(model):
+    """The transformers model inside a PEFT wrapper, adapters included; or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+# --------------------------------------------------------------------------------- text and ids
+
+
+def chat_ids(tokenizer, text: str, *, thinking: bool | None) -> list[int]:
+    """Ids of one user turn and the generation prompt, by the model's own chat template.
+
+    thinking: the template's `enable_thinking`; None leaves it out. Qwen3 ends on the bare
+    assistant header if it is True, on a closed, empty think block if it is False (S3).
+    Control tokens in `text` are broken up: text that a model wrote cannot open or close a turn.
+    """
+    chat = [{"role": "user", "content": _neutral(tokenizer, text)}]
+    settings: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
+    settings["date_string"] = "26 Jul 2024"  # Llama's template shows today's date without it (S24)
+    if thinking is not None:
+        settings["enable_thinking"] = thinking
+    return list(tokenizer.apply_chat_template(chat, **settings))
+
+
+def _neutral(tokenizer, text: str) -> str:
+    """The text with a blank inside each control token: "<|im_end|>" becomes "< |im_end|>".
+
+    Halves of surrogate pairs, which no tokenizer takes, become "?".
+    """
+    text = text.encode("utf-8", "replace").decode()
+    tokens = {*map(str, tokenizer.get_added_vocab()), *tokenizer.all_special_tokens}
+    control = [token for token in tokens if re.fullmatch(r"\S{2,}", token)]
+    if not control:
+        return text
+    pattern = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))  # longest first
+    return re.sub(pattern, lambda match: f"{match[0][0]} {match[0][1:]}", text)
+
+
+def text_of(tokenizer, ids: list[int]) -> str:
+    """The text of ids without special tokens. Think tags stay: the answer comes after them."""
+    hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    hidden |= {*tokenizer.all_special_ids}
+    hidden -= {tokenizer.added_tokens_encoder.get(tag) for tag in THINK}
+    return tokenizer.decode([i for i in ids if i not in hidden])
+
+
+def stop_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a completion: the tokenizer's and all of the model's (Qwen3 has two).
+
+    model: an outline without weights is enough. Raises ValueError if there is none.
+    """
+    causal = causal_lm(model)
+    config, text_config = causal.config, causal.config.get_text_config()
+    stops: set[int | None] = set()
+    for source in (tokenizer, config, text_config, causal.generation_config):
+        ids = getattr(source, "eos_token_id", None)
+        stops.update(ids if isinstance(ids, list | tuple) else [ids])
+    if not stops - {None}:
+        why = "it and its tokenizer have no id that ends a completion"
+        fix = "name `eos_token_id` in its generation_config.json"
+        raise ValueError(f"model {config.name_or_path}: {why}; {fix}")
+    return sorted(i for i in stops if i is not None)
+
+
+# ---------------------------------------------------------------------------------- keyed draws
 
 
 @dataclass(frozen=True)
@@ -45,10 +106,10 @@ class Sampling:
     max_new_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        good = self.temperature >= 0 and 0 < self.top_p <= 1
-        if not good or self.top_k < 0 or self.max_new_tokens < 1:
+        in_range = self.temperature >= 0 and 0 < self.top_p <= 1
+        if not in_range or self.top_k < 0 or self.max_new_tokens < 1:
             rule = "temperature >= 0, 0 < top_p <= 1, top_k >= 0 and max_new_tokens >= 1"
-            raise UserError(f"sampling needs {rule}, got {self}")
+            raise ValueError(f"sampling needs {rule}, got {self}")
 
 
 def sample_key(seed: int, step: int, problem_id: str, sample: int = 0) -> int:
@@ -67,31 +128,32 @@ def uniforms(keys_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
 
 
 def select_tokens(logits_BV: Tensor, u_B: Tensor, sampling: Sampling) -> Tensor:
-    """The token at quantile u of each row's temperature, top-k and top-p distribution: [B].
+    """The token at quantile u of each row's temperature, top-k and top-p distribution: ids [B].
 
-    By inverse CDF in vocabulary order. Both filters keep by threshold, so equal logits are kept or
-    dropped together, and the order of a sort never matters.
+    logits_BV: of any float dtype. u_B: float64 in [0, 1).
+    By inverse CDF in vocabulary order. Both filters are thresholds: they keep or drop equal logits
+    together, and the order of a sort never matters.
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
-    # A broken model is stopped by its non-finite loss, not here.
+    # A broken model is noticed by its non-finite loss; here its row only needs some token.
     x_BV = logits_BV.float().nan_to_num(0.0, 1e4, -1e4) / sampling.temperature
     if 0 < sampling.top_k < x_BV.shape[-1]:
         least_B1 = x_BV.topk(sampling.top_k).values[:, -1:]
         x_BV = x_BV.masked_fill(x_BV < least_B1, -torch.inf)
     p_BV = x_BV.softmax(-1)
-    kept_C = (p_BV > 0).any(0).nonzero()[:, 0]  # few columns after top-k; zeros change no sum below
-    p_BC = p_BV[:, kept_C]
+    columns_C = (p_BV > 0).any(0).nonzero()[:, 0]  # few after top-k; zeros change no sum below
+    p_BC = p_BV[:, columns_C]
     if sampling.top_p < 1:
-        top = p_BC.topk(min(1024, len(kept_C))).values.double()
-        if len(kept_C) > top.shape[1] and (top.sum(-1) < sampling.top_p).any():
-            top = p_BC.sort(descending=True).values.double()  # a nucleus of more than 1,024 tokens
-        before = top.cumsum(-1) - top
-        count_B1 = (before < sampling.top_p).sum(-1, keepdim=True)
-        p_BC = p_BC.masked_fill(p_BC < top.gather(-1, count_B1 - 1).float(), 0)
+        top_BM = p_BC.topk(min(1024, len(columns_C))).values.double()
+        if len(columns_C) > top_BM.shape[1] and (top_BM.sum(-1) < sampling.top_p).any():
+            top_BM = p_BC.sort(descending=True).values.double()  # a nucleus of over 1,024 tokens
+        before_BM = top_BM.cumsum(-1) - top_BM
+        count_B1 = (before_BM < sampling.top_p).sum(-1, keepdim=True)
+        p_BC = p_BC.masked_fill(p_BC < top_BM.gather(-1, count_B1 - 1).float(), 0)
     cdf_BC = p_BC.double().cumsum(-1)
     u_B1 = u_B[:, None] * cdf_BC[:, -1:]
-    return kept_C[torch.searchsorted(cdf_BC, u_B1, right=True)[:, 0]]
+    return columns_C[torch.searchsorted(cdf_BC, u_B1, right=True)[:, 0]]
 
 
 class KeyedDraw(LogitsProcessor):
@@ -110,36 +172,41 @@ class KeyedDraw(LogitsProcessor):
         return scores.fill_(-torch.inf).scatter_(1, token_B[:, None], 0)  # the scores are a copy
 
 
+# ------------------------------------------------------------------------------------- decoding
+
+
 @dataclass
 class Row:
-    """A prompt on its way to a completion, which `stream` fills in."""
+    """A prompt on its way to a completion; `stream` fills in the ids."""
 
     index: int  # of the prompt among its caller's
-    prompt: Ids
+    prompt: list[int]
     key: int  # a `sample_key`
     left: int  # tokens that may still come; 0 when the row has finished
-    ids: Ids = field(default_factory=list)
-    counted: int = 0  # sampled tokens, by a server that gives their text and not their ids
+    ids: list[int] = field(default_factory=list)
 
 
-def rows_of(prompt_ids: list[Ids], keys: Sequence[int], limit: int) -> list[Row]:
-    """A row for each prompt, with one limit for all. ValueError unless each has its key."""
+def rows_of(prompt_ids: list[list[int]], keys: Sequence[int], limit: int) -> list[Row]:
+    """A row for each prompt, at most `limit` tokens long. ValueError unless each has its key."""
     pairs = enumerate(zip(prompt_ids, keys, strict=True))
     return [Row(i, prompt, key, limit) for i, (prompt, key) in pairs]
 
 
-def stream(model, tokenizer, asked: Sequence[Row], sampling: Sampling, rows: int) -> Iterator[Turn]:
-    """Completions as they finish: lists, perhaps empty, of (index of the prompt, sampled ids).
+def stream(
+    model, tokenizer, rows_to_do: Sequence[Row], sampling: Sampling, rows: int
+) -> Iterator[list[tuple[int, list[int]]]]:
+    """Decode, and yield after each turn a list, perhaps empty, of (prompt's index, sampled ids).
 
-    The stop id is included, and nothing after it. At most `rows` decode at a time: a finished row
-    leaves the batch and the next one takes its place.
-    Hugging Face's `generate` decodes, a turn of tokens at a call with the cache kept; the model's
-    own generation_config has no say. ValueError on an empty prompt or rows < 1.
+    rows: how many decode at a time; a finished row leaves the batch, and the next one joins.
+    The sampled ids end on the stop id, or at the row's limit.
+    Hugging Face's `generate` decodes, TURN_TOKENS at a call, and keeps the cache between calls. The
+    model's own generation_config has no say. The model is in eval mode until the stream ends.
+    Raises ValueError on an empty prompt, on rows < 1, and as `stop_ids` does.
     """
-    if rows < 1 or not all(row.prompt for row in asked):
+    if rows < 1 or not all(row.prompt for row in rows_to_do):
         raise ValueError(f"stream needs rows >= 1, got {rows}, and prompts that are not empty")
-    causal, stops, training = causal_lm(model), stop_ids(model, tokenizer), model.training
-    waiting = collections.deque(asked)
+    causal, stops, was_training = causal_lm(model), stop_ids(model, tokenizer), model.training
+    waiting = collections.deque(rows_to_do)
     running: list[Row] = []
     cache = DynamicCache()
     model.eval()
@@ -151,27 +218,29 @@ def stream(model, tokenizer, asked: Sequence[Row], sampling: Sampling, rows: int
                 _decode(causal, new, fresh, 1, sampling, stops)  # the prompts, and one token each
                 cache = _joined(cache, fresh) if running else fresh
                 running += new
-            steps = min(TURN[causal.device.type], max(row.left for row in running))
+            steps = min(TURN_TOKENS[causal.device.type], max(row.left for row in running))
             if steps:
                 _decode(causal, running, cache, steps, sampling, stops)
             yield [(row.index, row.ids) for row in running if not row.left]
-            kept = [b for b, row in enumerate(running) if row.left]
-            running = [row for row in running if row.left]
+            unfinished = [b for b, row in enumerate(running) if row.left]
+            running = [running[b] for b in unfinished]
             if running:
                 width = max(len(row.prompt) + len(row.ids) for row in running)
-                _keep(cache, kept, width - 1)
+                _keep(cache, unfinished, width - 1)
     finally:
-        model.train(training)
-
-
-Decode = Callable[..., Iterator[Turn]]  # `stream`, or what samples in its place
+        model.train(was_training)
 
 
 @torch.inference_mode()
 def _decode(
-    causal: Model, rows: list[Row], cache: DynamicCache, steps: int, sampling: Sampling, stops: Ids
+    causal,
+    rows: list[Row],
+    cache: DynamicCache,
+    steps: int,
+    sampling: Sampling,
+    stops: list[int],
 ) -> None:
-    """At most `steps` more tokens per row. The cache is empty or holds all its ids but the last."""
+    """Add up to `steps` tokens to each row. The cache is empty, or holds all ids but the last."""
     width = max(len(row.prompt) + len(row.ids) for row in rows)
     ids, mask, starts = [], [], []
     for row in rows:
@@ -182,7 +251,7 @@ def _decode(
         starts.append(width - len(row.ids))
     draw = KeyedDraw([row.key for row in rows], starts, sampling)
     ids_BL, mask_BL = torch.tensor([ids, mask], device=causal.device)
-    settings = GenerationConfig(max_new_tokens=steps, eos_token_id=stops or None, pad_token_id=0)
+    settings = GenerationConfig(max_new_tokens=steps, eos_token_id=stops, pad_token_id=0)
     model_settings = causal.generation_config
     causal.generation_config = GenerationConfig()  # it would fill in what `settings` leave open
     try:
@@ -191,83 +260,51 @@ def _decode(
         )
     finally:
         causal.generation_config = model_settings
-    for row, new in zip(rows, out_BL[:, width:].tolist()):
-        for token in new:
+    for row, new_ids in zip(rows, out_BL[:, width:].tolist()):
+        for token in new_ids:
             if row.left:  # nothing is taken after a stop id
                 row.ids.append(token)
                 row.left = 0 if token in stops else row.left - 1
 
 
 def _keep(cache: DynamicCache, rows: list[int], width: int) -> None:
-    """Keep these rows alone, and their last `width` places."""
+    """Cut the cache down to these rows, and to their last `width` places."""
     for layer in cache.layers:
         for name in ("keys", "values"):
             setattr(layer, name, getattr(layer, name)[rows, :, -width:])
 
 
 def _joined(cache: DynamicCache, new: DynamicCache) -> DynamicCache:
-    """The rows of both; the narrower of the two is padded on the left.
+    """The rows of both caches; the narrower cache is padded on the left.
 
-    New prompts come with a cache of their own, and a `DynamicCache` has no way to take in another.
-    What the padding holds is never attended to: the mask of the next call leaves it out.
+    New prompts fill a cache of their own, and a `DynamicCache` cannot take in another. No row
+    attends to the padding: the mask of the next call leaves it out.
     """
     width = max(cache.get_seq_length(), new.get_seq_length())
-    for ours, theirs in zip(cache.layers, new.layers):
+    for layer, new_layer in zip(cache.layers, new.layers):
         for name in ("keys", "values"):
-            parts = [getattr(layer, name) for layer in (ours, theirs)]
+            parts = [getattr(layer, name), getattr(new_layer, name)]
             padded = [pad(x, (0, 0, width - x.shape[2], 0)) for x in parts]
-            setattr(ours, name, torch.cat(padded))
+            setattr(layer, name, torch.cat(padded))
     return cache
 
 
 def generate(
-    model, tokenizer, prompt_ids: list[Ids], sampling: Sampling, keys: Sequence[int], rows: int = 0
-) -> list[Ids]:
-    """One completion per prompt, in order, as sampled ids; see `stream`. rows 0 is all at once."""
-    asked = rows_of(prompt_ids, keys, sampling.max_new_tokens)
-    turns = stream(model, tokenizer, asked, sampling, rows or max(1, len(asked)))
-    finished = dict(itertools.chain.from_iterable(turns))
-    return [finished[i] for i in range(len(asked))]
-
-
-def spread(
-    world: World,
     model,
     tokenizer,
-    asked: list[Row],
+    prompt_ids: list[list[int]],
     sampling: Sampling,
-    rows: int,
-    finish,
-    stage="",
-    decode: Decode = stream,
-) -> Iterator[list]:
-    """`stream`, shared out over the ranks: what all of them have finished, turn by turn.
+    keys: Sequence[int],
+    rows: int = 0,
+) -> list[list[int]]:
+    """One completion per prompt, in order, as sampled ids; see `stream`. rows 0 is all at once."""
+    rows_to_do = rows_of(prompt_ids, keys, sampling.max_new_tokens)
+    turns = stream(model, tokenizer, rows_to_do, sampling, rows or max(1, len(rows_to_do)))
+    ids_by_index = dict(itertools.chain.from_iterable(turns))
+    return [ids_by_index[i] for i in range(len(rows_to_do))]
 
-    finish: makes a list of JSON-able rows, one of each completion of a turn, on the rank that
-    decoded it. Every rank gets every row, and no rank may leave before the end: each turn is a
-    collective. stage: the name of a progress bar. decode: what stands in for `stream`.
-    """
-    mine = sorted(asked, key=lambda row: len(row.prompt))[world.rank :: world.size]
-    turns = decode(model, tokenizer, mine, sampling, rows)
-    left, total, begun = len(asked), len(asked), time.perf_counter()
-    shown = bool(stage and total and world.main)
-    moving = shown and sys.stderr.isatty()  # a file gets one line, at the end
-    # It moves by tokens, of which a reply has at most its limit: a merge's replies end together.
-    look = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    tokens = sum(row.left for row in asked)
-    name = f"{stage}: 0/{total}"
-    with tqdm(desc=name, total=tokens, disable=not moving, bar_format=look) as bar:
-        while left:
-            turn = finish(next(turns, []))
-            turns_of_ranks = gather([turn, sum(row.left for row in mine)], world)
-            finished = list(itertools.chain.from_iterable(rows for rows, _ in turns_of_ranks))
-            left -= len(finished)
-            bar.set_description_str(f"{stage}: {total - left}/{total}", refresh=False)
-            bar.update(tokens - sum(to_come for _, to_come in turns_of_ranks) - bar.n)
-            yield finished
-    if shown and not moving:
-        seconds = time.perf_counter() - begun
-        print(f"{stage}: {total} in {seconds:.0f} s", file=sys.stderr, flush=True)
+
+# ------------------------------------------------------------------------------------- outcomes
 
 
 @dataclass(frozen=True)
@@ -277,8 +314,8 @@ class Rollout:
     problem_id: str
     problem: str
     gold: str
-    prompt_ids: Ids
-    completion_ids: Ids
+    prompt_ids: list[int]
+    completion_ids: list[int]
     text: str
     pred: str | None
     r: int
@@ -286,34 +323,40 @@ class Rollout:
 
 
 def judge(
-    model, tokenizer, problems, prompt_ids: list[Ids], turn: Turn, verifier: Judge
+    tokenizer,
+    stops: list[int],
+    problems: Sequence[Any],
+    prompt_ids: list[list[int]],
+    turn: list[tuple[int, list[int]]],
+    verifier,
 ) -> list[Rollout]:
-    """A turn's completions as rollouts; its indices point into `problems` and `prompt_ids`."""
-    stops = stop_ids(model, tokenizer)
-    marks = [tokenizer.encode(tag, add_special_tokens=False) for tag in THINK]
+    """A turn's completions as rollouts.
+
+    stops: from `stop_ids`. problems: objects with .id, .problem and .answer. turn: from `stream`;
+    its indices point into `problems` and `prompt_ids`. verifier: its judge(cases) takes pairs of a
+    problem and a completion's text, and returns objects with .answer and .right, in order.
+    """
+    tag_ids = [tokenizer.encode(tag, add_special_tokens=False) for tag in THINK]
     texts, cases = [], []
     for i, ids in turn:
         prompt, text = prompt_ids[i], text_of(tokenizer, ids)
-        # Some templates end on an open think tag, maybe with a line feed; seen if a tag is one id.
-        ends = [prompt[-1:] == mark or prompt[-2:-1] == mark for mark in marks]
-        opened = ends == [True, False]
+        # Some templates end on an open think tag, perhaps with a line feed. It must be one id.
+        opened, closed = (tag in (prompt[-1:], prompt[-2:-1]) for tag in tag_ids)
         texts.append(text)
-        cases.append((problems[i], "<think>" + text if opened else text))
+        cases.append((problems[i], "<think>" + text if opened and not closed else text))
     rollouts = []
     for (i, ids), text, verdict in zip(turn, texts, verifier.judge(cases), strict=True):
-        x, r = problems[i], 1 if verdict.right else -1
-        truncated = not ids or ids[-1] not in stops
         rollouts.append(
             Rollout(
-                problem_id=x.id,
-                problem=x.problem,
-                gold=x.answer,
+                problem_id=problems[i].id,
+                problem=problems[i].problem,
+                gold=problems[i].answer,
                 prompt_ids=prompt_ids[i],
                 completion_ids=ids,
                 text=text,
                 pred=verdict.answer,
-                r=r,
-                truncated=truncated,
+                r=1 if verdict.right else -1,
+                truncated=not ids or ids[-1] not in stops,
             )
         )
     return rollouts

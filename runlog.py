@@ -1,135 +1,42 @@
-"""What a run says of itself: a line per step, notices, token texts, provenance; checkpoints."""
+"""What a run records: a row per rollout, token and step, the log line, notices and provenance.
+
+This file writes nothing itself: it returns rows and lines, and sgsd.py appends and prints them.
+Only trackers (Weights & Biases, TensorBoard) write files of their own. docs/metrics.md explains
+every number.
+"""
 
 import contextlib
+import hashlib
 import importlib.metadata
-import json
 import math
+import os
 import pathlib
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-import cli
-import config
-import distributed
-import eval
-import files
-import policy
-from bank import SkillPair, bank_versions
-from cli import UserError, brief
-from config import Config
-from distributed import World
-from policy import Model, Tokenizer
-from rollout import Rollout
-from verify import is_success
-
+LOGS = ("metrics", "rollouts", "tokens")  # the .jsonl files of a run
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
-LOGS = ("metrics", "rollouts", "tokens")
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
-ECHO_STEPS = 25  # in a block that may echo the verdict; docs/metrics.md
-ECHO_TEACHERS = 100  # of each outcome that must have been decided in it
-ECHO_EXCEPTIONS = 0.02  # the share of them that may lean the other way
-FALL_PROBLEMS = 100  # in a window of steps whose shares are compared; docs/metrics.md
-FALL_DEVIATIONS = 4.0  # between two windows, of their difference's standard deviation
 
-Logger = Callable[[dict], None]
-
-
-def announce(
-    cfg: Config, world: World, model: Model, tokenizer: Tokenizer, masked: set[int], counts: dict
-) -> None:
-    """Print what a run starts from."""
-    print(f"data {cfg.data}: " + ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in counts.items()))
-    learning = sum(p.numel() for p in policy.trained(model).values())
-    learn = f"{learning:,} of {model.num_parameters():,} parameters learn"
-    print(f"model {cfg.model}: {learn}, {world.size} x {world.device.type}")
-    shown = [repr(tokenizer.decode([i])) for i in sorted(masked)[:40]]
-    print(f"mask (S2): {len(masked)} ids: {' '.join(shown)}")
-    prompts = [policy.chat_ids(tokenizer, "x", thinking=on) for on in (True, False)]
-    if prompts[0] == prompts[1]:
-        print("thinking: no switch in the chat template, so closed and bare are one prompt (S3)")
-    if not policy.head_is_sliced(model):
-        print("head: caps or scales the logits: they are scored whole, in the model's dtype (S22)")
-
-
-def begin(cfg: Config, world: World, start: int, bank_is_due: bool = False) -> list[Logger]:
-    """Cut the logs and banks back to step `start`, write config.json, start other loggers.
-
-    Where the bank's evolution after `start` was put off, of that step nothing is kept.
-    """
-    distributed.agree(start, world, "checkpoints")  # and all have read before anyone writes
-    loggers: list[Logger] = []
-    out = pathlib.Path(cfg.out)
-    logs = [out / f"{name}.jsonl" for name in (*LOGS, "bank/replies")]
-    before = config.saved(out) if (out / "config.json").exists() else asdict(cfg)
-    most_lost = max(cfg.checkpoint_every, before["checkpoint_every"])  # steps, by a kill
-    with distributed.errors_shared(world):
-        if world.main:
-            for log in logs:  # a broken log is refused before anything is written
-                last = max((row.get("step", 0) for row in files.read_jsonl(log)), default=0)
-                if last > start + most_lost:
-                    rule = f"the last checkpoint is of step {start}; were others moved away?"
-                    raise UserError(f"{log}: reaches step {last}, but {rule}")
-            loggers = mirrors(cfg, start)
-            files.write_json(out / "config.json", provenance(cfg))
-            for log in logs:  # the steps after `start` will be made again
-                of_bank = log.stem == "replies"
-                files.trim_jsonl(log, start - bank_is_due if of_bank else start)
-            for since, path in bank_versions(out).items():
-                if since > start - bank_is_due:
-                    path.unlink()
-    return loggers
-
-
-def how_to_continue(cfg: Config) -> str:
-    """What goes on with a run that was broken off, as the end of a sentence."""
-    if not pathlib.Path(cfg.out, "config.json").exists():
-        return "nothing of the run is written yet: give the same command again"
-    command = f"python {cli.program(cfg.program)} --resume {cfg.out}"
-    return f"all files of the run are whole: {command} continues it"
-
-
-def bank_is_due(out: pathlib.Path, step: int) -> bool:
-    """Whether the bank's evolution after this step was put off: its numbers are not logged then."""
-    rows = files.read_jsonl(out / "metrics.jsonl")
-    return any(row["step"] == step and "bank_skills" not in row for row in rows)
-
-
-def complete_metrics(out: pathlib.Path, counts: dict) -> None:
-    """Put the numbers of the bank's evolution into the last line of metrics.jsonl."""
-    *rows, last = files.read_jsonl(out / "metrics.jsonl")
-    files.write_jsonl(out / "metrics.jsonl", [*rows, last | counts])
-
-
-def write(out: pathlib.Path, of_logs: tuple[list[dict], ...], loggers: list[Logger]) -> None:
-    """Append one step's rows to the LOGS, and pass its metrics on."""
-    for name, rows in zip(LOGS, of_logs):
-        files.append_jsonl(out / f"{name}.jsonl", rows)
-    for pass_on in loggers:
-        pass_on(*of_logs[0])
-
-
-def what_next(cfg: Config) -> str:
-    """The commands that fit a run that has come to its end."""
-    data = cfg.eval_data or "YOUR_TEST_PROBLEMS.jsonl"
-    evaluate = f"python eval.py {cfg.model} {cfg.out} --data {data} {eval.flags_of(cfg)}"
-    lines = [f"done; look inside: python report.py {cfg.out}", f"all checkpoints: {evaluate}"]
-    if not cfg.eval_data:
-        sets = "AIME24, AIME25 and HMMT25, from the hub"
-        lines.append(f"(without --data on {sets}; a sample has up to {cfg.eval_tokens:,} tokens)")
-    return "\n".join(lines)
+SERVER_GAP = 0.2  # nats; between bf16 engines a mean of some .05 is usual
+ECHO_STEPS = 25  # steps in a block
+ECHO_TEACHERS = 100  # decided teachers that a block needs, of each outcome
+ECHO_EXCEPTIONS = 0.02  # share of them that may lean the other way
+FALL_PROBLEMS = 100  # problems in a window
+FALL_DEVIATIONS = 4.0  # between two windows, in standard deviations of their difference
 
 
 class Stopwatch:
-    """Seconds by part: each lap goes to the part that it names."""
+    """Seconds of a step by part: each lap is added to the part that it names."""
 
     def __init__(self) -> None:
         self.seconds = {"gen": 0.0, "score": 0.0, "bwd": 0.0, "opt": 0.0}
@@ -137,16 +44,31 @@ class Stopwatch:
 
     def lap(self, part: str) -> None:
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # else the work would count where it is waited for
+            torch.cuda.synchronize()  # else the part that waits for the GPU pays for the others
         now = time.perf_counter()
         self.seconds[part] += now - self.last
         self.last = now
 
 
+def memory_gb(device: torch.device) -> float:
+    """Peak memory so far in GiB: allocated on the GPU, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+# --------------------------------------------------------------------------- rollouts and tokens
+
+
 def rollout_row(
-    step: int, roll: Rollout, pairs_K: list[SkillPair], numbers: dict[str, Tensor]
-) -> dict:
-    """One rollout's line in rollouts.jsonl."""
+    step: int, roll: Any, pairs_K: Sequence[Any], numbers: dict[str, Tensor]
+) -> dict[str, Any]:
+    """One rollout's line in rollouts.jsonl.
+
+    roll: the dataclass of a rollout. pairs_K: the retrieved pairs, with .skill, .mistake, .s_g and
+    .s_e. numbers: further fields by name, of any shape.
+    """
     row = {"step": step, **asdict(roll)}
     row["pairs"] = [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K]
     row["s_g"] = [pair.s_g for pair in pairs_K]
@@ -154,30 +76,61 @@ def rollout_row(
     return row | {name: x.tolist() for name, x in numbers.items()}
 
 
-def token_row(step: int, roll: Rollout, tokenizer: Tokenizer, numbers: dict[str, Tensor]) -> dict:
-    """One audited rollout's line in tokens.jsonl. numbers: [T], or [K, T], of its tokens."""
+def token_row(step: int, roll: Any, tokenizer: Any, numbers: dict[str, Tensor]) -> dict[str, Any]:
+    """One audited rollout's line in tokens.jsonl. numbers: [T] or [K, T], over its tokens."""
     row = {"step": step, "problem_id": roll.problem_id}
     row["text"] = token_texts(tokenizer, roll.completion_ids)
     return row | {name: x.tolist() for name, x in numbers.items()}
 
 
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text of each token. Where tokens share a character, the last of them gets it."""
+    texts: list[str] = []
+    pending: list[int] = []  # tokens of a character that is not complete yet
+    for i in ids:
+        pending.append(i)
+        text = tokenizer.decode(pending, clean_up_tokenization_spaces=False)
+        if text.endswith("\ufffd") and len(pending) < 4:  # UTF-8 takes up to 4 bytes
+            texts.append("")
+        else:
+            texts.append(text)
+            pending = []
+    return texts
+
+
 def credit_sums(credit_KT: Tensor, r: int) -> dict[str, float]:
-    """A rollout's squared credit (Eq. 20), and that of the tokens whose credit has r's sign."""
+    """A rollout's squared credit (Eq. 20), and the part of it on tokens whose credit has r's sign.
+
+    credit_KT: [K, T], or [0] for a rollout without teachers. r: -1 or +1.
+    """
     squared_KT = credit_KT.square()
-    # In the order of the whole sum, so that rounding lifts no share above 1.
+    # Summed in the same order as the whole, so that rounding lifts no share above 1.
     with_verdict = squared_KT.where(credit_KT * r > 0, 0).sum()
     return {"credit_sq": float(squared_KT.sum()), "credit_sq_with_verdict": float(with_verdict)}
 
 
+# ------------------------------------------------------------------------------------------ steps
+
+
 def summarize(
-    step: int, records: list[dict], norm: float, lr: float, seconds: dict[str, float], gb: float
-) -> dict:
-    """One step's line in metrics.jsonl, from the records of all ranks."""
+    step: int,
+    records: list[dict],
+    norm: float,
+    lr: float,
+    seconds: dict[str, float],
+    gb: float,
+) -> dict[str, Any]:
+    """One step's line in metrics.jsonl.
+
+    records: the rows of rollouts.jsonl of all ranks, at least one. norm: of the gradient, before
+    clipping; a step whose norm is not finite counts as skipped. seconds: by part. gb: peak memory.
+    A mean over nothing is left out.
+    """
     total = len(records)
-    metrics: dict = {
+    metrics: dict[str, Any] = {
         "step": step,
         "loss": sum(row["loss"] for row in records) / total,
-        "success": sum(is_success(row["r"]) for row in records) / total,
+        "success": sum(row["r"] > 0 for row in records) / total,
         "truncated": sum(row["truncated"] for row in records) / total,
         "no_answer": sum(row["pred"] is None for row in records) / total,
         "no_teachers": sum(not row["rho"] for row in records),
@@ -185,31 +138,38 @@ def summarize(
     for fate in FATE.values():
         for case in ("", "_success", "_failure", "_truncated"):
             metrics[f"rho_{fate}{case}"] = 0
-    supports, first_gaps = [], []
     for row in records:
-        supports += row["a"]
-        first_gaps += row["first_gap"]
-        cases = ["", "_success" if is_success(row["r"]) else "_failure"]
+        cases = ["", "_success" if row["r"] > 0 else "_failure"]
         if row["truncated"]:
             cases.append("_truncated")
         for rho in row["rho"]:
             for case in cases:
                 metrics[f"rho_{FATE[rho]}{case}"] += 1
+
+    supports = [a for row in records for a in row["a"]]
     sizes = torch.tensor(supports or [0.0]).abs()
     for percent in (10, 50, 90):
         metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
-    for outcome, wanted in (("success", True), ("failure", False)):
-        signed = [a for row in records if is_success(row["r"]) == wanted for a in row["a"]]
-        if signed:  # a mean over nothing is left out: 0 would stand for a teacher without a lean
+    for outcome, is_success in (("success", True), ("failure", False)):
+        signed = [a for row in records if (row["r"] > 0) == is_success for a in row["a"]]
+        if signed:  # 0 would look like teachers that lean to neither side
             metrics[f"a_mean_{outcome}"] = sum(signed) / len(signed)
             metrics[f"a_positive_{outcome}"] = sum(a > 0 for a in signed) / len(signed)
     credit = sum(row["credit_sq"] for row in records)
     if credit:
         with_verdict = sum(row["credit_sq_with_verdict"] for row in records)
         metrics["credit_with_verdict"] = with_verdict / credit
+
+    served = [row for row in records if row.get("sampling_logp_difference")]
+    if served:  # |log p_ours - log p_engine| of the sampled tokens, in nats
+        means, largest = zip(*[row["sampling_logp_difference"] for row in served])
+        metrics["sampling_logp_difference_mean"] = sum(means) / len(means)
+        metrics["sampling_logp_difference_max"] = max(largest)
+
+    metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
     tokens = sum(len(row["completion_ids"]) for row in records)
     gaps = sum(row["unmasked"] * len(row["rho"]) for row in records)
-    metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
+    first_gaps = [gap for row in records for gap in row["first_gap"]]
     return metrics | {
         "clip_share": sum(row["clipped"] for row in records) / max(1, gaps),
         "mask_share": sum(row["unmasked"] for row in records) / max(1, tokens),
@@ -222,8 +182,9 @@ def summarize(
     }
 
 
-def log_line(m: dict, updates: int) -> str:
-    """The line of a step on the terminal, from its metrics."""
+def log_line(metrics: dict[str, Any], steps: int) -> str:
+    """A step's line on the terminal. metrics: its line of metrics.jsonl. steps: of the run."""
+    m = metrics
     rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
     success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
     cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
@@ -232,32 +193,38 @@ def log_line(m: dict, updates: int) -> str:
         x = m[f"seconds.{part}"]
         parts.append(f"{part} {x:.1f}s" if x < 10 else f"{part} {x:.0f}s")
     return (
-        f"step {m['step']}/{updates} loss {m['loss']:+.4f} r+ {success} rho {rho} "
+        f"step {m['step']}/{steps} loss {m['loss']:+.4f} r+ {success} rho {rho} "
         f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
         f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}"
     )
 
 
+# ---------------------------------------------------------------------------------------- notices
+
+
 @dataclass(frozen=True)
 class Fall:
-    """A share that is well below its best."""
+    """A share that lies well below its best."""
 
     what: str  # "success" or "boxed answers"
-    step: int  # the step after which it is noticed
-    now: float  # over the window of steps up to that one
-    best: float  # over the best window before
-    best_step: int  # the last step of that window
-    window: int  # steps
+    step: int  # last step of the window that is low
+    now: float  # share in that window
+    best: float  # share in the best window before it
+    best_step: int  # last step of the best window
+    window: int  # steps in a window
 
 
 def fallen(metrics: list[dict], batch_size: int) -> list[Fall]:
-    """Every fall of a run's success or of its share of boxed answers, from its metrics.jsonl.
+    """All falls of a run's success, or of its share of boxed answers, by step.
 
-    A share p of n problems has the variance p (1 - p) / n, so the difference of two windows with
-    n problems each, whose mean share is p, has twice that. A fall is a window that lies more than
-    four standard deviations of this difference below the best one before it. It is noticed once,
-    and again only after the windows have come back to within two such deviations of the best.
-    batch_size: problems per step; rollouts of one problem are alike, and so count as one.
+    A window is as many steps as have 100 problems. A share p of n problems has the variance
+    p (1 - p) / n, so the difference of two windows with n problems each, whose mean share is p, has
+    twice that. A fall is a window more than four standard deviations of this difference below the
+    best one before it. A fall is reported once, and the next one only after the windows have come
+    back to within two such deviations of the best.
+
+    metrics: the run's lines of metrics.jsonl, from the first step on.
+    batch_size: problems per step; rollouts of one problem are alike and count as one.
     """
     window = math.ceil(FALL_PROBLEMS / batch_size)
     shares = {
@@ -266,53 +233,55 @@ def fallen(metrics: list[dict], batch_size: int) -> list[Fall]:
     }
     falls = []
     for what, share in shares.items():
-        best, best_step, down = -1.0, 0, False
+        best, best_step, is_down = -1.0, 0, False
         for end in range(window, len(share) + 1):
             now = sum(share[end - window : end]) / window
             step = metrics[end - 1]["step"]
             if now >= best:
-                best, best_step, down = now, step, False
-            both = (best + now) / 2
-            deviation = math.sqrt(2 * both * (1 - both) / (window * batch_size))
+                best, best_step, is_down = now, step, False
+            p = (best + now) / 2
+            deviation = math.sqrt(2 * p * (1 - p) / (window * batch_size))
             far = FALL_DEVIATIONS * deviation
-            if best - now > far and not down:
+            if best - now > far and not is_down:
                 falls.append(Fall(what, step, now, best, best_step, window))
-            down = best - now > (far / 2 if down else far)
+            is_down = best - now > (far / 2 if is_down else far)
     return sorted(falls, key=lambda fall: fall.step)
 
 
 def fall_line(fall: Fall, checkpoints: pathlib.Path) -> str:
-    """A fall in one line, with the last checkpoint before it. checkpoints: the folder of all."""
-    first, best_first = fall.step - fall.window + 1, fall.best_step - fall.window + 1
-    line = f"fall: {fall.what} {fall.now:.2f} in steps {first} to {fall.step}, "
-    line += f"{fall.best:.2f} in {best_first} to {fall.best_step}"
+    """A fall in one line, with the checkpoint to go back to. checkpoints: the run's folder."""
+    low = f"{fall.now:.2f} in steps {fall.step - fall.window + 1} to {fall.step}"
+    high = f"{fall.best:.2f} in steps {fall.best_step - fall.window + 1} to {fall.best_step}"
+    line = f"fall: {fall.what} {low}, down from {high}"
     saved = [p for p in checkpoints.glob("step_*") if int(p.name[5:]) <= fall.best_step]
     if not saved:
-        return f"{line}; no checkpoint was saved by then"
-    return f"{line}; the checkpoint to go back to: {max(saved)}"
+        return f"{line}; no checkpoint was saved by step {fall.best_step}"
+    return f"{line}; last checkpoint by step {fall.best_step}: {max(saved)}"
 
 
 def echo_line(metrics: list[dict]) -> str:
-    """One line after the first block of steps whose polarity only echoes the verdict, else "".
+    """One line after the first block of steps whose polarity only repeats the verdict, else "".
 
-    Blocks have 25 steps. One echoes where at least 100 teachers of each outcome were decided
-    (rho is not 0), and 49 of 50 of each had supports of the same sign: then rho says nothing that
-    the verdict does not say. metrics: lines of metrics.jsonl; the block must end with the last.
+    A block is 25 steps. Polarity repeats the verdict where a block has at least 100 decided
+    teachers of each outcome (rho is not 0), and 49 of 50 of their supports have the same sign on
+    both outcomes. Then rho says nothing that the verdict does not say.
+
+    metrics: the run's lines of metrics.jsonl; the block must end with the last one.
     """
     if len(metrics) % ECHO_STEPS:
         return ""
     for end in range(ECHO_STEPS, len(metrics) + 1, ECHO_STEPS):
         block = metrics[end - ECHO_STEPS : end]
-        lean = _lean(block)
-        if lean:
-            line = f"polarity: in steps {block[0]['step']} to {block[-1]['step']} the supports "
-            line += f"that count were {lean} zero on successes and on failures, so that it only "
-            line += "echoes the verdict; docs/polarity.md"
+        side = _side_of_supports(block)
+        if side:
+            line = f"polarity: in steps {block[0]['step']} to {block[-1]['step']} nearly all "
+            line += f"decided supports were {side} zero, on successes and on failures, so "
+            line += "polarity only repeats the verdict; see docs/polarity.md"
             return line if end == len(metrics) else ""
     return ""
 
 
-def _lean(block: list[dict]) -> str:
+def _side_of_supports(block: list[dict]) -> str:
     """The side of zero on which nearly all decided supports lie: "below", "above", or ""."""
     sides = {"below", "above"}
     for outcome, above, below in (
@@ -328,161 +297,112 @@ def _lean(block: list[dict]) -> str:
             sides.discard("below")
         if n_below > exceptions:
             sides.discard("above")
-    return "".join(sides)  # not both: one side has half of them or more
+    return "".join(sides)  # at most one: half of the supports or more lie on one side
 
 
-def notices(cfg: Config, metrics: list[dict]) -> list[str]:
-    """What is worth a line after the last of these steps. metrics: the run's lines so far."""
+def notices(metrics: list[dict], batch_size: int, checkpoints: pathlib.Path) -> list[str]:
+    """The lines to print after the last of these steps; most steps have none.
+
+    No state is kept, so a resumed run prints what it would have printed without the stop.
+    metrics: the run's lines of metrics.jsonl so far. The others: as in `fallen`, `fall_line`.
+    """
     lines = [echo_line(metrics)]
-    for fall in fallen(metrics, cfg.batch_size):
+    gap = metrics[-1].get("sampling_logp_difference_mean", 0.0)
+    if gap > SERVER_GAP:
+        line = f"server: its log-probabilities of sampled tokens differ from ours by {gap:.2f} nats"
+        lines.append(f"{line} on the mean; does it have another base, or a truncated context?")
+    for fall in fallen(metrics, batch_size):
         if fall.step == metrics[-1]["step"]:
-            lines.append(fall_line(fall, pathlib.Path(cfg.out) / "checkpoints"))
+            lines.append(fall_line(fall, checkpoints))
     return [line for line in lines if line]
 
 
-def mirrors(cfg: Config, start: int) -> list[Logger]:
-    """Functions that pass a line of metrics.jsonl on to --wandb and --tensorboard."""
-    loggers: list[Logger] = []
-    out = pathlib.Path(cfg.out)
-    if cfg.wandb:
-        import wandb
-
-        out.mkdir(parents=True, exist_ok=True)  # else wandb writes elsewhere
-        try:  # a resumed run is a run of its own there
-            wandb.init(project="sgsd", name=out.name, dir=str(out), config=asdict(cfg))
-        except Exception as e:  # not logged in, or no network
-            fix = "log in, set WANDB_MODE=offline, or leave the flag out"
-            raise UserError(f"--wandb: not started ({cli.brief(e)}); {fix}") from None
-        loggers.append(lambda m: wandb.log(m, step=m["step"]))
-    if cfg.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1, flush_secs=10)
-
-        def add(m: dict) -> None:
-            for name, value in m.items():
-                writer.add_scalar(name, value, m["step"])
-
-        loggers.append(add)
-    return loggers
+# ------------------------------------------------------------------------ trackers and provenance
 
 
-def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """Each token's own text; tokens that share a character leave it to the last of them."""
-    texts, held = [], []
-    for i in ids:
-        held.append(i)
-        text = tokenizer.decode(held, clean_up_tokenization_spaces=False)
-        whole = not text.endswith("\ufffd") or len(held) == 4  # UTF-8 takes up to 4 bytes
-        texts.append(text if whole else "")
-        held = [] if whole else held
-    return texts
+def open_trackers(
+    out: pathlib.Path, settings: dict[str, Any], start: int, report_to: str, run_id: str
+) -> list[Callable[[dict[str, Any]], None]]:
+    """Trackers: each gets every line of metrics.jsonl.
+
+    out: the run's folder. start: the last step that is done; TensorBoard drops what came after it.
+    report_to: "wandb", "trackio", "tensorboard" or "none". run_id: by which wandb continues a run
+    that is resumed; trackio knows it by its name.
+    Raises ValueError if a tracker is not installed or does not start.
+    """
+    if report_to == "none":
+        return []
+    out.mkdir(parents=True, exist_ok=True)  # else wandb writes elsewhere
+    about: dict[str, Any] = {"project": "sgsd", "name": out.name, "config": settings}
+    try:
+        if report_to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(out / report_to), purge_step=start + 1, flush_secs=10)
+        elif report_to == "wandb":
+            import wandb
+
+            wandb.init(**about, dir=str(out), id=run_id, resume="allow")
+            return [lambda metrics: wandb.log(metrics, step=metrics["step"])]
+        else:
+            import trackio
+
+            trackio.init(**about, resume="allow")
+            return [lambda metrics: trackio.log(metrics, step=metrics["step"])]
+    except Exception as e:  # not installed, not logged in, no network
+        cause = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        fix = f"pip install {report_to} and log in if it asks for it, or leave out --report-to"
+        raise ValueError(f"{report_to} did not start ({cause}); {fix}") from None
+
+    def add(metrics: dict[str, Any]) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, metrics["step"])
+
+    return [add]
 
 
-def memory_gb(world: World) -> float:
-    """Peak so far: allocated on the GPU, else resident in this process."""
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, else KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+def provenance(settings: dict[str, Any], version: str) -> dict[str, Any]:
+    """What config.json holds: an id, settings, command line, commit, uncommitted changes, versions.
 
-
-def provenance(cfg: Config) -> dict:
-    """What config.json holds: settings, command line, commit and versions."""
-    versions = {"sgsd": cli.VERSION, "python": sys.version.split()[0]}
+    version: of this project. `changes` is a digest of what differs from the commit, "" for a clean
+    tree; both are None outside a git repository.
+    """
+    versions = {"sgsd": version, "python": sys.version.split()[0]}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    commit = None
-    with contextlib.suppress(OSError):  # no git here
-        git = ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
     command = [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]
-    return {"settings": asdict(cfg), "command": command, "commit": commit, "versions": versions}
+    commit = _git("rev-parse", "HEAD")
+    return {
+        "id": uuid.uuid4().hex[:12],
+        "settings": settings,
+        "command": command,
+        "commit": commit.decode().strip() if commit else None,
+        "changes": _changes() if commit else None,
+        "versions": versions,
+    }
 
 
-# ----------------------------------------------------------------------------------- checkpoints
+def _changes() -> str:
+    """A digest of `git diff HEAD` and of the untracked .py files, by name and content."""
+    parts = [_git("diff", "HEAD") or b""]
+    names = _git("ls-files", "--others", "--exclude-standard", "-z", "*.py") or b""
+    for name in sorted(names.split(b"\0")):
+        path = pathlib.Path(__file__).parent / os.fsdecode(name)
+        if path.is_file():  # a dangling link, such as an editor's lock, is not
+            parts += [name, path.read_bytes()]
+    if not any(parts):
+        return ""
+    digest = hashlib.blake2b(digest_size=6)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
 
 
-CARD = """# A LoRA adapter of {base}
-
-Made by {program}, method {method}, of the SGSD project (skill-conditioned gated self-distillation)
-on the problems of {data}, after step {step} of {updates}. To load it, in this directory:
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(".")  # needs peft, and the base
-    tokenizer = AutoTokenizer.from_pretrained(".")
-
-The licence is the base model's.
-"""
-
-
-def save_checkpoint(
-    path: pathlib.Path,
-    model,
-    tokenizer,
-    optimizer: Optimizer,
-    step: int,
-    kept: policy.Tensors,
-    cfg: Config,
-) -> None:
-    """Write a PEFT adapter that anyone can load, the tokenizer, a model card, the trainer's state.
-
-    kept: further tensors to be saved by name. Safetensors and JSON, no pickle.
-    """
-    from safetensors.torch import save_file
-
-    with files.whole(path) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        state = {name: x.cpu() for name, x in kept.items()}
-        for name, p in policy.trained(model).items():
-            for part, value in optimizer.state[p].items():
-                state[f"{name}.{part}"] = value.cpu()
-        save_file(state, folder / "trainer.safetensors")
-        files.write_json(folder / "trainer.json", {"step": step})
-        base = model.active_peft_config.base_model_name_or_path
-        values = {"program": cli.program(cfg.program), "method": "sgsd", **asdict(cfg)}
-        files.write_text(folder / "README.md", CARD.format(base=base, step=step, **values))
-
-
-def _restore(path: pathlib.Path, model: Model, optimizer: Optimizer) -> tuple[int, policy.Tensors]:
-    """Put a checkpoint's adapter and moments in place; its step, and what else it kept."""
-    from peft import set_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    state = load_file(path / "trainer.safetensors")
-    step = int(json.loads((path / "trainer.json").read_text())["step"])
-    adapter = load_file(path / "adapter_model.safetensors")
-    result: Any = set_peft_model_state_dict(model, adapter)
-    if result.unexpected_keys:
-        raise KeyError(f"{len(result.unexpected_keys)} tensors have no place in the model")
-    moments = {}
-    for i, name in enumerate(policy.trained(model)):
-        if f"{name}.step" in state:  # else no step has been finite yet
-            parts = ("step", "exp_avg", "exp_avg_sq")
-            moments[i] = {part: state.pop(f"{name}.{part}") for part in parts}
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
-    return step, {name: x.to(policy.causal_lm(model).device) for name, x in state.items()}
-
-
-def load_trainable(
-    cfg: Config, world: World, checkpoint: pathlib.Path | None
-) -> tuple[Model, Tokenizer, Optimizer, int, policy.Tensors]:
-    """Model with adapters, tokenizer, AdamW (S7), the last step, what else a checkpoint kept."""
-    where = f"--model {cfg.model}"
-    model, tokenizer = policy.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
-    torch.manual_seed(cfg.seed)
-    model = policy.with_adapters(model, cfg.lora_rank, cfg.lora_alpha, where)
-    params = policy.trained(model).values()
-    distributed.broadcast_parameters(params, world)
-    optimizer = torch.optim.AdamW(params, lr=cfg.learning_rate, weight_decay=0.0)
-    step, kept = 0, policy.Tensors()
+def _git(*words: str) -> bytes | None:
+    """What git prints about this file's repository; None without git or a repository."""
+    command = ["git", "-C", str(pathlib.Path(__file__).parent), *words]
     try:
-        if checkpoint is not None:
-            step, kept = _restore(checkpoint, model, optimizer)
-    except Exception as e:  # a missing or torn file, other shapes, other names
-        why = f"does not fit {where} ({brief(e)}); was it made with another model or --lora-rank?"
-        raise UserError(f"checkpoint {checkpoint}: {why}") from None
-    return model, tokenizer, optimizer, step, kept
+        return subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None

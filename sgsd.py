@@ -6,8 +6,9 @@
 One policy plays two roles. The student sees only the problem and samples a solution; a verifier
 says right or wrong. Each of K retrieved skill-mistake pairs makes a teacher: the same policy with
 that pair in its prompt. All of them score the student's tokens; Delta is the teacher-student gap
-of log-probabilities. A teacher that supports a success or suppresses a failure is distilled
-(rho = +1), one that does the opposite is reversed (-1), and an unsure one is ignored (0).
+of log-probabilities. If a teacher makes a right solution likelier, or a wrong one less likely, the
+student is distilled from it (rho = +1). If it does the opposite, the student is pushed away from it
+(-1). If its opinion is too weak, it is ignored (0).
 
     python sgsd.py --preset tiny                                         see it run, in minutes
     torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train
@@ -20,12 +21,11 @@ Tags are rows of docs/decisions.md: what the paper leaves open (S...), and what 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T]. Log-probabilities are nats.
 """
 
-if __name__ == "__main__":  # --help and mistakes are answered before torch is imported
-    import cli
+if __name__ == "__main__":  # --help and a wrong flag are answered before torch is imported
     import config
-    import inputs
 
-    cli.answer("sgsd", lambda: inputs.look(*config.parse(None, "sgsd.py", __doc__)))
+    config.end_at_signals("Run the same command to continue.")
+    config.parse(None, __doc__)
 
 # ------------------------------------------------------- the objective: needs math and torch only
 
@@ -44,9 +44,10 @@ def _check(where: str, ok: object, rule: str) -> None:
 
 
 def _check_gaps(where: str, delta_KT: Tensor, mask_T: Tensor | None = None, *of_K: Tensor) -> None:
-    """What every function over gaps wants: delta [K, T] in fp32 or fp64, mask [T] of 0 and 1."""
-    fine = delta_KT.dtype in (torch.float32, torch.float64)
-    _check(where, fine, f"gaps must be float32 or float64, got {delta_KT.dtype}; bf16 errs by .1")
+    """Gaps must be [K, T] in fp32 or fp64, the mask [T] of 0 and 1, weights and polarities [K]."""
+    is_float = delta_KT.dtype in (torch.float32, torch.float64)
+    rule = f"gaps must be float32 or float64, got {delta_KT.dtype}; bf16 errs by .1"
+    _check(where, is_float, rule)
     shape = tuple(delta_KT.shape)
     _check(where, len(shape) == 2, f"delta_KT must be [K, T], got {shape}")
     if mask_T is not None:
@@ -199,90 +200,76 @@ def token_credit(
 # --------------------------------------------------------------------------- end of the objective
 
 import contextlib
+import functools
 import itertools
+import json
 import os
 import pathlib
+import random
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 from tqdm import tqdm
 
-import cli
 import config
 import distributed
 import eval
 import files
-import inputs
-import policy
+import model
 import problems
 import rollout
 import runlog
+import scoring
 import skills
-from bank import (
-    bank_line,
-    bank_versions,
-    evolution_line,
-    load_bank,
-    refuse_without_pairs,
-    save_bank,
-)
-from cli import SharedError, UserError
+import verify
 from config import Config
 from distributed import World
-from policy import Ids, Model, Tokenizer, masked_token_ids, score_teachers
 from problems import Problem
 from rollout import Rollout, Sampling
-from skills import Writer
-from verify import Judge
+from skills import SkillBank, SkillPair
+
+ROOT = pathlib.Path(__file__).parent
+Retriever = Callable[[SkillBank, Problem, int, int], list[SkillPair]]  # (bank, problem, K, step)
+Stream = Callable[[list[rollout.Row], Sampling, int], Iterator]  # (rows, sampling, rows at a time)
 
 
 @dataclass
 class Run:
-    """What a training run holds."""
+    """A training run."""
 
     cfg: Config
     out: pathlib.Path  # the directory
     world: World
-    model: Model
-    tokenizer: Tokenizer
+    lm: Any  # the policy: a causal language model with adapters
+    tokenizer: Any
     problems: list[Problem]
-    verifier: Judge
-    optimizer: torch.optim.Optimizer
-    masked_ids: set[int]
-    step: int = 0  # the last step that was made
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)  # more tensors of a checkpoint
-    stop: bool = False  # a signal asked to stop
-    stop_asked: float = 0.0  # when it came, in seconds of a monotonic clock
-    may_end_now: bool = False  # whether a second signal may break off what is being done
-    clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # of the step that is made
-    # The bank's life; None where the method sees no skills.
-    bank: skills.SkillBank | None = None
-    retriever: skills.Retriever | None = None
-    writer: Writer | None = None
-    window: list[dict] = field(default_factory=list)  # rollouts since it was last due to evolve
-    bank_is_due: bool = False  # its evolution after step `step` was put off, as the run was stopped
+    verifier: verify.Judge
+    stream: Stream  # decodes completions of the policy
+    stops: list[int]  # ids that end a completion
+    served: Any = None  # the policy on an inference server, an `extras.served.TrainedPolicy`
+    optimizer: Any = None
+    masked_ids: set[int] = field(default_factory=set)
+    step: int = 0  # the last complete step
+    extra_tensors: dict[str, Tensor] = field(default_factory=dict)  # saved with a checkpoint
+    signalled: float = 0.0  # when the first signal came, in seconds of a monotonic clock; 0: never
+    clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # of the present step
+    # The bank's life; None where the method uses no bank.
+    bank: SkillBank | None = None
+    retriever: Retriever | None = None
+    writer: skills.Writer | None = None
+    window: list[dict] = field(default_factory=list)  # rollouts since the bank last evolved
 
-    def retrieve(self, x: Problem, step: int) -> list[skills.SkillPair]:
-        """The K_x skill-mistake pairs of a problem, best first (Eq. 2); none without skills."""
+    def retrieve(self, x: Problem, step: int) -> list[SkillPair]:
+        """The K_x skill-mistake pairs of a problem, best first (Eq. 2); none without a bank."""
         if self.bank is None or self.retriever is None:
             return []
         return self.retriever(self.bank, x, self.cfg.num_teachers, step)
-
-    def ask_to_stop(self, *_: object) -> None:
-        """A signal's handler: the first one stops the run after the step, a second one now."""
-        if self.stop:
-            # torchrun passes on to its workers at once what the terminal has sent to them, too.
-            if self.may_end_now and time.monotonic() - self.stop_asked > 1:
-                raise KeyboardInterrupt
-            return
-        self.stop, self.stop_asked = True, time.monotonic()
-        if self.world.main:  # past all buffers, since a signal may come inside a print
-            what = f"finishing step {self.step + 1}, then stopping; once more stops at once"
-            os.write(2, f"\n{what}\n".encode())
 
 
 # ----------------------------------------------------------------------- one step (Algorithm 1)
@@ -295,8 +282,8 @@ class Example:
     index: int  # its place in the global batch
     rollout: Rollout
     group: list[Rollout]  # all rollouts of its problem in this step, itself among them
-    pairs_K: list[skills.SkillPair]  # the retrieved ones
-    contexts_K: list[Ids]  # the teachers' prompts
+    pairs_K: list[SkillPair]  # the retrieved ones
+    contexts_K: list[list[int]]  # the teachers' prompts
 
 
 @dataclass
@@ -316,38 +303,38 @@ class RolloutLoss:
 
     @classmethod
     def without_teachers(cls, loss: Tensor, logp_T: Tensor) -> "RolloutLoss":
-        """That of a method whose loss needs the student's log-probabilities alone."""
+        """For a method whose loss needs only the student's log-probabilities."""
         none_K, none_KT = logp_T.new_zeros(0), logp_T.new_zeros(0, len(logp_T))
         return cls(loss, torch.ones_like(logp_T), none_KT, none_K, none_K, none_K, none_K)
 
 
-PromptsOf = Callable[["Run", Problem, list[skills.SkillPair]], tuple[Ids, list[Ids]]]
-LossOf = Callable[["Run", Example], RolloutLoss]
+PromptsOf = Callable[[Run, Problem, list[SkillPair]], tuple[list[int], list[list[int]]]]
+LossOf = Callable[[Run, Example], RolloutLoss]
 StepResult = tuple[list[dict], float, dict[str, float]]  # records, gradient norm, seconds by part
 
 
 def reward(roll: Rollout) -> float:
-    """What training wants of a rollout: the verdict. SGSD takes -1 or +1, GRPO any number.
+    """Training reward of a rollout; by default the verifier's ±1.
 
-    Training alone asks for it. Evaluation, the bank's memories and its success gate see the
-    verdict itself, so another reward changes none of them.
+    SGSD takes -1 or +1, GRPO any number. Evaluation, the bank's memories and its success gate use
+    the verdict itself, so another reward changes none of them.
     """
     return roll.r
 
 
-def prompt_ids(run: Run, text: str, what: str, thinking: str = "closed") -> Ids:
+def prompt_ids(run: Run, text: str, what: str, thinking: str = "closed") -> list[int]:
     """A prompt's ids with the think block closed, open, or bare: left to the model (§4.1, S3)."""
-    ids = policy.chat_ids(run.tokenizer, text, thinking=thinking != "closed")
+    ids = rollout.chat_ids(run.tokenizer, text, thinking=thinking != "closed")
     if thinking == "open" and not run.tokenizer.decode(ids[-9:]).rstrip().endswith("<think>"):
         ids += run.tokenizer.encode("<think>\n", add_special_tokens=False)
     limit = run.cfg.max_prompt_tokens
     if len(ids) > limit:
         rule = f"--max-prompt-tokens is {limit}; drop the problem or raise the limit"
-        raise UserError(f"{what}: the prompt has {len(ids)} tokens, {rule}")
+        raise ValueError(f"{what}: the prompt has {len(ids)} tokens, {rule}")
     return ids
 
 
-def teacher_prompts(run: Run, x: Problem, pairs_K: list[skills.SkillPair]) -> list[Ids]:
+def teacher_prompts(run: Run, x: Problem, pairs_K: list[SkillPair]) -> list[list[int]]:
     """c_k(x) = g_k + e_k + x as ids, one per pair (Eq. 3)."""
     contexts_K = []
     for pair in pairs_K:
@@ -356,22 +343,26 @@ def teacher_prompts(run: Run, x: Problem, pairs_K: list[skills.SkillPair]) -> li
     return contexts_K
 
 
-def prompts(run: Run, x: Problem, pairs_K: list[skills.SkillPair]) -> tuple[Ids, list[Ids]]:
-    """What the student reads, the problem and nothing else, and what each teacher reads."""
+def prompts(run: Run, x: Problem, pairs_K: list[SkillPair]) -> tuple[list[int], list[list[int]]]:
+    """The student's prompt, which is the problem and nothing else, and each teacher's."""
     student = prompt_ids(run, skills.render_student(x.problem), x.id)
     return student, teacher_prompts(run, x, pairs_K)  # Eq. 3
 
 
-def sample(run: Run, data: list[Problem], students: list[Ids], keys: list[int]) -> list[Rollout]:
+def sample(
+    run: Run, data: list[Problem], students: list[list[int]], keys: list[int]
+) -> list[Rollout]:
     """y ~ p_S(. | x) for each problem, and the verifier's r (Eq. 1). students: the prompts."""
-    cfg, model, tokenizer = run.cfg, run.model, run.tokenizer
+    cfg = run.cfg
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-    completions = rollout.generate(model, tokenizer, students, sampling, keys, cfg.rollout_rows)
-    turn = list(enumerate(completions))
-    return rollout.judge(model, tokenizer, data, students, turn, run.verifier)
+    rows = rollout.rows_of(students, keys, cfg.max_new_tokens)
+    turns = run.stream(rows, sampling, cfg.rollout_rows or max(1, len(rows)))
+    completions = dict(itertools.chain.from_iterable(turns))
+    turn = [(i, completions[i]) for i in range(len(rows))]
+    return rollout.judge(run.tokenizer, run.stops, data, students, turn, run.verifier)
 
 
-def pair_weights(run: Run, pairs_K: list[skills.SkillPair]) -> Tensor:
+def pair_weights(run: Run, pairs_K: list[SkillPair]) -> Tensor:
     """alpha_K of retrieved pairs (Eq. 6)."""
     device = run.world.device
     s_g_K = torch.tensor([pair.s_g for pair in pairs_K], device=device)
@@ -385,10 +376,11 @@ def rollout_loss(run: Run, example: Example) -> RolloutLoss:
     ids_T = roll.completion_ids
     mask_T = token_mask(torch.tensor(ids_T, device=run.world.device), run.masked_ids)
     alpha_K = pair_weights(run, example.pairs_K)  # Eq. 6
-    logpT_KT = score_teachers(run.model, example.contexts_K, ids_T, cfg.score_tokens)  # Eq. 4
+    contexts_K = example.contexts_K
+    logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, cfg.score_tokens)  # Eq. 4
     run.clock.lap("score")
     # The student's own pass is made once for all K teachers (D7).
-    logpS_1T = policy.token_logprobs(run.model, [roll.prompt_ids], [ids_T], grad=True)  # Eq. 5
+    logpS_1T = scoring.token_logprobs(run.lm, [roll.prompt_ids], [ids_T], grad=True)  # Eq. 5
     delta_KT = log_prob_gap(logpT_KT, logpS_1T[0])  # Eq. 7
     a_K = robust_support(delta_KT, mask_T, cfg.c_delta)  # Eqs. 11-12
     rho_K = polarity(a_K, reward(roll), cfg.eps_a)  # Eq. 13
@@ -413,20 +405,19 @@ def train_step(
     run.clock = runlog.Stopwatch()
 
     # Line 2. Every rank draws the same global minibatch and takes its share, in whole groups.
-    batch = problems.minibatch(run.problems, cfg, step, generations)
+    batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed, generations)
     places = [i for i in range(len(batch)) if i // generations % world.size == world.rank]
     data = [batch[i][0] for i in places]
     keys = [rollout.sample_key(cfg.seed, step, batch[i][0].id, batch[i][1]) for i in places]
 
     # Lines 4 and 6. Each retrieved skill-mistake pair becomes one teacher's prompt.
     pairs, students, contexts = [], [], []
-    with distributed.errors_shared(world):
-        for x in data:
-            pairs_K = run.retrieve(x, step)  # Eq. 2
-            student, contexts_K = prompts_of(run, x, pairs_K)
-            pairs.append(pairs_K)
-            students.append(student)
-            contexts.append(contexts_K)
+    for x in data:
+        pairs_K = run.retrieve(x, step)  # Eq. 2
+        student, contexts_K = prompts_of(run, x, pairs_K)
+        pairs.append(pairs_K)
+        students.append(student)
+        contexts.append(contexts_K)
 
     # Line 7, for the whole share.
     rollouts = sample(run, data, students, keys)  # Eq. 1
@@ -438,8 +429,10 @@ def train_step(
         first = at - at % generations
         group = rollouts[first : first + generations]
         example = Example(places[at], roll, group, pairs_K, contexts_K)
+        length = len(roll.prompt_ids) + len(roll.completion_ids)
+        model.checkpoint_activations(run.lm, length > cfg.checkpoint_above)
         result = loss_of(run, example)
-        if result.loss.requires_grad:  # without teachers there may be no loss (S8)
+        if result.loss.requires_grad:  # no pair, no teacher, no loss (S8)
             # Divided by the *global* batch, because ranks sum their gradients below.
             (result.loss / (cfg.batch_size * generations)).backward()
         records.append(record(run, step, example, result))
@@ -455,11 +448,10 @@ def optimizer_step(run: Run, step: int) -> float:
 
     After the sum a NaN is on every rank, so that all skip a step that is not finite.
     """
-    cfg, params = run.cfg, list(policy.trained(run.model).values())
+    cfg, params = run.cfg, list(model.trained(run.lm).values())
     distributed.sum_gradients(params, run.world)
-    run.may_end_now = False  # from here on this rank finishes the step
     norm = float(torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip))
-    run.optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - (step - 1) / cfg.updates)
+    run.optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - (step - 1) / cfg.steps)
     if math.isfinite(norm):
         run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
@@ -496,226 +488,607 @@ def record(run: Run, step: int, example: Example, result: RolloutLoss) -> dict:
 # ------------------------------------------------------ the bank's schedule (Algorithm 1, line 17)
 
 
+def bank_versions(out: pathlib.Path) -> dict[int, pathlib.Path]:
+    """The saved banks of a run, by the step after which each came into use."""
+    return {int(path.stem[5:]): path for path in sorted((out / "bank").glob("step_*.json"))}
+
+
+def save_bank(bank: SkillBank, out: pathlib.Path, step: int) -> None:
+    """Save a bank as the version of step `step` and as the latest."""
+    for name in (f"step_{step:06d}", "bank"):
+        bank.save(out / "bank" / f"{name}.json")
+
+
 def begin_bank(run: Run) -> None:
-    """Make the bank where there is none (Alg. 2), and restore its window (D2, D9)."""
-    cfg, writer = run.cfg, run.writer
-    assert writer is not None
+    """Make the bank where there is none (Alg. 2), and continue its schedule (D2, D9).
+
+    An evolution that was due after the last step is made again: a checkpoint is of the time before.
+    """
+    cfg, step = run.cfg, run.step
     if run.bank is None:
-        run.bank = skills.make_bank(
-            run.problems, run.model, run.tokenizer, run.verifier, writer, cfg
-        )
-    refuse_without_pairs(run.bank, cfg, f"--resume {cfg.out}")
+        run.bank = make_bank(run, run.out / "bank")
+    refuse_without_pairs(run.bank, cfg)
     window = []
     if run.world.main:
         save_bank(run.bank, run.out, max(bank_versions(run.out), default=0))
-        print(bank_line(run.bank, cfg.num_teachers))
-        complete = run.step - run.bank_is_due  # the bank has seen all steps up to here
-        last = complete - complete % max(1, cfg.update_every)
+        print(skills.bank_line(run.bank, cfg.num_teachers))
+        before = (step - 1) - (step - 1) % max(1, cfg.evolve_every)  # when it evolved before `step`
         rows = files.read_jsonl(run.out / "rollouts.jsonl")
-        window = [row for row in rows if row["step"] > last]
+        window = [row for row in rows if row["step"] > before]
     run.window = distributed.gather(window, run.world)[0]  # rank 0's, given to all
-    if run.bank_is_due:
-        counts = evolve_bank(run, run.step, [])
-        if run.world.main:
-            runlog.complete_metrics(run.out, counts)
-        run.bank_is_due = False
+    if step:
+        evolve_bank(run, step, [])
 
 
-def evolve_bank(run: Run, step: int, records: list[dict]) -> dict[str, int]:
-    """Algorithm 4, where it is due, on all ranks' rollouts (D2); the bank's numbers to log."""
+def evolve_bank(run: Run, step: int, records: list[dict]) -> None:
+    """Algorithm 4, where it is due, on all ranks' rollouts since it was last due (D2)."""
     cfg = run.cfg
     assert run.bank is not None and run.writer is not None
+    if not cfg.evolve_every:
+        return
+    run.window += records
+    if step % cfg.evolve_every:
+        return
     run.writer.step = step
-    if cfg.update_every:
-        run.window += records
-    if cfg.update_every and step % cfg.update_every == 0:
-        window = [SimpleNamespace(**row) for row in run.window]
-        bank = skills.evolve(run.bank, window, step, run.writer, **cfg.evolution)
-        if run.world.main:
-            tqdm.write(evolution_line(run.bank, bank, run.window, run.writer.lost))
-            if bank is not run.bank:
-                save_bank(bank, run.out, step)
-        run.bank, run.window = bank, []
+    window = [SimpleNamespace(**row) for row in run.window]
+    bank = skills.evolve(run.bank, window, step, run.writer, **cfg.evolution)
+    if run.world.main:
+        tqdm.write(skills.evolution_line(run.bank, bank, run.window, run.writer.lost))
+        if bank is not run.bank:
+            save_bank(bank, run.out, step)
+    run.bank, run.window = bank, []
+
+
+def bank_numbers(run: Run) -> dict[str, int]:
+    """For metrics.jsonl: the bank that a step used, and the writer's replies since the last."""
+    if run.bank is None or run.writer is None:
+        return {}
     sizes = len(run.bank.general_skills), len(run.bank.common_mistakes)
     counts = {f"replies_{outcome}": n for outcome, n in run.writer.take().items()}
     return {"bank_skills": sizes[0], "bank_mistakes": sizes[1], **counts}
 
 
+def refuse_without_pairs(bank: SkillBank, cfg: Config) -> None:
+    """ValueError where no teacher can be made of a bank (S8), unless --allow-empty-bank."""
+    if (bank.general_skills and bank.common_mistakes) or cfg.allow_empty_bank:
+        return
+    about = bank.metadata
+    rule = "no pair, no teacher, nothing to learn (S8)"
+    if "seed_solutions" in about:
+        rule += f"; it was written from {about['seed_solutions']} solutions"
+        cut = about.get("truncated_seed_solutions", 0)
+        rule += f", {about['right_seed_solutions']} correct and {cut} cut at --cold-start-tokens"
+        rule += f"; {skills.describe_lost_replies(about.get('lost_replies', {}))}"
+    fix = "take easier or harder problems, raise --cold-start or a limit of tokens"
+    fix += ", or pass --allow-empty-bank"
+    raise ValueError(f"bank: {bank.sizes}: {rule}; {fix}")
+
+
+def make_bank(run: Run, folder: pathlib.Path) -> SkillBank:
+    """Algorithm 2 from problems to bank, shared over the ranks.
+
+    The policy solves seed problems under settings of their own (S21), and the writer answers the
+    prompts. Memories go to memories.jsonl in the folder as they come; those that a killed run has
+    left are used again.
+    """
+    cfg, world, writer = run.cfg, run.world, run.writer
+    assert writer is not None
+    path = folder / "memories.jsonl"
+    chosen = random.Random(cfg.seed).sample(run.problems, min(cfg.cold_start, len(run.problems)))
+    sampling = Sampling(
+        cfg.cold_start_temperature,
+        cfg.cold_start_top_p,
+        cfg.cold_start_top_k,
+        cfg.cold_start_tokens,
+    )
+    made_with = {"model": cfg.model, "seed": cfg.seed, **asdict(sampling)}
+    made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
+    made_with |= {"verifier": eval.verifier_version(cfg.verifier)}
+    made_with |= {"prompt": skills.template("memory"), "server": bool(cfg.server)}  # S27
+    memories = {m["problem_id"]: m for m in files.read_jsonl(path) if m["made_with"] == made_with}
+    memories = distributed.gather(memories, world)[0]  # rank 0's, before it writes
+    left = [x for x in chosen if memories.get(x.id, {}).get("problem") != x.problem]
+    if world.main:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "replies.jsonl").unlink(missing_ok=True)  # all its prompts are asked again
+    texts = [skills.render("memory", {"problem": x.problem}) for x in left]
+    think = cfg.cold_start_thinking
+    seed_prompts = [rollout.chat_ids(run.tokenizer, text, thinking=think) for text in texts]
+    keys = [rollout.sample_key(cfg.seed, 0, x.id) for x in left]
+
+    def finish(turn: list[tuple[int, list[int]]]) -> list[dict]:
+        verifier = run.verifier
+        rolls = rollout.judge(run.tokenizer, run.stops, left, seed_prompts, turn, verifier)
+        fresh = []
+        for roll in rolls:
+            about = {"truncated": roll.truncated, "made_with": made_with}
+            fresh.append({**skills.memory_of(roll, cfg.memory_answer), **about})
+        return fresh
+
+    rows = rollout.rows_of(seed_prompts, keys, cfg.cold_start_tokens)
+    rows_at_a_time = cfg.rollout_rows or 16
+
+    def solve(mine: list[rollout.Row]) -> Iterator:
+        return run.stream(mine, sampling, rows_at_a_time)
+
+    for fresh in distributed.share(world, rows, solve, finish, "solving"):  # lines 2-7
+        if world.main:
+            files.append_jsonl(path, fresh)
+        memories |= {m["problem_id"]: m for m in fresh}
+    seeds = [memories[x.id] for x in chosen]
+    bank = skills.cold_start(seeds, writer, **cfg.merging)  # lines 8-16
+    bank.metadata["truncated_seed_solutions"] = sum(m["truncated"] for m in seeds)
+    bank.metadata["lost_replies"] = dict(writer.lost)
+    outcomes = writer.take()
+    bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in chosen], replies=outcomes)
+    if cfg.server:
+        bank.metadata["engine"] = "a server's"
+    return bank
+
+
+def writer_of(
+    cfg: Config, world: World, policy: tuple[Any, Any, Stream], folder: pathlib.Path
+) -> skills.Writer:
+    """The bank's writer: the policy, or --writer-model in its place, here or on --writer-server.
+
+    policy: the model, its tokenizer and what decodes it. folder: of replies.jsonl.
+    """
+    lm, tokenizer, stream = policy
+    if cfg.writer_server:
+        lm, tokenizer = model.load_outline(cfg.writer_model)
+        server = server_of(cfg, cfg.writer_server, cfg.writer_model, cfg.reply_tokens)
+        stream = server_stream(server, lm, tokenizer)
+    elif cfg.writer_model:
+        lm, tokenizer = model.load_model(cfg.writer_model, world.device, cfg.dtype, cfg.attn)
+        stream = functools.partial(rollout.stream, lm, tokenizer)
+    rows_at_a_time = cfg.rollout_rows or 16
+
+    def reply(rows: list[rollout.Row], sampling: Sampling, stage: str) -> dict[int, list[int]]:
+        def decode(mine: list[rollout.Row]) -> Iterator:
+            return stream(mine, sampling, rows_at_a_time)
+
+        replies: dict[int, list[int]] = {}
+        for finished in distributed.share(world, rows, decode, list, stage):
+            replies |= dict(finished)
+        return replies
+
+    def log(row: dict) -> None:
+        if world.main:
+            files.append_jsonl(folder / "replies.jsonl", [row])
+
+    stops = rollout.stop_ids(lm, tokenizer)
+    return skills.Writer(tokenizer, stops, reply, log, cfg.reply_tokens, cfg.seed)
+
+
+def server_of(cfg: Config, url: str, name: str, tokens: int) -> Any:
+    """An inference server that has the model `name` and a context of so many tokens (S27)."""
+    from extras import served
+
+    server = served.Server(url, name, seeds=cfg.server_seeds, rows=cfg.rollout_rows or 16)
+    server.check(tokens)
+    return server
+
+
+def server_stream(server: Any, lm: Any, tokenizer: Any) -> Stream:
+    """What decodes a server's base model, with the interface of `rollout.stream`."""
+    stops = rollout.stop_ids(lm, tokenizer)
+    return lambda rows, sampling, rows_at_a_time: server.stream(tokenizer, stops, rows, sampling)
+
+
+def context_needed(cfg: Config, data: list[Problem], tokenizer: Any) -> int:
+    """Tokens of the longest prompt of a problem and its solution; a server must have as many."""
+    longest = max((x.problem for x in data), key=len)
+    student = rollout.chat_ids(tokenizer, skills.render_student(longest), thinking=False)
+    memory = skills.render("memory", {"problem": longest})
+    seed = rollout.chat_ids(tokenizer, memory, thinking=cfg.cold_start_thinking)
+    makes_bank = cfg.uses_skill_bank and not cfg.bank
+    cold_start = len(seed) + max(cfg.cold_start_tokens, cfg.reply_tokens) if makes_bank else 0
+    return max(len(student) + cfg.max_new_tokens, cold_start)
+
+
 # ----------------------------------------------------------------------------------------- a run
 
 
-def prepare(
-    cfg: Config, world: World, resume: bool, retriever: skills.Retriever | None = None
-) -> Run:
-    """Read and check everything that a user's mistake can break, before anything is written.
+def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
+    """The training problems and their counts; ValueError where one is in an evaluation set."""
+    fields = problems.Fields(cfg.problem_field, cfg.answer_field, cfg.answer_after)
+    data, counts = problems.load_problems(cfg.data, split=cfg.split, fields=fields)
+    held_out = json.loads((ROOT / "eval_sets.json").read_text())
+    others = problems.load_set(cfg.eval_data, "test", fields) if cfg.eval_data else []
+    if others:  # read now, not after the last step
+        held_out[cfg.eval_data] = [problems.fingerprint(x.problem) for x in others]
+    if cfg.verifier == Config.verifier:
+        problems.refuse_unanswerable(data, f"--data {cfg.data}")
+        problems.refuse_unanswerable(others, f"--eval-data {cfg.eval_data}")
+    if not cfg.allow_eval_overlap:
+        problems.refuse_overlap(data, f"--data {cfg.data}", held_out)
+    return data, counts
 
-    retriever: without one the nearest pairs by --encoder are taken.
+
+def check_directory(out: pathlib.Path, resume: bool) -> None:
+    """ValueError unless --out can take this run."""
+    for path in (out, *out.parents):
+        if path.is_file():
+            raise ValueError(f"--out {out}: {path} is a file; a directory is needed")
+    names = {path.name for path in out.glob("*") if path.suffix != ".tmp"}
+    if not resume and names - {"wandb", "tensorboard", "served", files.LOCK}:
+        rule = "the directory is not empty; choose another, or continue its run"
+        raise ValueError(f"--out {out}: {rule} with --resume {out}")
+
+
+def prepare(
+    cfg: Config,
+    world: World,
+    resume: bool,
+    held: contextlib.ExitStack,
+    retriever: Retriever | None = None,
+) -> Run:
+    """Read and check everything that a user's mistake can break. No collective, no file written.
+
+    held: takes the lock of the directory, on rank 0, and the verifier. retriever: replaces the
+    nearest pairs by --encoder.
     """
     out = pathlib.Path(cfg.out)
     if cfg.batch_size < world.size:
-        rule = f"must be >= {world.size}, as every process needs a problem"
-        raise UserError(f"--batch-size {cfg.batch_size}: {rule}")
-    inputs.check_directory(cfg, resume)
+        rule = f"must be >= {world.size}, since every process needs a problem"
+        raise ValueError(f"--batch-size {cfg.batch_size}: {rule}")
+    check_directory(out, resume)
+    if world.main:
+        held.enter_context(files.locked(out))
+    data, counts = load_training(cfg)
+    checkpoint = max(out.glob("checkpoints/step_*"), default=None) if resume else None
+    step = int(checkpoint.name[5:]) if checkpoint else 0
+    if step > cfg.steps:
+        fix = "give a larger number, or evaluate the run"
+        raise ValueError(f"--steps {cfg.steps}: {out} is at step {step} already; {fix}")
+    bank = load_bank(cfg, step, resume) if cfg.uses_skill_bank else None
     skills.use_prompts(cfg.prompts)
-    data, counts = problems.load_training(cfg)
-    last = max(out.glob("checkpoints/step_*"), default=None) if resume else None
-    model, tokenizer, optimizer, step, kept = runlog.load_trainable(cfg, world, last)
-    if step > cfg.updates:
-        why = f"{out} has made step {step} already"
-        raise UserError(f"--updates {cfg.updates}: {why}; give a larger number, or evaluate it")
-    masked_ids = masked_token_ids(tokenizer, cfg.mask_extra) | {*policy.stop_ids(model, tokenizer)}
-    verifier = inputs.make_verifier(cfg)
-    run = Run(cfg, out, world, model, tokenizer, data, verifier, optimizer, masked_ids, step, kept)
-    if cfg.sees_skills:
-        run.bank_is_due = resume and runlog.bank_is_due(out, step)
-        run.bank = load_bank(cfg, step - run.bank_is_due, resume)
-        device = str(world.device)
-        run.retriever = retriever or skills.nearest(cfg.encoder, cfg.query_prompt, device)
-        run.writer = skills.writer_of(cfg, world, model, tokenizer, out / "bank")
+    kind = verify.load_judge(cfg.verifier)
+    verifier = held.enter_context(kind(cfg.verify_timeout, cfg.verify_workers))
+
+    lm, tokenizer = model.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
+    stops = rollout.stop_ids(lm, tokenizer)
+    torch.manual_seed(cfg.seed)
+    lm = model.with_adapters(lm, cfg.lora_rank, cfg.lora_alpha)
+    stream: Stream = functools.partial(rollout.stream, lm, tokenizer)
+    run = Run(cfg, out, world, lm, tokenizer, data, verifier, stream, stops, bank=bank)
+    run.masked_ids = model.masked_token_ids(tokenizer, cfg.mask_extra) | {*stops}
+    params = model.trained(lm).values()
+    run.optimizer = torch.optim.AdamW(params, lr=cfg.learning_rate, weight_decay=0.0)
+    if checkpoint:
+        run.step, run.extra_tensors = model.restore(checkpoint, lm, run.optimizer)
+    if cfg.server:
+        run.served = served_policy(run)
+        run.stream = run.served.stream
+        held.callback(run.served.close)
+    if cfg.uses_skill_bank:
+        run.retriever = retriever or nearest(cfg, world)
+        run.writer = writer_of(cfg, world, (lm, tokenizer, run.stream), out / "bank")
     for x in data:  # no token is shorter than a byte, so few problems need to be tokenised
         if len(x.problem.encode("utf-8", "replace")) + 512 > cfg.max_prompt_tokens:
             prompt_ids(run, skills.render_student(x.problem), f"problem {x.id}")
     if world.main:
-        runlog.announce(cfg, world, model, tokenizer, masked_ids, counts)
+        announce(run, counts)
     return run
 
 
-def train(run: Run, step_fn: Callable[[Run, int], StepResult] = train_step) -> int:
-    """The steps, with their logs, checkpoints and an orderly stop.
+def served_policy(run: Run) -> Any:
+    """The policy on this rank's server, which gets the adapter whenever it has changed (S27)."""
+    from extras import served
 
-    Returns the exit code: 1 after three steps in a row that were not finite.
+    cfg, rank = run.cfg, run.world.rank
+    url = cfg.server[rank % len(cfg.server)]
+    tokens = context_needed(cfg, run.problems, run.tokenizer)
+    server = server_of(cfg, url, cfg.server_model or cfg.model, tokens)
+    name = f"{run.out.name}-rank{rank}"
+    folder = run.out / "served"
+    return served.TrainedPolicy(
+        server, run.lm, run.tokenizer, run.stops, folder, name, scoring.token_logprobs
+    )
+
+
+def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
+    """The bank that a run uses in step `step`, at first that of --bank; None without any (D9)."""
+    versions = bank_versions(pathlib.Path(cfg.out)) if resume else {}
+    if versions:
+        in_use = [since for since in versions if since < max(1, step)]
+        return SkillBank.load(versions[max(in_use)])
+    if not cfg.bank:
+        return None
+    bank = SkillBank.load(cfg.bank)
+    shorter = min(len(bank.general_skills), len(bank.common_mistakes))
+    if shorter < cfg.num_teachers:
+        rule = f"--num-teachers {cfg.num_teachers} needs as many of each; lower it"
+        raise ValueError(f"--bank {cfg.bank}: has {bank.sizes}, {rule}")
+    return bank
+
+
+def nearest(cfg: Config, world: World) -> Retriever:
+    """Retrieval of the pairs nearest to a problem by --encoder (Eq. 2, S10)."""
+    embed = model.load_encoder(cfg.encoder, str(world.device))
+
+    def retrieve(bank: SkillBank, x: Problem, k: int, step: int) -> list[SkillPair]:
+        return bank.retrieve(cfg.query_prompt + x.problem, k, embed)
+
+    return retrieve
+
+
+def announce(run: Run, counts: dict[str, int]) -> None:
+    """Print what a run starts from."""
+    cfg, lm, tokenizer = run.cfg, run.lm, run.tokenizer
+    print(f"data {cfg.data}: " + ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in counts.items()))
+    if cfg.batch_size > len(run.problems):
+        again = f"{cfg.batch_size / len(run.problems):.1f} times in each step"
+        print(f"data: --batch-size {cfg.batch_size} takes each of the problems {again}")
+    learning = sum(p.numel() for p in model.trained(lm).values())
+    learn = f"{learning:,} of {lm.num_parameters():,} parameters learn"
+    print(f"model {cfg.model}: {learn}, {run.world.size} x {run.world.device.type}")
+    shown = [repr(tokenizer.decode([i])) for i in sorted(run.masked_ids)[:40]]
+    count = len(run.masked_ids)
+    print(f"token mask: {count} formatting and special ids (S2): {' '.join(shown)}")
+    both = [rollout.chat_ids(tokenizer, "x", thinking=on) for on in (True, False)]
+    if both[0] == both[1]:
+        print("thinking: no switch in the chat template, so closed and bare are one prompt (S3)")
+    if not scoring.head_is_sliced(lm):
+        print("head: caps or scales the logits: they are scored whole, in the model's dtype (S22)")
+    if run.step:
+        print(f"resumed from step {run.step}")
+
+
+def begin(run: Run, resume: bool) -> list[Callable[[dict], None]]:
+    """Cut the files back to the last checkpoint, write config.json, make or continue the bank.
+
+    Returns the trackers of --report-to. All ranks have read before it is called.
     """
-    cfg, world = run.cfg, run.world
-    with cli.continued_by(lambda: runlog.how_to_continue(cfg)):
-        loggers = runlog.begin(cfg, world, run.step, run.bank_is_due)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupts the cold start, too
-        if cfg.sees_skills:
-            begin_bank(run)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, run.ask_to_stop)
-        reason, code = make_steps(run, step_fn, loggers)
-        run.stop = bool(reason)  # on all ranks alike
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if reason and world.main:
-            left = "the bank's evolution" if run.bank_is_due else "the evaluation"
-            last = f"only {left} is left; " if run.step == cfg.updates and not code else ""
-            command = f"python {cli.program(cfg.program)} --resume {cfg.out}"
-            tqdm.write(f"{reason}; {last}continue with: {command}")
-        distributed.leave_together(world)
-    return code
+    cfg, world, out, step = run.cfg, run.world, run.out, run.step
+    distributed.broadcast_parameters(model.trained(run.lm).values(), world)
+    trackers: list[Callable[[dict], None]] = []
+    if world.main:
+        about = provenance(cfg, resume, step)
+        trackers = runlog.open_trackers(out, asdict(cfg), step, cfg.report_to, about["id"])
+        files.write_json(out / "config.json", about)
+        for name in runlog.LOGS:
+            files.trim_jsonl(out / f"{name}.jsonl", step)
+        # The evolution after `step` is made again.
+        files.trim_jsonl(out / "bank/replies.jsonl", max(0, step - 1))
+        for since, path in bank_versions(out).items():
+            if since >= max(1, step):
+                path.unlink()
+    distributed.barrier(world)
+    if cfg.uses_skill_bank:
+        begin_bank(run)
+    return trackers
 
 
-def make_steps(
-    run: Run, step_fn: Callable[[Run, int], StepResult], loggers: list[runlog.Logger]
-) -> tuple[str, int]:
-    """The steps that are left: the reason why the run stops before its end, and the exit code."""
+def provenance(cfg: Config, resume: bool, step: int) -> dict:
+    """What config.json holds: settings, command, commit, versions; and every continuation."""
+    fresh = runlog.provenance(asdict(cfg), config.VERSION)
+    file = pathlib.Path(cfg.out, "config.json")
+    if not resume or not file.exists():
+        return fresh | {"continuations": []}
+    first, settings = files.read_json(file), config.saved(cfg.out)
+    changed = {k: [v, fresh["settings"][k]] for k, v in settings.items()}
+    changed = {k: pair for k, pair in changed.items() if pair[0] != pair[1] and k != "out"}
+    if "steps" in changed:
+        rates = [cfg.learning_rate * (1 - step / steps) for steps in changed["steps"]]
+        before, now = changed["steps"]
+        print(
+            f"--steps {now} instead of {before}: the learning rate of step {step + 1} is "
+            f"{rates[1]:.2g} instead of {max(0.0, rates[0]):.2g}"
+        )
+    for name in ("commit", "changes"):
+        if fresh[name] != first.get(name):
+            before = f"{first.get(name) or 'none'}, now {fresh[name] or 'none'}"
+            print(f"the code has changed since the run began ({name}: {before})", file=sys.stderr)
+    again = {k: fresh[k] for k in ("command", "commit", "changes")}
+    again |= {"when": time.strftime("%Y-%m-%d %H:%M:%S"), "step": step, "changed": changed}
+    continuations = [*first.get("continuations", []), again]
+    return first | {"settings": fresh["settings"], "continuations": continuations}
+
+
+def train(
+    run: Run,
+    trackers: Sequence[Callable[[dict], None]] = (),
+    step_fn: Callable[[Run, int], StepResult] = train_step,
+) -> int:
+    """The steps, with logs and checkpoints.
+
+    Returns the exit code: 0 at the end, 130 after a signal, 1 after three steps in a row that were
+    not finite.
+    """
     cfg, world, skipped = run.cfg, run.world, 0
     history = list(files.read_jsonl(run.out / "metrics.jsonl")) if world.main else []
-    steps = range(run.step + 1, cfg.updates + 1)
-    silent = not (world.main and sys.stderr.isatty())  # a file has the steps' own lines
-    bar = tqdm(steps, "train", cfg.updates, initial=run.step, disable=silent, unit="step")
-    for step in bar:
+    silent = not (world.main and sys.stderr.isatty())  # a log file has the steps' own lines
+    remaining = range(run.step + 1, cfg.steps + 1)
+    for step in tqdm(remaining, "train", cfg.steps, initial=run.step, disable=silent, unit="step"):
+        finish_step_at_signals(run)
         try:
-            with end_at_once(run):
-                records_of_rank, norm, seconds = step_fn(run, step)
-        except SharedError as e:
-            hint = f"--resume {cfg.out} continues from the last checkpoint"
-            raise SharedError(f"{e} (in step {step}; {hint})") from None
-        except KeyboardInterrupt:  # this step is lost, and no other
+            records_of_rank, norm, seconds = step_fn(run, step)
+        except OSError:  # such as a server that is gone; no weight has moved
             save(run)
             raise
         shares = distributed.gather(records_of_rank, world)
         records = sorted(itertools.chain.from_iterable(shares), key=lambda row: row["index"])
         tokens = [row.pop("tokens") for row in records if "tokens" in row]
-        stop = any(distributed.gather(run.stop, world))  # a signal may have come to some ranks only
-        due = cfg.sees_skills and cfg.update_every and step % cfg.update_every == 0
-        run.bank_is_due = bool(due and stop)  # it may take minutes: put off
-        ended_by: BaseException | None = None
-        counts, begun = {}, time.perf_counter()
-        if cfg.sees_skills and not run.bank_is_due:
-            try:
-                with end_at_once(run):
-                    counts = evolve_bank(run, step, records)  # line 17
-                stop = any(distributed.gather(run.stop, world)) if due else stop
-            except (KeyboardInterrupt, ConnectionError, UserError) as e:  # its server may be gone
-                run.bank_is_due = stop = True
-                ended_by = e
-        seconds["bank"] = time.perf_counter() - begun
+        if world.main:
+            history.append(log_step(run, step, (records, tokens), norm, seconds, trackers))
+            for notice in runlog.notices(history, cfg.batch_size, run.out / "checkpoints"):
+                tqdm.write(notice)
         run.step = step
         skipped = 0 if math.isfinite(norm) else skipped + 1
-        if world.main:
-            rate, peak = run.optimizer.param_groups[0]["lr"], runlog.memory_gb(world)
-            metrics = runlog.summarize(step, records, norm, rate, seconds, peak) | counts
-            runlog.write(run.out, ([metrics], records, tokens), loggers)
-            bar.write(runlog.log_line(metrics, cfg.updates))
-            history.append(metrics)
-            for notice in runlog.notices(cfg, history):
-                bar.write(notice)
-        if stop or skipped == 3 or step % cfg.checkpoint_every == 0 or step == cfg.updates:
+        stop = any(distributed.gather(bool(run.signalled), world))  # it may reach some ranks only
+        if stop or skipped == 3 or step % cfg.checkpoint_every == 0 or step == cfg.steps:
             save(run)
-        if isinstance(ended_by, UserError):
-            raise type(ended_by)(f"{ended_by}; {runlog.how_to_continue(cfg)}")
-        if ended_by:
-            raise ended_by
-        if skipped == 3:
-            return "three steps in a row were not finite", 1
-        if stop and (step < cfg.updates or cfg.eval_data or run.bank_is_due):
-            return "stopped as asked", 0
-    return "", 0
+        if stop or skipped == 3:
+            reason = "stopped by a signal" if stop else "three steps in a row were not finite"
+            if world.main:
+                tqdm.write(f"{reason}; {how_to_continue(cfg)}")
+            return 130 if stop else 1
+        config.end_at_signals(how_to_continue(cfg))
+        if cfg.uses_skill_bank:
+            evolve_bank(run, step, records)  # line 17
+    return 0
 
 
-@contextlib.contextmanager
-def end_at_once(run: Run) -> Iterator[None]:
-    """In this block a second signal raises KeyboardInterrupt; elsewhere it would tear files.
+def finish_step_at_signals(run: Run) -> None:
+    """From here on the first Ctrl-C or SIGTERM stops the run after the step, a later one at once.
 
-    `optimizer_step` ends that early, before it changes the weights.
+    Within a second a signal counts as the same one: torchrun passes on what the terminal has sent.
     """
-    run.may_end_now = True
-    try:
-        yield
-    finally:
-        run.may_end_now = False
+
+    def stop(*_: object) -> None:
+        now = time.monotonic()
+        if run.signalled and now - run.signalled > 1:
+            os._exit(130)
+        if not run.signalled and run.world.main:
+            line = f"finishing step {run.step + 1}, then stopping; once more stops at once"
+            os.write(2, f"\n{line}\n".encode())  # print may be what the signal interrupts
+        run.signalled = run.signalled or now
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+
+
+def log_step(
+    run: Run,
+    step: int,
+    rows: tuple[list[dict], list[dict]],
+    norm: float,
+    seconds: dict[str, float],
+    trackers: Sequence[Callable[[dict], None]],
+) -> dict:
+    """Append a step's lines to the logs and print its line; its metrics. rows: rollouts, tokens."""
+    rate, peak = run.optimizer.param_groups[0]["lr"], runlog.memory_gb(run.world.device)
+    records, tokens = rows
+    metrics = runlog.summarize(step, records, norm, rate, seconds, peak) | bank_numbers(run)
+    for name, lines in zip(runlog.LOGS, ([metrics], records, tokens)):
+        files.append_jsonl(run.out / f"{name}.jsonl", lines)
+    for track in trackers:
+        track(metrics)
+    tqdm.write(runlog.log_line(metrics, run.cfg.steps))
+    return metrics
 
 
 def save(run: Run) -> None:
-    """A checkpoint of the last step, if there is one and it is not saved yet. Rank 0 writes."""
-    at = run.out / "checkpoints" / f"step_{run.step:06d}"
-    if run.world.main and run.step and not at.exists():
-        kept, step, cfg = run.kept, run.step, run.cfg
-        runlog.save_checkpoint(at, run.model, run.tokenizer, run.optimizer, step, kept, cfg)
-        tqdm.write(f"saved {at}")
+    """A checkpoint of the last step, unless it is saved already. Rank 0 writes.
+
+    --keep-checkpoints N removes all but the first and the last N, and but one under evaluation.
+    """
+    path = run.out / "checkpoints" / f"step_{run.step:06d}"
+    if run.world.main and run.step and not path.exists():
+        with files.whole(path) as folder:
+            model.save(folder, run.lm, run.tokenizer, run.optimizer, run.step, run.extra_tensors)
+        tqdm.write(f"saved {path}")
+        keep = run.cfg.keep_checkpoints
+        others = sorted(path.parent.glob("step_*"))[1:]
+        for old in others[:-keep] if keep else []:
+            if not (run.out / "eval" / old.name / files.LOCK).exists():
+                shutil.rmtree(old)
+
+
+def how_to_continue(cfg: Config) -> str:
+    return f"continue with: python {cfg.program} --resume {cfg.out}"
+
+
+# ------------------------------------------------------------------------------------ the commands
 
 
 def launch(
     cfg: Config,
     resume: bool,
     step_fn: Callable[[Run, int], StepResult] = train_step,
-    retriever: skills.Retriever | None = None,
+    retriever: Retriever | None = None,
 ) -> int:
     """Prepare, train, and evaluate before and after where --eval-data is given; the exit code."""
-    inputs.check_directory(cfg, resume)
-    if resume:
-        inputs.check_script(cfg)
-    world = distributed.init(cfg.device)
-    with distributed.locked(pathlib.Path(cfg.out), world):
-        run = prepare(cfg, world, resume, retriever)
-        with run.verifier:
-            code = train(run, step_fn)
-        if run.stop or code:
+    name = cfg.program.removeprefix("-m ").removesuffix(".py")
+    with contextlib.ExitStack() as held:
+        with config.mistakes_as_one_line(name):
+            world = distributed.init(cfg.device)
+            run = distributed.together(lambda: prepare(cfg, world, resume, held, retriever), world)
+            config.end_at_signals(f"To continue: python {cfg.program} --resume {cfg.out}")
+            trackers = begin(run, resume)
+        if run.served:
+            step_fn = run.served.wrap(step_fn)
+        try:
+            code = train(run, trackers, step_fn)
+        except OSError as e:  # a disk, or a server
+            with config.mistakes_as_one_line(name):
+                raise OSError(f"{e}; {how_to_continue(cfg)}") from None
+        if code:
+            distributed.barrier(world)  # no rank leaves while another still talks to it
             return code
-        del run  # the evaluation wants its memory
-        with cli.continued_by(lambda: runlog.how_to_continue(cfg)):
+        del run  # the evaluation needs its memory
+        with config.mistakes_as_one_line(name):
             eval.before_and_after(cfg, world)
     if world.main:
-        print(runlog.what_next(cfg))
-    return code
+        print(what_next(cfg))
+    distributed.barrier(world)
+    return 0
+
+
+def what_next(cfg: Config) -> str:
+    """The commands that fit a complete run."""
+    data = cfg.eval_data or "YOUR_TEST_PROBLEMS.jsonl"
+    evaluate = f"python eval.py {cfg.model} {cfg.out} --data {data} {eval.flags_of(cfg)}"
+    lines = [f"done; look inside: python -m extras.report {cfg.out}"]
+    lines.append(f"all checkpoints: {evaluate}")
+    if not cfg.eval_data:
+        sets = "AIME24, AIME25 and HMMT25, from the hub"
+        lines.append(f"(without --data on {sets}; a sample has up to {cfg.eval_tokens:,} tokens)")
+    return "\n".join(lines)
+
+
+def write_bank(argv: Sequence[str] | None = None) -> int:
+    """python skills.py --out bank.json: a bank made by cold start, with the settings of sgsd.py."""
+    cfg, resume = config.parse(argv, skills.__doc__, program="skills.py")
+    out, folder = pathlib.Path(cfg.out), pathlib.Path(f"{cfg.out}.work")
+    with config.mistakes_as_one_line("skills"), contextlib.ExitStack() as held:
+        if resume or out.suffix != ".json" or out.is_dir():
+            raise ValueError(f"--out {out}: a file for the bank is needed, such as bank.json")
+        if out.exists() and not folder.exists():
+            raise ValueError(f"--out {out}: exists, and skills.py did not make it; give another")
+        # With a server this process computes nothing: CPU and gloo.
+        world = distributed.init("cpu" if cfg.server else cfg.device)
+        run = distributed.together(lambda: prepare_bank(cfg, world, folder, held), world)
+        bank = make_bank(run, folder)
+        refuse_without_pairs(bank, cfg)
+        if world.main:
+            bank.save(out)
+            print(f"{out}: {bank.sizes}")
+        distributed.barrier(world)
+    return 0
+
+
+def prepare_bank(
+    cfg: Config, world: World, folder: pathlib.Path, held: contextlib.ExitStack
+) -> Run:
+    """`prepare` for a cold start alone: without adapters, optimizer and encoder."""
+    if world.main:
+        held.enter_context(files.locked(folder))
+    data, _ = load_training(cfg)
+    skills.use_prompts(cfg.prompts)
+    kind = verify.load_judge(cfg.verifier)
+    verifier = held.enter_context(kind(cfg.verify_timeout, cfg.verify_workers))
+    stream: Stream
+    if cfg.server:
+        lm, tokenizer = model.load_outline(cfg.model)
+        url, name = cfg.server[world.rank % len(cfg.server)], cfg.server_model or cfg.model
+        server = server_of(cfg, url, name, context_needed(cfg, data, tokenizer))
+        stream = server_stream(server, lm, tokenizer)
+    else:
+        lm, tokenizer = model.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
+        stream = functools.partial(rollout.stream, lm, tokenizer)
+    stops = rollout.stop_ids(lm, tokenizer)
+    run = Run(cfg, folder, world, lm, tokenizer, data, verifier, stream, stops)
+    run.writer = writer_of(cfg, world, (lm, tokenizer, stream), folder)
+    return run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return cli.command("sgsd", lambda: launch(*config.parse(argv, "sgsd.py", __doc__)))
+    cfg, resume = config.parse(argv, __doc__)
+    return launch(cfg, resume)
 
 
 if __name__ == "__main__":
-    distributed.leave(main())
+    distributed.leave(main)

@@ -9,6 +9,7 @@ it, each row with an example: SPELLING is what it misreads, SAME and MARKS what 
 not, UNITS the names of a unit. An answer that is copied from the problem is none.
 """
 
+import importlib
 import json
 import os
 import queue
@@ -113,6 +114,21 @@ class Judge(AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def load_judge(name: str) -> type[Judge]:
+    """The class MODULE:CLASS, from an installed module or a file in the current directory."""
+    module_name, _, class_name = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as e:  # of any kind: it runs the module
+        raise ValueError(f"--verifier {name}: not imported ({e})") from None
+    kind = getattr(module, class_name, None)
+    if not isinstance(kind, type) or not issubclass(kind, Judge):
+        raise ValueError(f"--verifier {name}: must be a subclass of verify.Judge")
+    return kind
 
 
 def is_success(r: float) -> bool:

@@ -6,41 +6,53 @@ decides the outcome, and the writer is a function.
     python driver.py ...flags...      torchrun --nproc_per_node 2 driver.py ...flags...
 """
 
+import contextlib
+import dataclasses
+import functools
 import json
 import math
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import traceback
 
 import conftest  # noqa: F401  (one thread, and the project on the path)
 import peft
+import pytest
 import torch
 from conftest import ROOT
+from tqdm import tqdm
 
-import baselines
-import cli
 import config
 import distributed
 import eval
-import policy
-import rollout
+import model
+import scoring
 import sgsd
 import skills
+import verify
+from extras import baselines
 
 ALONE = distributed.World(0, 1, torch.device("cpu"))
 
 
-class CoinVerifier(rollout.Verifier):
+class CoinVerifier(verify.Verifier):
     """An answer is right when the reference leaves 1 divided by 4."""
 
-    def verify_many(self, pairs):
-        return [int(gold) % 4 == 1 for gold, _ in pairs]
+    def judge(self, cases):
+        verdicts = []
+        for problem, text in cases:
+            verdicts.append(verify.Verdict(self.answer(text), int(problem.answer) % 4 == 1))
+        return verdicts
 
 
 class FakeWriter(skills.Writer):
     """Extracts one item from each memory, named after its problem; a merge drops the last item."""
 
-    def replies(self, questions, times, stage):
+    def answer(self, questions, stage):
         return [(self.reply(question.prompt), False) for question in questions]
 
     def reply(self, prompt):
@@ -56,7 +68,7 @@ class FakeWriter(skills.Writer):
 def settings(world_dir, out, **changes):
     base = {name: str(world_dir / name) for name in ("model", "encoder")}
     base |= {"data": str(world_dir / "data.jsonl"), "bank": str(world_dir / "bank.json")}
-    base |= {"out": str(out), "device": "cpu", "updates": 4, "batch_size": 4, "num_teachers": 3}
+    base |= {"out": str(out), "device": "cpu", "steps": 4, "batch_size": 4, "num_teachers": 3}
     base |= {"max_new_tokens": 20, "checkpoint_every": 2, "audit_every": 2, "lora_rank": 4}
     base |= {"lora_alpha": 8, "learning_rate": 1e-2, "eps_a": 0.2, "cold_start_tokens": 20}
     return base | changes
@@ -64,44 +76,60 @@ def settings(world_dir, out, **changes):
 
 def flags(world_dir, out, **changes):
     """The same settings as a command line."""
-    given = settings(world_dir, out, **changes)
-    return [f"{config.flag(name)}={value}" for name, value in given.items()]
+    given = settings(world_dir, out, **changes).items()
+    return [config.flag(k) if value is True else f"{config.flag(k)}={value}" for k, value in given]
 
 
 def make_run(world_dir, out, resume=False, kind=config.Config, **changes):
+    """A prepared run that holds no lock; nothing is written yet."""
     cfg = kind(**settings(world_dir, out, **changes))
     retriever = baselines.retriever_of(cfg) if kind is baselines.BaselineConfig else None
-    return with_fakes(sgsd.prepare(cfg, ALONE, resume, retriever))
+    with contextlib.ExitStack() as held:
+        return with_fakes(sgsd.prepare(cfg, ALONE, resume, held, retriever))
 
 
 def with_fakes(run):
     run.verifier = CoinVerifier()
     if run.writer is not None:
-        run.writer = FakeWriter(**vars(run.writer))
+        fields = {f.name for f in dataclasses.fields(skills.Writer) if f.init}
+        run.writer = FakeWriter(**{k: v for k, v in vars(run.writer).items() if k in fields})
     return run
 
 
-def train(world_dir, out, resume=False, step_fn=sgsd.train_step, **changes):
-    run = make_run(world_dir, out, resume, **changes)
-    sgsd.train(run, step_fn)
+def train(world_dir, out, resume=False, step_fn=sgsd.train_step, kind=config.Config, **changes):
+    """A run through its steps, with the handlers of signals as they were; its exit code is kept."""
+    run = make_run(world_dir, out, resume, kind, **changes)
+    with signals_restored():
+        run.code = sgsd.train(run, sgsd.begin(run, resume), step_fn)
     return run
+
+
+@contextlib.contextmanager
+def signals_restored():
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def stopping_at(last):
-    """A step function that asks the run to stop after step `last`, as a signal does."""
+    """A step function that stops the run after step `last`, as a signal does."""
 
     def step_fn(run, step):
-        run.stop = step == last
+        if step == last:
+            os.kill(os.getpid(), signal.SIGTERM)
         return sgsd.train_step(run, step)
 
     return step_fn
 
 
-def breaking(updates, what="gradient", rank=0):
+def breaking(steps, what="gradient", rank=0):
     """A step function in which something is not finite, on one rank, in these steps."""
 
     def step_fn(run, step):
-        bad = math.nan if step in updates and run.world.rank == rank else 1.0
+        bad = math.nan if step in steps and run.world.rank == rank else 1.0
 
         def forward(module, args, x):
             if torch.is_inference_mode_enabled():  # the sampling of the rollouts
@@ -112,13 +140,13 @@ def breaking(updates, what="gradient", rank=0):
         def backward(gradient):
             return gradient * bad if what == "gradient" else gradient
 
-        p = next(iter(policy.trained(run.model).values()))
-        norm = policy.causal_lm(run.model).base_model.norm
+        p = next(iter(model.trained(run.lm).values()))
+        norm = scoring.causal_lm(run.lm).base_model.norm
         hooks = [norm.register_forward_hook(forward), p.register_hook(backward)]
-        update = sgsd.train_step(run, step)
+        result = sgsd.train_step(run, step)
         for hook in hooks:
             hook.remove()
-        return update
+        return result
 
     return step_fn
 
@@ -129,23 +157,78 @@ def rows(path):
 
 def timeless(metrics):
     """Lines of metrics.jsonl without the numbers that differ from run to run."""
-    kept = []
+    lines = []
     for row in metrics:
-        kept.append({k: v for k, v in row.items() if not k.startswith(("seconds.", "memory_gb"))})
-    return kept
+        lines.append({k: v for k, v in row.items() if not k.startswith(("seconds.", "memory_gb"))})
+    return lines
+
+
+def completes(program, argv):
+    """The program ends with 0."""
+    with signals_restored():
+        assert program([str(arg) for arg in argv]) == 0
 
 
 def refused(capsys, program, argv, *words):
     """The program ends with 2 and one line that has these words in it."""
     capsys.readouterr()
-    assert program([str(arg) for arg in argv]) == 2
-    said = capsys.readouterr().err.strip()
-    assert "\n" not in said and "Traceback" not in said, said
+    with pytest.raises(SystemExit) as end, signals_restored():
+        program([str(arg) for arg in argv])
+    line = capsys.readouterr().err.strip()
+    assert end.value.code == 2, line
+    assert "\n" not in line and "Traceback" not in line, line
     for word in words:
-        assert word in said, said
+        assert word in line, line
+
+
+def start(argv, log, step_fn=None, before=None):
+    """The id of a process that calls before and main; what it prints goes to `log`.
+
+    It is forked from the tests', so that it costs a second and not the imports.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        sys.stdout = sys.stderr = open(log, "a", buffering=1)
+        os.dup2(sys.stderr.fileno(), 2)  # handlers of signals write there
+        tqdm.set_lock(threading.RLock())  # its own is shared with forked processes that are killed
+        if before:
+            before()
+        code = main([str(arg) for arg in argv], step_fn)
+    except SystemExit as e:
+        code = e.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)  # never back into the tests
+
+
+def wait(pid):
+    """The exit code of a process, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def two(argv, path, step_fn=None, argv1=None):
+    """The exit codes of two ranks; what they print goes to path/log0 and path/log1.
+
+    argv1: another command line for rank 1.
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    pids = []
+    for rank, given in enumerate((argv, argv1 or argv)):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        join = functools.partial(os.environ.update, place)
+        pids.append(start(given, path / f"log{rank}", step_fn, join))
+    return [wait(pid) for pid in pids]
 
 
 def two_processes(*command):
+    """What a command prints that torchrun starts twice; it must succeed."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     done = subprocess.run([*torchrun, *command], capture_output=True, text=True, env=environment)
@@ -174,54 +257,28 @@ def samples(out):
 
 def make_adapter(path, base, seed=0, rank=4):
     """An adapter with weights of its own, saved as PEFT saves it."""
-    model, _ = policy.load_model(str(base), torch.device("cpu"))
+    lm, _ = model.load_model(str(base), torch.device("cpu"))
     torch.manual_seed(seed)
     lora = peft.LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False)
-    peft.get_peft_model(model, lora).save_pretrained(path)
-
-
-COMMANDS = """
-import json, runpy, sys
-for program, *given in json.load(sys.stdin):
-    sys.argv = [program, *given]
-    try:
-        runpy.run_path(program, run_name="__main__")
-    except SystemExit as end:
-        print("code", end.code, file=sys.stderr)
-"""
-
-
-def refused_without_torch(commands, folder):
-    """The line with which each command ends, where torch cannot be imported; all end with 2."""
-    fakes = folder / "fakes"
-    fakes.mkdir(exist_ok=True)
-    (fakes / "torch.py").write_text("raise RuntimeError('torch is imported')")
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS],
-        input=json.dumps(commands),
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{fakes}:{ROOT}"},
-        capture_output=True,
-        text=True,
-    )
-    lines = done.stderr.splitlines()
-    assert lines[1::2] == ["code 2"] * len(commands), done.stderr
-    return lines[::2]
+    peft.get_peft_model(lm, lora).save_pretrained(path)
 
 
 def main(argv=None, step_fn=None):
-    """A command; returns its exit code."""
+    """A command like sgsd.py's and baselines', with fakes; returns its exit code."""
+    cfg, resume = config.parse(argv, "", baselines.BaselineConfig, baselines.DEFAULTS)
+    prepare = sgsd.prepare
 
-    def body():
-        kind = baselines.BaselineConfig
-        cfg, resume = config.parse(argv, "driver.py", "", kind, baselines.DEFAULTS)
-        world = distributed.init(cfg.device)
-        run = with_fakes(sgsd.prepare(cfg, world, resume))
-        own = sgsd.train_step if cfg.method == "sgsd" else baselines.method_step
-        return sgsd.train(run, step_fn or own)
+    def prepared(cfg, world, resume, held, retriever):
+        return with_fakes(prepare(cfg, world, resume, held, retriever))
 
-    return cli.command("driver", body)
+    sgsd.prepare = prepared
+    try:
+        own_step = sgsd.train_step if cfg.method == "sgsd" else baselines.method_step
+        with signals_restored():
+            return sgsd.launch(cfg, resume, step_fn or own_step, baselines.retriever_of(cfg))
+    finally:
+        sgsd.prepare = prepare
 
 
 if __name__ == "__main__":
-    distributed.leave(main())
+    distributed.leave(main)

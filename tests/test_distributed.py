@@ -2,27 +2,26 @@
 
 import pytest
 import torch
-from conftest import ROOT
-from driver import flags, rows, train, two_processes
+from driver import flags, rows, train, two, two_processes
 from safetensors.torch import load_file
 
 
-def test_two_processes_compute_the_update_of_one(world_dir, tmp_path):
-    """A batch of 5 over two ranks, so with uneven shards: the same samples and the same step."""
-    changes = {"batch_size": 5, "updates": 2, "checkpoint_every": 1, "max_new_tokens": 12}
+def test_two_processes_compute_the_step_of_one(world_dir, tmp_path):
+    """A batch of 5 over two ranks, so with uneven shards: the same samples and the same update."""
+    changes = {"batch_size": 5, "steps": 2, "checkpoint_every": 1, "max_new_tokens": 12}
     outs = [tmp_path / "one", tmp_path / "two"]
     train(world_dir, outs[0], **changes)
-    two_processes(ROOT / "tests/driver.py", *flags(world_dir, outs[1], **changes))
+    assert two(flags(world_dir, outs[1], **changes), tmp_path) == [0, 0]
     logs, metrics, states = [], [], []
     for out in outs:
         logs.append(rows(out / "rollouts.jsonl"))
         metrics.append(rows(out / "metrics.jsonl"))
         states.append(load_file(out / "checkpoints/step_000001/trainer.safetensors"))
-    for one, two in zip(*logs, strict=True):
-        assert (one["problem_id"], one["r"]) == (two["problem_id"], two["r"])
-    for one, two in zip(logs[0][:5], logs[1][:5]):
-        assert one["completion_ids"] == two["completion_ids"]
-        assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+    for a, b in zip(*logs, strict=True):
+        assert (a["problem_id"], a["r"]) == (b["problem_id"], b["r"])
+    for a, b in zip(logs[0][:5], logs[1][:5]):
+        assert a["completion_ids"] == b["completion_ids"]
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
     for name in states[0]:  # exp_avg is a tenth of the clipped gradient of the first step
         torch.testing.assert_close(states[0][name], states[1][name], atol=1e-6, rtol=1e-3)
     norm = metrics[0][0]["grad_norm"]
@@ -30,48 +29,91 @@ def test_two_processes_compute_the_update_of_one(world_dir, tmp_path):
 
 
 COLLECTIVES = """
-import pathlib
 import sys
+import types
 import torch
-import cli
 import distributed
-folder = pathlib.Path(sys.argv[1])
+
 world = distributed.init("cpu")
-p = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(2))]
-p[0].grad = torch.ones(3) * (world.rank + 1)
-if world.main:  # the other rank has no gradient here, and still joins
-    p[1].grad = torch.ones(2) * 5
-distributed.sum_gradients(p, world)
-assert p[0].grad.tolist() == [3, 3, 3] and p[1].grad.tolist() == [5, 5]
-found = distributed.gather({"text": "\\u00e9" * (1 + 1000 * world.rank)}, world)
-assert [len(x["text"]) for x in found] == [1, 1001]
-assert distributed.gather(None, world) == [None, None]
-for wrong in (0, 1):  # one rank's mistake is raised on both
-    try:
-        with distributed.errors_shared(world):
-            if world.rank == wrong:
-                raise cli.UserError(f"of rank {wrong}")
-        raise AssertionError
-    except cli.SharedError as e:
-        assert str(e) == f"of rank {wrong}"
-if world.main:  # a folder that another process holds is refused on both
-    held = distributed.locked(folder, distributed.World(0, 1, world.device))
-    held.__enter__()
-try:
-    with distributed.locked(folder, world):
-        raise AssertionError
-except cli.SharedError as e:
-    assert "is at work there" in str(e)
-try:
-    distributed.agree(world.rank, world, "checkpoints")
-    raise AssertionError
-except cli.SharedError as e:
-    assert "the ranks see different checkpoints" in str(e)
-distributed.leave_together(world)
-distributed.leave(0)
+
+
+def sums_gradients():
+    p = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(2))]
+    p[0].grad = torch.ones(3) * (world.rank + 1)
+    if world.main:  # the other rank has no gradient here, and still joins
+        p[1].grad = torch.ones(2) * 5
+    distributed.sum_gradients(p, world)
+    assert p[0].grad.tolist() == [3, 3, 3] and p[1].grad.tolist() == [5, 5]
+
+
+def broadcasts_rank_0s_values():
+    p = torch.nn.Parameter(torch.full((2,), float(world.rank)))
+    distributed.broadcast_parameters([p], world)
+    assert p.tolist() == [0, 0]
+
+
+def gathers_by_rank():
+    objects = distributed.gather({"text": "\u00e9" * (1 + 1000 * world.rank)}, world)
+    assert [len(x["text"]) for x in objects] == [1, 1001]
+    assert distributed.gather(None, world) == [None, None]
+    distributed.barrier(world)
+
+
+def fail_on(*ranks):
+    if world.rank in ranks:
+        raise OSError(f"of {world.rank}")
+    return world.rank
+
+
+def prepares_together():
+    assert distributed.together(lambda: fail_on(), world) == world.rank
+    for ranks, line in (((0,), "rank 0: of 0"), ((1,), "rank 1: of 1"), ((0, 1), "rank 0: of 0")):
+        try:
+            distributed.together(lambda: fail_on(*ranks), world)
+            raise AssertionError
+        except ValueError as e:  # rank 0 has the first mistake, as one line
+            assert world.main and str(e) == line
+        except SystemExit as e:  # the other rank says nothing
+            assert not world.main and e.code == 2
+
+
+def shares_rows(count):
+    rows = [types.SimpleNamespace(index=i, prompt=[0] * (9 - i)) for i in range(count)]
+    mine = []
+
+    def stream(rows_of_rank):
+        mine.extend(row.index for row in rows_of_rank)
+        for row in rows_of_rank:
+            yield [row.index]
+
+    def finish(turn):
+        return [(i, world.rank) for i in turn]
+
+    turns = list(distributed.share(world, rows, stream, finish))
+    results = [result for turn in turns for result in turn]
+    assert sorted(i for i, _ in results) == list(range(count))
+    assert [i for i, rank in results if rank == world.rank] == mine
+    assert mine == list(range(count))[::-1][world.rank :: 2]  # ordered by length, in turn
+    assert distributed.gather(turns, world) == [turns, turns]  # every rank has every result
+
+
+def main():
+    sums_gradients()
+    broadcasts_rank_0s_values()
+    gathers_by_rank()
+    prepares_together()
+    for count in (0, 1, 5):  # one row for two ranks, and uneven shares
+        shares_rows(count)
+    print(f"rank {world.rank} is done\\n", end="")
+    return int(sys.argv[1])
+
+
+distributed.leave(main)
 """
 
 
-def test_the_collectives(tmp_path):
+def test_the_collectives_and_the_exit_code(tmp_path):
+    """`leave` ends a rank with the code of its command, with all that it printed."""
     (tmp_path / "program.py").write_text(COLLECTIVES)
-    two_processes(tmp_path / "program.py", tmp_path / "held")
+    printed = two_processes(tmp_path / "program.py", "0")
+    assert sorted(printed.split("\n"))[-2:] == ["rank 0 is done", "rank 1 is done"]

@@ -1,33 +1,40 @@
-"""Metrics and intervals by hand, the sets, Base+Skill, and evaluations that go on after a kill."""
+"""Metrics and intervals by hand, policies and their samples, Base+Skill, servers, going on."""
 
+import contextlib
+import http.server
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import datasets
 import numpy as np
 import pytest
-import torch
-from conftest import PROBLEMS, ROOT, fake_embed, make_bank, make_model
-from driver import evaluate, evaluation, make_adapter, samples, two_processes
+from conftest import PROBLEMS, ROOT, make_model, make_tokenizer
+from driver import (
+    ALONE,
+    evaluate,
+    evaluation,
+    make_adapter,
+    refused,
+    samples,
+    two_processes,
+)
 
 import config
-import distributed
 import eval
 import files
-import policy
-import problems
+import model
 import rollout
-import runlog
+import sgsd
 import skills
-from cli import SharedError, UserError
-from distributed import World
+
+# ---------------------------------------------------------------------------------------- metrics
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
@@ -71,12 +78,12 @@ def test_bad_metric_input():
 
 def test_intervals():
     scores = np.random.default_rng(1).random(200)
-    low, high = eval.bootstrap_interval(scores)
+    low, high = eval.bootstrap_interval([scores])
     assert low < scores.mean() < high
     # for many problems it is the normal interval
     assert high - low == pytest.approx(2 * 1.96 * scores.std() / 200**0.5, rel=0.1)
     # sets weigh alike: of 1,000 sure problems and 10 coin flips it is half as wide as the coins'
-    low, high = eval.bootstrap_interval(np.ones(1000), np.array([0.0, 1.0] * 5))
+    low, high = eval.bootstrap_interval([np.ones(1000), np.array([0.0, 1.0] * 5)])
     assert (low + high) / 2 == pytest.approx(0.75, abs=0.02)
     assert high - low == pytest.approx(2 * 1.96 * 0.5 / 10**0.5 / 2, rel=0.15)
 
@@ -85,20 +92,41 @@ def measured(path, base="", **sets):
     """A policy with these scores per problem, by set."""
     policy = eval.Policy(path, base)
     for name, scores_P in sets.items():
-        low, high = eval.bootstrap_interval(np.asarray(scores_P))
-        policy.scores[name] = np.asarray(scores_P)
-        policy.table[name] = {"avg": float(np.mean(scores_P)), "avg_low": low, "avg_high": high}
-        policy.table[name] |= {"problems": len(scores_P), "digest": 1}
+        policy.scores[name] = np.asarray(scores_P, dtype=float)
+        policy.table[name] = {"avg": float(np.mean(scores_P)), "problems": len(scores_P)}
+        policy.table[name] |= {"digest": "1", **eval.score_interval([policy.scores[name]])}
     return policy
 
 
 def test_pairing_removes_what_policies_share():
-    """One policy is better by .1 everywhere: the difference is certain, and neither mean is."""
-    shared = np.linspace(0, 0.9, 30)
-    found = eval.compare([measured("base", d=shared), measured("new", d=shared + 0.1)], ["d"])
+    """One policy is better by some .1 everywhere: the difference is sure, and neither mean is."""
+    shared, better = np.linspace(0, 0.9, 30), np.array([0.08, 0.12] * 15)
+    found = eval.compare([measured("base", d=shared), measured("new", d=shared + better)], ["d"])
     base, row = found["results"].values()
     assert "diff" not in base and row["avg_low"] < 0.48 and row["to"] == "base"
-    assert [row["diff"], row["diff_low"], row["diff_high"]] == pytest.approx([0.1] * 3)
+    wanted = [0.1, 0.1 - 0.04 / 30**0.5, 0.1 + 0.04 / 30**0.5]  # 1.96 standard errors
+    got = [row["diff"], row["diff_low"], row["diff_high"]]
+    assert got == pytest.approx(wanted, abs=1.5e-3)
+
+
+def test_where_a_bootstrap_says_nothing_there_is_wilsons_interval_and_none_of_a_difference():
+    """Of 40 problems without a right answer the share may still be 8.8%: z²/n / (1 + z²/n)."""
+    none = eval.score_interval([np.zeros(40)])
+    z2 = 1.96**2 / 40
+    assert none == {"avg_low": 0.0, "avg_high": pytest.approx(z2 / (1 + z2)), "interval": "Wilson"}
+    every = eval.score_interval([np.ones(40)])
+    assert (every["avg_low"], every["avg_high"]) == (pytest.approx(1 - z2 / (1 + z2)), 1.0)
+    few = eval.score_interval([np.array([0.0, 1.0] * 4)])  # .5 ± z/(1+z²/8) sqrt(1/32 + z²/256)
+    half = 1.96 / (1 + 1.96**2 / 8) * (1 / 32 + 1.96**2 / 256) ** 0.5
+    assert [few["avg_low"], few["avg_high"]] == pytest.approx([0.5 - half, 0.5 + half])
+    enough = eval.score_interval([np.array([0.0, 1.0] * 5)])
+    assert enough["interval"] == "bootstrap"
+    shared = np.linspace(0, 0.9, 30)
+    for gap in (0.0, 0.1):  # equal gaps, the second ones up to rounding
+        policies = [measured("base", d=shared), measured("new", d=shared + gap)]
+        _, row = eval.compare(policies, ["d"])["results"].values()
+        assert [row["diff"], row["diff_low"]] == [pytest.approx(gap), None]
+        assert row["interval"] == "bootstrap"
 
 
 def test_the_best_checkpoint_by_set_and_by_mean_stands_beside_the_last():
@@ -116,36 +144,17 @@ def test_the_best_checkpoint_by_set_and_by_mean_stands_beside_the_last():
     assert found == pytest.approx([0.5, 0.4, 0.1])
 
 
-ANSWERS = {  # what the hub holds and what is read; some sets call the problem a question
-    "aime24": ("problem", "025", "025"),
-    "aime25": ("problem", 25, "25"),
-    "hmmt25": ("problem", "\\pi", "\\pi"),
-    "math500": ("problem", "1", "1"),
-    "amc23": ("question", 27.0, "27"),
-    "gsm8k": ("question", "2+2=<<2+2=4>>4\n#### 1,234", "1,234"),
-}
+# ------------------------------------------------------------------- samples, and going on later
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub that holds two rows of each set."""
-    names = {entry[:3]: name for name, entry in problems.SETS.items()}
+    """A hub that holds two rows of each of the paper's sets."""
 
     def load(hub_id, name=None, *, split):
-        key, answer, _ = ANSWERS[names[hub_id, name, split]]
-        return datasets.Dataset.from_list([{"id": 60, key: " p ", "answer": answer}] * 2)
+        return datasets.Dataset.from_list([{"problem": hub_id, "answer": "1"}] * 2)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-
-
-@pytest.mark.parametrize("name", problems.SETS)
-def test_sets_by_name(name, hub, monkeypatch):
-    found = problems.load_set(name, "unused")
-    assert found == [problems.Problem(str(i), "p", ANSWERS[name][2]) for i in range(2)]
-    other = datasets.Dataset.from_list([{"text": "p"}])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: other)
-    with pytest.raises(UserError, match=f"{name}: .* row 0: `problem` must be a string"):
-        problems.load_set(name, "unused")
 
 
 def results(out):
@@ -158,17 +167,16 @@ def test_the_papers_three_sets_are_the_default(world_dir, tmp_path, hub, capsys)
     flags = f"--limit 1 --samples 1 --max-new-tokens 4 --out {tmp_path}"
     assert eval.main([f"{world_dir}/model", *flags.split()]) == 0
     assert [row["set"] for row in samples(tmp_path)] == ["aime24", "aime25", "hmmt25"]
-    assert (
-        "| model | mean of aime24, aime25, hmmt25 | 3 | 0.0% | 0.0%-0.0% |"
-        in capsys.readouterr().out
-    )
+    mean = "/model | mean of aime24, aime25, hmmt25 | 3 | 0.0% | 0.0%-56.2%* |"
+    assert mean in capsys.readouterr().out
 
 
 def test_kill_9_and_go_on(world_dir, tmp_path):
     """One row at a time, so that it is exact: a batch's other rows can move a draw by rounding."""
-    long = "--max-new-tokens 40 --samples 5 --rows 1 --limit 6"
+    long = "--max-new-tokens 40 --samples 5 --rows 1 --limit 4"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     rows = evaluate(world_dir, whole, long)
+    assert {row["engine"] for row in rows} == {"generate"}
     program = [sys.executable, ROOT / "eval.py", *evaluation(world_dir, killed, long)]
     process = subprocess.Popen(program, env={**os.environ, "OMP_NUM_THREADS": "1"})
     logs = []
@@ -180,20 +188,40 @@ def test_kill_9_and_go_on(world_dir, tmp_path):
     (log,) = logs
     before = log.read_text()
     before = before[: before.rfind("\n") + 1]
-    assert 0 < before.count("\n") < 30 and not list(killed.glob("*/results.json"))
+    assert 0 < before.count("\n") < 20 and not list(killed.glob("*/results.json"))
     log.write_text(before + '{"set": "da')  # a torn line
     assert evaluate(world_dir, killed, long) == rows
     assert log.read_text().startswith(before)
     assert results(whole) == results(killed)
 
 
-def test_two_processes_give_the_samples_of_one(world_dir, tmp_path):
-    one, two = tmp_path / "1", tmp_path / "2"
+TOGETHER = """
+import sys
+import distributed
+import eval
+
+world = distributed.init("cpu")
+for line in sys.argv[1:]:
+    eval.evaluate(eval.arguments(line.split()), world)
+distributed.leave(lambda: 0)
+"""
+
+
+def test_two_processes_give_the_samples_of_one_and_rank_i_asks_server_i_modulo_n(
+    world_dir, tmp_path, engines
+):
+    one, two, both, first = (tmp_path / name for name in ("one", "two", "both", "first"))
     whole = evaluate(world_dir, one)
     assert len(whole) == 36 and len({row["text"] for row in whole}) > 30
-    two_processes(ROOT / "eval.py", *evaluation(world_dir, two))
-    assert samples(two) == whole
-    assert results(one) == results(two)
+    (tmp_path / "program.py").write_text(TOGETHER)
+    lines = [evaluation(world_dir, two)]
+    for out, servers in ((both, engines), (first, engines[:1])):
+        urls = " ".join(server.url for server in servers)
+        lines.append(evaluation(world_dir, out, f"--server {urls}"))
+    two_processes(tmp_path / "program.py", *(" ".join(line) for line in lines))
+    assert samples(two) == whole and results(one) == results(two)
+    assert [len(samples(out)) for out in (both, first)] == [36, 36]
+    assert [len(engine.bodies) for engine in engines] == [18 + 36, 18]
 
 
 def test_a_problem_that_changed_is_sampled_anew_and_no_sample_is_ever_lost(world_dir, tmp_path):
@@ -204,24 +232,14 @@ def test_a_problem_that_changed_is_sampled_anew_and_no_sample_is_ever_lost(world
         assert [row["gold"] for row in rows] == golds
 
 
-def figures(avg, digest=1):
-    return {"avg": avg, "digest": digest}
-
-
 def test_a_mean_over_sets_weighs_them_alike_and_is_not_in_the_table_of_a_policy():
     """1 of 1 problem and 0 of 3: a half, of 4 problems; of one set it is the set's own row."""
     policy = measured("base", d=[1.0], e=[0.0, 0.0, 0.0])
     mean = eval.figures(policy, ["d", "e"])
-    assert mean == {"avg": 0.5, "problems": 4, "avg_low": 0.5, "avg_high": 0.5}
+    low, high = eval.wilson_interval(0.5, 4)
+    ends = {"avg_low": low, "avg_high": high, "interval": "Wilson"}
+    assert mean == {"avg": 0.5, "problems": 4, **ends}
     assert eval.figures(policy, ["e"]) == policy.table["e"] and list(policy.table) == ["d", "e"]
-
-
-def test_a_set_is_added_to_a_file_of_others_or_takes_its_place(tmp_path):
-    file = tmp_path / "results.json"
-    for sets in ({"a": figures(1.0), "b": figures(0.0)}, {"a": figures(0.5), "c": figures(1.0)}):
-        eval.merge_into(file, sets)
-    wanted = {"a": figures(0.5), "b": figures(0.0), "c": figures(1.0)}
-    assert json.loads(file.read_text()) == wanted
 
 
 def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
@@ -241,15 +259,7 @@ def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
     assert (table["part"]["problems"], table["part"]["samples"]) == (3, 6)
 
 
-def test_an_adapter_is_loaded_onto_the_ranks_own_device(base, tmp_path, monkeypatch):
-    """PEFT would put all ranks' adapters onto the first GPU."""
-    make_adapter(tmp_path / "adapter", base)
-    asked = []
-    monkeypatch.setattr("peft.peft_model.infer_device", lambda: asked.append("any") or "cpu")
-    chosen = eval.Policy(str(tmp_path / "adapter"), str(base))
-    args = eval.arguments(["x"])
-    eval.load_policy(chosen, args, World(0, 1, torch.device("cpu")))
-    assert not asked
+# ----------------------------------------------------------------------- policies and their place
 
 
 @pytest.fixture
@@ -265,9 +275,13 @@ def base(world_dir, tmp_path):
     return shutil.copytree(world_dir / "model", tmp_path / "model")
 
 
-def called(*paths, data, more=""):
+def command(*paths, data, more=""):
     flags = "--samples 2 --limit 4 --max-new-tokens 8 --device cpu"
-    return eval.main([*map(str, paths), "--data", str(data), *flags.split(), *more.split()])
+    return [*map(str, paths), "--data", str(data), *flags.split(), *more.split()]
+
+
+def called(*paths, data, more=""):
+    return eval.main(command(*paths, data=data, more=more))
 
 
 def read(folder, name="results"):
@@ -277,7 +291,10 @@ def read(folder, name="results"):
 def test_each_policy_has_a_folder_outside_of_models_and_each_set_is_added(
     world_dir, here, base, capsys
 ):
-    """A base against two runs and a foreign adapter; then against one run on another set."""
+    """A base against two runs and a foreign adapter; then against one run on another set.
+
+    results.json has a row per set over all calls, comparison.json is of the last call alone.
+    """
     top, data = here.parent, world_dir / "data.jsonl"
     run, other, foreign = top / "run", top / "other", top / "foreign"
     steps = [run / "checkpoints/step_000001", run / "checkpoints/step_000002"]
@@ -301,76 +318,56 @@ def test_each_policy_has_a_folder_outside_of_models_and_each_set_is_added(
     assert (row["to"], row["diff"]) == (str(base), 0.0)
     assert [choice["best"] for choice in whole["selections"].values()] == [str(steps[0])]
     assert "of 2 checkpoints" in out and "best was picked on these problems" in out
-    assert out.count("+0.0% to +0.0%") == 5
+    assert out.count("| +0.0% | no interval |") == 5
 
     shutil.copy(data, top / "new.jsonl")
     assert called(base, run, data=top / "new.jsonl") == 0
     assert all(list(read(folder)) == ["data", "new"] for folder in folders[:3])
+    assert [list(read(folder)) for folder in folders[3:]] == [["data"]] * 2
     whole = read(run / "eval", "comparison")
-    assert {name: len(found["results"]) for name, found in whole.items()} == {"data": 5, "new": 3}
+    assert {name: len(found["results"]) for name, found in whole.items()} == {"new": 3}
     after = {path for path in top.rglob("*") if path.is_file()}
     for path in after - set(before):
         assert "eval" in path.parts or path.name == "new.jsonl"
     assert all(path.read_bytes() == text for path, text in before.items())
 
-    config = (base / "config.json").rename(top / "away")  # now the model cannot be loaded
+    settings = (base / "config.json").rename(top / "away")  # now the model cannot be loaded
     assert called(steps[1], data=data, more=f"--model {base}") == 0  # and need not be
-    config.rename(base / "config.json")
+    settings.rename(base / "config.json")
     os.chdir(base)
     for place, more in ((base, f"--out {base}/eval"), (".", ""), (foreign, "")):
-        assert called(place, data=data, more=more) == 2
-        assert f"lies in a model's directory, {base}; give another --out" in capsys.readouterr().err
+        words = f"lies in a model's directory, {base}; give another --out"
+        refused(capsys, eval.main, command(place, data=data, more=more), words)
 
 
-def test_the_end_of_a_training_and_a_later_comparison_share_samples(
-    world_dir, here, base, capsys, monkeypatch
-):
+def test_the_end_of_a_training_and_a_later_comparison_share_samples(world_dir, here, base, capsys):
     run = here.parent / "run"
     make_adapter(run / "checkpoints/step_000002", base)
-    settings = {"model": str(base), "out": str(run), "updates": 2, "device": "cpu"}
+    settings = {"model": str(base), "out": str(run), "steps": 2, "device": "cpu"}
     settings |= {"eval_data": f"{world_dir}/data.jsonl", "eval_tokens": 8, "dtype": "float32"}
     cfg = config.Config(**settings)
-    eval.before_and_after(cfg, World(0, 1, torch.device("cpu")))
-    with monkeypatch.context() as patch:  # the other node has a disk of its own: no one may wait
-        patch.setattr(distributed, "gather", lambda value, world: [value, value and None])
-        with pytest.raises(SharedError, match="the ranks see different checkpoints"):
-            eval.before_and_after(cfg, World(0, 2, torch.device("cpu")))
-        unasked = config.Config(**settings | {"eval_data": ""})  # nothing is compared then
-        eval.before_and_after(unasked, World(0, 2, torch.device("cpu")))
-    assert capsys.readouterr().out.count("+0.0% to +0.0%") == 1
+    for changes in ({"eval_data": ""}, {"steps": 3}):  # not asked for, or not complete
+        eval.before_and_after(config.Config(**settings | changes), ALONE)
+    assert not (run / "eval").exists()
+    eval.before_and_after(cfg, ALONE)
+    assert capsys.readouterr().out.count("| +0.0% | no interval |") == 1
     first, second = read(run / "eval", "comparison")["data"]["results"].values()
     assert "diff" not in first and second["to"] == str(base)
     logs = sorted(run.glob("eval/*/samples.jsonl"))
     assert [log.parent.name for log in logs] == ["step_000002", f"{here.parent.name}--model"]
     before = [log.read_bytes() for log in logs]
     make_adapter(run / "checkpoints/step_000001", base, 1)
-    said = runlog.what_next(cfg).partition("all checkpoints: python eval.py ")[2]
-    assert eval.main(said.split()) == 0
+    line = sgsd.what_next(cfg).partition("all checkpoints: python eval.py ")[2]
+    assert eval.main(line.split()) == 0
     assert before == [log.read_bytes() for log in logs] and not (here / "eval").exists()
     assert (run / "eval/step_000001/samples.jsonl").exists()
 
 
-def test_a_comparison_of_fewer_policies_keeps_those_that_still_stand_beside_them(tmp_path):
-    """As a finished run's --resume compares its base and its last checkpoint alone."""
-    file = tmp_path / "comparison.json"
-    rows = {"base": figures(0.5)}
-    rows |= {f"r/{i}": figures(0.6) | {"to": "base"} for i in (1, 2, 3)}
-    choice = {"r": {"best": "r/1", "last": "r/3"}}
-    eval.merge_into(file, {"a": {"results": rows, "selections": choice}})
-    later = {"base": figures(0.5), "r/3": figures(0.7) | {"to": "base"}}
-    eval.merge_into(file, {"a": {"results": later, "selections": {}}})
-    kept = json.loads(file.read_text())["a"]
-    assert kept == {"results": rows | later, "selections": choice}
-    for other in ({"base": figures(0.5, 2)}, {"else": figures(0.5)}):  # other problems, other base
-        eval.merge_into(file, {"a": {"results": other, "selections": {}}})
-        assert list(json.loads(file.read_text())["a"]["results"]) == list(other)
-
-
 def test_a_folder_in_which_another_evaluation_is_at_work_is_refused(world_dir, here, base, capsys):
     place = here / "eval" / f"{here.parent.name}--model"
-    with distributed.locked(place, World(0, 1, torch.device("cpu"))):
-        assert called(base, data=world_dir / "data.jsonl") == 2
-        assert f"{place}: process {os.getpid()} on " in capsys.readouterr().err
+    with files.locked(place):
+        line = command(base, data=world_dir / "data.jsonl")
+        refused(capsys, eval.main, line, f"{place}: another command is using this directory")
         assert [path.name for path in place.iterdir()] == [files.LOCK]
 
 
@@ -378,29 +375,23 @@ def test_samples_of_other_settings_are_refused_by_name_and_settings_alone_block_
     world_dir, here, base, capsys
 ):
     """Local weights count by content: made anew they are refused, moved they are known again."""
-    out, moved, data = (
-        here / "out",
-        here.parent / "moved" / here.parent.name,
-        world_dir / "data.jsonl",
-    )
-    (out / f"{here.parent.name}--model").mkdir(parents=True)
-    (out / f"{here.parent.name}--model/settings.json").write_text('{"temperature": 9}')
+    top, data = here.parent, world_dir / "data.jsonl"
+    out, moved = here / "out", top / "moved" / top.name
+    (out / f"{top.name}--model").mkdir(parents=True)
+    (out / f"{top.name}--model/settings.json").write_text('{"temperature": 9}')
     assert called(base, data=data, more=f"--out {out}") == 0
     before = samples(out)
     moved.mkdir(parents=True)
     base.rename(moved / "model")
     base = moved / "model"
     assert called(base, data=data, more=f"--out {out}") == 0 and samples(out) == before
-    capsys.readouterr()
-    others = "--temperature 0.6 --no-thinking --verify-timeout 3"
-    assert called(base, data=data, more=f"--out {out} {others}") == 2
-    made = "thinking True, now False; temperature 1.0, now 0.6; verify_timeout 5.0, now 3.0"
-    wanted = f"--model/settings.json: made with {made}; give another --out"
-    assert wanted in capsys.readouterr().err
+    others = f"--out {out} --temperature 0.6 --no-thinking --verify-timeout 3"
+    changes = "thinking True, now False; temperature 1.0, now 0.6; verify_timeout 5.0, now 3.0"
+    words = f"--model/settings.json: made with {changes}; give another --out"
+    refused(capsys, eval.main, command(base, data=data, more=others), words)
     make_model(seed=1).save_pretrained(base)
-    assert called(base, data=data, more=f"--out {out}") == 2
-    error = capsys.readouterr().err
-    assert re.search(r"made with the policy's weights \w+, now \w+; give another", error)
+    words = ("made with the policy's weights ", ", now ", "; give another --out")
+    refused(capsys, eval.main, command(base, data=data, more=f"--out {out}"), *words)
     assert samples(out) == before
 
 
@@ -409,89 +400,223 @@ def test_a_damaged_file_of_ours_is_named(base, here, world_dir, capsys):
     assert called(base, data=data, more="--out out") == 0
     (file,) = here.glob("out/*/results.json")
     file.write_text("{")
-    assert called(base, data=data, more="--out out") == 2
-    assert "results.json: not read (JSONDecodeError" in capsys.readouterr().err
+    words = "results.json: not readable as JSON"
+    refused(capsys, eval.main, command(base, data=data, more="--out out"), words)
 
 
-def test_an_adapters_relative_base_is_found_from_anywhere(world_dir, here, base, capsys):
+def test_an_adapter_whose_base_is_named_otherwise_is_the_same_policy(world_dir, here, base):
     adapter = here.parent / "runs/run/checkpoints/step_000001"
     make_adapter(adapter, base)
     file, data = adapter / "adapter_config.json", world_dir / "data.jsonl"
-    saved = json.loads(file.read_text())
-    for name in (str(base), "model", "../model"):  # the last from the working directory
-        file.write_text(json.dumps(saved | {"base_model_name_or_path": name}))
-        assert eval.base_of(adapter, "") and called(adapter, data=data) == 0
-    assert len(list(here.parent.rglob("samples.jsonl"))) == 1
-    capsys.readouterr()
-    for name in ("/gone/model", "./gone", "my/own/model", None):
-        file.write_text(json.dumps(saved | {"base_model_name_or_path": name}))
-        assert called(adapter, data=data) == 2
-        assert re.search("adapter_config.json: .*; give it as --model", capsys.readouterr().err)
-    file.write_text(json.dumps(saved | {"base_model_name_or_path": "Qwen/Qwen3-1.7B"}))
-    assert eval.base_of(adapter, "") == "Qwen/Qwen3-1.7B"
+    settings = json.loads(file.read_text())
+    assert called(adapter, data=data) == 0
+    (log,) = here.parent.rglob("samples.jsonl")
+    before = log.read_bytes()
+    for name in ("model", "../model"):  # the last from the working directory
+        file.write_text(json.dumps(settings | {"base_model_name_or_path": name}))
+        assert called(adapter, data=data) == 0 and log.read_bytes() == before
+    file.write_text(json.dumps(settings | {"base_model_name_or_path": "Qwen/Qwen3-1.7B"}))
     assert called(adapter, data=data, more=f"--model {base}") == 0
+    assert log.read_bytes() == before and len(list(here.parent.rglob("samples.jsonl"))) == 1
 
 
-def test_base_skill_is_the_teachers_block_with_all_pairs():
-    bank = make_bank()
-    pairs = []
-    for skill, mistake in zip(bank.general_skills, bank.common_mistakes):
-        pairs.append(skills.SkillPair(skill, mistake, 1.0, 1.0))
-    one = skills.render_teacher(pairs[0], "{skills}")
-    assert skills.render_skills(pairs[:1], "{skills}") == one
-    text = skills.render_skills(pairs, "P")
-    assert [text.count("_Apply when"), text.count("**Instead**")] == [4, 4]
-    assert text.index("Use add") < text.index("Use carry") < text.index("### Mistakes to Avoid")
-    assert text.endswith("\n\n" + skills.render_student("P"))
+# ----------------------------------------------------------------------------------- Base + Skill
 
 
 def test_base_skill_stands_against_base_in_one_call(world_dir, here, capsys):
-    """The samples are those of prompts with the retrieved pairs, beside those of plain ones."""
-    model, tokenizer = policy.load_model(f"{world_dir}/model", torch.device("cpu"))
+    """The samples are those of prompts with the retrieved pairs, beside those of plain ones.
+
+    The encoder reads --query-prompt before each problem; the model does not.
+    """
+    lm, tokenizer = model.load_model(f"{world_dir}/model", "cpu")
     bank = skills.SkillBank.load(world_dir / "bank.json")
-    embed = policy.load_encoder(f"{world_dir}/encoder", "cpu")
+    embed = model.load_encoder(f"{world_dir}/encoder", "cpu")
     sampling = rollout.Sampling(1.0, 0.95, 0, 8)
     plain, data = here / "eval" / f"{world_dir.name}--model", world_dir / "data.jsonl"
     assert called(world_dir / "model", data=data) == 0
     before = (plain / "samples.jsonl").read_bytes()
-    flags = f"--skills {world_dir}/bank.json --encoder {world_dir}/encoder"
+    flags = f"--skills {world_dir}/bank.json --encoder {world_dir}/encoder --query-prompt jjjjjj"
     assert called(world_dir / "model", data=data, more=f"{flags} --num-skills 2") == 0
     assert (plain / "samples.jsonl").read_bytes() == before
     skilled = plain.with_name(f"{plain.name}--skills")
     for folder, count in ((plain, 0), (skilled, 2)):
         rows = [json.loads(line) for line in open(folder / "samples.jsonl")]
         assert len(rows) == 8 and len(read(folder)) == 1
+        prompts, keys = [], []
         for row in rows:
             problem = PROBLEMS[int(row["id"][1:])]["problem"]
-            pairs = bank.retrieve(problem, count, embed) if count else []
+            pairs = bank.retrieve("jjjjjj" + problem, count, embed) if count else []
+            assert not count or pairs != bank.retrieve(problem, count, embed)
             text = skills.render_skills(pairs, problem)
-            prompt = rollout.chat_ids(tokenizer, text, thinking=True)
-            key = rollout.sample_key(0, 0, problem, row["sample"])
-            (drawn,) = rollout.generate(model, tokenizer, [prompt], sampling, [key])
-            assert row["text"] == tokenizer.decode(drawn, skip_special_tokens=True)
+            prompts.append(rollout.chat_ids(tokenizer, text, thinking=True))
+            keys.append(rollout.sample_key(0, 0, problem, row["sample"]))
+        drawn = rollout.generate(lm, tokenizer, prompts, sampling, keys, 1)
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
+        assert [row["text"] for row in rows] == texts
     name = str(world_dir / "model")
     both = read(here / "eval", "comparison")["data"]["results"]
     assert list(both) == [name, f"{name} + skills"]
     assert both[f"{name} + skills"]["to"] == name
-    assert "| model + skills | data | 4 |" in capsys.readouterr().out
-    settings = json.loads((skilled / "settings.json").read_text())
+    assert "/model + skills | data | 4 |" in capsys.readouterr().out
+    settings = read(skilled, "settings")
     assert settings["num_skills"] == 2 and settings["the bank's text"]
-    assert called(world_dir / "model", data=data, more=flags + " --num-skills 3") == 2
-    assert "made with num_skills 2, now 3;" in capsys.readouterr().err
+    for others, words in (
+        (f"{flags} --num-skills 3", "made with num_skills 2, now 3;"),
+        (f"{flags} --num-skills 2 --query-prompt k", "made with query_prompt jjjjjj, now k;"),
+    ):
+        line = command(world_dir / "model", data=data, more=others)
+        refused(capsys, eval.main, line, words)
 
 
-def test_the_encoder_of_an_evaluation_reads_the_query_prompt_before_each_problem(
-    world_dir, tmp_path, monkeypatch, capsys
+# -------------------------------------------------------------------------------------- a server
+
+
+class Engine(http.server.ThreadingHTTPServer):
+    """An inference server of the tests' model; it refuses what comes after `limit` completions."""
+
+    daemon_threads = True
+
+    def __init__(self, root):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.base = {"id": "base", "owned_by": "vllm", "root": str(root), "max_model_len": 4096}
+        self.limit, self.bodies, self.adapters, self.loads = 10**9, [], {}, []
+
+    def post(self, path, body):
+        name = body.get("lora_name")
+        if path == "/v1/load_lora_adapter":
+            self.adapters[name] = body["lora_path"]
+            self.loads.append((name, body["lora_path"]))
+            return 200, "Success"
+        if path == "/v1/unload_lora_adapter":
+            return 200, self.adapters.pop(name)
+        self.bodies.append(body)
+        if len(self.bodies) > self.limit or body["model"] not in ("base", *self.adapters):
+            return 400, "refused"
+        ids = [sum(body["prompt"]) % 200, len(self.bodies) % 200, 265]  # the last one ends it
+        return 200, {"choices": [{"finish_reason": "stop", "token_ids": ids}]}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.send(200, {"data": [self.server.base]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send(*self.server.post(self.path, body))
+
+    def send(self, status, value):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+
+@pytest.fixture
+def engines(world_dir):
+    """Two servers."""
+    with contextlib.ExitStack() as closing:
+        servers = []
+        for _ in range(2):
+            server = closing.enter_context(Engine(world_dir / "model"))
+            threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+            closing.callback(server.shutdown)
+            servers.append(server)
+        yield servers
+
+
+def test_a_servers_samples_are_kept_marked_and_asked_for_once(world_dir, tmp_path, engines, capsys):
+    engine = engines[0]
+    engine.limit = 7
+    line = evaluation(world_dir, tmp_path, f"--server {engine.url} --samples 1")
+    refused(capsys, eval.main, line, f"{engine.url}: HTTP 400: ", "refused")
+    before = samples(tmp_path)
+    assert len(before) == 7
+    engine.limit, engine.bodies = 10**9, []
+    assert eval.main(line) == 0 and len(engine.bodies) == 5
+    rows = samples(tmp_path)
+    assert len(rows) == 12 and {row["engine"] for row in rows} == {"vllm"}
+    assert [row for row in rows if row in before] == before
+    assert eval.main(line) == 0 and len(engine.bodies) == 5  # nothing is missing
+    table = json.loads(results(tmp_path))["data"]
+    assert (table["problems"], table["tokens"], table["truncated"]) == (12, 3.0, 0.0)
+
+
+def test_no_skill_text_reaches_an_evaluation(world_dir, tmp_path, engines):
+    """Without --skills every prompt is the student's, and no encoder is loaded."""
+    engine, tokenizer = engines[0], make_tokenizer()
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"problem": "What is {skills}?", "answer": "5"}) + "\n")
+    more = f"--server {engine.url} --data {world_dir}/data.jsonl {data} --encoder no-such-encoder"
+    assert eval.main(evaluation(world_dir, tmp_path / "out", more)) == 0
+    wanted = set()
+    for problem in [*(x["problem"] for x in PROBLEMS), "What is {skills}?"]:
+        text = skills.render_student(problem)
+        wanted.add(tuple(rollout.chat_ids(tokenizer, text, thinking=True)))
+    assert {tuple(body["prompt"]) for body in engine.bodies} == wanted
+
+
+def test_generates_samples_and_a_servers_are_never_mixed(world_dir, tmp_path, engines, capsys):
+    engine = engines[0]
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    few = "--limit 1 --samples 1"
+    evaluate(world_dir, ours, few)
+    evaluate(world_dir, theirs, f"{few} --server {engine.url}")
+    before = [samples(ours), samples(theirs)]
+    engine.bodies = []
+    line = evaluation(world_dir, ours, f"{few} --samples 2 --server {engine.url}")
+    refused(capsys, eval.main, line, "engine generate, now a server's;", "give another --out")
+    line = evaluation(world_dir, theirs, f"{few} --samples 2")
+    refused(capsys, eval.main, line, "engine a server's, now generate;", "give another --out")
+    assert [samples(ours), samples(theirs)] == before and not engine.bodies
+
+
+def test_a_servers_adapter_is_loaded_under_a_name_of_its_weights_and_unloaded(
+    world_dir, here, base, engines
 ):
-    read = []
+    """An engine's cache goes by the name. The base may be named by another path to it."""
+    engine, run = engines[0], here.parent / "run"
+    steps = [run / "checkpoints/step_000001", run / "checkpoints/step_000002"]
+    for seed, path in enumerate(steps):
+        make_adapter(path, base, seed)
+    engine.base["root"] = str(base)
+    more = f"--server {engine.url} --model ../model"
+    assert called("../model", run, data=world_dir / "data.jsonl", more=more) == 0
+    names = [name for name, _ in engine.loads]
+    assert [place for _, place in engine.loads] == [str(path) for path in steps]
+    assert len({*names}) == 2 and not engine.adapters
+    used = [body["model"] for body in engine.bodies]
+    assert used == ["base"] * 8 + names[:1] * 8 + names[1:] * 8
+    make_adapter(steps[1], base, 3)
+    shutil.rmtree(run / "eval")
+    assert called(steps[1], data=world_dir / "data.jsonl", more=more) == 0
+    assert engine.loads[-1][0] not in names
 
-    def load(name, device):
-        return lambda texts: read.extend(texts) or fake_embed(texts)
 
-    monkeypatch.setattr(policy, "load_encoder", load)
-    flags = f"--skills {world_dir}/bank.json --num-skills 2 --limit 1 --samples 1"
-    prompted = f"{flags} --query-prompt Query:"
-    assert eval.main(evaluation(world_dir, tmp_path, prompted)) == 0
-    assert f"Query:{PROBLEMS[0]['problem']}" in read
-    assert eval.main(evaluation(world_dir, tmp_path, flags)) == 2
-    assert "query_prompt Query:, now None" in capsys.readouterr().err
+def test_a_server_that_does_not_suit_is_one_line_before_the_first_sample(
+    world_dir, tmp_path, engines, capsys
+):
+    engine, out = engines[0], tmp_path / "out"
+    engine.base |= {"root": "another", "max_model_len": 20}
+    given = f"--server {engine.url}"
+    words = f"{engine.url}: serves base, not {world_dir}/model"
+    refused(capsys, eval.main, evaluation(world_dir, out, given), words)
+    words = ("prompt and reply need a context of ", " tokens, the server has 20")
+    line = evaluation(world_dir, out, f"{given} --server-model base")
+    refused(capsys, eval.main, line, *words)
+    for part in (make_model(seed=1), make_tokenizer()):
+        part.save_pretrained(tmp_path / "other")
+    line = [str(tmp_path / "other"), *evaluation(world_dir, out, given)]
+    refused(capsys, eval.main, line, "--server: serves one base model, got ", f"{tmp_path}/other")
+    assert not engine.bodies and not out.exists()
+
+
+def test_a_seed_is_sent_where_it_is_asked_for_alone(world_dir, tmp_path, engines):
+    engine = engines[0]
+    for name, more in (("without", ""), ("with", "--server-seeds")):
+        few = f"--server {engine.url} --limit 2 --samples 1 {more}"
+        evaluate(world_dir, tmp_path / name, few)
+    assert ["seed" in body for body in engine.bodies] == [False, False, True, True]
+    assert engine.bodies[2]["seed"] != engine.bodies[3]["seed"]

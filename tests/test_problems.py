@@ -1,20 +1,20 @@
-"""Problems: what is read, dropped and counted, refused and how it is named; the minibatch."""
+"""Problems: what is read, dropped and counted, what is refused, and a step's minibatch."""
 
 import json
 
+import datasets
 import pytest
 from conftest import ROOT
 
-import config
 import problems
-from cli import UserError
 from problems import Problem
 
 SHARED = ROOT.parent / "shared" / "data"
+PAPERS_SETS = ("aime24", "aime25", "hmmt25")
 
 
 def chat(problem, answer, index=0):
-    """A row of DAPO-Math, where the problem stands in a chat between boilerplate."""
+    """A row of DAPO-Math, whose problem is in a chat between boilerplate."""
     content = f"{problems.DAPO_PREFIX}\n\n{problem}\n\n{problems.DAPO_SUFFIX}"
     return {
         "prompt": [{"role": "user", "content": content}],
@@ -28,21 +28,22 @@ def write(path, *rows):
     return str(path)
 
 
+# ---------------------------------------------------------------------------------------- reading
+
+
 def test_dapo_is_stripped_filtered_and_deduplicated(tmp_path):
     """100 copies of five problems, one in Chinese, one whose copies disagree, one in LaTeX."""
-    import datasets
-
     data = [chat(f"What is {i} + {i}?", str(2 * i), f"id{i}") for i in range(5)] * 100
     data += [chat("求 1 + 1 的值", "2", "zh"), chat("What is 3 + 3?", "7", "id3b")]
     data += [chat(r"$x$ is \boxed{?}", "34", "q")]
     datasets.Dataset.from_list(data).to_parquet(str(tmp_path / "dapo.parquet"))
     want = {"rows": 503, "not_english": 1, "duplicates": 496, "conflicting": 1, "kept": 5}
     for source in (tmp_path / "dapo.parquet", tmp_path):
-        found, counts = problems.load_problems(str(source))
+        loaded, counts = problems.load_problems(str(source))
         assert counts == want
-        assert [x.id for x in found] == ["id0", "id1", "id2", "id4", "q"]
-        assert found[1] == Problem("id1", "What is 1 + 1?", "2")
-        assert found[4].problem == r"$x$ is \boxed{?}"
+        assert [x.id for x in loaded] == ["id0", "id1", "id2", "id4", "q"]
+        assert loaded[1] == Problem("id1", "What is 1 + 1?", "2")
+        assert loaded[4].problem == r"$x$ is \boxed{?}"
 
 
 def test_jsonl_keeps_its_order_and_gets_ids_that_differ(tmp_path):
@@ -53,37 +54,187 @@ def test_jsonl_keeps_its_order_and_gets_ids_that_differ(tmp_path):
     want.append(Problem("3", "q", "2"))
     assert problems.load_problems(source, unique=False)[0] == want
     twins = [{"id": name, "problem": name * i, "answer": "1"} for i, name in enumerate("xyyy", 1)]
-    twins[0]["id"] = "y#2"  # the name that the second y would get
-    found, _ = problems.load_problems(write(tmp_path / "b.jsonl", *twins))
-    assert [x.id for x in found] == ["y#2", "y", "y#2#2", "y#3"]
+    twins[0]["id"] = "y#2"  # the id that the second y would get
+    loaded, _ = problems.load_problems(write(tmp_path / "b.jsonl", *twins))
+    assert [x.id for x in loaded] == ["y#2", "y", "y#2#2", "y#3"]
 
 
-def test_problems_of_an_evaluation_set_are_refused_as_training_data(tmp_path):
-    """They are known by their letters and digits, whatever the layout."""
-    found, other = problems.fingerprint("Find $x + 1$."), problems.fingerprint("Find $x + 2$.")
-    assert problems.fingerprint("find  \n x+1") == found != other
-    mine = [Problem("a", "Find  x.", "1"), Problem("b", "Every morning Aya walks", "204")]
-    problems.refuse_overlap(mine, "mine", {})
-    where = r"--data mine: 1 of its problems stand in an evaluation set: a \(held\); drop them"
-    with pytest.raises(UserError, match=where + ", or say --allow-eval-overlap"):
-        problems.refuse_overlap(mine, "mine", {"held": [Problem("0", "find $x$", "1")]})
+def test_a_problem_keeps_the_other_fields_of_its_row(tmp_path):
+    row = {"id": "x", "problem": " p ", "answer": "1", "level": 3, "metadata": {"numbers": [1, 2]}}
+    source = write(tmp_path / "a.jsonl", row, row | {"id": "y", "level": 4})
+    (x,), counts = problems.load_problems(source)
+    assert x.extra == {"level": 3, "metadata": {"numbers": [1, 2]}}
+    assert counts["duplicates"] == 1 and counts["conflicting"] == 0
+    bare = Problem("x", "p", "1")
+    assert x == bare and hash(x) == hash(bare) and bare.extra == {}
+    first, second = problems.load_set(source, "test")
+    assert (first.extra["level"], second.extra["level"]) == (3, 4)
+
+
+ROW = '{"problem": "p", "answer": "1"}\n'
+DEEP = "[" * 100_000
+BROKEN = [
+    ("", "x.jsonl: no problem is left of 0 rows"),
+    (ROW + ROW.replace("1", "2"), "'duplicates': 1, 'conflicting': 1"),
+    ('{"problem": "p", "solution": "1"}\n', "x.jsonl:1: a row needs `problem` and `answer`"),
+    ('{"problem": "p", "answer": " "}\n', "x.jsonl:1: `answer` is empty; its fields: problem, ans"),
+    (
+        f'{ROW}\n{{"problem": "p", "answer": 3.5}}\n',
+        "x.jsonl:3: `answer` must be a string, got float",
+    ),
+    ('{"prompt": ["p"], "reward_model": {}}\n', "`answer` must be a string, got NoneType"),
+    ('["p", "1"]\n', "x.jsonl:1: a row must be a JSON object, got list"),
+    (f"{ROW}{{\n", "x.jsonl:2: not a JSON line"),
+    (f"{DEEP}\n", "x.jsonl:1: not a JSON line"),
+    (f'{{"answer": {"1" * 5000}}}\n', "x.jsonl:1: not a JSON line"),
+    (b"\xff\xfe\x00", "x.jsonl: not a JSON line ('utf-8'"),
+]
+
+
+@pytest.mark.parametrize("content, message", BROKEN)
+def test_a_broken_row_is_refused_with_its_file_and_line(content, message, tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError) as error:
+        problems.load_problems(str(file))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_source_that_is_not_there_or_not_readable_is_refused(tmp_path):
+    for name in ("no.jsonl", "no.json", "no.parquet"):
+        with pytest.raises(ValueError, match=f"{name}: no such file"):
+            problems.load_problems(str(tmp_path / name))
+    with pytest.raises(ValueError, match=r"the directory has no \.parquet and no \.jsonl file"):
+        problems.load_problems(str(tmp_path))
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"x\.parquet: could not read it \(.*works offline"):
+        problems.load_problems(str(tmp_path / "x.parquet"))
+
+
+# -------------------------------------------------------------------------------- evaluation sets
+
+
+ANSWERS = {  # field of the problem, the hub's answer, and ours
+    "aime24": ("problem", "025", "025"),
+    "aime25": ("problem", 25, "25"),
+    "hmmt25": ("problem", "\\pi", "\\pi"),
+    "math500": ("problem", "1", "1"),
+    "amc23": ("question", 27.0, "27"),
+    "gsm8k": ("question", "2+2=<<2+2=4>>4\n#### 1,234", "1,234"),
+}
+
+
+@pytest.mark.parametrize("name", problems.SETS)
+def test_sets_by_name_are_read_from_the_hub_with_answers_as_text(name, monkeypatch):
+    problem_field, answer, want = ANSWERS[name]
+    row = {"id": 60, problem_field: " p ", "answer": answer}
+
+    def load(hub_id, name, split):
+        source = hub_id if name is None else f"{hub_id}:{name}"
+        assert (source, split) == problems.SETS[set_name][:2]
+        return datasets.Dataset.from_list(rows)
+
+    set_name, rows = name, [row, row]
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert problems.load_set(name, "unused") == [
+        Problem("60", "p", want),
+        Problem("60#1", "p", want),
+    ]
+    rows = [{"text": "p"}]
+    with pytest.raises(ValueError, match=f"row 0: a row needs `{problem_field}` and `answer`"):
+        problems.load_set(name, "unused")
+
+
+def test_a_set_of_the_hub_is_read_by_its_configuration_split_and_columns(monkeypatch):
+    def load(hub_id, name, split):
+        assert (hub_id, name, split) == ("openai/gsm8k", "main", "train")
+        return datasets.Dataset.from_list([{"question": "2 + 3?", "answer": "2 + 3 = 5\n#### 5"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    fields = problems.Fields("question", "answer", "####")
+    data, _ = problems.load_problems("openai/gsm8k:main", fields=fields)
+    assert data == [Problem("0", "2 + 3?", "5")]
+    with pytest.raises(
+        ValueError, match="row 0: a row needs `problem` and `answer`.*question, answer"
+    ):
+        problems.load_problems("openai/gsm8k:main")
+    columns_alone = problems.Fields("question", "answer")
+    data, _ = problems.load_problems("openai/gsm8k:main", fields=columns_alone)
+    with pytest.raises(ValueError, match="problem 0 holds more than the answer.*--answer-after"):
+        problems.refuse_unanswerable(data, "data")
+    problems.refuse_unanswerable([Problem("0", "2 + 3?", "5")], "data")
+
+
+def test_what_follows_the_last_mark_is_the_answer_and_a_row_without_it_is_refused(tmp_path):
+    file = write(tmp_path / "x.jsonl", {"problem": "p", "answer": "#### no, #### 7 "})
+    marked = problems.Fields(answer_after="####")
+    assert problems.load_problems(file, fields=marked)[0][0].answer == "7"
+    file = write(tmp_path / "y.jsonl", {"problem": "p", "answer": "7"})
+    with pytest.raises(ValueError, match="y.jsonl:1: `answer` has nothing after '####'"):
+        problems.load_problems(file, fields=marked)
+
+
+def test_a_whole_number_is_taken_as_its_text(tmp_path):
+    file = write(
+        tmp_path / "x.jsonl", {"problem": "p", "answer": 3}, {"problem": "q", "answer": 4.0}
+    )
+    assert [x.answer for x in problems.load_problems(file)[0]] == ["3", "4"]
+
+
+def test_a_fingerprint_depends_on_letters_and_digits_alone():
+    base = problems.fingerprint("Find $x + 1$.")
+    assert problems.fingerprint("find  \n x+1") == base != problems.fingerprint("Find $x + 2$.")
+    assert len(base) == 12 and int(base, 16) >= 0
+
+
+def test_problems_of_an_evaluation_set_are_refused_as_training_data():
+    train = [Problem("a", "Find  x.", "1"), Problem("b", "Every morning Aya walks", "204")]
+    problems.refuse_overlap(train, "train.jsonl", {})
+    problems.refuse_overlap(train, "train.jsonl", {"held": [problems.fingerprint("find $y$")]})
+    message = r"train\.jsonl: 1 of its problems are in an evaluation set: a \(held\); drop them"
+    with pytest.raises(ValueError, match=message + ", or pass --allow-eval-overlap"):
+        held_out = {"other": ["0" * 12], "held": [problems.fingerprint("find $x$")]}
+        problems.refuse_overlap(train, "train.jsonl", held_out)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets are not part of the project")
-@pytest.mark.parametrize("name", ["aime24", "aime25", "hmmt25"])
-def test_the_papers_three_sets_are_known_and_refused(name):
+@pytest.mark.parametrize("name", PAPERS_SETS)
+def test_the_papers_three_sets_are_known_by_the_fingerprints_of_eval_sets_json(name):
+    fingerprints = json.loads((ROOT / "eval_sets.json").read_text())
     data, _ = problems.load_problems(str(SHARED / f"{name}.jsonl"), unique=False)
-    with pytest.raises(UserError, match=f"30 of its problems stand in an evaluation set: .*{name}"):
-        problems.refuse_overlap(data, name, {})
+    with pytest.raises(ValueError, match=f"30 of its problems are in an evaluation set: .*{name}"):
+        problems.refuse_overlap(data, name, fingerprints)
+
+
+# -------------------------------------------------------------------------------------- minibatch
 
 
 def test_minibatches_cover_each_epoch_once():
     data = [Problem(str(i), "x", "1") for i in range(10)]
-    cfg, seen = config.Config(batch_size=4), []
+    ids = []
     for step in range(1, 6):
-        seen += [x.id for x, _ in problems.minibatch(data, cfg, step)]
-    assert sorted(seen[:10]) == sorted(seen[10:]) == sorted(map(str, range(10)))
-    assert seen[:10] != seen[10:]
-    twice = problems.minibatch(data[:2], cfg, 1)  # a problem that comes twice is sampled twice
+        ids += [x.id for x, _ in problems.minibatch(data, 4, step, seed=0)]
+    assert sorted(ids[:10]) == sorted(ids[10:]) == sorted(map(str, range(10)))
+    assert ids[:10] != ids[10:]
+    twice = problems.minibatch(
+        data[:2], 4, 1, seed=0
+    )  # a problem that comes twice is sampled twice
     assert len(set(twice)) == 4
-    assert problems.minibatch(data, config.Config(batch_size=4, seed=1), 1) != twice
+    assert problems.minibatch(data, 4, 1, seed=1) != problems.minibatch(data, 4, 1, seed=0)
+
+
+def test_a_group_is_consecutive_samples_of_one_problem_and_the_next_epoch_counts_on():
+    data = [Problem(str(i), "x", "1") for i in range(2)]
+    batch = problems.minibatch(data, 4, 1, seed=0, generations=3)
+    groups = [batch[i : i + 3] for i in range(0, 12, 3)]
+    for place, group in enumerate(groups):
+        assert len({x.id for x, _ in group}) == 1
+        assert [sample for _, sample in group] == ([0, 1, 2] if place < 2 else [3, 4, 5])
+
+
+def test_the_order_of_minibatches_is_fixed_by_the_seed():
+    """Golden: another order would be another run for every seed."""
+    data = [Problem(str(i), "x", "1") for i in range(10)]
+    batches = [problems.minibatch(data, 5, step, seed=3) for step in (1, 2, 3)]
+    ids = [" ".join(x.id for x, _ in batch) for batch in batches]
+    assert ids == ["4 5 0 1 2", "8 3 6 9 7", "1 9 5 6 4"]

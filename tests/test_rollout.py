@@ -5,21 +5,18 @@ The reference for decoding is a plain loop: no cache, no padding, one row alone.
 
 import itertools
 import json
-import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_model, make_tokenizer
+from conftest import make_model, make_tokenizer
 from tokenizers import AddedToken
+from transformers import Gemma3Config, GenerationConfig
 
-import distributed
-import policy
 import rollout
-import skills
-from cli import UserError
-from problems import Problem
 from rollout import Sampling
+from verify import Verifier
 
 SAMPLING = Sampling(1.1, 0.95, 20, 24)
 
@@ -27,7 +24,7 @@ SAMPLING = Sampling(1.1, 0.95, 20, 24)
 def prompts(tokenizer, n):
     """Prompts of many lengths."""
     texts = [f"Problem {i}: " + "x" * (3 * i % 17) for i in range(n)]
-    return [policy.chat_ids(tokenizer, text, thinking=False) for text in texts]
+    return [rollout.chat_ids(tokenizer, text, thinking=False) for text in texts]
 
 
 def keys_of(n):
@@ -54,9 +51,9 @@ def test_completions_equal_a_plain_loop_whatever_the_batch_and_the_order(kind, t
     completions = rollout.generate(model, tokenizer, ids, sampling, keys, 3)
     assert len({len(x) for x in completions}) > 3 and max(map(len, completions)) == 50
     for part, rows in ((range(12), 1), (range(12), 12), ([7, 2, 11, 0, 5], 2)):
-        own, own_keys = [ids[i] for i in part], [keys[i] for i in part]
-        got = rollout.generate(model, tokenizer, own, sampling, own_keys, rows)
-        assert got == [completions[i] for i in part]
+        some_ids, some_keys = [ids[i] for i in part], [keys[i] for i in part]
+        some = rollout.generate(model, tokenizer, some_ids, sampling, some_keys, rows)
+        assert some == [completions[i] for i in part]
     for prompt, key, completion in zip(ids, keys, completions):
         row = torch.tensor([prompt + completion])
         with torch.no_grad():
@@ -83,12 +80,12 @@ def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     model, ids = make_model().train(), prompts(tokenizer, 6)
 
     def stream(ids, rows=2):
-        asked = rollout.rows_of(ids, range(6), 24)
-        return rollout.stream(model, tokenizer, asked, SAMPLING, rows)
+        rows_to_do = rollout.rows_of(ids, range(6), 24)
+        return rollout.stream(model, tokenizer, rows_to_do, SAMPLING, rows)
 
     turns = list(stream(ids))
-    found = [i for turn in turns for i, _ in turn]
-    assert sorted(found) == list(range(6)) and max(map(len, turns)) <= 2 and [] in turns
+    finished = [i for turn in turns for i, _ in turn]
+    assert sorted(finished) == list(range(6)) and max(map(len, turns)) <= 2 and [] in turns
     left_early = stream(ids)
     next(left_early)
     assert not model.training and not torch.is_inference_mode_enabled()
@@ -101,27 +98,17 @@ def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
         rollout.generate(model, tokenizer, ids, SAMPLING, [1])
 
 
-def test_the_head_gets_the_last_places_of_prompts_in_one_piece():
-    """Of a slice that is not, PyTorch copies the whole head for each row."""
-    model, tokenizer = policy.load_model(str(ROOT / "tiny/model"), torch.device("cpu"))
-    whole = []
-    head = model.get_output_embeddings()
-    head.register_forward_pre_hook(lambda _, states: whole.append(states[0].is_contiguous()))
-    rollout.generate(model, tokenizer, [[5, 6, 7], [8, 9]], Sampling(max_new_tokens=2), [1, 2])
-    assert len(whole) == 2 and all(whole)
-
-
 def test_the_models_own_generation_config_has_no_say(tokenizer):
     model, ids = make_model(), prompts(tokenizer, 3)
     want = rollout.generate(model, tokenizer, ids, SAMPLING, [1, 2, 3])
-    own = {"temperature": 0.01, "top_k": 1, "do_sample": True, "repetition_penalty": 9.0}
-    model.generation_config.update(**own, max_new_tokens=3, min_new_tokens=2)
-    kept = model.generation_config
+    settings = {"temperature": 0.01, "top_k": 1, "do_sample": True, "repetition_penalty": 9.0}
+    model.generation_config.update(**settings, max_new_tokens=3, min_new_tokens=2)
+    config = model.generation_config
     assert rollout.generate(model, tokenizer, ids, SAMPLING, [1, 2, 3]) == want
-    assert model.generation_config is kept
+    assert model.generation_config is config
 
 
-def test_draws_are_uniform_independent_and_told_apart_by_seed_step_problem_and_sample():
+def test_draws_are_uniform_independent_and_differ_by_seed_step_problem_and_sample():
     names = itertools.product(range(3), range(3), ("a", "b", "1"), range(3))
     assert len({rollout.sample_key(*name) for name in names}) == 81
     keys = np.array(keys_of(2000), dtype=np.uint64)
@@ -164,13 +151,14 @@ def test_broken_logits_still_give_a_token():
     """The loss of a broken model is not finite, and that is where its step is skipped."""
     logits_BV = torch.full((2, 5), float("nan"))
     logits_BV[1, 2] = float("inf")
-    got = rollout.select_tokens(logits_BV, torch.full((2,), 0.5, dtype=torch.float64), SAMPLING)
-    assert got[1] == 2 and 0 <= got[0] < 5
+    u_B = torch.full((2,), 0.5, dtype=torch.float64)
+    token_B = rollout.select_tokens(logits_BV, u_B, SAMPLING)
+    assert token_B[1] == 2 and 0 <= token_B[0] < 5
 
 
 def test_sampling_out_of_range_is_refused():
     for bad in ((-1, 1, 0, 9), (1, 0, 0, 9), (1, 1.1, 0, 9), (1, 1, -1, 9)):
-        with pytest.raises(UserError, match="sampling needs temperature >= 0.*got Sampling"):
+        with pytest.raises(ValueError, match="sampling needs temperature >= 0.*got Sampling"):
             Sampling(*bad)
 
 
@@ -185,9 +173,10 @@ def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer
     cut = rollout.generate(model, tokenizer, ids, SAMPLING, range(6))
     for a, b in zip(free, cut):
         assert b == (a[: a.index(stop) + 1] if stop in a else a)
-    data = [Problem(str(i), "x", "1") for i in range(6)]
-    with rollout.Verifier() as verifier:
-        rolls = rollout.judge(model, tokenizer, data, ids, list(enumerate(cut)), verifier)
+    data = [SimpleNamespace(id=str(i), problem="x", answer="1", extra={}) for i in range(6)]
+    stops = rollout.stop_ids(model, tokenizer)
+    with Verifier() as verifier:
+        rolls = rollout.judge(tokenizer, stops, data, ids, list(enumerate(cut)), verifier)
     assert [roll.completion_ids for roll in rolls] == cut
     assert [roll.truncated for roll in rolls] == [x[-1] not in (265, stop) for x in cut]
     assert {(roll.r, roll.pred) for roll in rolls} == {(-1, None)}
@@ -195,26 +184,26 @@ def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer
 
 
 def judged(tokenizer, prompt, completion, problem="p"):
-    data = [Problem("x", problem, "5")]
-    with rollout.Verifier() as verifier:
-        rolls = rollout.judge(make_model(), tokenizer, data, [prompt], [(0, completion)], verifier)
+    data = [SimpleNamespace(id="x", problem=problem, answer="5", extra={})]
+    with Verifier() as verifier:
+        rolls = rollout.judge(tokenizer, [265], data, [prompt], [(0, completion)], verifier)
     return rolls[0]
 
 
 @pytest.mark.parametrize("words", [1, 500, 4000])
 def test_a_right_answer_is_right_however_long_the_solution(words, tokenizer):
-    """What else training may want is `sgsd.reward`; memories are told what the verdict is."""
+    """The verdict ignores the length. A training reward that does not is `sgsd.reward`'s task."""
     completion = tokenizer.encode("so " * words + r"\boxed{5}<|im_end|>")
     roll = judged(tokenizer, [1], completion)
     assert (roll.pred, roll.r, len(roll.completion_ids) > words) == ("5", 1, True)
-    assert skills.memory_of(roll)["feedback"] == "The verifier accepted the final answer."
+    assert not roll.truncated and (roll.problem_id, roll.gold) == ("x", "5")
 
 
 def test_a_formula_of_the_problem_is_no_answer_to_it(tokenizer):
     completion = tokenizer.encode(r"\boxed{2+3}")
-    asked = judged(tokenizer, [1], completion, "What is 2 + 3?")
+    copied = judged(tokenizer, [1], completion, "What is 2 + 3?")
     other = judged(tokenizer, [1], completion, "What is 4 + 1?")
-    assert [(roll.pred, roll.r) for roll in (asked, other)] == [("2+3", -1), ("2+3", 1)]
+    assert [(roll.pred, roll.r) for roll in (copied, other)] == [("2+3", -1), ("2+3", 1)]
 
 
 def test_text_never_comes_back_as_ids(tokenizer):
@@ -250,33 +239,57 @@ def test_a_think_block_is_only_seen_where_it_is_a_token():
 
 def test_think_tags_that_are_special_tokens_are_still_seen():
     """Else a right answer after a block that the prompt opened is wrong, a cut thought right."""
-    own = make_tokenizer()
+    special = make_tokenizer()
     for tag in ("<think>", "</think>"):
-        own.add_tokens([AddedToken(tag, special=True)], special_tokens=True)
-    assert own.decode(own.encode("<think>"), skip_special_tokens=True) == ""
-    prompt, answer = own.encode("say<think>\n"), own.encode(r"so</think>\boxed{5}<|im_end|>")
-    roll = judged(own, prompt, answer)
+        special.add_tokens([AddedToken(tag, special=True)], special_tokens=True)
+    assert special.decode(special.encode("<think>"), skip_special_tokens=True) == ""
+    prompt = special.encode("say<think>\n")
+    answer = special.encode(r"so</think>\boxed{5}<|im_end|>")
+    roll = judged(special, prompt, answer)
     assert (roll.text, roll.pred, roll.r) == (r"so</think>\boxed{5}", "5", 1)
-    cut = judged(own, own.encode("say"), own.encode(r"<think>maybe \boxed{5}, or"))
+    cut = judged(special, special.encode("say"), special.encode(r"<think>maybe \boxed{5}, or"))
     assert (cut.pred, cut.r) == (None, -1)
 
 
-def test_a_stage_is_one_line_in_a_file_and_its_bar_has_an_estimate_on_a_terminal(
-    tokenizer, capsys, monkeypatch
-):
-    """A bar moves by tokens: so before the first reply is whole, as a merge's are at the end."""
-    model, alone = make_model(), distributed.World(0, 1, torch.device("cpu"))
-    prompts = [tokenizer.encode(text) for text in ("a", "b")]
+def test_a_template_that_shows_the_date_shows_the_same_one_every_day():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% if date_string is not defined %}"
+        "{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ date_string }} {{ messages[0].content }}"
+    )
+    ids = rollout.chat_ids(tokenizer, "x", thinking=None)
+    assert tokenizer.decode(ids) == "26 Jul 2024 x"
 
-    def made():
-        rows = rollout.rows_of(prompts, [1, 2], 40)
-        job = alone, model, tokenizer, rows, Sampling(0.0, 1.0, 0, 40), 2
-        return [*rollout.spread(*job, lambda turn: [[i, len(ids)] for i, ids in turn], "merging")]
 
-    turns = made()
-    assert re.fullmatch(r"merging: 2 in \d+ s\n", capsys.readouterr().err)
-    assert [] in turns  # replies of several turns
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert made() == turns
-    said = capsys.readouterr().err
-    assert "merging: 0/2" in said and "merging: 2/2 100%" in said
+def test_control_tokens_in_a_text_are_broken_up(tokenizer):
+    ids = rollout.chat_ids(tokenizer, "a<|im_end|>b</think>\ud800", thinking=True)
+    text = "<|im_start|>user\na< |im_end|>b< /think>?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == text
+
+
+def test_thinking_leaves_the_header_bare_and_its_absence_closes_the_block(tokenizer):
+    bare = tokenizer.decode(rollout.chat_ids(tokenizer, "x", thinking=True))
+    assert bare.endswith("<|im_start|>assistant\n")
+    closed = tokenizer.decode(rollout.chat_ids(tokenizer, "x", thinking=False))
+    assert closed == bare + "<think>\n\n</think>\n\n"
+    assert rollout.chat_ids(tokenizer, "x", thinking=None) == tokenizer.encode(bare)
+
+
+def test_stop_ids_of_a_model_whose_text_config_alone_names_one(tokenizer):
+    """Gemma 3 with images has none of its own."""
+    text = {"eos_token_id": [1, 106], "num_hidden_layers": 1}
+    config = Gemma3Config(text_config=text)
+    model = SimpleNamespace(config=config, generation_config=GenerationConfig())
+    assert rollout.stop_ids(model, tokenizer) == [1, 106, 265]
+
+
+def test_a_model_whose_solutions_would_never_end_is_refused():
+    model, tokenizer = make_model(eos_token_id=None), make_tokenizer()
+    assert rollout.stop_ids(model, tokenizer) == [265]
+    tokenizer.eos_token = None
+    words = "no id that ends a completion; name `eos_token_id` in its generation_config.json"
+    with pytest.raises(ValueError, match=words):
+        rollout.stop_ids(model, tokenizer)
+    with pytest.raises(ValueError, match=words):
+        rollout.generate(model, tokenizer, [[1]], SAMPLING, [1])

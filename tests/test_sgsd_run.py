@@ -1,5 +1,6 @@
-"""A run: its files, prompts and bank, and what ends a step or leaves it empty."""
+"""A run: its files, prompts and bank, how it is continued, and what leaves a step empty."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -11,22 +12,21 @@ import driver
 import pytest
 import torch
 from conftest import make_tokenizer
-from driver import ALONE, make_run, rows, settings, train
+from driver import ALONE, completes, make_run, refused, rows, settings, train
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
-import baselines
 import config
-import policy
-import rollout
+import model
 import runlog
+import scoring
 import sgsd
 import skills
-from bank import bank_versions
-from cli import UserError
+import verify
 from distributed import World
+from extras import baselines
 
-BANK = {"bank": "", "cold_start": 8, "update_every": 2, "max_new_items": 2}
+BANK = {"bank": "", "cold_start": 8, "evolve_every": 2, "max_new_items": 2}
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def whole(world_dir, tmp_path_factory):
 
 def test_what_a_run_leaves_on_disk(whole):
     out = whole.out
-    saved = json.loads((out / "config.json").read_text())
-    assert saved["settings"]["num_teachers"] == 3 and saved["versions"]["torch"]
+    stored = json.loads((out / "config.json").read_text())
+    assert stored["settings"]["num_teachers"] == 3 and stored["versions"]["torch"]
     metrics, rolls, tokens = (rows(out / f"{name}.jsonl") for name in runlog.LOGS)
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
     assert [m["learning_rate"] for m in metrics] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
@@ -55,58 +55,24 @@ def test_what_a_run_leaves_on_disk(whole):
     assert not {path.suffix for path in out.rglob("*")} & {".tmp", ".pt", ".bin"}
 
 
-@pytest.mark.parametrize("error", [ConnectionError, UserError])
-def test_no_step_is_lost_where_the_banks_writer_fails(
-    error, whole, world_dir, tmp_path, monkeypatch
-):
-    """As where its server is gone after step 2: what was trained is saved, and a resume evolves."""
-    out = tmp_path / "run"
-
-    def fail(*_, **__):
-        raise error("no server answers")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(skills, "evolve", fail)
-        with pytest.raises(error, match="no server answers") as raised:
-            train(world_dir, out, **BANK)
-    advice = [str(raised.value), *getattr(raised.value, "__notes__", [])]
-    assert any(f"--resume {out} continues it" in line for line in advice)
-    assert (out / "checkpoints/step_000002").exists()
-    assert [m["step"] for m in rows(out / "metrics.jsonl")] == [1, 2]
-    train(world_dir, out, resume=True, **BANK)
-    assert [m["step"] for m in rows(out / "metrics.jsonl")] == [1, 2, 3, 4]
-    for name in ("rollouts.jsonl", "bank/bank.json"):
-        assert (out / name).read_bytes() == (whole.out / name).read_bytes()
-
-
-def dynamic(bank):
-    entries = bank.general_skills + bank.common_mistakes
-    return [e for e in entries if e.get("skill_id", e.get("mistake_id")).startswith("dyn_")]
-
-
-def test_a_run_makes_its_bank_and_evolves_it(whole):
-    """Without --bank: cold start (Alg. 2), and every second step evolution (Alg. 4)."""
-    versions = bank_versions(whole.out)
-    assert list(versions) == [0, 2, 4]
-    banks = [skills.SkillBank.load(path) for path in versions.values()]
-    memories = rows(whole.out / "bank/memories.jsonl")
-    assert len(memories) == 8
-    assert {m["problem_id"] for m in memories} == set(banks[0].metadata["seed_problems"])
-    assert not any("reference_answer" in m for m in memories)  # D3
-    for old, new in itertools.pairwise(banks):
-        assert 0 < len(dynamic(new)) <= len(dynamic(old)) + 2
-    assert whole.bank == banks[2] == skills.SkillBank.load(whole.out / "bank/bank.json")
-    metrics = rows(whole.out / "metrics.jsonl")
-    assert metrics[0]["replies_read"] == 0 < metrics[1]["replies_read"]
-    assert metrics[3]["bank_skills"] == len(whole.bank.general_skills)
-    assert {row["outcome"] for row in rows(whole.out / "bank/replies.jsonl")} == {"read"}
+def test_no_skill_text_reaches_a_student(whole):
+    entries = []
+    for version in sgsd.bank_versions(whole.out).values():
+        bank = skills.SkillBank.load(version)
+        entries += bank.general_skills + bank.common_mistakes
+    for row in rows(whole.out / "rollouts.jsonl"):
+        text = whole.tokenizer.decode(row["prompt_ids"])
+        assert skills.render_student(row["problem"]) in text and "guidance" not in text
+        for entry in entries:
+            assert not any(value in text for value in entry.values() if isinstance(value, str))
 
 
 def test_the_adapters_train_and_nothing_else(world_dir, tmp_path):
-    run = make_run(world_dir, tmp_path / "run", dtype="bfloat16", updates=2)
-    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    sgsd.train(run)
-    for name, p in run.model.named_parameters():
+    run = make_run(world_dir, tmp_path / "run", dtype="bfloat16")
+    before = {name: p.detach().clone() for name, p in run.lm.named_parameters()}
+    for step in (1, 2):  # the first one leaves lora_A, as lora_B begins at 0
+        sgsd.train_step(run, step)
+    for name, p in run.lm.named_parameters():
         assert torch.equal(p, before[name]) != ("lora_" in name), name
 
 
@@ -131,10 +97,14 @@ def test_a_retriever_of_ones_own_needs_no_encoder(world_dir, tmp_path):
         return [skills.SkillPair(bank.general_skills[0], bank.common_mistakes[0], 0.5, 0.5)]
 
     cfg = config.Config(**settings(world_dir, tmp_path / "run", encoder="/no/such"))
-    run = driver.with_fakes(sgsd.prepare(cfg, ALONE, False, first))
-    records, _, _ = sgsd.train_step(run, 1)
+    with contextlib.ExitStack() as held:
+        run = driver.with_fakes(sgsd.prepare(cfg, ALONE, False, held, first))
+        records, _, _ = sgsd.train_step(run, 1)
     assert {tuple(map(tuple, row["pairs"])) for row in records} == {(("gen_001", "err_001"),)}
     assert [row["alpha"] for row in records] == [[1.0]] * 4
+
+
+# ------------------------------------------------------------------------------------ the prompts
 
 
 def test_the_prefixes_of_the_roles(world_dir, tmp_path):
@@ -161,71 +131,174 @@ def test_a_template_may_open_the_think_block_itself_and_may_know_no_other_way(
     (ids,) = sgsd.teacher_prompts(run, x, run.retrieve(x, 1)[:1])
     assert run.tokenizer.decode(ids).rpartition("assistant\n")[2].rstrip() == "<think>"
     assert "thinking: no switch in the chat template" in capsys.readouterr().out
-    other = dataclasses.replace(run.cfg, attn="eager", dtype="bfloat16")
-    assert "--dtype bfloat16 --attn eager" in runlog.what_next(other)
 
 
 def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, tmp_path):
     """S2: Gemma's <end_of_turn> is special, and only its generation_config names it as a stop."""
     shutil.copytree(world_dir / "model", tmp_path / "model")
-    own = make_tokenizer()
-    own.add_tokens([AddedToken("<end_of_turn>", special=True)])
-    own.save_pretrained(tmp_path / "model")
-    settings = GenerationConfig.from_pretrained(tmp_path / "model")
-    settings.eos_token_id = [265, 5]
-    settings.save_pretrained(tmp_path / "model")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken("<end_of_turn>", special=True)])
+    tokenizer.save_pretrained(tmp_path / "model")
+    generation = GenerationConfig.from_pretrained(tmp_path / "model")
+    generation.eos_token_id = [265, 5]
+    generation.save_pretrained(tmp_path / "model")
     run = make_run(world_dir, tmp_path / "run", model=str(tmp_path / "model"))
     turn = run.tokenizer.convert_tokens_to_ids("<end_of_turn>")
     assert turn not in run.tokenizer.all_special_ids
     assert {turn, 5} <= run.masked_ids
 
 
-def test_a_run_without_its_checkpoints_is_not_begun_anew(world_dir, tmp_path):
-    train(world_dir, tmp_path / "run", updates=6)
-    before = (tmp_path / "run/metrics.jsonl").read_text()
-    shutil.rmtree(tmp_path / "run/checkpoints")
-    with pytest.raises(UserError, match="reaches step 6, but the last checkpoint is of step 0"):
-        train(world_dir, tmp_path / "run", resume=True, updates=6)
-    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+def test_every_rank_needs_a_problem(world_dir, tmp_path):
+    cfg = config.Config(**settings(world_dir, tmp_path / "run"))
+    rule = "--batch-size 4: must be >= 8, since every process needs a problem"
+    with contextlib.ExitStack() as held, pytest.raises(ValueError, match=rule):
+        sgsd.prepare(cfg, World(0, 8, torch.device("cpu")), False, held)
 
 
-def test_updates_that_a_longer_interval_has_lost_are_made_again(world_dir, tmp_path):
-    train(world_dir, tmp_path / "run", updates=4, checkpoint_every=4)
-    shutil.rmtree(tmp_path / "run/checkpoints")
-    train(world_dir, tmp_path / "run", resume=True, updates=4, checkpoint_every=1)
-    assert len(rows(tmp_path / "run/metrics.jsonl")) == 4
+# ------------------------------------------------------------------------- how a run is continued
 
 
-def test_a_signal_is_acknowledged_at_once(world_dir, tmp_path, capfd):
-    run = make_run(world_dir, tmp_path / "run")
-    run.step = 9
-    run.ask_to_stop()
-    said = "finishing step 10, then stopping; once more stops at once"
-    assert run.stop and said in capfd.readouterr().err
+@pytest.fixture(scope="module")
+def one_step(world_dir, tmp_path_factory):
+    """The directory of a run with one step, by the command."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    completes(sgsd.main, driver.flags(world_dir, out, steps=1, max_new_tokens=4))
+    return out
 
 
-def test_an_online_update_says_what_it_did_or_why_it_did_nothing(world_dir, tmp_path, capsys):
+def test_a_run_records_the_code_and_each_continuation(one_step, tmp_path, capsys):
+    out = shutil.copytree(one_step, tmp_path / "run")
+    file = out / "config.json"
+    first = json.loads(file.read_text())
+    assert first["continuations"] == [] and {"commit", "changes", "command"} <= first.keys()
+    file.write_text(json.dumps(first | {"commit": "another"}))
+    for steps in (2, 3):
+        completes(sgsd.main, ["--resume", out, f"--steps={steps}"])
+        printed = capsys.readouterr()
+        assert f"resumed from step {steps - 1}\n" in printed.out
+        assert "the code has changed since the run began (commit: another, now" in printed.err
+    stored = json.loads(file.read_text())
+    assert stored["settings"] == first["settings"] | {"steps": 3, "out": str(out)}
+    for name in ("command", "changes", "versions"):
+        assert stored[name] == first[name]
+    steps = [(c["step"], c["changed"]) for c in stored["continuations"]]
+    assert steps == [(1, {"steps": [1, 2]}), (2, {"steps": [2, 3]})]
+    for continuation in stored["continuations"]:
+        assert {"when", "command", "commit", "changes"} <= continuation.keys()
+
+
+@pytest.mark.parametrize("given", ["--tau-g=2", "--batch-size=8", "--seed=1", "--model=other/one"])
+def test_a_resumed_run_keeps_what_is_not_resumable(given, one_step, capsys):
+    before = (one_step / "config.json").read_bytes()
+    words = (given.replace("=", " "), "a resumed run keeps its own")
+    refused(capsys, sgsd.main, ["--resume", one_step, given], *words)
+    assert (one_step / "config.json").read_bytes() == before
+
+
+def test_what_changes_only_rounding_may_be_given_again(one_step, tmp_path):
+    out = shutil.copytree(one_step, tmp_path / "run")
+    given = ["--checkpoint-every=1", "--rollout-rows=2", "--score-tokens=500", "--audit-every=0"]
+    completes(sgsd.main, ["--resume", out, "--steps=2", *given])
+    (continuation,) = json.loads((out / "config.json").read_text())["continuations"]
+    names = ["audit_every", "checkpoint_every", "rollout_rows", "score_tokens", "steps"]
+    assert sorted(continuation["changed"]) == names
+    assert len(rows(out / "tokens.jsonl")) == 0 and len(rows(out / "metrics.jsonl")) == 2
+
+
+def test_a_run_cannot_have_fewer_steps_than_it_has_made(one_step, tmp_path, capsys):
+    out = shutil.copytree(one_step, tmp_path / "run")
+    shutil.move(out / "checkpoints/step_000001", out / "checkpoints/step_000005")
+    words = ("--steps 3", "is at step 5 already; give a larger number")
+    refused(capsys, sgsd.main, ["--resume", out, "--steps=3"], *words)
+
+
+def test_steps_without_a_checkpoint_are_made_again(whole, world_dir, tmp_path):
+    """As after a kill before the first checkpoint: the bank of the cold start is used again."""
+    out = shutil.copytree(whole.out, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints")
+    run = train(world_dir, out, resume=True, **BANK)
+    assert run.code == 0 and run.bank == whole.bank
+    for name in ("rollouts.jsonl", "tokens.jsonl", "bank/memories.jsonl", "bank/replies.jsonl"):
+        assert (out / name).read_bytes() == (whole.out / name).read_bytes(), name
+
+
+def test_a_complete_run_says_which_commands_fit_it(world_dir, tmp_path):
+    changes = {"attn": "eager", "dtype": "bfloat16"}
+    text = sgsd.what_next(config.Config(**settings(world_dir, tmp_path / "run", **changes)))
+    assert f"python -m extras.report {tmp_path}/run" in text
+    assert f"python eval.py {world_dir}/model {tmp_path}/run --data YOUR" in text
+    assert "--dtype bfloat16 --attn eager" in text
+
+
+# ------------------------------------------------------------------------ the life of a run's bank
+
+
+def dynamic(bank):
+    entries = bank.general_skills + bank.common_mistakes
+    return [e for e in entries if e.get("skill_id", e.get("mistake_id")).startswith("dyn_")]
+
+
+def test_a_run_makes_its_bank_and_evolves_it(whole):
+    """Without --bank: cold start (Alg. 2), and every second step evolution (Alg. 4)."""
+    versions = sgsd.bank_versions(whole.out)
+    assert list(versions) == [0, 2, 4]
+    banks = [skills.SkillBank.load(path) for path in versions.values()]
+    memories = rows(whole.out / "bank/memories.jsonl")
+    assert len(memories) == 8
+    assert {m["problem_id"] for m in memories} == set(banks[0].metadata["seed_problems"])
+    assert not any("reference_answer" in m for m in memories)  # D3
+    for old, new in itertools.pairwise(banks):
+        assert 0 < len(dynamic(new)) <= len(dynamic(old)) + 2
+    assert whole.bank == banks[2] == skills.SkillBank.load(whole.out / "bank/bank.json")
+    replies = rows(whole.out / "bank/replies.jsonl")
+    assert {row["outcome"] for row in replies} == {"read"}
+    assert {row["step"] for row in replies} == {0, 2, 4}
+
+
+def test_a_row_has_the_bank_that_its_step_used_and_the_replies_since_the_row_before(whole):
+    """So the evolution after step 2 is counted in row 3, and the cold start in the bank."""
+    metrics = rows(whole.out / "metrics.jsonl")
+    counts = [m["replies_read"] for m in metrics]
+    assert counts[0] == counts[1] == counts[3] == 0 < counts[2]
+    assert counts[2] == sum(row["step"] == 2 for row in rows(whole.out / "bank/replies.jsonl"))
+    versions = sgsd.bank_versions(whole.out)
+    for m, since in zip(metrics, (0, 0, 2, 2)):
+        bank = skills.SkillBank.load(versions[since])
+        sizes = len(bank.general_skills), len(bank.common_mistakes)
+        assert (m["bank_skills"], m["bank_mistakes"]) == sizes
+
+
+def test_an_evolution_says_what_it_did_or_why_it_did_nothing(world_dir, tmp_path, capsys):
     """Three of eight are right: below the first gate, and not below the second."""
-    changes = {"updates": 2, "update_every": 2, "batch_size": 4}
+    changes = {"steps": 2, "evolve_every": 2, "batch_size": 4}
     train(world_dir, tmp_path / "a", **changes)
-    said = capsys.readouterr().out
-    assert "bank: 4 skills and 4 mistakes\n" in said
+    printed = capsys.readouterr().out
+    assert "bank: 4 skills and 4 mistakes\n" in printed
     copies = "0 copies of static entries dropped"
     line = f"bank: success 0.38; 3 candidate skills, 2 after merging, {copies}, net new 1"
     line += f"; 5 candidate mistakes, 4 after merging, {copies}, net new 3; 0 replies lost\n"
-    assert line in said
+    assert line in printed
     changes["bank"] = f"{tmp_path}/a/bank/bank.json"  # whose own last step was of this step, too
     train(world_dir, tmp_path / "b", success_gate=0.375, **changes)
     assert "success 0.38 is not below the gate: kept as it is" in capsys.readouterr().out
-    for m in rows(tmp_path / "b/metrics.jsonl"):
-        assert m["seconds.bank"] >= 0
+
+
+def test_a_bank_evolves_under_a_retrieval_that_has_no_encoder(world_dir, tmp_path):
+    changes = {"steps": 2, "evolve_every": 2, "retrieval": "random", "encoder": "/no/such"}
+    kind, step_fn = baselines.BaselineConfig, baselines.method_step
+    run = train(world_dir, tmp_path / "run", step_fn=step_fn, kind=kind, **changes)
+    assert run.code == 0
+    assert list(sgsd.bank_versions(run.out)) == [0, 2] and dynamic(run.bank)
+
+
+# ------------------------------------------------------------------- what teaches nothing, and why
 
 
 def test_a_completion_without_a_reasoning_token_teaches_nothing(world_dir, tmp_path):
     """It is the stop id alone, or nothing but newlines: r = -1, rho = 0, and a gradient of 0."""
     run = make_run(world_dir, tmp_path / "run", max_new_tokens=3)
-    run.verifier = rollout.Verifier()
-    causal = policy.causal_lm(run.model)
+    run.verifier = verify.Verifier()
+    causal = scoring.causal_lm(run.lm)
     causal.get_input_embeddings().weight.data[:, 0] = 100.0  # every hidden state is about (1, 0..)
     for always, completion in ((265, [265]), (256, [256] * 3)):
         head = causal.get_output_embeddings().weight.data
@@ -243,25 +316,23 @@ def test_a_completion_without_a_reasoning_token_teaches_nothing(world_dir, tmp_p
 
 def run_without_pairs(world_dir, out, **changes):
     """A run whose own model writes the replies, of 8 tokens each."""
-    settings = {**BANK, "cold_start": 4, "max_new_tokens": 8, "updates": 2, **changes}
-    run = make_run(world_dir, out, **settings)
+    few = {**BANK, "cold_start": 4, "max_new_tokens": 8, "steps": 2, **changes}
+    run = make_run(world_dir, out, **few)
     cfg = dataclasses.replace(run.cfg, reply_tokens=8)
-    run.writer = skills.writer_of(cfg, run.world, run.model, run.tokenizer, run.out / "bank")
+    policy = run.lm, run.tokenizer, run.stream
+    run.writer = sgsd.writer_of(cfg, run.world, policy, run.out / "bank")
     return run
 
 
-def test_a_run_whose_bank_has_no_pair_ends_before_its_first_update_and_says_why(
-    world_dir, tmp_path
-):
+def test_a_run_whose_bank_has_no_pair_ends_before_its_first_step_and_says_why(world_dir, tmp_path):
     run = run_without_pairs(world_dir, tmp_path / "run")
-    with pytest.raises(UserError) as refusal:
-        sgsd.train(run)
-    said = str(refusal.value)
-    assert "bank: 0 skills and 0 mistakes; without a pair there is no teacher" in said
-    assert "4 of 4 seed solutions were cut off at --cold-start-tokens 20: raise it" in said
-    assert "4 replies were lost (cut off): raise --reply-tokens" in said
-    assert f"then --resume {run.out} uses the solutions again; with --allow-empty-bank it" in said
-    assert not (run.out / "metrics.jsonl").exists() and not bank_versions(run.out)
+    with pytest.raises(ValueError) as refusal:
+        sgsd.begin(run, resume=False)
+    line = str(refusal.value)
+    assert "bank: 0 skills and 0 mistakes: no pair, no teacher, nothing to learn (S8)" in line
+    assert "from 4 solutions, 1 correct and 4 cut at --cold-start-tokens" in line
+    assert "4 replies lost (4 cut off)" in line and "--allow-empty-bank" in line
+    assert not (run.out / "metrics.jsonl").exists() and not sgsd.bank_versions(run.out)
     (reply, *_) = rows(run.out / "bank/replies.jsonl")
     assert (reply["outcome"], reply["cause"]) == ("retried", "cut off")
 
@@ -269,27 +340,15 @@ def test_a_run_whose_bank_has_no_pair_ends_before_its_first_update_and_says_why(
 def test_a_bank_that_stays_empty_is_said_and_counted(world_dir, tmp_path, capsys):
     """A random model's own replies cannot be read: no teachers, no loss, and the run ends well."""
     run = run_without_pairs(world_dir, tmp_path / "run", allow_empty_bank=True)
-    assert sgsd.train(run) == 0
-    said = capsys.readouterr().out
-    assert "there is no teacher, and nothing is learnt (S8)" in said
-    assert "4 replies lost (4 cut off)" in said and "| 100% cut at --max-new-tokens" in said
-    metrics = rows(tmp_path / "run/metrics.jsonl")
-    assert metrics[1]["replies_lost"] > 0
+    with driver.signals_restored():
+        assert sgsd.train(run, sgsd.begin(run, resume=False)) == 0
+    printed = capsys.readouterr().out
+    assert "no pair, no teacher, no loss (S8)" in printed
+    assert "4 replies lost (4 cut off)" in printed and "| 100% cut at --max-new-tokens" in printed
+    metrics, replies = rows(run.out / "metrics.jsonl"), rows(run.out / "bank/replies.jsonl")
+    assert sum(row["step"] == 2 and row["outcome"] == "lost" for row in replies) > 0
     for m in metrics:
         assert (m["no_teachers"], m["bank_skills"], m["skipped"]) == (4, 0, 0)
         assert m["loss"] == m["grad_norm"] == 0
-    params = policy.trained(run.model).items()
+    params = model.trained(run.lm).items()
     assert not any(p.any() for name, p in params if "lora_B" in name)
-
-
-def test_a_bank_evolves_under_a_retrieval_that_has_no_encoder(world_dir, tmp_path):
-    changes = {"updates": 2, "update_every": 2, "retrieval": "random", "encoder": "/no/such"}
-    run = make_run(world_dir, tmp_path / "run", kind=baselines.BaselineConfig, **changes)
-    assert sgsd.train(run, baselines.method_step) == 0
-    assert list(bank_versions(run.out)) == [0, 2] and dynamic(run.bank)
-
-
-def test_every_rank_needs_a_problem(world_dir, tmp_path):
-    cfg = make_run(world_dir, tmp_path / "run").cfg
-    with pytest.raises(UserError, match="--batch-size 4: must be >= 8, as every process needs"):
-        sgsd.prepare(cfg, World(0, 8, torch.device("cpu")), False)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 from conftest import make_bank
 
-import replies
 import skills
 
 G, E = KEYS = list(skills.FIELDS)
@@ -34,8 +33,8 @@ def bare(entries, key=G):
     return [{field: e[field] for field in skills.FIELDS[key]} for e in entries]
 
 
-def answer(found, key=G):
-    return json.dumps({key: found})
+def answer(entries, key=G):
+    return json.dumps({key: entries})
 
 
 def key_of(name):
@@ -66,7 +65,7 @@ class Model:
         return replies
 
     @property
-    def asked(self):
+    def prompts(self):
         return [read for call in self.calls for read in call]
 
     @property
@@ -98,27 +97,25 @@ def refuse(name, body):
     return "I cannot do that."
 
 
-class Writer(skills.Writer):
-    """A writer with a fake model: it keeps what it `said`, and the `stages` and `times` asked."""
+class Writer:
+    """Stands in for a `skills.Writer`: keeps the `stages`, and what was `logged` of each reply."""
 
-    def __init__(self, model):
-        super().__init__(model, None, None, None, 0, 0)
-        self.said, self.stages, self.times, self.cut = [], [], [], False
+    def __init__(self, model, cut=False):
+        self.model, self.cut, self.stages, self.logged = model, cut, [], []
 
-    def log(self, question, row):
-        self.said.append({**row, "prompt": question.prompt})
-
-    def replies(self, questions, times, stage):
+    def answer(self, questions, stage):
         self.stages.append((stage, questions[0].shown > 0))
-        self.times.append(times)
-        return [(text, self.cut) for text in self.model([asked.prompt for asked in questions])]
+        return [(reply, self.cut) for reply in self.model([q.prompt for q in questions])]
+
+    def record(self, question, row):
+        self.logged.append({**row, "prompt": question.prompt})
 
 
 PAIR = items("ab")
 
 
 def read(text, key):
-    return replies.read_items(text, key, skills.FIELDS[key])
+    return skills.read_items(text, key, skills.FIELDS[key])
 
 
 def test_each_kind_reads_its_own_items_alone():
@@ -132,9 +129,9 @@ def test_each_kind_reads_its_own_items_alone():
 
 
 def solved(i, r=1, **changes):
-    found = {"problem_id": f"id-{i}-xyz", "problem": f"What is {i} plus 1?", "gold": "GOLD"}
-    found |= {"text": f"We add {i} and 1.\nSo \\boxed{{{i + 1}}}.", "r": r, "pred": str(i + 1)}
-    return SimpleNamespace(**found | changes)
+    fields = {"problem_id": f"id-{i}-xyz", "problem": f"What is {i} plus 1?", "gold": "GOLD"}
+    fields |= {"text": f"We add {i} and 1.\nSo \\boxed{{{i + 1}}}.", "r": r, "pred": str(i + 1)}
+    return SimpleNamespace(**fields | changes)
 
 
 def memory(i, r=1):
@@ -181,20 +178,20 @@ def test_a_long_completion_is_an_excerpt_of_its_two_ends():
     text = "\n".join(lines)
     record = skills.memory_of(solved(1, text=text))
     assert record["completion"] == f"{text[:1000]}\n[...]\n{text[-1000:]}"
-    kept = lines[:4] + lines[-4:]
-    assert record["trajectory_summary"] == [line[:200] for line in kept]
+    ends = lines[:4] + lines[-4:]
+    assert record["trajectory_summary"] == [line[:200] for line in ends]
 
 
 def test_success_gives_skills_and_failure_gives_mistakes():
     """Lines 8-13: every memory in its own prompt, in order, up to three items of each."""
     model = extracting(5)
-    found = skills.extract([memory(1, 1), memory(2, -1), memory(3, 1), memory(4, -1)], model)
-    asked = [(name, body["problem"][8]) for name, body in model.asked]
+    candidates = skills.extract([memory(1, 1), memory(2, -1), memory(3, 1), memory(4, -1)], model)
+    prompts = [(name, body["problem"][8]) for name, body in model.prompts]
     successes, failures = [("extract_skills", n) for n in "13"], ["2", "4"]
-    assert asked == successes + [("extract_mistakes", n) for n in failures]
-    assert bare(found[G]) == items([f"{i}.{j}" for i in (1, 3) for j in range(3)])
-    assert bare(found[E], E) == items([f"{i}.{j}" for i in (2, 4) for j in range(3)], E)
-    assert [e["sources"] for e in found[G]] == [["id-1-xyz"]] * 3 + [["id-3-xyz"]] * 3
+    assert prompts == successes + [("extract_mistakes", n) for n in failures]
+    assert bare(candidates[G]) == items(["1.0", "1.1", "1.2", "3.0", "3.1", "3.2"])
+    assert bare(candidates[E], E) == items(["2.0", "2.1", "2.2", "4.0", "4.1", "4.2"], E)
+    assert [e["sources"] for e in candidates[G]] == [["id-1-xyz"]] * 3 + [["id-3-xyz"]] * 3
 
 
 def test_an_unreadable_reply_is_asked_once_more_and_then_lost():
@@ -202,35 +199,34 @@ def test_an_unreadable_reply_is_asked_once_more_and_then_lost():
     cut = answer(items("c"))[:-40]
     model = script(answer(items("a")), "no", answer([]), cut, answer(items("b")), "no", "no")
     writer = Writer(model)
-    found = skills.extract([memory(i) for i in range(4)], writer)
-    assert names(found[G]) == "ab"
+    candidates = skills.extract([memory(i) for i in range(4)], writer)
+    assert names(candidates[G]) == "ab"
     assert [[body["problem"][8] for _, body in call] for call in model.calls] == [
         ["0", "1", "2", "3"],
         ["1", "2", "3"],
     ]
     outcomes = ["read", "retried", "retried", "retried", "read", "lost", "lost"]
-    assert [row["outcome"] for row in writer.said] == outcomes
-    assert [(row["prompt"], row["reply"]) for row in writer.said] == model.pairs
+    assert [row["outcome"] for row in writer.logged] == outcomes
+    assert [(row["prompt"], row["reply"]) for row in writer.logged] == model.pairs
 
 
 def test_what_is_wrong_with_a_lost_reply_is_logged():
-    """The length limit comes first, as the writer alone knows it."""
+    """The length limit comes first, as only the writer knows of it."""
     invalid, many = answer([{"title": "t"}]), answer(items("wxyz"))
     causes = {"They are all unique.": "no JSON", invalid: "no valid item", "{}": "no valid item"}
     causes |= {many: "more items than it was shown", answer(PAIR)[:-2]: "not whole"}
     for reply, cause in causes.items():
         for cut in (False, True):
-            writer = Writer(Model(lambda *_, reply=reply: reply))
-            writer.cut = cut
+            writer = Writer(script(reply, reply), cut)
             skills.merge(items("abc"), G, writer)
-            said = [(row["outcome"], row["cause"]) for row in writer.said]
-            assert said == [(way, "cut off" if cut else cause) for way in ("retried", "lost")]
+            outcomes = [(row["outcome"], row["cause"]) for row in writer.logged]
+            assert outcomes == [(way, "cut off" if cut else cause) for way in ("retried", "lost")]
 
 
 def test_the_complete_items_of_a_cut_extraction_are_used():
     writer = Writer(script(answer(items("abc"))[:-20]))
     assert names(skills.extract([memory(1)], writer)[G]) == "ab"
-    assert [row["outcome"] for row in writer.said] == ["repaired"]
+    assert [row["outcome"] for row in writer.logged] == ["repaired"]
 
 
 # --------------------------------------------------------------------------- merging (Alg. 3)
@@ -254,7 +250,7 @@ def test_one_group_by_hand(key):
         {skills.IDS[key]: f"{prefix}001", **item("x", key)},
         {skills.IDS[key]: f"{prefix}002", **item("c", key)},
     ]
-    assert [body for _, body in model.asked] == [items("abc", key)]
+    assert [body for _, body in model.prompts] == [items("abc", key)]
     assert layers == [layer(0, 3, 1, 2, 0, ROOT_GROUP)]
 
 
@@ -315,7 +311,7 @@ def test_a_bad_reply_is_asked_once_more_and_then_the_group_stays(name):
     merged, layers = skills.merge(items("abc"), G, writer)
     assert names(merged) == "abc" and layers == [layer(0, 3, 1, 3, 1, ROOT_GROUP)]
     assert model.groups == [["abc"], ["abc"]]
-    assert [row["outcome"] for row in writer.said] == ["retried", "lost"]
+    assert [row["outcome"] for row in writer.logged] == ["retried", "lost"]
 
 
 def test_only_the_bad_groups_are_asked_again():
@@ -326,15 +322,6 @@ def test_only_the_bad_groups_are_asked_again():
     assert model.groups == [["ab", "cd", "ef"], ["cd", "ef"], ["xc", "dy"]]
     assert layers == [layer(0, 6, 3, 4, 0), layer(1, 4, 2, 4, 1, PATIENCE)]
     assert names(merged) == "xcdy"
-
-
-def test_a_writer_hears_how_often_a_prompt_was_asked_before():
-    """D4: (ab)(cd)(e): the second is unreadable, then both groups come back as they were."""
-    replies = [answer(items("ab")), "no", *[answer(items(n)) for n in ("cd", "ab", "cd")]]
-    writer = Writer(script(*replies))
-    skills.merge(items("abcde"), G, writer, 2, 2)
-    assert writer.model.groups == [["ab", "cd"], ["cd"], ["ab", "cd"]]
-    assert writer.times == [[0, 0], [1], [1, 2]]
 
 
 def test_both_lists_merge_layer_by_layer_in_common_calls():
@@ -456,29 +443,29 @@ def dynamic(bank, key):
 
 DUE = [([], 25, {}, False), (window(3), 24, {}, False), (window(3), 30, {}, False)]
 DUE += [(window(0, 3), 25, {}, False), (window(1, 4), 25, {}, False)]
-DUE += [(window(1), 7, {"update_every": 7}, True), (window(1), 25, {"update_every": 0}, False)]
+DUE += [(window(1), 7, {"evolve_every": 7}, True), (window(1), 25, {"evolve_every": 0}, False)]
 for gate, due in ((0.5, False), (0.51, True)):
     DUE.append((window(1, 1), 25, {"success_gate": gate}, due))
 
 
 @pytest.mark.parametrize("records,step,changes,due", DUE)
-def test_an_update_is_due_every_f_updates_and_below_the_gate(records, step, changes, due):
+def test_an_evolution_is_due_every_f_steps_and_below_the_gate(records, step, changes, due):
     """Lines 1 and 5, F = 25 and gamma = 0.8 by default; else it is the same bank."""
     bank, model = with_dynamic(1, 1), extracting()
     new = skills.evolve(bank, records, step, model, **changes)
     assert (new is not bank) == bool(model.calls) == due
 
 
-def test_an_update_by_hand():
+def test_an_evolution_by_hand():
     """Lines 8-14: extract, merge the candidates, merge them with the dynamic entries, replace."""
     model, bank = extracting(2), with_dynamic(1, 0)
     records = [solved(1, 1), solved(2, -1), solved(3, -1)]
     new = skills.evolve(bank, records, 50, model)
-    asked = []
-    for name, body in model.asked:
+    prompts = []
+    for name, body in model.prompts:
         extraction = name.startswith("extract")
-        asked.append((name, body["problem"][8] if extraction else names(body, key_of(name))))
-    assert asked == [
+        prompts.append((name, body["problem"][8] if extraction else names(body, key_of(name))))
+    assert prompts == [
         ("extract_skills", "1"),
         ("extract_mistakes", "2"),
         ("extract_mistakes", "3"),  # lines 8-10
@@ -505,13 +492,13 @@ def test_static_entries_and_the_old_bank_are_left_alone():
 
 def record(step, success, **numbers):
     """What an evolution leaves in the metadata; numbers: of the skills and of the mistakes."""
-    found = {"step": step, "success": success}
+    row = {"step": step, "success": success}
     for name, both in numbers.items():
-        found |= {f"{name}_{key}": n for key, n in zip(KEYS, both)}
-    return found
+        row |= {f"{name}_{key}": n for key, n in zip(KEYS, both)}
+    return row
 
 
-def test_an_update_leaves_its_record():
+def test_an_evolution_leaves_its_record():
     once = skills.evolve(with_dynamic(2, 1), window(2, 2), 25, extracting(1))
     twice = skills.evolve(once, window(3, 1), 50, Model(refuse))
     none = {"candidate": (0, 0), "copied": (0, 0), "merged": (0, 0), "net_new": (0, 0)}
@@ -535,7 +522,7 @@ def test_no_copy_of_a_static_entry_becomes_a_dynamic_one():
 
     model = Model(reply)
     new = skills.evolve(bank, [solved(1, 1), solved(2, -1)], 25, model)
-    merges = [names(body) for name, body in model.asked if name == "merge_skills"]
+    merges = [names(body) for name, body in model.prompts if name == "merge_skills"]
     assert merges == ["ab", "aUse"]  # which gives a and the copy once more
     assert names(dynamic(new, G)) == "a" and names(dynamic(new, E), E) == "c"
     expected = {"candidate": (3, 2), "copied": (2, 1), "merged": (2, 1)}
@@ -546,7 +533,7 @@ def test_no_copy_of_a_static_entry_becomes_a_dynamic_one():
 def test_without_a_readable_reply_every_entry_stays_and_nothing_is_merged():
     bank, model = with_dynamic(2, 2), Model(refuse)
     new = skills.evolve(bank, window(2, 2), 25, model)
-    assert {name for name, _ in model.asked} == {"extract_skills", "extract_mistakes"}
+    assert {name for name, _ in model.prompts} == {"extract_skills", "extract_mistakes"}
     for key in KEYS:
         assert dynamic(new, key) == dynamic(bank, key)
 
@@ -558,12 +545,6 @@ def test_existing_dynamic_entries_merge_with_the_new():
     assert dynamic(new, E) == [
         {"mistake_id": "dyn_err_001", **item("all", E), "sources": ["id-0-xyz"]}
     ]
-
-
-def test_the_second_merge_of_an_update_knows_what_the_first_has_asked():
-    writer = Writer(extracting(1))
-    skills.evolve(make_bank(), window(2), 25, writer)
-    assert writer.times == [[0, 0], [0], [1]]
 
 
 LIMITS = [(9, 9, 5, 5), (9, 0, 5, 5), (0, 9, 5, 5), (9, 9, 1, 1), (9, 9, 0, 0), (3, 3, 7, 6)]
@@ -610,7 +591,7 @@ def test_the_papers_limits_are_the_defaults():
 
 
 @pytest.mark.parametrize("shown", [False, True])
-def test_an_update_shows_the_reference_answer_only_when_asked_to(shown):
+def test_an_evolution_shows_the_reference_answer_only_when_asked_to(shown):
     """D3. And never an id."""
     model = extracting()
     skills.evolve(with_dynamic(2, 2), window(3, 2), 25, model, memory_answer=shown)
@@ -641,17 +622,18 @@ def mangle(rng, text):
 
 def mangled(rng, key):
     """A valid reply of one to three items, then up to three manglings, cut to be read quickly."""
-    found = items([f"{rng.randint(0, 9)} \\frac{{1}}{{2}} \\nu [0, 1]\né" for _ in "abc"], key)
-    text = rng.choice([answer, lambda found, _: json.dumps(found)])(found[rng.randint(0, 2) :], key)
+    entries = items([f"{rng.randint(0, 9)} \\frac{{1}}{{2}} \\nu [0, 1]\né" for _ in "abc"], key)
+    layout = rng.choice([answer, lambda entries, _: json.dumps(entries)])
+    text = layout(entries[rng.randint(0, 2) :], key)
     for _ in range(rng.randint(0, 3)):
         text = mangle(rng, text)
     return text[:4000]
 
 
-def well_formed(found, key):
+def well_formed(entries, key):
     """Exactly the three fields, each a non-empty string that a file and a tokenizer can take."""
-    json.dumps(found, ensure_ascii=False).encode()
-    for entry in found:
+    json.dumps(entries, ensure_ascii=False).encode()
+    for entry in entries:
         if list(entry) != list(skills.FIELDS[key]) or not all(x.strip() for x in entry.values()):
             return False
     return True
@@ -668,11 +650,11 @@ def test_no_mangled_reply_loses_or_invents_an_entry_in_a_merge(key):
         used, written = [], []
         for prompt, reply in model.pairs:
             group = read_prompt(prompt)[1]
-            found, whole = read(reply, key)
-            assert well_formed(found, key)
-            if whole and 0 < len(found) <= len(group):
+            reading, whole = read(reply, key)
+            assert well_formed(reading, key)
+            if whole and 0 < len(reading) <= len(group):
                 used += group
-                written += found
+                written += reading
         assert well_formed(merged, key) and 0 < len(merged) <= 5
         assert all(e in merged or e in used for e in old)
         assert all(e in old or e in written for e in merged)
@@ -680,7 +662,7 @@ def test_no_mangled_reply_loses_or_invents_an_entry_in_a_merge(key):
     assert 50 < changed < 300
 
 
-def test_no_mangled_reply_breaks_an_update():
+def test_no_mangled_reply_breaks_an_evolution():
     rng, bank = random.Random(2), with_dynamic(2, 2)
     settings = {"max_new_items": 3, "dynamic_capacity": 4}
     for _ in range(100):

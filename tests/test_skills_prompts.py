@@ -1,16 +1,12 @@
-"""Templates word for word, one pass of substitution, no skill text in a student's prompt."""
+"""Prompts: templates word for word, one pass of substitution, templates of another domain."""
 
+import shutil
 import types
 
 import pytest
-import torch
 from conftest import ROOT, make_bank
-from driver import rows, train
 
-import eval
 import skills
-from distributed import World
-from problems import Problem
 
 STUDENT = (
     "Problem: {problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -83,18 +79,99 @@ def test_the_extraction_prompt_names_the_fields_behind_the_template(key):
     assert form == f"\nEach item is an object with the string fields {names}."
 
 
-def test_no_skill_text_reaches_a_student(world_dir, tmp_path):
-    run = train(world_dir, tmp_path / "run", updates=1)
-    for row in rows(tmp_path / "run/rollouts.jsonl"):
-        text = run.tokenizer.decode(row["prompt_ids"])
-        assert skills.render_student(row["problem"]) in text and "guidance" not in text
-        for entry in run.bank.general_skills + run.bank.common_mistakes:
-            assert not any(value in text for value in entry.values())
+def test_no_skill_text_stands_in_the_students_prompt():
+    problem = "What is 1 plus 2?"
+    assert skills.render_student(problem) == STUDENT.replace("{problem}", problem)
+    assert skills.render_skills([], problem) == skills.render_student(problem)
 
 
-def test_no_skill_text_reaches_an_evaluation(world_dir):
-    """Without --skills every prompt is the student's, and no encoder is loaded."""
-    args = eval.arguments([str(world_dir / "model"), "--data", "x", "--encoder", "/no/such"])
-    prompt = eval.prompt_maker(args, World(0, 1, torch.device("cpu")))
-    x = Problem("0", "What is {skills}?", "5")
-    assert prompt(x) == skills.render_student(x.problem)
+def test_all_pairs_stand_in_one_prompt_best_first_above_the_students():
+    """S14: a heading, then one bullet per entry; with one pair it is the teacher's prompt."""
+    bank = make_bank()
+    pairs = []
+    for skill, mistake in zip(bank.general_skills[:2], bank.common_mistakes[:2]):
+        pairs.append(skills.SkillPair(skill, mistake, 1.0, 1.0))
+    assert skills.render_skills(pairs[:1], "P") == skills.render_teacher(pairs[0], "P")
+    bullets = """### General Principles
+- **Use add**: Always add with care.
+  _Apply when: When you add._
+- **Use carry**: Always carry with care.
+  _Apply when: When you carry._
+
+### Mistakes to Avoid
+- **Don't**: Forgetting to add.
+  **Instead**: Remember add.
+- **Don't**: Forgetting to carry.
+  **Instead**: Remember carry.
+
+"""
+    opening = TEACHER.partition("###")[0]
+    assert skills.render_skills(pairs, "P") == opening + bullets + skills.render_student("P")
+
+
+def test_a_merge_shows_three_fields_and_nothing_else():
+    entry = make_bank().general_skills[0]
+    fields = {name: entry[name] for name in skills.FIELDS["general_skills"]}
+    text = skills.render_merge([{**entry, "sources": ["p1"]}] * 2, "general_skills")
+    assert f"to merge:\n{skills.as_json([fields] * 2)}\n\nReturn ONLY" in text
+
+
+# ----------------------------------------------------------------- templates of another domain
+
+
+@pytest.fixture
+def templates(tmp_path):
+    """A copy of the paper's templates; its own come back after the test."""
+    yield shutil.copytree(ROOT / "prompts", tmp_path / "templates")
+    skills.use_prompts("")
+
+
+def test_templates_of_another_domain_take_the_place_of_all_of_the_papers(templates):
+    for file in templates.glob("*.txt"):
+        file.write_text(file.read_text().replace("math", "puzzle"))
+    memory = skills.memory_of(types.SimpleNamespace(problem="?", text="so", r=1, pred=None))
+    pair = skills.SkillPair({"title": "T"}, {"description": "D"}, 1.0, 1.0)
+
+    def prompts():
+        texts = [skills.render("memory", {"problem": "?"}), skills.render_teacher(pair, "?")]
+        for key in skills.FIELDS:
+            texts += [skills.render_extraction(memory, key), skills.render_merge([], key)]
+        return texts
+
+    papers = prompts()
+    skills.use_prompts(str(templates))
+    assert prompts() == [text.replace("math", "puzzle") for text in papers] != papers
+    skills.use_prompts("")
+    assert prompts() == papers
+
+
+SPOILT = [  # a template, what stands in it, what takes its place, and what the error says
+    ("student", "{problem}", "{question}", "student.txt lacks {problem}"),
+    ("memory", "{problem}", "", "memory.txt lacks {problem}"),
+    ("extract_skills", "{memory_json}", "", "extract_skills.txt lacks {memory_json}"),
+    ("merge_mistakes", "{items_json}", "", "merge_mistakes.txt lacks {items_json}"),
+    ("teacher", "{skill.principle}", "{skill.title}", "teacher.txt lacks {skill.principle}"),
+    ("teacher", "### Mistakes to Avoid\n", "", "teacher.txt must be: an opening"),
+    ("teacher", "\n\n", "\n", "teacher.txt must be: an opening"),
+    ("teacher", "step by step", "at once", "and then student.txt"),
+]
+
+
+@pytest.mark.parametrize("name,old,new,words", SPOILT)
+def test_wrong_templates_are_one_line_and_those_in_use_stay(name, old, new, words, templates):
+    file = templates / f"{name}.txt"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(ValueError) as error:
+        skills.use_prompts(str(templates))
+    line = str(error.value)
+    assert line.startswith(f"prompts {templates}: ") and words in line and "\n" not in line
+    assert skills.template("student") == STUDENT
+
+
+def test_a_missing_template_is_one_line():
+    words = (
+        r"prompts no-such: extract_mistakes\.txt not read .*must have all files that prompts/ has"
+    )
+    with pytest.raises(ValueError, match=words):
+        skills.use_prompts("no-such")

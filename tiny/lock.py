@@ -38,9 +38,11 @@ import make
 import torch
 import world
 
-import policy
+import model as models
 import rollout
+import scoring
 import skills
+import verify
 
 OUT = HERE / "lock"
 STEPS, ROWS, RATE = 1200, 24, 1e-3
@@ -144,14 +146,14 @@ def solving_row(rng: random.Random, tokenizer, x: Lock, form: str) -> make.Row:
     good, bad, problem = [], [], x.problem
     if form == "pair" or (form == "answer" and rng.random() < 0.5):
         good, bad = guidance(rng, x.families)
-    if form == "answer":  # as baselines.py has it
+    if form == "answer":  # as extras/baselines.py has it
         problem += f"\n\nThe reference answer is {x.answer}."
     pairs = [skills.SkillPair(g, e, 1.0, 1.0) for g, e in zip(good, bad)]
     text = skills.render_skills(pairs, problem)
     if form == "memory":
         text = skills.render("memory", {"problem": problem})
     thinking = form != "memory" and rng.random() < (0.5 if form == "plain" else 0.8)
-    prompt = policy.chat_ids(tokenizer, text, thinking=thinking)
+    prompt = rollout.chat_ids(tokenizer, text, thinking=thinking)
 
     ids: list[int] = []
     choices = []
@@ -275,7 +277,7 @@ def shares(model, tokenizer, problems: list[Lock], case: str, seed: int = 0) -> 
     rng, prompts, names = random.Random(seed), [], []
     for x in problems:
         text, name = prompt_of(rng, x, case)
-        prompts.append(policy.chat_ids(tokenizer, text, thinking=True))
+        prompts.append(rollout.chat_ids(tokenizer, text, thinking=True))
         names.append(name)
     keys = [rollout.sample_key(seed, 0, f"{case}{i}") for i in range(len(problems))]
     sampling = rollout.Sampling(1.0, 0.95, 0, 160)
@@ -285,7 +287,7 @@ def shares(model, tokenizer, problems: list[Lock], case: str, seed: int = 0) -> 
         text = tokenizer.decode(ids, skip_special_tokens=True)
         right = steps_right(x, text)
         at = x.families.index(name)
-        counts["solved"] += rollout.extract_answer(text) == x.answer
+        counts["solved"] += verify.extract_answer(text) == x.answer
         counts["guided step"] += bool(right[at])
         counts["other steps"] += sum(map(bool, right[:at] + right[at + 1 :])) / 2
         counts["skipped"] += right == [None] * 3
@@ -304,7 +306,7 @@ def measure(model, tokenizer, count: int) -> str:
     return "\n".join(table)
 
 
-def taught(bank: skills.SkillBank, embed: policy.Embed, problems: list[Lock]) -> dict[str, float]:
+def taught(bank: skills.SkillBank, embed, problems: list[Lock]) -> dict[str, float]:
     """Family -> in what part of its problems one of the four nearest pairs has a true entry."""
     shown = defaultdict(list)
     for x in problems:
@@ -318,15 +320,15 @@ def taught(bank: skills.SkillBank, embed: policy.Embed, problems: list[Lock]) ->
 def of_bank(model, tokenizer, path: str, count: int = 160) -> str:
     """What a bank holds, what is retrieved from it, and the gaps of its teachers on the base."""
     bank = skills.SkillBank.load(path)
-    embed = policy.load_encoder(str(OUT / "encoder"), "cpu")
+    embed = models.load_encoder(str(OUT / "encoder"), "cpu")
     kinds = Counter(str(world.meaning(entry)) for entry in bank.general_skills)
     about = Counter((world.meaning(entry) or ("", "unknown"))[1] for entry in bank.general_skills)
     first, nearest, shown_for, gaps, masked = Counter(), Counter(), Counter(), [], []
     rng = random.Random(3)
-    sampling, hidden = rollout.Sampling(1.1, 0.95, 20, 160), policy.masked_token_ids(tokenizer)
+    sampling, hidden = rollout.Sampling(1.1, 0.95, 20, 160), models.masked_token_ids(tokenizer)
     problems = [draw(rng) for _ in range(count)]
     prompts = [
-        policy.chat_ids(tokenizer, skills.render_student(x.problem), thinking=False)
+        rollout.chat_ids(tokenizer, skills.render_student(x.problem), thinking=False)
         for x in problems
     ]
     keys = [rollout.sample_key(1, 0, str(i)) for i in range(count)]
@@ -339,9 +341,9 @@ def of_bank(model, tokenizer, path: str, count: int = 160) -> str:
         nearest.update(own)
         shown_for.update(pair.skill["skill_id"] for pair in pairs)
         texts = [skills.render_teacher(pair, x.problem) for pair in pairs]
-        contexts = [policy.chat_ids(tokenizer, text, thinking=True) for text in texts]
-        teachers_KT = policy.score_teachers(model, contexts, ids, 16384)
-        gap_KT = teachers_KT - policy.token_logprobs(model, [prompt], [ids])
+        contexts = [rollout.chat_ids(tokenizer, text, thinking=True) for text in texts]
+        teachers_KT = scoring.score_teachers(model, contexts, ids, 16384)
+        gap_KT = teachers_KT - scoring.token_logprobs(model, [prompt], [ids])
         formatting = torch.tensor([i in hidden for i in ids])
         gaps.append(gap_KT[:, ~formatting].flatten())
         masked.append(gap_KT[:, formatting].flatten())
@@ -384,7 +386,7 @@ def main() -> None:
         start, steps, rate = HERE, args.steps, RATE
         if args.more:
             start, steps, rate = OUT, args.more, RATE / 2
-        model, tokenizer = policy.load_model(str(start / "model"), device)
+        model, tokenizer = models.load_model(str(start / "model"), device)
         make.make_encoder(rng, tokenizer, steps=0).save(
             str(OUT / "encoder"), create_model_card=False
         )
@@ -392,7 +394,7 @@ def main() -> None:
         make.train(model, steps, rate, rows_of, functools.partial(glance, model, tokenizer))
         model.to(torch.bfloat16).save_pretrained(OUT / "model")
         tokenizer.save_pretrained(OUT / "model")
-    model, tokenizer = policy.load_model(str(OUT / "model"), device)
+    model, tokenizer = models.load_model(str(OUT / "model"), device)
     if args.bank:
         print(of_bank(model, tokenizer, args.bank))
     else:

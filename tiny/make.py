@@ -28,10 +28,11 @@ import torch
 import world
 from tqdm import tqdm
 
-import policy
-import replies
+import model as models
 import rollout
+import scoring
 import skills
+import verify
 
 VOCAB, STEPS, ROWS, RATE, BUDGET = 1024, 2600, 32, 2e-3, 1536
 MIX = {
@@ -112,7 +113,7 @@ def memory(rng: random.Random, drawn: world.Drawn, wrong: bool) -> dict:
 
 def memory_of(problem: str, text: str, r: int) -> dict:
     """The memory record of a solution."""
-    pred = rollout.extract_answer(text)
+    pred = verify.extract_answer(text)
     return skills.memory_of(SimpleNamespace(problem=problem, text=text, r=r, pred=pred))
 
 
@@ -235,7 +236,7 @@ def make_rows(
             at = next(i for i, (a, b) in enumerate(zip(reply, other)) if a != b)
             weights = [1.0] * len(reply)
             weights[at] = 4.0  # which decides the answer
-            prompt = policy.chat_ids(tokenizer, text, thinking=thinking)
+            prompt = rollout.chat_ids(tokenizer, text, thinking=thinking)
             choice = at, other[at], 1 - chance if wrong else chance
             rows.append(Row(prompt, reply, weights, [choice]))
             continue
@@ -255,7 +256,7 @@ def json_row(rng: random.Random, tokenizer, text: str, items: list[dict], key: s
     """The row of an extraction or a merge."""
     reply = tokenizer.encode(world.reply(rng, items, key), add_special_tokens=False)
     reply.append(tokenizer.eos_token_id)
-    prompt = policy.chat_ids(tokenizer, text, thinking=False)
+    prompt = rollout.chat_ids(tokenizer, text, thinking=False)
     return Row(prompt, reply, [0.4] * len(reply), [])
 
 
@@ -299,7 +300,7 @@ def train(model, steps: int, rate: float, make: Callable[[], list[Row]], glance:
         total = sum(sum(row.weights) for row in rows)
         lengths = [len(row.prompt_ids) + len(row.reply_ids) for row in rows]
         seen = 0.0
-        for pack in policy.packs(lengths, BUDGET):
+        for pack in scoring.packs(lengths, BUDGET):
             loss = _loss(body, model.lm_head, [rows[i] for i in pack]) / total
             loss.backward()
             seen += float(loss.detach())
@@ -377,12 +378,12 @@ def accuracy(model, tokenizer, problems: list[world.Drawn], case: str, seed: int
     for x in problems:
         pair = pair_for(rng, x.family, case)
         problem = x.problem
-        if case == "answer":  # as baselines.py has it for OPSD
+        if case == "answer":  # as extras/baselines.py has it for OPSD
             problem += f"\n\nThe reference answer is {x.right[1]}."
         text = (
             skills.render_student(problem) if pair is None else skills.render_teacher(pair, problem)
         )
-        prompts.append(policy.chat_ids(tokenizer, text, thinking=True))
+        prompts.append(rollout.chat_ids(tokenizer, text, thinking=True))
     sampling = rollout.Sampling(1.0, 0.95, 0, 96)
     for at in range(0, len(prompts), 200):
         part = range(at, min(at + 200, len(prompts)))
@@ -391,7 +392,7 @@ def accuracy(model, tokenizer, problems: list[world.Drawn], case: str, seed: int
             part, rollout.generate(model, tokenizer, [prompts[i] for i in part], sampling, keys)
         ):
             right.append(
-                rollout.extract_answer(tokenizer.decode(ids, skip_special_tokens=True))
+                verify.extract_answer(tokenizer.decode(ids, skip_special_tokens=True))
                 == str(problems[i].right[1])
             )
     return right
@@ -417,14 +418,14 @@ def fates_of_replies(model, tokenizer, count: int, seed: int = 0) -> dict[str, d
         sampling, out = rollout.Sampling(0, max_new_tokens=640), []
         for at in range(0, count, 50):
             part = [
-                policy.chat_ids(tokenizer, text, thinking=False)
+                rollout.chat_ids(tokenizer, text, thinking=False)
                 for _, text, _ in asked[at : at + 50]
             ]
             out += rollout.generate(model, tokenizer, part, sampling, [0] * len(part))
         parsed = whole = meant = 0
         for (key, _, allowed), ids in zip(asked, out):
             text = tokenizer.decode(ids, skip_special_tokens=True)
-            items, complete = replies.read_items(text, key, skills.FIELDS[key])
+            items, complete = skills.read_items(text, key, skills.FIELDS[key])
             parsed, whole = parsed + bool(items), whole + complete
             meanings = [world.meaning(e) for e in items]
             wanted = [world.meaning(e) for e in allowed]
@@ -469,7 +470,7 @@ def interval(right: list[bool]) -> str:
 
 def measure(count: int) -> str:
     """README.md's tables."""
-    model, tokenizer = policy.load_model(str(HERE / "model"), torch.device("cpu"))
+    model, tokenizer = models.load_model(str(HERE / "model"), torch.device("cpu"))
     rng = random.Random(2)
     problems = [
         world.draw(rng, f) for f in world.FAMILIES for _ in range(count // len(world.FAMILIES))
@@ -512,7 +513,7 @@ def main() -> None:
             for name in HELD_OUT
             for line in (HERE / f"{name}.jsonl").read_text().splitlines()
         }
-        model, tokenizer = policy.load_model(str(HERE / "model"), torch.device("cpu"))
+        model, tokenizer = models.load_model(str(HERE / "model"), torch.device("cpu"))
         steps, rate, mix = args.merges, RATE / 2, MERGING
     elif not args.measure:
         reserved = set()

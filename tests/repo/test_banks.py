@@ -1,32 +1,31 @@
-"""The banks by hand stay valid, and the command that checks a bank sees its faults."""
+"""The hand-written banks stay valid, and the script that checks a bank sees its faults."""
 
 import json
 
-import check_bank
 import pytest
 from conftest import ROOT, make_bank
 
 import skills
-from bank import lint
+from research.banks import check_bank
 from skills import SkillBank
 
 SIZES = {"competition_math": 48, "word_problems": 24}  # of either list
 MOST_CHARACTERS = 220  # of a field: two sentences
 
 
-def by_hand(name):
+def hand_written(name):
     return SkillBank.load(ROOT / "banks" / f"{name}.json")
 
 
-def test_every_bank_by_hand_is_tested():
+def test_every_hand_written_bank_is_tested():
     assert {path.stem for path in (ROOT / "banks").glob("*.json")} == set(SIZES)
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_bank_by_hand_loads_and_carries_no_problems_numbers(name, tmp_path):
-    bank = by_hand(name)
+def test_a_hand_written_bank_loads_and_carries_no_problems_numbers(name, tmp_path):
+    bank = hand_written(name)
     assert {len(bank.collection(key)) for key in skills.FIELDS} == {SIZES[name]}
-    assert lint(bank) == ""
+    assert check_bank.lint(bank) == []
     bank.save(tmp_path / "bank.json")
     assert json.loads((tmp_path / "bank.json").read_text()) == json.loads(
         (ROOT / "banks" / f"{name}.json").read_text()
@@ -34,22 +33,22 @@ def test_a_bank_by_hand_loads_and_carries_no_problems_numbers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_bank_by_hand_says_that_it_is_no_part_of_the_paper(name):
-    source = by_hand(name).metadata["source"]
+def test_a_hand_written_bank_says_that_it_is_no_part_of_the_paper(name):
+    source = hand_written(name).metadata["source"]
     assert "by hand" in source and "no part of the paper" in source
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_ids_of_a_bank_by_hand_count_up_and_are_not_those_of_online_updates(name):
-    bank = by_hand(name)
+def test_ids_of_a_hand_written_bank_count_up_and_are_not_those_of_online_evolution(name):
+    bank = hand_written(name)
     for key, prefix in skills.PREFIX.items():
         ids = [entry[skills.IDS[key]] for entry in bank.collection(key)]
         assert ids == [f"{prefix}{number:03d}" for number in range(1, SIZES[name] + 1)]
 
 
 @pytest.mark.parametrize("key", skills.FIELDS)
-def test_each_text_of_the_banks_by_hand_is_short_and_stands_once(key):
-    entries = [entry for name in SIZES for entry in by_hand(name).collection(key)]
+def test_each_text_of_the_hand_written_banks_is_short_and_stands_once(key):
+    entries = [entry for name in SIZES for entry in hand_written(name).collection(key)]
     for field in skills.FIELDS[key]:
         texts = [entry[field].casefold() for entry in entries]
         assert len(set(texts)) == len(texts)
@@ -80,5 +79,5 @@ def test_the_check_of_a_bank_fails_where_two_entries_say_the_same(tmp_path, worl
     assert check_bank.main(argv) == 1
     printed = capsys.readouterr().out
     assert "near-copies: gen_001, gen_003" in printed
-    assert "err_002 (17)" in printed
+    assert "a problem's numbers: err_002 (17)" in printed
     assert "nearly always retrieved: gen_001" in printed  # three entries, eight places

@@ -12,9 +12,10 @@ import torch
 import world
 from conftest import ROOT
 
-import policy
+import model as models
 import rollout
 import skills
+import verify
 
 FAMILY_PAIRS = list(zip(world.FAMILIES, [*world.FAMILIES[1:], world.FAMILIES[0]]))
 
@@ -27,7 +28,7 @@ def test_solutions_end_in_their_answer_and_the_arithmetic_holds(family):
         assert x.right[1] != x.wrong[1]
         for wrong, (_, answer) in ((False, x.right), (True, x.wrong)):
             text = x.solution(wrong)
-            assert rollout.extract_answer(text) == str(answer)
+            assert verify.extract_answer(text) == str(answer)
             for left, right in re.findall(r"(\d[^\s=]*)=([^\s=]*[^\s=.])", text):
                 assert eval(left.replace("/", "//")) == eval(right), text
 
@@ -81,7 +82,7 @@ GUIDANCE = {  # case: the kinds of its skill and mistake, and whether each is of
 
 def test_the_model_listens_to_guidance():
     """A coarse check on 64 problems; README.md of tiny/ has the figures and their intervals."""
-    model, tokenizer = policy.load_model(str(ROOT / "tiny" / "model"), torch.device("cpu"))
+    model, tokenizer = models.load_model(str(ROOT / "tiny" / "model"), torch.device("cpu"))
     rng, right = random.Random(3), {}
     drawn = [(world.draw(rng, own), own, other) for own, other in FAMILY_PAIRS * 8]
     for case in ("plain", *GUIDANCE):
@@ -92,19 +93,19 @@ def test_the_model_listens_to_guidance():
                 kinds = GUIDANCE[case]
                 entries = [world.item(rng, own if same else other, kind) for kind, same in kinds]
                 text = skills.render_teacher(skills.SkillPair(*entries, 1.0, 1.0), x.problem)
-            prompts.append(policy.chat_ids(tokenizer, text, thinking=True))
+            prompts.append(rollout.chat_ids(tokenizer, text, thinking=True))
         sampling, keys = rollout.Sampling(1.0, 0.95, 0, 96), range(len(prompts))
         completions = rollout.generate(model, tokenizer, prompts, sampling, keys)
         right[case] = 0.0
         for (x, _, _), ids in zip(drawn, completions):
-            answer = rollout.extract_answer(tokenizer.decode(ids, skip_special_tokens=True))
+            answer = verify.extract_answer(tokenizer.decode(ids, skip_special_tokens=True))
             right[case] += (answer == str(x.right[1])) / len(drawn)
     assert right["relevant"] > right["plain"] + 0.1 > right["misleading"] + 0.15, right
     assert abs(right["irrelevant"] - right["plain"]) < 0.2, right
 
 
 def test_the_encoder_finds_the_own_family():
-    embed = policy.load_encoder(str(ROOT / "tiny" / "encoder"), "cpu")
+    embed = models.load_encoder(str(ROOT / "tiny" / "encoder"), "cpu")
     bank = skills.SkillBank([], [])
     for family in world.FAMILIES:
         skill, mistake = (world.item(None, family, kind) for kind in ("skill", "mistake"))
@@ -124,7 +125,7 @@ def test_the_preset_lives_the_whole_life_of_a_run(tmp_path):
     lines = (ROOT / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "test.jsonl").write_text("".join(lines[:3]))
     out = tmp_path / "run"
-    flags = "--updates 2 --update-every 2 --success-gate 1.1 --checkpoint-every 1 --cold-start 8"
+    flags = "--steps 2 --evolve-every 2 --success-gate 1.1 --checkpoint-every 1 --cold-start 8"
     given = [*flags.split(), "--batch-size", "4", "--out", out, "--eval-data"]
     command = [sys.executable, "sgsd.py", "--preset", "tiny", *given, tmp_path / "test.jsonl"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from conftest import ROOT
 
-import rollout
+import verify
 
 
 @pytest.mark.parametrize("guided", [False, True])
@@ -19,7 +19,7 @@ def test_a_solution_is_right_exactly_where_no_step_errs(guided):
         errs = [rng.random() < 0.5 for _ in range(3)]
         text = lock.solution(rng, x, errs, guided)
         assert lock.steps_right(x, text) == [not err for err in errs]
-        assert (rollout.extract_answer(text) == x.answer) == (not any(errs))
+        assert (verify.extract_answer(text) == x.answer) == (not any(errs))
         assert ("Well," in text) <= (not guided) and (";" in text) <= guided
     assert lock.steps_right(x, "The code is \\boxed{1}.") == [None] * 3
 

@@ -1,11 +1,12 @@
-"""The GPU against the CPU, and padded rows against rows alone; the CPU itself where no GPU is."""
+"""The GPU against the CPU, and padded rows against rows alone; the CPU itself without a GPU."""
 
 import pytest
 import torch
 from conftest import make_model
 
-import policy
 import rollout
+import scoring
+from model import trained, with_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")  # renamed in 5.20
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -19,20 +20,17 @@ def wide(dtype):
 
 
 def test_log_probabilities_and_gradients_are_the_cpus():
-    """With cuDNN's attention off, see policy.py."""
+    """With cuDNN's attention off, see scoring.py."""
     prompts, completions = [[*ROWS[0]] * 7 + [1] * 17, ROWS[1]], [[20] * 64, list(range(60))]
-    found = []
+    by_device = []
     for device in ("cpu", DEVICE):
-        model = policy.with_adapters(wide(torch.float32).to(device), 4, 8)
-        logp = policy.token_logprobs(model, prompts, completions, grad=True)
-        found.append([x.cpu() for x in (logp, *gradients(model, logp.sum()))])
-    for ours, cpus in zip(*found, strict=True):
+        model = with_adapters(wide(torch.float32).to(device), 4, 8)
+        logp = scoring.token_logprobs(model, prompts, completions, grad=True)
+        grads = torch.autograd.grad(logp.sum(), list(trained(model).values()))
+        by_device.append([x.cpu() for x in (logp, *grads)])
+    for ours, cpus in zip(*by_device, strict=True):
         torch.testing.assert_close(ours, cpus, atol=1e-3, rtol=1e-3)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def gradients(model, loss):
-    return torch.autograd.grad(loss, list(policy.trained(model).values()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

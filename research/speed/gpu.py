@@ -1,0 +1,83 @@
+"""What must be checked on a GPU, step by step, logged to a folder; a failed step does not end it.
+
+    python research/speed/gpu.py OUT          tests, runs of the tiny preset, bench.py --cuda
+    python research/speed/gpu.py OUT --cpu    the same in small without a GPU, to rehearse it
+
+Two runs with one seed in fp32 should sample the same ids; the last line counts those that do. A
+step may take nine minutes, and --steps names those of a call. A step's output goes to OUT/STEP.txt,
+and the last table, each step with its exit code and its seconds, to the terminal. Real learning is
+a command of its own, `research/real_model/real_world.py`.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LIMIT = 540  # seconds of a step
+RUNS = {"bf16": ("bfloat16", 30), "fp32": ("float32", 5), "fp32_again": ("float32", 5)}
+
+
+def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
+    """Each step's command."""
+    found = {"tests": ["-m", "pytest", "-q", "tests/robustness/test_device.py"]}
+    for name, (dtype, steps) in RUNS.items():
+        run = ["sgsd.py", "--preset", "tiny", "--device", device, "--dtype", dtype]
+        run += ["--steps", str(steps if device == "cuda" else 2), "--out", f"{out}/{name}"]
+        found[name] = run if name == "bf16" else [*run, "--eval-data="]
+    modes, how = ("score", "step", "rollout", "memory", "eval"), ["--cuda"]
+    if device == "cpu":
+        modes, how = ("score",), ["--shape", "tiny"]
+    for mode in modes:
+        found[mode] = ["research/speed/bench.py", mode, *how]
+    return found
+
+
+def ids_of(run: pathlib.Path) -> list[list[int]]:
+    """All ids that a run has sampled, in order."""
+    return [json.loads(line)["completion_ids"] for line in open(run / "rollouts.jsonl")]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--cpu", action="store_true", help="a rehearsal")
+    parser.add_argument("--steps", nargs="+", help="these alone")
+    args = parser.parse_args(argv)
+    out = args.out.resolve()
+    every = commands(out, "cpu" if args.cpu else "cuda")
+    unknown = set(args.steps or []) - set(every)
+    if unknown:
+        parser.error(f"--steps: {', '.join(sorted(unknown))}: not among {', '.join(every)}")
+    out.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for name in args.steps or every:
+        command = every[name]
+        began, code = time.perf_counter(), "limit"
+        with open(out / f"{name}.txt", "w") as log:
+            both = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": ROOT}
+            step = subprocess.Popen([sys.executable, *command], process_group=0, **both)
+            try:
+                code = str(step.wait(LIMIT))
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                if step.poll() is None:  # the processes that it has started end with it
+                    os.killpg(step.pid, signal.SIGKILL)
+        lines.append(f"| {name} | {code} | {time.perf_counter() - began:.0f} |")
+        print(lines[-1], flush=True)
+    if all((out / name / "rollouts.jsonl").exists() for name in ("fp32", "fp32_again")):
+        first, again = ids_of(out / "fp32"), ids_of(out / "fp32_again")
+        lines.append(f"\nfp32 twice: {sum(a == b for a, b in zip(first, again))} of {len(first)}")
+        lines[-1] += " rollouts have the same ids"
+    print("\n".join(["| step | exit code | seconds |", "|---|---|---|", *lines]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Log-probabilities of given token ids under a causal language model (Eqs. 4 and 5).
+
+Prompt and completion are joined without padding, and rows are padded on the right only (D6). The
+head runs on slices of positions, in fp32, so that logits of shape [N, V] are never alive.
+
+Dimension key: B rows, L places of a padded row, K teachers, T completion tokens, N completion
+tokens of all rows, V vocabulary, D hidden size, n positions of one slice.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+
+# Since torch 2.11, Hopper GPUs take cuDNN's attention first. It plans anew for every length, and
+# its backward pass under a mask gave NaN (pytorch issue 196678).
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+SLICE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}  # fp32 numbers in the logits of one slice
+
+
+def causal_lm(model):
+    """The transformers model inside a PEFT wrapper, adapters included; or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def token_logprobs(
+    model,
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    *,
+    grad: bool = False,
+    temperature: float = 1.0,
+) -> Tensor:
+    """log pi(y_t | prompt, y_<t) of each row's completion tokens (Eqs. 4 and 5).
+
+    grad: whether the result carries a gradient. temperature: divides the logits (S5).
+    Returns [B, T_max] fp32 nats, zeros after each row's end.
+    Raises ValueError unless each completion has a prompt, and no prompt is empty.
+    """
+    lengths = [len(completion) for completion in completion_ids]
+    if not any(lengths):
+        return torch.zeros(len(lengths), 0, device=causal_lm(model).device)
+    with torch.set_grad_enabled(grad):
+        x_N, ids_N = predictors(model, prompt_ids, completion_ids)
+        logp_N = over_slices(model, [x_N], ids_N, logprob_of, temperature)
+    return pad_sequence(logp_N.split(lengths), batch_first=True)
+
+
+def score_teachers(
+    model, contexts_K: list[list[int]], ids_T: list[int], budget: int = 16384
+) -> Tensor:
+    """log p_T^(k)(y_t) of the student's tokens under each teacher's context c_k (Eq. 4).
+
+    contexts_K: prompt ids of the K teachers. ids_T: the sampled completion.
+    budget: tokens of one padded forward pass; the K rows are stacked into as few as it allows.
+    Returns [K, T] fp32 nats without gradient.
+    """
+    logpT_KT = torch.zeros(len(contexts_K), len(ids_T), device=causal_lm(model).device)
+    for group in packs([len(context) + len(ids_T) for context in contexts_K], budget):
+        contexts = [contexts_K[k] for k in group]
+        logpT_KT[group] = token_logprobs(model, contexts, [ids_T] * len(group))
+    return logpT_KT
+
+
+def logprob_of(ids_n: Tensor, logits_nV: Tensor) -> Tensor:
+    """The log-probability of each position's id: [n] nats.
+
+    On CPU four rows at a time: they stay in its cache, and no second copy of all logits is made.
+    """
+    rows = 4 if logits_nV.device.type == "cpu" else max(1, len(ids_n))
+    logprobs = []
+    for logits, ids in zip(logits_nV.split(rows), ids_n.split(rows)):
+        logprobs.append(-torch.nn.functional.cross_entropy(logits, ids, reduction="none"))
+    return torch.cat(logprobs)
+
+
+def predictors(
+    model, prompt_ids: list[list[int]], completion_ids: list[list[int]]
+) -> tuple[Tensor, Tensor]:
+    """The vectors that predict each completion token, row after row, and the tokens' ids.
+
+    Returns x_N and ids_N. x_N holds the last hidden states [N, D], or the full logits [N, V] of a
+    model whose head is more than a matrix product. Raises ValueError as `token_logprobs` does.
+    """
+    if len(prompt_ids) != len(completion_ids) or not all(prompt_ids):
+        counts = f"got {len(prompt_ids)} and {len(completion_ids)}"
+        raise ValueError(f"token_logprobs needs one non-empty prompt per completion, {counts}")
+    causal = causal_lm(model)
+    rows = [torch.tensor(p + c) for p, c in zip(prompt_ids, completion_ids)]
+    ids_BL = pad_sequence(rows, batch_first=True).to(causal.device)
+    if head_is_sliced(model):
+        out_BLx = causal.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
+    else:
+        out_BLx = causal(input_ids=ids_BL, use_cache=False).logits
+    states, ids = [], []
+    for prompt, row, ids_L, out_Lx in zip(prompt_ids, rows, ids_BL, out_BLx):
+        states.append(out_Lx[len(prompt) - 1 : len(row) - 1])  # place t - 1 predicts token t
+        ids.append(ids_L[len(prompt) : len(row)])
+    return torch.cat(states), torch.cat(ids)
+
+
+def over_slices(
+    model,
+    states: Sequence[Tensor],
+    ids_N: Tensor,
+    f: Callable[..., Tensor],
+    temperature: float = 1.0,
+) -> Tensor:
+    """f(ids_n, logits_nV, ...) over slices of positions, joined again.
+
+    states: one or several [N, D] (or [N, V]), from `predictors`. f receives one fp32 tensor of
+    logits / temperature for each of them, and returns one row per position.
+    The backward pass computes a slice's logits again, so that [N, V] logits are never alive.
+    """
+    head_VD, sliced = causal_lm(model).get_output_embeddings().weight, head_is_sliced(model)
+    weight_VD, matmul = head_VD.float(), torch.backends.cuda.matmul
+
+    def one_slice(ids_n: Tensor, *states_nD: Tensor) -> Tensor:
+        logits, tf32_before = [], matmul.allow_tf32
+        # TF32 is on for the head's product alone: it holds bf16 numbers exactly (S22). It would
+        # round positions above 2,048, which transformers multiplies in fp32 for rotary embeddings.
+        matmul.allow_tf32 = tf32_before or head_VD.dtype == torch.bfloat16
+        for x_nD in states_nD:
+            logits_nV = x_nD.float() @ weight_VD.T if sliced else x_nD.float()
+            # A division by 1 would be one more pass over all logits.
+            logits.append(logits_nV if temperature == 1 else logits_nV / temperature)
+        matmul.allow_tf32 = tf32_before
+        return f(ids_n, *logits)
+
+    # With a gradient, the results of f and the gradients of both are alive beside the logits.
+    copies = len(states) * (4 if torch.is_grad_enabled() else 1)
+    rows = max(1, SLICE_LOGITS[weight_VD.device.type] // (weight_VD.shape[0] * copies))
+    results = []
+    for parts in zip(*[x.split(rows) for x in (ids_N, *states)]):
+        results.append(checkpoint(one_slice, *parts, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(results)
+
+
+def head_is_sliced(model) -> bool:
+    """Whether the model's logits are just head(hidden), so that the head may run on slices.
+
+    Compares both once per model, on eight ids. A model that caps or scales its logits (Gemma 2,
+    Cohere, Granite) fails: we score it by its own full logits, and memory grows with T times V.
+    """
+    causal = causal_lm(model)
+    if not hasattr(causal, "head_is_sliced"):
+        head, backbone = causal.get_output_embeddings(), causal.base_model
+        vocabulary = causal.config.get_text_config().vocab_size
+        ids = (torch.arange(1, 9, device=causal.device) * 7919 % vocabulary)[None]
+        plain = type(head) is torch.nn.Linear and head.bias is None and backbone is not causal
+        with torch.no_grad():
+            full = causal(input_ids=ids, use_cache=False).logits.float()
+            if plain:
+                hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
+                gap = (head(hidden).float() - full).abs().max()
+                plain = bool(gap <= torch.finfo(causal.dtype).eps * full.abs().max())
+        causal.head_is_sliced = plain
+    return causal.head_is_sliced
+
+
+def packs(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices in groups of similar length, each at most `budget` tokens when it is padded.
+
+    A row that is longer than the budget goes alone.
+    """
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups

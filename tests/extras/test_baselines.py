@@ -1,0 +1,638 @@
+"""GRPO, OPSD and the ablations: their formulas by hand, and what each of them changes.
+
+The reference scores one row at a time by the model's own full logits.
+"""
+
+import dataclasses
+import math
+import os
+import signal
+from contextlib import nullcontext
+
+import driver
+import pytest
+import torch
+from conftest import ROOT, make_model, make_tokenizer, same, t
+from driver import flags, make_run, refused, rows, two_processes
+from safetensors.torch import load_file
+
+import config
+import model
+import problems
+import rollout
+import scoring
+import sgsd
+import skills
+import verify
+from extras import baselines
+from extras.baselines import BaselineConfig
+
+# ------------------------------------------------------------------------------ formulas by hand
+
+
+def test_grpo_advantages():
+    # mean 0, std sqrt(4 / 3) = 1.1547: +-1 / (1.1547 + 0.0001)
+    want = [x / (math.sqrt(4 / 3) + 1e-4) for x in (1, -1, -1, 1)]
+    same(baselines.grpo_advantages(t([1.0, -1.0, -1.0, 1.0])), want)
+    # mean 1/2, std sqrt((1/4 + 1/4 + 0) / 2) = 1/2; eps 1/2: -+1/2 and 0
+    same(baselines.grpo_advantages(t([0.0, 1.0, 0.5]), eps=0.5), [-0.5, 0.5, 0.0])
+    assert not baselines.grpo_advantages(t([-1.0] * 8)).any()  # a group that teaches nothing
+    with pytest.raises(ValueError, match=r"rewards_G must be \[G\] with G >= 2, got \(1,\)"):
+        baselines.grpo_advantages(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "loss", "slopes"),
+    [
+        # ratios 1, 2 and 1/2 are clipped to 1, 1.2 and 0.8; the smaller of both terms counts:
+        # A = 2: 2, 2.4 and 1, a sum of 5.4; the second is the clipped one and has no slope
+        (2.0, -5.4 / 3, [-2 / 3, 0.0, -1 / 3]),
+        # A = -1: -1, -2 and -0.8, a sum of -3.8; the third is the clipped one
+        (-1.0, 3.8 / 3, [1 / 3, 2 / 3, 0.0]),
+    ],
+)
+def test_grpo_loss(advantage, loss, slopes):
+    old_T = t([-1.0, -2.0, -0.5])
+    new_T = (old_T + t([1.0, 2.0, 0.5]).log()).requires_grad_()
+    got = baselines.grpo_loss(new_T, old_T, advantage)
+    got.backward()
+    same(got.detach(), loss)
+    same(new_T.grad, slopes)
+
+
+def test_generalized_jsd():
+    """Forward is KL(T || S), reverse KL(S || T) (D10); jsd is symmetric; equal sides have none."""
+    jsd, beta = baselines.generalized_jsd, baselines.JSD_BETA
+    s_V, t_V = t([0.5, 0.5]).log(), t([0.75, 0.25]).log()
+    forward = [0.75 * math.log(1.5), 0.25 * math.log(0.5)]  # entry by entry
+    same(jsd(s_V, t_V, beta["forward_kl"]), sum(forward))
+    same(jsd(s_V, t_V, beta["forward_kl"], clip=0.1), 0.1 + forward[1])  # S16: 0.304 is cut
+    same(jsd(s_V, t_V, beta["reverse_kl"]), 0.5 * math.log(2 / 3) + 0.5 * math.log(2))
+    # temperature 1/2 squares and renormalises: the teacher is (9/10, 1/10)
+    same(jsd(s_V, t_V, 1.0, temperature=0.5), 0.5 * math.log(5 / 9) + 0.5 * math.log(5))
+    # beta 1/4: M = (9/16, 7/16)
+    of_teacher = 0.75 * math.log(12 / 9) + 0.25 * math.log(4 / 7)
+    of_student = 0.5 * math.log(8 / 9) + 0.5 * math.log(8 / 7)
+    same(jsd(s_V, t_V, 0.25), of_teacher / 4 + 3 * of_student / 4)
+    same(jsd(s_V, t_V, beta["jsd"]), jsd(t_V, s_V, beta["jsd"]).item())
+    for name in beta:
+        same(jsd(s_V, s_V + 3, beta[name]), 0.0)
+    with pytest.raises(ValueError, match=r"beta must be in \[0, 1\], got 2"):
+        jsd(s_V, t_V, 2)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "sampled", "student", "teacher"),
+    [  # student (.4 .3 .2 .1), teacher (.1 .2 .3 .4): what is left, the sampled token first
+        (1, 3, [1.0], [1.0]),  # the teacher's best is the sampled one, and counts once
+        (1, 0, [0.8, 0.2], [0.2, 0.8]),  # tokens 0 and 3: .4 .1 and .1 .4
+        (2, 2, [2 / 3, 1 / 3], [3 / 7, 4 / 7]),  # tokens 2 and 3: .2 .1 and .3 .4
+        (2, 1, [3 / 6, 2 / 6, 1 / 6], [2 / 9, 3 / 9, 4 / 9]),
+        (99, 0, [0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]),
+    ],
+)
+def test_local_support(top_k, sampled, student, teacher):
+    """KL(T || S) and the sampled gap on the teacher's top k and the sampled token (S19)."""
+    ids_1 = torch.tensor([sampled])
+    s_1V, t_1V = t([[0.4, 0.3, 0.2, 0.1]]).log(), t([[0.1, 0.2, 0.3, 0.4]]).log()
+    kl_1, gap_1 = baselines.local_support(ids_1, s_1V, t_1V, top_k)
+    same(kl_1, [sum(q * math.log(q / p) for p, q in zip(student, teacher))])
+    same(gap_1, [math.log(teacher[0] / student[0])])
+    # both gaps are logged: the whole vocabulary's (Eq. 7) is off by the log of the masses' ratio
+    cfg = BaselineConfig(support_top_k=top_k)
+    loss_1, local_1, full_1 = baselines.token_losses(cfg, ids_1, s_1V, [t_1V])[:, 0].T
+    same(loss_1, [math.log(2) - math.log(1 + math.exp(-(kl_1.item() ** 2) / 2))])
+    same(local_1, gap_1.tolist())
+    same(full_1, [math.log((1 + sampled) / (4 - sampled))])
+
+
+KINDS = {  # rho_t of two teachers at four tokens: r = -1, and supports of -.3 and +.01
+    "teacher": [[1, 1, 1, 1], [0, 0, 0, 0]],  # -1 * -1, and |.01| <= .05
+    "consistent": [[0, 1, 0, 1], [0, 0, 0, 0]],  # where the gap is negative, as the support is
+    "confident": [[-1, 1, 0, 1], [0, 0, 0, 0]],  # -1 * sgn(gap) of the first teacher
+    "verdict": [[-1, 1, 0, 1], [1, -1, -1, 0]],
+    "agreeing": [[0, 1, 0, 1], [1, 0, 0, 0]],  # where sgn(gap) = -1
+}
+GAPS_24 = [[0.2, -0.9, 0.0, -0.5], [-0.1, 0.1, 0.04, 0.0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_polarity(kind):
+    """By hand; under all but the paper's the credit has the verdict's sign; slopes are Eq. 20's."""
+    delta_24, mask_4, alpha_2 = t(GAPS_24).requires_grad_(), t([1.0, 1, 1, 0]), t([0.75, 0.25])
+    rho_24 = baselines.token_polarity(kind, delta_24, t([-0.3, 0.01]), -1, 0.05)
+    assert rho_24.tolist() == KINDS[kind]
+    assert not rho_24.requires_grad
+    credit_24 = rho_24 * sgsd.gate_grad(delta_24.detach(), 1.0)
+    signs = set(credit_24.sign().flatten().tolist()) - {0.0}
+    assert signs == ({-1.0, 1.0} if kind == "teacher" else {-1.0})  # .2 of the first is pushed up
+
+    def loss(gaps_24):  # three tokens are unmasked
+        return (alpha_2[:, None] * rho_24 * mask_4 * sgsd.gated_loss(gaps_24, 1.0)).sum() / 3
+
+    assert torch.autograd.gradcheck(loss, delta_24)
+    same(
+        torch.autograd.grad(loss(delta_24), delta_24)[0], alpha_2[:, None] * mask_4 / 3 * credit_24
+    )
+    with pytest.raises(ValueError, match="there is no kind 'other'"):
+        baselines.token_polarity("other", delta_24, t([0.0, 0.0]), 1, 0.05)
+
+
+def test_a_reversed_forward_kl_grows_without_bound_and_jsd_and_gate_stay_below_log_2():
+    """S26. A student that is driven away from its teacher's token by ever larger logits.
+
+    The teacher gives its tokens 1 - q and q = 1 / (1 + e^5); the student in the end the second one
+    alone. Forward KL tends to (1 - q) x, reverse KL to -log q = 5.0067, JSD to less than log 2.
+    """
+    teacher = torch.tensor([5.0, 0.0], dtype=torch.float64)
+    sizes = {"forward_kl": [], "reverse_kl": [], "jsd": [], "gate": []}
+    for x in (5.0, 50.0, 500.0):
+        student = torch.tensor([-x, 0.0], dtype=torch.float64)
+        for name, beta in baselines.JSD_BETA.items():
+            sizes[name].append(float(baselines.generalized_jsd(student, teacher, beta)))
+        gap = teacher.log_softmax(0)[0] - student.log_softmax(0)[0]
+        sizes["gate"].append(float(sgsd.gated_loss(gap, 1.0)))
+    assert sizes["forward_kl"] == pytest.approx([4.9, 49.6, 496.6], abs=0.1)
+    assert max(sizes["reverse_kl"]) == pytest.approx(5.0067, abs=1e-4)
+    assert max(sizes["jsd"]) < math.log(2) and max(sizes["gate"]) <= math.log(2)
+
+
+def test_slices_of_a_divergence_equal_whole_logits_and_stay_small():
+    """300 positions over 20,000 tokens; values, gradients, and no slice with half of them."""
+    lm, cfg, lengths = make_model(vocab=20_000), BaselineConfig(objective="jsd"), []
+    generator = torch.Generator().manual_seed(0)
+    ids_N = torch.randint(0, 20_000, (300,), generator=generator)
+    states = [2 * x_ND.requires_grad_() for x_ND in torch.randn(3, 300, 32, generator=generator)]
+
+    def f(ids_n, student_nV, *teachers_nV):
+        lengths.append(len(ids_n))
+        return baselines.token_losses(cfg, ids_n, student_nV, teachers_nV)
+
+    got_NK3 = scoring.over_slices(lm, states, ids_N, f, 1.1)
+    student_NV, *teachers_NV = [lm.lm_head(x_ND) / 1.1 for x_ND in states]
+    want_NK3 = baselines.token_losses(cfg, ids_N, student_NV, teachers_NV)
+    torch.testing.assert_close(got_NK3, want_NK3, atol=1e-5, rtol=1e-4)
+    got, want = (torch.autograd.grad(x[..., 0].sum(), states) for x in (got_NK3, want_NK3))
+    for a, b in zip(got, want):
+        assert (a - b).norm() <= 1e-4 * b.norm()
+    assert max(lengths) < 150
+
+
+# ----------------------------------------------------------------------------- steps of a run
+
+
+class Recorder(torch.optim.SGD):
+    """An optimizer that keeps the gradients and leaves the weights as they are."""
+
+    def step(self, closure=None):
+        self.gradients = [p.grad.clone() for p in self.param_groups[0]["params"]]
+
+
+class TwoOfThree(verify.Verifier):
+    """A random model gives no group rewards that differ, so these do not ask it."""
+
+    def verify_many(self, pairs):
+        return [i % 3 > 0 for i in range(len(pairs))]
+
+
+def perturbed(run):
+    """Adapters as after some training: with B = 0, as at the start, every teacher is the same."""
+    for name, p in model.trained(run.lm).items():
+        generator = torch.Generator().manual_seed(sum(map(ord, name)))
+        torch.nn.init.normal_(p, std=0.1, generator=generator)
+    return run
+
+
+def one_step(world_dir, out, step_fn=None, **changes):
+    """Run, records and gradients of one step; clip and threshold bite on random gaps."""
+    changes = {"c_delta": 0.3, "eps_a": 0.17, "audit_every": 1, **changes, "grad_clip": 1e9}
+    run = perturbed(make_run(world_dir, out, kind=BaselineConfig, **changes))
+    run.optimizer = Recorder(model.trained(run.lm).values())
+    if "grpo" in run.cfg.method:
+        run.verifier = TwoOfThree()
+    records, _, _ = (step_fn or baselines.method_step)(run, 1)
+    return run, records, run.optimizer.gradients
+
+
+def settings_of(method, **changes):
+    """A method's own defaults, cut to a test's size; a bank only where the method uses one."""
+    defaults = baselines.DEFAULTS[method] | {"max_new_tokens": 12, "audit_every": 1}
+    bank = {} if method.endswith("+skill") else {"bank": ""}
+    return {"method": method, **defaults, **bank, **changes}
+
+
+def batch_of(run):
+    """The problems of the first step, each with its sample number."""
+    cfg = run.cfg
+    return problems.minibatch(run.problems, cfg.batch_size, 1, cfg.seed, cfg.generations)
+
+
+def assert_gradients(got, run, total, rtol=2e-3):
+    want = torch.autograd.grad(total, list(model.trained(run.lm).values()))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, atol=3e-5, rtol=rtol)
+
+
+def differ(a, b):
+    """Whether two fields of a record differ, numbers by more than rounding."""
+    if isinstance(a, float) or (isinstance(a, list) and a and isinstance(a[0], float)):
+        return a != pytest.approx(b, abs=1e-5)
+    return a != b
+
+
+@pytest.fixture(scope="module")
+def plain(world_dir, tmp_path_factory):
+    return one_step(world_dir, tmp_path_factory.mktemp("plain") / "run")
+
+
+def test_sgsd_with_default_settings_is_sgsds_own_step(plain, world_dir, tmp_path):
+    """The same records and gradients, to the last bit."""
+    _, records, gradients = one_step(world_dir, tmp_path / "own", sgsd.train_step)
+    assert records == plain[1]
+    assert {rho for row in records for rho in row["rho"]} == {-1, 0, 1}
+    for a, b in zip(gradients, plain[2]):
+        assert a.any() and torch.equal(a, b)
+
+
+JUDGED = {"a", "rho", "losses", "loss"}
+SCORED = {*JUDGED, "a_plain", "first_gap", "clipped"}
+CASES = {  # settings, and the fields of a record that may then differ from those of SGSD
+    "sgsd": ({}, None),
+    "no mask": ({"token_mask": False}, {*JUDGED, "unmasked", "clipped"}),
+    "no clip": ({"clip": False}, {"a", "rho", "loss"}),
+    "no threshold": ({"eps_a": 0.0}, {"rho", "loss"}),
+    "no polarity": ({"polarity": False}, {"rho", "loss"}),
+    "consistent tokens": ({"token_polarity": "consistent"}, {"loss"}),
+    "confident teachers": ({"token_polarity": "confident"}, {"loss"}),
+    "all tokens": ({"token_polarity": "verdict"}, {"loss"}),
+    "agreeing tokens": ({"token_polarity": "agreeing"}, {"loss"}),
+    "random pairs": ({"retrieval": "random"}, {*SCORED, "pairs", "s_g", "s_e", "alpha"}),
+    "answer": ({"answer_pi": True, "loss_temperature": 1.3}, SCORED),
+    "frozen, one row a forward pass": ({"teacher": "frozen", "score_tokens": 1}, SCORED),
+    "reverse KL": ({"objective": "reverse_kl"}, {"losses", "loss"}),
+    "forward KL": ({"objective": "forward_kl"}, {"losses", "loss"}),
+    "jsd, one row a forward pass": ({"objective": "jsd", "score_tokens": 1}, {"losses", "loss"}),
+    "top support": ({"support_top_k": 5}, {*SCORED, "a_full", "gap_error"}),
+    "whole support": ({"support_top_k": 10**6}, {"losses", "loss", "a_full", "gap_error"}),
+    "groups": ({"generations": 2, "batch_size": 2}, None),  # other rollouts, so all may differ
+    "opsd": (settings_of("opsd"), None),
+    "opsd+skill": (settings_of("opsd+skill"), None),
+    "gemma2 jsd": ({"objective": "jsd", "model": "gemma2"}, None),
+    "gemma2 top support": ({"support_top_k": 4, "model": "gemma2"}, None),
+    "gemma2 opsd": (settings_of("opsd", model="gemma2"), None),
+}
+
+
+def by_definition(run, text, thinking, ids):
+    """[T, V] log-probabilities at the loss's temperature."""
+    prompt = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
+    logits_LV = run.lm(input_ids=torch.tensor([prompt + ids])).logits[0]
+    return (logits_LV[len(prompt) - 1 : -1] / run.cfg.score_temperature).log_softmax(-1)
+
+
+def objective(cfg, s, t, ids):
+    """Token losses and gaps [T] of one teacher, from log-probabilities [T, V] of both sides."""
+    at = range(len(ids)), ids
+    if cfg.support_top_k:
+        keep = t >= t.topk(min(cfg.support_top_k, t.shape[1])).values[:, -1:]
+        keep[at] = True
+        s, t = (x.masked_fill(~keep, -1e4).log_softmax(-1) for x in (s, t))
+    gap_T = (t - s)[at]
+    if cfg.objective == "gate":
+        z_T = (t.exp() * (t - s)).sum(-1) if cfg.support_top_k else gap_T
+        return math.log(2) - torch.log(1 + torch.exp(-(z_T**2) / 2)), gap_T
+    m = ((s.exp() + t.exp()) / 2).log()
+    terms = {
+        "forward_kl": t.exp() * (t - s),
+        "reverse_kl": s.exp() * (s - t),
+        "jsd": (t.exp() * (t - m) + s.exp() * (s - m)) / 2,
+    }
+    return terms[cfg.objective].clamp(max=cfg.objective_clip or math.inf).sum(-1), gap_T
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_changed_step_is_its_definition_and_changes_its_own_part_alone(
+    name, plain, world_dir, tmp_path
+):
+    """Records and gradients from whole logits; Gemma 2's are capped, so its head has no slices."""
+    changes, may_differ = CASES[name]
+    if "model" in changes:
+        changes = {**changes, "model": str(tmp_path / "model"), "attn": "eager"}
+        make_model("gemma2").save_pretrained(tmp_path / "model")
+        make_tokenizer().save_pretrained(tmp_path / "model")
+    run, records, got = one_step(world_dir, tmp_path / "run", **changes)
+    if may_differ:
+        changed = set()
+        of_credit = {"tokens", "credit_sq", "credit_sq_with_verdict"}  # checked below
+        for was, now in zip(plain[1], records):
+            changed |= {key for key in now if differ(was.get(key), now[key])} - of_credit
+        assert changed <= may_differ and "loss" in changed, changed
+    cfg, total = run.cfg, 0.0
+    bound = cfg.c_delta if cfg.clip else math.inf
+    for (x, _), row in zip(batch_of(run), records):
+        pairs, shown = [], x.problem
+        if run.bank:
+            pairs = run.retrieve(x, 1)
+        weights = [math.exp((pair.s_g + pair.s_e) / 2) for pair in pairs]
+        if cfg.answer_pi:
+            shown += f"\n\nThe reference answer is {x.answer}."
+        student = skills.render_student(x.problem)
+        teachers = [skills.render_teacher(pair, shown) for pair in pairs]
+        if "opsd" in cfg.method:
+            student = skills.render_skills(pairs, x.problem)
+            teachers, weights = [skills.render_skills(pairs, shown)], [1.0]
+        ids, tokens = row["completion_ids"], row["tokens"]
+        masked = run.masked_ids if cfg.token_mask else ()
+        m_T = torch.tensor([int(i not in masked) for i in ids])
+        assert tokens["mask"] == m_T.tolist()
+        assert row["alpha"] == pytest.approx([weight / sum(weights) for weight in weights])
+        assert (row["problem_id"], row["r"]) == (x.id, 1 if int(x.answer) % 4 == 1 else -1)
+        assert row["prompt_ids"] == rollout.chat_ids(run.tokenizer, student, thinking=False)
+        assert ("credit" in tokens) == (cfg.objective == "gate" and not cfg.support_top_k)
+        squares = [w * abs(w) * row["r"] for w_T in tokens.get("credit", []) for w in w_T]
+        assert row["credit_sq"] == pytest.approx(sum(map(abs, squares)), rel=1e-4)
+        with_verdict = sum(x for x in squares if x > 0)
+        assert row["credit_sq_with_verdict"] == pytest.approx(with_verdict, rel=1e-4)
+        s_TV = by_definition(run, student, False, ids)
+        for k, text in enumerate(teachers):
+            frozen = cfg.teacher == "frozen"
+            with torch.no_grad(), run.lm.disable_adapter() if frozen else nullcontext():
+                t_TV = by_definition(run, text, True, ids)
+            ell_T, gap_T = objective(cfg, s_TV, t_TV, ids)
+            assert tokens["delta"][k] == pytest.approx(gap_T.tolist(), abs=2e-5)
+            a = (m_T * gap_T.clamp(-bound, bound)).sum().item() / m_T.sum().item()
+            rho = 0 if abs(a) <= cfg.eps_a else row["r"] * math.copysign(1, a)
+            assert row["a"][k] == pytest.approx(a, abs=1e-5)
+            assert row["rho"][k] == (rho if cfg.polarity else 1)
+            rho_T = m_T * row["rho"][k]
+            if cfg.token_polarity != "teacher":  # D12
+                sign_T = gap_T.detach().sign()
+                by_kind = {
+                    "consistent": rho_T * (sign_T == math.copysign(1, a)),
+                    "confident": abs(rho) * row["r"] * sign_T,
+                    "verdict": row["r"] * sign_T,
+                    "agreeing": sign_T == row["r"],
+                }
+                rho_T = m_T * by_kind[cfg.token_polarity]
+                credit_T = [0.0] * len(ids)
+                for i, gap in enumerate(gap_T.tolist()):
+                    slope = gap / (1 + math.exp(gap * gap / 2))
+                    credit_T[i] = row["alpha"][k] * rho_T[i].item() * slope / m_T.sum().item()
+                assert tokens["credit"][k] == pytest.approx(credit_T, abs=2e-5)
+                assert not {math.copysign(1, w) for w in credit_T if w} - {row["r"]}
+            total = total + row["alpha"][k] * (rho_T * ell_T).sum() / m_T.sum() / len(records)
+            if cfg.support_top_k:  # S19: the whole vocabulary's gap beside the truncated one
+                full_T = (t_TV - s_TV)[range(len(ids)), ids]
+                assert tokens["delta_full"][k] == pytest.approx(full_T.tolist(), abs=2e-5)
+                a = (m_T * full_T.clamp(-bound, bound)).sum().item() / m_T.sum().item()
+                error = (m_T * (gap_T - full_T).abs()).sum().item() / m_T.sum().item()
+                logged = row["a_full"][k], row["gap_error"][k]
+                assert logged == pytest.approx((a, error), abs=1e-5)
+                assert (error > 0.1) == (cfg.support_top_k < 10)
+    assert len({tuple(row["completion_ids"]) for row in records}) == 4 == len(records)
+    mean_loss = sum(row["loss"] for row in records) / 4
+    assert total.item() == pytest.approx(mean_loss, abs=1e-5)
+    assert_gradients(got, run, total)
+
+
+def test_the_polarity_of_tokens_follows_the_reward_of_training(world_dir, tmp_path, monkeypatch):
+    """A reward that is the verdict turned round turns the credit of every token round."""
+    changes = {"token_polarity": "confident", "audit_every": 1}
+    _, plain, _ = one_step(world_dir, tmp_path / "a", **changes)
+    monkeypatch.setattr(sgsd, "reward", lambda roll: -roll.r)
+    _, turned, _ = one_step(world_dir, tmp_path / "b", **changes)
+    for was, now in zip(plain, turned):
+        credit, opposite = (torch.tensor(row["tokens"]["credit"]) for row in (was, now))
+        torch.testing.assert_close(opposite, -credit)
+    assert any(row["loss"] for row in plain)
+
+
+@pytest.mark.parametrize("method", ["grpo", "grpo+skill"])
+def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path):
+    changes = settings_of(method, generations=3, batch_size=2)
+    run, records, got = one_step(world_dir, tmp_path / "run", **changes)
+    assert [row["r"] for row in records] == [-1, 1, 1] * 2
+    assert len({tuple(row["completion_ids"]) for row in records}) == 6
+    assert len({tuple(row["prompt_ids"]) for row in records}) == 2
+    total = 0.0
+    for (x, _), row in zip(batch_of(run), records):
+        # rewards -1, 1, 1: mean 1/3, sample std 2 / sqrt(3)
+        advantage = (row["r"] - 1 / 3) / (2 / math.sqrt(3) + 1e-4)
+        assert (row["advantage"], row["loss"]) == pytest.approx((advantage, -advantage), abs=1e-5)
+        pairs, ids = [], row["completion_ids"]
+        if run.bank:
+            pairs = run.retrieve(x, 1)
+        assert [names[0] for names in row["pairs"]] == [pair.skill["skill_id"] for pair in pairs]
+        logp_TV = by_definition(run, skills.render_skills(pairs, x.problem), True, ids)
+        # at ratio 1 the clipped ratio's gradient is the policy gradient
+        total = total - advantage * logp_TV[range(len(ids)), ids].mean() / 6
+    assert_gradients(got, run, total)
+
+
+def test_random_pairs_are_drawn_anew_for_each_step_and_again_the_same(world_dir, tmp_path):
+    changes, chosen = {"retrieval": "random", "num_teachers": 2}, set()
+    run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, **changes)
+    for place in range(36):
+        x, step = run.problems[place % 12], place // 12
+        pairs = run.retrieve(x, step)
+        assert pairs == run.retrieve(x, step)
+        chosen.add((pairs[0].skill["skill_id"], pairs[1].skill["skill_id"]))
+        assert pairs[0].mistake != pairs[1].mistake
+    assert len(chosen) > 6 and all(a != b for a, b in chosen)
+    run.bank = skills.SkillBank(run.bank.general_skills, [])
+    assert run.retrieve(run.problems[0], 1) == []  # S8
+
+
+@pytest.mark.parametrize("method", ["sgsd", "opsd", "grpo"])
+def test_truncated_rollouts_can_be_left_out(method, world_dir, tmp_path):
+    changes = {} if method == "sgsd" else settings_of(method)
+    if method == "grpo":
+        changes |= {"generations": 2, "seed": 1}
+    _, records, gradients = one_step(world_dir, tmp_path / "run", **changes, drop_truncated=True)
+    assert {(row["truncated"], row["loss"]) for row in records} == {(True, 0.0)}
+    assert not any(row.get("credit_sq") for row in records)  # what does not act is not logged
+    assert not any(gradient.any() for gradient in gradients)
+
+
+# ------------------------------------------------------------------------------------- teachers
+
+
+@pytest.mark.parametrize("kind", ["live", "frozen", "periodic", "ema"])
+def test_whose_log_probabilities_a_teacher_gives(kind, world_dir, tmp_path):
+    """The student's, the base's, or its copy's; then the student's own weights are back."""
+    prompt, ids = [[1, 2, 3, 4]], [[30, 31, 32]]
+    run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, teacher=kind)
+    with baselines.teacher_policy(run):
+        # A copy begins as the student, with B = 0.
+        base = scoring.token_logprobs(run.lm, prompt, ids)
+    params = model.trained(perturbed(run).lm)
+    before = {name: p.detach().clone() for name, p in params.items()}
+    with baselines.teacher_policy(run):
+        teacher = scoring.token_logprobs(run.lm, prompt, ids)
+    for name, p in params.items():
+        assert torch.equal(p, before[name]) and p.requires_grad
+    assert bool(run.extra_tensors) == (kind in ("periodic", "ema"))
+    student = scoring.token_logprobs(run.lm, prompt, ids)
+    assert torch.equal(teacher, student if kind == "live" else base)
+    assert not torch.allclose(student, base, atol=1e-3)
+
+
+@pytest.mark.parametrize("teacher", ["periodic", "ema"])
+def test_a_copied_teacher_follows_and_goes_into_the_checkpoint(teacher, world_dir, tmp_path):
+    """Periodic: the student after every second step. Ema: .9 old + .1 new after each."""
+    changes = {"teacher": teacher, "teacher_period": 2, "teacher_decay": 0.9, "evolve_every": 0}
+    run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, **changes)
+    params = model.trained(run.lm)
+    want = {name: p.detach().double().clone() for name, p in params.items()}
+
+    def step_fn(run, step):
+        result = baselines.method_step(run, step)
+        new = 0.1 if teacher == "ema" else float(step % 2 == 0)
+        for name, p in params.items():
+            want[name] = (1 - new) * want[name] + new * p.detach().double()
+            copy = run.extra_tensors[f"{name}.teacher"].double()
+            torch.testing.assert_close(copy, want[name], atol=1e-7, rtol=0.0)
+        return result
+
+    with driver.signals_restored():
+        assert sgsd.train(run, sgsd.begin(run, False), step_fn) == 0
+    saved = load_file(tmp_path / "run/checkpoints/step_000004/trainer.safetensors")
+    again = make_run(world_dir, tmp_path / "run", True, kind=BaselineConfig, **changes)
+    assert again.extra_tensors.keys() == {f"{name}.teacher" for name in params}
+    for name, copy in run.extra_tensors.items():
+        assert torch.equal(again.extra_tensors[name], copy) and torch.equal(saved[name], copy)
+
+
+# ---------------------------------------------------------------------------------- the command
+
+
+def read(*argv):
+    return baselines.parse(argv)[0]
+
+
+LENGTHS = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p", "top_k")
+OWN = ("generations", "loss_temperature", "teacher", "answer_pi", "objective", "objective_clip")
+GRPO = [16000, 2048, 1.2, 1.0, 0, 8, 0, "live", False, "gate", 0]
+OPSD = [1024, 20000, 1.1, 0.95, 20, 1, 0, "frozen", True, "forward_kl", 0.05]
+
+
+def test_a_methods_own_defaults_and_flags_that_win_over_them():
+    """Tab. 11 and the released OPSD settings; sgsd's own are the paper's."""
+    for method, want in {"grpo": GRPO, "opsd": OPSD}.items():
+        for name in (method, f"{method}+skill"):
+            cfg = dataclasses.asdict(read("--method", name))
+            assert [cfg[field] for field in (*LENGTHS, *OWN)] == want
+    assert read("--method", "grpo", "--top-k", "20").top_k == 20
+    temperatures = [read("--method", name).score_temperature for name in ("sgsd", "grpo", "opsd")]
+    assert temperatures == [1.0, 1.2, 1.1]  # S5, S15: the loss of a baseline is at its sampling's
+    assert read("--method", "grpo", "--temperature", "0.9").score_temperature == 0.9
+    assert read("--method", "sgsd") == read() == BaselineConfig()
+    assert dataclasses.asdict(config.Config()).items() <= dataclasses.asdict(read()).items()
+    cfg = read("--no-token-mask", "--no-clip", "--no-polarity", "--answer-pi", "--teacher", "ema")
+    off = {"token_mask": False, "clip": False, "polarity": False}
+    assert cfg == BaselineConfig(**off, answer_pi=True, teacher="ema")
+
+
+RUNS = {
+    "grpo+skill": settings_of("grpo+skill", generations=3),
+    "opsd": settings_of("opsd"),
+    "ema": {"teacher": "ema", "teacher_decay": 0.5, "objective": "jsd", "generations": 2},
+    "periodic": {"teacher": "periodic", "teacher_period": 3, "retrieval": "random"},
+    "top support": {"support_top_k": 5, "answer_pi": True, "clip": False},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_stopped_and_resumed_equals_uninterrupted(name, world_dir, tmp_path):
+    """Two steps and then one more leave the bytes of three in a row."""
+    changes = {**RUNS[name], "steps": 3, "max_new_tokens": 8, "checkpoint_every": 3}
+
+    def train(out, last, resume=False):
+        run = make_run(world_dir, out, resume, kind=BaselineConfig, **changes)
+        run.verifier = TwoOfThree()
+
+        def step_fn(run, step):
+            if step == last < 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return baselines.method_step(run, step)
+
+        with driver.signals_restored():
+            code = sgsd.train(run, sgsd.begin(run, resume), step_fn)
+        assert code == (130 if last < 3 else 0)
+        assert [row["step"] for row in rows(out / "metrics.jsonl")] == list(range(1, last + 1))
+        return run
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run = train(whole, 3)
+    train(parts, 2)
+    train(parts, 3, resume=True)
+    for file in ("adapter_model.safetensors", "trainer.safetensors", "../../rollouts.jsonl"):
+        paths = [out / "checkpoints/step_000003" / file for out in (whole, parts)]
+        assert paths[0].read_bytes() == paths[1].read_bytes(), file
+    for row in rows(whole / "metrics.jsonl"):
+        assert row["grad_norm"] > 0 and math.isfinite(row["loss"])
+        assert ("bank_skills" in row) == run.cfg.uses_skill_bank
+    assert config.saved(whole) == dataclasses.asdict(run.cfg)
+    assert len(rows(whole / "rollouts.jsonl")) == 12 * run.cfg.generations
+
+
+@pytest.mark.long
+def test_groups_stay_together_over_ranks(world_dir, tmp_path):
+    """Three problems of two rollouts on two ranks: one order of records, one step."""
+    changes = {"method": "opsd+skill", "batch_size": 3, "steps": 1, "generations": 2}
+    with driver.signals_restored():
+        assert driver.main(flags(world_dir, tmp_path / "1", **changes)) == 0
+    two_processes(ROOT / "tests/driver.py", *flags(world_dir, tmp_path / "2", **changes))
+    moments, logs = [], []
+    for n in "12":
+        logs.append(rows(tmp_path / n / "rollouts.jsonl"))
+        moments.append(load_file(tmp_path / n / "checkpoints/step_000001/trainer.safetensors"))
+    ids = [[row["completion_ids"] for row in log] for log in logs]
+    names = [row["problem_id"] for row in logs[0]]
+    assert ids[0] == ids[1] and len(ids[0]) == 6 and names[::2] == names[1::2]
+    for name in moments[0]:
+        torch.testing.assert_close(moments[0][name], moments[1][name], atol=1e-6, rtol=1e-3)
+
+
+FLAGS = {
+    "--method base": ("--method base: ", "train nothing", "eval.py MODEL"),
+    "--method base+skill": ("--method base+skill: ", "eval.py MODEL --skills BANK"),
+    "--method dpo": ("--method dpo", "sgsd, grpo, grpo+skill, opsd"),
+    "--method grpo --generations 1": ("--generations", "compares a group"),
+    "--method grpo --temperature 0": ("--temperature 0", "the same"),
+    "--method opsd --bank BANK": ("--bank", "opsd+skill"),
+    "--method grpo --token-polarity consistent": ("--token-polarity: applies to teachers", "grpo"),
+    "--method grpo+skill --no-polarity": ("--no-polarity: ", "teachers; grpo+skill has none"),
+    "--objective jsd --support-top-k 9": ("--support-top-k", "leave out --objective"),
+    "--token-polarity verdict --objective jsd": ("--token-polarity verdict", "the gate"),
+    "--token-polarity verdict --no-polarity": ("--token-polarity verdict", "needs", "polarity"),
+    "--teacher dead": ("--teacher", "dead"),
+}
+
+
+@pytest.mark.parametrize("given", FLAGS)
+def test_a_wrong_flag_gives_one_clear_line(given, tmp_path, capsys):
+    refused(capsys, baselines.main, [*given.split(), f"--out={tmp_path / 'run'}"], *FLAGS[given])
+
+
+def test_a_resumed_run_keeps_its_method_and_its_teacher(world_dir, tmp_path, capsys):
+    method = ["--method=opsd", "--bank="]
+    with driver.signals_restored():
+        driver.main([*flags(world_dir, tmp_path / "run", steps=1), *method])
+    cfg, resume = baselines.parse(["--resume", str(tmp_path / "run")])
+    assert resume and cfg.method == "opsd"
+    for given in ("--method=grpo", "--teacher=ema"):
+        words = f"{given.replace('=', ' ')}: a resumed run keeps its own"
+        refused(capsys, baselines.main, ["--resume", tmp_path / "run", given], words)
+
+
+def test_a_run_resumes_with_its_copied_teacher_where_no_update_was_finite(world_dir, tmp_path):
+    settings = {"kind": BaselineConfig, "teacher": "ema"}
+    run = make_run(world_dir, tmp_path / "run", **settings)
+    with baselines.teacher_policy(run):
+        pass
+    run.step = 3
+    sgsd.save(run)
+    again = make_run(world_dir, tmp_path / "run", True, **settings)
+    assert again.step == 3 and not again.optimizer.state
+    assert again.extra_tensors.keys() == run.extra_tensors.keys()

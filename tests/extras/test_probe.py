@@ -1,0 +1,390 @@
+"""The slope: its equations on a policy whose grad J is enumerated, then the command."""
+
+import json
+import math
+import os
+import tempfile
+
+import driver
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, make_bank, same, t
+
+import model
+import rollout
+import scoring
+import verify
+from extras import probe
+
+# ------------------------------------------------------------------------------- hand-worked numbers
+
+
+def test_a_rollout_weighs_its_outcome_minus_the_mean_of_the_others():
+    # (1 - 1/3)/4 = 1/6 for a right one, (0 - 2/3)/4 = -1/6 for a wrong one
+    same(probe.contrast(t([1.0, 0.0, 0.0, 1.0])), [1 / 6, -1 / 6, -1 / 6, 1 / 6])
+    right = t([1.0, 1.0, 0.0, 0.0, 0.0])
+    others = [(right.sum() - x) / 4 for x in right]
+    same(probe.contrast(right), [(x - b) / 5 for x, b in zip(right, others)])
+
+
+def test_a_problem_without_both_outcomes_weighs_nothing():
+    for all_alike in ([1.0, 1.0, 1.0], [0.0, 0.0]):
+        same(probe.contrast(t(all_alike)), [0.0] * len(all_alike))
+
+
+def test_each_problem_is_measured_along_the_other_halfs_direction():
+    directions = [t([[1.0, 0.0]]), t([[0.0, 1.0]])]  # from problems 0 and 2; from problem 1
+    parts = {0: t([3.0, 5.0]), 1: t([7.0, 11.0]), 2: None}
+    slopes_1N = probe.problem_slopes([[0, 2], [1]], directions, parts.__getitem__)
+    assert slopes_1N.tolist() == [[5.0, 7.0, 0.0]]
+
+
+def test_the_interval_of_equal_slopes_is_a_point():
+    assert probe.interval([np.array([2.0, 2.0]), np.array([2.0])]) == (2.0, 2.0, 2.0, 0.0)
+
+
+def test_a_minibatch_has_many_problems_or_whole_groups():
+    cfg = probe.baselines.BaselineConfig(batch_size=2)
+    got = probe.minibatches([5, 7], 3, cfg)  # 6 examples in minibatches of 2
+    assert got == [[(5, 0), (7, 0)], [(5, 1), (7, 1)], [(5, 2), (7, 2)]]
+    grouped = probe.baselines.BaselineConfig(batch_size=1, generations=3, method="grpo")
+    assert probe.minibatches([5, 7], 3, grouped) == [
+        [(5, j) for j in range(3)],
+        [(7, j) for j in range(3)],
+    ]
+    large = probe.baselines.BaselineConfig(batch_size=100)
+    assert len(probe.minibatches([5, 7], 3, large)) == 1
+
+
+# ------------------------------------------------------------------- a policy that can be enumerated
+
+TYPES, WORDS = 12, 3
+
+
+class Toy:
+    """Twelve problems, solutions of two words out of three, P = 12 shared weights; all exact."""
+
+    def __init__(self, seed=0, bias=0.0):
+        rng = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+        first, second = normal(TYPES, WORDS, WORDS), normal(TYPES, WORDS, WORDS, WORDS)
+        weights = normal(WORDS + WORDS * WORDS).requires_grad_()
+        one = torch.einsum("xvw,w->xv", first, weights[:WORDS]).log_softmax(-1)
+        square = weights[WORDS:].view(WORDS, WORDS)
+        two = torch.einsum("xavw,aw->xav", second, square).log_softmax(-1)
+        logp_XY = (one[:, :, None] + two).flatten(1)
+        self.p_XY = logp_XY.exp().detach()
+        scores = []
+        for logp in logp_XY.flatten():
+            scores.append(torch.autograd.grad(logp, weights, retain_graph=True)[0])
+        self.score_XYP = torch.stack(scores).view(TYPES, WORDS * WORDS, -1)
+        self.right_XY = (normal(TYPES, WORDS * WORDS) > bias).double()
+        part_XP = torch.einsum("xy,xy,xyp->xp", self.p_XY, self.right_XY, self.score_XYP)
+        self.part_XP, self.grad_P = part_XP, part_XP.mean(0)
+
+    def draw(self, problems, samples, seed):
+        """(types [n], solutions [n, G]) of problems drawn with replacement."""
+        rng = torch.Generator().manual_seed(seed)
+        x_n = torch.randint(TYPES, (problems,), generator=rng)
+        return x_n, torch.multinomial(self.p_XY[x_n], samples, True, generator=rng)
+
+    def ascent(self, x, y_G):
+        w_G = probe.contrast(self.right_XY[x, y_G])
+        return w_G @ self.score_XYP[x, y_G] if w_G.any() else None
+
+    def sampled(self, x_n, y_nG, half):
+        """A method's noisy direction: the mean over a half of the sampled ascent."""
+        parts = [self.ascent(x_n[i], y_nG[i]) for i in half]
+        zero = torch.zeros_like(self.grad_P)
+        return torch.stack([zero if g is None else g for g in parts]).mean(0)[None]
+
+
+def halves_of(n):
+    return [list(range(0, n, 2)), list(range(1, n, 2))]
+
+
+def one_probe(toy, seed, problems=16, samples=3, same_half=False):
+    """(slope, low, high, the exact slope of the same directions) along the sampled ascent."""
+    x_n, y_nG = toy.draw(problems, samples, seed)
+    halves = halves_of(problems)
+    directions = [toy.sampled(x_n, y_nG, half) for half in halves]
+    used = directions[::-1] if same_half else directions
+    slopes_1N = probe.problem_slopes(halves, used, lambda i: toy.ascent(x_n[i], y_nG[i]))
+    mean, low, high, _ = probe.interval([slopes_1N[0][half] for half in halves], 500)
+    exact = float(toy.grad_P @ torch.cat(directions).mean(0))
+    return mean, low, high, exact
+
+
+def z_of(differences):
+    x = np.array(differences)
+    return x.mean() / (x.std() / math.sqrt(len(x)))
+
+
+def test_the_covariance_is_the_gradient_of_the_success_rate():
+    """Over all pairs of solutions, weighed by their probability, the estimate is exact."""
+    toy = Toy()
+    for x in range(TYPES):
+        mean = torch.zeros_like(toy.grad_P)
+        for a in range(WORDS * WORDS):
+            for b in range(WORDS * WORDS):
+                g = toy.ascent(x, torch.tensor([a, b]))
+                mean += 0 if g is None else toy.p_XY[x, a] * toy.p_XY[x, b] * g
+        same(mean, toy.part_XP[x], 1e-12)
+
+
+def test_the_mean_of_the_estimate_is_the_slope():
+    probes = [one_probe(Toy(), seed) for seed in range(1500)]
+    assert abs(z_of([mean - exact for mean, _, _, exact in probes])) < 3.5
+
+
+def test_without_halves_the_estimate_is_too_high():
+    probes = [one_probe(Toy(), seed, same_half=True) for seed in range(200)]
+    excess = [mean - exact for mean, _, _, exact in probes]
+    assert z_of(excess) > 10
+    assert np.mean(excess) > np.mean([exact for *_, exact in probes])  # more bias than slope here
+
+
+def test_a_loss_that_is_minus_the_success_rate_has_a_slope_above_zero_and_its_negative_below():
+    toy = Toy()
+    for sign in (1, -1):
+        x_n, y_nG = toy.draw(60, 4, 5)
+        halves = halves_of(60)
+        descents = [sign * toy.part_XP[x_n[half]].mean(0)[None] for half in halves]
+        slopes_1N = probe.problem_slopes(halves, descents, lambda i: toy.ascent(x_n[i], y_nG[i]))
+        mean, low, high, _ = probe.interval([slopes_1N[0][half] for half in halves])
+        assert sign * mean > 0 and sign * low > 0 and sign * high > 0
+
+
+@pytest.mark.parametrize(
+    "problems, bias, least", [(80, 0.0, 0.92), (80, 1.2, 0.89), (24, 0.0, 0.87)]
+)
+def test_the_interval_covers_the_slope_of_its_directions(problems, bias, least):
+    toy, covered = Toy(bias=bias), []
+    for seed in range(300):
+        _, low, high, exact = one_probe(toy, seed, problems, 4)
+        covered.append(low <= exact <= high)
+    print(problems, bias, float((toy.p_XY * toy.right_XY).sum(1).mean()), np.mean(covered))
+    assert least <= np.mean(covered) <= 0.985
+
+
+# ------------------------------------------------------------------------- tempered, truncated draws
+
+
+@pytest.mark.parametrize("top_p, top_k", [(0.8, 0), (1.0, 3), (0.7, 5), (1.0, 0)])
+def test_the_allowed_ids_are_those_that_can_be_drawn(top_p, top_k):
+    torch.manual_seed(0)
+    logits_nV = 2 * torch.randn(6, 9)
+    sampling = rollout.Sampling(0.7, top_p, top_k)
+    allowed_nV = probe.allowed(logits_nV / sampling.temperature, sampling)
+    u_B = torch.linspace(0, 1 - 1e-9, 40_000, dtype=torch.float64)
+    for logits_V, allowed_V in zip(logits_nV, allowed_nV):
+        drawn = rollout.select_tokens(logits_V.expand(len(u_B), -1), u_B, sampling)
+        assert sorted(drawn.unique().tolist()) == allowed_V.nonzero()[:, 0].tolist()
+
+
+def test_the_score_of_truncated_draws_has_mean_zero():
+    """It would not with the log-probability of the whole vocabulary."""
+    torch.manual_seed(1)
+    logits_V = torch.randn(7, requires_grad=True)
+    sampling = rollout.Sampling(1.0, 0.8, 5)
+    ids = probe.allowed(logits_V.detach()[None], sampling)[0].nonzero()[:, 0]
+    logq_n = probe.drawn_logprob(sampling, ids, logits_V.expand(len(ids), -1))
+    q_n = logq_n.exp().detach()
+    assert float(q_n.sum()) == pytest.approx(1, abs=1e-6) and len(ids) < 6
+    mean = torch.autograd.grad((q_n * logq_n).sum(), logits_V)[0]
+    assert float(mean.abs().max()) < 1e-6
+    plain = torch.autograd.grad((q_n * logits_V.log_softmax(-1)[ids]).sum(), logits_V)[0]
+    assert float(plain.abs().max()) > 0.01
+
+
+def test_a_drawn_id_beyond_a_threshold_counts_as_allowed():
+    logits_nV = torch.tensor([[5.0, 4.0, -9.0]])
+    logq_n = probe.drawn_logprob(rollout.Sampling(1.0, 1.0, 2), torch.tensor([2]), logits_nV)
+    same(logq_n, logits_nV.log_softmax(-1)[:, 2], 1e-6)
+
+
+# ------------------------------------------------------------------------------------- on the model
+
+
+class LastBit(verify.Judge):
+    """Right or wrong by the text, so that a random model has both outcomes."""
+
+    def judge(self, cases):
+        return [verify.Verdict(None, len(text.encode()) % 2 == 1) for _, text in cases]
+
+
+@pytest.fixture
+def tiny_run(world_dir, tmp_path):
+    run = driver.make_run(world_dir, tmp_path / "run", kind=probe.baselines.BaselineConfig)
+    torch.manual_seed(3)
+    for p in model.trained(run.lm).values():  # as after some steps: B is not 0
+        p.data += 0.05 * torch.randn_like(p)
+    return run
+
+
+def group_of(run, samples=4):
+    sampling = rollout.Sampling(1.1, 0.9, 20, 12)
+    x = run.problems[0]
+    prompt = rollout.chat_ids(run.tokenizer, x.problem, thinking=False)
+    drawn = rollout.generate(run.lm, run.tokenizer, [prompt] * samples, sampling, range(samples))
+    rolls = list(enumerate(drawn))
+    judge = LastBit()
+    group = rollout.judge(run.tokenizer, run.stops, [x] * samples, [prompt] * samples, rolls, judge)
+    assert len({roll.r for roll in group}) == 2
+    return group, sampling
+
+
+def test_the_backward_pass_is_the_difference_under_weights_moved_both_ways(tiny_run):
+    """Forward passes under weights moved along +u and -u say the same, for one direction."""
+    run = tiny_run
+    group, sampling = group_of(run)
+    g_P = probe.ascent(run, group, sampling)
+    torch.manual_seed(4)
+    u_P = torch.nn.functional.normalize(torch.randn_like(g_P), dim=0)
+    u_P = torch.nn.functional.normalize(u_P + g_P / g_P.norm(), dim=0)
+    w_G = probe.contrast(torch.tensor([float(roll.r > 0) for roll in group]))
+    prompts, ids = [roll.prompt_ids for roll in group], [roll.completion_ids for roll in group]
+    params = list(model.trained(run.lm).values())
+    parts = u_P.split([p.numel() for p in params])
+
+    def weighed(step):
+        """sum_i w_i log q(y_i) with the allowed ids of the unmoved weights, in float64."""
+        with torch.no_grad():
+            kept, _ = scoring.predictors(run.lm, prompts, ids)
+            for p, part in zip(params, parts):
+                p += step * part.view_as(p)
+            moved, ids_n = scoring.predictors(run.lm, prompts, ids)
+            for p, part in zip(params, parts):
+                p -= step * part.view_as(p)
+            head = scoring.causal_lm(run.lm).get_output_embeddings().weight.double()
+            before, after = (x.double() @ head.T / sampling.temperature for x in (kept, moved))
+            allowed_nV = probe.allowed(before, sampling).scatter(1, ids_n[:, None], True)
+            logq_nV = after.masked_fill(~allowed_nV, -torch.inf).log_softmax(-1)
+            logq_n = logq_nV.gather(1, ids_n[:, None])[:, 0]
+            return sum(w * x.sum() for w, x in zip(w_G, logq_n.split([*map(len, ids)])))
+
+    h = 2e-3
+    difference = float(weighed(h) - weighed(-h)) / (2 * h)
+    assert difference == pytest.approx(float(g_P @ u_P), rel=2e-3)
+
+
+def test_at_the_base_only_b_moves(world_dir, tmp_path):
+    run = driver.make_run(world_dir, tmp_path / "run", kind=probe.baselines.BaselineConfig)
+    group, sampling = group_of(run)
+    parts = probe.ascent(run, group, sampling).split(
+        [p.numel() for p in model.trained(run.lm).values()]
+    )
+    for name, part in zip(model.trained(run.lm), parts):
+        assert bool(part.any()) == ("lora_B" in name), name
+
+
+# -------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def command(world_dir, tmp_path, monkeypatch):
+    """Runs the probe in an empty folder; its numbers, and nothing else is left behind."""
+    monkeypatch.chdir(tmp_path)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    flags = driver.flags(world_dir, "unused", max_new_tokens=12, batch_size=3)
+    flags = [flag for flag in flags if not flag.startswith("--out=")]
+    base = [*flags, "--verifier", "test_probe:LastBit", "--problems", "6", "--samples", "3"]
+
+    def call(*more, drop=()):
+        argv = [flag for flag in base if not flag.startswith(tuple(drop) or "\0")]
+        with driver.signals_restored():
+            code = probe.main([*argv, *more, "--out", str(tmp_path / "numbers.json")])
+        assert code == 0 and not list(scratch.iterdir()) and not (tmp_path / "unused").exists()
+        return json.loads((tmp_path / "numbers.json").read_text())
+
+    call.base = base
+    return call
+
+
+ROW = {"flags", "slope", "low", "high", "relative", "cut", "success", "decided", "smallest"}
+
+
+def test_the_probe_has_a_row_for_grpo_the_plan_and_each_try(command, tmp_path, capsys):
+    make_bank(tmp_path / "other.json", 9, 9)
+    tries = (f"--bank {tmp_path}/other.json --num-teachers 2", "--method opsd", "--no-polarity")
+    numbers = command(*[word for text in tries for word in ("--try", text)])
+    assert {"success", "rollouts", "seconds", "rows"} <= numbers.keys()
+    assert numbers["rollouts"] == 18 and 0 < numbers["success"] < 1
+    grpo, plan, *others = numbers["rows"]
+    assert grpo["flags"].startswith("--method grpo") and plan["flags"] == ""
+    assert [row["flags"] for row in others] == list(tries)
+    for row in numbers["rows"]:
+        assert row.keys() >= ROW and row["low"] <= row["slope"] <= row["high"]
+        assert row["success"] == numbers["success"]  # one set of rollouts
+    assert grpo["relative"] == 1 and grpo["decided"] is None and 0 < plan["decided"] <= 1
+    assert len({row["slope"] for row in numbers["rows"]}) == 5
+    printed = capsys.readouterr().out.splitlines()
+    cost = next(i for i, line in enumerate(printed) if line.startswith("cost: 1 x 6 problems x 3"))
+    success = next(i for i, line in enumerate(printed) if line.startswith("success "))
+    assert cost < success
+
+
+def test_the_same_command_gives_the_same_numbers(command):
+    first, second = command(), command()
+    assert first["rows"] == second["rows"]
+
+
+def test_rows_that_sample_otherwise_have_rollouts_of_their_own(command, capsys):
+    numbers = command("--try", "--temperature 0.6", "--try", "--student-prefix bare")
+    assert "cost: 3 x 6 problems" in capsys.readouterr().out
+    assert len({row["slope"] for row in numbers["rows"]}) == 4
+
+
+def test_extra_samples_are_for_the_covariance_alone(command):
+    few, many = command(), command("--extra-samples", "3")
+    assert (few["rollouts"], many["rollouts"]) == (18, 36)
+    for a, b in zip(few["rows"], many["rows"]):
+        assert a["decided"] == b["decided"] and a["support_failure"] == b["support_failure"]
+        assert a["slope"] != b["slope"]
+
+
+def test_a_planned_grpo_is_grpos_row(command):
+    bank = ("--bank", "--encoder")
+    numbers = command("--method", "grpo", drop=bank)
+    (row,) = numbers["rows"]
+    assert row["flags"].startswith("--method grpo") and row["relative"] == 1
+
+
+def test_at_a_checkpoint_its_adapter_is_measured(command, world_dir, tmp_path):
+    changes = {"kind": probe.baselines.BaselineConfig, "max_new_tokens": 12, "batch_size": 3}
+    driver.train(world_dir, tmp_path / "run", steps=2, **changes)
+    base = command()
+    moved = command("--at", str(tmp_path / "run/checkpoints/step_000002"))
+    assert [row["slope"] for row in base["rows"]] != [row["slope"] for row in moved["rows"]]
+    assert moved == moved | {"rollouts": 18}
+
+
+def test_a_mistake_is_one_line(command, capsys, tmp_path):
+    driver.refused(capsys, probe.main, [*command.base, "--problems", "3"], "--problems", ">= 4")
+    driver.refused(capsys, probe.main, [*command.base, "--at", "nowhere"], "nowhere")
+    argv = [*command.base, "--try", "--seed 4"]
+    driver.refused(capsys, probe.main, argv, "--seed 4", "all rows share it")
+    driver.refused(capsys, probe.main, [*command.base, "--temperature", "0"], "greedy")
+    driver.refused(capsys, probe.main, [*command.base, "--out", str(tmp_path)], "is a directory")
+    driver.refused(capsys, probe.main, [*command.base, "--try", "--no-such"], "--no-such")
+
+
+def test_the_advice_follows_the_interval_and_the_ratio():
+    grpo = {"slope": 2.0, "low": 1.0, "high": 3.0, "error": 0.5, "relative": 1.0}
+    plan = {"slope": 1.0, "low": 0.5, "high": 1.5, "error": 0.2, "relative": 0.9}
+    unsure = {"low": -1.0}
+    cases = [(plan, grpo, "Train as planned"), (grpo, grpo, "Train as planned")]
+    cases.append((plan | {"relative": 0.5}, grpo, "2.0 times as much"))
+    cases.append((plan | {"relative": 0.5}, grpo | unsure, "Train as planned"))
+    cases.append((plan | unsure, grpo, "Take GRPO"))
+    cases.append((plan | unsure, grpo | unsure, "Sample more"))
+    cases.append((plan | {"low": -2.0, "high": -1.0}, grpo, "Do not train"))
+    cases.append((plan | {"slope": 0.0, "error": 0.0}, grpo, "Change the plan"))
+    for planned, reference, words in cases:
+        assert words in probe.advice(planned, reference)

@@ -1,0 +1,606 @@
+"""The client of an inference server: protocol, log-probabilities, adapters and bad days.
+
+The server is a small one of our own, in a thread.
+"""
+
+import contextlib
+import http.server
+import itertools
+import json
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from extras import served
+
+STOPS = [265, 263]
+DROP = "drop the connection"
+
+
+class Engine(http.server.ThreadingHTTPServer):
+    """Serves "base" and adapters. `answer` makes the reply to a completion: (status, JSON).
+
+    Anything but such a pair drops the connection.
+    """
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.base = {"id": "base", "owned_by": "vllm", "root": "base", "max_model_len": 4096}
+        self.adapters, self.calls, self.keys_seen = {}, [], []
+        self.answer = self.sampled
+
+    def sampled(self, body):
+        """Ids that differ from prompt to prompt, and a log-probability for each."""
+        ids = [sum(body["prompt"]) % 200, 7, STOPS[0]]
+        return 200, choices(token_ids=ids, logprobs={"token_logprobs": [-0.5, -1.5, -0.25]})
+
+    def bodies(self, path="/v1/completions"):
+        return [body for where, body in self.calls if where == path]
+
+    def get(self, path):
+        adapters = [{"id": name, "root": folder} for name, folder in self.adapters.items()]
+        return 200, {"data": [self.base, *adapters]}
+
+    def post(self, path, body):
+        if path == "/v1/load_lora_adapter":
+            if body["lora_name"] in self.adapters:
+                return 400, {"error": "already loaded"}
+            self.adapters[body["lora_name"]] = body["lora_path"]
+            return 200, "Success"
+        if path == "/v1/unload_lora_adapter":
+            there = self.adapters.pop(body["lora_name"], None)
+            return (200, "Success") if there else (404, {"error": "not found"})
+        if body["model"] not in {self.base["id"], *self.adapters}:
+            return 404, {"error": "no such model"}
+        return self.answer(body)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.server.keys_seen.append(self.headers.get("Authorization"))
+        self.send(self.server.get(self.path))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.calls.append((self.path, body))
+        self.send(self.server.post(self.path, body))
+
+    def send(self, reply):
+        if not isinstance(reply, tuple):
+            return
+        status, value = reply
+        text = value if isinstance(value, str) else json.dumps(value)
+        with contextlib.suppress(OSError):  # nobody may be waiting any more
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+
+def choices(reason="stop", usage=None, **fields):
+    return {"choices": [{"finish_reason": reason, **fields}], "usage": usage}
+
+
+@dataclass
+class Row:
+    index: int
+    prompt: list
+    key: int
+    left: int
+    ids: list = field(default_factory=list)
+
+
+def rows(count=6, limit=30):
+    return [Row(i, [7, 8, 9 + i], 2**63 + i, limit) for i in range(count)]
+
+
+def sampling(temperature=1.0, top_p=1.0, top_k=0):
+    return SimpleNamespace(temperature=temperature, top_p=top_p, top_k=top_k)
+
+
+@pytest.fixture
+def engine():
+    engine = Engine()
+    threading.Thread(target=engine.serve_forever, args=[0.01], daemon=True).start()
+    yield engine
+    engine.shutdown()
+    engine.server_close()
+
+
+@pytest.fixture
+def gone():
+    """The address of a server that is no more."""
+    engine = Engine()
+    engine.server_close()
+    return engine.url
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    assert all(later > pause > 0 for pause, later in itertools.pairwise(served.PAUSES))
+    monkeypatch.setattr(served, "PAUSES", (0.01, 0.01, 0.01))
+
+
+@pytest.fixture
+def sample(engine, tokenizer):
+    """Samples rows: every completion by its index."""
+
+    def of(rows_to_do, adapter="", logprobs=False, server=None, **options):
+        server = server or served.Server(engine.url, "base", **options)
+        turns = server.stream(tokenizer, STOPS, rows_to_do, sampling(), adapter, logprobs)
+        completions = list(itertools.chain.from_iterable(turns))
+        assert len(completions) == len(dict(completions))
+        return dict(completions)
+
+    return of
+
+
+def one_line(error, *parts):
+    text = str(error.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text
+
+
+# ----------------------------------------------------------------------------------- the protocol
+
+
+def test_prompts_travel_as_ids_with_every_field_of_sampling_and_sampled_ids_come_back(
+    engine, tokenizer
+):
+    server, todo = served.Server(engine.url, "base", seeds=True), rows()
+    turns = list(server.stream(tokenizer, STOPS, todo, sampling(0.7, 0.9, 20)))
+    assert sorted(itertools.chain.from_iterable(turns)) == [
+        (i, [24 + i, 7, STOPS[0]]) for i in range(6)
+    ]
+    assert [(row.ids, row.left) for row in todo] == [([24 + i, 7, STOPS[0]], 0) for i in range(6)]
+    bodies = {body["prompt"][2]: body for body in engine.bodies()}
+    assert len(bodies) == len(engine.calls) == 6
+    assert bodies[9 + 3] == {
+        "model": "base",
+        "prompt": [7, 8, 12],
+        "max_tokens": 30,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": STOPS,
+        "skip_special_tokens": False,
+        "return_token_ids": True,
+        "seed": (2**63 + 3) >> 1,
+    }
+
+
+def test_without_seeds_none_is_sent_and_no_top_k_is_said(engine, sample):
+    sample(rows(1))
+    (body,) = engine.bodies()
+    assert "seed" not in body and "logprobs" not in body and body["top_k"] == -1
+
+
+def test_no_rows_are_no_requests_and_an_empty_prompt_is_refused(engine, sample):
+    assert sample([]) == {} and not engine.calls
+    with pytest.raises(ValueError, match="prompts that are not empty"):
+        sample([Row(0, [], 1, 5)])
+
+
+def test_what_finishes_first_comes_first(engine, tokenizer):
+    last = threading.Event()
+
+    def answer(body):
+        if body["prompt"][2] == 9:
+            last.wait(60)
+        return engine.sampled(body)
+
+    engine.answer = answer
+    seen = []
+    server = served.Server(engine.url, "base", rows=2)
+    for turn in server.stream(tokenizer, STOPS, rows(), sampling()):
+        seen += [i for i, _ in turn]
+        if len(seen) == 5:
+            last.set()
+    assert seen[-1] == 0 and sorted(seen) == list(range(6))
+
+
+def test_rows_is_the_number_of_requests_under_way(engine, sample):
+    under_way, most, lock = [], [], threading.Lock()
+    full = threading.Barrier(3, timeout=60)  # breaks unless three requests are under way at once
+
+    def answer(body):
+        with lock:
+            under_way.append(body)
+            most.append(len(under_way))
+        full.wait()
+        with lock:
+            under_way.remove(body)
+        return engine.sampled(body)
+
+    engine.answer = answer
+    assert len(sample(rows(9), rows=3)) == 9 and max(most) == 3
+
+
+def test_a_caller_that_breaks_off_does_not_wait_for_replies(engine, tokenizer):
+    released = threading.Event()
+
+    def answer(body):
+        if body["prompt"][2] > 9:
+            released.wait(60)
+        return engine.sampled(body)
+
+    engine.answer = answer
+    turns = served.Server(engine.url, "base", rows=2).stream(tokenizer, STOPS, rows(), sampling())
+    assert next(turns)[0][0] == 0
+    turns.close()
+    assert not released.is_set() and len(engine.calls) <= 3
+    released.set()
+
+
+def test_of_a_server_without_ids_the_text_is_tokenized(engine, sample, tokenizer):
+    text = "\\boxed{7}"
+    usage = {"completion_tokens": 30, "prompt_tokens": 3}
+    engine.answer = lambda body: (200, choices(text=text))
+    ids = tokenizer.encode(text)
+    assert sample(rows(1)) == {0: [*ids, STOPS[0]]}
+    engine.answer = lambda body: (200, choices(text=f"{text}<|im_end|>"))
+    assert sample(rows(1)) == {0: [*ids, 265]}
+    engine.answer = lambda body: (200, choices("length", usage, text=text))
+    assert sample(rows(1)) == {0: ids}
+    engine.answer = lambda body: (200, choices("length", text=""))
+    assert sample(rows(1)) == {0: []}
+
+
+def test_a_stop_id_that_a_server_leaves_out_does_not_make_a_completion_a_cut_one(engine, sample):
+    engine.answer = lambda body: (200, choices(token_ids=[65, 66]))
+    assert sample(rows(1)) == {0: [65, 66, STOPS[0]]}
+    engine.answer = lambda body: (200, choices("length", token_ids=[65, 66]))
+    assert sample(rows(1, limit=2)) == {0: [65, 66]}
+
+
+def test_the_key_in_the_environment_is_sent_and_never_shown(engine, monkeypatch):
+    server = served.Server(engine.url, "base")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    server.check(10)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
+    server.check(10)
+    assert engine.keys_seen == [None, "Bearer secret"]
+    monkeypatch.setenv("OPENAI_API_KEY", "sec\rret")
+    with pytest.raises(ValueError) as error:
+        server.check(10)
+    one_line(error, "OPENAI_API_KEY has characters that no header may have")
+    assert "ret" not in str(error.value).replace("characters", "")
+
+
+# ------------------------------------------------------------------------------- log-probabilities
+
+
+def test_the_log_probability_of_each_sampled_id_is_kept_under_the_rows_key(engine, tokenizer):
+    server = served.Server(engine.url, "base")
+    list(server.stream(tokenizer, STOPS, rows(2), sampling(), logprobs=True))
+    assert server.logprobs == {2**63: [-0.5, -1.5, -0.25], 2**63 + 1: [-0.5, -1.5, -0.25]}
+    assert [body["logprobs"] for body in engine.bodies()] == [0, 0]
+
+
+NUMBERS = {"token_logprobs": [-1.0, -2.0]}
+UNFIT = {
+    "no ids": (choices(text="x"), "no token_ids, which training needs"),
+    "no numbers": (choices(token_ids=[5, 265]), "KeyError: 'logprobs'"),
+    "null": (choices(token_ids=[5, 265], logprobs=None), "TypeError"),
+    "null for a token": (
+        choices(token_ids=[5, 265], logprobs={"token_logprobs": [-1.0, None]}),
+        "TypeError",
+    ),
+    "a number short": (
+        choices(token_ids=[5, 6, 265], logprobs=NUMBERS),
+        "2 log-probabilities of 3 sampled ids",
+    ),
+    "none for the stop id": (
+        choices(token_ids=[5, 6], logprobs=NUMBERS),
+        "2 log-probabilities of 3 sampled ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_training_refuses_a_reply_without_ids_or_without_a_number_for_each(what, engine, sample):
+    reply, words = UNFIT[what]
+    engine.answer = lambda body: (200, reply)
+    with pytest.raises(ValueError) as error:
+        sample(rows(1), logprobs=True)
+    one_line(error, engine.url, words)
+
+
+def test_the_engine_scores_a_fixed_completion_with_and_without_an_adapter(engine, tmp_path):
+    def answer(body):
+        add = -1.0 if body["model"] == "mine" else 0.0
+        places = [{str(token): {"logprob": add - token / 8}} for token in body["prompt"]]
+        return 200, choices("length", token_ids=[1], prompt_logprobs=[None, *places[1:]])
+
+    engine.answer = answer
+    server = served.Server(engine.url, "base")
+    server.load("mine", str(tmp_path))
+    assert server.logprobs_of([1, 2, 3], [8, 16]) == [-1.0, -2.0]
+    assert server.logprobs_of([1, 2, 3], [8, 16], "mine") == [-2.0, -3.0]
+    body = engine.bodies()[0]
+    assert body["prompt"] == [1, 2, 3, 8, 16]
+    assert (body["max_tokens"], body["prompt_logprobs"]) == (1, 0)
+    engine.answer = lambda body: (200, choices("length", token_ids=[1]))
+    with pytest.raises(ValueError, match="unexpected reply from the server .KeyError"):
+        server.logprobs_of([1, 2, 3], [8, 16])
+
+
+# ------------------------------------------------------------------------------------- what it has
+
+
+def test_a_model_is_known_by_its_name_its_root_or_its_folder(engine, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for model, name, root in (
+        ("org/model", "org/model", "elsewhere"),
+        ("org/model", "short", "org/model"),
+        (str(tmp_path / "model"), "model", ""),
+        ("model", "short", str(tmp_path / "model")),
+    ):
+        engine.base |= {"id": name, "root": root}
+        server = served.Server(engine.url, model)
+        server.check(4096)
+        assert (server.base, server.engine) == (name, "vllm")
+
+
+def test_a_server_of_another_model_is_refused_with_what_it_serves(engine):
+    engine.adapters["mine"] = "/somewhere"
+    with pytest.raises(ValueError) as error:
+        served.Server(engine.url, "org/model").check(10)
+    one_line(error, f"{engine.url}: serves base, mine, not org/model")
+
+
+def test_a_context_that_is_too_short_is_refused_with_the_length_it_needs(engine):
+    server = served.Server(engine.url, "base")
+    with pytest.raises(ValueError) as error:
+        server.check(4097)
+    one_line(error, "need a context of 4097 tokens, the server has 4096; ask for shorter replies")
+    one_line(error, "or restart the server with --max-model-len 4097")
+    del engine.base["max_model_len"]  # some servers do not tell
+    server.check(10**6)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000/v1",
+        "http://localhost:8000",
+        "http://localhost:8000/v1/",
+        "http:///v1",
+        "http://localhost:80O0/v1",
+        "http://localhost:99999/v1",
+        "http://localhost:0/v1",
+        "http://[::1/v1",
+    ],
+)
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(ValueError) as error:
+        served.Server(url, "base")
+    one_line(error, f"server {url}: needs an address such as http://localhost:8000/v1")
+    with pytest.raises(ValueError, match="rows >= 1; got rows 0"):
+        served.Server("http://localhost:8000/v1", "base", rows=0)
+
+
+@pytest.mark.parametrize("reply", ["<html>", {"models": []}, {"data": [1]}, ["x"]])
+def test_a_list_of_models_that_cannot_be_read_is_one_line(reply, engine):
+    engine.get = lambda path: (200, reply)
+    with pytest.raises(ValueError) as error:
+        served.Server(engine.url, "base").check(10)
+    one_line(error, f"{engine.url}: unexpected reply from the server (")
+
+
+def test_where_nobody_answers_a_check_a_load_and_a_stream_say_so(gone, tmp_path, sample):
+    server = served.Server(gone, "base")
+    for ask in (
+        lambda: server.check(10),
+        lambda: server.load("mine", str(tmp_path)),
+        lambda: server.unload("mine"),
+        lambda: sample(rows(3), server=server),
+        lambda: server.logprobs_of([1], [2]),
+    ):
+        with pytest.raises(ConnectionError) as error:
+            ask()
+        one_line(error, gone, "ConnectionRefusedError")
+    assert not server.adapters
+
+
+# ---------------------------------------------------------------------------------------- adapters
+
+
+def test_an_adapter_is_loaded_sampled_by_its_name_and_unloaded(
+    engine, sample, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    server = served.Server(engine.url, "base")
+    server.load("mine", "adapter")  # the server has another working directory
+    assert engine.adapters == {"mine": str(tmp_path / "adapter")}
+    assert len(sample(rows(2), "mine", server=server)) == 2
+    assert [body["model"] for body in engine.bodies()] == ["mine", "mine"]
+    server.unload("mine")
+    assert not engine.adapters
+    server.unload("mine")  # a server that was started anew has lost it
+
+
+def test_an_adapter_that_is_refused_says_what_the_server_needs(engine, tmp_path):
+    server = served.Server(engine.url, "base")
+    post = engine.post
+    for reply in ((404, {"detail": "Not Found"}), (500, {"error": "LoRA rank 64\nis greater"})):
+        engine.post = lambda path, body, reply=reply: reply
+        with pytest.raises(ValueError) as error:
+            server.load("mine", str(tmp_path))
+        one_line(error, f"HTTP {reply[0]}: ", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
+        one_line(error, "--enable-lora", "--max-lora-rank")
+    engine.post = post
+    server.load("mine", str(tmp_path))
+    with pytest.raises(ValueError, match="already loaded"):
+        server.load("mine", str(tmp_path))
+
+
+def test_a_server_that_was_started_anew_has_the_adapter_loaded_again(engine, sample, tmp_path):
+    server = served.Server(engine.url, "base")
+    server.load("mine", str(tmp_path))
+    restarted: list = []
+
+    def answer(body):
+        if not restarted:
+            restarted.append(engine.adapters.clear())
+            return DROP
+        return engine.sampled(body)
+
+    engine.answer = answer
+    assert len(sample(rows(), "mine", server=server)) == 6
+    assert len(engine.bodies("/v1/load_lora_adapter")) == 2  # one for all the threads
+    assert engine.adapters == {"mine": str(tmp_path)}
+
+
+def test_a_server_that_is_started_anew_without_adapters_is_said_to_refuse_them(
+    engine, sample, tmp_path
+):
+    server, post = served.Server(engine.url, "base"), engine.post
+    server.load("mine", str(tmp_path))
+    engine.adapters.clear()
+    engine.post = lambda path, body: (404, {}) if "load" in path else post(path, body)
+    with pytest.raises(ValueError, match="refuses /load_lora_adapter: HTTP 404"):
+        sample(rows(1), "mine", server=server)
+
+
+def test_an_adapter_that_is_not_there_and_was_not_loaded_here_ends_after_the_tries(engine, sample):
+    with pytest.raises(ConnectionError, match="HTTP 404: .*no such model"):
+        sample(rows(1), "other")
+    assert len(engine.bodies()) == 4
+
+
+# ---------------------------------------------------------------------------------------- bad days
+
+
+FAULTS = {
+    "a broken server": lambda body: (500, {"error": "EngineCore"}),
+    "a server that starts": lambda body: (503, {}),
+    "a server with too much to do": lambda body: (429, {}),
+    "a server that has lost its model": lambda body: (404, {}),
+    "a dropped connection": lambda body: DROP,
+    "a completion that was broken off": lambda body: (200, choices("abort", token_ids=[])),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_after_a_fault_a_request_is_tried_again(fault, engine, sample, capsys):
+    seen = []
+
+    def answer(body):
+        seen.append(body["prompt"])
+        return FAULTS[fault](body) if seen.count(body["prompt"]) < 3 else engine.sampled(body)
+
+    engine.answer = answer
+    assert len(sample(rows(4), rows=4)) == 4
+    assert len(seen) == 3 * 4
+    assert f"{engine.url}: " in capsys.readouterr().err
+
+
+def test_an_outage_is_reported_once(engine, sample, capsys):
+    engine.answer = FAULTS["a server that starts"]
+    with pytest.raises(ConnectionError):
+        sample(rows(4), rows=4)
+    assert capsys.readouterr().err.splitlines() == [f"{engine.url}: HTTP 503: {{}}; trying again"]
+
+
+@pytest.mark.parametrize("fault", ["a dropped connection", "a server that starts"])
+def test_a_fault_that_stays_is_raised_after_the_replies_under_way(fault, engine, tokenizer):
+    failed = threading.Event()
+
+    def answer(body):
+        if body["prompt"][2] == 9:  # row 0 finishes when row 1 has failed for the last time
+            failed.wait(60)
+            return engine.sampled(body)
+        if len([b for b in engine.bodies() if b["prompt"] == body["prompt"]]) == 4:
+            failed.set()
+        return FAULTS[fault](body)
+
+    engine.answer = answer
+    seen = []
+    server = served.Server(engine.url, "base", rows=2)
+    with pytest.raises(ConnectionError) as error:
+        for turn in server.stream(tokenizer, STOPS, rows(), sampling()):
+            seen += [i for i, _ in turn]
+    one_line(error, f"{engine.url}: no completion (")
+    assert seen == [0]
+    prompts = {body["prompt"][2] for body in engine.bodies()}
+    assert prompts <= {9, 10, 11}  # the other rows were not begun
+
+
+def test_a_server_that_stays_silent_is_not_asked_twice(engine, sample):
+    released = threading.Event()
+    engine.answer = lambda body: (released.wait(60), {})
+    with pytest.raises(ConnectionError) as error:
+        sample(rows(1), timeout_s=0.2)
+    released.set()
+    one_line(error, f"{engine.url}: no reply within 0.2 s")
+    assert len(engine.bodies()) == 1
+
+
+def test_a_request_that_a_server_refuses_is_not_tried_again(engine, sample):
+    engine.answer = lambda body: (400, {"detail": "prompt must be\na string."})
+    with pytest.raises(ValueError) as error:
+        sample(rows(1))
+    one_line(error, f"{engine.url}: HTTP 400: ", "prompt must be")
+    assert len(engine.calls) == 1
+
+
+def test_after_an_error_a_row_that_waits_for_its_next_try_is_given_up(engine, sample, monkeypatch):
+    monkeypatch.setattr(served, "PAUSES", (1e6,))
+    waiting = threading.Event()
+
+    def answer(body):
+        if body["prompt"][2] == 9:
+            waiting.set()
+            return 503, {}
+        waiting.wait(60)
+        return 400, {"detail": "refused"}
+
+    engine.answer = answer
+    with pytest.raises(ValueError, match="HTTP 400"):
+        sample(rows(2), rows=2)
+    assert len(engine.calls) == 2
+
+
+UNEXPECTED = {
+    "no JSON": ("<html>\n", "JSONDecodeError"),
+    "no choices": ({"error": "x"}, "KeyError: 'choices'"),
+    "no object": (["x"], "TypeError"),
+    "ids that are none": (choices(token_ids=["a"]), "token_ids must be at most 8 ids"),
+    "too many ids": (choices(token_ids=[5] * 9), "token_ids must be at most 8 ids"),
+    "neither ids nor text": (choices(), "KeyError: 'text'"),
+    "a reply cut by the server": (
+        choices("length", token_ids=[65, 66]),
+        "cut after 2 of 8 tokens, by a limit of the server's own",
+    ),
+    "a text cut by the server": (
+        choices("length", {"completion_tokens": 1}, text="x"),
+        "cut after 1 of 8 tokens, by a limit of the server's own",
+    ),
+    "a prompt cut by the server": (
+        choices(usage={"prompt_tokens": 2}, token_ids=[5, 265]),
+        "it read 2 of 3 prompt tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNEXPECTED)
+def test_an_unexpected_reply_is_one_line(what, engine, sample):
+    value, words = UNEXPECTED[what]
+    engine.answer = lambda body: (200, value)
+    with pytest.raises(ValueError) as error:
+        sample(rows(1, limit=8))
+    one_line(error, f"{engine.url}: unexpected reply from the server (", words)

@@ -1,0 +1,494 @@
+"""Models, encoders, adapters and checkpoints from files; which ids the token mask removes."""
+
+import json
+import os
+import resource
+import shutil
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from conftest import ROOT, make_encoder, make_model, make_tokenizer
+from huggingface_hub import ModelCard
+
+import scoring
+from model import (
+    base_of,
+    checkpoint_activations,
+    load_adapter,
+    load_encoder,
+    load_model,
+    load_outline,
+    masked_token_ids,
+    restore,
+    save,
+    trained,
+    with_adapters,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")  # renamed in 5.20
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16]]
+COMPLETIONS = [[20, 21, 22], [23, 24, 25, 26, 27, 28], [29]]
+
+
+def save_model(folder, *kind, tokenizer=None, **changes):
+    """A folder with a random model and its tokenizer."""
+    make_model(*kind, **changes).save_pretrained(folder)
+    (tokenizer or make_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def load(folder, **settings):
+    return load_model(str(folder), "cpu", **settings)
+
+
+def refused(load_it, *words):
+    """The one line of the ValueError that a call raises; it must contain the words."""
+    with pytest.raises(ValueError) as caught:
+        load_it()
+    line = str(caught.value)
+    assert "\n" not in line
+    for word in words:
+        assert word in line, line
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("base") / "model")
+
+
+# ---------------------------------------------------------------------------------------- loading
+
+
+def test_a_model_is_loaded_in_eval_mode_without_dropout(base, tmp_path):
+    folder = save_model(tmp_path / "dropping", attention_dropout=0.5)
+    model, tokenizer = load(folder)
+    assert not model.training and model.dtype == torch.float32
+    assert model.train().config.attention_dropout == 0.5  # the file's; the layers have none
+    ids = torch.tensor([PROMPTS[0]])
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert tokenizer.get_vocab() == make_tokenizer().get_vocab()
+    assert load(base, dtype="bfloat16")[0].dtype == torch.bfloat16
+
+
+def test_an_outline_has_the_settings_and_no_weights(base):
+    outline, tokenizer = load_outline(str(base))
+    model, _ = load(base)
+    assert {p.device.type for p in outline.parameters()} == {"meta"}
+    assert {name: p.shape for name, p in outline.named_parameters()} == {
+        name: p.shape for name, p in model.named_parameters()
+    }
+    assert outline.generation_config.eos_token_id == model.generation_config.eos_token_id
+    assert tokenizer.chat_template == make_tokenizer().chat_template
+
+
+def test_the_head_gets_the_last_places_of_prompts_in_one_piece():
+    """PyTorch would copy the whole head for each row of a slice."""
+    model, _ = load_model(str(ROOT / "tiny/model"), torch.device("cpu"))
+    in_one_piece = []
+    head = model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda _, x: in_one_piece.append(x[0].is_contiguous()))
+    model.generate(torch.tensor([[5, 6, 7], [8, 9, 10]]), max_new_tokens=2, do_sample=False)
+    assert len(in_one_piece) == 2 and all(in_one_piece)
+
+
+def test_a_relative_directory_becomes_an_absolute_path(base, monkeypatch):
+    monkeypatch.chdir(base.parent)
+    assert load("model")[0].name_or_path == str(base)
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./no", "~/no", "runs/no", "a/b/c", "no/", "here/no"])
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(name, tmp_path, monkeypatch):
+    """ORG/NAME is a path where there is a directory ORG."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for kind, loader in (
+        ("model", lambda: load(name)),
+        ("model", lambda: load_outline(name)),
+        ("encoder", lambda: load_encoder(name, "cpu")),
+    ):
+        refused(loader, f"{kind} {name}: no such directory; give the directory of a saved model")
+
+
+def test_a_directory_without_a_model_is_one_line_that_lists_its_files(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("wrong.jsonl", "none.jso"):
+        (tmp_path / name).touch()
+    words = "not loaded: no model there, only empty, none.jso, wrong.jsonl"
+    refused(lambda: load(tmp_path), f"model {tmp_path}: {words}")
+    refused(lambda: load(tmp_path / "empty"), "no model there, the directory is empty")
+    refused(lambda: load_encoder(str(tmp_path), "cpu"), f"encoder {tmp_path}: {words}")
+
+
+MODELS = {  # a file of the model, what is left of it, and the words of the error
+    "chat_template.jinja": (None, "its tokenizer's chat template does not work"),
+    "model.safetensors": ("torn", "not loaded"),
+    "config.json": ("{", "not loaded"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_broken_model_is_one_line(name, base, tmp_path):
+    content, words = MODELS[name]
+    file = shutil.copytree(base, tmp_path / "model") / name
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    refused(lambda: load(file.parent), f"model {file.parent}: {words}")
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ raise_exception('no system turn') }}", "chat template does not work (TemplateError"),
+        ("{% for m in %}", "chat template does not work (TemplateSyntaxError"),
+        ("User: {% for part in messages[0].content %}{{ part.text }}{% endfor %}", "drops what"),
+    ],
+)
+def test_a_chat_template_that_fails_or_drops_the_problem_is_one_line(
+    template, words, base, tmp_path
+):
+    folder = shutil.copytree(base, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(template)
+    refused(lambda: load(folder), f"model {folder}", words)
+    refused(lambda: load_outline(str(folder)), f"model {folder}", words)
+
+
+def test_an_outline_of_a_broken_config_is_one_line(base, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "model")
+    (folder / "config.json").write_text("{")
+    words = "could not read the tokenizer or config"
+    refused(lambda: load_outline(str(folder)), f"model {folder}: {words}")
+
+
+def test_the_model_needs_a_row_for_every_id(tmp_path):
+    """An added token's id counts; a text-only model's placeholder for images does not."""
+    one_more = make_tokenizer()
+    one_more.add_tokens(["<image>"])
+    load(save_model(tmp_path / "as-many", vocab=268))
+    load(save_model(tmp_path / "more", vocab=271, tokenizer=one_more))
+    short = save_model(tmp_path / "short", vocab=268, tokenizer=one_more)
+    words = "knows 269 ids, the model has rows for 268 (the last is '<image>')"
+    refused(lambda: load(short), words)
+    settings = json.loads((short / "tokenizer_config.json").read_text())
+    settings["extra_special_tokens"] = {"image_token": "<image>"}  # as small Gemma 3 models do
+    (short / "tokenizer_config.json").write_text(json.dumps(settings))
+    load(short)
+
+
+def test_a_model_without_the_asked_attention_gets_a_hint(tmp_path):
+    save_model(tmp_path, "gemma2")
+    refused(lambda: load(tmp_path), "not loaded ", "; --attn eager suits every model")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may be there")
+def test_flash_attention_that_is_not_installed_is_one_line(base):
+    words = "attention flash_attention_2: flash-attn is not installed"
+    refused(lambda: load(base, attn="flash_attention_2"), words)
+
+
+def test_a_model_whose_cache_cannot_be_batched_is_refused(tmp_path):
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    save_model(tmp_path, "qwen3_next", **layers)
+    refused(lambda: load(tmp_path), "linear_attention: not supported")
+
+
+def test_a_model_that_keeps_a_state_is_refused(tmp_path):
+    save_model(tmp_path, "xlstm", num_blocks=1, num_heads=2, head_dim=16)
+    refused(lambda: load(tmp_path, attn="eager"), "a recurrent state: not supported")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_longest_row_are_refused(kind, tmp_path):
+    """In one batch, two rows would get other log-probabilities than each alone."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+        rope["original_max_position_embeddings"] = 64
+    save_model(tmp_path, "llama", rope_parameters=rope)
+    refused(lambda: load(tmp_path), "its positions depend on the longest row")
+
+
+# ---------------------------------------------------------------------------------------- encoder
+
+
+def test_the_encoder_gives_the_same_unit_vector_for_the_same_text(tmp_path):
+    make_encoder(tmp_path)
+    embed = load_encoder(str(tmp_path), "cpu")
+    x = embed(["a b", "a b", "c"])
+    assert x.shape == (3, 16) and x.dtype == np.float32 and np.array_equal(x[0], x[1])
+    np.testing.assert_allclose(np.linalg.norm(x, axis=1), 1, atol=1e-5)
+    assert np.array_equal(embed(["a b"])[0], x[0])
+    assert np.array_equal(embed(["\ud800"]), embed(["?"]))  # half of a surrogate pair
+
+
+def test_a_causal_model_is_no_encoder_and_a_file_is_none(base, tmp_path):
+    words = "it is a causal model and no encoder; give a sentence-transformers model"
+    refused(lambda: load_encoder(str(base), "cpu"), f"encoder {base}", words)
+    (tmp_path / "x").write_text("x")
+    refused(lambda: load_encoder(str(tmp_path / "x"), "cpu"), "x: not loaded")
+
+
+# --------------------------------------------------------------------------------------- adapters
+
+
+def gradients(model, loss):
+    return torch.autograd.grad(loss, list(trained(model).values()))
+
+
+def test_adapters_are_fp32_beside_a_bf16_base_and_without_them_it_is_the_base():
+    model = make_model().bfloat16()
+    want = scoring.token_logprobs(model, PROMPTS, COMPLETIONS)
+    model = with_adapters(model, 4, 8)
+    params = trained(model)
+    assert model.training and len(params) == 2 * 7 * 2  # A, B of seven projections in two layers
+    assert {p.dtype for p in params.values()} == {torch.float32}
+    # B is 0 at the start.
+    assert torch.equal(scoring.token_logprobs(model, PROMPTS, COMPLETIONS), want)
+    for p in params.values():
+        torch.nn.init.normal_(p, std=0.2)
+    assert not torch.equal(scoring.token_logprobs(model, PROMPTS, COMPLETIONS), want)
+    with model.disable_adapter():
+        assert torch.equal(scoring.token_logprobs(model, PROMPTS, COMPLETIONS), want)
+    loss = scoring.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True).sum()
+    for grad in gradients(model, loss):
+        assert grad.dtype == torch.float32 and grad.any() and grad.isfinite().all()
+
+
+def test_a_model_without_all_projections_is_refused():
+    words = "has no q_proj, k_proj, v_proj, gate_proj, up_proj to adapt (S7); take another model"
+    refused(lambda: with_adapters(make_model("phi3"), 4, 8), words)
+
+
+def test_a_mixture_of_experts_is_refused():
+    """A shared expert has all seven projections, and LoRA would adapt it alone."""
+    small = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+    model = make_model("qwen2_moe", **small)
+    refused(lambda: with_adapters(model, 4, 8), "is a mixture of experts (S7); take another")
+
+
+def make_adapter(folder, base, rank=4):
+    """An adapter with weights of its own, saved as PEFT saves it; its model."""
+    lora = peft.LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(load(base)[0], lora)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def test_an_adapter_is_loaded_in_eval_mode_onto_the_device_that_is_given(
+    base, tmp_path, monkeypatch
+):
+    """PEFT would put all ranks' adapters onto the first GPU."""
+    want = make_adapter(tmp_path / "adapter", base)
+    asked = []
+    monkeypatch.setattr("peft.peft_model.infer_device", lambda: asked.append("any") or "cpu")
+    model = load_adapter(load(base)[0], tmp_path / "adapter", "cpu")
+    assert not asked and not model.training and not trained(model)
+    ids = torch.tensor([PROMPTS[0]])
+    assert torch.equal(model(input_ids=ids).logits, want(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        ({"hidden_size": 48}, "size mismatch for base_model.model.model.layers.0.self_attn.q_proj"),
+        ({"num_hidden_layers": 1}, "layers.1.self_attn.q_proj.lora_A"),
+        ({"num_hidden_layers": 3}, "layers.2.self_attn.q_proj.lora_A"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+def test_an_adapter_of_another_base_is_one_line(changes, word, base, tmp_path):
+    """Also where PEFT would load a part of it, or leave random weights in a layer."""
+    make_adapter(tmp_path / "adapter", base)
+    other, _ = load(save_model(tmp_path / "other", **changes))
+    where = f"adapter {tmp_path / 'adapter'}: does not fit {tmp_path / 'other'}"
+    load_it = lambda: load_adapter(other, tmp_path / "adapter", "cpu")  # noqa: E731
+    refused(load_it, where, word, "give its own base as --model")
+
+
+def test_a_torn_adapter_is_one_line(base, tmp_path):
+    make_adapter(tmp_path, base)
+    (tmp_path / "adapter_model.safetensors").write_text("x")
+    model, _ = load(base)
+    refused(lambda: load_adapter(model, tmp_path, "cpu"), f"adapter {tmp_path}: does not fit")
+
+
+def test_the_base_of_an_adapter_is_found_from_anywhere(tmp_path, monkeypatch):
+    """Relative to the working directory, or to a folder above the adapter; or it is a hub id."""
+    adapter, model = tmp_path / "runs/run/checkpoints/step_000001", tmp_path / "model"
+    for folder in (adapter, model, tmp_path / "here"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    (model / "config.json").touch()
+    file = adapter / "adapter_config.json"
+    assert base_of(adapter) == base_of(adapter, "mine") == ""  # no adapter
+    for name in (str(model), "model", "../model"):
+        file.write_text(json.dumps({"base_model_name_or_path": name}))
+        assert os.path.samefile(base_of(adapter), model)
+    file.write_text('{"base_model_name_or_path": "Qwen/Qwen3-1.7B"}')
+    assert base_of(adapter) == "Qwen/Qwen3-1.7B"
+    for name in ('"/gone/model"', '"./gone"', '"my/own/model"', "null"):
+        file.write_text(f'{{"base_model_name_or_path": {name}}}')
+        refused(lambda: base_of(adapter), f"{file}: ", "; give it as --model")
+        assert base_of(adapter, "mine") == "mine"
+    for content in ("{", "{}", "[]"):
+        file.write_text(content)
+        refused(lambda: base_of(adapter), f"{file}: names no base model")
+
+
+# ------------------------------------------------------------------------------------- masked ids
+
+
+def test_which_ids_are_masked(tokenizer):
+    ids = masked_token_ids(tokenizer)
+    special = "<|endoftext|> <|im_start|> <|im_end|> <think> </think>".split()
+    assert {tokenizer.decode([i]) for i in ids} == {"\n", "\n\n", "\n\n\n\n", *special}
+    markdown, digit = tokenizer.encode("#")[0], tokenizer.encode("5")[0]
+    extra = masked_token_ids(tokenizer, extra=True) - ids
+    assert {markdown, *(tokenizer.encode(blank)[0] for blank in (" ", "\r"))} <= extra
+    assert digit not in extra
+
+
+def test_newlines_are_masked_where_the_tokenizer_puts_a_blank_first():
+    """As SentencePiece's do: a text of newlines alone has one more id than newlines in a text."""
+    from tokenizers import normalizers
+
+    prepending = make_tokenizer()
+    prepending.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    assert len(prepending.encode("\n")) == 2
+    newline = prepending.encode("a\n")[-1]
+    assert newline in masked_token_ids(prepending) and prepending.decode([newline]) == "\n"
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def trainee(base, rank=4, steps=0):
+    """Model with adapters, tokenizer and optimizer, after some steps of training."""
+    torch.manual_seed(0)
+    model, tokenizer = load(base)
+    model = with_adapters(model, rank, 8)
+    optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2, weight_decay=0.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        scoring.token_logprobs(model, PROMPTS, COMPLETIONS, grad=True).sum().backward()
+        optimizer.step()
+    return model, tokenizer, optimizer
+
+
+def checkpoint(folder, base, rank=4, steps=2):
+    folder.mkdir()
+    model, tokenizer, optimizer = trainee(base, rank, steps)
+    save(folder, model, tokenizer, optimizer, 3, {"of a copy": torch.tensor([1.0, 2.0])})
+    return model, tokenizer, optimizer
+
+
+def test_a_checkpoint_brings_back_adapter_moments_step_and_extra_tensors(base, tmp_path):
+    model, _, optimizer = checkpoint(tmp_path / "saved", base)
+    new_model, _, new_optimizer = trainee(base)
+    step, extra_tensors = restore(tmp_path / "saved", new_model, new_optimizer)
+    assert step == 3 and {name: x.tolist() for name, x in extra_tensors.items()} == {
+        "of a copy": [1.0, 2.0]
+    }
+    for name, p in trained(model).items():
+        q = trained(new_model)[name]
+        assert torch.equal(p, q)
+        for part in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[p][part], new_optimizer.state[q][part])
+    assert json.loads((tmp_path / "saved/trainer.json").read_text()) == {"step": 3}
+
+
+def test_a_checkpoint_without_a_finite_step_has_no_moments(base, tmp_path):
+    checkpoint(tmp_path / "saved", base, steps=0)
+    model, _, optimizer = trainee(base)
+    step, extra_tensors = restore(tmp_path / "saved", model, optimizer)
+    assert (step, [*extra_tensors]) == (3, ["of a copy"]) and not optimizer.state
+
+
+def test_a_checkpoint_loads_by_transformers_and_peft_alone_from_any_directory(
+    base, tmp_path, monkeypatch
+):
+    """Though the model was given as a relative path; no file of it is a pickle."""
+    monkeypatch.chdir(base.parent)
+    model, tokenizer, _ = checkpoint(tmp_path / "saved", "model")
+    card = ModelCard.load(tmp_path / "saved/README.md")
+    assert card.data.base_model is None and "lora" in card.data.tags  # no path of this machine
+    assert str(base) not in (tmp_path / "saved/README.md").read_text().partition("# Model")[0]
+    assert not list((tmp_path / "saved").glob("*.bin"))
+    monkeypatch.chdir(tmp_path / "saved")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(".")
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    vocabulary = transformers.AutoTokenizer.from_pretrained(".").get_vocab()
+    assert vocabulary == tokenizer.get_vocab()
+
+
+def test_a_model_card_keeps_the_hub_id_of_its_base(base, tmp_path):
+    model, tokenizer, optimizer = trainee(base)
+    model.get_base_model().config.name_or_path = "Qwen/Qwen3-1.7B"
+    save(tmp_path / "saved", model, tokenizer, optimizer, 1, {})
+    card = ModelCard.load(tmp_path / "saved/README.md")
+    assert card.data.base_model == "Qwen/Qwen3-1.7B" and card.data.library_name == "peft"
+
+
+def test_a_gradient_is_the_same_with_and_without_recomputed_activations(base):
+    model, _, _ = trainee(base)
+    ids = torch.arange(30)[None]
+    gradients = []
+    for on in (True, False):
+        checkpoint_activations(model, on)
+        assert model.get_base_model().is_gradient_checkpointing == on
+        logits = model(input_ids=ids).logits
+        logits.log_softmax(-1)[0, :, 5].sum().backward()
+        gradients.append([p.grad.clone() for p in trained(model).values()])
+        model.zero_grad()
+    for recomputed, kept in zip(*gradients):
+        torch.testing.assert_close(recomputed, kept)
+    assert any(g.abs().max() > 0 for g in gradients[0])
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("adapter_model.safetensors", "x"),
+        ("trainer.safetensors", None),
+        ("trainer.json", None),
+        ("trainer.json", '{"step": "two"}'),
+    ],
+)
+def test_a_torn_checkpoint_is_one_line(name, content, base, tmp_path):
+    checkpoint(tmp_path / "saved", base)
+    file = tmp_path / "saved" / name
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    model, _, optimizer = trainee(base)
+    refused(
+        lambda: restore(tmp_path / "saved", model, optimizer),
+        f"checkpoint {tmp_path / 'saved'}: does not fit the model",
+        "is a file torn",
+        "The checkpoint before it may be whole",
+    )
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 1}, {"num_hidden_layers": 3}, {}])
+def test_a_checkpoint_of_another_model_or_rank_is_one_line(changes, base, tmp_path):
+    checkpoint(tmp_path / "saved", base)
+    rank = 4 if changes else 8
+    model, _, optimizer = trainee(save_model(tmp_path / "other", **changes), rank)
+    words = "made with another model or --lora-rank?"
+    refused(lambda: restore(tmp_path / "saved", model, optimizer), words)
+
+
+def test_a_full_disk_is_an_os_error_that_names_the_folder(base, tmp_path):
+    """As full as one process can make it: no file may grow beyond 10,000 bytes."""
+    model, tokenizer, optimizer = trainee(base)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match=f"{tmp_path}: .*too large"):
+            save(tmp_path, model, tokenizer, optimizer, 3, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
