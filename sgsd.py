@@ -844,9 +844,6 @@ def begin(run: Run, resume: bool) -> list[Callable[[dict], None]]:
     distributed.broadcast_parameters(model.trained(run.lm).values(), world)
     trackers: list[Callable[[dict], None]] = []
     if world.main:
-        about = provenance(cfg, resume, step)
-        trackers = runlog.open_trackers(out, asdict(cfg), step, cfg.report_to, about["id"])
-        files.write_json(out / "config.json", about)
         for name in runlog.LOGS:
             files.trim_jsonl(out / f"{name}.jsonl", step)
         # The evolution after `step` is made again.
@@ -854,6 +851,9 @@ def begin(run: Run, resume: bool) -> list[Callable[[dict], None]]:
         for since, path in bank_versions(out).items():
             if since >= max(1, step):
                 path.unlink()
+        about = provenance(cfg, resume, step)
+        trackers = runlog.open_trackers(out, asdict(cfg), step, cfg.report_to, about["id"])
+        files.write_json(out / "config.json", about)
     distributed.barrier(world)
     if cfg.uses_skill_bank:
         begin_bank(run)

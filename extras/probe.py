@@ -150,7 +150,7 @@ def allowed(logits_nV: Tensor, sampling: Sampling) -> Tensor:
         p_nV = logits_nV.masked_fill(~allowed_nV, -torch.inf).softmax(-1)
         top_nV = p_nV.sort(descending=True).values.double()
         count_n1 = (top_nV.cumsum(-1) - top_nV < sampling.top_p).sum(-1, keepdim=True)
-        allowed_nV &= p_nV >= top_nV.gather(-1, count_n1 - 1).float()
+        allowed_nV &= p_nV >= top_nV.gather(-1, count_n1 - 1).to(p_nV)
     return allowed_nV
 
 
@@ -226,14 +226,15 @@ def set_slopes(rows: Sequence[Row], halves: Sequence[list[int]], bar: tqdm) -> N
 def interval(halves: Sequence[np.ndarray], draws: int = 4000) -> tuple[float, float, float, float]:
     """(mean, low, high, standard error) of problems' slopes: a 95% bootstrap by problem.
 
-    Each half is resampled by itself. The directions are held fixed.
+    Each half has its own interval, for a direction that its problems had no part in. Their ends are
+    averaged: the halves' errors may agree, since each half made the other one's direction.
     """
-    rng, count, sums = np.random.default_rng(0), sum(map(len, halves)), np.zeros(draws)
+    rng, total = np.random.default_rng(0), np.zeros(4)
     for x_n in halves:
-        sums += x_n[rng.integers(len(x_n), size=(draws, len(x_n)))].sum(1)
-    low, high = np.quantile(sums / count, (0.025, 0.975))
-    mean = sum(float(x_n.sum()) for x_n in halves) / count
-    return mean, float(low), float(high), float(sums.std() / count)
+        means = x_n[rng.integers(len(x_n), size=(draws, len(x_n)))].mean(1)
+        total += len(x_n) * np.array([x_n.mean(), *np.quantile(means, (0.025, 0.975)), means.std()])
+    mean, low, high, error = (total / sum(map(len, halves))).tolist()
+    return mean, low, high, error
 
 
 # --------------------------------------------------------------------------------- the directions

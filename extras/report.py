@@ -490,6 +490,7 @@ def explain(run: pathlib.Path, problem: str, answer: str) -> pathlib.Path:
         audit_every=1,
         eval_data="",
         allow_eval_overlap=True,
+        server=(),  # a server gets the adapter through a folder in the run
         writer_model="",  # one step writes no bank entries
         writer_server="",
     )

@@ -9,6 +9,7 @@ decides the outcome, and the writer is a function.
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import math
 import os
@@ -189,6 +190,7 @@ def start(argv, log, step_fn=None, before=None):
     pid = os.fork()
     if pid:
         return pid
+    gc.freeze()  # a collection would pass over all that the tests hold
     code = 1
     try:
         sys.stdout = sys.stderr = open(log, "a", buffering=1)

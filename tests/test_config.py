@@ -60,10 +60,16 @@ def forbidden(f):
 @pytest.mark.parametrize("kind", [config.Config, baselines.BaselineConfig])
 def test_every_flag_has_its_rule_and_says_it(kind, capsys):
     for f in dataclasses.fields(kind):
+        name = config.flag(f.name)
         for value in forbidden(f):
-            words = [config.flag(f.name), str(value)]
-            words += [] if f.metadata["choices"] else [": must be ", f"({f.metadata['source']})"]
-            refuse(capsys, f"{config.flag(f.name)}={value}", *words, kind=kind)
+            if f.metadata["choices"]:
+                refuse(capsys, f"{name}={value}", name, value, kind=kind)
+            else:
+                with pytest.raises(ValueError) as refusal:
+                    kind(**{f.name: type(f.default)(value)})
+                line = str(refusal.value)
+                assert line.startswith(f"{name} {type(f.default)(value)}: must be ")
+                assert f"({f.metadata['source']})" in line
 
 
 FLAGS = {  # what is wrong, and the words of the line

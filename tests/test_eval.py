@@ -173,7 +173,7 @@ def test_the_papers_three_sets_are_the_default(world_dir, tmp_path, hub, capsys)
 
 def test_kill_9_and_go_on(world_dir, tmp_path):
     """One row at a time, so that it is exact: a batch's other rows can move a draw by rounding."""
-    long = "--max-new-tokens 40 --samples 5 --rows 1 --limit 4"
+    long = "--max-new-tokens 40 --samples 3 --rows 1 --limit 4"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     rows = evaluate(world_dir, whole, long)
     assert {row["engine"] for row in rows} == {"generate"}
@@ -188,7 +188,7 @@ def test_kill_9_and_go_on(world_dir, tmp_path):
     (log,) = logs
     before = log.read_text()
     before = before[: before.rfind("\n") + 1]
-    assert 0 < before.count("\n") < 20 and not list(killed.glob("*/results.json"))
+    assert 0 < before.count("\n") < 12 and not list(killed.glob("*/results.json"))
     log.write_text(before + '{"set": "da')  # a torn line
     assert evaluate(world_dir, killed, long) == rows
     assert log.read_text().startswith(before)
@@ -318,7 +318,8 @@ def test_each_policy_has_a_folder_outside_of_models_and_each_set_is_added(
     assert (row["to"], row["diff"]) == (str(base), 0.0)
     assert [choice["best"] for choice in whole["selections"].values()] == [str(steps[0])]
     assert "of 2 checkpoints" in out and "best was picked on these problems" in out
-    assert out.count("| +0.0% | no interval |") == 5
+    assert out.count("| +0.0% | no interval |") == 4  # of four problems
+    assert "best - last +0.0% (no interval); the best was picked" in out
 
     shutil.copy(data, top / "new.jsonl")
     assert called(base, run, data=top / "new.jsonl") == 0
@@ -345,6 +346,7 @@ def test_the_end_of_a_training_and_a_later_comparison_share_samples(world_dir, h
     make_adapter(run / "checkpoints/step_000002", base)
     settings = {"model": str(base), "out": str(run), "steps": 2, "device": "cpu"}
     settings |= {"eval_data": f"{world_dir}/data.jsonl", "eval_tokens": 8, "dtype": "float32"}
+    settings |= {"eval_samples": 2}
     cfg = config.Config(**settings)
     for changes in ({"eval_data": ""}, {"steps": 3}):  # not asked for, or not complete
         eval.before_and_after(config.Config(**settings | changes), ALONE)

@@ -120,7 +120,7 @@ def same_ids(engine: Engine, base: str, adapter: str, count: int) -> dict:
     if adapter:
         server.load(name, adapter)
     rows = rollout.rows_of(prompts, range(count), 96)
-    theirs = {}
+    theirs: dict[int, list[int]] = {}
     for turn in server.stream(tokenizer, rollout.stop_ids(lm, tokenizer), rows, sampling, name):
         theirs |= dict(turn)
     if adapter:

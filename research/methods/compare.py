@@ -90,7 +90,7 @@ METHODS[FULL_CONSISTENT] = f"{METHODS['consistent tokens']} {METHODS[FULL]}"
 RATES = {"sgsd, 3e-4": 3e-4, "consistent tokens, 3e-4": 3e-4}  # fixed, where others are chosen
 METHODS |= {"sgsd, 3e-4": "", "consistent tokens, 3e-4": METHODS["consistent tokens"]}
 BY_HAND = (FULL, FULL_CONSISTENT)
-TRIED = ("sgsd", "grpo", "opsd", "opsd, no bound", "grpo+skill", "opsd+skill")
+TRIED: tuple[str, ...] = ("sgsd", "grpo", "opsd", "opsd, no bound", "grpo+skill", "opsd+skill")
 TRIED += ("opsd+skill, no bound",)  # methods with a rate of their own
 
 
@@ -164,11 +164,12 @@ Job = dict[str, Any]
 # --------------------------------------------------------------------------------------- one job
 
 
-def call(program: Callable[[list[str]], int], flags: str, **paths: object) -> None:
+def call(program: Callable[[list[str]], object], flags: str, **paths: object) -> None:
     """Run a command in this process. paths: flags whose values may have spaces."""
     argv = flags.split()
     for name, value in paths.items():
         argv += [f"--{name}", str(value)]
+    code: object
     try:
         code = program(argv)
     except SystemExit as e:  # a mistake, which the program has printed
@@ -178,10 +179,10 @@ def call(program: Callable[[list[str]], int], flags: str, **paths: object) -> No
 
 
 def make_bank(job: Job, w: World, bank: pathlib.Path) -> None:
-    import skills
+    import sgsd
 
     flags = f"{w.flags} --max-new-tokens {w.tokens} --seed {job['seed']}"
-    call(skills.main, flags, **places(w), encoder=w.encoder, out=bank)
+    call(sgsd.write_bank, flags, **places(w), encoder=w.encoder, out=bank)
 
 
 def places(w: World) -> dict[str, object]:

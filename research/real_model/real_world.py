@@ -24,7 +24,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import re
 import shlex
 import shutil
 import signal
@@ -173,11 +172,11 @@ def training(folder: pathlib.Path, size: Size) -> dict[str, tuple[pathlib.Path, 
     for method, command in size.methods.items():
         if method == "sgsd_own_bank" and not (folder / "own.json").exists():
             continue
-        program, flags = re.fullmatch(r"(-m \S+|\S+) (.*)", command.format(here)).groups()
+        program, _, flags = command.format(here).partition(" --")
         for rate in size.rates:
             name = f"{method}_{rate}"
             out = folder / "runs" / name
-            command = f"{program} {flags} {size.settings} {data} --out {here}/runs/{name}"
+            command = f"{program} --{flags} {size.settings} {data} --out {here}/runs/{name}"
             command += f" --steps {size.steps} --checkpoint-every {every} --learning-rate {rate}"
             if (out / "config.json").exists():
                 command = f"{program} --resume {here}/runs/{name} --steps {size.steps}"

@@ -93,7 +93,7 @@ MISTAKES = [
 def prepare(scratch: pathlib.Path) -> None:
     """The files that the mistakes are about: problems, banks, a model, runs, an evaluation."""
     row = '{"problem": "p", "answer": "1"}\n'
-    (scratch / "number.jsonl").write_text(row + '{"problem": "q", "answer": 3}\n')
+    (scratch / "number.jsonl").write_text(row + '{"problem": "q", "answer": 0.5}\n')
     (scratch / "broken.jsonl").write_text(row + '{"problem": "q", \n')
     (scratch / "d.jsonl").write_text(row)
     (scratch / "empty").mkdir()

@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
 import tempfile
 
 import driver
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_bank, same, t
+from conftest import make_bank, same, t
 
 import model
 import rollout
@@ -17,7 +16,7 @@ import scoring
 import verify
 from extras import probe
 
-# ------------------------------------------------------------------------------- hand-worked numbers
+# ------------------------------------------------------------------------------ hand-worked numbers
 
 
 def test_a_rollout_weighs_its_outcome_minus_the_mean_of_the_others():
@@ -57,7 +56,7 @@ def test_a_minibatch_has_many_problems_or_whole_groups():
     assert len(probe.minibatches([5, 7], 3, large)) == 1
 
 
-# ------------------------------------------------------------------- a policy that can be enumerated
+# ------------------------------------------------------------------ a policy that can be enumerated
 
 TYPES, WORDS = 12, 3
 
@@ -107,16 +106,24 @@ def halves_of(n):
     return [list(range(0, n, 2)), list(range(1, n, 2))]
 
 
-def one_probe(toy, seed, problems=16, samples=3, same_half=False):
-    """(slope, low, high, the exact slope of the same directions) along the sampled ascent."""
+def slopes_of(toy, x_n, y_nG, halves, directions):
+    """The problems' slopes, by half."""
+    slopes_1N = probe.problem_slopes(halves, directions, lambda i: toy.ascent(x_n[i], y_nG[i]))
+    return [slopes_1N[0][half] for half in halves]
+
+
+def one_probe(toy, seed, problems=16, samples=3, same_half=False, direction="sampled"):
+    """(slope, low, high, the exact slope of the same directions).
+
+    direction: the sampled ascent itself, as GRPO's; or other rollouts' of other problems.
+    """
     x_n, y_nG = toy.draw(problems, samples, seed)
     halves = halves_of(problems)
-    directions = [toy.sampled(x_n, y_nG, half) for half in halves]
+    source = (x_n, y_nG) if direction == "sampled" else toy.draw(problems, samples, seed + 10**6)
+    directions = [toy.sampled(*source, half) for half in halves]
     used = directions[::-1] if same_half else directions
-    slopes_1N = probe.problem_slopes(halves, used, lambda i: toy.ascent(x_n[i], y_nG[i]))
-    mean, low, high, _ = probe.interval([slopes_1N[0][half] for half in halves], 500)
-    exact = float(toy.grad_P @ torch.cat(directions).mean(0))
-    return mean, low, high, exact
+    mean, low, high, _ = probe.interval(slopes_of(toy, x_n, y_nG, halves, used), 500)
+    return mean, low, high, float(toy.grad_P @ torch.cat(directions).mean(0))
 
 
 def z_of(differences):
@@ -137,12 +144,14 @@ def test_the_covariance_is_the_gradient_of_the_success_rate():
 
 
 def test_the_mean_of_the_estimate_is_the_slope():
-    probes = [one_probe(Toy(), seed) for seed in range(1500)]
+    toy = Toy()
+    probes = [one_probe(toy, seed) for seed in range(800)]
     assert abs(z_of([mean - exact for mean, _, _, exact in probes])) < 3.5
 
 
 def test_without_halves_the_estimate_is_too_high():
-    probes = [one_probe(Toy(), seed, same_half=True) for seed in range(200)]
+    toy = Toy()
+    probes = [one_probe(toy, seed, same_half=True) for seed in range(100)]
     excess = [mean - exact for mean, _, _, exact in probes]
     assert z_of(excess) > 10
     assert np.mean(excess) > np.mean([exact for *_, exact in probes])  # more bias than slope here
@@ -151,27 +160,25 @@ def test_without_halves_the_estimate_is_too_high():
 def test_a_loss_that_is_minus_the_success_rate_has_a_slope_above_zero_and_its_negative_below():
     toy = Toy()
     for sign in (1, -1):
-        x_n, y_nG = toy.draw(60, 4, 5)
-        halves = halves_of(60)
+        x_n, y_nG = toy.draw(400, 4, 5)
+        halves = halves_of(400)
         descents = [sign * toy.part_XP[x_n[half]].mean(0)[None] for half in halves]
-        slopes_1N = probe.problem_slopes(halves, descents, lambda i: toy.ascent(x_n[i], y_nG[i]))
-        mean, low, high, _ = probe.interval([slopes_1N[0][half] for half in halves])
+        mean, low, high, _ = probe.interval(slopes_of(toy, x_n, y_nG, halves, descents))
         assert sign * mean > 0 and sign * low > 0 and sign * high > 0
 
 
-@pytest.mark.parametrize(
-    "problems, bias, least", [(80, 0.0, 0.92), (80, 1.2, 0.89), (24, 0.0, 0.87)]
-)
-def test_the_interval_covers_the_slope_of_its_directions(problems, bias, least):
+@pytest.mark.parametrize("problems, bias", [(80, 0.0), (80, 1.2), (24, 0.0)])
+@pytest.mark.parametrize("direction", ["sampled", "independent"])
+def test_the_interval_covers_the_slope_of_its_directions(problems, bias, direction):
     toy, covered = Toy(bias=bias), []
-    for seed in range(300):
-        _, low, high, exact = one_probe(toy, seed, problems, 4)
+    for seed in range(150):
+        _, low, high, exact = one_probe(toy, seed, problems, 4, direction=direction)
         covered.append(low <= exact <= high)
-    print(problems, bias, float((toy.p_XY * toy.right_XY).sum(1).mean()), np.mean(covered))
-    assert least <= np.mean(covered) <= 0.985
+    print(problems, bias, direction, np.mean(covered))
+    assert np.mean(covered) >= 0.9
 
 
-# ------------------------------------------------------------------------- tempered, truncated draws
+# ------------------------------------------------------------------------ tempered, truncated draws
 
 
 @pytest.mark.parametrize("top_p, top_k", [(0.8, 0), (1.0, 3), (0.7, 5), (1.0, 0)])

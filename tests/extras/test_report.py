@@ -342,7 +342,8 @@ def test_the_page_rounds_an_accuracy_as_the_table_of_eval_does(tmp_path, capsys)
     """One rounding, from one number: 0.9125 is 91.2% in both, and not 91.3% on the page."""
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B")
     row = dict.fromkeys(("avg", "pass", "maj", "boxed", "truncated", "tokens"), 0.93125)
-    row |= {"avg_low": 0.9125, "avg_high": 0.94449999, "samples": 24, "problems": 2, "digest": "0f"}
+    row |= {"avg_low": 0.9125, "avg_high": 0.94449999, "interval": "bootstrap"}
+    row |= {"samples": 24, "problems": 2, "digest": "0f"}
     files.write_json(run / "eval/step_000025/results.json", {"aime": row})
     (point,) = report.evaluations(run)
     eval.print_table({"aime": {"results": {"step_000025": row}, "selections": {}}}, 12)

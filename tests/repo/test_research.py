@@ -4,9 +4,16 @@ import importlib
 import json
 import random
 import re
+import shlex
+import sys
 
+import lock
 import pytest
+import world
 from conftest import ROOT
+
+import config
+from extras import baselines
 
 RESEARCH = ROOT / "research"
 PAGES = sorted(RESEARCH.rglob("*.md"))
@@ -22,9 +29,10 @@ def results(name):
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_starts_and_its_help_works(path, capsys):
+def test_a_script_starts_and_its_help_works(path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
     with pytest.raises(SystemExit) as end:
-        load(path).main(["--help"])
+        load(path).main()
     assert not end.value.code and "usage: " in capsys.readouterr().out
 
 
@@ -61,31 +69,26 @@ def test_the_tables_of_a_page_are_what_its_command_prints(script, page, capsys):
         assert all(line in text for line in table.splitlines())
 
 
-@pytest.mark.parametrize("world, seeds", [("tiny", 5), ("lock", 5), ("lock_long", 3)])
-def test_a_comparison_shows_what_its_kept_jobs_give(world, seeds):
+@pytest.mark.parametrize("name, seeds", [("tiny", 5), ("lock", 5), ("lock_long", 3)])
+def test_a_comparison_shows_what_its_kept_jobs_give(name, seeds):
     compare = load(RESEARCH / "methods/compare.py")
-    w, jobs = compare.WORLDS[world], results(f"compare_{world}")
+    w, jobs = compare.WORLDS[name], results(f"compare_{name}")
     made_by = (jobs, list(w.methods), range(seeds))
     lines = compare.table(w, *made_by) + compare.by_steps(*made_by)
     lines += compare.equal_cost(w, *made_by)
-    page = (RESEARCH / "methods" / f"compare_{world}.md").read_text()
+    page = (RESEARCH / "methods" / f"compare_{name}.md").read_text()
     assert "\n".join(lines) in page
 
 
-@pytest.mark.parametrize("world", ["tiny", "lock"])
-def test_a_kept_job_is_of_todays_flags(world):
+@pytest.mark.parametrize("file", ["compare_tiny", "compare_lock"])
+def test_a_kept_job_is_of_todays_flags(file):
     """Else --have would not take it, and the comparison would make it anew."""
     compare = load(RESEARCH / "methods/compare.py")
-    for name, job in results(f"compare_{world}").items():
+    for name, job in results(file).items():
         assert job["flags"] == compare.METHODS.get(job["method"], ""), name
 
 
 def test_every_training_of_the_real_model_parses(tmp_path):
-    import shlex
-
-    import config
-    from extras import baselines
-
     real_world = load(RESEARCH / "real_model/real_world.py")
     (tmp_path / "own.json").touch()
     for name in ("model", "encoder"):
@@ -116,9 +119,6 @@ def test_intervals_areas_and_equal_costs_by_hand():
 
 def test_the_aim_of_credit_by_hand():
     """Two steps of three are written. 'Right:' parts from 'So' behind the same ' a=b.'."""
-    import lock
-    import world
-
     steps = load(RESEARCH / "polarity/steps.py")
     forms = ((" a=b. Right: c So 1", " a=b. So 2"), (" d So 3", " e So 4"), (" f So 5", " g So 6"))
     parts = []
