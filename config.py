@@ -256,6 +256,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "steps": 30,
         "batch_size": 16,
         "checkpoint_every": 10,
+        "audit_every": 3,
         "eval_samples": 4,
         "cold_start": 64,
         "cold_start_temperature": 1.1,
@@ -328,8 +329,14 @@ class Parser(argparse.ArgumentParser):
         for wrong in re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2]):
             for close in difflib.get_close_matches(wrong, [*self._option_string_actions], 1, 0.75):
                 hint += f"did you mean {close}? "
-        line = f"{self.prog}: {' '.join(message.split())}; {hint}--help lists the flags\n"
+        line = f"{name_of(self.prog)}: {' '.join(message.split())}"
+        line += f"; {hint}--help lists the flags\n"
         self.exit(2, line if is_first_rank() else None)
+
+
+def name_of(program: str) -> str:
+    """The name that stands before an error: "sgsd" of "python sgsd.py"."""
+    return program.removesuffix(".py").replace(".", " ").split()[-1]
 
 
 def flag(name: str) -> str:
@@ -373,7 +380,7 @@ def parse(
     the preset, and that overrides the defaults of a --method. `--resume RUN` starts from the run's
     saved settings instead.
     """
-    program = program or kind.program
+    program = f"python {program or kind.program}"
     title, *body = (about or "").split("\n")
     commands = [line for line in body if line.startswith(("    python ", "    torchrun "))]
     resumable = [flag(f.name) for f in fields(kind) if f.metadata["resumable"]]
@@ -412,7 +419,7 @@ def parse(
             options = {"action": argparse.BooleanOptionalAction}
         group.add_argument(flag(f.name), help=text, **options)
     given = vars(parser.parse_args(argv))
-    with mistakes_as_one_line(program, of_all_ranks=True):
+    with mistakes_as_one_line(name_of(program), of_all_ranks=True):
         if "resume" not in given:
             given = _of_file(given.pop("config", ""), kind) | given
         for name in PATHS:
@@ -492,8 +499,12 @@ def _resumed(run: str, given: dict[str, Any], kind: type[Config]) -> Config:
         raise ValueError(f"--resume {run}: is a checkpoint; give its run, {path.parent.parent}")
     settings = saved(run)
     if settings.keys() != {f.name for f in fields(kind)}:
-        program = "python -m extras.baselines" if "method" in settings else "python sgsd.py"
-        rule = f"its settings are not those of {kind.program}; try {program} --resume {run}"
+        other = "-m extras.baselines" if "method" in settings else "sgsd.py"
+        rule = f"its settings are not those of {kind.program}"
+        if other == kind.program:
+            rule += " at this commit; check out the one in its config.json"
+        else:
+            rule += f"; python {other} --resume {run} continues it"
         raise ValueError(f"--resume {run}: {rule}")
     try:
         return kind(**_with_tuples({**settings, **given, "out": run}))

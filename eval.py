@@ -135,7 +135,7 @@ from config import Config
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line's settings; a mistake exits with code 2."""
     parser = config.Parser(
-        "eval.py",
+        "python eval.py",
         description="avg@k of models.",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
@@ -717,8 +717,8 @@ def evaluate(args: Namespace, world: World) -> None:
 def before_and_after(cfg: Config, world: World) -> None:
     """avg@k on --eval-data of the base model and the last checkpoint, once training is complete."""
     last = max(pathlib.Path(cfg.out, "checkpoints").glob("step_*"), default=None)
-    gc.collect()  # the run's encoder is in a reference cycle
     if cfg.eval_data and last and int(last.name[5:]) == cfg.steps:
+        gc.collect()  # the run's encoder is in a reference cycle
         flags = shlex.split(flags_of(cfg))
         evaluate(arguments([cfg.model, str(last), "--data", cfg.eval_data, *flags]), world)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -41,6 +42,7 @@ def load_model(
     would influence each other.
     """
     logging.disable_progress_bar()  # one bar is enough
+    hub_logging.set_verbosity_error()  # offline it reports every retry, for a minute
     # PEFT asks the model by a name that transformers 5.20 deprecated.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     device = torch.device(device)
@@ -92,6 +94,7 @@ def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[st
     states, and retrieval by those finds nothing.
     """
     source = _located("encoder", name)
+    hub_logging.set_verbosity_error()  # offline it reports every retry, for a minute
     try:
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.util import is_sentence_transformer_model
@@ -104,7 +107,8 @@ def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[st
         # Whatever precision the files are in, the vectors are float32.
         encoder = SentenceTransformer(source, device=str(device)).float()
     except Exception as e:  # many kinds: no such id, offline, not an encoder
-        raise ValueError(f"encoder {name}: not loaded ({_brief(e)})") from None
+        fix = "" if Path(name).exists() else "; offline, give a local directory as --encoder"
+        raise ValueError(f"encoder {name}: not loaded ({_brief(e)}){fix}") from None
 
     @functools.cache
     def embed_one(text: str) -> np.ndarray:  # in a batch, padding would change the last bits

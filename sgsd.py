@@ -505,13 +505,13 @@ def begin_bank(run: Run) -> None:
     An evolution that was due after the last step is made again: a checkpoint is of the time before.
     """
     cfg, step = run.cfg, run.step
-    if run.bank is None:
-        run.bank = make_bank(run, run.out / "bank")
-    refuse_without_pairs(run.bank, cfg)
+    bank = run.bank or make_bank(run, run.out / "bank")
+    distributed.together(lambda: refuse_without_pairs(bank, cfg), run.world)
+    run.bank = bank
     window = []
     if run.world.main:
-        save_bank(run.bank, run.out, max(bank_versions(run.out), default=0))
-        print(skills.bank_line(run.bank, cfg.num_teachers))
+        save_bank(bank, run.out, max(bank_versions(run.out), default=0))
+        print(skills.bank_line(bank, cfg.num_teachers))
         before = (step - 1) - (step - 1) % max(1, cfg.evolve_every)  # when it evolved before `step`
         rows = files.read_jsonl(run.out / "rollouts.jsonl")
         window = [row for row in rows if row["step"] > before]
@@ -741,6 +741,11 @@ def prepare(
     if step > cfg.steps:
         fix = "give a larger number, or evaluate the run"
         raise ValueError(f"--steps {cfg.steps}: {out} is at step {step} already; {fix}")
+    if resume and not checkpoint:
+        lost = max((row["step"] for row in files.read_jsonl(out / "metrics.jsonl")), default=0)
+        if lost > config.saved(out)["checkpoint_every"]:
+            rule = f"has made {lost} steps, but checkpoints/ is empty"
+            raise ValueError(f"--resume {out}: {rule}; bring them back, or start a new run")
     bank = load_bank(cfg, step, resume) if cfg.uses_skill_bank else None
     skills.use_prompts(cfg.prompts)
     kind = verify.load_judge(cfg.verifier)
@@ -760,7 +765,6 @@ def prepare(
     if cfg.server:
         run.served = served_policy(run)
         run.stream = run.served.stream
-        held.callback(run.served.close)
     if cfg.uses_skill_bank:
         run.retriever = retriever or nearest(cfg, world)
         run.writer = writer_of(cfg, world, (lm, tokenizer, run.stream), out / "bank")
@@ -987,7 +991,9 @@ def save(run: Run) -> None:
 
 
 def how_to_continue(cfg: Config) -> str:
-    return f"continue with: python {cfg.program} --resume {cfg.out}"
+    processes = os.environ.get("LOCAL_WORLD_SIZE")
+    launcher = f"torchrun --nproc_per_node {processes}" if processes else "python"
+    return f"continue with: {launcher} {cfg.program} --resume {cfg.out}"
 
 
 # ------------------------------------------------------------------------------------ the commands
@@ -1000,12 +1006,12 @@ def launch(
     retriever: Retriever | None = None,
 ) -> int:
     """Prepare, train, and evaluate before and after where --eval-data is given; the exit code."""
-    name = cfg.program.removeprefix("-m ").removesuffix(".py")
+    name = config.name_of(cfg.program)
     with contextlib.ExitStack() as held:
         with config.mistakes_as_one_line(name):
             world = distributed.init(cfg.device)
             run = distributed.together(lambda: prepare(cfg, world, resume, held, retriever), world)
-            config.end_at_signals(f"To continue: python {cfg.program} --resume {cfg.out}")
+            config.end_at_signals(how_to_continue(cfg))
             trackers = begin(run, resume)
         if run.served:
             step_fn = run.served.wrap(step_fn)
@@ -1014,10 +1020,12 @@ def launch(
         except OSError as e:  # a disk, or a server
             with config.mistakes_as_one_line(name):
                 raise OSError(f"{e}; {how_to_continue(cfg)}") from None
+        if run.served:
+            run.served.close()
         if code:
             distributed.barrier(world)  # no rank leaves while another still talks to it
             return code
-        del run  # the evaluation needs its memory
+        del run, step_fn  # the evaluation needs their memory
         with config.mistakes_as_one_line(name):
             eval.before_and_after(cfg, world)
     if world.main:
@@ -1051,7 +1059,7 @@ def write_bank(argv: Sequence[str] | None = None) -> int:
         world = distributed.init("cpu" if cfg.server else cfg.device)
         run = distributed.together(lambda: prepare_bank(cfg, world, folder, held), world)
         bank = make_bank(run, folder)
-        refuse_without_pairs(bank, cfg)
+        distributed.together(lambda: refuse_without_pairs(bank, cfg), world)
         if world.main:
             bank.save(out)
             print(f"{out}: {bank.sizes}")

@@ -108,6 +108,7 @@ from rollout import Rollout, Sampling
 from sgsd import Example, Run
 
 BACKWARD = 4  # forward passes in the time of one forward and back, with checkpointing
+ENOUGH = 20  # problems with both outcomes: with fewer the intervals are too narrow
 SUPPORTS = "support_success", "support_failure"
 POWER = 1.96 + 0.84  # standard errors from 0 where the interval leaves 0 in 80% of cases
 
@@ -395,7 +396,7 @@ def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str
     planned = next((row for row in rows if not row.flags), grpo).numbers
     least = planned["smallest"]
     print(f"the smallest slope that {drawn} rollouts tell from 0, in 4 of 5 cases: {least:.3f}")
-    print(advice(planned, n))
+    print(advice(planned, n, mixed))
     numbers = {"success": n["success"], "rollouts": drawn, "mixed": mixed}
     return numbers | {"rows": [{"flags": row.flags, **row.numbers} for row in rows]}
 
@@ -414,10 +415,14 @@ def line_of(row: Row) -> str:
     return f"{line}  {texts[0]:>6} {texts[1]:>6}  {decided:>7}"
 
 
-def advice(planned: dict[str, Any], grpo: dict[str, Any]) -> str:
+def advice(planned: dict[str, Any], grpo: dict[str, Any], mixed: int) -> str:
     """What to do, in one sentence, by the planned row's interval and its ratio to GRPO's."""
     if planned["error"] == 0:
         return "Change the plan: there is no loss, or no problem has both outcomes."
+    if mixed < ENOUGH:
+        return (
+            f"Sample more: only {mixed} problems have both outcomes, and intervals need {ENOUGH}."
+        )
     if planned["high"] < 0:
         return "Do not train as planned: the step makes wrong solutions likelier than right ones."
     if planned["low"] <= 0 < grpo["low"]:
@@ -425,7 +430,7 @@ def advice(planned: dict[str, Any], grpo: dict[str, Any]) -> str:
     if planned["low"] <= 0:
         return "Sample more before you decide: the planned slope is not told from 0, nor is GRPO's."
     if grpo["low"] > 0 and planned["relative"] < 0.8:
-        times = 1 / planned["relative"]
+        times = 1 / max(planned["relative"], 1e-3)
         return f"It helps, but a GRPO step of the same length helps {times:.1f} times as much."
     return "Train as planned, and probe again at a checkpoint: a slope says nothing of later steps."
 

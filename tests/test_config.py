@@ -73,7 +73,7 @@ def test_every_flag_has_its_rule_and_says_it(kind, capsys):
 
 
 FLAGS = {  # what is wrong, and the words of the line
-    "--no-clip": "sgsd.py: unrecognized arguments: --no-clip; --help lists",  # none is like it
+    "--no-clip": "sgsd: unrecognized arguments: --no-clip; --help lists",  # none is like it
     "--num-teacher 3": "--num-teacher 3; did you mean --num-teachers? --help lists the flags",
     "--step 3": "unrecognized arguments: --step 3; did you mean --steps?",  # no abbreviations
     "--steps many": "--steps: invalid int value: 'many'",
@@ -294,11 +294,11 @@ def test_a_broken_config_is_one_line(text, run, capsys):
 
 
 def test_a_run_is_continued_by_the_program_that_began_it(run, capsys):
-    words = f"not those of -m extras.baselines; try python sgsd.py --resume {run}"
+    words = f"not those of -m extras.baselines; python sgsd.py --resume {run} continues it"
     refuse(capsys, f"--resume {run}", words, kind=baselines.BaselineConfig)
     settings = dataclasses.asdict(baselines.BaselineConfig(method="opsd"))
     (run / "config.json").write_text(json.dumps({"settings": settings}))
-    words = f"not those of sgsd.py; try python -m extras.baselines --resume {run}"
+    words = f"not those of sgsd.py; python -m extras.baselines --resume {run} continues it"
     refuse(capsys, f"--resume {run}", words)
     assert parse(f"--resume {run}", baselines.BaselineConfig)[0].method == "opsd"
 

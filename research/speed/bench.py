@@ -845,7 +845,7 @@ def judged(verifier: Verifier, pairs: list[tuple[str, str]]) -> tuple[float, int
 
 
 def verify(args: Args, s: Shape, device: torch.device) -> None:
-    """How right they are is counted by research/verdict/verdicts.py."""
+    """How right they are is counted by research/verdict/measure.py."""
     starts = []
     for _ in range(3):
         with Verifier() as v:

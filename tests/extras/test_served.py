@@ -3,89 +3,17 @@
 The server is a small one of our own, in a thread.
 """
 
-import contextlib
-import http.server
 import itertools
-import json
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+from extras_engine import STOPS, Engine, choices
 
 from extras import served
 
-STOPS = [265, 263]
 DROP = "drop the connection"
-
-
-class Engine(http.server.ThreadingHTTPServer):
-    """Serves "base" and adapters. `answer` makes the reply to a completion: (status, JSON).
-
-    Anything but such a pair drops the connection.
-    """
-
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        self.base = {"id": "base", "owned_by": "vllm", "root": "base", "max_model_len": 4096}
-        self.adapters, self.calls, self.keys_seen = {}, [], []
-        self.answer = self.sampled
-
-    def sampled(self, body):
-        """Ids that differ from prompt to prompt, and a log-probability for each."""
-        ids = [sum(body["prompt"]) % 200, 7, STOPS[0]]
-        return 200, choices(token_ids=ids, logprobs={"token_logprobs": [-0.5, -1.5, -0.25]})
-
-    def bodies(self, path="/v1/completions"):
-        return [body for where, body in self.calls if where == path]
-
-    def get(self, path):
-        adapters = [{"id": name, "root": folder} for name, folder in self.adapters.items()]
-        return 200, {"data": [self.base, *adapters]}
-
-    def post(self, path, body):
-        if path == "/v1/load_lora_adapter":
-            if body["lora_name"] in self.adapters:
-                return 400, {"error": "already loaded"}
-            self.adapters[body["lora_name"]] = body["lora_path"]
-            return 200, "Success"
-        if path == "/v1/unload_lora_adapter":
-            there = self.adapters.pop(body["lora_name"], None)
-            return (200, "Success") if there else (404, {"error": "not found"})
-        if body["model"] not in {self.base["id"], *self.adapters}:
-            return 404, {"error": "no such model"}
-        return self.answer(body)
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        self.server.keys_seen.append(self.headers.get("Authorization"))
-        self.send(self.server.get(self.path))
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.calls.append((self.path, body))
-        self.send(self.server.post(self.path, body))
-
-    def send(self, reply):
-        if not isinstance(reply, tuple):
-            return
-        status, value = reply
-        text = value if isinstance(value, str) else json.dumps(value)
-        with contextlib.suppress(OSError):  # nobody may be waiting any more
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-
-def choices(reason="stop", usage=None, **fields):
-    return {"choices": [{"finish_reason": reason, **fields}], "usage": usage}
 
 
 @dataclass
@@ -313,7 +241,7 @@ UNFIT = {
 def test_training_refuses_a_reply_without_ids_or_without_a_number_for_each(what, engine, sample):
     reply, words = UNFIT[what]
     engine.answer = lambda body: (200, reply)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(OSError) as error:
         sample(rows(1), logprobs=True)
     one_line(error, engine.url, words)
 
@@ -472,7 +400,7 @@ def test_a_server_that_is_started_anew_without_adapters_is_said_to_refuse_them(
     server.load("mine", str(tmp_path))
     engine.adapters.clear()
     engine.post = lambda path, body: (404, {}) if "load" in path else post(path, body)
-    with pytest.raises(ValueError, match="refuses /load_lora_adapter: HTTP 404"):
+    with pytest.raises(OSError, match="refuses /load_lora_adapter: HTTP 404"):
         sample(rows(1), "mine", server=server)
 
 
@@ -552,7 +480,7 @@ def test_a_server_that_stays_silent_is_not_asked_twice(engine, sample):
 
 def test_a_request_that_a_server_refuses_is_not_tried_again(engine, sample):
     engine.answer = lambda body: (400, {"detail": "prompt must be\na string."})
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(OSError) as error:
         sample(rows(1))
     one_line(error, f"{engine.url}: HTTP 400: ", "prompt must be")
     assert len(engine.calls) == 1
@@ -570,7 +498,7 @@ def test_after_an_error_a_row_that_waits_for_its_next_try_is_given_up(engine, sa
         return 400, {"detail": "refused"}
 
     engine.answer = answer
-    with pytest.raises(ValueError, match="HTTP 400"):
+    with pytest.raises(OSError, match="HTTP 400"):
         sample(rows(2), rows=2)
     assert len(engine.calls) == 2
 
@@ -601,6 +529,6 @@ UNEXPECTED = {
 def test_an_unexpected_reply_is_one_line(what, engine, sample):
     value, words = UNEXPECTED[what]
     engine.answer = lambda body: (200, value)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(OSError) as error:
         sample(rows(1, limit=8))
     one_line(error, f"{engine.url}: unexpected reply from the server (", words)

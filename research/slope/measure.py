@@ -1,0 +1,279 @@
+"""Does the slope of the base model predict what training with a bank does?
+
+    python research/slope/measure.py --world lock --minutes 60    goes on with lock.jsonl
+    python research/slope/measure.py --world tiny --minutes 60    the same in the first world
+    python research/slope/measure.py --world lock --table         the table of what is there
+
+Twelve banks per world, none of them used before: the model's own from seeds 5 to 9; hand-written
+ones with a true mistake for every family and a skill that misleads for 0, 25, 50, 75 and 100% of
+them; and two with all words in another order. SGSD has the settings of research/methods/compare.py.
+
+A round measures the slopes of all banks on one set of rollouts of the base model (80 problems x 4),
+then trains with each bank for 60 steps and evaluates after 5, 20 and 60 on the test problems, then
+makes a pilot with each bank: 5 steps, and solutions of validation problems, as many rollouts
+together as the probe has. All three have seeds of their own. Each finished job is one line, so the
+same command goes on after a kill. One process, one thread. predictions.md was written before.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import statistics
+import sys
+import time
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+
+from research.markdown_table import head_of, row_of
+from research.methods.compare import WORLDS, World, call, make_misleading_bank, places, scores_of
+
+OWN, SHARES, ROUNDS = range(5, 10), (0, 25, 50, 75, 100), 3
+BANKS = [f"own-{seed}" for seed in OWN] + [f"hand-{share}" for share in SHARES]
+BANKS += ["shuffled-own-5", "shuffled-hand-0"]
+PROBLEMS, SAMPLES = 80, 4  # of a probe
+POINTS, PILOT = (5, 20, 60), 5  # steps
+RATE = 1e-3
+Job = dict[str, Any]
+
+
+def jobs_of() -> list[Job]:
+    """All jobs in order; whatever is done when time is up makes a table."""
+    jobs: list[Job] = [{"kind": "bank", "bank": name} for name in BANKS]
+    jobs.append({"kind": "base"})
+    for turn in range(ROUNDS):
+        jobs.append({"kind": "slopes", "seed": 40 + turn})
+        for name in BANKS:
+            jobs.append({"kind": "train", "bank": name, "seed": 20 + turn})
+        for name in BANKS:
+            jobs.append({"kind": "pilot", "bank": name, "seed": 30 + turn})
+    return jobs
+
+
+def shuffled(bank, seed: int):
+    """The bank with all words in another order; each field keeps its number of words."""
+    from skills import FIELDS, SkillBank
+
+    words: list[str] = []
+    spots = []
+    lists: dict[str, Any] = {key: [dict(x) for x in getattr(bank, key)] for key in FIELDS}
+    for key, names in FIELDS.items():
+        for entry in lists[key]:
+            for name in names:
+                spots.append((entry, name, len(entry[name].split())))
+                words += entry[name].split()
+    random.Random(seed).shuffle(words)
+    for entry, name, count in spots:
+        entry[name] = " ".join(words[:count])
+        del words[:count]
+    metadata = {"shuffled": "all words in another order"}
+    return SkillBank(lists["general_skills"], lists["common_mistakes"], metadata)
+
+
+def make_bank(name: str, w: World, work: pathlib.Path) -> None:
+    import skills
+
+    kind, _, number = name.rpartition("-")
+    path = work / f"{name}.json"
+    if kind == "own":
+        flags = f"{w.flags} --max-new-tokens {w.tokens} --seed {number}"
+        call(skills.main, flags, **places(w), encoder=w.encoder, out=path)
+    elif kind == "hand":
+        make_misleading_bank({"seed": 0, "share": int(number)}, path)
+    else:
+        whole = skills.SkillBank.load(work / f"{name.removeprefix('shuffled-')}.json")
+        shuffled(whole, 0).save(path)
+
+
+def train(job: Job, w: World, work: pathlib.Path, last: int) -> pathlib.Path:
+    """A run of SGSD over the first `last` of 60 steps; its folder. Goes on with a killed one."""
+    import config
+    import sgsd
+
+    out = work / "now"
+    if (out / "job.json").exists() and json.loads((out / "job.json").read_text()) != job:
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "job.json").write_text(json.dumps(job))
+    run = out / "run"
+    flags = f"{w.flags} --batch-size {w.batch} --max-new-tokens {w.tokens} --evolve-every 0"
+    flags += f" --steps {POINTS[-1]} --checkpoint-every {POINTS[0]} --audit-every 0"
+    argv = [*flags.split(), "--seed", str(job["seed"]), "--learning-rate", str(RATE)]
+    paths = places(w) | {"encoder": w.encoder, "bank": work / f"{job['bank']}.json", "out": run}
+    for name, value in paths.items():
+        argv += [f"--{name}", str(value)]
+    if list(run.glob("checkpoints/step_*")):
+        argv = ["--resume", str(run)]
+    else:
+        shutil.rmtree(run, ignore_errors=True)
+
+    def step_fn(run_: Any, step: int) -> sgsd.StepResult:
+        result = sgsd.train_step(run_, step)
+        if step == last < POINTS[-1]:
+            run_.signalled = time.monotonic()  # a pilot stops here, with the plan's own rates
+        return result
+
+    end = run / f"checkpoints/step_{last:06d}"
+    if not end.exists():
+        cfg, resume = config.parse(argv, "")
+        sgsd.launch(cfg, resume, step_fn)
+    if not end.exists():
+        raise RuntimeError("stopped by a signal; the same command goes on")
+    return run
+
+
+def evaluate(
+    w: World, policies: list[str], data: pathlib.Path, samples: int, seed: int, **paths: Any
+) -> None:
+    import eval
+
+    flags = f"--max-new-tokens {w.tokens} --samples {samples} --seed {seed} --rows {w.rows}"
+    call(lambda argv: eval.main([*policies, *argv]), flags, data=data, **paths)
+
+
+def mean_score(samples: pathlib.Path) -> float:
+    return statistics.mean(scores_of(samples).values())
+
+
+def do_job(job: Job, w: World, work: pathlib.Path) -> dict[str, Any]:
+    """What a job found."""
+    test = pathlib.Path(w.folder, "test.jsonl")
+    if job["kind"] == "bank":
+        make_bank(job["bank"], w, work)
+        return {"content": json.loads((work / f"{job['bank']}.json").read_text())}
+    if job["kind"] == "base":
+        shutil.rmtree(work / "base", ignore_errors=True)
+        evaluate(w, [f"{w.folder}/model"], test, w.samples, 20, out=work / "base")
+        (log,) = work.glob("base/*/samples.jsonl")
+        return {"accuracy": mean_score(log)}
+    if job["kind"] == "slopes":
+        return slopes(job, w, work)
+    if job["kind"] == "train":
+        run = train(job, w, work, POINTS[-1])
+        names = [f"step_{step:06d}" for step in POINTS]
+        evaluate(w, [str(run / "checkpoints" / x) for x in names], test, w.samples, job["seed"])
+        scores = [mean_score(run / "eval" / name / "samples.jsonl") for name in names]
+        return {"accuracy": dict(zip(map(str, POINTS), scores))}
+    left = PROBLEMS * SAMPLES - PILOT * w.batch  # rollouts that are left for the evaluation
+    lines = pathlib.Path(w.folder, "valid.jsonl").read_text().splitlines()[: left // 2]
+    problems = work / "pilot.jsonl"
+    problems.write_text("\n".join(lines) + "\n")
+    run = train(job, w, work, PILOT)
+    evaluate(w, [str(run / f"checkpoints/step_{PILOT:06d}")], problems, 2, job["seed"])
+    log = run / f"eval/step_{PILOT:06d}/samples.jsonl"
+    return {"accuracy": mean_score(log), "rollouts": PILOT * w.batch + 2 * len(lines)}
+
+
+def slopes(job: Job, w: World, work: pathlib.Path) -> dict[str, Any]:
+    """The probe's numbers for all banks, from one set of rollouts."""
+    from extras import probe
+
+    argv = f"{w.flags} --batch-size {w.batch} --max-new-tokens {w.tokens}".split()
+    argv += f"--problems {PROBLEMS} --samples {SAMPLES} --seed {job['seed']}".split()
+    argv += f"--learning-rate {RATE} --bank {work}/{BANKS[0]}.json --encoder {w.encoder}".split()
+    for name, value in places(w).items():
+        argv += [f"--{name}", str(value)]
+    for name in BANKS[1:]:
+        argv += ["--try", f"--bank {work}/{name}.json"]
+    out = work / "probe.json"
+    if probe.main([*argv, "--out", str(out)]):
+        raise RuntimeError("the probe did not end")
+    numbers = json.loads(out.read_text())
+    rows = dict(zip(["grpo", *BANKS], numbers.pop("rows")))
+    return numbers | {"slopes": rows}
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    """The correlation of ranks; equal values share their mean rank."""
+
+    def ranks(values: list[float]) -> np.ndarray:
+        x = np.array(values)
+        return (x[:, None] > x).sum(1) + ((x[:, None] == x).sum(1) - 1) / 2
+
+    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Means over the seeds that are there, and rank correlations over banks."""
+    probes = [row["slopes"] for row in rows if row["kind"] == "slopes"]
+    columns: dict[str, list[list[float]]] = {"slope": [], "relative": [], "pilot": []}
+    columns |= {f"after {step}": [] for step in POINTS}
+    told = []
+    for bank in BANKS:
+        mine = [row for row in rows if row.get("bank") == bank]
+        columns["slope"].append([x[bank]["slope"] for x in probes])
+        columns["relative"].append([x[bank]["relative"] for x in probes])
+        columns["pilot"].append([row["accuracy"] for row in mine if row["kind"] == "pilot"])
+        for step in POINTS:
+            of_step = [row["accuracy"][str(step)] for row in mine if row["kind"] == "train"]
+            columns[f"after {step}"].append(of_step)
+        told.append(sum(x[bank]["low"] > 0 for x in probes))
+    lines = head_of(["bank", "intervals above 0", *columns])
+    for i, bank in enumerate(BANKS):
+        cells = [bank, f"{told[i]} of {len(probes)}"]
+        for name, values in columns.items():
+            form = "{:.2f}" if name in ("slope", "relative") else "{:.1%}"
+            cells.append(form.format(statistics.mean(values[i])) if values[i] else "")
+        lines.append(row_of(cells))
+    lines += ["", *head_of(["rank correlation", *[f"after {step}" for step in POINTS]])]
+    for name in ("slope", "relative", "pilot"):
+        cells = [name]
+        for step in POINTS:
+            both = zip(columns[name], columns[f"after {step}"])
+            means = [(statistics.mean(a), statistics.mean(b)) for a, b in both if a and b]
+            one, other = [a for a, _ in means], [b for _, b in means]
+            cells.append(f"{spearman(one, other):.2f}" if len(means) > 2 else "")
+        lines.append(row_of(cells))
+    for row in rows:
+        if row["kind"] == "base":
+            lines += ["", f"Base: {row['accuracy']:.1%} on the test problems."]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--world", choices=("lock", "tiny"), default="lock")
+    parser.add_argument("--minutes", type=float, default=60, help="begin no job after so many")
+    parser.add_argument("--work", default="runs/slope", help="banks, and the job under way")
+    parser.add_argument("--table", action="store_true", help="only print the table")
+    args = parser.parse_args()
+    import files
+
+    w, out, began = WORLDS[args.world], HERE / f"{args.world}.jsonl", time.monotonic()
+    rows = list(files.read_jsonl(out))
+    if args.table:
+        print("\n".join(table(rows)))
+        return
+    work = pathlib.Path(args.work, args.world).absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        if row["kind"] == "bank":
+            (work / f"{row['bank']}.json").write_text(json.dumps(row["content"]))
+    done = [{k: row[k] for k in ("kind", "bank", "seed") if k in row} for row in rows]
+    for job in jobs_of():
+        if job in done:
+            continue
+        if time.monotonic() - began > 60 * args.minutes:
+            print(f"{args.minutes:g} minutes are over; the same command goes on")
+            return
+        print(f"{time.strftime('%H:%M')} {job}", flush=True)
+        with open(work / "log.txt", "a") as log, contextlib.redirect_stdout(log):
+            with contextlib.redirect_stderr(log):
+                started = time.process_time()
+                result = do_job(job, w, work)
+        result["cpu_seconds"] = round(time.process_time() - started)
+        files.append_jsonl(out, [job | result])
+
+
+if __name__ == "__main__":
+    main()
