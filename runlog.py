@@ -138,20 +138,23 @@ def summarize(
     for fate in FATE.values():
         for case in ("", "_success", "_failure", "_truncated"):
             metrics[f"rho_{fate}{case}"] = 0
+    supports: dict[str, list[float]] = {"success": [], "failure": []}
+    first_gaps: list[float] = []
     for row in records:
-        cases = ["", "_success" if row["r"] > 0 else "_failure"]
+        outcome = "success" if row["r"] > 0 else "failure"
+        supports[outcome] += row["a"]
+        first_gaps += row["first_gap"]
+        cases = ["", f"_{outcome}"]
         if row["truncated"]:
             cases.append("_truncated")
         for rho in row["rho"]:
             for case in cases:
                 metrics[f"rho_{FATE[rho]}{case}"] += 1
 
-    supports = [a for row in records for a in row["a"]]
-    sizes = torch.tensor(supports or [0.0]).abs()
+    sizes = torch.tensor(supports["success"] + supports["failure"] or [0.0]).abs()
     for percent in (10, 50, 90):
         metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
-    for outcome, is_success in (("success", True), ("failure", False)):
-        signed = [a for row in records if (row["r"] > 0) == is_success for a in row["a"]]
+    for outcome, signed in supports.items():
         if signed:  # 0 would look like teachers that lean to neither side
             metrics[f"a_mean_{outcome}"] = sum(signed) / len(signed)
             metrics[f"a_positive_{outcome}"] = sum(a > 0 for a in signed) / len(signed)
@@ -169,7 +172,6 @@ def summarize(
     metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
     tokens = sum(len(row["completion_ids"]) for row in records)
     gaps = sum(row["unmasked"] * len(row["rho"]) for row in records)
-    first_gaps = [gap for row in records for gap in row["first_gap"]]
     return metrics | {
         "clip_share": sum(row["clipped"] for row in records) / max(1, gaps),
         "mask_share": sum(row["unmasked"] for row in records) / max(1, tokens),

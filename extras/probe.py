@@ -59,12 +59,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[t
         if options.problems < 4 or options.samples < 2 or options.extra_samples < 0:
             raise ValueError("--problems must be >= 4, --samples >= 2 and --extra-samples >= 0")
         for flags, row_cfg in rows:
-            changed = [name for name in SHARED if getattr(row_cfg, name) != getattr(cfg, name)]
-            if changed or not row_cfg.temperature:
-                rule = "all rows share it, and a greedy policy has no slope"
-                raise ValueError(
-                    f"--try {flags!r}: {config.flag([*changed, 'temperature'][0])}: {rule}"
-                )
+            for name in SHARED:
+                if getattr(row_cfg, name) != getattr(cfg, name):
+                    rule = "all rows share it; probe this row in a command of its own"
+                    raise ValueError(f"--try {flags!r}: {config.flag(name)}: {rule}")
+            if not row_cfg.temperature:
+                raise ValueError("--temperature 0: a greedy policy has no slope")
         return options, [grpo_of(cfg, options.samples), *rows]
 
 
@@ -361,11 +361,9 @@ def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str
         passes += sum(len(contexts_K) + BACKWARD for x in row.examples for _, contexts_K in x)
     passes += BACKWARD * drawn * len(alike)
     size = 16 * len(rows) * sum(p.numel() for p in model.trained(grpo.run.lm).values()) / 1e6
-    print(
-        f"cost: {len(alike)} x {len(data)} problems x {each} = {len(alike) * drawn} rollouts; then"
-    )
-    print(f"up to {passes:,} forward passes over one ({BACKWARD} stand for one forward and back); ")
-    print(f"4 directions of each row take {size:,.0f} MB")
+    drawn_in_all = f"{len(alike)} x {len(data)} problems x {each} = {len(alike) * drawn} rollouts"
+    print(f"cost: {drawn_in_all}; then at most {passes:,} forward passes over one", end=" ")
+    print(f"({BACKWARD} for one forward and back); directions take {size:,.0f} MB")
     for sharing in alike.values():
         groups = draw(sharing[0], data, each)
         rolls = list(itertools.chain.from_iterable(groups))
@@ -420,9 +418,7 @@ def advice(planned: dict[str, Any], grpo: dict[str, Any], mixed: int) -> str:
     if planned["error"] == 0:
         return "Change the plan: there is no loss, or no problem has both outcomes."
     if mixed < ENOUGH:
-        return (
-            f"Sample more: only {mixed} problems have both outcomes, and intervals need {ENOUGH}."
-        )
+        return f"Sample more: {mixed} problems have both outcomes, and intervals need {ENOUGH}."
     if planned["high"] < 0:
         return "Do not train as planned: the step makes wrong solutions likelier than right ones."
     if planned["low"] <= 0 < grpo["low"]:
@@ -438,14 +434,12 @@ def advice(planned: dict[str, Any], grpo: dict[str, Any], mixed: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     began, (options, settings) = time.perf_counter(), parse(argv)
-    cfg = settings[min(1, len(settings) - 1)][1]
+    cfg = settings[0][1]  # of GRPO: all that the rows share is the plan's
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(130))  # the temporary folder goes, too
     with contextlib.ExitStack() as held, config.mistakes_as_one_line("probe"):
         if options.out and pathlib.Path(options.out).is_dir():
-            raise ValueError(
-                f"--out {options.out}: is a directory; give a file, such as probe.json"
-            )
+            raise ValueError(f"--out {options.out}: is a directory; give a file")
         world = distributed.init(cfg.device)
         if world.size > 1:
             raise ValueError("the probe runs in one process: start it with python, not torchrun")

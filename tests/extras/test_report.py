@@ -557,7 +557,7 @@ def test_explain_takes_draws_of_one_problem_through_the_method(world_dir, out, t
     assert f"writes {folder}, a folder beside the run" in printed.splitlines()[0]
     sentence = "2 draws of one problem under the adapter of step 6: 0 right, 2 wrong."
     assert sentence in printed and "the first wrong one, draw 1:" in printed
-    assert printed.count("What is 2 plus 5?") == 1 == printed.count("7: wrong, r = -1")
+    assert printed.count("problem: What is 2 plus 5?") == 1 == printed.count("7: wrong, r = -1")
     data = report.collect(folder)
     assert data["sentence"] == sentence and len(data["rollouts"]) == 2
     view = data["rollouts"][0]
