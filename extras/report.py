@@ -317,7 +317,8 @@ def in_words(view: dict, eps_a: float) -> str:
     for k, x in enumerate(view["teachers"], 1):
         similarities = f"{x['s_g']:6.3f}  {x['s_e']:6.3f}  {x['alpha']:5.3f}"
         supports = f"{x['a_plain']:+8.{digits}f}  {x['a']:+8.{digits}f}"
-        lines.append(f"{k:3d}  {similarities}  {supports}  {x['rho']:+3d}  {x['says']}")
+        rho = f"{x['rho']:+3d}" if x["rho"] else "  0"
+        lines.append(f"{k:3d}  {similarities}  {supports}  {rho}  {x['says']}")
         skill, mistake = " ".join(x["skill"][:2]), " ".join(x["mistake"][:2])
         lines.append(f"     {skill} | {mistake}")
     return "\n".join(lines)

@@ -174,7 +174,6 @@ def test_the_interval_covers_the_slope_of_its_directions(problems, bias, directi
     for seed in range(150):
         _, low, high, exact = one_probe(toy, seed, problems, 4, direction=direction)
         covered.append(low <= exact <= high)
-    print(problems, bias, direction, np.mean(covered))
     assert np.mean(covered) >= 0.9
 
 
@@ -263,10 +262,10 @@ def test_the_backward_pass_is_the_difference_under_weights_moved_both_ways(tiny_
         with torch.no_grad():
             kept, _ = scoring.predictors(run.lm, prompts, ids)
             for p, part in zip(params, parts):
-                p += step * part.view_as(p)
+                p.add_(step * part.view_as(p))
             moved, ids_n = scoring.predictors(run.lm, prompts, ids)
             for p, part in zip(params, parts):
-                p -= step * part.view_as(p)
+                p.sub_(step * part.view_as(p))
             head = scoring.causal_lm(run.lm).get_output_embeddings().weight.double()
             before, after = (x.double() @ head.T / sampling.temperature for x in (kept, moved))
             allowed_nV = probe.allowed(before, sampling).scatter(1, ids_n[:, None], True)
@@ -303,15 +302,18 @@ def command(world_dir, tmp_path, monkeypatch):
     flags = [flag for flag in flags if not flag.startswith("--out=")]
     base = [*flags, "--verifier", "test_probe:LastBit", "--problems", "6", "--samples", "3"]
 
-    def call(*more, drop=()):
-        argv = [flag for flag in base if not flag.startswith(tuple(drop) or "\0")]
-        with driver.signals_restored():
-            code = probe.main([*argv, *more, "--out", str(tmp_path / "numbers.json")])
-        assert code == 0 and not list(scratch.iterdir()) and not (tmp_path / "unused").exists()
-        return json.loads((tmp_path / "numbers.json").read_text())
+    class Command:
+        argv = base
 
-    call.base = base
-    return call
+        def __call__(self, *more, drop=()):
+            argv = [flag for flag in base if not flag.startswith(tuple(drop) or "\0")]
+            numbers = tmp_path / "numbers.json"
+            with driver.signals_restored():
+                code = probe.main([*argv, *more, "--out", str(numbers)])
+            assert code == 0 and not list(scratch.iterdir()) and not (tmp_path / "unused").exists()
+            return json.loads(numbers.read_text())
+
+    return Command()
 
 
 ROW = {"flags", "slope", "low", "high", "relative", "cut", "success", "decided", "smallest"}
@@ -373,13 +375,13 @@ def test_at_a_checkpoint_its_adapter_is_measured(command, world_dir, tmp_path):
 
 
 def test_a_mistake_is_one_line(command, capsys, tmp_path):
-    driver.refused(capsys, probe.main, [*command.base, "--problems", "3"], "--problems", ">= 4")
-    driver.refused(capsys, probe.main, [*command.base, "--at", "nowhere"], "nowhere")
-    argv = [*command.base, "--try", "--seed 4"]
+    driver.refused(capsys, probe.main, [*command.argv, "--problems", "3"], "--problems", ">= 4")
+    driver.refused(capsys, probe.main, [*command.argv, "--at", "nowhere"], "nowhere")
+    argv = [*command.argv, "--try", "--seed 4"]
     driver.refused(capsys, probe.main, argv, "--seed 4", "all rows share it")
-    driver.refused(capsys, probe.main, [*command.base, "--temperature", "0"], "greedy")
-    driver.refused(capsys, probe.main, [*command.base, "--out", str(tmp_path)], "is a directory")
-    driver.refused(capsys, probe.main, [*command.base, "--try", "--no-such"], "--no-such")
+    driver.refused(capsys, probe.main, [*command.argv, "--temperature", "0"], "greedy")
+    driver.refused(capsys, probe.main, [*command.argv, "--out", str(tmp_path)], "is a directory")
+    driver.refused(capsys, probe.main, [*command.argv, "--try", "--no-such"], "--no-such")
 
 
 def test_the_advice_follows_the_interval_and_the_ratio():

@@ -137,4 +137,4 @@ def test_the_preset_lives_the_whole_life_of_a_run(tmp_path):
     comparison = json.loads((out / "eval" / "comparison.json").read_text())
     before, after = comparison["test"]["results"].values()
     assert "diff" in after and "diff" not in before
-    assert "| model |" in done.stdout and "| step_000002 |" in done.stdout
+    assert "| tiny/model |" in done.stdout and "| step_000002 |" in done.stdout
