@@ -351,14 +351,14 @@ def what_happened(
     It says what is missing: steps, an evaluation, an interval, or anything to learn from.
     """
     settings = config.saved(run)
-    data, steps = "/".join(pathlib.Path(settings["data"]).parts[-2:]), settings["steps"]
+    source, steps = "/".join(pathlib.Path(settings["data"]).parts[-2:]), settings["steps"]
     if rollouts and not metrics:
         return draws_in_words(rollouts)
     if not metrics:
-        return f"No step of {steps} on {data} so far."
+        return f"No step of {steps} on {source} so far."
     last = metrics[-1]["step"]
     done = count(last, "step") if last >= steps else f"{last} of {count(steps, 'step')}"
-    parts = [f"{done} on {data}: {success_in_words(metrics, settings['batch_size'])}"]
+    parts = [f"{done} on {source}: {success_in_words(metrics, settings['batch_size'])}"]
     parts.append(nothing_learnt(metrics, rollouts))
     parts.append(evaluation_in_words(run, last) or no_evaluation(last < steps))
     if banks:
@@ -395,10 +395,8 @@ def success_in_words(metrics: list[dict], batch_size: int) -> str:
     before, after = sum(shares[:window]) / window, sum(shares[-window:]) / window
     p = (before + after) / 2
     deviation = math.sqrt(2 * p * (1 - p) / (window * batch_size))
-    first, last = (
-        f"{share:.0%} ({in_steps(rows)})"
-        for share, rows in ((before, metrics[:window]), (after, metrics[-window:]))
-    )
+    first = f"{before:.0%} ({in_steps(metrics[:window])})"
+    last = f"{after:.0%} ({in_steps(metrics[-window:])})"
     if abs(after - before) <= 2 * deviation:
         return f"success {first} and {last}, within chance"
     return f"success {'rose' if after > before else 'fell'} from {first} to {last}"
@@ -455,8 +453,9 @@ def gap_to_base(run: pathlib.Path, point: dict) -> str:
     sets = files.read_json(path) if path.exists() else {}
     checkpoint = (run.resolve().name, "checkpoints", f"step_{point['step']:06d}")
     for policy, row in sets.get(point["set"], {}).get("results", {}).items():
-        is_it = pathlib.Path(policy).parts[-3:] == checkpoint and row["digest"] == point["digest"]
-        if is_it and "diff" in row and folder_of(row["to"]) == base_folder(run):
+        if pathlib.Path(policy).parts[-3:] != checkpoint or row["digest"] != point["digest"]:
+            continue
+        if "diff" in row and folder_of(row["to"]) == base_folder(run):
             diff, low, high = (row[name] for name in ("diff", "diff_low", "diff_high"))
             if low is None:
                 return f" ({100 * diff:+.1f} points, no interval)"

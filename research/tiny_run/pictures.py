@@ -25,7 +25,7 @@ from extras import report
 
 PICTURES = {  # name: (width and height, view)
     "report_curves": ("1280,800", "view=curves"),
-    "report_gate": ("1280,1040", "view=gate&k=0"),  # opens where teachers differ most; teacher 1
+    "report_gate": ("1280,1060", "view=gate&k=0"),  # opens where teachers differ most; teacher 1
     "report_ledger": ("1280,900", "view=ledger"),
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
