@@ -9,6 +9,7 @@ import pytest
 from driver import make_run, rows
 
 import config
+import files
 import sgsd
 
 
@@ -21,7 +22,14 @@ class CountingVerifier(driver.CoinVerifier):
 
 
 def make_bank(world_dir, out, **changes):
-    """(bank, memories, how many solutions were judged) of a cold start."""
+    """(bank, memories, how many solutions were judged) of a cold start.
+
+    A run writes its settings before it.
+    """
+    if changes.get("resume"):
+        settings = driver.settings(world_dir, out)
+        out.mkdir(exist_ok=True)
+        files.write_json(out / "config.json", {"settings": settings})
     run = make_run(world_dir, out, bank="", **changes)
     run.verifier = CountingVerifier()
     bank = sgsd.make_bank(run, out / "bank")

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shutil
 import types
 
@@ -17,6 +18,7 @@ from tokenizers import AddedToken
 from transformers import GenerationConfig
 
 import config
+import files
 import model
 import runlog
 import scoring
@@ -212,10 +214,15 @@ def test_a_run_cannot_have_fewer_steps_than_it_has_made(one_step, tmp_path, caps
     refused(capsys, sgsd.main, ["--resume", out, "--steps=3"], *words)
 
 
-def test_steps_without_a_checkpoint_are_made_again(whole, world_dir, tmp_path):
-    """As after a kill before the first checkpoint: the bank of the cold start is used again."""
+def test_steps_before_the_first_checkpoint_are_made_again(whole, world_dir, tmp_path):
+    """The bank of the cold start is used again. With more steps its checkpoints must have gone."""
     out = shutil.copytree(whole.out, tmp_path / "run")
     shutil.rmtree(out / "checkpoints")
+    rule = "has made 4 steps, but checkpoints/ is empty; bring them back, or start a new run"
+    with pytest.raises(ValueError, match=re.escape(f"--resume {out}: {rule}")):
+        train(world_dir, out, resume=True, **BANK)
+    for name in runlog.LOGS:  # as a kill leaves them before the checkpoint of step 2
+        files.trim_jsonl(out / f"{name}.jsonl", 2)
     run = train(world_dir, out, resume=True, **BANK)
     assert run.code == 0 and run.bank == whole.bank
     for name in ("rollouts.jsonl", "tokens.jsonl", "bank/memories.jsonl", "bank/replies.jsonl"):

@@ -1,6 +1,8 @@
 """The paper's methods and ablations as curves, in the two worlds of tiny/.
 
-    python research/methods/compare.py --world lock     makes compare_lock.md, .json and .png
+    python research/methods/compare.py --show    the table of this folder's page; nothing is trained
+    python research/methods/compare.py --show FILE.json    all tables of a finished comparison
+    python research/methods/compare.py --world lock     makes table.md, .json and .png
     python research/methods/compare.py --world tiny     the same in the first world, the default
     python research/methods/compare.py --world lock --methods sgsd grpo    these rows alone
     python research/methods/compare.py --world lock_long --seeds 3    three methods, 180 steps
@@ -449,6 +451,43 @@ def table(w: World, results: dict[str, Job], names: list[str], seeds: range) -> 
     return lines
 
 
+def both_worlds() -> list[str]:
+    """A row per method: its accuracy in the two worlds, and its difference to SGSD at the end."""
+    kept, head = {}, ["method"]
+    shown = (("tiny", "first world", (10, 40)), ("lock", "harder world", (20, 60)))
+    for name, title, steps in shown:
+        text = (ROOT / f"research/methods/compare_{name}.json").read_text()
+        kept[name] = json.loads(text)["results"], str(steps[0])
+        head += [f"{title}, {steps[0]} steps", f"{steps[1]} steps", "less SGSD's"]
+    lines = head_of(head)
+    for method in ("base", "base+skill", *PAPER):
+        cells = [method]
+        for results, early in kept.values():
+            if f"{method}-0" not in results:
+                cells += [""] * 3
+                continue
+            runs = [results[f"{method}-{seed}"]["accuracy"] for seed in range(5)]
+            ends = [[*run.values()][-1] for run in runs]
+            ours = [final(results[f"sgsd-{seed}"]) for seed in range(5)]
+            cells.append(with_interval([run[early] for run in runs]) if early in runs[0] else "")
+            cells.append(with_interval(ends))
+            gaps = [a - b for a, b in zip(ends, ours)]
+            cells.append("" if method == "sgsd" else with_interval(gaps, "+"))
+        lines.append(row_of(cells))
+    return lines
+
+
+def kept_tables(file: pathlib.Path) -> list[str]:
+    """All tables of a finished comparison, from its .json."""
+    results = json.loads(file.read_text())["results"]
+    trained = [job for job in results.values() if job["kind"] == "train"]
+    names = list(dict.fromkeys(job["method"] for job in trained))
+    seeds = range(1 + max(job["seed"] for job in trained))
+    w = WORLDS[trained[0]["world"]]
+    lines = table(w, results, names, seeds) + by_steps(results, names, seeds)
+    return lines + (equal_cost(w, results, names, seeds) if len(names) > 1 else [])
+
+
 def by_steps(results: dict[str, Job], names: list[str], seeds: range) -> list[str]:
     """Each method's difference to SGSD after so many steps, and every seed's accuracy there."""
     points = list(results[f"sgsd-{seeds[0]}"]["accuracy"])
@@ -576,8 +615,13 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     add(
         "--have", nargs="+", default=[], help="tables (.json) whose finished jobs are not made anew"
     )
-    add("--out", default="", help="of the tables (default: research/methods/compare_WORLD)")
+    add("--out", default="", help="of the tables (default: runs/compare_WORLD/table)")
+    add("--show", nargs="*", metavar="FILE", help="print tables of finished comparisons, then end")
     args = parser.parse_args(argv)
+    if args.show is not None:
+        parts = [kept_tables(pathlib.Path(file)) for file in args.show] or [both_worlds()]
+        print("\n\n".join("\n".join(lines) for lines in parts))
+        return
     w, seeds = worlds[args.world], range(args.seeds)
     work = pathlib.Path(args.work or f"runs/compare_{args.world}")
     for file in args.have:
@@ -586,7 +630,7 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
         parser.error("--sweep is of the world tiny")
     names = args.methods or w.methods
     names = list(dict.fromkeys(["sgsd", *names]))  # the others are compared with it
-    out = pathlib.Path(args.out or ROOT / "results" / f"compare_{args.world}")
+    out = pathlib.Path(args.out or f"runs/compare_{args.world}/table")
     out.parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
 

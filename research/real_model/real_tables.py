@@ -1,6 +1,7 @@
 """The tables of this folder's README.md, from real_learning.json.
 
     python research/real_model/real_tables.py
+    python research/real_model/real_tables.py --entries    which entries were distilled, or reversed
     python research/real_model/real_tables.py --add FOLDER    put a folder's runs and tests in first
     python research/real_model/real_tables.py --picture research/real_model/real_learning.png
     python research/real_model/real_tables.py --solutions FOLDER METHOD
@@ -258,6 +259,7 @@ def solutions(folder: pathlib.Path, method: str) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--add", type=pathlib.Path, metavar="FOLDER", help="put this in first")
+    parser.add_argument("--entries", action="store_true", help="print the entries' fates, and end")
     parser.add_argument("--picture", type=pathlib.Path, help="draw the curves here, and end")
     parser.add_argument("--solutions", nargs=2, metavar=("FOLDER", "METHOD"), help="print changes")
     args = parser.parse_args(argv)
@@ -271,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.picture:
         picture(kept, args.picture)
         return
-    tables: list[Callable[[dict], Iterator[str]]] = [tests, runs, most]
+    tables: list[Callable[[dict], Iterator[str]]] = [most] if args.entries else [tests, runs]
     print("\n\n".join("\n".join(table(kept)) for table in tables))
 
 

@@ -9,7 +9,7 @@
     verify     verdicts per second
     memory     peak memory of scoring; Qwen3-8B on one card, by arithmetic
     scaling    cost against K, T, the bank's size and the number of ranks
-    cost       the least that the paper's run takes, by arithmetic
+    cost       hours of the paper's run, by arithmetic; --gpu NAME: at that card's rates
 
 With --cuda on one GPU, at Qwen3-1.7B's shape. Tables are markdown. Peaks are above what the loaded
 model holds, each in a process of its own. "limit" and "least seconds" are what the machine must
@@ -270,6 +270,42 @@ class Counts:
         return rows * flops, steps * self.weights + rows * cache
 
 
+@dataclass(frozen=True)
+class Card:
+    """A GPU by its data sheet."""
+
+    name: str
+    flops: float  # per second, dense bf16
+    bandwidth: float  # bytes per second of its memory
+    memory: float  # bytes
+    source: str
+
+
+CARDS = {
+    "h100": Card(
+        "H100 SXM",
+        989e12,
+        3.35e12,
+        80e9,
+        "NVIDIA's H100 data sheet: 1,979 TFLOPS in bf16 with sparsity, so half of it dense; "
+        "3.35 TB/s",
+    ),
+    "h200": Card(
+        "H200 SXM",
+        989e12,
+        4.8e12,
+        141e9,
+        "NVIDIA's H200 data sheet: 1,979 TFLOPS in bf16 with sparsity, so half of it dense; "
+        "4.8 TB/s",
+    ),
+    "a100": Card(
+        "A100 SXM, 80 GB",
+        312e12,
+        2.039e12,
+        80e9,
+        "NVIDIA's A100 data sheet: 312 TFLOPS in bf16, dense; 2,039 GB/s",
+    ),
+}
 QWEN3 = {
     "Qwen3-1.7B": Counts(2048, 28, 6144, 2048, 1024),
     "Qwen3-4B": Counts(2560, 36, 9728, 4096, 1024),
@@ -281,6 +317,12 @@ GPUS, CARD = 8, 80e9  # §4.1; bytes of a GPU
 # Qwen3-1.7B's candidates when nothing merges, as research/banks/bank_scale.py counts them: replies,
 # mean tokens of prompt and reply, decoding steps.
 MEMORY, MERGES, MERGE, MERGE_STEPS = 1334, 45, (2973, 2826), 12462
+SMALL = {"plain": PLAIN, "with skills": 1200}  # tokens of a prompt; with 8 pairs: assumed
+COMPARED = "engine's log-probabilities compared"
+# From the limit to the hours expected. COMPUTE is measured on a CPU (README.md, step: 2.1 times the
+# least for scoring, 2.0 for the student). TOKEN_S is assumed. Of ENGINE, adapters take 1.33 to 1.39
+# (trl#7017), and the rest is assumed.
+COMPUTE, TOKEN_S, ENGINE = 2.1, 0.030, 2.0
 
 
 def counts(s: Shape, vocab: int, device: torch.device, rank: int = 64) -> Counts:
@@ -289,16 +331,16 @@ def counts(s: Shape, vocab: int, device: torch.device, rank: int = 64) -> Counts
     return Counts(s.width, s.layers, s.mlp, queries, queries // 2, vocab, kind, rank)
 
 
-def eval_rows(c: Counts, tokens: int) -> int:
+def eval_rows(c: Counts, tokens: int, card: float = CARD) -> int:
     """Samples decoded together, in evaluation and cold start: 16, or 8 if their cache is too large.
 
     Eight need --rows 8 and --rollout-rows 8.
     """
     cache = 16 * 2 * c.kind * c.layers * c.kv * (PLAIN + tokens)
-    return 16 if c.weights + cache < CARD else 8
+    return 16 if c.weights + cache < card else 8
 
 
-def paper_costs(c: Counts) -> dict[str, tuple[float, float]]:
+def paper_costs(c: Counts, card: float = CARD) -> dict[str, tuple[float, float]]:
     """FLOPs and bytes on one of 8 GPUs: a step by parts, one evaluation, the bank's life.
 
     All completions are as long as they may be, and a cold start merges nothing.
@@ -306,10 +348,10 @@ def paper_costs(c: Counts) -> dict[str, tuple[float, float]]:
     cfg = config.Config()
     x, T, rows = PLAIN, cfg.max_new_tokens, cfg.batch_size / GPUS
     samples = 12 * 90 / GPUS  # three sets of 30
-    rounds = math.ceil(samples / eval_rows(c, cfg.eval_tokens))
+    rounds = math.ceil(samples / eval_rows(c, cfg.eval_tokens, card))
     teachers = rows * cfg.num_teachers * c.forward(GUIDED + T, T)
     long, seeds = cfg.cold_start_tokens, cfg.cold_start / GPUS
-    turns = math.ceil(seeds / eval_rows(c, long))
+    turns = math.ceil(seeds / eval_rows(c, long, card))
     reply = cfg.reply_tokens
     window = cfg.evolve_every * cfg.batch_size / GPUS
     return {
@@ -328,7 +370,116 @@ def paper_costs(c: Counts) -> dict[str, tuple[float, float]]:
     }
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a run or of an evaluation, on one GPU."""
+
+    name: str
+    flops: float
+    moved: float  # bytes
+    steps: float = 0  # of decoding; 0 where the model only scores or learns
+
+    def times(self, n: float) -> "Part":
+        return Part(self.name, n * self.flops, n * self.moved, n * self.steps)
+
+    def limit(self, card: Card) -> float:
+        """Seconds that the card takes at least."""
+        return max(self.flops / card.flops, self.moved / card.bandwidth)
+
+    def expected(self, card: Card) -> tuple[float, float]:
+        """Seconds expected, where `generate` decodes and where an engine does."""
+        if self.steps:
+            return self.limit(card) + TOKEN_S * self.steps, ENGINE * self.limit(card)
+        return COMPUTE * self.limit(card), COMPUTE * self.limit(card)
+
+
+def step_parts(c: Counts, gpus: int) -> list[Part]:
+    """A step on one of `gpus` GPUs; the last part only where an engine samples."""
+    cfg, x = config.Config(), PLAIN
+    T, rows = cfg.max_new_tokens, cfg.batch_size / gpus
+    flops, moved = c.decoding(x, T, rows, T)
+    forward, backward = c.forward(x + T, T), c.backward(x + T, T)
+    teachers = rows * cfg.num_teachers * c.forward(GUIDED + T, T)
+    return [
+        Part("sampling", flops + rows * c.forward(x, 1), moved + c.weights, T),
+        Part("teachers", teachers, rows * c.weights),
+        Part("student", rows * (forward + backward), 3 * c.weights),
+        Part(COMPARED, rows * forward, rows * c.weights),
+    ]
+
+
+def decoded(c: Counts, name: str, prompt: int, samples: float, tokens: int, rows: int) -> Part:
+    """Samples of one policy on one GPU, `rows` at a time."""
+    steps = math.ceil(samples / rows) * tokens
+    return Part(name, *c.decoding(prompt, tokens, samples, steps), steps)
+
+
+def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
+    """The parts of the paper's run on one of 8 GPUs, then small ones on one GPU; notes on each."""
+    cfg, costs = config.Config(), paper_costs(c, card.memory)
+    rows, long = eval_rows(c, cfg.eval_tokens, card.memory), cfg.cold_start_tokens
+    seeds, window = cfg.cold_start / GPUS, cfg.evolve_every * cfg.batch_size / GPUS
+    onlines, policies = cfg.steps // cfg.evolve_every, 1 + cfg.steps // cfg.checkpoint_every
+    solving = Part("solving", *costs["cold start, solving"], math.ceil(seeds / rows) * long)
+    turns = math.ceil(seeds / 16) * cfg.reply_tokens
+    extracting = Part("extracting", *costs["cold start, extracting"], turns)
+    merging = Part("merging", *costs["cold start, merging"], MERGE_STEPS)
+    turns = math.ceil(window / 16) * cfg.reply_tokens
+    evolving = Part("extracting", *costs["an evolution of the bank, extracting"], turns)
+    whole = decoded(c, "decoding", PLAIN, 12 * 90 / GPUS, cfg.eval_tokens, rows)
+    small, skilled = (decoded(c, name, n, 200, 4096, 16) for name, n in SMALL.items())
+    at_a_time, few = f"{rows} rows at a time", "up to 4,096 tokens, 16 rows at a time"
+    return {
+        f"{cfg.steps} steps": [(part.times(cfg.steps), "") for part in step_parts(c, GPUS)],
+        "first bank": [(solving, at_a_time), (extracting, ""), (merging, "")],
+        f"{onlines} evolutions of the bank": [(evolving.times(onlines), "")],
+        f"{policies} evaluations, 90 problems x 12": [(whole.times(policies), at_a_time)],
+        "one GPU: 20 steps": [(part.times(20), "") for part in step_parts(c, 1)],
+        "one GPU: 50 problems x 4": [(small, few)],
+        "one GPU: the same with --skills": [(small, few), (skilled, few)],
+    }
+
+
+def cost_by_data_sheet(card: Card) -> None:
+    """Print each part's hours at the card's limit and as expected. Nothing is measured here."""
+    print(f"cost: arithmetic, NOT a measured run; {card.name}: {card.source}")
+    columns = "part | PFLOP | TB | hours at the limit | with generate | with an engine | note"
+    for model, c in QWEN3.items():
+        print(f"\n{model}\n\n" + "\n".join(head_of(columns.split(" | "))))
+        run = np.zeros(3)
+        for group, parts in parts_of_run(c, card).items():
+            total = np.zeros(3)
+            for part, note in parts:
+                hours = np.array([part.limit(card), *part.expected(card)]) / 3600
+                if part.name == COMPARED:
+                    hours[:2] = 0
+                total += hours
+                sizes = f"{part.flops / 1e15:,.2f}", f"{part.moved / 1e12:,.1f}"
+                print(row_of((f"{group}: {part.name}", *sizes, *shown(hours), note)))
+            if len(parts) > 1:
+                print(row_of((f"**{group}**", "", "", *shown(total), "")))
+            run += 0 if group.startswith("one GPU") else total
+            if "evaluations" in group:
+                print(row_of((f"**all on {GPUS} GPUs**", "", "", *shown(run), "")))
+    print(
+        f"\nAll but the small parts are on one of {GPUS} GPUs. Prompts have {PLAIN} and {GUIDED} "
+        f"tokens, with skills {SMALL['with skills']:,} (assumed); completions are as long as they "
+        "may be. Limit: FLOPs over FLOP/s or bytes over bytes/s, whichever is more. Expected: "
+        f"scoring and learning {COMPUTE:g} times the limit, as measured on a CPU; generate "
+        f"{1000 * TOKEN_S:.0f} ms more for each token of a batch (assumed); an engine {ENGINE:g} "
+        "times the limit (assumed; adapters alone 1.33 to 1.39 times, trl#7017). Left out: "
+        "embedding, verdicts, loading, the merges of evolutions of the bank."
+    )
+
+
+def shown(hours: Iterable[float]) -> list[str]:
+    return [f"{x:,.2f}" if x else "-" for x in hours]
+
+
 def cost(args: Args, s: Shape, device: torch.device) -> None:
+    if args.gpu:
+        cost_by_data_sheet(CARDS[args.gpu])
+        return
     (copied, multiplied), cfg = rates(device), config.Config()
     evaluations = cfg.steps // cfg.checkpoint_every
     lines, sums = [], []
@@ -885,6 +1036,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("what", choices=[*MODES, "all"])
     add("--cuda", action="store_true", help="on one CUDA GPU, at Qwen3-1.7B's shape")
     add("--shape", choices=SHAPES)
+    sheet = "cost: rates from a card's data sheet instead of this machine's; needs no GPU"
+    add("--gpu", choices=CARDS, help=sheet)
     add("--repeats", type=int, default=3, help="the best of so many counts")
     add("--one-process", action="store_true", help="quick, but then peaks say nothing")
     args = parser.parse_args(argv)

@@ -6,6 +6,7 @@ A random Qwen3 of two sizes with LoRA of rank 64, one rollout of 100 prompt and 
 completion tokens, fp32, one thread. Each case runs in a process of its own, for its peak memory.
 """
 
+import argparse
 import json
 import pathlib
 import resource
@@ -59,8 +60,12 @@ def case(layers: int, width: int, tokens: int, on: bool) -> dict:
 
 
 def main() -> None:
-    if len(sys.argv) == 5:
-        layers, width, tokens, on = (int(x) for x in sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    one = ("LAYERS", "WIDTH", "TOKENS", "ON")
+    parser.add_argument("--case", type=int, nargs=4, metavar=one, help="measure this case alone")
+    given = parser.parse_args().case
+    if given:
+        layers, width, tokens, on = given
         print(json.dumps(case(layers, width, tokens, bool(on))))
         return
     print(
@@ -72,7 +77,8 @@ def main() -> None:
         for tokens in (400, 800):
             results = []
             for on in (1, 0):
-                command = [sys.executable, __file__, *map(str, (layers, width, tokens, on))]
+                numbers = map(str, (layers, width, tokens, on))
+                command = [sys.executable, __file__, "--case", *numbers]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 results.append(json.loads(done.stdout))
             recomputed, kept = results

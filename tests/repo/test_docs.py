@@ -1,5 +1,6 @@
 """The documents against the code and the paper: decisions, commands, links, and rows of tables."""
 
+import importlib.util
 import json
 import re
 import shlex
@@ -9,11 +10,12 @@ from conftest import ROOT
 
 import config
 import eval
-from extras import baselines, report
+from extras import baselines, probe, report
 from research.methods import lock_tables
 
 PAGES = [ROOT / "README.md", ROOT / "tiny" / "README.md", *(ROOT / "docs").glob("*.md")]
 TEXT = "\n".join(path.read_text() for path in PAGES).replace("\\\n", " ")
+README = (ROOT / "README.md").read_text()
 CHANGING = (ROOT / "docs" / "changing.md").read_text()
 REPRODUCE = (ROOT / "docs" / "reproduce.md").read_text()
 CLAIMS = (ROOT / "research" / "methods" / "claims.md").read_text()
@@ -26,6 +28,14 @@ OTHERS = {  # flags of programs that are not ours, which a page names
     "--nproc_per_node",
     "--max-lora-rank",
     "--override-generation-config",
+    "--api-server-count",
+    "--data-parallel-size",
+    "--enable-lora",
+    "--generation-config",
+    "--logprobs-mode",
+    "--max-loras",
+    "--max-model-len",
+    "--gpu-memory-utilization",
 }
 
 
@@ -79,7 +89,7 @@ def commands():
 
 def program_of(command):
     """The program that a command starts, a file or a module, and its arguments."""
-    words = shlex.split(command, comments=True)
+    words = shlex.split(command.partition(" > ")[0], comments=True)
     for i, word in enumerate(words):
         if word == "-m":
             return words[i + 1], words[i + 2 :]
@@ -93,10 +103,11 @@ def make_paths(argv, folder):
     for word in argv:
         if "://" in word or word.startswith("Qwen/"):  # an address, a hub id
             continue
-        if "/" in word or word.endswith((".json", ".jsonl")):
+        if "/" in word or word.endswith((".json", ".jsonl", ".yaml")):
             path = folder / word
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch() if path.suffix.startswith(".json") else path.mkdir(exist_ok=True)
+            is_file = path.suffix in (".json", ".jsonl", ".yaml")
+            path.touch() if is_file else path.mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize("command", commands())
@@ -117,6 +128,8 @@ def test_a_command_of_the_documents_parses(command, tmp_path, monkeypatch, capsy
         eval.arguments(argv)
     elif program == "extras.report":
         report.arguments(argv)
+    elif program == "extras.probe":
+        probe.parse(argv)
     elif program.endswith(".py"):
         text = (ROOT / program).read_text()
         for flag in re.findall(r"--[a-z][a-z-]*", command.partition(program)[2]):
@@ -125,14 +138,33 @@ def test_a_command_of_the_documents_parses(command, tmp_path, monkeypatch, capsy
         assert program in {"venv", "pytest", "gym_data", "sglang.launch_server"}
 
 
-def test_a_run_on_many_processes_is_given_the_time_to_save():
+def test_readme_gives_a_run_on_many_processes_the_time_to_save():
     """torchrun kills its workers 30 seconds after the first signal otherwise."""
-    section = (
-        (ROOT / "README.md").read_text().partition("## At full scale")[2].partition("\n## ")[0]
-    )
-    for command in re.findall(r"^torchrun .*", section, re.M):
-        if "eval.py" not in command:
-            assert "--shutdown-timeout 600" in command
+    trainings = re.findall(r"^torchrun .*(?:sgsd\.py|baselines).*", README, re.M)
+    assert trainings and all("--shutdown-timeout 600" in command for command in trainings)
+
+
+def test_readme_has_the_commands_of_make_for_who_has_no_make():
+    recipes = re.findall(r"^\t\$\((?:run|pip)\) (.*)", (ROOT / "Makefile").read_text(), re.M)
+    assert len(recipes) == 5
+    for recipe in recipes:  # $(if RUN IS THERE,--resume runs/tiny,--preset tiny)
+        command = re.sub(r"\$\(if .*,(.*)\)", r"\1", recipe)
+        assert command in README, command
+
+
+def test_the_drawing_is_what_its_script_makes():
+    path = ROOT / "docs" / "pictures" / "loop.py"
+    spec = importlib.util.spec_from_file_location("loop", path)
+    loop = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loop)
+    assert loop.svg() == path.with_suffix(".svg").read_text()
+
+
+def test_what_is_said_of_gains_and_losses_stands_in_research():
+    status = README.partition("## Status")[2].partition("\n## ")[0]
+    said = status + (ROOT / "docs" / "when.md").read_text()
+    pages = "".join(path.read_text() for path in (ROOT / "research").rglob("*.md"))
+    assert set(re.findall(r"\d+\.\d", said)) <= set(re.findall(r"\d+\.\d", pages))
 
 
 def test_an_evaluation_of_the_tiny_run_is_asked_for_as_the_run_asks_itself(tmp_path, monkeypatch):
@@ -187,7 +219,7 @@ def test_the_sizes_of_the_papers_banks_are_those_of_the_released_files():
 
 
 def test_a_row_of_the_miniature_that_a_page_names_is_in_its_results():
-    page = (ROOT / "research" / "tiny_run" / "miniature.md").read_text()
+    page = (ROOT / "research" / "methods" / "README.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \|", page, re.M)
     assert set(re.findall(r"\(\*(.+?)\*[,)]", REPRODUCE)) <= set(rows)
 

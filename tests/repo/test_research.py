@@ -55,29 +55,42 @@ def test_every_question_has_a_page_with_a_command_and_a_row_in_the_index():
 
 
 @pytest.mark.parametrize(
-    "script, page",
+    "script, page, flags",
     [
-        ("polarity/polarity_tables", "polarity"),
-        ("real_model/real_tables", "real_model"),
-        ("skills_in_prompt/with_skills", "skills_in_prompt"),
+        ("methods/compare", "methods", "--show"),
+        ("polarity/polarity_tables", "polarity", ""),
+        ("real_model/real_tables", "real_model", ""),
+        ("skills_in_prompt/with_skills", "skills_in_prompt", ""),
     ],
 )
-def test_the_tables_of_a_page_are_what_its_command_prints(script, page, capsys):
-    load(RESEARCH / f"{script}.py").main([])
+def test_the_tables_of_a_page_are_what_its_command_prints(script, page, flags, capsys):
+    load(RESEARCH / f"{script}.py").main(flags.split())
     text = (RESEARCH / page / "README.md").read_text()
     for table in capsys.readouterr().out.strip().split("\n\n"):
         assert all(line in text for line in table.splitlines())
 
 
 @pytest.mark.parametrize("name, seeds", [("tiny", 5), ("lock", 5), ("lock_long", 3)])
-def test_a_comparison_shows_what_its_kept_jobs_give(name, seeds):
+def test_a_kept_comparison_shows_all_its_tables(name, seeds, capsys):
     compare = load(RESEARCH / "methods/compare.py")
     w, jobs = compare.WORLDS[name], results(f"compare_{name}")
     made_by = (jobs, list(w.methods), range(seeds))
     lines = compare.table(w, *made_by) + compare.by_steps(*made_by)
     lines += compare.equal_cost(w, *made_by)
-    page = (RESEARCH / "methods" / f"compare_{name}.md").read_text()
-    assert "\n".join(lines) in page
+    compare.main(["--show", str(RESEARCH / "methods" / f"compare_{name}.json")])
+    assert capsys.readouterr().out == "\n".join(lines) + "\n"
+
+
+def test_an_interval_of_a_claim_is_one_that_the_kept_jobs_give(capsys):
+    compare = load(RESEARCH / "methods/compare.py")
+    kept = [str(RESEARCH / f"methods/compare_{name}.json") for name in ("tiny", "lock")]
+    compare.main(["--show", *kept])
+    printed = capsys.readouterr().out.replace("%", "")
+    page = (RESEARCH / "methods/claims.md").read_text()
+    rows = "\n".join(re.findall(r"^\| \d+\. .*", page, re.M))
+    intervals = set(re.findall(r"\d+\.\d ± \d+\.\d", rows))
+    assert len(intervals) > 40
+    assert {x for x in intervals if x not in printed} == {"14.0 ± 5.7"}  # base+skill less base
 
 
 @pytest.mark.parametrize("file", ["compare_tiny", "compare_lock"])

@@ -42,6 +42,7 @@ import sgsd
 import verify
 
 CONTINUE = "continue with: python -m extras.baselines --resume"
+TORCHRUN = "continue with: torchrun --nproc_per_node 2 -m extras.baselines --resume"
 
 
 def flags(world_dir, out, **changes):
@@ -260,7 +261,7 @@ def test_a_stop_in_the_last_step_or_in_the_evaluation_leaves_the_evaluation_to_t
 def assert_one_line(log, *words):
     """The log has one line of an error with these words, and no traceback."""
     text = log.read_text()
-    lines = [line for line in text.splitlines() if line.startswith("extras.baselines: ")]
+    lines = [line for line in text.splitlines() if line.startswith("baselines: ")]
     assert len(lines) == 1 and "Traceback" not in text, text[-3000:]
     for word in words:
         assert word in lines[0], text[-3000:]
@@ -414,7 +415,7 @@ def test_a_mistake_that_one_rank_sees_before_the_first_step_is_one_line_of_rank_
     wrong = [*argv, "--num-teachers=9"]
     assert two(argv, tmp_path, argv1=wrong) == [2, 2]
     assert_one_line(tmp_path / "log0", "rank 1: --bank", "--num-teachers 9 needs as many")
-    assert "extras.baselines: " not in (tmp_path / "log1").read_text()
+    assert "baselines: " not in (tmp_path / "log1").read_text()
     assert not (tmp_path / "run").exists()
 
 
@@ -488,7 +489,7 @@ def test_under_torchrun_a_lost_rank_ends_the_others_and_ctrl_c_saves_the_step(
         assert "AssertionError: a bug" in done.stderr
         assert steps_of(out) == ([1, 2], [2])
     else:
-        assert f"stopped by a signal; {CONTINUE} {out}" in done.stdout
+        assert f"stopped by a signal; {TORCHRUN} {out}" in done.stdout
         assert steps_of(out) == ([1, 2, 3], [2, 3])
     assert go(["--resume", out], tmp_path / "log") == 0
     same_banks(out, whole)
