@@ -27,7 +27,7 @@ LOGS = ("metrics", "rollouts", "tokens")  # the .jsonl files of a run
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
 
-SERVER_GAP = 0.2  # nats; between bf16 engines a mean of some .05 is usual
+SERVER_GAP = 0.2  # nats on the mean; in bf16 others report a standard deviation of .05
 ECHO_STEPS = 25  # steps in a block
 ECHO_TEACHERS = 100  # decided teachers that a block needs, of each outcome
 ECHO_EXCEPTIONS = 0.02  # share of them that may lean the other way

@@ -676,14 +676,22 @@ def server_stream(server: Any, lm: Any, tokenizer: Any) -> Stream:
 
 
 def context_needed(cfg: Config, data: list[Problem], tokenizer: Any) -> int:
-    """Tokens of the longest prompt of a problem and its solution; a server must have as many."""
+    """Tokens of the longest prompt about a problem with its reply; a server must have as many.
+
+    What a merge needs depends on the entries, and shows only when it is asked.
+    """
     longest = max((x.problem for x in data), key=len)
-    student = rollout.chat_ids(tokenizer, skills.render_student(longest), thinking=False)
-    memory = skills.render("memory", {"problem": longest})
-    seed = rollout.chat_ids(tokenizer, memory, thinking=cfg.cold_start_thinking)
-    makes_bank = cfg.uses_skill_bank and not cfg.bank
-    cold_start = len(seed) + max(cfg.cold_start_tokens, cfg.reply_tokens) if makes_bank else 0
-    return max(len(student) + cfg.max_new_tokens, cold_start)
+    limits = {skills.render_student(longest): cfg.max_new_tokens}
+    if cfg.uses_skill_bank and not cfg.bank:
+        limits[skills.render("memory", {"problem": longest})] = cfg.cold_start_tokens
+    if cfg.uses_skill_bank and (cfg.evolve_every or not cfg.bank):
+        solution = SimpleNamespace(problem=longest, text="so " * 700, r=-1, pred="12")
+        memory = skills.memory_of(solution)
+        limits[skills.render_extraction(memory, "common_mistakes")] = cfg.reply_tokens
+    needs = []
+    for text, limit in limits.items():
+        needs.append(len(rollout.chat_ids(tokenizer, text, thinking=True)) + limit)
+    return max(needs)
 
 
 # ----------------------------------------------------------------------------------------- a run
@@ -835,6 +843,8 @@ def announce(run: Run, counts: dict[str, int]) -> None:
         print("thinking: no switch in the chat template, so closed and bare are one prompt (S3)")
     if not scoring.head_is_sliced(lm):
         print("head: caps or scales the logits: they are scored whole, in the model's dtype (S22)")
+    line = "a step's line: mean loss, share of right solutions, teachers distilled/reversed/ignored"
+    print(f"{line}, clipped gaps, unmasked tokens, gradient norm, seconds; docs/metrics.md")
     if run.step:
         print(f"resumed from step {run.step}")
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from conftest import ROOT
@@ -386,6 +387,11 @@ def test_every_program_says_the_version_which_the_changes_name(program, capsys):
     assert end.value.code == 0 and capsys.readouterr().out == f"sgsd {config.VERSION}\n"
 
 
-def test_the_version_stands_in_the_changes_and_in_a_runs_provenance():
+def test_the_version_stands_in_the_changes_the_package_and_a_runs_provenance():
+    """The package's requirements are the file's that README.md installs."""
     assert f"\n## {config.VERSION}" in (ROOT / "CHANGELOG.md").read_text()
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert package["project"]["version"] == config.VERSION
+    dependencies = package["tool"]["setuptools"]["dynamic"]["dependencies"]
+    assert dependencies == {"file": ["requirements.txt"]}
     assert runlog.provenance({}, config.VERSION)["versions"]["sgsd"] == config.VERSION

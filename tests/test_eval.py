@@ -167,7 +167,7 @@ def test_the_papers_three_sets_are_the_default(world_dir, tmp_path, hub, capsys)
     flags = f"--limit 1 --samples 1 --max-new-tokens 4 --out {tmp_path}"
     assert eval.main([f"{world_dir}/model", *flags.split()]) == 0
     assert [row["set"] for row in samples(tmp_path)] == ["aime24", "aime25", "hmmt25"]
-    mean = "/model | mean of aime24, aime25, hmmt25 | 3 | 0.0% | 0.0%-56.2%* |"
+    mean = f"| {world_dir.name}/model | mean of aime24, aime25, hmmt25 | 3 | 0.0% | 0.0%-56.2%* |"
     assert mean in capsys.readouterr().out
 
 
@@ -352,7 +352,9 @@ def test_the_end_of_a_training_and_a_later_comparison_share_samples(world_dir, h
         eval.before_and_after(config.Config(**settings | changes), ALONE)
     assert not (run / "eval").exists()
     eval.before_and_after(cfg, ALONE)
-    assert capsys.readouterr().out.count("| +0.0% | no interval |") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("| +0.0% | no interval |") == 1
+    assert f"| {here.parent.name}/model | data |" in printed and "| step_000002 | data |" in printed
     first, second = read(run / "eval", "comparison")["data"]["results"].values()
     assert "diff" not in first and second["to"] == str(base)
     logs = sorted(run.glob("eval/*/samples.jsonl"))

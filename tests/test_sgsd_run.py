@@ -6,18 +6,21 @@ import itertools
 import json
 import math
 import re
+import shlex
 import shutil
 import types
 
+import datasets
 import driver
 import pytest
 import torch
-from conftest import make_tokenizer
+from conftest import PROBLEMS, make_tokenizer
 from driver import ALONE, completes, make_run, refused, rows, settings, train
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
 import config
+import eval
 import files
 import model
 import runlog
@@ -150,6 +153,18 @@ def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, 
     assert {turn, 5} <= run.masked_ids
 
 
+def test_a_batch_that_is_larger_than_the_data_says_how_often_it_takes_each_problem(
+    world_dir, tmp_path, capsys
+):
+    for size, words in (
+        (12, ""),
+        (18, "data: --batch-size 18 takes each of the problems 1.5 times"),
+    ):
+        make_run(world_dir, tmp_path / "run", batch_size=size)
+        printed = capsys.readouterr().out
+        assert words in printed and ("takes each" in printed) == bool(words)
+
+
 def test_every_rank_needs_a_problem(world_dir, tmp_path):
     cfg = config.Config(**settings(world_dir, tmp_path / "run"))
     rule = "--batch-size 4: must be >= 8, since every process needs a problem"
@@ -174,9 +189,11 @@ def test_a_run_records_the_code_and_each_continuation(one_step, tmp_path, capsys
     first = json.loads(file.read_text())
     assert first["continuations"] == [] and {"commit", "changes", "command"} <= first.keys()
     file.write_text(json.dumps(first | {"commit": "another"}))
-    for steps in (2, 3):
+    for steps, rates in ((2, "0.005 instead of 0"), (3, "0.0033 instead of 0")):
         completes(sgsd.main, ["--resume", out, f"--steps={steps}"])
         printed = capsys.readouterr()
+        rate = f"the learning rate of step {steps} is {rates}\n"
+        assert f"--steps {steps} instead of {steps - 1}: {rate}" in printed.out
         assert f"resumed from step {steps - 1}\n" in printed.out
         assert "the code has changed since the run began (commit: another, now" in printed.err
     stored = json.loads(file.read_text())
@@ -229,12 +246,71 @@ def test_steps_before_the_first_checkpoint_are_made_again(whole, world_dir, tmp_
         assert (out / name).read_bytes() == (whole.out / name).read_bytes(), name
 
 
+def test_the_first_and_the_last_n_checkpoints_stay_and_one_under_evaluation(world_dir, tmp_path):
+    changes = {"keep_checkpoints": 2, "checkpoint_every": 1, "batch_size": 1, "max_new_tokens": 2}
+    out = tmp_path / "run"
+
+    def saved():
+        return [int(path.name[5:]) for path in sorted((out / "checkpoints").iterdir())]
+
+    with contextlib.ExitStack() as evaluation:
+
+        def step_fn(run, step):
+            if step == 4:
+                evaluation.enter_context(files.locked(out / "eval/step_000003"))
+            return sgsd.train_step(run, step)
+
+        assert train(world_dir, out, step_fn=step_fn, steps=6, **changes).code == 0
+        assert saved() == [1, 3, 5, 6]
+    assert train(world_dir, out, resume=True, steps=7, **changes).code == 0
+    assert saved() == [1, 6, 7]
+
+
 def test_a_complete_run_says_which_commands_fit_it(world_dir, tmp_path):
     changes = {"attn": "eager", "dtype": "bfloat16"}
     text = sgsd.what_next(config.Config(**settings(world_dir, tmp_path / "run", **changes)))
     assert f"python -m extras.report {tmp_path}/run" in text
     assert f"python eval.py {world_dir}/model {tmp_path}/run --data YOUR" in text
     assert "--dtype bfloat16 --attn eager" in text
+
+
+def test_a_set_of_other_columns_whose_answers_follow_a_mark_is_trained_and_evaluated_on(
+    world_dir, tmp_path, capsys
+):
+    """As GSM8K: from a directory as the hub lays it out, and from JSONL; the samples are shared."""
+    rows_of_set = []
+    for x in PROBLEMS:
+        solution = f"One adds.\n#### {x['answer']}"
+        rows_of_set.append({"question": x["problem"], "solution": solution})
+    hub, test, out = tmp_path / "hub", tmp_path / "test.jsonl", tmp_path / "run"
+    (hub / "data").mkdir(parents=True)
+    (hub / "README.md").write_text("---\nlicense: mit\n---\n")
+    part = datasets.Dataset.from_list(rows_of_set[:8])
+    part.to_parquet(str(hub / "data/train-00000-of-00001.parquet"))
+    files.write_jsonl(test, rows_of_set[8:])
+    fields = ["--problem-field=question", "--answer-field=solution"]
+    changes = {"steps": 1, "max_new_tokens": 4, "eval_tokens": 4, "eval_samples": 1}
+    given = driver.flags(world_dir, out, data=hub, eval_data=test, **changes)
+    hint = "name the mark before the answer by --answer-after"
+    refused(capsys, sgsd.main, [*given, *fields], f"--data {hub}: the reference of problem 0", hint)
+    completes(sgsd.main, [*given, *fields, "--answer-after=####"])
+    golds = {x["problem"]: x["answer"] for x in PROBLEMS}
+    trained = {row["problem"]: row["gold"] for row in rows(out / "rollouts.jsonl")}
+    assert len(trained) == 4 and trained.items() < golds.items()
+    for log in out.glob("eval/*/samples.jsonl"):
+        assert [row["gold"] for row in rows(log)] == [x["answer"] for x in PROBLEMS[8:]]
+    cfg = config.Config(**config.saved(out))
+    line = shlex.split(sgsd.what_next(cfg).partition("all checkpoints: python eval.py ")[2])
+    before = [log.read_bytes() for log in out.glob("eval/*/samples.jsonl")]
+    completes(eval.main, line)
+    assert before == [log.read_bytes() for log in out.glob("eval/*/samples.jsonl")]
+    given = [world_dir / "model", "--data", hub, "--samples=1", "--max-new-tokens=4", *fields]
+    given += [f"--out={tmp_path / 'eval'}"]
+    refused(capsys, eval.main, given, f"--data {hub}: the reference of problem 0", hint)
+    completes(eval.main, [*given, "--answer-after=####"])
+    assert [row["gold"] for row in driver.samples(tmp_path / "eval")] == [
+        x["answer"] for x in PROBLEMS[:8]
+    ]
 
 
 # ------------------------------------------------------------------------ the life of a run's bank
