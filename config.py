@@ -30,7 +30,7 @@ def setting(
 ) -> Any:
     """A setting: its default, its help and source, its range (a number is > 0 without a `least`).
 
-    resumable: a resumed run may be given another value, since it changes nothing but rounding.
+    resumable: a resumed run may be given another value: where it runs, memory, logging, saving.
     """
     rule = {"source": source, "choices": choices, "least": least, "most": most}
     return field(default=default, metadata=rule | {"resumable": resumable})
@@ -127,7 +127,8 @@ class Config:
     # inference servers
     server: tuple[str, ...] = setting(
         (),
-        "sample the policy there, such as http://localhost:8000/v1; rank i asks the i-th; S27",
+        "sample the policy there, such as http://localhost:8000/v1; rank i asks the i-th; none "
+        "goes back to generate; S27",
         resumable=True,
     )
     writer_server: str = setting("", "server for --writer-model; S27", resumable=True)
@@ -173,7 +174,7 @@ class Config:
     )
     rollout_rows: int = setting(
         0,
-        "solutions decoded at a time by each process; 0: all, and 16 for the bank",
+        "solutions decoded at a time by each process; 0: all, and 16 for the bank or on a server",
         least=0,
         resumable=True,
     )
@@ -476,8 +477,11 @@ def saved(run: str | pathlib.Path) -> dict[str, Any]:
 
 
 def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with a tuple for each list: JSON and argparse know lists only."""
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    """Settings with a tuple for each list, as JSON and argparse know lists only."""
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    if settings.get("server") == ("none",):
+        settings["server"] = ()
+    return settings
 
 
 def _restarted(cfg: Config) -> bool:

@@ -11,6 +11,7 @@ import itertools
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -96,13 +97,13 @@ def _join(rank: int, size: int, here: torch.device) -> None:
 def together(prepare: Callable[[], Any], world: World) -> Any:
     """prepare() on every rank, which must hold no collective; its result.
 
-    Where a rank raises ValueError or OSError, rank 0 raises the first one as ValueError and the
-    other ranks exit with code 2, so that one line is printed and no rank waits.
+    Where a rank raises ValueError, OSError or ImportError, rank 0 raises the first as ValueError
+    and the other ranks exit with code 2, so that one line is printed and no rank waits.
     """
     result, error = None, ""
     try:
         result = prepare()
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, ImportError) as e:
         error = str(e) or type(e).__name__
     for rank, message in enumerate(gather(error, world)):
         if message and not world.main:
@@ -122,6 +123,11 @@ def leave(main: Callable[[], int]) -> NoReturn:
         code = main()
     except SystemExit as e:
         code = e.code
+    except BaseException:
+        if "RANK" not in os.environ:
+            raise
+        traceback.print_exc()
+        code = 1
     if "RANK" in os.environ:
         atexit._run_exitfuncs()  # trackers close their writers there
         sys.stdout.flush()

@@ -209,6 +209,7 @@ import gc
 import hashlib
 import inspect
 import shlex
+import uuid
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -358,6 +359,7 @@ def verifier_version(name: str) -> str:
     return f"{name} ({files.file_digest(file) if file else 'unknown'})"
 
 
+@functools.cache
 def contents(path: str) -> str:
     """A digest of the weights in a directory; a hub id as it is."""
     digests = []
@@ -391,6 +393,7 @@ def prepare(args: Namespace, world: World, held: contextlib.ExitStack) -> Evalua
         policy.settings = settings_of(policy, args, world)
     kind = verify.load_judge(args.verifier)
     verifier = held.enter_context(kind(args.verify_timeout, args.verify_workers))
+    verifier.same("1/2", "2/4")  # a verifier that does not start shows now
     evaluation = Evaluation(args, policies, home, tasks, prompt_maker(args, world), verifier)
     if args.server:
         evaluation.server = server_for(evaluation, world)
@@ -529,8 +532,9 @@ def load_policy(
         name = ""
         if policy.base:  # the weights name it: an engine's cache goes by the name
             place = pathlib.Path(policy.path)
-            name = f"{place.name}-{contents(policy.path)}-{world.rank}"
+            name = f"{place.name}-{contents(policy.path)}-{uuid.uuid4().hex[:8]}"
             server.load(name, str(place.resolve()))
+            loaded.enter_context(contextlib.suppress(OSError, ValueError))  # of the unloading
             loaded.callback(server.unload, name)
         stops = rollout.stop_ids(lm, tokenizer)
         stream = functools.partial(server.stream, tokenizer, stops)
@@ -688,6 +692,7 @@ def _gap(row: dict) -> str:
 def evaluate(args: Namespace, world: World) -> None:
     """Sample every policy on every set, print the table and write the results."""
     names = [pathlib.Path(source).stem for source in args.data]
+    contents.cache_clear()  # of an earlier call
     with contextlib.ExitStack() as held:
         evaluation = distributed.together(lambda: prepare(args, world, held), world)
         policies, tasks, verifier = evaluation.policies, evaluation.tasks, evaluation.verifier
@@ -720,7 +725,11 @@ def before_and_after(cfg: Config, world: World) -> None:
     if cfg.eval_data and last and int(last.name[5:]) == cfg.steps:
         gc.collect()  # the run's encoder is in a reference cycle
         flags = shlex.split(flags_of(cfg))
-        evaluate(arguments([cfg.model, str(last), "--data", cfg.eval_data, *flags]), world)
+        args = arguments([cfg.model, str(last), "--data", cfg.eval_data, *flags])
+        try:
+            evaluate(args, world)
+        except ValueError as e:  # such as samples that were made with other settings
+            raise ValueError(f"the run is complete, but eval.py refuses: {e}") from None
 
 
 def flags_of(cfg: Config) -> str:

@@ -1,16 +1,19 @@
 """Files that a kill cannot tear: whole-or-absent writes, JSON lines, the lock of a folder."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import pathlib
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import filelock
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 LOCK = ".lock"  # name of the lock's file in a locked folder
 
 
@@ -29,6 +32,11 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
     except filelock.Timeout:
         rule = "another command is using this directory; wait until it ends, or stop it"
         raise ValueError(f"{folder}: {rule}") from None
+    except (OSError, NotImplementedError) as e:
+        if getattr(e, "errno", errno.ENOSYS) not in NO_LOCKS:
+            raise
+        rule = "make sure that no other command uses this directory"
+        print(f"{folder}: its file system has no locks ({e}); {rule}", file=sys.stderr)
     try:
         yield
     finally:

@@ -350,7 +350,8 @@ def save(
     Raises OSError if the disk is full.
     """
     try:
-        model.save_pretrained(folder)
+        # By default PEFT asks the hub whether the embeddings have grown; ours never do.
+        model.save_pretrained(folder, save_embedding_layers=False)
         _without_local_base(folder / "README.md")
         tokenizer.save_pretrained(folder)
         state = {name: x.cpu() for name, x in extra_tensors.items()}

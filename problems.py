@@ -99,6 +99,8 @@ def _problem(row: object, where: str, index: int, fields: Fields) -> Problem:
     columns = f"its fields: {', '.join(map(str, row)) or 'none'}"
     if "prompt" in row and isinstance(row.get("reward_model"), dict):
         row = _dapo(row, fields) | row
+    if fields.problem not in row and {"problem", "answer"} <= row.keys():
+        fields = Fields()  # plain names are always understood
     if fields.problem not in row or fields.answer not in row:
         rule = f"a row needs `{fields.problem}` and `{fields.answer}`"
         fix = "name them by --problem-field and --answer-field"

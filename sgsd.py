@@ -356,7 +356,8 @@ def sample(
     cfg = run.cfg
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
     rows = rollout.rows_of(students, keys, cfg.max_new_tokens)
-    turns = run.stream(rows, sampling, cfg.rollout_rows or max(1, len(rows)))
+    stream = run.served.rollouts if run.served else run.stream
+    turns = stream(rows, sampling, cfg.rollout_rows or max(1, len(rows)))
     completions = dict(itertools.chain.from_iterable(turns))
     turn = [(i, completions[i]) for i in range(len(rows))]
     return rollout.judge(run.tokenizer, run.stops, data, students, turn, run.verifier)
@@ -508,6 +509,7 @@ def begin_bank(run: Run) -> None:
     bank = run.bank or make_bank(run, run.out / "bank")
     distributed.together(lambda: refuse_without_pairs(bank, cfg), run.world)
     run.bank = bank
+    distributed.together(lambda: check_teacher_prompts(run), run.world)
     window = []
     if run.world.main:
         save_bank(bank, run.out, max(bank_versions(run.out), default=0))
@@ -518,6 +520,17 @@ def begin_bank(run: Run) -> None:
     run.window = distributed.gather(window, run.world)[0]  # rank 0's, given to all
     if step:
         evolve_bank(run, step, [])
+
+
+def check_teacher_prompts(run: Run) -> None:
+    """ValueError where the longest pair with the longest problem exceeds --max-prompt-tokens."""
+    bank = run.bank
+    if bank is None or not bank.general_skills or not bank.common_mistakes:
+        return
+    longest = max(run.problems, key=lambda x: len(x.problem))
+    skill = max(bank.general_skills, key=lambda e: len(skills.entry_text(e, "general_skills")))
+    mistake = max(bank.common_mistakes, key=lambda e: len(skills.entry_text(e, "common_mistakes")))
+    teacher_prompts(run, longest, [SkillPair(skill, mistake, 0.0, 0.0)])
 
 
 def evolve_bank(run: Run, step: int, records: list[dict]) -> None:
@@ -540,7 +553,10 @@ def evolve_bank(run: Run, step: int, records: list[dict]) -> None:
 
 
 def bank_numbers(run: Run) -> dict[str, int]:
-    """For metrics.jsonl: the bank that a step used, and the writer's replies since the last."""
+    """For metrics.jsonl: the bank that a step used, and the writer's replies since the last.
+
+    Every rank asks: `take` makes old prompts new again, and ranks must agree on what is new.
+    """
     if run.bank is None or run.writer is None:
         return {}
     sizes = len(run.bank.general_skills), len(run.bank.common_mistakes)
@@ -636,7 +652,10 @@ def writer_of(
     lm, tokenizer, stream = policy
     if cfg.writer_server:
         lm, tokenizer = model.load_outline(cfg.writer_model)
-        server = server_of(cfg, cfg.writer_server, cfg.writer_model, cfg.reply_tokens)
+        nothing = skills.memory_of(SimpleNamespace(problem="", text="", r=-1, pred=None))
+        text = skills.render_extraction(nothing, "common_mistakes")
+        tokens = len(rollout.chat_ids(tokenizer, text, thinking=False)) + cfg.reply_tokens
+        server = server_of(cfg, cfg.writer_server, cfg.writer_model, tokens)
         stream = server_stream(server, lm, tokenizer)
     elif cfg.writer_model:
         lm, tokenizer = model.load_model(cfg.writer_model, world.device, cfg.dtype, cfg.attn)
@@ -680,7 +699,7 @@ def context_needed(cfg: Config, data: list[Problem], tokenizer: Any) -> int:
 
     What a merge needs depends on the entries, and shows only when it is asked.
     """
-    longest = max((x.problem for x in data), key=len)
+    longest = max((x.problem for x in data), key=lambda text: len(text.encode("utf-8", "replace")))
     limits = {skills.render_student(longest): cfg.max_new_tokens}
     if cfg.uses_skill_bank and not cfg.bank:
         limits[skills.render("memory", {"problem": longest})] = cfg.cold_start_tokens
@@ -758,6 +777,7 @@ def prepare(
     skills.use_prompts(cfg.prompts)
     kind = verify.load_judge(cfg.verifier)
     verifier = held.enter_context(kind(cfg.verify_timeout, cfg.verify_workers))
+    verifier.same("1/2", "2/4")  # a verifier that does not start shows now
 
     lm, tokenizer = model.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
     stops = rollout.stop_ids(lm, tokenizer)
@@ -804,6 +824,9 @@ def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
     versions = bank_versions(pathlib.Path(cfg.out)) if resume else {}
     if versions:
         in_use = [since for since in versions if since < max(1, step)]
+        if not in_use:
+            rule = f"no version is from before step {step}; was a file removed?"
+            raise ValueError(f"{cfg.out}/bank: {rule}")
         return SkillBank.load(versions[max(in_use)])
     if not cfg.bank:
         return None
@@ -860,6 +883,7 @@ def begin(run: Run, resume: bool) -> list[Callable[[dict], None]]:
     if world.main:
         for name in runlog.LOGS:
             files.trim_jsonl(out / f"{name}.jsonl", step)
+        shutil.rmtree(out / "served", ignore_errors=True)  # adapters that a kill has left
         # The evolution after `step` is made again.
         files.trim_jsonl(out / "bank/replies.jsonl", max(0, step - 1))
         for since, path in bank_versions(out).items():
@@ -883,6 +907,8 @@ def provenance(cfg: Config, resume: bool, step: int) -> dict:
     first, settings = files.read_json(file), config.saved(cfg.out)
     changed = {k: [v, fresh["settings"][k]] for k, v in settings.items()}
     changed = {k: pair for k, pair in changed.items() if pair[0] != pair[1] and k != "out"}
+    if "server" in changed:
+        print("from here on another sampler draws the rollouts: --server has changed (S27)")
     if "steps" in changed:
         rates = [cfg.learning_rate * (1 - step / steps) for steps in changed["steps"]]
         before, now = changed["steps"]
@@ -924,16 +950,23 @@ def train(
         shares = distributed.gather(records_of_rank, world)
         records = sorted(itertools.chain.from_iterable(shares), key=lambda row: row["index"])
         tokens = [row.pop("tokens") for row in records if "tokens" in row]
+        of_bank = bank_numbers(run)
         if world.main:
-            history.append(log_step(run, step, (records, tokens), norm, seconds, trackers))
+            rate, peak = run.optimizer.param_groups[0]["lr"], runlog.memory_gb(world.device)
+            metrics = runlog.summarize(step, records, norm, rate, seconds, peak) | of_bank
+            log_step(run, metrics, (records, tokens), trackers)
+            history.append(metrics)
             for notice in runlog.notices(history, cfg.batch_size, run.out / "checkpoints"):
                 tqdm.write(notice)
         run.step = step
         skipped = 0 if math.isfinite(norm) else skipped + 1
-        stop = any(distributed.gather(bool(run.signalled), world))  # it may reach some ranks only
-        if stop or skipped == 3 or step % cfg.checkpoint_every == 0 or step == cfg.steps:
+        evolves = bool(cfg.uses_skill_bank and cfg.evolve_every and step % cfg.evolve_every == 0)
+        is_due = evolves or step % cfg.checkpoint_every == 0 or step == cfg.steps
+        if is_due or skipped == 3:
             save(run)
+        stop = any(distributed.gather(bool(run.signalled), world))  # it may reach some ranks only
         if stop or skipped == 3:
+            save(run)
             reason = "stopped by a signal" if stop else "three steps in a row were not finite"
             if world.main:
                 tqdm.write(f"{reason}; {how_to_continue(cfg)}")
@@ -965,22 +998,17 @@ def finish_step_at_signals(run: Run) -> None:
 
 def log_step(
     run: Run,
-    step: int,
+    metrics: dict,
     rows: tuple[list[dict], list[dict]],
-    norm: float,
-    seconds: dict[str, float],
     trackers: Sequence[Callable[[dict], None]],
-) -> dict:
-    """Append a step's lines to the logs and print its line; its metrics. rows: rollouts, tokens."""
-    rate, peak = run.optimizer.param_groups[0]["lr"], runlog.memory_gb(run.world.device)
+) -> None:
+    """Append a step's lines to the logs and print its line. rows: of rollouts and of tokens."""
     records, tokens = rows
-    metrics = runlog.summarize(step, records, norm, rate, seconds, peak) | bank_numbers(run)
     for name, lines in zip(runlog.LOGS, ([metrics], records, tokens)):
         files.append_jsonl(run.out / f"{name}.jsonl", lines)
     for track in trackers:
         track(metrics)
     tqdm.write(runlog.log_line(metrics, run.cfg.steps))
-    return metrics
 
 
 def save(run: Run) -> None:
@@ -996,8 +1024,8 @@ def save(run: Run) -> None:
         keep = run.cfg.keep_checkpoints
         others = sorted(path.parent.glob("step_*"))[1:]
         for old in others[:-keep] if keep else []:
-            if not (run.out / "eval" / old.name / files.LOCK).exists():
-                shutil.rmtree(old)
+            with contextlib.suppress(ValueError), files.locked(run.out / "eval" / old.name):
+                shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
 
 
 def how_to_continue(cfg: Config) -> str:
@@ -1030,8 +1058,9 @@ def launch(
         except OSError as e:  # a disk, or a server
             with config.mistakes_as_one_line(name):
                 raise OSError(f"{e}; {how_to_continue(cfg)}") from None
-        if run.served:
-            run.served.close()
+        finally:
+            if run.served:
+                run.served.close()
         if code:
             distributed.barrier(world)  # no rank leaves while another still talks to it
             return code
@@ -1065,8 +1094,9 @@ def write_bank(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--out {out}: a file for the bank is needed, such as bank.json")
         if out.exists() and not folder.exists():
             raise ValueError(f"--out {out}: exists, and skills.py did not make it; give another")
-        # With a server this process computes nothing: CPU and gloo.
-        world = distributed.init("cpu" if cfg.server else cfg.device)
+        # With servers this process computes nothing: CPU and gloo.
+        is_served = cfg.server and (cfg.writer_server or not cfg.writer_model)
+        world = distributed.init("cpu" if is_served else cfg.device)
         run = distributed.together(lambda: prepare_bank(cfg, world, folder, held), world)
         bank = make_bank(run, folder)
         distributed.together(lambda: refuse_without_pairs(bank, cfg), world)

@@ -265,6 +265,8 @@ class TrainedPolicy:
         self.adapter = ""  # its name on the server
         self.seconds = 0.0  # that the last load took
         self.differences: dict[int, list[float]] = {}  # {row.index: mean and largest, in nats}
+        self.canary_prompt: list[int] = []  # the first one asked for
+        self.canary_before: list[float] = []  # our numbers under the last adapter
 
     def wrap(self, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         """A step function that notes the load's seconds and each rollout's differences."""
@@ -281,6 +283,21 @@ class TrainedPolicy:
 
     def stream(self, rows_to_do, sampling, rows: int) -> Iterator[list[tuple[int, list[int]]]]:
         """As `rollout.stream`, by the present adapter. `rows` is the server's own limit here."""
+        yield from self._turns(rows_to_do, sampling, logprobs=False)
+
+    def rollouts(self, rows_to_do, sampling, rows: int) -> Iterator[list[tuple[int, list[int]]]]:
+        """`stream` for a step of training: each completion's log-probabilities meet ours."""
+        by_index = {row.index: row for row in rows_to_do}
+        for turn in self._turns(rows_to_do, sampling, logprobs=True):
+            for index, ids in turn:
+                row = by_index[index]
+                ours = self.logprobs(self.lm, [row.prompt], [ids])[0].tolist()
+                engine = self.server.logprobs.pop(row.key)
+                gaps = [abs(a - b) for a, b in zip(ours, engine, strict=True)]
+                self.differences[index] = [sum(gaps) / len(gaps), max(gaps)]
+            yield turn
+
+    def _turns(self, rows_to_do, sampling, logprobs: bool):
         if not rows_to_do:
             return
         if self.changed:
@@ -288,18 +305,15 @@ class TrainedPolicy:
                 self._refresh(rows_to_do[0].prompt)
             except ValueError as e:  # the server refuses: no bug, so one line
                 raise OSError(str(e)) from None
-        server, adapter = self.server, self.adapter
-        yield from server.stream(self.tokenizer, self.stops, rows_to_do, sampling, adapter, True)
-        for row in rows_to_do:
-            ours = self.logprobs(self.lm, [row.prompt], [row.ids])[0].tolist()
-            gaps = [abs(a - b) for a, b in zip(ours, server.logprobs.pop(row.key), strict=True)]
-            self.differences[row.index] = [sum(gaps) / len(gaps), max(gaps)]
+        yield from self.server.stream(
+            self.tokenizer, self.stops, rows_to_do, sampling, self.adapter, logprobs
+        )
 
     def close(self) -> None:
         """Unload the adapter; a server that is gone has none."""
         with contextlib.suppress(ConnectionError, ValueError):
             self._forget()
-        with contextlib.suppress(OSError):  # not empty: another rank's are still there
+        with contextlib.suppress(OSError):  # another rank may still have its adapter there
             self.folder.rmdir()
 
     def _refresh(self, prompt: list[int]) -> None:
@@ -309,7 +323,7 @@ class TrainedPolicy:
         """
         started = time.perf_counter()
         name = f"{self.name}-{uuid.uuid4().hex[:12]}"
-        self.lm.save_pretrained(self.folder / name)
+        self.lm.save_pretrained(self.folder / name, save_embedding_layers=False)
         self.server.load(name, str(self.folder / name))
         self._check_acts(name, prompt)
         self._forget()
@@ -317,17 +331,23 @@ class TrainedPolicy:
         self.seconds = time.perf_counter() - started
 
     def _check_acts(self, name: str, prompt: list[int]) -> None:
-        """ConnectionError if the engine's numbers are the base's, where the adapter's differ."""
+        """ConnectionError if the engine's numbers are the base's or the adapter's before.
+
+        Where ours differ from those by more than rounding, an engine that uses the new adapter is
+        about as far away from them as we are.
+        """
+        prompt = self.canary_prompt = self.canary_prompt or prompt
         canary = self.tokenizer.encode(CANARY, add_special_tokens=False)
         ours = self.logprobs(self.lm, [prompt], [canary])[0].tolist()
         with self.lm.disable_adapter():
             base = self.logprobs(self.lm, [prompt], [canary])[0].tolist()
         engine = self.server.logprobs_of(prompt, canary, name)
-        effect = sum(abs(a - b) for a, b in zip(ours, base)) / len(canary)
-        to_base = sum(abs(a - b) for a, b in zip(engine, base)) / len(canary)
-        if to_base < effect / 4:  # an engine that uses it is about `effect` away from the base
-            why = f"its numbers are the base's within {to_base:.1e} nats, the adapter's differ by"
-            raise ConnectionError(f"{self.server.url}: {name} does not act: {why} {effect:.1e}")
+        for what, others in (("base's", base), ("last adapter's", self.canary_before or base)):
+            effect, gap = _mean_gap(ours, others), _mean_gap(engine, others)
+            if gap < effect / 4:
+                why = f"its numbers are the {what} within {gap:.1e} nats, ours differ by"
+                raise ConnectionError(f"{self.server.url}: {name} does not act: {why} {effect:.1e}")
+        self.canary_before = ours
 
     def _forget(self) -> None:
         """Unload the present adapter and remove its folder; no request is under way."""
@@ -363,6 +383,10 @@ def _sampled(row, stops, tokenizer, logprobs, reply) -> tuple[list[int], list[fl
     if logprobs and len(nats) != len(ids):
         raise ValueError(f"{len(nats)} log-probabilities of {len(ids)} sampled ids")
     return ids, nats
+
+
+def _mean_gap(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
 def _brief(text) -> str:

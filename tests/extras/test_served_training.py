@@ -25,7 +25,7 @@ class Adapted:
     def __init__(self):
         self.effect, self.on, self.saved = 0.0, True, []
 
-    def save_pretrained(self, folder):
+    def save_pretrained(self, folder, save_embedding_layers):
         folder.mkdir(parents=True)
         (folder / "adapter_config.json").write_text("{}")
         self.saved.append(folder)
@@ -80,7 +80,7 @@ def step_fn(policy, effect):
     """A step that samples two rows, and then moves the weights."""
 
     def step(run, number):
-        turns = list(policy.stream([row(0), row(1)], SAMPLING, 2))
+        turns = list(policy.rollouts([row(0), row(1)], SAMPLING, 2))
         assert len(turns) == 2
         policy.lm.effect += effect
         return [{"r": 1}, {"r": -1}], 0.5, {"gen": 1.0}
@@ -100,8 +100,10 @@ def test_each_steps_adapter_has_a_name_of_its_own_and_the_one_before_is_unloaded
     unloaded = [body["lora_name"] for body in engine.bodies("/v1/unload_lora_adapter")]
     assert unloaded == loaded[:3] and [*engine.adapters] == loaded[3:]
     assert [folder.exists() for folder in policy.lm.saved] == [False, False, False, True]
-    models = [body["model"] for body in engine.bodies() if "logprobs" in body]
+    models = [body["model"] for body in engine.bodies() if "prompt_logprobs" not in body]
     assert models == [loaded[0]] * 2 + [loaded[1]] * 2 + [loaded[2]] * 2 + [loaded[3]] * 2
+    with_logprobs = [body["model"] for body in engine.bodies() if "logprobs" in body]
+    assert loaded[3] not in with_logprobs  # replies are not scored
     policy.close()
     assert not engine.adapters and not policy.folder.exists()
 
@@ -124,6 +126,18 @@ def test_an_adapter_that_is_accepted_and_does_not_act_ends_the_step(engine, poli
         step(None, 2)
     engine.prompt_logprob = -0.72  # ours is -.7: it acts, within the engine's rounding
     step(None, 2)
+
+
+def test_an_engine_that_keeps_the_last_adapter_under_the_new_name_ends_the_step(engine, policy):
+    """Base -1, first adapter -.7, second -.4; the engine stays at -.7."""
+    policy.lm.effect = 0.3
+    engine.prompt_logprob = -0.7
+    step = step_fn(policy, effect=0.3)
+    step(None, 1)
+    with pytest.raises(
+        OSError, match=r"numbers are the last adapter's within .*differ by 3\.0e-01"
+    ):
+        step(None, 2)
 
 
 def test_a_server_that_refuses_an_adapter_ends_a_step_in_one_line(engine, policy):
