@@ -40,7 +40,14 @@ from extras import baselines
 ALONE = distributed.World(0, 1, torch.device("cpu"))
 
 
-class CoinVerifier(verify.Verifier):
+class Exact(verify.Judge):
+    """An answer is right when it is the reference's text. Mathematics would start a process."""
+
+    def is_right(self, problem, answer):
+        return answer == problem.answer
+
+
+class CoinVerifier(Exact):
     """An answer is right when the reference leaves 1 divided by 4."""
 
     def judge(self, cases):
@@ -69,6 +76,7 @@ class FakeWriter(skills.Writer):
 def settings(world_dir, out, **changes):
     base = {name: str(world_dir / name) for name in ("model", "encoder")}
     base |= {"data": str(world_dir / "data.jsonl"), "bank": str(world_dir / "bank.json")}
+    base |= {"verifier": "driver:CoinVerifier"}
     base |= {"out": str(out), "device": "cpu", "steps": 4, "batch_size": 4, "num_teachers": 3}
     base |= {"max_new_tokens": 20, "checkpoint_every": 2, "audit_every": 2, "lora_rank": 4}
     base |= {"lora_alpha": 8, "learning_rate": 1e-2, "eps_a": 0.2, "cold_start_tokens": 20}
@@ -182,10 +190,10 @@ def refused(capsys, program, argv, *words):
         assert word in line, line
 
 
-def start(argv, log, step_fn=None, before=None):
-    """The id of a process that calls before and main; what it prints goes to `log`.
+def start(argv, log, step_fn=None, before=None, program=None):
+    """The id of a process that calls before and main, or another program on these arguments.
 
-    It is forked from the tests', so that it costs a second and not the imports.
+    What it prints goes to `log`. It is forked from the tests', so that it costs no imports.
     """
     pid = os.fork()
     if pid:
@@ -198,7 +206,8 @@ def start(argv, log, step_fn=None, before=None):
         tqdm.set_lock(threading.RLock())  # its own is shared with forked processes that are killed
         if before:
             before()
-        code = main([str(arg) for arg in argv], step_fn)
+        argv = [str(arg) for arg in argv]
+        code = program(argv) if program else main(argv, step_fn)
     except SystemExit as e:
         code = e.code
     except BaseException:
@@ -212,8 +221,8 @@ def wait(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def two(argv, path, step_fn=None, argv1=None):
-    """The exit codes of two ranks; what they print goes to path/log0 and path/log1.
+def two(argv, path, step_fn=None, argv1=None, program=None):
+    """The exit codes of two ranks of `start`; what they print goes to path/log0 and path/log1.
 
     argv1: another command line for rank 1.
     """
@@ -225,7 +234,7 @@ def two(argv, path, step_fn=None, argv1=None):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         join = functools.partial(os.environ.update, place)
-        pids.append(start(given, path / f"log{rank}", step_fn, join))
+        pids.append(start(given, path / f"log{rank}", step_fn, join, program))
     return [wait(pid) for pid in pids]
 
 
@@ -241,6 +250,7 @@ def two_processes(*command):
 def evaluation(world_dir, out, more=""):
     """The command line of an evaluation of the tests' model."""
     flags = f"--data {world_dir}/data.jsonl --samples 3 --max-new-tokens 8 --rows 5 --device cpu"
+    flags += " --verifier driver:Exact"
     return f"{world_dir}/model {flags} --out {out} {more}".split()
 
 

@@ -1,9 +1,14 @@
 """Two gloo processes compute what one computes."""
 
+import functools
+import types
+
 import pytest
 import torch
 from driver import flags, rows, train, two, two_processes
 from safetensors.torch import load_file
+
+import distributed
 
 
 def test_two_processes_compute_the_step_of_one(world_dir, tmp_path):
@@ -28,16 +33,7 @@ def test_two_processes_compute_the_step_of_one(world_dir, tmp_path):
     assert norm > 0 and norm == pytest.approx(metrics[1][0]["grad_norm"], rel=1e-4)
 
 
-COLLECTIVES = """
-import sys
-import types
-import torch
-import distributed
-
-world = distributed.init("cpu")
-
-
-def sums_gradients():
+def sums_gradients(world):
     p = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(2))]
     p[0].grad = torch.ones(3) * (world.rank + 1)
     if world.main:  # the other rank has no gradient here, and still joins
@@ -46,30 +42,30 @@ def sums_gradients():
     assert p[0].grad.tolist() == [3, 3, 3] and p[1].grad.tolist() == [5, 5]
 
 
-def broadcasts_rank_0s_values():
+def broadcasts_rank_0s_values(world):
     p = torch.nn.Parameter(torch.full((2,), float(world.rank)))
     distributed.broadcast_parameters([p], world)
     assert p.tolist() == [0, 0]
 
 
-def gathers_by_rank():
-    objects = distributed.gather({"text": "\u00e9" * (1 + 1000 * world.rank)}, world)
+def gathers_by_rank(world):
+    objects = distributed.gather({"text": "é" * (1 + 1000 * world.rank)}, world)
     assert [len(x["text"]) for x in objects] == [1, 1001]
     assert distributed.gather(None, world) == [None, None]
     distributed.barrier(world)
 
 
-def fail_on(*ranks):
+def fail_on(world, *ranks):
     if world.rank in ranks:
         raise OSError(f"of {world.rank}")
     return world.rank
 
 
-def prepares_together():
-    assert distributed.together(lambda: fail_on(), world) == world.rank
+def prepares_together(world):
+    assert distributed.together(lambda: fail_on(world), world) == world.rank
     for ranks, line in (((0,), "rank 0: of 0"), ((1,), "rank 1: of 1"), ((0, 1), "rank 0: of 0")):
         try:
-            distributed.together(lambda: fail_on(*ranks), world)
+            distributed.together(functools.partial(fail_on, world, *ranks), world)
             raise AssertionError
         except ValueError as e:  # rank 0 has the first mistake, as one line
             assert world.main and str(e) == line
@@ -77,7 +73,7 @@ def prepares_together():
             assert not world.main and e.code == 2
 
 
-def shares_rows(count):
+def shares_rows(world, count):
     rows = [types.SimpleNamespace(index=i, prompt=[0] * (9 - i)) for i in range(count)]
     mine = []
 
@@ -97,23 +93,34 @@ def shares_rows(count):
     assert distributed.gather(turns, world) == [turns, turns]  # every rank has every result
 
 
-def main():
-    sums_gradients()
-    broadcasts_rank_0s_values()
-    gathers_by_rank()
-    prepares_together()
+def use_collectives(argv):
+    """What each of two ranks does; the exit code says which."""
+    world = distributed.init("cpu")
+    sums_gradients(world)
+    broadcasts_rank_0s_values(world)
+    gathers_by_rank(world)
+    prepares_together(world)
     for count in (0, 1, 5):  # one row for two ranks, and uneven shares
-        shares_rows(count)
-    print(f"rank {world.rank} is done\\n", end="")
-    return int(sys.argv[1])
+        shares_rows(world, count)
+    return 10 + world.rank
 
 
-distributed.leave(main)
+def test_the_collectives(tmp_path):
+    codes = two([], tmp_path, program=use_collectives)
+    assert codes == [10, 11], [(tmp_path / f"log{rank}").read_text() for rank in (0, 1)]
+
+
+LEAVING = """
+import os
+import distributed
+
+print(f"rank {os.environ['RANK']} is done\\n", end="")
+distributed.leave(lambda: 0)
 """
 
 
-def test_the_collectives_and_the_exit_code(tmp_path):
-    """`leave` ends a rank with the code of its command, with all that it printed."""
-    (tmp_path / "program.py").write_text(COLLECTIVES)
-    printed = two_processes(tmp_path / "program.py", "0")
+@pytest.mark.long
+def test_leave_ends_a_rank_with_the_code_of_its_command_and_all_that_it_printed(tmp_path):
+    (tmp_path / "program.py").write_text(LEAVING)
+    printed = two_processes(tmp_path / "program.py")
     assert sorted(printed.split("\n"))[-2:] == ["rank 0 is done", "rank 1 is done"]

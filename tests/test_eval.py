@@ -7,15 +7,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import datasets
 import numpy as np
 import pytest
-from conftest import PROBLEMS, ROOT, make_model, make_tokenizer
+from conftest import PROBLEMS, make_model, make_tokenizer
 from driver import (
     ALONE,
     evaluate,
@@ -23,10 +21,13 @@ from driver import (
     make_adapter,
     refused,
     samples,
-    two_processes,
+    start,
+    two,
+    wait,
 )
 
 import config
+import distributed
 import eval
 import files
 import model
@@ -177,14 +178,13 @@ def test_kill_9_and_go_on(world_dir, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     rows = evaluate(world_dir, whole, long)
     assert {row["engine"] for row in rows} == {"generate"}
-    program = [sys.executable, ROOT / "eval.py", *evaluation(world_dir, killed, long)]
-    process = subprocess.Popen(program, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    pid = start(evaluation(world_dir, killed, long), tmp_path / "log", program=eval.main)
     logs = []
-    while process.poll() is None and not (logs and logs[0].stat().st_size):
+    while os.waitpid(pid, os.WNOHANG) == (0, 0) and not (logs and logs[0].stat().st_size):
         time.sleep(0.01)
         logs = list(killed.glob("*/samples.jsonl"))
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    os.kill(pid, signal.SIGKILL)
+    assert wait(pid) == -signal.SIGKILL
     (log,) = logs
     before = log.read_text()
     before = before[: before.rfind("\n") + 1]
@@ -195,31 +195,26 @@ def test_kill_9_and_go_on(world_dir, tmp_path):
     assert results(whole) == results(killed)
 
 
-TOGETHER = """
-import sys
-import distributed
-import eval
-
-world = distributed.init("cpu")
-for line in sys.argv[1:]:
-    eval.evaluate(eval.arguments(line.split()), world)
-distributed.leave(lambda: 0)
-"""
+def evaluate_together(lines):
+    """Evaluations of one rank, whose command lines these are."""
+    world = distributed.init("cpu")
+    for line in lines:
+        eval.evaluate(eval.arguments(line.split()), world)
+    return 0
 
 
 def test_two_processes_give_the_samples_of_one_and_rank_i_asks_server_i_modulo_n(
     world_dir, tmp_path, engines
 ):
-    one, two, both, first = (tmp_path / name for name in ("one", "two", "both", "first"))
+    one, shared, both, first = (tmp_path / name for name in ("one", "shared", "both", "first"))
     whole = evaluate(world_dir, one)
     assert len(whole) == 36 and len({row["text"] for row in whole}) > 30
-    (tmp_path / "program.py").write_text(TOGETHER)
-    lines = [evaluation(world_dir, two)]
+    lines = [" ".join(evaluation(world_dir, shared))]
     for out, servers in ((both, engines), (first, engines[:1])):
         urls = " ".join(server.url for server in servers)
-        lines.append(evaluation(world_dir, out, f"--server {urls}"))
-    two_processes(tmp_path / "program.py", *(" ".join(line) for line in lines))
-    assert samples(two) == whole and results(one) == results(two)
+        lines.append(" ".join(evaluation(world_dir, out, f"--server {urls}")))
+    assert two(lines, tmp_path, program=evaluate_together) == [0, 0]
+    assert samples(shared) == whole and results(one) == results(shared)
     assert [len(samples(out)) for out in (both, first)] == [36, 36]
     assert [len(engine.bodies) for engine in engines] == [18 + 36, 18]
 
@@ -276,7 +271,7 @@ def base(world_dir, tmp_path):
 
 
 def command(*paths, data, more=""):
-    flags = "--samples 2 --limit 4 --max-new-tokens 8 --device cpu"
+    flags = "--samples 2 --limit 4 --max-new-tokens 8 --device cpu --verifier driver:Exact"
     return [*map(str, paths), "--data", str(data), *flags.split(), *more.split()]
 
 
@@ -346,7 +341,7 @@ def test_the_end_of_a_training_and_a_later_comparison_share_samples(world_dir, h
     make_adapter(run / "checkpoints/step_000002", base)
     settings = {"model": str(base), "out": str(run), "steps": 2, "device": "cpu"}
     settings |= {"eval_data": f"{world_dir}/data.jsonl", "eval_tokens": 8, "dtype": "float32"}
-    settings |= {"eval_samples": 2}
+    settings |= {"eval_samples": 2, "verifier": "driver:Exact"}
     cfg = config.Config(**settings)
     for changes in ({"eval_data": ""}, {"steps": 3}):  # not asked for, or not complete
         eval.before_and_after(config.Config(**settings | changes), ALONE)

@@ -290,6 +290,7 @@ def test_a_set_of_other_columns_whose_answers_follow_a_mark_is_trained_and_evalu
     files.write_jsonl(test, rows_of_set[8:])
     fields = ["--problem-field=question", "--answer-field=solution"]
     changes = {"steps": 1, "max_new_tokens": 4, "eval_tokens": 4, "eval_samples": 1}
+    changes["verifier"] = config.Config.verifier
     given = driver.flags(world_dir, out, data=hub, eval_data=test, **changes)
     hint = "name the mark before the answer by --answer-after"
     refused(capsys, sgsd.main, [*given, *fields], f"--data {hub}: the reference of problem 0", hint)

@@ -542,7 +542,13 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+LONG_RUNS = ("opsd", "periodic", "top support")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.long) if x in LONG_RUNS else x for x in RUNS],
+)
 def test_stopped_and_resumed_equals_uninterrupted(name, world_dir, tmp_path):
     """Two steps and then one more leave the bytes of three in a row."""
     changes = {**RUNS[name], "steps": 3, "max_new_tokens": 8, "checkpoint_every": 3}

@@ -167,8 +167,15 @@ def test_a_loss_that_is_minus_the_success_rate_has_a_slope_above_zero_and_its_ne
         assert sign * mean > 0 and sign * low > 0 and sign * high > 0
 
 
-@pytest.mark.parametrize("problems, bias", [(80, 0.0), (80, 1.2), (24, 0.0)])
-@pytest.mark.parametrize("direction", ["sampled", "independent"])
+COVERED = [("sampled", 80, 1.2), ("independent", 24, 0.0)]
+LONG = [("sampled", 80, 0.0), ("sampled", 24, 0.0), ("independent", 80, 0.0)]
+LONG.append(("independent", 80, 1.2))
+
+
+@pytest.mark.parametrize(
+    "direction, problems, bias",
+    COVERED + [pytest.param(*case, marks=pytest.mark.long) for case in LONG],
+)
 def test_the_interval_covers_the_slope_of_its_directions(problems, bias, direction):
     toy, covered = Toy(bias=bias), []
     for seed in range(150):
@@ -291,13 +298,12 @@ def test_at_the_base_only_b_moves(world_dir, tmp_path):
 # -------------------------------------------------------------------------------------- the command
 
 
-@pytest.fixture
-def command(world_dir, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def command(world_dir, tmp_path_factory):
     """Runs the probe in an empty folder; its numbers, and nothing else is left behind."""
-    monkeypatch.chdir(tmp_path)
-    scratch = tmp_path / "scratch"
+    folder = tmp_path_factory.mktemp("probe")
+    scratch = folder / "scratch"
     scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     flags = driver.flags(world_dir, "unused", max_new_tokens=12, batch_size=3)
     flags = [flag for flag in flags if not flag.startswith("--out=")]
     base = [*flags, "--verifier", "test_probe:LastBit", "--problems", "6", "--samples", "3"]
@@ -307,13 +313,21 @@ def command(world_dir, tmp_path, monkeypatch):
 
         def __call__(self, *more, drop=()):
             argv = [flag for flag in base if not flag.startswith(tuple(drop) or "\0")]
-            numbers = tmp_path / "numbers.json"
-            with driver.signals_restored():
+            numbers = folder / "numbers.json"
+            with pytest.MonkeyPatch.context() as patch, driver.signals_restored():
+                patch.chdir(folder)
+                patch.setattr(tempfile, "tempdir", str(scratch))
                 code = probe.main([*argv, *more, "--out", str(numbers)])
-            assert code == 0 and not list(scratch.iterdir()) and not (tmp_path / "unused").exists()
+            assert code == 0 and not list(scratch.iterdir()) and not (folder / "unused").exists()
             return json.loads(numbers.read_text())
 
     return Command()
+
+
+@pytest.fixture(scope="module")
+def plain(command):
+    """The numbers of the command without another flag."""
+    return command()
 
 
 ROW = {"flags", "slope", "low", "high", "relative", "cut", "success", "decided", "smallest"}
@@ -339,9 +353,8 @@ def test_the_probe_has_a_row_for_grpo_the_plan_and_each_try(command, tmp_path, c
     assert cost < success
 
 
-def test_the_same_command_gives_the_same_numbers(command):
-    first, second = command(), command()
-    assert first["rows"] == second["rows"]
+def test_the_same_command_gives_the_same_numbers(plain, command):
+    assert command()["rows"] == plain["rows"]
 
 
 def test_rows_that_sample_otherwise_have_rollouts_of_their_own(command, capsys):
@@ -350,8 +363,8 @@ def test_rows_that_sample_otherwise_have_rollouts_of_their_own(command, capsys):
     assert len({row["slope"] for row in numbers["rows"]}) == 4
 
 
-def test_extra_samples_are_for_the_covariance_alone(command):
-    few, many = command(), command("--extra-samples", "3")
+def test_extra_samples_are_for_the_covariance_alone(plain, command):
+    few, many = plain, command("--extra-samples", "3")
     assert (few["rollouts"], many["rollouts"]) == (18, 36)
     for a, b in zip(few["rows"], many["rows"]):
         assert a["decided"] == b["decided"] and a["support_failure"] == b["support_failure"]
@@ -365,12 +378,11 @@ def test_a_planned_grpo_is_grpos_row(command):
     assert row["flags"].startswith("--method grpo") and row["relative"] == 1
 
 
-def test_at_a_checkpoint_its_adapter_is_measured(command, world_dir, tmp_path):
+def test_at_a_checkpoint_its_adapter_is_measured(plain, command, world_dir, tmp_path):
     changes = {"kind": probe.baselines.BaselineConfig, "max_new_tokens": 12, "batch_size": 3}
     driver.train(world_dir, tmp_path / "run", steps=2, **changes)
-    base = command()
     moved = command("--at", str(tmp_path / "run/checkpoints/step_000002"))
-    assert [row["slope"] for row in base["rows"]] != [row["slope"] for row in moved["rows"]]
+    assert [row["slope"] for row in plain["rows"]] != [row["slope"] for row in moved["rows"]]
     assert moved == moved | {"rollouts": 18}
 
 

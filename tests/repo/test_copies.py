@@ -1,18 +1,22 @@
 """The house: no spoke imports ours, each works when it is copied alone, and so does each fence.
 
-Each copy stands in a folder of its own. One process tries those that need no torch, with torch out
-of reach, and one the others; between two copies nothing of ours stays on the path or loaded.
+Each copy stands in a folder of its own. A fresh process tries those that need no torch, with torch
+out of reach, and a forked one the others; between two copies nothing of ours stays on the path or
+loaded.
 """
 
 import ast
 import importlib
 import inspect
+import os
+import pathlib
 import shutil
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT, make_bank, make_model, make_tokenizer
+from driver import start, wait
 
 SPOKES = "rollout scoring verify distributed problems config files model runlog skills".split()
 ROOT_FILES = sorted(path.stem for path in ROOT.glob("*.py"))
@@ -330,13 +334,41 @@ def copies(tmp_path_factory):
     return here
 
 
+def works(printed):
+    return [line.split()[0] for line in printed.splitlines() if line.endswith(" works")]
+
+
 def use(script, here):
     """What a fresh process prints that tries copies, far from the files here."""
     (here / "use.py").write_text(COPY + script)
     command = [sys.executable, "-I", "use.py", str(here), " ".join(ROOT_FILES)]
     done = subprocess.run(command, cwd=here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [line.split()[0] for line in done.stdout.splitlines() if line.endswith(" works")]
+    return works(done.stdout)
+
+
+def use_in_fork(script, here):
+    """The same with torch as the tests have imported it, and nothing of ours."""
+
+    def forget_ours():
+        for name in [*sys.modules]:
+            if name.split(".")[0] in {*ROOT_FILES, "extras"}:
+                del sys.modules[name]
+        sys.path[:] = [path for path in sys.path if path and not is_ours(pathlib.Path(path))]
+        os.chdir(here)
+        sys.argv = ["use.py", str(here), " ".join(ROOT_FILES)]
+
+    def is_ours(path):
+        return path in (ROOT, ROOT / "tiny") or path.is_relative_to(ROOT / "tests")
+
+    def program(argv):
+        exec(compile(COPY + script, "use.py", "exec"), {"__name__": "__main__"})
+        return 0
+
+    log = here / "log"
+    code = wait(start([], log, before=forget_ours, program=program))
+    assert code == 0, log.read_text()[-3000:]
+    return works(log.read_text())
 
 
 def test_what_needs_no_torch_works_alone_without_it(copies):
@@ -347,7 +379,7 @@ def test_what_needs_no_torch_works_alone_without_it(copies):
 
 def test_the_objective_needs_math_and_torch_only_and_the_other_spokes_work_alone(copies):
     wanted = ["objective", "rollout", "scoring", "distributed", "problems", "model", "runlog"]
-    assert use(WITH_TORCH, copies) == wanted
+    assert use_in_fork(WITH_TORCH, copies) == wanted
 
 
 # --------------------------------------------------------------------------------------- contract

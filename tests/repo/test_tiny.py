@@ -80,6 +80,7 @@ GUIDANCE = {  # case: the kinds of its skill and mistake, and whether each is of
 }
 
 
+@pytest.mark.long
 def test_the_model_listens_to_guidance():
     """A coarse check on 64 problems; README.md of tiny/ has the figures and their intervals."""
     model, tokenizer = models.load_model(str(ROOT / "tiny" / "model"), torch.device("cpu"))

@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT, make_tokenizer
 from driver import completes, flags, refused
 
+import config
 import eval
 import rollout
 import sgsd
@@ -38,7 +39,7 @@ BOTH = ("general_skills", "common_mistakes")
 def run_flags(world_dir, out, **changes):
     """The flags of a small run in the tests' world."""
     small = {"num_teachers": 2, "batch_size": 2, "max_new_tokens": 4, "steps": 1}
-    return flags(world_dir, out, **small, **changes)
+    return flags(world_dir, out, **{**small, **changes})
 
 
 @pytest.fixture(scope="module", params=["tiny", "qwen3"])
@@ -76,40 +77,56 @@ def test_no_prompt_boundary_moves(name, thinking, tok):
         assert ids[:3] == plain[:3] and ids[-4:] == plain[-4:]
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_run_on_hostile_text_ends_well_or_does_not_begin(name, world_dir, tmp_path, capsys):
-    text, data, bank = TEXTS[name], tmp_path / "data.jsonl", skills.SkillBank([], [])
-    for i in range(4):
+def hostile_files(path, texts):
+    """A data set and a bank that are made of these texts, as settings."""
+    path.mkdir()
+    bank = skills.SkillBank([], [])
+    for i, text in enumerate(texts):
         answer = text[:20].replace("\n", " ")  # a reference of two lines is refused
         row = {"id": f"{text[:50]}{i}", "problem": f"{i} {text}", "answer": answer}
-        with data.open("a") as file:
+        with (path / "data.jsonl").open("a") as file:
             print(json.dumps(row), file=file)
-    for key in BOTH:
-        fields = dict.fromkeys(skills.FIELDS[key], text[:2000])
-        getattr(bank, key).extend({skills.IDS[key]: f"{text[:9]}{i}", **fields} for i in range(3))
-    bank.save(tmp_path / "bank.json")
-    changes = {"data": data, "bank": tmp_path / "bank.json", "max_prompt_tokens": 50000}
-    argv = run_flags(world_dir, tmp_path / "run", audit_every=1, **changes)
-    if name == "a megabyte":
-        refused(capsys, sgsd.main, argv, "tokens, --max-prompt-tokens is 50000")
-        assert not (tmp_path / "run").exists()
-    else:
-        completes(sgsd.main, argv)
-        used = skills.SkillBank.load(tmp_path / "run/bank/bank.json")
-        assert used == skills.SkillBank.load(tmp_path / "bank.json")
+        for key in BOTH:
+            fields = dict.fromkeys(skills.FIELDS[key], text[:2000])
+            getattr(bank, key).append({skills.IDS[key]: f"{text[:9]}{i}", **fields})
+    bank.save(path / "bank.json")
+    return {"data": path / "data.jsonl", "bank": path / "bank.json", "max_prompt_tokens": 50000}
+
+
+def test_a_run_on_hostile_text_ends_well_or_does_not_begin(world_dir, tmp_path, capsys):
+    """All texts in one step, each with the teachers that fit it; a megabyte is too long."""
+    texts = [text for name, text in TEXTS.items() if name != "a megabyte"]
+    files_of = {"plain": texts, "with a megabyte": [*texts, TEXTS["a megabyte"]]}
+    for name, chosen in files_of.items():
+        out = tmp_path / f"run {name}"
+        changes = hostile_files(tmp_path / name, chosen) | {"verifier": config.Config.verifier}
+        argv = run_flags(world_dir, out, audit_every=1, batch_size=len(texts), **changes)
+        if name == "plain":
+            completes(sgsd.main, argv)
+            used = skills.SkillBank.load(out / "bank/bank.json")
+            assert used == skills.SkillBank.load(changes["bank"])
+            assert len((out / "rollouts.jsonl").read_text().splitlines()) == len(texts)
+        else:
+            refused(capsys, sgsd.main, argv, "tokens, --max-prompt-tokens is 50000")
+            assert not out.exists()
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with verify.Verifier(timeout_s=2.0) as verifier:
+        yield verifier
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_hostile_completion_holds_no_item_and_is_wrong_and_the_verifier_goes_on(name):
+def test_a_hostile_completion_holds_no_item_and_is_wrong_and_the_verifier_goes_on(name, verifier):
     text = TEXTS[name] * 3
     for key in BOTH:
         assert skills.parse_json_items(text, key) == []
-    with verify.Verifier(timeout_s=2.0) as verifier:
-        assert verifier.outcome("7", text) == -1
-        assert verifier.outcome("7", f"\\boxed{{{text[:200]}}}") == -1
-        for answer in (text[:2000], "7" + text[:200], text[:200] + "7"):
-            pairs = [("7", answer), (answer, "7"), ("7", "7")]
-            assert verifier.verify_many(pairs)[2] is True
+    assert verifier.outcome("7", text) == -1
+    assert verifier.outcome("7", f"\\boxed{{{text[:200]}}}") == -1
+    for answer in (text[:2000], "7" + text[:200], text[:200] + "7"):
+        pairs = [("7", answer), (answer, "7"), ("7", "7"), ("1/2", "2/4")]
+        assert verifier.verify_many(pairs)[2:] == [True, True]
 
 
 # ------------------------------------------------------------------------- nothing is executed
@@ -184,6 +201,7 @@ def test_a_pickled_adapter_is_not_evaluated(name, finished, plant, world_dir, tm
     (last / "adapter_model.safetensors").unlink()
     plant(last, name)
     given = ["--data", world_dir / "data.jsonl", "--samples=1", f"--out={tmp_path / 'e'}"]
+    given.append("--verifier=driver:Exact")
     refused(capsys, eval.main, [last, *given], str(last))
 
 

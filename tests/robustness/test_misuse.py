@@ -228,6 +228,6 @@ def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, 
         (model, ["--verify-timeout=inf"], "--verify-timeout inf"),
         (model, ["--verifier=no_such:Judge"], "no_such:Judge"),
     ):
-        out = f"--out={tmp_path / 'out'}"
-        refused(capsys, eval.main, [path, out, "--data", data, *given], words)
+        usual = [path, f"--out={tmp_path / 'out'}", "--verifier=driver:Exact", "--data", data]
+        refused(capsys, eval.main, [*usual, *given], words)
     assert not (tmp_path / "out").exists()
