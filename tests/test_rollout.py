@@ -37,7 +37,7 @@ def keys_of(n):
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", pytest.param("llama", marks=pytest.mark.long)])
 def test_completions_equal_a_plain_loop_whatever_the_batch_and_the_order(kind, tokenizer):
     """Each token is the draw of (key, place) from the logits of prompt and prefix alone.
 

@@ -206,14 +206,6 @@ def test_a_run_records_the_code_and_each_continuation(one_step, tmp_path, capsys
         assert {"when", "command", "commit", "changes"} <= continuation.keys()
 
 
-@pytest.mark.parametrize("given", ["--tau-g=2", "--batch-size=8", "--seed=1", "--model=other/one"])
-def test_a_resumed_run_keeps_what_is_not_resumable(given, one_step, capsys):
-    before = (one_step / "config.json").read_bytes()
-    words = (given.replace("=", " "), "a resumed run keeps its own")
-    refused(capsys, sgsd.main, ["--resume", one_step, given], *words)
-    assert (one_step / "config.json").read_bytes() == before
-
-
 def test_what_changes_only_rounding_may_be_given_again(one_step, tmp_path):
     out = shutil.copytree(one_step, tmp_path / "run")
     given = ["--checkpoint-every=1", "--rollout-rows=2", "--score-tokens=500", "--audit-every=0"]

@@ -150,8 +150,8 @@ def test_a_completion_counts_by_its_last_box(verifier, case):
     assert verifier.outcome(gold, "") == -1
 
 
-DATA = ["aime24", "aime25", "hmmt25", "math500", "amc23", "gsm8k_test", "svamp"]
-LONG_DATA = ["gsm8k_train", "math_train", "dapo_math_en"]
+DATA = ["aime24", "aime25", "hmmt25", "amc23", "gsm8k_test", "svamp"]
+LONG_DATA = ["math500", "gsm8k_train", "math_train", "dapo_math_en"]
 
 
 @pytest.mark.parametrize(
@@ -280,19 +280,18 @@ def test_no_trick_is_right_for_two_references(n):
 
 HOSTILE = [
     *("9^{9^{9^9}}", "9^9^9^9", "7+" * 450 + "x", "(" * 900, "{" * 5000, r"\frac{" * 300),
-    *("1" * 100_000, "x" * 100_000, "x^" * 400, r"\left(", "}{", "$" * 999, r"\text{" * 150),
+    *("1" * 100_000, "x" * 100_000, r"\left(", "}{", "$" * 999, r"\text{" * 150),
     *(",".join(["x"] * 450), r"\pm" * 200, "1:" * 400, "\\" * 999, r"\begin{pmatrix}" * 60),
     *("\x00", "7\x00", "\ud800", "\udfff7", "∞", "‮7", "7" + "‮", "٧"),
     *("__import__('os').system('touch pwned')", "().__class__.__bases__[0]", "eval(input())"),
     *(r"\input{/etc/passwd}", "1e999999999", "nan", "None", "True"),
     *(r"\int_0^\infty e^{-x^2}dx", r"\sum_{i=1}^{10^9} i", r"\lim_{x\to0}\frac{\sin x}{x}"),
-    "(x+1)^{100000}(x+2)",
 ]
 SLOW = [  # each takes all of its time, as some above do
     *("10000000000!", "((10!)!)!", r"\binom{10^{12}}{10^{11}}", "(" * 450 + ")" * 450, "[(" * 400),
     *(r"\frac{1}{1+" * 60 + "1" + "}" * 60, r"\sqrt{" * 90 + "2" + "}" * 90, "x=" * 400),
     *("x^{" * 200 + "2" + "}" * 200, "2^{10^{10}}", r"\prod_{i=1}^{10^7} i"),
-    r"\sin(10^{10^{10}})",
+    *(r"\sin(10^{10^{10}})", "x^" * 400, "(x+1)^{100000}(x+2)"),
 ]
 
 

@@ -157,6 +157,7 @@ def test_a_reversed_forward_kl_grows_without_bound_and_jsd_and_gate_stay_below_l
     assert max(sizes["jsd"]) < math.log(2) and max(sizes["gate"]) <= math.log(2)
 
 
+@pytest.mark.long
 def test_slices_of_a_divergence_equal_whole_logits_and_stay_small():
     """300 positions over 20,000 tokens; values, gradients, and no slice with half of them."""
     lm, cfg, lengths = make_model(vocab=20_000), BaselineConfig(objective="jsd"), []

@@ -22,9 +22,7 @@ import torch
 from conftest import ROOT
 from driver import (
     breaking,
-    completes,
     make_run,
-    refused,
     rows,
     signals_restored,
     start,
@@ -340,7 +338,9 @@ def test_a_read_only_directory_is_one_line(world_dir, tmp_path):
     assert state(out) == before and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("what", ["gradient", "student", "teacher"])
+@pytest.mark.parametrize(
+    "what", ["gradient", "teacher", pytest.param("student", marks=pytest.mark.long)]
+)
 def test_numbers_that_are_not_finite_skip_the_step(what, world_dir, tmp_path):
     """Step 2 changes nothing and is counted, and the run goes on."""
     run = train(
@@ -498,15 +498,6 @@ def test_under_torchrun_a_lost_rank_ends_the_others_and_ctrl_c_saves_the_step(
     same_banks(out, whole)
 
 
-def test_a_restarted_command_resumes_its_own_run_only(world_dir, tmp_path, monkeypatch, capsys):
-    argv = driver.flags(world_dir, tmp_path / "run", steps=1)
-    completes(sgsd.main, argv)
-    refused(capsys, sgsd.main, argv, "not empty")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    refused(capsys, sgsd.main, [*argv, "--seed=1"], "not empty")
-    completes(sgsd.main, argv)
-
-
 # -------------------------------------------------------------------------------------- long runs
 
 
@@ -522,7 +513,8 @@ def resources():
 LONG = int(os.environ.get("LONG_STEPS", 400))
 
 
-@pytest.mark.parametrize("steps,kb", [(40, 600), pytest.param(LONG, 10, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("steps,kb", [(40, 600), (LONG, 10)])
 def test_a_run_stays_flat(steps, kb, world_dir, tmp_path):
     """Slopes per step after the warm-up, where the bank evolves every 10."""
     changes = {"steps": steps, "bank": "", "evolve_every": 10, "max_new_tokens": 6}
