@@ -143,12 +143,13 @@ def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
             dist.broadcast(p.data, src=0)
 
 
-def sum_gradients(params: Sequence[torch.nn.Parameter], world: World) -> None:
+def sum_gradients(params: Iterable[torch.nn.Parameter], world: World) -> None:
     """Sum the gradients over ranks in one all-reduce of one flat fp32 vector, in place.
 
     Each rank's loss is already divided by the *global* batch size, so the sum is the gradient of
     the global mean. A missing gradient counts as zero: a rank without any still joins.
     """
+    params = list(params)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     flat = torch.cat([g.flatten().float() for g in gradients])
     if world.size > 1:

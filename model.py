@@ -336,7 +336,7 @@ def special_ids(tokenizer) -> set[int]:
 
 
 def save(
-    folder: Path,
+    folder: str | Path,
     model,
     tokenizer,
     optimizer: Optimizer,
@@ -349,6 +349,7 @@ def save(
     A kill leaves a part of the files: the caller renames the folder once it is whole.
     Raises OSError if the disk is full.
     """
+    folder = Path(folder)
     try:
         # By default PEFT asks the hub whether the embeddings have grown; ours never do.
         model.save_pretrained(folder, save_embedding_layers=False)
@@ -377,13 +378,14 @@ def _without_local_base(card_file: Path) -> None:
         card.save(card_file)
 
 
-def restore(folder: Path, model, optimizer: Optimizer) -> tuple[int, dict[str, Tensor]]:
+def restore(folder: str | Path, model, optimizer: Optimizer) -> tuple[int, dict[str, Tensor]]:
     """Put a checkpoint's adapter and AdamW moments in place; its step and its extra tensors.
 
     Raises ValueError if a file is missing or torn, or is from another model or rank.
     """
     from peft import set_peft_model_state_dict
 
+    folder = Path(folder)
     try:
         state = load_file(folder / "trainer.safetensors")
         step = int(json.loads((folder / "trainer.json").read_text())["step"])
@@ -393,10 +395,14 @@ def restore(folder: Path, model, optimizer: Optimizer) -> tuple[int, dict[str, T
         misfits += [name for name in result.missing_keys if ".lora_" in name]
         if misfits:
             raise KeyError(f"{misfits[0]} is in only one of the two")
+        index_of: dict[torch.nn.Parameter, int] = {}  # the optimizer counts over all its groups
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                index_of[p] = len(index_of)
         moments = {}
-        for i, name in enumerate(trained(model)):
+        for name, p in trained(model).items():
             if f"{name}.step" in state:  # absent if no step has been finite yet
-                moments[i] = {part: state.pop(f"{name}.{part}") for part in MOMENTS}
+                moments[index_of[p]] = {part: state.pop(f"{name}.{part}") for part in MOMENTS}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
     except Exception as e:  # a missing or torn file, other shapes, other names
         why = f"does not fit the model ({_brief(e)})"

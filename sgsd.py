@@ -27,9 +27,8 @@ if __name__ == "__main__":  # --help and a wrong flag are answered before torch 
     config.end_at_signals("Run the same command to continue.")
     config.parse(None, __doc__)
 
-# ------------------------------------------------------- the objective: needs math and torch only
+# ------------------------------------------------------- the objective: needs torch only
 
-import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -203,6 +202,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import random

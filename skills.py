@@ -395,7 +395,7 @@ def _ask(questions: list[Question], complete: Complete, stage: str) -> list[list
         if not unanswered:
             break
         answers = _answers([questions[i] for i in unanswered], complete, stage)
-        for i, (reply, cut) in zip(unanswered, answers):
+        for i, (reply, cut) in zip(unanswered, answers, strict=True):
             question = questions[i]
             items, whole = read_items(reply, question.key, FIELDS[question.key])
             row = {"kind": question.kind, "attempt": attempt, "items": len(items)}

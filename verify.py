@@ -282,7 +282,8 @@ class Verifier(Judge):
         command = [sys.executable, os.path.abspath(__file__), str(self.timeout_s), str(os.getpid())]
         worker: Any = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, text=True)
         if worker.stdout.readline() != "true\n":
-            raise ImportError("the verifier did not start; does `import math_verify` work?")
+            rule = "does `import math_verify` work, and is this file whole? It is its own worker"
+            raise ImportError(f"the verifier did not start; {rule}")
         return worker
 
     def close(self) -> None:

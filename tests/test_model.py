@@ -400,6 +400,26 @@ def test_a_checkpoint_brings_back_adapter_moments_step_and_extra_tensors(base, t
     assert json.loads((tmp_path / "saved/trainer.json").read_text()) == {"step": 3}
 
 
+def test_moments_find_their_parameters_whatever_the_groups_of_the_optimizer(base, tmp_path):
+    """As in layer-wise rates: the optimizer's order is not the model's."""
+
+    def grouped(model):
+        params = [*trained(model).values()]
+        return torch.optim.AdamW([{"params": params[1::2]}, {"params": params[::2], "lr": 1e-2}])
+
+    model, tokenizer, _ = trainee(base)
+    optimizer = grouped(model)
+    for p in trained(model).values():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    save(tmp_path / "saved", model, tokenizer, optimizer, 1, {})
+    new_model, _, _ = trainee(base)
+    new_optimizer = grouped(new_model)
+    restore(str(tmp_path / "saved"), new_model, new_optimizer)
+    for p, q in zip(trained(model).values(), trained(new_model).values()):
+        assert torch.equal(optimizer.state[p]["exp_avg"], new_optimizer.state[q]["exp_avg"])
+
+
 def test_a_checkpoint_without_a_finite_step_has_no_moments(base, tmp_path):
     checkpoint(tmp_path / "saved", base, steps=0)
     model, _, optimizer = trainee(base)
