@@ -186,6 +186,9 @@ SPELLINGS = [  # what models write and math-verify misreads, and how it reads it
 ]
 
 
+INFINITE = re.compile(r"inf|(?<![a-zA-Z])oo(?![a-zA-Z])")  # oo is sympy's name
+
+
 def respell(answer: str) -> str:
     """An answer as math-verify can read it."""
     for sign, latex in SIGNS.items():
@@ -202,7 +205,7 @@ def math_verdict(gold: str, pred: str) -> bool:
     gold, pred = respell(gold), respell(pred)
     if re.fullmatch(r"[a-zA-Z]{3}[a-zA-Z ]*", gold):  # words: as a product CBAD would be ABCD
         return gold.casefold().split() == pred.casefold().split()
-    if "inf" in pred and "inf" not in gold:
+    if INFINITE.search(pred) and not INFINITE.search(gold):
         return False
     return gold == pred != "" or verify(read(gold), read(pred), timeout_seconds=None)
 
