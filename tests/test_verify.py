@@ -267,17 +267,13 @@ def tricks():
 
 @pytest.mark.parametrize("n", [3, pytest.param(25, marks=pytest.mark.long)])
 def test_no_trick_is_right_for_two_references(n):
-    """A sample of the tricks against all references; one that says a value is right for that.
-
-    The verdict takes 0 and {0} for one value.
-    """
+    """A sample of the tricks against all references; one that says a value is right for that."""
     golds = re.split(r" {3,}|\n", REFERENCES.strip())
     chosen = random.Random(n).sample(tricks(), n)
     assert len(tricks()) > 400 and len(golds) > 60
     with Verifier(timeout_s=5.0, workers=2) as v:
         for trick in chosen:
-            accepted = mistakes(v, [(gold, trick) for gold in golds], False)
-            assert len({gold.strip(r"\{}") for gold, _ in accepted}) <= 1, (trick, accepted)
+            assert len(mistakes(v, [(gold, trick) for gold in golds], False)) <= 1, trick
 
 
 # ------------------------------------------------------------------------- hostile answers and fuzz
