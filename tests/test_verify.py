@@ -265,7 +265,16 @@ def tricks():
     return listed + ['""', "\u200b", "\u202e", "\ud800", "\x00", r"\,", r"\ ", r"\text{ }"]
 
 
-@pytest.mark.parametrize("n", [3, pytest.param(25, marks=pytest.mark.long)])
+ZEROS = {"0", r"\{0\}"}  # one value to the verdict: "0" itself is right for both
+
+
+def test_sympys_infinity_is_right_for_no_finite_reference(verifier):
+    answers = ["oo-oo", "oo - oo", "x=oo-oo", r"0\cdot oo", "oo"]
+    pairs = [(gold, answer) for gold in (*ZEROS, "1", "5") for answer in answers]
+    assert mistakes(verifier, pairs, False) == []
+
+
+@pytest.mark.parametrize("n", [3, pytest.param(80, marks=pytest.mark.long)])
 def test_no_trick_is_right_for_two_references(n):
     """A sample of the tricks against all references; one that says a value is right for that."""
     golds = re.split(r" {3,}|\n", REFERENCES.strip())
@@ -273,7 +282,8 @@ def test_no_trick_is_right_for_two_references(n):
     assert len(tricks()) > 400 and len(golds) > 60
     with Verifier(timeout_s=5.0, workers=2) as v:
         for trick in chosen:
-            assert len(mistakes(v, [(gold, trick) for gold in golds], False)) <= 1, trick
+            right_for = {gold for gold, _ in mistakes(v, [(gold, trick) for gold in golds], False)}
+            assert len(right_for) <= 1 or right_for == ZEROS, (trick, right_for)
 
 
 # ------------------------------------------------------------------------- hostile answers and fuzz
