@@ -27,6 +27,12 @@ import verify
 from extras import baselines
 from extras.baselines import BaselineConfig
 
+
+def by_length(names, long):
+    """The names of cases, of which these are marked `long`."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in names]
+
+
 # ------------------------------------------------------------------------------ formulas by hand
 
 
@@ -311,7 +317,11 @@ def objective(cfg, s, t, ids):
     return terms[cfg.objective].clamp(max=cfg.objective_clip or math.inf).sum(-1), gap_T
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG_CASES = ("confident teachers", "all tokens", "random pairs", "reverse KL", "whole support")
+LONG_CASES += ("opsd+skill", "gemma2 top support", "no threshold")
+
+
+@pytest.mark.parametrize("name", by_length(CASES, LONG_CASES))
 def test_a_changed_step_is_its_definition_and_changes_its_own_part_alone(
     name, plain, world_dir, tmp_path
 ):
@@ -478,7 +488,7 @@ def test_whose_log_probabilities_a_teacher_gives(kind, world_dir, tmp_path):
     assert not torch.allclose(student, base, atol=1e-3)
 
 
-@pytest.mark.parametrize("teacher", ["periodic", "ema"])
+@pytest.mark.parametrize("teacher", by_length(("periodic", "ema"), ("periodic",)))
 def test_a_copied_teacher_follows_and_goes_into_the_checkpoint(teacher, world_dir, tmp_path):
     """Periodic: the student after every second step. Ema: .9 old + .1 new after each."""
     changes = {"teacher": teacher, "teacher_period": 2, "teacher_decay": 0.9, "evolve_every": 0}
@@ -543,13 +553,7 @@ RUNS = {
 }
 
 
-LONG_RUNS = ("opsd", "periodic", "top support")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=pytest.mark.long) if x in LONG_RUNS else x for x in RUNS],
-)
+@pytest.mark.parametrize("name", by_length(RUNS, ("grpo+skill", "opsd", "periodic", "top support")))
 def test_stopped_and_resumed_equals_uninterrupted(name, world_dir, tmp_path):
     """Two steps and then one more leave the bytes of three in a row."""
     changes = {**RUNS[name], "steps": 3, "max_new_tokens": 8, "checkpoint_every": 3}

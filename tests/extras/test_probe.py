@@ -357,6 +357,7 @@ def test_the_same_command_gives_the_same_numbers(plain, command):
     assert command()["rows"] == plain["rows"]
 
 
+@pytest.mark.long
 def test_rows_that_sample_otherwise_have_rollouts_of_their_own(command, capsys):
     numbers = command("--try", "--temperature 0.6", "--try", "--student-prefix bare")
     assert "cost: 3 x 6 problems" in capsys.readouterr().out

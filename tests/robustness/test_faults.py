@@ -127,10 +127,10 @@ def check_killed(world_dir, path, whole, kill_at=0, seconds=0.0, tear=False):
     return code != 0
 
 
-LONG_SHARES = [pytest.param(share, marks=pytest.mark.long) for share in (0.05, 0.5)]
+LONG_SHARES = [pytest.param(share, marks=pytest.mark.long) for share in (0.05, 0.3, 0.5)]
 
 
-@pytest.mark.parametrize("share", [0.002, 0.3, 0.98, *LONG_SHARES])
+@pytest.mark.parametrize("share", [0.002, 0.98, *LONG_SHARES])
 def test_killed_when_it_touches_a_file(share, world_dir, tmp_path, whole):
     """From before config.json through cold start, banks and checkpoints to the last one."""
     kill_at = 1 + int(share * whole[1])
@@ -268,7 +268,10 @@ def assert_one_line(log, *words):
         assert word in lines[0], text[-3000:]
 
 
-@pytest.mark.parametrize("size,name", [(8_192, ".jsonl"), (100_000, "step_000004")])
+@pytest.mark.parametrize(
+    "size,name",
+    [pytest.param(8_192, ".jsonl", marks=pytest.mark.long), (100_000, "step_000004")],
+)
 def test_a_full_disk_leaves_whole_files(size, name, world_dir, tmp_path, whole):
     """As full as one process can make it: from step 4 on no file may grow beyond `size` bytes."""
     out, log = tmp_path / "run", tmp_path / "log"
