@@ -916,10 +916,14 @@ def provenance(cfg: Config, resume: bool, step: int) -> dict:
             f"--steps {now} instead of {before}: the learning rate of step {step + 1} is "
             f"{rates[1]:.2g} instead of {max(0.0, rates[0]):.2g}"
         )
+    differences = []
     for name in ("commit", "changes"):
         if fresh[name] != first.get(name):
-            before = f"{first.get(name) or 'none'}, now {fresh[name] or 'none'}"
-            print(f"the code has changed since the run began ({name}: {before})", file=sys.stderr)
+            before, now = first.get(name) or "none", fresh[name] or "none"
+            differences.append(f"{name}: {before}, now {now}")
+    if differences:
+        what = "; ".join(differences)
+        print(f"the code has changed since the run began ({what})", file=sys.stderr)
     again = {k: fresh[k] for k in ("command", "commit", "changes")}
     again |= {"when": time.strftime("%Y-%m-%d %H:%M:%S"), "step": step, "changed": changed}
     continuations = [*first.get("continuations", []), again]

@@ -165,6 +165,13 @@ def test_a_broken_run_stays_as_it_is(name, content, given, words, finished, tmp_
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
+def test_a_refused_setting_leaves_a_finished_run_as_it_was(finished, capsys):
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    words = "a resumed run keeps its own"
+    refused(capsys, sgsd.main, ["--resume", finished, "--seed", "9"], words)
+    assert before == {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+
+
 def test_a_run_that_is_at_work_is_not_continued_by_another_process(finished, capsys):
     with files.locked(finished):
         words = f"{finished}: another command is using this directory; wait until it ends"
