@@ -199,7 +199,7 @@ def respell(answer: str) -> str:
 
 
 def math_verdict(gold: str, pred: str) -> bool:
-    r"""math-verify's verdict with its own settings, by which 2^\infty equals a tenth of references."""
+    r"""math-verify's verdict with its settings, where 2^\infty equals a tenth of references."""
     from math_verify import verify
 
     gold, pred = respell(gold), respell(pred)
