@@ -79,7 +79,7 @@ class Config:
         "BytedTsinghua-SIA/DAPO-Math-17k",
         "training problems: HUB_ID[:CONFIGURATION], parquet or JSONL; App. F.1, D8",
     )
-    split: str = setting("train", "split of a hub data set in --data")
+    split: str = setting("train", "split of --data, if that is a hub data set or a directory")
     problem_field: str = setting("problem", "column or field that holds the problem")
     answer_field: str = setting("answer", "column or field that holds the reference answer")
     answer_after: str = setting("", 'the answer is what follows this mark, as "####" in GSM8K')

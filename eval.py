@@ -144,7 +144,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     sources = "aime24, aime25, hmmt25, math500, amc23, gsm8k, files or hub ids; "
     sources += "the stem of a path is the set's name"
     add("--data", nargs="+", default=["aime24", "aime25", "hmmt25"], help=sources)
-    add("--split", default="test", help="split of a hub data set")
+    add("--split", default="test", help="split of a hub data set or a directory")
     add("--problem-field", default="problem", help="column or field that holds the problem")
     add("--answer-field", default="answer", help="column or field that holds the reference")
     mark = 'the answer is what follows this mark, as "####" in GSM8K'

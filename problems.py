@@ -56,8 +56,9 @@ def load_problems(
     have an `id`. A row of DAPO-Math has a chat instead: we strip its boilerplate, and drop problems
     in Chinese, Japanese or Korean (D8).
 
-    source: a JSONL file, a parquet file, a directory of either, or HUB_ID or HUB_ID:CONFIGURATION.
-    split: of a hub data set.
+    source: a JSONL file, a parquet file, HUB_ID or HUB_ID:CONFIGURATION, or a directory in the
+    hub's layout.
+    split: of a hub data set or such a directory.
     fields: where a row has them.
     unique: drop copies of a problem, and drop it altogether if its copies disagree on the answer.
 
@@ -151,14 +152,12 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
         hub, _, configuration = source.partition(":")
         yield from _hub_rows(source, hub, split, name=configuration or None)
         return
-    files = sorted([*path.rglob("*.parquet"), *path.rglob("*.jsonl")]) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(f"{source}: the directory has no .parquet and no .jsonl file")
-    for file in files:
-        if file.suffix == ".parquet":
-            yield from _hub_rows(str(file), "parquet", "train", data_files=str(file))
-        else:
-            yield from _json_rows(file)
+    if path.suffix in (".jsonl", ".json"):
+        yield from _json_rows(path)
+    elif path.is_dir():  # test.parquet is no training data: the library knows splits by name
+        yield from _hub_rows(source, source, split)
+    else:
+        yield from _hub_rows(source, "parquet", "train", data_files=source)
 
 
 def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, dict]]:

@@ -598,12 +598,20 @@ def make_bank(run: Run, folder: pathlib.Path) -> SkillBank:
         cfg.cold_start_tokens,
     )
     made_with = {"model": cfg.model, "seed": cfg.seed, **asdict(sampling)}
-    made_with |= {"thinking": cfg.cold_start_thinking, "answer": cfg.memory_answer}
+    made_with |= {"thinking": cfg.cold_start_thinking, "memory_answer": cfg.memory_answer}
     made_with |= {"verifier": eval.verifier_version(cfg.verifier)}
     made_with |= {"prompt": skills.template("memory"), "server": bool(cfg.server)}  # S27
-    memories = {m["problem_id"]: m for m in files.read_jsonl(path) if m["made_with"] == made_with}
+
+    def made(problem: str, answer: str) -> dict:  # a corrected answer is another verdict
+        return made_with | {"problem": problem, "answer": answer}
+
+    memories = {m["problem_id"]: m for m in files.read_jsonl(path)}
     memories = distributed.gather(memories, world)[0]  # rank 0's, before it writes
-    left = [x for x in chosen if memories.get(x.id, {}).get("problem") != x.problem]
+    left = []
+    for x in chosen:
+        memory = memories.get(x.id, {})
+        if memory.get("made_with") != made(x.problem, x.answer):
+            left.append(x)
     if world.main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "replies.jsonl").unlink(missing_ok=True)  # all its prompts are asked again
@@ -617,7 +625,7 @@ def make_bank(run: Run, folder: pathlib.Path) -> SkillBank:
         rolls = rollout.judge(run.tokenizer, run.stops, left, seed_prompts, turn, verifier)
         fresh = []
         for roll in rolls:
-            about = {"truncated": roll.truncated, "made_with": made_with}
+            about = {"truncated": roll.truncated, "made_with": made(roll.problem, roll.gold)}
             fresh.append({**skills.memory_of(roll, cfg.memory_answer), **about})
         return fresh
 

@@ -104,11 +104,27 @@ def test_a_source_that_is_not_there_or_not_readable_is_refused(tmp_path):
     for name in ("no.jsonl", "no.json", "no.parquet"):
         with pytest.raises(ValueError, match=f"{name}: no such file"):
             problems.load_problems(str(tmp_path / name))
-    with pytest.raises(ValueError, match=r"the directory has no \.parquet and no \.jsonl file"):
+    with pytest.raises(ValueError, match="could not read it"):
         problems.load_problems(str(tmp_path))
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"x\.parquet: could not read it \(.*works offline"):
         problems.load_problems(str(tmp_path / "x.parquet"))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_directory_in_the_hubs_layout_has_splits(suffix, tmp_path):
+    for split, answers in (("train", "12"), ("test", "3")):
+        rows = [{"problem": f"{split} {x}", "answer": x} for x in answers]
+        data = datasets.Dataset.from_list(rows)
+        file = tmp_path / f"data/{split}-00000-of-00001.{suffix}"
+        file.parent.mkdir(exist_ok=True)
+        (data.to_json if suffix == "jsonl" else data.to_parquet)(file)
+    train, _ = problems.load_problems(str(tmp_path))
+    assert [x.answer for x in train] == ["1", "2"]
+    test, _ = problems.load_problems(str(tmp_path), split="test")
+    assert [x.answer for x in test] == ["3"]
+    with pytest.raises(ValueError, match="could not read it .*--split"):
+        problems.load_problems(str(tmp_path), split="valid")
 
 
 # -------------------------------------------------------------------------------- evaluation sets

@@ -1,6 +1,7 @@
 """A run's first bank: seed solutions under settings of their own, made once, and its refusal."""
 
 import dataclasses
+import json
 import re
 
 import conftest
@@ -73,6 +74,17 @@ def test_memories_of_other_settings_are_not_mixed_in(world_dir, tmp_path):
         _, memories, seen = make_bank(world_dir, tmp_path / "run", **changes)
         assert [m["made_with"]["max_new_tokens"] for m in memories[-6:]] == [tokens] * 6
         assert (seen, len(memories)) == (judged, lines)
+
+
+def test_a_corrected_reference_answer_makes_its_memory_anew(world_dir, tmp_path):
+    changes = {"cold_start": 6, "resume": True}
+    make_bank(world_dir, tmp_path / "run", **changes)
+    file = tmp_path / "run/bank/memories.jsonl"
+    memories = rows(file)
+    memories[2]["made_with"]["answer"] = "a mistake"
+    file.write_text("".join(json.dumps(m) + "\n" for m in memories))
+    _, again, seen = make_bank(world_dir, tmp_path / "run", **changes)
+    assert seen == 1 and again[6]["problem_id"] == memories[2]["problem_id"]
 
 
 REASONS = [  # correct and cut of eight seed solutions, lost replies, and what the error says
