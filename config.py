@@ -318,11 +318,33 @@ def is_first_rank() -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags that are never abbreviated, --version, and mistakes in one line."""
+    """Flags that are never abbreviated, --version, and mistakes in one line.
 
-    def __init__(self, *args: Any, **settings: Any):
-        super().__init__(*args, **{"allow_abbrev": False, **settings})
+    about: a docstring; its first line and its commands stand in --help.
+    """
+
+    def __init__(self, program: str, usage: str, about: str | None, **settings: Any):
+        title, *body = (about or "").split("\n")
+        commands = [line for line in body if line.startswith(("    python ", "    torchrun "))]
+        super().__init__(
+            program,
+            usage=f"{program} {usage}",
+            description=title,
+            epilog="\n".join(["examples:", *commands]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **{"allow_abbrev": False, **settings},
+        )
         self.add_argument("--version", action="version", version=f"sgsd {VERSION}")
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """As argparse's; the help says the default, and N for a whole number."""
+        default = options.get("default")
+        if default and default != argparse.SUPPRESS:
+            shown = " ".join(default) if isinstance(default, list) else default
+            options["help"] = f"{options.get('help', '')} (default: {shown})"
+        if names[0][0] == "-" and not options.keys() & {"action", "choices", "metavar"}:
+            options["metavar"] = {int: "N", float: "X"}.get(options.get("type", str), "NAME")
+        return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and one line, which suggests the closest flag to each unknown one."""
@@ -377,22 +399,14 @@ def parse(
 ) -> tuple[Config, bool]:
     """(settings, whether to resume) from a command line; a mistake exits with code 2.
 
-    about: a program's docstring; its first line and its commands stand in --help. A flag overrides
-    the preset, and that overrides the defaults of a --method. `--resume RUN` starts from the run's
-    saved settings instead.
+    about: a program's docstring, for --help. A flag overrides the preset, and that overrides the
+    defaults of a --method. `--resume RUN` starts from the run's saved settings instead.
     """
     program = f"python {program or kind.program}"
-    title, *body = (about or "").split("\n")
-    commands = [line for line in body if line.startswith(("    python ", "    torchrun "))]
     resumable = [flag(f.name) for f in fields(kind) if f.metadata["resumable"]]
-    parser = Parser(
-        program,
-        description=f"{title}\n\nTags such as S3 and D8 are rows of docs/decisions.md.",
-        usage="%(prog)s [--preset NAME] [--FLAG VALUE ...]",
-        epilog="\n".join(["examples:", *commands]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
+    usage = "[--preset NAME] [--FLAG VALUE ...]"
+    parser = Parser(program, usage, about, argument_default=argparse.SUPPRESS)
+    parser.epilog = f"Tags such as S3 and D8 are rows of docs/decisions.md.\n\n{parser.epilog}"
     parser.add_argument("--preset", choices=PRESETS, help="settings to start from")
     settings = "YAML of settings, or a run's config.json; above the preset, below flags"
     parser.add_argument("--config", metavar="FILE", help=settings)
@@ -406,7 +420,8 @@ def parse(
         if f.name in GROUPS:
             group = parser.add_argument_group(GROUPS[f.name])
         default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
-        text = f"{f.metadata['source']} (default: {default})".replace("%", "%%")
+        text = f.metadata["source"].replace("%", "%%")
+        text += "" if default == "" else f" (default: {default})"
         options: dict[str, Any] = {"type": type(f.default), "metavar": "N"}
         if f.metadata["choices"]:
             options = {"choices": f.metadata["choices"]}

@@ -126,7 +126,7 @@ def _checked(correct_PK: np.ndarray) -> np.ndarray:
 # ----------------------------------------------------------------------------- end of the metrics
 
 import pathlib
-from argparse import ArgumentDefaultsHelpFormatter, BooleanOptionalAction, Namespace
+from argparse import BooleanOptionalAction, Namespace
 
 import config
 from config import Config
@@ -134,11 +134,7 @@ from config import Config
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line's settings; a mistake exits with code 2."""
-    parser = config.Parser(
-        "python eval.py",
-        description="avg@k of models.",
-        formatter_class=ArgumentDefaultsHelpFormatter,
-    )
+    parser = config.Parser("python eval.py", "PATH [PATH ...] [--FLAG VALUE ...]", __doc__)
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="model, adapter, run (its checkpoints) or hub id")
     sources = "aime24, aime25, hmmt25, math500, amc23, gsm8k, files or hub ids; "

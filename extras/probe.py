@@ -34,7 +34,8 @@ SHARED += "cold_start cold_start_temperature cold_start_tokens writer_model memo
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
     """The probe's own options; and (flags, settings) of GRPO, the planned run and each --try."""
-    own = config.Parser("python -m extras.probe", add_help=False)
+    usage = "[--problems N] [--samples N] [--FLAG VALUE ...]"
+    own = config.Parser("python -m extras.probe", usage, __doc__, add_help=False)
     own.add_argument("--problems", type=int, default=80, metavar="N", help="training problems")
     own.add_argument("--samples", type=int, default=4, metavar="N", help="rollouts of each problem")
     text = "further rollouts of each, for the covariance alone: they need no teachers"

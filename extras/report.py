@@ -21,19 +21,15 @@ import config
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line's settings; a mistake exits with code 2."""
-    parser = config.Parser(
-        "report",
-        usage="python -m extras.report RUN [RUN ...] [--FLAG VALUE ...]",
-        description="A page of a run's curves, gates, ledger and bank; or one problem explained.",
-    )
+    usage = "RUN [RUN ...] [--FLAG VALUE ...]"
+    parser = config.Parser("python -m extras.report", usage, __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory")
     page = "the page (default: report.html in the first run)"
     add("--out", type=pathlib.Path, metavar="FILE", help=page)
     add("--explain", metavar="PROBLEM", help="take this problem through one step of the run")
     add("--answer", help="the reference answer of the problem in --explain")
-    draws = "solutions that --explain draws (default: 8)"
-    add("--draws", type=int, default=8, metavar="N", help=draws)
+    add("--draws", type=int, default=8, metavar="N", help="solutions that --explain draws")
     args = parser.parse_args(argv)
     if (args.explain is None) != (args.answer is None):
         parser.error("--explain and --answer: each needs the other; give both")

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -202,6 +203,18 @@ def test_help_has_groups_defaults_and_examples(program, capsys):
         assert (f"\n{group}:\n" in text) == (not of_baselines or program == "extras.baselines")
     for part in (f"examples:\n    {PROGRAMS[program]} ", "(default: 0.05)", "Eq. 14, Tab. 12"):
         assert part in text
+
+
+@pytest.mark.parametrize("program", ["eval", "extras.report", "extras.probe"])
+def test_other_programs_help_has_defaults_and_examples(program, capsys):
+    with pytest.raises(SystemExit):
+        main = importlib.import_module(program)
+        (main.parse if program == "extras.probe" else main.arguments)(["--help"])
+    text = capsys.readouterr().out
+    command = f"python {program}.py" if program == "eval" else f"python -m {program}"
+    assert f"examples:\n    {command} " in text
+    assert re.search(r"--(samples|draws) N .*\(default: \d+\)", text)
+    assert "(default: )" not in text and "(default: None)" not in text
 
 
 # ----------------------------------------------------------------------------------------- resume

@@ -122,7 +122,7 @@ def words(run: pathlib.Path, window: int, word: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = config.Parser(description=(__doc__ or "").split("\n")[0])
+    parser = config.Parser("python research/polarity/credit.py", "RUN [--FLAG VALUE ...]", __doc__)
     parser.add_argument(
         "run", type=pathlib.Path, help="a run; without --word audited at every step"
     )

@@ -16,7 +16,6 @@ correlation of 1/3). Such draws have no boxed answers, not the training's own pr
 and nothing of what makes real curves uneven.
 """
 
-import argparse
 import itertools
 import json
 import pathlib
@@ -179,11 +178,10 @@ def each(rows: list[Tried]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = config.Parser("falls.py", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = config.Parser("python research/polarity/falls.py", "RUN ... or --simulate", __doc__)
     parser.add_argument("runs", nargs="*", type=pathlib.Path, metavar="RUN", help="directories")
     parser.add_argument("--simulate", action="store_true", help="draw curves around research/")
-    parser.add_argument("--draws", type=int, default=20, help="of each stored curve (default: 20)")
+    parser.add_argument("--draws", type=int, default=20, help="of each stored curve")
 
     args = parser.parse_args(argv)
     if bool(args.runs) == args.simulate:
