@@ -3,6 +3,7 @@
     python research/slope/measure.py --world lock --minutes 60    goes on with lock.jsonl
     python research/slope/measure.py --world tiny --minutes 60    the same in the first world
     python research/slope/measure.py --world lock --table         the table of what is there
+    python research/slope/measure.py --picture slope.png          both worlds (needs matplotlib)
 
 Twelve banks per world, none of them used before: the model's own from seeds 5 to 9; hand-written
 ones with a true mistake for every family and a skill that misleads for 0, 25, 50, 75 and 100% of
@@ -240,15 +241,51 @@ def table(rows: list[dict]) -> list[str]:
     return lines
 
 
+def picture(path: str) -> None:
+    """Accuracy after 20 steps by the slope of the base, a point for each bank."""
+    import matplotlib
+
+    import files
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    titles = {"tiny": "tiny world", "lock": "harder world"}
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6))
+    for axis, (world, title) in zip(axes, titles.items()):
+        rows = list(files.read_jsonl(HERE / f"{world}.jsonl"))
+        probes = [row["slopes"] for row in rows if row["kind"] == "slopes"]
+        for bank in BANKS:
+            runs = [r for r in rows if (r["kind"], r.get("bank")) == ("train", bank)]
+            ends = [100 * run["accuracy"]["20"] for run in runs]
+            ranges = [[p[bank][name] for name in ("low", "slope", "high")] for p in probes]
+            (low, x, high), y = np.mean(ranges, 0), statistics.mean(ends)
+            color = {"own": "tab:blue", "hand": "tab:green"}.get(bank.split("-")[0], "tab:gray")
+            axis.errorbar(x, y, xerr=[[x - low], [high - x]], fmt="o", color=color, alpha=0.7)
+            axis.annotate(bank, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
+        axis.axvline(0, color="black", linewidth=0.5)
+        (base,) = (100 * row["accuracy"] for row in rows if row["kind"] == "base")
+        axis.axhline(base, color="black", linewidth=0.5, linestyle=":")
+        axis.set_title(title)
+        axis.set_xlabel("slope of the base model, points a step (95% interval)")
+    axes[0].set_ylabel("accuracy after 20 steps, test problems, %")
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--world", choices=("lock", "tiny"), default="lock")
     parser.add_argument("--minutes", type=float, default=60, help="begin no job after so many")
     parser.add_argument("--work", default="runs/slope", help="banks, and the job under way")
     parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--picture", metavar="FILE", help="only draw both worlds")
     args = parser.parse_args()
     import files
 
+    if args.picture:
+        picture(args.picture)
+        return
     w, out, began = WORLDS[args.world], HERE / f"{args.world}.jsonl", time.monotonic()
     rows = list(files.read_jsonl(out))
     if args.table:
