@@ -372,8 +372,8 @@ def refuse_missing_path(flag_name: str, name: str) -> None:
     The hub would be asked for it, for a minute. ORG/NAME may be a hub id, unless ORG is a directory
     here and the hub's cache does not have it.
     """
-    path = pathlib.Path(name)
-    if not name or path.exists():
+    path, (folder, _, configuration) = pathlib.Path(name), name.partition(":")
+    if not name or path.exists() or (configuration and pathlib.Path(folder).is_dir()):
         return
     looks_like_path = name.startswith((".", "/", "~", "runs/")) or name.endswith("/")
     looks_like_path |= name.count("/") > 1

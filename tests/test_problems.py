@@ -6,6 +6,7 @@ import datasets
 import pytest
 from conftest import ROOT
 
+import config
 import problems
 from problems import Problem
 
@@ -125,6 +126,21 @@ def test_a_directory_in_the_hubs_layout_has_splits(suffix, tmp_path):
     assert [x.answer for x in test] == ["3"]
     with pytest.raises(ValueError, match="could not read it .*--split"):
         problems.load_problems(str(tmp_path), split="valid")
+
+
+def test_a_directory_in_the_hubs_layout_has_configurations(tmp_path):
+    card = ["configs:"]
+    for name in ("main", "other"):
+        data = datasets.Dataset.from_list([{"problem": f"of {name}", "answer": "1"}])
+        (tmp_path / name).mkdir()
+        data.to_parquet(tmp_path / name / "train-00000-of-00001.parquet")
+        card += [f"- config_name: {name}", f"  data_files: {name}/train-*"]
+    (tmp_path / "README.md").write_text("\n".join(["---", *card, "---\n"]))
+    for name in ("main", "other"):
+        config.refuse_missing_path("--data", f"{tmp_path}:{name}")
+        assert problems.load_problems(f"{tmp_path}:{name}")[0][0].problem == f"of {name}"
+    with pytest.raises(ValueError, match=r"pick one among .*\['main', 'other'\]"):
+        problems.load_problems(str(tmp_path))
 
 
 # -------------------------------------------------------------------------------- evaluation sets
