@@ -1,6 +1,7 @@
 """Mistakes on purpose, as a new user makes them: how soon each is answered, and by what line.
 
-    python research/robustness/mistakes.py    prints the table of mistakes.md
+    python research/robustness/mistakes.py                  prints the table of mistakes.md
+    python research/robustness/mistakes.py --before TREE    with the answers of another checkout
 
 Every command runs as a process of its own, with the tiny world, in a scratch folder. A command
 that has not ended after LIMIT seconds is stopped. The script asserts nothing.
@@ -69,6 +70,10 @@ MISTAKES = [
         "more processes than problems",
         "-m torch.distributed.run --standalone --nproc_per_node 2 {train} --batch-size 1",
     ),
+    Mistake("an unknown setting in a file", "{train} --config {s}/odd.yaml"),
+    Mistake("another rate for a run that goes on", "sgsd.py --resume {s}/run --learning-rate 1"),
+    Mistake("a data set without its configuration", "{train} --data {s}/hub"),
+    Mistake("a server that is not there", "{train} --server http://127.0.0.1:9/v1"),
     Mistake("evaluating a path that is not there", "eval.py runs/nope {short}"),
     Mistake(
         "an adapter on another base",
@@ -90,12 +95,19 @@ MISTAKES = [
 ]
 
 
-def prepare(scratch: pathlib.Path) -> None:
+def prepare(scratch: pathlib.Path, tree: pathlib.Path) -> None:
     """The files that the mistakes are about: problems, banks, a model, runs, an evaluation."""
     row = '{"problem": "p", "answer": "1"}\n'
     (scratch / "number.jsonl").write_text(row + '{"problem": "q", "answer": 0.5}\n')
     (scratch / "broken.jsonl").write_text(row + '{"problem": "q", \n')
     (scratch / "d.jsonl").write_text(row)
+    (scratch / "odd.yaml").write_text("learning_rat: 0.1\n")
+    card = ["configs:"]
+    for name in ("main", "other"):
+        (scratch / "hub" / name).mkdir(parents=True)
+        (scratch / "hub" / name / "train.jsonl").write_text(row)
+        card += [f"- config_name: {name}", f"  data_files: {name}/train.jsonl"]
+    (scratch / "hub/README.md").write_text("\n".join(["---", *card, "---", ""]))
     (scratch / "empty").mkdir()
     skills, mistakes = [], []
     for i in range(4):
@@ -115,10 +127,11 @@ def prepare(scratch: pathlib.Path) -> None:
     )
     needed = [["-c", other], f"eval.py tiny/model {SHORT} --out {scratch}/done".split()]
     for name in ("run", "torn", "busy"):
-        needed.append([*TRAIN.split(), f"--bank={scratch}/bank.json", f"--out={scratch}/{name}"])
+        words = f"{{train}} --bank={scratch}/bank.json --out={scratch}/{name}"
+        needed.append(fill(words, TRAIN, scratch, tree))
     for command in needed:
         done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=environment(), capture_output=True, text=True
+            [sys.executable, *command], cwd=tree, env=environment(), capture_output=True, text=True
         )
         if done.returncode:
             raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -129,27 +142,26 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def walk() -> list[tuple[float, str]]:
-    """For each mistake the seconds until its command ended, and its last line."""
+def walk(tree: pathlib.Path) -> list[tuple[float, str]]:
+    """For each mistake in a checkout: seconds until its command ended, and its last line."""
     answers = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = pathlib.Path(folder)
-        prepare(scratch)
+        prepare(scratch, tree)
         for number, mistake in enumerate(MISTAKES):
             train = TRAIN if "--out {s}" in mistake.command else f"{TRAIN} --out {{s}}/{number}"
             beside = None
             if mistake.beside:
-                words = fill(mistake.beside, train, scratch)
+                words = fill(mistake.beside, train, scratch, tree)
                 beside = subprocess.Popen(
                     [sys.executable, *words],
-                    cwd=ROOT,
+                    cwd=tree,
                     env=environment(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                 )
                 wait_for(scratch / mistake.sign, beside)
-            words = fill(mistake.command, train, scratch)
-            seconds, line = answer(words)
+            seconds, line = answer(fill(mistake.command, train, scratch, tree), tree)
             if beside is not None:
                 beside.kill()
                 beside.wait()
@@ -168,17 +180,19 @@ def wait_for(file: pathlib.Path, process: subprocess.Popen) -> None:
         time.sleep(0.5)
 
 
-def fill(command: str, train: str, scratch: pathlib.Path) -> list[str]:
+def fill(command: str, train: str, scratch: pathlib.Path, tree: pathlib.Path) -> list[str]:
     text = command.replace("{train}", train).replace("{short}", SHORT)
+    if " steps: int" not in (tree / "config.py").read_text():  # an older name
+        text = text.replace("--steps", "--updates")
     return text.replace("{s}", str(scratch)).split()
 
 
-def answer(words: list[str]) -> tuple[float, str]:
+def answer(words: list[str], tree: pathlib.Path) -> tuple[float, str]:
     """The seconds that a command took, and the last line that the project's program printed."""
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, *words],
-        cwd=ROOT,
+        cwd=tree,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -199,10 +213,20 @@ def answer(words: list[str]) -> tuple[float, str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.parse_args(argv)
-    print("\n".join(head_of(["", "the mistake", "seconds", "the line"])))
-    for number, (mistake, (seconds, line)) in enumerate(zip(MISTAKES, walk()), 1):
-        print(row_of([number, mistake.kind, f"{seconds:.1f}", line]))
+    parser.add_argument("--before", type=pathlib.Path, metavar="TREE", help="another checkout")
+    args = parser.parse_args(argv)
+    walks = {"": walk(ROOT)}
+    if args.before:
+        walks["before: "] = walk(args.before.absolute())
+    head = ["", "the mistake"]
+    for when in walks:
+        head += [f"{when}seconds", f"{when}the line"]
+    print("\n".join(head_of(head)))
+    for i, mistake in enumerate(MISTAKES):
+        cells = [i + 1, mistake.kind]
+        for answers in walks.values():
+            cells += [f"{answers[i][0]:.1f}", answers[i][1]]
+        print(row_of(cells))
 
 
 if __name__ == "__main__":
