@@ -391,7 +391,7 @@ def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str
     for row in rows:
         row.numbers["relative"] = row.numbers["unit"] / n["unit"] if n["unit"] else None
         row.numbers["smallest"] = POWER * row.numbers["error"]
-        print(line_of(row))
+        print(line_of("GRPO" if row is grpo else row.flags or "as planned", row.numbers))
     planned = next((row for row in rows if not row.flags), grpo).numbers
     least = planned["smallest"]
     print(f"the smallest slope that {drawn} rollouts tell from 0, in 4 of 5 cases: {least:.3f}")
@@ -404,13 +404,13 @@ def span(numbers: dict[str, Any]) -> str:
     return "{slope:+.3f} ({low:+.3f} to {high:+.3f})".format(**numbers)
 
 
-def line_of(row: Row) -> str:
-    """A row of the printed table."""
-    n = row.numbers
+def line_of(label: str, n: dict[str, Any]) -> str:
+    """A row of the printed table; of a long label its end, where paths differ."""
+    label = label if len(label) <= 30 else f"…{label[-29:]}"
     texts = ["-" if n[name] is None else f"{n[name]:+.3f}" for name in SUPPORTS]
     relative = "-" if n["relative"] is None else f"{n['relative']:.2f}"
     decided = "-" if n["decided"] is None else f"{n['decided']:.0%}"
-    line = f"{row.flags[:30] or 'as planned':30} {span(n):26} {relative:>9} {n['cut']:5.0%}"
+    line = f"{label:30} {span(n):26} {relative:>9} {n['cut']:5.0%}"
     return f"{line}  {texts[0]:>6} {texts[1]:>6}  {decided:>7}"
 
 
