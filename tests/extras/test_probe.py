@@ -351,6 +351,9 @@ def test_the_probe_has_a_row_for_grpo_the_plan_and_each_try(command, tmp_path, c
     cost = next(i for i, line in enumerate(printed) if line.startswith("cost: 1 x 6 problems x 3"))
     success = next(i for i, line in enumerate(printed) if line.startswith("success "))
     assert cost < success
+    labels = [line[:30].strip() for line in printed if line[31:32] in "+-" and line[30:31] == " "]
+    assert labels[:2] == ["GRPO", "as planned"] and labels[3:] == ["--method opsd", "--no-polarity"]
+    assert labels[2] == "…" + tries[0][-29:]
 
 
 def test_the_same_command_gives_the_same_numbers(plain, command):
