@@ -839,11 +839,16 @@ def load_bank(cfg: Config, step: int, resume: bool) -> SkillBank | None:
     if not cfg.bank:
         return None
     bank = SkillBank.load(cfg.bank)
+    refuse_short_bank(bank, cfg)
+    return bank
+
+
+def refuse_short_bank(bank: SkillBank, cfg: Config) -> None:
+    """ValueError where the bank of --bank makes fewer than K pairs."""
     shorter = min(len(bank.general_skills), len(bank.common_mistakes))
     if shorter < cfg.num_teachers:
         rule = f"--num-teachers {cfg.num_teachers} needs as many of each; lower it"
         raise ValueError(f"--bank {cfg.bank}: has {bank.sizes}, {rule}")
-    return bank
 
 
 def nearest(cfg: Config, world: World) -> Retriever:

@@ -2,7 +2,7 @@
 
     python -m extras.probe --preset tiny --bank A.json     the planned run, and GRPO beside it
     python -m extras.probe --preset tiny --bank A.json --try "--bank B.json" --try "--method opsd"
-    python -m extras.probe --preset tiny --at runs/tiny/checkpoints/step_000020
+    python -m extras.probe --config runs/a/config.json --at runs/a/checkpoints/step_000020
 
 A step moves the weights along u. To first order it changes the success rate J by
 
@@ -29,7 +29,11 @@ from extras import baselines
 
 # All rows share the model, the problems and the making of the bank.
 SHARED = "model dtype attn lora_rank lora_alpha device data seed verifier prompts".split()
-SHARED += "cold_start cold_start_temperature cold_start_tokens writer_model memory_answer".split()
+SHARED += [
+    f"cold_start{x}" for x in ("", "_temperature", "_top_p", "_top_k", "_tokens", "_thinking")
+]
+SHARED += "writer_model writer_server memory_answer merge_group_size merge_patience".split()
+SHARED += ["reply_tokens"]
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
@@ -74,7 +78,8 @@ def grpo_of(cfg: Any, samples: int) -> tuple[str, Any]:
     groups = max(1, cfg.batch_size * cfg.generations // samples)
     changes = {"batch_size": groups, "generations": samples, "loss_temperature": 0.0}
     flags = "--method grpo"
-    for name in ("student_prefix", "temperature", "top_p", "top_k", "max_new_tokens", *changes):
+    alike = "student_prefix temperature top_p top_k max_new_tokens grad_clip learning_rate".split()
+    for name in (*alike, *changes):
         flags += f" {config.flag(name)} {changes.get(name, getattr(cfg, name))}"
     plain = {name: getattr(baselines.BaselineConfig, name) for name in baselines.OF_TEACHERS}
     return flags, replace(cfg, method="grpo", bank="", **changes, **plain)
@@ -126,6 +131,7 @@ class Row:
     examples: list[list[tuple[list, list[list[int]]]]]  # [N][--samples]: pairs, teachers' prompts
     groups: list[list[Rollout]] = field(default_factory=list)  # [N][G]; rows that agree share them
     directions: list[Tensor] = field(default_factory=list)  # from each half: Adam's, unit; [2, P]
+    points_N: np.ndarray = field(default_factory=lambda: np.zeros(0))  # each problem's slope
     numbers: dict[str, Any] = field(default_factory=dict)  # its row in --out
 
 
@@ -219,9 +225,9 @@ def set_slopes(rows: Sequence[Row], halves: Sequence[list[int]], bar: tqdm) -> N
     directions = [torch.cat([row.directions[h] for row in rows]) for h in (0, 1)]
     points_R2N = 100 * problem_slopes(halves, directions, ascent_of).reshape(len(rows), 2, -1)
     for row, (adam_N, unit_N) in zip(rows, points_R2N):
-        adam_N = adam_N * row.run.cfg.learning_rate
+        row.points_N = adam_N * row.run.cfg.learning_rate
         names = "slope", "low", "high", "error"
-        row.numbers |= dict(zip(names, interval([adam_N[half] for half in halves])))
+        row.numbers |= dict(zip(names, interval([row.points_N[half] for half in halves])))
         row.numbers["unit"], *_, row.numbers["unit_error"] = interval([unit_N[h] for h in halves])
 
 
@@ -259,7 +265,8 @@ def set_directions(row: Row, halves: Sequence[list[int]], bar: tqdm) -> None:
     """The method's step at the present weights, from each half; no weight moves.
 
     Adam's is -m / (sqrt v + 1e-8), where m and v are means over minibatches of the clipped gradient
-    and of its square: the mean of AdamW's first steps. The unit direction is the mean gradient's.
+    and of its square: where AdamW's steps tend while the weights stay (its first ones are nearer to
+    the gradient's sign). The unit direction is the mean gradient's.
     """
     run, samples = row.run, len(row.examples[0])
     cfg: Any = run.cfg
@@ -312,12 +319,15 @@ def make_row(
         if encoder not in cache:
             cache[encoder] = baselines.retriever_of(cfg) or sgsd.nearest(cfg, run.world)
         run.bank, run.retriever = cache[cfg.bank], cache[encoder]
+        if cfg.bank:
+            sgsd.refuse_short_bank(run.bank, cfg)
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
     row = Row(flags, run, loss_of, sampling, [], [])
     for x in data:
         row.examples.append([])
         for j in range(samples + options.extra_samples):
-            pairs_K = run.retrieve(x, run.step + 1 + j)  # --retrieval random draws anew for each
+            turn = 0 if cfg.method.startswith("grpo") else j  # a group shares its prompt
+            pairs_K = run.retrieve(x, run.step + 1 + turn)  # --retrieval random draws anew
             student, contexts_K = prompts_of(run, x, pairs_K)
             row.students.append(student)
             row.examples[-1] += [(pairs_K, contexts_K)] if j < samples else []
@@ -325,12 +335,16 @@ def make_row(
 
 
 def bank_of(run: Run, at: str | None) -> Any:
-    """A row's bank: --bank, or the one in use at the checkpoint, or one that the model writes."""
+    """A row's bank: the one in use at the checkpoint, --bank, or one that the model writes.
+
+    A --bank that is not the run's own stands for itself, at a checkpoint too.
+    """
+    trained_in = pathlib.Path(at or "").absolute().parent.parent
+    evolved = bool(at and sgsd.bank_versions(trained_in))
+    if evolved and run.cfg.bank in ("", config.saved(trained_in)["bank"]):
+        return sgsd.load_bank(replace(run.cfg, out=str(trained_in)), run.step + 1, True)
     if run.cfg.bank:
         return sgsd.load_bank(run.cfg, 0, False)
-    trained_in = pathlib.Path(at or "").absolute().parent.parent
-    if at and sgsd.bank_versions(trained_in):
-        return sgsd.load_bank(replace(run.cfg, out=str(trained_in)), run.step + 1, True)
     run.writer = sgsd.writer_of(run.cfg, run.world, (run.lm, run.tokenizer, run.stream), run.out)
     bank = sgsd.make_bank(run, run.out)
     sgsd.refuse_without_pairs(bank, run.cfg)
@@ -372,15 +386,19 @@ def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str
             row.groups = groups
             row.numbers["success"] = float(np.mean([roll.r > 0 for roll in rolls]))
             row.numbers["cut"] = float(np.mean([roll.truncated for roll in rolls]))
-    n, mixed = grpo.numbers, sum(len({roll.r for roll in group}) == 2 for group in grpo.groups)
-    print(f"success {n['success']:.1%}; {mixed} of {len(data)} problems have both outcomes")
+    n, planned = grpo.numbers, next((row for row in rows if not row.flags), grpo)
+    mixed = sum(len({roll.r for roll in group}) == 2 for group in planned.groups)
+    success = planned.numbers["success"]
+    print(f"success {success:.1%}; {mixed} of {len(data)} problems have both outcomes")
 
     halves = [list(range(0, len(data), 2)), list(range(1, len(data), 2))]
     with tqdm(total=passes, desc="passes", disable=None, unit="pass") as bar:
         set_directions(grpo, halves, bar)
         set_slopes([grpo], halves, bar)
         needed = drawn * (2 * POWER * n["error"] / max(abs(n["slope"]), 1e-9)) ** 2
-        bar.write(f"GRPO: {span(n)}; to tell half of it from 0 takes about {needed:,.0f} rollouts")
+        bar.write(
+            f"GRPO: {span(n)}; to tell half of it from 0 takes at most {needed:,.0f} rollouts"
+        )
         for row in rows[1:]:
             set_directions(row, halves, bar)
         for sharing in alike.values():
@@ -389,14 +407,18 @@ def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str
                 set_slopes(others, halves, bar)
     print(f"\n{'':30} {'points of success a step':26} of GRPO's   cut  supports +, -   decided")
     for row in rows:
-        row.numbers["relative"] = row.numbers["unit"] / n["unit"] if n["unit"] else None
+        alone = row.groups is not grpo.groups  # it has other rollouts, so another success rate
+        row.numbers["relative"] = (
+            None if alone or not n["unit"] else row.numbers["unit"] / n["unit"]
+        )
         row.numbers["smallest"] = POWER * row.numbers["error"]
+        gap = [None] * 3 if alone else interval([(row.points_N - grpo.points_N)[h] for h in halves])
+        row.numbers |= dict(zip(("less_grpo", "less_grpo_low", "less_grpo_high"), gap))
         print(line_of("GRPO" if row is grpo else row.flags or "as planned", row.numbers))
-    planned = next((row for row in rows if not row.flags), grpo).numbers
-    least = planned["smallest"]
-    print(f"the smallest slope that {drawn} rollouts tell from 0, in 4 of 5 cases: {least:.3f}")
-    print(advice(planned, n, mixed))
-    numbers = {"success": n["success"], "rollouts": drawn, "mixed": mixed}
+    least = planned.numbers["smallest"]
+    print(f"{drawn} rollouts tell a slope of {least:.3f} from 0 in at least 4 of 5 cases")
+    print(advice(planned.numbers, n, mixed))
+    numbers = {"success": success, "rollouts": drawn, "mixed": mixed}
     return numbers | {"rows": [{"flags": row.flags, **row.numbers} for row in rows]}
 
 
@@ -415,7 +437,7 @@ def line_of(label: str, n: dict[str, Any]) -> str:
 
 
 def advice(planned: dict[str, Any], grpo: dict[str, Any], mixed: int) -> str:
-    """What to do, in one sentence, by the planned row's interval and its ratio to GRPO's."""
+    """What to do, in one sentence, by the planned row's intervals; `less_grpo` is paired."""
     if planned["error"] == 0:
         return "Change the plan: there is no loss, or no problem has both outcomes."
     if mixed < ENOUGH:
@@ -426,9 +448,8 @@ def advice(planned: dict[str, Any], grpo: dict[str, Any], mixed: int) -> str:
         return "Take GRPO or another row: GRPO's slope is told from 0 here, the planned one is not."
     if planned["low"] <= 0:
         return "Sample more before you decide: the planned slope is not told from 0, nor is GRPO's."
-    if grpo["low"] > 0 and planned["relative"] < 0.8:
-        times = 1 / max(planned["relative"], 1e-3)
-        return f"It helps, but a GRPO step of the same length helps {times:.1f} times as much."
+    if planned["less_grpo"] is not None and planned["less_grpo_high"] < 0:
+        return f"It helps, but a step of GRPO adds {-planned['less_grpo']:.2f} points more."
     return "Train as planned, and probe again at a checkpoint: a slope says nothing of later steps."
 
 
@@ -439,8 +460,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(130))  # the temporary folder goes, too
     with contextlib.ExitStack() as held, config.mistakes_as_one_line("probe"):
-        if options.out and pathlib.Path(options.out).is_dir():
-            raise ValueError(f"--out {options.out}: is a directory; give a file")
+        if options.out and not options.out.endswith(".json"):
+            raise ValueError(f"--out {options.out}: the file of the numbers must end with .json")
         world = distributed.init(cfg.device)
         if world.size > 1:
             raise ValueError("the probe runs in one process: start it with python, not torchrun")

@@ -28,7 +28,7 @@ from research.slope import measure
 
 PLANNED = "own-8"  # the bank
 CHANGES = [f"--bank {name}" for name in measure.BANKS if name[:3] == "own" and name != PLANNED]
-CHANGES += ["--num-teachers 1", "--num-teachers 8", "--tau-g 0.3", "--tau-g 3"]
+CHANGES += ["--num-teachers 1", "--num-teachers 6", "--tau-g 0.3", "--tau-g 3"]
 CHANGES += ["--eps-a 0", "--eps-a 0.02", "--no-token-mask", "--retrieval random"]
 SEEDS = range(20, 25)
 W = dataclasses.replace(compare.WORLDS["lock"], points=measure.POINTS)

@@ -204,6 +204,17 @@ def spearman(a: list[float], b: list[float]) -> float:
     return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
+def with_bounds(a: list[float], b: list[float], draws: int = 4000) -> str:
+    """The rank correlation with a 95% bootstrap over banks."""
+    x, y, rng, found = np.array(a), np.array(b), np.random.default_rng(0), []
+    for _ in range(draws):
+        chosen = rng.integers(len(x), size=len(x))
+        if len({*x[chosen]}) > 1 and len({*y[chosen]}) > 1:
+            found.append(spearman(list(x[chosen]), list(y[chosen])))
+    low, high = np.quantile(found, (0.025, 0.975))
+    return f"{spearman(a, b):.2f} ({low:.2f} to {high:.2f})"
+
+
 def table(rows: list[dict]) -> list[str]:
     """Means over the seeds that are there, and rank correlations over banks."""
     probes = [row["slopes"] for row in rows if row["kind"] == "slopes"]
@@ -233,7 +244,7 @@ def table(rows: list[dict]) -> list[str]:
             both = zip(columns[name], columns[f"after {step}"])
             means = [(statistics.mean(a), statistics.mean(b)) for a, b in both if a and b]
             one, other = [a for a, _ in means], [b for _, b in means]
-            cells.append(f"{spearman(one, other):.2f}" if len(means) > 2 else "")
+            cells.append(with_bounds(one, other) if len(means) > 2 else "")
         lines.append(row_of(cells))
     for row in rows:
         if row["kind"] == "base":

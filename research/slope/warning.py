@@ -149,8 +149,9 @@ def tables(rows: Sequence[Row]) -> list[str]:
         "slope, points a step (* interval contains 0 or less)",
     ]
     lines = head_of([*head, "fallen at", "first alarm"])
-    ahead: list[dict[str, float]] = []
+    ahead: list[dict[str, float]] = []  # of pairs that share their method
     others: list[dict[str, float]] = []
+    shared = {fell[0] for fell, held in PAIRS if fell[0] == held[0]}
     for method, seed in [run for pair in PAIRS for run in pair]:
         mine = [row for row in rows if (row["method"], row["seed"]) == (method, seed)]
         probes = [row for row in mine if row["kind"] == "probe"]
@@ -159,19 +160,21 @@ def tables(rows: Sequence[Row]) -> list[str]:
             continue  # under way
         successes = [row["success"] for row in probes]
         fall = probes[-2]["step"] if fallen(successes) else None
-        alarms = [x["step"] for x in probes if x["low"] <= 0 and x["step"] >= FIRST_ALARM]
+        before = [x for x in probes if FIRST_ALARM <= x["step"] < (fall or STEPS[-1] + 1)]
+        alarms = [x["step"] for x in before if x["low"] <= 0]
         told = [f"{x['slope']:.2f}{'*' if x['low'] <= 0 else ''}" for x in probes]
         cells = [f"{method}, {seed}", " ".join(f"{100 * x:.0f}" for x in successes), " ".join(told)]
         lines.append(row_of([*cells, fall or "held", alarms[0] if alarms else "none"]))
         for i, x in enumerate(probes):
-            if fall and x["step"] >= fall:
+            if x not in before or method not in shared:
                 continue
             soon = fall is not None and fall - x["step"] <= AHEAD
             (ahead if soon else others).append(signals(probes, i, logs[0]))
     if not ahead or not others:
         return lines
     text = f"area under the curve: {len(ahead)} checkpoints with a fall within {AHEAD} steps"
-    lines += ["", *head_of(["signal", f"{text}, {len(others)} without"])]
+    text += f", {len(others)} without, of pairs that share their method"
+    lines += ["", *head_of(["signal", text])]
     for name in ahead[0]:
         value = area([x[name] for x in ahead], [x[name] for x in others])
         lines.append(row_of([name, f"{value:.2f}"]))

@@ -1,5 +1,6 @@
 """The slope: its equations on a policy whose grad J is enumerated, then the command."""
 
+import dataclasses
 import json
 import math
 import tempfile
@@ -10,6 +11,7 @@ import pytest
 import torch
 from conftest import make_bank, same, t
 
+import files
 import model
 import rollout
 import scoring
@@ -339,6 +341,10 @@ def test_the_probe_has_a_row_for_grpo_the_plan_and_each_try(command, tmp_path, c
     numbers = command(*[word for text in tries for word in ("--try", text)])
     assert {"success", "rollouts", "seconds", "rows"} <= numbers.keys()
     assert numbers["rollouts"] == 18 and 0 < numbers["success"] < 1
+    for row in numbers["rows"]:
+        gap = row["slope"] - numbers["rows"][0]["slope"]
+        assert row["less_grpo"] == pytest.approx(gap)
+        assert row["less_grpo_low"] <= row["less_grpo"] <= row["less_grpo_high"]
     grpo, plan, *others = numbers["rows"]
     assert grpo["flags"].startswith("--method grpo") and plan["flags"] == ""
     assert [row["flags"] for row in others] == list(tries)
@@ -365,6 +371,7 @@ def test_rows_that_sample_otherwise_have_rollouts_of_their_own(command, capsys):
     numbers = command("--try", "--temperature 0.6", "--try", "--student-prefix bare")
     assert "cost: 3 x 6 problems" in capsys.readouterr().out
     assert len({row["slope"] for row in numbers["rows"]}) == 4
+    assert [row["relative"] is None for row in numbers["rows"]] == [False, False, True, True]
 
 
 def test_extra_samples_are_for_the_covariance_alone(plain, command):
@@ -390,23 +397,41 @@ def test_at_a_checkpoint_its_adapter_is_measured(plain, command, world_dir, tmp_
     assert moved == moved | {"rollouts": 18}
 
 
+def test_at_a_checkpoint_the_runs_bank_is_the_one_in_use(tiny_run, tmp_path):
+    (tmp_path / "old/bank").mkdir(parents=True)
+    files.write_json(tmp_path / "old/config.json", {"settings": {"bank": "a.json"}})
+    for name, size in (("old/bank/step_000000", 4), ("old/bank/step_000002", 5), ("b", 6)):
+        make_bank(tmp_path / f"{name}.json", size, size)
+    at = str(tmp_path / "old/checkpoints/step_000002")
+    for bank, size in (("a.json", 5), ("", 5), (str(tmp_path / "b.json"), 6)):
+        cfg = dataclasses.replace(tiny_run.cfg, bank=bank)
+        run = dataclasses.replace(tiny_run, cfg=cfg, step=2)
+        assert len(probe.bank_of(run, at).general_skills) == size
+
+
 def test_a_mistake_is_one_line(command, capsys, tmp_path):
     driver.refused(capsys, probe.main, [*command.argv, "--problems", "3"], "--problems", ">= 4")
     driver.refused(capsys, probe.main, [*command.argv, "--at", "nowhere"], "nowhere")
     argv = [*command.argv, "--try", "--seed 4"]
     driver.refused(capsys, probe.main, argv, "--seed 4", "all rows share it")
     driver.refused(capsys, probe.main, [*command.argv, "--temperature", "0"], "greedy")
-    driver.refused(capsys, probe.main, [*command.argv, "--out", str(tmp_path)], "is a directory")
+    driver.refused(
+        capsys, probe.main, [*command.argv, "--out", str(tmp_path)], "must end with .json"
+    )
     driver.refused(capsys, probe.main, [*command.argv, "--try", "--no-such"], "--no-such")
+    argv = [*command.argv, "--try", "--num-teachers 99"]
+    driver.refused(capsys, probe.main, argv, "--num-teachers 99 needs as many of each")
 
 
 def test_the_advice_follows_the_interval_and_the_ratio():
     grpo = {"slope": 2.0, "low": 1.0, "high": 3.0, "error": 0.5, "relative": 1.0}
-    plan = {"slope": 1.0, "low": 0.5, "high": 1.5, "error": 0.2, "relative": 0.9}
+    grpo |= {"less_grpo": 0.0, "less_grpo_high": 0.0}
+    plan = {"slope": 1.0, "low": 0.5, "high": 1.5, "error": 0.2}
+    plan |= {"less_grpo": -1.0, "less_grpo_high": 0.1}
     unsure = {"low": -1.0}
     cases = [(plan, grpo, "Train as planned"), (grpo, grpo, "Train as planned")]
-    cases.append((plan | {"relative": 0.5}, grpo, "2.0 times as much"))
-    cases.append((plan | {"relative": 0.5}, grpo | unsure, "Train as planned"))
+    cases.append((plan | {"less_grpo_high": -0.1}, grpo, "a step of GRPO adds 1.00 points more"))
+    cases.append((plan | {"less_grpo": None}, grpo, "Train as planned"))
     cases.append((plan | unsure, grpo, "Take GRPO"))
     cases.append((plan | unsure, grpo | unsure, "Sample more"))
     cases.append((plan | {"low": -2.0, "high": -1.0}, grpo, "Do not train"))
