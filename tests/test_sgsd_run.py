@@ -299,6 +299,8 @@ def test_a_set_of_other_columns_whose_answers_follow_a_mark_is_trained_and_evalu
     assert before == [log.read_bytes() for log in out.glob("eval/*/samples.jsonl")]
     given = [world_dir / "model", "--data", hub, "--samples=1", "--max-new-tokens=4", *fields]
     given += [f"--out={tmp_path / 'eval'}"]
+    refused(capsys, eval.main, given, 'Unknown split "test"', "check")
+    given.append("--split=train")
     refused(capsys, eval.main, given, f"--data {hub}: the reference of problem 0", hint)
     completes(eval.main, [*given, "--answer-after=####"])
     assert [row["gold"] for row in driver.samples(tmp_path / "eval")] == [

@@ -52,7 +52,7 @@ FILES = [  # the setting, a file, its content, and the words of the line
     ("data", "x.jsonl", "", "x.jsonl: no problem is left of 0 rows"),
     ("data", "x.jsonl", '{"problem": "p"}\n', "x.jsonl:1: a row needs `problem` and `answer`"),
     ("data", "x.parquet", b"PAR1", "x.parquet: could not read it"),
-    ("data", "x", "folder", "x: the directory has no .parquet and no .jsonl file"),
+    ("data", "x", "folder", "x: could not read it (EmptyDatasetError: The directory"),
     ("eval_data", "x.jsonl", "{", "x.jsonl:1: not a JSON line"),
     ("prompts", "x", "folder", "x: extract_mistakes.txt not read ("),
     ("encoder", "x", "folder", "x: not loaded: no model there, the directory is empty"),
