@@ -15,6 +15,7 @@ shares the pairs among several. What they print goes to --work. predictions.md w
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
 import statistics
@@ -181,6 +182,29 @@ def tables(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def what_followed(rows: Sequence[Row]) -> list[str]:
+    """How success changed in the five steps after a probe, by its interval."""
+    changes: dict[str, list[float]] = {"above 0": [], "contains 0, or below": []}
+    probes = [row for row in rows if row["kind"] == "probe"]
+    for one, other in itertools.pairwise(probes):
+        same = (one["method"], one["seed"]) == (other["method"], other["seed"])
+        if same and one["success"] > 0.1:
+            kind = "above 0" if one["low"] > 0 else "contains 0, or below"
+            changes[kind].append(100 * (other["success"] - one["success"]))
+    head = [
+        "interval of the slope",
+        "probes",
+        "success rose in the next five steps",
+        "mean, points",
+    ]
+    lines = ["", *head_of(head)]
+    for kind, values in changes.items():
+        if values:
+            rose = sum(x > 0 for x in values)
+            lines.append(row_of([kind, len(values), rose, f"{statistics.mean(values):+.1f}"]))
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--minutes", type=float, default=60, help="begin no run after so many")
@@ -192,7 +216,8 @@ def main() -> None:
 
     out, began = measure.HERE / "warning.jsonl", time.monotonic()
     if args.table:
-        print("\n".join(tables(list(files.read_jsonl(out)))))
+        rows = sorted(files.read_jsonl(out), key=lambda row: (row["method"], row["seed"]))
+        print("\n".join(tables(rows) + what_followed(rows)))
         return
     work = pathlib.Path(args.work).absolute()
     work.mkdir(parents=True, exist_ok=True)
