@@ -77,7 +77,7 @@ class Config:
     # the data
     data: str = setting(
         "BytedTsinghua-SIA/DAPO-Math-17k",
-        "training problems: HUB_ID[:CONFIGURATION], parquet or JSONL; App. F.1, D8",
+        "training problems: HUB_ID[:CONFIGURATION], directory, parquet, JSONL; App. F.1, D8",
     )
     split: str = setting("train", "split of --data, if that is a hub data set or a directory")
     problem_field: str = setting("problem", "column or field that holds the problem")

@@ -29,11 +29,9 @@ from extras import baselines
 
 # All rows share the model, the problems and the making of the bank.
 SHARED = "model dtype attn lora_rank lora_alpha device data seed verifier prompts".split()
-SHARED += [
-    f"cold_start{x}" for x in ("", "_temperature", "_top_p", "_top_k", "_tokens", "_thinking")
-]
-SHARED += "writer_model writer_server memory_answer merge_group_size merge_patience".split()
-SHARED += ["reply_tokens"]
+SHARED += "cold_start cold_start_temperature cold_start_top_p cold_start_top_k".split()
+SHARED += "cold_start_tokens cold_start_thinking writer_model writer_server".split()
+SHARED += "memory_answer merge_group_size merge_patience reply_tokens".split()
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:

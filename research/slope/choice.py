@@ -73,12 +73,9 @@ def train(name: str, seed: int, work: pathlib.Path) -> Row:
     compare.METHODS[name] = flags
     job = {"method": name, "seed": seed, "rate": measure.RATE, "points": True}
     compare.train(job, W, bank, run)
-    steps = [f"step_{step:06d}" for step in W.points]
-    policies = [str(run / "checkpoints" / x) for x in steps]
-    measure.evaluate(W, policies, pathlib.Path(W.folder, "test.jsonl"), W.samples, seed)
-    scores = [measure.mean_score(run / "eval" / x / "samples.jsonl") for x in steps]
+    accuracy = measure.test_accuracy(W, run, seed)
     shutil.rmtree(run.parent)
-    return {"accuracy": dict(zip(map(str, W.points), scores))}
+    return {"accuracy": accuracy}
 
 
 def largest(slopes: Row) -> str:

@@ -146,6 +146,15 @@ def mean_score(samples: pathlib.Path) -> float:
     return statistics.mean(scores_of(samples).values())
 
 
+def test_accuracy(w: World, run: pathlib.Path, seed: int) -> dict[str, float]:
+    """By step: a run's accuracy on the test problems after each of POINTS."""
+    names = [f"step_{step:06d}" for step in POINTS]
+    policies = [str(run / "checkpoints" / name) for name in names]
+    evaluate(w, policies, pathlib.Path(w.folder, "test.jsonl"), w.samples, seed)
+    scores = [mean_score(run / "eval" / name / "samples.jsonl") for name in names]
+    return dict(zip(map(str, POINTS), scores))
+
+
 def do_job(job: Job, w: World, work: pathlib.Path) -> dict[str, Any]:
     """What a job found."""
     test = pathlib.Path(w.folder, "test.jsonl")
@@ -161,10 +170,7 @@ def do_job(job: Job, w: World, work: pathlib.Path) -> dict[str, Any]:
         return slopes(job, w, work)
     if job["kind"] == "train":
         run = train(job, w, work, POINTS[-1])
-        names = [f"step_{step:06d}" for step in POINTS]
-        evaluate(w, [str(run / "checkpoints" / x) for x in names], test, w.samples, job["seed"])
-        scores = [mean_score(run / "eval" / name / "samples.jsonl") for name in names]
-        return {"accuracy": dict(zip(map(str, POINTS), scores))}
+        return {"accuracy": test_accuracy(w, run, job["seed"])}
     left = PROBLEMS * SAMPLES - PILOT * w.batch  # rollouts that are left for the evaluation
     lines = pathlib.Path(w.folder, "valid.jsonl").read_text().splitlines()[: left // 2]
     problems = work / "pilot.jsonl"

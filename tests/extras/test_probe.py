@@ -423,7 +423,7 @@ def test_a_mistake_is_one_line(command, capsys, tmp_path):
     driver.refused(capsys, probe.main, argv, "--num-teachers 99 needs as many of each")
 
 
-def test_the_advice_follows_the_interval_and_the_ratio():
+def test_the_advice_follows_the_intervals():
     grpo = {"slope": 2.0, "low": 1.0, "high": 3.0, "error": 0.5, "relative": 1.0}
     grpo |= {"less_grpo": 0.0, "less_grpo_high": 0.0}
     plan = {"slope": 1.0, "low": 0.5, "high": 1.5, "error": 0.2}
