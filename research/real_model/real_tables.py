@@ -96,6 +96,12 @@ def entries(ledger: dict, fate: str) -> list[list]:
     return shown
 
 
+def label(run: pathlib.Path) -> str:
+    """A run's method, and its seed if that is not 0."""
+    method, seed = run.name.rpartition("_")[0], config.saved(run)["seed"]
+    return f"{method}, seed {seed}" if seed else method
+
+
 def add(folder: pathlib.Path) -> None:
     """Put a folder's runs and tests into what is kept, in the place of those of the same name."""
     kept = files.read_json(KEPT) if KEPT.exists() else {"tests": {}, "runs": {}}
@@ -103,7 +109,7 @@ def add(folder: pathlib.Path) -> None:
         if (policy / "results.json").exists():  # the test has been finished
             rows = list(files.read_jsonl(policy / "samples.jsonl"))
             run, _, step = policy.name.partition("--step_")
-            name = f"{run.rpartition('_')[0]}, step {int(step)}" if step else "base"
+            name = f"{label(folder / 'runs' / run)}, step {int(step)}" if step else "base"
             kept["tests"][name] = score([row for row in rows if row["set"] == "test"])
     for place in sorted((folder / "runs").iterdir()):
         metrics = list(files.read_jsonl(place / "metrics.jsonl"))
@@ -114,7 +120,7 @@ def add(folder: pathlib.Path) -> None:
         if any(roll["rho"] for roll in rollouts):
             ledger = report.ledger(place)
             found["entries"] = {fate: entries(ledger, fate) for fate in FATES[:2]}
-        kept["runs"][place.name.rpartition("_")[0]] = found
+        kept["runs"][label(place)] = found
     files.write_json(KEPT, kept)
 
 

@@ -1,0 +1,215 @@
+"""What lowers the noise of a slope at the same number of rollouts?
+
+    python research/slope/noise.py FILE.npz --collect    rollouts of the base and their gradients
+    python research/slope/noise.py FILE.npz              the tables
+
+In the harder world we draw 160 training problems x 8 rollouts of the base model and keep three
+gradients of each: of its log-probability as it was drawn (for the covariance), of GRPO's loss at an
+advantage of 1, and of SGSD's loss with the model's own bank. All estimates are then made offline,
+from random parts of this pool: the same mean over its spread says which one needs fewer rollouts.
+
+Asked: directions from one half or from all other folds; more problems or more rollouts of each; and
+a baseline for each token, the success of those other rollouts that begin alike.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from research.markdown_table import head_of, row_of
+from research.methods.compare import WORLDS, places
+
+PROBLEMS, SAMPLES, BANK, SEED = 160, 8, "own-8", 70
+W = WORLDS["lock"]
+FOLDS = 2, 4, 8
+SIZES = (10, 4), (20, 4), (40, 4), (40, 2), (20, 8)
+CLIP = 0.1
+
+
+def collect(path: str) -> None:
+    """The pool, saved: right [N, G]; ascent, grpo and sgsd [N, G, P]; ids and slopes of tokens."""
+    import torch
+
+    import distributed
+    import files
+    import scoring
+    import sgsd
+    from extras import probe
+
+    def gradient(loss: torch.Tensor) -> np.ndarray:
+        if loss.requires_grad:
+            loss.backward()
+        return probe.take_gradient(run).numpy()
+
+    def logq_of(roll: Any) -> torch.Tensor:
+        x_n, ids_n = scoring.predictors(run.lm, [roll.prompt_ids], [roll.completion_ids])
+        drawn = functools.partial(probe.drawn_logprob, grpo.sampling)
+        return scoring.over_slices(run.lm, [x_n], ids_n, drawn, grpo.sampling.temperature)
+
+    with contextlib.ExitStack() as held:
+        work = pathlib.Path(held.enter_context(tempfile.TemporaryDirectory()))
+        for row in files.read_jsonl(pathlib.Path(__file__).with_name("lock.jsonl")):
+            if row["kind"] == "bank" and row["bank"] == BANK:
+                (work / "bank.json").write_text(json.dumps(row["content"]))
+        argv = f"{W.flags} --batch-size {W.batch} --max-new-tokens {W.tokens} --seed {SEED}".split()
+        argv += f"--problems {PROBLEMS} --samples {SAMPLES} --learning-rate 1e-3".split()
+        for name, value in (places(W) | {"encoder": W.encoder, "bank": work / "bank.json"}).items():
+            argv += [f"--{name}", str(value)]
+        options, settings = probe.parse(argv)
+        cfg = dataclasses.replace(settings[0][1], out=str(work / "run"))
+        run = sgsd.prepare(cfg, distributed.init(cfg.device), False, held, lambda *_: [])
+        data = run.problems[:: len(run.problems) // PROBLEMS][:PROBLEMS]
+        cache: dict = {}
+        grpo, planned = (probe.make_row(run, *pair, data, options, cache) for pair in settings)
+        rolls = [roll for group in probe.draw(grpo, data, SAMPLES) for roll in group]
+        examples = [pair for x in planned.examples for pair in x]
+        found: dict[str, list] = {"ascent": [], "grpo": [], "sgsd": []}
+        for i, (roll, (pairs_K, contexts_K)) in enumerate(zip(rolls, examples)):
+            found["ascent"].append(gradient(logq_of(roll).sum()))
+            logp_1T = scoring.token_logprobs(
+                run.lm,
+                [roll.prompt_ids],
+                [roll.completion_ids],
+                grad=True,
+                temperature=grpo.run.cfg.score_temperature,
+            )
+            found["grpo"].append(gradient(-logp_1T.mean()))  # of GRPO's loss, advantage 1
+            example = sgsd.Example(i, roll, [roll], pairs_K, contexts_K)
+            found["sgsd"].append(gradient(planned.loss_of(planned.run, example).loss))
+            if i % 100 == 99:
+                print(f"{i + 1} of {len(rolls)}", flush=True)
+        right_NG = np.array([roll.r > 0 for roll in rolls]).reshape(PROBLEMS, SAMPLES)
+        full = {name: np.array(x).reshape(PROBLEMS, SAMPLES, -1) for name, x in found.items()}
+
+        # How much likelier each token gets along GRPO's direction from the even problems.
+        u_P = direction(problem_gradients(full["grpo"][::2], right_NG[::2])[:, None], "unit")
+        step, params, slopes = 1e-2, list(probe.model.trained(run.lm).values()), []
+        parts = torch.tensor(u_P).float().split([p.numel() for p in params])
+        for sign in (1, -2, 1):  # to +u, to -u, and back
+            for p, part in zip(params, parts):
+                p.data += sign * step * part.view_as(p)
+            if sign != 1 or not slopes:
+                with torch.no_grad():
+                    slopes.append([logq_of(roll).numpy() for roll in rolls])
+        tokens = [(a - b) / (2 * step) for a, b in zip(*slopes)]
+        moved = np.abs(full["ascent"]).sum((0, 1)) > 0  # at the base B alone has a gradient
+        np.savez(
+            path,
+            right=right_NG,
+            lengths=[len(roll.completion_ids) for roll in rolls],
+            ids=np.concatenate([roll.completion_ids for roll in rolls]),
+            tokens=np.concatenate(tokens),
+            **{name: x[..., moved] for name, x in full.items()},
+        )
+
+
+def problem_gradients(grpo_NGP: np.ndarray, right_NG: np.ndarray) -> np.ndarray:
+    """Each problem's gradient of GRPO's loss: the mean of advantage times gradient. [N, P]."""
+    mean = right_NG.mean(1, keepdims=True)
+    deviation = right_NG.std(1, ddof=1, keepdims=True) + 1e-4
+    advantage_NG = (right_NG - mean) / deviation
+    return (advantage_NG[..., None] * grpo_NGP).mean(1)
+
+
+def direction(batches_BGP: np.ndarray, kind: str) -> np.ndarray:
+    """The step from minibatches of gradients [B, problems, P], as in extras.probe. [P]."""
+    g_BP = batches_BGP.mean(1).astype(float)
+    if kind == "unit":
+        mean_P = g_BP.mean(0)
+        return -mean_P / np.linalg.norm(mean_P)
+    g_BP = g_BP * np.minimum(1, CLIP / (np.linalg.norm(g_BP, axis=1, keepdims=True) + 1e-6))
+    return -g_BP.mean(0) / (np.sqrt(np.square(g_BP).mean(0)) + 1e-8)
+
+
+def estimate(d_NP: np.ndarray, ascent_NP: np.ndarray, folds: int, kind: str) -> float:
+    """The slope: each fold's covariance along the direction of all other folds."""
+    of_fold, total = np.arange(len(d_NP)) * folds // len(d_NP), 0.0
+    for fold in range(folds):
+        others_NP = d_NP[of_fold != fold]
+        batches = others_NP[: len(others_NP) // 2 * 2].reshape(-1, 2, d_NP.shape[1])
+        total += float((ascent_NP[of_fold == fold] @ direction(batches, kind)).sum())
+    return 100 * total / len(d_NP)
+
+
+def pool_parts(pool: Any, method: str, samples: int, chosen: Any, rng: Any) -> tuple[Any, Any]:
+    """Gradients of loss and success of the chosen problems, from `samples` random rollouts each."""
+    take = rng.permuted(np.tile(np.arange(SAMPLES), (len(chosen), 1)), axis=1)[:, :samples]
+    at = chosen[:, None], take
+    right_NG = pool["right"][at].astype(float)
+    weight_NG = (right_NG - right_NG.mean(1, keepdims=True)) / (samples - 1)
+    ascent_NP = (weight_NG[..., None] * pool["ascent"][at]).sum(1)
+    if method == "sgsd":
+        return pool["sgsd"][at].mean(1), ascent_NP
+    return problem_gradients(pool["grpo"][at], right_NG), ascent_NP
+
+
+def strengths(pool: Any, draws: int) -> list[str]:
+    """For each method, size and number of folds: mean over spread of the estimates."""
+    lines = head_of(["method", "rollouts", "direction", *[f"{f} folds" for f in FOLDS]])
+    for method in ("grpo", "sgsd"):
+        for problems, samples in SIZES:
+            for kind in ("adam", "unit"):
+                rng, found = np.random.default_rng(0), []
+                for _ in range(draws):
+                    chosen = rng.permutation(PROBLEMS)[:problems]
+                    parts = pool_parts(pool, method, samples, chosen, rng)
+                    found.append([estimate(*parts, folds, kind) for folds in FOLDS])
+                means, spreads = np.mean(found, 0), np.std(found, 0)
+                cells = [f"{m / s:.2f} ({m:.3g})" for m, s in zip(means, spreads)]
+                lines.append(row_of([method, f"{problems} x {samples}", kind, *cells]))
+    return lines
+
+
+def with_token_baselines(pool: Any) -> list[str]:
+    """The covariance along one direction, by one baseline a rollout and by one a token."""
+    ends = np.cumsum(pool["lengths"])
+    ids = np.split(pool["ids"], ends[:-1])
+    slopes = np.split(pool["tokens"], ends[:-1])
+    found: dict[str, list[float]] = {"one for a rollout": [], "one for a token": []}
+    for i in range(1, PROBLEMS, 2):  # the even ones made the direction
+        right_G = pool["right"][i].astype(float)
+        ids_G = [ids[i * SAMPLES + j].tolist() for j in range(SAMPLES)]
+        plain = token = 0.0
+        for j in range(SAMPLES):
+            alike = [k for k in range(SAMPLES) if k != j]
+            s_T = slopes[i * SAMPLES + j]
+            plain += (right_G[j] - right_G[alike].mean()) * s_T.sum()
+            for t, s in enumerate(s_T):
+                # others that begin with these t tokens; where none does, those before them
+                alike = [k for k in alike if ids_G[k][:t] == ids_G[j][:t]] or alike
+                token += (right_G[j] - right_G[alike].mean()) * s
+        found["one for a rollout"].append(100 * plain / SAMPLES)
+        found["one for a token"].append(100 * token / SAMPLES)
+    lines = head_of(["baseline", "slope", "standard error", "ratio"])
+    for name, x in found.items():
+        mean, error = np.mean(x), np.std(x, ddof=1) / len(x) ** 0.5
+        lines.append(row_of([name, f"{mean:.3g}", f"{error:.3g}", f"{mean / error:.2f}"]))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("file", help="the pool, some 1.5 GB")
+    parser.add_argument("--collect", action="store_true", help="make the pool")
+    parser.add_argument("--draws", type=int, default=300, help="random parts of it for each row")
+    args = parser.parse_args()
+    if args.collect:
+        collect(args.file)
+        return
+    pool = dict(np.load(args.file))
+    print("\n".join([*strengths(pool, args.draws), "", *with_token_baselines(pool)]))
+
+
+if __name__ == "__main__":
+    main()
