@@ -414,6 +414,21 @@ def decoded(c: Counts, name: str, prompt: int, samples: float, tokens: int, rows
     return Part(name, *c.decoding(prompt, tokens, samples, steps), steps)
 
 
+def probe_parts(c: Counts, rollouts: int) -> list[Part]:
+    """`extras.probe` on one GPU: GRPO's row and the planned one, then each further row."""
+    cfg, x, T = config.Config(), PLAIN, config.Config().max_new_tokens
+    learned = rollouts * (c.forward(x + T, T) + c.backward(x + T, T))
+    scored = rollouts * cfg.num_teachers * c.forward(GUIDED + T, T)
+    passes = 3 * c.weights
+    return [
+        decoded(c, "sampling", x, rollouts, T, 64),
+        Part("GRPO's direction", learned, rollouts * passes),
+        Part("the covariance, twice", 2 * learned, 2 * rollouts * passes),
+        Part("the planned direction", scored + learned, rollouts * (c.weights + passes)),
+        Part("each further row", scored + learned, rollouts * (c.weights + passes)),
+    ]
+
+
 def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
     """The parts of the paper's run on one of 8 GPUs, then small ones on one GPU; notes on each."""
     cfg, costs = config.Config(), paper_costs(c, card.memory)
@@ -435,6 +450,8 @@ def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
         f"{onlines} evolutions of the bank": [(evolving.times(onlines), "")],
         f"{policies} evaluations, 90 problems x 12": [(whole.times(policies), at_a_time)],
         "one GPU: 20 steps": [(part.times(20), "") for part in step_parts(c, 1)],
+        "one GPU: probe, 80 problems x 4": [(part, "") for part in probe_parts(c, 320)],
+        "one GPU: probe, 1,280 problems x 4": [(part, "") for part in probe_parts(c, 5120)],
         "one GPU: 50 problems x 4": [(small, few)],
         "one GPU: the same with --skills": [(small, few), (skilled, few)],
     }
