@@ -1,0 +1,115 @@
+"""The slope of a real model's rows, beside what training did.
+
+    python research/slope/real.py FOLDER --problems 64 --dtype bfloat16    all rows, in one probe
+    python research/slope/real.py FOLDER --rows consistent                 this one and GRPO's
+    python research/slope/real.py --table                                  of what is there
+
+FOLDER is one of `research/real_model/real_world.py --make`, with --cpu for two cores; the settings
+are its own. All rows see the same problems and, where a machine rounds alike, the same rollouts, so
+rows that were measured by separate commands may stand side by side. Each command is a line of
+real.jsonl. One process; on a CPU give it one thread (OMP_NUM_THREADS=1).
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import files
+from research.markdown_table import head_of, row_of
+
+KEPT = pathlib.Path(__file__).with_name("real.jsonl")
+ROWS = {  # by the flags that they add to SGSD's
+    "sgsd": "--bank {0}/bank.json",
+    "consistent": "--bank {0}/bank.json --token-polarity consistent",
+    "shuffled words": "--bank {0}/shuffled.json",
+    "answer in the prompt": "--bank {0}/bank.json --answer-pi",
+}
+SETTINGS = {  # as in real_world.py
+    "cpu": "--batch-size 8 --num-teachers 2 --max-new-tokens 400 --lora-rank 16 --lora-alpha 32"
+    " --rollout-rows 64",
+    "gpu": "--batch-size 32 --max-new-tokens 400 --lora-rank 32 --lora-alpha 64 --rollout-rows 64",
+}
+FIXED = "--evolve-every 0 --eval-data= --learning-rate 1e-4"
+
+
+def measure(folder: pathlib.Path, args: argparse.Namespace) -> dict:
+    """One probe of these rows: a line of what is kept."""
+    import skills
+    from extras import probe
+    from research.slope.measure import shuffled
+
+    shuffled(skills.SkillBank.load(folder / "bank.json"), 0).save(folder / "shuffled.json")
+    first, *others = (ROWS[name].format(folder) for name in args.rows)
+    argv = f"{SETTINGS['gpu' if args.gpu else 'cpu']} {FIXED} --dtype {args.dtype} {first}".split()
+    argv += f"--problems {args.problems} --samples {args.samples} --seed {args.seed}".split()
+    for flag, name in (("model", "model"), ("data", "train.jsonl"), ("encoder", "encoder")):
+        argv += [f"--{flag}", str(folder / name)]
+    for flags in others:
+        argv += ["--try", flags]
+    with tempfile.TemporaryDirectory() as place:
+        out = pathlib.Path(place, "probe.json")
+        if probe.main([*argv, "--out", str(out)]):
+            raise RuntimeError("the probe did not end")
+        return kept_of(json.loads(out.read_text()), args)
+
+
+def kept_of(numbers: dict, args: argparse.Namespace) -> dict:
+    """A probe's numbers by row, without its flags, which have this machine's paths."""
+    rows = dict(zip(["grpo", *args.rows], numbers.pop("rows")))
+    for row in rows.values():
+        del row["flags"]
+    chosen = {name: getattr(args, name) for name in ("gpu", "problems", "samples", "seed")}
+    return chosen | numbers | {"rows": rows}
+
+
+def with_ends(row: dict, name: str, low: str, high: str) -> str:
+    return f"{row[name]:+.2f} ({row[low]:+.2f} to {row[high]:+.2f})"
+
+
+def table(lines: list[dict]) -> list[str]:
+    """A row for each one measured; of GRPO's the first on the same rollouts."""
+    shown = ["rollouts", "row", "slope, points a step", "less GRPO's", "smallest told"]
+    shown += ["support on right, on wrong", "decided"]
+    found, seen = head_of(shown), set()
+    for line in lines:
+        for name, row in line["rows"].items():
+            key = (line["gpu"], line["problems"], line["samples"], line["seed"], name)
+            if key in seen:
+                continue
+            seen.add(key)
+            cells = [f"{line['problems']} x {line['samples']}", name]
+            cells.append(with_ends(row, "slope", "low", "high"))
+            less = with_ends(row, "less_grpo", "less_grpo_low", "less_grpo_high")
+            cells += ["" if name == "grpo" else less, f"{row['smallest']:.2f}"]
+            teachers = row["decided"] is not None
+            ends = [f"{row[x]:+.3f}" for x in ("support_success", "support_failure") if teachers]
+            cells += [", ".join(ends), f"{row['decided']:.0%}" if teachers else ""]
+            found.append(row_of(cells))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", nargs="?", type=pathlib.Path, help="with model and problems")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--problems", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="auto", help="of the base; bfloat16 where a CPU has it")
+    parser.add_argument("--gpu", action="store_true", help="the settings of a GPU's runs")
+    parser.add_argument("--table", action="store_true", help="only print the table")
+    args = parser.parse_args()
+    if not args.table:
+        if args.folder is None:
+            parser.error("FOLDER is missing; real_world.py --make makes it")
+        files.append_jsonl(KEPT, [measure(args.folder.resolve(), args)])
+    print("\n".join(table(list(files.read_jsonl(KEPT)))))
+
+
+if __name__ == "__main__":
+    main()
