@@ -96,8 +96,13 @@ def make_bank(name: str, w: World, work: pathlib.Path) -> None:
         shuffled(whole, 0).save(path)
 
 
-def train(job: Job, w: World, work: pathlib.Path, last: int) -> pathlib.Path:
-    """A run of SGSD over the first `last` of 60 steps; its folder. Goes on with a killed one."""
+def train(
+    job: Job, w: World, work: pathlib.Path, last: int, every: int = POINTS[0]
+) -> pathlib.Path:
+    """A run of SGSD over the first `last` of 60 steps; its folder. Goes on with a killed one.
+
+    every: steps between its checkpoints.
+    """
     import config
     import sgsd
 
@@ -108,7 +113,7 @@ def train(job: Job, w: World, work: pathlib.Path, last: int) -> pathlib.Path:
     (out / "job.json").write_text(json.dumps(job))
     run = out / "run"
     flags = f"{w.flags} --batch-size {w.batch} --max-new-tokens {w.tokens} --evolve-every 0"
-    flags += f" --steps {POINTS[-1]} --checkpoint-every {POINTS[0]} --audit-every 0"
+    flags += f" --steps {POINTS[-1]} --checkpoint-every {every} --audit-every 0"
     argv = [*flags.split(), "--seed", str(job["seed"]), "--learning-rate", str(RATE)]
     paths = places(w) | {"encoder": w.encoder, "bank": work / f"{job['bank']}.json", "out": run}
     for name, value in paths.items():
