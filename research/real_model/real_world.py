@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--dtype", default="auto", help="of the base; bfloat16 is faster where a CPU has it")
     add("--minutes", type=float, default=1e5, help="stop after so many, once a step is finished")
     add("--steps", type=int, default=0, help="steps of every run; the rate falls to 0 over them")
-    add("--seed", type=int, default=0, help="of every training")
+    add("--seed", type=int, default=0, help="of every training; each needs a FOLDER of its own")
     add("--methods", nargs="+", help="these alone (default: all that the machine can do)")
     args = parser.parse_args(argv)
     folder, until = args.folder.resolve(), time.time() + 60 * args.minutes

@@ -6,7 +6,8 @@
 In the harder world we draw 160 training problems x 8 rollouts of the base model and keep three
 gradients of each: of its log-probability as it was drawn (for the covariance), of GRPO's loss at an
 advantage of 1, and of SGSD's loss with the model's own bank. All estimates are then made offline,
-from random parts of this pool: the same mean over its spread says which one needs fewer rollouts.
+from random parts of this pool. The mean of an estimate over its spread says what needs fewer
+rollouts. It is not the probe's z, whose error holds the directions fixed.
 
 Asked: directions from one half or from all other folds; more problems or more rollouts of each; and
 a baseline for each token, the success of those other rollouts that begin alike.
@@ -16,10 +17,13 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import sys
 import tempfile
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,12 +75,12 @@ def collect(path: str) -> None:
         run = sgsd.prepare(cfg, distributed.init(cfg.device), False, held, lambda *_: [])
         data = run.problems[:: len(run.problems) // PROBLEMS][:PROBLEMS]
         cache: dict = {}
-        grpo, planned = (probe.make_row(run, *pair, data, options, cache) for pair in settings)
-        rolls = [roll for group in probe.draw(grpo, data, SAMPLES) for roll in group]
-        examples = [pair for x in planned.examples for pair in x]
-        found: dict[str, list] = {"ascent": [], "grpo": [], "sgsd": []}
+        grpo, planned = (probe.make_row(run, *row, data, options, cache) for row in settings)
+        rolls = [*itertools.chain.from_iterable(probe.draw(grpo, data, SAMPLES))]
+        examples = itertools.chain.from_iterable(planned.examples)
+        gradients: dict[str, list] = {"ascent": [], "grpo": [], "sgsd": []}
         for i, (roll, (pairs_K, contexts_K)) in enumerate(zip(rolls, examples)):
-            found["ascent"].append(gradient(logq_of(roll).sum()))
+            gradients["ascent"].append(gradient(logq_of(roll).sum()))
             logp_1T = scoring.token_logprobs(
                 run.lm,
                 [roll.prompt_ids],
@@ -84,25 +88,32 @@ def collect(path: str) -> None:
                 grad=True,
                 temperature=grpo.run.cfg.score_temperature,
             )
-            found["grpo"].append(gradient(-logp_1T.mean()))  # of GRPO's loss, advantage 1
+            gradients["grpo"].append(gradient(-logp_1T.mean()))  # of GRPO's loss, advantage 1
             example = sgsd.Example(i, roll, [roll], pairs_K, contexts_K)
-            found["sgsd"].append(gradient(planned.loss_of(planned.run, example).loss))
+            gradients["sgsd"].append(gradient(planned.loss_of(planned.run, example).loss))
             if i % 100 == 99:
                 print(f"{i + 1} of {len(rolls)}", flush=True)
         right_NG = np.array([roll.r > 0 for roll in rolls]).reshape(PROBLEMS, SAMPLES)
-        full = {name: np.array(x).reshape(PROBLEMS, SAMPLES, -1) for name, x in found.items()}
+        full = {name: np.array(x).reshape(PROBLEMS, SAMPLES, -1) for name, x in gradients.items()}
 
         # How much likelier each token gets along GRPO's direction from the even problems.
-        u_P = direction(problem_gradients(full["grpo"][::2], right_NG[::2])[:, None], "unit")
-        step, params, slopes = 1e-2, list(probe.model.trained(run.lm).values()), []
+        learned_NGP = advantages(right_NG[::2])[..., None] * full["grpo"][::2]
+        u_P = direction([learned_NGP.mean((0, 1))], "unit")
+        params = list(probe.model.trained(run.lm).values())
         parts = torch.tensor(u_P).float().split([p.numel() for p in params])
-        for sign in (1, -2, 1):  # to +u, to -u, and back
+
+        def logq_at(step: float) -> list[np.ndarray]:
+            """Each rollout's log q of its tokens with the weights moved along u, and back."""
             for p, part in zip(params, parts):
-                p.data += sign * step * part.view_as(p)
-            if sign != 1 or not slopes:
-                with torch.no_grad():
-                    slopes.append([logq_of(roll).numpy() for roll in rolls])
-        tokens = [(a - b) / (2 * step) for a, b in zip(*slopes)]
+                p.data += step * part.view_as(p)
+            with torch.no_grad():
+                logq = [logq_of(roll).numpy() for roll in rolls]
+            for p, part in zip(params, parts):
+                p.data -= step * part.view_as(p)
+            return logq
+
+        step = 1e-2
+        tokens = [(a - b) / (2 * step) for a, b in zip(logq_at(step), logq_at(-step))]
         moved = np.abs(full["ascent"]).sum((0, 1)) > 0  # at the base B alone has a gradient
         np.savez(
             path,
@@ -114,44 +125,43 @@ def collect(path: str) -> None:
         )
 
 
-def problem_gradients(grpo_NGP: np.ndarray, right_NG: np.ndarray) -> np.ndarray:
-    """Each problem's gradient of GRPO's loss: the mean of advantage times gradient. [N, P]."""
+def advantages(right_NG: np.ndarray) -> np.ndarray:
+    """GRPO's of each rollout in its group. [N, G]."""
     mean = right_NG.mean(1, keepdims=True)
-    deviation = right_NG.std(1, ddof=1, keepdims=True) + 1e-4
-    advantage_NG = (right_NG - mean) / deviation
-    return (advantage_NG[..., None] * grpo_NGP).mean(1)
+    return (right_NG - mean) / (right_NG.std(1, ddof=1, keepdims=True) + 1e-4)
 
 
-def direction(batches_BGP: np.ndarray, kind: str) -> np.ndarray:
-    """The step from minibatches of gradients [B, problems, P], as in extras.probe. [P]."""
-    g_BP = batches_BGP.mean(1).astype(float)
+def direction(batches: Sequence[np.ndarray], kind: str) -> np.ndarray:
+    """The step from the minibatches' gradients, each [P], as in extras.probe. [P]."""
+    g_BP = np.stack(batches).astype(float)
     if kind == "unit":
         mean_P = g_BP.mean(0)
         return -mean_P / max(float(np.linalg.norm(mean_P)), 1e-30)
-    g_BP = g_BP * np.minimum(1, CLIP / (np.linalg.norm(g_BP, axis=1, keepdims=True) + 1e-6))
+    g_BP *= np.minimum(1, CLIP / (np.linalg.norm(g_BP, axis=1, keepdims=True) + 1e-6))
     return -g_BP.mean(0) / (np.sqrt(np.square(g_BP).mean(0)) + 1e-8)
 
 
-def estimate(d_NP: np.ndarray, ascent_NP: np.ndarray, folds: int, kind: str) -> float:
-    """The slope: each fold's covariance along the direction of all other folds."""
-    of_fold, total = np.arange(len(d_NP)) * folds // len(d_NP), 0.0
-    for fold in range(folds):
-        others_NP = d_NP[of_fold != fold]
-        batches = others_NP[: len(others_NP) // 2 * 2].reshape(-1, 2, d_NP.shape[1])
-        total += float((ascent_NP[of_fold == fold] @ direction(batches, kind)).sum())
-    return 100 * total / len(d_NP)
+def minibatches(loss_nGP: np.ndarray, cfg: Any) -> list[np.ndarray]:
+    """The gradients of a fold's minibatches, put together as the probe does."""
+    from extras import probe
+
+    problems, samples = range(len(loss_nGP)), loss_nGP.shape[1]
+    batches = probe.minibatches(problems, samples, cfg)
+    return [np.mean([loss_nGP[i, j] for i, j in batch], 0) for batch in batches]
 
 
-def pool_parts(pool: Any, method: str, samples: int, chosen: Any, rng: Any) -> tuple[Any, Any]:
-    """Gradients of loss and success of the chosen problems, from `samples` random rollouts each."""
-    take = rng.permuted(np.tile(np.arange(SAMPLES), (len(chosen), 1)), axis=1)[:, :samples]
-    at = chosen[:, None], take
-    right_NG = pool["right"][at].astype(float)
-    weight_NG = (right_NG - right_NG.mean(1, keepdims=True)) / (samples - 1)
-    ascent_NP = (weight_NG[..., None] * pool["ascent"][at]).sum(1)
-    if method == "sgsd":
-        return pool["sgsd"][at].mean(1), ascent_NP
-    return problem_gradients(pool["grpo"][at], right_NG), ascent_NP
+def estimates(
+    loss_NGP: np.ndarray, ascent_NP: np.ndarray, folds: int, cfg: Any
+) -> tuple[float, float]:
+    """The slopes along Adam's and the unit direction: each fold's along that of all others."""
+    parts = np.array_split(np.arange(len(loss_NGP)), folds)
+    batches = [minibatches(loss_NGP[part], cfg) for part in parts]
+    totals = {"adam": 0.0, "unit": 0.0}
+    for fold, part in enumerate(parts):
+        others = [*itertools.chain.from_iterable(batches[:fold] + batches[fold + 1 :])]
+        for kind in totals:
+            totals[kind] += float((ascent_NP[part] @ direction(others, kind)).sum())
+    return totals["adam"] / len(loss_NGP), totals["unit"] / len(loss_NGP)
 
 
 def strengths(pool: Any, draws: int) -> list[str]:
@@ -159,14 +169,23 @@ def strengths(pool: Any, draws: int) -> list[str]:
     lines = head_of(["method", "rollouts", "direction", *[f"{f} folds" for f in FOLDS]])
     for method in ("grpo", "sgsd"):
         for problems, samples in SIZES:
-            for kind in ("adam", "unit"):
-                rng, found = np.random.default_rng(0), []
-                for _ in range(draws):
-                    chosen = rng.permutation(PROBLEMS)[:problems]
-                    parts = pool_parts(pool, method, samples, chosen, rng)
-                    found.append([estimate(*parts, folds, kind) for folds in FOLDS])
-                means, spreads = np.mean(found, 0), np.std(found, 0)
-                cells = [f"{ratio:.2f}" for ratio in means / spreads]
+            cfg = SimpleNamespace(batch_size=W.batch, generations=1)
+            if method == "grpo":
+                cfg = SimpleNamespace(batch_size=max(1, W.batch // samples), generations=samples)
+            rng, values = np.random.default_rng(0), []
+            for _ in range(draws):
+                problem_N = rng.permutation(PROBLEMS)[:problems]
+                sample_NG = np.stack([rng.permutation(SAMPLES)[:samples] for _ in problem_N])
+                at = problem_N[:, None], sample_NG
+                right_NG, loss_NGP = pool["right"][at].astype(float), pool[method][at]
+                if method == "grpo":
+                    loss_NGP = advantages(right_NG)[..., None] * loss_NGP
+                weight_NG = (right_NG - right_NG.mean(1, keepdims=True)) / (samples - 1)
+                ascent_NP = (weight_NG[..., None] * pool["ascent"][at]).sum(1)
+                values.append([estimates(loss_NGP, ascent_NP, f, cfg) for f in FOLDS])
+            ratios_F2 = np.mean(values, 0) / np.std(values, 0)
+            for kind, ratios in zip(("adam", "unit"), ratios_F2.T):
+                cells = [f"{ratio:.2f}" for ratio in ratios]
                 lines.append(row_of([method, f"{problems} x {samples}", kind, *cells]))
     return lines
 
@@ -176,7 +195,7 @@ def with_token_baselines(pool: Any) -> list[str]:
     ends = np.cumsum(pool["lengths"])
     ids = np.split(pool["ids"], ends[:-1])
     slopes = np.split(pool["tokens"], ends[:-1])
-    found: dict[str, list[float]] = {"one for a rollout": [], "one for a token": []}
+    slopes_of: dict[str, list[float]] = {"one for a rollout": [], "one for a token": []}
     for i in range(1, PROBLEMS, 2):  # the even ones made the direction
         right_G = pool["right"][i].astype(float)
         ids_G = [ids[i * SAMPLES + j].tolist() for j in range(SAMPLES)]
@@ -189,10 +208,10 @@ def with_token_baselines(pool: Any) -> list[str]:
                 # others that begin with these t tokens; where none does, those before them
                 alike = [k for k in alike if ids_G[k][:t] == ids_G[j][:t]] or alike
                 token += (right_G[j] - right_G[alike].mean()) * s
-        found["one for a rollout"].append(100 * plain / SAMPLES)
-        found["one for a token"].append(100 * token / SAMPLES)
+        slopes_of["one for a rollout"].append(100 * plain / SAMPLES)
+        slopes_of["one for a token"].append(100 * token / SAMPLES)
     lines = head_of(["baseline", "slope", "standard error", "ratio"])
-    for name, x in found.items():
+    for name, x in slopes_of.items():
         mean, error = np.mean(x), np.std(x, ddof=1) / len(x) ** 0.5
         lines.append(row_of([name, f"{mean:.3g}", f"{error:.3g}", f"{mean / error:.2f}"]))
     return lines
@@ -208,6 +227,7 @@ def main() -> None:
         collect(args.file)
         return
     pool = dict(np.load(args.file))
+    print(f"{pool['right'].mean():.1%} of the pool are right")
     print("\n".join([*strengths(pool, args.draws), "", *with_token_baselines(pool)]))
 
 

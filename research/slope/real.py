@@ -4,15 +4,17 @@
     python research/slope/real.py FOLDER --rows consistent                 this one and GRPO's
     python research/slope/real.py --table                                  of what is there
 
-FOLDER is one of `research/real_model/real_world.py --make`, with --cpu for two cores; the settings
-are its own. All rows see the same problems and, where a machine rounds alike, the same rollouts, so
-rows that were measured by separate commands may stand side by side. Each command is a line of
-real.jsonl. One process; on a CPU give it one thread (OMP_NUM_THREADS=1).
+FOLDER is one of `research/real_model/real_world.py --make`, with --cpu for two cores, and so are
+the settings. GRPO's row is sampled as SGSD's, which the GRPO trained there was not. All rows see
+the same problems and, where a machine rounds alike, the same rollouts, so rows of separate commands
+may stand side by side. Each command is a line of real.jsonl. One process; on a CPU give it one
+thread (OMP_NUM_THREADS=1).
 """
 
 import argparse
 import json
 import pathlib
+import shlex
 import sys
 import tempfile
 
@@ -23,17 +25,19 @@ import files
 from research.markdown_table import head_of, row_of
 
 KEPT = pathlib.Path(__file__).with_name("real.jsonl")
-ROWS = {  # by the flags that they add to SGSD's
-    "sgsd": "--bank {0}/bank.json",
-    "consistent": "--bank {0}/bank.json --token-polarity consistent",
-    "shuffled words": "--bank {0}/shuffled.json",
-    "answer in the prompt": "--bank {0}/bank.json --answer-pi",
+ROWS = {  # a bank, and the flags that a row adds to SGSD's
+    "sgsd": ("bank.json", ""),
+    "shuffled words": ("shuffled.json", ""),
+    "consistent": ("bank.json", "--token-polarity consistent"),
+    "answer in the prompt": ("bank.json", "--answer-pi"),
 }
+PLAIN = [name for name, (_, flags) in ROWS.items() if not flags]
 SETTINGS = {  # as in real_world.py
     "cpu": "--batch-size 8 --num-teachers 2 --max-new-tokens 400 --lora-rank 16 --lora-alpha 32"
     " --rollout-rows 64",
     "gpu": "--batch-size 32 --max-new-tokens 400 --lora-rank 32 --lora-alpha 64 --rollout-rows 64",
 }
+CHOSEN = "gpu", "dtype", "problems", "samples", "seed"
 FIXED = "--evolve-every 0 --eval-data= --learning-rate 1e-4"
 
 
@@ -44,13 +48,14 @@ def measure(folder: pathlib.Path, args: argparse.Namespace) -> dict:
     from research.slope.measure import shuffled
 
     shuffled(skills.SkillBank.load(folder / "bank.json"), 0).save(folder / "shuffled.json")
-    first, *others = (ROWS[name].format(folder) for name in args.rows)
-    argv = f"{SETTINGS['gpu' if args.gpu else 'cpu']} {FIXED} --dtype {args.dtype} {first}".split()
+    flags = [f"--bank {shlex.quote(str(folder / ROWS[x][0]))} {ROWS[x][1]}" for x in args.rows]
+    argv = f"{SETTINGS['gpu' if args.gpu else 'cpu']} {FIXED} --dtype {args.dtype}".split()
+    argv += shlex.split(flags[0])
     argv += f"--problems {args.problems} --samples {args.samples} --seed {args.seed}".split()
     for flag, name in (("model", "model"), ("data", "train.jsonl"), ("encoder", "encoder")):
         argv += [f"--{flag}", str(folder / name)]
-    for flags in others:
-        argv += ["--try", flags]
+    for row in flags[1:]:
+        argv += ["--try", row]
     with tempfile.TemporaryDirectory() as place:
         out = pathlib.Path(place, "probe.json")
         if probe.main([*argv, "--out", str(out)]):
@@ -63,7 +68,7 @@ def kept_of(numbers: dict, args: argparse.Namespace) -> dict:
     rows = dict(zip(["grpo", *args.rows], numbers.pop("rows")))
     for row in rows.values():
         del row["flags"]
-    chosen = {name: getattr(args, name) for name in ("gpu", "problems", "samples", "seed")}
+    chosen = {name: getattr(args, name) for name in CHOSEN}
     return chosen | numbers | {"rows": rows}
 
 
@@ -75,10 +80,10 @@ def table(lines: list[dict]) -> list[str]:
     """A row for each one measured; of GRPO's the first on the same rollouts."""
     shown = ["rollouts", "row", "slope, points a step", "less GRPO's", "smallest told"]
     shown += ["support on right, on wrong", "decided"]
-    found, seen = head_of(shown), set()
+    table_lines, seen = head_of(shown), set()
     for line in lines:
         for name, row in line["rows"].items():
-            key = (line["gpu"], line["problems"], line["samples"], line["seed"], name)
+            key = (name, *[line[x] for x in CHOSEN])
             if key in seen:
                 continue
             seen.add(key)
@@ -86,11 +91,13 @@ def table(lines: list[dict]) -> list[str]:
             cells.append(with_ends(row, "slope", "low", "high"))
             less = with_ends(row, "less_grpo", "less_grpo_low", "less_grpo_high")
             cells += ["" if name == "grpo" else less, f"{row['smallest']:.2f}"]
-            teachers = row["decided"] is not None
-            ends = [f"{row[x]:+.3f}" for x in ("support_success", "support_failure") if teachers]
-            cells += [", ".join(ends), f"{row['decided']:.0%}" if teachers else ""]
-            found.append(row_of(cells))
-    return found
+            if row["decided"] is None:  # it has no teachers
+                cells += ["", ""]
+            else:
+                supports = f"{row['support_success']:+.3f}, {row['support_failure']:+.3f}"
+                cells += [supports, f"{row['decided']:.0%}"]
+            table_lines.append(row_of(cells))
+    return table_lines
 
 
 def main() -> None:
@@ -107,6 +114,8 @@ def main() -> None:
     if not args.table:
         if args.folder is None:
             parser.error("FOLDER is missing; real_world.py --make makes it")
+        if len(args.rows) > 1 and args.rows[0] not in PLAIN:
+            parser.error(f"--rows: of several, the first must be {' or '.join(PLAIN)}")
         files.append_jsonl(KEPT, [measure(args.folder.resolve(), args)])
     print("\n".join(table(list(files.read_jsonl(KEPT)))))
 

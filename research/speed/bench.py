@@ -415,7 +415,11 @@ def decoded(c: Counts, name: str, prompt: int, samples: float, tokens: int, rows
 
 
 def probe_parts(c: Counts, rollouts: int) -> list[Part]:
-    """`extras.probe` on one GPU: GRPO's row and the planned one, then each further row."""
+    """`extras.probe` on one GPU: GRPO's row and the planned one, then each further row.
+
+    As if every problem had both outcomes: the probe skips the others in all but a method's own
+    loss. Left out: the sorting of logits for top-p.
+    """
     cfg, x, T = config.Config(), PLAIN, config.Config().max_new_tokens
     learned = rollouts * (c.forward(x + T, T) + c.backward(x + T, T))
     scored = rollouts * cfg.num_teachers * c.forward(GUIDED + T, T)
