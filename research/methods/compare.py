@@ -166,11 +166,17 @@ Job = dict[str, Any]
 # --------------------------------------------------------------------------------------- one job
 
 
-def call(program: Callable[[list[str]], object], flags: str, **paths: object) -> None:
-    """Run a command in this process. paths: flags whose values may have spaces."""
+def arguments(flags: str, **paths: object) -> list[str]:
+    """A command's arguments. paths: flags whose values may have spaces."""
     argv = flags.split()
     for name, value in paths.items():
         argv += [f"--{name}", str(value)]
+    return argv
+
+
+def call(program: Callable[[list[str]], object], flags: str, **paths: object) -> None:
+    """Run a command in this process, with `arguments`."""
+    argv = arguments(flags, **paths)
     code: object
     try:
         code = program(argv)

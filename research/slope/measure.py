@@ -37,7 +37,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 
 from research.markdown_table import head_of, row_of
-from research.methods.compare import WORLDS, World, call, make_misleading_bank, places, scores_of
+from research.methods.compare import (
+    WORLDS,
+    World,
+    arguments,
+    call,
+    make_misleading_bank,
+    places,
+    scores_of,
+)
 
 OWN, SHARES, ROUNDS = range(5, 10), (0, 25, 50, 75, 100), 3
 BANKS = [f"own-{seed}" for seed in OWN] + [f"hand-{share}" for share in SHARES]
@@ -114,10 +122,9 @@ def train(
     run = out / "run"
     flags = f"{w.flags} --batch-size {w.batch} --max-new-tokens {w.tokens} --evolve-every 0"
     flags += f" --steps {POINTS[-1]} --checkpoint-every {every} --audit-every 0"
-    argv = [*flags.split(), "--seed", str(job["seed"]), "--learning-rate", str(RATE)]
-    paths = places(w) | {"encoder": w.encoder, "bank": work / f"{job['bank']}.json", "out": run}
-    for name, value in paths.items():
-        argv += [f"--{name}", str(value)]
+    flags += f" --seed {job['seed']} --learning-rate {RATE}"
+    bank = work / f"{job['bank']}.json"
+    argv = arguments(flags, **places(w), encoder=w.encoder, bank=bank, out=run)
     if list(run.glob("checkpoints/step_*")):
         argv = ["--resume", str(run)]
     else:
@@ -190,11 +197,11 @@ def slopes(job: Job, w: World, work: pathlib.Path) -> dict[str, Any]:
     """The probe's numbers for all banks, from one set of rollouts."""
     from extras import probe
 
-    argv = f"{w.flags} --batch-size {w.batch} --max-new-tokens {w.tokens}".split()
-    argv += f"--problems {PROBLEMS} --samples {SAMPLES} --seed {job['seed']}".split()
-    argv += f"--learning-rate {RATE} --bank {work}/{BANKS[0]}.json --encoder {w.encoder}".split()
-    for name, value in places(w).items():
-        argv += [f"--{name}", str(value)]
+    flags = f"{w.flags} --batch-size {w.batch} --max-new-tokens {w.tokens}"
+    flags += f" --problems {PROBLEMS} --samples {SAMPLES} --seed {job['seed']}"
+    flags += f" --learning-rate {RATE}"
+    bank = work / f"{BANKS[0]}.json"
+    argv = arguments(flags, **places(w), encoder=w.encoder, bank=bank)
     for name in BANKS[1:]:
         argv += ["--try", f"--bank {work}/{name}.json"]
     out = work / "probe.json"

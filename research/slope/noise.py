@@ -22,7 +22,7 @@ import json
 import pathlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,13 +32,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from research.markdown_table import head_of, row_of
-from research.methods.compare import WORLDS, places
+from research.methods.compare import WORLDS, arguments, places
 
 PROBLEMS, SAMPLES, BANK, SEED = 160, 8, "own-8", 70
 W = WORLDS["lock"]
 FOLDS = 2, 4, 8
 SIZES = (10, 4), (20, 4), (40, 4), (40, 2), (10, 8), (20, 8)
-CLIP = 0.1
+CLIP = 0.1  # --grad-clip's default
 
 
 def collect(path: str) -> None:
@@ -49,7 +49,7 @@ def collect(path: str) -> None:
     import files
     import scoring
     import sgsd
-    from extras import probe
+    from extras import baselines, probe
 
     def gradient(loss: torch.Tensor) -> np.ndarray:
         if loss.requires_grad:
@@ -66,10 +66,10 @@ def collect(path: str) -> None:
         for row in files.read_jsonl(pathlib.Path(__file__).with_name("lock.jsonl")):
             if row["kind"] == "bank" and row["bank"] == BANK:
                 (work / "bank.json").write_text(json.dumps(row["content"]))
-        argv = f"{W.flags} --batch-size {W.batch} --max-new-tokens {W.tokens} --seed {SEED}".split()
-        argv += f"--problems {PROBLEMS} --samples {SAMPLES} --learning-rate 1e-3".split()
-        for name, value in (places(W) | {"encoder": W.encoder, "bank": work / "bank.json"}).items():
-            argv += [f"--{name}", str(value)]
+        flags = f"{W.flags} --batch-size {W.batch} --max-new-tokens {W.tokens} --seed {SEED}"
+        flags += f" --problems {PROBLEMS} --samples {SAMPLES} --learning-rate 1e-3"
+        bank = work / "bank.json"
+        argv = arguments(flags, **places(W), encoder=W.encoder, bank=bank)
         options, settings = probe.parse(argv)
         cfg = dataclasses.replace(settings[0][1], out=str(work / "run"))
         run = sgsd.prepare(cfg, distributed.init(cfg.device), False, held, lambda *_: [])
@@ -97,7 +97,8 @@ def collect(path: str) -> None:
         full = {name: np.array(x).reshape(PROBLEMS, SAMPLES, -1) for name, x in gradients.items()}
 
         # How much likelier each token gets along GRPO's direction from the even problems.
-        learned_NGP = advantages(right_NG[::2])[..., None] * full["grpo"][::2]
+        advantages_NG = of_groups(baselines.grpo_advantages, right_NG[::2])
+        learned_NGP = advantages_NG[..., None] * full["grpo"][::2]
         u_P = direction([learned_NGP.mean((0, 1))], "unit")
         params = list(probe.model.trained(run.lm).values())
         parts = torch.tensor(u_P).float().split([p.numel() for p in params])
@@ -125,10 +126,12 @@ def collect(path: str) -> None:
         )
 
 
-def advantages(right_NG: np.ndarray) -> np.ndarray:
-    """GRPO's of each rollout in its group. [N, G]."""
-    mean = right_NG.mean(1, keepdims=True)
-    return (right_NG - mean) / (right_NG.std(1, ddof=1, keepdims=True) + 1e-4)
+def of_groups(f: Callable[[Any], Any], right_NG: np.ndarray) -> np.ndarray:
+    """f of each problem's outcomes, 1 where right, as the probe or GRPO has it. [N, G]."""
+    import torch
+
+    rows = [f(torch.tensor(right_G, dtype=torch.float64)) for right_G in right_NG]
+    return torch.stack(rows).numpy()
 
 
 def direction(batches: Sequence[np.ndarray], kind: str) -> np.ndarray:
@@ -166,6 +169,8 @@ def estimates(
 
 def strengths(pool: Any, draws: int) -> list[str]:
     """For each method, size and number of folds: the mean of the estimates over their spread."""
+    from extras import baselines, probe
+
     lines = head_of(["method", "rollouts", "direction", *[f"{f} folds" for f in FOLDS]])
     for method in ("grpo", "sgsd"):
         for problems, samples in SIZES:
@@ -177,10 +182,10 @@ def strengths(pool: Any, draws: int) -> list[str]:
                 problem_N = rng.permutation(PROBLEMS)[:problems]
                 sample_NG = np.stack([rng.permutation(SAMPLES)[:samples] for _ in problem_N])
                 at = problem_N[:, None], sample_NG
-                right_NG, loss_NGP = pool["right"][at].astype(float), pool[method][at]
+                right_NG, loss_NGP = pool["right"][at], pool[method][at]
                 if method == "grpo":
-                    loss_NGP = advantages(right_NG)[..., None] * loss_NGP
-                weight_NG = (right_NG - right_NG.mean(1, keepdims=True)) / (samples - 1)
+                    loss_NGP = of_groups(baselines.grpo_advantages, right_NG)[..., None] * loss_NGP
+                weight_NG = of_groups(probe.contrast, right_NG)
                 ascent_NP = (weight_NG[..., None] * pool["ascent"][at]).sum(1)
                 values.append([estimates(loss_NGP, ascent_NP, f, cfg) for f in FOLDS])
             ratios_F2 = np.mean(values, 0) / np.std(values, 0)

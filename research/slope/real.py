@@ -23,6 +23,8 @@ sys.path.insert(0, str(ROOT))
 
 import files
 from research.markdown_table import head_of, row_of
+from research.methods.compare import arguments
+from research.real_model.real_world import CPU, GPU
 
 KEPT = pathlib.Path(__file__).with_name("real.jsonl")
 ROWS = {  # a bank, and the flags that a row adds to SGSD's
@@ -32,13 +34,7 @@ ROWS = {  # a bank, and the flags that a row adds to SGSD's
     "answer in the prompt": ("bank.json", "--answer-pi"),
 }
 PLAIN = [name for name, (_, flags) in ROWS.items() if not flags]
-SETTINGS = {  # as in real_world.py
-    "cpu": "--batch-size 8 --num-teachers 2 --max-new-tokens 400 --lora-rank 16 --lora-alpha 32"
-    " --rollout-rows 64",
-    "gpu": "--batch-size 32 --max-new-tokens 400 --lora-rank 32 --lora-alpha 64 --rollout-rows 64",
-}
 CHOSEN = "gpu", "dtype", "problems", "samples", "seed"
-FIXED = "--evolve-every 0 --eval-data= --learning-rate 1e-4"
 
 
 def measure(folder: pathlib.Path, args: argparse.Namespace) -> dict:
@@ -49,11 +45,13 @@ def measure(folder: pathlib.Path, args: argparse.Namespace) -> dict:
 
     shuffled(skills.SkillBank.load(folder / "bank.json"), 0).save(folder / "shuffled.json")
     flags = [f"--bank {shlex.quote(str(folder / ROWS[x][0]))} {ROWS[x][1]}" for x in args.rows]
-    argv = f"{SETTINGS['gpu' if args.gpu else 'cpu']} {FIXED} --dtype {args.dtype}".split()
-    argv += shlex.split(flags[0])
-    argv += f"--problems {args.problems} --samples {args.samples} --seed {args.seed}".split()
-    for flag, name in (("model", "model"), ("data", "train.jsonl"), ("encoder", "encoder")):
-        argv += [f"--{flag}", str(folder / name)]
+    size = GPU if args.gpu else CPU
+    of_method = size.methods["sgsd"].removeprefix("sgsd.py ").partition("--bank")[0]
+    settings = f"{of_method} {size.settings} --rollout-rows 64 --learning-rate {size.rates[-1]}"
+    settings += f" --dtype {args.dtype} --seed {args.seed}"
+    settings += f" --problems {args.problems} --samples {args.samples}"
+    paths = {"model": folder / "model", "data": folder / "train.jsonl"}
+    argv = arguments(settings, **paths, encoder=folder / "encoder") + shlex.split(flags[0])
     for row in flags[1:]:
         argv += ["--try", row]
     with tempfile.TemporaryDirectory() as place:

@@ -40,10 +40,7 @@ def measured(bank: pathlib.Path, run: pathlib.Path, step: int) -> dict[str, floa
     flags = f"{W.flags} --batch-size {W.batch} --evolve-every 0 --max-new-tokens {W.tokens}"
     flags += f" --learning-rate {measure.RATE} --seed {SEED}"
     flags += f" --problems {measure.PROBLEMS} --samples {measure.SAMPLES}"
-    paths = {**compare.places(W), "encoder": W.encoder, "bank": bank}
-    argv = flags.split()
-    for name, value in paths.items():
-        argv += [f"--{name}", str(value)]
+    argv = compare.arguments(flags, **compare.places(W), encoder=W.encoder, bank=bank)
     if step:
         argv += ["--at", str(checkpoint(run, step))]
     code = probe.main([*argv, "--out", str(run / "probe.json")])
