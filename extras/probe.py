@@ -406,9 +406,7 @@ def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str
     print(f"\n{'':30} {'points of success a step':26} of GRPO's   cut  supports +, -   decided")
     for row in rows:
         alone = row.groups is not grpo.groups  # it has other rollouts, so another success rate
-        row.numbers["relative"] = (
-            None if alone or not n["unit"] else row.numbers["unit"] / n["unit"]
-        )
+        row.numbers["relative"] = None if alone else ratio(row.numbers["unit"], n)
         row.numbers["smallest"] = POWER * row.numbers["error"]
         gap = [None] * 3 if alone else interval([(row.points_N - grpo.points_N)[h] for h in halves])
         row.numbers |= dict(zip(("less_grpo", "less_grpo_low", "less_grpo_high"), gap))
@@ -418,6 +416,11 @@ def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str
     print(advice(planned.numbers, n, mixed))
     numbers = {"success": success, "rollouts": drawn, "mixed": mixed}
     return numbers | {"rows": [{"flags": row.flags, **row.numbers} for row in rows]}
+
+
+def ratio(unit: float, grpo: dict[str, Any]) -> float | None:
+    """A row's `unit` over GRPO's; None where GRPO's is not told above 0, so that it is noise."""
+    return unit / grpo["unit"] if grpo["unit"] > 1.96 * grpo["unit_error"] else None
 
 
 def span(numbers: dict[str, Any]) -> str:

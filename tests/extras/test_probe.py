@@ -351,7 +351,8 @@ def test_the_probe_has_a_row_for_grpo_the_plan_and_each_try(command, tmp_path, c
     for row in numbers["rows"]:
         assert row.keys() >= ROW and row["low"] <= row["slope"] <= row["high"]
         assert row["success"] == numbers["success"]  # one set of rollouts
-    assert grpo["relative"] == 1 and grpo["decided"] is None and 0 < plan["decided"] <= 1
+    assert grpo["decided"] is None and 0 < plan["decided"] <= 1
+    assert {row["relative"] for row in numbers["rows"]} == {None}  # 18 rollouts tell nothing
     assert len({row["slope"] for row in numbers["rows"]}) == 5
     printed = capsys.readouterr().out.splitlines()
     cost = next(i for i, line in enumerate(printed) if line.startswith("cost: 1 x 6 problems x 3"))
@@ -371,7 +372,7 @@ def test_rows_that_sample_otherwise_have_rollouts_of_their_own(command, capsys):
     numbers = command("--try", "--temperature 0.6", "--try", "--student-prefix bare")
     assert "cost: 3 x 6 problems" in capsys.readouterr().out
     assert len({row["slope"] for row in numbers["rows"]}) == 4
-    assert [row["relative"] is None for row in numbers["rows"]] == [False, False, True, True]
+    assert [row["less_grpo"] is None for row in numbers["rows"]] == [False, False, True, True]
 
 
 def test_extra_samples_are_for_the_covariance_alone(plain, command):
@@ -386,7 +387,7 @@ def test_a_planned_grpo_is_grpos_row(command):
     bank = ("--bank", "--encoder")
     numbers = command("--method", "grpo", drop=bank)
     (row,) = numbers["rows"]
-    assert row["flags"].startswith("--method grpo") and row["relative"] == 1
+    assert row["flags"].startswith("--method grpo") and row["less_grpo"] == 0
 
 
 def test_at_a_checkpoint_its_adapter_is_measured(plain, command, world_dir, tmp_path):
@@ -421,6 +422,15 @@ def test_a_mistake_is_one_line(command, capsys, tmp_path):
     driver.refused(capsys, probe.main, [*command.argv, "--try", "--no-such"], "--no-such")
     argv = [*command.argv, "--try", "--num-teachers 99"]
     driver.refused(capsys, probe.main, argv, "--num-teachers 99 needs as many of each")
+
+
+def test_the_ratio_to_grpo_needs_a_slope_of_grpos_above_0():
+    grpo = {"unit": 4.0, "unit_error": 2.0}
+    assert probe.ratio(3.0, grpo) == 0.75  # 4 > 1.96 * 2
+    assert probe.ratio(-1.0, grpo) == -0.25
+    assert probe.ratio(3.0, grpo | {"unit_error": 2.1}) is None
+    assert probe.ratio(-3.0, {"unit": -4.0, "unit_error": 1.0}) is None
+    assert probe.ratio(0.0, {"unit": 0.0, "unit_error": 0.0}) is None  # it has no gradient
 
 
 def test_the_advice_follows_the_intervals():
