@@ -27,8 +27,9 @@ from typing import Any
 import config
 from extras import baselines
 
-# All rows share the model, the problems and the making of the bank.
+# All rows share the model, the problems, the server and the making of the bank.
 SHARED = "model dtype attn lora_rank lora_alpha device data seed verifier prompts".split()
+SHARED += "split problem_field answer_field answer_after server server_model server_seeds".split()
 SHARED += "cold_start cold_start_temperature cold_start_top_p cold_start_top_k".split()
 SHARED += "cold_start_tokens cold_start_thinking writer_model writer_server".split()
 SHARED += "memory_answer merge_group_size merge_patience reply_tokens".split()
@@ -56,6 +57,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[t
     cfg: Any = baselines.parse(plan)[0]
     rows = [] if cfg.method == "grpo" else [("", cfg)]
     for flags in options.tries:
+        if "--method" in flags and any(word.startswith("--config") for word in plan):
+            own.error(f"--try {flags!r}: --config sets what --method would; give the plan as flags")
         no_bank = ["--bank="] if re.search(r"--method[ =](grpo|opsd)(?!\+skill)", flags) else []
         rows.append((flags, baselines.parse([*plan, *no_bank, *shlex.split(flags)])[0]))
     with config.mistakes_as_one_line("probe"):
@@ -74,10 +77,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[t
 def grpo_of(cfg: Any, samples: int) -> tuple[str, Any]:
     """GRPO's (flags, settings), sampled as planned, with about as many rollouts in a step."""
     groups = max(1, cfg.batch_size * cfg.generations // samples)
-    changes = {"batch_size": groups, "generations": samples, "loss_temperature": 0.0}
-    flags = "--method grpo"
-    alike = "student_prefix temperature top_p top_k max_new_tokens grad_clip learning_rate".split()
-    for name in (*alike, *changes):
+    changes = {"batch_size": groups, "generations": samples}
+    if cfg.method != "grpo":
+        changes["loss_temperature"] = 0.0
+    flags = "--method grpo" + " --drop-truncated" * cfg.drop_truncated
+    shown = "student_prefix temperature top_p top_k max_new_tokens grad_clip learning_rate".split()
+    for name in (*shown, "batch_size", "generations", "loss_temperature"):
         flags += f" {config.flag(name)} {changes.get(name, getattr(cfg, name))}"
     plain = {name: getattr(baselines.BaselineConfig, name) for name in baselines.OF_TEACHERS}
     return flags, replace(cfg, method="grpo", bank="", **changes, **plain)
@@ -195,19 +200,20 @@ def take_gradient(run: Run) -> Tensor:
 
 def problem_slopes(
     halves: Sequence[Sequence[int]],
-    directions: Sequence[Tensor],
+    directions: Sequence[Sequence[Tensor]],
     ascent_of: Callable[[int], Tensor | None],
 ) -> np.ndarray:
     """<problem i's part of grad J, u> for each u of the half that i is not in. [D, N].
 
-    directions: of each half, [D, P]. ascent_of: a problem's part [P], None for 0; one at a time.
+    directions: of each half, for every row, [d, P]; D is the sum of the d. ascent_of: a problem's
+    part [P], None for 0; one at a time.
     """
-    slopes_DN = np.zeros((len(directions[0]), sum(map(len, halves))))
-    for half, directions_DP in zip(halves, reversed(directions)):
+    slopes_DN = np.zeros((sum(map(len, directions[0])), sum(map(len, halves))))
+    for half, of_half in zip(halves, reversed(directions)):
         for i in half:
             g_P = ascent_of(i)
             if g_P is not None:
-                slopes_DN[:, i] = (directions_DP @ g_P).tolist()
+                slopes_DN[:, i] = torch.cat([u_dP @ g_P for u_dP in of_half]).tolist()
     return slopes_DN
 
 
@@ -220,7 +226,7 @@ def set_slopes(rows: Sequence[Row], halves: Sequence[list[int]], bar: tqdm) -> N
         mixed = len({roll.r for roll in groups[i]}) == 2
         return ascent(rows[0].run, groups[i], rows[0].sampling) if mixed else None
 
-    directions = [torch.cat([row.directions[h] for row in rows]) for h in (0, 1)]
+    directions = [[row.directions[h] for row in rows] for h in (0, 1)]
     points_R2N = 100 * problem_slopes(halves, directions, ascent_of).reshape(len(rows), 2, -1)
     for row, (adam_N, unit_N) in zip(rows, points_R2N):
         row.points_N = adam_N * row.run.cfg.learning_rate
@@ -285,6 +291,9 @@ def set_directions(row: Row, halves: Sequence[list[int]], bar: tqdm) -> None:
                 if result.loss.requires_grad:  # no pair, no teacher, no loss (S8)
                     (result.loss / len(batch)).backward()
             g_P = take_gradient(run)
+            if not g_P.isfinite().all():
+                where = row.flags or "the planned run"
+                raise ValueError(f"{where}: a gradient is not finite; try --dtype float32")
             clipped_P = g_P * min(1.0, cfg.grad_clip / (float(g_P.norm()) + 1e-6))
             mean_P, m_P, v_P = mean_P + g_P, m_P + clipped_P, v_P + clipped_P.square()
         m_P, v_P = m_P / len(batches), v_P / len(batches)
@@ -393,10 +402,7 @@ def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str
     with tqdm(total=passes, desc="passes", disable=None, unit="pass") as bar:
         set_directions(grpo, halves, bar)
         set_slopes([grpo], halves, bar)
-        needed = drawn * (2 * POWER * n["error"] / max(abs(n["slope"]), 1e-9)) ** 2
-        bar.write(
-            f"GRPO: {span(n)}; to tell half of it from 0 takes at most {needed:,.0f} rollouts"
-        )
+        bar.write(f"GRPO: {span(n)}; {rollouts_needed(n, drawn)}")
         for row in rows[1:]:
             set_directions(row, halves, bar)
         for sharing in alike.values():
@@ -412,7 +418,8 @@ def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str
         row.numbers |= dict(zip(("less_grpo", "less_grpo_low", "less_grpo_high"), gap))
         print(line_of("GRPO" if row is grpo else row.flags or "as planned", row.numbers))
     least = planned.numbers["smallest"]
-    print(f"{drawn} rollouts tell a slope of {least:.3f} from 0 in at least 4 of 5 cases")
+    if least:
+        print(f"{drawn} rollouts tell a slope of {least:.3f} from 0 in at least 4 of 5 cases")
     print(advice(planned.numbers, n, mixed))
     numbers = {"success": success, "rollouts": drawn, "mixed": mixed}
     return numbers | {"rows": [{"flags": row.flags, **row.numbers} for row in rows]}
@@ -421,6 +428,14 @@ def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str
 def ratio(unit: float, grpo: dict[str, Any]) -> float | None:
     """A row's `unit` over GRPO's; None where GRPO's is not told above 0, so that it is noise."""
     return unit / grpo["unit"] if grpo["unit"] > 1.96 * grpo["unit_error"] else None
+
+
+def rollouts_needed(grpo: dict[str, Any], drawn: int) -> str:
+    """How many rollouts would tell half of GRPO's slope from 0; its error falls with their root."""
+    if grpo["low"] <= 0 <= grpo["high"]:
+        return f"not told from 0 with {drawn} rollouts"
+    needed = drawn * (2 * POWER * grpo["error"] / grpo["slope"]) ** 2
+    return f"to tell half of it from 0 takes about {needed:,.0f} rollouts"
 
 
 def span(numbers: dict[str, Any]) -> str:
@@ -446,12 +461,14 @@ def advice(planned: dict[str, Any], grpo: dict[str, Any], mixed: int) -> str:
     if planned["high"] < 0:
         return "Do not train as planned: the step makes wrong solutions likelier than right ones."
     if planned["low"] <= 0 < grpo["low"]:
-        return "Take GRPO or another row: GRPO's slope is told from 0 here, the planned one is not."
+        return "Take GRPO or another row: GRPO's slope is told above 0, the planned one is not."
     if planned["low"] <= 0:
-        return "Sample more before you decide: the planned slope is not told from 0, nor is GRPO's."
+        return "Sample more before you decide: neither the plan's slope nor GRPO's is told above 0."
     if planned["less_grpo"] is not None and planned["less_grpo_high"] < 0:
         return f"It helps, but a step of GRPO adds {-planned['less_grpo']:.2f} points more."
-    return "Train as planned, and probe again at a checkpoint: a slope says nothing of later steps."
+    return (
+        "The planned step helps; later ones may not. Train some, and compare with as many of GRPO."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -468,6 +485,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("the probe runs in one process: start it with python, not torchrun")
         cfg = replace(cfg, out=held.enter_context(tempfile.TemporaryDirectory(prefix="probe-")))
         run = sgsd.prepare(cfg, world, False, held, lambda *_: [])  # each row has a retriever
+        if run.served:
+            held.callback(run.served.close)
         if options.at:
             at = pathlib.Path(options.at)
             run.step, run.extra_tensors = model.restore(at, run.lm, run.optimizer)

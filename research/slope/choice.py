@@ -88,9 +88,10 @@ def tables(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row["kind"] == "slopes":
             lines = head_of(["settings", "slope, points a step", "relative to GRPO"])
+            unit = row["slopes"]["grpo"]["unit"]
             for name, x in sorted(row["slopes"].items(), key=lambda item: -item[1]["slope"]):
                 span = f"{x['slope']:.2f} ({x['low']:.2f} to {x['high']:.2f})"
-                lines.append(row_of([f"`{name}`", span, f"{x['relative']:.2f}"]))
+                lines.append(row_of([f"`{name}`", span, f"{x['unit'] / unit:.2f}"]))
     trained = {(r["name"], r["seed"]): r["accuracy"] for r in rows if r["kind"] == "train"}
     names = list(dict.fromkeys(name for name, _ in trained))
     lines += ["", *head_of(["trained", "seeds", *[f"after {step}" for step in W.points]])]

@@ -5,9 +5,9 @@
     python research/slope/measure.py --world lock --table         the table of what is there
     python research/slope/measure.py --picture slope.png          both worlds (needs matplotlib)
 
-Twelve banks per world, none of them used before: the model's own from seeds 5 to 9; hand-written
-ones with a true mistake for every family and a skill that misleads for 0, 25, 50, 75 and 100% of
-them; and two with all words in another order. SGSD has the settings of research/methods/compare.py.
+Twelve banks per world: the model's own from seeds 5 to 9; hand-written ones with a true mistake for
+every family and a skill that misleads for 0, 25, 50, 75 and 100% of them; and two with all words in
+another order. SGSD has the settings of research/methods/compare.py.
 
 A round measures the slopes of all banks on one set of rollouts of the base model (80 problems x 4),
 then trains with each bank for 60 steps and evaluates after 5, 20 and 60 on the test problems, then
@@ -244,7 +244,7 @@ def table(rows: list[dict]) -> list[str]:
     for bank in BANKS:
         mine = [row for row in rows if row.get("bank") == bank]
         columns["slope"].append([x[bank]["slope"] for x in probes])
-        columns["relative"].append([x[bank]["relative"] for x in probes])
+        columns["relative"].append([x[bank]["unit"] / x["grpo"]["unit"] for x in probes])
         columns["pilot"].append([row["accuracy"] for row in mine if row["kind"] == "pilot"])
         for step in POINTS:
             of_step = [row["accuracy"][str(step)] for row in mine if row["kind"] == "train"]

@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import pathlib
 import statistics
 import sys
@@ -123,7 +122,6 @@ def signals(probes: Sequence[Row], i: int, log: dict[str, list]) -> dict[str, fl
     return {
         "slope over its standard error": -now["slope"] / max(now["error"], 1e-9),
         "slope": -now["slope"],
-        "relative": -now["unit"] / (now["grpo"]["unit"] or math.inf),
         "GRPO's slope": -now["grpo"]["slope"],
         "success lost so far": max(row["success"] for row in before) - now["success"],
         "success": -now["success"],

@@ -1,15 +1,18 @@
 """The slope: its equations on a policy whose grad J is enumerated, then the command."""
 
 import dataclasses
+import functools
 import json
 import math
 import tempfile
+from types import SimpleNamespace
 
 import driver
 import numpy as np
 import pytest
 import torch
 from conftest import make_bank, same, t
+from tqdm import tqdm
 
 import files
 import model
@@ -35,10 +38,13 @@ def test_a_problem_without_both_outcomes_weighs_nothing():
 
 
 def test_each_problem_is_measured_along_the_other_halfs_direction():
-    directions = [t([[1.0, 0.0]]), t([[0.0, 1.0]])]  # from problems 0 and 2; from problem 1
+    directions = [[t([[1.0, 0.0]])], [t([[0.0, 1.0]])]]  # from problems 0 and 2; from problem 1
     parts = {0: t([3.0, 5.0]), 1: t([7.0, 11.0]), 2: None}
     slopes_1N = probe.problem_slopes([[0, 2], [1]], directions, parts.__getitem__)
     assert slopes_1N.tolist() == [[5.0, 7.0, 0.0]]
+    two_rows = [[t([[1.0, 0.0]]), t([[2.0, 0.0]])], [t([[0.0, 1.0]]), t([[0.0, 2.0]])]]
+    slopes_2N = probe.problem_slopes([[0, 2], [1]], two_rows, parts.__getitem__)
+    assert slopes_2N.tolist() == [[5.0, 7.0, 0.0], [10.0, 14.0, 0.0]]
 
 
 def test_the_interval_of_equal_slopes_is_a_point():
@@ -110,7 +116,8 @@ def halves_of(n):
 
 def slopes_of(toy, x_n, y_nG, halves, directions):
     """The problems' slopes, by half."""
-    slopes_1N = probe.problem_slopes(halves, directions, lambda i: toy.ascent(x_n[i], y_nG[i]))
+    used = [[u_1P] for u_1P in directions]
+    slopes_1N = probe.problem_slopes(halves, used, lambda i: toy.ascent(x_n[i], y_nG[i]))
     return [slopes_1N[0][half] for half in halves]
 
 
@@ -297,6 +304,54 @@ def test_at_the_base_only_b_moves(world_dir, tmp_path):
         assert bool(part.any()) == ("lora_B" in name), name
 
 
+def a_row(run, gradients, **settings):
+    """A row with one rollout a problem, whose loss has this gradient in every trained weight."""
+
+    def loss_of(run, example):
+        total = sum(p.sum() for p in model.trained(run.lm).values())
+        loss = gradients[example.index] * total
+        return SimpleNamespace(loss=loss, a_K=t([0.5]), rho_K=t([1.0]))
+
+    run = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, batch_size=1, **settings))
+    row = probe.Row("", run, loss_of, rollout.Sampling(1.0), [], [[([], [])] for _ in gradients])
+    row.groups = [[SimpleNamespace(r=1.0), SimpleNamespace(r=-1.0)] for _ in gradients]
+    return row
+
+
+HALVES = [[0, 2], [1, 3]]
+
+
+def test_adams_direction_is_minus_the_mean_gradient_over_its_root_mean_square(tiny_run):
+    """Minibatches of one problem. Of each weight's gradients only the 3 is clipped, to 1."""
+    size = sum(p.numel() for p in model.trained(tiny_run.lm).values())
+    row = a_row(tiny_run, [3.0, 0.0, -0.5, 0.5], grad_clip=size**0.5)
+    probe.set_directions(row, HALVES, tqdm(disable=True))
+    # -(1 - .5)/2 / sqrt((1 + .25)/2), and -(0 + .5)/2 / sqrt((0 + .25)/2)
+    expected = [-0.25 / 0.625**0.5, -0.25 / 0.125**0.5]
+    for (adam_P, unit_P), value in zip(row.directions, expected):
+        same(adam_P, torch.full((size,), value), 1e-5)
+        same(unit_P, torch.full((size,), -(size**-0.5)), 1e-7)  # 3 - .5 and 0 + .5 are above 0
+
+
+def test_the_slope_is_points_of_success_along_a_step_at_the_planned_rate(tiny_run, monkeypatch):
+    row = a_row(tiny_run, [0.0] * 4, learning_rate=1e-3)
+    row.directions = [t([[2.0, 0.0], [0.6, 0.8]]), t([[-1.0, 0.0], [0.0, 1.0]])]
+    parts = iter([t([3.0, 1.0]), t([5.0, 1.0]), t([7.0, 1.0]), t([9.0, 1.0])])  # of 0, 2, 1, 3
+    monkeypatch.setattr(probe, "ascent", lambda *_: next(parts))
+    probe.set_slopes([row], HALVES, tqdm(disable=True))
+    # problems 0 and 2 along -1: -3 and -5; 1 and 3 along 2: 14 and 18; 100 * 1e-3 of each
+    same(t(row.points_N.tolist()), [-0.3, 1.4, -0.5, 1.8], 1e-6)
+    assert row.numbers["slope"] == pytest.approx(0.6)
+    # along the unit directions: 1 and 1; .6 * 7 + .8 and .6 * 9 + .8; no rate
+    assert row.numbers["unit"] == pytest.approx(100 * (1 + 1 + 5.0 + 6.2) / 4)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_probe(tiny_run):
+    row = a_row(tiny_run, [1.0, 1.0, math.nan, 1.0])
+    with pytest.raises(ValueError, match="not finite"):
+        probe.set_directions(row, HALVES, tqdm(disable=True))
+
+
 # -------------------------------------------------------------------------------------- the command
 
 
@@ -390,6 +445,18 @@ def test_a_planned_grpo_is_grpos_row(command):
     assert row["flags"].startswith("--method grpo") and row["less_grpo"] == 0
 
 
+def test_the_probe_takes_its_adapter_off_the_server(plain, command, monkeypatch):
+    closed = []
+
+    def policy(run):
+        close = functools.partial(closed.append, True)
+        return SimpleNamespace(stream=run.stream, rollouts=run.stream, close=close)
+
+    monkeypatch.setattr(probe.sgsd, "served_policy", policy)
+    numbers = command("--server", "http://localhost:1/v1")
+    assert closed == [True] and numbers["success"] == plain["success"]
+
+
 def test_at_a_checkpoint_its_adapter_is_measured(plain, command, world_dir, tmp_path):
     changes = {"kind": probe.baselines.BaselineConfig, "max_new_tokens": 12, "batch_size": 3}
     driver.train(world_dir, tmp_path / "run", steps=2, **changes)
@@ -420,6 +487,11 @@ def test_a_mistake_is_one_line(command, capsys, tmp_path):
         capsys, probe.main, [*command.argv, "--out", str(tmp_path)], "must end with .json"
     )
     driver.refused(capsys, probe.main, [*command.argv, "--try", "--no-such"], "--no-such")
+    argv = [*command.argv, "--try", "--split valid"]
+    driver.refused(capsys, probe.main, argv, "--split", "all rows share it")
+    (tmp_path / "plan.yaml").write_text("num_teachers: 2")
+    argv = [*command.argv, f"--config={tmp_path}/plan.yaml", "--try", "--method opsd"]
+    driver.refused(capsys, probe.main, argv, "--config sets what --method would")
     argv = [*command.argv, "--try", "--num-teachers 99"]
     driver.refused(capsys, probe.main, argv, "--num-teachers 99 needs as many of each")
 
@@ -433,15 +505,37 @@ def test_the_ratio_to_grpo_needs_a_slope_of_grpos_above_0():
     assert probe.ratio(0.0, {"unit": 0.0, "unit_error": 0.0}) is None  # it has no gradient
 
 
+def test_the_rollouts_needed_follow_from_grpos_interval():
+    # twice the 2.8 standard errors, squared: (2 * 2.8 * .5 / 2)^2 = 1.96 times as many
+    grpo = {"slope": 2.0, "low": 1.0, "high": 3.0, "error": 0.5}
+    assert probe.rollouts_needed(grpo, 100) == "to tell half of it from 0 takes about 196 rollouts"
+    below = {"slope": -2.0, "low": -3.0, "high": -1.0, "error": 0.5}
+    assert probe.rollouts_needed(below, 100) == "to tell half of it from 0 takes about 196 rollouts"
+    assert probe.rollouts_needed(grpo | {"low": -0.1}, 100) == "not told from 0 with 100 rollouts"
+    nothing = dict.fromkeys(grpo, 0.0)  # no problem has both outcomes
+    assert probe.rollouts_needed(nothing, 100) == "not told from 0 with 100 rollouts"
+
+
+def test_a_planned_grpo_keeps_its_own_settings():
+    changes = {"batch_size": 4, "generations": 6, "loss_temperature": 0.5, "drop_truncated": True}
+    cfg = probe.baselines.BaselineConfig(method="grpo", **changes)
+    flags, of_row = probe.grpo_of(cfg, samples=3)
+    assert (of_row.batch_size, of_row.generations) == (8, 3)  # as many rollouts, in smaller groups
+    assert of_row.loss_temperature == 0.5 and of_row.drop_truncated
+    assert "--drop-truncated" in flags and "--loss-temperature 0.5" in flags
+    of_sgsd = probe.grpo_of(probe.baselines.BaselineConfig(loss_temperature=0.5), 3)[1]
+    assert of_sgsd.loss_temperature == 0.0  # the sampling's
+
+
 def test_the_advice_follows_the_intervals():
     grpo = {"slope": 2.0, "low": 1.0, "high": 3.0, "error": 0.5, "relative": 1.0}
     grpo |= {"less_grpo": 0.0, "less_grpo_high": 0.0}
     plan = {"slope": 1.0, "low": 0.5, "high": 1.5, "error": 0.2}
     plan |= {"less_grpo": -1.0, "less_grpo_high": 0.1}
     unsure = {"low": -1.0}
-    cases = [(plan, grpo, "Train as planned"), (grpo, grpo, "Train as planned")]
+    cases = [(plan, grpo, "The planned step helps"), (grpo, grpo, "The planned step helps")]
     cases.append((plan | {"less_grpo_high": -0.1}, grpo, "a step of GRPO adds 1.00 points more"))
-    cases.append((plan | {"less_grpo": None}, grpo, "Train as planned"))
+    cases.append((plan | {"less_grpo": None}, grpo, "The planned step helps"))
     cases.append((plan | unsure, grpo, "Take GRPO"))
     cases.append((plan | unsure, grpo | unsure, "Sample more"))
     cases.append((plan | {"low": -2.0, "high": -1.0}, grpo, "Do not train"))
