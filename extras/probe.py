@@ -466,9 +466,7 @@ def advice(planned: dict[str, Any], grpo: dict[str, Any], mixed: int) -> str:
         return "Sample more before you decide: neither the plan's slope nor GRPO's is told above 0."
     if planned["less_grpo"] is not None and planned["less_grpo_high"] < 0:
         return f"It helps, but a step of GRPO adds {-planned['less_grpo']:.2f} points more."
-    return (
-        "The planned step helps; later ones may not. Train some, and compare with as many of GRPO."
-    )
+    return "The planned step helps; later ones may not: train some, and as many with GRPO."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
