@@ -154,14 +154,16 @@ def allowed(logits_nV: Tensor, sampling: Sampling) -> Tensor:
 
     logits_nV: divided by the temperature.
     """
+    size = logits_nV.shape[-1]
+    k = min(sampling.top_k or size, size)
     allowed_nV = torch.ones_like(logits_nV, dtype=torch.bool)
-    if 0 < sampling.top_k < logits_nV.shape[-1]:
-        allowed_nV = logits_nV >= logits_nV.topk(sampling.top_k).values[:, -1:]
+    if k < size:  # more than k are left where logits are equal
+        allowed_nV = logits_nV >= logits_nV.topk(k).values[:, -1:]
     if sampling.top_p < 1:
         p_nV = logits_nV.masked_fill(~allowed_nV, -torch.inf).softmax(-1)
-        top_nV = p_nV.sort(descending=True).values.double()
-        count_n1 = (top_nV.cumsum(-1) - top_nV < sampling.top_p).sum(-1, keepdim=True)
-        allowed_nV &= p_nV >= top_nV.gather(-1, count_n1 - 1).to(p_nV)
+        top_nk = p_nV.topk(k).values.double()
+        count_n1 = (top_nk.cumsum(-1) - top_nk < sampling.top_p).sum(-1, keepdim=True)
+        allowed_nV &= p_nV >= top_nk.gather(-1, count_n1 - 1).to(p_nV)
     return allowed_nV
 
 

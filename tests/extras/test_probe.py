@@ -200,6 +200,7 @@ def test_the_interval_covers_the_slope_of_its_directions(problems, bias, directi
 def test_the_allowed_ids_are_those_that_can_be_drawn(top_p, top_k):
     torch.manual_seed(0)
     logits_nV = 2 * torch.randn(6, 9)
+    logits_nV[-1, :6] = 3.0  # equal logits stay or go together
     sampling = rollout.Sampling(0.7, top_p, top_k)
     allowed_nV = probe.allowed(logits_nV / sampling.temperature, sampling)
     u_B = torch.linspace(0, 1 - 1e-9, 40_000, dtype=torch.float64)
