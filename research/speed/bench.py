@@ -58,6 +58,7 @@ import rollout
 import scoring
 import sgsd
 import skills
+from extras.baselines import GRPO
 from problems import Problem
 from research.markdown_table import head_of, row_of
 from verify import Verifier
@@ -414,6 +415,16 @@ def decoded(c: Counts, name: str, prompt: int, samples: float, tokens: int, rows
     return Part(name, *c.decoding(prompt, tokens, samples, steps), steps)
 
 
+def grpo_parts(c: Counts, gpus: int, T: int) -> list[Part]:
+    """A step of GRPO on one of `gpus` GPUs, with completions of T tokens."""
+    rollouts = config.Config().batch_size * GRPO["generations"] / gpus
+    learned = rollouts * (c.forward(PLAIN + T, T) + c.backward(PLAIN + T, T))
+    return [
+        decoded(c, "sampling", PLAIN, rollouts, T, GRPO["rollout_rows"]),
+        Part("learning", learned, 3 * rollouts * c.weights),
+    ]
+
+
 def probe_parts(c: Counts, rollouts: int) -> list[Part]:
     """`extras.probe` on one GPU: GRPO's row and the planned one, then each further row.
 
@@ -447,13 +458,23 @@ def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
     evolving = Part("extracting", *costs["an evolution of the bank, extracting"], turns)
     whole = decoded(c, "decoding", PLAIN, 12 * 90 / GPUS, cfg.eval_tokens, rows)
     small, skilled = (decoded(c, name, n, 200, 4096, 16) for name, n in SMALL.items())
+    T, grpo_T = cfg.max_new_tokens, GRPO["max_new_tokens"]
     at_a_time, few = f"{rows} rows at a time", "up to 4,096 tokens, 16 rows at a time"
     return {
         f"{cfg.steps} steps": [(part.times(cfg.steps), "") for part in step_parts(c, GPUS)],
         "first bank": [(solving, at_a_time), (extracting, ""), (merging, "")],
         f"{onlines} evolutions of the bank": [(evolving.times(onlines), "")],
         f"{policies} evaluations, 90 problems x 12": [(whole.times(policies), at_a_time)],
+        f"GRPO: {cfg.steps} steps of {grpo_T:,} tokens": [
+            (part.times(cfg.steps), "") for part in grpo_parts(c, GPUS, grpo_T)
+        ],
+        f"GRPO: {cfg.steps} steps of {T:,} tokens": [
+            (part.times(cfg.steps), "") for part in grpo_parts(c, GPUS, T)
+        ],
         "one GPU: 20 steps": [(part.times(20), "") for part in step_parts(c, 1)],
+        f"one GPU: 20 steps of GRPO, {T:,} tokens": [
+            (part.times(20), "") for part in grpo_parts(c, 1, T)
+        ],
         "one GPU: probe, 80 problems x 4": [(part, "") for part in probe_parts(c, 320)],
         "one GPU: probe, 1,280 problems x 4": [(part, "") for part in probe_parts(c, 5120)],
         "one GPU: 50 problems x 4": [(small, few)],
@@ -479,7 +500,7 @@ def cost_by_data_sheet(card: Card) -> None:
                 print(row_of((f"{group}: {part.name}", *sizes, *shown(hours), note)))
             if len(parts) > 1:
                 print(row_of((f"**{group}**", "", "", *shown(total), "")))
-            run += 0 if group.startswith("one GPU") else total
+            run += 0 if group.startswith(("one GPU", "GRPO")) else total
             if "evaluations" in group:
                 print(row_of((f"**all on {GPUS} GPUs**", "", "", *shown(run), "")))
     print(

@@ -170,6 +170,9 @@ def test_the_cost_sheet_by_hand():
     assert parts["student, forward"][0] == 4 * forward
     backward = 2 * forward + looking_back * 1224**2 + 2 * 69_730_304 * 1224
     assert parts["student, backward"][0] == 4 * backward
+    sampling, learning = bench.grpo_parts(c, 8, 1024)  # 32 * 8 / 8 rollouts, 16 at a time
+    assert (sampling.flops, sampling.steps) == (32 * decoding, 2 * 1024)
+    assert learning.flops == 32 * (forward + backward)
 
 
 def test_a_simulated_step_has_the_chance_of_its_curve():
