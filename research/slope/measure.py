@@ -266,6 +266,14 @@ def table(rows: list[dict]) -> list[str]:
             one, other = [a for a, _ in means], [b for _, b in means]
             cells.append(with_bounds(one, other) if len(means) > 2 else "")
         lines.append(row_of(cells))
+    cells = ["slope of each probe alone"]
+    for step in POINTS:
+        ends = [statistics.mean(runs) for runs in columns[f"after {step}"] if runs]
+        alone = []
+        for probe in probes if len(ends) == len(BANKS) else []:
+            alone.append(f"{spearman([probe[bank]['slope'] for bank in BANKS], ends):.2f}")
+        cells.append(", ".join(alone))
+    lines.append(row_of(cells))
     for row in rows:
         if row["kind"] == "base":
             lines += ["", f"Base: {row['accuracy']:.1%} on the test problems."]
