@@ -185,6 +185,7 @@ def what_followed(rows: Sequence[Row]) -> list[str]:
     """How success changed in the five steps after a probe, by its interval."""
     changes: dict[str, list[float]] = {"above 0": [], "contains 0, or below": []}
     probes = [row for row in rows if row["kind"] == "probe"]
+    probes.sort(key=lambda row: (row["method"], row["seed"], row["step"]))  # parts mix their lines
     for one, other in itertools.pairwise(probes):
         same = (one["method"], one["seed"]) == (other["method"], other["seed"])
         if same and one["success"] > 0.1:
