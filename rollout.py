@@ -12,6 +12,7 @@ import collections
 import hashlib
 import itertools
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -255,9 +256,11 @@ def _decode(
     model_settings = causal.generation_config
     causal.generation_config = GenerationConfig()  # it would fill in what `settings` leave open
     try:
-        out_BL = causal.generate(
-            ids_BL, settings, [draw], attention_mask=mask_BL, past_key_values=cache
-        )
+        with warnings.catch_warnings():  # the new name, `cache`, is unknown before 5.24
+            warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
+            out_BL = causal.generate(
+                ids_BL, settings, [draw], attention_mask=mask_BL, past_key_values=cache
+            )
     finally:
         causal.generation_config = model_settings
     for row, new_ids in zip(rows, out_BL[:, width:].tolist()):

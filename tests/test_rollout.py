@@ -5,6 +5,7 @@ The reference for decoding is a plain loop: no cache, no padding, one row alone.
 
 import itertools
 import json
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -106,6 +107,13 @@ def test_the_models_own_generation_config_has_no_say(tokenizer):
     config = model.generation_config
     assert rollout.generate(model, tokenizer, ids, SAMPLING, [1, 2, 3]) == want
     assert model.generation_config is config
+
+
+def test_generate_warns_of_nothing(tokenizer):
+    """transformers 5.24 has another name for the cache, which older ones do not know."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rollout.generate(make_model(), tokenizer, prompts(tokenizer, 1), SAMPLING, [1])
 
 
 def test_draws_are_uniform_independent_and_differ_by_seed_step_problem_and_sample():
