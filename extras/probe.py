@@ -76,16 +76,16 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[t
 
 def grpo_of(cfg: Any, samples: int) -> tuple[str, Any]:
     """GRPO's (flags, settings), sampled as planned, with about as many rollouts in a step."""
-    groups = max(1, cfg.batch_size * cfg.generations // samples)
-    changes = {"batch_size": groups, "generations": samples}
-    if cfg.method != "grpo":
-        changes["loss_temperature"] = 0.0
-    flags = "--method grpo" + " --drop-truncated" * cfg.drop_truncated
-    shown = "student_prefix temperature top_p top_k max_new_tokens grad_clip learning_rate".split()
-    for name in (*shown, "batch_size", "generations", "loss_temperature"):
-        flags += f" {config.flag(name)} {changes.get(name, getattr(cfg, name))}"
     plain = {name: getattr(baselines.BaselineConfig, name) for name in baselines.OF_TEACHERS}
-    return flags, replace(cfg, method="grpo", bank="", **changes, **plain)
+    if cfg.method != "grpo":
+        plain["loss_temperature"] = 0.0
+    groups = max(1, cfg.batch_size * cfg.generations // samples)
+    cfg = replace(cfg, method="grpo", bank="", batch_size=groups, generations=samples, **plain)
+    shown = "student_prefix temperature top_p top_k max_new_tokens grad_clip learning_rate".split()
+    flags = "--method grpo"
+    for name in (*shown, "batch_size", "generations", "loss_temperature"):
+        flags += f" {config.flag(name)} {getattr(cfg, name)}"
+    return flags + (" --drop-truncated" if cfg.drop_truncated else ""), cfg
 
 
 if __name__ == "__main__":  # --help and a wrong flag are answered before torch is imported

@@ -2,7 +2,7 @@
 
     python research/slope/measure.py --world lock --minutes 60    goes on with lock.jsonl
     python research/slope/measure.py --world tiny --minutes 60    the same in the first world
-    python research/slope/measure.py --world lock --table         the table of what is there
+    python research/slope/measure.py --world lock --table         the tables and figures
     python research/slope/measure.py --picture slope.png          both worlds (needs matplotlib)
 
 Twelve banks per world: the model's own from seeds 5 to 9; hand-written ones with a true mistake for
@@ -26,6 +26,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -224,15 +225,20 @@ def spearman(a: list[float], b: list[float]) -> float:
     return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
-def with_bounds(a: list[float], b: list[float], draws: int = 4000) -> str:
+def with_bounds(a: list[float], b: list[float]) -> str:
     """The rank correlation with a 95% bootstrap over banks."""
-    x, y, rng, found = np.array(a), np.array(b), np.random.default_rng(0), []
-    for _ in range(draws):
-        chosen = rng.integers(len(x), size=len(x))
-        if len({*x[chosen]}) > 1 and len({*y[chosen]}) > 1:
-            found.append(spearman(list(x[chosen]), list(y[chosen])))
-    low, high = np.quantile(found, (0.025, 0.975))
+    low, high = bootstrap(spearman, a, b)
     return f"{spearman(a, b):.2f} ({low:.2f} to {high:.2f})"
+
+
+def bootstrap(f: Callable[..., float], *values: Sequence[float], draws: int = 4000) -> np.ndarray:
+    """95% of f over banks drawn with replacement; values: of each bank. [2]."""
+    columns, rng, found = np.array(values), np.random.default_rng(0), []
+    for _ in range(draws):
+        drawn = columns[:, rng.integers(columns.shape[1], size=columns.shape[1])].tolist()
+        if all(len({*column}) > 1 for column in drawn):
+            found.append(f(*drawn))
+    return np.quantile(found, (0.025, 0.975))
 
 
 def table(rows: list[dict]) -> list[str]:
@@ -266,18 +272,79 @@ def table(rows: list[dict]) -> list[str]:
             one, other = [a for a, _ in means], [b for _, b in means]
             cells.append(with_bounds(one, other) if len(means) > 2 else "")
         lines.append(row_of(cells))
-    cells = ["slope of each probe alone"]
-    for step in POINTS:
-        ends = [statistics.mean(runs) for runs in columns[f"after {step}"] if runs]
-        alone = []
-        for probe in probes if len(ends) == len(BANKS) else []:
-            alone.append(f"{spearman([probe[bank]['slope'] for bank in BANKS], ends):.2f}")
-        cells.append(", ".join(alone))
-    lines.append(row_of(cells))
-    for row in rows:
-        if row["kind"] == "base":
-            lines += ["", f"Base: {row['accuracy']:.1%} on the test problems."]
     return lines
+
+
+def facts(rows: list[dict]) -> list[str]:
+    """The other figures of the page, a line each, once every bank has a run in each round."""
+    slopes_RN, low_RN = of_probes(rows, "slope"), of_probes(rows, "low")
+    runs = {step: of_kind(rows, "train", str(step)) for step in POINTS}
+    probes = [row for row in rows if row["kind"] == "slopes"]
+    (base,) = (row["accuracy"] for row in rows if row["kind"] == "base")
+    slope_N, pilot_N = slopes_RN.mean(0), of_kind(rows, "pilot").mean(0)
+    grpo = [probe["slopes"]["grpo"]["slope"] for probe in probes]
+    below = sum(int((slopes_N < x).sum()) for slopes_N, x in zip(slopes_RN, grpo))
+    always_N = (low_RN > 0).all(0)
+    own_N = np.array([name.startswith("own") for name in BANKS])
+    lines = [f"base model: {base:.1%} on the test problems"]
+    lines.append(f"GRPO's slopes: {shown(grpo)}; below them {below} of the banks' {slopes_RN.size}")
+    lines.append(f"intervals of banks above 0, by probe: {(low_RN > 0).sum(1).tolist()}")
+    lines.append(f"mean slope of the banks, by probe: {shown(slopes_RN.mean(1))}")
+    for step, accuracy_RN in runs.items():
+        end_N = accuracy_RN.mean(0)
+        alone = [spearman(list(x_N), list(end_N)) for x_N in slopes_RN]
+        own = spearman(list(slope_N[own_N]), list(end_N[own_N]))
+        lines.append(f"after {step} steps: rank correlation of each probe alone {shown(alone)}")
+        lines.append(f"  of the own banks {own:.2f}; pilot's less slope's, 95%: ")
+        lines[-1] += shown(bootstrap(pilot_less_slope, pilot_N, slope_N, end_N))
+        lines.append(f"  runs below the base model: {int((accuracy_RN < base).sum())}")
+        if always_N.any() and not always_N.all():
+            above, others = end_N[always_N].mean(), end_N[~always_N].mean()
+            lines.append(f"  banks above 0 in every probe: {above:.1%}, others {others:.1%}")
+        if len(accuracy_RN) > 1:
+            spread = accuracy_RN.var(0, ddof=1).mean() ** 0.5
+            lines.append(f"  standard deviation of a bank's runs: {100 * spread:.1f} points")
+    gain_N = 100 * (runs[POINTS[0]].mean(0) - base) / (POINTS[0] * slope_N)
+    ends = shown([gain_N.min(), gain_N.max()])
+    lines.append(f"gain after {POINTS[0]} steps over as many slopes, least and most: {ends}")
+    if len(slopes_RN) > 1:
+        moved_RN = slopes_RN - slopes_RN.mean(1, keepdims=True)
+        spreads = [x_RN.var(0, ddof=1).mean() ** 0.5 for x_RN in (slopes_RN, moved_RN)]
+        spreads.append(slope_N.std(ddof=1))
+        lines.append("standard deviation of a bank's slope between probes, the same without ")
+        lines[-1] += f"each probe's mean, and between banks: {shown(spreads)}"
+    seconds = {"pilot": 0, "slopes": 0}
+    for row in rows:
+        if row["kind"] in seconds:
+            seconds[row["kind"]] += row["cpu_seconds"]
+    lines.append(f"pilots took {seconds['pilot'] / seconds['slopes']:.0%} of the probes' time")
+    return lines
+
+
+def shown(values: Any) -> str:
+    return ", ".join(f"{x:.2f}" for x in values)
+
+
+def of_kind(rows: list[dict], kind: str, step: str = "") -> np.ndarray:
+    """Accuracies by round and bank; of a training after `step`. [R, N]."""
+    columns = []
+    for bank in BANKS:
+        mine = [row["accuracy"] for row in rows if (row["kind"], row.get("bank")) == (kind, bank)]
+        columns.append([x[step] if step else x for x in mine])
+    return np.array(columns).T
+
+
+def of_probes(rows: list[dict], name: str) -> np.ndarray:
+    """A number of each bank by round. [R, N]."""
+    numbers = []
+    for row in rows:
+        if row["kind"] == "slopes":
+            numbers.append([row["slopes"][bank][name] for bank in BANKS])
+    return np.array(numbers)
+
+
+def pilot_less_slope(pilot: list[float], slope: list[float], end: list[float]) -> float:
+    return spearman(pilot, end) - spearman(slope, end)
 
 
 def picture(path: str) -> None:
@@ -318,7 +385,7 @@ def main() -> None:
     parser.add_argument("--world", choices=("lock", "tiny"), default="lock")
     parser.add_argument("--minutes", type=float, default=60, help="begin no job after so many")
     parser.add_argument("--work", default="runs/slope", help="banks, and the job under way")
-    parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--table", action="store_true", help="only print what is there")
     parser.add_argument("--picture", metavar="FILE", help="only draw both worlds")
     args = parser.parse_args()
     import files
@@ -329,7 +396,7 @@ def main() -> None:
     w, out, began = WORLDS[args.world], HERE / f"{args.world}.jsonl", time.monotonic()
     rows = list(files.read_jsonl(out))
     if args.table:
-        print("\n".join(table(rows)))
+        print("\n".join([*table(rows), "", *facts(rows)]))
         return
     work = pathlib.Path(args.work, args.world).absolute()
     work.mkdir(parents=True, exist_ok=True)

@@ -181,6 +181,39 @@ def tables(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def alarms_and_falls(rows: Sequence[Row]) -> list[str]:
+    """How often an alarm came, how early, and what stopping at the first one would have kept."""
+    ahead: list[int] = []
+    kept: dict[str, list[float]] = {"fell": [], "held": []}  # points, at the alarm less at the end
+    counts = {"fell": 0, "held": 0, "fell, twice in a row": 0, "held, twice in a row": 0}
+    runs = dict.fromkeys((row["method"], row["seed"]) for row in rows if row["kind"] == "run")
+    for run in runs:
+        probes = [row for row in rows if (row["method"], row["seed"]) == run and "step" in row]
+        successes = [row["success"] for row in probes]
+        fall = probes[-2]["step"] if fallen(successes) else STEPS[-1] + 1
+        before = [row for row in probes if FIRST_ALARM <= row["step"] < fall]
+        kind = "fell" if fallen(successes) else "held"
+        counts[kind] += 1
+        pairs = itertools.pairwise(before)
+        counts[f"{kind}, twice in a row"] += any(a["low"] <= 0 >= b["low"] for a, b in pairs)
+        first = next((row for row in before if row["low"] <= 0), None)
+        if first:
+            kept[kind].append(100 * (first["success"] - successes[-1]))
+            if kind == "fell":
+                ahead.append(fall - first["step"])
+    lines = [""]
+    for kind, gains in kept.items():
+        line = f"{kind}: {counts[kind]} runs, {len(gains)} with an alarm before"
+        line += f", {counts[f'{kind}, twice in a row']} with two in a row"
+        if gains:
+            line += f"; at the first alarm less the end {min(gains):+.0f} to {max(gains):+.0f}"
+            line += f" points, mean {statistics.mean(gains):+.0f}"
+        lines.append(line)
+    if ahead:
+        lines.append(f"first alarm before a fall: median {statistics.median(ahead):g} steps")
+    return lines
+
+
 def what_followed(rows: Sequence[Row]) -> list[str]:
     """How success changed in the five steps after a probe, by its interval."""
     changes: dict[str, list[float]] = {"above 0": [], "contains 0, or below": []}
@@ -217,7 +250,7 @@ def main() -> None:
     out, began = measure.HERE / "warning.jsonl", time.monotonic()
     if args.table:
         rows = sorted(files.read_jsonl(out), key=lambda row: (row["method"], row["seed"]))
-        print("\n".join(tables(rows) + what_followed(rows)))
+        print("\n".join(tables(rows) + what_followed(rows) + alarms_and_falls(rows)))
         return
     work = pathlib.Path(args.work).absolute()
     work.mkdir(parents=True, exist_ok=True)

@@ -444,6 +444,11 @@ def probe_parts(c: Counts, rollouts: int) -> list[Part]:
     ]
 
 
+def plain(parts: Iterable[Part], n: float = 1) -> list[tuple[Part, str]]:
+    """Each part n times, without a note."""
+    return [(part.times(n), "") for part in parts]
+
+
 def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
     """The parts of the paper's run on one of 8 GPUs, then small ones on one GPU; notes on each."""
     cfg, costs = config.Config(), paper_costs(c, card.memory)
@@ -461,22 +466,18 @@ def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
     T, grpo_T = cfg.max_new_tokens, GRPO["max_new_tokens"]
     at_a_time, few = f"{rows} rows at a time", "up to 4,096 tokens, 16 rows at a time"
     return {
-        f"{cfg.steps} steps": [(part.times(cfg.steps), "") for part in step_parts(c, GPUS)],
+        f"{cfg.steps} steps": plain(step_parts(c, GPUS), cfg.steps),
         "first bank": [(solving, at_a_time), (extracting, ""), (merging, "")],
         f"{onlines} evolutions of the bank": [(evolving.times(onlines), "")],
         f"{policies} evaluations, 90 problems x 12": [(whole.times(policies), at_a_time)],
-        f"GRPO: {cfg.steps} steps of {grpo_T:,} tokens": [
-            (part.times(cfg.steps), "") for part in grpo_parts(c, GPUS, grpo_T)
-        ],
-        f"GRPO: {cfg.steps} steps of {T:,} tokens": [
-            (part.times(cfg.steps), "") for part in grpo_parts(c, GPUS, T)
-        ],
-        "one GPU: 20 steps": [(part.times(20), "") for part in step_parts(c, 1)],
-        f"one GPU: 20 steps of GRPO, {T:,} tokens": [
-            (part.times(20), "") for part in grpo_parts(c, 1, T)
-        ],
-        "one GPU: probe, 80 problems x 4": [(part, "") for part in probe_parts(c, 320)],
-        "one GPU: probe, 1,280 problems x 4": [(part, "") for part in probe_parts(c, 5120)],
+        f"GRPO: {cfg.steps} steps of {grpo_T:,} tokens": plain(
+            grpo_parts(c, GPUS, grpo_T), cfg.steps
+        ),
+        f"GRPO: {cfg.steps} steps of {T:,} tokens": plain(grpo_parts(c, GPUS, T), cfg.steps),
+        "one GPU: 20 steps": plain(step_parts(c, 1), 20),
+        f"one GPU: 20 steps of GRPO, {T:,} tokens": plain(grpo_parts(c, 1, T), 20),
+        "one GPU: probe, 80 problems x 4": plain(probe_parts(c, 320)),
+        "one GPU: probe, 1,280 problems x 4": plain(probe_parts(c, 5120)),
         "one GPU: 50 problems x 4": [(small, few)],
         "one GPU: the same with --skills": [(small, few), (skilled, few)],
     }
