@@ -128,8 +128,8 @@ def _checked(correct_PK: np.ndarray) -> np.ndarray:
 import pathlib
 from argparse import BooleanOptionalAction, Namespace
 
-import config
-from config import Config
+from lib import config
+from lib.config import Config
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
@@ -210,14 +210,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import distributed
-import files
-import model
-import problems
 import rollout
 import skills
-import verify
 from distributed import World
-from problems import Problem
+from lib import files, model, problems, verify
+from lib.problems import Problem
 
 Key = tuple[str, str, int]  # names a sample: its set, its problem's id, its number
 Tasks = dict[Key, Problem]  # the samples asked for
@@ -251,7 +248,7 @@ class Evaluation:
     tasks: Tasks
     prompt_with_skills: Callable[[Problem], str]
     verifier: verify.Judge
-    server: Any = None  # an `extras.served.Server` that samples in place of `generate`
+    server: Any = None  # an `lib.served.Server` that samples in place of `generate`
 
 
 # ------------------------------------------------------------------------ policies and their place
@@ -430,7 +427,7 @@ def whole_name(name: str) -> str:
 
 def server_for(evaluation: Evaluation, world: World) -> Any:
     """This rank's server, which must have the base model and context for every sample."""
-    from extras import served
+    from lib import served
 
     args, policies = evaluation.args, evaluation.policies
     bases = sorted({whole_name(policy.base or policy.path) for policy in policies})

@@ -22,7 +22,7 @@ Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T]. Log-probab
 """
 
 if __name__ == "__main__":  # --help and a wrong flag are answered before torch is imported
-    import config
+    from lib import config
 
     config.end_at_signals("Run the same command to continue.")
     config.parse(None, __doc__)
@@ -217,20 +217,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-import config
 import distributed
 import eval
-import files
-import model
-import problems
 import rollout
-import runlog
 import scoring
 import skills
-import verify
-from config import Config
 from distributed import World
-from problems import Problem
+from lib import config, files, model, problems, runlog, verify
+from lib.config import Config
+from lib.problems import Problem
 from rollout import Rollout, Sampling
 from skills import SkillBank, SkillPair
 
@@ -252,7 +247,7 @@ class Run:
     verifier: verify.Judge
     stream: Stream  # decodes completions of the policy
     stops: list[int]  # ids that end a completion
-    served: Any = None  # the policy on an inference server, an `extras.served.TrainedPolicy`
+    served: Any = None  # the policy on an inference server, an `lib.served.TrainedPolicy`
     optimizer: Any = None
     masked_ids: set[int] = field(default_factory=set)
     step: int = 0  # the last complete step
@@ -689,7 +684,7 @@ def writer_of(
 
 def server_of(cfg: Config, url: str, name: str, tokens: int) -> Any:
     """An inference server that has the model `name` and a context of so many tokens (S27)."""
-    from extras import served
+    from lib import served
 
     server = served.Server(url, name, seeds=cfg.server_seeds, rows=cfg.rollout_rows or 16)
     server.check(tokens)
@@ -728,7 +723,7 @@ def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
     """The training problems and their counts; ValueError where one is in an evaluation set."""
     fields = problems.Fields(cfg.problem_field, cfg.answer_field, cfg.answer_after)
     data, counts = problems.load_problems(cfg.data, split=cfg.split, fields=fields)
-    held_out = json.loads((ROOT / "eval_sets.json").read_text())
+    held_out = json.loads((ROOT / "lib/eval_sets.json").read_text())
     others = problems.load_set(cfg.eval_data, "test", fields) if cfg.eval_data else []
     if others:  # read now, not after the last step
         held_out[cfg.eval_data] = [problems.fingerprint(x.problem) for x in others]
@@ -814,7 +809,7 @@ def prepare(
 
 def served_policy(run: Run) -> Any:
     """The policy on this rank's server, which gets the adapter whenever it has changed (S27)."""
-    from extras import served
+    from lib import served
 
     cfg, rank = run.cfg, run.world.rank
     url = cfg.server[rank % len(cfg.server)]

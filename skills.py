@@ -776,7 +776,7 @@ class Writer:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """python skills.py --out bank.json: build a bank by cold start, under sgsd.py's settings."""
-    import config
+    from lib import config
 
     config.end_at_signals("Run the same command to continue: the seed solutions are kept.")
     config.parse(argv, __doc__, program="skills.py")  # a wrong flag ends before torch is imported

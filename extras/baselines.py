@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import config
-from config import Config, setting
+from lib import config
+from lib.config import Config, setting
 
 OF_TEACHERS = (  # settings that change a teacher; GRPO has none
     "token_mask",
@@ -175,12 +175,12 @@ import torch
 from torch import Tensor
 
 import distributed
-import model
 import rollout
 import scoring
 import sgsd
 import skills
-from problems import Problem
+from lib import model
+from lib.problems import Problem
 from rollout import Rollout
 from sgsd import Example, RolloutLoss, Run, StepResult
 from skills import SkillBank, SkillPair

@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import config
 from extras import baselines
+from lib import config
 
 # All rows share the model, the problems, the server and the making of the bank.
 SHARED = "model dtype attn lora_rank lora_alpha device data seed verifier prompts".split()
@@ -107,12 +107,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 import distributed
-import files
-import model
 import rollout
 import scoring
 import sgsd
-from problems import Problem
+from lib import files, model
+from lib.problems import Problem
 from rollout import Rollout, Sampling
 from sgsd import Example, Run
 

@@ -16,7 +16,7 @@ import pathlib
 from argparse import Namespace
 from collections.abc import Sequence
 
-import config
+from lib import config
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
@@ -58,10 +58,9 @@ from typing import Any
 import torch
 
 import distributed
-import files
-import runlog
 import sgsd
 import skills
+from lib import files, runlog
 
 MAX_BYTES = 4_900_000  # of the page
 MAX_POINTS = 1000  # of a curve, over all runs

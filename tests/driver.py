@@ -27,15 +27,13 @@ import torch
 from conftest import ROOT
 from tqdm import tqdm
 
-import config
 import distributed
 import eval
-import model
 import scoring
 import sgsd
 import skills
-import verify
 from extras import baselines
+from lib import config, model, verify
 
 ALONE = distributed.World(0, 1, torch.device("cpu"))
 

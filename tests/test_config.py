@@ -14,9 +14,8 @@ import pytest
 from conftest import ROOT
 from driver import refused
 
-import config
-import runlog
 from extras import baselines
+from lib import config, runlog
 
 PROGRAMS = {  # module: its command
     "sgsd": "python sgsd.py",

@@ -26,14 +26,12 @@ from driver import (
     wait,
 )
 
-import config
 import distributed
 import eval
-import files
-import model
 import rollout
 import sgsd
 import skills
+from lib import config, files, model
 
 # ---------------------------------------------------------------------------------------- metrics
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-import files
+from lib import files
 
 
 def names(folder):

@@ -14,7 +14,7 @@ from conftest import ROOT, make_encoder, make_model, make_tokenizer
 from huggingface_hub import ModelCard
 
 import scoring
-from model import (
+from lib.model import (
     base_of,
     checkpoint_activations,
     load_adapter,

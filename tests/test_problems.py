@@ -6,9 +6,8 @@ import datasets
 import pytest
 from conftest import ROOT
 
-import config
-import problems
-from problems import Problem
+from lib import config, problems
+from lib.problems import Problem
 
 SHARED = ROOT.parent / "shared" / "data"
 PAPERS_SETS = ("aime24", "aime25", "hmmt25")
@@ -232,7 +231,7 @@ def test_problems_of_an_evaluation_set_are_refused_as_training_data():
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets are not part of the project")
 @pytest.mark.parametrize("name", PAPERS_SETS)
 def test_the_papers_three_sets_are_known_by_the_fingerprints_of_eval_sets_json(name):
-    fingerprints = json.loads((ROOT / "eval_sets.json").read_text())
+    fingerprints = json.loads((ROOT / "lib/eval_sets.json").read_text())
     data, _ = problems.load_problems(str(SHARED / f"{name}.jsonl"), unique=False)
     with pytest.raises(ValueError, match=f"30 of its problems are in an evaluation set: .*{name}"):
         problems.refuse_overlap(data, name, fingerprints)

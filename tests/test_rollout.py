@@ -16,8 +16,8 @@ from tokenizers import AddedToken
 from transformers import Gemma3Config, GenerationConfig
 
 import rollout
+from lib.verify import Verifier
 from rollout import Sampling
-from verify import Verifier
 
 SAMPLING = Sampling(1.1, 0.95, 20, 24)
 

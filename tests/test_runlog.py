@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, t
 
-import runlog
+from lib import runlog
 
 SECONDS = {"gen": 0.0, "score": 0.0, "bwd": 0.0, "opt": 0.0}
 

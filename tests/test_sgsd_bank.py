@@ -9,9 +9,8 @@ import driver
 import pytest
 from driver import make_run, rows
 
-import config
-import files
 import sgsd
+from lib import config, files
 
 
 class CountingVerifier(driver.CoinVerifier):

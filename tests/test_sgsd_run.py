@@ -19,17 +19,13 @@ from driver import ALONE, completes, make_run, refused, rows, settings, train
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
-import config
 import eval
-import files
-import model
-import runlog
 import scoring
 import sgsd
 import skills
-import verify
 from distributed import World
 from extras import baselines
+from lib import config, files, model, runlog, verify
 
 BANK = {"bank": "", "cold_start": 8, "evolve_every": 2, "max_new_items": 2}
 

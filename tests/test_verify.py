@@ -16,7 +16,7 @@ from fractions import Fraction
 import pytest
 from conftest import ROOT
 
-from verify import MEMORY_BYTES, Verifier, drop_if_copied, extract_answer
+from lib.verify import MEMORY_BYTES, Verifier, drop_if_copied, extract_answer
 
 # `kind`: a policy could live on an exploitable answer; ordinary ones are counted.
 REFUSED, ACCEPTED = 18, 21  # of these ordinary pairs, by this verdict
@@ -433,7 +433,7 @@ def test_a_killed_worker_is_replaced_and_close_leaves_none():
 
 PARENT = """
 import os, sys, threading, time
-from verify import Verifier
+from lib.verify import Verifier
 v = Verifier(timeout_s=2.0)
 v.verify("1/2", "2/4")
 if sys.argv[1] == "fork" and os.fork() == 0:  # holds the pipe to the worker open
@@ -462,7 +462,7 @@ def test_the_worker_ends_when_its_parent_is_killed(state):
 
 CTRL_C = """
 import os, signal, threading
-from verify import Verifier
+from lib.verify import Verifier
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 with Verifier(timeout_s=2.0) as v:
     v.verify("1/2", "2/4")

@@ -5,10 +5,10 @@ import types
 
 import pytest
 
-import verify
+from lib import verify
 
 MINE = '''
-import verify
+from lib import verify
 
 class Even(verify.Judge):
     """Right is an even number."""
@@ -119,7 +119,7 @@ def test_a_wrong_name_of_a_judge_is_one_line(here, name):
 
 def test_a_name_is_of_a_class_that_is_installed_or_in_the_working_directory(here):
     (here / "verify.py").write_text("class Verifier: pass")  # takes no place of ours
-    assert verify.load_judge("verify:Verifier") is verify.Verifier
+    assert verify.load_judge("lib.verify:Verifier") is verify.Verifier
     with verify.load_judge("mine:Batch")(timeout_s=1.0, workers=2) as judge:
         assert judge.judge([(asked("p", "1"), "text")]) == [("x", True)]
         assert (judge.timeout_s, judge.workers) == (1.0, 2)

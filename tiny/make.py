@@ -28,11 +28,11 @@ import torch
 import world
 from tqdm import tqdm
 
-import model as models
 import rollout
 import scoring
 import skills
-import verify
+from lib import model as models
+from lib import verify
 
 VOCAB, STEPS, ROWS, RATE, BUDGET = 1024, 2600, 32, 2e-3, 1536
 MIX = {

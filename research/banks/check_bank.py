@@ -28,9 +28,9 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 from transformers import AutoTokenizer
 
-import model
 import skills
-from problems import Problem, load_problems
+from lib import model
+from lib.problems import Problem, load_problems
 from research.markdown_table import head_of, row_of
 from skills import SkillBank
 

@@ -36,12 +36,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes that it starts
 
 import torch
 
-import files
-import model
-import problems
 import rollout
 import skills
-from extras import served
+from lib import files, model, problems, served
 from research.markdown_table import head_of, row_of
 from research.real_model import real_tables
 
@@ -323,7 +320,7 @@ def bad(args: argparse.Namespace) -> dict:
     with nonsense() as url:
         line("nonsense", [base], url)
     with engine:
-        line("another model", [str(ROOT / "tiny/lock/model")], engine.url)
+        line("another model", [str(ROOT / "tiny/harder/model")], engine.url)
         line("a short context", [base, "--max-new-tokens", "1000"], engine.url)
         line("rank 8", [str(run)], engine.url)
         line("a server that dies", [base], engine.url, engine)

@@ -137,7 +137,7 @@ WORLDS = {
     ),
     "lock": World(
         folder=f"{TINY}/lock",
-        encoder=f"{TINY}/lock/encoder",
+        encoder=f"{TINY}/harder/encoder",
         flags=TINY_FLAGS + "--cold-start 320 --cold-start-tokens 160",
         points=(5, 10, 20, 40, 60),
         trial=60,
@@ -238,9 +238,9 @@ def points_of(job: Job, w: World) -> tuple[int, ...]:
 
 def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     """What a training run cost; its checkpoints are in `out`. Goes on with a run that is there."""
-    import files
     import sgsd
     from extras import baselines
+    from lib import files
 
     name, flags = job["method"], METHODS[job["method"]]
     paths = {**places(w), "out": out}
@@ -324,7 +324,7 @@ def do_job(job: Job, w: World, folder: pathlib.Path, work: pathlib.Path) -> dict
 
 def run(job: Job, w: World, work: pathlib.Path) -> Job:
     """One job in a process of its own; its output goes to a file."""
-    import files
+    from lib import files
 
     folder = work / "now" / job["name"].replace(" ", "-").replace(",", "")
     asked = folder / "job.json"

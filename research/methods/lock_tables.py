@@ -18,13 +18,12 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
 
-import lock
+import harder as lock
 import world
 from transformers import AutoTokenizer
 
-import files
-import model
 import skills
+from lib import files, model
 from research.methods import compare
 
 SEEDS, OTHERS = range(5), ("grpo", "grpo, sampled as sgsd")

@@ -20,9 +20,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import torch
 
-import config
-import files
 import sgsd
+from lib import config, files
 from research.markdown_table import head_of, row_of
 
 PARTS = ("success, liked", "success, disliked", "failure, liked", "failure, disliked")

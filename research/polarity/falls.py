@@ -28,9 +28,7 @@ from dataclasses import dataclass
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import config
-import files
-import runlog
+from lib import config, files, runlog
 from research.markdown_table import head_of, row_of
 from research.methods import compare
 from research.polarity import polarity_tables

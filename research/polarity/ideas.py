@@ -25,9 +25,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from torch import Tensor
 
-import config
 import distributed
 import sgsd
+from lib import config
 from sgsd import Example, RolloutLoss, Run
 
 STEPS = 20  # of whose rollouts the share of successes is taken

@@ -1,4 +1,4 @@
-"""What a run's credit says about the single steps of a solution, in the world tiny/lock.
+"""What a run's credit says about the single steps of a solution, in the world tiny/harder.
 
     python research/polarity/steps.py RUN ...    runs with --audit-every 1 and --evolve-every 0
 
@@ -33,11 +33,11 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
 
-import lock
+import harder as lock
 import world
 
-import runlog
 import skills
+from lib import runlog
 from research.markdown_table import head_of, row_of
 from research.polarity import credit
 

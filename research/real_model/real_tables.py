@@ -24,11 +24,9 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import config
 import eval as evaluation
-import files
-import runlog
 from extras import report
+from lib import config, files, runlog
 from research.markdown_table import head_of, row_of
 
 KEPT = ROOT / "research/real_model/real_learning.json"

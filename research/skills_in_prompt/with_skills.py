@@ -27,11 +27,10 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 import eval as evaluation
-import files
-import model
 import rollout
 from distributed import World
-from problems import load_set
+from lib import files, model
+from lib.problems import load_set
 from research.markdown_table import head_of, row_of
 from research.real_model import real_tables, real_world
 from skills import FIELDS, SkillBank

@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--work", default="runs/choice", help="banks, and the run under way")
     parser.add_argument("--table", action="store_true", help="only print the tables")
     args = parser.parse_args()
-    import files
+    from lib import files
 
     out, began = measure.HERE / "choice.jsonl", time.monotonic()
     rows = list(files.read_jsonl(out))

@@ -112,8 +112,8 @@ def train(
 
     every: steps between its checkpoints.
     """
-    import config
     import sgsd
+    from lib import config
 
     out = work / "now"
     if (out / "job.json").exists() and json.loads((out / "job.json").read_text()) != job:
@@ -351,7 +351,7 @@ def picture(path: str) -> None:
     """Accuracy after 20 steps by the slope of the base, a point for each bank."""
     import matplotlib
 
-    import files
+    from lib import files
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -388,7 +388,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only print what is there")
     parser.add_argument("--picture", metavar="FILE", help="only draw both worlds")
     args = parser.parse_args()
-    import files
+    from lib import files
 
     if args.picture:
         picture(args.picture)

@@ -46,10 +46,10 @@ def collect(path: str) -> None:
     import torch
 
     import distributed
-    import files
     import scoring
     import sgsd
     from extras import baselines, probe
+    from lib import files
 
     def gradient(loss: torch.Tensor) -> np.ndarray:
         if loss.requires_grad:

@@ -21,7 +21,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import files
+from lib import files
 from research.markdown_table import head_of, row_of
 from research.methods.compare import arguments
 from research.real_model.real_world import CPU, GPU

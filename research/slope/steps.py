@@ -65,9 +65,9 @@ def along_the_step(argv: list[str], run_folder: pathlib.Path, step: int) -> tupl
     import torch
 
     import distributed
-    import model
     import sgsd
     from extras import probe
+    from lib import model
 
     options, settings = probe.parse(argv)
     with contextlib.ExitStack() as held:
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--work", default="runs/steps", help="banks, runs and checkpoints")
     parser.add_argument("--table", action="store_true", help="only print the table")
     args = parser.parse_args()
-    import files
+    from lib import files
 
     out = measure.HERE / "steps.jsonl"
     if args.table:

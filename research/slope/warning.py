@@ -78,7 +78,7 @@ def fallen(successes: Sequence[float]) -> bool:
 
 def follow(method: str, seed: int, rows: list[Row], work: pathlib.Path, out: pathlib.Path) -> None:
     """Train the run unless it is there, then probe the checkpoints that have no line yet."""
-    import files
+    from lib import files
 
     folder = work / f"{method}-{seed}".replace(" ", "-")
     run, bank = folder / "run", work / f"bank_{seed}.json"
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--work", default="runs/warning", help="the runs and their checkpoints")
     parser.add_argument("--table", action="store_true", help="only print the tables")
     args = parser.parse_args()
-    import files
+    from lib import files
 
     out, began = measure.HERE / "warning.jsonl", time.monotonic()
     if args.table:

@@ -50,18 +50,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from transformers.utils import logging
 
-import config
 import distributed
-import files
-import model as models
 import rollout
 import scoring
 import sgsd
 import skills
 from extras.baselines import GRPO
-from problems import Problem
+from lib import config, files
+from lib import model as models
+from lib.problems import Problem
+from lib.verify import Verifier
 from research.markdown_table import head_of, row_of
-from verify import Verifier
 
 logging.disable_progress_bar()
 STUDENT, TEACHER, K, VOCAB = 64, 192, 8, 151_936  # prompt tokens; teachers; Qwen3's vocabulary

@@ -25,8 +25,8 @@ def case(layers: int, width: int, tokens: int, on: bool) -> dict:
     import transformers
 
     sys.path.insert(0, str(ROOT))
-    import model
     import scoring
+    from lib import model
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

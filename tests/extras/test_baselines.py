@@ -16,16 +16,13 @@ from conftest import ROOT, make_model, make_tokenizer, same, t
 from driver import flags, make_run, refused, rows, two_processes
 from safetensors.torch import load_file
 
-import config
-import model
-import problems
 import rollout
 import scoring
 import sgsd
 import skills
-import verify
 from extras import baselines
 from extras.baselines import BaselineConfig
+from lib import config, model, problems, verify
 
 
 def by_length(names, long):

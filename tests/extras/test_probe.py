@@ -14,12 +14,10 @@ import torch
 from conftest import make_bank, same, t
 from tqdm import tqdm
 
-import files
-import model
 import rollout
 import scoring
-import verify
 from extras import probe
+from lib import files, model, verify
 
 # ------------------------------------------------------------------------------ hand-worked numbers
 

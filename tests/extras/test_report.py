@@ -13,14 +13,13 @@ import pytest
 from conftest import ROOT
 from driver import refused, rows
 
-import config
 import eval
-import files
 import scoring
 import sgsd
 import skills
 from extras import report
-from problems import Problem
+from lib import config, files
+from lib.problems import Problem
 
 SCRIPT = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'
 BANK = {"bank": "", "cold_start": 8, "evolve_every": 2, "steps": 6, "max_new_items": 2}

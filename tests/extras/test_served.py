@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from extras_engine import STOPS, Engine, choices
 
-from extras import served
+from lib import served
 
 DROP = "drop the connection"
 

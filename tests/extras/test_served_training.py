@@ -14,7 +14,7 @@ import torch
 from extras_engine import Engine
 
 import sgsd
-from extras import served
+from lib import served
 
 STOPS = [265, 263]
 

@@ -8,9 +8,9 @@ import shlex
 import pytest
 from conftest import ROOT
 
-import config
 import eval
 from extras import baselines, probe, report
+from lib import config
 from research.methods import lock_tables
 
 PAGES = [ROOT / "README.md", ROOT / "tiny" / "README.md", *(ROOT / "docs").glob("*.md")]

@@ -7,13 +7,13 @@ import re
 import shlex
 import sys
 
-import lock
+import harder as lock
 import pytest
 import world
 from conftest import ROOT
 
-import config
 from extras import baselines
+from lib import config
 
 RESEARCH = ROOT / "research"
 PAGES = sorted(RESEARCH.rglob("*.md"))

@@ -12,10 +12,10 @@ import torch
 import world
 from conftest import ROOT
 
-import model as models
 import rollout
 import skills
-import verify
+from lib import model as models
+from lib import verify
 
 FAMILY_PAIRS = list(zip(world.FAMILIES, [*world.FAMILIES[1:], world.FAMILIES[0]]))
 

@@ -6,7 +6,7 @@ from conftest import make_model
 
 import rollout
 import scoring
-from model import trained, with_adapters
+from lib.model import trained, with_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")  # renamed in 5.20
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

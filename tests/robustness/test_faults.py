@@ -35,9 +35,8 @@ from driver import (
 )
 from safetensors.torch import load, load_file
 
-import files
 import sgsd
-import verify
+from lib import files, verify
 
 CONTINUE = "continue with: python -m extras.baselines --resume"
 TORCHRUN = "continue with: torchrun --nproc_per_node 2 -m extras.baselines --resume"

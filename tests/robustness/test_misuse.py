@@ -14,10 +14,10 @@ from conftest import make_model, make_tokenizer
 from driver import flags, refused
 
 import eval
-import files
 import sgsd
 import skills
 from extras import baselines
+from lib import files
 
 EMPTY_BANK = json.dumps({"general_skills": [], "common_mistakes": []})
 

@@ -87,7 +87,7 @@ class Config:
     max_prompt_tokens: int = setting(20000, "refuse a longer prompt, and never cut one; Tab. 11")
     allow_eval_overlap: bool = setting(False, "train on problems of the evaluation sets, too")
     verifier: str = setting(
-        "verify:Verifier",
+        "lib.verify:Verifier",
         "who says right or wrong, as MODULE:CLASS, a subclass of verify.Judge; docs/changing.md",
     )
     prompts: str = setting("", "directory of templates that replace prompts/; docs/changing.md")
@@ -245,7 +245,7 @@ GROUPS = {  # in --help, by the first setting of each
     "method": "baselines and ablations",
 }
 PATHS = ("model", "encoder", "writer_model", "data", "eval_data", "bank", "prompts", "config")
-TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent / "tiny")
+TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent.parent / "tiny")
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "tiny": {  # docs/decisions.md says why each one differs from the paper's

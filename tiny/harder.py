@@ -1,9 +1,9 @@
 """The second world: locks whose code is three answers in a row, so that one slip is fatal.
 
-    python tiny/lock.py                make the model and its problems again, from tiny/model
-    python tiny/lock.py --more 250     train the model that is here further
-    python tiny/lock.py --measure      only print the figures of lock/README.md
-    python tiny/lock.py --bank FILE    only print those of a bank
+    python tiny/harder.py                make the model and its problems again, from tiny/model
+    python tiny/harder.py --more 250     train the model that is here further
+    python tiny/harder.py --measure      only print the figures of harder/README.md
+    python tiny/harder.py --bank FILE    only print those of a bank
 
 A problem asks for three numbers, each a problem of one of world.py's eight families, and its
 answer is the three written as one number. A step errs with the odds of world.py, on its own. What
@@ -38,13 +38,13 @@ import make
 import torch
 import world
 
-import model as models
 import rollout
 import scoring
 import skills
-import verify
+from lib import model as models
+from lib import verify
 
-OUT = HERE / "lock"
+OUT = HERE / "harder"
 STEPS, ROWS, RATE = 1200, 24, 1e-3
 MIX = {
     "plain": 0.24,

@@ -3,12 +3,12 @@
 import json
 import random
 
-import lock
+import harder as lock
 import pytest
 import transformers
 from conftest import ROOT
 
-import verify
+from lib import verify
 
 
 @pytest.mark.parametrize("guided", [False, True])
