@@ -1,6 +1,6 @@
 # Set-up and first run on a fresh machine. README.md shows the plain commands.
 #
-#   make demo    make .venv, install, train the tiny model, write its report
+#   make demo    make .venv, install, train and evaluate the tiny model, write its report
 #   make test    make .venv, install, run the tests
 
 PYTHON ?= python3
@@ -15,7 +15,9 @@ pip = $(run) -m pip install
 
 # A demo that was stopped continues; one that is done is shown again.
 demo: $(VENV)/installed
-	$(run) sgsd.py $(if $(wildcard runs/tiny/config.json),--resume runs/tiny,--preset tiny)
+	$(run) sgsd.py --preset tiny
+	$(run) eval.py tiny/model runs/tiny/checkpoints/step_000030 --data tiny/test.jsonl \
+		--samples 4 --max-new-tokens 96 --rows 160
 	$(run) -m extras.report runs/tiny
 
 test: $(VENV)/installed-tests

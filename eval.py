@@ -18,13 +18,30 @@ same command continues a killed one: a sample is a function of (seed, problem, i
 Dimension key: P problems, K samples per problem.
 """
 
-# ------------------------------------------------------------------------ the metrics: need numpy
-
+import contextlib
+import functools
+import hashlib
 import math
+import pathlib
+import sys
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
+
+import distributed
+import rollout
+import skills
+from distributed import World
+from lib import config, files, model, problems, served, verify
+from lib.config import EvalConfig
+from lib.problems import Problem
+
+# --------------------------------------------------------------------------- the metrics
+# They need NumPy alone: copy from here to the next rule.
 
 
 def avg_at_k(correct_PK: np.ndarray) -> float:
@@ -91,7 +108,7 @@ def bootstrap_interval(sets_P: Sequence[np.ndarray]) -> tuple[float, float]:
 
 
 def has_spread(sets_P: Sequence[np.ndarray]) -> bool:
-    """Whether a bootstrap over problems means anything: ten problems in a set, and not all equal.
+    """Whether a bootstrap over problems means anything: ten in each set, and not all alike.
 
     Of 40 problems that all score 0 it would give 0 to 0, as if nothing could be otherwise.
     """
@@ -99,21 +116,10 @@ def has_spread(sets_P: Sequence[np.ndarray]) -> bool:
     return enough and any(np.ptp(scores_P) > 1e-9 for scores_P in sets_P)  # more than rounding
 
 
-def wilson_interval(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95% interval of a share p of n problems, which does not collapse at p = 0 or 1."""
-    center = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, center - half), min(1.0, center + half)
-
-
-def score_interval(sets_P: Sequence[np.ndarray]) -> dict[str, float | str]:
-    """avg_low and avg_high of the mean of sets' mean scores, and the kind of the interval."""
-    kind, (low, high) = "bootstrap", bootstrap_interval(sets_P)
-    if not has_spread(sets_P):
-        mean = float(np.mean([scores_P.mean() for scores_P in sets_P]))
-        kind = "Wilson"
-        low, high = wilson_interval(mean, sum(len(scores_P) for scores_P in sets_P))
-    return {"avg_low": low, "avg_high": high, "interval": kind}
+def score_interval(sets_P: Sequence[np.ndarray]) -> dict[str, float | None]:
+    """avg_low and avg_high of the mean of sets' mean scores; None where `has_spread` says no."""
+    low, high = bootstrap_interval(sets_P) if has_spread(sets_P) else (None, None)
+    return {"avg_low": low, "avg_high": high}
 
 
 def _checked(correct_PK: np.ndarray) -> np.ndarray:
@@ -123,102 +129,10 @@ def _checked(correct_PK: np.ndarray) -> np.ndarray:
     return correct_PK.astype(bool)
 
 
-# ----------------------------------------------------------------------------- end of the metrics
-
-import pathlib
-from argparse import BooleanOptionalAction, Namespace
-
-from lib import config
-from lib.config import Config
-
-
-def arguments(argv: Sequence[str] | None = None) -> Namespace:
-    """The command line's settings; a mistake exits with code 2."""
-    parser = config.Parser("python eval.py", "PATH [PATH ...] [--FLAG VALUE ...]", __doc__)
-    add = parser.add_argument
-    add("paths", nargs="+", metavar="PATH", help="model, adapter, run (its checkpoints) or hub id")
-    sources = "aime24, aime25, hmmt25, math500, amc23, gsm8k, files or hub ids; "
-    sources += "the stem of a path is the set's name"
-    add("--data", nargs="+", default=["aime24", "aime25", "hmmt25"], help=sources)
-    add("--split", default="test", help="split of a hub data set or a directory")
-    add("--problem-field", default="problem", help="column or field that holds the problem")
-    add("--answer-field", default="answer", help="column or field that holds the reference")
-    mark = 'the answer is what follows this mark, as "####" in GSM8K'
-    add("--answer-after", default="", help=mark)
-    add("--model", default="", help="an adapter's base, if not the one that the adapter names")
-    add("--out", default="", help="folder of all results, instead of eval/ in the run or else here")
-    both = "evaluate Base+Skill with this bank (JSON), too, and the difference to the plain prompt"
-    add("--skills", default="", help=f"{both}; §4.1, S14")
-    add("--num-skills", type=int, default=8, help="pairs in a prompt of Base+Skill; Tab. 12")
-    add("--encoder", default=Config.encoder, help="encoder of --skills; Tab. 12")
-    add("--query-prompt", default="", help="text put in front of a problem to embed it; S10")
-    add("--samples", type=int, default=12, help="k, the samples per problem; App. F.1")
-    add("--temperature", type=float, default=1.0, help="sampling temperature; App. F.1")
-    add("--top-p", type=float, default=0.95, help="top-p of the sampling; App. F.1")
-    add("--top-k", type=int, default=0, help="top-k of the sampling; 0 turns it off; App. F.1")
-    add("--max-new-tokens", type=int, default=38912, help="longest sample; App. F.1")
-    add("--thinking", action=BooleanOptionalAction, default=True, help="thinking mode; S3")
-    add("--limit", type=int, default=0, help="only the first N problems of each set; 0 is all")
-    add("--rows", type=int, default=16, help="samples decoded at a time; lower it to save memory")
-    add("--server", nargs="+", default=[], metavar="URL", help="sample on inference servers; S27")
-    served = "the server's name for the base model, if not the name or path of PATH"
-    add("--server-model", default="", metavar="NAME", help=served)
-    add("--server-seeds", action="store_true", help="send a seed with each request; S27")
-    add("--seed", type=int, default=0, help="seed of the samples")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto is CUDA if any")
-    dtypes = ("auto", "float32", "bfloat16")
-    add("--dtype", default="auto", choices=dtypes, help="of the weights; auto is bf16 on CUDA")
-    kernels = ("sdpa", "flash_attention_2", "eager")
-    add("--attn", default="sdpa", choices=kernels, help="attention kernels; S25")
-    judge = "who says right or wrong, as MODULE:CLASS, a subclass of verify.Judge"
-    add("--verifier", default=Config.verifier, help=f"{judge}; docs/changing.md")
-    add("--prompts", default="", help="directory of templates that replace prompts/")
-    add("--verify-timeout", type=float, default=5.0, help="seconds per answer")
-    add("--verify-workers", type=int, default=1, help="processes that judge answers")
-    args = parser.parse_args(argv)
-    names = [pathlib.Path(source).stem for source in args.data]
-    if len(set(names)) < len(names):
-        parser.error(f"--data {' '.join(args.data)}: two sets have one name; rename a file")
-    for name in ("samples", "rows", "verify_timeout", "verify_workers"):
-        if not 0 < vars(args)[name] <= 1e6:
-            value = f"{config.flag(name)} {vars(args)[name]}"
-            parser.error(f"{value}: must be above 0 and at most 1,000,000")
-    if args.limit < 0:
-        parser.error(f"--limit {args.limit}: must be 0, for all problems, or above")
-    with config.mistakes_as_one_line("eval", of_all_ranks=True):
-        for place in args.paths:
-            config.refuse_missing_path("PATH", place)
-        for source in args.data:
-            config.refuse_missing_path("--data", source)
-        for name in ("model", "skills", "encoder", "prompts"):
-            config.refuse_missing_path(config.flag(name), vars(args)[name])
-    return args
-
-
-if __name__ == "__main__":  # --help and a wrong flag are answered before torch is imported
-    config.end_at_signals("Run the same command to continue: the samples are kept.")
-    arguments()
-
-import contextlib
-import functools
-import gc
-import hashlib
-import inspect
-import shlex
-import uuid
-from dataclasses import asdict, dataclass, field
-from typing import Any
-
-import distributed
-import rollout
-import skills
-from distributed import World
-from lib import files, model, problems, verify
-from lib.problems import Problem
+# -------------------------------------------------------------------- policies and their places
 
 Key = tuple[str, str, int]  # names a sample: its set, its problem's id, its number
 Tasks = dict[Key, Problem]  # the samples asked for
-BUILT_IN = "the paper's"
 
 
 @dataclass
@@ -242,16 +156,13 @@ class Policy:
 class Evaluation:
     """All that an evaluation has read and checked before its first sample."""
 
-    args: Namespace
+    cfg: EvalConfig
     policies: list[Policy]
     home: pathlib.Path  # of comparison.json
     tasks: Tasks
     prompt_with_skills: Callable[[Problem], str]
     verifier: verify.Judge
-    server: Any = None  # an `lib.served.Server` that samples in place of `generate`
-
-
-# ------------------------------------------------------------------------ policies and their place
+    server: served.Server | None = None  # samples in the place of `generate`
 
 
 def checkpoints_of(path: str) -> list[pathlib.Path]:
@@ -260,7 +171,7 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
     if not place.is_dir():
         return [place]
     place = place.resolve()
-    steps = sorted(place.glob("checkpoints/step_*"))
+    steps = [*files.by_step(place / "checkpoints").values()]
     names = sorted(file.name for file in place.iterdir())
     if not steps and not {"config.json", "adapter_config.json"} & {*names}:
         has = f"it has {', '.join(names[:5]) or 'no files'}"
@@ -276,27 +187,27 @@ def run_of(place: pathlib.Path) -> pathlib.Path | None:
     return place.parent.parent if is_checkpoint else None
 
 
-def find_policies(args: Namespace) -> tuple[list[Policy], pathlib.Path]:
+def find_policies(cfg: EvalConfig) -> tuple[list[Policy], pathlib.Path]:
     """The policies that the PATHs name, in order, and the folder of their comparison.
 
     With --skills, each PATH names two policies: without the skills and with them.
     """
     places: list[pathlib.Path] = []
-    for path in args.paths:
+    for path in cfg.paths:
         places += checkpoints_of(path)
     runs = [run for run in map(run_of, places) if run]
-    home = pathlib.Path(args.out or (runs[0] / "eval" if runs else "eval")).resolve()
+    home = pathlib.Path(cfg.out or (runs[0] / "eval" if runs else "eval")).resolve()
     for parent in (home, *home.parents):
-        if (args.out or not runs) and [*parent.glob("*.safetensors")]:
+        if (cfg.out or not runs) and [*parent.glob("*.safetensors")]:
             raise ValueError(f"{home}: lies in a model's directory, {parent}; give another --out")
     policies: dict[pathlib.Path, Policy] = {}
     for place in places:
-        run, base = run_of(place), model.base_of(place, args.model)
+        run, base = run_of(place), model.base_of(place, cfg.model)
         folder = home / "--".join(place.parts[-2:]).strip("/")
         if run:
-            folder = home / f"{run.name}--{place.name}" if args.out else run / "eval" / place.name
+            folder = home / f"{run.name}--{place.name}" if cfg.out else run / "eval" / place.name
         of_place = [Policy(str(place), base, False, folder)]
-        if args.skills:
+        if cfg.skills:
             skilled_folder = folder.with_name(f"{folder.name}--skills")
             of_place.append(Policy(str(place), base, True, skilled_folder))
         for policy in of_place:
@@ -307,49 +218,45 @@ def find_policies(args: Namespace) -> tuple[list[Policy], pathlib.Path]:
     return list(policies.values()), home
 
 
-def settings_of(policy: Policy, args: Namespace, world: World) -> dict:
+def settings_of(policy: Policy, cfg: EvalConfig, world: World) -> dict:
     """All that samples depend on besides problems. Files count by their content and may move.
 
     ValueError, naming what differs, where the policy's folder has samples of other settings.
     """
-    settings = {"the policy's weights": contents(policy.path)}
+    settings: dict[str, Any] = {"the policy's weights": contents(policy.path)}
     settings["the base's weights"] = policy.base and contents(policy.base)
-    settings |= {"device": world.device.type, "dtype": args.dtype, "attn": args.attn}
+    settings |= {"device": world.device.type, "dtype": cfg.dtype, "attn": cfg.attn}
     settings["engine"] = "generate"  # S27
-    if args.server:
+    if cfg.server:
         settings |= dict.fromkeys(("engine", "device", "dtype", "attn"), "a server's")
-    settings |= {"thinking": args.thinking, "seed": args.seed, **asdict(sampling_of(args))}
-    settings["verify_timeout"] = args.verify_timeout  # a verdict that took longer is "wrong"
-    settings["verifier"] = verifier_version(args.verifier)
-    settings["prompts"] = BUILT_IN
-    if args.prompts:
-        templates = ("student", "teacher") if policy.skilled else ("student",)
-        settings["prompts"] = files.digest([skills.template(name) for name in templates])
+    settings |= {"thinking": cfg.thinking, "seed": cfg.seed, **asdict(sampling_of(cfg))}
+    settings["verify_timeout"] = cfg.verify_timeout  # a verdict that took longer is "wrong"
+    settings["verifier"] = verifier_version(cfg.verifier)
+    names = ("student", "teacher", "skill", "mistake") if policy.skilled else ("student",)
+    settings["prompts"] = files.digest([skills.template(name) for name in names])
     if policy.skilled:
-        settings["the bank's text"] = files.file_digest(args.skills)
-        settings["the encoder's weights"] = contents(args.encoder)
-        settings |= {"num_skills": args.num_skills, "query_prompt": args.query_prompt}
+        settings["the bank's text"] = files.file_digest(cfg.skills)
+        settings["the encoder's weights"] = contents(cfg.encoder)
+        settings["num_skills"] = cfg.num_skills
     file = policy.folder / "settings.json"
     old = files.read_json(file) if file.exists() else settings
-    changes = []
-    for name in {**old, **settings}:
-        if old.get(name) != settings.get(name):
-            changes.append(f"{name} {old.get(name)}, now {settings.get(name)}")
-    if changes and any(files.read_jsonl(policy.folder / "samples.jsonl")):
-        raise ValueError(f"{file}: made with {'; '.join(changes)}; give another --out")
+    changed = [name for name in {**old, **settings} if old.get(name) != settings.get(name)]
+    if changed and any(files.read_jsonl(policy.folder / "samples.jsonl")):
+        rule = f"its samples were made with another value of {', '.join(changed)}"
+        raise ValueError(f"{policy.folder}: {rule}; give another --out")
     return settings
 
 
-def sampling_of(args: Namespace) -> rollout.Sampling:
-    return rollout.Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens)
+def sampling_of(cfg: EvalConfig) -> rollout.Sampling:
+    return rollout.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
 
 
 def verifier_version(name: str) -> str:
     """--verifier, and for a class of the user's own a digest of the file that defines it."""
-    if name == Config.verifier:
+    if name == EvalConfig.verifier:
         return name
-    file = inspect.getsourcefile(verify.load_judge(name))
-    return f"{name} ({files.file_digest(file) if file else 'unknown'})"
+    module = sys.modules[verify.load_judge(name).__module__]
+    return f"{name} ({files.file_digest(str(module.__file__))})"
 
 
 @functools.cache
@@ -366,29 +273,27 @@ def contents(path: str) -> str:
 # ------------------------------------------------------------------------- before the first sample
 
 
-def prepare(args: Namespace, world: World, held: contextlib.ExitStack) -> Evaluation:
+def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evaluation:
     """Read and check everything that a user's mistake can break. No collective.
 
     held: takes the locks of the folders, on rank 0, and the verifier.
     """
-    skills.use_prompts(args.prompts)
-    policies, home = find_policies(args)
+    policies, home = find_policies(cfg)
     tasks: Tasks = {}
-    fields = problems.Fields(args.problem_field, args.answer_field, args.answer_after)
-    for source in args.data:
-        data = problems.load_set(source, args.split, fields)[: args.limit or None]
-        if args.verifier == Config.verifier:
+    columns = problems.Fields(cfg.problem_field, cfg.answer_field, cfg.answer_after)
+    for source in cfg.data:
+        data = problems.load_set(source, cfg.split, columns)[: cfg.limit or None]
+        if cfg.verifier == EvalConfig.verifier:
             problems.refuse_unanswerable(data, f"--data {source}")
         for problem in data:
-            for number in range(args.samples):
+            for number in range(cfg.samples):
                 tasks[pathlib.Path(source).stem, problem.id, number] = problem
     for policy in policies:
-        policy.settings = settings_of(policy, args, world)
-    kind = verify.load_judge(args.verifier)
-    verifier = held.enter_context(kind(args.verify_timeout, args.verify_workers))
+        policy.settings = settings_of(policy, cfg, world)
+    verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     verifier.same("1/2", "2/4")  # a verifier that does not start shows now
-    evaluation = Evaluation(args, policies, home, tasks, prompt_maker(args, world), verifier)
-    if args.server:
+    evaluation = Evaluation(cfg, policies, home, tasks, prompt_maker(cfg, world), verifier)
+    if cfg.server:
         evaluation.server = server_for(evaluation, world)
     folders = [policy.folder for policy in policies]
     folders += [home] if len(policies) > 1 else []
@@ -401,20 +306,19 @@ def plain_prompt(x: Problem) -> str:
     return skills.render_student(x.problem)
 
 
-def prompt_maker(args: Namespace, world: World) -> Callable[[Problem], str]:
+def prompt_maker(cfg: EvalConfig, world: World) -> Callable[[Problem], str]:
     """problem -> prompt: the plain one, or with --skills that of Base+Skill (Tab. 12, S14)."""
-    if not args.skills:
+    if not cfg.skills:
         return plain_prompt
-    bank = skills.SkillBank.load(args.skills)
+    bank = skills.SkillBank.load(cfg.skills)
     most = min(len(bank.general_skills), len(bank.common_mistakes))
-    if not 1 <= args.num_skills <= most:
+    if not 1 <= cfg.num_skills <= most:
         rule = f"must be in 1..{most}, the length of the bank's shorter list"
-        raise ValueError(f"--num-skills {args.num_skills}: {rule} (--skills {args.skills})")
-    embed = model.load_encoder(args.encoder, str(world.device))
+        raise ValueError(f"--num-skills {cfg.num_skills}: {rule} (--skills {cfg.skills})")
+    embed = model.load_encoder(cfg.encoder, str(world.device))
 
     def prompt(x: Problem) -> str:
-        pairs = bank.retrieve(args.query_prompt + x.problem, args.num_skills, embed)
-        return skills.render_skills(pairs, x.problem)
+        return skills.render_skills(bank.retrieve(x.problem, cfg.num_skills, embed), x.problem)
 
     return prompt
 
@@ -425,26 +329,14 @@ def whole_name(name: str) -> str:
     return str(path.resolve()) if path.exists() else name
 
 
-def server_for(evaluation: Evaluation, world: World) -> Any:
-    """This rank's server, which must have the base model and context for every sample."""
-    from lib import served
-
-    args, policies = evaluation.args, evaluation.policies
-    bases = sorted({whole_name(policy.base or policy.path) for policy in policies})
+def server_for(evaluation: Evaluation, world: World) -> served.Server:
+    """This rank's server, which must have the one base model of all policies."""
+    cfg = evaluation.cfg
+    bases = sorted({whole_name(policy.base or policy.path) for policy in evaluation.policies})
     if len(bases) > 1:
         raise ValueError(f"--server: serves one base model, got {', '.join(bases)}")
-    url = args.server[world.rank % len(args.server)]
-    server = served.Server(
-        url, args.server_model or bases[0], seeds=args.server_seeds, rows=args.rows
-    )
-    _, tokenizer = model.load_outline(bases[0])
-    longest = 0
-    for policy in policies:
-        prompt = evaluation.prompt_with_skills if policy.skilled else plain_prompt
-        for text in {prompt(x) for x in evaluation.tasks.values()}:
-            ids = rollout.chat_ids(tokenizer, text, thinking=args.thinking)
-            longest = max(longest, len(ids))
-    server.check(longest + args.max_new_tokens)
+    server = served.Server(cfg.server[world.rank % len(cfg.server)], bases[0], rows=cfg.rows)
+    server.check()
     return server
 
 
@@ -464,7 +356,7 @@ def samples_of(policy: Policy, tasks: Tasks) -> dict[Key, dict]:
 
 def digest_of(x: Problem, policy: Policy) -> str:
     """A digest of all of a problem that a prompt or the verdict may depend on."""
-    is_default = policy.settings["verifier"] == Config.verifier
+    is_default = policy.settings["verifier"] == EvalConfig.verifier
     return files.digest(x.problem, x.answer, [] if is_default else sorted(x.extra.items()))
 
 
@@ -473,7 +365,7 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[Key, di
 
     Rank 0 returns them all; another rank those that are new.
     """
-    args, tasks, server = evaluation.args, evaluation.tasks, evaluation.server
+    cfg, tasks, server = evaluation.cfg, evaluation.tasks, evaluation.server
     log = policy.folder / "samples.jsonl"
     done = samples_of(policy, tasks) if world.main else {}
     missing = [key for key in tasks if key not in done]
@@ -487,22 +379,24 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[Key, di
             return done
         stops = rollout.stop_ids(lm, tokenizer)
         prompt = evaluation.prompt_with_skills if policy.skilled else plain_prompt
+        thinking = "bare" if cfg.thinking else "closed"  # S3
         unsolved = [tasks[key] for key in missing]
         prompts, keys = [], []
         for (_, _, number), x in zip(missing, unsolved):
-            prompts.append(rollout.chat_ids(tokenizer, prompt(x), thinking=args.thinking))
-            keys.append(rollout.sample_key(args.seed, 0, x.problem, number))
+            prompts.append(rollout.chat_ids(tokenizer, prompt(x), thinking=thinking))
+            keys.append(rollout.sample_key(cfg.seed, 0, x.problem, number))
 
         def finish(turn: list[tuple[int, list[int]]]) -> list[dict]:
-            verifier = evaluation.verifier
-            rolls = rollout.judge(tokenizer, stops, unsolved, prompts, turn, verifier)
+            asked, contexts = [unsolved[i] for i, _ in turn], [prompts[i] for i, _ in turn]
+            completions, verifier = [ids for _, ids in turn], evaluation.verifier
+            rolls = rollout.judge(tokenizer, stops, asked, contexts, completions, verifier)
             rows = []
             for (i, _), roll in zip(turn, rolls):
                 row = row_of(missing[i], digest_of(unsolved[i], policy), roll)
                 rows.append(row | {"engine": server.engine if server else "generate"})
             return rows
 
-        asked_for = rollout.rows_of(prompts, keys, args.max_new_tokens)
+        asked_for = rollout.rows_of(prompts, keys, cfg.max_new_tokens)
         stage = pathlib.Path(policy.name).name
         for rows in distributed.share(world, asked_for, stream, finish, stage):
             done |= {(row["set"], row["id"], row["sample"]): row for row in rows}
@@ -518,8 +412,8 @@ def load_policy(
 
     loaded: unloads a server's adapter in the end.
     """
-    args, server = evaluation.args, evaluation.server
-    base, sampling = policy.base or policy.path, sampling_of(args)
+    cfg, server = evaluation.cfg, evaluation.server
+    base, sampling = policy.base or policy.path, sampling_of(cfg)
     if server:
         lm, tokenizer = model.load_outline(base)
         name = ""
@@ -532,11 +426,11 @@ def load_policy(
         stops = rollout.stop_ids(lm, tokenizer)
         stream = functools.partial(server.stream, tokenizer, stops)
         return lm, tokenizer, functools.partial(stream, sampling=sampling, adapter=name)
-    lm, tokenizer = model.load_model(base, world.device, dtype=args.dtype, attn=args.attn)
+    lm, tokenizer = model.load_model(base, world.device, dtype=cfg.dtype, attn=cfg.attn)
     if policy.base:
         lm = model.load_adapter(lm, policy.path, world.device)
     stream = functools.partial(rollout.stream, lm, tokenizer)
-    return lm, tokenizer, functools.partial(stream, sampling=sampling, rows=args.rows)
+    return lm, tokenizer, functools.partial(stream, sampling=sampling, rows=cfg.rows)
 
 
 def row_of(key: Key, problem_digest: str, roll: rollout.Rollout) -> dict:
@@ -597,7 +491,7 @@ def figures(policy: Policy, names: Sequence[str]) -> dict:
     if len(rows) == 1:
         return rows[0]
     mean = {}
-    for key in rows[0].keys() - {"digest", "avg_low", "avg_high", "interval"}:
+    for key in rows[0].keys() - {"digest", "avg_low", "avg_high"}:
         total = sum(row[key] for row in rows)
         mean[key] = total if key in ("problems", "samples") else total / len(rows)
     return mean | score_interval([policy.scores[name] for name in names])
@@ -653,18 +547,18 @@ def print_table(sets: dict[str, dict], k: int) -> None:
     measures = f"avg@{k} | 95% | - first | 95% | pass@{k} | maj@{k}"
     print(f"| policy | set | problems | {measures} | boxed | truncated | tokens |")
     print("|---" * 12 + "|")
-    figures = "{problems} | {avg:.1%} | {avg_low:.1%}-{avg_high:.1%}{mark} | {gap} | {pass:.1%} | "
-    figures += "{maj:.1%} | {boxed:.1%} | {truncated:.1%} | {tokens:.0f}"
-    marked = ""
+    figures = "{problems} | {avg:.1%} | {interval} | {gap} | {pass:.1%} | {maj:.1%} | "
+    figures += "{boxed:.1%} | {truncated:.1%} | {tokens:.0f}"
     for name, comparison in sets.items():
         for policy, row in comparison["results"].items():
             gap = _gap(row) if "diff" in row else " | "
-            mark = "" if row["interval"] == "bootstrap" else "*"
-            marked = marked or mark
-            print(f"| {short[policy]} | {name} | {figures.format(**row, gap=gap, mark=mark)} |")
-    if marked:
-        why = "fewer than ten problems, or all scores equal: there the bootstrap says nothing"
-        print(f"* Wilson's interval, and none of a difference: {why}")
+            interval = "-"
+            if row["avg_low"] is not None:
+                interval = "{avg_low:.1%}-{avg_high:.1%}".format(**row)
+            numbers = figures.format(**row, gap=gap, interval=interval)
+            print(f"| {short[policy]} | {name} | {numbers} |")
+    if any(row["avg_low"] is None for x in sets.values() for row in x["results"].values()):
+        print("no interval: a set has fewer than ten problems, or all its scores are equal")
     line = "of {checkpoints} checkpoints in {of}: best {best} {best_avg:.1%}, last {last} "
     line += "{last_avg:.1%}, best - last {gap}; the best was picked on these problems"
     for run, row in last["selections"].items():
@@ -675,26 +569,26 @@ def print_table(sets: dict[str, dict], k: int) -> None:
 def _gap(row: dict) -> str:
     """Two cells: a difference and its interval."""
     if row["diff_low"] is None:
-        return "{diff:+.1%} | no interval".format(**row)
+        return "{diff:+.1%} | -".format(**row)
     return "{diff:+.1%} | {diff_low:+.1%} to {diff_high:+.1%}".format(**row)
 
 
 # ------------------------------------------------------------------------------------ the command
 
 
-def evaluate(args: Namespace, world: World) -> None:
+def evaluate(cfg: EvalConfig, world: World) -> None:
     """Sample every policy on every set, print the table and write the results."""
-    names = [pathlib.Path(source).stem for source in args.data]
+    names = [pathlib.Path(source).stem for source in cfg.data]
     contents.cache_clear()  # of an earlier call
     with contextlib.ExitStack() as held:
-        evaluation = distributed.together(lambda: prepare(args, world, held), world)
+        evaluation = distributed.together(lambda: prepare(cfg, world, held), world)
         policies, tasks, verifier = evaluation.policies, evaluation.tasks, evaluation.verifier
         for policy in policies:
             done = sample(policy, evaluation, world)
             if world.main:
                 for name in names:
                     rows = [done[key] for key in tasks if key[0] == name]
-                    measure(policy, name, rows, args.samples, verifier.same)
+                    measure(policy, name, rows, cfg.samples, verifier.same)
                 results = policy.folder / "results.json"
                 stored = files.read_json(results) if results.exists() else {}
                 files.write_json(results, stored | policy.table)
@@ -703,7 +597,8 @@ def evaluate(args: Namespace, world: World) -> None:
             shown = dict(sets)
             if len(names) > 1:
                 shown[f"mean of {', '.join(sorted(names))}"] = compare(policies, names)
-            print_table(shown, args.samples)
+            print_table(shown, cfg.samples)
+            print_trained_on(policies, tasks)
             if len(policies) > 1:
                 files.write_json(evaluation.home / "comparison.json", sets)
             if verifier.timeouts:
@@ -712,44 +607,23 @@ def evaluate(args: Namespace, world: World) -> None:
         distributed.barrier(world)
 
 
-def before_and_after(cfg: Config, world: World) -> None:
-    """avg@k on --eval-data of the base model and the last checkpoint, once training is complete."""
-    last = max(pathlib.Path(cfg.out, "checkpoints").glob("step_*"), default=None)
-    if cfg.eval_data and last and int(last.name[5:]) == cfg.steps:
-        gc.collect()  # the run's encoder is in a reference cycle
-        flags = shlex.split(flags_of(cfg))
-        args = arguments([cfg.model, str(last), "--data", cfg.eval_data, *flags])
-        try:
-            evaluate(args, world)
-        except ValueError as e:  # such as samples that were made with other settings
-            raise ValueError(f"the run is complete, but eval.py refuses: {e}") from None
-
-
-def flags_of(cfg: Config) -> str:
-    """The flags by which a run evaluates itself, for its samples to be used again."""
-    rows = max(cfg.rollout_rows or 16, cfg.score_tokens // cfg.eval_tokens)
-    domain = "" if cfg.verifier == Config.verifier else f" --verifier {cfg.verifier}"
-    domain += f" --prompts {shlex.quote(cfg.prompts)}" if cfg.prompts else ""
-    for name in ("problem_field", "answer_field", "answer_after"):
-        value = getattr(cfg, name)
-        if value != getattr(Config, name):
-            domain += f" {config.flag(name)} {shlex.quote(value)}"
-    domain += f" --server {shlex.join(cfg.server)}" if cfg.server else ""
-    domain += f" --server-model {shlex.quote(cfg.server_model)}" if cfg.server_model else ""
-    domain += " --server-seeds" if cfg.server_seeds else ""
-    return (
-        f"--max-new-tokens {cfg.eval_tokens} --samples {cfg.eval_samples} --rows {rows} "
-        f"--seed {cfg.seed} --device {cfg.device} --dtype {cfg.dtype} --attn {cfg.attn} "
-        f"--verify-timeout {cfg.verify_timeout} --verify-workers {cfg.verify_workers}{domain}"
-    )
+def print_trained_on(policies: Sequence[Policy], tasks: Tasks) -> None:
+    """Say how many of the problems a run was trained on, if any."""
+    asked = {problems.fingerprint(x.problem) for x in tasks.values()}
+    for run in sorted({run for policy in policies if (run := run_of(pathlib.Path(policy.path)))}):
+        file = run / "problems.json"
+        seen = asked & {*files.read_json(file)} if file.exists() else set()
+        if seen:
+            print(f"{run} was trained on {len(seen)} of these {len(asked)} problems")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    args = arguments(argv)
-    with config.mistakes_as_one_line("eval"):
+    config.end_at_signals()
+    cfg = config.parse(argv, __doc__, EvalConfig)
+    with config.one_line_errors(cfg.program):
         # With a server this process computes nothing: CPU and gloo.
-        evaluate(args, distributed.init("cpu" if args.server else args.device))
+        evaluate(cfg, distributed.init("cpu" if cfg.server else cfg.device))
     return 0
 
 

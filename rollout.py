@@ -39,19 +39,25 @@ def causal_lm(model):
 # --------------------------------------------------------------------------------- text and ids
 
 
-def chat_ids(tokenizer, text: str, *, thinking: bool | None) -> list[int]:
-    """Ids of one user turn and the generation prompt, by the model's own chat template.
+def chat_ids(tokenizer, text: str, *, thinking: str) -> list[int]:
+    """Ids of one user turn and the generation prompt, by the model's own chat template (S3).
 
-    thinking: the template's `enable_thinking`; None leaves it out. Qwen3 ends on the bare
-    assistant header if it is True, on a closed, empty think block if it is False (S3).
+    thinking: "closed" ends on an empty think block, so the model answers at once; "bare" ends on
+    the assistant's header, where a thinking model opens a block by itself; "open" begins one. A
+    template without `enable_thinking` makes closed and bare the same prompt.
     Control tokens in `text` are broken up: text that a model wrote cannot open or close a turn.
+    ValueError for another word.
     """
+    if thinking not in ("closed", "bare", "open"):
+        raise ValueError(f"chat_ids: thinking must be closed, bare or open, got {thinking!r}")
     chat = [{"role": "user", "content": _neutral(tokenizer, text)}]
     settings: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
     settings["date_string"] = "26 Jul 2024"  # Llama's template shows today's date without it (S24)
-    if thinking is not None:
-        settings["enable_thinking"] = thinking
-    return list(tokenizer.apply_chat_template(chat, **settings))
+    settings["enable_thinking"] = thinking != "closed"
+    ids = list(tokenizer.apply_chat_template(chat, **settings))
+    if thinking == "open" and not tokenizer.decode(ids[-9:]).rstrip().endswith("<think>"):
+        ids += tokenizer.encode("<think>\n", add_special_tokens=False)
+    return ids
 
 
 def _neutral(tokenizer, text: str) -> str:
@@ -330,31 +336,38 @@ def judge(
     stops: list[int],
     problems: Sequence[Any],
     prompt_ids: list[list[int]],
-    turn: list[tuple[int, list[int]]],
+    completions: list[list[int]],
     verifier,
 ) -> list[Rollout]:
-    """A turn's completions as rollouts.
+    """Completions as rollouts, with the verifier's r (Eq. 1). All lists have one order.
 
-    stops: from `stop_ids`. problems: objects with .id, .problem and .answer. turn: from `stream`;
-    its indices point into `problems` and `prompt_ids`. verifier: its judge(cases) takes pairs of a
-    problem and a completion's text, and returns objects with .answer and .right, in order.
+    stops: from `stop_ids`. problems: objects with .id, .problem and .answer. verifier: its
+    judge(cases) takes pairs of a problem and a completion's text, and returns objects with .answer
+    and .right, in order. A completion without an answer, such as one that was cut, has r = -1.
+    ValueError for a verdict that is no bool.
     """
     tag_ids = [tokenizer.encode(tag, add_special_tokens=False) for tag in THINK]
     texts, cases = [], []
-    for i, ids in turn:
-        prompt, text = prompt_ids[i], text_of(tokenizer, ids)
+    for x, prompt, ids in zip(problems, prompt_ids, completions, strict=True):
+        text = text_of(tokenizer, ids)
         # Some templates end on an open think tag, perhaps with a line feed. It must be one id.
         opened, closed = (tag in (prompt[-1:], prompt[-2:-1]) for tag in tag_ids)
         texts.append(text)
-        cases.append((problems[i], "<think>" + text if opened and not closed else text))
+        cases.append((x, "<think>" + text if opened and not closed else text))
+    verdicts = verifier.judge(cases)
     rollouts = []
-    for (i, ids), text, verdict in zip(turn, texts, verifier.judge(cases), strict=True):
+    for x, prompt, ids, text, verdict in zip(
+        problems, prompt_ids, completions, texts, verdicts, strict=True
+    ):
+        if type(verdict.right) is not bool:
+            rule = "a verdict must be True or False"
+            raise ValueError(f"verifier: {rule}, got {verdict.right!r} for problem {x.id}")
         rollouts.append(
             Rollout(
-                problem_id=problems[i].id,
-                problem=problems[i].problem,
-                gold=problems[i].answer,
-                prompt_ids=prompt_ids[i],
+                problem_id=x.id,
+                problem=x.problem,
+                gold=x.answer,
+                prompt_ids=prompt,
                 completion_ids=ids,
                 text=text,
                 pred=verdict.answer,

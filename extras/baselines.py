@@ -8,20 +8,35 @@
     python -m extras.baselines --out runs/f --objective reverse_kl    SGSD with a divergence
     python -m extras.baselines --out runs/g --token-polarity consistent   only tokens that agree
 
-A method is two functions: the prompts of a problem, and the loss of a rollout. `sgsd.train_step`
-takes them in place of SGSD's own, so all methods share the loop, data, verifier and evaluation.
-DEFAULTS holds the settings in which a method differs from SGSD.
+A method is two functions: `prompts` of a problem and `rollout_loss`. `train_step` is sgsd.py's with
+these two in it, and with groups of rollouts; all methods share the loop, data, verifier and
+evaluation. DEFAULTS holds the settings in which a method differs from SGSD.
 
 Dimension key: G rollouts of a group, K teachers, T completion tokens, n positions of a slice,
 V vocabulary, D hidden size.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from lib import config
+import torch
+from torch import Tensor
+
+import distributed
+import rollout
+import scoring
+import sgsd
+import skills
+from lib import config, model, problems
 from lib.config import Config, setting
+from lib.problems import Problem
+from lib.run import Run
+from rollout import Rollout
+from skills import SkillPair
 
 OF_TEACHERS = (  # settings that change a teacher; GRPO has none
     "token_mask",
@@ -156,34 +171,9 @@ DEFAULTS = {"grpo": GRPO, "grpo+skill": GRPO | SKILL, "opsd": OPSD, "opsd+skill"
 METHODS = ("sgsd", *DEFAULTS)
 
 
-def parse(argv: Sequence[str] | None = None) -> tuple[Config, bool]:
-    """(settings, whether to resume) from a command line."""
+def parse(argv: Sequence[str] | None = None) -> BaselineConfig:
+    """The settings of a command line."""
     return config.parse(argv, __doc__, BaselineConfig, DEFAULTS)
-
-
-if __name__ == "__main__":  # --help and a wrong flag are answered before torch is imported
-    config.end_at_signals("Run the same command to continue.")
-    parse()
-
-import contextlib
-import math
-import random
-from collections.abc import Iterator
-from dataclasses import replace
-
-import torch
-from torch import Tensor
-
-import distributed
-import rollout
-import scoring
-import sgsd
-import skills
-from lib import model
-from lib.problems import Problem
-from rollout import Rollout
-from sgsd import Example, RolloutLoss, Run, StepResult
-from skills import SkillBank, SkillPair
 
 
 def grpo_advantages(rewards_G: Tensor, eps: float = 1e-4) -> Tensor:
@@ -270,7 +260,7 @@ def token_polarity(kind: str, delta_KT: Tensor, a_K: Tensor, r: float, eps_a: fl
     """
     rho_K1 = sgsd.polarity(a_K, r, eps_a)[:, None]  # Eq. 13
     sign_KT = torch.sign(delta_KT.detach())
-    by_verdict_KT = sgsd.outcome_sign(r) * sign_KT
+    by_verdict_KT = r * sign_KT
     if kind == "teacher":
         return rho_K1.expand_as(sign_KT)
     if kind == "consistent":
@@ -309,17 +299,20 @@ def token_losses(
     return torch.stack(columns, 1)
 
 
-def at_random(seed: int) -> sgsd.Retriever:
-    """Pairs drawn anew for each problem and step, all with one weight (S20)."""
+@dataclass
+class Example(sgsd.Example):
+    """A rollout on its way through a step, with all rollouts of its problem in this step."""
 
-    def retrieve(bank: SkillBank, x: Problem, k: int, step: int) -> list[SkillPair]:
-        draw = random.Random(rollout.sample_key(seed, step, x.id))
-        chosen_skills = draw.sample(bank.general_skills, min(k, len(bank.general_skills)))
-        chosen_mistakes = draw.sample(bank.common_mistakes, min(k, len(bank.common_mistakes)))
-        pairs = zip(chosen_skills, chosen_mistakes)
-        return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in pairs]
+    group: list[Rollout] = field(default_factory=list)
 
-    return retrieve
+
+@dataclass
+class RolloutLoss(sgsd.RolloutLoss):
+    """A rollout's loss with further numbers for rollouts.jsonl and tokens.jsonl."""
+
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    token_numbers: dict[str, Tensor] = field(default_factory=dict)
+    has_credit: bool = True  # whether Eq. 20 describes this loss
 
 
 def settings(run: Run) -> BaselineConfig:
@@ -327,22 +320,30 @@ def settings(run: Run) -> BaselineConfig:
     return run.cfg
 
 
-# ------------------------------------------------------------------ GRPO: its prompts and its loss
+def prompts(run: Run, x: Problem, pairs_K: list[SkillPair]) -> tuple[list[int], list[list[int]]]:
+    """The student's prompt and each teacher's; GRPO has no teachers, and OPSD a single one.
 
-
-def student_prompt(run: Run, x: Problem, pairs_K: list[SkillPair]) -> list[int]:
-    """The problem; for a +skill method with the retrieved pairs in front of it (S17)."""
+    A +skill method puts the pairs in front of the student's problem, too (S17). With --answer-pi a
+    teacher also sees the reference answer (S16).
+    """
     cfg = settings(run)
     shown = pairs_K if cfg.method.endswith("+skill") else []
-    text = skills.render_skills(shown, x.problem)
-    return sgsd.prompt_ids(run, text, x.id, cfg.student_prefix)
+    student = sgsd.prompt_ids(run, skills.render_skills(shown, x.problem), cfg.student_prefix)
+    if cfg.method.startswith("grpo"):
+        return student, []
+    if cfg.answer_pi:
+        x = replace(x, problem=f"{x.problem}\n\nThe reference answer is {x.answer}.")
+    if cfg.method.startswith("opsd"):
+        text = skills.render_skills(pairs_K, x.problem)
+        return student, [sgsd.prompt_ids(run, text, cfg.teacher_prefix)]
+    return student, sgsd.prompts(run, x, pairs_K)[1]
 
 
-def grpo_prompts(
-    run: Run, x: Problem, pairs_K: list[SkillPair]
-) -> tuple[list[int], list[list[int]]]:
-    """GRPO has no teachers."""
-    return student_prompt(run, x, pairs_K), []
+def rollout_loss(run: Run, example: Example) -> RolloutLoss:
+    """The loss of a rollout by the method."""
+    if settings(run).method.startswith("grpo"):
+        return grpo_rollout(run, example)
+    return distilled_rollout(run, example)
 
 
 def grpo_rollout(run: Run, example: Example) -> RolloutLoss:
@@ -362,9 +363,25 @@ def grpo_rollout(run: Run, example: Example) -> RolloutLoss:
     )
     logp_T = logp_1T[0]
     loss = unless_cut(cfg, roll, grpo_loss(logp_T, logp_T, advantage.item()))
-    result = RolloutLoss.without_teachers(loss, logp_T)
-    result.numbers["advantage"] = advantage
-    return result
+    return without_teachers(loss, logp_T, {"advantage": advantage})
+
+
+def without_teachers(loss: Tensor, logp_T: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
+    """For a method whose loss needs only the student's log-probabilities [T]."""
+    ones_T, none_K = torch.ones_like(logp_T), logp_T.new_zeros(0)
+    none_KT = logp_T.new_zeros(0, len(logp_T))
+    return RolloutLoss(
+        loss=loss,
+        mask_T=ones_T,
+        delta_KT=none_KT,
+        alpha_K=none_K,
+        a_K=none_K,
+        rho_K=none_K,
+        lbar_K=none_K,
+        credit_KT=none_KT,
+        numbers=numbers,
+        has_credit=False,
+    )
 
 
 def unless_cut(cfg: BaselineConfig, roll: Rollout, x: Tensor) -> Tensor:
@@ -372,49 +389,30 @@ def unless_cut(cfg: BaselineConfig, roll: Rollout, x: Tensor) -> Tensor:
     return torch.zeros_like(x) if cfg.drop_truncated and roll.truncated else x
 
 
-# ------------------------------ SGSD with any part changed, and OPSD: their prompts and their loss
-
-
-def teacher_prompts(
-    run: Run, x: Problem, pairs_K: list[SkillPair]
-) -> tuple[list[int], list[list[int]]]:
-    """The student's prompt and those of K teachers; OPSD has a single one.
-
-    With --answer-pi a teacher also sees the reference answer (S16).
-    """
-    cfg, student = settings(run), student_prompt(run, x, pairs_K)
-    if cfg.answer_pi:
-        x = replace(x, problem=f"{x.problem}\n\nThe reference answer is {x.answer}.")
-    if not cfg.method.startswith("opsd"):
-        return student, sgsd.teacher_prompts(run, x, pairs_K)
-    text = skills.render_skills(pairs_K, x.problem)
-    return student, [sgsd.prompt_ids(run, text, f"teacher of {x.id}", cfg.teacher_prefix)]
-
-
 def distilled_rollout(run: Run, example: Example) -> RolloutLoss:
     """A rollout's loss by Algorithm 1, lines 5 and 8-14, with any part changed; or by OPSD."""
     cfg, roll = settings(run), example.rollout
-    ids_T = torch.tensor(roll.completion_ids, device=run.world.device)
+    ids_T = torch.tensor(roll.completion_ids, device=run.device)
     mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
-    alpha_K = torch.ones(1, device=run.world.device)
+    alpha_K = torch.ones(1, device=run.device)
     if not cfg.method.startswith("opsd"):
         alpha_K = sgsd.pair_weights(run, example.pairs_K)
-    ell_KT, gap_KT, full_KT = scored(run, roll, example.contexts_K)
+    ell_KT, gap_KT, full_KT = scored(run, roll, example.teachers_K)
     bound = cfg.c_delta if cfg.clip else math.inf
     a_K = sgsd.robust_support(gap_KT, mask_T, bound)
     r, ones_K = sgsd.reward(roll), torch.ones_like(a_K)
     rho_K = sgsd.polarity(a_K, r, cfg.eps_a) if cfg.polarity else ones_K
     lbar_K = sgsd.masked_mean(ell_KT, mask_T)
-    loss = sgsd.weighted_loss(lbar_K, alpha_K, rho_K)
+    loss = sgsd.sgsd_loss(lbar_K, alpha_K, rho_K)
     credit_KT = sgsd.token_credit(gap_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
     if cfg.token_polarity != "teacher":  # each token has its own rho, in place of rho_K
         rho_KT = token_polarity(cfg.token_polarity, gap_KT, a_K, r, cfg.eps_a)
-        loss = sgsd.weighted_loss(sgsd.masked_mean(rho_KT * ell_KT, mask_T), alpha_K, ones_K)
+        loss = sgsd.sgsd_loss(sgsd.masked_mean(rho_KT * ell_KT, mask_T), alpha_K, ones_K)
         credit_KT = rho_KT * sgsd.token_credit(gap_KT, mask_T, alpha_K, ones_K, cfg.tau_g)
     loss, credit_KT = unless_cut(cfg, roll, loss), unless_cut(cfg, roll, credit_KT)
     result = RolloutLoss(loss, mask_T, gap_KT, alpha_K, a_K, rho_K, lbar_K, credit_KT)
-    if cfg.objective != "gate" or cfg.support_top_k:
-        result.credit_KT = None  # Eq. 20 holds for the gate on the full gap only
+    if cfg.objective != "gate" or cfg.support_top_k:  # Eq. 20 holds for the gate on the full gap
+        result.has_credit, result.credit_KT = False, torch.zeros_like(credit_KT)
     if cfg.support_top_k:  # logs what truncation does to the supports and to the mean gap (S19)
         error_KT = (gap_KT - full_KT).abs()
         result.numbers["a_full"] = sgsd.robust_support(full_KT, mask_T, bound)
@@ -427,7 +425,7 @@ def scored(run: Run, roll: Rollout, contexts_K: list[list[int]]) -> Tensor:
     """Token losses, gaps and full gaps: [3, K, T], computed a slice of positions at a time."""
     cfg, ids_T = settings(run), roll.completion_ids
     if not contexts_K:
-        return torch.zeros(3, 0, len(ids_T), device=run.world.device)
+        return torch.zeros(3, 0, len(ids_T), device=run.device)
     teacher_states: dict[int, Tensor] = {}  # [T, D] by k
     with teacher_policy(run), torch.no_grad():
         for group in scoring.packs([len(c) + len(ids_T) for c in contexts_K], cfg.score_tokens):
@@ -485,30 +483,72 @@ def follow(run: Run, step: int) -> None:
             copy.lerp_(p.detach(), share)
 
 
-# ----------------------------------------------------------------------------------- the command
+# --------------------------------------------------------------------------- a step, the command
 
 
-def method_step(run: Run, step: int) -> StepResult:
-    """One step of any method; with all defaults it equals `sgsd.train_step`."""
+def retrieve(run: Run, x: Problem, step: int) -> list[SkillPair]:
+    """The nearest pairs by --encoder; with --retrieval random, others for each step (S20).
+
+    Random pairs all have one weight. A method without skills has no pairs.
+    """
     cfg = settings(run)
-    prompts_of, loss_of = teacher_prompts, distilled_rollout
-    if cfg.method.startswith("grpo"):
-        prompts_of, loss_of = grpo_prompts, grpo_rollout
-    result = sgsd.train_step(run, step, prompts_of, loss_of, cfg.generations)
+    if not cfg.uses_skill_bank:
+        return []
+    if cfg.retrieval == "embedding":
+        return run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)
+    draw, k = random.Random(rollout.sample_key(cfg.seed, step, x.id)), cfg.num_teachers
+    lists = run.bank.general_skills, run.bank.common_mistakes
+    chosen = [draw.sample(entries, min(k, len(entries))) for entries in lists]
+    return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*chosen)]
+
+
+def train_step(run: Run, step: int) -> tuple[list[dict], float]:
+    """One step of any method; with all defaults it equals `sgsd.train_step` bit for bit."""
+    cfg, world = settings(run), run.world
+    batch, size = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed), cfg.generations
+    examples = []
+    for place in range(world.rank, len(batch), world.size):  # whole groups
+        x, epoch = batch[place]
+        pairs_K = retrieve(run, x, step)
+        student, teachers_K = prompts(run, x, pairs_K)
+        for i in range(size):
+            key = rollout.sample_key(cfg.seed, step, x.id, epoch * size + i)
+            index = place * size + i
+            examples.append(Example(index, x, key, pairs_K, student, teachers_K))
+    sgsd.sample(run, examples)
+    run.clock.lap("gen")
+    rows = []
+    for at, example in enumerate(examples):
+        first = at - at % size
+        example.group = [other.rollout for other in examples[first : first + size]]
+        result = rollout_loss(run, example)
+        if result.loss.requires_grad:  # --drop-truncated leaves a constant
+            (result.loss / (cfg.batch_size * size)).backward()
+        rows.append(record(run, step, example, result))
+        run.clock.lap("bwd")
+    norm = sgsd.optimizer_step(run, step)
     follow(run, step)
-    return result
+    run.clock.lap("opt")
+    return rows, norm
 
 
-def retriever_of(cfg: Config) -> sgsd.Retriever | None:
-    """The retriever of --retrieval random; None for sgsd's own, the nearest pairs by --encoder."""
-    assert isinstance(cfg, BaselineConfig)
-    return at_random(cfg.seed) if cfg.retrieval == "random" else None
+def record(run: Run, step: int, example: Example, result: RolloutLoss) -> dict:
+    """`sgsd.record` with the method's own numbers."""
+    row = sgsd.record(run, step, example, result)
+    row |= {name: x.tolist() for name, x in result.numbers.items()}
+    if "tokens" in row:
+        row["tokens"] |= {name: x.tolist() for name, x in result.token_numbers.items()}
+        if not result.has_credit:
+            del row["tokens"]["credit"]
+    return row
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    cfg, resume = parse(argv)
-    return sgsd.launch(cfg, resume, method_step, retriever_of(cfg))
+    config.end_at_signals()
+    cfg = parse(argv)
+    with Run.open(cfg, skills.SkillBank.load) as run:
+        return sgsd.train(run, train_step)
 
 
 if __name__ == "__main__":

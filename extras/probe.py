@@ -2,7 +2,7 @@
 
     python -m extras.probe --preset tiny --bank A.json     the planned run, and GRPO beside it
     python -m extras.probe --preset tiny --bank A.json --try "--bank B.json" --try "--method opsd"
-    python -m extras.probe --config runs/a/config.json --at runs/a/checkpoints/step_000020
+    python -m extras.probe @flags.txt --at runs/a/checkpoints/step_000020     flags of runs/a
 
 A step moves the weights along u. To first order it changes the success rate J by
 
@@ -17,28 +17,55 @@ weights.
 """
 
 import argparse
+import contextlib
+import functools
+import itertools
+import os
+import pathlib
+import random
 import re
 import shlex
+import signal
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import distributed
+import rollout
+import scoring
+import sgsd
+import skills
 from extras import baselines
-from lib import config
+from extras.baselines import Example
+from lib import config, files, model
+from lib.problems import Problem
+from lib.run import Run
+from rollout import Rollout, Sampling
 
 # All rows share the model, the problems, the server and the making of the bank.
-SHARED = "model dtype attn lora_rank lora_alpha device data seed verifier prompts".split()
-SHARED += "split problem_field answer_field answer_after server server_model server_seeds".split()
-SHARED += "cold_start cold_start_temperature cold_start_top_p cold_start_top_k".split()
-SHARED += "cold_start_tokens cold_start_thinking writer_model writer_server".split()
-SHARED += "memory_answer merge_group_size merge_patience reply_tokens".split()
+SHARED = "model dtype attn lora_rank lora_alpha device data seed verifier".split()
+SHARED += "split problem_field answer_field answer_after server cold_start".split()
+SHARED += "cold_start_temperature cold_start_top_p cold_start_top_k".split()
+SHARED += "cold_start_tokens cold_start_thinking memory_answer".split()
+SHARED += "merge_group_size merge_patience reply_tokens".split()
+BACKWARD = 4  # forward passes in the time of one forward and back, with checkpointing
+ENOUGH = 20  # problems with both outcomes: with fewer the intervals are too narrow
+SUPPORTS = "support_success", "support_failure"
+POWER = 1.96 + 0.84  # standard errors from 0 where the interval leaves 0 in 80% of cases
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
     """The probe's own options; and (flags, settings) of GRPO, the planned run and each --try."""
     usage = "[--problems N] [--samples N] [--FLAG VALUE ...]"
-    own = config.Parser("python -m extras.probe", usage, __doc__, add_help=False)
+    own = config.Parser("-m extras.probe", usage, __doc__, add_help=False)
     own.add_argument("--problems", type=int, default=80, metavar="N", help="training problems")
     own.add_argument("--samples", type=int, default=4, metavar="N", help="rollouts of each problem")
     text = "further rollouts of each, for the covariance alone: they need no teachers"
@@ -54,14 +81,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[t
     options, plan = own.parse_known_args(words)
     if {"-h", "--help"} & {*plan}:
         print(own.format_help() + "\nand the flags of the planned run:\n")
-    cfg: Any = baselines.parse(plan)[0]
+    cfg: Any = baselines.parse(plan)
     rows = [] if cfg.method == "grpo" else [("", cfg)]
     for flags in options.tries:
-        if "--method" in flags and any(word.startswith("--config") for word in plan):
-            own.error(f"--try {flags!r}: --config sets what --method would; give the plan as flags")
         no_bank = ["--bank="] if re.search(r"--method[ =](grpo|opsd)(?!\+skill)", flags) else []
-        rows.append((flags, baselines.parse([*plan, *no_bank, *shlex.split(flags)])[0]))
-    with config.mistakes_as_one_line("probe"):
+        rows.append((flags, baselines.parse([*plan, *no_bank, *shlex.split(flags)])))
+    with config.one_line_errors("probe"):
         if options.problems < 4 or options.samples < 2 or options.extra_samples < 0:
             raise ValueError("--problems must be >= 4, --samples >= 2 and --extra-samples >= 0")
         for flags, row_cfg in rows:
@@ -88,49 +113,14 @@ def grpo_of(cfg: Any, samples: int) -> tuple[str, Any]:
     return flags + (" --drop-truncated" if cfg.drop_truncated else ""), cfg
 
 
-if __name__ == "__main__":  # --help and a wrong flag are answered before torch is imported
-    config.end_at_signals("Nothing is kept: run the same command again.")
-    parse()
-
-import contextlib
-import functools
-import itertools
-import pathlib
-import random
-import signal
-import tempfile
-import time
-
-import numpy as np
-import torch
-from torch import Tensor
-from tqdm import tqdm
-
-import distributed
-import rollout
-import scoring
-import sgsd
-from lib import files, model
-from lib.problems import Problem
-from rollout import Rollout, Sampling
-from sgsd import Example, Run
-
-BACKWARD = 4  # forward passes in the time of one forward and back, with checkpointing
-ENOUGH = 20  # problems with both outcomes: with fewer the intervals are too narrow
-SUPPORTS = "support_success", "support_failure"
-POWER = 1.96 + 0.84  # standard errors from 0 where the interval leaves 0 in 80% of cases
-
-
 @dataclass
 class Row:
     """A method with its settings, bank, prompts and rollouts; and what was measured of it."""
 
     flags: str
     run: Run  # shares model and verifier with all rows
-    loss_of: sgsd.LossOf
     sampling: Sampling
-    students: list[list[int]]  # the prompts of all rollouts, problem after problem
-    examples: list[list[tuple[list, list[list[int]]]]]  # [N][--samples]: pairs, teachers' prompts
+    examples: list[list[Example]]  # [N][--samples and --extra-samples], without rollouts
     groups: list[list[Rollout]] = field(default_factory=list)  # [N][G]; rows that agree share them
     directions: list[Tensor] = field(default_factory=list)  # from each half: Adam's, unit; [2, P]
     points_N: np.ndarray = field(default_factory=lambda: np.zeros(0))  # each problem's slope
@@ -266,30 +256,30 @@ def minibatches(half: Sequence[int], samples: int, cfg: Any) -> list[list[tuple[
     return [[example for u in part for example in units[u]] for part in parts]
 
 
-def set_directions(row: Row, halves: Sequence[list[int]], bar: tqdm) -> None:
+def set_directions(row: Row, halves: Sequence[list[int]], samples: int, bar: tqdm) -> None:
     """The method's step at the present weights, from each half; no weight moves.
 
     Adam's is -m / (sqrt v + 1e-8), where m and v are means over minibatches of the clipped gradient
     and of its square: where AdamW's steps tend while the weights stay (its first ones are nearer to
     the gradient's sign). The unit direction is the mean gradient's.
     """
-    run, samples = row.run, len(row.examples[0])
-    cfg: Any = run.cfg
+    run, cfg = row.run, baselines.settings(row.run)
     seen: dict[str, list[float]] = {name: [] for name in (*SUPPORTS, "decided")}
     for half in halves:
         mean_P = m_P = v_P = torch.zeros((), device=run.world.device)
         batches = minibatches(half, samples, cfg)
         for batch in batches:
             for i, j in batch:
-                (pairs_K, contexts_K), group = row.examples[i][j], row.groups[i][:samples]
-                bar.update(len(contexts_K) + BACKWARD)
+                example, group = row.examples[i][j], row.groups[i][:samples]
+                bar.update(len(example.teachers_K) + BACKWARD)
                 if cfg.method[:4] == "grpo" and len({sgsd.reward(roll) for roll in group}) == 1:
                     continue  # no advantage, no gradient
-                example = Example(i * samples + j, group[j], group, pairs_K, contexts_K)
-                result = row.loss_of(run, example)
+                example.index, example.group = i * samples + j, group
+                example.rollout = group[j]
+                result = baselines.rollout_loss(run, example)
                 seen[SUPPORTS[group[j].r < 0]] += result.a_K.tolist()
                 seen["decided"] += (result.rho_K != 0).tolist()
-                if result.loss.requires_grad:  # no pair, no teacher, no loss (S8)
+                if result.loss.requires_grad:  # --drop-truncated leaves a constant
                     (result.loss / len(batch)).backward()
             g_P = take_gradient(run)
             if not g_P.isfinite().all():
@@ -310,35 +300,30 @@ def set_directions(row: Row, halves: Sequence[list[int]], bar: tqdm) -> None:
 def make_row(
     run: Run, flags: str, cfg: Any, data: Sequence[Problem], options: Any, cache: dict[Any, Any]
 ) -> Row:
-    """A row with its bank and prompts, without rollouts. cache: banks and retrievers to share."""
-    samples = options.samples
-    prompts_of: sgsd.PromptsOf = baselines.teacher_prompts
-    loss_of: sgsd.LossOf = baselines.distilled_rollout
+    """A row with its bank and prompts, without rollouts. cache: banks and encoders to share."""
+    each = options.samples + options.extra_samples
     if cfg.method.startswith("grpo"):  # its groups are those that are sampled here
-        prompts_of, loss_of = baselines.grpo_prompts, baselines.grpo_rollout
-        groups = max(1, cfg.batch_size * cfg.generations // samples)
-        cfg = replace(cfg, generations=samples, batch_size=groups)
+        groups = max(1, cfg.batch_size * cfg.generations // options.samples)
+        cfg = replace(cfg, generations=options.samples, batch_size=groups)
     run = replace(run, cfg=cfg, bank=None, extra_tensors={**run.extra_tensors})
-    run.masked_ids = model.masked_token_ids(run.tokenizer, cfg.mask_extra) | {*run.stops}
     if cfg.uses_skill_bank:
-        encoder = cfg.retrieval, cfg.encoder, cfg.query_prompt
+        if cfg.encoder not in cache:
+            cache[cfg.encoder] = model.load_encoder(cfg.encoder, run.device)
+        run.embed = cache[cfg.encoder]
         if cfg.bank not in cache:
             cache[cfg.bank] = bank_of(run, options.at)
-        if encoder not in cache:
-            cache[encoder] = baselines.retriever_of(cfg) or sgsd.nearest(cfg, run.world)
-        run.bank, run.retriever = cache[cfg.bank], cache[encoder]
-        if cfg.bank:
-            sgsd.refuse_short_bank(run.bank, cfg)
+        run.bank = cache[cfg.bank]
+        sgsd.check_bank(run)
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-    row = Row(flags, run, loss_of, sampling, [], [])
+    row = Row(flags, run, sampling, [])
     for x in data:
         row.examples.append([])
-        for j in range(samples + options.extra_samples):
+        for j in range(each):
             turn = 0 if cfg.method.startswith("grpo") else j  # a group shares its prompt
-            pairs_K = run.retrieve(x, run.step + 1 + turn)  # --retrieval random draws anew
-            student, contexts_K = prompts_of(run, x, pairs_K)
-            row.students.append(student)
-            row.examples[-1] += [(pairs_K, contexts_K)] if j < samples else []
+            pairs_K = baselines.retrieve(run, x, run.step + 1 + turn)  # random ones are drawn anew
+            student, teachers_K = baselines.prompts(run, x, pairs_K)
+            key = rollout.sample_key(cfg.seed, -1 - run.step, x.id, j)  # no step is below 0
+            row.examples[-1].append(Example(j, x, key, pairs_K, student, teachers_K))
     return row
 
 
@@ -348,47 +333,49 @@ def bank_of(run: Run, at: str | None) -> Any:
     A --bank that is not the run's own stands for itself, at a checkpoint too.
     """
     trained_in = pathlib.Path(at or "").absolute().parent.parent
-    evolved = bool(at and sgsd.bank_versions(trained_in))
-    if evolved and run.cfg.bank in ("", config.saved(trained_in)["bank"]):
-        return sgsd.load_bank(replace(run.cfg, out=str(trained_in)), run.step + 1, True)
+    versions = files.by_step(trained_in / "bank") if at else {}
+    if versions:
+        begun_with = files.read_json(trained_in / "config.json")["settings"]["bank"]
+        if config.comparable(run.cfg)["bank"] in ("", begun_with):
+            return skills.SkillBank.load(versions[max(n for n in versions if n <= run.step)])
     if run.cfg.bank:
-        return sgsd.load_bank(run.cfg, 0, False)
-    run.writer = sgsd.writer_of(run.cfg, run.world, (run.lm, run.tokenizer, run.stream), run.out)
-    bank = sgsd.make_bank(run, run.out)
-    sgsd.refuse_without_pairs(bank, run.cfg)
-    return bank
+        return skills.SkillBank.load(run.cfg.bank)
+    return sgsd.make_bank(run)
 
 
-def draw(row: Row, data: Sequence[Problem], each: int) -> list[list[Rollout]]:
-    """`each` rollouts of each problem, from the row's prompts."""
-    problems = [x for x in data for _ in range(each)]
-    keys, rolls = [], []
-    for i, x in enumerate(problems):  # no step of a run has a number below 0
-        keys.append(rollout.sample_key(row.run.cfg.seed, -1 - row.run.step, x.id, i % each))
-    for at in tqdm(range(0, len(keys), 64), "sampling", disable=None):
-        part = slice(at, at + 64)
-        rolls += sgsd.sample(row.run, problems[part], row.students[part], keys[part])
-    return [rolls[at : at + each] for at in range(0, len(rolls), each)]
+def draw(row: Row) -> list[list[Rollout]]:
+    """A rollout of each of the row's examples, from its prompt."""
+    every = list(itertools.chain.from_iterable(row.examples))
+    for at in tqdm(range(0, len(every), 64), "sampling", disable=None):
+        sgsd.sample(row.run, every[at : at + 64])
+    return [[example.rollout for example in of_problem] for of_problem in row.examples]
 
 
 # ------------------------------------------------------------------------------------ the command
 
 
-def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str, Any]:
-    """Print the cost, the rows and the advice; the content of --out. rows: GRPO's is the first."""
-    grpo, drawn = rows[0], len(data) * each
+def measure(rows: Sequence[Row], data: Sequence[Problem], samples: int) -> dict[str, Any]:
+    """Print the cost, the rows and the advice; the content of --out. rows: GRPO's is the first.
+
+    samples: those of each problem that make the directions.
+    """
+    grpo, each = rows[0], len(rows[0].examples[0])
+    drawn = len(data) * each
     alike: dict[str, list[Row]] = {}  # rows by what their rollouts are drawn from
     passes = BACKWARD * drawn  # GRPO's slope comes first, by itself
     for row in rows:
-        alike.setdefault(files.digest(row.students, row.sampling), []).append(row)
-        passes += sum(len(contexts_K) + BACKWARD for x in row.examples for _, contexts_K in x)
+        every = list(itertools.chain.from_iterable(row.examples))
+        students = [example.student for example in every]
+        alike.setdefault(files.digest(students, row.sampling), []).append(row)
+        for of_problem in row.examples:
+            passes += sum(len(x.teachers_K) + BACKWARD for x in of_problem[:samples])
     passes += BACKWARD * drawn * len(alike)
     size = 16 * len(rows) * sum(p.numel() for p in model.trained(grpo.run.lm).values()) / 1e6
     drawn_in_all = f"{len(alike)} x {len(data)} problems x {each} = {len(alike) * drawn} rollouts"
     print(f"cost: {drawn_in_all}; then at most {passes:,} forward passes over one", end=" ")
     print(f"({BACKWARD} for one forward and back); directions take {size:,.0f} MB")
     for sharing in alike.values():
-        groups = draw(sharing[0], data, each)
+        groups = draw(sharing[0])
         rolls = list(itertools.chain.from_iterable(groups))
         for row in sharing:
             row.groups = groups
@@ -401,11 +388,11 @@ def measure(rows: Sequence[Row], data: Sequence[Problem], each: int) -> dict[str
 
     halves = [list(range(0, len(data), 2)), list(range(1, len(data), 2))]
     with tqdm(total=passes, desc="passes", disable=None, unit="pass") as bar:
-        set_directions(grpo, halves, bar)
+        set_directions(grpo, halves, samples, bar)
         set_slopes([grpo], halves, bar)
         bar.write(f"GRPO: {span(n)}; {rollouts_needed(n, drawn)}")
         for row in rows[1:]:
-            set_directions(row, halves, bar)
+            set_directions(row, halves, samples, bar)
         for sharing in alike.values():
             others = [row for row in sharing if row is not grpo]
             if others:
@@ -476,16 +463,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg = settings[0][1]  # of GRPO: all that the rows share is the plan's
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(130))  # the temporary folder goes, too
-    with contextlib.ExitStack() as held, config.mistakes_as_one_line("probe"):
+    with contextlib.ExitStack() as held, config.one_line_errors("probe"):
         if options.out and not options.out.endswith(".json"):
             raise ValueError(f"--out {options.out}: the file of the numbers must end with .json")
-        world = distributed.init(cfg.device)
-        if world.size > 1:
+        if "RANK" in os.environ:
             raise ValueError("the probe runs in one process: start it with python, not torchrun")
         cfg = replace(cfg, out=held.enter_context(tempfile.TemporaryDirectory(prefix="probe-")))
-        run = sgsd.prepare(cfg, world, False, held, lambda *_: [])  # each row has a retriever
-        if run.served:
-            held.callback(run.served.close)
+        run = held.enter_context(Run.open(cfg, skills.SkillBank.load))
         if options.at:
             at = pathlib.Path(options.at)
             run.step, run.extra_tensors = model.restore(at, run.lm, run.optimizer)
@@ -493,9 +477,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = chosen.sample(run.problems, min(options.problems, len(run.problems)))
         cache: dict[Any, Any] = {}
         rows = [make_row(run, *pair, data, options, cache) for pair in settings]
-        numbers = measure(rows, data, options.samples + options.extra_samples)
+        numbers = measure(rows, data, options.samples)
         if options.out:
-            files.write_json(options.out, numbers | {"seconds": time.perf_counter() - began})
+            numbers |= {"seconds": time.perf_counter() - began}
+            files.write_json(pathlib.Path(options.out), numbers)
     return 0
 
 

@@ -12,17 +12,46 @@ what each teacher did to a right and to a wrong one. It writes a folder beside t
 the run as it was.
 """
 
+import contextlib
+import decimal
+import itertools
+import json
+import math
 import pathlib
+import re
+import shutil
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from lib import config
+import torch
+
+import distributed
+import rollout
+import sgsd
+import skills
+from lib import config, files, runlog
+from lib.problems import Problem
+from lib.run import State, prepare
+
+MAX_BYTES = 4_900_000  # of the page
+MAX_POINTS = 1000  # of a curve, over all runs
+MAX_SOURCES = 8  # memories of one entry on the page
+ECHO_STEPS = 25  # steps in a block
+ECHO_TEACHERS = 100  # decided teachers that a block needs, of each outcome
+ECHO_EXCEPTIONS = 0.02  # share of them that may lean the other way
+WINDOW_PROBLEMS = 100  # problems in a window
+FALL_DEVIATIONS = 4.0  # between two windows, in standard deviations of their difference
+
+Banks = dict[int, skills.SkillBank]  # by the step after which each came into use, oldest first
+Entries = dict[tuple[str, str], dict]  # by kind and id
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line's settings; a mistake exits with code 2."""
     usage = "RUN [RUN ...] [--FLAG VALUE ...]"
-    parser = config.Parser("python -m extras.report", usage, __doc__)
+    parser = config.Parser("-m extras.report", usage, __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory")
     page = "the page (default: report.html in the first run)"
@@ -42,34 +71,6 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     return args
 
 
-if __name__ == "__main__":  # --help and a wrong flag are answered before torch is imported
-    config.end_at_signals("Run the same command again.")
-    arguments()
-
-import contextlib
-import dataclasses
-import decimal
-import itertools
-import json
-import math
-import re
-from typing import Any
-
-import torch
-
-import distributed
-import sgsd
-import skills
-from lib import files, runlog
-
-MAX_BYTES = 4_900_000  # of the page
-MAX_POINTS = 1000  # of a curve, over all runs
-MAX_SOURCES = 8  # memories of one entry on the page
-
-Banks = dict[int, skills.SkillBank]  # by the step after which each came into use, oldest first
-Entries = dict[tuple[str, str], dict]  # by kind and id
-
-
 def number(x: Any) -> Any:
     """A number for the page: six significant digits, None for nan and inf; others unchanged."""
     if isinstance(x, float):
@@ -86,7 +87,17 @@ def excerpt(text: str, size: int = 500) -> str:
 
 
 def load_banks(run: pathlib.Path) -> Banks:
-    return {step: skills.SkillBank.load(path) for step, path in sgsd.bank_versions(run).items()}
+    versions = files.by_step(run / "bank")
+    return {step: skills.SkillBank.load(path) for step, path in versions.items()}
+
+
+def settings_of(run: pathlib.Path) -> dict[str, Any]:
+    """The settings in a run's config.json; ValueError where there is none."""
+    try:
+        return json.loads((run / "config.json").read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        why = f"no readable config.json of a run there ({type(e).__name__}: {e})"
+        raise ValueError(f"{run}: {why}; give a run such as runs/sgsd") from None
 
 
 def entries(bank: skills.SkillBank) -> Entries:
@@ -149,19 +160,15 @@ def uncounted(kind: str, entry: dict, step: int) -> dict[str, Any]:
     return row
 
 
-def memories(run: pathlib.Path, bank: str, rollouts: list[dict]) -> dict[str, dict[int, dict]]:
+def memories(run: pathlib.Path, rollouts: list[dict]) -> dict[str, dict[int, dict]]:
     """The solutions of each problem that entries may come from, by problem id and step.
 
-    Step 0 is the cold start: of the run itself, or of `python skills.py --out bank`.
+    Step 0 is the cold start.
     """
-    folders = [run / "bank"]
-    if bank:
-        folders.append(pathlib.Path(f"{bank}.work"))
     rows = []
-    for folder in folders:
-        for row in files.read_jsonl(folder / "memories.jsonl"):
-            seed_solution = {"step": 0, "r": row["reward"], "pred": row["predicted_answer"]}
-            rows.append(row | seed_solution | {"text": row["completion"]})
+    for row in files.read_jsonl(run / "bank/memories.jsonl"):
+        seed_solution = {"step": 0, "r": row["reward"], "pred": row["predicted_answer"]}
+        rows.append(row | seed_solution | {"text": row["completion"]})
     by_problem: dict[str, dict[int, dict]] = {}
     for row in rows + rollouts:
         memory = {name: row[name] for name in ("step", "r", "pred")}
@@ -343,9 +350,10 @@ def what_happened(
 ) -> str:
     """A run in one sentence: its steps, success, evaluation and bank.
 
-    It says what is missing: steps, an evaluation, an interval, or anything to learn from.
+    It says what is missing: steps, an evaluation, an interval, or anything to learn from; where
+    the success fell, and whether polarity only repeated the verdict.
     """
-    settings = config.saved(run)
+    settings = settings_of(run)
     source, steps = "/".join(pathlib.Path(settings["data"]).parts[-2:]), settings["steps"]
     if rollouts and not metrics:
         return draws_in_words(rollouts)
@@ -354,6 +362,8 @@ def what_happened(
     last = metrics[-1]["step"]
     done = count(last, "step") if last >= steps else f"{last} of {count(steps, 'step')}"
     parts = [f"{done} on {source}: {success_in_words(metrics, settings['batch_size'])}"]
+    parts.append(fall_in_words(metrics, settings["batch_size"]))
+    parts.append(echo_in_words(metrics))
     parts.append(nothing_learnt(metrics, rollouts))
     parts.append(evaluation_in_words(run, last) or no_evaluation(last < steps))
     if banks:
@@ -386,7 +396,7 @@ def success_in_words(metrics: list[dict], batch_size: int) -> str:
     shares = [row["success"] for row in metrics]
     if len(shares) == 1:
         return f"success {shares[0]:.0%}"
-    window = min(math.ceil(runlog.FALL_PROBLEMS / batch_size), len(shares) // 2)
+    window = min(math.ceil(WINDOW_PROBLEMS / batch_size), len(shares) // 2)
     before, after = sum(shares[:window]) / window, sum(shares[-window:]) / window
     p = (before + after) / 2
     deviation = math.sqrt(2 * p * (1 - p) / (window * batch_size))
@@ -400,6 +410,70 @@ def success_in_words(metrics: list[dict], batch_size: int) -> str:
 def in_steps(rows: list[dict]) -> str:
     first, last = rows[0]["step"], rows[-1]["step"]
     return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def fall_in_words(metrics: list[dict], batch_size: int) -> str:
+    """The first fall of the success, or of the share of boxed answers, well below its best; "".
+
+    A window is as many steps as have 100 problems. A share p of n problems has the variance
+    p (1 - p) / n, so the difference of two windows with n problems each, whose mean share is p, has
+    twice that. A fall is a window more than four standard deviations of this difference below the
+    best one before it. Rollouts of one problem are alike and count as one.
+    """
+    window = math.ceil(WINDOW_PROBLEMS / batch_size)
+    shares = {
+        "success": [row["success"] for row in metrics],
+        "the share of boxed answers": [1 - row["no_answer"] for row in metrics],
+    }
+    falls = []
+    for what, share in shares.items():
+        best, best_end = -1.0, 0
+        for end in range(window, len(share) + 1):
+            now = sum(share[end - window : end]) / window
+            if now >= best:
+                best, best_end = now, end
+            p = (best + now) / 2
+            deviation = math.sqrt(2 * p * (1 - p) / (window * batch_size))
+            if best - now > FALL_DEVIATIONS * deviation:
+                low, high = metrics[end - window : end], metrics[best_end - window : best_end]
+                text = f"{what} fell from {best:.0%} ({in_steps(high)}) to {now:.0%}"
+                falls.append((end, f"{text} ({in_steps(low)})"))
+                break
+    return min(falls)[1] if falls else ""
+
+
+def echo_in_words(metrics: list[dict]) -> str:
+    """Whether polarity only repeated the verdict in a block of 25 steps; "" if it did not.
+
+    It repeats the verdict where a block has at least 100 decided teachers of each outcome (rho is
+    not 0), and 49 of 50 of their supports have one sign on both outcomes.
+    """
+    for end in range(ECHO_STEPS, len(metrics) + 1, ECHO_STEPS):
+        block = metrics[end - ECHO_STEPS : end]
+        side = side_of_supports(block)
+        if side:
+            line = f"in {in_steps(block)} nearly all decided supports were {side} zero, so polarity"
+            return f"{line} only repeated the verdict"
+    return ""
+
+
+def side_of_supports(block: list[dict]) -> str:
+    """The side of zero on which nearly all decided supports lie: "below", "above", or ""."""
+    sides = {"below", "above"}
+    for outcome, above, below in (
+        ("success", "distilled", "reversed"),
+        ("failure", "reversed", "distilled"),
+    ):
+        n_above = sum(row[f"rho_{above}_{outcome}"] for row in block)
+        n_below = sum(row[f"rho_{below}_{outcome}"] for row in block)
+        if n_above + n_below < ECHO_TEACHERS:
+            return ""
+        exceptions = ECHO_EXCEPTIONS * (n_above + n_below)
+        if n_above > exceptions:
+            sides.discard("below")
+        if n_below > exceptions:
+            sides.discard("above")
+    return "".join(sides)  # at most one: half of the supports or more lie on one side
 
 
 def nothing_learnt(metrics: list[dict], rollouts: list[dict]) -> str:
@@ -434,8 +508,10 @@ def evaluation_in_words(run: pathlib.Path, last: int) -> str:
         where = f" on {name}" if len(of_sets) > 1 else ""
         where += f" of step {points[-1]['step']}:" if points[-1]["step"] < last else ""
         if first["step"]:
-            interval = f"(95%: {shown['avg_low']} to {shown['avg_high']})"
-            parts.append(f"evaluation{where} {shown['avg']} {interval}")
+            interval = " (no interval)"
+            if points[-1]["avg_low"] is not None:
+                interval = f" (95%: {shown['avg_low']} to {shown['avg_high']})"
+            parts.append(f"evaluation{where} {shown['avg']}{interval}")
         else:
             gap = gap_to_base(run, points[-1])
             parts.append(f"evaluation{where} {first['shown']['avg']} to {shown['avg']}{gap}")
@@ -446,9 +522,9 @@ def gap_to_base(run: pathlib.Path, point: dict) -> str:
     """A checkpoint's difference to the base, paired by problem; "" if comparison.json has none."""
     path = run / "eval" / "comparison.json"
     sets = files.read_json(path) if path.exists() else {}
-    checkpoint = (run.resolve().name, "checkpoints", f"step_{point['step']:06d}")
+    place = files.of_step(pathlib.Path(run.resolve().name, "checkpoints"), point["step"])
     for policy, row in sets.get(point["set"], {}).get("results", {}).items():
-        if pathlib.Path(policy).parts[-3:] != checkpoint or row["digest"] != point["digest"]:
+        if pathlib.Path(policy).parts[-3:] != place.parts or row["digest"] != point["digest"]:
             continue
         if "diff" in row and folder_of(row["to"]) == base_folder(run):
             diff, low, high = (row[name] for name in ("diff", "diff_low", "diff_high"))
@@ -508,10 +584,11 @@ def evaluations(run: pathlib.Path) -> list[dict]:
             suffix = f", {policy}{suffix}"
         for name, row in files.read_json(path).items():
             point = {"set": name + suffix, "step": int(step[1]) if step else 0}
-            point |= {"is_plain": not suffix, "interval": row.get("interval", "bootstrap")}
+            point["is_plain"] = not suffix
             figures = {k: row[k] for k in ("avg", "avg_low", "avg_high")}
             point |= {k: number(x) for k, x in figures.items()}
-            point["shown"] = {k: f"{x:.1%}" for k, x in figures.items()}  # as eval.py prints them
+            # As eval.py prints them; there is no interval of few problems or equal scores.
+            point["shown"] = {k: f"{x:.1%}" for k, x in figures.items() if x is not None}
             point["samples"] = row["samples"] // row["problems"]  # k of avg@k
             point["digest"] = row["digest"]
             points.append(point)
@@ -522,7 +599,7 @@ def evaluations(run: pathlib.Path) -> list[dict]:
 
 def base_folder(run: pathlib.Path) -> str:
     """The name of the folder in which eval.py keeps the results of a run's base model."""
-    return folder_of(config.saved(run)["model"])
+    return folder_of(settings_of(run)["model"])
 
 
 def folder_of(model: str) -> str:
@@ -532,7 +609,7 @@ def folder_of(model: str) -> str:
 
 def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
     """The page's data of a run. Writes its ledger.json. ValueError where there is no run."""
-    settings = config.saved(run)
+    settings = settings_of(run)
     metrics, rollouts, tokens = (
         list(files.read_jsonl(run / f"{name}.jsonl")) for name in runlog.LOGS
     )
@@ -544,7 +621,7 @@ def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
     eps_a, views = settings["eps_a"], []
     for row, of_tokens in zip(rows, tokens):
         views.append(gate_view(row, of_tokens, banks, eps_a))
-    by_problem = memories(run, settings["bank"], rollouts)
+    by_problem = memories(run, rollouts)
     shown: dict[str, dict[int, dict]] = {}
     for row in counted["entries"]:
         row["all_sources"] = len(row["sources"])
@@ -632,7 +709,8 @@ def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTE
             rho_K = [teacher["rho"] for teacher in view["teachers"]]
             ranks.append((len({*rho_K}), sum(rho != 0 for rho in rho_K)))
         run["opens"] = ranks.index(max(ranks)) if ranks else 0
-    files.write_text(out, template.replace("{{data}}", dump(data)))
+    with files.whole(out) as tmp:
+        tmp.write_text(template.replace("{{data}}", dump(data)), encoding="utf-8")
     return [run["sentence"] for run in data]
 
 
@@ -643,48 +721,56 @@ def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib
     """Take several draws of one problem through a step, in memory only, and print what came of it.
 
     Its logs go to a folder beside the run, which is returned; the run itself stays as it was.
-    ValueError where another process holds the run's lock, or where the run has no bank.
+    ValueError where the run has no bank.
     """
-    if "method" in config.saved(run):
-        raise ValueError(f"--explain: {run} is a run of extras.baselines; give one of sgsd.py")
-    cfg, resume = config.parse(["--resume", str(run)], "", program="report")
+    about = files.read_json(run / "config.json") if settings_of(run) else {}
+    if about["program"] != config.Config.program:
+        raise ValueError(f"--explain: {run} is a run of {about['program']}; give one of sgsd.py")
     banks = load_banks(run)
     if not banks:
         raise ValueError(f"--explain: {run} has no bank yet; wait until its cold start is done")
+    cfg = config.from_dict(config.Config, about["settings"])
+    # A server gets the adapter through a folder in the run, which stays as it is.
+    cfg = replace(cfg, out=str(run), audit_every=1, server=())
+    x = Problem("explained", problem, answer)
+    with contextlib.ExitStack() as held:
+        step = max(files.by_step(run / "checkpoints"), default=0)
+        state = State(identity={}, data=[x], counts={}, step=step, evolved=max(banks))
+        world = distributed.init(cfg.device)
+        rows = explained(prepare(cfg, world, state, skills.SkillBank.load, held), x, draws)
     name = f"{run.resolve().name}-explain-{files.digest(problem, answer)[:8]}"
     folder = run.resolve().with_name(name)
     print(f"--explain writes {folder}, a folder beside the run; the run stays as it is")
-    data = folder / "problem.jsonl"
-    files.write_jsonl(data, [{"id": "explained", "problem": problem, "answer": answer}])
-    cfg = dataclasses.replace(
-        cfg,
-        data=str(data),
-        batch_size=1,
-        audit_every=1,
-        eval_data="",
-        allow_eval_overlap=True,
-        server=(),  # a server gets the adapter through a folder in the run
-        writer_model="",  # one step writes no bank entries
-        writer_server="",
-    )
-    bank = banks[max(banks)]
-    with contextlib.ExitStack() as held:
-        prepared = sgsd.prepare(cfg, distributed.init(cfg.device), resume, held)
-        prepared.bank = bank  # `prepare` takes the version that the last step used
-        rows, _, _ = sgsd.train_step(prepared, prepared.step + 1, generations=draws)
-    settings = dataclasses.asdict(cfg)
-    files.write_json(folder / "config.json", runlog.provenance(settings, config.VERSION))
-    bank.save(folder / "bank" / "step_000000.json")
-    files.write_jsonl(folder / "tokens.jsonl", [row.pop("tokens") for row in rows])
-    files.write_jsonl(folder / "rollouts.jsonl", rows)
+    shutil.rmtree(folder, ignore_errors=True)
+    files.write_json(folder / "config.json", about)
+    banks[max(banks)].save(folder / "bank" / "step_000000.json")
+    files.append_jsonl(folder / "tokens.jsonl", [row.pop("tokens") for row in rows])
+    files.append_jsonl(folder / "rollouts.jsonl", rows)
     print(f"\n{explanation(collect(folder))}\n")
     return folder
 
 
+def explained(run: Any, x: Problem, draws: int) -> list[dict]:
+    """The rows of several rollouts of one problem in the run's next step, without a step."""
+    pairs_K = run.bank.retrieve(x.problem, run.cfg.num_teachers, run.embed)
+    student, teachers_K = sgsd.prompts(run, x, pairs_K)
+    examples = []
+    for i in range(draws):
+        key = rollout.sample_key(run.cfg.seed, run.step + 1, x.id, i)
+        examples.append(sgsd.Example(i, x, key, pairs_K, student, teachers_K))
+    sgsd.sample(run, examples)
+    rows = []
+    for example in examples:
+        result = sgsd.rollout_loss(run, example)
+        rows.append(sgsd.record(run, run.step + 1, example, result))
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
+    config.end_at_signals()
     args = arguments(argv)
-    with config.mistakes_as_one_line("report"):
+    with config.one_line_errors("report"):
         runs = args.runs
         if args.explain is not None:
             runs = [explain(runs[0], args.explain, args.answer, args.draws)]

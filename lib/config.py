@@ -1,4 +1,4 @@
-"""Settings: one frozen dataclass, its flags and presets, and a user's mistake as one line.
+"""Settings: frozen dataclasses, the flags that are made from them, and a mistake as one line.
 
 A field that the paper or a decision (S..., D...) settles names it.
 """
@@ -6,34 +6,63 @@ A field that the paper or a decision (S..., D...) settles names it.
 import argparse
 import contextlib
 import difflib
-import json
 import math
 import os
 import pathlib
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 VERSION = "0.1.0"  # of the project: --version prints it, config.json keeps it
+Settings = TypeVar("Settings", bound="EvalConfig | Config")
 
 
 def setting(
     default: Any,
-    source: str,
+    help: str,
     choices: tuple[str, ...] = (),
     least: float | None = None,
     most: float | None = None,
-    resumable: bool = False,
+    again: str = "refused",
+    is_path: bool = False,
 ) -> Any:
-    """A setting: its default, its help and source, its range (a number is > 0 without a `least`).
+    """A setting: its default, its help with its source, its range (> 0 without a `least`).
 
-    resumable: a resumed run may be given another value: where it runs, memory, logging, saving.
+    again: what becomes of another value when the command continues its run: "refused"; "quiet",
+    where it changes nothing but rounding; "announced", in a line that the run keeps.
+    is_path: a path, if there is one of that name; two runs compare it resolved.
     """
-    rule = {"source": source, "choices": choices, "least": least, "most": most}
-    return field(default=default, metadata=rule | {"resumable": resumable})
+    rule = {"help": help, "choices": choices, "least": least, "most": most}
+    return field(default=default, metadata=rule | {"again": again, "is_path": is_path})
+
+
+def check(settings: Any) -> None:
+    """ValueError for a value outside its setting's choices or range."""
+    for f in fields(settings):
+        value, rule, wrong = getattr(settings, f.name), f.metadata, ""
+        number = type(f.default) in (int, float)
+        if rule["choices"] and value not in rule["choices"]:
+            wrong = f"must be one of {', '.join(rule['choices'])}"
+        elif number and not math.isfinite(value):
+            wrong = "must be finite"
+        elif number and rule["least"] is None and value <= 0:
+            wrong = "must be > 0"
+        elif rule["least"] is not None and value < rule["least"]:
+            wrong = f"must be >= {rule['least']}"
+        elif rule["most"] is not None and value > rule["most"]:
+            wrong = f"must be <= {rule['most']}"
+        if wrong:
+            raise ValueError(f"{flag(f.name)} {value}: {wrong} ({rule['help']})")
+
+
+DEVICES = "auto", "cpu", "cuda"
+DTYPES = "auto", "float32", "bfloat16"
+KERNELS = "sdpa", "flash_attention_2", "eager"
+SETS = ("aime24", "aime25", "hmmt25")
 
 
 @dataclass(frozen=True)
@@ -43,41 +72,31 @@ class Config:
     program: ClassVar[str] = "sgsd.py"
 
     # the run
-    out: str = setting(
-        "runs/sgsd", "directory of the run; skills.py: file of the bank, such as bank.json"
-    )
+    out: str = setting("runs/sgsd", "directory of the run; the same command continues it")
     seed: int = setting(
         0, "seed of the data order, the adapters and the sampling", least=0, most=2**40
     )
-    steps: int = setting(200, "number of optimizer steps; §4.1", resumable=True)
-    checkpoint_every: int = setting(25, "save a checkpoint every N steps; §4.1", resumable=True)
-    keep_checkpoints: int = setting(
-        0, "keep the first and the last N checkpoints; 0 keeps all", least=0, resumable=True
+    steps: int = setting(
+        200, "number of optimizer steps; 0 makes the bank alone; §4.1", least=0, again="announced"
     )
-    eval_data: str = setting(
-        "", "after training, evaluate base and last checkpoint on these problems", resumable=True
-    )
-    eval_samples: int = setting(12, "k of that evaluation's avg@k; App. F.1", resumable=True)
-    eval_tokens: int = setting(
-        38912, "longest sample of that evaluation, in tokens; App. F.1", resumable=True
-    )
-    device: str = setting(
-        "auto", "auto takes CUDA where there is a GPU", ("auto", "cpu", "cuda"), resumable=True
+    checkpoint_every: int = setting(25, "save a checkpoint every N steps; §4.1", again="quiet")
+    device: str = setting("auto", "auto takes CUDA where there is a GPU", DEVICES, again="quiet")
+    changed_code: bool = setting(
+        False, "continue the run although the code has changed since it began", again="quiet"
     )
     # the model
-    model: str = setting("Qwen/Qwen3-1.7B", "policy to train: a hub id or a directory; §4.1")
-    dtype: str = setting(
-        "auto",
-        "weights of the base; auto is bf16 on CUDA; App. F.1",
-        ("auto", "float32", "bfloat16"),
+    model: str = setting(
+        "Qwen/Qwen3-1.7B", "policy to train: a hub id or a directory; §4.1", is_path=True
     )
-    attn: str = setting("sdpa", "attention kernels; S25", ("sdpa", "flash_attention_2", "eager"))
+    dtype: str = setting("auto", "weights of the base; auto is bf16 on CUDA; App. F.1", DTYPES)
+    attn: str = setting("sdpa", "attention kernels; S25", KERNELS)
     lora_rank: int = setting(64, "rank of the adapters; App. F.1")
     lora_alpha: int = setting(128, "LoRA alpha, the scale of the adapters; App. F.1")
     # the data
     data: str = setting(
         "BytedTsinghua-SIA/DAPO-Math-17k",
         "training problems: HUB_ID[:CONFIGURATION], directory, parquet, JSONL; App. F.1, D8",
+        is_path=True,
     )
     split: str = setting("train", "split of --data, if that is a hub data set or a directory")
     problem_field: str = setting("problem", "column or field that holds the problem")
@@ -85,19 +104,23 @@ class Config:
     answer_after: str = setting("", 'the answer is what follows this mark, as "####" in GSM8K')
     batch_size: int = setting(32, "problems in a step, over all processes together; S6")
     max_prompt_tokens: int = setting(20000, "refuse a longer prompt, and never cut one; Tab. 11")
-    allow_eval_overlap: bool = setting(False, "train on problems of the evaluation sets, too")
     verifier: str = setting(
         "lib.verify:Verifier",
-        "who says right or wrong, as MODULE:CLASS, a subclass of verify.Judge; docs/changing.md",
+        "who says right or wrong, as MODULE:CLASS, a subclass of lib.verify.Judge; "
+        "docs/changing.md",
     )
-    prompts: str = setting("", "directory of templates that replace prompts/; docs/changing.md")
+    verify_timeout: float = setting(
+        5.0, "seconds that the verifier may take for an answer", most=1e6
+    )
     # the bank
-    bank: str = setting("", "skill bank (JSON); without one the model writes its own first; Alg. 2")
+    bank: str = setting(
+        "", "skill bank (JSON); without one the model writes its own first; Alg. 2", is_path=True
+    )
     encoder: str = setting(
         "Qwen/Qwen3-Embedding-0.6B",
         "sentence-transformers model that embeds problems and skills; Tab. 12",
+        is_path=True,
     )
-    query_prompt: str = setting("", "text put in front of a problem before it is embedded; S10")
     cold_start: int = setting(
         256, "number of seed problems solved to build the first bank; Alg. 2, Tab. 12"
     )
@@ -108,7 +131,6 @@ class Config:
     cold_start_top_k: int = setting(0, "top-k of the seed solutions; 0 turns it off; S21", least=0)
     cold_start_tokens: int = setting(38912, "longest seed solution, in tokens; S21")
     cold_start_thinking: bool = setting(True, "solve the seed problems in thinking mode; S21")
-    allow_empty_bank: bool = setting(False, "train although the bank makes no teacher; S8")
     evolve_every: int = setting(25, "F: evolve the bank every F steps; 0 disables; Alg. 4", least=0)
     success_gate: float = setting(
         0.8, "gamma: leave the bank as it is where the success is this high; Alg. 4", least=0
@@ -119,23 +141,12 @@ class Config:
     dynamic_capacity: int = setting(30, "C: most dynamic entries in each list; Alg. 4, Tab. 12")
     merge_group_size: int = setting(32, "H: merge so many items at a time; Alg. 3", least=2)
     merge_patience: int = setting(3, "P: stop after so many merge layers without progress; Alg. 3")
-    reply_tokens: int = setting(4096, "longest reply to an extraction prompt, in tokens; D4")
-    writer_model: str = setting("", "another model to write the bank's entries; App. D.4")
+    reply_tokens: int = setting(
+        4096, "longest reply of the bank's writer, in tokens; a merge may repeat its prompt; D4"
+    )
     memory_answer: bool = setting(
         False, "show the reference answer to the model that writes entries; D3"
     )
-    # inference servers
-    server: tuple[str, ...] = setting(
-        (),
-        "sample the policy there, such as http://localhost:8000/v1; rank i asks the i-th; none "
-        "goes back to generate; S27",
-        resumable=True,
-    )
-    writer_server: str = setting("", "server for --writer-model; S27", resumable=True)
-    server_model: str = setting(
-        "", "name of --model on --server, if not its own name or path; S27", resumable=True
-    )
-    server_seeds: bool = setting(False, "send a seed with each request; S27", resumable=True)
     # the objective
     num_teachers: int = setting(8, "K: retrieved skill-mistake pairs, each a teacher; Tab. 12")
     teacher_prefix: str = setting(
@@ -148,70 +159,53 @@ class Config:
     eps_a: float = setting(
         0.05, "ignore teachers of a smaller support, in nats; Eq. 13, Tab. 12", least=0
     )
-    mask_extra: bool = setting(False, "also mask tokens of white space, markdown and tool tags; S2")
     # the student's sampling
     temperature: float = setting(1.1, "sampling temperature of the student; Tab. 11", least=0)
     top_p: float = setting(0.95, "top-p of the student; Tab. 11", most=1)
     top_k: int = setting(20, "top-k of the student; 0 turns it off; Tab. 11", least=0)
     max_new_tokens: int = setting(1024, "longest solution, in tokens; Tab. 11")
+    server: tuple[str, ...] = setting(
+        (),
+        "sample on inference servers of the base, such as http://localhost:8000/v1; rank i asks "
+        "the i-th; S27",
+        again="announced",
+    )
     # the optimizer
     learning_rate: float = setting(
         5e-6, "learning rate of AdamW, falling linearly to 0; App. F.1, S7"
     )
     grad_clip: float = setting(0.1, "clip the gradient to this norm; S7")
-    # looking inside, memory, time limits and trackers
+    # looking inside, and memory
     audit_every: int = setting(
-        25, "record every token's gaps every N steps; 0 disables", least=0, resumable=True
+        25, "record every token's gaps every N steps; 0 disables", least=0, again="quiet"
     )
     score_tokens: int = setting(
-        16384, "most tokens in one padded forward pass of the teachers", resumable=True
+        16384, "most tokens in one padded forward pass of the teachers", again="quiet"
     )
     checkpoint_above: int = setting(
         2048,
         "recompute activations in the backward pass of rollouts above N tokens, prompt included",
         least=0,
-        resumable=True,
+        again="quiet",
     )
     rollout_rows: int = setting(
         0,
         "solutions decoded at a time by each process; 0: all, and 16 for the bank or on a server",
         least=0,
-        resumable=True,
+        again="quiet",
     )
-    verify_timeout: float = setting(
-        5.0, "seconds that the verifier may take for an answer", most=1e6
-    )
-    verify_workers: int = setting(1, "verifier processes beside each process", resumable=True)
     report_to: str = setting(
         "none",
         "also send the metrics to this tracker; tensorboard writes to RUN/tensorboard",
         ("none", "wandb", "trackio", "tensorboard"),
-        resumable=True,
+        again="quiet",
     )
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value, rule, wrong = getattr(self, f.name), f.metadata, ""
-            number = type(f.default) in (int, float)  # a string from a config.json raises TypeError
-            if rule["choices"] and value not in rule["choices"]:
-                wrong = f"must be one of {', '.join(rule['choices'])}"
-            elif number and not math.isfinite(value):
-                wrong = "must be finite"
-            elif number and rule["least"] is None and value <= 0:
-                wrong = "must be > 0"
-            elif rule["least"] is not None and value < rule["least"]:
-                wrong = f"must be >= {rule['least']}"
-            elif rule["most"] is not None and value > rule["most"]:
-                wrong = f"must be <= {rule['most']}"
-            if wrong:
-                raise ValueError(f"{flag(f.name)} {value}: {wrong} ({rule['source']})")
-        if self.writer_server and not self.writer_model:
-            fix = "give the model that it serves as --writer-model"
-            raise ValueError(f"--writer-server {self.writer_server}: {fix}")
+        check(self)
 
     @property
     def uses_skill_bank(self) -> bool:
-        """Whether the method has a bank and an encoder."""
         return True
 
     @property
@@ -232,19 +226,77 @@ class Config:
         }
 
 
+@dataclass(frozen=True)
+class EvalConfig:
+    """The settings of an evaluation."""
+
+    program: ClassVar[str] = "eval.py"
+
+    # what is evaluated
+    paths: tuple[str, ...] = setting((), "model, adapter, run (its checkpoints) or hub id")
+    model: str = setting("", "an adapter's base, if not the one that the adapter names")
+    out: str = setting("", "folder of all results, instead of eval/ in the run or else here")
+    skills: str = setting(
+        "",
+        "evaluate Base+Skill with this bank (JSON), too, and the difference to the plain prompt; "
+        "§4.1, S14",
+    )
+    num_skills: int = setting(8, "pairs in a prompt of Base+Skill; Tab. 12")
+    encoder: str = setting(Config.encoder, "encoder of --skills; Tab. 12")
+    # the problems
+    data: tuple[str, ...] = setting(
+        SETS,
+        "aime24, aime25, hmmt25, math500, amc23, gsm8k, files or hub ids; the stem of a path is "
+        "the set's name",
+    )
+    split: str = setting("test", "split of a hub data set or a directory")
+    problem_field: str = setting("problem", "column or field that holds the problem")
+    answer_field: str = setting("answer", "column or field that holds the reference answer")
+    answer_after: str = setting("", 'the answer is what follows this mark, as "####" in GSM8K')
+    limit: int = setting(0, "only the first N problems of each set; 0 is all", least=0)
+    verifier: str = setting(
+        Config.verifier, "who says right or wrong, as MODULE:CLASS; docs/changing.md"
+    )
+    verify_timeout: float = setting(
+        5.0, "seconds that the verifier may take for an answer", most=1e6
+    )
+    # the samples
+    samples: int = setting(12, "k, the samples per problem; App. F.1", most=1e6)
+    temperature: float = setting(1.0, "sampling temperature; App. F.1", least=0)
+    top_p: float = setting(0.95, "top-p of the sampling; App. F.1", most=1)
+    top_k: int = setting(0, "top-k of the sampling; 0 turns it off; App. F.1", least=0)
+    max_new_tokens: int = setting(38912, "longest sample, in tokens; App. F.1")
+    thinking: bool = setting(True, "thinking mode; S3")
+    seed: int = setting(0, "seed of the samples", least=0, most=2**40)
+    rows: int = setting(16, "samples decoded at a time; lower it to save memory", most=1e6)
+    server: tuple[str, ...] = setting(
+        (), "sample on inference servers, such as http://localhost:8000/v1; S27"
+    )
+    device: str = setting("auto", "auto takes CUDA where there is a GPU", DEVICES)
+    dtype: str = setting("auto", "of the weights; auto is bf16 on CUDA", DTYPES)
+    attn: str = setting("sdpa", "attention kernels; S25", KERNELS)
+
+    def __post_init__(self) -> None:
+        check(self)
+        names = [pathlib.Path(source).stem for source in self.data]
+        if len({*names}) < len(names):
+            rule = "two sets have one name; rename a file"
+            raise ValueError(f"--data {' '.join(self.data)}: {rule}")
+
+
 GROUPS = {  # in --help, by the first setting of each
     "out": "the run",
+    "paths": "what is evaluated",
     "model": "the model",
-    "data": "the data",
+    "data": "the problems",
     "bank": "the bank",
-    "server": "inference servers",
     "num_teachers": "the objective",
     "temperature": "the student's sampling",
+    "samples": "the samples",
     "learning_rate": "the optimizer",
-    "audit_every": "looking inside, memory, time limits and trackers",
+    "audit_every": "looking inside, and memory",
     "method": "baselines and ablations",
 }
-PATHS = ("model", "encoder", "writer_model", "data", "eval_data", "bank", "prompts", "config")
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent.parent / "tiny")
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -252,13 +304,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "model": f"{TINY}/model",
         "encoder": f"{TINY}/encoder",
         "data": f"{TINY}/train.jsonl",
-        "eval_data": f"{TINY}/test.jsonl",
         "out": "runs/tiny",
         "steps": 30,
         "batch_size": 16,
         "checkpoint_every": 10,
         "audit_every": 3,
-        "eval_samples": 4,
         "cold_start": 64,
         "cold_start_temperature": 1.1,
         "cold_start_top_k": 20,
@@ -269,7 +319,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reply_tokens": 640,
         "max_new_tokens": 96,
         "rollout_rows": 32,
-        "eval_tokens": 96,
         "num_teachers": 4,
         "eps_a": 0.005,
         "learning_rate": 1e-3,
@@ -279,33 +328,26 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# ------------------------------------------------------------------------- a mistake as one line
+# ------------------------------------------------------------------- mistakes and signals, one line
 
 
 @contextlib.contextmanager
-def mistakes_as_one_line(program: str, of_all_ranks: bool = False) -> Iterator[None]:
-    """Bad input or a missing package: printed as one line, exit code 2.
-
-    of_all_ranks: every rank sees the mistake, so only rank 0 prints it.
-    """
+def one_line_errors(program: str) -> Iterator[None]:
+    """Bad input or a missing package: printed as one line, exit code 2."""
     try:
         yield
     except (ValueError, OSError, ImportError) as e:
         fix = "; pip install -r requirements.txt" if isinstance(e, ImportError) else ""
-        if not of_all_ranks or is_first_rank():
-            print(f"{program}: {' '.join(str(e).split())}{fix}", file=sys.stderr)
+        print(f"{name_of(program)}: {' '.join(str(e).split())}{fix}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def end_at_signals(advice: str) -> None:
-    """From here on Ctrl-C and SIGTERM end the process at once, with exit code 130.
-
-    advice: the printed sentence that says how to continue.
-    """
+def end_at_signals() -> None:
+    """From here on Ctrl-C and SIGTERM end the process at once, with exit code 130."""
 
     def end(*_: object) -> None:
         if is_first_rank():
-            os.write(2, f"\nInterrupted. {advice}\n".encode())  # print may be what it interrupts
+            os.write(2, b"\nInterrupted. Run the same command to continue.\n")  # print may be busy
         os._exit(130)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -318,33 +360,29 @@ def is_first_rank() -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags that are never abbreviated, --version, and mistakes in one line.
+    """Flags that are never abbreviated, @FILE for more of them, --version, mistakes in one line.
 
-    about: a docstring; its first line and its commands stand in --help.
+    about: a docstring; its first line and its commands stand in --help. The lines of FILE are
+    split as a shell splits them, and # begins a comment.
     """
 
     def __init__(self, program: str, usage: str, about: str | None, **settings: Any):
         title, *body = (about or "").split("\n")
         commands = [line for line in body if line.startswith(("    python ", "    torchrun "))]
+        tags = "Tags such as S3 and D8 are rows of docs/decisions.md."
         super().__init__(
-            program,
-            usage=f"{program} {usage}",
+            f"python {program}",
+            usage=f"python {program} {usage}",
             description=title,
-            epilog="\n".join(["examples:", *commands]),
+            epilog="\n".join([tags, "\nexamples:", *commands]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            fromfile_prefix_chars="@",
             **{"allow_abbrev": False, **settings},
         )
         self.add_argument("--version", action="version", version=f"sgsd {VERSION}")
 
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """As argparse's; the help says the default, and N for a whole number."""
-        default = options.get("default")
-        if default and default != argparse.SUPPRESS:
-            shown = " ".join(default) if isinstance(default, list) else default
-            options["help"] = f"{options.get('help', '')} (default: {shown})"
-        if names[0][0] == "-" and not options.keys() & {"action", "choices", "metavar"}:
-            options["metavar"] = {int: "N", float: "X"}.get(options.get("type", str), "NAME")
-        return super().add_argument(*names, **options)
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and one line, which suggests the closest flag to each unknown one."""
@@ -352,8 +390,7 @@ class Parser(argparse.ArgumentParser):
         for wrong in re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2]):
             for close in difflib.get_close_matches(wrong, [*self._option_string_actions], 1, 0.75):
                 hint += f"did you mean {close}? "
-        line = f"{name_of(self.prog)}: {' '.join(message.split())}"
-        line += f"; {hint}--help lists the flags\n"
+        line = f"{name_of(self.prog)}: {' '.join(message.split())}; {hint}--help lists the flags\n"
         self.exit(2, line if is_first_rank() else None)
 
 
@@ -366,166 +403,75 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def refuse_missing_path(flag_name: str, name: str) -> None:
-    """ValueError for a name that looks like a path and is not there.
-
-    The hub would be asked for it, for a minute. ORG/NAME may be a hub id, unless ORG is a directory
-    here and the hub's cache does not have it.
-    """
-    path, (folder, _, configuration) = pathlib.Path(name), name.partition(":")
-    if not name or path.exists() or (configuration and pathlib.Path(folder).is_dir()):
-        return
-    looks_like_path = name.startswith((".", "/", "~", "runs/")) or name.endswith("/")
-    looks_like_path |= name.count("/") > 1
-    looks_like_path |= path.suffix in (".json", ".jsonl", ".parquet", ".yaml", ".yml")
-    if not looks_like_path and name.count("/") and path.parent.is_dir():
-        from huggingface_hub import try_to_load_from_cache  # only such a name needs it
-
-        cached = try_to_load_from_cache(name, "config.json")
-        looks_like_path = not isinstance(cached, str)
-    if looks_like_path:
-        raise ValueError(f"{flag_name} {name}: no such file or directory; check the path")
-
-
 # ------------------------------------------------------------------------------ the command line
 
 
 def parse(
     argv: Sequence[str] | None,
     about: str | None,
-    kind: type[Config] = Config,
+    kind: type[Settings],
     defaults_of_methods: dict[str, dict[str, Any]] | None = None,
-    program: str = "",
-) -> tuple[Config, bool]:
-    """(settings, whether to resume) from a command line; a mistake exits with code 2.
+) -> Settings:
+    """The settings of a command line; a mistake exits with code 2.
 
     about: a program's docstring, for --help. A flag overrides the preset, and that overrides the
-    defaults of a --method. `--resume RUN` starts from the run's saved settings instead.
+    defaults of a --method.
     """
-    program = f"python {program or kind.program}"
-    resumable = [flag(f.name) for f in fields(kind) if f.metadata["resumable"]]
-    usage = "[--preset NAME] [--FLAG VALUE ...]"
-    parser = Parser(program, usage, about, argument_default=argparse.SUPPRESS)
-    parser.epilog = f"Tags such as S3 and D8 are rows of docs/decisions.md.\n\n{parser.epilog}"
-    parser.add_argument("--preset", choices=PRESETS, help="settings to start from")
-    settings = "YAML of settings, or a run's config.json; above the preset, below flags"
-    parser.add_argument("--config", metavar="FILE", help=settings)
-    shown = "print every setting as YAML for --config, and exit"
-    parser.add_argument("--print-config", action="store_true", help=shown)
-    again = "continue a run from its last checkpoint, with its own settings; only these may be "
-    again += f"given again: {', '.join(resumable)}"
-    parser.add_argument("--resume", metavar="RUN", help=again)
+    is_training = issubclass(kind, Config)
+    usage = "[--preset NAME] [--FLAG VALUE ...] [@FILE]"
+    parser = Parser(
+        kind.program,
+        usage if is_training else "PATH [PATH ...] [--FLAG VALUE ...] [@FILE]",
+        about,
+        argument_default=argparse.SUPPRESS,
+    )
+    if is_training:
+        parser.add_argument("--preset", choices=PRESETS, help="settings to start from")
     group = parser.add_argument_group()
     for f in fields(kind):
         if f.name in GROUPS:
             group = parser.add_argument_group(GROUPS[f.name])
-        default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
-        text = f.metadata["source"].replace("%", "%%")
-        text += "" if default == "" else f" (default: {default})"
-        options: dict[str, Any] = {"type": type(f.default), "metavar": "N"}
-        if f.metadata["choices"]:
-            options = {"choices": f.metadata["choices"]}
-        elif isinstance(f.default, str):
-            options["metavar"] = "NAME"
-        elif isinstance(f.default, float):
-            options["metavar"] = "X"
-        elif isinstance(f.default, tuple):
-            options = {"nargs": "+", "metavar": "URL"}
-        if isinstance(f.default, bool):
-            options = {"action": argparse.BooleanOptionalAction}
-        group.add_argument(flag(f.name), help=text, **options)
-    given = vars(parser.parse_args(argv))
-    with mistakes_as_one_line(name_of(program), of_all_ranks=True):
-        if "resume" not in given:
-            given = _of_file(given.pop("config", ""), kind) | given
-        for name in PATHS:
-            refuse_missing_path(flag(name), given.get(name, ""))
-        if "resume" in given:
-            return _resumed(given.pop("resume"), given, kind), True
-        show, preset = given.pop("print_config", False), given.pop("preset", "paper")
-        start = (defaults_of_methods or {}).get(given.get("method", ""), {})
-        cfg = kind(**_with_tuples({**start, **PRESETS[preset], **given}))
-    if not show:
-        return cfg, _restarted(cfg)
-    for f in fields(cfg):
-        value = getattr(cfg, f.name)
-        instead = "" if value == f.default else f"; instead of {f.default!r}"
-        print(f"{f.name}: {json.dumps(value)}  # {f.metadata['source']}{instead}")
-    raise SystemExit(0)
-
-
-def _of_file(path: str, kind: type[Config]) -> dict[str, Any]:
-    """The settings in a --config file; ValueError for an unknown name or another type."""
-    if not path:
-        return {}
-    import yaml
-
-    try:
-        content = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8")) or {}
-        content = content.get("settings", content)  # a run's config.json
-        settings = {str(name).replace("-", "_"): value for name, value in content.items()}
-    except (yaml.YAMLError, ValueError, AttributeError) as e:
-        raise ValueError(f"--config {path}: not a YAML mapping of settings ({e})") from None
-    types = {f.name: type(f.default) for f in fields(kind)}
-    for name, value in settings.items():
-        if name not in types:
-            close = difflib.get_close_matches(name, types, 1, 0.75)
-            hint = f"; did you mean {close[0]}?" if close else "; --help lists the settings"
-            raise ValueError(f"--config {path}: there is no setting {name}{hint}")
-        if types[name] is float and type(value) in (int, str):
-            with contextlib.suppress(ValueError):
-                settings[name] = value = float(value)  # 5e-06 without a point is text in YAML 1.1
-        if type(value) is not (list if types[name] is tuple else types[name]):
-            rule = f"must be of type {types[name].__name__}"
-            raise ValueError(f"--config {path}: {name}: {value!r} {rule}")
-    return settings
-
-
-def saved(run: str | pathlib.Path) -> dict[str, Any]:
-    """The settings in a run's config.json. ValueError where there is none."""
-    path = pathlib.Path(run, "config.json")
-    try:
-        return _with_tuples(json.loads(path.read_text(encoding="utf-8"))["settings"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        why = f"no readable config.json of a run there ({type(e).__name__}: {e})"
-        raise ValueError(f"{run}: {why}; give a run such as runs/sgsd") from None
-
-
-def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with a tuple for each list, as JSON and argparse know lists only."""
-    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-    if settings.get("server") == ("none",):
-        settings["server"] = ()
-    return settings
-
-
-def _restarted(cfg: Config) -> bool:
-    """Whether `torchrun --max-restarts` starts the command of an existing run once more."""
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    with contextlib.suppress(ValueError):
-        return again and saved(cfg.out) == asdict(cfg)
-    return False
-
-
-def _resumed(run: str, given: dict[str, Any], kind: type[Config]) -> Config:
-    """A run's own settings, with what may be given again."""
-    resumable = {f.name for f in fields(kind) if f.metadata["resumable"]}
-    for name in given.keys() - resumable:
-        rule = "a resumed run keeps its own; leave it out, or start a new run"
-        raise ValueError(f"{flag(name)} {given[name]}: {rule}")
-    path = pathlib.Path(run)
-    if path.parent.name == "checkpoints":
-        raise ValueError(f"--resume {run}: is a checkpoint; give its run, {path.parent.parent}")
-    settings = saved(run)
-    if settings.keys() != {f.name for f in fields(kind)}:
-        other = "-m extras.baselines" if "method" in settings else "sgsd.py"
-        rule = f"its settings are not those of {kind.program}"
-        if other == kind.program:
-            rule += " at this commit; check out the one in its config.json"
+        if f.name == "paths":
+            group.add_argument("paths", nargs="+", metavar="PATH", help=f.metadata["help"])
         else:
-            rule += f"; python {other} --resume {run} continues it"
-        raise ValueError(f"--resume {run}: {rule}")
+            group.add_argument(flag(f.name), **options_of(f))
+    given = vars(parser.parse_args(argv))
+    preset = PRESETS[given.pop("preset", "paper")] if is_training else {}
+    start = (defaults_of_methods or {}).get(given.get("method", ""), {})
     try:
-        return kind(**_with_tuples({**settings, **given, "out": run}))
-    except TypeError as e:
-        raise ValueError(f"--resume {run}: config.json holds a wrong value ({e})") from None
+        return from_dict(kind, {**start, **preset, **given})
+    except ValueError as e:
+        parser.error(str(e))
+
+
+def options_of(f: Any) -> dict[str, Any]:
+    """How argparse reads a setting's flag."""
+    default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
+    text = f.metadata["help"].replace("%", "%%")
+    text += "" if default == "" else f" (default: {default})"
+    if isinstance(f.default, bool):
+        return {"action": argparse.BooleanOptionalAction, "help": text}
+    if isinstance(f.default, tuple):
+        return {"nargs": "+", "metavar": "NAME" if f.default else "URL", "help": text}
+    if f.metadata["choices"]:
+        return {"choices": f.metadata["choices"], "help": text}
+    metavar = {int: "N", float: "X", str: "NAME"}[type(f.default)]
+    return {"type": type(f.default), "metavar": metavar, "help": text}
+
+
+def from_dict(kind: type[Settings], values: dict[str, Any]) -> Settings:
+    """Settings from their names and values, where argparse and JSON have lists for tuples."""
+    tuples: dict[str, Any] = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+    return kind(**{**values, **tuples})
+
+
+def comparable(settings: Config) -> dict[str, Any]:
+    """The settings as JSON keeps them, local paths resolved: two runs can be compared by it."""
+    values: dict[str, Any] = asdict(settings)
+    for f in fields(settings):
+        value = values[f.name]
+        if isinstance(value, tuple):
+            values[f.name] = list(value)
+        if f.metadata["is_path"] and value and os.path.exists(value):
+            values[f.name] = os.path.realpath(value)
+    return values

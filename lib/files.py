@@ -1,93 +1,58 @@
 """Files that a kill cannot tear: whole-or-absent writes, JSON lines, the lock of a folder."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import pathlib
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import filelock
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-LOCK = ".lock"  # name of the lock's file in a locked folder
+LOCK = ".lock"  # in a folder that a command uses
 
 
-@contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Keep a folder to this process; ValueError while another process holds it.
+def locked(folder: pathlib.Path, seconds: float = 60) -> contextlib.AbstractContextManager:
+    """Keep a folder to this process; ValueError if another one holds it for a minute.
 
-    The system frees the lock when the process ends, however it ends. A folder that was created for
-    the lock goes again if nothing else was written.
+    A job that is started again may wait for the one before to end. The system frees the lock when
+    the process ends, however it ends.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / LOCK)
     try:
-        lock.acquire(timeout=0)
+        return filelock.FileLock(folder / LOCK).acquire(timeout=seconds)
     except filelock.Timeout:
         rule = "another command is using this directory; wait until it ends, or stop it"
         raise ValueError(f"{folder}: {rule}") from None
-    except (OSError, NotImplementedError) as e:
-        if getattr(e, "errno", errno.ENOSYS) not in NO_LOCKS:
-            raise
-        rule = "make sure that no other command uses this directory"
-        print(f"{folder}: its file system has no locks ({e}); {rule}", file=sys.stderr)
-    try:
-        yield
-    finally:
-        (folder / LOCK).unlink(missing_ok=True)  # while this process still holds it
-        lock.release()
-        with contextlib.suppress(OSError):  # a folder that is not empty stays
-            for path in missing:
-                path.rmdir()
 
 
 @contextlib.contextmanager
 def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a temporary name for a file or directory, which becomes `path` on a clean exit.
+    """Yield a temporary name for a file or a folder, which becomes `path` on a clean exit.
 
-    Everything is flushed before the rename. A kill or an error leaves the old file or the new one;
-    of a directory that replaces another at worst neither. OSError names the path.
+    A kill or an error leaves the old file or the new one. OSError names the path.
     """
     tmp = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(tmp, ignore_errors=True)  # left by a kill
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        shutil.rmtree(tmp, ignore_errors=True)  # left by a kill
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield tmp
         for written in (tmp, *tmp.rglob("*")):
-            _flush(written)
-        if tmp.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
+            descriptor = os.open(written, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
         tmp.replace(path)
-        _flush(path.parent)
     except OSError as e:
         raise OSError(f"{path}: {e}") from None  # a full disk names no file
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.unlink(missing_ok=True)
 
 
-def _flush(path: pathlib.Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write a file whole. A lone surrogate becomes its JSON escape."""
-    with whole(pathlib.Path(path)) as tmp:
+def write_json(path: pathlib.Path, obj: object) -> None:
+    """Half of a surrogate pair, which UTF-8 cannot hold, is written as its JSON escape."""
+    with whole(path) as tmp:
+        text = json.dumps(obj, indent=2, ensure_ascii=False) + "\n"
         tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
-
-
-def write_json(path: str | os.PathLike, obj: object) -> None:
-    write_text(path, json.dumps(obj, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: pathlib.Path) -> Any:
@@ -101,6 +66,7 @@ def read_json(path: pathlib.Path) -> Any:
 def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
     """Append one JSON line per row, flushed. A line that a kill has torn is cut off first."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b") as f:
             if f.tell():
                 f.seek(-1, os.SEEK_END)
@@ -130,17 +96,23 @@ def read_jsonl(path: pathlib.Path) -> Iterator[dict]:
                 raise ValueError(f"{path}:{i}: not JSON ({e}); repair or remove it") from None
 
 
-def write_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
-    """Write rows as they come: a log may be larger than memory."""
-    with whole(path) as tmp, open(tmp, "w") as f:
-        for row in rows:
-            f.write(json.dumps(row) + "\n")
-
-
 def trim_jsonl(path: pathlib.Path, step: int) -> None:
     """Cut a .jsonl file back to the rows of steps up to `step`."""
     if path.exists():
-        write_jsonl(path, (row for row in read_jsonl(path) if row.get("step", 0) <= step))
+        with whole(path) as tmp, open(tmp, "w") as f:
+            for row in read_jsonl(path):
+                if row["step"] <= step:
+                    f.write(json.dumps(row) + "\n")
+
+
+def of_step(folder: pathlib.Path, step: int, suffix: str = "") -> pathlib.Path:
+    """The checkpoint, or the version of the bank, of a step."""
+    return folder / f"step_{step:06d}{suffix}"
+
+
+def by_step(folder: pathlib.Path) -> dict[int, pathlib.Path]:
+    """The checkpoints, or the versions of the bank, in a folder by their steps, in order."""
+    return {int(path.stem[5:]): path for path in sorted(folder.glob("step_*"))}
 
 
 def digest(*parts: object) -> str:

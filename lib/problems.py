@@ -225,13 +225,14 @@ def fingerprint(problem: str) -> str:
     return hashlib.blake2b(letters, digest_size=6).hexdigest()
 
 
-def refuse_overlap(problems: Sequence[Problem], where: str, held_out: dict[str, list[str]]) -> None:
-    """Raise ValueError if a training problem is also in an evaluation set.
+def refuse_overlap(problems: Sequence[Problem], where: str) -> None:
+    """ValueError, with all ids, if a training problem is in one of the paper's evaluation sets.
 
-    where: the source of the problems, for the error. held_out: fingerprints by name of the set.
+    where: the source of the problems, for the error. eval_sets.json has the sets' fingerprints.
     """
+    sets = json.loads((pathlib.Path(__file__).parent / "eval_sets.json").read_text())
     set_of: dict[str, str] = {}
-    for name, fingerprints in held_out.items():
+    for name, fingerprints in sets.items():
         set_of |= dict.fromkeys(fingerprints, name)
     overlap = []
     for x in problems:
@@ -239,30 +240,27 @@ def refuse_overlap(problems: Sequence[Problem], where: str, held_out: dict[str, 
         if set_name:
             overlap.append(f"{x.id} ({set_name})")
     if overlap:
-        what = f"{len(overlap)} of its problems are in an evaluation set: {', '.join(overlap[:3])}"
-        raise ValueError(f"{where}: {what}; drop them, or pass --allow-eval-overlap")
+        what = f"{len(overlap)} of its problems are in an evaluation set; drop them"
+        raise ValueError(f"{where}: {what}: {', '.join(overlap)}")
 
 
 # -------------------------------------------------------------------------------------- minibatch
 
 
 def minibatch(
-    data: Sequence[Problem], batch_size: int, step: int, seed: int, generations: int = 1
+    data: Sequence[Problem], batch_size: int, step: int, seed: int
 ) -> list[tuple[Problem, int]]:
     """The global batch of a step: a function of seed and step alone, whatever the world size.
 
-    Each epoch is a permutation of the data, and a batch may span two of them.
-
-    step: from 1. generations: samples of each problem per epoch.
-
-    Returns batch_size x generations pairs (problem, sample number), grouped by problem. Sample
-    numbers count on over epochs, so that no problem is sampled twice with the same draws.
+    Each epoch is a permutation of the data, and a batch may span two of them. step: from 1.
+    Returns batch_size pairs (problem, epoch). The epoch numbers a problem's samples, so that no
+    problem is sampled twice with the same draws.
     """
-    batch = []
-    for place in range((step - 1) * batch_size, step * batch_size):
-        epoch, i = divmod(place, len(data))
+    batch: list[tuple[Problem, int]] = []
+    start, end = (step - 1) * batch_size, step * batch_size
+    for epoch in range(start // len(data), -(-end // len(data))):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        x = data[int(torch.randperm(len(data), generator=generator)[i])]
-        for sample in range(epoch * generations, (epoch + 1) * generations):
-            batch.append((x, sample))
+        order = torch.randperm(len(data), generator=generator).tolist()
+        first = epoch * len(data)
+        batch += [(data[i], epoch) for i in order[max(0, start - first) : end - first]]
     return batch

