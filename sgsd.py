@@ -26,6 +26,7 @@ without dropout, in nats and fp32.
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
 
+import functools
 import itertools
 import math
 import random
@@ -357,15 +358,10 @@ def make_bank(run: Run) -> SkillBank:
     for x in seeds:
         text = skills.render("memory", {"problem": x.problem})
         prompts.append(rollout.chat_ids(run.tokenizer, text, thinking=thinking))
-    sampling = Sampling(
-        cfg.cold_start_temperature,
-        cfg.cold_start_top_p,
-        cfg.cold_start_top_k,
-        cfg.cold_start_tokens,
-    )
-    memories = run.solve(
-        seeds, prompts, sampling, lambda row: skills.memory_of(row, cfg.memory_answer)
-    )  # lines 2-7
+    # Sampled as evaluation does: top-p 0.95, no top-k.
+    sampling = Sampling(cfg.cold_start_temperature, 0.95, 0, cfg.cold_start_tokens)
+    memory_of = functools.partial(skills.memory_of, with_answer=cfg.memory_answer)
+    memories = run.solve(seeds, prompts, sampling, memory_of)  # lines 2-7
     bank = skills.cold_start(memories, writer(run, 0), **cfg.merging)  # lines 8-16
     bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in seeds])
     return bank

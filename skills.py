@@ -490,11 +490,9 @@ def evolve(
 ) -> SkillBank:
     """The bank after online evolution (Alg. 4); the same object if no evolution is due.
 
-    window: W, the rows of all rollouts since an evolution was last due (D2), as `memory_of` takes
-    them.
-    evolve_every: F; 0 disables. success_gate: γ. max_new_items: N, which both lists share (S12).
-    dynamic_capacity: C, per list; what a merge puts first stays. Static entries are never touched,
-    and a candidate with the text of one is dropped (D11).
+    window: W, the rows of all rollouts since an evolution was last due (D2); see `memory_of`.
+    evolve_every: F; 0 disables. success_gate: γ. max_new_items: N, for both lists together (S12).
+    dynamic_capacity: C, per list. Static entries stay, and no dynamic one has their text (D11).
     """
     if not window or not evolve_every or step % evolve_every:  # line 1
         return bank
@@ -506,9 +504,7 @@ def evolve(
     update: dict[str, Any] = {"step": step, "success": success, "lost_replies": lost}
     static, before, dynamic = {}, {}, {}
     for key in FIELDS:
-        entries = bank.collection(key)
-        static[key] = [e for e in entries if not e[IDS[key]].startswith(DYNAMIC)]
-        before[key] = [e for e in entries if e[IDS[key]].startswith(DYNAMIC)]
+        static[key], before[key] = _static_and_dynamic(bank, key)
         fresh = _without_copies(candidates[key], static[key], key)
         new, _ = merge(fresh, key, complete, group_size, patience)  # line 11
         update[f"copied_{key}"] = len(candidates[key]) - len(fresh)
@@ -519,19 +515,35 @@ def evolve(
             update[f"copied_{key}"] += len(both) - len(originals)
             dynamic[key] = [{**e, IDS[key]: f"{DYNAMIC}{e[IDS[key]]}"} for e in originals]
         dynamic[key] = dynamic[key][:dynamic_capacity]  # line 13: C
-        update[f"candidate_{key}"] = len(candidates[key])
-        update[f"merged_{key}"] = len(new)
-    growth = {key: max(0, len(dynamic[key]) - len(before[key])) for key in FIELDS}
-    while sum(growth.values()) > max_new_items:  # line 13: N, from the list that grows more
-        larger = max(growth, key=lambda key: growth[key])
-        growth[larger] -= 1
+        update |= {f"candidate_{key}": len(candidates[key]), f"merged_{key}": len(new)}
+    growth = _growth(before, dynamic, max_new_items)
     for key in FIELDS:
-        dynamic[key] = dynamic[key][: len(before[key]) + growth[key]]
+        dynamic[key] = dynamic[key][: len(before[key]) + growth[key]]  # line 13: N
         update[f"dynamic_{key}"] = len(dynamic[key])
         update[f"net_new_{key}"] = len(dynamic[key]) - len(before[key])
     metadata = {**bank.metadata, "updates": [*bank.metadata.get("updates", []), update]}
     skills, mistakes = (static[key] + dynamic[key] for key in FIELDS)
     return SkillBank(skills, mistakes, metadata, bank.extra)  # line 14
+
+
+def _static_and_dynamic(bank: SkillBank, key: str) -> tuple[list[dict], list[dict]]:
+    """The entries of the first bank, and those that online evolution added."""
+    static: list[dict] = []
+    dynamic: list[dict] = []
+    for entry in bank.collection(key):
+        (dynamic if entry[IDS[key]].startswith(DYNAMIC) else static).append(entry)
+    return static, dynamic
+
+
+def _growth(
+    before: dict[str, list[dict]], after: dict[str, list[dict]], most: int
+) -> dict[str, int]:
+    """How much each list may grow, `most` together: the one that grows more gives way (S12)."""
+    growth = {key: max(0, len(after[key]) - len(before[key])) for key in before}
+    while sum(growth.values()) > most:
+        larger = max(growth, key=lambda key: growth[key])
+        growth[larger] -= 1
+    return growth
 
 
 def describe(bank: SkillBank) -> str:

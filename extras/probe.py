@@ -53,8 +53,7 @@ from rollout import Rollout, Sampling
 # All rows share the model, the problems, the server and the making of the bank.
 SHARED = "model dtype attn lora_rank lora_alpha device data seed verifier".split()
 SHARED += "split problem_field answer_field answer_after server cold_start".split()
-SHARED += "cold_start_temperature cold_start_top_p cold_start_top_k".split()
-SHARED += "cold_start_tokens cold_start_thinking memory_answer".split()
+SHARED += "cold_start_temperature cold_start_tokens cold_start_thinking memory_answer".split()
 SHARED += "merge_group_size merge_patience reply_tokens".split()
 BACKWARD = 4  # forward passes in the time of one forward and back, with checkpointing
 ENOUGH = 20  # problems with both outcomes: with fewer the intervals are too narrow

@@ -125,10 +125,8 @@ class Config:
         256, "number of seed problems solved to build the first bank; Alg. 2, Tab. 12"
     )
     cold_start_temperature: float = setting(
-        1.0, "sampling temperature of the seed solutions; S21", least=0
+        1.0, "sampling temperature of the seed solutions, at top-p 0.95; S21", least=0
     )
-    cold_start_top_p: float = setting(0.95, "top-p of the seed solutions; S21", most=1)
-    cold_start_top_k: int = setting(0, "top-k of the seed solutions; 0 turns it off; S21", least=0)
     cold_start_tokens: int = setting(38912, "longest seed solution, in tokens; S21")
     cold_start_thinking: bool = setting(True, "solve the seed problems in thinking mode; S21")
     evolve_every: int = setting(25, "F: evolve the bank every F steps; 0 disables; Alg. 4", least=0)
@@ -311,7 +309,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "audit_every": 3,
         "cold_start": 64,
         "cold_start_temperature": 1.1,
-        "cold_start_top_k": 20,
         "cold_start_tokens": 96,
         "cold_start_thinking": False,
         "evolve_every": 10,

@@ -45,8 +45,8 @@ WRITER_ROWS = 16  # replies and seed solutions decoded at a time, unless --rollo
 # A bank is made again if one of these has changed before the first step.
 MAKES_BANK = "model dtype attn data split problem_field answer_field answer_after seed bank".split()
 MAKES_BANK += "server verifier verify_timeout cold_start cold_start_temperature".split()
-MAKES_BANK += "cold_start_top_p cold_start_top_k cold_start_tokens cold_start_thinking".split()
-MAKES_BANK += "memory_answer reply_tokens merge_group_size merge_patience".split()
+MAKES_BANK += "cold_start_tokens cold_start_thinking memory_answer reply_tokens".split()
+MAKES_BANK += "merge_group_size merge_patience".split()
 
 
 @dataclass

@@ -6,6 +6,7 @@ explains every number.
 
 import contextlib
 import importlib.metadata
+import itertools
 import math
 import pathlib
 import resource
@@ -126,15 +127,33 @@ def summarize(
         "no_answer": sum(row["pred"] is None for row in records) / total,
         "no_teachers": sum(not row["rho"] for row in records),
     }
+    metrics |= polarity_numbers(records)
+    metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
+    first_gaps = list(itertools.chain.from_iterable(row["first_gap"] for row in records))
+    tokens = sum(len(row["completion_ids"]) for row in records)
+    gaps = sum(row["unmasked"] * len(row["rho"]) for row in records)
+    return metrics | {
+        "clip_share": sum(row["clipped"] for row in records) / max(1, gaps),
+        "mask_share": sum(row["unmasked"] for row in records) / max(1, tokens),
+        "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
+        "completion_tokens": tokens / total,
+        "grad_norm": norm,
+        "learning_rate": lr,
+        "skipped": int(not math.isfinite(norm)),
+        "memory_gb": round(gb, 2),
+    }
+
+
+def polarity_numbers(records: list[dict]) -> dict[str, Any]:
+    """Teachers by fate and outcome, and among cut rollouts; their supports; their credit."""
+    metrics: dict[str, Any] = {}
     for fate in FATE.values():
         for case in ("", "_success", "_failure", "_truncated"):
             metrics[f"rho_{fate}{case}"] = 0
     supports: dict[str, list[float]] = {"success": [], "failure": []}
-    first_gaps: list[float] = []
     for row in records:
         outcome = "success" if row["r"] > 0 else "failure"
         supports[outcome] += row["a"]
-        first_gaps += row["first_gap"]
         cases = ["", f"_{outcome}"]
         if row["truncated"]:
             cases.append("_truncated")
@@ -153,20 +172,7 @@ def summarize(
     if credit:
         with_verdict = sum(row["credit_sq_with_verdict"] for row in records)
         metrics["credit_with_verdict"] = with_verdict / credit
-
-    metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
-    tokens = sum(len(row["completion_ids"]) for row in records)
-    gaps = sum(row["unmasked"] * len(row["rho"]) for row in records)
-    return metrics | {
-        "clip_share": sum(row["clipped"] for row in records) / max(1, gaps),
-        "mask_share": sum(row["unmasked"] for row in records) / max(1, tokens),
-        "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
-        "completion_tokens": tokens / total,
-        "grad_norm": norm,
-        "learning_rate": lr,
-        "skipped": int(not math.isfinite(norm)),
-        "memory_gb": round(gb, 2),
-    }
+    return metrics
 
 
 def engine_gap(gaps: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -90,12 +90,12 @@ class Server:
         """Completions as they finish: lists of (index of the row, sampled ids with the stop id).
 
         rows_to_do: objects with .index, .prompt (ids), .key, .left (tokens that may come) and .ids;
-        the last two are filled in. sampling: .temperature, .top_p, .top_k. rows: has no effect, as
-        the server has its own limit. adapter: its name; "" is
-        the base. logprobs: the engine's log-probability of each sampled id (nats, raw, so before
-        temperature) goes to `self.logprobs[row.key]`, for the caller to pop; a server that gives
-        text alone is refused. A request that fails is tried again after pauses. An error that they
-        do not mend is raised when the replies under way have been yielded.
+        the last two are filled in. sampling: .temperature, .top_p, .top_k. rows: without effect, as
+        the server has its own limit. adapter: its name; "" is the base. logprobs: the engine's
+        log-probability of each sampled id (nats, raw, so before temperature) goes to
+        `self.logprobs[row.key]`, for the caller to pop; a server that gives text alone is refused.
+        A request that fails is tried again after pauses. An error that they do not mend is raised
+        when the replies under way have been yielded.
         """
         if not all(row.prompt for row in rows_to_do):
             raise ValueError("stream needs prompts that are not empty")
@@ -104,20 +104,13 @@ class Server:
 
         def complete(row):
             """In a thread: fill in a row; None after an error of this row or another."""
-            if ending.is_set():
-                return None
-            try:
-                body = self._body(row, stops, sampling, adapter, logprobs)
-                read = functools.partial(_sampled, row, stops, tokenizer, logprobs)
-                row.ids, nats = self._complete(body, read, ending)
-            except (ValueError, ConnectionError) as e:
-                errors.append(e)
-                ending.set()  # rows that wait for their next try give up
-                return None
-            row.left = 0
-            if logprobs:
-                self.logprobs[row.key] = nats
-            return row
+            if not ending.is_set():
+                try:
+                    return self._filled(row, tokenizer, stops, sampling, adapter, logprobs, ending)
+                except (ValueError, ConnectionError) as e:
+                    errors.append(e)
+                    ending.set()  # rows that wait for their next try give up
+            return None
 
         # Its threads are daemons: a program that is interrupted does not wait for replies.
         with ThreadPool(max(1, min(self.rows, len(rows_to_do)))) as pool:
@@ -129,6 +122,16 @@ class Server:
                 ending.set()
         if errors:  # an OSError in either case: it ends a training step in one line
             raise OSError(str(errors[0])) if isinstance(errors[0], ValueError) else errors[0]
+
+    def _filled(self, row, tokenizer, stops, sampling, adapter, logprobs, ending):
+        """The row with its completion."""
+        body = self._body(row, stops, sampling, adapter, logprobs)
+        read = functools.partial(_sampled, row, stops, tokenizer, logprobs)
+        row.ids, nats = self._complete(body, read, ending)
+        row.left = 0
+        if logprobs:
+            self.logprobs[row.key] = nats
+        return row
 
     def logprobs_of(
         self, prompt_ids: list[int], completion_ids: list[int], adapter: str = ""

@@ -24,7 +24,7 @@ from driver import rows
 
 TRACE = ROOT / "tests" / "repo" / "trace.jsonl"
 COMMAND = "sgsd.py --preset tiny --device cpu --dtype float32 --steps 12 --learning-rate 3e-4"
-COMMAND += " --checkpoint-every 12 --audit-every 0 --eval-data="
+COMMAND += " --checkpoint-every 12 --audit-every 0"
 EXACT = ("step", "problem_id", "prompt_ids", "completion_ids", "pred", "r", "pairs", "rho")
 CLOSE = ("alpha", "a_plain", "a", "losses", "loss")
 
