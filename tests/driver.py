@@ -7,7 +7,6 @@ decides the outcome, and the writer is a function.
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import json
@@ -34,6 +33,7 @@ import sgsd
 import skills
 from extras import baselines
 from lib import config, model, verify
+from lib.run import Run
 
 ALONE = distributed.World(0, 1, torch.device("cpu"))
 
@@ -55,20 +55,27 @@ class CoinVerifier(Exact):
         return verdicts
 
 
-class FakeWriter(skills.Writer):
-    """Extracts one item from each memory, named after its problem; a merge drops the last item."""
+def fake_writer(run, step):
+    """In the place of `sgsd.writer`, without a model: one item from each memory, named after its
+    problem; a merge drops the last item."""
 
-    def answer(self, questions, stage):
-        return [(self.reply(question.prompt), False) for question in questions]
+    def complete(prompts):
+        replies = [reply_to(prompt) for prompt in prompts]
+        for prompt, reply in zip(prompts, replies):
+            run.log_reply({"step": step, "repeat": 0, "prompt": prompt, "reply": reply})
+        return replies
 
-    def reply(self, prompt):
-        key = "general_skills" if "key general_skills" in prompt else "common_mistakes"
-        if "to merge:" in prompt:
-            listed = prompt.partition("to merge:\n")[2].partition("\n\nReturn ONLY")[0]
-            items = json.loads(listed)
-            return json.dumps({key: items[: max(1, len(items) - 1)]})
-        name = prompt[prompt.index("What is") :][:20].strip()
-        return json.dumps({key: [{field: f"{field} of {name}" for field in skills.FIELDS[key]}]})
+    return complete
+
+
+def reply_to(prompt):
+    key = "general_skills" if "key general_skills" in prompt else "common_mistakes"
+    if "to merge:" in prompt:
+        listed = prompt.partition("to merge:\n")[2].partition("\n\nReturn ONLY")[0]
+        items = json.loads(listed)
+        return json.dumps({key: items[: max(1, len(items) - 1)]})
+    name = prompt[prompt.index("What is") :][:20].strip()
+    return json.dumps({key: [{field: f"{field} of {name}" for field in skills.FIELDS[key]}]})
 
 
 def settings(world_dir, out, **changes):
@@ -87,28 +94,30 @@ def flags(world_dir, out, **changes):
     return [config.flag(k) if value is True else f"{config.flag(k)}={value}" for k, value in given]
 
 
-def make_run(world_dir, out, resume=False, kind=config.Config, **changes):
-    """A prepared run that holds no lock; nothing is written yet."""
+@contextlib.contextmanager
+def opened(world_dir, out, kind=config.Config, **changes):
+    """A run that is open and has not begun its bank; the handlers of signals stay as they were."""
     cfg = kind(**settings(world_dir, out, **changes))
-    retriever = baselines.retriever_of(cfg) if kind is baselines.BaselineConfig else None
-    with contextlib.ExitStack() as held:
-        return with_fakes(sgsd.prepare(cfg, ALONE, resume, held, retriever))
+    with signals_restored(), faked(), Run.open(cfg, skills.SkillBank.load) as run:
+        yield run
 
 
-def with_fakes(run):
-    run.verifier = CoinVerifier()
-    if run.writer is not None:
-        fields = {f.name for f in dataclasses.fields(skills.Writer) if f.init}
-        run.writer = FakeWriter(**{k: v for k, v in vars(run.writer).items() if k in fields})
+def train(world_dir, out, step_fn=sgsd.train_step, kind=config.Config, **changes):
+    """A run through its steps, begun or continued; its exit code is kept in `code`."""
+    with opened(world_dir, out, kind, **changes) as run:
+        run.code = sgsd.train(run, step_fn)
     return run
 
 
-def train(world_dir, out, resume=False, step_fn=sgsd.train_step, kind=config.Config, **changes):
-    """A run through its steps, with the handlers of signals as they were; its exit code is kept."""
-    run = make_run(world_dir, out, resume, kind, **changes)
-    with signals_restored():
-        run.code = sgsd.train(run, sgsd.begin(run, resume), step_fn)
-    return run
+@contextlib.contextmanager
+def faked():
+    """The bank's writer is `fake_writer`."""
+    writer = sgsd.writer
+    sgsd.writer = fake_writer
+    try:
+        yield
+    finally:
+        sgsd.writer = writer
 
 
 @contextlib.contextmanager
@@ -177,7 +186,7 @@ def completes(program, argv):
 
 
 def refused(capsys, program, argv, *words):
-    """The program ends with 2 and one line that has these words in it."""
+    """The program ends with 2 and one line on stderr that has these words in it; the line."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as end, signals_restored():
         program([str(arg) for arg in argv])
@@ -186,6 +195,7 @@ def refused(capsys, program, argv, *words):
     assert "\n" not in line and "Traceback" not in line, line
     for word in words:
         assert word in line, line
+    return line
 
 
 def start(argv, log, step_fn=None, before=None, program=None):
@@ -274,20 +284,14 @@ def make_adapter(path, base, seed=0, rank=4):
 
 
 def main(argv=None, step_fn=None):
-    """A command like sgsd.py's and baselines', with fakes; returns its exit code."""
-    cfg, resume = config.parse(argv, "", baselines.BaselineConfig, baselines.DEFAULTS)
-    prepare = sgsd.prepare
-
-    def prepared(cfg, world, resume, held, retriever):
-        return with_fakes(prepare(cfg, world, resume, held, retriever))
-
-    sgsd.prepare = prepared
-    try:
-        own_step = sgsd.train_step if cfg.method == "sgsd" else baselines.method_step
-        with signals_restored():
-            return sgsd.launch(cfg, resume, step_fn or own_step, baselines.retriever_of(cfg))
-    finally:
-        sgsd.prepare = prepare
+    """A command like baselines' or, without --method, sgsd.py's, with fakes; its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    kind, own_step = config.Config, sgsd.train_step
+    if any(word.startswith("--method") for word in argv):
+        kind, own_step = baselines.BaselineConfig, baselines.train_step
+    cfg = config.parse(argv, "", kind, baselines.DEFAULTS)
+    with signals_restored(), faked(), Run.open(cfg, skills.SkillBank.load) as run:
+        return sgsd.train(run, step_fn or own_step)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A run frozen number by number: whoever rearranges the code must leave it as it is.
 
-    PYTHONPATH=tests python tests/repo/test_trace.py RUN
+    PYTHONPATH=tests python tests/life/test_trace.py RUN
 
 freezes a finished run of COMMAND, where a change is meant.
 trace.jsonl beside it holds 12 steps of the tiny preset, with the cold start and one evolution of
@@ -22,7 +22,7 @@ import torch
 from conftest import ROOT
 from driver import rows
 
-TRACE = ROOT / "tests" / "repo" / "trace.jsonl"
+TRACE = ROOT / "tests" / "life" / "trace.jsonl"
 COMMAND = "sgsd.py --preset tiny --device cpu --dtype float32 --steps 12 --learning-rate 3e-4"
 COMMAND += " --checkpoint-every 12 --audit-every 0"
 EXACT = ("step", "problem_id", "prompt_ids", "completion_ids", "pred", "r", "pairs", "rho")
