@@ -117,9 +117,12 @@ class Run:
                 begin(run, state)
             try:
                 yield run
-            except (ValueError, OSError) as e:
-                if run.is_training and isinstance(e, ValueError):
+            except ValueError:
+                if run.is_training:
                     raise  # a bug
+                with config.one_line_errors(cfg.program):
+                    raise
+            except OSError as e:
                 with config.one_line_errors(cfg.program):
                     raise OSError(f"{e}; run the same command to continue") from None
             if world.main and run.step == cfg.steps:
@@ -398,10 +401,9 @@ def compare_before_first_step(state: State) -> None:
 
 def refuse_lost_files(cfg: Config, state: State, made: int) -> None:
     """ValueError where a file is gone that the run's last checkpoint needs. made: its last step."""
-    out, first = pathlib.Path(cfg.out), cfg.checkpoint_every
-    if state.saved:
-        first = state.saved["settings"]["checkpoint_every"]
-    lost = ""
+    out, lost = pathlib.Path(cfg.out), ""
+    settings = state.saved["settings"] if state.saved else {}
+    first = min(settings["checkpoint_every"], settings["evolve_every"] or math.inf)
     if not state.step and made > first:
         lost = f"it has made {made} steps, but checkpoints/ is empty"
     for name in ("metrics", "rollouts"):
