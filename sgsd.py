@@ -11,17 +11,20 @@ the student is distilled from it (rho = +1). If it does the opposite, the studen
 from it (-1). If its opinion is too weak, it is ignored (0).
 
     python sgsd.py --preset tiny                                         see it run, in minutes
-    torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train; the same continues
+    torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train; again: continue
     python eval.py runs/sgsd/checkpoints/step_000200                     avg@12
 
 This file is Algorithm 1 from top to bottom: the objective, a step, the bank, the loop. What a run
 keeps on disk is lib/run.py. Tags such as S3 and D7 are rows of docs/decisions.md.
 
-Defaults: K = 8 teachers, c_Delta = 3 nats, eps_a = 0.05 nats, tau_g = 1; 200 steps of 32 problems,
-with one solution each of at most 1,024 tokens, drawn at temperature 1.1 with top-p 0.95 and top-k
-20; AdamW at 5e-6, falling linearly to 0, on LoRA of rank 64, gradient norm clipped to 0.1; the bank
-evolves every F = 25 steps. Log-probabilities are those of the model itself, at temperature 1 and
-without dropout, in nats and fp32.
+Defaults. K = 8 teachers, c_Delta = 3 nats, eps_a = 0.05 nats, tau_g = 1. 200 steps of 32 problems;
+an epoch is a permutation of all problems. One solution each, of at most 1,024 tokens, drawn from
+the present policy at temperature 1.1, top-p 0.95, top-k 20. LoRA of rank 64 and alpha 128 on all
+seven projections; AdamW without weight decay at 5e-6, falling linearly; gradient norm clipped to
+0.1. Log-probabilities are the model's own, at temperature 1 and without dropout, in nats and fp32.
+The bank: 256 problems, solved in thinking mode at temperature 1 in up to 38,912 tokens, give the
+first one, merged H = 32 items at a time until P = 3 layers bring nothing. It evolves every F = 25
+steps, unless the success since is gamma = 0.8: by N = 5 entries at most, to C = 30 in each list.
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
@@ -86,8 +89,8 @@ def plain_support(delta_KT: Tensor) -> Tensor:
 def token_mask(ids_T: Sequence[int] | Tensor, masked_ids: Collection[int]) -> Tensor:
     """m_t (§2.4): 1 on reasoning tokens, 0 on special, template and formatting tokens (S2).
 
-    masked_ids: special ids, those that end a completion, <|...|>, think tags and runs of newlines;
-    see `lib.model.masked_token_ids`. Returns [T] fp32.
+    masked_ids: special ids, those that end a completion, <|...|>, think tags, and tokens of 1 to 8
+    newlines and nothing else; see `lib.model.masked_token_ids`. Returns [T] fp32.
     """
     ids = torch.as_tensor(ids_T)
     masked = torch.tensor(sorted(masked_ids), dtype=ids.dtype, device=ids.device)
@@ -117,6 +120,7 @@ def polarity(a_K: Tensor, r: float, eps_a: float) -> Tensor:
     r: -1 or +1; ValueError on anything else, a bool among them. The threshold is strict, and
     sgn(0) = 0. [K], constant.
     """
+    # True == 1, so that a 0/1 reward as a bool would pass in half of the cases.
     is_bool = "bool" in type(r).__name__ or getattr(r, "dtype", None) == torch.bool
     if is_bool or r not in (-1, 1):
         rule = "the outcome r must be -1 or +1"
@@ -177,11 +181,11 @@ class Example:
 
     index: int  # its place in the global batch
     problem: Problem
-    key: int  # names the draws of its rollout
+    key: int  # seed of its rollout's sampling
     pairs_K: list[SkillPair]  # the retrieved ones, best first
     student: list[int]  # the plain prompt x, as ids
     teachers_K: list[list[int]]  # the prompts c_k(x), as ids
-    rollout: Any = None  # a `rollout.Rollout`: its completion_ids and its r, among others
+    rollout: Any = None  # a `rollout.Rollout`: completion_ids, which end on a stop id or are cut; r
 
 
 @dataclass
@@ -208,7 +212,11 @@ def reward(roll: rollout.Rollout) -> float:
 
 
 def prompt_ids(run: Run, text: str, thinking: str) -> list[int]:
-    """A prompt as ids: with a closed think block, an open one, or bare (S3)."""
+    """A chat prompt as ids (S3).
+
+    thinking: "closed" ends on an empty think block, so the model answers at once; "open" begins
+    one; "bare" has none, so a thinking model would open its own.
+    """
     ids = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
     if len(ids) > run.cfg.max_prompt_tokens:
         rule = f"--max-prompt-tokens is {run.cfg.max_prompt_tokens}; raise it, or drop the problem"
@@ -219,7 +227,8 @@ def prompt_ids(run: Run, text: str, thinking: str) -> list[int]:
 def prompts(run: Run, x: Problem, pairs_K: list[SkillPair]) -> tuple[list[int], list[list[int]]]:
     """The student's prompt, which is the problem and nothing else, and the K teachers' (Eq. 3).
 
-    The student answers at once, as its think block is closed; a teacher's is left to the model.
+    A teacher sees one skill, one mistake and the problem, and never the reference answer. The
+    student's think block is closed; a teacher's prompt is bare, unless --teacher-prefix says more.
     """
     student = prompt_ids(run, skills.render_student(x.problem), "closed")
     teachers_K = []
@@ -232,8 +241,8 @@ def prompts(run: Run, x: Problem, pairs_K: list[SkillPair]) -> tuple[list[int], 
 def sample(run: Run, examples: Sequence[Example]) -> None:
     """Line 7: each example gets its rollout y ~ p_S(. | x), and the verifier's r (Eq. 1).
 
-    r is +1 if the answer in the last \\boxed{} is right, else -1: also where the rollout is cut at
-    the length limit, before its answer.
+    r is +1 if the answer in the last \\boxed{} is right, else -1; so a rollout that the length
+    limit cuts before its answer has -1.
     """
     cfg = run.cfg
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
@@ -279,7 +288,8 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     examples = []
     for index in range(world.rank, len(batch), world.size):
         x, epoch = batch[index]
-        # Line 4: skills and mistakes by cosine similarity to the problem, paired rank by rank.
+        # Line 4. A frozen encoder embeds the problem and each entry's whole text. The K nearest
+        # skills and mistakes by cosine are paired rank by rank; a short list makes fewer pairs.
         pairs_K = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)  # Eq. 2
         student, teachers_K = prompts(run, x, pairs_K)  # line 6
         key = rollout.sample_key(cfg.seed, step, x.id, epoch)
@@ -341,7 +351,10 @@ def record(run: Run, step: int, example: Example, result: RolloutLoss) -> dict:
 
 
 def writer(run: Run, step: int) -> skills.Writer:
-    """The present policy as the writer of the bank's entries; ranks share its prompts."""
+    """The present policy as the writer of the bank's entries; ranks share its prompts.
+
+    It answers greedily without thinking, in JSON; a reply that cannot be read is sampled once more.
+    """
     reply_tokens = run.cfg.reply_tokens
     return skills.Writer(
         run.tokenizer, rollout.chat_ids, run.shared_sample, run.log_reply, reply_tokens, step
@@ -349,19 +362,23 @@ def writer(run: Run, step: int) -> skills.Writer:
 
 
 def make_bank(run: Run) -> SkillBank:
-    """Algorithm 2: the policy solves seed problems, and writes a bank from its solutions (S21)."""
+    """Algorithm 2: the policy solves seed problems, and writes a bank from its solutions (S21).
+
+    It writes up to three skills from each right solution and up to three mistakes from each wrong
+    one, seeing the verdict and not the reference answer (D3), and merges each list (Algorithm 3).
+    """
     cfg = run.cfg
     count = min(cfg.cold_start, len(run.problems))
     seeds = random.Random(cfg.seed).sample(run.problems, count)
     thinking = "bare" if cfg.cold_start_thinking else "closed"
-    prompts = []
+    seed_prompts = []
     for x in seeds:
         text = skills.render("memory", {"problem": x.problem})
-        prompts.append(rollout.chat_ids(run.tokenizer, text, thinking=thinking))
+        seed_prompts.append(rollout.chat_ids(run.tokenizer, text, thinking=thinking))
     # Sampled as evaluation does: top-p 0.95, no top-k.
     sampling = Sampling(cfg.cold_start_temperature, 0.95, 0, cfg.cold_start_tokens)
     memory_of = functools.partial(skills.memory_of, with_answer=cfg.memory_answer)
-    memories = run.solve(seeds, prompts, sampling, memory_of)  # lines 2-7
+    memories = run.solve(seeds, seed_prompts, sampling, memory_of)  # lines 2-7
     bank = skills.cold_start(memories, writer(run, 0), **cfg.merging)  # lines 8-16
     bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in seeds])
     return bank
@@ -376,12 +393,12 @@ def begin_bank(run: Run) -> None:
         run.save_bank(0, run.bank)
     if run.world.main:
         print(skills.describe(run.bank))
-    if run.evolution_is_due:  # a checkpoint precedes the evolution after its step
+    if run.evolution_is_due:  # checkpoints are saved before it, so a continued run makes it again
         evolve_bank(run, run.step, [])
 
 
 def check_bank(run: Run) -> None:
-    """ValueError where the bank makes no teacher, --bank fewer than K, or a prompt is too long."""
+    """ValueError if a list is empty, or shorter than K in --bank, or the longest prompt too long."""
     cfg, bank = run.cfg, run.bank
     shorter, where = min(len(bank.general_skills), len(bank.common_mistakes)), "bank"
     if cfg.bank and not run.step:
@@ -399,10 +416,11 @@ def check_bank(run: Run) -> None:
 
 
 def evolve_bank(run: Run, step: int, rows: list[dict]) -> None:
-    """Line 17: every F steps Algorithm 4, on all ranks' rollouts since it was last due (D2).
+    """Line 17: every F steps Algorithm 4, on all ranks' rollouts since the last multiple of F (D2).
 
-    From their successes and failures the policy writes new entries, which come beside the first
-    bank's; where the success is high already, the bank stays as it is.
+    As in Algorithm 2 the policy writes candidates from their successes and failures. They are
+    merged with the entries that earlier evolutions added, and the first bank's stay as they are.
+    Where a share of gamma or more was right, the bank is unchanged, and the window is cleared, too.
     """
     cfg = run.cfg
     run.window += rows
