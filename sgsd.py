@@ -398,7 +398,7 @@ def begin_bank(run: Run) -> None:
 
 
 def check_bank(run: Run) -> None:
-    """ValueError if a list is empty, or shorter than K in --bank, or the longest prompt too long."""
+    """ValueError if a list is empty, one of --bank below K entries, or a prompt too long."""
     cfg, bank = run.cfg, run.bank
     shorter, where = min(len(bank.general_skills), len(bank.common_mistakes)), "bank"
     if cfg.bank and not run.step:
