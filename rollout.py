@@ -28,7 +28,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 THINK = ("<think>", "</think>")
-TURN_TOKENS = {"cpu": 16, "cuda": 64}  # of one call of `generate`; then finished rows leave
+TURN_TOKENS = {"cpu": 16}  # of one call of `generate`, 64 on a GPU; then finished rows leave
 
 
 def causal_lm(model):
@@ -225,7 +225,7 @@ def stream(
                 _decode(causal, new, fresh, 1, sampling, stops)  # the prompts, and one token each
                 cache = _joined(cache, fresh) if running else fresh
                 running += new
-            steps = min(TURN_TOKENS[causal.device.type], max(row.left for row in running))
+            steps = min(TURN_TOKENS.get(causal.device.type, 64), max(row.left for row in running))
             if steps:
                 _decode(causal, running, cache, steps, sampling, stops)
             yield [(row.index, row.ids) for row in running if not row.left]

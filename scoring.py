@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 # its backward pass under a mask gave NaN (pytorch issue 196678).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-SLICE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}  # fp32 numbers in the logits of one slice
+SLICE_LOGITS = {"cpu": 1 << 25}  # fp32 numbers in the logits of one slice, 1 << 27 on a GPU
 
 
 def causal_lm(model):
@@ -132,7 +132,7 @@ def over_slices(
 
     # With a gradient, the results of f and the gradients of both are alive beside the logits.
     copies = len(states) * (4 if torch.is_grad_enabled() else 1)
-    rows = max(1, SLICE_LOGITS[weight_VD.device.type] // (weight_VD.shape[0] * copies))
+    rows = max(1, SLICE_LOGITS.get(weight_VD.device.type, 1 << 27) // (weight_VD.shape[0] * copies))
     results = []
     for parts in zip(*[x.split(rows) for x in (ids_N, *states)]):
         results.append(checkpoint(one_slice, *parts, use_reentrant=False, preserve_rng_state=False))
