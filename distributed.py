@@ -37,11 +37,21 @@ class World:
 def init(device: str = "auto") -> World:
     """Join the process group that torchrun describes in the environment, or be alone without it.
 
-    device: "auto" (CUDA where there is a GPU), "cpu" or "cuda". The backend is NCCL on CUDA and
-    gloo on CPU. ValueError where torchrun's variables are incomplete or no GPU is left.
+    device: "auto" (CUDA where there is a GPU), "cpu" or "cuda". On CUDA tensors travel by NCCL, and
+    objects by gloo as on CPU. ValueError where torchrun's variables are incomplete, no GPU is left,
+    or torch does not find the GPU of a machine that has one.
     """
     rank, size, local = _place()
     here = torch.device("cpu")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read at the first use of the device
+        # The cache of `generate` grows by concatenation, and fixed blocks soon stop fitting.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    has_driver = os.path.exists("/proc/driver/nvidia/version") and not hidden
+    if device == "auto" and has_driver and not torch.cuda.is_available():
+        rule = f"this machine has an NVIDIA driver, but torch {torch.__version__} finds no GPU"
+        fix = "install the build of torch for the driver's CUDA (see pytorch.org), or --device cpu"
+        raise ValueError(f"--device auto: {rule}; {fix}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "--device cuda: torch finds no CUDA GPU; use cpu, or a CUDA build of torch"
@@ -79,7 +89,7 @@ def _join(rank: int, size: int, here: torch.device) -> None:
     try:
         store, *_ = next(dist.rendezvous("env://"))
         dist.init_process_group(
-            "nccl" if here.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo",
             # After a restart by `torchrun --max-restarts` the store still holds old addresses.
             store=dist.PrefixStore(restart, store),
             rank=rank,
@@ -90,7 +100,8 @@ def _join(rank: int, size: int, here: torch.device) -> None:
         )
     except (RuntimeError, ValueError, OverflowError) as e:
         at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        fix = "start with torchrun, on a port that is free"
+        fix = "start with torchrun, on a port that is free; on several machines gloo may need "
+        fix += "GLOO_SOCKET_IFNAME, the network interface that joins them"
         raise ValueError(f"could not join the process group at {at} ({e}); {fix}") from None
 
 

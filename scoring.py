@@ -119,15 +119,17 @@ def over_slices(
     weight_VD, matmul = head_VD.float(), torch.backends.cuda.matmul
 
     def one_slice(ids_n: Tensor, *states_nD: Tensor) -> Tensor:
-        logits, tf32_before = [], matmul.allow_tf32
+        logits, precision_before = [], matmul.fp32_precision
         # TF32 is on for the head's product alone: it holds bf16 numbers exactly (S22). It would
         # round positions above 2,048, which transformers multiplies in fp32 for rotary embeddings.
-        matmul.allow_tf32 = tf32_before or head_VD.dtype == torch.bfloat16
+        # Nothing may be compiled in between: inductor reads allow_tf32, which raises by then.
+        if head_VD.dtype == torch.bfloat16:
+            matmul.fp32_precision = "tf32"
         for x_nD in states_nD:
             logits_nV = x_nD.float() @ weight_VD.T if sliced else x_nD.float()
             # A division by 1 would be one more pass over all logits.
             logits.append(logits_nV if temperature == 1 else logits_nV / temperature)
-        matmul.allow_tf32 = tf32_before
+        matmul.fp32_precision = precision_before
         return f(ids_n, *logits)
 
     # With a gradient, the results of f and the gradients of both are alive beside the logits.

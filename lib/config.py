@@ -282,19 +282,18 @@ class EvalConfig:
             raise ValueError(f"--data {' '.join(self.data)}: {rule}")
 
 
-GROUPS = {  # in --help, by the first setting of each
+GROUPS = {  # in training's --help, by the first setting of each
     "out": "the run",
-    "paths": "what is evaluated",
     "model": "the model",
     "data": "the problems",
     "bank": "the bank",
     "num_teachers": "the objective",
     "temperature": "the student's sampling",
-    "samples": "the samples",
     "learning_rate": "the optimizer",
     "audit_every": "looking inside, and memory",
     "method": "baselines and ablations",
 }
+EVAL_GROUPS = {"paths": "what is evaluated", "data": "the problems", "samples": "the samples"}
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent.parent / "tiny")
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -303,6 +302,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "encoder": f"{TINY}/encoder",
         "data": f"{TINY}/train.jsonl",
         "out": "runs/tiny",
+        "device": "cpu",
         "steps": 30,
         "batch_size": 16,
         "checkpoint_every": 10,
@@ -424,10 +424,11 @@ def parse(
     )
     if is_training:
         parser.add_argument("--preset", choices=PRESETS, help="settings to start from")
+    groups = GROUPS if is_training else EVAL_GROUPS
     group = parser.add_argument_group()
     for f in fields(kind):
-        if f.name in GROUPS:
-            group = parser.add_argument_group(GROUPS[f.name])
+        if f.name in groups:
+            group = parser.add_argument_group(groups[f.name])
         if f.name == "paths":
             group.add_argument("paths", nargs="+", metavar="PATH", help=f.metadata["help"])
         else:

@@ -53,7 +53,10 @@ def load_model(
     source = _located("model", name)
     try:  # without trust_remote_code=False a model may ask to run its own code
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        options = {"dtype": dtype, "attn_implementation": attn, "trust_remote_code": False}
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn}
+        options["trust_remote_code"] = False
+        if device.type == "cuda":  # else each of eight processes fills host memory first
+            options["device_map"] = {"": device}
         model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
     except Exception as e:  # transformers raises many kinds: no such id, offline, no config
         hint = "; --attn eager suits every model" if "attention" in str(e) else ""
@@ -217,10 +220,7 @@ def with_adapters(model, rank: int, alpha: int, checkpoint_above: int = 2048):
     lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
     model = get_peft_model(model, lora)
     causal = causal_lm(model)
-    if hasattr(causal, "activation_checkpointing_enable"):  # the name since transformers 5.20
-        causal.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        causal.gradient_checkpointing_enable({"use_reentrant": False})
+    causal.activation_checkpointing_enable({"use_reentrant": False})
     causal.enable_input_require_grads()
     layers = [module for module in causal.modules() if hasattr(module, "gradient_checkpointing")]
 

@@ -342,7 +342,10 @@ def identity(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
     paths += [*sorted((ROOT / "lib").glob("*.py")), *sorted((ROOT / "prompts").glob("*.txt"))]
     for kind in (type(cfg), verify.load_judge(cfg.verifier)):  # a script's, a user's verifier
         paths.append(pathlib.Path(str(sys.modules[kind.__module__].__file__)))
-    code = {"/".join(path.parts[-2:]): files.file_digest(path) for path in paths}
+    code = {}
+    for path in paths:  # by names that do not depend on where the project lies
+        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+        code[name] = files.file_digest(path)
     return {
         "program": cfg.program,
         "settings": config.comparable(cfg),
@@ -356,7 +359,8 @@ def compare(cfg: Config, state: State) -> None:
     """ValueError, in one line, for what a continued run may not change; notes what it may."""
     before, now = state.saved or {}, state.identity
     where = f"--out {cfg.out}"
-    for f in fields(cfg):
+    # A --method sets other defaults, so it is the one to name.
+    for f in sorted(fields(cfg), key=lambda f: f.name != "method"):
         old, new = before["settings"].get(f.name, f.default), now["settings"][f.name]
         if old == new or f.name == "out" or f.metadata["again"] == "quiet":
             continue
@@ -403,7 +407,9 @@ def refuse_lost_files(cfg: Config, state: State, made: int) -> None:
     """ValueError where a file is gone that the run's last checkpoint needs. made: its last step."""
     out, lost = pathlib.Path(cfg.out), ""
     settings = state.saved["settings"] if state.saved else {}
-    first = min(settings["checkpoint_every"], settings["evolve_every"] or math.inf)
+    first = settings["checkpoint_every"]
+    if cfg.uses_skill_bank and settings["evolve_every"]:
+        first = min(first, settings["evolve_every"])
     if not state.step and made > first:
         lost = f"it has made {made} steps, but checkpoints/ is empty"
     for name in ("metrics", "rollouts"):
