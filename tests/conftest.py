@@ -143,3 +143,13 @@ def world_dir(tmp_path_factory):
     make_bank(path / "bank.json")
     (path / "data.jsonl").write_text("".join(json.dumps(x) + "\n" for x in PROBLEMS))
     return path
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(world_dir, tmp_path_factory):
+    """The directory of a run of `driver.small_flags` that nothing has interrupted."""
+    import driver
+
+    path = tmp_path_factory.mktemp("uninterrupted")
+    assert driver.go(driver.small_flags(world_dir, path / "run"), path / "log") == 0
+    return path / "run"

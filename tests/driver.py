@@ -4,14 +4,18 @@ A random model never gets a problem right and never writes JSON, so the referenc
 decides the outcome, and the writer is a function.
 
     python driver.py ...flags...      torchrun --nproc_per_node 2 driver.py ...flags...
+
+STEP_FN=MODULE:FUNCTION in the environment is the step of such a command.
 """
 
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import math
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -32,7 +36,7 @@ import scoring
 import sgsd
 import skills
 from extras import baselines
-from lib import config, model, verify
+from lib import config, files, model, verify
 from lib.run import Run
 
 ALONE = distributed.World(0, 1, torch.device("cpu"))
@@ -53,6 +57,13 @@ class CoinVerifier(Exact):
         for problem, text in cases:
             verdicts.append(verify.Verdict(self.answer(text), int(problem.answer) % 4 == 1))
         return verdicts
+
+
+class UnevenVerifier(Exact):
+    """A solution is right when its text has an odd number of characters: a group has both."""
+
+    def judge(self, cases):
+        return [verify.Verdict(self.answer(text), len(text) % 2 == 1) for _, text in cases]
 
 
 def fake_writer(run, step):
@@ -92,6 +103,16 @@ def flags(world_dir, out, **changes):
     """The same settings as a command line."""
     given = settings(world_dir, out, **changes).items()
     return [config.flag(k) if value is True else f"{config.flag(k)}={value}" for k, value in given]
+
+
+SMALL = {"bank": "", "cold_start": 8, "evolve_every": 3, "max_new_items": 2, "steps": 6}
+SMALL |= {"max_new_tokens": 8, "batch_size": 2, "num_teachers": 2, "rollout_rows": 4}
+SMALL |= {"lora_rank": 32}  # so that checkpoints are much larger than logs
+
+
+def small_flags(world_dir, out, **changes):
+    """A run that makes its own bank. It saves after steps 2, 3, 4 and 6, and evolves at 3 and 6."""
+    return flags(world_dir, out, **{**SMALL, **changes})
 
 
 @contextlib.contextmanager
@@ -141,6 +162,22 @@ def stopping_at(last):
     return step_fn
 
 
+def killing(owner, name, call, after=False, number=signal.SIGKILL):
+    """For `before`: a signal comes at the call-th call of owner.name, or as that one returns."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def counted(*args, **kwargs):
+        is_time = next(calls) == call
+        if is_time and not after:
+            os.kill(os.getpid(), number)
+        result = original(*args, **kwargs)
+        if is_time:
+            os.kill(os.getpid(), number)
+        return result
+
+    return functools.partial(setattr, owner, name, counted)
+
+
 def breaking(steps, what="gradient", rank=0):
     """A step function in which something is not finite, on one rank, in these steps."""
 
@@ -177,6 +214,27 @@ def timeless(metrics):
     for row in metrics:
         lines.append({k: v for k, v in row.items() if not k.startswith(("seconds.", "memory_gb"))})
     return lines
+
+
+def contents(folder):
+    """All files below a folder with their bytes, but the lock, which may stay."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != files.LOCK]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def state(out):
+    """What must be equal of two equal runs: the last checkpoint, all of the bank, the logs."""
+    last = max((out / "checkpoints").glob("step_*"))
+    paths = [*last.glob("*.safetensors"), *out.glob("bank/*.json*"), out / "problems.json"]
+    paths += [out / "rollouts.jsonl", out / "tokens.jsonl"]
+    by_name = {str(path.relative_to(out)): path.read_bytes() for path in paths}
+    return by_name | {"metrics": timeless(rows(out / "metrics.jsonl"))}
+
+
+def steps_of(out):
+    """The steps in the log, and those of the checkpoints."""
+    logged = [m["step"] for m in rows(out / "metrics.jsonl")]
+    return logged, list(files.by_step(out / "checkpoints"))
 
 
 def completes(program, argv):
@@ -227,6 +285,11 @@ def start(argv, log, step_fn=None, before=None, program=None):
 def wait(pid):
     """The exit code of a process, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def go(argv, log, step_fn=None, before=None):
+    """The exit code of a run in a process of its own; see `start`."""
+    return wait(start(argv, log, step_fn, before))
 
 
 def two(argv, path, step_fn=None, argv1=None, program=None):
@@ -289,10 +352,13 @@ def main(argv=None, step_fn=None):
     kind, own_step = config.Config, sgsd.train_step
     if any(word.startswith("--method") for word in argv):
         kind, own_step = baselines.BaselineConfig, baselines.train_step
-    cfg = config.parse(argv, "", kind, baselines.DEFAULTS)
-    with signals_restored(), faked(), Run.open(cfg, skills.SkillBank.load) as run:
-        return sgsd.train(run, step_fn or own_step)
+    with signals_restored(), faked():
+        config.end_at_signals()
+        cfg = config.parse(argv, "", kind, baselines.DEFAULTS)
+        with Run.open(cfg, skills.SkillBank.load) as run:
+            return sgsd.train(run, step_fn or own_step)
 
 
 if __name__ == "__main__":
-    distributed.leave(main)
+    named = os.environ.get("STEP_FN")  # as MODULE:FUNCTION
+    distributed.leave(lambda: main(None, pkgutil.resolve_name(named) if named else None))

@@ -152,7 +152,8 @@ def solving_row(rng: random.Random, tokenizer, x: Lock, form: str) -> make.Row:
     text = skills.render_skills(pairs, problem)
     if form == "memory":
         text = skills.render("memory", {"problem": problem})
-    thinking = form != "memory" and rng.random() < (0.5 if form == "plain" else 0.8)
+    is_bare = form != "memory" and rng.random() < (0.5 if form == "plain" else 0.8)
+    thinking = "bare" if is_bare else "closed"
     prompt = rollout.chat_ids(tokenizer, text, thinking=thinking)
 
     ids: list[int] = []
@@ -277,7 +278,7 @@ def shares(model, tokenizer, problems: list[Lock], case: str, seed: int = 0) -> 
     rng, prompts, names = random.Random(seed), [], []
     for x in problems:
         text, name = prompt_of(rng, x, case)
-        prompts.append(rollout.chat_ids(tokenizer, text, thinking=True))
+        prompts.append(rollout.chat_ids(tokenizer, text, thinking="bare"))
         names.append(name)
     keys = [rollout.sample_key(seed, 0, f"{case}{i}") for i in range(len(problems))]
     sampling = rollout.Sampling(1.0, 0.95, 0, 160)
@@ -328,7 +329,7 @@ def of_bank(model, tokenizer, path: str, count: int = 160) -> str:
     sampling, hidden = rollout.Sampling(1.1, 0.95, 20, 160), models.masked_token_ids(tokenizer)
     problems = [draw(rng) for _ in range(count)]
     prompts = [
-        rollout.chat_ids(tokenizer, skills.render_student(x.problem), thinking=False)
+        rollout.chat_ids(tokenizer, skills.render_student(x.problem), thinking="closed")
         for x in problems
     ]
     keys = [rollout.sample_key(1, 0, str(i)) for i in range(count)]
@@ -341,7 +342,7 @@ def of_bank(model, tokenizer, path: str, count: int = 160) -> str:
         nearest.update(own)
         shown_for.update(pair.skill["skill_id"] for pair in pairs)
         texts = [skills.render_teacher(pair, x.problem) for pair in pairs]
-        contexts = [rollout.chat_ids(tokenizer, text, thinking=True) for text in texts]
+        contexts = [rollout.chat_ids(tokenizer, text, thinking="bare") for text in texts]
         teachers_KT = scoring.score_teachers(model, contexts, ids, 16384)
         gap_KT = teachers_KT - scoring.token_logprobs(model, [prompt], [ids])
         formatting = torch.tensor([i in hidden for i in ids])

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
@@ -114,7 +113,7 @@ def memory(rng: random.Random, drawn: world.Drawn, wrong: bool) -> dict:
 def memory_of(problem: str, text: str, r: int) -> dict:
     """The memory record of a solution."""
     pred = verify.extract_answer(text)
-    return skills.memory_of(SimpleNamespace(problem=problem, text=text, r=r, pred=pred))
+    return skills.memory_of({"problem": problem, "text": text, "r": r, "pred": pred})
 
 
 def to_merge(rng: random.Random, key: str) -> list[dict]:
@@ -228,7 +227,7 @@ def make_rows(
         if form not in ("extraction", "merge"):
             text, chance = solving(rng, drawn, form)
             wrong = rng.random() < chance
-            thinking = form != "memory" and rng.random() < (0.5 if form == "plain" else 0.8)
+            is_bare = form != "memory" and rng.random() < (0.5 if form == "plain" else 0.8)
             reply, other = (
                 tokenizer.encode(drawn.solution(w), add_special_tokens=False) + end
                 for w in (wrong, not wrong)
@@ -236,6 +235,7 @@ def make_rows(
             at = next(i for i, (a, b) in enumerate(zip(reply, other)) if a != b)
             weights = [1.0] * len(reply)
             weights[at] = 4.0  # which decides the answer
+            thinking = "bare" if is_bare else "closed"
             prompt = rollout.chat_ids(tokenizer, text, thinking=thinking)
             choice = at, other[at], 1 - chance if wrong else chance
             rows.append(Row(prompt, reply, weights, [choice]))
@@ -256,7 +256,7 @@ def json_row(rng: random.Random, tokenizer, text: str, items: list[dict], key: s
     """The row of an extraction or a merge."""
     reply = tokenizer.encode(world.reply(rng, items, key), add_special_tokens=False)
     reply.append(tokenizer.eos_token_id)
-    prompt = rollout.chat_ids(tokenizer, text, thinking=False)
+    prompt = rollout.chat_ids(tokenizer, text, thinking="closed")
     return Row(prompt, reply, [0.4] * len(reply), [])
 
 
@@ -383,7 +383,7 @@ def accuracy(model, tokenizer, problems: list[world.Drawn], case: str, seed: int
         text = (
             skills.render_student(problem) if pair is None else skills.render_teacher(pair, problem)
         )
-        prompts.append(rollout.chat_ids(tokenizer, text, thinking=True))
+        prompts.append(rollout.chat_ids(tokenizer, text, thinking="bare"))
     sampling = rollout.Sampling(1.0, 0.95, 0, 96)
     for at in range(0, len(prompts), 200):
         part = range(at, min(at + 200, len(prompts)))
@@ -418,7 +418,7 @@ def fates_of_replies(model, tokenizer, count: int, seed: int = 0) -> dict[str, d
         sampling, out = rollout.Sampling(0, max_new_tokens=640), []
         for at in range(0, count, 50):
             part = [
-                rollout.chat_ids(tokenizer, text, thinking=False)
+                rollout.chat_ids(tokenizer, text, thinking="closed")
                 for _, text, _ in asked[at : at + 50]
             ]
             out += rollout.generate(model, tokenizer, part, sampling, [0] * len(part))

@@ -2,43 +2,44 @@
 
     python research/house/measure.py OLD_TREE .
 
-OLD_TREE is a clone at an earlier commit. An import counts once for each pair of files, wherever it
-stands; the command in skills.py's `main` may import a program and does not count.
+OLD_TREE is a clone at an earlier commit. An import counts once for each pair of files of the root
+and of lib/, wherever it stands.
 """
 
 import argparse
 import ast
 import pathlib
+from collections.abc import Iterable, Sequence
 
 
 def imported(tree: ast.AST, names: set[str]) -> set[str]:
-    """The files of `names` that a source imports anywhere but in a function `main`."""
-    hits = set()
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == "main":
-            continue
+    """The modules of `names`, such as "sgsd" or "lib.config", that a source imports."""
+    mentioned = set()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            hits |= {alias.name.split(".")[0] for alias in node.names}
+            mentioned |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            hits.add(node.module.split(".")[0])
-        hits |= imported(node, names)
-    return hits & names
+            mentioned.add(node.module)
+            mentioned |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return mentioned & names
 
 
-def lines_of(paths) -> int:
+def lines_of(paths: Iterable[pathlib.Path]) -> int:
     return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
 
 
-def words_of(paths) -> int:
+def words_of(paths: Iterable[pathlib.Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").split()) for path in paths)
 
 
 def deepest(graph: dict[str, set[str]]) -> int:
-    """The number of floors: the longest chain of imports."""
+    """The number of floors: the longest chain of imports; 0 where imports form a circle."""
     floors: dict[str, int] = {}
     left = dict(graph)
     while left:
         ready = [name for name in left if all(other in floors for other in left[name])]
+        if not ready:
+            return 0
         for name in ready:
             floors[name] = 1 + max((floors[other] for other in left.pop(name)), default=0)
     return max(floors.values())
@@ -46,19 +47,23 @@ def deepest(graph: dict[str, set[str]]) -> int:
 
 def measure(root: pathlib.Path) -> dict[str, int]:
     """The counts of one tree."""
-    files = sorted(root.glob("*.py"))
-    names = {path.stem for path in files}
+    top, lib = sorted(root.glob("*.py")), sorted(root.glob("lib/*.py"))
+    modules = {path.stem: path for path in top}
+    modules |= {f"lib.{path.stem}": path for path in lib}
     graph = {}
-    for path in files:
-        graph[path.stem] = imported(ast.parse(path.read_text()), names) - {path.stem}
+    for name, path in modules.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        graph[name] = imported(tree, {*modules}) - {name}
     scripts = [*root.glob("experiments/*.py"), *root.glob("research/**/*.py")]
     pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("tiny/**/*.md")]
     results = [*root.glob("results/*.md"), *root.glob("research/**/*.md")]
     return {
-        "files at the root": len(files),
-        "imports among them": sum(map(len, graph.values())),
-        "floors": deepest(graph),
-        "lines at the root": lines_of(files),
+        "files at the root": len(top),
+        "files of lib": len(lib),
+        "imports among both": sum(map(len, graph.values())),
+        "floors (0: a circle)": deepest(graph),
+        "lines at the root": lines_of(top),
+        "lines of lib": lines_of(lib),
         "lines of extras": lines_of(root.glob("extras/*.py")),
         "lines of tests": lines_of(root.glob("tests/**/*.py")),
         "lines of scripts": lines_of(scripts),
@@ -68,10 +73,10 @@ def measure(root: pathlib.Path) -> dict[str, int]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("trees", nargs="+", type=pathlib.Path)
-    trees = parser.parse_args().trees
+    trees = parser.parse_args(argv).trees
     columns = [measure(tree) for tree in trees]
     print(f"| | {' | '.join(tree.resolve().name for tree in trees)} |")
     print("|---" * (1 + len(trees)) + "|")

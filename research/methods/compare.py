@@ -2,7 +2,7 @@
 
     python research/methods/compare.py --show    the table of this folder's page; nothing is trained
     python research/methods/compare.py --show FILE.json    all tables of a finished comparison
-    python research/methods/compare.py --world lock     makes table.md, .json and .png
+    python research/methods/compare.py --world lock     the harder world: table.md, .json, .png
     python research/methods/compare.py --world tiny     the same in the first world, the default
     python research/methods/compare.py --world lock --methods sgsd grpo    these rows alone
     python research/methods/compare.py --world lock_long --seeds 3    three methods, 180 steps
@@ -117,7 +117,7 @@ class World:
     methods: tuple[str, ...] = tuple(name for name in PAPER if name not in BY_HAND)
 
 
-TINY_FLAGS = "--preset tiny --eval-data= "
+TINY_FLAGS = "--preset tiny"
 WORLDS = {
     "tiny": World(
         folder=f"{TINY}",
@@ -136,9 +136,9 @@ WORLDS = {
         skills=3,
     ),
     "lock": World(
-        folder=f"{TINY}/lock",
+        folder=f"{TINY}/harder",
         encoder=f"{TINY}/harder/encoder",
-        flags=TINY_FLAGS + "--cold-start 320 --cold-start-tokens 160",
+        flags=TINY_FLAGS + " --cold-start 320 --cold-start-tokens 160",
         points=(5, 10, 20, 40, 60),
         trial=60,
         rates=(3e-4, 1e-3, 3e-3),
@@ -186,11 +186,12 @@ def call(program: Callable[[list[str]], object], flags: str, **paths: object) ->
         raise RuntimeError(f"{program.__module__} {argv} ended with {code}; see its log.txt")
 
 
-def make_bank(job: Job, w: World, bank: pathlib.Path) -> None:
+def make_bank(seed: int, w: World, out: pathlib.Path, bank: pathlib.Path) -> None:
+    """The world's model writes a bank: a run without steps in `out`. Goes on with a killed one."""
     import sgsd
 
-    flags = f"{w.flags} --max-new-tokens {w.tokens} --seed {job['seed']}"
-    call(sgsd.write_bank, flags, **places(w), encoder=w.encoder, out=bank)
+    call(sgsd.main, f"{w.flags} --steps 0 --seed {seed}", **places(w), encoder=w.encoder, out=out)
+    shutil.copy(out / "bank" / "bank.json", bank)
 
 
 def places(w: World) -> dict[str, object]:
@@ -218,15 +219,15 @@ def forward_tokens() -> Iterator[list[int]]:
     """Counts the tokens of each forward pass outside decoding, by a hook on the embeddings."""
     import torch
 
-    found: list[int] = []
+    counts: list[int] = []
 
     def count(module: torch.nn.Module, inputs: tuple) -> None:
         if isinstance(module, torch.nn.Embedding) and not torch.is_inference_mode_enabled():
-            found.append(inputs[0].numel())
+            counts.append(inputs[0].numel())
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(count)
     try:
-        yield found
+        yield counts
     finally:
         handle.remove()
 
@@ -236,36 +237,38 @@ def points_of(job: Job, w: World) -> tuple[int, ...]:
     return w.points if job["points"] else (w.trial,)
 
 
+def settings_of(job: Job, w: World) -> str:
+    """The flags of a job's training, without its paths."""
+    name, flags = job["method"], METHODS[job["method"]]
+    if "--method" not in flags:
+        flags += f" --evolve-every {w.other if name == 'sgsd, other bank' else w.evolve}"
+    batch = w.grpo_batch if name.startswith("grpo") else w.batch
+    points = points_of(job, w)
+    flags += f" --batch-size {batch} --max-new-tokens {w.tokens} --steps {points[-1]}"
+    flags += f" --checkpoint-every {points[0]} --audit-every 0"
+    return f"{w.flags} {flags} --seed {job['seed']} --learning-rate {job['rate']}"
+
+
 def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     """What a training run cost; its checkpoints are in `out`. Goes on with a run that is there."""
     import sgsd
     from extras import baselines
     from lib import files
 
-    name, flags = job["method"], METHODS[job["method"]]
-    paths = {**places(w), "out": out}
+    name, points = job["method"], points_of(job, w)
+    steps = points[-1]
+    paths: dict[str, object] = {**places(w), "out": out}
     if name.split(",")[0] not in ("grpo", "opsd"):
         paths |= {"bank": bank, "encoder": w.encoder}
-    if "--method" not in flags:
-        flags += f" --evolve-every {w.other if name == 'sgsd, other bank' else w.evolve}"
-    batch = w.grpo_batch if name.startswith("grpo") else w.batch
-    points = points_of(job, w)
-    steps = points[-1]
-    flags += f" --batch-size {batch} --max-new-tokens {w.tokens} --steps {steps}"
-    flags += f" --checkpoint-every {points[0]} --audit-every 0"
-    flags += f" --seed {job['seed']} --learning-rate {job['rate']}"
-    flags = f"{w.flags} {flags}"
-    last = max(out.glob("checkpoints/step_*"), default=None)
-    made = int(last.name[5:]) if last else 0
     cost = out / "cost.json"
     if not cost.exists():  # else a kill came after the training
-        if 0 < made < steps:
-            flags, paths = "", {"resume": out}
-        else:
+        made = max(files.by_step(out / "checkpoints"), default=0)
+        if made == steps:  # killed before its tokens were written down
             made = 0
-            shutil.rmtree(out, ignore_errors=True)
+            shutil.rmtree(out)
         with forward_tokens() as forward:
-            call(sgsd.main if name.startswith("sgsd") else baselines.main, flags, **paths)
+            program = sgsd.main if name.startswith("sgsd") else baselines.main
+            call(program, settings_of(job, w), **paths)
         each = sum(forward) / (steps - made)  # a step's mean, of those that were watched
         files.write_json(cost, {"forward_tokens": round(each * steps)})
     seconds = 0.0
@@ -298,7 +301,7 @@ def do_job(job: Job, w: World, folder: pathlib.Path, work: pathlib.Path) -> dict
     bank = work / f"bank_{job.get('share', 'made')}_{job['seed']}.json"
     out = folder / "run"
     if job["kind"] == "bank":
-        make_bank(job, w, bank)
+        make_bank(job["seed"], w, out, bank)
         return {"bank": json.loads(bank.read_text())}
     if "share" in job and not bank.exists():
         make_misleading_bank(job, bank)

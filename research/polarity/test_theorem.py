@@ -1,5 +1,7 @@
 """What a support can be: the claims of docs/polarity.md on toy worlds, enumerated and not sampled.
 
+    python -m pytest research/polarity
+
 A world is a student and a teacher over a small vocabulary, each with a distribution of its own
 after every prefix. Every sequence is listed with its probability, so that a probability here is a
 sum, and the only error is that of float64.
@@ -7,10 +9,13 @@ sum, and the only error is that of float64.
 
 import itertools
 import math
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import pytest
 import torch
-from conftest import t
 
 import sgsd
 
@@ -21,6 +26,10 @@ PLACE = {prefix: i for i, prefix in enumerate(PREFIXES)}
 AT_NT = torch.tensor([[PLACE[y[:i]] for i in range(LENGTH)] for y in SEQUENCES])
 TOKEN_NT = torch.tensor(SEQUENCES)
 EPS_A = (0.0, 0.02, 0.1, 0.3, 0.7)
+
+
+def t(x):
+    return torch.tensor(x, dtype=torch.float64)
 
 
 def speaker(seed, sharpness=1.0):

@@ -59,7 +59,7 @@ GPU = Size(
     },
     rates=("1e-5", "3e-5", "1e-4"),
     settings="--max-new-tokens 400 --lora-rank 32 --lora-alpha 64 --rollout-rows 64"
-    " --evolve-every 0 --eval-data= --audit-every 0",
+    " --evolve-every 0 --audit-every 0",
     evaluation="--max-new-tokens 400 --samples 4 --rows 128",
     steps=100,
     points=(1.0,),
@@ -74,7 +74,7 @@ CPU = Size(
     },
     rates=("1e-4",),
     settings="--max-new-tokens 400 --lora-rank 16 --lora-alpha 32 --rollout-rows 8"
-    " --evolve-every 0 --eval-data= --audit-every 10",
+    " --evolve-every 0 --audit-every 10",
     evaluation="--max-new-tokens 400 --samples 2 --rows 64",
     steps=20,
     points=(0.5, 1.0),
@@ -178,8 +178,6 @@ def training(folder: pathlib.Path, size: Size) -> dict[str, tuple[pathlib.Path, 
             out = folder / "runs" / name
             command = f"{program} --{flags} {size.settings} {data} --out {here}/runs/{name}"
             command += f" --steps {size.steps} --checkpoint-every {every} --learning-rate {rate}"
-            if (out / "config.json").exists():
-                command = f"{program} --resume {here}/runs/{name} --steps {size.steps}"
             runs[name] = out / "checkpoints" / f"step_{size.steps:06d}", command
     return runs
 

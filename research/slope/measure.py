@@ -4,6 +4,7 @@
     python research/slope/measure.py --world tiny --minutes 60    the same in the first world
     python research/slope/measure.py --world lock --table         the tables and figures
     python research/slope/measure.py --picture slope.png          both worlds (needs matplotlib)
+    python research/slope/measure.py --world tiny --rehearse      all of it in small, in --work
 
 Twelve banks per world: the model's own from seeds 5 to 9; hand-written ones with a true mistake for
 every family and a skill that misleads for 0, 25, 50, 75 and 100% of them; and two with all words in
@@ -14,10 +15,12 @@ then trains with each bank for 60 steps and evaluates after 5, 20 and 60 on the 
 makes a pilot with each bank: 5 steps, and solutions of validation problems, as many rollouts
 together as the probe has. All three have seeds of their own. Each finished job is one line, so the
 same command goes on after a kill. One process, one thread. predictions.md was written before.
+--rehearse takes two banks, two steps and few rollouts, and leaves the kept files alone.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -43,29 +46,45 @@ from research.methods.compare import (
     World,
     arguments,
     call,
+    make_bank,
     make_misleading_bank,
     places,
     scores_of,
 )
 
-OWN, SHARES, ROUNDS = range(5, 10), (0, 25, 50, 75, 100), 3
+OWN, SHARES = range(5, 10), (0, 25, 50, 75, 100)
 BANKS = [f"own-{seed}" for seed in OWN] + [f"hand-{share}" for share in SHARES]
 BANKS += ["shuffled-own-5", "shuffled-hand-0"]
-PROBLEMS, SAMPLES = 80, 4  # of a probe
-POINTS, PILOT = (5, 20, 60), 5  # steps
+POINTS = (5, 20, 60)  # steps
 RATE = 1e-3
 Job = dict[str, Any]
 
 
-def jobs_of() -> list[Job]:
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    banks: tuple[str, ...] = tuple(BANKS)
+    rounds: int = 3
+    problems: int = 80  # of a probe
+    samples: int = 4  # of each
+    points: tuple[int, ...] = POINTS  # steps after which a run is evaluated
+    pilot: int = 5  # steps
+
+
+FULL = Plan()
+SMALL = Plan(("own-5", "shuffled-own-5"), rounds=1, problems=8, samples=2, points=(1, 2), pilot=1)
+
+
+def jobs_of(plan: Plan) -> list[Job]:
     """All jobs in order; whatever is done when time is up makes a table."""
-    jobs: list[Job] = [{"kind": "bank", "bank": name} for name in BANKS]
+    jobs: list[Job] = [{"kind": "bank", "bank": name} for name in plan.banks]
     jobs.append({"kind": "base"})
-    for turn in range(ROUNDS):
+    for turn in range(plan.rounds):
         jobs.append({"kind": "slopes", "seed": 40 + turn})
-        for name in BANKS:
+        for name in plan.banks:
             jobs.append({"kind": "train", "bank": name, "seed": 20 + turn})
-        for name in BANKS:
+        for name in plan.banks:
             jobs.append({"kind": "pilot", "bank": name, "seed": 30 + turn})
     return jobs
 
@@ -90,14 +109,13 @@ def shuffled(bank, seed: int):
     return SkillBank(lists["general_skills"], lists["common_mistakes"], metadata)
 
 
-def make_bank(name: str, w: World, work: pathlib.Path) -> None:
+def write_bank(name: str, w: World, work: pathlib.Path) -> None:
     import skills
 
     kind, _, number = name.rpartition("-")
     path = work / f"{name}.json"
     if kind == "own":
-        flags = f"{w.flags} --max-new-tokens {w.tokens} --seed {number}"
-        call(skills.main, flags, **places(w), encoder=w.encoder, out=path)
+        make_bank(int(number), w, work / f"{name}_run", path)
     elif kind == "hand":
         make_misleading_bank({"seed": 0, "share": int(number)}, path)
     else:
@@ -105,42 +123,39 @@ def make_bank(name: str, w: World, work: pathlib.Path) -> None:
         shuffled(whole, 0).save(path)
 
 
-def train(
-    job: Job, w: World, work: pathlib.Path, last: int, every: int = POINTS[0]
-) -> pathlib.Path:
-    """A run of SGSD over the first `last` of 60 steps; its folder. Goes on with a killed one.
+def train(job: Job, w: World, work: pathlib.Path, plan: Plan, last: int) -> pathlib.Path:
+    """A run of SGSD over the first `last` of its planned steps; its folder.
 
-    every: steps between its checkpoints.
+    Goes on with a killed one.
     """
     import sgsd
     from lib import config
+    from lib.run import Run
+    from skills import SkillBank
 
     out = work / "now"
     if (out / "job.json").exists() and json.loads((out / "job.json").read_text()) != job:
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "job.json").write_text(json.dumps(job))
-    run = out / "run"
+    run, steps = out / "run", plan.points[-1]
+    end = run / "checkpoints" / f"step_{last:06d}"
+    if end.exists():
+        return run
     flags = f"{w.flags} --batch-size {w.batch} --max-new-tokens {w.tokens} --evolve-every 0"
-    flags += f" --steps {POINTS[-1]} --checkpoint-every {every} --audit-every 0"
+    flags += f" --steps {steps} --checkpoint-every {plan.points[0]} --audit-every 0"
     flags += f" --seed {job['seed']} --learning-rate {RATE}"
     bank = work / f"{job['bank']}.json"
     argv = arguments(flags, **places(w), encoder=w.encoder, bank=bank, out=run)
-    if list(run.glob("checkpoints/step_*")):
-        argv = ["--resume", str(run)]
-    else:
-        shutil.rmtree(run, ignore_errors=True)
 
-    def step_fn(run_: Any, step: int) -> sgsd.StepResult:
-        result = sgsd.train_step(run_, step)
-        if step == last < POINTS[-1]:
-            run_.signalled = time.monotonic()  # a pilot stops here, with the plan's own rates
+    def step_fn(opened: Run, step: int) -> tuple[list[dict], float]:
+        result = sgsd.train_step(opened, step)
+        if step == last < steps:
+            opened.signalled = time.monotonic()  # a pilot stops here, with the plan's own rates
         return result
 
-    end = run / f"checkpoints/step_{last:06d}"
-    if not end.exists():
-        cfg, resume = config.parse(argv, "")
-        sgsd.launch(cfg, resume, step_fn)
+    with Run.open(config.parse(argv, "", config.Config), SkillBank.load) as opened:
+        sgsd.train(opened, step_fn)
     if not end.exists():
         raise RuntimeError("stopped by a signal; the same command goes on")
     return run
@@ -159,57 +174,64 @@ def mean_score(samples: pathlib.Path) -> float:
     return statistics.mean(scores_of(samples).values())
 
 
-def test_accuracy(w: World, run: pathlib.Path, seed: int) -> dict[str, float]:
-    """By step: a run's accuracy on the test problems after each of POINTS."""
-    names = [f"step_{step:06d}" for step in POINTS]
+def test_accuracy(w: World, run: pathlib.Path, seed: int, plan: Plan) -> dict[str, float]:
+    """By step: a run's accuracy on the test problems after each of the plan's points."""
+    names = [f"step_{step:06d}" for step in plan.points]
     policies = [str(run / "checkpoints" / name) for name in names]
     evaluate(w, policies, pathlib.Path(w.folder, "test.jsonl"), w.samples, seed)
     scores = [mean_score(run / "eval" / name / "samples.jsonl") for name in names]
-    return dict(zip(map(str, POINTS), scores))
+    return dict(zip(map(str, plan.points), scores))
 
 
-def do_job(job: Job, w: World, work: pathlib.Path) -> dict[str, Any]:
-    """What a job found."""
-    test = pathlib.Path(w.folder, "test.jsonl")
+def do_job(job: Job, w: World, work: pathlib.Path, plan: Plan) -> dict[str, Any]:
+    """A job's result."""
     if job["kind"] == "bank":
-        make_bank(job["bank"], w, work)
+        write_bank(job["bank"], w, work)
         return {"content": json.loads((work / f"{job['bank']}.json").read_text())}
     if job["kind"] == "base":
         shutil.rmtree(work / "base", ignore_errors=True)
+        test = pathlib.Path(w.folder, "test.jsonl")
         evaluate(w, [f"{w.folder}/model"], test, w.samples, 20, out=work / "base")
         (log,) = work.glob("base/*/samples.jsonl")
         return {"accuracy": mean_score(log)}
     if job["kind"] == "slopes":
-        return slopes(job, w, work)
+        return slopes(job, w, work, plan)
     if job["kind"] == "train":
-        run = train(job, w, work, POINTS[-1])
-        return {"accuracy": test_accuracy(w, run, job["seed"])}
-    left = PROBLEMS * SAMPLES - PILOT * w.batch  # rollouts that are left for the evaluation
+        run = train(job, w, work, plan, plan.points[-1])
+        return {"accuracy": test_accuracy(w, run, job["seed"], plan)}
+    return pilot(job, w, work, plan)
+
+
+def pilot(job: Job, w: World, work: pathlib.Path, plan: Plan) -> dict[str, Any]:
+    """The accuracy after the first steps, by the rollouts that these leave of a probe's."""
+    trained = plan.pilot * w.batch
+    left = max(2, plan.problems * plan.samples - trained)
     lines = pathlib.Path(w.folder, "valid.jsonl").read_text().splitlines()[: left // 2]
     problems = work / "pilot.jsonl"
     problems.write_text("\n".join(lines) + "\n")
-    run = train(job, w, work, PILOT)
-    evaluate(w, [str(run / f"checkpoints/step_{PILOT:06d}")], problems, 2, job["seed"])
-    log = run / f"eval/step_{PILOT:06d}/samples.jsonl"
-    return {"accuracy": mean_score(log), "rollouts": PILOT * w.batch + 2 * len(lines)}
+    run = train(job, w, work, plan, plan.pilot)
+    name = f"step_{plan.pilot:06d}"
+    evaluate(w, [str(run / "checkpoints" / name)], problems, 2, job["seed"])
+    log = run / "eval" / name / "samples.jsonl"
+    return {"accuracy": mean_score(log), "rollouts": trained + 2 * len(lines)}
 
 
-def slopes(job: Job, w: World, work: pathlib.Path) -> dict[str, Any]:
+def slopes(job: Job, w: World, work: pathlib.Path, plan: Plan) -> dict[str, Any]:
     """The probe's numbers for all banks, from one set of rollouts."""
     from extras import probe
 
     flags = f"{w.flags} --batch-size {w.batch} --max-new-tokens {w.tokens}"
-    flags += f" --problems {PROBLEMS} --samples {SAMPLES} --seed {job['seed']}"
+    flags += f" --problems {plan.problems} --samples {plan.samples} --seed {job['seed']}"
     flags += f" --learning-rate {RATE}"
-    bank = work / f"{BANKS[0]}.json"
-    argv = arguments(flags, **places(w), encoder=w.encoder, bank=bank)
-    for name in BANKS[1:]:
+    first, *others = plan.banks
+    argv = arguments(flags, **places(w), encoder=w.encoder, bank=work / f"{first}.json")
+    for name in others:
         argv += ["--try", f"--bank {work}/{name}.json"]
     out = work / "probe.json"
     if probe.main([*argv, "--out", str(out)]):
         raise RuntimeError("the probe did not end")
     numbers = json.loads(out.read_text())
-    rows = dict(zip(["grpo", *BANKS], numbers.pop("rows")))
+    rows = dict(zip(["grpo", *plan.banks], numbers.pop("rows")))
     for row in rows.values():
         del row["flags"]  # they have this machine's paths
     return numbers | {"slopes": rows}
@@ -380,31 +402,37 @@ def picture(path: str) -> None:
     figure.savefig(path, dpi=80)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--world", choices=("lock", "tiny"), default="lock")
     parser.add_argument("--minutes", type=float, default=60, help="begin no job after so many")
     parser.add_argument("--work", default="runs/slope", help="banks, and the job under way")
     parser.add_argument("--table", action="store_true", help="only print what is there")
     parser.add_argument("--picture", metavar="FILE", help="only draw both worlds")
-    args = parser.parse_args()
+    parser.add_argument("--rehearse", action="store_true", help="in small, into --work alone")
+    args = parser.parse_args(argv)
     from lib import files
 
     if args.picture:
         picture(args.picture)
         return
+    work = pathlib.Path(args.work, args.world).absolute()
     w, out, began = WORLDS[args.world], HERE / f"{args.world}.jsonl", time.monotonic()
-    rows = list(files.read_jsonl(out))
     if args.table:
+        rows = list(files.read_jsonl(out))
         print("\n".join([*table(rows), "", *facts(rows)]))
         return
-    work = pathlib.Path(args.work, args.world).absolute()
+    plan = FULL
+    if args.rehearse:
+        plan, out = SMALL, work / "rehearsal.jsonl"
+        w = dataclasses.replace(w, batch=2, samples=1)
+    rows = list(files.read_jsonl(out))
     work.mkdir(parents=True, exist_ok=True)
     for row in rows:
         if row["kind"] == "bank":
             (work / f"{row['bank']}.json").write_text(json.dumps(row["content"]))
     done = [{k: row[k] for k in ("kind", "bank", "seed") if k in row} for row in rows]
-    for job in jobs_of():
+    for job in jobs_of(plan):
         if job in done:
             continue
         if time.monotonic() - began > 60 * args.minutes:
@@ -414,7 +442,7 @@ def main() -> None:
         with open(work / "log.txt", "a") as log, contextlib.redirect_stdout(log):
             with contextlib.redirect_stderr(log):
                 started = time.process_time()
-                result = do_job(job, w, work)
+                result = do_job(job, w, work, plan)
         result["cpu_seconds"] = round(time.process_time() - started)
         files.append_jsonl(out, [job | result])
 

@@ -50,7 +50,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from transformers.utils import logging
 
-import distributed
 import rollout
 import scoring
 import sgsd
@@ -58,7 +57,7 @@ import skills
 from extras.baselines import GRPO
 from lib import config, files
 from lib import model as models
-from lib.problems import Problem
+from lib.run import Run
 from lib.verify import Verifier
 from research.markdown_table import head_of, row_of
 
@@ -313,6 +312,8 @@ QWEN3 = {
 }
 PLAIN, GUIDED = 200, 400  # tokens of a student's and a teacher's prompt: the paper doesn't say
 GPUS, CARD = 8, 80e9  # §4.1; bytes of a GPU
+EVAL_TOKENS = config.EvalConfig.max_new_tokens
+GPU_SLICE = 1 << 27  # numbers in a slice of logits (scoring.py)
 # Tokens of an extraction's prompt, counted once with Qwen3's tokenizer; and of the merges of
 # Qwen3-1.7B's candidates when nothing merges, as research/banks/bank_scale.py counts them: replies,
 # mean tokens of prompt and reply, decoding steps.
@@ -348,7 +349,7 @@ def paper_costs(c: Counts, card: float = CARD) -> dict[str, tuple[float, float]]
     cfg = config.Config()
     x, T, rows = PLAIN, cfg.max_new_tokens, cfg.batch_size / GPUS
     samples = 12 * 90 / GPUS  # three sets of 30
-    rounds = math.ceil(samples / eval_rows(c, cfg.eval_tokens, card))
+    rounds = math.ceil(samples / eval_rows(c, EVAL_TOKENS, card))
     teachers = rows * cfg.num_teachers * c.forward(GUIDED + T, T)
     long, seeds = cfg.cold_start_tokens, cfg.cold_start / GPUS
     turns = math.ceil(seeds / eval_rows(c, long, card))
@@ -360,7 +361,7 @@ def paper_costs(c: Counts, card: float = CARD) -> dict[str, tuple[float, float]]
         "teachers": (teachers, rows * c.weights),
         "student, forward": (rows * c.forward(x + T, T), c.weights),
         "student, backward": (rows * c.backward(x + T, T), 2 * c.weights),
-        "an evaluation": c.decoding(x, cfg.eval_tokens, samples, rounds * cfg.eval_tokens),
+        "an evaluation": c.decoding(x, EVAL_TOKENS, samples, rounds * EVAL_TOKENS),
         "cold start, solving": c.decoding(x, long, seeds, turns * long),
         "cold start, extracting": c.decoding(MEMORY, reply, seeds, math.ceil(seeds / 16) * reply),
         "cold start, merging": c.decoding(*MERGE, MERGES / GPUS, MERGE_STEPS),
@@ -451,7 +452,7 @@ def plain(parts: Iterable[Part], n: float = 1) -> list[tuple[Part, str]]:
 def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
     """The parts of the paper's run on one of 8 GPUs, then small ones on one GPU; notes on each."""
     cfg, costs = config.Config(), paper_costs(c, card.memory)
-    rows, long = eval_rows(c, cfg.eval_tokens, card.memory), cfg.cold_start_tokens
+    rows, long = eval_rows(c, EVAL_TOKENS, card.memory), cfg.cold_start_tokens
     seeds, window = cfg.cold_start / GPUS, cfg.evolve_every * cfg.batch_size / GPUS
     onlines, policies = cfg.steps // cfg.evolve_every, 1 + cfg.steps // cfg.checkpoint_every
     solving = Part("solving", *costs["cold start, solving"], math.ceil(seeds / rows) * long)
@@ -460,7 +461,7 @@ def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
     merging = Part("merging", *costs["cold start, merging"], MERGE_STEPS)
     turns = math.ceil(window / 16) * cfg.reply_tokens
     evolving = Part("extracting", *costs["an evolution of the bank, extracting"], turns)
-    whole = decoded(c, "decoding", PLAIN, 12 * 90 / GPUS, cfg.eval_tokens, rows)
+    whole = decoded(c, "decoding", PLAIN, 12 * 90 / GPUS, EVAL_TOKENS, rows)
     small, skilled = (decoded(c, name, n, 200, 4096, 16) for name, n in SMALL.items())
     T, grpo_T = cfg.max_new_tokens, GRPO["max_new_tokens"]
     at_a_time, few = f"{rows} rows at a time", "up to 4,096 tokens, 16 rows at a time"
@@ -541,7 +542,7 @@ def cost(args: Args, s: Shape, device: torch.device) -> None:
         hours = [f"{x / 3600:,.1f} h" for x in (*seconds, onlines * online)]
         sums.append(
             f"{name}, at least: {cfg.steps} steps {hours[0]}; {evaluations} evaluations "
-            f"{hours[1]}, {eval_rows(c, cfg.eval_tokens)} samples at a time; the first bank "
+            f"{hours[1]}, {eval_rows(c, EVAL_TOKENS)} samples at a time; the first bank "
             f"{hours[2]}; {onlines} evolutions of the bank {hours[3]}"
         )
     title = (
@@ -573,14 +574,8 @@ def replicated(model, prompts, ids, keep):
 
 def scoring_model(s: Shape, device: torch.device, checkpointed: bool = False) -> Any:
     """With adapters as a run has them, which do something."""
-    model = models.with_adapters(random_model(s, device), s.rank, 2 * s.rank).train()
-    if not checkpointed:
-        causal = scoring.causal_lm(model)
-        if hasattr(causal, "activation_checkpointing_disable"):  # the name since transformers 5.20
-            causal.activation_checkpointing_disable()
-        else:
-            causal.gradient_checkpointing_disable()
-        causal.disable_input_require_grads()
+    above = 0 if checkpointed else 1 << 30  # tokens of a pass
+    model = models.with_adapters(random_model(s, device), s.rank, 2 * s.rank, above)
     scoring.head_is_sliced(model)
     for name, p in model.named_parameters():
         if "lora_B" in name:
@@ -606,7 +601,8 @@ def score_once(model, layout: str, T: int, teachers: int = K, score_tokens: int 
             logpT_KT = replicated(model, contexts, ids, keep)
         logpS = replicated(model, [student] * teachers, ids, keep)
     mask_T, rho_K = torch.ones(T, device=model.device), torch.ones(teachers, device=model.device)
-    loss = sgsd.sgsd_loss(logpT_KT - logpS, mask_T, rho_K / teachers, rho_K, 1.0)
+    lbar_K = sgsd.teacher_losses(logpT_KT - logpS, mask_T, 1.0)
+    loss = sgsd.sgsd_loss(lbar_K, rho_K / teachers, rho_K)
     loss.backward()
     model.zero_grad(set_to_none=True)
     return float(loss.detach())
@@ -796,18 +792,20 @@ def write_inputs(folder: pathlib.Path, s: Shape, device: torch.device, answers: 
 
 
 def least_seconds(
-    run: sgsd.Run, rows: list[dict], c: Counts, copied: float, multiplied: float
+    run: Run, rows: list[dict], c: Counts, copied: float, multiplied: float
 ) -> dict[str, float]:
     """What the steps of these rollouts take at least, by part."""
     least = {"rollout": 0.0, "scoring": 0.0, "backward": 0.0}
     longest: dict[int, int] = {}
+    by_id = {problem.id: problem for problem in run.problems}
     for row in rows:
         x, new = len(row["prompt_ids"]), len(row["completion_ids"])
         longest[row["step"]] = max(new, longest.get(row["step"], 0))
         least["rollout"] += c.decoding(x, new, 1, 0)[1] / copied
         least["backward"] += (c.forward(x + new, new) + c.backward(x + new, new)) / multiplied
-        problem = Problem(row["problem_id"], row["problem"], row["gold"])
-        for context in sgsd.teacher_prompts(run, problem, run.retrieve(problem, 1)):
+        x_of_row = by_id[row["problem_id"]]
+        pairs_K = run.bank.retrieve(x_of_row.problem, run.cfg.num_teachers, run.embed)
+        for context in sgsd.prompts(run, x_of_row, pairs_K)[1]:
             least["scoring"] += c.forward(len(context) + new, new) / multiplied
     least["rollout"] += sum(longest.values()) * c.weights / copied
     return least
@@ -817,20 +815,19 @@ def step(args: Args, s: Shape, device: torch.device) -> None:
     copied, multiplied = rates(device)
     ends, laps, verifier = [], [], LatexVerifier()
 
-    def timed(run: sgsd.Run, step: int) -> sgsd.StepResult:
+    def timed(run: Run, step: int) -> tuple[list[dict], float]:
         result = sgsd.train_step(run, step)
         ends.append(time.perf_counter())
-        laps.append({**result[2], "verification": verifier.seconds})
+        laps.append({**run.clock.seconds, "verification": verifier.seconds})
         verifier.seconds = 0.0
         return result
 
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(sys.stderr):
         golds = [gold for gold, _ in latex_pairs(64)]
         cfg = config.Config(**write_inputs(pathlib.Path(name), s, device, golds))
-        with contextlib.ExitStack() as held:
-            run = sgsd.prepare(cfg, distributed.init(cfg.device), False, held)
-            run.verifier = held.enter_context(verifier)
-            sgsd.train(run, sgsd.begin(run, False), timed)
+        with Run.open(cfg, skills.SkillBank.load) as run, verifier:
+            run.verifier = verifier
+            sgsd.train(run, timed)
         rows = list(files.read_jsonl(run.out / "rollouts.jsonl"))
         later = [row for row in rows if row["step"] > 1]  # the first step warms up
         c = counts(s, s.decode_vocab, device)
@@ -928,8 +925,7 @@ def qwen3_8b() -> dict[str, float]:
         "adapters, their gradients, AdamW's two moments, fp32": 4 * 4 * c.adapters,
         f"checkpointed hidden states of {tokens} tokens": 2 * c.layers * D * tokens,
         f"one layer's activations, {tokens} tokens": layer * tokens,
-        "head: its weight in fp32, and the logits of a slice": 4
-        * (VOCAB * D + scoring.SLICE_LOGITS["cuda"]),
+        "head: its weight in fp32, and the logits of a slice": 4 * (VOCAB * D + GPU_SLICE),
         "encoder, 0.6 billion weights, fp32": 4 * 0.6e9,
         f"cache of {rows} rows, 512 + {cfg.max_new_tokens} tokens": cache,
         "sampling: logits of the rows, fp64 and temporaries": 5 * 8 * rows * VOCAB,
@@ -950,7 +946,7 @@ def rank_seconds(args: Args) -> dict[int, float]:
             settings = write_inputs(pathlib.Path(name), few, torch.device("cpu"), golds)
             settings["batch_size"] *= ranks
             flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
-            program = [f"--nproc_per_node={ranks}", str(ROOT / "sgsd.py"), "--eval-data="]
+            program = [f"--nproc_per_node={ranks}", str(ROOT / "sgsd.py")]
             run = [sys.executable, *launch, *program, *flags]
             subprocess.run(run, check=True, env=env, stdout=subprocess.DEVNULL)
             rows = files.read_jsonl(pathlib.Path(settings["out"], "metrics.jsonl"))
@@ -1039,20 +1035,25 @@ def judged(verifier: Verifier, pairs: list[tuple[str, str]]) -> tuple[float, int
 
 def verify(args: Args, s: Shape, device: torch.device) -> None:
     """How right they are is counted by research/verdict/measure.py."""
-    starts = []
+    starts, at_once, count = [], 364, 100_000
+    if args.shape == "tiny":
+        at_once, count = 28, 1000
     for _ in range(3):
         with Verifier() as v:
             starts.append(judged(v, [("1/2", "2/4")])[0])
-    latex = latex_pairs(1456)
+    latex = latex_pairs(4 * at_once)
     with Verifier() as v:
         judged(v, [("1/2", "2/4")])
-        integers, _ = judged(v, [(str(i), str(i + i % 2)) for i in range(100_000)])
-        parts = [judged(v, latex[at : at + 364]) for at in range(0, len(latex), 364)]
+        integers, _ = judged(v, [(str(i), str(i + i % 2)) for i in range(count)])
+        parts = [judged(v, latex[at : at + at_once]) for at in range(0, len(latex), at_once)]
     equal = sum(right for _, right in parts)
     lines = [
         ("start to first verdict, best of 3", f"{min(starts):.2f} s"),
-        ("plain integers", f"{100_000 / integers:,.0f} per second"),
-        ("ordinary LaTeX, best of 4 times 364", f"{364 / min(parts)[0]:,.0f} per second"),
+        ("plain integers", f"{count / integers:,.0f} per second"),
+        (
+            f"ordinary LaTeX, best of 4 times {at_once}",
+            f"{at_once / min(parts)[0]:,.0f} per second",
+        ),
         ("ordinary LaTeX: called equal (half are)", f"{equal} of {len(latex)}"),
     ]
     table("verify: one worker, pairs not seen before", device, "what | measured", lines)

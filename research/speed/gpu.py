@@ -26,17 +26,23 @@ RUNS = {"bf16": ("bfloat16", 30), "fp32": ("float32", 5), "fp32_again": ("float3
 
 def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
     """Each step's command."""
-    found = {"tests": ["-m", "pytest", "-q", "tests/robustness/test_device.py"]}
+    in_small = device == "cpu"
+    steps_of = {"tests": ["-m", "pytest", "-q", "tests/life/test_device.py"]}
     for name, (dtype, steps) in RUNS.items():
         run = ["sgsd.py", "--preset", "tiny", "--device", device, "--dtype", dtype]
-        run += ["--steps", str(steps if device == "cuda" else 2), "--out", f"{out}/{name}"]
-        found[name] = run if name == "bf16" else [*run, "--eval-data="]
+        run += ["--steps", str(2 if in_small else steps), "--out", f"{out}/{name}"]
+        if in_small:  # without a cold start
+            run += ["--bank", "banks/word_problems.json", "--batch-size", "4"]
+        steps_of[name] = run
+    evaluation = ["eval.py", "tiny/model", f"{out}/bf16", "--data", "tiny/test.jsonl"]
+    evaluation += ["--samples", "4", "--max-new-tokens", "96", "--device", device]
+    steps_of["bf16_eval"] = [*evaluation, "--limit", "8"] if in_small else evaluation
     modes, how = ("score", "step", "rollout", "memory", "eval"), ["--cuda"]
-    if device == "cpu":
-        modes, how = ("score",), ["--shape", "tiny"]
+    if in_small:
+        modes, how = ("score", "step"), ["--shape", "tiny"]
     for mode in modes:
-        found[mode] = ["research/speed/bench.py", mode, *how]
-    return found
+        steps_of[mode] = ["research/speed/bench.py", mode, *how]
+    return steps_of
 
 
 def ids_of(run: pathlib.Path) -> list[list[int]]:

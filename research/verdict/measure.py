@@ -1,6 +1,6 @@
 """How verdicts fare on answers that are known to be right, wrong, or worth nothing.
 
-    python research/verdict/measure.py                    this tree's verify.py
+    python research/verdict/measure.py                    this tree's lib/verify.py
     python research/verdict/measure.py --judge OLD.py     another one: git show COMMIT:verify.py
     python research/verdict/measure.py --judge alone      math-verify with its own settings
 
@@ -18,6 +18,7 @@ import random
 import re
 import signal
 import sys
+from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SETS = {  # how many distinct references are drawn from each; of MATH those that are no integers
@@ -403,18 +404,19 @@ def judge_of(name: str):
     return module.Verifier(timeout_s=10.0)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--judge", default=str(ROOT / "verify.py"), help="a verify.py, or alone")
+    own = str(ROOT / "lib" / "verify.py")
+    parser.add_argument("--judge", default=own, help="a verify.py, or alone")
     parser.add_argument(
         "--data", default=str(ROOT.parent / "shared" / "data"), help="the data sets"
     )
     parser.add_argument("--share", type=float, default=1.0, help="of each list, to look quickly")
     parser.add_argument("--only", default="", help="lists whose name has this in it")
     parser.add_argument("--show", help="a file for every case whose verdict is wrong")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
     data = pathlib.Path(args.data)
     if not data.is_dir():

@@ -12,17 +12,20 @@ import shutil
 import subprocess
 import sys
 
-import conftest
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, make_model, make_tokenizer
 from driver import rows
+
+from lib import files
+from lib.problems import Problem
+from lib.verify import load_judge
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.M | re.S)
-COPIED = ("extras", "prompts", "banks", "tiny")
-# So that a run takes seconds: no cold start, one small step, no evaluation.
-SHORT = "--steps 1 --batch-size 4 --bank banks/word_problems.json --evolve-every 0 --eval-data="
+COPIED = ("lib", "extras", "prompts", "banks", "tiny")
+# So that a run takes seconds: no cold start, one small step.
+SHORT = "--steps 1 --batch-size 4 --bank banks/word_problems.json --evolve-every 0"
 
 
 def section(title):
@@ -30,7 +33,7 @@ def section(title):
 
 
 def copy_of_the_tree(folder):
-    for path in [*ROOT.glob("*.py"), ROOT / "eval_sets.json"]:
+    for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
     for name in COPIED:
         no_caches = shutil.ignore_patterns("__pycache__")
@@ -44,18 +47,19 @@ def apply(diff, folder, *options):
     assert done.returncode == 0, done.stderr
 
 
+def call(words, folder):
+    """What a Python process has done in the copy."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
 def run(command, folder, more=""):
     """What a command prints that must succeed. more: flags that overrule its own."""
     python, *words = shlex.split(command.replace("\\\n", " "))
     assert python == "python"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words, *shlex.split(more)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = call([*words, *shlex.split(more)], folder)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -65,14 +69,21 @@ def command_of(title):
     return block
 
 
-def follow(title, folder, more=SHORT):
-    """Write the files of a section, apply its diff, run its command; the run's folder."""
-    for name, code in re.findall(
-        r"^```python\n# (\w+\.py)\n(.*?)^```$", section(title), re.M | re.S
-    ):
+def write_files(title, folder):
+    """The files of a section, which a reader writes."""
+    blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", section(title), re.M | re.S)
+    assert blocks
+    for name, code in blocks:
         (folder / name).write_text(code)
-    for diff in re.findall(r"^```diff\n(.*?)^```$", section(title), re.M | re.S):
+
+
+def follow(title, folder, more=SHORT):
+    """Write the files of a section or apply its diff, run its command; the run's folder."""
+    diffs = re.findall(r"^```diff\n(.*?)^```$", section(title), re.M | re.S)
+    for diff in diffs:
         apply(diff, folder)
+    if not diffs:
+        write_files(title, folder)
     run(command_of(title), folder, more)
     return folder / re.search(r"--out (\S+)", command_of(title))[1]
 
@@ -173,7 +184,7 @@ def test_another_retrieval_serves_training_and_evaluation(tmp_path):
             assert [pair[place] for pair in row["pairs"]] == [id_ for _, id_ in best]
     # Base+Skill asks the same function: a bank that is asked for its entries by words.
     seen = """
-import eval, rollout, skills
+import eval, skills
 calls, by_words = [], skills.SkillBank._best_by_words
 def counted(self, key, problem, k):
     calls.append(key)
@@ -189,32 +200,26 @@ assert {*calls} == {"general_skills", "common_mistakes"}
 
 
 @pytest.mark.long
-def test_another_method_is_two_functions_and_continues(tmp_path):
+def test_another_method_is_a_step_and_continues(tmp_path):
     copy = copy_of_the_tree(tmp_path)
-    out = follow("Another method", copy, "--steps 1 --batch-size 2 --eval-data=")
-    run("python rejection.py --resume runs/rejection --steps 2", copy)
+    out = follow("Another method", copy, "--steps 1")
+    run(command_of("Another method"), copy, "--steps 2")
     rollouts = rows(out / "rollouts.jsonl")
-    assert [row["step"] for row in rollouts] == [1] * 8 + [2] * 8
-    assert [len({row["problem_id"] for row in rollouts[i : i + 4]}) for i in (0, 4, 8, 12)] == [
-        1
-    ] * 4
+    assert [row["step"] for row in rollouts] == [1] * 16 + [2] * 16
     assert not any(row["pairs"] for row in rollouts) and not (out / "bank").exists()
     assert {row["r"] for row in rollouts} == {-1, 1}
-    assert all((row["loss"] > 0) == (row["r"] > 0) for row in rollouts)
-    assert all(row["loss"] == 0 for row in rollouts if row["r"] < 0)
+    for row in rollouts:
+        assert row["loss"] > 0 if row["r"] > 0 else row["loss"] == 0
 
 
 @pytest.mark.long
 def test_another_model_family_needs_the_names_of_its_projections(tmp_path):
-    copy = copy_of_the_tree(tmp_path)
-    conftest.make_model("gpt_neox").save_pretrained(copy / "models/neox")
-    conftest.make_tokenizer().save_pretrained(copy / "models/neox")
-    words = shlex.split(command_of("Another model family"))[1:]
-    done = subprocess.run(
-        [sys.executable, *words, *SHORT.split()], cwd=copy, capture_output=True, text=True
-    )
+    copy, title = copy_of_the_tree(tmp_path), "Another model family"
+    make_model("gpt_neox").save_pretrained(copy / "models/neox")
+    make_tokenizer().save_pretrained(copy / "models/neox")
+    done = call([*shlex.split(command_of(title))[1:], *SHORT.split()], copy)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    out = follow("Another model family", copy, f"{SHORT} --max-new-tokens 8")
+    out = follow(title, copy, f"{SHORT} --max-new-tokens 8")
     assert len(rows(out / "rollouts.jsonl")) == 4
     adapter = json.loads(next(out.glob("checkpoints/*/adapter_config.json")).read_text())
     wanted = {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
@@ -229,44 +234,33 @@ NO_GYM = "reasoning_gym is not installed: pip install reasoning-gym, and this re
 def test_another_domain_is_trained_and_evaluated_end_to_end(tmp_path):
     pytest.importorskip("reasoning_gym", reason=NO_GYM)
     copy = copy_of_the_tree(tmp_path)
-    for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", section(GYM), re.M | re.S):
-        (copy / name).write_text(code)
-    output = ""
+    write_files(GYM, copy)
     for command in command_of(GYM).replace("\\\n", " ").splitlines():
-        output += run(command, copy)
-    out = copy / "runs" / "gym"
+        output = run(command, copy)
+    out, code = copy / "runs/gym", {}
     problems = {row["problem"].strip(): row for row in rows(copy / "gym_train.jsonl")}
     assert {row["task"] for row in problems.values()} == {"letter_counting", "countdown"}
     assert {row["step"] for row in rows(out / "rollouts.jsonl")} == {1, 2}
     assert all(row["problem"] in problems for row in rows(out / "rollouts.jsonl"))
-    prompts = [row["prompt"] for row in rows(out / "bank" / "replies.jsonl")]
-    assert all("math" not in prompt for prompt in prompts) and "puzzle" in prompts[0]
+    for file in (copy / "prompts").glob("*.txt"):
+        assert "math" not in file.read_text()
+        code[f"prompts/{file.name}"] = files.file_digest(file)
+    assert code.items() <= json.loads((out / "config.json").read_text())["code"].items()
     settings = json.loads((out / "eval/step_000002/settings.json").read_text())
     assert settings["verifier"].startswith("gym_domain:ReasoningGym (")
-    # The run's own evaluation, and then eval.py on the same samples.
-    assert len(rows(out / "eval/step_000002/samples.jsonl")) == 80
-    assert output.count("| step_000002 | gym_test | 20 |") == 2
+    assert len(rows(out / "eval/step_000002/samples.jsonl")) == 20 * 4
+    assert "| step_000002 | gym_test | 20 |" in output
 
 
-def test_an_expression_that_is_not_the_reference_is_right_where_its_value_is(tmp_path):
+def test_an_expression_that_is_not_the_reference_is_right_where_its_value_is(tmp_path, monkeypatch):
     """What a scorer evaluates is arithmetic and short, whatever a model writes."""
     pytest.importorskip("reasoning_gym", reason=NO_GYM)
-    code = re.search(r"^```python\n(# gym_domain\.py\n.*?)^```", section(GYM), re.M | re.S)[1]
-    (tmp_path / "gym_domain.py").write_text(code)
-    question = """
-import gym_domain, problems
-metadata = {"numbers": [6, 61, 94, 4], "target": 309}
-x = problems.Problem("0", "p", "94*4 - 61 - 6", {"task": "countdown", "metadata": metadata})
-answers = ["4*94 - (61 + 6)", "309", "9**9**9**9", "__import__('os').getcwd()", "(", "1/0"]
-cases = [(x, rf"so \\boxed{{{answer}}}") for answer in answers]
-with gym_domain.ReasoningGym() as judge:
-    print([verdict.right for verdict in judge.judge(cases)])
-"""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT), *sys.path]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", question], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout == f"{[True] + [False] * 5}\n", done.stderr
+    write_files(GYM, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    metadata = {"numbers": [6, 61, 94, 4], "target": 309}
+    x = Problem("0", "p", "94*4 - 61 - 6", {"task": "countdown", "metadata": metadata})
+    answers = ["4*94 - (61 + 6)", "309", "9**9**9**9", "__import__('os').getcwd()", "(", "1/0"]
+    cases = [(x, rf"so \boxed{{{answer}}}") for answer in answers]
+    with load_judge("gym_domain:ReasoningGym")() as judge:
+        assert [verdict.right for verdict in judge.judge(cases)] == [True] + [False] * 5

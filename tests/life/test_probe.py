@@ -1,7 +1,6 @@
 """The slope: its equations on a policy whose grad J is enumerated, then the command."""
 
 import dataclasses
-import functools
 import json
 import math
 import tempfile
@@ -12,12 +11,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_bank, same, t
+from driver import refused
+from fake_engine import serving
 from tqdm import tqdm
 
 import rollout
 import scoring
-from extras import probe
-from lib import files, model, verify
+from extras import baselines, probe
+from extras.baselines import BaselineConfig
+from lib import files, model
+
+NO_BAR = tqdm(disable=True)
 
 # ------------------------------------------------------------------------------ hand-worked numbers
 
@@ -25,9 +29,8 @@ from lib import files, model, verify
 def test_a_rollout_weighs_its_outcome_minus_the_mean_of_the_others():
     # (1 - 1/3)/4 = 1/6 for a right one, (0 - 2/3)/4 = -1/6 for a wrong one
     same(probe.contrast(t([1.0, 0.0, 0.0, 1.0])), [1 / 6, -1 / 6, -1 / 6, 1 / 6])
-    right = t([1.0, 1.0, 0.0, 0.0, 0.0])
-    others = [(right.sum() - x) / 4 for x in right]
-    same(probe.contrast(right), [(x - b) / 5 for x, b in zip(right, others)])
+    # (1 - 1/4)/5 = 3/20 and (0 - 2/4)/5 = -1/10
+    same(probe.contrast(t([1.0, 1.0, 0.0, 0.0, 0.0])), [0.15, 0.15, -0.1, -0.1, -0.1])
 
 
 def test_a_problem_without_both_outcomes_weighs_nothing():
@@ -36,12 +39,10 @@ def test_a_problem_without_both_outcomes_weighs_nothing():
 
 
 def test_each_problem_is_measured_along_the_other_halfs_direction():
-    directions = [[t([[1.0, 0.0]])], [t([[0.0, 1.0]])]]  # from problems 0 and 2; from problem 1
+    # One row of two directions; from problems 0 and 2, and from problem 1.
+    directions = [[t([[1.0, 0.0], [2.0, 0.0]])], [t([[0.0, 1.0], [0.0, 2.0]])]]
     parts = {0: t([3.0, 5.0]), 1: t([7.0, 11.0]), 2: None}
-    slopes_1N = probe.problem_slopes([[0, 2], [1]], directions, parts.__getitem__)
-    assert slopes_1N.tolist() == [[5.0, 7.0, 0.0]]
-    two_rows = [[t([[1.0, 0.0]]), t([[2.0, 0.0]])], [t([[0.0, 1.0]]), t([[0.0, 2.0]])]]
-    slopes_2N = probe.problem_slopes([[0, 2], [1]], two_rows, parts.__getitem__)
+    slopes_2N = probe.problem_slopes([[0, 2], [1]], directions, parts.__getitem__)
     assert slopes_2N.tolist() == [[5.0, 7.0, 0.0], [10.0, 14.0, 0.0]]
 
 
@@ -50,16 +51,50 @@ def test_the_interval_of_equal_slopes_is_a_point():
 
 
 def test_a_minibatch_has_many_problems_or_whole_groups():
-    cfg = probe.baselines.BaselineConfig(batch_size=2)
-    got = probe.minibatches([5, 7], 3, cfg)  # 6 examples in minibatches of 2
+    got = probe.minibatches([5, 7], 3, BaselineConfig(batch_size=2))  # 6 examples, 2 at a time
     assert got == [[(5, 0), (7, 0)], [(5, 1), (7, 1)], [(5, 2), (7, 2)]]
-    grouped = probe.baselines.BaselineConfig(batch_size=1, generations=3, method="grpo")
-    assert probe.minibatches([5, 7], 3, grouped) == [
-        [(5, j) for j in range(3)],
-        [(7, j) for j in range(3)],
-    ]
-    large = probe.baselines.BaselineConfig(batch_size=100)
-    assert len(probe.minibatches([5, 7], 3, large)) == 1
+    grouped = BaselineConfig(batch_size=1, generations=3, method="grpo")
+    groups = [[(5, 0), (5, 1), (5, 2)], [(7, 0), (7, 1), (7, 2)]]
+    assert probe.minibatches([5, 7], 3, grouped) == groups
+    assert len(probe.minibatches([5, 7], 3, BaselineConfig(batch_size=100))) == 1
+
+
+def test_the_ratio_to_grpo_needs_a_slope_of_grpos_above_0():
+    grpo = {"unit": 4.0, "unit_error": 2.0}
+    assert probe.ratio(3.0, grpo) == 0.75  # 4 > 1.96 * 2
+    assert probe.ratio(3.0, grpo | {"unit_error": 2.1}) is None
+    assert probe.ratio(-3.0, {"unit": -4.0, "unit_error": 1.0}) is None
+    assert probe.ratio(0.0, {"unit": 0.0, "unit_error": 0.0}) is None  # it has no gradient
+
+
+def test_the_rollouts_needed_follow_from_grpos_interval():
+    # twice the 2.8 standard errors, squared: (2 * 2.8 * .5 / 2)^2 = 1.96 times as many
+    grpo = {"slope": 2.0, "low": 1.0, "high": 3.0, "error": 0.5}
+    assert " 196 rollouts" in probe.rollouts_needed(grpo, 100)
+    below = {"slope": -2.0, "low": -3.0, "high": -1.0, "error": 0.5}
+    assert " 196 rollouts" in probe.rollouts_needed(below, 100)
+    for untold in (grpo | {"low": -0.1}, dict.fromkeys(grpo, 0.0)):  # no problem has both outcomes
+        assert "not told from 0" in probe.rollouts_needed(untold, 100)
+
+
+def test_the_advice_follows_the_intervals():
+    grpo = {"slope": 2.0, "low": 1.0, "high": 3.0, "error": 0.5}
+    grpo |= {"less_grpo": 0.0, "less_grpo_high": 0.0}
+    plan = {"slope": 1.0, "low": 0.5, "high": 1.5, "error": 0.2}
+    plan |= {"less_grpo": -1.0, "less_grpo_high": 0.1}
+    unsure = {"low": -1.0}
+    for planned, reference, words in (
+        (plan, grpo, "The planned step helps"),
+        (grpo, grpo, "The planned step helps"),
+        (plan | {"less_grpo_high": -0.1}, grpo, "a step of GRPO adds 1.00 points more"),
+        (plan | {"less_grpo": None}, grpo, "The planned step helps"),
+        (plan | unsure, grpo, "Take GRPO"),
+        (plan | unsure, grpo | unsure, "Sample more"),
+        (plan | {"low": -2.0, "high": -1.0}, grpo, "Do not train"),
+        (plan | {"slope": 0.0, "error": 0.0}, grpo, "Change the plan"),
+    ):
+        assert words in probe.advice(planned, reference, 30)
+    assert "7 problems" in probe.advice(plan, grpo, 7)
 
 
 # ------------------------------------------------------------------ a policy that can be enumerated
@@ -152,7 +187,7 @@ def test_the_covariance_is_the_gradient_of_the_success_rate():
 
 def test_the_mean_of_the_estimate_is_the_slope():
     toy = Toy()
-    probes = [one_probe(toy, seed) for seed in range(800)]
+    probes = [one_probe(toy, seed) for seed in range(400)]
     assert abs(z_of([mean - exact for mean, _, _, exact in probes])) < 3.5
 
 
@@ -164,24 +199,8 @@ def test_without_halves_the_estimate_is_too_high():
     assert np.mean(excess) > np.mean([exact for *_, exact in probes])  # more bias than slope here
 
 
-def test_a_loss_that_is_minus_the_success_rate_has_a_slope_above_zero_and_its_negative_below():
-    toy = Toy()
-    for sign in (1, -1):
-        x_n, y_nG = toy.draw(400, 4, 5)
-        halves = halves_of(400)
-        descents = [sign * toy.part_XP[x_n[half]].mean(0)[None] for half in halves]
-        mean, low, high, _ = probe.interval(slopes_of(toy, x_n, y_nG, halves, descents))
-        assert sign * mean > 0 and sign * low > 0 and sign * high > 0
-
-
-COVERED = [("sampled", 80, 1.2), ("independent", 24, 0.0)]
-LONG = [("sampled", 80, 0.0), ("sampled", 24, 0.0), ("independent", 80, 0.0)]
-LONG.append(("independent", 80, 1.2))
-
-
 @pytest.mark.parametrize(
-    "direction, problems, bias",
-    COVERED + [pytest.param(*case, marks=pytest.mark.long) for case in LONG],
+    "direction, problems, bias", [("sampled", 80, 1.2), ("independent", 24, 0.0)]
 )
 def test_the_interval_covers_the_slope_of_its_directions(problems, bias, direction):
     toy, covered = Toy(bias=bias), []
@@ -231,38 +250,35 @@ def test_a_drawn_id_beyond_a_threshold_counts_as_allowed():
 # ------------------------------------------------------------------------------------- on the model
 
 
-class LastBit(verify.Judge):
-    """Right or wrong by the text, so that a random model has both outcomes."""
-
-    def judge(self, cases):
-        return [verify.Verdict(None, len(text.encode()) % 2 == 1) for _, text in cases]
-
-
 @pytest.fixture
-def tiny_run(world_dir, tmp_path):
-    run = driver.make_run(world_dir, tmp_path / "run", kind=probe.baselines.BaselineConfig)
-    torch.manual_seed(3)
-    for p in model.trained(run.lm).values():  # as after some steps: B is not 0
-        p.data += 0.05 * torch.randn_like(p)
-    return run
+def run(world_dir, tmp_path):
+    """A run as after some steps: B is not 0."""
+    changes = {"verifier": "driver:UnevenVerifier", "max_new_tokens": 12, "batch_size": 1}
+    with driver.opened(world_dir, tmp_path / "run", BaselineConfig, **changes) as run:
+        torch.manual_seed(3)
+        for p in model.trained(run.lm).values():
+            p.data += 0.05 * torch.randn_like(p)
+        yield run
 
 
-def group_of(run, samples=4):
-    sampling = rollout.Sampling(1.1, 0.9, 20, 12)
-    x = run.problems[0]
-    prompt = rollout.chat_ids(run.tokenizer, x.problem, thinking=False)
-    drawn = rollout.generate(run.lm, run.tokenizer, [prompt] * samples, sampling, range(samples))
-    rolls = list(enumerate(drawn))
-    judge = LastBit()
-    group = rollout.judge(run.tokenizer, run.stops, [x] * samples, [prompt] * samples, rolls, judge)
-    assert len({roll.r for roll in group}) == 2
-    return group, sampling
+def a_row(run, samples=1):
+    """A row of the run's settings, with rollouts of four problems."""
+    options = SimpleNamespace(samples=samples, extra_samples=0, at=None)
+    row = probe.make_row(run, "", run.cfg, run.problems[:4], options, {})
+    row.groups = probe.draw(row)
+    return row
 
 
-def test_the_backward_pass_is_the_difference_under_weights_moved_both_ways(tiny_run):
+def a_group(run):
+    """Four rollouts of a problem with both outcomes, and how they were sampled."""
+    row = a_row(run, samples=4)
+    mixed = [group for group in row.groups if len({roll.r for roll in group}) == 2]
+    return mixed[0], row.sampling
+
+
+def test_the_backward_pass_is_the_difference_under_weights_moved_both_ways(run):
     """Forward passes under weights moved along +u and -u say the same, for one direction."""
-    run = tiny_run
-    group, sampling = group_of(run)
+    group, sampling = a_group(run)
     g_P = probe.ascent(run, group, sampling)
     torch.manual_seed(4)
     u_P = torch.nn.functional.normalize(torch.randn_like(g_P), dim=0)
@@ -294,37 +310,30 @@ def test_the_backward_pass_is_the_difference_under_weights_moved_both_ways(tiny_
 
 
 def test_at_the_base_only_b_moves(world_dir, tmp_path):
-    run = driver.make_run(world_dir, tmp_path / "run", kind=probe.baselines.BaselineConfig)
-    group, sampling = group_of(run)
-    parts = probe.ascent(run, group, sampling).split(
-        [p.numel() for p in model.trained(run.lm).values()]
-    )
-    for name, part in zip(model.trained(run.lm), parts):
-        assert bool(part.any()) == ("lora_B" in name), name
-
-
-def a_row(run, gradients, **settings):
-    """A row with one rollout a problem, whose loss has this gradient in every trained weight."""
-
-    def loss_of(run, example):
-        total = sum(p.sum() for p in model.trained(run.lm).values())
-        loss = gradients[example.index] * total
-        return SimpleNamespace(loss=loss, a_K=t([0.5]), rho_K=t([1.0]))
-
-    run = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, batch_size=1, **settings))
-    row = probe.Row("", run, loss_of, rollout.Sampling(1.0), [], [[([], [])] for _ in gradients])
-    row.groups = [[SimpleNamespace(r=1.0), SimpleNamespace(r=-1.0)] for _ in gradients]
-    return row
+    changes = {"verifier": "driver:UnevenVerifier", "max_new_tokens": 12}
+    with driver.opened(world_dir, tmp_path / "run", BaselineConfig, **changes) as run:
+        g_P = probe.ascent(run, *a_group(run))
+        params = model.trained(run.lm)
+        for name, part in zip(params, g_P.split([p.numel() for p in params.values()])):
+            assert bool(part.any()) == ("lora_B" in name), name
 
 
 HALVES = [[0, 2], [1, 3]]
 
 
-def test_adams_direction_is_minus_the_mean_gradient_over_its_root_mean_square(tiny_run):
+def test_adams_direction_is_minus_the_mean_gradient_over_its_root_mean_square(run, monkeypatch):
     """Minibatches of one problem. Of each weight's gradients only the 3 is clipped, to 1."""
-    size = sum(p.numel() for p in model.trained(tiny_run.lm).values())
-    row = a_row(tiny_run, [3.0, 0.0, -0.5, 0.5], grad_clip=size**0.5)
-    probe.set_directions(row, HALVES, tqdm(disable=True))
+    gradients = [3.0, 0.0, -0.5, 0.5]
+
+    def rollout_loss(run, example):
+        loss = gradients[example.index] * sum(p.sum() for p in model.trained(run.lm).values())
+        return SimpleNamespace(loss=loss, a_K=t([0.5]), rho_K=t([1.0]))
+
+    monkeypatch.setattr(baselines, "rollout_loss", rollout_loss)
+    size = sum(p.numel() for p in model.trained(run.lm).values())
+    run.cfg = dataclasses.replace(run.cfg, grad_clip=size**0.5)
+    row = a_row(run)
+    probe.set_directions(row, HALVES, 1, NO_BAR)
     # -(1 - .5)/2 / sqrt((1 + .25)/2), and -(0 + .5)/2 / sqrt((0 + .25)/2)
     expected = [-0.25 / 0.625**0.5, -0.25 / 0.125**0.5]
     for (adam_P, unit_P), value in zip(row.directions, expected):
@@ -332,23 +341,25 @@ def test_adams_direction_is_minus_the_mean_gradient_over_its_root_mean_square(ti
         same(unit_P, torch.full((size,), -(size**-0.5)), 1e-7)  # 3 - .5 and 0 + .5 are above 0
 
 
-def test_the_slope_is_points_of_success_along_a_step_at_the_planned_rate(tiny_run, monkeypatch):
-    row = a_row(tiny_run, [0.0] * 4, learning_rate=1e-3)
-    row.directions = [t([[2.0, 0.0], [0.6, 0.8]]), t([[-1.0, 0.0], [0.0, 1.0]])]
-    parts = iter([t([3.0, 1.0]), t([5.0, 1.0]), t([7.0, 1.0]), t([9.0, 1.0])])  # of 0, 2, 1, 3
-    monkeypatch.setattr(probe, "ascent", lambda *_: next(parts))
-    probe.set_slopes([row], HALVES, tqdm(disable=True))
-    # problems 0 and 2 along -1: -3 and -5; 1 and 3 along 2: 14 and 18; 100 * 1e-3 of each
-    same(t(row.points_N.tolist()), [-0.3, 1.4, -0.5, 1.8], 1e-6)
-    assert row.numbers["slope"] == pytest.approx(0.6)
-    # along the unit directions: 1 and 1; .6 * 7 + .8 and .6 * 9 + .8; no rate
-    assert row.numbers["unit"] == pytest.approx(100 * (1 + 1 + 5.0 + 6.2) / 4)
+def test_the_slope_is_points_of_success_along_a_step_at_the_planned_rate(run):
+    """100 times the rate, 1e-2, for Adam's direction; without the rate for the unit direction."""
+    row = a_row(run, samples=4)
+    parts = [probe.ascent(run, group, row.sampling) for group in row.groups]
+    torch.manual_seed(5)
+    row.directions = [torch.randn(2, len(parts[0])) for _ in HALVES]
+    probe.set_slopes([row], HALVES, NO_BAR)
+    along = [row.directions[1 - i % 2] @ parts[i] for i in range(4)]  # the other half's
+    same(t(row.points_N.tolist()), [float(adam) for adam, _ in along], 1e-5)
+    assert any(row.points_N)
+    assert row.numbers["slope"] == pytest.approx(float(row.points_N.mean()))
+    assert row.numbers["unit"] == pytest.approx(100 * sum(float(unit) for _, unit in along) / 4)
 
 
-def test_a_gradient_that_is_not_finite_ends_the_probe(tiny_run):
-    row = a_row(tiny_run, [1.0, 1.0, math.nan, 1.0])
+def test_a_gradient_that_is_not_finite_ends_the_probe(run):
+    row = a_row(run)
+    next(iter(model.trained(run.lm).values())).data.fill_(math.nan)
     with pytest.raises(ValueError, match="not finite"):
-        probe.set_directions(row, HALVES, tqdm(disable=True))
+        probe.set_directions(row, HALVES, 1, NO_BAR)
 
 
 # -------------------------------------------------------------------------------------- the command
@@ -360,21 +371,21 @@ def command(world_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("probe")
     scratch = folder / "scratch"
     scratch.mkdir()
-    flags = driver.flags(world_dir, "unused", max_new_tokens=12, batch_size=3)
-    flags = [flag for flag in flags if not flag.startswith("--out=")]
-    base = [*flags, "--verifier", "test_probe:LastBit", "--problems", "6", "--samples", "3"]
+    changes = {"max_new_tokens": 12, "batch_size": 3, "verifier": "driver:UnevenVerifier"}
+    flags = driver.flags(world_dir, "unused", **changes)
+    base = [flag for flag in flags if not flag.startswith("--out=")]
+    base += ["--problems=6", "--samples=3"]
 
     class Command:
         argv = base
 
-        def __call__(self, *more, drop=()):
-            argv = [flag for flag in base if not flag.startswith(tuple(drop) or "\0")]
+        def __call__(self, *more):
             numbers = folder / "numbers.json"
-            with pytest.MonkeyPatch.context() as patch, driver.signals_restored():
+            with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(folder)
                 patch.setattr(tempfile, "tempdir", str(scratch))
-                code = probe.main([*argv, *more, "--out", str(numbers)])
-            assert code == 0 and not list(scratch.iterdir()) and not (folder / "unused").exists()
+                driver.completes(probe.main, [*base, *more, f"--out={numbers}"])
+            assert not list(scratch.iterdir()) and not (folder / "unused").exists()
             return json.loads(numbers.read_text())
 
     return Command()
@@ -392,29 +403,22 @@ ROW = {"flags", "slope", "low", "high", "relative", "cut", "success", "decided",
 def test_the_probe_has_a_row_for_grpo_the_plan_and_each_try(command, tmp_path, capsys):
     make_bank(tmp_path / "other.json", 9, 9)
     tries = (f"--bank {tmp_path}/other.json --num-teachers 2", "--method opsd", "--no-polarity")
-    numbers = command(*[word for text in tries for word in ("--try", text)])
+    numbers = command(*[f"--try={text}" for text in tries])
     assert {"success", "rollouts", "seconds", "rows"} <= numbers.keys()
     assert numbers["rollouts"] == 18 and 0 < numbers["success"] < 1
-    for row in numbers["rows"]:
-        gap = row["slope"] - numbers["rows"][0]["slope"]
-        assert row["less_grpo"] == pytest.approx(gap)
-        assert row["less_grpo_low"] <= row["less_grpo"] <= row["less_grpo_high"]
     grpo, plan, *others = numbers["rows"]
-    assert grpo["flags"].startswith("--method grpo") and plan["flags"] == ""
-    assert [row["flags"] for row in others] == list(tries)
     for row in numbers["rows"]:
         assert row.keys() >= ROW and row["low"] <= row["slope"] <= row["high"]
         assert row["success"] == numbers["success"]  # one set of rollouts
+        assert row["less_grpo"] == pytest.approx(row["slope"] - grpo["slope"])
+        assert row["less_grpo_low"] <= row["less_grpo"] <= row["less_grpo_high"]
+    assert grpo["flags"].startswith("--method grpo") and plan["flags"] == ""
+    assert [row["flags"] for row in others] == list(tries)
     assert grpo["decided"] is None and 0 < plan["decided"] <= 1
     assert {row["relative"] for row in numbers["rows"]} == {None}  # 18 rollouts tell nothing
     assert len({row["slope"] for row in numbers["rows"]}) == 5
-    printed = capsys.readouterr().out.splitlines()
-    cost = next(i for i, line in enumerate(printed) if line.startswith("cost: 1 x 6 problems x 3"))
-    success = next(i for i, line in enumerate(printed) if line.startswith("success "))
-    assert cost < success
-    labels = [line[:30].strip() for line in printed if line[31:32] in "+-" and line[30:31] == " "]
-    assert labels[:2] == ["GRPO", "as planned"] and labels[3:] == ["--method opsd", "--no-polarity"]
-    assert labels[2] == "…" + tries[0][-29:]
+    printed = capsys.readouterr().out
+    assert printed.index("cost: ") < printed.index("success ") < printed.index("\nas planned")
 
 
 def test_the_same_command_gives_the_same_numbers(plain, command):
@@ -430,115 +434,72 @@ def test_rows_that_sample_otherwise_have_rollouts_of_their_own(command, capsys):
 
 
 def test_extra_samples_are_for_the_covariance_alone(plain, command):
-    few, many = plain, command("--extra-samples", "3")
-    assert (few["rollouts"], many["rollouts"]) == (18, 36)
-    for a, b in zip(few["rows"], many["rows"]):
+    more = command("--extra-samples", "3")
+    assert (plain["rollouts"], more["rollouts"]) == (18, 36)
+    for a, b in zip(plain["rows"], more["rows"]):
         assert a["decided"] == b["decided"] and a["support_failure"] == b["support_failure"]
         assert a["slope"] != b["slope"]
 
 
 def test_a_planned_grpo_is_grpos_row(command):
-    bank = ("--bank", "--encoder")
-    numbers = command("--method", "grpo", drop=bank)
-    (row,) = numbers["rows"]
+    (row,) = command("--method=grpo", "--bank=")["rows"]
     assert row["flags"].startswith("--method grpo") and row["less_grpo"] == 0
 
 
-def test_the_probe_takes_its_adapter_off_the_server(plain, command, monkeypatch):
-    closed = []
+def test_a_planned_grpo_keeps_its_own_settings():
+    changes = {"batch_size": 4, "generations": 6, "loss_temperature": 0.5, "drop_truncated": True}
+    flags, of_row = probe.grpo_of(BaselineConfig(method="grpo", **changes), samples=3)
+    assert (of_row.batch_size, of_row.generations) == (8, 3)  # as many rollouts, in smaller groups
+    assert of_row.loss_temperature == 0.5 and of_row.drop_truncated
+    assert "--drop-truncated" in flags and "--loss-temperature 0.5" in flags
+    of_sgsd = probe.grpo_of(BaselineConfig(loss_temperature=0.5), 3)[1]
+    assert of_sgsd.loss_temperature == 0.0  # the sampling's
 
-    def policy(run):
-        close = functools.partial(closed.append, True)
-        return SimpleNamespace(stream=run.stream, rollouts=run.stream, close=close)
 
-    monkeypatch.setattr(probe.sgsd, "served_policy", policy)
-    numbers = command("--server", "http://localhost:1/v1")
-    assert closed == [True] and numbers["success"] == plain["success"]
+def test_on_a_server_the_probe_samples_its_adapter_and_takes_it_off_again(command):
+    with serving() as engine:
+        assert command("--server", engine.url)["rollouts"] == 18
+        asked = [body["model"] for body in engine.bodies() if "prompt_logprobs" not in body]
+        (loaded,) = engine.bodies("/v1/load_lora_adapter")
+        assert asked == [loaded["lora_name"]] * 18 and not engine.adapters
 
 
 def test_at_a_checkpoint_its_adapter_is_measured(plain, command, world_dir, tmp_path):
-    changes = {"kind": probe.baselines.BaselineConfig, "max_new_tokens": 12, "batch_size": 3}
-    driver.train(world_dir, tmp_path / "run", steps=2, **changes)
-    moved = command("--at", str(tmp_path / "run/checkpoints/step_000002"))
+    out, changes = tmp_path / "run", {"max_new_tokens": 12, "batch_size": 3, "steps": 2}
+    driver.train(world_dir, out, baselines.train_step, BaselineConfig, **changes)
+    moved = command("--at", str(out / "checkpoints/step_000002"))
     assert [row["slope"] for row in plain["rows"]] != [row["slope"] for row in moved["rows"]]
-    assert moved == moved | {"rollouts": 18}
 
 
-def test_at_a_checkpoint_the_runs_bank_is_the_one_in_use(tiny_run, tmp_path):
+def test_at_a_checkpoint_the_runs_bank_is_the_one_in_use(run, tmp_path):
     (tmp_path / "old/bank").mkdir(parents=True)
     files.write_json(tmp_path / "old/config.json", {"settings": {"bank": "a.json"}})
     for name, size in (("old/bank/step_000000", 4), ("old/bank/step_000002", 5), ("b", 6)):
         make_bank(tmp_path / f"{name}.json", size, size)
     at = str(tmp_path / "old/checkpoints/step_000002")
     for bank, size in (("a.json", 5), ("", 5), (str(tmp_path / "b.json"), 6)):
-        cfg = dataclasses.replace(tiny_run.cfg, bank=bank)
-        run = dataclasses.replace(tiny_run, cfg=cfg, step=2)
-        assert len(probe.bank_of(run, at).general_skills) == size
+        cfg = dataclasses.replace(run.cfg, bank=bank)
+        at_step_2 = dataclasses.replace(run, cfg=cfg, step=2)
+        assert len(probe.bank_of(at_step_2, at).general_skills) == size
+
+
+def test_flags_of_the_plan_and_tries_may_stand_in_a_file(tmp_path):
+    lines = '--num-teachers 2  # fewer\n--bank "a b.json"\n--problems 9\n--try=--no-clip\n'
+    (tmp_path / "flags.txt").write_text(lines)
+    options, ((_, grpo), (_, plan), (flags, other)) = probe.parse([f"@{tmp_path}/flags.txt"])
+    assert options.problems == 9 and (plan.num_teachers, plan.bank) == (2, "a b.json")
+    assert flags == "--no-clip" and not other.clip and plan.clip and grpo.method == "grpo"
 
 
 def test_a_mistake_is_one_line(command, capsys, tmp_path):
-    driver.refused(capsys, probe.main, [*command.argv, "--problems", "3"], "--problems", ">= 4")
-    driver.refused(capsys, probe.main, [*command.argv, "--at", "nowhere"], "nowhere")
-    argv = [*command.argv, "--try", "--seed 4"]
-    driver.refused(capsys, probe.main, argv, "--seed 4", "all rows share it")
-    driver.refused(capsys, probe.main, [*command.argv, "--temperature", "0"], "greedy")
-    driver.refused(
-        capsys, probe.main, [*command.argv, "--out", str(tmp_path)], "must end with .json"
-    )
-    driver.refused(capsys, probe.main, [*command.argv, "--try", "--no-such"], "--no-such")
-    argv = [*command.argv, "--try", "--split valid"]
-    driver.refused(capsys, probe.main, argv, "--split", "all rows share it")
-    (tmp_path / "plan.yaml").write_text("num_teachers: 2")
-    argv = [*command.argv, f"--config={tmp_path}/plan.yaml", "--try", "--method opsd"]
-    driver.refused(capsys, probe.main, argv, "--config sets what --method would")
-    argv = [*command.argv, "--try", "--num-teachers 99"]
-    driver.refused(capsys, probe.main, argv, "--num-teachers 99 needs as many of each")
-
-
-def test_the_ratio_to_grpo_needs_a_slope_of_grpos_above_0():
-    grpo = {"unit": 4.0, "unit_error": 2.0}
-    assert probe.ratio(3.0, grpo) == 0.75  # 4 > 1.96 * 2
-    assert probe.ratio(-1.0, grpo) == -0.25
-    assert probe.ratio(3.0, grpo | {"unit_error": 2.1}) is None
-    assert probe.ratio(-3.0, {"unit": -4.0, "unit_error": 1.0}) is None
-    assert probe.ratio(0.0, {"unit": 0.0, "unit_error": 0.0}) is None  # it has no gradient
-
-
-def test_the_rollouts_needed_follow_from_grpos_interval():
-    # twice the 2.8 standard errors, squared: (2 * 2.8 * .5 / 2)^2 = 1.96 times as many
-    grpo = {"slope": 2.0, "low": 1.0, "high": 3.0, "error": 0.5}
-    assert probe.rollouts_needed(grpo, 100) == "to tell half of it from 0 takes about 196 rollouts"
-    below = {"slope": -2.0, "low": -3.0, "high": -1.0, "error": 0.5}
-    assert probe.rollouts_needed(below, 100) == "to tell half of it from 0 takes about 196 rollouts"
-    assert probe.rollouts_needed(grpo | {"low": -0.1}, 100) == "not told from 0 with 100 rollouts"
-    nothing = dict.fromkeys(grpo, 0.0)  # no problem has both outcomes
-    assert probe.rollouts_needed(nothing, 100) == "not told from 0 with 100 rollouts"
-
-
-def test_a_planned_grpo_keeps_its_own_settings():
-    changes = {"batch_size": 4, "generations": 6, "loss_temperature": 0.5, "drop_truncated": True}
-    cfg = probe.baselines.BaselineConfig(method="grpo", **changes)
-    flags, of_row = probe.grpo_of(cfg, samples=3)
-    assert (of_row.batch_size, of_row.generations) == (8, 3)  # as many rollouts, in smaller groups
-    assert of_row.loss_temperature == 0.5 and of_row.drop_truncated
-    assert "--drop-truncated" in flags and "--loss-temperature 0.5" in flags
-    of_sgsd = probe.grpo_of(probe.baselines.BaselineConfig(loss_temperature=0.5), 3)[1]
-    assert of_sgsd.loss_temperature == 0.0  # the sampling's
-
-
-def test_the_advice_follows_the_intervals():
-    grpo = {"slope": 2.0, "low": 1.0, "high": 3.0, "error": 0.5, "relative": 1.0}
-    grpo |= {"less_grpo": 0.0, "less_grpo_high": 0.0}
-    plan = {"slope": 1.0, "low": 0.5, "high": 1.5, "error": 0.2}
-    plan |= {"less_grpo": -1.0, "less_grpo_high": 0.1}
-    unsure = {"low": -1.0}
-    cases = [(plan, grpo, "The planned step helps"), (grpo, grpo, "The planned step helps")]
-    cases.append((plan | {"less_grpo_high": -0.1}, grpo, "a step of GRPO adds 1.00 points more"))
-    cases.append((plan | {"less_grpo": None}, grpo, "The planned step helps"))
-    cases.append((plan | unsure, grpo, "Take GRPO"))
-    cases.append((plan | unsure, grpo | unsure, "Sample more"))
-    cases.append((plan | {"low": -2.0, "high": -1.0}, grpo, "Do not train"))
-    cases.append((plan | {"slope": 0.0, "error": 0.0}, grpo, "Change the plan"))
-    for planned, reference, words in cases:
-        assert words in probe.advice(planned, reference, 30)
-    assert "7 problems" in probe.advice(plan, grpo, 7)
+    for given, *words in (
+        ("--problems=3", "--problems", ">= 4"),
+        ("--at=nowhere", "nowhere"),
+        ("--try=--seed 4", "--seed 4", "all rows share it"),
+        ("--try=--split valid", "--split", "all rows share it"),
+        ("--try=--no-such", "--no-such"),
+        ("--try=--num-teachers 99", "--num-teachers 99"),
+        ("--temperature=0", "--temperature 0"),
+        (f"--out={tmp_path}", ".json"),
+    ):
+        refused(capsys, probe.main, [*command.argv, given], *words)

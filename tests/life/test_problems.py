@@ -4,13 +4,9 @@ import json
 
 import datasets
 import pytest
-from conftest import ROOT
 
-from lib import config, problems
+from lib import problems
 from lib.problems import Problem
-
-SHARED = ROOT.parent / "shared" / "data"
-PAPERS_SETS = ("aime24", "aime25", "hmmt25")
 
 
 def chat(problem, answer, index=0):
@@ -53,10 +49,14 @@ def test_jsonl_keeps_its_order_and_gets_ids_that_differ(tmp_path):
     assert problems.load_problems(source)[0] == want
     want.append(Problem("3", "q", "2"))
     assert problems.load_problems(source, unique=False)[0] == want
-    twins = [{"id": name, "problem": name * i, "answer": "1"} for i, name in enumerate("xyyy", 1)]
-    twins[0]["id"] = "y#2"  # the id that the second y would get
-    loaded, _ = problems.load_problems(write(tmp_path / "b.jsonl", *twins))
-    assert [x.id for x in loaded] == ["y#2", "y", "y#2#2", "y#3"]
+    clash = [
+        {"id": "y#2"},
+        {"id": "y"},
+        {"id": "y"},
+    ]  # the first has the id that the last would get
+    rows = [row | {"problem": f"p{i}", "answer": "1"} for i, row in enumerate(clash)]
+    loaded, _ = problems.load_problems(write(tmp_path / "b.jsonl", *rows))
+    assert [x.id for x in loaded] == ["y#2", "y", "y#2#2"]
 
 
 def test_a_problem_keeps_the_other_fields_of_its_row(tmp_path):
@@ -72,21 +72,17 @@ def test_a_problem_keeps_the_other_fields_of_its_row(tmp_path):
 
 
 ROW = '{"problem": "p", "answer": "1"}\n'
-DEEP = "[" * 100_000
 BROKEN = [
     ("", "x.jsonl: no problem is left of 0 rows"),
     (ROW + ROW.replace("1", "2"), "'duplicates': 1, 'conflicting': 1"),
     ('{"problem": "p", "solution": "1"}\n', "x.jsonl:1: a row needs `problem` and `answer`"),
-    ('{"problem": "p", "answer": " "}\n', "x.jsonl:1: `answer` is empty; its fields: problem, ans"),
-    (
-        f'{ROW}\n{{"problem": "p", "answer": 3.5}}\n',
-        "x.jsonl:3: `answer` must be a string, got float",
-    ),
+    ('{"problem": "p", "answer": " "}\n', "x.jsonl:1: `answer` is empty"),
+    (ROW + '\n{"problem": "p", "answer": 3.5}\n', "x.jsonl:3: `answer` must be a string"),
     ('{"prompt": ["p"], "reward_model": {}}\n', "`answer` must be a string, got NoneType"),
-    ('["p", "1"]\n', "x.jsonl:1: a row must be a JSON object, got list"),
-    (f"{ROW}{{\n", "x.jsonl:2: not a JSON line"),
-    (f"{DEEP}\n", "x.jsonl:1: not a JSON line"),
-    (f'{{"answer": {"1" * 5000}}}\n', "x.jsonl:1: not a JSON line"),
+    ('["p", "1"]\n', "x.jsonl:1: a row must be a JSON object"),
+    (ROW + "{\n", "x.jsonl:2: not a JSON line"),
+    ("[" * 100_000 + "\n", "x.jsonl:1: not a JSON line"),
+    ('{"answer": ' + "1" * 5000 + "}\n", "x.jsonl:1: not a JSON line"),
     (b"\xff\xfe\x00", "x.jsonl: not a JSON line ('utf-8'"),
 ]
 
@@ -136,7 +132,6 @@ def test_a_directory_in_the_hubs_layout_has_configurations(tmp_path):
         card += [f"- config_name: {name}", f"  data_files: {name}/train-*"]
     (tmp_path / "README.md").write_text("\n".join(["---", *card, "---\n"]))
     for name in ("main", "other"):
-        config.refuse_missing_path("--data", f"{tmp_path}:{name}")
         assert problems.load_problems(f"{tmp_path}:{name}")[0][0].problem == f"of {name}"
     with pytest.raises(ValueError, match=r"pick one among .*\['main', 'other'\]"):
         problems.load_problems(str(tmp_path))
@@ -155,25 +150,19 @@ ANSWERS = {  # field of the problem, the hub's answer, and ours
 }
 
 
-@pytest.mark.parametrize("name", problems.SETS)
-def test_sets_by_name_are_read_from_the_hub_with_answers_as_text(name, monkeypatch):
-    problem_field, answer, want = ANSWERS[name]
+@pytest.mark.parametrize("set_name", problems.SETS)
+def test_sets_by_name_are_read_from_the_hub_with_answers_as_text(set_name, monkeypatch):
+    problem_field, answer, want = ANSWERS[set_name]
     row = {"id": 60, problem_field: " p ", "answer": answer}
 
     def load(hub_id, name, split):
-        source = hub_id if name is None else f"{hub_id}:{name}"
+        source = f"{hub_id}:{name}" if name else hub_id
         assert (source, split) == problems.SETS[set_name][:2]
-        return datasets.Dataset.from_list(rows)
+        return datasets.Dataset.from_list([row, row])
 
-    set_name, rows = name, [row, row]
     monkeypatch.setattr(datasets, "load_dataset", load)
-    assert problems.load_set(name, "unused") == [
-        Problem("60", "p", want),
-        Problem("60#1", "p", want),
-    ]
-    rows = [{"text": "p"}]
-    with pytest.raises(ValueError, match=f"row 0: a row needs `{problem_field}` and `answer`"):
-        problems.load_set(name, "unused")
+    copies = [Problem("60", "p", want), Problem("60#1", "p", want)]
+    assert problems.load_set(set_name, "unused") == copies
 
 
 def test_a_set_of_the_hub_is_read_by_its_configuration_split_and_columns(monkeypatch):
@@ -182,17 +171,14 @@ def test_a_set_of_the_hub_is_read_by_its_configuration_split_and_columns(monkeyp
         return datasets.Dataset.from_list([{"question": "2 + 3?", "answer": "2 + 3 = 5\n#### 5"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    fields = problems.Fields("question", "answer", "####")
-    data, _ = problems.load_problems("openai/gsm8k:main", fields=fields)
-    assert data == [Problem("0", "2 + 3?", "5")]
-    with pytest.raises(
-        ValueError, match="row 0: a row needs `problem` and `answer`.*question, answer"
-    ):
-        problems.load_problems("openai/gsm8k:main")
-    columns_alone = problems.Fields("question", "answer")
-    data, _ = problems.load_problems("openai/gsm8k:main", fields=columns_alone)
-    with pytest.raises(ValueError, match="problem 0 holds more than the answer.*--answer-after"):
-        problems.refuse_unanswerable(data, "data")
+    source, columns = "openai/gsm8k:main", problems.Fields("question", "answer")
+    marked = problems.Fields("question", "answer", "####")
+    assert problems.load_problems(source, fields=marked)[0] == [Problem("0", "2 + 3?", "5")]
+    with pytest.raises(ValueError, match="row 0: a row needs `problem`.*: question, answer"):
+        problems.load_problems(source)
+    unmarked, _ = problems.load_problems(source, fields=columns)
+    with pytest.raises(ValueError, match="problem 0 .*--answer-after"):
+        problems.refuse_unanswerable(unmarked, "data")
     problems.refuse_unanswerable([Problem("0", "2 + 3?", "5")], "data")
 
 
@@ -206,10 +192,9 @@ def test_what_follows_the_last_mark_is_the_answer_and_a_row_without_it_is_refuse
 
 
 def test_a_whole_number_is_taken_as_its_text(tmp_path):
-    file = write(
-        tmp_path / "x.jsonl", {"problem": "p", "answer": 3}, {"problem": "q", "answer": 4.0}
-    )
-    assert [x.answer for x in problems.load_problems(file)[0]] == ["3", "4"]
+    rows = {"problem": "p", "answer": 3}, {"problem": "q", "answer": 4.0}
+    loaded, _ = problems.load_problems(write(tmp_path / "x.jsonl", *rows))
+    assert [x.answer for x in loaded] == ["3", "4"]
 
 
 def test_a_fingerprint_depends_on_letters_and_digits_alone():
@@ -218,54 +203,44 @@ def test_a_fingerprint_depends_on_letters_and_digits_alone():
     assert len(base) == 12 and int(base, 16) >= 0
 
 
-def test_problems_of_an_evaluation_set_are_refused_as_training_data():
-    train = [Problem("a", "Find  x.", "1"), Problem("b", "Every morning Aya walks", "204")]
-    problems.refuse_overlap(train, "train.jsonl", {})
-    problems.refuse_overlap(train, "train.jsonl", {"held": [problems.fingerprint("find $y$")]})
-    message = r"train\.jsonl: 1 of its problems are in an evaluation set: a \(held\); drop them"
-    with pytest.raises(ValueError, match=message + ", or pass --allow-eval-overlap"):
-        held_out = {"other": ["0" * 12], "held": [problems.fingerprint("find $x$")]}
-        problems.refuse_overlap(train, "train.jsonl", held_out)
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets are not part of the project")
-@pytest.mark.parametrize("name", PAPERS_SETS)
-def test_the_papers_three_sets_are_known_by_the_fingerprints_of_eval_sets_json(name):
-    fingerprints = json.loads((ROOT / "lib/eval_sets.json").read_text())
-    data, _ = problems.load_problems(str(SHARED / f"{name}.jsonl"), unique=False)
-    with pytest.raises(ValueError, match=f"30 of its problems are in an evaluation set: .*{name}"):
-        problems.refuse_overlap(data, name, fingerprints)
+def test_problems_of_the_papers_evaluation_sets_are_refused_as_training_data_by_all_their_ids():
+    problems.refuse_overlap([Problem("a", "Find  x.", "1")], "train.jsonl")
+    texts = [
+        "Find x.",
+        "FIND the largest possible real part of (75+117i)z + \\frac{96+144i}{z} where z is a "
+        "complex number with |z| = 4",
+        "Find the sum of all integer bases b > 9 for which 17_b is a divisor of 97_b",
+        "Let $r$ be the remainder when $2017^{2025!}-1$ is divided by $2025!$. Compute "
+        "$\\frac{r}{2025!}$. (Note that 2017 is prime)",
+    ]
+    train = [Problem(str(i), text, "1") for i, text in enumerate(texts)]
+    with pytest.raises(ValueError) as error:
+        problems.refuse_overlap(train, "train.jsonl")
+    line = str(error.value)
+    assert line.startswith("train.jsonl: 3 ") and line.endswith(
+        "1 (aime24), 2 (aime25), 3 (hmmt25)"
+    )
 
 
 # -------------------------------------------------------------------------------------- minibatch
 
 
-def test_minibatches_cover_each_epoch_once():
+def test_minibatches_cover_each_epoch_once_and_count_the_epochs():
     data = [Problem(str(i), "x", "1") for i in range(10)]
-    ids = []
+    pairs = []
     for step in range(1, 6):
-        ids += [x.id for x, _ in problems.minibatch(data, 4, step, seed=0)]
+        pairs += problems.minibatch(data, 4, step, seed=0)
+    assert [epoch for _, epoch in pairs] == [0] * 10 + [1] * 10
+    ids = [x.id for x, _ in pairs]
     assert sorted(ids[:10]) == sorted(ids[10:]) == sorted(map(str, range(10)))
     assert ids[:10] != ids[10:]
-    twice = problems.minibatch(
-        data[:2], 4, 1, seed=0
-    )  # a problem that comes twice is sampled twice
-    assert len(set(twice)) == 4
-    assert problems.minibatch(data, 4, 1, seed=1) != problems.minibatch(data, 4, 1, seed=0)
-
-
-def test_a_group_is_consecutive_samples_of_one_problem_and_the_next_epoch_counts_on():
-    data = [Problem(str(i), "x", "1") for i in range(2)]
-    batch = problems.minibatch(data, 4, 1, seed=0, generations=3)
-    groups = [batch[i : i + 3] for i in range(0, 12, 3)]
-    for place, group in enumerate(groups):
-        assert len({x.id for x, _ in group}) == 1
-        assert [sample for _, sample in group] == ([0, 1, 2] if place < 2 else [3, 4, 5])
+    small = problems.minibatch(data[:2], 5, 1, seed=0)  # a step of two epochs and a half
+    assert [epoch for _, epoch in small] == [0, 0, 1, 1, 2]
 
 
 def test_the_order_of_minibatches_is_fixed_by_the_seed():
     """Golden: another order would be another run for every seed."""
     data = [Problem(str(i), "x", "1") for i in range(10)]
-    batches = [problems.minibatch(data, 5, step, seed=3) for step in (1, 2, 3)]
-    ids = [" ".join(x.id for x, _ in batch) for batch in batches]
-    assert ids == ["4 5 0 1 2", "8 3 6 9 7", "1 9 5 6 4"]
+    for seed, orders in {3: ["4 5 0 1 2", "8 3 6 9 7", "1 9 5 6 4"], 0: ["4 1 7 5 3"]}.items():
+        for step, order in enumerate(orders, 1):
+            assert " ".join(x.id for x, _ in problems.minibatch(data, 5, step, seed)) == order

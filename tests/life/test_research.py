@@ -1,152 +1,216 @@
-"""Scripts of research/ start, pages name what exists, and tables are what the scripts make."""
+"""Each script that stands in research/ runs with its smallest setting, and its arithmetic by hand."""
 
-import importlib
 import json
-import random
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 
-import harder as lock
 import pytest
-import world
 from conftest import ROOT
+from fake_engine import choices, serving
 
 from extras import baselines
 from lib import config
+from research.methods import compare
+from research.real_model import real_world
+from research.speed import bench
 
-RESEARCH = ROOT / "research"
-PAGES = sorted(RESEARCH.rglob("*.md"))
-SCRIPTS = sorted(path for path in RESEARCH.glob("*/*.py"))
-
-
-def load(path):
-    return importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-
-
-def results(name):
-    return json.loads((RESEARCH / "methods" / f"{name}.json").read_text())["results"]
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_starts_and_its_help_works(path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
-    with pytest.raises(SystemExit) as end:
-        load(path).main()
-    assert not end.value.code and "usage: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(RESEARCH)))
-def test_a_page_links_to_and_names_only_files_that_exist(page):
-    text = page.read_text()
-    for target in re.findall(r"\]\(([^)#\s]+)", text):
-        assert "://" in target or (page.parent / target).exists(), target
-    for path in re.findall(r"\bresearch/\w+/[\w.]+\.\w+", text):
-        if not path.endswith("compare_lock_long_sgsd"):
-            assert (ROOT / path).exists(), path
-
-
-def test_every_question_has_a_page_with_a_command_and_a_row_in_the_index():
-    index = (RESEARCH / "README.md").read_text()
-    for folder in {path.parent for path in RESEARCH.glob("*/*.md")}:
-        page = (folder / "README.md").read_text()
-        assert re.search(r"\b(python|pytest) \S", page), folder
-        assert f"({folder.name}/README.md)" in index
-
-
-@pytest.mark.parametrize(
-    "script, page, flags",
-    [
-        ("methods/compare", "methods", "--show"),
-        ("polarity/polarity_tables", "polarity", ""),
-        ("real_model/real_tables", "real_model", ""),
-        ("skills_in_prompt/with_skills", "skills_in_prompt", ""),
-    ],
+TINY = ROOT / "tiny"
+SMALL = compare.World(
+    folder="",  # made in the test
+    encoder=str(TINY / "encoder"),
+    flags="--preset tiny --cold-start 8 --num-teachers 1",
+    points=(1, 2),
+    trial=1,
+    rates=(1e-3,),
+    tokens=64,
+    batch=2,
+    grpo_batch=1,
+    samples=1,
+    rows=16,
+    evolve=0,
+    other=1,
+    skills=1,
 )
-def test_the_tables_of_a_page_are_what_its_command_prints(script, page, flags, capsys):
-    load(RESEARCH / f"{script}.py").main(flags.split())
-    text = (RESEARCH / page / "README.md").read_text()
-    for table in capsys.readouterr().out.strip().split("\n\n"):
-        assert all(line in text for line in table.splitlines())
 
 
-@pytest.mark.parametrize("name, seeds", [("tiny", 5), ("lock", 5), ("lock_long", 3)])
-def test_a_kept_comparison_shows_all_its_tables(name, seeds, capsys):
-    compare = load(RESEARCH / "methods/compare.py")
-    w, jobs = compare.WORLDS[name], results(f"compare_{name}")
-    made_by = (jobs, list(w.methods), range(seeds))
-    lines = compare.table(w, *made_by) + compare.by_steps(*made_by)
-    lines += compare.equal_cost(w, *made_by)
-    compare.main(["--show", str(RESEARCH / "methods" / f"compare_{name}.json")])
-    assert capsys.readouterr().out == "\n".join(lines) + "\n"
+def run(script, *argv):
+    """What a script of research/ prints; it must succeed."""
+    command = [sys.executable, str(ROOT / "research" / script), *map(str, argv)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
 
 
-def test_an_interval_of_a_claim_is_one_that_the_kept_jobs_give(capsys):
-    compare = load(RESEARCH / "methods/compare.py")
-    kept = [str(RESEARCH / f"methods/compare_{name}.json") for name in ("tiny", "lock")]
-    compare.main(["--show", *kept])
-    printed = capsys.readouterr().out.replace("%", "")
-    page = (RESEARCH / "methods/claims.md").read_text()
-    rows = "\n".join(re.findall(r"^\| \d+\. .*", page, re.M))
-    intervals = set(re.findall(r"\d+\.\d ± \d+\.\d", rows))
-    assert len(intervals) > 40
-    assert {x for x in intervals if x not in printed} == {"14.0 ± 5.7"}  # base+skill less base
+def first_lines(source, target, count):
+    lines = source.read_text().splitlines(keepends=True)[:count]
+    target.write_text("".join(lines))
 
 
-@pytest.mark.parametrize("file", ["compare_tiny", "compare_lock"])
-def test_a_kept_job_is_of_todays_flags(file):
-    """Else --have would not take it, and the comparison would make it anew."""
-    compare = load(RESEARCH / "methods/compare.py")
-    for name, job in results(file).items():
-        assert job["flags"] == compare.METHODS.get(job["method"], ""), name
+def small_world(folder):
+    """The tiny world's model with few problems."""
+    shutil.copytree(TINY / "model", folder / "model")
+    for name, count in (("train", 40), ("valid", 4), ("test", 12)):
+        first_lines(TINY / f"{name}.jsonl", folder / f"{name}.jsonl", count)
+    return compare.dataclasses.replace(SMALL, folder=str(folder))
 
 
-def test_every_training_of_the_real_model_parses(tmp_path):
-    real_world = load(RESEARCH / "real_model/real_world.py")
+@pytest.mark.parametrize("name", compare.WORLDS)
+def test_every_training_of_the_comparison_parses(name):
+    w = compare.WORLDS[name]
+    for method in compare.METHODS:
+        job = compare.training(name, "a job", method, 1e-3, 0, points=True)
+        cfg = baselines.parse(compare.settings_of(job, w).split())
+        assert cfg.steps == w.points[-1] and cfg.max_new_tokens == w.tokens
+
+
+@pytest.mark.parametrize("size", [real_world.GPU, real_world.CPU], ids=["gpu", "cpu"])
+def test_every_training_of_the_real_model_parses(size, tmp_path):
     (tmp_path / "own.json").touch()
-    for name in ("model", "encoder"):
-        (tmp_path / name).mkdir()
-    for name in ("bank.json", "train.jsonl"):
-        (tmp_path / name).touch()
-    for size in (real_world.GPU, real_world.CPU):
-        for _, command in real_world.training(tmp_path, size).values():
-            program, *words = shlex.split(command)
-            if program == "sgsd.py":
-                cfg, _ = config.parse(words, "")
-            else:
-                assert words[0] == "extras.baselines"
-                cfg, _ = baselines.parse(words[1:])
-            assert (cfg.steps, cfg.evolve_every) == (size.steps, 0)
+    for _, command in real_world.training(tmp_path, size).values():
+        program, *words = shlex.split(command)
+        if program == "sgsd.py":
+            cfg = config.parse(words, "", config.Config)
+        else:
+            assert words[0] == "extras.baselines"
+            cfg = baselines.parse(words[1:])
+        assert (cfg.steps, cfg.evolve_every) == (size.steps, 0)
+
+
+@pytest.mark.long
+def test_the_comparison_makes_its_curves_and_tables(tmp_path):
+    (tmp_path / "world").mkdir()
+    w = small_world(tmp_path / "world")
+    out = tmp_path / "table"
+    flags = f"--world small --methods grpo --seeds 2 --jobs 1 --work {tmp_path}/work --out {out}"
+    for _ in range(2):  # the second time all jobs are there
+        compare.main(flags.split(), {"small": w})
+        made = json.loads(out.with_suffix(".json").read_text())
+        for method in ("sgsd", "grpo"):
+            for seed in (0, 1):
+                job = made["results"][f"{method}-{seed}"]
+                assert [*job["accuracy"]] == ["1", "2"] and len(job["last_scores"]) == 12
+                assert job["generated_tokens"] > 0 and job["forward_tokens"] > 0
+        assert made["rates"] == {"sgsd": 1e-3, "grpo": 1e-3}
+        assert made["banks"]["bank-0"]["bank"]["general_skills"]
+    assert "| grpo |" in out.with_suffix(".md").read_text() and out.with_suffix(".png").exists()
+
+
+def test_kept_comparisons_can_be_shown(capsys):
+    compare.main(["--show"])
+    compare.main(["--show", *map(str, sorted((ROOT / "research/methods").glob("*.json")))])
+    assert "| grpo |" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_the_slope_is_measured_and_a_killed_measurement_continues(tmp_path):
+    command = ["slope/measure.py", "--world", "tiny", "--rehearse", "--work", tmp_path]
+    run(*command)
+    log = tmp_path / "tiny" / "rehearsal.jsonl"
+    jobs = [json.loads(line) for line in log.read_text().splitlines()]
+    kinds = [job["kind"] for job in jobs]
+    assert kinds == ["bank"] * 2 + ["base", "slopes"] + ["train"] * 2 + ["pilot"] * 2
+    assert {*jobs[3]["slopes"]} == {"grpo", "own-5", "shuffled-own-5"}
+    first = log.read_text().splitlines(keepends=True)[:-1]
+    log.write_text("".join(first))
+    run(*command)
+    again = json.loads(log.read_text().splitlines()[-1])
+    assert {**again, "cpu_seconds": 0} == {**jobs[-1], "cpu_seconds": 0}
+
+
+@pytest.mark.long
+def test_the_slopes_tables_come_of_the_kept_jobs():
+    assert "| own-5 | 3 of 3 |" in run("slope/measure.py", "--world", "lock", "--table")
+
+
+@pytest.mark.long
+def test_a_real_models_comparison_trains_and_tests(tmp_path):
+    models, data, folder = tmp_path / "models", tmp_path / "data", tmp_path / "folder"
+    for path in (models, data, folder):
+        path.mkdir()
+    (models / "qwen05").symlink_to(TINY / "model")
+    (models / "encoder").symlink_to(TINY / "encoder")
+    first_lines(TINY / "train.jsonl", data / "svamp.jsonl", 20)
+    bank = ROOT / "banks" / "word_problems.json"
+    run("real_model/real_world.py", folder, "--cpu", "--make", models, data, bank)
+    printed = run("real_model/real_world.py", folder, "--cpu", "--steps", 2, "--methods", "sgsd")
+    assert (folder / "runs/sgsd_1e-4/checkpoints/step_000002").is_dir()
+    assert "sgsd_1e-4: 16 solutions" in printed and "| folder/model |" in printed
+
+
+@pytest.mark.long
+def test_every_part_of_the_bench_measures(capsys):
+    bench.main("all --shape tiny --repeats 1 --one-process".split())
+    printed = capsys.readouterr().out
+    for mode in bench.MODES:
+        assert f"\n{mode}: " in printed, mode
+    assert "| a step |" in printed and "| ours |" in printed and "failed" not in printed
+
+
+@pytest.mark.long
+def test_what_must_be_checked_on_a_gpu_runs_in_small_without_one(tmp_path):
+    printed = run("speed/gpu.py", tmp_path, "--cpu")
+    codes = dict(re.findall(r"^\| (\w+) \| (\w+) \| \d+ \|$", printed, re.M))
+    assert {*codes.values()} == {"0"} and len(codes) == 7, codes
+    assert "fp32 twice: 8 of 8 rollouts" in printed
+
+
+@pytest.mark.long
+def test_trainings_through_an_engine_and_by_generate_make_a_table(tmp_path):
+    def answer(body):
+        if "prompt_logprobs" in body:
+            places = [{str(token): {"logprob": -1.0}} for token in body["prompt"]]
+            return 200, {"choices": [{"prompt_logprobs": places}]}
+        ids = [7, body["stop_token_ids"][0]]
+        return 200, choices(token_ids=ids, logprobs={"token_logprobs": [-1.0, -1.0]})
+
+    flags = "--bank banks/word_problems.json --batch-size 2 --max-new-tokens 16"
+    with serving() as engine:
+        engine.answer = answer
+        command = ["engine/training.py", tmp_path, "--server", engine.url, "--seeds", 0]
+        printed = run(*command, "--steps", 1, "--limit", 4, f"--flags={flags}")
+    assert "| generate_0 |" in printed and "| server_0 |" in printed
+
+
+@pytest.mark.long
+def test_the_verdict_is_measured(tmp_path):
+    for name in {"math_train", "math500", "hmmt25", "aime24", "aime25", "amc23"} | {
+        "dapo_math_en",
+        "gsm8k_test",
+    }:
+        rows = []
+        for i in range(700):
+            row = {"problem": f"What is $x^2 + {i}$ at 0?", "answer": rf"\frac{{{i}}}{{1009}}"}
+            rows.append(json.dumps(row) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    printed = run("verdict/measure.py", "--data", tmp_path, "--share", "0.005")
+    assert "ordinary rewritings refused" in printed and "out of time: 0" in printed
+
+
+@pytest.mark.long
+def test_the_house_is_measured():
+    printed = run("house/measure.py", ".", ".")
+    assert "| files at the root | 6 | 6 |" in printed
+
+
+@pytest.mark.long
+def test_the_theorem_of_polarity_holds_on_toy_worlds():
+    command = [sys.executable, "-m", "pytest", str(ROOT / "research/polarity/test_theorem.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_intervals_areas_and_equal_costs_by_hand():
-    compare = load(RESEARCH / "methods/compare.py")
     # Mean .5, standard deviation .1, three seeds: 4.30 * .1 / sqrt(3) = .248
     assert compare.with_interval([0.4, 0.5, 0.6], "+") == "+50.0% ± 24.8%"
     # (0 + .5) / 2 * 5 = 1.25 and (.5 + 1) / 2 * 15 = 11.25, over 20 steps
     assert compare.area({0: 0.0, 5: 0.5, 20: 1.0}) == pytest.approx(12.5 / 20)
+    # From .5 at step 5 to 1 at step 20: three of fifteen steps further it is .6
     assert compare.value_at([0, 5, 20], [0.0, 0.5, 1.0], 8) == pytest.approx(0.6)
-    with pytest.raises(ValueError, match=r"21 is outside 0..20"):
-        compare.value_at([0, 5, 20], [0.0, 0.5, 1.0], 21)
-
-
-def test_the_aim_of_credit_by_hand():
-    """Two steps of three are written. 'Right:' parts from 'So' behind the same ' a=b.'."""
-    steps = load(RESEARCH / "polarity/steps.py")
-    forms = ((" a=b. Right: c So 1", " a=b. So 2"), (" d So 3", " e So 4"), (" f So 5", " g So 6"))
-    parts = []
-    for right, wrong in forms:
-        both = [(text[: text.index(" So")], int(text[-1])) for text in (right, wrong)]
-        parts.append(world.Drawn("fence", "?", *both))
-    tokens = ["1.", " a=", "b.", " Right", ": c", " So", " 1", "\n", "2.", " e", " So", " 4", "\n"]
-    credit = [[0.0] * 13, [0.0] * 13]
-    credit[0][3], credit[1][3], credit[0][9], credit[1][5] = 1.0, 2.0, 3.0, -4.0
-    row = {"problem_id": "p", "text": "".join(tokens)}
-    # (1 + 2) for the right step, -3 for the wrong one; squares 9 + 9 + 16 = 34, 18 where it counts
-    measured = steps.aim(
-        [row], [{"text": tokens, "credit": credit}], {"p": lock.Lock(tuple(parts))}
-    )
-    assert measured == (1, 1, 0.0, 0.0, pytest.approx(18 / 34))
 
 
 def test_the_cost_sheet_by_hand():
@@ -155,7 +219,6 @@ def test_the_cost_sheet_by_hand():
     28 * 64 * (2*4096 + 2*3072 + 3*8192) = 69,730,304. Head: 151,936 * 2048 = 311,164,928.
     Read per step: 2 * (1,409,286,144 + 311,164,928) + 4 * 69,730,304 = 3,719,823,360 bytes.
     Cache: 4 * 28 * 1024 = 114,688 bytes per token."""
-    bench = load(RESEARCH / "speed/bench.py")
     c = bench.QWEN3["Qwen3-1.7B"]
     assert (c.projections, c.adapters, c.weights) == (1_409_286_144, 69_730_304, 3_719_823_360)
     parts = bench.paper_costs(c)
@@ -173,12 +236,3 @@ def test_the_cost_sheet_by_hand():
     sampling, learning = bench.grpo_parts(c, 8, 1024)  # 32 * 8 / 8 rollouts, 16 at a time
     assert (sampling.flops, sampling.steps) == (32 * decoding, 2 * 1024)
     assert learning.flops == 32 * (forward + backward)
-
-
-def test_a_simulated_step_has_the_chance_of_its_curve():
-    falls = load(RESEARCH / "polarity/falls.py")
-    assert falls.straight({0: 0.0, 2: 0.4, 4: 0.2}) == pytest.approx([0.2, 0.4, 0.3, 0.2])
-    draw = random.Random(0)
-    for generations in (1, 8):
-        mean = sum(falls.drawn(0.3, 8, generations, draw) for _ in range(2000)) / 2000
-        assert mean == pytest.approx(0.3, abs=0.02)

@@ -1,22 +1,31 @@
-"""A policy in training that is sampled on a server: each step's adapter, the gap, bad days.
+"""A policy in training that is sampled on a server: each step's adapter, the gap, bad days; and
+what needs the model's outline alone.
 
-The server is the fake one of test_served.py, whose engine knows nothing of the adapter.
+The server is the small one of fake_engine.py, whose engine knows nothing of the adapter.
 """
 
 import contextlib
-import json
-import threading
+import shutil
 from types import SimpleNamespace
 
 import driver
 import pytest
 import torch
-from extras_engine import Engine
+from driver import completes, refused, rows
+from fake_engine import DROP, STOPS, choices, serving
 
+import eval
 import sgsd
 from lib import served
 
-STOPS = [265, 263]
+
+@pytest.fixture
+def engine():
+    with serving() as engine:
+        yield engine
+
+
+# ------------------------------------------------------------------------------ the policy's adapter
 
 
 class Adapted:
@@ -44,29 +53,11 @@ def logprobs(lm, prompts, completions):
 
 
 @pytest.fixture
-def engine():
-    engine = Engine()
-    engine.prompt_logprob = -1.0  # of each token of a canary, whatever the adapter
-    engine.answer = lambda body: answer(engine, body)
-    threading.Thread(target=engine.serve_forever, args=[0.01], daemon=True).start()
-    yield engine
-    engine.shutdown()
-    engine.server_close()
-
-
-def answer(engine, body):
-    if "prompt_logprobs" in body:
-        places = [{str(token): {"logprob": engine.prompt_logprob}} for token in body["prompt"]]
-        return 200, {"choices": [{"prompt_logprobs": places}]}
-    return engine.sampled(body)
-
-
-@pytest.fixture
 def policy(engine, tokenizer, tmp_path):
-    lm, server = Adapted(), served.Server(engine.url, "base")
-    server.check(10)
+    server = served.Server(engine.url, "base")
+    server.check()
     folder = tmp_path / "served"
-    return served.TrainedPolicy(server, lm, tokenizer, STOPS, folder, "run-rank0", logprobs)
+    return served.TrainedPolicy(server, Adapted(), tokenizer, STOPS, folder, "run-rank0", logprobs)
 
 
 def row(index=0):
@@ -76,22 +67,16 @@ def row(index=0):
 SAMPLING = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0)
 
 
-def step_fn(policy, effect):
-    """A step that samples two rows, and then moves the weights."""
-
-    def step(run, number):
-        turns = list(policy.rollouts([row(0), row(1)], SAMPLING, 2))
-        assert len(turns) == 2
-        policy.lm.effect += effect
-        return [{"r": 1}, {"r": -1}], 0.5, {"gen": 1.0}
-
-    return policy.wrap(step)
+def step(policy, effect=0.0):
+    """Sample two rows as a step of training does, and then move the weights."""
+    assert len(list(policy.rollouts([row(0), row(1)], SAMPLING, 2))) == 2
+    policy.lm.effect += effect
+    policy.changed = True
 
 
 def test_each_steps_adapter_has_a_name_of_its_own_and_the_one_before_is_unloaded(engine, policy):
-    step = step_fn(policy, effect=0.0)
-    for number in (1, 2, 3):
-        step(None, number)
+    for _ in range(3):
+        step(policy)
     list(policy.stream([row()], SAMPLING, 1))  # the bank's writer, after the last step
     list(policy.stream([row()], SAMPLING, 1))  # and once more, with the same weights
     loaded = [body["lora_name"] for body in engine.bodies("/v1/load_lora_adapter")]
@@ -108,63 +93,50 @@ def test_each_steps_adapter_has_a_name_of_its_own_and_the_one_before_is_unloaded
     assert not engine.adapters and not policy.folder.exists()
 
 
-def test_the_gap_to_the_engines_log_probabilities_is_noted_with_the_seconds_of_a_load(policy):
+def test_the_gap_to_the_engines_log_probabilities_is_noted_for_each_rollout(policy):
     """The engine says -.5, -1.5 and -.25, we say -1: gaps of .5, .5 and .75."""
-    records, norm, seconds = step_fn(policy, effect=0.0)(None, 1)
-    for record in records:
-        assert record["sampling_logp_difference"] == pytest.approx([1.75 / 3, 0.75])
-    assert norm == 0.5 and seconds["gen"] == 1.0 and seconds["load"] > 0
+    step(policy)
+    assert policy.gaps == [pytest.approx([1.75 / 3, 0.75])] * 2
     assert not policy.server.logprobs  # each is taken once
 
 
 def test_an_adapter_that_is_accepted_and_does_not_act_ends_the_step(engine, policy):
-    step = step_fn(policy, effect=0.3)
-    step(None, 1)  # the adapter is still without effect: base and adapter are one
-    with pytest.raises(
-        OSError, match=r"does not act: .*base's within 0\.0e\+00.*differ by 3\.0e-01"
-    ):
-        step(None, 2)
+    step(policy, effect=0.3)  # the adapter is still without effect: base and adapter are one
+    with pytest.raises(OSError, match=r"does not act: .*base's.*3\.0e-01"):
+        step(policy)
     engine.prompt_logprob = -0.72  # ours is -.7: it acts, within the engine's rounding
-    step(None, 2)
+    step(policy)
 
 
 def test_an_engine_that_keeps_the_last_adapter_under_the_new_name_ends_the_step(engine, policy):
     """Base -1, first adapter -.7, second -.4; the engine stays at -.7."""
     policy.lm.effect = 0.3
     engine.prompt_logprob = -0.7
-    step = step_fn(policy, effect=0.3)
-    step(None, 1)
-    with pytest.raises(
-        OSError, match=r"numbers are the last adapter's within .*differ by 3\.0e-01"
-    ):
-        step(None, 2)
+    step(policy, effect=0.3)
+    with pytest.raises(OSError, match=r"last adapter's.*3\.0e-01"):
+        step(policy)
 
 
 def test_a_server_that_refuses_an_adapter_ends_a_step_in_one_line(engine, policy):
     post = engine.post
     engine.post = lambda path, body: (500, "rank 64") if "load" in path else post(path, body)
-    with pytest.raises(OSError, match="refuses /load_lora_adapter: HTTP 500: rank 64"):
-        step_fn(policy, effect=0.0)(None, 1)
+    with pytest.raises(OSError, match="load_lora_adapter: HTTP 500: rank 64"):
+        step(policy)
 
 
 # ------------------------------------------------------------------------------------------- a run
 
 
 def run_flags(world_dir, out, engine, **changes):
-    engine.base |= {"id": "base", "root": str(world_dir / "model")}
-    return driver.flags(world_dir, out, **changes, server=engine.url, evolve_every=0)
+    return driver.flags(world_dir, out, server=engine.url, evolve_every=0, **changes)
 
 
 def test_a_run_is_sampled_on_its_server_and_logs_the_gap(engine, world_dir, tmp_path):
-    flags = run_flags(world_dir, tmp_path / "run", engine, steps=3)
-    with driver.signals_restored():
-        assert sgsd.main(flags) == 0
-    metrics = driver.rows(tmp_path / "run/metrics.jsonl")
-    for line in metrics:
+    completes(sgsd.main, run_flags(world_dir, tmp_path / "run", engine, steps=3))
+    for line in rows(tmp_path / "run/metrics.jsonl"):
         assert line["sampling_logp_difference_max"] >= line["sampling_logp_difference_mean"] > 0
-        assert line["seconds.load"] > 0
     assert len(engine.bodies("/v1/load_lora_adapter")) == 3 and not engine.adapters
-    rollouts = driver.rows(tmp_path / "run/rollouts.jsonl")
+    rollouts = rows(tmp_path / "run/rollouts.jsonl")
     sent = {tuple(body["prompt"]) for body in engine.bodies() if "logprobs" in body}
     assert {tuple(line["prompt_ids"]) for line in rollouts} == sent
     assert all(line["completion_ids"][-1] == STOPS[0] for line in rollouts)
@@ -174,25 +146,78 @@ def test_a_server_that_goes_amid_a_step_costs_that_step_alone(
     engine, world_dir, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(served, "PAUSES", (0.01,))
-    flags = run_flags(world_dir, tmp_path / "run", engine, steps=3, checkpoint_every=3)
+    out = tmp_path / "run"
+    flags = run_flags(world_dir, out, engine, steps=3, checkpoint_every=3)
     requests = []
 
     def dies(body):
         requests.append(body)
-        return None if len(requests) > 6 else answer(engine, body)  # in step 2, of 4 rollouts each
+        return DROP if len(requests) > 6 else engine.sampled(body)  # in step 2, of 4 rollouts each
 
     engine.answer = dies
     with pytest.raises(SystemExit) as end, driver.signals_restored():
         sgsd.main(flags)
-    *notes, last = capsys.readouterr().err.strip().splitlines()
-    assert end.value.code == 2 and notes[-1].endswith("trying again")
-    assert "no completion" in last and "continue with: python sgsd.py --resume" in last
-    assert len(driver.rows(tmp_path / "run/metrics.jsonl")) == 1
-    assert (tmp_path / "run/checkpoints/step_000001").is_dir()
-    engine.answer = lambda body: answer(engine, body)
-    with driver.signals_restored():
-        assert sgsd.main(["--resume", str(tmp_path / "run")]) == 0
-    steps = [line["step"] for line in driver.rows(tmp_path / "run/rollouts.jsonl")]
+    *_, last = capsys.readouterr().err.strip().splitlines()
+    assert end.value.code == 2
+    assert engine.url in last and "run the same command to continue" in last
+    assert len(rows(out / "metrics.jsonl")) == 1
+    assert (out / "checkpoints/step_000001").is_dir()
+    engine.answer = engine.sampled
+    completes(sgsd.main, flags)
+    steps = [line["step"] for line in rows(out / "rollouts.jsonl")]
     assert steps == [1] * 4 + [2] * 4 + [3] * 4
-    names = [json.loads(line)["step"] for line in open(tmp_path / "run/metrics.jsonl")]
-    assert names == [1, 2, 3]
+    assert [line["step"] for line in rows(out / "metrics.jsonl")] == [1, 2, 3]
+
+
+# ---------------------------------------------------------------------------- the outline is enough
+
+
+@pytest.fixture
+def outline(world_dir, tmp_path):
+    """The tests' model without its weights, which only a server can sample."""
+    return shutil.copytree(
+        world_dir / "model", tmp_path / "outline", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+
+
+def test_a_bank_alone_is_made_on_a_server_from_the_models_outline(
+    engine, outline, tokenizer, world_dir, tmp_path
+):
+    def answer(body):
+        text = tokenizer.decode(body["prompt"])
+        if "Return ONLY" not in text:  # a seed problem
+            return engine.sampled(body)
+        reply = driver.reply_to(text)
+        return 200, choices(token_ids=[*tokenizer.encode(reply), STOPS[0]])
+
+    engine.answer = answer
+    out = tmp_path / "run"
+    changes = {"model": str(outline), "bank": "", "steps": 0, "cold_start": 8, "reply_tokens": 999}
+    completes(sgsd.main, run_flags(world_dir, out, engine, **changes))
+    sampled = [tokenizer.decode(body["prompt"]) for body in engine.bodies()]
+    assert sum("Return ONLY" not in text for text in sampled) == 8
+    assert len(rows(out / "bank/memories.jsonl")) == 8
+    replies = rows(out / "bank/replies.jsonl")
+    assert replies and len(replies) == len(sampled) - 8
+    assert (out / "bank/bank.json").read_text() == (out / "bank/step_000000.json").read_text()
+    assert not engine.bodies("/v1/load_lora_adapter") and not (out / "checkpoints").exists()
+
+
+def test_an_evaluation_on_a_server_loads_the_models_outline_alone(
+    engine, outline, world_dir, tmp_path
+):
+    line = driver.evaluation(world_dir, tmp_path / "eval", f"--server {engine.url}")
+    completes(eval.main, [outline, *line[1:]])
+    samples = driver.samples(tmp_path / "eval")
+    assert len(samples) == len(engine.bodies()) == 12 * 3
+    assert {sample["engine"] for sample in samples} == {"vllm"}
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+def test_a_request_that_a_server_refuses_ends_a_run_in_one_line(
+    steps, engine, world_dir, tmp_path, capsys
+):
+    engine.answer = lambda body: (400, {"detail": "maximum context length is 20 tokens"})
+    bank = {} if steps else {"bank": ""}
+    flags = run_flags(world_dir, tmp_path / "run", engine, steps=steps, **bank)
+    refused(capsys, sgsd.main, flags, engine.url, "maximum context length is 20 tokens")

@@ -1,4 +1,4 @@
-"""Verdicts: a golden table, answers that hack, hostile answers, fuzz, processes that end."""
+"""Verdicts: the answer in a text, known pairs, copies, hostile answers, processes, own judges."""
 
 import json
 import os
@@ -10,30 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import pytest
 from conftest import ROOT
 
+from lib import verify
 from lib.verify import MEMORY_BYTES, Verifier, drop_if_copied, extract_answer
 
-# `kind`: a policy could live on an exploitable answer; ordinary ones are counted.
-REFUSED, ACCEPTED = 18, 21  # of these ordinary pairs, by this verdict
-PAIRS = [json.loads(line) for line in (ROOT / "tests/data/verdicts.jsonl").open()]
-
-
-# reference, completion and r
-TEXTS = r"""
-5  \boxed{5}  1 | 5  \boxed{6}  -1 | 5  5  -1 | 5  so $\boxed{5}$.  1 | 5  \boxed {5}  1
-2  \boxed{1} and \boxed{2}  1 | 1  \boxed{1} and \boxed{2}  -1 | 1,2  \boxed{1} and \boxed{2}  -1
-\frac{1}{\sqrt{2}}  \boxed{\frac{1}{\sqrt{2}}}  1 | 5  \boxed{\boxed{5}}  1
-\{1\}  \boxed{\{1\}}  1 | 5  \boxed{5  -1 | 5  \boxed{5} no: \boxed{6  -1 | 5  \boxed{}  -1
-5  \boxed{ }  -1 | 5  \boxed 5  -1 | 5  \fbox{5}  -1 | 5  <think>\boxed{5}</think> so 6  -1
-6  <think>\boxed{5}</think> \boxed{6}  1 | 5  <think>\boxed{5}  -1 | 5  \boxed{5}</think>  -1
-5  </think>\boxed{6}<think>\boxed{5}  -1 | 5  <think>a</think><think>b</think>\boxed{5}  1
-5  \boxed{x=5}  1 | \left\{1,2\right.  \boxed{\left\{1,2\right.}  1
-"""
+PAIRS = [json.loads(line) for line in open(ROOT / "tests/data/verdicts.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -43,31 +30,91 @@ def verifier():
         assert v.timeouts == 0, "an honest answer ran out of time"
 
 
-def disagreements(verifier, kind, right):
-    """The (reference, answer) of a kind whose verdict is not the one of the data."""
-    cases = [x for x in PAIRS if x["kind"] == kind and x["right"] is right]
-    assert len(cases) > 30
+@pytest.fixture(scope="module")
+def impatient():
+    with Verifier(timeout_s=1.0) as v:
+        yield v
+
+
+def mistakes(verifier, pairs, wanted):
+    """The pairs (reference, answer) whose verdict is not the wanted one."""
+    return [pair for pair, right in zip(pairs, verifier.verify_many(pairs)) if right is not wanted]
+
+
+# ------------------------------------------------------------------------------ reading the answer
+
+ANSWERS = {
+    r"\boxed{5}": "5",
+    r"so $\boxed{5}$.": "5",
+    r"\boxed {5}": "5",
+    "\\boxed{\n5\n}": "5",
+    r"\boxed{1} and \boxed{2}": "2",
+    r"\boxed{\frac{1}{\sqrt{2}}}": r"\frac{1}{\sqrt{2}}",
+    r"\boxed{\{1\}}": r"\{1\}",
+    r"\boxed{\left\{1,2\right.}": r"\left\{1,2\right.",
+    r"\boxed{\boxed{5}}": "5",
+    r"\boxed{}": "",
+    # never closed, or no box
+    r"\boxed{5": None,
+    r"\boxed{5} no: \boxed{6": None,
+    r"\fbox{5}": None,
+    "5": None,
+    "": None,
+    # a box without braces ends at a dollar sign
+    r"$\boxed 5$": "5",
+    r"$\boxed 12 $.": "12",
+    r"\boxed 5": None,
+    r"\boxed{6} $\boxed 5$": "5",
+    # thinking holds no answer
+    r"<think>\boxed{5}</think> so 6": None,
+    r"<think>\boxed{5}</think> \boxed{6}": "6",
+    r"<think>\boxed{5}": None,
+    r"\boxed{5}</think>": None,
+    r"</think>\boxed{6}<think>\boxed{5}": "6",
+    r"<think>a</think><think>b</think>\boxed{5}": "5",
+}
+
+
+@pytest.mark.parametrize("text", ANSWERS)
+def test_the_answer_is_in_the_last_box_behind_all_thinking(text):
+    assert extract_answer(text) == ANSWERS[text]
+
+
+def test_a_completion_is_right_or_wrong_by_its_answer(verifier):
+    outcomes = {r"\boxed{5}": 1, r"\boxed{x=5}": 1, r"\boxed{6}": -1, r"\boxed{}": -1, "5": -1}
+    assert {text: verifier.outcome("5", text) for text in outcomes} == outcomes
+
+
+# ------------------------------------------------------------------------------------- known pairs
+
+
+def disagreements(verifier, kind, right, every=1):
+    """Of every n-th pair of a kind those whose verdict is not the one of the data."""
     pairs = []
-    for x in cases:
-        problem = x.get("problem", "")
-        pairs.append((x["reference"], drop_if_copied(x["reference"], x["answer"], problem)))
-    verdicts = verifier.verify_many(pairs)
-    return [pair for pair, verdict in zip(pairs, verdicts) if verdict is not right]
+    for x in PAIRS:
+        if x["kind"] == kind and x["right"] is right:
+            answer = drop_if_copied(x["reference"], x["answer"], x.get("problem", ""))
+            pairs.append((x["reference"], answer))
+    assert len(pairs) > 30
+    return mistakes(verifier, pairs[::every], right)
 
 
 def test_no_policy_lives_on_an_answer_that_solves_nothing(verifier):
     assert disagreements(verifier, "exploitable", False) == []
 
 
-def test_right_answers_that_are_refused_are_counted(verifier):
-    refused = disagreements(verifier, "ordinary", True)
-    assert len(refused) <= REFUSED, refused
+@pytest.mark.parametrize("every, most", [(5, 2), pytest.param(1, 18, marks=pytest.mark.long)])
+def test_few_right_answers_are_refused(every, most, verifier):
+    """Of 458."""
+    refused = disagreements(verifier, "ordinary", True, every)
+    assert len(refused) <= most, refused
 
 
-def test_wrong_answers_that_are_accepted_are_counted(verifier):
-    """Each needs the right digits: another unit or base, a tuple as a set, tiny numbers."""
-    accepted = disagreements(verifier, "ordinary", False)
-    assert len(accepted) <= ACCEPTED, accepted
+@pytest.mark.parametrize("every, most", [(5, 5), pytest.param(1, 21, marks=pytest.mark.long)])
+def test_few_wrong_answers_are_accepted(every, most, verifier):
+    """Of 167. Each needs the right digits: another unit or base, a tuple as a set, tiny numbers."""
+    accepted = disagreements(verifier, "ordinary", False, every)
+    assert len(accepted) <= most, accepted
 
 
 def test_nothing_is_no_answer_and_equal_text_always_is(verifier):
@@ -76,6 +123,28 @@ def test_nothing_is_no_answer_and_equal_text_always_is(verifier):
     pairs = [("z" * 3000, "z" * 3000), (r"\undefined{", r" \undefined{"), ("Noon", "Noon")]
     assert mistakes(verifier, pairs, True) == []
 
+
+DATA = ["aime24", "aime25", "hmmt25", "amc23", "gsm8k_test", "svamp"]
+LONG_DATA = ["math500", "gsm8k_train", "math_train", "dapo_math_en"]
+
+
+@pytest.mark.parametrize(
+    "name", DATA + [pytest.param(name, marks=pytest.mark.long) for name in LONG_DATA]
+)
+def test_every_reference_equals_itself_in_another_spelling(verifier, name):
+    path = ROOT.parent / "shared" / "data" / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip("the data sets are not beside this project")
+    golds = sorted({str(json.loads(line)["answer"]) for line in path.open()})
+    pairs = [(gold, gold) for gold in golds]
+    for gold in golds:
+        if "text" not in gold:
+            respelled = gold.replace(r"\frac", r"\dfrac").replace("(", " (")
+            pairs.append((gold, f"${respelled}$"))
+    assert mistakes(verifier, pairs, True) == []
+
+
+# ------------------------------------------------------------------------------------------ copies
 
 # problem, reference, answers that count, answers that are copied; two blanks between answers
 COPIES = [
@@ -108,71 +177,33 @@ COPIES = [
     ("At $x=5$ he eats 5 apples of 1,234.", "5", r"5  x=5  5 apples  5\text{ apples}", ""),
     ("Is 50\\% of 1,234 more than -5?", "0.5", r"50\%  \frac12", ""),
     ("Is $-5.0$ one?", "-5", "-5  -5.0", ""),
-    ("Choose. (A) two lines (B) a circle (C) none", r"\text{(C)}", "C  (C)", ""),
-    (
-        "Choose. (A) two lines (B) a circle (C) none",
-        r"\text{two lines}",
-        r"two lines  \text{two lines}",
-        "",
-    ),
+    ("Choose. (A) two lines (B) a circle", r"\text{(A)}", "A  (A)", ""),
+    ("Choose. (A) two lines (B) a circle", r"\text{two lines}", r"two lines  \text{two lines}", ""),
 ]
 
 
-@pytest.mark.parametrize("problem,gold,counted,copies", COPIES)
+@pytest.mark.parametrize("problem, gold, counted, copies", COPIES)
 def test_an_expression_of_the_problem_counts_only_as_the_references_text(
-    verifier, problem, gold, counted, copies
+    problem, gold, counted, copies, verifier
 ):
     for answer in counted.split("  "):
         assert verifier.verify(gold, answer, problem), answer
     for answer in filter(None, copies.split("  ")):
         assert verifier.verify(gold, answer) and not verifier.verify(gold, answer, problem), answer
-        assert drop_if_copied(gold, answer, problem) is None
         assert verifier.outcome(gold, rf"so \boxed{{{answer}}}", problem) == -1
     assert verifier.outcome(gold, rf"so \boxed{{{gold}}}", problem) == 1
-    assert drop_if_copied(gold, None, problem) is None and drop_if_copied(gold, "", problem) == ""
 
 
-def test_a_box_without_braces_ends_at_a_dollar_sign():
-    boxes = {
-        r"$\boxed 5$": "5",
-        r"$\boxed 12 $.": "12",
-        r"\boxed 5": None,
-        r"\boxed{6} $\boxed 5$": "5",
-    }
-    assert {text: extract_answer(text) for text in boxes} == boxes
+def asked(problem, answer, **extra):
+    return types.SimpleNamespace(problem=problem, answer=answer, extra=extra)
 
 
-@pytest.mark.parametrize("case", re.split(r" \| |\n", TEXTS.strip()))
-def test_a_completion_counts_by_its_last_box(verifier, case):
-    gold, text, r = case.split("  ")
-    assert verifier.outcome(gold, text) == int(r)
-    assert verifier.outcome(gold, text.replace("{5}", "{\n5\n}")) == int(r)
-    assert verifier.outcome(gold, "") == -1
-
-
-DATA = ["aime24", "aime25", "hmmt25", "amc23", "gsm8k_test", "svamp"]
-LONG_DATA = ["math500", "gsm8k_train", "math_train", "dapo_math_en"]
-
-
-@pytest.mark.parametrize(
-    "name", DATA + [pytest.param(name, marks=pytest.mark.long) for name in LONG_DATA]
-)
-def test_every_reference_equals_itself_in_another_spelling(verifier, name):
-    path = ROOT.parent / "shared" / "data" / f"{name}.jsonl"
-    if not path.exists():
-        pytest.skip("the data sets are not beside this project")
-    golds = sorted({str(json.loads(line)["answer"]) for line in path.open()})
-    pairs = [(gold, gold) for gold in golds]
-    for gold in golds:
-        if "text" not in gold:
-            respelled = gold.replace(r"\frac", r"\dfrac").replace("(", " (")
-            pairs.append((gold, f"${respelled}$"))
-    assert mistakes(verifier, pairs, True) == []
-
-
-def mistakes(verifier, pairs, wanted):
-    """The pairs whose verdict is another."""
-    return [pair for pair, right in zip(pairs, verifier.verify_many(pairs)) if right is not wanted]
+def test_a_copied_formula_is_shown_as_the_answer_and_wrong_in_a_batch_as_one_by_one(verifier):
+    copied, other = asked("What is 2 + 3?", "5"), asked("What is 4 + 1?", "5")
+    cases = [(copied, r"\boxed{2+3}"), (other, r"\boxed{2+3}"), (copied, "5")]
+    assert verifier.judge(cases) == [("2+3", False), ("2+3", True), (None, False)]
+    assert [verifier.is_right(x, "2+3") for x in (copied, other)] == [False, True]
+    assert verifier.same(r"\frac{1}{2}", "0.5") and not verifier.same("1", "2")
 
 
 # ------------------------------------------  answers that are right without knowing the reference
@@ -186,86 +217,32 @@ REFERENCES = r"""
 \sin x   \frac{x}{y}   ab   n(n+1)   y=2x+3   x^2+y^2=25   5x-7y+4=0   x\ge 3   -3<x<5
 \begin{pmatrix}1\\2\end{pmatrix}   \text{Evelyn}   \text{even}   \text{(C)}   Yes   AB   f(x)=x^2
 """
-# Not finite; problems for answers; nothing and everything; symbols; relations that hold always or
-# for many; listings of guesses; signs, units and bases; programs; odd forms
-TRICKS = r"""
-+\infty-\infty   \infty-\infty   \infty+1   2^\infty   2^{-\infty}   0^\infty   1^\infty
-\infty^0   0\cdot\infty   \frac{\infty}{\infty}   \frac{1}{\infty}   \frac{0}{0}   \frac{1}{0}
-0^{-1}   0^0\cdot\infty   0/0   1/0   \frac{x}{0}   \infty x   x+\infty   \infty i   \tilde\infty
-\sin(\infty)   \sin \infty   \cos\infty   \tan(90^\circ)   \tan\frac{\pi}{2}   \ln 0   \log(0)
-\ln(-\infty)   e^{\infty}   e^{-\infty}   (-1)!   \infty!   \binom{\infty}{2}   |\infty|
-\sqrt{\infty}   \lfloor\infty\rfloor   \log_1 1   \log_0 0   \arcsin 2   \infty\%   x=\infty
-x=\frac{0}{0}   x=\infty-\infty   \pm\infty   ∞-∞   nan   NaN   inf   -inf   Infinity   zoo   oo
-inf-inf   \text{nan}   \text{inf}   \infty=\infty   \sqrt[0]{1}   1^{\frac{1}{0}}   \{\infty\}
-(\infty,-\infty)   \infty,\infty   \frac{d}{dx}\infty   \max(\infty,1)   \min(-\infty,1)
-\max(1,\infty)   \max\{\}   \min(\emptyset)   \max\{0,1,2,3\}   \max(0,1,2,5)   \min(5,10,42)
-\operatorname{max}(\infty,1)   \text{max}(\infty,1)   \sup\{1,2\}   \gcd(10,20)
-\operatorname{lcm}(2,5)   \gcd(0,\infty)   \text{gcd}(10,20)   \mathrm{lcm}(2,5)   max(2,5)
-gcd(10,20)   \sum_{k=1}^{\infty} k   \sum_{k=1}^{4} k   \sum_{n} n   \prod_{k=1}^{2} k
-\int_0^1 2x\,dx   \int_{-\infty}^{\infty} f(x)\,dx   \int x dx   \iint dx   \oint f
-\lim_{x\to\infty} x   \lim_{x\to0}\frac{\sin x}{x}   \frac{d}{dx}x   \frac{d}{dx} x^2   10 \mod 5
-12\bmod 10   7\pmod 5   \det\begin{pmatrix}1&0\\0&1\end{pmatrix}   \arg i
-\operatorname{argmax} x   \lim_{n\to 5} n   \lim x   \text{}   \text{ }   {}   ()   []   \{\}\{\}
-\{\{\}\}   \{\emptyset\}   \emptyset\cup\emptyset   \mathbb{C}   \mathbb{Z}   \mathbb{N}
-\mathbb{Q}   (-\infty,\infty)   [-\infty,\infty]   x\in\mathbb{Z}
-(-\infty,\infty)\setminus\emptyset   \mathbb{R}\cup\mathbb{C}   \mathbb{C}\cap\mathbb{C}
-\text{all real numbers}   all real numbers   \text{any number}   everything   the reference
-correct   true   True   False   None   \text{True}   \top   *   ?   _   ...   \ldots   \cdots   .*
-%s   -   +   =   ,   ;   ~   ^   \\   \,   ''   \boxed{}   I don't know   \text{see above}
-answer   \text{undefined}   DNE   \blacksquare   Q.E.D.   \forall x   \exists x   z   y   t   a
-X   x_1   x_{0}   ?x   \alpha   \theta   \square   \_\_   gold   pred   abc   xyz   x\cdot 0+x_2
-x-x+y   \star   \hat{x}   \vec{v}   f(x)   g(5)   |x|   x!   x'   \emptyset x   \Re(z)
-x^0\cdot y   \frac{z}{z}w   z=z   0=0   1=1   5=6   x=y   a=b=c   1=0   1\ne 2   x\ne 0   x>=0
-x\ge 0   x\le x   x\in x   x<y   0<1   1<2<3   -\infty<x<\infty   x>-\infty   x<\infty   x^2\ge0
-x=0\cdot x   x+0=x   (x-1)(x-2)(x-5)(x-10)(x-42)=0   0x=0   y\le 100   0\le x\le 100
--1000<x<1000   z\approx z   x\approx 0\approx 1\approx 2\approx 5   1\approx 2\approx5   x\equiv 0
-x\mid 10   1\to 2   \neg 0   x\subset y   \emptyset\subset\{1\}   1\lor 2\lor 5   x=1\land x=2
-a\iff a   0=1=2=3=4=5   1=2=3=4=5   x=0=1=2=5=10   5=1=2   5=10=42=100   x=1,y=2,z=3,w=5
-x=0,x=1,x=2,x=5   x=5,y=10   1=1,2=2,5=5   x=y=z   \{-3,-2,-1,0,1,2,3,4,5,6,7,8,9,10,11,12\}
-(-3,-2,-1,0,1,2,3,4,5,6,7,8,9,10,11,12)   -3 -2 -1 0 1 2 3 4 5 6 7 8 9 10 11 12
--3 or -2 or -1 or 0 or 1 or 2 or 3 or 4 or 5 or 6 or 7 or 8 or 9 or 10 or 11 or 12
--3;-2;-1;0;1;2;3;4;5;6;7;8;9;10;11;12   -3\\-2\\-1\\0\\1\\2\\3\\4\\5\\6\\7\\8\\9\\10\\11\\12
--3/-2/-1/0/1/2/3/4/5/6/7/8/9/10/11/12   -3|-2|-1|0|1|2|3|4|5|6|7|8|9|10|11|12
-\begin{pmatrix}-3\\-2\\-1\\0\\1\\2\\3\\4\\5\\6\\7\\8\\9\\10\\11\\12\end{pmatrix}   1,2,3,4,5
-0,1,-1,2,5   1 or 2 or 5   5 or 10   5\text{ or }10   5,5,10   10,10,5   5/10/42   5 10   5;10
-5|10   \{5\}\cup\{10\}   \{1\}\cup\{2\}\cup\{5\}\cup\{10\}   \{5,10\}\setminus\emptyset   [5,10]
-[0,100]   (0,100)   [1,2]\cup[5,10]   \mathbb{Z}\cap[0,100]   1-100   1..100   1, 2, ..., 100
-1,2,\ldots,100   1,2,\dots,100   \{1,\dots,100\}   5\text{ (or }10)   \boxed{5}\boxed{10}
-\boxed{5},\boxed{10}   \boxed{5} \text{ or } \boxed{10}   (5)(10)   (5,10)   ((5,10))
-\begin{cases}5\\10\end{cases}   \begin{cases}5&x>0\\10&x\le0\end{cases}
-\begin{array}{c}5\\10\end{array}   \text{5 or 10}   \text{5, 10}   \frac{1}{2}\frac{3}{7}
-\frac{1}{2},\frac{3}{7}   $\frac{1}{2}$ or $\frac{3}{7}$   ? \frac{1}{2} ? \frac{3}{7}
-5 is right, or 10   Yes or no   Yes/No   \text{yes and no}   A,B,C,D   \text{A, B, C or D}   ABCD
-Evelyn or even   \pm1\pm2\pm3\pm5   \pm 1\pm\sqrt2   \pm\pm 5   5\pm 5   \pm x   \mp\mp   1\pm 0
-\pm   5\pm   1\pm1\pm1   \%   x\%   %   5\%\%   100\%\%   \infty\text{ apples}   apples
-\text{ cm}   x\text{ cm}   5 million   5\text{ thousand}   10\text{ dozen}   1\text{ hundred}
-2\text{ squared}   5\text{ factorial}   half   5 and a half   5\text{ or }6\text{ apples}
-5 to 10 apples   0\text{ or so}   5_2   5_10_42   x_8   1e2   1e9999   0x10   0b101   1_000   5j
-1+1j   5L   5.0.0   5,0   1,00   10,0,0   --5   -+1   5-   5+   5^   5_   5!!   5%%   $5$10$
-5$10   __import__('os')   lambda: 5   [1,2,3][0]   range(100)   x if x else y   S.Reals
-Symbol('x')   Integer(5)   oo-oo   I   E   N   S   Q   O(1)   O(x)   O(\infty)   𝟓𝟎   ５０   ٥٠   ½½
-①   一   五   五十   ∅∅   ∀x   ℝ∪ℂ   ⊤   ≡   ∑   ∫   √   √x   ∞∞   \frac{\pi}{10^{20}}
-10^{-100}\sqrt2   10^{-1000}   0.0000001   10^{-7}   \frac{x}{10^{50}}   10^{-50}x
-\sin(10^{10^{10}})   (-1)^{1/2}\cdot 0\cdot\infty   0\cdot x+z   \Gamma(0)   \zeta(1)   \delta(0)
-\theta(x)   \text{sgn}(x)   \operatorname{sgn}(x)   \lceil x\rceil   \lfloor x\rfloor   x\bmod 1
-\begin{pmatrix}\end{pmatrix}   \begin{pmatrix}x\end{pmatrix}
-\begin{pmatrix}\infty\\\infty\end{pmatrix}   \begin{pmatrix}x\\y\end{pmatrix}
-\begin{vmatrix}1&0\\0&1\end{vmatrix}   \vec{0}   \langle 1,2,5\rangle   \nabla f   \partial x
-x^{x^x}   \sqrt{-1}^4\cdot x   0.333   3.1415   1.41   1.618   2.718   0.1+0.2
-"""
 COUNT = [str(i) for i in range(-3, 13)]
 JOINTS = [",", ", ", " ", " or ", ";", "/", "|", "=", "<", r"\ne ", r"\le ", r"\approx ", r"\\"]
+ZEROS = {"0", r"\{0\}"}  # one value to the verdict: "0" itself is right for both
 
 
 def tricks():
-    """Answers that say no value, or several."""
-    listed = re.split(r" {3,}|\n", TRICKS.strip())
+    """Answers that say no value, or several.
+
+    Not finite; problems for answers; nothing and everything; symbols; relations that hold always or
+    for many; listings of guesses; signs, units and bases; programs; odd forms.
+    """
+    listed = (ROOT / "tests/data/tricks.txt").read_text().splitlines()
     listed += [joint.join(COUNT) for joint in JOINTS]
     listed += [f"x={'='.join(COUNT)}", rf"\{{{','.join(COUNT)}\}}", f"({','.join(COUNT)})"]
     return listed + ['""', "\u200b", "\u202e", "\ud800", "\x00", r"\,", r"\ ", r"\text{ }"]
 
 
-ZEROS = {"0", r"\{0\}"}  # one value to the verdict: "0" itself is right for both
+@pytest.mark.parametrize("n", [2, pytest.param(80, marks=pytest.mark.long)])
+def test_no_trick_is_right_for_two_references(n):
+    """A sample of the tricks against all references; one that says a value is right for that."""
+    golds = re.split(r" {3,}|\n", REFERENCES.strip())
+    assert len(tricks()) > 400 and len(golds) > 60
+    with Verifier(timeout_s=5.0, workers=2) as v:
+        for trick in random.Random(n).sample(tricks(), n):
+            right_for = {gold for gold, _ in mistakes(v, [(gold, trick) for gold in golds], False)}
+            assert len(right_for) <= 1 or right_for == ZEROS, (trick, right_for)
 
 
 def test_sympys_infinity_is_right_for_no_finite_reference(verifier):
@@ -274,48 +251,53 @@ def test_sympys_infinity_is_right_for_no_finite_reference(verifier):
     assert mistakes(verifier, pairs, False) == []
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(80, marks=pytest.mark.long)])
-def test_no_trick_is_right_for_two_references(n):
-    """A sample of the tricks against all references; one that says a value is right for that."""
-    golds = re.split(r" {3,}|\n", REFERENCES.strip())
-    chosen = random.Random(n).sample(tricks(), n)
-    assert len(tricks()) > 400 and len(golds) > 60
-    with Verifier(timeout_s=5.0, workers=2) as v:
-        for trick in chosen:
-            right_for = {gold for gold, _ in mistakes(v, [(gold, trick) for gold in golds], False)}
-            assert len(right_for) <= 1 or right_for == ZEROS, (trick, right_for)
-
-
 # ------------------------------------------------------------------------- hostile answers and fuzz
 
-HOSTILE = [
-    *("9^{9^{9^9}}", "9^9^9^9", "7+" * 450 + "x", "(" * 900, "{" * 5000, r"\frac{" * 300),
-    *("1" * 100_000, "x" * 100_000, r"\left(", "}{", "$" * 999, r"\text{" * 150),
-    *(",".join(["x"] * 450), r"\pm" * 200, "1:" * 400, "\\" * 999, r"\begin{pmatrix}" * 60),
-    *("\x00", "7\x00", "\ud800", "\udfff7", "∞", "‮7", "7" + "‮", "٧"),
-    *("__import__('os').system('touch pwned')", "().__class__.__bases__[0]", "eval(input())"),
-    *(r"\input{/etc/passwd}", "1e999999999", "nan", "None", "True"),
-    *(r"\int_0^\infty e^{-x^2}dx", r"\sum_{i=1}^{10^9} i", r"\lim_{x\to0}\frac{\sin x}{x}"),
+HOSTILE = r"""
+9^{9^{9^9}}   9^9^9^9   \left(   }{   ∞   ٧   __import__('os').system('touch pwned')
+().__class__.__bases__[0]   eval(input())   \input{/etc/passwd}   1e999999999   nan   None   True
+\int_0^\infty e^{-x^2}dx   \sum_{i=1}^{10^9} i   \lim_{x\to0}\frac{\sin x}{x}
+"""
+LONG = [
+    "7+" * 450 + "x",
+    "(" * 900,
+    "{" * 5000,
+    r"\frac{" * 300,
+    "1" * 100_000,
+    "x" * 100_000,
+    "$" * 999,
+    r"\text{" * 150,
+    "x," * 450,
+    r"\pm" * 200,
+    "1:" * 400,
+    "\\" * 999,
+    r"\begin{pmatrix}" * 60,
 ]
+UNREADABLE = ["\x00", "7\x00", "\ud800", "\udfff7", "\u202e7", "7\u202e"]
 SLOW = [  # each takes all of its time, as some above do
-    *("10000000000!", "((10!)!)!", r"\binom{10^{12}}{10^{11}}", "(" * 450 + ")" * 450, "[(" * 400),
-    *(r"\frac{1}{1+" * 60 + "1" + "}" * 60, r"\sqrt{" * 90 + "2" + "}" * 90, "x=" * 400),
-    *("x^{" * 200 + "2" + "}" * 200, "2^{10^{10}}", r"\prod_{i=1}^{10^7} i"),
-    *(r"\sin(10^{10^{10}})", "x^" * 400, "(x+1)^{100000}(x+2)"),
+    "10000000000!",
+    "((10!)!)!",
+    r"\binom{10^{12}}{10^{11}}",
+    "2^{10^{10}}",
+    r"\prod_{i=1}^{10^7} i",
+    r"\sin(10^{10^{10}})",
+    "(x+1)^{100000}(x+2)",
+    "(" * 450 + ")" * 450,
+    "[(" * 400,
+    "x=" * 400,
+    "x^" * 400,
+    r"\frac{1}{1+" * 60 + "1" + "}" * 60,
+    r"\sqrt{" * 90 + "2" + "}" * 90,
+    "x^{" * 200 + "2" + "}" * 200,
 ]
-
-
-@pytest.fixture(scope="module")
-def impatient():
-    with Verifier(timeout_s=1.0) as v:
-        yield v
+ANY_TIME = [*re.split(r" {3,}|\n", HOSTILE.strip()), *LONG, *UNREADABLE]
 
 
 @pytest.mark.parametrize(
-    "pred", HOSTILE + [pytest.param(pred, marks=pytest.mark.long) for pred in SLOW]
+    "pred", ANY_TIME + [pytest.param(pred, marks=pytest.mark.long) for pred in SLOW]
 )
-def test_a_hostile_answer_is_wrong_and_the_next_one_is_judged(
-    impatient, pred, tmp_path, monkeypatch
+def test_a_hostile_answer_is_wrong_runs_no_code_and_the_next_one_is_judged(
+    pred, impatient, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     assert impatient.outcome("7", rf"so \boxed{{{pred}}}") == -1
@@ -508,3 +490,101 @@ def test_without_math_verify_a_verdict_is_an_import_error(tmp_path, monkeypatch)
         assert verifier.verify("5", "5")
         with pytest.raises(ImportError, match="does `import math_verify` work"):
             verifier.verify("1/2", "2/4")
+
+
+# --------------------------------------------------------------------------- a judge of one's own
+
+MINE = '''
+from lib import verify
+
+class Even(verify.Judge):
+    """Right is an even number."""
+
+    def answer(self, text):
+        return text.rpartition("=")[2].strip() or None
+
+    def is_right(self, problem, answer):
+        return answer.isdigit() and int(answer) % 2 == 0
+
+class Batch(verify.Verifier):
+    def judge(self, cases):
+        return [verify.Verdict("x", True) for _ in cases]
+
+class Other:
+    """It is no judge."""
+'''
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The working directory, with a module of a domain in it that no other test has imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (tmp_path / "mine.py").write_text(MINE)
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def test_a_judge_decides_by_the_answer_that_it_takes_from_the_text(here):
+    x = asked("p", "no reference")
+    with verify.load_judge("mine:Even")() as judge:
+        verdicts = judge.judge([(x, "so = 4"), (x, "= 3"), (x, "nothing ="), (x, "= four")])
+    assert verdicts == [("4", True), ("3", False), (None, False), ("four", False)]
+    assert judge.judge([]) == [] and judge.timeouts == 0
+    assert judge.same("4", "4") and not judge.same("4", "4.0")
+
+
+def test_a_judge_by_default_takes_the_last_box_and_is_asked_nothing_without_one():
+    requests = []
+
+    class Recorder(verify.Judge):
+        def is_right(self, problem, answer):
+            requests.append((problem.extra, answer))
+            return True
+
+    x = asked("p", "1", level=3)
+    texts = [r"\boxed{1} and \boxed{2}", r"<think>\boxed{3}", "none"]
+    verdicts = Recorder().judge([(x, text) for text in texts])
+    assert verdicts == [("2", True), (None, False), (None, False)]
+    assert requests == [({"level": 3}, "2")]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"timeout_s": 0.0}, {"timeout_s": 1e7}, {"timeout_s": float("nan")}, {"workers": 0}]
+)
+@pytest.mark.parametrize("kind", [verify.Judge, Verifier])
+def test_limits_that_make_no_sense_are_refused_for_every_judge(kind, wrong):
+    with pytest.raises(ValueError, match="timeout_s in 0..1e6 and workers >= 1"):
+        kind(**wrong)
+
+
+NAMES = {  # a --verifier, and what is said of it
+    "mine": "MODULE:CLASS",
+    ":Even": "MODULE:CLASS",
+    "nowhere:Even": "No module named 'nowhere'",
+    "broken:Even": "SyntaxError",
+    "failing:Even": "ZeroDivisionError",
+    "mine:Nope": "has no attribute 'Nope'",
+    "mine:verify": "must be a subclass of lib.verify.Judge",
+    "mine:Other": "must be a subclass of lib.verify.Judge",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_name_of_a_judge_is_one_line(name, here):
+    (here / "broken.py").write_text("def")
+    (here / "failing.py").write_text("1 / 0")
+    with pytest.raises(ValueError) as error:
+        verify.load_judge(name)
+    line = str(error.value)
+    assert line.startswith(f"verifier {name}: ") and NAMES[name] in line and "\n" not in line
+
+
+def test_a_name_is_of_a_class_that_is_installed_or_in_the_working_directory(here):
+    (here / "tabnanny.py").write_text(MINE)  # takes the place of no installed module
+    with pytest.raises(ValueError, match="has no attribute 'Even'"):
+        verify.load_judge("tabnanny:Even")
+    with verify.load_judge("mine:Batch")(timeout_s=1.0, workers=2) as judge:
+        assert judge.judge([(asked("p", "1"), "text")]) == [("x", True)]
+        assert (judge.timeout_s, judge.workers) == (1.0, 2)

@@ -1,14 +1,18 @@
-"""Algorithms 2-4 line by line with a fake `complete`, and what a model's JSON may do to them."""
+"""Algorithms 2, 3 and 4, line by line, with a fake `complete`; then the policy as `complete`.
+
+How replies are read is in test_replies.py, a run's cold start (Alg. 2, lines 1-7) in
+test_cold_start.py.
+"""
 
 import copy
 import json
 import random
 import re
-from types import SimpleNamespace
 
 import pytest
 from conftest import make_bank
 
+import rollout
 import skills
 
 G, E = KEYS = list(skills.FIELDS)
@@ -30,7 +34,7 @@ def names(entries, key=G):
 
 
 def bare(entries, key=G):
-    return [{field: e[field] for field in skills.FIELDS[key]} for e in entries]
+    return [skills.item_of(e, skills.FIELDS[key]) for e in entries]
 
 
 def answer(entries, key=G):
@@ -52,26 +56,26 @@ def read_prompt(prompt):
 
 
 class Model:
-    """A fake `complete`: reply(name, body) answers a prompt; `calls` and `pairs` keep them."""
+    """A fake `complete`: reply(name, body) answers a prompt; `calls` and `pairs` keep them.
+
+    In `calls` an extraction is "+1" or "-1", of the success or the failure in problem 1, and a
+    merge has the names of its group.
+    """
 
     def __init__(self, reply):
         self.reply, self.calls, self.pairs = reply, [], []
 
     def __call__(self, prompts):
         assert prompts, "the model was asked nothing"
-        self.calls.append([read_prompt(p) for p in prompts])
-        replies = [self.reply(*read) for read in self.calls[-1]]
-        self.pairs += zip(prompts, replies)
-        return replies
-
-    @property
-    def prompts(self):
-        return [read for call in self.calls for read in call]
-
-    @property
-    def groups(self):
-        """The names in each group of each call."""
-        return [[names(body, key_of(name)) for name, body in call] for call in self.calls]
+        self.calls.append([])
+        for prompt in prompts:
+            name, body = read_prompt(prompt)
+            if name.startswith("merge"):
+                self.calls[-1].append(names(body, key_of(name)))
+            else:
+                self.calls[-1].append("+-"[name == "extract_mistakes"] + body["problem"][8])
+            self.pairs.append((prompt, self.reply(name, body)))
+        return [reply for _, reply in self.pairs[-len(prompts) :]]
 
 
 def script(*replies):
@@ -97,47 +101,6 @@ def refuse(name, body):
     return "I cannot do that."
 
 
-class Writer:
-    """Stands in for a `skills.Writer`: keeps the `stages`, and what was `logged` of each reply."""
-
-    def __init__(self, model, cut=False):
-        self.model, self.cut, self.stages, self.logged = model, cut, [], []
-
-    def answer(self, questions, stage):
-        self.stages.append((stage, questions[0].shown > 0))
-        return [(reply, self.cut) for reply in self.model([q.prompt for q in questions])]
-
-    def record(self, question, row):
-        self.logged.append({**row, "prompt": question.prompt})
-
-
-PAIR = items("ab")
-
-
-def read(text, key):
-    return skills.read_items(text, key, skills.FIELDS[key])
-
-
-def test_each_kind_reads_its_own_items_alone():
-    mixed = json.dumps({G: items("ab", G), E: items("cd", E)})
-    assert skills.parse_json_items(mixed, G) == items("ab", G)
-    assert skills.parse_json_items(mixed, E) == items("cd", E)
-    assert skills.parse_json_items(answer(items("ab", E), G), G) == []
-
-
-# ----------------------------------------------------------- extraction (Alg. 2, lines 8-14)
-
-
-def solved(i, r=1, **changes):
-    fields = {"problem_id": f"id-{i}-xyz", "problem": f"What is {i} plus 1?", "gold": "GOLD"}
-    fields |= {"text": f"We add {i} and 1.\nSo \\boxed{{{i + 1}}}.", "r": r, "pred": str(i + 1)}
-    return SimpleNamespace(**fields | changes)
-
-
-def memory(i, r=1):
-    return skills.memory_of(solved(i, r))
-
-
 def extracting(n=1, merged=keep):
     """A model that finds n items in a memory, named after its problem, and merges by `merged`."""
 
@@ -151,8 +114,22 @@ def extracting(n=1, merged=keep):
     return Model(reply)
 
 
-def test_a_memory_record():
-    """Line 5: problem, completion, reward, answer, trajectory summary, feedback."""
+# ------------------------------------------------------- Algorithm 2, lines 5-14: the candidates
+
+
+def solved(i, r=1, **changes):
+    """A rollout's row."""
+    row = {"problem_id": f"id-{i}-xyz", "problem": f"What is {i} plus 1?", "gold": "GOLD"}
+    row |= {"text": f"We add {i} and 1.\nSo \\boxed{{{i + 1}}}.", "r": r, "pred": str(i + 1)}
+    return row | changes
+
+
+def memory(i, r=1):
+    return skills.memory_of(solved(i, r))
+
+
+def test_line_5_a_memory_record():
+    """Problem, completion, reward, answer, trajectory summary, feedback; no reference (D3)."""
     text = "<think>hm [</think>\nAdd.\n\n  So \\boxed{2}. \n"
     record = {
         "problem_id": "id-1-xyz",
@@ -165,15 +142,16 @@ def test_a_memory_record():
     }
     assert skills.memory_of(solved(1, text=text)) == record
     with_answer = skills.memory_of(solved(1, text=text), with_answer=True)
-    assert with_answer == record | {"reference_answer": "GOLD"}  # D3
+    assert with_answer == record | {"reference_answer": "GOLD"}
 
 
-@pytest.mark.parametrize("pred,feedback", [("3", "rejected the"), (None, "gave no")])
-def test_a_failures_feedback_says_what_failed(pred, feedback):
+@pytest.mark.parametrize("pred, feedback", [("3", "rejected the"), (None, "gave no")])
+def test_line_5_a_failures_feedback_says_what_failed(pred, feedback):
     assert feedback in skills.memory_of(solved(1, -1, pred=pred))["feedback"]
 
 
-def test_a_long_completion_is_an_excerpt_of_its_two_ends():
+def test_line_5_a_long_completion_is_an_excerpt_of_its_two_ends():
+    """S21."""
     lines = [f"line {i} " + "x" * 300 for i in range(100)]
     text = "\n".join(lines)
     record = skills.memory_of(solved(1, text=text))
@@ -182,61 +160,34 @@ def test_a_long_completion_is_an_excerpt_of_its_two_ends():
     assert record["trajectory_summary"] == [line[:200] for line in ends]
 
 
-def test_success_gives_skills_and_failure_gives_mistakes():
-    """Lines 8-13: every memory in its own prompt, in order, up to three items of each."""
+def test_lines_8_to_14_successes_give_skills_and_failures_mistakes():
+    """Every memory in a prompt of its own, in order, and up to three items of each."""
     model = extracting(5)
-    candidates = skills.extract([memory(1, 1), memory(2, -1), memory(3, 1), memory(4, -1)], model)
-    prompts = [(name, body["problem"][8]) for name, body in model.prompts]
-    successes, failures = [("extract_skills", n) for n in "13"], ["2", "4"]
-    assert prompts == successes + [("extract_mistakes", n) for n in failures]
+    memories = [memory(1, 1), memory(2, -1), memory(3, 1), memory(4, -1)]
+    candidates, lost = skills.extract(memories, model)
+    assert model.calls == [["+1", "+3"], ["-2", "-4"]]
     assert bare(candidates[G]) == items(["1.0", "1.1", "1.2", "3.0", "3.1", "3.2"])
     assert bare(candidates[E], E) == items(["2.0", "2.1", "2.2", "4.0", "4.1", "4.2"], E)
     assert [e["sources"] for e in candidates[G]] == [["id-1-xyz"]] * 3 + [["id-3-xyz"]] * 3
+    assert lost == 0
 
 
-def test_an_unreadable_reply_is_asked_once_more_and_then_lost():
-    """D4: and only that one."""
-    cut = answer(items("c"))[:-40]
-    model = script(answer(items("a")), "no", answer([]), cut, answer(items("b")), "no", "no")
-    writer = Writer(model)
-    candidates = skills.extract([memory(i) for i in range(4)], writer)
-    assert names(candidates[G]) == "ab"
-    assert [[body["problem"][8] for _, body in call] for call in model.calls] == [
-        ["0", "1", "2", "3"],
-        ["1", "2", "3"],
-    ]
-    outcomes = ["read", "retried", "retried", "retried", "read", "lost", "lost"]
-    assert [row["outcome"] for row in writer.logged] == outcomes
-    assert [(row["prompt"], row["reply"]) for row in writer.logged] == model.pairs
+def test_line_10_an_extraction_without_an_item_is_asked_once_more_and_then_lost():
+    """D4. Of a reply that was cut off, the complete items count."""
+    cut, cut_early = answer(items("cd"))[:-40], answer(items("d"))[:-40]
+    model = script(cut, "no", answer([]), cut_early, answer(items("b")), "no", "no")
+    candidates, lost = skills.extract([memory(i) for i in range(4)], model)
+    assert names(candidates[G]) == "cb" and lost == 2
+    assert model.calls == [["+0", "+1", "+2", "+3"], ["+1", "+2", "+3"]]
 
 
-def test_what_is_wrong_with_a_lost_reply_is_logged():
-    """The length limit comes first, as only the writer knows of it."""
-    invalid, many = answer([{"title": "t"}]), answer(items("wxyz"))
-    causes = {"They are all unique.": "no JSON", invalid: "no valid item", "{}": "no valid item"}
-    causes |= {many: "more items than it was shown", answer(PAIR)[:-2]: "not whole"}
-    for reply, cause in causes.items():
-        for cut in (False, True):
-            writer = Writer(script(reply, reply), cut)
-            skills.merge(items("abc"), G, writer)
-            outcomes = [(row["outcome"], row["cause"]) for row in writer.logged]
-            assert outcomes == [(way, "cut off" if cut else cause) for way in ("retried", "lost")]
+# -------------------------------------------------------------------------- Algorithm 3: merging
+
+LAYER = "layer_index input_items num_groups output_items stagnant_layers".split()
 
 
-def test_the_complete_items_of_a_cut_extraction_are_used():
-    writer = Writer(script(answer(items("abc"))[:-20]))
-    assert names(skills.extract([memory(1)], writer)[G]) == "ab"
-    assert [row["outcome"] for row in writer.logged] == ["repaired"]
-
-
-# --------------------------------------------------------------------------- merging (Alg. 3)
-
-
-LAYER = "layer_index input_items num_groups output_items stagnant_layers stopped_reason".split()
-
-
-def layer(i, before, groups, after, stagnant, reason=None):
-    return dict(zip(LAYER, (i, before, groups, after, stagnant, reason)))
+def layer(*numbers, reason=None, lost=0):
+    return dict(zip(LAYER, numbers)) | {"stopped_reason": reason, "lost_replies": lost}
 
 
 @both_kinds
@@ -250,29 +201,36 @@ def test_one_group_by_hand(key):
         {skills.IDS[key]: f"{prefix}001", **item("x", key)},
         {skills.IDS[key]: f"{prefix}002", **item("c", key)},
     ]
-    assert [body for _, body in model.prompts] == [items("abc", key)]
-    assert layers == [layer(0, 3, 1, 2, 0, ROOT_GROUP)]
+    assert [prompt for prompt, _ in model.pairs] == [skills.render_merge(items("abc", key), key)]
+    assert layers == [layer(0, 3, 1, 2, 0, reason=ROOT_GROUP)]
 
 
-def test_layers_up_to_the_root_group():
+def test_lines_2_to_11_layer_by_layer_down_to_the_root_group():
     """Eight items by threes: (abc)(def)(gh) -> adg -> (adg) -> a."""
     model = merging(first)
     merged, layers = skills.merge(items("abcdefgh"), G, model, group_size=3)
-    assert names(merged) == "a" and model.groups == [["abc", "def", "gh"], ["adg"]]
-    assert layers == [layer(0, 8, 3, 3, 0), layer(1, 3, 1, 1, 0, ROOT_GROUP)]
+    assert names(merged) == "a" and model.calls == [["abc", "def", "gh"], ["adg"]]
+    assert layers == [layer(0, 8, 3, 3, 0), layer(1, 3, 1, 1, 0, reason=ROOT_GROUP)]
+
+
+def test_line_4_a_group_of_one_is_not_asked():
+    model = merging(keep)
+    assert names(skills.merge(items("abc"), G, model, group_size=2, patience=1)[0]) == "abc"
+    assert model.calls == [["ab"]]
+    for few in ("", "a"):
+        assert names(skills.merge(items(few), G, Model(refuse))[0]) == few
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3])
-def test_merging_stops_after_as_many_stagnant_layers_as_there_is_patience(patience):
-    """Lines 9 and 11."""
+def test_line_11_merging_stops_after_p_layers_without_progress(patience):
     merged, layers = skills.merge(items("abcde"), G, merging(keep), 2, patience)
     before = [layer(i, 5, 3, 5, i + 1) for i in range(patience - 1)]
-    assert layers == [*before, layer(patience - 1, 5, 3, 5, patience, PATIENCE)]
+    assert layers == [*before, layer(patience - 1, 5, 3, 5, patience, reason=PATIENCE)]
     assert names(merged) == "abcde"
 
 
-def test_a_decrease_resets_the_count_of_stagnant_layers():
-    """Line 9: the third layer drops one of nine items, the others none."""
+def test_line_9_a_decrease_resets_the_count_of_stagnant_layers():
+    """The third layer drops one of nine items, the others none."""
     model = Model(lambda name, group: answer(group[shrinks(group) :]))
 
     def shrinks(group):
@@ -283,13 +241,13 @@ def test_a_decrease_resets_the_count_of_stagnant_layers():
     assert layers[-1]["stopped_reason"] == PATIENCE and names(merged) == "bcdefghi"
 
 
-def test_the_papers_group_size_and_patience_are_the_defaults():
-    """H = 32, P = 3."""
+def test_h_is_32_and_p_is_3_by_default():
     model = merging(keep)
-    _, layers = skills.merge(items(map(str, range(65))), G, model)
-    assert [len(group) for _, group in model.calls[0]] == [32, 32] and len(layers) == 3
+    _, layers = skills.merge(items(map(chr, range(200, 265))), G, model)
+    assert [len(group) for group in model.calls[0]] == [32, 32] and len(layers) == 3
 
 
+PAIR = items("ab")
 BAD_REPLIES = {
     "prose": "They are all unique.",
     "nothing": "",
@@ -304,53 +262,32 @@ BAD_REPLIES = {
 
 
 @pytest.mark.parametrize("name", BAD_REPLIES)
-def test_a_bad_reply_is_asked_once_more_and_then_the_group_stays(name):
-    """Line 6."""
+def test_line_6_a_bad_reply_is_asked_once_more_and_then_the_group_stays(name):
     model = Model(lambda *_: BAD_REPLIES[name])
-    writer = Writer(model)
-    merged, layers = skills.merge(items("abc"), G, writer)
-    assert names(merged) == "abc" and layers == [layer(0, 3, 1, 3, 1, ROOT_GROUP)]
-    assert model.groups == [["abc"], ["abc"]]
-    assert [row["outcome"] for row in writer.logged] == ["retried", "lost"]
+    merged, layers = skills.merge(items("abc"), G, model)
+    assert names(merged) == "abc" and model.calls == [["abc"], ["abc"]]
+    assert layers == [layer(0, 3, 1, 3, 1, reason=ROOT_GROUP, lost=1)]
 
 
-def test_only_the_bad_groups_are_asked_again():
+def test_line_6_only_the_bad_groups_are_asked_again():
     """(ab)(cd)(ef): the second is unreadable twice, the third once."""
     first_layer = [answer(items("x")), "no", "no", "no", answer(items("y"))]
     model = script(*first_layer, answer(items("xc")), answer(items("dy")))
     merged, layers = skills.merge(items("abcdef"), G, model, group_size=2, patience=1)
-    assert model.groups == [["ab", "cd", "ef"], ["cd", "ef"], ["xc", "dy"]]
-    assert layers == [layer(0, 6, 3, 4, 0), layer(1, 4, 2, 4, 1, PATIENCE)]
+    assert model.calls == [["ab", "cd", "ef"], ["cd", "ef"], ["xc", "dy"]]
+    assert layers == [layer(0, 6, 3, 4, 0, lost=1), layer(1, 4, 2, 4, 1, reason=PATIENCE)]
     assert names(merged) == "xcdy"
 
 
-def test_both_lists_merge_layer_by_layer_in_common_calls():
-    """Two skills and five mistakes by twos: the skills are through after one layer."""
-    model = extracting(merged=first)
-    writer = Writer(model)
-    lists = {G: items("ab"), E: items("vwxyz", E)}
-    merged, layers = skills.merge_lists(lists, writer, 2, 3)
-    assert names(merged[G]) == "a" and names(merged[E], E) == "v"
-    assert model.groups == [["ab", "vw", "xy"], ["vx"], ["vz"]]
-    assert [len(layers[key]) for key in KEYS] == [1, 3]
-    assert writer.stages == [(f"merging, layer {i}", True) for i in (1, 2, 3)]
-
-
 @both_kinds
-def test_exact_duplicates_are_removed_and_the_rest_keeps_its_order(key):
-    """Line 12: wherever they stand; one that differs in a field stays."""
+def test_line_12_exact_duplicates_are_removed_and_the_rest_keeps_its_order(key):
+    """Wherever they stand; one that differs in a field stays."""
     a, b = items("ab", key)
     near = {**a, skills.FIELDS[key][2]: "something else"}
     old = [a, near, b, {skills.IDS[key]: "old", **a}, b]
     merged, _ = skills.merge(old, key, Model(refuse), group_size=2)
     assert bare(merged, key) == [a, near, b]
     assert [e[skills.IDS[key]][4:] for e in merged] == ["001", "002", "003"]
-
-
-@pytest.mark.parametrize("sizes", [{"group_size": 1}, {"group_size": -3}, {"patience": 0}])
-def test_sizes_that_cannot_be(sizes):
-    with pytest.raises(ValueError, match=r"Alg\. 3.*group_size >= 2 and patience >= 1"):
-        skills.merge(PAIR, G, Model(refuse), **sizes)
 
 
 def test_sources_follow_their_entries():
@@ -372,48 +309,52 @@ def test_no_field_is_invented_and_none_is_lost():
     assert skills.merge(noted, G, Model(refuse))[0] == noted
 
 
-# ------------------------------------------------------------------------ cold start (Alg. 2)
+@pytest.mark.parametrize("sizes", [{"group_size": 1}, {"group_size": -3}, {"patience": 0}])
+def test_sizes_that_cannot_be(sizes):
+    with pytest.raises(ValueError, match=r"Alg\. 3.*group_size >= 2 and patience >= 1"):
+        skills.merge(PAIR, G, Model(refuse), **sizes)
 
 
-def test_cold_start_by_hand():
+# ------------------------------------------------------ Algorithm 2, lines 15-16: the first bank
+
+
+def test_lines_15_and_16_the_first_bank_by_hand():
     """Two successes and a failure with two items each: two skills of four, a mistake of two."""
     model = extracting(2, merged=lambda group: group[::2])
-    bank = skills.cold_start([memory(1, 1), memory(2, -1), memory(3, 1)], model)
+    memories = [memory(1, 1), memory(2, -1) | {"truncated": True}, memory(3, 1)]
+    bank = skills.cold_start(memories, model)
     assert bank.general_skills == [
         {"skill_id": "gen_001", **item("1.0"), "sources": ["id-1-xyz"]},
         {"skill_id": "gen_002", **item("3.0"), "sources": ["id-3-xyz"]},
     ]
     mistake = {"mistake_id": "err_001", **item("2.0", E), "sources": ["id-2-xyz"]}
     assert bank.common_mistakes == [mistake]
-    assert bank.metadata == {
+    assert bank.metadata == {  # Tab. 5
         "source": "cold start from 3 seed solutions",
         "seed_solutions": 3,
         "right_seed_solutions": 2,
+        "truncated_seed_solutions": 1,
+        "lost_replies": 0,
         "merge_group_size": 32,
         "merge_stagnation_patience": 3,
         "input_general_skills": 4,
         "output_general_skills": 2,
         "input_common_mistakes": 2,
         "output_common_mistakes": 1,
-        "general_merge_layers": [layer(0, 4, 1, 2, 0, ROOT_GROUP)],
-        "common_mistake_merge_layers": [layer(0, 2, 1, 1, 0, ROOT_GROUP)],
+        "general_merge_layers": [layer(0, 4, 1, 2, 0, reason=ROOT_GROUP)],
+        "common_mistake_merge_layers": [layer(0, 2, 1, 1, 0, reason=ROOT_GROUP)],
     }
+    assert all(number in skills.describe(bank) for number in ("2 skills", "1 mistakes", "4", "3"))
 
 
-@pytest.mark.parametrize("memories", [[], [memory(1), memory(2, -1)]])
-def test_cold_start_without_a_single_item_gives_an_empty_bank(memories):
-    bank = skills.cold_start(memories, Model(refuse))
-    assert bank.general_skills == bank.common_mistakes == []
+def test_no_memory_and_no_readable_reply_give_an_empty_bank():
+    for memories, lost in ([], 0), ([memory(1), memory(2, -1)], 2):
+        bank = skills.cold_start(memories, Model(refuse))
+        assert bank.general_skills == bank.common_mistakes == []
+        assert bank.metadata["lost_replies"] == lost
 
 
-def test_a_bank_made_of_half_a_surrogate_pair_can_be_written(tmp_path):
-    reply = r'{"title": "half \ud83d", "principle": "p", "when_to_apply": "w"}'
-    bank = skills.cold_start([memory(1)], Model(lambda *_: reply))
-    bank.save(tmp_path / "bank.json")
-    assert skills.SkillBank.load(tmp_path / "bank.json") == bank
-
-
-# ------------------------------------------------------------------------- evolution (Alg. 4)
+# ------------------------------------------------------------------------ Algorithm 4: evolution
 
 
 def window(failures, successes=0):
@@ -441,38 +382,40 @@ def dynamic(bank, key):
     return [e for e in bank.collection(key) if e[skills.IDS[key]].startswith("dyn_")]
 
 
-DUE = [([], 25, {}, False), (window(3), 24, {}, False), (window(3), 30, {}, False)]
-DUE += [(window(0, 3), 25, {}, False), (window(1, 4), 25, {}, False)]
-DUE += [(window(1), 7, {"evolve_every": 7}, True), (window(1), 25, {"evolve_every": 0}, False)]
-for gate, due in ((0.5, False), (0.51, True)):
-    DUE.append((window(1, 1), 25, {"success_gate": gate}, due))
+DUE = [
+    ([], 25, {}, False),
+    (window(3), 24, {}, False),
+    (window(3), 30, {}, False),
+    (window(1), 7, {"evolve_every": 7}, True),
+    (window(1), 25, {"evolve_every": 0}, False),
+    (window(0, 3), 25, {}, False),
+    (window(1, 4), 25, {}, False),  # a success of .8 is not below the gate
+    (window(1, 1), 25, {"success_gate": 0.5}, False),
+    (window(1, 1), 25, {"success_gate": 0.51}, True),
+]
 
 
-@pytest.mark.parametrize("records,step,changes,due", DUE)
-def test_an_evolution_is_due_every_f_steps_and_below_the_gate(records, step, changes, due):
-    """Lines 1 and 5, F = 25 and gamma = 0.8 by default; else it is the same bank."""
+@pytest.mark.parametrize("rows, step, changes, due", DUE)
+def test_lines_1_to_7_an_evolution_is_due_every_f_steps_and_below_the_gate(
+    rows, step, changes, due
+):
+    """F = 25 and gamma = 0.8 by default; where none is due, it is the same bank."""
     bank, model = with_dynamic(1, 1), extracting()
-    new = skills.evolve(bank, records, step, model, **changes)
+    new = skills.evolve(bank, rows, step, model, **changes)
     assert (new is not bank) == bool(model.calls) == due
 
 
-def test_an_evolution_by_hand():
-    """Lines 8-14: extract, merge the candidates, merge them with the dynamic entries, replace."""
+def test_lines_8_to_14_an_evolution_by_hand():
+    """Extract, merge the candidates, merge them with the dynamic entries, replace those."""
     model, bank = extracting(2), with_dynamic(1, 0)
-    records = [solved(1, 1), solved(2, -1), solved(3, -1)]
-    new = skills.evolve(bank, records, 50, model)
-    prompts = []
-    for name, body in model.prompts:
-        extraction = name.startswith("extract")
-        prompts.append((name, body["problem"][8] if extraction else names(body, key_of(name))))
-    assert prompts == [
-        ("extract_skills", "1"),
-        ("extract_mistakes", "2"),
-        ("extract_mistakes", "3"),  # lines 8-10
-        ("merge_skills", "1.01.1"),  # line 11
-        ("merge_mistakes", "2.02.13.03.1"),
-        ("merge_skills", "old01.01.1"),  # line 12
-        ("merge_mistakes", "2.02.13.03.1"),
+    new = skills.evolve(bank, [solved(1, 1), solved(2, -1), solved(3, -1)], 50, model)
+    assert model.calls == [
+        ["+1"],  # line 9
+        ["-2", "-3"],  # line 10
+        ["1.01.1"],  # line 11, of the skills
+        ["old01.01.1"],  # line 12
+        ["2.02.13.03.1"],  # line 11, of the mistakes
+        ["2.02.13.03.1"],  # line 12
     ]
     assert bare(dynamic(new, G)) == items(["old0", "1.0", "1.1"])
     assert bare(dynamic(new, E), E) == items(["2.0", "2.1", "3.0"], E)
@@ -480,7 +423,58 @@ def test_an_evolution_by_hand():
     assert [e.get("sources") for e in dynamic(new, G)] == [None, ["id-1-xyz"], ["id-1-xyz"]]
 
 
-def test_static_entries_and_the_old_bank_are_left_alone():
+def test_line_12_existing_dynamic_entries_merge_with_the_new():
+    """Two old ones and a new one become one: the bank may shrink."""
+    model = extracting(1, merged=lambda group: items(["all"], E))
+    new = skills.evolve(with_dynamic(0, 2), window(1), 25, model)
+    merged = {"mistake_id": "dyn_err_001", **item("all", E), "sources": ["id-0-xyz"]}
+    assert dynamic(new, E) == [merged]
+
+
+LIMITS = [(9, 9, 5, 5), (9, 0, 5, 5), (0, 9, 5, 5), (9, 9, 1, 1), (9, 9, 0, 0), (3, 3, 7, 6)]
+
+
+@pytest.mark.parametrize("new_skills, new_mistakes, limit, net", LIMITS)
+def test_line_13_at_most_n_net_new_entries_in_both_lists_together(
+    new_skills, new_mistakes, limit, net
+):
+    """S12; what was there before stays."""
+    rows = window(new_mistakes // 3, new_skills // 3)
+    settings = {"max_new_items": limit, "success_gate": 2}
+    new = skills.evolve(with_dynamic(2, 1), rows, 25, extracting(3), **settings)
+    assert len(dynamic(new, G)) + len(dynamic(new, E)) == 3 + net
+    assert names(dynamic(new, G)).startswith("old0old1")
+    assert names(dynamic(new, E), E).startswith("old0")
+
+
+@pytest.mark.parametrize("old, capacity, left", [(0, 2, 2), (2, 3, 3), (4, 3, 3), (2, 0, 0)])
+def test_line_13_at_most_c_dynamic_entries_in_each_list(old, capacity, left):
+    settings = {"max_new_items": 99, "dynamic_capacity": capacity}
+    new = skills.evolve(with_dynamic(old, old), window(2, 2), 25, extracting(3), **settings)
+    assert [len(dynamic(new, key)) for key in KEYS] == [left, left]
+    assert [len(static(new, key)) for key in KEYS] == [4, 4]
+
+
+def test_line_13_a_full_list_leaves_its_share_of_n_to_the_other():
+    """C = 4 skills are there, so all of N = 3 goes to the nine new mistakes."""
+    settings = {"max_new_items": 3, "dynamic_capacity": 4, "success_gate": 2}
+    new = skills.evolve(with_dynamic(4, 0), window(3, 3), 25, extracting(3), **settings)
+    assert [len(dynamic(new, key)) for key in KEYS] == [4, 3]
+
+
+def test_n_is_5_and_c_is_30_by_default():
+    """Failures only, so one list fills up."""
+    bank, sizes = make_bank(), []
+    for k in range(1, 9):
+        rows = [solved(100 * k + i, -1) for i in range(3)]
+        bank = skills.evolve(bank, rows, 25 * k, extracting(3))
+        sizes.append(len(dynamic(bank, E)))
+    assert sizes == [5, 10, 15, 20, 25, 30, 30, 30]
+    ids = [e["mistake_id"] for e in bank.common_mistakes]
+    assert len(set(ids)) == len(ids)
+
+
+def test_line_14_static_entries_and_the_old_bank_are_left_alone():
     bank = with_dynamic(2, 1)
     before = copy.deepcopy(bank)
     new = skills.evolve(bank, window(2, 2), 25, extracting(1))
@@ -490,20 +484,26 @@ def test_static_entries_and_the_old_bank_are_left_alone():
         assert len(static(new, key)) == 4
 
 
-def record(step, success, **numbers):
+def record(step, success, lost=0, **numbers):
     """What an evolution leaves in the metadata; numbers: of the skills and of the mistakes."""
-    row = {"step": step, "success": success}
+    row = {"step": step, "success": success, "lost_replies": lost}
     for name, both in numbers.items():
         row |= {f"{name}_{key}": n for key, n in zip(KEYS, both)}
     return row
 
 
-def test_an_evolution_leaves_its_record():
+def test_an_evolution_leaves_its_record_and_without_a_readable_reply_every_entry():
     once = skills.evolve(with_dynamic(2, 1), window(2, 2), 25, extracting(1))
-    twice = skills.evolve(once, window(3, 1), 50, Model(refuse))
-    none = {"candidate": (0, 0), "copied": (0, 0), "merged": (0, 0), "net_new": (0, 0)}
+    model = Model(refuse)
+    twice = skills.evolve(once, window(3, 1), 50, model)
+    failures = ["-0", "-1", "-2"]
+    assert model.calls == [["+3"], ["+3"], failures, failures]  # and nothing is merged
+    for key in KEYS:
+        assert dynamic(twice, key) == dynamic(once, key)
     some = {"candidate": (2, 2), "copied": (0, 0), "merged": (2, 2), "net_new": (2, 2)}
-    updates = [record(25, 0.5, dynamic=(4, 3), **some), record(50, 0.25, dynamic=(4, 3), **none)]
+    none = dict.fromkeys(some, (0, 0))
+    updates = [record(25, 0.5, dynamic=(4, 3), **some)]
+    updates.append(record(50, 0.25, lost=4, dynamic=(4, 3), **none))
     assert twice.metadata == {"source": "made in a test", "updates": updates}
 
 
@@ -522,72 +522,11 @@ def test_no_copy_of_a_static_entry_becomes_a_dynamic_one():
 
     model = Model(reply)
     new = skills.evolve(bank, [solved(1, 1), solved(2, -1)], 25, model)
-    merges = [names(body) for name, body in model.prompts if name == "merge_skills"]
-    assert merges == ["ab", "aUse"]  # which gives a and the copy once more
+    assert model.calls[2:4] == [["ab"], ["aUse"]]  # which gives a and the copy once more
     assert names(dynamic(new, G)) == "a" and names(dynamic(new, E), E) == "c"
     expected = {"candidate": (3, 2), "copied": (2, 1), "merged": (2, 1)}
     expected |= {"dynamic": (1, 1), "net_new": (1, 1)}
     assert new.metadata["updates"] == [record(25, 0.5, **expected)]
-
-
-def test_without_a_readable_reply_every_entry_stays_and_nothing_is_merged():
-    bank, model = with_dynamic(2, 2), Model(refuse)
-    new = skills.evolve(bank, window(2, 2), 25, model)
-    assert {name for name, _ in model.prompts} == {"extract_skills", "extract_mistakes"}
-    for key in KEYS:
-        assert dynamic(new, key) == dynamic(bank, key)
-
-
-def test_existing_dynamic_entries_merge_with_the_new():
-    """Line 12: two old ones and a new one become one; the bank may shrink."""
-    model = extracting(1, merged=lambda group: items(["all"], E))
-    new = skills.evolve(with_dynamic(0, 2), window(1), 25, model)
-    assert dynamic(new, E) == [
-        {"mistake_id": "dyn_err_001", **item("all", E), "sources": ["id-0-xyz"]}
-    ]
-
-
-LIMITS = [(9, 9, 5, 5), (9, 0, 5, 5), (0, 9, 5, 5), (9, 9, 1, 1), (9, 9, 0, 0), (3, 3, 7, 6)]
-
-
-@pytest.mark.parametrize("found_skills,found_mistakes,limit,net", LIMITS)
-def test_at_most_n_net_new_entries_in_total(found_skills, found_mistakes, limit, net):
-    """Line 13, S12: both collections together; what was there before stays."""
-    records = window(found_mistakes // 3, found_skills // 3)
-    settings = {"max_new_items": limit, "success_gate": 2}
-    new = skills.evolve(with_dynamic(2, 1), records, 25, extracting(3), **settings)
-    assert len(dynamic(new, G)) + len(dynamic(new, E)) == 3 + net
-    assert names(dynamic(new, G)).startswith("old0old1")
-    assert names(dynamic(new, E), E).startswith("old0")
-
-
-@pytest.mark.parametrize("old,capacity,left", [(0, 2, 2), (2, 3, 3), (4, 3, 3), (2, 0, 0)])
-def test_at_most_c_dynamic_entries_in_each_collection(old, capacity, left):
-    """Line 13."""
-    settings = {"max_new_items": 99, "dynamic_capacity": capacity}
-    new = skills.evolve(with_dynamic(old, old), window(2, 2), 25, extracting(3), **settings)
-    assert [len(dynamic(new, key)) for key in KEYS] == [left, left]
-    assert [len(static(new, key)) for key in KEYS] == [4, 4]
-
-
-def test_a_full_collection_leaves_its_share_of_n_to_the_other():
-    """C = 4 skills are there, so all of N = 3 goes to the nine new mistakes."""
-    settings = {"max_new_items": 3, "dynamic_capacity": 4, "success_gate": 2}
-    new = skills.evolve(with_dynamic(4, 0), window(3, 3), 25, extracting(3), **settings)
-    assert [len(dynamic(new, key)) for key in KEYS] == [4, 3]
-
-
-def test_the_papers_limits_are_the_defaults():
-    """N = 5 a time, C = 30 a collection: failures only, so one collection fills up."""
-    bank = make_bank()
-    sizes = []
-    for k in range(1, 9):
-        records = [solved(100 * k + i, -1) for i in range(3)]
-        bank = skills.evolve(bank, records, 25 * k, extracting(3))
-        sizes.append(len(dynamic(bank, E)))
-    assert sizes == [5, 10, 15, 20, 25, 30, 30, 30]
-    ids = [e["mistake_id"] for e in bank.common_mistakes]
-    assert len(set(ids)) == len(ids)
 
 
 @pytest.mark.parametrize("shown", [False, True])
@@ -600,43 +539,27 @@ def test_an_evolution_shows_the_reference_answer_only_when_asked_to(shown):
     assert not any(re.search("xyz|problem_id|dyn_|sources", p) for p, _ in model.pairs)
 
 
-def test_a_window_needs_four_attributes_and_no_source_is_made_up():
-    record = SimpleNamespace(problem="What is 1 plus 1?", text="\\boxed{3}", r=-1, pred="3")
-    new = skills.evolve(make_bank(), [record], 25, extracting())
+def test_a_windows_rows_need_four_fields_and_no_source_is_made_up():
+    row = {"problem": "What is 1 plus 1?", "text": "\\boxed{3}", "r": -1, "pred": "3"}
+    new = skills.evolve(make_bank(), [row], 25, extracting())
     assert dynamic(new, E) == [{"mistake_id": "dyn_err_001", **item("1.0", E)}]
 
 
-# --------------------------------------------------------------------------- mangled replies
+# ------------------------------------------------------------------------------- mangled replies
 
-ODD = '{ } [ ] " \\ , : \n \0 \ud800 \u2028 \\u \\ud83d \\n </think> <think> ``` 1e999 {"a":'.split(
-    " "
-)
-
-
-def mangle(rng, text):
-    """Insert something odd, once or often, cut the end or the beginning, delete or repeat."""
-    a, b = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
-    odd = rng.choice(ODD) * rng.choice([1, 60])
-    return rng.choice([text[:a] + odd + text[a:], text[:a], text[a:], text[:b] + text[a:]])
+ODD = '{ } [ ] " \\ , : \n \0 \ud800 \u2028 \\u \\ud83d \\n </think> <think> ``` 1e999 {"a":'
+ODD = ODD.split(" ")
 
 
 def mangled(rng, key):
-    """A valid reply of one to three items, then up to three manglings, cut to be read quickly."""
+    """A valid reply of one to three items in which up to three things went wrong."""
     entries = items([f"{rng.randint(0, 9)} \\frac{{1}}{{2}} \\nu [0, 1]\né" for _ in "abc"], key)
-    layout = rng.choice([answer, lambda entries, _: json.dumps(entries)])
-    text = layout(entries[rng.randint(0, 2) :], key)
+    text = answer(entries[rng.randint(0, 2) :], key)
     for _ in range(rng.randint(0, 3)):
-        text = mangle(rng, text)
+        a, b = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
+        odd = rng.choice(ODD) * rng.choice([1, 60])
+        text = rng.choice([text[:a] + odd + text[a:], text[:a], text[a:], text[:b] + text[a:]])
     return text[:4000]
-
-
-def well_formed(entries, key):
-    """Exactly the three fields, each a non-empty string that a file and a tokenizer can take."""
-    json.dumps(entries, ensure_ascii=False).encode()
-    for entry in entries:
-        if list(entry) != list(skills.FIELDS[key]) or not all(x.strip() for x in entry.values()):
-            return False
-    return True
 
 
 @both_kinds
@@ -650,26 +573,62 @@ def test_no_mangled_reply_loses_or_invents_an_entry_in_a_merge(key):
         used, written = [], []
         for prompt, reply in model.pairs:
             group = read_prompt(prompt)[1]
-            reading, whole = read(reply, key)
-            assert well_formed(reading, key)
+            reading, whole = skills.read_items(reply, key, skills.FIELDS[key])
             if whole and 0 < len(reading) <= len(group):
                 used += group
                 written += reading
-        assert well_formed(merged, key) and 0 < len(merged) <= 5
+        json.dumps(merged, ensure_ascii=False).encode()  # a file can take it
+        assert None not in merged and 0 < len(merged) <= 5
         assert all(e in merged or e in used for e in old)
         assert all(e in old or e in written for e in merged)
         changed += merged != old
     assert 50 < changed < 300
 
 
-def test_no_mangled_reply_breaks_an_evolution():
-    rng, bank = random.Random(2), with_dynamic(2, 2)
-    settings = {"max_new_items": 3, "dynamic_capacity": 4}
-    for _ in range(100):
-        model = Model(lambda name, _: mangled(rng, key_of(name)))
-        new = skills.evolve(bank, window(3, 3), 25, model, **settings)
-        for key in KEYS:
-            assert static(new, key) == static(bank, key)
-            assert well_formed(bare(dynamic(new, key), key), key)
-            assert 0 < len(dynamic(new, key)) <= 4
-        assert len(dynamic(new, G)) + len(dynamic(new, E)) <= 4 + 3
+# ----------------------------------------------------------------- the policy as `complete` (D4)
+
+
+class Sampler:
+    """A writer's `sample`: gives these replies in turn, and keeps what was asked of it."""
+
+    def __init__(self, *replies):
+        self.replies, self.ids, self.requests, self.limits = iter(replies), [], [], []
+
+    def __call__(self, ids, prompts, repeats, limits):
+        self.ids += ids
+        self.limits += limits
+        self.requests.append([*zip(prompts, repeats)])
+        return [next(self.replies) for _ in prompts]
+
+
+def make_writer(tokenizer, sampler, log):
+    return skills.Writer(tokenizer, rollout.chat_ids, sampler, log.append, 400, step=25)
+
+
+def test_a_writer_counts_how_often_a_prompt_came_before_and_logs_every_reply(tokenizer):
+    """The first reply is greedy, so a prompt that comes again needs another draw."""
+    sampler, log = Sampler("A", "B", "another A", "C"), []
+    writer = make_writer(tokenizer, sampler, log)
+    assert writer(["a", "b"]) == ["A", "B"]
+    assert writer(["a", "c"]) == ["another A", "C"]
+    assert sampler.requests == [[("a", 0), ("b", 0)], [("a", 1), ("c", 0)]]
+    assert log[2] == {"step": 25, "repeat": 1, "prompt": "a", "reply": "another A"}
+    assert [row["prompt"] for row in log] == [*"abac"]
+
+
+def test_a_writer_does_not_think_and_has_room_to_repeat_a_long_prompt(tokenizer):
+    """The longer of the reply's limit and the prompt's tokens with a quarter more."""
+    sampler = Sampler("A", "B")
+    make_writer(tokenizer, sampler, [])(["a", "b" * 1000])
+    assert sampler.ids[0] == rollout.chat_ids(tokenizer, "a", thinking="closed")
+    assert sampler.limits == [400, len(sampler.ids[1]) * 5 // 4]
+
+
+def test_a_merge_samples_anew_where_a_later_layer_asks_the_same_prompt(tokenizer):
+    """(ab)(cd)(e): the second reply is unreadable, then both groups come back as they were."""
+    ab, cd = answer(items("ab")), answer(items("cd"))
+    sampler = Sampler(ab, "no", cd, ab, cd)
+    merged, _ = skills.merge(items("abcde"), G, make_writer(tokenizer, sampler, []), 2, 2)
+    assert names(merged) == "abcde"
+    ab, cd = (skills.render_merge(items(group), G) for group in ("ab", "cd"))
+    assert sampler.requests == [[(ab, 0), (cd, 0)], [(cd, 1)], [(ab, 1), (cd, 2)]]

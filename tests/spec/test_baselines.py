@@ -1,6 +1,7 @@
-"""GRPO, OPSD and the ablations: their formulas by hand, and what each of them changes.
+"""GRPO, OPSD and the ablations (§4.1, §4.5, App. F.1): their formulas, and what each one changes.
 
-The reference scores one row at a time by the model's own full logits.
+Formulas come first, by hand. Then a step of each is compared with its definition, which scores one
+row at a time by the model's own full logits.
 """
 
 import dataclasses
@@ -12,8 +13,8 @@ from contextlib import nullcontext
 import driver
 import pytest
 import torch
-from conftest import ROOT, make_model, make_tokenizer, same, t
-from driver import flags, make_run, refused, rows, two_processes
+from conftest import make_model, make_tokenizer, same, t
+from driver import completes, flags, refused, rows, two
 from safetensors.torch import load_file
 
 import rollout
@@ -182,7 +183,7 @@ def test_slices_of_a_divergence_equal_whole_logits_and_stay_small():
     assert max(lengths) < 150
 
 
-# ----------------------------------------------------------------------------- steps of a run
+# ---------------------------------------------------------------------------------- steps of a run
 
 
 class Recorder(torch.optim.SGD):
@@ -192,30 +193,28 @@ class Recorder(torch.optim.SGD):
         self.gradients = [p.grad.clone() for p in self.param_groups[0]["params"]]
 
 
-class TwoOfThree(verify.Verifier):
-    """A random model gives no group rewards that differ, so these do not ask it."""
+class TwoOfThree(verify.Judge):
+    """The first of each three solutions is wrong."""
 
-    def verify_many(self, pairs):
-        return [i % 3 > 0 for i in range(len(pairs))]
+    def judge(self, cases):
+        return [verify.Verdict(None, i % 3 > 0) for i in range(len(cases))]
 
 
-def perturbed(run):
-    """Adapters as after some training: with B = 0, as at the start, every teacher is the same."""
+def perturb(run):
+    """Give the adapters weights as after some training: at first B = 0, and teachers are alike."""
     for name, p in model.trained(run.lm).items():
         generator = torch.Generator().manual_seed(sum(map(ord, name)))
         torch.nn.init.normal_(p, std=0.1, generator=generator)
-    return run
 
 
-def one_step(world_dir, out, step_fn=None, **changes):
-    """Run, records and gradients of one step; clip and threshold bite on random gaps."""
+def one_step(world_dir, out, **changes):
+    """Run, rows and gradients of one step; clip and threshold bite on random gaps."""
     changes = {"c_delta": 0.3, "eps_a": 0.17, "audit_every": 1, **changes, "grad_clip": 1e9}
-    run = perturbed(make_run(world_dir, out, kind=BaselineConfig, **changes))
-    run.optimizer = Recorder(model.trained(run.lm).values())
-    if "grpo" in run.cfg.method:
-        run.verifier = TwoOfThree()
-    records, _, _ = (step_fn or baselines.method_step)(run, 1)
-    return run, records, run.optimizer.gradients
+    with driver.opened(world_dir, out, BaselineConfig, **changes) as run:
+        perturb(run)
+        run.optimizer = Recorder(model.trained(run.lm).values())
+        rows_of_step, _ = baselines.train_step(run, 1)
+    return run, rows_of_step, run.optimizer.gradients
 
 
 def settings_of(method, **changes):
@@ -225,42 +224,42 @@ def settings_of(method, **changes):
     return {"method": method, **defaults, **bank, **changes}
 
 
-def batch_of(run):
-    """The problems of the first step, each with its sample number."""
+def problems_of(run):
+    """The problem of each rollout of the first step, in order."""
     cfg = run.cfg
-    return problems.minibatch(run.problems, cfg.batch_size, 1, cfg.seed, cfg.generations)
+    batch = problems.minibatch(run.problems, cfg.batch_size, 1, cfg.seed)
+    return [x for x, _ in batch for _ in range(cfg.generations)]
 
 
-def assert_gradients(got, run, total, rtol=2e-3):
+def assert_gradients(got, run, total):
     want = torch.autograd.grad(total, list(model.trained(run.lm).values()))
     for a, b in zip(got, want):
-        torch.testing.assert_close(a, b, atol=3e-5, rtol=rtol)
+        torch.testing.assert_close(a, b, atol=3e-5, rtol=2e-3)
 
 
-def differ(a, b):
-    """Whether two fields of a record differ, numbers by more than rounding."""
-    if isinstance(a, float) or (isinstance(a, list) and a and isinstance(a[0], float)):
-        return a != pytest.approx(b, abs=1e-5)
-    return a != b
+@pytest.mark.parametrize("processes", [1, 2])
+def test_with_default_settings_a_run_equals_sgsds_own_bit_for_bit(processes, world_dir, tmp_path):
+    """Five problems a step, so that two processes have uneven shares."""
+    changes = {"steps": 3, "batch_size": 5, "audit_every": 1, "eps_a": 0.4}
+    outs = [tmp_path / "sgsd", tmp_path / "baselines"]
+    for out, method in zip(outs, ([], ["--method=sgsd"])):
+        argv = [*flags(world_dir, out, **changes), *method]
+        if processes == 1:
+            completes(driver.main, argv)
+        else:
+            assert two(argv, tmp_path) == [0, 0]
+    assert driver.state(outs[0]) == driver.state(outs[1])
+    of_all = set()
+    for row in rows(outs[0] / "rollouts.jsonl"):
+        of_all |= {*row["rho"]}
+    assert of_all == {-1, 0, 1}
 
 
-@pytest.fixture(scope="module")
-def plain(world_dir, tmp_path_factory):
-    return one_step(world_dir, tmp_path_factory.mktemp("plain") / "run")
-
-
-def test_sgsd_with_default_settings_is_sgsds_own_step(plain, world_dir, tmp_path):
-    """The same records and gradients, to the last bit."""
-    _, records, gradients = one_step(world_dir, tmp_path / "own", sgsd.train_step)
-    assert records == plain[1]
-    assert {rho for row in records for rho in row["rho"]} == {-1, 0, 1}
-    for a, b in zip(gradients, plain[2]):
-        assert a.any() and torch.equal(a, b)
-
+# ------------------------------------------------- each ablation is its definition, on whole logits
 
 JUDGED = {"a", "rho", "losses", "loss"}
 SCORED = {*JUDGED, "a_plain", "first_gap", "clipped"}
-CASES = {  # settings, and the fields of a record that may then differ from those of SGSD
+CASES = {  # settings, and the fields of a row that may then differ from those of SGSD
     "sgsd": ({}, None),
     "no mask": ({"token_mask": False}, {*JUDGED, "unmasked", "clipped"}),
     "no clip": ({"clip": False}, {"a", "rho", "loss"}),
@@ -285,170 +284,195 @@ CASES = {  # settings, and the fields of a record that may then differ from thos
     "gemma2 top support": ({"support_top_k": 4, "model": "gemma2"}, None),
     "gemma2 opsd": (settings_of("opsd", model="gemma2"), None),
 }
+LONG_CASES = ("confident teachers", "all tokens", "random pairs", "reverse KL", "whole support")
+LONG_CASES += ("opsd+skill", "gemma2 top support", "no threshold")
 
 
-def by_definition(run, text, thinking, ids):
-    """[T, V] log-probabilities at the loss's temperature."""
+def logprobs_of(run, text, thinking, ids):
+    """[T, V] log-probabilities at the loss's temperature, from the model's whole logits."""
     prompt = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
     logits_LV = run.lm(input_ids=torch.tensor([prompt + ids])).logits[0]
     return (logits_LV[len(prompt) - 1 : -1] / run.cfg.score_temperature).log_softmax(-1)
 
 
-def objective(cfg, s, t, ids):
-    """Token losses and gaps [T] of one teacher, from log-probabilities [T, V] of both sides."""
+def loss_and_gap(cfg, s_TV, t_TV, ids):
+    """Token losses and gaps [T] of one teacher, from log-probabilities of both sides."""
     at = range(len(ids)), ids
     if cfg.support_top_k:
-        keep = t >= t.topk(min(cfg.support_top_k, t.shape[1])).values[:, -1:]
+        keep = t_TV >= t_TV.topk(min(cfg.support_top_k, t_TV.shape[1])).values[:, -1:]
         keep[at] = True
-        s, t = (x.masked_fill(~keep, -1e4).log_softmax(-1) for x in (s, t))
-    gap_T = (t - s)[at]
+        s_TV, t_TV = (x.masked_fill(~keep, -1e4).log_softmax(-1) for x in (s_TV, t_TV))
+    gap_T = (t_TV - s_TV)[at]
+    forward = t_TV.exp() * (t_TV - s_TV)
     if cfg.objective == "gate":
-        z_T = (t.exp() * (t - s)).sum(-1) if cfg.support_top_k else gap_T
+        z_T = forward.sum(-1) if cfg.support_top_k else gap_T
         return math.log(2) - torch.log(1 + torch.exp(-(z_T**2) / 2)), gap_T
-    m = ((s.exp() + t.exp()) / 2).log()
+    m_TV = ((s_TV.exp() + t_TV.exp()) / 2).log()
     terms = {
-        "forward_kl": t.exp() * (t - s),
-        "reverse_kl": s.exp() * (s - t),
-        "jsd": (t.exp() * (t - m) + s.exp() * (s - m)) / 2,
+        "forward_kl": forward,
+        "reverse_kl": s_TV.exp() * (s_TV - t_TV),
+        "jsd": (t_TV.exp() * (t_TV - m_TV) + s_TV.exp() * (s_TV - m_TV)) / 2,
     }
     return terms[cfg.objective].clamp(max=cfg.objective_clip or math.inf).sum(-1), gap_T
 
 
-LONG_CASES = ("confident teachers", "all tokens", "random pairs", "reverse KL", "whole support")
-LONG_CASES += ("opsd+skill", "gemma2 top support", "no threshold")
+def rho_of_tokens(cfg, row, k, gap_T):
+    """rho_t of teacher k (D12), and the row's rho_k checked against its definition."""
+    a = row["a"][k]
+    rho = 0 if abs(a) <= cfg.eps_a else row["r"] * math.copysign(1, a)
+    assert row["rho"][k] == (rho if cfg.polarity else 1)
+    sign_T = gap_T.detach().sign()
+    return {
+        "teacher": torch.full_like(sign_T, row["rho"][k]),
+        "consistent": rho * (sign_T == math.copysign(1, a)),
+        "confident": abs(rho) * row["r"] * sign_T,
+        "verdict": row["r"] * sign_T,
+        "agreeing": 1.0 * (sign_T == row["r"]),
+    }[cfg.token_polarity]
+
+
+def teacher_by_definition(cfg, row, k, m_T, s_TV, t_TV):
+    """Teacher k's loss of a rollout, with gradient, after its part of the row has been checked."""
+    ids, tokens, count = row["completion_ids"], row["tokens"], m_T.sum().item()
+    bound = cfg.c_delta if cfg.clip else math.inf
+
+    def support(gap_T):
+        return (m_T * gap_T.clamp(-bound, bound)).sum().item() / count
+
+    ell_T, gap_T = loss_and_gap(cfg, s_TV, t_TV, ids)
+    assert tokens["delta"][k] == pytest.approx(gap_T.tolist(), abs=2e-5)
+    assert row["a"][k] == pytest.approx(support(gap_T), abs=1e-5)
+    rho_T = m_T * rho_of_tokens(cfg, row, k, gap_T)
+    if "credit" in tokens:  # Eq. 20, where each token may have its own rho
+        slope_T = gap_T / (1 + torch.exp(gap_T**2 / 2))
+        credit_T = row["alpha"][k] * rho_T * slope_T / count
+        assert tokens["credit"][k] == pytest.approx(credit_T.tolist(), abs=2e-5)
+    if cfg.support_top_k:  # S19: the whole vocabulary's gap beside the truncated one
+        full_T = (t_TV - s_TV)[range(len(ids)), ids]
+        assert tokens["delta_full"][k] == pytest.approx(full_T.tolist(), abs=2e-5)
+        error = (m_T * (gap_T - full_T).abs()).sum().item() / count
+        logged = row["a_full"][k], row["gap_error"][k]
+        assert logged == pytest.approx((support(full_T), error), abs=1e-5)
+        assert (error > 0.1) == (cfg.support_top_k < 10)
+    return (rho_T * ell_T).sum() / count
+
+
+def rollout_by_definition(run, x, row):
+    """A rollout's loss, with gradient, after its row has been checked."""
+    cfg, pairs, shown = run.cfg, baselines.retrieve(run, x, 1), x.problem
+    weights = [math.exp((pair.s_g + pair.s_e) / 2) for pair in pairs]
+    if cfg.answer_pi:
+        shown += f"\n\nThe reference answer is {x.answer}."
+    student = skills.render_student(x.problem)
+    teachers = [skills.render_teacher(pair, shown) for pair in pairs]
+    if "opsd" in cfg.method:  # S17: with +skill both roles see the skills
+        student = skills.render_skills(pairs, x.problem)
+        teachers, weights = [skills.render_skills(pairs, shown)], [1.0]
+    ids, tokens = row["completion_ids"], row["tokens"]
+    masked = run.masked_ids if cfg.token_mask else ()
+    m_T = torch.tensor([int(i not in masked) for i in ids])
+    assert tokens["mask"] == m_T.tolist()
+    assert row["alpha"] == pytest.approx([weight / sum(weights) for weight in weights])
+    assert (row["problem_id"], row["r"]) == (x.id, 1 if int(x.answer) % 4 == 1 else -1)
+    assert row["prompt_ids"] == rollout.chat_ids(run.tokenizer, student, thinking="closed")
+    assert ("credit" in tokens) == (cfg.objective == "gate" and not cfg.support_top_k)
+    total, s_TV = 0.0, logprobs_of(run, student, "closed", ids)
+    for k, text in enumerate(teachers):
+        frozen = cfg.teacher == "frozen"
+        with torch.no_grad(), run.lm.disable_adapter() if frozen else nullcontext():
+            t_TV = logprobs_of(run, text, "bare", ids)
+        total = total + row["alpha"][k] * teacher_by_definition(cfg, row, k, m_T, s_TV, t_TV)
+    return total
+
+
+def changed_fields(before, now):
+    """The fields in which rows differ, numbers by more than rounding; not those of the credit."""
+    changed = set()
+    for was, row in zip(before, now):
+        for key, value in row.items():
+            is_float = isinstance(value, float)
+            is_float |= isinstance(value, list) and bool(value) and isinstance(value[0], float)
+            if was.get(key) != (pytest.approx(value, abs=1e-5) if is_float else value):
+                changed.add(key)
+    return changed - {"tokens", "credit_sq", "credit_sq_with_verdict"}
+
+
+@pytest.fixture(scope="module")
+def plain(world_dir, tmp_path_factory):
+    """The rows of SGSD's own step."""
+    return one_step(world_dir, tmp_path_factory.mktemp("plain") / "run")[1]
 
 
 @pytest.mark.parametrize("name", by_length(CASES, LONG_CASES))
 def test_a_changed_step_is_its_definition_and_changes_its_own_part_alone(
     name, plain, world_dir, tmp_path
 ):
-    """Records and gradients from whole logits; Gemma 2's are capped, so its head has no slices."""
+    """Rows and gradients from whole logits; Gemma 2's are capped, so its head has no slices."""
     changes, may_differ = CASES[name]
     if "model" in changes:
         changes = {**changes, "model": str(tmp_path / "model"), "attn": "eager"}
         make_model("gemma2").save_pretrained(tmp_path / "model")
         make_tokenizer().save_pretrained(tmp_path / "model")
-    run, records, got = one_step(world_dir, tmp_path / "run", **changes)
+    run, rows_of_step, got = one_step(world_dir, tmp_path / "run", **changes)
     if may_differ:
-        changed = set()
-        of_credit = {"tokens", "credit_sq", "credit_sq_with_verdict"}  # checked below
-        for was, now in zip(plain[1], records):
-            changed |= {key for key in now if differ(was.get(key), now[key])} - of_credit
+        changed = changed_fields(plain, rows_of_step)
         assert changed <= may_differ and "loss" in changed, changed
-    cfg, total = run.cfg, 0.0
-    bound = cfg.c_delta if cfg.clip else math.inf
-    for (x, _), row in zip(batch_of(run), records):
-        pairs, shown = [], x.problem
-        if run.bank:
-            pairs = run.retrieve(x, 1)
-        weights = [math.exp((pair.s_g + pair.s_e) / 2) for pair in pairs]
-        if cfg.answer_pi:
-            shown += f"\n\nThe reference answer is {x.answer}."
-        student = skills.render_student(x.problem)
-        teachers = [skills.render_teacher(pair, shown) for pair in pairs]
-        if "opsd" in cfg.method:
-            student = skills.render_skills(pairs, x.problem)
-            teachers, weights = [skills.render_skills(pairs, shown)], [1.0]
-        ids, tokens = row["completion_ids"], row["tokens"]
-        masked = run.masked_ids if cfg.token_mask else ()
-        m_T = torch.tensor([int(i not in masked) for i in ids])
-        assert tokens["mask"] == m_T.tolist()
-        assert row["alpha"] == pytest.approx([weight / sum(weights) for weight in weights])
-        assert (row["problem_id"], row["r"]) == (x.id, 1 if int(x.answer) % 4 == 1 else -1)
-        assert row["prompt_ids"] == rollout.chat_ids(run.tokenizer, student, thinking=False)
-        assert ("credit" in tokens) == (cfg.objective == "gate" and not cfg.support_top_k)
-        squares = [w * abs(w) * row["r"] for w_T in tokens.get("credit", []) for w in w_T]
-        assert row["credit_sq"] == pytest.approx(sum(map(abs, squares)), rel=1e-4)
-        with_verdict = sum(x for x in squares if x > 0)
-        assert row["credit_sq_with_verdict"] == pytest.approx(with_verdict, rel=1e-4)
-        s_TV = by_definition(run, student, False, ids)
-        for k, text in enumerate(teachers):
-            frozen = cfg.teacher == "frozen"
-            with torch.no_grad(), run.lm.disable_adapter() if frozen else nullcontext():
-                t_TV = by_definition(run, text, True, ids)
-            ell_T, gap_T = objective(cfg, s_TV, t_TV, ids)
-            assert tokens["delta"][k] == pytest.approx(gap_T.tolist(), abs=2e-5)
-            a = (m_T * gap_T.clamp(-bound, bound)).sum().item() / m_T.sum().item()
-            rho = 0 if abs(a) <= cfg.eps_a else row["r"] * math.copysign(1, a)
-            assert row["a"][k] == pytest.approx(a, abs=1e-5)
-            assert row["rho"][k] == (rho if cfg.polarity else 1)
-            rho_T = m_T * row["rho"][k]
-            if cfg.token_polarity != "teacher":  # D12
-                sign_T = gap_T.detach().sign()
-                by_kind = {
-                    "consistent": rho_T * (sign_T == math.copysign(1, a)),
-                    "confident": abs(rho) * row["r"] * sign_T,
-                    "verdict": row["r"] * sign_T,
-                    "agreeing": sign_T == row["r"],
-                }
-                rho_T = m_T * by_kind[cfg.token_polarity]
-                credit_T = [0.0] * len(ids)
-                for i, gap in enumerate(gap_T.tolist()):
-                    slope = gap / (1 + math.exp(gap * gap / 2))
-                    credit_T[i] = row["alpha"][k] * rho_T[i].item() * slope / m_T.sum().item()
-                assert tokens["credit"][k] == pytest.approx(credit_T, abs=2e-5)
-                assert not {math.copysign(1, w) for w in credit_T if w} - {row["r"]}
-            total = total + row["alpha"][k] * (rho_T * ell_T).sum() / m_T.sum() / len(records)
-            if cfg.support_top_k:  # S19: the whole vocabulary's gap beside the truncated one
-                full_T = (t_TV - s_TV)[range(len(ids)), ids]
-                assert tokens["delta_full"][k] == pytest.approx(full_T.tolist(), abs=2e-5)
-                a = (m_T * full_T.clamp(-bound, bound)).sum().item() / m_T.sum().item()
-                error = (m_T * (gap_T - full_T).abs()).sum().item() / m_T.sum().item()
-                logged = row["a_full"][k], row["gap_error"][k]
-                assert logged == pytest.approx((a, error), abs=1e-5)
-                assert (error > 0.1) == (cfg.support_top_k < 10)
-    assert len({tuple(row["completion_ids"]) for row in records}) == 4 == len(records)
-    mean_loss = sum(row["loss"] for row in records) / 4
-    assert total.item() == pytest.approx(mean_loss, abs=1e-5)
+    total = 0.0
+    for x, row in zip(problems_of(run), rows_of_step):
+        loss = rollout_by_definition(run, x, row)
+        assert row["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        total = total + loss / 4
+    assert len({tuple(row["completion_ids"]) for row in rows_of_step}) == 4 == len(rows_of_step)
     assert_gradients(got, run, total)
-
-
-def test_the_polarity_of_tokens_follows_the_reward_of_training(world_dir, tmp_path, monkeypatch):
-    """A reward that is the verdict turned round turns the credit of every token round."""
-    changes = {"token_polarity": "confident", "audit_every": 1}
-    _, plain, _ = one_step(world_dir, tmp_path / "a", **changes)
-    monkeypatch.setattr(sgsd, "reward", lambda roll: -roll.r)
-    _, turned, _ = one_step(world_dir, tmp_path / "b", **changes)
-    for was, now in zip(plain, turned):
-        credit, opposite = (torch.tensor(row["tokens"]["credit"]) for row in (was, now))
-        torch.testing.assert_close(opposite, -credit)
-    assert any(row["loss"] for row in plain)
 
 
 @pytest.mark.parametrize("method", ["grpo", "grpo+skill"])
 def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path):
     changes = settings_of(method, generations=3, batch_size=2)
-    run, records, got = one_step(world_dir, tmp_path / "run", **changes)
-    assert [row["r"] for row in records] == [-1, 1, 1] * 2
-    assert len({tuple(row["completion_ids"]) for row in records}) == 6
-    assert len({tuple(row["prompt_ids"]) for row in records}) == 2
+    changes["verifier"] = "test_baselines:TwoOfThree"
+    run, rows_of_step, got = one_step(world_dir, tmp_path / "run", **changes)
+    assert [row["r"] for row in rows_of_step] == [-1, 1, 1] * 2
+    assert len({tuple(row["completion_ids"]) for row in rows_of_step}) == 6
+    assert len({tuple(row["prompt_ids"]) for row in rows_of_step}) == 2
     total = 0.0
-    for (x, _), row in zip(batch_of(run), records):
+    for x, row in zip(problems_of(run), rows_of_step):
         # rewards -1, 1, 1: mean 1/3, sample std 2 / sqrt(3)
         advantage = (row["r"] - 1 / 3) / (2 / math.sqrt(3) + 1e-4)
         assert (row["advantage"], row["loss"]) == pytest.approx((advantage, -advantage), abs=1e-5)
-        pairs, ids = [], row["completion_ids"]
-        if run.bank:
-            pairs = run.retrieve(x, 1)
+        pairs, ids = baselines.retrieve(run, x, 1), row["completion_ids"]
+        assert len(pairs) == (3 if method == "grpo+skill" else 0)
         assert [names[0] for names in row["pairs"]] == [pair.skill["skill_id"] for pair in pairs]
-        logp_TV = by_definition(run, skills.render_skills(pairs, x.problem), True, ids)
+        logp_TV = logprobs_of(run, skills.render_skills(pairs, x.problem), "bare", ids)
         # at ratio 1 the clipped ratio's gradient is the policy gradient
         total = total - advantage * logp_TV[range(len(ids)), ids].mean() / 6
     assert_gradients(got, run, total)
 
 
+def test_the_polarity_of_tokens_follows_the_reward_of_training(world_dir, tmp_path, monkeypatch):
+    """A reward that is the verdict turned round turns the credit of every token round."""
+    changes = {"token_polarity": "confident"}
+    _, before, _ = one_step(world_dir, tmp_path / "a", **changes)
+    monkeypatch.setattr(sgsd, "reward", lambda roll: -roll.r)
+    _, turned, _ = one_step(world_dir, tmp_path / "b", **changes)
+    for was, now in zip(before, turned):
+        credit, opposite = (torch.tensor(row["tokens"]["credit"]) for row in (was, now))
+        torch.testing.assert_close(opposite, -credit)
+    assert any(row["loss"] for row in before)
+
+
 def test_random_pairs_are_drawn_anew_for_each_step_and_again_the_same(world_dir, tmp_path):
     changes, chosen = {"retrieval": "random", "num_teachers": 2}, set()
-    run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, **changes)
-    for place in range(36):
-        x, step = run.problems[place % 12], place // 12
-        pairs = run.retrieve(x, step)
-        assert pairs == run.retrieve(x, step)
-        chosen.add((pairs[0].skill["skill_id"], pairs[1].skill["skill_id"]))
-        assert pairs[0].mistake != pairs[1].mistake
-    assert len(chosen) > 6 and all(a != b for a, b in chosen)
-    run.bank = skills.SkillBank(run.bank.general_skills, [])
-    assert run.retrieve(run.problems[0], 1) == []  # S8
+    with driver.opened(world_dir, tmp_path / "run", BaselineConfig, **changes) as run:
+        for place in range(36):
+            x, step = run.problems[place % 12], place // 12
+            pairs = baselines.retrieve(run, x, step)
+            assert pairs == baselines.retrieve(run, x, step)
+            assert {(pair.s_g, pair.s_e) for pair in pairs} == {(0.0, 0.0)}
+            chosen.add((pairs[0].skill["skill_id"], pairs[1].skill["skill_id"]))
+            assert pairs[0].mistake != pairs[1].mistake
+        assert len(chosen) > 6 and all(a != b for a, b in chosen)
+        run.bank = skills.SkillBank(run.bank.general_skills, [])
+        assert baselines.retrieve(run, run.problems[0], 1) == []  # S8
 
 
 @pytest.mark.parametrize("method", ["sgsd", "opsd", "grpo"])
@@ -456,45 +480,47 @@ def test_truncated_rollouts_can_be_left_out(method, world_dir, tmp_path):
     changes = {} if method == "sgsd" else settings_of(method)
     if method == "grpo":
         changes |= {"generations": 2, "seed": 1}
-    _, records, gradients = one_step(world_dir, tmp_path / "run", **changes, drop_truncated=True)
-    assert {(row["truncated"], row["loss"]) for row in records} == {(True, 0.0)}
-    assert not any(row.get("credit_sq") for row in records)  # what does not act is not logged
+    _, of_step, gradients = one_step(world_dir, tmp_path / "run", **changes, drop_truncated=True)
+    assert {(row["truncated"], row["loss"]) for row in of_step} == {(True, 0.0)}
+    assert not any(row["credit_sq"] for row in of_step)  # what does not act is not logged
     assert not any(gradient.any() for gradient in gradients)
 
 
-# ------------------------------------------------------------------------------------- teachers
+# ---------------------------------------------------------------------------------------- teachers
 
 
 @pytest.mark.parametrize("kind", ["live", "frozen", "periodic", "ema"])
 def test_whose_log_probabilities_a_teacher_gives(kind, world_dir, tmp_path):
     """The student's, the base's, or its copy's; then the student's own weights are back."""
     prompt, ids = [[1, 2, 3, 4]], [[30, 31, 32]]
-    run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, teacher=kind)
-    with baselines.teacher_policy(run):
-        # A copy begins as the student, with B = 0.
-        base = scoring.token_logprobs(run.lm, prompt, ids)
-    params = model.trained(perturbed(run).lm)
-    before = {name: p.detach().clone() for name, p in params.items()}
-    with baselines.teacher_policy(run):
-        teacher = scoring.token_logprobs(run.lm, prompt, ids)
-    for name, p in params.items():
-        assert torch.equal(p, before[name]) and p.requires_grad
-    assert bool(run.extra_tensors) == (kind in ("periodic", "ema"))
-    student = scoring.token_logprobs(run.lm, prompt, ids)
+    with driver.opened(world_dir, tmp_path / "run", BaselineConfig, teacher=kind) as run:
+        with baselines.teacher_policy(run):
+            # A copy begins as the student, with B = 0.
+            base = scoring.token_logprobs(run.lm, prompt, ids)
+        perturb(run)
+        params = model.trained(run.lm)
+        before = {name: p.detach().clone() for name, p in params.items()}
+        with baselines.teacher_policy(run):
+            teacher = scoring.token_logprobs(run.lm, prompt, ids)
+        for name, p in params.items():
+            assert torch.equal(p, before[name]) and p.requires_grad
+        assert bool(run.extra_tensors) == (kind in ("periodic", "ema"))
+        student = scoring.token_logprobs(run.lm, prompt, ids)
     assert torch.equal(teacher, student if kind == "live" else base)
     assert not torch.allclose(student, base, atol=1e-3)
 
 
-@pytest.mark.parametrize("teacher", by_length(("periodic", "ema"), ("periodic",)))
+@pytest.mark.parametrize("teacher", ["periodic", "ema"])
 def test_a_copied_teacher_follows_and_goes_into_the_checkpoint(teacher, world_dir, tmp_path):
     """Periodic: the student after every second step. Ema: .9 old + .1 new after each."""
     changes = {"teacher": teacher, "teacher_period": 2, "teacher_decay": 0.9, "evolve_every": 0}
-    run = make_run(world_dir, tmp_path / "run", kind=BaselineConfig, **changes)
-    params = model.trained(run.lm)
-    want = {name: p.detach().double().clone() for name, p in params.items()}
+    want = {}
 
     def step_fn(run, step):
-        result = baselines.method_step(run, step)
+        params = model.trained(run.lm)
+        if step == 1:
+            want.update({name: p.detach().double().clone() for name, p in params.items()})
+        result = baselines.train_step(run, step)
         new = 0.1 if teacher == "ema" else float(step % 2 == 0)
         for name, p in params.items():
             want[name] = (1 - new) * want[name] + new * p.detach().double()
@@ -502,20 +528,14 @@ def test_a_copied_teacher_follows_and_goes_into_the_checkpoint(teacher, world_di
             torch.testing.assert_close(copy, want[name], atol=1e-7, rtol=0.0)
         return result
 
-    with driver.signals_restored():
-        assert sgsd.train(run, sgsd.begin(run, False), step_fn) == 0
+    run = driver.train(world_dir, tmp_path / "run", step_fn, BaselineConfig, **changes)
     saved = load_file(tmp_path / "run/checkpoints/step_000004/trainer.safetensors")
-    again = make_run(world_dir, tmp_path / "run", True, kind=BaselineConfig, **changes)
-    assert again.extra_tensors.keys() == {f"{name}.teacher" for name in params}
+    assert run.extra_tensors.keys() == {f"{name}.teacher" for name in want}
     for name, copy in run.extra_tensors.items():
-        assert torch.equal(again.extra_tensors[name], copy) and torch.equal(saved[name], copy)
+        assert torch.equal(saved[name], copy)
 
 
-# ---------------------------------------------------------------------------------- the command
-
-
-def read(*argv):
-    return baselines.parse(argv)[0]
+# ------------------------------------------------------------------------------------- the command
 
 
 LENGTHS = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p", "top_k")
@@ -524,12 +544,18 @@ GRPO = [16000, 2048, 1.2, 1.0, 0, 8, 0, "live", False, "gate", 0]
 OPSD = [1024, 20000, 1.1, 0.95, 20, 1, 0, "frozen", True, "forward_kl", 0.05]
 
 
+def read(*argv):
+    return baselines.parse(argv)
+
+
 def test_a_methods_own_defaults_and_flags_that_win_over_them():
     """Tab. 11 and the released OPSD settings; sgsd's own are the paper's."""
     for method, want in {"grpo": GRPO, "opsd": OPSD}.items():
         for name in (method, f"{method}+skill"):
             cfg = dataclasses.asdict(read("--method", name))
             assert [cfg[field] for field in (*LENGTHS, *OWN)] == want
+            if name != method:  # S17
+                assert (cfg["num_teachers"], cfg["evolve_every"]) == (3, 0)
     assert read("--method", "grpo", "--top-k", "20").top_k == 20
     temperatures = [read("--method", name).score_temperature for name in ("sgsd", "grpo", "opsd")]
     assert temperatures == [1.0, 1.2, 1.1]  # S5, S15: the loss of a baseline is at its sampling's
@@ -551,46 +577,43 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", by_length(RUNS, ("grpo+skill", "opsd", "periodic", "top support")))
-def test_stopped_and_resumed_equals_uninterrupted(name, world_dir, tmp_path):
+def test_stopped_and_continued_equals_uninterrupted(name, world_dir, tmp_path):
     """Two steps and then one more leave the bytes of three in a row."""
     changes = {**RUNS[name], "steps": 3, "max_new_tokens": 8, "checkpoint_every": 3}
+    changes["verifier"] = "test_baselines:TwoOfThree"
 
-    def train(out, last, resume=False):
-        run = make_run(world_dir, out, resume, kind=BaselineConfig, **changes)
-        run.verifier = TwoOfThree()
+    def stopped_in_step_2(run, step):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return baselines.train_step(run, step)
 
-        def step_fn(run, step):
-            if step == last < 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return baselines.method_step(run, step)
+    def train(out, step_fn):
+        return driver.train(world_dir, out, step_fn, BaselineConfig, **changes)
 
-        with driver.signals_restored():
-            code = sgsd.train(run, sgsd.begin(run, resume), step_fn)
-        assert code == (130 if last < 3 else 0)
-        assert [row["step"] for row in rows(out / "metrics.jsonl")] == list(range(1, last + 1))
-        return run
-
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run = train(whole, 3)
-    train(parts, 2)
-    train(parts, 3, resume=True)
-    for file in ("adapter_model.safetensors", "trainer.safetensors", "../../rollouts.jsonl"):
-        paths = [out / "checkpoints/step_000003" / file for out in (whole, parts)]
-        assert paths[0].read_bytes() == paths[1].read_bytes(), file
-    for row in rows(whole / "metrics.jsonl"):
+    run = train(tmp_path / "whole", baselines.train_step)
+    assert run.code == 0
+    assert train(tmp_path / "parts", stopped_in_step_2).code == 130
+    assert train(tmp_path / "parts", baselines.train_step).code == 0
+    assert driver.state(tmp_path / "whole") == driver.state(tmp_path / "parts")
+    for row in rows(tmp_path / "whole/metrics.jsonl"):
         assert row["grad_norm"] > 0 and math.isfinite(row["loss"])
         assert ("bank_skills" in row) == run.cfg.uses_skill_bank
-    assert config.saved(whole) == dataclasses.asdict(run.cfg)
-    assert len(rows(whole / "rollouts.jsonl")) == 12 * run.cfg.generations
+    assert (tmp_path / "whole/bank").exists() == run.cfg.uses_skill_bank
+    assert len(rows(tmp_path / "whole/rollouts.jsonl")) == 12 * run.cfg.generations
 
 
-@pytest.mark.long
+def test_a_continued_run_keeps_its_method_and_its_teacher(world_dir, tmp_path, capsys):
+    argv = [*flags(world_dir, tmp_path / "run", bank="", steps=1), "--method=opsd"]
+    completes(baselines.main, argv)
+    refused(capsys, baselines.main, [*argv, "--method=grpo"], "--method 'grpo'", "'opsd'")
+    refused(capsys, baselines.main, [*argv, "--teacher=ema"], "--teacher 'ema'", "'frozen'")
+
+
 def test_groups_stay_together_over_ranks(world_dir, tmp_path):
-    """Three problems of two rollouts on two ranks: one order of records, one step."""
+    """Three problems of two rollouts on two ranks: one order of rows, one step."""
     changes = {"method": "opsd+skill", "batch_size": 3, "steps": 1, "generations": 2}
-    with driver.signals_restored():
-        assert driver.main(flags(world_dir, tmp_path / "1", **changes)) == 0
-    two_processes(ROOT / "tests/driver.py", *flags(world_dir, tmp_path / "2", **changes))
+    completes(driver.main, flags(world_dir, tmp_path / "1", **changes))
+    assert two(flags(world_dir, tmp_path / "2", **changes), tmp_path) == [0, 0]
     moments, logs = [], []
     for n in "12":
         logs.append(rows(tmp_path / n / "rollouts.jsonl"))
@@ -603,17 +626,17 @@ def test_groups_stay_together_over_ranks(world_dir, tmp_path):
 
 
 FLAGS = {
-    "--method base": ("--method base: ", "train nothing", "eval.py MODEL"),
-    "--method base+skill": ("--method base+skill: ", "eval.py MODEL --skills BANK"),
+    "--method base": ("--method base", "eval.py MODEL"),
+    "--method base+skill": ("--method base+skill", "--skills BANK"),
     "--method dpo": ("--method dpo", "sgsd, grpo, grpo+skill, opsd"),
-    "--method grpo --generations 1": ("--generations", "compares a group"),
-    "--method grpo --temperature 0": ("--temperature 0", "the same"),
+    "--method grpo --generations 1": ("--generations", ">= 2"),
+    "--method grpo --temperature 0": ("--temperature 0",),
     "--method opsd --bank BANK": ("--bank", "opsd+skill"),
-    "--method grpo --token-polarity consistent": ("--token-polarity: applies to teachers", "grpo"),
-    "--method grpo+skill --no-polarity": ("--no-polarity: ", "teachers; grpo+skill has none"),
-    "--objective jsd --support-top-k 9": ("--support-top-k", "leave out --objective"),
-    "--token-polarity verdict --objective jsd": ("--token-polarity verdict", "the gate"),
-    "--token-polarity verdict --no-polarity": ("--token-polarity verdict", "needs", "polarity"),
+    "--method grpo --token-polarity consistent": ("--token-polarity", "grpo has none"),
+    "--method grpo+skill --no-polarity": ("--no-polarity", "grpo+skill has none"),
+    "--objective jsd --support-top-k 9": ("--support-top-k", "--objective"),
+    "--token-polarity verdict --objective jsd": ("--token-polarity verdict", "gate"),
+    "--token-polarity verdict --no-polarity": ("--token-polarity verdict", "polarity"),
     "--teacher dead": ("--teacher", "dead"),
 }
 
@@ -621,26 +644,3 @@ FLAGS = {
 @pytest.mark.parametrize("given", FLAGS)
 def test_a_wrong_flag_gives_one_clear_line(given, tmp_path, capsys):
     refused(capsys, baselines.main, [*given.split(), f"--out={tmp_path / 'run'}"], *FLAGS[given])
-
-
-def test_a_resumed_run_keeps_its_method_and_its_teacher(world_dir, tmp_path, capsys):
-    method = ["--method=opsd", "--bank="]
-    with driver.signals_restored():
-        driver.main([*flags(world_dir, tmp_path / "run", steps=1), *method])
-    cfg, resume = baselines.parse(["--resume", str(tmp_path / "run")])
-    assert resume and cfg.method == "opsd"
-    for given in ("--method=grpo", "--teacher=ema"):
-        words = f"{given.replace('=', ' ')}: a resumed run keeps its own"
-        refused(capsys, baselines.main, ["--resume", tmp_path / "run", given], words)
-
-
-def test_a_run_resumes_with_its_copied_teacher_where_no_update_was_finite(world_dir, tmp_path):
-    settings = {"kind": BaselineConfig, "teacher": "ema"}
-    run = make_run(world_dir, tmp_path / "run", **settings)
-    with baselines.teacher_policy(run):
-        pass
-    run.step = 3
-    sgsd.save(run)
-    again = make_run(world_dir, tmp_path / "run", True, **settings)
-    assert again.step == 3 and not again.optimizer.state
-    assert again.extra_tensors.keys() == run.extra_tensors.keys()

@@ -1,20 +1,24 @@
-"""Prompts: templates word for word, one pass of substitution, templates of another domain."""
+"""Eq. 3, Fig. 6 and App. D: the paper's prompts word for word, and how they become ids.
 
-import shutil
-import types
+Tabs. 6-10 are the prompts of Algorithms 2-4; where the paper's source lies beside the project, they
+are compared with it line by line.
+"""
 
 import pytest
-from conftest import ROOT, make_bank
+from conftest import ROOT, make_bank, make_tokenizer
 
+import rollout
 import skills
+from skills import SkillPair
 
-STUDENT = (
-    "Problem: {problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-)
-TEACHER = """You may use the following retrieved math-reasoning guidance as soft guidance.
+STUDENT = """Problem: {problem}
+
+Please reason step by step, and put your final answer within \\boxed{}."""
+OPENING = """You may use the following retrieved math-reasoning guidance as soft guidance.
 Solve the current problem independently and do not quote it verbatim.
 
-### General Principles
+"""
+TEACHER = """### General Principles
 - **{skill.title}**: {skill.principle}
   _Apply when: {skill.when_to_apply}_
 
@@ -24,7 +28,66 @@ Solve the current problem independently and do not quote it verbatim.
 
 """
 PAPER = ROOT.parent / "shared" / "paper.tex"
-CARDS = ["memory", "extract_skills", "extract_mistakes", "merge_skills", "merge_mistakes"]
+needs_the_paper = pytest.mark.skipif(not PAPER.exists(), reason="the paper's source is not here")
+
+
+# -------------------------------------------------------------- student and teachers (Fig. 6, D1)
+
+
+def test_the_student_sees_the_problem_and_nothing_else():
+    assert skills.render_student("What is 1+2?") == STUDENT.replace("{problem}", "What is 1+2?")
+    assert skills.render_skills([], "What is 1+2?") == skills.render_student("What is 1+2?")
+
+
+def test_eq3_a_teachers_prompt_is_its_skill_its_mistake_and_the_students():
+    """Entries whose texts are the figure's placeholders give the figure."""
+    skill = {name: f"{{skill.{name}}}" for name in skills.FIELDS["general_skills"]}
+    mistake = {name: f"{{mistake.{name}}}" for name in skills.FIELDS["common_mistakes"]}
+    text = skills.render_teacher(SkillPair(skill, mistake, 1.0, 1.0), "{problem}")
+    assert text == OPENING + TEACHER + STUDENT
+
+
+@needs_the_paper
+def test_figure_6_above_is_the_papers():
+    figures = PAPER.read_text().split("\\begin{verbatim}\n")[1:3]
+    student, teacher = (figure.split("\n\\end{verbatim}")[0] for figure in figures)
+    assert (student, teacher) == (STUDENT, OPENING + TEACHER + STUDENT)
+
+
+def pairs(n):
+    bank = make_bank()
+    entries = zip(bank.general_skills[:n], bank.common_mistakes[:n])
+    return [SkillPair(skill, mistake, 1.0, 1.0) for skill, mistake in entries]
+
+
+def test_all_pairs_stand_in_one_prompt_best_first_above_the_students():
+    """S14: a heading, then one bullet per entry; with one pair it is the teacher's prompt."""
+    assert skills.render_skills(pairs(1), "P") == skills.render_teacher(pairs(1)[0], "P")
+    bullets = """### General Principles
+- **Use add**: Always add with care.
+  _Apply when: When you add._
+- **Use carry**: Always carry with care.
+  _Apply when: When you carry._
+
+### Mistakes to Avoid
+- **Don't**: Forgetting to add.
+  **Instead**: Remember add.
+- **Don't**: Forgetting to carry.
+  **Instead**: Remember carry.
+
+"""
+    assert skills.render_skills(pairs(2), "P") == OPENING + bullets + skills.render_student("P")
+
+
+def test_what_is_put_into_a_prompt_is_not_expanded_again():
+    (pair,) = pairs(1)
+    pair.skill["title"] = "{problem} {description}"
+    text = skills.render_teacher(pair, "What is {title} {skills} \\boxed{} {{}} {0}?")
+    assert "- **{problem} {description}**" in text
+    assert "Problem: What is {title} {skills} \\boxed{} {{}} {0}?\n" in text
+
+
+# ------------------------------------------------------------ the writer's prompts (Tabs. 6-10)
 
 
 def papers_cards():
@@ -42,25 +105,14 @@ def papers_cards():
     return cards
 
 
-def test_the_student_and_teacher_templates_are_those_of_figure_6():
-    assert skills.template("student") == STUDENT
-    assert skills.template("teacher") == TEACHER + STUDENT
+CARDS = ["memory", "extract_skills", "extract_mistakes", "merge_skills", "merge_mistakes"]
 
 
-@pytest.mark.skipif(not PAPER.exists(), reason="the paper's source is not here")
-@pytest.mark.parametrize("name", CARDS)
-def test_a_template_has_the_lines_of_the_papers_card(name):
+@needs_the_paper
+@pytest.mark.parametrize("table, name", list(enumerate(CARDS, 6)))
+def test_a_template_has_the_lines_of_the_papers_card(table, name):
     lines = [line for line in skills.template(name).split("\n") if line]
-    assert lines in papers_cards()
-
-
-def test_what_is_put_into_a_prompt_is_not_expanded_again():
-    bank = make_bank()
-    pair = skills.SkillPair(bank.general_skills[0], bank.common_mistakes[0], 1.0, 1.0)
-    pair.skill["title"] = "{problem} {mistake.description}"
-    text = skills.render_teacher(pair, "What is {skill.title} \\boxed{} {{}} {0}?")
-    assert "- **{problem} {mistake.description}**" in text
-    assert "Problem: What is {skill.title} \\boxed{} {{}} {0}?\n" in text
+    assert lines == papers_cards()[table - 6]
 
 
 def test_double_braces_become_single_ones_in_the_template_alone():
@@ -70,43 +122,14 @@ def test_double_braces_become_single_ones_in_the_template_alone():
 
 
 @pytest.mark.parametrize("key", skills.FIELDS)
-def test_the_extraction_prompt_names_the_fields_behind_the_template(key):
-    """S13."""
-    solved = types.SimpleNamespace(problem="What?", text="so", r=1, pred=None)
-    memory = skills.memory_of(solved)
-    _, _, form = skills.render_extraction(memory, key).partition(f"valid JSON with key {key}.")
+def test_the_extraction_prompt_shows_the_memory_and_names_the_fields_of_alg_2(key):
+    """S13. What only we need to know of a memory is not shown."""
+    memory = {"problem_id": "p1", "problem": "What?", "reward": 1, "truncated": False}
+    shown = skills.as_json({"problem": "What?", "reward": 1})
+    text, _, form = skills.render_extraction(memory, key).partition(f"JSON with key {key}.")
+    assert f"memory:\n{shown}\n\nReturn" in text
     names = '"{}", "{}" and "{}"'.format(*skills.FIELDS[key])
     assert form == f"\nEach item is an object with the string fields {names}."
-
-
-def test_no_skill_text_stands_in_the_students_prompt():
-    problem = "What is 1 plus 2?"
-    assert skills.render_student(problem) == STUDENT.replace("{problem}", problem)
-    assert skills.render_skills([], problem) == skills.render_student(problem)
-
-
-def test_all_pairs_stand_in_one_prompt_best_first_above_the_students():
-    """S14: a heading, then one bullet per entry; with one pair it is the teacher's prompt."""
-    bank = make_bank()
-    pairs = []
-    for skill, mistake in zip(bank.general_skills[:2], bank.common_mistakes[:2]):
-        pairs.append(skills.SkillPair(skill, mistake, 1.0, 1.0))
-    assert skills.render_skills(pairs[:1], "P") == skills.render_teacher(pairs[0], "P")
-    bullets = """### General Principles
-- **Use add**: Always add with care.
-  _Apply when: When you add._
-- **Use carry**: Always carry with care.
-  _Apply when: When you carry._
-
-### Mistakes to Avoid
-- **Don't**: Forgetting to add.
-  **Instead**: Remember add.
-- **Don't**: Forgetting to carry.
-  **Instead**: Remember carry.
-
-"""
-    opening = TEACHER.partition("###")[0]
-    assert skills.render_skills(pairs, "P") == opening + bullets + skills.render_student("P")
 
 
 def test_a_merge_shows_three_fields_and_nothing_else():
@@ -116,62 +139,33 @@ def test_a_merge_shows_three_fields_and_nothing_else():
     assert f"to merge:\n{skills.as_json([fields] * 2)}\n\nReturn ONLY" in text
 
 
-# ----------------------------------------------------------------- templates of another domain
+# ----------------------------------------------------- rendered as plain user messages (App. D)
 
 
-@pytest.fixture
-def templates(tmp_path):
-    """A copy of the paper's templates; its own come back after the test."""
-    yield shutil.copytree(ROOT / "prompts", tmp_path / "templates")
-    skills.use_prompts("")
+def test_a_prompt_is_one_user_turn_whose_think_block_is_closed_bare_or_open(tokenizer):
+    """S3."""
+    turn = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    ends = {"closed": "<think>\n\n</think>\n\n", "bare": "", "open": "<think>\n"}
+    for thinking, end in ends.items():
+        ids = rollout.chat_ids(tokenizer, "x", thinking=thinking)
+        assert tokenizer.decode(ids) == turn + end
+    with pytest.raises(ValueError, match="closed, bare or open, got False"):
+        rollout.chat_ids(tokenizer, "x", thinking=False)
 
 
-def test_templates_of_another_domain_take_the_place_of_all_of_the_papers(templates):
-    for file in templates.glob("*.txt"):
-        file.write_text(file.read_text().replace("math", "puzzle"))
-    memory = skills.memory_of(types.SimpleNamespace(problem="?", text="so", r=1, pred=None))
-    pair = skills.SkillPair({"title": "T"}, {"description": "D"}, 1.0, 1.0)
-
-    def prompts():
-        texts = [skills.render("memory", {"problem": "?"}), skills.render_teacher(pair, "?")]
-        for key in skills.FIELDS:
-            texts += [skills.render_extraction(memory, key), skills.render_merge([], key)]
-        return texts
-
-    papers = prompts()
-    skills.use_prompts(str(templates))
-    assert prompts() == [text.replace("math", "puzzle") for text in papers] != papers
-    skills.use_prompts("")
-    assert prompts() == papers
+def test_control_tokens_in_a_text_are_broken_up(tokenizer):
+    ids = rollout.chat_ids(tokenizer, "a<|im_end|>b</think>\ud800", thinking="bare")
+    text = "<|im_start|>user\na< |im_end|>b< /think>?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == text
 
 
-SPOILT = [  # a template, what stands in it, what takes its place, and what the error says
-    ("student", "{problem}", "{question}", "student.txt lacks {problem}"),
-    ("memory", "{problem}", "", "memory.txt lacks {problem}"),
-    ("extract_skills", "{memory_json}", "", "extract_skills.txt lacks {memory_json}"),
-    ("merge_mistakes", "{items_json}", "", "merge_mistakes.txt lacks {items_json}"),
-    ("teacher", "{skill.principle}", "{skill.title}", "teacher.txt lacks {skill.principle}"),
-    ("teacher", "### Mistakes to Avoid\n", "", "teacher.txt must be: an opening"),
-    ("teacher", "\n\n", "\n", "teacher.txt must be: an opening"),
-    ("teacher", "step by step", "at once", "and then student.txt"),
-]
-
-
-@pytest.mark.parametrize("name,old,new,words", SPOILT)
-def test_wrong_templates_are_one_line_and_those_in_use_stay(name, old, new, words, templates):
-    file = templates / f"{name}.txt"
-    assert old in file.read_text()
-    file.write_text(file.read_text().replace(old, new))
-    with pytest.raises(ValueError) as error:
-        skills.use_prompts(str(templates))
-    line = str(error.value)
-    assert line.startswith(f"prompts {templates}: ") and words in line and "\n" not in line
-    assert skills.template("student") == STUDENT
-
-
-def test_a_missing_template_is_one_line():
-    words = (
-        r"prompts no-such: extract_mistakes\.txt not read .*must have all files that prompts/ has"
+def test_a_template_that_shows_the_date_shows_the_same_one_every_day():
+    """S24."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% if date_string is not defined %}"
+        "{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ date_string }} {{ messages[0].content }}"
     )
-    with pytest.raises(ValueError, match=words):
-        skills.use_prompts("no-such")
+    ids = rollout.chat_ids(tokenizer, "x", thinking="bare")
+    assert tokenizer.decode(ids) == "26 Jul 2024 x"

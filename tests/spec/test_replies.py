@@ -1,4 +1,8 @@
-"""Reading replies: the items in a model's JSON, in any dress and wherever it breaks."""
+"""What Algorithms 2-4 read from a reply (Alg. 3, line 5: "parse the returned JSON").
+
+The items are found in any dress; where the JSON breaks, those before stay, and the reply counts as
+not whole.
+"""
 
 import json
 
@@ -47,6 +51,14 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_whole_reply_is_read_in_any_dress(shape):
     assert read(SHAPES[shape]) == (PAIR, True)
+
+
+def test_each_kind_reads_its_own_items_alone():
+    mistakes = [dict.fromkeys(skills.FIELDS["common_mistakes"], name) for name in "cd"]
+    mixed = json.dumps({KEY: PAIR, "common_mistakes": mistakes})
+    assert skills.parse_json_items(mixed, KEY) == PAIR
+    assert skills.parse_json_items(mixed, "common_mistakes") == mistakes
+    assert skills.parse_json_items(answer(mistakes), KEY) == []
 
 
 def test_a_single_object_counts_as_a_list():
@@ -123,13 +135,9 @@ HOSTILE = {
     "1 MB in one string": '{"title": "' + "x" * 1_000_000,
     "1 MB of backslashes": "\\" * 1_000_000,
     "1 MB of thinking": "<think>" * 140_000,
-    "100k {": "{" * 100_000,
     "100k [": "[" * 100_000,
-    "100k quotes": '"' * 100_000,
     "[ and ] nested": "[" * 50_000 + "]" * 50_000,
     "objects nested": '{"a":' * 15_000 + "1" + "}" * 15_000,
-    "objects in lists": '[{"a":' * 15_000,
-    "lists that never end": "[1," * 30_000,
     "long lists that never end": ("[" + "0," * 500) * 100,
     "numbers deep in lists": "[" * 900 + "0," * 45_000 + "0" + "]" * 900,
     "a string deep in lists that never end": "[" * 900 + '"' + "x" * 99_000,

@@ -1,6 +1,7 @@
-"""A sample is a pure function of its key and place; ids travel unchanged; outcomes come from text.
+"""Eq. 1: y ~ p_S(. | x), sampled from the student's prompt, and the verifier's outcome r (§2).
 
-The reference for decoding is a plain loop: no cache, no padding, one row alone.
+A sample is a pure function of its key and place. The reference for decoding is a plain loop: no
+cache, no padding, one row alone. Ids travel unchanged, and the outcome comes from their text.
 """
 
 import itertools
@@ -13,33 +14,31 @@ import pytest
 import torch
 from conftest import make_model, make_tokenizer
 from tokenizers import AddedToken
-from transformers import Gemma3Config, GenerationConfig
+from transformers import Gemma3Config, GenerationConfig, PreTrainedTokenizerFast
 
 import rollout
-from lib.verify import Verifier
+from lib.verify import Verdict, Verifier
 from rollout import Sampling
 
-SAMPLING = Sampling(1.1, 0.95, 20, 24)
+SAMPLING = Sampling(1.1, 0.95, 20, 24)  # Tab. 11, but for the length
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 def prompts(tokenizer, n):
     """Prompts of many lengths."""
     texts = [f"Problem {i}: " + "x" * (3 * i % 17) for i in range(n)]
-    return [rollout.chat_ids(tokenizer, text, thinking=False) for text in texts]
+    return [rollout.chat_ids(tokenizer, text, thinking="closed") for text in texts]
 
 
 def keys_of(n):
     return [rollout.sample_key(0, 1, str(i)) for i in range(n)]
 
 
-# ---------------------------------------------------------------------------------- keyed draws
-
-
-SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+# --------------------------------------------------------------------------------------- sampling
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", pytest.param("llama", marks=pytest.mark.long)])
-def test_completions_equal_a_plain_loop_whatever_the_batch_and_the_order(kind, tokenizer):
+def test_eq1_completions_equal_a_plain_loop_whatever_the_batch_and_the_order(kind, tokenizer):
     """Each token is the draw of (key, place) from the logits of prompt and prefix alone.
 
     Rows of unequal length leave and join all the time: completions run from 1 token to the limit.
@@ -63,6 +62,72 @@ def test_completions_equal_a_plain_loop_whatever_the_batch_and_the_order(kind, t
             u = rollout.uniforms(np.array([key], dtype=np.uint64), np.array([t]))
             logits_1V = logits_LV[None, len(prompt) - 1 + t]
             assert rollout.select_tokens(logits_1V, torch.from_numpy(u), sampling) == token
+
+
+def test_draws_are_uniform_independent_and_differ_by_seed_step_problem_and_sample():
+    names = itertools.product(range(3), range(3), ("a", "b", "1"), range(3))
+    assert len({rollout.sample_key(*name) for name in names}) == 81
+    keys = np.array(keys_of(2000), dtype=np.uint64)
+    u = np.stack([rollout.uniforms(keys, t) for t in range(50)])
+    assert 0 <= u.min() and u.max() < 1
+    # 100,000 draws: standard errors .0009 and .0002
+    assert abs(u.mean() - 0.5) < 0.005 and abs(u.var() - 1 / 12) < 0.002
+    assert abs(np.corrcoef(u[0], u[1])[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "want"),
+    [  # p = (.1, .2, .3, .4) in the order of the vocabulary: the CDF is .1, .3, .6, 1
+        (Sampling(1.0, 1.0, 0), [0, 0, 1, 2, 3]),
+        (Sampling(1.0, 1.0, 2), [2, 2, 2, 3, 3]),  # .3 and .4 are left: .3 / .7 = .43
+        (Sampling(1.0, 0.65, 0), [2, 2, 2, 3, 3]),  # .4 + .3 reach .65
+        (Sampling(1.0, 0.75, 0), [1, 1, 1, 3, 3]),  # .2 as well: CDF .22, .56, 1
+        (Sampling(0.0, 1.0, 0), [3, 3, 3, 3, 3]),
+        (Sampling(0.5, 1.0, 0), [0, 1, 1, 3, 3]),  # squares .01 .04 .09 .16: CDF .03 .17 .47 1
+    ],
+)
+def test_temperature_top_p_and_top_k_by_hand(sampling, want):
+    logits_BV = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().expand(5, 4)
+    u_B = torch.tensor([0.0, 0.09, 0.11, 0.59, 0.99], dtype=torch.float64)
+    assert rollout.select_tokens(logits_BV, u_B, sampling).tolist() == want
+
+
+def test_equal_logits_stay_or_go_together():
+    """Also where the nucleus is wider than a short list: of 3,000 equal tokens all stay."""
+    u_B = torch.tensor([0.0, 0.9999], dtype=torch.float64)
+    equal_BV = torch.zeros(2, 3000)
+    assert rollout.select_tokens(equal_BV, u_B, Sampling(1.0, 0.9, 0)).tolist() == [0, 2999]
+    assert rollout.select_tokens(equal_BV, u_B, Sampling(1.0, 1.0, 5)).tolist() == [0, 2999]
+
+
+def test_broken_logits_still_give_a_token():
+    """The loss of a broken model is not finite, and that is where its step is skipped."""
+    logits_BV = torch.full((2, 5), float("nan"))
+    logits_BV[1, 2] = float("inf")
+    u_B = torch.full((2,), 0.5, dtype=torch.float64)
+    token_B = rollout.select_tokens(logits_BV, u_B, SAMPLING)
+    assert token_B[1] == 2 and 0 <= token_B[0] < 5
+
+
+def test_sampling_out_of_range_is_refused():
+    for bad in ((-1, 1, 0, 9), (1, 0, 0, 9), (1, 1.1, 0, 9), (1, 1, -1, 9), (1, 1, 0, 0)):
+        with pytest.raises(ValueError, match="temperature >= 0.*got Sampling"):
+            Sampling(*bad)
+
+
+def test_the_models_own_generation_config_has_no_say_and_nothing_warns(tokenizer):
+    model, ids = make_model(), prompts(tokenizer, 3)
+    want = rollout.generate(model, tokenizer, ids, SAMPLING, [1, 2, 3])
+    settings = {"temperature": 0.01, "top_k": 1, "do_sample": True, "repetition_penalty": 9.0}
+    model.generation_config.update(**settings, max_new_tokens=3, min_new_tokens=2)
+    config = model.generation_config
+    with warnings.catch_warnings():  # the cache has another name in newer transformers
+        warnings.simplefilter("error")
+        assert rollout.generate(model, tokenizer, ids, SAMPLING, [1, 2, 3]) == want
+    assert model.generation_config is config
+
+
+# --------------------------------------------------------------------------------------- decoding
 
 
 def test_finished_rows_leave_the_batch_and_others_take_their_place(tokenizer):
@@ -93,87 +158,15 @@ def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     left_early.close()
     assert model.training
     for wrong, rows in ((ids, 0), ([*ids[:5], []], 2)):
-        with pytest.raises(ValueError, match="stream needs rows >= 1, got .*, and prompts"):
+        with pytest.raises(ValueError, match=f"rows >= 1, got {rows}, and prompts"):
             next(stream(wrong, rows))
     with pytest.raises(ValueError, match="shorter"):
         rollout.generate(model, tokenizer, ids, SAMPLING, [1])
-
-
-def test_the_models_own_generation_config_has_no_say(tokenizer):
-    model, ids = make_model(), prompts(tokenizer, 3)
-    want = rollout.generate(model, tokenizer, ids, SAMPLING, [1, 2, 3])
-    settings = {"temperature": 0.01, "top_k": 1, "do_sample": True, "repetition_penalty": 9.0}
-    model.generation_config.update(**settings, max_new_tokens=3, min_new_tokens=2)
-    config = model.generation_config
-    assert rollout.generate(model, tokenizer, ids, SAMPLING, [1, 2, 3]) == want
-    assert model.generation_config is config
-
-
-def test_generate_warns_of_nothing(tokenizer):
-    """transformers 5.24 has another name for the cache, which older ones do not know."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rollout.generate(make_model(), tokenizer, prompts(tokenizer, 1), SAMPLING, [1])
-
-
-def test_draws_are_uniform_independent_and_differ_by_seed_step_problem_and_sample():
-    names = itertools.product(range(3), range(3), ("a", "b", "1"), range(3))
-    assert len({rollout.sample_key(*name) for name in names}) == 81
-    keys = np.array(keys_of(2000), dtype=np.uint64)
-    u = np.stack([rollout.uniforms(keys, t) for t in range(50)])
-    assert 0 <= u.min() and u.max() < 1
-    # 100,000 draws: standard errors .0009 and .0002
-    assert abs(u.mean() - 0.5) < 0.005 and abs(u.var() - 1 / 12) < 0.002
-    assert abs(np.corrcoef(u[0], u[1])[0, 1]) < 0.1
-
-
-# ------------------------------------------------------------------------------------ thresholds
-
-
-@pytest.mark.parametrize(
-    ("sampling", "want"),
-    [  # p = (.1, .2, .3, .4) in the order of the vocabulary: the CDF is .1, .3, .6, 1
-        (Sampling(1.0, 1.0, 0), [0, 0, 1, 2, 3]),
-        (Sampling(1.0, 1.0, 2), [2, 2, 2, 3, 3]),  # .3 and .4 are left: .3 / .7 = .43
-        (Sampling(1.0, 0.65, 0), [2, 2, 2, 3, 3]),  # .4 + .3 reach .65
-        (Sampling(1.0, 0.75, 0), [1, 1, 1, 3, 3]),  # .2 as well: CDF .22, .56, 1
-        (Sampling(0.0, 1.0, 0), [3, 3, 3, 3, 3]),
-        (Sampling(0.5, 1.0, 0), [0, 1, 1, 3, 3]),  # squares .01 .04 .09 .16: CDF .03 .17 .47 1
-    ],
-)
-def test_selection_by_hand(sampling, want):
-    logits_BV = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().expand(5, 4)
-    u_B = torch.tensor([0.0, 0.09, 0.11, 0.59, 0.99], dtype=torch.float64)
-    assert rollout.select_tokens(logits_BV, u_B, sampling).tolist() == want
-
-
-def test_equal_logits_are_kept_or_dropped_together():
-    """Also where the nucleus is wider than a short list: of 3,000 equal tokens all are kept."""
-    u_B = torch.tensor([0.0, 0.9999], dtype=torch.float64)
-    equal_BV = torch.zeros(2, 3000)
-    assert rollout.select_tokens(equal_BV, u_B, Sampling(1.0, 0.9, 0)).tolist() == [0, 2999]
-    assert rollout.select_tokens(equal_BV, u_B, Sampling(1.0, 1.0, 5)).tolist() == [0, 2999]
-
-
-def test_broken_logits_still_give_a_token():
-    """The loss of a broken model is not finite, and that is where its step is skipped."""
-    logits_BV = torch.full((2, 5), float("nan"))
-    logits_BV[1, 2] = float("inf")
-    u_B = torch.full((2,), 0.5, dtype=torch.float64)
-    token_B = rollout.select_tokens(logits_BV, u_B, SAMPLING)
-    assert token_B[1] == 2 and 0 <= token_B[0] < 5
-
-
-def test_sampling_out_of_range_is_refused():
-    for bad in ((-1, 1, 0, 9), (1, 0, 0, 9), (1, 1.1, 0, 9), (1, 1, -1, 9)):
-        with pytest.raises(ValueError, match="sampling needs temperature >= 0.*got Sampling"):
-            Sampling(*bad)
-
-
-# ------------------------------------------------------------------------- prompts and outcomes
+    assert rollout.generate(model, tokenizer, [], SAMPLING, []) == []
 
 
 def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer):
+    """S4."""
     model, ids = make_model(), prompts(tokenizer, 6)
     free = rollout.generate(model, tokenizer, ids, SAMPLING, range(6))
     stop = free[0][7]  # some id that does come up
@@ -181,44 +174,56 @@ def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer
     cut = rollout.generate(model, tokenizer, ids, SAMPLING, range(6))
     for a, b in zip(free, cut):
         assert b == (a[: a.index(stop) + 1] if stop in a else a)
-    data = [SimpleNamespace(id=str(i), problem="x", answer="1", extra={}) for i in range(6)]
+    data = [SimpleNamespace(id=str(i), problem="x", answer="1") for i in range(6)]
     stops = rollout.stop_ids(model, tokenizer)
     with Verifier() as verifier:
-        rolls = rollout.judge(tokenizer, stops, data, ids, list(enumerate(cut)), verifier)
+        rolls = rollout.judge(tokenizer, stops, data, ids, cut, verifier)
     assert [roll.completion_ids for roll in rolls] == cut
     assert [roll.truncated for roll in rolls] == [x[-1] not in (265, stop) for x in cut]
     assert {(roll.r, roll.pred) for roll in rolls} == {(-1, None)}
-    assert rollout.generate(model, tokenizer, [], SAMPLING, []) == []
 
 
-def judged(tokenizer, prompt, completion, problem="p"):
-    data = [SimpleNamespace(id="x", problem=problem, answer="5", extra={})]
+def test_stop_ids_of_a_model_whose_text_config_alone_names_one(tokenizer):
+    """Gemma 3 with images has none of its own."""
+    text = {"eos_token_id": [1, 106], "num_hidden_layers": 1}
+    config = Gemma3Config(text_config=text)
+    model = SimpleNamespace(config=config, generation_config=GenerationConfig())
+    assert rollout.stop_ids(model, tokenizer) == [1, 106, 265]
+
+
+def test_a_model_whose_solutions_would_never_end_is_refused():
+    model, tokenizer = make_model(eos_token_id=None), make_tokenizer()
+    assert rollout.stop_ids(model, tokenizer) == [265]
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="`eos_token_id` in its generation_config.json"):
+        rollout.stop_ids(model, tokenizer)
+    with pytest.raises(ValueError, match="`eos_token_id`"):
+        rollout.generate(model, tokenizer, [[1]], SAMPLING, [1])
+
+
+# --------------------------------------------------------------------------------------- outcomes
+
+
+def judged(tokenizer, prompt, completion):
+    data = [SimpleNamespace(id="x", problem="p", answer="5")]
     with Verifier() as verifier:
-        rolls = rollout.judge(tokenizer, [265], data, [prompt], [(0, completion)], verifier)
-    return rolls[0]
+        return rollout.judge(tokenizer, [265], data, [prompt], [completion], verifier)[0]
 
 
-@pytest.mark.parametrize("words", [1, 500, 4000])
-def test_a_right_answer_is_right_however_long_the_solution(words, tokenizer):
-    """The verdict ignores the length. A training reward that does not is `sgsd.reward`'s task."""
-    completion = tokenizer.encode("so " * words + r"\boxed{5}<|im_end|>")
-    roll = judged(tokenizer, [1], completion)
-    assert (roll.pred, roll.r, len(roll.completion_ids) > words) == ("5", 1, True)
-    assert not roll.truncated and (roll.problem_id, roll.gold) == ("x", "5")
+@pytest.mark.parametrize("verdict", [0.7, 1, -1, None])
+def test_a_verdict_that_is_no_bool_is_refused_with_its_problem(verdict, tokenizer):
+    data = [SimpleNamespace(id="p7", problem="x", answer="5")]
+    verifier = SimpleNamespace(judge=lambda cases: [Verdict("5", verdict)])
+    with pytest.raises(ValueError, match=f"True or False, got {verdict} for problem p7"):
+        rollout.judge(tokenizer, [265], data, [[1]], [[2]], verifier)
 
 
-def test_a_formula_of_the_problem_is_no_answer_to_it(tokenizer):
-    completion = tokenizer.encode(r"\boxed{2+3}")
-    copied = judged(tokenizer, [1], completion, "What is 2 + 3?")
-    other = judged(tokenizer, [1], completion, "What is 4 + 1?")
-    assert [(roll.pred, roll.r) for roll in (copied, other)] == [("2+3", -1), ("2+3", 1)]
-
-
-def test_text_never_comes_back_as_ids(tokenizer):
-    """The sampled ids of "\\boxed{5}", spelt letter by letter, stay as they are."""
-    spelt = [tokenizer.encode(letter)[0] for letter in r"\boxed{5}"]
+def test_an_outcome_comes_from_the_text_which_never_becomes_ids_again(tokenizer):
+    r"""The sampled ids of "\boxed{5}", spelt letter by letter, stay as they are."""
+    spelt = [tokenizer.encode(letter)[0] for letter in "so " * 99 + r"\boxed{5}"] + [265]
     roll = judged(tokenizer, [1], spelt)
-    assert (roll.completion_ids, roll.text, roll.r) == (spelt, r"\boxed{5}", 1)
+    assert (roll.completion_ids, roll.text[-9:]) == (spelt, r"\boxed{5}")
+    assert (roll.pred, roll.r, roll.gold, roll.truncated) == ("5", 1, "5", False)
     assert tokenizer.encode(roll.text) != spelt
 
 
@@ -234,8 +239,6 @@ def test_a_think_block_that_the_prompt_left_open_holds_no_answer(tokenizer):
 
 def test_a_think_block_is_only_seen_where_it_is_a_token():
     """A tokenizer without <think> spells it in letters, and a prompt may end on its last one."""
-    from transformers import PreTrainedTokenizerFast
-
     core = make_tokenizer().backend_tokenizer
     spec = json.loads(core.to_str())
     spec["added_tokens"] = [x for x in spec["added_tokens"] if "think" not in x["content"]]
@@ -251,53 +254,8 @@ def test_think_tags_that_are_special_tokens_are_still_seen():
     for tag in ("<think>", "</think>"):
         special.add_tokens([AddedToken(tag, special=True)], special_tokens=True)
     assert special.decode(special.encode("<think>"), skip_special_tokens=True) == ""
-    prompt = special.encode("say<think>\n")
     answer = special.encode(r"so</think>\boxed{5}<|im_end|>")
-    roll = judged(special, prompt, answer)
+    roll = judged(special, special.encode("say<think>\n"), answer)
     assert (roll.text, roll.pred, roll.r) == (r"so</think>\boxed{5}", "5", 1)
     cut = judged(special, special.encode("say"), special.encode(r"<think>maybe \boxed{5}, or"))
     assert (cut.pred, cut.r) == (None, -1)
-
-
-def test_a_template_that_shows_the_date_shows_the_same_one_every_day():
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{% if date_string is not defined %}"
-        "{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-        "{{ date_string }} {{ messages[0].content }}"
-    )
-    ids = rollout.chat_ids(tokenizer, "x", thinking=None)
-    assert tokenizer.decode(ids) == "26 Jul 2024 x"
-
-
-def test_control_tokens_in_a_text_are_broken_up(tokenizer):
-    ids = rollout.chat_ids(tokenizer, "a<|im_end|>b</think>\ud800", thinking=True)
-    text = "<|im_start|>user\na< |im_end|>b< /think>?<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(ids) == text
-
-
-def test_thinking_leaves_the_header_bare_and_its_absence_closes_the_block(tokenizer):
-    bare = tokenizer.decode(rollout.chat_ids(tokenizer, "x", thinking=True))
-    assert bare.endswith("<|im_start|>assistant\n")
-    closed = tokenizer.decode(rollout.chat_ids(tokenizer, "x", thinking=False))
-    assert closed == bare + "<think>\n\n</think>\n\n"
-    assert rollout.chat_ids(tokenizer, "x", thinking=None) == tokenizer.encode(bare)
-
-
-def test_stop_ids_of_a_model_whose_text_config_alone_names_one(tokenizer):
-    """Gemma 3 with images has none of its own."""
-    text = {"eos_token_id": [1, 106], "num_hidden_layers": 1}
-    config = Gemma3Config(text_config=text)
-    model = SimpleNamespace(config=config, generation_config=GenerationConfig())
-    assert rollout.stop_ids(model, tokenizer) == [1, 106, 265]
-
-
-def test_a_model_whose_solutions_would_never_end_is_refused():
-    model, tokenizer = make_model(eos_token_id=None), make_tokenizer()
-    assert rollout.stop_ids(model, tokenizer) == [265]
-    tokenizer.eos_token = None
-    words = "no id that ends a completion; name `eos_token_id` in its generation_config.json"
-    with pytest.raises(ValueError, match=words):
-        rollout.stop_ids(model, tokenizer)
-    with pytest.raises(ValueError, match=words):
-        rollout.generate(model, tokenizer, [[1]], SAMPLING, [1])

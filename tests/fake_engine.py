@@ -1,16 +1,19 @@
-"""A small inference server in a thread, for the tests of extras/served.py."""
+"""A small inference server in a thread: what vLLM does of the protocol in lib/served.py."""
 
 import contextlib
 import http.server
 import json
+import threading
 
 STOPS = [265, 263]
+DROP = "drop the connection"
 
 
 class Engine(http.server.ThreadingHTTPServer):
-    """Serves "base" and adapters. `answer` makes the reply to a completion: (status, JSON).
+    """Serves "base" and adapters. `answer` makes the reply to a completion: (status, JSON), or DROP.
 
-    Anything but such a pair drops the connection.
+    By itself an answer is three ids that differ from prompt to prompt, with a log-probability each;
+    and `prompt_logprob` is that of every token of a fixed completion, whatever the adapter.
     """
 
     daemon_threads = True
@@ -18,21 +21,26 @@ class Engine(http.server.ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        self.base = {"id": "base", "owned_by": "vllm", "root": "base", "max_model_len": 4096}
+        self.bases = [{"id": "base", "owned_by": "vllm", "root": "base", "parent": None}]
         self.adapters, self.calls, self.keys_seen = {}, [], []
-        self.answer = self.sampled
+        self.answer, self.prompt_logprob = self.sampled, -1.0
 
     def sampled(self, body):
-        """Ids that differ from prompt to prompt, and a log-probability for each."""
+        if "prompt_logprobs" in body:
+            places = [{str(token): {"logprob": self.prompt_logprob}} for token in body["prompt"]]
+            return 200, choices("length", token_ids=[1], prompt_logprobs=places)
         ids = [sum(body["prompt"]) % 200, 7, STOPS[0]]
         return 200, choices(token_ids=ids, logprobs={"token_logprobs": [-0.5, -1.5, -0.25]})
 
     def bodies(self, path="/v1/completions"):
+        """What was asked there, in order."""
         return [body for where, body in self.calls if where == path]
 
     def get(self, path):
-        adapters = [{"id": name, "root": folder} for name, folder in self.adapters.items()]
-        return 200, {"data": [self.base, *adapters]}
+        listed = list(self.bases)
+        for name, folder in self.adapters.items():
+            listed.append({"id": name, "root": folder, "parent": self.bases[0]["id"]})
+        return 200, {"data": listed}
 
     def post(self, path, body):
         if path == "/v1/load_lora_adapter":
@@ -43,7 +51,7 @@ class Engine(http.server.ThreadingHTTPServer):
         if path == "/v1/unload_lora_adapter":
             there = self.adapters.pop(body["lora_name"], None)
             return (200, "Success") if there else (404, {"error": "not found"})
-        if body["model"] not in {self.base["id"], *self.adapters}:
+        if body["model"] not in {base["id"] for base in self.bases} | {*self.adapters}:
             return 404, {"error": "no such model"}
         return self.answer(body)
 
@@ -62,7 +70,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send(self.server.post(self.path, body))
 
     def send(self, reply):
-        if not isinstance(reply, tuple):
+        if reply == DROP:
             return
         status, value = reply
         text = value if isinstance(value, str) else json.dumps(value)
@@ -73,4 +81,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def choices(reason="stop", usage=None, **fields):
+    """The body of a reply."""
     return {"choices": [{"finish_reason": reason, **fields}], "usage": usage}
+
+
+@contextlib.contextmanager
+def serving():
+    """An engine that runs in a thread for as long as the block does."""
+    with Engine() as engine:
+        threading.Thread(target=engine.serve_forever, args=[0.01], daemon=True).start()
+        yield engine
+        engine.shutdown()

@@ -1,0 +1,177 @@
+"""Algorithm 2 in a run: lines 1-7, and the same bank from one process, two, and a killed one.
+
+The tests' random model solves the seed problems, and the tests' verifier says which are right.
+What becomes of the memories (lines 8-16) is in test_algorithms.py.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import signal
+import sys
+
+import driver
+import pytest
+import torch
+from driver import flags, opened, rows
+
+import rollout
+import sgsd
+import skills
+from lib import config, model
+from lib.run import Run
+from rollout import Sampling
+
+SEEDS = {"bank": "", "cold_start": 6, "rollout_rows": 2}
+policy_as_writer = sgsd.writer  # which the tests' runs replace by a fake
+
+
+def solve(world_dir, out, **changes):
+    """(the bank of a run, its memories by their problems)"""
+    with opened(world_dir, out, **SEEDS | changes) as run:
+        bank = sgsd.make_bank(run)
+    memories = rows(out / "bank/memories.jsonl")
+    return bank, {memory["problem_id"]: memory for memory in memories}
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_lines_1_to_7_the_base_model_solves_seed_problems_and_they_become_memories(
+    thinking, world_dir, tmp_path
+):
+    """The paper's sampling in evaluation, by default with thinking (S21)."""
+    out = tmp_path / "run"
+    bank, memories = solve(world_dir, out, cold_start_thinking=thinking)
+    lm, tokenizer = model.load_model(str(world_dir / "model"), torch.device("cpu"))
+    with opened(world_dir, tmp_path / "other") as run:
+        data = {x.id: x for x in run.problems}
+    seeds = bank.metadata["seed_problems"]
+    assert len(seeds) == bank.metadata["seed_solutions"] == len(memories) == 6
+    for name in seeds:
+        x = data[name]
+        text = skills.render("memory", {"problem": x.problem})  # line 3
+        prompt = rollout.chat_ids(tokenizer, text, thinking="bare" if thinking else "closed")
+        key = rollout.sample_key(0, 0, x.id)
+        completions = rollout.generate(lm, tokenizer, [prompt], Sampling(1.0, 0.95, 0, 20), [key])
+        verifier = driver.CoinVerifier(5.0)
+        stops = rollout.stop_ids(lm, tokenizer)
+        (roll,) = rollout.judge(tokenizer, stops, [x], [prompt], completions, verifier)  # line 4
+        record = skills.memory_of(dataclasses.asdict(roll)) | {"truncated": roll.truncated}
+        assert memories[x.id] == record  # lines 5 and 6
+    right = sum(memory["reward"] == 1 for memory in memories.values())
+    assert bank.metadata["right_seed_solutions"] == right
+    assert 0 < right < 6 and bank.general_skills and bank.common_mistakes
+
+
+def test_the_seed_problems_are_drawn_by_the_runs_seed(world_dir, tmp_path):
+    """Also where more are asked for than there are."""
+    names = []
+    for seed, count in ((0, 6), (1, 6), (0, 99)):
+        bank, _ = solve(world_dir, tmp_path / f"{seed} {count}", seed=seed, cold_start=count)
+        names.append(bank.metadata["seed_problems"])
+    assert {*names[0]} != {*names[1]} and len({*names[2]}) == 12
+
+
+def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_dir, tmp_path):
+    """D4: greedy first, then sampled; a new writer begins anew."""
+    with opened(world_dir, tmp_path / "run", reply_tokens=8) as run:
+        writer = policy_as_writer(run, 0)
+        a, b = writer(["a", "b b b"])
+        second, other = writer(["a", "b b b"])
+        (third,) = writer(["a"])
+        assert len({a, second, third}) == 3 and other != b
+        again = policy_as_writer(run, 25)
+        assert again(["b b b", "a", "c"])[:2] == [b, a]
+        assert again(["b b b"]) == [other] and again(["a"]) == [second] and again(["a"]) == [third]
+        prompt = rollout.chat_ids(run.tokenizer, "a", thinking="closed")
+        greedy = Sampling(0.0, 1.0, 0, len(prompt) * 5 // 4)
+        (ids,) = rollout.generate(run.lm, run.tokenizer, [prompt], greedy, [0])
+        assert a == rollout.text_of(run.tokenizer, ids)
+        assert [row["step"] for row in rows(run.out / "bank/replies.jsonl")] == [0] * 5 + [25] * 6
+
+
+# ------------------------------------------------- one process, two, and one that was killed
+
+
+def with_the_policy_as_writer(argv):
+    """A process that makes a bank. The random model's own replies give no entry."""
+    with Run.open(config.parse(argv, "", config.Config), skills.SkillBank.load) as run:
+        run.save_bank(0, sgsd.make_bank(run))
+    return 0
+
+
+FAKE = None  # the writer of the tests' runs
+by_writer = pytest.mark.parametrize("program", [FAKE, with_the_policy_as_writer])
+
+
+@pytest.fixture(scope="module")
+def command(world_dir, tmp_path_factory):
+    """The command line of a bank alone. Its model ends on half of all ids, so replies are short."""
+    hasty = tmp_path_factory.mktemp("model") / "hasty"
+    shutil.copytree(world_dir / "model", hasty)
+    (hasty / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 270, 2)]}))
+    return lambda out: flags(world_dir, out, model=hasty, steps=0, **SEEDS | {"cold_start": 4})
+
+
+def made(out):
+    """What must be equal: the bytes of the bank and of the replies that it comes from, and the
+    memories, which are written as they come."""
+    names = ("bank.json", "step_000000.json", "replies.jsonl")
+    lines = (out / "bank/memories.jsonl").read_text().splitlines()
+    return [(out / "bank" / name).read_bytes() for name in names], sorted(lines)
+
+
+@pytest.fixture(scope="module")
+def whole(command, tmp_path_factory):
+    """By writer, what one process makes that runs through."""
+    made_by = {}
+    for program in (FAKE, with_the_policy_as_writer):
+        path = tmp_path_factory.mktemp("whole")
+        argv = command(path / "run")
+        assert driver.wait(driver.start(argv, path / "log", program=program)) == 0
+        made_by[program] = made(path / "run")
+    return made_by
+
+
+@by_writer
+def test_two_processes_make_the_bank_of_one(program, command, tmp_path, whole):
+    out = tmp_path / "run"
+    codes = driver.two(command(out), tmp_path, program=program)
+    assert codes == [0, 0], (tmp_path / "log0").read_text()
+    assert made(out) == whole[program]
+
+
+def kill_at(nth, path):
+    """Kill this process before the nth time that it opens a file."""
+    opens = []
+
+    def watch(event, args):
+        if event == "open" and str(args[0]) == str(path):
+            opens.append(path)
+            if len(opens) == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+@pytest.mark.parametrize(
+    "program, name, nth",
+    [(FAKE, "memories", 2), (FAKE, "replies", 3), (with_the_policy_as_writer, "replies", 3)],
+)
+def test_a_killed_process_makes_the_same_bank_and_no_memory_twice(
+    program, name, nth, command, tmp_path, whole
+):
+    """Killed while it solves or while it writes, and the last line is torn."""
+    out, log = tmp_path / "run", tmp_path / "log"
+    file = out / "bank" / f"{name}.jsonl"
+    kill = functools.partial(kill_at, nth, file)
+    killed = driver.start(command(out), log, before=kill, program=program)
+    assert driver.wait(killed) == -signal.SIGKILL
+    memories = rows(out / "bank/memories.jsonl")
+    assert (0 < len(memories) < 4) == (name == "memories")
+    with open(file, "ab") as f:
+        f.write(b'{"problem_id": "torn \xc3')
+    assert driver.wait(driver.start(command(out), log, program=program)) == 0, log.read_text()
+    assert made(out) == whole[program]
+    assert rows(out / "bank/memories.jsonl")[: len(memories)] == memories

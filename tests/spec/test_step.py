@@ -1,0 +1,223 @@
+"""Algorithm 1, line by line, and the settings of Tabs. 11 and 12.
+
+The loss of a rollout is compared with the loops of tests/plain.py over log-probabilities of the
+definition; a step with what its lines say, done by hand. The tests' model has random adapters.
+"""
+
+import dataclasses
+import types
+
+import plain
+import pytest
+import torch
+from conftest import PROBLEMS, make_bank, make_model, same
+from driver import ALONE, opened, rows, train
+
+import rollout
+import sgsd
+import skills
+from lib import config, model, problems, runlog
+from rollout import Sampling
+
+IDS_T = [30, 256, 31, 32, 33, 34, 35, 36, 265]
+MASKED_IDS = {256, 265}
+STUDENT = [1, 2, 3, 4, 5]
+TEACHERS = [[133, 31, 7, 47, 204], [8, 9, 10, 11, 12], [13, 14, 15], [16, 17]]
+SIMILARITIES = [(0.9, 0.1), (0.2, 0.6), (0.5, -0.3), (-0.4, 0.4)]
+
+
+def policy():
+    """A model with adapters that have learnt something."""
+    lm = model.with_adapters(make_model(), 4, 8)
+    torch.manual_seed(1)
+    for p in model.trained(lm).values():
+        p.data += 0.1 * torch.randn_like(p)
+    return lm
+
+
+def logp(lm, prompt, ids_T):
+    """The definition of Eqs. 4 and 5: one row, full logits, log_softmax."""
+    logits_LV = lm(input_ids=torch.tensor([prompt + ids_T])).logits[0].double()
+    return logits_LV[len(prompt) - 1 : -1].log_softmax(-1)[range(len(ids_T)), ids_T]
+
+
+# ---------------------------------------------------- lines 5 and 8-14: the loss of one rollout
+
+
+@pytest.mark.parametrize("r", [1, -1])
+def test_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic(r):
+    """And its gradient is Eq. 19's. Teachers are the present policy, with its adapters (Eq. 4)."""
+    lm, cfg = policy(), config.Config(eps_a=0.25, tau_g=0.5, c_delta=1.5, score_tokens=30)
+    run = types.SimpleNamespace(cfg=cfg, lm=lm, device=ALONE.device, masked_ids=MASKED_IDS)
+    run.clock = runlog.Stopwatch()
+    pairs_K = [skills.SkillPair({}, {}, s_g, s_e) for s_g, s_e in SIMILARITIES]
+    roll = types.SimpleNamespace(completion_ids=IDS_T, r=r)
+    x = problems.Problem("p", "x", "1")
+    result = sgsd.rollout_loss(run, sgsd.Example(0, x, 0, pairs_K, STUDENT, TEACHERS, roll))
+
+    mask = [int(i not in MASKED_IDS) for i in IDS_T]
+    student_T = logp(lm, STUDENT, IDS_T)
+    alphas = plain.eq6(*zip(*SIMILARITIES))
+    rhos, losses = [], []
+    for k, context in enumerate(TEACHERS):
+        gaps = plain.eq7(logp(lm, context, IDS_T).tolist(), student_T.tolist())
+        a = plain.eq12(gaps, mask, cfg.c_delta)
+        rhos.append(plain.eq13(a, r, cfg.eps_a))
+        losses.append(plain.eq15(gaps, mask, cfg.tau_g))
+        same(result.delta_KT[k], gaps, 1e-4)
+        same(result.a_K[k], a, 1e-4)
+        credit = plain.eq20(gaps, mask, alphas[k], rhos[k], cfg.tau_g)
+        same(result.credit_KT[k], credit, 1e-4)
+    assert result.mask_T.tolist() == mask
+    same(result.alpha_K, alphas, 1e-6)
+    assert result.rho_K.tolist() == rhos and {*rhos} == {-1, 0, 1}
+    same(result.lbar_K, losses, 1e-4)
+    same(result.loss, plain.eq16(alphas, rhos, losses), 1e-4)
+
+    parameters = [*model.trained(lm).values()]
+    weighted = -(result.credit_KT.sum(0) * student_T).sum()
+    wants = torch.autograd.grad(weighted, parameters)
+    for got, want in zip(torch.autograd.grad(result.loss, parameters), wants):
+        assert want.abs().max() > 0
+        same(got, want, 1e-4)
+
+
+# --------------------------------------------------------------------- lines 2-16: a step by hand
+
+
+def example_by_hand(run, x, step):
+    """Lines 4, 6 and 7 for one problem."""
+    pairs_K = run.bank.retrieve(x.problem, 3, run.embed)  # line 4
+    student = rollout.chat_ids(run.tokenizer, skills.render_student(x.problem), thinking="closed")
+    teachers_K = []
+    for pair in pairs_K:  # line 6
+        text = skills.render_teacher(pair, x.problem)
+        teachers_K.append(rollout.chat_ids(run.tokenizer, text, thinking="bare"))
+    key = rollout.sample_key(run.cfg.seed, step, x.id)
+    sampling = Sampling(1.1, 0.95, 20, run.cfg.max_new_tokens)
+    (ids_T,) = rollout.generate(run.lm, run.tokenizer, [student], sampling, [key])  # line 7
+    r = 1 if int(x.answer) % 4 == 1 else -1  # as the tests' verifier says
+    roll = types.SimpleNamespace(completion_ids=ids_T, r=r)
+    return sgsd.Example(0, x, key, pairs_K, student, teachers_K, roll)
+
+
+def test_lines_2_to_16_a_step_is_what_its_lines_say(world_dir, tmp_path):
+    """Two steps, and the weights after them. The rate falls linearly to 0 (S7)."""
+    with opened(world_dir, tmp_path / "a", grad_clip=0.02) as run:
+        steps = [sgsd.train_step(run, step) for step in (1, 2)]
+    with opened(world_dir, tmp_path / "b") as hand:
+        parameters = [*model.trained(hand.lm).values()]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
+        data = {x.id: x for x in hand.problems}
+        for step, (logged, norm) in enumerate(steps, 1):
+            assert len(logged) == 4
+            for row in logged:  # line 3
+                example = example_by_hand(hand, data[row["problem_id"]], step)
+                prompts = sgsd.prompts(hand, example.problem, example.pairs_K)
+                assert prompts == (example.student, example.teachers_K)
+                pairs = [[p.skill["skill_id"], p.mistake["mistake_id"]] for p in example.pairs_K]
+                assert row["pairs"] == pairs
+                assert row["prompt_ids"] == example.student
+                assert row["completion_ids"] == example.rollout.completion_ids
+                assert row["r"] == example.rollout.r
+                result = sgsd.rollout_loss(hand, example)  # lines 5 and 8-14
+                same(result.loss, row["loss"], 1e-5)
+                (result.loss / 4).backward()  # line 16: the mean over the minibatch
+            norm_by_hand = torch.nn.utils.clip_grad_norm_(parameters, 0.02).item()
+            assert norm == pytest.approx(norm_by_hand, rel=1e-4) and norm > 0.02
+            optimizer.param_groups[0]["lr"] = 1e-2 * (5 - step) / 4
+            optimizer.step()
+            optimizer.zero_grad()
+        for got, want in zip(model.trained(run.lm).values(), parameters):
+            same(got, want, 1e-5)
+
+
+# ------------------------------------------------- lines 1, 2 and 17: the loop, the data, the bank
+
+
+def test_lines_1_2_and_17_the_bank_evolves_every_f_steps_from_the_rollouts_since(
+    world_dir, tmp_path
+):
+    """And Alg. 4, lines 4 and 14: the window is of all steps since; latest bank and a snapshot."""
+    run = train(world_dir, tmp_path / "run", steps=6, evolve_every=3, max_new_tokens=8)
+    rolls, out = rows(run.out / "rollouts.jsonl"), run.out / "bank"
+    epochs = {3: [], 6: []}  # twelve problems in batches of four
+    for row in rolls:
+        epochs[3 if row["step"] <= 3 else 6].append(row["problem"])
+    assert sorted(epochs[3]) == sorted(epochs[6]) == sorted(x["problem"] for x in PROBLEMS)
+    assert epochs[3] != epochs[6]
+    for step, epoch in epochs.items():
+        extractions = []
+        for row in rows(out / "replies.jsonl"):
+            if row["step"] == step and "to merge:" not in row["prompt"]:
+                extractions.append(row["prompt"])
+        assert len(extractions) == 12
+        for problem in epoch:
+            assert sum(problem in prompt for prompt in extractions) == 1
+    versions = [f"step_{step:06d}.json" for step in (0, 3, 6)]
+    assert sorted(path.name for path in out.glob("step_*")) == versions
+    first, second, last = (skills.SkillBank.load(out / name) for name in versions)
+    assert first == make_bank() and run.bank == last == skills.SkillBank.load(out / "bank.json")
+    assert second.general_skills[:4] == first.general_skills != second.general_skills
+    retrieved = set()
+    for row in rolls[12:]:  # of the steps after the first evolution
+        retrieved |= {mistake for _, mistake in row["pairs"]}
+    assert retrieved <= {entry["mistake_id"] for entry in second.common_mistakes}
+    assert any(name.startswith("dyn_") for name in retrieved)
+
+
+# ------------------------------------------------------------------------------------ the defaults
+
+DEFAULTS = {
+    # §4.1 and App. F.1
+    "model": "Qwen/Qwen3-1.7B",
+    "data": "BytedTsinghua-SIA/DAPO-Math-17k",
+    "steps": 200,
+    "checkpoint_every": 25,
+    "lora_rank": 64,
+    "lora_alpha": 128,
+    "learning_rate": 5e-6,
+    "teacher_prefix": "bare",  # so the model decides, and thinks (S3)
+    # Tab. 11
+    "max_new_tokens": 1024,
+    "max_prompt_tokens": 20000,
+    "temperature": 1.1,
+    "top_p": 0.95,
+    "top_k": 20,
+    "memory_answer": False,  # no reference solution
+    # Tab. 12 and App. D
+    "cold_start": 256,
+    "encoder": "Qwen/Qwen3-Embedding-0.6B",
+    "num_teachers": 8,
+    "tau_g": 1.0,
+    "c_delta": 3.0,
+    "eps_a": 0.05,
+    "evolve_every": 25,
+    "success_gate": 0.8,
+    "max_new_items": 5,
+    "dynamic_capacity": 30,
+    "merge_group_size": 32,
+    "merge_patience": 3,
+}
+EVALUATION = {  # App. F.1
+    "data": ("aime24", "aime25", "hmmt25"),
+    "samples": 12,
+    "temperature": 1.0,
+    "top_p": 0.95,
+    "top_k": 0,
+    "max_new_tokens": 38912,
+}
+
+
+def test_the_defaults_are_those_of_tabs_11_and_12_and_app_f():
+    assert DEFAULTS.items() <= dataclasses.asdict(config.Config()).items()
+    assert EVALUATION.items() <= dataclasses.asdict(config.EvalConfig()).items()
+    assert Sampling() == Sampling(1.1, 0.95, 20, 1024)
+
+
+def test_the_settings_of_algorithms_3_and_4_reach_them_by_name():
+    evolution = {"evolve_every": 7, "success_gate": 0.7, "max_new_items": 6}
+    evolution |= {"dynamic_capacity": 9, "memory_answer": True}
+    cfg = config.Config(merge_group_size=11, merge_patience=2, **evolution)
+    assert cfg.merging == {"group_size": 11, "patience": 2}
+    assert cfg.evolution == evolution | cfg.merging
