@@ -725,7 +725,8 @@ def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib
     """
     about = files.read_json(run / "config.json") if settings_of(run) else {}
     if about["program"] != config.Config.program:
-        raise ValueError(f"--explain: {run} is a run of {about['program']}; give one of sgsd.py")
+        program = about["program"].removeprefix("-m ")
+        raise ValueError(f"--explain: {run} is a run of {program}; give one of sgsd.py")
     banks = load_banks(run)
     if not banks:
         raise ValueError(f"--explain: {run} has no bank yet; wait until its cold start is done")

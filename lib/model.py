@@ -243,7 +243,7 @@ def base_of(folder: str | Path, base: str = "") -> str:
 
     base: replaces the model that the adapter names. A relative path in the adapter's config is
     looked for here, and then in each folder above the adapter.
-    Raises ValueError if the config names no base, or a path that does not exist.
+    Raises ValueError if the config names no base, or an absolute path that does not exist.
     """
     file = Path(folder) / "adapter_config.json"
     if base or not file.exists():

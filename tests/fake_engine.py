@@ -10,7 +10,7 @@ DROP = "drop the connection"
 
 
 class Engine(http.server.ThreadingHTTPServer):
-    """Serves "base" and adapters. `answer` makes the reply to a completion: (status, JSON), or DROP.
+    """Serves "base" and adapters. `answer` makes a reply to a completion: (status, JSON) or DROP.
 
     By itself an answer is three ids that differ from prompt to prompt, with a log-probability each;
     and `prompt_logprob` is that of every token of a fixed completion, whatever the adapter.

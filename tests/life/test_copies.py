@@ -77,30 +77,18 @@ def test_no_imports_go_in_a_circle():
 
 def use_skills(skills):
     def complete(prompts):
-        item = dict.fromkeys(("title", "principle", "when_to_apply"), "a")
-        item |= dict.fromkeys(("description", "why_it_happens", "how_to_avoid"), "b")
+        item = {"title": "a", "principle": "a", "when_to_apply": "a"}
         return [json.dumps([item]) for _ in prompts]
 
     bank = skills.SkillBank.load("bank.json")
     pairs = bank.retrieve("Add with care.", 2, fake_embed)
     assert len(pairs) == 2 and pairs[0].s_g >= pairs[1].s_g
     assert "Problem: What?" in skills.render_teacher(pairs[0], "What?")
-    merged, layers = skills.merge(bank.general_skills, "general_skills", complete)
-    assert [item["skill_id"] for item in merged] == ["gen_001"] and len(layers) == 1
-    solved = {"problem": "What?", "text": "so", "r": 1, "pred": "2", "problem_id": "p"}
-    cold = skills.cold_start([skills.memory_of(solved)], complete)
-    assert (len(cold.general_skills), len(cold.common_mistakes)) == (1, 0)
-    new = skills.evolve(bank, [{**solved, "r": -1}], 25, complete)
-    assert new.common_mistakes[-1]["mistake_id"] == "dyn_err_001"
-    new.save("saved.json")
-    assert skills.SkillBank.load("saved.json") == new
-
-    def sample(ids, prompts, repeats, limits):
-        return [f"{prompt} {repeat}" for prompt, repeat in zip(prompts, repeats)]
-
-    logged = []
-    writer = skills.Writer(None, lambda *_, thinking: [1], sample, logged.append, 8)
-    assert (writer(["x"]), writer(["x"])) == (["x 0"], ["x 1"]) and len(logged) == 2
+    solved = {"problem": "What?", "text": "so", "r": 1, "pred": "2"}
+    cold = skills.cold_start([skills.memory_of(solved)] * 2, complete)
+    assert [entry["skill_id"] for entry in cold.general_skills] == ["gen_001"]
+    cold.save("saved.json")
+    assert skills.SkillBank.load("saved.json") == cold
 
 
 def use_config(config):
@@ -136,21 +124,16 @@ def use_served(served):
         assert list(server.stream(None, STOPS, [row], sampling)) == [[(0, [3, 7, STOPS[0]])]]
 
 
-def problem(number):
-    return SimpleNamespace(id=f"p{number}", problem=f"What is {number} + 1?", answer="0")
-
-
 def use_rollout(rollout):
     lm, tokenizer = make_model(), make_tokenizer()
-    asked, sampling = [problem(1), problem(2)], rollout.Sampling(max_new_tokens=5)
-    prompts = [rollout.chat_ids(tokenizer, x.problem, thinking="closed") for x in asked]
-    keys = [rollout.sample_key(0, 1, x.id) for x in asked]
+    prompts = [rollout.chat_ids(tokenizer, x, thinking="closed") for x in ("1 + 1?", "2 + 2?")]
+    sampling, keys = rollout.Sampling(max_new_tokens=5), [rollout.sample_key(0, 1, x) for x in "ab"]
     completions = rollout.generate(lm, tokenizer, prompts, sampling, keys)
     assert all(0 < len(ids) <= 5 for ids in completions)
+    asked = [SimpleNamespace(id="a", problem="1 + 1?", answer="2")] * 2
     wrong = SimpleNamespace(answer="3", right=False)
     judge = SimpleNamespace(judge=lambda cases: [wrong for _ in cases])
-    stops = rollout.stop_ids(lm, tokenizer)
-    rolls = rollout.judge(tokenizer, stops, asked, prompts, completions, judge)
+    rolls = rollout.judge(tokenizer, [], asked, prompts, completions, judge)
     assert [(roll.r, roll.pred) for roll in rolls] == [(-1, "3")] * 2
 
 
@@ -165,11 +148,9 @@ def use_scoring(scoring):
 def use_distributed(distributed):
     world = distributed.init("cpu")
     assert (world.rank, world.size, world.main) == (0, 1, True)
-    assert distributed.gather("x", world) == ["x"]
-    params = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(1))]
-    params[0].grad = torch.ones(2)
-    distributed.sum_gradients(params, world)
-    assert params[0].grad.tolist() == [1, 1] and params[1].grad.tolist() == [0]
+    p = torch.nn.Parameter(torch.ones(2))
+    distributed.sum_gradients([p], world)
+    assert p.grad.tolist() == [0, 0]
     rows = [SimpleNamespace(prompt=[0] * n, index=n) for n in (1, 2)]
     turns = distributed.share(world, rows, lambda mine: ([row.index] for row in mine), list)
     assert list(turns) == [[1], [2]]
@@ -190,18 +171,11 @@ def use_model(model):
     lm, tokenizer = model.load_model("a_model", "cpu")
     assert tokenizer.eos_token_id in model.masked_token_ids(tokenizer)
     lm = model.with_adapters(lm, 2, 4)
-    params = list(model.trained(lm).values())
-    optimizer = torch.optim.AdamW(params, lr=0.1)
-    lm(input_ids=torch.tensor([[5, 6]])).logits.sum().backward()
-    optimizer.step()
-    want = [p.detach().clone() for p in params]
+    optimizer = torch.optim.AdamW(model.trained(lm).values())
     pathlib.Path("step").mkdir()
     model.save("step", lm, tokenizer, optimizer, 3, {"extra": torch.ones(1)})
-    for p in params:
-        p.data.zero_()
     step, extra = model.restore("step", lm, optimizer)
     assert step == 3 and extra["extra"].tolist() == [1]
-    assert all(torch.equal(p, w) for p, w in zip(params, want))
 
 
 def use_runlog(runlog):

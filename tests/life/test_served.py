@@ -107,24 +107,6 @@ def test_no_rows_are_no_requests_and_an_empty_prompt_is_refused(engine, sample):
         sample([Row(0, [], 1, 5)])
 
 
-def test_what_finishes_first_comes_first(engine, tokenizer):
-    last = threading.Event()
-
-    def answer(body):
-        if body["prompt"][2] == 9:
-            last.wait(60)
-        return engine.sampled(body)
-
-    engine.answer = answer
-    seen = []
-    server = served.Server(engine.url, "base", rows=2)
-    for turn in server.stream(tokenizer, STOPS, rows(), sampling()):
-        seen += [i for i, _ in turn]
-        if len(seen) == 5:
-            last.set()
-    assert seen[-1] == 0 and sorted(seen) == list(range(6))
-
-
 def test_rows_is_the_number_of_requests_under_way(engine, sample):
     under_way, most, lock = [], [], threading.Lock()
     full = threading.Barrier(3, timeout=60)  # breaks unless three requests are under way at once
@@ -352,17 +334,6 @@ def test_a_server_that_was_started_anew_has_the_adapter_loaded_again(engine, sam
     assert len(sample(rows(), "mine", server=server)) == 6
     assert len(engine.bodies("/v1/load_lora_adapter")) == 2  # one for all the threads
     assert engine.adapters == {"mine": str(tmp_path)}
-
-
-def test_a_server_that_is_started_anew_without_adapters_is_said_to_refuse_them(
-    engine, sample, tmp_path
-):
-    server, post = served.Server(engine.url, "base"), engine.post
-    server.load("mine", str(tmp_path))
-    engine.adapters.clear()
-    engine.post = lambda path, body: (404, {}) if "load" in path else post(path, body)
-    with pytest.raises(OSError, match="load_lora_adapter: HTTP 404"):
-        sample(rows(1), "mine", server=server)
 
 
 def test_an_adapter_that_is_not_there_and_was_not_loaded_here_ends_after_the_tries(engine, sample):

@@ -1,4 +1,4 @@
-"""The embedded default: a sound world, a model that listens to guidance, a preset that runs."""
+"""The embedded default: two sound worlds, a model that listens to guidance, a preset that runs."""
 
 import json
 import random
@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 
+import harder
 import make
 import pytest
 import torch
+import transformers
 import world
 from conftest import ROOT
 
@@ -18,6 +20,9 @@ from lib import model as models
 from lib import verify
 
 FAMILY_PAIRS = list(zip(world.FAMILIES, [*world.FAMILIES[1:], world.FAMILIES[0]]))
+
+
+# ------------------------------------------------------------------------------- the first world
 
 
 @pytest.mark.parametrize("family", world.FAMILIES, ids=lambda family: family.name)
@@ -94,7 +99,7 @@ def test_the_model_listens_to_guidance():
                 kinds = GUIDANCE[case]
                 entries = [world.item(rng, own if same else other, kind) for kind, same in kinds]
                 text = skills.render_teacher(skills.SkillPair(*entries, 1.0, 1.0), x.problem)
-            prompts.append(rollout.chat_ids(tokenizer, text, thinking=True))
+            prompts.append(rollout.chat_ids(tokenizer, text, thinking="bare"))
         sampling, keys = rollout.Sampling(1.0, 0.95, 0, 96), range(len(prompts))
         completions = rollout.generate(model, tokenizer, prompts, sampling, keys)
         right[case] = 0.0
@@ -122,20 +127,65 @@ def test_the_encoder_finds_the_own_family():
 
 @pytest.mark.long
 def test_the_preset_lives_the_whole_life_of_a_run(tmp_path):
-    """Cold start, training, an evolution of the bank, checkpoints, evaluation before and after."""
+    """Cold start, training, an evolution of the bank, checkpoints, and an evaluation."""
     lines = (ROOT / "tiny" / "test.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "test.jsonl").write_text("".join(lines[:3]))
     out = tmp_path / "run"
+
+    def call(*command):
+        words = [sys.executable, *map(str, command)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
     flags = "--steps 2 --evolve-every 2 --success-gate 1.1 --checkpoint-every 1 --cold-start 8"
-    given = [*flags.split(), "--batch-size", "4", "--out", out, "--eval-data"]
-    command = [sys.executable, "sgsd.py", "--preset", "tiny", *given, tmp_path / "test.jsonl"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    call("sgsd.py", "--preset", "tiny", *flags.split(), "--batch-size", 4, "--out", out)
     steps = [int(path.stem[5:]) for path in sorted((out / "bank").glob("step_*.json"))]
     assert steps == [0, 2] and len(list((out / "checkpoints").iterdir())) == 2
     bank = skills.SkillBank.load(out / "bank" / "bank.json")
     assert any(world.meaning(entry) for entry in bank.general_skills + bank.common_mistakes)
-    comparison = json.loads((out / "eval" / "comparison.json").read_text())
-    before, after = comparison["test"]["results"].values()
-    assert "diff" in after and "diff" not in before
-    assert "| tiny/model |" in done.stdout and "| step_000002 |" in done.stdout
+    flags = "--no-thinking --max-new-tokens 96 --device cpu --data"
+    printed = call("eval.py", "tiny/model", out, *flags.split(), tmp_path / "test.jsonl")
+    assert "| tiny/model |" in printed and "| step_000002 |" in printed
+
+
+# ------------------------------------------------------------------------------ the second world
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_a_solution_is_right_exactly_where_no_step_errs(guided):
+    rng = random.Random(0)
+    for _ in range(200):
+        x = harder.draw(rng)
+        errs = [rng.random() < 0.5 for _ in range(3)]
+        text = harder.solution(rng, x, errs, guided)
+        assert harder.steps_right(x, text) == [not err for err in errs]
+        assert (verify.extract_answer(text) == x.answer) == (not any(errs))
+        assert ("Well," in text) <= (not guided) and (";" in text) <= guided
+    assert harder.steps_right(x, "The code is \\boxed{1}.") == [None] * 3
+
+
+def test_a_row_decides_each_step_by_itself():
+    """A relevant skill and mistake leave .034 of the error, and the two other steps their .512."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
+    rng, seen = random.Random(1), set()
+    for _ in range(300):
+        x = harder.draw(rng)
+        row = harder.solving_row(rng, tokenizer, x, "plain")
+        assert len(row.choices) == 3 and len(row.weights) == len(row.reply_ids)
+        for at, other, chance in row.choices:
+            assert row.reply_ids[at] != other and row.weights[at] == 4
+            assert round(chance, 3) in (0.512, 0.488)
+        chances = harder.solving_row(rng, tokenizer, x, "pair").choices
+        seen |= {round(min(chance, 1 - chance), 3) for _, _, chance in chances}
+    assert {0.034, 0.488, 0.161} <= seen
+
+
+def test_held_out_problems_name_their_steps():
+    locks = harder.held_out(random.Random(0))
+    for name, count in harder.HELD_OUT.items():
+        rows = [json.loads(line) for line in open(harder.OUT / f"{name}.jsonl")]
+        assert len(rows) == count and len({row["problem"] for row in rows}) == count
+        for row in rows:
+            assert "".join(row["steps"]) == row["answer"] and len(set(row["families"])) == 3
+            assert locks[row["id"]].problem == row["problem"]  # they can be drawn again

@@ -114,9 +114,8 @@ def command(world_dir, tmp_path_factory):
     return lambda out: flags(world_dir, out, model=hasty, steps=0, **SEEDS | {"cold_start": 4})
 
 
-def made(out):
-    """What must be equal: the bytes of the bank and of the replies that it comes from, and the
-    memories, which are written as they come."""
+def bank_files(out):
+    """The bytes of the bank and its replies, and the memories, which are written as they come."""
     names = ("bank.json", "step_000000.json", "replies.jsonl")
     lines = (out / "bank/memories.jsonl").read_text().splitlines()
     return [(out / "bank" / name).read_bytes() for name in names], sorted(lines)
@@ -125,13 +124,13 @@ def made(out):
 @pytest.fixture(scope="module")
 def whole(command, tmp_path_factory):
     """By writer, what one process makes that runs through."""
-    made_by = {}
+    files_by_writer = {}
     for program in (FAKE, with_the_policy_as_writer):
         path = tmp_path_factory.mktemp("whole")
         argv = command(path / "run")
         assert driver.wait(driver.start(argv, path / "log", program=program)) == 0
-        made_by[program] = made(path / "run")
-    return made_by
+        files_by_writer[program] = bank_files(path / "run")
+    return files_by_writer
 
 
 @by_writer
@@ -139,7 +138,7 @@ def test_two_processes_make_the_bank_of_one(program, command, tmp_path, whole):
     out = tmp_path / "run"
     codes = driver.two(command(out), tmp_path, program=program)
     assert codes == [0, 0], (tmp_path / "log0").read_text()
-    assert made(out) == whole[program]
+    assert bank_files(out) == whole[program]
 
 
 def kill_at(nth, path):
@@ -155,10 +154,14 @@ def kill_at(nth, path):
     sys.addaudithook(watch)
 
 
-@pytest.mark.parametrize(
-    "program, name, nth",
-    [(FAKE, "memories", 2), (FAKE, "replies", 3), (with_the_policy_as_writer, "replies", 3)],
-)
+KILLS = [
+    (FAKE, "memories", 2),
+    (FAKE, "replies", 3),
+    pytest.param(with_the_policy_as_writer, "replies", 3, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("program, name, nth", KILLS)
 def test_a_killed_process_makes_the_same_bank_and_no_memory_twice(
     program, name, nth, command, tmp_path, whole
 ):
@@ -173,5 +176,5 @@ def test_a_killed_process_makes_the_same_bank_and_no_memory_twice(
     with open(file, "ab") as f:
         f.write(b'{"problem_id": "torn \xc3')
     assert driver.wait(driver.start(command(out), log, program=program)) == 0, log.read_text()
-    assert made(out) == whole[program]
+    assert bank_files(out) == whole[program]
     assert rows(out / "bank/memories.jsonl")[: len(memories)] == memories
