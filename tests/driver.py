@@ -106,8 +106,8 @@ def flags(world_dir, out, **changes):
 
 
 SMALL = {"bank": "", "cold_start": 8, "evolve_every": 3, "max_new_items": 2, "steps": 6}
-SMALL |= {"max_new_tokens": 8, "batch_size": 2, "num_teachers": 2, "rollout_rows": 4}
-SMALL |= {"lora_rank": 32}  # so that checkpoints are much larger than logs
+SMALL |= {"max_new_tokens": 5, "batch_size": 2, "num_teachers": 2, "rollout_rows": 4}
+SMALL |= {"cold_start_tokens": 5, "lora_rank": 32}  # checkpoints are much larger than logs
 
 
 def small_flags(world_dir, out, **changes):
@@ -206,6 +206,11 @@ def breaking(steps, what="gradient", rank=0):
 
 def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_rows(path, lines):
+    """What `rows` reads."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
 
 
 def timeless(metrics):

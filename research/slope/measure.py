@@ -425,7 +425,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     plan = FULL
     if args.rehearse:
         plan, out = SMALL, work / "rehearsal.jsonl"
-        w = dataclasses.replace(w, batch=2, samples=1)
+        flags = f"{w.flags} --cold-start 8 --num-teachers 1"
+        w = dataclasses.replace(w, flags=flags, batch=2, samples=1, rows=240)
     rows = list(files.read_jsonl(out))
     work.mkdir(parents=True, exist_ok=True)
     for row in rows:

@@ -39,7 +39,7 @@ def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
     steps_of["bf16_eval"] = [*evaluation, "--limit", "8"] if in_small else evaluation
     modes, how = ("score", "step", "rollout", "memory", "eval"), ["--cuda"]
     if in_small:
-        modes, how = ("score", "step"), ["--shape", "tiny"]
+        modes, how = ("score", "step"), ["--shape", "tiny", "--repeats", "1", "--one-process"]
     for mode in modes:
         steps_of[mode] = ["research/speed/bench.py", mode, *how]
     return steps_of

@@ -1,4 +1,4 @@
-"""The dialect of all programs: flags from fields, their rules, presets, @FILE; one-line mistakes."""
+"""The dialect of all programs: flags from fields, presets, @FILE, and a mistake as one line."""
 
 import dataclasses
 import importlib

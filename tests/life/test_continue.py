@@ -69,7 +69,7 @@ def stored(out):
 # ------------------------------------------------------------------------------------------ kills
 
 KILLS = [  # where; the function that kills there, at which call, whether after it; what was said
-    ("among the seed solutions", files, "append_jsonl", 3, False, ""),
+    ("among the seed solutions", files, "append_jsonl", 2, False, ""),
     ("among the replies of the cold start", Run, "log_reply", 5, False, "starts again"),
     ("before the first bank has its version", SkillBank, "save", 2, False, "starts again"),
     ("in step 1", sgsd, "optimizer_step", 1, False, "starts again"),

@@ -69,7 +69,8 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_130(world_dir, tmp_path
 
 def test_a_later_signal_ends_the_step_at_once(world_dir, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log"
-    assert go(small_flags(world_dir, out), log, signalled_in_step_3(seconds=1.1)) == 130
+    argv = small_flags(world_dir, out, bank=world_dir / "bank.json")
+    assert go(argv, log, signalled_in_step_3(seconds=1.1)) == 130
     assert "finishing step 3" in log.read_text() and "Traceback" not in log.read_text()
     assert steps_of(out) == ([1, 2], [2])
 
@@ -120,7 +121,8 @@ def test_a_server_that_is_lost_in_the_evolution_is_one_line(world_dir, tmp_path)
         raise OSError("no server answers")
 
     before = functools.partial(setattr, skills, "evolve", fail)
-    assert go(small_flags(world_dir, out), log, before=before) == 2
+    argv = small_flags(world_dir, out, bank=world_dir / "bank.json")
+    assert go(argv, log, before=before) == 2
     assert_one_line(log, "no server answers", "same command")
     assert steps_of(out) == ([1, 2, 3], [2, 3])
 

@@ -1,12 +1,12 @@
 """Text and files from strangers: no prompt boundary moves, no crash, nothing is executed."""
 
+import itertools
 import json
 import os
 import pathlib
 import pickle
 import re
 import shutil
-import types
 
 import pytest
 import torch
@@ -41,21 +41,22 @@ def run_flags(world_dir, out, **changes):
     return flags(world_dir, out, **{**small, **changes})
 
 
-@pytest.fixture(scope="module", params=["tiny", "qwen3"])
+QWEN3 = os.environ.get("QWEN3_TOKENIZER")  # the directory of Qwen3's own tokenizer
+
+
+@pytest.fixture(scope="module", params=["tests", QWEN3] if QWEN3 else ["tests"])
 def tok(request):
-    """The tests' tokenizer, and Qwen3's own where QWEN3_TOKENIZER names its directory."""
-    if request.param == "tiny":
+    """The tests' tokenizer, and Qwen3's own where there is one."""
+    if request.param == "tests":
         return make_tokenizer()
-    if not os.environ.get("QWEN3_TOKENIZER"):
-        pytest.skip("QWEN3_TOKENIZER names no directory")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(os.environ["QWEN3_TOKENIZER"])
+    return AutoTokenizer.from_pretrained(QWEN3)
 
 
 def prompts_with(text):
     skill, mistake = (dict.fromkeys(skills.FIELDS[key], text) for key in BOTH)
-    attempt = types.SimpleNamespace(problem=text, text=text, r=-1, pred=text)
+    attempt = {"problem": text, "text": text, "r": -1, "pred": text}
     return [
         skills.render_student(text),
         skills.render_teacher(skills.SkillPair(skill, mistake, 0.0, 0.0), text),
@@ -65,7 +66,7 @@ def prompts_with(text):
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("thinking", ["bare", "open", "closed"])
 def test_no_prompt_boundary_moves(name, thinking, tok):
     """The control tokens and the two ends are those of the prompt with "x" for the text."""
     control = set(tok.get_added_vocab().values())
@@ -86,28 +87,21 @@ def hostile_files(path, texts):
         with (path / "data.jsonl").open("a") as file:
             print(json.dumps(row), file=file)
         for key in BOTH:
-            fields = dict.fromkeys(skills.FIELDS[key], text[:2000])
+            fields = dict.fromkeys(skills.FIELDS[key], text[:600])
             getattr(bank, key).append({skills.IDS[key]: f"{text[:9]}{i}", **fields})
     bank.save(path / "bank.json")
     return {"data": path / "data.jsonl", "bank": path / "bank.json", "max_prompt_tokens": 50000}
 
 
-def test_a_run_on_hostile_text_ends_well_or_does_not_begin(world_dir, tmp_path, capsys):
-    """All texts in one step, each with the teachers that fit it; a megabyte is too long."""
+def test_a_run_on_hostile_text_ends_well_and_leaves_its_bank_as_it_is(world_dir, tmp_path):
+    """All texts in one step, each with the teachers that fit it. (A megabyte would be too long.)"""
     texts = [text for name, text in TEXTS.items() if name != "a megabyte"]
-    files_of = {"plain": texts, "with a megabyte": [*texts, TEXTS["a megabyte"]]}
-    for name, chosen in files_of.items():
-        out = tmp_path / f"run {name}"
-        changes = hostile_files(tmp_path / name, chosen) | {"verifier": config.Config.verifier}
-        argv = run_flags(world_dir, out, audit_every=1, batch_size=len(texts), **changes)
-        if name == "plain":
-            completes(sgsd.main, argv)
-            used = skills.SkillBank.load(out / "bank/bank.json")
-            assert used == skills.SkillBank.load(changes["bank"])
-            assert len((out / "rollouts.jsonl").read_text().splitlines()) == len(texts)
-        else:
-            refused(capsys, sgsd.main, argv, "tokens, --max-prompt-tokens is 50000")
-            assert not out.exists()
+    out = tmp_path / "run"
+    changes = hostile_files(tmp_path / "files", texts) | {"verifier": config.Config.verifier}
+    completes(sgsd.main, run_flags(world_dir, out, audit_every=1, batch_size=len(texts), **changes))
+    used = skills.SkillBank.load(out / "bank/bank.json")
+    assert used == skills.SkillBank.load(changes["bank"])
+    assert len((out / "rollouts.jsonl").read_text().splitlines()) == len(texts)
 
 
 @pytest.fixture(scope="module")
@@ -132,23 +126,16 @@ def test_a_hostile_completion_holds_no_item_and_is_wrong_and_the_verifier_goes_o
 
 FORBIDDEN = (
     r"\bpickle\b|torch\.(?:load|save)\b|joblib|marshal|shelve|allow_pickle|(?<![.\w])eval\("
-    r"|(?<![.\w])exec\(|trust_remote_code=True|shell=True|yaml\.(?!safe_load|YAMLError)"
+    r"|(?<![.\w])exec\(|trust_remote_code=True|shell=True|\byaml\b"
 )
 
 
 def test_no_code_of_ours_can_unpickle():
     """Between ranks torch pickles what it gathers."""
-    for file in [*ROOT.glob("*.py"), *ROOT.glob("tiny/*.py"), *ROOT.glob("extras/*.py")]:
+    folders = [ROOT, ROOT / "lib", ROOT / "extras", ROOT / "tiny"]
+    for file in itertools.chain.from_iterable(folder.glob("*.py") for folder in folders):
         code = re.sub(r'""".*?"""|#[^\n]*', "", file.read_text(), flags=re.S)
         assert not re.findall(FORBIDDEN, code), file.name
-
-
-def test_a_settings_file_makes_no_object(world_dir, tmp_path, capsys):
-    mark = tmp_path / "boom"
-    (tmp_path / "settings.yaml").write_text(f"seed: !!python/object/apply:os.mkdir ['{mark}']\n")
-    argv = [*run_flags(world_dir, tmp_path / "run"), "--config", tmp_path / "settings.yaml"]
-    refused(capsys, sgsd.main, argv, "settings.yaml: not a YAML mapping of settings")
-    assert not mark.exists()
 
 
 class Bomb:
@@ -187,11 +174,11 @@ def finished(world_dir, tmp_path_factory):
     return out
 
 
-def test_resuming_passes_over_pickles(finished, plant, tmp_path):
+def test_a_continued_run_passes_over_pickles(finished, plant, world_dir, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run")
     names = ["adapter_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth", "t.pkl"]
     plant(run / "checkpoints/step_000001", *names)
-    completes(sgsd.main, ["--resume", run, "--steps=2"])
+    completes(sgsd.main, run_flags(world_dir, run, steps=2))
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])

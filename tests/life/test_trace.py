@@ -43,17 +43,17 @@ def rounding():
 
 def trace(run):
     """What is frozen of a run's directory, line by line."""
-    found = []
+    lines = []
     for row in rows(run / "rollouts.jsonl"):
         numbers = {name: row[name] for name in CLOSE}
-        found.append({name: row[name] for name in EXACT} | {"numbers": numbers})
+        lines.append({name: row[name] for name in EXACT} | {"numbers": numbers})
     for row in rows(run / "metrics.jsonl"):
-        found.append({"step": row["step"], "numbers": {"grad_norm": row["grad_norm"]}})
+        lines.append({"step": row["step"], "numbers": {"grad_norm": row["grad_norm"]}})
     for version in sorted((run / "bank").glob("step_*.json")):
         bank = json.loads(version.read_text())
         for kind in ("general_skills", "common_mistakes"):
-            found.append({"bank": version.name, kind: bank[kind]})
-    return found
+            lines.append({"bank": version.name, kind: bank[kind]})
+    return lines
 
 
 def rounded(x):
