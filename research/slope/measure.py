@@ -402,7 +402,7 @@ def picture(path: str) -> None:
     figure.savefig(path, dpi=80)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--world", choices=("lock", "tiny"), default="lock")
     parser.add_argument("--minutes", type=float, default=60, help="begin no job after so many")
@@ -417,7 +417,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         picture(args.picture)
         return
     work = pathlib.Path(args.work, args.world).absolute()
-    w, out, began = WORLDS[args.world], HERE / f"{args.world}.jsonl", time.monotonic()
+    w, out, began = worlds[args.world], HERE / f"{args.world}.jsonl", time.monotonic()
     if args.table:
         rows = list(files.read_jsonl(out))
         print("\n".join([*table(rows), "", *facts(rows)]))
@@ -426,7 +426,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.rehearse:
         plan, out = SMALL, work / "rehearsal.jsonl"
         flags = f"{w.flags} --cold-start 8 --num-teachers 1"
-        w = dataclasses.replace(w, flags=flags, batch=2, samples=1, rows=240)
+        w = dataclasses.replace(w, flags=flags, batch=2, samples=1)
     rows = list(files.read_jsonl(out))
     work.mkdir(parents=True, exist_ok=True)
     for row in rows:

@@ -1,28 +1,25 @@
-"""The documents against the code and the paper: decisions, commands, links, and rows of tables."""
+"""The pages beside the code: links lead somewhere, commands parse, decisions have their rows."""
 
 import importlib.util
-import json
 import re
 import shlex
 
 import pytest
 from conftest import ROOT
 
-import eval
 from extras import baselines, probe, report
 from lib import config
-from research.methods import lock_tables
 
-PAGES = [ROOT / "README.md", ROOT / "tiny" / "README.md", *(ROOT / "docs").glob("*.md")]
-TEXT = "\n".join(path.read_text() for path in PAGES).replace("\\\n", " ")
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "tiny").rglob("*.md")]
+RESEARCH = sorted((ROOT / "research").rglob("*.md"))
+TEXT = "\n".join(path.read_text() for path in PAGES)
 CHANGING = (ROOT / "docs" / "changing.md").read_text()
 REPRODUCE = (ROOT / "docs" / "reproduce.md").read_text()
-CLAIMS = (ROOT / "research" / "methods" / "claims.md").read_text()
-SHARED = ROOT.parent / "shared"
-PAPER = SHARED / "paper.tex"
+PAPER = ROOT.parent / "shared" / "paper.tex"
 OF_A_READER = set(re.findall(r"^# (\w+\.py)$", CHANGING, re.M))  # what a reader writes himself
+SETTINGS = (config.Config, config.EvalConfig, baselines.BaselineConfig)
 OTHERS = {  # flags of programs that are not ours, which a page names
+    "--exclude",
     "--max-restarts",
     "--shutdown-timeout",
     "--nproc_per_node",
@@ -37,11 +34,40 @@ OTHERS = {  # flags of programs that are not ours, which a page names
     "--max-model-len",
     "--gpu-memory-utilization",
 }
+PROGRAMS = {"venv", "pytest", "gym_data", "sglang.launch_server"}  # that are started with -m
+
+
+def sources():
+    """All programs of ours."""
+    paths = [*ROOT.glob("*.py")]
+    for folder in ("lib", "extras", "tiny", "research", "docs"):
+        paths += (ROOT / folder).rglob("*.py")
+    return paths
+
+
+def anchors(page):
+    """The names of a page's headings, as a code host makes them."""
+    names = set()
+    for heading in re.findall(r"^#+ (.*)", page.read_text(), re.M):
+        text = re.sub(r"\]\([^)]*\)", "", heading).lower()
+        names.add(re.sub(r"[^\w\- ]", "", text).replace(" ", "-"))
+    return names
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RESEARCH], ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_link_leads_to_a_file_and_to_a_heading_in_it(page):
+    for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        place = page.parent / path if path else page
+        assert place.exists(), target
+        assert not anchor or anchor in anchors(place), target
 
 
 def test_every_decision_in_the_code_has_its_row_and_back():
     tags = set()
-    for path in [*ROOT.glob("*.py"), *(ROOT / "extras").glob("*.py")]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py"), *ROOT.glob("extras/*.py")]:
         tags |= set(re.findall(r"\b[SD]\d+\b(?! ?=)", path.read_text()))
     rows = re.findall(r"^\| ([SD]\d+) \|", TEXT, re.M)
     assert set(rows) == tags
@@ -57,20 +83,10 @@ def test_a_python_file_that_a_page_names_is_there():
             assert is_there, path
 
 
-def test_a_link_leads_to_a_file():
-    pages = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "research").rglob("*.md")]
-    for page in pages:
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page}: {target}"
-
-
 def test_a_flag_that_a_page_names_is_one():
-    sources = [*ROOT.glob("*.py"), *(ROOT / "extras").glob("*.py"), *(ROOT / "tiny").glob("*.py")]
-    sources += (ROOT / "research").rglob("*.py")
-    text = "\n".join(path.read_text() for path in sources)
+    text = "\n".join(path.read_text() for path in sources())
     flags = set(re.findall(r'"(--[a-z-]+)"', text)) | OTHERS
-    for kind in (config.Config, baselines.BaselineConfig):
+    for kind in SETTINGS:
         for name in kind.__dataclass_fields__:
             flags |= {config.flag(name), config.flag(f"no_{name}")}
     prose = re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S)
@@ -80,16 +96,19 @@ def test_a_flag_that_a_page_names_is_one():
 
 
 def commands():
-    """The lines of fenced blocks, and the words in backticks, that run a program."""
-    lines = set(re.findall(r"`((?:python|torchrun) [^`\n]*(?:\.py|-m )[^`\n]*)`", TEXT))
-    for block in re.findall(r"^```\w*\n(.*?)^```", TEXT, re.M | re.S):
-        lines |= set(re.findall(r"^(?:python|torchrun) .*", block, re.M))
-    return sorted(lines)
+    """The lines of blocks that run a program, and the words in backticks outside of records."""
+    lines = set()
+    for page in [*PAGES, *RESEARCH]:
+        text = re.sub(r" *\\\n\s*", " ", page.read_text())
+        if page in PAGES:
+            lines |= set(re.findall(r"`((?:python|torchrun) [^`\n]*(?:\.py|-m )[^`\n]*)`", text))
+        lines |= set(re.findall(r"^ {0,4}((?:python|torchrun) .*(?:\.py|-m ).*)", text, re.M))
+    return sorted(line for line in lines if not {"$", "…"} & {*line})
 
 
 def program_of(command):
     """The program that a command starts, a file or a module, and its arguments."""
-    words = shlex.split(command.partition(" > ")[0], comments=True)
+    words = shlex.split(command.partition(" > ")[0].replace(" ...", ""), comments=True)
     for i, word in enumerate(words):
         if word == "-m":
             return words[i + 1], words[i + 2 :]
@@ -98,34 +117,21 @@ def program_of(command):
     raise AssertionError(command)
 
 
-def make_paths(argv, folder):
-    """Make every file and folder that a command line names, empty: a missing one is refused."""
-    for word in argv:
-        if "://" in word or word.startswith("Qwen/"):  # an address, a hub id
-            continue
-        if "/" in word or word.endswith((".json", ".jsonl", ".yaml")):
-            path = folder / word
-            path.parent.mkdir(parents=True, exist_ok=True)
-            is_file = path.suffix in (".json", ".jsonl", ".yaml")
-            path.touch() if is_file else path.mkdir(exist_ok=True)
-
-
 @pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_documents_parses(command, tmp_path, monkeypatch, capsys):
+def test_a_command_of_the_pages_parses(command, tmp_path, monkeypatch):
     program, argv = program_of(command)
     monkeypatch.chdir(tmp_path)
-    make_paths(argv, tmp_path)
-    if program in {"sgsd.py", "skills.py", "extras.baselines"} | OF_A_READER:
-        try:
-            if program == "extras.baselines":
-                baselines.parse(argv)
-            else:
-                config.parse(argv, "", program=program)
-        except SystemExit as end:
-            is_resumed = "no readable config.json" in capsys.readouterr().err
-            assert (end.code == 2 and is_resumed) or (end.code == 0 and "--print-config" in argv)
+    for word in argv:
+        if word.startswith("@"):  # a file of flags
+            (tmp_path / word[1:]).touch()
+    if "--help" in argv:
+        return
+    if program in {"sgsd.py"} | OF_A_READER:
+        config.parse(argv, "", config.Config)
     elif program == "eval.py":
-        eval.arguments(argv)
+        config.parse(argv, "", config.EvalConfig)
+    elif program == "extras.baselines":
+        baselines.parse(argv)
     elif program == "extras.report":
         report.arguments(argv)
     elif program == "extras.probe":
@@ -135,21 +141,14 @@ def test_a_command_of_the_documents_parses(command, tmp_path, monkeypatch, capsy
         for flag in re.findall(r"--[a-z][a-z-]*", command.partition(program)[2]):
             assert f'"{flag}"' in text, flag
     else:
-        assert program in {"venv", "pytest", "gym_data", "sglang.launch_server"}
+        assert program in PROGRAMS
 
 
-def test_readme_gives_a_run_on_many_processes_the_time_to_save():
+def test_a_training_on_many_processes_has_time_to_save():
     """torchrun kills its workers 30 seconds after the first signal otherwise."""
-    trainings = re.findall(r"^torchrun .*(?:sgsd\.py|baselines).*", README, re.M)
+    text = (ROOT / "README.md").read_text()
+    trainings = re.findall(r"^torchrun .*(?:sgsd\.py|baselines).*", text, re.M)
     assert trainings and all("--shutdown-timeout 600" in command for command in trainings)
-
-
-def test_readme_has_the_commands_of_make_for_who_has_no_make():
-    recipes = re.findall(r"^\t\$\((?:run|pip)\) (.*)", (ROOT / "Makefile").read_text(), re.M)
-    assert len(recipes) == 5
-    for recipe in recipes:  # $(if RUN IS THERE,--resume runs/tiny,--preset tiny)
-        command = re.sub(r"\$\(if .*,(.*)\)", r"\1", recipe)
-        assert command in README, command
 
 
 def test_the_drawing_is_what_its_script_makes():
@@ -158,29 +157,6 @@ def test_the_drawing_is_what_its_script_makes():
     loop = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loop)
     assert loop.svg() == path.with_suffix(".svg").read_text()
-
-
-def test_what_is_said_of_gains_and_losses_stands_in_research():
-    status = README.partition("## Status")[2].partition("\n## ")[0]
-    said = status + (ROOT / "docs" / "when.md").read_text()
-    pages = "".join(path.read_text() for path in (ROOT / "research").rglob("*.md"))
-    assert set(re.findall(r"\d+\.\d", said)) <= set(re.findall(r"\d+\.\d", pages))
-
-
-def test_an_evaluation_of_the_tiny_run_is_asked_for_as_the_run_asks_itself(tmp_path, monkeypatch):
-    """So that it decodes as many rows at a time, and the samples that the run made are used."""
-    cfg, _ = config.parse(["--preset", "tiny"], "")
-    evaluations = [command for command in commands() if "eval.py tiny/model" in command]
-    assert len(evaluations) > 4
-    monkeypatch.chdir(tmp_path)
-    for command in evaluations:
-        make_paths(program_of(command)[1], tmp_path)
-    flags = ["--data", "tiny/test.jsonl", *eval.flags_of(cfg).split()]
-    wanted = vars(eval.arguments(["tiny/model", *flags]))
-    for command in evaluations:
-        given = vars(eval.arguments(program_of(command)[1]))
-        for name in ("data", "samples", "rows", "max_new_tokens", "seed", "temperature", "dtype"):
-            assert given[name] == wanted[name], (command, name)
 
 
 @pytest.mark.skipif(not PAPER.exists(), reason="the paper is not here")
@@ -198,36 +174,3 @@ def test_every_row_of_a_table_of_the_paper_has_its_two_commands(title, label, ro
     command = r"`(?:python|torchrun) [^`]+`"
     lines = re.findall(rf"^\| (.+?) \| {command} \| {command} ", section, re.M)
     assert names and sorted(lines) == sorted(names)
-
-
-@pytest.mark.skipif(not PAPER.exists(), reason="the paper is not here")
-def test_every_figure_that_claims_md_gives_as_the_papers_stands_in_the_paper():
-    figures = re.findall(r"^\| [^|]+ \| ([^|]*\d[^|]*) \|", CLAIMS, re.M)
-    given = set(re.findall(r"\d+\.\d", " ".join(figures)))
-    assert len(given) > 20 and not given - set(re.findall(r"\d+\.\d", PAPER.read_text()))
-
-
-@pytest.mark.skipif(not (SHARED / "banks").exists(), reason="the authors' banks are not here")
-def test_the_sizes_of_the_papers_banks_are_those_of_the_released_files():
-    sizes = []
-    for key in ("general_skills", "common_mistakes"):
-        for size in ("1b", "4b", "8b"):
-            bank = json.loads((SHARED / "banks" / f"qwen3_{size}.json").read_text())
-            sizes.append(len(bank[key]))
-    sentence = "{}, {} and {} general skills, {}, {} and {} common mistakes".format(*sizes)
-    assert sentence in REPRODUCE.replace("\n", " ")
-
-
-def test_a_row_of_the_miniature_that_a_page_names_is_in_its_results():
-    page = (ROOT / "research" / "methods" / "README.md").read_text()
-    rows = re.findall(r"^\| ([^|]+) \|", page, re.M)
-    assert set(re.findall(r"\(\*(.+?)\*[,)]", REPRODUCE)) <= set(rows)
-
-
-def test_the_figures_of_the_second_worlds_page_are_those_of_its_data(capsys):
-    lock_tables.main([])
-    printed = capsys.readouterr().out
-    page = (ROOT / "research" / "methods" / "README.md").read_text()
-    assert "seed: [9, 53, 20, 20, 20]" in printed and "9, 53, 20, 20 and 20" in page
-    for figure in ("29.6%", "23.8%", "92.7% ± 8.0%", "67.5% ± 11.2%", "31.0% ± 13.0%"):
-        assert figure in printed and figure.replace("% ±", " ±").rstrip("%") in page

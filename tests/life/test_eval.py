@@ -61,7 +61,7 @@ def test_the_majoritys_answer_has_the_verdict_of_its_samples():
     row = {"digest": "0", "gold": "5", "truncated": False, "tokens": 1}
     copied, right = row | {"pred": "2+3", "r": -1}, row | {"pred": "5", "r": 1}
     policy = eval.Policy("x")
-    for drawn, maj in (([copied, copied, right], 0), ([right, right, copied], 1)):
+    for drawn, maj in (([copied, copied, right], 0), ([copied, right, right], 1)):
         eval.measure(policy, "d", drawn, 3, lambda one, other: True)
         assert policy.table["d"]["maj"] == maj
         assert policy.table["d"]["avg"] == pytest.approx((1 + maj) / 3)
@@ -176,7 +176,7 @@ def test_the_papers_three_sets_are_the_default_and_their_mean_is_shown(
 
 def test_a_killed_evaluation_goes_on_to_the_same_samples(world_dir, tmp_path):
     """One row at a time, so that it is exact: a batch's other rows can move a draw by rounding."""
-    more = "--max-new-tokens 40 --samples 3 --rows 1 --limit 4"
+    more = "--max-new-tokens 30 --samples 3 --rows 1 --limit 2"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     uninterrupted = evaluate(world_dir, whole, more)
     pid = start(evaluation(world_dir, killed, more), tmp_path / "log", program=eval.main)
@@ -189,7 +189,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_samples(world_dir, tmp_path):
     (log,) = logs
     before = log.read_text()
     before = before[: before.rfind("\n") + 1]
-    assert 0 < before.count("\n") < 12 and not list(killed.glob("*/results.json"))
+    assert 0 < before.count("\n") < 6 and not list(killed.glob("*/results.json"))
     log.write_text(before + '{"set": "da')  # a torn line
     assert evaluate(world_dir, killed, more) == uninterrupted
     assert log.read_text().startswith(before)
@@ -375,13 +375,6 @@ def test_samples_of_other_settings_are_refused_by_name_and_settings_alone_block_
     make_model(seed=1).save_pretrained(moved)
     refused(capsys, eval.main, command(moved, data=data, more=more), "the policy's weights")
     assert samples(out) == before
-
-
-def test_a_damaged_file_of_ours_is_named(base, here, world_dir, capsys):
-    call(base, data=world_dir / "data.jsonl")
-    (file,) = here.glob("eval/*/results.json")
-    file.write_text("{")
-    refused(capsys, eval.main, command(base, data=world_dir / "data.jsonl"), str(file))
 
 
 def test_an_adapter_whose_base_is_named_otherwise_is_the_same_policy_and_not_loaded_again(

@@ -92,11 +92,6 @@ def test_the_head_gets_the_last_places_of_prompts_in_one_piece():
     assert len(in_one_piece) == 2 and all(in_one_piece)
 
 
-def test_a_relative_directory_becomes_an_absolute_path(base, monkeypatch):
-    monkeypatch.chdir(base.parent)
-    assert load("model")[0].name_or_path == str(base)
-
-
 @pytest.mark.parametrize("name", ["/no/such", "./no", "~/no", "runs/no", "a/b/c"])
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(name):
     for kind, loader in (
@@ -159,12 +154,6 @@ def test_a_model_without_the_asked_attention_gets_a_hint(tmp_path):
     one_line(lambda: load(tmp_path), f"model {tmp_path}: ", "--attn eager")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may be there")
-def test_flash_attention_that_is_not_installed_is_one_line(base):
-    words = "attention flash_attention_2: flash-attn is not installed"
-    one_line(lambda: load(base, attn="flash_attention_2"), words)
-
-
 def test_a_model_whose_cache_cannot_be_batched_is_refused(tmp_path):
     layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     save_model(tmp_path, "qwen3_next", **layers)
@@ -198,12 +187,6 @@ def test_the_encoder_gives_the_same_unit_vector_for_the_same_text(tmp_path):
     np.testing.assert_allclose(np.linalg.norm(x, axis=1), 1, atol=1e-5)
     assert np.array_equal(embed(["a b"])[0], x[0])
     assert np.array_equal(embed(["\ud800"]), embed(["?"]))  # half of a surrogate pair
-
-
-def test_a_causal_model_is_no_encoder_and_a_file_is_none(base, tmp_path):
-    one_line(lambda: load_encoder(str(base), "cpu"), f"encoder {base}", "it is a causal model")
-    (tmp_path / "x").write_text("x")
-    one_line(lambda: load_encoder(str(tmp_path / "x"), "cpu"), f"encoder {tmp_path / 'x'}: ")
 
 
 # --------------------------------------------------------------------------------------- adapters

@@ -123,20 +123,6 @@ def test_a_directory_in_the_hubs_layout_has_splits(suffix, tmp_path):
         problems.load_problems(str(tmp_path), split="valid")
 
 
-def test_a_directory_in_the_hubs_layout_has_configurations(tmp_path):
-    card = ["configs:"]
-    for name in ("main", "other"):
-        data = datasets.Dataset.from_list([{"problem": f"of {name}", "answer": "1"}])
-        (tmp_path / name).mkdir()
-        data.to_parquet(tmp_path / name / "train-00000-of-00001.parquet")
-        card += [f"- config_name: {name}", f"  data_files: {name}/train-*"]
-    (tmp_path / "README.md").write_text("\n".join(["---", *card, "---\n"]))
-    for name in ("main", "other"):
-        assert problems.load_problems(f"{tmp_path}:{name}")[0][0].problem == f"of {name}"
-    with pytest.raises(ValueError, match=r"pick one among .*\['main', 'other'\]"):
-        problems.load_problems(str(tmp_path))
-
-
 # -------------------------------------------------------------------------------- evaluation sets
 
 

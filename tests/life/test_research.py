@@ -1,5 +1,6 @@
 """Each script of research/ runs with its smallest setting; its arithmetic, by hand."""
 
+import dataclasses
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+import driver
 import pytest
 from conftest import ROOT
 from fake_engine import choices, serving
@@ -16,7 +18,9 @@ from extras import baselines
 from lib import config
 from research.methods import compare
 from research.real_model import real_world
+from research.slope import measure as slope
 from research.speed import bench
+from research.verdict import measure as verdict
 
 TINY = ROOT / "tiny"
 SMALL = compare.World(
@@ -56,7 +60,7 @@ def small_world(folder):
     shutil.copytree(TINY / "model", folder / "model")
     for name, count in (("train", 40), ("valid", 4), ("test", 12)):
         first_lines(TINY / f"{name}.jsonl", folder / f"{name}.jsonl", count)
-    return compare.dataclasses.replace(SMALL, folder=str(folder))
+    return dataclasses.replace(SMALL, folder=str(folder))
 
 
 @pytest.mark.parametrize("name", compare.WORLDS)
@@ -108,23 +112,27 @@ def test_kept_comparisons_can_be_shown(capsys):
 
 @pytest.mark.long
 def test_the_slope_is_measured_and_a_killed_measurement_continues(tmp_path):
-    command = ["slope/measure.py", "--world", "tiny", "--rehearse", "--work", tmp_path]
-    run(*command)
+    (tmp_path / "world").mkdir()
+    worlds = {"tiny": small_world(tmp_path / "world")}
+    command = f"--world tiny --rehearse --work {tmp_path}".split()
+    with driver.signals_restored():
+        slope.main(command, worlds)
     log = tmp_path / "tiny" / "rehearsal.jsonl"
-    jobs = [json.loads(line) for line in log.read_text().splitlines()]
+    jobs = driver.rows(log)
     kinds = [job["kind"] for job in jobs]
     assert kinds == ["bank"] * 2 + ["base", "slopes"] + ["train"] * 2 + ["pilot"] * 2
     assert {*jobs[3]["slopes"]} == {"grpo", "own-5", "shuffled-own-5"}
-    first = log.read_text().splitlines(keepends=True)[:-1]
-    log.write_text("".join(first))
-    run(*command)
-    again = json.loads(log.read_text().splitlines()[-1])
-    assert {**again, "cpu_seconds": 0} == {**jobs[-1], "cpu_seconds": 0}
+    first_lines(log, log, len(jobs) - 1)
+    with driver.signals_restored():
+        slope.main(command, worlds)
+    last = driver.rows(log)[-1]
+    assert {**last, "cpu_seconds": 0} == {**jobs[-1], "cpu_seconds": 0}
 
 
 @pytest.mark.long
-def test_the_slopes_tables_come_of_the_kept_jobs():
-    assert "| own-5 | 3 of 3 |" in run("slope/measure.py", "--world", "lock", "--table")
+def test_the_slopes_tables_come_of_the_kept_jobs(capsys):
+    slope.main(["--world", "lock", "--table"])
+    assert "| own-5 | 3 of 3 |" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -144,7 +152,8 @@ def test_a_real_models_comparison_trains_and_tests(tmp_path):
 
 @pytest.mark.long
 def test_every_part_of_the_bench_measures(capsys):
-    bench.main("all --shape tiny --repeats 1 --one-process".split())
+    with driver.signals_restored():
+        bench.main("all --shape tiny --repeats 1 --one-process".split())
     printed = capsys.readouterr().out
     for mode in bench.MODES:
         assert f"\n{mode}: " in printed, mode
@@ -162,15 +171,15 @@ def test_what_must_be_checked_on_a_gpu_runs_in_small_without_one(tmp_path):
 
 @pytest.mark.long
 def test_trainings_through_an_engine_and_by_generate_make_a_table(tmp_path):
-    def answer(body):
-        if "prompt_logprobs" in body:
-            places = [{str(token): {"logprob": -1.0}} for token in body["prompt"]]
-            return 200, {"choices": [{"prompt_logprobs": places}]}
-        ids = [7, body["stop_token_ids"][0]]
-        return 200, choices(token_ids=ids, logprobs={"token_logprobs": [-1.0, -1.0]})
-
     flags = "--bank banks/word_problems.json --batch-size 2 --max-new-tokens 16"
     with serving() as engine:
+
+        def answer(body):
+            if "prompt_logprobs" in body:
+                return engine.sampled(body)
+            ids = [7, body["stop_token_ids"][0]]
+            return 200, choices(token_ids=ids, logprobs={"token_logprobs": [-1.0, -1.0]})
+
         engine.answer = answer
         command = ["engine/training.py", tmp_path, "--server", engine.url, "--seeds", 0]
         printed = run(*command, "--steps", 1, "--limit", 4, f"--flags={flags}")
@@ -179,10 +188,7 @@ def test_trainings_through_an_engine_and_by_generate_make_a_table(tmp_path):
 
 @pytest.mark.long
 def test_the_verdict_is_measured(tmp_path):
-    for name in {"math_train", "math500", "hmmt25", "aime24", "aime25", "amc23"} | {
-        "dapo_math_en",
-        "gsm8k_test",
-    }:
+    for name in verdict.SETS:
         rows = []
         for i in range(700):
             row = {"problem": f"What is $x^2 + {i}$ at 0?", "answer": rf"\frac{{{i}}}{{1009}}"}
@@ -195,7 +201,7 @@ def test_the_verdict_is_measured(tmp_path):
 @pytest.mark.long
 def test_the_house_is_measured():
     printed = run("house/measure.py", ".", ".")
-    assert "| files at the root | 6 | 6 |" in printed
+    assert "| files at the root |" in printed and "| floors" in printed
 
 
 @pytest.mark.long

@@ -111,7 +111,7 @@ def test_a_complete_run_names_the_commands_that_evaluate_it_and_look_inside(
 def test_a_set_of_other_columns_whose_answers_follow_a_mark_is_trained_and_evaluated_on(
     world_dir, tmp_path, capsys
 ):
-    """As GSM8K, from a directory as the hub lays it out; eval.py says what a run has seen."""
+    """As GSM8K, from a directory as the hub lays it out."""
     given = []
     for x in PROBLEMS[:8]:
         solution = f"One adds.\n#### {x['answer']}"
@@ -134,7 +134,6 @@ def test_a_set_of_other_columns_whose_answers_follow_a_mark_is_trained_and_evalu
     refused(capsys, eval.main, [*argv, "--data", hub], str(hub), "--split")
     completes(eval.main, [*argv, "--data", hub, "--split=train"])
     assert [row["gold"] for row in driver.samples(tmp_path / "eval")] == [*golds.values()]
-    assert f"{out} was trained on 8 of these 8 problems" in capsys.readouterr().out
 
 
 # -------------------------------------------------------------------------- templates and tokens

@@ -128,7 +128,7 @@ def memory(i, r=1):
     return skills.memory_of(solved(i, r))
 
 
-def test_line_5_a_memory_record():
+def test_alg2_line_5_a_memory_record():
     """Problem, completion, reward, answer, trajectory summary, feedback; no reference (D3)."""
     text = "<think>hm [</think>\nAdd.\n\n  So \\boxed{2}. \n"
     record = {
@@ -146,11 +146,11 @@ def test_line_5_a_memory_record():
 
 
 @pytest.mark.parametrize("pred, feedback", [("3", "rejected the"), (None, "gave no")])
-def test_line_5_a_failures_feedback_says_what_failed(pred, feedback):
+def test_alg2_line_5_a_failures_feedback_says_what_failed(pred, feedback):
     assert feedback in skills.memory_of(solved(1, -1, pred=pred))["feedback"]
 
 
-def test_line_5_a_long_completion_is_an_excerpt_of_its_two_ends():
+def test_alg2_line_5_a_long_completion_is_an_excerpt_of_its_two_ends():
     """S21."""
     lines = [f"line {i} " + "x" * 300 for i in range(100)]
     text = "\n".join(lines)
@@ -160,7 +160,7 @@ def test_line_5_a_long_completion_is_an_excerpt_of_its_two_ends():
     assert record["trajectory_summary"] == [line[:200] for line in ends]
 
 
-def test_lines_8_to_14_successes_give_skills_and_failures_mistakes():
+def test_alg2_lines_8_to_14_successes_give_skills_and_failures_mistakes():
     """Every memory in a prompt of its own, in order, and up to three items of each."""
     model = extracting(5)
     memories = [memory(1, 1), memory(2, -1), memory(3, 1), memory(4, -1)]
@@ -172,7 +172,7 @@ def test_lines_8_to_14_successes_give_skills_and_failures_mistakes():
     assert lost == 0
 
 
-def test_line_10_an_extraction_without_an_item_is_asked_once_more_and_then_lost():
+def test_alg2_line_10_an_extraction_without_an_item_is_asked_once_more_and_then_lost():
     """D4. Of a reply that was cut off, the complete items count."""
     cut, cut_early = answer(items("cd"))[:-40], answer(items("d"))[:-40]
     model = script(cut, "no", answer([]), cut_early, answer(items("b")), "no", "no")
@@ -191,8 +191,8 @@ def layer(*numbers, reason=None, lost=0):
 
 
 @both_kinds
-def test_one_group_by_hand(key):
-    """Lines 3-12: three items, one prompt without ids, two items back, new ids."""
+def test_alg3_lines_3_to_12_one_group_by_hand(key):
+    """Three items, one prompt without ids, two items back, new ids."""
     model = merging(lambda group: [item("x", key), group[2]], key)
     old = [{skills.IDS[key]: "old", **e} for e in items("abc", key)]
     merged, layers = skills.merge(old, key, model)
@@ -205,7 +205,7 @@ def test_one_group_by_hand(key):
     assert layers == [layer(0, 3, 1, 2, 0, reason=ROOT_GROUP)]
 
 
-def test_lines_2_to_11_layer_by_layer_down_to_the_root_group():
+def test_alg3_lines_2_to_11_layer_by_layer_down_to_the_root_group():
     """Eight items by threes: (abc)(def)(gh) -> adg -> (adg) -> a."""
     model = merging(first)
     merged, layers = skills.merge(items("abcdefgh"), G, model, group_size=3)
@@ -213,7 +213,7 @@ def test_lines_2_to_11_layer_by_layer_down_to_the_root_group():
     assert layers == [layer(0, 8, 3, 3, 0), layer(1, 3, 1, 1, 0, reason=ROOT_GROUP)]
 
 
-def test_line_4_a_group_of_one_is_not_asked():
+def test_alg3_line_4_a_group_of_one_is_not_asked():
     model = merging(keep)
     assert names(skills.merge(items("abc"), G, model, group_size=2, patience=1)[0]) == "abc"
     assert model.calls == [["ab"]]
@@ -222,14 +222,14 @@ def test_line_4_a_group_of_one_is_not_asked():
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3])
-def test_line_11_merging_stops_after_p_layers_without_progress(patience):
+def test_alg3_line_11_merging_stops_after_p_layers_without_progress(patience):
     merged, layers = skills.merge(items("abcde"), G, merging(keep), 2, patience)
     before = [layer(i, 5, 3, 5, i + 1) for i in range(patience - 1)]
     assert layers == [*before, layer(patience - 1, 5, 3, 5, patience, reason=PATIENCE)]
     assert names(merged) == "abcde"
 
 
-def test_line_9_a_decrease_resets_the_count_of_stagnant_layers():
+def test_alg3_line_9_a_decrease_resets_the_count_of_stagnant_layers():
     """The third layer drops one of nine items, the others none."""
     model = Model(lambda name, group: answer(group[shrinks(group) :]))
 
@@ -241,7 +241,7 @@ def test_line_9_a_decrease_resets_the_count_of_stagnant_layers():
     assert layers[-1]["stopped_reason"] == PATIENCE and names(merged) == "bcdefghi"
 
 
-def test_h_is_32_and_p_is_3_by_default():
+def test_alg3_h_is_32_and_p_is_3_by_default():
     model = merging(keep)
     _, layers = skills.merge(items(map(chr, range(200, 265))), G, model)
     assert [len(group) for group in model.calls[0]] == [32, 32] and len(layers) == 3
@@ -262,14 +262,14 @@ BAD_REPLIES = {
 
 
 @pytest.mark.parametrize("name", BAD_REPLIES)
-def test_line_6_a_bad_reply_is_asked_once_more_and_then_the_group_stays(name):
+def test_alg3_line_6_a_bad_reply_is_asked_once_more_and_then_the_group_stays(name):
     model = Model(lambda *_: BAD_REPLIES[name])
     merged, layers = skills.merge(items("abc"), G, model)
     assert names(merged) == "abc" and model.calls == [["abc"], ["abc"]]
     assert layers == [layer(0, 3, 1, 3, 1, reason=ROOT_GROUP, lost=1)]
 
 
-def test_line_6_only_the_bad_groups_are_asked_again():
+def test_alg3_line_6_only_the_bad_groups_are_asked_again():
     """(ab)(cd)(ef): the second is unreadable twice, the third once."""
     first_layer = [answer(items("x")), "no", "no", "no", answer(items("y"))]
     model = script(*first_layer, answer(items("xc")), answer(items("dy")))
@@ -280,7 +280,7 @@ def test_line_6_only_the_bad_groups_are_asked_again():
 
 
 @both_kinds
-def test_line_12_exact_duplicates_are_removed_and_the_rest_keeps_its_order(key):
+def test_alg3_line_12_exact_duplicates_are_removed_and_the_rest_keeps_its_order(key):
     """Wherever they stand; one that differs in a field stays."""
     a, b = items("ab", key)
     near = {**a, skills.FIELDS[key][2]: "something else"}
@@ -318,7 +318,7 @@ def test_sizes_that_cannot_be(sizes):
 # ------------------------------------------------------ Algorithm 2, lines 15-16: the first bank
 
 
-def test_lines_15_and_16_the_first_bank_by_hand():
+def test_alg2_lines_15_and_16_the_first_bank_by_hand():
     """Two successes and a failure with two items each: two skills of four, a mistake of two."""
     model = extracting(2, merged=lambda group: group[::2])
     memories = [memory(1, 1), memory(2, -1) | {"truncated": True}, memory(3, 1)]
@@ -396,7 +396,7 @@ DUE = [
 
 
 @pytest.mark.parametrize("rows, step, changes, due", DUE)
-def test_lines_1_to_7_an_evolution_is_due_every_f_steps_and_below_the_gate(
+def test_alg4_lines_1_to_7_an_evolution_is_due_every_f_steps_and_below_the_gate(
     rows, step, changes, due
 ):
     """F = 25 and gamma = 0.8 by default; where none is due, it is the same bank."""
@@ -405,7 +405,7 @@ def test_lines_1_to_7_an_evolution_is_due_every_f_steps_and_below_the_gate(
     assert (new is not bank) == bool(model.calls) == due
 
 
-def test_lines_8_to_14_an_evolution_by_hand():
+def test_alg4_lines_8_to_14_an_evolution_by_hand():
     """Extract, merge the candidates, merge them with the dynamic entries, replace those."""
     model, bank = extracting(2), with_dynamic(1, 0)
     new = skills.evolve(bank, [solved(1, 1), solved(2, -1), solved(3, -1)], 50, model)
@@ -423,7 +423,7 @@ def test_lines_8_to_14_an_evolution_by_hand():
     assert [e.get("sources") for e in dynamic(new, G)] == [None, ["id-1-xyz"], ["id-1-xyz"]]
 
 
-def test_line_12_existing_dynamic_entries_merge_with_the_new():
+def test_alg4_line_12_existing_dynamic_entries_merge_with_the_new():
     """Two old ones and a new one become one: the bank may shrink."""
     model = extracting(1, merged=lambda group: items(["all"], E))
     new = skills.evolve(with_dynamic(0, 2), window(1), 25, model)
@@ -435,7 +435,7 @@ LIMITS = [(9, 9, 5, 5), (9, 0, 5, 5), (0, 9, 5, 5), (9, 9, 1, 1), (9, 9, 0, 0), 
 
 
 @pytest.mark.parametrize("new_skills, new_mistakes, limit, net", LIMITS)
-def test_line_13_at_most_n_net_new_entries_in_both_lists_together(
+def test_alg4_line_13_at_most_n_net_new_entries_in_both_lists_together(
     new_skills, new_mistakes, limit, net
 ):
     """S12; what was there before stays."""
@@ -448,21 +448,21 @@ def test_line_13_at_most_n_net_new_entries_in_both_lists_together(
 
 
 @pytest.mark.parametrize("old, capacity, left", [(0, 2, 2), (2, 3, 3), (4, 3, 3), (2, 0, 0)])
-def test_line_13_at_most_c_dynamic_entries_in_each_list(old, capacity, left):
+def test_alg4_line_13_at_most_c_dynamic_entries_in_each_list(old, capacity, left):
     settings = {"max_new_items": 99, "dynamic_capacity": capacity}
     new = skills.evolve(with_dynamic(old, old), window(2, 2), 25, extracting(3), **settings)
     assert [len(dynamic(new, key)) for key in KEYS] == [left, left]
     assert [len(static(new, key)) for key in KEYS] == [4, 4]
 
 
-def test_line_13_a_full_list_leaves_its_share_of_n_to_the_other():
+def test_alg4_line_13_a_full_list_leaves_its_share_of_n_to_the_other():
     """C = 4 skills are there, so all of N = 3 goes to the nine new mistakes."""
     settings = {"max_new_items": 3, "dynamic_capacity": 4, "success_gate": 2}
     new = skills.evolve(with_dynamic(4, 0), window(3, 3), 25, extracting(3), **settings)
     assert [len(dynamic(new, key)) for key in KEYS] == [4, 3]
 
 
-def test_n_is_5_and_c_is_30_by_default():
+def test_alg4_n_is_5_and_c_is_30_by_default():
     """Failures only, so one list fills up."""
     bank, sizes = make_bank(), []
     for k in range(1, 9):
@@ -474,7 +474,7 @@ def test_n_is_5_and_c_is_30_by_default():
     assert len(set(ids)) == len(ids)
 
 
-def test_line_14_static_entries_and_the_old_bank_are_left_alone():
+def test_alg4_line_14_static_entries_and_the_old_bank_are_left_alone():
     bank = with_dynamic(2, 1)
     before = copy.deepcopy(bank)
     new = skills.evolve(bank, window(2, 2), 25, extracting(1))

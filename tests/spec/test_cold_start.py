@@ -37,7 +37,7 @@ def solve(world_dir, out, **changes):
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_lines_1_to_7_the_base_model_solves_seed_problems_and_they_become_memories(
+def test_alg2_lines_1_to_7_the_base_model_solves_seed_problems_and_they_become_memories(
     thinking, world_dir, tmp_path
 ):
     """The paper's sampling in evaluation, by default with thinking (S21)."""

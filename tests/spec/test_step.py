@@ -45,7 +45,7 @@ def logp(lm, prompt, ids_T):
 
 
 @pytest.mark.parametrize("r", [1, -1])
-def test_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic(r):
+def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic(r):
     """And its gradient is Eq. 19's. Teachers are the present policy, with its adapters (Eq. 4)."""
     lm, cfg = policy(), config.Config(eps_a=0.25, tau_g=0.5, c_delta=1.5, score_tokens=30)
     run = types.SimpleNamespace(cfg=cfg, lm=lm, device=ALONE.device, masked_ids=MASKED_IDS)
@@ -101,7 +101,7 @@ def example_by_hand(run, x, step):
     return sgsd.Example(0, x, key, pairs_K, student, teachers_K, roll)
 
 
-def test_lines_2_to_16_a_step_is_what_its_lines_say(world_dir, tmp_path):
+def test_alg1_lines_2_to_16_a_step_is_what_its_lines_say(world_dir, tmp_path):
     """Two steps, and the weights after them. The rate falls linearly to 0 (S7)."""
     with opened(world_dir, tmp_path / "a", grad_clip=0.02) as run:
         steps = [sgsd.train_step(run, step) for step in (1, 2)]
@@ -135,7 +135,7 @@ def test_lines_2_to_16_a_step_is_what_its_lines_say(world_dir, tmp_path):
 # ------------------------------------------------- lines 1, 2 and 17: the loop, the data, the bank
 
 
-def test_lines_1_2_and_17_the_bank_evolves_every_f_steps_from_the_rollouts_since(
+def test_alg1_lines_1_2_and_17_the_bank_evolves_every_f_steps_from_the_rollouts_since(
     world_dir, tmp_path
 ):
     """And Alg. 4, lines 4 and 14: the window is of all steps since; latest bank and a snapshot."""
