@@ -1,6 +1,7 @@
 """The paper's baselines GRPO and OPSD, and every ablation of SGSD, on SGSD's own loop.
 
     python -m extras.baselines --out runs/a --method grpo             rewards relative to a group
+    python -m extras.baselines --out runs/s --method grpo-short       the same, sampled as SGSD
     python -m extras.baselines --out runs/b --method grpo+skill       the same, skills in prompts
     python -m extras.baselines --out runs/c --method opsd             a teacher sees the answer
     python -m extras.baselines --out runs/d --method opsd+skill       both roles see the skills
@@ -61,7 +62,8 @@ class BaselineConfig(Config):
     program: ClassVar[str] = "-m extras.baselines"
 
     method: str = setting(
-        "sgsd", "sgsd, grpo or opsd, the last two also with +skill; sets other defaults"
+        "sgsd",
+        "sgsd, grpo, grpo-short or opsd, grpo and opsd also with +skill; sets other defaults",
     )
     generations: int = setting(1, "G: solutions sampled for each problem; 8 for grpo; Tab. 11")
     student_prefix: str = setting(
@@ -166,8 +168,16 @@ OPSD: dict[str, Any] = {
     "polarity": False,
     "token_mask": False,
 }
+# Sampled and clipped as SGSD: a thinking model answers at once, in 1,024 tokens (not in the paper).
+GRPO_SHORT: dict[str, Any] = {"generations": 8, "loss_temperature": 0.0}
 SKILL = {"num_teachers": 3, "evolve_every": 0}
-DEFAULTS = {"grpo": GRPO, "grpo+skill": GRPO | SKILL, "opsd": OPSD, "opsd+skill": OPSD | SKILL}
+DEFAULTS = {
+    "grpo": GRPO,
+    "grpo-short": GRPO_SHORT,
+    "grpo+skill": GRPO | SKILL,
+    "opsd": OPSD,
+    "opsd+skill": OPSD | SKILL,
+}
 METHODS = ("sgsd", *DEFAULTS)
 
 

@@ -568,6 +568,15 @@ def test_a_methods_own_defaults_and_flags_that_win_over_them():
     assert cfg == BaselineConfig(**off, answer_pi=True, teacher="ema")
 
 
+def test_the_short_grpo_is_sampled_and_clipped_as_sgsd():
+    short, ours = read("--method", "grpo-short"), BaselineConfig()
+    for name in (*LENGTHS, "student_prefix", "grad_clip", "learning_rate", "batch_size"):
+        assert getattr(short, name) == getattr(ours, name)
+    assert (short.student_prefix, short.generations, short.score_temperature) == ("closed", 8, 1.1)
+    assert not short.uses_skill_bank
+    assert read("--method", "grpo-short", "--max-new-tokens", "9").max_new_tokens == 9
+
+
 RUNS = {
     "grpo+skill": settings_of("grpo+skill", generations=3),
     "opsd": settings_of("opsd"),
@@ -630,7 +639,7 @@ def test_groups_stay_together_over_ranks(world_dir, tmp_path):
 FLAGS = {
     "--method base": ("--method base", "eval.py MODEL"),
     "--method base+skill": ("--method base+skill", "--skills BANK"),
-    "--method dpo": ("--method dpo", "sgsd, grpo, grpo+skill, opsd"),
+    "--method dpo": ("--method dpo", "sgsd, grpo, grpo-short, grpo+skill, opsd"),
     "--method grpo --generations 1": ("--generations", ">= 2"),
     "--method grpo --temperature 0": ("--temperature 0",),
     "--method opsd --bank BANK": ("--bank", "opsd+skill"),
