@@ -72,13 +72,16 @@ def test_a_model_is_loaded_in_eval_mode_without_dropout(base, tmp_path):
     assert load(base, dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
-def test_an_outline_has_the_settings_and_no_weights(base):
-    outline, tokenizer = load_outline(str(base))
-    model, _ = load(base)
+def test_an_outline_has_the_shapes_and_stop_ids_and_no_weights(base, tmp_path):
+    """Qwen3 stops on either of two ids, which generation_config.json alone names."""
+    folder = shutil.copytree(base, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [265, 263]}')
+    outline, tokenizer = load_outline(str(folder))
+    model, _ = load(folder)
     assert {p.device.type for p in outline.parameters()} == {"meta"}
     shapes = [{name: p.shape for name, p in x.named_parameters()} for x in (outline, model)]
     assert shapes[0] == shapes[1]
-    assert outline.generation_config.eos_token_id == model.generation_config.eos_token_id
+    assert outline.generation_config.eos_token_id == [265, 263]
     assert tokenizer.chat_template == make_tokenizer().chat_template
 
 

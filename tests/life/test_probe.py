@@ -454,11 +454,17 @@ def test_on_a_server_the_probe_samples_its_adapter_and_takes_it_off_again(comman
         assert asked == [loaded["lora_name"]] * 12 and not engine.adapters
 
 
-def test_at_a_checkpoint_its_adapter_is_measured(plain, command, world_dir, tmp_path):
-    out, changes = tmp_path / "run", {"max_new_tokens": 12, "batch_size": 3, "steps": 2}
-    driver.train(world_dir, out, baselines.train_step, BaselineConfig, **changes)
-    moved = command("--at", str(out / "checkpoints/step_000002"))
-    assert [row["slope"] for row in plain["rows"]] != [row["slope"] for row in moved["rows"]]
+def test_at_a_checkpoint_its_adapter_is_measured(command, world_dir, tmp_path):
+    """Two checkpoints of one step, and so of the same draws, which were trained at other rates."""
+    changes, slopes = {"max_new_tokens": 12, "batch_size": 3, "steps": 2}, []
+    for name, rate in (("moved", 1e-2), ("as begun", 1e-9)):
+        out = tmp_path / name
+        driver.train(
+            world_dir, out, baselines.train_step, BaselineConfig, learning_rate=rate, **changes
+        )
+        numbers = command("--at", str(out / "checkpoints/step_000002"))
+        slopes.append([row["slope"] for row in numbers["rows"]])
+    assert slopes[0] != slopes[1]
 
 
 def test_at_a_checkpoint_the_runs_bank_is_the_one_in_use(run, tmp_path):
