@@ -357,8 +357,8 @@ def test_samples_of_other_settings_are_refused_by_name_and_settings_alone_block_
 ):
     """Local weights count by content: made anew they are refused, moved they are known again."""
     top, data, out = here.parent, world_dir / "data.jsonl", here / "out"
-    more = f"--out {out} --verifier own_judge:Judge"
-    (here / "own_judge.py").write_text("import driver\n\n\nclass Judge(driver.Exact):\n    pass\n")
+    more = f"--out {out} --verifier judge_of_samples:Judge"
+    (here / "judge_of_samples.py").write_text("import driver\n\n\nclass Judge(driver.Exact):\n    pass\n")
     files.write_json(out / f"{top.name}--model/settings.json", {"temperature": 9})
     call(base, data=data, more=more)
     before = samples(out)
@@ -369,7 +369,7 @@ def test_samples_of_other_settings_are_refused_by_name_and_settings_alone_block_
     assert samples(out) == before
     others = command(moved, data=data, more=f"{more} --temperature 0.6 --no-thinking --seed 3")
     refused(capsys, eval.main, others, "thinking, seed, temperature", "--out")
-    with open(here / "own_judge.py", "a") as file:
+    with open(here / "judge_of_samples.py", "a") as file:
         file.write("# another judge\n")
     refused(capsys, eval.main, command(moved, data=data, more=more), "value of verifier", "--out")
     make_model(seed=1).save_pretrained(moved)
