@@ -23,7 +23,6 @@ import functools
 import hashlib
 import math
 import pathlib
-import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -92,34 +91,23 @@ def majority(preds: Sequence[str | None], same: Callable[[str, str], bool]) -> s
     return votes.most_common(1)[0][0] if votes else None
 
 
-def bootstrap_interval(sets_P: Sequence[np.ndarray]) -> tuple[float, float]:
+def bootstrap_interval(sets_P: Sequence[np.ndarray]) -> tuple[float | None, float | None]:
     """95% interval of a mean over problems, by percentile bootstrap.
 
     sets_P: per set its problems' scores, or the paired differences of two policies. Of several sets
-    it is the interval of the mean of their means.
+    it is the interval of the mean of their means. (None, None) for a set of fewer than ten
+    problems, or if all scores are equal: of 40 problems that all score 0 it would be 0 to 0.
     """
+    enough = all(len(scores_P) >= 10 for scores_P in sets_P)
+    if not enough or all(np.ptp(scores_P) < 1e-9 for scores_P in sets_P):  # equal up to rounding
+        return None, None
     rng = np.random.default_rng(0)
-    means = np.zeros(10_000)
+    means = np.zeros(200_000)
     for scores_P in sets_P:
         values, counts = np.unique(scores_P, return_counts=True)
         drawn = rng.multinomial(len(scores_P), counts / len(scores_P), len(means))
         means += drawn @ values / len(scores_P) / len(sets_P)
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
-
-
-def has_spread(sets_P: Sequence[np.ndarray]) -> bool:
-    """Whether a bootstrap over problems means anything: ten in each set, and not all alike.
-
-    Of 40 problems that all score 0 it would give 0 to 0, as if nothing could be otherwise.
-    """
-    enough = all(len(scores_P) >= 10 for scores_P in sets_P)
-    return enough and any(np.ptp(scores_P) > 1e-9 for scores_P in sets_P)  # more than rounding
-
-
-def score_interval(sets_P: Sequence[np.ndarray]) -> dict[str, float | None]:
-    """avg_low and avg_high of the mean of sets' mean scores; None where `has_spread` says no."""
-    low, high = bootstrap_interval(sets_P) if has_spread(sets_P) else (None, None)
-    return {"avg_low": low, "avg_high": high}
 
 
 def _checked(correct_PK: np.ndarray) -> np.ndarray:
@@ -176,7 +164,7 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
     if not steps and not {"config.json", "adapter_config.json"} & {*names}:
         has = f"it has {', '.join(names[:5]) or 'no files'}"
         raise ValueError(f"{path}: {has}; a model, an adapter or a run with checkpoints is needed")
-    if not steps and "rollouts.jsonl" in names:
+    if not steps and "problems.json" in names:
         raise ValueError(f"{path}: a run without a checkpoint")
     return steps or [place]
 
@@ -231,7 +219,9 @@ def settings_of(policy: Policy, cfg: EvalConfig, world: World) -> dict:
         settings |= dict.fromkeys(("engine", "device", "dtype", "attn"), "a server's")
     settings |= {"thinking": cfg.thinking, "seed": cfg.seed, **asdict(sampling_of(cfg))}
     settings["verify_timeout"] = cfg.verify_timeout  # a verdict that took longer is "wrong"
-    settings["verifier"] = verifier_version(cfg.verifier)
+    settings["verifier"] = cfg.verifier
+    if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
+        settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
     names = ("student", "teacher", "skill", "mistake") if policy.skilled else ("student",)
     settings["prompts"] = files.digest([skills.template(name) for name in names])
     if policy.skilled:
@@ -249,14 +239,6 @@ def settings_of(policy: Policy, cfg: EvalConfig, world: World) -> dict:
 
 def sampling_of(cfg: EvalConfig) -> rollout.Sampling:
     return rollout.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-
-
-def verifier_version(name: str) -> str:
-    """--verifier, and for a class of the user's own a digest of the file that defines it."""
-    if name == EvalConfig.verifier:
-        return name
-    module = sys.modules[verify.load_judge(name).__module__]
-    return f"{name} ({files.file_digest(str(module.__file__))})"
 
 
 @functools.cache
@@ -323,16 +305,12 @@ def prompt_maker(cfg: EvalConfig, world: World) -> Callable[[Problem], str]:
     return prompt
 
 
-def whole_name(name: str) -> str:
-    """A directory's whole path, so that two names of one model are equal; a hub id as it is."""
-    path = pathlib.Path(name)
-    return str(path.resolve()) if path.exists() else name
-
-
 def server_for(evaluation: Evaluation, world: World) -> served.Server:
     """This rank's server, which must have the one base model of all policies."""
     cfg = evaluation.cfg
-    bases = sorted({whole_name(policy.base or policy.path) for policy in evaluation.policies})
+    bases = sorted(
+        {served.whole_name(policy.base or policy.path) for policy in evaluation.policies}
+    )
     if len(bases) > 1:
         raise ValueError(f"--server: serves one base model, got {', '.join(bases)}")
     server = served.Server(cfg.server[world.rank % len(cfg.server)], bases[0], rows=cfg.rows)
@@ -392,10 +370,18 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[Key, di
             rolls = rollout.judge(tokenizer, stops, asked, contexts, completions, verifier)
             rows = []
             for (i, _), roll in zip(turn, rolls):
-                row = row_of(missing[i], digest_of(unsolved[i], policy), roll)
-                rows.append(row | {"engine": server.engine if server else "generate"})
+                name, problem_id, number = missing[i]
+                row = {"set": name, "id": problem_id, "sample": number}
+                row["digest"] = digest_of(unsolved[i], policy)
+                for key in ("gold", "pred", "r", "truncated", "text"):
+                    row[key] = getattr(roll, key)
+                row["tokens"] = len(roll.completion_ids)
+                row["engine"] = server.engine if server else "generate"
+                rows.append(row)
             return rows
 
+        longest = max(map(len, prompts))
+        model.refuse_beyond_context(lm, longest, cfg.max_new_tokens, "--max-new-tokens")
         asked_for = rollout.rows_of(prompts, keys, cfg.max_new_tokens)
         stage = pathlib.Path(policy.name).name
         for rows in distributed.share(world, asked_for, stream, finish, stage):
@@ -433,13 +419,6 @@ def load_policy(
     return lm, tokenizer, functools.partial(stream, sampling=sampling, rows=cfg.rows)
 
 
-def row_of(key: Key, problem_digest: str, roll: rollout.Rollout) -> dict:
-    """A line of samples.jsonl."""
-    row = {"set": key[0], "id": key[1], "sample": key[2], "digest": problem_digest}
-    row |= {"gold": roll.gold, "pred": roll.pred, "r": roll.r, "truncated": roll.truncated}
-    return row | {"tokens": len(roll.completion_ids), "text": roll.text}
-
-
 # ------------------------------------------------------------------------- figures and comparisons
 
 
@@ -463,8 +442,13 @@ def measure(
         "boxed": sum(row["pred"] is not None for row in rows) / len(rows),
         "truncated": sum(row["truncated"] for row in rows) / len(rows),
         "tokens": sum(row["tokens"] for row in rows) / len(rows),
-        **score_interval([policy.scores[name]]),
     }
+    policy.table[name] |= with_interval([policy.scores[name]])
+
+
+def with_interval(sets_P: Sequence[np.ndarray]) -> dict[str, float | None]:
+    low, high = bootstrap_interval(sets_P)
+    return {"avg_low": low, "avg_high": high}
 
 
 def majority_is_right(rows: list[dict], same: Callable[[str, str], bool]) -> bool:
@@ -494,7 +478,7 @@ def figures(policy: Policy, names: Sequence[str]) -> dict:
     for key in rows[0].keys() - {"digest", "avg_low", "avg_high"}:
         total = sum(row[key] for row in rows)
         mean[key] = total if key in ("problems", "samples") else total / len(rows)
-    return mean | score_interval([policy.scores[name] for name in names])
+    return mean | with_interval([policy.scores[name] for name in names])
 
 
 def difference(ours: Policy, theirs: Policy, names: Sequence[str]) -> dict:
@@ -503,7 +487,7 @@ def difference(ours: Policy, theirs: Policy, names: Sequence[str]) -> dict:
     The interval is None where the gaps of problems have no spread, or there are too few of them.
     """
     gaps = [ours.scores[name] - theirs.scores[name] for name in names]
-    low, high = bootstrap_interval(gaps) if has_spread(gaps) else (None, None)
+    low, high = bootstrap_interval(gaps)
     mean = float(np.mean([gap_P.mean() for gap_P in gaps]))
     return {"to": theirs.name, "diff": mean, "diff_low": low, "diff_high": high}
 

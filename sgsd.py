@@ -218,9 +218,7 @@ def prompt_ids(run: Run, text: str, thinking: str) -> list[int]:
     one; "bare" has none, so a thinking model would open its own.
     """
     ids = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
-    if len(ids) > run.cfg.max_prompt_tokens:
-        rule = f"--max-prompt-tokens is {run.cfg.max_prompt_tokens}; raise it, or drop the problem"
-        raise ValueError(f"a prompt has {len(ids)} tokens, {rule}: {text[:200]!r}")
+    run.refuse_long_prompt(ids, text)
     return ids
 
 
@@ -325,25 +323,11 @@ def optimizer_step(run: Run, step: int) -> float:
 
 def record(run: Run, step: int, example: Example, result: RolloutLoss) -> dict:
     """One rollout's row of rollouts.jsonl; "tokens" is its row of tokens.jsonl, if audited."""
-    cfg, roll = run.cfg, example.rollout
-    mask_T, delta_KT = result.mask_T, result.delta_KT.detach()
-    numbers = {
-        "alpha": result.alpha_K,
-        "a_plain": plain_support(delta_KT),
-        "a": result.a_K,
-        "rho": result.rho_K.int(),
-        "losses": result.lbar_K.detach(),
-        "loss": result.loss.detach(),
-        "unmasked": mask_T.sum().int(),
-        "clipped": (delta_KT[:, mask_T.bool()].abs() > cfg.c_delta).sum(),
-        "first_gap": delta_KT[:, 0],
-    }
-    row: dict = {"index": example.index, "reward": reward(roll)}
-    row |= runlog.rollout_row(step, roll, example.pairs_K, numbers)
-    row |= runlog.credit_sums(result.credit_KT, roll.r)
-    if cfg.audit_every and step % cfg.audit_every == 0:
-        of_tokens = {"mask": mask_T.int(), "delta": delta_KT, "credit": result.credit_KT}
-        row["tokens"] = runlog.token_row(step, roll, run.tokenizer, of_tokens)
+    row = runlog.rollout_row(step, example, result, run.cfg.c_delta)
+    row["reward"] = reward(example.rollout)
+    row["a_plain"] = plain_support(result.delta_KT).tolist()
+    if runlog.is_audited(step, run.cfg.audit_every):
+        row["tokens"] = runlog.token_row(step, example.rollout, result, run.tokenizer)
     return row
 
 

@@ -175,7 +175,10 @@ class Config:
     grad_clip: float = setting(0.1, "clip the gradient to this norm; S7")
     # looking inside, and memory
     audit_every: int = setting(
-        25, "record every token's gaps every N steps; 0 disables", least=0, again="quiet"
+        25,
+        "record all gaps in step 1 and every N steps; 0: never",
+        least=0,
+        again="quiet",
     )
     score_tokens: int = setting(
         16384, "most tokens in one padded forward pass of the teachers", again="quiet"

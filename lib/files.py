@@ -20,12 +20,16 @@ def locked(folder: pathlib.Path, seconds: float = 60) -> contextlib.AbstractCont
     A job that is started again may wait for the one before to end. The system frees the lock when
     the process ends, however it ends.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         return filelock.FileLock(folder / LOCK).acquire(timeout=seconds)
     except filelock.Timeout:
         rule = "another command is using this directory; wait until it ends, or stop it"
         raise ValueError(f"{folder}: {rule}") from None
+    except OSError as e:
+        raise OSError(
+            f"{folder}: cannot be written to ({e.strerror}); give another --out"
+        ) from None
 
 
 @contextlib.contextmanager

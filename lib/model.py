@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -187,11 +188,6 @@ def _contiguous(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Tens
     return tuple(x.contiguous() for x in states)
 
 
-def _brief(error: BaseException) -> str:
-    """An exception as one short line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
 # --------------------------------------------------------------------------------------- adapters
 
 
@@ -236,6 +232,25 @@ def with_adapters(model, rank: int, alpha: int, checkpoint_above: int = 2048):
 def trained(model) -> dict[str, torch.nn.Parameter]:
     """The parameters that learn, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _brief(error: BaseException) -> str:
+    """An exception in one line of at most some 300 characters."""
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300, placeholder=' ...')}"
+
+
+def refuse_beyond_context(lm, prompt_tokens: int, new_tokens: int, flag: str) -> None:
+    """ValueError unless a prompt and its longest reply fit the model's context together.
+
+    flag: the one that sets new_tokens. A config that names no limit sets none.
+    """
+    text_config = lm.config.get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    stretched = rope.get("original_max_position_embeddings", 0) * rope.get("factor", 1)  # YaRN
+    if limit and prompt_tokens + new_tokens > max(limit, stretched):
+        rule = f"with a prompt of {prompt_tokens} tokens it exceeds the model's context of {limit}"
+        raise ValueError(f"{flag} {new_tokens}: {rule} (max_position_embeddings); lower it")
 
 
 def base_of(folder: str | Path, base: str = "") -> str:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import pathlib
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -184,7 +185,7 @@ def _hub_rows(source: str, hub: str, split: str, **options: Any) -> Iterator[tup
                 yield f"{source} row {row}", dict(zip(part, values))
                 row += 1
     except Exception as e:  # the library raises many kinds: offline, no such id, no such split
-        cause = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        cause = f"{type(e).__name__}: {textwrap.shorten(str(e), 300, placeholder=' ...')}"
         fix = "check --data HUB_ID:CONFIGURATION and --split; a JSONL file works offline"
         raise ValueError(f"{source}: could not read it ({cause}); {fix}") from None
 

@@ -144,6 +144,14 @@ class Run:
         ids_by_index = dict(itertools.chain.from_iterable(turns))
         return [ids_by_index[i] for i in range(len(rows))]
 
+    def refuse_long_prompt(self, ids: list[int], text: str) -> None:
+        """ValueError where a prompt is too long for --max-prompt-tokens or the model's context."""
+        cfg = self.cfg
+        if len(ids) > cfg.max_prompt_tokens:
+            rule = f"--max-prompt-tokens is {cfg.max_prompt_tokens}; raise it, or drop the problem"
+            raise ValueError(f"a prompt has {len(ids)} tokens, {rule}: {text[:200]!r}")
+        model.refuse_beyond_context(self.lm, len(ids), cfg.max_new_tokens, "--max-new-tokens")
+
     def shared_sample(
         self,
         prompts: list[list[int]],
@@ -179,6 +187,10 @@ class Run:
         Each is judged by the rank that decoded it, and appended to bank/memories.jsonl as it
         comes; those that a killed run has left are used again.
         """
+        longest = max(map(len, prompts))
+        model.refuse_beyond_context(
+            self.lm, longest, sampling.max_new_tokens, "--cold-start-tokens"
+        )
         path = self.out / "bank/memories.jsonl"
         rows = list(files.read_jsonl(path)) if self.world.main else []
         rows = distributed.gather(rows, self.world)[0]
@@ -340,8 +352,8 @@ def identity(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
     """What must be equal for a command to continue a run: settings, code, problems, processes."""
     paths = [ROOT / f"{name}.py" for name in CODE]
     paths += [*sorted((ROOT / "lib").glob("*.py")), *sorted((ROOT / "prompts").glob("*.txt"))]
-    for kind in (type(cfg), verify.load_judge(cfg.verifier)):  # a script's, a user's verifier
-        paths.append(pathlib.Path(str(sys.modules[kind.__module__].__file__)))
+    program = str(sys.modules[type(cfg).__module__].__file__)  # perhaps a script of the user's
+    paths += [pathlib.Path(program), pathlib.Path(verify.file_of(cfg.verifier))]
     code = {}
     for path in paths:  # by names that do not depend on where the project lies
         name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name

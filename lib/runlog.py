@@ -12,6 +12,7 @@ import pathlib
 import resource
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -53,26 +54,43 @@ def memory_gb(device: torch.device) -> float:
 # --------------------------------------------------------------------------- rollouts and tokens
 
 
-def rollout_row(
-    step: int, roll: Any, pairs_K: Sequence[Any], numbers: dict[str, Tensor]
-) -> dict[str, Any]:
-    """One rollout's line in rollouts.jsonl.
+def rollout_row(step: int, example: Any, result: Any, c_delta: float) -> dict[str, Any]:
+    """One rollout's line in rollouts.jsonl. example, result: a step's `Example` and `RolloutLoss`.
 
-    roll: the dataclass of a rollout. pairs_K: the retrieved pairs, with .skill, .mistake, .s_g and
-    .s_e. numbers: further fields by name, of any shape.
+    c_delta: the bound beyond which a gap counts as clipped.
     """
-    row = {"step": step, **asdict(roll)}
+    roll, pairs_K, delta_KT = example.rollout, example.pairs_K, result.delta_KT.detach()
+    row = {"index": example.index, "step": step, **asdict(roll)}
     row["pairs"] = [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K]
     row["s_g"] = [pair.s_g for pair in pairs_K]
     row["s_e"] = [pair.s_e for pair in pairs_K]
-    return row | {name: x.tolist() for name, x in numbers.items()}
+    unmasked_T = result.mask_T.bool()
+    numbers = {
+        "alpha": result.alpha_K,
+        "a": result.a_K,
+        "rho": result.rho_K.int(),
+        "losses": result.lbar_K.detach(),
+        "loss": result.loss.detach(),
+        "unmasked": unmasked_T.sum(),
+        "clipped": (delta_KT[:, unmasked_T].abs() > c_delta).sum(),
+        "first_gap": delta_KT[:, 0],
+    }
+    row |= {name: x.tolist() for name, x in numbers.items()}
+    return row | credit_sums(result.credit_KT, roll.r)
 
 
-def token_row(step: int, roll: Any, tokenizer: Any, numbers: dict[str, Tensor]) -> dict[str, Any]:
-    """One audited rollout's line in tokens.jsonl. numbers: [T] or [K, T], over its tokens."""
+def is_audited(step: int, every: int) -> bool:
+    """Whether tokens.jsonl has a step: the first one, and each that --audit-every divides."""
+    return bool(every) and (step == 1 or step % every == 0)
+
+
+def token_row(step: int, roll: Any, result: Any, tokenizer: Any) -> dict[str, Any]:
+    """One audited rollout's line in tokens.jsonl: [T] and [K, T], over its tokens."""
     row = {"step": step, "problem_id": roll.problem_id}
     row["text"] = token_texts(tokenizer, roll.completion_ids)
-    return row | {name: x.tolist() for name, x in numbers.items()}
+    row["mask"] = result.mask_T.int().tolist()
+    row["delta"] = result.delta_KT.tolist()
+    return row | {"credit": result.credit_KT.tolist()}
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -187,7 +205,8 @@ def engine_gap(gaps: Sequence[Sequence[float]]) -> dict[str, float]:
 def log_line(metrics: dict[str, Any], steps: int) -> str:
     """A step's line on the terminal. metrics: its line of metrics.jsonl. steps: of the run."""
     m = metrics
-    rho = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
+    counts = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
+    rho = "" if counts == "+0/-0/0:0" else f"rho {counts} "  # GRPO has no teachers
     success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
     cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
     gap = m.get("sampling_logp_difference_mean", 0.0)
@@ -197,7 +216,7 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
         x = m[f"seconds.{part}"]
         parts.append(f"{part} {x:.1f}s" if x < 10 else f"{part} {x:.0f}s")
     return (
-        f"step {m['step']}/{steps} loss {m['loss']:+.4f} r+ {success} rho {rho} "
+        f"step {m['step']}/{steps} loss {m['loss']:+.4f} r+ {success} {rho}"
         f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
         f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}{far}"
     )
@@ -239,7 +258,7 @@ def open_tracker(
         tracker.init(**about)
         return lambda m: tracker.log(m, step=m["step"])
     except Exception as e:  # not installed, not logged in, no network
-        cause = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        cause = f"{type(e).__name__}: {textwrap.shorten(str(e), 300, placeholder=' ...')}"
         fix = f"pip install {report_to} and log in if it asks for it, or leave out --report-to"
         raise ValueError(f"{report_to} did not start ({cause}); {fix}") from None
 

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import threading
 import urllib.error
 import urllib.request
@@ -58,10 +59,14 @@ class Server:
 
         ValueError, with what it serves, if it has several bases and none of this path or id.
         """
-        models, wanted = self._models(), _place(self.model)
+        models, wanted = self._models(), whole_name(self.model)
         bases = {name: entry for name, entry in models.items() if not entry.get("parent")}
         for name, entry in bases.items():
-            if len(bases) == 1 or wanted in (name, _place(name), _place(str(entry.get("root")))):
+            if len(bases) == 1 or wanted in (
+                name,
+                whole_name(name),
+                whole_name(str(entry.get("root"))),
+            ):
                 self.base, self.engine = name, str(entry.get("owned_by", "unknown"))
                 return
         raise ValueError(f"{self.url}: serves {', '.join(bases) or 'nothing'}, not {self.model}")
@@ -235,7 +240,7 @@ class Server:
             cause = getattr(e, "reason", e)
             if isinstance(cause, TimeoutError):
                 raise ConnectionError(f"{self.url}: no reply within {timeout_s:g} s") from None
-            return 0, f"{type(cause).__name__}: {_brief(cause)}"
+            return 0, _brief(cause)
 
 
 class TrainedPolicy:
@@ -365,11 +370,12 @@ def _mean_gap(one: Sequence[float], other: Sequence[float]) -> float:
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
-def _brief(text) -> str:
-    """One line of at most 300 characters."""
-    return " ".join(str(text).split())[:300]
-
-
-def _place(name: str) -> str:
+def whole_name(name: str) -> str:
     """A directory's whole path, so that two names of one model are equal; a hub id as it is."""
     return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def _brief(cause: object) -> str:
+    """A text, or an exception with its type, in one line of at most 300 characters."""
+    name = f"{type(cause).__name__}: " if isinstance(cause, BaseException) else ""
+    return name + textwrap.shorten(str(cause), 300, placeholder=" ...")

@@ -97,7 +97,12 @@ class Judge(AbstractContextManager):
         verdicts = []
         for problem, text in cases:
             answer = self.answer(text)
-            verdicts.append(Verdict(answer, answer is not None and self.is_right(problem, answer)))
+            try:
+                right = answer is not None and self.is_right(problem, answer)
+            except Exception as e:
+                e.add_note(f"in the verdict on {answer!r}, an answer to: {problem.problem[:500]}")
+                raise
+            verdicts.append(Verdict(answer, right))
         return verdicts
 
     def close(self) -> None:
@@ -125,6 +130,11 @@ def load_judge(name: str) -> type[Judge]:
     if not (isinstance(kind, type) and issubclass(kind, Judge)):
         raise ValueError(f"verifier {name}: {class_name} must be a subclass of lib.verify.Judge")
     return kind
+
+
+def file_of(name: str) -> str:
+    """The file that defines the class MODULE:CLASS."""
+    return str(sys.modules[load_judge(name).__module__].__file__)
 
 
 # ------------------------------------------------------------------------------------ mathematics

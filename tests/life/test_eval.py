@@ -95,19 +95,19 @@ def measured(path, base="", **sets):
     for name, scores_P in sets.items():
         policy.scores[name] = np.asarray(scores_P, dtype=float)
         policy.table[name] = {"avg": float(np.mean(scores_P)), "problems": len(scores_P)}
-        policy.table[name] |= {"digest": "1", **eval.score_interval([policy.scores[name]])}
+        policy.table[name] |= {"digest": "1", **eval.with_interval([policy.scores[name]])}
     return policy
 
 
 def test_of_equal_scores_or_of_nine_problems_there_is_no_interval():
     """A bootstrap of 40 wrong answers would say 0 to 0, as if nothing could be otherwise."""
-    none = {"avg_low": None, "avg_high": None}
+    none = (None, None)
     for scores_P in (np.zeros(40), np.ones(40), np.array([0.0, 1.0, 1.0] * 3)):
-        assert eval.score_interval([scores_P]) == none
+        assert eval.bootstrap_interval([scores_P]) == none
     ten = np.array([0.0, 1.0] * 5)
-    ends = eval.score_interval([ten])
-    assert ends["avg_low"] < 0.5 < ends["avg_high"]
-    assert eval.score_interval([ten, ten[:9]]) == none  # of the mean over two sets
+    low, high = eval.bootstrap_interval([ten])
+    assert low < 0.5 < high
+    assert eval.bootstrap_interval([ten, ten[:9]]) == none  # of the mean over two sets
     shared = np.linspace(0, 0.9, 30)
     for gap in (0.0, 0.1):  # equal gaps of two policies, the second ones up to rounding
         policies = [measured("base", d=shared), measured("new", d=shared + gap)]
@@ -358,7 +358,9 @@ def test_samples_of_other_settings_are_refused_by_name_and_settings_alone_block_
     """Local weights count by content: made anew they are refused, moved they are known again."""
     top, data, out = here.parent, world_dir / "data.jsonl", here / "out"
     more = f"--out {out} --verifier judge_of_samples:Judge"
-    (here / "judge_of_samples.py").write_text("import driver\n\n\nclass Judge(driver.Exact):\n    pass\n")
+    (here / "judge_of_samples.py").write_text(
+        "import driver\n\n\nclass Judge(driver.Exact):\n    pass\n"
+    )
     files.write_json(out / f"{top.name}--model/settings.json", {"temperature": 9})
     call(base, data=data, more=more)
     before = samples(out)

@@ -44,8 +44,10 @@ class Roll:
 def test_a_rollouts_row_has_its_fields_the_ids_of_its_pairs_and_the_numbers():
     skill, mistake = {"skill_id": "gen_001"}, {"mistake_id": "err_002"}
     pair = types.SimpleNamespace(skill=skill, mistake=mistake, s_g=0.5, s_e=-0.25)
-    numbers = {"rho": torch.tensor([1, -1]), "loss": t(0.5)}
-    assert runlog.rollout_row(7, Roll("p", [1, 2], -1), [pair, pair], numbers) == {
+    roll = Roll("p", [1, 2], -1)
+    example = types.SimpleNamespace(index=3, rollout=roll, pairs_K=[pair, pair])
+    assert runlog.rollout_row(7, example, a_loss(), c_delta=1.0) == {
+        "index": 3,
         "step": 7,
         "problem_id": "p",
         "completion_ids": [1, 2],
@@ -53,21 +55,49 @@ def test_a_rollouts_row_has_its_fields_the_ids_of_its_pairs_and_the_numbers():
         "pairs": [["gen_001", "err_002"]] * 2,
         "s_g": [0.5, 0.5],
         "s_e": [-0.25, -0.25],
-        "rho": [1, -1],
-        "loss": 0.5,
+        "alpha": [0.5, 0.5],
+        "a": [2.0, -0.5],
+        "rho": [-1, 1],
+        "losses": [0.5, 0.25],
+        "loss": -0.125,
+        "unmasked": 1,  # the first token
+        "clipped": 1,  # of its two gaps, 2 and -0.5
+        "first_gap": [2.0, -0.5],
+        "credit_sq": 0.3125,
+        "credit_sq_with_verdict": 0.25,
     }
+
+
+def a_loss():
+    """Of two teachers and two tokens, the second one masked."""
+    return types.SimpleNamespace(
+        mask_T=t([1, 0]),
+        delta_KT=torch.tensor([[2.0, 3.0], [-0.5, 0.0]]),
+        alpha_K=t([0.5, 0.5]),
+        a_K=t([2.0, -0.5]),
+        rho_K=t([-1, 1]),
+        lbar_K=t([0.5, 0.25]),
+        loss=torch.tensor(-0.125),
+        credit_KT=torch.tensor([[-0.5, 0.0], [0.25, 0.0]]),
+    )
 
 
 def test_a_token_row_has_a_text_for_each_token(tokenizer):
-    ids = tokenizer.encode("\\boxed{5}", add_special_tokens=False)
-    delta_KT = torch.zeros(2, len(ids))
-    line = runlog.token_row(7, Roll("p", ids, 1), tokenizer, {"delta": delta_KT})
+    ids = tokenizer.encode("\\boxed{5}", add_special_tokens=False)[:2]
+    line = runlog.token_row(7, Roll("p", ids, 1), a_loss(), tokenizer)
     assert line == {
         "step": 7,
         "problem_id": "p",
-        "text": ["\\boxed", "{", "5", "}"],
-        "delta": [[0.0] * 4] * 2,
+        "text": ["\\boxed", "{"],
+        "mask": [1, 0],
+        "delta": [[2.0, 3.0], [-0.5, 0.0]],
+        "credit": [[-0.5, 0.0], [0.25, 0.0]],
     }
+
+
+def test_the_first_step_is_audited_and_each_that_the_setting_divides():
+    assert [step for step in range(1, 11) if runlog.is_audited(step, 4)] == [1, 4, 8]
+    assert not any(runlog.is_audited(step, 0) for step in range(1, 11))
 
 
 def test_tokens_that_share_a_character_leave_its_text_to_the_last_of_them(tokenizer):
