@@ -206,6 +206,17 @@ def find_policies(cfg: EvalConfig) -> tuple[list[Policy], pathlib.Path]:
     return list(policies.values()), home
 
 
+def refuse_other_base(policies: Sequence[Policy]) -> None:
+    """ValueError where adapters would be compared with a plain model that is not their base."""
+    first, *others = policies
+    if first.base:
+        return
+    for policy in others:
+        if policy.base and contents(policy.base) != contents(first.path):
+            rule = f"its base is {policy.base}, and not {first.path}, to which it is compared"
+            raise ValueError(f"{policy.path}: {rule}; evaluate them in two commands")
+
+
 def settings_of(policy: Policy, cfg: EvalConfig, world: World) -> dict:
     """All that samples depend on besides problems. Files count by their content and may move.
 
@@ -260,7 +271,9 @@ def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evalua
 
     held: takes the locks of the folders, on rank 0, and the verifier.
     """
+    model.ask_hub_once([*cfg.paths, *cfg.data])
     policies, home = find_policies(cfg)
+    refuse_other_base(policies)
     tasks: Tasks = {}
     columns = problems.Fields(cfg.problem_field, cfg.answer_field, cfg.answer_after)
     for source in cfg.data:
@@ -582,7 +595,7 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             if len(names) > 1:
                 shown[f"mean of {', '.join(sorted(names))}"] = compare(policies, names)
             print_table(shown, cfg.samples)
-            print_trained_on(policies, tasks)
+            print_notes(policies, tasks, cfg)
             if len(policies) > 1:
                 files.write_json(evaluation.home / "comparison.json", sets)
             if verifier.timeouts:
@@ -591,8 +604,14 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
         distributed.barrier(world)
 
 
-def print_trained_on(policies: Sequence[Policy], tasks: Tasks) -> None:
-    """Say how many of the problems a run was trained on, if any."""
+def print_notes(policies: Sequence[Policy], tasks: Tasks, cfg: EvalConfig) -> None:
+    """Say which policies were cut in over a half, and how many problems a run was trained on."""
+    for policy in policies:
+        cut = max(row["truncated"] for row in policy.table.values())
+        if cut > 0.5:
+            fix = "raise it, or give --no-thinking" if cfg.thinking else "raise it"
+            limit = f"--max-new-tokens {cfg.max_new_tokens}"
+            print(f"{policy.name}: {cut:.0%} were cut at {limit}; {fix}")
     asked = {problems.fingerprint(x.problem) for x in tasks.values()}
     for run in sorted({run for policy in policies if (run := run_of(pathlib.Path(policy.path)))}):
         file = run / "problems.json"

@@ -384,15 +384,15 @@ def begin_bank(run: Run) -> None:
 def check_bank(run: Run) -> None:
     """ValueError if a list is empty, one of --bank below K entries, or a prompt too long."""
     cfg, bank = run.cfg, run.bank
-    shorter, where = min(len(bank.general_skills), len(bank.common_mistakes)), "bank"
-    if cfg.bank and not run.step:
-        where = f"--bank {cfg.bank}"
+    shorter = min(len(bank.general_skills), len(bank.common_mistakes))
+    is_given = cfg.bank and not run.step
+    where = f"--bank {cfg.bank}: {bank.sizes}" if is_given else skills.describe(bank)
     if not shorter:
         fix = "give another bank, easier or harder problems, or a larger --cold-start"
-        raise ValueError(f"{where}: {skills.describe(bank)}: no pair, no teacher (S8); {fix}")
-    if cfg.bank and not run.step and shorter < cfg.num_teachers:
+        raise ValueError(f"{where}: no pair, no teacher (S8); {fix}")
+    if is_given and shorter < cfg.num_teachers:
         rule = f"--num-teachers {cfg.num_teachers} needs as many of each; lower it"
-        raise ValueError(f"{where}: {bank.sizes}, {rule}")
+        raise ValueError(f"{where}: {rule}")
     skill = max(bank.general_skills, key=lambda e: len(skills.entry_text(e, "general_skills")))
     mistake = max(bank.common_mistakes, key=lambda e: len(skills.entry_text(e, "common_mistakes")))
     longest = max(run.problems, key=lambda x: len(x.problem))

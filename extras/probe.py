@@ -81,7 +81,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[t
     if {"-h", "--help"} & {*plan}:
         print(own.format_help() + "\nand the flags of the planned run:\n")
     cfg: Any = baselines.parse(plan)
-    rows = [] if cfg.method == "grpo" else [("", cfg)]
+    rows = [] if is_grpo(cfg) else [("", cfg)]
     for flags in options.tries:
         no_bank = ["--bank="] if re.search(r"--method[ =](grpo|opsd)(?!\+skill)", flags) else []
         rows.append((flags, baselines.parse([*plan, *no_bank, *shlex.split(flags)])))
@@ -98,15 +98,22 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[t
         return options, [grpo_of(cfg, options.samples), *rows]
 
 
+def is_grpo(cfg: Any) -> bool:
+    return cfg.method in ("grpo", "grpo-short")
+
+
 def grpo_of(cfg: Any, samples: int) -> tuple[str, Any]:
-    """GRPO's (flags, settings), sampled as planned, with about as many rollouts in a step."""
+    """GRPO's (flags, settings), sampled as planned, with about as many rollouts in a step.
+
+    That is grpo-short, unless GRPO as published is what is planned.
+    """
     plain = {name: getattr(baselines.BaselineConfig, name) for name in baselines.OF_TEACHERS}
-    if cfg.method != "grpo":
-        plain["loss_temperature"] = 0.0
+    if not is_grpo(cfg):
+        plain |= {"loss_temperature": 0.0, "method": "grpo-short"}
     groups = max(1, cfg.batch_size * cfg.generations // samples)
-    cfg = replace(cfg, method="grpo", bank="", batch_size=groups, generations=samples, **plain)
+    cfg = replace(cfg, bank="", batch_size=groups, generations=samples, **plain)
     shown = "student_prefix temperature top_p top_k max_new_tokens grad_clip learning_rate".split()
-    flags = "--method grpo"
+    flags = f"--method {cfg.method}"
     for name in (*shown, "batch_size", "generations", "loss_temperature"):
         flags += f" {config.flag(name)} {getattr(cfg, name)}"
     return flags + (" --drop-truncated" if cfg.drop_truncated else ""), cfg
@@ -384,6 +391,9 @@ def measure(rows: Sequence[Row], data: Sequence[Problem], samples: int) -> dict[
     mixed = sum(len({roll.r for roll in group}) == 2 for group in planned.groups)
     success = planned.numbers["success"]
     print(f"success {success:.1%}; {mixed} of {len(data)} problems have both outcomes")
+    if planned.numbers["cut"] > 0.5:
+        limit = planned.run.cfg.max_new_tokens
+        print(f"{planned.numbers['cut']:.0%} were cut at --max-new-tokens {limit}: raise it")
 
     halves = [list(range(0, len(data), 2)), list(range(1, len(data), 2))]
     with tqdm(total=passes, desc="passes", disable=None, unit="pass") as bar:

@@ -20,6 +20,7 @@ import math
 import pathlib
 import re
 import shutil
+import signal
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -784,4 +785,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     distributed.leave(main)

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
+from huggingface_hub.utils import get_session
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -67,6 +68,22 @@ def load_model(
     _remove_dropout(model)
     model.get_output_embeddings().register_forward_pre_hook(_contiguous)
     return model.to(device).eval(), tokenizer
+
+
+def ask_hub_once(names: Sequence[str]) -> None:
+    """Without an answer from the hub within 10 s, look for hub ids in this machine's caches alone.
+
+    Else each id would cost up to a minute of retries. names: ids, paths of files and directories.
+    """
+    if all(Path(name).exists() for name in names):
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:  # of the HTTP library, which differs between versions
+        import datasets  # it takes a second
+
+        constants.HF_HUB_OFFLINE = True
+        datasets.config.HF_HUB_OFFLINE = True
 
 
 def load_outline(name: str) -> tuple[Any, Any]:
@@ -125,7 +142,7 @@ def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[st
 def _located(kind: str, name: str) -> str:
     """A hub id as it is, a directory as its absolute path: adapters then find their base anywhere.
 
-    ValueError for a path that is not there, before the hub is asked for it: it takes a minute.
+    ValueError for a path that is not there, before the hub is asked for it.
     """
     path = Path(name)
     looks_like_path = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1

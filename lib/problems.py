@@ -157,8 +157,10 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
         yield from _json_rows(path)
     elif path.is_dir():  # test.parquet is no training data: the library knows splits by name
         yield from _hub_rows(source, source, split)
-    else:
+    elif path.suffix == ".parquet":
         yield from _hub_rows(source, "parquet", "train", data_files=source)
+    else:
+        raise ValueError(f"{source}: must be a .jsonl or .parquet file; convert it")
 
 
 def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, dict]]:

@@ -106,6 +106,7 @@ class Run:
         with contextlib.ExitStack() as held:
             with config.one_line_errors(cfg.program):
                 world = distributed.init(cfg.device)
+                model.ask_hub_once([cfg.model, cfg.data, cfg.encoder])
                 together = functools.partial(distributed.together, world=world)
                 together(lambda: claim(out, held) if world.main else None)
                 state = together(lambda: inspect(cfg, world))
@@ -230,7 +231,7 @@ class Run:
         bar = tqdm(left, "train", self.cfg.steps, initial=self.step, disable=hidden, unit="step")
         for step in bar:
             self.is_training = True
-            finish_at_signals(self, step)
+            finish_at_signals(self)
             self.clock = runlog.Stopwatch()
             yield step
 
@@ -323,7 +324,8 @@ def inspect(cfg: Config, world: World) -> State:
     state.saved = files.read_json(out / "config.json")
     state.step = max(files.by_step(out / "checkpoints"), default=0)
     if state.saved.get("program") != cfg.program:
-        rule = f"the run is of {state.saved.get('program')}, this is {cfg.program}"
+        program = state.saved.get("program", "no program of ours")
+        rule = f"the run was made by {program}, and this is {cfg.program}"
         raise ValueError(f"--out {out}: {rule}; give another directory")
     made = max((row["step"] for row in files.read_jsonl(out / "metrics.jsonl")), default=0)
     if made or state.step:
@@ -578,6 +580,8 @@ def announce(run: Run, state: State) -> None:
     cfg, tokenizer = run.cfg, run.tokenizer
     counts = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in state.counts.items())
     print(f"data {cfg.data}: {counts}")
+    if len(run.problems) < cfg.batch_size:
+        print(f"fewer problems than --batch-size {cfg.batch_size}: a step takes some twice")
     if cfg.steps:
         learning = sum(p.numel() for p in model.trained(run.lm).values())
         learn = f"{learning:,} of {run.lm.num_parameters():,} parameters learn"
@@ -593,23 +597,26 @@ def announce(run: Run, state: State) -> None:
         print(f"changed: {line}")
     if run.step:
         print(f"continues after step {run.step}")
-    elif state.saved:
-        print("starts again: no checkpoint was saved")
+    elif state.saved and cfg.steps:
+        print("no step was saved: starts with step 1")
 
 
-def finish_at_signals(run: Run, step: int) -> None:
-    """From here on the first Ctrl-C or SIGTERM stops the run after this step, a later one at once.
+def finish_at_signals(run: Run) -> None:
+    """From here on the first Ctrl-C or SIGTERM stops the run after its step, a later one at once.
 
     Within a second a signal counts as the same one: torchrun passes on what the terminal has sent.
     """
 
     def stop(*_: object) -> None:
         now = time.monotonic()
-        if run.signalled and now - run.signalled > 1:
-            os._exit(130)
-        if not run.signalled and run.world.main:
-            line = f"finishing step {step}, then stopping; once more stops at once"
+        at_once = run.signalled and now - run.signalled > 1
+        if run.world.main and (at_once or not run.signalled):
+            line = f"finishing step {run.step + 1}, then stopping; once more stops at once"
+            if at_once:
+                line = "stopped; checkpoints are kept; run the same command to continue"
             os.write(2, f"\n{line}\n".encode())  # print may be what the signal interrupts
+        if at_once:
+            os._exit(130)
         run.signalled = run.signalled or now
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -213,7 +213,25 @@ def math_verdict(gold: str, pred: str) -> bool:
         return gold.casefold().split() == pred.casefold().split()
     if INFINITE.search(pred) and not INFINITE.search(gold):
         return False
-    return gold == pred != "" or verify(read(gold), read(pred), timeout_seconds=None)
+    if gold == pred != "":
+        return True
+    equal = verify(read(gold), read(pred), timeout_seconds=None)
+    return equal and not are_tiny_and_differ(read(gold), read(pred))
+
+
+def are_tiny_and_differ(gold: Sequence[Any], pred: Sequence[Any]) -> bool:
+    """Whether two numbers below 1e-3 differ by a part in 1,000: math-verify rounds to 1e-6."""
+    from sympy import Expr
+
+    values = []
+    for parsed in (gold, pred):
+        if not isinstance(parsed[0], Expr):  # but a set, an equation or words
+            return False
+        values.append(parsed[0].doit().evalf(30))
+        if not values[-1].is_comparable:  # no real number
+            return False
+    size = abs(values[0])
+    return bool(size < 1e-3 and abs(values[0] - values[1]) > 1e-3 * size)
 
 
 @lru_cache(4096)  # a problem's reference is read once for all its samples

@@ -189,15 +189,24 @@ def test_another_retrieval_ranks_entries_by_their_words(tmp_path):
 
 @pytest.mark.long
 def test_another_method_is_a_step_and_continues(tmp_path):
-    copy = copy_of_the_tree(tmp_path)
-    out = follow("Another method", copy, "--steps 1")
-    run(command_of("Another method"), copy, "--steps 2")
-    rollouts = rows(out / "rollouts.jsonl")
+    """A weight is between 1 +- .2 lam, and the verdicts of a group alone give it its sign."""
+    copy, small = copy_of_the_tree(tmp_path), "--audit-every 1 --bank banks/word_problems.json"
+    out = follow("Another method", copy, f"{small} --steps 1")
+    run(command_of("Another method"), copy, f"{small} --steps 2")
+    rollouts, audited = rows(out / "rollouts.jsonl"), rows(out / "tokens.jsonl")
     assert [row["step"] for row in rollouts] == [1] * 16 + [2] * 16
-    assert not any(row["pairs"] for row in rollouts) and not (out / "bank").exists()
     assert {row["r"] for row in rollouts} == {-1, 1}
-    for row in rollouts:
-        assert row["loss"] > 0 if row["r"] > 0 else row["loss"] == 0
+    weights = []
+    for first in range(0, 32, 8):
+        right = torch.tensor([float(row["r"]) for row in rollouts[first : first + 8]])
+        of_group = (right - right.mean()) / (right.std() + 1e-4)
+        lam = 0.5 * (1 - (rollouts[first]["step"] - 1) / 50)
+        for tokens, advantage in zip(audited[first : first + 8], of_group):
+            if right.std():
+                w_T = torch.tensor(tokens["advantage"]) / advantage
+                assert w_T.min() > 1 - 0.2 * lam - 1e-5 and w_T.max() < 1 + 0.2 * lam + 1e-5
+                weights += w_T.tolist()
+    assert len({round(w, 5) for w in weights}) > 50
 
 
 @pytest.mark.long

@@ -70,12 +70,12 @@ def stored(out):
 
 KILLS = [  # where; the function that kills there, at which call, whether after it; what was said
     ("among the seed solutions", files, "append_jsonl", 2, False, ""),
-    ("among the replies of the cold start", Run, "log_reply", 5, False, "starts again"),
-    ("before the first bank has its version", SkillBank, "save", 2, False, "starts again"),
-    ("in step 1", sgsd, "optimizer_step", 1, False, "starts again"),
-    ("after step 1, which has no checkpoint", runlog, "log_line", 1, True, "starts again"),
-    ("within the checkpoint of step 2", model, "save", 1, True, "starts again"),
-    ("in step 3", sgsd, "optimizer_step", 3, False, "starts again"),
+    ("among the replies of the cold start", Run, "log_reply", 5, False, "starts with step 1"),
+    ("before the first bank has its version", SkillBank, "save", 2, False, "starts with step 1"),
+    ("in step 1", sgsd, "optimizer_step", 1, False, "starts with step 1"),
+    ("after step 1, which has no checkpoint", runlog, "log_line", 1, True, "starts with step 1"),
+    ("within the checkpoint of step 2", model, "save", 1, True, "starts with step 1"),
+    ("in step 3", sgsd, "optimizer_step", 3, False, "starts with step 1"),
     ("between the checkpoint of step 3 and its evolution", skills, "evolve", 1, False, "step 2"),
     ("in the evolution after step 3", skills, "merge", 1, False, "step 3"),
     ("before the evolved bank has its version", SkillBank, "save", 2, False, "step 3"),
@@ -237,7 +237,7 @@ def test_what_changes_only_rounding_may_change_quietly(world_dir, killed, uninte
     assert go(argv, log) == 0 and "changed:" not in log.read_text()
     (continuation,) = stored(killed)["continuations"]
     assert continuation["step"] == 4 and continuation["changed"] == []
-    assert {row["step"] for row in rows(killed / "tokens.jsonl")} == {2, 4}
+    assert {row["step"] for row in rows(killed / "tokens.jsonl")} == {1, 2, 4}
     ours, theirs = (rows(out / "rollouts.jsonl") for out in (killed, uninterrupted))
     assert [x["completion_ids"] for x in ours] == [x["completion_ids"] for x in theirs]
 

@@ -341,6 +341,28 @@ def test_the_problems_that_a_run_was_trained_on_are_counted(world_dir, here, bas
         assert len(printed) == bool(line) and all(line in x for x in printed)
 
 
+def test_a_sample_and_its_prompt_must_fit_the_models_context(world_dir, here, base, capsys):
+    argv = command(base, data=world_dir / "data.jsonl", more="--max-new-tokens 4090")
+    refused(capsys, eval.main, argv, "--max-new-tokens 4090", "context of 4096")
+
+
+def test_an_adapter_of_another_base_is_not_compared(world_dir, here, base, capsys):
+    other, adapter = here.parent / "other", here.parent / "adapter"
+    make_model(seed=1).save_pretrained(other)
+    make_tokenizer().save_pretrained(other)
+    make_adapter(adapter, other)
+    argv = [base, *command(adapter, data=world_dir / "data.jsonl")]
+    refused(capsys, eval.main, argv, str(adapter), f"its base is {other}", str(base))
+
+
+def test_a_policy_that_is_mostly_cut_is_named_below_the_table(world_dir, here, base, capsys):
+    data = world_dir / "data.jsonl"
+    for more, words in (("", "raise it, or give --no-thinking"), ("--no-thinking", "raise it")):
+        call(base, data=data, more=f"{more} --max-new-tokens 8 --out {here / more}")
+        line = next(x for x in capsys.readouterr().out.splitlines() if "were cut" in x)
+        assert line.startswith(str(base)) and line.endswith(f"--max-new-tokens 8; {words}")
+
+
 def test_a_folder_in_which_another_evaluation_is_at_work_is_refused(
     world_dir, here, base, monkeypatch, capsys
 ):

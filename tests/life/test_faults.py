@@ -71,7 +71,9 @@ def test_a_later_signal_ends_the_step_at_once(world_dir, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log"
     argv = small_flags(world_dir, out, bank=world_dir / "bank.json")
     assert go(argv, log, signalled_in_step_3(seconds=1.1)) == 130
-    assert "finishing step 3" in log.read_text() and "Traceback" not in log.read_text()
+    text = log.read_text()
+    assert "finishing step 3" in text and "Traceback" not in text
+    assert "same command" in text.splitlines()[-1]
     assert steps_of(out) == ([1, 2], [2])
 
 

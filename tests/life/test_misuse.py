@@ -52,6 +52,7 @@ FILES = [  # the setting, a file, its content, and words of the line
     ("data", "x.jsonl", "", "{path}: no problem"),
     ("data", "x.jsonl", '{"problem": "p"}\n', "{path}:1"),
     ("data", "x.parquet", b"PAR1", "{path}"),
+    ("data", "x.csv", "problem,answer\n", "{path}: must be a .jsonl or .parquet file"),
     ("data", "x", "folder", "{path}"),
     ("encoder", "x", "folder", "encoder {path}"),
     ("model", "x", "folder", "model {path}"),
@@ -104,6 +105,7 @@ def test_an_evaluation_problem_in_the_training_data_is_one_line_with_its_id(tmp_
         ({"num_teachers": 8}, ["bank.json", "4 skills and 4 mistakes", "--num-teachers 8"]),
         ({"bank": "empty.json"}, ["empty.json", "0 skills and 0 mistakes"]),
         ({"max_prompt_tokens": 30}, ["--max-prompt-tokens is 30"]),
+        ({"max_new_tokens": 4090}, ["--max-new-tokens 4090", "context of 4096"]),
     ],
 )
 def test_a_bank_that_does_not_suit_is_one_line_and_the_corrected_command_starts(
@@ -115,6 +117,19 @@ def test_a_bank_that_does_not_suit_is_one_line_and_the_corrected_command_starts(
     small = {"steps": 1, "max_new_tokens": 4}
     completes(sgsd.main, flags(world_dir, tmp_path / "run", **small))
     assert len(rows(tmp_path / "run/metrics.jsonl")) == 1
+
+
+def test_a_solution_of_the_cold_start_must_fit_the_models_context(refusal):
+    words = ["--cold-start-tokens 4090", "context of 4096"]
+    refusal(*words, may_have=FIRST, bank="", cold_start=2, cold_start_tokens=4090)
+
+
+def test_a_read_only_folder_names_out(tmp_path, refusal, monkeypatch):
+    def read_only(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.mkdir", read_only)
+    refusal("run: cannot be written to (Permission denied)", "--out")
 
 
 def test_the_baselines_refuse_what_sgsd_refuses(world_dir, refusal):

@@ -4,7 +4,9 @@ import json
 import os
 import resource
 import shutil
+import types
 
+import datasets
 import numpy as np
 import peft
 import pytest
@@ -12,9 +14,10 @@ import torch
 import transformers
 from conftest import ROOT, make_encoder, make_model, make_tokenizer
 from driver import make_adapter
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 
 import scoring
+from lib import model
 from lib.model import (
     base_of,
     load_adapter,
@@ -457,3 +460,29 @@ def test_a_full_disk_is_an_os_error_that_names_the_folder(base, tmp_path):
             save(tmp_path, model, tokenizer, optimizer, 3, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("name", ["hub/id", "model"])
+def test_a_hub_that_does_not_answer_is_asked_once_and_only_for_a_hub_id(
+    name, base, monkeypatch, tmp_path
+):
+    def unreachable():
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(model, "get_session", unreachable)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    model.ask_hub_once([str(tmp_path), name if name == "hub/id" else str(tmp_path)])
+    is_offline = name == "hub/id"
+    assert constants.HF_HUB_OFFLINE == datasets.config.HF_HUB_OFFLINE == is_offline
+
+
+def test_a_context_that_rope_stretches_is_as_long_as_that():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+    for rope, longest in ((None, 1000), ({"rope_type": "default"}, 1000), (yarn, 4000)):
+        limits = types.SimpleNamespace(max_position_embeddings=1000, rope_parameters=rope)
+        settings = types.SimpleNamespace(get_text_config=lambda limits=limits: limits)
+        lm = types.SimpleNamespace(config=settings)
+        model.refuse_beyond_context(lm, 100, longest - 100, "--flag")
+        with pytest.raises(ValueError, match=f"--flag {longest - 99}: with a prompt of 100"):
+            model.refuse_beyond_context(lm, 100, longest - 99, "--flag")

@@ -484,7 +484,7 @@ def test_flags_of_the_plan_and_tries_may_stand_in_a_file(tmp_path):
     (tmp_path / "flags.txt").write_text(lines)
     options, ((_, grpo), (_, plan), (flags, other)) = probe.parse([f"@{tmp_path}/flags.txt"])
     assert options.problems == 9 and (plan.num_teachers, plan.bank) == (2, "a b.json")
-    assert flags == "--no-clip" and not other.clip and plan.clip and grpo.method == "grpo"
+    assert flags == "--no-clip" and not other.clip and plan.clip and grpo.method == "grpo-short"
 
 
 def test_a_mistake_is_one_line(command, capsys, tmp_path):

@@ -75,7 +75,7 @@ def test_the_gate_views_equal_the_logs(out, tmp_path):
     _, (run,) = page([out], tmp_path / "r.html")
     logged = {(row["step"], row["problem_id"]): row for row in rows(out / "rollouts.jsonl")}
     audited = rows(out / "tokens.jsonl")
-    assert len(audited) == 12
+    assert len(audited) == 16
     for shown, tokens in zip(run["rollouts"], audited, strict=True):
         row = logged[tokens["step"], tokens["problem_id"]]
         assert all(shown[name] == row[name] for name in ("step", "problem_id", "r", "pred"))

@@ -11,11 +11,13 @@ import sys
 
 import driver
 import pytest
+import torch
 from conftest import ROOT
 from fake_engine import choices, serving
 
 from extras import baselines
 from lib import config
+from research.credit import measure as credit
 from research.methods import compare
 from research.real_model import real_world
 from research.slope import measure as slope
@@ -108,6 +110,42 @@ def test_kept_comparisons_can_be_shown(capsys):
     compare.main(["--show"])
     compare.main(["--show", *map(str, sorted((ROOT / "research/methods").glob("*.json")))])
     assert "| grpo |" in capsys.readouterr().out
+
+
+def test_the_gates_weights_have_the_mean_1_and_shuffled_they_are_the_same_ones():
+    delta_KT, alpha_K = (
+        torch.tensor([[0.5, -2.0, 0.0], [1.0, 0.1, 0.0]]),
+        torch.tensor([0.25, 0.75]),
+    )
+    sizes = alpha_K @ (delta_KT / (1 + torch.exp(delta_KT**2 / 2))).abs()  # Eq. 17, tau_g = 1
+    advantage = torch.tensor(-2.0)
+    gate_T = credit.gate(delta_KT, alpha_K, advantage, 3)
+    assert torch.allclose(gate_T, -2 * sizes / sizes.mean())
+    shuffled_T = credit.shuffled(delta_KT, alpha_K, advantage, 3)
+    assert sorted(shuffled_T.tolist()) == sorted(gate_T.tolist())
+    assert credit.ones(delta_KT, alpha_K, advantage, 3).tolist() == [-2.0] * 3
+
+
+@pytest.mark.long
+def test_weights_of_the_credit_are_measured_and_the_first_is_grpos(tmp_path):
+    flags = "--seeds 0 --steps 1 --samples 1 --limit 2".split()
+    printed = run("credit/measure.py", *flags, "--work", tmp_path)
+    assert all(f"| {name} |" in printed for name in credit.ROWS)
+    command = f"--preset tiny --method grpo-short {credit.FLAGS.replace('--preset tiny', '')}"
+    command += f" --loss-temperature 1 --steps 1 --out {tmp_path}/grpo"
+    command = command.replace("--evolve-every 0 --num-teachers 3", "")
+    for name in ("model", "train.jsonl", "encoder"):
+        command += f" --{name.replace('train.jsonl', 'data')} {credit.WORLD / name}"
+    driver.completes(baselines.main, command.split())
+    norms = [driver.rows(tmp_path / name / "metrics.jsonl")[0] for name in ("grpo", "grpo-0")]
+    assert norms[0]["grad_norm"] == norms[1]["grad_norm"] > 0
+
+
+def test_the_tables_of_the_credit_come_of_the_kept_runs(capsys):
+    credit.main(["--show"])
+    page = (ROOT / "research/credit/README.md").read_text()
+    for line in capsys.readouterr().out.splitlines():
+        assert line in page
 
 
 @pytest.mark.long

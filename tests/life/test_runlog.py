@@ -192,6 +192,8 @@ def test_a_log_line_has_a_fixed_order_and_warns_of_cut_solutions_and_a_far_serve
     assert runlog.log_line(metrics, 200) == line
     cut = runlog.log_line(metrics | {"truncated": 0.75}, 200).removeprefix(line)
     assert "75%" in cut and "--max-new-tokens" in cut
+    none = dict.fromkeys(("rho_distilled", "rho_reversed", "rho_ignored"), 0)
+    assert "rho" not in runlog.log_line(metrics | none, 200)  # as GRPO's
     far = runlog.log_line(metrics | {"sampling_logp_difference_mean": 0.35}, 200)
     assert "0.35 nats" in far.removeprefix(line)
 

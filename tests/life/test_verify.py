@@ -501,6 +501,31 @@ def test_a_judge_by_default_takes_the_last_box_and_is_asked_nothing_without_one(
     assert requests == [({"level": 3}, "2")]
 
 
+def test_tiny_numbers_are_compared_by_their_ratio():
+    cases = [
+        (r"\frac{1}{2004!}", r"\frac{1}{2006!}", False),
+        (r"\frac{1}{2004!}", r"\frac{1}{2004 \cdot 2003!}", True),
+        (r"2^{-40}", r"2^{-41}", False),
+        (r"2^{-40}", r"\frac{1}{1099511627776}", True),
+        (r"\frac{1}{7000}", "0.000142857", True),
+        ("0", r"10^{-9}", False),
+        (r"50\%", r"\frac{1}{2}", True),
+    ]
+    for gold, pred, right in cases:
+        assert verify.math_verdict(gold, pred) == right, (gold, pred)
+
+
+def test_an_exception_in_a_judge_names_the_answer_and_the_problem():
+    class Broken(verify.Judge):
+        def is_right(self, problem, answer):
+            return int(answer) == 1
+
+    with pytest.raises(ValueError) as error:
+        Broken().judge([(asked("How many?", "1"), r"\boxed{one}")])
+    (note,) = error.value.__notes__
+    assert "'one'" in note and "How many?" in note
+
+
 @pytest.mark.parametrize("wrong", [{"timeout_s": 0.0}, {"timeout_s": math.nan}, {"workers": 0}])
 def test_limits_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ValueError, match="timeout_s in 0..1e6 and workers >= 1"):
