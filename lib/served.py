@@ -29,6 +29,7 @@ from typing import Any
 
 PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds between the tries of a request: time for a restart
 QUICK_S = 300.0  # the longest wait for any other reply than a completion
+CANARY_SEES = 0.01  # nats a token: the least change of ours that the engine must show
 CANARY = "Let us add the two numbers first. So the answer is \\boxed{12}."  # for `_check_acts`
 LORA_HINT = "vLLM needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank"
 
@@ -259,7 +260,7 @@ class TrainedPolicy:
         self.adapter = ""  # its name on the server
         self.gaps: list[list[float]] = []  # of rollouts: see `rollouts`
         self.canary_prompt: list[int] = []  # the first one asked for
-        self.canary_before: list[float] = []  # our numbers under the last adapter
+        self.canary_numbers: dict[str, tuple[list[float], list[float]]] = {}  # whose: ours, its
 
     def stream(self, rows_to_do, sampling, rows: int) -> Iterator[list[tuple[int, list[int]]]]:
         """As `rollout.stream`, by the present adapter. `rows` is the server's own limit here."""
@@ -312,23 +313,28 @@ class TrainedPolicy:
         self.adapter, self.changed = name, False
 
     def _check_acts(self, name: str, prompt: list[int]) -> None:
-        """ConnectionError if the engine's numbers are the base's or the adapter's before.
+        """ConnectionError if the engine's numbers stay where they were and ours have moved.
 
-        Where ours differ from those by more than rounding, an engine that uses the new adapter is
-        about as far away from them as we are.
+        The engine is compared with itself, under the base and the last adapter: its rounding is
+        larger than a step. A change of ours below CANARY_SEES tells nothing in bf16.
         """
-        prompt = self.canary_prompt = self.canary_prompt or prompt
-        canary = self.tokenizer.encode(CANARY, add_special_tokens=False)
+        if not self.canary_prompt:
+            self.canary_prompt = prompt
+            with self.lm.disable_adapter():
+                self.canary_numbers["base's"] = self._canary("")
+        now = self._canary(name)
+        for what, before in self.canary_numbers.items():
+            change, engines_change = (_mean_gap(*pair) for pair in zip(now, before))
+            if change > CANARY_SEES and engines_change < change / 4:
+                why = f"its numbers are the {what} within {engines_change:.1e} nats, ours differ by"
+                raise ConnectionError(f"{self.server.url}: {name} does not act: {why} {change:.1e}")
+        self.canary_numbers["last adapter's"] = now
+
+    def _canary(self, adapter: str) -> tuple[list[float], list[float]]:
+        """Our log-probabilities of one fixed completion, and the engine's under an adapter."""
+        prompt, canary = self.canary_prompt, self.tokenizer.encode(CANARY, add_special_tokens=False)
         ours = self.logprobs(self.lm, [prompt], [canary])[0].tolist()
-        with self.lm.disable_adapter():
-            base = self.logprobs(self.lm, [prompt], [canary])[0].tolist()
-        engine = self.server.logprobs_of(prompt, canary, name)
-        for what, others in (("base's", base), ("last adapter's", self.canary_before or base)):
-            effect, gap = _mean_gap(ours, others), _mean_gap(engine, others)
-            if gap < effect / 4:
-                why = f"its numbers are the {what} within {gap:.1e} nats, ours differ by"
-                raise ConnectionError(f"{self.server.url}: {name} does not act: {why} {effect:.1e}")
-        self.canary_before = ours
+        return ours, self.server.logprobs_of(prompt, canary, adapter)
 
     def _forget(self) -> None:
         """Unload the present adapter and remove its folder; no request is under way."""

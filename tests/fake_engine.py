@@ -13,7 +13,8 @@ class Engine(http.server.ThreadingHTTPServer):
     """Serves "base" and adapters. `answer` makes a reply to a completion: (status, JSON) or DROP.
 
     By itself an answer is three ids that differ from prompt to prompt, with a log-probability each;
-    and `prompt_logprob` is that of every token of a fixed completion, whatever the adapter.
+    and every token of a fixed completion has -1 under the base, and under an adapter
+    `prompt_logprob`; unless that is given, another number for each adapter.
     """
 
     daemon_threads = True
@@ -23,11 +24,15 @@ class Engine(http.server.ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         self.bases = [{"id": "base", "owned_by": "vllm", "root": "base", "parent": None}]
         self.adapters, self.calls, self.keys_seen = {}, [], []
-        self.answer, self.prompt_logprob = self.sampled, -1.0
+        self.answer, self.prompt_logprob = self.sampled, None
 
     def sampled(self, body):
         if "prompt_logprobs" in body:
-            places = [{str(token): {"logprob": self.prompt_logprob}} for token in body["prompt"]]
+            number = -1.0
+            if body["model"] in self.adapters:
+                loads = len(self.bodies("/v1/load_lora_adapter"))
+                number = -2.0 * loads if self.prompt_logprob is None else self.prompt_logprob
+            places = [{str(token): {"logprob": number}} for token in body["prompt"]]
             return 200, choices("length", token_ids=[1], prompt_logprobs=places)
         ids = [sum(body["prompt"]) % 200, 7, STOPS[0]]
         return 200, choices(token_ids=ids, logprobs={"token_logprobs": [-0.5, -1.5, -0.25]})

@@ -101,11 +101,20 @@ def test_the_gap_to_the_engines_log_probabilities_is_noted_for_each_rollout(poli
 
 
 def test_an_adapter_that_is_accepted_and_does_not_act_ends_the_step(engine, policy):
+    engine.prompt_logprob = -1.0  # as the base's
     step(policy, effect=0.3)  # the adapter is still without effect: base and adapter are one
     with pytest.raises(OSError, match=r"does not act: .*base's.*3\.0e-01"):
         step(policy)
     engine.prompt_logprob = -0.72  # ours is -.7: it acts, within the engine's rounding
     step(policy)
+
+
+def test_a_change_that_rounding_may_hide_proves_nothing(engine, policy):
+    engine.prompt_logprob = -1.0
+    step(policy, effect=0.009)
+    step(policy, effect=0.009)
+    with pytest.raises(OSError, match=r"does not act: .*base's.*1\.8e-02"):
+        step(policy)
 
 
 def test_an_engine_that_keeps_the_last_adapter_under_the_new_name_ends_the_step(engine, policy):
