@@ -98,6 +98,10 @@ def test_a_run_on_hostile_text_ends_well_and_leaves_its_bank_as_it_is(world_dir,
     texts = [text for name, text in TEXTS.items() if name != "a megabyte"]
     out = tmp_path / "run"
     changes = hostile_files(tmp_path / "files", texts) | {"verifier": config.Config.verifier}
+    changes["model"] = shutil.copytree(world_dir / "model", tmp_path / "model")
+    settings = json.loads((tmp_path / "model/config.json").read_text())
+    settings["max_position_embeddings"] = 60_000  # else it refuses the longest ones
+    (tmp_path / "model/config.json").write_text(json.dumps(settings))
     completes(sgsd.main, run_flags(world_dir, out, audit_every=1, batch_size=len(texts), **changes))
     used = skills.SkillBank.load(out / "bank/bank.json")
     assert used == skills.SkillBank.load(changes["bank"])
