@@ -9,6 +9,7 @@
     verify     verdicts per second
     memory     peak memory of scoring; Qwen3-8B on one card, by arithmetic
     scaling    cost against K, T, the bank's size and the number of ranks
+    operations how many a decoded token takes, with and without adapters
     cost       hours of the paper's run, by arithmetic; --gpu NAME: at that card's rates
 
 With --cuda on one GPU, at Qwen3-1.7B's shape. Tables are markdown. Peaks are above what the loaded
@@ -38,7 +39,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -47,7 +48,8 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Qwen3Config
 from transformers.utils import logging
 
 import rollout
@@ -265,8 +267,16 @@ class Counts:
         Each step reads all weights, each token its row's cache.
         """
         flops = self.forward(prompt + new, new) - self.forward(prompt, 0)
-        cache = 2 * self.kind * self.layers * self.kv * (prompt * new + new * new / 2)
-        return rows * flops, steps * self.weights + rows * cache
+        return rows * flops, steps * self.weights + rows * self.cache(prompt, new)
+
+    def cache(self, prompt: int, new: int) -> float:
+        """Bytes of a row's cache, summed over the tokens that read it."""
+        return 2 * self.kind * self.layers * self.kv * (prompt * new + new * new / 2)
+
+    def fp32(self, n: int) -> int:
+        """FLOPs of a forward that run in fp32: those of the adapters. A backward has three times
+        as many, with the second forward."""
+        return 2 * self.adapters * n
 
 
 @dataclass(frozen=True)
@@ -275,6 +285,7 @@ class Card:
 
     name: str
     flops: float  # per second, dense bf16
+    fp32: float  # the same in fp32, without tensor cores
     bandwidth: float  # bytes per second of its memory
     memory: float  # bytes
     source: str
@@ -284,25 +295,28 @@ CARDS = {
     "h100": Card(
         "H100 SXM",
         989e12,
+        67e12,
         3.35e12,
         80e9,
         "NVIDIA's H100 data sheet: 1,979 TFLOPS in bf16 with sparsity, so half of it dense; "
-        "3.35 TB/s",
+        "67 in fp32; 3.35 TB/s",
     ),
     "h200": Card(
         "H200 SXM",
         989e12,
+        67e12,
         4.8e12,
         141e9,
         "NVIDIA's H200 data sheet: 1,979 TFLOPS in bf16 with sparsity, so half of it dense; "
-        "4.8 TB/s",
+        "67 in fp32; 4.8 TB/s",
     ),
     "a100": Card(
         "A100 SXM, 80 GB",
         312e12,
+        19.5e12,
         2.039e12,
         80e9,
-        "NVIDIA's A100 data sheet: 312 TFLOPS in bf16, dense; 2,039 GB/s",
+        "NVIDIA's A100 data sheet: 312 TFLOPS in bf16, dense; 19.5 in fp32; 2,039 GB/s",
     ),
 }
 QWEN3 = {
@@ -379,9 +393,12 @@ class Part:
     flops: float
     moved: float  # bytes
     steps: float = 0  # of decoding; 0 where the model only scores or learns
+    joined: float = 0  # bytes of the cache that `generate` copies, since `cat` makes it anew
+    fp32: float = 0  # FLOPs in fp32, among the others
 
     def times(self, n: float) -> "Part":
-        return Part(self.name, n * self.flops, n * self.moved, n * self.steps)
+        rest = n * self.steps, n * self.joined, n * self.fp32
+        return Part(self.name, n * self.flops, n * self.moved, *rest)
 
     def limit(self, card: Card) -> float:
         """Seconds that the card takes at least."""
@@ -390,8 +407,11 @@ class Part:
     def expected(self, card: Card) -> tuple[float, float]:
         """Seconds expected, where `generate` decodes and where an engine does."""
         if self.steps:
-            return self.limit(card) + TOKEN_S * self.steps, ENGINE * self.limit(card)
-        return COMPUTE * self.limit(card), COMPUTE * self.limit(card)
+            whole = max(self.flops / card.flops, (self.moved + self.joined) / card.bandwidth)
+            return whole + TOKEN_S * self.steps, ENGINE * self.limit(card)
+        seconds = (self.flops - self.fp32) / card.flops + self.fp32 / card.fp32
+        expected = COMPUTE * max(seconds, self.moved / card.bandwidth)
+        return expected, expected
 
 
 def step_parts(c: Counts, gpus: int) -> list[Part]:
@@ -401,18 +421,21 @@ def step_parts(c: Counts, gpus: int) -> list[Part]:
     flops, moved = c.decoding(x, T, rows, T)
     forward, backward = c.forward(x + T, T), c.backward(x + T, T)
     teachers = rows * cfg.num_teachers * c.forward(GUIDED + T, T)
+    joined = 2 * rows * c.cache(x, T)
+    in_fp32 = rows * cfg.num_teachers * c.fp32(GUIDED + T)
     return [
-        Part("sampling", flops + rows * c.forward(x, 1), moved + c.weights, T),
-        Part("teachers", teachers, rows * c.weights),
-        Part("student", rows * (forward + backward), 3 * c.weights),
-        Part(COMPARED, rows * forward, rows * c.weights),
+        Part("sampling", flops + rows * c.forward(x, 1), moved + c.weights, T, joined),
+        Part("teachers", teachers, rows * c.weights, fp32=in_fp32),
+        Part("student", rows * (forward + backward), 3 * c.weights, fp32=4 * rows * c.fp32(x + T)),
+        Part(COMPARED, rows * forward, rows * c.weights, fp32=rows * c.fp32(x + T)),
     ]
 
 
 def decoded(c: Counts, name: str, prompt: int, samples: float, tokens: int, rows: int) -> Part:
     """Samples of one policy on one GPU, `rows` at a time."""
     steps = math.ceil(samples / rows) * tokens
-    return Part(name, *c.decoding(prompt, tokens, samples, steps), steps)
+    joined = 2 * samples * c.cache(prompt, tokens)
+    return Part(name, *c.decoding(prompt, tokens, samples, steps), steps, joined)
 
 
 def grpo_parts(c: Counts, gpus: int, T: int) -> list[Part]:
@@ -421,7 +444,7 @@ def grpo_parts(c: Counts, gpus: int, T: int) -> list[Part]:
     learned = rollouts * (c.forward(PLAIN + T, T) + c.backward(PLAIN + T, T))
     return [
         decoded(c, "sampling", PLAIN, rollouts, T, GRPO["rollout_rows"]),
-        Part("learning", learned, 3 * rollouts * c.weights),
+        Part("learning", learned, 3 * rollouts * c.weights, fp32=4 * rollouts * c.fp32(PLAIN + T)),
     ]
 
 
@@ -435,12 +458,14 @@ def probe_parts(c: Counts, rollouts: int) -> list[Part]:
     learned = rollouts * (c.forward(x + T, T) + c.backward(x + T, T))
     scored = rollouts * cfg.num_teachers * c.forward(GUIDED + T, T)
     passes = 3 * c.weights
+    once = 4 * rollouts * c.fp32(x + T)
+    both = once + rollouts * cfg.num_teachers * c.fp32(GUIDED + T)
     return [
         decoded(c, "sampling", x, rollouts, T, 64),
-        Part("GRPO's direction", learned, rollouts * passes),
-        Part("the covariance, twice", 2 * learned, 2 * rollouts * passes),
-        Part("the planned direction", scored + learned, rollouts * (c.weights + passes)),
-        Part("each further row", scored + learned, rollouts * (c.weights + passes)),
+        Part("GRPO's direction", learned, rollouts * passes, fp32=once),
+        Part("the covariance, twice", 2 * learned, 2 * rollouts * passes, fp32=2 * once),
+        Part("the planned direction", scored + learned, rollouts * (c.weights + passes), fp32=both),
+        Part("each further row", scored + learned, rollouts * (c.weights + passes), fp32=both),
     ]
 
 
@@ -455,12 +480,11 @@ def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
     rows, long = eval_rows(c, EVAL_TOKENS, card.memory), cfg.cold_start_tokens
     seeds, window = cfg.cold_start / GPUS, cfg.evolve_every * cfg.batch_size / GPUS
     onlines, policies = cfg.steps // cfg.evolve_every, 1 + cfg.steps // cfg.checkpoint_every
-    solving = Part("solving", *costs["cold start, solving"], math.ceil(seeds / rows) * long)
-    turns = math.ceil(seeds / 16) * cfg.reply_tokens
-    extracting = Part("extracting", *costs["cold start, extracting"], turns)
-    merging = Part("merging", *costs["cold start, merging"], MERGE_STEPS)
-    turns = math.ceil(window / 16) * cfg.reply_tokens
-    evolving = Part("extracting", *costs["an evolution of the bank, extracting"], turns)
+    solving = decoded(c, "solving", PLAIN, seeds, long, rows)
+    extracting = decoded(c, "extracting", MEMORY, seeds, cfg.reply_tokens, 16)
+    joined = 2 * MERGES / GPUS * c.cache(*MERGE)
+    merging = Part("merging", *costs["cold start, merging"], MERGE_STEPS, joined)
+    evolving = decoded(c, "extracting", MEMORY, window, cfg.reply_tokens, 16)
     whole = decoded(c, "decoding", PLAIN, 12 * 90 / GPUS, EVAL_TOKENS, rows)
     small, skilled = (decoded(c, name, n, 200, 4096, 16) for name, n in SMALL.items())
     T, grpo_T = cfg.max_new_tokens, GRPO["max_new_tokens"]
@@ -508,8 +532,9 @@ def cost_by_data_sheet(card: Card) -> None:
         f"\nAll but the small parts are on one of {GPUS} GPUs. Prompts have {PLAIN} and {GUIDED} "
         f"tokens, with skills {SMALL['with skills']:,} (assumed); completions are as long as they "
         "may be. Limit: FLOPs over FLOP/s or bytes over bytes/s, whichever is more. Expected: "
-        f"scoring and learning {COMPUTE:g} times the limit, as measured on a CPU; generate "
-        f"{1000 * TOKEN_S:.0f} ms more for each token of a batch (assumed); an engine {ENGINE:g} "
+        f"scoring and learning {COMPUTE:g} times the limit, as measured on a CPU, the adapters "
+        f"in fp32; generate {1000 * TOKEN_S:.0f} ms more for each token of a batch (assumed), and "
+        f"a copy of its cache for each, two thirds of the cache's traffic; an engine {ENGINE:g} "
         "times the limit (assumed; adapters alone 1.33 to 1.39 times, trl#7017). Left out: "
         "embedding, verdicts, loading, the merges of evolutions of the bank."
     )
@@ -1059,6 +1084,40 @@ def verify(args: Args, s: Shape, device: torch.device) -> None:
     table("verify: one worker, pairs not seen before", device, "what | measured", lines)
 
 
+# ------------------------------------------------------------------------------------- operations
+
+VIEWS = "view t transpose unsqueeze slice expand _unsafe_view select permute alias detach".split()
+VIEWS += "split unbind reshape squeeze as_strided".split()
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that are run, views left out."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._schema.name.partition("::")[2] not in VIEWS
+        return function(*args, **(kwargs or {}))
+
+
+def operations(args: Args, s: Shape, device: torch.device) -> None:
+    """Print how many operations a decoded token takes in 28 layers, whatever their width."""
+    lines = []
+    for name in ("base", "with adapters"):
+        model = random_model(replace(s, layers=28), device, vocab=1024).to(torch.bfloat16)
+        if name != "base":
+            model = models.with_adapters(model, 64, 128, 1 << 30)
+        model.eval()
+        ids, cache = torch.ones(2, 6, dtype=torch.long, device=device), DynamicCache()
+        mask = torch.ones_like(ids)
+        with torch.inference_mode():
+            model(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache)
+            with Operations() as seen:
+                model(ids[:, 5:], attention_mask=mask, past_key_values=cache)
+        lines.append((name, f"{seen.count:,}"))
+    table("operations of one decoded token, 28 layers", device, "model | operations", lines)
+
+
 Mode = Callable[[Args, Shape, torch.device], None]
 MODES: dict[str, Mode] = {
     "cost": cost,
@@ -1069,6 +1128,7 @@ MODES: dict[str, Mode] = {
     "verify": verify,
     "memory": memory,
     "scaling": scaling,
+    "operations": operations,
 }
 
 

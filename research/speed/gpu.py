@@ -1,6 +1,6 @@
 """What must be checked on a GPU, step by step, logged to a folder; a failed step does not end it.
 
-    python research/speed/gpu.py OUT          tests, runs of the tiny preset, bench.py --cuda
+    python research/speed/gpu.py OUT          tests, runs of tiny, bench.py --cuda, large.py
     python research/speed/gpu.py OUT --cpu    the same in small without a GPU, to rehearse it
 
 Two runs with one seed in fp32 should sample the same ids; the last line counts those that do. A
@@ -42,6 +42,9 @@ def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
         modes, how = ("score", "step"), ["--shape", "tiny", "--repeats", "1", "--one-process"]
     for mode in modes:
         steps_of[mode] = ["research/speed/bench.py", mode, *how]
+    for mode in ("masks", "step", "decode", "row"):
+        words = ["research/speed/large.py", mode]
+        steps_of[f"large_{mode}"] = [*words, "--cpu"] if in_small else words
     return steps_of
 
 

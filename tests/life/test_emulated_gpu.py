@@ -4,12 +4,15 @@ Each test starts a process of its own, since a process has the emulation for goo
 kernels, memory and speed that this says nothing about: research/speed/gpu.py tries those.
 """
 
+import concurrent.futures
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
+from driver import rows
 
 BEGIN = """
 import os, pathlib, sys
@@ -43,11 +46,11 @@ os._exit(0)  # the emulation does not end in an orderly way
 """
 
 
-def on_the_emulated_gpu(script, world_dir, out):
-    """The end of what a process prints that runs a script there; it must succeed."""
+def on_the_emulated_gpu(script, world_dir, out, group=()):
+    """What a process prints that runs a script there; it must succeed. group: its environment."""
     parts = {"root": str(ROOT), "tests": str(ROOT / "tests"), "world": str(world_dir)}
     source = BEGIN.format(out=str(out), **parts) + script + END
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **dict(group)}
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=env)
     assert done.returncode == 0 and "done" in done.stdout, done.stderr[-3000:]
     return done.stdout
@@ -115,3 +118,59 @@ assert found[0][0] == found[1][0]
 torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-5)
 """
     on_the_emulated_gpu(script, world_dir, tmp_path / "run")
+
+
+@pytest.mark.long
+def test_what_compares_a_gpu_with_the_cpu_holds_there(world_dir, tmp_path):
+    script = """
+sys.path.insert(0, os.path.join(os.path.dirname(emulated_gpu.__file__), "life"))
+import test_device
+from conftest import make_tokenizer
+
+test_device.DEVICE = emulated_gpu.DEVICE
+test_device.test_log_probabilities_and_gradients_are_the_cpus()
+test_device.test_a_left_padded_row_has_the_logits_of_the_row_alone(torch.float32)
+test_device.test_a_left_padded_row_has_the_logits_of_the_row_alone(torch.bfloat16)
+test_device.test_greedy_rows_do_not_depend_on_the_batch(make_tokenizer())
+"""
+    on_the_emulated_gpu(script, world_dir, tmp_path / "run")
+
+
+@pytest.mark.long
+def test_two_processes_there_sample_as_one(world_dir, tmp_path):
+    """In the place of NCCL's two operations stand gloo's, over a copy on the CPU."""
+    script = """
+import torch.distributed as dist
+
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    group = distributed.World(dist.get_rank(), 2, emulated_gpu.DEVICE)
+    distributed.init = lambda device="auto": group
+
+    def over_the_cpu(operation):
+        def run(tensor, **settings):
+            copy = tensor.detach().cpu()
+            operation(copy, **settings)
+            tensor.copy_(copy)
+
+        return run
+
+    dist.all_reduce, dist.broadcast = over_the_cpu(dist.all_reduce), over_the_cpu(dist.broadcast)
+train(steps=3)
+"""
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    on_the_emulated_gpu(script, world_dir, alone)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        ranks = []
+        for rank in "01":
+            of_rank = {**group, "RANK": rank, "LOCAL_RANK": rank}
+            ranks.append(pool.submit(on_the_emulated_gpu, script, world_dir, shared, of_rank))
+        for done in ranks:
+            done.result()
+    one, two = (rows(out / "rollouts.jsonl") for out in (alone, shared))
+    assert len(one) == len(two) == 12
+    for row, other in zip(one, two):
+        assert row["completion_ids"] == other["completion_ids"]

@@ -1,0 +1,232 @@
+"""Qwen3-1.7B's shape on a GPU, with random weights and no hub: where do the milliseconds go?
+
+    python research/speed/large.py step       two steps of SGSD, torch.profiler; again on two GPUs
+    python research/speed/large.py row        one row of 38,912 tokens: seconds and peak memory
+    python research/speed/large.py decode     ms a token: base, adapters, compiled layers, Liger
+    python research/speed/large.py masks      rows that are masked whole give no NaN
+
+With --cpu the same in small, to rehearse it. The host's share of a step is the part of its wall
+time in which the GPU ran no kernel.
+"""
+
+import argparse
+import functools
+import importlib.util
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoTokenizer
+
+import rollout
+import scoring
+import sgsd
+import skills
+from lib import config
+from lib import model as models
+from lib.run import Run
+from research.markdown_table import head_of, row_of
+from research.speed.bench import SHAPES, Shape, clock, random_model, stop_after
+
+Args = argparse.Namespace
+
+
+def shape(args: Args) -> Shape:
+    return SHAPES["tiny" if args.cpu else "qwen3-1.7b"]
+
+
+def with_tokenizer(model: Any, folder: pathlib.Path) -> pathlib.Path:
+    """Save a model with the tokenizer of tiny/, whose ids are among its own."""
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ROOT / "tiny" / "model").save_pretrained(folder)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------- step
+
+
+def step(args: Args, device: torch.device) -> None:
+    """Profile two steps on one GPU; where there are two, run them there once more."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        if args.cpu:  # its vocabulary must hold the tokenizer's
+            model = random_model(shape(args), device, vocab=1024)
+        else:
+            model = random_model(shape(args), device)
+        with_tokenizer(stop_after(model, 0), folder / "model")
+        del model
+        words = f"--preset tiny --model {folder / 'model'} --bank {ROOT}/banks/word_problems.json"
+        words += f" --steps 2 --evolve-every 0 --audit-every 0 --device {device.type}"
+        words += f" --batch-size {4 if args.cpu else 32} --max-new-tokens {8 if args.cpu else 64}"
+        words += " --rollout-rows 32 --num-teachers 8 --lora-rank 64 --lora-alpha 128"
+        profiled(words + f" --out {folder / 'one'}", device)
+        if torch.cuda.device_count() > 1:
+            command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+            command += ["sgsd.py", *f"{words} --out {folder / 'two'}".split()]
+            done = subprocess.run([sys.executable, *command], cwd=ROOT)
+            print(f"\ntwo GPUs: exit code {done.returncode}")
+
+
+def profiled(words: str, device: torch.device) -> None:
+    """Run sgsd.py's steps, and print the ten longest kernels of the second one."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    cfg = config.parse(words.split(), None, config.Config)
+
+    def step_fn(run: Run, number: int) -> tuple[list[dict], float]:
+        if number < cfg.steps:  # it warms up
+            return sgsd.train_step(run, number)
+        with profile(activities=activities) as watched:
+            began = clock(device)
+            result = sgsd.train_step(run, number)
+            seconds = clock(device) - began
+        print_kernels(watched, seconds, device)
+        return result
+
+    with Run.open(cfg, skills.SkillBank.load) as run:
+        if sgsd.train(run, step_fn):
+            raise RuntimeError("the run ended early")
+
+
+def print_kernels(watched: Any, seconds: float, device: torch.device) -> None:
+    on_gpu = device.type == "cuda"
+    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    rows = sorted(watched.key_averages(), key=lambda row: -getattr(row, name))
+    total = sum(getattr(row, name) for row in rows) / 1e6
+    print(f"\na step takes {seconds:.2f} s; kernels {total:.2f} s", end="")
+    print(f", so the host's share is {max(0.0, 1 - total / seconds):.0%}\n" if on_gpu else "\n")
+    print("\n".join(head_of(["kernel", "calls", "ms", "share"])))
+    for row in rows[:10]:
+        ms = getattr(row, name) / 1e3
+        print(row_of([row.key[:60], row.count, f"{ms:.1f}", f"{ms / 1e3 / total:.0%}"]))
+
+
+# ---------------------------------------------------------------------------------- row and decode
+
+
+def decoded(model: Any, tokens: int, rows: int, device: torch.device) -> float:
+    """Seconds in which `rollout.generate` decodes rows of so many tokens."""
+    stop_after(model, 0)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
+    prompts, keys = [list(range(5, 69))] * rows, list(range(rows))
+    sampling = rollout.Sampling(max_new_tokens=tokens)
+    with_stops = functools.partial(rollout.generate, model, tokenizer)
+    began = clock(device)
+    found = with_stops(prompts, sampling, keys)
+    assert all(len(ids) <= tokens for ids in found)
+    return clock(device) - began
+
+
+def row(args: Args, device: torch.device) -> None:
+    tokens = 64 if args.cpu else 38912
+    model = random_model(shape(args), device, vocab=1024 if args.cpu else 0)
+    seconds = decoded(model, tokens, 1, device)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    print(
+        f"one row of {tokens:,} tokens: {seconds:.0f} s, {1000 * seconds / tokens:.1f} ms a token"
+    )
+    print(f"peak memory {peak:.1f} GiB")
+
+
+def compiled(model: Any) -> Any:
+    for layer in scoring.causal_lm(model).model.layers:
+        layer.compile(dynamic=True)
+    return model
+
+
+def decode(args: Args, device: torch.device) -> None:
+    """Milliseconds a token of 16 rows, with and without adapters, and what two remedies gain."""
+    tokens, rows = (8, 2) if args.cpu else (256, 16)
+
+    def base() -> Any:
+        return random_model(shape(args), device, vocab=1024 if args.cpu else 0)
+
+    def adapted() -> Any:
+        return models.with_adapters(base(), 64, 128, 1 << 30)
+
+    def liger() -> Any:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+        apply_liger_kernel_to_qwen3()
+        return adapted()
+
+    ways: dict[str, Callable[[], Any]] = {"base": base, "adapters": adapted}
+    ways["adapters, layer.compile(dynamic=True)"] = lambda: compiled(adapted())
+    if importlib.util.find_spec("liger_kernel") and device.type == "cuda":
+        ways["adapters, Liger's kernels"] = liger  # the last one: it changes the classes
+    print("\n".join(head_of(["way", "ms a token", "of adapters alone"])))
+    times: dict[str, float] = {}
+    for name, make in ways.items():
+        try:
+            model = make()
+            decoded(model, tokens, rows, device)  # warms up, and compiles
+            times[name] = 1000 * decoded(model, tokens, rows, device) / tokens
+        except Exception as e:  # one try each
+            print(row_of([name, f"{type(e).__name__}: {str(e)[:80]}", ""]))
+            continue
+        ratio = times[name] / times["adapters"] if "adapters" in times else None
+        shown = f"{times[name]:.2f}", f"{ratio:.2f}" if ratio else ""
+        print(row_of([name, *shown]), flush=True)
+    print("\na remedy is kept if it is below 0.80")
+
+
+# ------------------------------------------------------------------------------------------ masks
+
+
+def masks(args: Args, device: torch.device) -> None:
+    """Forward and backward with a row of padding alone in the batch: no NaN, and the same numbers.
+
+    cuDNN's attention gave NaN in the backward pass of such rows (pytorch#196678).
+    """
+    model = models.with_adapters(random_model(shape(args), device, vocab=1024), 16, 32, 1 << 30)
+    lengths = (7, 300, 40)
+    prompts = [list(range(5, 5 + n)) for n in lengths]
+    ids = [list(range(100, 100 + n)) for n in (50, 3, 20)]
+    logp = scoring.token_logprobs(model, prompts, ids, grad=True)
+    logp.sum().backward()
+    grads = [p.grad for p in models.trained(model).values() if p.grad is not None]
+    assert torch.isfinite(logp).all() and all(torch.isfinite(g).all() for g in grads)
+    x = torch.randint(5, 900, (2, 64), device=device)
+    mask = torch.ones_like(x)
+    mask[1] = 0  # masked whole
+    out = model(input_ids=x, attention_mask=mask, use_cache=False).logits
+    out[0].float().sum().backward()
+    assert torch.isfinite(out[0]).all(), "NaN beside a row that is masked whole"
+    assert all(torch.isfinite(g).all() for g in grads), "NaN in the gradient"
+    alone = model(input_ids=x[:1], use_cache=False).logits
+    gap = float((out[0] - alone[0]).detach().abs().max())
+    print(f"no NaN; beside a row that is masked whole the logits differ by {gap:.1e}")
+
+
+MODES: dict[str, Callable[[Args, torch.device], None]] = {
+    "step": step,
+    "row": row,
+    "decode": decode,
+    "masks": masks,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("what", choices=MODES)
+    parser.add_argument("--cpu", action="store_true", help="a rehearsal, in small")
+    args = parser.parse_args(argv)
+    device = torch.device("cpu" if args.cpu else "cuda")
+    began = time.perf_counter()
+    MODES[args.what](args, device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"\n{name}, torch {torch.__version__}: {time.perf_counter() - began:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
