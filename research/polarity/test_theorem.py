@@ -1,4 +1,4 @@
-"""What a support can be: the claims of docs/polarity.md on toy worlds, enumerated and not sampled.
+"""What a support can be: the claims of derivation.md on toy worlds, enumerated and not sampled.
 
     python -m pytest research/polarity
 
