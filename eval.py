@@ -383,14 +383,8 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[Key, di
             rolls = rollout.judge(tokenizer, stops, asked, contexts, completions, verifier)
             rows = []
             for (i, _), roll in zip(turn, rolls):
-                name, problem_id, number = missing[i]
-                row = {"set": name, "id": problem_id, "sample": number}
-                row["digest"] = digest_of(unsolved[i], policy)
-                for key in ("gold", "pred", "r", "truncated", "text"):
-                    row[key] = getattr(roll, key)
-                row["tokens"] = len(roll.completion_ids)
-                row["engine"] = server.engine if server else "generate"
-                rows.append(row)
+                engine = server.engine if server else "generate"
+                rows.append(row_of(missing[i], digest_of(unsolved[i], policy), roll, engine))
             return rows
 
         longest = max(map(len, prompts))
@@ -430,6 +424,13 @@ def load_policy(
         lm = model.load_adapter(lm, policy.path, world.device)
     stream = functools.partial(rollout.stream, lm, tokenizer)
     return lm, tokenizer, functools.partial(stream, sampling=sampling, rows=cfg.rows)
+
+
+def row_of(key: Key, problem_digest: str, roll: rollout.Rollout, engine: str) -> dict:
+    """A line of samples.jsonl."""
+    row = {"set": key[0], "id": key[1], "sample": key[2], "digest": problem_digest}
+    row |= {"gold": roll.gold, "pred": roll.pred, "r": roll.r, "truncated": roll.truncated}
+    return row | {"tokens": len(roll.completion_ids), "text": roll.text, "engine": engine}
 
 
 # ------------------------------------------------------------------------- figures and comparisons

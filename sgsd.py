@@ -218,7 +218,9 @@ def prompt_ids(run: Run, text: str, thinking: str) -> list[int]:
     one; "bare" has none, so a thinking model would open its own.
     """
     ids = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
-    run.refuse_long_prompt(ids, text)
+    if len(ids) > run.cfg.max_prompt_tokens:
+        rule = f"--max-prompt-tokens is {run.cfg.max_prompt_tokens}; raise it, or drop the problem"
+        raise ValueError(f"a prompt has {len(ids)} tokens, {rule}: {text[:200]!r}")
     return ids
 
 
@@ -396,7 +398,8 @@ def check_bank(run: Run) -> None:
     skill = max(bank.general_skills, key=lambda e: len(skills.entry_text(e, "general_skills")))
     mistake = max(bank.common_mistakes, key=lambda e: len(skills.entry_text(e, "common_mistakes")))
     longest = max(run.problems, key=lambda x: len(x.problem))
-    prompts(run, longest, [SkillPair(skill, mistake, 0.0, 0.0)])
+    _, (teacher,) = prompts(run, longest, [SkillPair(skill, mistake, 0.0, 0.0)])
+    model.refuse_beyond_context(run.lm, len(teacher), cfg.max_new_tokens, "--max-new-tokens")
 
 
 def evolve_bank(run: Run, step: int, rows: list[dict]) -> None:

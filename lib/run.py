@@ -145,14 +145,6 @@ class Run:
         ids_by_index = dict(itertools.chain.from_iterable(turns))
         return [ids_by_index[i] for i in range(len(rows))]
 
-    def refuse_long_prompt(self, ids: list[int], text: str) -> None:
-        """ValueError where a prompt is too long for --max-prompt-tokens or the model's context."""
-        cfg = self.cfg
-        if len(ids) > cfg.max_prompt_tokens:
-            rule = f"--max-prompt-tokens is {cfg.max_prompt_tokens}; raise it, or drop the problem"
-            raise ValueError(f"a prompt has {len(ids)} tokens, {rule}: {text[:200]!r}")
-        model.refuse_beyond_context(self.lm, len(ids), cfg.max_new_tokens, "--max-new-tokens")
-
     def shared_sample(
         self,
         prompts: list[list[int]],
@@ -520,6 +512,9 @@ def prepare_training(
 ) -> None:
     """The adapters, the optimizer, the last checkpoint, the encoder; the server's adapter."""
     cfg = run.cfg
+    longest = max((x.problem for x in run.problems), key=len)
+    prompt = rollout.chat_ids(run.tokenizer, longest, thinking="closed")
+    model.refuse_beyond_context(run.lm, len(prompt), cfg.max_new_tokens, "--max-new-tokens")
     torch.manual_seed(cfg.seed)
     run.lm = model.with_adapters(run.lm, cfg.lora_rank, cfg.lora_alpha, cfg.checkpoint_above)
     run.stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
