@@ -17,23 +17,27 @@ from it (-1). If its opinion is too weak, it is ignored (0).
 This file is Algorithm 1 from top to bottom: the objective, a step, the bank, the loop. What a run
 keeps on disk is lib/run.py. Tags such as S3 and D7 are rows of docs/decisions.md.
 
-Defaults. Problems: DAPO-Math-17k in English; math-verify compares the answer in a solution's last
-box with the reference. K = 8 teachers, c_Delta = 3 nats, eps_a = 0.05 nats, tau_g = 1. 200 steps of
-32 problems; an epoch is a permutation of all problems, and a step may take from two. One solution
-each, of at most 1,024 tokens, drawn from the present policy at temperature 1.1: the 20 likeliest
-tokens, and of these, renormalised, the nucleus of top-p 0.95. Base weights bf16 on a GPU. LoRA of
-rank 64 and alpha 128 on all seven projections, in fp32, B = 0 at first, no dropout. AdamW at 5e-6,
-falling linearly, betas 0.9 and 0.999, eps 1e-8, without weight decay; gradient norm clipped to 0.1.
-Log-probabilities are the model's own, at temperature 1, in nats and fp32.
+Defaults. Problems: DAPO-Math-17k in English, without duplicates (D8); the student's prompt adds
+only the request to box the answer. math-verify compares the last box after the thinking with the
+reference; thinking that never ends holds no answer. K = 8 teachers, c_Delta = 3 nats, eps_a = 0.05
+nats, tau_g = 1. 200 steps of 32 problems; an epoch is a permutation of all problems, and a step may
+take from two. One solution each, of at most 1,024 tokens, drawn from the present policy at
+temperature 1.1: the 20 likeliest tokens, and of these, renormalised, the nucleus of top-p 0.95.
+Base weights bf16 on a GPU. LoRA of rank 64 and alpha 128 on all seven projections, in fp32, B = 0
+at first, no dropout. AdamW at 5e-6, falling linearly, betas 0.9 and 0.999, eps 1e-8, without weight
+decay; gradient norm clipped to 0.1. Log-probabilities are the model's own, at temperature 1, in
+nats and fp32.
 
 The bank. Texts of prompts are in prompts/. The encoder, Qwen3-Embedding-0.6B, embeds the bare
-problem and an entry's fields in a row. 256 problems, solved in thinking mode at temperature 1 in up
-to 38,912 tokens, give the first bank; its writer sees a solution's two ends without the thinking,
-and replies in up to 4,096 tokens. Lists merge H = 32 items at a time, in order, layer by layer,
-until one group is left or P = 3 layers in a row made the list no shorter. Every F = 25 steps,
-unless the success since is gamma = 0.8, each rollout since gives up to three candidates. Those
-merge with each other and then with the entries added before: N = 5 net new ones at most in both
-lists together, C = 30 in each, the first bank's not counted; what is too much is cut from the end.
+problem, and an entry as "title. principle. when to apply". 256 problems, solved in thinking mode at
+temperature 1 in up to 38,912 tokens, give the first bank; its writer sees a solution's first and
+last 1,000 characters without the thinking, and replies in up to 4,096 tokens. Lists merge H = 32
+items at a time, in order, layer by layer, until one group is left or P = 3 layers in a row made the
+list no shorter; a group of one, or one with a reply that is lost or longer, stays as it is. Every
+F = 25 steps, unless the success since is gamma = 0.8, each rollout since gives up to three
+candidates. Those merge with each other and then with the entries added before: N = 5 net new ones
+at most in both lists together, the list that grew more cut first, from its end; and C = 30 in each
+list, the first bank's not counted.
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
@@ -348,7 +352,8 @@ def record(run: Run, step: int, example: Example, result: RolloutLoss) -> dict:
 def writer(run: Run, step: int) -> skills.Writer:
     """The present policy as the writer of the bank's entries; ranks share its prompts.
 
-    It answers greedily without thinking, in JSON; a reply that cannot be read is sampled once more.
+    It answers greedily without thinking, in JSON. A reply that cannot be read is sampled once more,
+    at temperature 1.1, top-p 0.95 and top-k 20; then it is lost, and with it a memory's candidates.
     """
     reply_tokens = run.cfg.reply_tokens
     return skills.Writer(
@@ -441,7 +446,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
         shares = distributed.gather(rows_of_rank, run.world)
         rows = sorted(itertools.chain.from_iterable(shares), key=lambda row: row["index"])
         run.log(step, rows, norm)
-        code = run.end_step(norm)
+        code = run.end_step(norm)  # a signal, or three steps in a row that were not finite
         if code:
             return code
         if uses_skill_bank:
