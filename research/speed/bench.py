@@ -1115,7 +1115,7 @@ def operations(args: Args, s: Shape, device: torch.device) -> None:
             with Operations() as seen:
                 model(ids[:, 5:], attention_mask=mask, past_key_values=cache)
         lines.append((name, f"{seen.count:,}"))
-    table("operations of one decoded token, 28 layers", device, "model | operations", lines)
+    table("operations: of one decoded token, 28 layers", device, "model | operations", lines)
 
 
 Mode = Callable[[Args, Shape, torch.device], None]
