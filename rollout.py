@@ -207,7 +207,7 @@ def stream(
     rows: how many decode at a time; a finished row leaves the batch, and the next one joins.
     The sampled ids end on the stop id, or at the row's limit.
     Hugging Face's `generate` decodes, TURN_TOKENS at a call, and keeps the cache between calls. The
-    model's own generation_config has no say. The model is in eval mode until the stream ends.
+    model's own generation_config changes nothing. The model is in eval mode until the stream ends.
     Raises ValueError on an empty prompt, on rows < 1, and as `stop_ids` does.
     """
     if rows < 1 or not all(row.prompt for row in rows_to_do):

@@ -17,14 +17,27 @@ from it (-1). If its opinion is too weak, it is ignored (0).
 This file is Algorithm 1 from top to bottom: the objective, a step, the bank, the loop. What a run
 keeps on disk is lib/run.py. Tags such as S3 and D7 are rows of docs/decisions.md.
 
-Defaults. K = 8 teachers, c_Delta = 3 nats, eps_a = 0.05 nats, tau_g = 1. 200 steps of 32 problems;
-an epoch is a permutation of all problems. One solution each, of at most 1,024 tokens, drawn from
-the present policy at temperature 1.1, top-p 0.95, top-k 20. LoRA of rank 64 and alpha 128 on all
-seven projections; AdamW without weight decay at 5e-6, falling linearly; gradient norm clipped to
-0.1. Log-probabilities are the model's own, at temperature 1 and without dropout, in nats and fp32.
-The bank: 256 problems, solved in thinking mode at temperature 1 in up to 38,912 tokens, give the
-first one, merged H = 32 items at a time until P = 3 layers bring nothing. It evolves every F = 25
-steps, unless the success since is gamma = 0.8: by N = 5 entries at most, to C = 30 in each list.
+Defaults. Problems: DAPO-Math-17k in English, without duplicates (D8); the student's prompt adds
+only the request to box the answer. math-verify compares the last box after the thinking with the
+reference; thinking that never ends holds no answer. K = 8 teachers, c_Delta = 3 nats, eps_a = 0.05
+nats, tau_g = 1. 200 steps of 32 problems; an epoch is a permutation of all problems, and a step may
+take from two. One solution each, of at most 1,024 tokens, drawn from the present policy at
+temperature 1.1: the 20 likeliest tokens, and of these, renormalised, the nucleus of top-p 0.95.
+Base weights bf16 on a GPU. LoRA of rank 64 and alpha 128 on all seven projections, in fp32, B = 0
+at first, no dropout. AdamW at 5e-6, falling linearly, betas 0.9 and 0.999, eps 1e-8, without weight
+decay; gradient norm clipped to 0.1. Log-probabilities are the model's own, at temperature 1, in
+nats and fp32.
+
+The bank. Texts of prompts are in prompts/. The encoder, Qwen3-Embedding-0.6B, embeds the bare
+problem, and an entry as "title. principle. when to apply". 256 problems, solved in thinking mode at
+temperature 1 in up to 38,912 tokens, give the first bank; its writer sees a solution's first and
+last 1,000 characters without the thinking, and replies in up to 4,096 tokens. Lists merge H = 32
+items at a time, in order, layer by layer, until one group is left or P = 3 layers in a row made the
+list no shorter; a group of one, or one with a reply that is lost or longer, stays as it is. Every
+F = 25 steps, unless the success since is gamma = 0.8, each rollout since gives up to three
+candidates. Those merge with each other and then with the entries added before: N = 5 net new ones
+at most in both lists together, the list that grew more cut first, from its end; and C = 30 in each
+list, the first bank's not counted.
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
@@ -339,7 +352,8 @@ def record(run: Run, step: int, example: Example, result: RolloutLoss) -> dict:
 def writer(run: Run, step: int) -> skills.Writer:
     """The present policy as the writer of the bank's entries; ranks share its prompts.
 
-    It answers greedily without thinking, in JSON; a reply that cannot be read is sampled once more.
+    It answers greedily without thinking, in JSON. A reply that cannot be read is sampled once more,
+    at temperature 1.1, top-p 0.95 and top-k 20; then it is lost, and with it a memory's candidates.
     """
     reply_tokens = run.cfg.reply_tokens
     return skills.Writer(
@@ -385,20 +399,11 @@ def begin_bank(run: Run) -> None:
 
 def check_bank(run: Run) -> None:
     """ValueError if a list is empty, one of --bank below K entries, or a prompt too long."""
-    cfg, bank = run.cfg, run.bank
-    shorter = min(len(bank.general_skills), len(bank.common_mistakes))
-    is_given = cfg.bank and not run.step
-    where = f"--bank {cfg.bank}: {bank.sizes}" if is_given else skills.describe(bank)
-    if not shorter:
-        fix = "give another bank, easier or harder problems, or a larger --cold-start"
-        raise ValueError(f"{where}: no pair, no teacher (S8); {fix}")
-    if is_given and shorter < cfg.num_teachers:
-        rule = f"--num-teachers {cfg.num_teachers} needs as many of each; lower it"
-        raise ValueError(f"{where}: {rule}")
-    skill = max(bank.general_skills, key=lambda e: len(skills.entry_text(e, "general_skills")))
-    mistake = max(bank.common_mistakes, key=lambda e: len(skills.entry_text(e, "common_mistakes")))
+    cfg = run.cfg
+    given = "" if run.step else cfg.bank
+    skills.refuse_short(run.bank, given, cfg.num_teachers)
     longest = max(run.problems, key=lambda x: len(x.problem))
-    _, (teacher,) = prompts(run, longest, [SkillPair(skill, mistake, 0.0, 0.0)])
+    _, (teacher,) = prompts(run, longest, [skills.longest_pair(run.bank)])
     model.refuse_beyond_context(run.lm, len(teacher), cfg.max_new_tokens, "--max-new-tokens")
 
 
@@ -441,7 +446,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
         shares = distributed.gather(rows_of_rank, run.world)
         rows = sorted(itertools.chain.from_iterable(shares), key=lambda row: row["index"])
         run.log(step, rows, norm)
-        code = run.end_step(norm)
+        code = run.end_step(norm)  # a signal, or three steps in a row that were not finite
         if code:
             return code
         if uses_skill_bank:

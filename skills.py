@@ -64,7 +64,8 @@ class SkillBank:
         try:
             data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as e:
-            raise ValueError(f"bank {path}: cannot be read as JSON ({e}); is it a bank?") from None
+            cause = e.strerror if isinstance(e, OSError) else f"{e}; is it a bank's JSON?"
+            raise ValueError(f"bank {path}: cannot be read: {cause}") from None
         if not isinstance(data, dict):
             raise ValueError(f"bank {path}: a JSON object is wanted, got {type(data).__name__}")
         for key in FIELDS:
@@ -562,6 +563,28 @@ def describe(bank: SkillBank) -> str:
         line += "{truncated_seed_solutions} cut; {lost_replies} replies lost"
         line = line.format(**about)
     return line
+
+
+def refuse_short(bank: SkillBank, path: str, num_teachers: int) -> None:
+    """ValueError if a list is empty, or one of a bank that --bank names is below K entries.
+
+    path: the value of --bank; "" for a bank that the run has made.
+    """
+    shorter = min(len(bank.general_skills), len(bank.common_mistakes))
+    where = f"--bank {path}: {bank.sizes}" if path else describe(bank)
+    if not shorter:
+        fix = "give another bank, easier or harder problems, or a larger --cold-start"
+        raise ValueError(f"{where}: no pair, no teacher (S8); {fix}")
+    if path and shorter < num_teachers:
+        rule = f"--num-teachers {num_teachers} needs as many of each; lower it"
+        raise ValueError(f"{where}: {rule}")
+
+
+def longest_pair(bank: SkillBank) -> SkillPair:
+    """The longest skill with the longest mistake, in characters: no teacher has a longer prompt."""
+    skill = max(bank.general_skills, key=lambda e: len(entry_text(e, "general_skills")))
+    mistake = max(bank.common_mistakes, key=lambda e: len(entry_text(e, "common_mistakes")))
+    return SkillPair(skill, mistake, 0.0, 0.0)
 
 
 def _without_copies(entries: list[dict], static: list[dict], key: str) -> list[dict]:

@@ -395,7 +395,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def name_of(program: str) -> str:
-    """The name that stands before an error: "sgsd" of "python sgsd.py"."""
+    """The name in front of an error: "sgsd" of "python sgsd.py"."""
     return program.removesuffix(".py").replace(".", " ").split()[-1]
 
 

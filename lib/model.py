@@ -7,6 +7,7 @@ state (safetensors and JSON, no pickle). Models are loaded without `trust_remote
 import contextlib
 import functools
 import json
+import os
 import re
 import textwrap
 import warnings
@@ -145,10 +146,13 @@ def _located(kind: str, name: str) -> str:
     ValueError for a path that is not there, before the hub is asked for it.
     """
     path = Path(name)
-    looks_like_path = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
+    is_beside = str(path.parent) != "." and path.parent.is_dir()  # tiny/modle
+    looks_like_path = is_beside or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
+    fix = "give the directory of a saved model, or a hub id"
     if looks_like_path and not path.is_dir():
-        fix = "give the directory of a saved model, or a hub id"
         raise ValueError(f"{kind} {name}: no such directory; {fix}")
+    if path.is_dir() and not {"config.json", "modules.json"} & {*os.listdir(path)}:
+        raise ValueError(f"{kind} {name}: holds no config.json, so no model; {fix}")
     return str(path.absolute()) if path.exists() else name
 
 

@@ -421,7 +421,7 @@ def refuse_lost_files(cfg: Config, state: State, made: int) -> None:
     for name in ("metrics", "rollouts"):
         steps = (row["step"] for row in files.read_jsonl(out / f"{name}.jsonl"))
         if max(steps, default=0) < state.step:
-            lost = f"its checkpoint is of step {state.step}, which {name}.jsonl does not have"
+            lost = f"{name}.jsonl lacks step {state.step}, from which its checkpoint is"
     if lost:
         raise ValueError(f"--out {out}: {lost}; bring the files back, or give another directory")
 

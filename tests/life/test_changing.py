@@ -206,7 +206,7 @@ def test_another_method_is_a_step_and_continues(tmp_path):
                 w_T = torch.tensor(tokens["advantage"]) / advantage
                 assert w_T.min() > 1 - 0.2 * lam - 1e-5 and w_T.max() < 1 + 0.2 * lam + 1e-5
                 weights += w_T.tolist()
-    assert len({round(w, 5) for w in weights}) > 50
+    assert len({round(w, 5) for w in weights}) > 20
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """The pages beside the code: links lead somewhere, commands parse, decisions have their rows."""
 
 import importlib.util
+import itertools
 import re
 import shlex
 
@@ -174,3 +175,17 @@ def test_every_row_of_a_table_of_the_paper_has_its_two_commands(title, label, ro
     command = r"`(?:python|torchrun) [^`]+`"
     lines = re.findall(rf"^\| (.+?) \| {command} \| {command} ", section, re.M)
     assert names and sorted(lines) == sorted(names)
+
+
+def test_each_test_that_a_claim_names_exists():
+    names = []
+    for path in (ROOT / "tests/spec").glob("test_*.py"):
+        names += re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    page = (ROOT / "tests/spec/README.md").read_text()
+    for named in re.findall(r"`(test_\w+…?)`", page):
+        start = named.removesuffix("…")
+        found = [name for name in names if name.startswith(start)]
+        assert found if start != named else named in found, named
+    shown = re.findall(r"^\| Eqs?\. (\d+)(?:-(\d+))?", page, re.M)
+    numbers = [range(int(first), int(last or first) + 1) for first, last in shown]
+    assert list(itertools.chain.from_iterable(numbers)) == list(range(1, 27))

@@ -117,7 +117,7 @@ def test_the_released_banks_come_back_byte_for_byte(path, tmp_path):
     assert (tmp_path / "b.json").read_bytes() == path.read_bytes()
 
 
-NO_JSON = "cannot be read as JSON"
+NO_JSON = "cannot be read"
 WRONG = [
     (None, NO_JSON),
     ("{", NO_JSON),
