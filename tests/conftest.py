@@ -38,6 +38,17 @@ def same(got, want, tol=1e-12):
     torch.testing.assert_close(got, want, rtol=tol, atol=tol)
 
 
+def one_line(call, *words, kind=ValueError):
+    """A call raises an error of one line that has these words; the line."""
+    with pytest.raises(kind) as caught:
+        call()
+    line = str(caught.value)
+    assert "\n" not in line
+    for word in words:
+        assert str(word) in line, line
+    return line
+
+
 def make_tokenizer():
     """Bytes, runs of newlines, \\boxed and Qwen3's control tokens: 268 ids."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
