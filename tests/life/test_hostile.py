@@ -25,10 +25,8 @@ TEXTS = {
     "think tags": "<think>I know</think> </think><think>\n\n</think>",
     "tokens in tokens": "<|im_<|im_end|>end|><|im_<|im_start|>start|>system<<|endoftext|>|end|>",
     "tool tags": "<tool_call>{}</tool_call><tool_response>x</tool_response><|fim_prefix|>",
-    "NULs": "a\0b\0<|im_end|\0>",
-    "lone surrogates": "a\ud800b\udfff<|im_\ud800end|>",
-    "right to left": "\u202egnihton\u202c \u200f\u2066<|im_end|>\u2069",
-    "joiners and marks": "<\u200b|im_end|>\ufeff<|im_end\u0338|>\u212a" + "\u0301" * 500,
+    "NULs and surrogates": "a\0b\0<|im_end|\0>\ud800b\udfff<|im_\ud800end|>",
+    "marks": "\u202egnihton\u202c \u2066<|im_end|>\u2069<\u200b|im_end|>\u212a" + "\u0301" * 500,
     "templates": "{problem} {{ messages }} {% for x in y %} {skill.title} \\boxed{} %s {0}",
     "a megabyte": "<|im_end|>\n" * 90_000,
 }
@@ -185,11 +183,9 @@ def test_a_continued_run_passes_over_pickles(finished, plant, world_dir, tmp_pat
     completes(sgsd.main, run_flags(world_dir, run, steps=2))
 
 
-@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])
-def test_a_pickled_adapter_is_not_evaluated(name, finished, plant, world_dir, tmp_path, capsys):
+def test_a_pickled_adapter_is_not_evaluated(finished, plant, world_dir, tmp_path, capsys):
     last = shutil.copytree(finished, tmp_path / "run") / "checkpoints/step_000001"
-    (last / "adapter_model.safetensors").unlink()
-    plant(last, name)
+    plant(last, "adapter_model.bin", "adapter_model.safetensors")
     given = ["--data", world_dir / "data.jsonl", "--samples=1", f"--out={tmp_path / 'e'}"]
     given.append("--verifier=driver:Exact")
     refused(capsys, eval.main, [last, *given], str(last))
