@@ -63,14 +63,6 @@ def test_imports_only_go_down_and_stand_at_the_top_of_a_file(name):
         assert "import_module(" not in ast.unparse(tree)
 
 
-def test_no_imports_go_in_a_circle():
-    graph = {name: imports_of(tree) for name, tree in SOURCES.items()}
-    while graph:
-        last = [name for name, others in graph.items() if not others & {*graph}]
-        assert last, f"a circle among {sorted(graph)}"
-        graph = {name: others for name, others in graph.items() if name not in last}
-
-
 # ---------------------------------------------------------------------------- a module copied alone
 
 

@@ -279,12 +279,6 @@ def test_the_base_of_an_adapter_is_found_from_anywhere(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------- masked ids
 
 
-def test_special_tokens_think_tags_and_runs_of_newlines_are_masked(tokenizer):
-    ids = masked_token_ids(tokenizer)
-    special = "<|endoftext|> <|im_start|> <|im_end|> <think> </think>".split()
-    assert {tokenizer.decode([i]) for i in ids} == {"\n", "\n\n", "\n\n\n\n", *special}
-
-
 def test_newlines_are_masked_where_the_tokenizer_puts_a_blank_first():
     """As SentencePiece's do: a text of newlines alone has one more id than newlines in a text."""
     from tokenizers import normalizers
@@ -331,26 +325,6 @@ def test_a_checkpoint_brings_back_adapter_moments_step_and_extra_tensors(base, t
         for part in ("step", "exp_avg", "exp_avg_sq"):
             assert torch.equal(optimizer.state[p][part], new_optimizer.state[q][part])
     assert json.loads((tmp_path / "saved/trainer.json").read_text()) == {"step": 3}
-
-
-def test_moments_find_their_parameters_whatever_the_groups_of_the_optimizer(base, tmp_path):
-    """As in layer-wise rates: the optimizer's order is not the model's."""
-
-    def grouped(model):
-        params = [*trained(model).values()]
-        return torch.optim.AdamW([{"params": params[1::2]}, {"params": params[::2], "lr": 1e-2}])
-
-    model, tokenizer, _ = trainee(base)
-    optimizer = grouped(model)
-    for p in trained(model).values():
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    save(tmp_path / "saved", model, tokenizer, optimizer, 1, {})
-    new_model, _, _ = trainee(base)
-    new_optimizer = grouped(new_model)
-    restore(str(tmp_path / "saved"), new_model, new_optimizer)
-    for p, q in zip(trained(model).values(), trained(new_model).values()):
-        assert torch.equal(optimizer.state[p]["exp_avg"], new_optimizer.state[q]["exp_avg"])
 
 
 def test_a_checkpoint_without_a_finite_step_has_no_moments(base, tmp_path):
