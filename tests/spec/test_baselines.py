@@ -236,7 +236,12 @@ CASES = {  # settings, and the fields of a row that may then differ from those o
     "no mask": ({"token_mask": False}, {*JUDGED, "unmasked", "clipped"}),
     "no clip": ({"clip": False}, {"a", "rho", "loss"}),
     "no threshold": ({"eps_a": 0.0}, {"rho", "loss"}),
+    "none of the three": (
+        {"token_mask": False, "clip": False, "eps_a": 0.0},
+        {*JUDGED, "unmasked", "clipped"},
+    ),
     "no polarity": ({"polarity": False}, {"rho", "loss"}),
+    "one teacher": ({"num_teachers": 1}, None),  # rows with fewer numbers
     "consistent tokens": ({"token_polarity": "consistent"}, {"loss"}),
     "confident teachers": ({"token_polarity": "confident"}, {"loss"}),
     "all tokens": ({"token_polarity": "verdict"}, {"loss"}),
