@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+import skills
+
 pytest.register_assert_rewrite("driver")  # its assertions explain themselves, too
 torch.set_num_threads(1)
 # It is for power cuts, which no test makes, and takes a third of a small run.
@@ -36,6 +38,17 @@ def same(got, want, tol=1e-12):
     """want: a tensor, or numbers."""
     want = want if torch.is_tensor(want) else torch.tensor(want, dtype=got.dtype)
     torch.testing.assert_close(got, want, rtol=tol, atol=tol)
+
+
+def one_line(call, *words, kind=ValueError):
+    """A call raises an error of one line that has these words; the line."""
+    with pytest.raises(kind) as caught:
+        call()
+    line = str(caught.value)
+    assert "\n" not in line
+    for word in words:
+        assert str(word) in line, line
+    return line
 
 
 def make_tokenizer():
@@ -101,12 +114,24 @@ def fake_embed(texts):
     return np.array(rows, dtype=np.float32)
 
 
+def item(name, key="general_skills"):
+    """A candidate whose fields begin with a name."""
+    return {field: f"{name} {field}" for field in skills.FIELDS[key]}
+
+
+def items(names, key="general_skills"):
+    return [item(name, key) for name in names]
+
+
+def answer(entries, key="general_skills"):
+    """The reply of a writer that gives these candidates."""
+    return json.dumps({key: entries})
+
+
 WORDS = "add carry divide perimeter mean order count remainder unit check".split()
 
 
 def make_bank(path=None, n_skills=4, n_mistakes=4):
-    import skills
-
     bank = skills.SkillBank([], [], {"source": "made in a test"})
     for i, word in enumerate(WORDS, 1):
         skill = {"skill_id": f"gen_{i:03d}", "title": f"Use {word}"}

@@ -7,7 +7,6 @@ on the path or loaded, and those that need no torch with torch out of reach.
 import ast
 import importlib
 import inspect
-import json
 import math
 import os
 import pathlib
@@ -64,55 +63,31 @@ def test_imports_only_go_down_and_stand_at_the_top_of_a_file(name):
         assert "import_module(" not in ast.unparse(tree)
 
 
-def test_no_imports_go_in_a_circle():
-    graph = {name: imports_of(tree) for name, tree in SOURCES.items()}
-    while graph:
-        last = [name for name, others in graph.items() if not others & {*graph}]
-        assert last, f"a circle among {sorted(graph)}"
-        graph = {name: others for name, others in graph.items() if name not in last}
-
-
 # ---------------------------------------------------------------------------- a module copied alone
 
 
 def use_skills(skills):
-    def complete(prompts):
-        item = {"title": "a", "principle": "a", "when_to_apply": "a"}
-        return [json.dumps([item]) for _ in prompts]
-
     bank = skills.SkillBank.load("bank.json")
     pairs = bank.retrieve("Add with care.", 2, fake_embed)
-    assert len(pairs) == 2 and pairs[0].s_g >= pairs[1].s_g
     assert "Problem: What?" in skills.render_teacher(pairs[0], "What?")
-    solved = {"problem": "What?", "text": "so", "r": 1, "pred": "2"}
-    cold = skills.cold_start([skills.memory_of(solved)] * 2, complete)
-    assert [entry["skill_id"] for entry in cold.general_skills] == ["gen_001"]
-    cold.save("saved.json")
-    assert skills.SkillBank.load("saved.json") == cold
+    bank.save("saved.json")
+    assert skills.SkillBank.load("saved.json") == bank
 
 
 def use_config(config):
     cfg = config.parse(["--preset", "tiny", "--tau-g", "2"], "about", config.Config)
     assert (cfg.tau_g, cfg.batch_size) == (2.0, 16)
-    assert config.parse(["a", "b"], "about", config.EvalConfig).paths == ("a", "b")
 
 
 def use_verify(verify):
-    assert verify.extract_answer(r"so \boxed{2}") == "2"
     with verify.Verifier() as verifier:
-        assert verifier.verify("1/2", "0.5") and not verifier.verify("1/2", "2")
-        assert verifier.outcome("2", r"so \boxed{x + 2}") == -1
-    assert verify.load_judge("verify:Verifier") is verify.Verifier
+        assert verifier.outcome("1/2", r"so \boxed{0.5}") == 1
 
 
 def use_files(files):
-    log = pathlib.Path("run/log.jsonl")
     with files.locked(pathlib.Path("run")):
-        files.append_jsonl(log, [{"step": 1}, {"step": 2}])
-        files.trim_jsonl(log, 1)
-    assert list(files.read_jsonl(log)) == [{"step": 1}]
-    files.write_json(pathlib.Path("a.json"), [1])
-    assert files.read_json(pathlib.Path("a.json")) == [1]
+        files.append_jsonl(pathlib.Path("run/log.jsonl"), [{"step": 1}])
+    assert list(files.read_jsonl(pathlib.Path("run/log.jsonl"))) == [{"step": 1}]
 
 
 def use_served(served):
@@ -126,15 +101,10 @@ def use_served(served):
 
 def use_rollout(rollout):
     lm, tokenizer = make_model(), make_tokenizer()
-    prompts = [rollout.chat_ids(tokenizer, x, thinking="closed") for x in ("1 + 1?", "2 + 2?")]
-    sampling, keys = rollout.Sampling(max_new_tokens=5), [rollout.sample_key(0, 1, x) for x in "ab"]
-    completions = rollout.generate(lm, tokenizer, prompts, sampling, keys)
-    assert all(0 < len(ids) <= 5 for ids in completions)
-    asked = [SimpleNamespace(id="a", problem="1 + 1?", answer="2")] * 2
-    wrong = SimpleNamespace(answer="3", right=False)
-    judge = SimpleNamespace(judge=lambda cases: [wrong for _ in cases])
-    rolls = rollout.judge(tokenizer, [], asked, prompts, completions, judge)
-    assert [(roll.r, roll.pred) for roll in rolls] == [(-1, "3")] * 2
+    prompt = rollout.chat_ids(tokenizer, "1 + 1?", thinking="closed")
+    sampling, key = rollout.Sampling(max_new_tokens=5), rollout.sample_key(0, 1, "a")
+    (ids,) = rollout.generate(lm, tokenizer, [prompt], sampling, [key])
+    assert 0 < len(ids) <= 5
 
 
 def use_scoring(scoring):
@@ -148,21 +118,14 @@ def use_scoring(scoring):
 def use_distributed(distributed):
     world = distributed.init("cpu")
     assert (world.rank, world.size, world.main) == (0, 1, True)
-    p = torch.nn.Parameter(torch.ones(2))
-    distributed.sum_gradients([p], world)
-    assert p.grad.tolist() == [0, 0]
-    rows = [SimpleNamespace(prompt=[0] * n, index=n) for n in (1, 2)]
-    turns = distributed.share(world, rows, lambda mine: ([row.index] for row in mine), list)
-    assert list(turns) == [[1], [2]]
+    assert distributed.gather("x", world) == ["x"]
 
 
 def use_problems(problems):
-    rows = [{"problem": f"What is {i} + 1?", "answer": i + 1} for i in range(3)]
-    pathlib.Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pathlib.Path("data.jsonl").write_text('{"problem": "What is 1 + 1?", "answer": "2"}\n')
     data, counts = problems.load_problems("data.jsonl")
-    assert len(data) == counts["kept"] == 3
-    batch = problems.minibatch(data, 3, 1, seed=0)
-    assert {x.id for x, _ in batch} == {x.id for x in data}
+    problems.refuse_overlap(data, "data.jsonl")  # its evaluation sets lie beside it
+    assert counts["kept"] == 1 == len(problems.minibatch(data, 1, 1, seed=0))
 
 
 def use_model(model):
@@ -170,12 +133,7 @@ def use_model(model):
         part.save_pretrained("a_model")
     lm, tokenizer = model.load_model("a_model", "cpu")
     assert tokenizer.eos_token_id in model.masked_token_ids(tokenizer)
-    lm = model.with_adapters(lm, 2, 4)
-    optimizer = torch.optim.AdamW(model.trained(lm).values())
-    pathlib.Path("step").mkdir()
-    model.save("step", lm, tokenizer, optimizer, 3, {"extra": torch.ones(1)})
-    step, extra = model.restore("step", lm, optimizer)
-    assert step == 3 and extra["extra"].tolist() == [1]
+    assert model.trained(model.with_adapters(lm, 2, 4))
 
 
 def use_runlog(runlog):
@@ -183,8 +141,7 @@ def use_runlog(runlog):
     row |= {"a": [0.5], "first_gap": [0.1], "completion_ids": [5, 6], "unmasked": 2, "clipped": 0}
     row |= runlog.credit_sums(torch.tensor([[0.5, -0.5]]), -1)
     metrics = runlog.summarize(1, [row], 1.0, 0.1, runlog.Stopwatch().seconds, 0.0)
-    assert metrics["rho_distilled_failure"] == 1 and metrics["credit_with_verdict"] == 0.5
-    assert runlog.log_line(metrics, 2).startswith("step 1/2 loss +0.2500 r+ .00 rho +1/-0/0:0")
+    assert runlog.log_line(metrics, 2).startswith("step 1/2 loss +0.2500")
 
 
 WITHOUT_TORCH = "skills lib/config lib/verify lib/files lib/served".split()
@@ -198,6 +155,8 @@ def test_a_module_works_alone(path, tmp_path):
     folder = tmp_path / "alone"
     folder.mkdir()
     shutil.copy(ROOT / f"{path}.py", folder)
+    if name == "problems":
+        shutil.copy(ROOT / "lib/eval_sets.json", folder)
     if name == "skills":
         shutil.copytree(ROOT / "prompts", folder / "prompts")
         make_bank(folder / "bank.json")
@@ -262,73 +221,61 @@ def test_the_metrics_need_numpy_alone():
 # --------------------------------------------------------------------------------------- contract
 
 
-CONTRACT = {  # {module: {name: its parameters in order; after "*" those that are named}}
-    "sgsd": {
-        "teacher_weights": "s_g_K s_e_K",
-        "log_prob_gap": "logpT_KT logpS_T",
-        "plain_support": "delta_KT",
-        "robust_support": "delta_KT mask_T c_delta",
-        "polarity": "a_K r eps_a",
-        "gated_loss": "delta tau_g",
-        "gate_grad": "delta tau_g",
-        "teacher_losses": "delta_KT mask_T tau_g",
-        "sgsd_loss": "lbar_K alpha_K rho_K",
-        "token_credit": "delta_KT mask_T alpha_K rho_K tau_g",
-        "token_mask": "ids_T masked_ids",
-    },
-    "lib.model": {"masked_token_ids": "tokenizer"},
-    "lib.verify": {
-        "extract_answer": "text",
-        "Judge.answer": "self text",
-        "Judge.is_right": "self problem answer",
-        "Judge.same": "self one other",
-        "Judge.judge": "self cases",
-        "Verifier": "timeout_s workers",
-        "Verifier.verify": "self gold pred problem",
-        "Verifier.outcome": "self gold text problem",
-        "Verifier.close": "self",
-    },
-    "rollout": {
-        "chat_ids": "tokenizer text * thinking",
-        "generate": "model tokenizer prompt_ids sampling keys",
-        "Rollout": "problem_id problem gold prompt_ids completion_ids text pred r truncated",
-    },
-    "scoring": {"token_logprobs": "model prompt_ids completion_ids * grad"},
-    "skills": {
-        "SkillBank": "general_skills common_mistakes metadata",
-        "SkillBank.load": "path",
-        "SkillBank.save": "self path",
-        "SkillBank.retrieve": "self problem k embed",
-        "SkillPair": "skill mistake s_g s_e",
-        "render_student": "problem",
-        "render_teacher": "pair problem",
-        "parse_json_items": "text key",
-        "merge": "items key complete group_size patience",
-        "cold_start": "memories complete",
-        "evolve": "bank window step complete * evolve_every success_gate max_new_items "
-        "dynamic_capacity",
-    },
-    "eval": {
-        "avg_at_k": "correct_PK",
-        "pass_at_k": "correct_PK k",
-        "maj_at_k": "preds golds verify",
-    },
-    "extras.baselines": {
-        "grpo_advantages": "rewards_G",
-        "grpo_loss": "",
-        "generalized_jsd": "logits_s logits_t beta",
-    },
-}
+CONTRACT = """
+sgsd: teacher_weights(s_g_K, s_e_K)
+sgsd: log_prob_gap(logpT_KT, logpS_T)
+sgsd: plain_support(delta_KT)
+sgsd: token_mask(ids_T, masked_ids)
+sgsd: robust_support(delta_KT, mask_T, c_delta)
+sgsd: polarity(a_K, r, eps_a)
+sgsd: gated_loss(delta, tau_g)
+sgsd: gate_grad(delta, tau_g)
+sgsd: teacher_losses(delta_KT, mask_T, tau_g)
+sgsd: sgsd_loss(lbar_K, alpha_K, rho_K)
+sgsd: token_credit(delta_KT, mask_T, alpha_K, rho_K, tau_g)
+lib.model: masked_token_ids(tokenizer)
+lib.verify: extract_answer(text)
+lib.verify: Judge.answer(self, text)
+lib.verify: Judge.is_right(self, problem, answer)
+lib.verify: Judge.same(self, one, other)
+lib.verify: Judge.judge(self, cases)
+lib.verify: Verifier(timeout_s, workers)
+lib.verify: Verifier.verify(self, gold, pred, problem)
+lib.verify: Verifier.outcome(self, gold, text, problem)
+lib.verify: Verifier.close(self)
+rollout: chat_ids(tokenizer, text, *, thinking)
+rollout: generate(model, tokenizer, prompt_ids, sampling, keys)
+rollout: Rollout(problem_id, problem, gold, prompt_ids, completion_ids, text, pred, r, truncated)
+scoring: token_logprobs(model, prompt_ids, completion_ids, *, grad)
+skills: SkillBank(general_skills, common_mistakes, metadata)
+skills: SkillBank.load(path)
+skills: SkillBank.save(self, path)
+skills: SkillBank.retrieve(self, problem, k, embed)
+skills: SkillPair(skill, mistake, s_g, s_e)
+skills: render_student(problem)
+skills: render_teacher(pair, problem)
+skills: parse_json_items(text, key)
+skills: merge(items, key, complete, group_size, patience)
+skills: cold_start(memories, complete)
+skills: evolve(bank, window, step, complete, *, evolve_every, success_gate, max_new_items)
+eval: avg_at_k(correct_PK)
+eval: pass_at_k(correct_PK, k)
+eval: maj_at_k(preds, golds, verify)
+extras.baselines: grpo_advantages(rewards_G)
+extras.baselines: generalized_jsd(logits_s, logits_t, beta)
+"""
 
 
-@pytest.mark.parametrize("module", CONTRACT)
-def test_each_name_of_the_contract_stands_in_its_module_and_takes_its_parameters(module):
-    for name, wanted in CONTRACT[module].items():
-        value = importlib.import_module(module)
-        for part in name.split("."):
-            value = getattr(value, part)
-        parameters = inspect.signature(value).parameters
-        first, _, named = wanted.partition("*")
-        assert list(parameters)[: len(first.split())] == first.split(), f"{module}.{name}"
-        for keyword in named.split():
-            assert parameters[keyword].kind is inspect.Parameter.KEYWORD_ONLY, f"{module}.{name}"
+@pytest.mark.parametrize("line", CONTRACT.strip().splitlines())
+def test_each_name_of_the_contract_stands_in_its_module_and_takes_its_parameters(line):
+    """In this order; after a star, those that are named. More may follow."""
+    module, name, wanted = re.fullmatch(r"(\S+): ([\w.]+)\((.*)\)", line).groups()
+    value = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part)
+    parameters = inspect.signature(value).parameters
+    first, _, named = wanted.partition("*, ")
+    in_order = [word for word in first.split(", ") if word]
+    assert list(parameters)[: len(in_order)] == in_order
+    for keyword in filter(None, named.split(", ")):
+        assert parameters[keyword].kind is inspect.Parameter.KEYWORD_ONLY

@@ -25,10 +25,8 @@ TEXTS = {
     "think tags": "<think>I know</think> </think><think>\n\n</think>",
     "tokens in tokens": "<|im_<|im_end|>end|><|im_<|im_start|>start|>system<<|endoftext|>|end|>",
     "tool tags": "<tool_call>{}</tool_call><tool_response>x</tool_response><|fim_prefix|>",
-    "NULs": "a\0b\0<|im_end|\0>",
-    "lone surrogates": "a\ud800b\udfff<|im_\ud800end|>",
-    "right to left": "\u202egnihton\u202c \u200f\u2066<|im_end|>\u2069",
-    "joiners and marks": "<\u200b|im_end|>\ufeff<|im_end\u0338|>\u212a" + "\u0301" * 500,
+    "NULs and surrogates": "a\0b\0<|im_end|\0>\ud800b\udfff<|im_\ud800end|>",
+    "marks": "\u202egnihton\u202c \u2066<|im_end|>\u2069<\u200b|im_end|>\u212a" + "\u0301" * 500,
     "templates": "{problem} {{ messages }} {% for x in y %} {skill.title} \\boxed{} %s {0}",
     "a megabyte": "<|im_end|>\n" * 90_000,
 }
@@ -87,21 +85,16 @@ def hostile_files(path, texts):
         with (path / "data.jsonl").open("a") as file:
             print(json.dumps(row), file=file)
         for key in BOTH:
-            fields = dict.fromkeys(skills.FIELDS[key], text[:600])
+            fields = dict.fromkeys(skills.FIELDS[key], text[:200])
             getattr(bank, key).append({skills.IDS[key]: f"{text[:9]}{i}", **fields})
     bank.save(path / "bank.json")
-    return {"data": path / "data.jsonl", "bank": path / "bank.json", "max_prompt_tokens": 50000}
+    return {"data": path / "data.jsonl", "bank": path / "bank.json"}
 
 
 def test_a_run_on_hostile_text_ends_well_and_leaves_its_bank_as_it_is(world_dir, tmp_path):
-    """All texts in one step, each with the teachers that fit it. (A megabyte would be too long.)"""
-    texts = [text for name, text in TEXTS.items() if name != "a megabyte"]
-    out = tmp_path / "run"
+    """All texts in one step, each with the teachers that fit it."""
+    texts, out = [text[:500] for text in TEXTS.values()], tmp_path / "run"
     changes = hostile_files(tmp_path / "files", texts) | {"verifier": config.Config.verifier}
-    changes["model"] = shutil.copytree(world_dir / "model", tmp_path / "model")
-    settings = json.loads((tmp_path / "model/config.json").read_text())
-    settings["max_position_embeddings"] = 60_000  # else it refuses the longest ones
-    (tmp_path / "model/config.json").write_text(json.dumps(settings))
     completes(sgsd.main, run_flags(world_dir, out, audit_every=1, batch_size=len(texts), **changes))
     used = skills.SkillBank.load(out / "bank/bank.json")
     assert used == skills.SkillBank.load(changes["bank"])
@@ -185,11 +178,9 @@ def test_a_continued_run_passes_over_pickles(finished, plant, world_dir, tmp_pat
     completes(sgsd.main, run_flags(world_dir, run, steps=2))
 
 
-@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])
-def test_a_pickled_adapter_is_not_evaluated(name, finished, plant, world_dir, tmp_path, capsys):
+def test_a_pickled_adapter_is_not_evaluated(finished, plant, world_dir, tmp_path, capsys):
     last = shutil.copytree(finished, tmp_path / "run") / "checkpoints/step_000001"
-    (last / "adapter_model.safetensors").unlink()
-    plant(last, name)
+    plant(last, "adapter_model.bin", "adapter_model.safetensors")
     given = ["--data", world_dir / "data.jsonl", "--samples=1", f"--out={tmp_path / 'e'}"]
     given.append("--verifier=driver:Exact")
     refused(capsys, eval.main, [last, *given], str(last))

@@ -49,11 +49,9 @@ def refusal(world_dir, tmp_path, capsys):
 FILES = [  # the setting, a file, its content, and words of the line
     ("bank", "x.json", "{", "bank {path}"),
     ("bank", "x", "folder", "bank {path}"),
-    ("data", "x.jsonl", "", "{path}: no problem"),
     ("data", "x.jsonl", '{"problem": "p"}\n', "{path}:1"),
     ("data", "x.parquet", b"PAR1", "{path}"),
-    ("data", "x.csv", "problem,answer\n", "{path}: must be a .jsonl or .parquet file"),
-    ("data", "x", "folder", "{path}"),
+    ("data", "x.csv", "problem,answer\n", "{path}"),
     ("encoder", "x", "folder", "encoder {path}"),
     ("model", "x", "folder", "model {path}"),
 ]
@@ -136,20 +134,17 @@ def test_the_baselines_refuse_what_sgsd_refuses(world_dir, refusal):
     refusal("data.jsonl", program=baselines.main, out=world_dir / "data.jsonl")
 
 
-@pytest.mark.parametrize("package", ["datasets", "peft", "sentence_transformers"])
-def test_a_missing_package_is_named(package, tmp_path, refusal, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    put(tmp_path / "x.parquet", "PAR1")
-    refusal(package, **({"data": tmp_path / "x.parquet"} if package == "datasets" else {}))
+def test_a_missing_package_is_named(refusal, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    refusal("sentence_transformers")
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 PLACES = [  # a variable, its wrong value, and words of the line
     ("RANK", None, "RANK is not set"),
-    ("RANK", "first", "numbers"),
-    ("RANK", "1", "RANK 1 must be below WORLD_SIZE 1"),
-    ("MASTER_PORT", "http", "127.0.0.1:http"),
+    ("RANK", "first", "RANK"),
+    ("RANK", "1", "WORLD_SIZE 1"),
     ("MASTER_PORT", "99999999", "127.0.0.1:99999999"),
 ]
 
@@ -206,20 +201,16 @@ def test_a_broken_run_stays_as_it_is(name, content, words, finished, world_dir, 
 
 def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, capsys):
     model, data, bank = world_dir / "model", world_dir / "data.jsonl", world_dir / "bank.json"
-    shutil.copy(data, tmp_path / "data.jsonl")
     for part in (make_model(hidden_size=48), make_tokenizer()):
         part.save_pretrained(tmp_path / "other")
     (tmp_path / "fresh/checkpoints").mkdir(parents=True)
-    (tmp_path / "empty").mkdir()
     names = "adapter/adapter_config.json begun/config.json begun/rollouts.jsonl notes/x.txt"
     for file in map(tmp_path.joinpath, names.split()):
         file.parent.mkdir(exist_ok=True)
         file.write_text("{")
-    put(tmp_path / "empty.json", EMPTY_BANK)
     refused(capsys, eval.main, [model], "HuggingFaceH4/aime_2024")
     for path, given, words in (
         (finished, [f"--model={tmp_path / 'other'}"], str(tmp_path / "other")),
-        (tmp_path / "empty", [], str(tmp_path / "empty")),
         (tmp_path / "fresh", [], str(tmp_path / "fresh")),
         (tmp_path / "begun", [], str(tmp_path / "begun")),
         (tmp_path / "notes", [], "x.txt"),
@@ -229,7 +220,6 @@ def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, 
         (data, [], "data.jsonl"),
         (model, ["--data", "no.jsonl"], "no.jsonl"),
         (model, [f"--skills={bank}"], "--num-skills 8"),
-        (model, [f"--skills={tmp_path / 'empty.json'}"], "--num-skills 8"),
         (model, ["--skills=no.json"], "no.json"),
         (model, [f"--skills={bank}", "--num-skills=2", "--encoder=/no/such"], "/no/such"),
         (model, ["--verifier=no_such:Judge"], "no_such:Judge"),

@@ -1,5 +1,6 @@
 """Models, encoders, adapters and checkpoints from files; which ids the token mask removes."""
 
+import functools
 import json
 import os
 import resource
@@ -12,7 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import ROOT, make_encoder, make_model, make_tokenizer
+from conftest import ROOT, make_encoder, make_model, make_tokenizer, one_line
 from driver import make_adapter
 from huggingface_hub import ModelCard, constants
 
@@ -44,16 +45,6 @@ def save_model(folder, *kind, tokenizer=None, **changes):
 
 def load(folder, **settings):
     return load_model(str(folder), "cpu", **settings)
-
-
-def one_line(load_it, *words):
-    """A call raises a ValueError of one line that has these words."""
-    with pytest.raises(ValueError) as caught:
-        load_it()
-    line = str(caught.value)
-    assert "\n" not in line
-    for word in words:
-        assert word in line, line
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +91,9 @@ def test_the_head_gets_the_last_places_of_prompts_in_one_piece():
 
 @pytest.mark.parametrize("name", ["/no/such", "./no", "~/no", "runs/no", "a/b/c"])
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(name):
-    for kind, loader in (
-        ("model", lambda: load(name)),
-        ("model", lambda: load_outline(name)),
-        ("encoder", lambda: load_encoder(name, "cpu")),
-    ):
-        one_line(loader, f"{kind} {name}: no such directory")
+    one_line(lambda: load(name), f"model {name}: no such directory")
+    one_line(lambda: load_outline(name), f"model {name}: no such directory")
+    one_line(lambda: load_encoder(name, "cpu"), f"encoder {name}: no such directory")
 
 
 BROKEN = {  # a file of the model, and what is left of it
@@ -125,19 +113,12 @@ def test_a_broken_model_is_one_line(name, base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "template, words",
-    [
-        ("{{ raise_exception('no system turn') }}", "TemplateError"),
-        ("{% for m in %}", "TemplateSyntaxError"),
-        ("User: {% for part in messages[0].content %}{{ part.text }}{% endfor %}", "drops what"),
-    ],
+    "template", ["{% for m in %}", "User: {% for part in messages[0].content %}x{% endfor %}"]
 )
-def test_a_chat_template_that_fails_or_drops_the_problem_is_one_line(
-    template, words, base, tmp_path
-):
+def test_a_chat_template_that_fails_or_drops_the_problem_is_one_line(template, base, tmp_path):
     folder = shutil.copytree(base, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
-    one_line(lambda: load(folder), f"model {folder}", "chat template", words)
+    one_line(lambda: load(folder), f"model {folder}", "chat template")
 
 
 def test_the_model_needs_a_row_for_every_id(tmp_path):
@@ -155,31 +136,25 @@ def test_the_model_needs_a_row_for_every_id(tmp_path):
     load(short)
 
 
-def test_a_model_without_the_asked_attention_gets_a_hint(tmp_path):
-    save_model(tmp_path, "gemma2")
-    one_line(lambda: load(tmp_path), f"model {tmp_path}: ", "--attn eager")
+STATEFUL = {"layer_types": ["linear_attention", "full_attention"]}
+UNSUPPORTED = [  # a kind of model, settings of it, how it is loaded, and words of the line
+    ("gemma2", {}, {}, "--attn eager"),
+    ("qwen3_next", STATEFUL, {}, "linear_attention"),  # its cache cannot be batched
+    ("xlstm", {"num_blocks": 1}, {"attn": "eager"}, "recurrent state"),
+]
 
 
-def test_a_model_whose_cache_cannot_be_batched_is_refused(tmp_path):
-    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    save_model(tmp_path, "qwen3_next", **layers)
-    one_line(lambda: load(tmp_path), "linear_attention: not supported")
+@pytest.mark.parametrize("kind, changes, settings, words", UNSUPPORTED)
+def test_a_model_that_cannot_be_used_is_one_line(kind, changes, settings, words, tmp_path):
+    save_model(tmp_path, kind, **changes)
+    one_line(lambda: load(tmp_path, **settings), f"model {tmp_path}: ", words)
 
 
-def test_a_model_that_keeps_a_state_is_refused(tmp_path):
-    save_model(tmp_path, "xlstm", num_blocks=1, num_heads=2, head_dim=16)
-    one_line(lambda: load(tmp_path, attn="eager"), "a recurrent state: not supported")
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_that_depend_on_the_longest_row_are_refused(kind, tmp_path):
+def test_positions_that_depend_on_the_longest_row_are_refused(tmp_path):
     """In one batch, two rows would get other log-probabilities than each alone."""
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-        rope["original_max_position_embeddings"] = 64
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     save_model(tmp_path, "llama", rope_parameters=rope)
-    one_line(lambda: load(tmp_path), "its positions depend on the longest row")
+    one_line(lambda: load(tmp_path), "positions depend on the longest row")
 
 
 # ---------------------------------------------------------------------------------------- encoder
@@ -240,15 +215,12 @@ def test_long_passes_recompute_activations_short_ones_keep_them_and_the_gradient
         assert torch.equal(recomputed, kept) and kept.any()
 
 
-def test_a_model_without_all_projections_is_refused():
-    one_line(lambda: with_adapters(make_model("phi3"), 4, 8), "q_proj, k_proj, v_proj", "S7")
-
-
-def test_a_mixture_of_experts_is_refused():
-    """A shared expert has all seven projections, and LoRA would adapt it alone."""
+def test_a_model_without_all_projections_and_a_mixture_of_experts_are_refused():
+    """S7. A shared expert has all seven projections, and LoRA would adapt it alone."""
+    one_line(lambda: with_adapters(make_model("phi3"), 4, 8), "q_proj, k_proj, v_proj")
     small = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
     model = make_model("qwen2_moe", **small)
-    one_line(lambda: with_adapters(model, 4, 8), "is a mixture of experts (S7)")
+    one_line(lambda: with_adapters(model, 4, 8), "mixture of experts")
 
 
 def test_an_adapter_is_loaded_in_eval_mode_onto_the_device_that_is_given(
@@ -257,10 +229,9 @@ def test_an_adapter_is_loaded_in_eval_mode_onto_the_device_that_is_given(
     """PEFT would put all ranks' adapters onto the first GPU."""
     make_adapter(tmp_path / "adapter", base)
     want = peft.PeftModel.from_pretrained(load(base)[0], tmp_path / "adapter").eval()
-    asked = []
-    monkeypatch.setattr("peft.peft_model.infer_device", lambda: asked.append("any") or "cpu")
+    monkeypatch.setattr("peft.peft_model.infer_device", lambda: pytest.fail("any device"))
     model = load_adapter(load(base)[0], tmp_path / "adapter", "cpu")
-    assert not asked and not model.training and not trained(model)
+    assert not model.training and not trained(model)
     ids = torch.tensor([PROMPTS[0]])
     assert torch.equal(model(input_ids=ids).logits, want(input_ids=ids).logits)
 
@@ -268,9 +239,9 @@ def test_an_adapter_is_loaded_in_eval_mode_onto_the_device_that_is_given(
 @pytest.mark.parametrize(
     "changes, word",
     [
-        ({"hidden_size": 48}, "size mismatch for base_model.model.model.layers.0.self_attn.q_proj"),
-        ({"num_hidden_layers": 1}, "layers.1.self_attn.q_proj.lora_A"),
-        ({"num_hidden_layers": 3}, "layers.2.self_attn.q_proj.lora_A"),
+        ({"hidden_size": 48}, "size mismatch"),
+        ({"num_hidden_layers": 1}, "layers.1.self_attn.q_proj"),
+        ({"num_hidden_layers": 3}, "layers.2.self_attn.q_proj"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")
@@ -280,13 +251,6 @@ def test_an_adapter_of_another_base_is_one_line(changes, word, base, tmp_path):
     other, _ = load(save_model(tmp_path / "other", **changes))
     where = f"adapter {tmp_path / 'adapter'}: does not fit {tmp_path / 'other'}"
     one_line(lambda: load_adapter(other, tmp_path / "adapter", "cpu"), where, word, "--model")
-
-
-def test_a_torn_adapter_is_one_line(base, tmp_path):
-    make_adapter(tmp_path, base)
-    (tmp_path / "adapter_model.safetensors").write_text("x")
-    model, _ = load(base)
-    one_line(lambda: load_adapter(model, tmp_path, "cpu"), f"adapter {tmp_path}: does not fit")
 
 
 def test_the_base_of_an_adapter_is_found_from_anywhere(tmp_path, monkeypatch):
@@ -313,12 +277,6 @@ def test_the_base_of_an_adapter_is_found_from_anywhere(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------- masked ids
-
-
-def test_special_tokens_think_tags_and_runs_of_newlines_are_masked(tokenizer):
-    ids = masked_token_ids(tokenizer)
-    special = "<|endoftext|> <|im_start|> <|im_end|> <think> </think>".split()
-    assert {tokenizer.decode([i]) for i in ids} == {"\n", "\n\n", "\n\n\n\n", *special}
 
 
 def test_newlines_are_masked_where_the_tokenizer_puts_a_blank_first():
@@ -369,26 +327,6 @@ def test_a_checkpoint_brings_back_adapter_moments_step_and_extra_tensors(base, t
     assert json.loads((tmp_path / "saved/trainer.json").read_text()) == {"step": 3}
 
 
-def test_moments_find_their_parameters_whatever_the_groups_of_the_optimizer(base, tmp_path):
-    """As in layer-wise rates: the optimizer's order is not the model's."""
-
-    def grouped(model):
-        params = [*trained(model).values()]
-        return torch.optim.AdamW([{"params": params[1::2]}, {"params": params[::2], "lr": 1e-2}])
-
-    model, tokenizer, _ = trainee(base)
-    optimizer = grouped(model)
-    for p in trained(model).values():
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    save(tmp_path / "saved", model, tokenizer, optimizer, 1, {})
-    new_model, _, _ = trainee(base)
-    new_optimizer = grouped(new_model)
-    restore(str(tmp_path / "saved"), new_model, new_optimizer)
-    for p, q in zip(trained(model).values(), trained(new_model).values()):
-        assert torch.equal(optimizer.state[p]["exp_avg"], new_optimizer.state[q]["exp_avg"])
-
-
 def test_a_checkpoint_without_a_finite_step_has_no_moments(base, tmp_path):
     checkpoint(tmp_path / "saved", base, steps=0)
     model, _, optimizer = trainee(base)
@@ -404,7 +342,6 @@ def test_a_checkpoint_loads_by_transformers_and_peft_alone_from_any_directory(
     model, tokenizer, _ = checkpoint(tmp_path / "saved", "model")
     card = ModelCard.load(tmp_path / "saved/README.md")
     assert card.data.base_model is None and "lora" in card.data.tags  # no path of this machine
-    assert str(base) not in (tmp_path / "saved/README.md").read_text().partition("# Model")[0]
     assert not list((tmp_path / "saved").glob("*.bin"))
     monkeypatch.chdir(tmp_path / "saved")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(".")
@@ -484,5 +421,6 @@ def test_a_context_that_rope_stretches_is_as_long_as_that():
         settings = types.SimpleNamespace(get_text_config=lambda limits=limits: limits)
         lm = types.SimpleNamespace(config=settings)
         model.refuse_beyond_context(lm, 100, longest - 100, "--flag")
-        with pytest.raises(ValueError, match=f"--flag {longest - 99}: with a prompt of 100"):
-            model.refuse_beyond_context(lm, 100, longest - 99, "--flag")
+        most = longest - 99
+        beyond = functools.partial(model.refuse_beyond_context, lm, 100, most, "--flag")
+        one_line(beyond, f"--flag {most}", "prompt of 100")

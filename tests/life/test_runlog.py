@@ -1,10 +1,8 @@
 """A run's records: rows, supports and credit, the log line, trackers, provenance."""
 
 import collections
-import importlib.util
+import functools
 import math
-import os
-import shutil
 import subprocess
 import sys
 import types
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import ROOT, t
+from conftest import ROOT, one_line, t
 
 from lib import runlog
 
@@ -190,26 +188,11 @@ def test_a_log_line_has_a_fixed_order_and_warns_of_cut_solutions_and_a_far_serve
         "| gen 21s score 10.0s bwd 0.0s | 61.2GB"
     )
     assert runlog.log_line(metrics, 200) == line
-    cut = runlog.log_line(metrics | {"truncated": 0.75}, 200).removeprefix(line)
-    assert "75%" in cut and "--max-new-tokens" in cut
+    assert "--max-new-tokens" in runlog.log_line(metrics | {"truncated": 0.75}, 200)
     none = dict.fromkeys(("rho_distilled", "rho_reversed", "rho_ignored"), 0)
     assert "rho" not in runlog.log_line(metrics | none, 200)  # as GRPO's
     far = runlog.log_line(metrics | {"sampling_logp_difference_mean": 0.35}, 200)
-    assert "0.35 nats" in far.removeprefix(line)
-
-
-def test_a_lap_is_added_to_the_part_that_it_names():
-    clock = runlog.Stopwatch()
-    start = clock.last
-    for part in ("gen", "score", "gen"):
-        clock.lap(part)
-    assert sum(clock.seconds.values()) == pytest.approx(clock.last - start)
-    assert set(clock.seconds) == set(SECONDS) and clock.seconds["bwd"] == 0
-
-
-def test_memory_is_in_gib():
-    """A process that has torch loaded takes more than a MiB and less than a TiB."""
-    assert 2**-10 < runlog.memory_gb(torch.device("cpu")) < 2**10
+    assert "0.35 nats" in far
 
 
 # ------------------------------------------------------------------------ trackers and provenance
@@ -217,29 +200,25 @@ def test_memory_is_in_gib():
 
 @pytest.fixture
 def clients(monkeypatch):
-    """Stand-ins for wandb, trackio and TensorBoard, which record how they start and what they get.
+    """Stand-ins for wandb, trackio and TensorBoard: {name: (settings, {step: metrics})}."""
+    seen = {}
+    for name in ("wandb", "trackio", "tensorboard"):
+        settings, by_step = seen[name] = {}, collections.defaultdict(dict)
 
-    It is {name: (settings, {step: metrics})}.
-    """
-    seen = {name: ({}, collections.defaultdict(dict)) for name in ("wandb", "trackio")}
-    seen["tensorboard"] = {}, collections.defaultdict(dict)
-    for name in ("wandb", "trackio"):
-        settings, by_step = seen[name]
+        class Writer:
+            def __init__(self, path, settings=settings, by_step=by_step, **given):
+                settings.update(given, path=path)
+                self.by_step = by_step
+
+            def add_scalar(self, name, value, step):
+                self.by_step[step][name] = value
+
         module = types.ModuleType(name)
         module.init = lambda settings=settings, **given: settings.update(given)
         module.log = lambda metrics, step, by_step=by_step: by_step[step].update(metrics)
-        monkeypatch.setitem(sys.modules, name, module)
-
-    class Writer:
-        def __init__(self, path, **given):
-            seen["tensorboard"][0].update(given, path=path)
-
-        def add_scalar(self, name, value, step):
-            seen["tensorboard"][1][step][name] = value
-
-    board = types.ModuleType("torch.utils.tensorboard")
-    board.SummaryWriter = Writer
-    monkeypatch.setitem(sys.modules, board.__name__, board)
+        module.SummaryWriter = Writer
+        place = "torch.utils.tensorboard" if name == "tensorboard" else name
+        monkeypatch.setitem(sys.modules, place, module)
     return seen
 
 
@@ -260,53 +239,20 @@ def test_a_tracker_gets_every_metric_by_its_name(name, clients, tmp_path):
         assert settings.get("id") == ("0a1b" if name == "wandb" else None)
 
 
-def test_without_a_tracker_lines_are_dropped(tmp_path):
-    assert runlog.open_tracker(tmp_path, {}, 0, "none", "0a1b")({"step": 1}) is None
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_tracker_that_does_not_start_is_one_line(clients, tmp_path):
-    def no_network(**_):
-        raise OSError("no\nnetwork")
-
-    sys.modules["wandb"].init = no_network
-    with pytest.raises(ValueError, match=r"^wandb .*OSError: no network.*--report-to$"):
-        runlog.open_tracker(tmp_path, {}, 0, "wandb", "0a1b")
-
-
 @pytest.mark.parametrize(
     "name, module",
     [("wandb", "wandb"), ("trackio", "trackio"), ("tensorboard", "torch.utils.tensorboard")],
 )
-def test_a_tracker_that_is_not_installed_is_refused(name, module, tmp_path, monkeypatch):
+def test_a_tracker_that_does_not_start_is_one_line(name, module, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)  # its import fails
-    with pytest.raises(ValueError, match=f"^{name} .*pip install {name}.*--report-to$"):
-        runlog.open_tracker(tmp_path, {}, 0, name, "0a1b")
+    start = functools.partial(runlog.open_tracker, tmp_path, {}, 0, name, "0a1b")
+    one_line(start, f"pip install {name}", "--report-to")
 
 
-def test_provenance_has_the_command_and_versions(monkeypatch):
+def test_provenance_has_the_command_versions_and_commit(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/some/where/sgsd.py", "--steps", "3"])
     origin = runlog.provenance()
-    assert list(origin) == ["when", "command", "commit", "versions"]
     assert origin["command"] == ["sgsd.py", "--steps", "3"]
     assert {"python", "torch", "transformers", "peft", "numpy"} <= set(origin["versions"])
-
-
-def test_provenance_has_the_commit_of_its_repository_or_none(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    copy = shutil.copy(ROOT / "lib/runlog.py", tmp_path)
-    spec = importlib.util.spec_from_file_location("runlog_copy", copy)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-    def git(*words):
-        who = ("-c", "user.name=test", "-c", "user.email=test@localhost")
-        command = ["git", "-C", str(tmp_path), *who, *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    assert module.provenance()["commit"] is None
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "first")
-    assert module.provenance()["commit"] == git("rev-parse", "HEAD")
+    git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert origin["commit"] == (git.stdout.strip() or None)

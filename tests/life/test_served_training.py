@@ -6,17 +6,18 @@ The server is the small one of fake_engine.py, whose engine knows nothing of the
 
 import contextlib
 import shutil
-from types import SimpleNamespace
 
 import driver
 import pytest
 import torch
+from conftest import one_line
 from driver import completes, refused, rows
 from fake_engine import DROP, STOPS, choices, serving
 
 import eval
 import sgsd
 from lib import served
+from rollout import Row, Sampling
 
 
 @pytest.fixture
@@ -61,10 +62,10 @@ def policy(engine, tokenizer, tmp_path):
 
 
 def row(index=0):
-    return SimpleNamespace(index=index, prompt=[7, 8], key=2**60 + index, left=30, ids=[])
+    return Row(index, [7, 8], 2**60 + index, 30)
 
 
-SAMPLING = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0)
+SAMPLING = Sampling(1.0, 1.0, 0)
 
 
 def step(policy, effect=0.0):
@@ -101,20 +102,14 @@ def test_the_gap_to_the_engines_log_probabilities_is_noted_for_each_rollout(poli
 
 
 def test_an_adapter_that_is_accepted_and_does_not_act_ends_the_step(engine, policy):
+    """A change that rounding may hide proves nothing, but .009 twice does."""
     engine.prompt_logprob = -1.0  # as the base's
-    step(policy, effect=0.3)  # the adapter is still without effect: base and adapter are one
-    with pytest.raises(OSError, match=r"does not act: .*base's.*3\.0e-01"):
-        step(policy)
+    step(policy, effect=0.009)  # the adapter is still without effect: base and adapter are one
+    step(policy, effect=0.009)
+    one_line(lambda: step(policy), "base's", "1.8e-02", kind=OSError)
+    policy.lm.effect = 0.3
     engine.prompt_logprob = -0.72  # ours is -.7: it acts, within the engine's rounding
     step(policy)
-
-
-def test_a_change_that_rounding_may_hide_proves_nothing(engine, policy):
-    engine.prompt_logprob = -1.0
-    step(policy, effect=0.009)
-    step(policy, effect=0.009)
-    with pytest.raises(OSError, match=r"does not act: .*base's.*1\.8e-02"):
-        step(policy)
 
 
 def test_an_engine_that_keeps_the_last_adapter_under_the_new_name_ends_the_step(engine, policy):
@@ -122,15 +117,13 @@ def test_an_engine_that_keeps_the_last_adapter_under_the_new_name_ends_the_step(
     policy.lm.effect = 0.3
     engine.prompt_logprob = -0.7
     step(policy, effect=0.3)
-    with pytest.raises(OSError, match=r"last adapter's.*3\.0e-01"):
-        step(policy)
+    one_line(lambda: step(policy), "last adapter's", "3.0e-01", kind=OSError)
 
 
 def test_a_server_that_refuses_an_adapter_ends_a_step_in_one_line(engine, policy):
     post = engine.post
     engine.post = lambda path, body: (500, "rank 64") if "load" in path else post(path, body)
-    with pytest.raises(OSError, match="load_lora_adapter: HTTP 500: rank 64"):
-        step(policy)
+    one_line(lambda: step(policy), "load_lora_adapter", "HTTP 500: rank 64", kind=OSError)
 
 
 # ------------------------------------------------------------------------------------------- a run
@@ -222,11 +215,9 @@ def test_an_evaluation_on_a_server_loads_the_models_outline_alone(
     assert {sample["engine"] for sample in samples} == {"vllm"}
 
 
-@pytest.mark.parametrize("steps", [0, 4])
-def test_a_request_that_a_server_refuses_ends_a_run_in_one_line(
-    steps, engine, world_dir, tmp_path, capsys
+def test_a_request_that_a_server_refuses_ends_a_bank_in_one_line(
+    engine, world_dir, tmp_path, capsys
 ):
     engine.answer = lambda body: (400, {"detail": "maximum context length is 20 tokens"})
-    bank = {} if steps else {"bank": ""}
-    flags = run_flags(world_dir, tmp_path / "run", engine, steps=steps, **bank)
+    flags = run_flags(world_dir, tmp_path / "run", engine, steps=0, bank="")
     refused(capsys, sgsd.main, flags, engine.url, "maximum context length is 20 tokens")

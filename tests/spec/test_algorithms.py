@@ -10,7 +10,7 @@ import random
 import re
 
 import pytest
-from conftest import make_bank
+from conftest import answer, item, items, make_bank, one_line
 
 import rollout
 import skills
@@ -20,14 +20,6 @@ ROOT_GROUP, PATIENCE = "root_group_reached", "stagnation_patience_reached"
 both_kinds = pytest.mark.parametrize("key", KEYS)
 
 
-def item(name, key=G):
-    return {field: f"{name} {field}" for field in skills.FIELDS[key]}
-
-
-def items(names, key=G):
-    return [item(name, key) for name in names]
-
-
 def names(entries, key=G):
     """The names that `item` was given."""
     return "".join(e[skills.FIELDS[key][0]].split()[0] for e in entries)
@@ -35,10 +27,6 @@ def names(entries, key=G):
 
 def bare(entries, key=G):
     return [skills.item_of(e, skills.FIELDS[key]) for e in entries]
-
-
-def answer(entries, key=G):
-    return json.dumps({key: entries})
 
 
 def key_of(name):
@@ -311,8 +299,7 @@ def test_no_field_is_invented_and_none_is_lost():
 
 @pytest.mark.parametrize("sizes", [{"group_size": 1}, {"group_size": -3}, {"patience": 0}])
 def test_sizes_that_cannot_be(sizes):
-    with pytest.raises(ValueError, match=r"Alg\. 3.*group_size >= 2 and patience >= 1"):
-        skills.merge(PAIR, G, Model(refuse), **sizes)
+    one_line(lambda: skills.merge(PAIR, G, Model(refuse), **sizes), "group_size", "patience")
 
 
 # ------------------------------------------------------ Algorithm 2, lines 15-16: the first bank
@@ -622,13 +609,3 @@ def test_a_writer_does_not_think_and_has_room_to_repeat_a_long_prompt(tokenizer)
     make_writer(tokenizer, sampler, [])(["a", "b" * 1000])
     assert sampler.ids[0] == rollout.chat_ids(tokenizer, "a", thinking="closed")
     assert sampler.limits == [400, len(sampler.ids[1]) * 5 // 4]
-
-
-def test_a_merge_samples_anew_where_a_later_layer_asks_the_same_prompt(tokenizer):
-    """(ab)(cd)(e): the second reply is unreadable, then both groups come back as they were."""
-    ab, cd = answer(items("ab")), answer(items("cd"))
-    sampler = Sampler(ab, "no", cd, ab, cd)
-    merged, _ = skills.merge(items("abcde"), G, make_writer(tokenizer, sampler, []), 2, 2)
-    assert names(merged) == "abcde"
-    ab, cd = (skills.render_merge(items(group), G) for group in ("ab", "cd"))
-    assert sampler.requests == [[(ab, 0), (cd, 0)], [(cd, 1)], [(ab, 1), (cd, 2)]]

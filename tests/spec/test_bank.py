@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import ROOT, fake_embed, make_bank
+from conftest import ROOT, fake_embed, make_bank, one_line
 
 import skills
 from skills import SkillBank
@@ -46,8 +46,7 @@ def test_equal_scores_keep_the_banks_order():
 
 def test_an_empty_list_gives_no_pairs_and_to_ask_for_none_is_an_error():
     assert SkillBank([], make_bank().common_mistakes).retrieve("q", 3, fake_embed) == []
-    with pytest.raises(ValueError, match=r"Eq. 2.*k >= 1, got 0"):
-        make_bank().retrieve("q", 0, fake_embed)
+    one_line(lambda: make_bank().retrieve("q", 0, fake_embed), "got 0")
 
 
 def test_an_entry_is_embedded_as_its_three_fields():
@@ -140,7 +139,4 @@ def test_a_wrong_bank_is_one_line_that_names_the_file_and_the_entry(content, wor
     path = tmp_path / "b.json"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError) as error:
-        SkillBank.load(path)
-    line = str(error.value)
-    assert line.startswith(f"bank {path}: ") and words in line and "\n" not in line
+    one_line(lambda: SkillBank.load(path), f"bank {path}: ", words)

@@ -143,44 +143,16 @@ def test_token_polarity(kind):
 
 
 def test_a_reversed_forward_kl_grows_without_bound_and_jsd_and_gate_stay_below_log_2():
-    """S26. A student that is driven away from its teacher's token by ever larger logits.
+    """S26: a student that is driven away from its teacher's token by a logit of -x.
 
-    The teacher gives its tokens 1 - q and q = 1 / (1 + e^5); the student in the end the second one
-    alone. Forward KL tends to (1 - q) x, reverse KL to -log q = 5.0067, JSD to less than log 2.
+    The teacher gives it 1 - q with q = 1 / (1 + e^5) = .0067. Forward KL tends to (1 - q) x, JSD
+    and the gate to log 2 at most.
     """
-    teacher = torch.tensor([5.0, 0.0], dtype=torch.float64)
-    sizes = {"forward_kl": [], "reverse_kl": [], "jsd": [], "gate": []}
-    for x in (5.0, 50.0, 500.0):
-        student = torch.tensor([-x, 0.0], dtype=torch.float64)
-        for name, beta in baselines.JSD_BETA.items():
-            sizes[name].append(float(baselines.generalized_jsd(student, teacher, beta)))
-        gap = teacher.log_softmax(0)[0] - student.log_softmax(0)[0]
-        sizes["gate"].append(float(sgsd.gated_loss(gap, 1.0)))
-    assert sizes["forward_kl"] == pytest.approx([4.9, 49.6, 496.6], abs=0.1)
-    assert max(sizes["reverse_kl"]) == pytest.approx(5.0067, abs=1e-4)
-    assert max(sizes["jsd"]) < math.log(2) and max(sizes["gate"]) <= math.log(2)
-
-
-@pytest.mark.long
-def test_slices_of_a_divergence_equal_whole_logits_and_stay_small():
-    """300 positions over 20,000 tokens; values, gradients, and no slice with half of them."""
-    lm, cfg, lengths = make_model(vocab=20_000), BaselineConfig(objective="jsd"), []
-    generator = torch.Generator().manual_seed(0)
-    ids_N = torch.randint(0, 20_000, (300,), generator=generator)
-    states = [2 * x_ND.requires_grad_() for x_ND in torch.randn(3, 300, 32, generator=generator)]
-
-    def f(ids_n, student_nV, *teachers_nV):
-        lengths.append(len(ids_n))
-        return baselines.token_losses(cfg, ids_n, student_nV, teachers_nV)
-
-    got_NK3 = scoring.over_slices(lm, states, ids_N, f, 1.1)
-    student_NV, *teachers_NV = [lm.lm_head(x_ND) / 1.1 for x_ND in states]
-    want_NK3 = baselines.token_losses(cfg, ids_N, student_NV, teachers_NV)
-    torch.testing.assert_close(got_NK3, want_NK3, atol=1e-5, rtol=1e-4)
-    got, want = (torch.autograd.grad(x[..., 0].sum(), states) for x in (got_NK3, want_NK3))
-    for a, b in zip(got, want):
-        assert (a - b).norm() <= 1e-4 * b.norm()
-    assert max(lengths) < 150
+    teacher, student = t([5.0, 0.0]), t([-500.0, 0.0])
+    forward = baselines.generalized_jsd(student, teacher, baselines.JSD_BETA["forward_kl"])
+    assert float(forward) == pytest.approx(496.6, abs=0.1)
+    assert baselines.generalized_jsd(student, teacher, baselines.JSD_BETA["jsd"]) < math.log(2)
+    assert sgsd.gated_loss(t(500.0), 1.0) <= math.log(2)
 
 
 # ---------------------------------------------------------------------------------- steps of a run
@@ -264,7 +236,12 @@ CASES = {  # settings, and the fields of a row that may then differ from those o
     "no mask": ({"token_mask": False}, {*JUDGED, "unmasked", "clipped"}),
     "no clip": ({"clip": False}, {"a", "rho", "loss"}),
     "no threshold": ({"eps_a": 0.0}, {"rho", "loss"}),
+    "none of the three": (
+        {"token_mask": False, "clip": False, "eps_a": 0.0},
+        {*JUDGED, "unmasked", "clipped"},
+    ),
     "no polarity": ({"polarity": False}, {"rho", "loss"}),
+    "one teacher": ({"num_teachers": 1}, None),  # rows with fewer numbers
     "consistent tokens": ({"token_polarity": "consistent"}, {"loss"}),
     "confident teachers": ({"token_polarity": "confident"}, {"loss"}),
     "all tokens": ({"token_polarity": "verdict"}, {"loss"}),
@@ -579,14 +556,12 @@ def test_the_short_grpo_is_sampled_and_clipped_as_sgsd():
 
 RUNS = {
     "grpo+skill": settings_of("grpo+skill", generations=3),
-    "opsd": settings_of("opsd"),
     "ema": {"teacher": "ema", "teacher_decay": 0.5, "objective": "jsd", "generations": 2},
     "periodic": {"teacher": "periodic", "teacher_period": 3, "retrieval": "random"},
-    "top support": {"support_top_k": 5, "answer_pi": True, "clip": False},
 }
 
 
-@pytest.mark.parametrize("name", by_length(RUNS, ("grpo+skill", "opsd", "periodic", "top support")))
+@pytest.mark.parametrize("name", by_length(RUNS, ("grpo+skill", "periodic")))
 def test_stopped_and_continued_equals_uninterrupted(name, world_dir, tmp_path):
     """Two steps and then one more leave the bytes of three in a row."""
     changes = {**RUNS[name], "steps": 3, "max_new_tokens": 8, "checkpoint_every": 3}

@@ -147,6 +147,19 @@ def test_eq21_and_eq22_the_gate_is_odd_has_the_gaps_sign_and_is_bounded(delta, t
 
 
 @check
+@given(gaps, taus)
+def test_eq37_the_gate_lies_below_a_curve_whose_peak_is_at_the_root_of_tau(delta, tau_g):
+    """The curve is |delta| / tau exp(-delta^2 / (2 tau)); at sqrt(tau) it is 1 / sqrt(e tau)."""
+
+    def curve(x):
+        return abs(x) / tau_g * exp(-(x**2) / (2 * tau_g))
+
+    assert abs(sgsd.gate_grad(t(delta), tau_g)) <= curve(delta) * (1 + 1e-12)
+    assert curve(delta) <= curve(sqrt(tau_g)) * (1 + 1e-12)
+    assert curve(sqrt(tau_g)) == pytest.approx(1 / sqrt(e * tau_g))
+
+
+@check
 @given(st.floats(-1, 1), taus)
 def test_eq23_near_zero_the_gate_is_a_line_and_the_loss_a_square(delta, tau_g):
     """The local form of Eq. 26 and App. E.5, with the paper's orders as bounds."""

@@ -7,22 +7,11 @@ not whole.
 import json
 
 import pytest
+from conftest import answer, item, items
 
 import skills
 
 KEY, FIELDS = "general_skills", skills.FIELDS["general_skills"]
-
-
-def item(name):
-    return {field: f"{name} {field}" for field in FIELDS}
-
-
-def items(names):
-    return [item(name) for name in names]
-
-
-def answer(entries, key=KEY):
-    return json.dumps({key: entries})
 
 
 def read(text, key=KEY):
