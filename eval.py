@@ -214,7 +214,8 @@ def refuse_other_base(policies: Sequence[Policy]) -> None:
     for policy in others:
         if policy.base and contents(policy.base) != contents(first.path):
             rule = f"its base is {policy.base}, and not {first.path}, to which it is compared"
-            raise ValueError(f"{policy.path}: {rule}; evaluate them in two commands")
+            fix = "if both are one model give --model, else evaluate them in two commands"
+            raise ValueError(f"{policy.path}: {rule}; {fix}")
 
 
 def settings_of(policy: Policy, cfg: EvalConfig, world: World) -> dict:
