@@ -462,9 +462,6 @@ def test_what_explain_refuses(out, tmp_path, capsys):
 # -------------------------------------------------------------------------------------- a browser
 
 
-# -------------------------------------------------------------------------------------- a browser
-
-
 PROBE = """<script>
 const seen = { errors: [], texts: [] };
 addEventListener("error", e => seen.errors.push(e.message));
@@ -478,6 +475,8 @@ try {
     }
   }
   seen.hacked = window.hacked || 0;
+  const few = [...Array(19).keys()];
+  seen.ranges = [withoutOutliers([...few, 1000]), withoutOutliers([...few])];
 } catch (e) { seen.errors.push(String(e.stack)); }
 const result = document.createElement("pre");
 result.id = "result";
@@ -500,6 +499,7 @@ def test_every_view_is_filled_without_an_error_and_text_is_text(out, tmp_path):
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     seen = json.loads(html.unescape(re.search(r'<pre id="result">(.*?)</pre>', dom, re.S)[1]))
     assert not seen["errors"] and seen["hacked"] == 0
+    assert seen["ranges"] == [[0, 52], [0, 18]]  # 18 + 2 * (18 - 1); too few steps have no outlier
     assert len(seen["texts"]) == 2 * 4 and min(map(len, seen["texts"])) > 50
     for shown in seen["texts"]:
         assert not re.search("NaN|undefined", shown)
