@@ -94,6 +94,9 @@ def profiled(words: str, device: torch.device) -> None:
         return result
 
     with Run.open(cfg, skills.SkillBank.load) as run:
+        if device.type == "cuda":  # as distributed.init asks for
+            allocator = torch.cuda.memory._snapshot()["allocator_settings"]
+            assert allocator["expandable_segments"], allocator
         if sgsd.train(run, step_fn):
             raise RuntimeError("the run ended early")
 
