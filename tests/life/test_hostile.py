@@ -201,10 +201,3 @@ def test_a_model_of_pickles_or_with_code_of_its_own_is_refused(
     mark = str(tmp_path / "boom")
     (model / "own.py").write_text(f"import pathlib; pathlib.Path({mark!r}).touch()\n")
     refused(capsys, sgsd.main, run_flags(world_dir, tmp_path / "r", model=model), str(model))
-
-
-@pytest.mark.parametrize("flag,name", [("bank", "bank.json"), ("data", "data.jsonl")])
-def test_pickled_banks_and_problems_are_refused(flag, name, plant, world_dir, tmp_path, capsys):
-    plant(tmp_path, name)
-    argv = run_flags(world_dir, tmp_path / "r", **{flag: tmp_path / name})
-    refused(capsys, sgsd.main, argv, name)

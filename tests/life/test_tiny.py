@@ -10,7 +10,6 @@ import harder
 import make
 import pytest
 import torch
-import transformers
 import world
 from conftest import ROOT
 
@@ -163,19 +162,3 @@ def test_a_solution_is_right_exactly_where_no_step_errs(guided):
         assert (verify.extract_answer(text) == x.answer) == (not any(errs))
         assert ("Well," in text) <= (not guided) and (";" in text) <= guided
     assert harder.steps_right(x, "The code is \\boxed{1}.") == [None] * 3
-
-
-def test_a_row_decides_each_step_by_itself():
-    """A relevant skill and mistake leave .034 of the error, and the two other steps their .512."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
-    rng, seen = random.Random(1), set()
-    for _ in range(300):
-        x = harder.draw(rng)
-        row = harder.solving_row(rng, tokenizer, x, "plain")
-        assert len(row.choices) == 3 and len(row.weights) == len(row.reply_ids)
-        for at, other, chance in row.choices:
-            assert row.reply_ids[at] != other and row.weights[at] == 4
-            assert round(chance, 3) in (0.512, 0.488)
-        chances = harder.solving_row(rng, tokenizer, x, "pair").choices
-        seen |= {round(min(chance, 1 - chance), 3) for _, _, chance in chances}
-    assert {0.034, 0.488, 0.161} <= seen
