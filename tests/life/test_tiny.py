@@ -13,13 +13,9 @@ import torch
 import world
 from conftest import ROOT
 
-import rollout
 import skills
 from lib import model as models
 from lib import verify
-
-FAMILY_PAIRS = list(zip(world.FAMILIES, [*world.FAMILIES[1:], world.FAMILIES[0]]))
-
 
 # ------------------------------------------------------------------------------- the first world
 
@@ -77,34 +73,14 @@ def test_the_files_are_small_and_the_sets_apart():
         seen |= texts
 
 
-GUIDANCE = {  # case: the kinds of its skill and mistake, and whether each is of the own family
-    "relevant": (("skill", True), ("mistake", True)),
-    "irrelevant": (("skill", False), ("mistake", False)),
-    "misleading": (("misleading", True), ("mistake", False)),
-}
-
-
 @pytest.mark.long
 def test_the_model_listens_to_guidance():
     """A coarse check on 64 problems; README.md of tiny/ has the figures and their intervals."""
     model, tokenizer = models.load_model(str(ROOT / "tiny" / "model"), torch.device("cpu"))
     rng, right = random.Random(3), {}
-    drawn = [(world.draw(rng, own), own, other) for own, other in FAMILY_PAIRS * 8]
-    for case in ("plain", *GUIDANCE):
-        prompts = []
-        for x, own, other in drawn:
-            text = skills.render_student(x.problem)
-            if case != "plain":
-                kinds = GUIDANCE[case]
-                entries = [world.item(rng, own if same else other, kind) for kind, same in kinds]
-                text = skills.render_teacher(skills.SkillPair(*entries, 1.0, 1.0), x.problem)
-            prompts.append(rollout.chat_ids(tokenizer, text, thinking="bare"))
-        sampling, keys = rollout.Sampling(1.0, 0.95, 0, 96), range(len(prompts))
-        completions = rollout.generate(model, tokenizer, prompts, sampling, keys)
-        right[case] = 0.0
-        for (x, _, _), ids in zip(drawn, completions):
-            answer = verify.extract_answer(tokenizer.decode(ids, skip_special_tokens=True))
-            right[case] += (answer == str(x.right[1])) / len(drawn)
+    drawn = [world.draw(rng, family) for family in world.FAMILIES * 8]
+    for case in ("plain", "relevant", "irrelevant", "misleading"):
+        right[case] = sum(make.accuracy(model, tokenizer, drawn, case)) / len(drawn)
     assert right["relevant"] > right["plain"] + 0.1 > right["misleading"] + 0.15, right
     assert abs(right["irrelevant"] - right["plain"]) < 0.2, right
 
