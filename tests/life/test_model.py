@@ -359,26 +359,6 @@ def test_a_model_card_keeps_the_hub_id_of_its_base(base, tmp_path):
     assert card.data.base_model == "Qwen/Qwen3-1.7B" and card.data.library_name == "peft"
 
 
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("adapter_model.safetensors", "x"),
-        ("trainer.safetensors", None),
-        ("trainer.json", None),
-        ("trainer.json", '{"step": "two"}'),
-    ],
-)
-def test_a_torn_checkpoint_is_one_line(name, content, base, tmp_path):
-    checkpoint(tmp_path / "saved", base)
-    file = tmp_path / "saved" / name
-    file.unlink()
-    if content is not None:
-        file.write_text(content)
-    model, _, optimizer = trainee(base)
-    where = f"checkpoint {tmp_path / 'saved'}: "
-    one_line(lambda: restore(tmp_path / "saved", model, optimizer), where)
-
-
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 1}, {"num_hidden_layers": 3}, {}])
 def test_a_checkpoint_of_another_model_or_rank_is_one_line(changes, base, tmp_path):
     checkpoint(tmp_path / "saved", base)

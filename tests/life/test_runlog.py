@@ -198,39 +198,25 @@ def test_a_log_line_has_a_fixed_order_and_warns_of_cut_solutions_and_a_far_serve
 # ------------------------------------------------------------------------ trackers and provenance
 
 
-@pytest.fixture
-def clients(monkeypatch):
-    """Stand-ins for wandb, trackio and TensorBoard: {name: (settings, {step: metrics})}."""
-    seen = {}
-    for name in ("wandb", "trackio", "tensorboard"):
-        settings, by_step = seen[name] = {}, collections.defaultdict(dict)
-
-        class Writer:
-            def __init__(self, path, settings=settings, by_step=by_step, **given):
-                settings.update(given, path=path)
-                self.by_step = by_step
-
-            def add_scalar(self, name, value, step):
-                self.by_step[step][name] = value
-
-        module = types.ModuleType(name)
-        module.init = lambda settings=settings, **given: settings.update(given)
-        module.log = lambda metrics, step, by_step=by_step: by_step[step].update(metrics)
-        module.SummaryWriter = Writer
-        place = "torch.utils.tensorboard" if name == "tensorboard" else name
-        monkeypatch.setitem(sys.modules, place, module)
-    return seen
-
-
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
-def test_a_tracker_gets_every_metric_by_its_name(name, clients, tmp_path):
+def test_a_tracker_gets_every_metric_by_its_name(name, tmp_path, monkeypatch):
+    """A stand-in for its client notes how it starts and what it gets."""
+    settings, by_step = {}, collections.defaultdict(dict)
+
+    def open_writer(path, **given):
+        settings.update(given, path=path)
+        return types.SimpleNamespace(add_scalar=lambda key, x, step: by_step[step].update({key: x}))
+
+    client = types.SimpleNamespace(init=settings.update, SummaryWriter=open_writer)
+    client.log = lambda metrics, step: by_step[step].update(metrics)
+    is_board = name == "tensorboard"
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if is_board else name, client)
     lines = [summary([row(1, [-0.2], [0])]) | {"step": step} for step in (4, 5)]
     track = runlog.open_tracker(tmp_path / "run", {"seed": 3}, 3, name, "0a1b")
     for line in lines:
         track(line)
-    settings, by_step = clients[name]
     assert by_step == {4: lines[0], 5: lines[1]}
-    if name == "tensorboard":
+    if is_board:
         assert settings["path"] == str(tmp_path / "run/tensorboard")
         assert settings["purge_step"] == 4  # a continued run makes this step again
     else:

@@ -10,17 +10,12 @@ import harder
 import make
 import pytest
 import torch
-import transformers
 import world
 from conftest import ROOT
 
-import rollout
 import skills
 from lib import model as models
 from lib import verify
-
-FAMILY_PAIRS = list(zip(world.FAMILIES, [*world.FAMILIES[1:], world.FAMILIES[0]]))
-
 
 # ------------------------------------------------------------------------------- the first world
 
@@ -78,34 +73,14 @@ def test_the_files_are_small_and_the_sets_apart():
         seen |= texts
 
 
-GUIDANCE = {  # case: the kinds of its skill and mistake, and whether each is of the own family
-    "relevant": (("skill", True), ("mistake", True)),
-    "irrelevant": (("skill", False), ("mistake", False)),
-    "misleading": (("misleading", True), ("mistake", False)),
-}
-
-
 @pytest.mark.long
 def test_the_model_listens_to_guidance():
     """A coarse check on 64 problems; README.md of tiny/ has the figures and their intervals."""
     model, tokenizer = models.load_model(str(ROOT / "tiny" / "model"), torch.device("cpu"))
     rng, right = random.Random(3), {}
-    drawn = [(world.draw(rng, own), own, other) for own, other in FAMILY_PAIRS * 8]
-    for case in ("plain", *GUIDANCE):
-        prompts = []
-        for x, own, other in drawn:
-            text = skills.render_student(x.problem)
-            if case != "plain":
-                kinds = GUIDANCE[case]
-                entries = [world.item(rng, own if same else other, kind) for kind, same in kinds]
-                text = skills.render_teacher(skills.SkillPair(*entries, 1.0, 1.0), x.problem)
-            prompts.append(rollout.chat_ids(tokenizer, text, thinking="bare"))
-        sampling, keys = rollout.Sampling(1.0, 0.95, 0, 96), range(len(prompts))
-        completions = rollout.generate(model, tokenizer, prompts, sampling, keys)
-        right[case] = 0.0
-        for (x, _, _), ids in zip(drawn, completions):
-            answer = verify.extract_answer(tokenizer.decode(ids, skip_special_tokens=True))
-            right[case] += (answer == str(x.right[1])) / len(drawn)
+    drawn = [world.draw(rng, family) for family in world.FAMILIES * 8]
+    for case in ("plain", "relevant", "irrelevant", "misleading"):
+        right[case] = sum(make.accuracy(model, tokenizer, drawn, case)) / len(drawn)
     assert right["relevant"] > right["plain"] + 0.1 > right["misleading"] + 0.15, right
     assert abs(right["irrelevant"] - right["plain"]) < 0.2, right
 
@@ -163,19 +138,3 @@ def test_a_solution_is_right_exactly_where_no_step_errs(guided):
         assert (verify.extract_answer(text) == x.answer) == (not any(errs))
         assert ("Well," in text) <= (not guided) and (";" in text) <= guided
     assert harder.steps_right(x, "The code is \\boxed{1}.") == [None] * 3
-
-
-def test_a_row_decides_each_step_by_itself():
-    """A relevant skill and mistake leave .034 of the error, and the two other steps their .512."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
-    rng, seen = random.Random(1), set()
-    for _ in range(300):
-        x = harder.draw(rng)
-        row = harder.solving_row(rng, tokenizer, x, "plain")
-        assert len(row.choices) == 3 and len(row.weights) == len(row.reply_ids)
-        for at, other, chance in row.choices:
-            assert row.reply_ids[at] != other and row.weights[at] == 4
-            assert round(chance, 3) in (0.512, 0.488)
-        chances = harder.solving_row(rng, tokenizer, x, "pair").choices
-        seen |= {round(min(chance, 1 - chance), 3) for _, _, chance in chances}
-    assert {0.034, 0.488, 0.161} <= seen

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import driver
 import pytest
 import torch
-from conftest import make_model, make_tokenizer, same, t
+from conftest import make_model, make_tokenizer, one_line, same, t
 from driver import completes, flags, refused, rows, two
 from safetensors.torch import load_file
 
@@ -41,8 +41,7 @@ def test_grpo_advantages():
     # mean 1/2, std sqrt((1/4 + 1/4 + 0) / 2) = 1/2; eps 1/2: -+1/2 and 0
     same(baselines.grpo_advantages(t([0.0, 1.0, 0.5]), eps=0.5), [-0.5, 0.5, 0.0])
     assert not baselines.grpo_advantages(t([-1.0] * 8)).any()  # a group that teaches nothing
-    with pytest.raises(ValueError, match=r"rewards_G must be \[G\] with G >= 2, got \(1,\)"):
-        baselines.grpo_advantages(torch.ones(1))
+    one_line(lambda: baselines.grpo_advantages(torch.ones(1)), "G >= 2", "(1,)")
 
 
 @pytest.mark.parametrize(
@@ -81,8 +80,7 @@ def test_generalized_jsd():
     same(jsd(s_V, t_V, beta["jsd"]), jsd(t_V, s_V, beta["jsd"]).item())
     for name in beta:
         same(jsd(s_V, s_V + 3, beta[name]), 0.0)
-    with pytest.raises(ValueError, match=r"beta must be in \[0, 1\], got 2"):
-        jsd(s_V, t_V, 2)
+    one_line(lambda: jsd(s_V, t_V, 2), "got 2")
 
 
 @pytest.mark.parametrize(
@@ -135,11 +133,8 @@ def test_token_polarity(kind):
         return (alpha_2[:, None] * rho_24 * mask_4 * sgsd.gated_loss(gaps_24, 1.0)).sum() / 3
 
     assert torch.autograd.gradcheck(loss, delta_24)
-    same(
-        torch.autograd.grad(loss(delta_24), delta_24)[0], alpha_2[:, None] * mask_4 / 3 * credit_24
-    )
-    with pytest.raises(ValueError, match="there is no kind 'other'"):
-        baselines.token_polarity("other", delta_24, t([0.0, 0.0]), 1, 0.05)
+    (grad_24,) = torch.autograd.grad(loss(delta_24), delta_24)
+    same(grad_24, alpha_2[:, None] * mask_4 / 3 * credit_24)
 
 
 def test_a_reversed_forward_kl_grows_without_bound_and_jsd_and_gate_stay_below_log_2():
@@ -619,11 +614,9 @@ FLAGS = {
     "--method grpo --temperature 0": ("--temperature 0",),
     "--method opsd --bank BANK": ("--bank", "opsd+skill"),
     "--method grpo --token-polarity consistent": ("--token-polarity", "grpo has none"),
-    "--method grpo+skill --no-polarity": ("--no-polarity", "grpo+skill has none"),
     "--objective jsd --support-top-k 9": ("--support-top-k", "--objective"),
     "--token-polarity verdict --objective jsd": ("--token-polarity verdict", "gate"),
     "--token-polarity verdict --no-polarity": ("--token-polarity verdict", "polarity"),
-    "--teacher dead": ("--teacher", "dead"),
 }
 
 

@@ -5,12 +5,9 @@ What becomes of the memories (lines 8-16) is in test_algorithms.py.
 """
 
 import dataclasses
-import functools
 import json
-import os
 import shutil
 import signal
-import sys
 
 import driver
 import pytest
@@ -20,7 +17,7 @@ from driver import flags, opened, rows
 import rollout
 import sgsd
 import skills
-from lib import config, model
+from lib import config, files, model
 from lib.run import Run
 from rollout import Sampling
 
@@ -141,35 +138,23 @@ def test_two_processes_make_the_bank_of_one(program, command, tmp_path, whole):
     assert bank_files(out) == whole[program]
 
 
-def kill_at(nth, path):
-    """Kill this process before the nth time that it opens a file."""
-    opens = []
-
-    def watch(event, args):
-        if event == "open" and str(args[0]) == str(path):
-            opens.append(path)
-            if len(opens) == nth:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
-
-
-KILLS = [
-    (FAKE, "memories", 2),
-    (FAKE, "replies", 3),
-    pytest.param(with_the_policy_as_writer, "replies", 3, marks=pytest.mark.long),
+KILLS = [  # the writer, the file that is torn, and the call before which the process is killed
+    (FAKE, "memories", (files, "append_jsonl", 2)),
+    (FAKE, "replies", (Run, "log_reply", 3)),
+    pytest.param(
+        with_the_policy_as_writer, "replies", (Run, "log_reply", 3), marks=pytest.mark.long
+    ),
 ]
 
 
-@pytest.mark.parametrize("program, name, nth", KILLS)
+@pytest.mark.parametrize("program, name, call", KILLS)
 def test_a_killed_process_makes_the_same_bank_and_no_memory_twice(
-    program, name, nth, command, tmp_path, whole
+    program, name, call, command, tmp_path, whole
 ):
     """Killed while it solves or while it writes, and the last line is torn."""
     out, log = tmp_path / "run", tmp_path / "log"
     file = out / "bank" / f"{name}.jsonl"
-    kill = functools.partial(kill_at, nth, file)
-    killed = driver.start(command(out), log, before=kill, program=program)
+    killed = driver.start(command(out), log, before=driver.killing(*call), program=program)
     assert driver.wait(killed) == -signal.SIGKILL
     memories = rows(out / "bank/memories.jsonl")
     assert (0 < len(memories) < 4) == (name == "memories")

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import make_model, one_line
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scoring
@@ -145,8 +145,7 @@ def test_a_bf16_head_is_exact(device):
 
 def test_rows_without_a_prompt_are_refused_and_no_tokens_are_fine():
     model = make_model()
-    for prompts, completions, counts in (([[1]], [[1], [2]], "1 and 2"), ([[]], [[1]], "1 and 1")):
-        with pytest.raises(ValueError, match=f"token_logprobs .*{counts}"):
-            scoring.token_logprobs(model, prompts, completions)
+    one_line(lambda: scoring.token_logprobs(model, [[1]], [[1], [2]]), "1 and 2")
+    one_line(lambda: scoring.token_logprobs(model, [[]], [[1]]), "non-empty")
     assert scoring.token_logprobs(model, [[1]], [[]]).shape == (1, 0)
     assert scoring.token_logprobs(model, [], []).shape == (0, 0)

@@ -132,6 +132,14 @@ def test_alg1_lines_2_to_16_a_step_is_what_its_lines_say(world_dir, tmp_path):
             same(got, want, 1e-5)
 
 
+def test_a_problem_that_comes_twice_in_a_step_has_two_solutions(world_dir, tmp_path):
+    """Twelve problems in a batch of 24: the epoch is part of a draw's key."""
+    with opened(world_dir, tmp_path / "run", batch_size=24, num_teachers=1) as run:
+        logged, _ = sgsd.train_step(run, 1)
+    solutions = {(row["problem_id"], *row["completion_ids"]) for row in logged}
+    assert len(logged) == len(solutions) == 24
+
+
 # ------------------------------------------------- lines 1, 2 and 17: the loop, the data, the bank
 
 
