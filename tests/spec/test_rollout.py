@@ -93,6 +93,12 @@ def test_temperature_top_p_and_top_k_by_hand(sampling, want):
     assert rollout.select_tokens(logits_BV, u_B, sampling).tolist() == want
 
 
+def test_a_nucleus_that_is_exactly_as_large_as_top_p_takes_no_more():
+    logits_1V = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()  # .5 + .25 are .75
+    u_1 = torch.tensor([0.99], dtype=torch.float64)
+    assert rollout.select_tokens(logits_1V, u_1, Sampling(1.0, 0.75, 0)).tolist() == [1]
+
+
 def test_equal_logits_stay_or_go_together():
     """Also where the nucleus is wider than a short list: of 3,000 equal tokens all stay."""
     u_B = torch.tensor([0.0, 0.9999], dtype=torch.float64)
