@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import ROOT, fake_embed, make_bank, one_line
+from conftest import ROOT, fake_embed, item, make_bank, one_line
 
 import skills
 from skills import SkillBank
@@ -40,8 +40,18 @@ def test_the_best_k_are_those_of_all():
 
 
 def test_equal_scores_keep_the_banks_order():
-    pairs = make_bank().retrieve("q", 4, lambda texts: np.ones((len(texts), 3)))
-    assert [p.skill["skill_id"] for p in pairs] == ["gen_001", "gen_002", "gen_003", "gen_004"]
+    """Sixty of either kind, of which every second is nearer: some sorts keep the order of a few."""
+    lists = []
+    for key in skills.FIELDS:
+        lists.append([{skills.IDS[key]: str(i), **item(str(i), key)} for i in range(60)])
+
+    def embed(texts):  # cosines of 1 and .6 with the query
+        return np.array([(1, 0) if int(text.split()[0]) % 2 else (3, 4) for text in texts])
+
+    pairs = SkillBank(*lists).retrieve("1 of them", 60, embed)
+    want = [str(i) for i in [*range(1, 60, 2), *range(0, 60, 2)]]
+    assert [pair.skill["skill_id"] for pair in pairs] == want
+    assert [pair.mistake["mistake_id"] for pair in pairs] == want
 
 
 def test_an_empty_list_gives_no_pairs_and_to_ask_for_none_is_an_error():

@@ -5,6 +5,7 @@ definition; a step with what its lines say, done by hand. The tests' model has r
 """
 
 import dataclasses
+import shutil
 import types
 
 import plain
@@ -172,6 +173,16 @@ def test_alg1_lines_1_2_and_17_the_bank_evolves_every_f_steps_from_the_rollouts_
         retrieved |= {mistake for _, mistake in row["pairs"]}
     assert retrieved <= {entry["mistake_id"] for entry in second.common_mistakes}
     assert any(name.startswith("dyn_") for name in retrieved)
+
+
+def test_a_run_that_goes_back_to_an_earlier_checkpoint_goes_back_to_its_bank(world_dir, tmp_path):
+    """Alg. 4, line 14: versions of later steps are gone, or a step would take one for its own."""
+    out, changes = tmp_path / "run", {"steps": 2, "checkpoint_every": 1, "evolve_every": 1}
+    train(world_dir, out, **changes)
+    shutil.rmtree(out / "checkpoints/step_000002")
+    with opened(world_dir, out, **changes) as run:
+        assert run.bank == skills.SkillBank.load(out / "bank/step_000001.json")
+        assert not (out / "bank/step_000002.json").exists()
 
 
 # ------------------------------------------------------------------------------------ the defaults
