@@ -272,7 +272,8 @@ def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evalua
 
     held: takes the locks of the folders, on rank 0, and the verifier.
     """
-    model.ask_hub_once([*cfg.paths, *cfg.data])
+    needed = [*cfg.paths, *cfg.data]
+    model.ask_hub_once(needed + ([cfg.encoder] if cfg.skills else []))
     policies, home = find_policies(cfg)
     refuse_other_base(policies)
     tasks: Tasks = {}

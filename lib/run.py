@@ -106,7 +106,8 @@ class Run:
         with contextlib.ExitStack() as held:
             with config.one_line_errors(cfg.program):
                 world = distributed.init(cfg.device)
-                model.ask_hub_once([cfg.model, cfg.data, cfg.encoder])
+                needed = [cfg.model, cfg.data]
+                model.ask_hub_once(needed + ([cfg.encoder] if cfg.uses_skill_bank else []))
                 together = functools.partial(distributed.together, world=world)
                 together(lambda: claim(out, held) if world.main else None)
                 state = together(lambda: inspect(cfg, world))

@@ -10,7 +10,6 @@ time in which the GPU ran no kernel.
 """
 
 import argparse
-import functools
 import importlib.util
 import pathlib
 import subprocess
@@ -35,20 +34,20 @@ from lib import config
 from lib import model as models
 from lib.run import Run
 from research.markdown_table import head_of, row_of
-from research.speed.bench import SHAPES, Shape, clock, random_model, stop_after
+from research.speed.bench import SHAPES, clock, random_model, stop_after
 
 Args = argparse.Namespace
 
 
-def shape(args: Args) -> Shape:
-    return SHAPES["tiny" if args.cpu else "qwen3-1.7b"]
+def made(args: Args, device: torch.device) -> Any:
+    """A random model; its vocabulary holds that of tiny/'s tokenizer, in small, too."""
+    if args.cpu:
+        return random_model(SHAPES["tiny"], device, vocab=1024)
+    return random_model(SHAPES["qwen3-1.7b"], device)
 
 
-def with_tokenizer(model: Any, folder: pathlib.Path) -> pathlib.Path:
-    """Save a model with the tokenizer of tiny/, whose ids are among its own."""
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(ROOT / "tiny" / "model").save_pretrained(folder)
-    return folder
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
 
 
 # ------------------------------------------------------------------------------------------- step
@@ -58,12 +57,8 @@ def step(args: Args, device: torch.device) -> None:
     """Profile two steps on one GPU; where there are two, run them there once more."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        if args.cpu:  # its vocabulary must hold the tokenizer's
-            model = random_model(shape(args), device, vocab=1024)
-        else:
-            model = random_model(shape(args), device)
-        with_tokenizer(stop_after(model, 0), folder / "model")
-        del model
+        stop_after(made(args, device), 0).save_pretrained(folder / "model")
+        tokenizer().save_pretrained(folder / "model")
         words = f"--preset tiny --model {folder / 'model'} --bank {ROOT}/banks/word_problems.json"
         words += f" --steps 2 --evolve-every 0 --audit-every 0 --device {device.type}"
         words += f" --batch-size {4 if args.cpu else 32} --max-new-tokens {8 if args.cpu else 64}"
@@ -120,20 +115,18 @@ def print_kernels(watched: Any, seconds: float, device: torch.device) -> None:
 def decoded(model: Any, tokens: int, rows: int, device: torch.device) -> float:
     """Seconds in which `rollout.generate` decodes rows of so many tokens."""
     stop_after(model, 0)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny" / "model")
     prompts, keys = [list(range(5, 69))] * rows, list(range(rows))
     sampling = rollout.Sampling(max_new_tokens=tokens)
-    with_stops = functools.partial(rollout.generate, model, tokenizer)
+    reader = tokenizer()
     began = clock(device)
-    found = with_stops(prompts, sampling, keys)
+    found = rollout.generate(model, reader, prompts, sampling, keys)
     assert all(len(ids) <= tokens for ids in found)
     return clock(device) - began
 
 
 def row(args: Args, device: torch.device) -> None:
     tokens = 64 if args.cpu else 38912
-    model = random_model(shape(args), device, vocab=1024 if args.cpu else 0)
-    seconds = decoded(model, tokens, 1, device)
+    seconds = decoded(made(args, device), tokens, 1, device)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     print(
         f"one row of {tokens:,} tokens: {seconds:.0f} s, {1000 * seconds / tokens:.1f} ms a token"
@@ -151,11 +144,8 @@ def decode(args: Args, device: torch.device) -> None:
     """Milliseconds a token of 16 rows, with and without adapters, and what two remedies gain."""
     tokens, rows = (8, 2) if args.cpu else (256, 16)
 
-    def base() -> Any:
-        return random_model(shape(args), device, vocab=1024 if args.cpu else 0)
-
     def adapted() -> Any:
-        return models.with_adapters(base(), 64, 128, 1 << 30)
+        return models.with_adapters(made(args, device), 64, 128, 1 << 30)
 
     def liger() -> Any:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
@@ -163,7 +153,7 @@ def decode(args: Args, device: torch.device) -> None:
         apply_liger_kernel_to_qwen3()
         return adapted()
 
-    ways: dict[str, Callable[[], Any]] = {"base": base, "adapters": adapted}
+    ways: dict[str, Callable[[], Any]] = {"base": lambda: made(args, device), "adapters": adapted}
     ways["adapters, layer.compile(dynamic=True)"] = lambda: compiled(adapted())
     if importlib.util.find_spec("liger_kernel") and device.type == "cuda":
         ways["adapters, Liger's kernels"] = liger  # the last one: it changes the classes
@@ -191,7 +181,7 @@ def masks(args: Args, device: torch.device) -> None:
 
     cuDNN's attention gave NaN in the backward pass of such rows (pytorch#196678).
     """
-    model = models.with_adapters(random_model(shape(args), device, vocab=1024), 16, 32, 1 << 30)
+    model = models.with_adapters(made(args, device), 16, 32, 1 << 30)
     lengths = (7, 300, 40)
     prompts = [list(range(5, 5 + n)) for n in lengths]
     ids = [list(range(100, 100 + n)) for n in (50, 3, 20)]
