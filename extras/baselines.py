@@ -7,7 +7,6 @@
     python -m extras.baselines --out runs/d --method opsd+skill       both roles see the skills
     python -m extras.baselines --out runs/e --no-polarity             SGSD, all distilled; §4.4
     python -m extras.baselines --out runs/f --objective reverse_kl    SGSD with a divergence
-    python -m extras.baselines --out runs/g --token-polarity consistent   only tokens that agree
 
 A method is two functions: `prompts` of a problem and `rollout_loss`. `train_step` is sgsd.py's with
 these two in it, and with groups of rollouts; all methods share the loop, data, verifier and
@@ -43,7 +42,6 @@ OF_TEACHERS = (  # settings that change a teacher; GRPO has none
     "token_mask",
     "clip",
     "polarity",
-    "token_polarity",
     "answer_pi",
     "teacher",
     "teacher_period",
@@ -83,11 +81,6 @@ class BaselineConfig(Config):
     clip: bool = setting(True, "clip the gaps for the support; Tab. 4")
     polarity: bool = setting(
         True, "distil or reverse by the verdict; without it distil every teacher; §4.4"
-    )
-    token_polarity: str = setting(
-        "teacher",
-        "polarity of single tokens: their teacher's, or by the verdict; D12",
-        choices=("teacher", "consistent", "confident", "verdict", "agreeing"),
     )
     retrieval: str = setting(
         "embedding", "nearest by embedding, or random; S20", ("embedding", "random")
@@ -131,10 +124,6 @@ class BaselineConfig(Config):
             raise ValueError("--temperature 0: makes all --generations of a problem the same")
         if self.support_top_k and self.objective != "gate":
             raise ValueError("--support-top-k: needs the gate; leave out --objective")
-        gated = self.objective == "gate" and not self.support_top_k
-        if self.token_polarity != "teacher" and not (gated and self.polarity):
-            rule = "changes rho in Eq. 20, which needs the gate on the full gap, and polarity"
-            raise ValueError(f"--token-polarity {self.token_polarity}: {rule}")
 
     @property
     def score_temperature(self) -> float:
@@ -252,36 +241,6 @@ def local_support(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Te
     logp_s = s_nV.gather(1, support).masked_fill(twice, -1e30).log_softmax(1)
     logp_t = t_nV.gather(1, support).masked_fill(twice, -1e30).log_softmax(1)
     return (logp_t.exp() * (logp_t - logp_s)).sum(1), (logp_t - logp_s)[:, 0]
-
-
-def token_polarity(kind: str, delta_KT: Tensor, a_K: Tensor, r: float, eps_a: float) -> Tensor:
-    """rho_t^(k), in place of rho_k at each token of Eqs. 16 and 20 (D12). [K, T] in {-1, 0, +1}.
-
-    Eq. 20 with it: W_t^(k) = alpha_k rho_t^(k) (m_t / Z) g_tau(Delta). The sign of a token's credit
-    is that of rho_t^(k) Delta_t^(k), so under every kind but "teacher" it is r's, or there is none.
-
-    teacher     rho_k for all tokens: the paper's (Eq. 13)
-    consistent  rho_k where sgn(Delta_t) = sgn(ã_k), else 0
-    confident   r sgn(Delta_t) where |ã_k| > eps_a, else 0
-    verdict     r sgn(Delta_t), whatever the support
-    agreeing    1 where sgn(Delta_t) = r, else 0, whatever the support
-
-    delta_KT: gaps. a_K: supports ã. No gradient. ValueError on another kind, r or eps_a.
-    """
-    rho_K1 = sgsd.polarity(a_K, r, eps_a)[:, None]  # Eq. 13
-    sign_KT = torch.sign(delta_KT.detach())
-    by_verdict_KT = r * sign_KT
-    if kind == "teacher":
-        return rho_K1.expand_as(sign_KT)
-    if kind == "consistent":
-        return rho_K1 * (sign_KT == torch.sign(a_K)[:, None])
-    if kind == "confident":
-        return by_verdict_KT * rho_K1.abs()
-    if kind == "verdict":
-        return by_verdict_KT
-    if kind == "agreeing":
-        return (by_verdict_KT > 0).to(delta_KT)
-    raise ValueError(f"token_polarity: there is no kind {kind!r}")
 
 
 def token_losses(
@@ -410,15 +369,12 @@ def distilled_rollout(run: Run, example: Example) -> RolloutLoss:
     ell_KT, gap_KT, full_KT = scored(run, roll, example.teachers_K)
     bound = cfg.c_delta if cfg.clip else math.inf
     a_K = sgsd.robust_support(gap_KT, mask_T, bound)
-    r, ones_K = sgsd.reward(roll), torch.ones_like(a_K)
-    rho_K = sgsd.polarity(a_K, r, cfg.eps_a) if cfg.polarity else ones_K
+    rho_K = torch.ones_like(a_K)
+    if cfg.polarity:
+        rho_K = sgsd.polarity(a_K, sgsd.reward(roll), cfg.eps_a)
     lbar_K = sgsd.masked_mean(ell_KT, mask_T)
     loss = sgsd.sgsd_loss(lbar_K, alpha_K, rho_K)
     credit_KT = sgsd.token_credit(gap_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
-    if cfg.token_polarity != "teacher":  # each token has its own rho, in place of rho_K
-        rho_KT = token_polarity(cfg.token_polarity, gap_KT, a_K, r, cfg.eps_a)
-        loss = sgsd.sgsd_loss(sgsd.masked_mean(rho_KT * ell_KT, mask_T), alpha_K, ones_K)
-        credit_KT = rho_KT * sgsd.token_credit(gap_KT, mask_T, alpha_K, ones_K, cfg.tau_g)
     loss, credit_KT = unless_cut(cfg, roll, loss), unless_cut(cfg, roll, credit_KT)
     result = RolloutLoss(loss, mask_T, gap_KT, alpha_K, a_K, rho_K, lbar_K, credit_KT)
     if cfg.objective != "gate" or cfg.support_top_k:  # Eq. 20 holds for the gate on the full gap

@@ -1,4 +1,4 @@
-"""Do teachers know where the credit belongs? Four weights of a token's advantage, in tiny/harder.
+"""Do teachers know where the credit belongs? Four weights of a token's advantage, harder world.
 
     python research/credit/measure.py                  train and evaluate: four weights, five seeds
     python research/credit/measure.py --show           this folder's tables, from weights.json
@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
+sys.path[:0] = [str(ROOT), str(ROOT / "research/worlds")]
 
 import harder
 import torch
@@ -39,7 +39,7 @@ import skills
 from lib import files
 from research.markdown_table import head_of, row_of
 
-WORLD = ROOT / "tiny" / "harder"
+WORLD = ROOT / "research" / "worlds" / "harder"
 POINTS = (5, 10, 20)  # steps after which a run is evaluated; the last one ends it
 PHASES = ((1, 5), (6, 20))  # steps
 FLAGS = (

@@ -1,4 +1,4 @@
-"""The paper's methods and ablations as curves, in the two worlds of tiny/.
+"""The paper's methods and ablations as curves, in the tiny and the harder world.
 
     python research/methods/compare.py --show    the table of this folder's page; nothing is trained
     python research/methods/compare.py --show FILE.json    all tables of a finished comparison
@@ -11,7 +11,7 @@
 Every method takes the world's settings and a bank that the world's model made: one per seed, the
 same for all methods except those with the hand-written full bank. The learning rate comes from the
 validation problems: the best of three for sgsd and each baseline, and sgsd's for its ablations; a
-row named 3e-4 has that rate. Rows with --token-polarity are made only if --methods names them.
+row named 3e-4 has that rate.
 
 Each method then trains with five seeds. After some steps we measure accuracy on the test problems
 under the plain prompt, thinking on. Intervals are Student's over seeds; differences are paired by
@@ -42,8 +42,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TINY = ROOT / "tiny"
-sys.path[:0] = [str(ROOT), str(TINY)]
+TINY, WORLDS_OF = ROOT / "tiny", ROOT / "research" / "worlds"
+sys.path[:0] = [str(ROOT), str(WORLDS_OF)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -81,17 +81,8 @@ METHODS: dict[str, str] = {  # sgsd is sgsd.py's, all others are extras/baseline
 FULL = "random retrieval, full bank"  # by hand: every family's true skill and mistake
 METHODS[FULL] = METHODS["random retrieval"]
 PAPER = tuple(METHODS)  # the rows that a table has, beside the world's bases
-METHODS |= {  # of whose tokens the credit has the verdict's sign (D12)
-    "consistent tokens": "--token-polarity consistent",
-    "confident tokens": "--token-polarity confident",
-    "all tokens": "--token-polarity verdict",
-    "agreeing tokens": "--token-polarity agreeing",
-}
-FULL_CONSISTENT = "consistent tokens, full bank"
-METHODS[FULL_CONSISTENT] = f"{METHODS['consistent tokens']} {METHODS[FULL]}"
-RATES = {"sgsd, 3e-4": 3e-4, "consistent tokens, 3e-4": 3e-4}  # fixed, where others are chosen
-METHODS |= {"sgsd, 3e-4": "", "consistent tokens, 3e-4": METHODS["consistent tokens"]}
-BY_HAND = (FULL, FULL_CONSISTENT)
+RATES = {"sgsd, 3e-4": 3e-4}  # fixed, where others are chosen
+METHODS |= {"sgsd, 3e-4": ""}
 TRIED: tuple[str, ...] = ("sgsd", "grpo", "opsd", "opsd, no bound", "grpo+skill", "opsd+skill")
 TRIED += ("opsd+skill, no bound",)  # methods with a rate of their own
 
@@ -114,7 +105,7 @@ class World:
     evolve: int  # steps per evolution of the bank; 0 keeps the bank as it was made
     other: int  # the same for "sgsd, other bank"
     skills: int  # pairs in a prompt of base+skill
-    methods: tuple[str, ...] = tuple(name for name in PAPER if name not in BY_HAND)
+    methods: tuple[str, ...] = tuple(name for name in PAPER if name != FULL)
 
 
 TINY_FLAGS = "--preset tiny"
@@ -136,8 +127,8 @@ WORLDS = {
         skills=3,
     ),
     "lock": World(
-        folder=f"{TINY}/harder",
-        encoder=f"{TINY}/harder/encoder",
+        folder=f"{WORLDS_OF}/harder",
+        encoder=f"{WORLDS_OF}/harder/encoder",
         flags=TINY_FLAGS + " --cold-start 320 --cold-start-tokens 160",
         points=(5, 10, 20, 40, 60),
         trial=60,
@@ -669,7 +660,7 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     for name in names:
         for seed in seeds:
             job = training(args.world, f"{name}-{seed}", name, rates[name], seed, points=True)
-            jobs.append(job | ({"share": 0} if name in BY_HAND else {}))
+            jobs.append(job | ({"share": 0} if name == FULL else {}))
     results = do_all(jobs, "methods")
     lines = [f"# Methods in the world {args.world}: accuracy by steps, and what it cost", ""]
     lines += ["The mean over steps is the area under the curve; forward tokens are those that"]

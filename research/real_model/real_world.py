@@ -69,8 +69,6 @@ CPU = Size(
     methods={
         "sgsd": "sgsd.py --batch-size 8 --num-teachers 2 --bank {0}/bank.json",
         "grpo": "-m extras.baselines --method grpo --batch-size 2 --generations 4",
-        "consistent": "-m extras.baselines --token-polarity consistent --batch-size 8"
-        " --num-teachers 2 --bank {0}/bank.json",
     },
     rates=("1e-4",),
     settings="--max-new-tokens 400 --lora-rank 16 --lora-alpha 32 --rollout-rows 8"

@@ -34,7 +34,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
+sys.path[:0] = [str(ROOT), str(ROOT / "research/worlds")]
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -218,7 +218,7 @@ def pilot(job: Job, w: World, work: pathlib.Path, plan: Plan) -> dict[str, Any]:
 
 def slopes(job: Job, w: World, work: pathlib.Path, plan: Plan) -> dict[str, Any]:
     """The probe's numbers for all banks, from one set of rollouts."""
-    from extras import probe
+    from research.slope import probe
 
     flags = f"{w.flags} --batch-size {w.batch} --max-new-tokens {w.tokens}"
     flags += f" --problems {plan.problems} --samples {plan.samples} --seed {job['seed']}"

@@ -448,27 +448,6 @@ def grpo_parts(c: Counts, gpus: int, T: int) -> list[Part]:
     ]
 
 
-def probe_parts(c: Counts, rollouts: int) -> list[Part]:
-    """`extras.probe` on one GPU: GRPO's row and the planned one, then each further row.
-
-    As if every problem had both outcomes: the probe skips the others in all but a method's own
-    loss. Left out: the sorting of logits for top-p.
-    """
-    cfg, x, T = config.Config(), PLAIN, config.Config().max_new_tokens
-    learned = rollouts * (c.forward(x + T, T) + c.backward(x + T, T))
-    scored = rollouts * cfg.num_teachers * c.forward(GUIDED + T, T)
-    passes = 3 * c.weights
-    once = 4 * rollouts * c.fp32(x + T)
-    both = once + rollouts * cfg.num_teachers * c.fp32(GUIDED + T)
-    return [
-        decoded(c, "sampling", x, rollouts, T, 64),
-        Part("GRPO's direction", learned, rollouts * passes, fp32=once),
-        Part("the covariance, twice", 2 * learned, 2 * rollouts * passes, fp32=2 * once),
-        Part("the planned direction", scored + learned, rollouts * (c.weights + passes), fp32=both),
-        Part("each further row", scored + learned, rollouts * (c.weights + passes), fp32=both),
-    ]
-
-
 def plain(parts: Iterable[Part], n: float = 1) -> list[tuple[Part, str]]:
     """Each part n times, without a note."""
     return [(part.times(n), "") for part in parts]
@@ -500,8 +479,6 @@ def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
         f"GRPO: {cfg.steps} steps of {T:,} tokens": plain(grpo_parts(c, GPUS, T), cfg.steps),
         "one GPU: 20 steps": plain(step_parts(c, 1), 20),
         f"one GPU: 20 steps of GRPO, {T:,} tokens": plain(grpo_parts(c, 1, T), 20),
-        "one GPU: probe, 80 problems x 4": plain(probe_parts(c, 320)),
-        "one GPU: probe, 1,280 problems x 4": plain(probe_parts(c, 5120)),
         "one GPU: 50 problems x 4": [(small, few)],
         "one GPU: the same with --skills": [(small, few), (skilled, few)],
     }

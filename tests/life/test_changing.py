@@ -117,6 +117,28 @@ def test_another_function_of_the_gap_is_the_loss_and_the_logged_credit(tmp_path)
 
 
 @pytest.mark.long
+def test_consistent_tokens_alone_have_credit(tmp_path):
+    copy = copy_of_the_tree(tmp_path)
+    more = f"{SHORT} --audit-every 1 --eps-a 0"
+    out = follow("Credit for consistent tokens alone", copy, more)
+    dropped = 0
+    for row, tokens in zip(rows(out / "rollouts.jsonl"), rows(out / "tokens.jsonl"), strict=True):
+        for k, a in enumerate(row["a"]):
+            loss = 0.0
+            for m, gap, credit in zip(tokens["mask"], tokens["delta"][k], tokens["credit"][k]):
+                if m * gap * a > 0:
+                    loss += math.log(2) - math.log1p(math.exp(-(gap**2) / 2))
+                    slope = gap / (1 + math.exp(gap**2 / 2)) / sum(tokens["mask"])
+                    expected = row["alpha"][k] * row["rho"][k] * slope
+                    assert credit == pytest.approx(expected, abs=1e-6)
+                else:
+                    assert credit == 0
+                    dropped += bool(m and gap)
+            assert row["losses"][k] == pytest.approx(loss / sum(tokens["mask"]), abs=1e-6)
+    assert dropped
+
+
+@pytest.mark.long
 def test_another_divergence_takes_the_place_of_jsd(tmp_path):
     """Pinsker's inequality and its counterpart tie the total variation to JSD at each token."""
     copy = copy_of_the_tree(tmp_path)

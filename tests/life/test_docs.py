@@ -8,7 +8,7 @@ import shlex
 import pytest
 from conftest import ROOT
 
-from extras import baselines, probe, report
+from extras import baselines, report
 from lib import config
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "tiny").rglob("*.md")]
@@ -35,7 +35,13 @@ OTHERS = {  # flags of programs that are not ours, which a page names
     "--max-model-len",
     "--gpu-memory-utilization",
 }
-PROGRAMS = {"venv", "pytest", "gym_data", "sglang.launch_server"}  # that are started with -m
+PROGRAMS = {
+    "venv",
+    "pytest",
+    "research.slope.probe",
+    "gym_data",
+    "sglang.launch_server",
+}  # that are started with -m
 
 
 def sources():
@@ -135,8 +141,6 @@ def test_a_command_of_the_pages_parses(command, tmp_path, monkeypatch):
         baselines.parse(argv)
     elif program == "extras.report":
         report.arguments(argv)
-    elif program == "extras.probe":
-        probe.parse(argv)
     elif program.endswith(".py"):
         text = (ROOT / program).read_text()
         for flag in re.findall(r"--[a-z][a-z-]*", command.partition(program)[2]):

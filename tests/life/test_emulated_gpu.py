@@ -23,7 +23,7 @@ import torch
 
 import distributed, eval, rollout, scoring, sgsd
 import driver
-from extras import baselines, probe
+from extras import baselines
 
 distributed.init = lambda device="auto": distributed.World(0, 1, emulated_gpu.DEVICE)
 world, out = pathlib.Path({world!r}), pathlib.Path({out!r})
@@ -75,11 +75,6 @@ train(steps=2, method="opsd", bank="")
 train(steps=2)
 paths = f"{world}/model {out} --data {world}/data.jsonl --samples 2 --max-new-tokens 6"
 assert eval.main(f"{paths} --rows 5 --device auto --verifier driver:Exact".split()) == 0
-""",
-    "the probe": """
-changes = dict(max_new_tokens=8, verifier="driver:UnevenVerifier")
-plan = driver.flags(world, out.with_suffix(".json"), **changes)
-assert probe.main([*plan, "--problems", "4", "--samples", "2", "--try", "--objective jsd"]) == 0
 """,
 }
 

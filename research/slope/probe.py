@@ -1,8 +1,9 @@
 """Will it help? The slope of the success rate along a method's step, before anything is trained.
 
-    python -m extras.probe --preset tiny --bank A.json     the planned run, and GRPO beside it
-    python -m extras.probe --preset tiny --bank A.json --try "--bank B.json" --try "--method opsd"
-    python -m extras.probe @flags.txt --at runs/a/checkpoints/step_000020     flags of runs/a
+    PROBE="python -m research.slope.probe"
+    $PROBE --preset tiny --bank A.json     the planned run, and GRPO beside it
+    $PROBE --preset tiny --bank A.json --try "--bank B.json" --try "--method opsd"
+    $PROBE @flags.txt --at runs/a/checkpoints/step_000020     flags of runs/a
 
 A step moves the weights along u. To first order it changes the success rate J by
 
@@ -65,7 +66,7 @@ POWER = 1.96 + 0.84  # standard errors from 0 where the interval leaves 0 in 80%
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
     """The probe's own options; and (flags, settings) of GRPO, the planned run and each --try."""
     usage = "[--problems N] [--samples N] [--FLAG VALUE ...]"
-    own = config.Parser("-m extras.probe", usage, __doc__, add_help=False)
+    own = config.Parser("-m research.slope.probe", usage, __doc__, add_help=False)
     own.add_argument("--problems", type=int, default=80, metavar="N", help="training problems")
     own.add_argument("--samples", type=int, default=4, metavar="N", help="rollouts of each problem")
     text = "further rollouts of each, for the covariance alone: they need no teachers"

@@ -1,9 +1,9 @@
 """The second world: locks whose code is three answers in a row, so that one slip is fatal.
 
-    python tiny/harder.py                make the model and its problems again, from tiny/model
-    python tiny/harder.py --more 250     train the model that is here further
-    python tiny/harder.py --measure      only print the figures of harder/README.md
-    python tiny/harder.py --bank FILE    only print those of a bank
+    python research/worlds/harder.py                make the model from tiny/model, and problems
+    python research/worlds/harder.py --more 250     train the model that is here further
+    python research/worlds/harder.py --measure      only print the figures of harder/README.md
+    python research/worlds/harder.py --bank FILE    only print those of a bank
 
 A problem asks for three numbers, each a problem of one of world.py's eight families, and its
 answer is the three written as one number. A step errs with the odds of world.py, on its own. What
@@ -32,7 +32,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
 import make
 import torch
@@ -384,7 +384,7 @@ def main() -> None:
         locks = held_out(rng)
         write_problems(locks)
         reserved = {x.problem for x in locks.values()}
-        start, steps, rate = HERE, args.steps, RATE
+        start, steps, rate = make.TINY, args.steps, RATE
         if args.more:
             start, steps, rate = OUT, args.more, RATE / 2
         model, tokenizer = models.load_model(str(start / "model"), device)

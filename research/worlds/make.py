@@ -1,10 +1,10 @@
 """Make the embedded default from a seed: tokenizer, encoder, model and problems.
 
-    python tiny/make.py                 everything, 40 minutes on one core
-    python tiny/make.py --merges 700    train the model that is here on more merges: 20 minutes
-    python tiny/make.py --measure       only the figures of README.md, of what is here
+    python research/worlds/make.py                 everything, 40 minutes on one core
+    python research/worlds/make.py --merges 700    train tiny/model on more merges: 20 minutes
+    python research/worlds/make.py --measure       only the figures of tiny/README.md
 
-All files go into this folder. The model learns to write what world.py writes: solutions whose
+All files go into tiny/. The model learns to write what world.py writes: solutions whose
 error depends on the guidance in the prompt, and JSON for the extraction and merge prompts. Nothing
 of the method (no outcome, no teacher) goes into it.
 """
@@ -21,7 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+TINY = HERE.parents[1] / "tiny"
+sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
 import torch
 import world
@@ -470,7 +471,7 @@ def interval(right: list[bool]) -> str:
 
 def measure(count: int) -> str:
     """README.md's tables."""
-    model, tokenizer = models.load_model(str(HERE / "model"), torch.device("cpu"))
+    model, tokenizer = models.load_model(str(TINY / "model"), torch.device("cpu"))
     rng = random.Random(2)
     problems = [
         world.draw(rng, f) for f in world.FAMILIES for _ in range(count // len(world.FAMILIES))
@@ -511,9 +512,9 @@ def main() -> None:
         reserved = {
             json.loads(line)["problem"]
             for name in HELD_OUT
-            for line in (HERE / f"{name}.jsonl").read_text().splitlines()
+            for line in (TINY / f"{name}.jsonl").read_text().splitlines()
         }
-        model, tokenizer = models.load_model(str(HERE / "model"), torch.device("cpu"))
+        model, tokenizer = models.load_model(str(TINY / "model"), torch.device("cpu"))
         steps, rate, mix = args.merges, RATE / 2, MERGING
     elif not args.measure:
         reserved = set()
@@ -530,15 +531,15 @@ def main() -> None:
                             "answer": str(x.right[1]),
                         }
                     )
-            (HERE / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+            (TINY / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         tokenizer = make_tokenizer(rng)
-        make_encoder(rng, tokenizer).save(str(HERE / "encoder"), create_model_card=False)
-        tokenizer.save_pretrained(HERE / "model")
+        make_encoder(rng, tokenizer).save(str(TINY / "encoder"), create_model_card=False)
+        tokenizer.save_pretrained(TINY / "model")
         model, steps, rate, mix = make_model(tokenizer), args.steps, RATE, MIX
     if not args.measure:
         make = functools.partial(make_rows, rng, tokenizer, reserved, ROWS, mix)
         train(model, steps, rate, make, functools.partial(_glance, model, tokenizer))
-        model.to(torch.bfloat16).save_pretrained(HERE / "model")
+        model.to(torch.bfloat16).save_pretrained(TINY / "model")
     print(measure(1200))
 
 
