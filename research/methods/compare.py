@@ -36,6 +36,7 @@ import pathlib
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -223,6 +224,12 @@ def forward_tokens() -> Iterator[list[int]]:
         handle.remove()
 
 
+def processor_seconds() -> float:
+    """Of this process and of its children that have ended, such as the verifier's worker."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
 def points_of(job: Job, w: World) -> tuple[int, ...]:
     """The steps after which a job's run is evaluated."""
     return w.points if job["points"] else (w.trial,)
@@ -257,11 +264,14 @@ def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str
         if made == steps:  # killed before its tokens were written down
             made = 0
             shutil.rmtree(out)
+        began = processor_seconds()
         with forward_tokens() as forward:
             program = sgsd.main if name.startswith("sgsd") else baselines.main
             call(program, settings_of(job, w), **paths)
-        each = sum(forward) / (steps - made)  # a step's mean, of those that were watched
-        files.write_json(cost, {"forward_tokens": round(each * steps)})
+        whole = steps / (steps - made)  # a killed run's first steps were not watched
+        spent = {"forward_tokens": round(sum(forward) * whole)}
+        spent["processor_seconds"] = round((processor_seconds() - began) * whole)
+        files.write_json(cost, spent)
     seconds = 0.0
     for row in files.read_jsonl(out / "metrics.jsonl"):
         seconds += sum(x for name, x in row.items() if name.startswith("seconds."))
@@ -313,7 +323,21 @@ def do_job(job: Job, w: World, folder: pathlib.Path, work: pathlib.Path) -> dict
     call(lambda argv: eval.main([*evaluated, *argv]), flags, **paths)
     scores = {step: scores_of(place / "samples.jsonl") for step, place in folders.items()}
     accuracy = {step: statistics.mean(found.values()) for step, found in scores.items()}
-    return {**cost, "accuracy": accuracy, "last_scores": [*scores.values()][-1]}
+    figures = {}
+    for step, place in folders.items():
+        (of_set,) = json.loads((place / "results.json").read_text()).values()
+        figures[step] = {name: of_set[name] for name in ("pass", "tokens")}
+    return {
+        **cost,
+        "accuracy": accuracy,
+        "figures": figures,
+        "last_scores": [*scores.values()][-1],
+    }
+
+
+def commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def run(job: Job, w: World, work: pathlib.Path) -> Job:
@@ -328,7 +352,7 @@ def run(job: Job, w: World, work: pathlib.Path) -> Job:
         asked.write_text(json.dumps(job))
     with open(folder / "log.txt", "a") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            result = {**job, **do_job(job, w, folder, work)}
+            result = {**job, "commit": commit(), **do_job(job, w, folder, work)}
     files.write_json(done_file(work, job), result)  # whatever becomes of the others
     kept = work / "kept" / folder.name  # logs and checkpoints, for whoever wants to look closer
     shutil.rmtree(kept, ignore_errors=True)

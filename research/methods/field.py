@@ -1,0 +1,226 @@
+"""SDPO and RLSD beside SGSD, GRPO and OPSD in the harder world: one table, field.md's.
+
+    python research/methods/field.py                     train, evaluate, print the tables
+    python research/methods/field.py --rows sgsd grpo    these rows alone, without the tables
+    python research/methods/field.py --show research/methods/field.json    the kept tables
+
+Jobs, banks and settings are compare.py's, and so are the rates of the rows that it has. A row that
+is new here tries three rates on validation problems. Finished jobs stay in --work, so the same
+command continues a killed one.
+
+Accuracy between two evaluations is taken to be linear in what was spent. Processor seconds are of a
+training run alone: no bank, no evaluation, and evenly spread over its steps.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from research.markdown_table import head_of, row_of
+from research.methods import compare
+from research.methods.compare import Job, with_interval
+
+KEPT = ROOT / "research" / "methods" / "compare_lock.json"
+WORLD = "lock"
+BASES = ("base", "base+skill")
+BEFORE = ("sgsd", "grpo", "grpo, sampled as sgsd", "opsd")  # rows whose rate was chosen before
+NEW: tuple[str, ...] = ()
+ROWS = BEFORE + NEW
+BESIDE = ("sgsd", "grpo", "grpo, sampled as sgsd")  # what the others are compared with
+STEPS = (5, 20, 60)
+Kept = dict[str, Any]  # rates, validation, results
+
+
+def measure(rows: Sequence[str], seeds: range, processes: int, work: pathlib.Path) -> Kept:
+    """All jobs of these rows, finished; of the two bases, too."""
+    w, before = compare.WORLDS[WORLD], json.loads(KEPT.read_text())
+    work.mkdir(parents=True, exist_ok=True)
+    for bank in before["banks"].values():
+        (work / f"bank_made_{bank['seed']}.json").write_text(json.dumps(bank["bank"]))
+
+    def do(jobs: list[Job], what: str) -> dict[str, Job]:
+        return compare.do(jobs, w, work, processes, what)
+
+    rates = {name: before["rates"][name] for name in rows if name in BEFORE}
+    chosen, trials = choose_rates([name for name in rows if name in NEW], w, do)
+    rates |= chosen
+    jobs = []
+    for seed in seeds:
+        for name in BASES:
+            job = {"world": WORLD, "name": f"{name}-{seed}", "kind": "base", "method": name}
+            jobs.append(job | {"seed": seed, "split": "test"})
+        for name in rows:
+            title = f"{name}-{seed}"
+            jobs.append(compare.training(WORLD, title, name, rates[name], seed, points=True))
+    return {"rates": rates, "validation": trials, "results": do(jobs, "methods")}
+
+
+def choose_rates(
+    names: list[str], w: compare.World, do: Callable[[list[Job], str], dict[str, Job]]
+) -> tuple[dict[str, float], dict[str, Job]]:
+    """Each row's best rate on the validation problems, and the trials."""
+    jobs = []
+    for name in names:
+        for rate in w.rates:
+            title = f"valid-{name}-{rate}"
+            jobs.append(compare.training(WORLD, title, name, rate, 100, split="valid"))
+    trials, best = do(jobs, "rates"), dict[str, float]()
+    for job in sorted(jobs, key=lambda job: compare.final(trials[job["name"]])):
+        best[job["method"]] = job["rate"]
+    return best, trials
+
+
+# ------------------------------------------------------------------------------------ the tables
+
+
+def runs_of(kept: Kept, name: str) -> list[Job]:
+    """A row's jobs by seed."""
+    return [job for job in kept["results"].values() if job["method"] == name]
+
+
+def curves(kept: Kept, name: str) -> list[dict[int, float]]:
+    """Each seed's accuracy by steps, from the base model on."""
+    return [compare.curve(*both) for both in zip(runs_of(kept, name), runs_of(kept, "base"))]
+
+
+def spent(run: Job, cost: str) -> list[float]:
+    """What a run had spent at each point of its curve."""
+    points = [int(step) for step in run["accuracy"]]
+    if cost == "generated_tokens":
+        return [0, *run["generated_at"].values()]
+    return [run[cost] * step / points[-1] for step in (0, *points)]
+
+
+def at(kept: Kept, name: str, cost: str, budgets: list[float]) -> list[float]:
+    """Each seed's accuracy where its run has spent its budget."""
+    values = []
+    for run, curve, budget in zip(runs_of(kept, name), curves(kept, name), budgets):
+        values.append(compare.value_at(spent(run, cost), list(curve.values()), budget))
+    return values
+
+
+def less(ours: list[float], others: list[float]) -> str:
+    return with_interval([a - b for a, b in zip(ours, others)], "+")
+
+
+def names_of(kept: Kept) -> list[str]:
+    return [name for name in ROWS if runs_of(kept, name)]
+
+
+def by_steps(kept: Kept) -> list[str]:
+    """A row's accuracy after some steps, and its differences after each of them."""
+    head = ["method", "rate", *[f"{step} steps" for step in STEPS]]
+    head += [f"less {other}, after {', '.join(map(str, STEPS))}" for other in BESIDE]
+    lines = head_of(head)
+    for name in BASES:
+        ends = [compare.final(run) for run in runs_of(kept, name)]
+        lines.append(row_of([name, "", with_interval(ends)] + [""] * (len(head) - 3)))
+    for name in names_of(kept):
+        of_seeds = curves(kept, name)
+        cells = [name, runs_of(kept, name)[0]["rate"]]
+        cells += [with_interval([curve[step] for curve in of_seeds]) for step in STEPS]
+        for other in BESIDE:
+            gaps = []
+            for step in STEPS if name != other else ():
+                beside = [curve[step] for curve in curves(kept, other)]
+                gaps.append(less([curve[step] for curve in of_seeds], beside))
+            cells.append(", ".join(gaps))
+        lines.append(row_of(cells))
+    return lines
+
+
+def at_equal(kept: Kept, cost: str) -> list[str]:
+    """Each row beside others where both have spent as much: all that the cheaper of two runs did.
+
+    Budgets are each seed's own.
+    """
+    lines = head_of(
+        ["method", f"{cost.replace('_', ' ')} of a run", *[f"less {x}" for x in BESIDE]]
+    )
+    for name in names_of(kept):
+        runs = runs_of(kept, name)
+        cells = [name, f"{statistics.mean(run[cost] for run in runs):,.0f}"]
+        for other in BESIDE:
+            if other == name:
+                cells.append("")
+                continue
+            budgets = [min(a[cost], b[cost]) for a, b in zip(runs, runs_of(kept, other))]
+            cells.append(less(at(kept, name, cost, budgets), at(kept, other, cost, budgets)))
+        lines.append(row_of(cells))
+    return lines
+
+
+def of_solutions(kept: Kept) -> list[str]:
+    """pass@2, how far it is above avg@2, and the tokens of a test solution, at the end."""
+    lines = head_of(["method", "pass@2", "pass@2 less avg@2", "tokens of a test solution"])
+    for name in (*BASES, *names_of(kept)):
+        ends = [[*run["figures"].values()][-1] for run in runs_of(kept, name)]
+        passed = [figures["pass"] for figures in ends]
+        averages = [compare.final(run) for run in runs_of(kept, name)]
+        length = statistics.mean(figures["tokens"] for figures in ends)
+        cells = [name, with_interval(passed), less(passed, averages), f"{length:.1f}"]
+        lines.append(row_of(cells))
+    return lines
+
+
+def tables(kept: Kept) -> list[str]:
+    lines = by_steps(kept)
+    for cost in ("generated_tokens", "processor_seconds"):
+        lines += ["", *at_equal(kept, cost)]
+    return [*lines, "", *of_solutions(kept)]
+
+
+def picture(kept: Kept, path: pathlib.Path) -> None:
+    """Accuracy by steps, sampled tokens and processor seconds: means over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(18, 5.5), sharey=True)
+    for axis, cost in zip(axes, ("steps", "generated_tokens", "processor_seconds")):
+        for name in names_of(kept):
+            values = [list(curve.values()) for curve in curves(kept, name)]
+            where = [list(map(float, curve)) for curve in curves(kept, name)]
+            if cost != "steps":
+                where = [spent(run, cost) for run in runs_of(kept, name)]
+            x = [statistics.mean(column) for column in zip(*where)]
+            y = [statistics.mean(column) for column in zip(*values)]
+            axis.plot(x, y, label=name, linewidth=3 if name == "sgsd" else 1.5)
+        axis.set_xlabel(cost.replace("_", " "))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("accuracy, test problems")
+    axes[-1].legend(bbox_to_anchor=(1.02, 1), loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=60)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--rows", nargs="+", choices=ROWS, help="only finish these rows' jobs")
+    add("--seeds", type=int, default=5, choices=range(1, 9))
+    add("--jobs", type=int, default=2, help="processes of one thread each")
+    add("--work", type=pathlib.Path, default=pathlib.Path("runs/field"))
+    add("--show", type=pathlib.Path, metavar="FILE", help="print kept tables, then end")
+    args = parser.parse_args(argv)
+    if args.show:
+        kept = json.loads(args.show.read_text())
+    else:
+        kept = measure(args.rows or ROWS, range(args.seeds), args.jobs, args.work)
+        if args.rows:
+            return
+        (args.work / "field.json").write_text(json.dumps(kept, indent=1) + "\n")
+        picture(kept, args.work / "field.png")
+    print("\n".join(tables(kept)))
+
+
+if __name__ == "__main__":
+    main()
