@@ -14,7 +14,7 @@ A round measures the slopes of all banks on one set of rollouts of the base mode
 then trains with each bank for 60 steps and evaluates after 5, 20 and 60 on the test problems, then
 makes a pilot with each bank: 5 steps, and solutions of validation problems, as many rollouts
 together as the probe has. All three have seeds of their own. Each finished job is one line, so the
-same command goes on after a kill. One process, one thread. predictions.md was written before.
+same command goes on after a kill. One process, one thread. The predictions were committed before.
 --rehearse takes two banks, two steps and few rollouts, and leaves the kept files alone.
 """
 

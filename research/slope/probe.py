@@ -12,7 +12,7 @@ A step moves the weights along u. To first order it changes the success rate J b
 so the question is: does the step make right solutions likelier than wrong ones to the same problem?
 We sample rollouts of the present policy q and split their problems in halves. The direction u comes
 from one half, the covariance from the other; then they change places. The derivation is in
-research/slope/derivation.md.
+research/slope/README.md.
 
 Dimension key: G rollouts of a problem, N problems, n positions of a slice, V vocabulary, P trained
 weights.

@@ -329,8 +329,8 @@ GPUS, CARD = 8, 80e9  # §4.1; bytes of a GPU
 EVAL_TOKENS = config.EvalConfig.max_new_tokens
 GPU_SLICE = 1 << 27  # numbers in a slice of logits (scoring.py)
 # Tokens of an extraction's prompt, counted once with Qwen3's tokenizer; and of the merges of
-# Qwen3-1.7B's candidates when nothing merges, as research/banks/bank_scale.py counts them: replies,
-# mean tokens of prompt and reply, decoding steps.
+# Qwen3-1.7B's candidates when nothing merges, as bank_scale.py of commit 1e50ec6 counts them:
+# replies, mean tokens of prompt and reply, decoding steps.
 MEMORY, MERGES, MERGE, MERGE_STEPS = 1334, 45, (2973, 2826), 12462
 SMALL = {"plain": PLAIN, "with skills": 1200}  # tokens of a prompt; with 8 pairs: assumed
 COMPARED = "engine's log-probabilities compared"

@@ -2,7 +2,7 @@
 
     python research/worlds/harder.py                make the model from tiny/model, and problems
     python research/worlds/harder.py --more 250     train the model that is here further
-    python research/worlds/harder.py --measure      only print the figures of harder/README.md
+    python research/worlds/harder.py --measure      only print the figures of README.md
     python research/worlds/harder.py --bank FILE    only print those of a bank
 
 A problem asks for three numbers, each a problem of one of world.py's eight families, and its

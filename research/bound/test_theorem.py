@@ -1,6 +1,6 @@
-"""What a support can be: the claims of derivation.md on toy worlds, enumerated and not sampled.
+"""What a support can be: the claims of README.md on toy worlds, enumerated and not sampled.
 
-    python -m pytest research/polarity
+    python -m pytest research/bound
 
 A world is a student and a teacher over a small vocabulary, each with a distribution of its own
 after every prefix. Every sequence is listed with its probability, so that a probability here is a
