@@ -557,7 +557,7 @@ def describe(bank: SkillBank) -> str:
             sum(last[f"{what}_{key}"] for key in FIELDS) for what in ("net_new", "candidate")
         )
         line += f": {new} net new from {candidates} candidates, {last['lost_replies']} replies lost"
-    elif "seed_solutions" in about:
+    elif "truncated_seed_solutions" in about:  # a bank of an earlier version lacks it
         line += " from {input_general_skills} and {input_common_mistakes} candidates, written from "
         line += "{seed_solutions} solutions, {right_seed_solutions} correct and "
         line += "{truncated_seed_solutions} cut; {lost_replies} replies lost"

@@ -335,6 +335,14 @@ def test_alg2_lines_15_and_16_the_first_bank_by_hand():
     assert all(number in skills.describe(bank) for number in ("2 skills", "1 mistakes", "4", "3"))
 
 
+def test_a_bank_that_says_less_of_its_making_is_described_by_what_it_holds():
+    bank = skills.cold_start([memory(1), memory(2, -1)], extracting(2))
+    sizes = f"bank: {bank.sizes}"
+    assert skills.describe(bank) != sizes
+    del bank.metadata["truncated_seed_solutions"]  # as in a bank of an earlier version
+    assert skills.describe(bank) == sizes
+
+
 def test_no_memory_and_no_readable_reply_give_an_empty_bank():
     for memories, lost in ([], 0), ([memory(1), memory(2, -1)], 2):
         bank = skills.cold_start(memories, Model(refuse))
