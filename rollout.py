@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor
+from transformers.cache_utils import DynamicLayer
 
 # Since torch 2.11, Hopper GPUs take cuDNN's attention first. It plans anew for every length, so at
 # each decoded token.
@@ -215,13 +216,13 @@ def stream(
     causal, stops, was_training = causal_lm(model), stop_ids(model, tokenizer), model.training
     waiting = collections.deque(rows_to_do)
     running: list[Row] = []
-    cache = DynamicCache()
+    cache = _empty_cache(causal)
     model.eval()
     try:
         while waiting or running:
             new = [waiting.popleft() for _ in range(min(len(waiting), rows - len(running)))]
             if new:
-                fresh = DynamicCache()
+                fresh = _empty_cache(causal)
                 _decode(causal, new, fresh, 1, sampling, stops)  # the prompts, and one token each
                 cache = _joined(cache, fresh) if running else fresh
                 running += new
@@ -276,25 +277,46 @@ def _decode(
                 row.left = 0 if token in stops else row.left - 1
 
 
+def _empty_cache(causal) -> DynamicCache:
+    """A cache whose rows can leave and be joined.
+
+    It is what the config names (states for linear attention), except that a layer with a sliding
+    window keeps all places: the window's own cache counts places, and would count wrong.
+    """
+    cache = DynamicCache(config=causal.config)
+    for i, layer in enumerate(cache.layers):
+        if getattr(layer, "is_sliding", False):
+            cache.layers[i] = DynamicLayer()
+    return cache
+
+
 def _keep(cache: DynamicCache, rows: list[int], width: int) -> None:
     """Cut the cache down to these rows, and to their last `width` places."""
+    cache.reorder_cache(torch.LongTensor(rows))  # a row is the first dimension of all it holds
     for layer in cache.layers:
         for name in ("keys", "values"):
-            setattr(layer, name, getattr(layer, name)[rows, :, -width:])
+            if getattr(layer, name, None) is not None:
+                setattr(layer, name, getattr(layer, name)[:, :, -width:])
 
 
 def _joined(cache: DynamicCache, new: DynamicCache) -> DynamicCache:
     """The rows of both caches; the narrower cache is padded on the left.
 
     New prompts fill a cache of their own, and a `DynamicCache` cannot take in another. No row
-    attends to the padding: the mask of the next call leaves it out.
+    attends to the padding: the mask of the next call leaves it out. States have no width.
     """
     width = max(cache.get_seq_length(), new.get_seq_length())
     for layer, new_layer in zip(cache.layers, new.layers):
         for name in ("keys", "values"):
-            parts = [getattr(layer, name), getattr(new_layer, name)]
-            padded = [pad(x, (0, 0, width - x.shape[2], 0)) for x in parts]
-            setattr(layer, name, torch.cat(padded))
+            if getattr(layer, name, None) is not None:
+                parts = [getattr(layer, name), getattr(new_layer, name)]
+                padded = [pad(x, (0, 0, width - x.shape[2], 0)) for x in parts]
+                setattr(layer, name, torch.cat(padded))
+        for name in ("conv_states", "recurrent_states"):
+            states, new_states = getattr(layer, name, {}), getattr(new_layer, name, {})
+            for i, state in states.items():
+                if state is not None:
+                    states[i] = torch.cat([state, new_states[i]])
     return cache
 
 

@@ -24,10 +24,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+)
 from transformers.utils import is_flash_attn_2_available, logging
 
 PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+# Layers whose part of a `DynamicCache` has rows first, so that rows can leave and be joined.
+LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
+LAYERS_WITH_STATES = {"linear_attention", "conv", "hybrid"}
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
 
 
@@ -180,14 +189,37 @@ def _check_tokenizer(name: str, model, tokenizer) -> None:
 
 def _check_batching(name: str, model) -> None:
     """ValueError for a model whose rows cannot join and leave a batch, or influence each other."""
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    unsupported = {*layer_types} - {"full_attention", "sliding_attention", "chunked_attention"}
-    if getattr(model, "_is_stateful", False):
-        unsupported.add("a recurrent state")
-    if unsupported:  # decoding joins the attention caches of rows, and can join nothing else
+    layer_types = {*(getattr(model.config.get_text_config(), "layer_types", None) or [])}
+    unsupported = layer_types - LAYERS_WITH_KEYS - LAYERS_WITH_STATES - {"mlp", "moe"}
+    if getattr(model, "_is_stateful", False) and not layer_types & LAYERS_WITH_KEYS:
+        unsupported.add("a recurrent state without attention")
+    if unsupported:  # decoding joins keys, values and states of rows, and can join nothing else
         raise ValueError(f"model {name}: {', '.join(sorted(unsupported))}: not supported")
     if {"dynamic", "longrope"} & {str(vars(x).get("rope_type")) for x in model.modules()}:
         raise ValueError(f"model {name}: its positions depend on the longest row of a batch")
+    kinds = ", ".join(sorted(layer_types & LAYERS_WITH_STATES))
+    try:
+        takes_in_padding = kinds and not _ignores_left_padding(model)
+    except Exception as e:  # a cache of its own
+        raise ValueError(f"model {name}: {kinds}: not supported ({_brief(e)})") from None
+    if takes_in_padding:
+        why = "their states take in a row's left padding"
+        raise ValueError(f"model {name}: {kinds}: not supported ({why})")
+
+
+@torch.no_grad()
+def _ignores_left_padding(model) -> bool:
+    """Whether a row has the same logits alone and padded on the left, except for rounding."""
+    rows = []
+    for padding in (0, 8):
+        ids_1L = torch.tensor([[0] * padding + [*range(1, 9)]], device=model.device)
+        cache = DynamicCache(config=model.config)
+        with warnings.catch_warnings():  # the new name, `cache`, is unknown before 5.24
+            warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
+            out = model(input_ids=ids_1L, attention_mask=ids_1L.sign(), past_key_values=cache)
+        rows.append(out.logits[0, padding:].float())
+    tolerance = torch.finfo(model.dtype).eps ** 0.5 * rows[0].abs().max()
+    return bool((rows[1] - rows[0]).abs().max() <= tolerance)
 
 
 def _remove_dropout(model) -> None:

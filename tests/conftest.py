@@ -96,6 +96,13 @@ def make_model(kind="qwen3", vocab=272, seed=0, **changes):
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+HYBRID |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8}
+HYBRID |= {"linear_num_value_heads": 4, "linear_value_head_dim": 8}
+FAMILIES = {"qwen3": {}, "llama": {}, "gemma3_text": SLIDING, "qwen3_5_text": HYBRID}
+
+
 def make_encoder(path):
     """A sentence-transformers directory: a static embedding per byte, averaged."""
     from sentence_transformers import SentenceTransformer

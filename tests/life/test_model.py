@@ -13,9 +13,10 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import ROOT, make_encoder, make_model, make_tokenizer, one_line
+from conftest import FAMILIES, ROOT, make_encoder, make_model, make_tokenizer, one_line
 from driver import make_adapter
 from huggingface_hub import ModelCard, constants
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import scoring
 from lib import model
@@ -136,11 +137,11 @@ def test_the_model_needs_a_row_for_every_id(tmp_path):
     load(short)
 
 
-STATEFUL = {"layer_types": ["linear_attention", "full_attention"]}
 UNSUPPORTED = [  # a kind of model, settings of it, how it is loaded, and words of the line
     ("gemma2", {}, {}, "--attn eager"),
-    ("qwen3_next", STATEFUL, {}, "linear_attention"),  # its cache cannot be batched
+    ("deepseek_v32", {}, {}, "indexed_attention"),  # its cache holds more than keys and values
     ("xlstm", {"num_blocks": 1}, {"attn": "eager"}, "recurrent state"),
+    ("minimax", {"num_local_experts": 2}, {}, "linear_attention"),  # it has a cache of its own
 ]
 
 
@@ -148,6 +149,14 @@ UNSUPPORTED = [  # a kind of model, settings of it, how it is loaded, and words 
 def test_a_model_that_cannot_be_used_is_one_line(kind, changes, settings, words, tmp_path):
     save_model(tmp_path, kind, **changes)
     one_line(lambda: load(tmp_path, **settings), f"model {tmp_path}: ", words)
+
+
+def test_states_that_take_in_a_rows_padding_are_refused(tmp_path, monkeypatch):
+    """A row would decode otherwise beside a longer one."""
+    save_model(tmp_path, "qwen3_5_text", **FAMILIES["qwen3_5_text"])
+    load(tmp_path)
+    monkeypatch.setattr(modeling_qwen3_5, "apply_mask_to_padding_states", lambda x, _: x)
+    one_line(lambda: load(tmp_path), f"model {tmp_path}: linear_attention", "left padding")
 
 
 def test_positions_that_depend_on_the_longest_row_are_refused(tmp_path):
