@@ -133,7 +133,7 @@ class SGSDConfig(Ours, GRPOConfig):
         self.gradient_accumulation_steps = self.batch_size // rows
         self.max_steps, self.max_grad_norm = self.steps, self.grad_clip
         self.max_completion_length = self.max_new_tokens
-        self.generation_kwargs = {"temperature": self.temperature}  # for `generate` and vLLM
+        self.generation_kwargs = {"temperature": self.sgsd.temperature}  # for `generate` and vLLM
         self.temperature = 1.0  # of the log-probabilities
         self.num_generations = 2
         super().__post_init__()

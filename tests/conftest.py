@@ -1,5 +1,6 @@
 """A vocabulary and models small enough to build in a test: no downloads, no files of others."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -16,6 +17,8 @@ import torch
 
 import skills
 
+# Tests of extras/on_trl.py; .ci/run has them in an environment with extras/requirements.txt.
+collect_ignore = [] if importlib.util.find_spec("trl") else ["on_trl"]
 pytest.register_assert_rewrite("driver")  # its assertions explain themselves, too
 torch.set_num_threads(1)
 # It is for power cuts, which no test makes, and takes a third of a small run.

@@ -1,0 +1,156 @@
+"""A run of extras/on_trl.py: its settings, its bank, its checkpoints, its processes."""
+
+import json
+
+import conftest
+import driver
+import pytest
+import torch
+import trl_worlds
+from trl_worlds import PROBLEMS, policy, settings, tiny_flags, trainer
+
+import eval
+import skills
+from extras import on_trl
+from lib import files
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    {
+        "num_iterations": 2,
+        "steps_per_generation": 4,
+        "generation_batch_size": 64,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 8,
+        "loss_type": "dapo",
+        "importance_sampling_level": "sequence",
+        "vllm_importance_sampling_correction": True,
+        "mask_truncated_completions": True,
+        "off_policy_mask_threshold": 1.0,
+        "top_entropy_quantile": 0.2,
+        "entropy_coef": 0.01,
+        "delta": 4.0,
+        "beta": 0.04,
+        "router_aux_loss_coef": 0.01,
+        "disable_dropout": False,
+        "generation_kwargs": {"temperature": 1.0},
+        "trust_remote_code": True,
+    }.items(),
+)
+def test_a_setting_that_would_make_another_method_is_refused_in_one_line(tmp_path, name, value):
+    conftest.one_line(lambda: settings(tmp_path, **{name: value}), name, value)
+
+
+def test_a_wrong_value_of_a_setting_of_ours_is_refused_in_one_line(tmp_path):
+    conftest.one_line(lambda: settings(tmp_path, eps_a=-1.0), "eps-a")
+    conftest.one_line(lambda: settings(tmp_path, batch_size=7), "batch_size 7")
+
+
+def test_the_defaults_are_the_papers():
+    args = on_trl.SGSDConfig(per_device_train_batch_size=8, use_cpu=True, bf16=False)
+    assert (args.temperature, args.generation_kwargs) == (1.0, {"temperature": 1.1})
+    assert (args.top_p, args.top_k, args.max_completion_length) == (0.95, 20, 1024)
+    assert (args.learning_rate, args.lr_scheduler_type, args.weight_decay) == (5e-6, "linear", 0)
+    assert (args.max_grad_norm, args.beta, args.num_generations) == (0.1, 0.0, 1)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 32
+    assert (args.sgsd.num_teachers, args.sgsd.eps_a, args.max_steps) == (8, 0.05, 200)
+
+
+def test_evaluation_adds_nothing_to_the_window(tmp_path):
+    args = settings(tmp_path, evolve_every=5)
+    run = trainer(args, policy(lora=True), eval_problems=PROBLEMS[:4])
+    metrics = run.evaluate()
+    assert -1 <= metrics["eval_reward"] <= 1
+    assert run.window == []
+    run.train()
+    assert len(run.window) == args.batch_size
+
+
+def test_other_ids_than_the_teachers_score_are_refused(tmp_path):
+    run = trainer(settings(tmp_path), policy(lora=True), trl_worlds.completions(6))
+    given = run.rollout_func
+
+    def shifted(prompts, trainer):
+        rollouts = given(prompts, trainer)
+        return rollouts | {"prompt_ids": [ids[:-1] for ids in rollouts["prompt_ids"]]}
+
+    run.rollout_func = shifted
+    conftest.one_line(run.train, "prompt")
+
+
+def writer_of_two_items(self, prompts, names, repeats, limits):
+    """In the place of `write`, without a model."""
+    return [driver.reply_to(prompt) for prompt in names]
+
+
+def test_a_resumed_run_has_its_bank_and_its_window(tmp_path, monkeypatch):
+    """It evolves after step 4 on the rollouts of steps 3 and 4, of which the third was saved."""
+    monkeypatch.setattr(on_trl.SGSDTrainer, "write", writer_of_two_items)
+    changes = {"steps": 4, "evolve_every": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer(settings(tmp_path, **changes), policy(lora=True)).train()
+    third = tmp_path / "checkpoint-3"
+    assert len(files.read_json(third / "window.json")) == 6
+    saved = skills.SkillBank.load(third / "bank.json")
+    assert [update["step"] for update in saved.metadata["updates"]] == [2]
+
+    resumed = trainer(settings(tmp_path / "again", **changes), policy(lora=True))
+    windows = []
+    evolve = skills.evolve
+
+    def kept(bank, window, *rest, **settings):
+        windows.append([row["problem_id"] for row in window])
+        return evolve(bank, window, *rest, **settings)
+
+    monkeypatch.setattr(skills, "evolve", kept)
+    resumed.train(resume_from_checkpoint=str(third))
+    assert resumed.state.global_step == 4
+    rows = files.read_json(third / "window.json")
+    assert windows == [windows[0]] and len(windows[0]) == 12
+    assert windows[0][:6] == [row["problem_id"] for row in rows]
+    assert [update["step"] for update in resumed.bank.metadata["updates"]] == [2, 4]
+    assert resumed.window == []
+
+
+def test_the_command_trains_all_weights_sharded_and_evolves_and_saves(tmp_path):
+    """FSDP2 on two processes, whose completions end at different lengths."""
+    trl_worlds.torchrun("sharded", tmp_path / "run")
+    ranks = [json.loads((tmp_path / f"run/seen{rank}.json").read_text()) for rank in (0, 1)]
+    for seen in ranks:
+        assert seen["kind"] == "DTensor"
+        assert seen["local"][0] * 2 == seen["whole"][0]
+        assert [update["step"] for update in seen["updates"]] == [2]
+    assert len({*ranks[0]["lengths"], *ranks[1]["lengths"]}) > 1
+    assert ranks[0]["lengths"] != ranks[1]["lengths"]
+    assert ranks[0]["bank"] == ranks[1]["bank"]
+    bank = skills.SkillBank.load(tmp_path / "run/bank.json")
+    assert files.digest(bank.general_skills) == ranks[0]["bank"]
+    evaluate(tmp_path, tmp_path / "run")
+
+
+def test_the_command_trains_adapters_and_continues_in_its_folder(tmp_path, capsys):
+    changes = {"batch_size": 4, "evolve_every": 0, "save_steps": 1, "num_teachers": 2}
+    on_trl.main(tiny_flags(tmp_path / "run", steps=1, **changes))
+    on_trl.main(tiny_flags(tmp_path / "run", steps=2, **changes))
+    state = files.read_json(tmp_path / "run/checkpoint-2/trainer_state.json")
+    steps = [row for row in state["log_history"] if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        fates = [row[f"sgsd/{fate}"] for fate in ("distilled", "reversed", "ignored")]
+        assert sum(fates) == pytest.approx(1)
+        assert {"sgsd/support", "sgsd/gap", "sgsd/clip_share", "reward"} <= row.keys()
+    evaluate(tmp_path, tmp_path / "run")
+
+
+def test_a_command_without_a_bank_is_refused_in_one_line(tmp_path, capsys):
+    argv = tiny_flags(tmp_path / "run", bank="")
+    driver.refused(capsys, on_trl.main, argv, "--bank")
+
+
+def evaluate(tmp_path, folder):
+    """eval.py evaluates what a run has saved."""
+    data = conftest.ROOT / "tiny/test.jsonl"
+    flags = f"--data {data} --samples 1 --limit 4 --max-new-tokens 32 --device cpu"
+    argv = [str(folder), *flags.split(), "--out", str(tmp_path / "eval")]
+    assert eval.main(argv) == 0
+    torch.set_num_threads(1)

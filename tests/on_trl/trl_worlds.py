@@ -1,0 +1,201 @@
+"""Worlds for the tests of extras/on_trl.py: a random model with given rollouts, and the tiny one.
+
+python trl_worlds.py FUNCTION FOLDER        (or by torchrun) runs a function of this file
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+import conftest
+import fsdp_on_gloo
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
+
+if __name__ == "__main__" and sys.argv[1] == "sharded":
+    fsdp_on_gloo.install()  # before accelerate makes its state
+
+from extras import on_trl
+from lib import model as lib_model
+from lib import verify
+from lib.problems import Problem
+
+END = 265  # the stop id of the tests' model
+
+
+class ByAnswer(verify.Judge):
+    """Right where the reference leaves 1 divided by 4, whatever the solution says."""
+
+    def judge(self, cases):
+        verdicts = []
+        for problem, text in cases:
+            verdicts.append(verify.Verdict(self.answer(text), int(problem.answer) % 4 == 1))
+        return verdicts
+
+
+PROBLEMS = [Problem(x["id"], x["problem"], x["answer"]) for x in conftest.PROBLEMS]
+
+
+def completions(count):
+    """Uneven lengths; the second is nothing but its stop id, the third is cut."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for i in range(count):
+        ids = torch.randint(0, 200, (5 + 3 * i,), generator=generator).tolist()
+        rows.append(ids if i == 2 else [*ids, END])
+    rows[1] = [END]
+    return rows
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradient of each step, after accumulation and the sum over processes."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        kept = {}
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                kept[name.removeprefix("module.")] = p.grad.detach().clone()
+        self.steps.append(kept)
+
+
+def settings(out, **changes):
+    """Of a run on the random model."""
+    given = {"output_dir": str(out), "steps": 1, "batch_size": 6, "per_device_train_batch_size": 3}
+    given |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    given |= {"num_teachers": 4, "grad_clip": 1e9, "evolve_every": 0, "max_new_tokens": 20}
+    given |= {"disable_tqdm": True, "gradient_checkpointing": False, "score_rows": 5}
+    return on_trl.SGSDConfig(**(given | changes))
+
+
+def policy(lora, dtype=torch.float32):
+    """The random model, with adapters that already change something or without any."""
+    lm = conftest.make_model().to(dtype)
+    if lora:
+        torch.manual_seed(3)
+        shape = LoraConfig(r=4, target_modules=lib_model.PROJECTIONS, init_lora_weights=False)
+        lm = get_peft_model(lm, shape)
+    return lm
+
+
+def given_rollouts(rows):
+    """TRL's seam for rollouts of one's own: problem i gets rows[i], wherever it is asked."""
+    tokenizer = conftest.make_tokenizer()
+    row_of = {on_trl.chat(x)[0]["content"]: row for x, row in zip(PROBLEMS, rows)}
+
+    def rollouts(prompts, trainer):
+        texts = [prompt[0]["content"] for prompt in prompts]
+        ids = [on_trl.rollout.chat_ids(tokenizer, text, thinking="closed") for text in texts]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [row_of[text] for text in texts],
+            "logprobs": None,
+        }
+
+    return rollouts
+
+
+def trainer(args, lm, rows=None, eval_problems=(), callbacks=None):
+    """A trainer on the tests' problems, as many as rows, with given rollouts or its own."""
+    problems = PROBLEMS[: len(rows)] if rows else PROBLEMS
+    return on_trl.SGSDTrainer(
+        lm,
+        args,
+        problems,
+        conftest.make_bank(),
+        conftest.fake_embed,
+        ByAnswer(),
+        eval_problems,
+        processing_class=conftest.make_tokenizer(),
+        rollout_func=given_rollouts(rows) if rows else None,
+        callbacks=callbacks,
+    )
+
+
+def one_step(folder, lora=True, **changes):
+    """The gradient of a step on six given rollouts; rank 0 saves it."""
+    gradients = Gradients()
+    run = trainer(settings(folder, **changes), policy(lora), completions(6), callbacks=[gradients])
+    run.train()
+    if run.accelerator.is_main_process:
+        torch.save(gradients.steps[0], pathlib.Path(folder, "gradient.pt"))
+    return run, gradients.steps[0]
+
+
+def sharded(folder):
+    """Two steps of the tiny world, all weights, FSDP2, an evolution, a save; what was seen."""
+    seen = {}
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            p = model.model.layers[0].mlp.up_proj.weight
+            seen["kind"], seen["whole"] = type(p).__name__, list(p.shape)
+            seen["local"] = list(p.to_local().shape)
+
+    argv = ["--full", *tiny_flags(folder, steps=2, evolve_every=2, batch_size=4)]
+    argv = [word for word in argv if word != "--use_cpu"]
+    kind = on_trl.SGSDConfig
+    (args,) = on_trl.TrlParser(kind).parse_args_and_config(argv)
+    run = on_trl.prepare(args)
+    run.add_callback(Look())
+    lengths = []
+    advantage = run.advantage
+
+    def kept(roll, *rest):
+        lengths.append(len(roll.completion_ids))
+        return advantage(roll, *rest)
+
+    run.advantage = kept
+    run.train()
+    run.save_model(folder)
+    run.save_bank(folder)
+    seen |= {"lengths": lengths, "updates": run.bank.metadata["updates"]}
+    seen["bank"] = on_trl.files.digest(run.bank.general_skills)
+    rank = run.accelerator.process_index
+    pathlib.Path(folder, f"seen{rank}.json").write_text(json.dumps(seen))
+    run.judge.close()
+
+
+def torchrun(function, folder):
+    """Run a function of this file in two processes, which must succeed; what they print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    folder.mkdir()
+    done = subprocess.run(
+        [*command, __file__, function, str(folder)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=conftest.ROOT,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def tiny_flags(out, **changes):
+    """A command line on the tiny world, as `--preset tiny` of sgsd.py has it."""
+    root, tiny = conftest.ROOT, conftest.ROOT / "tiny"
+    given = {"model": tiny / "model", "encoder": tiny / "encoder", "data": tiny / "train.jsonl"}
+    given |= {"bank": root / "banks/word_problems.json", "output_dir": out, "steps": 30}
+    given |= {"batch_size": 16, "per_device_train_batch_size": 2, "num_teachers": 4}
+    given |= {"eps_a": 0.005, "learning_rate": 1e-3, "lora_rank": 16, "lora_alpha": 32}
+    given |= {"max_new_tokens": 96, "evolve_every": 10, "reply_tokens": 640}
+    given |= {"merge_group_size": 8, "bf16": False, "gradient_checkpointing": False}
+    given |= {"report_to": "none", "disable_tqdm": True, "score_rows": 16}
+    words = ["--use_cpu"]
+    for name, value in (given | changes).items():
+        words += [f"--{name}", str(value)]
+    return words
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](sys.argv[2])
+    sys.stdout.flush()
+    os._exit(0)  # gloo may abort as a process ends
