@@ -17,7 +17,8 @@ pip = $(run) -m pip install
 demo: $(VENV)/installed
 	$(run) sgsd.py --preset tiny
 	$(run) eval.py tiny/model runs/tiny/checkpoints/step_000030 --data tiny/test.jsonl \
-		--samples 4 --max-new-tokens 96 --rows 160
+		--samples 4 --no-thinking --max-new-tokens 96 --device cpu --rows 160
+	$(run) -m extras.compare runs/tiny
 	$(run) -m extras.report runs/tiny
 
 test: $(VENV)/installed-tests

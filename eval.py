@@ -5,15 +5,16 @@
     python eval.py Qwen/Qwen3-1.7B --data gsm8k my.jsonl --skills bank.json
     python eval.py Qwen/Qwen3-1.7B runs/sgsd --server http://localhost:8000/v1 --rows 256
 
-The first takes the paper's three sets, the second compares all checkpoints of a run with the base
-model, the third compares the baseline Base+Skill with Base. The last samples on an inference
-server, such as vLLM's (docs/engines.md), which loads and unloads the checkpoints.
+The second evaluates a base model and all checkpoints of a run, the third the baseline Base+Skill,
+with the bank's nearest entries in each prompt. The last samples on an inference server, such as
+vLLM's (docs/engines.md), which loads and unloads the checkpoints. Each model gets a line per set;
+the last line is the command that compares what was evaluated, now or earlier (extras/compare.py).
 
 Nothing is written into a model's directory. The results of a checkpoint are in the folder
-RUN/eval/step_000200, those of any other policy in eval/NAME of the first run among the PATHs, or
-else of the working directory: settings.json, samples.jsonl and results.json ({set: figures}, which
-each call adds its sets to). The call's comparison is in comparison.json beside the folders. The
-same command continues a killed one: a sample is a function of (seed, problem, its number) alone.
+RUN/eval/step_000200, those of any other model in eval/NAME of the first run among the PATHs, or
+else of the working directory; with --skills the folder's name ends with --skills. It holds
+settings.json, samples.jsonl and results.json ({set: figures}, which each call adds its sets to).
+The same command continues a killed one: a sample is a function of (seed, problem, its number).
 
 Dimension key: P problems, K samples per problem.
 """
@@ -22,7 +23,9 @@ import contextlib
 import functools
 import hashlib
 import math
+import os
 import pathlib
+import shlex
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -125,19 +128,13 @@ Tasks = dict[Key, Problem]  # the samples asked for
 
 @dataclass
 class Policy:
-    """A model to evaluate, and the results."""
+    """A model to evaluate."""
 
     path: str  # a directory or hub id
-    base: str = ""  # the model under an adapter; "" for a plain model
-    skilled: bool = False  # evaluated under the prompt of Base+Skill
-    folder: pathlib.Path = pathlib.Path("eval")  # of settings.json, samples.jsonl, results.json
+    base: str  # the model under an adapter; "" for a plain model
+    name: str  # in what is printed
+    folder: pathlib.Path  # of settings.json, samples.jsonl, results.json
     settings: dict = field(default_factory=dict)  # all that its samples depend on
-    scores: dict[str, np.ndarray] = field(default_factory=dict)  # {set: scores_P}
-    table: dict[str, dict] = field(default_factory=dict)  # {set: figures}, for results.json
-
-    @property
-    def name(self) -> str:
-        return f"{self.path} + skills" if self.skilled else self.path
 
 
 @dataclass
@@ -146,9 +143,8 @@ class Evaluation:
 
     cfg: EvalConfig
     policies: list[Policy]
-    home: pathlib.Path  # of comparison.json
     tasks: Tasks
-    prompt_with_skills: Callable[[Problem], str]
+    prompt: Callable[[Problem], str]
     verifier: verify.Judge
     server: served.Server | None = None  # samples in the place of `generate`
 
@@ -175,11 +171,8 @@ def run_of(place: pathlib.Path) -> pathlib.Path | None:
     return place.parent.parent if is_checkpoint else None
 
 
-def find_policies(cfg: EvalConfig) -> tuple[list[Policy], pathlib.Path]:
-    """The policies that the PATHs name, in order, and the folder of their comparison.
-
-    With --skills, each PATH names two policies: without the skills and with them.
-    """
+def find_policies(cfg: EvalConfig) -> list[Policy]:
+    """The policies that the PATHs name, in order."""
     places: list[pathlib.Path] = []
     for path in cfg.paths:
         places += checkpoints_of(path)
@@ -190,32 +183,19 @@ def find_policies(cfg: EvalConfig) -> tuple[list[Policy], pathlib.Path]:
             raise ValueError(f"{home}: lies in a model's directory, {parent}; give another --out")
     policies: dict[pathlib.Path, Policy] = {}
     for place in places:
-        run, base = run_of(place), model.base_of(place, cfg.model)
-        folder = home / "--".join(place.parts[-2:]).strip("/")
+        run, name = run_of(place), "/".join(place.parts[-2:])
+        folder = home / name.replace("/", "--").strip("-")
         if run:
+            name = f"{run.name}/{place.name}"
             folder = home / f"{run.name}--{place.name}" if cfg.out else run / "eval" / place.name
-        of_place = [Policy(str(place), base, False, folder)]
         if cfg.skills:
-            skilled_folder = folder.with_name(f"{folder.name}--skills")
-            of_place.append(Policy(str(place), base, True, skilled_folder))
-        for policy in of_place:
-            first = policies.setdefault(policy.folder, policy)
-            if first.name != policy.name:
-                both = f"{first.name} and {policy.name} would both write to {policy.folder}"
-                raise ValueError(f"{both}; rename one")
-    return list(policies.values()), home
-
-
-def refuse_other_base(policies: Sequence[Policy]) -> None:
-    """ValueError where adapters would be compared with a plain model that is not their base."""
-    first, *others = policies
-    if first.base:
-        return
-    for policy in others:
-        if policy.base and contents(policy.base) != contents(first.path):
-            rule = f"its base is {policy.base}, and not {first.path}, to which it is compared"
-            fix = "if both are one model give --model, else evaluate them in two commands"
-            raise ValueError(f"{policy.path}: {rule}; {fix}")
+            name, folder = f"{name} + skills", folder.with_name(f"{folder.name}--skills")
+        policy = Policy(str(place), model.base_of(place, cfg.model), name, folder)
+        first = policies.setdefault(folder, policy)
+        if first.path != policy.path:
+            both = f"{first.path} and {policy.path} would both write to {folder}"
+            raise ValueError(f"{both}; rename one")
+    return list(policies.values())
 
 
 def settings_of(policy: Policy, cfg: EvalConfig, world: World) -> dict:
@@ -234,9 +214,10 @@ def settings_of(policy: Policy, cfg: EvalConfig, world: World) -> dict:
     settings["verifier"] = cfg.verifier
     if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
-    names = ("student", "teacher", "skill", "mistake") if policy.skilled else ("student",)
-    settings["prompts"] = files.digest([skills.template(name) for name in names])
-    if policy.skilled:
+    settings["prompts"] = files.digest([skills.template("student")])
+    if cfg.skills:
+        templates = [skills.template(name) for name in ("teacher", "skill", "mistake")]
+        settings["the skills' prompts"] = files.digest(templates)
         settings["the bank's text"] = files.file_digest(cfg.skills)
         settings["the encoder's weights"] = contents(cfg.encoder)
         settings["num_skills"] = cfg.num_skills
@@ -274,8 +255,7 @@ def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evalua
     """
     needed = [*cfg.paths, *cfg.data]
     model.ask_hub_once(needed + ([cfg.encoder] if cfg.skills else []))
-    policies, home = find_policies(cfg)
-    refuse_other_base(policies)
+    policies = find_policies(cfg)
     tasks: Tasks = {}
     columns = problems.Fields(cfg.problem_field, cfg.answer_field, cfg.answer_after)
     for source in cfg.data:
@@ -289,13 +269,11 @@ def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evalua
         policy.settings = settings_of(policy, cfg, world)
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     verifier.same("1/2", "2/4")  # a verifier that does not start shows now
-    evaluation = Evaluation(cfg, policies, home, tasks, prompt_maker(cfg, world), verifier)
+    evaluation = Evaluation(cfg, policies, tasks, prompt_maker(cfg, world), verifier)
     if cfg.server:
         evaluation.server = server_for(evaluation, world)
-    folders = [policy.folder for policy in policies]
-    folders += [home] if len(policies) > 1 else []
-    for folder in folders if world.main else []:
-        held.enter_context(files.locked(folder))
+    for policy in policies if world.main else []:
+        held.enter_context(files.locked(policy.folder))
     return evaluation
 
 
@@ -371,12 +349,12 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[Key, di
         if not missing:
             return done
         stops = rollout.stop_ids(lm, tokenizer)
-        prompt = evaluation.prompt_with_skills if policy.skilled else plain_prompt
         thinking = "bare" if cfg.thinking else "closed"  # S3
         unsolved = [tasks[key] for key in missing]
         prompts, keys = [], []
         for (_, _, number), x in zip(missing, unsolved):
-            prompts.append(rollout.chat_ids(tokenizer, prompt(x), thinking=thinking))
+            text = evaluation.prompt(x)
+            prompts.append(rollout.chat_ids(tokenizer, text, thinking=thinking))
             keys.append(rollout.sample_key(cfg.seed, 0, x.problem, number))
 
         def finish(turn: list[tuple[int, list[int]]]) -> list[dict]:
@@ -392,8 +370,7 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[Key, di
         longest = max(map(len, prompts))
         model.refuse_beyond_context(lm, longest, cfg.max_new_tokens, "--max-new-tokens")
         asked_for = rollout.rows_of(prompts, keys, cfg.max_new_tokens)
-        stage = pathlib.Path(policy.name).name
-        for rows in distributed.share(world, asked_for, stream, finish, stage):
+        for rows in distributed.share(world, asked_for, stream, finish, policy.name):
             done |= {(row["set"], row["id"], row["sample"]): row for row in rows}
             if world.main and rows:
                 files.append_jsonl(log, rows)
@@ -435,36 +412,32 @@ def row_of(key: Key, problem_digest: str, roll: rollout.Rollout, engine: str) ->
     return row | {"tokens": len(roll.completion_ids), "text": roll.text, "engine": engine}
 
 
-# ------------------------------------------------------------------------- figures and comparisons
+# ------------------------------------------------------------------------------------- the figures
 
 
-def measure(
-    policy: Policy, name: str, rows: list[dict], k: int, same: Callable[[str, str], bool]
-) -> None:
-    """Put one set's figures and scores into the policy. rows: its samples in order, k a problem.
+def figures(rows: list[dict], k: int, same: Callable[[str, str], bool]) -> dict[str, Any]:
+    """What results.json holds of one set. rows: its samples in order, k of each problem.
 
-    same: whether two answers to one problem are the same one, such as `Judge.same`.
+    "right" has each problem's count of right samples: extras/compare.py pairs policies by it. same:
+    whether two answers to one problem are the same one, such as `Judge.same`.
     """
     correct_PK = np.array([row["r"] > 0 for row in rows]).reshape(-1, k)
-    policy.scores[name] = correct_PK.mean(1)
+    low, high = bootstrap_interval([correct_PK.mean(1)])
     won = [majority_is_right(rows[i : i + k], same) for i in range(0, len(rows), k)]
-    policy.table[name] = {
+    return {
         "digest": files.digest([row["digest"] for row in rows[::k]]),  # of the problems
         "problems": len(won),
         "samples": len(rows),
         "avg": avg_at_k(correct_PK),
+        "avg_low": low,
+        "avg_high": high,
         "pass": pass_at_k(correct_PK, k),
         "maj": sum(won) / len(won),
         "boxed": sum(row["pred"] is not None for row in rows) / len(rows),
         "truncated": sum(row["truncated"] for row in rows) / len(rows),
         "tokens": sum(row["tokens"] for row in rows) / len(rows),
+        "right": dict(zip([row["id"] for row in rows[::k]], correct_PK.sum(1).tolist())),
     }
-    policy.table[name] |= with_interval([policy.scores[name]])
-
-
-def with_interval(sets_P: Sequence[np.ndarray]) -> dict[str, float | None]:
-    low, high = bootstrap_interval(sets_P)
-    return {"avg_low": low, "avg_high": high}
 
 
 def majority_is_right(rows: list[dict], same: Callable[[str, str], bool]) -> bool:
@@ -482,145 +455,65 @@ def majority_is_right(rows: list[dict], same: Callable[[str, str], bool]) -> boo
     return winner is not None and right[winner]
 
 
-def figures(policy: Policy, names: Sequence[str]) -> dict:
-    """A policy's figures on a set, or on several the mean over them (Tab. 3 "Avg.").
-
-    In the mean each set weighs the same; problems and samples are summed.
-    """
-    rows = [policy.table[name] for name in names]
-    if len(rows) == 1:
-        return rows[0]
-    mean = {}
-    for key in rows[0].keys() - {"digest", "avg_low", "avg_high"}:
-        total = sum(row[key] for row in rows)
-        mean[key] = total if key in ("problems", "samples") else total / len(rows)
-    return mean | with_interval([policy.scores[name] for name in names])
-
-
-def difference(ours: Policy, theirs: Policy, names: Sequence[str]) -> dict:
-    """Our mean score minus theirs, paired by problem, with its interval; see `figures`.
-
-    The interval is None where the gaps of problems have no spread, or there are too few of them.
-    """
-    gaps = [ours.scores[name] - theirs.scores[name] for name in names]
-    low, high = bootstrap_interval(gaps)
-    mean = float(np.mean([gap_P.mean() for gap_P in gaps]))
-    return {"to": theirs.name, "diff": mean, "diff_low": low, "diff_high": high}
-
-
-def compare(policies: Sequence[Policy], names: Sequence[str]) -> dict[str, dict]:
-    """The figures on a set with differences to the first policy, and each run's best and last.
-
-    Of several sets all is on the mean over them, by which §4.1's best checkpoint is picked (S23).
-    """
-    first, *others = policies
-    results = {first.name: figures(first, names)}
-    for policy in others:
-        results[policy.name] = figures(policy, names) | difference(policy, first, names)
-    runs: dict[str, list[Policy]] = {}
-    for policy in policies:
-        if policy.base:
-            parent = str(pathlib.Path(policy.path).parent)
-            runs.setdefault(parent + " + skills" * policy.skilled, []).append(policy)
-    chosen = {}
-    for run, checkpoints in runs.items():
-        if len(checkpoints) > 1:
-            best = max(checkpoints, key=lambda policy: results[policy.name]["avg"])
-            last = max(checkpoints, key=lambda policy: policy.path)
-            choice = {"checkpoints": len(checkpoints), "best": best.name, "last": last.name}
-            choice["best_avg"] = results[best.name]["avg"]
-            choice["last_avg"] = results[last.name]["avg"]
-            chosen[run] = choice | difference(best, last, names)
-    return {"results": results, "selections": chosen}
-
-
-def print_table(sets: dict[str, dict], k: int) -> None:
-    """Print the figures of all sets in Markdown, and which checkpoint was best on the last."""
-    *_, last = sets.values()
-    short = {}
-    for name in last["results"]:
-        path = pathlib.Path(name)
-        is_plain = path.name.startswith("step_")  # of a base, "model" alone would say nothing
-        short[name] = path.name if is_plain else "/".join(path.parts[-2:])
-    if len(set(short.values())) < len(short):
-        short = {name: name for name in short}
-    measures = f"avg@{k} | 95% | - first | 95% | pass@{k} | maj@{k}"
-    print(f"| policy | set | problems | {measures} | boxed | truncated | tokens |")
-    print("|---" * 12 + "|")
-    figures = "{problems} | {avg:.1%} | {interval} | {gap} | {pass:.1%} | {maj:.1%} | "
-    figures += "{boxed:.1%} | {truncated:.1%} | {tokens:.0f}"
-    for name, comparison in sets.items():
-        for policy, row in comparison["results"].items():
-            gap = _gap(row) if "diff" in row else " | "
-            interval = "-"
-            if row["avg_low"] is not None:
-                interval = "{avg_low:.1%}-{avg_high:.1%}".format(**row)
-            numbers = figures.format(**row, gap=gap, interval=interval)
-            print(f"| {short[policy]} | {name} | {numbers} |")
-    if any(row["avg_low"] is None for x in sets.values() for row in x["results"].values()):
-        print("no interval: a set has fewer than ten problems, or all its scores are equal")
-    line = "of {checkpoints} checkpoints in {of}: best {best} {best_avg:.1%}, last {last} "
-    line += "{last_avg:.1%}, best - last {gap}; the best was picked on these problems"
-    for run, row in last["selections"].items():
-        names = {"of": run, "best": short[row["best"]], "last": short[row["last"]]}
-        print(line.format(**row | names, gap=_gap(row).replace(" | ", " (") + ")"))
-
-
-def _gap(row: dict) -> str:
-    """Two cells: a difference and its interval."""
-    if row["diff_low"] is None:
-        return "{diff:+.1%} | -".format(**row)
-    return "{diff:+.1%} | {diff_low:+.1%} to {diff_high:+.1%}".format(**row)
+def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> str:
+    """What is printed of a policy on one set. row: its figures."""
+    interval = "no interval"  # fewer than ten problems, or equal scores
+    if row["avg_low"] is not None:
+        interval = "95%: {avg_low:.1%} to {avg_high:.1%}".format(**row)
+    k = cfg.samples
+    line = f"{policy.name}, {name}: avg@{k} {row['avg']:.1%} ({interval}), pass@{k} "
+    line += f"{row['pass']:.1%}, maj@{k} {row['maj']:.1%}, boxed {row['boxed']:.1%}, "
+    line += f"cut {row['truncated']:.1%}, {row['tokens']:.0f} tokens, {row['problems']} problems"
+    if row["truncated"] > 0.5:
+        fix = "raise it, or give --no-thinking" if cfg.thinking else "raise it"
+        line += f"; most were cut at --max-new-tokens {cfg.max_new_tokens}: {fix}"
+    return line
 
 
 # ------------------------------------------------------------------------------------ the command
 
 
 def evaluate(cfg: EvalConfig, world: World) -> None:
-    """Sample every policy on every set, print the table and write the results."""
-    names = [pathlib.Path(source).stem for source in cfg.data]
+    """Sample every policy on every set; write the results and print a line for each."""
     contents.cache_clear()  # of an earlier call
     with contextlib.ExitStack() as held:
         evaluation = distributed.together(lambda: prepare(cfg, world, held), world)
-        policies, tasks, verifier = evaluation.policies, evaluation.tasks, evaluation.verifier
-        for policy in policies:
+        for policy in evaluation.policies:
             done = sample(policy, evaluation, world)
             if world.main:
-                for name in names:
-                    rows = [done[key] for key in tasks if key[0] == name]
-                    measure(policy, name, rows, cfg.samples, verifier.same)
-                results = policy.folder / "results.json"
-                stored = files.read_json(results) if results.exists() else {}
-                files.write_json(results, stored | policy.table)
+                write_results(policy, evaluation, done)
         if world.main:
-            sets = {name: compare(policies, [name]) for name in names}
-            shown = dict(sets)
-            if len(names) > 1:
-                shown[f"mean of {', '.join(sorted(names))}"] = compare(policies, names)
-            print_table(shown, cfg.samples)
-            print_notes(policies, tasks, cfg)
-            if len(policies) > 1:
-                files.write_json(evaluation.home / "comparison.json", sets)
-            if verifier.timeouts:
-                print(f"{verifier.timeouts} answers took longer than --verify-timeout: wrong")
-            print(f"written: {evaluation.home if len(policies) > 1 else policies[0].folder}")
+            print_notes(evaluation)
+            homes = dict.fromkeys(str(policy.folder.parent) for policy in evaluation.policies)
+            shown = [min(home, os.path.relpath(home), key=len) for home in homes]
+            print("compare:", shlex.join(["python", "-m", "extras.compare", *shown]))
         distributed.barrier(world)
 
 
-def print_notes(policies: Sequence[Policy], tasks: Tasks, cfg: EvalConfig) -> None:
-    """Say which policies were cut in over a half, and how many problems a run was trained on."""
-    for policy in policies:
-        cut = max(row["truncated"] for row in policy.table.values())
-        if cut > 0.5:
-            fix = "raise it, or give --no-thinking" if cfg.thinking else "raise it"
-            limit = f"--max-new-tokens {cfg.max_new_tokens}"
-            print(f"{policy.name}: {cut:.0%} were cut at {limit}; {fix}")
-    asked = {problems.fingerprint(x.problem) for x in tasks.values()}
-    for run in sorted({run for policy in policies if (run := run_of(pathlib.Path(policy.path)))}):
-        file = run / "problems.json"
+def write_results(policy: Policy, evaluation: Evaluation, done: dict[Key, dict]) -> None:
+    """Add a policy's figures to its results.json, and print them."""
+    cfg, file = evaluation.cfg, policy.folder / "results.json"
+    table = files.read_json(file) if file.exists() else {}
+    for source in cfg.data:
+        name = pathlib.Path(source).stem
+        rows = [done[key] for key in evaluation.tasks if key[0] == name]
+        table[name] = figures(rows, cfg.samples, evaluation.verifier.same)
+        print(line_of(policy, name, table[name], cfg), flush=True)
+    files.write_json(file, table)
+
+
+def print_notes(evaluation: Evaluation) -> None:
+    """Say how many of the problems a run was trained on, and how many answers took too long."""
+    asked = {problems.fingerprint(x.problem) for x in evaluation.tasks.values()}
+    runs = {run_of(pathlib.Path(policy.path)) for policy in evaluation.policies} - {None}
+    for run in sorted(map(str, runs)):
+        file = pathlib.Path(run, "problems.json")
         seen = asked & {*files.read_json(file)} if file.exists() else set()
         if seen:
             print(f"{run} was trained on {len(seen)} of these {len(asked)} problems")
+    if evaluation.verifier.timeouts:
+        late = f"{evaluation.verifier.timeouts} answers"
+        print(f"{late} took longer than --verify-timeout: wrong")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -239,8 +239,7 @@ class EvalConfig:
     out: str = setting("", "folder of all results, instead of eval/ in the run or else here")
     skills: str = setting(
         "",
-        "evaluate Base+Skill with this bank (JSON), too, and the difference to the plain prompt; "
-        "§4.1, S14",
+        "evaluate Base+Skill: prompts with entries of this bank (JSON); §4.1, S14",
     )
     num_skills: int = setting(8, "pairs in a prompt of Base+Skill; Tab. 12")
     encoder: str = setting(Config.encoder, "encoder of --skills; Tab. 12")

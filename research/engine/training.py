@@ -50,10 +50,10 @@ def rows(path: pathlib.Path) -> list[dict]:
 
 def accuracies(out: pathlib.Path) -> list[float]:
     """avg@4 before and after."""
-    (comparison,) = json.loads(
-        (pathlib.Path(f"{out}.eval") / "comparison.json").read_text()
-    ).values()
-    return [row["avg"] for row in comparison["results"].values()]
+    folder = pathlib.Path(f"{out}.eval")
+    base, last = folder / "tiny--model", max(folder.glob("*--step_*"))
+    results = [json.loads((place / "results.json").read_text()) for place in (base, last)]
+    return [table["test"]["avg"] for table in results]
 
 
 def table(folder: pathlib.Path, log: pathlib.Path | None) -> None:

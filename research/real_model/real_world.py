@@ -192,7 +192,7 @@ def best_rates(folder: pathlib.Path, size: Size, until: float) -> dict[str, str]
     side_by_side(tries, folder, until, size.jobs)
     best: dict[str, tuple[float, str]] = {}
     for name, (last, _) in runs.items():
-        results = json.loads((folder / f"eval/{name}--{last.name}/results.json").read_text())
+        results = json.loads((results_of(folder, last) / "results.json").read_text())
         score = results["valid"]["avg"]
         print(f"{name}: {score:.1%} on the validation problems")
         best[methods[name]] = max(best.get(methods[name], (-1.0, "")), (score, name))
@@ -205,6 +205,13 @@ def evaluation(
     """The command that evaluates policies on one part of the problems."""
     paths = [*policies, "--data", folder / f"{part}.jsonl", "--out", folder / "eval"]
     return f"eval.py {shlex.join(map(str, paths))} {size.evaluation}"
+
+
+def results_of(folder: pathlib.Path, policy: pathlib.Path) -> pathlib.Path:
+    """Where eval.py keeps the results of the base model, or of RUN/checkpoints/STEP."""
+    is_base = policy == folder / "model"
+    name = folder.name if is_base else policy.parent.parent.name
+    return folder / "eval" / f"{name}--{policy.name}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -252,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tests, needs = {}, {}
     for i in range(len(size.points)):  # what matters most comes first
         for method, places in tested.items():
-            if i < len(places):  # each by itself: a comparison keeps its folder
+            if i < len(places):
                 name = f"test_{method}_{places[i].name}"
                 tests[name] = evaluation(folder, size, "test", [places[i]])
                 needs[name] = places[i]
@@ -263,7 +270,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             places += tested[method] if method != first else []
         log = folder / f"table_{first}.txt"
         log.unlink(missing_ok=True)
-        table = {log.stem: evaluation(folder, size, "test", places)}
+        finished = [str(results_of(folder, place)) for place in places]
+        table = {log.stem: shlex.join(["-m", "extras.compare", *finished])}
         side_by_side(table, folder, until, size.jobs)
         print(log.read_text())
     for name in best.values():

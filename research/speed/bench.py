@@ -480,7 +480,7 @@ def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
         "one GPU: 20 steps": plain(step_parts(c, 1), 20),
         f"one GPU: 20 steps of GRPO, {T:,} tokens": plain(grpo_parts(c, 1, T), 20),
         "one GPU: 50 problems x 4": [(small, few)],
-        "one GPU: the same with --skills": [(small, few), (skilled, few)],
+        "one GPU: the same with --skills": [(skilled, few)],
     }
 
 

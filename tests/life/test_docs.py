@@ -8,7 +8,7 @@ import shlex
 import pytest
 from conftest import ROOT
 
-from extras import baselines, report
+from extras import baselines, compare, report
 from lib import config
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "tiny").rglob("*.md")]
@@ -139,6 +139,8 @@ def test_a_command_of_the_pages_parses(command, tmp_path, monkeypatch):
         config.parse(argv, "", config.EvalConfig)
     elif program == "extras.baselines":
         baselines.parse(argv)
+    elif program == "extras.compare":
+        compare.arguments(argv)
     elif program == "extras.report":
         report.arguments(argv)
     elif program.endswith(".py"):

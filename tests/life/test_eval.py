@@ -58,13 +58,12 @@ def test_maj_counts_equal_answers_together_and_the_first_of_several():
 
 def test_the_majoritys_answer_has_the_verdict_of_its_samples():
     """A formula that was copied from its problem is wrong, though it equals the reference."""
-    row = {"digest": "0", "gold": "5", "truncated": False, "tokens": 1}
+    row = {"id": "p", "digest": "0", "gold": "5", "truncated": False, "tokens": 1}
     copied, right = row | {"pred": "2+3", "r": -1}, row | {"pred": "5", "r": 1}
-    policy = eval.Policy("x")
     for drawn, maj in (([copied, copied, right], 0), ([copied, right, right], 1)):
-        eval.measure(policy, "d", drawn, 3, lambda one, other: True)
-        assert policy.table["d"]["maj"] == maj
-        assert policy.table["d"]["avg"] == pytest.approx((1 + maj) / 3)
+        figures = eval.figures(drawn, 3, lambda one, other: True)
+        assert figures["maj"] == maj and figures["avg"] == pytest.approx((1 + maj) / 3)
+        assert figures["right"] == {"p": 1 + maj}
 
 
 def test_bad_metric_input_is_refused():
@@ -89,16 +88,6 @@ def test_an_interval_of_many_problems_is_the_normal_one_and_sets_weigh_alike():
     assert high - low == pytest.approx(2 * 1.96 * 0.5 / 10**0.5 / 2, rel=0.15)
 
 
-def measured(path, base="", **sets):
-    """A policy with these scores per problem, by set."""
-    policy = eval.Policy(path, base)
-    for name, scores_P in sets.items():
-        policy.scores[name] = np.asarray(scores_P, dtype=float)
-        policy.table[name] = {"avg": float(np.mean(scores_P)), "problems": len(scores_P)}
-        policy.table[name] |= {"digest": "1", **eval.with_interval([policy.scores[name]])}
-    return policy
-
-
 def test_of_equal_scores_or_of_nine_problems_there_is_no_interval():
     """A bootstrap of 40 wrong answers would say 0 to 0, as if nothing could be otherwise."""
     none = (None, None)
@@ -108,47 +97,6 @@ def test_of_equal_scores_or_of_nine_problems_there_is_no_interval():
     low, high = eval.bootstrap_interval([ten])
     assert low < 0.5 < high
     assert eval.bootstrap_interval([ten, ten[:9]]) == none  # of the mean over two sets
-    shared = np.linspace(0, 0.9, 30)
-    for gap in (0.0, 0.1):  # equal gaps of two policies, the second ones up to rounding
-        policies = [measured("base", d=shared), measured("new", d=shared + gap)]
-        _, row = eval.compare(policies, ["d"])["results"].values()
-        assert row["diff"] == pytest.approx(gap)
-        assert row["diff_low"] is row["diff_high"] is None
-
-
-def test_pairing_removes_what_policies_share():
-    """One policy is better by some .1 everywhere: the difference is sure, and neither mean is."""
-    shared, better = np.linspace(0, 0.9, 30), np.array([0.08, 0.12] * 15)
-    policies = [measured("base", d=shared), measured("new", d=shared + better)]
-    base, row = eval.compare(policies, ["d"])["results"].values()
-    assert "diff" not in base and row["avg_low"] < 0.48 and row["to"] == "base"
-    # the gaps' standard deviation is .02: 1.96 standard errors are .0392 / sqrt(30)
-    wanted = [0.1, 0.1 - 0.0392 / 30**0.5, 0.1 + 0.0392 / 30**0.5]
-    got = [row["diff"], row["diff_low"], row["diff_high"]]
-    assert got == pytest.approx(wanted, abs=1.5e-3)
-
-
-def test_a_mean_over_sets_weighs_them_alike_and_is_not_in_the_table_of_a_policy():
-    """1 of 1 problem and 0 of 3: a half, of 4 problems; of one set it is the set's own row."""
-    policy = measured("base", d=[1.0], e=[0.0, 0.0, 0.0])
-    mean = eval.figures(policy, ["d", "e"])
-    assert mean == {"avg": 0.5, "problems": 4, "avg_low": None, "avg_high": None}
-    assert eval.figures(policy, ["e"]) == policy.table["e"] and list(policy.table) == ["d", "e"]
-
-
-def test_the_best_checkpoint_by_set_and_by_mean_stands_beside_the_last():
-    averages = {"base": (0.9, 0.9), "r/checkpoints/1": (0.3, 0.6), "r/checkpoints/2": (0.5, 0.5)}
-    averages |= {"r/checkpoints/3": (0.4, 0.4), "q/a": (0.8, 0.8)}
-    policies = []
-    for path, (d, e) in averages.items():
-        base = "" if path == "base" else "base"
-        policies.append(measured(path, base, d=[d] * 4, e=[e] * 4))
-    for names, best in {("d",): 2, ("e",): 1, ("d", "e"): 2}.items():
-        ((run, choice),) = eval.compare(policies, names)["selections"].items()
-        assert (run, choice["checkpoints"]) == ("r/checkpoints", 3)
-        assert (choice["best"], choice["last"]) == (f"{run}/{best}", f"{run}/3")
-    gap = [choice["best_avg"], choice["last_avg"], choice["diff"]]
-    assert gap == pytest.approx([0.5, 0.4, 0.1])
 
 
 # ------------------------------------------------------------------- samples, and going on later
@@ -160,7 +108,7 @@ def results(out):
     return file.read_text()
 
 
-def test_the_papers_three_sets_are_the_default_and_their_mean_is_shown(
+def test_the_papers_three_sets_are_the_default_and_each_has_a_line(
     world_dir, tmp_path, monkeypatch, capsys
 ):
     def load(hub_id, name=None, *, split):
@@ -170,8 +118,9 @@ def test_the_papers_three_sets_are_the_default_and_their_mean_is_shown(
     flags = f"--limit 1 --samples 1 --max-new-tokens 4 --out {tmp_path} --verifier driver:Exact"
     completes(eval.main, [f"{world_dir}/model", *flags.split()])
     assert [row["set"] for row in samples(tmp_path)] == ["aime24", "aime25", "hmmt25"]
-    mean = f"| {world_dir.name}/model | mean of aime24, aime25, hmmt25 | 3 | 0.0% | - |"
-    assert mean in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()[:3]
+    for line, name in zip(lines, ("aime24", "aime25", "hmmt25")):
+        assert line.startswith(f"{world_dir.name}/model, {name}: avg@1 0.0% (no interval)")
 
 
 def test_a_killed_evaluation_goes_on_to_the_same_samples(world_dir, tmp_path):
@@ -278,9 +227,9 @@ def read(folder, name="results"):
 def test_each_policy_has_a_folder_outside_of_models_and_each_set_is_added(
     world_dir, here, base, capsys
 ):
-    """A base against two runs and a foreign adapter; then against one run on another set.
+    """A base, two runs and a foreign adapter; then the base and one run on another set.
 
-    results.json has a row per set over all calls, comparison.json is of the last call alone.
+    results.json has a row per set over all calls, with each problem's count of right samples.
     """
     top, data = here.parent, world_dir / "data.jsonl"
     run, other, foreign = top / "run", top / "other", top / "foreign"
@@ -297,23 +246,18 @@ def test_each_policy_has_a_folder_outside_of_models_and_each_set_is_added(
     texts = {(folder / "samples.jsonl").read_text() for folder in folders}
     assert len(texts) == 5  # each policy has sampled, in a folder of its own
     assert all(list(read(folder)) == ["data"] for folder in folders)
-    assert "diff" not in read(folders[1])["data"]
-    whole = read(run / "eval", "comparison")["data"]
-    assert list(whole["results"]) == [str(path) for path in (base, *adapters)]
-    row = whole["results"][str(foreign)]
-    assert (row["to"], row["diff"]) == (str(base), 0.0)
-    assert [choice["best"] for choice in whole["selections"].values()] == [str(steps[0])]
+    assert read(folders[1])["data"]["right"] == {f"p{i}": 0 for i in range(4)}
 
     shutil.copy(data, top / "new.jsonl")
     capsys.readouterr()
     call(base, run, data=top / "new.jsonl")
     printed = capsys.readouterr().out
-    assert f"| {top.name}/model | new | 4 |" in printed and "| step_000002 | new | 4 |" in printed
-    assert "best step_000001 0.0%, last step_000002 0.0%, best - last +0.0% (-)" in printed
+    *lines, command_line = printed.splitlines()
+    names = (f"{top.name}/model", "run/step_000001", "run/step_000002")
+    assert [line.split(", new:")[0] for line in lines] == [*names]
+    assert command_line == f"compare: python -m extras.compare {os.path.relpath(run / 'eval')}"
     assert all(list(read(folder)) == ["data", "new"] for folder in folders[:3])
     assert [list(read(folder)) for folder in folders[3:]] == [["data"]] * 2
-    comparison = read(run / "eval", "comparison")
-    assert list(comparison) == ["new"] and len(comparison["new"]["results"]) == 3
     after = {path for path in top.rglob("*") if path.is_file()}
     for path in after - set(before):
         assert "eval" in path.parts or path.name == "new.jsonl"
@@ -346,21 +290,13 @@ def test_a_sample_and_its_prompt_must_fit_the_models_context(world_dir, here, ba
     refused(capsys, eval.main, argv, "--max-new-tokens 4090", "context of 4096")
 
 
-def test_an_adapter_of_another_base_is_not_compared(world_dir, here, base, capsys):
-    other, adapter = here.parent / "other", here.parent / "adapter"
-    make_model(seed=1).save_pretrained(other)
-    make_tokenizer().save_pretrained(other)
-    make_adapter(adapter, other)
-    argv = [base, *command(adapter, data=world_dir / "data.jsonl")]
-    refused(capsys, eval.main, argv, str(adapter), f"its base is {other}", str(base))
-
-
-def test_a_policy_that_is_mostly_cut_is_named_below_the_table(world_dir, here, base, capsys):
+def test_a_policy_that_is_mostly_cut_has_a_line_that_says_so(world_dir, here, base, capsys):
     data = world_dir / "data.jsonl"
     for more, words in (("", "raise it, or give --no-thinking"), ("--no-thinking", "raise it")):
         call(base, data=data, more=f"{more} --max-new-tokens 8 --out {here / more}")
         line = next(x for x in capsys.readouterr().out.splitlines() if "were cut" in x)
-        assert line.startswith(str(base)) and line.endswith(f"--max-new-tokens 8; {words}")
+        assert line.startswith(f"{here.parent.name}/model, data: ")
+        assert line.endswith(f"--max-new-tokens 8: {words}")
 
 
 def test_a_folder_in_which_another_evaluation_is_at_work_is_refused(
@@ -423,8 +359,8 @@ def test_an_adapter_whose_base_is_named_otherwise_is_the_same_policy_and_not_loa
 # ----------------------------------------------------------------------------------- Base + Skill
 
 
-def test_base_skill_stands_against_base_in_one_call(world_dir, here, capsys):
-    """The samples are those of prompts with the retrieved pairs, beside those of plain ones."""
+def test_base_skill_has_a_folder_of_its_own(world_dir, here, capsys):
+    """Its samples are those of prompts with the retrieved pairs."""
     lm, tokenizer = model.load_model(f"{world_dir}/model", "cpu")
     bank = skills.SkillBank.load(world_dir / "bank.json")
     embed = model.load_encoder(f"{world_dir}/encoder", "cpu")
@@ -449,10 +385,7 @@ def test_base_skill_stands_against_base_in_one_call(world_dir, here, capsys):
         want = rollout.generate(lm, tokenizer, prompts, sampling, keys)
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in want]
         assert [row["text"] for row in drawn] == texts
-    name = str(world_dir / "model")
-    both = read(here / "eval", "comparison")["data"]["results"]
-    assert list(both) == [name, f"{name} + skills"] and both[f"{name} + skills"]["to"] == name
-    assert "/model + skills | data | 4 |" in capsys.readouterr().out
+    assert "/model + skills, data: " in capsys.readouterr().out
     line = command(world_dir / "model", data=data, more=f"{flags} --num-skills 3")
     refused(capsys, eval.main, line, f"{skilled}: ", "num_skills")
 

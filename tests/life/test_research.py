@@ -185,7 +185,7 @@ def test_a_real_models_comparison_trains_and_tests(tmp_path):
     run("real_model/real_world.py", folder, "--cpu", "--make", models, data, bank)
     printed = run("real_model/real_world.py", folder, "--cpu", "--steps", 2, "--methods", "sgsd")
     assert (folder / "runs/sgsd_1e-4/checkpoints/step_000002").is_dir()
-    assert "sgsd_1e-4: 16 solutions" in printed and "| folder/model |" in printed
+    assert "sgsd_1e-4: 16 solutions" in printed and "folder--model | test |" in printed
 
 
 @pytest.mark.long

@@ -1,0 +1,218 @@
+"""The table of finished evaluations, of any day and machine: figures, and differences to the first.
+
+    python -m extras.compare runs/sgsd
+    python -m extras.compare runs/sgsd runs/grpo
+    python -m extras.compare eval/Qwen--Qwen3-1.7B eval/Qwen--Qwen3-1.7B--skills
+
+A FOLDER is a run, a folder of evaluations, or one evaluation. Of several evaluations in it plain
+models come before checkpoints, so that a run's base model is the first. Differences are paired by
+problem, with 95% intervals over problems. Of each run the best checkpoint stands beside the last.
+Evaluations of other problems, samples, settings or another base model are named and not compared.
+comparison.json, beside the first evaluation, holds all that is printed.
+
+Dimension key: P problems.
+"""
+
+import itertools
+import pathlib
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import distributed
+import eval as evaluation
+from lib import config, files
+
+# Settings in which two evaluations may differ: who is evaluated, and the machine.
+WHO = ("the policy's weights", "the bank's text", "the skills' prompts", "the encoder's weights")
+MAY_DIFFER = {*WHO, "num_skills", "the base's weights", "device", "attn"}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A finished evaluation: a folder that eval.py wrote."""
+
+    folder: pathlib.Path
+    settings: dict[str, Any]
+    sets: dict[str, dict]  # {set: figures}
+
+    @property
+    def base(self) -> str:
+        """The weights of the base model, or of the plain model itself."""
+        return self.settings["the base's weights"] or self.settings["the policy's weights"]
+
+    @property
+    def step(self) -> int:
+        """A checkpoint's step, 0 for all else."""
+        step = re.search(r"step_(\d{6})(--skills)?$", self.folder.name)
+        return int(step[1]) if step else 0
+
+    @property
+    def run(self) -> str:
+        """What the evaluations of one run's checkpoints have in common."""
+        return re.sub(r"step_\d{6}", "step", str(self.folder))
+
+    def scores_P(self, name: str) -> np.ndarray:
+        """Each problem's share of right samples on a set."""
+        row = self.sets[name]
+        return np.array([*row["right"].values()]) / (row["samples"] // row["problems"])
+
+
+def evaluations_in(folder: pathlib.Path) -> list[Evaluated]:
+    """The evaluations of a FOLDER, plain models first; [] where there is none."""
+    results = [*folder.glob("results.json"), *folder.glob("*/results.json")]
+    results += folder.glob("eval/*/results.json")
+    evaluated = []
+    for path in sorted(results):
+        settings, sets = files.read_json(path.with_name("settings.json")), files.read_json(path)
+        if not all("right" in row for row in sets.values()):
+            fix = "give its eval.py command again: the samples are kept"
+            raise ValueError(f"{path}: lacks each problem's count of right samples; {fix}")
+        evaluated.append(Evaluated(path.parent, settings, sets))
+    return sorted(evaluated, key=lambda x: x.step)
+
+
+def why_not(one: Evaluated, other: Evaluated, name: str) -> str:
+    """Why two evaluations cannot be compared on a set; "" if they can."""
+    for x in (one, other):
+        if name not in x.sets:
+            return f"{x.folder} was not evaluated on it"
+    if one.base != other.base:
+        return "they have different base models"
+    settings = {**one.settings, **other.settings}.keys() - MAY_DIFFER
+    differ = [x for x in settings if one.settings.get(x) != other.settings.get(x)]
+    if differ:
+        return f"they have different values of {', '.join(sorted(differ))}"
+    if one.sets[name]["digest"] != other.sets[name]["digest"]:
+        return "its problems are different ones"
+    if one.sets[name]["samples"] != other.sets[name]["samples"]:
+        return "they have different numbers of samples"
+    return ""
+
+
+def figures(x: Evaluated, names: Sequence[str]) -> dict[str, Any]:
+    """The figures on a set, or their mean over several (Tab. 3 "Avg."), where sets weigh alike."""
+    rows = [x.sets[name] for name in names]
+    mean: dict[str, Any] = {}
+    for key in ("avg", "pass", "maj", "boxed", "truncated", "tokens"):
+        mean[key] = sum(row[key] for row in rows) / len(rows)
+    for key in ("problems", "samples"):
+        mean[key] = sum(row[key] for row in rows)
+    low, high = evaluation.bootstrap_interval([x.scores_P(name) for name in names])
+    return mean | {"avg_low": low, "avg_high": high}
+
+
+def difference(ours: Evaluated, theirs: Evaluated, names: Sequence[str]) -> dict[str, Any]:
+    """Our mean score less theirs, paired by problem, with its interval.
+
+    The interval is None where the gaps of problems have no spread, or there are too few of them.
+    """
+    gaps = [ours.scores_P(name) - theirs.scores_P(name) for name in names]
+    low, high = evaluation.bootstrap_interval(gaps)
+    mean = float(np.mean([gap_P.mean() for gap_P in gaps]))
+    return {"to": str(theirs.folder), "diff": mean, "diff_low": low, "diff_high": high}
+
+
+def comparison(evaluated: Sequence[Evaluated], names: Sequence[str]) -> dict[str, Any]:
+    """The figures with differences to the first evaluation, and each run's best and last.
+
+    Of several sets all is on the mean over them, by which §4.1's best checkpoint is picked (S23).
+    """
+    first, *others = evaluated
+    results = {str(first.folder): figures(first, names)}
+    for x in others:
+        results[str(x.folder)] = figures(x, names) | difference(x, first, names)
+    runs: dict[str, list[Evaluated]] = {}
+    for x in evaluated:
+        if x.step:
+            runs.setdefault(x.run, []).append(x)
+    chosen = []
+    for checkpoints in [x for x in runs.values() if len(x) > 1]:
+        best = max(checkpoints, key=lambda x: results[str(x.folder)]["avg"])
+        last = max(checkpoints, key=lambda x: x.step)
+        choice: dict[str, Any] = {"checkpoints": len(checkpoints)}
+        for role, x in {"best": best, "last": last}.items():
+            choice |= {role: str(x.folder), f"{role}_avg": results[str(x.folder)]["avg"]}
+        chosen.append(choice | difference(best, last, names))
+    return {"results": results, "selections": chosen}
+
+
+def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
+    """The interval of a figure in percent, "-" where there is none."""
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return "-" if low is None else f"{low:{sign}.1%} to {high:{sign}.1%}"
+
+
+def print_table(tables: dict[str, dict]) -> None:
+    """The figures of all sets in Markdown, and which checkpoint was best on the last of them."""
+    heads = "model | set | problems | avg@k | 95% | - first | 95% | pass@k | maj@k | boxed | cut"
+    print(f"| {heads} | tokens |\n{'|---' * 12}|")
+    cells = "{problems} | {avg:.1%} | {interval} | {gap} | {pass:.1%} | {maj:.1%} | {boxed:.1%} | "
+    cells += "{truncated:.1%} | {tokens:.0f}"
+    for name, table in tables.items():
+        for policy, row in table["results"].items():
+            gap = f"{row['diff']:+.1%} | {interval(row, 'diff', '+')}" if "diff" in row else " | "
+            numbers = cells.format(**row, interval=interval(row, "avg"), gap=gap)
+            print(f"| {policy} | {name} | {numbers} |")
+    line = "of {checkpoints} checkpoints: best {best} {best_avg:.1%}, last {last} {last_avg:.1%}, "
+    line += "best - last {diff:+.1%} ({interval}); the best was picked on these problems"
+    for row in table["selections"]:
+        print(line.format(**row, interval=interval(row, "diff", "+")))
+
+
+def compare(folders: Sequence[pathlib.Path]) -> None:
+    """Print the table of the evaluations in some folders and write comparison.json."""
+    by_place: dict[pathlib.Path, Evaluated] = {}
+    for folder in folders:
+        inside = evaluations_in(folder)
+        if not inside:
+            raise ValueError(f"{folder}: no results.json of an evaluation; eval.py writes it")
+        for x in inside:
+            by_place.setdefault(x.folder.resolve(), x)
+    evaluated = [*by_place.values()]
+    names = list(dict.fromkeys(itertools.chain.from_iterable(x.sets for x in evaluated)))
+    tables, reasons, everywhere = {}, [], evaluated
+    for name in names:
+        compared = []
+        for x in evaluated:
+            reason = why_not(evaluated[0], x, name)
+            if reason:
+                reasons.append(f"not compared on {name}: {x.folder}; {reason}")
+            else:
+                compared.append(x)
+        if compared:
+            tables[name] = comparison(compared, [name])
+            everywhere = [x for x in everywhere if x in compared]
+    if len(tables) > 1:
+        tables[f"mean of {', '.join(sorted(tables))}"] = comparison(everywhere, list(tables))
+    print_table(tables)
+    print("\n".join(reasons), end="\n" if reasons else "")
+    file = evaluated[0].folder.resolve().parent / "comparison.json"
+    files.write_json(file, {"sets": tables, "not_compared": reasons})
+    print(f"written: {file}")
+
+
+def arguments(argv: Sequence[str] | None = None) -> list[pathlib.Path]:
+    """The FOLDERs of a command line; a mistake exits with code 2."""
+    parser = config.Parser("-m extras.compare", "FOLDER [FOLDER ...]", __doc__)
+    about = "a run, a folder of evaluations, or one evaluation"
+    parser.add_argument("folders", nargs="+", type=pathlib.Path, metavar="FOLDER", help=about)
+    return parser.parse_args(argv).folders
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    config.end_at_signals()
+    folders = arguments(argv)
+    with config.one_line_errors("compare"):
+        compare(folders)
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
+    distributed.leave(main)
