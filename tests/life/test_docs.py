@@ -2,12 +2,15 @@
 
 import ast
 import importlib.util
+import json
 import re
 import shlex
 
 import pytest
+import torch
 from conftest import ROOT
 
+import sgsd
 from extras import baselines, compare, report
 from lib import config
 
@@ -16,6 +19,7 @@ RESEARCH = sorted((ROOT / "research").rglob("*.md"))
 TEXT = "\n".join(path.read_text() for path in PAGES)
 CHANGING = (ROOT / "docs" / "changing.md").read_text()
 REPRODUCE = (ROOT / "docs" / "reproduce.md").read_text()
+PICTURES = ROOT / "docs" / "pictures"
 PAPER = ROOT.parent / "shared" / "paper.tex"
 OF_A_READER = set(re.findall(r"^# (\w+\.py)$", CHANGING, re.M))  # what a reader writes himself
 SETTINGS = (config.Config, config.EvalConfig, baselines.BaselineConfig)
@@ -158,12 +162,31 @@ def test_a_training_on_many_processes_has_time_to_save():
     assert trainings and all("--shutdown-timeout 600" in command for command in trainings)
 
 
-def test_the_drawing_is_what_its_script_makes():
-    path = ROOT / "docs" / "pictures" / "loop.py"
-    spec = importlib.util.spec_from_file_location("loop", path)
-    loop = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loop)
-    assert loop.svg() == path.with_suffix(".svg").read_text()
+def drawing_script(name):
+    spec = importlib.util.spec_from_file_location(name, PICTURES / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_the_drawing_of_a_step_is_what_its_script_makes():
+    assert drawing_script("loop").svg() == (PICTURES / "loop.svg").read_text()
+
+
+def test_the_drawings_of_the_method_are_what_their_script_makes_of_the_kept_extract():
+    method = drawing_script("method")
+    data = json.loads(method.DATA.read_text())
+    for name, draw in method.DRAWINGS.items():
+        assert draw(data) == (PICTURES / f"{name}.svg").read_text(), name
+
+
+def test_the_drawn_gate_is_the_objectives():
+    method = drawing_script("method")
+    gaps = torch.tensor([-3.02, -0.5, 0.0, 0.33, 1.2])
+    losses = [method.loss_of(gap, 0.7) for gap in gaps.tolist()]
+    slopes = [method.slope_of(gap, 0.7) for gap in gaps.tolist()]
+    assert torch.allclose(torch.tensor(losses), sgsd.gated_loss(gaps, 0.7), atol=1e-6)
+    assert torch.allclose(torch.tensor(slopes), sgsd.gate_grad(gaps, 0.7), atol=1e-6)
 
 
 @pytest.mark.skipif(not PAPER.exists(), reason="the paper is not here")

@@ -1,0 +1,468 @@
+"""The five drawings of docs/method.md, from a run of the tiny preset.
+
+    python sgsd.py --preset tiny --audit-every 1 --out runs/method
+    python docs/pictures/method.py runs/method    what the drawings need of it, into method.json
+    python docs/pictures/method.py                teachers, gaps, support, gate and bank.svg
+
+A page is shown on a light or a dark ground, and a picture cannot know which. So the ground is
+transparent, text on it and axes are grey, as far from white as from black, and boxes have a fill
+and a text colour of their own.
+"""
+
+import itertools
+import json
+import math
+import pathlib
+import sys
+from collections import Counter
+from html import escape
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+DATA = HERE / "method.json"
+GREY, FAINT = "#777b80", "#8c9096"
+DARK, SOFT = "#16191d", "#363c44"  # text in a box
+FILLS = {"problem": "#e7e9ec", "model": "#cfe3fb", "verdict": "#d5efd8", "bank": "#fbe6c4"}
+LIKES, DISLIKES = "#4a8fe0", "#dd7a2c"  # a teacher finds a token likelier, or less likely
+BARS = "#d9a441"  # sizes of a bank
+FATES = {1: "distilled", -1: "reversed", 0: "ignored"}
+FATE_COLORS = {"distilled": "#3aa35c", "reversed": "#c95fb4", "ignored": "#a9aeb4"}
+WIDTH = 900
+BOUNDS = (0.01, 0.1, 0.5, 1.0, 2.0, 3.0)  # of the histogram of gaps, in nats
+
+# ------------------------------------------------------------------------------- from a run's files
+
+
+def rows(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def banks_of(run: pathlib.Path) -> dict[int, dict]:
+    """The versions of a run's bank, by step."""
+    paths = sorted((run / "bank").glob("step_*.json"))
+    return {int(path.stem.partition("_")[2]): json.loads(path.read_text()) for path in paths}
+
+
+def example_of(rollouts: list[dict], audited: dict) -> dict:
+    """The shortest solution with all three fates among its teachers and a gap beyond the clip."""
+    shown = []
+    for row in rollouts:
+        if {*row["rho"]} == {*FATES} and row["clipped"] and (row["step"], row["index"]) in audited:
+            shown.append(row)
+    if not shown:
+        raise SystemExit("no solution of this run shows all three fates and a cut gap; try a seed")
+    return min(shown, key=lambda row: len(row["completion_ids"]))
+
+
+def extract(run: pathlib.Path) -> dict[str, Any]:
+    """All that the drawings show, rounded to what can be seen."""
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    rollouts, banks = rows(run / "rollouts.jsonl"), banks_of(run)
+    tokens = rows(run / "tokens.jsonl")
+    place = {(row["step"], row["problem_id"]): row for row in tokens}
+    audited = {(r["step"], r["index"]) for r in rollouts if (r["step"], r["problem_id"]) in place}
+    row = example_of(rollouts, audited)
+    audit = place[row["step"], row["problem_id"]]
+    bank = banks[max(step for step in banks if step < row["step"])]
+    names = ("step", "problem", "gold", "text", "r", "alpha", "a", "rho")
+    example = {name: row[name] for name in names}
+    example |= {"tokens": audit["text"], "mask": audit["mask"]}
+    example["delta"] = [[round(x, 4) for x in delta_T] for delta_T in audit["delta"]]
+    example["pairs"] = [pair_of(bank, *ids) for ids in row["pairs"]]
+    settings = ("c_delta", "eps_a", "tau_g", "success_gate", "evolve_every")
+    return {
+        "commit": config["commit"],
+        "settings": {name: config["settings"][name] for name in settings},
+        "example": example,
+        "gaps": histogram(tokens),
+        "bank": {**life_of(banks), "success": success_of(rollouts, config["settings"])},
+        "fates": fates_of(rollouts, banks),
+    }
+
+
+def pair_of(bank: dict, skill_id: str, mistake_id: str) -> dict:
+    """What a teacher is shown, without the ids."""
+    (skill,) = (e for e in bank["general_skills"] if e["skill_id"] == skill_id)
+    (mistake,) = (e for e in bank["common_mistakes"] if e["mistake_id"] == mistake_id)
+    texts = {name: skill[name] for name in ("title", "principle")}
+    return texts | {"mistake": mistake["description"]}
+
+
+def histogram(tokens: list[dict]) -> list[int]:
+    """How many gaps of unmasked tokens lie below each bound, and beyond the last."""
+    counts = [0] * (len(BOUNDS) + 1)
+    for row in tokens:
+        for delta_T in row["delta"]:
+            for gap, counted in zip(delta_T, row["mask"]):
+                if counted:
+                    counts[sum(abs(gap) >= bound for bound in BOUNDS)] += 1
+    return counts
+
+
+def life_of(banks: dict[int, dict]) -> dict[str, Any]:
+    """The sizes of the first bank after each layer of merging, and of every version."""
+    made = banks[0]["metadata"]
+    life: dict[str, Any] = {"solutions": made["seed_solutions"]}
+    life["right"] = made["right_seed_solutions"]
+    layers = {"skills": "general_merge_layers", "mistakes": "common_mistake_merge_layers"}
+    for kind, name in layers.items():
+        sizes = [layer["output_items"] for layer in made[name]]
+        life[kind] = [made[name][0]["input_items"], *sizes]
+    sizes_of = [[len(b["general_skills"]), len(b["common_mistakes"])] for b in banks.values()]
+    life["versions"] = dict(zip(banks, sizes_of))
+    return life
+
+
+def success_of(rollouts: list[dict], settings: dict) -> dict[int, float]:
+    """The success within the window before each step at which the bank may evolve."""
+    every = settings["evolve_every"]
+    success = {}
+    for last in range(every, settings["steps"] + 1, every):
+        window = [row["r"] > 0 for row in rollouts if last - every < row["step"] <= last]
+        success[last] = round(sum(window) / len(window), 4)
+    return success
+
+
+def fates_of(rollouts: list[dict], banks: dict[int, dict]) -> list[list]:
+    """For each skill: its title, and how many of its teachers were distilled, reversed, ignored."""
+    counts: dict[str, Counter] = {}
+    for version in banks.values():
+        for skill in version["general_skills"]:
+            counts.setdefault(skill["title"], Counter())
+    for row in rollouts:
+        bank = banks[max(step for step in banks if step < row["step"])]
+        titles = {skill["skill_id"]: skill["title"] for skill in bank["general_skills"]}
+        for (skill_id, _), rho in zip(row["pairs"], row["rho"]):
+            counts[titles[skill_id]][FATES[rho]] += 1
+    return [[title, *(count[f] for f in FATE_COLORS)] for title, count in counts.items()]
+
+
+# ------------------------------------------------------------------------------------ shapes of SVG
+
+
+def page(height: int, title: str, parts: list[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" role="img" '
+        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">'
+    )
+    return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>", ""])
+
+
+def text(
+    x: float,
+    y: float,
+    words: str,
+    color: str = GREY,
+    size: float = 13,
+    anchor: str = "start",
+    weight: int = 400,
+) -> str:
+    """A line of text; y is its base line."""
+    return (
+        f'<text x="{x:.5g}" y="{y:.5g}" fill="{color}" font-size="{size:g}" font-weight="{weight}" '
+        f'text-anchor="{anchor}" xml:space="preserve">{escape(words)}</text>'
+    )
+
+
+def box(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    radius: float = 6,
+    opacity: float = 1,
+) -> str:
+    return (
+        f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" rx="{radius:g}" '
+        f'fill="{fill}" fill-opacity="{opacity:.3g}"/>'
+    )
+
+
+def line(
+    x1: float, y1: float, x2: float, y2: float, color: str = GREY, width: float = 1, dash: str = ""
+) -> str:
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    return (
+        f'<line x1="{x1:.5g}" y1="{y1:.5g}" x2="{x2:.5g}" y2="{y2:.5g}" stroke="{color}" '
+        f'stroke-width="{width:g}"{dashes}/>'
+    )
+
+
+def curve(points: list[tuple[float, float]], color: str) -> str:
+    corners = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+    return f'<polyline points="{corners}" fill="none" stroke="{color}" stroke-width="2"/>'
+
+
+def signed(x: float, digits: int) -> str:
+    return f"{x:+.{digits}f}".replace("-", "−")
+
+
+# ------------------------------------------------------------------------------------- the drawings
+
+
+def teachers(data: dict) -> str:
+    """A problem, a solution with its verdict, and the pair that each teacher is shown."""
+    x = data["example"]
+    verdict = "right" if x["r"] > 0 else "wrong"
+    told = f"r = {signed(x['r'], 0)}: {verdict}, the answer is {x['gold']}"
+    parts = [
+        box(10, 10, 880, 50, FILLS["problem"]),
+        text(24, 30, "problem", SOFT, 12),
+        text(24, 49, x["problem"], DARK, 15),
+        box(10, 72, 590, 70, FILLS["model"]),
+        text(24, 92, "the student's solution; it sees only the problem", SOFT, 12),
+        box(612, 72, 278, 70, FILLS["verdict"]),
+        text(626, 92, "verifier", SOFT, 12),
+        text(626, 113, told, DARK, 14),
+    ]
+    for i, words in enumerate(x["text"].split("\n")):
+        parts.append(text(24, 112 + 20 * i, words, DARK, 14))
+    for k, pair in enumerate(x["pairs"]):
+        top = 156 + 62 * k
+        parts += [
+            box(10, top, 880, 54, FILLS["bank"]),
+            text(24, top + 23, f"teacher {k + 1}", DARK, 15, weight=600),
+            text(24, top + 42, f"α = {x['alpha'][k]:.2f}", SOFT, 13),
+            text(120, top + 23, f"skill: {pair['title']}. {pair['principle']}", DARK, 14),
+            text(120, top + 43, f"mistake: {pair['mistake']}", SOFT, 14),
+        ]
+    return page(408, "A problem, a solution, its verdict, and the pairs of its teachers", parts)
+
+
+def shown_token(token: str) -> str:
+    """A token with its spaces and line breaks visible."""
+    return token.replace(" ", "·").replace("\n", "↵")
+
+
+def gaps(data: dict) -> str:
+    """Each token of the solution with a cell for every teacher, coloured by the gap."""
+    x = data["example"]
+    count = len(x["delta"])
+    parts, left, top = [], 84.0, 30.0
+    for i, token in enumerate(x["tokens"]):
+        words = shown_token(token)
+        width = max(24, 8 * len(words) + 8, 40 * any(abs(d[i]) >= 0.05 for d in x["delta"]))
+        if left + width > WIDTH - 10:
+            left, top = 84.0, top + 28 + 20 * count + 24
+        if left == 84.0:
+            for k in range(count):
+                parts.append(text(10, top + 43 + 20 * k, f"teacher {k + 1}"))
+        if x["mask"][i]:
+            parts.append(box(left, top, width - 2, 24, FILLS["model"], 4))
+        color = DARK if x["mask"][i] else GREY
+        parts.append(text(left + width / 2 - 1, top + 17, words, color, 13, "middle"))
+        for k in range(count):
+            parts += cell(left, top + 28 + 20 * k, width - 2, x["delta"][k][i])
+        left += width
+    top += 28 + 20 * count + 20
+    parts += [
+        box(84, top - 11, 14, 14, DISLIKES, 3),
+        text(104, top, "the teacher finds this token less likely than the student does"),
+        box(510, top - 11, 14, 14, LIKES, 3),
+        text(530, top, "likelier"),
+        text(620, top, "· a space, ↵ a line break; no box: masked"),
+    ]
+    return page(round(top) + 14, "The gap of every teacher at every token", parts)
+
+
+def cell(x: float, y: float, width: float, gap: float) -> list[str]:
+    """A gap's cell: the stronger its colour the larger the gap, with its number if not near 0."""
+    if abs(gap) < 0.05:
+        return [box(x, y, width, 18, FAINT, 3, 0.16)]
+    color = tint(LIKES if gap > 0 else DISLIKES, min(1, 0.35 + abs(gap) / 3))
+    number = text(x + width / 2, y + 13, signed(gap, 2), DARK, 11, "middle")
+    return [box(x, y, width, 18, color, 3), number]
+
+
+def tint(color: str, strength: float) -> str:
+    """The colour over white."""
+    channels = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(255 - strength * (255 - c)):02x}" for c in channels)
+
+
+def support(data: dict) -> str:
+    """Left: a teacher's gaps, cut at the clip. Right: all supports, and what the verdict makes."""
+    x, settings = data["example"], data["settings"]
+    clip, eps = settings["c_delta"], settings["eps_a"]
+    parts = [text(20, 22, "teacher 1: its gap at each token, in nats")]
+    bottom, scale = 60, 52  # y of a gap of 0; pixels of a nat
+
+    def y_of(gap: float) -> float:
+        return bottom - scale * gap
+
+    for level in (0.0, -clip):
+        parts.append(line(50, y_of(level), 420, y_of(level), GREY, 1, "5 4" if level else ""))
+        parts.append(text(44, y_of(level) + 4, signed(level, 0) if level else "0", anchor="end"))
+    parts.append(text(420, y_of(-clip) + 17, f"clip at ±{clip:g}", anchor="end"))
+    step = 360 / len(x["tokens"])
+    for i, gap in enumerate(x["delta"][0]):
+        kept = max(-clip, min(clip, gap))
+        color = LIKES if gap > 0 else DISLIKES
+        place, width = 54 + step * i, step - 2
+        if x["mask"][i]:
+            low, high = sorted((y_of(kept), y_of(0)))
+            parts.append(box(place, low, width, max(high - low, 1), color, 1))
+        if abs(gap) > clip:
+            words = f"{signed(gap, 2)} counts as {signed(kept, 0)}"
+            parts.append(text(place + step + 4, y_of(kept) - 8, words))
+    counted = sum(x["mask"])
+    words = f"mean over {counted} unmasked tokens: ã = {signed(x['a'][0], 3)}"
+    parts.append(text(235, y_of(-clip) + 44, words, anchor="middle", weight=600))
+    parts += thresholds(x, eps)
+    return page(282, "Clip, mean, threshold and polarity", parts)
+
+
+def thresholds(x: dict, eps: float) -> list[str]:
+    """The teachers' supports on one axis, with the band that is ignored."""
+    low, high, left, right = -0.08, 0.02, 480, 740
+
+    def x_of(a: float) -> float:
+        return left + (right - left) * (a - low) / (high - low)
+
+    outcome = "right" if x["r"] > 0 else "wrong"
+    parts = [
+        text(left, 22, f"support ã of each teacher; the solution is {outcome}"),
+        box(x_of(-eps), 36, x_of(eps) - x_of(-eps), 176, FAINT, 3, 0.3),
+        text(x_of(0), 230, f"±ε_a = ±{eps:g}", anchor="middle"),
+        line(x_of(0), 36, x_of(0), 212, GREY, 1, "2 3"),
+    ]
+    for k, (a, rho) in enumerate(zip(x["a"], x["rho"])):
+        y, fate = 58 + 44 * k, FATES[rho]
+        parts += [
+            line(left, y, right, y, FAINT, 0.7),
+            f'<circle cx="{x_of(a):.5g}" cy="{y}" r="6" fill="{FATE_COLORS[fate]}"/>',
+            text(left - 8, y + 4, str(k + 1), anchor="end"),
+            text(right + 12, y + 4, signed(a, 4), anchor="start"),
+            text(right + 78, y + 4, fate, FATE_COLORS[fate] if rho else GREY, 13, "start", 600),
+        ]
+    parts.append(text(left, 256, "← finds it less likely", size=12))
+    parts.append(text(right, 256, "likelier →", size=12, anchor="end"))
+    return parts
+
+
+def loss_of(gap: float, tau: float) -> float:
+    """Eq. 14."""
+    return math.log(2) - math.log1p(math.exp(-(gap**2) / (2 * tau)))
+
+
+def slope_of(gap: float, tau: float) -> float:
+    """Eq. 17."""
+    return gap / tau / (1 + math.exp(gap**2 / (2 * tau)))
+
+
+def gate(data: dict) -> str:
+    """Left: the gated loss and its slope. Right: how many gaps of the run lie where."""
+    tau = data["settings"]["tau_g"]
+    x_0, y_0, unit, tall = 230, 168, 42, 190  # the axes' crossing, pixels of a nat and of 1
+
+    def point(gap: float, value: float) -> tuple[float, float]:
+        return x_0 + unit * gap, y_0 - tall * value
+
+    span = [i / 20 for i in range(-100, 101)]
+    parts = [line(20, y_0, 440, y_0), line(x_0, 24, x_0, 258)]
+    parts.append(curve([point(d, loss_of(d, tau)) for d in span], LIKES))
+    parts.append(curve([point(d, slope_of(d, tau)) for d in span], DISLIKES))
+    parts.append(text(24, 28, "the gate, at most log 2", LIKES, 13, weight=600))
+    parts.append(text(310, 96, "its slope g", DISLIKES, 13, weight=600))
+    for i in (-4, -2, 2, 4):
+        parts.append(text(x_0 + unit * i, y_0 + 16, signed(i, 0), size=12, anchor="middle"))
+    parts.append(text(440, y_0 + 34, "gap Δ, nats", size=12, anchor="end"))
+    example = [gap for delta_T in data["example"]["delta"] for gap in delta_T]
+    for gap in (min(example), max(example)):
+        x, y = point(gap, slope_of(gap, tau))
+        parts.append(f'<circle cx="{x:.5g}" cy="{y:.5g}" r="5" fill="{DISLIKES}"/>')
+        words = f"g({signed(gap, 2)}) = {signed(slope_of(gap, tau), 3)}"
+        if gap < 0:
+            parts.append(text(x, y - 14, words, size=12, anchor="middle"))
+        else:
+            parts.append(text(x_0 + 10, y_0 + 54, words, size=12))
+            parts.append(line(x, y + 6, x, y_0 + 42, FAINT, 1, "2 3"))
+    parts += gap_bars(data["gaps"])
+    return page(270, "The gate, its slope, and where a run's gaps lie", parts)
+
+
+def gap_bars(counts: list[int]) -> list[str]:
+    """A bar for each range of |gap|, its length by the logarithm of the count."""
+    edges = [f"{bound:g}" for bound in BOUNDS]
+    names = [f"below {edges[0]}"]
+    names += [f"{one} to {other}" for one, other in itertools.pairwise(edges)]
+    names.append(f"above {edges[-1]}")
+    total = sum(counts)
+    parts = [text(500, 28, f"|Δ| of the run's {total:,} gaps (bars: logarithm)")]
+    for i, (name, count) in enumerate(zip(names, counts)):
+        y = 44 + 30 * i
+        width = 180 * math.log10(max(count, 1)) / math.log10(max(counts))
+        words = f"{count:,} ({count / total:.2%})"
+        parts += [
+            text(588, y + 15, name, anchor="end"),
+            box(596, y, max(width, 1), 20, DISLIKES, 3, 0.85),
+            text(604 + width, y + 15, words, size=12),
+        ]
+    return parts
+
+
+def bank(data: dict) -> str:
+    """Left: how the first bank was made, and its versions. Right: each skill's fate."""
+    life = data["bank"]
+    wrong = life["solutions"] - life["right"]
+    parts = [
+        text(10, 22, f"{life['solutions']} seed solutions: {life['right']} right, {wrong} wrong")
+    ]
+    for kind, x in (("skills", 10), ("mistakes", 220)):
+        sizes = life[kind]
+        parts.append(text(x, 48, f"{kind} after each merge", size=12))
+        for i, size in enumerate(sizes):
+            last = i == len(sizes) - 1
+            parts.append(box(x + 18 * i, 150 - 2.6 * size, 14, 2.6 * size, BARS, 2))
+            if i == 0 or last:
+                parts.append(text(x + 18 * i + 7, 166, str(size), size=12, anchor="middle"))
+    versions = {int(step): sizes for step, sizes in life["versions"].items()}
+    y, before = 196, versions[0]
+    parts.append(text(10, y, f"step 0: {before[0]} skills, {before[1]} mistakes", weight=600))
+    for step, share in life["success"].items():
+        y += 24
+        sizes, goal = versions.get(int(step), before), data["settings"]["success_gate"]
+        new = [size - old for size, old in zip(sizes, before)]
+        change = f"skills {new[0]:+d}, mistakes {new[1]:+d}" if any(new) else "the bank stays"
+        sign = "<" if share < goal else "≥"
+        parts.append(text(10, y, f"step {step}: success {share:.0%} {sign} {goal:.0%}: {change}"))
+        before = sizes
+    parts += fate_bars(data["fates"])
+    return page(290, "The life of a bank, and what became of each skill", parts)
+
+
+def fate_bars(fates: list[list]) -> list[str]:
+    """A bar for each skill: its teachers that were distilled, reversed and ignored."""
+    parts, x = [], 420.0
+    for fate, color in FATE_COLORS.items():
+        parts += [box(x, 10, 14, 14, color, 3), text(x + 20, 22, fate)]
+        x += 100
+    widest = max(sum(counts) for _, *counts in fates)
+    for i, (title, *counts) in enumerate(fates):
+        y, x = 38 + 25 * i, 576.0
+        parts.append(text(568, y + 14, title, size=12.5, anchor="end"))
+        for count, color in zip(counts, FATE_COLORS.values()):
+            width = 230 * count / widest
+            parts.append(box(x, y, width, 18, color, 2))
+            x += width
+        words = ", ".join(map(str, counts))
+        parts.append(text(x + 6, y + 14, words, size=12))
+    return parts
+
+
+DRAWINGS = {draw.__name__: draw for draw in (teachers, gaps, support, gate, bank)}
+
+
+def main() -> None:
+    if sys.argv[1:]:
+        DATA.write_text(json.dumps(extract(pathlib.Path(sys.argv[1])), ensure_ascii=False) + "\n")
+    data = json.loads(DATA.read_text(encoding="utf-8"))
+    for name, draw in DRAWINGS.items():
+        (HERE / f"{name}.svg").write_text(draw(data), encoding="utf-8")
+        print(f"written: {HERE / name}.svg")
+
+
+if __name__ == "__main__":
+    main()
