@@ -185,30 +185,29 @@ def barrier(world: World) -> None:
 
 def share(
     world: World,
-    rows: Sequence[Any],
-    stream: Callable[[list], Iterator[list]],
-    finish: Callable[[list], list],
+    jobs: Sequence[Any],
+    work: Callable[[list], Iterator[list]],
     stage: str = "",
 ) -> Iterator[list]:
-    """Stream rows on all ranks, each its share: what all of them have finished, turn by turn.
+    """Work on jobs on all ranks, each its share: what all of them have finished, turn by turn.
 
-    rows: objects with a .prompt; the ranks take them in turn, ordered by its length. stream: from a
-    rank's rows to turns of decoding. finish: makes one picklable result of each completion of a
-    turn, on the rank that decoded it. Every rank gets every result, and must ask for all turns:
-    each is a collective. stage: the name of a progress bar.
+    jobs: objects with a .prompt; the ranks take them in turn, ordered by its length. work: from a
+    rank's jobs to turns, lists of one picklable result for each job that is done. Every rank gets
+    every result, and must ask for all turns: each is a collective. stage: the name of a progress
+    bar.
     """
-    mine = sorted(rows, key=lambda row: len(row.prompt))[world.rank :: world.size]
-    turns = stream(mine)
-    left, started = len(rows), time.perf_counter()
-    shown = bool(stage and rows and world.main)
+    mine = sorted(jobs, key=lambda job: len(job.prompt))[world.rank :: world.size]
+    turns = work(mine)
+    left, started = len(jobs), time.perf_counter()
+    shown = bool(stage and jobs and world.main)
     terminal = shown and sys.stderr.isatty()  # a log file gets one line, at the end
     with tqdm(desc=stage, total=left, disable=not terminal) as bar:
         while left:
-            results_of_ranks = gather(finish(next(turns, [])), world)
+            results_of_ranks = gather(next(turns, []), world)
             results = list(itertools.chain.from_iterable(results_of_ranks))
             left -= len(results)
             bar.update(len(results))
             yield results
     if shown and not terminal:
         seconds = time.perf_counter() - started
-        print(f"{stage}: {len(rows)} in {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"{stage}: {len(jobs)} in {seconds:.0f} s", file=sys.stderr, flush=True)

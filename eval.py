@@ -28,7 +28,7 @@ import pathlib
 import shlex
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ from distributed import World
 from lib import config, files, model, problems, served, verify
 from lib.config import EvalConfig
 from lib.problems import Problem
+from rollout import Job, Rollout
 
 # --------------------------------------------------------------------------- the metrics
 # They need NumPy alone: copy from here to the next rule.
@@ -350,28 +351,26 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[Key, di
             return done
         stops = rollout.stop_ids(lm, tokenizer)
         thinking = "bare" if cfg.thinking else "closed"  # S3
-        unsolved = [tasks[key] for key in missing]
-        prompts, keys = [], []
-        for (_, _, number), x in zip(missing, unsolved):
-            text = evaluation.prompt(x)
-            prompts.append(rollout.chat_ids(tokenizer, text, thinking=thinking))
-            keys.append(rollout.sample_key(cfg.seed, 0, x.problem, number))
-
-        def finish(turn: list[tuple[int, list[int]]]) -> list[dict]:
-            asked, contexts = [unsolved[i] for i, _ in turn], [prompts[i] for i, _ in turn]
-            completions, verifier = [ids for _, ids in turn], evaluation.verifier
-            rolls = rollout.judge(tokenizer, stops, asked, contexts, completions, verifier)
-            rows = []
-            for (i, _), roll in zip(turn, rolls):
-                engine = server.engine if server else "generate"
-                rows.append(row_of(missing[i], digest_of(unsolved[i], policy), roll, engine))
-            return rows
-
-        longest = max(map(len, prompts))
+        jobs = []
+        for i, key in enumerate(missing):
+            x, (_, _, number) = tasks[key], key
+            ids = rollout.chat_ids(tokenizer, evaluation.prompt(x), thinking=thinking)
+            draw = rollout.sample_key(cfg.seed, 0, x.problem, number)
+            jobs.append(Job(i, ids, draw, cfg.max_new_tokens, x))
+        longest = max(len(job.prompt) for job in jobs)
         model.refuse_beyond_context(lm, longest, cfg.max_new_tokens, "--max-new-tokens")
-        asked_for = rollout.rows_of(prompts, keys, cfg.max_new_tokens)
-        for rows in distributed.share(world, asked_for, stream, finish, policy.name):
-            done |= {(row["set"], row["id"], row["sample"]): row for row in rows}
+        engine = server.engine if server else "generate"
+
+        def work(jobs_of_rank: list[Job]) -> Iterator[list[tuple[Job, Rollout]]]:
+            turns = stream(jobs_of_rank, sampling_of(cfg), cfg.rows)
+            return rollout.rollouts(tokenizer, stops, evaluation.verifier, turns)
+
+        for judged in distributed.share(world, jobs, work, policy.name):
+            rows = []
+            for job, roll in judged:
+                key = missing[job.index]
+                rows.append(row_of(key, digest_of(tasks[key], policy), roll, engine))
+                done[key] = rows[-1]
             if world.main and rows:
                 files.append_jsonl(log, rows)
     return done
@@ -379,13 +378,13 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[Key, di
 
 def load_policy(
     policy: Policy, evaluation: Evaluation, world: World, loaded: contextlib.ExitStack
-) -> tuple[Any, Any, Callable[[list], Any]]:
-    """The model, its tokenizer, and what decodes: from rows to turns. An outline with a server.
+) -> tuple[Any, Any, Callable[..., Any]]:
+    """The model, its tokenizer, and what decodes, as `rollout.stream`. An outline with a server.
 
     loaded: unloads a server's adapter in the end.
     """
     cfg, server = evaluation.cfg, evaluation.server
-    base, sampling = policy.base or policy.path, sampling_of(cfg)
+    base = policy.base or policy.path
     if server:
         lm, tokenizer = model.load_outline(base)
         name = ""
@@ -395,17 +394,15 @@ def load_policy(
             server.load(name, str(place.resolve()))
             loaded.enter_context(contextlib.suppress(OSError, ValueError))  # of the unloading
             loaded.callback(server.unload, name)
-        stops = rollout.stop_ids(lm, tokenizer)
-        stream = functools.partial(server.stream, tokenizer, stops)
-        return lm, tokenizer, functools.partial(stream, sampling=sampling, adapter=name)
+        server.tokenizer, server.stops = tokenizer, rollout.stop_ids(lm, tokenizer)
+        return lm, tokenizer, functools.partial(server.stream, adapter=name)
     lm, tokenizer = model.load_model(base, world.device, dtype=cfg.dtype, attn=cfg.attn)
     if policy.base:
         lm = model.load_adapter(lm, policy.path, world.device)
-    stream = functools.partial(rollout.stream, lm, tokenizer)
-    return lm, tokenizer, functools.partial(stream, sampling=sampling, rows=cfg.rows)
+    return lm, tokenizer, functools.partial(rollout.stream, lm, tokenizer)
 
 
-def row_of(key: Key, problem_digest: str, roll: rollout.Rollout, engine: str) -> dict:
+def row_of(key: Key, problem_digest: str, roll: Rollout, engine: str) -> dict:
     """A line of samples.jsonl."""
     row = {"set": key[0], "id": key[1], "sample": key[2], "digest": problem_digest}
     row |= {"gold": roll.gold, "pred": roll.pred, "r": roll.r, "truncated": roll.truncated}

@@ -10,10 +10,9 @@ M of them that are most likely.
 
 import collections
 import hashlib
-import itertools
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,38 +183,34 @@ class KeyedDraw(LogitsProcessor):
 
 
 @dataclass
-class Row:
-    """A prompt on its way to a completion; `stream` fills in the ids."""
+class Job:
+    """A prompt that is to be completed; a stream fills in the ids."""
 
-    index: int  # of the prompt among its caller's
+    index: int  # its place among its caller's jobs
     prompt: list[int]
     key: int  # a `sample_key`
-    left: int  # tokens that may still come; 0 when the row has finished
+    left: int  # tokens that may still come; 0 when the job is done
+    problem: Any = None  # with .id, .problem and .answer, where the completion will be judged
     ids: list[int] = field(default_factory=list)
-
-
-def rows_of(prompt_ids: list[list[int]], keys: Sequence[int], limit: int) -> list[Row]:
-    """A row for each prompt, at most `limit` tokens long. ValueError unless each has its key."""
-    pairs = enumerate(zip(prompt_ids, keys, strict=True))
-    return [Row(i, prompt, key, limit) for i, (prompt, key) in pairs]
+    logprobs: list[float] | None = None  # an engine's, in nats; [] asks for them
 
 
 def stream(
-    model, tokenizer, rows_to_do: Sequence[Row], sampling: Sampling, rows: int
-) -> Iterator[list[tuple[int, list[int]]]]:
-    """Decode, and yield after each turn a list, perhaps empty, of (prompt's index, sampled ids).
+    model, tokenizer, jobs: Sequence[Job], sampling: Sampling, rows: int
+) -> Iterator[list[Job]]:
+    """Decode, and yield after each turn the jobs that it has finished, perhaps none.
 
-    rows: how many decode at a time; a finished row leaves the batch, and the next one joins.
-    The sampled ids end on the stop id, or at the row's limit.
+    rows: jobs decoded at a time, each a row of the batch; a finished one leaves, the next one
+    joins. The sampled ids end on the stop id, or at the job's limit.
     Hugging Face's `generate` decodes, TURN_TOKENS at a call, and keeps the cache between calls. The
     model's own generation_config changes nothing. The model is in eval mode until the stream ends.
     Raises ValueError on an empty prompt, on rows < 1, and as `stop_ids` does.
     """
-    if rows < 1 or not all(row.prompt for row in rows_to_do):
+    if rows < 1 or not all(job.prompt for job in jobs):
         raise ValueError(f"stream needs rows >= 1, got {rows}, and prompts that are not empty")
     causal, stops, was_training = causal_lm(model), stop_ids(model, tokenizer), model.training
-    waiting = collections.deque(rows_to_do)
-    running: list[Row] = []
+    waiting = collections.deque(jobs)
+    running: list[Job] = []
     cache = _empty_cache(causal)
     model.eval()
     try:
@@ -226,14 +221,14 @@ def stream(
                 _decode(causal, new, fresh, 1, sampling, stops)  # the prompts, and one token each
                 cache = _joined(cache, fresh) if running else fresh
                 running += new
-            steps = min(TURN_TOKENS.get(causal.device.type, 64), max(row.left for row in running))
+            steps = min(TURN_TOKENS.get(causal.device.type, 64), max(job.left for job in running))
             if steps:
                 _decode(causal, running, cache, steps, sampling, stops)
-            yield [(row.index, row.ids) for row in running if not row.left]
-            unfinished = [b for b, row in enumerate(running) if row.left]
+            yield [job for job in running if not job.left]
+            unfinished = [b for b, job in enumerate(running) if job.left]
             running = [running[b] for b in unfinished]
             if running:
-                width = max(len(row.prompt) + len(row.ids) for row in running)
+                width = max(len(job.prompt) + len(job.ids) for job in running)
                 _keep(cache, unfinished, width - 1)
     finally:
         model.train(was_training)
@@ -242,22 +237,22 @@ def stream(
 @torch.inference_mode()
 def _decode(
     causal,
-    rows: list[Row],
+    jobs: list[Job],
     cache: DynamicCache,
     steps: int,
     sampling: Sampling,
     stops: list[int],
 ) -> None:
-    """Add up to `steps` tokens to each row. The cache is empty, or holds all ids but the last."""
-    width = max(len(row.prompt) + len(row.ids) for row in rows)
+    """Add up to `steps` tokens to each job. The cache is empty, or holds all ids but the last."""
+    width = max(len(job.prompt) + len(job.ids) for job in jobs)
     ids, mask, starts = [], [], []
-    for row in rows:
-        ids_so_far = row.prompt + row.ids
+    for job in jobs:
+        ids_so_far = job.prompt + job.ids
         padding = [0] * (width - len(ids_so_far))
         ids.append(padding + ids_so_far)
         mask.append(padding + [1] * len(ids_so_far))
-        starts.append(width - len(row.ids))
-    draw = KeyedDraw([row.key for row in rows], starts, sampling)
+        starts.append(width - len(job.ids))
+    draw = KeyedDraw([job.key for job in jobs], starts, sampling)
     ids_BL, mask_BL = torch.tensor([ids, mask], device=causal.device)
     settings = GenerationConfig(max_new_tokens=steps, eos_token_id=stops, pad_token_id=0)
     model_settings = causal.generation_config
@@ -270,11 +265,11 @@ def _decode(
             )
     finally:
         causal.generation_config = model_settings
-    for row, new_ids in zip(rows, out_BL[:, width:].tolist()):
+    for job, new_ids in zip(jobs, out_BL[:, width:].tolist()):
         for token in new_ids:
-            if row.left:  # nothing is taken after a stop id
-                row.ids.append(token)
-                row.left = 0 if token in stops else row.left - 1
+            if job.left:  # nothing is taken after a stop id
+                job.ids.append(token)
+                job.left = 0 if token in stops else job.left - 1
 
 
 def _empty_cache(causal) -> DynamicCache:
@@ -329,10 +324,12 @@ def generate(
     rows: int = 0,
 ) -> list[list[int]]:
     """One completion per prompt, in order, as sampled ids; see `stream`. rows 0 is all at once."""
-    rows_to_do = rows_of(prompt_ids, keys, sampling.max_new_tokens)
-    turns = stream(model, tokenizer, rows_to_do, sampling, rows or max(1, len(rows_to_do)))
-    ids_by_index = dict(itertools.chain.from_iterable(turns))
-    return [ids_by_index[i] for i in range(len(rows_to_do))]
+    jobs = []
+    for i, (prompt, key) in enumerate(zip(prompt_ids, keys, strict=True)):
+        jobs.append(Job(i, prompt, key, sampling.max_new_tokens))
+    for _ in stream(model, tokenizer, jobs, sampling, rows or max(1, len(jobs))):
+        pass  # it fills in the jobs
+    return [job.ids for job in jobs]
 
 
 # ------------------------------------------------------------------------------------- outcomes
@@ -353,48 +350,48 @@ class Rollout:
     truncated: bool  # cut at the length limit: it has no stop id (S4)
 
 
-def judge(
-    tokenizer,
-    stops: list[int],
-    problems: Sequence[Any],
-    prompt_ids: list[list[int]],
-    completions: list[list[int]],
-    verifier,
-) -> list[Rollout]:
-    """Completions as rollouts, with the verifier's r (Eq. 1). All lists have one order.
+def rollouts(
+    tokenizer, stops: Sequence[int], verifier, turns: Iterable[list[Job]]
+) -> Iterator[list[tuple[Job, Rollout]]]:
+    """Judge what a stream decodes, turn by turn: each finished job with its rollout (Eq. 1).
 
-    stops: from `stop_ids`. problems: objects with .id, .problem and .answer. verifier: its
-    judge(cases) takes pairs of a problem and a completion's text, and returns objects with .answer
-    and .right, in order. A completion without an answer, such as one that was cut, has r = -1.
+    stops: from `stop_ids`. verifier: its judge(cases) takes pairs of a problem and a completion's
+    text, and returns objects with .answer and .right, in order. turns: of `stream`, of jobs with a
+    problem. A completion without an answer, such as one that was cut, has r = -1.
     ValueError for a verdict that is no bool.
     """
-    tag_ids = [tokenizer.encode(tag, add_special_tokens=False) for tag in THINK]
-    texts, cases = [], []
-    for x, prompt, ids in zip(problems, prompt_ids, completions, strict=True):
-        text = text_of(tokenizer, ids)
-        # Some templates end on an open think tag, perhaps with a line feed. It must be one id.
-        opened, closed = (tag in (prompt[-1:], prompt[-2:-1]) for tag in tag_ids)
-        texts.append(text)
-        cases.append((x, "<think>" + text if opened and not closed else text))
-    verdicts = verifier.judge(cases)
-    rollouts = []
-    for x, prompt, ids, text, verdict in zip(
-        problems, prompt_ids, completions, texts, verdicts, strict=True
-    ):
-        if type(verdict.right) is not bool:
-            rule = "a verdict must be True or False"
-            raise ValueError(f"verifier: {rule}, got {verdict.right!r} for problem {x.id}")
-        rollouts.append(
-            Rollout(
+    for jobs in turns:
+        texts = [text_of(tokenizer, job.ids) for job in jobs]
+        cases = []
+        for job, text in zip(jobs, texts):
+            cases.append((job.problem, think_tag(tokenizer, job.prompt) + text))
+        verdicts = verifier.judge(cases) if jobs else []
+        judged = []
+        for job, text, verdict in zip(jobs, texts, verdicts, strict=True):
+            x = job.problem
+            if type(verdict.right) is not bool:
+                rule = "a verdict must be True or False"
+                raise ValueError(f"verifier: {rule}, got {verdict.right!r} for problem {x.id}")
+            roll = Rollout(
                 problem_id=x.id,
                 problem=x.problem,
                 gold=x.answer,
-                prompt_ids=prompt,
-                completion_ids=ids,
+                prompt_ids=job.prompt,
+                completion_ids=job.ids,
                 text=text,
                 pred=verdict.answer,
                 r=1 if verdict.right else -1,
-                truncated=not ids or ids[-1] not in stops,
+                truncated=not job.ids or job.ids[-1] not in stops,
             )
-        )
-    return rollouts
+            judged.append((job, roll))
+        yield judged
+
+
+def think_tag(tokenizer, prompt: list[int]) -> str:
+    """The tag of a thinking block that the prompt has begun, which the completion then lacks.
+
+    Some templates end on an open tag, perhaps with a line feed. The tag must be one id.
+    """
+    opening, closing = (tokenizer.encode(tag, add_special_tokens=False) for tag in THINK)
+    ends = prompt[-1:], prompt[-2:-1]
+    return THINK[0] if opening in ends and closing not in ends else ""

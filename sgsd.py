@@ -47,7 +47,7 @@ import itertools
 import math
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -60,8 +60,8 @@ import scoring
 import skills
 from lib import config, model, problems, runlog
 from lib.problems import Problem
-from lib.run import Run
-from rollout import Sampling
+from lib.run import Run, shared_replies, shared_rollouts
+from rollout import Job, Rollout, Sampling
 from skills import SkillBank, SkillPair
 
 # ------------------------------------------------------------------------------- the objective
@@ -189,19 +189,6 @@ def token_credit(
 
 
 @dataclass
-class Example:
-    """A problem of the minibatch on its way through a step."""
-
-    index: int  # its place in the global batch
-    problem: Problem
-    key: int  # seed of its rollout's sampling
-    pairs_K: list[SkillPair]  # the retrieved ones, best first
-    student: list[int]  # the plain prompt x, as ids
-    teachers_K: list[list[int]]  # the prompts c_k(x), as ids
-    rollout: Any = None  # a `rollout.Rollout`: completion_ids, which end on a stop id or are cut; r
-
-
-@dataclass
 class RolloutLoss:
     """A rollout's loss and, for the logs, what it came from."""
 
@@ -215,7 +202,7 @@ class RolloutLoss:
     credit_KT: Tensor
 
 
-def reward(roll: rollout.Rollout) -> float:
+def reward(roll: Rollout) -> float:
     """Training reward of a rollout; by default the verifier's ±1.
 
     SGSD takes -1 or +1. Evaluation, the bank's memories and its success gate use the verdict
@@ -237,56 +224,82 @@ def prompt_ids(run: Run, text: str, thinking: str) -> list[int]:
     return ids
 
 
-def prompts(run: Run, x: Problem, pairs_K: list[SkillPair]) -> tuple[list[int], list[list[int]]]:
-    """The student's prompt, which is the problem and nothing else, and the K teachers' (Eq. 3).
+def student_prompt(run: Run, problem: str) -> list[int]:
+    """The student's prompt, as ids: the problem and the request to box the answer (Fig. 6)."""
+    return prompt_ids(run, skills.render_student(problem), run.cfg.student_prefix)
 
-    A teacher sees one skill, one mistake and the problem, and never the reference answer. The
-    student's think block is closed; a teacher's prompt is bare, unless --teacher-prefix says more.
+
+def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> list[list[int]]:
+    """The K teachers' prompts c_k(x), as ids: one skill, one mistake, the problem (Eq. 3).
+
+    The reference answer is never in them.
     """
-    student = prompt_ids(run, skills.render_student(x.problem), "closed")
-    teachers_K = []
+    prompts_K = []
     for pair in pairs_K:
-        text = skills.render_teacher(pair, x.problem)  # g_k + e_k + x
-        teachers_K.append(prompt_ids(run, text, run.cfg.teacher_prefix))
-    return student, teachers_K
+        text = skills.render_teacher(pair, problem)  # g_k + e_k + x
+        prompts_K.append(prompt_ids(run, text, run.cfg.teacher_prefix))
+    return prompts_K
 
 
-def sample(run: Run, examples: Sequence[Example]) -> None:
-    """Line 7: each example gets its rollout y ~ p_S(. | x), and the verifier's r (Eq. 1).
+def batch_share(run: Run, step: int) -> list[tuple[int, Problem, int]]:
+    """Line 2: this rank's share of the minibatch, as (place in the minibatch, problem, key).
+
+    Every rank draws the same global minibatch. The key is the seed of the rollout's sampling.
+    """
+    cfg, world = run.cfg, run.world
+    batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed)
+    share = []
+    for index in range(world.rank, len(batch), world.size):
+        x, epoch = batch[index]
+        share.append((index, x, rollout.sample_key(cfg.seed, step, x.id, epoch)))
+    return share
+
+
+def sample(run: Run, share: Sequence[tuple[int, Problem, int]]) -> list[Rollout]:
+    """Line 7: a rollout y ~ p_S(. | x) for each problem of the share, with r (Eq. 1)."""
+    jobs: list[Job] = []
+    for i, (_, x, key) in enumerate(share):
+        prompt = student_prompt(run, x.problem)
+        jobs.append(Job(i, prompt, key, run.cfg.max_new_tokens, x))
+    return solve(run, jobs)
+
+
+def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
+    """The rollout of each job, in order, sampled from the present policy and judged.
 
     r is +1 if the answer in the last \\boxed{} is right, else -1; so a rollout that the length
-    limit cuts before its answer has -1.
+    limit cuts before its answer has -1. completion_ids end on a stop id, or are cut.
     """
     cfg = run.cfg
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-    students = [example.student for example in examples]
-    completions = run.sample(students, [example.key for example in examples], sampling)
-    asked = [example.problem for example in examples]
-    rollouts = rollout.judge(run.tokenizer, run.stops, asked, students, completions, run.verifier)
-    for example, roll in zip(examples, rollouts):
-        example.rollout = roll
+    turns = run.step_stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
+    roll_of: dict[int, Rollout] = {}
+    for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
+        roll_of |= {job.index: roll for job, roll in judged}
+    return [roll_of[job.index] for job in jobs]
 
 
-def pair_weights(run: Run, pairs_K: list[SkillPair]) -> Tensor:
+def pair_weights(run: Run, pairs_K: Sequence[SkillPair]) -> Tensor:
     """alpha_K of retrieved pairs (Eq. 6)."""
     s_g_K = torch.tensor([pair.s_g for pair in pairs_K], device=run.device)
     s_e_K = torch.tensor([pair.s_e for pair in pairs_K], device=run.device)
     return teacher_weights(s_g_K, s_e_K)
 
 
-def rollout_loss(run: Run, example: Example) -> RolloutLoss:
-    """Lines 5 and 8-14: all K teachers score the student's tokens, and the loss comes of it."""
-    cfg, ids_T = run.cfg, example.rollout.completion_ids
+def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> RolloutLoss:
+    """Lines 5-6 and 8-14: all K teachers score the student's tokens, and the loss comes of it."""
+    cfg, ids_T = run.cfg, roll.completion_ids
     mask_T = token_mask(torch.tensor(ids_T, device=run.device), run.masked_ids)
-    alpha_K = pair_weights(run, example.pairs_K)  # line 5
+    alpha_K = pair_weights(run, pairs_K)  # line 5
+    contexts_K = teacher_prompts(run, pairs_K, roll.problem)  # line 6
     # Line 9. The teachers are the present policy with its adapters, without a gradient.
-    logpT_KT = scoring.score_teachers(run.lm, example.teachers_K, ids_T, cfg.score_tokens)  # Eq. 4
+    logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, cfg.score_tokens)  # Eq. 4
     run.clock.lap("score")
     # The student's own pass is made once for all K teachers (D7).
-    logpS_1T = scoring.token_logprobs(run.lm, [example.student], [ids_T], grad=True)  # Eq. 5
+    logpS_1T = scoring.token_logprobs(run.lm, [roll.prompt_ids], [ids_T], grad=True)  # Eq. 5
     delta_KT = log_prob_gap(logpT_KT, logpS_1T[0])  # line 10, Eq. 7
     a_K = robust_support(delta_KT, mask_T, cfg.c_delta)  # line 10, Eqs. 11-12
-    rho_K = polarity(a_K, reward(example.rollout), cfg.eps_a)  # line 11, Eq. 13
+    rho_K = polarity(a_K, reward(roll), cfg.eps_a)  # line 11, Eq. 13
     lbar_K = teacher_losses(delta_KT, mask_T, cfg.tau_g)  # line 12, Eqs. 14-15
     loss = sgsd_loss(lbar_K, alpha_K, rho_K)  # line 14, Eq. 16
     credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
@@ -295,26 +308,22 @@ def rollout_loss(run: Run, example: Example) -> RolloutLoss:
 
 def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     """Lines 2-16: this rank's rows of rollouts.jsonl, and the gradient's norm."""
-    cfg, world = run.cfg, run.world
-    # Line 2. Every rank draws the same global minibatch, and takes its share.
-    batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed)
-    examples = []
-    for index in range(world.rank, len(batch), world.size):
-        x, epoch = batch[index]
-        # Line 4. A frozen encoder embeds the problem and each entry's whole text. The K nearest
-        # skills and mistakes by cosine are paired rank by rank; a short list makes fewer pairs.
-        pairs_K = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)  # Eq. 2
-        student, teachers_K = prompts(run, x, pairs_K)  # line 6
-        key = rollout.sample_key(cfg.seed, step, x.id, epoch)
-        examples.append(Example(index, x, key, pairs_K, student, teachers_K))
-    sample(run, examples)  # line 7
+    cfg = run.cfg
+    share = batch_share(run, step)  # line 2
+    rolls = sample(run, share)  # line 7
     run.clock.lap("gen")
     rows = []
-    for example in examples:
-        result = rollout_loss(run, example)  # lines 5 and 8-14
-        # Divided by the *global* batch, because ranks sum their gradients below.
-        (result.loss / cfg.batch_size).backward()
-        rows.append(record(run, step, example, result))
+    for (index, x, _), roll in zip(share, rolls):
+        # Line 4. A frozen encoder embeds the problem and each entry's whole text. The K nearest
+        # skills and mistakes by cosine are paired rank by rank; a short list makes fewer pairs.
+        # The student never sees the pairs, so they can be retrieved after line 7.
+        pairs_K = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)  # Eq. 2
+        result = rollout_loss(run, roll, pairs_K)  # lines 5-6 and 8-14
+        # Where every teacher is ignored the gradient is 0: no backward pass, unless it shows a NaN.
+        if result.rho_K.any() or not result.loss.isfinite():
+            # Divided by the *global* batch, because ranks sum their gradients below.
+            (result.loss / cfg.batch_size).backward()
+        rows.append(record(run, step, index, pairs_K, roll, result))
         run.clock.lap("bwd")
     norm = optimizer_step(run, step)  # line 16
     run.clock.lap("opt")
@@ -336,13 +345,20 @@ def optimizer_step(run: Run, step: int) -> float:
     return norm
 
 
-def record(run: Run, step: int, example: Example, result: RolloutLoss) -> dict:
+def record(
+    run: Run,
+    step: int,
+    index: int,
+    pairs_K: Sequence[SkillPair],
+    roll: Rollout,
+    result: RolloutLoss,
+) -> dict:
     """One rollout's row of rollouts.jsonl; "tokens" is its row of tokens.jsonl, if audited."""
-    row = runlog.rollout_row(step, example, result, run.cfg.c_delta)
-    row["reward"] = reward(example.rollout)
+    row = runlog.rollout_row(step, index, pairs_K, roll, result, run.cfg.c_delta)
+    row["reward"] = reward(roll)
     row["a_plain"] = plain_support(result.delta_KT).tolist()
     if runlog.is_audited(step, run.cfg.audit_every):
-        row["tokens"] = runlog.token_row(step, example.rollout, result, run.tokenizer)
+        row["tokens"] = runlog.token_row(step, roll, result, run.tokenizer)
     return row
 
 
@@ -355,9 +371,10 @@ def writer(run: Run, step: int) -> skills.Writer:
     It answers greedily without thinking, in JSON. A reply that cannot be read is sampled once more,
     at temperature 1.1, top-p 0.95 and top-k 20; then it is lost, and with it a memory's candidates.
     """
+    sample_replies = functools.partial(shared_replies, run)
     reply_tokens = run.cfg.reply_tokens
     return skills.Writer(
-        run.tokenizer, rollout.chat_ids, run.shared_sample, run.log_reply, reply_tokens, step
+        run.tokenizer, rollout.chat_ids, sample_replies, run.log_reply, reply_tokens, step
     )
 
 
@@ -370,18 +387,40 @@ def make_bank(run: Run) -> SkillBank:
     cfg = run.cfg
     count = min(cfg.cold_start, len(run.problems))
     seeds = random.Random(cfg.seed).sample(run.problems, count)
-    thinking = "bare" if cfg.cold_start_thinking else "closed"
-    seed_prompts = []
-    for x in seeds:
-        text = skills.render("memory", {"problem": x.problem})
-        seed_prompts.append(rollout.chat_ids(run.tokenizer, text, thinking=thinking))
-    # Sampled as evaluation does: top-p 0.95, no top-k.
-    sampling = Sampling(cfg.cold_start_temperature, 0.95, 0, cfg.cold_start_tokens)
-    memory_of = functools.partial(skills.memory_of, with_answer=cfg.memory_answer)
-    memories = run.solve(seeds, seed_prompts, sampling, memory_of)  # lines 2-7
+    memories = seed_memories(run, seeds)  # lines 2-7
     bank = skills.cold_start(memories, writer(run, 0), **cfg.merging)  # lines 8-16
     bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in seeds])
     return bank
+
+
+def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
+    """Memories of solutions of the seed problems, in their order (Algorithm 2, lines 2-7).
+
+    Each is appended to bank/memories.jsonl as it comes; those that a killed run has left are used
+    again.
+    """
+    cfg = run.cfg
+    thinking = "bare" if cfg.cold_start_thinking else "closed"
+    memories = run.saved_memories()
+    jobs: list[Job] = []
+    for x in seeds:
+        text = skills.render("memory", {"problem": x.problem})
+        prompt = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
+        limit = cfg.cold_start_tokens
+        model.refuse_beyond_context(run.lm, len(prompt), limit, "--cold-start-tokens")
+        if x.id not in memories:
+            key = rollout.sample_key(cfg.seed, 0, x.id)
+            jobs.append(Job(len(jobs), prompt, key, limit, x))
+    # Sampled as evaluation does: top-p 0.95, no top-k.
+    sampling = Sampling(cfg.cold_start_temperature, 0.95, 0, cfg.cold_start_tokens)
+    for judged in shared_rollouts(run, jobs, sampling):
+        fresh = []
+        for _, roll in judged:
+            memory = skills.memory_of(asdict(roll), cfg.memory_answer)
+            fresh.append({**memory, "truncated": roll.truncated})
+        run.log_memories(fresh)
+        memories |= {memory["problem_id"]: memory for memory in fresh}
+    return [memories[x.id] for x in seeds]
 
 
 def begin_bank(run: Run) -> None:
@@ -403,7 +442,7 @@ def check_bank(run: Run) -> None:
     given = "" if run.step else cfg.bank
     skills.refuse_short(run.bank, given, cfg.num_teachers)
     longest = max(run.problems, key=lambda x: len(x.problem))
-    _, (teacher,) = prompts(run, longest, [skills.longest_pair(run.bank)])
+    (teacher,) = teacher_prompts(run, [skills.longest_pair(run.bank)], longest.problem)
     model.refuse_beyond_context(run.lm, len(teacher), cfg.max_new_tokens, "--max-new-tokens")
 
 

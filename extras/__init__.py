@@ -1,1 +1,1 @@
-"""Beside the method: baselines, a report, and a client of an inference server."""
+"""Beside the method: the report of a run. Other methods are in methods/."""

@@ -220,11 +220,14 @@ class SGSDTrainer(GRPOTrainer):
 
     def verdict(self, completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
         """The reward that TRL asks for: r of each completion, judged from its ids (Eq. 1)."""
-        asked = [self.problems[i] for i in index]
-        students = [self.prompt_ids(chat(x)[0]["content"], "closed") for x in asked]
-        self.rollouts = rollout.judge(
-            self.processing_class, self.stops, asked, students, completion_ids, self.judge
-        )
+        jobs = []
+        for i, ids in zip(index, completion_ids):
+            x = self.problems[i]
+            prompt = self.prompt_ids(chat(x)[0]["content"], "closed")
+            jobs.append(rollout.Job(len(jobs), prompt, 0, 0, x, ids))
+        tokenizer = self.processing_class
+        (judged,) = rollout.rollouts(tokenizer, self.stops, self.judge, [jobs])
+        self.rollouts = [roll for _, roll in judged]
         return [float(roll.r) for roll in self.rollouts]
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict[str, Any]:

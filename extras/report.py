@@ -755,16 +755,12 @@ def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib
 def explained(run: Any, x: Problem, draws: int) -> list[dict]:
     """The rows of several rollouts of one problem in the run's next step, without a step."""
     pairs_K = run.bank.retrieve(x.problem, run.cfg.num_teachers, run.embed)
-    student, teachers_K = sgsd.prompts(run, x, pairs_K)
-    examples = []
-    for i in range(draws):
-        key = rollout.sample_key(run.cfg.seed, run.step + 1, x.id, i)
-        examples.append(sgsd.Example(i, x, key, pairs_K, student, teachers_K))
-    sgsd.sample(run, examples)
+    step = run.step + 1
+    share = [(i, x, rollout.sample_key(run.cfg.seed, step, x.id, i)) for i in range(draws)]
     rows = []
-    for example in examples:
-        result = sgsd.rollout_loss(run, example)
-        rows.append(sgsd.record(run, run.step + 1, example, result))
+    for (i, _, _), roll in zip(share, sgsd.sample(run, share)):
+        result = sgsd.rollout_loss(run, roll, pairs_K)
+        rows.append(sgsd.record(run, step, i, pairs_K, roll, result))
     return rows
 
 

@@ -40,6 +40,12 @@ def setting(
     return field(default=default, metadata=rule | {"again": again, "is_path": is_path})
 
 
+def with_default(kind: Any, name: str, default: Any) -> Any:
+    """Another program's setting with a default of its own."""
+    (metadata,) = [f.metadata for f in fields(kind) if f.name == name]
+    return field(default=default, metadata=metadata)
+
+
 def check(settings: Any) -> None:
     """ValueError for a value outside its setting's choices or range."""
     for f in fields(settings):
@@ -158,6 +164,11 @@ class Config:
         0.05, "ignore teachers of a smaller support, in nats; Eq. 13, Tab. 12", least=0
     )
     # the student's sampling
+    student_prefix: str = setting(
+        "closed",
+        "think block of the student's prompt: empty, left to the model, or begun; S3",
+        ("closed", "bare", "open"),
+    )
     temperature: float = setting(1.1, "sampling temperature of the student; Tab. 11", least=0)
     top_p: float = setting(0.95, "top-p of the student; Tab. 11", most=1)
     top_k: int = setting(20, "top-k of the student; 0 turns it off; Tab. 11", least=0)
@@ -208,6 +219,11 @@ class Config:
     @property
     def uses_skill_bank(self) -> bool:
         return True
+
+    @property
+    def bank_rows(self) -> int:
+        """Seed solutions and replies of the bank's writer that are decoded at a time."""
+        return self.rollout_rows or 16
 
     @property
     def merging(self) -> dict[str, int]:
@@ -290,10 +306,12 @@ GROUPS = {  # in training's --help, by the first setting of each
     "data": "the problems",
     "bank": "the bank",
     "num_teachers": "the objective",
-    "temperature": "the student's sampling",
+    "student_prefix": "the student's sampling",
     "learning_rate": "the optimizer",
     "audit_every": "looking inside, and memory",
-    "method": "baselines and ablations",
+    "generations": "the method",
+    "objective_clip": "the method",
+    "token_mask": "the ablations",
 }
 EVAL_GROUPS = {"paths": "what is evaluated", "data": "the problems", "samples": "the samples"}
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent.parent / "tiny")
@@ -389,6 +407,8 @@ class Parser(argparse.ArgumentParser):
         for wrong in re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2]):
             for close in difflib.get_close_matches(wrong, [*self._option_string_actions], 1, 0.75):
                 hint += f"did you mean {close}? "
+            if wrong == "--method":
+                hint += "other methods are programs: python -m methods.grpo, opsd or ablations; "
         line = f"{name_of(self.prog)}: {' '.join(message.split())}; {hint}--help lists the flags\n"
         self.exit(2, line if is_first_rank() else None)
 
@@ -409,12 +429,12 @@ def parse(
     argv: Sequence[str] | None,
     about: str | None,
     kind: type[Settings],
-    defaults_of_methods: dict[str, dict[str, Any]] | None = None,
+    variants: dict[str, dict[str, Any]] | None = None,
 ) -> Settings:
     """The settings of a command line; a mistake exits with code 2.
 
-    about: a program's docstring, for --help. A flag overrides the preset, and that overrides the
-    defaults of a --method.
+    about: a program's docstring, for --help. variants: other defaults where a setting is given. A
+    flag overrides the preset, and that overrides those.
     """
     is_training = issubclass(kind, Config)
     usage = "[--preset NAME] [--FLAG VALUE ...] [@FILE]"
@@ -437,7 +457,9 @@ def parse(
             group.add_argument(flag(f.name), **options_of(f))
     given = vars(parser.parse_args(argv))
     preset = PRESETS[given.pop("preset", "paper")] if is_training else {}
-    start = (defaults_of_methods or {}).get(given.get("method", ""), {})
+    start: dict[str, Any] = {}
+    for name, defaults in (variants or {}).items():
+        start |= defaults if given.get(name) else {}
     try:
         return from_dict(kind, {**start, **preset, **given})
     except ValueError as e:

@@ -22,7 +22,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -36,12 +36,11 @@ from distributed import World
 from lib import config, files, model, problems, runlog, served, verify
 from lib.config import Config
 from lib.problems import Problem
-from rollout import Row, Sampling
+from rollout import Job, Rollout, Sampling
 
 ROOT = pathlib.Path(__file__).parent.parent
 CODE = "sgsd", "skills", "rollout", "scoring", "distributed"  # beside lib/ and prompts/
-Stream = Callable[[list[Row], Sampling, int], Iterator]  # (rows, sampling, rows at a time)
-WRITER_ROWS = 16  # replies and seed solutions decoded at a time, unless --rollout-rows says more
+Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows), as `rollout.stream`
 # A bank is made again if one of these has changed before the first step.
 MAKES_BANK = "model dtype attn data split problem_field answer_field answer_after seed bank".split()
 MAKES_BANK += "server verifier verify_timeout cold_start cold_start_temperature".split()
@@ -80,7 +79,8 @@ class Run:
     masked_ids: set[int]
     optimizer: Any  # AdamW; None where there are no steps
     stream: Stream  # decodes completions of the policy
-    engine: served.TrainedPolicy | None = None  # the same, where --server decodes
+    step_stream: Stream  # the same for a step's rollouts: with --server it compares numbers
+    engine: served.TrainedPolicy | None = None  # where --server decodes
     embed: Callable[[Sequence[str]], Any] | None = None  # texts -> [n, d]
     bank: Any = None
     step: int = 0  # the last complete one
@@ -133,87 +133,6 @@ class Run:
     @property
     def device(self) -> torch.device:
         return self.world.device
-
-    # ---------------------------------------------------------------------------------- sampling
-
-    def sample(
-        self, prompts: list[list[int]], keys: list[int], sampling: Sampling
-    ) -> list[list[int]]:
-        """A completion for each of this rank's prompts, in order, as sampled ids (Eq. 1)."""
-        rows = rollout.rows_of(prompts, keys, sampling.max_new_tokens)
-        stream = self.engine.rollouts if self.engine else self.stream
-        turns = stream(rows, sampling, self.cfg.rollout_rows or max(1, len(rows)))
-        ids_by_index = dict(itertools.chain.from_iterable(turns))
-        return [ids_by_index[i] for i in range(len(rows))]
-
-    def shared_sample(
-        self,
-        prompts: list[list[int]],
-        names: list[str],
-        repeats: list[int],
-        limits: list[int],
-    ) -> list[str]:
-        """Replies to prompts that every rank has: greedy where repeat is 0, else sampled (D4).
-
-        A sampled reply's draws depend on the seed, the prompt's name and its repeat alone.
-        """
-        replies: dict[int, list[int]] = {}
-        for repeated, sampling in ((False, Sampling(temperature=0.0)), (True, Sampling())):
-            rows = []
-            for i, prompt in enumerate(prompts):
-                if (repeats[i] > 0) == repeated:
-                    key = rollout.sample_key(self.cfg.seed, 0, names[i], repeats[i])
-                    rows.append(Row(i, prompt, key, limits[i]))
-            decode = self.decoder(sampling)
-            for turn in distributed.share(self.world, rows, decode, list, "writing"):
-                replies |= dict(turn)
-        return [rollout.text_of(self.tokenizer, replies[i]) for i in range(len(prompts))]
-
-    def solve(
-        self,
-        seeds: list[Problem],
-        prompts: list[list[int]],
-        sampling: Sampling,
-        memory_of: Callable[[dict], dict],
-    ) -> list[dict]:
-        """Memories of solutions of seed problems, in their order, shared over the ranks.
-
-        Each is judged by the rank that decoded it, and appended to bank/memories.jsonl as it
-        comes; those that a killed run has left are used again.
-        """
-        longest = max(map(len, prompts))
-        model.refuse_beyond_context(
-            self.lm, longest, sampling.max_new_tokens, "--cold-start-tokens"
-        )
-        path = self.out / "bank/memories.jsonl"
-        rows = list(files.read_jsonl(path)) if self.world.main else []
-        rows = distributed.gather(rows, self.world)[0]
-        memories = {row["problem_id"]: row for row in rows}
-        left = [i for i, x in enumerate(seeds) if x.id not in memories]
-        keys = [rollout.sample_key(self.cfg.seed, 0, seeds[i].id) for i in left]
-        asked = [prompts[i] for i in left]
-
-        def finish(turn: list[tuple[int, list[int]]]) -> list[dict]:
-            problems = [seeds[left[i]] for i, _ in turn]
-            contexts, completions = [asked[i] for i, _ in turn], [ids for _, ids in turn]
-            rollouts = rollout.judge(
-                self.tokenizer, self.stops, problems, contexts, completions, self.verifier
-            )
-            return [{**memory_of(asdict(x)), "truncated": x.truncated} for x in rollouts]
-
-        to_do = rollout.rows_of(asked, keys, sampling.max_new_tokens)
-        for fresh in distributed.share(
-            self.world, to_do, self.decoder(sampling), finish, "solving"
-        ):
-            if self.world.main:
-                files.append_jsonl(path, fresh)
-            memories |= {memory["problem_id"]: memory for memory in fresh}
-        return [memories[x.id] for x in seeds]
-
-    def decoder(self, sampling: Sampling) -> Callable[[list[Row]], Iterator]:
-        """What decodes this rank's share of the bank's work."""
-        rows_at_a_time = self.cfg.rollout_rows or WRITER_ROWS
-        return lambda rows: self.stream(rows, sampling, rows_at_a_time)
 
     # ----------------------------------------------------------------------------------- a step
 
@@ -285,10 +204,60 @@ class Run:
             bank.save(self.out / "bank/bank.json")
             bank.save(files.of_step(self.out / "bank", step, ".json"))
 
+    def saved_memories(self) -> dict[str, dict]:
+        """The memories that a killed cold start has left, by the problem's id; on every rank."""
+        path = self.out / "bank/memories.jsonl"
+        rows = list(files.read_jsonl(path)) if self.world.main else []
+        rows = distributed.gather(rows, self.world)[0]
+        return {row["problem_id"]: row for row in rows}
+
+    def log_memories(self, rows: list[dict]) -> None:
+        """Rank 0 appends memories of seed solutions to bank/memories.jsonl."""
+        if self.world.main:
+            files.append_jsonl(self.out / "bank/memories.jsonl", rows)
+
     def log_reply(self, row: dict) -> None:
         """Rank 0 appends a reply of the bank's writer to bank/replies.jsonl."""
         if self.world.main:
             files.append_jsonl(self.out / "bank/replies.jsonl", [row])
+
+
+# ------------------------------------------------------------------ decoding shared over the ranks
+
+
+def shared_rollouts(
+    run: Run, jobs: list[Job], sampling: Sampling
+) -> Iterator[list[tuple[Job, Rollout]]]:
+    """Judged solutions of jobs that every rank has, turn by turn; every rank gets all of them.
+
+    The rank that decodes a solution judges it.
+    """
+
+    def work(jobs_of_rank: list[Job]) -> Iterator[list[tuple[Job, Rollout]]]:
+        turns = run.stream(jobs_of_rank, sampling, run.cfg.bank_rows)
+        return rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns)
+
+    return distributed.share(run.world, jobs, work, "solving")
+
+
+def shared_replies(
+    run: Run, prompts: list[list[int]], names: list[str], repeats: list[int], limits: list[int]
+) -> list[str]:
+    """Replies to prompts that every rank has: greedy where repeat is 0, else sampled (D4).
+
+    A sampled reply's draws depend on the seed, the prompt's name and its repeat alone.
+    """
+    replies: dict[int, list[int]] = {}
+    for repeated, sampling in ((False, Sampling(temperature=0.0)), (True, Sampling())):
+        jobs = []
+        for i, prompt in enumerate(prompts):
+            if (repeats[i] > 0) == repeated:
+                key = rollout.sample_key(run.cfg.seed, 0, names[i], repeats[i])
+                jobs.append(Job(i, prompt, key, limits[i]))
+        work = functools.partial(run.stream, sampling=sampling, rows=run.cfg.bank_rows)
+        for turn in distributed.share(run.world, jobs, work, "writing"):
+            replies |= {job.index: job.ids for job in turn}
+    return [rollout.text_of(run.tokenizer, replies[i]) for i in range(len(prompts))]
 
 
 # ----------------------------------------------------------------------- before anything is loaded
@@ -476,8 +445,8 @@ def prepare(
     verifier.same("1/2", "2/4")  # a verifier that does not start shows now
     server = None
     if cfg.server:
-        url, rows = cfg.server[world.rank % len(cfg.server)], cfg.rollout_rows or WRITER_ROWS
-        server = served.Server(url, cfg.model, rows=rows)
+        url = cfg.server[world.rank % len(cfg.server)]
+        server = served.Server(url, cfg.model, rows=cfg.bank_rows)
         server.check()
     if server and not cfg.steps:  # the base alone, which the server has
         lm, tokenizer = model.load_outline(cfg.model)
@@ -487,7 +456,8 @@ def prepare(
     masked_ids = model.masked_token_ids(tokenizer) | {*stops}
     stream: Stream = functools.partial(rollout.stream, lm, tokenizer)
     if server:
-        stream = functools.partial(server.stream, tokenizer, stops)
+        server.tokenizer, server.stops = tokenizer, stops
+        stream = server.stream
     run = Run(
         cfg=cfg,
         out=pathlib.Path(cfg.out),
@@ -500,6 +470,7 @@ def prepare(
         masked_ids=masked_ids,
         optimizer=None,
         stream=stream,
+        step_stream=stream,
         bank=bank,
         evolution_is_due=state.evolution_is_due,
     )
@@ -518,7 +489,7 @@ def prepare_training(
     model.refuse_beyond_context(run.lm, len(prompt), cfg.max_new_tokens, "--max-new-tokens")
     torch.manual_seed(cfg.seed)
     run.lm = model.with_adapters(run.lm, cfg.lora_rank, cfg.lora_alpha, cfg.checkpoint_above)
-    run.stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
+    run.stream = run.step_stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
     params = model.trained(run.lm).values()
     run.optimizer = torch.optim.AdamW(params, lr=cfg.learning_rate, weight_decay=0.0)
     if state.step:
@@ -526,10 +497,8 @@ def prepare_training(
         run.step, run.extra_tensors = model.restore(checkpoint, run.lm, run.optimizer)
     if server:
         name, folder = f"{run.out.name}-rank{run.world.rank}", run.out / "served"
-        run.engine = served.TrainedPolicy(
-            server, run.lm, run.tokenizer, run.stops, folder, name, scoring.token_logprobs
-        )
-        run.stream = run.engine.stream
+        run.engine = served.TrainedPolicy(server, run.lm, folder, name, scoring.token_logprobs)
+        run.stream, run.step_stream = run.engine.stream, run.engine.compared_stream
         held.callback(run.engine.close)
     if cfg.uses_skill_bank:
         run.embed = model.load_encoder(cfg.encoder, run.device)

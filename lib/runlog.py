@@ -54,13 +54,16 @@ def memory_gb(device: torch.device) -> float:
 # --------------------------------------------------------------------------- rollouts and tokens
 
 
-def rollout_row(step: int, example: Any, result: Any, c_delta: float) -> dict[str, Any]:
-    """One rollout's line in rollouts.jsonl. example, result: a step's `Example` and `RolloutLoss`.
+def rollout_row(
+    step: int, index: int, pairs_K: Sequence[Any], roll: Any, result: Any, c_delta: float
+) -> dict[str, Any]:
+    """One rollout's line in rollouts.jsonl.
 
+    index: its place in the global batch. pairs_K: its `SkillPair`s. result: its `RolloutLoss`.
     c_delta: the bound beyond which a gap counts as clipped.
     """
-    roll, pairs_K, delta_KT = example.rollout, example.pairs_K, result.delta_KT.detach()
-    row = {"index": example.index, "step": step, **asdict(roll)}
+    delta_KT = result.delta_KT.detach()
+    row = {"index": index, "step": step, **asdict(roll)}
     row["pairs"] = [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K]
     row["s_g"] = [pair.s_g for pair in pairs_K]
     row["s_e"] = [pair.s_e for pair in pairs_K]

@@ -49,9 +49,10 @@ class Server:
         self.url, self.model = url, model
         self.rows, self.timeout_s = rows, timeout_s
         self.base = model  # its name on the server, after `check`
+        self.tokenizer: Any = None  # the policy's, set by the caller before `stream`
+        self.stops: Sequence[int] = ()  # ids that end a completion; likewise
         self.engine = ""  # what the server calls itself, after `check`
         self.adapters: dict[str, str] = {}  # {name: folder}, loaded again after a restart
-        self.logprobs: dict[int, list[float]] = {}  # {row.key: see `stream`}
         self.loading = threading.Lock()
         self.failing = False  # so that an outage is reported once
 
@@ -84,60 +85,44 @@ class Server:
         self._ask("/unload_lora_adapter", {"lora_name": name}, accepted=(200, 404))
 
     def stream(
-        self,
-        tokenizer,
-        stops: Sequence[int],
-        rows_to_do: Sequence[Any],
-        sampling,
-        rows: int = 0,
-        adapter: str = "",
-        logprobs: bool = False,
-    ) -> Iterator[list[tuple[int, list[int]]]]:
-        """Completions as they finish: lists of (index of the row, sampled ids with the stop id).
+        self, jobs: Sequence[Any], sampling, rows: int = 0, adapter: str = ""
+    ) -> Iterator[list[Any]]:
+        """Jobs as they are done, one at a time, with the sampled ids and the stop id.
 
-        rows_to_do: objects with .index, .prompt (ids), .key, .left (tokens that may come) and .ids;
-        the last two are filled in. sampling: .temperature, .top_p, .top_k. rows: without effect, as
-        the server has its own limit. adapter: its name; "" is the base. logprobs: the engine's
-        log-probability of each sampled id (nats, raw, so before temperature) goes to
-        `self.logprobs[row.key]`, for the caller to pop; a server that gives text alone is refused.
+        jobs: `rollout.Job`s; their ids are filled in. Where .logprobs is a list, the engine's
+        log-probability of each sampled id goes there (nats, raw, so before temperature), and a
+        server that gives text alone is refused. sampling: .temperature, .top_p, .top_k. rows:
+        without effect, as the server has its own limit. adapter: its name; "" is the base.
         A request that fails is tried again after pauses. An error that they do not mend is raised
         when the replies under way have been yielded.
         """
-        if not all(row.prompt for row in rows_to_do):
+        if not all(job.prompt for job in jobs):
             raise ValueError("stream needs prompts that are not empty")
         errors: list[Exception] = []
         ending = threading.Event()
 
-        def complete(row):
-            """In a thread: fill in a row; None after an error of this row or another."""
+        def complete(job):
+            """In a thread: fill in a job; None after an error of this one or another."""
             if not ending.is_set():
                 try:
-                    return self._filled(row, tokenizer, stops, sampling, adapter, logprobs, ending)
+                    body = self._body(job, sampling, adapter)
+                    read = functools.partial(self._fill, job)
+                    return self._complete(body, read, ending)
                 except (ValueError, ConnectionError) as e:
                     errors.append(e)
-                    ending.set()  # rows that wait for their next try give up
+                    ending.set()  # jobs that wait for their next try give up
             return None
 
         # Its threads are daemons: a program that is interrupted does not wait for replies.
-        with ThreadPool(max(1, min(self.rows, len(rows_to_do)))) as pool:
+        with ThreadPool(max(1, min(self.rows, len(jobs)))) as pool:
             try:
-                for row in pool.imap_unordered(complete, rows_to_do):
-                    if row is not None:
-                        yield [(row.index, row.ids)]
+                for job in pool.imap_unordered(complete, jobs):
+                    if job is not None:
+                        yield [job]
             finally:
                 ending.set()
         if errors:  # an OSError in either case: it ends a training step in one line
             raise OSError(str(errors[0])) if isinstance(errors[0], ValueError) else errors[0]
-
-    def _filled(self, row, tokenizer, stops, sampling, adapter, logprobs, ending):
-        """The row with its completion."""
-        body = self._body(row, stops, sampling, adapter, logprobs)
-        read = functools.partial(_sampled, row, stops, tokenizer, logprobs)
-        row.ids, nats = self._complete(body, read, ending)
-        row.left = 0
-        if logprobs:
-            self.logprobs[row.key] = nats
-        return row
 
     def logprobs_of(
         self, prompt_ids: list[int], completion_ids: list[int], adapter: str = ""
@@ -154,17 +139,48 @@ class Server:
         body |= {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         return self._complete(body, read, threading.Event())
 
-    def _body(self, row, stops, sampling, adapter: str, logprobs: bool) -> dict[str, Any]:
+    def _body(self, job, sampling, adapter: str) -> dict[str, Any]:
         """A request with every field of sampling, so that a server's own settings have no say."""
-        body: dict[str, Any] = {"model": adapter or self.base, "prompt": row.prompt}
-        body |= {"max_tokens": row.left, "stop_token_ids": list(stops)}
+        body: dict[str, Any] = {"model": adapter or self.base, "prompt": job.prompt}
+        body |= {"max_tokens": job.left, "stop_token_ids": list(self.stops)}
         body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         body |= {"top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
         body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         body |= {"skip_special_tokens": False, "return_token_ids": True}
-        if logprobs:
+        if job.logprobs is not None:
             body["logprobs"] = 0  # of the sampled token, and no others
         return body
+
+    def _fill(self, job, reply: dict) -> Any:
+        """The job with a reply's ids and, if asked for, log-probabilities; None if broken off."""
+        choice, usage = reply["choices"][0], reply.get("usage") or {}
+        reason, ids = choice["finish_reason"], choice.get("token_ids")
+        if reason not in ("stop", "length"):
+            return None
+        prompt_tokens = usage.get("prompt_tokens", len(job.prompt))
+        if prompt_tokens != len(job.prompt):
+            raise ValueError(f"it read {prompt_tokens} of {len(job.prompt)} prompt tokens")
+        if ids is None and job.logprobs is not None:
+            raise ValueError("it has no token_ids, which training needs; use vLLM")
+        if ids is None:
+            ids = self.tokenizer.encode(choice["text"], add_special_tokens=False)
+            count = usage.get("completion_tokens", job.left)
+        else:
+            count = len(ids)
+            if count > job.left or not all(type(token) is int and token >= 0 for token in ids):
+                raise ValueError(f"token_ids must be at most {job.left} ids")
+        if reason == "length" and count < job.left:  # it would count as cut at our own limit
+            limit = f"cut after {count} of {job.left} tokens, by a limit of the server's own"
+            raise ValueError(limit)
+        if reason == "stop" and not {*ids[-1:]} & {*self.stops}:
+            ids = [*ids, *self.stops[:1]]  # some servers leave it out
+        if job.logprobs is not None:
+            nats = [float(x) for x in choice["logprobs"]["token_logprobs"]]
+            if len(nats) != len(ids):
+                raise ValueError(f"{len(nats)} log-probabilities of {len(ids)} sampled ids")
+            job.logprobs = nats
+        job.ids, job.left = ids, 0
+        return job
 
     def _complete(self, body: dict, read: Callable[[dict], Any], ending: threading.Event) -> Any:
         """The reply to a completion's request, with a limited number of tries.
@@ -253,45 +269,39 @@ class TrainedPolicy:
     samples the same policy.
     """
 
-    def __init__(self, server: Server, lm, tokenizer, stops, folder: Path, name: str, logprobs):
-        self.server, self.lm, self.tokenizer, self.stops = server, lm, tokenizer, stops
-        self.folder, self.name, self.logprobs = folder, name, logprobs
+    def __init__(self, server: Server, lm, folder: Path, name: str, logprobs):
+        self.server, self.lm, self.folder, self.name = server, lm, folder, name
+        self.logprobs = logprobs
         self.changed = True  # since an adapter was last loaded
         self.adapter = ""  # its name on the server
-        self.gaps: list[list[float]] = []  # of rollouts: see `rollouts`
+        self.gaps: list[list[float]] = []  # of rollouts: see `compared_stream`
         self.canary_prompt: list[int] = []  # the first one asked for
         self.canary_numbers: dict[str, tuple[list[float], list[float]]] = {}  # whose: ours, its
 
-    def stream(self, rows_to_do, sampling, rows: int) -> Iterator[list[tuple[int, list[int]]]]:
+    def stream(self, jobs: Sequence[Any], sampling, rows: int) -> Iterator[list[Any]]:
         """As `rollout.stream`, by the present adapter. `rows` is the server's own limit here."""
-        yield from self._turns(rows_to_do, sampling, logprobs=False)
+        if not jobs:
+            return
+        if self.changed:
+            try:
+                self._refresh(jobs[0].prompt)
+            except ValueError as e:  # the server refuses: no bug, so one line
+                raise OSError(str(e)) from None
+        yield from self.server.stream(jobs, sampling, rows, self.adapter)
 
-    def rollouts(self, rows_to_do, sampling, rows: int) -> Iterator[list[tuple[int, list[int]]]]:
+    def compared_stream(self, jobs: Sequence[Any], sampling, rows: int) -> Iterator[list[Any]]:
         """`stream` for a step of training: each completion's log-probabilities meet ours.
 
         `gaps` gets the mean and the largest |log p_ours - log p_engine| of each, in nats.
         """
-        by_index = {row.index: row for row in rows_to_do}
-        for turn in self._turns(rows_to_do, sampling, logprobs=True):
-            for index, ids in turn:
-                row = by_index[index]
-                ours = self.logprobs(self.lm, [row.prompt], [ids])[0].tolist()
-                engine = self.server.logprobs.pop(row.key)
-                gaps = [abs(a - b) for a, b in zip(ours, engine, strict=True)]
+        for job in jobs:
+            job.logprobs = []
+        for turn in self.stream(jobs, sampling, rows):
+            for job in turn:
+                ours = self.logprobs(self.lm, [job.prompt], [job.ids])[0].tolist()
+                gaps = [abs(a - b) for a, b in zip(ours, job.logprobs, strict=True)]
                 self.gaps.append([sum(gaps) / len(gaps), max(gaps)])
             yield turn
-
-    def _turns(self, rows_to_do, sampling, logprobs: bool):
-        if not rows_to_do:
-            return
-        if self.changed:
-            try:
-                self._refresh(rows_to_do[0].prompt)
-            except ValueError as e:  # the server refuses: no bug, so one line
-                raise OSError(str(e)) from None
-        yield from self.server.stream(
-            self.tokenizer, self.stops, rows_to_do, sampling, 0, self.adapter, logprobs
-        )
 
     def close(self) -> None:
         """Unload the adapter; a server that is gone has none."""
@@ -332,7 +342,8 @@ class TrainedPolicy:
 
     def _canary(self, adapter: str) -> tuple[list[float], list[float]]:
         """Our log-probabilities of one fixed completion, and the engine's under an adapter."""
-        prompt, canary = self.canary_prompt, self.tokenizer.encode(CANARY, add_special_tokens=False)
+        prompt = self.canary_prompt
+        canary = self.server.tokenizer.encode(CANARY, add_special_tokens=False)
         ours = self.logprobs(self.lm, [prompt], [canary])[0].tolist()
         return ours, self.server.logprobs_of(prompt, canary, adapter)
 
@@ -342,34 +353,6 @@ class TrainedPolicy:
             self.server.unload(self.adapter)
             shutil.rmtree(self.folder / self.adapter, ignore_errors=True)
             self.adapter = ""
-
-
-def _sampled(row, stops, tokenizer, logprobs, reply) -> tuple[list[int], list[float]] | None:
-    """Ids and, if asked for, log-probabilities of a reply; None if the server broke it off."""
-    choice, usage = reply["choices"][0], reply.get("usage") or {}
-    reason, ids = choice["finish_reason"], choice.get("token_ids")
-    if reason not in ("stop", "length"):
-        return None
-    prompt_tokens = usage.get("prompt_tokens", len(row.prompt))
-    if prompt_tokens != len(row.prompt):
-        raise ValueError(f"it read {prompt_tokens} of {len(row.prompt)} prompt tokens")
-    if ids is None and logprobs:
-        raise ValueError("it has no token_ids, which training needs; use vLLM")
-    if ids is None:
-        ids = tokenizer.encode(choice["text"], add_special_tokens=False)
-        count = usage.get("completion_tokens", row.left)
-    else:
-        count = len(ids)
-        if count > row.left or not all(type(token) is int and token >= 0 for token in ids):
-            raise ValueError(f"token_ids must be at most {row.left} ids")
-    if reason == "length" and count < row.left:  # it would count as cut at our own limit
-        raise ValueError(f"cut after {count} of {row.left} tokens, by a limit of the server's own")
-    if reason == "stop" and not {*ids[-1:]} & {*stops}:
-        ids = [*ids, *stops[:1]]  # some servers leave it out
-    nats = [float(x) for x in choice["logprobs"]["token_logprobs"]] if logprobs else []
-    if logprobs and len(nats) != len(ids):
-        raise ValueError(f"{len(nats)} log-probabilities of {len(ids)} sampled ids")
-    return ids, nats
 
 
 def _mean_gap(one: Sequence[float], other: Sequence[float]) -> float:

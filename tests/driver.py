@@ -35,9 +35,9 @@ import eval
 import scoring
 import sgsd
 import skills
-from extras import baselines
 from lib import config, files, model, verify
 from lib.run import Run
+from methods import ablations, grpo, opsd
 
 ALONE = distributed.World(0, 1, torch.device("cpu"))
 
@@ -351,15 +351,22 @@ def make_adapter(path, base, seed=0, rank=4):
     peft.get_peft_model(lm, lora).save_pretrained(path)
 
 
+METHODS = {  # settings, step, other defaults
+    "sgsd": (config.Config, sgsd.train_step, {}),
+    "grpo": (grpo.GRPOConfig, grpo.train_step, grpo.VARIANTS),
+    "opsd": (opsd.OPSDConfig, opsd.train_step, opsd.VARIANTS),
+    "ablations": (ablations.AblationConfig, ablations.train_step, {}),
+}
+
+
 def main(argv=None, step_fn=None):
-    """A command like baselines' or, without --method, sgsd.py's, with fakes; its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    kind, own_step = config.Config, sgsd.train_step
-    if any(word.startswith("--method") for word in argv):
-        kind, own_step = baselines.BaselineConfig, baselines.train_step
+    """A command like sgsd.py's or, after the name of a method, that one's; its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    method = argv.pop(0) if argv and argv[0] in METHODS else "sgsd"
+    kind, own_step, variants = METHODS[method]
     with signals_restored(), faked():
         config.end_at_signals()
-        cfg = config.parse(argv, "", kind, baselines.DEFAULTS)
+        cfg = config.parse(argv, "", kind, variants)
         with Run.open(cfg, skills.SkillBank.load) as run:
             return sgsd.train(run, step_fn or own_step)
 

@@ -28,6 +28,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -50,17 +51,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from research.markdown_table import head_of, row_of
 
-METHODS: dict[str, str] = {  # sgsd is sgsd.py's, all others are extras/baselines.py's
+METHODS: dict[str, str] = {  # `program_of` says whose each one is
     "sgsd": "",
-    "grpo": "--method grpo",
-    "opsd": "--method opsd",
-    "opsd, no bound": "--method opsd --objective-clip 0",
+    "grpo": "",
+    "opsd": "",
+    "opsd, no bound": "--objective-clip 0",
     "no polarity": "--no-polarity",
     "sgsd, other bank": "",  # fixed where sgsd's evolves, and the other way round
-    "grpo+skill": "--method grpo+skill --num-teachers 3 --evolve-every 0",
-    "opsd+skill": "--method opsd+skill --num-teachers 3 --evolve-every 0",
-    "opsd+skill, no bound": "--method opsd+skill --num-teachers 3 --evolve-every 0"
-    " --objective-clip 0",
+    "grpo+skill": "--num-teachers 3 --evolve-every 0",
+    "opsd+skill": "--num-teachers 3 --evolve-every 0",
+    "opsd+skill, no bound": "--num-teachers 3 --evolve-every 0 --objective-clip 0",
     "one teacher": "--num-teachers 1",
     "no token mask": "--no-token-mask",
     "no clip": "--no-clip",
@@ -76,8 +76,7 @@ METHODS: dict[str, str] = {  # sgsd is sgsd.py's, all others are extras/baseline
     "top-100 support": "--support-top-k 100",
     "random retrieval": "--retrieval random",
     "bare prompt": "--student-prefix bare",  # as in evaluation, and as GRPO trains
-    "grpo, sampled as sgsd": "--method grpo --student-prefix closed --temperature 1.1"
-    " --top-p 0.95 --top-k 20 --grad-clip 0.1",
+    "grpo, sampled as sgsd": "--short",
 }
 FULL = "random retrieval, full bank"  # by hand: every family's true skill and mistake
 METHODS[FULL] = METHODS["random retrieval"]
@@ -238,7 +237,7 @@ def points_of(job: Job, w: World) -> tuple[int, ...]:
 def settings_of(job: Job, w: World) -> str:
     """The flags of a job's training, without its paths."""
     name, flags = job["method"], METHODS[job["method"]]
-    if "--method" not in flags:
+    if program_of(name) not in ("methods.grpo", "methods.opsd"):
         flags += f" --evolve-every {w.other if name == 'sgsd, other bank' else w.evolve}"
     batch = w.grpo_batch if name.startswith("grpo") else w.batch
     points = points_of(job, w)
@@ -247,10 +246,16 @@ def settings_of(job: Job, w: World) -> str:
     return f"{w.flags} {flags} --seed {job['seed']} --learning-rate {job['rate']}"
 
 
+def program_of(method: str) -> str:
+    """The module that trains a row."""
+    for name in ("grpo", "opsd"):
+        if method.startswith(name):
+            return f"methods.{name}"
+    return "sgsd" if method.startswith("sgsd") else "methods.ablations"
+
+
 def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     """What a training run cost; its checkpoints are in `out`. Goes on with a run that is there."""
-    import sgsd
-    from extras import baselines
     from lib import files
 
     name, points = job["method"], points_of(job, w)
@@ -266,8 +271,7 @@ def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str
             shutil.rmtree(out)
         began = processor_seconds()
         with forward_tokens() as forward:
-            program = sgsd.main if name.startswith("sgsd") else baselines.main
-            call(program, settings_of(job, w), **paths)
+            call(importlib.import_module(program_of(name)).main, settings_of(job, w), **paths)
         whole = steps / (steps - made)  # a killed run's first steps were not watched
         spent = {"forward_tokens": round(sum(forward) * whole)}
         spent["processor_seconds"] = round((processor_seconds() - began) * whole)

@@ -53,9 +53,9 @@ GPU = Size(
     methods={
         "sgsd": "sgsd.py --batch-size 32 --bank {0}/bank.json",
         "sgsd_own_bank": "sgsd.py --batch-size 32 --bank {0}/own.json",
-        "no_polarity": "-m extras.baselines --no-polarity --batch-size 32 --bank {0}/bank.json",
-        "grpo": "-m extras.baselines --method grpo --batch-size 4",
-        "opsd": "-m extras.baselines --method opsd --batch-size 32",
+        "no_polarity": "-m methods.ablations --no-polarity --batch-size 32 --bank {0}/bank.json",
+        "grpo": "-m methods.grpo --batch-size 4",
+        "opsd": "-m methods.opsd --batch-size 32",
     },
     rates=("1e-5", "3e-5", "1e-4"),
     settings="--max-new-tokens 400 --lora-rank 32 --lora-alpha 64 --rollout-rows 64"
@@ -68,7 +68,7 @@ GPU = Size(
 CPU = Size(
     methods={
         "sgsd": "sgsd.py --batch-size 8 --num-teachers 2 --bank {0}/bank.json",
-        "grpo": "-m extras.baselines --method grpo --batch-size 2 --generations 4",
+        "grpo": "-m methods.grpo --batch-size 2 --generations 4",
     },
     rates=("1e-4",),
     settings="--max-new-tokens 400 --lora-rank 16 --lora-alpha 32 --rollout-rows 8"

@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from extras.baselines import Example
 from torch import Tensor
 from tqdm import tqdm
 
@@ -46,7 +47,6 @@ import scoring
 import sgsd
 import skills
 from extras import baselines
-from extras.baselines import Example
 from lib import config, files, model
 from lib.problems import Problem
 from lib.run import Run

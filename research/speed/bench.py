@@ -56,11 +56,11 @@ import rollout
 import scoring
 import sgsd
 import skills
-from extras.baselines import GRPO
 from lib import config, files
 from lib import model as models
 from lib.run import Run
 from lib.verify import Verifier
+from methods.grpo import GRPOConfig
 from research.markdown_table import head_of, row_of
 
 logging.disable_progress_bar()
@@ -440,10 +440,10 @@ def decoded(c: Counts, name: str, prompt: int, samples: float, tokens: int, rows
 
 def grpo_parts(c: Counts, gpus: int, T: int) -> list[Part]:
     """A step of GRPO on one of `gpus` GPUs, with completions of T tokens."""
-    rollouts = config.Config().batch_size * GRPO["generations"] / gpus
+    rollouts = config.Config().batch_size * GRPOConfig.generations / gpus
     learned = rollouts * (c.forward(PLAIN + T, T) + c.backward(PLAIN + T, T))
     return [
-        decoded(c, "sampling", PLAIN, rollouts, T, GRPO["rollout_rows"]),
+        decoded(c, "sampling", PLAIN, rollouts, T, GRPOConfig.rollout_rows),
         Part("learning", learned, 3 * rollouts * c.weights, fp32=4 * rollouts * c.fp32(PLAIN + T)),
     ]
 
@@ -466,7 +466,7 @@ def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
     evolving = decoded(c, "extracting", MEMORY, window, cfg.reply_tokens, 16)
     whole = decoded(c, "decoding", PLAIN, 12 * 90 / GPUS, EVAL_TOKENS, rows)
     small, skilled = (decoded(c, name, n, 200, 4096, 16) for name, n in SMALL.items())
-    T, grpo_T = cfg.max_new_tokens, GRPO["max_new_tokens"]
+    T, grpo_T = cfg.max_new_tokens, GRPOConfig.max_new_tokens
     at_a_time, few = f"{rows} rows at a time", "up to 4,096 tokens, 16 rows at a time"
     return {
         f"{cfg.steps} steps": plain(step_parts(c, GPUS), cfg.steps),

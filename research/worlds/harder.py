@@ -146,7 +146,7 @@ def solving_row(rng: random.Random, tokenizer, x: Lock, form: str) -> make.Row:
     good, bad, problem = [], [], x.problem
     if form == "pair" or (form == "answer" and rng.random() < 0.5):
         good, bad = guidance(rng, x.families)
-    if form == "answer":  # as extras/baselines.py has it
+    if form == "answer":  # as methods/opsd.py has it
         problem += f"\n\nThe reference answer is {x.answer}."
     pairs = [skills.SkillPair(g, e, 1.0, 1.0) for g, e in zip(good, bad)]
     text = skills.render_skills(pairs, problem)

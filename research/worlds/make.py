@@ -379,7 +379,7 @@ def accuracy(model, tokenizer, problems: list[world.Drawn], case: str, seed: int
     for x in problems:
         pair = pair_for(rng, x.family, case)
         problem = x.problem
-        if case == "answer":  # as extras/baselines.py has it for OPSD
+        if case == "answer":  # as methods/opsd.py has it
             problem += f"\n\nThe reference answer is {x.right[1]}."
         text = (
             skills.render_student(problem) if pair is None else skills.render_teacher(pair, problem)

@@ -23,7 +23,7 @@ from skills import entry_text
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.M | re.S)
-COPIED = ("lib", "extras", "prompts", "banks", "tiny")
+COPIED = ("lib", "methods", "extras", "prompts", "banks", "tiny")
 # So that a run takes seconds: no cold start, one small step.
 SHORT = "--steps 1 --batch-size 4 --bank banks/word_problems.json --evolve-every 0"
 
@@ -197,25 +197,20 @@ def test_another_retrieval_ranks_entries_by_their_words(tmp_path):
 
 
 @pytest.mark.long
-def test_another_method_is_a_step_and_continues(tmp_path):
-    """A weight is between 1 +- .2 lam, and the verdicts of a group alone give it its sign."""
-    copy, small = copy_of_the_tree(tmp_path), "--audit-every 1 --bank banks/word_problems.json"
-    out = follow("Another method", copy, f"{small} --steps 1")
-    run(command_of("Another method"), copy, f"{small} --steps 2")
-    rollouts, audited = rows(out / "rollouts.jsonl"), rows(out / "tokens.jsonl")
+def test_another_method_is_a_step_and_continues_and_its_edit_is_noticed(tmp_path):
+    copy, title = copy_of_the_tree(tmp_path), "Another method"
+    out = follow(title, copy, "--audit-every 1 --steps 1")
+    file = copy / "length_penalty.py"
+    file.write_text(file.read_text().replace("def losses(", "# edited\n\n\ndef losses("))
+    assert "length_penalty.py" in run(command_of(title), copy, "--audit-every 1 --steps 2")
+    rollouts = rows(out / "rollouts.jsonl")
     assert [row["step"] for row in rollouts] == [1] * 16 + [2] * 16
-    assert {row["r"] for row in rollouts} == {-1, 1}
-    weights = []
     for first in range(0, 32, 8):
-        right = torch.tensor([float(row["r"]) for row in rollouts[first : first + 8]])
-        of_group = (right - right.mean()) / (right.std() + 1e-4)
-        lam = 0.5 * (1 - (rollouts[first]["step"] - 1) / 50)
-        for tokens, advantage in zip(audited[first : first + 8], of_group):
-            if right.std():
-                w_T = torch.tensor(tokens["advantage"]) / advantage
-                assert w_T.min() > 1 - 0.2 * lam - 1e-5 and w_T.max() < 1 + 0.2 * lam + 1e-5
-                weights += w_T.tolist()
-    assert len({round(w, 5) for w in weights}) > 20
+        group = rollouts[first : first + 8]
+        wanted = [row["r"] - len(row["completion_ids"]) / 96 for row in group]
+        rewards = torch.tensor(wanted)
+        of_group = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        assert [row["advantage"] for row in group] == pytest.approx(of_group.tolist(), abs=1e-5)
 
 
 @pytest.mark.long

@@ -12,14 +12,19 @@ import driver
 import pytest
 from conftest import ROOT
 
-from extras import baselines
 from lib import config
+from methods import ablations, grpo
 
-KINDS = [config.Config, baselines.BaselineConfig, config.EvalConfig]
+KINDS = {
+    "sgsd": config.Config,
+    "methods.grpo": grpo.GRPOConfig,
+    "methods.ablations": ablations.AblationConfig,
+    "eval": config.EvalConfig,
+}
 
 
 def parse(text, kind=config.Config):
-    return config.parse(text.split(), "about", kind, baselines.DEFAULTS)
+    return config.parse(text.split(), "about", kind, grpo.VARIANTS)
 
 
 def refused(capsys, text, *words, kind=config.Config):
@@ -42,7 +47,7 @@ def forbidden(f):
         yield from ("nan", "inf")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_every_setting_has_a_flag_whose_rule_is_kept_and_said(kind, capsys):
     path = "PATH " if kind is config.EvalConfig else ""
     for f in dataclasses.fields(kind):
@@ -63,7 +68,7 @@ FLAGS = {  # what is wrong, and the words of the line
     "--batch-size 0": ("--batch-size 0", "> 0"),
     "--device tpu": ("--device", "tpu", "cuda"),
     "--memory-answer false": ("false",),
-    "--method grpo": ("--method grpo",),  # extras.baselines has it
+    "--method grpo": ("--method grpo", "methods.grpo"),
     "@no_such_file": ("no_such_file",),
 }
 
@@ -73,14 +78,16 @@ def test_a_wrong_flag_is_one_line(given, capsys):
     refused(capsys, given, *FLAGS[given])
 
 
-def test_a_flag_goes_before_the_preset_and_that_before_the_method():
+def test_a_flag_goes_before_the_preset_and_that_before_a_methods_own_default():
     cfg = parse("--tau-g 2.5 --memory-answer --top-k 7 --no-cold-start-thinking")
     assert (cfg.tau_g, cfg.memory_answer, cfg.top_k) == (2.5, True, 7)
     assert not cfg.cold_start_thinking
     assert parse("") == config.Config() == parse("--preset paper")
-    cfg = parse("--preset tiny --method grpo --top-p .9", baselines.BaselineConfig)
+    cfg = parse("--preset tiny --top-p .9", grpo.GRPOConfig)
     assert (cfg.top_p, cfg.max_new_tokens, cfg.temperature, cfg.tau_g) == (0.9, 96, 1.2, 1.0)
     assert cfg.generations == 8
+    cfg = parse("--preset tiny --short --top-p .9", grpo.GRPOConfig)
+    assert (cfg.top_p, cfg.max_new_tokens, cfg.temperature) == (0.9, 96, 1.1)
 
 
 def test_a_file_of_flags_is_split_as_a_shell_does_and_a_later_flag_goes_before_it(tmp_path):
@@ -102,10 +109,10 @@ def test_an_evaluation_takes_several_paths_and_sets_of_different_names(capsys):
     refused(capsys, f"a --data {both}", f"--data {both}", kind=config.EvalConfig)
 
 
-@pytest.mark.parametrize("name", ["sgsd", "extras.baselines", "eval"])
+@pytest.mark.parametrize("name", KINDS)
 def test_help_has_every_flag_with_its_default_and_its_source_in_groups(name, capsys):
     program = importlib.import_module(name)
-    kind = dict(zip(["sgsd", "extras.baselines", "eval"], KINDS))[name]
+    kind = KINDS[name]
     with pytest.raises(SystemExit) as end:
         program.main(["--help"])
     text = capsys.readouterr().out
@@ -114,15 +121,17 @@ def test_help_has_every_flag_with_its_default_and_its_source_in_groups(name, cap
         assert f.name == "paths" or f"  {config.flag(f.name)}" in text
     groups = config.EVAL_GROUPS if name == "eval" else config.GROUPS
     for first, title in groups.items():
-        if first != "method" or name == "extras.baselines":
+        if first in {f.name for f in dataclasses.fields(kind)}:
             start = "PATH" if first == "paths" else config.flag(first)
-            assert f"\n{title}:\n  {start} " in text
+            assert f"\n{title}:\n  {start}" in text
     one = "App. F.1 (default: 12)" if name == "eval" else "Eq. 13, Tab. 12 (default: 0.05)"
     assert one in " ".join(text.split())
     assert "(default: )" not in text and "(default: None)" not in text
 
 
-@pytest.mark.parametrize("name", ["sgsd", "eval", "extras.baselines", "extras.report"])
+@pytest.mark.parametrize(
+    "name", ["sgsd", "eval", "methods.grpo", "methods.opsd", "methods.ablations", "extras.report"]
+)
 def test_every_program_says_its_version(name, capsys):
     with pytest.raises(SystemExit) as end:
         importlib.import_module(name).main(["--version"])

@@ -327,8 +327,8 @@ def test_a_run_without_a_bank_may_lose_all_steps_before_its_first_checkpoint(
     world_dir, tmp_path, log
 ):
     """GRPO has no evolution, before which SGSD saves."""
-    changes = {"method": "grpo", "generations": 2, "steps": 4, "checkpoint_every": 4}
-    argv = small_flags(world_dir, tmp_path / "run", evolve_every=1, **changes)
+    changes = {"generations": 2, "steps": 4, "checkpoint_every": 4}
+    argv = ["grpo"] + small_flags(world_dir, tmp_path / "run", evolve_every=1, **changes)
     kill(argv, log, sgsd, "optimizer_step", 3)
     assert go(argv, log) == 0, log.read_text()
     assert driver.steps_of(tmp_path / "run") == ([1, 2, 3, 4], [4])
@@ -337,8 +337,8 @@ def test_a_run_without_a_bank_may_lose_all_steps_before_its_first_checkpoint(
 def test_another_programs_run_and_a_folder_or_file_that_is_no_run_are_refused(
     world_dir, killed, tmp_path, capsys
 ):
-    argv = [*small_flags(world_dir, killed), "--method=sgsd"]
-    refused(capsys, driver.main, argv, str(killed), "sgsd.py", "extras.baselines")
+    argv = ["ablations", *small_flags(world_dir, killed)]
+    refused(capsys, driver.main, argv, str(killed), "sgsd.py", "methods.ablations")
     (killed / "config.json").unlink()
     refused(capsys, driver.main, small_flags(world_dir, killed), str(killed), "checkpoints")
     folder = tmp_path / "notes"

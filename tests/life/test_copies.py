@@ -91,12 +91,13 @@ def use_files(files):
 
 
 def use_served(served):
-    row = SimpleNamespace(index=0, prompt=[1, 2], key=5, left=9, ids=[])
+    job = SimpleNamespace(index=0, prompt=[1, 2], key=5, left=9, ids=[], logprobs=None)
     sampling = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0)
     with serving() as engine:
         server = served.Server(engine.url, "base")
         server.check()
-        assert list(server.stream(None, STOPS, [row], sampling)) == [[(0, [3, 7, STOPS[0]])]]
+        server.stops = STOPS
+        assert list(server.stream([job], sampling)) == [[job]] and job.ids == [3, 7, STOPS[0]]
 
 
 def use_rollout(rollout):
@@ -261,8 +262,8 @@ skills: evolve(bank, window, step, complete, *, evolve_every, success_gate, max_
 eval: avg_at_k(correct_PK)
 eval: pass_at_k(correct_PK, k)
 eval: maj_at_k(preds, golds, verify)
-extras.baselines: grpo_advantages(rewards_G)
-extras.baselines: generalized_jsd(logits_s, logits_t, beta)
+methods.grpo: grpo_advantages(rewards_G)
+methods.divergences: generalized_jsd(logits_s, logits_t, beta)
 """
 
 

@@ -23,7 +23,6 @@ import torch
 
 import distributed, eval, rollout, scoring, sgsd
 import driver
-from extras import baselines
 
 distributed.init = lambda device="auto": distributed.World(0, 1, emulated_gpu.DEVICE)
 world, out = pathlib.Path({world!r}), pathlib.Path({out!r})
@@ -32,9 +31,8 @@ common |= dict(checkpoint_above=10**6)
 
 
 def train(**changes):
-    kind, step_fn = driver.config.Config, sgsd.train_step
-    if changes.keys() & {{"method", "objective"}}:
-        kind, step_fn = baselines.BaselineConfig, baselines.train_step
+    method = changes.pop("method", "sgsd")
+    kind, step_fn, _ = driver.METHODS[method]
     run = driver.train(world, out, step_fn=step_fn, kind=kind, **(common | changes))
     assert run.code == 0
     assert {{p.device.type for p in run.lm.parameters()}} == {{"npu"}}
@@ -66,7 +64,7 @@ run = train(steps=2, method="grpo", generations=2, bank="")
 assert any(row["grad_norm"] > 0 for row in driver.rows(out / "metrics.jsonl"))
 """,
     "a divergence with an EMA teacher": """
-train(steps=2, objective="jsd", teacher="ema", teacher_decay=0.5)
+train(steps=2, method="ablations", objective="jsd", teacher="ema", teacher_decay=0.5)
 """,
     "OPSD": """
 train(steps=2, method="opsd", bank="")

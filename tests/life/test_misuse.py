@@ -16,7 +16,7 @@ from driver import completes, contents, flags, refused, rows, two
 
 import eval
 import sgsd
-from extras import baselines
+from methods import grpo
 
 EMPTY_BANK = json.dumps({"general_skills": [], "common_mistakes": []})
 FIRST = {"config.json", "problems.json"}  # what a run writes first
@@ -129,8 +129,8 @@ def test_a_read_only_folder_names_out(tmp_path, refusal, monkeypatch):
     refusal("run: cannot be written to (Permission denied)", "--out")
 
 
-def test_the_baselines_refuse_what_sgsd_refuses(world_dir, refusal):
-    refusal("data.jsonl", program=baselines.main, out=world_dir / "data.jsonl")
+def test_another_method_refuses_what_sgsd_refuses(world_dir, refusal):
+    refusal("data.jsonl", program=grpo.main, out=world_dir / "data.jsonl")
 
 
 def test_a_missing_package_is_named(refusal, monkeypatch):

@@ -389,19 +389,20 @@ def test_evaluations_of_the_runs_checkpoints_and_of_plain_models(tmp_path):
     }
 
 
-# -------------------------------------------------------------------------- baselines; --explain
+# ------------------------------------------------------------------------ other methods; --explain
 
 
-def test_a_run_of_a_baseline_is_shown_but_not_explained(world_dir, tmp_path, capsys):
+def test_a_run_of_another_method_is_shown_but_not_explained(world_dir, tmp_path, capsys):
     """GRPO's pairs are retrieved but teach nothing."""
-    run, changes = tmp_path / "run", {"method": "grpo+skill", "generations": 2, "batch_size": 2}
-    completes(driver.main, driver.flags(world_dir, run, steps=1, audit_every=1, **changes))
+    run, changes = tmp_path / "run", {"generations": 2, "batch_size": 2, "max_new_tokens": 20}
+    argv = driver.flags(world_dir, run, steps=1, audit_every=1, **changes)
+    completes(driver.main, ["grpo", *argv])
     completes(report.main, [run])
     entries = report.ledger(run)["entries"]
     # 2 problems, 2 solutions, 3 pairs of a skill and a mistake
     assert sum(row["retrieved"] for row in entries) == 2 * 2 * 3 * 2
     assert not any(row[fate]["failure"] for row in entries for fate in FATES.values())
-    refused(capsys, report.main, [run, *QUESTION], str(run), "extras.baselines")
+    refused(capsys, report.main, [run, *QUESTION], str(run), "methods.grpo")
 
 
 def test_explain_takes_draws_of_one_problem_through_the_method(world_dir, out, tmp_path, capsys):

@@ -15,8 +15,8 @@ import torch
 from conftest import ROOT
 from fake_engine import choices, serving
 
-from extras import baselines
 from lib import config
+from methods import grpo
 from research.credit import measure as credit
 from research.methods import compare
 from research.real_model import real_world
@@ -65,12 +65,18 @@ def small_world(folder):
     return dataclasses.replace(SMALL, folder=str(folder))
 
 
+def parsed(program, argv):
+    """The settings of a training's command."""
+    kind, _, variants = driver.METHODS[program.removeprefix("methods.").removesuffix(".py")]
+    return config.parse(argv, "", kind, variants)
+
+
 @pytest.mark.parametrize("name", compare.WORLDS)
 def test_every_training_of_the_comparison_parses(name):
     w = compare.WORLDS[name]
     for method in compare.METHODS:
         job = compare.training(name, "a job", method, 1e-3, 0, points=True)
-        cfg = baselines.parse(compare.settings_of(job, w).split())
+        cfg = parsed(compare.program_of(method), compare.settings_of(job, w).split())
         assert cfg.steps == w.points[-1] and cfg.max_new_tokens == w.tokens
 
 
@@ -79,11 +85,9 @@ def test_every_training_of_the_real_model_parses(size, tmp_path):
     (tmp_path / "own.json").touch()
     for _, command in real_world.training(tmp_path, size).values():
         program, *words = shlex.split(command)
-        if program == "sgsd.py":
-            cfg = config.parse(words, "", config.Config)
-        else:
-            assert words[0] == "extras.baselines"
-            cfg = baselines.parse(words[1:])
+        if program == "-m":
+            program, *words = words
+        cfg = parsed(program, words)
         assert (cfg.steps, cfg.evolve_every) == (size.steps, 0)
 
 
@@ -131,12 +135,12 @@ def test_weights_of_the_credit_are_measured_and_the_first_is_grpos(tmp_path):
     flags = "--seeds 0 --steps 1 --samples 1 --limit 2".split()
     printed = run("credit/measure.py", *flags, "--work", tmp_path)
     assert all(f"| {name} |" in printed for name in credit.ROWS)
-    command = f"--preset tiny --method grpo-short {credit.FLAGS.replace('--preset tiny', '')}"
+    command = f"--preset tiny --short {credit.FLAGS.replace('--preset tiny', '')}"
     command += f" --loss-temperature 1 --steps 1 --out {tmp_path}/grpo"
     command = command.replace("--evolve-every 0 --num-teachers 3", "")
     for name in ("model", "train.jsonl", "encoder"):
         command += f" --{name.replace('train.jsonl', 'data')} {credit.WORLD / name}"
-    driver.completes(baselines.main, command.split())
+    driver.completes(grpo.main, command.split())
     norms = [driver.rows(tmp_path / name / "metrics.jsonl")[0] for name in ("grpo", "grpo-0")]
     assert norms[0]["grad_norm"] == norms[1]["grad_norm"] > 0
 

@@ -11,11 +11,11 @@ from conftest import one_line
 from fake_engine import DROP, STOPS, Engine, choices, serving
 
 from lib import served
-from rollout import Row, Sampling
+from rollout import Job, Sampling
 
 
-def rows(count=6, limit=30):
-    return [Row(i, [7, 8, 9 + i], 2**63 + i, limit) for i in range(count)]
+def jobs(count=6, limit=30, **more):
+    return [Job(i, [7, 8, 9 + i], 2**63 + i, limit, **more) for i in range(count)]
 
 
 PLAIN = Sampling(1.0, 1.0, 0)
@@ -32,18 +32,23 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr(served, "PAUSES", (0.01, 0.01, 0.01))
 
 
+def a_server(engine, tokenizer, **options):
+    server = served.Server(engine.url, "base", **options)
+    server.tokenizer, server.stops = tokenizer, STOPS
+    return server
+
+
 @pytest.fixture
 def sample(engine, tokenizer):
-    """Samples rows: every completion by its index."""
+    """Does jobs: every completion by its index."""
 
-    def of(rows_to_do, adapter="", logprobs=False, server=None, **options):
-        server = server or served.Server(engine.url, "base", **options)
-        turns = server.stream(
-            tokenizer, STOPS, rows_to_do, PLAIN, adapter=adapter, logprobs=logprobs
-        )
-        completions = list(itertools.chain.from_iterable(turns))
-        assert len(completions) == len(dict(completions))
-        return dict(completions)
+    def of(jobs, adapter="", server=None, **options):
+        server = server or a_server(engine, tokenizer, **options)
+        turns = server.stream(jobs, PLAIN, adapter=adapter)
+        done = list(itertools.chain.from_iterable(turns))
+        completions = {job.index: job.ids for job in done}
+        assert len(completions) == len(done)
+        return completions
 
     return of
 
@@ -54,11 +59,12 @@ def sample(engine, tokenizer):
 def test_prompts_travel_as_ids_with_every_field_of_sampling_and_sampled_ids_come_back(
     engine, sample, tokenizer
 ):
-    server, todo = served.Server(engine.url, "base"), rows()
-    turns = list(server.stream(tokenizer, STOPS, todo, Sampling(0.7, 0.9, 20)))
-    want = [(i, [24 + i, 7, STOPS[0]]) for i in range(6)]
-    assert sorted(itertools.chain.from_iterable(turns)) == want
-    assert [(row.ids, row.left) for row in todo] == [(ids, 0) for _, ids in want]
+    server, todo = a_server(engine, tokenizer), jobs()
+    turns = list(server.stream(todo, Sampling(0.7, 0.9, 20)))
+    want = [[24 + i, 7, STOPS[0]] for i in range(6)]
+    done = list(itertools.chain.from_iterable(turns))
+    assert sorted(done, key=lambda job: job.index) == todo
+    assert [(job.ids, job.left) for job in todo] == [(ids, 0) for ids in want]
     bodies = {body["prompt"][2]: body for body in engine.bodies()}
     assert len(bodies) == len(engine.calls) == 6
     fields = {"model": "base", "prompt": [7, 8, 12], "max_tokens": 30, "temperature": 0.7}
@@ -66,13 +72,13 @@ def test_prompts_travel_as_ids_with_every_field_of_sampling_and_sampled_ids_come
     fields |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "stop_token_ids": STOPS}
     fields |= {"skip_special_tokens": False, "return_token_ids": True}
     assert bodies[9 + 3] == fields
-    sample(rows(1))
+    sample(jobs(1))
     assert engine.bodies()[-1]["top_k"] == -1  # as vLLM writes that there is none
 
 
 def test_no_rows_are_no_requests_and_an_empty_prompt_is_refused(engine, sample):
     assert sample([]) == {} and not engine.calls
-    one_line(lambda: sample([Row(0, [], 1, 5)]), "not empty")
+    one_line(lambda: sample([Job(0, [], 1, 5)]), "not empty")
 
 
 def test_rows_is_the_number_of_requests_under_way(engine, sample):
@@ -89,7 +95,7 @@ def test_rows_is_the_number_of_requests_under_way(engine, sample):
         return engine.sampled(body)
 
     engine.answer = answer
-    assert len(sample(rows(9), rows=3)) == 9 and max(most) == 3
+    assert len(sample(jobs(9), rows=3)) == 9 and max(most) == 3
 
 
 def test_a_caller_that_breaks_off_does_not_wait_for_replies(engine, tokenizer):
@@ -101,8 +107,8 @@ def test_a_caller_that_breaks_off_does_not_wait_for_replies(engine, tokenizer):
         return engine.sampled(body)
 
     engine.answer = answer
-    turns = served.Server(engine.url, "base", rows=2).stream(tokenizer, STOPS, rows(), PLAIN)
-    assert next(turns)[0][0] == 0
+    turns = a_server(engine, tokenizer, rows=2).stream(jobs(), PLAIN)
+    assert next(turns)[0].index == 0
     turns.close()
     assert not released.is_set() and len(engine.calls) <= 3
     released.set()
@@ -113,18 +119,18 @@ def test_of_a_server_without_ids_the_text_is_tokenized(engine, sample, tokenizer
     usage = {"completion_tokens": 30, "prompt_tokens": 3}
     engine.answer = lambda body: (200, choices(text=text))
     ids = tokenizer.encode(text)
-    assert sample(rows(1)) == {0: [*ids, STOPS[0]]}
+    assert sample(jobs(1)) == {0: [*ids, STOPS[0]]}
     engine.answer = lambda body: (200, choices(text=f"{text}<|im_end|>"))
-    assert sample(rows(1)) == {0: [*ids, 265]}
+    assert sample(jobs(1)) == {0: [*ids, 265]}
     engine.answer = lambda body: (200, choices("length", usage, text=text))
-    assert sample(rows(1)) == {0: ids}
+    assert sample(jobs(1)) == {0: ids}
 
 
 def test_a_stop_id_that_a_server_leaves_out_does_not_make_a_completion_a_cut_one(engine, sample):
     engine.answer = lambda body: (200, choices(token_ids=[65, 66]))
-    assert sample(rows(1)) == {0: [65, 66, STOPS[0]]}
+    assert sample(jobs(1)) == {0: [65, 66, STOPS[0]]}
     engine.answer = lambda body: (200, choices("length", token_ids=[65, 66]))
-    assert sample(rows(1, limit=2)) == {0: [65, 66]}
+    assert sample(jobs(1, limit=2)) == {0: [65, 66]}
 
 
 def test_the_key_in_the_environment_is_sent_and_never_shown(engine, monkeypatch):
@@ -141,10 +147,10 @@ def test_the_key_in_the_environment_is_sent_and_never_shown(engine, monkeypatch)
 # ------------------------------------------------------------------------------- log-probabilities
 
 
-def test_the_log_probability_of_each_sampled_id_is_kept_under_the_rows_key(engine, tokenizer):
-    server = served.Server(engine.url, "base")
-    list(server.stream(tokenizer, STOPS, rows(2), PLAIN, logprobs=True))
-    assert server.logprobs == {2**63: [-0.5, -1.5, -0.25], 2**63 + 1: [-0.5, -1.5, -0.25]}
+def test_the_log_probability_of_each_sampled_id_travels_on_the_job(engine, tokenizer):
+    turns = a_server(engine, tokenizer).stream(jobs(2, logprobs=[]), PLAIN)
+    for job in itertools.chain.from_iterable(turns):
+        assert job.logprobs == [-0.5, -1.5, -0.25]
     assert [body["logprobs"] for body in engine.bodies()] == [0, 0]  # no other ids' numbers
 
 
@@ -162,7 +168,7 @@ UNFIT = {
 def test_training_refuses_a_reply_without_ids_or_without_a_number_for_each(what, engine, sample):
     reply, words = UNFIT[what]
     engine.answer = lambda body: (200, reply)
-    one_line(lambda: sample(rows(1), logprobs=True), engine.url, words, kind=OSError)
+    one_line(lambda: sample(jobs(1, logprobs=[])), engine.url, words, kind=OSError)
 
 
 def test_the_engine_scores_a_fixed_completion_with_and_without_an_adapter(engine, tmp_path):
@@ -235,7 +241,7 @@ def test_where_nobody_answers_every_question_says_so(tmp_path, sample):
         server.check,
         lambda: server.load("mine", str(tmp_path)),
         lambda: server.unload("mine"),
-        lambda: sample(rows(3), server=server),
+        lambda: sample(jobs(3), server=server),
         lambda: server.logprobs_of([1], [2]),
     ):
         one_line(ask, server.url, "ConnectionRefusedError", kind=ConnectionError)
@@ -252,7 +258,7 @@ def test_an_adapter_is_loaded_sampled_by_its_name_and_unloaded(
     server = served.Server(engine.url, "base")
     server.load("mine", "adapter")  # the server has another working directory
     assert engine.adapters == {"mine": str(tmp_path / "adapter")}
-    assert len(sample(rows(2), "mine", server=server)) == 2
+    assert len(sample(jobs(2), "mine", server=server)) == 2
     assert [body["model"] for body in engine.bodies()] == ["mine", "mine"]
     server.unload("mine")
     assert not engine.adapters
@@ -279,7 +285,7 @@ def test_a_server_that_was_started_anew_has_the_adapter_loaded_again(engine, sam
         return engine.sampled(body)
 
     engine.answer = answer
-    assert len(sample(rows(), "mine", server=server)) == 6
+    assert len(sample(jobs(), "mine", server=server)) == 6
     assert len(engine.bodies("/v1/load_lora_adapter")) == 2  # one for all the threads
     assert engine.adapters == {"mine": str(tmp_path)}
 
@@ -305,13 +311,13 @@ def test_after_a_fault_a_request_is_tried_again(fault, engine, sample):
         return FAULTS[fault](body) if seen.count(body["prompt"]) < 3 else engine.sampled(body)
 
     engine.answer = answer
-    assert len(sample(rows(4), rows=4)) == 4
+    assert len(sample(jobs(4), rows=4)) == 4
     assert len(seen) == 3 * 4
 
 
 def test_an_outage_is_reported_once(engine, sample, capsys):
     engine.answer = FAULTS["a broken server"]
-    one_line(lambda: sample(rows(4), rows=4), engine.url, kind=ConnectionError)
+    one_line(lambda: sample(jobs(4), rows=4), engine.url, kind=ConnectionError)
     (line,) = capsys.readouterr().err.splitlines()
     assert engine.url in line and "HTTP 500" in line
 
@@ -331,9 +337,8 @@ def test_a_fault_that_stays_is_raised_after_the_replies_under_way(engine, tokeni
     seen = []
 
     def ask():
-        server = served.Server(engine.url, "base", rows=2)
-        for turn in server.stream(tokenizer, STOPS, rows(), PLAIN):
-            seen.extend(i for i, _ in turn)
+        for turn in a_server(engine, tokenizer, rows=2).stream(jobs(), PLAIN):
+            seen.extend(job.index for job in turn)
 
     one_line(ask, engine.url, kind=ConnectionError)
     assert seen == [0]
@@ -344,7 +349,7 @@ def test_a_fault_that_stays_is_raised_after_the_replies_under_way(engine, tokeni
 def test_a_server_that_stays_silent_is_not_asked_twice(engine, sample):
     released = threading.Event()
     engine.answer = lambda body: (released.wait(60), {})
-    one_line(lambda: sample(rows(1), timeout_s=0.2), engine.url, "0.2 s", kind=ConnectionError)
+    one_line(lambda: sample(jobs(1), timeout_s=0.2), engine.url, "0.2 s", kind=ConnectionError)
     released.set()
     assert len(engine.bodies()) == 1
 
@@ -353,7 +358,7 @@ def test_a_request_that_is_too_long_is_the_servers_own_refusal_and_not_tried_aga
     detail = "This model's maximum context length is 20 tokens.\nHowever, you requested 33."
     engine.answer = lambda body: (400, {"error": {"message": detail}})
     words = [f"{engine.url}: HTTP 400: ", "maximum context length is 20 tokens"]
-    one_line(lambda: sample(rows(1)), *words, kind=OSError)
+    one_line(lambda: sample(jobs(1)), *words, kind=OSError)
     assert len(engine.calls) == 1
 
 
@@ -369,7 +374,7 @@ def test_after_an_error_a_row_that_waits_for_its_next_try_is_given_up(engine, sa
         return 400, {"detail": "refused"}
 
     engine.answer = answer
-    one_line(lambda: sample(rows(2), rows=2), "HTTP 400", kind=OSError)
+    one_line(lambda: sample(jobs(2), rows=2), "HTTP 400", kind=OSError)
     assert len(engine.calls) == 2
 
 
@@ -391,4 +396,4 @@ UNEXPECTED = {
 def test_an_unexpected_reply_is_one_line(what, engine, sample):
     value, words = UNEXPECTED[what]
     engine.answer = lambda body: (200, value)
-    one_line(lambda: sample(rows(1, limit=8)), engine.url, words, kind=OSError)
+    one_line(lambda: sample(jobs(1, limit=8)), engine.url, words, kind=OSError)

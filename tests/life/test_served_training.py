@@ -17,7 +17,7 @@ from fake_engine import DROP, STOPS, choices, serving
 import eval
 import sgsd
 from lib import served
-from rollout import Row, Sampling
+from rollout import Job, Sampling
 
 
 @pytest.fixture
@@ -57,12 +57,12 @@ def logprobs(lm, prompts, completions):
 def policy(engine, tokenizer, tmp_path):
     server = served.Server(engine.url, "base")
     server.check()
-    folder = tmp_path / "served"
-    return served.TrainedPolicy(server, Adapted(), tokenizer, STOPS, folder, "run-rank0", logprobs)
+    server.tokenizer, server.stops = tokenizer, STOPS
+    return served.TrainedPolicy(server, Adapted(), tmp_path / "served", "run-rank0", logprobs)
 
 
-def row(index=0):
-    return Row(index, [7, 8], 2**60 + index, 30)
+def job(index=0):
+    return Job(index, [7, 8], 2**60 + index, 30)
 
 
 SAMPLING = Sampling(1.0, 1.0, 0)
@@ -70,7 +70,7 @@ SAMPLING = Sampling(1.0, 1.0, 0)
 
 def step(policy, effect=0.0):
     """Sample two rows as a step of training does, and then move the weights."""
-    assert len(list(policy.rollouts([row(0), row(1)], SAMPLING, 2))) == 2
+    assert len(list(policy.compared_stream([job(0), job(1)], SAMPLING, 2))) == 2
     policy.lm.effect += effect
     policy.changed = True
 
@@ -78,8 +78,8 @@ def step(policy, effect=0.0):
 def test_each_steps_adapter_has_a_name_of_its_own_and_the_one_before_is_unloaded(engine, policy):
     for _ in range(3):
         step(policy)
-    list(policy.stream([row()], SAMPLING, 1))  # the bank's writer, after the last step
-    list(policy.stream([row()], SAMPLING, 1))  # and once more, with the same weights
+    list(policy.stream([job()], SAMPLING, 1))  # the bank's writer, after the last step
+    list(policy.stream([job()], SAMPLING, 1))  # and once more, with the same weights
     loaded = [body["lora_name"] for body in engine.bodies("/v1/load_lora_adapter")]
     assert len(set(loaded)) == len(loaded) == 4
     assert all(name.startswith("run-rank0-") for name in loaded)
@@ -98,7 +98,6 @@ def test_the_gap_to_the_engines_log_probabilities_is_noted_for_each_rollout(poli
     """The engine says -.5, -1.5 and -.25, we say -1: gaps of .5, .5 and .75."""
     step(policy)
     assert policy.gaps == [pytest.approx([1.75 / 3, 0.75])] * 2
-    assert not policy.server.logprobs  # each is taken once
 
 
 def test_an_adapter_that_is_accepted_and_does_not_act_ends_the_step(engine, policy):

@@ -50,10 +50,11 @@ def test_alg2_lines_1_to_7_the_base_model_solves_seed_problems_and_they_become_m
         text = skills.render("memory", {"problem": x.problem})  # line 3
         prompt = rollout.chat_ids(tokenizer, text, thinking="bare" if thinking else "closed")
         key = rollout.sample_key(0, 0, x.id)
-        completions = rollout.generate(lm, tokenizer, [prompt], Sampling(1.0, 0.95, 0, 20), [key])
-        verifier = driver.CoinVerifier(5.0)
-        stops = rollout.stop_ids(lm, tokenizer)
-        (roll,) = rollout.judge(tokenizer, stops, [x], [prompt], completions, verifier)  # line 4
+        job, sampling = rollout.Job(0, prompt, key, 20, x), Sampling(1.0, 0.95, 0, 20)
+        turns = rollout.stream(lm, tokenizer, [job], sampling, 1)
+        stops, verifier = rollout.stop_ids(lm, tokenizer), driver.CoinVerifier(5.0)
+        for turn in rollout.rollouts(tokenizer, stops, verifier, turns):  # line 4
+            roll = turn[0][1] if turn else None
         record = skills.memory_of(dataclasses.asdict(roll)) | {"truncated": roll.truncated}
         assert memories[x.id] == record  # lines 5 and 6
     right = sum(memory["reward"] == 1 for memory in memories.values())

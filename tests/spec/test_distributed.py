@@ -80,19 +80,16 @@ def prepares_together(world):
             assert not world.main and e.code == 2
 
 
-def shares_rows(world, count):
-    rows = [types.SimpleNamespace(index=i, prompt=[0] * (9 - i)) for i in range(count)]
+def shares_jobs(world, count):
+    jobs = [types.SimpleNamespace(index=i, prompt=[0] * (9 - i)) for i in range(count)]
     mine = []
 
-    def stream(rows_of_rank):
-        mine.extend(row.index for row in rows_of_rank)
-        for row in rows_of_rank:
-            yield [row.index]
+    def work(jobs_of_rank):
+        mine.extend(job.index for job in jobs_of_rank)
+        for job in jobs_of_rank:
+            yield [(job.index, world.rank)]
 
-    def finish(turn):
-        return [(i, world.rank) for i in turn]
-
-    turns = list(distributed.share(world, rows, stream, finish))
+    turns = list(distributed.share(world, jobs, work))
     results = [result for turn in turns for result in turn]
     assert sorted(i for i, _ in results) == list(range(count))
     assert [i for i, rank in results if rank == world.rank] == mine
@@ -107,8 +104,8 @@ def use_collectives(argv):
     broadcasts_rank_0s_values(world)
     gathers_by_rank(world)
     prepares_together(world)
-    for count in (0, 1, 5):  # one row for two ranks, and uneven shares
-        shares_rows(world, count)
+    for count in (0, 1, 5):  # one job for two ranks, and uneven shares
+        shares_jobs(world, count)
     return 10 + world.rank
 
 

@@ -4,7 +4,6 @@ A sample is a pure function of its key and place. The reference for decoding is 
 cache, no padding, one row alone. Ids travel unchanged, and the outcome comes from their text.
 """
 
-import functools
 import itertools
 import json
 import warnings
@@ -158,11 +157,11 @@ def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     model, ids = make_model().train(), prompts(tokenizer, 6)
 
     def stream(ids, rows=2):
-        rows_to_do = rollout.rows_of(ids, range(6), 24)
-        return rollout.stream(model, tokenizer, rows_to_do, SAMPLING, rows)
+        jobs = [rollout.Job(i, prompt, i, 24) for i, prompt in enumerate(ids)]
+        return rollout.stream(model, tokenizer, jobs, SAMPLING, rows)
 
     turns = list(stream(ids))
-    finished = [i for turn in turns for i, _ in turn]
+    finished = [job.index for turn in turns for job in turn]
     assert sorted(finished) == list(range(6)) and max(map(len, turns)) <= 2 and [] in turns
     left_early = stream(ids)
     next(left_early)
@@ -184,10 +183,13 @@ def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer
     cut = rollout.generate(model, tokenizer, ids, SAMPLING, range(6))
     for a, b in zip(free, cut):
         assert b == (a[: a.index(stop) + 1] if stop in a else a)
-    data = [SimpleNamespace(id=str(i), problem="x", answer="1") for i in range(6)]
+    x = SimpleNamespace(id="x", problem="x", answer="1")
+    jobs = [rollout.Job(i, ids[i], i, 0, x, cut[i]) for i in range(6)]
     stops = rollout.stop_ids(model, tokenizer)
     with Verifier() as verifier:
-        rolls = rollout.judge(tokenizer, stops, data, ids, cut, verifier)
+        (turn,) = rollout.rollouts(tokenizer, stops, verifier, [jobs])
+    assert [job for job, _ in turn] == jobs
+    rolls = [roll for _, roll in turn]
     assert [roll.completion_ids for roll in rolls] == cut
     assert [roll.truncated for roll in rolls] == [x[-1] not in (265, stop) for x in cut]
     assert {(roll.r, roll.pred) for roll in rolls} == {(-1, None)}
@@ -212,17 +214,20 @@ def test_a_model_whose_solutions_would_never_end_is_refused():
 
 
 def judged(tokenizer, prompt, completion):
-    data = [SimpleNamespace(id="x", problem="p", answer="5")]
+    x = SimpleNamespace(id="x", problem="p", answer="5")
     with Verifier() as verifier:
-        return rollout.judge(tokenizer, [265], data, [prompt], [completion], verifier)[0]
+        job = rollout.Job(0, prompt, 0, 0, x, completion)
+        (((_, roll),),) = rollout.rollouts(tokenizer, [265], verifier, [[job]])
+    return roll
 
 
 @pytest.mark.parametrize("verdict", [0.7, 1, -1, None])
 def test_a_verdict_that_is_no_bool_is_refused_with_its_problem(verdict, tokenizer):
-    data = [SimpleNamespace(id="p7", problem="x", answer="5")]
+    x = SimpleNamespace(id="p7", problem="x", answer="5")
     verifier = SimpleNamespace(judge=lambda cases: [Verdict("5", verdict)])
-    judge = functools.partial(rollout.judge, tokenizer, [265], data, [[1]], [[2]], verifier)
-    one_line(judge, f"got {verdict} for problem p7")
+    job = rollout.Job(0, [1], 0, 0, x, [2])
+    judged_turns = rollout.rollouts(tokenizer, [265], verifier, [[job]])
+    one_line(lambda: next(judged_turns), f"got {verdict} for problem p7")
 
 
 def test_an_outcome_comes_from_the_text_which_never_becomes_ids_again(tokenizer):

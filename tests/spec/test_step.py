@@ -17,7 +17,7 @@ from driver import ALONE, opened, rows, train
 import rollout
 import sgsd
 import skills
-from lib import config, model, problems, runlog
+from lib import config, model, runlog
 from rollout import Sampling
 
 IDS_T = [30, 256, 31, 32, 33, 34, 35, 36, 265]
@@ -46,15 +46,15 @@ def logp(lm, prompt, ids_T):
 
 
 @pytest.mark.parametrize("r", [1, -1])
-def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic(r):
+def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic(r, monkeypatch):
     """And its gradient is Eq. 19's. Teachers are the present policy, with its adapters (Eq. 4)."""
     lm, cfg = policy(), config.Config(eps_a=0.25, tau_g=0.5, c_delta=1.5, score_tokens=30)
     run = types.SimpleNamespace(cfg=cfg, lm=lm, device=ALONE.device, masked_ids=MASKED_IDS)
     run.clock = runlog.Stopwatch()
     pairs_K = [skills.SkillPair({}, {}, s_g, s_e) for s_g, s_e in SIMILARITIES]
-    roll = types.SimpleNamespace(completion_ids=IDS_T, r=r)
-    x = problems.Problem("p", "x", "1")
-    result = sgsd.rollout_loss(run, sgsd.Example(0, x, 0, pairs_K, STUDENT, TEACHERS, roll))
+    roll = types.SimpleNamespace(problem="x", prompt_ids=STUDENT, completion_ids=IDS_T, r=r)
+    monkeypatch.setattr(sgsd, "teacher_prompts", lambda run, pairs_K, problem: TEACHERS)
+    result = sgsd.rollout_loss(run, roll, pairs_K)
 
     mask = [int(i not in MASKED_IDS) for i in IDS_T]
     student_T = logp(lm, STUDENT, IDS_T)
@@ -86,8 +86,8 @@ def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic
 # --------------------------------------------------------------------- lines 2-16: a step by hand
 
 
-def example_by_hand(run, x, step):
-    """Lines 4, 6 and 7 for one problem."""
+def step_by_hand(run, x, step):
+    """Lines 4, 6 and 7 for one problem: pairs, the teachers' prompts, the rollout."""
     pairs_K = run.bank.retrieve(x.problem, 3, run.embed)  # line 4
     student = rollout.chat_ids(run.tokenizer, skills.render_student(x.problem), thinking="closed")
     teachers_K = []
@@ -98,8 +98,8 @@ def example_by_hand(run, x, step):
     sampling = Sampling(1.1, 0.95, 20, run.cfg.max_new_tokens)
     (ids_T,) = rollout.generate(run.lm, run.tokenizer, [student], sampling, [key])  # line 7
     r = 1 if int(x.answer) % 4 == 1 else -1  # as the tests' verifier says
-    roll = types.SimpleNamespace(completion_ids=ids_T, r=r)
-    return sgsd.Example(0, x, key, pairs_K, student, teachers_K, roll)
+    names = {"problem": x.problem, "prompt_ids": student, "completion_ids": ids_T, "r": r}
+    return pairs_K, teachers_K, types.SimpleNamespace(**names)
 
 
 def test_alg1_lines_2_to_16_a_step_is_what_its_lines_say(world_dir, tmp_path):
@@ -113,15 +113,15 @@ def test_alg1_lines_2_to_16_a_step_is_what_its_lines_say(world_dir, tmp_path):
         for step, (logged, norm) in enumerate(steps, 1):
             assert len(logged) == 4
             for row in logged:  # line 3
-                example = example_by_hand(hand, data[row["problem_id"]], step)
-                prompts = sgsd.prompts(hand, example.problem, example.pairs_K)
-                assert prompts == (example.student, example.teachers_K)
-                pairs = [[p.skill["skill_id"], p.mistake["mistake_id"]] for p in example.pairs_K]
+                pairs_K, teachers_K, roll = step_by_hand(hand, data[row["problem_id"]], step)
+                assert sgsd.student_prompt(hand, roll.problem) == roll.prompt_ids
+                assert sgsd.teacher_prompts(hand, pairs_K, roll.problem) == teachers_K
+                pairs = [[p.skill["skill_id"], p.mistake["mistake_id"]] for p in pairs_K]
                 assert row["pairs"] == pairs
-                assert row["prompt_ids"] == example.student
-                assert row["completion_ids"] == example.rollout.completion_ids
-                assert row["r"] == example.rollout.r
-                result = sgsd.rollout_loss(hand, example)  # lines 5 and 8-14
+                assert row["prompt_ids"] == roll.prompt_ids
+                assert row["completion_ids"] == roll.completion_ids
+                assert row["r"] == roll.r
+                result = sgsd.rollout_loss(hand, roll, pairs_K)  # lines 5-6 and 8-14
                 same(result.loss, row["loss"], 1e-5)
                 (result.loss / 4).backward()  # line 16: the mean over the minibatch
             norm_by_hand = torch.nn.utils.clip_grad_norm_(parameters, 0.02).item()
@@ -139,6 +139,31 @@ def test_a_problem_that_comes_twice_in_a_step_has_two_solutions(world_dir, tmp_p
         logged, _ = sgsd.train_step(run, 1)
     solutions = {(row["problem_id"], *row["completion_ids"]) for row in logged}
     assert len(logged) == len(solutions) == 24
+
+
+def test_a_rollout_whose_teachers_are_all_ignored_needs_no_backward_pass(world_dir, tmp_path):
+    """The weights are equal to the bit to those of a step that differentiates every rollout."""
+    with opened(world_dir, tmp_path / "without", eps_a=1.05) as run:
+        logged, _ = sgsd.train_step(run, 1)
+        with_loss = sum(any(row["rho"]) for row in logged)
+        assert 0 < with_loss < len(logged)
+    with opened(world_dir, tmp_path / "with", eps_a=1.05) as hand:
+        share = sgsd.batch_share(hand, 1)
+        for (_, x, _), roll in zip(share, sgsd.sample(hand, share)):
+            pairs_K = hand.bank.retrieve(x.problem, 3, hand.embed)
+            (sgsd.rollout_loss(hand, roll, pairs_K).loss / 4).backward()
+        sgsd.optimizer_step(hand, 1)
+    for got, want in zip(*(model.trained(x.lm).values() for x in (run, hand))):
+        assert torch.equal(got, want)
+
+
+def test_a_loss_that_is_no_number_is_still_differentiated(world_dir, tmp_path):
+    """NaN supports no teacher, so that all are ignored; but the step must be skipped."""
+    with opened(world_dir, tmp_path / "run") as run:
+        for p in model.trained(run.lm).values():
+            p.data.fill_(torch.nan)
+        _, norm = sgsd.train_step(run, 1)
+    assert norm != norm
 
 
 # ------------------------------------------------- lines 1, 2 and 17: the loop, the data, the bank

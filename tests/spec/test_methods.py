@@ -9,6 +9,7 @@ import math
 import os
 import signal
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import driver
 import pytest
@@ -21,9 +22,10 @@ import rollout
 import scoring
 import sgsd
 import skills
-from extras import baselines
-from extras.baselines import BaselineConfig
 from lib import config, model, problems, verify
+from methods import ablations, divergences, grpo, opsd
+from methods.ablations import AblationConfig
+from methods.opsd import OPSDConfig
 
 
 def by_length(names, long):
@@ -37,11 +39,11 @@ def by_length(names, long):
 def test_grpo_advantages():
     # mean 0, std sqrt(4 / 3) = 1.1547: +-1 / (1.1547 + 0.0001)
     want = [x / (math.sqrt(4 / 3) + 1e-4) for x in (1, -1, -1, 1)]
-    same(baselines.grpo_advantages(t([1.0, -1.0, -1.0, 1.0])), want)
+    same(grpo.grpo_advantages(t([1.0, -1.0, -1.0, 1.0])), want)
     # mean 1/2, std sqrt((1/4 + 1/4 + 0) / 2) = 1/2; eps 1/2: -+1/2 and 0
-    same(baselines.grpo_advantages(t([0.0, 1.0, 0.5]), eps=0.5), [-0.5, 0.5, 0.0])
-    assert not baselines.grpo_advantages(t([-1.0] * 8)).any()  # a group that teaches nothing
-    one_line(lambda: baselines.grpo_advantages(torch.ones(1)), "G >= 2", "(1,)")
+    same(grpo.grpo_advantages(t([0.0, 1.0, 0.5]), eps=0.5), [-0.5, 0.5, 0.0])
+    assert not grpo.grpo_advantages(t([-1.0] * 8)).any()  # a group that teaches nothing
+    one_line(lambda: grpo.grpo_advantages(torch.ones(1)), "G >= 2", "(1,)")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_grpo_advantages():
 def test_grpo_loss(advantage, loss, slopes):
     old_T = t([-1.0, -2.0, -0.5])
     new_T = (old_T + t([1.0, 2.0, 0.5]).log()).requires_grad_()
-    got = baselines.grpo_loss(new_T, old_T, advantage)
+    got = grpo.grpo_loss(new_T, old_T, advantage)
     got.backward()
     same(got.detach(), loss)
     same(new_T.grad, slopes)
@@ -65,7 +67,7 @@ def test_grpo_loss(advantage, loss, slopes):
 
 def test_generalized_jsd():
     """Forward is KL(T || S), reverse KL(S || T) (D10); jsd is symmetric; equal sides have none."""
-    jsd, beta = baselines.generalized_jsd, baselines.JSD_BETA
+    jsd, beta = divergences.generalized_jsd, divergences.JSD_BETA
     s_V, t_V = t([0.5, 0.5]).log(), t([0.75, 0.25]).log()
     forward = [0.75 * math.log(1.5), 0.25 * math.log(0.5)]  # entry by entry
     same(jsd(s_V, t_V, beta["forward_kl"]), sum(forward))
@@ -97,12 +99,12 @@ def test_local_support(top_k, sampled, student, teacher):
     """KL(T || S) and the sampled gap on the teacher's top k and the sampled token (S19)."""
     ids_1 = torch.tensor([sampled])
     s_1V, t_1V = t([[0.4, 0.3, 0.2, 0.1]]).log(), t([[0.1, 0.2, 0.3, 0.4]]).log()
-    kl_1, gap_1 = baselines.local_support(ids_1, s_1V, t_1V, top_k)
+    kl_1, gap_1 = divergences.local_support(ids_1, s_1V, t_1V, top_k)
     same(kl_1, [sum(q * math.log(q / p) for p, q in zip(student, teacher))])
     same(gap_1, [math.log(teacher[0] / student[0])])
     # both gaps are logged: the whole vocabulary's (Eq. 7) is off by the log of the masses' ratio
-    cfg = BaselineConfig(support_top_k=top_k)
-    loss_1, local_1, full_1 = baselines.token_losses(cfg, ids_1, s_1V, [t_1V])[:, 0].T
+    cfg = AblationConfig(support_top_k=top_k)
+    loss_1, local_1, full_1 = ablations.token_losses(cfg, ids_1, s_1V, [t_1V])[:, 0].T
     same(loss_1, [math.log(2) - math.log(1 + math.exp(-(kl_1.item() ** 2) / 2))])
     same(local_1, gap_1.tolist())
     same(full_1, [math.log((1 + sampled) / (4 - sampled))])
@@ -115,9 +117,9 @@ def test_a_reversed_forward_kl_grows_without_bound_and_jsd_and_gate_stay_below_l
     and the gate to log 2 at most.
     """
     teacher, student = t([5.0, 0.0]), t([-500.0, 0.0])
-    forward = baselines.generalized_jsd(student, teacher, baselines.JSD_BETA["forward_kl"])
+    forward = divergences.generalized_jsd(student, teacher, divergences.JSD_BETA["forward_kl"])
     assert float(forward) == pytest.approx(496.6, abs=0.1)
-    assert baselines.generalized_jsd(student, teacher, baselines.JSD_BETA["jsd"]) < math.log(2)
+    assert divergences.generalized_jsd(student, teacher, divergences.JSD_BETA["jsd"]) < math.log(2)
     assert sgsd.gated_loss(t(500.0), 1.0) <= math.log(2)
 
 
@@ -145,28 +147,34 @@ def perturb(run):
         torch.nn.init.normal_(p, std=0.1, generator=generator)
 
 
-def one_step(world_dir, out, **changes):
+def one_step(world_dir, out, method="ablations", **changes):
     """Run, rows and gradients of one step; clip and threshold bite on random gaps."""
     changes = {"c_delta": 0.3, "eps_a": 0.17, "audit_every": 1, **changes, "grad_clip": 1e9}
-    with driver.opened(world_dir, out, BaselineConfig, **changes) as run:
+    kind, step_fn, _ = driver.METHODS[method]
+    with driver.opened(world_dir, out, kind, **changes) as run:
         perturb(run)
         run.optimizer = Recorder(model.trained(run.lm).values())
-        rows_of_step, _ = baselines.train_step(run, 1)
+        rows_of_step, _ = step_fn(run, 1)
     return run, rows_of_step, run.optimizer.gradients
 
 
 def settings_of(method, **changes):
-    """A method's own defaults, cut to a test's size; a bank only where the method uses one."""
-    defaults = baselines.DEFAULTS[method] | {"max_new_tokens": 12, "audit_every": 1}
-    bank = {} if method.endswith("+skill") else {"bank": ""}
-    return {"method": method, **defaults, **bank, **changes}
+    """A method with its own defaults, cut to a test's size; a bank only for +skill."""
+    name, _, skilled = method.partition("+")
+    kind, _, variants = driver.METHODS[name]
+    own = {f.name: f.default for f in dataclasses.fields(kind) if f.name in PAPERS}
+    own |= variants["bank"] if skilled else {"bank": ""}
+    return {"method": name, **own, "max_new_tokens": 12, "audit_every": 1, **changes}
+
+
+PAPERS = "student_prefix temperature top_p top_k max_prompt_tokens rollout_rows grad_clip".split()
 
 
 def problems_of(run):
     """The problem of each rollout of the first step, in order."""
     cfg = run.cfg
     batch = problems.minibatch(run.problems, cfg.batch_size, 1, cfg.seed)
-    return [x for x, _ in batch for _ in range(cfg.generations)]
+    return [x for x, _ in batch for _ in range(getattr(cfg, "generations", 1))]
 
 
 def assert_gradients(got, run, total):
@@ -179,9 +187,9 @@ def assert_gradients(got, run, total):
 def test_with_default_settings_a_run_equals_sgsds_own_bit_for_bit(processes, world_dir, tmp_path):
     """Five problems a step, so that two processes have uneven shares."""
     changes = {"steps": 3, "batch_size": 5, "audit_every": 1, "eps_a": 0.4}
-    outs = [tmp_path / "sgsd", tmp_path / "baselines"]
-    for out, method in zip(outs, ([], ["--method=sgsd"])):
-        argv = [*flags(world_dir, out, **changes), *method]
+    outs = [tmp_path / "sgsd", tmp_path / "ablations"]
+    for out in outs:
+        argv = [out.name, *flags(world_dir, out, **changes)]
         if processes == 1:
             completes(driver.main, argv)
         else:
@@ -216,7 +224,6 @@ CASES = {  # settings, and the fields of a row that may then differ from those o
     "jsd, one row a forward pass": ({"objective": "jsd", "score_tokens": 1}, {"losses", "loss"}),
     "top support": ({"support_top_k": 5}, {*SCORED, "a_full", "gap_error"}),
     "whole support": ({"support_top_k": 10**6}, {"losses", "loss", "a_full", "gap_error"}),
-    "groups": ({"generations": 2, "batch_size": 2}, None),  # other rollouts, so all may differ
     "opsd": (settings_of("opsd"), None),
     "opsd+skill": (settings_of("opsd+skill"), None),
     "gemma2 jsd": ({"objective": "jsd", "model": "gemma2"}, None),
@@ -231,11 +238,13 @@ def logprobs_of(run, text, thinking, ids):
     """[T, V] log-probabilities at the loss's temperature, from the model's whole logits."""
     prompt = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
     logits_LV = run.lm(input_ids=torch.tensor([prompt + ids])).logits[0]
-    return (logits_LV[len(prompt) - 1 : -1] / run.cfg.score_temperature).log_softmax(-1)
+    temperature = getattr(run.cfg, "score_temperature", run.cfg.temperature)
+    return (logits_LV[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
 
 
 def loss_and_gap(cfg, s_TV, t_TV, ids):
     """Token losses and gaps [T] of one teacher, from log-probabilities of both sides."""
+    bound = getattr(cfg, "objective_clip", 0)
     at = range(len(ids)), ids
     if cfg.support_top_k:
         keep = t_TV >= t_TV.topk(min(cfg.support_top_k, t_TV.shape[1])).values[:, -1:]
@@ -252,7 +261,21 @@ def loss_and_gap(cfg, s_TV, t_TV, ids):
         "reverse_kl": s_TV.exp() * (s_TV - t_TV),
         "jsd": (t_TV.exp() * (t_TV - m_TV) + s_TV.exp() * (s_TV - m_TV)) / 2,
     }
-    return terms[cfg.objective].clamp(max=cfg.objective_clip or math.inf).sum(-1), gap_T
+    return terms[cfg.objective].clamp(max=bound or math.inf).sum(-1), gap_T
+
+
+AS_ABLATION = dict(  # what OPSD is, in the settings of an ablation
+    objective="forward_kl", teacher="frozen", answer_pi=True, polarity=False, token_mask=False
+)
+
+
+def changed_parts(cfg):
+    """The settings of an ablation, or OPSD as one."""
+    if isinstance(cfg, AblationConfig):
+        return cfg
+    parts = AblationConfig(**AS_ABLATION)
+    own = {"objective_clip": cfg.objective_clip, "c_delta": cfg.c_delta, "eps_a": cfg.eps_a}
+    return SimpleNamespace(**{**vars(parts), **own})
 
 
 def teacher_by_definition(cfg, row, k, m_T, s_TV, t_TV):
@@ -286,13 +309,18 @@ def teacher_by_definition(cfg, row, k, m_T, s_TV, t_TV):
 
 def rollout_by_definition(run, x, row):
     """A rollout's loss, with gradient, after its row has been checked."""
-    cfg, pairs, shown = run.cfg, baselines.retrieve(run, x, 1), x.problem
+    cfg, is_opsd, shown = changed_parts(run.cfg), isinstance(run.cfg, OPSDConfig), x.problem
+    pairs = []
+    if run.cfg.uses_skill_bank:
+        pairs = run.bank.retrieve(x.problem, run.cfg.num_teachers, run.embed)
+    if cfg.retrieval == "random":
+        pairs = ablations.retrieve(run, x, 1)
     weights = [math.exp((pair.s_g + pair.s_e) / 2) for pair in pairs]
     if cfg.answer_pi:
         shown += f"\n\nThe reference answer is {x.answer}."
     student = skills.render_student(x.problem)
     teachers = [skills.render_teacher(pair, shown) for pair in pairs]
-    if "opsd" in cfg.method:  # S17: with +skill both roles see the skills
+    if is_opsd:  # S17: with +skill both roles see the skills
         student = skills.render_skills(pairs, x.problem)
         teachers, weights = [skills.render_skills(pairs, shown)], [1.0]
     ids, tokens = row["completion_ids"], row["tokens"]
@@ -356,7 +384,7 @@ def test_a_changed_step_is_its_definition_and_changes_its_own_part_alone(
 @pytest.mark.parametrize("method", ["grpo", "grpo+skill"])
 def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path):
     changes = settings_of(method, generations=3, batch_size=2)
-    changes["verifier"] = "test_baselines:TwoOfThree"
+    changes["verifier"] = "test_methods:TwoOfThree"
     run, rows_of_step, got = one_step(world_dir, tmp_path / "run", **changes)
     assert [row["r"] for row in rows_of_step] == [-1, 1, 1] * 2
     assert len({tuple(row["completion_ids"]) for row in rows_of_step}) == 6
@@ -366,8 +394,9 @@ def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path
         # rewards -1, 1, 1: mean 1/3, sample std 2 / sqrt(3)
         advantage = (row["r"] - 1 / 3) / (2 / math.sqrt(3) + 1e-4)
         assert (row["advantage"], row["loss"]) == pytest.approx((advantage, -advantage), abs=1e-5)
-        pairs, ids = baselines.retrieve(run, x, 1), row["completion_ids"]
-        assert len(pairs) == (3 if method == "grpo+skill" else 0)
+        pairs, ids = [], row["completion_ids"]
+        if method == "grpo+skill":
+            pairs = run.bank.retrieve(x.problem, 3, run.embed)
         assert [names[0] for names in row["pairs"]] == [pair.skill["skill_id"] for pair in pairs]
         logp_TV = logprobs_of(run, skills.render_skills(pairs, x.problem), "bare", ids)
         # at ratio 1 the clipped ratio's gradient is the policy gradient
@@ -377,10 +406,10 @@ def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path
 
 def test_random_pairs_are_drawn_anew_for_each_step_and_again_the_same(world_dir, tmp_path):
     changes = {"retrieval": "random", "num_teachers": 2}
-    with driver.opened(world_dir, tmp_path / "run", BaselineConfig, **changes) as run:
+    with driver.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
         for x in run.problems:
-            chosen = [baselines.retrieve(run, x, step) for step in range(8)]
-            assert chosen == [baselines.retrieve(run, x, step) for step in range(8)]
+            chosen = [ablations.retrieve(run, x, step) for step in range(8)]
+            assert chosen == [ablations.retrieve(run, x, step) for step in range(8)]
             names = set()
             for one, other in chosen:
                 assert (one.s_g, one.s_e, other.s_g, other.s_e) == (0, 0, 0, 0)  # equal weights
@@ -388,15 +417,11 @@ def test_random_pairs_are_drawn_anew_for_each_step_and_again_the_same(world_dir,
                 names.add((one.skill["skill_id"], other.skill["skill_id"]))
             assert len(names) > 3  # of 12 ordered pairs of four skills
         run.bank = skills.SkillBank(run.bank.general_skills, [])
-        assert baselines.retrieve(run, run.problems[0], 1) == []  # S8
+        assert ablations.retrieve(run, run.problems[0], 1) == []  # S8
 
 
-@pytest.mark.parametrize("method", ["sgsd", "opsd", "grpo"])
-def test_truncated_rollouts_can_be_left_out(method, world_dir, tmp_path):
-    changes = {} if method == "sgsd" else settings_of(method)
-    if method == "grpo":
-        changes |= {"generations": 2, "seed": 1}
-    _, of_step, gradients = one_step(world_dir, tmp_path / "run", **changes, drop_truncated=True)
+def test_truncated_rollouts_can_be_left_out(world_dir, tmp_path):
+    _, of_step, gradients = one_step(world_dir, tmp_path / "run", drop_truncated=True)
     assert {(row["truncated"], row["loss"]) for row in of_step} == {(True, 0.0)}
     assert not any(row["credit_sq"] for row in of_step)  # what does not act is not logged
     assert not any(gradient.any() for gradient in gradients)
@@ -409,14 +434,14 @@ def test_truncated_rollouts_can_be_left_out(method, world_dir, tmp_path):
 def test_whose_log_probabilities_a_teacher_gives(kind, world_dir, tmp_path):
     """The student's, the base's, or its copy's; then the student's own weights are back."""
     prompt, ids = [[1, 2, 3, 4]], [[30, 31, 32]]
-    with driver.opened(world_dir, tmp_path / "run", BaselineConfig, teacher=kind) as run:
-        with baselines.teacher_policy(run):
+    with driver.opened(world_dir, tmp_path / "run", AblationConfig, teacher=kind) as run:
+        with ablations.teacher_policy(run):
             # A copy begins as the student, with B = 0.
             base = scoring.token_logprobs(run.lm, prompt, ids)
         perturb(run)
         params = model.trained(run.lm)
         before = {name: p.detach().clone() for name, p in params.items()}
-        with baselines.teacher_policy(run):
+        with ablations.teacher_policy(run):
             teacher = scoring.token_logprobs(run.lm, prompt, ids)
         for name, p in params.items():
             assert torch.equal(p, before[name]) and p.requires_grad
@@ -436,7 +461,7 @@ def test_a_copied_teacher_follows_and_goes_into_the_checkpoint(teacher, world_di
         params = model.trained(run.lm)
         if step == 1:
             want.update({name: p.detach().double().clone() for name, p in params.items()})
-        result = baselines.train_step(run, step)
+        result = ablations.train_step(run, step)
         new = 0.1 if teacher == "ema" else float(step % 2 == 0)
         for name, p in params.items():
             want[name] = (1 - new) * want[name] + new * p.detach().double()
@@ -444,7 +469,7 @@ def test_a_copied_teacher_follows_and_goes_into_the_checkpoint(teacher, world_di
             torch.testing.assert_close(copy, want[name], atol=1e-7, rtol=0.0)
         return result
 
-    run = driver.train(world_dir, tmp_path / "run", step_fn, BaselineConfig, **changes)
+    run = driver.train(world_dir, tmp_path / "run", step_fn, AblationConfig, **changes)
     saved = load_file(tmp_path / "run/checkpoints/step_000004/trainer.safetensors")
     assert run.extra_tensors.keys() == {f"{name}.teacher" for name in want}
     for name, copy in run.extra_tensors.items():
@@ -455,46 +480,44 @@ def test_a_copied_teacher_follows_and_goes_into_the_checkpoint(teacher, world_di
 
 
 LENGTHS = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p", "top_k")
-OWN = ("generations", "loss_temperature", "teacher", "answer_pi", "objective", "objective_clip")
-GRPO = [16000, 2048, 1.2, 1.0, 0, 8, 0, "live", False, "gate", 0]
-OPSD = [1024, 20000, 1.1, 0.95, 20, 1, 0, "frozen", True, "forward_kl", 0.05]
 
 
-def read(*argv):
-    return baselines.parse(argv)
+def read(method, *argv):
+    kind, _, variants = driver.METHODS[method]
+    return config.parse(argv, "", kind, variants)
 
 
 def test_a_methods_own_defaults_and_flags_that_win_over_them():
     """Tab. 11 and the released OPSD settings; sgsd's own are the paper's."""
-    for method, want in {"grpo": GRPO, "opsd": OPSD}.items():
-        for name in (method, f"{method}+skill"):
-            cfg = dataclasses.asdict(read("--method", name))
-            assert [cfg[field] for field in (*LENGTHS, *OWN)] == want
-            if name != method:  # S17
-                assert (cfg["num_teachers"], cfg["evolve_every"]) == (3, 0)
-    assert read("--method", "grpo", "--top-k", "20").top_k == 20
-    temperatures = [read("--method", name).score_temperature for name in ("sgsd", "grpo", "opsd")]
-    assert temperatures == [1.0, 1.2, 1.1]  # S5, S15: the loss of a baseline is at its sampling's
-    assert read("--method", "grpo", "--temperature", "0.9").score_temperature == 0.9
-    assert read("--method", "sgsd") == read() == BaselineConfig()
-    assert dataclasses.asdict(config.Config()).items() <= dataclasses.asdict(read()).items()
-    cfg = read("--no-token-mask", "--no-clip", "--no-polarity", "--answer-pi", "--teacher", "ema")
-    off = {"token_mask": False, "clip": False, "polarity": False}
-    assert cfg == BaselineConfig(**off, answer_pi=True, teacher="ema")
+    for argv in ([], ["--bank", "b.json"]):
+        of_grpo, of_opsd = read("grpo", *argv), read("opsd", *argv)
+        assert [getattr(of_grpo, name) for name in LENGTHS] == [16000, 2048, 1.2, 1.0, 0]
+        assert (of_grpo.generations, of_grpo.student_prefix, of_grpo.grad_clip) == (8, "bare", 1.0)
+        assert [getattr(of_opsd, name) for name in LENGTHS] == [1024, 20000, 1.1, 0.95, 20]
+        assert of_opsd.objective_clip == 0.05
+        for cfg in (of_grpo, of_opsd):
+            assert cfg.uses_skill_bank == bool(argv)
+            if argv:  # S17
+                assert (cfg.num_teachers, cfg.evolve_every) == (3, 0)
+    assert read("grpo", "--top-k", "20").top_k == 20
+    ours = dataclasses.asdict(read("ablations"))
+    assert dataclasses.asdict(config.Config(out="runs/ablation")).items() <= ours.items()
+    outs = [read(name).out for name in driver.METHODS]
+    assert len({*outs}) == len(outs)  # no method trains into another's folder
 
 
 def test_the_short_grpo_is_sampled_and_clipped_as_sgsd():
-    short, ours = read("--method", "grpo-short"), BaselineConfig()
+    short, ours = read("grpo", "--short"), config.Config()
     for name in (*LENGTHS, "student_prefix", "grad_clip", "learning_rate", "batch_size"):
         assert getattr(short, name) == getattr(ours, name)
-    assert (short.student_prefix, short.generations, short.score_temperature) == ("closed", 8, 1.1)
+    assert (short.student_prefix, short.generations) == ("closed", 8)
     assert not short.uses_skill_bank
-    assert read("--method", "grpo-short", "--max-new-tokens", "9").max_new_tokens == 9
+    assert read("grpo", "--short", "--max-new-tokens", "9").max_new_tokens == 9
 
 
 RUNS = {
     "grpo+skill": settings_of("grpo+skill", generations=3),
-    "ema": {"teacher": "ema", "teacher_decay": 0.5, "objective": "jsd", "generations": 2},
+    "ema": {"teacher": "ema", "teacher_decay": 0.5, "objective": "jsd"},
     "periodic": {"teacher": "periodic", "teacher_period": 3, "retrieval": "random"},
 }
 
@@ -503,41 +526,43 @@ RUNS = {
 def test_stopped_and_continued_equals_uninterrupted(name, world_dir, tmp_path):
     """Two steps and then one more leave the bytes of three in a row."""
     changes = {**RUNS[name], "steps": 3, "max_new_tokens": 8, "checkpoint_every": 3}
-    changes["verifier"] = "test_baselines:TwoOfThree"
+    kind, own_step, _ = driver.METHODS[changes.pop("method", "ablations")]
+    changes["verifier"] = "test_methods:TwoOfThree"
 
     def stopped_in_step_2(run, step):
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return baselines.train_step(run, step)
+        return own_step(run, step)
 
     def train(out, step_fn):
-        return driver.train(world_dir, out, step_fn, BaselineConfig, **changes)
+        return driver.train(world_dir, out, step_fn, kind, **changes)
 
-    run = train(tmp_path / "whole", baselines.train_step)
+    run = train(tmp_path / "whole", own_step)
     assert run.code == 0
     assert train(tmp_path / "parts", stopped_in_step_2).code == 130
-    assert train(tmp_path / "parts", baselines.train_step).code == 0
+    assert train(tmp_path / "parts", own_step).code == 0
     assert driver.state(tmp_path / "whole") == driver.state(tmp_path / "parts")
     for row in rows(tmp_path / "whole/metrics.jsonl"):
         assert row["grad_norm"] > 0 and math.isfinite(row["loss"])
         assert ("bank_skills" in row) == run.cfg.uses_skill_bank
     assert (tmp_path / "whole/bank").exists() == run.cfg.uses_skill_bank
-    assert len(rows(tmp_path / "whole/rollouts.jsonl")) == 12 * run.cfg.generations
+    assert len(rows(tmp_path / "whole/rollouts.jsonl")) == 12 * changes.get("generations", 1)
 
 
 def test_a_continued_run_keeps_its_method_and_its_teacher(world_dir, tmp_path, capsys):
-    argv = [*flags(world_dir, tmp_path / "run", bank="", steps=1), "--method=opsd"]
-    completes(baselines.main, argv)
-    refused(capsys, baselines.main, [*argv, "--method=grpo"], "--method 'grpo'", "'opsd'")
-    refused(capsys, baselines.main, [*argv, "--teacher=ema"], "--teacher 'ema'", "'frozen'")
+    argv = flags(world_dir, tmp_path / "run", steps=1)
+    completes(ablations.main, [*argv, "--teacher=frozen"])
+    refused(capsys, opsd.main, argv, "methods.opsd", "methods.ablations")
+    refused(capsys, ablations.main, [*argv, "--teacher=ema"], "--teacher 'ema'", "'frozen'")
 
 
 @pytest.mark.long
 def test_groups_stay_together_over_ranks(world_dir, tmp_path):
     """Three problems of two rollouts on two ranks: one order of rows, one step."""
-    changes = {"method": "opsd+skill", "batch_size": 3, "steps": 1, "generations": 2}
-    completes(driver.main, flags(world_dir, tmp_path / "1", **changes))
-    assert two(flags(world_dir, tmp_path / "2", **changes), tmp_path) == [0, 0]
+    changes = {"batch_size": 3, "steps": 1, "generations": 2, "max_new_tokens": 12}
+    changes["verifier"] = "driver:UnevenVerifier"
+    completes(driver.main, ["grpo", *flags(world_dir, tmp_path / "1", **changes)])
+    assert two(["grpo", *flags(world_dir, tmp_path / "2", **changes)], tmp_path) == [0, 0]
     moments, logs = [], []
     for n in "12":
         logs.append(rows(tmp_path / n / "rollouts.jsonl"))
@@ -550,17 +575,32 @@ def test_groups_stay_together_over_ranks(world_dir, tmp_path):
 
 
 FLAGS = {
-    "--method base": ("--method base", "eval.py MODEL"),
-    "--method base+skill": ("--method base+skill", "--skills BANK"),
-    "--method dpo": ("--method dpo", "sgsd, grpo, grpo-short, grpo+skill, opsd"),
-    "--method grpo --generations 1": ("--generations", ">= 2"),
-    "--method grpo --temperature 0": ("--temperature 0",),
-    "--method opsd --bank BANK": ("--bank", "opsd+skill"),
-    "--method grpo --no-polarity": ("--no-polarity", "grpo has none"),
-    "--objective jsd --support-top-k 9": ("--support-top-k", "--objective"),
+    "grpo --generations 1": ("--generations", ">= 2"),
+    "grpo --temperature 0": ("--temperature 0",),
+    "ablations --objective jsd --support-top-k 9": ("--support-top-k", "--objective"),
 }
 
 
 @pytest.mark.parametrize("given", FLAGS)
 def test_a_wrong_flag_gives_one_clear_line(given, tmp_path, capsys):
-    refused(capsys, baselines.main, [*given.split(), f"--out={tmp_path / 'run'}"], *FLAGS[given])
+    name, *argv = given.split()
+    program = {"grpo": grpo, "ablations": ablations}[name].main
+    refused(capsys, program, [*argv, f"--out={tmp_path / 'run'}"], *FLAGS[given])
+
+
+@pytest.mark.parametrize("verdicts", ["alike", "mixed"])
+def test_what_has_no_gradient_costs_no_pass_and_changes_no_bit(
+    verdicts, world_dir, tmp_path, monkeypatch
+):
+    """A group whose rewards are equal is not scored."""
+    passes = []
+    token_logprobs = scoring.token_logprobs
+    monkeypatch.setattr(
+        scoring, "token_logprobs", lambda *a, **k: passes.append(1) or token_logprobs(*a, **k)
+    )
+    changes = settings_of("grpo", generations=3, batch_size=2)
+    changes["verifier"] = "driver:Exact" if verdicts == "alike" else "test_methods:TwoOfThree"
+    _, of_step, gradients = one_step(world_dir, tmp_path / "run", **changes)
+    assert len(passes) == (0 if verdicts == "alike" else 6)
+    assert any(g.any() for g in gradients) == (verdicts == "mixed")
+    assert [row["loss"] == 0 for row in of_step] == [verdicts == "alike"] * 6

@@ -1,0 +1,129 @@
+"""GRPO: a solution's advantage is its reward relative to its group's; Tab. 11, S15.
+
+    loss(y_i) = - mean over t of A_i w_t,  A_i = (r_i - mean r) / (std r + 1e-4),  w_t = pi / pi_old
+
+    python -m methods.grpo --out runs/a                      as in the paper: the model thinks
+    python -m methods.grpo --short --out runs/b              sampled and clipped as SGSD
+    python -m methods.grpo --bank bank.json --out runs/c     GRPO+Skill: skills in the prompts
+
+Source: DeepSeekMath (Shao et al. 2024), with what the released scripts of SGSD leave open or set.
+Ours makes one optimizer step per batch, so w_t = 1 and the clip never acts. There is no KL term.
+
+Dimension key: G solutions of a problem, T completion tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import distributed
+import scoring
+import sgsd
+from lib import config
+from lib.config import Config, setting, with_default
+from lib.problems import Problem
+from lib.run import Run
+from methods import groups
+from methods.groups import GroupConfig, RolloutLoss
+from rollout import Rollout
+from skills import SkillBank, SkillPair
+
+
+@dataclass(frozen=True)
+class GRPOConfig(GroupConfig):
+    """SGSD's settings with GRPO's defaults (Tab. 11, S15)."""
+
+    program: ClassVar[str] = "-m methods.grpo"
+
+    out: str = with_default(Config, "out", "runs/grpo")
+    student_prefix: str = with_default(Config, "student_prefix", "bare")
+    temperature: float = with_default(Config, "temperature", 1.2)
+    top_p: float = with_default(Config, "top_p", 1.0)
+    top_k: int = with_default(Config, "top_k", 0)
+    max_new_tokens: int = with_default(Config, "max_new_tokens", 16000)
+    max_prompt_tokens: int = with_default(Config, "max_prompt_tokens", 2048)
+    rollout_rows: int = with_default(Config, "rollout_rows", 16)
+    grad_clip: float = with_default(Config, "grad_clip", 1.0)
+    short: bool = setting(
+        False, "sample and clip as SGSD: a closed think block, at most 1,024 tokens; S15"
+    )
+    loss_temperature: float = setting(
+        0.0, "temperature of the loss; 0 takes the sampling's; S5, S15", least=0
+    )
+
+
+OF_SGSD = "student_prefix temperature top_p top_k max_new_tokens max_prompt_tokens rollout_rows"
+SHORT = {name: getattr(Config, name) for name in (*OF_SGSD.split(), "grad_clip")}
+WITH_SKILLS = {"num_teachers": 3, "evolve_every": 0}  # S17
+VARIANTS: dict[str, dict[str, Any]] = {"short": SHORT, "bank": WITH_SKILLS}
+
+
+def grpo_advantages(rewards_G: Tensor, eps: float = 1e-4) -> Tensor:
+    """(r - mean) / (std + eps) within one group, with the sample's std (n - 1) (S15). [G].
+
+    0 where all rewards are equal. ValueError on fewer than two rewards.
+    """
+    if rewards_G.ndim != 1 or len(rewards_G) < 2:
+        shape = tuple(rewards_G.shape)
+        raise ValueError(f"grpo_advantages: rewards_G must be [G] with G >= 2, got {shape}")
+    return (rewards_G - rewards_G.mean()) / (rewards_G.std() + eps)
+
+
+def grpo_loss(logp_T: Tensor, logp_old_T: Tensor, advantage: float, clip: float = 0.2) -> Tensor:
+    """-mean_t min(w_t A, clip(w_t, 1 - clip, 1 + clip) A), w_t = pi(y_t) / pi_old(y_t) (S15).
+
+    No KL term. logp_T: [T] with gradient. logp_old_T: [T], taken as constant. advantage: the
+    completion's. Returns a scalar.
+    """
+    ratio_T = (logp_T - logp_old_T.detach()).exp()
+    clipped_T = ratio_T.clamp(1 - clip, 1 + clip)
+    return -torch.minimum(ratio_T * advantage, clipped_T * advantage).mean()
+
+
+def losses(
+    run: Run, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
+) -> Iterator[RolloutLoss]:
+    """The loss of each solution of a group; 0, and nothing scored, where all rewards are equal."""
+    return weighted_losses(run, rolls_G, grpo_advantages(groups.rewards(rolls_G)))
+
+
+def weighted_losses(
+    run: Run, rolls_G: list[Rollout], advantages_G: Tensor
+) -> Iterator[RolloutLoss]:
+    """The loss of each solution by its advantage."""
+    for roll, advantage in zip(rolls_G, advantages_G):
+        loss = torch.zeros((), device=run.device)
+        if advantages_G.any():
+            logp_T = logprobs(run, roll)
+            loss = grpo_loss(logp_T, logp_T, advantage.item())
+        T = len(roll.completion_ids)
+        yield groups.without_teachers(loss, T, {"advantage": advantage})
+
+
+def logprobs(run: Run, roll: Rollout) -> Tensor:
+    """The policy's log-probability of each token, at the temperature of the loss. [T]."""
+    cfg: Any = run.cfg
+    prompts, completions = [roll.prompt_ids], [roll.completion_ids]
+    temperature = cfg.loss_temperature or cfg.temperature
+    logp_1T = scoring.token_logprobs(
+        run.lm, prompts, completions, grad=True, temperature=temperature
+    )
+    return logp_1T[0]
+
+
+train_step = groups.step_fn(losses)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    config.end_at_signals()
+    cfg = config.parse(argv, __doc__, GRPOConfig, VARIANTS)
+    with Run.open(cfg, SkillBank.load) as run:
+        return sgsd.train(run, train_step)
+
+
+if __name__ == "__main__":
+    distributed.leave(main)

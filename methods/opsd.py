@@ -1,0 +1,104 @@
+"""OPSD: on-policy self-distillation from one teacher that sees the answer; Tab. 11, S16.
+
+    loss(y) = mean over all t of sum_v min( p_T(v) (log p_T(v) - log p_S(v)), 0.05 )
+
+    python -m methods.opsd --out runs/d                      the paper's baseline
+    python -m methods.opsd --bank bank.json --out runs/e     OPSD+Skill: both roles see the skills
+
+The teacher is the base model with the reference answer in its prompt; the verdict plays no part.
+Source: the released scripts of SGSD, since the paper gives neither the bound of 0.05 nor the
+temperature of the loss, which is the sampling's. Ours shows the answer in one sentence (S16).
+
+Dimension key: T completion tokens, n positions of a slice, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import distributed
+import sgsd
+import skills
+from lib import config
+from lib.config import Config, setting, with_default
+from lib.problems import Problem
+from lib.run import Run
+from methods import divergences, groups, teachers
+from methods.groups import RolloutLoss
+from rollout import Rollout
+from skills import SkillBank, SkillPair
+
+
+@dataclass(frozen=True)
+class OPSDConfig(Config):
+    """SGSD's settings, and the bound of OPSD's divergence."""
+
+    program: ClassVar[str] = "-m methods.opsd"
+    generations: ClassVar[int] = 1  # solutions of a problem
+
+    out: str = with_default(Config, "out", "runs/opsd")
+    objective_clip: float = setting(
+        0.05, "bound on each term of the divergence; 0 removes it; S16", least=0
+    )
+
+    @property
+    def uses_skill_bank(self) -> bool:
+        return bool(self.bank)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {"bank": {"num_teachers": 3, "evolve_every": 0}}  # S17
+
+
+def with_answer(problem: str, answer: str) -> str:
+    """The problem as a teacher sees it that knows the reference answer (S16)."""
+    return f"{problem}\n\nThe reference answer is {answer}."
+
+
+def losses(
+    run: Run, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
+) -> Iterator[RolloutLoss]:
+    """The loss of a solution by one teacher, whose prompt has the answer and any skills."""
+    cfg: Any = run.cfg
+    text = skills.render_skills(pairs_K, with_answer(x.problem, x.answer))
+    contexts_1 = [sgsd.prompt_ids(run, text, cfg.teacher_prefix)]
+
+    def token_losses(ids_n: Tensor, s_nV: Tensor, teachers_nV: list[Tensor]) -> Tensor:
+        loss_n = divergences.generalized_jsd(s_nV, teachers_nV[0], 0.0, clip=cfg.objective_clip)
+        gap_n1 = divergences.full_gaps(ids_n, s_nV, teachers_nV)
+        return torch.stack([loss_n[:, None], gap_n1], 2)
+
+    for roll in rolls_G:
+        ell_1T, delta_1T = divergences.scored(
+            run, roll, contexts_1, token_losses, cfg.temperature or 1.0, teachers.frozen(run)
+        )
+        ones_1, ones_T = ell_1T.new_ones(1), ell_1T.new_ones(ell_1T.shape[1])
+        lbar_1 = sgsd.masked_mean(ell_1T, ones_T)
+        yield RolloutLoss(
+            loss=lbar_1.sum(),
+            mask_T=ones_T,
+            delta_KT=delta_1T,
+            alpha_K=ones_1,
+            a_K=sgsd.robust_support(delta_1T, ones_T, cfg.c_delta),
+            rho_K=ones_1,
+            lbar_K=lbar_1,
+            credit_KT=torch.zeros_like(delta_1T).detach(),
+            has_credit=False,
+        )
+
+
+train_step = groups.step_fn(losses)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    config.end_at_signals()
+    cfg = config.parse(argv, __doc__, OPSDConfig, VARIANTS)
+    with Run.open(cfg, SkillBank.load) as run:
+        return sgsd.train(run, train_step)
+
+
+if __name__ == "__main__":
+    distributed.leave(main)
