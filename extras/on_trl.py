@@ -220,7 +220,7 @@ class SGSDTrainer(GRPOTrainer):
 
     def verdict(self, completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
         """The reward that TRL asks for: r of each completion, judged from its ids (Eq. 1)."""
-        jobs = []
+        jobs: list[rollout.Job] = []
         for i, ids in zip(index, completion_ids):
             x = self.problems[i]
             prompt = self.prompt_ids(chat(x)[0]["content"], "closed")

@@ -144,18 +144,21 @@ def ending(tokenizer, ids):
     return tokenizer.decode(ids).rpartition("assistant\n")[2]
 
 
-def test_the_students_think_block_is_closed_and_a_teachers_is_left_open_or_closed_by_its_flag(
-    world_dir, tmp_path
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_the_think_block_of_a_role_is_closed_open_or_left_to_the_model_by_its_flag(
+    role, world_dir, tmp_path
 ):
-    """S3."""
+    """S3: by default the student's is closed and a teacher's is bare."""
     closed = "<think>\n\n</think>\n\n"
     for prefix, wanted in (("bare", ""), ("open", "<think>\n"), ("closed", closed)):
-        with opened(world_dir, tmp_path / prefix, teacher_prefix=prefix) as run:
+        with opened(world_dir, tmp_path / prefix, **{f"{role}_prefix": prefix}) as run:
             x = run.problems[0]
             pairs_K = run.bank.retrieve(x.problem, 2, run.embed)
-            student, teachers_K = sgsd.prompts(run, x, pairs_K)
-            assert ending(run.tokenizer, student) == closed
-            assert [ending(run.tokenizer, ids) for ids in teachers_K] == [wanted] * 2
+            student = sgsd.student_prompt(run, x.problem)
+            teachers_K = sgsd.teacher_prompts(run, pairs_K, x.problem)
+        student_end, teacher_end = (wanted, "") if role == "student" else (closed, wanted)
+        assert ending(run.tokenizer, student) == student_end
+        assert [ending(run.tokenizer, ids) for ids in teachers_K] == [teacher_end] * 2
 
 
 @pytest.mark.parametrize("end", ["<think>\\n", "<think>"])
