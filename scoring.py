@@ -50,18 +50,24 @@ def token_logprobs(
 
 
 def score_teachers(
-    model, contexts_K: list[list[int]], ids_T: list[int], budget: int = 16384
+    model,
+    contexts_K: list[list[int]],
+    ids_T: list[int],
+    budget: int = 16384,
+    temperature: float = 1.0,
 ) -> Tensor:
     """log p_T^(k)(y_t) of the student's tokens under each teacher's context c_k (Eq. 4).
 
     contexts_K: prompt ids of the K teachers. ids_T: the sampled completion.
     budget: tokens of one padded forward pass; the K rows are stacked into as few as it allows.
+    temperature: divides the logits.
     Returns [K, T] fp32 nats without gradient.
     """
     logpT_KT = torch.zeros(len(contexts_K), len(ids_T), device=causal_lm(model).device)
     for group in packs([len(context) + len(ids_T) for context in contexts_K], budget):
         contexts = [contexts_K[k] for k in group]
-        logpT_KT[group] = token_logprobs(model, contexts, [ids_T] * len(group))
+        completions = [ids_T] * len(group)
+        logpT_KT[group] = token_logprobs(model, contexts, completions, temperature=temperature)
     return logpT_KT
 
 

@@ -14,19 +14,25 @@ def frozen(run: Run) -> Iterator[None]:
         yield
 
 
+def begin(run: Run) -> None:
+    """Make a copy of the adapters, unless there is one, in `run.extra_tensors` (S18).
+
+    A method whose ranks may not all have a teacher in each step calls it before the step: else the
+    copy would begin at another step on another rank, or not be in rank 0's checkpoint.
+    """
+    for name, p in model.trained(run.lm).items():
+        if f"{name}.teacher" not in run.extra_tensors:
+            run.extra_tensors[f"{name}.teacher"] = p.detach().clone()
+
+
 @contextlib.contextmanager
 def copied(run: Run) -> Iterator[None]:
-    """The model under a copy of its adapters, which begins as the student.
-
-    The copy lives in `run.extra_tensors`, and so in the checkpoints.
-    """
+    """The model under a copy of its adapters, which begins as the student."""
+    begin(run)
     params = model.trained(run.lm)
     students = {name: p.data for name, p in params.items()}
     for name, p in params.items():
-        copy = f"{name}.teacher"
-        if copy not in run.extra_tensors:
-            run.extra_tensors[copy] = p.detach().clone()
-        p.data = run.extra_tensors[copy]
+        p.data = run.extra_tensors[f"{name}.teacher"]
     try:
         yield
     finally:

@@ -37,7 +37,7 @@ import sgsd
 import skills
 from lib import config, files, model, verify
 from lib.run import Run
-from methods import ablations, grpo, opsd
+from methods import ablations, grpo, opsd, rlsd, sdpo
 
 ALONE = distributed.World(0, 1, torch.device("cpu"))
 
@@ -355,6 +355,8 @@ METHODS = {  # settings, step, other defaults
     "sgsd": (config.Config, sgsd.train_step, {}),
     "grpo": (grpo.GRPOConfig, grpo.train_step, grpo.VARIANTS),
     "opsd": (opsd.OPSDConfig, opsd.train_step, opsd.VARIANTS),
+    "rlsd": (rlsd.RLSDConfig, rlsd.train_step, rlsd.VARIANTS),
+    "sdpo": (sdpo.SDPOConfig, sdpo.train_step, {}),
     "ablations": (ablations.AblationConfig, ablations.train_step, {}),
 }
 

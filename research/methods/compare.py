@@ -83,6 +83,7 @@ METHODS[FULL] = METHODS["random retrieval"]
 PAPER = tuple(METHODS)  # the rows that a table has, beside the world's bases
 RATES = {"sgsd, 3e-4": 3e-4}  # fixed, where others are chosen
 METHODS |= {"sgsd, 3e-4": ""}
+METHODS |= {"sdpo": "", "rlsd": "", "rlsd, sgsd's teachers": "--evolve-every 0"}  # field.py's
 TRIED: tuple[str, ...] = ("sgsd", "grpo", "opsd", "opsd, no bound", "grpo+skill", "opsd+skill")
 TRIED += ("opsd+skill, no bound",)  # methods with a rate of their own
 
@@ -237,9 +238,9 @@ def points_of(job: Job, w: World) -> tuple[int, ...]:
 def settings_of(job: Job, w: World) -> str:
     """The flags of a job's training, without its paths."""
     name, flags = job["method"], METHODS[job["method"]]
-    if program_of(name) not in ("methods.grpo", "methods.opsd"):
+    if program_of(name) in ("sgsd", "methods.ablations"):
         flags += f" --evolve-every {w.other if name == 'sgsd, other bank' else w.evolve}"
-    batch = w.grpo_batch if name.startswith("grpo") else w.batch
+    batch = w.grpo_batch if name.startswith(("grpo", "rlsd", "sdpo")) else w.batch
     points = points_of(job, w)
     flags += f" --batch-size {batch} --max-new-tokens {w.tokens} --steps {points[-1]}"
     flags += f" --checkpoint-every {points[0]} --audit-every 0"
@@ -248,7 +249,7 @@ def settings_of(job: Job, w: World) -> str:
 
 def program_of(method: str) -> str:
     """The module that trains a row."""
-    for name in ("grpo", "opsd"):
+    for name in ("grpo", "opsd", "rlsd", "sdpo"):
         if method.startswith(name):
             return f"methods.{name}"
     return "sgsd" if method.startswith("sgsd") else "methods.ablations"
@@ -261,7 +262,8 @@ def train(job: Job, w: World, bank: pathlib.Path, out: pathlib.Path) -> dict[str
     name, points = job["method"], points_of(job, w)
     steps = points[-1]
     paths: dict[str, object] = {**places(w), "out": out}
-    if name.split(",")[0] not in ("grpo", "opsd"):
+    of_skills = name == "rlsd, sgsd's teachers"
+    if of_skills or name.split(",")[0] not in ("grpo", "opsd", "rlsd", "sdpo"):
         paths |= {"bank": bank, "encoder": w.encoder}
     cost = out / "cost.json"
     if not cost.exists():  # else a kill came after the training

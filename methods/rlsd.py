@@ -1,0 +1,160 @@
+"""RLSD: GRPO's advantage, weighted token by token by a teacher that sees the answer.
+
+    loss(y) = - mean over t of  A (1 - lam + lam w_t) log p_S(y_t)
+    w_t = clip( exp( sgn(A) (log p_T(y_t) - log p_S(y_t)) ), 0.8, 1.2 )
+
+    python -m methods.rlsd --out runs/rlsd                     one teacher, which sees the answer
+    python -m methods.rlsd --bank bank.json --out runs/rlsd_k  SGSD's K teachers in its place
+
+The verdicts say which way a solution is pushed; the teacher only says how the push is shared among
+its tokens. lam falls from 0.5 to 0 within 60 steps, and then this is GRPO. The teacher is a copy of
+the policy that is renewed every 20 steps.
+
+Source: arXiv 2604.03128, github.com/iie-ycx/RLSD at 93e46f7. Ours departs: sampling, gradient bound
+and optimizer are SGSD's, and one step per batch leaves no ratio to clip (S31); the loss is a mean
+over a solution's tokens, then over solutions, not over all tokens of the batch (S32). With --bank
+the gap is sum_k alpha_k Delta_t^(k) of SGSD's teachers, weights as they are now: this form is ours
+(S33).
+
+Dimension key: G solutions of a problem, K teachers, T completion tokens.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import distributed
+import scoring
+import sgsd
+import skills
+from lib import config
+from lib.config import Config, setting, with_default
+from lib.problems import Problem
+from lib.run import Run
+from methods import groups, teachers
+from methods.groups import GroupConfig, RolloutLoss
+from methods.grpo import grpo_advantages
+from methods.opsd import with_answer
+from rollout import Rollout
+from skills import SkillBank, SkillPair
+
+LEAST, MOST = 0.8, 1.2  # bounds of a token's weight
+
+
+@dataclass(frozen=True)
+class RLSDConfig(GroupConfig):
+    """SGSD's settings, and how long and how strongly teachers weigh."""
+
+    program: ClassVar[str] = "-m methods.rlsd"
+
+    out: str = with_default(Config, "out", "runs/rlsd")
+    teacher_prefix: str = with_default(Config, "teacher_prefix", "closed")
+    weighting: float = setting(0.5, "lam at first: the weights' share", least=0, most=1)
+    weighting_steps: int = setting(60, "steps within which the weights' share falls to 0")
+    teacher_period: int = setting(20, "copy the policy to the teacher every so many steps")
+
+
+VARIANTS: dict[str, dict[str, Any]] = {"bank": {"teacher_prefix": "bare", "evolve_every": 0}}
+
+
+def token_advantages(gap_T: Tensor, advantage: float, lam: float) -> Tensor:
+    """A_t = A (1 - lam + lam w_t), w_t = clip(exp(sgn(A) gap_t), 0.8, 1.2). [T].
+
+    gap_T: log p_T(y_t) - log p_S(y_t) in nats. A token that the teacher finds likelier than the
+    student gets more of a success, and less of a failure. The sign is A's at every token.
+    """
+    sign = (advantage > 0) - (advantage < 0)
+    w_T = torch.exp(sign * gap_T.detach()).clamp(LEAST, MOST)
+    return advantage * (1 - lam + lam * w_T)
+
+
+def weighting_share(step: int, first: float, steps: int) -> float:
+    """lam of a step, counted from 1: first (1 - step / steps), and 0 from `steps` on."""
+    return first * max(0.0, 1 - step / steps)
+
+
+def student_prompt(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
+    """The problem alone: the student never sees what a teacher sees."""
+    return sgsd.student_prompt(run, x.problem)
+
+
+def losses(
+    run: Run, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
+) -> Iterator[RolloutLoss]:
+    """The loss of each solution of a group; 0, and nothing scored, where all rewards are equal."""
+    advantages_G = grpo_advantages(groups.rewards(rolls_G), eps=1e-6)
+    for roll, advantage in zip(rolls_G, advantages_G):
+        T, numbers = len(roll.completion_ids), {"advantage": advantage}
+        loss, advantage_T = torch.zeros((), device=run.device), advantage.expand(T)
+        if advantages_G.any():
+            loss, advantage_T = rollout_loss(run, x, roll, pairs_K, advantage.item())
+        result = groups.without_teachers(loss, T, numbers)
+        result.token_numbers["advantage"] = advantage_T
+        yield result
+
+
+def rollout_loss(
+    run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair], advantage: float
+) -> tuple[Tensor, Tensor]:
+    """A solution's loss, and the advantage of each of its tokens [T]."""
+    cfg: Any = run.cfg
+    prompts, completions = [roll.prompt_ids], [roll.completion_ids]
+    logpS_1T = scoring.token_logprobs(
+        run.lm, prompts, completions, grad=True, temperature=cfg.temperature
+    )
+    logpS_T = logpS_1T[0]
+    gap_T = teachers_gap(run, x, roll, pairs_K, logpS_T.detach())
+    lam = weighting_share(run.step + 1, cfg.weighting, cfg.weighting_steps)
+    advantage_T = token_advantages(gap_T, advantage, lam)
+    ratio_T = (logpS_T - logpS_T.detach()).exp()  # 1, with the gradient of the log-probability
+    return -(advantage_T * ratio_T).mean(), advantage_T
+
+
+def teachers_gap(
+    run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair], logpS_T: Tensor
+) -> Tensor:
+    """log p_T(y_t) - log p_S(y_t) of the teacher, or the weighted mean over SGSD's K. [T]."""
+    cfg: Any = run.cfg
+    policy: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if pairs_K:
+        contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem)
+        alpha_K = sgsd.pair_weights(run, pairs_K)
+    else:
+        text = skills.render_student(with_answer(x.problem, x.answer))
+        contexts_K = [sgsd.prompt_ids(run, text, cfg.teacher_prefix)]
+        alpha_K, policy = torch.ones(1, device=run.device), teachers.copied(run)
+    with policy:
+        logpT_KT = scoring.score_teachers(
+            run.lm, contexts_K, roll.completion_ids, cfg.score_tokens, cfg.temperature
+        )
+    run.clock.lap("score")
+    return alpha_K @ sgsd.log_prob_gap(logpT_KT, logpS_T)
+
+
+step_of_groups = groups.step_fn(losses, student_prompt)
+
+
+def train_step(run: Run, step: int) -> tuple[list[dict], float]:
+    """A step; every --teacher-period steps the teacher's copy is renewed."""
+    cfg: Any = run.cfg
+    if not cfg.bank:
+        teachers.begin(run)
+    result = step_of_groups(run, step)
+    teachers.follow(run, float(step % cfg.teacher_period == 0))
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    config.end_at_signals()
+    cfg = config.parse(argv, __doc__, RLSDConfig, VARIANTS)
+    with Run.open(cfg, SkillBank.load) as run:
+        return sgsd.train(run, train_step)
+
+
+if __name__ == "__main__":
+    distributed.leave(main)

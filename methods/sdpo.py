@@ -1,0 +1,179 @@
+"""SDPO: a teacher sees a right solution of the same problem by the policy itself.
+
+    loss(y) = mean over all t of  a KL(T || M) + (1 - a) KL(S || M),  M = (1 - a) S + a T
+
+    python -m methods.sdpo --out runs/sdpo
+
+S and T are student and teacher over the student's k likeliest tokens and one entry for the rest.
+The context is the first of the other solutions of the group that is right. A solution without one
+teaches nothing: in a group without success all of them, and a success that is alone. Advantages
+play no part.
+
+Source: Self-Distillation Policy Optimization, github.com/lasgroup/SDPO at 0e6d510. Ours departs:
+without a right sibling there is no feedback of the environment to show (S28); the EMA teacher
+averages adapters, not weights (S29); AdamW as for SGSD, without warmup or weight decay, and one
+step per batch, so that no ratio is needed (S30).
+
+Dimension key: G solutions of a problem, T completion tokens, n positions of a slice, V vocabulary,
+k likeliest tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import distributed
+import sgsd
+import skills
+from lib import config
+from lib.config import Config, setting, with_default
+from lib.problems import Problem
+from lib.run import Run
+from methods import divergences, groups, teachers
+from methods.groups import GroupConfig, RolloutLoss
+from rollout import THINK, Rollout
+from skills import SkillBank, SkillPair
+
+
+@dataclass(frozen=True)
+class SDPOConfig(GroupConfig):
+    """SGSD's settings with SDPO's defaults, and the settings of its teacher."""
+
+    program: ClassVar[str] = "-m methods.sdpo"
+
+    out: str = with_default(Config, "out", "runs/sdpo")
+    teacher_prefix: str = with_default(Config, "teacher_prefix", "closed")
+    temperature: float = with_default(Config, "temperature", 1.0)
+    top_p: float = with_default(Config, "top_p", 1.0)
+    top_k: int = with_default(Config, "top_k", 0)
+    learning_rate: float = with_default(Config, "learning_rate", 1e-5)
+    grad_clip: float = with_default(Config, "grad_clip", 1.0)
+    divergence_alpha: float = setting(
+        0.5, "the teacher's share of the mixture: 0 is KL(T||S), 1 is KL(S||T)", least=0, most=1
+    )
+    divergence_top_k: int = setting(
+        100, "compare the student's likeliest tokens one by one, and the others together"
+    )
+    teacher_decay: float = setting(0.95, "decay of the EMA teacher, per step", least=0, most=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bank:
+            raise ValueError("--bank: SDPO uses no skills; leave it out")
+
+
+def top_k_with_tail(s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of student and teacher at the student's k likeliest ids, and of the rest.
+
+    s_nV, t_nV: logits, the student's with gradient. Returns [n, k + 1] twice, in nats, true
+    probabilities that sum to 1: the last entry is log(1 - sum of the others), where the sum counts
+    as at most 1 - 1e-7. k is the vocabulary's size at most.
+    """
+    top_nk = s_nV.detach().topk(min(k, s_nV.shape[-1])).indices
+    both = []
+    for logits_nV in (s_nV, t_nV):
+        logp_nk = logits_nV.log_softmax(-1).gather(1, top_nk)
+        together_n1 = logp_nk.logsumexp(1, keepdim=True).clamp(max=-1e-7)
+        tail_n1 = torch.log(-torch.expm1(together_n1))
+        both.append(torch.cat([logp_nk, tail_n1], 1))
+    return both[0], both[1]
+
+
+def sdpo_divergence(s_nV: Tensor, t_nV: Tensor, alpha: float, k: int) -> Tensor:
+    """a KL(T || M) + (1 - a) KL(S || M) over the k + 1 entries of `top_k_with_tail`: [n] nats.
+
+    M = (1 - a) S + a T; a = 0 is KL(T || S), a = 1 is KL(S || T). No term is clipped.
+    """
+    return divergences.generalized_jsd(*top_k_with_tail(s_nV, t_nV.detach(), k), alpha)
+
+
+def shown_sibling(rewards_G: Sequence[float], i: int) -> int | None:
+    """Whose solution the teacher of solution i sees: the first other one with a reward >= 0.5.
+
+    None where no other one has: solution i then teaches nothing.
+    """
+    for j, r in enumerate(rewards_G):
+        if j != i and r >= 0.5:
+            return j
+    return None
+
+
+def teacher_prompt(run: Run, x: Problem, solution: str) -> list[int]:
+    """The teacher's prompt, as ids: the student's, with a right solution after the problem.
+
+    solution: a sibling's text; its thinking is left out.
+    """
+    shown = solution.rpartition(THINK[1])[2].strip()
+    text = f"{x.problem}\n\nA correct solution:\n\n{shown}\n\nNow solve the original problem."
+    return sgsd.prompt_ids(run, skills.render_student(text), run.cfg.teacher_prefix)
+
+
+def losses(
+    run: Run, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
+) -> Iterator[RolloutLoss]:
+    """The loss of each solution of a group; 0, and nothing scored, without a right sibling."""
+    rewards_G = groups.rewards(rolls_G).tolist()
+    for i, roll in enumerate(rolls_G):
+        sibling = shown_sibling(rewards_G, i)
+        if sibling is None:
+            loss = torch.zeros((), device=run.device)
+            yield groups.without_teachers(loss, len(roll.completion_ids), {})
+        else:
+            context = teacher_prompt(run, x, rolls_G[sibling].text)
+            yield distilled(run, roll, context)
+
+
+def distilled(run: Run, roll: Rollout, context: list[int]) -> RolloutLoss:
+    """The loss of a solution under the teacher with this context; every token counts."""
+    cfg: Any = run.cfg
+
+    def token_losses(ids_n: Tensor, s_nV: Tensor, teachers_nV: list[Tensor]) -> Tensor:
+        (t_nV,) = teachers_nV
+        loss_n = sdpo_divergence(s_nV, t_nV, cfg.divergence_alpha, cfg.divergence_top_k)
+        gap_n1 = divergences.full_gaps(ids_n, s_nV, teachers_nV)  # for the logs
+        return torch.stack([loss_n[:, None], gap_n1], 2)
+
+    teacher = teachers.copied(run)
+    ell_1T, delta_1T = divergences.scored(
+        run, roll, [context], token_losses, cfg.temperature, teacher
+    )
+    ones_1, ones_T = ell_1T.new_ones(1), ell_1T.new_ones(ell_1T.shape[1])
+    lbar_1 = ell_1T.mean(1)
+    return RolloutLoss(
+        loss=lbar_1.sum(),
+        mask_T=ones_T,
+        delta_KT=delta_1T,
+        alpha_K=ones_1,
+        a_K=sgsd.robust_support(delta_1T, ones_T, cfg.c_delta),
+        rho_K=ones_1,
+        lbar_K=lbar_1,
+        credit_KT=torch.zeros_like(delta_1T).detach(),
+        has_credit=False,
+    )
+
+
+step_of_groups = groups.step_fn(losses)
+
+
+def train_step(run: Run, step: int) -> tuple[list[dict], float]:
+    """A step; then the teacher follows the student (S29)."""
+    cfg: Any = run.cfg
+    teachers.begin(run)
+    result = step_of_groups(run, step)
+    teachers.follow(run, 1 - cfg.teacher_decay)
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    config.end_at_signals()
+    cfg = config.parse(argv, __doc__, SDPOConfig)
+    with Run.open(cfg, SkillBank.load) as run:
+        return sgsd.train(run, train_step)
+
+
+if __name__ == "__main__":
+    distributed.leave(main)
