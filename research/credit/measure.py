@@ -4,14 +4,14 @@
     python research/credit/measure.py --show           this folder's tables, from weights.json
     python research/credit/measure.py --picture        curves.png, from weights.json
 
-Training is docs/changing.md's rlsd.py; each row replaces its `token_advantages` alone. All rows
-have one rate, one bank by hand, and in each step the same problems with the same seeds of sampling.
+A step is GRPO's, and each row weights a solution's advantage in its own way, token by token. All
+rows have one rate, one bank by hand, and in each step the same problems with the same seeds of
+sampling.
 A problem's three teachers are shown the true skills and mistakes of its own three steps. Finished
 runs stay in --work, and the same command goes on with the others.
 """
 
 import argparse
-import importlib
 import itertools
 import json
 import math
@@ -20,8 +20,7 @@ import random
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -34,10 +33,16 @@ import world
 from torch import Tensor
 
 import eval
+import scoring
 import sgsd
 import skills
-from lib import files
+from lib import config, files
+from lib.problems import Problem
+from lib.run import Run
+from methods import groups, grpo, rlsd
+from methods.groups import RolloutLoss
 from research.markdown_table import head_of, row_of
+from rollout import Rollout
 
 WORLD = ROOT / "research" / "worlds" / "harder"
 POINTS = (5, 10, 20)  # steps after which a run is evaluated; the last one ends it
@@ -64,6 +69,12 @@ TAU_G = 1.0
 # ----------------------------------------------------------------------------------- the weights
 
 
+def by_rlsd(delta_KT: Tensor, alpha_K: Tensor, advantage: Tensor, step: int) -> Tensor:
+    """RLSD's weights, from SGSD's teachers; their share falls from 0.5 to 0 within 50 steps."""
+    share = rlsd.weighting_share(step - 1, 0.5, 50)
+    return rlsd.token_advantages(alpha_K @ delta_KT, advantage.item(), share)
+
+
 def ones(delta_KT: Tensor, alpha_K: Tensor, advantage: Tensor, step: int) -> Tensor:
     """GRPO: every token has the solution's advantage."""
     return advantage * torch.ones(delta_KT.shape[1])
@@ -84,19 +95,41 @@ def shuffled(delta_KT: Tensor, alpha_K: Tensor, advantage: Tensor, step: int) ->
 
 
 Weights = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-ROWS: dict[str, Weights | None] = {"grpo": ones, "rlsd": None, "gate": gate, "shuffled": shuffled}
+ROWS: dict[str, Weights] = {"grpo": ones, "rlsd": by_rlsd, "gate": gate, "shuffled": shuffled}
 
 
 # ------------------------------------------------------------------------------------- one run
 
 
-def page_module(work: pathlib.Path) -> ModuleType:
-    """rlsd.py of docs/changing.md, which we write to `work`."""
-    page = (ROOT / "docs" / "changing.md").read_text()
-    code = re.findall(r"^```python\n# rlsd\.py\n(.*?)^```$", page, re.M | re.S)[0]
-    (work / "rlsd.py").write_text(code)
-    sys.path.insert(0, str(work))
-    return importlib.reload(importlib.import_module("rlsd"))
+def losses_by(weights: Weights) -> Callable[..., Iterator[RolloutLoss]]:
+    """A method of groups: GRPO with these weights, from SGSD's teachers."""
+
+    def losses(
+        run: Run, x: Problem, rolls_G: list[Rollout], pairs_K: list[skills.SkillPair]
+    ) -> Iterator[RolloutLoss]:
+        alpha_K = sgsd.pair_weights(run, pairs_K)
+        contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem)
+        for roll, advantage in zip(rolls_G, grpo.grpo_advantages(groups.rewards(rolls_G))):
+            ids_T = roll.completion_ids
+            logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, run.cfg.score_tokens)
+            logpS_1T = scoring.token_logprobs(run.lm, [roll.prompt_ids], [ids_T], grad=True)
+            delta_KT = sgsd.log_prob_gap(logpT_KT, logpS_1T[0].detach())
+            advantage_T = weights(delta_KT, alpha_K, advantage, run.step + 1)
+            loss = -(advantage_T * logpS_1T[0]).mean()
+            result = groups.without_teachers(loss, len(ids_T), {})
+            result.token_numbers["advantage"] = advantage_T
+            yield result
+
+    return losses
+
+
+def train(argv: list[str], weights: Weights) -> int:
+    """A training's exit code."""
+    config.end_at_signals()
+    cfg = config.parse(argv, __doc__, groups.GroupConfig)
+    step_fn = groups.step_fn(losses_by(weights), rlsd.student_prompt)
+    with Run.open(cfg, OwnSteps.load) as run:
+        return sgsd.train(run, step_fn)
 
 
 def make_bank(path: pathlib.Path) -> None:
@@ -127,17 +160,13 @@ def one_run(name: str, seed: int, steps: int, samples: int, limit: int, work: pa
     out, bank = work / f"{name}-{seed}", work / "bank.json"
     if not bank.exists():
         make_bank(bank)
-    module, weights = page_module(work), ROWS[name]
-    if weights is not None:
-        module.token_advantages = weights  # type: ignore[attr-defined]
     data = files.read_jsonl(WORLD / "train.jsonl")
     OwnSteps.families = {row["problem"]: row["families"] for row in data}
-    module.skills.SkillBank = OwnSteps
     paths = {"model": WORLD / "model", "data": WORLD / "train.jsonl", "encoder": WORLD / "encoder"}
     argv = f"{FLAGS} --steps {steps} --seed {seed} --bank {bank} --out {out}".split()
     for flag, path in paths.items():
         argv += [f"--{flag}", str(path)]
-    if module.main(argv):
+    if train(argv, ROWS[name]):
         raise RuntimeError(f"{name}-{seed}: training ended early")
     points = [step for step in POINTS if step < steps] + [steps]
     taken = [str(out / "checkpoints" / f"step_{step:06d}") for step in points]
