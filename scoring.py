@@ -7,7 +7,8 @@ Dimension key: B rows, L places of a padded row, K teachers, T completion tokens
 tokens of all rows, V vocabulary, D hidden size, n positions of one slice.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -122,20 +123,15 @@ def over_slices(
     The backward pass computes a slice's logits again, so that [N, V] logits are never alive.
     """
     head_VD, sliced = causal_lm(model).get_output_embeddings().weight, head_is_sliced(model)
-    weight_VD, matmul = head_VD.float(), torch.backends.cuda.matmul
+    weight_VD = head_VD.float()
 
     def one_slice(ids_n: Tensor, *states_nD: Tensor) -> Tensor:
-        logits, precision_before = [], matmul.fp32_precision
-        # TF32 is on for the head's product alone: it holds bf16 numbers exactly (S22). It would
-        # round positions above 2,048, which transformers multiplies in fp32 for rotary embeddings.
-        # Nothing may be compiled in between: inductor reads allow_tf32, which raises by then.
-        if head_VD.dtype == torch.bfloat16:
-            matmul.fp32_precision = "tf32"
-        for x_nD in states_nD:
-            logits_nV = x_nD.float() @ weight_VD.T if sliced else x_nD.float()
-            # A division by 1 would be one more pass over all logits.
-            logits.append(logits_nV if temperature == 1 else logits_nV / temperature)
-        matmul.fp32_precision = precision_before
+        logits = []
+        with tf32_products() if head_VD.dtype == torch.bfloat16 else contextlib.nullcontext():
+            for x_nD in states_nD:
+                logits_nV = x_nD.float() @ weight_VD.T if sliced else x_nD.float()
+                # A division by 1 would be one more pass over all logits.
+                logits.append(logits_nV if temperature == 1 else logits_nV / temperature)
         return f(ids_n, *logits)
 
     # With a gradient, the results of f and the gradients of both are alive beside the logits.
@@ -145,6 +141,22 @@ def over_slices(
     for parts in zip(*[x.split(rows) for x in (ids_N, *states)]):
         results.append(checkpoint(one_slice, *parts, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(results)
+
+
+@contextlib.contextmanager
+def tf32_products() -> Iterator[None]:
+    """TF32 for the head's product alone, where it holds bf16 numbers exactly (S22).
+
+    It would round positions above 2,048, which transformers multiplies in fp32 for rotary
+    embeddings. Nothing may be compiled inside: inductor reads allow_tf32, which raises by then.
+    """
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def head_is_sliced(model) -> bool:

@@ -14,30 +14,17 @@ from it (-1). If its opinion is too weak, it is ignored (0).
     torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train; again: continue
     python eval.py runs/sgsd/checkpoints/step_000200                     avg@12
 
-This file is Algorithm 1 from top to bottom: the objective, a step, the bank, the loop. What a run
-keeps on disk is lib/run.py. Tags such as S3 and D7 are rows of docs/decisions.md.
+This file is Algorithm 1 from top to bottom: the objective, a step, the bank, the loop. Settings,
+with their defaults and sources, are in lib/config.py; what a run keeps on disk is in lib/run.py.
+Tags such as S3 and D7 are rows of docs/decisions.md.
 
-Defaults. Problems: DAPO-Math-17k in English, without duplicates (D8); the student's prompt adds
-only the request to box the answer. math-verify compares the last box after the thinking with the
-reference; thinking that never ends holds no answer. K = 8 teachers, c_Delta = 3 nats, eps_a = 0.05
-nats, tau_g = 1. 200 steps of 32 problems; an epoch is a permutation of all problems, and a step may
-take from two. One solution each, of at most 1,024 tokens, drawn from the present policy at
-temperature 1.1: the 20 likeliest tokens, and of these, renormalised, the nucleus of top-p 0.95.
-Base weights bf16 on a GPU. LoRA of rank 64 and alpha 128 on all seven projections, in fp32, B = 0
-at first, no dropout. AdamW at 5e-6, falling linearly, betas 0.9 and 0.999, eps 1e-8, without weight
-decay; gradient norm clipped to 0.1. Log-probabilities are the model's own, at temperature 1, in
-nats and fp32.
-
-The bank. Texts of prompts are in prompts/. The encoder, Qwen3-Embedding-0.6B, embeds the bare
-problem, and an entry as "title. principle. when to apply". 256 problems, solved in thinking mode at
-temperature 1 in up to 38,912 tokens, give the first bank; its writer sees a solution's first and
-last 1,000 characters without the thinking, and replies in up to 4,096 tokens. Lists merge H = 32
-items at a time, in order, layer by layer, until one group is left or P = 3 layers in a row made the
-list no shorter; a group of one, or one with a reply that is lost or longer, stays as it is. Every
-F = 25 steps, unless the success since is gamma = 0.8, each rollout since gives up to three
-candidates. Those merge with each other and then with the entries added before: N = 5 net new ones
-at most in both lists together, the list that grew more cut first, from its end; and C = 30 in each
-list, the first bank's not counted.
+What no setting says. Every prompt is one user turn, without a system message, in the model's chat
+template. The problems have no duplicates (D8); an epoch is a permutation of all of them, and a step
+may take from two. The verifier compares the last box after the thinking with the reference answer;
+thinking that never ends holds no answer. Base weights are bf16 on a GPU. LoRA is in fp32, on all
+linear layers but the head, with B = 0 at first and without dropout. AdamW has betas 0.9 and 0.999,
+eps 1e-8 and no weight decay. Log-probabilities are the model's own, at temperature 1, in nats and
+fp32.
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
@@ -65,8 +52,8 @@ from rollout import Job, Rollout, Sampling
 from skills import SkillBank, SkillPair
 
 # ------------------------------------------------------------------------------- the objective
-# Every function takes and returns tensors. To copy it, take what stands from here to the next rule,
-# and the imports of torch, Tensor, Collection and Sequence.
+# Tensors in, tensors out. To copy the objective, take everything from here to the next line of
+# dashes, and the imports of torch, Tensor, Collection and Sequence.
 
 EPS = 1e-8  # in the denominators (S1)
 
@@ -85,17 +72,20 @@ def log_prob_gap(logpT_KT: Tensor, logpS_T: Tensor) -> Tensor:
     logpT_KT: [K, T], taken as constant. logpS_T: [T], with gradient. Returns [K, T] in nats.
     ValueError unless both have these shapes, and both are float32 or both float64.
     """
-    shapes, dtypes = (tuple(logpT_KT.shape), tuple(logpS_T.shape)), (logpT_KT.dtype, logpS_T.dtype)
-    if logpT_KT.ndim != 2 or shapes[0][1:] != shapes[1]:
+    if logpT_KT.ndim != 2 or logpT_KT.shape[1:] != logpS_T.shape:
+        shapes = f"{tuple(logpT_KT.shape)} and {tuple(logpS_T.shape)}"
         raise ValueError(f"log_prob_gap (Eq. 7): wanted [K, T] and [T], got {shapes}")
-    if dtypes not in ((torch.float32,) * 2, (torch.float64,) * 2):
+    if logpT_KT.dtype != logpS_T.dtype or logpS_T.dtype not in (torch.float32, torch.float64):
         rule = "both must be float32 or float64; bf16 is too coarse: errors of about 0.1 nat"
-        raise ValueError(f"log_prob_gap (Eq. 7): {rule}; got {dtypes}")
+        raise ValueError(f"log_prob_gap (Eq. 7): {rule}; got {logpT_KT.dtype}, {logpS_T.dtype}")
     return logpT_KT.detach() - logpS_T
 
 
 def plain_support(delta_KT: Tensor) -> Tensor:
-    """a_k: mean gap over all T tokens (Eq. 8, §2.3). [K]. For the logs: ã decides the polarity."""
+    """a_k: mean gap over all T tokens (Eq. 8, §2.3). [K]. For the logs.
+
+    Elsewhere `a_K` is the robust support ã, which decides the polarity.
+    """
     return delta_KT.detach().mean(1)
 
 
@@ -133,11 +123,9 @@ def polarity(a_K: Tensor, r: float, eps_a: float) -> Tensor:
     r: -1 or +1; ValueError on anything else, a bool among them. The threshold is strict, and
     sgn(0) = 0. [K], constant.
     """
-    # True == 1, so that a 0/1 reward as a bool would pass in half of the cases.
-    is_bool = "bool" in type(r).__name__ or getattr(r, "dtype", None) == torch.bool
-    if is_bool or r not in (-1, 1):
-        rule = "the outcome r must be -1 or +1"
-        raise ValueError(f"polarity (Eq. 9): {rule}, got {r}; is it a 0/1 reward?")
+    # True == 1, so that half of a 0/1 reward would pass as bools, numpy's and torch's among them.
+    if "True" in str(r) or r not in (-1, 1):
+        raise ValueError(f"polarity (Eq. 9): r must be -1 or +1, got {r}; is it a 0/1 reward?")
     a_K = a_K.detach()
     return torch.where(a_K.abs() > eps_a, int(r) * torch.sign(a_K), 0)
 
@@ -225,14 +213,15 @@ def prompt_ids(run: Run, text: str, thinking: str) -> list[int]:
 
 
 def student_prompt(run: Run, problem: str) -> list[int]:
-    """The student's prompt, as ids: the problem and the request to box the answer (Fig. 6)."""
+    """The student's prompt, as ids: the problem, and the request to reason and box the answer."""
     return prompt_ids(run, skills.render_student(problem), run.cfg.student_prefix)
 
 
 def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> list[list[int]]:
-    """The K teachers' prompts c_k(x), as ids: one skill, one mistake, the problem (Eq. 3).
+    """The K teachers' prompts c_k(x), as ids (Eq. 3, Fig. 6).
 
-    The reference answer is never in them.
+    Guidance stands before the student's prompt: a skill's title, principle and when to apply it,
+    and a mistake's description and how to avoid it. The reference answer is never shown.
     """
     prompts_K = []
     for pair in pairs_K:
@@ -265,10 +254,12 @@ def sample(run: Run, share: Sequence[tuple[int, Problem, int]]) -> list[Rollout]
 
 
 def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
-    """The rollout of each job, in order, sampled from the present policy and judged.
+    """The rollout of each job, in order: sampled from the present policy, and judged.
 
-    r is +1 if the answer in the last \\boxed{} is right, else -1; so a rollout that the length
-    limit cuts before its answer has -1. completion_ids end on a stop id, or are cut.
+    A token is drawn at --temperature from the --top-k likeliest ones and, of these, renormalised,
+    from the nucleus of --top-p. r is +1 if the answer in the last \\boxed{} is right, else -1; so a
+    rollout that the length limit cuts before its answer has -1. completion_ids end on a stop id,
+    or are cut.
     """
     cfg = run.cfg
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
@@ -333,7 +324,8 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
 def optimizer_step(run: Run, step: int) -> float:
     """Line 16: sum gradients over ranks, clip, AdamW with linear decay (S7); the norm before.
 
-    After the sum a NaN is on every rank, so that all skip a step that is not finite.
+    A rank, or a whole batch, without gradients adds zeros. After the sum a NaN is on every rank, so
+    that all skip a step that is not finite.
     """
     cfg, params = run.cfg, list(model.trained(run.lm).values())
     distributed.sum_gradients(params, run.world)
