@@ -24,7 +24,8 @@ PICTURES = ROOT / "docs" / "pictures"
 PAPER = ROOT.parent / "shared" / "paper.tex"
 OF_A_READER = set(re.findall(r"^# (\w+\.py)$", CHANGING, re.M))  # what a reader writes himself
 SETTINGS = (config.EvalConfig, *(kind for kind, *_ in METHODS.values()))
-OTHERS = {  # flags of programs that are not ours, which a page names
+OTHERS = {  # flags of argparse, and of programs that are not ours, which a page names
+    "--help",
     "--exclude",
     "--max-restarts",
     "--shutdown-timeout",
@@ -43,7 +44,6 @@ OTHERS = {  # flags of programs that are not ours, which a page names
 PROGRAMS = {
     "venv",
     "pytest",
-    "research.slope.probe",
     "gym_data",
     "sglang.launch_server",
 }  # that are started with -m

@@ -153,25 +153,6 @@ def test_the_tables_of_the_credit_come_of_the_kept_runs(capsys):
 
 
 @pytest.mark.long
-def test_the_slope_is_measured_and_a_killed_measurement_continues(tmp_path):
-    (tmp_path / "world").mkdir()
-    worlds = {"tiny": small_world(tmp_path / "world")}
-    command = f"--world tiny --rehearse --work {tmp_path}".split()
-    with driver.signals_restored():
-        slope.main(command, worlds)
-    log = tmp_path / "tiny" / "rehearsal.jsonl"
-    jobs = driver.rows(log)
-    kinds = [job["kind"] for job in jobs]
-    assert kinds == ["bank"] * 2 + ["base", "slopes"] + ["train"] * 2 + ["pilot"] * 2
-    assert {*jobs[3]["slopes"]} == {"grpo", "own-5", "shuffled-own-5"}
-    first_lines(log, log, len(jobs) - 1)
-    with driver.signals_restored():
-        slope.main(command, worlds)
-    last = driver.rows(log)[-1]
-    assert {**last, "cpu_seconds": 0} == {**jobs[-1], "cpu_seconds": 0}
-
-
-@pytest.mark.long
 def test_the_slopes_tables_come_of_the_kept_jobs(capsys):
     slope.main(["--world", "lock", "--table"])
     assert "| own-5 | 3 of 3 |" in capsys.readouterr().out

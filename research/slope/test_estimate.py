@@ -16,33 +16,33 @@ import torch
 from conftest import same, t
 
 import rollout
-from research.slope import probe
+from research.slope import estimate
 
 # ------------------------------------------------------------------------------ hand-worked numbers
 
 
 def test_a_rollout_weighs_its_outcome_minus_the_mean_of_the_others():
     # (1 - 1/3)/4 = 1/6 for a right one, (0 - 2/3)/4 = -1/6 for a wrong one
-    same(probe.contrast(t([1.0, 0.0, 0.0, 1.0])), [1 / 6, -1 / 6, -1 / 6, 1 / 6])
+    same(estimate.contrast(t([1.0, 0.0, 0.0, 1.0])), [1 / 6, -1 / 6, -1 / 6, 1 / 6])
     # (1 - 1/4)/5 = 3/20 and (0 - 2/4)/5 = -1/10
-    same(probe.contrast(t([1.0, 1.0, 0.0, 0.0, 0.0])), [0.15, 0.15, -0.1, -0.1, -0.1])
+    same(estimate.contrast(t([1.0, 1.0, 0.0, 0.0, 0.0])), [0.15, 0.15, -0.1, -0.1, -0.1])
 
 
 def test_a_problem_without_both_outcomes_weighs_nothing():
     for all_alike in ([1.0, 1.0, 1.0], [0.0, 0.0]):
-        same(probe.contrast(t(all_alike)), [0.0] * len(all_alike))
+        same(estimate.contrast(t(all_alike)), [0.0] * len(all_alike))
 
 
 def test_each_problem_is_measured_along_the_other_halfs_direction():
     # One row of two directions; from problems 0 and 2, and from problem 1.
     directions = [[t([[1.0, 0.0], [2.0, 0.0]])], [t([[0.0, 1.0], [0.0, 2.0]])]]
     parts = {0: t([3.0, 5.0]), 1: t([7.0, 11.0]), 2: None}
-    slopes_2N = probe.problem_slopes([[0, 2], [1]], directions, parts.__getitem__)
+    slopes_2N = estimate.problem_slopes([[0, 2], [1]], directions, parts.__getitem__)
     assert slopes_2N.tolist() == [[5.0, 7.0, 0.0], [10.0, 14.0, 0.0]]
 
 
 def test_the_interval_of_equal_slopes_is_a_point():
-    assert probe.interval([np.array([2.0, 2.0]), np.array([2.0])]) == (2.0, 2.0, 2.0, 0.0)
+    assert estimate.interval([np.array([2.0, 2.0]), np.array([2.0])]) == (2.0, 2.0, 2.0, 0.0)
 
 
 # ------------------------------------------------------------------ a policy that can be enumerated
@@ -81,7 +81,7 @@ class Toy:
         return x_n, torch.multinomial(self.p_XY[x_n], samples, True, generator=rng)
 
     def ascent(self, x, y_G):
-        w_G = probe.contrast(self.right_XY[x, y_G])
+        w_G = estimate.contrast(self.right_XY[x, y_G])
         return w_G @ self.score_XYP[x, y_G] if w_G.any() else None
 
     def sampled(self, x_n, y_nG, half):
@@ -98,7 +98,7 @@ def halves_of(n):
 def slopes_of(toy, x_n, y_nG, halves, directions):
     """The problems' slopes, by half."""
     used = [[u_1P] for u_1P in directions]
-    slopes_1N = probe.problem_slopes(halves, used, lambda i: toy.ascent(x_n[i], y_nG[i]))
+    slopes_1N = estimate.problem_slopes(halves, used, lambda i: toy.ascent(x_n[i], y_nG[i]))
     return [slopes_1N[0][half] for half in halves]
 
 
@@ -112,7 +112,7 @@ def one_probe(toy, seed, problems=16, samples=3, same_half=False, direction="sam
     source = (x_n, y_nG) if direction == "sampled" else toy.draw(problems, samples, seed + 10**6)
     directions = [toy.sampled(*source, half) for half in halves]
     used = directions[::-1] if same_half else directions
-    mean, low, high, _ = probe.interval(slopes_of(toy, x_n, y_nG, halves, used), 500)
+    mean, low, high, _ = estimate.interval(slopes_of(toy, x_n, y_nG, halves, used), 500)
     return mean, low, high, float(toy.grad_P @ torch.cat(directions).mean(0))
 
 
@@ -167,7 +167,7 @@ def test_the_allowed_ids_are_those_that_can_be_drawn(top_p, top_k):
     logits_nV = 2 * torch.randn(6, 9)
     logits_nV[-1, :6] = 3.0  # equal logits stay or go together
     sampling = rollout.Sampling(0.7, top_p, top_k)
-    allowed_nV = probe.allowed(logits_nV / sampling.temperature, sampling)
+    allowed_nV = estimate.allowed(logits_nV / sampling.temperature, sampling)
     u_B = torch.linspace(0, 1 - 1e-9, 40_000, dtype=torch.float64)
     for logits_V, allowed_V in zip(logits_nV, allowed_nV):
         drawn = rollout.select_tokens(logits_V.expand(len(u_B), -1), u_B, sampling)
@@ -179,8 +179,8 @@ def test_the_score_of_truncated_draws_has_mean_zero():
     torch.manual_seed(1)
     logits_V = torch.randn(7, requires_grad=True)
     sampling = rollout.Sampling(1.0, 0.8, 5)
-    ids = probe.allowed(logits_V.detach()[None], sampling)[0].nonzero()[:, 0]
-    logq_n = probe.drawn_logprob(sampling, ids, logits_V.expand(len(ids), -1))
+    ids = estimate.allowed(logits_V.detach()[None], sampling)[0].nonzero()[:, 0]
+    logq_n = estimate.drawn_logprob(sampling, ids, logits_V.expand(len(ids), -1))
     q_n = logq_n.exp().detach()
     assert float(q_n.sum()) == pytest.approx(1, abs=1e-6) and len(ids) < 6
     mean = torch.autograd.grad((q_n * logq_n).sum(), logits_V)[0]
@@ -191,5 +191,5 @@ def test_the_score_of_truncated_draws_has_mean_zero():
 
 def test_a_drawn_id_beyond_a_threshold_counts_as_allowed():
     logits_nV = torch.tensor([[5.0, 4.0, -9.0]])
-    logq_n = probe.drawn_logprob(rollout.Sampling(1.0, 1.0, 2), torch.tensor([2]), logits_nV)
+    logq_n = estimate.drawn_logprob(rollout.Sampling(1.0, 1.0, 2), torch.tensor([2]), logits_nV)
     same(logq_n, logits_nV.log_softmax(-1)[:, 2], 1e-6)
