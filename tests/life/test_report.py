@@ -2,6 +2,7 @@
 
 import collections
 import html
+import importlib.util
 import json
 import math
 import re
@@ -507,3 +508,19 @@ def test_every_view_is_filled_without_an_error_and_text_is_text(out, tmp_path):
     for run, gate in zip(data, seen["texts"][1::4]):
         for teacher in run["rollouts"][run["opens"]]["teachers"]:
             assert teacher["says"] in gate
+
+
+def test_the_drawings_of_the_method_count_each_teacher_and_each_gap_once(out):
+    spec = importlib.util.spec_from_file_location("method", ROOT / "docs/pictures/method.py")
+    method = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(method)
+    rollouts, audited = rows(out / "rollouts.jsonl"), rows(out / "tokens.jsonl")
+    banks = method.banks_of(out)
+    teachers = collections.Counter(rho for row in rollouts for rho in row["rho"])
+    fates = method.fates_of(rollouts, banks)
+    totals = [sum(column) for column in list(zip(*fates))[1:]]
+    assert totals == [teachers[1], teachers[-1], teachers[0]]
+    gaps = sum(len(row["delta"]) * sum(row["mask"]) for row in audited)
+    assert sum(method.histogram(audited)) == gaps > 0
+    life = method.life_of(banks)
+    assert [life["skills"][-1], life["mistakes"][-1]] == life["versions"][0]
