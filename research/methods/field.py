@@ -1,18 +1,20 @@
 """SDPO and RLSD beside SGSD, GRPO and OPSD in the harder world: one table, field.md's.
 
     python research/methods/field.py                     train, evaluate, print the tables
-    python research/methods/field.py --rows sgsd grpo    these rows alone, without the tables
+    python research/methods/field.py --rows sdpo rlsd    finish these rows' jobs, without the tables
     python research/methods/field.py --show research/methods/field.json    the kept tables
 
-Jobs, banks and settings are compare.py's, and so are the rates of the rows that it has. A row that
-is new here tries three rates on validation problems. Finished jobs stay in --work, so the same
-command continues a killed one.
+Jobs, banks and settings are compare.py's. A row that compare_lock.json has keeps the rate chosen
+there, and its jobs, unless it is in AGAIN: those train anew, for what was not measured then. A new
+row tries three rates on validation problems. Finished jobs stay in --work, so the same command
+continues a killed one.
 
 Accuracy between two evaluations is taken to be linear in what was spent. Processor seconds are of a
 training run alone: no bank, no evaluation, and evenly spread over its steps.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import statistics
@@ -28,19 +30,26 @@ from research.methods import compare
 from research.methods.compare import Job, with_interval
 
 KEPT = ROOT / "research" / "methods" / "compare_lock.json"
-WORLD = "lock"
+STEPS = (5, 20, 60)  # after which a run is evaluated
+WORLD = dataclasses.replace(compare.WORLDS["lock"], points=STEPS)
 BASES = ("base", "base+skill")
-BEFORE = ("sgsd", "grpo", "grpo, sampled as sgsd", "opsd")  # rows whose rate was chosen before
+AGAIN = ("sgsd", "grpo")
+BEFORE = (*AGAIN, "grpo, sampled as sgsd", "opsd")
 NEW = ("sdpo", "rlsd", "rlsd, sgsd's teachers")
 ROWS = BEFORE + NEW
 BESIDE = ("sgsd", "grpo", "grpo, sampled as sgsd")  # what the others are compared with
-STEPS = (5, 20, 60)
 Kept = dict[str, Any]  # rates, validation, results
 
 
-def measure(rows: Sequence[str], seeds: range, processes: int, work: pathlib.Path) -> Kept:
-    """All jobs of these rows, finished; of the two bases, too."""
-    w, before = compare.WORLDS[WORLD], json.loads(KEPT.read_text())
+def measure(
+    rows: Sequence[str],
+    seeds: range,
+    processes: int,
+    work: pathlib.Path,
+    w: compare.World,
+    before: Kept,
+) -> Kept:
+    """All jobs of these rows and of the two bases, finished. before: what compare.py kept."""
     work.mkdir(parents=True, exist_ok=True)
     for bank in before["banks"].values():
         (work / f"bank_made_{bank['seed']}.json").write_text(json.dumps(bank["bank"]))
@@ -51,15 +60,19 @@ def measure(rows: Sequence[str], seeds: range, processes: int, work: pathlib.Pat
     rates = {name: before["rates"][name] for name in rows if name in BEFORE}
     chosen, trials = choose_rates([name for name in rows if name in NEW], w, do)
     rates |= chosen
-    jobs = []
+    jobs, kept = [], {}
     for seed in seeds:
         for name in BASES:
-            job = {"world": WORLD, "name": f"{name}-{seed}", "kind": "base", "method": name}
+            job = {"world": "lock", "name": f"{name}-{seed}", "kind": "base", "method": name}
             jobs.append(job | {"seed": seed, "split": "test"})
         for name in rows:
             title = f"{name}-{seed}"
-            jobs.append(compare.training(WORLD, title, name, rates[name], seed, points=True))
-    return {"rates": rates, "validation": trials, "results": do(jobs, "methods")}
+            if name in BEFORE and name not in AGAIN:
+                kept[title] = before["results"][title]
+                continue
+            jobs.append(compare.training("lock", title, name, rates[name], seed, points=True))
+    results = kept | do(jobs, "methods")
+    return {"rates": rates, "validation": trials, "results": results}
 
 
 def choose_rates(
@@ -70,7 +83,7 @@ def choose_rates(
     for name in names:
         for rate in w.rates:
             title = f"valid-{name}-{rate}"
-            jobs.append(compare.training(WORLD, title, name, rate, 100, split="valid"))
+            jobs.append(compare.training("lock", title, name, rate, 100, split="valid"))
     trials, best = do(jobs, "rates"), dict[str, float]()
     for job in sorted(jobs, key=lambda job: compare.final(trials[job["name"]])):
         best[job["method"]] = job["rate"]
@@ -82,20 +95,24 @@ def choose_rates(
 
 def runs_of(kept: Kept, name: str) -> list[Job]:
     """A row's jobs by seed."""
-    return [job for job in kept["results"].values() if job["method"] == name]
+    runs = [job for job in kept["results"].values() if job["method"] == name]
+    return sorted(runs, key=lambda job: job["seed"])
 
 
 def curves(kept: Kept, name: str) -> list[dict[int, float]]:
-    """Each seed's accuracy by steps, from the base model on."""
-    return [compare.curve(*both) for both in zip(runs_of(kept, name), runs_of(kept, "base"))]
+    """Each seed's accuracy after 0 steps, which is the base model's, and after STEPS."""
+    of_seeds = []
+    for both in zip(runs_of(kept, name), runs_of(kept, "base")):
+        curve = compare.curve(*both)
+        of_seeds.append({step: curve[step] for step in (0, *STEPS)})
+    return of_seeds
 
 
 def spent(run: Job, cost: str) -> list[float]:
-    """What a run had spent at each point of its curve."""
-    points = [int(step) for step in run["accuracy"]]
+    """What a run had spent after 0 steps, and after STEPS."""
     if cost == "generated_tokens":
-        return [0, *run["generated_at"].values()]
-    return [run[cost] * step / points[-1] for step in (0, *points)]
+        return [0, *[run["generated_at"][str(step)] for step in STEPS]]
+    return [run[cost] * step / STEPS[-1] for step in (0, *STEPS)]
 
 
 def at(kept: Kept, name: str, cost: str, budgets: list[float]) -> list[float]:
@@ -112,6 +129,12 @@ def less(ours: list[float], others: list[float]) -> str:
 
 def names_of(kept: Kept) -> list[str]:
     return [name for name in ROWS if runs_of(kept, name)]
+
+
+def having(kept: Kept, number: str) -> list[str]:
+    """The rows all of whose jobs have this number; earlier ones lack some."""
+    rows = names_of(kept)
+    return [name for name in rows if all(number in run for run in runs_of(kept, name))]
 
 
 def by_steps(kept: Kept) -> list[str]:
@@ -141,14 +164,13 @@ def at_equal(kept: Kept, cost: str) -> list[str]:
 
     Budgets are each seed's own.
     """
-    lines = head_of(
-        ["method", f"{cost.replace('_', ' ')} of a run", *[f"less {x}" for x in BESIDE]]
-    )
-    for name in names_of(kept):
+    head = ["method", f"{cost.replace('_', ' ')} of a run", *[f"less {x}" for x in BESIDE]]
+    lines, has_cost = head_of(head), having(kept, cost)
+    for name in has_cost:
         runs = runs_of(kept, name)
         cells = [name, f"{statistics.mean(run[cost] for run in runs):,.0f}"]
         for other in BESIDE:
-            if other == name:
+            if other == name or other not in has_cost:
                 cells.append("")
                 continue
             budgets = [min(a[cost], b[cost]) for a, b in zip(runs, runs_of(kept, other))]
@@ -160,7 +182,7 @@ def at_equal(kept: Kept, cost: str) -> list[str]:
 def of_solutions(kept: Kept) -> list[str]:
     """pass@2, how far it is above avg@2, and the tokens of a test solution, at the end."""
     lines = head_of(["method", "pass@2", "pass@2 less avg@2", "tokens of a test solution"])
-    for name in (*BASES, *names_of(kept)):
+    for name in (*BASES, *having(kept, "figures")):
         ends = [[*run["figures"].values()][-1] for run in runs_of(kept, name)]
         passed = [figures["pass"] for figures in ends]
         averages = [compare.final(run) for run in runs_of(kept, name)]
@@ -186,7 +208,7 @@ def picture(kept: Kept, path: pathlib.Path) -> None:
 
     figure, axes = pyplot.subplots(1, 3, figsize=(18, 5.5), sharey=True)
     for axis, cost in zip(axes, ("steps", "generated_tokens", "processor_seconds")):
-        for name in names_of(kept):
+        for name in names_of(kept) if cost == "steps" else having(kept, cost):
             values = [list(curve.values()) for curve in curves(kept, name)]
             where = [list(map(float, curve)) for curve in curves(kept, name)]
             if cost != "steps":
@@ -214,7 +236,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.show:
         kept = json.loads(args.show.read_text())
     else:
-        kept = measure(args.rows or ROWS, range(args.seeds), args.jobs, args.work)
+        before, seeds = json.loads(KEPT.read_text()), range(args.seeds)
+        kept = measure(args.rows or ROWS, seeds, args.jobs, args.work, WORLD, before)
         if args.rows:
             return
         (args.work / "field.json").write_text(json.dumps(kept, indent=1) + "\n")
