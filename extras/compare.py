@@ -56,10 +56,13 @@ class Evaluated:
         """What the evaluations of one run's checkpoints have in common."""
         return re.sub(r"step_\d{6}", "step", str(self.folder))
 
+    def samples_per_problem(self, name: str) -> int:
+        return self.sets[name]["samples"] // self.sets[name]["problems"]
+
     def scores_P(self, name: str) -> np.ndarray:
         """Each problem's share of right samples on a set."""
-        row = self.sets[name]
-        return np.array([*row["right"].values()]) / (row["samples"] // row["problems"])
+        right_P = np.array([*self.sets[name]["right"].values()])
+        return right_P / self.samples_per_problem(name)
 
 
 def evaluations_in(folder: pathlib.Path) -> list[Evaluated]:

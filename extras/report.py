@@ -32,6 +32,8 @@ import distributed
 import rollout
 import sgsd
 import skills
+from extras import compare
+from extras.compare import Evaluated
 from lib import config, files, runlog
 from lib.problems import Problem
 from lib.run import State, prepare
@@ -39,11 +41,7 @@ from lib.run import State, prepare
 MAX_BYTES = 4_900_000  # of the page
 MAX_POINTS = 1000  # of a curve, over all runs
 MAX_SOURCES = 8  # memories of one entry on the page
-ECHO_STEPS = 25  # steps in a block
-ECHO_TEACHERS = 100  # decided teachers that a block needs, of each outcome
-ECHO_EXCEPTIONS = 0.02  # share of them that may lean the other way
-WINDOW_PROBLEMS = 100  # problems in a window
-FALL_DEVIATIONS = 4.0  # between two windows, in standard deviations of their difference
+WINDOW_PROBLEMS = 100  # of the steps that are taken together as a run's first, and as its last
 
 Banks = dict[int, skills.SkillBank]  # by the step after which each came into use, oldest first
 Entries = dict[tuple[str, str], dict]  # by kind and id
@@ -55,7 +53,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     parser = config.Parser("-m extras.report", usage, __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory")
-    page = "the page (default: report.html in the first run)"
+    page = "the page (default: report.html, in the run if there is one)"
     add("--out", type=pathlib.Path, metavar="FILE", help=page)
     add("--explain", metavar="PROBLEM", help="take this problem through one step of the run")
     add("--answer", help="the reference answer of the problem in --explain")
@@ -201,7 +199,7 @@ def named(entry: dict, kind: str) -> list[str]:
 
 
 def timeline(banks: Banks) -> list[dict]:
-    """What each version changed: a mark for each such entry, and what it was merged from.
+    """What each version changed: an entry's mark, kind and fields, and what it was merged from.
 
     The marks: "start" in the first version; "copied" where a dynamic entry has the text of a static
     one (D11); "merged" where it carries the sources of entries that are gone; "new"; and "pruned".
@@ -230,12 +228,15 @@ def timeline(banks: Banks) -> list[dict]:
             merged_keys |= parents.keys()
             mark = "merged" if parents else "new" if events else "start"
             names = [named(parent, key[0]) for parent in parents.values()]
-            changes.append(["copied" if key in copied else mark, named(entry, key[0]), names])
+            mark = "copied" if key in copied else mark
+            changes.append([mark, key[0], named(entry, key[0]), names])
         for key, entry in gone.items():
             if key not in merged_keys:
-                changes.append(["pruned", named(entry, key[0]), []])
-        note = {k: number(v) for k, v in bank.metadata.items() if isinstance(v, str | int | float)}
-        for update in bank.metadata.get("updates", []):
+                changes.append(["pruned", key[0], named(entry, key[0]), []])
+        about, note = bank.metadata, {}  # an evolution that the success gate stopped has no note
+        if not events:
+            note = {k: number(v) for k, v in about.items() if isinstance(v, str | int | float)}
+        for update in about.get("updates", []):
             note = update if update.get("step") == step else note
         sizes = [len(bank.general_skills), len(bank.common_mistakes), len(dynamic), len(copied)]
         events.append({"step": step, "sizes": sizes, "note": note, "changes": changes})
@@ -327,85 +328,90 @@ def in_words(view: dict, eps_a: float) -> str:
     return "\n".join(lines)
 
 
+def audited_solution(data: dict) -> str:
+    """One audited solution in words: the one that the page opens; "" where it has no teacher.
+
+    Of its teachers it is the one with the largest support.
+    """
+    view = data["rollouts"][data["opens"]] if data["rollouts"] else {"teachers": []}
+    if not view["teachers"]:
+        return ""
+    teacher = max(view["teachers"], key=lambda x: abs(x["a"]))
+    verdict = "right" if view["r"] > 0 else "wrong"
+    likelier = "likelier" if teacher["a"] > 0 else "less likely"
+    fate = {1: "so we distil from it", -1: "so we push away from it", 0: "so we ignore it"}
+    skill = ": ".join(teacher.get("skill", ["", "none"])[1:3])
+    solution = re.sub(r"<\|.*?\|>", "", "".join(view["text"])).replace("\n", f"\n{' ' * 13}")
+    return printable(
+        f"\nOne audited solution, of step {view['step']}:\n"
+        f"  problem    {view['problem']}\n"
+        f"  solution   {solution}\n"
+        f"  verdict    {verdict}: its answer is {view['pred']}, the reference {view['gold']}\n"
+        f"  skill      {skill}\n"
+        f"  teacher    with this skill and a mistake in the prompt the solution's tokens are\n"
+        f"             {abs(teacher['a']):.4f} nats {likelier} on average (threshold "
+        f"{data['settings']['eps_a']}), {fate[teacher['rho']]}"
+    )
+
+
+def printable(text: str) -> str:
+    """A text without the escape sequences that a model may have written."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+
+
 def explanation(data: dict) -> str:
     """What --explain prints: the count of right draws, and the first draw of each outcome.
 
-    data: what `collect` returns for its folder. No escape sequence in a model's text is left.
+    data: what `collect` returns for its folder.
     """
     views = data["rollouts"]
-    parts = [f"{data['sentence']}\nproblem: {views[0]['problem']}"]
+    parts = [f"{in_columns(data['summary'])}\nproblem: {views[0]['problem']}"]
     for outcome, is_success in (("right", True), ("wrong", False)):
         draws = [view for view in views if (view["r"] > 0) == is_success]
         if draws:
             heading = f"the first {outcome} one, draw {draws[0]['index'] + 1}:"
             parts.append(f"{heading}\n{in_words(draws[0], data['settings']['eps_a'])}")
-    text = "\n\n".join(parts)
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    return printable("\n\n".join(parts))
 
 
-# ------------------------------------------------------------------------- a run in one sentence
+# ---------------------------------------------------------------------------- a run in ten rows
 
 
-def what_happened(
-    run: pathlib.Path, metrics: list[dict], rollouts: list[dict], banks: Banks
-) -> str:
-    """A run in one sentence: its steps, success, evaluation and bank.
+def summary(run: pathlib.Path, metrics: list[dict], banks: Banks) -> list[list[str]]:
+    """A run in numbers: rows of a label, a cell of its first steps and one of its last.
 
-    It says what is missing: steps, an evaluation, an interval, or anything to learn from; where
-    the success fell, and whether polarity only repeated the verdict.
+    The first row is the heading. A step has few problems, so steps are taken together that have
+    100, at most half of all. A run of no steps has a bank alone: its last row says where.
     """
     settings = settings_of(run)
-    source, steps = "/".join(pathlib.Path(settings["data"]).parts[-2:]), settings["steps"]
-    if rollouts and not metrics:
-        return draws_in_words(rollouts)
-    if not metrics:
-        return f"No step of {steps} on {source} so far."
-    last = metrics[-1]["step"]
-    done = count(last, "step") if last >= steps else f"{last} of {count(steps, 'step')}"
-    parts = [f"{done} on {source}: {success_in_words(metrics, settings['batch_size'])}"]
-    parts.append(fall_in_words(metrics, settings["batch_size"]))
-    parts.append(echo_in_words(metrics))
-    parts.append(nothing_learnt(metrics, rollouts))
-    parts.append(evaluation_in_words(run, last) or no_evaluation(last < steps))
+    steps, source = settings["steps"], "/".join(pathlib.Path(settings["data"]).parts[-2:])
+    heading = f"{metrics[-1]['step'] if metrics else 0} of {steps} steps on {source}"
+    rows = [[heading]]
+    if metrics:
+        size = min(math.ceil(WINDOW_PROBLEMS / settings["batch_size"]), len(metrics) // 2) or 1
+        first, last = numbers_of(metrics[:size]), numbers_of(metrics[-size:])
+        rows = [[heading, in_steps(metrics[:size]), in_steps(metrics[-size:])]]
+        rows += [[label, first[label], last[label]] for label in first]
     if banks:
-        parts.append(bank_in_words(banks))
-    return "; ".join(part for part in parts if part) + "."
+        for label, key in (("skills", "general_skills"), ("mistakes", "common_mistakes")):
+            sizes = [len(banks[step].collection(key)) for step in (min(banks), max(banks))]
+            rows.append([f"{label} in the bank", *map(str, sizes)])
+    rows += rows_of_evaluations(run)
+    return rows + [["bank", str(run / "bank/bank.json")]] if banks and not steps else rows
 
 
-def count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
-
-
-def no_evaluation(is_going: bool) -> str:
-    return "no evaluation so far" if is_going else "no evaluation"
-
-
-def draws_in_words(rollouts: list[dict]) -> str:
-    """How many draws of --explain are right. Their step is the one after the adapter's."""
-    right, step = sum(row["r"] > 0 for row in rollouts), rollouts[0]["step"] - 1
-    policy = f"the adapter of step {step}" if step else "the base model"
-    draws = f"{count(len(rollouts), 'draw')} of one problem under {policy}"
-    return f"{draws}: {right} right, {len(rollouts) - right} wrong."
-
-
-def success_in_words(metrics: list[dict], batch_size: int) -> str:
-    """The success of training in the first and in the last steps.
-
-    A step has few problems, so steps are taken together that have 100, at most half of all. A
-    difference of two standard deviations or less is said to be within chance.
-    """
-    shares = [row["success"] for row in metrics]
-    if len(shares) == 1:
-        return f"success {shares[0]:.0%}"
-    window = min(math.ceil(WINDOW_PROBLEMS / batch_size), len(shares) // 2)
-    before, after = sum(shares[:window]) / window, sum(shares[-window:]) / window
-    p = (before + after) / 2
-    deviation = math.sqrt(2 * p * (1 - p) / (window * batch_size))
-    first = f"{before:.0%} ({in_steps(metrics[:window])})"
-    last = f"{after:.0%} ({in_steps(metrics[-window:])})"
-    if abs(after - before) <= 2 * deviation:
-        return f"success {first} and {last}, within chance"
-    return f"success {'rose' if after > before else 'fell'} from {first} to {last}"
+def numbers_of(steps: list[dict]) -> dict[str, str]:
+    """What the table says of some steps. steps: their lines of metrics.jsonl."""
+    fates = [f"rho_{fate}" for fate in runlog.FATE.values()]
+    mean = {}
+    for name in ("success", "truncated", "completion_tokens", *fates):
+        mean[name] = sum(row[name] for row in steps) / len(steps)
+    teachers = sum(mean[name] for name in fates)
+    cells = {"correct solutions": f"{mean['success']:.0%}"}
+    for fate in runlog.FATE.values():
+        cells[f"teachers {fate}"] = f"{mean[f'rho_{fate}'] / teachers:.0%}" if teachers else "-"
+    cells["solutions cut at the limit"] = f"{mean['truncated']:.0%}"
+    return cells | {"tokens of a solution": f"{mean['completion_tokens']:.0f}"}
 
 
 def in_steps(rows: list[dict]) -> str:
@@ -413,145 +419,40 @@ def in_steps(rows: list[dict]) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def fall_in_words(metrics: list[dict], batch_size: int) -> str:
-    """The first fall of the success, or of the share of boxed answers, well below its best; "".
-
-    A window is as many steps as have 100 problems. A share p of n problems has the variance
-    p (1 - p) / n, so the difference of two windows with n problems each, whose mean share is p, has
-    twice that. A fall is a window more than four standard deviations of this difference below the
-    best one before it. Rollouts of one problem are alike and count as one.
-    """
-    window = math.ceil(WINDOW_PROBLEMS / batch_size)
-    shares = {
-        "success": [row["success"] for row in metrics],
-        "the share of boxed answers": [1 - row["no_answer"] for row in metrics],
-    }
-    falls = []
-    for what, share in shares.items():
-        best, best_end = -1.0, 0
-        for end in range(window, len(share) + 1):
-            now = sum(share[end - window : end]) / window
-            if now >= best:
-                best, best_end = now, end
-            p = (best + now) / 2
-            deviation = math.sqrt(2 * p * (1 - p) / (window * batch_size))
-            if best - now > FALL_DEVIATIONS * deviation:
-                low, high = metrics[end - window : end], metrics[best_end - window : best_end]
-                text = f"{what} fell from {best:.0%} ({in_steps(high)}) to {now:.0%}"
-                falls.append((end, f"{text} ({in_steps(low)})"))
-                break
-    return min(falls)[1] if falls else ""
+def rows_of_evaluations(run: pathlib.Path) -> list[list[str]]:
+    """A set's first and last evaluation with their intervals, and their paired difference."""
+    rows = []
+    for label, inside in evaluations(run).items():
+        first, last, name = inside[0], inside[-1], label.removesuffix(" + skills")
+        cells = []
+        for x in [first, last] if last is not first else [last]:
+            figures = x.sets[name]
+            cells.append(
+                f"step {x.step}: {figures['avg']:.1%} ({compare.interval(figures, 'avg')})"
+            )
+        rows.append([f"avg@{last.samples_per_problem(name)} on {label}", *cells])
+        if last is not first:
+            gap = compare.difference(last, first, [name])
+            gain = f"{gap['diff']:+.1%} ({compare.interval(gap, 'diff', '+')})"
+            rows.append(["gain", "", gain])
+    return rows or [["evaluation", "none"]]
 
 
-def echo_in_words(metrics: list[dict]) -> str:
-    """Whether polarity only repeated the verdict in a block of 25 steps; "" if it did not.
-
-    It repeats the verdict where a block has at least 100 decided teachers of each outcome (rho is
-    not 0), and 49 of 50 of their supports have one sign on both outcomes.
-    """
-    for end in range(ECHO_STEPS, len(metrics) + 1, ECHO_STEPS):
-        block = metrics[end - ECHO_STEPS : end]
-        side = side_of_supports(block)
-        if side:
-            line = f"in {in_steps(block)} nearly all decided supports were {side} zero, so polarity"
-            return f"{line} only repeated the verdict"
-    return ""
+def rows_of_draws(rollouts: list[dict]) -> list[list[str]]:
+    """What --explain drew. Its step is the one after the adapter's."""
+    right, step = sum(row["r"] > 0 for row in rollouts), rollouts[0]["step"] - 1
+    policy = f"the adapter of step {step}" if step else "the base model"
+    return [["solutions of one problem", f"{len(rollouts)} by {policy}"], ["correct", str(right)]]
 
 
-def side_of_supports(block: list[dict]) -> str:
-    """The side of zero on which nearly all decided supports lie: "below", "above", or ""."""
-    sides = {"below", "above"}
-    for outcome, above, below in (
-        ("success", "distilled", "reversed"),
-        ("failure", "reversed", "distilled"),
-    ):
-        n_above = sum(row[f"rho_{above}_{outcome}"] for row in block)
-        n_below = sum(row[f"rho_{below}_{outcome}"] for row in block)
-        if n_above + n_below < ECHO_TEACHERS:
-            return ""
-        exceptions = ECHO_EXCEPTIONS * (n_above + n_below)
-        if n_above > exceptions:
-            sides.discard("below")
-        if n_below > exceptions:
-            sides.discard("above")
-    return "".join(sides)  # at most one: half of the supports or more lie on one side
-
-
-def nothing_learnt(metrics: list[dict], rollouts: list[dict]) -> str:
-    """Why no step can have changed the policy; "" where one has."""
-    finite = [row["grad_norm"] for row in metrics if math.isfinite(row["grad_norm"])]
-    if any(finite):
-        return ""
-    polarities = [rho for row in rollouts for rho in row["rho"]]
-    why = "no step had a gradient"
-    if not finite:
-        why = "no step had a finite gradient"
-    elif not polarities:
-        why = "no rollout had a teacher"
-    elif not any(polarities):
-        why = "every teacher was ignored"
-    return f"{why}, so nothing was learnt"
-
-
-def evaluation_in_words(run: pathlib.Path, last: int) -> str:
-    """avg@k of the base and of the last checkpoint evaluated, with their difference; "" if none.
-
-    last: the run's last step.
-    """
-    of_sets: dict[str, list[dict]] = {}
-    for point in evaluations(run):
-        if point["is_plain"]:
-            of_sets.setdefault(point["set"], []).append(point)
-    of_sets = {name: points for name, points in of_sets.items() if points[-1]["step"]}
-    parts = []
-    for name, points in of_sets.items():
-        first, shown = points[0], points[-1]["shown"]
-        where = f" on {name}" if len(of_sets) > 1 else ""
-        where += f" of step {points[-1]['step']}:" if points[-1]["step"] < last else ""
-        if first["step"]:
-            interval = " (no interval)"
-            if points[-1]["avg_low"] is not None:
-                interval = f" (95%: {shown['avg_low']} to {shown['avg_high']})"
-            parts.append(f"evaluation{where} {shown['avg']}{interval}")
-        else:
-            gap = gap_to_base(run, points[-1])
-            parts.append(f"evaluation{where} {first['shown']['avg']} to {shown['avg']}{gap}")
-    return ", ".join(parts)
-
-
-def gap_to_base(run: pathlib.Path, point: dict) -> str:
-    """A checkpoint's difference to the base, paired by problem; "" if comparison.json has none."""
-    path = run / "eval" / "comparison.json"
-    sets = files.read_json(path) if path.exists() else {}
-    place = files.of_step(pathlib.Path(run.resolve().name, "checkpoints"), point["step"])
-    for policy, row in sets.get(point["set"], {}).get("results", {}).items():
-        if pathlib.Path(policy).parts[-3:] != place.parts or row["digest"] != point["digest"]:
-            continue
-        if "diff" in row and folder_of(row["to"]) == base_folder(run):
-            diff, low, high = (row[name] for name in ("diff", "diff_low", "diff_high"))
-            if low is None:
-                return f" ({100 * diff:+.1f} points, no interval)"
-            chance = ", within chance" if low <= 0 <= high else ""
-            interval = f"95%: {100 * low:+.1f} to {100 * high:+.1f}"
-            return f" ({100 * diff:+.1f} points, {interval}{chance})"
-    return ""
-
-
-def bank_in_words(banks: Banks) -> str:
-    """The sizes of the last bank, and how many of its entries the first one did not have.
-
-    A copy of a static entry (D11) is none of these.
-    """
-    texts = []
-    for bank in (banks[min(banks)], banks[max(banks)]):
-        of_bank = set()
-        for (kind, _), entry in entries(bank).items():
-            of_bank.add((kind, skills.entry_text(entry, kind).casefold()))
-        texts.append(of_bank)
-    added, last = len(texts[1] - texts[0]), banks[max(banks)]
-    sizes = f"{count(len(last.general_skills), 'skill')} and "
-    sizes += count(len(last.common_mistakes), "mistake")
-    return f"bank {sizes}, {added or 'none'} of them added in training"
+def in_columns(rows: list[list[str]]) -> str:
+    """A table for the terminal."""
+    widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(max(map(len, rows)))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+        lines.append("   ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 # -------------------------------------------------------------------------------------- the page
@@ -567,45 +468,36 @@ def curves(metrics: list[dict], points: int) -> tuple[dict[str, list], int]:
     return columns, every
 
 
-def evaluations(run: pathlib.Path) -> list[dict]:
-    """Points of the evaluation curves, from every RUN/eval/*/results.json (Figs. 2 and 4).
+def evaluations(run: pathlib.Path) -> dict[str, list[Evaluated]]:
+    """The evaluations of a run's base model (step 0) and checkpoints, in order (Figs. 2 and 4).
 
-    This run's checkpoints stand at their step, plain models at 0; the curves begin at the model
-    of the run, and other models are curves of their own. Left out are other runs' checkpoints, and
-    points of other problems than the last one's, where two files had one name.
+    By set, those with skills in the prompt under "SET + skills". Left out is what the last one
+    cannot be compared with, such as another base model, and checkpoints of other runs.
     """
-    base, points = base_folder(run), []
-    for path in sorted(run.glob("eval/*/results.json")):
-        policy = path.parent.name.removesuffix("--skills")
-        step = re.fullmatch(r"step_(\d+)", policy)
-        if not step and re.search(r"--step_\d+$", policy):
-            continue
-        suffix = " + skills" if policy != path.parent.name else ""
-        if not step and policy != base:
-            suffix = f", {policy}{suffix}"
-        for name, row in files.read_json(path).items():
-            point = {"set": name + suffix, "step": int(step[1]) if step else 0}
-            point["is_plain"] = not suffix
-            figures = {k: row[k] for k in ("avg", "avg_low", "avg_high")}
-            point |= {k: number(x) for k, x in figures.items()}
+    by_label: dict[str, list[Evaluated]] = {}
+    for x in compare.evaluations_in(run / "eval"):
+        for name in x.sets if not x.step or x.folder.name.startswith("step_") else []:
+            label = f"{name} + skills" if "num_skills" in x.settings else name
+            by_label.setdefault(label, []).append(x)
+    for label, inside in by_label.items():
+        last, name = inside[-1], label.removesuffix(" + skills")
+        by_label[label] = [x for x in inside if not compare.why_not(last, x, name)]
+    return by_label
+
+
+def points_of(run: pathlib.Path) -> list[dict]:
+    """Points of the evaluation curves."""
+    points = []
+    for label, inside in evaluations(run).items():
+        for x in inside:
+            name = label.removesuffix(" + skills")
+            row, k = x.sets[name], x.samples_per_problem(name)
+            point: dict[str, Any] = {"set": label, "step": x.step, "samples": k}
+            point |= {figure: number(row[figure]) for figure in ("avg", "avg_low", "avg_high")}
             # As eval.py prints them; there is no interval of few problems or equal scores.
-            point["shown"] = {k: f"{x:.1%}" for k, x in figures.items() if x is not None}
-            point["samples"] = row["samples"] // row["problems"]  # k of avg@k
-            point["digest"] = row["digest"]
+            point["shown"] = {"avg": f"{row['avg']:.1%}", "interval": compare.interval(row, "avg")}
             points.append(point)
-    points.sort(key=lambda point: (point["set"], point["step"]))
-    last = {point["set"]: point["digest"] for point in points}
-    return [point for point in points if point["digest"] == last[point["set"]]]
-
-
-def base_folder(run: pathlib.Path) -> str:
-    """The name of the folder in which eval.py keeps the results of a run's base model."""
-    return folder_of(settings_of(run)["model"])
-
-
-def folder_of(model: str) -> str:
-    path = pathlib.Path(model)
-    return "--".join((path.resolve() if path.is_dir() else path).parts[-2:])
+    return points
 
 
 def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
@@ -614,6 +506,7 @@ def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
     metrics, rollouts, tokens = (
         list(files.read_jsonl(run / f"{name}.jsonl")) for name in runlog.LOGS
     )
+    is_explained = bool(rollouts) and not metrics  # --explain's folder, which logs no step
     banks, counted = load_banks(run), ledger(run)
     files.write_json(run / "ledger.json", counted)
     columns, every = curves(metrics, points)
@@ -638,17 +531,17 @@ def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
     bounds["credit"] = colour_bounds(noise, float(gate[2].max()))
     return {
         "name": run.resolve().name,
-        "sentence": what_happened(run, metrics, rollouts, banks),
+        "summary": rows_of_draws(rollouts) if is_explained else summary(run, metrics, banks),
         "settings": settings,
         "metrics": columns,
         "every": every,
-        "evals": evaluations(run),
+        "evals": points_of(run),
         "rollouts": views,
         "ledger": counted["entries"],
         "memories": shown,
         "timeline": timeline(banks),
         "taught": any(row["rho"] for row in rollouts),  # whether any rollout had a teacher
-        "explained": bool(views) and not metrics,  # --explain's folder, which logs no step
+        "explained": is_explained,
         "bounds": bounds,
         "gate": [[number(y) for y in curve.tolist()] for curve in gate],
     }
@@ -686,8 +579,8 @@ def fit(views: list[dict], budget: int) -> tuple[list[dict], list[str]]:
     return fitting, others
 
 
-def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTES) -> list[str]:
-    """Write the page of these runs, whole or not at all; returns each run's sentence.
+def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTES) -> list[dict]:
+    """Write the page of these runs, whole or not at all; returns each run's data.
 
     Where the audited rollouts do not all fit, the page says which were left out.
     """
@@ -696,9 +589,6 @@ def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTE
     if len({run["name"] for run in data}) < len(runs):
         for run, path in zip(data, runs):
             run["name"] = str(path)
-    if len(data) > 1:
-        for run in data:
-            run["sentence"] = f"{run['name']}: {run['sentence']}"
     views = [run.pop("rollouts") for run in data]
     budget = (max_bytes - len(template) - len(dump(data))) // len(runs)
     for run, views_of_run in zip(data, views):
@@ -712,7 +602,7 @@ def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTE
         run["opens"] = ranks.index(max(ranks)) if ranks else 0
     with files.whole(out) as tmp:
         tmp.write_text(template.replace("{{data}}", dump(data)), encoding="utf-8")
-    return [run["sentence"] for run in data]
+    return data
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -772,10 +662,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = args.runs
         if args.explain is not None:
             runs = [explain(runs[0], args.explain, args.answer, args.draws)]
-        out = args.out or runs[0] / "report.html"
-        sentences = write(runs, out)
-    if args.explain is None:
-        print("\n".join(sentences))
+        out = args.out or (runs[0] if len(runs) == 1 else pathlib.Path()) / "report.html"
+        data = write(runs, out)
+    for run, path in zip(data if args.explain is None else [], runs):
+        print(f"{path}\n{in_columns(run['summary'])}\n{audited_solution(run)}\n")
     print(f"written: {out}")
     return 0
 

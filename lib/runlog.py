@@ -206,13 +206,19 @@ def engine_gap(gaps: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def log_line(metrics: dict[str, Any], steps: int) -> str:
-    """A step's line on the terminal. metrics: its line of metrics.jsonl. steps: of the run."""
+    """A step's line on the terminal; after the first step's line a second one explains rho.
+
+    metrics: the step's line of metrics.jsonl. steps: of the run.
+    """
     m = metrics
     counts = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
     rho = "" if counts == "+0/-0/0:0" else f"rho {counts} "  # GRPO has no teachers
     success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
     cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
     gap = m.get("sampling_logp_difference_mean", 0.0)
+    legend = ""
+    if rho and m["step"] == 1:
+        legend = "\n  rho +/-/0: teachers distilled, reversed (pushed away from), ignored"
     far = f" | the server's log-probabilities differ by {gap:.2f} nats" if gap > SERVER_GAP else ""
     parts = []
     for part in ("gen", "score", "bwd"):
@@ -221,7 +227,7 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
     return (
         f"step {m['step']}/{steps} loss {m['loss']:+.4f} r+ {success} {rho}"
         f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
-        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}{far}"
+        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}{far}{legend}"
     )
 
 

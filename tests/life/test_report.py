@@ -1,4 +1,4 @@
-"""The report against the logs, by other arithmetic; its sentence; --explain; a browser."""
+"""The report against the logs, by other arithmetic; its table; --explain; a browser."""
 
 import collections
 import html
@@ -22,6 +22,7 @@ from lib import files, model
 
 SCRIPT = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'
 RUN = {"bank": "", "cold_start": 8, "evolve_every": 2, "steps": 6, "max_new_items": 2, "eps_a": 0.4}
+RHO = ("rho_distilled", "rho_reversed", "rho_ignored")
 FATES = {1: "distilled", -1: "reversed", 0: "ignored"}
 QUESTION = ["--explain", "What is 2 plus 5?", "--answer", "7"]
 
@@ -174,11 +175,11 @@ def test_the_timeline_of_start_new_merged_copied_and_pruned(tmp_path):
     save_bank(tmp_path, 5, "S1", "d", "ab", "new", "s1", sources=sources)
     first, event = report.timeline(report.load_banks(tmp_path))
     assert first["sizes"] == [5, 1, 4, 0] and event["sizes"] == [5, 1, 4, 1]
-    assert [mark for mark, _, _ in first["changes"]] == ["start"] * 6
-    assert first["changes"][-1] == ["start", ["err", "", "", ""], []]
+    assert [mark for mark, *_ in first["changes"]] == ["start"] * 6
+    assert first["changes"][-1] == ["start", "common_mistakes", ["err", "", "", ""], []]
     assert event["step"] == 5 and event["note"] == {"step": 5, "added": 1}
     changes = []
-    for mark, (_, title, *_), parents in event["changes"]:
+    for mark, _, (_, title, *_), parents in event["changes"]:
         changes.append((mark, title, [id_ for id_, *_ in parents]))
     assert changes == [
         ("merged", "ab", ["dyn_gen_1", "dyn_gen_2"]),
@@ -214,7 +215,8 @@ def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, length=9, **chan
     gaps |= {"delta": [[0.1234] * tokens], "credit": [[0.01, math.nan] + [0.0] * (tokens - 2)]}
     logs = {"metrics": [], "rollouts": [], "tokens": []}
     for step in steps:
-        metrics = {"step": step, "success": 1.0, "no_answer": 0.0, "grad_norm": math.inf}
+        metrics = {"step": step, "success": 1.0, "truncated": 0.0, "grad_norm": math.inf}
+        metrics |= {"completion_tokens": 4.0, **dict.fromkeys(RHO, 1)}
         logs["metrics"].append(metrics | {"seconds.gen": 1.0})
         for i in range(per_step):
             name = {"step": step, "problem_id": f"p{i}"}
@@ -246,104 +248,92 @@ def test_the_page_stays_small_and_says_what_it_left_out(tmp_path):
     assert {view["step"] for view in data["rollouts"]} == {1, 2, 3}
 
 
-# ------------------------------------------------------------------------- a run in one sentence
+# ---------------------------------------------------------------------------- a run in ten rows
 
 
-def curve(successes, boxed=1.0, **numbers):
-    """Lines of metrics.jsonl with these successes, and shares of boxed answers."""
-    lines = []
-    for step, success in enumerate(successes, 1):
-        box = boxed[step - 1] if isinstance(boxed, list) else boxed
-        line = {"step": step, "success": success, "no_answer": 1 - box, "grad_norm": 0.1}
-        lines.append(line | numbers)
-    return lines
+def evaluated(folder, avg, base="b", digest="0f", name="test", **settings):
+    """An evaluation of 20 problems, 10 samples each, all with a share `avg` of right ones but for
+    two that differ from it and from each other."""
+    right_P = [round(10 * avg)] * 20
+    right_P[0], right_P[1] = right_P[0] - 1, right_P[1] + 1
+    row = {"avg": avg, "avg_low": avg - 0.02, "avg_high": avg + 0.02, "digest": digest}
+    row |= {"samples": 200, "problems": 20, "right": dict(enumerate(right_P))}
+    of_policy = {"the policy's weights": folder.name, "the base's weights": base}
+    if not folder.name.startswith("step_"):
+        of_policy = {"the policy's weights": base, "the base's weights": ""}
+    files.write_json(folder / "settings.json", of_policy | settings)
+    old = folder / "results.json"
+    table = json.loads(old.read_text()) if old.exists() else {}
+    files.write_json(old, table | {name: row})
 
 
-def results(avg, low=0.0, high=1.0, digest="0f"):
-    """One set's row of results.json."""
-    row = {"avg": avg, "avg_low": low, "avg_high": high, "digest": digest}
-    return row | {"samples": 24, "problems": 2}
-
-
-def test_one_sentence_says_how_success_evaluation_and_bank_changed(tmp_path, capsys):
-    """Success in windows of 100 problems, evaluation paired by problem, and what the bank has."""
-    metrics = curve([0.3, 0.5, 0.6, 0.8, 0.9, 1.0])
+def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tmp_path, capsys):
+    """Windows of 100 problems: two steps of 50. Of 200 teachers in each."""
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B", range(1, 7), length=6, batch_size=50)
+    metrics = []
+    for step, success in enumerate([0.3, 0.5, 0.6, 0.8, 0.9, 1.0], 1):
+        line = {"step": step, "success": success, "truncated": 0.1 * (step > 4), "loss": 0.0}
+        line |= {"rho_distilled": 30, "rho_reversed": 10, "rho_ignored": 160 if step > 2 else 60}
+        metrics.append(line | {"completion_tokens": 20.0 * step, "grad_norm": 0.1})
     write_rows(run / "metrics.jsonl", metrics)
-    base, last = "/models/Qwen/Qwen3-1.7B", f"/then/{run.name}/checkpoints/step_000006"
-    gap = {"to": base, "diff": 0.517, "diff_low": 0.486, "diff_high": 0.547}
-    by_policy = {base: results(0.475), last: results(0.992) | gap}
-    for folder, row in zip(("Qwen--Qwen3-1.7B", "step_000006"), by_policy.values()):
-        files.write_json(run / "eval" / folder / "results.json", {"test": row})
-    files.write_json(run / "eval/comparison.json", {"test": {"results": by_policy}})
+    evaluated(run / "eval/Qwen--Qwen3-1.7B", 0.4)
+    evaluated(run / "eval/step_000003", 0.6)
+    evaluated(run / "eval/step_000006", 0.8)
     bank = skills.SkillBank.load(run / "bank/step_000000.json")
-    for i, title in enumerate(("new", bank.general_skills[0]["title"])):  # and a copy (D11)
-        skill = {**bank.general_skills[0], "skill_id": f"dyn_gen_{i}", "title": title}
-        bank.general_skills.append(skill)
+    bank.general_skills.append({**bank.general_skills[0], "skill_id": "dyn_gen_0"})
     bank.save(run / "bank/step_000003.json")
-    sentence = page([run], tmp_path / "r.html")[1][0]["sentence"]
-    steps, evaluation, of_bank = sentence.split("; ")
-    assert "40% (steps 1 to 2) to 95% (steps 5 to 6)" in steps
-    assert "47.5% to 99.2% (+51.7 points, 95%: +48.6 to +54.7)" in evaluation
-    assert "3 skills and 1 mistake, 1 of them" in of_bank
+    table = {row[0]: row[1:] for row in report.collect(run)["summary"]}
+    assert table["6 of 6 steps on my/train.jsonl"] == ["steps 1 to 2", "steps 5 to 6"]
+    assert table["correct solutions"] == ["40%", "95%"]
+    assert table["teachers distilled"] == ["30%", "15%"]
+    assert table["teachers reversed"] == ["10%", "5%"]
+    assert table["teachers ignored"] == ["60%", "80%"]
+    assert table["solutions cut at the limit"] == ["0%", "10%"]
+    assert table["tokens of a solution"] == ["30", "110"]
+    assert (table["skills in the bank"], table["mistakes in the bank"]) == (["1", "2"], ["1", "1"])
+    cells = ["step 0: 40.0% (38.0% to 42.0%)", "step 6: 80.0% (78.0% to 82.0%)"]
+    assert table["avg@10 on test"] == cells
+    assert table["gain"] == ["", "+40.0% (-)"]  # of equal gaps there is no interval
     completes(report.main, [run])
-    assert sentence in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert all(cell in printed for row in table.values() for cell in row)
 
 
-def test_success_rose_or_fell_only_where_it_is_more_than_chance():
-    """Two windows of 100 problems: the deviation of their difference is 7%."""
-    assert "fell from 50%" in report.success_in_words(curve([0.5, 0.5, 0.2, 0.2]), 50)
-    assert "chance" in report.success_in_words(curve([0.5, 0.5, 0.6, 0.6]), 50)
+def test_a_run_of_no_steps_says_where_its_bank_is(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=(), length=0)
+    completes(report.main, [run])
+    assert str(run / "bank/bank.json") in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "norm, rho_K, why",
-    [
-        (0.0, [0], "every teacher was ignored"),
-        (0.0, [1], "no step had a gradient"),
-        (math.nan, [1], "no step had a finite gradient"),
-        (0.0, [], "no rollout had a teacher"),
-        (0.1, [1], ""),
-    ],
-)
-def test_a_run_that_learnt_nothing_says_why(norm, rho_K, why):
-    words = report.nothing_learnt(curve([0.2, 0.9], grad_norm=norm), [{"rho": rho_K}] * 2)
-    assert words.startswith(why) and bool(words) == bool(why)
+def test_the_terminal_ends_with_an_audited_solution_in_words(out, capsys):
+    """The one that the page opens: problem, verdict, a skill, and what became of its teacher."""
+    completes(report.main, [out])
+    shown = capsys.readouterr().out.partition("audited solution")[2]
+    data = report.write([out], out / "report.html")[0]
+    view = data["rollouts"][data["opens"]]
+    assert view["problem"] in shown and ("right" if view["r"] > 0 else "wrong") in shown
+    teacher = max(view["teachers"], key=lambda x: abs(x["a"]))
+    word = {1: "distil", -1: "push away", 0: "ignore"}[teacher["rho"]]
+    assert word in shown and all(text in shown for text in teacher["skill"][1:3])
+    assert ("less likely" in shown) == (teacher["a"] < 0)
 
 
-def decided(distilled_success=0, reversed_success=8, distilled_failure=8, reversed_failure=0):
-    """25 lines of metrics.jsonl, each with these numbers of decided teachers."""
-    line = {"rho_reversed_success": reversed_success, "rho_distilled_failure": distilled_failure}
-    line |= {"rho_distilled_success": distilled_success, "rho_reversed_failure": reversed_failure}
-    return [{"step": step, **line} for step in range(1, 26)]
+def test_the_page_of_two_runs_lies_in_neither(tmp_path, monkeypatch):
+    runs = [write_run(tmp_path / name) for name in ("a", "b")]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    completes(report.main, runs)
+    assert [path.parent.name for path in tmp_path.glob("*/report.html")] == ["here"]
 
 
-def test_a_polarity_that_only_repeats_the_verdict_in_a_block_of_25_steps_is_said():
-    below = decided()
-    for words in ("steps 1 to 25", "below zero"):
-        assert words in report.echo_in_words(below)
-    assert "above zero" in report.echo_in_words(decided(8, 0, 0, 8))
-    assert report.echo_in_words(below[:24]) == ""
-    below[3]["rho_distilled_success"] = 4  # of 204: one in fifty may lean the other way
-    assert report.echo_in_words(below)
-    below[4]["rho_distilled_success"] = 1
-    assert report.echo_in_words(below) == ""
-    assert report.echo_in_words(decided(0, 3, 8, 0)) == ""  # only 75 decided teachers of successes
-    assert report.echo_in_words(decided(20, 0, 8, 0)) == ""  # all distilled, as without polarity
-
-
-def test_a_fall_of_four_standard_deviations_is_said_with_its_steps():
-    """Windows of 100 problems: 4 steps of 25. With best .8 and now .5 the mean is .65, and
-    sqrt(2 x .65 x .35 / 100) = .0675, of which .3 is 4.4; at .55 it would be 3.8."""
-    fall = report.fall_in_words(curve([0.8] * 6 + [0.5] * 8), 25)
-    assert "80% (steps 3 to 6) to 50% (steps 7 to 10)" in fall
-    assert report.fall_in_words(curve([0.8] * 6 + [0.55] * 8), 25) == ""
-    # of boxed answers, where success was never high: 1 and (3 + .4) / 4 = .85, whose mean is .925,
-    # and four deviations are .149
-    boxed = report.fall_in_words(curve([0.05] * 20, [1.0] * 10 + [0.4] * 10), 25)
-    assert "100% (steps 7 to 10) to 85% (steps 8 to 11)" in boxed
-    for shares in ([0.0] * 30, [1.0] * 30, [0.5, 0.4, 0.6] * 10, [0.9]):
-        assert report.fall_in_words(curve(shares), 8) == ""
+def test_an_evolution_that_the_gate_stopped_has_no_numbers_of_the_cold_start(tmp_path):
+    save_bank(tmp_path, 0, "S1")
+    bank = skills.SkillBank.load(tmp_path / "bank/step_000000.json")
+    bank.metadata = {"seed_solutions": 12}
+    for step in (0, 5):
+        bank.save(tmp_path / f"bank/step_{step:06d}.json")
+    first, event = report.timeline(report.load_banks(tmp_path))
+    assert first["note"] == {"seed_solutions": 12} and event["note"] == {}
 
 
 def test_a_run_that_is_still_going_is_shown_and_a_folder_without_one_refused(tmp_path, capsys):
@@ -362,31 +352,27 @@ def test_a_run_that_is_still_going_is_shown_and_a_folder_without_one_refused(tmp
 # ------------------------------------------------------------------------------------ evaluations
 
 
-def test_evaluations_of_the_runs_checkpoints_and_of_plain_models(tmp_path):
-    """The base model begins the curves; other models and the prompt with skills have their own.
-
-    Two files may have one stem: then the last checkpoint's problems count.
-    """
+def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
+    """The base model begins the curves, and the prompt with skills has its own. Left out are other
+    models, other runs' checkpoints and, where two files have one stem, other problems."""
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B")
-    tables = {
-        "Qwen--Qwen3-1.7B": {"aime": results(0.5)},
-        "step_000025": {"aime": results(0.55), "mine": results(0.4, digest="other problems")},
-        "step_000050": {"aime": results(0.7), "mine": results(0.45)},
-        "step_000050--skills": {"aime": results(0.8)},
-        "other--step_000075": {"aime": results(0.9)},  # of another run
-        "other--Qwen3-1.7B": {"aime": results(0.2)},  # of the same name, elsewhere
-    }
-    for folder, table in tables.items():
-        files.write_json(run / "eval" / folder / "results.json", table)
+    home = run / "eval"
+    evaluated(home / "Qwen--Qwen3-1.7B", 0.5)
+    evaluated(home / "step_000025", 0.6)
+    evaluated(home / "step_000025", 0.4, digest="other problems", name="mine")
+    evaluated(home / "step_000050", 0.7)
+    evaluated(home / "step_000050", 0.3, name="mine")
+    evaluated(home / "step_000050--skills", 0.8, num_skills=8)
+    evaluated(home / "other--step_000075", 0.9)
+    evaluated(home / "other--Qwen3-1.7B", 0.2, base="another")
     curves = {}
-    for point in report.evaluations(run):
-        assert point["samples"] == 12
+    for point in report.collect(run)["evals"]:
+        assert point["samples"] == 10
         curves.setdefault(point["set"], []).append((point["step"], point["avg"]))
     assert curves == {
-        "aime": [(0, 0.5), (25, 0.55), (50, 0.7)],
-        "aime + skills": [(50, 0.8)],
-        "aime, other--Qwen3-1.7B": [(0, 0.2)],
-        "mine": [(50, 0.45)],
+        "test": [(0, 0.5), (25, 0.6), (50, 0.7)],
+        "test + skills": [(50, 0.8)],
+        "mine": [(50, 0.3)],
     }
 
 
@@ -420,9 +406,9 @@ def test_explain_takes_draws_of_one_problem_through_the_method(world_dir, out, t
     (folder,) = tmp_path.glob("run-explain-*")
     data = report.collect(folder)
     assert str(folder) in printed.splitlines()[0] and (folder / "report.html").exists()
-    assert data["sentence"].startswith("2 draws ")
-    assert data["sentence"].endswith("the adapter of step 6: 0 right, 2 wrong.")
-    assert data["sentence"] in printed and "the first wrong one, draw 1:" in printed
+    assert data["summary"][0][1] == "2 by the adapter of step 6"
+    assert data["summary"][1] == ["correct", "0"] and "the first wrong one, draw 1:" in printed
+    assert all(row[1] in printed for row in data["summary"])
     assert data["explained"] and not report.collect(run)["explained"]
     view, row, other = data["rollouts"][0], *rows(folder / "rollouts.jsonl")
     assert row["completion_ids"] != other["completion_ids"]

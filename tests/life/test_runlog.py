@@ -193,6 +193,7 @@ def test_a_log_line_has_a_fixed_order_and_warns_of_cut_solutions_and_a_far_serve
     assert "rho" not in runlog.log_line(metrics | none, 200)  # as GRPO's
     far = runlog.log_line(metrics | {"sampling_logp_difference_mean": 0.35}, 200)
     assert "0.35 nats" in far
+    assert "distilled" in runlog.log_line(metrics | {"step": 1}, 200)  # a legend, once
 
 
 # ------------------------------------------------------------------------ trackers and provenance
