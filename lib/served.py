@@ -13,12 +13,14 @@ import contextlib
 import functools
 import http.client
 import json
+import math
 import os
 import re
 import shutil
 import sys
 import textwrap
 import threading
+import time
 import urllib.error
 import urllib.request
 import uuid
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds between the tries of a request: time for a restart
+REPORT_S = 60.0  # from one line on failed tries to the next
 QUICK_S = 300.0  # the longest wait for any other reply than a completion
 CANARY_SEES = 0.01  # nats a token: the least change of ours that the engine must show
 CANARY = "Let us add the two numbers first. So the answer is \\boxed{12}."  # for `_check_acts`
@@ -54,7 +57,9 @@ class Server:
         self.engine = ""  # what the server calls itself, after `check`
         self.adapters: dict[str, str] = {}  # {name: folder}, loaded again after a restart
         self.loading = threading.Lock()
-        self.failing = False  # so that an outage is reported once
+        self.reported = (
+            -math.inf
+        )  # when a failed try was last reported, in time.monotonic's seconds
 
     def check(self) -> None:
         """Find the model's name on the server. One that serves a single base is taken at its word.
@@ -192,12 +197,11 @@ class Server:
             cause = f"HTTP {status}: {_brief(text)}" if status else text
             result = self._read(text, read) if status == 200 else None
             if result is not None:
-                self.failing = False
                 return result
             if 400 <= status < 500 and status not in (404, 429):
                 raise ValueError(f"{self.url}: {cause}")
-            if pause and not self.failing:
-                self.failing = True
+            if pause and time.monotonic() > self.reported + REPORT_S:
+                self.reported = time.monotonic()
                 print(f"{self.url}: {cause}; trying again", file=sys.stderr)
             if not pause or ending.wait(pause):
                 break

@@ -14,13 +14,14 @@ import resource
 import signal
 import sys
 import threading
+from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from select import select
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 MAX_CHARS, MEMORY_BYTES = 1000, 1 << 30  # of an answer that is parsed, of a worker's address space
 
@@ -58,11 +59,15 @@ class Asked(Protocol):
     def extra(self) -> Mapping[str, Any]: ...
 
 
-class Verdict(NamedTuple):
-    """A completion's answer, None if it gives none; and whether that is right."""
+class Verdict(namedtuple("Verdict", ["answer", "right"])):
+    """A completion's answer, None if it gives none; and whether that is right. NumPy's bools, too.
 
-    answer: str | None
-    right: bool
+    answer: str or None. right: bool.
+    """
+
+    def __new__(cls, answer: str | None, right: Any) -> "Verdict":
+        is_numpys = str(getattr(right, "dtype", "")) == "bool"
+        return super().__new__(cls, answer, bool(right) if is_numpys else right)
 
 
 class Judge(AbstractContextManager):
@@ -119,6 +124,9 @@ def load_judge(name: str) -> type[Judge]:
     takes the place of one of ours.
     """
     module_name, _, class_name = name.partition(":")
+    if not class_name:
+        fix = "write MODULE:CLASS, such as lib.verify:Verifier, the default"
+        raise ValueError(f"verifier {name}: names no class; {fix}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -129,6 +137,8 @@ def load_judge(name: str) -> type[Judge]:
         raise ValueError(f"verifier {name}: not loaded ({cause}); {rule}") from None
     if not (isinstance(kind, type) and issubclass(kind, Judge)):
         raise ValueError(f"verifier {name}: {class_name} must be a subclass of lib.verify.Judge")
+    if kind.is_right is Judge.is_right and kind.judge is Judge.judge:
+        raise ValueError(f"verifier {name}: {class_name} needs the method is_right, or judge")
     return kind
 
 

@@ -98,6 +98,20 @@ def test_rows_is_the_number_of_requests_under_way(engine, sample):
     assert len(sample(jobs(9), rows=3)) == 9 and max(most) == 3
 
 
+def test_a_server_that_fails_now_and_then_is_reported_once_a_minute(
+    engine, sample, tokenizer, capsys, monkeypatch
+):
+    """Every second request fails; then a minute has passed."""
+    engine.answer = lambda body: engine.sampled(body) if len(engine.calls) % 2 else (503, "busy")
+    server = a_server(engine, tokenizer, rows=1)
+    sample(jobs(), server=server)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert engine.url in line and "503" in line and len(engine.calls) > 6
+    monkeypatch.setattr(served, "REPORT_S", 0.0)
+    sample(jobs(2), server=server)
+    assert capsys.readouterr().err.count("trying again") >= 1
+
+
 def test_a_caller_that_breaks_off_does_not_wait_for_replies(engine, tokenizer):
     released = threading.Event()
 

@@ -14,6 +14,7 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from conftest import ROOT, one_line
 
@@ -435,6 +436,12 @@ class Even(verify.Judge):
 
 class Other:
     """It is no judge."""
+
+class Undecided(verify.Judge):
+    """It says when two answers are one, and never which is right."""
+
+    def same(self, one, other):
+        return one.lower() == other.lower()
 '''
 
 
@@ -465,6 +472,18 @@ def test_a_judge_by_default_takes_the_last_box_and_is_asked_nothing_without_one(
     x = asked("p", "1", level=2)
     cases = [(x, text) for text in (r"\boxed{1} and \boxed{2}", r"<think>\boxed{3}", "none")]
     assert Level().judge(cases) == [("2", True), (None, False), (None, False)]
+
+
+def test_numpys_bools_are_verdicts():
+    class Near(verify.Judge):
+        def is_right(self, problem, answer):
+            return np.isclose(float(answer), float(problem.answer))
+
+    x = asked("p", "0.3")
+    for answer, right in (("0.30000000001", True), ("0.4", False)):
+        (verdict,) = Near().judge([(x, rf"\boxed{{{answer}}}")])
+        assert verdict.right is right
+    assert verify.Verdict("1", np.True_).right is True  # of a judge of whole batches
 
 
 def test_tiny_numbers_are_compared_by_their_ratio():
@@ -499,10 +518,13 @@ def test_limits_that_make_no_sense_are_refused(wrong):
 
 NAMES = {  # a --verifier, and what is said of it
     "mine": "MODULE:CLASS",
+    "math": "MODULE:CLASS",
+    "math:": "MODULE:CLASS",
     "nowhere:Even": "nowhere",
     "failing:Even": "ZeroDivisionError",
     "mine:Nope": "Nope",
     "mine:Other": "lib.verify.Judge",
+    "mine:Undecided": "is_right",
 }
 
 
