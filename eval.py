@@ -293,6 +293,7 @@ def prompt_maker(cfg: EvalConfig, world: World) -> Callable[[Problem], str]:
         raise ValueError(f"--num-skills {cfg.num_skills}: {rule} (--skills {cfg.skills})")
     embed = model.load_encoder(cfg.encoder, str(world.device))
 
+    @functools.cache  # all samples of a problem have one
     def prompt(x: Problem) -> str:
         return skills.render_skills(bank.retrieve(x.problem, cfg.num_skills, embed), x.problem)
 

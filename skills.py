@@ -503,28 +503,65 @@ def evolve(
     memories = [memory_of(row, memory_answer) for row in window]
     candidates, lost = extract(memories, complete)  # lines 8-10
     update: dict[str, Any] = {"step": step, "success": success, "lost_replies": lost}
-    static, before, dynamic = {}, {}, {}
+    static, before, after = {}, {}, {}
     for key in FIELDS:
         static[key], before[key] = _static_and_dynamic(bank, key)
-        fresh = _without_copies(candidates[key], static[key], key)
-        new, _ = merge(fresh, key, complete, group_size, patience)  # line 11
-        update[f"copied_{key}"] = len(candidates[key]) - len(fresh)
-        dynamic[key] = before[key]
-        if new:
-            both, _ = merge(before[key] + new, key, complete, group_size, patience)  # line 12
-            originals = _without_copies(both, static[key], key)
-            update[f"copied_{key}"] += len(both) - len(originals)
-            dynamic[key] = [{**e, IDS[key]: f"{DYNAMIC}{e[IDS[key]]}"} for e in originals]
-        dynamic[key] = dynamic[key][:dynamic_capacity]  # line 13: C
-        update |= {f"candidate_{key}": len(candidates[key]), f"merged_{key}": len(new)}
-    growth = _growth(before, dynamic, max_new_items)
+        after[key], counts = evolve_list(
+            static[key], before[key], candidates[key], key, complete, group_size, patience
+        )
+        update |= {f"{name}_{key}": count for name, count in counts.items()}
+    after = limit_growth(before, after, max_new_items, dynamic_capacity)  # line 13
     for key in FIELDS:
-        dynamic[key] = dynamic[key][: len(before[key]) + growth[key]]  # line 13: N
-        update[f"dynamic_{key}"] = len(dynamic[key])
-        update[f"net_new_{key}"] = len(dynamic[key]) - len(before[key])
+        update[f"dynamic_{key}"] = len(after[key])
+        update[f"net_new_{key}"] = len(after[key]) - len(before[key])
     metadata = {**bank.metadata, "updates": [*bank.metadata.get("updates", []), update]}
-    skills, mistakes = (static[key] + dynamic[key] for key in FIELDS)
+    skills, mistakes = (static[key] + after[key] for key in FIELDS)
     return SkillBank(skills, mistakes, metadata, bank.extra)  # line 14
+
+
+def evolve_list(
+    static: list[dict],
+    dynamic: list[dict],
+    candidates: list[dict],
+    key: str,
+    complete: Complete,
+    group_size: int,
+    patience: int,
+) -> tuple[list[dict], dict[str, int]]:
+    """A list's dynamic entries with what its candidates add (Alg. 4, lines 11-12), and counts.
+
+    What has the text of a static entry is dropped (D11) and counted as "copied".
+    """
+    fresh = _without_copies(candidates, static, key)
+    copied = len(candidates) - len(fresh)
+    new, _ = merge(fresh, key, complete, group_size, patience)  # line 11
+    if new:
+        both, _ = merge(dynamic + new, key, complete, group_size, patience)  # line 12
+        originals = _without_copies(both, static, key)
+        copied += len(both) - len(originals)
+        dynamic = [{**entry, IDS[key]: f"{DYNAMIC}{entry[IDS[key]]}"} for entry in originals]
+    return dynamic, {"copied": copied, "candidate": len(candidates), "merged": len(new)}
+
+
+def limit_growth(
+    before: dict[str, list[dict]],
+    after: dict[str, list[dict]],
+    max_new_items: int,
+    dynamic_capacity: int,
+) -> dict[str, list[dict]]:
+    """The lists with at most C entries each and N more than before together (Alg. 4, line 13).
+
+    The list that grows more gives way (S12).
+    """
+    sizes = {key: min(len(after[key]), dynamic_capacity) for key in after}
+    growth = {key: max(0, sizes[key] - len(before[key])) for key in after}
+    while sum(growth.values()) > max_new_items:
+        larger = max(growth, key=lambda key: growth[key])
+        growth[larger] -= 1
+    limited = {}
+    for key in after:
+        limited[key] = after[key][: min(sizes[key], len(before[key]) + growth[key])]
+    return limited
 
 
 def _static_and_dynamic(bank: SkillBank, key: str) -> tuple[list[dict], list[dict]]:
@@ -534,17 +571,6 @@ def _static_and_dynamic(bank: SkillBank, key: str) -> tuple[list[dict], list[dic
     for entry in bank.collection(key):
         (dynamic if entry[IDS[key]].startswith(DYNAMIC) else static).append(entry)
     return static, dynamic
-
-
-def _growth(
-    before: dict[str, list[dict]], after: dict[str, list[dict]], most: int
-) -> dict[str, int]:
-    """How much each list may grow, `most` together: the one that grows more gives way (S12)."""
-    growth = {key: max(0, len(after[key]) - len(before[key])) for key in before}
-    while sum(growth.values()) > most:
-        larger = max(growth, key=lambda key: growth[key])
-        growth[larger] -= 1
-    return growth
 
 
 def describe(bank: SkillBank) -> str:

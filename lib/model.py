@@ -5,7 +5,6 @@ state (safetensors and JSON, no pickle). Models are loaded without `trust_remote
 """
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -141,12 +140,15 @@ def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[st
         fix = "" if Path(name).exists() else "; offline, give a local directory as --encoder"
         raise ValueError(f"encoder {name}: not loaded ({_brief(e)}){fix}") from None
 
-    @functools.cache
-    def embed_one(text: str) -> np.ndarray:  # in a batch, padding would change the last bits
-        text = text.encode("utf-8", "replace").decode()
-        return encoder.encode(text, normalize_embeddings=True, show_progress_bar=False)
+    def embed(texts: Sequence[str]) -> np.ndarray:
+        vectors = []
+        for text in texts:  # one by one: in a batch, padding would change the last bits
+            text = text.encode("utf-8", "replace").decode()
+            encoded = encoder.encode(text, normalize_embeddings=True, show_progress_bar=False)
+            vectors.append(encoded)
+        return np.stack(vectors)
 
-    return lambda texts: np.stack([embed_one(text) for text in texts])
+    return embed
 
 
 def _located(kind: str, name: str) -> str:
