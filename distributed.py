@@ -6,6 +6,7 @@ the group's timeout.
 """
 
 import atexit
+import contextlib
 import datetime
 import itertools
 import os
@@ -105,23 +106,28 @@ def _join(rank: int, size: int, here: torch.device) -> None:
         raise ValueError(f"could not join the process group at {at} ({e}); {fix}") from None
 
 
-def together(prepare: Callable[[], Any], world: World) -> Any:
-    """prepare() on every rank, which must hold no collective; its result.
+@contextlib.contextmanager
+def together(world: World, *kinds: type[Exception]) -> Iterator[None]:
+    """A block that every rank runs and that holds no collective: it fails on all ranks or on none.
 
-    Where a rank raises ValueError, OSError or ImportError, rank 0 raises the first as ValueError
-    and the other ranks exit with code 2, so that one line is printed and no rank waits.
+    Where a rank's block raises one of these kinds, rank 0 raises its own error, or else one of the
+    first kind with the other rank's words. The other ranks exit with code 2, without a line.
     """
-    result, error = None, ""
+    error = None
     try:
-        result = prepare()
-    except (ValueError, OSError, ImportError) as e:
-        error = str(e) or type(e).__name__
-    for rank, message in enumerate(gather(error, world)):
-        if message and not world.main:
-            raise SystemExit(2)
-        if message:
-            raise ValueError(message if world.size == 1 else f"rank {rank}: {message}")
-    return result
+        yield
+    except kinds as e:
+        error = e
+    messages = gather(error and (str(error) or type(error).__name__), world)
+    if not any(messages):
+        return
+    if not world.main:
+        time.sleep(2)  # at the first exit torchrun kills the others: rank 0 has to print first
+        raise SystemExit(2)
+    if error:
+        raise error
+    rank, message = next((i, text) for i, text in enumerate(messages) if text)
+    raise kinds[0](f"rank {rank}: {message}")
 
 
 def leave(main: Callable[[], int]) -> NoReturn:
@@ -194,7 +200,7 @@ def share(
     jobs: objects with a .prompt; the ranks take them in turn, ordered by its length. work: from a
     rank's jobs to turns, lists of one picklable result for each job that is done. Every rank gets
     every result, and must ask for all turns: each is a collective. stage: the name of a progress
-    bar.
+    bar. Raises OSError as `together` does.
     """
     mine = sorted(jobs, key=lambda job: len(job.prompt))[world.rank :: world.size]
     turns = work(mine)
@@ -203,8 +209,9 @@ def share(
     terminal = shown and sys.stderr.isatty()  # a log file gets one line, at the end
     with tqdm(desc=stage, total=left, disable=not terminal) as bar:
         while left:
-            results_of_ranks = gather(next(turns, []), world)
-            results = list(itertools.chain.from_iterable(results_of_ranks))
+            with together(world, OSError):  # a server is lost
+                results = next(turns, [])
+            results = list(itertools.chain.from_iterable(gather(results, world)))
             left -= len(results)
             bar.update(len(results))
             yield results

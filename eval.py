@@ -340,12 +340,14 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[Key, di
     """
     cfg, tasks, server = evaluation.cfg, evaluation.tasks, evaluation.server
     log = policy.folder / "samples.jsonl"
-    done = samples_of(policy, tasks) if world.main else {}
+    with reading(cfg, world):
+        done = samples_of(policy, tasks) if world.main else {}
     missing = [key for key in tasks if key not in done]
     missing = distributed.gather(missing, world)[0]  # rank 0 alone knows its log
     with contextlib.ExitStack() as loaded:
         if missing:  # before anything is written: it may not load
-            lm, tokenizer, stream = load_policy(policy, evaluation, world, loaded)
+            with reading(cfg, world):
+                lm, tokenizer, stream = load_policy(policy, evaluation, world, loaded)
         if world.main:
             files.write_json(policy.folder / "settings.json", policy.settings)
         if not missing:
@@ -359,7 +361,8 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[Key, di
             draw = rollout.sample_key(cfg.seed, 0, x.problem, number)
             jobs.append(Job(i, ids, draw, cfg.max_new_tokens, x))
         longest = max(len(job.prompt) for job in jobs)
-        model.refuse_beyond_context(lm, longest, cfg.max_new_tokens, "--max-new-tokens")
+        with reading(cfg, world):
+            model.refuse_beyond_context(lm, longest, cfg.max_new_tokens, "--max-new-tokens")
         engine = server.engine if server else "generate"
 
         def work(jobs_of_rank: list[Job]) -> Iterator[list[tuple[Job, Rollout]]]:
@@ -471,11 +474,26 @@ def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> 
 # ------------------------------------------------------------------------------------ the command
 
 
-def evaluate(cfg: EvalConfig, world: World) -> None:
+@contextlib.contextmanager
+def reading(cfg: EvalConfig, world: World) -> Iterator[None]:
+    """A block on every rank that reads what the user gave: a mistake in it is one line."""
+    with (
+        config.one_line_errors(cfg.program, reading=True),
+        distributed.together(world, *config.GIVEN),
+    ):
+        yield
+
+
+def evaluate(cfg: EvalConfig) -> None:
     """Sample every policy on every set; write the results and print a line for each."""
     contents.cache_clear()  # of an earlier call
     with contextlib.ExitStack() as held:
-        evaluation = distributed.together(lambda: prepare(cfg, world, held), world)
+        with config.one_line_errors(cfg.program, reading=True):
+            # With a server this process computes nothing: CPU and gloo.
+            world = distributed.init("cpu" if cfg.server else cfg.device)
+            with distributed.together(world, *config.GIVEN):
+                evaluation = prepare(cfg, world, held)
+        held.enter_context(config.one_line_errors(cfg.program))
         for policy in evaluation.policies:
             done = sample(policy, evaluation, world)
             if world.main:
@@ -491,7 +509,8 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
 def write_results(policy: Policy, evaluation: Evaluation, done: dict[Key, dict]) -> None:
     """Add a policy's figures to its results.json, and print them."""
     cfg, file = evaluation.cfg, policy.folder / "results.json"
-    table = files.read_json(file) if file.exists() else {}
+    with config.one_line_errors(cfg.program, reading=True):
+        table = files.read_json(file) if file.exists() else {}
     for source in cfg.data:
         name = pathlib.Path(source).stem
         rows = [done[key] for key in evaluation.tasks if key[0] == name]
@@ -518,9 +537,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     config.end_at_signals()
     cfg = config.parse(argv, __doc__, EvalConfig)
-    with config.one_line_errors(cfg.program):
-        # With a server this process computes nothing: CPU and gloo.
-        evaluate(cfg, distributed.init("cpu" if cfg.server else cfg.device))
+    evaluate(cfg)
     return 0
 
 

@@ -208,7 +208,7 @@ def prompt_ids(run: Run, text: str, thinking: str) -> list[int]:
     ids = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
     if len(ids) > run.cfg.max_prompt_tokens:
         rule = f"--max-prompt-tokens is {run.cfg.max_prompt_tokens}; raise it, or drop the problem"
-        raise ValueError(f"a prompt has {len(ids)} tokens, {rule}: {text[:200]!r}")
+        raise config.UserError(f"a prompt has {len(ids)} tokens, {rule}: {text[:200]!r}")
     return ids
 
 
@@ -265,8 +265,9 @@ def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
     turns = run.step_stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
     roll_of: dict[int, Rollout] = {}
-    for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
-        roll_of |= {job.index: roll for job, roll in judged}
+    with distributed.together(run.world, OSError):  # a lost server stops all ranks, before line 16
+        for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
+            roll_of |= {job.index: roll for job, roll in judged}
     return [roll_of[job.index] for job in jobs]
 
 
@@ -399,7 +400,8 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
         text = skills.render("memory", {"problem": x.problem})
         prompt = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
         limit = cfg.cold_start_tokens
-        model.refuse_beyond_context(run.lm, len(prompt), limit, "--cold-start-tokens")
+        with config.user_errors(f"problem {x.id}: "):
+            model.refuse_beyond_context(run.lm, len(prompt), limit, "--cold-start-tokens")
         if x.id not in memories:
             key = rollout.sample_key(cfg.seed, 0, x.id)
             jobs.append(Job(len(jobs), prompt, key, limit, x))
@@ -417,44 +419,55 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
 
 def begin_bank(run: Run) -> None:
     """The bank before the next step: the run's own, that of --bank, or Algorithm 2's (D9)."""
-    if run.bank is None:
+    is_new = run.bank is None
+    if is_new:
         run.bank = make_bank(run)
-    distributed.together(lambda: check_bank(run), run.world)
+    check_bank(run, "" if is_new else run.cfg.bank)
     if not run.step:
-        run.save_bank(0, run.bank)
+        run.save_bank()
     if run.world.main:
         print(skills.describe(run.bank))
-    if run.evolution_is_due:  # checkpoints are saved before it, so a continued run makes it again
-        evolve_bank(run, run.step, [])
+    evolve_bank(run)  # a continued run may have been killed before
 
 
-def check_bank(run: Run) -> None:
-    """ValueError if a list is empty, one of --bank below K entries, or a prompt too long."""
-    cfg = run.cfg
-    given = "" if run.step else cfg.bank
-    skills.refuse_short(run.bank, given, cfg.num_teachers)
-    longest = max(run.problems, key=lambda x: len(x.problem))
-    (teacher,) = teacher_prompts(run, [skills.longest_pair(run.bank)], longest.problem)
-    model.refuse_beyond_context(run.lm, len(teacher), cfg.max_new_tokens, "--max-new-tokens")
+def check_bank(run: Run, given: str = "") -> None:
+    """UserError if a list is empty, or the longest teacher's prompt is too long. On every rank.
+
+    given: a --bank; its lists must have K entries.
+    """
+    cfg, tokenizer = run.cfg, run.tokenizer
+
+    def size(text: str) -> int:
+        return len(tokenizer.encode(text))
+
+    with distributed.together(run.world, config.UserError):
+        with config.user_errors():
+            skills.refuse_short(run.bank, given, cfg.num_teachers)
+        x, pair = max(run.problems, key=lambda x: size(x.problem)), skills.longest_pair(run.bank, size)
+        ids = pair.skill["skill_id"], pair.mistake["mistake_id"]
+        with config.user_errors(f"problem {x.id} with {' and '.join(ids)}: "):
+            (teacher,) = teacher_prompts(run, [pair], x.problem)
+            limit = cfg.max_new_tokens
+            model.refuse_beyond_context(run.lm, len(teacher), limit, "--max-new-tokens")
 
 
-def evolve_bank(run: Run, step: int, rows: list[dict]) -> None:
+def evolve_bank(run: Run) -> None:
     """Line 17: every F steps Algorithm 4, on all ranks' rollouts since the last multiple of F (D2).
 
     As in Algorithm 2 the policy writes candidates from their successes and failures. They are
     merged with the entries that earlier evolutions added, and the first bank's stay as they are.
     Where a share of gamma or more was right, the bank is unchanged, and the window is cleared, too.
     """
-    cfg = run.cfg
-    run.window += rows
-    if not cfg.evolve_every or step % cfg.evolve_every:
+    cfg, old, step = run.cfg, run.bank, run.step
+    if not old.window or step % cfg.evolve_every:
         return
-    bank = skills.evolve(run.bank, run.window, step, writer(run, step), **cfg.evolution)
+    run.bank = skills.evolve(old, old.window, step, writer(run, step), **cfg.evolution)
     if run.world.main:
         same = "bank: unchanged, as the success is not below --success-gate"
-        tqdm.write(same if bank is run.bank else skills.describe(bank))
-    run.bank, run.window = bank, []
-    run.save_bank(step, bank)
+        tqdm.write(same if run.bank is old else skills.describe(run.bank))
+    check_bank(run)
+    run.bank.window = []
+    run.save_bank()
 
 
 # ------------------------------------------------------------------------------------- the loop
@@ -476,12 +489,15 @@ def train(run: Run, step_fn: Any = train_step) -> int:
             raise
         shares = distributed.gather(rows_of_rank, run.world)
         rows = sorted(itertools.chain.from_iterable(shares), key=lambda row: row["index"])
+        if uses_skill_bank and run.cfg.evolve_every:
+            run.bank.remember(rows)
         run.log(step, rows, norm)
-        code = run.end_step(norm)  # a signal, or three steps in a row that were not finite
+        code = run.exit_code()  # of a signal, or of three steps in a row that were not finite
+        run.end_step(code)
         if code:
             return code
         if uses_skill_bank:
-            evolve_bank(run, step, rows)  # line 17
+            evolve_bank(run)  # line 17
     return 0
 
 

@@ -50,12 +50,17 @@ class SkillPair:
 
 @dataclass
 class SkillBank:
-    """B = {G, E} (§2.1). `extra` holds a file's unknown keys, so load and save lose nothing."""
+    """B = {G, E} (§2.1). `extra` holds a file's unknown keys, so load and save lose nothing.
+
+    window: W of Algorithm 4, the rollouts since the last multiple of F, which a run goes on with.
+    A file has it only where it is not empty.
+    """
 
     general_skills: list[dict]
     common_mistakes: list[dict]
     metadata: dict = field(default_factory=dict)
     extra: dict = field(default_factory=dict)
+    window: list[dict] = field(default_factory=list)
     _index: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -75,7 +80,11 @@ class SkillBank:
         metadata = data.pop("metadata", {})
         if not isinstance(metadata, dict) or not isinstance(metadata.get("updates", []), list):
             raise ValueError(f"bank {path}: `metadata` must be an object, `updates` in it a list")
-        return cls(data.pop("general_skills"), data.pop("common_mistakes"), metadata, extra=data)
+        window = data.pop("window", [])
+        if not isinstance(window, list):
+            raise ValueError(f"bank {path}: `window` must be a list")
+        lists = data.pop("general_skills"), data.pop("common_mistakes")
+        return cls(*lists, metadata, extra=data, window=window)
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write the bank as JSON: the old file or the new one is there, never half of one.
@@ -84,11 +93,19 @@ class SkillBank:
         """
         data = {"general_skills": self.general_skills, **self.extra}
         data |= {"common_mistakes": self.common_mistakes, "metadata": self.metadata}
+        data |= {"window": self.window} if self.window else {}
         path = pathlib.Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.tmp")
-        unfinished.write_text(as_json(data), encoding="utf-8", errors="backslashreplace")
+        with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as f:
+            f.write(as_json(data))
+            f.flush()
+            os.fsync(f.fileno())
         os.replace(unfinished, path)
+
+    def remember(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows of rollouts.jsonl to the window: what `memory_of` reads of them."""
+        self.window += [{name: row[name] for name in IN_WINDOW} for row in rows]
 
     @property
     def sizes(self) -> str:
@@ -407,6 +424,9 @@ def _with_sources(entry: dict, parents: list[dict]) -> dict:
 # ------------------------------------------------------------------------ Algorithm 2: cold start
 
 
+IN_WINDOW = ("problem_id", "problem", "text", "r", "pred", "gold")
+
+
 def memory_of(row: Mapping[str, Any], with_answer: bool = False) -> dict:
     """A memory record (Alg. 2, line 5); a long text is cut to its beginning and end (S21).
 
@@ -602,14 +622,17 @@ def refuse_short(bank: SkillBank, path: str, num_teachers: int) -> None:
         fix = "give another bank, easier or harder problems, or a larger --cold-start"
         raise ValueError(f"{where}: no pair, no teacher (S8); {fix}")
     if path and shorter < num_teachers:
-        rule = f"--num-teachers {num_teachers} needs as many of each; lower it"
-        raise ValueError(f"{where}: {rule}")
+        raise ValueError(f"{where}: --num-teachers {num_teachers} needs as many of each; lower it")
 
 
-def longest_pair(bank: SkillBank) -> SkillPair:
-    """The longest skill with the longest mistake, in characters: no teacher has a longer prompt."""
-    skill = max(bank.general_skills, key=lambda e: len(entry_text(e, "general_skills")))
-    mistake = max(bank.common_mistakes, key=lambda e: len(entry_text(e, "common_mistakes")))
+def longest_pair(bank: SkillBank, size: Callable[[str], int]) -> SkillPair:
+    """The longest skill with the longest mistake: no teacher has a longer prompt.
+
+    size: of a text, such as its number of tokens.
+    """
+    skill, mistake = (
+        max(bank.collection(key), key=lambda e: size(entry_text(e, key))) for key in FIELDS
+    )
     return SkillPair(skill, mistake, 0.0, 0.0)
 
 

@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     config.end_at_signals()
     folders = arguments(argv)
-    with config.one_line_errors("compare"):
+    with config.one_line_errors("compare", reading=True):
         compare(folders)
     return 0
 

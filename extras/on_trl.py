@@ -486,7 +486,7 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command. In a folder with checkpoints it continues after the last one."""
-    with config.one_line_errors("extras.on_trl"):
+    with config.one_line_errors("extras.on_trl", reading=True):
         kind: Any = SGSDConfig
         (args,) = TrlParser(kind).parse_args_and_config(argv)
         trainer = prepare(args)

@@ -36,7 +36,7 @@ from extras import compare
 from extras.compare import Evaluated
 from lib import config, files, runlog
 from lib.problems import Problem
-from lib.run import State, prepare
+from lib.run import Start, prepare
 
 MAX_BYTES = 4_900_000  # of the page
 MAX_POINTS = 1000  # of a curve, over all runs
@@ -627,9 +627,8 @@ def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib
     x = Problem("explained", problem, answer)
     with contextlib.ExitStack() as held:
         step = max(files.by_step(run / "checkpoints"), default=0)
-        state = State(identity={}, data=[x], counts={}, step=step, evolved=max(banks))
-        world = distributed.init(cfg.device)
-        rows = explained(prepare(cfg, world, state, skills.SkillBank.load, held), x, draws)
+        start = Start(record={}, problems=[x], notes=[], step=step, bank=banks[max(banks)])
+        rows = explained(prepare(cfg, distributed.init(cfg.device), start, held), x, draws)
     name = f"{run.resolve().name}-explain-{files.digest(problem, answer)[:8]}"
     folder = run.resolve().with_name(name)
     print(f"--explain writes {folder}, a folder beside the run; the run stays as it is")
@@ -658,7 +657,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     config.end_at_signals()
     args = arguments(argv)
-    with config.one_line_errors("report"):
+    with config.one_line_errors("report", reading=True):
         runs = args.runs
         if args.explain is not None:
             runs = [explain(runs[0], args.explain, args.answer, args.draws)]

@@ -6,6 +6,7 @@ A field that the paper or a decision (S..., D...) settles names it.
 import argparse
 import contextlib
 import difflib
+import errno
 import math
 import os
 import pathlib
@@ -13,6 +14,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -27,17 +29,20 @@ def setting(
     choices: tuple[str, ...] = (),
     least: float | None = None,
     most: float | None = None,
-    again: str = "refused",
-    is_path: bool = False,
+    on_continue: str = "refused",
+    group: str = "",
+    in_eval: bool = False,
 ) -> Any:
     """A setting: its default, its help with its source, its range (> 0 without a `least`).
 
-    again: what becomes of another value when the command continues its run: "refused"; "quiet",
-    where it changes nothing but rounding; "announced", in a line that the run keeps.
-    is_path: a path, if there is one of that name; two runs compare it resolved.
+    on_continue: what becomes of another value when the command continues its run. "refused".
+    "contents": refused where the files of that name hold something else; their place may change.
+    "announced", in a line that the run keeps. "quiet", where it changes nothing but rounding.
+    group: the title in --help from this setting on. in_eval: the command that evaluates the run
+    repeats it.
     """
-    rule = {"help": help, "choices": choices, "least": least, "most": most}
-    return field(default=default, metadata=rule | {"again": again, "is_path": is_path})
+    rule = {"help": help, "choices": choices, "least": least, "most": most, "group": group}
+    return field(default=default, metadata=rule | {"on_continue": on_continue, "in_eval": in_eval})
 
 
 def with_default(kind: Any, name: str, default: Any) -> Any:
@@ -77,55 +82,85 @@ class Config:
 
     program: ClassVar[str] = "sgsd.py"
 
-    # the run
-    out: str = setting("runs/sgsd", "directory of the run; the same command continues it")
+    out: str = setting(
+        "runs/sgsd",
+        "directory of the run; the same command continues it",
+        on_continue="quiet",
+        group="the run",
+    )
     seed: int = setting(
         0, "seed of the data order, the adapters and the sampling", least=0, most=2**40
     )
     steps: int = setting(
-        200, "number of optimizer steps; 0 makes the bank alone; §4.1", least=0, again="announced"
+        200,
+        "number of optimizer steps; 0 makes the bank alone; §4.1",
+        least=0,
+        on_continue="announced",
     )
-    checkpoint_every: int = setting(25, "save a checkpoint every N steps; §4.1", again="quiet")
-    device: str = setting("auto", "auto takes CUDA where there is a GPU", DEVICES, again="quiet")
-    changed_code: bool = setting(
-        False, "continue the run although the code has changed since it began", again="quiet"
+    checkpoint_every: int = setting(
+        25, "save a checkpoint every N steps; §4.1", on_continue="quiet"
     )
-    # the model
+    device: str = setting(
+        "auto",
+        "auto takes CUDA where there is a GPU",
+        DEVICES,
+        on_continue="quiet",
+        in_eval=True,
+    )
     model: str = setting(
-        "Qwen/Qwen3-1.7B", "policy to train: a hub id or a directory; §4.1", is_path=True
+        "Qwen/Qwen3-1.7B",
+        "policy to train: a hub id or a directory; §4.1",
+        on_continue="contents",
+        group="the model",
     )
-    dtype: str = setting("auto", "weights of the base; auto is bf16 on CUDA; App. F.1", DTYPES)
+    adapter: str = setting(
+        "",
+        "begin with the weights of this checkpoint of --model, and with its rank and alpha",
+        on_continue="contents",
+    )
+    dtype: str = setting(
+        "auto", "weights of the base; auto is bf16 on CUDA; App. F.1", DTYPES, in_eval=True
+    )
     attn: str = setting("sdpa", "attention kernels; S25", KERNELS)
     lora_rank: int = setting(64, "rank of the adapters; App. F.1")
     lora_alpha: int = setting(128, "LoRA alpha, the scale of the adapters; App. F.1")
-    # the data
     data: str = setting(
         "BytedTsinghua-SIA/DAPO-Math-17k",
         "training problems: HUB_ID[:CONFIGURATION], directory, parquet, JSONL; App. F.1, D8",
-        is_path=True,
+        on_continue="contents",
+        group="the problems",
     )
     split: str = setting("train", "split of --data, if that is a hub data set or a directory")
-    problem_field: str = setting("problem", "column or field that holds the problem")
-    answer_field: str = setting("answer", "column or field that holds the reference answer")
-    answer_after: str = setting("", 'the answer is what follows this mark, as "####" in GSM8K')
+    problem_field: str = setting("problem", "column or field that holds the problem", in_eval=True)
+    answer_field: str = setting(
+        "answer", "column or field that holds the reference answer", in_eval=True
+    )
+    answer_after: str = setting(
+        "", 'the answer is what follows this mark, as "####" in GSM8K', in_eval=True
+    )
     batch_size: int = setting(32, "problems in a step, over all processes together; S6")
-    max_prompt_tokens: int = setting(20000, "refuse a longer prompt, and never cut one; Tab. 11")
+    max_prompt_tokens: int = setting(
+        20000, "refuse a longer prompt, and never cut one; Tab. 11", on_continue="announced"
+    )
     verifier: str = setting(
         "lib.verify:Verifier",
         "who says right or wrong, as MODULE:CLASS, a subclass of lib.verify.Judge; "
         "docs/changing.md",
+        in_eval=True,
     )
     verify_timeout: float = setting(
         5.0, "seconds that the verifier may take for an answer", most=1e6
     )
-    # the bank
     bank: str = setting(
-        "", "skill bank (JSON); without one the model writes its own first; Alg. 2", is_path=True
+        "",
+        "skill bank (JSON); without one the model writes its own first; Alg. 2",
+        on_continue="contents",
+        group="the bank",
     )
     encoder: str = setting(
         "Qwen/Qwen3-Embedding-0.6B",
         "sentence-transformers model that embeds problems and skills; Tab. 12",
-        is_path=True,
+        on_continue="contents",
     )
     cold_start: int = setting(
         256, "number of seed problems solved to build the first bank; Alg. 2, Tab. 12"
@@ -151,8 +186,9 @@ class Config:
     memory_answer: bool = setting(
         False, "show the reference answer to the model that writes entries; D3"
     )
-    # the objective
-    num_teachers: int = setting(8, "K: retrieved skill-mistake pairs, each a teacher; Tab. 12")
+    num_teachers: int = setting(
+        8, "K: retrieved skill-mistake pairs, each a teacher; Tab. 12", group="the objective"
+    )
     teacher_prefix: str = setting(
         "bare",
         "think block of a teacher's prompt: left to the model, begun, or empty; S3",
@@ -163,11 +199,11 @@ class Config:
     eps_a: float = setting(
         0.05, "ignore teachers of a smaller support, in nats; Eq. 13, Tab. 12", least=0
     )
-    # the student's sampling
     student_prefix: str = setting(
         "closed",
         "think block of the student's prompt: empty, left to the model, or begun; S3",
         ("closed", "bare", "open"),
+        group="the student's sampling",
     )
     temperature: float = setting(1.1, "sampling temperature of the student; Tab. 11", least=0)
     top_p: float = setting(0.95, "top-p of the student; Tab. 11", most=1)
@@ -177,40 +213,39 @@ class Config:
         (),
         "sample on inference servers of the base, such as http://localhost:8000/v1; rank i asks "
         "the i-th; S27",
-        again="announced",
+        on_continue="announced",
     )
-    # the optimizer
     learning_rate: float = setting(
-        5e-6, "learning rate of AdamW, falling linearly to 0; App. F.1, S7"
+        5e-6, "learning rate of AdamW, falling linearly to 0; App. F.1, S7", group="the optimizer"
     )
     grad_clip: float = setting(0.1, "clip the gradient to this norm; S7")
-    # looking inside, and memory
     audit_every: int = setting(
         25,
         "record all gaps in step 1 and every N steps; 0: never",
         least=0,
-        again="quiet",
+        on_continue="quiet",
+        group="looking inside, and memory",
     )
     score_tokens: int = setting(
-        16384, "most tokens in one padded forward pass of the teachers", again="quiet"
+        16384, "most tokens in one padded forward pass of the teachers", on_continue="quiet"
     )
     checkpoint_above: int = setting(
         2048,
         "recompute activations in the backward pass of rollouts above N tokens, prompt included",
         least=0,
-        again="quiet",
+        on_continue="quiet",
     )
     rollout_rows: int = setting(
         0,
         "solutions decoded at a time by each process; 0: all, and 16 for the bank or on a server",
         least=0,
-        again="quiet",
+        on_continue="quiet",
     )
     report_to: str = setting(
         "none",
         "also send the metrics to this tracker; tensorboard writes to RUN/tensorboard",
         ("none", "wandb", "trackio", "tensorboard"),
-        again="quiet",
+        on_continue="quiet",
     )
 
     def __post_init__(self) -> None:
@@ -249,8 +284,9 @@ class EvalConfig:
 
     program: ClassVar[str] = "eval.py"
 
-    # what is evaluated
-    paths: tuple[str, ...] = setting((), "model, adapter, run (its checkpoints) or hub id")
+    paths: tuple[str, ...] = setting(
+        (), "model, adapter, run (its checkpoints) or hub id", group="what is evaluated"
+    )
     model: str = setting("", "an adapter's base, if not the one that the adapter names")
     out: str = setting("", "folder of all results, instead of eval/ in the run or else here")
     skills: str = setting(
@@ -259,11 +295,11 @@ class EvalConfig:
     )
     num_skills: int = setting(8, "pairs in a prompt of Base+Skill; Tab. 12")
     encoder: str = setting(Config.encoder, "encoder of --skills; Tab. 12")
-    # the problems
     data: tuple[str, ...] = setting(
         SETS,
         "aime24, aime25, hmmt25, math500, amc23, gsm8k, files or hub ids; the stem of a path is "
         "the set's name",
+        group="the problems",
     )
     split: str = setting("test", "split of a hub data set or a directory")
     problem_field: str = setting("problem", "column or field that holds the problem")
@@ -276,8 +312,9 @@ class EvalConfig:
     verify_timeout: float = setting(
         5.0, "seconds that the verifier may take for an answer", most=1e6
     )
-    # the samples
-    samples: int = setting(12, "k, the samples per problem; App. F.1", most=1e6)
+    samples: int = setting(
+        12, "k, the samples per problem; App. F.1", most=1e6, group="the samples"
+    )
     temperature: float = setting(1.0, "sampling temperature; App. F.1", least=0)
     top_p: float = setting(0.95, "top-p of the sampling; App. F.1", most=1)
     top_k: int = setting(0, "top-k of the sampling; 0 turns it off; App. F.1", least=0)
@@ -300,20 +337,6 @@ class EvalConfig:
             raise ValueError(f"--data {' '.join(self.data)}: {rule}")
 
 
-GROUPS = {  # in training's --help, by the first setting of each
-    "out": "the run",
-    "model": "the model",
-    "data": "the problems",
-    "bank": "the bank",
-    "num_teachers": "the objective",
-    "student_prefix": "the student's sampling",
-    "learning_rate": "the optimizer",
-    "audit_every": "looking inside, and memory",
-    "generations": "the method",
-    "objective_clip": "the method",
-    "token_mask": "the ablations",
-}
-EVAL_GROUPS = {"paths": "what is evaluated", "data": "the problems", "samples": "the samples"}
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent.parent / "tiny")
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -347,15 +370,41 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # ------------------------------------------------------------------- mistakes and signals, one line
 
+GIVEN = (ValueError, OSError, ImportError)  # what reading a user's input may raise
+
+
+class UserError(ValueError):
+    """A mistake in the user's input that shows only after all of it was read."""
+
 
 @contextlib.contextmanager
-def one_line_errors(program: str) -> Iterator[None]:
-    """Bad input or a missing package: printed as one line, exit code 2."""
+def user_errors(where: str = "") -> Iterator[None]:
+    """A ValueError of this block is the user's mistake, at any time. where: before its line."""
     try:
         yield
-    except (ValueError, OSError, ImportError) as e:
+    except ValueError as e:
+        raise UserError(f"{where}{e}") from None
+
+
+@contextlib.contextmanager
+def one_line_errors(program: str, reading: bool = False) -> Iterator[None]:
+    """Print an expected error as one line and exit with code 2; any other is a bug.
+
+    reading: the block reads what the user gave, so it expects GIVEN. Otherwise it expects OSError,
+    such as a full disk or a lost server, and `UserError`.
+    """
+    expected = GIVEN if reading else (OSError, UserError)
+    try:
+        yield
+    except expected as e:
         fix = "; pip install -r requirements.txt" if isinstance(e, ImportError) else ""
-        print(f"{name_of(program)}: {' '.join(str(e).split())}{fix}", file=sys.stderr)
+        if any(os.strerror(number) in str(e) for number in (errno.ENOSPC, errno.EDQUOT)):
+            fix = "; free space"
+        if not reading and isinstance(e, OSError):
+            fix += "; run the same command to continue"
+        rank = "" if is_first_rank() else f"rank {os.environ['RANK']}: "
+        line = f"{rank}{name_of(program)}: {' '.join(str(e).split())}{fix}"
+        print(line, file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 
 
@@ -399,7 +448,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"sgsd {VERSION}")
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(arg_line, comments=True)
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as e:  # an open quote
+            self.error(f"a line of the @FILE cannot be split ({e}): {arg_line}")
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and one line, which suggests the closest flag to each unknown one."""
@@ -410,6 +462,8 @@ class Parser(argparse.ArgumentParser):
             if wrong == "--method":
                 hint += "other methods are programs: python -m methods.grpo, opsd or ablations; "
         line = f"{name_of(self.prog)}: {' '.join(message.split())}; {hint}--help lists the flags\n"
+        if not is_first_rank():
+            time.sleep(2)  # at the first exit torchrun kills the others: rank 0 has to print first
         self.exit(2, line if is_first_rank() else None)
 
 
@@ -446,11 +500,10 @@ def parse(
     )
     if is_training:
         parser.add_argument("--preset", choices=PRESETS, help="settings to start from")
-    groups = GROUPS if is_training else EVAL_GROUPS
     group = parser.add_argument_group()
     for f in fields(kind):
-        if f.name in groups:
-            group = parser.add_argument_group(groups[f.name])
+        if f.metadata["group"]:
+            group = parser.add_argument_group(f.metadata["group"])
         if f.name == "paths":
             group.add_argument("paths", nargs="+", metavar="PATH", help=f.metadata["help"])
         else:
@@ -487,13 +540,10 @@ def from_dict(kind: type[Settings], values: dict[str, Any]) -> Settings:
     return kind(**{**values, **tuples})
 
 
-def comparable(settings: Config) -> dict[str, Any]:
-    """The settings as JSON keeps them, local paths resolved: two runs can be compared by it."""
+def to_dict(settings: Config) -> dict[str, Any]:
+    """The settings as JSON keeps them."""
     values: dict[str, Any] = asdict(settings)
-    for f in fields(settings):
-        value = values[f.name]
+    for name, value in values.items():
         if isinstance(value, tuple):
-            values[f.name] = list(value)
-        if f.metadata["is_path"] and value and os.path.exists(value):
-            values[f.name] = os.path.realpath(value)
+            values[name] = list(value)
     return values

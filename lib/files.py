@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,15 +15,17 @@ import filelock
 LOCK = ".lock"  # in a folder that a command uses
 
 
-def locked(folder: pathlib.Path, seconds: float = 60) -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def locked(folder: pathlib.Path, seconds: float = 60) -> Iterator[None]:
     """Keep a folder to this process; ValueError if another one holds it for a minute.
 
     A job that is started again may wait for the one before to end. The system frees the lock when
-    the process ends, however it ends.
+    the process ends, however it ends. A folder that then holds nothing else is removed.
     """
+    lock = filelock.FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return filelock.FileLock(folder / LOCK).acquire(timeout=seconds)
+        lock.acquire(timeout=seconds)
     except filelock.Timeout:
         rule = "another command is using this directory; wait until it ends, or stop it"
         raise ValueError(f"{folder}: {rule}") from None
@@ -30,6 +33,13 @@ def locked(folder: pathlib.Path, seconds: float = 60) -> contextlib.AbstractCont
         raise OSError(
             f"{folder}: cannot be written to ({e.strerror}); give another --out"
         ) from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if {*os.listdir(folder)} == {LOCK}:
+                shutil.rmtree(folder)
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -115,8 +125,16 @@ def of_step(folder: pathlib.Path, step: int, suffix: str = "") -> pathlib.Path:
 
 
 def by_step(folder: pathlib.Path) -> dict[int, pathlib.Path]:
-    """The checkpoints, or the versions of the bank, in a folder by their steps, in order."""
-    return {int(path.stem[5:]): path for path in sorted(folder.glob("step_*"))}
+    """The checkpoints, or the versions of the bank, in a folder by their steps, in order.
+
+    Any other name, and an empty folder, is nobody's.
+    """
+    paths = {}
+    for path in sorted(folder.glob("step_*")):
+        match = re.fullmatch(r"step_([0-9]{6})(\.json)?", path.name)
+        if match and (path.is_file() or os.listdir(path)):
+            paths[int(match[1])] = path
+    return paths
 
 
 def digest(*parts: object) -> str:
@@ -127,3 +145,34 @@ def digest(*parts: object) -> str:
 def file_digest(path: str | os.PathLike) -> str:
     """A digest of a file's content; OSError where there is no such file."""
     return digest(pathlib.Path(path).read_bytes())
+
+
+WEIGHTS = (".safetensors", ".bin")
+OF_A_MODEL = (".json", ".jinja", ".txt", ".model", *WEIGHTS)
+
+
+def contents(name: str) -> str:
+    """A digest of what a file or a model's folder holds; the name itself where nothing is there.
+
+    Of a file of weights it takes the size and a mebibyte at three places: training moves them all.
+    """
+    path = pathlib.Path(name)
+    if path.is_file():
+        return file_digest(path)
+    pieces: list[object] = []
+    for file in sorted(path.rglob("*")) if name and path.is_dir() else []:
+        if file.suffix in OF_A_MODEL and file.is_file():
+            pieces += [file.relative_to(path).as_posix(), file.stat().st_size]
+            pieces.append(_samples_of(file) if file.suffix in WEIGHTS else file_digest(file))
+    return digest(pieces) if pieces else name
+
+
+def _samples_of(path: pathlib.Path) -> str:
+    """A digest of the first, the middle and the last mebibyte of a file."""
+    size, piece = path.stat().st_size, 2**20
+    samples = []
+    with open(path, "rb") as f:
+        for start in (0, size // 2, max(0, size - piece)):
+            f.seek(start)
+            samples.append(f.read(piece))
+    return digest(samples)

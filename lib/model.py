@@ -421,23 +421,42 @@ def _without_local_base(card_file: Path) -> None:
         card.save(card_file)
 
 
-def restore(folder: str | Path, model, optimizer: Optimizer) -> tuple[int, dict[str, Tensor]]:
-    """Put a checkpoint's adapter and AdamW moments in place; its step and its extra tensors.
+def lora_of(folder: str | Path) -> tuple[str, int, int]:
+    """Base, rank and alpha of the adapter in a folder; ValueError where there is none."""
+    file = Path(folder) / "adapter_config.json"
+    try:
+        config = json.loads(file.read_text())
+        return config["base_model_name_or_path"], int(config["r"]), int(config["lora_alpha"])
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        fix = "give a checkpoint, such as runs/sgsd/checkpoints/step_000200"
+        raise ValueError(f"adapter {folder}: could not read its config ({e!r}); {fix}") from None
 
-    Raises ValueError if a file is missing or torn, or is from another model or rank.
-    """
+
+def restore_adapter(folder: str | Path, model) -> None:
+    """Put a saved adapter's weights in the place of the model's own; ValueError on a misfit."""
     from peft import set_peft_model_state_dict
 
-    folder = Path(folder)
     try:
-        state = load_file(folder / "trainer.safetensors")
-        step = int(json.loads((folder / "trainer.json").read_text())["step"])
-        adapter = load_file(folder / "adapter_model.safetensors")
+        adapter = load_file(Path(folder) / "adapter_model.safetensors")
         result: Any = set_peft_model_state_dict(model, adapter)
         misfits = [*result.unexpected_keys]
         misfits += [name for name in result.missing_keys if ".lora_" in name]
         if misfits:
             raise KeyError(f"{misfits[0]} is in only one of the two")
+    except Exception as e:  # a missing or torn file, other shapes, other names
+        raise ValueError(f"checkpoint {folder}: {_misfit(e)}") from None
+
+
+def restore(folder: str | Path, model, optimizer: Optimizer) -> tuple[int, dict[str, Tensor]]:
+    """Put a checkpoint's adapter and AdamW moments in place; its step and its extra tensors.
+
+    Raises ValueError if a file is missing or torn, or is from another model or rank.
+    """
+    restore_adapter(folder, model)
+    folder = Path(folder)
+    try:
+        state = load_file(folder / "trainer.safetensors")
+        step = int(json.loads((folder / "trainer.json").read_text())["step"])
         index_of: dict[torch.nn.Parameter, int] = {}  # the optimizer counts over all its groups
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -447,10 +466,13 @@ def restore(folder: str | Path, model, optimizer: Optimizer) -> tuple[int, dict[
             if f"{name}.step" in state:  # absent if no step has been finite yet
                 moments[index_of[p]] = {part: state.pop(f"{name}.{part}") for part in MOMENTS}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
-    except Exception as e:  # a missing or torn file, other shapes, other names
-        why = f"does not fit the model ({_brief(e)})"
-        cause = "is a file torn, or was it made with another model or --lora-rank?"
-        fix = "The checkpoint before it may be whole"
-        raise ValueError(f"checkpoint {folder}: {why}; {cause} {fix}") from None
+    except Exception as e:  # as above
+        raise ValueError(f"checkpoint {folder}: {_misfit(e)}") from None
     device = causal_lm(model).device
     return step, {name: x.to(device) for name, x in state.items()}
+
+
+def _misfit(e: Exception) -> str:
+    cause = "is a file torn, or was it made with another model or --lora-rank?"
+    fix = "The checkpoint before it may be whole"
+    return f"does not fit the model ({_brief(e)}); {cause} {fix}"

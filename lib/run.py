@@ -1,14 +1,17 @@
 """A run on disk: opened or continued, sampled, logged, saved and stopped.
 
     RUN/config.json       settings, digests of code and problems, versions; each continuation
-    RUN/problems.json     fingerprints of the training problems, for eval.py
+    RUN/checkpoints/      all that a run needs to go on, per saved step: a PEFT adapter, the state
+                          of the optimizer, the bank in use with its window
+    RUN/bank/             a version per evolution, memories and replies; a run that has no
+                          checkpoint yet goes on with step_000000.json
     RUN/metrics.jsonl     a line per step; rollouts.jsonl per rollout, tokens.jsonl per audited one
-    RUN/bank/             a version per evolution, its memories and replies
-    RUN/checkpoints/      a PEFT adapter per saved step, with the state of the optimizer
+    RUN/problems.json     fingerprints of the training problems, for eval.py
 
 The same command continues a run. Nothing here knows what a bank is made of.
 """
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -39,29 +42,19 @@ from lib.problems import Problem
 from rollout import Job, Rollout, Sampling
 
 ROOT = pathlib.Path(__file__).parent.parent
-CODE = "sgsd", "skills", "rollout", "scoring", "distributed"  # beside lib/ and prompts/
 Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows), as `rollout.stream`
-# A bank is made again if one of these has changed before the first step.
-MAKES_BANK = "model dtype attn data split problem_field answer_field answer_after seed bank".split()
-MAKES_BANK += "server verifier verify_timeout cold_start cold_start_temperature".split()
-MAKES_BANK += "cold_start_tokens cold_start_thinking memory_answer reply_tokens".split()
-MAKES_BANK += "merge_group_size merge_patience".split()
 
 
 @dataclass
-class State:
-    """What a directory holds of a run, before anything is loaded."""
+class Start:
+    """What a run begins with, or goes on with; read before anything is loaded."""
 
-    identity: dict[str, Any]  # what the present command's run would be
-    data: list[Problem]
-    counts: dict[str, int]  # of the data that were read and dropped
-    saved: dict[str, Any] | None = None  # config.json; None: no run is there
+    record: dict[str, Any]  # config.json, as this command writes it
+    problems: list[Problem]
+    notes: list[str]  # lines to print
+    is_new: bool = True  # nothing of the directory is used
     step: int = 0  # of the last checkpoint
-    evolved: int = 0  # the step whose evolution made the bank in use
-    evolution_is_due: bool = False  # after the step of the checkpoint
-    is_complete: bool = False
-    keeps_bank: bool = True
-    announced: list[str] = field(default_factory=list)  # what has changed, a line each
+    bank: Any = None  # in use after that step, with its window; None: to be made, or not used
 
 
 @dataclass
@@ -77,58 +70,49 @@ class Run:
     tokenizer: Any
     stops: list[int]  # ids that end a completion
     masked_ids: set[int]
-    optimizer: Any  # AdamW; None where there are no steps
     stream: Stream  # decodes completions of the policy
     step_stream: Stream  # the same for a step's rollouts: with --server it compares numbers
-    engine: served.TrainedPolicy | None = None  # where --server decodes
-    embed: Callable[[Sequence[str]], Any] | None = None  # texts -> [n, d]
-    bank: Any = None
+    bank: Any = None  # with its window
     step: int = 0  # the last complete one
-    evolution_is_due: bool = False  # after that step
-    window: list[dict] = field(default_factory=list)  # rollouts since the bank last evolved
+    optimizer: Any = None  # AdamW; None where there are no steps
+    engine: served.TrainedPolicy | None = None  # decodes, where there is a --server
+    embed: Callable[[Sequence[str]], Any] | None = None  # texts -> [n, d]
     extra_tensors: dict[str, Tensor] = field(default_factory=dict)  # saved with a checkpoint
     clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # of the present step
     track: Callable[[dict], object] = lambda metrics: None  # the tracker's, on rank 0
     signalled: float = 0.0  # when the first signal came, on a monotonic clock; 0: never
     skipped: int = 0  # steps in a row whose gradient was not finite
-    is_training: bool = False
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, cfg: Config, load_bank: Callable[[pathlib.Path], Any]) -> Iterator["Run"]:
         """Start the run of --out, or continue it. Nothing is written before every rank has passed.
 
-        load_bank: reads the file of a bank. A user's mistake, before the first step, and a disk or
-        server that fails, at any time, become one line and exit code 2. Exits with 0 where the run
-        is complete.
+        load_bank: reads the file of a bank. Exits with 0 where the run is complete, and with 2 and
+        one line for a mistake in the input, a full disk or a lost server.
         """
         out = pathlib.Path(cfg.out)
         with contextlib.ExitStack() as held:
-            with config.one_line_errors(cfg.program):
+            with config.one_line_errors(cfg.program, reading=True):
                 world = distributed.init(cfg.device)
                 needed = [cfg.model, cfg.data]
                 model.ask_hub_once(needed + ([cfg.encoder] if cfg.uses_skill_bank else []))
-                together = functools.partial(distributed.together, world=world)
-                together(lambda: claim(out, held) if world.main else None)
-                state = together(lambda: inspect(cfg, world))
-                if state.is_complete:
+                with distributed.together(world, *config.GIVEN):
+                    if world.main:
+                        claim(out, held)
+                with distributed.together(world, *config.GIVEN):
+                    start = inspect(cfg, world, load_bank)
+                if is_complete(cfg, start):
                     if world.main:
                         print(f"{out}: complete, all of its {cfg.steps} steps are done")
                     raise SystemExit(0)
-                run = together(lambda: prepare(cfg, world, state, load_bank, held))
-                begin(run, state)
-            try:
+                with distributed.together(world, *config.GIVEN):
+                    run = prepare(cfg, world, start, held)
+            with config.one_line_errors(cfg.program):
+                begin(run, start)
                 yield run
-            except ValueError:
-                if run.is_training:
-                    raise  # a bug
-                with config.one_line_errors(cfg.program):
-                    raise
-            except OSError as e:
-                with config.one_line_errors(cfg.program):
-                    raise OSError(f"{e}; run the same command to continue") from None
-            if world.main and run.step == cfg.steps:
-                print(what_next(cfg))
+            if world.main:
+                print(what_next(run))
 
     @property
     def device(self) -> torch.device:
@@ -142,7 +126,6 @@ class Run:
         hidden = not (self.world.main and sys.stderr.isatty())  # a log file has the steps' lines
         bar = tqdm(left, "train", self.cfg.steps, initial=self.step, disable=hidden, unit="step")
         for step in bar:
-            self.is_training = True
             finish_at_signals(self)
             self.clock = runlog.Stopwatch()
             yield step
@@ -152,6 +135,7 @@ class Run:
         tokens = [row.pop("tokens") for row in rows if "tokens" in row]
         gaps = distributed.gather(self.engine.gaps if self.engine else [], self.world)
         self.step = step
+        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         if self.engine:
             self.engine.changed, self.engine.gaps = True, []
         if not self.world.main:
@@ -167,25 +151,19 @@ class Run:
         self.track(metrics)
         tqdm.write(runlog.log_line(metrics, self.cfg.steps))
 
-    def end_step(self, norm: float) -> int:
-        """Save a checkpoint where it is due; from here on a signal ends the process at once.
+    def exit_code(self) -> int:
+        """130 after a signal, 1 after three steps in a row that were not finite; else 0: go on."""
+        signalled = any(distributed.gather(bool(self.signalled), self.world))
+        if (signalled or self.skipped == 3) and self.world.main:
+            tqdm.write("stopped by a signal" if signalled else "three steps were not finite")
+        return 130 if signalled else int(self.skipped == 3)
 
-        Returns the exit code that ends training: 130 after a signal, 1 after three steps in a row
-        whose gradient was not finite; 0 goes on.
-        """
-        cfg, code = self.cfg, 0
-        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
-        if any(distributed.gather(bool(self.signalled), self.world)):  # some ranks may have none
-            code, why = 130, "stopped by a signal"
-        elif self.skipped == 3:
-            code, why = 1, "three steps in a row were not finite"
-        evolves = cfg.uses_skill_bank and is_evolution_due(cfg, self.step)
-        if code or evolves or self.step % cfg.checkpoint_every == 0 or self.step == cfg.steps:
+    def end_step(self, code: int) -> None:
+        """Save where that is due; from here on a signal ends the process at once."""
+        is_due = self.step % self.cfg.checkpoint_every == 0 or self.step == self.cfg.steps
+        if code or is_due or is_window_full(self.cfg, self.step, self.bank):
             self.save()
-        if code and self.world.main:
-            tqdm.write(f"{why}; run the same command to continue")
         config.end_at_signals()
-        return code
 
     # ------------------------------------------------------------------------------ the run's files
 
@@ -196,13 +174,20 @@ class Run:
             with files.whole(path) as folder:
                 state = self.optimizer, self.step, self.extra_tensors
                 model.save(folder, self.lm, self.tokenizer, *state)
+                if self.bank is not None:
+                    self.bank.save(folder / "bank.json")
             tqdm.write(f"saved {path}")
 
-    def save_bank(self, step: int, bank: Any) -> None:
-        """Rank 0 saves a bank as the version of a step, changed or not, and as the latest."""
+    def save_bank(self) -> None:
+        """Rank 0 saves the bank that was made or evolved after the last step, changed or not.
+
+        The checkpoint's copy comes last: as long as it has a window, the evolution is still due.
+        """
         if self.world.main:
-            bank.save(self.out / "bank/bank.json")
-            bank.save(files.of_step(self.out / "bank", step, ".json"))
+            self.bank.save(files.of_step(self.out / "bank", self.step, ".json"))
+            self.bank.save(self.out / "bank/bank.json")
+            if self.step:
+                self.bank.save(files.of_step(self.out / "checkpoints", self.step) / "bank.json")
 
     def saved_memories(self) -> dict[str, dict]:
         """The memories that a killed cold start has left, by the problem's id; on every rank."""
@@ -273,33 +258,31 @@ def claim(out: pathlib.Path, held: contextlib.ExitStack) -> None:
     held.enter_context(files.locked(out))
 
 
-def inspect(cfg: Config, world: World) -> State:
-    """Read the directory and the data, and decide whether this command may go on with the run."""
+def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any]) -> Start:
+    """Read the data and the directory, and decide whether this command may go on with its run."""
     out = pathlib.Path(cfg.out)
     if cfg.batch_size < world.size:
         rule = f"must be >= {world.size}, since every process needs a problem"
         raise ValueError(f"--batch-size {cfg.batch_size}: {rule}")
     data, counts = load_training(cfg)
-    state = State(identity(cfg, data, world), data, counts)
-    if not (out / "config.json").exists():
-        return state
-    state.saved = files.read_json(out / "config.json")
-    state.step = max(files.by_step(out / "checkpoints"), default=0)
-    if state.saved.get("program") != cfg.program:
-        program = state.saved.get("program", "no program of ours")
-        rule = f"the run was made by {program}, and this is {cfg.program}"
-        raise ValueError(f"--out {out}: {rule}; give another directory")
-    made = max((row["step"] for row in files.read_jsonl(out / "metrics.jsonl")), default=0)
-    if made or state.step:
-        compare(cfg, state)
-        refuse_lost_files(cfg, state, made)
-        find_bank(cfg, state)
-    else:
-        compare_before_first_step(state)
-    done = state.step == cfg.steps and made == cfg.steps
-    state.is_complete = done and bool(made or 0 in bank_versions(cfg))
-    state.is_complete &= state.keeps_bank and not state.evolution_is_due
-    return state
+    described = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items())
+    start = Start(record_of(cfg, data, world), data, [f"data {cfg.data}: {described}"])
+    if len(data) < cfg.batch_size:
+        line = f"fewer problems than --batch-size {cfg.batch_size}: a step takes some twice"
+        start.notes.append(line)
+    if (out / "config.json").exists():
+        go_on(cfg, start, files.read_json(out / "config.json"))
+    first = files.of_step(out / "bank", 0, ".json")
+    if not cfg.uses_skill_bank:
+        return start
+    if start.step:
+        start.bank = load_bank(files.of_step(out / "checkpoints", start.step) / "bank.json")
+    elif not start.is_new and first.exists():
+        start.bank = load_bank(first)
+    elif cfg.bank:
+        start.bank = load_bank(pathlib.Path(cfg.bank))
+        start.bank.window = []
+    return start
 
 
 def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
@@ -312,54 +295,115 @@ def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
     return data, counts
 
 
-def identity(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
-    """What must be equal for a command to continue a run: settings, code, problems, processes."""
-    paths = [ROOT / f"{name}.py" for name in CODE]
-    paths += [*sorted((ROOT / "lib").glob("*.py")), *sorted((ROOT / "prompts").glob("*.txt"))]
-    program = str(sys.modules[type(cfg).__module__].__file__)  # perhaps a script of the user's
-    paths += [pathlib.Path(program), pathlib.Path(verify.file_of(cfg.verifier))]
-    code = {}
-    for path in paths:  # by names that do not depend on where the project lies
-        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-        code[name] = files.file_digest(path)
+def record_of(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
+    """A new run's config.json: where it comes from, and what a command must share to go on.
+
+    `digests` are of what the settings name. The problems' other fields count where a verifier of
+    the user's own may read them.
+    """
+    is_ours = cfg.verifier == Config.verifier
+    digests = {}
+    for f in fields(cfg):
+        if f.metadata["on_continue"] == "contents":
+            digests[f.name] = files.contents(getattr(cfg, f.name))
+    asked = [(x.id, x.problem, x.answer, {} if is_ours else x.extra) for x in data]
+    digests["data"] = files.digest(asked)
     return {
+        "id": uuid.uuid4().hex[:12],
+        **runlog.provenance(),
+        "continuations": [],
         "program": cfg.program,
-        "settings": config.comparable(cfg),
-        "code": code,
-        "problems": files.digest([(x.id, x.problem, x.answer) for x in data]),
+        "settings": config.to_dict(cfg),
+        "digests": digests,
+        "code": code_digests(cfg),
         "processes": world.size,
     }
 
 
-def compare(cfg: Config, state: State) -> None:
-    """ValueError, in one line, for what a continued run may not change; notes what it may."""
-    before, now = state.saved or {}, state.identity
-    where = f"--out {cfg.out}"
-    # A --method sets other defaults, so it is the one to name.
-    for f in sorted(fields(cfg), key=lambda f: f.name != "method"):
-        old, new = before["settings"].get(f.name, f.default), now["settings"][f.name]
-        if old == new or f.name == "out" or f.metadata["again"] == "quiet":
+def code_digests(cfg: Config) -> dict[str, str]:
+    """Digests of the project's loaded modules, the started file, the prompts, the verifier's file.
+
+    By names that do not depend on where the project lies.
+    """
+    paths = [*(ROOT / "prompts").glob("*.txt"), pathlib.Path(verify.file_of(cfg.verifier))]
+    for module in [*sys.modules.values()]:
+        path = pathlib.Path(getattr(module, "__file__", None) or "")
+        if path.is_file() and path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+            paths.append(path)
+    started = getattr(sys.modules["__main__"], "__file__", None)
+    paths += [pathlib.Path(started)] if started else []
+    code = {}
+    for path in sorted(paths):
+        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+        code[name] = files.file_digest(path)
+    return code
+
+
+def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
+    """Set the start to where the directory's run is. saved: its config.json.
+
+    ValueError if this command may not go on with it. A run that has neither bank nor checkpoint yet
+    is begun anew where it may not.
+    """
+    out = pathlib.Path(cfg.out)
+    if saved.get("program") != cfg.program:
+        program = saved.get("program", "no program of ours")
+        rule = f"the run was made by {program}, and this is {cfg.program}"
+        raise ValueError(f"--out {out}: {rule}; give another directory")
+    if "digests" not in saved:
+        rule = "an older version of this project made the run; give another directory"
+        raise ValueError(f"--out {out}: {rule}, perhaps with --adapter CHECKPOINT for its weights")
+    start.step = max(files.by_step(out / "checkpoints"), default=0)
+    log_notes = notes_on_logs(out, start.step, saved["settings"])
+    refused, changes = differences(saved, start.record, cfg)
+    first_bank = files.of_step(out / "bank", 0, ".json")
+    if refused and (start.step or (cfg.uses_skill_bank and first_bank.exists())):
+        fix = "give the run's value, or a new --out; there --adapter CHECKPOINT begins with its"
+        raise ValueError(
+            f"--out {out}: {refused}; {fix} weights, --bank {first_bank} with its bank"
+        )
+    if refused:
+        start.notes.append(f"begins anew: {refused}")
+        return
+    if cfg.steps < start.step:
+        raise ValueError(f"--steps {cfg.steps}: {out} is at step {start.step} already")
+    if start.step and saved["settings"]["steps"] != cfg.steps:
+        rate = cfg.learning_rate * (1 - start.step / cfg.steps)
+        changes.append(f"so the learning rate of step {start.step + 1} is {rate:.2g}")
+    again = {**runlog.provenance(), "step": start.step, "changed": changes}
+    now = {name: start.record[name] for name in ("settings", "digests", "code", "processes")}
+    start.record = {**saved, **now, "continuations": [*saved["continuations"], again]}
+    start.is_new = False
+    start.notes += [f"changed: {line}" for line in changes] + log_notes
+    after = f"continues after step {start.step}" if start.step else "starts with step 1"
+    start.notes.append(after)
+
+
+def differences(saved: dict, now: dict, cfg: Config) -> tuple[str, list[str]]:
+    """What a run may not change, "" for nothing, and a line for each of the changes that it may.
+
+    saved, now: config.json, of the run and of this command.
+    """
+    changes: list[str] = []
+    for f in fields(cfg):
+        old, new = saved["settings"].get(f.name, f.default), now["settings"][f.name]
+        before, after = saved["digests"].get(f.name, old), now["digests"].get(f.name, new)
+        is_gone = old == new == after  # since, such as the folder of --adapter: not missed here
+        if before == after or is_gone or f.metadata["on_continue"] == "quiet":
             continue
         line = f"{config.flag(f.name)} {shown(new)}, where the run has {shown(old)}"
-        if f.metadata["again"] == "refused":
-            raise ValueError(f"{where}: {line}; give the run's value, or another directory")
-        state.announced.append(line)
-    if before["problems"] != now["problems"]:
-        rule = "the problems, answers or ids of --data have changed since the run began"
-        raise ValueError(f"{where}: {rule}; bring them back, or give another directory")
-    edited = [name for name, digest in now["code"].items() if before["code"].get(name) != digest]
+        line += " (it held something else)" if old == new else ""
+        if f.metadata["on_continue"] != "announced":
+            return line, changes
+        changes.append(line)
+    ours, theirs = now["code"], saved["code"]
+    edited = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
     if edited:
-        line = f"the code has changed since the run began ({', '.join(edited)})"
-        if not cfg.changed_code:
-            raise ValueError(f"{where}: {line}; to go on with the new code pass --changed-code")
-        state.announced.append(line)
-    if before["processes"] != now["processes"]:
-        state.announced.append(f"{now['processes']} processes, before {before['processes']}")
-    if cfg.steps < state.step:
-        raise ValueError(f"--steps {cfg.steps}: {cfg.out} is at step {state.step} already")
-    if before["settings"]["steps"] != cfg.steps:
-        rate = cfg.learning_rate * (1 - state.step / cfg.steps)
-        state.announced.append(f"so the learning rate of step {state.step + 1} is {rate:.2g}")
+        kept = ": the bank stays as it was made" if cfg.uses_skill_bank else ""
+        changes.append(f"the code ({', '.join(sorted(edited))}){kept}")
+    if saved["processes"] != now["processes"]:
+        changes.append(f"{now['processes']} processes, before {saved['processes']}")
+    return "", changes
 
 
 def shown(value: Any) -> str:
@@ -367,80 +411,50 @@ def shown(value: Any) -> str:
     return shlex.join(value) if isinstance(value, list) else repr(value)
 
 
-def compare_before_first_step(state: State) -> None:
-    """Take any settings; note where those have changed that the bank is made with."""
-    before, now = state.saved or {}, state.identity
-    changed = [name for name in ("code", "problems") if before.get(name) != now[name]]
-    for name in MAKES_BANK:
-        if before["settings"].get(name) != now["settings"][name]:
-            changed.append(config.flag(name))
-    if changed:
-        state.keeps_bank = False
-        state.announced.append(f"the bank is made again: {', '.join(changed)} changed")
+def notes_on_logs(out: pathlib.Path, step: int, settings: dict[str, Any]) -> list[str]:
+    """What the logs lack up to the last checkpoint's step; a run does not need it to go on.
 
-
-def refuse_lost_files(cfg: Config, state: State, made: int) -> None:
-    """ValueError where a file is gone that the run's last checkpoint needs. made: its last step."""
-    out, lost = pathlib.Path(cfg.out), ""
-    settings = state.saved["settings"] if state.saved else {}
-    first = settings["checkpoint_every"]
-    if cfg.uses_skill_bank and settings["evolve_every"]:
-        first = min(first, settings["evolve_every"])
-    if not state.step and made > first:
-        lost = f"it has made {made} steps, but checkpoints/ is empty"
-    for name in ("metrics", "rollouts"):
-        steps = (row["step"] for row in files.read_jsonl(out / f"{name}.jsonl"))
-        if max(steps, default=0) < state.step:
-            lost = f"{name}.jsonl lacks step {state.step}, from which its checkpoint is"
-    if lost:
-        raise ValueError(f"--out {out}: {lost}; bring the files back, or give another directory")
-
-
-def bank_versions(cfg: Config) -> dict[int, pathlib.Path]:
-    """The run's banks by the step after which each came into use."""
-    return files.by_step(pathlib.Path(cfg.out, "bank"))
-
-
-def find_bank(cfg: Config, state: State) -> None:
-    """Which version of the bank is in use after the checkpoint's step (D9); ValueError if gone.
-
-    A checkpoint precedes the evolution that is due after its step: without a version of that step
-    the evolution is made again.
+    ValueError where steps were made beyond the first checkpoint, and there is none.
     """
-    if not cfg.uses_skill_bank:
-        return
-    versions, every = bank_versions(cfg), cfg.evolve_every
-    state.evolved = state.step - state.step % every if every else 0
-    if is_evolution_due(cfg, state.step) and state.step not in versions:
-        state.evolution_is_due = True
-        state.evolved -= every
-    if state.step and state.evolved not in versions:
-        name = files.of_step(pathlib.Path("bank"), state.evolved, ".json")
-        raise ValueError(f"--out {cfg.out}: {name} is gone; bring it back, or start a new run")
+    notes = []
+    for name in runlog.LOGS:
+        rows = collections.Counter(row["step"] for row in files.read_jsonl(out / f"{name}.jsonl"))
+        made = max(rows, default=0)
+        first = min(settings["checkpoint_every"], settings["evolve_every"] or made)
+        if name == "metrics" and not step and made > first:
+            rule = f"it has made {made} steps, but checkpoints/ has none; bring them back"
+            raise ValueError(f"--out {out}: {rule}, or give another directory")
+        wanted = [n for n in rows if n <= step] if name == "tokens" else range(1, step + 1)
+        lacking = [str(n) for n in wanted if rows[n] < max(rows.values(), default=1)]
+        if step and not any(n <= step for n in rows):
+            notes.append(f"{name}.jsonl has no line up to step {step}: it begins anew")
+        elif lacking:
+            notes.append(f"{name}.jsonl lacks lines of step {', '.join(lacking)}")
+        if made > step:
+            notes.append(f"{name}.jsonl is cut after step {step}")
+    return notes
 
 
-def is_evolution_due(cfg: Config, step: int) -> bool:
-    return bool(cfg.evolve_every and step and step % cfg.evolve_every == 0)
+def is_window_full(cfg: Config, step: int, bank: Any) -> bool:
+    """Whether the bank evolves after this step, or has yet to: its window goes with it (D9)."""
+    return bool(bank is not None and bank.window and step % cfg.evolve_every == 0)
+
+
+def is_complete(cfg: Config, start: Start) -> bool:
+    """Whether nothing is left to do, the last evolution included."""
+    done = start.step == cfg.steps and not start.is_new
+    has_bank = start.bank is not None or not cfg.uses_skill_bank
+    return done and has_bank and not is_window_full(cfg, start.step, start.bank)
 
 
 # --------------------------------------------------------------------------- loading, and the start
 
 
-def prepare(
-    cfg: Config,
-    world: World,
-    state: State,
-    load_bank: Callable[[pathlib.Path], Any],
-    held: contextlib.ExitStack,
-) -> Run:
+def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack) -> Run:
     """Load everything that a user's mistake can break. No collective, no file written.
 
     held: closes what a run holds open.
     """
-    bank = None
-    version = bank_versions(cfg).get(state.evolved) if state.keeps_bank else None
-    if cfg.uses_skill_bank and (version or cfg.bank):
-        bank = load_bank(version or pathlib.Path(cfg.bank))
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     verifier.same("1/2", "2/4")  # a verifier that does not start shows now
     server = None
@@ -448,12 +462,11 @@ def prepare(
         url = cfg.server[world.rank % len(cfg.server)]
         server = served.Server(url, cfg.model, rows=cfg.bank_rows)
         server.check()
-    if server and not cfg.steps:  # the base alone, which the server has
+    if server and not cfg.steps:  # the server has all that makes a bank
         lm, tokenizer = model.load_outline(cfg.model)
     else:
         lm, tokenizer = model.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
     stops = rollout.stop_ids(lm, tokenizer)
-    masked_ids = model.masked_token_ids(tokenizer) | {*stops}
     stream: Stream = functools.partial(rollout.stream, lm, tokenizer)
     if server:
         server.tokenizer, server.stops = tokenizer, stops
@@ -462,39 +475,76 @@ def prepare(
         cfg=cfg,
         out=pathlib.Path(cfg.out),
         world=world,
-        problems=state.data,
+        problems=start.problems,
         verifier=verifier,
         lm=lm,
         tokenizer=tokenizer,
         stops=stops,
-        masked_ids=masked_ids,
-        optimizer=None,
+        masked_ids=model.masked_token_ids(tokenizer) | {*stops},
         stream=stream,
         step_stream=stream,
-        bank=bank,
-        evolution_is_due=state.evolution_is_due,
+        bank=start.bank,
     )
+    refuse_long_prompts(run)
     if cfg.steps:
-        prepare_training(run, state, server, held)
+        prepare_training(run, start, server, held)
+    elif cfg.adapter:
+        prepare_sampling(run, server, held)
     return run
 
 
+def refuse_long_prompts(run: Run) -> None:
+    """ValueError where the longest problem alone is too long, or leaves no room for a solution."""
+    cfg, tokenizer = run.cfg, run.tokenizer
+    x = max(run.problems, key=lambda x: len(tokenizer.encode(x.problem)))
+    size = len(rollout.chat_ids(tokenizer, x.problem, thinking="closed"))
+    if size > cfg.max_prompt_tokens:
+        rule = f"--max-prompt-tokens is {cfg.max_prompt_tokens}; raise it, or drop the problem"
+        raise ValueError(f"problem {x.id} has {size} tokens, {rule}")
+    if cfg.steps:
+        model.refuse_beyond_context(run.lm, size, cfg.max_new_tokens, "--max-new-tokens")
+    if cfg.uses_skill_bank and run.bank is None:
+        model.refuse_beyond_context(run.lm, size, cfg.cold_start_tokens, "--cold-start-tokens")
+
+
+def prepare_sampling(run: Run, server: served.Server | None, held: contextlib.ExitStack) -> None:
+    """Take the weights of --adapter, here or on the server, for a run of no steps."""
+    cfg = run.cfg
+    refuse_other_base(cfg)
+    if not server:
+        run.lm = model.load_adapter(run.lm, cfg.adapter, run.device)
+        run.stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
+        return
+    name = f"{run.out.name}-adapter-{uuid.uuid4().hex[:12]}"
+    server.load(name, cfg.adapter)
+    run.stream = functools.partial(server.stream, adapter=name)
+
+    def unload() -> None:
+        with contextlib.suppress(ConnectionError, ValueError):
+            server.unload(name)
+
+    held.callback(unload)
+
+
 def prepare_training(
-    run: Run, state: State, server: served.Server | None, held: contextlib.ExitStack
+    run: Run, start: Start, server: served.Server | None, held: contextlib.ExitStack
 ) -> None:
     """The adapters, the optimizer, the last checkpoint, the encoder; the server's adapter."""
     cfg = run.cfg
-    longest = max((x.problem for x in run.problems), key=len)
-    prompt = rollout.chat_ids(run.tokenizer, longest, thinking="closed")
-    model.refuse_beyond_context(run.lm, len(prompt), cfg.max_new_tokens, "--max-new-tokens")
+    checkpoint = files.of_step(run.out / "checkpoints", start.step) if start.step else None
+    rank, alpha = cfg.lora_rank, cfg.lora_alpha
+    if checkpoint or cfg.adapter:
+        _, rank, alpha = model.lora_of(checkpoint or cfg.adapter)
     torch.manual_seed(cfg.seed)
-    run.lm = model.with_adapters(run.lm, cfg.lora_rank, cfg.lora_alpha, cfg.checkpoint_above)
+    run.lm = model.with_adapters(run.lm, rank, alpha, cfg.checkpoint_above)
     run.stream = run.step_stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
     params = model.trained(run.lm).values()
     run.optimizer = torch.optim.AdamW(params, lr=cfg.learning_rate, weight_decay=0.0)
-    if state.step:
-        checkpoint = files.of_step(run.out / "checkpoints", state.step)
+    if checkpoint:
         run.step, run.extra_tensors = model.restore(checkpoint, run.lm, run.optimizer)
+    elif cfg.adapter:
+        refuse_other_base(cfg)
+        model.restore_adapter(cfg.adapter, run.lm)
     if server:
         name, folder = f"{run.out.name}-rank{run.world.rank}", run.out / "served"
         run.engine = served.TrainedPolicy(server, run.lm, folder, name, scoring.token_logprobs)
@@ -504,49 +554,51 @@ def prepare_training(
         run.embed = model.load_encoder(cfg.encoder, run.device)
 
 
-def begin(run: Run, state: State) -> None:
+def refuse_other_base(cfg: Config) -> None:
+    """ValueError unless --model is the base of --adapter. A path that has moved is not compared."""
+    base, _, _ = model.lora_of(cfg.adapter)
+    has_moved = os.path.isabs(base) and not os.path.exists(base)
+    if not has_moved and files.contents(base) != files.contents(cfg.model):
+        raise ValueError(f"--adapter {cfg.adapter}: its base is {base}; give that as --model")
+
+
+def begin(run: Run, start: Start) -> None:
     """Cut the files back to the last checkpoint, and write config.json. Every rank has passed."""
     cfg, out, world = run.cfg, run.out, run.world
     distributed.broadcast_parameters(model.trained(run.lm).values() if cfg.steps else [], world)
     if world.main:
-        for name in runlog.LOGS:
-            files.trim_jsonl(out / f"{name}.jsonl", state.step)
-        shutil.rmtree(out / "served", ignore_errors=True)  # adapters that a kill has left
-        if not state.keeps_bank:
-            shutil.rmtree(out / "bank", ignore_errors=True)
-        versions = bank_versions(cfg)
-        for step, path in versions.items():
-            if step > state.evolved:
-                path.unlink()
-        # Without a first version the cold start asks all of its prompts again.
-        files.trim_jsonl(out / "bank/replies.jsonl", state.evolved if versions else -1)
-        about = {"id": uuid.uuid4().hex[:12], **runlog.provenance(), "continuations": []}
-        if state.saved and state.step:
-            again = {**runlog.provenance(), "step": state.step, "changed": state.announced}
-            about = {**state.saved}
-            about["continuations"] = [*about["continuations"], again]
-        files.write_json(out / "config.json", {**about, **state.identity})
+        cut(run, start)
+        files.write_json(out / "config.json", start.record)
         files.write_json(
             out / "problems.json", [problems.fingerprint(x.problem) for x in run.problems]
         )
-        settings = state.identity["settings"]
-        run.track = runlog.open_tracker(out, settings, run.step, cfg.report_to, about["id"])
-        announce(run, state)
-    if cfg.uses_skill_bank:
-        since = state.evolved
-        rows = files.read_jsonl(out / "rollouts.jsonl") if world.main else ()
-        window = [row for row in rows if row["step"] > since]
-        run.window = distributed.gather(window, world)[0]  # rank 0's, given to all
+        settings, name = start.record["settings"], start.record["id"]
+        run.track = runlog.open_tracker(out, settings, run.step, cfg.report_to, name)
+        announce(run, start)
     distributed.barrier(world)
 
 
-def announce(run: Run, state: State) -> None:
+def cut(run: Run, start: Start) -> None:
+    """Remove what came after the last checkpoint, and of an evolution that is made again."""
+    out = run.out
+    for name in runlog.LOGS:
+        files.trim_jsonl(out / f"{name}.jsonl", start.step)
+    shutil.rmtree(out / "served", ignore_errors=True)  # adapters that a kill has left
+    if start.is_new:
+        shutil.rmtree(out / "bank", ignore_errors=True)
+    last = start.step - is_window_full(run.cfg, start.step, start.bank)
+    for step, path in files.by_step(out / "bank").items():
+        if step > last:
+            path.unlink()
+    # Without a first bank the cold start asks all of its prompts again.
+    files.trim_jsonl(out / "bank/replies.jsonl", -1 if start.bank is None else last)
+
+
+def announce(run: Run, start: Start) -> None:
     """Print what a run starts from."""
     cfg, tokenizer = run.cfg, run.tokenizer
-    counts = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in state.counts.items())
-    print(f"data {cfg.data}: {counts}")
-    if len(run.problems) < cfg.batch_size:
-        print(f"fewer problems than --batch-size {cfg.batch_size}: a step takes some twice")
+    data, *others = start.notes
+    print(data)
     if cfg.steps:
         learning = sum(p.numel() for p in model.trained(run.lm).values())
         learn = f"{learning:,} of {run.lm.num_parameters():,} parameters learn"
@@ -558,12 +610,7 @@ def announce(run: Run, state: State) -> None:
     closed, bare = (rollout.chat_ids(tokenizer, "x", thinking=x) for x in ("closed", "bare"))
     if closed == bare:
         print("thinking: no switch in the chat template, so closed and bare are one prompt (S3)")
-    for line in state.announced:
-        print(f"changed: {line}")
-    if run.step:
-        print(f"continues after step {run.step}")
-    elif state.saved and cfg.steps:
-        print("no step was saved: starts with step 1")
+    print("\n".join(others), end="\n" * bool(others))
 
 
 def finish_at_signals(run: Run) -> None:
@@ -588,16 +635,26 @@ def finish_at_signals(run: Run) -> None:
         signal.signal(number, stop)
 
 
-def what_next(cfg: Config) -> str:
-    """The commands that evaluate a complete run and look inside it, without defaults."""
+def what_next(run: Run) -> str:
+    """What is still to do; or the commands that evaluate a complete run and look inside it."""
+    cfg = run.cfg
+    if not cfg.steps:
+        return f"done; the bank: {run.out / 'bank/bank.json'}"
+    left = []
+    if is_window_full(cfg, run.step, run.bank):
+        left.append(f"the bank's evolution after step {run.step}")
+    if run.step < cfg.steps:
+        left.append(f"steps {run.step + 1} to {cfg.steps}")
+    if left:
+        return f"still to do: {', '.join(left)}; run the same command to continue"
     flags = [] if cfg.data == Config.data else ["--data", "YOUR_TEST_PROBLEMS.jsonl"]
     if not cfg.cold_start_thinking:
         flags.append("--no-thinking")
     if cfg.cold_start_tokens != Config.cold_start_tokens:
         flags += ["--max-new-tokens", str(cfg.cold_start_tokens)]
-    for name in ("verifier", "problem_field", "answer_field", "answer_after", "device", "dtype"):
-        if getattr(cfg, name) != getattr(Config, name):
-            flags += [config.flag(name), getattr(cfg, name)]
+    for f in fields(cfg):
+        if f.metadata["in_eval"] and getattr(cfg, f.name) != f.default:
+            flags += [config.flag(f.name), getattr(cfg, f.name)]
     evaluate = shlex.join(["python", "eval.py", cfg.model, cfg.out, *flags])
     look = shlex.join(["python", "-m", "extras.report", cfg.out])
     return f"done; evaluate: {evaluate}\nlook inside: {look}"

@@ -29,7 +29,9 @@ from skills import SkillPair
 class GroupConfig(Config):
     """SGSD's settings, and the size of a group."""
 
-    generations: int = setting(8, "G: solutions sampled for each problem; Tab. 11")
+    generations: int = setting(
+        8, "G: solutions sampled for each problem; Tab. 11", group="the method"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -229,9 +229,9 @@ def contents(folder):
 
 def state(out):
     """What must be equal of two equal runs: the last checkpoint, all of the bank, the logs."""
-    last = max((out / "checkpoints").glob("step_*"))
-    paths = [*last.glob("*.safetensors"), *out.glob("bank/*.json*"), out / "problems.json"]
-    paths += [out / "rollouts.jsonl", out / "tokens.jsonl"]
+    last = max(files.by_step(out / "checkpoints").values())
+    paths = [*last.glob("*.safetensors"), *last.glob("bank.json"), *out.glob("bank/*.json*")]
+    paths += [out / "problems.json", out / "rollouts.jsonl", out / "tokens.jsonl"]
     by_name = {str(path.relative_to(out)): path.read_bytes() for path in paths}
     return by_name | {"metrics": timeless(rows(out / "metrics.jsonl"))}
 
@@ -297,7 +297,7 @@ def go(argv, log, step_fn=None, before=None):
     return wait(start(argv, log, step_fn, before))
 
 
-def two(argv, path, step_fn=None, argv1=None, program=None):
+def two(argv, path, step_fn=None, argv1=None, program=None, before=None):
     """The exit codes of two ranks of `start`; what they print goes to path/log0 and path/log1.
 
     argv1: another command line for rank 1.
@@ -309,9 +309,15 @@ def two(argv, path, step_fn=None, argv1=None, program=None):
     for rank, given in enumerate((argv, argv1 or argv)):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        join = functools.partial(os.environ.update, place)
+        join = functools.partial(_join, place, before)
         pids.append(start(given, path / f"log{rank}", step_fn, join, program))
     return [wait(pid) for pid in pids]
+
+
+def _join(place, before):
+    os.environ.update(place)
+    if before:
+        before()
 
 
 def two_processes(*command):

@@ -12,19 +12,21 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
 import driver
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, make_bank
 from driver import contents, go, killing, refused, rows, small_flags, start, state, two, wait
-from safetensors.torch import load
+from safetensors.torch import load, save_file
 
+import eval
 import sgsd
 import skills
-from lib import config, files, model, run, runlog
+from lib import config, files, model, runlog
 from lib.run import Run
 from skills import SkillBank
 
@@ -71,14 +73,17 @@ def stored(out):
 KILLS = [  # where; the function that kills there, at which call, whether after it; what was said
     ("among the seed solutions", files, "append_jsonl", 2, False, ""),
     ("among the replies of the cold start", Run, "log_reply", 5, False, "starts with step 1"),
-    ("before the first bank has its version", SkillBank, "save", 2, False, "starts with step 1"),
+    ("before the first bank is saved", SkillBank, "save", 1, False, "starts with step 1"),
+    ("between the cold start and step 1", SkillBank, "save", 2, True, "starts with step 1"),
     ("in step 1", sgsd, "optimizer_step", 1, False, "starts with step 1"),
     ("after step 1, which has no checkpoint", runlog, "log_line", 1, True, "starts with step 1"),
     ("within the checkpoint of step 2", model, "save", 1, True, "starts with step 1"),
     ("in step 3", sgsd, "optimizer_step", 3, False, "starts with step 1"),
     ("between the checkpoint of step 3 and its evolution", skills, "evolve", 1, False, "step 2"),
     ("in the evolution after step 3", skills, "merge", 1, False, "step 3"),
-    ("before the evolved bank has its version", SkillBank, "save", 2, False, "step 3"),
+    ("before the evolved bank is saved", SkillBank, "save", 1, False, "step 3"),
+    ("between its logs and the checkpoint's bank", SkillBank, "save", 3, False, "step 3"),
+    ("after the evolution", SkillBank, "save", 3, True, "step 3"),
     ("between the logs of step 4 and its checkpoint", runlog, "log_line", 1, True, "step 3"),
     ("in step 6", sgsd, "optimizer_step", 3, False, "step 3"),
     ("in the last evolution, when all steps are done", Run, "save_bank", 1, False, "step 4"),
@@ -101,7 +106,7 @@ def test_a_run_that_is_killed_everywhere_and_continued_equals_the_uninterrupted_
     assert go(argv, tmp_path / "log") == 0
     assert "continues after step 6\n" in (tmp_path / "log").read_text()
     assert_equal(out, uninterrupted)
-    steps = [int(words[5:]) for *_, words in KILLS if words.startswith("step ")]
+    steps = [int(words[5:]) if words[:5] == "step " else 0 for *_, words in KILLS[1:]]
     assert [x["step"] for x in stored(out)["continuations"]] == [*steps, 6]
 
 
@@ -112,6 +117,74 @@ def assert_is_a_part(out, whole, where):
             assert (whole / name).read_bytes().startswith(content), f"{where}: {name}"
         elif ".tmp" not in name and ("bank/step" in name or name.endswith(".safetensors")):
             assert (whole / name).read_bytes() == content, f"{where}: {name}"
+
+
+BY_STEP = (sgsd, "optimizer_step")
+GRPO = {"generations": 2, "evolve_every": 1}
+VARIANTS = [  # settings, and where the run is killed
+    ({"success_gate": 0.0}, [(skills, "evolve", 1), (SkillBank, "save", 3)]),
+    ({"evolve_every": 0}, [(*BY_STEP, 1), (*BY_STEP, 4)]),
+    ({"bank": "{w}/bank.json"}, [(*BY_STEP, 1), (skills, "merge", 2), (*BY_STEP, 2)]),
+    (GRPO, [(*BY_STEP, 2), (*BY_STEP, 4)]),
+]
+
+
+def flags_of(world_dir, out, changes):
+    """The words of a command; of GRPO's, which uses no bank, where the changes are of a group."""
+    program = ["grpo"] if "generations" in changes else []
+    return program + small_flags(world_dir, out, **changes)
+
+
+@pytest.mark.parametrize("changes,places", VARIANTS)
+def test_other_kinds_of_runs_are_killed_and_continued(changes, places, world_dir, tmp_path):
+    """The success leaves the bank as it was; no evolution; a --bank; no bank."""
+    changes = {k: v.format(w=world_dir) if k == "bank" else v for k, v in changes.items()}
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert go(flags_of(world_dir, whole, changes), tmp_path / "log") == 0
+    argv = flags_of(world_dir, out, changes)
+    for place in places:
+        kill(argv, tmp_path / "log1", *place)
+    assert go(argv, tmp_path / "log1") == 0, (tmp_path / "log1").read_text()
+    assert_equal(out, whole)
+
+
+def test_steps_are_raised_after_a_kill_in_the_last_one(world_dir, tmp_path, log):
+    """As after a run that came to its end; the evolution that was due comes before step 4."""
+    for name, places in (("whole", []), ("run", [(skills, "evolve", 1)])):
+        argv = small_flags(world_dir, tmp_path / name, steps=3)
+        for place in places:
+            kill(argv, log, *place)
+        assert places or go(argv, log) == 0
+        assert go(small_flags(world_dir, tmp_path / name, steps=5), log) == 0
+    assert_equal(tmp_path / "run", tmp_path / "whole")
+
+
+OF_TWO = [
+    pytest.param((files, "append_jsonl", 1), marks=pytest.mark.long),
+    pytest.param((*BY_STEP, 1), marks=pytest.mark.long),
+    (*BY_STEP, 4),
+    (skills, "merge", 3),
+    pytest.param((SkillBank, "save", 6), marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module")
+def of_two(world_dir, tmp_path_factory):
+    path = tmp_path_factory.mktemp("of_two")
+    assert two(small_flags(world_dir, path / "run"), path) == [0, 0]
+    return path / "run"
+
+
+@pytest.mark.parametrize("place", OF_TWO)
+def test_two_processes_that_are_killed_continue_as_one_run(place, world_dir, tmp_path, of_two):
+    out = tmp_path / "run"
+    argv = small_flags(world_dir, out)
+    assert two(argv, tmp_path, before=killing(*place))[0] == -signal.SIGKILL
+    assert two(argv, tmp_path) == [0, 0], (tmp_path / "log0").read_text()
+    ours, theirs = state(out), state(of_two)
+    for memories in (ours, theirs):  # written as they come
+        memories["bank/memories.jsonl"] = sorted(memories["bank/memories.jsonl"].splitlines())
+    assert ours == theirs
 
 
 @pytest.mark.long
@@ -152,9 +225,8 @@ def test_a_complete_run_says_so_and_stays_as_it_is(world_dir, uninterrupted, tmp
 def test_a_bank_that_was_made_alone_is_used_by_the_steps_that_follow(
     world_dir, tmp_path, uninterrupted, log
 ):
-    """`--steps 0` and then all steps, whose other gate does not make the bank."""
     out = tmp_path / "run"
-    argv = small_flags(world_dir, out, steps=0, tau_g=2.0)
+    argv = small_flags(world_dir, out, steps=0)
     assert go(argv, log) == 0
     made = contents(out / "bank")
     assert made.keys() == {"bank.json", "step_000000.json", "memories.jsonl", "replies.jsonl"}
@@ -163,36 +235,54 @@ def test_a_bank_that_was_made_alone_is_used_by_the_steps_that_follow(
     assert go(small_flags(world_dir, out), log) == 0
     assert (out / "bank/memories.jsonl").stat().st_mtime_ns == written
     assert_equal(out, uninterrupted)
-    assert stored(out)["settings"]["tau_g"] == 1.0
 
 
-def test_a_bank_that_something_else_has_made_is_made_again_and_that_is_said(
+def test_before_bank_and_checkpoint_a_run_is_begun_anew_and_with_a_bank_it_is_refused(
+    world_dir, tmp_path, uninterrupted, log, capsys
+):
+    """By any setting that may not differ. The bank of a run can go to another one."""
+    out = tmp_path / "run"
+    other = small_flags(world_dir, out, cold_start=5)
+    kill(other, log, Run, "log_reply", 2)
+    assert len(rows(out / "bank/memories.jsonl")) == 5
+    argv = small_flags(world_dir, out)
+    kill(argv, log, sgsd, "optimizer_step", 1)
+    before = contents(out)
+    bank = out / "bank/step_000000.json"
+    words = ["--cold-start 5", "--adapter", f"--bank {bank}"]
+    refused(capsys, driver.main, other, *words)
+    assert contents(out) == before
+    assert go(argv, log) == 0 and "changed:" not in log.read_text()
+    assert_equal(out, uninterrupted)
+
+
+def test_the_first_line_after_another_beginning_says_what_differs(world_dir, tmp_path, log):
+    out = tmp_path / "run"
+    kill(small_flags(world_dir, out, cold_start=5), log, Run, "log_reply", 2)
+    assert go(small_flags(world_dir, out, steps=0), log) == 0
+    (line,) = [x for x in log.read_text().splitlines() if x.startswith("begins anew")]
+    assert "--cold-start 8" in line and stored(out)["continuations"] == []
+
+
+def test_a_step_that_ran_out_of_memory_is_made_again_with_less(
     world_dir, tmp_path, uninterrupted, log
 ):
-    """Before the first step a setting, the code or the problems may change."""
     out = tmp_path / "run"
-    assert go(small_flags(world_dir, out, steps=0, cold_start=5), log) == 0
-    assert len(rows(out / "bank/memories.jsonl")) == 5
-    argv = small_flags(world_dir, out, steps=0)
-    for changed in ("--cold-start", "code", "problems"):
-        if changed != "--cold-start":
-            values = stored(out) | {changed: {}}
-            (out / "config.json").write_text(json.dumps(values))
-            (out / "bank/memories.jsonl").write_text("old")
-        assert go(argv, log) == 0
-        (line,) = [x for x in log.read_text().splitlines() if "bank is made again" in x]
-        assert changed in line
-        for name in ("memories.jsonl", "step_000000.json"):
-            ours, theirs = (folder / "bank" / name for folder in (out, uninterrupted))
-            assert ours.read_bytes() == theirs.read_bytes(), (changed, name)
-        log.unlink()
-    assert {*run.MAKES_BANK} <= {f.name for f in dataclasses.fields(config.Config)}
+
+    def fail(run, step):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert go(small_flags(world_dir, out), log, fail) == 1
+    log.unlink()
+    assert go(small_flags(world_dir, out, score_tokens=2000), log) == 0
+    assert "changed:" not in log.read_text()
+    assert state(out).keys() == state(uninterrupted).keys()
 
 
 # ------------------------------------------------------------------- what may change, and what not
 
-AGAIN = {"device", "rollout_rows", "score_tokens", "checkpoint_above", "checkpoint_every"}
-AGAIN |= {"audit_every", "report_to", "changed_code", "steps", "server"}
+ALLOWED = {"device", "rollout_rows", "score_tokens", "checkpoint_above", "checkpoint_every"}
+ALLOWED |= {"audit_every", "report_to", "steps", "server", "max_prompt_tokens", "out"}
 
 
 def other(f, value):
@@ -213,21 +303,25 @@ def flag(name, value):
 def test_every_setting_that_changes_more_than_rounding_is_refused(
     world_dir, killed, tmp_path, capsys
 ):
-    """In one line: the setting, the new value, the run's own. Nothing on disk changes."""
+    """In one line: the setting, the new value, the run's own, a way out. Nothing is written."""
     argv, before = small_flags(world_dir, killed), contents(killed)
     cfg = config.parse(argv, "", config.Config)
-    shutil.copy(world_dir / "data.jsonl", tmp_path)
+    problems = (world_dir / "data.jsonl").read_text()
+    (tmp_path / "data.jsonl").write_text(problems.replace('"answer": "3"', '"answer": "4"'))
+    make_bank(tmp_path / "bank.json")
     values = {"data": tmp_path / "data.jsonl", "verifier": "driver:Exact", "top_p": 0.5}
+    values |= {"bank": tmp_path / "bank.json"}
     tried = set()
     for f in dataclasses.fields(cfg):
-        if f.metadata["again"] == "refused" and f.name not in ("out", "answer_after"):
+        rule = f.metadata["on_continue"]
+        if rule in ("refused", "contents") and f.name != "answer_after":
             value = getattr(cfg, f.name)
             new = values.get(f.name) or other(f, value)
-            words = config.flag(f.name), str(new), str(value)
+            words = config.flag(f.name), str(new), str(value), "new --out", "--adapter"
             refused(capsys, driver.main, [*argv, flag(f.name, new)], *words)
             tried.add(f.name)
     names = {f.name for f in dataclasses.fields(cfg)}
-    assert tried == names - AGAIN - {"out", "answer_after"}
+    assert tried == names - ALLOWED - {"answer_after"}
     assert contents(killed) == before
 
 
@@ -247,19 +341,22 @@ def test_another_number_of_steps_is_announced_with_its_learning_rate_and_recorde
 ):
     first = stored(killed)
     for steps, rate in ((8, "0.005"), (9, "0.0011")):  # 1e-2 (1 - 4/8) at 5, 1e-2 (1 - 8/9) at 9
-        assert go(small_flags(world_dir, killed, steps=steps), log) == 0
+        assert go(small_flags(world_dir, killed, steps=steps, max_prompt_tokens=9000), log) == 0
         lines = [line for line in log.read_text().splitlines() if line.startswith("changed: ")]
-        assert f"--steps {steps}" in lines[-2] and rate in lines[-1]
+        assert any(f"--steps {steps}" in line for line in lines) and rate in lines[-1]
     last = stored(killed)
     assert [x["step"] for x in last["continuations"]] == [4, 8]
     for continuation, steps in zip(last["continuations"], (8, 9)):
         assert f"--steps {steps}" in continuation["changed"][0]
         assert {"when", "command", "commit", "versions"} <= continuation.keys()
-    assert last["settings"] == first["settings"] | {"steps": 9, "out": str(killed)}
+    assert "--max-prompt-tokens 9000" in last["continuations"][0]["changed"][1]
+    changed = {"steps": 9, "max_prompt_tokens": 9000, "out": str(killed)}
+    assert last["settings"] == first["settings"] | changed
     assert (last["id"], last["command"]) == (first["id"], first["command"])
     rates = [m["learning_rate"] for m in rows(killed / "metrics.jsonl")]
     assert rates[4:] == pytest.approx([5e-3, 3.75e-3, 2.5e-3, 1.25e-3, 1e-2 / 9])
-    refused(capsys, driver.main, small_flags(world_dir, killed, steps=8), "--steps 8", "step 9")
+    argv = small_flags(world_dir, killed, steps=8, max_prompt_tokens=9000)
+    refused(capsys, driver.main, argv, "--steps 8", "step 9")
 
 
 def test_two_processes_continue_the_run_of_one(world_dir, killed, uninterrupted, tmp_path):
@@ -282,65 +379,143 @@ def test_two_processes_continue_the_run_of_one(world_dir, killed, uninterrupted,
 OWN_JUDGE = "import driver\n\n\nclass Judge(driver.CoinVerifier):\n    pass\n"
 
 
-def test_changed_code_needs_a_flag_once_and_changed_problems_another_directory(
+def test_a_run_goes_on_with_changed_code_and_says_so_but_not_with_changed_problems(
     world_dir, tmp_path, monkeypatch, capsys, log
 ):
+    """A verifier of the user's own may read other fields of the problems."""
     monkeypatch.syspath_prepend(tmp_path)
     judge, data, out = tmp_path / "own_judge.py", tmp_path / "data.jsonl", tmp_path / "run"
     judge.write_text(OWN_JUDGE)
     shutil.copy(world_dir / "data.jsonl", data)
     argv = small_flags(world_dir, out, steps=3, data=data, verifier="own_judge:Judge")
     kill(argv, log, sgsd, "optimizer_step", 3)
-    before, problems = contents(out), data.read_text()
-    data.write_text(problems.replace('"answer": "3"', '"answer": "4"'))
-    refused(capsys, driver.main, argv, str(out), "--data")
+    before, problems, bank = contents(out), data.read_text(), contents(out / "bank")
+    for changed in (
+        problems.replace('"answer": "3"', '"answer": "4"'),
+        problems.replace('"answer": "3"', '"answer": "3", "unit": "apples"'),
+    ):
+        data.write_text(changed)
+        refused(capsys, driver.main, argv, str(out), "--data")
     data.write_text(problems)
-    judge.write_text(OWN_JUDGE + "# edited\n")
-    refused(capsys, driver.main, argv, str(out), "own_judge.py", "--changed-code")
     assert contents(out) == before
-    kill([*argv, "--changed-code"], log, sgsd, "optimizer_step", 1)
-    assert ["own_judge.py" in line for line in stored(out)["continuations"][0]["changed"]] == [True]
+    judge.write_text(OWN_JUDGE + "# edited\n")
+    kill(argv, log, sgsd, "optimizer_step", 1)
+    (line,) = stored(out)["continuations"][0]["changed"]
+    assert "own_judge.py" in line and "bank stays" in line and contents(out / "bank") == bank
     assert go(argv, log) == 0 and stored(out)["continuations"][1]["changed"] == []
+    assert "changed:" not in log.read_text()
 
 
 def test_a_run_knows_the_code_by_its_content_wherever_the_project_lies(killed_once):
     names = stored(killed_once)["code"].keys()
     assert {"sgsd.py", "skills.py", "lib/run.py", "prompts/teacher.txt", "tests/driver.py"} <= names
-    assert all((ROOT / name).is_file() for name in names)
+    assert {"prompts/extract_skills.txt", "lib/served.py"} <= names
+    assert all((ROOT / name).is_file() for name in names if name != "__main__.py")
+
+
+def test_another_bank_of_the_same_name_is_refused_and_one_that_is_gone_is_not_missed(
+    world_dir, tmp_path, log, capsys
+):
+    bank, out = tmp_path / "bank.json", tmp_path / "run"
+    make_bank(bank)
+    argv = small_flags(world_dir, out, bank=bank, steps=3)
+    kill(argv, log, sgsd, "optimizer_step", 3)
+    made = bank.read_bytes()
+    make_bank(bank, n_skills=3)
+    refused(capsys, driver.main, argv, "--bank", str(bank))
+    bank.write_bytes(made)
+    bank.rename(tmp_path / "elsewhere.json")
+    assert go(argv, log) == 0, log.read_text()
+
+
+def test_a_run_that_has_moved_with_its_model_and_data_goes_on_and_a_model_trained_in_place_does_not(
+    world_dir, tmp_path, uninterrupted, log, capsys
+):
+    first, then = tmp_path / "first", tmp_path / "then"
+    for name in ("model", "encoder"):
+        shutil.copytree(world_dir / name, first / name)
+    shutil.copy(world_dir / "data.jsonl", first)
+    kill(small_flags(first, first / "run"), log, sgsd, "optimizer_step", 5)
+    first.rename(then)
+    weights = then / "model/model.safetensors"
+    content = load(weights.read_bytes())
+    save_file({name: x + 0.01 for name, x in content.items()}, weights, {"format": "pt"})
+    argv = small_flags(then, then / "run")
+    refused(capsys, driver.main, argv, "--model", str(then / "model"))
+    save_file(content, weights, {"format": "pt"})
+    assert go(argv, log) == 0, log.read_text()
+    assert_equal(then / "run", uninterrupted)
 
 
 # ------------------------------------------------------------------------- what is gone, or foreign
 
-PARTS = ["checkpoints", "bank/step_000003.json", "rollouts.jsonl", "metrics.jsonl"]
 
-
-@pytest.mark.parametrize("name", PARTS)
-def test_a_run_that_has_lost_a_part_is_refused_by_its_name(name, world_dir, killed, capsys):
-    gone = killed / name
-    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-    before = contents(killed)
-    refused(capsys, driver.main, small_flags(world_dir, killed), str(killed), name)
-    assert contents(killed) == before
-
-
-def test_a_run_without_a_bank_may_lose_all_steps_before_its_first_checkpoint(
-    world_dir, tmp_path, log
+def test_other_names_beside_checkpoints_and_banks_are_nobodys(
+    world_dir, killed, uninterrupted, log, tmp_path
 ):
-    """GRPO has no evolution, before which SGSD saves."""
-    changes = {"generations": 2, "steps": 4, "checkpoint_every": 4}
-    argv = ["grpo"] + small_flags(world_dir, tmp_path / "run", evolve_every=1, **changes)
+    """In training and in an evaluation."""
+    shutil.copytree(killed / "checkpoints/step_000002", killed / "checkpoints/step_000010.bak")
+    for name in ("step_000011", "step_abc", "step_12"):
+        (killed / "checkpoints" / name).mkdir()
+    (killed / "bank/step_000003.json.bak").write_text("{")
+    assert go(small_flags(world_dir, killed), log) == 0
+    assert "continues after step 4" in log.read_text()
+    (killed / "bank/step_000003.json.bak").unlink()
+    assert_equal(killed, uninterrupted)
+    places = {path.name for path in eval.checkpoints_of(str(killed))}
+    assert places == {f"step_00000{step}" for step in (2, 3, 4, 6)}
+
+
+def test_a_run_that_has_lost_its_checkpoints_is_refused_but_not_before_the_first_was_due(
+    world_dir, killed, tmp_path, capsys, log
+):
+    shutil.rmtree(killed / "checkpoints")
+    before = contents(killed)
+    refused(capsys, driver.main, small_flags(world_dir, killed), str(killed), "checkpoints")
+    assert contents(killed) == before
+    changes = GRPO | {"steps": 4, "checkpoint_every": 4}  # without an evolution, before which to save
+    argv = flags_of(world_dir, tmp_path / "grpo", changes)
     kill(argv, log, sgsd, "optimizer_step", 3)
     assert go(argv, log) == 0, log.read_text()
-    assert driver.steps_of(tmp_path / "run") == ([1, 2, 3, 4], [4])
+    assert driver.steps_of(tmp_path / "grpo") == ([1, 2, 3, 4], [4])
 
 
-def test_another_programs_run_and_a_folder_or_file_that_is_no_run_are_refused(
+def test_a_checkpoint_without_its_bank_is_named(world_dir, killed, capsys):
+    (killed / "checkpoints/step_000004/bank.json").unlink()
+    refused(capsys, driver.main, small_flags(world_dir, killed), "step_000004/bank.json")
+
+
+def test_a_run_goes_on_without_its_logs_and_says_which_begin_anew(
+    world_dir, killed, uninterrupted, log
+):
+    """They are no part of what it needs to go on."""
+    (killed / "rollouts.jsonl").unlink()
+    lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(lines[:2] + lines[3:]))
+    shutil.rmtree(killed / "bank")
+    assert go(small_flags(world_dir, killed), log) == 0
+    text = log.read_text()
+    assert "rollouts.jsonl has no line up to step 4" in text
+    assert "metrics.jsonl lacks lines of step 3" in text and "tokens.jsonl" not in text
+    ours, theirs = state(killed), state(uninterrupted)
+    for name in theirs:
+        if "checkpoints" in name or name == "bank/bank.json":
+            assert ours[name] == theirs[name], name
+    rolled = theirs["rollouts.jsonl"].splitlines()
+    assert ours["rollouts.jsonl"].splitlines() == rolled[8:]  # two solutions in each step
+
+
+def test_another_programs_run_an_older_one_and_a_folder_or_file_that_is_no_run_are_refused(
     world_dir, killed, tmp_path, capsys
 ):
     argv = ["ablations", *small_flags(world_dir, killed)]
     refused(capsys, driver.main, argv, str(killed), "sgsd.py", "methods.ablations")
+    argv, about = small_flags(world_dir, killed), stored(killed)
+    del about["digests"]
+    (killed / "config.json").write_text(json.dumps(about))
+    refused(capsys, driver.main, argv, str(killed), "older", "--adapter")
     (killed / "config.json").unlink()
-    refused(capsys, driver.main, small_flags(world_dir, killed), str(killed), "checkpoints")
+    refused(capsys, driver.main, argv, str(killed), "checkpoints")
     folder = tmp_path / "notes"
     folder.mkdir()
     (folder / "todo.txt").write_text("somebody's")
@@ -349,6 +524,33 @@ def test_another_programs_run_and_a_folder_or_file_that_is_no_run_are_refused(
     file = folder / "todo.txt"
     refused(capsys, driver.main, small_flags(world_dir, file), str(file))
     assert file.read_text() == "somebody's"
+
+
+OWN_METHOD = """
+import sgsd, skills
+from driver import faked
+from lib import config
+from lib.run import Run
+
+with faked(), Run.open(config.parse(None, "", config.Config), skills.SkillBank.load) as run:
+    sgsd.train(run)
+"""
+
+
+@pytest.mark.long
+def test_the_file_of_a_users_own_method_is_seen_when_it_was_edited(world_dir, tmp_path):
+    """Also where its settings are another method's."""
+    file, out = tmp_path / "own.py", tmp_path / "run"
+    printed = []
+    for steps, text in ((1, OWN_METHOD), (2, OWN_METHOD), (3, OWN_METHOD + "# edited\n")):
+        file.write_text(text)
+        argv = small_flags(world_dir, out, steps=steps, bank=world_dir / "bank.json")
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, file, *argv]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed.append(done.stdout)
+    assert ["own.py" in text for text in printed] == [False, False, True]
 
 
 @pytest.mark.parametrize("wrong", ["--seed=9", "--server=http://127.0.0.1:9/v1"])

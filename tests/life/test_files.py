@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 
 import driver
@@ -100,6 +101,9 @@ def test_checkpoints_and_versions_of_the_bank_are_found_by_their_steps_in_order(
         files.of_step(tmp_path, step, ".json").touch()
     (tmp_path / "bank.json").touch()
     (tmp_path / ".step_000050.json.tmp").touch()
+    for name in ("step_000010.bak", "step_000026.json.bak", "step_abc", "step_11"):
+        (tmp_path / name).touch()  # nobody's
+    (tmp_path / "step_000011").mkdir()
     assert list(files.by_step(tmp_path)) == [0, 25, 100]
     assert files.by_step(tmp_path)[25].name == "step_000025.json"
     assert files.by_step(tmp_path / "none") == {}
@@ -130,9 +134,41 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()
     for _ in range(2):  # the first refusal changes nothing
         with pytest.raises(ValueError, match=f"{folder}: another command"):
-            files.locked(folder, seconds=0.1)
+            files.locked(folder, seconds=0.1).__enter__()
     os.kill(pid, signal.SIGKILL)
     assert driver.wait(pid) == -signal.SIGKILL
     with files.locked(folder, seconds=0.1):
         (folder / "file").touch()
     assert {*names(folder)} == {files.LOCK, "file"}
+
+
+def test_a_folder_that_a_command_has_locked_for_nothing_is_removed(tmp_path):
+    for name, is_left in (("empty", False), ("full", True)):
+        with files.locked(tmp_path / name):
+            if is_left:
+                (tmp_path / name / "file").touch()
+        assert (tmp_path / name).exists() == is_left
+
+
+def test_a_model_is_known_by_its_small_files_and_by_places_in_its_weights(tmp_path):
+    """Wherever it lies. Training in place moves all weights, under the same names and sizes."""
+    model = tmp_path / "model"
+    (model / "1_Dense").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (model / "README.md").write_text("about it")
+    weights = bytearray(b"x" * 2**22)
+    (model / "1_Dense/model.safetensors").write_bytes(weights)
+    digest = files.contents(str(model))
+    shutil.copytree(model, tmp_path / "moved")
+    (model / "README.md").write_text("more about it")
+    assert files.contents(str(model)) == digest == files.contents(str(tmp_path / "moved"))
+    (model / "config.json").write_text("{ }")
+    other = files.contents(str(model))
+    for at in (0, len(weights) // 2, len(weights) - 1):
+        weights[at : at + 1] = b"y"
+        (model / "1_Dense/model.safetensors").write_bytes(weights)
+        assert files.contents(str(model)) not in (digest, other)
+        other = files.contents(str(model))
+    for name in ("Qwen/Qwen3-1.7B", "", str(tmp_path / "none")):
+        assert files.contents(name) == name
+    assert files.contents(str(model / "config.json")) == files.digest(b"{ }")

@@ -38,7 +38,7 @@ def test_what_a_run_leaves_on_disk(whole):
     out = whole.out
     stored = files.read_json(out / "config.json")
     assert stored["settings"]["num_teachers"] == 3 and stored["versions"]["torch"]
-    assert {"program", "code", "problems", "processes", "id", "command", "commit"} < stored.keys()
+    assert {"program", "code", "digests", "processes", "id", "command", "commit"} < stored.keys()
     fingerprints = [problems.fingerprint(x["problem"]) for x in PROBLEMS]
     assert files.read_json(out / "problems.json") == fingerprints
     metrics, rolls, tokens = (rows(out / f"{name}.jsonl") for name in runlog.LOGS)
