@@ -354,7 +354,10 @@ def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
         rule = "an older version of this project made the run; give another directory"
         raise ValueError(f"--out {out}: {rule}, perhaps with --adapter CHECKPOINT for its weights")
     start.step = max(files.by_step(out / "checkpoints"), default=0)
-    log_notes = notes_on_logs(out, start.step, saved["settings"])
+    first = saved["settings"]["checkpoint_every"]
+    if cfg.uses_skill_bank:
+        first = min(first, saved["settings"]["evolve_every"] or first)
+    log_notes = notes_on_logs(out, start.step, first)
     refused, changes = differences(saved, start.record, cfg)
     first_bank = files.of_step(out / "bank", 0, ".json")
     if refused and (start.step or (cfg.uses_skill_bank and first_bank.exists())):
@@ -411,16 +414,15 @@ def shown(value: Any) -> str:
     return shlex.join(value) if isinstance(value, list) else repr(value)
 
 
-def notes_on_logs(out: pathlib.Path, step: int, settings: dict[str, Any]) -> list[str]:
+def notes_on_logs(out: pathlib.Path, step: int, first: int) -> list[str]:
     """What the logs lack up to the last checkpoint's step; a run does not need it to go on.
 
-    ValueError where steps were made beyond the first checkpoint, and there is none.
+    ValueError where steps beyond the first one that is saved were made, and there is no checkpoint.
     """
     notes = []
     for name in runlog.LOGS:
         rows = collections.Counter(row["step"] for row in files.read_jsonl(out / f"{name}.jsonl"))
         made = max(rows, default=0)
-        first = min(settings["checkpoint_every"], settings["evolve_every"] or made)
         if name == "metrics" and not step and made > first:
             rule = f"it has made {made} steps, but checkpoints/ has none; bring them back"
             raise ValueError(f"--out {out}: {rule}, or give another directory")

@@ -45,7 +45,9 @@ class AblationConfig(Config):
 
     out: str = with_default(Config, "out", "runs/ablation")
     token_mask: bool = setting(
-        True, "leave formatting tokens out; without it every token counts; Tab. 4"
+        True,
+        "leave formatting tokens out; without it every token counts; Tab. 4",
+        group="the ablations",
     )
     clip: bool = setting(True, "clip the gaps for the support; Tab. 4")
     polarity: bool = setting(

@@ -41,7 +41,10 @@ class OPSDConfig(Config):
 
     out: str = with_default(Config, "out", "runs/opsd")
     objective_clip: float = setting(
-        0.05, "bound on each term of the divergence; 0 removes it; S16", least=0
+        0.05,
+        "bound on each term of the divergence; 0 removes it; S16",
+        least=0,
+        group="the method",
     )
 
     @property

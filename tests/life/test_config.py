@@ -1,6 +1,7 @@
 """The dialect of all programs: flags from fields, presets, @FILE, and a mistake as one line."""
 
 import dataclasses
+import errno
 import importlib
 import os
 import signal
@@ -71,6 +72,7 @@ FLAGS = {  # what is wrong, and the words of the line
     "--method grpo": ("--method grpo", "methods.grpo"),
     "@no_such_file": ("no_such_file",),
 }
+OPEN_QUOTE = "--data 'my problems.jsonl"
 
 
 @pytest.mark.parametrize("given", FLAGS)
@@ -101,6 +103,12 @@ def test_a_file_of_flags_is_split_as_a_shell_does_and_a_later_flag_goes_before_i
     assert (cfg.answer_after, cfg.server) == ("#### ", ("http://a/v1", "http://b/v1"))
 
 
+def test_an_open_quote_in_a_file_of_flags_is_one_line(tmp_path, capsys):
+    file = tmp_path / "flags"
+    file.write_text(f"--seed 1\n{OPEN_QUOTE}\n")
+    refused(capsys, f"@{file}", OPEN_QUOTE)
+
+
 def test_an_evaluation_takes_several_paths_and_sets_of_different_names(capsys):
     cfg = parse("a b --data x/one.jsonl y/two.jsonl --samples 3", config.EvalConfig)
     assert (cfg.paths, cfg.data) == (("a", "b"), ("x/one.jsonl", "y/two.jsonl"))
@@ -119,11 +127,10 @@ def test_help_has_every_flag_with_its_default_and_its_source_in_groups(name, cap
     assert end.value.code == 0 and f"examples:\n    python {kind.program} " in text
     for f in dataclasses.fields(kind):
         assert f.name == "paths" or f"  {config.flag(f.name)}" in text
-    groups = config.EVAL_GROUPS if name == "eval" else config.GROUPS
-    for first, title in groups.items():
-        if first in {f.name for f in dataclasses.fields(kind)}:
-            start = "PATH" if first == "paths" else config.flag(first)
-            assert f"\n{title}:\n  {start}" in text
+    for f in dataclasses.fields(kind):
+        start = "PATH" if f.name == "paths" else config.flag(f.name)
+        if f.metadata["group"]:
+            assert f"\n{f.metadata['group']}:\n  {start}" in text
     one = "App. F.1 (default: 12)" if name == "eval" else "Eq. 13, Tab. 12 (default: 0.05)"
     assert one in " ".join(text.split())
     assert "(default: )" not in text and "(default: None)" not in text
@@ -148,20 +155,9 @@ def test_the_package_has_the_version_and_the_requirements_that_the_readme_instal
 # ------------------------------------------------------------------------------------ two settings
 
 
-def test_two_commands_compare_local_paths_resolved_and_hub_ids_as_they_are(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models/a").mkdir(parents=True)
-    (tmp_path / "link").symlink_to("models")
-    one, other = (
-        config.comparable(parse(f"--model {x}")) for x in ("link/a", f"{tmp_path}/models/a")
-    )
-    assert one == other and one["model"] == f"{tmp_path}/models/a"
-    assert config.comparable(parse("--model Qwen/Qwen3-1.7B"))["model"] == "Qwen/Qwen3-1.7B"
-
-
 def test_settings_come_back_from_json():
     cfg = parse("--server http://a/v1 http://b/v1 --tau-g 2")
-    assert config.from_dict(config.Config, config.comparable(cfg)) == cfg
+    assert config.from_dict(config.Config, config.to_dict(cfg)) == cfg
 
 
 # ------------------------------------------------------------------------------- mistakes, signals
@@ -176,16 +172,31 @@ def test_a_mistake_of_the_command_line_is_printed_by_rank_0_alone(monkeypatch, c
             assert end.value.code == 2 and capsys.readouterr().err.count("\n") == lines
 
 
-def test_bad_input_and_a_missing_package_are_one_line_and_a_bug_is_a_traceback(capsys):
-    for error in (ValueError("a\n  b"), OSError("a b")):
-        with pytest.raises(SystemExit) as end, config.one_line_errors("-m extras.program"):
-            raise error
-        assert end.value.code == 2 and capsys.readouterr().err == "program: a b\n"
-    with pytest.raises(SystemExit), config.one_line_errors("program.py"):
-        raise ModuleNotFoundError("No module named 'x'")
-    line = capsys.readouterr().err
+def printed_by(capsys, error, **phase):
+    """The line that an error becomes, with exit code 2."""
+    with pytest.raises(SystemExit) as end, config.one_line_errors("-m extras.program", **phase):
+        raise error
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("program: ")
+    return line
+
+
+def test_where_input_is_read_an_error_is_one_line_and_later_only_what_may_still_go_wrong(capsys):
+    """A full disk, a lost server, and what only a bank that was made can show."""
+    for error in (ValueError("a\n  b"), OSError("a b"), config.UserError("a b")):
+        assert printed_by(capsys, error, reading=True) == "program: a b"
+    line = printed_by(capsys, ModuleNotFoundError("No module named 'x'"), reading=True)
     assert "No module named 'x'" in line and "pip install -r requirements.txt" in line
-    with pytest.raises(KeyError), config.one_line_errors("program.py"):
+    assert printed_by(capsys, config.UserError("a b")) == "program: a b"
+    assert "same command" in printed_by(capsys, ConnectionError("no server"))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for error in (full, OSError(f"run/metrics.jsonl: {full}")):
+        assert "free space" in printed_by(capsys, error)
+    for error in (ValueError("a bug"), ImportError("a bug"), KeyError("a bug")):
+        with pytest.raises(type(error), match="a bug"), config.one_line_errors("program.py"):
+            raise error
+    with pytest.raises(KeyError), config.one_line_errors("program.py", reading=True):
         raise KeyError("a bug")
 
 
