@@ -180,7 +180,7 @@ BROKEN = [  # a file of a run, what stands there instead (None for nothing), and
     (f"{LAST}/trainer.safetensors", None, LAST),
     (f"{LAST}/trainer.json", '{"step": "two"}', LAST),
     ("config.json", "{", "config.json"),
-    ("bank/step_000000.json", "{", "step_000000.json"),
+    (f"{LAST}/bank.json", "{", f"{LAST}/bank.json"),
     ("metrics.jsonl", "{}}\n", "metrics.jsonl:1"),
 ]
 
