@@ -484,15 +484,12 @@ def reading(cfg: EvalConfig, world: World) -> Iterator[None]:
         yield
 
 
-def evaluate(cfg: EvalConfig) -> None:
+def evaluate(cfg: EvalConfig, world: World) -> None:
     """Sample every policy on every set; write the results and print a line for each."""
     contents.cache_clear()  # of an earlier call
     with contextlib.ExitStack() as held:
-        with config.one_line_errors(cfg.program, reading=True):
-            # With a server this process computes nothing: CPU and gloo.
-            world = distributed.init("cpu" if cfg.server else cfg.device)
-            with distributed.together(world, *config.GIVEN):
-                evaluation = prepare(cfg, world, held)
+        with reading(cfg, world):
+            evaluation = prepare(cfg, world, held)
         held.enter_context(config.one_line_errors(cfg.program))
         for policy in evaluation.policies:
             done = sample(policy, evaluation, world)
@@ -537,7 +534,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     config.end_at_signals()
     cfg = config.parse(argv, __doc__, EvalConfig)
-    evaluate(cfg)
+    with config.one_line_errors(cfg.program, reading=True):
+        # With a server this process computes nothing: CPU and gloo.
+        world = distributed.init("cpu" if cfg.server else cfg.device)
+    evaluate(cfg, world)
     return 0
 
 
