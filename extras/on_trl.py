@@ -466,12 +466,14 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
     loading = {"dtype": dtype, "attn_implementation": cfg.attn}
     given: Any = args.model_init_kwargs or {}
     args.model_init_kwargs = {**loading, **given}
-    lora = LoraConfig(
-        r=cfg.lora_rank,
-        lora_alpha=cfg.lora_alpha,
-        task_type="CAUSAL_LM",
-        target_modules=lib_model.PROJECTIONS,
-    )
+    lora = None
+    if not args.full:
+        lora = LoraConfig(
+            r=cfg.lora_rank,
+            lora_alpha=cfg.lora_alpha,
+            task_type="CAUSAL_LM",
+            target_modules=lib_model.linear_modules(outline),
+        )
     return SGSDTrainer(
         cfg.model,
         args,
@@ -480,7 +482,7 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
         lib_model.load_encoder(cfg.encoder, args.device),
         verify.load_judge(cfg.verifier)(cfg.verify_timeout),
         processing_class=tokenizer,
-        peft_config=None if args.full else lora,
+        peft_config=lora,
     )
 
 

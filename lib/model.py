@@ -32,7 +32,6 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available, logging
 
-PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 # Layers whose part of a `DynamicCache` has rows first, so that rows can leave and be joined.
 LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
 LAYERS_WITH_STATES = {"linear_attention", "conv", "hybrid"}
@@ -72,6 +71,9 @@ def load_model(
     except Exception as e:  # transformers raises many kinds: no such id, offline, no config
         hint = "; --attn eager suits every model" if "attention" in str(e) else ""
         raise ValueError(f"model {name}: not loaded ({_brief(e)}){hint}") from None
+    if model.config.get_text_config() is not model.config:
+        why = "takes more than text, and transformers has no text model for its checkpoint"
+        raise ValueError(f"model {name}: {type(model).__name__} {why}; take a text model")
     _check_tokenizer(name, model, tokenizer)
     _check_batching(name, model)
     _remove_dropout(model)
@@ -99,7 +101,8 @@ def load_outline(name: str) -> tuple[Any, Any]:
     """Load a model's shapes and settings without its weights, and its tokenizer.
 
     That is enough if a server does the sampling: the outline names the stop ids and computes
-    nothing. Raises ValueError as `load_model` does.
+    nothing. Raises ValueError as `load_model` does, and for a vision-language checkpoint, of which
+    `load_model` takes the text model: engines load all of it, with other names of modules.
     """
     source = _located("model", name)
     try:
@@ -112,6 +115,9 @@ def load_outline(name: str) -> tuple[Any, Any]:
     except Exception as e:  # as in `load_model`
         why = f"could not read the tokenizer or config ({_brief(e)})"
         raise ValueError(f"model {name}: {why}") from None
+    if settings.get_text_config() is not settings:
+        rule = "engines and TRL load a vision-language checkpoint whole, under other names"
+        raise ValueError(f"model {name}: {rule}; save its text model alone (docs/guide.md)")
     _check_tokenizer(name, model, tokenizer)
     return model, tokenizer
 
@@ -251,24 +257,43 @@ def causal_lm(model):
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def linear_modules(model) -> list[str]:
+    """Names of the modules that adapters change: all linear ones but the head (S7).
+
+    They are Llama's and Qwen3's seven projections of attention and MLP, and what other families
+    have in their places. Raises ValueError for a model without any, with Mamba layers, whose
+    kernels read weights past an adapter, and with experts, of which adapters would reach a part.
+    """
+    names, linear = set(), set()
+    for path, module in model.base_model.named_modules():
+        name = path.rpartition(".")[2]
+        names.add(name)
+        if isinstance(module, torch.nn.Linear):
+            linear.add(name)
+    why = "" if linear else "has no linear modules"
+    if "mamba" in names:
+        why = "has Mamba layers"
+    if "experts" in names:
+        why = "is a mixture of experts, which extras/on_trl.py --full trains whole"
+    if why:
+        raise ValueError(f"model {model.name_or_path}: {why}: no adapters (S7); take another")
+    return sorted(linear)
+
+
 def with_adapters(model, rank: int, alpha: int, checkpoint_above: int = 2048):
-    """The model with LoRA on all PROJECTIONS (S7), in train mode. No dropout, no biases.
+    """The model with LoRA on all `linear_modules`, in train mode. No dropout, no biases.
 
     The adapters are fp32: bf16 would lose a step of 5e-6 (S22). A pass with a gradient over more
     than `checkpoint_above` tokens recomputes activations when it goes back, and keeps them
     otherwise, which is about 1.3 times faster; memory then grows with the tokens: about 5 MB each
     for Qwen3-1.7B in bf16 (28 layers, per layer some 50,000 bf16 numbers and 18,000 in fp32 before
     the adapters), so 10 GB for 2,048. The gradient is the same.
-    Raises ValueError if the model lacks a projection, or is a mixture of experts.
+    Raises ValueError as `linear_modules` does.
     """
     from peft import LoraConfig, get_peft_model
 
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    missing = [name for name in PROJECTIONS if name not in names]
-    if missing or "experts" in names:
-        why = f"has no {', '.join(missing)} to adapt" if missing else "is a mixture of experts"
-        raise ValueError(f"model {model.name_or_path}: {why} (S7); take another model")
-    lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=PROJECTIONS)
+    linear = linear_modules(model)
+    lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=linear)
     model = get_peft_model(model, lora)
     causal = causal_lm(model)
     causal.activation_checkpointing_enable({"use_reentrant": False})

@@ -464,9 +464,9 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
         url = cfg.server[world.rank % len(cfg.server)]
         server = served.Server(url, cfg.model, rows=cfg.bank_rows)
         server.check()
-    if server and not cfg.steps:  # the server has all that makes a bank
+    if server:  # enough without steps: the server has all that makes a bank
         lm, tokenizer = model.load_outline(cfg.model)
-    else:
+    if cfg.steps or not server:
         lm, tokenizer = model.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
     stops = rollout.stop_ids(lm, tokenizer)
     stream: Stream = functools.partial(rollout.stream, lm, tokenizer)

@@ -75,6 +75,13 @@ def make_tokenizer():
     return fast
 
 
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+HYBRID |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8}
+HYBRID |= {"linear_num_value_heads": 4, "linear_value_head_dim": 8}
+SHAPES = {"gemma2": SLIDING, "gemma3_text": SLIDING, "qwen3_5_text": HYBRID}
+
+
 def make_model(kind="qwen3", vocab=272, seed=0, **changes):
     """A random model of a few thousand parameters, sharp enough for its samples to differ."""
     import transformers
@@ -94,16 +101,9 @@ def make_model(kind="qwen3", vocab=272, seed=0, **changes):
         "bos_token_id": None,
         "pad_token_id": 263,
     }
-    config = transformers.AutoConfig.for_model(kind, **{**shape, **changes})
+    config = transformers.AutoConfig.for_model(kind, **{**shape, **SHAPES.get(kind, {}), **changes})
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
-
-
-SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
-HYBRID |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8}
-HYBRID |= {"linear_num_value_heads": 4, "linear_value_head_dim": 8}
-FAMILIES = {"qwen3": {}, "llama": {}, "gemma3_text": SLIDING, "qwen3_5_text": HYBRID}
 
 
 def make_encoder(path):

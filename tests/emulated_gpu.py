@@ -67,7 +67,11 @@ def emulated(func, *args, **kwargs):
     def wrapped(x):
         if not isinstance(x, torch.Tensor):
             return x
-        return of_inner[id(x)] if id(x) in of_inner else EmulatedTensor(x)
+        if id(x) in of_inner:
+            return of_inner[id(x)]
+        # A view of a parameter in inference mode (a convolution's) must be as the parameter is.
+        with torch.inference_mode(False):
+            return EmulatedTensor(x)
 
     return tree_map(wrapped, result)
 

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, make_model, make_tokenizer
+from conftest import ROOT
 from driver import rows
 
 from lib import files
@@ -211,20 +211,6 @@ def test_another_method_is_a_step_and_continues_and_its_edit_is_noticed(tmp_path
         rewards = torch.tensor(wanted)
         of_group = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         assert [row["advantage"] for row in group] == pytest.approx(of_group.tolist(), abs=1e-5)
-
-
-@pytest.mark.long
-def test_another_model_family_needs_the_names_of_its_projections(tmp_path):
-    copy, title = copy_of_the_tree(tmp_path), "Another model family"
-    make_model("gpt_neox").save_pretrained(copy / "models/neox")
-    make_tokenizer().save_pretrained(copy / "models/neox")
-    done = call([*shlex.split(command_of(title))[1:], *SHORT.split()], copy)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    out = follow(title, copy, f"{SHORT} --max-new-tokens 8")
-    assert len(rows(out / "rollouts.jsonl")) == 4
-    adapter = json.loads(next(out.glob("checkpoints/*/adapter_config.json")).read_text())
-    wanted = {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
-    assert set(adapter["target_modules"]) == wanted
 
 
 GYM = "Another domain, end to end"

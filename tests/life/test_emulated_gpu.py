@@ -22,7 +22,7 @@ import emulated_gpu
 import torch
 
 import distributed, eval, rollout, scoring, sgsd
-import driver
+import conftest, driver
 
 distributed.init = lambda device="auto": distributed.World(0, 1, emulated_gpu.DEVICE)
 world, out = pathlib.Path({world!r}), pathlib.Path({out!r})
@@ -58,6 +58,12 @@ SCRIPTS = {
     "SGSD with a bank that evolves, and a checkpoint that goes on": """
 train(steps=2)
 train(steps=3)
+""",
+    "SGSD on a hybrid, whose rows leave and join": """
+hybrid = out.parent / "hybrid"
+conftest.make_model("qwen3_5_text").save_pretrained(hybrid)
+conftest.make_tokenizer().save_pretrained(hybrid)
+train(steps=2, model=str(hybrid), rollout_rows=2)
 """,
     "GRPO": """
 run = train(steps=2, method="grpo", generations=2, bank="")
@@ -102,13 +108,18 @@ def test_the_emulated_gpu_samples_and_scores_as_the_cpu_does(world_dir, tmp_path
     script = """
 from lib import model
 
-prompts, found = [[1, 2, 3], [4, 5]], []
-for device in ("cpu", emulated_gpu.DEVICE):
-    lm, tokenizer = model.load_model(str(world / "model"), device, "float32")
-    ids = rollout.generate(lm, tokenizer, prompts, rollout.Sampling(max_new_tokens=9), [1, 2])
-    found.append((ids, scoring.token_logprobs(lm, prompts, ids).cpu()))
-assert found[0][0] == found[1][0]
-torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-5)
+conftest.make_model("qwen3_5_text").save_pretrained(out)
+conftest.make_tokenizer().save_pretrained(out)
+prompts, sampling = [[1, 2, 3], [4, 5], [6, 7, 8, 9]], rollout.Sampling(max_new_tokens=20)
+for folder in (str(world / "model"), str(out)):
+    samples, scores = [], []
+    for device in ("cpu", emulated_gpu.DEVICE):
+        lm, tokenizer = model.load_model(folder, device, "float32")
+        ids = rollout.generate(lm, tokenizer, prompts, sampling, [1, 2, 3], 2)
+        samples.append(ids)
+        scores.append(scoring.token_logprobs(lm, prompts, ids).cpu())
+    assert samples[0] == samples[1]
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-5, atol=1e-5)
 """
     on_the_emulated_gpu(script, world_dir, tmp_path / "run")
 

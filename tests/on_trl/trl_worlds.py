@@ -79,7 +79,8 @@ def policy(lora, dtype=torch.float32):
     lm = conftest.make_model().to(dtype)
     if lora:
         torch.manual_seed(3)
-        shape = LoraConfig(r=4, target_modules=lib_model.PROJECTIONS, init_lora_weights=False)
+        names = lib_model.linear_modules(lm)
+        shape = LoraConfig(r=4, target_modules=names, init_lora_weights=False)
         lm = get_peft_model(lm, shape)
     return lm
 

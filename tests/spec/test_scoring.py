@@ -15,7 +15,7 @@ import scoring
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16]]
 COMPLETIONS = [[20, 21, 22], [23, 24, 25, 26, 27, 28], [29]]
-kinds = pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2"])
+kinds = pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2", "gemma3_text", "qwen3_5_text"])
 
 
 def close(x, want, tol=2e-5):

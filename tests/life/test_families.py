@@ -1,0 +1,179 @@
+"""Families of models, with random weights: what adapters change, and whole runs of a hybrid.
+
+That rows decode and score as each alone is in spec/test_rollout.py and spec/test_scoring.py.
+"""
+
+import shutil
+import signal
+
+import driver
+import peft
+import pytest
+import torch
+import transformers
+from conftest import HYBRID, make_model, make_tokenizer, one_line
+from driver import completes, evaluation, flags, go, killing, refused, rows, state, two
+from fake_engine import serving
+
+import eval
+import scoring
+import sgsd
+from extras import report
+from lib import model
+
+SEVEN = "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"
+OTHERS = {
+    "qwen3_5_text": f"in_proj_a in_proj_b in_proj_qkv in_proj_z out_proj {SEVEN}",
+    "gemma3_text": SEVEN,
+    "phi3": "down_proj gate_up_proj o_proj qkv_proj",
+    "gpt_neox": "dense dense_4h_to_h dense_h_to_4h query_key_value",
+    "lfm2": "in_proj k_proj out_proj q_proj v_proj w1 w2 w3",
+}
+LAYERS = {"lfm2": {"layer_types": ["conv", "full_attention"]}}
+
+# --------------------------------------------------------------------------------------- adapters
+
+
+def with_seven(kind, tied):
+    """A model with adapters on the seven projections by name, as checkpoints of before have."""
+    lora = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=SEVEN.split())
+    return peft.get_peft_model(make_model(kind, tie_word_embeddings=tied), lora)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_s7_qwen3_and_llama_have_adapters_on_the_seven_projections(kind, tied, tmp_path):
+    """So a checkpoint that names these seven goes on, to the byte."""
+    before, tokenizer = with_seven(kind, tied), make_tokenizer()
+    for p in model.trained(before).values():
+        torch.nn.init.normal_(p)
+    optimizer = torch.optim.AdamW(model.trained(before).values())
+    model.save(tmp_path, before, tokenizer, optimizer, 3, {})
+    now = model.with_adapters(make_model(kind, tie_word_embeddings=tied), 4, 8)
+    model.restore(tmp_path, now, torch.optim.AdamW(model.trained(now).values()))
+    saved = model.trained(before)
+    assert model.trained(now).keys() == saved.keys()
+    for name, p in model.trained(now).items():
+        assert torch.equal(p, saved[name])
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_s7_other_families_have_adapters_on_all_linear_modules_and_each_learns(kind):
+    """Not on the head, and not on a convolution."""
+    lm = model.with_adapters(make_model(kind, **LAYERS.get(kind, {})), 4, 8)
+    params = model.trained(lm)
+    for p in params.values():
+        torch.nn.init.normal_(p, std=0.02)
+    assert {name.split(".")[-4] for name in params} == {*OTHERS[kind].split()}
+    scoring.token_logprobs(lm, [[1, 2, 3]], [[4, 5, 6]], grad=True).sum().backward()
+    for name, p in params.items():
+        assert p.grad is not None and p.grad.any(), name
+
+
+EXPERTS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+UNSUITED = [  # a kind of model, its settings, and words of the line
+    ("qwen2_moe", EXPERTS, "extras/on_trl.py"),  # adapters would reach the shared expert alone
+    ("bamba", {**MAMBA, "bos_token_id": 1}, "Mamba"),
+    ("gpt2", {}, "no linear modules"),
+]
+
+
+@pytest.mark.parametrize("kind, changes, words", UNSUITED)
+def test_a_model_whose_adapters_would_not_act_is_one_line(kind, changes, words):
+    one_line(lambda: model.with_adapters(make_model(kind, **changes), 4, 8), words, "S7")
+
+
+# -------------------------------------------------------------------- vision-language checkpoints
+
+TEXT = {"vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "eos_token_id": 265}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+VISION |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+GEMMA_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+GEMMA_VISION |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+
+
+def save_with_vision(folder, kind, text, vision):
+    """A random vision-language checkpoint; the model."""
+    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    lm.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return lm
+
+
+def test_a_vision_language_checkpoint_is_loaded_as_its_text_model(tmp_path):
+    """Its adapters are those of the text model, and a server, which loads it whole, is refused."""
+    whole = save_with_vision(tmp_path, "qwen3_5", {**TEXT, **HYBRID}, VISION)
+    lm, _ = model.load_model(str(tmp_path), "cpu")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    assert torch.equal(lm(input_ids=ids).logits, whole(input_ids=ids).logits)
+    assert model.linear_modules(lm) == sorted(OTHERS["qwen3_5_text"].split())
+    one_line(lambda: model.load_outline(str(tmp_path)), f"model {tmp_path}", "text model")
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_server_is_refused_with_a_vision_language_checkpoint(steps, world_dir, tmp_path, capsys):
+    """Before a run trains, and before it only makes a bank."""
+    save_with_vision(tmp_path / "base", "qwen3_5", {**TEXT, **HYBRID}, VISION)
+    with serving() as engine:
+        changes = {"model": str(tmp_path / "base"), "server": engine.url, "steps": steps}
+        argv = flags(world_dir, tmp_path / "run", **changes)
+        refused(capsys, sgsd.main, argv, "vision-language", str(tmp_path / "base"))
+
+
+def test_a_checkpoint_whose_causal_class_has_a_vision_tower_is_one_line(tmp_path):
+    save_with_vision(tmp_path, "gemma3", TEXT, GEMMA_VISION)
+    words = (f"model {tmp_path}: Gemma3ForConditionalGeneration", "text model")
+    one_line(lambda: model.load_model(str(tmp_path), "cpu"), *words)
+
+
+# ------------------------------------------------------------------------------- runs of a hybrid
+
+
+@pytest.fixture(scope="module")
+def hybrid_world(world_dir, tmp_path_factory):
+    """`world_dir` with a random Qwen3.5: a layer of linear attention, and one of attention."""
+    path = shutil.copytree(world_dir, tmp_path_factory.mktemp("hybrid") / "world")
+    make_model("qwen3_5_text").save_pretrained(path / "model")
+    make_tokenizer().save_pretrained(path / "model")
+    return path
+
+
+CHANGES = {"steps": 3, "checkpoint_every": 1, "max_new_tokens": 12, "rollout_rows": 3}
+
+
+def test_a_killed_run_of_a_hybrid_goes_on_to_the_byte_and_is_evaluated(hybrid_world, tmp_path):
+    """With an evaluation of base and checkpoint, and a report."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert go(flags(hybrid_world, whole, **CHANGES), tmp_path / "log") == 0
+    again = flags(hybrid_world, killed, **CHANGES)
+    kill = killing(sgsd, "optimizer_step", 3)
+    assert go(again, tmp_path / "log", before=kill) == -signal.SIGKILL
+    assert go(again, tmp_path / "log") == 0
+    assert state(killed) == state(whole)
+    texts = []
+    for at_once in (1, 8):
+        out = tmp_path / f"eval{at_once}"
+        completes(eval.main, [whole, *evaluation(hybrid_world, out, f"--rows {at_once}")])
+        for log in sorted(out.glob("*/samples.jsonl")):
+            texts.append(sorted((row["id"], row["sample"], row["text"]) for row in rows(log)))
+    assert len(texts) == 8 and texts[:4] == texts[4:]  # the base, and three checkpoints
+    assert all(x != texts[0] for x in texts[1:4])
+    completes(report.main, [whole])
+    assert "</html>" in (whole / "report.html").read_text()
+
+
+def test_two_processes_sample_and_step_as_one_with_a_hybrid(hybrid_world, tmp_path):
+    outs = [tmp_path / "one", tmp_path / "two"]
+    changes = {**CHANGES, "batch_size": 5, "steps": 2}
+    driver.train(hybrid_world, outs[0], **changes)
+    assert two(flags(hybrid_world, outs[1], **changes), tmp_path) == [0, 0]
+    one, other = (rows(out / "rollouts.jsonl") for out in outs)
+    assert [x["completion_ids"] for x in one[:5]] == [x["completion_ids"] for x in other[:5]]
+    for a, b in zip(one[:5], other[:5], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+    norms = [rows(out / "metrics.jsonl")[0]["grad_norm"] for out in outs]
+    assert norms[0] > 0 and norms[0] == pytest.approx(norms[1], rel=1e-4)
