@@ -208,7 +208,9 @@ class Config:
     temperature: float = setting(1.1, "sampling temperature of the student; Tab. 11", least=0)
     top_p: float = setting(0.95, "top-p of the student; Tab. 11", most=1)
     top_k: int = setting(20, "top-k of the student; 0 turns it off; Tab. 11", least=0)
-    max_new_tokens: int = setting(1024, "longest solution, in tokens; Tab. 11")
+    max_new_tokens: int = setting(
+        1024, "longest solution, in tokens; a student that thinks needs some 16000; Tab. 11"
+    )
     server: tuple[str, ...] = setting(
         (),
         "sample on inference servers of the base, such as http://localhost:8000/v1; rank i asks "
