@@ -1,0 +1,212 @@
+"""A step of sgsd.py against one of extras/on_trl.py, by part: seconds and peak memory.
+
+    python research/speed/side_by_side.py                                         the tiny world
+    python research/speed/side_by_side.py --model DIR --encoder DIR --batch-size 2   another model
+
+Each engine runs in a process of its own, one thread, on CPU, in fp32, with the same model, bank,
+problems, teachers and adapters. No completion ends before --tokens, so that both do equal work:
+a hook keeps the head from sampling a stop id, and scoring does not pass through it. The first step
+is left out; of the others the median counts. Memory is the largest resident size during a part,
+above that before the first step, read every 2 ms. Needs extras/requirements.txt.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from unittest import mock
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+import rollout
+from research.markdown_table import head_of, row_of
+
+PARTS = {
+    "gen": "sampling and verdicts",
+    "score": "teachers",
+    "bwd": "student, forward and backward",
+    "opt": "optimizer",
+}
+
+
+class Watch:
+    """Seconds and peak resident memory of the parts of steps."""
+
+    def __init__(self):
+        self.steps, self.peak = [], 0.0
+        self.loaded = self.now_mb()
+        self.last = time.perf_counter()
+        threading.Thread(target=self.sample, daemon=True).start()
+
+    @staticmethod
+    def now_mb():
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def sample(self):
+        while True:
+            self.peak = max(self.peak, self.now_mb())
+            time.sleep(0.002)
+
+    def begin_step(self):
+        self.steps.append({part: [0.0, 0.0] for part in PARTS})
+        self.last, self.peak = time.perf_counter(), 0.0
+
+    def lap(self, part):
+        """What has passed since the last call belongs to this part."""
+        now = time.perf_counter()
+        seconds, peak = self.steps[-1][part]
+        peak = max(peak, self.peak, self.now_mb())
+        self.steps[-1][part] = [seconds + now - self.last, peak]
+        self.last, self.peak = time.perf_counter(), 0.0
+
+    def report(self):
+        """{part: [median seconds, peak MiB above the loaded model]} without the first step."""
+        rows = {}
+        for part in PARTS:
+            seconds = statistics.median(step[part][0] for step in self.steps[1:])
+            rows[part] = [seconds, max(step[part][1] for step in self.steps[1:]) - self.loaded]
+        return rows
+
+
+def keep_from_ending(model, tokenizer):
+    """No stop id is sampled. Log-probabilities multiply by the head's matrix, past this hook."""
+    stops = rollout.stop_ids(model, tokenizer)
+    head = rollout.causal_lm(model).get_output_embeddings()
+
+    def without_stops(module, inputs, logits):
+        return logits.index_fill(-1, torch.tensor(stops), -1e4)
+
+    head.register_forward_hook(without_stops)
+
+
+def settings(args, out):
+    """The flags that both programs have."""
+    given = {"model": args.model, "encoder": args.encoder, "data": args.data, "bank": args.bank}
+    given |= {"steps": args.steps + 1, "batch_size": args.batch_size, "num_teachers": args.teachers}
+    given |= {"max_new_tokens": args.tokens, "evolve_every": 0, "lora_rank": 16, "lora_alpha": 32}
+    given |= {"out": out, "device": "cpu", "checkpoint_every": 1000, "audit_every": 0}
+    return given
+
+
+def of_sgsd(args, out):
+    """The parts of sgsd.py's steps."""
+    import sgsd
+    from lib import config, runlog
+    from lib.run import Run
+    from skills import SkillBank
+
+    cfg = config.Config(**settings(args, out))
+    with Run.open(cfg, SkillBank.load) as run:
+        keep_from_ending(run.lm, run.tokenizer)
+        watch = Watch()
+
+        def step_fn(run, step):
+            watch.begin_step()
+            return sgsd.train_step(run, step)
+
+        with mock.patch.object(runlog.Stopwatch, "lap", lambda self, part: watch.lap(part)):
+            sgsd.train(run, step_fn)
+    return watch.report()
+
+
+def of_trl(args, out):
+    """The parts of the trainer's steps."""
+    from transformers import TrainerCallback
+
+    from extras import on_trl
+
+    given = settings(args, out)
+    given |= {"output_dir": given.pop("out"), "per_device_train_batch_size": args.rows}
+    for name in ("device", "checkpoint_every", "audit_every"):
+        given.pop(name)
+    given |= {"use_cpu": True, "bf16": False, "save_strategy": "no", "report_to": "none"}
+    given |= {"gradient_checkpointing": False, "disable_tqdm": True, "score_rows": 9}
+    trainer = on_trl.prepare(on_trl.SGSDConfig(**given))
+    keep_from_ending(trainer.model, trainer.processing_class)
+    watch = Watch()
+    score, training_step = trainer.score, trainer.training_step
+
+    def timed_score(*values):
+        watch.lap("gen")
+        logps = score(*values)
+        watch.lap("score")
+        return logps
+
+    def timed_training_step(*values, **named):
+        loss = training_step(*values, **named)
+        watch.lap("bwd")
+        return loss
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            watch.begin_step()
+
+        def on_step_end(self, *_, **__):
+            watch.lap("opt")
+
+    trainer.score, trainer.training_step = timed_score, timed_training_step
+    trainer.add_callback(Steps())
+    trainer.train()
+    trainer.judge.close()
+    return watch.report()
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    tiny = ROOT / "tiny"
+    parser.add_argument("--model", default=tiny / "model", help="directory of the policy")
+    parser.add_argument("--encoder", default=tiny / "encoder", help="directory of the encoder")
+    parser.add_argument("--data", default=tiny / "train.jsonl", help="training problems")
+    parser.add_argument("--bank", default=ROOT / "banks/word_problems.json", help="a bank")
+    parser.add_argument("--batch-size", type=int, default=16, help="problems in a step")
+    parser.add_argument("--rows", type=int, default=1, help="TRL's rollouts in one backward pass")
+    parser.add_argument("--teachers", type=int, default=8, help="K")
+    parser.add_argument("--tokens", type=int, default=256, help="length of each completion")
+    parser.add_argument("--steps", type=int, default=3, help="steps that count")
+    parser.add_argument("--engine", choices=("sgsd", "trl"), help="this one alone, as JSON")
+    args = parser.parse_args()
+    for name in ("model", "encoder", "data", "bank"):
+        setattr(args, name, str(getattr(args, name)))
+    if args.engine:
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory() as folder:
+            run = {"sgsd": of_sgsd, "trl": of_trl}[args.engine]
+            print(json.dumps(run(args, f"{folder}/run")))
+        return
+    results = {}
+    for engine in ("sgsd", "trl"):
+        command = [sys.executable, __file__, *sys.argv[1:], "--engine", engine]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        results[engine] = json.loads(done.stdout.splitlines()[-1])
+    columns = ("part", "sgsd.py, s", "TRL, s", "ratio", "sgsd.py, MiB", "TRL, MiB")
+    print(*head_of(columns), sep="\n")
+    totals = {engine: [0.0, 0.0] for engine in results}
+    for part, words in PARTS.items():
+        for engine, parts in results.items():
+            seconds, peak = parts[part]
+            totals[engine] = [totals[engine][0] + seconds, max(totals[engine][1], peak)]
+        print(line_of(words, results["sgsd"][part], results["trl"][part]))
+    print(line_of("a step", totals["sgsd"], totals["trl"]))
+
+
+def line_of(words, ours, trls):
+    """A row of the table: seconds, their ratio, memory."""
+    ratio = f"{trls[0] / ours[0]:.2f}" if ours[0] > 0.01 else ""
+    cells = [words, f"{ours[0]:.2f}", f"{trls[0]:.2f}", ratio, f"{ours[1]:.0f}", f"{trls[1]:.0f}"]
+    return row_of(cells)
+
+
+if __name__ == "__main__":
+    main()
