@@ -66,11 +66,13 @@ def test_the_gradient_is_that_of_sgsd_py(tmp_path, lora, num_teachers, rows):
     assert distance(gradient, expected) < 1e-5
 
 
-def test_two_processes_with_given_rollouts_have_the_gradient_of_one(tmp_path):
-    _, gradient = one_step(tmp_path)
-    driver_output = trl_worlds.torchrun("one_step", tmp_path / "two")
+@pytest.mark.parametrize("lora, function", [(True, "one_step"), (False, "sharded_step")])
+def test_two_processes_with_given_rollouts_have_the_gradient_of_one(tmp_path, lora, function):
+    """Adapters on each process, or all weights in shards."""
+    _, gradient = one_step(tmp_path, lora)
+    output = trl_worlds.torchrun(function, tmp_path / "two")
     other = torch.load(tmp_path / "two/gradient.pt", weights_only=True)
-    assert distance(other, gradient) < 1e-5, driver_output
+    assert distance(other, gradient) < 1e-5, output
 
 
 def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):

@@ -14,11 +14,13 @@ import conftest
 import fsdp_on_gloo
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-if __name__ == "__main__" and sys.argv[1] == "sharded":
+if __name__ == "__main__" and sys.argv[1].startswith("sharded"):
     fsdp_on_gloo.install()  # before accelerate makes its state
 
+import scoring
 from extras import on_trl
 from lib import model as lib_model
 from lib import verify
@@ -61,7 +63,8 @@ class Gradients(TrainerCallback):
         kept = {}
         for name, p in model.named_parameters():
             if p.grad is not None:
-                kept[name.removeprefix("module.")] = p.grad.detach().clone()
+                grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                kept[name.removeprefix("module.")] = grad.detach().clone()
         self.steps.append(kept)
 
 
@@ -129,9 +132,15 @@ def one_step(folder, lora=True, **changes):
     return run, gradients.steps[0]
 
 
-def sharded(folder):
+def sharded_step(folder):
+    """`one_step` of all weights, in shards."""
+    one_step(folder, lora=False, use_cpu=False, gradient_checkpointing=True)
+
+
+def sharded_run(folder):
     """Two steps of the tiny world, all weights, FSDP2, an evolution, a save; what was seen."""
-    seen = {}
+    seen = {"lengths": [], "gaps": []}
+    base, _ = lib_model.load_model(str(conftest.ROOT / "tiny/model"), "cpu")
 
     class Look(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **_):
@@ -139,24 +148,26 @@ def sharded(folder):
             seen["kind"], seen["whole"] = type(p).__name__, list(p.shape)
             seen["local"] = list(p.to_local().shape)
 
-    argv = ["--full", *tiny_flags(folder, steps=2, evolve_every=2, batch_size=4)]
+    changes = {"steps": 2, "evolve_every": 2, "batch_size": 4, "gradient_checkpointing": True}
+    argv = ["--full", *tiny_flags(folder, **changes)]
     argv = [word for word in argv if word != "--use_cpu"]
-    kind = on_trl.SGSDConfig
-    (args,) = on_trl.TrlParser(kind).parse_args_and_config(argv)
+    (args,) = on_trl.TrlParser(on_trl.SGSDConfig).parse_args_and_config(argv)
     run = on_trl.prepare(args)
     run.add_callback(Look())
-    lengths = []
     advantage = run.advantage
 
-    def kept(roll, *rest):
-        lengths.append(len(roll.completion_ids))
-        return advantage(roll, *rest)
+    def kept(roll, pairs_K, logpS_T, logpT_KT):
+        if run.state.global_step == 0:
+            whole = scoring.token_logprobs(base, [roll.prompt_ids], [roll.completion_ids])[0]
+            seen["gaps"].append(float((logpS_T - whole).abs().max()))
+        seen["lengths"].append(len(roll.completion_ids))
+        return advantage(roll, pairs_K, logpS_T, logpT_KT)
 
     run.advantage = kept
     run.train()
     run.save_model(folder)
     run.save_bank(folder)
-    seen |= {"lengths": lengths, "updates": run.bank.metadata["updates"]}
+    seen["updates"] = run.bank.metadata["updates"]
     seen["bank"] = on_trl.files.digest(run.bank.general_skills)
     rank = run.accelerator.process_index
     pathlib.Path(folder, f"seen{rank}.json").write_text(json.dumps(seen))
