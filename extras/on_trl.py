@@ -23,6 +23,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from lib import model as lib_model
 from lib.config import Config
 from lib.problems import Problem
 from lib.run import load_training
-from rollout import Rollout
+from rollout import Job, Rollout
 from skills import SkillBank, SkillPair
 
 CONFIG = Config.__dataclass_fields__
@@ -57,8 +58,8 @@ SGSD = """
     model dtype attn lora_rank lora_alpha data split problem_field answer_field answer_after
     batch_size max_prompt_tokens verifier verify_timeout bank encoder evolve_every success_gate
     max_new_items dynamic_capacity merge_group_size merge_patience reply_tokens memory_answer
-    num_teachers teacher_prefix tau_g c_delta eps_a temperature top_p top_k max_new_tokens steps
-    learning_rate grad_clip seed
+    num_teachers student_prefix teacher_prefix tau_g c_delta eps_a temperature top_p top_k
+    max_new_tokens steps learning_rate grad_clip seed
 """.split()
 # Settings that leave the method alone, nearly all of them TRL's. Every other stays at its default.
 ALLOWED = """
@@ -176,7 +177,7 @@ class SGSDTrainer(GRPOTrainer):
     ):
         self.cfg, self.bank, self.embed, self.judge = args.sgsd, bank, embed, judge
         self.problems = [*problems, *eval_problems]
-        rows = [{"prompt": chat(x), "index": i} for i, x in enumerate(self.problems)]
+        rows = [{"prompt": chat(x.problem), "index": i} for i, x in enumerate(self.problems)]
         self.rollouts: list[Rollout] = []  # of the latest batch of this process
         self.window: list[dict] = []  # W: of all processes since an evolution was last due (D2)
         verdict: Any = self.verdict
@@ -190,6 +191,10 @@ class SGSDTrainer(GRPOTrainer):
         )
         skills.refuse_short(bank, self.cfg.bank, self.cfg.num_teachers)
         causal, tokenizer = lib_model.causal_lm(self.model), self.processing_class
+        # What sgsd.py's functions read of a run.
+        self.parts: Any = SimpleNamespace(
+            cfg=self.cfg, tokenizer=tokenizer, device=self.accelerator.device
+        )
         self.stops = rollout.stop_ids(causal, tokenizer)
         self.masked_ids = lib_model.masked_token_ids(tokenizer) | {*self.stops}
         self.eos_token_ids = self.stops
@@ -207,26 +212,16 @@ class SGSDTrainer(GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
         """The student's prompts as sgsd.py makes them (S3), for TRL to sample from."""
-        ids = [self.prompt_ids(prompt[0]["content"], "closed") for prompt in prompts]
+        ids = [sgsd.student_prompt(self.parts, prompt[0]["content"]) for prompt in prompts]
         return ids, None, {}
-
-    def prompt_ids(self, text: str, thinking: str) -> list[int]:
-        """A chat prompt as ids; ValueError for one that is too long."""
-        ids = rollout.chat_ids(self.processing_class, text, thinking=thinking)
-        if len(ids) > self.cfg.max_prompt_tokens:
-            rule = f"max_prompt_tokens is {self.cfg.max_prompt_tokens}"
-            raise ValueError(f"a prompt has {len(ids)} tokens, {rule}: {text[:200]!r}")
-        return ids
 
     def verdict(self, completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
         """The reward that TRL asks for: r of each completion, judged from its ids (Eq. 1)."""
-        jobs: list[rollout.Job] = []
-        for i, ids in zip(index, completion_ids):
+        jobs = []
+        for b, (i, ids) in enumerate(zip(index, completion_ids)):
             x = self.problems[i]
-            prompt = self.prompt_ids(chat(x)[0]["content"], "closed")
-            jobs.append(rollout.Job(len(jobs), prompt, 0, 0, x, ids))
-        tokenizer = self.processing_class
-        (judged,) = rollout.rollouts(tokenizer, self.stops, self.judge, [jobs])
+            jobs.append(Job(b, sgsd.student_prompt(self.parts, x.problem), 0, 0, x, ids))
+        (judged,) = rollout.rollouts(self.processing_class, self.stops, self.judge, [jobs])
         self.rollouts = [roll for _, roll in judged]
         return [float(roll.r) for roll in self.rollouts]
 
@@ -236,15 +231,12 @@ class SGSDTrainer(GRPOTrainer):
         if not self.model.training:
             return output
         self.refuse_other_ids(output)
-        pairs_BK = []
-        contexts, completions = [], []
+        pairs_BK, contexts, completions = [], [], []
         for roll in self.rollouts:
             pairs_K = self.bank.retrieve(roll.problem, self.cfg.num_teachers, self.embed)
             pairs_BK.append(pairs_K)
             contexts.append(roll.prompt_ids)
-            for pair in pairs_K:
-                text = skills.render_teacher(pair, roll.problem)
-                contexts.append(self.prompt_ids(text, self.cfg.teacher_prefix))
+            contexts += sgsd.teacher_prompts(self.parts, pairs_K, roll.problem)
             completions += [roll.completion_ids] * (1 + len(pairs_K))
         logps = iter(self.score(contexts, completions))
         A_BT = torch.zeros(output["completion_ids"].shape, device=self.accelerator.device)
@@ -252,9 +244,9 @@ class SGSDTrainer(GRPOTrainer):
         for b, (roll, pairs_K) in enumerate(zip(self.rollouts, pairs_BK)):
             logpS_T = next(logps)
             logpT_KT = torch.stack([next(logps) for _ in pairs_K])
-            A_T, of_rollout = self.advantage(roll, pairs_K, logpS_T, logpT_KT)
+            A_T, numbers_of_rollout = self.advantage(roll, pairs_K, logpS_T, logpT_KT)
             A_BT[b, : len(A_T)] = A_T
-            numbers.append(of_rollout)
+            numbers.append(numbers_of_rollout)
         output["advantages"] = A_BT
         self.log_numbers(numbers)
         self.window += gather_object([window_row(roll) for roll in self.rollouts])
@@ -297,14 +289,12 @@ class SGSDTrainer(GRPOTrainer):
         self, roll: Rollout, pairs_K: list[SkillPair], logpS_T: Tensor, logpT_KT: Tensor
     ) -> tuple[Tensor, Tensor]:
         """T sum_k W_t^(k) of a rollout [T] (Eq. 20), and the numbers of NUMBERS for the log."""
-        cfg, device = self.cfg, logpS_T.device
-        mask_T = sgsd.token_mask(torch.tensor(roll.completion_ids, device=device), self.masked_ids)
-        s_g_K = torch.tensor([pair.s_g for pair in pairs_K], device=device)
-        s_e_K = torch.tensor([pair.s_e for pair in pairs_K], device=device)
-        alpha_K = sgsd.teacher_weights(s_g_K, s_e_K)
+        cfg, ids_T = self.cfg, torch.tensor(roll.completion_ids, device=logpS_T.device)
+        mask_T = sgsd.token_mask(ids_T, self.masked_ids)
+        alpha_K = sgsd.pair_weights(self.parts, pairs_K)
         delta_KT = sgsd.log_prob_gap(logpT_KT, logpS_T)
         a_K = sgsd.robust_support(delta_KT, mask_T, cfg.c_delta)
-        rho_K = sgsd.polarity(a_K, roll.r, cfg.eps_a)
+        rho_K = sgsd.polarity(a_K, sgsd.reward(roll), cfg.eps_a)
         credit_KT = sgsd.token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
         numbers = torch.stack(
             [
@@ -375,10 +365,8 @@ class SGSDTrainer(GRPOTrainer):
             eos_token_id=self.stops,
             pad_token_id=self.processing_class.pad_token_id,
             do_sample=sampled,
-            temperature=1.1,
-            top_p=0.95,
-            top_k=20,
             repetition_penalty=1.0,  # else the model's own generation_config decides
+            **({"temperature": 1.1, "top_p": 0.95, "top_k": 20} if sampled else {}),
         )
         unwrapped = unwrap_model_for_generation(
             self.model_wrapped,
@@ -435,9 +423,9 @@ class BankCallback(TrainerCallback):
         self.trainer.save_bank(pathlib.Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
 
-def chat(x: Problem) -> list[dict[str, str]]:
-    """The student's prompt as TRL wants it in a data set."""
-    return [{"role": "user", "content": skills.render_student(x.problem)}]
+def chat(problem: str) -> list[dict[str, str]]:
+    """A problem as a prompt in TRL's data set; `_tokenize_prompts` makes the student's of it."""
+    return [{"role": "user", "content": problem}]
 
 
 def window_row(roll: Rollout) -> dict[str, Any]:
@@ -457,7 +445,8 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
     problems, _ = load_training(cfg)
     outline, tokenizer = lib_model.load_outline(cfg.model)
     longest = max((x.problem for x in problems), key=len)
-    prompt = rollout.chat_ids(tokenizer, skills.render_student(longest), thinking="closed")
+    parts: Any = SimpleNamespace(cfg=cfg, tokenizer=tokenizer)
+    prompt = sgsd.student_prompt(parts, longest)
     lib_model.refuse_beyond_context(outline, len(prompt), cfg.max_new_tokens, "--max_new_tokens")
     bank = SkillBank.load(cfg.bank)
     # A step of 5e-6 is lost in bf16: what learns is in fp32 (S22).

@@ -6,8 +6,9 @@
 Each engine runs in a process of its own, one thread, on CPU, in fp32, with the same model, bank,
 problems, teachers and adapters. No completion ends before --tokens, so that both do equal work:
 a hook keeps the head from sampling a stop id, and scoring does not pass through it. The first step
-is left out; of the others the median counts. Memory is the largest resident size during a part,
-above that before the first step, read every 2 ms. Needs extras/requirements.txt.
+is left out; of the others the median counts. Seconds are the process's processor seconds, so that
+a busy machine matters less. Memory is the largest resident size during a part, above that before
+the first step, read every 5 ms. Needs extras/requirements.txt.
 """
 
 import argparse
@@ -44,7 +45,7 @@ class Watch:
     def __init__(self):
         self.steps, self.peak = [], 0.0
         self.loaded = self.now_mb()
-        self.last = time.perf_counter()
+        self.last = time.process_time()
         threading.Thread(target=self.sample, daemon=True).start()
 
     @staticmethod
@@ -55,19 +56,19 @@ class Watch:
     def sample(self):
         while True:
             self.peak = max(self.peak, self.now_mb())
-            time.sleep(0.002)
+            time.sleep(0.005)
 
     def begin_step(self):
         self.steps.append({part: [0.0, 0.0] for part in PARTS})
-        self.last, self.peak = time.perf_counter(), 0.0
+        self.last, self.peak = time.process_time(), 0.0
 
     def lap(self, part):
         """What has passed since the last call belongs to this part."""
-        now = time.perf_counter()
+        now = time.process_time()
         seconds, peak = self.steps[-1][part]
         peak = max(peak, self.peak, self.now_mb())
         self.steps[-1][part] = [seconds + now - self.last, peak]
-        self.last, self.peak = time.perf_counter(), 0.0
+        self.last, self.peak = time.process_time(), 0.0
 
     def report(self):
         """{part: [median seconds, peak MiB above the loaded model]} without the first step."""

@@ -11,23 +11,19 @@ from trl_worlds import PROBLEMS, completions, one_step, policy, settings, traine
 import rollout
 import scoring
 import sgsd
-import skills
 from lib import config, runlog
 
 
 def step_of_sgsd(lm, run, rolls, num_teachers):
     """The gradient of sgsd.py's loss on these rollouts, and what came of each."""
-    cfg = config.Config(num_teachers=num_teachers, batch_size=len(rolls), max_prompt_tokens=4096)
+    cfg = config.Config(num_teachers=num_teachers)
     bank, tokenizer = conftest.make_bank(), conftest.make_tokenizer()
     space = SimpleNamespace(cfg=cfg, lm=lm, tokenizer=tokenizer, masked_ids=run.masked_ids)
     space.device, space.clock = torch.device("cpu"), runlog.Stopwatch()
     results = []
-    for i, roll in enumerate(rolls):
-        x = next(x for x in PROBLEMS if x.id == roll.problem_id)
-        pairs_K = bank.retrieve(x.problem, num_teachers, conftest.fake_embed)
-        student, teachers_K = sgsd.prompts(space, x, pairs_K)
-        example = sgsd.Example(i, x, 0, pairs_K, student, teachers_K, roll)
-        results.append(sgsd.rollout_loss(space, example))
+    for roll in rolls:
+        pairs_K = bank.retrieve(roll.problem, num_teachers, conftest.fake_embed)
+        results.append(sgsd.rollout_loss(space, roll, pairs_K))
         (results[-1].loss / len(rolls)).backward()
     gradient = {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}
     return gradient, results
@@ -36,12 +32,12 @@ def step_of_sgsd(lm, run, rolls, num_teachers):
 def rollouts_of(run, rows):
     """The given rollouts, judged."""
     tokenizer = conftest.make_tokenizer()
-    asked = PROBLEMS[: len(rows)]
-    prompts = []
-    for x in asked:
-        text = skills.render_student(x.problem)
-        prompts.append(rollout.chat_ids(tokenizer, text, thinking="closed"))
-    return rollout.judge(tokenizer, run.stops, asked, prompts, rows, trl_worlds.ByAnswer())
+    jobs = []
+    for i, (x, ids) in enumerate(zip(PROBLEMS, rows)):
+        prompt = trl_worlds.student_ids(tokenizer, x.problem)
+        jobs.append(rollout.Job(i, prompt, 0, 0, x, ids))
+    (judged,) = rollout.rollouts(tokenizer, run.stops, trl_worlds.ByAnswer(), [jobs])
+    return [roll for _, roll in judged]
 
 
 def distance(one, other):
@@ -84,10 +80,7 @@ def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):
     _, results = step_of_sgsd(policy(lora=False, dtype=torch.bfloat16), run, rolls, 4)
     for roll, result in zip(rolls, results):
         pairs_K = run.bank.retrieve(roll.problem, 4, run.embed)
-        contexts = [roll.prompt_ids]
-        for pair in pairs_K:
-            text = skills.render_teacher(pair, roll.problem)
-            contexts.append(run.prompt_ids(text, "bare"))
+        contexts = [roll.prompt_ids, *sgsd.teacher_prompts(run.parts, pairs_K, roll.problem)]
         logpS_T, *logps = run.score(contexts, [roll.completion_ids] * 5)
         ours = scoring.token_logprobs(lm, contexts, [roll.completion_ids] * 5)
         torch.testing.assert_close(torch.stack([logpS_T, *logps]), ours, rtol=0, atol=1e-4)

@@ -20,7 +20,9 @@ from transformers import TrainerCallback
 if __name__ == "__main__" and sys.argv[1].startswith("sharded"):
     fsdp_on_gloo.install()  # before accelerate makes its state
 
+import rollout
 import scoring
+import skills
 from extras import on_trl
 from lib import model as lib_model
 from lib import verify
@@ -88,19 +90,22 @@ def policy(lora, dtype=torch.float32):
     return lm
 
 
+def student_ids(tokenizer, problem):
+    return rollout.chat_ids(tokenizer, skills.render_student(problem), thinking="closed")
+
+
 def given_rollouts(rows):
     """TRL's seam for rollouts of one's own: problem i gets rows[i], wherever it is asked."""
     tokenizer = conftest.make_tokenizer()
-    row_of = {on_trl.chat(x)[0]["content"]: row for x, row in zip(PROBLEMS, rows)}
+    row_of = {x.problem: row for x, row in zip(PROBLEMS, rows)}
 
     def rollouts(prompts, trainer):
-        texts = [prompt[0]["content"] for prompt in prompts]
-        ids = [on_trl.rollout.chat_ids(tokenizer, text, thinking="closed") for text in texts]
-        return {
-            "prompt_ids": ids,
-            "completion_ids": [row_of[text] for text in texts],
-            "logprobs": None,
-        }
+        given = {"prompt_ids": [], "completion_ids": [], "logprobs": None}
+        for prompt in prompts:
+            problem = prompt[0]["content"]
+            given["prompt_ids"].append(student_ids(tokenizer, problem))
+            given["completion_ids"].append(row_of[problem])
+        return given
 
     return rollouts
 
