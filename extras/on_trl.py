@@ -1,6 +1,6 @@
 """SGSD on TRL's GRPOTrainer: full weights, sharding, vLLM in the same process (docs/engines.md).
 
-    accelerate launch --config_file docs/fsdp.yaml -m extras.on_trl --model Qwen/Qwen3-1.7B --full
+    accelerate launch --config_file extras/fsdp2.yaml -m extras.on_trl --full --bank bank.json
     python eval.py sgsd_trl                                              what it has saved
 
 By Eq. 20 one SGSD step is a policy gradient whose advantage differs from token to token,
@@ -11,8 +11,8 @@ so TRL's loss of type grpo, which takes the mean over a rollout's T tokens, has 
 long as a batch is used for one step: its ratio is then 1. TRL samples, shards, saves and logs; the
 verdict, the teachers, the credit and the bank are ours, by the functions that sgsd.py calls.
 
-TRL samples with draws of its own, so a run cannot be repeated exactly. Once the bank is there, it
-evolves in the run; it is made by `sgsd.py --steps 0`.
+TRL samples with draws of its own, so a run cannot be repeated exactly. `sgsd.py --steps 0` makes
+the bank; it evolves here.
 
 Dimension key: B rollouts of a process, K teachers, T completion tokens, L places of a padded row.
 """
@@ -151,6 +151,9 @@ class SGSDConfig(Ours, GRPOConfig):
 
 
 # -------------------------------------------------------------------------------------- the trainer
+
+# Of a rollout, for the log: shares of its teachers by fate; means over them, in nats; a share.
+NUMBERS = "distilled reversed ignored support support_size gap clip_share".split()
 
 
 class SGSDTrainer(GRPOTrainer):
@@ -312,10 +315,8 @@ class SGSDTrainer(GRPOTrainer):
     def log_numbers(self, numbers: list[Tensor]) -> None:
         """Add the means over all processes' rollouts to what TRL logs of the step."""
         means = self.accelerator.reduce(torch.stack(numbers).mean(0), "mean").tolist()
-        metrics = dict(zip(NUMBERS, means))
-        metrics["sgsd/truncated"] = sum(roll.truncated for roll in self.rollouts)
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+        for name, mean in zip(NUMBERS, means, strict=True):
+            self._metrics["train"][f"sgsd/{name}"].append(mean)
 
     # ------------------------------------------------------------------------------- the bank
 
@@ -324,10 +325,10 @@ class SGSDTrainer(GRPOTrainer):
         cfg = self.cfg
         if not cfg.evolve_every or step % cfg.evolve_every:
             return
+        tokenizer, reply_tokens = self.processing_class, cfg.reply_tokens
         writer = skills.Writer(
-            self.processing_class, rollout.chat_ids, self.write, self.log_reply, cfg.reply_tokens
+            tokenizer, rollout.chat_ids, self.write, self.log_reply, reply_tokens, step
         )
-        writer.step = step
         self.bank = skills.evolve(self.bank, self.window, step, writer, **cfg.evolution)
         self.window = []
         if self.accelerator.is_main_process:
@@ -404,10 +405,6 @@ class SGSDTrainer(GRPOTrainer):
             self.bank = SkillBank.load(pathlib.Path(folder, "bank.json"))
             self.window = files.read_json(pathlib.Path(folder, "window.json"))
         return super().train(folder, *args, **kwargs)
-
-
-NUMBERS = "distilled reversed ignored support support_size gap clip_share".split()
-NUMBERS = [f"sgsd/{name}" for name in NUMBERS]
 
 
 class BankCallback(TrainerCallback):

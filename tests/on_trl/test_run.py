@@ -1,12 +1,15 @@
 """A run of extras/on_trl.py: its settings, its bank, its checkpoints, its processes."""
 
 import json
+import subprocess
+import sys
 
 import conftest
 import driver
 import pytest
 import torch
 import trl_worlds
+from accelerate.commands.config.config_args import load_config_from_file
 from trl_worlds import PROBLEMS, policy, settings, tiny_flags, trainer
 
 import eval
@@ -140,6 +143,22 @@ def test_the_command_trains_adapters_and_continues_in_its_folder(tmp_path, capsy
         assert sum(fates) == pytest.approx(1)
         assert {"sgsd/support", "sgsd/gap", "sgsd/clip_share", "reward"} <= row.keys()
     evaluate(tmp_path, tmp_path / "run")
+
+
+def test_the_sharded_configuration_is_one_of_accelerate():
+    given = load_config_from_file(str(conftest.ROOT / "extras/fsdp2.yaml"))
+    assert given.distributed_type == "FSDP" and given.num_processes == 8
+    assert given.fsdp_config["fsdp_version"] == 2
+
+
+def test_a_step_is_measured_beside_that_of_sgsd_py():
+    script = conftest.ROOT / "research/speed/side_by_side.py"
+    flags = "--batch-size 2 --teachers 2 --tokens 4 --steps 1".split()
+    done = subprocess.run(
+        [sys.executable, script, *flags], capture_output=True, text=True, cwd=conftest.ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "| a step |" in done.stdout
 
 
 def test_a_command_without_a_bank_is_refused_in_one_line(tmp_path, capsys):
