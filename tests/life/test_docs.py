@@ -42,6 +42,7 @@ OTHERS = {  # flags of argparse, and of programs that are not ours, which a page
     "--gpu-memory-utilization",
 }
 PROGRAMS = {
+    "extras.on_trl",  # its parser needs TRL
     "venv",
     "pytest",
     "gym_data",
