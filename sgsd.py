@@ -19,12 +19,12 @@ with their defaults and sources, are in lib/config.py; what a run keeps on disk 
 Tags such as S3 and D7 are rows of docs/decisions.md.
 
 What no setting says. Every prompt is one user turn, without a system message, in the model's chat
-template. The problems have no duplicates (D8); an epoch is a permutation of all of them, and a step
-may take from two. The verifier compares the last box after the thinking with the reference answer;
-thinking that never ends holds no answer. Base weights are bf16 on a GPU. LoRA is in fp32, on all
-linear layers but the head, with B = 0 at first and without dropout. AdamW has betas 0.9 and 0.999,
-eps 1e-8 and no weight decay. Log-probabilities are the model's own, at temperature 1, in nats and
-fp32.
+template. The problems have no duplicates (D8); an epoch is a permutation of all of them, and a
+minibatch may span two epochs. math-verify decides whether the last box after the thinking equals
+the reference answer; thinking that never ends holds no answer. Base weights are bf16 on a GPU. LoRA
+is in fp32, on all linear layers but the head, scaled by alpha / rank, with PEFT's initial values
+(B = 0) and without dropout. AdamW has betas 0.9 and 0.999, eps 1e-8 and no weight decay.
+Log-probabilities are the model's own, at temperature 1, in nats and fp32.
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
@@ -123,7 +123,7 @@ def polarity(a_K: Tensor, r: float, eps_a: float) -> Tensor:
     r: -1 or +1; ValueError on anything else, a bool among them. The threshold is strict, and
     sgn(0) = 0. [K], constant.
     """
-    # True == 1, so that half of a 0/1 reward would pass as bools, numpy's and torch's among them.
+    # A 0/1 reward may be a bool of Python, numpy or torch, and True == 1 would pass.
     if "True" in str(r) or r not in (-1, 1):
         raise ValueError(f"polarity (Eq. 9): r must be -1 or +1, got {r}; is it a 0/1 reward?")
     a_K = a_K.detach()
@@ -203,7 +203,7 @@ def prompt_ids(run: Run, text: str, thinking: str) -> list[int]:
     """A chat prompt as ids (S3).
 
     thinking: "closed" ends on an empty think block, so the model answers at once; "open" begins
-    one; "bare" has none, so a thinking model would open its own.
+    one; "bare" has no block, so a thinking model opens its own.
     """
     ids = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
     if len(ids) > run.cfg.max_prompt_tokens:
@@ -256,10 +256,10 @@ def sample(run: Run, share: Sequence[tuple[int, Problem, int]]) -> list[Rollout]
 def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
     """The rollout of each job, in order: sampled from the present policy, and judged.
 
-    A token is drawn at --temperature from the --top-k likeliest ones and, of these, renormalised,
-    from the nucleus of --top-p. r is +1 if the answer in the last \\boxed{} is right, else -1; so a
-    rollout that the length limit cuts before its answer has -1. completion_ids end on a stop id,
-    or are cut.
+    Logits are divided by --temperature. The --top-k likeliest tokens stay, and after renormalising
+    the nucleus of --top-p. r is +1 if the answer in the last \\boxed{} is right, else -1; so a
+    rollout that the length limit cuts before its answer has -1. completion_ids end on a stop id, or
+    are cut.
     """
     cfg = run.cfg
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
@@ -306,12 +306,12 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     run.clock.lap("gen")
     rows = []
     for (index, x, _), roll in zip(share, rolls):
-        # Line 4. A frozen encoder embeds the problem and each entry's whole text. The K nearest
-        # skills and mistakes by cosine are paired rank by rank; a short list makes fewer pairs.
-        # The student never sees the pairs, so they can be retrieved after line 7.
+        # Line 4. A frozen encoder embeds the bare problem, and of each entry its three fields with
+        # ". " between them. The K nearest skills and mistakes by cosine are paired rank by rank; a
+        # short list makes fewer pairs. The student never sees them, so line 7 can come first.
         pairs_K = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)  # Eq. 2
         result = rollout_loss(run, roll, pairs_K)  # lines 5-6 and 8-14
-        # Where every teacher is ignored the gradient is 0: no backward pass, unless it shows a NaN.
+        # Where all teachers are ignored, the gradient is 0 and needs no pass; but a NaN must show.
         if result.rho_K.any() or not result.loss.isfinite():
             # Divided by the *global* batch, because ranks sum their gradients below.
             (result.loss / cfg.batch_size).backward()
@@ -323,10 +323,11 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
 
 
 def optimizer_step(run: Run, step: int) -> float:
-    """Line 16: sum gradients over ranks, clip, AdamW with linear decay (S7); the norm before.
+    """Line 16: sum gradients over ranks, clip, AdamW with linear decay (S7).
 
-    A rank, or a whole batch, without gradients adds zeros. After the sum a NaN is on every rank, so
-    that all skip a step that is not finite.
+    Returns the norm before clipping. A missing gradient counts as 0, and AdamW still steps where
+    all are missing. After the sum a NaN is on every rank, so that all skip a step that is not
+    finite.
     """
     cfg, params = run.cfg, list(model.trained(run.lm).values())
     distributed.sum_gradients(params, run.world)
@@ -355,14 +356,15 @@ def record(
     return row
 
 
-# ------------------------------------------------- the bank (Algorithm 1, line 17; Algorithms 2, 4)
+# ------------------------------------------------ the bank (Algorithm 1, line 17; Algorithms 2-4)
 
 
 def writer(run: Run, step: int) -> skills.Writer:
     """The present policy as the writer of the bank's entries; ranks share its prompts.
 
-    It answers greedily without thinking, in JSON. A reply that cannot be read is sampled once more,
-    at temperature 1.1, top-p 0.95 and top-k 20; then it is lost, and with it a memory's candidates.
+    It answers greedily without thinking, in JSON. A reply without an item that has all its fields
+    is sampled once more, at temperature 1.1, top-p 0.95 and top-k 20. If that fails, too, the reply
+    is lost: a memory then gives no candidates, and a group that was to be merged stays as it is.
     """
     sample_replies = functools.partial(shared_replies, run)
     reply_tokens = run.cfg.reply_tokens
@@ -374,8 +376,13 @@ def writer(run: Run, step: int) -> skills.Writer:
 def make_bank(run: Run) -> SkillBank:
     """Algorithm 2: the policy solves seed problems, and writes a bank from its solutions (S21).
 
-    It writes up to three skills from each right solution and up to three mistakes from each wrong
-    one, seeing the verdict and not the reference answer (D3), and merges each list (Algorithm 3).
+    The first three skills that it writes from each right solution count, and the first three
+    mistakes from each wrong one. It sees the verdict and, without --memory-answer, no reference
+    answer (D3). Then each list is merged, layer by layer (Algorithm 3). The writer is asked to
+    merge items that say the same, H (--merge-group-size) at a time, in order; a reply that is cut
+    off, or has more items than its group, counts as lost. A group of one stays as it is. Merging
+    ends after a layer that was a single group, or after P (--merge-patience) layers in a row that
+    made the list no shorter.
     """
     cfg = run.cfg
     count = min(cfg.cold_start, len(run.problems))
@@ -389,8 +396,10 @@ def make_bank(run: Run) -> SkillBank:
 def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     """Memories of solutions of the seed problems, in their order (Algorithm 2, lines 2-7).
 
-    Each is appended to bank/memories.jsonl as it comes; those that a killed run has left are used
-    again.
+    The prompt asks a careful problem-solving agent to solve the problem step by step and to box the
+    answer. A memory has the problem, the verdict, the boxed answer, and the solution without its
+    thinking, of which 1,000 characters at either end are kept; where the thinking never ended, the
+    thinking takes its place. Memories are logged as they come, and a killed run uses them again.
     """
     cfg = run.cfg
     thinking = "bare" if cfg.cold_start_thinking else "closed"
@@ -457,9 +466,14 @@ def check_bank(run: Run, given: str = "") -> None:
 def evolve_bank(run: Run) -> None:
     """Line 17: every F steps Algorithm 4, on all ranks' rollouts since the last multiple of F (D2).
 
-    As in Algorithm 2 the policy writes candidates from their successes and failures. They are
-    merged with the entries that earlier evolutions added, and the first bank's stay as they are.
-    Where a share of gamma or more was right, the bank is unchanged, and the window is cleared, too.
+    As in Algorithm 2 the policy writes candidates, from every rollout of the window, cut ones
+    included. In each list they are merged with each other. Then one list is made of the dynamic
+    entries, which earlier evolutions added, followed by the new ones, and merged once more: the
+    writer may reword or join old dynamic entries. The first bank's entries stay as they are. Each
+    list keeps its first C (--dynamic-capacity) dynamic entries. An evolution may add N
+    (--max-new-items) to both lists together: while they grew by more, the list that grew more (at a
+    tie, the skills) loses its last entry; a list that shrank counts as 0. Where a share of gamma
+    (--success-gate) or more was right, the bank stays as it is. The window is cleared in any case.
     """
     cfg, old, step = run.cfg, run.bank, run.step
     if not old.window or step % cfg.evolve_every:
