@@ -646,7 +646,7 @@ def what_next(run: Run) -> str:
     if is_window_full(cfg, run.step, run.bank):
         left.append(f"the bank's evolution after step {run.step}")
     if run.step < cfg.steps:
-        left.append(f"steps {run.step + 1} to {cfg.steps}")
+        left.append(f"the steps from {run.step + 1} on")
     if left:
         return f"still to do: {', '.join(left)}; run the same command to continue"
     flags = [] if cfg.data == Config.data else ["--data", "YOUR_TEST_PROBLEMS.jsonl"]

@@ -2,6 +2,8 @@
 
 import ctypes
 import functools
+import itertools
+import json
 import os
 import pathlib
 import resource
@@ -14,12 +16,16 @@ import driver
 import numpy as np
 import pytest
 from conftest import ROOT
-from driver import breaking, contents, go, killing, rows, small_flags, state, steps_of, two
+from driver import breaking, contents, go, killing, rows, small_flags, state, steps_of, two, wait
 from safetensors.torch import load_file
 
+import eval
+import rollout
 import sgsd
 import skills
+from lib import files
 from lib.run import Run
+from skills import SkillBank
 
 
 def assert_goes_on(argv, out, uninterrupted, log):
@@ -28,6 +34,10 @@ def assert_goes_on(argv, out, uninterrupted, log):
     ours, theirs = state(out), state(uninterrupted)
     for name in theirs:
         assert ours[name] == theirs[name], name
+
+
+def assert_bug(log):
+    assert "Traceback" in log.read_text() and "a planted bug" in log.read_text(), log.read_text()
 
 
 def assert_one_line(log, *words):
@@ -92,7 +102,130 @@ def test_outside_of_a_step_a_signal_ends_a_run_at_once(place, world_dir, tmp_pat
     assert [path.name for path in out.glob("bank/step*")] == versions
 
 
+def test_a_signal_in_the_last_step_says_what_is_still_to_do(world_dir, tmp_path, uninterrupted):
+    """Of this run's the last evolution; without one nothing is left."""
+    log = tmp_path / "log"
+    for evolve_every, words in ((3, "evolution after step 6"), (0, "done; evaluate")):
+        out = tmp_path / f"run{evolve_every}"
+        argv = small_flags(world_dir, out, evolve_every=evolve_every)
+        assert go(argv, log, driver.stopping_at(6)) == 130
+        text = log.read_text()
+        assert "stopped by a signal" in text and words in "".join(text.splitlines()[-2:])
+        assert ("done; evaluate" in text) == (evolve_every == 0)
+        log.unlink()
+    assert_goes_on(small_flags(world_dir, tmp_path / "run3"), tmp_path / "run3", uninterrupted, log)
+
+
 # --------------------------------------------------------------------- what fails, and what it says
+
+BUGS = {"merge": skills, "retrieve": SkillBank, "rollout_loss": sgsd}
+
+
+def planted(owner, name, rank=None):
+    """For `before`: a function raises ValueError, on one rank or on all."""
+    original = getattr(owner, name)
+
+    def fail(*args, **settings):
+        if rank in (None, os.environ.get("RANK")):
+            raise ValueError("a planted bug")
+        return original(*args, **settings)
+
+    return functools.partial(setattr, owner, name, fail)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_shows_its_traceback(name, world_dir, tmp_path):
+    log = tmp_path / "log"
+    argv = small_flags(world_dir, tmp_path / "run", cold_start=4)
+    assert go(argv, log, before=planted(BUGS[name], name)) == 1
+    assert_bug(log)
+
+
+def test_a_bug_of_an_evaluation_shows_its_traceback(world_dir, tmp_path):
+    log, argv = tmp_path / "log", driver.evaluation(world_dir, tmp_path / "eval")
+    plant = planted(eval, "figures")
+    assert wait(driver.start(argv, log, before=plant, program=eval.main)) == 1
+    assert_bug(log)
+
+
+@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("rank", ["0", pytest.param("1", marks=pytest.mark.long)])
+def test_a_bug_of_one_of_two_ranks_shows_its_traceback_and_no_rank_hangs(
+    name, rank, world_dir, tmp_path
+):
+    argv = small_flags(world_dir, tmp_path / "run", cold_start=4)
+    assert two(argv, tmp_path, before=planted(BUGS[name], name, rank)) == [1, 1]
+    assert_bug(tmp_path / f"log{rank}")
+
+
+def losing(call, rank):
+    """For `before`: a rank has no server at the call-th time that it samples."""
+    original, calls = rollout.stream, itertools.count(1)
+
+    def stream(*args, **settings):
+        if next(calls) == call and os.environ["RANK"] == rank:
+            raise ConnectionError("no server answers")
+        yield from original(*args, **settings)
+
+    return functools.partial(setattr, rollout, "stream", stream)
+
+
+LOST = [  # the call, of which the first is the cold start's; the rank; the steps saved then
+    (1, "1", []),
+    (3, "0", [1]),
+    (3, "1", [1]),
+    pytest.param(1, "0", [], marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module")
+def of_two(world_dir, tmp_path_factory):
+    path = tmp_path_factory.mktemp("of_two")
+    assert two(small_flags(world_dir, path / "run"), path) == [0, 0]
+    return path / "run"
+
+
+@pytest.mark.parametrize("call,rank,saved", LOST)
+def test_a_server_that_one_of_two_ranks_loses_ends_both_and_saves_the_last_complete_step(
+    call, rank, saved, world_dir, tmp_path, of_two
+):
+    """One line, of rank 0, and the run goes on to the same bytes."""
+    out = tmp_path / "run"
+    argv = small_flags(world_dir, out)
+    assert two(argv, tmp_path, before=losing(call, rank)) == [2, 2]
+    assert_one_line(tmp_path / "log0", "no server answers", "same command")
+    assert not {"sgsd:", "Traceback"} & {*(tmp_path / "log1").read_text().split()}
+    assert [*files.by_step(out / "checkpoints")] == saved
+    assert two(argv, tmp_path) == [0, 0]
+    ours, theirs = state(out), state(of_two)
+    for memories in (ours, theirs):  # written as they come
+        memories["bank/memories.jsonl"] = sorted(memories["bank/memories.jsonl"].splitlines())
+    assert ours == theirs
+
+
+def test_an_evolved_entry_that_is_too_long_in_tokens_is_named_before_it_meets_a_step(
+    world_dir, tmp_path
+):
+    """The evolution is made again, and a higher limit lets the run go on."""
+    out, log = tmp_path / "run", tmp_path / "log"
+
+    def long_reply(prompt):
+        reply = json.loads(original(prompt))
+        ((key, items),) = reply.items()
+        return json.dumps({key: [{k: v + "x" * 200 for k, v in x.items()} for x in items]})
+
+    original = driver.reply_to
+    before = functools.partial(setattr, driver, "reply_to", long_reply)
+    changes = {"bank": world_dir / "bank.json", "steps": 4, "success_gate": 2.0}
+    argv = small_flags(world_dir, out, max_prompt_tokens=1000, **changes)
+    for _ in range(2):
+        log.write_text("")
+        assert go(argv, log, before=before) == 2, log.read_text()
+        assert_one_line(log, "dyn_", "--max-prompt-tokens is 1000", "tokens")
+        assert steps_of(out) == ([1, 2, 3], [2, 3])
+    assert (
+        go(small_flags(world_dir, out, max_prompt_tokens=9000, **changes), log, before=before) == 0
+    )
 
 
 @pytest.mark.parametrize("error,code,saved", [(OSError, 2, [1]), (ValueError, 1, [])])
@@ -151,6 +284,24 @@ def test_a_full_disk_is_one_line_and_leaves_whole_files(
     assert_goes_on(argv, out, uninterrupted, log)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_disk_without_space_says_what_to_do(world_dir, tmp_path, uninterrupted):
+    out, log = tmp_path / "run", tmp_path / "log"
+    argv = small_flags(world_dir, out)
+
+    def fill(run, step):
+        if step == 4:
+            (out / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
+            (out / "metrics.jsonl").symlink_to("/dev/full")
+        return sgsd.train_step(run, step)
+
+    assert go(argv, log, fill) == 2
+    assert_one_line(log, "metrics.jsonl", "free space", "same command")
+    (out / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").rename(out / "metrics.jsonl")
+    assert_goes_on(argv, out, uninterrupted, log)
+
+
 def drop_powers():
     """Root without its powers: the bits of a directory hold for it, too."""
     version, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
@@ -199,7 +350,8 @@ def test_three_steps_in_a_row_that_are_not_finite_on_one_rank_save_and_end_both(
     assert two(argv, tmp_path, breaking({1, 3, 4, 5}, rank=1)) == [1, 1]
     assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1]
     assert steps_of(out)[1] == [2, 4, 5]
-    assert "same command" in (tmp_path / "log0").read_text().splitlines()[-1]
+    last = (tmp_path / "log0").read_text().splitlines()[-1]
+    assert "same command" in last and "from 6 on" in last
 
 
 def test_a_signal_that_reaches_one_rank_stops_both_after_the_same_step(world_dir, tmp_path):
@@ -283,6 +435,20 @@ def assert_same_banks(out, uninterrupted):
     assert [m["step"] for m in ours["metrics"]] == [1, 2, 3, 4, 5, 6]
     for name in theirs:
         assert "bank/step" not in name or ours[name] == theirs[name], name
+
+
+@pytest.mark.long
+def test_a_wrong_flag_of_four_processes_is_said(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for _ in range(3):
+        done = subprocess.run(
+            [*command, ROOT / "sgsd.py", "--no-such-flag"],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode and done.stderr.count("sgsd: unrecognized arguments") == 1
 
 
 @pytest.mark.long

@@ -16,7 +16,9 @@ from driver import completes, contents, flags, refused, rows, two
 
 import eval
 import sgsd
+from lib import model, problems, verify
 from methods import grpo
+from skills import SkillBank
 
 EMPTY_BANK = json.dumps({"general_skills": [], "common_mistakes": []})
 FIRST = {"config.json", "problems.json"}  # what a run writes first
@@ -38,6 +40,7 @@ def refusal(world_dir, tmp_path, capsys):
         out = changes.pop("out", tmp_path / "run")
         refused(capsys, program, flags(world_dir, out, **changes), *words)
         assert contents(tmp_path / "run").keys() <= {*may_have}
+        assert may_have or not (tmp_path / "run").exists()
         assert not torch.distributed.is_initialized()
 
     return check
@@ -101,8 +104,8 @@ def test_an_evaluation_problem_in_the_training_data_is_one_line_with_its_id(tmp_
     [
         ({"num_teachers": 8}, ["bank.json", "4 skills and 4 mistakes", "--num-teachers 8"]),
         ({"bank": "empty.json"}, ["empty.json", "0 skills and 0 mistakes"]),
-        ({"max_prompt_tokens": 30}, ["--max-prompt-tokens is 30"]),
-        ({"max_new_tokens": 4090}, ["--max-new-tokens 4090", "context of 4096"]),
+        ({"max_prompt_tokens": 200}, ["gen_00", "err_00", "--max-prompt-tokens is 200"]),
+        ({"max_new_tokens": 3900}, ["gen_00", "--max-new-tokens 3900", "context of 4096"]),
     ],
 )
 def test_a_bank_that_does_not_suit_is_one_line_and_the_corrected_command_starts(
@@ -118,7 +121,36 @@ def test_a_bank_that_does_not_suit_is_one_line_and_the_corrected_command_starts(
 
 def test_a_solution_of_the_cold_start_must_fit_the_models_context(refusal):
     words = ["--cold-start-tokens 4090", "context of 4096"]
-    refusal(*words, may_have=FIRST, bank="", cold_start=2, cold_start_tokens=4090)
+    refusal(*words, bank="", cold_start=2, cold_start_tokens=4090)
+
+
+def test_the_longest_problem_in_tokens_is_named_whatever_its_characters(tmp_path, refusal):
+    """Each \\boxed is one token of this tokenizer, and a letter is one, too."""
+    texts = {"few": "\\boxed" * 90, "many": "x" * 300}
+    lines = [json.dumps({"id": k, "problem": v, "answer": "1"}) for k, v in texts.items()]
+    put(tmp_path / "x.jsonl", "\n".join(lines) + "\n")
+    words = ["problem many", "--max-prompt-tokens is 250"]
+    refusal(*words, data=tmp_path / "x.jsonl", batch_size=2, max_prompt_tokens=250)
+    refusal("--max-new-tokens 3800", data=tmp_path / "x.jsonl", batch_size=2, max_new_tokens=3800)
+
+
+LOADERS = [  # what reads an input of the user's
+    (problems, "load_problems"),
+    (SkillBank, "load"),
+    (verify, "load_judge"),
+    (model, "load_model"),
+    (model, "load_encoder"),
+]
+
+
+@pytest.mark.parametrize("owner,name", LOADERS)
+@pytest.mark.parametrize("error", [ValueError, OSError, ImportError])
+def test_whatever_is_wrong_with_an_input_is_one_line(owner, name, error, refusal, monkeypatch):
+    def fail(*_, **__):
+        raise error("of the input")
+
+    monkeypatch.setattr(owner, name, fail)
+    refusal("of the input")
 
 
 def test_a_read_only_folder_names_out(tmp_path, refusal, monkeypatch):
