@@ -319,6 +319,39 @@ CARDS = {
         "NVIDIA's A100 data sheet: 312 TFLOPS in bf16, dense; 19.5 in fp32; 2,039 GB/s",
     ),
 }
+
+
+@dataclass(frozen=True)
+class RowCache:
+    """What a row keeps while it decodes in bf16: keys and values, and states of linear attention.
+
+    A state is fp32, of value heads of 128 x 128; the convolution's has 4 places in bf16.
+    """
+
+    layers: int  # of attention
+    kv: int  # width of all key heads together
+    linear: int = 0  # layers of linear attention
+    key_heads: int = 0
+    value_heads: int = 0
+
+    @property
+    def token(self) -> int:
+        """Bytes of a token."""
+        return 2 * 2 * self.layers * self.kv
+
+    @property
+    def states(self) -> int:
+        """Bytes that do not grow with the tokens."""
+        convolved = 128 * (2 * self.key_heads + self.value_heads)
+        return self.linear * (4 * self.value_heads * 128 * 128 + 2 * 4 * convolved)
+
+
+CACHES = {  # the hybrids' shapes: 0.8B by its model card, 9B by transformers' defaults
+    "Qwen3-1.7B": RowCache(28, 1024),
+    "Qwen3-4B, 8B": RowCache(36, 1024),
+    "Qwen3.5-0.8B": RowCache(6, 512, 18, 16, 16),
+    "Qwen3.5-9B": RowCache(8, 1024, 24, 16, 32),
+}
 QWEN3 = {
     "Qwen3-1.7B": Counts(2048, 28, 6144, 2048, 1024),
     "Qwen3-4B": Counts(2560, 36, 9728, 4096, 1024),
@@ -553,6 +586,12 @@ def cost(args: Args, s: Shape, device: torch.device) -> None:
     )
     table(title, device, "model | part | TFLOP | TB | seconds at least", lines)
     print("\n" + "\n".join(sums))
+    columns = f"cache in bf16 | bytes a token | MB of states | GB of {EVAL_TOKENS:,} tokens"
+    print("\n" + "\n".join(head_of(f"{columns} | GB of 16 such rows".split(" | "))))
+    for name, row in CACHES.items():
+        most = row.token * (PLAIN + EVAL_TOKENS) + row.states
+        cells = f"{row.states / 1e6:.1f}", f"{most / 1e9:.2f}", f"{16 * most / 1e9:.1f}"
+        print(row_of((name, f"{row.token:,}", *cells)))
     print(
         f"\nPrompts have {PLAIN} and {GUIDED} tokens (assumed), completions are as long as they "
         "may be. Seconds: FLOPs over the matmul rate or bytes over the copy rate, whichever is "

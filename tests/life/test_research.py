@@ -267,3 +267,11 @@ def test_the_cost_sheet_by_hand():
     sampling, learning = bench.grpo_parts(c, 8, 1024)  # 32 * 8 / 8 rollouts, 16 at a time
     assert (sampling.flops, sampling.steps) == (32 * decoding, 2 * 1024)
     assert learning.flops == 32 * (forward + backward)
+
+
+def test_the_cache_of_a_hybrid_by_hand():
+    """Qwen3.5-9B: 8 layers keep K and V of 4 heads of 256 in bf16. 24 layers keep 32 fp32 states of
+    128 x 128, and 4 places of 2 * 16 + 32 heads of 128 in bf16: 2,097,152 + 65,536 bytes each."""
+    row = bench.CACHES["Qwen3.5-9B"]
+    assert (row.token, row.states) == (8 * 2 * 4 * 256 * 2, 24 * 2_162_688)
+    assert bench.CACHES["Qwen3-1.7B"].token == 114_688
