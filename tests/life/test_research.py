@@ -18,7 +18,7 @@ from fake_engine import choices, serving
 from lib import config
 from methods import grpo
 from research.credit import measure as credit
-from research.methods import compare
+from research.methods import compare, field
 from research.real_model import real_world
 from research.slope import measure as slope
 from research.speed import bench
@@ -108,6 +108,46 @@ def test_the_comparison_makes_its_curves_and_tables(tmp_path):
         assert made["rates"] == {"sgsd": 1e-3, "grpo": 1e-3}
         assert made["banks"]["bank-0"]["bank"]["general_skills"]
     assert "| grpo |" in out.with_suffix(".md").read_text() and out.with_suffix(".png").exists()
+
+
+@pytest.mark.long
+def test_the_field_is_measured_and_rows_that_are_there_are_kept(tmp_path):
+    (tmp_path / "world").mkdir()
+    w = small_world(tmp_path / "world")
+    bank = json.loads((ROOT / "banks" / "word_problems.json").read_text())
+    opsd = {"method": "opsd", "seed": 0, "accuracy": {"1": 0.0, "2": 0.5}}
+    before = {
+        "banks": {seed: {"seed": seed, "bank": bank} for seed in (0, 100)},
+        "rates": {"opsd": 1e-4},
+        "results": {"opsd-0": opsd},
+    }
+    rows = ["opsd", *field.NEW]
+    kept = field.measure(rows, range(1), 1, tmp_path / "work", w, before)
+    assert kept["rates"] == {"opsd": 1e-4} | dict.fromkeys(field.NEW, 1e-3)
+    assert kept["results"]["opsd-0"] == opsd
+    for name in field.NEW:
+        run = kept["results"][f"{name}-0"]
+        assert [*run["accuracy"]] == [*run["figures"]] == ["1", "2"]
+        assert run["processor_seconds"] > 0 and run["generated_tokens"] > 0
+
+
+def test_rows_are_compared_where_both_have_spent_as_much():
+    def run(method, accuracy, tokens):
+        job = {"method": method, "seed": 0, "generated_tokens": tokens[-1], "rate": 1e-3}
+        job["accuracy"] = dict(zip(("5", "20", "60"), accuracy))
+        return job | {"generated_at": dict(zip(("5", "20", "60"), tokens))}
+
+    results = {
+        "base-0": {"method": "base", "seed": 0, "accuracy": {"0": 0.0}},
+        "sgsd-0": run("sgsd", (0.2, 0.4, 0.6), (50, 200, 600)),
+        "grpo-0": run("grpo", (0.1, 0.5, 0.9), (100, 400, 1200)),
+    }
+    # SGSD's 600 tokens are a quarter of the way of GRPO from 400 to 1,200: .5 + (.9 - .5) / 4
+    at_600 = field.at({"results": results}, "grpo", "generated_tokens", [600])
+    assert at_600 == pytest.approx([0.6])
+    # Before the first evaluation, from the base model on: half of .1
+    at_50 = field.at({"results": results}, "grpo", "generated_tokens", [50])
+    assert at_50 == pytest.approx([0.05])
 
 
 def test_kept_comparisons_can_be_shown(capsys):
