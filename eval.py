@@ -153,6 +153,9 @@ class Evaluation:
 def checkpoints_of(path: str) -> list[pathlib.Path]:
     """The checkpoints of a run in order; or else the model, adapter or hub id itself."""
     place = pathlib.Path(path)
+    if place.is_file():
+        fix = "give a model, an adapter or a run; a bank goes with --skills, problems with --data"
+        raise ValueError(f"{path}: is a file; {fix}")
     if not place.is_dir():
         return [place]
     place = place.resolve()

@@ -594,21 +594,26 @@ def _static_and_dynamic(bank: SkillBank, key: str) -> tuple[list[dict], list[dic
 
 
 def describe(bank: SkillBank) -> str:
-    """A bank in one line: what it holds, and what it was last made from."""
-    line, about = f"bank: {bank.sizes}", bank.metadata
+    """A bank in one line: what it holds and, where it has such numbers, what it was made from."""
+    try:
+        return f"bank: {bank.sizes}{_made_from(bank.metadata)}"
+    except (LookupError, TypeError, ValueError):  # a bank from elsewhere
+        return f"bank: {bank.sizes}"
+
+
+def _made_from(about: dict) -> str:
+    """What a bank was last made from, by its metadata; LookupError where a number is missing."""
     if about.get("updates"):
         last = about["updates"][-1]
-        line += "; evolved after step {step} with success {success:.2f}".format(**last)
+        line = "; evolved after step {step} with success {success:.2f}".format(**last)
         new, candidates = (
             sum(last[f"{what}_{key}"] for key in FIELDS) for what in ("net_new", "candidate")
         )
         line += f": {new} net new from {candidates} candidates, {last['lost_replies']} replies lost"
-    elif "truncated_seed_solutions" in about:  # a bank of an earlier version lacks it
-        line += " from {input_general_skills} and {input_common_mistakes} candidates, written from "
-        line += "{seed_solutions} solutions, {right_seed_solutions} correct and "
-        line += "{truncated_seed_solutions} cut; {lost_replies} replies lost"
-        line = line.format(**about)
-    return line
+        return line
+    line = " from {input_general_skills} and {input_common_mistakes} candidates, written from "
+    line += "{seed_solutions} solutions, {right_seed_solutions} correct and "
+    return (line + "{truncated_seed_solutions} cut; {lost_replies} replies lost").format(**about)
 
 
 def refuse_short(bank: SkillBank, path: str, num_teachers: int) -> None:

@@ -17,11 +17,14 @@ import itertools
 import pathlib
 import re
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # python extras/compare.py
 
 import distributed
 import eval as evaluation

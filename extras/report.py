@@ -21,12 +21,15 @@ import pathlib
 import re
 import shutil
 import signal
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # python extras/report.py
 
 import distributed
 import rollout

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
@@ -170,6 +171,8 @@ def _located(kind: str, name: str) -> str:
         raise ValueError(f"{kind} {name}: no such directory; {fix}")
     if path.is_dir() and not {"config.json", "modules.json"} & {*os.listdir(path)}:
         raise ValueError(f"{kind} {name}: holds no config.json, so no model; {fix}")
+    if (path / "problems.json").exists():
+        raise ValueError(f"{kind} {name}: is a run, and no model; give the model it trains")
     return str(path.absolute()) if path.exists() else name
 
 
@@ -330,7 +333,9 @@ def refuse_beyond_context(lm, prompt_tokens: int, new_tokens: int, flag: str) ->
     stretched = rope.get("original_max_position_embeddings", 0) * rope.get("factor", 1)  # YaRN
     if limit and prompt_tokens + new_tokens > max(limit, stretched):
         rule = f"with a prompt of {prompt_tokens} tokens it exceeds the model's context of {limit}"
-        raise ValueError(f"{flag} {new_tokens}: {rule} (max_position_embeddings); lower it")
+        alone = prompt_tokens >= max(limit, stretched)
+        fix = "shorten or drop that problem" if alone else "lower it"
+        raise ValueError(f"{flag} {new_tokens}: {rule} (max_position_embeddings); {fix}")
 
 
 def base_of(folder: str | Path, base: str = "") -> str:
@@ -429,6 +434,8 @@ def save(
                 state[f"{name}.{part}"] = value.cpu()
         save_file(state, folder / "trainer.safetensors")
         (folder / "trainer.json").write_text(json.dumps({"step": step}, indent=2) + "\n")
+        for file in folder.glob("*.safetensors"):  # they are written for their owner alone
+            shutil.copymode(folder / "trainer.json", file)
     except SafetensorError as e:  # a full disk
         raise OSError(f"{folder}: {e}") from None
 

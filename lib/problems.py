@@ -5,6 +5,7 @@ Also here: the check that no training problem is in an evaluation set, and a ste
 
 import hashlib
 import json
+import logging
 import pathlib
 import re
 import textwrap
@@ -64,15 +65,22 @@ def load_problems(
     unique: drop copies of a problem, and drop it altogether if its copies disagree on the answer.
 
     Returns the problems, whose ids all differ, and the counts: rows, not_english, duplicates,
-    conflicting, kept. Raises ValueError with file and line where a row is wrong.
+    conflicting, kept. Raises ValueError with the number of wrong rows, and file and line of each
+    of the first five causes.
     """
     counts = {"rows": 0, "not_english": 0, "duplicates": 0, "conflicting": 0}
     first_copies: dict[str, Problem] = {}
     ids: set[str] = set()
     conflicting: set[str] = set()
+    wrong: dict[str, list[str]] = {}  # {cause: where}
     for index, (where, row) in enumerate(_rows(source, split)):
         counts["rows"] += 1
-        x = _problem(row, where, index, fields)
+        try:
+            row = _object_of(row)
+            x = _problem(row, index, fields)
+        except (ValueError, RecursionError) as e:  # JSON may be nested too deep
+            wrong.setdefault(str(e), []).append(where)
+            continue
         key = x.problem if unique else str(index)
         if fields.problem not in row and CJK.search(x.problem):
             counts["not_english"] += 1
@@ -86,18 +94,34 @@ def load_problems(
                 name += f"#{index}"
             ids.add(name)
             first_copies[key] = replace(x, id=name)
+    if wrong:
+        total = sum(map(len, wrong.values()))
+        causes = [f"{where[0]}: {cause}" for cause, where in wrong.items()]
+        what = f"{total} of {counts['rows']} rows are wrong: " if total > 1 else ""
+        raise ValueError(what + "; ".join(causes[:5]))
     problems = [x for key, x in first_copies.items() if key not in conflicting]
     counts |= {"conflicting": len(conflicting), "kept": len(problems)}
     if not problems:
-        what = f"no problem is left of {counts['rows']} rows ({counts})"
+        dropped = [f"{n} {name.replace('_', ' ')}" for name, n in counts.items() if n]
+        what = f"no problem is left ({', '.join(dropped) or 'it is empty'})"
         raise ValueError(f"{source}: {what}; is this the right file or split?")
     return problems, counts
 
 
-def _problem(row: object, where: str, index: int, fields: Fields) -> Problem:
-    """One row as a problem; ValueError if a field is missing, empty or not a string."""
+def _object_of(row: object) -> dict:
+    """A row, or a line of JSON, as a dict."""
+    if isinstance(row, str):
+        try:
+            row = json.loads(row)
+        except ValueError as e:
+            raise ValueError(f"not a JSON line ({e}); each line must hold one object") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
+        raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _problem(row: dict, index: int, fields: Fields) -> Problem:
+    """One row as a problem; ValueError where a field is missing, empty or not a string."""
     columns = f"its fields: {', '.join(map(str, row)) or 'none'}"
     if "prompt" in row and isinstance(row.get("reward_model"), dict):
         row = _dapo(row, fields) | row
@@ -106,25 +130,23 @@ def _problem(row: object, where: str, index: int, fields: Fields) -> Problem:
     if fields.problem not in row or fields.answer not in row:
         rule = f"a row needs `{fields.problem}` and `{fields.answer}`"
         fix = "name them by --problem-field and --answer-field"
-        raise ValueError(
-            f"{where}: {rule} (or DAPO's `prompt` and `reward_model`); {columns}; {fix}"
-        )
+        raise ValueError(f"{rule} (or DAPO's `prompt` and `reward_model`); {columns}; {fix}")
     problem, answer = row[fields.problem], row[fields.answer]
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     if type(answer) is int:
         answer = str(answer)
     for name, value in ((fields.problem, problem), (fields.answer, answer)):
+        if value is None or (isinstance(value, str) and not value.strip()):
+            raise ValueError(f"`{name}` is empty; fill it in, or drop the row; {columns}")
         if not isinstance(value, str):
             got = f"got {type(value).__name__} {str(value)[:40]!r}"
-            raise ValueError(f"{where}: `{name}` must be a string, {got}; put it in quotes")
-        if not value.strip():
-            raise ValueError(f"{where}: `{name}` is empty; {columns}")
+            raise ValueError(f"`{name}` must be a string, {got}; put it in quotes")
     if fields.answer_after:
         _, mark, answer = answer.rpartition(fields.answer_after)
         if not mark or not answer.strip():
             rule = f"`{fields.answer}` has nothing after {fields.answer_after!r}"
-            raise ValueError(f"{where}: {rule} (--answer-after): {row[fields.answer]!r:.60}")
+            raise ValueError(f"{rule} (--answer-after): {row[fields.answer]!r:.60}")
     extra = {k: v for k, v in row.items() if k not in ("id", fields.problem, fields.answer)}
     return Problem(str(row.get("id", index)), problem.strip(), answer.strip(), extra)
 
@@ -144,43 +166,44 @@ def _dapo(row: dict, fields: Fields) -> dict:
     return plain
 
 
-def _rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
-    """(where, row) for each row of a file, a directory or a hub data set."""
+def _rows(source: str, split: str) -> Iterator[tuple[str, object]]:
+    """(where, row) for each row of a file, a directory or a hub data set; a JSON line as text."""
     path = pathlib.Path(source)
     if not path.exists():
         if path.suffix in (".jsonl", ".json", ".parquet"):
             raise ValueError(f"{source}: no such file; check the path")
         hub, _, configuration = source.partition(":")
-        yield from _hub_rows(source, hub, split, name=configuration or None)
-        return
-    if path.suffix in (".jsonl", ".json"):
+        fix = "check --data HUB_ID:CONFIGURATION and --split; a JSONL file works offline"
+        yield from _hub_rows(source, fix, hub, split=split, name=configuration or None)
+    elif path.suffix in (".jsonl", ".json"):
         yield from _json_rows(path)
     elif path.is_dir():  # test.parquet is no training data: the library knows splits by name
-        yield from _hub_rows(source, source, split)
+        yield from _hub_rows(source, "check its files and --split", source, split=split)
     elif path.suffix == ".parquet":
-        yield from _hub_rows(source, "parquet", "train", data_files=source)
+        fix = "is it a parquet file, and whole?"
+        yield from _hub_rows(source, fix, "parquet", split="train", data_files=source)
     else:
         raise ValueError(f"{source}: must be a .jsonl or .parquet file; convert it")
 
 
-def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, dict]]:
-    where = str(file)
+def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, str]]:
     try:
-        for i, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-            where = f"{file}:{i}"
-            if line.strip():
-                yield where, json.loads(line)
-    except (ValueError, RecursionError) as e:  # not UTF-8, not JSON, or nested too deep
-        rule = f"not a JSON line ({e}); each line must hold one object"
-        raise ValueError(f"{where}: {rule}") from None
+        text = file.read_text(encoding="utf-8-sig")  # Windows may put a mark in front
+    except ValueError as e:
+        raise ValueError(f"{file}: not UTF-8 ({e}); save it as UTF-8") from None
+    for i, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield f"{file}:{i}", line
 
 
-def _hub_rows(source: str, hub: str, split: str, **options: Any) -> Iterator[tuple[str, dict]]:
+def _hub_rows(source: str, fix: str, *where: str, **options: Any) -> Iterator[tuple[str, dict]]:
+    """The rows of `datasets.load_dataset(*where, **options)`. fix: what to do if it fails."""
     import datasets  # only hub ids and parquet need it
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # its errors are in the exception
     try:
-        data = datasets.load_dataset(hub, split=split, **options)
+        data = datasets.load_dataset(*where, **options)
         row = 0
         for part in data.iter(batch_size=10_000):  # DAPO has 1.8 million rows; one by one is slow
             for values in zip(*part.values()):
@@ -188,7 +211,6 @@ def _hub_rows(source: str, hub: str, split: str, **options: Any) -> Iterator[tup
                 row += 1
     except Exception as e:  # the library raises many kinds: offline, no such id, no such split
         cause = f"{type(e).__name__}: {textwrap.shorten(str(e), 300, placeholder=' ...')}"
-        fix = "check --data HUB_ID:CONFIGURATION and --split; a JSONL file works offline"
         raise ValueError(f"{source}: could not read it ({cause}); {fix}") from None
 
 

@@ -249,7 +249,9 @@ def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, 
         (tmp_path / "adapter", [], "adapter_config.json"),
         ("runs/sgdd", [], "runs/sgdd"),  # and no hub id
         ("sgsd/checkpoints/step_000200", [], "step_000200"),
-        (data, [], "data.jsonl"),
+        (data, [], "data.jsonl: is a file"),
+        (bank, ["--data", "aime24"], "bank.json: is a file"),  # and no data set is asked for
+        (finished, [f"--model={finished}"], "is a run"),
         (model, ["--data", "no.jsonl"], "no.jsonl"),
         (model, [f"--skills={bank}"], "--num-skills 8"),
         (model, ["--skills=no.json"], "no.json"),

@@ -328,6 +328,11 @@ def test_a_checkpoint_brings_back_adapter_moments_step_and_extra_tensors(base, t
     assert json.loads((tmp_path / "saved/trainer.json").read_text()) == {"step": 3}
 
 
+def test_all_files_of_a_checkpoint_have_the_same_permissions(base, tmp_path):
+    checkpoint(tmp_path / "saved", base)
+    assert len({path.stat().st_mode for path in (tmp_path / "saved").iterdir()}) == 1
+
+
 def test_a_checkpoint_without_a_finite_step_has_no_moments(base, tmp_path):
     checkpoint(tmp_path / "saved", base, steps=0)
     model, _, optimizer = trainee(base)
@@ -404,4 +409,6 @@ def test_a_context_that_rope_stretches_is_as_long_as_that():
         model.refuse_beyond_context(lm, 100, longest - 100, "--flag")
         most = longest - 99
         beyond = functools.partial(model.refuse_beyond_context, lm, 100, most, "--flag")
-        one_line(beyond, f"--flag {most}", "prompt of 100")
+        assert "lower it" in one_line(beyond, f"--flag {most}", "prompt of 100")
+        alone = functools.partial(model.refuse_beyond_context, lm, longest, 1, "--flag")
+        assert "lower" not in one_line(alone, "that problem")

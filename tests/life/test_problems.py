@@ -70,12 +70,16 @@ def test_a_problem_keeps_the_other_fields_of_its_row(tmp_path):
 
 ROW = '{"problem": "p", "answer": "1"}\n'
 BROKEN = [
-    ("", "x.jsonl: no problem"),
-    (ROW + ROW.replace("1", "2"), "'duplicates': 1, 'conflicting': 1"),
+    ("", "x.jsonl: no problem is left (it is empty)"),
+    (
+        ROW + ROW.replace("1", "2"),
+        "x.jsonl: no problem is left (2 rows, 1 duplicates, 1 conflicting)",
+    ),
     ('{"problem": "p", "solution": "1"}\n', "x.jsonl:1: "),
-    ('{"problem": "p", "answer": " "}\n', "x.jsonl:1: `answer`"),
+    ('{"problem": "p", "answer": " "}\n', "x.jsonl:1: `answer` is empty"),
+    ('{"problem": "p", "answer": null}\n', "x.jsonl:1: `answer` is empty"),
     (ROW + '\n{"problem": "p", "answer": 3.5}\n', "x.jsonl:3: `answer`"),
-    ('{"prompt": ["p"], "reward_model": {}}\n', "`answer` must be a string, got NoneType"),
+    ('{"prompt": ["p"], "reward_model": {}}\n', "`answer` is empty"),
     ('["p", "1"]\n', "x.jsonl:1: "),
     (ROW + "{\n", "x.jsonl:2: "),
     ("[" * 100_000 + "\n", "x.jsonl:1: "),
@@ -88,7 +92,24 @@ BROKEN = [
 def test_a_broken_row_is_refused_with_its_file_and_line(content, message, tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    one_line(lambda: problems.load_problems(str(file)), message)
+    line = one_line(lambda: problems.load_problems(str(file)), message)
+    assert "is empty" not in line or "quotes" not in line
+
+
+def test_wrong_rows_are_refused_together_with_their_number_and_five_causes(tmp_path):
+    lines = [f'{{"problem": "p", "answer": {number}.5}}\n' for number in range(7)]
+    file = tmp_path / "x.jsonl"
+    file.write_text("".join([ROW, "{\n", *lines, ROW, "{\n"]))
+    line = one_line(lambda: problems.load_problems(str(file)), "9 of 11 rows")
+    for number, words in ((2, "JSON"), (3, "'0.5'"), (4, "'1.5'"), (5, "'2.5'"), (6, "'3.5'")):
+        assert f"x.jsonl:{number}: " in line and words in line
+    assert line.count("x.jsonl:") == 5
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + ROW.encode())
+    (x,), _ = problems.load_problems(str(tmp_path / "x.jsonl"))
+    assert x == Problem("0", "p", "1")
 
 
 def test_a_source_that_is_not_there_or_not_readable_is_refused(tmp_path):
@@ -96,7 +117,8 @@ def test_a_source_that_is_not_there_or_not_readable_is_refused(tmp_path):
         one_line(lambda name=name: problems.load_problems(str(tmp_path / name)), "no such file")
     one_line(lambda: problems.load_problems(str(tmp_path)), tmp_path)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    one_line(lambda: problems.load_problems(str(tmp_path / "x.parquet")), "x.parquet")
+    line = one_line(lambda: problems.load_problems(str(tmp_path / "x.parquet")), "x.parquet")
+    assert "HUB" not in line and "--split" not in line
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

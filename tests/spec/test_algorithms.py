@@ -341,6 +341,8 @@ def test_a_bank_that_says_less_of_its_making_is_described_by_what_it_holds():
     assert skills.describe(bank) != sizes
     del bank.metadata["truncated_seed_solutions"]  # as in a bank of an earlier version
     assert skills.describe(bank) == sizes
+    for metadata in ({"seed_solutions": 12}, {"updates": [{"step": 1}]}, {"updates": ["one"]}):
+        assert skills.describe(skills.SkillBank([], [], metadata)).startswith("bank: 0 skills")
 
 
 def test_no_memory_and_no_readable_reply_give_an_empty_bank():
