@@ -444,18 +444,16 @@ def check_bank(run: Run, given: str = "") -> None:
 
     given: a --bank; its lists must have K entries.
     """
-    cfg, tokenizer = run.cfg, run.tokenizer
+    cfg = run.cfg
 
     def size(text: str) -> int:
-        return len(tokenizer.encode(text))
+        return len(run.tokenizer.encode(text))
 
     with distributed.together(run.world, config.UserError):
         with config.user_errors():
             skills.refuse_short(run.bank, given, cfg.num_teachers)
-        x, pair = (
-            max(run.problems, key=lambda x: size(x.problem)),
-            skills.longest_pair(run.bank, size),
-        )
+        x = max(run.problems, key=lambda x: size(x.problem))
+        pair = skills.longest_pair(run.bank, size)
         ids = pair.skill["skill_id"], pair.mistake["mistake_id"]
         with config.user_errors(f"problem {x.id} with {' and '.join(ids)}: "):
             (teacher,) = teacher_prompts(run, [pair], x.problem)

@@ -277,6 +277,8 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
         return start
     if start.step:
         start.bank = load_bank(files.of_step(out / "checkpoints", start.step) / "bank.json")
+        if is_window_full(cfg, start.step, start.bank):
+            start.notes.append(f"the evolution that is due after step {start.step} comes first")
     elif not start.is_new and first.exists():
         start.bank = load_bank(first)
     elif cfg.bank:
@@ -395,7 +397,7 @@ def differences(saved: dict, now: dict, cfg: Config) -> tuple[str, list[str]]:
         if before == after or is_gone or f.metadata["on_continue"] == "quiet":
             continue
         line = f"{config.flag(f.name)} {shown(new)}, where the run has {shown(old)}"
-        line += " (it held something else)" if old == new else ""
+        line += ", and its files have changed" if old == new else ""
         if f.metadata["on_continue"] != "announced":
             return line, changes
         changes.append(line)
@@ -464,9 +466,9 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
         url = cfg.server[world.rank % len(cfg.server)]
         server = served.Server(url, cfg.model, rows=cfg.bank_rows)
         server.check()
-    if server:  # enough without steps: the server has all that makes a bank
+    if server:  # enough where the base makes a bank alone
         lm, tokenizer = model.load_outline(cfg.model)
-    if cfg.steps or not server:
+    if cfg.steps or cfg.adapter or not server:
         lm, tokenizer = model.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
     stops = rollout.stop_ids(lm, tokenizer)
     stream: Stream = functools.partial(rollout.stream, lm, tokenizer)
@@ -488,10 +490,8 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
         bank=start.bank,
     )
     refuse_long_prompts(run)
-    if cfg.steps:
+    if cfg.steps or cfg.adapter:
         prepare_training(run, start, server, held)
-    elif cfg.adapter:
-        prepare_sampling(run, server, held)
     return run
 
 
@@ -507,25 +507,6 @@ def refuse_long_prompts(run: Run) -> None:
         model.refuse_beyond_context(run.lm, size, cfg.max_new_tokens, "--max-new-tokens")
     if cfg.uses_skill_bank and run.bank is None:
         model.refuse_beyond_context(run.lm, size, cfg.cold_start_tokens, "--cold-start-tokens")
-
-
-def prepare_sampling(run: Run, server: served.Server | None, held: contextlib.ExitStack) -> None:
-    """Take the weights of --adapter, here or on the server, for a run of no steps."""
-    cfg = run.cfg
-    refuse_other_base(cfg)
-    if not server:
-        run.lm = model.load_adapter(run.lm, cfg.adapter, run.device)
-        run.stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
-        return
-    name = f"{run.out.name}-adapter-{uuid.uuid4().hex[:12]}"
-    server.load(name, cfg.adapter)
-    run.stream = functools.partial(server.stream, adapter=name)
-
-    def unload() -> None:
-        with contextlib.suppress(ConnectionError, ValueError):
-            server.unload(name)
-
-    held.callback(unload)
 
 
 def prepare_training(
@@ -552,7 +533,7 @@ def prepare_training(
         run.engine = served.TrainedPolicy(server, run.lm, folder, name, scoring.token_logprobs)
         run.stream, run.step_stream = run.engine.stream, run.engine.compared_stream
         held.callback(run.engine.close)
-    if cfg.uses_skill_bank:
+    if cfg.uses_skill_bank and cfg.steps:
         run.embed = model.load_encoder(cfg.encoder, run.device)
 
 
@@ -575,7 +556,8 @@ def begin(run: Run, start: Start) -> None:
             out / "problems.json", [problems.fingerprint(x.problem) for x in run.problems]
         )
         settings, name = start.record["settings"], start.record["id"]
-        run.track = runlog.open_tracker(out, settings, run.step, cfg.report_to, name)
+        with config.user_errors():
+            run.track = runlog.open_tracker(out, settings, run.step, cfg.report_to, name)
         announce(run, start)
     distributed.barrier(world)
 
