@@ -14,14 +14,13 @@ import resource
 import signal
 import sys
 import threading
-from collections import namedtuple
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from select import select
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 MAX_CHARS, MEMORY_BYTES = 1000, 1 << 30  # of an answer that is parsed, of a worker's address space
 
@@ -46,28 +45,11 @@ def extract_answer(text: str) -> str | None:
 # ------------------------------------------------------------------------------------- any domain
 
 
-class Asked(Protocol):
-    """What a judge may read of a problem; a `problems.Problem` has it."""
+class Verdict(NamedTuple):
+    """A completion's answer, None if it gives none; and whether that is right."""
 
-    @property
-    def problem(self) -> str: ...
-
-    @property
-    def answer(self) -> str: ...
-
-    @property
-    def extra(self) -> Mapping[str, Any]: ...
-
-
-class Verdict(namedtuple("Verdict", ["answer", "right"])):
-    """A completion's answer, None if it gives none; and whether that is right. NumPy's bools, too.
-
-    answer: str or None. right: bool.
-    """
-
-    def __new__(cls, answer: str | None, right: Any) -> "Verdict":
-        is_numpys = str(getattr(right, "dtype", "")) == "bool"
-        return super().__new__(cls, answer, bool(right) if is_numpys else right)
+    answer: str | None
+    right: bool
 
 
 class Judge(AbstractContextManager):
@@ -89,15 +71,15 @@ class Judge(AbstractContextManager):
         """The answer in a completion, or None. Thinking that the prompt began is given its tag."""
         return extract_answer(text)
 
-    def is_right(self, problem: Asked, answer: str) -> bool:
-        """Whether an answer to a problem is right."""
+    def is_right(self, problem: Any, answer: str) -> bool:
+        """Whether an answer is right. problem: has .problem, .answer, and .extra, a mapping."""
         raise NotImplementedError
 
     def same(self, one: str, other: str) -> bool:
         """Whether maj@k counts two answers together, both right or both wrong."""
         return one == other
 
-    def judge(self, cases: Sequence[tuple[Asked, str]]) -> list[Verdict]:
+    def judge(self, cases: Sequence[tuple[Any, str]]) -> list[Verdict]:
         """The verdict of each (problem, completion), in order. No answer is a wrong one."""
         verdicts = []
         for problem, text in cases:
@@ -280,13 +262,10 @@ class Verifier(Judge):
         """r of a completion (§2): +1 if its extracted answer is right, else -1."""
         return 1 if self.verify(gold, self.answer(text), problem) else -1
 
-    def is_right(self, problem: Asked, answer: str) -> bool:
-        return self.verify(problem.answer, answer, problem.problem)
-
     def same(self, one: str, other: str) -> bool:
         return self.verify(one, other)
 
-    def judge(self, cases: Sequence[tuple[Asked, str]]) -> list[Verdict]:
+    def judge(self, cases: Sequence[tuple[Any, str]]) -> list[Verdict]:
         answers = [self.answer(text) for _, text in cases]
         pairs = []
         for (x, _), answer in zip(cases, answers):

@@ -217,6 +217,15 @@ def judged(tokenizer, prompt, completion):
     return roll
 
 
+@pytest.mark.parametrize("right", [np.True_, np.False_, True, False])
+def test_numpys_bools_are_verdicts(right, tokenizer):
+    x = SimpleNamespace(id="x", problem="x", answer="5")
+    verifier = SimpleNamespace(judge=lambda cases: [Verdict("5", right)])
+    job = rollout.Job(0, [1], 0, 0, x, [2])
+    (((_, roll),),) = rollout.rollouts(tokenizer, [265], verifier, [[job]])
+    assert roll.r == (1 if right else -1)
+
+
 @pytest.mark.parametrize("verdict", [0.7, 1, -1, None])
 def test_a_verdict_that_is_no_bool_is_refused_with_its_problem(verdict, tokenizer):
     x = SimpleNamespace(id="p7", problem="x", answer="5")
