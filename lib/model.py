@@ -464,47 +464,46 @@ def lora_of(folder: str | Path) -> tuple[str, int, int]:
         raise ValueError(f"adapter {folder}: could not read its config ({e!r}); {fix}") from None
 
 
-def restore_adapter(folder: str | Path, model) -> None:
-    """Put a saved adapter's weights in the place of the model's own; ValueError on a misfit."""
+def restore(
+    folder: str | Path, model, optimizer: Optimizer | None = None
+) -> tuple[int, dict[str, Tensor]]:
+    """Put a checkpoint's adapter and AdamW moments in place; its step and its extra tensors.
+
+    Without an optimizer the adapter alone, as at step 0.
+    Raises ValueError if a file is missing or torn, or is from another model or rank.
+    """
     from peft import set_peft_model_state_dict
 
+    folder, step = Path(folder), 0
+    state: dict[str, Tensor] = {}
     try:
-        adapter = load_file(Path(folder) / "adapter_model.safetensors")
+        adapter = load_file(folder / "adapter_model.safetensors")
         result: Any = set_peft_model_state_dict(model, adapter)
         misfits = [*result.unexpected_keys]
         misfits += [name for name in result.missing_keys if ".lora_" in name]
         if misfits:
             raise KeyError(f"{misfits[0]} is in only one of the two")
+        if optimizer:
+            state = load_file(folder / "trainer.safetensors")
+            step = int(json.loads((folder / "trainer.json").read_text())["step"])
+            _restore_moments(state, model, optimizer)
     except Exception as e:  # a missing or torn file, other shapes, other names
-        raise ValueError(f"checkpoint {folder}: {_misfit(e)}") from None
-
-
-def restore(folder: str | Path, model, optimizer: Optimizer) -> tuple[int, dict[str, Tensor]]:
-    """Put a checkpoint's adapter and AdamW moments in place; its step and its extra tensors.
-
-    Raises ValueError if a file is missing or torn, or is from another model or rank.
-    """
-    restore_adapter(folder, model)
-    folder = Path(folder)
-    try:
-        state = load_file(folder / "trainer.safetensors")
-        step = int(json.loads((folder / "trainer.json").read_text())["step"])
-        index_of: dict[torch.nn.Parameter, int] = {}  # the optimizer counts over all its groups
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                index_of[p] = len(index_of)
-        moments = {}
-        for name, p in trained(model).items():
-            if f"{name}.step" in state:  # absent if no step has been finite yet
-                moments[index_of[p]] = {part: state.pop(f"{name}.{part}") for part in MOMENTS}
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
-    except Exception as e:  # as above
-        raise ValueError(f"checkpoint {folder}: {_misfit(e)}") from None
+        cause = "is a file torn, or was it made with another model or --lora-rank?"
+        fix = "The checkpoint before it may be whole"
+        why = f"does not fit the model ({_brief(e)}); {cause} {fix}"
+        raise ValueError(f"checkpoint {folder}: {why}") from None
     device = causal_lm(model).device
     return step, {name: x.to(device) for name, x in state.items()}
 
 
-def _misfit(e: Exception) -> str:
-    cause = "is a file torn, or was it made with another model or --lora-rank?"
-    fix = "The checkpoint before it may be whole"
-    return f"does not fit the model ({_brief(e)}); {cause} {fix}"
+def _restore_moments(state: dict[str, Tensor], model, optimizer: Optimizer) -> None:
+    """Move AdamW's moments from a checkpoint's tensors to the optimizer."""
+    index_of: dict[torch.nn.Parameter, int] = {}  # the optimizer counts over all its groups
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            index_of[p] = len(index_of)
+    moments = {}
+    for name, p in trained(model).items():
+        if f"{name}.step" in state:  # absent if no step has been finite yet
+            moments[index_of[p]] = {part: state.pop(f"{name}.{part}") for part in MOMENTS}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})

@@ -527,7 +527,7 @@ def prepare_training(
         run.step, run.extra_tensors = model.restore(checkpoint, run.lm, run.optimizer)
     elif cfg.adapter:
         refuse_other_base(cfg)
-        model.restore_adapter(cfg.adapter, run.lm)
+        model.restore(cfg.adapter, run.lm)
     if server:
         name, folder = f"{run.out.name}-rank{run.world.rank}", run.out / "served"
         run.engine = served.TrainedPolicy(server, run.lm, folder, name, scoring.token_logprobs)
@@ -550,7 +550,17 @@ def begin(run: Run, start: Start) -> None:
     cfg, out, world = run.cfg, run.out, run.world
     distributed.broadcast_parameters(model.trained(run.lm).values() if cfg.steps else [], world)
     if world.main:
-        cut(run, start)
+        for name in runlog.LOGS:
+            files.trim_jsonl(out / f"{name}.jsonl", start.step)
+        shutil.rmtree(out / "served", ignore_errors=True)  # adapters that a kill has left
+        if start.is_new:
+            shutil.rmtree(out / "bank", ignore_errors=True)
+        # An evolution that is due is made again, and without a bank the whole cold start is.
+        last = start.step - is_window_full(cfg, start.step, start.bank)
+        for step, path in files.by_step(out / "bank").items():
+            if step > last:
+                path.unlink()
+        files.trim_jsonl(out / "bank/replies.jsonl", -1 if start.bank is None else last)
         files.write_json(out / "config.json", start.record)
         files.write_json(
             out / "problems.json", [problems.fingerprint(x.problem) for x in run.problems]
@@ -560,22 +570,6 @@ def begin(run: Run, start: Start) -> None:
             run.track = runlog.open_tracker(out, settings, run.step, cfg.report_to, name)
         announce(run, start)
     distributed.barrier(world)
-
-
-def cut(run: Run, start: Start) -> None:
-    """Remove what came after the last checkpoint, and of an evolution that is made again."""
-    out = run.out
-    for name in runlog.LOGS:
-        files.trim_jsonl(out / f"{name}.jsonl", start.step)
-    shutil.rmtree(out / "served", ignore_errors=True)  # adapters that a kill has left
-    if start.is_new:
-        shutil.rmtree(out / "bank", ignore_errors=True)
-    last = start.step - is_window_full(run.cfg, start.step, start.bank)
-    for step, path in files.by_step(out / "bank").items():
-        if step > last:
-            path.unlink()
-    # Without a first bank the cold start asks all of its prompts again.
-    files.trim_jsonl(out / "bank/replies.jsonl", -1 if start.bank is None else last)
 
 
 def announce(run: Run, start: Start) -> None:

@@ -32,6 +32,34 @@ def words_of(paths: Iterable[pathlib.Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").split()) for path in paths)
 
 
+def lines_of_errors(path: pathlib.Path) -> int:
+    """Lines that build the message of an error: `raise` with a text, and what its names hold."""
+    lines: set[int] = set()
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        raised = [node for node in ast.walk(function) if isinstance(node, ast.Raise)]
+        texts = [node for node in raised if any(map(is_text, ast.walk(node)))]
+        names = {x.id for node in texts for x in ast.walk(node) if isinstance(x, ast.Name)}
+        parts = [
+            node for node in ast.walk(function) if isinstance(node, ast.Assign | ast.AugAssign)
+        ]
+        for node in parts:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            held = {x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)}
+            if held & names and any(map(is_text, ast.walk(node.value))):
+                texts.append(node)
+        for node in texts:
+            lines |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(lines)
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+    )
+
+
 def deepest(graph: dict[str, set[str]]) -> int:
     """The number of floors: the longest chain of imports; 0 where imports form a circle."""
     floors: dict[str, int] = {}
@@ -57,6 +85,7 @@ def measure(root: pathlib.Path) -> dict[str, int]:
     scripts = [*root.glob("experiments/*.py"), *root.glob("research/**/*.py")]
     pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("tiny/**/*.md")]
     results = [*root.glob("results/*.md"), *root.glob("research/**/*.md")]
+    programs = [*top, *lib, *root.glob("methods/*.py"), *root.glob("extras/*.py")]
     return {
         "files at the root": len(top),
         "files of lib": len(lib),
@@ -64,7 +93,9 @@ def measure(root: pathlib.Path) -> dict[str, int]:
         "floors (0: a circle)": deepest(graph),
         "lines at the root": lines_of(top),
         "lines of lib": lines_of(lib),
+        "lines of methods": lines_of(root.glob("methods/*.py")),
         "lines of extras": lines_of(root.glob("extras/*.py")),
+        "lines that build errors": sum(map(lines_of_errors, programs)),
         "lines of tests": lines_of(root.glob("tests/**/*.py")),
         "lines of scripts": lines_of(scripts),
         "words of README": words_of([root / "README.md"]),
