@@ -220,7 +220,11 @@ def _check_batching(name: str, model) -> None:
 
 @torch.no_grad()
 def _ignores_left_padding(model) -> bool:
-    """Whether a row has the same logits alone and padded on the left, except for rounding."""
+    """Whether a row has the same logits alone and padded on the left, except for rounding.
+
+    With random Qwen3.5 models of 4 and 24 layers rounding makes up to 5% of the norm in bf16, and
+    padding that is taken in at least 11%.
+    """
     rows = []
     for padding in (0, 8):
         ids_1L = torch.tensor([[0] * padding + [*range(1, 9)]], device=model.device)
@@ -229,8 +233,8 @@ def _ignores_left_padding(model) -> bool:
             warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
             out = model(input_ids=ids_1L, attention_mask=ids_1L.sign(), past_key_values=cache)
         rows.append(out.logits[0, padding:].float())
-    tolerance = torch.finfo(model.dtype).eps ** 0.5 * rows[0].abs().max()
-    return bool((rows[1] - rows[0]).abs().max() <= tolerance)
+    tolerance = torch.finfo(model.dtype).eps ** 0.5  # 9% in bf16, 0.03% in fp32
+    return bool((rows[1] - rows[0]).norm() <= tolerance * rows[0].norm())
 
 
 def _remove_dropout(model) -> None:
