@@ -5,12 +5,13 @@
     python research/methods/field.py --show research/methods/field.json    the kept tables
 
 Jobs, banks and settings are compare.py's. A row that compare_lock.json has keeps the rate chosen
-there, and its jobs, unless it is in AGAIN: those train anew, for what was not measured then. A new
-row tries three rates on validation problems. Finished jobs stay in --work, so the same command
-continues a killed one.
+there and its jobs, but seed 0 trains anew, for what was not measured then. A new row tries three
+rates on validation problems. Finished jobs stay in --work, so the same command continues a killed
+one.
 
-Accuracy between two evaluations is taken to be linear in what was spent. Processor seconds are of a
-training run alone: no bank, no evaluation, and evenly spread over its steps.
+Accuracy between two evaluations is taken to be linear in what was spent. Processor seconds are of
+training alone, without bank and evaluation: the mean of a row's runs that measured them, evenly
+spread over steps.
 """
 
 import argparse
@@ -33,8 +34,7 @@ KEPT = ROOT / "research" / "methods" / "compare_lock.json"
 STEPS = (5, 20, 60)  # after which a run is evaluated
 WORLD = dataclasses.replace(compare.WORLDS["lock"], points=STEPS)
 BASES = ("base", "base+skill")
-AGAIN = ("sgsd", "grpo")
-BEFORE = (*AGAIN, "grpo, sampled as sgsd", "opsd")
+BEFORE = ("sgsd", "grpo", "grpo, sampled as sgsd", "opsd")
 NEW = ("sdpo", "rlsd", "rlsd, sgsd's teachers")
 ROWS = BEFORE + NEW
 BESIDE = ("sgsd", "grpo", "grpo, sampled as sgsd")  # what the others are compared with
@@ -67,7 +67,7 @@ def measure(
             jobs.append(job | {"seed": seed, "split": "test"})
         for name in rows:
             title = f"{name}-{seed}"
-            if name in BEFORE and name not in AGAIN:
+            if name in BEFORE and seed:
                 kept[title] = before["results"][title]
                 continue
             jobs.append(compare.training("lock", title, name, rates[name], seed, points=True))
@@ -108,23 +108,29 @@ def curves(kept: Kept, name: str) -> list[dict[int, float]]:
     return of_seeds
 
 
-def spent(run: Job, cost: str) -> list[float]:
-    """What a run had spent after 0 steps, and after STEPS."""
+def cost_of(kept: Kept, name: str, run: Job, cost: str) -> list[float]:
+    """What a row's run had spent after 0 steps, and after STEPS."""
     if cost == "generated_tokens":
         return [0, *[run["generated_at"][str(step)] for step in STEPS]]
-    return [run[cost] * step / STEPS[-1] for step in (0, *STEPS)]
+    whole = statistics.mean(job[cost] for job in runs_of(kept, name) if cost in job)
+    return [whole * step / STEPS[-1] for step in (0, *STEPS)]
 
 
 def at(kept: Kept, name: str, cost: str, budgets: list[float]) -> list[float]:
     """Each seed's accuracy where its run has spent its budget."""
     values = []
     for run, curve, budget in zip(runs_of(kept, name), curves(kept, name), budgets):
-        values.append(compare.value_at(spent(run, cost), list(curve.values()), budget))
+        where = cost_of(kept, name, run, cost)
+        values.append(compare.value_at(where, list(curve.values()), budget))
     return values
 
 
+def interval(values: list[float], sign: str = "") -> str:
+    return with_interval(values, sign) if len(values) > 1 else f"{values[0]:{sign}.1%}"
+
+
 def less(ours: list[float], others: list[float]) -> str:
-    return with_interval([a - b for a, b in zip(ours, others)], "+")
+    return interval([a - b for a, b in zip(ours, others)], "+")
 
 
 def names_of(kept: Kept) -> list[str]:
@@ -132,9 +138,8 @@ def names_of(kept: Kept) -> list[str]:
 
 
 def having(kept: Kept, number: str) -> list[str]:
-    """The rows all of whose jobs have this number; earlier ones lack some."""
-    rows = names_of(kept)
-    return [name for name in rows if all(number in run for run in runs_of(kept, name))]
+    """The rows that have a job with this number; earlier jobs lack some."""
+    return [name for name in names_of(kept) if any(number in job for job in runs_of(kept, name))]
 
 
 def by_steps(kept: Kept) -> list[str]:
@@ -144,11 +149,11 @@ def by_steps(kept: Kept) -> list[str]:
     lines = head_of(head)
     for name in BASES:
         ends = [compare.final(run) for run in runs_of(kept, name)]
-        lines.append(row_of([name, "", with_interval(ends)] + [""] * (len(head) - 3)))
+        lines.append(row_of([name, "", interval(ends)] + [""] * (len(head) - 3)))
     for name in names_of(kept):
         of_seeds = curves(kept, name)
         cells = [name, runs_of(kept, name)[0]["rate"]]
-        cells += [with_interval([curve[step] for curve in of_seeds]) for step in STEPS]
+        cells += [interval([curve[step] for curve in of_seeds]) for step in STEPS]
         for other in BESIDE:
             gaps = []
             for step in STEPS if name != other else ():
@@ -165,29 +170,37 @@ def at_equal(kept: Kept, cost: str) -> list[str]:
     Budgets are each seed's own.
     """
     head = ["method", f"{cost.replace('_', ' ')} of a run", *[f"less {x}" for x in BESIDE]]
-    lines, has_cost = head_of(head), having(kept, cost)
-    for name in has_cost:
-        runs = runs_of(kept, name)
-        cells = [name, f"{statistics.mean(run[cost] for run in runs):,.0f}"]
+    lines = head_of(head)
+    for name in having(kept, cost):
+        wholes = [cost_of(kept, name, run, cost)[-1] for run in runs_of(kept, name)]
+        cells = [name, f"{statistics.mean(wholes):,.0f}"]
         for other in BESIDE:
-            if other == name or other not in has_cost:
+            if other == name:
                 cells.append("")
                 continue
-            budgets = [min(a[cost], b[cost]) for a, b in zip(runs, runs_of(kept, other))]
+            others = [cost_of(kept, other, run, cost)[-1] for run in runs_of(kept, other)]
+            budgets = list(map(min, wholes, others))
             cells.append(less(at(kept, name, cost, budgets), at(kept, other, cost, budgets)))
         lines.append(row_of(cells))
     return lines
 
 
 def of_solutions(kept: Kept) -> list[str]:
-    """pass@2, how far it is above avg@2, and the tokens of a test solution, at the end."""
-    lines = head_of(["method", "pass@2", "pass@2 less avg@2", "tokens of a test solution"])
+    """pass@2 of the test problems, how far it is above avg@2, and a solution's tokens, at the end.
+
+    Of the seeds that kept each problem's score.
+    """
+    head = ["method", "seeds", "pass@2", "pass@2 less avg@2", "tokens of a test solution"]
+    lines = head_of(head)
     for name in (*BASES, *having(kept, "figures")):
-        ends = [[*run["figures"].values()][-1] for run in runs_of(kept, name)]
-        passed = [figures["pass"] for figures in ends]
-        averages = [compare.final(run) for run in runs_of(kept, name)]
+        runs = [run for run in runs_of(kept, name) if "last_scores" in run]
+        passed, averages = [], []
+        for run in runs:
+            passed.append(statistics.mean(score > 0 for score in run["last_scores"]))
+            averages.append(statistics.mean(run["last_scores"]))
+        ends = [[*run["figures"].values()][-1] for run in runs if "figures" in run]
         length = statistics.mean(figures["tokens"] for figures in ends)
-        cells = [name, with_interval(passed), less(passed, averages), f"{length:.1f}"]
+        cells = [name, len(runs), interval(passed), less(passed, averages), f"{length:.1f}"]
         lines.append(row_of(cells))
     return lines
 
@@ -212,7 +225,7 @@ def picture(kept: Kept, path: pathlib.Path) -> None:
             values = [list(curve.values()) for curve in curves(kept, name)]
             where = [list(map(float, curve)) for curve in curves(kept, name)]
             if cost != "steps":
-                where = [spent(run, cost) for run in runs_of(kept, name)]
+                where = [cost_of(kept, name, run, cost) for run in runs_of(kept, name)]
             x = [statistics.mean(column) for column in zip(*where)]
             y = [statistics.mean(column) for column in zip(*values)]
             axis.plot(x, y, label=name, linewidth=3 if name == "sgsd" else 1.5)

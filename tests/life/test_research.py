@@ -115,18 +115,18 @@ def test_the_field_is_measured_and_rows_that_are_there_are_kept(tmp_path):
     (tmp_path / "world").mkdir()
     w = small_world(tmp_path / "world")
     bank = json.loads((ROOT / "banks" / "word_problems.json").read_text())
-    opsd = {"method": "opsd", "seed": 0, "accuracy": {"1": 0.0, "2": 0.5}}
+    opsd = {"method": "opsd", "seed": 1, "accuracy": {"1": 0.0, "2": 0.5}}
     before = {
-        "banks": {seed: {"seed": seed, "bank": bank} for seed in (0, 100)},
+        "banks": {seed: {"seed": seed, "bank": bank} for seed in (0, 1, 100)},
         "rates": {"opsd": 1e-4},
-        "results": {"opsd-0": opsd},
+        "results": {"opsd-1": opsd},
     }
     rows = ["opsd", *field.NEW]
-    kept = field.measure(rows, range(1), 1, tmp_path / "work", w, before)
+    kept = field.measure(rows, range(2), 1, tmp_path / "work", w, before)
     assert kept["rates"] == {"opsd": 1e-4} | dict.fromkeys(field.NEW, 1e-3)
-    assert kept["results"]["opsd-0"] == opsd
-    for name in field.NEW:
-        run = kept["results"][f"{name}-0"]
+    assert kept["results"].pop("opsd-1") == opsd
+    for name in ["opsd-0", *[f"{name}-{seed}" for name in field.NEW for seed in (0, 1)]]:
+        run = kept["results"][name]
         assert [*run["accuracy"]] == [*run["figures"]] == ["1", "2"]
         assert run["processor_seconds"] > 0 and run["generated_tokens"] > 0
 
