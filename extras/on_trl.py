@@ -3,7 +3,7 @@
     accelerate launch --config_file extras/fsdp2.yaml -m extras.on_trl --full --bank bank.json
     python eval.py sgsd_trl                                              what it has saved
 
-By Eq. 20 one SGSD step is a policy gradient whose advantage differs from token to token,
+It needs extras/requirements.txt. By Eq. 20 one SGSD step is a policy gradient whose advantage differs from token to token,
 
     A_t = T sum_k W_t^(k),    W_t^(k) = alpha_k rho_k (m_t / Z) g_tau(Delta_t^(k)),
 
@@ -22,7 +22,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,7 +182,6 @@ class SGSDTrainer(GRPOTrainer):
         self.problems = [*problems, *eval_problems]
         rows = [{"prompt": chat(x.problem), "index": i} for i, x in enumerate(self.problems)]
         self.rollouts: list[Rollout] = []  # of the latest batch of this process
-        self.window: list[dict] = []  # W: of all processes since an evolution was last due (D2)
         verdict: Any = self.verdict
         super().__init__(
             model,
@@ -252,7 +251,8 @@ class SGSDTrainer(GRPOTrainer):
             numbers.append(numbers_of_rollout)
         output["advantages"] = A_BT
         self.log_numbers(numbers)
-        self.window += gather_object([window_row(roll) for roll in self.rollouts])
+        if self.cfg.evolve_every:
+            self.bank.remember(gather_object([asdict(roll) for roll in self.rollouts]))
         return output
 
     def refuse_other_ids(self, output: dict[str, Any]) -> None:
@@ -322,15 +322,15 @@ class SGSDTrainer(GRPOTrainer):
 
     def evolve_bank(self, step: int) -> None:
         """Algorithm 4 after every F-th step, on all processes' rollouts since the last time."""
-        cfg = self.cfg
-        if not cfg.evolve_every or step % cfg.evolve_every:
+        cfg, window = self.cfg, self.bank.window
+        if not window or step % cfg.evolve_every:
             return
         tokenizer, reply_tokens = self.processing_class, cfg.reply_tokens
         writer = skills.Writer(
             tokenizer, rollout.chat_ids, self.write, self.log_reply, reply_tokens, step
         )
-        self.bank = skills.evolve(self.bank, self.window, step, writer, **cfg.evolution)
-        self.window = []
+        self.bank = skills.evolve(self.bank, window, step, writer, **cfg.evolution)
+        self.bank.window = []
         if self.accelerator.is_main_process:
             print(skills.describe(self.bank))
 
@@ -394,7 +394,6 @@ class SGSDTrainer(GRPOTrainer):
         """The main process adds the bank with its window to a folder of weights."""
         if self.accelerator.is_main_process:
             self.bank.save(pathlib.Path(folder, "bank.json"))
-            files.write_json(pathlib.Path(folder, "window.json"), self.window)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's training; a checkpoint's bank comes back with its weights."""
@@ -403,7 +402,6 @@ class SGSDTrainer(GRPOTrainer):
             folder = get_last_checkpoint(self.args.output_dir)
         if folder:
             self.bank = SkillBank.load(pathlib.Path(folder, "bank.json"))
-            self.window = files.read_json(pathlib.Path(folder, "window.json"))
         return super().train(folder, *args, **kwargs)
 
 
@@ -425,12 +423,6 @@ def chat(problem: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": problem}]
 
 
-def window_row(roll: Rollout) -> dict[str, Any]:
-    """What `skills.memory_of` reads of a rollout."""
-    names = ("problem_id", "problem", "gold", "text", "pred", "r")
-    return {name: getattr(roll, name) for name in names}
-
-
 # -------------------------------------------------------------------------------------- the command
 
 
@@ -446,6 +438,7 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
     prompt = sgsd.student_prompt(parts, longest)
     lib_model.refuse_beyond_context(outline, len(prompt), cfg.max_new_tokens, "--max_new_tokens")
     bank = SkillBank.load(cfg.bank)
+    bank.window = []
     # A step of 5e-6 is lost in bf16: what learns is in fp32 (S22).
     frozen_in_bf16 = cfg.dtype == "auto" and not args.full and args.device.type == "cuda"
     dtype = "bfloat16" if frozen_in_bf16 else "float32" if cfg.dtype == "auto" else cfg.dtype

@@ -65,9 +65,9 @@ def test_evaluation_adds_nothing_to_the_window(tmp_path):
     run = trainer(args, policy(lora=True), eval_problems=PROBLEMS[:4])
     metrics = run.evaluate()
     assert -1 <= metrics["eval_reward"] <= 1
-    assert run.window == []
+    assert run.bank.window == []
     run.train()
-    assert len(run.window) == args.batch_size
+    assert len(run.bank.window) == args.batch_size
 
 
 def test_other_ids_than_the_teachers_score_are_refused(tmp_path):
@@ -93,8 +93,8 @@ def test_a_resumed_run_has_its_bank_and_its_window(tmp_path, monkeypatch):
     changes = {"steps": 4, "evolve_every": 2, "save_strategy": "steps", "save_steps": 1}
     trainer(settings(tmp_path, **changes), policy(lora=True)).train()
     third = tmp_path / "checkpoint-3"
-    assert len(files.read_json(third / "window.json")) == 6
     saved = skills.SkillBank.load(third / "bank.json")
+    assert len(saved.window) == 6
     assert [update["step"] for update in saved.metadata["updates"]] == [2]
 
     resumed = trainer(settings(tmp_path / "again", **changes), policy(lora=True))
@@ -108,11 +108,10 @@ def test_a_resumed_run_has_its_bank_and_its_window(tmp_path, monkeypatch):
     monkeypatch.setattr(skills, "evolve", kept)
     resumed.train(resume_from_checkpoint=str(third))
     assert resumed.state.global_step == 4
-    rows = files.read_json(third / "window.json")
     assert windows == [windows[0]] and len(windows[0]) == 12
-    assert windows[0][:6] == [row["problem_id"] for row in rows]
+    assert windows[0][:6] == [row["problem_id"] for row in saved.window]
     assert [update["step"] for update in resumed.bank.metadata["updates"]] == [2, 4]
-    assert resumed.window == []
+    assert resumed.bank.window == []
 
 
 def test_the_command_trains_all_weights_sharded_and_evolves_and_saves(tmp_path):
