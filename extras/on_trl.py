@@ -3,7 +3,8 @@
     accelerate launch --config_file extras/fsdp2.yaml -m extras.on_trl --full --bank bank.json
     python eval.py sgsd_trl                                              what it has saved
 
-It needs extras/requirements.txt. By Eq. 20 one SGSD step is a policy gradient whose advantage differs from token to token,
+It needs extras/requirements.txt. By Eq. 20 a step of SGSD is a policy gradient whose advantage
+differs from token to token,
 
     A_t = T sum_k W_t^(k),    W_t^(k) = alpha_k rho_k (m_t / Z) g_tau(Delta_t^(k)),
 
