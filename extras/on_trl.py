@@ -179,6 +179,9 @@ class SGSDTrainer(GRPOTrainer):
         eval_problems: Sequence[Problem] = (),
         **kwargs: Any,
     ):
+        if len(problems) < args.batch_size:  # TRL drops what does not fill a batch
+            rule = f"there are {len(problems)} problems, and TRL takes none twice in an epoch"
+            raise ValueError(f"batch_size {args.batch_size}: {rule}; lower it")
         self.cfg, self.bank, self.embed, self.judge = args.sgsd, bank, embed, judge
         self.problems = [*problems, *eval_problems]
         rows = [{"prompt": chat(x.problem), "index": i} for i, x in enumerate(self.problems)]

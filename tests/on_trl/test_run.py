@@ -50,6 +50,11 @@ def test_a_wrong_value_of_a_setting_of_ours_is_refused_in_one_line(tmp_path):
     conftest.one_line(lambda: settings(tmp_path, batch_size=7), "batch_size 7")
 
 
+def test_fewer_problems_than_a_batch_takes_are_refused_in_one_line(tmp_path):
+    rows = trl_worlds.completions(4)
+    conftest.one_line(lambda: trainer(settings(tmp_path), policy(lora=True), rows), "batch_size 6")
+
+
 def test_the_defaults_are_the_papers():
     args = on_trl.SGSDConfig(per_device_train_batch_size=8, use_cpu=True, bf16=False)
     assert (args.temperature, args.generation_kwargs) == (1.0, {"temperature": 1.1})
