@@ -50,9 +50,10 @@ def init(device: str = "auto") -> World:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     has_driver = os.path.exists("/proc/driver/nvidia/version") and not hidden
     if device == "auto" and has_driver and not torch.cuda.is_available():
-        rule = f"this machine has an NVIDIA driver, but torch {torch.__version__} finds no GPU"
-        fix = "install the build of torch for the driver's CUDA (see pytorch.org), or --device cpu"
-        raise ValueError(f"--device auto: {rule}; {fix}")
+        raise ValueError(
+            f"--device auto: torch {torch.__version__} finds no GPU, though there is an NVIDIA "
+            "driver; install the build of torch for its CUDA (see pytorch.org), or --device cpu"
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "--device cuda: torch finds no CUDA GPU; use cpu, or a CUDA build of torch"
@@ -101,9 +102,10 @@ def _join(rank: int, size: int, here: torch.device) -> None:
         )
     except (RuntimeError, ValueError, OverflowError) as e:
         at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        fix = "start with torchrun, on a port that is free; on several machines gloo may need "
-        fix += "GLOO_SOCKET_IFNAME, the network interface that joins them"
-        raise ValueError(f"could not join the process group at {at} ({e}); {fix}") from None
+        raise ValueError(
+            f"could not join the process group at {at} ({e}); start with torchrun, on a free port; "
+            "several machines may need GLOO_SOCKET_IFNAME, the interface that joins them"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -272,18 +272,17 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
         start.notes.append(line)
     if (out / "config.json").exists():
         go_on(cfg, start, files.read_json(out / "config.json"))
+    checkpoint = files.of_step(out / "checkpoints", start.step)
     first = files.of_step(out / "bank", 0, ".json")
-    if not cfg.uses_skill_bank:
-        return start
-    if start.step:
-        start.bank = load_bank(files.of_step(out / "checkpoints", start.step) / "bank.json")
-        if is_window_full(cfg, start.step, start.bank):
-            start.notes.append(f"the evolution that is due after step {start.step} comes first")
-    elif not start.is_new and first.exists():
+    if cfg.uses_skill_bank and start.step:
+        start.bank = load_bank(checkpoint / "bank.json")
+    elif cfg.uses_skill_bank and first.exists() and not start.is_new:
         start.bank = load_bank(first)
     elif cfg.bank:
         start.bank = load_bank(pathlib.Path(cfg.bank))
         start.bank.window = []
+    if is_window_full(cfg, start.step, start.bank):
+        start.notes.append(f"the bank's evolution after step {start.step} is made first")
     return start
 
 
@@ -300,45 +299,34 @@ def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
 def record_of(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
     """A new run's config.json: where it comes from, and what a command must share to go on.
 
-    `digests` are of what the settings name. The problems' other fields count where a verifier of
-    the user's own may read them.
+    `digests` are of what settings name. A problem's other fields count where a verifier of the
+    user's own may read them. `code` is of the project's loaded modules, the file that was started,
+    the prompts and the verifier's file, by names that do not depend on where the project lies.
     """
     is_ours = cfg.verifier == Config.verifier
-    digests = {}
-    for f in fields(cfg):
-        if f.metadata["on_continue"] == "contents":
-            digests[f.name] = files.contents(getattr(cfg, f.name))
     asked = [(x.id, x.problem, x.answer, {} if is_ours else x.extra) for x in data]
-    digests["data"] = files.digest(asked)
+    named = [f.name for f in fields(cfg) if f.metadata["on_continue"] == "contents"]
+    digests = {name: files.contents(getattr(cfg, name)) for name in named}
+    paths = [*(ROOT / "prompts").glob("*.txt"), pathlib.Path(verify.file_of(cfg.verifier))]
+    for name, module in [*sys.modules.items()]:
+        path = pathlib.Path(getattr(module, "__file__", None) or "")
+        is_ours = path.is_relative_to(ROOT) and "site-packages" not in path.parts
+        if path.is_file() and (is_ours or name == "__main__"):
+            paths.append(path)
+    code = {}
+    for path in sorted(paths):
+        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+        code[name] = files.file_digest(path)
     return {
         "id": uuid.uuid4().hex[:12],
         **runlog.provenance(),
         "continuations": [],
         "program": cfg.program,
         "settings": config.to_dict(cfg),
-        "digests": digests,
-        "code": code_digests(cfg),
+        "digests": digests | {"data": files.digest(asked)},
+        "code": code,
         "processes": world.size,
     }
-
-
-def code_digests(cfg: Config) -> dict[str, str]:
-    """Digests of the project's loaded modules, the started file, the prompts, the verifier's file.
-
-    By names that do not depend on where the project lies.
-    """
-    paths = [*(ROOT / "prompts").glob("*.txt"), pathlib.Path(verify.file_of(cfg.verifier))]
-    for module in [*sys.modules.values()]:
-        path = pathlib.Path(getattr(module, "__file__", None) or "")
-        if path.is_file() and path.is_relative_to(ROOT) and "site-packages" not in path.parts:
-            paths.append(path)
-    started = getattr(sys.modules["__main__"], "__file__", None)
-    paths += [pathlib.Path(started)] if started else []
-    code = {}
-    for path in sorted(paths):
-        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-        code[name] = files.file_digest(path)
-    return code
 
 
 def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
@@ -348,25 +336,21 @@ def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
     is begun anew where it may not.
     """
     out = pathlib.Path(cfg.out)
-    if saved.get("program") != cfg.program:
-        program = saved.get("program", "no program of ours")
-        rule = f"the run was made by {program}, and this is {cfg.program}"
-        raise ValueError(f"--out {out}: {rule}; give another directory")
-    if "digests" not in saved:
-        rule = "an older version of this project made the run; give another directory"
-        raise ValueError(f"--out {out}: {rule}, perhaps with --adapter CHECKPOINT for its weights")
+    if saved.get("program") != cfg.program or "digests" not in saved:
+        maker = saved.get("program", "no program of ours")
+        line = f"--out {out}: the run was made by {maker}, perhaps an older one, and this is "
+        line += f"{cfg.program}; give another directory; --adapter CHECKPOINT takes a run's weights"
+        raise ValueError(line)
     start.step = max(files.by_step(out / "checkpoints"), default=0)
     first = saved["settings"]["checkpoint_every"]
     if cfg.uses_skill_bank:
         first = min(first, saved["settings"]["evolve_every"] or first)
     log_notes = notes_on_logs(out, start.step, first)
     refused, changes = differences(saved, start.record, cfg)
-    first_bank = files.of_step(out / "bank", 0, ".json")
-    if refused and (start.step or (cfg.uses_skill_bank and first_bank.exists())):
-        fix = "give the run's value, or a new --out; there --adapter CHECKPOINT begins with its"
-        raise ValueError(
-            f"--out {out}: {refused}; {fix} weights, --bank {first_bank} with its bank"
-        )
+    bank = files.of_step(out / "bank", 0, ".json")
+    if refused and (start.step or (cfg.uses_skill_bank and bank.exists())):
+        line = f"--out {out}: {refused}; give the run's value, or a new --out; there --adapter "
+        raise ValueError(f"{line}CHECKPOINT begins with its weights, --bank {bank} with its bank")
     if refused:
         start.notes.append(f"begins anew: {refused}")
         return
@@ -379,9 +363,8 @@ def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
     now = {name: start.record[name] for name in ("settings", "digests", "code", "processes")}
     start.record = {**saved, **now, "continuations": [*saved["continuations"], again]}
     start.is_new = False
-    start.notes += [f"changed: {line}" for line in changes] + log_notes
     after = f"continues after step {start.step}" if start.step else "starts with step 1"
-    start.notes.append(after)
+    start.notes += [*[f"changed: {line}" for line in changes], *log_notes, after]
 
 
 def differences(saved: dict, now: dict, cfg: Config) -> tuple[str, list[str]]:
@@ -389,18 +372,17 @@ def differences(saved: dict, now: dict, cfg: Config) -> tuple[str, list[str]]:
 
     saved, now: config.json, of the run and of this command.
     """
-    changes: list[str] = []
+    refused, changes = "", []
     for f in fields(cfg):
+        rule = f.metadata["on_continue"]
         old, new = saved["settings"].get(f.name, f.default), now["settings"][f.name]
         before, after = saved["digests"].get(f.name, old), now["digests"].get(f.name, new)
         is_gone = old == new == after  # since, such as the folder of --adapter: not missed here
-        if before == after or is_gone or f.metadata["on_continue"] == "quiet":
-            continue
         line = f"{config.flag(f.name)} {shown(new)}, where the run has {shown(old)}"
-        line += ", and its files have changed" if old == new else ""
-        if f.metadata["on_continue"] != "announced":
-            return line, changes
-        changes.append(line)
+        if before != after and not is_gone and rule == "announced":
+            changes.append(line)
+        elif before != after and not is_gone and rule != "quiet":
+            refused = refused or line + ", and its files have changed" * (old == new)
     ours, theirs = now["code"], saved["code"]
     edited = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
     if edited:
@@ -408,7 +390,7 @@ def differences(saved: dict, now: dict, cfg: Config) -> tuple[str, list[str]]:
         changes.append(f"the code ({', '.join(sorted(edited))}){kept}")
     if saved["processes"] != now["processes"]:
         changes.append(f"{now['processes']} processes, before {saved['processes']}")
-    return "", changes
+    return refused, changes
 
 
 def shown(value: Any) -> str:
