@@ -342,10 +342,7 @@ def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
         line += f"{cfg.program}; give another directory; --adapter CHECKPOINT takes a run's weights"
         raise ValueError(line)
     start.step = max(files.by_step(out / "checkpoints"), default=0)
-    first = saved["settings"]["checkpoint_every"]
-    if cfg.uses_skill_bank:
-        first = min(first, saved["settings"]["evolve_every"] or first)
-    log_notes = notes_on_logs(out, start.step, first)
+    log_notes = notes_on_logs(cfg, saved["settings"], start.step)
     refused, changes = differences(saved, start.record, cfg)
     bank = files.of_step(out / "bank", 0, ".json")
     if refused and (start.step or (cfg.uses_skill_bank and bank.exists())):
@@ -398,18 +395,23 @@ def shown(value: Any) -> str:
     return shlex.join(value) if isinstance(value, list) else repr(value)
 
 
-def notes_on_logs(out: pathlib.Path, step: int, first: int) -> list[str]:
+def notes_on_logs(cfg: Config, saved: dict[str, Any], step: int) -> list[str]:
     """What the logs lack up to the last checkpoint's step; a run does not need it to go on.
 
-    ValueError where steps beyond the first one that is saved were made, and there is no checkpoint.
+    saved: the run's settings. ValueError where it has passed the first step that it saves, and
+    there is no checkpoint.
     """
     notes = []
-    for name in runlog.LOGS:
-        rows = collections.Counter(row["step"] for row in files.read_jsonl(out / f"{name}.jsonl"))
+    for name in runlog.LOGS if saved["audit_every"] else runlog.LOGS[:2]:
+        path = pathlib.Path(cfg.out, f"{name}.jsonl")
+        rows = collections.Counter(row["step"] for row in files.read_jsonl(path))
         made = max(rows, default=0)
+        first = saved["checkpoint_every"]
+        if cfg.uses_skill_bank and saved["evolve_every"]:
+            first = min(first, saved["evolve_every"])
         if name == "metrics" and not step and made > first:
             rule = f"it has made {made} steps, but checkpoints/ has none; bring them back"
-            raise ValueError(f"--out {out}: {rule}, or give another directory")
+            raise ValueError(f"--out {cfg.out}: {rule}, or give another directory")
         wanted = [n for n in rows if n <= step] if name == "tokens" else range(1, step + 1)
         lacking = [str(n) for n in wanted if rows[n] < max(rows.values(), default=1)]
         if step and not any(n <= step for n in rows):

@@ -148,6 +148,24 @@ def test_other_kinds_of_runs_are_killed_and_continued(changes, places, world_dir
     assert_equal(out, whole)
 
 
+def test_a_window_is_in_the_checkpoints_between_evolutions_and_nowhere_else(
+    world_dir, killed, tmp_path, uninterrupted
+):
+    """Two solutions in each step since step 3. A run that is given such a bank drops it."""
+    bank = SkillBank.load(killed / "checkpoints/step_000004/bank.json")
+    logged = [row for row in rows(killed / "rollouts.jsonl") if row["step"] == 4]
+    assert [skills.memory_of(x) for x in bank.window] == [skills.memory_of(x) for x in logged]
+    for path in [*uninterrupted.glob("bank/*.json"), *uninterrupted.glob("*/step_000006/*.json")]:
+        assert "window" not in json.loads(path.read_text())
+    given = killed / "checkpoints/step_000004/bank.json"
+    changes = {"bank": str(given), "num_teachers": 1}
+    with driver.opened(world_dir, tmp_path / "new", **changes) as run:
+        assert run.bank.window == [] and run.bank.general_skills == bank.general_skills
+    run = driver.train(world_dir, tmp_path / "still", **changes, evolve_every=0, steps=2)
+    saved = json.loads((run.out / "checkpoints/step_000002/bank.json").read_text())
+    assert "window" not in saved
+
+
 def test_steps_are_raised_after_a_kill_in_the_last_one(world_dir, tmp_path, log):
     """As after a run that came to its end; the evolution that was due comes before step 4."""
     for name, places in (("whole", []), ("run", [(skills, "evolve", 1)])):
@@ -490,14 +508,16 @@ def test_a_run_goes_on_without_its_logs_and_says_which_begin_anew(
     world_dir, killed, uninterrupted, log
 ):
     """They are no part of what it needs to go on."""
-    (killed / "rollouts.jsonl").unlink()
+    for name in ("rollouts", "tokens"):
+        (killed / f"{name}.jsonl").unlink()
     lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
     (killed / "metrics.jsonl").write_text("".join(lines[:2] + lines[3:]))
     shutil.rmtree(killed / "bank")
     assert go(small_flags(world_dir, killed), log) == 0
     text = log.read_text()
-    assert "rollouts.jsonl has no line up to step 4" in text
-    assert "metrics.jsonl lacks lines of step 3" in text and "tokens.jsonl" not in text
+    for name in ("rollouts", "tokens"):
+        assert f"{name}.jsonl has no line up to step 4" in text
+    assert "metrics.jsonl lacks lines of step 3" in text
     ours, theirs = state(killed), state(uninterrupted)
     for name in theirs:
         if "checkpoints" in name or name == "bank/bank.json":

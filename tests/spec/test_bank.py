@@ -111,6 +111,9 @@ def test_save_and_load_lose_nothing(text, tmp_path):
     bank = make_bank()
     bank.extra["task_specific_skills"] = {"x": [1]}
     bank.general_skills[0]["note"] = text
+    row = {"problem_id": "a", "problem": text, "text": text, "r": 1, "pred": "2", "gold": "2"}
+    bank.remember([{**row, "completion_ids": [1, 2]}])
+    assert bank.window == [row]
     bank.save(tmp_path / "b.json")
     assert SkillBank.load(tmp_path / "b.json") == bank
 
@@ -141,6 +144,7 @@ WRONG = [
     (bank_text([], ["text"]), "common_mistakes[0] lacks"),
     (bank_text(metadata=[]), "`metadata`"),
     (bank_text(metadata={"updates": 3}), "`updates`"),
+    ('{"general_skills": [], "common_mistakes": [], "window": {}}', "`window`"),
 ]
 
 
