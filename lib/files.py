@@ -156,23 +156,18 @@ def contents(name: str) -> str:
 
     Of a file of weights it takes the size and a mebibyte at three places: training moves them all.
     """
-    path = pathlib.Path(name)
+    path, piece = pathlib.Path(name), 2**20
     if path.is_file():
         return file_digest(path)
-    pieces: list[object] = []
-    for file in sorted(path.rglob("*")) if name and path.is_dir() else []:
+    parts: list[object] = []
+    for file in sorted(path.rglob("*")) if name else []:
         if file.suffix in OF_A_MODEL and file.is_file():
-            pieces += [file.relative_to(path).as_posix(), file.stat().st_size]
-            pieces.append(_samples_of(file) if file.suffix in WEIGHTS else file_digest(file))
-    return digest(pieces) if pieces else name
-
-
-def _samples_of(path: pathlib.Path) -> str:
-    """A digest of the first, the middle and the last mebibyte of a file."""
-    size, piece = path.stat().st_size, 2**20
-    samples = []
-    with open(path, "rb") as f:
-        for start in (0, size // 2, max(0, size - piece)):
-            f.seek(start)
-            samples.append(f.read(piece))
-    return digest(samples)
+            size = file.stat().st_size
+            is_large = file.suffix in WEIGHTS
+            starts = (0, size // 2, max(0, size - piece)) if is_large else range(0, size, piece)
+            parts += [file.relative_to(path).as_posix(), size]
+            with open(file, "rb") as f:
+                for start in starts:
+                    f.seek(start)
+                    parts.append(digest(f.read(piece)))
+    return digest(parts) if parts else name

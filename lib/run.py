@@ -308,10 +308,11 @@ def record_of(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
     named = [f.name for f in fields(cfg) if f.metadata["on_continue"] == "contents"]
     digests = {name: files.contents(getattr(cfg, name)) for name in named}
     paths = [*(ROOT / "prompts").glob("*.txt"), pathlib.Path(verify.file_of(cfg.verifier))]
-    for name, module in [*sys.modules.items()]:
+    started = sys.modules["__main__"]
+    for module in [*sys.modules.values()]:
         path = pathlib.Path(getattr(module, "__file__", None) or "")
         is_ours = path.is_relative_to(ROOT) and "site-packages" not in path.parts
-        if path.is_file() and (is_ours or name == "__main__"):
+        if path.is_file() and (is_ours or module is started):
             paths.append(path)
     code = {}
     for path in sorted(paths):
