@@ -346,7 +346,7 @@ def audited_solution(data: dict) -> str:
     skill = ": ".join(teacher.get("skill", ["", "none"])[1:3])
     solution = re.sub(r"<\|.*?\|>", "", "".join(view["text"])).replace("\n", f"\n{' ' * 13}")
     return printable(
-        f"\nOne audited solution, of step {view['step']}:\n"
+        f"One audited solution, of step {view['step']}:\n"
         f"  problem    {view['problem']}\n"
         f"  solution   {solution}\n"
         f"  verdict    {verdict}: its answer is {view['pred']}, the reference {view['gold']}\n"
@@ -667,7 +667,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = args.out or (runs[0] if len(runs) == 1 else pathlib.Path()) / "report.html"
         data = write(runs, out)
     for run, path in zip(data if args.explain is None else [], runs):
-        print(f"{path}\n{in_columns(run['summary'])}\n{audited_solution(run)}\n")
+        parts = [f"{path}\n{in_columns(run['summary'])}", audited_solution(run)]
+        print("\n\n".join(part for part in parts if part), end="\n\n")
     print(f"written: {out}")
     return 0
 
