@@ -395,12 +395,11 @@ def load_policy(
     if server:
         lm, tokenizer = model.load_outline(base)
         name = ""
-        if policy.base:  # the weights name it: an engine's cache goes by the name
+        if policy.base:  # under a new name, by which an engine's cache goes
             place = pathlib.Path(policy.path)
-            name = f"{place.name}-{contents(policy.path)}-{uuid.uuid4().hex[:8]}"
+            name = f"{place.name}-{uuid.uuid4().hex[:12]}"
             server.load(name, str(place.resolve()))
-            loaded.enter_context(contextlib.suppress(OSError, ValueError))  # of the unloading
-            loaded.callback(server.unload, name)
+            loaded.callback(server.unload_quietly, name)
         server.tokenizer, server.stops = tokenizer, rollout.stop_ids(lm, tokenizer)
         return lm, tokenizer, functools.partial(server.stream, adapter=name)
     lm, tokenizer = model.load_model(base, world.device, dtype=cfg.dtype, attn=cfg.attn)

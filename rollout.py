@@ -369,7 +369,7 @@ def rollouts(
         judged = []
         for job, text, verdict in zip(jobs, texts, verdicts, strict=True):
             x = job.problem
-            if str(verdict.right) not in ("True", "False"):  # NumPy's bools will do
+            if not isinstance(verdict.right, bool | np.bool_):
                 rule = "a verdict must be True or False"
                 raise ValueError(f"verifier: {rule}, got {verdict.right!r} for problem {x.id}")
             roll = Rollout(

@@ -47,7 +47,7 @@ import scoring
 import skills
 from lib import config, model, problems, runlog
 from lib.problems import Problem
-from lib.run import Run, shared_replies, shared_rollouts
+from lib.run import Run, is_window_full, shared_replies, shared_rollouts
 from rollout import Job, Rollout, Sampling
 from skills import SkillBank, SkillPair
 
@@ -440,9 +440,9 @@ def begin_bank(run: Run) -> None:
 
 
 def check_bank(run: Run, given: str = "") -> None:
-    """UserError if a list is empty, or the longest teacher's prompt is too long. On every rank.
+    """UserError if a list is empty, or the longest prompt with skills too long. On every rank.
 
-    given: a --bank; its lists must have K entries.
+    given: the value of --bank; each of its lists must have at least K entries.
     """
     cfg = run.cfg
 
@@ -453,12 +453,13 @@ def check_bank(run: Run, given: str = "") -> None:
         with config.user_errors():
             skills.refuse_short(run.bank, given, cfg.num_teachers)
         x = max(run.problems, key=lambda x: size(x.problem))
-        pair = skills.longest_pair(run.bank, size)
-        ids = pair.skill["skill_id"], pair.mistake["mistake_id"]
-        with config.user_errors(f"problem {x.id} with {' and '.join(ids)}: "):
-            (teacher,) = teacher_prompts(run, [pair], x.problem)
+        pairs = skills.longest_pairs(run.bank, cfg.pairs_in_a_prompt, size)
+        ids = [f"{pair.skill['skill_id']} and {pair.mistake['mistake_id']}" for pair in pairs]
+        with config.user_errors(f"problem {x.id} with {', '.join(ids)}: "):
+            text = skills.render_skills(pairs, x.problem)
+            prompt = prompt_ids(run, text, cfg.teacher_prefix)
             limit = cfg.max_new_tokens
-            model.refuse_beyond_context(run.lm, len(teacher), limit, "--max-new-tokens")
+            model.refuse_beyond_context(run.lm, len(prompt), limit, "--max-new-tokens")
 
 
 def evolve_bank(run: Run) -> None:
@@ -474,7 +475,7 @@ def evolve_bank(run: Run) -> None:
     (--success-gate) or more was right, the bank stays as it is. The window is cleared in any case.
     """
     cfg, old, step = run.cfg, run.bank, run.step
-    if not old.window or step % cfg.evolve_every:
+    if not is_window_full(cfg, step, old):
         return
     run.bank = skills.evolve(old, old.window, step, writer(run, step), **cfg.evolution)
     if run.world.main:

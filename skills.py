@@ -108,6 +108,12 @@ class SkillBank:
         self.window += [{name: row[name] for name in IN_WINDOW} for row in rows]
 
     @property
+    def counts(self) -> dict[str, int]:
+        """For metrics.jsonl."""
+        skills, mistakes = len(self.general_skills), len(self.common_mistakes)
+        return {"bank_skills": skills, "bank_mistakes": mistakes}
+
+    @property
     def sizes(self) -> str:
         return f"{len(self.general_skills)} skills and {len(self.common_mistakes)} mistakes"
 
@@ -189,7 +195,7 @@ def render(name: str, values: Mapping[str, Any]) -> str:
 
 
 def render_student(problem: str) -> str:
-    """The plain prompt x (Fig. 6): the problem and nothing else."""
+    """The plain prompt x (Fig. 6): the problem, and the request to reason and box the answer."""
     return render("student", {"problem": problem})
 
 
@@ -509,7 +515,7 @@ def evolve(
     patience: int = 3,
     memory_answer: bool = False,
 ) -> SkillBank:
-    """The bank after online evolution (Alg. 4); the same object if no evolution is due.
+    """The bank after online evolution (Alg. 4); the same object where it stays as it is.
 
     window: W, the rows of all rollouts since an evolution was last due (D2); see `memory_of`.
     evolve_every: F; 0 disables. success_gate: γ. max_new_items: N, for both lists together (S12).
@@ -630,15 +636,16 @@ def refuse_short(bank: SkillBank, path: str, num_teachers: int) -> None:
         raise ValueError(f"{where}: --num-teachers {num_teachers} needs as many of each; lower it")
 
 
-def longest_pair(bank: SkillBank, size: Callable[[str], int]) -> SkillPair:
-    """The longest skill with the longest mistake: no teacher has a longer prompt.
+def longest_pairs(bank: SkillBank, k: int, size: Callable[[str], int]) -> list[SkillPair]:
+    """The k longest skills with the k longest mistakes: no prompt with k pairs is longer.
 
     size: of a text, such as its number of tokens.
     """
-    skill, mistake = (
-        max(bank.collection(key), key=lambda e: size(entry_text(e, key))) for key in FIELDS
-    )
-    return SkillPair(skill, mistake, 0.0, 0.0)
+    longest = []
+    for key, name in (("general_skills", "skill"), ("common_mistakes", "mistake")):
+        by_size = sorted((size(render(name, e)), i) for i, e in enumerate(bank.collection(key)))
+        longest.append([bank.collection(key)[i] for _, i in by_size[::-1][:k]])
+    return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*longest)]
 
 
 def _without_copies(entries: list[dict], static: list[dict], key: str) -> list[dict]:

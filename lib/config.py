@@ -258,6 +258,11 @@ class Config:
         return True
 
     @property
+    def pairs_in_a_prompt(self) -> int:
+        """Skill-mistake pairs that the longest prompt shows; a teacher's shows one."""
+        return 1
+
+    @property
     def bank_rows(self) -> int:
         """Seed solutions and replies of the bank's writer that are decoded at a time."""
         return self.rollout_rows or 16
@@ -462,7 +467,7 @@ class Parser(argparse.ArgumentParser):
             for close in difflib.get_close_matches(wrong, [*self._option_string_actions], 1, 0.75):
                 hint += f"did you mean {close}? "
             if wrong == "--method":
-                hint += "other methods are programs: python -m methods.grpo, opsd or ablations; "
+                hint += "other methods are programs, such as python -m methods.grpo; "
         line = f"{name_of(self.prog)}: {' '.join(message.split())}; {hint}--help lists the flags\n"
         if not is_first_rank():
             time.sleep(2)  # at the first exit torchrun kills the others: rank 0 has to print first

@@ -142,9 +142,7 @@ class Run:
             return
         rate, peak = self.optimizer.param_groups[0]["lr"], runlog.memory_gb(self.device)
         metrics = runlog.summarize(step, rows, norm, rate, self.clock.seconds, peak)
-        if self.bank is not None:
-            metrics["bank_skills"] = len(self.bank.general_skills)
-            metrics["bank_mistakes"] = len(self.bank.common_mistakes)
+        metrics |= self.bank.counts if self.bank else {}
         metrics |= runlog.engine_gap(list(itertools.chain.from_iterable(gaps)))
         for name, lines in zip(runlog.LOGS, ([metrics], rows, tokens)):
             files.append_jsonl(self.out / f"{name}.jsonl", lines)

@@ -57,9 +57,8 @@ class Server:
         self.engine = ""  # what the server calls itself, after `check`
         self.adapters: dict[str, str] = {}  # {name: folder}, loaded again after a restart
         self.loading = threading.Lock()
-        self.reported = (
-            -math.inf
-        )  # when a failed try was last reported, in time.monotonic's seconds
+        # When a failed try was last reported, in time.monotonic's seconds.
+        self.reported = -math.inf
 
     def check(self) -> None:
         """Find the model's name on the server. One that serves a single base is taken at its word.
@@ -88,6 +87,11 @@ class Server:
         """Unload an adapter. No error if a restarted server has lost it already."""
         self.adapters.pop(name, None)
         self._ask("/unload_lora_adapter", {"lora_name": name}, accepted=(200, 404))
+
+    def unload_quietly(self, name: str) -> None:
+        """Unload an adapter; a server that is gone has none."""
+        with contextlib.suppress(OSError, ValueError):
+            self.unload(name)
 
     def stream(
         self, jobs: Sequence[Any], sampling, rows: int = 0, adapter: str = ""
@@ -308,9 +312,8 @@ class TrainedPolicy:
             yield turn
 
     def close(self) -> None:
-        """Unload the adapter; a server that is gone has none."""
-        with contextlib.suppress(ConnectionError, ValueError):
-            self._forget()
+        """Unload the adapter, and remove its folder."""
+        self._forget()
         with contextlib.suppress(OSError):  # another rank may still have its adapter there
             self.folder.rmdir()
 
@@ -322,7 +325,11 @@ class TrainedPolicy:
         name = f"{self.name}-{uuid.uuid4().hex[:12]}"
         self.lm.save_pretrained(self.folder / name, save_embedding_layers=False)
         self.server.load(name, str(self.folder / name))
-        self._check_acts(name, prompt)
+        try:
+            self._check_acts(name, prompt)
+        except (ConnectionError, ValueError):
+            self.server.unload_quietly(name)
+            raise
         self._forget()
         self.adapter, self.changed = name, False
 

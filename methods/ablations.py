@@ -1,4 +1,4 @@
-"""SGSD with one part changed: every row of Tab. 4, §4.4, §4.5 and App. E that is not a setting.
+"""SGSD with one part changed: every row of Tab. 4, §4.4 and §4.5 that is not a setting of its.
 
     loss(x) = sum_k alpha_k rho_k mean over unmasked t of l_t^(k)         Eq. 16, any part replaced
 
@@ -165,8 +165,6 @@ def rollout_loss(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPai
 def scored(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Tensor:
     """Token losses, gaps and full gaps of all teachers: [3, K, T]."""
     cfg = settings(run)
-    if not pairs_K:
-        return torch.zeros(3, 0, len(roll.completion_ids), device=run.device)
     problem = with_answer(x.problem, x.answer) if cfg.answer_pi else x.problem
     contexts_K = sgsd.teacher_prompts(run, pairs_K, problem)
 
@@ -194,6 +192,8 @@ def retrieve(run: Run, x: Problem, step: int) -> list[SkillPair]:
 
 def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     """`sgsd.train_step` with `retrieve` and `rollout_loss` of this file, and a teacher's copy."""
+    if settings(run).teacher in ("periodic", "ema"):
+        teachers.begin(run)
     share = sgsd.batch_share(run, step)
     rolls = sgsd.sample(run, share)
     run.clock.lap("gen")

@@ -74,8 +74,8 @@ def scored(
     roll: Rollout,
     contexts_K: list[list[int]],
     token_losses: Callable[[Tensor, Tensor, list[Tensor]], Tensor],
-    temperature: float = 1.0,
-    teacher: contextlib.AbstractContextManager | None = None,
+    temperature: float,
+    teacher: contextlib.AbstractContextManager,
 ) -> Tensor:
     """token_losses over all positions of a rollout, a slice at a time: [C, K, T].
 
@@ -85,7 +85,7 @@ def scored(
     """
     ids_T = roll.completion_ids
     states_K: dict[int, Tensor] = {}  # [T, D] by k
-    with teacher or contextlib.nullcontext(), torch.no_grad():
+    with teacher, torch.no_grad():
         lengths = [len(context) + len(ids_T) for context in contexts_K]
         for group in scoring.packs(lengths, run.cfg.score_tokens):
             prompts = [contexts_K[k] for k in group]

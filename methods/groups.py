@@ -72,6 +72,26 @@ def without_teachers(loss: Tensor, T: int, numbers: dict[str, Tensor]) -> Rollou
     )
 
 
+def of_one_teacher(ell_1T: Tensor, delta_1T: Tensor, c_delta: float) -> RolloutLoss:
+    """The mean of a completion's token losses under one teacher; every token counts.
+
+    ell_1T: with gradient. delta_1T: gaps, for the logs.
+    """
+    ones_1, ones_T = ell_1T.new_ones(1), ell_1T.new_ones(ell_1T.shape[1])
+    lbar_1 = ell_1T.mean(1)
+    return RolloutLoss(
+        loss=lbar_1.sum(),
+        mask_T=ones_T,
+        delta_KT=delta_1T,
+        alpha_K=ones_1,
+        a_K=sgsd.robust_support(delta_1T, ones_T, c_delta),
+        rho_K=ones_1,
+        lbar_K=lbar_1,
+        credit_KT=torch.zeros_like(delta_1T).detach(),
+        has_credit=False,
+    )
+
+
 def rewards(rolls_G: Sequence[Rollout]) -> Tensor:
     """Training rewards of a group. [G]."""
     return torch.tensor([float(sgsd.reward(roll)) for roll in rolls_G])

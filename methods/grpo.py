@@ -54,6 +54,10 @@ class GRPOConfig(GroupConfig):
         0.0, "temperature of the loss; 0 takes the sampling's; S5, S15", least=0
     )
 
+    @property
+    def pairs_in_a_prompt(self) -> int:
+        return self.num_teachers
+
 
 OF_SGSD = "student_prefix temperature top_p top_k max_new_tokens max_prompt_tokens rollout_rows"
 SHORT = {name: getattr(Config, name) for name in (*OF_SGSD.split(), "grad_clip")}
@@ -96,7 +100,7 @@ def weighted_losses(
     """The loss of each solution by its advantage."""
     for roll, advantage in zip(rolls_G, advantages_G):
         loss = torch.zeros((), device=run.device)
-        if advantages_G.any():
+        if advantage:
             logp_T = logprobs(run, roll)
             loss = grpo_loss(logp_T, logp_T, advantage.item())
         T = len(roll.completion_ids)

@@ -51,6 +51,10 @@ class OPSDConfig(Config):
     def uses_skill_bank(self) -> bool:
         return bool(self.bank)
 
+    @property
+    def pairs_in_a_prompt(self) -> int:
+        return self.num_teachers
+
 
 VARIANTS: dict[str, dict[str, Any]] = {"bank": {"num_teachers": 3, "evolve_every": 0}}  # S17
 
@@ -70,26 +74,14 @@ def losses(
 
     def token_losses(ids_n: Tensor, s_nV: Tensor, teachers_nV: list[Tensor]) -> Tensor:
         loss_n = divergences.generalized_jsd(s_nV, teachers_nV[0], 0.0, clip=cfg.objective_clip)
-        gap_n1 = divergences.full_gaps(ids_n, s_nV, teachers_nV)
+        gap_n1 = divergences.full_gaps(ids_n, s_nV.detach(), teachers_nV)  # for the logs
         return torch.stack([loss_n[:, None], gap_n1], 2)
 
     for roll in rolls_G:
         ell_1T, delta_1T = divergences.scored(
             run, roll, contexts_1, token_losses, cfg.temperature or 1.0, teachers.frozen(run)
         )
-        ones_1, ones_T = ell_1T.new_ones(1), ell_1T.new_ones(ell_1T.shape[1])
-        lbar_1 = sgsd.masked_mean(ell_1T, ones_T)
-        yield RolloutLoss(
-            loss=lbar_1.sum(),
-            mask_T=ones_T,
-            delta_KT=delta_1T,
-            alpha_K=ones_1,
-            a_K=sgsd.robust_support(delta_1T, ones_T, cfg.c_delta),
-            rho_K=ones_1,
-            lbar_K=lbar_1,
-            credit_KT=torch.zeros_like(delta_1T).detach(),
-            has_credit=False,
-        )
+        yield groups.of_one_teacher(ell_1T, delta_1T, cfg.c_delta)
 
 
 train_step = groups.step_fn(losses)

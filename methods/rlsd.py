@@ -102,22 +102,21 @@ def rollout_loss(
 ) -> tuple[Tensor, Tensor]:
     """A solution's loss, and the advantage of each of its tokens [T]."""
     cfg: Any = run.cfg
+    lam = weighting_share(run.step + 1, cfg.weighting, cfg.weighting_steps)
+    logpT_T = teachers_logprobs(run, x, roll, pairs_K) if lam else None
     prompts, completions = [roll.prompt_ids], [roll.completion_ids]
     logpS_1T = scoring.token_logprobs(
         run.lm, prompts, completions, grad=True, temperature=cfg.temperature
     )
     logpS_T = logpS_1T[0]
-    gap_T = teachers_gap(run, x, roll, pairs_K, logpS_T.detach())
-    lam = weighting_share(run.step + 1, cfg.weighting, cfg.weighting_steps)
+    gap_T = torch.zeros_like(logpS_T) if logpT_T is None else logpT_T - logpS_T
     advantage_T = token_advantages(gap_T, advantage, lam)
     ratio_T = (logpS_T - logpS_T.detach()).exp()  # 1, with the gradient of the log-probability
     return -(advantage_T * ratio_T).mean(), advantage_T
 
 
-def teachers_gap(
-    run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair], logpS_T: Tensor
-) -> Tensor:
-    """log p_T(y_t) - log p_S(y_t) of the teacher, or the weighted mean over SGSD's K. [T]."""
+def teachers_logprobs(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Tensor:
+    """log p_T(y_t) of the teacher, or the weighted mean over SGSD's K. [T], no gradient."""
     cfg: Any = run.cfg
     policy: contextlib.AbstractContextManager = contextlib.nullcontext()
     if pairs_K:
@@ -132,7 +131,7 @@ def teachers_gap(
             run.lm, contexts_K, roll.completion_ids, cfg.score_tokens, cfg.temperature
         )
     run.clock.lap("score")
-    return alpha_K @ sgsd.log_prob_gap(logpT_KT, logpS_T)
+    return alpha_K @ logpT_KT
 
 
 step_of_groups = groups.step_fn(losses, student_prompt)

@@ -133,26 +133,14 @@ def distilled(run: Run, roll: Rollout, context: list[int]) -> RolloutLoss:
     def token_losses(ids_n: Tensor, s_nV: Tensor, teachers_nV: list[Tensor]) -> Tensor:
         (t_nV,) = teachers_nV
         loss_n = sdpo_divergence(s_nV, t_nV, cfg.divergence_alpha, cfg.divergence_top_k)
-        gap_n1 = divergences.full_gaps(ids_n, s_nV, teachers_nV)  # for the logs
+        gap_n1 = divergences.full_gaps(ids_n, s_nV.detach(), teachers_nV)  # for the logs
         return torch.stack([loss_n[:, None], gap_n1], 2)
 
     teacher = teachers.copied(run)
     ell_1T, delta_1T = divergences.scored(
         run, roll, [context], token_losses, cfg.temperature, teacher
     )
-    ones_1, ones_T = ell_1T.new_ones(1), ell_1T.new_ones(ell_1T.shape[1])
-    lbar_1 = ell_1T.mean(1)
-    return RolloutLoss(
-        loss=lbar_1.sum(),
-        mask_T=ones_T,
-        delta_KT=delta_1T,
-        alpha_K=ones_1,
-        a_K=sgsd.robust_support(delta_1T, ones_T, cfg.c_delta),
-        rho_K=ones_1,
-        lbar_K=lbar_1,
-        credit_KT=torch.zeros_like(delta_1T).detach(),
-        has_credit=False,
-    )
+    return groups.of_one_teacher(ell_1T, delta_1T, cfg.c_delta)
 
 
 step_of_groups = groups.step_fn(losses)

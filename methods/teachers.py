@@ -15,10 +15,9 @@ def frozen(run: Run) -> Iterator[None]:
 
 
 def begin(run: Run) -> None:
-    """Make a copy of the adapters, unless there is one, in `run.extra_tensors` (S18).
+    """Before a step: make a copy of the adapters, unless there is one, on every rank (S18).
 
-    A method whose ranks may not all have a teacher in each step calls it before the step: else the
-    copy would begin at another step on another rank, or not be in rank 0's checkpoint.
+    It is in `run.extra_tensors`, and so in the checkpoints.
     """
     for name, p in model.trained(run.lm).items():
         if f"{name}.teacher" not in run.extra_tensors:
@@ -27,8 +26,7 @@ def begin(run: Run) -> None:
 
 @contextlib.contextmanager
 def copied(run: Run) -> Iterator[None]:
-    """The model under a copy of its adapters, which begins as the student."""
-    begin(run)
+    """The model under the copy of its adapters, which `begin` has made."""
     params = model.trained(run.lm)
     students = {name: p.data for name, p in params.items()}
     for name, p in params.items():

@@ -23,7 +23,7 @@ import scoring
 import sgsd
 import skills
 from lib import config, model, problems, verify
-from methods import ablations, divergences, grpo, opsd
+from methods import ablations, divergences, grpo, opsd, teachers
 from methods.ablations import AblationConfig
 from methods.opsd import OPSDConfig
 
@@ -435,6 +435,8 @@ def test_whose_log_probabilities_a_teacher_gives(kind, world_dir, tmp_path):
     """The student's, the base's, or its copy's; then the student's own weights are back."""
     prompt, ids = [[1, 2, 3, 4]], [[30, 31, 32]]
     with driver.opened(world_dir, tmp_path / "run", AblationConfig, teacher=kind) as run:
+        if kind in ("periodic", "ema"):
+            teachers.begin(run)
         with ablations.teacher_policy(run):
             # A copy begins as the student, with B = 0.
             base = scoring.token_logprobs(run.lm, prompt, ids)
