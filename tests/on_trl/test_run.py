@@ -155,14 +155,18 @@ def test_the_sharded_configuration_is_one_of_accelerate():
     assert given.fsdp_config["fsdp_version"] == 2
 
 
-def test_a_step_is_measured_beside_that_of_sgsd_py():
-    script = conftest.ROOT / "research/speed/side_by_side.py"
-    flags = "--batch-size 2 --teachers 2 --tokens 4 --steps 1".split()
-    done = subprocess.run(
-        [sys.executable, script, *flags], capture_output=True, text=True, cwd=conftest.ROOT
-    )
+@pytest.mark.parametrize(
+    "script, flags, row",
+    [
+        ("side_by_side.py", "--batch-size 2 --teachers 2 --tokens 4 --steps 1", "| a step |"),
+        ("head_in_bf16.py", "--problems 2 --teachers 2 --tokens 8", "| TRL's own head |"),
+    ],
+)
+def test_what_measures_it_runs(script, flags, row):
+    command = [sys.executable, conftest.ROOT / "research/speed" / script, *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=conftest.ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "| a step |" in done.stdout
+    assert row in done.stdout
 
 
 def test_a_command_without_a_bank_is_refused_in_one_line(tmp_path, capsys):
