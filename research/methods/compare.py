@@ -703,7 +703,7 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     lines[-1] += f"{minutes:.0f} minutes, and used what earlier ones had made."
     out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     found = {"rates": rates, "validation": trials, "results": results, "banks": banks}
-    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    out.with_suffix(".json").write_text(json.dumps(found) + "\n")
     picture(w, results, names, seeds, out.with_suffix(".png"))
     print("\n".join(lines))
 
