@@ -1,10 +1,10 @@
 """A step of sgsd.py against one of extras/on_trl.py, by part: seconds and peak memory.
 
     python research/speed/side_by_side.py                                         the tiny world
-    python research/speed/side_by_side.py --model DIR --encoder DIR --batch-size 2   another model
+    python research/speed/side_by_side.py --model DIR --encoder DIR --batch-size 2 --dtype bfloat16
 
-Each engine runs in a process of its own, one thread, on CPU, in fp32, with the same model, bank,
-problems, teachers and adapters. No completion ends before --tokens, so that both do equal work:
+Each engine runs in a process of its own, one thread, on CPU, with the same model, bank, problems,
+teachers and adapters. No completion ends before --tokens, so that both do equal work:
 a hook keeps the head from sampling a stop id, and scoring does not pass through it. The first step
 is left out; of the others the median counts. Seconds are the process's processor seconds, so that
 a busy machine matters less. Memory is the largest resident size during a part, above that before
@@ -95,7 +95,13 @@ def settings(args, out):
     given = {"model": args.model, "encoder": args.encoder, "data": args.data, "bank": args.bank}
     given |= {"steps": args.steps + 1, "batch_size": args.batch_size, "num_teachers": args.teachers}
     given |= {"max_new_tokens": args.tokens, "evolve_every": 0, "lora_rank": 16, "lora_alpha": 32}
-    given |= {"out": out, "device": "cpu", "checkpoint_every": 1000, "audit_every": 0}
+    given |= {
+        "out": out,
+        "dtype": args.dtype,
+        "device": "cpu",
+        "checkpoint_every": 1000,
+        "audit_every": 0,
+    }
     return given
 
 
@@ -171,6 +177,7 @@ def main():
     parser.add_argument("--encoder", default=tiny / "encoder", help="directory of the encoder")
     parser.add_argument("--data", default=tiny / "train.jsonl", help="training problems")
     parser.add_argument("--bank", default=ROOT / "banks/word_problems.json", help="a bank")
+    parser.add_argument("--dtype", default="float32", help="of the base's weights")
     parser.add_argument("--batch-size", type=int, default=16, help="problems in a step")
     parser.add_argument("--rows", type=int, default=1, help="TRL's rollouts in one backward pass")
     parser.add_argument("--teachers", type=int, default=8, help="K")
