@@ -1,10 +1,10 @@
-"""README.md as a code host shows it: readme_light.png and readme_dark.png beside this file.
+"""README.md and docs/method.md as a code host shows them, in both themes.
 
     npm install github-markdown-css
-    python docs/pictures/readme.py node_modules/github-markdown-css
+    python docs/pictures/readme.py node_modules/github-markdown-css runs/pages
 
-Needs Chromium, and Python's markdown-it-py and pillow. Look at both pictures after a change to
-README.md or to one of its drawings.
+writes README_light.png and so on into runs/pages. Needs Chromium, and Python's markdown-it-py and
+pillow. Look at the pictures after a change to one of the pages or drawings.
 """
 
 import pathlib
@@ -16,21 +16,23 @@ from markdown_it import MarkdownIt
 from PIL import Image, ImageChops
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "docs/method.md")
 GROUNDS = {"light": "#ffffff", "dark": "#0d1117"}
 WIDTH, HEIGHT = 900, 12_000  # more than the page has; the rest is cut off
-PAGE = """<!doctype html><meta charset="utf-8"><base href="file://{root}/">
+PAGE = """<!doctype html><meta charset="utf-8"><base href="file://{folder}/">
 <style>{css}
 body {{ margin: 0; background: {ground}; }}
 article {{ box-sizing: border-box; width: {width}px; padding: 32px; }}
 </style><article class="markdown-body">{body}</article>"""
 
 
-def picture(theme: str, css: pathlib.Path, body: str) -> Image.Image:
-    """The page in a theme, without the empty rest below it."""
+def picture(path: pathlib.Path, theme: str, css: pathlib.Path) -> Image.Image:
+    """A page in a theme, without the empty rest below it."""
+    body = MarkdownIt("gfm-like", {"linkify": False}).render(path.read_text())
     with tempfile.TemporaryDirectory() as folder:
         page, shot = pathlib.Path(folder, "page.html"), pathlib.Path(folder, "shot.png")
         style = (css / f"github-markdown-{theme}.css").read_text()
-        values = {"root": ROOT, "css": style, "ground": GROUNDS[theme], "width": WIDTH}
+        values = {"folder": path.parent, "css": style, "ground": GROUNDS[theme], "width": WIDTH}
         page.write_text(PAGE.format(**values, body=body))
         flags = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--screenshot={shot}"]
         command = ["chromium", *flags, f"--window-size={WIDTH},{HEIGHT}", str(page)]
@@ -42,10 +44,12 @@ def picture(theme: str, css: pathlib.Path, body: str) -> Image.Image:
 
 
 def main() -> None:
-    body = MarkdownIt("gfm-like", {"linkify": False}).render((ROOT / "README.md").read_text())
-    for theme in GROUNDS:
-        image = picture(theme, pathlib.Path(sys.argv[1]), body)
-        image.save(pathlib.Path(__file__).with_name(f"readme_{theme}.png"), optimize=True)
+    css, out = map(pathlib.Path, sys.argv[1:])
+    out.mkdir(parents=True, exist_ok=True)
+    for name in PAGES:
+        for theme in GROUNDS:
+            image = picture(ROOT / name, theme, css)
+            image.save(out / f"{pathlib.Path(name).stem}_{theme}.png", optimize=True)
 
 
 if __name__ == "__main__":
