@@ -27,12 +27,11 @@ def locked(folder: pathlib.Path, seconds: float = 60) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=seconds)
     except filelock.Timeout:
-        rule = "another command is using this directory; wait until it ends, or stop it"
-        raise ValueError(f"{folder}: {rule}") from None
+        line = f"{folder}: another command uses this directory; wait until it ends, or stop it"
+        raise ValueError(line) from None
     except OSError as e:
-        raise OSError(
-            f"{folder}: cannot be written to ({e.strerror}); give another --out"
-        ) from None
+        line = f"{folder}: cannot be written to ({e.strerror}); give another --out"
+        raise OSError(line) from None
     try:
         yield
     finally:

@@ -260,8 +260,7 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
     """Read the data and the directory, and decide whether this command may go on with its run."""
     out = pathlib.Path(cfg.out)
     if cfg.batch_size < world.size:
-        rule = f"must be >= {world.size}, since every process needs a problem"
-        raise ValueError(f"--batch-size {cfg.batch_size}: {rule}")
+        raise ValueError(f"--batch-size {cfg.batch_size}: must be >= {world.size}, one a process")
     data, counts = load_training(cfg)
     described = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items())
     start = Start(record_of(cfg, data, world), data, [f"data {cfg.data}: {described}"])
@@ -310,7 +309,7 @@ def record_of(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
     for module in [*sys.modules.values()]:
         path = pathlib.Path(getattr(module, "__file__", None) or "")
         is_ours = path.is_relative_to(ROOT) and "site-packages" not in path.parts
-        if path.is_file() and (is_ours or module is started):
+        if (is_ours or module is started) and path.is_file():
             paths.append(path)
     code = {}
     for path in sorted(paths):
@@ -409,8 +408,8 @@ def notes_on_logs(cfg: Config, saved: dict[str, Any], step: int) -> list[str]:
         if cfg.uses_skill_bank and saved["evolve_every"]:
             first = min(first, saved["evolve_every"])
         if name == "metrics" and not step and made > first:
-            rule = f"it has made {made} steps, but checkpoints/ has none; bring them back"
-            raise ValueError(f"--out {cfg.out}: {rule}, or give another directory")
+            line = f"--out {cfg.out}: it has made {made} steps, but checkpoints/ has none"
+            raise ValueError(f"{line}; bring them back, or give another directory")
         wanted = [n for n in rows if n <= step] if name == "tokens" else range(1, step + 1)
         lacking = [str(n) for n in wanted if rows[n] < max(rows.values(), default=1)]
         if step and not any(n <= step for n in rows):
