@@ -169,6 +169,7 @@ def sum_gradients(params: Iterable[torch.nn.Parameter], world: World) -> None:
     the global mean. A missing gradient counts as zero: a rank without any still joins.
     """
     params = list(params)
+    barrier(world)  # where a rank has failed, this raises; an all-reduce on GPUs would wait
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     flat = torch.cat([g.flatten().float() for g in gradients])
     if world.size > 1:

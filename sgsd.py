@@ -47,7 +47,7 @@ import scoring
 import skills
 from lib import config, model, problems, runlog
 from lib.problems import Problem
-from lib.run import Run, is_window_full, shared_replies, shared_rollouts
+from lib.run import Run, evolution_is_due, shared_replies, shared_rollouts
 from rollout import Job, Rollout, Sampling
 from skills import SkillBank, SkillPair
 
@@ -428,12 +428,14 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
 
 def begin_bank(run: Run) -> None:
     """The bank before the next step: the run's own, that of --bank, or Algorithm 2's (D9)."""
-    is_new = run.bank is None
-    if is_new:
+    if run.bank is None:
         run.bank = make_bank(run)
-    check_bank(run, "" if is_new else run.cfg.bank)
-    if not run.step:
-        run.save_bank()
+        run.save_bank()  # before the check, since it may have taken hours
+        check_bank(run)
+    else:
+        check_bank(run, run.cfg.bank)
+        if not run.step:
+            run.save_bank()
     if run.world.main:
         print(skills.describe(run.bank))
     evolve_bank(run)  # a continued run may have been killed before
@@ -475,7 +477,7 @@ def evolve_bank(run: Run) -> None:
     (--success-gate) or more was right, the bank stays as it is. The window is cleared in any case.
     """
     cfg, old, step = run.cfg, run.bank, run.step
-    if not is_window_full(cfg, step, old):
+    if not evolution_is_due(cfg, step, old):
         return
     run.bank = skills.evolve(old, old.window, step, writer(run, step), **cfg.evolution)
     if run.world.main:
@@ -508,8 +510,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
         if uses_skill_bank and run.cfg.evolve_every:
             run.bank.remember(rows)
         run.log(step, rows, norm)
-        code = run.exit_code()  # of a signal, or of three steps in a row that were not finite
-        run.end_step(code)
+        code = run.end_step()  # a signal, or three steps in a row that were not finite
         if code:
             return code
         if uses_skill_bank:

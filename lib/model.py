@@ -431,7 +431,7 @@ def save(
         # By default PEFT asks the hub whether the embeddings have grown; ours never do.
         model.save_pretrained(folder, save_embedding_layers=False)
         _without_local_base(folder / "README.md")
-        tokenizer.save_pretrained(folder)
+        _save_tokenizer(tokenizer, folder)
         state = {name: x.cpu() for name, x in extra_tensors.items()}
         for name, p in trained(model).items():
             for part, value in optimizer.state[p].items():
@@ -441,6 +441,14 @@ def save(
         for file in folder.glob("*.safetensors"):  # they are written for their owner alone
             shutil.copymode(folder / "trainer.json", file)
     except SafetensorError as e:  # a full disk
+        raise OSError(f"{folder}: {e}") from None
+
+
+def _save_tokenizer(tokenizer, folder: Path) -> None:
+    """OSError if the disk is full, where the tokenizers library raises a bare Exception."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as e:
         raise OSError(f"{folder}: {e}") from None
 
 

@@ -156,19 +156,29 @@ class Run:
             tqdm.write("stopped by a signal" if signalled else "three steps were not finite")
         return 130 if signalled else int(self.skipped == 3)
 
-    def end_step(self, code: int) -> None:
-        """Save where that is due; from here on a signal ends the process at once."""
+    def end_step(self) -> int:
+        """Save where that is due; the exit code. From here on a signal ends the process at once.
+
+        No rank goes on or ends before rank 0 has saved.
+        """
         is_due = self.step % self.cfg.checkpoint_every == 0 or self.step == self.cfg.steps
-        if code or is_due or is_window_full(self.cfg, self.step, self.bank):
-            self.save()
+        with distributed.together(self.world, OSError):
+            if is_due or evolution_is_due(self.cfg, self.step, self.bank):
+                self.save()
+        code = self.exit_code()
+        with distributed.together(self.world, OSError):
+            if code:
+                self.save()
         config.end_at_signals()
+        return code
 
     # ------------------------------------------------------------------------------ the run's files
 
     def save(self) -> None:
         """Rank 0 saves a checkpoint of the last step, unless it is there already."""
         path = files.of_step(self.out / "checkpoints", self.step)
-        if self.world.main and self.step and not path.exists():
+        is_there = self.step in files.by_step(self.out / "checkpoints")
+        if self.world.main and self.step and not is_there:
             with files.whole(path) as folder:
                 state = self.optimizer, self.step, self.extra_tensors
                 model.save(folder, self.lm, self.tokenizer, *state)
@@ -181,16 +191,19 @@ class Run:
 
         The checkpoint's copy comes last: as long as it has a window, the evolution is still due.
         """
-        if self.world.main:
-            self.bank.save(files.of_step(self.out / "bank", self.step, ".json"))
-            self.bank.save(self.out / "bank/bank.json")
-            if self.step:
+        with distributed.together(self.world, OSError):
+            if self.world.main:
+                self.bank.save(files.of_step(self.out / "bank", self.step, ".json"))
+                self.bank.save(self.out / "bank/bank.json")
+            if self.world.main and self.step:
                 self.bank.save(files.of_step(self.out / "checkpoints", self.step) / "bank.json")
 
     def saved_memories(self) -> dict[str, dict]:
         """The memories that a killed cold start has left, by the problem's id; on every rank."""
-        path = self.out / "bank/memories.jsonl"
-        rows = list(files.read_jsonl(path)) if self.world.main else []
+        path, rows = self.out / "bank/memories.jsonl", []
+        with distributed.together(self.world, config.UserError), config.user_errors():
+            if self.world.main:
+                rows = list(files.read_jsonl(path))
         rows = distributed.gather(rows, self.world)[0]
         return {row["problem_id"]: row for row in rows}
 
@@ -278,7 +291,7 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
     elif cfg.bank:
         start.bank = load_bank(pathlib.Path(cfg.bank))
         start.bank.window = []
-    if is_window_full(cfg, start.step, start.bank):
+    if evolution_is_due(cfg, start.step, start.bank):
         start.notes.append(f"the bank's evolution after step {start.step} is made first")
     return start
 
@@ -421,7 +434,7 @@ def notes_on_logs(cfg: Config, saved: dict[str, Any], step: int) -> list[str]:
     return notes
 
 
-def is_window_full(cfg: Config, step: int, bank: Any) -> bool:
+def evolution_is_due(cfg: Config, step: int, bank: Any) -> bool:
     """Whether the bank evolves after this step, or has yet to: its window goes with it (D9)."""
     return bool(bank is not None and bank.window and step % cfg.evolve_every == 0)
 
@@ -430,7 +443,7 @@ def is_complete(cfg: Config, start: Start) -> bool:
     """Whether nothing is left to do, the last evolution included."""
     done = start.step == cfg.steps and not start.is_new
     has_bank = start.bank is not None or not cfg.uses_skill_bank
-    return done and has_bank and not is_window_full(cfg, start.step, start.bank)
+    return done and has_bank and not evolution_is_due(cfg, start.step, start.bank)
 
 
 # --------------------------------------------------------------------------- loading, and the start
@@ -531,27 +544,36 @@ def begin(run: Run, start: Start) -> None:
     """Cut the files back to the last checkpoint, and write config.json. Every rank has passed."""
     cfg, out, world = run.cfg, run.out, run.world
     distributed.broadcast_parameters(model.trained(run.lm).values() if cfg.steps else [], world)
-    if world.main:
-        for name in runlog.LOGS:
-            files.trim_jsonl(out / f"{name}.jsonl", start.step)
-        shutil.rmtree(out / "served", ignore_errors=True)  # adapters that a kill has left
-        if start.is_new:
-            shutil.rmtree(out / "bank", ignore_errors=True)
-        # An evolution that is due is made again, and without a bank the whole cold start is.
-        last = start.step - is_window_full(cfg, start.step, start.bank)
-        for step, path in files.by_step(out / "bank").items():
-            if step > last:
-                path.unlink()
-        files.trim_jsonl(out / "bank/replies.jsonl", -1 if start.bank is None else last)
-        files.write_json(out / "config.json", start.record)
-        files.write_json(
-            out / "problems.json", [problems.fingerprint(x.problem) for x in run.problems]
-        )
-        settings, name = start.record["settings"], start.record["id"]
-        with config.user_errors():
-            run.track = runlog.open_tracker(out, settings, run.step, cfg.report_to, name)
-        announce(run, start)
-    distributed.barrier(world)
+    with distributed.together(world, OSError, config.UserError):
+        if world.main:
+            cut(run, start)
+            files.write_json(out / "config.json", start.record)
+            files.write_json(
+                out / "problems.json", [problems.fingerprint(x.problem) for x in run.problems]
+            )
+            settings, name = start.record["settings"], start.record["id"]
+            with config.user_errors():
+                run.track = runlog.open_tracker(out, settings, run.step, cfg.report_to, name)
+            announce(run, start)
+
+
+def cut(run: Run, start: Start) -> None:
+    """Remove what came after the last checkpoint, and what a kill has left unfinished."""
+    out = run.out
+    for name in runlog.LOGS:
+        files.trim_jsonl(out / f"{name}.jsonl", start.step)
+    for unfinished in (out / "served", *(out / "checkpoints").glob(".*.tmp")):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    if start.is_new:
+        shutil.rmtree(out / "bank", ignore_errors=True)
+    last = start.step
+    if evolution_is_due(run.cfg, start.step, start.bank):
+        last -= 1  # it is made again
+    for step, path in files.by_step(out / "bank").items():
+        if step > last:
+            path.unlink()
+    # Without a first bank the whole cold start asks again.
+    files.trim_jsonl(out / "bank/replies.jsonl", -1 if start.bank is None else last)
 
 
 def announce(run: Run, start: Start) -> None:
@@ -601,7 +623,7 @@ def what_next(run: Run) -> str:
     if not cfg.steps:
         return f"done; the bank: {run.out / 'bank/bank.json'}"
     left = []
-    if is_window_full(cfg, run.step, run.bank):
+    if evolution_is_due(cfg, run.step, run.bank):
         left.append(f"the bank's evolution after step {run.step}")
     if run.step < cfg.steps:
         left.append(f"the steps from {run.step + 1} on")
