@@ -72,15 +72,8 @@ def load_problems(
     first_copies: dict[str, Problem] = {}
     ids: set[str] = set()
     conflicting: set[str] = set()
-    wrong: dict[str, list[str]] = {}  # {cause: where}
-    for index, (where, row) in enumerate(_rows(source, split)):
+    for index, (row, x) in enumerate(_problems(source, split, fields)):
         counts["rows"] += 1
-        try:
-            row = _object_of(row)
-            x = _problem(row, index, fields)
-        except (ValueError, RecursionError) as e:  # JSON may be nested too deep
-            wrong.setdefault(str(e), []).append(where)
-            continue
         key = x.problem if unique else str(index)
         if fields.problem not in row and CJK.search(x.problem):
             counts["not_english"] += 1
@@ -94,11 +87,6 @@ def load_problems(
                 name += f"#{index}"
             ids.add(name)
             first_copies[key] = replace(x, id=name)
-    if wrong:
-        total = sum(map(len, wrong.values()))
-        causes = [f"{where[0]}: {cause}" for cause, where in wrong.items()]
-        what = f"{total} of {counts['rows']} rows are wrong: " if total > 1 else ""
-        raise ValueError(what + "; ".join(causes[:5]))
     problems = [x for key, x in first_copies.items() if key not in conflicting]
     counts |= {"conflicting": len(conflicting), "kept": len(problems)}
     if not problems:
@@ -106,6 +94,26 @@ def load_problems(
         what = f"no problem is left ({', '.join(dropped) or 'it is empty'})"
         raise ValueError(f"{source}: {what}; is this the right file or split?")
     return problems, counts
+
+
+def _problems(source: str, split: str, fields: Fields) -> Iterator[tuple[dict, Problem]]:
+    """Each row with its problem. In the end ValueError if rows are wrong: how many, five causes."""
+    wrong: dict[str, list[str]] = {}  # {cause: where}
+    rows = 0
+    for where, row in _rows(source, split):
+        try:
+            fields_of_row = _object_of(row)
+            x = _problem(fields_of_row, rows, fields)
+        except (ValueError, RecursionError) as e:  # JSON may be nested too deep
+            wrong.setdefault(str(e), []).append(where)
+        else:
+            yield fields_of_row, x
+        rows += 1
+    if wrong:
+        total = sum(map(len, wrong.values()))
+        causes = [f"{where[0]}: {cause}" for cause, where in wrong.items()]
+        what = f"{total} of {rows} rows are wrong: " if total > 1 else ""
+        raise ValueError(what + "; ".join(causes[:5]))
 
 
 def _object_of(row: object) -> dict:
