@@ -140,12 +140,13 @@ class Config:
     )
     batch_size: int = setting(32, "problems in a step, over all processes together; S6")
     max_prompt_tokens: int = setting(
-        20000, "refuse a longer prompt, and never cut one; Tab. 11", on_continue="announced"
+        20000,
+        "longest prompt, in tokens; a longer one is refused, never cut; Tab. 11",
+        on_continue="announced",
     )
     verifier: str = setting(
         "lib.verify:Verifier",
-        "who says right or wrong, as MODULE:CLASS, a subclass of lib.verify.Judge; "
-        "docs/changing.md",
+        "verifier, as MODULE:CLASS, a subclass of lib.verify.Judge; docs/changing.md",
         in_eval=True,
     )
     verify_timeout: float = setting(
@@ -178,8 +179,10 @@ class Config:
         5, "N: most new entries each time that the bank evolves; Alg. 4", least=0
     )
     dynamic_capacity: int = setting(30, "C: most dynamic entries in each list; Alg. 4, Tab. 12")
-    merge_group_size: int = setting(32, "H: merge so many items at a time; Alg. 3", least=2)
-    merge_patience: int = setting(3, "P: stop after so many merge layers without progress; Alg. 3")
+    merge_group_size: int = setting(32, "H: number of items merged at a time; Alg. 3", least=2)
+    merge_patience: int = setting(
+        3, "P: stop merging after this many layers without progress; Alg. 3"
+    )
     reply_tokens: int = setting(
         4096, "longest reply of the bank's writer, in tokens; a merge may repeat its prompt; D4"
     )
@@ -195,9 +198,11 @@ class Config:
         ("bare", "open", "closed"),
     )
     tau_g: float = setting(1.0, "width of the gate; Eq. 14, Tab. 12")
-    c_delta: float = setting(3.0, "clip gaps to this for the support, in nats; Eq. 11, Tab. 12")
+    c_delta: float = setting(
+        3.0, "bound to which gaps are clipped for the support, in nats; Eq. 11, Tab. 12"
+    )
     eps_a: float = setting(
-        0.05, "ignore teachers of a smaller support, in nats; Eq. 13, Tab. 12", least=0
+        0.05, "threshold: ignore teachers with a smaller support, in nats; Eq. 13, Tab. 12", least=0
     )
     student_prefix: str = setting(
         "closed",
@@ -313,9 +318,7 @@ class EvalConfig:
     answer_field: str = setting("answer", "column or field that holds the reference answer")
     answer_after: str = setting("", 'the answer is what follows this mark, as "####" in GSM8K')
     limit: int = setting(0, "only the first N problems of each set; 0 is all", least=0)
-    verifier: str = setting(
-        Config.verifier, "who says right or wrong, as MODULE:CLASS; docs/changing.md"
-    )
+    verifier: str = setting(Config.verifier, "verifier, as MODULE:CLASS; docs/changing.md")
     verify_timeout: float = setting(
         5.0, "seconds that the verifier may take for an answer", most=1e6
     )

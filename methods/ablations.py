@@ -62,9 +62,7 @@ class AblationConfig(Config):
         "teacher weights: current adapter, base, periodic copy or EMA; §4.5",
         choices=("live", "frozen", "periodic", "ema"),
     )
-    teacher_period: int = setting(
-        50, "copy the student to a periodic teacher every so many steps; S18"
-    )
+    teacher_period: int = setting(50, "copy the student to a periodic teacher every N steps; S18")
     teacher_decay: float = setting(0.999, "decay of an EMA teacher, per step; S18", least=0, most=1)
     objective: str = setting(
         "gate",

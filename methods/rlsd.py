@@ -53,9 +53,11 @@ class RLSDConfig(GroupConfig):
 
     out: str = with_default(Config, "out", "runs/rlsd")
     teacher_prefix: str = with_default(Config, "teacher_prefix", "closed")
-    weighting: float = setting(0.5, "lam at first: the weights' share", least=0, most=1)
-    weighting_steps: int = setting(60, "steps within which the weights' share falls to 0")
-    teacher_period: int = setting(20, "copy the policy to the teacher every so many steps")
+    weighting: float = setting(
+        0.5, "lam in the first step: how much the weights count", least=0, most=1
+    )
+    weighting_steps: int = setting(60, "steps within which lam falls to 0")
+    teacher_period: int = setting(20, "copy the policy to the teacher every N steps")
 
 
 VARIANTS: dict[str, dict[str, Any]] = {"bank": {"teacher_prefix": "bare", "evolve_every": 0}}
