@@ -221,7 +221,8 @@ def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> lis
     """The K teachers' prompts c_k(x), as ids (Eq. 3, Fig. 6).
 
     Guidance stands before the student's prompt: a skill's title, principle and when to apply it,
-    and a mistake's description and how to avoid it. The reference answer is never shown.
+    and a mistake's description and how to avoid it, but not its third field, why it happens. The
+    reference answer is never shown.
     """
     prompts_K = []
     for pair in pairs_K:
@@ -362,9 +363,10 @@ def record(
 def writer(run: Run, step: int) -> skills.Writer:
     """The present policy as the writer of the bank's entries; ranks share its prompts.
 
-    It answers greedily without thinking, in JSON. A reply without an item that has all its fields
-    is sampled once more, at temperature 1.1, top-p 0.95 and top-k 20. If that fails, too, the reply
-    is lost: a memory then gives no candidates, and a group that was to be merged stays as it is.
+    It answers greedily without thinking, in JSON; items that lack one of their three fields are
+    dropped. A reply without items is sampled once more, at temperature 1.1, top-p 0.95 and top-k
+    20, and so is a merge that is cut off or has more items than its group. If the second reply is
+    no better, a memory gives no candidates, and a group that was to be merged stays as it is.
     """
     sample_replies = functools.partial(shared_replies, run)
     reply_tokens = run.cfg.reply_tokens
@@ -379,10 +381,9 @@ def make_bank(run: Run) -> SkillBank:
     The first three skills that it writes from each right solution count, and the first three
     mistakes from each wrong one. It sees the verdict and, without --memory-answer, no reference
     answer (D3). Then each list is merged, layer by layer (Algorithm 3). The writer is asked to
-    merge items that say the same, H (--merge-group-size) at a time, in order; a reply that is cut
-    off, or has more items than its group, counts as lost. A group of one stays as it is. Merging
-    ends after a layer that was a single group, or after P (--merge-patience) layers in a row that
-    made the list no shorter.
+    merge items that say the same, H (--merge-group-size) at a time, in order. A group of one stays
+    as it is. Merging ends after a layer that was a single group, or after P (--merge-patience)
+    layers in a row that made the list no shorter.
     """
     cfg = run.cfg
     count = min(cfg.cold_start, len(run.problems))
@@ -397,9 +398,9 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     """Memories of solutions of the seed problems, in their order (Algorithm 2, lines 2-7).
 
     The prompt asks a careful problem-solving agent to solve the problem step by step and to box the
-    answer. A memory has the problem, the verdict, the boxed answer, and the solution without its
-    thinking, of which 1,000 characters at either end are kept; where the thinking never ended, the
-    thinking takes its place. Memories are logged as they come, and a killed run uses them again.
+    answer. A memory has the problem, the verdict, the boxed answer, and the first and the last
+    1,000 characters of the solution after its thinking, or of thinking that never ended. Memories
+    are logged as they come, and a killed run uses them again.
     """
     cfg = run.cfg
     thinking = "bare" if cfg.cold_start_thinking else "closed"
@@ -471,10 +472,10 @@ def evolve_bank(run: Run) -> None:
     included. In each list they are merged with each other. Then one list is made of the dynamic
     entries, which earlier evolutions added, followed by the new ones, and merged once more: the
     writer may reword or join old dynamic entries. The first bank's entries stay as they are. Each
-    list keeps its first C (--dynamic-capacity) dynamic entries. An evolution may add N
-    (--max-new-items) to both lists together: while they grew by more, the list that grew more (at a
-    tie, the skills) loses its last entry; a list that shrank counts as 0. Where a share of gamma
-    (--success-gate) or more was right, the bank stays as it is. The window is cleared in any case.
+    list keeps its first C (--dynamic-capacity) dynamic entries. Both lists together may grow by N
+    (--max-new-items), where one that shrank counts as 0. As long as they grow by more, the one that
+    grows more, at a tie the skills, loses its last entry. Where a share of gamma (--success-gate)
+    or more was right, the bank stays as it is. The window is cleared in any case.
     """
     cfg, old, step = run.cfg, run.bank, run.step
     if not evolution_is_due(cfg, step, old):

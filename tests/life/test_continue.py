@@ -474,7 +474,7 @@ def test_other_names_beside_checkpoints_and_banks_are_nobodys(
 ):
     """In training and in an evaluation."""
     shutil.copytree(killed / "checkpoints/step_000002", killed / "checkpoints/step_000010.bak")
-    for name in ("step_000011", "step_abc", "step_12"):
+    for name in ("step_000006", "step_000011", "step_abc", "step_12"):
         (killed / "checkpoints" / name).mkdir()
     (killed / "bank/step_000003.json.bak").write_text("{")
     assert go(small_flags(world_dir, killed), log) == 0

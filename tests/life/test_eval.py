@@ -420,6 +420,16 @@ def test_a_servers_samples_are_kept_marked_and_asked_for_once(world_dir, tmp_pat
     assert (table["problems"], table["tokens"], table["truncated"]) == (12, 3.0, 0.0)
 
 
+def test_a_server_that_refuses_ends_the_evaluation_of_an_adapter_too(
+    world_dir, tmp_path, engine, capsys
+):
+    make_adapter(tmp_path / "adapter", world_dir / "model")
+    engine.answer = lambda body: (400, "refused")
+    line = evaluation(world_dir, tmp_path / "eval", f"--server {engine.url} --samples 1")
+    refused(capsys, eval.main, [str(tmp_path / "adapter"), *line[1:]], engine.url, "refused")
+    assert not engine.adapters  # it is unloaded all the same
+
+
 def test_no_skill_text_reaches_an_evaluation(world_dir, tmp_path, engine):
     """Without --skills every prompt is the student's, and no encoder is loaded."""
     data = tmp_path / "d.jsonl"

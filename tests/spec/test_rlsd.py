@@ -10,6 +10,7 @@ from conftest import same, t
 from test_methods import Recorder, assert_gradients, perturb
 
 import rollout
+import scoring
 import skills
 from lib import model
 from methods import grpo, rlsd, teachers
@@ -135,3 +136,17 @@ def test_the_teachers_copy_is_renewed_after_its_period(world_dir, tmp_path):
             for name, weights in began.items():
                 assert torch.equal(run.extra_tensors[f"{name}.teacher"], weights)
         assert any(not torch.equal(began[name], p) for name, p in params.items())
+
+
+def test_without_a_share_of_the_weights_no_teacher_speaks(world_dir, tmp_path, monkeypatch):
+    """From --weighting-steps on RLSD is GRPO, and every token has its solution's advantage."""
+    asked = []
+    score = scoring.score_teachers
+    monkeypatch.setattr(scoring, "score_teachers", lambda *a: asked.append(1) or score(*a))
+    changes = {"generations": 2, "max_new_tokens": 12, "audit_every": 1, "weighting_steps": 1}
+    changes |= {"verifier": "driver:UnevenVerifier", "bank": ""}
+    with driver.opened(world_dir, tmp_path / "run", rlsd.RLSDConfig, **changes) as run:
+        of_step, _ = rlsd.train_step(run, 1)
+    assert not asked and any(row["loss"] for row in of_step)
+    for row in of_step:
+        assert {*row["tokens"]["advantage"]} == {row["advantage"]}
