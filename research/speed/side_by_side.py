@@ -5,8 +5,8 @@
 
 Each engine runs in a process of its own, one thread, on CPU, with the same model, bank, problems,
 teachers and adapters. No completion ends before --tokens, so that both do equal work:
-a hook keeps the head from sampling a stop id, and scoring does not pass through it. The first step
-is left out; of the others the median counts. Seconds are the process's processor seconds, so that
+a hook keeps the head from sampling a stop id, and scoring does not pass through it. The median of
+the steps after the first --warm-up counts. Seconds are the process's processor seconds, so that
 a busy machine matters less. Memory is the largest resident size during a part, above that before
 the first step, read every 5 ms. Needs extras/requirements.txt.
 """
@@ -70,12 +70,12 @@ class Watch:
         self.steps[-1][part] = [seconds + now - self.last, peak]
         self.last, self.peak = time.process_time(), 0.0
 
-    def report(self):
-        """{part: [median seconds, peak MiB above the loaded model]} without the first step."""
+    def report(self, warm_up):
+        """{part: [median seconds, peak MiB above the loaded model]} after the first steps."""
         rows = {}
         for part in PARTS:
-            seconds = statistics.median(step[part][0] for step in self.steps[1:])
-            rows[part] = [seconds, max(step[part][1] for step in self.steps[1:]) - self.loaded]
+            seconds, peaks = zip(*[step[part] for step in self.steps[warm_up:]])
+            rows[part] = [statistics.median(seconds), max(peaks) - self.loaded]
         return rows
 
 
@@ -93,7 +93,11 @@ def keep_from_ending(model, tokenizer):
 def settings(args, out):
     """The flags that both programs have."""
     given = {"model": args.model, "encoder": args.encoder, "data": args.data, "bank": args.bank}
-    given |= {"steps": args.steps + 1, "batch_size": args.batch_size, "num_teachers": args.teachers}
+    given |= {
+        "steps": args.warm_up + args.steps,
+        "batch_size": args.batch_size,
+        "num_teachers": args.teachers,
+    }
     given |= {"max_new_tokens": args.tokens, "evolve_every": 0, "lora_rank": 16, "lora_alpha": 32}
     given |= {
         "out": out,
@@ -123,7 +127,7 @@ def of_sgsd(args, out):
 
         with mock.patch.object(runlog.Stopwatch, "lap", lambda self, part: watch.lap(part)):
             sgsd.train(run, step_fn)
-    return watch.report()
+    return watch.report(args.warm_up)
 
 
 def of_trl(args, out):
@@ -165,7 +169,7 @@ def of_trl(args, out):
     trainer.add_callback(Steps())
     trainer.train()
     trainer.judge.close()
-    return watch.report()
+    return watch.report(args.warm_up)
 
 
 def main():
@@ -183,6 +187,7 @@ def main():
     parser.add_argument("--teachers", type=int, default=8, help="K")
     parser.add_argument("--tokens", type=int, default=256, help="length of each completion")
     parser.add_argument("--steps", type=int, default=3, help="steps that count")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps before, which do not count")
     parser.add_argument("--engine", choices=("sgsd", "trl"), help="this one alone, as JSON")
     args = parser.parse_args()
     for name in ("model", "encoder", "data", "bank"):
