@@ -101,14 +101,10 @@ def shown_sibling(rewards_G: Sequence[float], i: int) -> int | None:
     return None
 
 
-def teacher_prompt(run: Run, x: Problem, solution: str) -> list[int]:
-    """The teacher's prompt, as ids: the student's, with a right solution after the problem.
-
-    solution: a sibling's text; its thinking is left out.
-    """
+def with_solution(problem: str, solution: str) -> str:
+    """The problem as the teacher sees it: with a right solution, without its thinking (S30)."""
     shown = solution.rpartition(THINK[1])[2].strip()
-    text = f"{x.problem}\n\nA correct solution:\n\n{shown}\n\nNow solve the original problem."
-    return sgsd.prompt_ids(run, skills.render_student(text), run.cfg.teacher_prefix)
+    return f"{problem}\n\nA correct solution:\n\n{shown}\n\nNow solve the original problem."
 
 
 def losses(
@@ -122,7 +118,8 @@ def losses(
             loss = torch.zeros((), device=run.device)
             yield groups.without_teachers(loss, len(roll.completion_ids), {})
         else:
-            context = teacher_prompt(run, x, rolls_G[sibling].text)
+            text = skills.render_student(with_solution(x.problem, rolls_G[sibling].text))
+            context = sgsd.prompt_ids(run, text, run.cfg.teacher_prefix)
             yield distilled(run, roll, context)
 
 

@@ -142,25 +142,34 @@ def having(kept: Kept, number: str) -> list[str]:
     return [name for name in names_of(kept) if any(number in job for job in runs_of(kept, name))]
 
 
+def gaps(kept: Kept, name: str, other: str, step: int) -> str:
+    """A row's accuracy after a step less another's; "" for the row itself."""
+    both = [[curve[step] for curve in curves(kept, x)] for x in (name, other)]
+    return "" if name == other else less(*both)
+
+
 def by_steps(kept: Kept) -> list[str]:
-    """A row's accuracy after some steps, and its differences after each of them."""
-    head = ["method", "rate", *[f"{step} steps" for step in STEPS]]
-    head += [f"less {other}, after {', '.join(map(str, STEPS))}" for other in BESIDE]
+    """A row's accuracy after some steps, and its differences to others at the end."""
+    head = ["method", "rate", *[f"{step} steps" for step in STEPS], *[f"less {x}" for x in BESIDE]]
     lines = head_of(head)
     for name in BASES:
         ends = [compare.final(run) for run in runs_of(kept, name)]
-        lines.append(row_of([name, "", interval(ends)] + [""] * (len(head) - 3)))
+        lines.append(row_of([name, "", "", "", interval(ends), "", "", ""]))
     for name in names_of(kept):
         of_seeds = curves(kept, name)
         cells = [name, runs_of(kept, name)[0]["rate"]]
         cells += [interval([curve[step] for curve in of_seeds]) for step in STEPS]
-        for other in BESIDE:
-            gaps = []
-            for step in STEPS if name != other else ():
-                beside = [curve[step] for curve in curves(kept, other)]
-                gaps.append(less([curve[step] for curve in of_seeds], beside))
-            cells.append(", ".join(gaps))
+        cells += [gaps(kept, name, other, STEPS[-1]) for other in BESIDE]
         lines.append(row_of(cells))
+    return lines
+
+
+def before_the_end(kept: Kept) -> list[str]:
+    """A row's differences to others after the earlier steps."""
+    pairs = [(other, step) for other in BESIDE for step in STEPS[:-1]]
+    lines = head_of(["method", *[f"less {other}, {step} steps" for other, step in pairs]])
+    for name in names_of(kept):
+        lines.append(row_of([name, *[gaps(kept, name, other, step) for other, step in pairs]]))
     return lines
 
 
@@ -175,7 +184,7 @@ def at_equal(kept: Kept, cost: str) -> list[str]:
         wholes = [cost_of(kept, name, run, cost)[-1] for run in runs_of(kept, name)]
         cells = [name, f"{statistics.mean(wholes):,.0f}"]
         for other in BESIDE:
-            if other == name:
+            if other == name or other not in having(kept, cost):
                 cells.append("")
                 continue
             others = [cost_of(kept, other, run, cost)[-1] for run in runs_of(kept, other)]
@@ -196,8 +205,9 @@ def of_solutions(kept: Kept) -> list[str]:
         runs = [run for run in runs_of(kept, name) if "last_scores" in run]
         passed, averages = [], []
         for run in runs:
-            passed.append(statistics.mean(score > 0 for score in run["last_scores"]))
-            averages.append(statistics.mean(run["last_scores"]))
+            scores = run["last_scores"].values()
+            passed.append(statistics.mean(score > 0 for score in scores))
+            averages.append(statistics.mean(scores))
         ends = [[*run["figures"].values()][-1] for run in runs if "figures" in run]
         length = statistics.mean(figures["tokens"] for figures in ends)
         cells = [name, len(runs), interval(passed), less(passed, averages), f"{length:.1f}"]
@@ -206,7 +216,7 @@ def of_solutions(kept: Kept) -> list[str]:
 
 
 def tables(kept: Kept) -> list[str]:
-    lines = by_steps(kept)
+    lines = [*by_steps(kept), "", *before_the_end(kept)]
     for cost in ("generated_tokens", "processor_seconds"):
         lines += ["", *at_equal(kept, cost)]
     return [*lines, "", *of_solutions(kept)]
@@ -253,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         kept = measure(args.rows or ROWS, seeds, args.jobs, args.work, WORLD, before)
         if args.rows:
             return
-        (args.work / "field.json").write_text(json.dumps(kept, indent=1) + "\n")
+        (args.work / "field.json").write_text(json.dumps(kept) + "\n")
         picture(kept, args.work / "field.png")
     print("\n".join(tables(kept)))
 

@@ -43,6 +43,7 @@ import scoring
 import skills
 from lib import model as models
 from lib import verify
+from methods import sdpo
 
 OUT = HERE / "harder"
 STEPS, ROWS, RATE = 1200, 24, 1e-3
@@ -254,7 +255,7 @@ def write_problems(locks: dict[str, Lock]) -> None:
 
 # ---------------------------------------------------------------------------------------- measuring
 
-CASES = ("plain", "relevant", "irrelevant", "misleading", "answer")
+CASES = ("plain", "relevant", "irrelevant", "misleading", "answer", "solution")
 
 
 def prompt_of(rng: random.Random, x: Lock, case: str) -> tuple[str, str]:
@@ -265,6 +266,9 @@ def prompt_of(rng: random.Random, x: Lock, case: str) -> tuple[str, str]:
         return skills.render_student(x.problem), name
     if case == "answer":
         told = f"{x.problem}\n\nThe reference answer is {x.answer}."
+        return skills.render_student(told), name
+    if case == "solution":  # which the model never saw in training
+        told = sdpo.with_solution(x.problem, solution(rng, x, [False] * 3, guided=False))
         return skills.render_student(told), name
     own = family_of(name)
     about = rng.choice(others) if case == "irrelevant" else own

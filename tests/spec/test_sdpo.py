@@ -147,12 +147,9 @@ def test_a_step_without_success_moves_nothing(world_dir, tmp_path):
         assert all(torch.equal(p, q) for p, q in zip(before, after))
 
 
-def test_a_siblings_thinking_is_not_shown(world_dir, tmp_path):
-    with opened(world_dir, tmp_path / "run") as run:
-        x = run.problems[0]
-        told = [sdpo.teacher_prompt(run, x, text) for text in ("<think>no</think>\nyes", "yes")]
-        assert told[0] == told[1]
-        assert "yes" in run.tokenizer.decode(told[0])
+def test_a_siblings_thinking_is_not_shown():
+    told = [sdpo.with_solution("1 + 1?", text) for text in ("<think>3</think>\n2", "2")]
+    assert told[0] == told[1] and "1 + 1?" in told[0] and "2" in told[0]
 
 
 def test_the_teacher_is_an_average_of_adapters_that_begins_as_the_student(world_dir, tmp_path):
