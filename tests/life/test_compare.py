@@ -1,9 +1,12 @@
 """Finished evaluations side by side: paired differences, best and last, what is not compared."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from driver import completes, refused
 
 import eval
@@ -136,3 +139,12 @@ def test_a_folder_without_results_or_with_those_of_before_is_refused(tmp_path, c
     files.write_json(tmp_path / "m/settings.json", SETTINGS)
     files.write_json(tmp_path / "m/results.json", {"d": {"avg": 0.5}})
     refused(capsys, compare.main, [tmp_path], "results.json", "eval.py")
+
+
+@pytest.mark.long  # two programs that import torch
+@pytest.mark.parametrize("name", ["compare", "report"])
+def test_the_programs_of_extras_start_by_their_path(name, tmp_path):
+    """From any directory, as `python -m` from the project's."""
+    command = [sys.executable, ROOT / f"extras/{name}.py", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("sgsd"), done.stderr
