@@ -109,7 +109,7 @@ def _join(rank: int, size: int, here: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def together(world: World, *kinds: type[Exception]) -> Iterator[None]:
+def checked_on_all_ranks(world: World, *kinds: type[Exception]) -> Iterator[None]:
     """A block that every rank runs and that holds no collective: it fails on all ranks or on none.
 
     Where a rank's block raises one of these kinds, rank 0 raises its own error, or else one of the
@@ -132,7 +132,7 @@ def together(world: World, *kinds: type[Exception]) -> Iterator[None]:
     raise kinds[0](f"rank {rank}: {message}")
 
 
-def leave(main: Callable[[], int]) -> NoReturn:
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Run a command and end the process with its exit code.
 
     In a group it ends at once, as gloo's threads may abort in an orderly teardown.
@@ -192,7 +192,7 @@ def barrier(world: World) -> None:
     gather(None, world)
 
 
-def share(
+def share_jobs(
     world: World,
     jobs: Sequence[Any],
     work: Callable[[list], Iterator[list]],
@@ -203,7 +203,7 @@ def share(
     jobs: objects with a .prompt; the ranks take them in turn, ordered by its length. work: from a
     rank's jobs to turns, lists of one picklable result for each job that is done. Every rank gets
     every result, and must ask for all turns: each is a collective. stage: the name of a progress
-    bar. Raises OSError as `together` does.
+    bar. Raises OSError as `checked_on_all_ranks` does.
     """
     mine = sorted(jobs, key=lambda job: len(job.prompt))[world.rank :: world.size]
     turns = work(mine)
@@ -212,7 +212,7 @@ def share(
     terminal = shown and sys.stderr.isatty()  # a log file gets one line, at the end
     with tqdm(desc=stage, total=left, disable=not terminal) as bar:
         while left:
-            with together(world, OSError):  # a server is lost
+            with checked_on_all_ranks(world, OSError):  # a server is lost
                 results = next(turns, [])
             results = list(itertools.chain.from_iterable(gather(results, world)))
             left -= len(results)

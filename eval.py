@@ -372,7 +372,7 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[Key, di
             turns = stream(jobs_of_rank, sampling_of(cfg), cfg.rows)
             return rollout.rollouts(tokenizer, stops, evaluation.verifier, turns)
 
-        for judged in distributed.share(world, jobs, work, policy.name):
+        for judged in distributed.share_jobs(world, jobs, work, policy.name):
             rows = []
             for job, roll in judged:
                 key = missing[job.index]
@@ -481,7 +481,7 @@ def reading(cfg: EvalConfig, world: World) -> Iterator[None]:
     """A block on every rank that reads what the user gave: a mistake in it is one line."""
     with (
         config.one_line_errors(cfg.program, reading=True),
-        distributed.together(world, *config.GIVEN),
+        distributed.checked_on_all_ranks(world, *config.GIVEN),
     ):
         yield
 
@@ -544,4 +544,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    distributed.leave(main)
+    distributed.run_and_exit(main)

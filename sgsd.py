@@ -266,7 +266,9 @@ def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
     turns = run.step_stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
     roll_of: dict[int, Rollout] = {}
-    with distributed.together(run.world, OSError):  # a lost server stops all ranks, before line 16
+    with distributed.checked_on_all_ranks(
+        run.world, OSError
+    ):  # a lost server stops all ranks, before line 16
         for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
             roll_of |= {job.index: roll for job, roll in judged}
     return [roll_of[job.index] for job in jobs]
@@ -452,7 +454,7 @@ def check_bank(run: Run, given: str = "") -> None:
     def size(text: str) -> int:
         return len(run.tokenizer.encode(text))
 
-    with distributed.together(run.world, config.UserError):
+    with distributed.checked_on_all_ranks(run.world, config.UserError):
         with config.user_errors():
             skills.refuse_short(run.bank, given, cfg.num_teachers)
         x = max(run.problems, key=lambda x: size(x.problem))
@@ -528,4 +530,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    distributed.leave(main)
+    distributed.run_and_exit(main)

@@ -221,4 +221,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    distributed.leave(main)
+    distributed.run_and_exit(main)

@@ -97,16 +97,16 @@ class Run:
                 world = distributed.init(cfg.device)
                 needed = [cfg.model, cfg.data]
                 model.ask_hub_once(needed + ([cfg.encoder] if cfg.uses_skill_bank else []))
-                with distributed.together(world, *config.GIVEN):
+                with distributed.checked_on_all_ranks(world, *config.GIVEN):
                     if world.main:
                         claim(out, held)
-                with distributed.together(world, *config.GIVEN):
+                with distributed.checked_on_all_ranks(world, *config.GIVEN):
                     start = inspect(cfg, world, load_bank)
                 if is_complete(cfg, start):
                     if world.main:
                         print(f"{out}: complete, all of its {cfg.steps} steps are done")
                     raise SystemExit(0)
-                with distributed.together(world, *config.GIVEN):
+                with distributed.checked_on_all_ranks(world, *config.GIVEN):
                     run = prepare(cfg, world, start, held)
             with config.one_line_errors(cfg.program):
                 begin(run, start)
@@ -162,11 +162,11 @@ class Run:
         No rank goes on or ends before rank 0 has saved.
         """
         is_due = self.step % self.cfg.checkpoint_every == 0 or self.step == self.cfg.steps
-        with distributed.together(self.world, OSError):
+        with distributed.checked_on_all_ranks(self.world, OSError):
             if is_due or evolution_is_due(self.cfg, self.step, self.bank):
                 self.save()
         code = self.exit_code()
-        with distributed.together(self.world, OSError):
+        with distributed.checked_on_all_ranks(self.world, OSError):
             if code:
                 self.save()
         config.end_at_signals()
@@ -191,7 +191,7 @@ class Run:
 
         The checkpoint's copy comes last: as long as it has a window, the evolution is still due.
         """
-        with distributed.together(self.world, OSError):
+        with distributed.checked_on_all_ranks(self.world, OSError):
             if self.world.main:
                 self.bank.save(files.of_step(self.out / "bank", self.step, ".json"))
                 self.bank.save(self.out / "bank/bank.json")
@@ -201,7 +201,7 @@ class Run:
     def saved_memories(self) -> dict[str, dict]:
         """The memories that a killed cold start has left, by the problem's id; on every rank."""
         path, rows = self.out / "bank/memories.jsonl", []
-        with distributed.together(self.world, config.UserError), config.user_errors():
+        with distributed.checked_on_all_ranks(self.world, config.UserError), config.user_errors():
             if self.world.main:
                 rows = list(files.read_jsonl(path))
         rows = distributed.gather(rows, self.world)[0]
@@ -233,7 +233,7 @@ def shared_rollouts(
         turns = run.stream(jobs_of_rank, sampling, run.cfg.bank_rows)
         return rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns)
 
-    return distributed.share(run.world, jobs, work, "solving")
+    return distributed.share_jobs(run.world, jobs, work, "solving")
 
 
 def shared_replies(
@@ -251,7 +251,7 @@ def shared_replies(
                 key = rollout.sample_key(run.cfg.seed, 0, names[i], repeats[i])
                 jobs.append(Job(i, prompt, key, limits[i]))
         work = functools.partial(run.stream, sampling=sampling, rows=run.cfg.bank_rows)
-        for turn in distributed.share(run.world, jobs, work, "writing"):
+        for turn in distributed.share_jobs(run.world, jobs, work, "writing"):
             replies |= {job.index: job.ids for job in turn}
     return [rollout.text_of(run.tokenizer, replies[i]) for i in range(len(prompts))]
 
@@ -544,7 +544,7 @@ def begin(run: Run, start: Start) -> None:
     """Cut the files back to the last checkpoint, and write config.json. Every rank has passed."""
     cfg, out, world = run.cfg, run.out, run.world
     distributed.broadcast_parameters(model.trained(run.lm).values() if cfg.steps else [], world)
-    with distributed.together(world, OSError, config.UserError):
+    with distributed.checked_on_all_ranks(world, OSError, config.UserError):
         if world.main:
             cut(run, start)
             files.write_json(out / "config.json", start.record)

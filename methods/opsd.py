@@ -96,4 +96,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    distributed.leave(main)
+    distributed.run_and_exit(main)

@@ -381,4 +381,4 @@ def main(argv=None, step_fn=None):
 
 if __name__ == "__main__":
     named = os.environ.get("STEP_FN")  # as MODULE:FUNCTION
-    distributed.leave(lambda: main(None, pkgutil.resolve_name(named) if named else None))
+    distributed.run_and_exit(lambda: main(None, pkgutil.resolve_name(named) if named else None))

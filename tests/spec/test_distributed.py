@@ -69,11 +69,11 @@ def fail_on(world, *ranks):
 
 def fails_together(world):
     """Rank 0 has its own error, or another rank's words; the other rank exits without a line."""
-    with distributed.together(world, OSError):
+    with distributed.checked_on_all_ranks(world, OSError):
         assert fail_on(world) == world.rank
     for ranks, line in (((0,), "of 0"), ((1,), "rank 1: of 1"), ((0, 1), "of 0")):
         try:
-            with distributed.together(world, OSError, ValueError):
+            with distributed.checked_on_all_ranks(world, OSError, ValueError):
                 fail_on(world, *ranks)
             raise AssertionError
         except OSError as e:
@@ -91,7 +91,7 @@ def shares_jobs(world, count):
         for job in jobs_of_rank:
             yield [(job.index, world.rank)]
 
-    turns = list(distributed.share(world, jobs, work))
+    turns = list(distributed.share_jobs(world, jobs, work))
     results = [result for turn in turns for result in turn]
     assert sorted(i for i, _ in results) == list(range(count))
     assert [i for i, rank in results if rank == world.rank] == mine
