@@ -238,11 +238,12 @@ def picture(kept: Kept, path: pathlib.Path) -> None:
                 where = [cost_of(kept, name, run, cost) for run in runs_of(kept, name)]
             x = [statistics.mean(column) for column in zip(*where)]
             y = [statistics.mean(column) for column in zip(*values)]
-            axis.plot(x, y, label=name, linewidth=3 if name == "sgsd" else 1.5)
+            width = 3 if name == "sgsd" else 1.5
+            axis.plot(x, y, f"C{ROWS.index(name)}", label=name, linewidth=width)
         axis.set_xlabel(cost.replace("_", " "))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("accuracy, test problems")
-    axes[-1].legend(bbox_to_anchor=(1.02, 1), loc="upper left")
+    axes[0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=60)
 
