@@ -131,6 +131,13 @@ def test_the_field_is_measured_and_rows_that_are_there_are_kept(tmp_path):
         assert run["processor_seconds"] > 0 and run["generated_tokens"] > 0
 
 
+def test_the_fields_tables_come_of_the_kept_runs(capsys):
+    field.main(["--show", str(ROOT / "research/methods/field.json")])
+    page = (ROOT / "research/methods/field.md").read_text()
+    for line in capsys.readouterr().out.splitlines():
+        assert line in page
+
+
 def test_rows_are_compared_where_both_have_spent_as_much():
     def run(method, accuracy, tokens):
         job = {"method": method, "seed": 0, "generated_tokens": tokens[-1], "rate": 1e-3}
@@ -152,7 +159,7 @@ def test_rows_are_compared_where_both_have_spent_as_much():
 
 def test_kept_comparisons_can_be_shown(capsys):
     compare.main(["--show"])
-    compare.main(["--show", *map(str, sorted((ROOT / "research/methods").glob("*.json")))])
+    compare.main(["--show", *map(str, sorted((ROOT / "research/methods").glob("compare_*.json")))])
     assert "| grpo |" in capsys.readouterr().out
 
 
