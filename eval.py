@@ -399,7 +399,7 @@ def load_policy(
             place = pathlib.Path(policy.path)
             name = f"{place.name}-{uuid.uuid4().hex[:12]}"
             server.load(name, str(place.resolve()))
-            loaded.callback(server.unload_quietly, name)
+            loaded.callback(server.unload, name)
         server.tokenizer, server.stops = tokenizer, rollout.stop_ids(lm, tokenizer)
         return lm, tokenizer, functools.partial(server.stream, adapter=name)
     lm, tokenizer = model.load_model(base, world.device, dtype=cfg.dtype, attn=cfg.attn)

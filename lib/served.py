@@ -84,14 +84,10 @@ class Server:
         self.adapters[name] = path
 
     def unload(self, name: str) -> None:
-        """Unload an adapter. No error if a restarted server has lost it already."""
+        """Unload an adapter. No error where that fails: a server that is gone has none."""
         self.adapters.pop(name, None)
-        self._ask("/unload_lora_adapter", {"lora_name": name}, accepted=(200, 404))
-
-    def unload_quietly(self, name: str) -> None:
-        """Unload an adapter; a server that is gone has none."""
-        with contextlib.suppress(OSError, ValueError):
-            self.unload(name)
+        with contextlib.suppress(ConnectionError, ValueError):
+            self._ask("/unload_lora_adapter", {"lora_name": name}, accepted=(200, 404))
 
     def stream(
         self, jobs: Sequence[Any], sampling, rows: int = 0, adapter: str = ""
@@ -328,7 +324,7 @@ class TrainedPolicy:
         try:
             self._check_acts(name, prompt)
         except (ConnectionError, ValueError):
-            self.server.unload_quietly(name)
+            self.server.unload(name)
             raise
         self._forget()
         self.adapter, self.changed = name, False
