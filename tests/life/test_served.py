@@ -254,7 +254,6 @@ def test_where_nobody_answers_every_question_says_so(tmp_path, sample):
     for ask in (
         server.check,
         lambda: server.load("mine", str(tmp_path)),
-        lambda: server.unload("mine"),
         lambda: sample(jobs(3), server=server),
         lambda: server.logprobs_of([1], [2]),
     ):
@@ -277,6 +276,7 @@ def test_an_adapter_is_loaded_sampled_by_its_name_and_unloaded(
     server.unload("mine")
     assert not engine.adapters
     server.unload("mine")  # a server that was started anew has lost it
+    served.Server("http://127.0.0.1:9/v1", "base").unload("mine")  # one that is gone has none
 
 
 def test_an_adapter_that_is_refused_says_what_the_server_needs(engine, tmp_path):
