@@ -43,8 +43,7 @@ def test_a_rollouts_row_has_its_fields_the_ids_of_its_pairs_and_the_numbers():
     skill, mistake = {"skill_id": "gen_001"}, {"mistake_id": "err_002"}
     pair = types.SimpleNamespace(skill=skill, mistake=mistake, s_g=0.5, s_e=-0.25)
     roll = Roll("p", [1, 2], -1)
-    example = types.SimpleNamespace(index=3, rollout=roll, pairs_K=[pair, pair])
-    assert runlog.rollout_row(7, example, a_loss(), c_delta=1.0) == {
+    assert runlog.rollout_row(7, 3, [pair, pair], roll, a_loss(), c_delta=1.0) == {
         "index": 3,
         "step": 7,
         "problem_id": "p",
