@@ -163,7 +163,7 @@ def test_the_sharded_configuration_is_one_of_accelerate():
     ],
 )
 def test_what_measures_it_runs(script, flags, row):
-    command = [sys.executable, conftest.ROOT / "research/speed" / script, *flags.split()]
+    command = [sys.executable, conftest.ROOT / "research/trl" / script, *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=conftest.ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert row in done.stdout

@@ -1,7 +1,7 @@
 """A step of sgsd.py against one of extras/on_trl.py, by part: seconds and peak memory.
 
-    python research/speed/side_by_side.py                                         the tiny world
-    python research/speed/side_by_side.py --model DIR --encoder DIR --batch-size 2 --dtype bfloat16
+    python research/trl/side_by_side.py                                         the tiny world
+    python research/trl/side_by_side.py --model DIR --encoder DIR --batch-size 2 --dtype bfloat16
 
 Each engine runs in a process of its own, one thread, on CPU, with the same model, bank, problems,
 teachers and adapters. No completion ends before --tokens, so that both do equal work:

@@ -1,7 +1,7 @@
 """Supports and polarities in bf16: TRL's own head, and extras/on_trl.py's, against scoring.py.
 
-    python research/speed/head_in_bf16.py                                    the tiny world
-    python research/speed/head_in_bf16.py --model DIR --encoder DIR --problems 4
+    python research/trl/head_in_bf16.py                                    the tiny world
+    python research/trl/head_in_bf16.py --model DIR --encoder DIR --problems 4
 
 Rollouts of the base model in bf16, with draws of ours; K teachers of a bank score them three ways.
 Errors are to scoring.py's log-probabilities, whose head is in fp32. Needs extras/requirements.txt.
