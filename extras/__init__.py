@@ -1,1 +1,4 @@
-"""Beside the method: the report of a run. Other methods are in methods/."""
+"""Beside the method: tables of finished evaluations, the report of a run, SGSD on TRL.
+
+Other methods are in methods/.
+"""
