@@ -630,7 +630,9 @@ def refuse_short(bank: SkillBank, path: str, num_teachers: int) -> None:
     shorter = min(len(bank.general_skills), len(bank.common_mistakes))
     where = f"--bank {path}: {bank.sizes}" if path else describe(bank)
     if not shorter:
-        fix = "give another bank, easier or harder problems, or a larger --cold-start"
+        fix = "give another bank"
+        if not path:
+            fix = "in a new --out try a --bank, other problems or a larger --cold-start"
         raise ValueError(f"{where}: no pair, no teacher (S8); {fix}")
     if path and shorter < num_teachers:
         raise ValueError(f"{where}: --num-teachers {num_teachers} needs as many of each; lower it")

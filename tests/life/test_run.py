@@ -269,4 +269,5 @@ def test_a_run_whose_bank_has_no_pair_ends_before_its_first_step_and_says_why(
     assert end.value.code == 2
     for words in ("0 skills and 0 mistakes", "4 solutions", "4 replies lost", "--cold-start"):
         assert words in line
-    assert not (out / "metrics.jsonl").exists() and not files.by_step(out / "bank")
+    assert "new --out" in line and [*files.by_step(out / "bank")] == [0]  # which is kept
+    assert not (out / "metrics.jsonl").exists()
