@@ -74,6 +74,11 @@ def _neutral(tokenizer, text: str) -> str:
     return re.sub(pattern, lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
+def token_count(tokenizer, text: str) -> int:
+    """The number of a text's tokens, without a chat template."""
+    return len(tokenizer.encode(text.encode("utf-8", "replace").decode()))  # no half surrogates
+
+
 def text_of(tokenizer, ids: list[int]) -> str:
     """The text of ids without special tokens. Think tags stay: the answer comes after them."""
     hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -452,7 +452,7 @@ def check_bank(run: Run, given: str = "") -> None:
     cfg = run.cfg
 
     def size(text: str) -> int:
-        return len(run.tokenizer.encode(text))
+        return rollout.token_count(run.tokenizer, text)
 
     with distributed.checked_on_all_ranks(run.world, config.UserError):
         with config.user_errors():

@@ -493,7 +493,7 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
 def refuse_long_prompts(run: Run) -> None:
     """ValueError where the longest problem alone is too long, or leaves no room for a solution."""
     cfg, tokenizer = run.cfg, run.tokenizer
-    x = max(run.problems, key=lambda x: len(tokenizer.encode(x.problem)))
+    x = max(run.problems, key=lambda x: rollout.token_count(tokenizer, x.problem))
     size = len(rollout.chat_ids(tokenizer, x.problem, thinking="closed"))
     if size > cfg.max_prompt_tokens:
         rule = f"--max-prompt-tokens is {cfg.max_prompt_tokens}; raise it, or drop the problem"

@@ -320,6 +320,8 @@ class TrainedPolicy:
         """
         name = f"{self.name}-{uuid.uuid4().hex[:12]}"
         self.lm.save_pretrained(self.folder / name, save_embedding_layers=False)
+        for weights in (self.folder / name).glob("*.safetensors"):  # for their owner alone
+            shutil.copymode(weights.with_name("adapter_config.json"), weights)
         self.server.load(name, str(self.folder / name))
         try:
             self._check_acts(name, prompt)
