@@ -92,9 +92,9 @@ def predictors(
     Returns x_N and ids_N. x_N holds the last hidden states [N, D], or the full logits [N, V] of a
     model whose head is more than a matrix product. Raises ValueError as `token_logprobs` does.
     """
-    for ids in (*prompt_ids, *completion_ids):
-        if not isinstance(ids, list):
-            got = type(ids).__name__
+    for row_ids in (*prompt_ids, *completion_ids):
+        if not isinstance(row_ids, list):
+            got = type(row_ids).__name__
             raise ValueError(f"token_logprobs needs lists of ids, got a {got}; use .tolist()")
     if len(prompt_ids) != len(completion_ids) or not all(prompt_ids):
         counts = f"got {len(prompt_ids)} and {len(completion_ids)}"
