@@ -236,7 +236,7 @@ def test_another_domain_is_trained_and_evaluated_end_to_end(tmp_path):
     settings = json.loads((out / "eval/step_000002/settings.json").read_text())
     assert settings["verifier"].startswith("gym_domain:ReasoningGym (")
     assert len(rows(out / "eval/step_000002/samples.jsonl")) == 20 * 4
-    assert "| step_000002 | gym_test | 20 |" in output
+    assert "step_000002, gym_test: avg@4" in output and "20 problems" in output
 
 
 def test_an_expression_that_is_not_the_reference_is_right_where_its_value_is(tmp_path, monkeypatch):
