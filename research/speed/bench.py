@@ -838,15 +838,14 @@ def least_seconds(
     """What the steps of these rollouts take at least, by part."""
     least = {"rollout": 0.0, "scoring": 0.0, "backward": 0.0}
     longest: dict[int, int] = {}
-    by_id = {problem.id: problem for problem in run.problems}
     for row in rows:
         x, new = len(row["prompt_ids"]), len(row["completion_ids"])
         longest[row["step"]] = max(new, longest.get(row["step"], 0))
         least["rollout"] += c.decoding(x, new, 1, 0)[1] / copied
-        least["backward"] += (c.forward(x + new, new) + c.backward(x + new, new)) / multiplied
-        x_of_row = by_id[row["problem_id"]]
-        pairs_K = run.bank.retrieve(x_of_row.problem, run.cfg.num_teachers, run.embed)
-        for context in sgsd.prompts(run, x_of_row, pairs_K)[1]:
+        back = c.backward(x + new, new) if any(row["rho"]) else 0
+        least["backward"] += (c.forward(x + new, new) + back) / multiplied
+        pairs_K = run.bank.retrieve(row["problem"], run.cfg.num_teachers, run.embed)
+        for context in sgsd.teacher_prompts(run, pairs_K, row["problem"]):
             least["scoring"] += c.forward(len(context) + new, new) / multiplied
     least["rollout"] += sum(longest.values()) * c.weights / copied
     return least
