@@ -266,9 +266,8 @@ def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
     turns = run.step_stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
     roll_of: dict[int, Rollout] = {}
-    with distributed.checked_on_all_ranks(
-        run.world, OSError
-    ):  # a lost server stops all ranks, before line 16
+    # Where one rank has lost its server, all stop here, before line 16.
+    with distributed.checked_on_all_ranks(run.world, OSError):
         for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
             roll_of |= {job.index: roll for job, roll in judged}
     return [roll_of[job.index] for job in jobs]
