@@ -15,6 +15,7 @@ import math
 import pathlib
 import sys
 from collections import Counter
+from collections.abc import Callable
 from html import escape
 from typing import Any
 
@@ -28,6 +29,7 @@ BARS = "#d9a441"  # sizes of a bank
 FATES = {1: "distilled", -1: "reversed", 0: "ignored"}
 FATE_COLORS = {"distilled": "#3aa35c", "reversed": "#c95fb4", "ignored": "#a9aeb4"}
 WIDTH = 900
+NEAR_0 = 0.05  # nats; a smaller gap is drawn as almost 0
 BOUNDS = (0.01, 0.1, 0.5, 1.0, 2.0, 3.0)  # of the histogram of gaps, in nats
 
 # ------------------------------------------------------------------------------- from a run's files
@@ -64,7 +66,7 @@ def extract(run: pathlib.Path) -> dict[str, Any]:
     row = example_of(rollouts, audited)
     audit = place[row["step"], row["problem_id"]]
     bank = banks[max(step for step in banks if step < row["step"])]
-    names = ("step", "problem", "gold", "text", "r", "alpha", "a", "rho")
+    names = ("step", "problem", "gold", "text", "r", "s_g", "s_e", "alpha", "a", "rho")
     example = {name: row[name] for name in names}
     example |= {"tokens": audit["text"], "mask": audit["mask"]}
     example["delta"] = [[round(x, 4) for x in delta_T] for delta_T in audit["delta"]]
@@ -77,6 +79,7 @@ def extract(run: pathlib.Path) -> dict[str, Any]:
         "gaps": histogram(tokens),
         "bank": {**life_of(banks), "success": success_of(rollouts, config["settings"])},
         "fates": fates_of(rollouts, banks),
+        "added": added_at(banks),
     }
 
 
@@ -137,6 +140,15 @@ def fates_of(rollouts: list[dict], banks: dict[int, dict]) -> list[list]:
     return [[title, *(count[f] for f in FATE_COLORS)] for title, count in counts.items()]
 
 
+def added_at(banks: dict[int, dict]) -> dict[str, int]:
+    """The step at which each skill came into the bank, by title."""
+    added: dict[str, int] = {}
+    for step, version in banks.items():
+        for skill in version["general_skills"]:
+            added.setdefault(skill["title"], step)
+    return added
+
+
 # ------------------------------------------------------------------------------------ shapes of SVG
 
 
@@ -180,6 +192,18 @@ def box(
     )
 
 
+def outline(x: float, y: float, width: float, height: float) -> str:
+    """An empty, dashed box."""
+    return (
+        f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" rx="3" '
+        f'fill="none" stroke="{GREY}" stroke-dasharray="3 3"/>'
+    )
+
+
+def dot(x: float, y: float, radius: float, color: str) -> str:
+    return f'<circle cx="{x:.5g}" cy="{y:.5g}" r="{radius:g}" fill="{color}"/>'
+
+
 def line(
     x1: float, y1: float, x2: float, y2: float, color: str = GREY, width: float = 1, dash: str = ""
 ) -> str:
@@ -203,7 +227,7 @@ def signed(x: float, digits: int) -> str:
 
 
 def teachers(data: dict) -> str:
-    """A problem, a solution with its verdict, and the pair that each teacher is shown."""
+    """A problem, a solution with its verdict, and the pair of equal rank of each teacher."""
     x = data["example"]
     verdict = "right" if x["r"] > 0 else "wrong"
     told = f"r = {signed(x['r'], 0)}: {verdict}, the answer is {x['gold']}"
@@ -219,16 +243,26 @@ def teachers(data: dict) -> str:
     ]
     for i, words in enumerate(x["text"].split("\n")):
         parts.append(text(24, 112 + 20 * i, words, DARK, 14))
+    parts += [
+        text(120, 172, "the bank's skills, nearest to the problem first"),
+        text(512, 172, "its mistakes, nearest first"),
+    ]
     for k, pair in enumerate(x["pairs"]):
-        top = 156 + 62 * k
+        top = 182 + 60 * k
+        skill = f"skill {k + 1}, cosine {signed(x['s_g'][k], 2)}: {pair['title']}"
+        mistake = f"mistake {k + 1}, cosine {signed(x['s_e'][k], 2)}"
         parts += [
-            box(10, top, 880, 54, FILLS["bank"]),
-            text(24, top + 23, f"teacher {k + 1}", DARK, 15, weight=600),
-            text(24, top + 42, f"α = {x['alpha'][k]:.2f}", SOFT, 13),
-            text(120, top + 23, f"skill: {pair['title']}. {pair['principle']}", DARK, 14),
-            text(120, top + 43, f"mistake: {pair['mistake']}", SOFT, 14),
+            text(14, top + 23, f"teacher {k + 1}", size=15, weight=600),
+            text(14, top + 42, f"α = {x['alpha'][k]:.2f}"),
+            box(106, top, 372, 52, FILLS["bank"]),
+            text(120, top + 20, skill, SOFT),
+            text(120, top + 41, pair["principle"], DARK, 14),
+            text(488, top + 33, "+", size=20, anchor="middle", weight=600),
+            box(498, top, 392, 52, FILLS["bank"]),
+            text(512, top + 20, mistake, SOFT),
+            text(512, top + 41, pair["mistake"], DARK, 14),
         ]
-    return page(408, "A problem, a solution, its verdict, and the pairs of its teachers", parts)
+    return page(424, "A problem, a solution, its verdict, and the pairs of its teachers", parts)
 
 
 def shown_token(token: str) -> str:
@@ -240,10 +274,10 @@ def gaps(data: dict) -> str:
     """Each token of the solution with a cell for every teacher, coloured by the gap."""
     x = data["example"]
     count = len(x["delta"])
-    parts, left, top = [], 84.0, 30.0
+    parts, left, top = [], 84.0, 10.0
     for i, token in enumerate(x["tokens"]):
         words = shown_token(token)
-        width = max(24, 8 * len(words) + 8, 40 * any(abs(d[i]) >= 0.05 for d in x["delta"]))
+        width = max(24, 8 * len(words) + 8, 40 * any(abs(d[i]) >= NEAR_0 for d in x["delta"]))
         if left + width > WIDTH - 10:
             left, top = 84.0, top + 28 + 20 * count + 24
         if left == 84.0:
@@ -251,26 +285,36 @@ def gaps(data: dict) -> str:
                 parts.append(text(10, top + 43 + 20 * k, f"teacher {k + 1}"))
         if x["mask"][i]:
             parts.append(box(left, top, width - 2, 24, FILLS["model"], 4))
+            for k in range(count):
+                parts += cell(left, top + 28 + 20 * k, width - 2, x["delta"][k][i])
+        else:
+            parts.append(outline(left + 1, top + 1, width - 4, 26 + 20 * count - 2))
         color = DARK if x["mask"][i] else GREY
         parts.append(text(left + width / 2 - 1, top + 17, words, color, 13, "middle"))
-        for k in range(count):
-            parts += cell(left, top + 28 + 20 * k, width - 2, x["delta"][k][i])
         left += width
-    top += 28 + 20 * count + 20
-    parts += [
+    top += 28 + 20 * count + 24
+    return page(round(top) + 36, "The gap of every teacher at every token", parts + legend(top))
+
+
+def legend(top: float) -> list[str]:
+    """What the colours and signs of the gaps' drawing mean."""
+    return [
         box(84, top - 11, 14, 14, DISLIKES, 3),
-        text(104, top, "the teacher finds this token less likely than the student does"),
-        box(510, top - 11, 14, 14, LIKES, 3),
-        text(530, top, "likelier"),
-        text(620, top, "· a space, ↵ a line break; no box: masked"),
+        text(104, top, "less likely under the teacher than under the student"),
+        box(470, top - 11, 14, 14, LIKES, 3),
+        text(490, top, "likelier"),
+        box(580, top - 11, 14, 14, FAINT, 3, 0.3),
+        text(600, top, f"almost equal: |Δ| below {NEAR_0:g} nats"),
+        outline(84, top + 13, 14, 14),
+        text(104, top + 24, "masked: neither support nor loss counts this token"),
+        text(470, top + 24, "·  a space      ↵  a line break"),
     ]
-    return page(round(top) + 14, "The gap of every teacher at every token", parts)
 
 
 def cell(x: float, y: float, width: float, gap: float) -> list[str]:
     """A gap's cell: the stronger its colour the larger the gap, with its number if not near 0."""
-    if abs(gap) < 0.05:
-        return [box(x, y, width, 18, FAINT, 3, 0.16)]
+    if abs(gap) < NEAR_0:
+        return [box(x, y, width, 18, FAINT, 3, 0.3)]
     color = tint(LIKES if gap > 0 else DISLIKES, min(1, 0.35 + abs(gap) / 3))
     number = text(x + width / 2, y + 13, signed(gap, 2), DARK, 11, "middle")
     return [box(x, y, width, 18, color, 3), number]
@@ -285,60 +329,72 @@ def tint(color: str, strength: float) -> str:
 def support(data: dict) -> str:
     """Left: a teacher's gaps, cut at the clip. Right: all supports, and what the verdict makes."""
     x, settings = data["example"], data["settings"]
-    clip, eps = settings["c_delta"], settings["eps_a"]
-    parts = [text(20, 22, "teacher 1: its gap at each token, in nats")]
-    bottom, scale = 60, 52  # y of a gap of 0; pixels of a nat
+    clip = settings["c_delta"]
+    parts = [text(20, 22, "the gap of teacher 1 at each unmasked token, in nats")]
+    bottom, scale = 62, 52  # y of a gap of 0; pixels of a nat
 
     def y_of(gap: float) -> float:
         return bottom - scale * gap
 
-    for level in (0.0, -clip):
-        parts.append(line(50, y_of(level), 420, y_of(level), GREY, 1, "5 4" if level else ""))
+    for level in (0.0, -1.0, -2.0, -clip):
+        width = 1 if level in (0, -clip) else 0.4
+        parts.append(line(50, y_of(level), 420, y_of(level), FAINT, width))
         parts.append(text(44, y_of(level) + 4, signed(level, 0) if level else "0", anchor="end"))
-    parts.append(text(420, y_of(-clip) + 17, f"clip at ±{clip:g}", anchor="end"))
-    step = 360 / len(x["tokens"])
-    for i, gap in enumerate(x["delta"][0]):
+    counted = [gap for gap, kept in zip(x["delta"][0], x["mask"]) if kept]
+    step = 360 / len(counted)
+    for i, gap in enumerate(counted):
         kept = max(-clip, min(clip, gap))
         color = LIKES if gap > 0 else DISLIKES
-        place, width = 54 + step * i, step - 2
-        if x["mask"][i]:
-            low, high = sorted((y_of(kept), y_of(0)))
-            parts.append(box(place, low, width, max(high - low, 1), color, 1))
+        place = 54 + step * i
+        if abs(gap) >= NEAR_0:
+            parts.append(line(place, y_of(0), place, y_of(kept), color, 4))
+        else:
+            parts.append(dot(place, y_of(gap), 2.5, FAINT))
         if abs(gap) > clip:
-            words = f"{signed(gap, 2)} counts as {signed(kept, 0)}"
-            parts.append(text(place + step + 4, y_of(kept) - 8, words))
-    counted = sum(x["mask"])
-    words = f"mean over {counted} unmasked tokens: ã = {signed(x['a'][0], 3)}"
-    parts.append(text(235, y_of(-clip) + 44, words, anchor="middle", weight=600))
-    parts += thresholds(x, eps)
-    return page(282, "Clip, mean, threshold and polarity", parts)
+            words = f"{signed(gap, 2)} counts as {signed(kept, 0)}: the clip is ±{clip:g}"
+            parts.append(text(place + step + 4, y_of(kept) - 9, words))
+    rest = sum(abs(gap) < NEAR_0 for gap in counted)
+    parts.append(text(420, y_of(0) - 10, f"the other {rest} gaps: almost 0", anchor="end", size=12))
+    words = f"mean over {len(counted)} tokens: ã = {signed(x['a'][0], 3)}"
+    parts.append(text(235, y_of(-clip) + 34, words, anchor="middle", weight=600))
+    parts += thresholds(x, settings["eps_a"])
+    return page(292, "Clip, mean, threshold and polarity", parts)
 
 
 def thresholds(x: dict, eps: float) -> list[str]:
     """The teachers' supports on one axis, with the band that is ignored."""
-    low, high, left, right = -0.08, 0.02, 480, 740
+    low, high, left, right, axis = -0.08, 0.02, 520, 740, 226
 
     def x_of(a: float) -> float:
         return left + (right - left) * (a - low) / (high - low)
 
     outcome = "right" if x["r"] > 0 else "wrong"
     parts = [
-        text(left, 22, f"support ã of each teacher; the solution is {outcome}"),
-        box(x_of(-eps), 36, x_of(eps) - x_of(-eps), 176, FAINT, 3, 0.3),
-        text(x_of(0), 230, f"±ε_a = ±{eps:g}", anchor="middle"),
-        line(x_of(0), 36, x_of(0), 212, GREY, 1, "2 3"),
+        text(left, 22, f"support ã of each teacher, in nats; the solution is {outcome}"),
+        box(x_of(-eps), 36, x_of(eps) - x_of(-eps), axis - 36, FAINT, 3, 0.3),
+        line(x_of(0), 36, x_of(0), axis, GREY, 1, "2 3"),
+        line(left, axis, right, axis),
     ]
+    for a in (-0.08, -0.06, -0.04, -0.02, 0.0, 0.02):
+        parts.append(line(x_of(a), axis, x_of(a), axis + 5))
+        name = signed(a, 2) if a else "0"
+        parts.append(text(x_of(a), axis + 19, name, size=12, anchor="middle"))
     for k, (a, rho) in enumerate(zip(x["a"], x["rho"])):
         y, fate = 58 + 44 * k, FATES[rho]
+        color = FATE_COLORS[fate] if rho else GREY
         parts += [
             line(left, y, right, y, FAINT, 0.7),
-            f'<circle cx="{x_of(a):.5g}" cy="{y}" r="6" fill="{FATE_COLORS[fate]}"/>',
-            text(left - 8, y + 4, str(k + 1), anchor="end"),
-            text(right + 12, y + 4, signed(a, 4), anchor="start"),
-            text(right + 78, y + 4, fate, FATE_COLORS[fate] if rho else GREY, 13, "start", 600),
+            dot(x_of(a), y, 6, color),
+            text(left - 8, y + 4, f"teacher {k + 1}", anchor="end"),
+            text(right + 12, y + 4, signed(a, 3)),
+            text(right + 66, y + 4, fate, color, 13, "start", 600),
         ]
-    parts.append(text(left, 256, "← finds it less likely", size=12))
-    parts.append(text(right, 256, "likelier →", size=12, anchor="end"))
+    parts += [
+        text(left, axis + 42, "← finds it less likely", size=12),
+        text(right, axis + 42, "likelier →", size=12, anchor="end"),
+        box(right + 16, axis + 30, 14, 14, FAINT, 3, 0.3),
+        text(right + 36, axis + 42, f"|ã| ≤ ε_a = {eps:g}", size=12),
+    ]
     return parts
 
 
@@ -355,32 +411,51 @@ def slope_of(gap: float, tau: float) -> float:
 def gate(data: dict) -> str:
     """Left: the gated loss and its slope. Right: how many gaps of the run lie where."""
     tau = data["settings"]["tau_g"]
-    x_0, y_0, unit, tall = 230, 168, 42, 190  # the axes' crossing, pixels of a nat and of 1
+    x_0, y_0, unit, tall = 250, 172, 40, 190  # the axes' crossing, pixels of a nat and of 1
 
     def point(gap: float, value: float) -> tuple[float, float]:
         return x_0 + unit * gap, y_0 - tall * value
 
     span = [i / 20 for i in range(-100, 101)]
-    parts = [line(20, y_0, 440, y_0), line(x_0, 24, x_0, 258)]
+    parts = []
+    for value in (-0.4, -0.2, 0.2, 0.4, 0.6):
+        _, y = point(0, value)
+        parts.append(line(50, y, 450, y, FAINT, 0.4))
+        parts.append(text(44, y + 4, signed(value, 1), size=12, anchor="end"))
+    parts += [
+        line(50, y_0, 450, y_0),
+        line(x_0, 34, x_0, 262),
+        text(44, y_0 + 4, "0", anchor="end"),
+    ]
+    for i in (-4, -2, 2, 4):
+        parts.append(line(x_0 + unit * i, y_0, x_0 + unit * i, y_0 + 4))
+        parts.append(text(x_0 + unit * i, y_0 + 17, signed(i, 0), size=12, anchor="middle"))
+    parts.append(text(450, y_0 + 34, "gap Δ, nats", size=12, anchor="end"))
     parts.append(curve([point(d, loss_of(d, tau)) for d in span], LIKES))
     parts.append(curve([point(d, slope_of(d, tau)) for d in span], DISLIKES))
-    parts.append(text(24, 28, "the gate, at most log 2", LIKES, 13, weight=600))
-    parts.append(text(310, 96, "its slope g", DISLIKES, 13, weight=600))
-    for i in (-4, -2, 2, 4):
-        parts.append(text(x_0 + unit * i, y_0 + 16, signed(i, 0), size=12, anchor="middle"))
-    parts.append(text(440, y_0 + 34, "gap Δ, nats", size=12, anchor="end"))
-    example = [gap for delta_T in data["example"]["delta"] for gap in delta_T]
-    for gap in (min(example), max(example)):
-        x, y = point(gap, slope_of(gap, tau))
-        parts.append(f'<circle cx="{x:.5g}" cy="{y:.5g}" r="5" fill="{DISLIKES}"/>')
-        words = f"g({signed(gap, 2)}) = {signed(slope_of(gap, tau), 3)}"
-        if gap < 0:
-            parts.append(text(x, y - 14, words, size=12, anchor="middle"))
-        else:
-            parts.append(text(x_0 + 10, y_0 + 54, words, size=12))
-            parts.append(line(x, y + 6, x, y_0 + 42, FAINT, 1, "2 3"))
+    parts.append(text(50, 26, "the gate, at most log 2 = 0.69", LIKES, 13, weight=600))
+    parts.append(text(346, 126, "its slope g", DISLIKES, 13, weight=600))
+    parts += marks_of_teachers(data["example"]["delta"], tau, point)
     parts += gap_bars(data["gaps"])
-    return page(270, "The gate, its slope, and where a run's gaps lie", parts)
+    return page(276, "The gate, its slope, and where a run's gaps lie", parts)
+
+
+def marks_of_teachers(delta: list[list[float]], tau: float, point: Callable) -> list[str]:
+    """The lowest and the highest gap of the example on the slope, with their teachers."""
+    parts = []
+    for gap in (min(map(min, delta)), max(map(max, delta))):
+        (teacher,) = (k for k, delta_T in enumerate(delta, 1) if gap in delta_T)
+        x, y = point(gap, slope_of(gap, tau))
+        left, top = (54, y - 29) if gap < 0 else (x + 24, y + 78)
+        if gap > 0:  # its label is away from both curves
+            parts.append(line(x, y + 6, left, top - 12, FAINT, 1, "2 3"))
+        words = f"g({signed(gap, 2)}) = {signed(slope_of(gap, tau), 3)}"
+        parts += [
+            dot(x, y, 5, DISLIKES),
+            text(left, top, f"teacher {teacher}:", size=12, weight=600),
+            text(left, top + 16, words, size=12),
+        ]
+    return parts
 
 
 def gap_bars(counts: list[int]) -> list[str]:
@@ -390,15 +465,15 @@ def gap_bars(counts: list[int]) -> list[str]:
     names += [f"{one} to {other}" for one, other in itertools.pairwise(edges)]
     names.append(f"above {edges[-1]}")
     total = sum(counts)
-    parts = [text(500, 28, f"|Δ| of the run's {total:,} gaps (bars: logarithm)")]
+    parts = [text(510, 28, f"|Δ| of the run's {total:,} gaps (length: logarithm)")]
     for i, (name, count) in enumerate(zip(names, counts)):
-        y = 44 + 30 * i
-        width = 180 * math.log10(max(count, 1)) / math.log10(max(counts))
+        y = 46 + 30 * i
+        width = 170 * math.log10(max(count, 1)) / math.log10(max(counts))
         words = f"{count:,} ({count / total:.2%})"
         parts += [
-            text(588, y + 15, name, anchor="end"),
-            box(596, y, max(width, 1), 20, DISLIKES, 3, 0.85),
-            text(604 + width, y + 15, words, size=12),
+            text(598, y + 15, name, anchor="end"),
+            box(606, y, max(width, 1), 20, BARS, 3, 0.85),
+            text(614 + width, y + 15, words, size=12),
         ]
     return parts
 
@@ -407,48 +482,55 @@ def bank(data: dict) -> str:
     """Left: how the first bank was made, and its versions. Right: each skill's fate."""
     life = data["bank"]
     wrong = life["solutions"] - life["right"]
-    parts = [
-        text(10, 22, f"{life['solutions']} seed solutions: {life['right']} right, {wrong} wrong")
-    ]
-    for kind, x in (("skills", 10), ("mistakes", 220)):
+    words = f"before step 1: {life['solutions']} solutions, {life['right']} right, {wrong} wrong"
+    parts = [text(10, 22, words, weight=600)]
+    for kind, x in (("skills", 10), ("mistakes", 226)):
         sizes = life[kind]
-        parts.append(text(x, 48, f"{kind} after each merge", size=12))
+        words = f"{sizes[0]} {kind}, {len(sizes) - 1} merges, {sizes[-1]} left"
+        parts.append(text(x, 46, words, size=12))
         for i, size in enumerate(sizes):
-            last = i == len(sizes) - 1
-            parts.append(box(x + 18 * i, 150 - 2.6 * size, 14, 2.6 * size, BARS, 2))
-            if i == 0 or last:
-                parts.append(text(x + 18 * i + 7, 166, str(size), size=12, anchor="middle"))
+            parts.append(box(x + 17 * i, 158 - 2.6 * size, 14, 2.6 * size, BARS, 2))
+            if i in (0, len(sizes) - 1):
+                parts.append(text(x + 17 * i + 7, 173, str(size), size=12, anchor="middle"))
     versions = {int(step): sizes for step, sizes in life["versions"].items()}
-    y, before = 196, versions[0]
-    parts.append(text(10, y, f"step 0: {before[0]} skills, {before[1]} mistakes", weight=600))
+    y, before = 206, versions[0]
     for step, share in life["success"].items():
-        y += 24
         sizes, goal = versions.get(int(step), before), data["settings"]["success_gate"]
-        new = [size - old for size, old in zip(sizes, before)]
-        change = f"skills {new[0]:+d}, mistakes {new[1]:+d}" if any(new) else "the bank stays"
+        skills, mistakes = (size - old for size, old in zip(sizes, before))
+        change = f"+{skills} skills, +{mistakes} mistakes" if skills + mistakes else "no change"
         sign = "<" if share < goal else "≥"
-        parts.append(text(10, y, f"step {step}: success {share:.0%} {sign} {goal:.0%}: {change}"))
-        before = sizes
-    parts += fate_bars(data["fates"])
-    return page(290, "The life of a bank, and what became of each skill", parts)
+        parts.append(text(10, y, f"after step {step}", weight=600))
+        parts.append(text(122, y, f"success {share:.0%} {sign} {goal:.0%}: {change}"))
+        y, before = y + 24, sizes
+    parts += fate_bars(data["fates"], data["added"])
+    return page(330, "The life of a bank, and what became of each skill", parts)
 
 
-def fate_bars(fates: list[list]) -> list[str]:
-    """A bar for each skill: its teachers that were distilled, reversed and ignored."""
-    parts, x = [], 420.0
-    for fate, color in FATE_COLORS.items():
-        parts += [box(x, 10, 14, 14, color, 3), text(x + 20, 22, fate)]
-        x += 100
-    widest = max(sum(counts) for _, *counts in fates)
-    for i, (title, *counts) in enumerate(fates):
-        y, x = 38 + 25 * i, 576.0
-        parts.append(text(568, y + 14, title, size=12.5, anchor="end"))
-        for count, color in zip(counts, FATE_COLORS.values()):
-            width = 230 * count / widest
-            parts.append(box(x, y, width, 18, color, 2))
-            x += width
-        words = ", ".join(map(str, counts))
-        parts.append(text(x + 6, y + 14, words, size=12))
+def fate_bars(fates: list[list], added: dict[str, int]) -> list[str]:
+    """A row for each skill: its teachers, reversed to the left and distilled to the right."""
+    middle, unit = 692.0, 3.2  # x of no teachers; pixels of a teacher
+    parts = [
+        text(576, 22, "teachers with this skill, in the whole run", weight=600, anchor="start"),
+        text(middle - 8, 44, "reversed", FATE_COLORS["reversed"], 12, "end", 600),
+        text(middle + 8, 44, "distilled", FATE_COLORS["distilled"], 12, "start", 600),
+        text(850, 44, "ignored", GREY, 12, "end", 600),
+        line(middle, 52, middle, 324),
+    ]
+    y = 52
+    for title, distilled, reversed_, ignored in fates:
+        new = added[title] > 0
+        if new and y == 52 + 25 * sum(step == 0 for step in added.values()):
+            parts.append(text(436, y + 14, f"new after step {added[title]}", size=12, weight=600))
+            y += 22
+        parts += [
+            text(576, y + 14, title, size=12.5, anchor="end"),
+            box(middle - unit * reversed_, y, unit * reversed_, 18, FATE_COLORS["reversed"], 2),
+            box(middle, y, unit * distilled, 18, FATE_COLORS["distilled"], 2),
+            text(middle - unit * reversed_ - 6, y + 14, str(reversed_), size=12, anchor="end"),
+            text(middle + unit * distilled + 6, y + 14, str(distilled), size=12),
+            text(850, y + 14, str(ignored), size=12, anchor="end"),
+        ]
+        y += 25
     return parts
 
 
