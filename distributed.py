@@ -72,18 +72,14 @@ def init(device: str = "auto") -> World:
 def _place() -> tuple[int, int, int]:
     """Rank, number of ranks and rank on this machine; 0, 1, 0 where torchrun did not start this."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    if not any(name in os.environ for name in names):
+    values = [os.environ.get(name, "") for name in names]
+    if not any(values):
         return 0, 1, 0
-    try:
-        rank, size, local = (int(os.environ[name]) for name in names)
-        if 0 <= rank < size:
-            return rank, size, local
-        wrong = f"RANK {rank} must be below WORLD_SIZE {size}"
-    except KeyError as e:
-        wrong = f"{e.args[0]} is not set, but another of {', '.join(names)} is"
-    except ValueError as e:
-        wrong = f"{', '.join(names)} must be numbers ({e})"
-    raise ValueError(f"{wrong}; start with torchrun, or unset all three")
+    if not all(map(str.isdecimal, values)) or int(values[0]) >= int(values[1]):
+        rule = "must be numbers, and RANK below WORLD_SIZE; start with torchrun, or unset all three"
+        raise ValueError(f"{', '.join(names)} are {', '.join(map(repr, values))}: they {rule}")
+    rank, size, local = map(int, values)
+    return rank, size, local
 
 
 def _join(rank: int, size: int, here: torch.device) -> None:

@@ -92,15 +92,11 @@ def predictors(
     Returns x_N and ids_N. x_N holds the last hidden states [N, D], or the full logits [N, V] of a
     model whose head is more than a matrix product. Raises ValueError as `token_logprobs` does.
     """
-    for row_ids in (*prompt_ids, *completion_ids):
-        if not isinstance(row_ids, list):
-            got = type(row_ids).__name__
-            raise ValueError(f"token_logprobs needs lists of ids, got a {got}; use .tolist()")
     if len(prompt_ids) != len(completion_ids) or not all(prompt_ids):
         counts = f"got {len(prompt_ids)} and {len(completion_ids)}"
         raise ValueError(f"token_logprobs needs one non-empty prompt per completion, {counts}")
     causal = causal_lm(model)
-    rows = [torch.tensor(p + c) for p, c in zip(prompt_ids, completion_ids)]
+    rows = [torch.tensor([*p, *c]) for p, c in zip(prompt_ids, completion_ids)]
     ids_BL = pad_sequence(rows, batch_first=True).to(causal.device)
     if head_is_sliced(model):
         out_BLx = causal.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state

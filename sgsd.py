@@ -369,11 +369,13 @@ def writer(run: Run, step: int) -> skills.Writer:
     20, and so is a merge that is cut off or has more items than its group. If the second reply is
     no better, a memory gives no candidates, and a group that was to be merged stays as it is.
     """
+
+    def log(reply: dict) -> None:
+        run.log_rows("bank/replies", [reply])
+
     sample_replies = functools.partial(shared_replies, run)
     reply_tokens = run.cfg.reply_tokens
-    return skills.Writer(
-        run.tokenizer, rollout.chat_ids, sample_replies, run.log_reply, reply_tokens, step
-    )
+    return skills.Writer(run.tokenizer, rollout.chat_ids, sample_replies, log, reply_tokens, step)
 
 
 def make_bank(run: Run) -> SkillBank:
@@ -423,7 +425,7 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
         for _, roll in judged:
             memory = skills.memory_of(asdict(roll), cfg.memory_answer)
             fresh.append({**memory, "truncated": roll.truncated})
-        run.log_memories(fresh)
+        run.log_rows("bank/memories", fresh)
         memories |= {memory["problem_id"]: memory for memory in fresh}
     return [memories[x.id] for x in seeds]
 
@@ -433,36 +435,37 @@ def begin_bank(run: Run) -> None:
     if run.bank is None:
         run.bank = make_bank(run)
         run.save_bank()  # before the check, since it may have taken hours
-        check_bank(run)
-    else:
-        check_bank(run, run.cfg.bank)
-        if not run.step:
-            run.save_bank()
+        check_prompts(run)
+    elif not run.step:
+        run.save_bank()
     if run.world.main:
         print(skills.describe(run.bank))
     evolve_bank(run)  # a continued run may have been killed before
 
 
-def check_bank(run: Run, given: str = "") -> None:
-    """UserError if a list is empty, or the longest prompt with skills too long. On every rank.
+def check_prompts(run: Run) -> None:
+    """UserError if a list of the bank is empty, or the longest prompt too long. On every rank.
 
-    given: the value of --bank; each of its lists must have at least K entries.
+    With a bank the longest prompt is that of the longest problem with the longest entries. Each
+    list of --bank must have at least K entries.
     """
-    cfg = run.cfg
+    cfg, pairs = run.cfg, []
 
     def size(text: str) -> int:
         return rollout.token_count(run.tokenizer, text)
 
     with distributed.checked_on_all_ranks(run.world, config.UserError):
-        with config.user_errors():
-            skills.refuse_short(run.bank, given, cfg.num_teachers)
         x = max(run.problems, key=lambda x: size(x.problem))
-        pairs = skills.longest_pairs(run.bank, cfg.pairs_in_a_prompt, size)
-        ids = [f"{pair.skill['skill_id']} and {pair.mistake['mistake_id']}" for pair in pairs]
-        with config.user_errors(f"problem {x.id} with {', '.join(ids)}: "):
-            text = skills.render_skills(pairs, x.problem)
-            prompt = prompt_ids(run, text, cfg.teacher_prefix)
-            limit = cfg.max_new_tokens
+        where = f"problem {x.id}"
+        if run.bank is not None:
+            with config.user_errors():
+                skills.refuse_short(run.bank, cfg.bank, cfg.num_teachers)
+            pairs = skills.longest_pairs(run.bank, cfg.pairs_in_a_prompt, size)
+            for pair in pairs:
+                where += f" with {pair.skill['skill_id']} and {pair.mistake['mistake_id']}"
+        with config.user_errors(f"{where}: "):
+            prompt = prompt_ids(run, skills.render_skills(pairs, x.problem), cfg.teacher_prefix)
+            limit = cfg.max_new_tokens if cfg.steps else 0
             model.refuse_beyond_context(run.lm, len(prompt), limit, "--max-new-tokens")
 
 
@@ -485,7 +488,7 @@ def evolve_bank(run: Run) -> None:
     if run.world.main:
         same = "bank: unchanged, as the success is not below --success-gate"
         tqdm.write(same if run.bank is old else skills.describe(run.bank))
-    check_bank(run)
+    check_prompts(run)
     run.bank.window = []
     run.save_bank()
 
@@ -499,6 +502,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
     step_fn(run, step) -> (rows, norm): a step. Another method's takes the place of `train_step`.
     """
     uses_skill_bank = run.cfg.uses_skill_bank  # SGSD does, GRPO does not
+    check_prompts(run)
     if uses_skill_bank:
         begin_bank(run)
     for step in run.steps_left():

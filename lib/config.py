@@ -251,7 +251,7 @@ class Config:
     report_to: str = setting(
         "none",
         "also send the metrics to this tracker; tensorboard writes to RUN/tensorboard",
-        ("none", "wandb", "trackio", "tensorboard"),
+        ("none", "wandb", "tensorboard"),
         on_continue="quiet",
     )
 

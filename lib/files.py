@@ -109,13 +109,17 @@ def read_jsonl(path: pathlib.Path) -> Iterator[dict]:
                 raise ValueError(f"{path}:{i}: not JSON ({e}); repair or remove it") from None
 
 
-def trim_jsonl(path: pathlib.Path, step: int) -> None:
-    """Cut a .jsonl file back to the rows of steps up to `step`."""
+def trim_jsonl(path: pathlib.Path, step: int) -> bool:
+    """Cut a .jsonl file back to the rows of steps up to `step`; whether it had later ones."""
+    is_cut = False
     if path.exists():
         with whole(path) as tmp, open(tmp, "w") as f:
             for row in read_jsonl(path):
                 if row["step"] <= step:
                     f.write(json.dumps(row) + "\n")
+                else:
+                    is_cut = True
+    return is_cut
 
 
 def of_step(folder: pathlib.Path, step: int, suffix: str = "") -> pathlib.Path:
@@ -146,27 +150,26 @@ def file_digest(path: str | os.PathLike) -> str:
     return digest(pathlib.Path(path).read_bytes())
 
 
-WEIGHTS = (".safetensors", ".bin")
-OF_A_MODEL = (".json", ".jinja", ".txt", ".model", *WEIGHTS)
+OF_A_MODEL = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
+PIECE = 2**23  # bytes
 
 
 def contents(name: str) -> str:
     """A digest of what a file or a model's folder holds; the name itself where nothing is there.
 
-    Of a file of weights it takes the size and a mebibyte at three places: training moves them all.
+    Of a file above 16 MiB in a folder it takes the size and 8 MiB at three places: training moves
+    all weights.
     """
-    path, piece = pathlib.Path(name), 2**20
+    path = pathlib.Path(name)
     if path.is_file():
         return file_digest(path)
     parts: list[object] = []
     for file in sorted(path.rglob("*")) if name else []:
         if file.suffix in OF_A_MODEL and file.is_file():
             size = file.stat().st_size
-            is_large = file.suffix in WEIGHTS
-            starts = (0, size // 2, max(0, size - piece)) if is_large else range(0, size, piece)
             parts += [file.relative_to(path).as_posix(), size]
             with open(file, "rb") as f:
-                for start in starts:
+                for start in (0, size // 2, max(0, size - PIECE)):
                     f.seek(start)
-                    parts.append(digest(f.read(piece)))
+                    parts.append(digest(f.read(PIECE)))
     return digest(parts) if parts else name

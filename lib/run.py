@@ -11,7 +11,6 @@
 The same command continues a run. Nothing here knows what a bank is made of.
 """
 
-import collections
 import contextlib
 import functools
 import itertools
@@ -145,30 +144,24 @@ class Run:
         metrics |= self.bank.counts if self.bank else {}
         metrics |= runlog.engine_gap(list(itertools.chain.from_iterable(gaps)))
         for name, lines in zip(runlog.LOGS, ([metrics], rows, tokens)):
-            files.append_jsonl(self.out / f"{name}.jsonl", lines)
+            self.log_rows(name, lines)
         self.track(metrics)
         tqdm.write(runlog.log_line(metrics, self.cfg.steps))
-
-    def exit_code(self) -> int:
-        """130 after a signal, 1 after three steps in a row that were not finite; else 0: go on."""
-        signalled = any(distributed.gather(bool(self.signalled), self.world))
-        if (signalled or self.skipped == 3) and self.world.main:
-            tqdm.write("stopped by a signal" if signalled else "three steps were not finite")
-        return 130 if signalled else int(self.skipped == 3)
 
     def end_step(self) -> int:
         """Save where that is due; the exit code. From here on a signal ends the process at once.
 
-        No rank goes on or ends before rank 0 has saved.
+        It is 130 after a signal on any rank, 1 after three steps in a row that were not finite, and
+        else 0: go on. No rank goes on or ends before rank 0 has saved.
         """
+        signalled = any(distributed.gather(bool(self.signalled), self.world))
+        code = 130 if signalled else int(self.skipped == 3)
         is_due = self.step % self.cfg.checkpoint_every == 0 or self.step == self.cfg.steps
         with distributed.checked_on_all_ranks(self.world, OSError):
-            if is_due or evolution_is_due(self.cfg, self.step, self.bank):
+            if is_due or code or evolution_is_due(self.cfg, self.step, self.bank):
                 self.save()
-        code = self.exit_code()
-        with distributed.checked_on_all_ranks(self.world, OSError):
-            if code:
-                self.save()
+        if code and self.world.main:
+            tqdm.write("stopped by a signal" if signalled else "three steps were not finite")
         config.end_at_signals()
         return code
 
@@ -198,24 +191,16 @@ class Run:
             if self.world.main and self.step:
                 self.bank.save(files.of_step(self.out / "checkpoints", self.step) / "bank.json")
 
+    def log_rows(self, name: str, rows: list[dict]) -> None:
+        """Rank 0 appends rows to the log of this name, such as "bank/replies"."""
+        if self.world.main:
+            files.append_jsonl(self.out / f"{name}.jsonl", rows)
+
     def saved_memories(self) -> dict[str, dict]:
         """The memories that a killed cold start has left, by the problem's id; on every rank."""
-        path, rows = self.out / "bank/memories.jsonl", []
-        with distributed.checked_on_all_ranks(self.world, config.UserError), config.user_errors():
-            if self.world.main:
-                rows = list(files.read_jsonl(path))
-        rows = distributed.gather(rows, self.world)[0]
+        with config.user_errors():
+            rows = [*files.read_jsonl(self.out / "bank/memories.jsonl")]
         return {row["problem_id"]: row for row in rows}
-
-    def log_memories(self, rows: list[dict]) -> None:
-        """Rank 0 appends memories of seed solutions to bank/memories.jsonl."""
-        if self.world.main:
-            files.append_jsonl(self.out / "bank/memories.jsonl", rows)
-
-    def log_reply(self, row: dict) -> None:
-        """Rank 0 appends a reply of the bank's writer to bank/replies.jsonl."""
-        if self.world.main:
-            files.append_jsonl(self.out / "bank/replies.jsonl", [row])
 
 
 # ------------------------------------------------------------------ decoding shared over the ranks
@@ -353,7 +338,7 @@ def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
         line += f"{cfg.program}; give another directory; --adapter CHECKPOINT takes a run's weights"
         raise ValueError(line)
     start.step = max(files.by_step(out / "checkpoints"), default=0)
-    log_notes = notes_on_logs(cfg, saved["settings"], start.step)
+    refuse_lost_checkpoints(cfg, saved["settings"], start.step)
     refused, changes = differences(saved, start.record, cfg)
     bank = files.of_step(out / "bank", 0, ".json")
     if refused and (start.step or (cfg.uses_skill_bank and bank.exists())):
@@ -372,7 +357,22 @@ def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
     start.record = {**saved, **now, "continuations": [*saved["continuations"], again]}
     start.is_new = False
     after = f"continues after step {start.step}" if start.step else "starts with step 1"
-    start.notes += [*[f"changed: {line}" for line in changes], *log_notes, after]
+    start.notes += [*[f"changed: {line}" for line in changes], after]
+
+
+def refuse_lost_checkpoints(cfg: Config, saved: dict[str, Any], step: int) -> None:
+    """ValueError where the run has passed the first step that it saves, and has no checkpoint.
+
+    saved: the run's settings. step: of the last checkpoint.
+    """
+    first = saved["checkpoint_every"]
+    if cfg.uses_skill_bank and saved["evolve_every"]:
+        first = min(first, saved["evolve_every"])
+    metrics = files.read_jsonl(pathlib.Path(cfg.out, "metrics.jsonl"))
+    made = max((row["step"] for row in metrics), default=0)
+    if made > first and not step:
+        line = f"--out {cfg.out}: it has made {made} steps, but checkpoints/ has none"
+        raise ValueError(f"{line}; bring them back, or give another directory")
 
 
 def differences(saved: dict, now: dict, cfg: Config) -> tuple[str, list[str]]:
@@ -386,7 +386,7 @@ def differences(saved: dict, now: dict, cfg: Config) -> tuple[str, list[str]]:
         old, new = saved["settings"].get(f.name, f.default), now["settings"][f.name]
         before, after = saved["digests"].get(f.name, old), now["digests"].get(f.name, new)
         is_gone = old == new == after  # since, such as the folder of --adapter: not missed here
-        line = f"{config.flag(f.name)} {shown(new)}, where the run has {shown(old)}"
+        line = f"{config.flag(f.name)} {new!r}, where the run has {old!r}"
         if before != after and not is_gone and rule == "announced":
             changes.append(line)
         elif before != after and not is_gone and rule != "quiet":
@@ -399,39 +399,6 @@ def differences(saved: dict, now: dict, cfg: Config) -> tuple[str, list[str]]:
     if saved["processes"] != now["processes"]:
         changes.append(f"{now['processes']} processes, before {saved['processes']}")
     return refused, changes
-
-
-def shown(value: Any) -> str:
-    """A setting's value as a person would type it."""
-    return shlex.join(value) if isinstance(value, list) else repr(value)
-
-
-def notes_on_logs(cfg: Config, saved: dict[str, Any], step: int) -> list[str]:
-    """What the logs lack up to the last checkpoint's step; a run does not need it to go on.
-
-    saved: the run's settings. ValueError where it has passed the first step that it saves, and
-    there is no checkpoint.
-    """
-    notes = []
-    for name in runlog.LOGS if saved["audit_every"] else runlog.LOGS[:2]:
-        path = pathlib.Path(cfg.out, f"{name}.jsonl")
-        rows = collections.Counter(row["step"] for row in files.read_jsonl(path))
-        made = max(rows, default=0)
-        first = saved["checkpoint_every"]
-        if cfg.uses_skill_bank and saved["evolve_every"]:
-            first = min(first, saved["evolve_every"])
-        if name == "metrics" and not step and made > first:
-            line = f"--out {cfg.out}: it has made {made} steps, but checkpoints/ has none"
-            raise ValueError(f"{line}; bring them back, or give another directory")
-        wanted = [n for n in rows if n <= step] if name == "tokens" else range(1, step + 1)
-        lacking = [str(n) for n in wanted if rows[n] < max(rows.values(), default=1)]
-        if step and not any(n <= step for n in rows):
-            notes.append(f"{name}.jsonl has no line up to step {step}: it begins anew")
-        elif lacking:
-            notes.append(f"{name}.jsonl lacks lines of step {', '.join(lacking)}")
-        if made > step:
-            notes.append(f"{name}.jsonl is cut after step {step}")
-    return notes
 
 
 def evolution_is_due(cfg: Config, step: int, bank: Any) -> bool:
@@ -484,24 +451,9 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
         step_stream=stream,
         bank=start.bank,
     )
-    refuse_long_prompts(run)
     if cfg.steps or cfg.adapter:
         prepare_training(run, start, server, held)
     return run
-
-
-def refuse_long_prompts(run: Run) -> None:
-    """ValueError where the longest problem alone is too long, or leaves no room for a solution."""
-    cfg, tokenizer = run.cfg, run.tokenizer
-    x = max(run.problems, key=lambda x: rollout.token_count(tokenizer, x.problem))
-    size = len(rollout.chat_ids(tokenizer, x.problem, thinking="closed"))
-    if size > cfg.max_prompt_tokens:
-        rule = f"--max-prompt-tokens is {cfg.max_prompt_tokens}; raise it, or drop the problem"
-        raise ValueError(f"problem {x.id} has {size} tokens, {rule}")
-    if cfg.steps:
-        model.refuse_beyond_context(run.lm, size, cfg.max_new_tokens, "--max-new-tokens")
-    if cfg.uses_skill_bank and run.bank is None:
-        model.refuse_beyond_context(run.lm, size, cfg.cold_start_tokens, "--cold-start-tokens")
 
 
 def prepare_training(
@@ -544,7 +496,7 @@ def begin(run: Run, start: Start) -> None:
     """Cut the files back to the last checkpoint, and write config.json. Every rank has passed."""
     cfg, out, world = run.cfg, run.out, run.world
     distributed.broadcast_parameters(model.trained(run.lm).values() if cfg.steps else [], world)
-    with distributed.checked_on_all_ranks(world, OSError, config.UserError):
+    with distributed.checked_on_all_ranks(world, OSError, config.UserError), config.user_errors():
         if world.main:
             cut(run, start)
             files.write_json(out / "config.json", start.record)
@@ -552,8 +504,7 @@ def begin(run: Run, start: Start) -> None:
                 out / "problems.json", [problems.fingerprint(x.problem) for x in run.problems]
             )
             settings, name = start.record["settings"], start.record["id"]
-            with config.user_errors():
-                run.track = runlog.open_tracker(out, settings, run.step, cfg.report_to, name)
+            run.track = runlog.open_tracker(out, settings, run.step, cfg.report_to, name)
             announce(run, start)
 
 
@@ -561,7 +512,8 @@ def cut(run: Run, start: Start) -> None:
     """Remove what came after the last checkpoint, and what a kill has left unfinished."""
     out = run.out
     for name in runlog.LOGS:
-        files.trim_jsonl(out / f"{name}.jsonl", start.step)
+        if files.trim_jsonl(out / f"{name}.jsonl", start.step):
+            print(f"{name}.jsonl is cut after step {start.step}")
     for unfinished in (out / "served", *(out / "checkpoints").glob(".*.tmp")):
         shutil.rmtree(unfinished, ignore_errors=True)
     if start.is_new:
@@ -622,13 +574,8 @@ def what_next(run: Run) -> str:
     cfg = run.cfg
     if not cfg.steps:
         return f"done; the bank: {run.out / 'bank/bank.json'}"
-    left = []
-    if evolution_is_due(cfg, run.step, run.bank):
-        left.append(f"the bank's evolution after step {run.step}")
-    if run.step < cfg.steps:
-        left.append(f"the steps from {run.step + 1} on")
-    if left:
-        return f"still to do: {', '.join(left)}; run the same command to continue"
+    if run.step < cfg.steps or evolution_is_due(cfg, run.step, run.bank):
+        return f"stopped after step {run.step} of {cfg.steps}; run the same command to continue"
     flags = [] if cfg.data == Config.data else ["--data", "YOUR_TEST_PROBLEMS.jsonl"]
     if not cfg.cold_start_thinking:
         flags.append("--no-thinking")

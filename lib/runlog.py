@@ -19,7 +19,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 LOGS = ("metrics", "rollouts", "tokens")  # the .jsonl files of a run
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
@@ -78,8 +77,7 @@ def rollout_row(
         "clipped": (delta_KT[:, unmasked_T].abs() > c_delta).sum(),
         "first_gap": delta_KT[:, 0],
     }
-    row |= {name: x.tolist() for name, x in numbers.items()}
-    return row | credit_sums(result.credit_KT, roll.r)
+    return row | {name: x.tolist() for name, x in numbers.items()}
 
 
 def is_audited(step: int, every: int) -> bool:
@@ -88,38 +86,15 @@ def is_audited(step: int, every: int) -> bool:
 
 
 def token_row(step: int, roll: Any, result: Any, tokenizer: Any) -> dict[str, Any]:
-    """One audited rollout's line in tokens.jsonl: [T] and [K, T], over its tokens."""
+    """One audited rollout's line in tokens.jsonl: [T] and [K, T], over its tokens.
+
+    A token that holds a part of a character has U+FFFD in its text.
+    """
     row = {"step": step, "problem_id": roll.problem_id}
-    row["text"] = token_texts(tokenizer, roll.completion_ids)
+    row["text"] = tokenizer.batch_decode([[i] for i in roll.completion_ids])
     row["mask"] = result.mask_T.int().tolist()
     row["delta"] = result.delta_KT.tolist()
     return row | {"credit": result.credit_KT.tolist()}
-
-
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each token. Where tokens share a character, the last of them gets it."""
-    texts: list[str] = []
-    pending: list[int] = []  # tokens of a character that is not complete yet
-    for i in ids:
-        pending.append(i)
-        text = tokenizer.decode(pending, clean_up_tokenization_spaces=False)
-        if text.endswith("\ufffd") and len(pending) < 4:  # UTF-8 takes up to 4 bytes
-            texts.append("")
-        else:
-            texts.append(text)
-            pending = []
-    return texts
-
-
-def credit_sums(credit_KT: Tensor, r: int) -> dict[str, float]:
-    """A rollout's squared credit (Eq. 20), and the part of it on tokens whose credit has r's sign.
-
-    credit_KT: [K, T], or [0] for a rollout without teachers. r: -1 or +1.
-    """
-    squared_KT = credit_KT.square()
-    # Summed in the same order as the whole, so that rounding lifts no share above 1.
-    with_verdict = squared_KT.where(credit_KT * r > 0, 0).sum()
-    return {"credit_sq": float(squared_KT.sum()), "credit_sq_with_verdict": float(with_verdict)}
 
 
 # ------------------------------------------------------------------------------------------ steps
@@ -166,7 +141,7 @@ def summarize(
 
 
 def polarity_numbers(records: list[dict]) -> dict[str, Any]:
-    """Teachers by fate and outcome, and among cut rollouts; their supports; their credit."""
+    """Teachers by fate and outcome, and among cut rollouts; their supports."""
     metrics: dict[str, Any] = {}
     for fate in FATE.values():
         for case in ("", "_success", "_failure", "_truncated"):
@@ -189,10 +164,6 @@ def polarity_numbers(records: list[dict]) -> dict[str, Any]:
         if signed:  # 0 would look like teachers that lean to neither side
             metrics[f"a_mean_{outcome}"] = sum(signed) / len(signed)
             metrics[f"a_positive_{outcome}"] = sum(a > 0 for a in signed) / len(signed)
-    credit = sum(row["credit_sq"] for row in records)
-    if credit:
-        with_verdict = sum(row["credit_sq_with_verdict"] for row in records)
-        metrics["credit_with_verdict"] = with_verdict / credit
     return metrics
 
 
@@ -240,32 +211,27 @@ def open_tracker(
     """A tracker, as a function that takes each line of metrics.jsonl; "none" takes and drops it.
 
     out: the run's folder. step: the last complete one; TensorBoard drops what came after it.
-    run_id: by which wandb continues a run; trackio knows it by its name. ValueError if the tracker
-    is not installed or does not start.
+    run_id: by which wandb continues a run. ValueError if the tracker is not installed or does not
+    start.
     """
     if report_to == "none":
         return lambda metrics: None
-    about: dict[str, Any] = {"project": "sgsd", "name": out.name, "config": settings}
-    about["resume"] = "allow"
     try:
-        if report_to == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-
-            writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1, flush_secs=10)
-
-            def add(m: dict[str, Any]) -> None:
-                for name, x in m.items():
-                    writer.add_scalar(name, x, m["step"])
-
-            return add
         if report_to == "wandb":
-            import wandb as tracker
+            import wandb
 
-            about |= {"id": run_id, "dir": str(out)}
-        else:
-            import trackio as tracker
-        tracker.init(**about)
-        return lambda m: tracker.log(m, step=m["step"])
+            about = {"name": out.name, "id": run_id, "dir": str(out), "config": settings}
+            wandb.init(project="sgsd", resume="allow", **about)
+            return lambda m: wandb.log(m, step=m["step"])
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1, flush_secs=10)
+
+        def add(m: dict[str, Any]) -> None:
+            for name, x in m.items():
+                writer.add_scalar(name, x, m["step"])
+
+        return add
     except Exception as e:  # not installed, not logged in, no network
         cause = f"{type(e).__name__}: {textwrap.shorten(str(e), 300, placeholder=' ...')}"
         fix = f"pip install {report_to} and log in if it asks for it, or leave out --report-to"

@@ -73,7 +73,8 @@ def fake_writer(run, step):
     def complete(prompts):
         replies = [reply_to(prompt) for prompt in prompts]
         for prompt, reply in zip(prompts, replies):
-            run.log_reply({"step": step, "repeat": 0, "prompt": prompt, "reply": reply})
+            row = {"step": step, "repeat": 0, "prompt": prompt, "reply": reply}
+            run.log_rows("bank/replies", [row])
         return replies
 
     return complete

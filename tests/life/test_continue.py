@@ -72,7 +72,7 @@ def stored(out):
 
 KILLS = [  # where; the function that kills there, at which call, whether after it; what was said
     ("among the seed solutions", files, "append_jsonl", 2, False, ""),
-    ("among the replies of the cold start", Run, "log_reply", 5, False, "starts with step 1"),
+    ("among the replies of the cold start", Run, "log_rows", 6, False, "starts with step 1"),
     ("before the first bank is saved", SkillBank, "save", 1, False, "starts with step 1"),
     ("between the cold start and step 1", SkillBank, "save", 2, True, "starts with step 1"),
     ("in step 1", sgsd, "optimizer_step", 1, False, "starts with step 1"),
@@ -261,25 +261,18 @@ def test_before_bank_and_checkpoint_a_run_is_begun_anew_and_with_a_bank_it_is_re
     """By any setting that may not differ. The bank of a run can go to another one."""
     out = tmp_path / "run"
     other = small_flags(world_dir, out, cold_start=5)
-    kill(other, log, Run, "log_reply", 2)
+    kill(other, log, Run, "log_rows", 4)
     assert len(rows(out / "bank/memories.jsonl")) == 5
     argv = small_flags(world_dir, out)
-    kill(argv, log, sgsd, "optimizer_step", 1)
+    assert go(argv, log, before=killing(sgsd, "optimizer_step", 1)) == -signal.SIGKILL
+    (line,) = [x for x in log.read_text().splitlines() if x.startswith("begins anew")]
+    assert "--cold-start 8" in line and stored(out)["continuations"] == []
     before = contents(out)
     bank = out / "bank/step_000000.json"
-    words = ["--cold-start 5", "--adapter", f"--bank {bank}"]
-    refused(capsys, driver.main, other, *words)
+    refused(capsys, driver.main, other, "--cold-start 5", "--adapter", f"--bank {bank}")
     assert contents(out) == before
     assert go(argv, log) == 0 and "changed:" not in log.read_text()
     assert_equal(out, uninterrupted)
-
-
-def test_the_first_line_after_another_beginning_says_what_differs(world_dir, tmp_path, log):
-    out = tmp_path / "run"
-    kill(small_flags(world_dir, out, cold_start=5), log, Run, "log_reply", 2)
-    assert go(small_flags(world_dir, out, steps=0), log) == 0
-    (line,) = [x for x in log.read_text().splitlines() if x.startswith("begins anew")]
-    assert "--cold-start 8" in line and stored(out)["continuations"] == []
 
 
 def test_a_step_that_ran_out_of_memory_is_made_again_with_less(
@@ -504,23 +497,16 @@ def test_a_checkpoint_without_its_bank_is_named(world_dir, killed, capsys):
     refused(capsys, driver.main, small_flags(world_dir, killed), "step_000004/bank.json")
 
 
-def test_a_run_goes_on_without_its_logs_and_says_which_begin_anew(
-    world_dir, killed, uninterrupted, log
-):
-    """They are no part of what it needs to go on."""
+def test_a_run_goes_on_without_its_logs(world_dir, killed, uninterrupted, log):
+    """They are no part of what it needs to go on. What is cut is said."""
     for name in ("rollouts", "tokens"):
         (killed / f"{name}.jsonl").unlink()
-    lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (killed / "metrics.jsonl").write_text("".join(lines[:2] + lines[3:]))
     shutil.rmtree(killed / "bank")
     assert go(small_flags(world_dir, killed), log) == 0
-    text = log.read_text()
-    for name in ("rollouts", "tokens"):
-        assert f"{name}.jsonl has no line up to step 4" in text
-    assert "metrics.jsonl lacks lines of step 3" in text
+    assert "metrics.jsonl is cut after step 4" in log.read_text()
     ours, theirs = state(killed), state(uninterrupted)
     for name in theirs:
-        if "checkpoints" in name or name == "bank/bank.json":
+        if "checkpoints" in name or name in ("bank/bank.json", "metrics"):
             assert ours[name] == theirs[name], name
     rolled = theirs["rollouts.jsonl"].splitlines()
     assert ours["rollouts.jsonl"].splitlines() == rolled[8:]  # two solutions in each step

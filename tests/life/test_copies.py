@@ -140,7 +140,6 @@ def use_model(model):
 def use_runlog(runlog):
     row = {"step": 1, "loss": 0.25, "r": -1, "truncated": False, "pred": None, "rho": [1]}
     row |= {"a": [0.5], "first_gap": [0.1], "completion_ids": [5, 6], "unmasked": 2, "clipped": 0}
-    row |= runlog.credit_sums(torch.tensor([[0.5, -0.5]]), -1)
     metrics = runlog.summarize(1, [row], 1.0, 0.1, runlog.Stopwatch().seconds, 0.0)
     assert runlog.log_line(metrics, 2).startswith("step 1/2 loss +0.2500")
 

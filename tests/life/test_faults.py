@@ -88,7 +88,7 @@ def test_a_later_signal_ends_the_step_at_once(world_dir, tmp_path):
     assert steps_of(out) == ([1, 2], [2])
 
 
-PLACES = {"cold start": (Run, "log_reply", 5), "evolution": (skills, "merge", 3)}
+PLACES = {"cold start": (Run, "log_rows", 7), "evolution": (skills, "merge", 3)}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -106,7 +106,7 @@ def test_outside_of_a_step_a_signal_ends_a_run_at_once(place, world_dir, tmp_pat
 def test_a_signal_in_the_last_step_says_what_is_still_to_do(world_dir, tmp_path, uninterrupted):
     """Of this run's the last evolution; without one nothing is left."""
     log = tmp_path / "log"
-    for evolve_every, words in ((3, "evolution after step 6"), (0, "done; evaluate")):
+    for evolve_every, words in ((3, "after step 6 of 6; run the same"), (0, "done; evaluate")):
         out = tmp_path / f"run{evolve_every}"
         argv = small_flags(world_dir, out, evolve_every=evolve_every)
         assert go(argv, log, driver.stopping_at(6)) == 130
@@ -352,7 +352,7 @@ def test_three_steps_in_a_row_that_are_not_finite_on_one_rank_save_and_end_both(
     assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1]
     assert steps_of(out)[1] == [2, 4, 5]
     last = (tmp_path / "log0").read_text().splitlines()[-1]
-    assert "same command" in last and "from 6 on" in last
+    assert "same command" in last and "after step 5" in last
 
 
 def test_a_signal_that_reaches_one_rank_stops_both_after_the_same_step(world_dir, tmp_path):

@@ -121,7 +121,7 @@ def test_a_bank_that_does_not_suit_is_one_line_and_the_corrected_command_starts(
 
 def test_a_solution_of_the_cold_start_must_fit_the_models_context(refusal):
     words = ["--cold-start-tokens 4090", "context of 4096"]
-    refusal(*words, bank="", cold_start=2, cold_start_tokens=4090)
+    refusal(*words, may_have=FIRST, bank="", cold_start=2, cold_start_tokens=4090)
 
 
 def test_the_longest_problem_in_tokens_is_named_whatever_its_characters(tmp_path, refusal):
@@ -129,9 +129,9 @@ def test_the_longest_problem_in_tokens_is_named_whatever_its_characters(tmp_path
     texts = {"few": "\\boxed" * 90, "many": "x" * 300}
     lines = [json.dumps({"id": k, "problem": v, "answer": "1"}) for k, v in texts.items()]
     put(tmp_path / "x.jsonl", "\n".join(lines) + "\n")
-    words = ["problem many", "--max-prompt-tokens is 250"]
-    refusal(*words, data=tmp_path / "x.jsonl", batch_size=2, max_prompt_tokens=250)
-    refusal("--max-new-tokens 3800", data=tmp_path / "x.jsonl", batch_size=2, max_new_tokens=3800)
+    data = {"data": tmp_path / "x.jsonl", "batch_size": 2, "bank": "", "may_have": FIRST}
+    refusal("problem many", "--max-prompt-tokens is 250", max_prompt_tokens=250, **data)
+    refusal("problem many", "--max-new-tokens 3800", max_new_tokens=3800, **data)
 
 
 LOADERS = [  # what reads an input of the user's
@@ -173,9 +173,9 @@ def test_a_missing_package_is_named(refusal, monkeypatch):
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 PLACES = [  # a variable, its wrong value, and words of the line
-    ("RANK", None, "RANK is not set"),
+    ("RANK", None, "RANK"),
     ("RANK", "first", "RANK"),
-    ("RANK", "1", "WORLD_SIZE 1"),
+    ("RANK", "1", "below WORLD_SIZE"),
     ("MASTER_PORT", "99999999", "127.0.0.1:99999999"),
 ]
 

@@ -142,9 +142,9 @@ def test_two_processes_make_the_bank_of_one(program, command, tmp_path, whole):
 
 KILLS = [  # the writer, the file that is torn, and the call before which the process is killed
     (FAKE, "memories", (files, "append_jsonl", 2)),
-    (FAKE, "replies", (Run, "log_reply", 3)),
+    (FAKE, "replies", (Run, "log_rows", 5)),
     pytest.param(
-        with_the_policy_as_writer, "replies", (Run, "log_reply", 3), marks=pytest.mark.long
+        with_the_policy_as_writer, "replies", (Run, "log_rows", 5), marks=pytest.mark.long
     ),
 ]
 

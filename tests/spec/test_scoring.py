@@ -147,8 +147,5 @@ def test_rows_without_a_prompt_are_refused_and_no_tokens_are_fine():
     model = make_model()
     one_line(lambda: scoring.token_logprobs(model, [[1]], [[1], [2]]), "1 and 2")
     one_line(lambda: scoring.token_logprobs(model, [[]], [[1]]), "non-empty")
-    tensor = torch.tensor([1, 2])
-    one_line(lambda: scoring.token_logprobs(model, [[1]], [tensor]), "lists of ids", "Tensor")
-    one_line(lambda: scoring.score_teachers(model, [tensor], [1]), "lists of ids", "Tensor")
     assert scoring.token_logprobs(model, [[1]], [[]]).shape == (1, 0)
     assert scoring.token_logprobs(model, [], []).shape == (0, 0)
