@@ -202,11 +202,10 @@ def share_jobs(
     bar. Raises OSError as `checked_on_all_ranks` does.
     """
     mine = sorted(jobs, key=lambda job: len(job.prompt))[world.rank :: world.size]
-    turns = work(mine)
-    left, started = len(jobs), time.perf_counter()
-    shown = bool(stage and jobs and world.main)
-    terminal = shown and sys.stderr.isatty()  # a log file gets one line, at the end
-    with tqdm(desc=stage, total=left, disable=not terminal) as bar:
+    turns, left = work(mine), len(jobs)
+    hidden = not (stage and jobs and world.main)
+    seconds = 0.1 if sys.stderr.isatty() else 60  # from one print to the next: few in a log file
+    with tqdm(desc=stage, total=left, disable=hidden, mininterval=seconds) as bar:
         while left:
             with checked_on_all_ranks(world, OSError):  # a server is lost
                 results = next(turns, [])
@@ -214,6 +213,3 @@ def share_jobs(
             left -= len(results)
             bar.update(len(results))
             yield results
-    if shown and not terminal:
-        seconds = time.perf_counter() - started
-        print(f"{stage}: {len(jobs)} in {seconds:.0f} s", file=sys.stderr, flush=True)

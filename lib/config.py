@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 VERSION = "0.1.0"  # of the project: --version prints it, config.json keeps it
@@ -548,12 +548,3 @@ def from_dict(kind: type[Settings], values: dict[str, Any]) -> Settings:
     """Settings from their names and values, where argparse and JSON have lists for tuples."""
     tuples: dict[str, Any] = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
     return kind(**{**values, **tuples})
-
-
-def to_dict(settings: Config) -> dict[str, Any]:
-    """The settings as JSON keeps them."""
-    values: dict[str, Any] = asdict(settings)
-    for name, value in values.items():
-        if isinstance(value, tuple):
-            values[name] = list(value)
-    return values

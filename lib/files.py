@@ -20,7 +20,7 @@ def locked(folder: pathlib.Path, seconds: float = 60) -> Iterator[None]:
     """Keep a folder to this process; ValueError if another one holds it for a minute.
 
     A job that is started again may wait for the one before to end. The system frees the lock when
-    the process ends, however it ends. A folder that then holds nothing else is removed.
+    the process ends, however it ends.
     """
     lock = filelock.FileLock(folder / LOCK)
     try:
@@ -35,9 +35,6 @@ def locked(folder: pathlib.Path, seconds: float = 60) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            if {*os.listdir(folder)} == {LOCK}:
-                shutil.rmtree(folder)
         lock.release()
 
 

@@ -14,6 +14,7 @@ The same command continues a run. Nothing here knows what a bank is made of.
 import contextlib
 import functools
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -24,7 +25,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -318,7 +319,7 @@ def record_of(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
         **runlog.provenance(),
         "continuations": [],
         "program": cfg.program,
-        "settings": config.to_dict(cfg),
+        "settings": json.loads(json.dumps(asdict(cfg))),  # tuples become lists
         "digests": digests | {"data": files.digest(asked)},
         "code": code,
         "processes": world.size,
@@ -464,7 +465,7 @@ def prepare_training(
     checkpoint = files.of_step(run.out / "checkpoints", start.step) if start.step else None
     rank, alpha = cfg.lora_rank, cfg.lora_alpha
     if checkpoint or cfg.adapter:
-        _, rank, alpha = model.lora_of(checkpoint or cfg.adapter)
+        base, rank, alpha = model.lora_of(checkpoint or cfg.adapter)
     torch.manual_seed(cfg.seed)
     run.lm = model.with_adapters(run.lm, rank, alpha, cfg.checkpoint_above)
     run.stream = run.step_stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
@@ -473,7 +474,9 @@ def prepare_training(
     if checkpoint:
         run.step, run.extra_tensors = model.restore(checkpoint, run.lm, run.optimizer)
     elif cfg.adapter:
-        refuse_other_base(cfg)
+        has_moved = os.path.isabs(base) and not os.path.exists(base)
+        if not has_moved and files.contents(base) != files.contents(cfg.model):
+            raise ValueError(f"--adapter {cfg.adapter}: its base is {base}; give that as --model")
         model.restore(cfg.adapter, run.lm)
     if server:
         name, folder = f"{run.out.name}-rank{run.world.rank}", run.out / "served"
@@ -482,14 +485,6 @@ def prepare_training(
         held.callback(run.engine.close)
     if cfg.uses_skill_bank and cfg.steps:
         run.embed = model.load_encoder(cfg.encoder, run.device)
-
-
-def refuse_other_base(cfg: Config) -> None:
-    """ValueError unless --model is the base of --adapter. A path that has moved is not compared."""
-    base, _, _ = model.lora_of(cfg.adapter)
-    has_moved = os.path.isabs(base) and not os.path.exists(base)
-    if not has_moved and files.contents(base) != files.contents(cfg.model):
-        raise ValueError(f"--adapter {cfg.adapter}: its base is {base}; give that as --model")
 
 
 def begin(run: Run, start: Start) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -157,7 +158,7 @@ def test_the_package_has_the_version_and_the_requirements_that_the_readme_instal
 
 def test_settings_come_back_from_json():
     cfg = parse("--server http://a/v1 http://b/v1 --tau-g 2")
-    assert config.from_dict(config.Config, config.to_dict(cfg)) == cfg
+    assert config.from_dict(config.Config, json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
 # ------------------------------------------------------------------------------- mistakes, signals

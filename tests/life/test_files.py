@@ -142,14 +142,6 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
     assert {*names(folder)} == {files.LOCK, "file"}
 
 
-def test_a_folder_that_a_command_has_locked_for_nothing_is_removed(tmp_path):
-    for name, is_left in (("empty", False), ("full", True)):
-        with files.locked(tmp_path / name):
-            if is_left:
-                (tmp_path / name / "file").touch()
-        assert (tmp_path / name).exists() == is_left
-
-
 def test_a_model_is_known_by_its_small_files_and_by_places_in_its_weights(tmp_path):
     """Wherever it lies. Training in place moves all weights, under the same names and sizes."""
     model = tmp_path / "model"

@@ -40,7 +40,6 @@ def refusal(world_dir, tmp_path, capsys):
         out = changes.pop("out", tmp_path / "run")
         refused(capsys, program, flags(world_dir, out, **changes), *words)
         assert contents(tmp_path / "run").keys() <= {*may_have}
-        assert may_have or not (tmp_path / "run").exists()
         assert not torch.distributed.is_initialized()
 
     return check
