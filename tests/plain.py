@@ -1,11 +1,25 @@
-"""The paper's equations as loops over Python numbers: what the tests compare the objective with.
+"""The paper's equations as loops over Python numbers: what the tests compare a step with.
 
-Nothing here imports the project or torch. A row is a list of one teacher's numbers, token by token.
+Nothing here imports the project. A row is a list of one teacher's numbers, token by token. The
+log-probabilities that go in are Eqs. 4 and 5 as they stand: one row, the model's own logits.
 """
 
 import math
 
+import torch
+
 EPS = 1e-8  # S1
+
+
+def logprobs(lm, prompt, ids, temperature=1.0):
+    """log p of every token of the vocabulary at each place of ids (Eqs. 4 and 5). [T, V]."""
+    logits_LV = lm(input_ids=torch.tensor([prompt + ids])).logits[0]
+    return (logits_LV[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+
+
+def logprobs_of_ids(lm, prompt, ids, temperature=1.0):
+    """log p of each of these ids. [T]."""
+    return logprobs(lm, prompt, ids, temperature)[range(len(ids)), ids]
 
 
 def eq6(s_g, s_e):
@@ -19,18 +33,8 @@ def eq7(teacher, student):
     return [logp_t - logp_s for logp_t, logp_s in zip(teacher, student)]
 
 
-def eq8(gaps):
-    """The plain support."""
-    return sum(gaps) / len(gaps)
-
-
 def sgn(x):
     return (x > 0) - (x < 0)
-
-
-def eq10(a, r):
-    """The plain polarity; sgn_out(r) is Eq. 9."""
-    return sgn(r) * sgn(a)
 
 
 def eq11(gap, c_delta):
@@ -49,7 +53,7 @@ def eq12(gaps, mask, c_delta):
 
 
 def eq13(a, r, eps_a):
-    """The polarity."""
+    """The polarity; sgn_out(r) is Eq. 9."""
     return sgn(r) * sgn(a) if abs(a) > eps_a else 0
 
 

@@ -1,7 +1,7 @@
-"""The gradient, §3 and App. E: Eqs. 17-26 in the paper's order, in float64 unless a test says so.
+"""The gradient, §3 and App. E: Eqs. 17-24 and 26, in float64 unless a test says so.
 
-The closed forms meet autograd, finite differences and, in properties for every input (Hypothesis),
-the bounds that the paper derives.
+The closed forms meet autograd, finite differences and, for every input (Hypothesis), the paper's
+bound.
 """
 
 from math import e, exp, log, sqrt
@@ -124,15 +124,17 @@ def test_eq20_the_credit_of_a_token():
 
 
 @pytest.mark.parametrize("k, mask", [(2, 0.0), (0, 1.0)])
-def test_all_masked_and_no_teachers_have_zero_gradient(k, mask):
-    logpS_T = torch.randn(3, requires_grad=True)
+def test_where_all_is_masked_or_no_teacher_speaks_loss_and_gradient_are_0(k, mask):
+    logpS_T, mask_T = torch.randn(3, requires_grad=True), torch.full((3,), mask)
     delta_KT = sgsd.log_prob_gap(torch.randn(k, 3), logpS_T)
-    lbar_K = sgsd.teacher_losses(delta_KT, torch.full((3,), mask), 1.0)
+    assert sgsd.robust_support(delta_KT, mask_T, 3.0).tolist() == [0.0] * k
+    lbar_K = sgsd.teacher_losses(delta_KT, mask_T, 1.0)
     loss = sgsd.sgsd_loss(lbar_K, torch.ones(k), torch.ones(k))
+    assert loss.item() == 0
     assert torch.autograd.grad(loss, logpS_T)[0].tolist() == [0, 0, 0]
 
 
-# ----------------------------------------------------------- Eqs. 21-24: the shape of the gate
+# ------------------------------------------------------- Eqs. 21-24 and 26: the shape of the gate
 
 
 @check
@@ -146,37 +148,10 @@ def test_eq21_and_eq22_the_gate_is_odd_has_the_gaps_sign_and_is_bounded(delta, t
         assert gate.sign() == t(delta).sign()
 
 
-@check
-@given(gaps, taus)
-def test_eq37_the_gate_lies_below_a_curve_whose_peak_is_at_the_root_of_tau(delta, tau_g):
-    """The curve is |delta| / tau exp(-delta^2 / (2 tau)); at sqrt(tau) it is 1 / sqrt(e tau)."""
-
-    def curve(x):
-        return abs(x) / tau_g * exp(-(x**2) / (2 * tau_g))
-
-    assert abs(sgsd.gate_grad(t(delta), tau_g)) <= curve(delta) * (1 + 1e-12)
-    assert curve(delta) <= curve(sqrt(tau_g)) * (1 + 1e-12)
-    assert curve(sqrt(tau_g)) == pytest.approx(1 / sqrt(e * tau_g))
-
-
-@check
-@given(st.floats(-1, 1), taus)
-def test_eq23_near_zero_the_gate_is_a_line_and_the_loss_a_square(delta, tau_g):
-    """The local form of Eq. 26 and App. E.5, with the paper's orders as bounds."""
-    # With u = delta^2 / (2 tau): loss = u/2 - log cosh(u/2), gate = delta/(2 tau) (1 - tanh(u/2));
-    # and log cosh v <= v^2/2, tanh v <= v.
-    loss, gate = sgsd.gated_loss(t(delta), tau_g).item(), sgsd.gate_grad(t(delta), tau_g).item()
-    tiny = 1e-300  # below it doubles lose digits
-    loss_bound = delta**4 / (32 * tau_g**2) * (1 + 1e-9) + 1e-14 * loss + tiny
-    gate_bound = abs(delta) ** 3 / (8 * tau_g**2) * (1 + 1e-9) + 1e-14 * abs(gate) + tiny
-    assert abs(loss - delta**2 / (4 * tau_g)) <= loss_bound
-    assert abs(gate - delta / (2 * tau_g)) <= gate_bound
-
-
 @pytest.mark.parametrize("tau_g", TAUS)
 @pytest.mark.parametrize("gap", [1e-2, 1e-3, 1e-4, 1e-6])
-def test_eq23_holds_in_fp32_without_cancellation(gap, tau_g):
-    """Eq. 14 as it stands is 0 or a multiple of 6e-8 here; the series is delta^2 / (4 tau)."""
+def test_eq23_and_eq26_near_zero_the_loss_is_a_square_and_its_slope_a_line(gap, tau_g):
+    """delta^2 / (4 tau), in fp32, where Eq. 14 as it stands is 0 or a multiple of 6e-8."""
     delta = torch.tensor([gap, -gap], dtype=torch.float32, requires_grad=True)
     loss = sgsd.gated_loss(delta, tau_g)
     (grad,) = torch.autograd.grad(loss.sum(), delta)
@@ -185,18 +160,9 @@ def test_eq23_holds_in_fp32_without_cancellation(gap, tau_g):
     torch.testing.assert_close(grad, delta.detach() / (2 * tau_g), rtol=2 * tol, atol=0)
 
 
-@check
-@given(st.floats(2, 30), taus)
-def test_eq24_far_from_zero_the_gate_closes(widths, tau_g):
-    # At delta = widths sqrt(tau): gate = delta / tau exp(-u) / (1 + exp(-u)), u = widths^2 / 2.
-    delta, u = widths * sqrt(tau_g), widths**2 / 2
-    ratio = sgsd.gate_grad(t(delta), tau_g).item() / (delta / tau_g * exp(-u))
-    assert 1 - exp(-u) - 1e-9 <= ratio <= 1 + 1e-9
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("tau_g", [1e-3, *TAUS, 1e3])
-def test_eq24_extreme_gaps_stay_finite(tau_g, dtype):
+def test_eq24_far_from_zero_the_gate_closes_and_extreme_gaps_stay_finite(tau_g, dtype):
     far = torch.logspace(-10, 4, 141, dtype=dtype)
     delta = torch.cat([-far, torch.zeros(1, dtype=dtype), far]).requires_grad_()
     loss = sgsd.gated_loss(delta, tau_g)
@@ -205,20 +171,6 @@ def test_eq24_extreme_gaps_stay_finite(tau_g, dtype):
         assert values.isfinite().all()
     assert loss[-1].item() == pytest.approx(log(2), rel=1e-6)
     assert grad[-1] == 0 and grad[141] == 0
-
-
-# ------------------------------------------------- Eqs. 25-26: close to the student, reverse KL
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_eq25_and_eq26_the_expected_gated_loss_of_close_policies_is_half_their_kl(seed):
-    """At tau = 1: KL(T || S) is sum p d^2 / 2, and the gated loss d^2 / 4, up to cubes of d."""
-    g = torch.Generator().manual_seed(seed)
-    student_V = torch.randn(V, generator=g, dtype=torch.float64).log_softmax(-1)
-    direction_V = torch.randn(V, generator=g, dtype=torch.float64)
-    for h in (1e-2, 1e-3):
-        teacher_V = (student_V + h * direction_V).log_softmax(-1)
-        delta_V = teacher_V - student_V
-        kl = (teacher_V.exp() * delta_V).sum().item()
-        gated = (teacher_V.exp() * sgsd.gated_loss(delta_V, 1.0)).sum().item()
-        assert 2 * gated == pytest.approx(kl, rel=3 * h) and kl > 0
+    # At 6 sqrt(tau) it is 6 / sqrt(tau) exp(-18), up to a relative exp(-18) = 1.5e-8.
+    six = torch.tensor(6 * sqrt(tau_g), dtype=dtype)
+    assert sgsd.gate_grad(six, tau_g).item() == pytest.approx(6 / sqrt(tau_g) * exp(-18), rel=1e-4)

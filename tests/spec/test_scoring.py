@@ -1,7 +1,7 @@
 """Eqs. 4 and 5: log-probabilities of the student's tokens, under its prompt and the teachers'.
 
-The reference is the definition: one row, the model's own logits over the full vocabulary (Tab. 12),
-log_softmax. How a rollout's loss uses them is in test_step.py.
+The reference is the definition in tests/plain.py: one row, the model's own logits over the full
+vocabulary (Tab. 12), log_softmax. How a rollout's loss uses them is in test_step.py.
 """
 
 import itertools
@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from conftest import make_model, one_line
+from plain import logprobs_of_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scoring
@@ -20,13 +21,6 @@ kinds = pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2", "gemma3_tex
 
 def close(x, want, tol=2e-5):
     torch.testing.assert_close(x, want, atol=tol, rtol=tol)
-
-
-def by_hand(model, prompt, completion, temperature=1.0):
-    """The definition."""
-    logits_LV = model(input_ids=torch.tensor([prompt + completion])).logits[0].float()
-    logp_TV = (logits_LV[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
-    return logp_TV[range(len(completion)), completion]
 
 
 def gradients(model, loss):
@@ -45,7 +39,7 @@ def test_eq5_rows_and_gradients_equal_the_definition(kind, temperature):
     assert logp_BT.dtype == torch.float32 and logp_BT.shape == (3, 6)
     total = 0.0
     for logp_T, prompt, completion in zip(logp_BT, PROMPTS, COMPLETIONS):
-        want_T = by_hand(model, prompt, completion, temperature)
+        want_T = logprobs_of_ids(model, prompt, completion, temperature)
         close(logp_T[: len(completion)], want_T)
         assert not logp_T[len(completion) :].any()
         total = total + want_T.sum()
@@ -57,7 +51,7 @@ def test_a_shift_by_one_is_seen():
     """The comparison above is sharp: log-probabilities read one place late are far off."""
     model, prompt, ids_T = make_model(), PROMPTS[0], COMPLETIONS[1]
     logp_T = scoring.token_logprobs(model, [prompt], [ids_T])[0]
-    late_T = by_hand(model, prompt + ids_T[:1], ids_T[1:])
+    late_T = logprobs_of_ids(model, prompt + ids_T[:1], ids_T[1:])
     close(logp_T[1:], late_T)
     assert (logp_T[:-1] - late_T).abs().max() > 0.1
 
@@ -68,7 +62,7 @@ def test_eq4_stacked_teachers_equal_one_by_one_whatever_the_budget(kind, budget)
     """And they carry no gradient."""
     model, ids_T = make_model(kind), [30, 31, 32, 33]
     logpT_KT = scoring.score_teachers(model, PROMPTS, ids_T, budget)
-    want_KT = torch.stack([by_hand(model, context, ids_T) for context in PROMPTS])
+    want_KT = torch.stack([logprobs_of_ids(model, context, ids_T) for context in PROMPTS])
     close(logpT_KT, want_KT.detach())
     assert not logpT_KT.requires_grad and want_KT.requires_grad
     assert scoring.score_teachers(model, [], ids_T).shape == (0, 4)
@@ -113,7 +107,7 @@ def test_whole_logits_are_never_alive_and_slices_change_nothing():
         grads = gradients(model, logp_T.sum())
         scoring.score_teachers(model, PROMPTS, ids_T[:300])
     assert largest.numel <= scoring.SLICE_LOGITS["cpu"] < 900 * 40_000
-    want_T = by_hand(model, PROMPTS[0], ids_T)
+    want_T = logprobs_of_ids(model, PROMPTS[0], ids_T)
     close(logp_T, want_T)
     for grad, want in zip(grads, gradients(model, want_T.sum())):
         assert (grad - want).norm() <= 1e-5 * want.norm()

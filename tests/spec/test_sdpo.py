@@ -6,13 +6,14 @@ import driver
 import pytest
 import torch
 from conftest import one_line, same, t
+from plain import logprobs
 from safetensors.torch import load_file
-from test_methods import Recorder, assert_gradients, perturb
+from test_methods import assert_gradients, one_step
 
 import rollout
 import skills
-from lib import model, verify
-from methods import sdpo, teachers
+from lib import verify
+from methods import sdpo
 
 S, T = [[0.5, 0.3, 0.2], [0.6, 0.3, 0.1]], [[0.7, 0.1, 0.2], [0.2, 0.3, 0.5]]
 
@@ -77,11 +78,6 @@ class ByPlace(verify.Judge):
         return [verify.Verdict(None, right[i % 8]) for i in range(len(cases))]
 
 
-class NoneRight(verify.Judge):
-    def judge(self, cases):
-        return [verify.Verdict(None, False) for _ in cases]
-
-
 class RightInTheSecondStep(verify.Judge):
     """Every solution of rank 0's problems is wrong in the first step, all others are right."""
 
@@ -93,25 +89,11 @@ class RightInTheSecondStep(verify.Judge):
         return [verify.Verdict(None, not first) for _ in cases]
 
 
-def opened(world_dir, out, **changes):
-    small = {"bank": "", "generations": 4, "batch_size": 2, "max_new_tokens": 12, "audit_every": 1}
-    small |= {"verifier": "test_sdpo:ByPlace", "grad_clip": 1e9, "temperature": 1.2}
-    return driver.opened(world_dir, out, sdpo.SDPOConfig, **(small | changes))
-
-
-def logprobs(run, prompt, ids):
-    """[T, V], from the model's whole logits."""
-    logits_LV = run.lm(input_ids=torch.tensor([prompt + ids])).logits[0]
-    return (logits_LV[len(prompt) - 1 : -1] / run.cfg.temperature).log_softmax(-1)
-
-
 def test_a_step_is_its_definition(world_dir, tmp_path):
     """Rows and gradients from whole logits, k + 1 entries by a loop over places."""
-    with opened(world_dir, tmp_path / "run", divergence_top_k=5, divergence_alpha=0.3) as run:
-        teachers.begin(run)  # B = 0: the base
-        perturb(run)
-        run.optimizer = Recorder(model.trained(run.lm).values())
-        rows, _ = sdpo.train_step(run, 1)
+    changes = {"generations": 4, "batch_size": 2, "verifier": "test_sdpo:ByPlace"}
+    changes |= {"temperature": 1.2, "divergence_top_k": 5, "divergence_alpha": 0.3}
+    run, rows, got = one_step(world_dir, tmp_path / "run", "sdpo", **changes)
     shown_to = {0: 1, 1: 2, 2: 1, 3: 1, 4: 7, 5: 7, 6: 7}  # 7 is a lone success
     assert [bool(row["rho"]) for row in rows] == [i in shown_to for i in range(8)]
     total = 0.0
@@ -120,9 +102,9 @@ def test_a_step_is_its_definition(world_dir, tmp_path):
         text = f"{row['problem']}\n\nA correct solution:\n\n{rows[j]['text'].strip()}"
         text = skills.render_student(f"{text}\n\nNow solve the original problem.")
         context = rollout.chat_ids(run.tokenizer, text, thinking="closed")
-        s_TV = logprobs(run, row["prompt_ids"], ids)
+        s_TV = logprobs(run.lm, row["prompt_ids"], ids, 1.2)
         with torch.no_grad(), run.lm.disable_adapter():
-            t_TV = logprobs(run, context, ids)
+            t_TV = logprobs(run.lm, context, ids, 1.2)
         loss = 0.0
         for s_V, t_V in zip(s_TV.exp(), t_TV.exp()):
             likeliest = s_V.topk(5).indices
@@ -135,32 +117,12 @@ def test_a_step_is_its_definition(world_dir, tmp_path):
         assert row["tokens"]["delta"][0] == pytest.approx(gaps, abs=2e-5)
         total = total + loss / 8  # those without a teacher count
     assert rows[7]["loss"] == 0 and not rows[7]["pairs"]
-    assert_gradients(run.optimizer.gradients, run, total)
-
-
-def test_a_step_without_success_moves_nothing(world_dir, tmp_path):
-    with opened(world_dir, tmp_path / "run", verifier="test_sdpo:NoneRight") as run:
-        before = [p.detach().clone() for p in model.trained(run.lm).values()]
-        rows, norm = sdpo.train_step(run, 1)
-        assert norm == 0 and not any(row["rho"] for row in rows)
-        after = model.trained(run.lm).values()
-        assert all(torch.equal(p, q) for p, q in zip(before, after))
+    assert_gradients(got, run, total)
 
 
 def test_a_siblings_thinking_is_not_shown():
     told = [sdpo.with_solution("1 + 1?", text) for text in ("<think>3</think>\n2", "2")]
     assert told[0] == told[1] and "1 + 1?" in told[0] and "2" in told[0]
-
-
-def test_the_teacher_is_an_average_of_adapters_that_begins_as_the_student(world_dir, tmp_path):
-    with opened(world_dir, tmp_path / "run", learning_rate=1e-2, teacher_decay=0.75) as run:
-        params = model.trained(run.lm)
-        before = {name: p.detach().clone() for name, p in params.items()}
-        sdpo.train_step(run, 1)
-        for name, p in params.items():
-            want = 0.75 * before[name] + 0.25 * p.detach()
-            torch.testing.assert_close(run.extra_tensors[f"{name}.teacher"], want)
-    assert any(not torch.equal(before[name], p) for name, p in params.items())
 
 
 def test_two_processes_have_one_teacher_though_one_of_them_needs_none_at_first(world_dir, tmp_path):
