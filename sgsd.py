@@ -353,7 +353,8 @@ def record(
     row = runlog.rollout_row(step, index, pairs_K, roll, result, run.cfg.c_delta)
     row["reward"] = reward(roll)
     row["a_plain"] = plain_support(result.delta_KT).tolist()
-    if runlog.is_audited(step, run.cfg.audit_every):
+    every = run.cfg.audit_every
+    if every and (step == 1 or step % every == 0):
         row["tokens"] = runlog.token_row(step, roll, result, run.tokenizer)
     return row
 

@@ -80,11 +80,6 @@ def rollout_row(
     return row | {name: x.tolist() for name, x in numbers.items()}
 
 
-def is_audited(step: int, every: int) -> bool:
-    """Whether tokens.jsonl has a step: the first one, and each that --audit-every divides."""
-    return bool(every) and (step == 1 or step % every == 0)
-
-
 def token_row(step: int, roll: Any, result: Any, tokenizer: Any) -> dict[str, Any]:
     """One audited rollout's line in tokens.jsonl: [T] and [K, T], over its tokens.
 

@@ -8,18 +8,7 @@ import driver
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
-from driver import (
-    completes,
-    contents,
-    flags,
-    go,
-    killing,
-    opened,
-    refused,
-    rows,
-    small_flags,
-    train,
-)
+from driver import completes, flags, go, killing, opened, refused, rows, small_flags, train
 from fake_engine import serving
 
 import scoring
@@ -107,7 +96,7 @@ def test_it_needs_its_own_base_and_a_folder_that_holds_one(world_dir, tmp_path, 
         ({"adapter": tmp_path / "none"}, [str(tmp_path / "none")]),
     ):
         refused(capsys, sgsd.main, flags(world_dir, tmp_path / "run", **changes), *words)
-        assert not contents(tmp_path / "run")
+        assert not driver.contents(tmp_path / "run")
 
 
 def test_a_continued_run_needs_it_no_more_and_takes_no_other(

@@ -90,11 +90,6 @@ def test_a_token_row_has_a_text_for_each_token(tokenizer):
     }
 
 
-def test_the_first_step_is_audited_and_each_that_the_setting_divides():
-    assert [step for step in range(1, 11) if runlog.is_audited(step, 4)] == [1, 4, 8]
-    assert not any(runlog.is_audited(step, 0) for step in range(1, 11))
-
-
 # ------------------------------------------------------------------------------------------ steps
 
 
