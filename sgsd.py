@@ -11,20 +11,22 @@ the student is distilled from it (rho = +1). If it does the opposite, the studen
 from it (-1). If its opinion is too weak, it is ignored (0).
 
     python sgsd.py --preset tiny                                         see it run, in minutes
-    torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train; again: continue
+    torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train, or continue
     python eval.py runs/sgsd/checkpoints/step_000200                     avg@12
 
 This file is Algorithm 1 from top to bottom: the objective, a step, the bank, the loop. Settings,
 with their defaults and sources, are in lib/config.py; what a run keeps on disk is in lib/run.py.
 Tags such as S3 and D7 are rows of docs/decisions.md.
 
-What no setting says. Every prompt is one user turn, without a system message, in the model's chat
-template. The problems have no duplicates (D8); an epoch is a permutation of all of them, and a
-minibatch may span two epochs. math-verify decides whether the last box after the thinking equals
-the reference answer; thinking that never ends holds no answer. Base weights are bf16 on a GPU. LoRA
-is in fp32, on all linear layers but the head, scaled by alpha / rank, with PEFT's initial values
-(B = 0) and without dropout. AdamW has betas 0.9 and 0.999, eps 1e-8 and no weight decay.
-Log-probabilities are the model's own, at temperature 1, in nats and fp32.
+Fixed choices, not settings. Every prompt is one user turn, without a system message, in the model's
+chat template. The problems have no duplicates (D8). Each epoch is a permutation of all of them, and
+a minibatch may span two epochs. Every id that ends a completion counts: the tokenizer's and the
+model's own (Qwen3 has two). math-verify decides whether the last box after the thinking equals the
+reference answer; thinking that never ends holds no answer, and a verdict that takes too long is
+"wrong". Base weights are bf16 on a GPU. LoRA is in fp32, on all linear layers but the head, scaled
+by alpha / rank, with PEFT's initial values (B = 0) and without dropout; adapters are never merged
+into the base. AdamW has betas 0.9 and 0.999, eps 1e-8 and no weight decay. Log-probabilities are
+the model's own, at temperature 1, in nats, with head and softmax in fp32.
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
@@ -202,8 +204,8 @@ def reward(roll: Rollout) -> float:
 def prompt_ids(run: Run, text: str, thinking: str) -> list[int]:
     """A chat prompt as ids (S3).
 
-    thinking: "closed" ends on an empty think block, so the model answers at once; "open" begins
-    one; "bare" has no block, so a thinking model opens its own.
+    thinking: "closed" ends on the template's empty think block, so the model answers at once;
+    "open" ends on "<think>" and a line feed; "bare" has no block, and a thinking model opens one.
     """
     ids = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
     if len(ids) > run.cfg.max_prompt_tokens:
@@ -221,7 +223,7 @@ def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> lis
     """The K teachers' prompts c_k(x), as ids (Eq. 3, Fig. 6).
 
     Guidance stands before the student's prompt: a skill's title, principle and when to apply it,
-    and a mistake's description and how to avoid it, but not its third field, why it happens. The
+    and a mistake's description and how to avoid it. Why it happens is embedded, but not shown. The
     reference answer is never shown.
     """
     prompts_K = []
@@ -281,7 +283,7 @@ def pair_weights(run: Run, pairs_K: Sequence[SkillPair]) -> Tensor:
 
 
 def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> RolloutLoss:
-    """Lines 5-6 and 8-14: all K teachers score the student's tokens, and the loss comes of it."""
+    """Lines 5-6 and 8-14: all K teachers score the student's tokens, which gives the loss."""
     cfg, ids_T = run.cfg, roll.completion_ids
     mask_T = token_mask(torch.tensor(ids_T, device=run.device), run.masked_ids)
     alpha_K = pair_weights(run, pairs_K)  # line 5
@@ -301,17 +303,20 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
 
 
 def train_step(run: Run, step: int) -> tuple[list[dict], float]:
-    """Lines 2-16: this rank's rows of rollouts.jsonl, and the gradient's norm."""
+    """Lines 2-16: this rank's rows of rollouts.jsonl, and the gradient's norm. step: from 1.
+
+    Line 4. A frozen sentence encoder embeds the bare problem and, of each entry of the bank, its
+    three fields with ". " between them: title, principle, when to apply; or description, why it
+    happens, how to avoid. The K nearest skills and the K nearest mistakes by cosine are paired rank
+    by rank; a shorter list makes fewer pairs. The student never sees them, so line 7 comes first.
+    """
     cfg = run.cfg
     share = batch_share(run, step)  # line 2
     rolls = sample(run, share)  # line 7
     run.clock.lap("gen")
     rows = []
     for (index, x, _), roll in zip(share, rolls):
-        # Line 4. A frozen encoder embeds the bare problem, and of each entry its three fields with
-        # ". " between them. The K nearest skills and mistakes by cosine are paired rank by rank; a
-        # short list makes fewer pairs. The student never sees them, so line 7 can come first.
-        pairs_K = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)  # Eq. 2
+        pairs_K = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)  # line 4, Eq. 2
         result = rollout_loss(run, roll, pairs_K)  # lines 5-6 and 8-14
         # Where all teachers are ignored, the gradient is 0 and needs no pass; but a NaN must show.
         if result.rho_K.any() or not result.loss.isfinite():
@@ -327,9 +332,8 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
 def optimizer_step(run: Run, step: int) -> float:
     """Line 16: sum gradients over ranks, clip, AdamW with linear decay (S7).
 
-    Returns the norm before clipping. A missing gradient counts as 0, and AdamW still steps where
-    all are missing. After the sum a NaN is on every rank, so that all skip a step that is not
-    finite.
+    Returns the norm before clipping. A missing gradient counts as 0: AdamW steps even where no
+    teacher spoke. After the sum a NaN is on every rank, so all skip a step that is not finite.
     """
     cfg, params = run.cfg, list(model.trained(run.lm).values())
     distributed.sum_gradients(params, run.world)
@@ -365,10 +369,11 @@ def record(
 def writer(run: Run, step: int) -> skills.Writer:
     """The present policy as the writer of the bank's entries; ranks share its prompts.
 
-    It answers greedily without thinking, in JSON; items that lack one of their three fields are
-    dropped. A reply without items is sampled once more, at temperature 1.1, top-p 0.95 and top-k
-    20, and so is a merge that is cut off or has more items than its group. If the second reply is
-    no better, a memory gives no candidates, and a group that was to be merged stays as it is.
+    It answers greedily without thinking, in JSON. An item that lacks one of its three fields is
+    dropped; a reply that breaks off gives its complete items. A reply without items is sampled once
+    more, at temperature 1.1, top-p 0.95 and top-k 20, and so is a merge that breaks off or has more
+    items than its group. If the second reply fails likewise, a memory gives no candidates, and a
+    group that was to be merged stays as it is.
     """
 
     def log(reply: dict) -> None:
@@ -382,12 +387,12 @@ def writer(run: Run, step: int) -> skills.Writer:
 def make_bank(run: Run) -> SkillBank:
     """Algorithm 2: the policy solves seed problems, and writes a bank from its solutions (S21).
 
-    The first three skills that it writes from each right solution count, and the first three
-    mistakes from each wrong one. It sees the verdict and, without --memory-answer, no reference
-    answer (D3). Then each list is merged, layer by layer (Algorithm 3). The writer is asked to
-    merge items that say the same, H (--merge-group-size) at a time, in order. A group of one stays
-    as it is. Merging ends after a layer that was a single group, or after P (--merge-patience)
-    layers in a row that made the list no shorter.
+    From each right solution it is asked for skills, and from each wrong one for mistakes; the first
+    three items count. It sees the verdict, and the reference answer only with --memory-answer (D3).
+    Then each list is merged, layer by layer (Algorithm 3): the writer is asked to merge items that
+    say the same, H (--merge-group-size) at a time, in order. A group of one stays as it is. Merging
+    ends after a layer that was a single group, or after P (--merge-patience) layers in a row that
+    made the list no shorter.
     """
     cfg = run.cfg
     count = min(cfg.cold_start, len(run.problems))
@@ -402,9 +407,9 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     """Memories of solutions of the seed problems, in their order (Algorithm 2, lines 2-7).
 
     The prompt asks a careful problem-solving agent to solve the problem step by step and to box the
-    answer. A memory has the problem, the verdict, the boxed answer, and the first and the last
-    1,000 characters of the solution after its thinking, or of thinking that never ended. Memories
-    are logged as they come, and a killed run uses them again.
+    answer. A memory has the problem, the verdict, the boxed answer, and the solution after its
+    thinking, or the thinking that never ended; of more than 2,000 characters the first and the last
+    1,000. Memories are logged as they come, and a killed run uses them again.
     """
     cfg = run.cfg
     thinking = "bare" if cfg.cold_start_thinking else "closed"
@@ -437,7 +442,7 @@ def begin_bank(run: Run) -> None:
         run.bank = make_bank(run)
         run.save_bank()  # before the check, since it may have taken hours
         check_prompts(run)
-    elif not run.step:
+    elif not run.step:  # --bank, in a new run
         run.save_bank()
     if run.world.main:
         print(skills.describe(run.bank))
@@ -473,14 +478,15 @@ def check_prompts(run: Run) -> None:
 def evolve_bank(run: Run) -> None:
     """Line 17: every F steps Algorithm 4, on all ranks' rollouts since the last multiple of F (D2).
 
-    As in Algorithm 2 the policy writes candidates, from every rollout of the window, cut ones
-    included. In each list they are merged with each other. Then one list is made of the dynamic
-    entries, which earlier evolutions added, followed by the new ones, and merged once more: the
-    writer may reword or join old dynamic entries. The first bank's entries stay as they are. Each
-    list keeps its first C (--dynamic-capacity) dynamic entries. Both lists together may grow by N
-    (--max-new-items), where one that shrank counts as 0. As long as they grow by more, the one that
-    grows more, at a tie the skills, loses its last entry. Where a share of gamma (--success-gate)
-    or more was right, the bank stays as it is. The window is cleared in any case.
+    Where a share of gamma (--success-gate) or more was right, the bank stays as it is. Else the
+    policy writes candidates as in Algorithm 2, from every rollout of the window, cut ones included.
+    In each list Algorithm 3 merges the candidates with each other. Then it merges one list of the
+    dynamic entries, which earlier evolutions added, followed by the new ones: the writer may reword
+    or join old dynamic entries. The first bank's entries stay as they are. Each list
+    keeps its first C (--dynamic-capacity) dynamic entries. Both lists together may be N
+    (--max-new-items) entries longer than before, where one that shrank counts as 0. As long as they
+    are longer, the one that grew more, at a tie the skills, loses its last entry. In any case the
+    window is cleared.
     """
     cfg, old, step = run.cfg, run.bank, run.step
     if not evolution_is_due(cfg, step, old):
