@@ -257,8 +257,6 @@ def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evalua
 
     held: takes the locks of the folders, on rank 0, and the verifier.
     """
-    needed = [*cfg.paths, *cfg.data]
-    model.ask_hub_once(needed + ([cfg.encoder] if cfg.skills else []))
     policies = find_policies(cfg)
     tasks: Tasks = {}
     columns = problems.Fields(cfg.problem_field, cfg.answer_field, cfg.answer_after)
@@ -404,7 +402,7 @@ def load_policy(
         return lm, tokenizer, functools.partial(server.stream, adapter=name)
     lm, tokenizer = model.load_model(base, world.device, dtype=cfg.dtype, attn=cfg.attn)
     if policy.base:
-        lm = model.load_adapter(lm, policy.path, world.device)
+        lm = model.load_adapter(lm, policy.path)
     return lm, tokenizer, functools.partial(rollout.stream, lm, tokenizer)
 
 

@@ -6,21 +6,16 @@ state (safetensors and JSON, no pickle). Models are loaded without `trust_remote
 
 import contextlib
 import json
-import os
 import re
-import shutil
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import ModelCard, constants
-from huggingface_hub.utils import get_session
 from huggingface_hub.utils import logging as hub_logging
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,15 +26,31 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
 )
-from transformers.utils import is_flash_attn_2_available, logging
+from transformers.utils import logging
 
-# Layers whose part of a `DynamicCache` has rows first, so that rows can leave and be joined.
-LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
-LAYERS_WITH_STATES = {"linear_attention", "conv", "hybrid"}
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
+# Kinds of layers whose part of a `DynamicCache` has rows first, so that rows can leave and join.
+LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention"}
+LAYERS_WITH_STATES = {"linear_attention", "conv", "hybrid"}  # of linear attention
 
 
 # ---------------------------------------------------------------------------------------- loading
+
+
+@contextlib.contextmanager
+def _loading(kind: str, name: str) -> Iterator[str]:
+    """Where to load from: a hub id, or a directory's whole path, so that adapters find their base.
+
+    Whatever the block raises becomes a ValueError of one line: the libraries raise many kinds.
+    """
+    logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()  # offline it reports every retry
+    is_directory = Path(name).is_dir()
+    try:
+        yield str(Path(name).absolute()) if is_directory else name
+    except Exception as e:
+        place = name if is_directory else f"{name} (no directory here, so a hub id)"
+        cause = textwrap.shorten(str(e), 500, placeholder=" ...")
+        raise ValueError(f"{kind} {place}: {type(e).__name__}: {cause}") from None
 
 
 def load_model(
@@ -49,53 +60,26 @@ def load_model(
 
     name: a hub id or a directory. dtype: of the weights; "auto" is bfloat16 on CUDA and float32
     on CPU. attn: transformers' name of the attention kernels (S25).
-    Raises ValueError if either does not load, if they do not fit together, or if rows of one batch
-    would influence each other.
+    Raises ValueError if either does not load, or if rows of one batch would influence each other.
     """
-    logging.disable_progress_bar()  # one bar is enough
-    hub_logging.set_verbosity_error()  # offline it reports every retry, for a minute
     # PEFT asks the model by a name that transformers 5.20 deprecated.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     device = torch.device(device)
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    if attn == "flash_attention_2" and not is_flash_attn_2_available():
-        raise ValueError(f"attention {attn}: flash-attn is not installed, or torch finds no GPU")
-    source = _located("model", name)
-    try:  # without trust_remote_code=False a model may ask to run its own code
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn}
-        options["trust_remote_code"] = False
-        if device.type == "cuda":  # else each of eight processes fills host memory first
-            options["device_map"] = {"": device}
+    # Without trust_remote_code=False a model may ask to run its own code.
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn}
+    options["trust_remote_code"] = False
+    if device.type == "cuda":  # else each of eight processes fills host memory first
+        options["device_map"] = {"": device}
+    with _loading("model", name) as source:
+        tokenizer = _load_tokenizer(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
-    except Exception as e:  # transformers raises many kinds: no such id, offline, no config
-        hint = "; --attn eager suits every model" if "attention" in str(e) else ""
-        raise ValueError(f"model {name}: not loaded ({_brief(e)}){hint}") from None
-    if model.config.get_text_config() is not model.config:
-        why = "takes more than text, and transformers has no text model for its checkpoint"
-        raise ValueError(f"model {name}: {type(model).__name__} {why}; take a text model")
-    _check_tokenizer(name, model, tokenizer)
-    _check_batching(name, model)
+        if model.config.get_text_config() is not model.config:
+            raise ValueError(f"{type(model).__name__} takes more than text; give a text model")
+        _check_batching(model)
     _remove_dropout(model)
-    model.get_output_embeddings().register_forward_pre_hook(_contiguous)
     return model.to(device).eval(), tokenizer
-
-
-def ask_hub_once(names: Sequence[str]) -> None:
-    """Without an answer from the hub within 10 s, look for hub ids in this machine's caches alone.
-
-    Else each id would cost up to a minute of retries. names: ids, paths of files and directories.
-    """
-    if all(Path(name).exists() for name in names):
-        return
-    try:
-        get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception:  # of the HTTP library, which differs between versions
-        import datasets  # it takes a second
-
-        constants.HF_HUB_OFFLINE = True
-        datasets.config.HF_HUB_OFFLINE = True
 
 
 def load_outline(name: str) -> tuple[Any, Any]:
@@ -105,47 +89,43 @@ def load_outline(name: str) -> tuple[Any, Any]:
     nothing. Raises ValueError as `load_model` does, and for a vision-language checkpoint, of which
     `load_model` takes the text model: engines load all of it, with other names of modules.
     """
-    source = _located("model", name)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    with _loading("model", name) as source:
+        tokenizer = _load_tokenizer(source)
         settings = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        if settings.get_text_config() is not settings:
+            rule = "engines and TRL load a vision-language checkpoint whole, under other names"
+            raise ValueError(f"{rule}; save its text model alone (docs/guide.md)")
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
         with contextlib.suppress(OSError):  # not every model has a generation_config.json
             model.generation_config = GenerationConfig.from_pretrained(source)
-    except Exception as e:  # as in `load_model`
-        why = f"could not read the tokenizer or config ({_brief(e)})"
-        raise ValueError(f"model {name}: {why}") from None
-    if settings.get_text_config() is not settings:
-        rule = "engines and TRL load a vision-language checkpoint whole, under other names"
-        raise ValueError(f"model {name}: {rule}; save its text model alone (docs/guide.md)")
-    _check_tokenizer(name, model, tokenizer)
     return model, tokenizer
+
+
+def _load_tokenizer(source: str) -> Any:
+    """ValueError if the chat template drops what a user says."""
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    chat = [{"role": "user", "content": "xyzzy"}]
+    if "xyzzy" not in tokenizer.apply_chat_template(chat, tokenize=False):
+        raise ValueError("its chat template drops what a user says")
+    return tokenizer
 
 
 def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[str]], np.ndarray]:
     """Load a sentence-transformers model as embed(texts) -> unit vectors, float32 [n, d].
 
-    name: a hub id or a directory. Raises ValueError if it does not load, or if it is a causal
-    language model, such as the policy: sentence-transformers would average its last hidden
-    states, and retrieval by those finds nothing.
+    name: a hub id or a directory. Raises ValueError if it does not load, or is no such model. Of
+    the policy, for example, sentence-transformers would average the last hidden states, and
+    retrieval by those finds nothing.
     """
-    source = _located("encoder", name)
-    hub_logging.set_verbosity_error()  # offline it reports every retry, for a minute
-    try:
+    with _loading("encoder", name) as source:
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.util import is_sentence_transformer_model
 
         if not is_sentence_transformer_model(source):
-            kinds = AutoConfig.from_pretrained(source, trust_remote_code=False).architectures
-            if "ForCausalLM" in "".join(kinds or []):
-                rule = "it is a causal model and no encoder; give a sentence-transformers model"
-                raise ValueError(rule)
+            raise ValueError("it has no modules.json, so it is no sentence-transformers model")
         # Whatever precision the files are in, the vectors are float32.
         encoder = SentenceTransformer(source, device=str(device)).float()
-    except Exception as e:  # many kinds: no such id, offline, not an encoder
-        fix = "" if Path(name).exists() else "; offline, give a local directory as --encoder"
-        raise ValueError(f"encoder {name}: not loaded ({_brief(e)}){fix}") from None
 
     def embed(texts: Sequence[str]) -> np.ndarray:
         vectors = []
@@ -158,64 +138,17 @@ def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[st
     return embed
 
 
-def _located(kind: str, name: str) -> str:
-    """A hub id as it is, a directory as its absolute path: adapters then find their base anywhere.
-
-    ValueError for a path that is not there, before the hub is asked for it.
-    """
-    path = Path(name)
-    is_beside = str(path.parent) != "." and path.parent.is_dir()  # tiny/modle
-    looks_like_path = is_beside or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
-    fix = "give the directory of a saved model, or a hub id"
-    if looks_like_path and not path.is_dir():
-        raise ValueError(f"{kind} {name}: no such directory; {fix}")
-    if path.is_dir() and not {"config.json", "modules.json"} & {*os.listdir(path)}:
-        raise ValueError(f"{kind} {name}: holds no config.json, so no model; {fix}")
-    if (path / "problems.json").exists():
-        raise ValueError(f"{kind} {name}: is a run, and no model; give the model it trains")
-    return str(path.absolute()) if path.exists() else name
-
-
-def _check_tokenizer(name: str, model, tokenizer) -> None:
-    """ValueError unless the chat template shows what a user says, and every id has a row."""
-    where = f"model {name}: its tokenizer"
-    chat = [{"role": "user", "content": "xyzzy"}]
-    settings = {"add_generation_prompt": True, "return_dict": False, "enable_thinking": True}
-    try:
-        ids = tokenizer.apply_chat_template(chat, **settings)
-        if "xyzzy" not in tokenizer.decode(ids):
-            raise ValueError("it drops what a user says")
-    except Exception as e:  # no template, or one that raises anything
-        fix = "use an instruct model, or mend the template"
-        raise ValueError(f"{where}'s chat template does not work ({_brief(e)}); {fix}") from None
-    token_of_id = {i: token for token, i in tokenizer.get_vocab().items()}
-    # Small Gemma 3 models have an image placeholder without a row; no text tokenizes to it.
-    token_of_id.pop(getattr(tokenizer, "image_token_id", None), None)
-    last, rows = max(token_of_id), model.get_input_embeddings().weight.shape[0]
-    if last >= rows:
-        sizes = f"knows {last + 1} ids, the model has rows for {rows}"
-        fix = "use the model's own tokenizer"
-        raise ValueError(f"{where} {sizes} (the last is {token_of_id[last]!r}); {fix}")
-
-
-def _check_batching(name: str, model) -> None:
+def _check_batching(model) -> None:
     """ValueError for a model whose rows cannot join and leave a batch, or influence each other."""
     layer_types = {*(getattr(model.config.get_text_config(), "layer_types", None) or [])}
     unsupported = layer_types - LAYERS_WITH_KEYS - LAYERS_WITH_STATES - {"mlp", "moe"}
-    if getattr(model, "_is_stateful", False) and not layer_types & LAYERS_WITH_KEYS:
-        unsupported.add("a recurrent state without attention")
     if unsupported:  # decoding joins keys, values and states of rows, and can join nothing else
-        raise ValueError(f"model {name}: {', '.join(sorted(unsupported))}: not supported")
+        raise ValueError(f"layers of {', '.join(sorted(unsupported))} are not supported")
     if {"dynamic", "longrope"} & {str(vars(x).get("rope_type")) for x in model.modules()}:
-        raise ValueError(f"model {name}: its positions depend on the longest row of a batch")
-    kinds = ", ".join(sorted(layer_types & LAYERS_WITH_STATES))
-    try:
-        takes_in_padding = kinds and not _ignores_left_padding(model)
-    except Exception as e:  # a cache of its own
-        raise ValueError(f"model {name}: {kinds}: not supported ({_brief(e)})") from None
-    if takes_in_padding:
-        why = "their states take in a row's left padding"
-        raise ValueError(f"model {name}: {kinds}: not supported ({why})")
+        raise ValueError("its positions depend on the longest row of a batch")
+    has_states = layer_types & LAYERS_WITH_STATES or getattr(model, "_is_stateful", False)
+    if has_states and not _ignores_left_padding(model):
+        raise ValueError("its states take in a row's left padding")
 
 
 @torch.no_grad()
@@ -223,7 +156,7 @@ def _ignores_left_padding(model) -> bool:
     """Whether a row has the same logits alone and padded on the left, except for rounding.
 
     With random Qwen3.5 models of 4 and 24 layers rounding makes up to 5% of the norm in bf16, and
-    padding that is taken in at least 11%.
+    padding that is taken in at least 11%. Raises anything for a model with a cache of its own.
     """
     rows = []
     for padding in (0, 8):
@@ -245,15 +178,6 @@ def _remove_dropout(model) -> None:
         for name, value in vars(module).items():
             if name.endswith("dropout") and isinstance(value, float):
                 setattr(module, name, 0.0)
-
-
-def _contiguous(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copy the head's input into one piece; after a prompt, `generate` passes a slice.
-
-    PyTorch copies the head's matrix once per row of such a slice. In bf16 on a CPU, eight rows of
-    a 0.5B model took 12.6 s that way, and take 0.04 s.
-    """
-    return tuple(x.contiguous() for x in states)
 
 
 # --------------------------------------------------------------------------------------- adapters
@@ -321,11 +245,6 @@ def trained(model) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _brief(error: BaseException) -> str:
-    """An exception in one line of at most some 300 characters."""
-    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300, placeholder=' ...')}"
-
-
 def refuse_beyond_context(lm, prompt_tokens: int, new_tokens: int, flag: str) -> None:
     """ValueError unless a prompt and its longest reply fit the model's context together.
 
@@ -337,54 +256,55 @@ def refuse_beyond_context(lm, prompt_tokens: int, new_tokens: int, flag: str) ->
     stretched = rope.get("original_max_position_embeddings", 0) * rope.get("factor", 1)  # YaRN
     if limit and prompt_tokens + new_tokens > max(limit, stretched):
         rule = f"with a prompt of {prompt_tokens} tokens it exceeds the model's context of {limit}"
-        alone = prompt_tokens >= max(limit, stretched)
-        fix = "shorten or drop that problem" if alone else "lower it"
-        raise ValueError(f"{flag} {new_tokens}: {rule} (max_position_embeddings); {fix}")
+        raise ValueError(f"{flag} {new_tokens}: {rule} (max_position_embeddings); lower it")
+
+
+def lora_of(folder: str | Path) -> tuple[str, int, int]:
+    """Base, rank and alpha of the adapter in a folder; ValueError where there is none."""
+    file = Path(folder) / "adapter_config.json"
+    try:
+        config = json.loads(file.read_text())
+        return config["base_model_name_or_path"], int(config["r"]), int(config["lora_alpha"])
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        fix = "give a checkpoint, such as runs/sgsd/checkpoints/step_000200"
+        raise ValueError(f"adapter {folder}: no adapter_config.json ({e!r}); {fix}") from None
 
 
 def base_of(folder: str | Path, base: str = "") -> str:
-    """The model under the adapter in a folder; "" if the folder holds no adapter.
+    """The model under the adapter in a folder, or `base` in its place; "" without an adapter."""
+    if not (Path(folder) / "adapter_config.json").exists():
+        return ""
+    return base or lora_of(folder)[0]
 
-    base: replaces the model that the adapter names. A relative path in the adapter's config is
-    looked for here, and then in each folder above the adapter.
-    Raises ValueError if the config names no base, or an absolute path that does not exist.
+
+def load_adapter(model, folder: str | Path):
+    """The model with a saved LoRA adapter of any program, in eval mode.
+
+    Raises ValueError as `place_adapter` does.
     """
-    file = Path(folder) / "adapter_config.json"
-    if base or not file.exists():
-        return base if file.exists() else ""
-    try:
-        name = json.loads(file.read_text())["base_model_name_or_path"]
-        candidates = [parent / name for parent in (Path(), *file.parents)]
-    except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{file}: names no base model ({e!r}); give it as --model") from None
-    models = [str(path) for path in candidates if (path / "config.json").exists()]
-    if not models and Path(name).is_absolute():
-        raise ValueError(f"{file}: its base model {name} is not there; give it as --model")
-    return models[0] if models else name
+    from peft import PeftConfig, get_peft_model
 
-
-def load_adapter(model, folder: str | Path, device: str | torch.device):
-    """The model with a saved PEFT adapter, in eval mode.
-
-    device: where the adapter goes; PEFT alone would put every rank's on the first GPU.
-    Raises ValueError unless each tensor of the adapter has its place in the model, and each place
-    its tensor.
-    """
-    from peft import PeftModel
-
-    where, place = f"adapter {folder}", str(device)
-    try:
-        adapted = PeftModel.from_pretrained(model, str(folder), torch_device=place)
-        # PEFT says what did not fit only if an adapter is loaded into its place once more.
-        fit = adapted.load_adapter(str(folder), "default", torch_device=place)
-        misfits = [*fit.unexpected_keys, *fit.missing_keys]
-        if misfits:
-            raise ValueError(f"{misfits[0]} is in only one of the two")
-    except Exception as e:  # many kinds: other shapes, a torn file, a pickle
-        why = f"does not fit {model.name_or_path} ({_brief(e)})"
-        fix = "give its own base as --model, or another adapter if the file is torn"
-        raise ValueError(f"{where}: {why}; {fix}") from None
+    with _loading("adapter", str(folder)) as source:
+        adapted = get_peft_model(model, PeftConfig.from_pretrained(source))
+    place_adapter(adapted, folder)
     return adapted.eval()
+
+
+def place_adapter(adapted, folder: str | Path) -> None:
+    """Copy a folder's adapter into a PEFT model.
+
+    Raises ValueError for a file that is torn or a pickle, and unless each tensor of the adapter has
+    its place in the model, and each place its tensor.
+    """
+    from peft import set_peft_model_state_dict
+
+    with _loading("adapter", str(folder)) as source:
+        tensors = load_file(Path(source) / "adapter_model.safetensors")
+        result: Any = set_peft_model_state_dict(adapted, tensors)
+        missing = [name for name in result.missing_keys if ".lora_" in name]
+        if result.unexpected_keys or missing:
+            name = [*result.unexpected_keys, *missing][0]
+            raise ValueError(f"it does not fit {adapted.name_or_path}: {name} is in one alone")
 
 
 # ------------------------------------------------------------------------------------- masked ids
@@ -392,7 +312,8 @@ def load_adapter(model, folder: str | Path, device: str | torch.device):
 
 def masked_token_ids(tokenizer) -> set[int]:
     """Ids that the token mask removes (§2.4, S2): special, <|...|>, think tags, 1-8 newlines."""
-    ids = special_ids(tokenizer)
+    ids = {i for i in tokenizer.all_special_ids if i is not None}
+    ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     control = re.compile(r"<\|.*\|>|</?think>")
     ids |= {i for token, i in tokenizer.get_vocab().items() if control.fullmatch(token)}
     letter = tokenizer.encode("a", add_special_tokens=False)  # with what a tokenizer puts first
@@ -401,12 +322,6 @@ def masked_token_ids(tokenizer) -> set[int]:
         if len(newlines) == 1:
             ids.update(newlines)
     return ids
-
-
-def special_ids(tokenizer) -> set[int]:
-    """Ids that the tokenizer calls special, with a role or without one."""
-    ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return ids | {i for i in tokenizer.all_special_ids if i is not None}
 
 
 # ------------------------------------------------------------------------------------ checkpoints
@@ -427,53 +342,18 @@ def save(
     Raises OSError if the disk is full.
     """
     folder = Path(folder)
+    state = {name: x.cpu() for name, x in extra_tensors.items()}
+    for name, p in trained(model).items():
+        for part, value in optimizer.state[p].items():
+            state[f"{name}.{part}"] = value.cpu()
     try:
         # By default PEFT asks the hub whether the embeddings have grown; ours never do.
         model.save_pretrained(folder, save_embedding_layers=False)
-        _without_local_base(folder / "README.md")
-        _save_tokenizer(tokenizer, folder)
-        state = {name: x.cpu() for name, x in extra_tensors.items()}
-        for name, p in trained(model).items():
-            for part, value in optimizer.state[p].items():
-                state[f"{name}.{part}"] = value.cpu()
+        tokenizer.save_pretrained(folder)
         save_file(state, folder / "trainer.safetensors")
         (folder / "trainer.json").write_text(json.dumps({"step": step}, indent=2) + "\n")
-        for file in folder.glob("*.safetensors"):  # they are written for their owner alone
-            shutil.copymode(folder / "trainer.json", file)
-    except SafetensorError as e:  # a full disk
+    except Exception as e:  # for a full disk safetensors and tokenizers have kinds of their own
         raise OSError(f"{folder}: {e}") from None
-
-
-def _save_tokenizer(tokenizer, folder: Path) -> None:
-    """OSError if the disk is full, where the tokenizers library raises a bare Exception."""
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as e:
-        raise OSError(f"{folder}: {e}") from None
-
-
-def _without_local_base(card_file: Path) -> None:
-    """Leave `base_model` out of a model card where it is a path of this machine.
-
-    The hub refuses such a card. PEFT itself reads the base from adapter_config.json.
-    """
-    card = ModelCard.load(card_file)
-    if Path(str(card.data.base_model)).is_absolute():
-        card.data.base_model = None
-        tags = card.data.tags or []
-        card.data.tags = [tag for tag in tags if not tag.startswith("base_model:adapter:/")]
-        card.save(card_file)
-
-
-def lora_of(folder: str | Path) -> tuple[str, int, int]:
-    """Base, rank and alpha of the adapter in a folder; ValueError where there is none."""
-    file = Path(folder) / "adapter_config.json"
-    try:
-        config = json.loads(file.read_text())
-        return config["base_model_name_or_path"], int(config["r"]), int(config["lora_alpha"])
-    except (OSError, ValueError, LookupError, TypeError) as e:
-        fix = "give a checkpoint, such as runs/sgsd/checkpoints/step_000200"
-        raise ValueError(f"adapter {folder}: could not read its config ({e!r}); {fix}") from None
 
 
 def restore(
@@ -484,38 +364,16 @@ def restore(
     Without an optimizer the adapter alone, as at step 0.
     Raises ValueError if a file is missing or torn, or is from another model or rank.
     """
-    from peft import set_peft_model_state_dict
-
-    folder, step = Path(folder), 0
-    state: dict[str, Tensor] = {}
-    try:
-        adapter = load_file(folder / "adapter_model.safetensors")
-        result: Any = set_peft_model_state_dict(model, adapter)
-        misfits = [*result.unexpected_keys]
-        misfits += [name for name in result.missing_keys if ".lora_" in name]
-        if misfits:
-            raise KeyError(f"{misfits[0]} is in only one of the two")
-        if optimizer:
-            state = load_file(folder / "trainer.safetensors")
-            step = int(json.loads((folder / "trainer.json").read_text())["step"])
-            _restore_moments(state, model, optimizer)
-    except Exception as e:  # a missing or torn file, other shapes, other names
-        cause = "is a file torn, or was it made with another model or --lora-rank?"
-        fix = "The checkpoint before it may be whole"
-        why = f"does not fit the model ({_brief(e)}); {cause} {fix}"
-        raise ValueError(f"checkpoint {folder}: {why}") from None
+    place_adapter(model, folder)
+    if optimizer is None:
+        return 0, {}
+    with _loading("checkpoint", str(folder)) as source:
+        state = load_file(Path(source) / "trainer.safetensors")
+        step = int(json.loads((Path(source) / "trainer.json").read_text())["step"])
+        for name, p in trained(model).items():
+            if f"{name}.step" in state:  # absent if no step has been finite yet
+                optimizer.state[p]["step"] = state.pop(f"{name}.step")  # AdamW has it on the CPU
+                for part in ("exp_avg", "exp_avg_sq"):
+                    optimizer.state[p][part] = state.pop(f"{name}.{part}").to(p.device)
     device = causal_lm(model).device
     return step, {name: x.to(device) for name, x in state.items()}
-
-
-def _restore_moments(state: dict[str, Tensor], model, optimizer: Optimizer) -> None:
-    """Move AdamW's moments from a checkpoint's tensors to the optimizer."""
-    index_of: dict[torch.nn.Parameter, int] = {}  # the optimizer counts over all its groups
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            index_of[p] = len(index_of)
-    moments = {}
-    for name, p in trained(model).items():
-        if f"{name}.step" in state:  # absent if no step has been finite yet
-            moments[index_of[p]] = {part: state.pop(f"{name}.{part}") for part in MOMENTS}
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})

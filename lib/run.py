@@ -95,8 +95,6 @@ class Run:
         with contextlib.ExitStack() as held:
             with config.one_line_errors(cfg.program, reading=True):
                 world = distributed.init(cfg.device)
-                needed = [cfg.model, cfg.data]
-                model.ask_hub_once(needed + ([cfg.encoder] if cfg.uses_skill_bank else []))
                 with distributed.checked_on_all_ranks(world, *config.GIVEN):
                     if world.main:
                         claim(out, held)

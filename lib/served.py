@@ -29,7 +29,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds between the tries of a request: time for a restart
+PAUSES = (1, 2, 4, 8, 16, 32, 64, 0)  # seconds after each try of a request; none after the last
 REPORT_S = 60.0  # from one line on failed tries to the next
 QUICK_S = 300.0  # the longest wait for any other reply than a completion
 CANARY_SEES = 0.01  # nats a token: the least change of ours that the engine must show
@@ -42,8 +42,8 @@ class Server:
 
     url: such as http://localhost:8000/v1. model: the base's directory or hub id. rows: requests
     under way at a time. timeout_s: the longest wait for a completion.
-    Errors are one line: ConnectionError where the server does not reply; where it refuses or
-    replies something unexpected ValueError, and OSError from `stream`.
+    Where the server does not reply, refuses, or replies something unexpected, it is an OSError of
+    one line.
     """
 
     def __init__(self, url: str, model: str, *, rows=16, timeout_s=3600.0):
@@ -55,39 +55,32 @@ class Server:
         self.tokenizer: Any = None  # the policy's, set by the caller before `stream`
         self.stops: Sequence[int] = ()  # ids that end a completion; likewise
         self.engine = ""  # what the server calls itself, after `check`
-        self.adapters: dict[str, str] = {}  # {name: folder}, loaded again after a restart
-        self.loading = threading.Lock()
-        # When a failed try was last reported, in time.monotonic's seconds.
-        self.reported = -math.inf
+        self.reported = -math.inf  # when a failed try was last printed, in time.monotonic's seconds
 
     def check(self) -> None:
         """Find the model's name on the server. One that serves a single base is taken at its word.
 
-        ValueError, with what it serves, if it has several bases and none of this path or id.
+        OSError, with what it serves, if it has several bases and none of this path or id.
         """
-        models, wanted = self._models(), whole_name(self.model)
+        text = self._ask("/models")
+        models = self._read(text, lambda reply: {entry["id"]: entry for entry in reply["data"]})
         bases = {name: entry for name, entry in models.items() if not entry.get("parent")}
+        wanted = {self.model, whole_name(self.model)}
         for name, entry in bases.items():
-            if len(bases) == 1 or wanted in (
-                name,
-                whole_name(name),
-                whole_name(str(entry.get("root"))),
-            ):
+            if len(bases) == 1 or wanted & {name, entry.get("root")}:
                 self.base, self.engine = name, str(entry.get("owned_by", "unknown"))
                 return
-        raise ValueError(f"{self.url}: serves {', '.join(bases) or 'nothing'}, not {self.model}")
+        raise OSError(f"{self.url}: serves {', '.join(bases) or 'nothing'}, not {self.model}")
 
     def load(self, name: str, folder: str) -> None:
         """Load an adapter under a name that the server never had."""
-        path = str(Path(folder).resolve())
-        self._load(name, path)
-        self.adapters[name] = path
+        body = {"lora_name": name, "lora_path": str(Path(folder).resolve())}
+        self._ask("/load_lora_adapter", body, hint=f"; {LORA_HINT}")
 
     def unload(self, name: str) -> None:
         """Unload an adapter. No error where that fails: a server that is gone has none."""
-        self.adapters.pop(name, None)
-        with contextlib.suppress(ConnectionError, ValueError):
-            self._ask("/unload_lora_adapter", {"lora_name": name}, accepted=(200, 404))
+        with contextlib.suppress(OSError):
+            self._ask("/unload_lora_adapter", {"lora_name": name})
 
     def stream(
         self, jobs: Sequence[Any], sampling, rows: int = 0, adapter: str = ""
@@ -101,22 +94,20 @@ class Server:
         A request that fails is tried again after pauses. An error that they do not mend is raised
         when the replies under way have been yielded.
         """
-        if not all(job.prompt for job in jobs):
-            raise ValueError("stream needs prompts that are not empty")
-        errors: list[Exception] = []
+        errors: list[OSError] = []
         ending = threading.Event()
 
         def complete(job):
             """In a thread: fill in a job; None after an error of this one or another."""
-            if not ending.is_set():
-                try:
-                    body = self._body(job, sampling, adapter)
-                    read = functools.partial(self._fill, job)
-                    return self._complete(body, read, ending)
-                except (ValueError, ConnectionError) as e:
-                    errors.append(e)
-                    ending.set()  # jobs that wait for their next try give up
-            return None
+            if ending.is_set():
+                return None
+            try:
+                body = self._body(job, sampling, adapter)
+                return self._complete(body, functools.partial(self._fill, job), ending)
+            except OSError as e:
+                errors.append(e)
+                ending.set()  # jobs that wait for their next try give up
+                return None
 
         # Its threads are daemons: a program that is interrupted does not wait for replies.
         with ThreadPool(max(1, min(self.rows, len(jobs)))) as pool:
@@ -126,8 +117,8 @@ class Server:
                         yield [job]
             finally:
                 ending.set()
-        if errors:  # an OSError in either case: it ends a training step in one line
-            raise OSError(str(errors[0])) if isinstance(errors[0], ValueError) else errors[0]
+        if errors:
+            raise errors[0]
 
     def logprobs_of(
         self, prompt_ids: list[int], completion_ids: list[int], adapter: str = ""
@@ -139,8 +130,8 @@ class Server:
             pairs = zip(places, completion_ids, strict=True)
             return [float(place[str(token)]["logprob"]) for place, token in pairs]
 
-        body: dict[str, Any] = {"model": adapter or self.base}
-        body |= {"prompt": prompt_ids + completion_ids}
+        prompt = prompt_ids + completion_ids
+        body: dict[str, Any] = {"model": adapter or self.base, "prompt": prompt}
         body |= {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         return self._complete(body, read, threading.Event())
 
@@ -167,23 +158,17 @@ class Server:
             raise ValueError(f"it read {prompt_tokens} of {len(job.prompt)} prompt tokens")
         if ids is None and job.logprobs is not None:
             raise ValueError("it has no token_ids, which training needs; use vLLM")
+        count = usage.get("completion_tokens", job.left) if ids is None else len(ids)
         if ids is None:
             ids = self.tokenizer.encode(choice["text"], add_special_tokens=False)
-            count = usage.get("completion_tokens", job.left)
-        else:
-            count = len(ids)
-            if count > job.left or not all(type(token) is int and token >= 0 for token in ids):
-                raise ValueError(f"token_ids must be at most {job.left} ids")
         if reason == "length" and count < job.left:  # it would count as cut at our own limit
-            limit = f"cut after {count} of {job.left} tokens, by a limit of the server's own"
-            raise ValueError(limit)
+            raise ValueError(f"cut after {count} of {job.left} tokens, by a limit of its own")
         if reason == "stop" and not {*ids[-1:]} & {*self.stops}:
             ids = [*ids, *self.stops[:1]]  # some servers leave it out
         if job.logprobs is not None:
-            nats = [float(x) for x in choice["logprobs"]["token_logprobs"]]
-            if len(nats) != len(ids):
-                raise ValueError(f"{len(nats)} log-probabilities of {len(ids)} sampled ids")
-            job.logprobs = nats
+            job.logprobs = [float(x) for x in choice["logprobs"]["token_logprobs"]]
+            if len(job.logprobs) != len(ids):
+                raise ValueError(f"{len(job.logprobs)} log-probabilities of {len(ids)} ids")
         job.ids, job.left = ids, 0
         return job
 
@@ -192,76 +177,54 @@ class Server:
 
         read: takes what is wanted from the JSON; None if it was broken off. ending: the last try.
         """
-        for pause in (*PAUSES, 0):
+        for pause in PAUSES:
             status, text = self._request("/completions", body, self.timeout_s)
-            cause = f"HTTP {status}: {_brief(text)}" if status else text
             result = self._read(text, read) if status == 200 else None
             if result is not None:
                 return result
-            if 400 <= status < 500 and status not in (404, 429):
-                raise ValueError(f"{self.url}: {cause}")
-            if pause and time.monotonic() > self.reported + REPORT_S:
+            cause = f"HTTP {status}: {text}" if status else text
+            is_refused = 400 <= status < 500 and status != 429
+            if pause and not is_refused and time.monotonic() > self.reported + REPORT_S:
                 self.reported = time.monotonic()
                 print(f"{self.url}: {cause}; trying again", file=sys.stderr)
-            if not pause or ending.wait(pause):
+            if not pause or is_refused or ending.wait(pause):
                 break
-            if status == 404 and body["model"] in self.adapters:  # a server that was started anew
-                with self.loading, contextlib.suppress(ConnectionError):
-                    if body["model"] not in self._models():
-                        self._load(body["model"], self.adapters[body["model"]])
-        raise ConnectionError(f"{self.url}: no completion ({cause})")
-
-    def _models(self) -> dict[str, dict]:
-        """What the server lists, by name."""
-        text = self._ask("/models")
-        return self._read(text, lambda reply: {entry["id"]: entry for entry in reply["data"]})
-
-    def _load(self, name: str, path: str) -> None:
-        body = {"lora_name": name, "lora_path": path}
-        self._ask("/load_lora_adapter", body, hint=f"; {LORA_HINT}")
+        raise OSError(f"{self.url}: no completion: {cause}")
 
     def _read(self, text: str, read: Callable[[dict], Any]) -> Any:
         try:
             return read(json.loads(text))
         except (ValueError, LookupError, TypeError, AttributeError) as e:
-            cause = str(e) if type(e) is ValueError else f"{type(e).__name__}: {e}"
-            what = f"unexpected reply from the server ({_brief(cause)})"
-            raise ValueError(f"{self.url}: {what}: {_brief(text)}") from None
+            cause = f"unexpected reply from the server ({type(e).__name__}: {e})"
+            raise OSError(f"{self.url}: {cause}: {_brief(text)}") from None
 
-    def _ask(self, path: str, body=None, accepted: Sequence[int] = (200,), hint: str = "") -> str:
+    def _ask(self, path: str, body: dict | None = None, hint: str = "") -> str:
         """The reply to one request, which is not tried again."""
         status, text = self._request(path, body, QUICK_S)
-        if status in (0, 429, 502, 503, 504):
-            raise ConnectionError(f"{self.url}: no reply to {path} ({text or status})")
-        if status not in accepted:
-            raise ValueError(f"{self.url}: refuses {path}: HTTP {status}: {_brief(text)}{hint}")
+        if status != 200:
+            raise OSError(f"{self.url}: no success at {path}: HTTP {status}: {text}{hint}")
         return text
 
     def _request(self, path: str, body: dict | None, timeout_s: float) -> tuple[int, str]:
-        """HTTP status and text of a reply; 0 and the cause if the connection failed.
+        """HTTP status and text of a reply, brief unless it is 200; 0 and why there is none.
 
-        ConnectionError if nothing comes for the whole time: it is not worth another wait.
+        OSError if nothing comes for the whole time: it is not worth another wait.
         """
-        key = os.environ.get("OPENAI_API_KEY", "").strip()
-        if not (key.isascii() and key.isprintable()):
-            raise ValueError("OPENAI_API_KEY has characters that no header may have")
         headers = {"Content-Type": "application/json"}
-        if key:
+        if key := os.environ.get("OPENAI_API_KEY", "").strip():
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            try:
-                reply = urllib.request.urlopen(request, timeout=timeout_s)
-            except urllib.error.HTTPError as e:  # a reply as well
-                reply = e
-            with reply:
+            with urllib.request.urlopen(request, timeout=timeout_s) as reply:
                 return reply.status, reply.read().decode("utf-8", "replace")
+        except urllib.error.HTTPError as e:
+            return e.code, _brief(e.read().decode("utf-8", "replace"))
         except (OSError, http.client.HTTPException) as e:
             cause = getattr(e, "reason", e)
             if isinstance(cause, TimeoutError):
-                raise ConnectionError(f"{self.url}: no reply within {timeout_s:g} s") from None
-            return 0, _brief(cause)
+                raise OSError(f"{self.url}: no reply within {timeout_s:g} s") from None
+            return 0, f"{type(cause).__name__}: {cause}"
 
 
 class TrainedPolicy:
@@ -287,10 +250,7 @@ class TrainedPolicy:
         if not jobs:
             return
         if self.changed:
-            try:
-                self._refresh(jobs[0].prompt)
-            except ValueError as e:  # the server refuses: no bug, so one line
-                raise OSError(str(e)) from None
+            self._refresh(jobs[0].prompt)
         yield from self.server.stream(jobs, sampling, rows, self.adapter)
 
     def compared_stream(self, jobs: Sequence[Any], sampling, rows: int) -> Iterator[list[Any]]:
@@ -314,7 +274,7 @@ class TrainedPolicy:
             self.folder.rmdir()
 
     def _refresh(self, prompt: list[int]) -> None:
-        """Load the present adapter under a new name, test that it acts, unload the one before.
+        """Load the present adapter under a new name, unload the one before, test that it acts.
 
         A name is never used twice, as an engine's cache goes by it: a restarted run draws anew.
         """
@@ -323,16 +283,13 @@ class TrainedPolicy:
         for weights in (self.folder / name).glob("*.safetensors"):  # for their owner alone
             shutil.copymode(weights.with_name("adapter_config.json"), weights)
         self.server.load(name, str(self.folder / name))
-        try:
-            self._check_acts(name, prompt)
-        except (ConnectionError, ValueError):
-            self.server.unload(name)
-            raise
         self._forget()
-        self.adapter, self.changed = name, False
+        self.adapter = name
+        self._check_acts(prompt)
+        self.changed = False
 
-    def _check_acts(self, name: str, prompt: list[int]) -> None:
-        """ConnectionError if the engine's numbers stay where they were and ours have moved.
+    def _check_acts(self, prompt: list[int]) -> None:
+        """OSError if the engine's numbers stay where they were and ours have moved.
 
         The engine is compared with itself, under the base and the last adapter: its rounding is
         larger than a step. A change of ours below CANARY_SEES tells nothing in bf16.
@@ -341,12 +298,13 @@ class TrainedPolicy:
             self.canary_prompt = prompt
             with self.lm.disable_adapter():
                 self.canary_numbers["base's"] = self._canary("")
-        now = self._canary(name)
+        now = self._canary(self.adapter)
         for what, before in self.canary_numbers.items():
             change, engines_change = (_mean_gap(*pair) for pair in zip(now, before))
             if change > CANARY_SEES and engines_change < change / 4:
-                why = f"its numbers are the {what} within {engines_change:.1e} nats, ours differ by"
-                raise ConnectionError(f"{self.server.url}: {name} does not act: {why} {change:.1e}")
+                why = f"its numbers are the {what} within {engines_change:.1e} nats"
+                line = f"{self.adapter} does not act: {why}, ours differ by {change:.1e}"
+                raise OSError(f"{self.server.url}: {line}")
         self.canary_numbers["last adapter's"] = now
 
     def _canary(self, adapter: str) -> tuple[list[float], list[float]]:
@@ -373,7 +331,6 @@ def whole_name(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 
-def _brief(cause: object) -> str:
-    """A text, or an exception with its type, in one line of at most 300 characters."""
-    name = f"{type(cause).__name__}: " if isinstance(cause, BaseException) else ""
-    return name + textwrap.shorten(str(cause), 300, placeholder=" ...")
+def _brief(text: str) -> str:
+    """A text in one line of at most 300 characters."""
+    return textwrap.shorten(text, 300, placeholder=" ...")

@@ -71,8 +71,8 @@ SETTINGS = [  # settings ({w} has models and data), and words of the line
     ({"bank": "no.json"}, ["no.json"]),
     ({"data": "no/such-id"}, ["no/such-id", "--data"]),
     ({"data": "no.jsonl"}, ["no.jsonl", "no such file"]),
-    ({"encoder": "{w}/model"}, ["{w}/model", "causal"]),
-    ({"attn": "flash_attention_2"}, ["flash-attn"]),
+    ({"encoder": "{w}/model"}, ["encoder {w}/model"]),
+    ({"attn": "flash_attention_2"}, ["FlashAttention"]),
     ({"device": "cuda"}, ["--device cuda"]),
     ({"verifier": "no_such:Judge"}, ["no_such:Judge"]),
     ({"out": "{w}/data.jsonl/run"}, ["data.jsonl"]),
@@ -241,7 +241,7 @@ def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, 
         file.write_text("{")
     refused(capsys, eval.main, [model], "HuggingFaceH4/aime_2024")
     for path, given, words in (
-        (finished, [f"--model={tmp_path / 'other'}"], str(tmp_path / "other")),
+        (finished, [f"--model={tmp_path / 'other'}"], "size mismatch"),
         (tmp_path / "fresh", [], str(tmp_path / "fresh")),
         (tmp_path / "begun", [], str(tmp_path / "begun")),
         (tmp_path / "notes", [], "x.txt"),
@@ -250,7 +250,7 @@ def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, 
         ("sgsd/checkpoints/step_000200", [], "step_000200"),
         (data, [], "data.jsonl: is a file"),
         (bank, ["--data", "aime24"], "bank.json: is a file"),  # and no data set is asked for
-        (finished, [f"--model={finished}"], "is a run"),
+        (finished, [f"--model={finished}"], f"model {finished}"),
         (model, ["--data", "no.jsonl"], "no.jsonl"),
         (model, [f"--skills={bank}"], "--num-skills 8"),
         (model, ["--skills=no.json"], "no.json"),

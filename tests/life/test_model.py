@@ -2,20 +2,17 @@
 
 import functools
 import json
-import os
 import resource
 import shutil
 import types
 
-import datasets
 import numpy as np
 import peft
 import pytest
 import torch
 import transformers
-from conftest import ROOT, make_encoder, make_model, make_tokenizer, one_line
+from conftest import make_encoder, make_model, make_tokenizer, one_line
 from driver import make_adapter
-from huggingface_hub import ModelCard, constants
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import scoring
@@ -37,10 +34,10 @@ PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16]]
 COMPLETIONS = [[20, 21, 22], [23, 24, 25, 26, 27, 28], [29]]
 
 
-def save_model(folder, *kind, tokenizer=None, **changes):
+def save_model(folder, *kind, **changes):
     """A folder with a random model and its tokenizer."""
     make_model(*kind, **changes).save_pretrained(folder)
-    (tokenizer or make_tokenizer()).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -80,25 +77,15 @@ def test_an_outline_has_the_shapes_and_stop_ids_and_no_weights(base, tmp_path):
     assert tokenizer.chat_template == make_tokenizer().chat_template
 
 
-def test_the_head_gets_the_last_places_of_prompts_in_one_piece():
-    """PyTorch would copy the whole head for each row of a slice."""
-    model, _ = load_model(str(ROOT / "tiny/model"), torch.device("cpu"))
-    in_one_piece = []
-    head = model.get_output_embeddings()
-    head.register_forward_pre_hook(lambda _, x: in_one_piece.append(x[0].is_contiguous()))
-    model.generate(torch.tensor([[5, 6, 7], [8, 9, 10]]), max_new_tokens=2, do_sample=False)
-    assert len(in_one_piece) == 2 and all(in_one_piece)
-
-
-@pytest.mark.parametrize("name", ["/no/such", "./no", "~/no", "runs/no", "a/b/c"])
-def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(name):
-    one_line(lambda: load(name), f"model {name}: no such directory")
-    one_line(lambda: load_outline(name), f"model {name}: no such directory")
-    one_line(lambda: load_encoder(name, "cpu"), f"encoder {name}: no such directory")
+@pytest.mark.parametrize("name", ["/no/such", "runs/no"])
+def test_a_path_that_is_not_there_is_one_line_that_says_so(name):
+    one_line(lambda: load(name), f"model {name} (no directory")
+    one_line(lambda: load_outline(name), f"model {name} (no directory")
+    one_line(lambda: load_encoder(name, "cpu"), f"encoder {name} (no directory")
 
 
 BROKEN = {  # a file of the model, and what is left of it
-    "chat_template.jinja": "",
+    "chat_template.jinja": "{% for m in %}",
     "model.safetensors": "torn",
     "config.json": "{",
 }
@@ -113,42 +100,26 @@ def test_a_broken_model_is_one_line(name, base, tmp_path):
         one_line(lambda: load_outline(str(folder)), f"model {folder}: ")
 
 
-@pytest.mark.parametrize(
-    "template", ["{% for m in %}", "User: {% for part in messages[0].content %}x{% endfor %}"]
-)
-def test_a_chat_template_that_fails_or_drops_the_problem_is_one_line(template, base, tmp_path):
+def test_a_chat_template_that_drops_the_problem_is_one_line(base, tmp_path):
     folder = shutil.copytree(base, tmp_path / "model")
+    template = "User: {% for part in messages[0].content %}x{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
-    one_line(lambda: load(folder), f"model {folder}", "chat template")
+    one_line(lambda: load(folder), f"model {folder}: ", "chat template")
 
 
-def test_the_model_needs_a_row_for_every_id(tmp_path):
-    """An added token's id counts; a text-only model's placeholder for images does not."""
-    one_more = make_tokenizer()
-    one_more.add_tokens(["<image>"])
-    load(save_model(tmp_path / "as-many", vocab=268))
-    load(save_model(tmp_path / "more", vocab=271, tokenizer=one_more))
-    short = save_model(tmp_path / "short", vocab=268, tokenizer=one_more)
-    words = "knows 269 ids, the model has rows for 268 (the last is '<image>')"
-    one_line(lambda: load(short), words)
-    settings = json.loads((short / "tokenizer_config.json").read_text())
-    settings["extra_special_tokens"] = {"image_token": "<image>"}  # as small Gemma 3 models do
-    (short / "tokenizer_config.json").write_text(json.dumps(settings))
-    load(short)
-
-
-UNSUPPORTED = [  # a kind of model, settings of it, how it is loaded, and words of the line
-    ("gemma2", {}, {}, "--attn eager"),
-    ("deepseek_v32", {}, {}, "indexed_attention"),  # its cache holds more than keys and values
-    ("xlstm", {"num_blocks": 1}, {"attn": "eager"}, "recurrent state"),
-    ("minimax", {"num_local_experts": 2}, {}, "linear_attention"),  # it has a cache of its own
+LONG_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+UNSUPPORTED = [  # a kind of model, settings of it, and words of the line
+    ("gemma2", {}, "eager"),  # transformers says that it has no such kernels
+    ("deepseek_v32", {}, "indexed_attention"),  # its cache holds more than keys and values
+    ("minimax", {"num_local_experts": 2}, "Cache"),  # it has a cache of its own
+    ("llama", {"rope_parameters": LONG_ROPE}, "longest row"),  # positions depend on it
 ]
 
 
-@pytest.mark.parametrize("kind, changes, settings, words", UNSUPPORTED)
-def test_a_model_that_cannot_be_used_is_one_line(kind, changes, settings, words, tmp_path):
+@pytest.mark.parametrize("kind, changes, words", UNSUPPORTED)
+def test_a_model_whose_rows_cannot_be_batched_is_one_line(kind, changes, words, tmp_path):
     save_model(tmp_path, kind, **changes)
-    one_line(lambda: load(tmp_path, **settings), f"model {tmp_path}: ", words)
+    one_line(lambda: load(tmp_path), f"model {tmp_path}: ", words)
 
 
 def test_states_that_take_in_a_rows_padding_are_refused(tmp_path, monkeypatch):
@@ -156,14 +127,7 @@ def test_states_that_take_in_a_rows_padding_are_refused(tmp_path, monkeypatch):
     save_model(tmp_path, "qwen3_5_text")
     load(tmp_path)
     monkeypatch.setattr(modeling_qwen3_5, "apply_mask_to_padding_states", lambda x, _: x)
-    one_line(lambda: load(tmp_path), f"model {tmp_path}: linear_attention", "left padding")
-
-
-def test_positions_that_depend_on_the_longest_row_are_refused(tmp_path):
-    """In one batch, two rows would get other log-probabilities than each alone."""
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    save_model(tmp_path, "llama", rope_parameters=rope)
-    one_line(lambda: load(tmp_path), "positions depend on the longest row")
+    one_line(lambda: load(tmp_path), f"model {tmp_path}: ", "left padding")
 
 
 # ---------------------------------------------------------------------------------------- encoder
@@ -224,14 +188,10 @@ def test_long_passes_recompute_activations_short_ones_keep_them_and_the_gradient
         assert torch.equal(recomputed, kept) and kept.any()
 
 
-def test_an_adapter_is_loaded_in_eval_mode_onto_the_device_that_is_given(
-    base, tmp_path, monkeypatch
-):
-    """PEFT would put all ranks' adapters onto the first GPU."""
+def test_an_adapter_is_loaded_in_eval_mode(base, tmp_path):
     make_adapter(tmp_path / "adapter", base)
     want = peft.PeftModel.from_pretrained(load(base)[0], tmp_path / "adapter").eval()
-    monkeypatch.setattr("peft.peft_model.infer_device", lambda: pytest.fail("any device"))
-    model = load_adapter(load(base)[0], tmp_path / "adapter", "cpu")
+    model = load_adapter(load(base)[0], tmp_path / "adapter")
     assert not model.training and not trained(model)
     ids = torch.tensor([PROMPTS[0]])
     assert torch.equal(model(input_ids=ids).logits, want(input_ids=ids).logits)
@@ -245,36 +205,21 @@ def test_an_adapter_is_loaded_in_eval_mode_onto_the_device_that_is_given(
         ({"num_hidden_layers": 3}, "layers.2.self_attn.q_proj"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
 def test_an_adapter_of_another_base_is_one_line(changes, word, base, tmp_path):
     """Also where PEFT would load a part of it, or leave random weights in a layer."""
     make_adapter(tmp_path / "adapter", base)
     other, _ = load(save_model(tmp_path / "other", **changes))
-    where = f"adapter {tmp_path / 'adapter'}: does not fit {tmp_path / 'other'}"
-    one_line(lambda: load_adapter(other, tmp_path / "adapter", "cpu"), where, word, "--model")
+    one_line(lambda: load_adapter(other, tmp_path / "adapter"), f"{tmp_path}/adapter: ", word)
 
 
-def test_the_base_of_an_adapter_is_found_from_anywhere(tmp_path, monkeypatch):
-    """Relative to the working directory, or to a folder above the adapter; or it is a hub id."""
-    adapter, model = tmp_path / "runs/run/checkpoints/step_000001", tmp_path / "model"
-    for folder in (adapter, model, tmp_path / "here"):
-        folder.mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    (model / "config.json").touch()
-    file = adapter / "adapter_config.json"
-    assert base_of(adapter) == base_of(adapter, "mine") == ""  # no adapter
-    for name in (str(model), "model", "../model"):
-        file.write_text(json.dumps({"base_model_name_or_path": name}))
-        assert os.path.samefile(base_of(adapter), model)
-    file.write_text('{"base_model_name_or_path": "Qwen/Qwen3-1.7B"}')
-    assert base_of(adapter) == "Qwen/Qwen3-1.7B"
-    for name in ('"/gone/model"', "null"):
-        file.write_text(f'{{"base_model_name_or_path": {name}}}')
-        one_line(lambda: base_of(adapter), f"{file}: ", "--model")
-        assert base_of(adapter, "mine") == "mine"
+def test_the_base_of_an_adapter_is_the_one_that_it_names_or_that_is_given(tmp_path):
+    file = tmp_path / "adapter_config.json"
+    assert base_of(tmp_path) == base_of(tmp_path, "mine") == ""  # no adapter
+    file.write_text(json.dumps({"base_model_name_or_path": "org/model", "r": 4, "lora_alpha": 8}))
+    assert base_of(tmp_path) == "org/model" and base_of(tmp_path, "mine") == "mine"
     for content in ("{", "{}", "[]"):
         file.write_text(content)
-        one_line(lambda: base_of(adapter), f"{file}: names no base model")
+        one_line(lambda: base_of(tmp_path), f"adapter {tmp_path}: ")
 
 
 # ------------------------------------------------------------------------------------- masked ids
@@ -328,11 +273,6 @@ def test_a_checkpoint_brings_back_adapter_moments_step_and_extra_tensors(base, t
     assert json.loads((tmp_path / "saved/trainer.json").read_text()) == {"step": 3}
 
 
-def test_all_files_of_a_checkpoint_have_the_same_permissions(base, tmp_path):
-    checkpoint(tmp_path / "saved", base)
-    assert len({path.stat().st_mode for path in (tmp_path / "saved").iterdir()}) == 1
-
-
 def test_a_checkpoint_without_a_finite_step_has_no_moments(base, tmp_path):
     checkpoint(tmp_path / "saved", base, steps=0)
     model, _, optimizer = trainee(base)
@@ -346,8 +286,6 @@ def test_a_checkpoint_loads_by_transformers_and_peft_alone_from_any_directory(
     """Though the model was given as a relative path; no file of it is a pickle."""
     monkeypatch.chdir(base.parent)
     model, tokenizer, _ = checkpoint(tmp_path / "saved", "model")
-    card = ModelCard.load(tmp_path / "saved/README.md")
-    assert card.data.base_model is None and "lora" in card.data.tags  # no path of this machine
     assert not list((tmp_path / "saved").glob("*.bin"))
     monkeypatch.chdir(tmp_path / "saved")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(".")
@@ -357,20 +295,10 @@ def test_a_checkpoint_loads_by_transformers_and_peft_alone_from_any_directory(
     assert vocabulary == tokenizer.get_vocab()
 
 
-def test_a_model_card_keeps_the_hub_id_of_its_base(base, tmp_path):
-    model, tokenizer, optimizer = trainee(base)
-    model.get_base_model().config.name_or_path = "Qwen/Qwen3-1.7B"
-    save(tmp_path / "saved", model, tokenizer, optimizer, 1, {})
-    card = ModelCard.load(tmp_path / "saved/README.md")
-    assert card.data.base_model == "Qwen/Qwen3-1.7B" and card.data.library_name == "peft"
-
-
-@pytest.mark.parametrize("changes", [{"num_hidden_layers": 1}, {"num_hidden_layers": 3}, {}])
-def test_a_checkpoint_of_another_model_or_rank_is_one_line(changes, base, tmp_path):
+def test_a_checkpoint_of_another_model_is_one_line(base, tmp_path):
     checkpoint(tmp_path / "saved", base)
-    rank = 4 if changes else 8
-    model, _, optimizer = trainee(save_model(tmp_path / "other", **changes), rank)
-    one_line(lambda: restore(tmp_path / "saved", model, optimizer), "--lora-rank")
+    other, _, optimizer = trainee(save_model(tmp_path / "other", num_hidden_layers=3))
+    one_line(lambda: restore(tmp_path / "saved", other, optimizer), "saved: ", "layers.2")
 
 
 def test_a_full_disk_is_an_os_error_that_names_the_folder(base, tmp_path):
@@ -385,21 +313,6 @@ def test_a_full_disk_is_an_os_error_that_names_the_folder(base, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("name", ["hub/id", "model"])
-def test_a_hub_that_does_not_answer_is_asked_once_and_only_for_a_hub_id(
-    name, base, monkeypatch, tmp_path
-):
-    def unreachable():
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(model, "get_session", unreachable)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    model.ask_hub_once([str(tmp_path), name if name == "hub/id" else str(tmp_path)])
-    is_offline = name == "hub/id"
-    assert constants.HF_HUB_OFFLINE == datasets.config.HF_HUB_OFFLINE == is_offline
-
-
 def test_a_context_that_rope_stretches_is_as_long_as_that():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
     for rope, longest in ((None, 1000), ({"rope_type": "default"}, 1000), (yarn, 4000)):
@@ -409,6 +322,4 @@ def test_a_context_that_rope_stretches_is_as_long_as_that():
         model.refuse_beyond_context(lm, 100, longest - 100, "--flag")
         most = longest - 99
         beyond = functools.partial(model.refuse_beyond_context, lm, 100, most, "--flag")
-        assert "lower it" in one_line(beyond, f"--flag {most}", "prompt of 100")
-        alone = functools.partial(model.refuse_beyond_context, lm, longest, 1, "--flag")
-        assert "lower" not in one_line(alone, "that problem")
+        one_line(beyond, f"--flag {most}", "prompt of 100")

@@ -416,7 +416,7 @@ def test_explain_takes_draws_of_one_problem_through_the_method(world_dir, out, t
         assert teacher["says"] in printed and teacher["skill"][1] in printed
 
     lm, tokenizer = model.load_model(str(world_dir / "model"), "cpu")
-    lm = model.load_adapter(lm, run / "checkpoints/step_000006", "cpu")
+    lm = model.load_adapter(lm, run / "checkpoints/step_000006")
     embed = model.load_encoder(str(world_dir / "encoder"), "cpu")
     bank = skills.SkillBank.load(run / "bank/step_000006.json")  # step 6 used that of step 4
     pairs = bank.retrieve("What is 2 plus 5?", 3, embed)

@@ -146,7 +146,7 @@ def test_a_run_is_sampled_on_its_server_and_logs_the_gap(engine, world_dir, tmp_
 def test_a_server_that_goes_amid_a_step_costs_that_step_alone(
     engine, world_dir, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(served, "PAUSES", (0.01,))
+    monkeypatch.setattr(served, "PAUSES", (0.01, 0))
     out = tmp_path / "run"
     flags = run_flags(world_dir, out, engine, steps=3, checkpoint_every=3)
     requests = []
