@@ -275,8 +275,7 @@ def tables(results: dict[str, dict]) -> list[str]:
         seeds_of[name].append(int(seed))
     points = list(results["grpo-0"]["accuracy"])
     head = ["weight", "seeds", *[f"{p} steps" for p in points]]
-    head += [f"less grpo, {p}" for p in points]
-    lines = head_of([*head, f"by seed, {points[-1]}"])
+    lines = head_of([*head, *[f"less grpo, {p}" for p in points]])
     for name, seeds in seeds_of.items():
         runs = [results[f"{name}-{seed}"]["accuracy"] for seed in seeds]
         base = [results[f"grpo-{seed}"]["accuracy"] for seed in seeds]
@@ -284,16 +283,18 @@ def tables(results: dict[str, dict]) -> list[str]:
         for p in points:
             gaps = [run[p] - own[p] for run, own in zip(runs, base)]
             cells.append("" if name == "grpo" else interval(gaps, "+"))
-        cells.append(" ".join(f"{100 * run[points[-1]]:.1f}" for run in runs))
         lines.append(row_of(cells))
-    lines += ["", *head_of(["weight", "steps", "deciding tokens", "share of credit²", "cosine"])]
+    phases, head = list(results["grpo-0"]["aims"]), ["weight"]
+    for phase in phases:
+        head += [f"share of credit², steps {phase}", "cosine"]
+    lines += ["", *head_of(head)]
     for name, seeds in seeds_of.items():
-        for phase in results[f"{name}-0"]["aims"]:
+        cells = [name]
+        for phase in phases:
             aimed = [results[f"{name}-{seed}"]["aims"][phase] for seed in seeds]
-            cells = [name, phase, interval([a["tokens"] for a in aimed])]
             cells.append(interval([a["share"] for a in aimed]))
             cells.append(f"{statistics.mean(a['cosine'] for a in aimed):+.3f}")
-            lines.append(row_of(cells))
+        lines.append(row_of(cells))
     return lines
 
 

@@ -37,7 +37,9 @@ BASES = ("base", "base+skill")
 BEFORE = ("sgsd", "grpo", "grpo, sampled as sgsd", "opsd")
 NEW = ("sdpo", "rlsd", "rlsd, sgsd's teachers")
 ROWS = BEFORE + NEW
-BESIDE = ("sgsd", "grpo", "grpo, sampled as sgsd")  # what the others are compared with
+SHORT = "grpo, sampled as sgsd"
+BESIDE = ("sgsd", "grpo", SHORT)  # what the others are compared with
+SPENT = ("generated_tokens", "processor_seconds")
 Kept = dict[str, Any]  # rates, validation, results
 
 
@@ -137,11 +139,6 @@ def names_of(kept: Kept) -> list[str]:
     return [name for name in ROWS if runs_of(kept, name)]
 
 
-def having(kept: Kept, number: str) -> list[str]:
-    """The rows that have a job with this number; earlier jobs lack some."""
-    return [name for name in names_of(kept) if any(number in job for job in runs_of(kept, name))]
-
-
 def gaps(kept: Kept, name: str, other: str, step: int) -> str:
     """A row's accuracy after a step less another's; "" for the row itself."""
     both = [[curve[step] for curve in curves(kept, x)] for x in (name, other)]
@@ -149,77 +146,64 @@ def gaps(kept: Kept, name: str, other: str, step: int) -> str:
 
 
 def by_steps(kept: Kept) -> list[str]:
-    """A row's accuracy after some steps, and its differences to others at the end."""
-    head = ["method", "rate", *[f"{step} steps" for step in STEPS], *[f"less {x}" for x in BESIDE]]
+    """A row's accuracy after some steps, and its differences to others."""
+    early = f"less {SHORT}, {STEPS[1]} steps"
+    head = ["method", *[f"{step} steps" for step in STEPS], *[f"less {x}" for x in BESIDE], early]
     lines = head_of(head)
     for name in BASES:
         ends = [compare.final(run) for run in runs_of(kept, name)]
-        lines.append(row_of([name, "", "", "", interval(ends), "", "", ""]))
+        lines.append(row_of([name, "", "", interval(ends), "", "", "", ""]))
     for name in names_of(kept):
         of_seeds = curves(kept, name)
-        cells = [name, runs_of(kept, name)[0]["rate"]]
-        cells += [interval([curve[step] for curve in of_seeds]) for step in STEPS]
+        cells = [name, *[interval([curve[step] for curve in of_seeds]) for step in STEPS]]
         cells += [gaps(kept, name, other, STEPS[-1]) for other in BESIDE]
+        cells.append(gaps(kept, name, SHORT, STEPS[1]))
         lines.append(row_of(cells))
     return lines
 
 
-def before_the_end(kept: Kept) -> list[str]:
-    """A row's differences to others after the earlier steps."""
-    pairs = [(other, step) for other in BESIDE for step in STEPS[:-1]]
-    lines = head_of(["method", *[f"less {other}, {step} steps" for other, step in pairs]])
-    for name in names_of(kept):
-        lines.append(row_of([name, *[gaps(kept, name, other, step) for other, step in pairs]]))
-    return lines
-
-
-def at_equal(kept: Kept, cost: str) -> list[str]:
-    """Each row beside others where both have spent as much: all that the cheaper of two runs did.
+def at_equal(kept: Kept) -> list[str]:
+    """Each row beside two others where both have spent as much: all that the cheaper of them did.
 
     Budgets are each seed's own.
     """
-    head = ["method", f"{cost.replace('_', ' ')} of a run", *[f"less {x}" for x in BESIDE]]
+    beside, head = ("sgsd", SHORT), ["method"]
+    for cost in SPENT:
+        head += [cost.replace("_", " "), *[f"less {name}" for name in beside]]
     lines = head_of(head)
-    for name in having(kept, cost):
-        wholes = [cost_of(kept, name, run, cost)[-1] for run in runs_of(kept, name)]
-        cells = [name, f"{statistics.mean(wholes):,.0f}"]
-        for other in BESIDE:
-            if other == name or other not in having(kept, cost):
-                cells.append("")
-                continue
-            others = [cost_of(kept, other, run, cost)[-1] for run in runs_of(kept, other)]
-            budgets = list(map(min, wholes, others))
-            cells.append(less(at(kept, name, cost, budgets), at(kept, other, cost, budgets)))
+    for name in names_of(kept):
+        cells = [name]
+        for cost in SPENT:
+            wholes = [cost_of(kept, name, run, cost)[-1] for run in runs_of(kept, name)]
+            cells.append(f"{statistics.mean(wholes):,.0f}")
+            for other in beside:
+                others = [cost_of(kept, other, run, cost)[-1] for run in runs_of(kept, other)]
+                budgets = list(map(min, wholes, others))
+                both = [at(kept, x, cost, budgets) for x in (name, other)]
+                cells.append("" if name == other else less(*both))
         lines.append(row_of(cells))
     return lines
 
 
 def of_solutions(kept: Kept) -> list[str]:
-    """pass@2 of the test problems, how far it is above avg@2, and a solution's tokens, at the end.
+    """pass@2 of the test problems, and how far it is above avg@2, at the end.
 
     Of the seeds that kept each problem's score.
     """
-    head = ["method", "seeds", "pass@2", "pass@2 less avg@2", "tokens of a test solution"]
-    lines = head_of(head)
-    for name in (*BASES, *having(kept, "figures")):
-        runs = [run for run in runs_of(kept, name) if "last_scores" in run]
+    lines = head_of(["method", "pass@2", "pass@2 less avg@2"])
+    for name in (*BASES, *names_of(kept)):
         passed, averages = [], []
-        for run in runs:
-            scores = run["last_scores"].values()
-            passed.append(statistics.mean(score > 0 for score in scores))
-            averages.append(statistics.mean(scores))
-        ends = [[*run["figures"].values()][-1] for run in runs if "figures" in run]
-        length = statistics.mean(figures["tokens"] for figures in ends)
-        cells = [name, len(runs), interval(passed), less(passed, averages), f"{length:.1f}"]
-        lines.append(row_of(cells))
+        for run in runs_of(kept, name):
+            if "last_scores" in run:
+                scores = run["last_scores"].values()
+                passed.append(statistics.mean(score > 0 for score in scores))
+                averages.append(statistics.mean(scores))
+        lines.append(row_of([name, interval(passed), less(passed, averages)]))
     return lines
 
 
 def tables(kept: Kept) -> list[str]:
-    lines = [*by_steps(kept), "", *before_the_end(kept)]
-    for cost in ("generated_tokens", "processor_seconds"):
-        lines += ["", *at_equal(kept, cost)]
-    return [*lines, "", *of_solutions(kept)]
+    return [*by_steps(kept), "", *at_equal(kept), "", *of_solutions(kept)]
 
 
 def picture(kept: Kept, path: pathlib.Path) -> None:
@@ -230,8 +214,8 @@ def picture(kept: Kept, path: pathlib.Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 3, figsize=(18, 5.5), sharey=True)
-    for axis, cost in zip(axes, ("steps", "generated_tokens", "processor_seconds")):
-        for name in names_of(kept) if cost == "steps" else having(kept, cost):
+    for axis, cost in zip(axes, ("steps", *SPENT)):
+        for name in names_of(kept):
             values = [list(curve.values()) for curve in curves(kept, name)]
             where = [list(map(float, curve)) for curve in curves(kept, name)]
             if cost != "steps":
