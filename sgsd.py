@@ -482,11 +482,11 @@ def evolve_bank(run: Run) -> None:
     policy writes candidates as in Algorithm 2, from every rollout of the window, cut ones included.
     In each list Algorithm 3 merges the candidates with each other. Then it merges one list of the
     dynamic entries, which earlier evolutions added, followed by the new ones: the writer may reword
-    or join old dynamic entries. The first bank's entries stay as they are. Each list
-    keeps its first C (--dynamic-capacity) dynamic entries. Both lists together may be N
-    (--max-new-items) entries longer than before, where one that shrank counts as 0. As long as they
-    are longer, the one that grew more, at a tie the skills, loses its last entry. In any case the
-    window is cleared.
+    or join old dynamic entries. The first bank's entries stay as they are. Each list keeps its
+    first C (--dynamic-capacity) dynamic entries. Both lists together may be N (--max-new-items)
+    entries longer than before, where one that shrank counts as 0. As long as they are longer, the
+    one that grew more, at a tie the skills, loses its last entry. In any case the window is
+    cleared.
     """
     cfg, old, step = run.cfg, run.bank, run.step
     if not evolution_is_due(cfg, step, old):
