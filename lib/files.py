@@ -148,6 +148,7 @@ def file_digest(path: str | os.PathLike) -> str:
 
 
 OF_A_MODEL = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
+OF_TRAINING = ("trainer.json", "trainer.safetensors", "bank.json")  # a checkpoint's other files
 PIECE = 2**23  # bytes
 
 
@@ -155,14 +156,15 @@ def contents(name: str) -> str:
     """A digest of what a file or a model's folder holds; the name itself where nothing is there.
 
     Of a file above 16 MiB in a folder it takes the size and 8 MiB at three places: training moves
-    all weights.
+    all weights. A checkpoint's bank and trainer do not count: an evolution that is due replaces
+    the bank later.
     """
     path = pathlib.Path(name)
     if path.is_file():
         return file_digest(path)
     parts: list[object] = []
     for file in sorted(path.rglob("*")) if name else []:
-        if file.suffix in OF_A_MODEL and file.is_file():
+        if file.suffix in OF_A_MODEL and file.name not in OF_TRAINING and file.is_file():
             size = file.stat().st_size
             parts += [file.relative_to(path).as_posix(), size]
             with open(file, "rb") as f:
