@@ -7,12 +7,11 @@
 
 The second evaluates a base model and all checkpoints of a run, the third the baseline Base+Skill,
 with the bank's nearest entries in each prompt. The last samples on an inference server, such as
-vLLM's (docs/engines.md), which loads and unloads the checkpoints. Each model gets a line per set;
-the last line is the command that compares what was evaluated, now or earlier (extras/compare.py).
+vLLM's (docs/engines.md), which loads and unloads the checkpoints. Each model has a folder and gets
+a line per set; the last line is the command that compares them (extras/compare.py).
 
-Nothing is written into a model's directory. The results of a checkpoint are in the folder
-RUN/eval/step_000200, those of any other model in eval/NAME of the first run among the PATHs, or
-else of the working directory; with --skills the folder's name ends with --skills. It holds
+The folder of a checkpoint is RUN/eval/step_000200, that of any other model eval/NAME in the first
+run among the PATHs, or else here; with --skills its name ends with --skills. It holds
 settings.json, samples.jsonl and results.json ({set: figures}, which each call adds its sets to).
 The same command continues a killed one: a sample is a function of (seed, problem, its number).
 
@@ -21,7 +20,6 @@ Dimension key: P problems, K samples per problem.
 
 import contextlib
 import functools
-import hashlib
 import math
 import os
 import pathlib
@@ -123,8 +121,9 @@ def _checked(correct_PK: np.ndarray) -> np.ndarray:
 
 # -------------------------------------------------------------------- policies and their places
 
-Key = tuple[str, str, int]  # names a sample: its set, its problem's id, its number
-Tasks = dict[Key, Problem]  # the samples asked for
+# Settings that say what is asked for, and where and how fast: a sample does not depend on them.
+NO_PART = {"paths", "model", "out", "data", "split", "problem_field", "answer_field"}
+NO_PART |= {"answer_after", "limit", "samples", "rows", "server"}
 
 
 @dataclass
@@ -132,40 +131,23 @@ class Policy:
     """A model to evaluate."""
 
     path: str  # a directory or hub id
-    base: str  # the model under an adapter; "" for a plain model
-    name: str  # in what is printed
-    folder: pathlib.Path  # of settings.json, samples.jsonl, results.json
-    settings: dict = field(default_factory=dict)  # all that its samples depend on
-
-
-@dataclass
-class Evaluation:
-    """All that an evaluation has read and checked before its first sample."""
-
-    cfg: EvalConfig
-    policies: list[Policy]
-    tasks: Tasks
-    prompt: Callable[[Problem], str]
-    verifier: verify.Judge
-    server: served.Server | None = None  # samples in the place of `generate`
+    base: str  # the model under an adapter; a plain model is its own
+    folder: pathlib.Path  # of settings.json, samples.jsonl, results.json; as it is printed
+    settings: dict[str, Any] = field(default_factory=dict)  # all that its samples depend on
 
 
 def checkpoints_of(path: str) -> list[pathlib.Path]:
     """The checkpoints of a run in order; or else the model, adapter or hub id itself."""
     place = pathlib.Path(path)
-    if place.is_file():
-        fix = "give a model, an adapter or a run; a bank goes with --skills, problems with --data"
-        raise ValueError(f"{path}: is a file; {fix}")
-    if not place.is_dir():
+    if not place.exists():
         return [place]
     place = place.resolve()
     steps = [*files.by_step(place / "checkpoints").values()]
-    names = sorted(file.name for file in place.iterdir())
-    if not steps and not {"config.json", "adapter_config.json"} & {*names}:
-        has = f"it has {', '.join(names[:5]) or 'no files'}"
-        raise ValueError(f"{path}: {has}; a model, an adapter or a run with checkpoints is needed")
-    if not steps and "problems.json" in names:
-        raise ValueError(f"{path}: a run without a checkpoint")
+    has_model = any((place / f"{kind}.json").exists() for kind in ("config", "adapter_config"))
+    is_run = (place / "problems.json").exists()
+    if not steps and (is_run or not has_model):
+        fix = "give a model, an adapter or a run; a bank goes with --skills, problems with --data"
+        raise ValueError(f"{path}: no model, adapter or checkpoint is there; {fix}")
     return steps or [place]
 
 
@@ -176,80 +158,72 @@ def run_of(place: pathlib.Path) -> pathlib.Path | None:
 
 
 def find_policies(cfg: EvalConfig) -> list[Policy]:
-    """The policies that the PATHs name, in order."""
+    """The policies that the PATHs name, in order, each with a folder of its own."""
     places: list[pathlib.Path] = []
     for path in cfg.paths:
         places += checkpoints_of(path)
     runs = [run for run in map(run_of, places) if run]
     home = pathlib.Path(cfg.out or (runs[0] / "eval" if runs else "eval")).resolve()
-    for parent in (home, *home.parents):
-        if (cfg.out or not runs) and [*parent.glob("*.safetensors")]:
-            raise ValueError(f"{home}: lies in a model's directory, {parent}; give another --out")
     policies: dict[pathlib.Path, Policy] = {}
     for place in places:
-        run, name = run_of(place), "/".join(place.parts[-2:])
-        folder = home / name.replace("/", "--").strip("-")
-        if run:
-            name = f"{run.name}/{place.name}"
-            folder = home / f"{run.name}--{place.name}" if cfg.out else run / "eval" / place.name
+        run, base = run_of(place), model.base_of(place, cfg.model) or str(place)
+        if any(home.is_relative_to(pathlib.Path(used).resolve()) for used in (place, base)):
+            raise ValueError(f"{home}: lies in the directory of a model; give another --out")
+        name = f"{run.name}/{place.name}" if run else "/".join(place.parts[-2:])
+        folder = home / name.replace("/", "--")
+        if run and not cfg.out:
+            folder = run / "eval" / place.name
         if cfg.skills:
-            name, folder = f"{name} + skills", folder.with_name(f"{folder.name}--skills")
-        policy = Policy(str(place), model.base_of(place, cfg.model), name, folder)
-        first = policies.setdefault(folder, policy)
-        if first.path != policy.path:
-            both = f"{first.path} and {policy.path} would both write to {folder}"
+            folder = folder.with_name(f"{folder.name}--skills")
+        folder = pathlib.Path(os.path.relpath(folder))
+        first = policies.setdefault(folder, Policy(str(place), base, folder))
+        if first.path != str(place):
+            both = f"{first.path} and {place} would both write to {folder}"
             raise ValueError(f"{both}; rename one")
     return list(policies.values())
 
 
-def settings_of(policy: Policy, cfg: EvalConfig, world: World) -> dict:
-    """All that samples depend on besides problems. Files count by their content and may move.
+def settings_of(policy: Policy, cfg: EvalConfig, world: World) -> dict[str, Any]:
+    """All that samples depend on besides problems. Files count by what they hold, and may move.
 
     ValueError, naming what differs, where the policy's folder has samples of other settings.
     """
-    settings: dict[str, Any] = {"the policy's weights": contents(policy.path)}
-    settings["the base's weights"] = policy.base and contents(policy.base)
-    settings |= {"device": world.device.type, "dtype": cfg.dtype, "attn": cfg.attn}
-    settings["engine"] = "generate"  # S27
-    if cfg.server:
-        settings |= dict.fromkeys(("engine", "device", "dtype", "attn"), "a server's")
-    settings |= {"thinking": cfg.thinking, "seed": cfg.seed, **asdict(sampling_of(cfg))}
-    settings["verify_timeout"] = cfg.verify_timeout  # a verdict that took longer is "wrong"
-    settings["verifier"] = cfg.verifier
+    settings = {name: value for name, value in asdict(cfg).items() if name not in NO_PART}
+    settings["the policy's files"] = files.contents(policy.path)
+    settings["the base's files"] = files.contents(policy.base)
+    settings["engine"] = "a server" if cfg.server else "generate"  # S27
+    settings["device"] = world.device.type
     if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
-    settings["prompts"] = files.digest([skills.template("student")])
-    if cfg.skills:
-        templates = [skills.template(name) for name in ("teacher", "skill", "mistake")]
-        settings["the skills' prompts"] = files.digest(templates)
-        settings["the bank's text"] = files.file_digest(cfg.skills)
-        settings["the encoder's weights"] = contents(cfg.encoder)
-        settings["num_skills"] = cfg.num_skills
+    settings["the plain prompt"] = files.digest(skills.template("student"))
+    templates = [skills.template(name) for name in ("teacher", "skill", "mistake")]
+    settings["the skills' prompts"] = cfg.skills and files.digest(templates)
+    settings |= {name: files.contents(getattr(cfg, name)) for name in ("skills", "encoder")}
     file = policy.folder / "settings.json"
     old = files.read_json(file) if file.exists() else settings
     changed = [name for name in {**old, **settings} if old.get(name) != settings.get(name)]
     if changed and any(files.read_jsonl(policy.folder / "samples.jsonl")):
-        rule = f"its samples were made with another value of {', '.join(changed)}"
-        raise ValueError(f"{policy.folder}: {rule}; give another --out")
+        rule = f"its samples have another value of {', '.join(changed)}"
+        raise ValueError(f"{policy.folder}: {rule}, or are of an older eval.py; give another --out")
     return settings
 
 
-def sampling_of(cfg: EvalConfig) -> rollout.Sampling:
-    return rollout.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-
-
-@functools.cache
-def contents(path: str) -> str:
-    """A digest of the weights in a directory; a hub id as it is."""
-    digests = []
-    for file in sorted(pathlib.Path(path).glob("*")):
-        if file.suffix in (".safetensors", ".bin") and file.stem != "trainer":
-            with open(file, "rb") as f:
-                digests.append(hashlib.file_digest(f, "blake2b").hexdigest())
-    return files.digest(digests) if digests else path
-
-
 # ------------------------------------------------------------------------- before the first sample
+
+KEY = ("set", "id", "sample", "digest")  # names a sample; the digest is of its problem
+Tasks = dict[tuple, Problem]  # the samples asked for, by their keys
+
+
+@dataclass
+class Evaluation:
+    """All that an evaluation has read and checked before its first sample."""
+
+    cfg: EvalConfig
+    policies: list[Policy]
+    tasks: Tasks
+    prompts: dict[str, str]  # by problem
+    verifier: verify.Judge
+    server: served.Server | None  # samples in the place of `generate`
 
 
 def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evaluation:
@@ -258,55 +232,55 @@ def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evalua
     held: takes the locks of the folders, on rank 0, and the verifier.
     """
     policies = find_policies(cfg)
-    tasks: Tasks = {}
-    columns = problems.Fields(cfg.problem_field, cfg.answer_field, cfg.answer_after)
-    for source in cfg.data:
-        data = problems.load_set(source, cfg.split, columns)[: cfg.limit or None]
-        if cfg.verifier == EvalConfig.verifier:
-            problems.refuse_unanswerable(data, f"--data {source}")
-        for problem in data:
-            for number in range(cfg.samples):
-                tasks[pathlib.Path(source).stem, problem.id, number] = problem
+    tasks = load_tasks(cfg)
     for policy in policies:
         policy.settings = settings_of(policy, cfg, world)
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     verifier.same("1/2", "2/4")  # a verifier that does not start shows now
-    evaluation = Evaluation(cfg, policies, tasks, prompt_maker(cfg, world), verifier)
-    if cfg.server:
-        evaluation.server = server_for(evaluation, world)
+    prompts = make_prompts(cfg, tasks, world)
+    server = server_for(cfg, policies, world) if cfg.server else None
     for policy in policies if world.main else []:
         held.enter_context(files.locked(policy.folder))
-    return evaluation
+    return Evaluation(cfg, policies, tasks, prompts, verifier, server)
 
 
-def plain_prompt(x: Problem) -> str:
-    return skills.render_student(x.problem)
+def load_tasks(cfg: EvalConfig) -> Tasks:
+    """The samples asked for, in order. A problem that has changed gets new ones."""
+    is_ours = cfg.verifier == EvalConfig.verifier
+    columns = problems.Fields(cfg.problem_field, cfg.answer_field, cfg.answer_after)
+    tasks = {}
+    for source in cfg.data:
+        data = problems.load_set(source, cfg.split, columns)[: cfg.limit or None]
+        if is_ours:
+            problems.refuse_unanswerable(data, f"--data {source}")
+        for x in data:
+            extra = [] if is_ours else sorted(x.extra.items())  # another verifier may read it
+            digest = files.digest(x.problem, x.answer, extra)
+            for number in range(cfg.samples):
+                tasks[pathlib.Path(source).stem, x.id, number, digest] = x
+    return tasks
 
 
-def prompt_maker(cfg: EvalConfig, world: World) -> Callable[[Problem], str]:
-    """problem -> prompt: the plain one, or with --skills that of Base+Skill (Tab. 12, S14)."""
+def make_prompts(cfg: EvalConfig, tasks: Tasks, world: World) -> dict[str, str]:
+    """{problem: prompt}: the plain one, or with --skills that of Base+Skill (Tab. 12, S14)."""
+    asked = {x.problem for x in tasks.values()}
     if not cfg.skills:
-        return plain_prompt
+        return {problem: skills.render_student(problem) for problem in asked}
     bank = skills.SkillBank.load(cfg.skills)
     most = min(len(bank.general_skills), len(bank.common_mistakes))
-    if not 1 <= cfg.num_skills <= most:
-        rule = f"must be in 1..{most}, the length of the bank's shorter list"
-        raise ValueError(f"--num-skills {cfg.num_skills}: {rule} (--skills {cfg.skills})")
-    embed = model.load_encoder(cfg.encoder, str(world.device))
-
-    @functools.cache  # all samples of a problem have one
-    def prompt(x: Problem) -> str:
-        return skills.render_skills(bank.retrieve(x.problem, cfg.num_skills, embed), x.problem)
-
-    return prompt
+    if cfg.num_skills > most:
+        rule = f"the shorter list of --skills {cfg.skills} has {most} entries; lower it"
+        raise ValueError(f"--num-skills {cfg.num_skills}: {rule}")
+    embed, prompts = model.load_encoder(cfg.encoder, str(world.device)), {}
+    for problem in asked:
+        pairs = bank.retrieve(problem, cfg.num_skills, embed)
+        prompts[problem] = skills.render_skills(pairs, problem)
+    return prompts
 
 
-def server_for(evaluation: Evaluation, world: World) -> served.Server:
+def server_for(cfg: EvalConfig, policies: list[Policy], world: World) -> served.Server:
     """This rank's server, which must have the one base model of all policies."""
-    cfg = evaluation.cfg
-    bases = sorted(
-        {served.whole_name(policy.base or policy.path) for policy in evaluation.policies}
-    )
+    bases = sorted({served.whole_name(policy.base) for policy in policies})
     if len(bases) > 1:
         raise ValueError(f"--server: serves one base model, got {', '.join(bases)}")
     server = served.Server(cfg.server[world.rank % len(cfg.server)], bases[0], rows=cfg.rows)
@@ -317,100 +291,77 @@ def server_for(evaluation: Evaluation, world: World) -> served.Server:
 # ------------------------------------------------------------------------------------- the samples
 
 
-def samples_of(policy: Policy, tasks: Tasks) -> dict[Key, dict]:
-    """The rows of a policy's samples.jsonl that are asked for."""
-    done = {}
-    for row in files.read_jsonl(policy.folder / "samples.jsonl"):
-        key = (row["set"], row["id"], row["sample"])
-        problem = tasks.get(key)  # one that has changed is sampled anew
-        if problem and row["digest"] == digest_of(problem, policy):
-            done[key] = row
-    return done
-
-
-def digest_of(x: Problem, policy: Policy) -> str:
-    """A digest of all of a problem that a prompt or the verdict may depend on."""
-    is_default = policy.settings["verifier"] == EvalConfig.verifier
-    return files.digest(x.problem, x.answer, [] if is_default else sorted(x.extra.items()))
-
-
-def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[Key, dict]:
+def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[tuple, dict]:
     """The samples asked for, as rows of samples.jsonl: those that are there, and the missing ones.
 
     Rank 0 returns them all; another rank those that are new.
     """
     cfg, tasks, server = evaluation.cfg, evaluation.tasks, evaluation.server
     log = policy.folder / "samples.jsonl"
-    with reading(cfg, world):
-        done = samples_of(policy, tasks) if world.main else {}
-    missing = [key for key in tasks if key not in done]
-    missing = distributed.gather(missing, world)[0]  # rank 0 alone knows its log
+    done = {}
+    for row in files.read_jsonl(log) if world.main else []:
+        done[tuple(row[name] for name in KEY)] = row
+    missing = distributed.gather([key for key in tasks if key not in done], world)[0]
+    if not missing:
+        return done
     with contextlib.ExitStack() as loaded:
-        if missing:  # before anything is written: it may not load
-            with reading(cfg, world):
-                lm, tokenizer, stream = load_policy(policy, evaluation, world, loaded)
+        with reading(cfg, world):
+            lm, tokenizer, stream = load_policy(policy, evaluation, loaded, world)
+            stops = rollout.stop_ids(lm, tokenizer)
+            jobs = []
+            for i, key in enumerate(missing):
+                x, number = tasks[key], key[KEY.index("sample")]
+                thinking = "bare" if cfg.thinking else "closed"  # S3
+                ids = rollout.chat_ids(tokenizer, evaluation.prompts[x.problem], thinking=thinking)
+                draw = rollout.sample_key(cfg.seed, 0, x.problem, number)
+                jobs.append(Job(i, ids, draw, cfg.max_new_tokens, x))
+            longest = max(len(job.prompt) for job in jobs)
+            model.refuse_beyond_context(lm, longest, cfg.max_new_tokens, "--max-new-tokens")
         if world.main:
             files.write_json(policy.folder / "settings.json", policy.settings)
-        if not missing:
-            return done
-        stops = rollout.stop_ids(lm, tokenizer)
-        thinking = "bare" if cfg.thinking else "closed"  # S3
-        jobs = []
-        for i, key in enumerate(missing):
-            x, (_, _, number) = tasks[key], key
-            ids = rollout.chat_ids(tokenizer, evaluation.prompt(x), thinking=thinking)
-            draw = rollout.sample_key(cfg.seed, 0, x.problem, number)
-            jobs.append(Job(i, ids, draw, cfg.max_new_tokens, x))
-        longest = max(len(job.prompt) for job in jobs)
-        with reading(cfg, world):
-            model.refuse_beyond_context(lm, longest, cfg.max_new_tokens, "--max-new-tokens")
-        engine = server.engine if server else "generate"
+        sampling = rollout.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
 
         def work(jobs_of_rank: list[Job]) -> Iterator[list[tuple[Job, Rollout]]]:
-            turns = stream(jobs_of_rank, sampling_of(cfg), cfg.rows)
+            turns = stream(jobs_of_rank, sampling, cfg.rows)
             return rollout.rollouts(tokenizer, stops, evaluation.verifier, turns)
 
-        for judged in distributed.share_jobs(world, jobs, work, policy.name):
+        for judged in distributed.share_jobs(world, jobs, work, str(policy.folder)):
             rows = []
             for job, roll in judged:
                 key = missing[job.index]
-                rows.append(row_of(key, digest_of(tasks[key], policy), roll, engine))
-                done[key] = rows[-1]
+                row = dict(zip(KEY, key)) | {"gold": roll.gold, "pred": roll.pred, "r": roll.r}
+                row |= {"truncated": roll.truncated, "tokens": len(roll.completion_ids)}
+                row |= {"text": roll.text, "engine": server.engine if server else "generate"}
+                done[key] = row
+                rows.append(row)
             if world.main and rows:
                 files.append_jsonl(log, rows)
     return done
 
 
 def load_policy(
-    policy: Policy, evaluation: Evaluation, world: World, loaded: contextlib.ExitStack
+    policy: Policy, evaluation: Evaluation, loaded: contextlib.ExitStack, world: World
 ) -> tuple[Any, Any, Callable[..., Any]]:
     """The model, its tokenizer, and what decodes, as `rollout.stream`. An outline with a server.
 
     loaded: unloads a server's adapter in the end.
     """
     cfg, server = evaluation.cfg, evaluation.server
-    base = policy.base or policy.path
+    is_adapter = policy.path != policy.base
     if server:
-        lm, tokenizer = model.load_outline(base)
+        lm, tokenizer = model.load_outline(policy.base)
         name = ""
-        if policy.base:  # under a new name, by which an engine's cache goes
+        if is_adapter:  # under a new name, by which an engine's cache goes
             place = pathlib.Path(policy.path)
             name = f"{place.name}-{uuid.uuid4().hex[:12]}"
-            server.load(name, str(place.resolve()))
+            server.load(name, str(place))
             loaded.callback(server.unload, name)
         server.tokenizer, server.stops = tokenizer, rollout.stop_ids(lm, tokenizer)
         return lm, tokenizer, functools.partial(server.stream, adapter=name)
-    lm, tokenizer = model.load_model(base, world.device, dtype=cfg.dtype, attn=cfg.attn)
-    if policy.base:
+    lm, tokenizer = model.load_model(policy.base, world.device, dtype=cfg.dtype, attn=cfg.attn)
+    if is_adapter:
         lm = model.load_adapter(lm, policy.path)
     return lm, tokenizer, functools.partial(rollout.stream, lm, tokenizer)
-
-
-def row_of(key: Key, problem_digest: str, roll: Rollout, engine: str) -> dict:
-    """A line of samples.jsonl."""
-    row = {"set": key[0], "id": key[1], "sample": key[2], "digest": problem_digest}
-    row |= {"gold": roll.gold, "pred": roll.pred, "r": roll.r, "truncated": roll.truncated}
-    return row | {"tokens": len(roll.completion_ids), "text": roll.text, "engine": engine}
 
 
 # ------------------------------------------------------------------------------------- the figures
@@ -462,12 +413,11 @@ def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> 
     if row["avg_low"] is not None:
         interval = "95%: {avg_low:.1%} to {avg_high:.1%}".format(**row)
     k = cfg.samples
-    line = f"{policy.name}, {name}: avg@{k} {row['avg']:.1%} ({interval}), pass@{k} "
+    line = f"{policy.folder}, {name}: avg@{k} {row['avg']:.1%} ({interval}), pass@{k} "
     line += f"{row['pass']:.1%}, maj@{k} {row['maj']:.1%}, boxed {row['boxed']:.1%}, "
     line += f"cut {row['truncated']:.1%}, {row['tokens']:.0f} tokens, {row['problems']} problems"
     if row["truncated"] > 0.5:
-        fix = "raise it, or give --no-thinking" if cfg.thinking else "raise it"
-        line += f"; most were cut at --max-new-tokens {cfg.max_new_tokens}: {fix}"
+        line += f"; most were cut: raise --max-new-tokens {cfg.max_new_tokens}, or --no-thinking"
     return line
 
 
@@ -486,7 +436,6 @@ def reading(cfg: EvalConfig, world: World) -> Iterator[None]:
 
 def evaluate(cfg: EvalConfig, world: World) -> None:
     """Sample every policy on every set; write the results and print a line for each."""
-    contents.cache_clear()  # of an earlier call
     with contextlib.ExitStack() as held:
         with reading(cfg, world):
             evaluation = prepare(cfg, world, held)
@@ -498,19 +447,18 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
         if world.main:
             print_notes(evaluation)
             homes = dict.fromkeys(str(policy.folder.parent) for policy in evaluation.policies)
-            shown = [min(home, os.path.relpath(home), key=len) for home in homes]
-            print("compare:", shlex.join(["python", "-m", "extras.compare", *shown]))
+            print("compare:", shlex.join(["python", "-m", "extras.compare", *homes]))
         distributed.barrier(world)
 
 
-def write_results(policy: Policy, evaluation: Evaluation, done: dict[Key, dict]) -> None:
+def write_results(policy: Policy, evaluation: Evaluation, done: dict[tuple, dict]) -> None:
     """Add a policy's figures to its results.json, and print them."""
     cfg, file = evaluation.cfg, policy.folder / "results.json"
-    with config.one_line_errors(cfg.program, reading=True):
-        table = files.read_json(file) if file.exists() else {}
-    for source in cfg.data:
-        name = pathlib.Path(source).stem
-        rows = [done[key] for key in evaluation.tasks if key[0] == name]
+    table = files.read_json(file) if file.exists() else {}
+    by_set: dict[str, list[dict]] = {}
+    for key in evaluation.tasks:
+        by_set.setdefault(key[0], []).append(done[key])
+    for name, rows in by_set.items():
         table[name] = figures(rows, cfg.samples, evaluation.verifier.same)
         print(line_of(policy, name, table[name], cfg), flush=True)
     files.write_json(file, table)
@@ -525,9 +473,9 @@ def print_notes(evaluation: Evaluation) -> None:
         seen = asked & {*files.read_json(file)} if file.exists() else set()
         if seen:
             print(f"{run} was trained on {len(seen)} of these {len(asked)} problems")
-    if evaluation.verifier.timeouts:
-        late = f"{evaluation.verifier.timeouts} answers"
-        print(f"{late} took longer than --verify-timeout: wrong")
+    late = evaluation.verifier.timeouts
+    if late:
+        print(f"{late} answers took longer than --verify-timeout: wrong")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,10 +13,8 @@ comparison.json, beside the first evaluation, holds all that is printed.
 Dimension key: P problems.
 """
 
-import itertools
 import pathlib
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +29,9 @@ import eval as evaluation
 from lib import config, files
 
 # Settings in which two evaluations may differ: who is evaluated, and the machine.
-WHO = ("the policy's weights", "the bank's text", "the skills' prompts", "the encoder's weights")
-MAY_DIFFER = {*WHO, "num_skills", "the base's weights", "device", "attn"}
+MAY_DIFFER = {"the policy's files", "skills", "num_skills", "the skills' prompts", "encoder"}
+MAY_DIFFER |= {"device", "attn"}
+STEP = re.compile(r"step_(\d{6})")
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,10 @@ class Evaluated:
     sets: dict[str, dict]  # {set: figures}
 
     @property
-    def base(self) -> str:
-        """The weights of the base model, or of the plain model itself."""
-        return self.settings["the base's weights"] or self.settings["the policy's weights"]
-
-    @property
     def step(self) -> int:
         """A checkpoint's step, 0 for all else."""
-        step = re.search(r"step_(\d{6})(--skills)?$", self.folder.name)
-        return int(step[1]) if step else 0
-
-    @property
-    def run(self) -> str:
-        """What the evaluations of one run's checkpoints have in common."""
-        return re.sub(r"step_\d{6}", "step", str(self.folder))
+        match = STEP.search(self.folder.name)
+        return int(match[1]) if match else 0
 
     def samples_per_problem(self, name: str) -> int:
         return self.sets[name]["samples"] // self.sets[name]["problems"]
@@ -75,29 +64,25 @@ def evaluations_in(folder: pathlib.Path) -> list[Evaluated]:
     evaluated = []
     for path in sorted(results):
         settings, sets = files.read_json(path.with_name("settings.json")), files.read_json(path)
-        if not all("right" in row for row in sets.values()):
-            fix = "give its eval.py command again: the samples are kept"
-            raise ValueError(f"{path}: lacks each problem's count of right samples; {fix}")
+        if "the policy's files" not in settings:
+            fix = "give its eval.py command again with another --out"
+            raise ValueError(f"{path}: is of an older eval.py; {fix}")
         evaluated.append(Evaluated(path.parent, settings, sets))
     return sorted(evaluated, key=lambda x: x.step)
 
 
 def why_not(one: Evaluated, other: Evaluated, name: str) -> str:
     """Why two evaluations cannot be compared on a set; "" if they can."""
+    conditions = []
     for x in (one, other):
         if name not in x.sets:
             return f"{x.folder} was not evaluated on it"
-    if one.base != other.base:
-        return "they have different base models"
-    settings = {**one.settings, **other.settings}.keys() - MAY_DIFFER
-    differ = [x for x in settings if one.settings.get(x) != other.settings.get(x)]
-    if differ:
-        return f"they have different values of {', '.join(sorted(differ))}"
-    if one.sets[name]["digest"] != other.sets[name]["digest"]:
-        return "its problems are different ones"
-    if one.sets[name]["samples"] != other.sets[name]["samples"]:
-        return "they have different numbers of samples"
-    return ""
+        row = x.sets[name]
+        conditions.append(x.settings | {"problems": row["digest"], "samples": row["samples"]})
+    mine, theirs = conditions
+    differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+    named = sorted({*differ} - MAY_DIFFER)
+    return f"they have different values of {', '.join(named)}" if named else ""
 
 
 def figures(x: Evaluated, names: Sequence[str]) -> dict[str, Any]:
@@ -135,14 +120,13 @@ def comparison(evaluated: Sequence[Evaluated], names: Sequence[str]) -> dict[str
     runs: dict[str, list[Evaluated]] = {}
     for x in evaluated:
         if x.step:
-            runs.setdefault(x.run, []).append(x)
+            runs.setdefault(STEP.sub("step", str(x.folder)), []).append(x)
     chosen = []
     for checkpoints in [x for x in runs.values() if len(x) > 1]:
         best = max(checkpoints, key=lambda x: results[str(x.folder)]["avg"])
         last = max(checkpoints, key=lambda x: x.step)
-        choice: dict[str, Any] = {"checkpoints": len(checkpoints)}
-        for role, x in {"best": best, "last": last}.items():
-            choice |= {role: str(x.folder), f"{role}_avg": results[str(x.folder)]["avg"]}
+        choice = {"checkpoints": len(checkpoints), "best": str(best.folder)}
+        choice |= {"last": str(last.folder)}
         chosen.append(choice | difference(best, last, names))
     return {"results": results, "selections": chosen}
 
@@ -164,7 +148,7 @@ def print_table(tables: dict[str, dict]) -> None:
             gap = f"{row['diff']:+.1%} | {interval(row, 'diff', '+')}" if "diff" in row else " | "
             numbers = cells.format(**row, interval=interval(row, "avg"), gap=gap)
             print(f"| {policy} | {name} | {numbers} |")
-    line = "of {checkpoints} checkpoints: best {best} {best_avg:.1%}, last {last} {last_avg:.1%}, "
+    line = "of {checkpoints} checkpoints: best {best}, last {last}, "
     line += "best - last {diff:+.1%} ({interval}); the best was picked on these problems"
     for row in table["selections"]:
         print(line.format(**row, interval=interval(row, "diff", "+")))
@@ -172,32 +156,29 @@ def print_table(tables: dict[str, dict]) -> None:
 
 def compare(folders: Sequence[pathlib.Path]) -> None:
     """Print the table of the evaluations in some folders and write comparison.json."""
-    by_place: dict[pathlib.Path, Evaluated] = {}
+    evaluated: list[Evaluated] = []
     for folder in folders:
         inside = evaluations_in(folder)
         if not inside:
             raise ValueError(f"{folder}: no results.json of an evaluation; eval.py writes it")
-        for x in inside:
-            by_place.setdefault(x.folder.resolve(), x)
-    evaluated = [*by_place.values()]
-    names = list(dict.fromkeys(itertools.chain.from_iterable(x.sets for x in evaluated)))
-    tables, reasons, everywhere = {}, [], evaluated
-    for name in names:
+        evaluated += inside
+    first, on_all_sets, tables, reasons = evaluated[0], evaluated, {}, []
+    for name in first.sets:
         compared = []
         for x in evaluated:
-            reason = why_not(evaluated[0], x, name)
+            reason = why_not(first, x, name)
             if reason:
                 reasons.append(f"not compared on {name}: {x.folder}; {reason}")
             else:
                 compared.append(x)
-        if compared:
-            tables[name] = comparison(compared, [name])
-            everywhere = [x for x in everywhere if x in compared]
+        tables[name] = comparison(compared, [name])
+        on_all_sets = [x for x in on_all_sets if x in compared]
     if len(tables) > 1:
-        tables[f"mean of {', '.join(sorted(tables))}"] = comparison(everywhere, list(tables))
+        tables[f"mean of {', '.join(sorted(tables))}"] = comparison(on_all_sets, list(tables))
     print_table(tables)
-    print("\n".join(reasons), end="\n" if reasons else "")
-    file = evaluated[0].folder.resolve().parent / "comparison.json"
+    for reason in reasons:
+        print(reason)
+    file = first.folder.resolve().parent / "comparison.json"
     files.write_json(file, {"sets": tables, "not_compared": reasons})
     print(f"written: {file}")
 
@@ -212,7 +193,6 @@ def arguments(argv: Sequence[str] | None = None) -> list[pathlib.Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    config.end_at_signals()
     folders = arguments(argv)
     with config.one_line_errors("compare", reading=True):
         compare(folders)
@@ -220,5 +200,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     distributed.run_and_exit(main)

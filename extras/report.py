@@ -480,7 +480,7 @@ def evaluations(run: pathlib.Path) -> dict[str, list[Evaluated]]:
     by_label: dict[str, list[Evaluated]] = {}
     for x in compare.evaluations_in(run / "eval"):
         for name in x.sets if not x.step or x.folder.name.startswith("step_") else []:
-            label = f"{name} + skills" if "num_skills" in x.settings else name
+            label = f"{name} + skills" if x.settings["skills"] else name
             by_label.setdefault(label, []).append(x)
     for label, inside in by_label.items():
         last, name = inside[-1], label.removesuffix(" + skills")

@@ -250,11 +250,15 @@ def completes(program, argv):
 
 
 def refused(capsys, program, argv, *words):
-    """The program ends with 2 and one line on stderr that has these words in it; the line."""
+    """The program ends with 2 and one line on stderr that has these words in it; the line.
+
+    A progress bar may stand before it.
+    """
     capsys.readouterr()
     with pytest.raises(SystemExit) as end, signals_restored():
         program([str(arg) for arg in argv])
-    line = capsys.readouterr().err.strip()
+    printed = capsys.readouterr().err.strip().split("\n")
+    line = "\n".join(part for part in printed if "it/s]" not in part)
     assert end.value.code == 2, line
     assert "\n" not in line and "Traceback" not in line, line
     for word in words:

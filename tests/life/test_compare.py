@@ -9,33 +9,26 @@ import pytest
 from conftest import ROOT
 from driver import completes, refused
 
-import eval
 from extras import compare
 from lib import files
 
-SETTINGS = {"the policy's weights": "w", "the base's weights": "", "device": "cpu", "seed": 0}
+SETTINGS = {"the policy's files": "w", "the base's files": "w", "device": "cpu", "seed": 0}
 
 
-def write(folder, settings=(), **sets):
-    """An evaluation of 4 samples whose problems have these counts of right ones, by set."""
+def write(folder, settings=(), digest="1", k=4, **sets):
+    """An evaluation of k samples whose problems have these counts of right ones, by set."""
     table = {}
     for name, right_P in sets.items():
-        scores_P = np.array(right_P) / 4
-        low, high = eval.bootstrap_interval([scores_P])
-        row = {"digest": "1", "problems": len(right_P), "samples": 4 * len(right_P)}
-        row |= {"avg": float(scores_P.mean()), "avg_low": low, "avg_high": high}
-        row |= dict.fromkeys(("pass", "maj", "boxed", "truncated", "tokens"), 0.5)
+        scores_P = np.array(right_P) / k
+        row = dict.fromkeys(("pass", "maj", "boxed", "truncated", "tokens"), 0.5)
+        row |= {"digest": digest, "problems": len(right_P), "samples": k * len(right_P)}
+        row |= {"avg": float(scores_P.mean())}
         row["right"] = {f"p{i}": count for i, count in enumerate(right_P)}
         table[name] = row
-    files.write_json(folder / "settings.json", {**SETTINGS, **dict(settings)})
+    of_policy = {"the policy's files": folder.name} if folder.name.startswith("step_") else {}
+    files.write_json(folder / "settings.json", SETTINGS | of_policy | dict(settings))
     files.write_json(folder / "results.json", table)
     return folder
-
-
-def checkpoint(folder, **sets):
-    """`write` for an adapter of the base "w"."""
-    weights = {"the policy's weights": folder.name, "the base's weights": "w"}
-    return write(folder, weights, **sets)
 
 
 def compared(*folders):
@@ -52,7 +45,7 @@ def test_pairing_removes_what_policies_share(tmp_path):
     shared = [0, 1, 2, 3] * 20
     more = [count + (i % 8 == 0) for i, count in enumerate(shared)]
     base = write(tmp_path / "eval/base", d=shared)
-    last = checkpoint(tmp_path / "eval/step_000002", d=more)
+    last = write(tmp_path / "eval/step_000002", d=more)
     tables, others = compared(tmp_path)
     first, row = tables["d"]["results"].values()
     assert list(tables["d"]["results"]) == [str(base), str(last)] and not others
@@ -66,7 +59,7 @@ def test_pairing_removes_what_policies_share(tmp_path):
 def test_equal_gaps_have_no_interval(tmp_path):
     shared = [0, 1, 2, 3] * 10
     for gap in (0, 1):
-        checkpoint(tmp_path / f"eval/step_00000{gap + 1}", d=[count + gap for count in shared])
+        write(tmp_path / f"eval/step_00000{gap + 1}", d=[count + gap for count in shared])
     tables, _ = compared(tmp_path)
     _, row = tables["d"]["results"].values()
     assert row["diff"] == 0.25 and row["diff_low"] is row["diff_high"] is None
@@ -85,8 +78,8 @@ def test_the_best_checkpoint_by_set_and_by_mean_stands_beside_the_last(tmp_path,
     run, other = tmp_path / "run", tmp_path / "other"
     write(run / "eval/base", d=[4] * 4, e=[4] * 4)
     for step, (d, e) in enumerate(((1, 3), (2, 1), (1, 1)), 1):
-        checkpoint(run / f"eval/step_00000{step}", d=[d] * 4, e=[e] * 4)
-    checkpoint(other / "eval/step_000001", d=[4] * 4, e=[4] * 4)  # a single one is no choice
+        write(run / f"eval/step_00000{step}", d=[d] * 4, e=[e] * 4)
+    write(other / "eval/step_000001", d=[4] * 4, e=[4] * 4)  # a single one is no choice
     tables, _ = compared(run, other)
     for name, best, gap in (("d", 2, 0.25), ("e", 1, 0.5), ("mean of d, e", 1, 0.25)):
         (choice,) = tables[name]["selections"]
@@ -96,47 +89,38 @@ def test_the_best_checkpoint_by_set_and_by_mean_stands_beside_the_last(tmp_path,
     assert "best" in capsys.readouterr().out
 
 
-OTHER = [  # settings or sets of the second evaluation, and words of the line about it
-    ({"seed": 1}, {"d": [1, 2]}, ["seed"]),
-    ({"the base's weights": "v"}, {"d": [1, 2]}, ["base"]),
-    ({}, {"e": [1, 2]}, ["was not evaluated"]),
+OTHER = [  # the second evaluation, and a word of the line about it
+    ({"settings": {"seed": 1}, "d": [1, 2]}, "seed"),
+    ({"settings": {"the base's files": "v"}, "d": [1, 2]}, "base"),
+    ({"digest": "2", "d": [1, 2]}, "problems"),
+    ({"k": 8, "d": [1, 2]}, "samples"),
+    ({"e": [1, 2]}, "was not evaluated"),
 ]
 
 
-@pytest.mark.parametrize("settings, sets, words", OTHER)
-def test_an_evaluation_of_other_settings_or_another_base_is_named_and_not_compared(
-    settings, sets, words, tmp_path, capsys
+@pytest.mark.parametrize("given, word", OTHER)
+def test_an_evaluation_under_other_conditions_is_named_and_not_compared(
+    given, word, tmp_path, capsys
 ):
-    first, other = tmp_path / "first", tmp_path / "other"
-    write(first, d=[1, 2])
-    write(other, {"the base's weights": "w", **settings}, **sets)
-    tables, lines = compared(first, other)
+    first = write(tmp_path / "first", d=[1, 2])
+    other = write(tmp_path / "other", **given)
+    tables, (line,) = compared(first, other)
     assert list(tables["d"]["results"]) == [str(first)]
-    assert all(word in lines[0] for word in ["d", str(other), *words])
-    assert lines[0] in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("changes", [{"digest": "2"}, {"samples": 16}])
-def test_an_evaluation_of_other_problems_or_samples_is_named_and_not_compared(changes, tmp_path):
-    folders = [write(tmp_path / name, d=[1, 2]) for name in ("first", "other")]
-    table = json.loads((folders[1] / "results.json").read_text())
-    files.write_json(folders[1] / "results.json", {"d": table["d"] | changes})
-    tables, (line,) = compared(*folders)
-    assert list(tables["d"]["results"]) == [str(folders[0])] and str(folders[1]) in line
+    assert str(other) in line and word in line and line in capsys.readouterr().out
 
 
 def test_skills_and_the_machine_may_differ(tmp_path):
     """Base+Skill is compared with Base, and an evaluation on a GPU with one on a CPU."""
     base = write(tmp_path / "eval/m", d=[1, 2])
-    of_skills = {"num_skills": 8, "the bank's text": "b", "the encoder's weights": "e"}
-    skilled = write(tmp_path / "eval/m--skills", {**of_skills, "device": "cuda"}, d=[2, 2])
+    of_skills = {"num_skills": 8, "skills": "b", "encoder": "e", "device": "cuda"}
+    skilled = write(tmp_path / "eval/m--skills", of_skills, d=[2, 2])
     tables, lines = compared(tmp_path)
     assert tables["d"]["results"][str(skilled)]["to"] == str(base) and not lines
 
 
-def test_a_folder_without_results_or_with_those_of_before_is_refused(tmp_path, capsys):
+def test_a_folder_without_results_or_with_those_of_an_older_program_is_refused(tmp_path, capsys):
     refused(capsys, compare.main, [tmp_path], str(tmp_path), "eval.py")
-    files.write_json(tmp_path / "m/settings.json", SETTINGS)
+    files.write_json(tmp_path / "m/settings.json", {"seed": 0})
     files.write_json(tmp_path / "m/results.json", {"d": {"avg": 0.5}})
     refused(capsys, compare.main, [tmp_path], "results.json", "eval.py")
 

@@ -244,12 +244,12 @@ def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, 
         (finished, [f"--model={tmp_path / 'other'}"], "size mismatch"),
         (tmp_path / "fresh", [], str(tmp_path / "fresh")),
         (tmp_path / "begun", [], str(tmp_path / "begun")),
-        (tmp_path / "notes", [], "x.txt"),
+        (tmp_path / "notes", [], str(tmp_path / "notes")),
         (tmp_path / "adapter", [], "adapter_config.json"),
         ("runs/sgdd", [], "runs/sgdd"),  # and no hub id
         ("sgsd/checkpoints/step_000200", [], "step_000200"),
-        (data, [], "data.jsonl: is a file"),
-        (bank, ["--data", "aime24"], "bank.json: is a file"),  # and no data set is asked for
+        (data, [], "problems with --data"),
+        (bank, ["--data", "aime24"], "a bank goes with --skills"),  # and no data set is asked for
         (finished, [f"--model={finished}"], f"model {finished}"),
         (model, ["--data", "no.jsonl"], "no.jsonl"),
         (model, [f"--skills={bank}"], "--num-skills 8"),

@@ -258,9 +258,7 @@ def evaluated(folder, avg, base="b", digest="0f", name="test", **settings):
     right_P[0], right_P[1] = right_P[0] - 1, right_P[1] + 1
     row = {"avg": avg, "avg_low": avg - 0.02, "avg_high": avg + 0.02, "digest": digest}
     row |= {"samples": 200, "problems": 20, "right": dict(enumerate(right_P))}
-    of_policy = {"the policy's weights": folder.name, "the base's weights": base}
-    if not folder.name.startswith("step_"):
-        of_policy = {"the policy's weights": base, "the base's weights": ""}
+    of_policy = {"the policy's files": folder.name, "the base's files": base, "skills": ""}
     files.write_json(folder / "settings.json", of_policy | settings)
     old = folder / "results.json"
     table = json.loads(old.read_text()) if old.exists() else {}
@@ -362,7 +360,7 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
     evaluated(home / "step_000025", 0.4, digest="other problems", name="mine")
     evaluated(home / "step_000050", 0.7)
     evaluated(home / "step_000050", 0.3, name="mine")
-    evaluated(home / "step_000050--skills", 0.8, num_skills=8)
+    evaluated(home / "step_000050--skills", 0.8, skills="a bank")
     evaluated(home / "other--step_000075", 0.9)
     evaluated(home / "other--Qwen3-1.7B", 0.2, base="another")
     curves = {}
