@@ -49,15 +49,10 @@ def init(device: str = "auto") -> World:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     has_driver = os.path.exists("/proc/driver/nvidia/version") and not hidden
-    if device == "auto" and has_driver and not torch.cuda.is_available():
-        raise ValueError(
-            f"--device auto: torch {torch.__version__} finds no GPU, though there is an NVIDIA "
-            "driver; install the build of torch for its CUDA (see pytorch.org), or --device cpu"
-        )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "--device cuda: torch finds no CUDA GPU; use cpu, or a CUDA build of torch"
-        )
+    needs_gpu = device == "cuda" or (device == "auto" and has_driver)
+    if needs_gpu and not torch.cuda.is_available():
+        fix = "install the build of torch for its CUDA (see pytorch.org), or give --device cpu"
+        raise ValueError(f"--device {device}: torch {torch.__version__} finds no GPU; {fix}")
     if device != "cpu" and torch.cuda.is_available():
         count = torch.cuda.device_count()
         if local >= count:

@@ -420,14 +420,15 @@ def one_line_errors(program: str, reading: bool = False) -> Iterator[None]:
 
 def end_at_signals() -> None:
     """From here on Ctrl-C and SIGTERM end the process at once, with exit code 130."""
-
-    def end(*_: object) -> None:
-        if is_first_rank():
-            os.write(2, b"\nInterrupted. Run the same command to continue.\n")  # print may be busy
-        os._exit(130)
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+        signal.signal(number, end_now)
+
+
+def end_now(*_: object) -> None:
+    """End the process as a signal does; rank 0 says how to go on."""
+    if is_first_rank():
+        os.write(2, b"\nInterrupted. Run the same command to continue.\n")  # print may be busy
+    os._exit(130)
 
 
 def is_first_rank() -> bool:

@@ -548,14 +548,11 @@ def finish_at_signals(run: Run) -> None:
 
     def stop(*_: object) -> None:
         now = time.monotonic()
-        at_once = run.signalled and now - run.signalled > 1
-        if run.world.main and (at_once or not run.signalled):
+        if run.signalled and now - run.signalled > 1:
+            config.end_now()
+        if run.world.main and not run.signalled:
             line = f"finishing step {run.step + 1}, then stopping; once more stops at once"
-            if at_once:
-                line = "stopped; checkpoints are kept; run the same command to continue"
             os.write(2, f"\n{line}\n".encode())  # print may be what the signal interrupts
-        if at_once:
-            os._exit(130)
         run.signalled = run.signalled or now
 
     for number in (signal.SIGINT, signal.SIGTERM):
