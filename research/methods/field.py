@@ -145,17 +145,28 @@ def gaps(kept: Kept, name: str, other: str, step: int) -> str:
     return "" if name == other else less(*both)
 
 
+def passed(kept: Kept, name: str) -> str:
+    """pass@2 at the end, of the seeds that kept each problem's score."""
+    shares = []
+    for run in runs_of(kept, name):
+        if "last_scores" in run:
+            shares.append(statistics.mean(score > 0 for score in run["last_scores"].values()))
+    return interval(shares)
+
+
 def by_steps(kept: Kept) -> list[str]:
     """A row's accuracy after some steps, and its differences to others."""
     early = f"less {SHORT}, {STEPS[1]} steps"
-    head = ["method", *[f"{step} steps" for step in STEPS], *[f"less {x}" for x in BESIDE], early]
+    head = ["method", *[f"{step} steps" for step in STEPS], "pass@2"]
+    head += [*[f"less {x}" for x in BESIDE], early]
     lines = head_of(head)
     for name in BASES:
         ends = [compare.final(run) for run in runs_of(kept, name)]
-        lines.append(row_of([name, "", "", interval(ends), "", "", "", ""]))
+        lines.append(row_of([name, "", "", interval(ends), passed(kept, name), "", "", "", ""]))
     for name in names_of(kept):
         of_seeds = curves(kept, name)
         cells = [name, *[interval([curve[step] for curve in of_seeds]) for step in STEPS]]
+        cells.append(passed(kept, name))
         cells += [gaps(kept, name, other, STEPS[-1]) for other in BESIDE]
         cells.append(gaps(kept, name, SHORT, STEPS[1]))
         lines.append(row_of(cells))
@@ -185,25 +196,8 @@ def at_equal(kept: Kept) -> list[str]:
     return lines
 
 
-def of_solutions(kept: Kept) -> list[str]:
-    """pass@2 of the test problems, and how far it is above avg@2, at the end.
-
-    Of the seeds that kept each problem's score.
-    """
-    lines = head_of(["method", "pass@2", "pass@2 less avg@2"])
-    for name in (*BASES, *names_of(kept)):
-        passed, averages = [], []
-        for run in runs_of(kept, name):
-            if "last_scores" in run:
-                scores = run["last_scores"].values()
-                passed.append(statistics.mean(score > 0 for score in scores))
-                averages.append(statistics.mean(scores))
-        lines.append(row_of([name, interval(passed), less(passed, averages)]))
-    return lines
-
-
 def tables(kept: Kept) -> list[str]:
-    return [*by_steps(kept), "", *at_equal(kept), "", *of_solutions(kept)]
+    return [*by_steps(kept), "", *at_equal(kept)]
 
 
 def picture(kept: Kept, path: pathlib.Path) -> None:
