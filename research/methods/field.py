@@ -38,7 +38,7 @@ BEFORE = ("sgsd", "grpo", "grpo, sampled as sgsd", "opsd")
 NEW = ("sdpo", "rlsd", "rlsd, sgsd's teachers")
 ROWS = BEFORE + NEW
 SHORT = "grpo, sampled as sgsd"
-BESIDE = ("sgsd", "grpo", SHORT)  # what the others are compared with
+BESIDE = ("sgsd", SHORT)  # what the others are compared with
 SPENT = ("generated_tokens", "processor_seconds")
 Kept = dict[str, Any]  # rates, validation, results
 
@@ -162,7 +162,7 @@ def by_steps(kept: Kept) -> list[str]:
     lines = head_of(head)
     for name in BASES:
         ends = [compare.final(run) for run in runs_of(kept, name)]
-        lines.append(row_of([name, "", "", interval(ends), passed(kept, name), "", "", "", ""]))
+        lines.append(row_of([name, "", "", interval(ends), passed(kept, name), "", "", ""]))
     for name in names_of(kept):
         of_seeds = curves(kept, name)
         cells = [name, *[interval([curve[step] for curve in of_seeds]) for step in STEPS]]
@@ -174,20 +174,20 @@ def by_steps(kept: Kept) -> list[str]:
 
 
 def at_equal(kept: Kept) -> list[str]:
-    """Each row beside two others where both have spent as much: all that the cheaper of them did.
+    """Each row beside others where both have spent as much: all that the cheaper of them did.
 
     Budgets are each seed's own.
     """
-    beside, head = ("sgsd", SHORT), ["method"]
+    head = ["method"]
     for cost in SPENT:
-        head += [cost.replace("_", " "), *[f"less {name}" for name in beside]]
+        head += [cost.replace("_", " "), *[f"less {x}" for x in BESIDE]]
     lines = head_of(head)
     for name in names_of(kept):
         cells = [name]
         for cost in SPENT:
             wholes = [cost_of(kept, name, run, cost)[-1] for run in runs_of(kept, name)]
             cells.append(f"{statistics.mean(wholes):,.0f}")
-            for other in beside:
+            for other in BESIDE:
                 others = [cost_of(kept, other, run, cost)[-1] for run in runs_of(kept, other)]
                 budgets = list(map(min, wholes, others))
                 both = [at(kept, x, cost, budgets) for x in (name, other)]
