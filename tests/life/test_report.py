@@ -503,6 +503,7 @@ def test_the_drawings_of_the_method_count_each_teacher_and_each_gap_once(out):
     teachers = collections.Counter(rho for row in rollouts for rho in row["rho"])
     fates = method.fates_of(rollouts, banks)
     totals = [sum(column) for column in list(zip(*fates))[1:]]
+    assert {title for title, *_ in fates} == {*method.added_at(banks)}
     assert totals == [teachers[1], teachers[-1], teachers[0]]
     gaps = sum(len(row["delta"]) * sum(row["mask"]) for row in audited)
     assert sum(method.histogram(audited)) == gaps > 0
