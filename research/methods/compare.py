@@ -20,8 +20,7 @@ tokens" went through the model outside decoding, with padding. Costs are of the 
 without the making of their banks.
 
 Finished jobs stay in --work, so the same command continues a killed one. After a change to a
-world's settings, use another --work. A table's .json holds its jobs, and --have takes them from
-there. Logs and checkpoints of the runs stay in --work, too.
+world's settings, use another --work. Logs and checkpoints of the runs stay in --work, too.
 """
 
 import argparse
@@ -367,20 +366,6 @@ def run(job: Job, w: World, work: pathlib.Path) -> Job:
     return json.loads(json.dumps(result))
 
 
-def unpack(table: pathlib.Path, work: pathlib.Path) -> None:
-    """Put the finished jobs and the banks of a table's .json where those of `work` are kept."""
-    parts = json.loads(table.read_text())
-    for job in (
-        *parts["banks"].values(),
-        *parts["validation"].values(),
-        *parts["results"].values(),
-    ):
-        done_file(work, job).parent.mkdir(parents=True, exist_ok=True)
-        done_file(work, job).write_text(json.dumps(job))
-        if job["kind"] == "bank":
-            (work / f"bank_made_{job['seed']}.json").write_text(json.dumps(job["bank"]))
-
-
 def done_file(work: pathlib.Path, job: Job) -> pathlib.Path:
     return work / "done" / f"{job['name']}.json"
 
@@ -482,27 +467,22 @@ def table(w: World, results: dict[str, Job], names: list[str], seeds: range) -> 
 
 
 def both_worlds() -> list[str]:
-    """A row per method: its accuracy in the two worlds, and its difference to SGSD at the end."""
-    kept, head = {}, ["method"]
-    shown = (("tiny", "first world", (10, 40)), ("lock", "harder world", (20, 60)))
-    for name, title, steps in shown:
+    """A row per method: its accuracy in the end in the two worlds, and its difference to SGSD."""
+    kept, head = [], ["method"]
+    for name, title in (("tiny", "tiny world, 40 steps"), ("lock", "harder world, 60 steps")):
         text = (ROOT / f"research/methods/compare_{name}.json").read_text()
-        kept[name] = json.loads(text)["results"], str(steps[0])
-        head += [f"{title}, {steps[0]} steps", f"{steps[1]} steps", "less SGSD's"]
+        kept.append(json.loads(text)["results"])
+        head += [title, "less SGSD's"]
     lines = head_of(head)
     for method in ("base", "base+skill", *PAPER):
         cells = [method]
-        for results, early in kept.values():
+        for results in kept:
             if f"{method}-0" not in results:
-                cells += [""] * 3
+                cells += [""] * 2
                 continue
-            runs = [results[f"{method}-{seed}"]["accuracy"] for seed in range(5)]
-            ends = [[*run.values()][-1] for run in runs]
-            ours = [final(results[f"sgsd-{seed}"]) for seed in range(5)]
-            cells.append(with_interval([run[early] for run in runs]) if early in runs[0] else "")
-            cells.append(with_interval(ends))
-            gaps = [a - b for a, b in zip(ends, ours)]
-            cells.append("" if method == "sgsd" else with_interval(gaps, "+"))
+            ends = [final(results[f"{method}-{seed}"]) for seed in range(5)]
+            gaps = [end - final(results[f"sgsd-{seed}"]) for seed, end in enumerate(ends)]
+            cells += [with_interval(ends), "" if method == "sgsd" else with_interval(gaps, "+")]
         lines.append(row_of(cells))
     return lines
 
@@ -642,9 +622,6 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
     add("--seeds", type=int, default=5, choices=range(2, 9))
     add("--jobs", type=int, default=2, help="processes of one thread each")
     add("--work", default="", help="where finished jobs are kept (default: runs/compare_WORLD)")
-    add(
-        "--have", nargs="+", default=[], help="tables (.json) whose finished jobs are not made anew"
-    )
     add("--out", default="", help="of the tables (default: runs/compare_WORLD/table)")
     add("--show", nargs="*", metavar="FILE", help="print tables of finished comparisons, then end")
     args = parser.parse_args(argv)
@@ -654,8 +631,6 @@ def main(argv: Sequence[str] | None = None, worlds: dict[str, World] = WORLDS) -
         return
     w, seeds = worlds[args.world], range(args.seeds)
     work = pathlib.Path(args.work or f"runs/compare_{args.world}")
-    for file in args.have:
-        unpack(pathlib.Path(file), work)
     if args.sweep and args.world != "tiny":
         parser.error("--sweep is of the world tiny")
     names = args.methods or w.methods

@@ -19,7 +19,7 @@ import json
 import pathlib
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -46,32 +46,26 @@ def spearman(a: list[float], b: list[float]) -> float:
     return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
-def with_bounds(a: list[float], b: list[float]) -> str:
+def with_bounds(a: list[float], b: list[float], draws: int = 4000) -> str:
     """The rank correlation with a 95% bootstrap over banks."""
-    low, high = bootstrap(spearman, a, b)
-    return f"{spearman(a, b):.2f} ({low:.2f} to {high:.2f})"
-
-
-def bootstrap(f: Callable[..., float], *values: Sequence[float], draws: int = 4000) -> np.ndarray:
-    """95% of f over banks drawn with replacement; values: of each bank. [2]."""
-    columns, rng, found = np.array(values), np.random.default_rng(0), []
+    columns, rng, drawn = np.array([a, b]), np.random.default_rng(0), []
     for _ in range(draws):
-        drawn = columns[:, rng.integers(columns.shape[1], size=columns.shape[1])].tolist()
-        if all(len({*column}) > 1 for column in drawn):
-            found.append(f(*drawn))
-    return np.quantile(found, (0.025, 0.975))
+        both = columns[:, rng.integers(len(a), size=len(a))].tolist()
+        if all(len({*column}) > 1 for column in both):
+            drawn.append(spearman(*both))
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return f"{spearman(a, b):.2f} ({low:.2f} to {high:.2f})"
 
 
 def table(rows: list[dict]) -> list[str]:
     """Means over the seeds that are there, and rank correlations over banks."""
     probes = [row["slopes"] for row in rows if row["kind"] == "slopes"]
-    columns: dict[str, list[list[float]]] = {"slope": [], "relative": [], "pilot": []}
+    columns: dict[str, list[list[float]]] = {"slope": [], "pilot": []}
     columns |= {f"after {step}": [] for step in POINTS}
     told = []
     for bank in BANKS:
         mine = [row for row in rows if row.get("bank") == bank]
         columns["slope"].append([x[bank]["slope"] for x in probes])
-        columns["relative"].append([x[bank]["unit"] / x["grpo"]["unit"] for x in probes])
         columns["pilot"].append([row["accuracy"] for row in mine if row["kind"] == "pilot"])
         for step in POINTS:
             of_step = [row["accuracy"][str(step)] for row in mine if row["kind"] == "train"]
@@ -81,11 +75,11 @@ def table(rows: list[dict]) -> list[str]:
     for i, bank in enumerate(BANKS):
         cells = [bank, f"{told[i]} of {len(probes)}"]
         for name, values in columns.items():
-            form = "{:.2f}" if name in ("slope", "relative") else "{:.1%}"
+            form = "{:.2f}" if name == "slope" else "{:.1%}"
             cells.append(form.format(statistics.mean(values[i])) if values[i] else "")
         lines.append(row_of(cells))
     lines += ["", *head_of(["rank correlation", *[f"after {step}" for step in POINTS]])]
-    for name in ("slope", "relative", "pilot"):
+    for name in ("slope", "pilot"):
         cells = [name]
         for step in POINTS:
             both = zip(columns[name], columns[f"after {step}"])
@@ -98,42 +92,16 @@ def table(rows: list[dict]) -> list[str]:
 
 def facts(rows: list[dict]) -> list[str]:
     """The other figures of the page, a line each, once every bank has a run in each round."""
-    slopes_RN, low_RN = of_probes(rows, "slope"), of_probes(rows, "low")
-    runs = {step: of_kind(rows, "train", str(step)) for step in POINTS}
+    slopes_RN = of_probes(rows, "slope")
     probes = [row for row in rows if row["kind"] == "slopes"]
     (base,) = (row["accuracy"] for row in rows if row["kind"] == "base")
-    slope_N, pilot_N = slopes_RN.mean(0), of_kind(rows, "pilot").mean(0)
     grpo = [probe["slopes"]["grpo"]["slope"] for probe in probes]
     below = sum(int((slopes_N < x).sum()) for slopes_N, x in zip(slopes_RN, grpo))
-    always_N = (low_RN > 0).all(0)
-    own_N = np.array([name.startswith("own") for name in BANKS])
     lines = [f"base model: {base:.1%} on the test problems"]
     lines.append(f"GRPO's slopes: {shown(grpo)}; below them {below} of the banks' {slopes_RN.size}")
-    lines.append(f"intervals of banks above 0, by probe: {(low_RN > 0).sum(1).tolist()}")
-    lines.append(f"mean slope of the banks, by probe: {shown(slopes_RN.mean(1))}")
-    for step, accuracy_RN in runs.items():
-        end_N = accuracy_RN.mean(0)
-        alone = [spearman(list(x_N), list(end_N)) for x_N in slopes_RN]
-        own = spearman(list(slope_N[own_N]), list(end_N[own_N]))
-        lines.append(f"after {step} steps: rank correlation of each probe alone {shown(alone)}")
-        lines.append(f"  of the own banks {own:.2f}; pilot's less slope's, 95%: ")
-        lines[-1] += shown(bootstrap(pilot_less_slope, pilot_N, slope_N, end_N))
-        lines.append(f"  runs below the base model: {int((accuracy_RN < base).sum())}")
-        if always_N.any() and not always_N.all():
-            above, others = end_N[always_N].mean(), end_N[~always_N].mean()
-            lines.append(f"  banks above 0 in every probe: {above:.1%}, others {others:.1%}")
-        if len(accuracy_RN) > 1:
-            spread = accuracy_RN.var(0, ddof=1).mean() ** 0.5
-            lines.append(f"  standard deviation of a bank's runs: {100 * spread:.1f} points")
-    gain_N = 100 * (runs[POINTS[0]].mean(0) - base) / (POINTS[0] * slope_N)
-    ends = shown([gain_N.min(), gain_N.max()])
-    lines.append(f"gain after {POINTS[0]} steps over as many slopes, least and most: {ends}")
-    if len(slopes_RN) > 1:
-        moved_RN = slopes_RN - slopes_RN.mean(1, keepdims=True)
-        spreads = [x_RN.var(0, ddof=1).mean() ** 0.5 for x_RN in (slopes_RN, moved_RN)]
-        spreads.append(slope_N.std(ddof=1))
-        lines.append("standard deviation of a bank's slope between probes, the same without ")
-        lines[-1] += f"each probe's mean, and between banks: {shown(spreads)}"
+    for step in POINTS:
+        below_base = int((of_kind(rows, "train", str(step)) < base).sum())
+        lines.append(f"after {step} steps: {below_base} runs below the base model")
     seconds = {"pilot": 0, "slopes": 0}
     for row in rows:
         if row["kind"] in seconds:
@@ -162,10 +130,6 @@ def of_probes(rows: list[dict], name: str) -> np.ndarray:
         if row["kind"] == "slopes":
             numbers.append([row["slopes"][bank][name] for bank in BANKS])
     return np.array(numbers)
-
-
-def pilot_less_slope(pilot: list[float], slope: list[float], end: list[float]) -> float:
-    return spearman(pilot, end) - spearman(slope, end)
 
 
 def picture(path: str) -> None:

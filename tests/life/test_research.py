@@ -143,8 +143,14 @@ def test_the_tables_of_a_page_come_of_the_kept_runs(script, argv, page, capsys):
         assert line in text
 
 
-def test_kept_comparisons_can_be_shown(capsys):
+def test_the_table_of_all_methods_comes_of_the_kept_runs(capsys):
     compare.main(["--show"])
+    page = (ROOT / "research/methods/table.md").read_text()
+    for line in capsys.readouterr().out.splitlines():
+        assert line in page
+
+
+def test_kept_comparisons_can_be_shown(capsys):
     compare.main(["--show", *map(str, sorted((ROOT / "research/methods").glob("compare_*.json")))])
     assert "| grpo |" in capsys.readouterr().out
 
@@ -159,7 +165,9 @@ def test_weights_of_the_credit_are_measured(tmp_path):
 @pytest.mark.long
 def test_the_slopes_tables_come_of_the_kept_jobs(capsys):
     slope.main(["--world", "lock", "--table"])
-    assert "| own-5 | 3 of 3 |" in capsys.readouterr().out
+    page = (ROOT / "research/slope/banks.md").read_text()
+    banks, *_ = capsys.readouterr().out.split("\n\n")
+    assert "| own-5 | 3 of 3 |" in banks and banks in page
 
 
 @pytest.mark.long
