@@ -13,14 +13,12 @@ the run as it was.
 """
 
 import contextlib
-import decimal
 import itertools
 import json
 import math
 import pathlib
 import re
 import shutil
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -42,8 +40,6 @@ from lib.problems import Problem
 from lib.run import Start, prepare
 
 MAX_BYTES = 4_900_000  # of the page
-MAX_POINTS = 1000  # of a curve, over all runs
-MAX_SOURCES = 8  # memories of one entry on the page
 WINDOW_PROBLEMS = 100  # of the steps that are taken together as a run's first, and as its last
 
 Banks = dict[int, skills.SkillBank]  # by the step after which each came into use, oldest first
@@ -73,10 +69,10 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     return args
 
 
-def number(x: Any) -> Any:
-    """A number for the page: six significant digits, None for nan and inf; others unchanged."""
+def number(x: Any, digits: int = 6) -> Any:
+    """A number for the page: so many significant digits, None for nan and inf; others unchanged."""
     if isinstance(x, float):
-        return float(f"{x:.6g}") if math.isfinite(x) else None
+        return float(f"{x:.{digits}g}") if math.isfinite(x) else None
     return x
 
 
@@ -93,13 +89,13 @@ def load_banks(run: pathlib.Path) -> Banks:
     return {step: skills.SkillBank.load(path) for step, path in versions.items()}
 
 
-def settings_of(run: pathlib.Path) -> dict[str, Any]:
-    """The settings in a run's config.json; ValueError where there is none."""
-    try:
-        return json.loads((run / "config.json").read_text(encoding="utf-8"))["settings"]
-    except (OSError, ValueError, LookupError, TypeError) as e:
-        why = f"no readable config.json of a run there ({type(e).__name__}: {e})"
-        raise ValueError(f"{run}: {why}; give a run such as runs/sgsd") from None
+def about(run: pathlib.Path) -> dict[str, Any]:
+    """A run's config.json; ValueError where there is none."""
+    file = run / "config.json"
+    read = files.read_json(file) if file.exists() else {}
+    if "settings" not in read:
+        raise ValueError(f"{run}: no config.json of a run is there; give a run such as runs/sgsd")
+    return read
 
 
 def entries(bank: skills.SkillBank) -> Entries:
@@ -180,13 +176,13 @@ def memories(run: pathlib.Path, rollouts: list[dict]) -> dict[str, dict[int, dic
 
 
 def source_steps(row: dict, by_problem: dict[str, dict[int, dict]]) -> list[tuple[str, int | None]]:
-    """The first sources of a ledger's row: problem id, and the step of its memory, None if unknown.
+    """The sources of a ledger's row: problem id, and the step of its memory, None if unknown.
 
     A dynamic entry came from the newest rollout before it; what was merged into it may be older.
     """
     dynamic = row["id"].startswith(skills.DYNAMIC)
     sources = []
-    for source in row["sources"][:MAX_SOURCES]:
+    for source in row["sources"]:
         rollouts = by_problem.get(source, {})
         steps = [step for step in rollouts if step <= row["first"] and (step > 0) == dynamic]
         sources.append((source, max(steps, default=None)))
@@ -204,57 +200,49 @@ def named(entry: dict, kind: str) -> list[str]:
 def timeline(banks: Banks) -> list[dict]:
     """What each version changed: an entry's mark, kind and fields, and what it was merged from.
 
-    The marks: "start" in the first version; "copied" where a dynamic entry has the text of a static
-    one (D11); "merged" where it carries the sources of entries that are gone; "new"; and "pruned".
-    The sizes are those of skills, mistakes, dynamic entries, and dynamic entries that are copies.
+    The marks: "start" in the first version; "merged" where it carries the sources of entries that
+    are gone; "new"; and "pruned". The sizes are those of skills, mistakes and dynamic entries.
     """
     events: list[dict] = []
     before: Entries = {}
     for step, bank in banks.items():
         now: Entries = {}
-        dynamic, static_texts = {}, set()
+        dynamic = 0
         for (kind, id_), entry in entries(bank).items():
-            key, text = identity(kind, id_, entry), skills.entry_text(entry, kind).casefold()
-            now[key] = entry
-            if id_.startswith(skills.DYNAMIC):
-                dynamic[key] = kind, text
-            else:
-                static_texts.add((kind, text))
-        copied = [key for key, text in dynamic.items() if text in static_texts]
+            now[identity(kind, id_, entry)] = entry
+            dynamic += id_.startswith(skills.DYNAMIC)
         gone = {key: entry for key, entry in before.items() if key not in now}
-        merged_keys: set[tuple[str, str]] = set()
         changes = []
         for key, entry in now.items():
-            if key in before:
-                continue
-            parents = parents_of(key[0], entry, gone)
-            merged_keys |= parents.keys()
-            mark = "merged" if parents else "new" if events else "start"
-            names = [named(parent, key[0]) for parent in parents.values()]
-            mark = "copied" if key in copied else mark
-            changes.append([mark, key[0], named(entry, key[0]), names])
-        for key, entry in gone.items():
-            if key not in merged_keys:
-                changes.append(["pruned", key[0], named(entry, key[0]), []])
-        about, note = bank.metadata, {}  # an evolution that the success gate stopped has no note
+            if key not in before:
+                parents = parents_of(key[0], entry, gone)
+                mark = "merged" if parents else "new" if events else "start"
+                names = [named(parent, key[0]) for parent in parents]
+                changes.append([mark, key[0], named(entry, key[0]), names])
+        merged = list(itertools.chain.from_iterable(names for *_, names in changes))
+        for (kind, _), entry in gone.items():
+            if named(entry, kind) not in merged:
+                changes.append(["pruned", kind, named(entry, kind), []])
+        note = {}  # an evolution that the success gate stopped has none
         if not events:
-            note = {k: number(v) for k, v in about.items() if isinstance(v, str | int | float)}
-        for update in about.get("updates", []):
+            scalars = {k: v for k, v in bank.metadata.items() if isinstance(v, str | int | float)}
+            note = {k: number(v) for k, v in scalars.items()}
+        for update in bank.metadata.get("updates", []):
             note = update if update.get("step") == step else note
-        sizes = [len(bank.general_skills), len(bank.common_mistakes), len(dynamic), len(copied)]
+        sizes = [len(bank.general_skills), len(bank.common_mistakes), dynamic]
         events.append({"step": step, "sizes": sizes, "note": note, "changes": changes})
         before = now
     return events
 
 
-def parents_of(kind: str, entry: dict, gone: Entries) -> Entries:
+def parents_of(kind: str, entry: dict, gone: Entries) -> list[dict]:
     """The entries that are gone and whose sources this entry carries on."""
     sources = set(entry.get("sources", []))
-    parents = {}
-    for key, parent in gone.items():
+    parents = []
+    for (kind_of_parent, _), parent in gone.items():
         of_parent = parent.get("sources")
-        if key[0] == kind and of_parent and set(of_parent) <= sources:
-            parents[key] = parent
+        if kind_of_parent == kind and of_parent and set(of_parent) <= sources:
+            parents.append(parent)
     return parents
 
 
@@ -283,78 +271,43 @@ def teachers(row: dict, used: Entries) -> list[dict]:
     return of_rollout
 
 
-def gate_view(row: dict, tokens: dict, banks: Banks, eps_a: float) -> dict:
+def gate_view(row: dict, tokens: dict, banks: Banks) -> dict:
     """One audited rollout for the page: its teachers' decisions, its tokens' gaps and credits.
 
-    row, tokens: its lines in rollouts.jsonl and tokens.jsonl. Gaps become whole numbers, as fine as
-    is needed to tell the side of the threshold; credits become ten-thousandths of the largest.
+    row, tokens: its lines in rollouts.jsonl and tokens.jsonl.
     """
-    digits = max(3, 1 - int(decimal.Decimal(str(eps_a)).as_tuple().exponent))
-    credit_KT = tokens.get("credit", [])  # Eq. 20 is the gate's: a divergence has none
-    sizes = [abs(w) for w in itertools.chain.from_iterable(credit_KT) if math.isfinite(w)]
-    unit = max(sizes, default=0.0) / 10_000 or 1.0
-    used = entries_in_use(banks, row["step"])
-    view = {"loss": number(row["loss"]), "digits": digits, "teachers": teachers(row, used)}
+    view = {"loss": number(row["loss"])}
+    view["teachers"] = teachers(row, entries_in_use(banks, row["step"]))
     for name in ("step", "index", "problem_id", "problem", "gold", "pred", "r", "truncated"):
         view[name] = row[name]
-    view |= {"text": tokens["text"], "mask": tokens["mask"], "unit": unit}
-    return view | {"delta": whole(tokens["delta"], 10.0**-digits), "credit": whole(credit_KT, unit)}
+    view |= {"text": tokens["text"], "mask": tokens["mask"]}
+    for name in ("delta", "credit"):  # Eq. 20's credit is the gate's: a divergence has none
+        view[name] = []
+        for x_T in tokens.get(name, []):
+            view[name].append([number(x, 4) for x in x_T])
+    return view
 
 
-def whole(x_KT: list[list[float]], unit: float) -> list[list[int | None]]:
-    """Numbers as whole multiples of a unit; None for nan and inf."""
-    multiples = []
-    for x_T in x_KT:
-        multiples.append([round(x / unit) if math.isfinite(x) else None for x in x_T])
-    return multiples
-
-
-def in_words(view: dict, eps_a: float) -> str:
-    """A rollout's decisions, line by line."""
-    verdict = "right" if view["r"] > 0 else "wrong"
-    cut = ", cut at the length limit" if view["truncated"] else ""
-    lines = [
-        f"completion: {''.join(view['text'])}",
-        f"answer {view['pred']}, reference {view['gold']}: {verdict}, r = {view['r']:+d}{cut}",
-        f"{len(view['mask'])} tokens, {view['mask'].count(0)} of them masked; "
-        f"loss {view['loss']:+.6f}; threshold |a~| > {eps_a}",
-        "  k     s_g     s_e  alpha         a        a~  rho",
-    ]
-    digits = view["digits"]
-    for k, x in enumerate(view["teachers"], 1):
-        similarities = f"{x['s_g']:6.3f}  {x['s_e']:6.3f}  {x['alpha']:5.3f}"
-        supports = f"{x['a_plain']:+8.{digits}f}  {x['a']:+8.{digits}f}"
-        rho = f"{x['rho']:+3d}" if x["rho"] else "  0"
-        lines.append(f"{k:3d}  {similarities}  {supports}  {rho}  {x['says']}")
-        skill, mistake = " ".join(x["skill"][:2]), " ".join(x["mistake"][:2])
-        lines.append(f"     {skill} | {mistake}")
-    return "\n".join(lines)
-
-
-def audited_solution(data: dict) -> str:
-    """One audited solution in words: the one that the page opens; "" where it has no teacher.
-
-    Of its teachers it is the one with the largest support.
-    """
-    view = data["rollouts"][data["opens"]] if data["rollouts"] else {"teachers": []}
-    if not view["teachers"]:
-        return ""
-    teacher = max(view["teachers"], key=lambda x: abs(x["a"]))
-    verdict = "right" if view["r"] > 0 else "wrong"
-    likelier = "likelier" if teacher["a"] > 0 else "less likely"
-    fate = {1: "so we distil from it", -1: "so we push away from it", 0: "so we ignore it"}
-    skill = ": ".join(teacher.get("skill", ["", "none"])[1:3])
+def in_words(view: dict, eps_a: float, shown: list[dict]) -> str:
+    """A solution in the terminal: problem, verdict, and what became of some of its teachers."""
     solution = re.sub(r"<\|.*?\|>", "", "".join(view["text"])).replace("\n", f"\n{' ' * 13}")
-    return printable(
-        f"One audited solution, of step {view['step']}:\n"
-        f"  problem    {view['problem']}\n"
-        f"  solution   {solution}\n"
-        f"  verdict    {verdict}: its answer is {view['pred']}, the reference {view['gold']}\n"
-        f"  skill      {skill}\n"
-        f"  teacher    with this skill and a mistake in the prompt the solution's tokens are\n"
-        f"             {abs(teacher['a']):.4f} nats {likelier} on average (threshold "
-        f"{data['settings']['eps_a']}), {fate[teacher['rho']]}"
-    )
+    verdict = "right" if view["r"] > 0 else "wrong"
+    cut = "; it was cut at the length limit" if view["truncated"] else ""
+    lines = [
+        f"  problem    {view['problem']}",
+        f"  solution   {solution}",
+        f"  verdict    {verdict}: its answer is {view['pred']}, the reference {view['gold']}{cut}",
+    ]
+    fate = {1: "so we distil from it", -1: "so we push away from it", 0: "so we ignore it"}
+    for teacher in shown:
+        likelier = "likelier" if teacher["a"] > 0 else "less likely"
+        lines += [
+            f"  skill      {': '.join(teacher.get('skill', ['', 'none'])[1:3])}",
+            "  teacher    with this skill and a mistake in the prompt the solution's tokens are",
+            f"             {abs(teacher['a']):.4f} nats {likelier} on average (threshold {eps_a}), "
+            f"{fate[teacher['rho']]}",
+        ]
+    return printable("\n".join(lines))
 
 
 def printable(text: str) -> str:
@@ -362,31 +315,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
-def explanation(data: dict) -> str:
-    """What --explain prints: the count of right draws, and the first draw of each outcome.
-
-    data: what `collect` returns for its folder.
-    """
-    views = data["rollouts"]
-    parts = [f"{in_columns(data['summary'])}\nproblem: {views[0]['problem']}"]
-    for outcome, is_success in (("right", True), ("wrong", False)):
-        draws = [view for view in views if (view["r"] > 0) == is_success]
-        if draws:
-            heading = f"the first {outcome} one, draw {draws[0]['index'] + 1}:"
-            parts.append(f"{heading}\n{in_words(draws[0], data['settings']['eps_a'])}")
-    return printable("\n\n".join(parts))
-
-
 # ---------------------------------------------------------------------------- a run in ten rows
 
 
-def summary(run: pathlib.Path, metrics: list[dict], banks: Banks) -> list[list[str]]:
+def summary(
+    run: pathlib.Path, settings: dict[str, Any], metrics: list[dict], banks: Banks
+) -> list[list[str]]:
     """A run in numbers: rows of a label, a cell of its first steps and one of its last.
 
     The first row is the heading. A step has few problems, so steps are taken together that have
     100, at most half of all. A run of no steps has a bank alone: its last row says where.
     """
-    settings = settings_of(run)
     steps, source = settings["steps"], "/".join(pathlib.Path(settings["data"]).parts[-2:])
     heading = f"{metrics[-1]['step'] if metrics else 0} of {steps} steps on {source}"
     rows = [[heading]]
@@ -425,27 +364,18 @@ def in_steps(rows: list[dict]) -> str:
 def rows_of_evaluations(run: pathlib.Path) -> list[list[str]]:
     """A set's first and last evaluation with their intervals, and their paired difference."""
     rows = []
-    for label, inside in evaluations(run).items():
-        first, last, name = inside[0], inside[-1], label.removesuffix(" + skills")
+    for (name, skilled), inside in evaluations(run).items():
+        first, last = inside[0], inside[-1]
         cells = []
         for x in [first, last] if last is not first else [last]:
-            figures = x.sets[name]
-            cells.append(
-                f"step {x.step}: {figures['avg']:.1%} ({compare.interval(figures, 'avg')})"
-            )
-        rows.append([f"avg@{last.samples_per_problem(name)} on {label}", *cells])
+            row = x.sets[name]
+            cells.append(f"step {x.step}: {row['avg']:.1%} ({compare.interval(row, 'avg')})")
+        rows.append([f"avg@{last.samples_per_problem(name)} on {name}{skilled}", *cells])
         if last is not first:
             gap = compare.difference(last, first, [name])
             gain = f"{gap['diff']:+.1%} ({compare.interval(gap, 'diff', '+')})"
             rows.append(["gain", "", gain])
     return rows or [["evaluation", "none"]]
-
-
-def rows_of_draws(rollouts: list[dict]) -> list[list[str]]:
-    """What --explain drew. Its step is the one after the adapter's."""
-    right, step = sum(row["r"] > 0 for row in rollouts), rollouts[0]["step"] - 1
-    policy = f"the adapter of step {step}" if step else "the base model"
-    return [["solutions of one problem", f"{len(rollouts)} by {policy}"], ["correct", str(right)]]
 
 
 def in_columns(rows: list[list[str]]) -> str:
@@ -461,90 +391,75 @@ def in_columns(rows: list[list[str]]) -> str:
 # -------------------------------------------------------------------------------------- the page
 
 
-def curves(metrics: list[dict], points: int) -> tuple[dict[str, list], int]:
-    """The numbers of metrics.jsonl by name, of every n-th step up to the last one; and n."""
-    every = max(1, math.ceil(len(metrics) / points))
-    rows = metrics[(len(metrics) - 1) % every :: every]
-    columns = {}
-    for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
-        columns[name] = [number(row.get(name)) for row in rows]
-    return columns, every
-
-
-def evaluations(run: pathlib.Path) -> dict[str, list[Evaluated]]:
+def evaluations(run: pathlib.Path) -> dict[tuple[str, str], list[Evaluated]]:
     """The evaluations of a run's base model (step 0) and checkpoints, in order (Figs. 2 and 4).
 
-    By set, those with skills in the prompt under "SET + skills". Left out is what the last one
-    cannot be compared with, such as another base model, and checkpoints of other runs.
+    By set, and " + skills" where the prompt has them. Left out is what the last one cannot be
+    compared with, such as another base model, and checkpoints of other runs.
     """
-    by_label: dict[str, list[Evaluated]] = {}
+    curves: dict[tuple[str, str], list[Evaluated]] = {}
     for x in compare.evaluations_in(run / "eval"):
+        skilled = " + skills" if x.settings["skills"] else ""
         for name in x.sets if not x.step or x.folder.name.startswith("step_") else []:
-            label = f"{name} + skills" if x.settings["skills"] else name
-            by_label.setdefault(label, []).append(x)
-    for label, inside in by_label.items():
-        last, name = inside[-1], label.removesuffix(" + skills")
-        by_label[label] = [x for x in inside if not compare.why_not(last, x, name)]
-    return by_label
+            curves.setdefault((name, skilled), []).append(x)
+    for (name, skilled), inside in curves.items():
+        comparable = [x for x in inside if not compare.why_not(inside[-1], x, name)]
+        curves[name, skilled] = comparable
+    return curves
 
 
 def points_of(run: pathlib.Path) -> list[dict]:
     """Points of the evaluation curves."""
     points = []
-    for label, inside in evaluations(run).items():
+    for (name, skilled), inside in evaluations(run).items():
         for x in inside:
-            name = label.removesuffix(" + skills")
-            row, k = x.sets[name], x.samples_per_problem(name)
-            point: dict[str, Any] = {"set": label, "step": x.step, "samples": k}
-            point |= {figure: number(row[figure]) for figure in ("avg", "avg_low", "avg_high")}
-            # As eval.py prints them; there is no interval of few problems or equal scores.
-            point["shown"] = {"avg": f"{row['avg']:.1%}", "interval": compare.interval(row, "avg")}
+            k = x.samples_per_problem(name)
+            point = {"set": f"{name}{skilled}", "step": x.step, "samples": k}
+            for figure in ("avg", "avg_low", "avg_high"):  # no interval of few or equal scores
+                point[figure] = number(x.sets[name][figure])
             points.append(point)
     return points
 
 
-def collect(run: pathlib.Path, points: int = MAX_POINTS) -> dict:
+def collect(run: pathlib.Path) -> dict:
     """The page's data of a run. Writes its ledger.json. ValueError where there is no run."""
-    settings = settings_of(run)
+    settings = about(run)["settings"]
     metrics, rollouts, tokens = (
         list(files.read_jsonl(run / f"{name}.jsonl")) for name in runlog.LOGS
     )
-    is_explained = bool(rollouts) and not metrics  # --explain's folder, which logs no step
     banks, counted = load_banks(run), ledger(run)
     files.write_json(run / "ledger.json", counted)
-    columns, every = curves(metrics, points)
+    columns = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(metrics)):
+        columns[name] = [number(row.get(name)) for row in metrics]
     audited = {line["step"] for line in tokens}
     rows = [row for row in rollouts if row["step"] in audited]  # in the order of their tokens
-    eps_a, views = settings["eps_a"], []
-    for row, of_tokens in zip(rows, tokens):
-        views.append(gate_view(row, of_tokens, banks, eps_a))
+    views = [gate_view(row, of_tokens, banks) for row, of_tokens in zip(rows, tokens)]
     by_problem = memories(run, rollouts)
     shown: dict[str, dict[int, dict]] = {}
     for row in counted["entries"]:
-        row["all_sources"] = len(row["sources"])
         row["sources"] = source_steps(row, by_problem)
         for source, step in row["sources"]:
             if step is not None:
                 shown.setdefault(source, {})[step] = by_problem[source][step]
-    x, tau_g = torch.linspace(-6, 6, 121), settings["tau_g"]
+    x, tau_g, eps_a = torch.linspace(-6, 6, 121), settings["tau_g"], settings["eps_a"]
     gate = [x, sgsd.gated_loss(x, tau_g), sgsd.gate_grad(x, tau_g)]
     noise = float(sgsd.gate_grad(torch.tensor(eps_a, dtype=torch.float64), tau_g))
     # The run's and not a rollout's. A credit's are those of a rollout with one unmasked token.
     bounds = {"delta": colour_bounds(eps_a, settings["c_delta"])}
     bounds["credit"] = colour_bounds(noise, float(gate[2].max()))
     return {
-        "name": run.resolve().name,
-        "summary": rows_of_draws(rollouts) if is_explained else summary(run, metrics, banks),
+        "name": str(run),
+        "summary": summary(run, settings, metrics, banks),
         "settings": settings,
         "metrics": columns,
-        "every": every,
         "evals": points_of(run),
         "rollouts": views,
         "ledger": counted["entries"],
         "memories": shown,
         "timeline": timeline(banks),
         "taught": any(row["rho"] for row in rollouts),  # whether any rollout had a teacher
-        "explained": is_explained,
+        "explained": bool(rollouts) and not metrics,  # --explain's folder, which logs no step
         "bounds": bounds,
         "gate": [[number(y) for y in curve.tolist()] for curve in gate],
     }
@@ -564,44 +479,35 @@ def dump(obj: object) -> str:
     return json.dumps(obj, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def fit(views: list[dict], budget: int) -> tuple[list[dict], list[str]]:
-    """As many gate views as fit in `budget` bytes, from all steps, and the names of the others."""
-    counts: dict[int, int] = {}
-    order = []  # the first of each step, then the second of each, and so on
-    for i, view in enumerate(views):
-        counts[view["step"]] = counts.get(view["step"], 0) + 1
-        order.append((counts[view["step"]], i))
-    chosen = set()
-    for _, i in sorted(order):
-        budget -= len(dump(views[i])) + 1
-        if budget < 0:
-            break
-        chosen.add(i)
-    fitting = [view for i, view in enumerate(views) if i in chosen]
-    others = [f"{x['step']}: {x['problem_id']}" for i, x in enumerate(views) if i not in chosen]
-    return fitting, others
+def fit(views: list[dict], budget: int) -> list[dict]:
+    """As many gate views as fit in `budget` bytes, from all steps."""
+    chosen = []
+    for view in sorted(views, key=lambda view: view["index"]):  # the first of each step first
+        budget -= len(dump(view)) + 1
+        if budget >= 0:
+            chosen.append(view)
+    return sorted(chosen, key=lambda view: (view["step"], view["index"]))
+
+
+def rank(view: dict) -> tuple[int, int]:
+    """How many fates a rollout's teachers have, and how many teachers are not ignored."""
+    rho_K = [teacher["rho"] for teacher in view["teachers"]]
+    return len({*rho_K}), sum(map(abs, rho_K))
 
 
 def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTES) -> list[dict]:
     """Write the page of these runs, whole or not at all; returns each run's data.
 
-    Where the audited rollouts do not all fit, the page says which were left out.
+    Where the audited rollouts do not all fit, the page says how many do.
     """
     template = pathlib.Path(__file__).with_name("report_template.html").read_text(encoding="utf-8")
-    data = [collect(run, max(1, MAX_POINTS // len(runs))) for run in runs]
-    if len({run["name"] for run in data}) < len(runs):
-        for run, path in zip(data, runs):
-            run["name"] = str(path)
+    data = [collect(run) for run in runs]
     views = [run.pop("rollouts") for run in data]
     budget = (max_bytes - len(template) - len(dump(data))) // len(runs)
     for run, views_of_run in zip(data, views):
         run["audited"] = len(views_of_run)
-        run["rollouts"], others = fit(views_of_run, budget)
-        run["left_out"] = excerpt(", ".join(others), 2000)
-        ranks = []  # of each rollout: how many fates its teachers have, how many are not ignored
-        for view in run["rollouts"]:
-            rho_K = [teacher["rho"] for teacher in view["teachers"]]
-            ranks.append((len({*rho_K}), sum(rho != 0 for rho in rho_K)))
+        run["rollouts"] = fit(views_of_run, budget)
+        ranks = [rank(view) for view in run["rollouts"]]
         run["opens"] = ranks.index(max(ranks)) if ranks else 0
     with files.whole(out) as tmp:
         tmp.write_text(template.replace("{{data}}", dump(data)), encoding="utf-8")
@@ -617,14 +523,14 @@ def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib
     Its logs go to a folder beside the run, which is returned; the run itself stays as it was.
     ValueError where the run has no bank.
     """
-    about = files.read_json(run / "config.json") if settings_of(run) else {}
-    if about["program"] != config.Config.program:
-        program = about["program"].removeprefix("-m ")
+    config_of_run = about(run)
+    if config_of_run["program"] != config.Config.program:
+        program = config_of_run["program"].removeprefix("-m ")
         raise ValueError(f"--explain: {run} is a run of {program}; give one of sgsd.py")
     banks = load_banks(run)
     if not banks:
         raise ValueError(f"--explain: {run} has no bank yet; wait until its cold start is done")
-    cfg = config.from_dict(config.Config, about["settings"])
+    cfg = config.from_dict(config.Config, config_of_run["settings"])
     # A server gets the adapter through a folder in the run, which stays as it is.
     cfg = replace(cfg, out=str(run), audit_every=1, server=())
     x = Problem("explained", problem, answer)
@@ -636,12 +542,25 @@ def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib
     folder = run.resolve().with_name(name)
     print(f"--explain writes {folder}, a folder beside the run; the run stays as it is")
     shutil.rmtree(folder, ignore_errors=True)
-    files.write_json(folder / "config.json", about)
+    files.write_json(folder / "config.json", config_of_run)
     banks[max(banks)].save(folder / "bank" / "step_000000.json")
     files.append_jsonl(folder / "tokens.jsonl", [row.pop("tokens") for row in rows])
     files.append_jsonl(folder / "rollouts.jsonl", rows)
-    print(f"\n{explanation(collect(folder))}\n")
+    print_draws(collect(folder), step)
     return folder
+
+
+def print_draws(data: dict, step: int) -> None:
+    """The count of right draws, and the first draw of each outcome with all its teachers."""
+    outcomes: dict[str, list[dict]] = {"right": [], "wrong": []}
+    for view in data["rollouts"]:
+        outcomes["right" if view["r"] > 0 else "wrong"].append(view)
+    policy = f"the adapter of step {step}" if step else "the base model"
+    print(f"{len(outcomes['right'])} of {len(data['rollouts'])} solutions by {policy} are right")
+    for outcome, views in outcomes.items():
+        if views:
+            print(f"\nThe first {outcome} one, draw {views[0]['index'] + 1}:")
+            print(in_words(views[0], data["settings"]["eps_a"], views[0]["teachers"]))
 
 
 def explained(run: Any, x: Problem, draws: int) -> list[dict]:
@@ -666,13 +585,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs = [explain(runs[0], args.explain, args.answer, args.draws)]
         out = args.out or (runs[0] if len(runs) == 1 else pathlib.Path()) / "report.html"
         data = write(runs, out)
-    for run, path in zip(data if args.explain is None else [], runs):
-        parts = [f"{path}\n{in_columns(run['summary'])}", audited_solution(run)]
-        print("\n\n".join(part for part in parts if part), end="\n\n")
+    for run in data if args.explain is None else []:
+        print(f"{run['name']}\n{in_columns(run['summary'])}\n")
+        view = run["rollouts"][run["opens"]] if run["rollouts"] else {"teachers": []}
+        if view["teachers"]:
+            print(f"One audited solution, of step {view['step']}:")
+            largest = max(view["teachers"], key=lambda x: abs(x["a"]))
+            print(in_words(view, run["settings"]["eps_a"], [largest]), end="\n\n")
     print(f"written: {out}")
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     distributed.run_and_exit(main)

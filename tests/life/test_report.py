@@ -92,9 +92,8 @@ def test_the_gate_views_equal_the_logs(out, tmp_path):
             a = sum(max(-3, min(3, d)) for d in gaps) / len(gaps)
             assert teacher["a"] == pytest.approx(a, abs=1e-5)
             assert (teacher["rho"] == 0) == (abs(a) <= 0.4)
-            for name, unit in (("delta", 10 ** -shown["digits"]), ("credit", shown["unit"])):
-                for whole, x in zip(shown[name][k], tokens[name][k], strict=True):
-                    assert abs(whole * unit - x) <= 0.51 * unit
+            for name in ("delta", "credit"):
+                assert shown[name][k] == pytest.approx(tokens[name][k], rel=1e-3)
 
 
 def test_the_ledger_equals_a_count_by_hand(out, tmp_path):
@@ -125,7 +124,7 @@ def test_every_entry_leads_to_the_memories_it_came_from(out):
     cold = {memory["problem_id"]: memory for memory in rows(out / "bank/memories.jsonl")}
     data = report.collect(out)
     for row in data["ledger"]:
-        assert len(row["sources"]) == row["all_sources"] > 0
+        assert row["sources"]
         for source, step in row["sources"]:
             memory = data["memories"][source][step]
             assert memory["step"] == step <= row["first"]
@@ -169,12 +168,12 @@ def test_the_ledger_knows_a_dynamic_entry_by_its_text(tmp_path):
         report.ledger(tmp_path)
 
 
-def test_the_timeline_of_start_new_merged_copied_and_pruned(tmp_path):
+def test_the_timeline_of_start_new_merged_and_pruned(tmp_path):
     sources = {"a": ["1"], "b": ["2"], "c": ["3"], "d": ["4"], "ab": ["1", "2"], "new": ["9"]}
     save_bank(tmp_path, 0, "S1", "a", "b", "c", "d", sources=sources)
-    save_bank(tmp_path, 5, "S1", "d", "ab", "new", "s1", sources=sources)
+    save_bank(tmp_path, 5, "S1", "d", "ab", "new", sources=sources)
     first, event = report.timeline(report.load_banks(tmp_path))
-    assert first["sizes"] == [5, 1, 4, 0] and event["sizes"] == [5, 1, 4, 1]
+    assert first["sizes"] == [5, 1, 4] and event["sizes"] == [4, 1, 3]
     assert [mark for mark, *_ in first["changes"]] == ["start"] * 6
     assert first["changes"][-1] == ["start", "common_mistakes", ["err", "", "", ""], []]
     assert event["step"] == 5 and event["note"] == {"step": 5, "added": 1}
@@ -184,7 +183,6 @@ def test_the_timeline_of_start_new_merged_copied_and_pruned(tmp_path):
     assert changes == [
         ("merged", "ab", ["dyn_gen_1", "dyn_gen_2"]),
         ("new", "new", []),
-        ("copied", "s1", []),  # in another case, as a static entry has it (D11)
         ("pruned", "c", []),
     ]
 
@@ -209,7 +207,7 @@ def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, length=9, **chan
     settings |= {"data": "my/train.jsonl", "tau_g": 1.0, "c_delta": 3.0, "eps_a": 0.05, **changes}
     files.write_json(path / "config.json", {"settings": settings})
     row = dict.fromkeys(("problem", "gold", "pred", "text"), text)
-    row |= {"index": 0, "r": 1, "truncated": False, "loss": 0.1, "pairs": [["g", "e"]], "rho": [1]}
+    row |= {"r": 1, "truncated": False, "loss": 0.1, "pairs": [["g", "e"]], "rho": [1]}
     row |= {name: [0.5] for name in ("s_g", "s_e", "alpha", "a_plain", "a", "losses")}
     gaps = {"text": [text] * tokens, "mask": [1] * tokens}
     gaps |= {"delta": [[0.1234] * tokens], "credit": [[0.01, math.nan] + [0.0] * (tokens - 2)]}
@@ -220,7 +218,7 @@ def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, length=9, **chan
         logs["metrics"].append(metrics | {"seconds.gen": 1.0})
         for i in range(per_step):
             name = {"step": step, "problem_id": f"p{i}"}
-            logs["rollouts"].append(name | row)
+            logs["rollouts"].append(name | row | {"index": i})
             logs["tokens"].append(name | gaps)
     for name, lines in logs.items():
         write_rows(path / f"{name}.jsonl", lines)
@@ -243,8 +241,7 @@ def test_the_page_stays_small_and_says_what_it_left_out(tmp_path):
     run = write_run(tmp_path, steps=(1, 2, 3), per_step=8, tokens=500)
     text, (data,) = page([run], tmp_path / "r.html", max_bytes=100_000)
     count = len(data["rollouts"])
-    assert len(text.encode()) < 101_000 and 3 <= count < 24 == data["audited"]
-    assert len(data["left_out"].split(", ")) == 24 - count
+    assert len(text.encode()) < 101_000 and 3 <= count < data["audited"] == 24
     assert {view["step"] for view in data["rollouts"]} == {1, 2, 3}
 
 
@@ -404,14 +401,13 @@ def test_explain_takes_draws_of_one_problem_through_the_method(world_dir, out, t
     (folder,) = tmp_path.glob("run-explain-*")
     data = report.collect(folder)
     assert str(folder) in printed.splitlines()[0] and (folder / "report.html").exists()
-    assert data["summary"][0][1] == "2 by the adapter of step 6"
-    assert data["summary"][1] == ["correct", "0"] and "the first wrong one, draw 1:" in printed
-    assert all(row[1] in printed for row in data["summary"])
+    for words in ("0 of 2", "adapter of step 6", "first wrong one, draw 1:"):
+        assert words in printed
     assert data["explained"] and not report.collect(run)["explained"]
     view, row, other = data["rollouts"][0], *rows(folder / "rollouts.jsonl")
     assert row["completion_ids"] != other["completion_ids"]
     for teacher in view["teachers"]:
-        assert teacher["says"] in printed and teacher["skill"][1] in printed
+        assert f"{abs(teacher['a']):.4f} nats" in printed and teacher["skill"][1] in printed
 
     lm, tokenizer = model.load_model(str(world_dir / "model"), "cpu")
     lm = model.load_adapter(lm, run / "checkpoints/step_000006")
