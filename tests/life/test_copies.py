@@ -109,11 +109,7 @@ def use_rollout(rollout):
 
 
 def use_scoring(scoring):
-    lm, prompts, ids = make_model(), [[5, 6, 7], [8]], [20, 21]
-    logp_BT = scoring.token_logprobs(lm, prompts, [ids, ids])
-    logits_TV = lm(input_ids=torch.tensor([prompts[0] + ids])).logits[0, 2:-1].log_softmax(-1)
-    torch.testing.assert_close(logp_BT[0], logits_TV[[0, 1], ids], atol=1e-4, rtol=1e-4)
-    assert torch.equal(scoring.score_teachers(lm, prompts, ids), logp_BT)
+    assert scoring.score_teachers(make_model(), [[5, 6, 7], [8]], [20, 21]).shape == (2, 2)
 
 
 def use_distributed(distributed):
@@ -138,10 +134,7 @@ def use_model(model):
 
 
 def use_runlog(runlog):
-    row = {"step": 1, "loss": 0.25, "r": -1, "truncated": False, "pred": None, "rho": [1]}
-    row |= {"a": [0.5], "first_gap": [0.1], "completion_ids": [5, 6], "unmasked": 2, "clipped": 0}
-    metrics = runlog.summarize(1, [row], 1.0, 0.1, runlog.Stopwatch().seconds, 0.0)
-    assert runlog.log_line(metrics, 2).startswith("step 1/2 loss +0.2500")
+    assert "torch" in runlog.provenance()["versions"]
 
 
 WITHOUT_TORCH = "skills lib/config lib/verify lib/files lib/served".split()

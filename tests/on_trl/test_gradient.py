@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import conftest
+import driver
 import pytest
 import torch
 import trl_worlds
@@ -36,7 +37,7 @@ def rollouts_of(run, rows):
     for i, (x, ids) in enumerate(zip(PROBLEMS, rows)):
         prompt = trl_worlds.student_ids(tokenizer, x.problem)
         jobs.append(rollout.Job(i, prompt, 0, 0, x, ids))
-    (judged,) = rollout.rollouts(tokenizer, run.stops, trl_worlds.ByAnswer(), [jobs])
+    (judged,) = rollout.rollouts(tokenizer, run.stops, driver.CoinVerifier(), [jobs])
     return [roll for _, roll in judged]
 
 

@@ -20,25 +20,16 @@ from transformers import TrainerCallback
 if __name__ == "__main__" and sys.argv[1].startswith("sharded"):
     fsdp_on_gloo.install()  # before accelerate makes its state
 
+import driver
+
 import rollout
 import scoring
 import skills
 from extras import on_trl
 from lib import model as lib_model
-from lib import verify
 from lib.problems import Problem
 
 END = 265  # the stop id of the tests' model
-
-
-class ByAnswer(verify.Judge):
-    """Right where the reference leaves 1 divided by 4, whatever the solution says."""
-
-    def judge(self, cases):
-        verdicts = []
-        for problem, text in cases:
-            verdicts.append(verify.Verdict(self.answer(text), int(problem.answer) % 4 == 1))
-        return verdicts
 
 
 PROBLEMS = [Problem(x["id"], x["problem"], x["answer"]) for x in conftest.PROBLEMS]
@@ -119,7 +110,7 @@ def trainer(args, lm, rows=None, eval_problems=(), callbacks=None):
         problems,
         conftest.make_bank(),
         conftest.fake_embed,
-        ByAnswer(),
+        driver.CoinVerifier(),
         eval_problems,
         processing_class=conftest.make_tokenizer(),
         rollout_func=given_rollouts(rows) if rows else None,
