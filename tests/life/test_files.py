@@ -45,13 +45,6 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path):
     assert files.read_json(file) == "two" and names(tmp_path) == ["b", "a.json"]
 
 
-def test_a_file_never_takes_the_place_of_a_directory(tmp_path):
-    (tmp_path / "runs/a").mkdir(parents=True)
-    with pytest.raises(OSError, match="runs"):
-        files.write_json(tmp_path / "runs", "page")
-    assert (tmp_path / "runs/a").is_dir()
-
-
 # ------------------------------------------------------------------------------------------- JSON
 
 
