@@ -68,22 +68,14 @@ class SkillBank:
         """Read a bank's JSON. ValueError names the file, the entry and the wrong field."""
         try:
             data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as e:
-            cause = e.strerror if isinstance(e, OSError) else f"{e}; is it a bank's JSON?"
-            raise ValueError(f"bank {path}: cannot be read: {cause}") from None
-        if not isinstance(data, dict):
-            raise ValueError(f"bank {path}: a JSON object is wanted, got {type(data).__name__}")
+        except (OSError, ValueError) as e:
+            raise ValueError(f"bank {path}: cannot be read: {e}") from None
         for key in FIELDS:
-            if not isinstance(data.get(key), list):
-                raise ValueError(f"bank {path}: `{key}` must be a list; found: {', '.join(data)}")
+            if not isinstance(data, dict) or not isinstance(data.get(key), list):
+                raise ValueError(f"bank {path}: it needs an object with the list `{key}`")
             _check_entries(data[key], key, f"bank {path}: {key}")
-        metadata = data.pop("metadata", {})
-        if not isinstance(metadata, dict) or not isinstance(metadata.get("updates", []), list):
-            raise ValueError(f"bank {path}: `metadata` must be an object, `updates` in it a list")
-        window = data.pop("window", [])
-        if not isinstance(window, list):
-            raise ValueError(f"bank {path}: `window` must be a list")
         lists = data.pop("general_skills"), data.pop("common_mistakes")
+        metadata, window = data.pop("metadata", {}), data.pop("window", [])
         return cls(*lists, metadata, extra=data, window=window)
 
     def save(self, path: str | pathlib.Path) -> None:
@@ -125,10 +117,8 @@ class SkillBank:
         """The min(k, |G|, |E|) best pairs for a problem, paired rank by rank (Eq. 2, S8).
 
         Scores are cosine similarities. Equal scores keep the bank's order. A bank embeds an entry
-        once per `embed`. If one list is empty, there are no pairs. ValueError on k < 1.
+        once per `embed`. If one list is empty, there are no pairs.
         """
-        if k < 1:
-            raise ValueError(f"retrieve (Eq. 2) needs k >= 1, got {k}")
         if not self.general_skills or not self.common_mistakes:
             return []
         query_d = _normalized(embed([problem]))[0]
@@ -152,16 +142,15 @@ class SkillBank:
 
 def _check_entries(entries: list, key: str, where: str) -> None:
     """ValueError unless every entry has its id and its three fields (App. C), and ids differ."""
-    seen_ids = set()
+    names, seen_ids = (IDS[key], *FIELDS[key]), set()
     for i, entry in enumerate(entries):
         values = entry if isinstance(entry, dict) else {}
-        names = (IDS[key], *FIELDS[key])
         missing = [name for name in names if not isinstance(values.get(name), str)]
         if missing:
             raise ValueError(f"{where}[{i}] lacks the strings {', '.join(missing)} (App. C)")
-        if values[IDS[key]] in seen_ids or not isinstance(values.get("sources", []), list):
-            raise ValueError(f"{where}[{i}] needs its own id, and a list for any `sources`")
-        seen_ids.add(values[IDS[key]])
+        if entry[IDS[key]] in seen_ids:
+            raise ValueError(f"{where}[{i}] needs an id of its own, got {entry[IDS[key]]} again")
+        seen_ids.add(entry[IDS[key]])
 
 
 def entry_text(entry: dict, key: str) -> str:
@@ -233,8 +222,6 @@ def render_merge(items: list[dict], key: str) -> str:
 # A reply may put prose, thinking and code fences around its JSON, LaTeX into its strings, a comma
 # too many, or break off. `read_items` does not know what the items are about.
 
-MAX_REPLY = 100_000  # characters of a reply that are read
-MAX_EFFORT = 1_000_000  # characters decoded in vain: "[[[[..." would take quadratic time
 _OPENING = re.compile(r"[{\[]")
 # LaTeX commands begin like JSON's \b, \f, \n, \r and \t, of which models mean only the line feed
 # and the tab. Commands that begin with n:
@@ -261,29 +248,21 @@ def read_items(text: str, key: str, fields: Sequence[str]) -> tuple[list[dict], 
     backslashes and trailing commas are repaired; a single object counts as a list of one; a reply
     that was cut off gives its complete items. Never raises on a str.
     """
-    after_thinking = text.rpartition("</think>")[2].partition("<think>")[0][:MAX_REPLY]
-    escaped = _BACKSLASH.sub(lambda match: match[1] or r"\\", after_thinking)
-    without_commas = re.sub(r",(\s*[}\]])", r"\1", escaped)
-    # Removing commas can spoil a string that holds ",]", so both are read and the better counts.
-    readings = [_scan(escaped, key, fields), _scan(without_commas, key, fields)]
-    return max(readings, key=lambda reading: (reading[1], len(reading[0])))
-
-
-def _scan(text: str, key: str, fields: Sequence[str]) -> tuple[list[dict], bool]:
-    """`read_items` of the JSON in a text: decode a value at each opening bracket in turn."""
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
+    text = _BACKSLASH.sub(lambda match: match[1] or r"\\", text)
+    text = re.sub(r",(\s*[}\]])", r"\1", text)  # trailing commas
     decoder = json.JSONDecoder(strict=False)
     # A list promises items, so an invalid entry in it makes the reply broken. An object on its own
     # promises nothing: it is an item, or we look inside it.
     listed: list[Any] = []
     standalone: list[Any] = []
-    broken, at, effort = False, 0, 0
-    while effort < MAX_EFFORT and (opening := _OPENING.search(text, at)):
+    broken, at = False, 0
+    # Decode a value at each opening bracket in turn.
+    while opening := _OPENING.search(text, at):
         at = opening.end()
         try:
             value, end = decoder.raw_decode(text, opening.start())
-        except (ValueError, RecursionError) as e:
-            reached = e.pos if isinstance(e, json.JSONDecodeError) else len(text)
-            effort += reached - at + 300  # an exception has its own price
+        except (ValueError, RecursionError):
             # A bracket before {, [ or a quote is JSON that broke off; any other is prose.
             broken = broken or text[at : at + 100].lstrip()[:1] in ("{", "[", '"')
             continue
@@ -293,9 +272,8 @@ def _scan(text: str, key: str, fields: Sequence[str]) -> tuple[list[dict], bool]
             listed += value
         elif item_of(value, fields):
             standalone.append(value)
-        else:  # some other value: look inside
-            effort += end - at
-            continue
+        else:
+            continue  # some other value: look inside
         at = end
     items = []
     for value in listed + standalone:
@@ -313,12 +291,8 @@ def item_of(value: Any, fields: Sequence[str]) -> dict | None:
     texts = [values.get(name) for name in fields]
     if not all(isinstance(text, str) and text.strip() for text in texts):
         return None
-    return {name: _encodable(values[name].strip()) for name in fields}
-
-
-def _encodable(text: str) -> str:
-    """The text with "?" for halves of surrogate pairs, which no file or terminal accepts."""
-    return text.encode("utf-8", "replace").decode()
+    # "?" stands for halves of surrogate pairs, which no file or terminal accepts.
+    return {name: values[name].strip().encode("utf-8", "replace").decode() for name in fields}
 
 
 # -------------------------------------------------------------------- asking for items (Algs. 2-4)
@@ -356,11 +330,8 @@ def merge(
 
     items: the candidates C. group_size: H. patience: P. A group stays as it is unless its reply is
     whole, has an item (S11), and has no more items than the group: a merge may merge, but never
-    lose or add. An entry's `sources` follow it. ValueError on H < 2 or P < 1.
+    lose or add. An entry's `sources` follow it.
     """
-    if group_size < 2 or patience < 1:
-        sizes = f"{group_size} and {patience}"
-        raise ValueError(f"merge (Alg. 3) needs group_size >= 2 and patience >= 1, got {sizes}")
     layers: list[dict] = []
     stagnant = 0  # line 1
     while True:  # line 2
@@ -531,7 +502,9 @@ def evolve(
     update: dict[str, Any] = {"step": step, "success": success, "lost_replies": lost}
     static, before, after = {}, {}, {}
     for key in FIELDS:
-        static[key], before[key] = _static_and_dynamic(bank, key)
+        entries = bank.collection(key)
+        static[key] = [entry for entry in entries if not entry[IDS[key]].startswith(DYNAMIC)]
+        before[key] = [entry for entry in entries if entry[IDS[key]].startswith(DYNAMIC)]
         after[key], counts = evolve_list(
             static[key], before[key], candidates[key], key, complete, group_size, patience
         )
@@ -577,49 +550,28 @@ def limit_growth(
 ) -> dict[str, list[dict]]:
     """The lists with at most C entries each and N more than before together (Alg. 4, line 13).
 
-    The list that grows more gives way (S12).
+    The list that grows more loses its last entries (S12).
     """
-    sizes = {key: min(len(after[key]), dynamic_capacity) for key in after}
-    growth = {key: max(0, sizes[key] - len(before[key])) for key in after}
-    while sum(growth.values()) > max_new_items:
+    limited = {key: after[key][:dynamic_capacity] for key in after}
+    while True:
+        growth = {key: max(0, len(limited[key]) - len(before[key])) for key in limited}
+        if sum(growth.values()) <= max_new_items:
+            return limited
         larger = max(growth, key=lambda key: growth[key])
-        growth[larger] -= 1
-    limited = {}
-    for key in after:
-        limited[key] = after[key][: min(sizes[key], len(before[key]) + growth[key])]
-    return limited
-
-
-def _static_and_dynamic(bank: SkillBank, key: str) -> tuple[list[dict], list[dict]]:
-    """The entries of the first bank, and those that online evolution added."""
-    static: list[dict] = []
-    dynamic: list[dict] = []
-    for entry in bank.collection(key):
-        (dynamic if entry[IDS[key]].startswith(DYNAMIC) else static).append(entry)
-    return static, dynamic
+        limited[larger].pop()
 
 
 def describe(bank: SkillBank) -> str:
-    """A bank in one line: what it holds and, where it has such numbers, what it was made from."""
-    try:
-        return f"bank: {bank.sizes}{_made_from(bank.metadata)}"
-    except (LookupError, TypeError, ValueError):  # a bank from elsewhere
-        return f"bank: {bank.sizes}"
-
-
-def _made_from(about: dict) -> str:
-    """What a bank was last made from, by its metadata; LookupError where a number is missing."""
-    if about.get("updates"):
-        last = about["updates"][-1]
-        line = "; evolved after step {step} with success {success:.2f}".format(**last)
-        new, candidates = (
-            sum(last[f"{what}_{key}"] for key in FIELDS) for what in ("net_new", "candidate")
-        )
-        line += f": {new} net new from {candidates} candidates, {last['lost_replies']} replies lost"
-        return line
-    line = " from {input_general_skills} and {input_common_mistakes} candidates, written from "
-    line += "{seed_solutions} solutions, {right_seed_solutions} correct and "
-    return (line + "{truncated_seed_solutions} cut; {lost_replies} replies lost").format(**about)
+    """A bank in one line: what it holds and, where we made it, what it was last made from."""
+    line = f"bank: {bank.sizes}"
+    if bank.metadata.get("updates"):
+        form = ", evolved after step {step} with success {success:.2f}; {lost_replies} replies lost"
+        return line + form.format(**bank.metadata["updates"][-1])
+    if "right_seed_solutions" in bank.metadata:
+        line += " from {input_general_skills} and {input_common_mistakes} candidates, written from "
+        line += "{seed_solutions} solutions, {right_seed_solutions} correct; "
+        line += "{lost_replies} replies lost"
+    return line.format(**bank.metadata)
 
 
 def refuse_short(bank: SkillBank, path: str, num_teachers: int) -> None:
@@ -630,9 +582,7 @@ def refuse_short(bank: SkillBank, path: str, num_teachers: int) -> None:
     shorter = min(len(bank.general_skills), len(bank.common_mistakes))
     where = f"--bank {path}: {bank.sizes}" if path else describe(bank)
     if not shorter:
-        fix = "give another bank"
-        if not path:
-            fix = "in a new --out try a --bank, other problems or a larger --cold-start"
+        fix = "in a new --out try another --bank or a larger --cold-start"
         raise ValueError(f"{where}: no pair, no teacher (S8); {fix}")
     if path and shorter < num_teachers:
         raise ValueError(f"{where}: --num-teachers {num_teachers} needs as many of each; lower it")
@@ -643,11 +593,9 @@ def longest_pairs(bank: SkillBank, k: int, size: Callable[[str], int]) -> list[S
 
     size: of a text, such as its number of tokens.
     """
-    longest = []
-    for key, name in (("general_skills", "skill"), ("common_mistakes", "mistake")):
-        by_size = sorted((size(render(name, e)), i) for i, e in enumerate(bank.collection(key)))
-        longest.append([bank.collection(key)[i] for _, i in by_size[::-1][:k]])
-    return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*longest)]
+    skills = sorted(bank.general_skills, key=lambda e: size(render("skill", e)), reverse=True)
+    mistakes = sorted(bank.common_mistakes, key=lambda e: size(render("mistake", e)), reverse=True)
+    return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(skills[:k], mistakes[:k])]
 
 
 def _without_copies(entries: list[dict], static: list[dict], key: str) -> list[dict]:

@@ -90,8 +90,7 @@ def load_problems(
     problems = [x for key, x in first_copies.items() if key not in conflicting]
     counts |= {"conflicting": len(conflicting), "kept": len(problems)}
     if not problems:
-        dropped = [f"{n} {name.replace('_', ' ')}" for name, n in counts.items() if n]
-        what = f"no problem is left ({', '.join(dropped) or 'it is empty'})"
+        what = f"no problem is left ({counts})"
         raise ValueError(f"{source}: {what}; is this the right file or split?")
     return problems, counts
 
@@ -102,9 +101,9 @@ def _problems(source: str, split: str, fields: Fields) -> Iterator[tuple[dict, P
     rows = 0
     for where, row in _rows(source, split):
         try:
-            fields_of_row = _object_of(row)
+            fields_of_row: Any = json.loads(row) if isinstance(row, str) else row
             x = _problem(fields_of_row, rows, fields)
-        except (ValueError, RecursionError) as e:  # JSON may be nested too deep
+        except ValueError as e:  # also one of JSON
             wrong.setdefault(str(e), []).append(where)
         else:
             yield fields_of_row, x
@@ -116,62 +115,43 @@ def _problems(source: str, split: str, fields: Fields) -> Iterator[tuple[dict, P
         raise ValueError(what + "; ".join(causes[:5]))
 
 
-def _object_of(row: object) -> dict:
-    """A row, or a line of JSON, as a dict."""
-    if isinstance(row, str):
-        try:
-            row = json.loads(row)
-        except ValueError as e:
-            raise ValueError(f"not a JSON line ({e}); each line must hold one object") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
-    return row
-
-
 def _problem(row: dict, index: int, fields: Fields) -> Problem:
     """One row as a problem; ValueError where a field is missing, empty or not a string."""
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
     columns = f"its fields: {', '.join(map(str, row)) or 'none'}"
-    if "prompt" in row and isinstance(row.get("reward_model"), dict):
+    if "prompt" in row and "reward_model" in row:
         row = _dapo(row, fields) | row
-    if fields.problem not in row and {"problem", "answer"} <= row.keys():
-        fields = Fields()  # plain names are always understood
     if fields.problem not in row or fields.answer not in row:
         rule = f"a row needs `{fields.problem}` and `{fields.answer}`"
-        fix = "name them by --problem-field and --answer-field"
-        raise ValueError(f"{rule} (or DAPO's `prompt` and `reward_model`); {columns}; {fix}")
+        raise ValueError(f"{rule}; {columns}; name them by --problem-field and --answer-field")
     problem, answer = row[fields.problem], row[fields.answer]
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     if type(answer) is int:
         answer = str(answer)
     for name, value in ((fields.problem, problem), (fields.answer, answer)):
-        if value is None or (isinstance(value, str) and not value.strip()):
-            raise ValueError(f"`{name}` is empty; fill it in, or drop the row; {columns}")
-        if not isinstance(value, str):
-            got = f"got {type(value).__name__} {str(value)[:40]!r}"
-            raise ValueError(f"`{name}` must be a string, {got}; put it in quotes")
+        if not isinstance(value, str) or not value.strip():
+            got = f"got {str(value)[:40]!r}"
+            raise ValueError(f"`{name}` must be a string with text, {got}; {columns}")
     if fields.answer_after:
         _, mark, answer = answer.rpartition(fields.answer_after)
         if not mark or not answer.strip():
-            rule = f"`{fields.answer}` has nothing after {fields.answer_after!r}"
-            raise ValueError(f"{rule} (--answer-after): {row[fields.answer]!r:.60}")
+            rule = f"has nothing after --answer-after {fields.answer_after!r}"
+            raise ValueError(f"`{fields.answer}` {rule}: {row[fields.answer]!r:.60}")
     extra = {k: v for k, v in row.items() if k not in ("id", fields.problem, fields.answer)}
     return Problem(str(row.get("id", index)), problem.strip(), answer.strip(), extra)
 
 
 def _dapo(row: dict, fields: Fields) -> dict:
     """Problem, answer and id of a row of DAPO-Math, whose problem is in a chat."""
-    problem = row["prompt"]
-    if isinstance(problem, list) and problem:
-        problem = problem[-1]
-    if isinstance(problem, dict):
-        problem = problem.get("content")
-    if isinstance(problem, str):
-        problem = problem.strip().removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)
-    plain = {fields.problem: problem, fields.answer: row["reward_model"].get("ground_truth")}
-    if isinstance(row.get("extra_info"), dict) and "index" in row["extra_info"]:
-        plain["id"] = row["extra_info"]["index"]
-    return plain
+    try:
+        problem = row["prompt"][-1]["content"].strip()
+        answer, index = row["reward_model"]["ground_truth"], row["extra_info"]["index"]
+    except (LookupError, TypeError, AttributeError) as e:
+        raise ValueError(f"`prompt` and `reward_model` are not DAPO-Math's ({e!r})") from None
+    problem = problem.removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)
+    return {fields.problem: problem, fields.answer: answer, "id": index}
 
 
 def _rows(source: str, split: str) -> Iterator[tuple[str, object]]:
@@ -181,15 +161,13 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, object]]:
         if path.suffix in (".jsonl", ".json", ".parquet"):
             raise ValueError(f"{source}: no such file; check the path")
         hub, _, configuration = source.partition(":")
-        fix = "check --data HUB_ID:CONFIGURATION and --split; a JSONL file works offline"
-        yield from _hub_rows(source, fix, hub, split=split, name=configuration or None)
+        yield from _hub_rows(source, hub, split=split, name=configuration or None)
     elif path.suffix in (".jsonl", ".json"):
         yield from _json_rows(path)
     elif path.is_dir():  # test.parquet is no training data: the library knows splits by name
-        yield from _hub_rows(source, "check its files and --split", source, split=split)
+        yield from _hub_rows(source, source, split=split)
     elif path.suffix == ".parquet":
-        fix = "is it a parquet file, and whole?"
-        yield from _hub_rows(source, fix, "parquet", split="train", data_files=source)
+        yield from _hub_rows(source, "parquet", split="train", data_files=source)
     else:
         raise ValueError(f"{source}: must be a .jsonl or .parquet file; convert it")
 
@@ -204,8 +182,8 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, str]]:
             yield f"{file}:{i}", line
 
 
-def _hub_rows(source: str, fix: str, *where: str, **options: Any) -> Iterator[tuple[str, dict]]:
-    """The rows of `datasets.load_dataset(*where, **options)`. fix: what to do if it fails."""
+def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, dict]]:
+    """The rows of `datasets.load_dataset(*where, **options)`."""
     import datasets  # only hub ids and parquet need it
 
     datasets.disable_progress_bars()
@@ -219,7 +197,7 @@ def _hub_rows(source: str, fix: str, *where: str, **options: Any) -> Iterator[tu
                 row += 1
     except Exception as e:  # the library raises many kinds: offline, no such id, no such split
         cause = f"{type(e).__name__}: {textwrap.shorten(str(e), 300, placeholder=' ...')}"
-        raise ValueError(f"{source}: could not read it ({cause}); {fix}") from None
+        raise ValueError(f"{source}: not read ({cause}); check --data and --split") from None
 
 
 # -------------------------------------------------------------------------------- evaluation sets
@@ -245,11 +223,9 @@ def refuse_unanswerable(problems: Sequence[Problem], where: str) -> None:
     """ValueError for a reference that holds more than a final answer, so that none can equal it."""
     for x in problems:
         if "####" in x.answer or "\n" in x.answer:
-            what = (
-                f"the reference of problem {x.id} holds more than the answer: ...{x.answer[-40:]!r}"
-            )
-            fix = "no solution could equal it; name the mark before the answer by --answer-after"
-            raise ValueError(f"{where}: {what}; {fix}")
+            what = f"the reference of problem {x.id} holds more than the answer"
+            fix = "name the mark before the answer by --answer-after"
+            raise ValueError(f"{where}: {what}: ...{x.answer[-40:]!r}; {fix}")
 
 
 def fingerprint(problem: str) -> str:

@@ -1,7 +1,6 @@
 """Verdicts: the answer in a text, known pairs, copies, hostile answers, processes, own judges."""
 
 import json
-import math
 import os
 import pathlib
 import random
@@ -44,34 +43,27 @@ def mistakes(verifier, pairs, wanted):
 # ------------------------------------------------------------------------------ reading the answer
 
 ANSWERS = {
-    r"\boxed{5}": "5",
     r"so $\boxed{5}$.": "5",
-    r"\boxed {5}": "5",
-    "\\boxed{\n5\n}": "5",
+    "\\boxed {\n5\n}": "5",
     r"\boxed{1} and \boxed{2}": "2",
     r"\boxed{\frac{1}{\sqrt{2}}}": r"\frac{1}{\sqrt{2}}",
-    r"\boxed{\{1\}}": r"\{1\}",
     r"\boxed{\left\{1,2\right.}": r"\left\{1,2\right.",
     r"\boxed{\boxed{5}}": "5",
     r"\boxed{}": "",
     # never closed, or no box
-    r"\boxed{5": None,
     r"\boxed{5} no: \boxed{6": None,
     r"\fbox{5}": None,
     "5": None,
     "": None,
     # a box without braces ends at a dollar sign
-    r"$\boxed 5$": "5",
     r"$\boxed 12 $.": "12",
     r"\boxed 5": None,
-    r"\boxed{6} $\boxed 5$": "5",
     # thinking holds no answer
     r"<think>\boxed{5}</think> so 6": None,
     r"<think>\boxed{5}</think> \boxed{6}": "6",
     r"<think>\boxed{5}": None,
     r"\boxed{5}</think>": None,
     r"</think>\boxed{6}<think>\boxed{5}": "6",
-    r"<think>a</think><think>b</think>\boxed{5}": "5",
 }
 
 
@@ -210,46 +202,27 @@ def test_a_copied_formula_is_shown_as_the_answer_and_wrong_in_a_batch_as_one_by_
 # ------------------------------------------  answers that are right without knowing the reference
 
 REFERENCES = r"""
-0   1   -1   2   5   10   42   100   1234   -17   2024   \frac{1}{2}   \frac{3}{7}   -\frac{2}{3}
-1\frac{1}{2}   0.08   3.14   \sqrt{2}   2\sqrt{3}   \frac{1+\sqrt{5}}{2}   -1-\sqrt{7}   \pi
-\frac{\pi}{6}   4\pi-2   e^2   \ln 2   \log_2 3   \binom{10}{3}   20!   3+4i   i   50\%   90^\circ
-15\text{ cm}^2   52_8   1:2   8:34\text{ p.m.}   (1,2)   (0,3,-1)   [0,1)   (-\infty,3]
-(-\infty,0)\cup(0,\infty)   [-2,7]   1,2   \{1,2,3\}   \{0\}   \pm 5   3\pm2\sqrt{2}   x^2+1   2k+2
-\sin x   \frac{x}{y}   ab   n(n+1)   y=2x+3   x^2+y^2=25   5x-7y+4=0   x\ge 3   -3<x<5
-\begin{pmatrix}1\\2\end{pmatrix}   \text{Evelyn}   \text{even}   \text{(C)}   Yes   AB   f(x)=x^2
+0   1   -1   42   \frac{1}{2}   0.08   \sqrt{2}   \pi   \ln 2   3+4i   50\%   90^\circ
+15\text{ cm}^2   52_8   1:2   (1,2)   [0,1)   (-\infty,0)\cup(0,\infty)   1,2   \{1,2,3\}
+\pm 5   x^2+1   n(n+1)
+y=2x+3   x\ge 3   \begin{pmatrix}1\\2\end{pmatrix}   \text{even}   \text{(C)}   Yes   f(x)=x^2
 """
-COUNT = [str(i) for i in range(-3, 13)]
-JOINTS = [",", ", ", " ", " or ", ";", "/", "|", "=", "<", r"\ne ", r"\le ", r"\approx ", r"\\"]
-ZEROS = {"0", r"\{0\}"}  # one value to the verdict: "0" itself is right for both
+# Not finite, a problem, nothing, everything, relations that always hold, guesses, programs, signs.
+TRICKS = r"""
+\infty-\infty   2^\infty   \frac{x}{0}   oo-oo   0\cdot oo   \int dx   \emptyset   (-\infty,\infty)
+everything   \exists x   x   0x=0   0<1   x=0=1=2=5   0,1,-1,2,42   \{-1,0,1,2,3,42\}   1-100
+\boxed{1} \text{ or } \boxed{42}   \text{A, B, C or D}   1\pm 0   S.Reals   max(2,42)   *   \text{ }
+"""
 
 
-def tricks():
-    """Answers that say no value, or several.
-
-    Not finite; problems for answers; nothing and everything; symbols; relations that hold always or
-    for many; listings of guesses; signs, units and bases; programs; odd forms.
-    """
-    listed = (ROOT / "tests/data/tricks.txt").read_text().splitlines()
-    listed += [joint.join(COUNT) for joint in JOINTS]
-    listed += [f"x={'='.join(COUNT)}", rf"\{{{','.join(COUNT)}\}}", f"({','.join(COUNT)})"]
-    return listed + ['""', "\u200b", "\u202e", "\ud800", "\x00", r"\,", r"\ ", r"\text{ }"]
-
-
-@pytest.mark.parametrize("n", [1, pytest.param(80, marks=pytest.mark.long)])
-def test_no_trick_is_right_for_two_references(n):
-    """A sample of the tricks against all references; one that says a value is right for that."""
-    golds = re.split(r" {3,}|\n", REFERENCES.strip())
-    assert len(tricks()) > 400 and len(golds) > 60
-    with Verifier(timeout_s=5.0, workers=2) as v:
-        for trick in random.Random(n).sample(tricks(), n):
-            right_for = {gold for gold, _ in mistakes(v, [(gold, trick) for gold in golds], False)}
-            assert len(right_for) <= 1 or right_for == ZEROS, (trick, right_for)
-
-
-def test_sympys_infinity_is_right_for_no_finite_reference(verifier):
-    answers = ["oo-oo", "oo - oo", "x=oo-oo", r"0\cdot oo", "oo"]
-    pairs = [(gold, answer) for gold in (*ZEROS, "1", "5") for answer in answers]
-    assert mistakes(verifier, pairs, False) == []
+def test_no_trick_is_right_for_two_references(verifier):
+    """One that says a value may be right for that."""
+    golds, tricks = (re.split(r" {3,}|\n", text.strip()) for text in (REFERENCES, TRICKS))
+    for trick in [*tricks, '""', "\u200b", "\ud800", "\x00"]:
+        pairs = [(gold, trick) for gold in golds]
+        right_for = [gold for gold, _ in mistakes(verifier, pairs, False)]
+        assert len(right_for) <= 1, (trick, right_for)
+    assert mistakes(verifier, [("0", "oo-oo"), ("0", r"0\cdot oo")], False) == []
 
 
 # ------------------------------------------------------------------------- hostile answers and fuzz
@@ -347,9 +320,6 @@ import os, sys, threading, time
 from lib.verify import Verifier
 v = Verifier(timeout_s=2.0)
 v.verify("1/2", "2/4")
-if sys.argv[1] == "fork" and os.fork() == 0:  # holds the pipe to the worker open
-    time.sleep(20)
-    os._exit(0)
 if sys.argv[1] == "busy":
     threading.Thread(target=v.verify, args=("7", "9^{9^{9^9}}+x")).start()
 print("ready", flush=True)
@@ -357,7 +327,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("state", ["idle", "busy", "fork"])
+@pytest.mark.parametrize("state", ["idle", "busy"])
 def test_the_worker_ends_when_its_parent_is_killed(state):
     command = [sys.executable, "-c", PARENT, state]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
@@ -488,24 +458,12 @@ def test_tiny_numbers_are_compared_by_their_ratio():
         assert verify.math_verdict(gold, pred) == right, (gold, pred)
 
 
-def test_an_exception_in_a_judge_names_the_answer_and_the_problem():
-    class Broken(verify.Judge):
-        def is_right(self, problem, answer):
-            return int(answer) == 1
-
-    with pytest.raises(ValueError) as error:
-        Broken().judge([(asked("How many?", "1"), r"\boxed{one}")])
-    (note,) = error.value.__notes__
-    assert "'one'" in note and "How many?" in note
-
-
-@pytest.mark.parametrize("wrong", [{"timeout_s": 0.0}, {"timeout_s": math.nan}, {"workers": 0}])
+@pytest.mark.parametrize("wrong", [{"timeout_s": 0.0}, {"workers": 0}])
 def test_limits_that_make_no_sense_are_refused(wrong):
     one_line(lambda: Verifier(**wrong), *wrong.values())
 
 
 NAMES = {  # a --verifier, and what is said of it
-    "mine": "MODULE:CLASS",
     "math": "MODULE:CLASS",
     "math:": "MODULE:CLASS",
     "nowhere:Even": "nowhere",

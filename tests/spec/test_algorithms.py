@@ -10,7 +10,7 @@ import random
 import re
 
 import pytest
-from conftest import answer, item, items, make_bank, one_line
+from conftest import answer, item, items, make_bank
 
 import rollout
 import skills
@@ -298,11 +298,6 @@ def test_no_field_is_invented_and_none_is_lost():
     assert skills.merge(noted, G, Model(refuse))[0] == noted
 
 
-@pytest.mark.parametrize("sizes", [{"group_size": 1}, {"group_size": -3}, {"patience": 0}])
-def test_sizes_that_cannot_be(sizes):
-    one_line(lambda: skills.merge(PAIR, G, Model(refuse), **sizes), "group_size", "patience")
-
-
 # ------------------------------------------------------ Algorithm 2, lines 15-16: the first bank
 
 
@@ -333,16 +328,6 @@ def test_alg2_lines_15_and_16_the_first_bank_by_hand():
         "common_mistake_merge_layers": [layer(0, 2, 1, 1, 0, reason=ROOT_GROUP)],
     }
     assert all(number in skills.describe(bank) for number in ("2 skills", "1 mistakes", "4", "3"))
-
-
-def test_a_bank_that_says_less_of_its_making_is_described_by_what_it_holds():
-    bank = skills.cold_start([memory(1), memory(2, -1)], extracting(2))
-    sizes = f"bank: {bank.sizes}"
-    assert skills.describe(bank) != sizes
-    del bank.metadata["truncated_seed_solutions"]  # as in a bank of an earlier version
-    assert skills.describe(bank) == sizes
-    for metadata in ({"seed_solutions": 12}, {"updates": [{"step": 1}]}, {"updates": ["one"]}):
-        assert skills.describe(skills.SkillBank([], [], metadata)).startswith("bank: 0 skills")
 
 
 def test_no_memory_and_no_readable_reply_give_an_empty_bank():

@@ -119,23 +119,16 @@ def test_nothing_to_read(text):
     assert read(text) == ([], False)
 
 
-HOSTILE = {
-    "1 MB of prose and a reply": answer(PAIR) + "so it is. " * 100_000,
-    "1 MB in one string": '{"title": "' + "x" * 1_000_000,
-    "1 MB of backslashes": "\\" * 1_000_000,
-    "1 MB of thinking": "<think>" * 140_000,
-    "100k [": "[" * 100_000,
-    "[ and ] nested": "[" * 50_000 + "]" * 50_000,
-    "objects nested": '{"a":' * 15_000 + "1" + "}" * 15_000,
-    "long lists that never end": ("[" + "0," * 500) * 100,
-    "numbers deep in lists": "[" * 900 + "0," * 45_000 + "0" + "]" * 900,
-    "a string deep in lists that never end": "[" * 900 + '"' + "x" * 99_000,
-    "answers in answers": f'{{"{KEY}": [' * 5_000,
-    "a number of 90,000 digits": "[" + "9" * 90_000 + "]",
+HOSTILE = {  # as long as replies get
+    "one string": '{"title": "' + "x" * 20_000,
+    "[": "[" * 5_000,
+    "objects nested": '{"a":' * 5_000 + "1" + "}" * 5_000,
+    "lists that never end": ("[" + "0," * 50) * 100,
+    "answers in answers": f'{{"{KEY}": [' * 500,
+    "a number of 9,000 digits": "[" + "9" * 9_000 + "]",
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_reading_a_hostile_reply_comes_to_an_end(name):
-    expected = PAIR if name.endswith("a reply") else []
-    assert read(HOSTILE[name])[0] == expected
+def test_a_hostile_reply_has_no_items(name):
+    assert read(HOSTILE[name])[0] == []
