@@ -565,8 +565,12 @@ def describe(bank: SkillBank) -> str:
     """A bank in one line: what it holds and, where we made it, what it was last made from."""
     line = f"bank: {bank.sizes}"
     if bank.metadata.get("updates"):
-        form = ", evolved after step {step} with success {success:.2f}; {lost_replies} replies lost"
-        return line + form.format(**bank.metadata["updates"][-1])
+        last = bank.metadata["updates"][-1]
+        new = sum(last[f"net_new_{key}"] for key in FIELDS)
+        candidates = sum(last[f"candidate_{key}"] for key in FIELDS)
+        line += f", evolved after step {last['step']} with success {last['success']:.2f}: "
+        line += f"{new} net new from {candidates} candidates, {last['lost_replies']} replies lost"
+        return line
     if "right_seed_solutions" in bank.metadata:
         line += " from {input_general_skills} and {input_common_mistakes} candidates, written from "
         line += "{seed_solutions} solutions, {right_seed_solutions} correct; "
