@@ -47,17 +47,12 @@ def apply(diff, folder, *options):
     assert done.returncode == 0, done.stderr
 
 
-def call(words, folder):
-    """What a Python process has done in the copy."""
-    command = [sys.executable, *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
-
-
 def run(command, folder, more=""):
     """What a command prints that must succeed. more: flags that overrule its own."""
     python, *words = shlex.split(command.replace("\\\n", " "))
     assert python == "python"
-    done = call([*words, *shlex.split(more)], folder)
+    words = [sys.executable, *words, *shlex.split(more)]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

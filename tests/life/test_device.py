@@ -4,7 +4,6 @@ import pytest
 import torch
 from conftest import make_model
 
-import rollout
 import scoring
 from lib.model import trained, with_adapters
 
@@ -46,13 +45,3 @@ def test_a_left_padded_row_has_the_logits_of_the_row_alone(dtype):
         alone = model(input_ids=torch.tensor([row], device=DEVICE)).logits[0, -1]
         tol = 1e-3 if dtype == torch.float32 else 0.1
         torch.testing.assert_close(padded[i], alone, atol=tol, rtol=tol)
-
-
-def test_greedy_rows_do_not_depend_on_the_batch(tokenizer):
-    model, greedy = wide(torch.float32).to(DEVICE), rollout.Sampling(0, 1, 0, 24)
-    prompts = [row[:n] for row in ROWS for n in (4, 3, 2)]
-    keys = list(range(len(prompts)))
-    alone, together = (
-        rollout.generate(model, tokenizer, prompts, greedy, keys, rows) for rows in (1, 8)
-    )
-    assert alone == together and len({tuple(ids) for ids in alone}) > 1
