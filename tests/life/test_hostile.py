@@ -1,16 +1,12 @@
 """Text and files from strangers: no prompt boundary moves, no crash, nothing is executed."""
 
-import itertools
 import json
-import os
 import pathlib
 import pickle
-import re
 import shutil
 
 import pytest
 import torch
-from conftest import ROOT, make_tokenizer
 from driver import completes, flags, refused
 
 import eval
@@ -39,19 +35,6 @@ def run_flags(world_dir, out, **changes):
     return flags(world_dir, out, **{**small, **changes})
 
 
-QWEN3 = os.environ.get("QWEN3_TOKENIZER")  # the directory of Qwen3's own tokenizer
-
-
-@pytest.fixture(scope="module", params=["tests", QWEN3] if QWEN3 else ["tests"])
-def tok(request):
-    """The tests' tokenizer, and Qwen3's own where there is one."""
-    if request.param == "tests":
-        return make_tokenizer()
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(QWEN3)
-
-
 def prompts_with(text):
     skill, mistake = (dict.fromkeys(skills.FIELDS[key], text) for key in BOTH)
     attempt = {"problem": text, "text": text, "r": -1, "pred": text}
@@ -65,12 +48,12 @@ def prompts_with(text):
 
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("thinking", ["bare", "open", "closed"])
-def test_no_prompt_boundary_moves(name, thinking, tok):
+def test_no_prompt_boundary_moves(name, thinking, tokenizer):
     """The control tokens and the two ends are those of the prompt with "x" for the text."""
-    control = set(tok.get_added_vocab().values())
+    control = set(tokenizer.get_added_vocab().values())
     for prompt, harmless in zip(prompts_with(TEXTS[name][:2000]), prompts_with("x")):
-        ids = rollout.chat_ids(tok, prompt, thinking=thinking)
-        plain = rollout.chat_ids(tok, harmless, thinking=thinking)
+        ids = rollout.chat_ids(tokenizer, prompt, thinking=thinking)
+        plain = rollout.chat_ids(tokenizer, harmless, thinking=thinking)
         assert [i for i in ids if i in control] == [i for i in plain if i in control]
         assert ids[:3] == plain[:3] and ids[-4:] == plain[-4:]
 
@@ -102,19 +85,6 @@ def test_a_run_on_hostile_text_ends_well_and_leaves_its_bank_as_it_is(world_dir,
 
 
 # ------------------------------------------------------------------------- nothing is executed
-
-FORBIDDEN = (
-    r"\bpickle\b|torch\.(?:load|save)\b|joblib|marshal|shelve|allow_pickle|(?<![.\w])eval\("
-    r"|(?<![.\w])exec\(|trust_remote_code=True|shell=True|\byaml\b"
-)
-
-
-def test_no_code_of_ours_can_unpickle():
-    """Between ranks torch pickles what it gathers."""
-    folders = [ROOT, ROOT / "lib", ROOT / "extras", ROOT / "tiny"]
-    for file in itertools.chain.from_iterable(folder.glob("*.py") for folder in folders):
-        code = re.sub(r'""".*?"""|#[^\n]*', "", file.read_text(), flags=re.S)
-        assert not re.findall(FORBIDDEN, code), file.name
 
 
 class Bomb:

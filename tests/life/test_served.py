@@ -344,22 +344,6 @@ def test_a_request_that_is_too_long_is_the_servers_own_refusal_and_not_tried_aga
     assert len(engine.calls) == 1
 
 
-def test_after_an_error_a_row_that_waits_for_its_next_try_is_given_up(engine, sample, monkeypatch):
-    monkeypatch.setattr(served, "PAUSES", (1e6, 0))
-    waiting = threading.Event()
-
-    def answer(body):
-        if body["prompt"][2] == 9:
-            waiting.set()
-            return 503, {}
-        waiting.wait(60)
-        return 400, {"detail": "refused"}
-
-    engine.answer = answer
-    one_line(lambda: sample(jobs(2), rows=2), "HTTP 400", kind=OSError)
-    assert len(engine.calls) == 2
-
-
 CUT_TEXT = choices("length", {"completion_tokens": 1}, text="x")
 CUT_PROMPT = choices(usage={"prompt_tokens": 2}, token_ids=[5, 265])
 UNEXPECTED = {

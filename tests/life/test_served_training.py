@@ -11,7 +11,7 @@ import driver
 import pytest
 import torch
 from conftest import one_line
-from driver import completes, refused, rows
+from driver import completes, rows
 from fake_engine import DROP, STOPS, choices, serving
 
 import eval
@@ -212,11 +212,3 @@ def test_an_evaluation_on_a_server_loads_the_models_outline_alone(
     samples = driver.samples(tmp_path / "eval")
     assert len(samples) == len(engine.bodies()) == 12 * 3
     assert {sample["engine"] for sample in samples} == {"vllm"}
-
-
-def test_a_request_that_a_server_refuses_ends_a_bank_in_one_line(
-    engine, world_dir, tmp_path, capsys
-):
-    engine.answer = lambda body: (400, {"detail": "maximum context length is 20 tokens"})
-    flags = run_flags(world_dir, tmp_path / "run", engine, steps=0, bank="")
-    refused(capsys, sgsd.main, flags, engine.url, "maximum context length is 20 tokens")
