@@ -161,23 +161,6 @@ def test_the_log_probability_of_each_sampled_id_travels_on_the_job(engine, token
     assert [body["logprobs"] for body in engine.bodies()] == [0, 0]  # no other ids' numbers
 
 
-NUMBERS = {"token_logprobs": [-1.0, -2.0]}
-NONE_OF_ONE = {"token_logprobs": [-1.0, None]}
-UNFIT = {
-    "no ids": (choices(text="x"), "no token_ids"),
-    "no numbers": (choices(token_ids=[5, 265]), "'logprobs'"),
-    "null for a token": (choices(token_ids=[5, 265], logprobs=NONE_OF_ONE), "TypeError"),
-    "none for the stop id": (choices(token_ids=[5, 6], logprobs=NUMBERS), "2 log-probabilities"),
-}
-
-
-@pytest.mark.parametrize("what", UNFIT)
-def test_training_refuses_a_reply_without_ids_or_without_a_number_for_each(what, engine, sample):
-    reply, words = UNFIT[what]
-    engine.answer = lambda body: (200, reply)
-    one_line(lambda: sample(jobs(1, logprobs=[])), engine.url, words, kind=OSError)
-
-
 def test_the_engine_scores_a_fixed_completion_with_and_without_an_adapter(engine, tmp_path):
     def answer(body):
         add = -1.0 if body["model"] == "mine" else 0.0
@@ -346,13 +329,19 @@ def test_a_request_that_is_too_long_is_the_servers_own_refusal_and_not_tried_aga
 
 CUT_TEXT = choices("length", {"completion_tokens": 1}, text="x")
 CUT_PROMPT = choices(usage={"prompt_tokens": 2}, token_ids=[5, 265])
-UNEXPECTED = {
+NUMBERS = {"token_logprobs": [-1.0, -2.0]}
+NONE_OF_ONE = {"token_logprobs": [-1.0, None]}
+UNEXPECTED = {  # a reply, and words of the line
     "no JSON": ("<html>\n", "JSONDecodeError"),
     "no choices": ({"error": "x"}, "KeyError: 'choices'"),
     "neither ids nor text": (choices(), "KeyError: 'text'"),
     "a reply cut by the server": (choices("length", token_ids=[65, 66]), "after 2 of 8 tokens"),
     "a text cut by the server": (CUT_TEXT, "after 1 of 8 tokens"),
     "a prompt cut by the server": (CUT_PROMPT, "2 of 3 prompt tokens"),
+    "training without ids": (choices(text="x"), "no token_ids"),
+    "training without numbers": (choices(token_ids=[5, 265]), "'logprobs'"),
+    "training with null": (choices(token_ids=[5, 265], logprobs=NONE_OF_ONE), "TypeError"),
+    "training, no number for the stop id": (choices(token_ids=[5, 6], logprobs=NUMBERS), "2 log-"),
 }
 
 
@@ -360,4 +349,5 @@ UNEXPECTED = {
 def test_an_unexpected_reply_is_one_line(what, engine, sample):
     value, words = UNEXPECTED[what]
     engine.answer = lambda body: (200, value)
-    one_line(lambda: sample(jobs(1, limit=8)), engine.url, words, kind=OSError)
+    more = {"logprobs": []} if what.startswith("training") else {}
+    one_line(lambda: sample(jobs(1, limit=8, **more)), engine.url, words, kind=OSError)
