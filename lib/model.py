@@ -29,8 +29,8 @@ from transformers import (
 from transformers.utils import logging
 
 # Kinds of layers whose part of a `DynamicCache` has rows first, so that rows can leave and join.
-LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention"}
-LAYERS_WITH_STATES = {"linear_attention", "conv", "hybrid"}  # of linear attention
+LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
+LAYERS_WITH_STATES = {"linear_attention", "conv", "hybrid"}
 
 
 # ---------------------------------------------------------------------------------------- loading
@@ -142,12 +142,13 @@ def _check_batching(model) -> None:
     """ValueError for a model whose rows cannot join and leave a batch, or influence each other."""
     layer_types = {*(getattr(model.config.get_text_config(), "layer_types", None) or [])}
     unsupported = layer_types - LAYERS_WITH_KEYS - LAYERS_WITH_STATES - {"mlp", "moe"}
+    if getattr(model, "_is_stateful", False) and not layer_types & LAYERS_WITH_KEYS:
+        unsupported.add("recurrent states alone")
     if unsupported:  # decoding joins keys, values and states of rows, and can join nothing else
-        raise ValueError(f"layers of {', '.join(sorted(unsupported))} are not supported")
+        raise ValueError(f"{', '.join(sorted(unsupported))}: not supported")
     if {"dynamic", "longrope"} & {str(vars(x).get("rope_type")) for x in model.modules()}:
         raise ValueError("its positions depend on the longest row of a batch")
-    has_states = layer_types & LAYERS_WITH_STATES or getattr(model, "_is_stateful", False)
-    if has_states and not _ignores_left_padding(model):
+    if layer_types & LAYERS_WITH_STATES and not _ignores_left_padding(model):
         raise ValueError("its states take in a row's left padding")
 
 
