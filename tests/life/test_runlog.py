@@ -9,7 +9,6 @@ import types
 from dataclasses import dataclass
 
 import pytest
-import torch
 from conftest import ROOT, one_line, t
 
 from lib import runlog
@@ -39,55 +38,26 @@ class Roll:
     r: int
 
 
-def test_a_rollouts_row_has_its_fields_the_ids_of_its_pairs_and_the_numbers():
+def test_a_row_counts_unmasked_tokens_and_clipped_gaps_and_has_each_tokens_text(tokenizer):
+    """Two teachers and two tokens, of which the second is masked."""
     skill, mistake = {"skill_id": "gen_001"}, {"mistake_id": "err_002"}
     pair = types.SimpleNamespace(skill=skill, mistake=mistake, s_g=0.5, s_e=-0.25)
-    roll = Roll("p", [1, 2], -1)
-    assert runlog.rollout_row(7, 3, [pair, pair], roll, a_loss(), c_delta=1.0) == {
-        "index": 3,
-        "step": 7,
-        "problem_id": "p",
-        "completion_ids": [1, 2],
-        "r": -1,
-        "pairs": [["gen_001", "err_002"]] * 2,
-        "s_g": [0.5, 0.5],
-        "s_e": [-0.25, -0.25],
-        "alpha": [0.5, 0.5],
-        "a": [2.0, -0.5],
-        "rho": [-1, 1],
-        "losses": [0.5, 0.25],
-        "loss": -0.125,
-        "unmasked": 1,  # the first token
-        "clipped": 1,  # of its two gaps, 2 and -0.5
-        "first_gap": [2.0, -0.5],
-    }
-
-
-def a_loss():
-    """Of two teachers and two tokens, the second one masked."""
-    return types.SimpleNamespace(
-        mask_T=t([1, 0]),
-        delta_KT=torch.tensor([[2.0, 3.0], [-0.5, 0.0]]),
-        alpha_K=t([0.5, 0.5]),
-        a_K=t([2.0, -0.5]),
-        rho_K=t([-1, 1]),
-        lbar_K=t([0.5, 0.25]),
-        loss=torch.tensor(-0.125),
-        credit_KT=torch.tensor([[-0.5, 0.0], [0.25, 0.0]]),
-    )
-
-
-def test_a_token_row_has_a_text_for_each_token(tokenizer):
     ids = tokenizer.encode("\\boxed{5}", add_special_tokens=False)[:2]
-    line = runlog.token_row(7, Roll("p", ids, 1), a_loss(), tokenizer)
-    assert line == {
-        "step": 7,
-        "problem_id": "p",
-        "text": ["\\boxed", "{"],
-        "mask": [1, 0],
-        "delta": [[2.0, 3.0], [-0.5, 0.0]],
-        "credit": [[-0.5, 0.0], [0.25, 0.0]],
-    }
+    roll, none_K = Roll("p", ids, -1), t([])
+    result = types.SimpleNamespace(mask_T=t([1, 0]), delta_KT=t([[2.0, 3.0], [-0.5, 0.0]]))
+    result.alpha_K = result.a_K = result.rho_K = result.lbar_K = none_K
+    result.loss, result.credit_KT = t(0.0), t([[-0.5, 0.0], [0.25, 0.0]])
+    line = runlog.rollout_row(7, 3, [pair, pair], roll, result, c_delta=1.0)
+    assert (line["index"], line["step"], line["problem_id"], line["r"]) == (3, 7, "p", -1)
+    assert (line["pairs"], line["s_e"]) == ([["gen_001", "err_002"]] * 2, [-0.25, -0.25])
+    assert (line["unmasked"], line["clipped"]) == (1, 1)  # of the first token's gaps, 2 and -0.5
+    assert line["first_gap"] == [2.0, -0.5]
+    tokens = runlog.token_row(7, roll, result, tokenizer)
+    assert (tokens["text"], tokens["mask"]) == (["\\boxed", "{"], [1, 0])
+    assert (tokens["delta"], tokens["credit"]) == (
+        result.delta_KT.tolist(),
+        result.credit_KT.tolist(),
+    )
 
 
 # ------------------------------------------------------------------------------------------ steps
