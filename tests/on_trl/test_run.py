@@ -22,23 +22,13 @@ from lib import files
     "name, value",
     {
         "num_iterations": 2,
-        "steps_per_generation": 4,
-        "generation_batch_size": 64,
-        "gradient_accumulation_steps": 2,
         "num_generations": 8,
         "loss_type": "dapo",
         "importance_sampling_level": "sequence",
         "vllm_importance_sampling_correction": True,
-        "mask_truncated_completions": True,
-        "off_policy_mask_threshold": 1.0,
-        "top_entropy_quantile": 0.2,
-        "entropy_coef": 0.01,
-        "delta": 4.0,
         "beta": 0.04,
-        "router_aux_loss_coef": 0.01,
         "disable_dropout": False,
         "generation_kwargs": {"temperature": 1.0},
-        "trust_remote_code": True,
     }.items(),
 )
 def test_a_setting_that_would_make_another_method_is_refused_in_one_line(tmp_path, name, value):
