@@ -182,7 +182,7 @@ class Server:
             result = self._read(text, read) if status == 200 else None
             if result is not None:
                 return result
-            cause = f"HTTP {status}: {text}" if status else text
+            cause = f"HTTP {status}: {_brief(text)}"
             is_refused = 400 <= status < 500 and status != 429
             if pause and not is_refused and time.monotonic() > self.reported + REPORT_S:
                 self.reported = time.monotonic()
@@ -202,11 +202,11 @@ class Server:
         """The reply to one request, which is not tried again."""
         status, text = self._request(path, body, QUICK_S)
         if status != 200:
-            raise OSError(f"{self.url}: no success at {path}: HTTP {status}: {text}{hint}")
+            raise OSError(f"{self.url}: no success at {path}: HTTP {status}: {_brief(text)}{hint}")
         return text
 
     def _request(self, path: str, body: dict | None, timeout_s: float) -> tuple[int, str]:
-        """HTTP status and text of a reply, brief unless it is 200; 0 and why there is none.
+        """HTTP status and text of a reply; 0 and why there is none.
 
         OSError if nothing comes for the whole time: it is not worth another wait.
         """
@@ -216,10 +216,12 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+            try:
+                reply = urllib.request.urlopen(request, timeout=timeout_s)
+            except urllib.error.HTTPError as e:  # a reply as well
+                reply = e
+            with reply:
                 return reply.status, reply.read().decode("utf-8", "replace")
-        except urllib.error.HTTPError as e:
-            return e.code, _brief(e.read().decode("utf-8", "replace"))
         except (OSError, http.client.HTTPException) as e:
             cause = getattr(e, "reason", e)
             if isinstance(cause, TimeoutError):

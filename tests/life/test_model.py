@@ -118,7 +118,7 @@ UNSUPPORTED = [  # a kind of model, settings of it, attention kernels, and words
 
 
 @pytest.mark.parametrize("kind, changes, attn, words", UNSUPPORTED)
-def test_a_model_whose_rows_cannot_be_batched_is_one_line(kind, changes, attn, words, tmp_path):
+def test_a_model_that_cannot_be_used_is_one_line(kind, changes, attn, words, tmp_path):
     save_model(tmp_path, kind, **changes)
     one_line(lambda: load(tmp_path, attn=attn), f"model {tmp_path}: ", words)
 
