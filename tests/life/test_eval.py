@@ -269,16 +269,14 @@ def test_results_in_a_models_directory_are_refused(world_dir, here, base, monkey
 
 
 def test_the_problems_that_a_run_was_trained_on_are_counted(world_dir, here, base, capsys):
-    run, data = here.parent / "run", world_dir / "data.jsonl"
-    make_adapter(run / "checkpoints/step_000001", base)
-    for texts, line in (
-        ([PROBLEMS[2]["problem"], PROBLEMS[1]["problem"].upper(), "another"], "2 of these 4"),
-        (["another"], None),
-    ):
+    two_of_four = [PROBLEMS[2]["problem"], PROBLEMS[1]["problem"].upper(), "another"]
+    runs = {here / "seen": two_of_four, here / "unseen": ["another"]}
+    for run, texts in runs.items():
+        make_adapter(run / "checkpoints/step_000001", base)
         files.write_json(run / "problems.json", [problems.fingerprint(text) for text in texts])
-        call(run, data=data)
-        printed = [x for x in capsys.readouterr().out.splitlines() if x.startswith(f"{run} ")]
-        assert len(printed) == bool(line) and all(line in x for x in printed)
+    call(*runs, data=world_dir / "data.jsonl")
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "trained" in x]
+    assert line.startswith(f"{here / 'seen'} ") and "2 of these 4" in line
 
 
 def test_a_sample_and_its_prompt_must_fit_the_models_context(world_dir, here, base, capsys):
@@ -399,16 +397,6 @@ def test_a_servers_samples_are_kept_marked_and_asked_for_once(world_dir, tmp_pat
     assert (table["problems"], table["tokens"], table["truncated"]) == (12, 3.0, 0.0)
 
 
-def test_a_server_that_refuses_ends_the_evaluation_of_an_adapter_too(
-    world_dir, tmp_path, engine, capsys
-):
-    make_adapter(tmp_path / "adapter", world_dir / "model")
-    engine.answer = lambda body: (400, "refused")
-    line = evaluation(world_dir, tmp_path / "eval", f"--server {engine.url} --samples 1")
-    refused(capsys, eval.main, [str(tmp_path / "adapter"), *line[1:]], engine.url, "refused")
-    assert not engine.adapters  # it is unloaded all the same
-
-
 def test_no_skill_text_reaches_an_evaluation(world_dir, tmp_path, engine):
     """Without --skills every prompt is the student's, and no encoder is loaded."""
     data = tmp_path / "d.jsonl"
@@ -423,45 +411,43 @@ def test_no_skill_text_reaches_an_evaluation(world_dir, tmp_path, engine):
 
 
 def test_generates_samples_and_a_servers_are_never_mixed(world_dir, tmp_path, engine, capsys):
-    for out, own, other in (("ours", "", f"--server {engine.url}"), ("theirs", None, "")):
-        own = f"--server {engine.url}" if own is None else own
-        before = evaluate(world_dir, tmp_path / out, f"--limit 1 --samples 1 {own}")
+    server = f"--server {engine.url}"
+    for name, own, other in (("ours", "", server), ("theirs", server, "")):
+        before = evaluate(world_dir, tmp_path / name, f"--limit 1 --samples 1 {own}")
         engine.calls.clear()
-        line = evaluation(world_dir, tmp_path / out, f"--limit 1 --samples 2 {other}")
+        line = evaluation(world_dir, tmp_path / name, f"--limit 1 --samples 2 {other}")
         refused(capsys, eval.main, line, "engine", "--out")
-        assert samples(tmp_path / out) == before and not engine.bodies()
+        assert samples(tmp_path / name) == before and not engine.bodies()
 
 
 def test_a_servers_adapter_is_loaded_under_a_name_of_its_own_and_unloaded(
-    world_dir, here, base, engine
+    world_dir, here, base, engine, capsys
 ):
-    """An engine's cache goes by the name. The base may be named by another path to it."""
+    """An engine's cache goes by the name. The base may be named by another path to it. An adapter
+    is unloaded, too, where the server refuses a request."""
     run, data = here.parent / "run", world_dir / "data.jsonl"
     steps = [run / "checkpoints/step_000001", run / "checkpoints/step_000002"]
     for seed, path in enumerate(steps):
         make_adapter(path, base, seed)
     more = f"--server {engine.url} --model ../model"
     call("../model", run, data=data, more=more)
-    shutil.rmtree(run / "eval")
-    call(steps[1], data=data, more=more)
+    call(steps[1], data=data, more=f"{more} --samples 4")
     loads = engine.bodies("/v1/load_lora_adapter")
     assert [load["lora_path"] for load in loads] == [str(path) for path in [*steps, steps[1]]]
     names = [load["lora_name"] for load in loads]
     assert len({*names}) == 3 and not engine.adapters
     used = [body["model"] for body in engine.bodies()]
     assert used == ["base"] * 8 + [name for name in names for _ in range(8)]
+    engine.answer = lambda body: (400, "refused")
+    line = command(steps[1], data=data, more=f"{more} --samples 6")
+    refused(capsys, eval.main, line, engine.url, "refused")
+    assert len(engine.bodies("/v1/load_lora_adapter")) == 4 and not engine.adapters
 
 
-def test_a_server_that_does_not_suit_is_one_line_before_the_first_sample(
-    world_dir, tmp_path, engine, capsys
-):
-    """It serves several bases, and not this one; or two policies have two bases."""
-    out, given = tmp_path / "out", f"--server {engine.url}"
+def test_two_policies_with_two_bases_are_no_task_for_a_server(world_dir, tmp_path, engine, capsys):
     for part in (make_model(seed=1), make_tokenizer()):
         part.save_pretrained(tmp_path / "other")
-    line = [str(tmp_path / "other"), *evaluation(world_dir, out, given)]
+    line = evaluation(world_dir, tmp_path / "out", f"--server {engine.url}")
+    line = [str(tmp_path / "other"), *line]
     refused(capsys, eval.main, line, "--server", f"{tmp_path}/other", f"{world_dir}/model")
-    engine.bases += [engine.bases[0] | {"id": "another"}]
-    line = evaluation(world_dir, out, given)
-    refused(capsys, eval.main, line, engine.url, "base, another", f"{world_dir}/model")
-    assert not engine.bodies() and not out.exists()
+    assert not engine.bodies() and not (tmp_path / "out").exists()

@@ -22,7 +22,6 @@ from lib import files, model
 
 SCRIPT = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'
 RUN = {"bank": "", "cold_start": 8, "evolve_every": 2, "steps": 6, "max_new_items": 2, "eps_a": 0.4}
-RHO = ("rho_distilled", "rho_reversed", "rho_ignored")
 FATES = {1: "distilled", -1: "reversed", 0: "ignored"}
 QUESTION = ["--explain", "What is 2 plus 5?", "--answer", "7"]
 
@@ -43,34 +42,15 @@ def page(runs, path, **limits):
     return text, json.loads(data[1])
 
 
-def texts_in_use(out, step):
-    """{id: all fields of the entry} of the bank before a step of a run that evolves every 2."""
-    bank = skills.SkillBank.load(out / f"bank/step_{(step - 1) // 2 * 2:06d}.json")
-    texts = {}
-    for key in skills.FIELDS:
-        for entry in bank.collection(key):
-            texts[entry[skills.IDS[key]]] = skills.entry_text(entry, key)
-    return texts
-
-
 # ----------------------------------------------------------------------- the page against the logs
 
 
 def test_the_curves_equal_the_logs(out, tmp_path):
     _, (run,) = page([out], tmp_path / "r.html")
-    logged = rows(out / "rollouts.jsonl")
     for i, line in enumerate(rows(out / "metrics.jsonl")):
-        mine = [row for row in logged if row["step"] == line["step"]]
-        shown = {name: column[i] for name, column in run["metrics"].items()}
-        assert shown["step"] == line["step"] and shown["seconds.gen"] == line["seconds.gen"]
-        assert shown["success"] == sum(row["r"] == 1 for row in mine) / len(mine)
-        mean = sum(row["loss"] for row in mine) / len(mine)
-        assert shown["loss"] == pytest.approx(mean, rel=1e-5)
-        decisions = collections.Counter((rho, row["r"]) for row in mine for rho in row["rho"])
-        for rho, fate in FATES.items():
-            assert shown[f"rho_{fate}"] == decisions[rho, 1] + decisions[rho, -1]
-            assert shown[f"rho_{fate}_failure"] == decisions[rho, -1]
-            assert shown[f"rho_{fate}_success"] == decisions[rho, 1]
+        for name, x in line.items():
+            shown = run["metrics"][name][i]
+            assert shown is x is None or shown == pytest.approx(x, rel=1e-5)
 
 
 def test_the_gate_views_equal_the_logs(out, tmp_path):
@@ -82,42 +62,30 @@ def test_the_gate_views_equal_the_logs(out, tmp_path):
         row = logged[tokens["step"], tokens["problem_id"]]
         assert all(shown[name] == row[name] for name in ("step", "problem_id", "r", "pred"))
         assert shown["mask"] == tokens["mask"] and shown["text"] == tokens["text"]
-        texts = texts_in_use(out, row["step"])
         for k, teacher in enumerate(shown["teachers"]):
             assert teacher["rho"] == row["rho"][k]
-            for name, id_ in zip(("skill", "mistake"), row["pairs"][k]):
-                assert teacher[name][0] == id_
-                assert all(field in texts[id_] for field in teacher[name][1:])
-            gaps = [d for d, m in zip(tokens["delta"][k], tokens["mask"]) if m]
-            a = sum(max(-3, min(3, d)) for d in gaps) / len(gaps)
-            assert teacher["a"] == pytest.approx(a, abs=1e-5)
-            assert (teacher["rho"] == 0) == (abs(a) <= 0.4)
+            assert teacher["a"] == pytest.approx(row["a"][k], rel=1e-5)
+            assert [teacher["skill"][0], teacher["mistake"][0]] == row["pairs"][k]
             for name in ("delta", "credit"):
                 assert shown[name][k] == pytest.approx(tokens[name][k], rel=1e-3)
 
 
-def test_the_ledger_equals_a_count_by_hand(out, tmp_path):
+def test_the_ledger_has_each_skill_and_each_mistake_of_every_rollout_once(out, tmp_path):
     counted = collections.Counter()
     for row in rows(out / "rollouts.jsonl"):
-        texts = texts_in_use(out, row["step"])
-        for pair, rho in zip(row["pairs"], row["rho"]):
-            for id_ in pair:
-                key = texts[id_] if id_.startswith("dyn_") else id_
-                counted[key, "retrieved"] += 1
-                counted[key, FATES[rho], "success" if row["r"] > 0 else "failure"] += 1
+        outcome = "success" if row["r"] > 0 else "failure"
+        for rho in row["rho"]:
+            counted[FATES[rho], outcome] += 1
     page([out], tmp_path / "r.html")
     ledger = json.loads((out / "ledger.json").read_text())
     assert ledger["step"] == 6 and ledger == report.ledger(out)
-    listed = collections.Counter()
-    for row in ledger["entries"]:
-        dynamic = row["id"].startswith("dyn_")
-        key = skills.entry_text(row["entry"], row["kind"]) if dynamic else row["id"]
-        listed[key, "retrieved"] += row["retrieved"]
-        for fate in FATES.values():
-            for outcome, n in row[fate].items():
-                listed[key, fate, outcome] += n
-    assert +listed == counted
-    assert any("title of" in key[0] for key in counted)  # a dynamic entry is among them
+    assert any(row["id"].startswith("dyn_") and row["retrieved"] for row in ledger["entries"])
+    for kind in skills.FIELDS:
+        listed = collections.Counter()
+        for row in ledger["entries"]:
+            for fate in FATES.values() if row["kind"] == kind else ():
+                listed.update({(fate, outcome): n for outcome, n in row[fate].items()})
+        assert +listed == counted
 
 
 def test_every_entry_leads_to_the_memories_it_came_from(out):
@@ -177,6 +145,11 @@ def test_the_timeline_of_start_new_merged_and_pruned(tmp_path):
     assert [mark for mark, *_ in first["changes"]] == ["start"] * 6
     assert first["changes"][-1] == ["start", "common_mistakes", ["err", "", "", ""], []]
     assert event["step"] == 5 and event["note"] == {"step": 5, "added": 1}
+    bank = skills.SkillBank([], [], {"seed_solutions": 12})
+    for step in (0, 5):  # an evolution that the success gate stopped
+        bank.save(tmp_path / f"stopped/bank/step_{step:06d}.json")
+    start, stopped = report.timeline(report.load_banks(tmp_path / "stopped"))
+    assert (start["note"], stopped["note"]) == ({"seed_solutions": 12}, {})
     changes = []
     for mark, _, (_, title, *_), parents in event["changes"]:
         changes.append((mark, title, [id_ for id_, *_ in parents]))
@@ -185,14 +158,6 @@ def test_the_timeline_of_start_new_merged_and_pruned(tmp_path):
         ("new", "new", []),
         ("pruned", "c", []),
     ]
-
-
-def test_a_decision_in_words():
-    """Of the support, its polarity and the outcome."""
-    decisions = {(0.2, 1, 1): "distilled", (-0.2, 1, -1): "distilled", (0.01, 0, 1): "ignored"}
-    decisions |= {(0.2, -1, -1): "reversed", (-0.2, -1, 1): "reversed"}
-    for numbers, word in decisions.items():
-        assert report.sentence(*numbers).endswith(word)
 
 
 # ---------------------------------------------------------------------------------- a written run
@@ -214,7 +179,7 @@ def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, length=9, **chan
     logs = {"metrics": [], "rollouts": [], "tokens": []}
     for step in steps:
         metrics = {"step": step, "success": 1.0, "truncated": 0.0, "grad_norm": math.inf}
-        metrics |= {"completion_tokens": 4.0, **dict.fromkeys(RHO, 1)}
+        metrics |= {"completion_tokens": 4.0, **{f"rho_{fate}": 1 for fate in FATES.values()}}
         logs["metrics"].append(metrics | {"seconds.gen": 1.0})
         for i in range(per_step):
             name = {"step": step, "problem_id": f"p{i}"}
@@ -248,50 +213,51 @@ def test_the_page_stays_small_and_says_what_it_left_out(tmp_path):
 # ---------------------------------------------------------------------------- a run in ten rows
 
 
-def evaluated(folder, avg, base="b", digest="0f", name="test", **settings):
+def evaluated(folder, avg, name="test", digest="0f", **settings):
     """An evaluation of 20 problems, 10 samples each, all with a share `avg` of right ones but for
     two that differ from it and from each other."""
     right_P = [round(10 * avg)] * 20
     right_P[0], right_P[1] = right_P[0] - 1, right_P[1] + 1
     row = {"avg": avg, "avg_low": avg - 0.02, "avg_high": avg + 0.02, "digest": digest}
     row |= {"samples": 200, "problems": 20, "right": dict(enumerate(right_P))}
-    of_policy = {"the policy's files": folder.name, "the base's files": base, "skills": ""}
+    of_policy = {"the policy's files": folder.name, "the base's files": "b", "skills": ""}
     files.write_json(folder / "settings.json", of_policy | settings)
-    old = folder / "results.json"
-    table = json.loads(old.read_text()) if old.exists() else {}
-    files.write_json(old, table | {name: row})
+    file = folder / "results.json"
+    table = files.read_json(file) if file.exists() else {}
+    files.write_json(file, table | {name: row})
 
 
 def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tmp_path, capsys):
-    """Windows of 100 problems: two steps of 50. Of 200 teachers in each."""
+    """Windows of 100 problems: two steps of 50. Of 200 teachers in the last ones."""
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B", range(1, 7), length=6, batch_size=50)
     metrics = []
     for step, success in enumerate([0.3, 0.5, 0.6, 0.8, 0.9, 1.0], 1):
-        line = {"step": step, "success": success, "truncated": 0.1 * (step > 4), "loss": 0.0}
+        line = {"step": step, "success": success, "truncated": 0.1 * (step > 4)}
         line |= {"rho_distilled": 30, "rho_reversed": 10, "rho_ignored": 160 if step > 2 else 60}
-        metrics.append(line | {"completion_tokens": 20.0 * step, "grad_norm": 0.1})
+        metrics.append(line | {"completion_tokens": 20.0 * step})
     write_rows(run / "metrics.jsonl", metrics)
-    evaluated(run / "eval/Qwen--Qwen3-1.7B", 0.4)
-    evaluated(run / "eval/step_000003", 0.6)
-    evaluated(run / "eval/step_000006", 0.8)
+    for name, avg in {"Qwen--Qwen3-1.7B": 0.4, "step_000003": 0.6, "step_000006": 0.8}.items():
+        evaluated(run / "eval" / name, avg)
     bank = skills.SkillBank.load(run / "bank/step_000000.json")
     bank.general_skills.append({**bank.general_skills[0], "skill_id": "dyn_gen_0"})
     bank.save(run / "bank/step_000003.json")
-    table = {row[0]: row[1:] for row in report.collect(run)["summary"]}
-    assert table["6 of 6 steps on my/train.jsonl"] == ["steps 1 to 2", "steps 5 to 6"]
-    assert table["correct solutions"] == ["40%", "95%"]
-    assert table["teachers distilled"] == ["30%", "15%"]
-    assert table["teachers reversed"] == ["10%", "5%"]
-    assert table["teachers ignored"] == ["60%", "80%"]
-    assert table["solutions cut at the limit"] == ["0%", "10%"]
-    assert table["tokens of a solution"] == ["30", "110"]
-    assert (table["skills in the bank"], table["mistakes in the bank"]) == (["1", "2"], ["1", "1"])
-    cells = ["step 0: 40.0% (38.0% to 42.0%)", "step 6: 80.0% (78.0% to 82.0%)"]
-    assert table["avg@10 on test"] == cells
-    assert table["gain"] == ["", "+40.0% (-)"]  # of equal gaps there is no interval
     completes(report.main, [run])
     printed = capsys.readouterr().out
+    table = {row[0]: row[1:] for row in report.collect(run)["summary"]}
     assert all(cell in printed for row in table.values() for cell in row)
+    assert table == {
+        "6 of 6 steps on my/train.jsonl": ["steps 1 to 2", "steps 5 to 6"],
+        "correct solutions": ["40%", "95%"],
+        "teachers distilled": ["30%", "15%"],
+        "teachers reversed": ["10%", "5%"],
+        "teachers ignored": ["60%", "80%"],
+        "solutions cut at the limit": ["0%", "10%"],
+        "tokens of a solution": ["30", "110"],
+        "skills in the bank": ["1", "2"],
+        "mistakes in the bank": ["1", "1"],
+        "avg@10 on test": ["step 0: 40.0% (38.0% to 42.0%)", "step 6: 80.0% (78.0% to 82.0%)"],
+        "gain": ["", "+40.0% (-)"],  # of equal gaps there is no interval
+    }
 
 
 def test_a_run_of_no_steps_says_where_its_bank_is(tmp_path, capsys):
@@ -321,16 +287,6 @@ def test_the_page_of_two_runs_lies_in_neither(tmp_path, monkeypatch):
     assert [path.parent.name for path in tmp_path.glob("*/report.html")] == ["here"]
 
 
-def test_an_evolution_that_the_gate_stopped_has_no_numbers_of_the_cold_start(tmp_path):
-    save_bank(tmp_path, 0, "S1")
-    bank = skills.SkillBank.load(tmp_path / "bank/step_000000.json")
-    bank.metadata = {"seed_solutions": 12}
-    for step in (0, 5):
-        bank.save(tmp_path / f"bank/step_{step:06d}.json")
-    first, event = report.timeline(report.load_banks(tmp_path))
-    assert first["note"] == {"seed_solutions": 12} and event["note"] == {}
-
-
 def test_a_run_that_is_still_going_is_shown_and_a_folder_without_one_refused(tmp_path, capsys):
     run = write_run(tmp_path / "a", steps=(1, 2))
     for name in ("rollouts", "metrics"):  # torn by the moment
@@ -354,15 +310,14 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
     home = run / "eval"
     evaluated(home / "Qwen--Qwen3-1.7B", 0.5)
     evaluated(home / "step_000025", 0.6)
-    evaluated(home / "step_000025", 0.4, digest="other problems", name="mine")
+    evaluated(home / "step_000025", 0.4, name="mine", digest="other problems")
     evaluated(home / "step_000050", 0.7)
     evaluated(home / "step_000050", 0.3, name="mine")
     evaluated(home / "step_000050--skills", 0.8, skills="a bank")
     evaluated(home / "other--step_000075", 0.9)
-    evaluated(home / "other--Qwen3-1.7B", 0.2, base="another")
+    evaluated(home / "other--Qwen3-1.7B", 0.2, **{"the base's files": "another"})
     curves = {}
     for point in report.collect(run)["evals"]:
-        assert point["samples"] == 10
         curves.setdefault(point["set"], []).append((point["step"], point["avg"]))
     assert curves == {
         "test": [(0, 0.5), (25, 0.6), (50, 0.7)],
