@@ -133,6 +133,7 @@ def test_the_field_is_measured_and_rows_that_are_there_are_kept(tmp_path):
     "script, argv, page",
     [
         (field, [str(ROOT / "research/methods/field.json")], "methods/field.md"),
+        (compare, [], "methods/table.md"),
         (credit, [], "credit/README.md"),
     ],
 )
@@ -141,13 +142,6 @@ def test_the_tables_of_a_page_come_of_the_kept_runs(script, argv, page, capsys):
     text = (ROOT / "research" / page).read_text()
     for line in capsys.readouterr().out.splitlines():
         assert line in text
-
-
-def test_the_table_of_all_methods_comes_of_the_kept_runs(capsys):
-    compare.main(["--show"])
-    page = (ROOT / "research/methods/table.md").read_text()
-    for line in capsys.readouterr().out.splitlines():
-        assert line in page
 
 
 def test_kept_comparisons_can_be_shown(capsys):
