@@ -27,15 +27,17 @@ from fake_engine import STOPS, serving
 # ---------------------------------------------------------------------------------------- imports
 
 SOURCES = {}  # {module: its tree}
-for folder in ("", "lib/", "extras/"):
+for folder in ("", "lib/", "methods/", "extras/"):
     for path in sorted((ROOT / folder).glob("*.py")):
         if path.stem != "__init__":
             SOURCES[(folder + path.stem).replace("/", ".")] = ast.parse(path.read_text())
 LIB = {name for name in SOURCES if name.startswith("lib.")}
+METHODS = {name for name in SOURCES if name.startswith("methods.")}
 EXTRAS = {name for name in SOURCES if name.startswith("extras.")}
 LOW = {"rollout", "scoring", "distributed"}
 MAY_IMPORT = {"lib.run": LIB | LOW}  # the others below sgsd and eval import nothing of ours
 MAY_IMPORT |= {name: LIB | LOW | {"skills"} for name in ("sgsd", "eval")}
+MAY_IMPORT |= {name: {*SOURCES} - EXTRAS - {"eval"} for name in METHODS}
 MAY_IMPORT |= {name: {*SOURCES} for name in EXTRAS}
 OURS = {name.split(".")[0] for name in SOURCES}
 
