@@ -470,8 +470,6 @@ class Parser(argparse.ArgumentParser):
         for wrong in re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2]):
             for close in difflib.get_close_matches(wrong, [*self._option_string_actions], 1, 0.75):
                 hint += f"did you mean {close}? "
-            if wrong == "--method":
-                hint += "other methods are programs, such as python -m methods.grpo; "
         line = f"{name_of(self.prog)}: {' '.join(message.split())}; {hint}--help lists the flags\n"
         if not is_first_rank():
             time.sleep(2)  # at the first exit torchrun kills the others: rank 0 has to print first

@@ -245,10 +245,9 @@ def shared_replies(
 
 def claim(out: pathlib.Path, held: contextlib.ExitStack) -> None:
     """Lock the directory; ValueError where its files are no run's."""
-    names = {path.name for path in out.glob("*") if path.suffix != ".tmp"}
-    others = names - {"wandb", "tensorboard", "served", files.LOCK}
-    if others and "config.json" not in names:
-        listed = ", ".join(sorted(others)[:5])
+    names = {path.name for path in out.glob("*") if path.suffix != ".tmp"} - {files.LOCK}
+    if names and "config.json" not in names:
+        listed = ", ".join(sorted(names)[:5])
         raise ValueError(f"--out {out}: holds {listed}, and no run; give another directory")
     held.enter_context(files.locked(out))
 

@@ -235,10 +235,7 @@ def open_tracker(
 
 def provenance() -> dict[str, Any]:
     """The command line, the commit and the versions that a run or its continuation has."""
-    versions = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     here, commit = pathlib.Path(__file__).parent, None
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, no repository
         command = ["git", "-C", str(here), "rev-parse", "HEAD"]
@@ -247,5 +244,5 @@ def provenance() -> dict[str, Any]:
         "when": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": commit,
-        "versions": versions,
+        "versions": {"python": sys.version.split()[0], **versions},
     }

@@ -70,7 +70,6 @@ FLAGS = {  # what is wrong, and the words of the line
     "--batch-size 0": ("--batch-size 0", "> 0"),
     "--device tpu": ("--device", "tpu", "cuda"),
     "--memory-answer false": ("false",),
-    "--method grpo": ("--method grpo", "methods.grpo"),
     "@no_such_file": ("no_such_file",),
 }
 OPEN_QUOTE = "--data 'my problems.jsonl"
