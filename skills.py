@@ -165,12 +165,12 @@ def _normalized(vectors: Any) -> np.ndarray:
 
 # -------------------------------------------------------------------------------------- prompts
 
-PROMPTS = pathlib.Path(__file__).parent / "prompts"  # word for word the paper's; edit them there
-
 
 @functools.cache
 def template(name: str) -> str:
-    return (PROMPTS / f"{name}.txt").read_text(encoding="utf-8")
+    """A file of prompts/, word for word the paper's: edit it there."""
+    file = pathlib.Path(__file__).parent / "prompts" / f"{name}.txt"
+    return file.read_text(encoding="utf-8")
 
 
 def render(name: str, values: Mapping[str, Any]) -> str:

@@ -99,22 +99,19 @@ def load_judge(name: str) -> type[Judge]:
     The module is installed or lies in the working directory, which is searched last: no file there
     takes the place of one of ours.
     """
-    module_name, _, class_name = name.partition(":")
-    if not class_name:
-        fix = "write MODULE:CLASS, such as lib.verify:Verifier, the default"
-        raise ValueError(f"verifier {name}: names no class; {fix}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    module_name, _, class_name = name.partition(":")
     try:
         kind = getattr(importlib.import_module(module_name), class_name)
     except Exception as e:  # of any kind: importing runs the module
         cause = " ".join(f"{type(e).__name__}: {e}".split())
         rule = "write MODULE:CLASS, of a module that is installed or in the working directory"
         raise ValueError(f"verifier {name}: not loaded ({cause}); {rule}") from None
-    if not (isinstance(kind, type) and issubclass(kind, Judge)):
-        raise ValueError(f"verifier {name}: {class_name} must be a subclass of lib.verify.Judge")
-    if kind.is_right is Judge.is_right and kind.judge is Judge.judge:
-        raise ValueError(f"verifier {name}: {class_name} needs the method is_right, or judge")
+    is_judge = isinstance(kind, type) and issubclass(kind, Judge)
+    if not is_judge or (kind.is_right is Judge.is_right and kind.judge is Judge.judge):
+        rule = "must be a subclass of lib.verify.Judge, with the method is_right or judge"
+        raise ValueError(f"verifier {name}: {class_name} {rule}")
     return kind
 
 
@@ -251,19 +248,15 @@ class Verifier(Judge):
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(self._verify_one, pairs))
 
+    def is_right(self, problem: Any, answer: str) -> bool:
+        return self.verify(problem.answer, answer, problem.problem)
+
     def outcome(self, gold: str, text: str, problem: str = "") -> int:
         """r of a completion (§2): +1 if its extracted answer is right, else -1."""
         return 1 if self.verify(gold, self.answer(text), problem) else -1
 
     def same(self, one: str, other: str) -> bool:
         return self.verify(one, other)
-
-    def judge(self, cases: Sequence[tuple[Any, str]]) -> list[Verdict]:
-        answers = [self.answer(text) for _, text in cases]
-        pairs = []
-        for (x, _), answer in zip(cases, answers):
-            pairs.append((x.answer, drop_if_copied(x.answer, answer, x.problem)))
-        return [Verdict(answer, right) for answer, right in zip(answers, self.verify_many(pairs))]
 
     def _verify_one(self, pair: tuple[str, str | None]) -> bool:
         if (verdict := quick_verdict(pair[0], pair[1])) is not None:

@@ -469,7 +469,7 @@ NAMES = {  # a --verifier, and what is said of it
     "nowhere:Even": "nowhere",
     "failing:Even": "ZeroDivisionError",
     "mine:Nope": "Nope",
-    "mine:Other": "lib.verify.Judge",
+    "mine:Other": "Judge",
     "mine:Undecided": "is_right",
 }
 
