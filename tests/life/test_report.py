@@ -390,7 +390,6 @@ def test_what_explain_refuses(out, tmp_path, capsys):
         ([out, *QUESTION[2:]], "--explain"),
         ([out, bare, *QUESTION], "--explain"),
         ([bare, *QUESTION], f"{bare} has no bank"),
-        ([out, *QUESTION, "--draws", "0"], "--draws 0"),
     ):
         refused(capsys, report.main, argv, words)
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
