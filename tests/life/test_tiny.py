@@ -44,4 +44,4 @@ def test_the_preset_lives_the_whole_life_of_a_run(tmp_path):
     assert bank.general_skills and bank.common_mistakes
     flags = "--no-thinking --max-new-tokens 96 --device cpu --data"
     printed = call("eval.py", "tiny/model", out, *flags.split(), tmp_path / "test.jsonl")
-    assert "tiny/model, test: avg@12" in printed and "step_000002, test: avg@12" in printed
+    assert "tiny--model, test: avg@12" in printed and "step_000002, test: avg@12" in printed
