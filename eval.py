@@ -407,14 +407,17 @@ def majority_is_right(rows: list[dict], same: Callable[[str, str], bool]) -> boo
     return winner is not None and right[winner]
 
 
+def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
+    """The interval of a figure in percent, "none" for a few problems or equal scores."""
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return "none" if low is None else f"{low:{sign}.1%} to {high:{sign}.1%}"
+
+
 def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> str:
     """What is printed of a policy on one set. row: its figures."""
-    interval = "no interval"  # fewer than ten problems, or equal scores
-    if row["avg_low"] is not None:
-        interval = "95%: {avg_low:.1%} to {avg_high:.1%}".format(**row)
     k = cfg.samples
-    line = f"{policy.folder}, {name}: avg@{k} {row['avg']:.1%} ({interval}), pass@{k} "
-    line += f"{row['pass']:.1%}, maj@{k} {row['maj']:.1%}, boxed {row['boxed']:.1%}, "
+    line = f"{policy.folder}, {name}: avg@{k} {row['avg']:.1%} (95%: {interval(row, 'avg')}), "
+    line += f"pass@{k} {row['pass']:.1%}, maj@{k} {row['maj']:.1%}, boxed {row['boxed']:.1%}, "
     line += f"cut {row['truncated']:.1%}, {row['tokens']:.0f} tokens, {row['problems']} problems"
     if row["truncated"] > 0.5:
         line += f"; most were cut: raise --max-new-tokens {cfg.max_new_tokens}, or --no-thinking"

@@ -25,7 +25,7 @@ import numpy as np
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # python extras/compare.py
 
 import distributed
-import eval as evaluation
+from eval import bootstrap_interval, interval
 from lib import config, files
 
 # Settings in which two evaluations may differ: who is evaluated, and the machine.
@@ -93,7 +93,7 @@ def figures(x: Evaluated, names: Sequence[str]) -> dict[str, Any]:
         mean[key] = sum(row[key] for row in rows) / len(rows)
     for key in ("problems", "samples"):
         mean[key] = sum(row[key] for row in rows)
-    low, high = evaluation.bootstrap_interval([x.scores_P(name) for name in names])
+    low, high = bootstrap_interval([x.scores_P(name) for name in names])
     return mean | {"avg_low": low, "avg_high": high}
 
 
@@ -103,7 +103,7 @@ def difference(ours: Evaluated, theirs: Evaluated, names: Sequence[str]) -> dict
     The interval is None where the gaps of problems have no spread, or there are too few of them.
     """
     gaps = [ours.scores_P(name) - theirs.scores_P(name) for name in names]
-    low, high = evaluation.bootstrap_interval(gaps)
+    low, high = bootstrap_interval(gaps)
     mean = float(np.mean([gap_P.mean() for gap_P in gaps]))
     return {"to": str(theirs.folder), "diff": mean, "diff_low": low, "diff_high": high}
 
@@ -129,12 +129,6 @@ def comparison(evaluated: Sequence[Evaluated], names: Sequence[str]) -> dict[str
         choice |= {"last": str(last.folder)}
         chosen.append(choice | difference(best, last, names))
     return {"results": results, "selections": chosen}
-
-
-def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
-    """The interval of a figure in percent, "-" where there is none."""
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
-    return "-" if low is None else f"{low:{sign}.1%} to {high:{sign}.1%}"
 
 
 def print_table(tables: dict[str, dict]) -> None:

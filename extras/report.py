@@ -33,6 +33,7 @@ import distributed
 import rollout
 import sgsd
 import skills
+from eval import interval
 from extras import compare
 from extras.compare import Evaluated
 from lib import config, files, runlog
@@ -365,11 +366,11 @@ def rows_of_evaluations(run: pathlib.Path) -> list[list[str]]:
         cells = []
         for x in [first, last] if last is not first else [last]:
             row = x.sets[name]
-            cells.append(f"step {x.step}: {row['avg']:.1%} ({compare.interval(row, 'avg')})")
+            cells.append(f"step {x.step}: {row['avg']:.1%} ({interval(row, 'avg')})")
         rows.append([f"avg@{last.samples_per_problem(name)} on {name}{skilled}", *cells])
         if last is not first:
             gap = compare.difference(last, first, [name])
-            gain = f"{gap['diff']:+.1%} ({compare.interval(gap, 'diff', '+')})"
+            gain = f"{gap['diff']:+.1%} ({interval(gap, 'diff', '+')})"
             rows.append(["gain", "", gain])
     return rows or [["evaluation", "none"]]
 

@@ -71,7 +71,7 @@ def test_a_mean_over_sets_weighs_them_alike(tmp_path, capsys):
     tables, _ = compared(folder)
     mean = tables["mean of d, e"]["results"][str(folder)]
     assert (mean["avg"], mean["problems"], mean["samples"]) == (0.5, 4, 16)
-    assert f"| {folder} | mean of d, e | 4 | 50.0% | - |" in capsys.readouterr().out
+    assert f"| {folder} | mean of d, e | 4 | 50.0% | none |" in capsys.readouterr().out
 
 
 def test_the_best_checkpoint_by_set_and_by_mean_stands_beside_the_last(tmp_path, capsys):

@@ -120,7 +120,7 @@ def test_the_papers_three_sets_are_the_default_and_each_has_a_line(
     assert [row["set"] for row in samples(tmp_path)] == ["aime24", "aime25", "hmmt25"]
     lines = capsys.readouterr().out.splitlines()[:3]
     for line, name in zip(lines, ("aime24", "aime25", "hmmt25")):
-        assert f"{world_dir.name}--model, {name}: avg@1 0.0% (no interval)" in line
+        assert f"{world_dir.name}--model, {name}: avg@1 0.0% (95%: none)" in line
         assert "most were cut" in line and "--no-thinking" in line
 
 
