@@ -65,7 +65,7 @@ def evaluations_in(folder: pathlib.Path) -> list[Evaluated]:
     for path in sorted(results):
         settings, sets = files.read_json(path.with_name("settings.json")), files.read_json(path)
         if "the policy's files" not in settings:
-            fix = "give its eval.py command again with another --out"
+            fix = "move its folder away and give its eval.py command again"
             raise ValueError(f"{path}: is of an older eval.py; {fix}")
         evaluated.append(Evaluated(path.parent, settings, sets))
     return sorted(evaluated, key=lambda x: x.step)
