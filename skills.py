@@ -97,7 +97,8 @@ class SkillBank:
 
     def remember(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows of rollouts.jsonl to the window: what `memory_of` reads of them."""
-        self.window += [{name: row[name] for name in IN_WINDOW} for row in rows]
+        names = ("problem_id", "problem", "text", "r", "pred", "gold")
+        self.window += [{name: row[name] for name in names} for row in rows]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -399,9 +400,6 @@ def _with_sources(entry: dict, parents: list[dict]) -> dict:
 
 
 # ------------------------------------------------------------------------ Algorithm 2: cold start
-
-
-IN_WINDOW = ("problem_id", "problem", "text", "r", "pred", "gold")
 
 
 def memory_of(row: Mapping[str, Any], with_answer: bool = False) -> dict:
