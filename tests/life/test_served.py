@@ -327,6 +327,11 @@ def test_a_request_that_is_too_long_is_the_servers_own_refusal_and_not_tried_aga
     assert len(engine.calls) == 1
 
 
+def test_a_server_that_was_started_anew_without_the_adapter_is_not_asked_twice(engine, sample):
+    one_line(lambda: sample(jobs(1), "gone"), engine.url, "HTTP 404: ", kind=OSError)
+    assert len(engine.calls) == 1
+
+
 CUT_TEXT = choices("length", {"completion_tokens": 1}, text="x")
 CUT_PROMPT = choices(usage={"prompt_tokens": 2}, token_ids=[5, 265])
 NUMBERS = {"token_logprobs": [-1.0, -2.0]}
