@@ -18,7 +18,6 @@ import os
 import pkgutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import traceback
@@ -27,7 +26,6 @@ import conftest  # noqa: F401  (one thread, and the project on the path)
 import peft
 import pytest
 import torch
-from conftest import ROOT
 from tqdm import tqdm
 
 import distributed
@@ -323,15 +321,6 @@ def _join(place, before):
     os.environ.update(place)
     if before:
         before()
-
-
-def two_processes(*command):
-    """What a command prints that torchrun starts twice; it must succeed."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
-    done = subprocess.run([*torchrun, *command], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def evaluation(world_dir, out, more=""):
