@@ -9,38 +9,50 @@ import pathlib
 
 GREY = "#777b80"  # contrast 4.3 with white, 4.4 with #0d1117
 FILLS = {"problem": "#e7e9ec", "model": "#cfe3fb", "verdict": "#d5efd8", "bank": "#fbe6c4"}
-WIDTH, HEIGHT = 900, 322
+WIDTH, HEIGHT = 900, 346
 
 BOXES = [  # left, top, width, fill, title, lines below it
-    (10, 62, 170, "problem", "problem", "with its reference answer"),
-    (250, 62, 190, "model", "student", "sees only the problem"),
-    (500, 62, 170, "verdict", "verifier", "right or wrong, r = ±1"),
-    (10, 186, 170, "bank", "skill bank", "skills and mistakes"),
-    (250, 186, 190, "model", "K teachers", "each also sees one pair"),
-    (500, 186, 170, "verdict", "polarity", "distil, push away or skip"),
-    (720, 186, 170, "verdict", "push on tokens", "bounded by the gate"),
+    (10, 62, 150, "problem", "problem", ["from the training set"]),
+    (226, 62, 186, "model", "student", ["sees only the problem"]),
+    (474, 62, 174, "verdict", "verifier", ["right or wrong, r = ±1"]),
+    (696, 62, 174, "problem", "reference answer", ["only for the verifier"]),
+    (10, 214, 150, "bank", "skill bank", ["skills and mistakes"]),
+    (226, 214, 186, "model", "K teachers", ["each also sees one pair:", "a skill and a mistake"]),
+    (474, 214, 174, "verdict", "polarity", ["distil, ignore or", "reverse: push away"]),
+    (696, 214, 174, "verdict", "push on tokens", ["bounded by the gate"]),
 ]
-TALL = 60  # of a box
+TALL = {62: 60, 214: 78}  # the height of a row's boxes, by its top
 
 ARROWS = [  # the corners of a line, and whether it is dashed
-    ("180,92 248,92", False),  # problem to student
-    ("440,92 498,92", False),  # student to verifier
-    ("95,122 95,184", False),  # problem to bank
-    ("180,216 248,216", False),  # bank to teachers
-    ("345,122 345,184", False),  # student to teachers
-    ("585,122 585,184", False),  # verifier to polarity
-    ("440,216 498,216", False),  # teachers to polarity
-    ("670,216 718,216", False),  # polarity to push
-    ("805,186 805,34 345,34 345,60", False),  # push to student
-    ("805,246 805,286 95,286 95,248", True),  # a step's solutions to bank
+    ("160,92 224,92", False),  # problem to student
+    ("412,92 472,92", False),  # student to verifier
+    ("696,92 650,92", False),  # reference answer to verifier
+    ("40,122 40,212", False),  # problem to bank
+    ("160,253 224,253", False),  # bank to teachers
+    ("336,122 336,212", False),  # student to teachers
+    ("561,122 561,212", False),  # verifier to polarity
+    ("412,253 472,253", False),  # teachers to polarity
+    ("648,253 694,253", False),  # polarity to push
+    ("870,253 888,253 888,34 319,34 319,60", False),  # push to student
+    ("258,122 258,166 138,166 138,212", True),  # a step's solutions to bank
 ]
 
 WORDS = [  # x, y, anchor, text
-    (575, 26, "middle", "one optimizer step on the student"),
-    (104, 158, "start", "nearest pairs"),
-    (354, 158, "start", "its solution's tokens"),
-    (594, 158, "start", "the verdict"),
-    (451, 306, "middle", "every 25 steps the model adds to the bank from its own solutions"),
+    (603, 26, "middle", "one optimizer step on the student"),
+    (48, 163, "start", "nearest"),
+    (48, 180, "start", "pairs"),
+    (252, 159, "end", "every 25 steps"),
+    (147, 184, "start", "new entries, from right"),
+    (147, 201, "start", "and wrong solutions"),
+    (345, 172, "start", "its solution's tokens"),
+    (570, 172, "start", "the verdict"),
+]
+
+LEGEND = [  # x, fill, text
+    (10, "problem", "data"),
+    (112, "model", "one model in both roles"),
+    (352, "bank", "written by this model"),
+    (576, "verdict", "fixed rules"),
 ]
 
 
@@ -68,17 +80,26 @@ def svg() -> str:
             f'<polyline points="{corners}" fill="none" stroke="{GREY}" stroke-width="1.8"'
             f'{dashes} marker-end="url(#tip)"/>'
         )
-    for left, top, width, fill, name, line in BOXES:
-        middle = left + width / 2
-        parts += [
-            f'<rect x="{left}" y="{top}" width="{width}" height="{TALL}" rx="8" '
-            f'fill="{FILLS[fill]}"/>',
-            text(middle, top + 25, "middle", name, "#16191d", "15", "600"),
-            text(middle, top + 45, "middle", line, "#363c44", "12.5"),
-        ]
+    for left, top, width, fill, name, lines in BOXES:
+        middle, tall = left + width / 2, TALL[top]
+        y = top + tall / 2 - 9 * len(lines) + 5  # of the title; the words stand in the middle
+        parts.append(box(left, top, width, tall, 8, fill))
+        parts.append(text(middle, y, "middle", name, "#16191d", "15", "600"))
+        for i, line in enumerate(lines, 1):
+            parts.append(text(middle, y + 2 + 18 * i, "middle", line, "#363c44", "12.5"))
     for x, y, anchor, words in WORDS:
         parts.append(text(x, y, anchor, words, GREY, "13"))
+    for x, fill, words in LEGEND:
+        parts.append(box(x, 318, 18, 18, 4, fill))
+        parts.append(text(x + 26, 332, "start", words, GREY, "13"))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def box(left: float, top: float, width: float, height: float, radius: float, fill: str) -> str:
+    return (
+        f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" '
+        f'fill="{FILLS[fill]}"/>'
+    )
 
 
 def text(

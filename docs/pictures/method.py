@@ -192,11 +192,12 @@ def box(
     )
 
 
-def outline(x: float, y: float, width: float, height: float) -> str:
-    """An empty, dashed box."""
+def outline(x: float, y: float, width: float, height: float, dash: str = "") -> str:
+    """An empty box."""
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
     return (
         f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" rx="3" '
-        f'fill="none" stroke="{GREY}" stroke-dasharray="3 3"/>'
+        f'fill="none" stroke="{GREY}"{dashes}/>'
     )
 
 
@@ -211,6 +212,13 @@ def line(
     return (
         f'<line x1="{x1:.5g}" y1="{y1:.5g}" x2="{x2:.5g}" y2="{y2:.5g}" stroke="{color}" '
         f'stroke-width="{width:g}"{dashes}/>'
+    )
+
+
+def upward(x: float, y: float, words: str) -> str:
+    """A line of small text that reads upwards; y is its middle."""
+    return (
+        f'<g transform="rotate(-90 {x:g} {y:g})">{text(x, y, words, size=12, anchor="middle")}</g>'
     )
 
 
@@ -262,7 +270,11 @@ def teachers(data: dict) -> str:
             text(512, top + 20, mistake, SOFT),
             text(512, top + 41, pair["mistake"], DARK, 14),
         ]
-    return page(424, "A problem, a solution, its verdict, and the pairs of its teachers", parts)
+    words = (
+        "α, a teacher's weight: a softmax, over the teachers, of the mean of a pair's two cosines"
+    )
+    parts.append(text(14, 440, words, size=12.5))
+    return page(452, "A problem, a solution, its verdict, and the pairs of its teachers", parts)
 
 
 def shown_token(token: str) -> str:
@@ -284,38 +296,40 @@ def gaps(data: dict) -> str:
             for k in range(count):
                 parts.append(text(10, top + 43 + 20 * k, f"teacher {k + 1}"))
         if x["mask"][i]:
-            parts.append(box(left, top, width - 2, 24, FILLS["model"], 4))
+            parts.append(outline(left + 0.5, top + 0.5, width - 3, 23))
             for k in range(count):
                 parts += cell(left, top + 28 + 20 * k, width - 2, x["delta"][k][i])
         else:
-            parts.append(outline(left + 1, top + 1, width - 4, 26 + 20 * count - 2))
-        color = DARK if x["mask"][i] else GREY
-        parts.append(text(left + width / 2 - 1, top + 17, words, color, 13, "middle"))
+            parts.append(outline(left + 0.5, top + 0.5, width - 3, 25 + 20 * count, "3 3"))
+        parts.append(text(left + width / 2 - 1, top + 17, words, GREY, 13, "middle"))
         left += width
     top += 28 + 20 * count + 24
-    return page(round(top) + 36, "The gap of every teacher at every token", parts + legend(top))
+    return page(round(top) + 64, "The gap of every teacher at every token", parts + legend(top))
 
 
 def legend(top: float) -> list[str]:
     """What the colours and signs of the gaps' drawing mean."""
-    return [
-        box(84, top - 11, 14, 14, DISLIKES, 3),
-        text(104, top, "less likely under the teacher than under the student"),
-        box(470, top - 11, 14, 14, LIKES, 3),
-        text(490, top, "likelier"),
-        box(580, top - 11, 14, 14, FAINT, 3, 0.3),
-        text(600, top, f"almost equal: |Δ| below {NEAR_0:g} nats"),
-        outline(84, top + 13, 14, 14),
-        text(104, top + 24, "masked: neither support nor loss counts this token"),
-        text(470, top + 24, "·  a space      ↵  a line break"),
+    parts = [
+        text(210, top + 4, "less likely under the teacher than under the student"),
+        text(722, top + 4, "likelier"),
+        *cell(84, top + 18, 38, 0),
+        text(130, top + 32, f"almost equal: |Δ| below {NEAR_0:g} nats"),
+        text(594, top + 32, "deeper colour: larger |Δ|, in nats"),
+        outline(84.5, top + 46.5, 37, 17, "3 3"),
+        text(130, top + 60, "masked: neither support nor loss counts this token"),
+        text(594, top + 60, "·  a space      ↵  a line break"),
     ]
+    for i, size in enumerate((3, 1, 0.3)):
+        parts += cell(84 + 40 * i, top - 10, 38, -size)
+        parts += cell(674 - 40 * i, top - 10, 38, size)
+    return parts
 
 
 def cell(x: float, y: float, width: float, gap: float) -> list[str]:
     """A gap's cell: the stronger its colour the larger the gap, with its number if not near 0."""
     if abs(gap) < NEAR_0:
         return [box(x, y, width, 18, FAINT, 3, 0.3)]
-    color = tint(LIKES if gap > 0 else DISLIKES, min(1, 0.35 + abs(gap) / 3))
+    color = tint(LIKES if gap > 0 else DISLIKES, min(1, 0.3 + 0.4 * math.sqrt(abs(gap))))
     number = text(x + width / 2, y + 13, signed(gap, 2), DARK, 11, "middle")
     return [box(x, y, width, 18, color, 3), number]
 
@@ -411,63 +425,73 @@ def slope_of(gap: float, tau: float) -> float:
 def gate(data: dict) -> str:
     """Left: the gated loss and its slope. Right: how many gaps of the run lie where."""
     tau = data["settings"]["tau_g"]
-    x_0, y_0, unit, tall = 250, 172, 40, 190  # the axes' crossing, pixels of a nat and of 1
+    x_0, y_0, unit, tall = 266, 172, 40, 190  # the axes' crossing, pixels of a nat and of 1
 
     def point(gap: float, value: float) -> tuple[float, float]:
         return x_0 + unit * gap, y_0 - tall * value
 
+    left, right = x_0 - 5 * unit, x_0 + 5 * unit
     span = [i / 20 for i in range(-100, 101)]
-    parts = []
+    parts = [upward(14, 148, "a token's loss, and its slope")]
     for value in (-0.4, -0.2, 0.2, 0.4, 0.6):
         _, y = point(0, value)
-        parts.append(line(50, y, 450, y, FAINT, 0.4))
-        parts.append(text(44, y + 4, signed(value, 1), size=12, anchor="end"))
+        parts.append(line(left, y, right, y, FAINT, 0.4))
+        parts.append(text(left - 6, y + 4, signed(value, 1), size=12, anchor="end"))
     parts += [
-        line(50, y_0, 450, y_0),
+        line(left, y_0, right, y_0),
         line(x_0, 34, x_0, 262),
-        text(44, y_0 + 4, "0", anchor="end"),
+        text(left - 6, y_0 + 4, "0", anchor="end"),
     ]
     for i in (-4, -2, 2, 4):
         parts.append(line(x_0 + unit * i, y_0, x_0 + unit * i, y_0 + 4))
         parts.append(text(x_0 + unit * i, y_0 + 17, signed(i, 0), size=12, anchor="middle"))
-    parts.append(text(450, y_0 + 34, "gap Δ, nats", size=12, anchor="end"))
+    parts.append(text(right, y_0 + 32, "gap Δ, nats", size=12, anchor="end"))
     parts.append(curve([point(d, loss_of(d, tau)) for d in span], LIKES))
     parts.append(curve([point(d, slope_of(d, tau)) for d in span], DISLIKES))
-    parts.append(text(50, 26, "the gate, at most log 2 = 0.69", LIKES, 13, weight=600))
-    parts.append(text(346, 126, "its slope g", DISLIKES, 13, weight=600))
-    parts += marks_of_teachers(data["example"]["delta"], tau, point)
-    parts += gap_bars(data["gaps"])
-    return page(276, "The gate, its slope, and where a run's gaps lie", parts)
+    parts.append(text(left, 26, "the gate, at most log 2 = 0.69", LIKES, 13, weight=600))
+    parts.append(text(362, 126, "its slope g", DISLIKES, 13, weight=600))
+    parts += marks_of_teachers(data["example"], tau, point)
+    parts += gap_bars(data["gaps"], len(data["example"]["delta"]))
+    return page(292, "The gate, its slope, and where a run's gaps lie", parts)
 
 
-def marks_of_teachers(delta: list[list[float]], tau: float, point: Callable) -> list[str]:
-    """The lowest and the highest gap of the example on the slope, with their teachers."""
-    parts = []
-    for gap in (min(map(min, delta)), max(map(max, delta))):
-        (teacher,) = (k for k, delta_T in enumerate(delta, 1) if gap in delta_T)
-        x, y = point(gap, slope_of(gap, tau))
-        left, top = (54, y - 29) if gap < 0 else (x + 24, y + 78)
-        if gap > 0:  # its label is away from both curves
-            parts.append(line(x, y + 6, left, top - 12, FAINT, 1, "2 3"))
+def marks_of_teachers(x: dict, tau: float, point: Callable) -> list[str]:
+    """On the slope, the largest gap of each teacher that is not ignored, in its fate's colour."""
+    parts, above, below = [], 150, 226  # y of the next label, left and right of the axis
+    for teacher, (delta_T, rho) in enumerate(zip(x["delta"], x["rho"]), 1):
+        if not rho:
+            continue
+        gap, color = max(delta_T, key=abs), FATE_COLORS[FATES[rho]]
+        x_dot, y_dot = point(gap, slope_of(gap, tau))
         words = f"g({signed(gap, 2)}) = {signed(slope_of(gap, tau), 3)}"
-        parts += [
-            dot(x, y, 5, DISLIKES),
-            text(left, top, f"teacher {teacher}:", size=12, weight=600),
-            text(left, top + 16, words, size=12),
-        ]
+        name = f"teacher {teacher}:"
+        if gap < 0:
+            parts.append(text(70, above, name, color, 12, weight=600))
+            parts.append(text(70, above + 16, words, size=12))
+            above -= 36
+        else:
+            parts.append(text(286, below, name, color, 12, weight=600))
+            parts.append(text(362, below, words, size=12))
+            below += 17
+        parts.append(dot(x_dot, y_dot, 4, color))
     return parts
 
 
-def gap_bars(counts: list[int]) -> list[str]:
+def gap_bars(counts: list[int], teachers_of_one: int) -> list[str]:
     """A bar for each range of |gap|, its length by the logarithm of the count."""
     edges = [f"{bound:g}" for bound in BOUNDS]
     names = [f"below {edges[0]}"]
     names += [f"{one} to {other}" for one, other in itertools.pairwise(edges)]
     names.append(f"above {edges[-1]}")
     total = sum(counts)
-    parts = [text(510, 28, f"|Δ| of the run's {total:,} gaps (length: logarithm)")]
+    words = f"{total // teachers_of_one:,} unmasked tokens × {teachers_of_one} teachers"
+    parts = [
+        text(520, 26, f"the run's {total:,} gaps by |Δ|, in nats", weight=600),
+        text(520, 46, words, size=12),
+        text(606, 62 + 30 * len(counts) + 8, "bar length on a log scale", size=12),
+    ]
     for i, (name, count) in enumerate(zip(names, counts)):
-        y = 46 + 30 * i
+        y = 62 + 30 * i
         width = 170 * math.log10(max(count, 1)) / math.log10(max(counts))
         words = f"{count:,} ({count / total:.2%})"
         parts += [
@@ -483,43 +507,58 @@ def bank(data: dict) -> str:
     life = data["bank"]
     wrong = life["solutions"] - life["right"]
     words = f"before step 1: {life['solutions']} solutions, {life['right']} right, {wrong} wrong"
-    parts = [text(10, 22, words, weight=600)]
+    parts = [
+        text(10, 22, words, weight=600),
+        text(10, 44, "entries left after each round of merging", size=12),
+    ]
     for kind, x in (("skills", 10), ("mistakes", 226)):
         sizes = life[kind]
-        words = f"{sizes[0]} {kind}, {len(sizes) - 1} merges, {sizes[-1]} left"
-        parts.append(text(x, 46, words, size=12))
         for i, size in enumerate(sizes):
-            parts.append(box(x + 17 * i, 158 - 2.6 * size, 14, 2.6 * size, BARS, 2))
+            parts.append(box(x + 17 * i, 174 - 2.8 * size, 14, 2.8 * size, BARS, 2))
             if i in (0, len(sizes) - 1):
-                parts.append(text(x + 17 * i + 7, 173, str(size), size=12, anchor="middle"))
+                parts.append(text(x + 17 * i + 7, 189, str(size), size=12, anchor="middle"))
+        parts.append(text(x, 70, f"{kind}, {len(sizes) - 1} rounds", size=12))
     versions = {int(step): sizes for step, sizes in life["versions"].items()}
-    y, before = 206, versions[0]
+    every = data["settings"]["evolve_every"]
+    words = f"success: share of right solutions in the last {every} steps"
+    parts.append(text(10, 232, words, size=12))
+    y, before = 258, versions[0]
     for step, share in life["success"].items():
         sizes, goal = versions.get(int(step), before), data["settings"]["success_gate"]
         skills, mistakes = (size - old for size, old in zip(sizes, before))
-        change = f"+{skills} skills, +{mistakes} mistakes" if skills + mistakes else "no change"
+        change = "no change"
+        if skills + mistakes:
+            change = f"{grown(skills, 'skill')}, {grown(mistakes, 'mistake')}"
         sign = "<" if share < goal else "≥"
         parts.append(text(10, y, f"after step {step}", weight=600))
         parts.append(text(122, y, f"success {share:.0%} {sign} {goal:.0%}: {change}"))
         y, before = y + 24, sizes
-    parts += fate_bars(data["fates"], data["added"])
-    return page(330, "The life of a bank, and what became of each skill", parts)
+    parts += fate_bars(data["fates"], data["added"], len(data["example"]["rho"]))
+    return page(350, "The life of a bank, and what became of each skill", parts)
 
 
-def fate_bars(fates: list[list], added: dict[str, int]) -> list[str]:
+def grown(count: int, noun: str) -> str:
+    return f"+{count} {noun}" + "s" * (count != 1)
+
+
+def fate_bars(fates: list[list], added: dict[str, int], teachers_of_one: int) -> list[str]:
     """A row for each skill: its teachers, reversed to the left and distilled to the right."""
-    middle, unit = 692.0, 3.2  # x of no teachers; pixels of a teacher
+    middle, unit, top = 692.0, 3.2, 74  # x of no teachers; pixels of a teacher; y of the first row
+    total = sum(sum(counts) for _, *counts in fates)
+    ignored = sum(counts[-1] for _, *counts in fates) / total
+    words = f"{total // teachers_of_one} solutions × {teachers_of_one} teachers, by skill"
     parts = [
-        text(576, 22, "teachers with this skill, in the whole run", weight=600, anchor="start"),
-        text(middle - 8, 44, "reversed", FATE_COLORS["reversed"], 12, "end", 600),
-        text(middle + 8, 44, "distilled", FATE_COLORS["distilled"], 12, "start", 600),
-        text(850, 44, "ignored", GREY, 12, "end", 600),
-        line(middle, 52, middle, 324),
+        text(450, 22, words, weight=600),
+        text(450, 44, f"{ignored:.0%} are ignored: their support is too weak", size=12),
+        text(middle - 8, 66, "reversed", FATE_COLORS["reversed"], 12, "end", 600),
+        text(middle + 8, 66, "distilled", FATE_COLORS["distilled"], 12, "start", 600),
+        text(850, 66, "ignored", GREY, 12, "end", 600),
+        line(middle, top, middle, 346),
     ]
-    y = 52
-    for title, distilled, reversed_, ignored in fates:
+    y = top
+    for title, distilled, reversed_, rest in fates:
         new = added[title] > 0
-        if new and y == 52 + 25 * sum(step == 0 for step in added.values()):
+        if new and y == top + 25 * sum(step == 0 for step in added.values()):
             parts.append(text(436, y + 14, f"new after step {added[title]}", size=12, weight=600))
             y += 22
         parts += [
@@ -528,7 +567,7 @@ def fate_bars(fates: list[list], added: dict[str, int]) -> list[str]:
             box(middle, y, unit * distilled, 18, FATE_COLORS["distilled"], 2),
             text(middle - unit * reversed_ - 6, y + 14, str(reversed_), size=12, anchor="end"),
             text(middle + unit * distilled + 6, y + 14, str(distilled), size=12),
-            text(850, y + 14, str(ignored), size=12, anchor="end"),
+            text(850, y + 14, str(rest), size=12, anchor="end"),
         ]
         y += 25
     return parts
