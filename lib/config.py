@@ -101,11 +101,7 @@ class Config:
         25, "save a checkpoint every N steps; §4.1", on_continue="quiet"
     )
     device: str = setting(
-        "auto",
-        "auto takes CUDA where there is a GPU",
-        DEVICES,
-        on_continue="quiet",
-        in_eval=True,
+        "auto", "auto takes CUDA where there is a GPU", DEVICES, on_continue="quiet", in_eval=True
     )
     model: str = setting(
         "Qwen/Qwen3-1.7B",
@@ -302,8 +298,7 @@ class EvalConfig:
     model: str = setting("", "an adapter's base, if not the one that the adapter names")
     out: str = setting("", "folder of all results, instead of eval/ in the run or else here")
     skills: str = setting(
-        "",
-        "evaluate Base+Skill: prompts with entries of this bank (JSON); §4.1, S14",
+        "", "evaluate Base+Skill: prompts with entries of this bank (JSON); §4.1, S14"
     )
     num_skills: int = setting(8, "pairs in a prompt of Base+Skill; Tab. 12")
     encoder: str = setting(Config.encoder, "encoder of --skills; Tab. 12")
