@@ -76,6 +76,8 @@ class SkillBank:
             _check_entries(data[key], key, f"bank {path}: {key}")
         lists = data.pop("general_skills"), data.pop("common_mistakes")
         metadata, window = data.pop("metadata", {}), data.pop("window", [])
+        if not isinstance(metadata, dict) or not isinstance(metadata.get("updates", []), list):
+            raise ValueError(f"bank {path}: `metadata` must be an object, its `updates` a list")
         return cls(*lists, metadata, extra=data, window=window)
 
     def save(self, path: str | pathlib.Path) -> None:
@@ -393,9 +395,9 @@ def _numbered(entries: list[dict], key: str) -> list[dict]:
 
 def _with_sources(entry: dict, parents: list[dict]) -> dict:
     """A copy of an entry with the sources of its parents, if they have any."""
-    sources = set()
+    sources: set[str] = set()
     for parent in parents:
-        sources.update(parent.get("sources", []))
+        sources.update(parent.get("sources") or [])
     return {**entry, "sources": sorted(sources)} if sources else dict(entry)
 
 
@@ -561,19 +563,18 @@ def limit_growth(
 
 def describe(bank: SkillBank) -> str:
     """A bank in one line: what it holds and, where we made it, what it was last made from."""
-    line = f"bank: {bank.sizes}"
-    if bank.metadata.get("updates"):
-        last = bank.metadata["updates"][-1]
+    line, about = f"bank: {bank.sizes}", bank.metadata
+    last = (about.get("updates") or [{}])[-1]
+    if "lost_replies" in last:
         new = sum(last[f"net_new_{key}"] for key in FIELDS)
         candidates = sum(last[f"candidate_{key}"] for key in FIELDS)
         line += f", evolved after step {last['step']} with success {last['success']:.2f}: "
         line += f"{new} net new from {candidates} candidates, {last['lost_replies']} replies lost"
-        return line
-    if "right_seed_solutions" in bank.metadata:
+    elif "lost_replies" in about:
         line += " from {input_general_skills} and {input_common_mistakes} candidates, written from "
         line += "{seed_solutions} solutions, {right_seed_solutions} correct; "
-        line += "{lost_replies} replies lost"
-    return line.format(**bank.metadata)
+        line = (line + "{lost_replies} replies lost").format(**about)
+    return line
 
 
 def refuse_short(bank: SkillBank, path: str, num_teachers: int) -> None:

@@ -7,6 +7,7 @@ state (safetensors and JSON, no pickle). Models are loaded without `trust_remote
 import contextlib
 import json
 import re
+import shutil
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from transformers.utils import logging
 
 # Kinds of layers whose part of a `DynamicCache` has rows first, so that rows can leave and join.
 LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
+CHAT = [{"role": "user", "content": "xyzzy"}]  # which every template must show
 LAYERS_WITH_STATES = {"linear_attention", "conv", "hybrid"}
 
 
@@ -75,8 +77,13 @@ def load_model(
     with _loading("model", name) as source:
         tokenizer = _load_tokenizer(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+        if hasattr(model, "peft_config"):
+            raise ValueError("it is an adapter; give its base")
         if model.config.get_text_config() is not model.config:
             raise ValueError(f"{type(model).__name__} takes more than text; give a text model")
+        chat = tokenizer.apply_chat_template(CHAT, return_dict=False)
+        if max(chat) >= model.get_input_embeddings().weight.shape[0]:
+            raise ValueError("its tokenizer has ids that the model has no rows for")
         _check_batching(model)
     _remove_dropout(model)
     return model.to(device).eval(), tokenizer
@@ -105,8 +112,7 @@ def load_outline(name: str) -> tuple[Any, Any]:
 def _load_tokenizer(source: str) -> Any:
     """ValueError if the chat template drops what a user says."""
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    chat = [{"role": "user", "content": "xyzzy"}]
-    if "xyzzy" not in tokenizer.apply_chat_template(chat, tokenize=False):
+    if CHAT[0]["content"] not in tokenizer.apply_chat_template(CHAT, tokenize=False):
         raise ValueError("its chat template drops what a user says")
     return tokenizer
 
@@ -123,7 +129,8 @@ def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[st
         from sentence_transformers.util import is_sentence_transformer_model
 
         if not is_sentence_transformer_model(source):
-            raise ValueError("it has no modules.json, so it is no sentence-transformers model")
+            rule = "no modules.json is found, as sentence-transformers models have; offline, give a"
+            raise ValueError(f"{rule} local directory")
         # Whatever precision the files are in, the vectors are float32.
         encoder = SentenceTransformer(source, device=str(device)).float()
 
@@ -272,10 +279,16 @@ def lora_of(folder: str | Path) -> tuple[str, int, int]:
 
 
 def base_of(folder: str | Path, base: str = "") -> str:
-    """The model under the adapter in a folder, or `base` in its place; "" without an adapter."""
+    """The model under the adapter in a folder, or `base` in its place; "" without an adapter.
+
+    ValueError for a path that is not there, such as that of another machine.
+    """
     if not (Path(folder) / "adapter_config.json").exists():
         return ""
-    return base or lora_of(folder)[0]
+    base = base or lora_of(folder)[0]
+    if Path(base).is_absolute() and not Path(base).exists():
+        raise ValueError(f"adapter {folder}: its base {base} is not there; give it as --model")
+    return base
 
 
 def load_adapter(model, folder: str | Path):
@@ -353,6 +366,8 @@ def save(
         tokenizer.save_pretrained(folder)
         save_file(state, folder / "trainer.safetensors")
         (folder / "trainer.json").write_text(json.dumps({"step": step}, indent=2) + "\n")
+        for file in folder.glob("*.safetensors"):  # they are written for their owner alone
+            shutil.copymode(folder / "trainer.json", file)
     except Exception as e:  # for a full disk safetensors and tokenizers have kinds of their own
         raise OSError(f"{folder}: {e}") from None
 

@@ -120,7 +120,8 @@ def _problem(row: dict, index: int, fields: Fields) -> Problem:
     if not isinstance(row, dict):
         raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
     columns = f"its fields: {', '.join(map(str, row)) or 'none'}"
-    if "prompt" in row and "reward_model" in row:
+    is_plain = {fields.problem, fields.answer} <= row.keys()
+    if not is_plain and "prompt" in row and "reward_model" in row:
         row = _dapo(row, fields) | row
     if fields.problem not in row or fields.answer not in row:
         rule = f"a row needs `{fields.problem}` and `{fields.answer}`"

@@ -161,6 +161,8 @@ class Server:
         count = usage.get("completion_tokens", job.left) if ids is None else len(ids)
         if ids is None:
             ids = self.tokenizer.encode(choice["text"], add_special_tokens=False)
+        elif count > job.left or not all(type(token) is int and token >= 0 for token in ids):
+            raise ValueError(f"token_ids must be at most {job.left} ids")
         if reason == "length" and count < job.left:  # it would count as cut at our own limit
             raise ValueError(f"cut after {count} of {job.left} tokens, by a limit of its own")
         if reason == "stop" and not {*ids[-1:]} & {*self.stops}:
@@ -211,7 +213,10 @@ class Server:
         OSError if nothing comes for the whole time: it is not worth another wait.
         """
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY", "").strip():
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("OPENAI_API_KEY has characters that no header may have")
+        if key:
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)

@@ -107,6 +107,14 @@ def test_a_chat_template_that_drops_the_problem_is_one_line(base, tmp_path):
     one_line(lambda: load(folder), f"model {folder}: ", "chat template")
 
 
+def test_a_chat_template_with_an_id_that_the_model_lacks_is_one_line(tmp_path):
+    one_line(
+        lambda: load(save_model(tmp_path, vocab=260, pad_token_id=0)),
+        f"model {tmp_path}: ",
+        "no rows",
+    )
+
+
 LONG_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 UNSUPPORTED = [  # a kind of model, settings of it, attention kernels, and words of the line
     ("gemma2", {}, "sdpa", "eager"),  # transformers says that it has no such kernels
@@ -198,6 +206,12 @@ def test_an_adapter_is_loaded_in_eval_mode(base, tmp_path):
     assert torch.equal(model(input_ids=ids).logits, want(input_ids=ids).logits)
 
 
+def test_an_adapter_in_the_place_of_a_model_is_one_line(base, tmp_path):
+    """transformers would load it with its base, and a second adapter would replace it."""
+    checkpoint(tmp_path / "saved", base)
+    one_line(lambda: load(tmp_path / "saved"), f"model {tmp_path}/saved: ", "adapter")
+
+
 @pytest.mark.parametrize(
     "changes, word",
     [
@@ -221,6 +235,9 @@ def test_the_base_of_an_adapter_is_the_one_that_it_names_or_that_is_given(tmp_pa
     for content in ("{", "{}", "[]"):
         file.write_text(content)
         one_line(lambda: base_of(tmp_path), f"adapter {tmp_path}: ")
+    about = {"base_model_name_or_path": "/no/such", "r": 4, "lora_alpha": 8}
+    file.write_text(json.dumps(about))
+    one_line(lambda: base_of(tmp_path), "/no/such", "--model")
 
 
 # ------------------------------------------------------------------------------------- masked ids
@@ -288,6 +305,8 @@ def test_a_checkpoint_loads_by_transformers_and_peft_alone_from_any_directory(
     monkeypatch.chdir(base.parent)
     model, tokenizer, _ = checkpoint(tmp_path / "saved", "model")
     assert not list((tmp_path / "saved").glob("*.bin"))
+    modes = {path.stat().st_mode for path in (tmp_path / "saved").iterdir()}
+    assert len(modes) == 1  # a server of another user reads the weights, too
     monkeypatch.chdir(tmp_path / "saved")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(".")
     ids = torch.tensor([[1, 2, 3]])

@@ -66,6 +66,10 @@ def test_a_problem_keeps_the_other_fields_of_its_row(tmp_path):
     assert x == bare and hash(x) == hash(bare) and bare.extra == {}
     first, second = problems.load_set(source, "test")
     assert (first.extra["level"], second.extra["level"]) == (3, 4)
+    row = {"problem": "p", "answer": "1", "prompt": "x", "reward_model": "y"}  # not DAPO's
+    (tmp_path / "y.jsonl").write_text(json.dumps(row) + "\n")
+    ((x,), _) = problems.load_problems(str(tmp_path / "y.jsonl"))
+    assert x.extra == {"prompt": "x", "reward_model": "y"}
 
 
 ROW = '{"problem": "p", "answer": "1"}\n'

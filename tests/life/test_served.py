@@ -149,6 +149,9 @@ def test_the_key_in_the_environment_is_sent(engine, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
     server.check()
     assert engine.keys_seen == [None, "Bearer secret"]
+    monkeypatch.setenv("OPENAI_API_KEY", "sec\nret")
+    line = one_line(server.check, "OPENAI_API_KEY")
+    assert "ret" not in line.replace("characters", "")
 
 
 # ------------------------------------------------------------------------------- log-probabilities
@@ -341,6 +344,8 @@ UNEXPECTED = {  # a reply, and words of the line
     "no choices": ({"error": "x"}, "KeyError: 'choices'"),
     "neither ids nor text": (choices(), "KeyError: 'text'"),
     "a reply cut by the server": (choices("length", token_ids=[65, 66]), "after 2 of 8 tokens"),
+    "more ids than asked for": (choices(token_ids=[65] * 9), "token_ids"),
+    "ids that are none": (choices(token_ids=[65, -1]), "token_ids"),
     "a text cut by the server": (CUT_TEXT, "after 1 of 8 tokens"),
     "a prompt cut by the server": (CUT_PROMPT, "2 of 3 prompt tokens"),
     "training without ids": (choices(text="x"), "no token_ids"),

@@ -128,6 +128,7 @@ def test_the_released_banks_come_back_byte_for_byte(path, tmp_path):
     assert (tmp_path / "b.json").read_bytes() == path.read_bytes()
 
 
+EMPTY = {"general_skills": [], "common_mistakes": []}
 WRONG = [
     (None, "cannot be read"),
     ("{", "cannot be read"),
@@ -137,6 +138,8 @@ WRONG = [
     (bank_text([{"title": "t"}]), "general_skills[0] lacks the strings skill_id, principle"),
     (bank_text([SKILL] * 2), "general_skills[1]"),
     (bank_text([], ["text"]), "common_mistakes[0] lacks"),
+    (json.dumps(EMPTY | {"metadata": None}), "`metadata`"),
+    (json.dumps(EMPTY | {"metadata": {"updates": {}}}), "`metadata`"),
 ]
 
 
@@ -146,3 +149,9 @@ def test_a_wrong_bank_is_one_line_that_names_the_file_and_the_entry(content, wor
     if content is not None:
         path.write_text(content)
     one_line(lambda: SkillBank.load(path), f"bank {path}: ", words)
+
+
+def test_a_bank_with_another_makers_metadata_is_described_by_its_sizes():
+    for metadata in ({"updates": [{"step": 25, "added": 3}]}, {"right_seed_solutions": 3}):
+        bank = SkillBank([], [], metadata)
+        assert skills.describe(bank).endswith(bank.sizes)
