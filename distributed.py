@@ -8,6 +8,7 @@ the group's timeout.
 import atexit
 import contextlib
 import datetime
+import io
 import itertools
 import os
 import sys
@@ -129,6 +130,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     In a group it ends at once, as gloo's threads may abort in an orderly teardown.
     """
     code: Any
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a log file, too, shows each line as it comes
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         code = main()
     except SystemExit as e:

@@ -183,14 +183,17 @@ def find_policies(cfg: EvalConfig) -> list[Policy]:
     return list(policies.values())
 
 
-def settings_of(policy: Policy, cfg: EvalConfig, world: World) -> dict[str, Any]:
+def settings_of(
+    policy: Policy, cfg: EvalConfig, world: World, digests: dict[str, str]
+) -> dict[str, Any]:
     """All that samples depend on besides problems. Files count by what they hold, and may move.
 
-    ValueError, naming what differs, where the policy's folder has samples of other settings.
+    digests: of the models' files, by path. ValueError, naming what differs, where the policy's
+    folder has samples or results of other settings.
     """
     settings = {name: value for name, value in asdict(cfg).items() if name not in NO_PART}
-    settings["the policy's files"] = files.contents(policy.path)
-    settings["the base's files"] = files.contents(policy.base)
+    settings["the policy's files"] = digests[policy.path]
+    settings["the base's files"] = digests[policy.base]
     settings["engine"] = "a server" if cfg.server else "generate"  # S27
     settings["device"] = world.device.type
     if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
@@ -202,7 +205,8 @@ def settings_of(policy: Policy, cfg: EvalConfig, world: World) -> dict[str, Any]
     file = policy.folder / "settings.json"
     old = files.read_json(file) if file.exists() else settings
     changed = [name for name in {**old, **settings} if old.get(name) != settings.get(name)]
-    if changed and any(files.read_jsonl(policy.folder / "samples.jsonl")):
+    has_results = (policy.folder / "results.json").exists()
+    if changed and (has_results or any(files.read_jsonl(policy.folder / "samples.jsonl"))):
         rule = f"its samples have another value of {', '.join(changed)}"
         raise ValueError(f"{policy.folder}: {rule}, or are of an older eval.py; give another --out")
     return settings
@@ -233,14 +237,16 @@ def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evalua
     """
     policies = find_policies(cfg)
     tasks = load_tasks(cfg)
+    for policy in policies if world.main else []:
+        held.enter_context(files.locked(policy.folder))
+    models = {policy.path for policy in policies} | {policy.base for policy in policies}
+    digests = {path: files.contents(path, every_byte=True) for path in models}
     for policy in policies:
-        policy.settings = settings_of(policy, cfg, world)
+        policy.settings = settings_of(policy, cfg, world, digests)
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     verifier.same("1/2", "2/4")  # a verifier that does not start shows now
     prompts = make_prompts(cfg, tasks, world)
     server = server_for(cfg, policies, world) if cfg.server else None
-    for policy in policies if world.main else []:
-        held.enter_context(files.locked(policy.folder))
     return Evaluation(cfg, policies, tasks, prompts, verifier, server)
 
 
@@ -299,8 +305,9 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[tuple, 
     cfg, tasks, server = evaluation.cfg, evaluation.tasks, evaluation.server
     log = policy.folder / "samples.jsonl"
     done = {}
-    for row in files.read_jsonl(log) if world.main else []:
-        done[tuple(row[name] for name in KEY)] = row
+    with reading(cfg, world):
+        for row in files.read_jsonl(log) if world.main else []:
+            done[tuple(row[name] for name in KEY)] = row
     missing = distributed.gather([key for key in tasks if key not in done], world)[0]
     if not missing:
         return done

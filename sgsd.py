@@ -418,12 +418,9 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     for x in seeds:
         text = skills.render("memory", {"problem": x.problem})
         prompt = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
-        limit = cfg.cold_start_tokens
-        with config.user_errors(f"problem {x.id}: "):
-            model.refuse_beyond_context(run.lm, len(prompt), limit, "--cold-start-tokens")
         if x.id not in memories:
             key = rollout.sample_key(cfg.seed, 0, x.id)
-            jobs.append(Job(len(jobs), prompt, key, limit, x))
+            jobs.append(Job(len(jobs), prompt, key, cfg.cold_start_tokens, x))
     # Sampled as evaluation does: top-p 0.95, no top-k.
     sampling = Sampling(cfg.cold_start_temperature, 0.95, 0, cfg.cold_start_tokens)
     for judged in shared_rollouts(run, jobs, sampling):
@@ -453,7 +450,7 @@ def check_prompts(run: Run) -> None:
     """UserError if a list of the bank is empty, or the longest prompt too long. On every rank.
 
     With a bank the longest prompt is that of the longest problem with the longest entries. Each
-    list of --bank must have at least K entries.
+    list of --bank must have at least K entries. Before a run writes anything, this is called once.
     """
     cfg, pairs = run.cfg, []
 
@@ -469,10 +466,14 @@ def check_prompts(run: Run) -> None:
             pairs = skills.longest_pairs(run.bank, cfg.pairs_in_a_prompt, size)
             for pair in pairs:
                 where += f" with {pair.skill['skill_id']} and {pair.mistake['mistake_id']}"
+        prefix = cfg.teacher_prefix if pairs else cfg.student_prefix
         with config.user_errors(f"{where}: "):
-            prompt = prompt_ids(run, skills.render_skills(pairs, x.problem), cfg.teacher_prefix)
+            prompt = prompt_ids(run, skills.render_skills(pairs, x.problem), prefix)
             limit = cfg.max_new_tokens if cfg.steps else 0
             model.refuse_beyond_context(run.lm, len(prompt), limit, "--max-new-tokens")
+            if cfg.uses_skill_bank and run.bank is None:
+                limit = cfg.cold_start_tokens
+                model.refuse_beyond_context(run.lm, len(prompt), limit, "--cold-start-tokens")
 
 
 def evolve_bank(run: Run) -> None:
@@ -510,6 +511,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
     """
     uses_skill_bank = run.cfg.uses_skill_bank  # SGSD does, GRPO does not
     check_prompts(run)
+    run.begin()
     if uses_skill_bank:
         begin_bank(run)
     for step in run.steps_left():

@@ -13,6 +13,7 @@ comparison.json, beside the first evaluation, holds all that is printed.
 Dimension key: P problems.
 """
 
+import itertools
 import pathlib
 import re
 import sys
@@ -150,23 +151,26 @@ def print_table(tables: dict[str, dict]) -> None:
 
 def compare(folders: Sequence[pathlib.Path]) -> None:
     """Print the table of the evaluations in some folders and write comparison.json."""
-    evaluated: list[Evaluated] = []
+    by_place: dict[pathlib.Path, Evaluated] = {}
     for folder in folders:
         inside = evaluations_in(folder)
         if not inside:
             raise ValueError(f"{folder}: no results.json of an evaluation; eval.py writes it")
-        evaluated += inside
+        for x in inside:
+            by_place.setdefault(x.folder.resolve(), x)
+    evaluated = [*by_place.values()]
     first, on_all_sets, tables, reasons = evaluated[0], evaluated, {}, []
-    for name in first.sets:
+    for name in dict.fromkeys(itertools.chain.from_iterable(x.sets for x in evaluated)):
         compared = []
         for x in evaluated:
             reason = why_not(first, x, name)
-            if reason:
-                reasons.append(f"not compared on {name}: {x.folder}; {reason}")
-            else:
+            if not reason:
                 compared.append(x)
-        tables[name] = comparison(compared, [name])
-        on_all_sets = [x for x in on_all_sets if x in compared]
+            elif x is not first:
+                reasons.append(f"not compared on {name}: {x.folder}; {reason}")
+        if compared:
+            tables[name] = comparison(compared, [name])
+            on_all_sets = [x for x in on_all_sets if x in compared]
     if len(tables) > 1:
         tables[f"mean of {', '.join(sorted(tables))}"] = comparison(on_all_sets, list(tables))
     print_table(tables)

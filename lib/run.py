@@ -70,6 +70,7 @@ class Run:
     tokenizer: Any
     stops: list[int]  # ids that end a completion
     masked_ids: set[int]
+    start: Start  # what it goes on with
     stream: Stream  # decodes completions of the policy
     step_stream: Stream  # the same for a step's rollouts: with --server it compares numbers
     bank: Any = None  # with its window
@@ -86,7 +87,7 @@ class Run:
     @classmethod
     @contextlib.contextmanager
     def open(cls, cfg: Config, load_bank: Callable[[pathlib.Path], Any]) -> Iterator["Run"]:
-        """Start the run of --out, or continue it. Nothing is written before every rank has passed.
+        """Load the run of --out, a new one or one to continue. `begin` is the first to write.
 
         load_bank: reads the file of a bank. Exits with 0 where the run is complete, and with 2 and
         one line for a mistake in the input, a full disk or a lost server.
@@ -100,6 +101,11 @@ class Run:
                         claim(out, held)
                 with distributed.checked_on_all_ranks(world, *config.GIVEN):
                     start = inspect(cfg, world, load_bank)
+                places = distributed.gather((start.step, start.is_new, start.bank is None), world)
+                with distributed.checked_on_all_ranks(world, ValueError):
+                    if len({*places}) > 1:
+                        rule = "processes see different folders; give one on a disk that all share"
+                        raise ValueError(f"--out {out}: {rule}")
                 if is_complete(cfg, start):
                     if world.main:
                         print(f"{out}: complete, all of its {cfg.steps} steps are done")
@@ -107,7 +113,6 @@ class Run:
                 with distributed.checked_on_all_ranks(world, *config.GIVEN):
                     run = prepare(cfg, world, start, held)
             with config.one_line_errors(cfg.program):
-                begin(run, start)
                 yield run
             if world.main:
                 print(what_next(run))
@@ -115,6 +120,22 @@ class Run:
     @property
     def device(self) -> torch.device:
         return self.world.device
+
+    def begin(self) -> None:
+        """Cut the files back to the last checkpoint, and write config.json."""
+        cfg, out, world, record = self.cfg, self.out, self.world, self.start.record
+        params = model.trained(self.lm).values() if cfg.steps else []
+        distributed.broadcast_parameters(params, world)
+        kinds = OSError, config.UserError
+        with distributed.checked_on_all_ranks(world, *kinds), config.user_errors():
+            if world.main:
+                cut(self)
+                files.write_json(out / "config.json", record)
+                fingerprints = [problems.fingerprint(x.problem) for x in self.problems]
+                files.write_json(out / "problems.json", fingerprints)
+                settings, name = record["settings"], record["id"]
+                self.track = runlog.open_tracker(out, settings, self.step, cfg.report_to, name)
+                announce(self)
 
     # ----------------------------------------------------------------------------------- a step
 
@@ -445,6 +466,7 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
         tokenizer=tokenizer,
         stops=stops,
         masked_ids=model.masked_token_ids(tokenizer) | {*stops},
+        start=start,
         stream=stream,
         step_stream=stream,
         bank=start.bank,
@@ -484,25 +506,9 @@ def prepare_training(
         run.embed = model.load_encoder(cfg.encoder, run.device)
 
 
-def begin(run: Run, start: Start) -> None:
-    """Cut the files back to the last checkpoint, and write config.json. Every rank has passed."""
-    cfg, out, world = run.cfg, run.out, run.world
-    distributed.broadcast_parameters(model.trained(run.lm).values() if cfg.steps else [], world)
-    with distributed.checked_on_all_ranks(world, OSError, config.UserError), config.user_errors():
-        if world.main:
-            cut(run, start)
-            files.write_json(out / "config.json", start.record)
-            files.write_json(
-                out / "problems.json", [problems.fingerprint(x.problem) for x in run.problems]
-            )
-            settings, name = start.record["settings"], start.record["id"]
-            run.track = runlog.open_tracker(out, settings, run.step, cfg.report_to, name)
-            announce(run, start)
-
-
-def cut(run: Run, start: Start) -> None:
+def cut(run: Run) -> None:
     """Remove what came after the last checkpoint, and what a kill has left unfinished."""
-    out = run.out
+    out, start = run.out, run.start
     for name in runlog.LOGS:
         if files.trim_jsonl(out / f"{name}.jsonl", start.step):
             print(f"{name}.jsonl is cut after step {start.step}")
@@ -520,10 +526,10 @@ def cut(run: Run, start: Start) -> None:
     files.trim_jsonl(out / "bank/replies.jsonl", -1 if start.bank is None else last)
 
 
-def announce(run: Run, start: Start) -> None:
+def announce(run: Run) -> None:
     """Print what a run starts from."""
     cfg, tokenizer = run.cfg, run.tokenizer
-    data, *others = start.notes
+    data, *others = run.start.notes
     print(data)
     if cfg.steps:
         learning = sum(p.numel() for p in model.trained(run.lm).values())

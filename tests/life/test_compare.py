@@ -104,9 +104,16 @@ def test_an_evaluation_under_other_conditions_is_named_and_not_compared(
 ):
     first = write(tmp_path / "first", d=[1, 2])
     other = write(tmp_path / "other", **given)
-    tables, (line,) = compared(first, other)
+    tables, (line, *_) = compared(first, other)
     assert list(tables["d"]["results"]) == [str(first)]
     assert str(other) in line and word in line and line in capsys.readouterr().out
+
+
+def test_a_set_that_only_a_later_evaluation_has_is_named_and_one_given_twice_stands_once(tmp_path):
+    first, other = write(tmp_path / "first", d=[1, 2]), write(tmp_path / "other", d=[1, 2], e=[3])
+    tables, lines = compared(first, other, tmp_path)
+    assert list(tables["d"]["results"]) == [str(first), str(other)] and "e" not in tables["d"]
+    assert any("not compared on e" in line and str(first) in line for line in lines)
 
 
 def test_skills_and_the_machine_may_differ(tmp_path):

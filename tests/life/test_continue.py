@@ -275,6 +275,17 @@ def test_before_bank_and_checkpoint_a_run_is_begun_anew_and_with_a_bank_it_is_re
     assert_equal(out, uninterrupted)
 
 
+def test_a_command_that_is_refused_leaves_what_a_killed_cold_start_has_made(
+    world_dir, tmp_path, log, capsys
+):
+    out = tmp_path / "run"
+    kill(small_flags(world_dir, out), log, Run, "log_rows", 4)
+    before = contents(out)
+    argv = small_flags(world_dir, out, max_new_tokens=4090)
+    refused(capsys, driver.main, argv, "--max-new-tokens 4090", "context of 4096")
+    assert contents(out) == before
+
+
 def test_a_step_that_ran_out_of_memory_is_made_again_with_less(
     world_dir, tmp_path, uninterrupted, log
 ):
@@ -568,6 +579,13 @@ def test_where_one_rank_refuses_nothing_is_trimmed_or_written(wrong, world_dir, 
     (line,) = (tmp_path / "log0").read_text().splitlines()
     assert "rank 1" in line and wrong.partition("=")[2] in line
     assert (tmp_path / "log1").read_text() == "" and contents(killed) == before
+
+
+def test_processes_that_see_different_folders_are_refused(world_dir, killed, tmp_path):
+    argv, before = small_flags(world_dir, killed), contents(killed)
+    assert two(argv, tmp_path, argv1=small_flags(world_dir, tmp_path / "elsewhere")) == [2, 2]
+    (line,) = (tmp_path / "log0").read_text().splitlines()
+    assert str(killed) in line and "share" in line and contents(killed) == before
 
 
 def test_a_command_waits_for_the_one_that_uses_the_directory(world_dir, killed, uninterrupted, log):

@@ -146,6 +146,13 @@ def test_a_killed_evaluation_goes_on_to_the_same_samples(world_dir, tmp_path):
     assert results(whole) == results(killed)
 
 
+def test_a_broken_line_of_the_samples_is_named(world_dir, tmp_path, capsys):
+    evaluate(world_dir, tmp_path)
+    (log,) = tmp_path.glob("*/samples.jsonl")
+    log.write_text("{}}\n" + log.read_text())
+    refused(capsys, eval.main, evaluation(world_dir, tmp_path), "samples.jsonl:1")
+
+
 def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
     """Other problems, a problem's id and set, the rows and the number of samples have no part."""
     whole = {row["id"]: [] for row in PROBLEMS}
@@ -450,4 +457,4 @@ def test_two_policies_with_two_bases_are_no_task_for_a_server(world_dir, tmp_pat
     line = evaluation(world_dir, tmp_path / "out", f"--server {engine.url}")
     line = [str(tmp_path / "other"), *line]
     refused(capsys, eval.main, line, "--server", f"{tmp_path}/other", f"{world_dir}/model")
-    assert not engine.bodies() and not (tmp_path / "out").exists()
+    assert not engine.bodies() and not [*(tmp_path / "out").rglob("*.json*")]

@@ -146,3 +146,16 @@ def test_a_model_is_known_by_its_small_files_and_by_places_in_its_weights(tmp_pa
     for name in ("Qwen/Qwen3-1.7B", "", str(tmp_path / "none")):
         assert files.contents(name) == name
     assert files.contents(str(model / "config.json")) == files.digest(b"{ }")
+
+
+def test_every_byte_of_large_weights_counts_where_that_is_asked_for(tmp_path):
+    """Elsewhere three places do, since training moves all weights."""
+    weights = bytearray(5 * files.PIECE)
+    digests = []
+    for at in (0, files.PIECE + 7):  # between the places
+        weights[at] += 1
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        both = [files.contents(str(tmp_path), every_byte=x) for x in (False, True)]
+        digests.append(both)
+    (some, whole), (some_then, whole_then) = digests
+    assert some == some_then and whole != whole_then

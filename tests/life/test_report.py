@@ -381,6 +381,12 @@ def test_explain_takes_draws_of_one_problem_through_the_method(world_dir, out, t
         assert row["a_plain"][k] == pytest.approx(float((teacher_T - student_T).mean()), abs=1e-5)
 
 
+def test_explain_takes_a_run_of_no_steps_that_has_a_bank(world_dir, tmp_path, capsys):
+    run = driver.train(world_dir, tmp_path / "run", steps=0).out
+    completes(report.main, [run, *QUESTION, "--draws", "1"])
+    assert "the base model" in capsys.readouterr().out
+
+
 def test_what_explain_refuses(out, tmp_path, capsys):
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -4,10 +4,14 @@ The minibatch is global (line 2), the gradient is that of its mean (line 16), an
 from the rollouts of all (Alg. 4, line 4). Then the collectives that this is made of.
 """
 
+import os
+import subprocess
+import sys
 import types
 
 import pytest
 import torch
+from conftest import ROOT
 from driver import flags, rows, train, two
 from safetensors.torch import load_file
 
@@ -114,3 +118,13 @@ def use_collectives(argv):
 def test_the_collectives(tmp_path):
     codes = two([], tmp_path, program=use_collectives)
     assert codes == [10, 11], [(tmp_path / f"log{rank}").read_text() for rank in (0, 1)]
+
+
+PRINTS = "import distributed, os\ndistributed.run_and_exit(lambda: print('a line') or os._exit(0))"
+
+
+def test_a_line_is_in_a_log_file_as_soon_as_it_is_printed():
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", PRINTS]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout == "a line\n", done.stderr
