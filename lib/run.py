@@ -157,16 +157,15 @@ class Run:
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         if self.engine:
             self.engine.changed, self.engine.gaps = True, []
-        if not self.world.main:
-            return
         rate, peak = self.optimizer.param_groups[0]["lr"], runlog.memory_gb(self.device)
         metrics = runlog.summarize(step, rows, norm, rate, self.clock.seconds, peak)
         metrics |= self.bank.counts if self.bank else {}
         metrics |= runlog.engine_gap(list(itertools.chain.from_iterable(gaps)))
         for name, lines in zip(runlog.LOGS, ([metrics], rows, tokens)):
             self.log_rows(name, lines)
-        self.track(metrics)
-        tqdm.write(runlog.log_line(metrics, self.cfg.steps))
+        if self.world.main:
+            self.track(metrics)
+            tqdm.write(runlog.log_line(metrics, self.cfg.steps))
 
     def end_step(self) -> int:
         """Save where that is due; the exit code. From here on a signal ends the process at once.
@@ -212,9 +211,10 @@ class Run:
                 self.bank.save(files.of_step(self.out / "checkpoints", self.step) / "bank.json")
 
     def log_rows(self, name: str, rows: list[dict]) -> None:
-        """Rank 0 appends rows to the log of this name, such as "bank/replies"."""
-        if self.world.main:
-            files.append_jsonl(self.out / f"{name}.jsonl", rows)
+        """Rank 0 appends rows to the log of this name, such as "bank/replies". On every rank."""
+        with distributed.checked_on_all_ranks(self.world, OSError):
+            if self.world.main:
+                files.append_jsonl(self.out / f"{name}.jsonl", rows)
 
     def saved_memories(self) -> dict[str, dict]:
         """The memories that a killed cold start has left, by the problem's id; on every rank."""

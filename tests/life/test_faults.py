@@ -285,6 +285,21 @@ def test_a_full_disk_is_one_line_and_leaves_whole_files(
     assert_goes_on(argv, out, uninterrupted, log)
 
 
+def test_a_full_disk_of_rank_0_ends_the_other_rank_without_a_word(world_dir, tmp_path):
+    original = files.append_jsonl
+
+    def append(path, rows):
+        if path.name == "rollouts.jsonl":
+            raise OSError(f"{path}: no space")
+        original(path, rows)
+
+    before = functools.partial(setattr, files, "append_jsonl", append)
+    argv = small_flags(world_dir, tmp_path / "run", bank=world_dir / "bank.json")
+    assert two(argv, tmp_path, before=before) == [2, 2]
+    assert_one_line(tmp_path / "log0", "rollouts.jsonl", "same command")
+    assert not {"sgsd:", "Traceback"} & {*(tmp_path / "log1").read_text().split()}
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_disk_without_space_says_what_to_do(world_dir, tmp_path, uninterrupted):
     out, log = tmp_path / "run", tmp_path / "log"
