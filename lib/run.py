@@ -568,7 +568,7 @@ def what_next(run: Run) -> str:
     """What is still to do; or the commands that evaluate a complete run and look inside it."""
     cfg = run.cfg
     if not cfg.steps:
-        return f"done; the bank: {run.out / 'bank/bank.json'}"
+        return f"done; the bank: {run.out / 'bank/bank.json'}" if cfg.uses_skill_bank else "done"
     if run.step < cfg.steps or evolution_is_due(cfg, run.step, run.bank):
         return f"stopped after step {run.step} of {cfg.steps}; run the same command to continue"
     flags = [] if cfg.data == Config.data else ["--data", "YOUR_TEST_PROBLEMS.jsonl"]
