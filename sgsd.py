@@ -3,6 +3,8 @@
     loss(x) = sum_k alpha_k * rho_k * mean over unmasked t of
               [ log 2 - log(1 + exp(-Delta_t^2 / (2 tau_g))) ]                      Eq. 16
 
+(alpha_k weighs teacher k, tau_g is the gate's width.)
+
 One policy plays two roles. The student sees only the problem and samples a solution; a verifier
 says right or wrong. Each of K retrieved skill-mistake pairs makes a teacher: the same policy, as it
 is now, with that pair in its prompt. Every teacher scores the student's tokens; Delta is the gap of
@@ -14,19 +16,22 @@ from it (-1). If its opinion is too weak, it is ignored (0).
     torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train, or continue
     python eval.py runs/sgsd/checkpoints/step_000200                     avg@12
 
-This file is Algorithm 1 from top to bottom: the objective, a step, the bank, the loop. Settings,
-with their defaults and sources, are in lib/config.py; what a run keeps on disk is in lib/run.py.
-Tags such as S3 and D7 are rows of docs/decisions.md.
+This file is Algorithm 1 from top to bottom: the objective, a step, the bank, the loop. Retrieval
+and Algorithms 2 to 4 are in skills.py, the wording of prompts in prompts/, sampling in rollout.py,
+the scoring of given tokens in scoring.py. Settings, with their defaults and sources, are in
+lib/config.py; what a run keeps on disk is in lib/run.py. Tags such as S3 and D7 are rows of
+docs/decisions.md.
 
 Fixed choices, not settings. Every prompt is one user turn, without a system message, in the model's
-chat template. The problems have no duplicates (D8). Each epoch is a permutation of all of them, and
-a minibatch may span two epochs. Every id that ends a completion counts: the tokenizer's and the
+chat template. The problems have no duplicates (D8). Each epoch is a new permutation of all of them,
+and a minibatch may span two epochs. Every id that ends a completion counts: the tokenizer's and the
 model's own (Qwen3 has two). math-verify decides whether the last box after the thinking equals the
 reference answer; thinking that never ends holds no answer, and a verdict that takes too long is
-"wrong". Base weights are bf16 on a GPU. LoRA is in fp32, on all linear layers but the head, scaled
-by alpha / rank, with PEFT's initial values (B = 0) and without dropout; adapters are never merged
-into the base. AdamW has betas 0.9 and 0.999, eps 1e-8 and no weight decay. Log-probabilities are
-the model's own, at temperature 1, in nats, with head and softmax in fp32.
+"wrong". Base weights are bf16 on a GPU. LoRA's weights and products are in fp32, on all linear
+layers but the head, scaled by alpha / rank, with PEFT's initial values (B = 0) and without dropout;
+adapters are never merged into the base. AdamW has betas 0.9 and 0.999, eps 1e-8 and no weight
+decay. Log-probabilities are the model's own, at temperature 1, in nats, with head and softmax in
+fp32.
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
@@ -318,7 +323,7 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     for (index, x, _), roll in zip(share, rolls):
         pairs_K = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)  # line 4, Eq. 2
         result = rollout_loss(run, roll, pairs_K)  # lines 5-6 and 8-14
-        # Where all teachers are ignored, the gradient is 0 and needs no pass; but a NaN must show.
+        # Where all teachers are ignored the gradient is 0: no pass, unless a NaN must end the step.
         if result.rho_K.any() or not result.loss.isfinite():
             # Divided by the *global* batch, because ranks sum their gradients below.
             (result.loss / cfg.batch_size).backward()
@@ -370,10 +375,10 @@ def writer(run: Run, step: int) -> skills.Writer:
     """The present policy as the writer of the bank's entries; ranks share its prompts.
 
     It answers greedily without thinking, in JSON. An item that lacks one of its three fields is
-    dropped; a reply that breaks off gives its complete items. A reply without items is sampled once
-    more, at temperature 1.1, top-p 0.95 and top-k 20, and so is a merge that breaks off or has more
-    items than its group. If the second reply fails likewise, a memory gives no candidates, and a
-    group that was to be merged stays as it is.
+    dropped; a reply that breaks off gives its complete items. A reply fails if it has no item. That
+    to a merge also fails if it breaks off, if one of its items was dropped, or if it has more items
+    than the group. After a failure one reply is sampled, at temperature 1.1, top-p 0.95 and top-k
+    20. If that fails, too, a memory gives no candidates, and a group stays as it is.
     """
 
     def log(reply: dict) -> None:
@@ -388,11 +393,11 @@ def make_bank(run: Run) -> SkillBank:
     """Algorithm 2: the policy solves seed problems, and writes a bank from its solutions (S21).
 
     From each right solution it is asked for skills, and from each wrong one for mistakes; the first
-    three items count. It sees the verdict, and the reference answer only with --memory-answer (D3).
-    Then each list is merged, layer by layer (Algorithm 3): the writer is asked to merge items that
-    say the same, H (--merge-group-size) at a time, in order. A group of one stays as it is. Merging
-    ends after a layer that was a single group, or after P (--merge-patience) layers in a row that
-    made the list no shorter.
+    three complete items count. It sees the verdict, and the reference answer only with
+    --memory-answer (D3). Then each list is merged, layer by layer (Algorithm 3): the writer is
+    asked to merge items that say the same, H (--merge-group-size) at a time, in order. A group of
+    one stays as it is. Merging ends after a layer that was a single group, or after P
+    (--merge-patience) layers in a row that made the list no shorter.
     """
     cfg = run.cfg
     count = min(cfg.cold_start, len(run.problems))
@@ -450,7 +455,8 @@ def check_prompts(run: Run) -> None:
     """UserError if a list of the bank is empty, or the longest prompt too long. On every rank.
 
     With a bank the longest prompt is that of the longest problem with the longest entries. Each
-    list of --bank must have at least K entries. Before a run writes anything, this is called once.
+    list of --bank must have at least K entries. Called before a run writes anything, and whenever
+    the bank has changed.
     """
     cfg, pairs = run.cfg, []
 
@@ -481,13 +487,13 @@ def evolve_bank(run: Run) -> None:
 
     Where a share of gamma (--success-gate) or more was right, the bank stays as it is. Else the
     policy writes candidates as in Algorithm 2, from every rollout of the window, cut ones included.
-    In each list Algorithm 3 merges the candidates with each other. Then it merges one list of the
-    dynamic entries, which earlier evolutions added, followed by the new ones: the writer may reword
-    or join old dynamic entries. The first bank's entries stay as they are. Each list keeps its
-    first C (--dynamic-capacity) dynamic entries. Both lists together may be N (--max-new-items)
-    entries longer than before, where one that shrank counts as 0. As long as they are longer, the
-    one that grew more, at a tie the skills, loses its last entry. In any case the window is
-    cleared.
+    For each of the two lists Algorithm 3 merges the candidates with each other. If there are any,
+    it then merges the dynamic entries, which earlier evolutions added, followed by the new ones, so
+    the writer may reword or join old dynamic entries. The first bank's entries stay as they are.
+    Each list keeps its first C (--dynamic-capacity) dynamic entries. A list's growth is the number
+    of entries by which it is longer than before, at least 0. While both together have grown by more
+    than N (--max-new-items), the one that grew more, at a tie the skills, loses its last entry. In
+    any case the window is cleared.
     """
     cfg, old, step = run.cfg, run.bank, run.step
     if not evolution_is_due(cfg, step, old):
