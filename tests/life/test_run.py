@@ -169,6 +169,7 @@ def test_a_template_may_open_the_think_block_itself_and_a_run_says_that_it_has_n
     template = r"{{ messages[0].content + '\nassistant\n" + end + "' }}"
     (base / "chat_template.jinja").write_text(template)
     with opened(world_dir, tmp_path / "run", model=str(base)) as run:
+        run.begin()
         ids = rollout.chat_ids(run.tokenizer, "x", thinking="open")
     assert ending(run.tokenizer, ids).rstrip() == "<think>"
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("thinking: ")]
