@@ -95,6 +95,7 @@ def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_
 def with_the_policy_as_writer(argv):
     """A process that makes a bank. The random model's own replies give no entry."""
     with Run.open(config.parse(argv, "", config.Config), skills.SkillBank.load) as run:
+        run.begin()
         run.bank = sgsd.make_bank(run)
         run.save_bank()
     return 0
