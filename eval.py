@@ -316,9 +316,9 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[tuple, 
             lm, tokenizer, stream = load_policy(policy, evaluation, loaded, world)
             stops = rollout.stop_ids(lm, tokenizer)
             jobs = []
+            thinking = "bare" if cfg.thinking else "closed"  # S3
             for i, key in enumerate(missing):
                 x, number = tasks[key], key[KEY.index("sample")]
-                thinking = "bare" if cfg.thinking else "closed"  # S3
                 ids = rollout.chat_ids(tokenizer, evaluation.prompts[x.problem], thinking=thinking)
                 draw = rollout.sample_key(cfg.seed, 0, x.problem, number)
                 jobs.append(Job(i, ids, draw, cfg.max_new_tokens, x))

@@ -129,8 +129,8 @@ def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[st
         from sentence_transformers.util import is_sentence_transformer_model
 
         if not is_sentence_transformer_model(source):
-            rule = "no modules.json is found, as sentence-transformers models have; offline, give a"
-            raise ValueError(f"{rule} local directory")
+            rule = "no modules.json, which every sentence-transformers model has"
+            raise ValueError(f"{rule}; offline, give a local directory")
         # Whatever precision the files are in, the vectors are float32.
         encoder = SentenceTransformer(source, device=str(device)).float()
 

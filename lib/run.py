@@ -472,16 +472,14 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
         bank=start.bank,
     )
     if cfg.steps or cfg.adapter:
-        prepare_training(run, start, server, held)
+        prepare_training(run, server, held)
     return run
 
 
-def prepare_training(
-    run: Run, start: Start, server: served.Server | None, held: contextlib.ExitStack
-) -> None:
+def prepare_training(run: Run, server: served.Server | None, held: contextlib.ExitStack) -> None:
     """The adapters, the optimizer, the last checkpoint, the encoder; the server's adapter."""
-    cfg = run.cfg
-    checkpoint = files.of_step(run.out / "checkpoints", start.step) if start.step else None
+    cfg, last = run.cfg, run.start.step
+    checkpoint = files.of_step(run.out / "checkpoints", last) if last else None
     rank, alpha = cfg.lora_rank, cfg.lora_alpha
     if checkpoint or cfg.adapter:
         base, rank, alpha = model.lora_of(checkpoint or cfg.adapter)
