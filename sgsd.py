@@ -149,7 +149,7 @@ def gated_loss(delta: Tensor, tau_g: float) -> Tensor:
 def gate_grad(delta: Tensor, tau_g: float) -> Tensor:
     """g_tau = dl_gate/ddelta = delta / (tau_g (1 + exp(delta^2 / (2 tau_g)))) (Eq. 17, §3).
 
-    Elementwise, odd, |g_tau| <= 1/sqrt(e tau_g). For logs and tests: autograd makes the gradient.
+    Elementwise, odd, |g_tau| <= 1/sqrt(e tau_g). For logs and tests: no loop trains by it.
     """
     return delta / tau_g * torch.sigmoid(-(delta**2) / (2 * tau_g))
 
@@ -173,11 +173,45 @@ def token_credit(
 ) -> Tensor:
     """W_t^(k) = alpha_k rho_k (m_t / Z) g_tau(Delta), Z = sum m + eps (Eq. 20, §3). [K, T].
 
-    -grad L = sum over k and t of W_t^(k) grad log p_S(y_t). No gradient. For logs and tests.
+    -grad L = sum over k and t of W_t^(k) grad log p_S(y_t). No gradient. For logs and tests: no
+    loop trains by it.
     """
     g_KT = gate_grad(torch.where(mask_T.bool(), delta_KT.detach(), 0), tau_g)
     m_T = mask_T.to(g_KT)
     return (alpha_K * rho_K).detach()[:, None] * m_T / (m_T.sum() + EPS) * g_KT
+
+
+def loss_of(
+    cfg, logpT_KT: Tensor, logpS_T: Tensor, mask_T: Tensor, alpha_K: Tensor, r: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Lines 10 to 14 of Algorithm 1: a rollout's loss, and the numbers that it came from.
+
+    To change the objective, edit this function and those above: sgsd.py and extras/on_trl.py both
+    train by its gradient.
+
+    cfg: has c_delta, eps_a and tau_g. logpT_KT, logpS_T: log-probabilities in nats, [K, T] and [T],
+    the student's with gradient. mask_T: [T]. alpha_K: [K]. r: the training reward, -1 or +1.
+    Returns the loss, a scalar with gradient, and detached numbers by their names in the logs: of
+    each teacher alpha, a_plain, a (the robust support), rho and losses, [K]; of each token mask
+    [T], delta and credit [K, T]. ValueError as `log_prob_gap` and `polarity` raise it.
+    """
+    delta_KT = log_prob_gap(logpT_KT, logpS_T)  # line 10, Eq. 7
+    a_K = robust_support(delta_KT, mask_T, cfg.c_delta)  # line 10, Eqs. 11-12
+    rho_K = polarity(a_K, r, cfg.eps_a)  # line 11, Eq. 13
+    lbar_K = teacher_losses(delta_KT, mask_T, cfg.tau_g)  # line 12, Eqs. 14-15
+    loss = sgsd_loss(lbar_K, alpha_K, rho_K)  # line 14, Eq. 16
+    credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
+    numbers = {
+        "alpha": alpha_K,
+        "a_plain": plain_support(delta_KT),
+        "a": a_K,
+        "rho": rho_K,
+        "losses": lbar_K.detach(),
+        "mask": mask_T,
+        "delta": delta_KT.detach(),
+        "credit": credit_KT,
+    }
+    return loss, numbers
 
 
 # ----------------------------------------------------------------- a step (Algorithm 1, lines 2-16)
@@ -298,13 +332,11 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     run.clock.lap("score")
     # The student's own pass is made once for all K teachers (D7).
     logpS_1T = scoring.token_logprobs(run.lm, [roll.prompt_ids], [ids_T], grad=True)  # Eq. 5
-    delta_KT = log_prob_gap(logpT_KT, logpS_1T[0])  # line 10, Eq. 7
-    a_K = robust_support(delta_KT, mask_T, cfg.c_delta)  # line 10, Eqs. 11-12
-    rho_K = polarity(a_K, reward(roll), cfg.eps_a)  # line 11, Eq. 13
-    lbar_K = teacher_losses(delta_KT, mask_T, cfg.tau_g)  # line 12, Eqs. 14-15
-    loss = sgsd_loss(lbar_K, alpha_K, rho_K)  # line 14, Eq. 16
-    credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
-    return RolloutLoss(loss, mask_T, delta_KT, alpha_K, a_K, rho_K, lbar_K, credit_KT)
+    r = reward(roll)
+    loss, n = loss_of(cfg, logpT_KT, logpS_1T[0], mask_T, alpha_K, r)  # lines 10-14
+    return RolloutLoss(
+        loss, mask_T, n["delta"], alpha_K, n["a"], n["rho"], n["losses"], n["credit"]
+    )
 
 
 def train_step(run: Run, step: int) -> tuple[list[dict], float]:

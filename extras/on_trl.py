@@ -3,14 +3,15 @@
     accelerate launch --config_file extras/fsdp2.yaml -m extras.on_trl --full --bank bank.json
     python eval.py sgsd_trl                                              what it has saved
 
-It needs extras/requirements.txt. By Eq. 20 a step of SGSD is a policy gradient whose advantage
-differs from token to token,
+It needs extras/requirements.txt. A step of SGSD is a policy gradient whose advantage differs from
+token to token,
 
-    A_t = T sum_k W_t^(k),    W_t^(k) = alpha_k rho_k (m_t / Z) g_tau(Delta_t^(k)),
+    A_t = -T dL / d log p_S(y_t),
 
-so TRL's loss of type grpo, which takes the mean over a rollout's T tokens, has SGSD's gradient as
-long as a batch is used for one step: its ratio is then 1. TRL samples, shards, saves and logs; the
-verdict, the teachers, the credit and the bank are ours, by the functions that sgsd.py calls.
+by Eq. 20 that is T sum_k W_t^(k). So TRL's loss of type grpo, which takes the mean over a rollout's
+T tokens, has SGSD's gradient as long as a batch is used for one step: its ratio is then 1. L is
+`sgsd.loss_of`, the function that sgsd.py trains by, and autograd takes its derivative: an edit of
+the method reaches both. TRL samples, shards, saves and logs; verdict, teachers and bank are ours.
 
 TRL samples with draws of its own, so a run cannot be repeated exactly. `sgsd.py --steps 0` makes
 the bank; it evolves here.
@@ -158,7 +159,7 @@ NUMBERS = "distilled reversed ignored support support_size gap clip_share".split
 
 
 class SGSDTrainer(GRPOTrainer):
-    """GRPOTrainer whose advantages [B, T] are SGSD's credit, and whose bank evolves.
+    """GRPOTrainer whose advantages [B, T] are SGSD's, and whose bank evolves.
 
     problems, eval_problems: `lib.problems.Problem`s. embed: texts -> [n, d]. judge: a
     `lib.verify.Judge`. kwargs: of GRPOTrainer, such as `peft_config`.
@@ -232,7 +233,7 @@ class SGSDTrainer(GRPOTrainer):
         return [float(roll.r) for roll in self.rollouts]
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict[str, Any]:
-        """TRL's batch, with SGSD's credit as its advantages. Evaluation logs verdicts alone."""
+        """TRL's batch, with SGSD's advantages. Evaluation logs verdicts alone."""
         output = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
@@ -295,26 +296,30 @@ class SGSDTrainer(GRPOTrainer):
     def advantage(
         self, roll: Rollout, pairs_K: list[SkillPair], logpS_T: Tensor, logpT_KT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """T sum_k W_t^(k) of a rollout [T] (Eq. 20), and the numbers of NUMBERS for the log."""
-        cfg, ids_T = self.cfg, torch.tensor(roll.completion_ids, device=logpS_T.device)
-        mask_T = sgsd.token_mask(ids_T, self.masked_ids)
+        """-T dL/dlog p_S(y_t) of a rollout [T], and the numbers of NUMBERS for the log.
+
+        logpS_T [T], logpT_KT [K, T]: log-probabilities of the student and its teachers, in nats.
+        """
+        cfg, logpS_T = self.cfg, logpS_T.detach().requires_grad_()
+        mask_T = sgsd.token_mask(torch.tensor(roll.completion_ids), self.masked_ids).to(logpS_T)
         alpha_K = sgsd.pair_weights(self.parts, pairs_K)
-        delta_KT = sgsd.log_prob_gap(logpT_KT, logpS_T)
-        a_K = sgsd.robust_support(delta_KT, mask_T, cfg.c_delta)
-        rho_K = sgsd.polarity(a_K, sgsd.reward(roll), cfg.eps_a)
-        credit_KT = sgsd.token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
+        r = sgsd.reward(roll)
+        with torch.enable_grad(), torch.autocast(logpS_T.device.type, enabled=False):
+            loss, n = sgsd.loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, r)
+            (slope_T,) = torch.autograd.grad(loss, logpS_T)
+        clipped_KT = (n["delta"].abs() > cfg.c_delta).float()
         numbers = torch.stack(
             [
-                (rho_K > 0).float().mean(),
-                (rho_K < 0).float().mean(),
-                (rho_K == 0).float().mean(),
-                a_K.mean(),
-                a_K.abs().mean(),
-                sgsd.masked_mean(delta_KT, mask_T).mean(),
-                sgsd.masked_mean((delta_KT.abs() > cfg.c_delta).float(), mask_T).mean(),
+                (n["rho"] > 0).float().mean(),
+                (n["rho"] < 0).float().mean(),
+                (n["rho"] == 0).float().mean(),
+                n["a"].mean(),
+                n["a"].abs().mean(),
+                sgsd.masked_mean(n["delta"], mask_T).mean(),
+                sgsd.masked_mean(clipped_KT, mask_T).mean(),
             ]
         )
-        return len(logpS_T) * credit_KT.sum(0), numbers
+        return -len(logpS_T) * slope_T, numbers
 
     def log_numbers(self, numbers: list[Tensor]) -> None:
         """Add the means over all processes' rollouts to what TRL logs of the step."""

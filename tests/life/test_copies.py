@@ -201,6 +201,10 @@ def test_the_objective_needs_torch_alone():
     assert rho_K.tolist() == [1, -1]
     f.sgsd_loss(f.teacher_losses(delta_KT, mask_T, 1.0), alpha_K, rho_K).backward()
     same(-logpS_T.grad, f.token_credit(delta_KT, mask_T, alpha_K, rho_K, 1.0).sum(0))
+    cfg = SimpleNamespace(c_delta=3.0, eps_a=0.05, tau_g=1.0)
+    logpT_KT = t([[-0.5, -1.5], [1.0, -0.4]])
+    _, numbers = f.loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, -1)
+    assert numbers["rho"].tolist() == [1, -1]
 
 
 def test_the_metrics_need_numpy_alone():
@@ -228,6 +232,7 @@ sgsd: gate_grad(delta, tau_g)
 sgsd: teacher_losses(delta_KT, mask_T, tau_g)
 sgsd: sgsd_loss(lbar_K, alpha_K, rho_K)
 sgsd: token_credit(delta_KT, mask_T, alpha_K, rho_K, tau_g)
+sgsd: loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, r)
 lib.model: masked_token_ids(tokenizer)
 lib.verify: extract_answer(text)
 lib.verify: Judge.answer(self, text)

@@ -1,44 +1,19 @@
 """One step of `SGSDTrainer` has the gradient of sgsd.py's step."""
 
-from types import SimpleNamespace
+import os
+import re
+import shutil
+import subprocess
+import sys
 
-import conftest
-import driver
 import pytest
 import torch
 import trl_worlds
-from trl_worlds import PROBLEMS, completions, one_step, policy, settings, trainer
+from conftest import ROOT
+from trl_worlds import completions, one_step, policy, rollouts_of, settings, step_of_sgsd, trainer
 
-import rollout
 import scoring
 import sgsd
-from lib import config, runlog
-
-
-def step_of_sgsd(lm, run, rolls, num_teachers):
-    """The gradient of sgsd.py's loss on these rollouts, and what came of each."""
-    cfg = config.Config(num_teachers=num_teachers)
-    bank, tokenizer = conftest.make_bank(), conftest.make_tokenizer()
-    space = SimpleNamespace(cfg=cfg, lm=lm, tokenizer=tokenizer, masked_ids=run.masked_ids)
-    space.device, space.clock = torch.device("cpu"), runlog.Stopwatch()
-    results = []
-    for roll in rolls:
-        pairs_K = bank.retrieve(roll.problem, num_teachers, conftest.fake_embed)
-        results.append(sgsd.rollout_loss(space, roll, pairs_K))
-        (results[-1].loss / len(rolls)).backward()
-    gradient = {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}
-    return gradient, results
-
-
-def rollouts_of(run, rows):
-    """The given rollouts, judged."""
-    tokenizer = conftest.make_tokenizer()
-    jobs = []
-    for i, (x, ids) in enumerate(zip(PROBLEMS, rows)):
-        prompt = trl_worlds.student_ids(tokenizer, x.problem)
-        jobs.append(rollout.Job(i, prompt, 0, 0, x, ids))
-    (judged,) = rollout.rollouts(tokenizer, run.stops, driver.CoinVerifier(), [jobs])
-    return [roll for _, roll in judged]
 
 
 def distance(one, other):
@@ -90,3 +65,54 @@ def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):
         assert numbers[:3].tolist() == fates
         T = len(A_T)
         torch.testing.assert_close(A_T, T * result.credit_KT.sum(0), rtol=0.05, atol=1e-3)
+
+
+# ----------------------------------------------------------------------- an edit reaches both loops
+
+EDITS = (  # of docs/changing.md: those of the loss, the credit and the reward
+    "Another function of the gap",
+    "Credit for consistent tokens alone",
+    "Another reward of training",
+)
+
+
+def gradients_of_both_loops(folder, diff=""):
+    """Of a copy of the tree, with a diff applied."""
+    no_caches = shutil.ignore_patterns("__pycache__")
+    for part in ("lib", "methods", "extras", "prompts", "banks", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=no_caches)
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, folder)
+    if diff:
+        subprocess.run(["git", "apply"], input=diff, cwd=folder, text=True, check=True)
+    command = [sys.executable, "tests/on_trl/trl_worlds.py", "both_loops", "."]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return torch.load(folder / "gradients.pt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    """The gradients without an edit."""
+    return gradients_of_both_loops(tmp_path_factory.mktemp("as_it_is"))
+
+
+@pytest.mark.parametrize("title", EDITS)
+def test_an_edit_of_the_method_changes_the_gradient_of_both_loops_alike(title, before, tmp_path):
+    page = (ROOT / "docs/changing.md").read_text()
+    section = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", section, re.M | re.S)
+    after = gradients_of_both_loops(tmp_path, diff)
+    changes = {}
+    for loop in ("sgsd.py", "TRL"):
+        assert distance(after[loop], before[loop]) > 0.1
+        names = before[loop].keys()
+        changes[loop] = {name: after[loop][name] - before[loop][name] for name in names}
+    assert distance(after["TRL"], after["sgsd.py"]) < 1e-5
+    assert distance(changes["TRL"], changes["sgsd.py"]) < 1e-5
+
+
+def test_every_diff_of_the_loss_the_credit_and_the_reward_is_among_them():
+    page = (ROOT / "docs/changing.md").read_text()
+    assert page.count("--- a/sgsd.py") == len(EDITS)

@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import conftest
@@ -23,8 +24,10 @@ if __name__ == "__main__" and sys.argv[1].startswith("sharded"):
 import driver
 
 import rollout
+import sgsd
 import skills
 from extras import on_trl
+from lib import config, runlog
 from lib import model as lib_model
 from lib.problems import Problem
 
@@ -34,12 +37,12 @@ END = 265  # the stop id of the tests' model
 PROBLEMS = [Problem(x["id"], x["problem"], x["answer"]) for x in conftest.PROBLEMS]
 
 
-def completions(count):
-    """Uneven lengths; the second is nothing but its stop id, the third is cut."""
+def completions(count, step=3):
+    """Uneven lengths, `step` apart; the second is but its stop id, the third is cut."""
     generator = torch.Generator().manual_seed(1)
     rows = []
     for i in range(count):
-        ids = torch.randint(0, 200, (5 + 3 * i,), generator=generator).tolist()
+        ids = torch.randint(0, 200, (5 + step * i,), generator=generator).tolist()
         rows.append(ids if i == 2 else [*ids, END])
     rows[1] = [END]
     return rows
@@ -117,10 +120,44 @@ def trainer(args, lm, rows=None, eval_problems=(), callbacks=None):
     )
 
 
-def one_step(folder, lora=True, **changes):
+def rollouts_of(run, rows):
+    """The given rollouts, judged."""
+    tokenizer = conftest.make_tokenizer()
+    jobs = []
+    for i, (x, ids) in enumerate(zip(PROBLEMS, rows)):
+        prompt = student_ids(tokenizer, x.problem)
+        jobs.append(rollout.Job(i, prompt, 0, 0, x, ids))
+    (judged,) = rollout.rollouts(tokenizer, run.stops, driver.CoinVerifier(), [jobs])
+    return [roll for _, roll in judged]
+
+
+def step_of_sgsd(lm, run, rolls, num_teachers):
+    """The gradient of sgsd.py's loss on these rollouts, and what came of each."""
+    cfg = config.Config(num_teachers=num_teachers)
+    bank, tokenizer = conftest.make_bank(), conftest.make_tokenizer()
+    space = SimpleNamespace(cfg=cfg, lm=lm, tokenizer=tokenizer, masked_ids=run.masked_ids)
+    space.device, space.clock = torch.device("cpu"), runlog.Stopwatch()
+    results = []
+    for roll in rolls:
+        pairs_K = bank.retrieve(roll.problem, num_teachers, conftest.fake_embed)
+        results.append(sgsd.rollout_loss(space, roll, pairs_K))
+        (results[-1].loss / len(rolls)).backward()
+    gradient = {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}
+    return gradient, results
+
+
+def both_loops(folder):
+    """The gradients of a step of sgsd.py and of one on TRL, on the same rollouts."""
+    rows = completions(6, step=9)  # of up to 51 tokens
+    run, on_trl = one_step(folder, rows=rows)
+    of_sgsd, _ = step_of_sgsd(policy(lora=True), run, rollouts_of(run, rows), 4)
+    torch.save({"sgsd.py": of_sgsd, "TRL": on_trl}, pathlib.Path(folder, "gradients.pt"))
+
+
+def one_step(folder, lora=True, rows=None, **changes):
     """The gradient of a step on six given rollouts; rank 0 saves it."""
-    gradients = Gradients()
-    run = trainer(settings(folder, **changes), policy(lora), completions(6), callbacks=[gradients])
+    gradients, rows = Gradients(), rows or completions(6)
+    run = trainer(settings(folder, **changes), policy(lora), rows, callbacks=[gradients])
     run.train()
     if run.accelerator.is_main_process:
         torch.save(gradients.steps[0], pathlib.Path(folder, "gradient.pt"))

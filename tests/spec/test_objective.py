@@ -5,6 +5,7 @@ tests/plain.py, which write the equations as the paper prints them, in test_step
 """
 
 from math import e, inf, log, nan, sqrt
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,6 +136,32 @@ def test_eq16_the_loss_is_a_sum_weighed_by_alpha_and_signed_by_rho():
     loss = sgsd.sgsd_loss(lbar_K, t([0.5, 0.3, 0.2]), t([1, -1, 0]))
     same(loss, 0.5 * log(3 / 2) - 0.3 * log(2))
     assert loss.item() == pytest.approx(-0.005212, abs=5e-7)
+
+
+# -------------------------------------------------------- lines 10-14 of Algorithm 1, all together
+
+
+def test_alg1_lines_10_to_14_the_loss_of_a_rollout_from_its_log_probabilities():
+    """On a failure, r = -1, with c_delta 1 and eps_a 0.4; token 3 is masked."""
+    cfg = SimpleNamespace(c_delta=1.0, eps_a=0.4, tau_g=1.0)
+    gap_KT = t([[D3, 0.0, 9.0], [-D3, -D3, 9.0], [0.3, 0.1, 9.0]])
+    logpS_T, alpha_K = t([-1.0, -2.0, -3.0]).requires_grad_(), t([0.25, 0.5, 0.25])
+    logpT_KT = gap_KT + logpS_T.detach()
+    loss, numbers = sgsd.loss_of(cfg, logpT_KT, logpS_T, t([1, 1, 0]), alpha_K, -1)
+    # Clipped: (1 + 0) / 2, (-1 - 1) / 2, (0.3 + 0.1) / 2. The first supports a failure.
+    same(numbers["a"], [0.5, -1.0, 0.2], NEAR)
+    assert numbers["rho"].tolist() == [-1, 1, 0]
+    same(numbers["a_plain"], [(D3 + 9) / 3, (9 - 2 * D3) / 3, 9.4 / 3])
+    same(numbers["losses"][:2], [log(3 / 2) / 2, log(3 / 2)], NEAR)
+    # 0.25 (-1) log(3/2) / 2 + 0.5 log(3/2)
+    same(loss, 3 / 8 * log(3 / 2), NEAR)
+    # g(D3) = D3 / 4 and Z = 2: -0.25 D3/8 and 0.5 (-D3/8) on token 1, 0.5 (-D3/8) on token 2.
+    loss.backward()
+    same(-logpS_T.grad, [-3 / 32 * D3, -D3 / 16, 0.0], NEAR)
+    same(numbers["credit"].sum(0), -logpS_T.grad)
+    same(numbers["delta"], gap_KT)
+    assert numbers["mask"].tolist() == [1, 1, 0] and numbers["alpha"].tolist() == [0.25, 0.5, 0.25]
+    assert not any(x.requires_grad for x in numbers.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.float64])
