@@ -1,6 +1,7 @@
 """Each script of research/ runs with its smallest setting, and kept runs give the pages' tables."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from fake_engine import choices, serving
 
 from lib import config
 from research.credit import measure as credit
+from research.house import freeze
 from research.methods import compare, field
 from research.real_model import real_world
 from research.slope import measure as slope
@@ -231,6 +233,46 @@ def test_the_verdict_is_measured(tmp_path):
 def test_the_house_is_measured():
     printed = run("house/measure.py", ".", ".")
     assert "| files at the root |" in printed and "| floors" in printed
+
+
+def test_every_run_of_the_freeze_is_listed_and_parses(tmp_path):
+    printed = run("house/freeze.py", "--list", "--long")
+    for command in itertools.chain.from_iterable(freeze.ALL.values()):
+        assert command in printed
+        words = command.replace("{out}", str(tmp_path)).split()
+        words = words[5:] if "--standalone" in words else words  # torchrun
+        program, *flags = words[1:] if words[0] == "-m" else words
+        if program == "eval.py":
+            config.parse(flags, "", config.EvalConfig)
+        else:
+            parsed(program, flags)
+
+
+def frozen(folder, loss, dynamic_id, replies, **columns):
+    """A run's folder: a rollout of step 2, its bank with a dynamic entry, and replies."""
+    (folder / "bank").mkdir(parents=True)
+    bank = {"general_skills": [{"skill_id": dynamic_id, "title": "Add"}], "common_mistakes": []}
+    (folder / "bank/step_000001.json").write_text(json.dumps(bank))
+    row = {"step": 2, "pairs": [[dynamic_id, "err_001"]], "loss": loss, "rho": [], **columns}
+    driver.write_rows(folder / "rollouts.jsonl", [row])
+    lines = [{"step": 1, "prompt": x, "repeat": 0, "reply": x} for x in replies]
+    driver.write_rows(folder / "bank/replies.jsonl", lines)
+    return folder
+
+
+def test_the_freeze_sees_a_number_and_overlooks_what_may_change(tmp_path):
+    """Ids of dynamic entries, the order of replies, and columns of teachers where there is none."""
+    old = frozen(tmp_path / "old", 0.5, "dyn_gen_001", "ab", alpha=[], advantage=1.0)
+    new = frozen(tmp_path / "new", 0.5, "dyn_gen_001_002", "ba", advantage=1.0, index=0)
+    found = freeze.Findings()
+    freeze.compare_runs(old, new, found)
+    assert found.cells() == ["1 rollouts, 1 banks, 2 replies", "0", ""]
+    assert (found.may_go, found.added) == ({"rollouts.alpha"}, {"rollouts.index"})
+    other = frozen(tmp_path / "other", 0.75, "gen_001", "aa", alpha=[])
+    found = freeze.Findings()
+    freeze.compare_runs(old, other, found)
+    assert found.differences["rollouts.loss"] == 0.25 and found.lost == {"rollouts.advantage"}
+    assert {"rollouts.pairs", "replies.reply"} <= {*found.differences}
 
 
 @pytest.mark.long
