@@ -289,7 +289,9 @@ def server_for(cfg: EvalConfig, policies: list[Policy], world: World) -> served.
     bases = sorted({served.whole_name(policy.base) for policy in policies})
     if len(bases) > 1:
         raise ValueError(f"--server: serves one base model, got {', '.join(bases)}")
-    server = served.Server(cfg.server[world.rank % len(cfg.server)], bases[0], rows=cfg.rows)
+    lm, tokenizer = model.load_outline(bases[0])
+    url = cfg.server[world.rank % len(cfg.server)]
+    server = served.Server(url, bases[0], tokenizer, rollout.stop_ids(lm, tokenizer))
     server.check()
     return server
 
@@ -363,7 +365,6 @@ def load_policy(
             name = f"{place.name}-{uuid.uuid4().hex[:12]}"
             server.load(name, str(place))
             loaded.callback(server.unload, name)
-        server.tokenizer, server.stops = tokenizer, rollout.stop_ids(lm, tokenizer)
         return lm, tokenizer, functools.partial(server.stream, adapter=name)
     lm, tokenizer = model.load_model(policy.base, world.device, dtype=cfg.dtype, attn=cfg.attn)
     if is_adapter:

@@ -197,7 +197,6 @@ class Job:
     left: int  # tokens that may still come; 0 when the job is done
     problem: Any = None  # with .id, .problem and .answer, where the completion will be judged
     ids: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = None  # an engine's, in nats; [] asks for them
 
 
 def stream(

@@ -305,12 +305,10 @@ def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
     """
     cfg = run.cfg
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-    turns = run.step_stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
+    turns = run.stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
     roll_of: dict[int, Rollout] = {}
-    # Where one rank has lost its server, all stop here, before line 16.
-    with distributed.checked_on_all_ranks(run.world, OSError):
-        for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
-            roll_of |= {job.index: roll for job, roll in judged}
+    for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
+        roll_of |= {job.index: roll for job, roll in judged}
     return [roll_of[job.index] for job in jobs]
 
 
@@ -553,11 +551,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
     if uses_skill_bank:
         begin_bank(run)
     for step in run.steps_left():
-        try:
-            rows_of_rank, norm = step_fn(run, step)  # lines 2-16
-        except OSError:  # such as a server that is gone: no weight has moved
-            run.save()
-            raise
+        rows_of_rank, norm = step_fn(run, step)  # lines 2-16
         shares = distributed.gather(rows_of_rank, run.world)
         rows = sorted(itertools.chain.from_iterable(shares), key=lambda row: row["index"])
         if uses_skill_bank and run.cfg.evolve_every:

@@ -528,8 +528,7 @@ def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib
     if not banks:
         raise ValueError(f"--explain: {run} has no bank yet; wait until its cold start is done")
     cfg = config.from_dict(config.Config, config_of_run["settings"])
-    # A server gets the adapter through a folder in the run, which stays as it is.
-    cfg = replace(cfg, out=str(run), steps=max(1, cfg.steps), audit_every=1, server=())
+    cfg = replace(cfg, out=str(run), steps=max(1, cfg.steps), audit_every=1)
     x = Problem("explained", problem, answer)
     with contextlib.ExitStack() as held:
         step = max(files.by_step(run / "checkpoints"), default=0)

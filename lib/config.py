@@ -214,8 +214,8 @@ class Config:
     )
     server: tuple[str, ...] = setting(
         (),
-        "sample on inference servers of the base, such as http://localhost:8000/v1; rank i asks "
-        "the i-th; S27",
+        "sample the first bank, and nothing else, on inference servers of the base, such as "
+        "http://localhost:8000/v1; rank i asks the i-th; S27",
         on_continue="announced",
     )
     learning_rate: float = setting(
@@ -240,7 +240,7 @@ class Config:
     )
     rollout_rows: int = setting(
         0,
-        "solutions decoded at a time by each process; 0: all, and 16 for the bank or on a server",
+        "solutions decoded at a time by each process; 0: all, and 16 for the bank",
         least=0,
         on_continue="quiet",
     )

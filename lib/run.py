@@ -13,7 +13,6 @@ The same command continues a run. Nothing here knows what a bank is made of.
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -71,12 +70,11 @@ class Run:
     stops: list[int]  # ids that end a completion
     masked_ids: set[int]
     start: Start  # what it goes on with
-    stream: Stream  # decodes completions of the policy
-    step_stream: Stream  # the same for a step's rollouts: with --server it compares numbers
+    stream: Stream  # decodes completions of the policy, by `generate`
+    server: served.Server | None = None  # samples the first bank in the place of `generate`
     bank: Any = None  # with its window
     step: int = 0  # the last complete one
     optimizer: Any = None  # AdamW; None where there are no steps
-    engine: served.TrainedPolicy | None = None  # decodes, where there is a --server
     embed: Callable[[Sequence[str]], Any] | None = None  # texts -> [n, d]
     extra_tensors: dict[str, Tensor] = field(default_factory=dict)  # saved with a checkpoint
     clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # of the present step
@@ -152,15 +150,11 @@ class Run:
     def log(self, step: int, rows: list[dict], norm: float) -> None:
         """Append a step's lines to the logs, and print its line. rows: of all ranks."""
         tokens = [row.pop("tokens") for row in rows if "tokens" in row]
-        gaps = distributed.gather(self.engine.gaps if self.engine else [], self.world)
         self.step = step
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
-        if self.engine:
-            self.engine.changed, self.engine.gaps = True, []
         rate, peak = self.optimizer.param_groups[0]["lr"], runlog.memory_gb(self.device)
         metrics = runlog.summarize(step, rows, norm, rate, self.clock.seconds, peak)
         metrics |= self.bank.counts if self.bank else {}
-        metrics |= runlog.engine_gap(list(itertools.chain.from_iterable(gaps)))
         for name, lines in zip(runlog.LOGS, ([metrics], rows, tokens)):
             self.log_rows(name, lines)
         if self.world.main:
@@ -226,6 +220,11 @@ class Run:
 # ------------------------------------------------------------------ decoding shared over the ranks
 
 
+def bank_stream(run: Run) -> Stream:
+    """What decodes for the bank: a server, if there is one, until the first bank is made (S27)."""
+    return run.server.stream if run.server and run.bank is None else run.stream
+
+
 def shared_rollouts(
     run: Run, jobs: list[Job], sampling: Sampling
 ) -> Iterator[list[tuple[Job, Rollout]]]:
@@ -233,9 +232,10 @@ def shared_rollouts(
 
     The rank that decodes a solution judges it.
     """
+    stream = bank_stream(run)
 
     def work(jobs_of_rank: list[Job]) -> Iterator[list[tuple[Job, Rollout]]]:
-        turns = run.stream(jobs_of_rank, sampling, run.cfg.bank_rows)
+        turns = stream(jobs_of_rank, sampling, run.cfg.bank_rows)
         return rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns)
 
     return distributed.share_jobs(run.world, jobs, work, "solving")
@@ -255,7 +255,7 @@ def shared_replies(
             if (repeats[i] > 0) == repeated:
                 key = rollout.sample_key(run.cfg.seed, 0, names[i], repeats[i])
                 jobs.append(Job(i, prompt, key, limits[i]))
-        work = functools.partial(run.stream, sampling=sampling, rows=run.cfg.bank_rows)
+        work = functools.partial(bank_stream(run), sampling=sampling, rows=run.cfg.bank_rows)
         for turn in distributed.share_jobs(run.world, jobs, work, "writing"):
             replies |= {job.index: job.ids for job in turn}
     return [rollout.text_of(run.tokenizer, replies[i]) for i in range(len(prompts))]
@@ -278,6 +278,9 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
     out = pathlib.Path(cfg.out)
     if cfg.batch_size < world.size:
         raise ValueError(f"--batch-size {cfg.batch_size}: must be >= {world.size}, one a process")
+    if cfg.server and cfg.adapter:
+        rule = "it samples the base, and --adapter begins with other weights"
+        raise ValueError(f"--server {' '.join(cfg.server)}: {rule}; leave one of them out")
     data, counts = load_training(cfg)
     described = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items())
     start = Start(record_of(cfg, data, world), data, [f"data {cfg.data}: {described}"])
@@ -295,6 +298,9 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
     elif cfg.bank:
         start.bank = load_bank(pathlib.Path(cfg.bank))
         start.bank.window = []
+    if cfg.server and not makes_bank(cfg, start):
+        line = "--server is not asked: it samples only a first bank, and none is to be made"
+        start.notes.append(line)
     if evolution_is_due(cfg, start.step, start.bank):
         start.notes.append(f"the bank's evolution after step {start.step} is made first")
     return start
@@ -371,6 +377,9 @@ def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
     if start.step and saved["settings"]["steps"] != cfg.steps:
         rate = cfg.learning_rate * (1 - start.step / cfg.steps)
         changes.append(f"so the learning rate of step {start.step + 1} is {rate:.2g}")
+    if start.step and saved["settings"].get("server"):
+        line = f"steps from {start.step + 1} on are sampled by `generate`"
+        start.notes.append(f"{line}: a server samples only the first bank (S27)")
     again = {**runlog.provenance(), "step": start.step, "changed": changes}
     now = {name: start.record[name] for name in ("settings", "digests", "code", "processes")}
     start.record = {**saved, **now, "continuations": [*saved["continuations"], again]}
@@ -425,11 +434,15 @@ def evolution_is_due(cfg: Config, step: int, bank: Any) -> bool:
     return bool(bank is not None and bank.window and step % cfg.evolve_every == 0)
 
 
+def makes_bank(cfg: Config, start: Start) -> bool:
+    """Whether the run has yet to make its first bank."""
+    return cfg.uses_skill_bank and start.bank is None
+
+
 def is_complete(cfg: Config, start: Start) -> bool:
     """Whether nothing is left to do, the last evolution included."""
-    done = start.step == cfg.steps and not start.is_new
-    has_bank = start.bank is not None or not cfg.uses_skill_bank
-    return done and has_bank and not evolution_is_due(cfg, start.step, start.bank)
+    done = start.step == cfg.steps and not start.is_new and not makes_bank(cfg, start)
+    return done and not evolution_is_due(cfg, start.step, start.bank)
 
 
 # --------------------------------------------------------------------------- loading, and the start
@@ -443,19 +456,14 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     verifier.same("1/2", "2/4")  # a verifier that does not start shows now
     server = None
-    if cfg.server:
+    if cfg.server and makes_bank(cfg, start):
+        lm, tokenizer = model.load_outline(cfg.model)  # enough where a bank alone is made
         url = cfg.server[world.rank % len(cfg.server)]
-        server = served.Server(url, cfg.model, rows=cfg.bank_rows)
+        server = served.Server(url, cfg.model, tokenizer, rollout.stop_ids(lm, tokenizer))
         server.check()
-    if server:  # enough where the base makes a bank alone
-        lm, tokenizer = model.load_outline(cfg.model)
-    if cfg.steps or cfg.adapter or not server:
+    if cfg.steps or not server:
         lm, tokenizer = model.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
     stops = rollout.stop_ids(lm, tokenizer)
-    stream: Stream = functools.partial(rollout.stream, lm, tokenizer)
-    if server:
-        server.tokenizer, server.stops = tokenizer, stops
-        stream = server.stream
     run = Run(
         cfg=cfg,
         out=pathlib.Path(cfg.out),
@@ -467,17 +475,17 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
         stops=stops,
         masked_ids=model.masked_token_ids(tokenizer) | {*stops},
         start=start,
-        stream=stream,
-        step_stream=stream,
+        stream=functools.partial(rollout.stream, lm, tokenizer),
+        server=server,
         bank=start.bank,
     )
     if cfg.steps or cfg.adapter:
-        prepare_training(run, server, held)
+        prepare_training(run)
     return run
 
 
-def prepare_training(run: Run, server: served.Server | None, held: contextlib.ExitStack) -> None:
-    """The adapters, the optimizer, the last checkpoint, the encoder; the server's adapter."""
+def prepare_training(run: Run) -> None:
+    """The adapters, the optimizer, the last checkpoint, the encoder."""
     cfg, last = run.cfg, run.start.step
     checkpoint = files.of_step(run.out / "checkpoints", last) if last else None
     rank, alpha = cfg.lora_rank, cfg.lora_alpha
@@ -485,7 +493,7 @@ def prepare_training(run: Run, server: served.Server | None, held: contextlib.Ex
         base, rank, alpha = model.lora_of(checkpoint or cfg.adapter)
     torch.manual_seed(cfg.seed)
     run.lm = model.with_adapters(run.lm, rank, alpha, cfg.checkpoint_above)
-    run.stream = run.step_stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
+    run.stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
     params = model.trained(run.lm).values()
     run.optimizer = torch.optim.AdamW(params, lr=cfg.learning_rate, weight_decay=0.0)
     if checkpoint:
@@ -495,11 +503,6 @@ def prepare_training(run: Run, server: served.Server | None, held: contextlib.Ex
         if not has_moved and files.contents(base) != files.contents(cfg.model):
             raise ValueError(f"--adapter {cfg.adapter}: its base is {base}; give that as --model")
         model.restore(cfg.adapter, run.lm)
-    if server:
-        name, folder = f"{run.out.name}-rank{run.world.rank}", run.out / "served"
-        run.engine = served.TrainedPolicy(server, run.lm, folder, name, scoring.token_logprobs)
-        run.stream, run.step_stream = run.engine.stream, run.engine.compared_stream
-        held.callback(run.engine.close)
     if cfg.uses_skill_bank and cfg.steps:
         run.embed = model.load_encoder(cfg.encoder, run.device)
 
@@ -510,7 +513,7 @@ def cut(run: Run) -> None:
     for name in runlog.LOGS:
         if files.trim_jsonl(out / f"{name}.jsonl", start.step):
             print(f"{name}.jsonl is cut after step {start.step}")
-    for unfinished in (out / "served", *(out / "checkpoints").glob(".*.tmp")):
+    for unfinished in (out / "checkpoints").glob(".*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
     if start.is_new:
         shutil.rmtree(out / "bank", ignore_errors=True)

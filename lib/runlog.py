@@ -24,8 +24,6 @@ LOGS = ("metrics", "rollouts", "tokens")  # the .jsonl files of a run
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
 
-SERVER_GAP = 0.2  # nats on the mean; in bf16 others report a standard deviation of .05
-
 
 class Stopwatch:
     """Seconds of a step by part: each lap is added to the part that it names."""
@@ -162,15 +160,6 @@ def polarity_numbers(records: list[dict]) -> dict[str, Any]:
     return metrics
 
 
-def engine_gap(gaps: Sequence[Sequence[float]]) -> dict[str, float]:
-    """How far a server's log-probabilities are from ours. gaps: mean and largest per rollout."""
-    if not gaps:
-        return {}
-    means, largest = zip(*gaps)
-    mean = sum(means) / len(means)
-    return {"sampling_logp_difference_mean": mean, "sampling_logp_difference_max": max(largest)}
-
-
 def log_line(metrics: dict[str, Any], steps: int) -> str:
     """A step's line on the terminal; after the first step's line a second one explains rho.
 
@@ -181,11 +170,9 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
     rho = "" if counts == "+0/-0/0:0" else f"rho {counts} "  # GRPO has no teachers
     success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
     cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
-    gap = m.get("sampling_logp_difference_mean", 0.0)
     legend = ""
     if rho and m["step"] == 1:
         legend = "\n  rho +/-/0: teachers distilled, reversed (pushed away from), ignored"
-    far = f" | the server's log-probabilities differ by {gap:.2f} nats" if gap > SERVER_GAP else ""
     parts = []
     for part in ("gen", "score", "bwd"):
         x = m[f"seconds.{part}"]
@@ -193,7 +180,7 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
     return (
         f"step {m['step']}/{steps} loss {m['loss']:+.4f} r+ {success} {rho}"
         f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
-        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}{far}{legend}"
+        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}{legend}"
     )
 
 

@@ -6,7 +6,7 @@ than `generate`, and the two are never mixed silently (S27).
 
 Traps. An engine's prefix cache goes by the adapter's name: give each set of weights a new name
 (vllm#42125). Unload an adapter only when no request is under way (vllm#13698). An adapter can be
-accepted and not act (vllm#55193): compare `logprobs_of` with and without it.
+accepted and not act (vllm#55193): then the samples are the base's.
 """
 
 import contextlib
@@ -16,14 +16,12 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import textwrap
 import threading
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -32,28 +30,26 @@ from typing import Any
 PAUSES = (1, 2, 4, 8, 16, 32, 64, 0)  # seconds after each try of a request; none after the last
 REPORT_S = 60.0  # from one line on failed tries to the next
 QUICK_S = 300.0  # the longest wait for any other reply than a completion
-CANARY_SEES = 0.01  # nats a token: the least change of ours that the engine must show
-CANARY = "Let us add the two numbers first. So the answer is \\boxed{12}."  # for `_check_acts`
 LORA_HINT = "vLLM needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank"
 
 
 class Server:
     """One server of a base model, and of adapters that are loaded while it runs.
 
-    url: such as http://localhost:8000/v1. model: the base's directory or hub id. rows: requests
-    under way at a time. timeout_s: the longest wait for a completion.
+    url: such as http://localhost:8000/v1. model: the base's directory or hub id. tokenizer: the
+    base's. stops: ids that end a completion. timeout_s: the longest wait for one.
     Where the server does not reply, refuses, or replies something unexpected, it is an OSError of
     one line.
     """
 
-    def __init__(self, url: str, model: str, *, rows=16, timeout_s=3600.0):
+    def __init__(
+        self, url: str, model: str, tokenizer: Any, stops: Sequence[int], *, timeout_s=3600.0
+    ):
         if not re.fullmatch(r"https?://[^/\s]+/v1", url):
             raise ValueError(f"server {url}: give an address such as http://localhost:8000/v1")
-        self.url, self.model = url, model
-        self.rows, self.timeout_s = rows, timeout_s
+        self.url, self.model, self.timeout_s = url, model, timeout_s
+        self.tokenizer, self.stops = tokenizer, stops
         self.base = model  # its name on the server, after `check`
-        self.tokenizer: Any = None  # the policy's, set by the caller before `stream`
-        self.stops: Sequence[int] = ()  # ids that end a completion; likewise
         self.engine = ""  # what the server calls itself, after `check`
         self.reported = -math.inf  # when a failed try was last printed, in time.monotonic's seconds
 
@@ -83,14 +79,12 @@ class Server:
             self._ask("/unload_lora_adapter", {"lora_name": name})
 
     def stream(
-        self, jobs: Sequence[Any], sampling, rows: int = 0, adapter: str = ""
+        self, jobs: Sequence[Any], sampling, rows: int, adapter: str = ""
     ) -> Iterator[list[Any]]:
         """Jobs as they are done, one at a time, with the sampled ids and the stop id.
 
-        jobs: `rollout.Job`s; their ids are filled in. Where .logprobs is a list, the engine's
-        log-probability of each sampled id goes there (nats, raw, so before temperature), and a
-        server that gives text alone is refused. sampling: .temperature, .top_p, .top_k. rows:
-        without effect, as the server has its own limit. adapter: its name; "" is the base.
+        jobs: `rollout.Job`s; their ids are filled in. sampling: .temperature, .top_p, .top_k. rows:
+        requests under way at a time. adapter: its name; "" is the base.
         A request that fails is tried again after pauses. An error that they do not mend is raised
         when the replies under way have been yielded.
         """
@@ -102,15 +96,14 @@ class Server:
             if ending.is_set():
                 return None
             try:
-                body = self._body(job, sampling, adapter)
-                return self._complete(body, functools.partial(self._fill, job), ending)
+                return self._complete(job, self._body(job, sampling, adapter), ending)
             except OSError as e:
                 errors.append(e)
                 ending.set()  # jobs that wait for their next try give up
                 return None
 
         # Its threads are daemons: a program that is interrupted does not wait for replies.
-        with ThreadPool(max(1, min(self.rows, len(jobs)))) as pool:
+        with ThreadPool(max(1, min(rows, len(jobs)))) as pool:
             try:
                 for job in pool.imap_unordered(complete, jobs):
                     if job is not None:
@@ -120,21 +113,6 @@ class Server:
         if errors:
             raise errors[0]
 
-    def logprobs_of(
-        self, prompt_ids: list[int], completion_ids: list[int], adapter: str = ""
-    ) -> list[float]:
-        """The engine's log-probability of each token of a fixed completion, in nats (vLLM only)."""
-
-        def read(reply):
-            places = reply["choices"][0]["prompt_logprobs"][len(prompt_ids) :]
-            pairs = zip(places, completion_ids, strict=True)
-            return [float(place[str(token)]["logprob"]) for place, token in pairs]
-
-        prompt = prompt_ids + completion_ids
-        body: dict[str, Any] = {"model": adapter or self.base, "prompt": prompt}
-        body |= {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        return self._complete(body, read, threading.Event())
-
     def _body(self, job, sampling, adapter: str) -> dict[str, Any]:
         """A request with every field of sampling, so that a server's own settings have no say."""
         body: dict[str, Any] = {"model": adapter or self.base, "prompt": job.prompt}
@@ -143,21 +121,17 @@ class Server:
         body |= {"top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
         body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         body |= {"skip_special_tokens": False, "return_token_ids": True}
-        if job.logprobs is not None:
-            body["logprobs"] = 0  # of the sampled token, and no others
         return body
 
-    def _fill(self, job, reply: dict) -> Any:
-        """The job with a reply's ids and, if asked for, log-probabilities; None if broken off."""
+    def _fill(self, job, reply: dict) -> bool:
+        """Fill in a reply's ids; False if it was broken off."""
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         reason, ids = choice["finish_reason"], choice.get("token_ids")
         if reason not in ("stop", "length"):
-            return None
+            return False
         prompt_tokens = usage.get("prompt_tokens", len(job.prompt))
         if prompt_tokens != len(job.prompt):
             raise ValueError(f"it read {prompt_tokens} of {len(job.prompt)} prompt tokens")
-        if ids is None and job.logprobs is not None:
-            raise ValueError("it has no token_ids, which training needs; use vLLM")
         count = usage.get("completion_tokens", job.left) if ids is None else len(ids)
         if ids is None:
             ids = self.tokenizer.encode(choice["text"], add_special_tokens=False)
@@ -167,23 +141,15 @@ class Server:
             raise ValueError(f"cut after {count} of {job.left} tokens, by a limit of its own")
         if reason == "stop" and not {*ids[-1:]} & {*self.stops}:
             ids = [*ids, *self.stops[:1]]  # some servers leave it out
-        if job.logprobs is not None:
-            job.logprobs = [float(x) for x in choice["logprobs"]["token_logprobs"]]
-            if len(job.logprobs) != len(ids):
-                raise ValueError(f"{len(job.logprobs)} log-probabilities of {len(ids)} ids")
         job.ids, job.left = ids, 0
-        return job
+        return True
 
-    def _complete(self, body: dict, read: Callable[[dict], Any], ending: threading.Event) -> Any:
-        """The reply to a completion's request, with a limited number of tries.
-
-        read: takes what is wanted from the JSON; None if it was broken off. ending: the last try.
-        """
+    def _complete(self, job, body: dict[str, Any], ending: threading.Event) -> Any:
+        """The job, filled in after a limited number of tries; none follows once `ending` is set."""
         for pause in PAUSES:
             status, text = self._request("/completions", body, self.timeout_s)
-            result = self._read(text, read) if status == 200 else None
-            if result is not None:
-                return result
+            if status == 200 and self._read(text, functools.partial(self._fill, job)):
+                return job
             cause = f"HTTP {status}: {_brief(text)}"
             is_refused = 400 <= status < 500 and status != 429
             if pause and not is_refused and time.monotonic() > self.reported + REPORT_S:
@@ -232,105 +198,6 @@ class Server:
             if isinstance(cause, TimeoutError):
                 raise OSError(f"{self.url}: no reply within {timeout_s:g} s") from None
             return 0, f"{type(cause).__name__}: {cause}"
-
-
-class TrainedPolicy:
-    """A policy in training, sampled on a server that gets the adapter whenever it has changed.
-
-    lm: a PEFT model. folder: of the adapters that the server reads; the machines share it. name:
-    the beginning of their names. logprobs(lm, prompts, completions): our own log-probabilities,
-    [B, T] in nats. What is scored in training is our model's; the engine's only show whether it
-    samples the same policy.
-    """
-
-    def __init__(self, server: Server, lm, folder: Path, name: str, logprobs):
-        self.server, self.lm, self.folder, self.name = server, lm, folder, name
-        self.logprobs = logprobs
-        self.changed = True  # since an adapter was last loaded
-        self.adapter = ""  # its name on the server
-        self.gaps: list[list[float]] = []  # of rollouts: see `compared_stream`
-        self.canary_prompt: list[int] = []  # the first one asked for
-        self.canary_numbers: dict[str, tuple[list[float], list[float]]] = {}  # whose: ours, its
-
-    def stream(self, jobs: Sequence[Any], sampling, rows: int) -> Iterator[list[Any]]:
-        """As `rollout.stream`, by the present adapter. `rows` is the server's own limit here."""
-        if not jobs:
-            return
-        if self.changed:
-            self._refresh(jobs[0].prompt)
-        yield from self.server.stream(jobs, sampling, rows, self.adapter)
-
-    def compared_stream(self, jobs: Sequence[Any], sampling, rows: int) -> Iterator[list[Any]]:
-        """`stream` for a step of training: each completion's log-probabilities meet ours.
-
-        `gaps` gets the mean and the largest |log p_ours - log p_engine| of each, in nats.
-        """
-        for job in jobs:
-            job.logprobs = []
-        for turn in self.stream(jobs, sampling, rows):
-            for job in turn:
-                ours = self.logprobs(self.lm, [job.prompt], [job.ids])[0].tolist()
-                gaps = [abs(a - b) for a, b in zip(ours, job.logprobs, strict=True)]
-                self.gaps.append([sum(gaps) / len(gaps), max(gaps)])
-            yield turn
-
-    def close(self) -> None:
-        """Unload the adapter, and remove its folder."""
-        self._forget()
-        with contextlib.suppress(OSError):  # another rank may still have its adapter there
-            self.folder.rmdir()
-
-    def _refresh(self, prompt: list[int]) -> None:
-        """Load the present adapter under a new name, unload the one before, test that it acts.
-
-        A name is never used twice, as an engine's cache goes by it: a restarted run draws anew.
-        """
-        name = f"{self.name}-{uuid.uuid4().hex[:12]}"
-        self.lm.save_pretrained(self.folder / name, save_embedding_layers=False)
-        for weights in (self.folder / name).glob("*.safetensors"):  # for their owner alone
-            shutil.copymode(weights.with_name("adapter_config.json"), weights)
-        self.server.load(name, str(self.folder / name))
-        self._forget()
-        self.adapter = name
-        self._check_acts(prompt)
-        self.changed = False
-
-    def _check_acts(self, prompt: list[int]) -> None:
-        """OSError if the engine's numbers stay where they were and ours have moved.
-
-        The engine is compared with itself, under the base and the last adapter: its rounding is
-        larger than a step. A change of ours below CANARY_SEES tells nothing in bf16.
-        """
-        if not self.canary_prompt:
-            self.canary_prompt = prompt
-            with self.lm.disable_adapter():
-                self.canary_numbers["base's"] = self._canary("")
-        now = self._canary(self.adapter)
-        for what, before in self.canary_numbers.items():
-            change, engines_change = (_mean_gap(*pair) for pair in zip(now, before))
-            if change > CANARY_SEES and engines_change < change / 4:
-                why = f"its numbers are the {what} within {engines_change:.1e} nats"
-                line = f"{self.adapter} does not act: {why}, ours differ by {change:.1e}"
-                raise OSError(f"{self.server.url}: {line}")
-        self.canary_numbers["last adapter's"] = now
-
-    def _canary(self, adapter: str) -> tuple[list[float], list[float]]:
-        """Our log-probabilities of one fixed completion, and the engine's under an adapter."""
-        prompt = self.canary_prompt
-        canary = self.server.tokenizer.encode(CANARY, add_special_tokens=False)
-        ours = self.logprobs(self.lm, [prompt], [canary])[0].tolist()
-        return ours, self.server.logprobs_of(prompt, canary, adapter)
-
-    def _forget(self) -> None:
-        """Unload the present adapter and remove its folder; no request is under way."""
-        if self.adapter:
-            self.server.unload(self.adapter)
-            shutil.rmtree(self.folder / self.adapter, ignore_errors=True)
-            self.adapter = ""
-
-
-def _mean_gap(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
 def whole_name(name: str) -> str:

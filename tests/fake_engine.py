@@ -12,9 +12,7 @@ DROP = "drop the connection"
 class Engine(http.server.ThreadingHTTPServer):
     """Serves "base" and adapters. `answer` makes a reply to a completion: (status, JSON) or DROP.
 
-    By itself an answer is three ids that differ from prompt to prompt, with a log-probability each;
-    and every token of a fixed completion has -1 under the base, and under an adapter
-    `prompt_logprob`; unless that is given, another number for each adapter.
+    By itself an answer is three ids that differ from prompt to prompt.
     """
 
     daemon_threads = True
@@ -24,18 +22,10 @@ class Engine(http.server.ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         self.bases = [{"id": "base", "owned_by": "vllm", "root": "base", "parent": None}]
         self.adapters, self.calls, self.keys_seen = {}, [], []
-        self.answer, self.prompt_logprob = self.sampled, None
+        self.answer = self.sampled
 
     def sampled(self, body):
-        if "prompt_logprobs" in body:
-            number = -1.0
-            if body["model"] in self.adapters:
-                loads = len(self.bodies("/v1/load_lora_adapter"))
-                number = -2.0 * loads if self.prompt_logprob is None else self.prompt_logprob
-            places = [{str(token): {"logprob": number}} for token in body["prompt"]]
-            return 200, choices("length", token_ids=[1], prompt_logprobs=places)
-        ids = [sum(body["prompt"]) % 200, 7, STOPS[0]]
-        return 200, choices(token_ids=ids, logprobs={"token_logprobs": [-0.5, -1.5, -0.25]})
+        return 200, choices(token_ids=[sum(body["prompt"]) % 200, 7, STOPS[0]])
 
     def bodies(self, path="/v1/completions"):
         """What was asked there, in order."""

@@ -366,7 +366,7 @@ GPU_SLICE = 1 << 27  # numbers in a slice of logits (scoring.py)
 # replies, mean tokens of prompt and reply, decoding steps.
 MEMORY, MERGES, MERGE, MERGE_STEPS = 1334, 45, (2973, 2826), 12462
 SMALL = {"plain": PLAIN, "with skills": 1200}  # tokens of a prompt; with 8 pairs: assumed
-COMPARED = "engine's log-probabilities compared"
+EVOLVING = "extracting, always with generate"
 # From the limit to the hours expected. COMPUTE is measured on a CPU (README.md, step: 2.1 times the
 # least for scoring, 2.0 for the student). TOKEN_S is assumed. Of ENGINE, adapters take 1.33 to 1.39
 # (trl#7017), and the rest is assumed.
@@ -448,19 +448,18 @@ class Part:
 
 
 def step_parts(c: Counts, gpus: int) -> list[Part]:
-    """A step on one of `gpus` GPUs; the last part only where an engine samples."""
+    """A step on one of `gpus` GPUs; where an engine samples, it is a step on TRL."""
     cfg, x = config.Config(), PLAIN
     T, rows = cfg.max_new_tokens, cfg.batch_size / gpus
     flops, moved = c.decoding(x, T, rows, T)
-    forward, backward = c.forward(x + T, T), c.backward(x + T, T)
+    learned = rows * (c.forward(x + T, T) + c.backward(x + T, T))
     teachers = rows * cfg.num_teachers * c.forward(GUIDED + T, T)
     joined = 2 * rows * c.cache(x, T)
     in_fp32 = rows * cfg.num_teachers * c.fp32(GUIDED + T)
     return [
         Part("sampling", flops + rows * c.forward(x, 1), moved + c.weights, T, joined),
         Part("teachers", teachers, rows * c.weights, fp32=in_fp32),
-        Part("student", rows * (forward + backward), 3 * c.weights, fp32=4 * rows * c.fp32(x + T)),
-        Part(COMPARED, rows * forward, rows * c.weights, fp32=rows * c.fp32(x + T)),
+        Part("student", learned, 3 * c.weights, fp32=4 * rows * c.fp32(x + T)),
     ]
 
 
@@ -496,7 +495,7 @@ def parts_of_run(c: Counts, card: Card) -> dict[str, list[tuple[Part, str]]]:
     extracting = decoded(c, "extracting", MEMORY, seeds, cfg.reply_tokens, 16)
     joined = 2 * MERGES / GPUS * c.cache(*MERGE)
     merging = Part("merging", *costs["cold start, merging"], MERGE_STEPS, joined)
-    evolving = decoded(c, "extracting", MEMORY, window, cfg.reply_tokens, 16)
+    evolving = decoded(c, EVOLVING, MEMORY, window, cfg.reply_tokens, 16)
     whole = decoded(c, "decoding", PLAIN, 12 * 90 / GPUS, EVAL_TOKENS, rows)
     small, skilled = (decoded(c, name, n, 200, 4096, 16) for name, n in SMALL.items())
     T, grpo_T = cfg.max_new_tokens, GRPOConfig.max_new_tokens
@@ -528,8 +527,8 @@ def cost_by_data_sheet(card: Card) -> None:
             total = np.zeros(3)
             for part, note in parts:
                 hours = np.array([part.limit(card), *part.expected(card)]) / 3600
-                if part.name == COMPARED:
-                    hours[:2] = 0
+                if part.name == EVOLVING:
+                    hours[2] = hours[1]
                 total += hours
                 sizes = f"{part.flops / 1e15:,.2f}", f"{part.moved / 1e12:,.1f}"
                 print(row_of((f"{group}: {part.name}", *sizes, *shown(hours), note)))

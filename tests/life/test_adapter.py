@@ -8,8 +8,7 @@ import driver
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
-from driver import completes, flags, go, killing, opened, refused, rows, small_flags, train
-from fake_engine import serving
+from driver import flags, go, killing, opened, refused, rows, small_flags, train
 
 import scoring
 import sgsd
@@ -73,16 +72,13 @@ def test_the_cold_start_samples_with_it_with_steps_or_without(world_dir, tmp_pat
     assert alone == run and alone.keys() == base.keys() and alone != base
 
 
-def test_a_server_loads_it_for_a_bank_alone_and_unloads_it(world_dir, tmp_path):
-    """As in a step, it must act there; this one hardly differs from the base."""
-    train(world_dir, tmp_path / "first", steps=2, learning_rate=1e-6)
-    checkpoint = tmp_path / "first/checkpoints/step_000002"
-    with serving() as engine, driver.faked():
-        changes = {"bank": "", "cold_start": 2, "steps": 0, "server": engine.url}
-        completes(sgsd.main, flags(world_dir, tmp_path / "run", adapter=checkpoint, **changes))
-        (loaded,) = engine.bodies("/v1/load_lora_adapter")
-        solved = [body["model"] for body in engine.bodies() if "prompt_logprobs" not in body]
-        assert solved == [loaded["lora_name"]] * 2 and not engine.adapters
+def test_a_server_has_the_base_and_is_refused_beside_it(world_dir, tmp_path, checkpoint, capsys):
+    """Also where a bank is there already."""
+    for bank in ("", world_dir / "bank.json"):
+        changes = {"bank": bank, "server": "http://127.0.0.1:9/v1", "adapter": checkpoint}
+        argv = flags(world_dir, tmp_path / "run", **changes)
+        refused(capsys, sgsd.main, argv, "--server http://127.0.0.1:9/v1", "--adapter")
+        assert not driver.contents(tmp_path / "run")
 
 
 def test_it_needs_its_own_base_and_a_folder_that_holds_one(world_dir, tmp_path, checkpoint, capsys):

@@ -571,9 +571,9 @@ def test_the_file_of_a_users_own_method_is_seen_when_it_was_edited(world_dir, tm
     assert ["own.py" in text for text in printed] == [False, False, True]
 
 
-@pytest.mark.parametrize("wrong", ["--seed=9", "--server=http://127.0.0.1:9/v1"])
+@pytest.mark.parametrize("wrong", ["--seed=9", "--max-prompt-tokens=5"])
 def test_where_one_rank_refuses_nothing_is_trimmed_or_written(wrong, world_dir, killed, tmp_path):
-    """In the settings, or when all is loaded and its server is not there: one line of rank 0."""
+    """In the settings, or when all is loaded and a prompt is too long: one line of rank 0."""
     argv, before = small_flags(world_dir, killed), contents(killed)
     assert two(argv, tmp_path, argv1=[*argv, wrong]) == [2, 2]
     (line,) = (tmp_path / "log0").read_text().splitlines()

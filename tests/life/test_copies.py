@@ -93,13 +93,12 @@ def use_files(files):
 
 
 def use_served(served):
-    job = SimpleNamespace(index=0, prompt=[1, 2], key=5, left=9, ids=[], logprobs=None)
+    job = SimpleNamespace(index=0, prompt=[1, 2], key=5, left=9, ids=[])
     sampling = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0)
     with serving() as engine:
-        server = served.Server(engine.url, "base")
+        server = served.Server(engine.url, "base", None, STOPS)
         server.check()
-        server.stops = STOPS
-        assert list(server.stream([job], sampling)) == [[job]] and job.ids == [3, 7, STOPS[0]]
+        assert list(server.stream([job], sampling, 1)) == [[job]] and job.ids == [3, 7, STOPS[0]]
 
 
 def use_rollout(rollout):

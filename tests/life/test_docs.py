@@ -37,7 +37,6 @@ OTHERS = {  # flags of argparse, and of programs that are not ours, which a page
     "--enable-lora",
     "--generation-config",
     "--logprobs-mode",
-    "--max-loras",
     "--max-model-len",
     "--gpu-memory-utilization",
 }

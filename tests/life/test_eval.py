@@ -383,6 +383,16 @@ def engine():
         yield server
 
 
+def test_a_server_samples_for_the_models_outline_alone(world_dir, tmp_path, engine):
+    no_weights = shutil.ignore_patterns("*.safetensors")
+    outline = shutil.copytree(world_dir / "model", tmp_path / "outline", ignore=no_weights)
+    line = evaluation(world_dir, tmp_path / "eval", f"--server {engine.url}")
+    completes(eval.main, [outline, *line[1:]])
+    drawn = samples(tmp_path / "eval")
+    assert len(drawn) == len(engine.bodies()) == 12 * 3
+    assert {row["engine"] for row in drawn} == {"vllm"}
+
+
 def test_a_servers_samples_are_kept_marked_and_asked_for_once(world_dir, tmp_path, engine, capsys):
     def seven(body):
         return engine.sampled(body) if len(engine.bodies()) <= 7 else (400, "refused")

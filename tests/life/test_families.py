@@ -94,7 +94,7 @@ def test_a_vision_language_checkpoint_is_loaded_as_its_text_model(tmp_path):
 def test_a_server_is_refused_with_a_vision_language_checkpoint(world_dir, tmp_path, capsys):
     save_with_vision(tmp_path / "base", "qwen3_5", {**TEXT, **HYBRID}, VISION)
     with serving() as engine:
-        changes = {"model": str(tmp_path / "base"), "server": engine.url}
+        changes = {"model": str(tmp_path / "base"), "server": engine.url, "bank": ""}
         argv = flags(world_dir, tmp_path / "run", **changes)
         refused(capsys, sgsd.main, argv, "vision-language", str(tmp_path / "base"))
 

@@ -1,8 +1,7 @@
-"""Signals, full and read-only disks, servers that are gone, numbers not finite, lost ranks."""
+"""Signals, full and read-only disks, numbers not finite, lost ranks."""
 
 import ctypes
 import functools
-import itertools
 import json
 import os
 import pathlib
@@ -21,7 +20,6 @@ from driver import breaking, contents, go, killing, rows, small_flags, state, st
 from safetensors.torch import load_file
 
 import eval
-import rollout
 import sgsd
 import skills
 from lib import files
@@ -159,51 +157,6 @@ def test_a_bug_of_one_of_two_ranks_shows_its_traceback_and_no_rank_hangs(
     assert_bug(tmp_path / f"log{rank}")
 
 
-def losing(call, rank):
-    """For `before`: a rank has no server at the call-th time that it samples."""
-    original, calls = rollout.stream, itertools.count(1)
-
-    def stream(*args, **settings):
-        if next(calls) == call and os.environ["RANK"] == rank:
-            raise ConnectionError("no server answers")
-        yield from original(*args, **settings)
-
-    return functools.partial(setattr, rollout, "stream", stream)
-
-
-LOST = [  # the call, of which the first is the cold start's; the rank; the steps saved then
-    (1, "1", []),
-    (3, "0", [1]),
-    (3, "1", [1]),
-    pytest.param(1, "0", [], marks=pytest.mark.long),
-]
-
-
-@pytest.fixture(scope="module")
-def of_two(world_dir, tmp_path_factory):
-    path = tmp_path_factory.mktemp("of_two")
-    assert two(small_flags(world_dir, path / "run"), path) == [0, 0]
-    return path / "run"
-
-
-@pytest.mark.parametrize("call,rank,saved", LOST)
-def test_a_server_that_one_of_two_ranks_loses_ends_both_and_saves_the_last_complete_step(
-    call, rank, saved, world_dir, tmp_path, of_two
-):
-    """One line, of rank 0, and the run goes on to the same bytes."""
-    out = tmp_path / "run"
-    argv = small_flags(world_dir, out)
-    assert two(argv, tmp_path, before=losing(call, rank)) == [2, 2]
-    assert_one_line(tmp_path / "log0", "no server answers", "same command")
-    assert not {"sgsd:", "Traceback"} & {*(tmp_path / "log1").read_text().split()}
-    assert [*files.by_step(out / "checkpoints")] == saved
-    assert two(argv, tmp_path) == [0, 0]
-    ours, theirs = state(out), state(of_two)
-    for memories in (ours, theirs):  # written as they come
-        memories["bank/memories.jsonl"] = sorted(memories["bank/memories.jsonl"].splitlines())
-    assert ours == theirs
-
-
 def test_an_evolved_entry_that_is_too_long_in_tokens_is_named_before_it_meets_a_step(
     world_dir, tmp_path
 ):
@@ -229,38 +182,18 @@ def test_an_evolved_entry_that_is_too_long_in_tokens_is_named_before_it_meets_a_
     )
 
 
-@pytest.mark.parametrize("error,code,saved", [(OSError, 2, [1]), (ValueError, 1, [])])
-def test_a_lost_server_saves_the_last_step_and_is_one_line_and_a_bug_is_a_traceback(
-    error, code, saved, world_dir, tmp_path, uninterrupted
-):
-    out, log = tmp_path / "run", tmp_path / "log"
-    argv = small_flags(world_dir, out)
+def test_a_bug_in_a_step_is_a_traceback_and_saves_nothing(world_dir, tmp_path):
+    """Of the kind that is one line where a user's input is read."""
 
     def fail_in_step_2(run, step):
         if step == 2:
-            raise error("no server answers")
+            raise ValueError("a planted bug")
         return sgsd.train_step(run, step)
 
-    assert go(argv, log, fail_in_step_2) == code
-    assert steps_of(out) == ([1], saved)
-    if error is OSError:
-        assert_one_line(log, "no server answers", "same command")
-        assert_goes_on(argv, out, uninterrupted, log)
-    else:
-        assert "Traceback" in log.read_text()
-
-
-def test_a_server_that_is_lost_in_the_evolution_is_one_line(world_dir, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log"
-
-    def fail(*args, **settings):
-        raise OSError("no server answers")
-
-    before = functools.partial(setattr, skills, "evolve", fail)
-    argv = small_flags(world_dir, out, bank=world_dir / "bank.json")
-    assert go(argv, log, before=before) == 2
-    assert_one_line(log, "no server answers", "same command")
-    assert steps_of(out) == ([1, 2, 3], [2, 3])
+    assert go(small_flags(world_dir, out), log, fail_in_step_2) == 1
+    assert steps_of(out) == ([1], [])
+    assert_bug(log)
 
 
 @pytest.mark.parametrize(
@@ -390,14 +323,14 @@ def killed_at_3(run, step):
     return sgsd.train_step(run, step)
 
 
-def without_a_server_at_3(run, step):
-    """A step function in which rank 1 has no server in step 3."""
+def without_a_disk_at_3(run, step):
+    """A step function in which rank 1 cannot write in step 3."""
     if (step, run.world.rank) == (3, 1):
-        raise ConnectionError("no server answers")
+        raise OSError("no such device")
     return sgsd.train_step(run, step)
 
 
-ENDS = [(killed_at_3, -signal.SIGKILL), (without_a_server_at_3, 2)]
+ENDS = [(killed_at_3, -signal.SIGKILL), (without_a_disk_at_3, 2)]
 
 
 @pytest.mark.parametrize("step_fn,code", ENDS)
@@ -408,7 +341,7 @@ def test_a_rank_that_ends_ends_the_other(step_fn, code, world_dir, tmp_path):
     assert two(argv, tmp_path, step_fn) == [1, code]
     assert re.search("closed by peer|remote worker", (tmp_path / "log0").read_text())
     if code == 2:
-        assert_one_line(tmp_path / "log1", "no server answers", "same command")
+        assert_one_line(tmp_path / "log1", "no such device", "same command")
     assert steps_of(out) == ([1, 2], [2])
 
 

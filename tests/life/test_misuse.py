@@ -75,7 +75,7 @@ SETTINGS = [  # settings ({w} has models and data), and words of the line
     ({"device": "cuda"}, ["--device cuda"]),
     ({"verifier": "no_such:Judge"}, ["no_such:Judge"]),
     ({"out": "{w}/data.jsonl/run"}, ["data.jsonl"]),
-    ({"server": "http://127.0.0.1:9/v1"}, ["http://127.0.0.1:9/v1"]),
+    ({"server": "http://127.0.0.1:9/v1", "bank": ""}, ["http://127.0.0.1:9/v1"]),
 ]
 
 

@@ -13,7 +13,6 @@ import sys
 import driver
 import pytest
 from conftest import ROOT
-from fake_engine import choices, serving
 
 from lib import config
 from research.credit import measure as credit
@@ -198,23 +197,6 @@ def test_what_must_be_checked_on_a_gpu_runs_in_small_without_one(tmp_path):
     codes = dict(re.findall(r"^\| (\w+) \| (\w+) \| \d+ \|$", printed, re.M))
     assert codes == dict.fromkeys(steps, "0")
     assert "fp32 twice: 8 of 8 rollouts" in printed
-
-
-@pytest.mark.long
-def test_trainings_through_an_engine_and_by_generate_make_a_table(tmp_path):
-    flags = "--bank banks/word_problems.json --batch-size 2 --max-new-tokens 16"
-    with serving() as engine:
-
-        def answer(body):
-            if "prompt_logprobs" in body:
-                return engine.sampled(body)
-            ids = [7, body["stop_token_ids"][0]]
-            return 200, choices(token_ids=ids, logprobs={"token_logprobs": [-1.0, -1.0]})
-
-        engine.answer = answer
-        command = ["engine/training.py", tmp_path, "--server", engine.url, "--seeds", 0]
-        printed = run(*command, "--steps", 1, "--limit", 4, f"--flags={flags}")
-    assert "| generate_0 |" in printed and "| server_0 |" in printed
 
 
 @pytest.mark.long

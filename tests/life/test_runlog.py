@@ -101,19 +101,11 @@ def test_supports_are_logged_with_their_sign_by_outcome():
     assert not {"a_mean_failure", "a_positive_failure"} & {*summary(successes)}  # 0 would mislead
 
 
-def test_a_servers_gap_is_the_mean_over_rollouts_and_the_largest_of_all():
-    assert runlog.engine_gap([(0.1, 0.5), (0.3, 0.4)]) == {
-        "sampling_logp_difference_mean": 0.2,
-        "sampling_logp_difference_max": 0.5,
-    }
-    assert runlog.engine_gap([]) == {}  # `generate` has none
-
-
-def test_a_log_line_has_a_fixed_order_and_warns_of_cut_solutions_and_a_far_server():
+def test_a_log_line_has_a_fixed_order_and_warns_of_cut_solutions():
     metrics = {"step": 25, "loss": -0.00312, "success": 0.62, "truncated": 0.5, "clip_share": 0.021}
     metrics |= {"rho_distilled": 41, "rho_reversed": 18, "rho_ignored": 5, "mask_share": 0.94}
     metrics |= {"seconds.gen": 21.4, "seconds.score": 9.96, "seconds.bwd": 0.04}
-    metrics |= {"grad_norm": 0.0801, "memory_gb": 61.25, "sampling_logp_difference_mean": 0.2}
+    metrics |= {"grad_norm": 0.0801, "memory_gb": 61.25}
     line = (
         "step 25/200 loss -0.0031 r+ .62 rho +41/-18/0:5 clip 2.1% mask .94 gnorm 0.08 "
         "| gen 21s score 10.0s bwd 0.0s | 61.2GB"
@@ -122,8 +114,6 @@ def test_a_log_line_has_a_fixed_order_and_warns_of_cut_solutions_and_a_far_serve
     assert "--max-new-tokens" in runlog.log_line(metrics | {"truncated": 0.75}, 200)
     none = dict.fromkeys(("rho_distilled", "rho_reversed", "rho_ignored"), 0)
     assert "rho" not in runlog.log_line(metrics | none, 200)  # as GRPO's
-    far = runlog.log_line(metrics | {"sampling_logp_difference_mean": 0.35}, 200)
-    assert "0.35 nats" in far
     assert "distilled" in runlog.log_line(metrics | {"step": 1}, 200)  # a legend, once
 
 

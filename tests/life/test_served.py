@@ -1,4 +1,4 @@
-"""The client of an inference server: protocol, log-probabilities, adapters and bad days.
+"""The client of an inference server: protocol, adapters and bad days.
 
 The server is the small one of fake_engine.py.
 """
@@ -14,8 +14,8 @@ from lib import served
 from rollout import Job, Sampling
 
 
-def jobs(count=6, limit=30, **more):
-    return [Job(i, [7, 8, 9 + i], 2**63 + i, limit, **more) for i in range(count)]
+def jobs(count=6, limit=30):
+    return [Job(i, [7, 8, 9 + i], 2**63 + i, limit) for i in range(count)]
 
 
 PLAIN = Sampling(1.0, 1.0, 0)
@@ -32,19 +32,17 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr(served, "PAUSES", (0.01, 0.01, 0.01, 0))
 
 
-def a_server(engine, tokenizer, **options):
-    server = served.Server(engine.url, "base", **options)
-    server.tokenizer, server.stops = tokenizer, STOPS
-    return server
+def a_server(engine, tokenizer=None, model="base", **options):
+    return served.Server(engine.url, model, tokenizer, STOPS, **options)
 
 
 @pytest.fixture
 def sample(engine, tokenizer):
     """Does jobs: every completion by its index."""
 
-    def of(jobs, adapter="", server=None, **options):
+    def of(jobs, adapter="", server=None, rows=16, **options):
         server = server or a_server(engine, tokenizer, **options)
-        turns = server.stream(jobs, PLAIN, adapter=adapter)
+        turns = server.stream(jobs, PLAIN, rows, adapter)
         done = list(itertools.chain.from_iterable(turns))
         completions = {job.index: job.ids for job in done}
         assert len(completions) == len(done)
@@ -60,7 +58,7 @@ def test_prompts_travel_as_ids_with_every_field_of_sampling_and_sampled_ids_come
     engine, sample, tokenizer
 ):
     server, todo = a_server(engine, tokenizer), jobs()
-    turns = list(server.stream(todo, Sampling(0.7, 0.9, 20)))
+    turns = list(server.stream(todo, Sampling(0.7, 0.9, 20), 16))
     want = [[24 + i, 7, STOPS[0]] for i in range(6)]
     done = list(itertools.chain.from_iterable(turns))
     assert sorted(done, key=lambda job: job.index) == todo
@@ -98,12 +96,12 @@ def test_a_server_that_fails_now_and_then_is_reported_once_a_minute(
 ):
     """Every second request fails; then a minute has passed."""
     engine.answer = lambda body: engine.sampled(body) if len(engine.calls) % 2 else (503, "busy")
-    server = a_server(engine, tokenizer, rows=1)
-    sample(jobs(), server=server)
+    server = a_server(engine, tokenizer)
+    sample(jobs(), server=server, rows=1)
     (line,) = capsys.readouterr().err.splitlines()
     assert engine.url in line and "503" in line and len(engine.calls) > 6
     monkeypatch.setattr(served, "REPORT_S", 0.0)
-    sample(jobs(2), server=server)
+    sample(jobs(2), server=server, rows=1)
     assert capsys.readouterr().err.count("trying again") >= 1
 
 
@@ -116,7 +114,7 @@ def test_a_caller_that_breaks_off_does_not_wait_for_replies(engine, tokenizer):
         return engine.sampled(body)
 
     engine.answer = answer
-    turns = a_server(engine, tokenizer, rows=2).stream(jobs(), PLAIN)
+    turns = a_server(engine, tokenizer).stream(jobs(), PLAIN, 2)
     assert next(turns)[0].index == 0
     turns.close()
     assert not released.is_set() and len(engine.calls) <= 3
@@ -143,7 +141,7 @@ def test_a_stop_id_that_a_server_leaves_out_does_not_make_a_completion_a_cut_one
 
 
 def test_the_key_in_the_environment_is_sent(engine, monkeypatch):
-    server = served.Server(engine.url, "base")
+    server = a_server(engine)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     server.check()
     monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
@@ -154,40 +152,12 @@ def test_the_key_in_the_environment_is_sent(engine, monkeypatch):
     assert "ret" not in line.replace("characters", "")
 
 
-# ------------------------------------------------------------------------------- log-probabilities
-
-
-def test_the_log_probability_of_each_sampled_id_travels_on_the_job(engine, tokenizer):
-    turns = a_server(engine, tokenizer).stream(jobs(2, logprobs=[]), PLAIN)
-    for job in itertools.chain.from_iterable(turns):
-        assert job.logprobs == [-0.5, -1.5, -0.25]
-    assert [body["logprobs"] for body in engine.bodies()] == [0, 0]  # no other ids' numbers
-
-
-def test_the_engine_scores_a_fixed_completion_with_and_without_an_adapter(engine, tmp_path):
-    def answer(body):
-        add = -1.0 if body["model"] == "mine" else 0.0
-        places = [{str(token): {"logprob": add - token / 8}} for token in body["prompt"]]
-        return 200, choices("length", token_ids=[1], prompt_logprobs=[None, *places[1:]])
-
-    engine.answer = answer
-    server = served.Server(engine.url, "base")
-    server.load("mine", str(tmp_path))
-    assert server.logprobs_of([1, 2, 3], [8, 16]) == [-1.0, -2.0]
-    assert server.logprobs_of([1, 2, 3], [8, 16], "mine") == [-2.0, -3.0]
-    body = engine.bodies()[0]
-    assert body["prompt"] == [1, 2, 3, 8, 16]
-    assert (body["max_tokens"], body["prompt_logprobs"]) == (1, 0)
-    engine.answer = lambda body: (200, choices("length", token_ids=[1]))  # as SGLang's
-    one_line(lambda: server.logprobs_of([1, 2, 3], [8, 16]), "prompt_logprobs", kind=OSError)
-
-
 # ------------------------------------------------------------------------------------- what it has
 
 
 def test_a_server_that_lists_one_base_is_taken_at_its_word(engine):
     engine.adapters["mine"] = "/somewhere"  # an adapter is no base
-    server = served.Server(engine.url, "org/model")
+    server = a_server(engine, model="org/model")
     server.check()
     assert (server.base, server.engine) == ("base", "vllm")
 
@@ -203,7 +173,7 @@ def test_of_several_bases_the_one_with_the_models_name_or_path_is_used(
         ("model", "short", str(tmp_path / "model")),
     ):
         engine.bases[1:] = [{"id": name, "root": root}]
-        server = served.Server(engine.url, model)
+        server = a_server(engine, model=model)
         server.check()
         assert (server.base, server.engine) == (name, "unknown")
 
@@ -211,30 +181,33 @@ def test_of_several_bases_the_one_with_the_models_name_or_path_is_used(
 def test_of_several_bases_without_the_model_one_line_lists_them(engine):
     engine.bases.append({"id": "another", "root": "another"})
     engine.adapters["mine"] = "/somewhere"
-    server = served.Server(engine.url, "org/model")
+    server = a_server(engine, model="org/model")
     words = [engine.url, "base, another", "org/model"]
     assert "mine" not in one_line(server.check, *words, kind=OSError)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000/v1", "http://localhost:8000"])
 def test_what_is_no_address_is_refused_with_an_example_of_one(url):
-    one_line(lambda: served.Server(url, "base"), f"server {url}: ", "http://localhost:8000/v1")
+    one_line(
+        lambda: served.Server(url, "base", None, STOPS),
+        f"server {url}: ",
+        "http://localhost:8000/v1",
+    )
 
 
 @pytest.mark.parametrize("reply", ["<html>", {"models": []}, ["x"]])
 def test_a_list_of_models_that_cannot_be_read_is_one_line(reply, engine):
     engine.get = lambda path: (200, reply)
-    one_line(served.Server(engine.url, "base").check, engine.url, "reply", kind=OSError)
+    one_line(a_server(engine).check, engine.url, "reply", kind=OSError)
 
 
 def test_where_nobody_answers_every_question_says_so(tmp_path, sample):
     with Engine() as gone:
-        server = served.Server(gone.url, "base")
+        server = a_server(gone)
     for ask in (
         server.check,
         lambda: server.load("mine", str(tmp_path)),
         lambda: sample(jobs(3), server=server),
-        lambda: server.logprobs_of([1], [2]),
     ):
         one_line(ask, server.url, "ConnectionRefusedError", kind=OSError)
 
@@ -246,7 +219,7 @@ def test_an_adapter_is_loaded_sampled_by_its_name_and_unloaded(
     engine, sample, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    server = served.Server(engine.url, "base")
+    server = a_server(engine)
     server.load("mine", "adapter")  # the server has another working directory
     assert engine.adapters == {"mine": str(tmp_path / "adapter")}
     assert len(sample(jobs(2), "mine", server=server)) == 2
@@ -254,11 +227,13 @@ def test_an_adapter_is_loaded_sampled_by_its_name_and_unloaded(
     server.unload("mine")
     assert not engine.adapters
     server.unload("mine")  # a server that was started anew has lost it
-    served.Server("http://127.0.0.1:9/v1", "base").unload("mine")  # one that is gone has none
+    with Engine() as gone:
+        pass
+    a_server(gone).unload("mine")  # one that is gone has none
 
 
 def test_an_adapter_that_is_refused_says_what_the_server_needs(engine, tmp_path):
-    server = served.Server(engine.url, "base")
+    server = a_server(engine)
     for reply in ((404, {"detail": "Not Found"}), (500, {"error": "LoRA rank 64\nis greater"})):
         engine.post = lambda path, body, reply=reply: reply
         words = ["VLLM_ALLOW_RUNTIME_LORA_UPDATING=True", "--enable-lora", "--max-lora-rank"]
@@ -305,7 +280,7 @@ def test_a_fault_that_stays_is_raised_after_the_replies_under_way(engine, tokeni
     seen = []
 
     def ask():
-        for turn in a_server(engine, tokenizer, rows=2).stream(jobs(), PLAIN):
+        for turn in a_server(engine, tokenizer).stream(jobs(), PLAIN, 2):
             seen.extend(job.index for job in turn)
 
     one_line(ask, engine.url, kind=OSError)
@@ -337,8 +312,6 @@ def test_a_server_that_was_started_anew_without_the_adapter_is_not_asked_twice(e
 
 CUT_TEXT = choices("length", {"completion_tokens": 1}, text="x")
 CUT_PROMPT = choices(usage={"prompt_tokens": 2}, token_ids=[5, 265])
-NUMBERS = {"token_logprobs": [-1.0, -2.0]}
-NONE_OF_ONE = {"token_logprobs": [-1.0, None]}
 UNEXPECTED = {  # a reply, and words of the line
     "no JSON": ("<html>\n", "JSONDecodeError"),
     "no choices": ({"error": "x"}, "KeyError: 'choices'"),
@@ -348,10 +321,6 @@ UNEXPECTED = {  # a reply, and words of the line
     "ids that are none": (choices(token_ids=[65, -1]), "token_ids"),
     "a text cut by the server": (CUT_TEXT, "after 1 of 8 tokens"),
     "a prompt cut by the server": (CUT_PROMPT, "2 of 3 prompt tokens"),
-    "training without ids": (choices(text="x"), "no token_ids"),
-    "training without numbers": (choices(token_ids=[5, 265]), "'logprobs'"),
-    "training with null": (choices(token_ids=[5, 265], logprobs=NONE_OF_ONE), "TypeError"),
-    "training, no number for the stop id": (choices(token_ids=[5, 6], logprobs=NUMBERS), "2 log-"),
 }
 
 
@@ -359,5 +328,4 @@ UNEXPECTED = {  # a reply, and words of the line
 def test_an_unexpected_reply_is_one_line(what, engine, sample):
     value, words = UNEXPECTED[what]
     engine.answer = lambda body: (200, value)
-    more = {"logprobs": []} if what.startswith("training") else {}
-    one_line(lambda: sample(jobs(1, limit=8, **more)), engine.url, words, kind=OSError)
+    one_line(lambda: sample(jobs(1, limit=8)), engine.url, words, kind=OSError)
