@@ -377,15 +377,15 @@ def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
     if start.step and saved["settings"]["steps"] != cfg.steps:
         rate = cfg.learning_rate * (1 - start.step / cfg.steps)
         changes.append(f"so the learning rate of step {start.step + 1} is {rate:.2g}")
-    if start.step and saved["settings"].get("server"):
-        line = f"steps from {start.step + 1} on are sampled by `generate`"
-        start.notes.append(f"{line}: a server samples only the first bank (S27)")
     again = {**runlog.provenance(), "step": start.step, "changed": changes}
     now = {name: start.record[name] for name in ("settings", "digests", "code", "processes")}
     start.record = {**saved, **now, "continuations": [*saved["continuations"], again]}
     start.is_new = False
     after = f"continues after step {start.step}" if start.step else "starts with step 1"
     start.notes += [*[f"changed: {line}" for line in changes], after]
+    if start.step and saved["settings"].get("server"):
+        line = f"steps from {start.step + 1} on are sampled by `generate`"
+        start.notes.append(f"{line}: a server samples only the first bank (S27)")
 
 
 def refuse_lost_checkpoints(cfg: Config, saved: dict[str, Any], step: int) -> None:
