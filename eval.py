@@ -36,7 +36,7 @@ import distributed
 import rollout
 import skills
 from distributed import World
-from lib import config, files, model, problems, served, verify
+from lib import command, files, model, problems, served, verify
 from lib.config import EvalConfig
 from lib.problems import Problem
 from rollout import Job, Rollout
@@ -439,8 +439,8 @@ def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> 
 def reading(cfg: EvalConfig, world: World) -> Iterator[None]:
     """A block on every rank that reads what the user gave: a mistake in it is one line."""
     with (
-        config.one_line_errors(cfg.program, reading=True),
-        distributed.checked_on_all_ranks(world, *config.GIVEN),
+        command.one_line_errors(cfg.program, reading=True),
+        distributed.checked_on_all_ranks(world, *command.GIVEN),
     ):
         yield
 
@@ -450,7 +450,7 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
     with contextlib.ExitStack() as held:
         with reading(cfg, world):
             evaluation = prepare(cfg, world, held)
-        held.enter_context(config.one_line_errors(cfg.program))
+        held.enter_context(command.one_line_errors(cfg.program))
         for policy in evaluation.policies:
             done = sample(policy, evaluation, world)
             if world.main:
@@ -491,9 +491,9 @@ def print_notes(evaluation: Evaluation) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    config.end_at_signals()
-    cfg = config.parse(argv, __doc__, EvalConfig)
-    with config.one_line_errors(cfg.program, reading=True):
+    command.end_at_signals()
+    cfg = command.parse(argv, __doc__, EvalConfig)
+    with command.one_line_errors(cfg.program, reading=True):
         # With a server this process computes nothing: CPU and gloo.
         world = distributed.init("cpu" if cfg.server else cfg.device)
     evaluate(cfg, world)

@@ -52,7 +52,8 @@ import distributed
 import rollout
 import scoring
 import skills
-from lib import config, model, problems, runlog
+from lib import command, config, model, problems, runlog
+from lib.config import Config
 from lib.problems import Problem
 from lib.run import Run, evolution_is_due, shared_replies, shared_rollouts
 from rollout import Job, Rollout, Sampling
@@ -249,7 +250,7 @@ def prompt_ids(run: Run, text: str, thinking: str) -> list[int]:
     ids = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
     if len(ids) > run.cfg.max_prompt_tokens:
         rule = f"--max-prompt-tokens is {run.cfg.max_prompt_tokens}; raise it, or drop the problem"
-        raise config.UserError(f"a prompt has {len(ids)} tokens, {rule}: {text[:200]!r}")
+        raise command.UserError(f"a prompt has {len(ids)} tokens, {rule}: {text[:200]!r}")
     return ids
 
 
@@ -493,17 +494,17 @@ def check_prompts(run: Run) -> None:
     def size(text: str) -> int:
         return rollout.token_count(run.tokenizer, text)
 
-    with distributed.checked_on_all_ranks(run.world, config.UserError):
+    with distributed.checked_on_all_ranks(run.world, command.UserError):
         x = max(run.problems, key=lambda x: size(x.problem))
         where = f"problem {x.id}"
         if run.bank is not None:
-            with config.user_errors():
+            with command.user_errors():
                 skills.refuse_short(run.bank, cfg.bank, cfg.num_teachers)
             pairs = skills.longest_pairs(run.bank, cfg.pairs_in_a_prompt, size)
             for pair in pairs:
                 where += f" with {pair.skill['skill_id']} and {pair.mistake['mistake_id']}"
         prefix = cfg.teacher_prefix if pairs else cfg.student_prefix
-        with config.user_errors(f"{where}: "):
+        with command.user_errors(f"{where}: "):
             prompt = prompt_ids(run, skills.render_skills(pairs, x.problem), prefix)
             limit = cfg.max_new_tokens if cfg.steps else 0
             model.refuse_beyond_context(run.lm, len(prompt), limit, "--max-new-tokens")
@@ -565,12 +566,23 @@ def train(run: Run, step_fn: Any = train_step) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    config.end_at_signals()
-    cfg = config.parse(argv, __doc__, config.Config)
+def main(
+    argv: Sequence[str] | None = None,
+    about: str | None = __doc__,
+    kind: type[Config] = Config,
+    step_fn: Any = train_step,
+    longest: Any = None,
+    variants: dict[str, dict[str, Any]] | None = None,
+) -> int:
+    """The command of SGSD, or of another method; returns its exit code.
+
+    about: the method's docstring, for --help. kind: its settings. step_fn: its step, as `train`
+    takes it. variants: its other defaults where a setting is given.
+    """
+    command.end_at_signals()
+    cfg = command.parse(argv, about, kind, config.PRESETS, variants)
     with Run.open(cfg, SkillBank.load) as run:
-        return train(run)
+        return train(run, step_fn)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # python extr
 
 import distributed
 from eval import bootstrap_interval, interval
-from lib import config, files
+from lib import command, files
 
 # Settings in which two evaluations may differ: who is evaluated, and the machine.
 MAY_DIFFER = {"the policy's files", "skills", "num_skills", "the skills' prompts", "encoder"}
@@ -183,7 +183,7 @@ def compare(folders: Sequence[pathlib.Path]) -> None:
 
 def arguments(argv: Sequence[str] | None = None) -> list[pathlib.Path]:
     """The FOLDERs of a command line; a mistake exits with code 2."""
-    parser = config.Parser("-m extras.compare", "FOLDER [FOLDER ...]", __doc__)
+    parser = command.Parser("-m extras.compare", "FOLDER [FOLDER ...]", __doc__)
     about = "a run, a folder of evaluations, or one evaluation"
     parser.add_argument("folders", nargs="+", type=pathlib.Path, metavar="FOLDER", help=about)
     return parser.parse_args(argv).folders
@@ -192,7 +192,7 @@ def arguments(argv: Sequence[str] | None = None) -> list[pathlib.Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     folders = arguments(argv)
-    with config.one_line_errors("compare", reading=True):
+    with command.one_line_errors("compare", reading=True):
         compare(folders)
     return 0
 

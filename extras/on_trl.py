@@ -43,7 +43,7 @@ from trl.trainer.utils import add_fused_lm_head
 import rollout
 import sgsd
 import skills
-from lib import config, files, verify
+from lib import command, files, verify
 from lib import model as lib_model
 from lib.config import Config
 from lib.problems import Problem
@@ -476,7 +476,7 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command. In a folder with checkpoints it continues after the last one."""
-    with config.one_line_errors("extras.on_trl", reading=True):
+    with command.one_line_errors("extras.on_trl", reading=True):
         kind: Any = SGSDConfig
         (args,) = TrlParser(kind).parse_args_and_config(argv)
         trainer = prepare(args)

@@ -36,7 +36,7 @@ import skills
 from eval import interval
 from extras import compare
 from extras.compare import Evaluated
-from lib import config, files, runlog
+from lib import command, config, files, runlog
 from lib.problems import Problem
 from lib.run import Start, prepare
 
@@ -50,7 +50,7 @@ Entries = dict[tuple[str, str], dict]  # by kind and id
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The command line's settings; a mistake exits with code 2."""
     usage = "RUN [RUN ...] [--FLAG VALUE ...]"
-    parser = config.Parser("-m extras.report", usage, __doc__)
+    parser = command.Parser("-m extras.report", usage, __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory")
     page = "the page (default: report.html, in the run if there is one)"
@@ -527,7 +527,7 @@ def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib
     banks = load_banks(run)
     if not banks:
         raise ValueError(f"--explain: {run} has no bank yet; wait until its cold start is done")
-    cfg = config.from_dict(config.Config, config_of_run["settings"])
+    cfg = command.from_dict(config.Config, config_of_run["settings"])
     cfg = replace(cfg, out=str(run), steps=max(1, cfg.steps), audit_every=1)
     x = Problem("explained", problem, answer)
     with contextlib.ExitStack() as held:
@@ -573,9 +573,9 @@ def explained(run: Any, x: Problem, draws: int) -> list[dict]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    config.end_at_signals()
+    command.end_at_signals()
     args = arguments(argv)
-    with config.one_line_errors("report", reading=True):
+    with command.one_line_errors("report", reading=True):
         runs = args.runs
         if args.explain is not None:
             runs = [explain(runs[0], args.explain, args.answer, args.draws)]

@@ -35,7 +35,7 @@ import distributed
 import rollout
 import scoring
 from distributed import World
-from lib import config, files, model, problems, runlog, served, verify
+from lib import command, config, files, model, problems, runlog, served, verify
 from lib.config import Config
 from lib.problems import Problem
 from rollout import Job, Rollout, Sampling
@@ -92,12 +92,12 @@ class Run:
         """
         out = pathlib.Path(cfg.out)
         with contextlib.ExitStack() as held:
-            with config.one_line_errors(cfg.program, reading=True):
+            with command.one_line_errors(cfg.program, reading=True):
                 world = distributed.init(cfg.device)
-                with distributed.checked_on_all_ranks(world, *config.GIVEN):
+                with distributed.checked_on_all_ranks(world, *command.GIVEN):
                     if world.main:
                         claim(out, held)
-                with distributed.checked_on_all_ranks(world, *config.GIVEN):
+                with distributed.checked_on_all_ranks(world, *command.GIVEN):
                     start = inspect(cfg, world, load_bank)
                 places = distributed.gather((start.step, start.is_new, start.bank is None), world)
                 with distributed.checked_on_all_ranks(world, ValueError):
@@ -108,9 +108,9 @@ class Run:
                     if world.main:
                         print(f"{out}: complete, all of its {cfg.steps} steps are done")
                     raise SystemExit(0)
-                with distributed.checked_on_all_ranks(world, *config.GIVEN):
+                with distributed.checked_on_all_ranks(world, *command.GIVEN):
                     run = prepare(cfg, world, start, held)
-            with config.one_line_errors(cfg.program):
+            with command.one_line_errors(cfg.program):
                 yield run
             if world.main:
                 print(what_next(run))
@@ -124,8 +124,8 @@ class Run:
         cfg, out, world, record = self.cfg, self.out, self.world, self.start.record
         params = model.trained(self.lm).values() if cfg.steps else []
         distributed.broadcast_parameters(params, world)
-        kinds = OSError, config.UserError
-        with distributed.checked_on_all_ranks(world, *kinds), config.user_errors():
+        kinds = OSError, command.UserError
+        with distributed.checked_on_all_ranks(world, *kinds), command.user_errors():
             if world.main:
                 cut(self)
                 files.write_json(out / "config.json", record)
@@ -175,7 +175,7 @@ class Run:
                 self.save()
         if code and self.world.main:
             tqdm.write("stopped by a signal" if signalled else "three steps were not finite")
-        config.end_at_signals()
+        command.end_at_signals()
         return code
 
     # ------------------------------------------------------------------------------ the run's files
@@ -212,7 +212,7 @@ class Run:
 
     def saved_memories(self) -> dict[str, dict]:
         """The memories that a killed cold start has left, by the problem's id; on every rank."""
-        with config.user_errors():
+        with command.user_errors():
             rows = [*files.read_jsonl(self.out / "bank/memories.jsonl")]
         return {row["problem_id"]: row for row in rows}
 
@@ -555,7 +555,7 @@ def finish_at_signals(run: Run) -> None:
     def stop(*_: object) -> None:
         now = time.monotonic()
         if run.signalled and now - run.signalled > 1:
-            config.end_now()
+            command.end_now()
         if run.world.main and not run.signalled:
             line = f"finishing step {run.step + 1}, then stopping; once more stops at once"
             os.write(2, f"\n{line}\n".encode())  # print may be what the signal interrupts

@@ -26,7 +26,6 @@ from torch import Tensor
 import distributed
 import rollout
 import sgsd
-from lib import config
 from lib.config import Config, setting, with_default
 from lib.problems import Problem
 from lib.run import Run
@@ -34,7 +33,7 @@ from methods import divergences, groups, teachers
 from methods.groups import RolloutLoss
 from methods.opsd import with_answer
 from rollout import Rollout
-from skills import SkillBank, SkillPair
+from skills import SkillPair
 
 
 @dataclass(frozen=True)
@@ -211,10 +210,7 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    config.end_at_signals()
-    cfg = config.parse(argv, __doc__, AblationConfig)
-    with Run.open(cfg, SkillBank.load) as run:
-        return sgsd.train(run, train_step)
+    return sgsd.main(argv, __doc__, AblationConfig, train_step)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,13 @@ from torch import Tensor
 import distributed
 import scoring
 import sgsd
-from lib import config
 from lib.config import Config, setting, with_default
 from lib.problems import Problem
 from lib.run import Run
 from methods import groups
 from methods.groups import GroupConfig, RolloutLoss
 from rollout import Rollout
-from skills import SkillBank, SkillPair
+from skills import SkillPair
 
 
 @dataclass(frozen=True)
@@ -123,10 +122,7 @@ train_step = groups.step_fn(losses)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    config.end_at_signals()
-    cfg = config.parse(argv, __doc__, GRPOConfig, VARIANTS)
-    with Run.open(cfg, SkillBank.load) as run:
-        return sgsd.train(run, train_step)
+    return sgsd.main(argv, __doc__, GRPOConfig, train_step, variants=VARIANTS)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ import distributed
 import scoring
 import sgsd
 import skills
-from lib import config
 from lib.config import Config, setting, with_default
 from lib.problems import Problem
 from lib.run import Run
@@ -40,7 +39,7 @@ from methods.groups import GroupConfig, RolloutLoss
 from methods.grpo import grpo_advantages
 from methods.opsd import with_answer
 from rollout import Rollout
-from skills import SkillBank, SkillPair
+from skills import SkillPair
 
 LEAST, MOST = 0.8, 1.2  # bounds of a token's weight
 
@@ -151,10 +150,7 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    config.end_at_signals()
-    cfg = config.parse(argv, __doc__, RLSDConfig, VARIANTS)
-    with Run.open(cfg, SkillBank.load) as run:
-        return sgsd.train(run, train_step)
+    return sgsd.main(argv, __doc__, RLSDConfig, train_step, variants=VARIANTS)
 
 
 if __name__ == "__main__":

@@ -28,14 +28,13 @@ from torch import Tensor
 import distributed
 import sgsd
 import skills
-from lib import config
 from lib.config import Config, setting, with_default
 from lib.problems import Problem
 from lib.run import Run
 from methods import divergences, groups, teachers
 from methods.groups import GroupConfig, RolloutLoss
 from rollout import THINK, Rollout
-from skills import SkillBank, SkillPair
+from skills import SkillPair
 
 
 @dataclass(frozen=True)
@@ -154,10 +153,7 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    config.end_at_signals()
-    cfg = config.parse(argv, __doc__, SDPOConfig)
-    with Run.open(cfg, SkillBank.load) as run:
-        return sgsd.train(run, train_step)
+    return sgsd.main(argv, __doc__, SDPOConfig, train_step)
 
 
 if __name__ == "__main__":

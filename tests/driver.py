@@ -33,7 +33,7 @@ import eval
 import scoring
 import sgsd
 import skills
-from lib import config, files, model, verify
+from lib import command, config, files, model, verify
 from lib.run import Run
 from methods import ablations, grpo, opsd, rlsd, sdpo
 
@@ -361,16 +361,21 @@ METHODS = {  # settings, step, other defaults
 }
 
 
+def parsed(argv, method="sgsd"):
+    """The settings of a command line of sgsd.py, of another method, or of eval.py ("eval")."""
+    if method == "eval":
+        return command.parse(argv, "", config.EvalConfig)
+    kind, _, variants = METHODS[method]
+    return command.parse(argv, "", kind, config.PRESETS, variants)
+
+
 def main(argv=None, step_fn=None):
     """A command like sgsd.py's or, after the name of a method, that one's; its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     method = argv.pop(0) if argv and argv[0] in METHODS else "sgsd"
     kind, own_step, variants = METHODS[method]
     with signals_restored(), faked():
-        config.end_at_signals()
-        cfg = config.parse(argv, "", kind, variants)
-        with Run.open(cfg, skills.SkillBank.load) as run:
-            return sgsd.train(run, step_fn or own_step)
+        return sgsd.main(argv, "", kind, step_fn or own_step, variants=variants)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ import eval
 import scoring
 import sgsd
 import skills
-from lib import config, files
+from lib import command, files
+from lib.config import PRESETS
 from lib.problems import Problem
 from lib.run import Run
 from methods import groups, grpo, rlsd
@@ -125,8 +126,8 @@ def losses_by(weights: Weights) -> Callable[..., Iterator[RolloutLoss]]:
 
 def train(argv: list[str], weights: Weights) -> int:
     """A training's exit code."""
-    config.end_at_signals()
-    cfg = config.parse(argv, __doc__, groups.GroupConfig)
+    command.end_at_signals()
+    cfg = command.parse(argv, __doc__, groups.GroupConfig, PRESETS)
     step_fn = groups.step_fn(losses_by(weights), rlsd.student_prompt)
     with Run.open(cfg, OwnSteps.load) as run:
         return sgsd.train(run, step_fn)

@@ -30,7 +30,7 @@ import rollout
 import scoring
 import sgsd
 import skills
-from lib import config
+from lib import command, config
 from lib import model as models
 from lib.run import Run
 from research.markdown_table import head_of, row_of
@@ -76,7 +76,7 @@ def profiled(words: str, device: torch.device) -> None:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    cfg = config.parse(words.split(), None, config.Config)
+    cfg = command.parse(words.split(), None, config.Config, config.PRESETS)
 
     def step_fn(run: Run, number: int) -> tuple[list[dict], float]:
         if number < cfg.steps:  # it warms up

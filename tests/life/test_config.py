@@ -14,7 +14,7 @@ import driver
 import pytest
 from conftest import ROOT
 
-from lib import config
+from lib import command, config
 from methods import ablations, grpo
 
 KINDS = {
@@ -26,7 +26,8 @@ KINDS = {
 
 
 def parse(text, kind=config.Config):
-    return config.parse(text.split(), "about", kind, grpo.VARIANTS)
+    presets = {} if kind is config.EvalConfig else config.PRESETS
+    return command.parse(text.split(), "about", kind, presets, grpo.VARIANTS)
 
 
 def refused(capsys, text, *words, kind=config.Config):
@@ -142,12 +143,12 @@ def test_help_has_every_flag_with_its_default_and_its_source_in_groups(name, cap
 def test_every_program_says_its_version(name, capsys):
     with pytest.raises(SystemExit) as end:
         importlib.import_module(name).main(["--version"])
-    assert end.value.code == 0 and capsys.readouterr().out == f"sgsd {config.VERSION}\n"
+    assert end.value.code == 0 and capsys.readouterr().out == f"sgsd {command.VERSION}\n"
 
 
 def test_the_package_has_the_version_and_the_requirements_that_the_readme_installs():
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert package["project"]["version"] == config.VERSION
+    assert package["project"]["version"] == command.VERSION
     dependencies = package["tool"]["setuptools"]["dynamic"]["dependencies"]
     assert dependencies == {"file": ["requirements.txt"]}
 
@@ -157,7 +158,7 @@ def test_the_package_has_the_version_and_the_requirements_that_the_readme_instal
 
 def test_settings_come_back_from_json():
     cfg = parse("--server http://a/v1 http://b/v1 --tau-g 2")
-    assert config.from_dict(config.Config, json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
+    assert command.from_dict(config.Config, json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
 # ------------------------------------------------------------------------------- mistakes, signals
@@ -174,7 +175,7 @@ def test_a_mistake_of_the_command_line_is_printed_by_rank_0_alone(monkeypatch, c
 
 def printed_by(capsys, error, **phase):
     """The line that an error becomes, with exit code 2."""
-    with pytest.raises(SystemExit) as end, config.one_line_errors("-m extras.program", **phase):
+    with pytest.raises(SystemExit) as end, command.one_line_errors("-m extras.program", **phase):
         raise error
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -184,26 +185,26 @@ def printed_by(capsys, error, **phase):
 
 def test_where_input_is_read_an_error_is_one_line_and_later_only_what_may_still_go_wrong(capsys):
     """A full disk, a lost server, and what only a bank that was made can show."""
-    for error in (ValueError("a\n  b"), OSError("a b"), config.UserError("a b")):
+    for error in (ValueError("a\n  b"), OSError("a b"), command.UserError("a b")):
         assert printed_by(capsys, error, reading=True) == "program: a b"
     line = printed_by(capsys, ModuleNotFoundError("No module named 'x'"), reading=True)
     assert "No module named 'x'" in line and "pip install -r requirements.txt" in line
-    assert printed_by(capsys, config.UserError("a b")) == "program: a b"
+    assert printed_by(capsys, command.UserError("a b")) == "program: a b"
     assert "same command" in printed_by(capsys, ConnectionError("no server"))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for error in (full, OSError(f"run/metrics.jsonl: {full}")):
         assert "free space" in printed_by(capsys, error)
     for error in (ValueError("a bug"), ImportError("a bug"), KeyError("a bug")):
-        with pytest.raises(type(error), match="a bug"), config.one_line_errors("program.py"):
+        with pytest.raises(type(error), match="a bug"), command.one_line_errors("program.py"):
             raise error
-    with pytest.raises(KeyError), config.one_line_errors("program.py", reading=True):
+    with pytest.raises(KeyError), command.one_line_errors("program.py", reading=True):
         raise KeyError("a bug")
 
 
 SLEEPER = """
 import time
-from lib import config
-config.end_at_signals()
+from lib import command
+command.end_at_signals()
 print("ready", flush=True)
 time.sleep(60)
 """

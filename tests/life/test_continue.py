@@ -327,7 +327,7 @@ def test_every_setting_that_changes_more_than_rounding_is_refused(
 ):
     """In one line: the setting, the new value, the run's own, a way out. Nothing is written."""
     argv, before = small_flags(world_dir, killed), contents(killed)
-    cfg = config.parse(argv, "", config.Config)
+    cfg = driver.parsed(argv)
     problems = (world_dir / "data.jsonl").read_text()
     (tmp_path / "data.jsonl").write_text(problems.replace('"answer": "3"', '"answer": "4"'))
     make_bank(tmp_path / "bank.json")
@@ -545,13 +545,11 @@ def test_another_programs_run_an_older_one_and_a_folder_or_file_that_is_no_run_a
 
 
 OWN_METHOD = """
-import sgsd, skills
+import sgsd
 from driver import faked
-from lib import config
-from lib.run import Run
 
-with faked(), Run.open(config.parse(None, "", config.Config), skills.SkillBank.load) as run:
-    sgsd.train(run)
+with faked():
+    sgsd.main()
 """
 
 

@@ -77,8 +77,13 @@ def use_skills(skills):
 
 
 def use_config(config):
-    cfg = config.parse(["--preset", "tiny", "--tau-g", "2"], "about", config.Config)
+    cfg = config.Config(**config.PRESETS["tiny"], tau_g=2.0)
     assert (cfg.tau_g, cfg.batch_size) == (2.0, 16)
+
+
+def use_command(command):
+    with pytest.raises(SystemExit), command.one_line_errors("program.py", reading=True):
+        raise ValueError("a mistake")
 
 
 def use_verify(verify):
@@ -138,7 +143,7 @@ def use_runlog(runlog):
     assert "torch" in runlog.provenance()["versions"]
 
 
-WITHOUT_TORCH = "skills lib/config lib/verify lib/files lib/served".split()
+WITHOUT_TORCH = "skills lib/config lib/command lib/verify lib/files lib/served".split()
 WITH_TORCH = "rollout scoring distributed lib/problems lib/model lib/runlog".split()
 USES = {name.removeprefix("use_"): value for name, value in globals().items() if "use_" in name}
 

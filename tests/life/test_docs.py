@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 
+import driver
 import pytest
 import torch
 from conftest import ROOT
@@ -140,13 +141,9 @@ def test_a_command_of_the_pages_parses(command, tmp_path, monkeypatch):
         return
     if program in OF_A_READER:
         return  # its recipe's test runs it
-    if program == "sgsd.py":
-        config.parse(argv, "", config.Config)
-    elif program == "eval.py":
-        config.parse(argv, "", config.EvalConfig)
-    elif program.removeprefix("methods.") in METHODS:
-        kind, _, variants = METHODS[program.removeprefix("methods.")]
-        config.parse(argv, "", kind, variants)
+    method = program.removeprefix("methods.").removesuffix(".py")
+    if method in {"eval", *METHODS}:
+        driver.parsed(argv, method)
     elif program == "extras.compare":
         compare.arguments(argv)
     elif program == "extras.report":

@@ -9,6 +9,7 @@ import signal
 import time
 
 import datasets
+import driver
 import fake_engine
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ import distributed
 import eval
 import rollout
 import skills
-from lib import config, files, model, problems
+from lib import files, model, problems
 
 # ---------------------------------------------------------------------------------------- metrics
 
@@ -174,7 +175,7 @@ def evaluate_together(lines):
     """Evaluations of one rank, whose command lines these are."""
     world = distributed.init("cpu")
     for line in lines:
-        eval.evaluate(config.parse(line.split(), "", config.EvalConfig), world)
+        eval.evaluate(driver.parsed(line.split(), "eval"), world)
     return 0
 
 

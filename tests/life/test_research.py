@@ -14,7 +14,6 @@ import driver
 import pytest
 from conftest import ROOT
 
-from lib import config
 from research.credit import measure as credit
 from research.house import freeze
 from research.methods import compare, field
@@ -66,8 +65,7 @@ def small_world(folder):
 
 def parsed(program, argv):
     """The settings of a training's command."""
-    kind, _, variants = driver.METHODS[program.removeprefix("methods.").removesuffix(".py")]
-    return config.parse(argv, "", kind, variants)
+    return driver.parsed(argv, program.removeprefix("methods.").removesuffix(".py"))
 
 
 @pytest.mark.parametrize("name", compare.WORLDS)

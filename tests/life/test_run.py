@@ -101,7 +101,7 @@ def test_a_complete_run_names_the_commands_that_evaluate_it_and_look_inside(
     evaluate, look = capsys.readouterr().out.splitlines()[-2:]
     words = shlex.split(evaluate)
     words = words[words.index("eval.py") + 1 :]
-    cfg = config.parse(words, "", config.EvalConfig)
+    cfg = driver.parsed(words, "eval")
     assert cfg.paths == (str(world_dir / "model"), str(out)) and cfg.max_new_tokens == 20
     assert (cfg.dtype, cfg.device, cfg.verifier) == ("bfloat16", "cpu", "driver:CoinVerifier")
     assert cfg.data != config.EvalConfig.data and "--samples" not in words

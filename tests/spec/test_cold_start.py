@@ -17,7 +17,7 @@ from driver import flags, opened, rows
 import rollout
 import sgsd
 import skills
-from lib import config, files, model
+from lib import files, model
 from lib.run import Run
 from rollout import Sampling
 
@@ -94,7 +94,7 @@ def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_
 
 def with_the_policy_as_writer(argv):
     """A process that makes a bank. The random model's own replies give no entry."""
-    with Run.open(config.parse(argv, "", config.Config), skills.SkillBank.load) as run:
+    with Run.open(driver.parsed(argv), skills.SkillBank.load) as run:
         run.begin()
         run.bank = sgsd.make_bank(run)
         run.save_bank()

@@ -382,8 +382,7 @@ LENGTHS = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p", "top_k
 
 
 def read(method, *argv):
-    kind, _, variants = driver.METHODS[method]
-    return config.parse(argv, "", kind, variants)
+    return driver.parsed(argv, method)
 
 
 def test_a_methods_own_defaults_and_flags_that_win_over_them():

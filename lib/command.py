@@ -1,0 +1,185 @@
+"""The command line of every program: its parser, a mistake as one line, and signals.
+
+`parse` makes the flags from the settings of a frozen dataclass.
+"""
+
+import argparse
+import contextlib
+import difflib
+import errno
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any, NoReturn, TypeVar
+
+VERSION = "0.1.0"  # of the project: --version prints it
+Settings = TypeVar("Settings")
+
+# ------------------------------------------------------------------- mistakes and signals, one line
+
+GIVEN = (ValueError, OSError, ImportError)  # what reading a user's input may raise
+
+
+class UserError(ValueError):
+    """A mistake in the user's input that shows only after all of it was read."""
+
+
+@contextlib.contextmanager
+def user_errors(where: str = "") -> Iterator[None]:
+    """A ValueError of this block is the user's mistake, at any time. where: before its line."""
+    try:
+        yield
+    except ValueError as e:
+        raise UserError(f"{where}{e}") from None
+
+
+@contextlib.contextmanager
+def one_line_errors(program: str, reading: bool = False) -> Iterator[None]:
+    """Print an expected error as one line and exit with code 2; any other is a bug.
+
+    reading: the block reads what the user gave, so it expects GIVEN. Otherwise it expects OSError,
+    such as a full disk or a lost server, and `UserError`.
+    """
+    expected = GIVEN if reading else (OSError, UserError)
+    try:
+        yield
+    except expected as e:
+        fix = "; pip install -r requirements.txt" if isinstance(e, ImportError) else ""
+        if any(os.strerror(number) in str(e) for number in (errno.ENOSPC, errno.EDQUOT)):
+            fix = "; free space"
+        if not reading and isinstance(e, OSError):
+            fix += "; run the same command to continue"
+        rank = "" if is_first_rank() else f"rank {os.environ['RANK']}: "
+        line = f"{rank}{name_of(program)}: {' '.join(str(e).split())}{fix}"
+        print(line, file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+def end_at_signals() -> None:
+    """From here on Ctrl-C and SIGTERM end the process at once, with exit code 130."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end_now)
+
+
+def end_now(*_: object) -> None:
+    """End the process as a signal does; rank 0 says how to go on."""
+    if is_first_rank():
+        os.write(2, b"\nInterrupted. Run the same command to continue.\n")  # print may be busy
+    os._exit(130)
+
+
+def is_first_rank() -> bool:
+    """Whether torchrun started this process as rank 0, or did not start it."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags that are never abbreviated, @FILE for more of them, --version, mistakes in one line.
+
+    about: a docstring; its first line and its commands stand in --help. The lines of FILE are
+    split as a shell splits them, and # begins a comment.
+    """
+
+    def __init__(self, program: str, usage: str, about: str | None, **settings: Any):
+        title, *body = (about or "").split("\n")
+        commands = [line for line in body if line.startswith(("    python ", "    torchrun "))]
+        tags = "Tags such as S3 and D8 are rows of docs/decisions.md."
+        super().__init__(
+            f"python {program}",
+            usage=f"python {program} {usage}",
+            description=title,
+            epilog="\n".join([tags, "\nexamples:", *commands]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            fromfile_prefix_chars="@",
+            **{"allow_abbrev": False, **settings},
+        )
+        self.add_argument("--version", action="version", version=f"sgsd {VERSION}")
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as e:  # an open quote
+            self.error(f"a line of the @FILE cannot be split ({e}): {arg_line}")
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and one line, which suggests the closest flag to each unknown one."""
+        hint = ""
+        for wrong in re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2]):
+            for close in difflib.get_close_matches(wrong, [*self._option_string_actions], 1, 0.75):
+                hint += f"did you mean {close}? "
+        line = f"{name_of(self.prog)}: {' '.join(message.split())}; {hint}--help lists the flags\n"
+        if not is_first_rank():
+            time.sleep(2)  # at the first exit torchrun kills the others: rank 0 has to print first
+        self.exit(2, line if is_first_rank() else None)
+
+
+def name_of(program: str) -> str:
+    """The name in front of an error: "sgsd" of "python sgsd.py"."""
+    return program.removesuffix(".py").replace(".", " ").split()[-1]
+
+
+# ------------------------------------------------------------------------------ the command line
+
+
+def parse(
+    argv: Sequence[str] | None,
+    about: str | None,
+    kind: Any,
+    presets: dict[str, dict[str, Any]] | None = None,
+    variants: dict[str, dict[str, Any]] | None = None,
+) -> Any:
+    """The settings of a command line, of this kind; a mistake exits with code 2.
+
+    about: a program's docstring, for --help. presets: other defaults by the name that --preset
+    takes. variants: other defaults where a setting is given. A flag overrides the preset, and that
+    overrides those.
+    """
+    usage = "[--preset NAME] [--FLAG VALUE ...] [@FILE]"
+    if not presets:
+        usage = "PATH [PATH ...] [--FLAG VALUE ...] [@FILE]"
+    parser = Parser(kind.program, usage, about, argument_default=argparse.SUPPRESS)
+    if presets:
+        parser.add_argument("--preset", choices=presets, help="settings to start from")
+    group = parser.add_argument_group()
+    for f in fields(kind):
+        if f.metadata["group"]:
+            group = parser.add_argument_group(f.metadata["group"])
+        if f.name == "paths":
+            group.add_argument("paths", nargs="+", metavar="PATH", help=f.metadata["help"])
+        else:
+            group.add_argument("--" + f.name.replace("_", "-"), **options_of(f))
+    given = vars(parser.parse_args(argv))
+    preset = (presets or {}).get(given.pop("preset", ""), {})
+    start: dict[str, Any] = {}
+    for name, defaults in (variants or {}).items():
+        start |= defaults if given.get(name) else {}
+    try:
+        return from_dict(kind, {**start, **preset, **given})
+    except ValueError as e:
+        parser.error(str(e))
+
+
+def options_of(f: Any) -> dict[str, Any]:
+    """How argparse reads a setting's flag."""
+    default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
+    text = f.metadata["help"].replace("%", "%%")
+    text += "" if default == "" else f" (default: {default})"
+    if isinstance(f.default, bool):
+        return {"action": argparse.BooleanOptionalAction, "help": text}
+    if isinstance(f.default, tuple):
+        return {"nargs": "+", "metavar": "NAME" if f.default else "URL", "help": text}
+    if f.metadata["choices"]:
+        return {"choices": f.metadata["choices"], "help": text}
+    metavar = {int: "N", float: "X", str: "NAME"}[type(f.default)]
+    return {"type": type(f.default), "metavar": metavar, "help": text}
+
+
+def from_dict(kind: Callable[..., Settings], values: dict[str, Any]) -> Settings:
+    """Settings from their names and values, where argparse and JSON have lists for tuples."""
+    tuples: dict[str, Any] = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+    return kind(**{**values, **tuples})
