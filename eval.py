@@ -121,10 +121,6 @@ def _checked(correct_PK: np.ndarray) -> np.ndarray:
 
 # -------------------------------------------------------------------- policies and their places
 
-# Settings that say what is asked for, and where and how fast: a sample does not depend on them.
-NO_PART = {"paths", "model", "out", "data", "split", "problem_field", "answer_field"}
-NO_PART |= {"answer_after", "limit", "samples", "rows", "server"}
-
 
 @dataclass
 class Policy:
@@ -191,7 +187,8 @@ def settings_of(
     digests: of the models' files, by path. ValueError, naming what differs, where the policy's
     folder has samples or results of other settings.
     """
-    settings = {name: value for name, value in asdict(cfg).items() if name not in NO_PART}
+    rules = cfg.rules()
+    settings = {name: value for name, value in asdict(cfg).items() if rules[name].in_samples}
     settings["the policy's files"] = digests[policy.path]
     settings["the base's files"] = digests[policy.base]
     settings["engine"] = "a server" if cfg.server else "generate"  # S27

@@ -580,7 +580,7 @@ def main(
     takes it. variants: its other defaults where a setting is given.
     """
     command.end_at_signals()
-    cfg = command.parse(argv, about, kind, config.PRESETS, variants)
+    cfg = command.parse(argv, about, kind, config.presets_of(kind), variants)
     with Run.open(cfg, SkillBank.load) as run:
         return train(run, step_fn)
 

@@ -51,7 +51,7 @@ from lib.run import load_training
 from rollout import Job, Rollout
 from skills import SkillBank, SkillPair
 
-CONFIG = Config.__dataclass_fields__
+CONFIG, RULES = Config.__dataclass_fields__, Config.rules()
 
 # ------------------------------------------------------------------------------------- settings
 
@@ -90,7 +90,7 @@ ALLOWED = """
 def ours(name: str) -> tuple[str, Any, Any]:
     """A setting of sgsd.py as a field that TRL's parser reads."""
     setting = CONFIG[name]
-    text = setting.metadata["help"].replace("%", "%%")
+    text = RULES[name].help.replace("%", "%%")
     return name, setting.type, field(default=setting.default, metadata={"help": text})
 
 

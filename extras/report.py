@@ -527,7 +527,7 @@ def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib
     banks = load_banks(run)
     if not banks:
         raise ValueError(f"--explain: {run} has no bank yet; wait until its cold start is done")
-    cfg = command.from_dict(config.Config, config_of_run["settings"])
+    cfg = config.Config.from_dict(config_of_run["settings"])
     cfg = replace(cfg, out=str(run), steps=max(1, cfg.steps), audit_every=1)
     x = Problem("explained", problem, answer)
     with contextlib.ExitStack() as held:

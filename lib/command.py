@@ -1,7 +1,4 @@
-"""The command line of every program: its parser, a mistake as one line, and signals.
-
-`parse` makes the flags from the settings of a frozen dataclass.
-"""
+"""The command line of every program: its flags, a mistake as one line, and signals."""
 
 import argparse
 import contextlib
@@ -13,12 +10,11 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 VERSION = "0.1.0"  # of the project: --version prints it
-Settings = TypeVar("Settings")
 
 # ------------------------------------------------------------------- mistakes and signals, one line
 
@@ -123,6 +119,10 @@ def name_of(program: str) -> str:
     return program.removesuffix(".py").replace(".", " ").split()[-1]
 
 
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 # ------------------------------------------------------------------------------ the command line
 
 
@@ -133,53 +133,56 @@ def parse(
     presets: dict[str, dict[str, Any]] | None = None,
     variants: dict[str, dict[str, Any]] | None = None,
 ) -> Any:
-    """The settings of a command line, of this kind; a mistake exits with code 2.
+    """The settings of a command line; a mistake exits with code 2.
 
-    about: a program's docstring, for --help. presets: other defaults by the name that --preset
-    takes. variants: other defaults where a setting is given. A flag overrides the preset, and that
-    overrides those.
+    about: a program's docstring, for --help. kind: a class of settings, as lib/config.py has them.
+    presets: other defaults by the name that --preset takes. variants: other defaults where a
+    setting is given. A flag overrides the preset, and that overrides those.
     """
+    parser = parser_of(about, kind, presets or {})
+    typed = vars(parser.parse_args(argv))
+    preset = (presets or {}).get(typed.pop("preset", ""), {})
+    start: dict[str, Any] = {}
+    for name, defaults in (variants or {}).items():
+        start |= defaults if typed.get(name) else {}
+    try:
+        settings = kind.from_dict({**start, **preset, **typed})
+    except ValueError as e:
+        parser.error(str(e))
+    for name, reason in settings.void().items():
+        if name in typed:
+            parser.error(f"{flag(name)} {typed[name]}: {reason}; leave it out")
+    return settings
+
+
+def parser_of(about: str | None, kind: Any, presets: dict[str, dict[str, Any]]) -> Parser:
+    """The parser of a class of settings, whose rules stand in groups, in the class's order."""
     usage = "[--preset NAME] [--FLAG VALUE ...] [@FILE]"
     if not presets:
         usage = "PATH [PATH ...] [--FLAG VALUE ...] [@FILE]"
     parser = Parser(kind.program, usage, about, argument_default=argparse.SUPPRESS)
     if presets:
         parser.add_argument("--preset", choices=presets, help="settings to start from")
-    group = parser.add_argument_group()
-    for f in fields(kind):
-        if f.metadata["group"]:
-            group = parser.add_argument_group(f.metadata["group"])
-        if f.name == "paths":
-            group.add_argument("paths", nargs="+", metavar="PATH", help=f.metadata["help"])
+    groups = {title: parser.add_argument_group(title) for title in kind.groups}
+    default_of = {f.name: f.default for f in fields(kind)}
+    for name, rule in kind.rules().items():
+        if name == "paths":
+            groups[rule.group].add_argument(name, nargs="+", metavar="PATH", help=rule.help)
         else:
-            group.add_argument("--" + f.name.replace("_", "-"), **options_of(f))
-    given = vars(parser.parse_args(argv))
-    preset = (presets or {}).get(given.pop("preset", ""), {})
-    start: dict[str, Any] = {}
-    for name, defaults in (variants or {}).items():
-        start |= defaults if given.get(name) else {}
-    try:
-        return from_dict(kind, {**start, **preset, **given})
-    except ValueError as e:
-        parser.error(str(e))
+            groups[rule.group].add_argument(flag(name), **options_of(rule, default_of[name]))
+    return parser
 
 
-def options_of(f: Any) -> dict[str, Any]:
+def options_of(rule: Any, default: Any) -> dict[str, Any]:
     """How argparse reads a setting's flag."""
-    default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
-    text = f.metadata["help"].replace("%", "%%")
-    text += "" if default == "" else f" (default: {default})"
-    if isinstance(f.default, bool):
+    shown = " ".join(default) if isinstance(default, tuple) else default
+    text = rule.help.replace("%", "%%")
+    text += "" if shown == "" else f" (default: {shown})"
+    if rule.value_type is bool:
         return {"action": argparse.BooleanOptionalAction, "help": text}
-    if isinstance(f.default, tuple):
-        return {"nargs": "+", "metavar": "NAME" if f.default else "URL", "help": text}
-    if f.metadata["choices"]:
-        return {"choices": f.metadata["choices"], "help": text}
-    metavar = {int: "N", float: "X", str: "NAME"}[type(f.default)]
-    return {"type": type(f.default), "metavar": metavar, "help": text}
-
-
-def from_dict(kind: Callable[..., Settings], values: dict[str, Any]) -> Settings:
-    """Settings from their names and values, where argparse and JSON have lists for tuples."""
-    tuples: dict[str, Any] = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
-    return kind(**{**values, **tuples})
+    if rule.value_type is tuple:
+        return {"nargs": "+", "metavar": "NAME" if default else "URL", "help": text}
+    if rule.choices:
+        return {"choices": rule.choices, "help": text}
+    metavar = {int: "N", float: "X", str: "NAME"}[rule.value_type]
+    return {"type": rule.value_type, "metavar": metavar, "help": text}

@@ -3,16 +3,46 @@
 A field that the paper or a decision (S..., D...) settles names it.
 """
 
+import inspect
 import math
 import os
 import pathlib
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
 
 
 def flag(name: str) -> str:
     """The flag of a setting."""
     return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a setting is, whatever its default is in a class."""
+
+    help: str  # with its source
+    group: str  # its title in --help
+    value_type: type
+    choices: tuple[str, ...]
+    least: float | None  # without one a number must be > 0
+    most: float | None
+    on_continue: str  # what becomes of another value when the command continues its run
+    in_samples: bool  # whether the samples of an evaluation depend on it
+
+    def fault(self, value: Any) -> str:
+        """What is wrong with a value, "" for nothing."""
+        number = self.value_type in (int, float)
+        if self.choices and value not in self.choices:
+            return f"must be one of {', '.join(self.choices)}"
+        if number and not math.isfinite(value):
+            return "must be finite"
+        if number and self.least is None and value <= 0:
+            return "must be > 0"
+        if self.least is not None and value < self.least:
+            return f"must be >= {self.least}"
+        if self.most is not None and value > self.most:
+            return f"must be <= {self.most}"
+        return ""
 
 
 def setting(
@@ -22,57 +52,132 @@ def setting(
     least: float | None = None,
     most: float | None = None,
     on_continue: str = "refused",
+    in_samples: bool = True,
     group: str = "",
-    in_eval: bool = False,
 ) -> Any:
-    """A setting: its default, its help with its source, its range (> 0 without a `least`).
+    """A setting: its default, and its `Rule`. A subclass writes another default alone.
 
-    on_continue: what becomes of another value when the command continues its run. "refused".
-    "contents": refused where the files of that name hold something else; their place may change.
-    "announced", in a line that the run keeps. "quiet", where it changes nothing but rounding.
-    group: the title in --help from this setting on. in_eval: the command that evaluates the run
-    repeats it.
+    on_continue: "refused". "contents": refused where the files of that name hold something else;
+    their place may change. "announced", in a line that the run keeps. "quiet", where it changes
+    nothing but rounding. group: its title in --help, and that of the settings below it in its
+    class.
     """
-    rule = {"help": help, "choices": choices, "least": least, "most": most, "group": group}
-    return field(default=default, metadata=rule | {"on_continue": on_continue, "in_eval": in_eval})
-
-
-def with_default(kind: Any, name: str, default: Any) -> Any:
-    """Another program's setting with a default of its own."""
-    (metadata,) = [f.metadata for f in fields(kind) if f.name == name]
-    return field(default=default, metadata=metadata)
-
-
-def check(settings: Any) -> None:
-    """ValueError for a value outside its setting's choices or range."""
-    for f in fields(settings):
-        value, rule, wrong = getattr(settings, f.name), f.metadata, ""
-        number = type(f.default) in (int, float)
-        if rule["choices"] and value not in rule["choices"]:
-            wrong = f"must be one of {', '.join(rule['choices'])}"
-        elif number and not math.isfinite(value):
-            wrong = "must be finite"
-        elif number and rule["least"] is None and value <= 0:
-            wrong = "must be > 0"
-        elif rule["least"] is not None and value < rule["least"]:
-            wrong = f"must be >= {rule['least']}"
-        elif rule["most"] is not None and value > rule["most"]:
-            wrong = f"must be <= {rule['most']}"
-        if wrong:
-            raise ValueError(f"{flag(f.name)} {value}: {wrong} ({rule['help']})")
+    rule = Rule(help, group, type(default), choices, least, most, on_continue, in_samples)
+    return field(default=default, metadata={"rule": rule})
 
 
 DEVICES = "auto", "cpu", "cuda"
 DTYPES = "auto", "float32", "bfloat16"
 KERNELS = "sdpa", "flash_attention_2", "eager"
-SETS = ("aime24", "aime25", "hmmt25")
+SETS = "aime24", "aime25", "hmmt25"
+
+# Settings that another one makes void, and why.
+OF_LORA = ("lora_rank", "lora_alpha")
+OF_COLD_START = ("cold_start", "cold_start_temperature", "cold_start_tokens", "cold_start_thinking")
+NO_COLD_START = dict.fromkeys(OF_COLD_START, "this method makes no bank of its own")
 
 
 @dataclass(frozen=True)
-class Config:
+class Common:
+    """What training and evaluation share: the evaluation that a run prints repeats its values."""
+
+    program: ClassVar[str]
+    groups: ClassVar[tuple[str, ...]]  # the titles of --help in their order
+
+    device: str = setting(
+        "auto",
+        "auto takes CUDA where there is a GPU",
+        DEVICES,
+        on_continue="quiet",
+        group="the model",
+    )
+    dtype: str = setting("auto", "weights of the base; auto is bf16 on CUDA; App. F.1", DTYPES)
+    attn: str = setting("sdpa", "attention kernels; S25", KERNELS)
+    problem_field: str = setting(
+        "problem",
+        "column or field that holds the problem",
+        in_samples=False,
+        group="the problems",
+    )
+    answer_field: str = setting(
+        "answer", "column or field that holds the reference answer", in_samples=False
+    )
+    answer_after: str = setting(
+        "", 'the answer is what follows this mark, as "####" in GSM8K', in_samples=False
+    )
+    verifier: str = setting(
+        "lib.verify:Verifier",
+        "verifier, as MODULE:CLASS, a subclass of lib.verify.Judge; docs/changing.md",
+    )
+    verify_timeout: float = setting(
+        5.0, "seconds that the verifier may take for an answer", most=1e6
+    )
+
+    def __post_init__(self) -> None:
+        """ValueError for a value outside its setting's choices or range."""
+        for name, rule in self.rules().items():
+            value = getattr(self, name)
+            fault = rule.fault(value)
+            if fault:
+                raise ValueError(f"{flag(name)} {value}: {fault} ({rule.help})")
+
+    @classmethod
+    def rules(cls) -> dict[str, Rule]:
+        """Each setting's rule, the first along the classes. What is shared comes last.
+
+        TypeError for a default that overrides another one without an annotation: dataclasses would
+        ignore it.
+        """
+        rules: dict[str, Rule] = {}
+        for base in reversed(cls.__mro__):
+            group = "the method"
+            for f in fields_of(base):
+                if "rule" in f.metadata:  # not a default alone
+                    group = f.metadata["rule"].group or group
+                    rules[f.name] = replace(f.metadata["rule"], group=group)
+        for f in fields(cls):
+            if getattr(cls, f.name) != f.default:
+                fix = "write its type behind the name, and @dataclass(frozen=True) above the class"
+                raise TypeError(f"{cls.__name__}.{f.name}: dataclasses ignore this default; {fix}")
+        shared = {f.name for f in fields_of(Common)}
+        return dict(sorted(rules.items(), key=lambda item: item[0] in shared))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Settings from names and values, where argparse and JSON have lists for tuples."""
+        tuples: dict[str, Any] = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+        return cls(**{**values, **tuples})
+
+    def void(self) -> dict[str, str]:
+        """The settings that others make void, each with the reason: `command.parse` refuses them.
+
+        Only what was typed is refused, since presets set them, too.
+        """
+        return {}
+
+
+def fields_of(kind: type) -> list[Field]:
+    """The fields that a class itself writes."""
+    written = vars(kind).get("__dataclass_fields__", {})
+    return [written[name] for name in inspect.get_annotations(kind) if name in written]
+
+
+@dataclass(frozen=True)
+class Config(Common):
     """SGSD's settings. The flags are made from the fields."""
 
     program: ClassVar[str] = "sgsd.py"
+    groups: ClassVar[tuple[str, ...]] = (
+        "the run",
+        "the model",
+        "the problems",
+        "the bank",
+        "the objective",
+        "the student's sampling",
+        "the optimizer",
+        "looking inside, and memory",
+        "the method",
+    )
 
     out: str = setting(
         "runs/sgsd",
@@ -92,9 +197,6 @@ class Config:
     checkpoint_every: int = setting(
         25, "save a checkpoint every N steps; §4.1", on_continue="quiet"
     )
-    device: str = setting(
-        "auto", "auto takes CUDA where there is a GPU", DEVICES, on_continue="quiet", in_eval=True
-    )
     model: str = setting(
         "Qwen/Qwen3-1.7B",
         "policy to train: a hub id or a directory; §4.1",
@@ -106,10 +208,6 @@ class Config:
         "begin with the weights of this checkpoint of --model, and with its rank and alpha",
         on_continue="contents",
     )
-    dtype: str = setting(
-        "auto", "weights of the base; auto is bf16 on CUDA; App. F.1", DTYPES, in_eval=True
-    )
-    attn: str = setting("sdpa", "attention kernels; S25", KERNELS)
     lora_rank: int = setting(64, "rank of the adapters; App. F.1")
     lora_alpha: int = setting(128, "LoRA alpha, the scale of the adapters; App. F.1")
     data: str = setting(
@@ -119,26 +217,11 @@ class Config:
         group="the problems",
     )
     split: str = setting("train", "split of --data, if that is a hub data set or a directory")
-    problem_field: str = setting("problem", "column or field that holds the problem", in_eval=True)
-    answer_field: str = setting(
-        "answer", "column or field that holds the reference answer", in_eval=True
-    )
-    answer_after: str = setting(
-        "", 'the answer is what follows this mark, as "####" in GSM8K', in_eval=True
-    )
     batch_size: int = setting(32, "problems in a step, over all processes together; S6")
     max_prompt_tokens: int = setting(
         20000,
         "longest prompt, in tokens; a longer one is refused, never cut; Tab. 11",
         on_continue="announced",
-    )
-    verifier: str = setting(
-        "lib.verify:Verifier",
-        "verifier, as MODULE:CLASS, a subclass of lib.verify.Judge; docs/changing.md",
-        in_eval=True,
-    )
-    verify_timeout: float = setting(
-        5.0, "seconds that the verifier may take for an answer", most=1e6
     )
     bank: str = setting(
         "",
@@ -243,8 +326,8 @@ class Config:
         on_continue="quiet",
     )
 
-    def __post_init__(self) -> None:
-        check(self)
+    def void(self) -> dict[str, str]:
+        return dict.fromkeys(OF_LORA, "--adapter brings its own") if self.adapter else {}
 
     @property
     def uses_skill_bank(self) -> bool:
@@ -279,16 +362,29 @@ class Config:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Common):
     """The settings of an evaluation."""
 
     program: ClassVar[str] = "eval.py"
+    groups: ClassVar[tuple[str, ...]] = (
+        "what is evaluated",
+        "the problems",
+        "the samples",
+        "the model",
+    )
 
     paths: tuple[str, ...] = setting(
-        (), "model, adapter, run (its checkpoints) or hub id", group="what is evaluated"
+        (),
+        "model, adapter, run (its checkpoints) or hub id",
+        group="what is evaluated",
+        in_samples=False,
     )
-    model: str = setting("", "an adapter's base, if not the one that the adapter names")
-    out: str = setting("", "folder of all results, instead of eval/ in the run or else here")
+    model: str = setting(
+        "", "an adapter's base, if not the one that the adapter names", in_samples=False
+    )
+    out: str = setting(
+        "", "folder of all results, instead of eval/ in the run or else here", in_samples=False
+    )
     skills: str = setting(
         "", "evaluate Base+Skill: prompts with entries of this bank (JSON); §4.1, S14"
     )
@@ -299,18 +395,14 @@ class EvalConfig:
         "aime24, aime25, hmmt25, math500, amc23, gsm8k, files or hub ids; the stem of a path is "
         "the set's name",
         group="the problems",
+        in_samples=False,
     )
-    split: str = setting("test", "split of a hub data set or a directory")
-    problem_field: str = setting("problem", "column or field that holds the problem")
-    answer_field: str = setting("answer", "column or field that holds the reference answer")
-    answer_after: str = setting("", 'the answer is what follows this mark, as "####" in GSM8K')
-    limit: int = setting(0, "only the first N problems of each set; 0 is all", least=0)
-    verifier: str = setting(Config.verifier, "verifier, as MODULE:CLASS; docs/changing.md")
-    verify_timeout: float = setting(
-        5.0, "seconds that the verifier may take for an answer", most=1e6
+    split: str = setting("test", "split of a hub data set or a directory", in_samples=False)
+    limit: int = setting(
+        0, "only the first N problems of each set; 0 is all", least=0, in_samples=False
     )
     samples: int = setting(
-        12, "k, the samples per problem; App. F.1", most=1e6, group="the samples"
+        12, "k, the samples per problem; App. F.1", most=1e6, group="the samples", in_samples=False
     )
     temperature: float = setting(1.0, "sampling temperature; App. F.1", least=0)
     top_p: float = setting(0.95, "top-p of the sampling; App. F.1", most=1)
@@ -318,16 +410,15 @@ class EvalConfig:
     max_new_tokens: int = setting(38912, "longest sample, in tokens; App. F.1")
     thinking: bool = setting(True, "thinking mode; S3")
     seed: int = setting(0, "seed of the samples", least=0, most=2**40)
-    rows: int = setting(16, "samples decoded at a time; lower it to save memory", most=1e6)
-    server: tuple[str, ...] = setting(
-        (), "sample on inference servers, such as http://localhost:8000/v1; S27"
+    rows: int = setting(
+        16, "samples decoded at a time; lower it to save memory", most=1e6, in_samples=False
     )
-    device: str = setting("auto", "auto takes CUDA where there is a GPU", DEVICES)
-    dtype: str = setting("auto", "of the weights; auto is bf16 on CUDA", DTYPES)
-    attn: str = setting("sdpa", "attention kernels; S25", KERNELS)
+    server: tuple[str, ...] = setting(
+        (), "sample on inference servers, such as http://localhost:8000/v1; S27", in_samples=False
+    )
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         names = [pathlib.Path(source).stem for source in self.data]
         if len({*names}) < len(names):
             rule = "two sets have one name; rename a file"
@@ -363,3 +454,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lora_alpha": 32,
     },
 }
+
+
+def presets_of(kind: type[Config]) -> dict[str, dict[str, Any]]:
+    """PRESETS, in which a method keeps an --out of its own."""
+    own = {"out": kind.out} if kind.out != Config.out else {}
+    return {name: {**preset, **own} for name, preset in PRESETS.items()}

@@ -325,7 +325,7 @@ def record_of(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
     """
     is_ours = cfg.verifier == Config.verifier
     asked = [(x.id, x.problem, x.answer, {} if is_ours else x.extra) for x in data]
-    named = [f.name for f in fields(cfg) if f.metadata["on_continue"] == "contents"]
+    named = [name for name, rule in cfg.rules().items() if rule.on_continue == "contents"]
     digests = {name: files.contents(getattr(cfg, name)) for name in named}
     paths = [*(ROOT / "prompts").glob("*.txt"), pathlib.Path(verify.file_of(cfg.verifier))]
     started = sys.modules["__main__"]
@@ -409,8 +409,9 @@ def differences(saved: dict, now: dict, cfg: Config) -> tuple[str, list[str]]:
     saved, now: config.json, of the run and of this command.
     """
     refused, changes = "", []
+    rules = cfg.rules()
     for f in fields(cfg):
-        rule = f.metadata["on_continue"]
+        rule = rules[f.name].on_continue
         old, new = saved["settings"].get(f.name, f.default), now["settings"][f.name]
         before, after = saved["digests"].get(f.name, old), now["digests"].get(f.name, new)
         is_gone = old == new == after  # since, such as the folder of --adapter: not missed here
@@ -577,8 +578,9 @@ def what_next(run: Run) -> str:
         flags.append("--no-thinking")
     if cfg.cold_start_tokens != Config.cold_start_tokens:
         flags += ["--max-new-tokens", str(cfg.cold_start_tokens)]
+    in_eval = "device dtype problem_field answer_field answer_after verifier".split()
     for f in fields(cfg):
-        if f.metadata["in_eval"] and getattr(cfg, f.name) != f.default:
+        if f.name in in_eval and getattr(cfg, f.name) != f.default:
             flags += [config.flag(f.name), getattr(cfg, f.name)]
     evaluate = shlex.join(["python", "eval.py", cfg.model, cfg.out, *flags])
     look = shlex.join(["python", "-m", "extras.report", cfg.out])

@@ -26,7 +26,7 @@ from torch import Tensor
 import distributed
 import rollout
 import sgsd
-from lib.config import Config, setting, with_default
+from lib.config import Config, setting
 from lib.problems import Problem
 from lib.run import Run
 from methods import divergences, groups, teachers
@@ -41,8 +41,9 @@ class AblationConfig(Config):
     """SGSD's settings, and a flag for each part that can be changed."""
 
     program: ClassVar[str] = "-m methods.ablations"
+    groups: ClassVar[tuple[str, ...]] = (*Config.groups, "the ablations")
 
-    out: str = with_default(Config, "out", "runs/ablation")
+    out: str = "runs/ablation"
     token_mask: bool = setting(
         True,
         "leave formatting tokens out; without it every token counts; Tab. 4",

@@ -18,7 +18,7 @@ import rollout
 import sgsd
 import skills
 from lib import problems
-from lib.config import Config, setting
+from lib.config import NO_COLD_START, Config, setting
 from lib.problems import Problem
 from lib.run import Run
 from rollout import Job, Rollout
@@ -29,9 +29,7 @@ from skills import SkillPair
 class GroupConfig(Config):
     """SGSD's settings, and the size of a group."""
 
-    generations: int = setting(
-        8, "G: solutions sampled for each problem; Tab. 11", group="the method"
-    )
+    generations: int = setting(8, "G: solutions sampled for each problem; Tab. 11")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +41,9 @@ class GroupConfig(Config):
     @property
     def uses_skill_bank(self) -> bool:
         return bool(self.bank)
+
+    def void(self) -> dict[str, str]:
+        return super().void() | NO_COLD_START
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch import Tensor
 import distributed
 import scoring
 import sgsd
-from lib.config import Config, setting, with_default
+from lib.config import Config, setting
 from lib.problems import Problem
 from lib.run import Run
 from methods import groups
@@ -37,15 +37,15 @@ class GRPOConfig(GroupConfig):
 
     program: ClassVar[str] = "-m methods.grpo"
 
-    out: str = with_default(Config, "out", "runs/grpo")
-    student_prefix: str = with_default(Config, "student_prefix", "bare")
-    temperature: float = with_default(Config, "temperature", 1.2)
-    top_p: float = with_default(Config, "top_p", 1.0)
-    top_k: int = with_default(Config, "top_k", 0)
-    max_new_tokens: int = with_default(Config, "max_new_tokens", 16000)
-    max_prompt_tokens: int = with_default(Config, "max_prompt_tokens", 2048)
-    rollout_rows: int = with_default(Config, "rollout_rows", 16)
-    grad_clip: float = with_default(Config, "grad_clip", 1.0)
+    out: str = "runs/grpo"
+    student_prefix: str = "bare"
+    temperature: float = 1.2
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 16000
+    max_prompt_tokens: int = 2048
+    rollout_rows: int = 16
+    grad_clip: float = 1.0
     short: bool = setting(
         False, "sample and clip as SGSD: a closed think block, at most 1,024 tokens; S15"
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 import distributed
 import sgsd
 import skills
-from lib.config import Config, setting, with_default
+from lib.config import NO_COLD_START, Config, setting
 from lib.problems import Problem
 from lib.run import Run
 from methods import divergences, groups, teachers
@@ -38,17 +38,17 @@ class OPSDConfig(Config):
     program: ClassVar[str] = "-m methods.opsd"
     generations: ClassVar[int] = 1  # solutions of a problem
 
-    out: str = with_default(Config, "out", "runs/opsd")
+    out: str = "runs/opsd"
     objective_clip: float = setting(
-        0.05,
-        "bound on each term of the divergence; 0 removes it; S16",
-        least=0,
-        group="the method",
+        0.05, "bound on each term of the divergence; 0 removes it; S16", least=0
     )
 
     @property
     def uses_skill_bank(self) -> bool:
         return bool(self.bank)
+
+    def void(self) -> dict[str, str]:
+        return super().void() | NO_COLD_START
 
     @property
     def pairs_in_a_prompt(self) -> int:

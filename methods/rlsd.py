@@ -31,7 +31,7 @@ import distributed
 import scoring
 import sgsd
 import skills
-from lib.config import Config, setting, with_default
+from lib.config import setting
 from lib.problems import Problem
 from lib.run import Run
 from methods import groups, teachers
@@ -50,8 +50,8 @@ class RLSDConfig(GroupConfig):
 
     program: ClassVar[str] = "-m methods.rlsd"
 
-    out: str = with_default(Config, "out", "runs/rlsd")
-    teacher_prefix: str = with_default(Config, "teacher_prefix", "closed")
+    out: str = "runs/rlsd"
+    teacher_prefix: str = "closed"
     weighting: float = setting(
         0.5, "lam in the first step: how much the weights count", least=0, most=1
     )

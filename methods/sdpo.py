@@ -28,7 +28,7 @@ from torch import Tensor
 import distributed
 import sgsd
 import skills
-from lib.config import Config, setting, with_default
+from lib.config import setting
 from lib.problems import Problem
 from lib.run import Run
 from methods import divergences, groups, teachers
@@ -43,13 +43,13 @@ class SDPOConfig(GroupConfig):
 
     program: ClassVar[str] = "-m methods.sdpo"
 
-    out: str = with_default(Config, "out", "runs/sdpo")
-    teacher_prefix: str = with_default(Config, "teacher_prefix", "closed")
-    temperature: float = with_default(Config, "temperature", 1.0)
-    top_p: float = with_default(Config, "top_p", 1.0)
-    top_k: int = with_default(Config, "top_k", 0)
-    learning_rate: float = with_default(Config, "learning_rate", 1e-5)
-    grad_clip: float = with_default(Config, "grad_clip", 1.0)
+    out: str = "runs/sdpo"
+    teacher_prefix: str = "closed"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    learning_rate: float = 1e-5
+    grad_clip: float = 1.0
     divergence_alpha: float = setting(
         0.5, "the teacher's share of the mixture: 0 is KL(T||S), 1 is KL(S||T)", least=0, most=1
     )

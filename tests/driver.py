@@ -366,7 +366,7 @@ def parsed(argv, method="sgsd"):
     if method == "eval":
         return command.parse(argv, "", config.EvalConfig)
     kind, _, variants = METHODS[method]
-    return command.parse(argv, "", kind, config.PRESETS, variants)
+    return command.parse(argv, "", kind, config.presets_of(kind), variants)
 
 
 def main(argv=None, step_fn=None):
@@ -374,6 +374,8 @@ def main(argv=None, step_fn=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     method = argv.pop(0) if argv and argv[0] in METHODS else "sgsd"
     kind, own_step, variants = METHODS[method]
+    if method in ("grpo", "opsd", "rlsd", "sdpo"):  # which refuse the flags of a cold start
+        argv = [arg for arg in argv if not str(arg).startswith("--cold-start")]
     with signals_restored(), faked():
         return sgsd.main(argv, "", kind, step_fn or own_step, variants=variants)
 

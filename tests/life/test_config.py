@@ -26,7 +26,7 @@ KINDS = {
 
 
 def parse(text, kind=config.Config):
-    presets = {} if kind is config.EvalConfig else config.PRESETS
+    presets = {} if kind is config.EvalConfig else config.presets_of(kind)
     return command.parse(text.split(), "about", kind, presets, grpo.VARIANTS)
 
 
@@ -37,29 +37,29 @@ def refused(capsys, text, *words, kind=config.Config):
 # ------------------------------------------------------------------------------------------ flags
 
 
-def forbidden(f):
-    """Values that a setting's own rule forbids."""
-    rule = f.metadata
-    if rule["choices"]:
+def forbidden(rule):
+    """Values that a setting's rule forbids."""
+    if rule.choices:
         yield "no-such-choice"
-    elif type(f.default) in (int, float):
-        yield 0 if rule["least"] is None else rule["least"] - 1
-        if rule["most"] is not None:
-            yield rule["most"] + 1
-    if type(f.default) is float:
+    elif rule.value_type in (int, float):
+        yield 0 if rule.least is None else rule.least - 1
+        if rule.most is not None:
+            yield rule.most + 1
+    if rule.value_type is float:
         yield from ("nan", "inf")
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_every_setting_has_a_flag_whose_rule_is_kept_and_said(kind, capsys):
     path = "PATH " if kind is config.EvalConfig else ""
-    for f in dataclasses.fields(kind):
-        name = config.flag(f.name)
-        for value in forbidden(f):
-            refused(capsys, f"{path}{name}={value}", name, str(value), kind=kind)
-        for value in forbidden(f):
-            with pytest.raises(ValueError, match=name):  # of a settings object, too
-                kind(**{f.name: value if f.metadata["choices"] else type(f.default)(value)})
+    assert {*kind.rules()} == {f.name for f in dataclasses.fields(kind)}
+    for name, rule in kind.rules().items():
+        flag = config.flag(name)
+        for value in forbidden(rule):
+            refused(capsys, f"{path}{flag}={value}", flag, str(value), kind=kind)
+        for value in forbidden(rule):
+            with pytest.raises(ValueError, match=flag):  # of a settings object, too
+                kind(**{name: rule.value_type(value)})
 
 
 FLAGS = {  # what is wrong, and the words of the line
@@ -126,12 +126,13 @@ def test_help_has_every_flag_with_its_default_and_its_source_in_groups(name, cap
         program.main(["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0 and f"examples:\n    python {kind.program} " in text
-    for f in dataclasses.fields(kind):
-        assert f.name == "paths" or f"  {config.flag(f.name)}" in text
-    for f in dataclasses.fields(kind):
-        start = "PATH" if f.name == "paths" else config.flag(f.name)
-        if f.metadata["group"]:
-            assert f"\n{f.metadata['group']}:\n  {start}" in text
+    parts = text.split("\n\n")
+    for setting, rule in kind.rules().items():
+        (part,) = [part for part in parts if part.startswith(f"{rule.group}:\n")]
+        assert ("PATH" if setting == "paths" else f"  {config.flag(setting)}") in part
+    titles = [part.partition(":\n")[0] for part in parts]
+    titles = [title for title in titles if title in kind.groups]
+    assert titles == sorted(titles, key=kind.groups.index)  # in the class's own order
     one = "App. F.1 (default: 12)" if name == "eval" else "Eq. 13, Tab. 12 (default: 0.05)"
     assert one in " ".join(text.split())
     assert "(default: )" not in text and "(default: None)" not in text
@@ -153,12 +154,71 @@ def test_the_package_has_the_version_and_the_requirements_that_the_readme_instal
     assert dependencies == {"file": ["requirements.txt"]}
 
 
-# ------------------------------------------------------------------------------------ two settings
+# --------------------------------------------------------------------------------- other settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(grpo.GRPOConfig):
+    """A method with a default, a rule and a setting of its own."""
+
+    program = "own.py"
+
+    temperature: float = 2
+    top_p: float = config.setting(0.5, "nucleus; ours", least=0.25, most=0.75)
+    margin: float = config.setting(1.0, "margin of the loss; ours")
+
+
+def test_a_method_writes_a_default_alone_may_replace_a_rule_and_adds_a_setting(capsys):
+    """The other rules are found along its classes, also where the default is written as an int."""
+    rules, inherited = Own.rules(), grpo.GRPOConfig.rules()
+    assert rules["temperature"] == inherited["temperature"] == config.Config.rules()["temperature"]
+    assert parse("--temperature 1.5", Own).temperature == 1.5 and parse("", Own).temperature == 2
+    assert (rules["top_p"].help, rules["margin"].group) == ("nucleus; ours", "the method")
+    refused(capsys, "--top-p 0.9", "--top-p 0.9", "nucleus; ours", kind=Own)
+    assert {name for name in inherited if rules[name] != inherited[name]} == {"top_p"}
+
+
+def test_a_default_without_an_annotation_or_of_a_class_that_is_no_dataclass_is_refused():
+    """Dataclasses would ignore it without a word."""
+    bare = dataclasses.dataclass(frozen=True)(type("Bare", (config.Config,), {"tau_g": 2.0}))
+    annotated = {"tau_g": 2.0, "__annotations__": {"tau_g": float}}
+    for kind in (bare, type("Plain", (config.Config,), annotated)):
+        for call in (kind, kind.rules):
+            with pytest.raises(TypeError, match=rf"{kind.__name__}\.tau_g: "):
+                call()
+
+
+OF_COLD_START = ["--cold-start 8", "--cold-start-tokens 96", "--no-cold-start-thinking"]
+
+
+@pytest.mark.parametrize("name", ["grpo", "opsd", "rlsd", "sdpo"])
+def test_what_another_setting_makes_void_is_refused_where_it_was_typed_and_nowhere_else(
+    name, capsys
+):
+    """A preset sets it, too. Only a method that makes a bank of its own has a cold start."""
+    kind = driver.METHODS[name][0]
+    for given in OF_COLD_START:
+        flag = given.split()[0].replace("--no-", "--")
+        refused(capsys, given, flag, "no bank", kind=kind)
+    assert parse("--preset tiny", kind).cold_start_tokens == 96
+    for given in OF_COLD_START:
+        assert parse(given) and parse(given, ablations.AblationConfig)
+    for flag in ("--lora-rank", "--lora-alpha"):
+        refused(capsys, f"--adapter x {flag} 4", f"{flag} 4", "--adapter", kind=kind)
+        assert parse(f"{flag} 4", kind) and parse("--preset tiny --adapter x", kind)
+
+
+def test_every_method_has_a_folder_of_its_own_under_each_preset():
+    for preset in config.PRESETS:
+        outs = [driver.parsed(["--preset", preset], name).out for name in driver.METHODS]
+        assert len({*outs}) == len(outs)
+    assert parse("--preset tiny").out == "runs/tiny"
+    assert parse("--preset tiny --out x", grpo.GRPOConfig).out == "x"
 
 
 def test_settings_come_back_from_json():
     cfg = parse("--server http://a/v1 http://b/v1 --tau-g 2")
-    assert command.from_dict(config.Config, json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
+    assert config.Config.from_dict(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
 # ------------------------------------------------------------------------------- mistakes, signals

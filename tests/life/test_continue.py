@@ -307,13 +307,13 @@ ALLOWED = {"device", "rollout_rows", "score_tokens", "checkpoint_above", "checkp
 ALLOWED |= {"audit_every", "report_to", "steps", "server", "max_prompt_tokens", "out"}
 
 
-def other(f, value):
+def other(name, rule, value):
     """Another value of a setting."""
-    if f.metadata["choices"]:
-        return next(x for x in f.metadata["choices"] if x != value)
+    if rule.choices:
+        return next(x for x in rule.choices if x != value)
     if isinstance(value, bool):
         return not value
-    return f"other_{f.name}" if isinstance(value, str) else value + 1
+    return f"other_{name}" if isinstance(value, str) else value + 1
 
 
 def flag(name, value):
@@ -334,15 +334,14 @@ def test_every_setting_that_changes_more_than_rounding_is_refused(
     values = {"data": tmp_path / "data.jsonl", "verifier": "driver:Exact", "top_p": 0.5}
     values |= {"bank": tmp_path / "bank.json"}
     tried = set()
-    for f in dataclasses.fields(cfg):
-        rule = f.metadata["on_continue"]
-        if rule in ("refused", "contents") and f.name != "answer_after":
-            value = getattr(cfg, f.name)
-            new = values.get(f.name) or other(f, value)
-            words = config.flag(f.name), str(new), str(value)
-            line = refused(capsys, driver.main, [*argv, flag(f.name, new)], *words)
-            assert "new --out" in line or "_field" in f.name  # of which the data have no other
-            tried.add(f.name)
+    for name, rule in cfg.rules().items():
+        if rule.on_continue in ("refused", "contents") and name != "answer_after":
+            value = getattr(cfg, name)
+            new = values.get(name) or other(name, rule, value)
+            words = config.flag(name), str(new), str(value)
+            line = refused(capsys, driver.main, [*argv, flag(name, new)], *words)
+            assert "new --out" in line or "_field" in name  # of which the data have no other
+            tried.add(name)
     names = {f.name for f in dataclasses.fields(cfg)}
     assert tried == names - ALLOWED - {"answer_after"}
     assert contents(killed) == before
