@@ -58,9 +58,8 @@ def setting(
     """A setting: its default, and its `Rule`. A subclass writes another default alone.
 
     on_continue: "refused". "contents": refused where the files of that name hold something else;
-    their place may change. "announced", in a line that the run keeps. "quiet", where it changes
-    nothing but rounding. group: its title in --help, and that of the settings below it in its
-    class.
+    their place may change. "free": said in a line, and kept in config.json. group: its title in
+    --help, and that of the settings below it in its class.
     """
     rule = Rule(help, group, type(default), choices, least, most, on_continue, in_samples)
     return field(default=default, metadata={"rule": rule})
@@ -88,7 +87,7 @@ class Common:
         "auto",
         "auto takes CUDA where there is a GPU",
         DEVICES,
-        on_continue="quiet",
+        on_continue="free",
         group="the model",
     )
     dtype: str = setting("auto", "weights of the base; auto is bf16 on CUDA; App. F.1", DTYPES)
@@ -182,7 +181,7 @@ class Config(Common):
     out: str = setting(
         "runs/sgsd",
         "directory of the run; the same command continues it",
-        on_continue="quiet",
+        on_continue="free",
         group="the run",
     )
     seed: int = setting(
@@ -192,11 +191,9 @@ class Config(Common):
         200,
         "number of optimizer steps; 0 makes the bank alone; §4.1",
         least=0,
-        on_continue="announced",
+        on_continue="free",
     )
-    checkpoint_every: int = setting(
-        25, "save a checkpoint every N steps; §4.1", on_continue="quiet"
-    )
+    checkpoint_every: int = setting(25, "save a checkpoint every N steps; §4.1", on_continue="free")
     model: str = setting(
         "Qwen/Qwen3-1.7B",
         "policy to train: a hub id or a directory; §4.1",
@@ -221,7 +218,7 @@ class Config(Common):
     max_prompt_tokens: int = setting(
         20000,
         "longest prompt, in tokens; a longer one is refused, never cut; Tab. 11",
-        on_continue="announced",
+        on_continue="free",
     )
     bank: str = setting(
         "",
@@ -291,7 +288,7 @@ class Config(Common):
         (),
         "sample the first bank, and nothing else, on inference servers of the base, such as "
         "http://localhost:8000/v1; rank i asks the i-th; S27",
-        on_continue="announced",
+        on_continue="free",
     )
     learning_rate: float = setting(
         5e-6, "learning rate of AdamW, falling linearly to 0; App. F.1, S7", group="the optimizer"
@@ -301,29 +298,29 @@ class Config(Common):
         25,
         "record all gaps in step 1 and every N steps; 0: never",
         least=0,
-        on_continue="quiet",
+        on_continue="free",
         group="looking inside, and memory",
     )
     score_tokens: int = setting(
-        16384, "most tokens in one padded forward pass of the teachers", on_continue="quiet"
+        16384, "most tokens in one padded forward pass of the teachers", on_continue="free"
     )
     checkpoint_above: int = setting(
         2048,
         "recompute activations in the backward pass of rollouts above N tokens, prompt included",
         least=0,
-        on_continue="quiet",
+        on_continue="free",
     )
     rollout_rows: int = setting(
         0,
         "solutions decoded at a time by each process; 0: all, and 16 for the bank",
         least=0,
-        on_continue="quiet",
+        on_continue="free",
     )
     report_to: str = setting(
         "none",
         "also send the metrics to this tracker; tensorboard writes to RUN/tensorboard",
         ("none", "wandb", "tensorboard"),
-        on_continue="quiet",
+        on_continue="free",
     )
 
     def void(self) -> dict[str, str]:

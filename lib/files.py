@@ -107,15 +107,22 @@ def read_jsonl(path: pathlib.Path) -> Iterator[dict]:
 
 
 def trim_jsonl(path: pathlib.Path, step: int) -> bool:
-    """Cut a .jsonl file back to the rows of steps up to `step`; whether it had later ones."""
-    is_cut = False
-    if path.exists():
-        with whole(path) as tmp, open(tmp, "w") as f:
-            for row in read_jsonl(path):
-                if row["step"] <= step:
-                    f.write(json.dumps(row) + "\n")
-                else:
-                    is_cut = True
+    """Cut a .jsonl file behind the rows of steps up to `step`; whether it had later ones.
+
+    Rows are in the order of their steps. A torn last line goes, too. ValueError names the file and
+    the line that is not JSON.
+    """
+    if not path.exists():
+        return False
+    end, is_cut = 0, False
+    with open(path, "rb") as f:
+        for line, row in zip(f, read_jsonl(path)):
+            is_cut = row["step"] > step
+            if is_cut:
+                break
+            end += len(line)
+    if end < path.stat().st_size:
+        os.truncate(path, end)
     return is_cut
 
 

@@ -1,7 +1,7 @@
 """A causal language model: loading, LoRA adapters, the token ids to mask, a checkpoint's files.
 
 A checkpoint is a folder with a PEFT adapter that anyone can load, the tokenizer, and the trainer's
-state (safetensors and JSON, no pickle). Models are loaded without `trust_remote_code`.
+state (safetensors, no pickle). Models are loaded without `trust_remote_code`.
 """
 
 import contextlib
@@ -346,12 +346,12 @@ def save(
     model,
     tokenizer,
     optimizer: Optimizer,
-    step: int,
     extra_tensors: dict[str, Tensor],
 ) -> None:
     """Fill a folder with a checkpoint: adapter, tokenizer, the trainer's state.
 
-    extra_tensors: more tensors to save by name. PEFT adds a model card that names the base.
+    Its step stands in the folder's name alone. extra_tensors: more tensors to save by name. PEFT
+    adds a model card that names the base.
     A kill leaves a part of the files: the caller renames the folder once it is whole.
     Raises OSError if the disk is full.
     """
@@ -365,31 +365,27 @@ def save(
         model.save_pretrained(folder, save_embedding_layers=False)
         tokenizer.save_pretrained(folder)
         save_file(state, folder / "trainer.safetensors")
-        (folder / "trainer.json").write_text(json.dumps({"step": step}, indent=2) + "\n")
         for file in folder.glob("*.safetensors"):  # they are written for their owner alone
-            shutil.copymode(folder / "trainer.json", file)
+            shutil.copymode(folder / "adapter_config.json", file)
     except Exception as e:  # for a full disk safetensors and tokenizers have kinds of their own
         raise OSError(f"{folder}: {e}") from None
 
 
-def restore(
-    folder: str | Path, model, optimizer: Optimizer | None = None
-) -> tuple[int, dict[str, Tensor]]:
-    """Put a checkpoint's adapter and AdamW moments in place; its step and its extra tensors.
+def restore(folder: str | Path, model, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+    """Put a checkpoint's adapter and AdamW moments in place; its extra tensors.
 
-    Without an optimizer the adapter alone, as at step 0.
+    Without an optimizer the adapter alone.
     Raises ValueError if a file is missing or torn, or is from another model or rank.
     """
     place_adapter(model, folder)
     if optimizer is None:
-        return 0, {}
+        return {}
     with _loading("checkpoint", str(folder)) as source:
         state = load_file(Path(source) / "trainer.safetensors")
-        step = int(json.loads((Path(source) / "trainer.json").read_text())["step"])
         for name, p in trained(model).items():
             if f"{name}.step" in state:  # absent if no step has been finite yet
                 optimizer.state[p]["step"] = state.pop(f"{name}.step")  # AdamW has it on the CPU
                 for part in ("exp_avg", "exp_avg_sq"):
                     optimizer.state[p][part] = state.pop(f"{name}.{part}").to(p.device)
     device = causal_lm(model).device
-    return step, {name: x.to(device) for name, x in state.items()}
+    return {name: x.to(device) for name, x in state.items()}

@@ -41,6 +41,7 @@ from lib.problems import Problem
 from rollout import Job, Rollout, Sampling
 
 ROOT = pathlib.Path(__file__).parent.parent
+OLD_OUT = pathlib.Path("runs/tiny")  # of all methods with --preset tiny, before each had its own
 Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows), as `rollout.stream`
 
 
@@ -186,8 +187,7 @@ class Run:
         is_there = self.step in files.by_step(self.out / "checkpoints")
         if self.world.main and self.step and not is_there:
             with files.whole(path) as folder:
-                state = self.optimizer, self.step, self.extra_tensors
-                model.save(folder, self.lm, self.tokenizer, *state)
+                model.save(folder, self.lm, self.tokenizer, self.optimizer, self.extra_tensors)
                 if self.bank is not None:
                     self.bank.save(folder / "bank.json")
             tqdm.write(f"saved {path}")
@@ -249,7 +249,8 @@ def shared_replies(
     A sampled reply's draws depend on the seed, the prompt's name and its repeat alone.
     """
     replies: dict[int, list[int]] = {}
-    for repeated, sampling in ((False, Sampling(temperature=0.0)), (True, Sampling())):
+    greedy, second = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95, top_k=20)
+    for repeated, sampling in ((False, greedy), (True, second)):
         jobs = []
         for i, prompt in enumerate(prompts):
             if (repeats[i] > 0) == repeated:
@@ -303,7 +304,21 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
         start.notes.append(line)
     if evolution_is_due(cfg, start.step, start.bank):
         start.notes.append(f"the bank's evolution after step {start.step} is made first")
+    if start.is_new and lies_in(OLD_OUT, cfg, start.record):
+        line = f"{OLD_OUT} has an unfinished run of this command: --out {OLD_OUT} continues that"
+        start.notes.append(line)
     return start
+
+
+def lies_in(out: pathlib.Path, cfg: Config, record: dict[str, Any]) -> bool:
+    """Whether another directory has an unfinished run that this command would go on with."""
+    saved: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # the command does not name this directory
+        saved = files.read_json(out / "config.json")
+    if saved.get("program") != cfg.program or "digests" not in saved:
+        return False
+    is_unfinished = max(files.by_step(out / "checkpoints"), default=0) < cfg.steps
+    return is_unfinished and not differences(saved, record, cfg)[0]
 
 
 def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
@@ -320,24 +335,12 @@ def record_of(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
     """A new run's config.json: where it comes from, and what a command must share to go on.
 
     `digests` are of what settings name. A problem's other fields count where a verifier of the
-    user's own may read them. `code` is of the project's loaded modules, the file that was started,
-    the prompts and the verifier's file, by names that do not depend on where the project lies.
+    user's own may read them.
     """
     is_ours = cfg.verifier == Config.verifier
     asked = [(x.id, x.problem, x.answer, {} if is_ours else x.extra) for x in data]
     named = [name for name, rule in cfg.rules().items() if rule.on_continue == "contents"]
     digests = {name: files.contents(getattr(cfg, name)) for name in named}
-    paths = [*(ROOT / "prompts").glob("*.txt"), pathlib.Path(verify.file_of(cfg.verifier))]
-    started = sys.modules["__main__"]
-    for module in [*sys.modules.values()]:
-        path = pathlib.Path(getattr(module, "__file__", None) or "")
-        is_ours = path.is_relative_to(ROOT) and "site-packages" not in path.parts
-        if (is_ours or module is started) and path.is_file():
-            paths.append(path)
-    code = {}
-    for path in sorted(paths):
-        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-        code[name] = files.file_digest(path)
     return {
         "id": uuid.uuid4().hex[:12],
         **runlog.provenance(),
@@ -345,16 +348,34 @@ def record_of(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
         "program": cfg.program,
         "settings": json.loads(json.dumps(asdict(cfg))),  # tuples become lists
         "digests": digests | {"data": files.digest(asked)},
-        "code": code,
+        "code": code_of(cfg),
         "processes": world.size,
     }
+
+
+def code_of(cfg: Config) -> dict[str, str]:
+    """Digests of the project's code and prompts, the file that was started and the verifier's.
+
+    By names that do not depend on where the project lies. Other files of the user's are not seen.
+    """
+    paths = [pathlib.Path(verify.file_of(cfg.verifier))]
+    started = getattr(sys.modules["__main__"], "__file__", None)
+    if started:  # not in an interactive session
+        paths.append(pathlib.Path(started))
+    for pattern in ("*.py", "lib/*.py", "methods/*.py", "prompts/*.txt"):
+        paths += ROOT.glob(pattern)
+    code = {}
+    for path in sorted(paths):
+        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+        code[name] = files.file_digest(path)
+    return code
 
 
 def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
     """Set the start to where the directory's run is. saved: its config.json.
 
-    ValueError if this command may not go on with it. A run that has neither bank nor checkpoint yet
-    is begun anew where it may not.
+    ValueError if this command may not go on with it. Where it may not, a run that has no step, bank
+    or checkpoint yet is begun anew.
     """
     out = pathlib.Path(cfg.out)
     if saved.get("program") != cfg.program or "digests" not in saved:
@@ -363,18 +384,25 @@ def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
         line += f"{cfg.program}; give another directory; --adapter CHECKPOINT takes a run's weights"
         raise ValueError(line)
     start.step = max(files.by_step(out / "checkpoints"), default=0)
-    refuse_lost_checkpoints(cfg, saved["settings"], start.step)
+    old, metrics = saved["settings"], files.read_jsonl(out / "metrics.jsonl")
+    made = max((row["step"] for row in metrics), default=0)
+    evolves = cfg.uses_skill_bank and old["evolve_every"]
+    first = min(old["checkpoint_every"], old["evolve_every"] if evolves else math.inf)
+    if made > first and not start.step:
+        line = f"--out {out}: it has made {made} steps, but checkpoints/ has none"
+        raise ValueError(f"{line}; bring them back, or give another directory")
     refused, changes = differences(saved, start.record, cfg)
     bank = files.of_step(out / "bank", 0, ".json")
-    if refused and (start.step or (cfg.uses_skill_bank and bank.exists())):
+    if refused and (made or start.step or bank.exists()):
         line = f"--out {out}: {refused}; give the run's value, or a new --out; there --adapter "
-        raise ValueError(f"{line}CHECKPOINT begins with its weights, --bank {bank} with its bank")
+        line += "CHECKPOINT begins with its weights"
+        raise ValueError(line + f", --bank {bank} with its bank" * bank.exists())
     if refused:
         start.notes.append(f"begins anew: {refused}")
         return
     if cfg.steps < start.step:
         raise ValueError(f"--steps {cfg.steps}: {out} is at step {start.step} already")
-    if start.step and saved["settings"]["steps"] != cfg.steps:
+    if start.step and old["steps"] != cfg.steps:
         rate = cfg.learning_rate * (1 - start.step / cfg.steps)
         changes.append(f"so the learning rate of step {start.step + 1} is {rate:.2g}")
     again = {**runlog.provenance(), "step": start.step, "changed": changes}
@@ -388,43 +416,33 @@ def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
         start.notes.append(f"{line}: a server samples only the first bank (S27)")
 
 
-def refuse_lost_checkpoints(cfg: Config, saved: dict[str, Any], step: int) -> None:
-    """ValueError where the run has passed the first step that it saves, and has no checkpoint.
-
-    saved: the run's settings. step: of the last checkpoint.
-    """
-    first = saved["checkpoint_every"]
-    if cfg.uses_skill_bank and saved["evolve_every"]:
-        first = min(first, saved["evolve_every"])
-    metrics = files.read_jsonl(pathlib.Path(cfg.out, "metrics.jsonl"))
-    made = max((row["step"] for row in metrics), default=0)
-    if made > first and not step:
-        line = f"--out {cfg.out}: it has made {made} steps, but checkpoints/ has none"
-        raise ValueError(f"{line}; bring them back, or give another directory")
-
-
 def differences(saved: dict, now: dict, cfg: Config) -> tuple[str, list[str]]:
     """What a run may not change, "" for nothing, and a line for each of the changes that it may.
 
-    saved, now: config.json, of the run and of this command.
+    saved, now: config.json, of the run and of this command. What the run's lacks, as that of an
+    older version may, is no difference.
     """
     refused, changes = "", []
-    rules = cfg.rules()
-    for f in fields(cfg):
-        rule = rules[f.name].on_continue
-        old, new = saved["settings"].get(f.name, f.default), now["settings"][f.name]
-        before, after = saved["digests"].get(f.name, old), now["digests"].get(f.name, new)
+    default_of = {f.name: f.default for f in fields(cfg)}
+    for name, rule in cfg.rules().items():
+        old, new = saved["settings"].get(name, default_of[name]), now["settings"][name]
+        before, after = old, new
+        if name in saved["digests"]:
+            before, after = saved["digests"][name], now["digests"].get(name, new)
         is_gone = old == new == after  # since, such as the folder of --adapter: not missed here
-        line = f"{config.flag(f.name)} {new!r}, where the run has {old!r}"
-        if before != after and not is_gone and rule == "announced":
+        if before == after or is_gone or name in cfg.void():
+            continue
+        line = f"{config.flag(name)} {new!r}, where the run has {old!r}"
+        if rule.on_continue == "free":
             changes.append(line)
-        elif before != after and not is_gone and rule != "quiet":
+        else:
             refused = refused or line + ", and its files have changed" * (old == new)
     ours, theirs = now["code"], saved["code"]
-    edited = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+    edited = [name for name in sorted({*theirs} & {*ours}) if theirs[name] != ours[name]]
+    edited += [f"{name} no longer there" for name in sorted({*theirs} - {*ours})]
     if edited:
         kept = ": the bank stays as it was made" if cfg.uses_skill_bank else ""
-        changes.append(f"the code ({', '.join(sorted(edited))}){kept}")
+        changes.append(f"the code ({', '.join(edited)}){kept}")
     if saved["processes"] != now["processes"]:
         changes.append(f"{now['processes']} processes, before {saved['processes']}")
     return refused, changes
@@ -455,7 +473,8 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
     held: closes what a run holds open.
     """
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
-    verifier.same("1/2", "2/4")  # a verifier that does not start shows now
+    if cfg.verifier == Config.verifier:
+        verifier.same("1/2", "2/4")  # one that does not start shows now
     server = None
     if cfg.server and makes_bank(cfg, start):
         lm, tokenizer = model.load_outline(cfg.model)  # enough where a bank alone is made
@@ -496,9 +515,12 @@ def prepare_training(run: Run) -> None:
     run.lm = model.with_adapters(run.lm, rank, alpha, cfg.checkpoint_above)
     run.stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
     params = model.trained(run.lm).values()
-    run.optimizer = torch.optim.AdamW(params, lr=cfg.learning_rate, weight_decay=0.0)
+    run.optimizer = torch.optim.AdamW(
+        params, lr=cfg.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
     if checkpoint:
-        run.step, run.extra_tensors = model.restore(checkpoint, run.lm, run.optimizer)
+        run.step = last  # which stands in the folder's name alone
+        run.extra_tensors = model.restore(checkpoint, run.lm, run.optimizer)
     elif cfg.adapter:
         has_moved = os.path.isabs(base) and not os.path.exists(base)
         if not has_moved and files.contents(base) != files.contents(cfg.model):
@@ -578,10 +600,10 @@ def what_next(run: Run) -> str:
         flags.append("--no-thinking")
     if cfg.cold_start_tokens != Config.cold_start_tokens:
         flags += ["--max-new-tokens", str(cfg.cold_start_tokens)]
-    in_eval = "device dtype problem_field answer_field answer_after verifier".split()
-    for f in fields(cfg):
-        if f.name in in_eval and getattr(cfg, f.name) != f.default:
-            flags += [config.flag(f.name), getattr(cfg, f.name)]
+    for f in fields(config.Common):
+        value = getattr(cfg, f.name)
+        if value != f.default:  # which is eval.py's, too
+            flags += [config.flag(f.name), str(value)]
     evaluate = shlex.join(["python", "eval.py", cfg.model, cfg.out, *flags])
     look = shlex.join(["python", "-m", "extras.report", cfg.out])
     return f"done; evaluate: {evaluate}\nlook inside: {look}"

@@ -94,6 +94,7 @@ class World:
     folder: str  # with model/ and train, valid and test.jsonl
     encoder: str
     flags: str  # of the bank and of training
+    bank_flags: str  # of the bank alone
     points: tuple[int, ...]  # steps after which a run is evaluated; the last one ends it
     trial: int  # steps of a run that tries a rate
     rates: tuple[float, ...]
@@ -114,6 +115,7 @@ WORLDS = {
         folder=f"{TINY}",
         encoder=f"{TINY}/encoder",
         flags=TINY_FLAGS,
+        bank_flags="",
         points=(5, 10, 20, 40),
         trial=40,
         rates=(1e-4, 3e-4, 1e-3),
@@ -129,7 +131,8 @@ WORLDS = {
     "lock": World(
         folder=f"{WORLDS_OF}/harder",
         encoder=f"{WORLDS_OF}/harder/encoder",
-        flags=TINY_FLAGS + " --cold-start 320 --cold-start-tokens 160",
+        flags=TINY_FLAGS,
+        bank_flags="--cold-start 320 --cold-start-tokens 160",
         points=(5, 10, 20, 40, 60),
         trial=60,
         rates=(3e-4, 1e-3, 3e-3),
@@ -181,7 +184,8 @@ def make_bank(seed: int, w: World, out: pathlib.Path, bank: pathlib.Path) -> Non
     """The world's model writes a bank: a run without steps in `out`. Goes on with a killed one."""
     import sgsd
 
-    call(sgsd.main, f"{w.flags} --steps 0 --seed {seed}", **places(w), encoder=w.encoder, out=out)
+    flags = f"{w.flags} {w.bank_flags} --steps 0 --seed {seed}"
+    call(sgsd.main, flags, **places(w), encoder=w.encoder, out=out)
     shutil.copy(out / "bank" / "bank.json", bank)
 
 

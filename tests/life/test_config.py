@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import importlib
+import inspect
 import json
 import os
 import signal
@@ -14,7 +15,9 @@ import driver
 import pytest
 from conftest import ROOT
 
-from lib import command, config
+import rollout
+import skills
+from lib import command, config, model
 from methods import ablations, grpo
 
 KINDS = {
@@ -214,6 +217,19 @@ def test_every_method_has_a_folder_of_its_own_under_each_preset():
         assert len({*outs}) == len(outs)
     assert parse("--preset tiny").out == "runs/tiny"
     assert parse("--preset tiny --out x", grpo.GRPOConfig).out == "x"
+
+
+def test_the_functions_of_the_paper_have_the_defaults_of_the_settings():
+    """Those that people import and call without a run."""
+    other_names = {"group_size": "merge_group_size", "patience": "merge_patience"}
+    count = 0
+    functions = (skills.merge, skills.cold_start, skills.evolve, rollout.Sampling)
+    for function in (*functions, model.load_model, model.with_adapters):
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.default is not parameter.empty:
+                assert parameter.default == getattr(config.Config, other_names.get(name, name))
+                count += 1
+    assert count > 15
 
 
 def test_settings_come_back_from_json():

@@ -297,14 +297,14 @@ def test_a_step_that_ran_out_of_memory_is_made_again_with_less(
     assert go(small_flags(world_dir, out), log, fail) == 1
     log.unlink()
     assert go(small_flags(world_dir, out, score_tokens=2000), log) == 0
-    assert "changed:" not in log.read_text()
+    assert "changed: --score-tokens 2000, where the run has 16384" in log.read_text()
     assert state(out).keys() == state(uninterrupted).keys()
 
 
 # ------------------------------------------------------------------- what may change, and what not
 
-ALLOWED = {"device", "rollout_rows", "score_tokens", "checkpoint_above", "checkpoint_every"}
-ALLOWED |= {"audit_every", "report_to", "steps", "server", "max_prompt_tokens", "out"}
+FREE = {"device", "rollout_rows", "score_tokens", "checkpoint_above", "checkpoint_every"}
+FREE |= {"audit_every", "report_to", "steps", "server", "max_prompt_tokens", "out"}
 
 
 def other(name, rule, value):
@@ -339,20 +339,31 @@ def test_every_setting_that_changes_more_than_rounding_is_refused(
             value = getattr(cfg, name)
             new = values.get(name) or other(name, rule, value)
             words = config.flag(name), str(new), str(value)
-            line = refused(capsys, driver.main, [*argv, flag(name, new)], *words)
+            given = [
+                arg for arg in argv if name != "adapter" or "--lora" not in arg
+            ]  # it has its own
+            line = refused(capsys, driver.main, [*given, flag(name, new)], *words)
             assert "new --out" in line or "_field" in name  # of which the data have no other
             tried.add(name)
     names = {f.name for f in dataclasses.fields(cfg)}
-    assert tried == names - ALLOWED - {"answer_after"}
+    assert tried == names - FREE - {"answer_after"}
+    assert {name for name, rule in cfg.rules().items() if rule.on_continue == "free"} == FREE
     assert contents(killed) == before
 
 
-def test_what_changes_only_rounding_may_change_quietly(world_dir, killed, uninterrupted, log):
+def test_what_changes_only_rounding_or_logs_is_free_said_and_recorded(
+    world_dir, killed_once, killed, uninterrupted, log
+):
     changes = {"checkpoint_every": 5, "rollout_rows": 1, "score_tokens": 500, "audit_every": 0}
-    argv = small_flags(world_dir, killed, **changes, checkpoint_above=0)
-    assert go(argv, log) == 0 and "changed:" not in log.read_text()
+    changes["checkpoint_above"] = 0
+    assert go(small_flags(world_dir, killed, **changes), log) == 0
     (continuation,) = stored(killed)["continuations"]
-    assert continuation["step"] == 4 and continuation["changed"] == []
+    said = [line.removeprefix("changed: ") for line in log.read_text().splitlines()]
+    assert continuation["step"] == 4 and {*continuation["changed"]} < {*said}
+    changes["out"] = str(killed)
+    expected = {f"{config.flag(name)} {value!r}" for name, value in changes.items()}
+    assert {line.partition(", where")[0] for line in continuation["changed"]} == expected
+    assert f"--out {str(killed)!r}, where the run has {str(killed_once)!r}" in said
     assert {row["step"] for row in rows(killed / "tokens.jsonl")} == {1, 2, 4}
     ours, theirs = (rows(out / "rollouts.jsonl") for out in (killed, uninterrupted))
     assert [x["completion_ids"] for x in ours] == [x["completion_ids"] for x in theirs]
@@ -369,9 +380,10 @@ def test_another_number_of_steps_is_announced_with_its_learning_rate_and_recorde
     last = stored(killed)
     assert [x["step"] for x in last["continuations"]] == [4, 8]
     for continuation, steps in zip(last["continuations"], (8, 9)):
-        assert f"--steps {steps}" in continuation["changed"][0]
+        assert any(f"--steps {steps}" in line for line in continuation["changed"])
         assert {"when", "command", "commit", "versions"} <= continuation.keys()
-    assert "--max-prompt-tokens 9000" in last["continuations"][0]["changed"][1]
+    first_changes = last["continuations"][0]["changed"]
+    assert any("--max-prompt-tokens 9000" in line for line in first_changes)
     changed = {"steps": 9, "max_prompt_tokens": 9000, "out": str(killed)}
     assert last["settings"] == first["settings"] | changed
     assert (last["id"], last["command"]) == (first["id"], first["command"])
@@ -385,7 +397,8 @@ def test_two_processes_continue_the_run_of_one(world_dir, killed, uninterrupted,
     """That is said and recorded: the bank and the samples are the same, numbers up to rounding."""
     assert two(small_flags(world_dir, killed), tmp_path) == [0, 0]
     assert "changed: 2 processes" in (tmp_path / "log0").read_text()
-    assert len(stored(killed)["continuations"][0]["changed"]) == 1
+    out_and_processes = stored(killed)["continuations"][0]["changed"]
+    assert len(out_and_processes) == 2 and "before 1" in out_and_processes[-1]
     ours, theirs = state(killed), state(uninterrupted)
     assert ours.keys() == theirs.keys()
     for name in theirs:
@@ -429,10 +442,41 @@ def test_a_run_goes_on_with_changed_code_and_says_so_but_not_with_changed_proble
 
 
 def test_a_run_knows_the_code_by_its_content_wherever_the_project_lies(killed_once):
-    names = stored(killed_once)["code"].keys()
-    assert {"sgsd.py", "skills.py", "lib/run.py", "prompts/teacher.txt", "tests/driver.py"} <= names
-    assert {"prompts/extract_skills.txt", "lib/served.py"} <= names
-    assert all((ROOT / name).is_file() for name in names if name != "__main__.py")
+    """Whether it was loaded or not; and the file that was started, and the verifier's."""
+    names = {path.name for path in ROOT.glob("*.py")}
+    for pattern in ("lib/*.py", "methods/*.py", "prompts/*.txt"):
+        names |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}
+    started = sys.modules["__main__"].__file__
+    code = stored(killed_once)["code"]
+    assert {*code} == names | {"tests/driver.py", os.path.basename(started)}
+    assert code["lib/served.py"] == files.file_digest(ROOT / "lib/served.py")
+
+
+def test_code_that_was_edited_or_is_gone_is_named_and_what_an_older_run_lacks_is_no_difference(
+    world_dir, killed, uninterrupted, log
+):
+    """A file that was renamed is gone under its old name."""
+    about = stored(killed)
+    about["code"]["lib/run.py"] = "another"
+    about["code"]["lib/old_name.py"] = about["code"].pop("lib/files.py")
+    del about["code"]["eval.py"], about["settings"]["report_to"], about["digests"]["encoder"]
+    (killed / "config.json").write_text(json.dumps(about))
+    assert go(small_flags(world_dir, killed), log) == 0, log.read_text()
+    *_, line = stored(killed)["continuations"][0]["changed"]
+    code = "the code (lib/run.py, lib/old_name.py no longer there)"
+    assert line.startswith(code) and f"changed: {line}" in log.read_text()
+    assert_equal(killed, uninterrupted)
+
+
+def test_what_is_void_is_not_compared(world_dir, tmp_path, log):
+    """A run of GRPO that was begun with the cold start's flags goes on without them."""
+    argv = flags_of(world_dir, tmp_path / "run", GRPO | {"bank": ""})
+    kill(argv, log, sgsd, "optimizer_step", 5)
+    about = stored(tmp_path / "run")
+    about["settings"] |= {"cold_start": 7, "cold_start_thinking": False}
+    (tmp_path / "run/config.json").write_text(json.dumps(about))
+    assert go(argv, log) == 0, log.read_text()
+    assert stored(tmp_path / "run")["continuations"][0]["changed"] == []
 
 
 def test_another_bank_of_the_same_name_is_refused_and_one_that_is_gone_is_not_missed(
@@ -500,6 +544,38 @@ def test_a_run_that_has_lost_its_checkpoints_is_refused_but_not_before_the_first
     kill(argv, log, sgsd, "optimizer_step", 3)
     assert go(argv, log) == 0, log.read_text()
     assert driver.steps_of(tmp_path / "grpo") == ([1, 2, 3, 4], [4])
+
+
+def test_the_name_of_a_checkpoint_is_the_only_place_of_its_step(world_dir, killed, log):
+    """A copy under another number counts as that step, and the logs are cut behind it."""
+    (killed / "checkpoints/step_000004").rename(killed / "checkpoints/step_000005")
+    assert go(small_flags(world_dir, killed), log) == 0
+    assert "continues after step 5" in log.read_text()
+    assert [row["step"] for row in rows(killed / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert list(files.by_step(killed / "checkpoints")) == [2, 3, 5, 6]
+
+
+def test_a_run_with_steps_and_no_checkpoint_yet_is_not_begun_anew_by_other_settings(
+    world_dir, tmp_path, log, capsys
+):
+    changes = GRPO | {"steps": 4, "checkpoint_every": 4, "bank": ""}
+    kill(flags_of(world_dir, tmp_path / "run", changes), log, sgsd, "optimizer_step", 3)
+    before = contents(tmp_path / "run")
+    argv = flags_of(world_dir, tmp_path / "run", changes | {"tau_g": 2})
+    line = refused(capsys, driver.main, argv, "--tau-g 2", "--adapter")
+    assert "--bank" not in line and contents(tmp_path / "run") == before
+
+
+def test_a_new_run_says_where_an_unfinished_one_of_the_old_name_lies(
+    world_dir, killed, tmp_path, monkeypatch, capsys
+):
+    """Every method wrote to runs/tiny with --preset tiny before each had a folder of its own."""
+    (tmp_path / "runs").mkdir()
+    killed.rename(tmp_path / "runs/tiny")
+    monkeypatch.chdir(tmp_path)
+    for changes, is_said in (({}, True), ({"tau_g": 2}, False), ({"steps": 4}, False)):
+        with driver.opened(world_dir, "new", **{**driver.SMALL, **changes}) as run:
+            assert any("--out runs/tiny" in note for note in run.start.notes) == is_said
 
 
 def test_a_checkpoint_without_its_bank_is_named(world_dir, killed, capsys):

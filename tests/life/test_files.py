@@ -69,12 +69,21 @@ def test_lines_are_appended_after_the_last_whole_one(tmp_path):
     assert list(files.read_jsonl(log)) == [{"step": 1}, {"step": 2, "text": "π\n"}, {"step": 4}]
 
 
-def test_a_log_is_cut_back_to_a_step(tmp_path):
-    files.append_jsonl(tmp_path / "log.jsonl", ({"step": step} for step in (1, 1, 2, 3)))
-    files.trim_jsonl(tmp_path / "log.jsonl", 2)
-    assert [row["step"] for row in files.read_jsonl(tmp_path / "log.jsonl")] == [1, 1, 2]
-    files.trim_jsonl(tmp_path / "none.jsonl", 2)
-    assert names(tmp_path) == ["log.jsonl"]
+def test_a_log_is_cut_where_the_rows_of_a_step_end_and_is_not_written_again(tmp_path):
+    """Its bytes before the cut stay, as a torn line does not; nor is it touched without a cut."""
+    log = tmp_path / "log.jsonl"
+    kept = b'{"step":1}\n{"step": 1}\n{"step": 2}\n'  # not as json.dumps spaces it
+    for rest, is_cut in ((b'{"step": 3}\n{"step": 4}\n', True), (b'{"step": 2', False)):
+        log.write_bytes(kept + rest)
+        inode = log.stat().st_ino
+        assert files.trim_jsonl(log, 2) == is_cut
+        assert (log.read_bytes(), log.stat().st_ino) == (kept, inode)
+    before = log.stat().st_mtime_ns
+    assert not files.trim_jsonl(log, 2) and log.stat().st_mtime_ns == before
+    assert files.trim_jsonl(log, -1) and log.read_bytes() == b""
+    log.write_bytes(kept + b"{}}\n")
+    one_line(lambda: files.trim_jsonl(log, 2), f"{log}:4")
+    assert not files.trim_jsonl(tmp_path / "none.jsonl", 2) and names(tmp_path) == ["log.jsonl"]
 
 
 def test_checkpoints_and_versions_of_the_bank_are_found_by_their_steps_in_order(tmp_path):

@@ -77,6 +77,27 @@ def test_the_adapters_train_and_nothing_else(world_dir, tmp_path):
             assert torch.equal(p, before[name]) != ("lora_" in name), name
 
 
+def test_adamw_is_that_of_the_docstring(world_dir, tmp_path):
+    with opened(world_dir, tmp_path / "run") as run:
+        (group,) = run.optimizer.param_groups
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
+
+
+def test_a_judge_of_the_users_own_is_not_asked_to_compare_fractions(
+    world_dir, tmp_path, monkeypatch
+):
+    """As our own is, at the start of a run and of an evaluation, to see that its worker starts."""
+
+    def same(self, one, other):
+        assert "/" not in one + other
+        return one == other
+
+    monkeypatch.setattr(driver.Exact, "same", same)
+    with opened(world_dir, tmp_path / "run"):
+        pass
+    driver.evaluate(world_dir, tmp_path / "eval", "--limit 1 --samples 1")
+
+
 def test_another_reward_moves_training_alone(world_dir, tmp_path, monkeypatch):
     """The verdict stays what it is in the records, in a memory and for the bank's success gate."""
     with opened(world_dir, tmp_path / "a") as run:
@@ -97,13 +118,15 @@ def test_a_complete_run_names_the_commands_that_evaluate_it_and_look_inside(
     world_dir, tmp_path, capsys
 ):
     out = tmp_path / "a run"
-    completes(sgsd.main, flags(world_dir, out, steps=1, max_new_tokens=4, dtype="bfloat16"))
+    shared = {"dtype": "bfloat16", "attn": "eager", "verify_timeout": 7.0}
+    completes(sgsd.main, flags(world_dir, out, steps=1, max_new_tokens=4, **shared))
     evaluate, look = capsys.readouterr().out.splitlines()[-2:]
     words = shlex.split(evaluate)
     words = words[words.index("eval.py") + 1 :]
     cfg = driver.parsed(words, "eval")
     assert cfg.paths == (str(world_dir / "model"), str(out)) and cfg.max_new_tokens == 20
     assert (cfg.dtype, cfg.device, cfg.verifier) == ("bfloat16", "cpu", "driver:CoinVerifier")
+    assert (cfg.attn, cfg.verify_timeout) == ("eager", 7.0)
     assert cfg.data != config.EvalConfig.data and "--samples" not in words
     assert shlex.split(look)[-2:] == ["extras.report", str(out)]
 
