@@ -224,7 +224,7 @@ def test_every_run_of_the_freeze_is_listed_and_parses(tmp_path):
         words = words[5:] if "--standalone" in words else words  # torchrun
         program, *flags = words[1:] if words[0] == "-m" else words
         if program == "eval.py":
-            config.parse(flags, "", config.EvalConfig)
+            driver.parsed(flags, "eval")
         else:
             parsed(program, flags)
 
