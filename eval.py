@@ -241,8 +241,6 @@ def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evalua
     for policy in policies:
         policy.settings = settings_of(policy, cfg, world, digests)
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
-    if cfg.verifier == EvalConfig.verifier:
-        verifier.same("1/2", "2/4")  # one that does not start shows now
     prompts = make_prompts(cfg, tasks, world)
     server = server_for(cfg, policies, world) if cfg.server else None
     return Evaluation(cfg, policies, tasks, prompts, verifier, server)

@@ -2,25 +2,24 @@
 
 A `Judge` decides for a domain: subclass it in a file of your own and name that with --verifier.
 `Verifier`, the default, judges mathematics. Equal texts and integers are decided at once;
-math-verify decides the rest, in worker processes that end when an answer takes too long.
+math-verify decides the rest, in a worker process that ends when an answer takes too long.
 """
 
 import importlib
 import json
 import os
-import queue
 import re
 import resource
 import signal
 import sys
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, NamedTuple
 
-MAX_CHARS, MEMORY_BYTES = 1000, 1 << 30  # of an answer that is parsed, of a worker's address space
+MAX_CHARS, MEMORY_BYTES = 1000, 1 << 30  # of a parsed answer, of the worker's address space
 
 
 def extract_answer(text: str) -> str | None:
@@ -55,15 +54,15 @@ class Judge(AbstractContextManager):
 
     A subclass has `is_right`, or `judge` if it judges whole batches, and may replace the rest. An
     exception ends the run: for an answer that cannot be read, return False. A subclass keeps to
-    `timeout_s`, seconds per answer, and `workers`, processes; `timeouts` counts late answers.
+    `timeout_s`, seconds per answer, and counts late answers in `timeouts`.
     """
 
     timeouts = 0
 
-    def __init__(self, timeout_s: float = 5.0, workers: int = 1):
-        if not 0 < timeout_s <= 1e6 or workers < 1:
-            raise ValueError(f"need timeout_s in 0..1e6 and workers >= 1: {timeout_s}, {workers}")
-        self.timeout_s, self.workers = timeout_s, workers
+    def __init__(self, timeout_s: float = 5.0):
+        if not 0 < timeout_s <= 1e6:
+            raise ValueError(f"timeout_s must be above 0, at most 1e6 seconds, got {timeout_s}")
+        self.timeout_s = timeout_s
 
     def answer(self, text: str) -> str | None:
         """The answer in a completion, or None. Thinking that the prompt began is given its tag."""
@@ -228,25 +227,26 @@ def read(latex: str) -> Any:
 class Verifier(Judge):
     """Judges mathematics, from any thread. An answer that takes too long is wrong.
 
-    The workers start when they are needed and end with `close` or with this process. An answer that
-    kills two of them is wrong, too.
+    One worker process decides, one answer at a time. It starts here, so ImportError shows at once
+    where it cannot. It ends with `close` or with this process.
     """
 
-    def __init__(self, timeout_s: float = 5.0, workers: int = 1):
-        super().__init__(timeout_s, workers)
-        self._idle: queue.Queue[Any] = queue.Queue()  # None: to be started
-        for _ in range(workers):
-            self._idle.put(None)
+    def __init__(self, timeout_s: float = 5.0):
+        super().__init__(timeout_s)
+        self._lock = threading.Lock()  # of the worker
+        self._worker: Any = self._start()  # None: the next question starts one
 
     def verify(self, gold: str, pred: str | None, problem: str = "") -> bool:
-        """True when `pred` equals `gold`. None, empty, copied, unreadable or too slow: False."""
-        return self.verify_many([(gold, drop_if_copied(gold, pred, problem))])[0]
+        """True when `pred` equals `gold`. None, empty, copied, unreadable or too slow: False.
 
-    def verify_many(self, pairs: Iterable[tuple[str, str | None]]) -> list[bool]:
-        """`verify` for each (gold, pred), spread over the workers, in order."""
-        # Ctrl-C reaches the main thread only, so that no judging thread leaves a reply behind.
-        with ThreadPoolExecutor(self.workers) as pool:
-            return list(pool.map(self._verify_one, pairs))
+        An answer that kills two workers is wrong, too.
+        """
+        pred = drop_if_copied(gold, pred, problem)
+        verdict = quick_verdict(gold, pred)
+        if verdict is None:
+            with self._lock:
+                verdict = self._ask(gold, pred)
+        return verdict
 
     def is_right(self, problem: Any, answer: str) -> bool:
         return self.verify(problem.answer, answer, problem.problem)
@@ -258,25 +258,28 @@ class Verifier(Judge):
     def same(self, one: str, other: str) -> bool:
         return self.verify(one, other)
 
-    def _verify_one(self, pair: tuple[str, str | None]) -> bool:
-        if (verdict := quick_verdict(pair[0], pair[1])) is not None:
-            return verdict
-        worker = self._idle.get()
-        try:
-            for _ in range(2):  # a worker may have been killed: one more try with a new one
-                worker = worker or self._start()
+    def close(self) -> None:
+        """End the worker, after the answer it is at. A later question starts another one."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, gold: str, pred: str | None) -> bool:
+        """The worker's verdict; False if time was up, or two workers have died."""
+        for _ in range(2):  # somebody may have killed the worker: one more try with a new one
+            try:
+                self._worker = self._worker or self._start()
                 with suppress(BrokenPipeError):
-                    print(json.dumps(pair), file=worker.stdin, flush=True)
-                if reply := worker.stdout.readline():
-                    return reply == "true\n"
-                worker.communicate()  # it died: this waits, and closes the pipes
-                status, worker = worker.returncode, None
-                if status == -signal.SIGALRM:  # time was up
-                    self.timeouts += 1
-                    break
-            return False
-        finally:
-            self._idle.put(worker)
+                    print(json.dumps((gold, pred)), file=self._worker.stdin, flush=True)
+                reply = self._worker.stdout.readline()
+            except BaseException:  # such as Ctrl-C: else the next question would get this reply
+                self._end()
+                raise
+            if reply:
+                return reply == "true\n"
+            if self._end() == -signal.SIGALRM:  # time was up
+                self.timeouts += 1
+                break
+        return False
 
     def _start(self) -> Any:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
@@ -286,13 +289,14 @@ class Verifier(Judge):
             raise ImportError("the verifier did not start; does `import math_verify` work?")
         return worker
 
-    def close(self) -> None:
-        """Ends the workers, each after the answer it is at. A later verdict starts them again."""
-        for worker in [self._idle.get() for _ in range(self.workers)]:
-            if worker:
-                worker.kill()
-                worker.communicate()
-            self._idle.put(None)
+    def _end(self) -> int | None:
+        """Kill the worker and close its pipes; what it died of, as `Popen.returncode` says."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return None
+        worker.kill()  # nothing to one that is dead
+        worker.communicate()
+        return worker.returncode
 
 
 def main() -> None:
