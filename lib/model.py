@@ -294,31 +294,14 @@ def base_of(folder: str | Path, base: str = "") -> str:
 def load_adapter(model, folder: str | Path):
     """The model with a saved LoRA adapter of any program, in eval mode.
 
-    Raises ValueError as `place_adapter` does.
+    Raises ValueError as `restore` does.
     """
     from peft import PeftConfig, get_peft_model
 
     with _loading("adapter", str(folder)) as source:
         adapted = get_peft_model(model, PeftConfig.from_pretrained(source))
-    place_adapter(adapted, folder)
+    restore(folder, adapted)
     return adapted.eval()
-
-
-def place_adapter(adapted, folder: str | Path) -> None:
-    """Copy a folder's adapter into a PEFT model.
-
-    Raises ValueError for a file that is torn or a pickle, and unless each tensor of the adapter has
-    its place in the model, and each place its tensor.
-    """
-    from peft import set_peft_model_state_dict
-
-    with _loading("adapter", str(folder)) as source:
-        tensors = load_file(Path(source) / "adapter_model.safetensors")
-        result: Any = set_peft_model_state_dict(adapted, tensors)
-        missing = [name for name in result.missing_keys if ".lora_" in name]
-        if result.unexpected_keys or missing:
-            name = [*result.unexpected_keys, *missing][0]
-            raise ValueError(f"it does not fit {adapted.name_or_path}: {name} is in one alone")
 
 
 # ------------------------------------------------------------------------------------- masked ids
@@ -372,12 +355,21 @@ def save(
 
 
 def restore(folder: str | Path, model, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
-    """Put a checkpoint's adapter and AdamW moments in place; its extra tensors.
+    """Put a folder's adapter in place, and a checkpoint's AdamW moments; its extra tensors.
 
-    Without an optimizer the adapter alone.
-    Raises ValueError if a file is missing or torn, or is from another model or rank.
+    Without an optimizer the adapter alone, of any program.
+    Raises ValueError for a file that is missing, torn or a pickle, and unless each tensor of the
+    adapter has its place in the model, and each place its tensor.
     """
-    place_adapter(model, folder)
+    from peft import set_peft_model_state_dict
+
+    with _loading("adapter", str(folder)) as source:
+        tensors = load_file(Path(source) / "adapter_model.safetensors")
+        result: Any = set_peft_model_state_dict(model, tensors)
+        missing = [name for name in result.missing_keys if ".lora_" in name]
+        if result.unexpected_keys or missing:
+            name = [*result.unexpected_keys, *missing][0]
+            raise ValueError(f"it does not fit {model.name_or_path}: {name} is in one alone")
     if optimizer is None:
         return {}
     with _loading("checkpoint", str(folder)) as source:
