@@ -101,18 +101,22 @@ def _join(rank: int, size: int, here: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def checked_on_all_ranks(world: World, *kinds: type[Exception]) -> Iterator[None]:
+def checked_on_all_ranks(world: World, *kinds: type[Exception]) -> Iterator[list]:
     """A block that every rank runs and that holds no collective: it fails on all ranks or on none.
 
     Where a rank's block raises one of these kinds, rank 0 raises its own error, or else one of the
     first kind with the other rank's words. The other ranks exit with code 2, without a line.
+    Yields a list; what the blocks of all ranks put into it is in it afterwards, in rank order.
     """
+    shared: list = []
     error = None
     try:
-        yield
+        yield shared
     except kinds as e:
         error = e
-    messages = gather(error and (str(error) or type(error).__name__), world)
+    message = error and (str(error) or type(error).__name__)
+    messages, shares = zip(*gather((message, shared), world))
+    shared[:] = itertools.chain.from_iterable(shares)
     if not any(messages):
         return
     if not world.main:
@@ -130,6 +134,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     In a group it ends at once, as gloo's threads may abort in an orderly teardown.
     """
     code: Any
+    in_group = "RANK" in os.environ
     if isinstance(sys.stdout, io.TextIOWrapper):  # a log file, too, shows each line as it comes
         sys.stdout.reconfigure(line_buffering=True)
     try:
@@ -137,11 +142,11 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except SystemExit as e:
         code = e.code
     except BaseException:
-        if "RANK" not in os.environ:
+        if not in_group:
             raise
         traceback.print_exc()
         code = 1
-    if "RANK" in os.environ:
+    if in_group:
         atexit._run_exitfuncs()  # trackers close their writers there
         sys.stdout.flush()
         sys.stderr.flush()
@@ -181,6 +186,15 @@ def gather(obj: Any, world: World) -> list:
     return objects
 
 
+def broadcast(obj: Any, world: World) -> Any:
+    """Rank 0's object, on every rank."""
+    if world.size == 1:
+        return obj
+    objects = [obj]
+    dist.broadcast_object_list(objects, src=0)
+    return objects[0]
+
+
 def barrier(world: World) -> None:
     """Wait until every rank is here."""
     gather(None, world)
@@ -205,9 +219,8 @@ def share_jobs(
     seconds = 0.1 if sys.stderr.isatty() else 60  # from one print to the next: few in a log file
     with tqdm(desc=stage, total=left, disable=hidden, mininterval=seconds) as bar:
         while left:
-            with checked_on_all_ranks(world, OSError):  # a server is lost
-                results = next(turns, [])
-            results = list(itertools.chain.from_iterable(gather(results, world)))
+            with checked_on_all_ranks(world, OSError) as results:  # a server may be lost
+                results += next(turns, [])
             left -= len(results)
             bar.update(len(results))
             yield results

@@ -306,7 +306,7 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[tuple, 
     with reading(cfg, world):
         for row in files.read_jsonl(log) if world.main else []:
             done[tuple(row[name] for name in KEY)] = row
-    missing = distributed.gather([key for key in tasks if key not in done], world)[0]
+    missing = distributed.broadcast([key for key in tasks if key not in done], world)
     if not missing:
         return done
     with contextlib.ExitStack() as loaded:
@@ -451,8 +451,9 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             done = sample(policy, evaluation, world)
             if world.main:
                 write_results(policy, evaluation, done)
+        late = sum(distributed.gather(evaluation.verifier.timeouts, world))
         if world.main:
-            print_notes(evaluation)
+            print_notes(evaluation, late)
             homes = dict.fromkeys(str(policy.folder.parent) for policy in evaluation.policies)
             print("compare:", shlex.join(["python", "-m", "extras.compare", *homes]))
         distributed.barrier(world)
@@ -471,7 +472,7 @@ def write_results(policy: Policy, evaluation: Evaluation, done: dict[tuple, dict
     files.write_json(file, table)
 
 
-def print_notes(evaluation: Evaluation) -> None:
+def print_notes(evaluation: Evaluation, late: int) -> None:
     """Say how many of the problems a run was trained on, and how many answers took too long."""
     asked = {problems.fingerprint(x.problem) for x in evaluation.tasks.values()}
     runs = {run_of(pathlib.Path(policy.path)) for policy in evaluation.policies} - {None}
@@ -480,7 +481,6 @@ def print_notes(evaluation: Evaluation) -> None:
         seen = asked & {*files.read_json(file)} if file.exists() else set()
         if seen:
             print(f"{run} was trained on {len(seen)} of these {len(asked)} problems")
-    late = evaluation.verifier.timeouts
     if late:
         print(f"{late} answers took longer than --verify-timeout: wrong")
 

@@ -124,10 +124,13 @@ class Sampling:
             raise ValueError(f"sampling needs {rule}, got {self}")
 
 
-def sample_key(seed: int, step: int, problem_id: str, sample: int = 0) -> int:
-    """64 bits that name one rollout; together with a position they name one draw."""
-    name = f"{seed}|{step}|{sample}|{problem_id}".encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
+def sample_key(seed: int, step: int, name: str, sample: int = 0) -> int:
+    """64 bits that name one rollout; together with a position they name one draw.
+
+    name: what is completed, such as a problem's id or a prompt.
+    """
+    words = f"{seed}|{step}|{sample}|{name}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big")
 
 
 def uniforms(keys_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:

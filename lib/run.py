@@ -158,9 +158,10 @@ class Run:
         metrics |= self.bank.counts if self.bank else {}
         for name, lines in zip(runlog.LOGS, ([metrics], rows, tokens)):
             self.log_rows(name, lines)
+        late = sum(distributed.gather(self.verifier.timeouts, self.world))
         if self.world.main:
             self.track(metrics)
-            tqdm.write(runlog.log_line(metrics, self.cfg.steps))
+            tqdm.write(runlog.log_line(metrics, self.cfg.steps, late))
 
     def end_step(self) -> int:
         """Save where that is due; the exit code. From here on a signal ends the process at once.
@@ -205,7 +206,12 @@ class Run:
                 self.bank.save(files.of_step(self.out / "checkpoints", self.step) / "bank.json")
 
     def log_rows(self, name: str, rows: list[dict]) -> None:
-        """Rank 0 appends rows to the log of this name, such as "bank/replies". On every rank."""
+        """Rank 0 appends rows to the log of this name, such as "bank/replies".
+
+        On every rank, with the same rows: without any there is nothing to do.
+        """
+        if not rows:
+            return
         with distributed.checked_on_all_ranks(self.world, OSError):
             if self.world.main:
                 files.append_jsonl(self.out / f"{name}.jsonl", rows)

@@ -160,16 +160,18 @@ def polarity_numbers(records: list[dict]) -> dict[str, Any]:
     return metrics
 
 
-def log_line(metrics: dict[str, Any], steps: int) -> str:
+def log_line(metrics: dict[str, Any], steps: int, late: int = 0) -> str:
     """A step's line on the terminal; after the first step's line a second one explains rho.
 
-    metrics: the step's line of metrics.jsonl. steps: of the run.
+    metrics: the step's line of metrics.jsonl. steps: of the run. late: answers since the command
+    began that took the verifier too long.
     """
     m = metrics
     counts = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
     rho = "" if counts == "+0/-0/0:0" else f"rho {counts} "  # GRPO has no teachers
     success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
     cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
+    slow = f" | {late} answers so far took longer than --verify-timeout" if late else ""
     legend = ""
     if rho and m["step"] == 1:
         legend = "\n  rho +/-/0: teachers distilled, reversed (pushed away from), ignored"
@@ -180,7 +182,7 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
     return (
         f"step {m['step']}/{steps} loss {m['loss']:+.4f} r+ {success} {rho}"
         f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
-        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}{legend}"
+        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}{slow}{legend}"
     )
 
 

@@ -64,6 +64,14 @@ class UnevenVerifier(Exact):
         return [verify.Verdict(self.answer(text), len(text) % 2 == 1) for _, text in cases]
 
 
+class LateVerifier(Exact):
+    """Each verdict takes too long."""
+
+    def judge(self, cases):
+        self.timeouts += len(cases)
+        return super().judge(cases)
+
+
 def fake_writer(run, step):
     """In the place of `sgsd.writer`, without a model: one item from each memory, named after its
     problem; a merge drops the last item."""

@@ -196,6 +196,14 @@ def test_two_processes_give_the_samples_of_one_and_rank_i_asks_server_i_modulo_n
     assert [len(samples(out)) for out in (both, first)] == [36, 36]
 
 
+def test_answers_that_took_too_long_are_counted_on_all_processes(world_dir, tmp_path):
+    """18 of 36 on each of two."""
+    line = " ".join(evaluation(world_dir, tmp_path / "out", "--verifier driver:LateVerifier"))
+    assert two([line], tmp_path, program=evaluate_together) == [0, 0]
+    told = [text for text in (tmp_path / "log0").open() if "--verify-timeout" in text]
+    assert [text.split()[0] for text in told] == ["36"]
+
+
 def test_a_problem_that_changed_is_sampled_anew_and_no_sample_is_ever_lost(world_dir, tmp_path):
     """Its other fields count, too, where a judge of one's own may read them."""
     row, data = {"problem": "What is 1 plus 2?", "answer": "3"}, tmp_path / "d.jsonl"

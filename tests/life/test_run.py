@@ -240,6 +240,24 @@ def test_a_run_makes_its_bank_and_evolves_it(whole):
         assert (m["bank_skills"], m["bank_mistakes"]) == sizes
 
 
+def test_a_steps_line_counts_the_answers_that_took_too_long_on_all_processes(world_dir, tmp_path):
+    """Two of four on each of two; a verifier that keeps its time is not spoken of."""
+    for verifier, counts in (("LateVerifier", ["4 ", "8 "]), ("CoinVerifier", [])):
+        out = tmp_path / verifier
+        argv = flags(world_dir, out, steps=2, verifier=f"driver:{verifier}")
+        assert driver.two(argv, tmp_path) == [0, 0]
+        lines = [line for line in (tmp_path / "log0").open() if line.startswith("step ")]
+        told = [line.rpartition(" | ")[2][:2] for line in lines if "--verify-timeout" in line]
+        assert len(lines) == 2 and told == counts
+        (tmp_path / "log0").unlink()
+
+
+def test_a_turn_without_rows_writes_no_file(world_dir, tmp_path):
+    with opened(world_dir, tmp_path / "run", steps=0) as run:
+        run.log_rows("bank/memories", [])
+    assert not (tmp_path / "run/bank").exists()
+
+
 def test_an_evolution_says_what_it_did_or_that_the_gate_stopped_it(world_dir, tmp_path, capsys):
     """Three of eight are right: below the first gate, and not below the second.
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 
+import driver
 import pytest
 import torch
 from conftest import ROOT
@@ -62,6 +63,7 @@ def gathers_by_rank(world):
     objects = distributed.gather({"text": "é" * (1 + 1000 * world.rank)}, world)
     assert [len(x["text"]) for x in objects] == [1, 1001]
     assert distributed.gather(None, world) == [None, None]
+    assert distributed.broadcast({"of": world.rank}, world) == {"of": 0}
     distributed.barrier(world)
 
 
@@ -72,9 +74,11 @@ def fail_on(world, *ranks):
 
 
 def fails_together(world):
-    """Rank 0 has its own error, or another rank's words; the other rank exits without a line."""
-    with distributed.checked_on_all_ranks(world, OSError):
-        assert fail_on(world) == world.rank
+    """Rank 0 has its own error, or another rank's words; the other rank exits without a line.
+    What the blocks give is on every rank."""
+    with distributed.checked_on_all_ranks(world, OSError) as ranks:
+        ranks.append(fail_on(world))
+    assert ranks == [0, 1]
     for ranks, line in (((0,), "of 0"), ((1,), "rank 1: of 1"), ((0, 1), "of 0")):
         try:
             with distributed.checked_on_all_ranks(world, OSError, ValueError):
@@ -118,6 +122,14 @@ def use_collectives(argv):
 def test_the_collectives(tmp_path):
     codes = two([], tmp_path, program=use_collectives)
     assert codes == [10, 11], [(tmp_path / f"log{rank}").read_text() for rank in (0, 1)]
+
+
+def test_a_turn_of_shared_work_is_one_collective(monkeypatch):
+    jobs = [types.SimpleNamespace(index=i, prompt=[0]) for i in range(3)]
+    collectives, gather = [], distributed.gather
+    monkeypatch.setattr(distributed, "gather", lambda *a: collectives.append(a) or gather(*a))
+    turns = distributed.share_jobs(driver.ALONE, jobs, lambda jobs: iter([jobs[:2], [], jobs[2:]]))
+    assert [len(turn) for turn in turns] == [2, 0, 1] and len(collectives) == 3
 
 
 PRINTS = "import distributed, os\ndistributed.run_and_exit(lambda: print('a line') or os._exit(0))"
