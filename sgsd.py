@@ -412,9 +412,7 @@ def writer(run: Run, step: int) -> skills.Writer:
     20. If that fails, too, a memory gives no candidates, and a group stays as it is.
     """
 
-    def log(reply: dict) -> None:
-        run.log_rows("bank/replies", [reply])
-
+    log = functools.partial(run.log_rows, "bank/replies")
     sample_replies = functools.partial(shared_replies, run)
     reply_tokens = run.cfg.reply_tokens
     return skills.Writer(run.tokenizer, rollout.chat_ids, sample_replies, log, reply_tokens, step)

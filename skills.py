@@ -622,7 +622,7 @@ class Writer:
     chat_ids: Callable[..., list[int]]  # (tokenizer, text, thinking="closed") -> prompt ids
     # (prompts' ids, prompts, how often each was asked before, token limits) -> texts; on every rank
     sample: Callable[[list[list[int]], list[str], list[int], list[int]], list[str]]
-    log: Callable[[dict], None]  # stores a reply
+    log: Callable[[list[dict]], None]  # stores the replies of a call
     reply_tokens: int  # the longest reply, but a merge may always repeat its prompt
     step: int = 0  # the training step that the replies belong to
     requests: collections.Counter[str] = field(default_factory=collections.Counter)  # by prompt
@@ -634,6 +634,9 @@ class Writer:
         limits = [max(self.reply_tokens, len(prompt) * 5 // 4) for prompt in ids]
         self.requests.update({*prompts})
         replies = self.sample(ids, prompts, repeats, limits)
+        rows = []
         for prompt, repeat, reply in zip(prompts, repeats, replies, strict=True):
-            self.log({"step": self.step, "repeat": repeat, "prompt": prompt, "reply": reply})
+            row = {"step": self.step, "repeat": repeat, "prompt": prompt, "reply": reply}
+            rows.append(row)
+        self.log(rows)
         return replies

@@ -336,7 +336,7 @@ class SGSDTrainer(GRPOTrainer):
             return
         tokenizer, reply_tokens = self.processing_class, cfg.reply_tokens
         writer = skills.Writer(
-            tokenizer, rollout.chat_ids, self.write, self.log_reply, reply_tokens, step
+            tokenizer, rollout.chat_ids, self.write, self.log_replies, reply_tokens, step
         )
         self.bank = skills.evolve(self.bank, window, step, writer, **cfg.evolution)
         self.bank.window = []
@@ -392,10 +392,10 @@ class SGSDTrainer(GRPOTrainer):
             replies.append(ids[: min([limit, *[t + 1 for t in ends]])])
         return replies
 
-    def log_reply(self, row: dict) -> None:
-        """The main process appends a reply of the bank's writer to replies.jsonl."""
+    def log_replies(self, rows: list[dict]) -> None:
+        """The main process appends replies of the bank's writer to replies.jsonl."""
         if self.accelerator.is_main_process:
-            files.append_jsonl(pathlib.Path(self.args.output_dir, "replies.jsonl"), [row])
+            files.append_jsonl(pathlib.Path(self.args.output_dir, "replies.jsonl"), rows)
 
     # --------------------------------------------------------------------------- checkpoints
 

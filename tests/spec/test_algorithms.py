@@ -582,7 +582,7 @@ class Sampler:
 
 
 def make_writer(tokenizer, sampler, log):
-    return skills.Writer(tokenizer, rollout.chat_ids, sampler, log.append, 400, step=25)
+    return skills.Writer(tokenizer, rollout.chat_ids, sampler, log.extend, 400, step=25)
 
 
 def test_a_writer_counts_how_often_a_prompt_came_before_and_logs_every_reply(tokenizer):
