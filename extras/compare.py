@@ -7,6 +7,8 @@
 A FOLDER is a run, a folder of evaluations, or one evaluation. Of several evaluations in it plain
 models come before checkpoints, so that a run's base model is the first. Differences are paired by
 problem, with 95% intervals over problems. Of each run the best checkpoint stands beside the last.
+The mean, and with it the best checkpoint, is over the sets that all have; a cell is empty where an
+evaluation lacks the set.
 Evaluations of other problems, samples, settings or another base model are named and not compared.
 comparison.json, beside the first evaluation, holds all that is printed.
 
@@ -109,17 +111,20 @@ def difference(ours: Evaluated, theirs: Evaluated, names: Sequence[str]) -> dict
     return {"to": str(theirs.folder), "diff": mean, "diff_low": low, "diff_high": high}
 
 
-def comparison(evaluated: Sequence[Evaluated], names: Sequence[str]) -> dict[str, Any]:
-    """The figures with differences to the first evaluation, and each run's best and last.
+def comparison(
+    first: Evaluated, evaluated: Sequence[Evaluated], names: Sequence[str]
+) -> dict[str, Any]:
+    """The figures of evaluations on sets that all of them have, and each run's best and last.
 
-    Of several sets all is on the mean over them, by which §4.1's best checkpoint is picked (S23).
+    Differences are to the first evaluation of the table, where that is among them. Of several sets
+    all is on the mean over them, by which §4.1's best checkpoint is picked (S23).
     """
-    first, *others = evaluated
-    results = {str(first.folder): figures(first, names)}
-    for x in others:
-        results[str(x.folder)] = figures(x, names) | difference(x, first, names)
+    results: dict[str, dict] = {}
     runs: dict[str, list[Evaluated]] = {}
     for x in evaluated:
+        results[str(x.folder)] = figures(x, names)
+        if evaluated[0] is first and x is not first:
+            results[str(x.folder)] |= difference(x, first, names)
         if x.step:
             runs.setdefault(STEP.sub("step", str(x.folder)), []).append(x)
     chosen = []
@@ -132,21 +137,56 @@ def comparison(evaluated: Sequence[Evaluated], names: Sequence[str]) -> dict[str
     return {"results": results, "selections": chosen}
 
 
-def print_table(tables: dict[str, dict]) -> None:
-    """The figures of all sets in Markdown, and which checkpoint was best on the last of them."""
+def tables_of(evaluated: Sequence[Evaluated]) -> tuple[dict[str, dict], list[str], list[str]]:
+    """A table for each set, of those that have it, and one for the mean over the sets all have.
+
+    All are the evaluations that can be compared with the first on one of its sets; no other is in a
+    table. Also the sets that all have, and a line for each evaluation that a table lacks.
+    """
+    first, tables, reasons = evaluated[0], {}, []
+    compared = []
+    for x in evaluated:
+        if not all(why_not(first, x, name) for name in first.sets):
+            compared.append(x)
+    for name in dict.fromkeys(itertools.chain.from_iterable(x.sets for x in compared)):
+        reference = next(x for x in compared if name in x.sets)
+        alike = []
+        for x in evaluated:
+            reason = why_not(reference, x, name)
+            if reason:
+                reasons.append(f"not compared on {name}: {x.folder}; {reason}")
+            elif x in compared:
+                alike.append(x)
+        tables[name] = comparison(first, alike, [name])
+    shared = [name for name in tables if len(tables[name]["results"]) == len(compared)]
+    if len(shared) > 1:
+        tables[f"mean of {', '.join(sorted(shared))}"] = comparison(first, compared, shared)
+    return tables, shared, reasons
+
+
+def print_tables(tables: dict[str, dict], shared: Sequence[str]) -> None:
+    """The figures in Markdown, with empty cells where an evaluation lacks a set; the best."""
     heads = "model | set | problems | avg@k | 95% | - first | 95% | pass@k | maj@k | boxed | cut"
     print(f"| {heads} | tokens |\n{'|---' * 12}|")
     cells = "{problems} | {avg:.1%} | {interval} | {gap} | {pass:.1%} | {maj:.1%} | {boxed:.1%} | "
     cells += "{truncated:.1%} | {tokens:.0f}"
+    everyone = dict.fromkeys(itertools.chain.from_iterable(x["results"] for x in tables.values()))
     for name, table in tables.items():
-        for policy, row in table["results"].items():
-            gap = f"{row['diff']:+.1%} | {interval(row, 'diff', '+')}" if "diff" in row else " | "
-            numbers = cells.format(**row, interval=interval(row, "avg"), gap=gap)
-            print(f"| {policy} | {name} | {numbers} |")
-    line = "of {checkpoints} checkpoints: best {best}, last {last}, "
-    line += "best - last {diff:+.1%} ({interval}); the best was picked on these problems"
-    for row in table["selections"]:
-        print(line.format(**row, interval=interval(row, "diff", "+")))
+        for folder in everyone:
+            row, numbers = table["results"].get(folder), " | " * 9
+            if row:
+                has_gap = "diff" in row
+                gap = f"{row['diff']:+.1%} | {interval(row, 'diff', '+')}" if has_gap else " | "
+                numbers = cells.format(**row, interval=interval(row, "avg"), gap=gap)
+            print(f"| {folder} | {name} | {numbers} |")
+    if not shared:
+        print("no mean and no best checkpoint: no set is common to all")
+        return
+    line = "of {checkpoints} checkpoints: best {best}, last {last}, best - last {diff:+.1%} "
+    line += "({interval}); the best was picked on these problems: {sets}"
+    name = shared[0] if len(shared) == 1 else [*tables][-1]
+    for row in tables[name]["selections"]:
+        print(line.format(**row, interval=interval(row, "diff", "+"), sets=name))
 
 
 def compare(folders: Sequence[pathlib.Path]) -> None:
@@ -159,24 +199,11 @@ def compare(folders: Sequence[pathlib.Path]) -> None:
         for x in inside:
             by_place.setdefault(x.folder.resolve(), x)
     evaluated = [*by_place.values()]
-    first, on_all_sets, tables, reasons = evaluated[0], evaluated, {}, []
-    for name in dict.fromkeys(itertools.chain.from_iterable(x.sets for x in evaluated)):
-        compared = []
-        for x in evaluated:
-            reason = why_not(first, x, name)
-            if not reason:
-                compared.append(x)
-            elif x is not first:
-                reasons.append(f"not compared on {name}: {x.folder}; {reason}")
-        if compared:
-            tables[name] = comparison(compared, [name])
-            on_all_sets = [x for x in on_all_sets if x in compared]
-    if len(tables) > 1:
-        tables[f"mean of {', '.join(sorted(tables))}"] = comparison(on_all_sets, list(tables))
-    print_table(tables)
+    tables, shared, reasons = tables_of(evaluated)
+    print_tables(tables, shared)
     for reason in reasons:
         print(reason)
-    file = first.folder.resolve().parent / "comparison.json"
+    file = evaluated[0].folder.resolve().parent / "comparison.json"
     files.write_json(file, {"sets": tables, "not_compared": reasons})
     print(f"written: {file}")
 

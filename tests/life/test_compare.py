@@ -109,11 +109,47 @@ def test_an_evaluation_under_other_conditions_is_named_and_not_compared(
     assert str(other) in line and word in line and line in capsys.readouterr().out
 
 
-def test_a_set_that_only_a_later_evaluation_has_is_named_and_one_given_twice_stands_once(tmp_path):
-    first, other = write(tmp_path / "first", d=[1, 2]), write(tmp_path / "other", d=[1, 2], e=[3])
-    tables, lines = compared(first, other, tmp_path)
-    assert list(tables["d"]["results"]) == [str(first), str(other)] and "e" not in tables["d"]
-    assert any("not compared on e" in line and str(first) in line for line in lines)
+def test_mean_and_best_checkpoint_are_over_the_sets_that_all_have_and_cells_are_empty_elsewhere(
+    tmp_path, capsys
+):
+    """The base alone has f, and the checkpoints alone g; by g the other checkpoint is the best."""
+    base = write(tmp_path / "eval/base", d=[4] * 4, e=[4] * 4, f=[0] * 4)
+    first = write(tmp_path / "eval/step_000001", d=[3] * 4, e=[1] * 4, g=[0] * 4)
+    last = write(tmp_path / "eval/step_000002", d=[2] * 4, e=[1] * 4, g=[4] * 4)
+    tables, lines = compared(tmp_path)
+    assert [*tables] == ["d", "e", "f", "g", "mean of d, e"]
+    means = {name: row["avg"] for name, row in tables["mean of d, e"]["results"].items()}
+    assert means == {str(base): 1.0, str(first): 0.5, str(last): 0.375}
+    (choice,) = tables["mean of d, e"]["selections"]
+    assert (choice["best"], choice["last"]) == (str(first), str(last))
+    assert [*tables["f"]["results"]] == [str(base)]
+    assert [*tables["g"]["results"]] == [str(first), str(last)]
+    assert not any("diff" in row for row in tables["g"]["results"].values())  # from which first?
+    printed = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.split("|")] for line in printed if line[0] == "|"]
+    assert {len(row) for row in cells} == {14}
+    empty = [row[1:3] for row in cells if not any(row[3:])]
+    assert empty == [[str(first), "f"], [str(last), "f"], [str(base), "g"]]
+    for x, name in ((first, "f"), (last, "f"), (base, "g")):
+        assert any(f"on {name}: {x};" in line for line in lines), (x, name)
+
+
+def test_one_shared_set_picks_the_best_and_without_any_there_is_none(tmp_path, capsys):
+    write(tmp_path / "eval/base", d=[4] * 4, e=[4] * 4)
+    first = write(tmp_path / "eval/step_000001", d=[3] * 4, e=[0] * 4)
+    write(tmp_path / "eval/step_000002", d=[2] * 4)
+    tables, _ = compared(tmp_path)
+    assert [*tables] == ["d", "e"] and tables["d"]["selections"][0]["best"] == str(first)
+    assert f"best {first}" in capsys.readouterr().out
+    write(tmp_path / "eval/step_000001", e=[3] * 4)
+    tables, _ = compared(tmp_path)
+    assert [*tables] == ["d", "e"] and "checkpoints: best" not in capsys.readouterr().out
+
+
+def test_an_evaluation_given_twice_stands_once(tmp_path):
+    first, other = write(tmp_path / "first", d=[1, 2]), write(tmp_path / "other", d=[1, 2])
+    tables, _ = compared(first, other, tmp_path)
+    assert list(tables["d"]["results"]) == [str(first), str(other)]
 
 
 def test_skills_and_the_machine_may_differ(tmp_path):
