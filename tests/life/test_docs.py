@@ -108,11 +108,16 @@ def test_a_flag_that_a_page_names_is_one():
             assert name in flags, span
 
 
+def joined(page):
+    """A text whose lines are not broken."""
+    return re.sub(r" *\\\n\s*", " ", page.read_text())
+
+
 def commands():
     """The lines of blocks that run a program, and the words in backticks outside of records."""
     lines = set()
     for page in [*PAGES, *RESEARCH]:
-        text = re.sub(r" *\\\n\s*", " ", page.read_text())
+        text = joined(page)
         if page in PAGES:
             lines |= set(re.findall(r"`((?:python|torchrun) [^`\n]*(?:\.py|-m )[^`\n]*)`", text))
         lines |= set(re.findall(r"^ {0,4}((?:python|torchrun) .*(?:\.py|-m ).*)", text, re.M))
@@ -154,6 +159,16 @@ def test_a_command_of_the_pages_parses(command, tmp_path, monkeypatch):
             assert f'"{flag}"' in text, flag
     else:
         assert program in PROGRAMS
+
+
+def test_the_commands_without_make_are_those_of_the_makefile():
+    makefile = joined(ROOT / "Makefile").replace("$(pip)", "pip install")
+    makefile = makefile.replace("$(run)", "python")
+    block = joined(ROOT / "README.md").partition("Without make:")[2].split("```")[1]
+    made = re.findall(r"^\t((?:python|pip install) .*)", makefile, re.M)
+    shown = re.findall(r"^((?:python|pip install) .*)", block, re.M)
+    assert len(made) == 7 and sorted(made) == sorted(shown)
+    assert "export OMP_NUM_THREADS=1" in block
 
 
 def test_a_training_on_many_processes_has_time_to_save():
