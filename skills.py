@@ -236,6 +236,9 @@ _COMMANDS = (
 _BACKSLASH = re.compile(
     rf'(\\[\\"/]|\\u[0-9a-fA-F]{{4}}|\\(?!(?:{_COMMANDS})(?![a-zA-Z]))n|\\t(?![a-zA-Z]))|\\'
 )
+# A comma before a closing bracket is group 2; group 1 is a string, whose commas stay. In JSON a
+# string begins after one of four characters, so a quotation mark in prose hardly ever begins one.
+_TRAILING_COMMA = re.compile(r'([\[{,:]\s*"(?:[^"\\]|\\.)*")|,(\s*[}\]])', re.DOTALL)
 
 
 def parse_json_items(text: str, key: str) -> list[dict]:
@@ -253,7 +256,7 @@ def read_items(text: str, key: str, fields: Sequence[str]) -> tuple[list[dict], 
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     text = _BACKSLASH.sub(lambda match: match[1] or r"\\", text)
-    text = re.sub(r",(\s*[}\]])", r"\1", text)  # trailing commas
+    text = _TRAILING_COMMA.sub(lambda match: match[1] or match[2], text)
     decoder = json.JSONDecoder(strict=False)
     # A list promises items, so an invalid entry in it makes the reply broken. An object on its own
     # promises nothing: it is an item, or we look inside it.

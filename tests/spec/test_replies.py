@@ -79,6 +79,17 @@ def test_escapes_of_json_keep_their_meaning():
     assert read(json.dumps(wanted, ensure_ascii=False))[0] == [wanted]
 
 
+COMMAS = ["[0, 1, 2,]", "{1, 2, }", '"[1, 2,]"', 'a "b, [c,] d', "x \\", "\\,]", ", ]", "a:,}"]
+
+
+@pytest.mark.parametrize("value", COMMAS)
+def test_a_comma_inside_a_string_stays_and_one_behind_it_goes(value):
+    wanted = dict.fromkeys(FIELDS, f"{value} and {value}")
+    one = json.dumps(wanted)[:-1] + ",\n}"
+    for reply in (one, f"[{one}, ]", f'They say, "a, b: [{one},]'):
+        assert read(reply) == ([wanted], True)
+
+
 def test_raw_control_characters_are_kept():
     text = '{"title": "a\nb\tc\x01d", "principle": "p", "when_to_apply": "w"}'
     assert read(text)[0][0]["title"] == "a\nb\tc\x01d"
