@@ -200,6 +200,16 @@ def barrier(world: World) -> None:
     gather(None, world)
 
 
+def progress_bar(world: World, stage: str, total: int = 0) -> tqdm:
+    """Rank 0's progress bar of a stage; hidden where the stage has no name.
+
+    A bar whose total is still 0 shows nothing before its first update.
+    """
+    seconds = 0.1 if sys.stderr.isatty() else 60  # from one print to the next: few in a log file
+    hidden, delay = not (stage and world.main), 0 if total else 1e-3
+    return tqdm(desc=stage, total=total, disable=hidden, mininterval=seconds, delay=delay)
+
+
 def share_jobs(
     world: World,
     jobs: Sequence[Any],
@@ -215,9 +225,7 @@ def share_jobs(
     """
     mine = sorted(jobs, key=lambda job: len(job.prompt))[world.rank :: world.size]
     turns, left = work(mine), len(jobs)
-    hidden = not (stage and jobs and world.main)
-    seconds = 0.1 if sys.stderr.isatty() else 60  # from one print to the next: few in a log file
-    with tqdm(desc=stage, total=left, disable=hidden, mininterval=seconds) as bar:
+    with progress_bar(world, stage if jobs else "", left) as bar:
         while left:
             with checked_on_all_ranks(world, OSError) as results:  # a server may be lost
                 results += next(turns, [])

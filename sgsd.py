@@ -40,6 +40,7 @@ import functools
 import itertools
 import math
 import random
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -409,11 +410,13 @@ def writer(run: Run, step: int) -> skills.Writer:
     dropped; a reply that breaks off gives its complete items. A reply fails if it has no item. That
     to a merge also fails if it breaks off, if one of its items was dropped, or if it has more items
     than the group. After a failure one reply is sampled, at temperature 1.1, top-p 0.95 and top-k
-    20. If that fails, too, a memory gives no candidates, and a group stays as it is.
+    20. If that fails, too, a memory gives no candidates, and a group stays as it is. A group that
+    a later layer of merging shows again gets a sampled reply, too: a greedy one would be the same.
     """
 
     log = functools.partial(run.log_rows, "bank/replies")
-    sample_replies = functools.partial(shared_replies, run)
+    bar = distributed.progress_bar(run.world, "writing")  # of all replies; it ends with the writer
+    sample_replies = functools.partial(shared_replies, run, bar)
     reply_tokens = run.cfg.reply_tokens
     return skills.Writer(run.tokenizer, rollout.chat_ids, sample_replies, log, reply_tokens, step)
 
@@ -469,14 +472,16 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
 
 def begin_bank(run: Run) -> None:
     """The bank before the next step: the run's own, that of --bank, or Algorithm 2's (D9)."""
+    started, seconds = time.monotonic(), 0.0
     if run.bank is None:
         run.bank = make_bank(run)
+        seconds = time.monotonic() - started
         run.save_bank()  # before the check, since it may have taken hours
         check_prompts(run)
     elif not run.step:  # --bank, in a new run
         run.save_bank()
     if run.world.main:
-        print(skills.describe(run.bank))
+        print(skills.describe(run.bank, seconds))
     evolve_bank(run)  # a continued run may have been killed before
 
 
@@ -527,10 +532,12 @@ def evolve_bank(run: Run) -> None:
     cfg, old, step = run.cfg, run.bank, run.step
     if not evolution_is_due(cfg, step, old):
         return
+    started = time.monotonic()
     run.bank = skills.evolve(old, old.window, step, writer(run, step), **cfg.evolution)
     if run.world.main:
         same = "bank: unchanged, as the success is not below --success-gate"
-        tqdm.write(same if run.bank is old else skills.describe(run.bank))
+        seconds = time.monotonic() - started
+        tqdm.write(same if run.bank is old else skills.describe(run.bank, seconds))
     check_prompts(run)
     run.bank.window = []
     run.save_bank()

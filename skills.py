@@ -17,7 +17,7 @@ import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -306,22 +306,29 @@ def item_of(value: Any, fields: Sequence[str]) -> dict | None:
 Complete = Callable[[list[str]], list[str]]  # one reply per prompt
 
 
-def ask(
-    prompts: list[str], key: str, complete: Complete, sizes: Sequence[int] = ()
-) -> list[list[dict]]:
-    """The items of each prompt's reply; [] where two replies cannot be used (D4).
+class Request(NamedTuple):
+    """A prompt that asks for items of a list."""
+
+    prompt: str
+    key: str
+    size: int = 0  # of a merge: how many items it shows
+
+
+def ask(requests: Sequence[Request], complete: Complete) -> list[list[dict]]:
+    """The items of each request's reply; [] where two replies cannot be used (D4).
 
     A reply can be used if it has an item. The reply to a merge must also be whole, with no more
-    items than the merge showed: `sizes` has their number for each prompt. A `Writer` samples the
-    second reply, since the first one is greedy. What happens without items is the caller's choice.
+    items than the merge showed. A `Writer` samples the second reply, since the first one is greedy.
+    What happens without items is the caller's choice.
     """
-    items_of_each: list[list[dict]] = [[] for _ in prompts]
+    items_of_each: list[list[dict]] = [[] for _ in requests]
     for _ in (1, 2):
         unanswered = [i for i, items in enumerate(items_of_each) if not items]
-        replies = complete([prompts[i] for i in unanswered]) if unanswered else []
+        replies = complete([requests[i].prompt for i in unanswered]) if unanswered else []
         for i, reply in zip(unanswered, replies, strict=True):
+            _, key, size = requests[i]
             items, whole = read_items(reply, key, FIELDS[key])
-            if not sizes or (whole and len(items) <= sizes[i]):
+            if not size or (whole and len(items) <= size):
                 items_of_each[i] = items
     return items_of_each
 
@@ -338,37 +345,58 @@ def merge(
     whole, has an item (S11), and has no more items than the group: a merge may merge, but never
     lose or add. An entry's `sources` follow it.
     """
-    layers: list[dict] = []
-    stagnant = 0  # line 1
-    while True:  # line 2
-        starts = range(0, len(items), group_size)
-        groups = [items[start : start + group_size] for start in starts]  # line 3
-        several = [group for group in groups if len(group) > 1]  # line 4
-        prompts = [render_merge(group, key) for group in several]  # line 5
-        replies = ask(prompts, key, complete, [len(group) for group in several])
-        left, merged = iter(replies), []
-        for group in groups:
-            merged += _merged_group(group, next(left) if len(group) > 1 else [], key)  # line 8
-        stagnant = 0 if len(merged) < len(items) else stagnant + 1  # line 9
-        reason = None
-        if len(groups) <= 1:  # line 11
-            reason = "root_group_reached"
-        elif stagnant >= patience:
-            reason = "stagnation_patience_reached"
-        layers.append(
-            {
-                "layer_index": len(layers),
-                "input_items": len(items),
-                "num_groups": len(groups),
-                "output_items": len(merged),
-                "lost_replies": sum(not reply for reply in replies),
-                "stopped_reason": reason,
-                "stagnant_layers": stagnant,
-            }
-        )
-        items = merged  # line 10
-        if reason:
-            return _numbered(items, key), layers  # lines 12-13
+    merged, layers = merge_lists({key: items}, complete, group_size, patience)
+    return merged[key], layers[key]
+
+
+def merge_lists(
+    lists: Mapping[str, list[dict]], complete: Complete, group_size: int, patience: int
+) -> tuple[dict[str, list[dict]], dict[str, list[dict]]]:
+    """`merge` of lists by key, side by side: a layer's prompts of all of them go into one call."""
+    items, stagnant = dict(lists), dict.fromkeys(lists, 0)  # line 1
+    layers: dict[str, list[dict]] = {key: [] for key in lists}
+    left = list(lists)
+    while left:  # line 2
+        groups, several, requests = {}, {}, []
+        for key in left:
+            starts = range(0, len(items[key]), group_size)
+            groups[key] = [items[key][start : start + group_size] for start in starts]  # line 3
+            several[key] = [group for group in groups[key] if len(group) > 1]  # line 4
+            for group in several[key]:
+                requests.append(Request(render_merge(group, key), key, len(group)))  # line 5
+        replies = iter(ask(requests, complete))
+        for key in [*left]:
+            replies_of_list = [next(replies) for _ in several[key]]
+            merged = _merged_layer(groups[key], replies_of_list, key)  # lines 6-8
+            stagnant[key] = 0 if len(merged) < len(items[key]) else stagnant[key] + 1  # line 9
+            reason = None
+            if len(groups[key]) <= 1:  # line 11
+                reason = "root_group_reached"
+            elif stagnant[key] >= patience:
+                reason = "stagnation_patience_reached"
+            layers[key].append(
+                {
+                    "layer_index": len(layers[key]),
+                    "input_items": len(items[key]),
+                    "num_groups": len(groups[key]),
+                    "output_items": len(merged),
+                    "lost_replies": sum(not reply for reply in replies_of_list),
+                    "stopped_reason": reason,
+                    "stagnant_layers": stagnant[key],
+                }
+            )
+            items[key] = merged  # line 10
+            if reason:
+                left.remove(key)
+    return {key: _numbered(items[key], key) for key in lists}, layers  # lines 12-13
+
+
+def _merged_layer(groups: list[list[dict]], replies: list[list[dict]], key: str) -> list[dict]:
+    """The items of a layer: each group's reply, or the group. replies: of the groups of several."""
+    left, merged = iter(replies), []
+    for group in groups:
+        merged += _merged_group(group, next(left) if len(group) > 1 else [], key)
+    return merged
 
 
 def _merged_group(group: list[dict], items: list[dict], key: str) -> list[dict]:
@@ -437,15 +465,15 @@ def extract(memories: list[dict], complete: Complete) -> tuple[dict[str, list[di
     """
     successes = [memory for memory in memories if memory["reward"] > 0]  # line 8
     failures = [memory for memory in memories if memory["reward"] <= 0]
+    requests = []
+    for key, memories_of_key in (("general_skills", successes), ("common_mistakes", failures)):
+        requests += [Request(render_extraction(memory, key), key) for memory in memories_of_key]
+    replies = ask(requests, complete)
     candidates: dict[str, list[dict]] = {key: [] for key in FIELDS}
-    lost = 0
-    for key, group in (("general_skills", successes), ("common_mistakes", failures)):
-        prompts = [render_extraction(memory, key) for memory in group]
-        for memory, items in zip(group, ask(prompts, key, complete)):
-            lost += not items
-            sources = {"sources": [memory["problem_id"]]} if memory.get("problem_id") else {}
-            candidates[key] += [{**item, **sources} for item in items[:3]]  # lines 10 and 13
-    return candidates, lost
+    for memory, request, items in zip(successes + failures, requests, replies, strict=True):
+        sources = {"sources": [memory["problem_id"]]} if memory.get("problem_id") else {}
+        candidates[request.key] += [{**item, **sources} for item in items[:3]]  # lines 10 and 13
+    return candidates, sum(not items for items in replies)
 
 
 def cold_start(
@@ -462,14 +490,12 @@ def cold_start(
         "merge_group_size": group_size,
         "merge_stagnation_patience": patience,
     }
-    bank = SkillBank([], [], metadata)
+    merged, layers = merge_lists(candidates, complete, group_size, patience)  # line 15
     for key, name in (("general_skills", "general"), ("common_mistakes", "common_mistake")):
-        merged, layers = merge(candidates[key], key, complete, group_size, patience)  # line 15
-        bank.collection(key).extend(merged)
         metadata[f"input_{key}"] = len(candidates[key])
-        metadata[f"output_{key}"] = len(merged)
-        metadata[f"{name}_merge_layers"] = layers
-    return bank  # line 16
+        metadata[f"output_{key}"] = len(merged[key])
+        metadata[f"{name}_merge_layers"] = layers[key]
+    return SkillBank(merged["general_skills"], merged["common_mistakes"], metadata)  # line 16
 
 
 # ------------------------------------------------------------------- Algorithm 4: online evolution
@@ -503,15 +529,24 @@ def evolve(
     memories = [memory_of(row, memory_answer) for row in window]
     candidates, lost = extract(memories, complete)  # lines 8-10
     update: dict[str, Any] = {"step": step, "success": success, "lost_replies": lost}
-    static, before, after = {}, {}, {}
+    static, before, fresh = {}, {}, {}
     for key in FIELDS:
         entries = bank.collection(key)
         static[key] = [entry for entry in entries if not entry[IDS[key]].startswith(DYNAMIC)]
         before[key] = [entry for entry in entries if entry[IDS[key]].startswith(DYNAMIC)]
-        after[key], counts = evolve_list(
-            static[key], before[key], candidates[key], key, complete, group_size, patience
-        )
-        update |= {f"{name}_{key}": count for name, count in counts.items()}
+        fresh[key] = _without_copies(candidates[key], static[key], key)  # D11
+    new, _ = merge_lists(fresh, complete, group_size, patience)  # line 11
+    grown = {key: before[key] + new[key] for key in FIELDS if new[key]}
+    merged, _ = merge_lists(grown, complete, group_size, patience)  # line 12
+    after = dict(before)
+    for key in FIELDS:
+        copied = len(candidates[key]) - len(fresh[key])
+        if new[key]:
+            originals = _without_copies(merged[key], static[key], key)
+            copied += len(merged[key]) - len(originals)
+            after[key] = [{**e, IDS[key]: f"{DYNAMIC}{e[IDS[key]]}"} for e in originals]
+        update |= {f"copied_{key}": copied, f"candidate_{key}": len(candidates[key])}
+        update[f"merged_{key}"] = len(new[key])
     after = limit_growth(before, after, max_new_items, dynamic_capacity)  # line 13
     for key in FIELDS:
         update[f"dynamic_{key}"] = len(after[key])
@@ -519,30 +554,6 @@ def evolve(
     metadata = {**bank.metadata, "updates": [*bank.metadata.get("updates", []), update]}
     skills, mistakes = (static[key] + after[key] for key in FIELDS)
     return SkillBank(skills, mistakes, metadata, bank.extra)  # line 14
-
-
-def evolve_list(
-    static: list[dict],
-    dynamic: list[dict],
-    candidates: list[dict],
-    key: str,
-    complete: Complete,
-    group_size: int,
-    patience: int,
-) -> tuple[list[dict], dict[str, int]]:
-    """A list's dynamic entries with what its candidates add (Alg. 4, lines 11-12), and counts.
-
-    What has the text of a static entry is dropped (D11) and counted as "copied".
-    """
-    fresh = _without_copies(candidates, static, key)
-    copied = len(candidates) - len(fresh)
-    new, _ = merge(fresh, key, complete, group_size, patience)  # line 11
-    if new:
-        both, _ = merge(dynamic + new, key, complete, group_size, patience)  # line 12
-        originals = _without_copies(both, static, key)
-        copied += len(both) - len(originals)
-        dynamic = [{**entry, IDS[key]: f"{DYNAMIC}{entry[IDS[key]]}"} for entry in originals]
-    return dynamic, {"copied": copied, "candidate": len(candidates), "merged": len(new)}
 
 
 def limit_growth(
@@ -564,8 +575,11 @@ def limit_growth(
         limited[larger].pop()
 
 
-def describe(bank: SkillBank) -> str:
-    """A bank in one line: what it holds and, where we made it, what it was last made from."""
+def describe(bank: SkillBank, seconds: float = 0.0) -> str:
+    """A bank in one line: what it holds and, where we made it, what it was last made from.
+
+    seconds: how long that took; 0 where it was not just made.
+    """
     line, about = f"bank: {bank.sizes}", bank.metadata
     last = (about.get("updates") or [{}])[-1]
     if "lost_replies" in last:
@@ -577,7 +591,7 @@ def describe(bank: SkillBank) -> str:
         line += " from {input_general_skills} and {input_common_mistakes} candidates, written from "
         line += "{seed_solutions} solutions, {right_seed_solutions} correct; "
         line = (line + "{lost_replies} replies lost").format(**about)
-    return line
+    return f"{line}, in {seconds:.0f} s" if seconds else line
 
 
 def refuse_short(bank: SkillBank, path: str, num_teachers: int) -> None:
@@ -618,7 +632,8 @@ class Writer:
     """The policy as `complete`: it answers extraction and merge prompts, thinking off (D4).
 
     The reply to a new prompt is greedy. A prompt that comes again gets a sampled reply, another one
-    each time. Make a new writer for each cold start and each evolution.
+    each time: after a reply that could not be used, or where a later layer of merging shows a group
+    again. Make a new writer for each cold start and each evolution.
     """
 
     tokenizer: Any

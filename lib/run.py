@@ -248,12 +248,19 @@ def shared_rollouts(
 
 
 def shared_replies(
-    run: Run, prompts: list[list[int]], names: list[str], repeats: list[int], limits: list[int]
+    run: Run,
+    bar: tqdm,
+    prompts: list[list[int]],
+    names: list[str],
+    repeats: list[int],
+    limits: list[int],
 ) -> list[str]:
     """Replies to prompts that every rank has: greedy where repeat is 0, else sampled (D4).
 
-    A sampled reply's draws depend on the seed, the prompt's name and its repeat alone.
+    A sampled reply's draws depend on the seed, the prompt's name and its repeat alone. bar: counts
+    the replies.
     """
+    bar.total += len(prompts)
     replies: dict[int, list[int]] = {}
     greedy, second = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95, top_k=20)
     for repeated, sampling in ((False, greedy), (True, second)):
@@ -263,7 +270,8 @@ def shared_replies(
                 key = rollout.sample_key(run.cfg.seed, 0, names[i], repeats[i])
                 jobs.append(Job(i, prompt, key, limits[i]))
         work = functools.partial(bank_stream(run), sampling=sampling, rows=run.cfg.bank_rows)
-        for turn in distributed.share_jobs(run.world, jobs, work, "writing"):
+        for turn in distributed.share_jobs(run.world, jobs, work):
+            bar.update(len(turn))
             replies |= {job.index: job.ids for job in turn}
     return [rollout.text_of(run.tokenizer, replies[i]) for i in range(len(prompts))]
 

@@ -1,10 +1,20 @@
-"""Algorithms 2, 3 and 4, line by line, with a fake `complete`; then the policy as `complete`.
+"""Algorithms 2, 3 and 4, line by line; then the policy as `complete`.
+
+The model is a table, a line for each call of `complete`, with what it shows and what is replied:
+
+    "+1 > abc, -2 > D"    the success in problem 1 and the failure in problem 2 are shown;
+                          the replies have the items a, b and c, and the item D
+    "abc > xc, DE > ?"    a group a, b, c is shown, and x and c come back; of D and E nothing does
+
+A letter is an item. In tables of both lists small letters are skills and capitals mistakes. "?" is
+a reply that cannot be used, and "ab~" one that breaks off within b.
 
 How replies are read is in test_replies.py, a run's cold start (Alg. 2, lines 1-7) in
 test_cold_start.py.
 """
 
 import copy
+import itertools
 import json
 import random
 import re
@@ -21,7 +31,7 @@ both_kinds = pytest.mark.parametrize("key", KEYS)
 
 
 def names(entries, key=G):
-    """The names that `item` was given."""
+    """The letters that stand for entries."""
     return "".join(e[skills.FIELDS[key][0]].split()[0] for e in entries)
 
 
@@ -29,78 +39,72 @@ def bare(entries, key=G):
     return [skills.item_of(e, skills.FIELDS[key]) for e in entries]
 
 
-def key_of(name):
-    return G if name.endswith("skills") else E
-
-
 def read_prompt(prompt):
-    """A prompt's template, and the JSON that stands in its place; S13's sentence is cut off."""
+    """A prompt's list, and the JSON that it shows; S13's sentence is cut off."""
     prompt = re.sub(r"\nEach item is an object with the string fields .*\.\Z", "", prompt)
-    for name in ("extract_skills", "extract_mistakes", "merge_skills", "merge_mistakes"):
-        head, tail = re.split(r"\{\w+_json\}", skills.template(name))
-        if prompt.startswith(head) and prompt.endswith(tail):
-            return name, json.loads(prompt[len(head) : len(prompt) - len(tail)])
+    for key, verb in itertools.product(KEYS, ("extract", "merge")):
+        template = skills.template(f"{verb}_{skills.SHORT[key]}")
+        start, end = re.split(r"\{\w+_json\}", template)
+        if prompt.startswith(start) and prompt.endswith(end):
+            return key, json.loads(prompt[len(start) : len(prompt) - len(end)])
     raise AssertionError(f"no template of the paper: {prompt}")
 
 
-class Model:
-    """A fake `complete`: reply(name, body) answers a prompt; `calls` and `pairs` keep them.
+def what_is_shown(prompt):
+    """A merge's letters; "+1" or "-1" of an extraction, for a success or failure in problem 1."""
+    key, body = read_prompt(prompt)
+    if isinstance(body, list):
+        return names(body, key)
+    return "+-"[key == E] + re.search(r"\d+", body["problem"])[0]
 
-    In `calls` an extraction is "+1" or "-1", of the success or the failure in problem 1, and a
-    merge has the names of its group.
+
+class Table:
+    """A fake `complete` that is asked what its lines say, in this order, and replies as they say.
+
+    unusable: the reply that "?" stands for.
     """
 
-    def __init__(self, reply):
-        self.reply, self.calls, self.pairs = reply, [], []
+    def __init__(self, *lines, unusable="I cannot do that."):
+        self.lines, self.unusable, self.prompts = [*lines], unusable, []
 
     def __call__(self, prompts):
-        assert prompts, "the model was asked nothing"
-        assert len(self.calls) < 50, "merging does not end"
-        self.calls.append([])
+        self.prompts += prompts
+        shown = [what_is_shown(prompt) for prompt in prompts]
+        exchanges = [exchange.split(" > ") for exchange in self.lines.pop(0).split(", ")]
+        assert shown == [asked for asked, _ in exchanges]
+        keys = [read_prompt(prompt)[0] for prompt in prompts]
+        return [self.reply(letters, key) for (_, letters), key in zip(exchanges, keys)]
+
+    def reply(self, letters, key):
+        if letters == "?":
+            return self.unusable
+        whole = answer(items(letters.rstrip("~"), key), key)
+        return whole[:-40] if letters.endswith("~") else whole
+
+
+def check_merge(letters, *lines, size=32, patience=3, left, layers, key=G, **reply):
+    """Algorithm 3 by a table; left: the letters of its result, layers: its records."""
+    table = Table(*lines, **reply)
+    merged, records = skills.merge(items(letters, key), key, table, size, patience)
+    assert not table.lines and names(merged, key) == left and records == layers
+
+
+class Model:
+    """A fake `complete`: n new items from each memory, named 1.0, 1.1, ...; a group stays."""
+
+    def __init__(self, n=1):
+        self.n, self.prompts = n, []
+
+    def __call__(self, prompts):
+        self.prompts += prompts
+        replies = []
         for prompt in prompts:
-            name, body = read_prompt(prompt)
-            if name.startswith("merge"):
-                self.calls[-1].append(names(body, key_of(name)))
-            else:
-                self.calls[-1].append("+-"[name == "extract_mistakes"] + body["problem"][8])
-            self.pairs.append((prompt, self.reply(name, body)))
-        return [reply for _, reply in self.pairs[-len(prompts) :]]
-
-
-def script(*replies):
-    """A model that gives these replies in turn."""
-    left = iter(replies)
-    return Model(lambda name, body: next(left))
-
-
-def merging(rule, key=G):
-    """A model that merges a group into rule(group)."""
-    return Model(lambda name, group: answer(rule(group), key))
-
-
-def keep(group):
-    return group
-
-
-def first(group):
-    return group[:1]
-
-
-def refuse(name, body):
-    return "I cannot do that."
-
-
-def extracting(n=1, merged=keep):
-    """A model that finds n items in a memory, named after its problem, and merges by `merged`."""
-
-    def reply(name, body):
-        key = key_of(name)
-        if name.startswith("merge"):
-            return answer(merged(body), key)
-        number = re.search(r"\d+", body["problem"])[0]
-        return answer(items([f"{number}.{j}" for j in range(n)], key), key)
-
-    return Model(reply)
+            key, body = read_prompt(prompt)
+            if isinstance(body, dict):
+                number = re.search(r"\d+", body["problem"])[0]
+                body = items([f"{number}.{i}" for i in range(self.n)], key)
+            replies.append(answer(body, key))
+        return replies
 
 
 # ------------------------------------------------------- Algorithm 2, lines 5-14: the candidates
@@ -151,23 +155,19 @@ def test_alg2_line_5_a_long_completion_is_an_excerpt_of_its_two_ends():
 
 def test_alg2_lines_8_to_14_successes_give_skills_and_failures_mistakes():
     """Every memory in a prompt of its own, in order, and up to three items of each."""
-    model = extracting(5)
+    table = Table("+1 > abcde, +3 > fgh, -2 > ABCDE, -4 > F")
     memories = [memory(1, 1), memory(2, -1), memory(3, 1), memory(4, -1)]
-    candidates, lost = skills.extract(memories, model)
-    assert model.calls == [["+1", "+3"], ["-2", "-4"]]
-    assert bare(candidates[G]) == items(["1.0", "1.1", "1.2", "3.0", "3.1", "3.2"])
-    assert bare(candidates[E], E) == items(["2.0", "2.1", "2.2", "4.0", "4.1", "4.2"], E)
+    candidates, lost = skills.extract(memories, table)
+    assert bare(candidates[G]) == items("abcfgh") and bare(candidates[E], E) == items("ABCF", E)
     assert [e["sources"] for e in candidates[G]] == [["id-1-xyz"]] * 3 + [["id-3-xyz"]] * 3
     assert lost == 0
 
 
 def test_alg2_line_10_an_extraction_without_an_item_is_asked_once_more_and_then_lost():
     """D4. Of a reply that was cut off, the complete items count."""
-    cut, cut_early = answer(items("cd"))[:-40], answer(items("d"))[:-40]
-    model = script(cut, "no", answer([]), cut_early, answer(items("b")), "no", "no")
-    candidates, lost = skills.extract([memory(i) for i in range(4)], model)
-    assert names(candidates[G]) == "cb" and lost == 2
-    assert model.calls == [["+0", "+1", "+2", "+3"], ["+1", "+2", "+3"]]
+    table = Table("+0 > ab~, +1 > ?, +2 > c~, +3 > ?", "+1 > d, +2 > ?, +3 > ?")
+    candidates, lost = skills.extract([memory(i) for i in range(4)], table)
+    assert names(candidates[G]) == "ad" and lost == 2 and not table.lines
 
 
 # -------------------------------------------------------------------------- Algorithm 3: merging
@@ -182,58 +182,73 @@ def layer(*numbers, reason=None, lost=0):
 @both_kinds
 def test_alg3_lines_3_to_12_one_group_by_hand(key):
     """Three items, one prompt without ids, two items back, new ids."""
-    model = merging(lambda group: [item("x", key), group[2]], key)
+    table = Table("abc > xc")
     old = [{skills.IDS[key]: "old", **e} for e in items("abc", key)]
-    merged, layers = skills.merge(old, key, model)
+    merged, layers = skills.merge(old, key, table)
     prefix = "gen_" if key == G else "err_"
     assert merged == [
         {skills.IDS[key]: f"{prefix}001", **item("x", key)},
         {skills.IDS[key]: f"{prefix}002", **item("c", key)},
     ]
-    assert [prompt for prompt, _ in model.pairs] == [skills.render_merge(items("abc", key), key)]
+    assert table.prompts == [skills.render_merge(items("abc", key), key)]
     assert layers == [layer(0, 3, 1, 2, 0, reason=ROOT_GROUP)]
 
 
 def test_alg3_lines_2_to_11_layer_by_layer_down_to_the_root_group():
-    """Eight items by threes: (abc)(def)(gh) -> adg -> (adg) -> a."""
-    model = merging(first)
-    merged, layers = skills.merge(items("abcdefgh"), G, model, group_size=3)
-    assert names(merged) == "a" and model.calls == [["abc", "def", "gh"], ["adg"]]
-    assert layers == [layer(0, 8, 3, 3, 0), layer(1, 3, 1, 1, 0, reason=ROOT_GROUP)]
+    check_merge(
+        "abcdefgh",
+        "abc > a, def > d, gh > g",
+        "adg > a",
+        size=3,
+        left="a",
+        layers=[layer(0, 8, 3, 3, 0), layer(1, 3, 1, 1, 0, reason=ROOT_GROUP)],
+    )
 
 
 def test_alg3_line_4_a_group_of_one_is_not_asked():
-    model = merging(keep)
-    assert names(skills.merge(items("abc"), G, model, group_size=2, patience=1)[0]) == "abc"
-    assert model.calls == [["ab"]]
+    last = layer(0, 3, 2, 3, 1, reason=PATIENCE)
+    check_merge("abc", "ab > ab", size=2, patience=1, left="abc", layers=[last])
     for few in ("", "a"):
-        assert names(skills.merge(items(few), G, Model(refuse))[0]) == few
+        last = layer(0, len(few), len(few), len(few), 1, reason=ROOT_GROUP)
+        check_merge(few, left=few, layers=[last])
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3])
 def test_alg3_line_11_merging_stops_after_p_layers_without_progress(patience):
-    merged, layers = skills.merge(items("abcde"), G, merging(keep), 2, patience)
-    before = [layer(i, 5, 3, 5, i + 1) for i in range(patience - 1)]
-    assert layers == [*before, layer(patience - 1, 5, 3, 5, patience, reason=PATIENCE)]
-    assert names(merged) == "abcde"
+    lines = ["ab > ab, cd > cd"] * patience
+    layers = [layer(i, 5, 3, 5, i + 1) for i in range(patience - 1)]
+    layers.append(layer(patience - 1, 5, 3, 5, patience, reason=PATIENCE))
+    check_merge("abcde", *lines, size=2, patience=patience, left="abcde", layers=layers)
 
 
 def test_alg3_line_9_a_decrease_resets_the_count_of_stagnant_layers():
-    """The third layer drops one of nine items, the others none."""
-    model = Model(lambda name, group: answer(group[shrinks(group) :]))
-
-    def shrinks(group):
-        return len(model.calls) == 3 and group[0] == item("a")
-
-    merged, layers = skills.merge(items("abcdefghi"), G, model, group_size=2)
-    assert [x["stagnant_layers"] for x in layers] == [1, 2, 0, 1, 2, 3]
-    assert layers[-1]["stopped_reason"] == PATIENCE and names(merged) == "bcdefghi"
+    check_merge(
+        "abcdefghi",
+        "ab > ab, cd > cd, ef > ef, gh > gh",
+        "ab > ab, cd > cd, ef > ef, gh > gh",
+        "ab > b, cd > cd, ef > ef, gh > gh",  # one less
+        "bc > bc, de > de, fg > fg, hi > hi",
+        "bc > bc, de > de, fg > fg, hi > hi",
+        "bc > bc, de > de, fg > fg, hi > hi",
+        size=2,
+        left="bcdefghi",
+        layers=[
+            layer(0, 9, 5, 9, 1),
+            layer(1, 9, 5, 9, 2),
+            layer(2, 9, 5, 8, 0),
+            layer(3, 8, 4, 8, 1),
+            layer(4, 8, 4, 8, 2),
+            layer(5, 8, 4, 8, 3, reason=PATIENCE),
+        ],
+    )
 
 
 def test_alg3_h_is_32_and_p_is_3_by_default():
-    model = merging(keep)
-    _, layers = skills.merge(items(map(chr, range(200, 265))), G, model)
-    assert [len(group) for group in model.calls[0]] == [32, 32] and len(layers) == 3
+    letters = "".join(map(chr, range(200, 265)))
+    a, b = letters[:32], letters[32:64]
+    table = Table(*[f"{a} > {a}, {b} > {b}"] * 3)
+    _, layers = skills.merge(items(letters), G, table)
+    assert not table.lines and len(layers) == 3
 
 
 PAIR = items("ab")
@@ -249,20 +264,22 @@ BAD_REPLIES = {
 
 @pytest.mark.parametrize("name", BAD_REPLIES)
 def test_alg3_line_6_a_bad_reply_is_asked_once_more_and_then_the_group_stays(name):
-    model = Model(lambda *_: BAD_REPLIES[name])
-    merged, layers = skills.merge(items("abc"), G, model)
-    assert names(merged) == "abc" and model.calls == [["abc"], ["abc"]]
-    assert layers == [layer(0, 3, 1, 3, 1, reason=ROOT_GROUP, lost=1)]
+    last = layer(0, 3, 1, 3, 1, reason=ROOT_GROUP, lost=1)
+    unusable = BAD_REPLIES[name]
+    check_merge("abc", "abc > ?", "abc > ?", unusable=unusable, left="abc", layers=[last])
 
 
 def test_alg3_line_6_only_the_bad_groups_are_asked_again():
-    """(ab)(cd)(ef): the second is unreadable twice, the third once."""
-    first_layer = [answer(items("x")), "no", "no", "no", answer(items("y"))]
-    model = script(*first_layer, answer(items("xc")), answer(items("dy")))
-    merged, layers = skills.merge(items("abcdef"), G, model, group_size=2, patience=1)
-    assert model.calls == [["ab", "cd", "ef"], ["cd", "ef"], ["xc", "dy"]]
-    assert layers == [layer(0, 6, 3, 4, 0, lost=1), layer(1, 4, 2, 4, 1, reason=PATIENCE)]
-    assert names(merged) == "xcdy"
+    check_merge(
+        "abcdef",
+        "ab > x, cd > ?, ef > ?",
+        "cd > ?, ef > y",
+        "xc > xc, dy > dy",
+        size=2,
+        patience=1,
+        left="xcdy",
+        layers=[layer(0, 6, 3, 4, 0, lost=1), layer(1, 4, 2, 4, 1, reason=PATIENCE)],
+    )
 
 
 @both_kinds
@@ -271,7 +288,8 @@ def test_alg3_line_12_exact_duplicates_are_removed_and_the_rest_keeps_its_order(
     a, b = items("ab", key)
     near = {**a, skills.FIELDS[key][2]: "something else"}
     old = [a, near, b, {skills.IDS[key]: "old", **a}, b]
-    merged, _ = skills.merge(old, key, Model(refuse), group_size=2)
+    table = Table(*["aa > ?, ba > ?"] * 6)  # "near" begins with a, too
+    merged, _ = skills.merge(old, key, table, group_size=2)
     assert bare(merged, key) == [a, near, b]
     assert [e[skills.IDS[key]][4:] for e in merged] == ["001", "002", "003"]
 
@@ -279,20 +297,20 @@ def test_alg3_line_12_exact_duplicates_are_removed_and_the_rest_keeps_its_order(
 def test_sources_follow_their_entries():
     """An entry that stays keeps its own; a rewritten one gets its group's; twins join theirs."""
     a, b, c = [{**item(n), "sources": [f"p{n}"]} for n in "abc"]
-    merged, _ = skills.merge([a, b, c], G, merging(lambda group: items("xb")))
+    merged, _ = skills.merge([a, b, c], G, Table("abc > xb"))
     assert [e["sources"] for e in merged] == [["pa", "pb", "pc"], ["pb"]]
     twins = [{**a, "sources": ["p2"]}, item("a"), {**a, "sources": ["p1"]}]
-    merged, _ = skills.merge(twins, G, Model(refuse))
+    merged, _ = skills.merge(twins, G, Table("aaa > ?", "aaa > ?"))
     assert merged == [{"skill_id": "gen_001", **item("a"), "sources": ["p1", "p2"]}]
 
 
 def test_no_field_is_invented_and_none_is_lost():
     extra = {"skill_id": "gen_777", "confidence": 1, "sources": ["x"]}
-    model = merging(lambda group: [{**e, **extra} for e in group])
+    reply = answer([{**e, **extra} for e in PAIR])
     numbered = [{"skill_id": f"gen_{i:03d}", **e} for i, e in enumerate(PAIR, 1)]
-    assert skills.merge(PAIR, G, model)[0] == numbered
+    assert skills.merge(PAIR, G, lambda prompts: [reply])[0] == numbered
     noted = [{**e, "note": 1} for e in numbered]
-    assert skills.merge(noted, G, Model(refuse))[0] == noted
+    assert skills.merge(noted, G, Table("ab > ?", "ab > ?"))[0] == noted
 
 
 # ------------------------------------------------------ Algorithm 2, lines 15-16: the first bank
@@ -300,14 +318,14 @@ def test_no_field_is_invented_and_none_is_lost():
 
 def test_alg2_lines_15_and_16_the_first_bank_by_hand():
     """Two successes and a failure with two items each: two skills of four, a mistake of two."""
-    model = extracting(2, merged=lambda group: group[::2])
+    table = Table("+1 > ab, +3 > cd, -2 > EF", "abcd > ac, EF > E")
     memories = [memory(1, 1), memory(2, -1) | {"truncated": True}, memory(3, 1)]
-    bank = skills.cold_start(memories, model)
+    bank = skills.cold_start(memories, table)
     assert bank.general_skills == [
-        {"skill_id": "gen_001", **item("1.0"), "sources": ["id-1-xyz"]},
-        {"skill_id": "gen_002", **item("3.0"), "sources": ["id-3-xyz"]},
+        {"skill_id": "gen_001", **item("a"), "sources": ["id-1-xyz"]},
+        {"skill_id": "gen_002", **item("c"), "sources": ["id-3-xyz"]},
     ]
-    mistake = {"mistake_id": "err_001", **item("2.0", E), "sources": ["id-2-xyz"]}
+    mistake = {"mistake_id": "err_001", **item("E", E), "sources": ["id-2-xyz"]}
     assert bank.common_mistakes == [mistake]
     assert bank.metadata == {  # Tab. 5
         "source": "cold start from 3 seed solutions",
@@ -325,13 +343,34 @@ def test_alg2_lines_15_and_16_the_first_bank_by_hand():
         "common_mistake_merge_layers": [layer(0, 2, 1, 1, 0, reason=ROOT_GROUP)],
     }
     assert all(number in skills.describe(bank) for number in ("2 skills", "1 mistakes", "4", "3"))
+    assert "71 s" in skills.describe(bank, 71.4)
+
+
+def test_alg2_line_15_both_lists_are_merged_side_by_side():
+    """A call has a layer of both, with each list's own groups, until the shorter one is done."""
+    table = Table(
+        "+1 > abc, +2 > de, -3 > FGH",
+        "ab > a, cd > ?, FG > FG",
+        "cd > ?",  # D4
+        "ac > ac, de > e, FG > F",
+        "ac > x, FH > FH",
+        "xe > xe",
+    )
+    memories = [memory(1), memory(2), memory(3, -1)]
+    bank = skills.cold_start(memories, table, group_size=2)
+    assert names(bank.general_skills) == "xe" and names(bank.common_mistakes, E) == "FH"
+    skill_layers = bank.metadata["general_merge_layers"]
+    mistake_layers = bank.metadata["common_mistake_merge_layers"]
+    assert [x["output_items"] for x in skill_layers] == [4, 3, 2, 2] and not table.lines
+    assert [x["output_items"] for x in mistake_layers] == [3, 2, 2]
+    assert [x["lost_replies"] for x in skill_layers] == [1, 0, 0, 0]
 
 
 def test_no_memory_and_no_readable_reply_give_an_empty_bank():
-    for memories, lost in ([], 0), ([memory(1), memory(2, -1)], 2):
-        bank = skills.cold_start(memories, Model(refuse))
+    for memories, lines in ([], []), ([memory(1), memory(2, -1)], ["+1 > ?, -2 > ?"] * 2):
+        bank = skills.cold_start(memories, Table(*lines))
         assert bank.general_skills == bank.common_mistakes == []
-        assert bank.metadata["lost_replies"] == lost
+        assert bank.metadata["lost_replies"] == len(lines)
 
 
 # ------------------------------------------------------------------------ Algorithm 4: evolution
@@ -342,13 +381,13 @@ def window(failures, successes=0):
     return [solved(i, -1 if i < failures else 1) for i in range(total)]
 
 
-def with_dynamic(skill_count=0, mistake_count=0):
-    """A bank of four static entries a list, with dynamic ones between them."""
+def with_dynamic(skills_="", mistakes=""):
+    """A bank of four static entries a list, with dynamic ones of these letters between them."""
     bank = make_bank()
-    for key, n in ((G, skill_count), (E, mistake_count)):
-        for i in range(n):
+    for key, letters in ((G, skills_), (E, mistakes)):
+        for i, letter in enumerate(letters):
             id_ = f"dyn_{skills.PREFIX[key]}{i + 1:03d}"
-            entry = {skills.IDS[key]: id_, **item(f"old{i}", key)}
+            entry = {skills.IDS[key]: id_, **item(letter, key)}
             bank.collection(key).insert(1 + 2 * i, entry)
     bank.extra["task_specific_skills"] = {"x": [1]}
     return bank
@@ -360,6 +399,10 @@ def static(bank, key):
 
 def dynamic(bank, key):
     return [e for e in bank.collection(key) if e[skills.IDS[key]].startswith("dyn_")]
+
+
+def ids(entries, key=G):
+    return [e[skills.IDS[key]] for e in entries]
 
 
 DUE = [
@@ -380,34 +423,30 @@ def test_alg4_lines_1_to_7_an_evolution_is_due_every_f_steps_and_below_the_gate(
     rows, step, changes, due
 ):
     """F = 25 and gamma = 0.8 by default; where none is due, it is the same bank."""
-    bank, model = with_dynamic(1, 1), extracting()
+    bank, model = with_dynamic("o", "O"), Model()
     new = skills.evolve(bank, rows, step, model, **changes)
-    assert (new is not bank) == bool(model.calls) == due
+    assert (new is not bank) == bool(model.prompts) == due
 
 
 def test_alg4_lines_8_to_14_an_evolution_by_hand():
     """Extract, merge the candidates, merge them with the dynamic entries, replace those."""
-    model, bank = extracting(2), with_dynamic(1, 0)
-    new = skills.evolve(bank, [solved(1, 1), solved(2, -1), solved(3, -1)], 50, model)
-    assert model.calls == [
-        ["+1"],  # line 9
-        ["-2", "-3"],  # line 10
-        ["1.01.1"],  # line 11, of the skills
-        ["old01.01.1"],  # line 12
-        ["2.02.13.03.1"],  # line 11, of the mistakes
-        ["2.02.13.03.1"],  # line 12
-    ]
-    assert bare(dynamic(new, G)) == items(["old0", "1.0", "1.1"])
-    assert bare(dynamic(new, E), E) == items(["2.0", "2.1", "3.0"], E)
-    assert [e["skill_id"] for e in dynamic(new, G)] == [f"dyn_gen_{i:03d}" for i in (1, 2, 3)]
-    assert [e.get("sources") for e in dynamic(new, G)] == [None, ["id-1-xyz"], ["id-1-xyz"]]
+    table = Table(
+        "+1 > ab, -2 > CD, -3 > EF",  # lines 9 and 10
+        "ab > xb, CDEF > CDE",  # line 11
+        "oxb > ob, CDE > CDE",  # line 12
+    )
+    rows = [solved(1, 1), solved(2, -1), solved(3, -1)]
+    new = skills.evolve(with_dynamic("o"), rows, 50, table)
+    assert bare(dynamic(new, G)) == items("ob") and bare(dynamic(new, E), E) == items("CDE", E)
+    assert ids(dynamic(new, G)) == ["dyn_gen_001", "dyn_gen_002"] and not table.lines
+    assert [e.get("sources") for e in dynamic(new, G)] == [None, ["id-1-xyz"]]
 
 
 def test_alg4_line_12_existing_dynamic_entries_merge_with_the_new():
     """Two old ones and a new one become one: the bank may shrink."""
-    model = extracting(1, merged=lambda group: items(["all"], E))
-    new = skills.evolve(with_dynamic(0, 2), window(1), 25, model)
-    merged = {"mistake_id": "dyn_err_001", **item("all", E), "sources": ["id-0-xyz"]}
+    table = Table("-0 > A", "OPA > X")
+    new = skills.evolve(with_dynamic("", "OP"), window(1), 25, table)
+    merged = {"mistake_id": "dyn_err_001", **item("X", E), "sources": ["id-0-xyz"]}
     assert dynamic(new, E) == [merged]
 
 
@@ -421,16 +460,16 @@ def test_alg4_line_13_at_most_n_net_new_entries_in_both_lists_together(
     """S12; what was there before stays."""
     rows = window(new_mistakes // 3, new_skills // 3)
     settings = {"max_new_items": limit, "success_gate": 2}
-    new = skills.evolve(with_dynamic(2, 1), rows, 25, extracting(3), **settings)
+    new = skills.evolve(with_dynamic("op", "Q"), rows, 25, Model(3), **settings)
     assert len(dynamic(new, G)) + len(dynamic(new, E)) == 3 + net
-    assert names(dynamic(new, G)).startswith("old0old1")
-    assert names(dynamic(new, E), E).startswith("old0")
+    assert names(dynamic(new, G)).startswith("op") and names(dynamic(new, E), E).startswith("Q")
 
 
 @pytest.mark.parametrize("old, capacity, left", [(0, 2, 2), (2, 3, 3), (4, 3, 3), (2, 0, 0)])
 def test_alg4_line_13_at_most_c_dynamic_entries_in_each_list(old, capacity, left):
     settings = {"max_new_items": 99, "dynamic_capacity": capacity}
-    new = skills.evolve(with_dynamic(old, old), window(2, 2), 25, extracting(3), **settings)
+    bank = with_dynamic("opqr"[:old], "OPQR"[:old])
+    new = skills.evolve(bank, window(2, 2), 25, Model(3), **settings)
     assert [len(dynamic(new, key)) for key in KEYS] == [left, left]
     assert [len(static(new, key)) for key in KEYS] == [4, 4]
 
@@ -438,7 +477,7 @@ def test_alg4_line_13_at_most_c_dynamic_entries_in_each_list(old, capacity, left
 def test_alg4_line_13_a_full_list_leaves_its_share_of_n_to_the_other():
     """C = 4 skills are there, so all of N = 3 goes to the nine new mistakes."""
     settings = {"max_new_items": 3, "dynamic_capacity": 4, "success_gate": 2}
-    new = skills.evolve(with_dynamic(4, 0), window(3, 3), 25, extracting(3), **settings)
+    new = skills.evolve(with_dynamic("opqr"), window(3, 3), 25, Model(3), **settings)
     assert [len(dynamic(new, key)) for key in KEYS] == [4, 3]
 
 
@@ -447,17 +486,16 @@ def test_alg4_n_is_5_and_c_is_30_by_default():
     bank, sizes = make_bank(), []
     for k in range(1, 9):
         rows = [solved(100 * k + i, -1) for i in range(3)]
-        bank = skills.evolve(bank, rows, 25 * k, extracting(3))
+        bank = skills.evolve(bank, rows, 25 * k, Model(3))
         sizes.append(len(dynamic(bank, E)))
     assert sizes == [5, 10, 15, 20, 25, 30, 30, 30]
-    ids = [e["mistake_id"] for e in bank.common_mistakes]
-    assert len(set(ids)) == len(ids)
+    assert len({*ids(bank.common_mistakes, E)}) == len(bank.common_mistakes)
 
 
 def test_alg4_line_14_static_entries_and_the_old_bank_are_left_alone():
-    bank = with_dynamic(2, 1)
+    bank = with_dynamic("op", "Q")
     before = copy.deepcopy(bank)
-    new = skills.evolve(bank, window(2, 2), 25, extracting(1))
+    new = skills.evolve(bank, window(2, 2), 25, Model())
     assert bank == before and new.extra == bank.extra
     for key in KEYS:
         assert all(a is b for a, b in zip(new.collection(key), static(bank, key), strict=False))
@@ -473,11 +511,10 @@ def record(step, success, lost=0, **numbers):
 
 
 def test_an_evolution_leaves_its_record_and_without_a_readable_reply_every_entry():
-    once = skills.evolve(with_dynamic(2, 1), window(2, 2), 25, extracting(1))
-    model = Model(refuse)
-    twice = skills.evolve(once, window(3, 1), 50, model)
-    failures = ["-0", "-1", "-2"]
-    assert model.calls == [["+3"], ["+3"], failures, failures]  # and nothing is merged
+    table = Table("+2 > a, +3 > b, -0 > C, -1 > D", "ab > ab, CD > CD", "opab > opab, QCD > QCD")
+    once = skills.evolve(with_dynamic("op", "Q"), window(2, 2), 25, table)
+    refusing = Table(*["+3 > ?, -0 > ?, -1 > ?, -2 > ?"] * 2)  # so nothing is merged
+    twice = skills.evolve(once, window(3, 1), 50, refusing)
     for key in KEYS:
         assert dynamic(twice, key) == dynamic(once, key)
     some = {"candidate": (2, 2), "copied": (0, 0), "merged": (2, 2), "net_new": (2, 2)}
@@ -489,22 +526,14 @@ def test_an_evolution_leaves_its_record_and_without_a_readable_reply_every_entry
 
 def test_no_copy_of_a_static_entry_becomes_a_dynamic_one():
     """D11: not as a candidate, in whatever case it is written, and not out of a merge."""
-    bank = make_bank()
-    skill, mistake = bank.general_skills[0], bank.common_mistakes[0]
-    texts = {name: mistake[name].upper() for name in skills.FIELDS[E]}
-
-    def reply(name, body):
-        if name == "extract_skills":
-            return answer(bare([skill, *items("ab")]))
-        if name == "extract_mistakes":
-            return answer([texts, item("c", E)], E)
-        return answer(bare([body[0], skill]) if name == "merge_skills" else body, key_of(name))
-
-    model = Model(reply)
-    new = skills.evolve(bank, [solved(1, 1), solved(2, -1)], 25, model)
-    assert model.calls[2:4] == [["ab"], ["aUse"]]  # which gives a and the copy once more
-    assert names(dynamic(new, G)) == "a" and names(dynamic(new, E), E) == "c"
-    expected = {"candidate": (3, 2), "copied": (2, 1), "merged": (2, 1)}
+    bank = skills.SkillBank([], [], {})
+    bank.general_skills.append({"skill_id": "gen_001", **item("s")})
+    bank.common_mistakes.append({"mistake_id": "err_001", **item("M", E)})
+    bank.common_mistakes.append({"mistake_id": "err_002", **item("i", E)})
+    table = Table("+1 > sab, -2 > MIC", "ab > as", "as > as")
+    new = skills.evolve(bank, [solved(1, 1), solved(2, -1)], 25, table)
+    assert names(dynamic(new, G)) == "a" and names(dynamic(new, E), E) == "C" and not table.lines
+    expected = {"candidate": (3, 3), "copied": (2, 2), "merged": (2, 1)}
     expected |= {"dynamic": (1, 1), "net_new": (1, 1)}
     assert new.metadata["updates"] == [record(25, 0.5, **expected)]
 
@@ -512,17 +541,17 @@ def test_no_copy_of_a_static_entry_becomes_a_dynamic_one():
 @pytest.mark.parametrize("shown", [False, True])
 def test_an_evolution_shows_the_reference_answer_only_when_asked_to(shown):
     """D3. And never an id."""
-    model = extracting()
-    skills.evolve(with_dynamic(2, 2), window(3, 2), 25, model, memory_answer=shown)
-    extractions = [p for p, _ in model.pairs if "to merge:" not in p]
-    assert extractions and all(("GOLD" in p) == shown for p in extractions)
-    assert not any(re.search("xyz|problem_id|dyn_|sources", p) for p, _ in model.pairs)
+    model = Model()
+    skills.evolve(with_dynamic("op", "OP"), window(3, 2), 25, model, memory_answer=shown)
+    extractions = [prompt for prompt in model.prompts if "to merge:" not in prompt]
+    assert extractions and all(("GOLD" in prompt) == shown for prompt in extractions)
+    assert not any(re.search("xyz|problem_id|dyn_|sources", prompt) for prompt in model.prompts)
 
 
 def test_a_windows_rows_need_four_fields_and_no_source_is_made_up():
     row = {"problem": "What is 1 plus 1?", "text": "\\boxed{3}", "r": -1, "pred": "3"}
-    new = skills.evolve(make_bank(), [row], 25, extracting())
-    assert dynamic(new, E) == [{"mistake_id": "dyn_err_001", **item("1.0", E)}]
+    new = skills.evolve(make_bank(), [row], 25, Table("-1 > A"))
+    assert dynamic(new, E) == [{"mistake_id": "dyn_err_001", **item("A", E)}]
 
 
 # ------------------------------------------------------------------------------- mangled replies
@@ -542,16 +571,27 @@ def mangled(rng, key):
     return text[:4000]
 
 
+class Mangling:
+    """A fake `complete` whose replies are mangled; `exchanges` keeps (prompt, reply)."""
+
+    def __init__(self, rng, key):
+        self.rng, self.key, self.exchanges = rng, key, []
+
+    def __call__(self, prompts):
+        replies = [mangled(self.rng, self.key) for _ in prompts]
+        self.exchanges += zip(prompts, replies)
+        return replies
+
+
 @both_kinds
 def test_no_mangled_reply_loses_or_invents_an_entry_in_a_merge(key):
     """What is gone was in a group with a whole, small enough reply; what is new stands in one."""
     rng, changed = random.Random(1), 0
     for _ in range(300):
-        old = items("abcde", key)
-        model = Model(lambda *_: mangled(rng, key))
+        old, model = items("abcde", key), Mangling(rng, key)
         merged = bare(skills.merge(old, key, model, group_size=3, patience=2)[0], key)
         used, written = [], []
-        for prompt, reply in model.pairs:
+        for prompt, reply in model.exchanges:
             group = read_prompt(prompt)[1]
             reading, whole = skills.read_items(reply, key, skills.FIELDS[key])
             if whole and 0 < len(reading) <= len(group):
@@ -594,6 +634,16 @@ def test_a_writer_counts_how_often_a_prompt_came_before_and_logs_every_reply(tok
     assert sampler.requests == [[("a", 0), ("b", 0)], [("a", 1), ("c", 0)]]
     assert log[2] == {"step": 25, "repeat": 1, "prompt": "a", "reply": "another A"}
     assert [row["prompt"] for row in log] == [*"abac"]
+
+
+def test_a_group_that_the_next_layer_shows_again_gets_a_sampled_reply(tokenizer):
+    """D4: not only after a failure. Here the third of three equal layers merges a with b."""
+    again = answer(items("ab"))
+    sampler = Sampler(again, again, answer(items("x")), answer(items("xc")))
+    writer = make_writer(tokenizer, sampler, [])
+    merged, layers = skills.merge(items("abc"), G, writer, group_size=2)
+    assert names(merged) == "xc" and [x["lost_replies"] for x in layers] == [0, 0, 0, 0]
+    assert [repeat for ((_, repeat),) in sampler.requests] == [0, 1, 2, 0]
 
 
 def test_a_writer_does_not_think_and_has_room_to_repeat_a_long_prompt(tokenizer):
