@@ -11,6 +11,7 @@ Dimension key: n entries of a list, d embedding size.
 
 import collections
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -414,14 +415,18 @@ def _numbered(entries: list[dict], key: str) -> list[dict]:
     """Entries under new ids; exact duplicates become one, with all sources (Alg. 3, line 12)."""
     twins: dict[tuple, list[dict]] = {}
     for entry in entries:
-        texts = tuple(entry.get(name) for name in FIELDS[key])
-        twins.setdefault(texts, []).append(entry)
+        twins.setdefault(_texts(entry, key), []).append(entry)
     numbered = []
     for number, same in enumerate(twins.values(), 1):
         entry = _with_sources(same[0], same)
         entry.pop(IDS[key], None)
         numbered.append({IDS[key]: f"{PREFIX[key]}{number:03d}", **entry})
     return numbered
+
+
+def _texts(entry: dict, key: str) -> tuple:
+    """An entry's three fields."""
+    return tuple(entry.get(name) for name in FIELDS[key])
 
 
 def _with_sources(entry: dict, parents: list[dict]) -> dict:
@@ -528,32 +533,67 @@ def evolve(
         return bank
     memories = [memory_of(row, memory_answer) for row in window]
     candidates, lost = extract(memories, complete)  # lines 8-10
-    update: dict[str, Any] = {"step": step, "success": success, "lost_replies": lost}
-    static, before, fresh = {}, {}, {}
-    for key in FIELDS:
-        entries = bank.collection(key)
-        static[key] = [entry for entry in entries if not entry[IDS[key]].startswith(DYNAMIC)]
-        before[key] = [entry for entry in entries if entry[IDS[key]].startswith(DYNAMIC)]
-        fresh[key] = _without_copies(candidates[key], static[key], key)  # D11
+    static, before = split(bank)
+    fresh = {key: _without_copies(candidates[key], static[key], key) for key in FIELDS}
     new, _ = merge_lists(fresh, complete, group_size, patience)  # line 11
     grown = {key: before[key] + new[key] for key in FIELDS if new[key]}
     merged, _ = merge_lists(grown, complete, group_size, patience)  # line 12
-    after = dict(before)
+    originals = {key: _without_copies(merged[key], static[key], key) for key in merged}
+    named = {key: _under_dynamic_ids(originals[key], key, step, bank) for key in merged}
+    after = limit_growth(before, before | named, max_new_items, dynamic_capacity)  # line 13
+    update: dict[str, Any] = {"step": step, "success": success, "lost_replies": lost}
     for key in FIELDS:
         copied = len(candidates[key]) - len(fresh[key])
-        if new[key]:
-            originals = _without_copies(merged[key], static[key], key)
-            copied += len(merged[key]) - len(originals)
-            after[key] = [{**e, IDS[key]: f"{DYNAMIC}{e[IDS[key]]}"} for e in originals]
+        copied += len(merged.get(key, [])) - len(originals.get(key, []))
         update |= {f"copied_{key}": copied, f"candidate_{key}": len(candidates[key])}
         update[f"merged_{key}"] = len(new[key])
-    after = limit_growth(before, after, max_new_items, dynamic_capacity)  # line 13
-    for key in FIELDS:
-        update[f"dynamic_{key}"] = len(after[key])
-        update[f"net_new_{key}"] = len(after[key]) - len(before[key])
+    update |= changes(before, after)
     metadata = {**bank.metadata, "updates": [*bank.metadata.get("updates", []), update]}
     skills, mistakes = (static[key] + after[key] for key in FIELDS)
     return SkillBank(skills, mistakes, metadata, bank.extra)  # line 14
+
+
+def split(bank: SkillBank) -> tuple[dict[str, list[dict]], dict[str, list[dict]]]:
+    """A bank's static and its dynamic entries, by key."""
+    static: dict[str, list[dict]] = {key: [] for key in FIELDS}
+    dynamic: dict[str, list[dict]] = {key: [] for key in FIELDS}
+    for key in FIELDS:
+        for entry in bank.collection(key):
+            kind = dynamic if entry[IDS[key]].startswith(DYNAMIC) else static
+            kind[key].append(entry)
+    return static, dynamic
+
+
+def _under_dynamic_ids(entries: list[dict], key: str, step: int, bank: SkillBank) -> list[dict]:
+    """Entries under dynamic ids, each of which names one text for as long as the bank lives.
+
+    An entry with the three fields of an earlier dynamic one keeps that one's id. Any other gets a
+    new id, with the step in it, that neither the bank nor its updates name.
+    """
+    ids_by_text: dict[tuple, str] = {}
+    for entry in bank.collection(key):
+        ids_by_text.setdefault(_texts(entry, key), entry[IDS[key]])
+    names = as_json([[e[IDS[key]] for e in bank.collection(key)], bank.metadata.get("updates")])
+    ids = (f"{DYNAMIC}{PREFIX[key]}{step:03d}_{n:03d}" for n in itertools.count(1))
+    new_ids = (id_ for id_ in ids if f'"{id_}"' not in names)
+    named = []
+    for entry in entries:
+        id_ = ids_by_text.get(_texts(entry, key)) or next(new_ids)
+        named.append({**entry, IDS[key]: id_})
+    return named
+
+
+def changes(before: dict[str, list[dict]], after: dict[str, list[dict]]) -> dict[str, Any]:
+    """What an update says of the dynamic entries: their numbers, and the ids new and dropped."""
+    record: dict[str, Any] = {"new": [], "dropped": []}
+    for key in FIELDS:
+        old_ids = [entry[IDS[key]] for entry in before[key]]
+        new_ids = [entry[IDS[key]] for entry in after[key]]
+        record[f"dynamic_{key}"] = len(new_ids)
+        record[f"net_new_{key}"] = len(new_ids) - len(old_ids)
+        record["new"] += [id_ for id_ in new_ids if id_ not in old_ids]
+        record["dropped"] += [id_ for id_ in old_ids if id_ not in new_ids]
+    return record
 
 
 def limit_growth(

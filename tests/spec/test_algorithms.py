@@ -438,7 +438,7 @@ def test_alg4_lines_8_to_14_an_evolution_by_hand():
     rows = [solved(1, 1), solved(2, -1), solved(3, -1)]
     new = skills.evolve(with_dynamic("o"), rows, 50, table)
     assert bare(dynamic(new, G)) == items("ob") and bare(dynamic(new, E), E) == items("CDE", E)
-    assert ids(dynamic(new, G)) == ["dyn_gen_001", "dyn_gen_002"] and not table.lines
+    assert ids(dynamic(new, G)) == ["dyn_gen_001", "dyn_gen_050_001"] and not table.lines
     assert [e.get("sources") for e in dynamic(new, G)] == [None, ["id-1-xyz"]]
 
 
@@ -446,7 +446,7 @@ def test_alg4_line_12_existing_dynamic_entries_merge_with_the_new():
     """Two old ones and a new one become one: the bank may shrink."""
     table = Table("-0 > A", "OPA > X")
     new = skills.evolve(with_dynamic("", "OP"), window(1), 25, table)
-    merged = {"mistake_id": "dyn_err_001", **item("X", E), "sources": ["id-0-xyz"]}
+    merged = {"mistake_id": "dyn_err_025_001", **item("X", E), "sources": ["id-0-xyz"]}
     assert dynamic(new, E) == [merged]
 
 
@@ -502,9 +502,10 @@ def test_alg4_line_14_static_entries_and_the_old_bank_are_left_alone():
         assert len(static(new, key)) == 4
 
 
-def record(step, success, lost=0, **numbers):
+def record(step, success, lost=0, new=(), dropped=(), **numbers):
     """What an evolution leaves in the metadata; numbers: of the skills and of the mistakes."""
     row = {"step": step, "success": success, "lost_replies": lost}
+    row |= {"new": [*new], "dropped": [*dropped]}
     for name, both in numbers.items():
         row |= {f"{name}_{key}": n for key, n in zip(KEYS, both)}
     return row
@@ -519,7 +520,8 @@ def test_an_evolution_leaves_its_record_and_without_a_readable_reply_every_entry
         assert dynamic(twice, key) == dynamic(once, key)
     some = {"candidate": (2, 2), "copied": (0, 0), "merged": (2, 2), "net_new": (2, 2)}
     none = dict.fromkeys(some, (0, 0))
-    updates = [record(25, 0.5, dynamic=(4, 3), **some)]
+    ids_of_25 = [f"dyn_{kind}_025_{i:03d}" for kind in ("gen", "err") for i in (1, 2)]
+    updates = [record(25, 0.5, new=ids_of_25, dynamic=(4, 3), **some)]
     updates.append(record(50, 0.25, lost=4, dynamic=(4, 3), **none))
     assert twice.metadata == {"source": "made in a test", "updates": updates}
 
@@ -535,7 +537,32 @@ def test_no_copy_of_a_static_entry_becomes_a_dynamic_one():
     assert names(dynamic(new, G)) == "a" and names(dynamic(new, E), E) == "C" and not table.lines
     expected = {"candidate": (3, 3), "copied": (2, 2), "merged": (2, 1)}
     expected |= {"dynamic": (1, 1), "net_new": (1, 1)}
+    expected["new"] = ["dyn_gen_025_001", "dyn_err_025_001"]
     assert new.metadata["updates"] == [record(25, 0.5, **expected)]
+
+
+def test_a_dynamic_id_names_one_text_for_as_long_as_a_bank_lives(tmp_path):
+    """So a run that begins with an evolved bank, at the same steps, gives none of its ids again."""
+    bank = skills.evolve(make_bank(), window(1), 25, Table("-0 > ABC", "ABC > ABC", "ABC > ABC"))
+    a, b, c = ids(dynamic(bank, E), E)
+    assert bank.metadata["updates"][-1]["new"] == [a, b, c]
+    for lines, left, dropped in (
+        (["-0 > D", "ABCD > BXC"], [b, "dyn_err_025_004", c], [a]),
+        (["-0 > A", "BXCA > CA"], [c, "dyn_err_025_005"], [b, "dyn_err_025_004"]),
+        (["-0 > D", "CAD > DC"], ["dyn_err_025_006", c], ["dyn_err_025_005"]),
+    ):
+        bank.save(tmp_path / "bank.json")
+        bank = skills.evolve(
+            skills.SkillBank.load(tmp_path / "bank.json"), window(1), 25, Table(*lines)
+        )
+        assert ids(dynamic(bank, E), E) == left
+        assert bank.metadata["updates"][-1]["dropped"] == dropped
+    twins = with_dynamic("", "OO")
+    kept = skills.evolve(twins, window(1), 25, Table("-0 > ?", "-0 > ?"))
+    assert ids(dynamic(kept, E), E) == ["dyn_err_001", "dyn_err_002"]
+    merged = skills.evolve(twins, window(1), 25, Table("-0 > A", "OOA > OA"))
+    assert ids(dynamic(merged, E), E) == ["dyn_err_001", "dyn_err_025_001"]
+    assert merged.metadata["updates"][-1]["dropped"] == ["dyn_err_002"]
 
 
 @pytest.mark.parametrize("shown", [False, True])
@@ -551,7 +578,7 @@ def test_an_evolution_shows_the_reference_answer_only_when_asked_to(shown):
 def test_a_windows_rows_need_four_fields_and_no_source_is_made_up():
     row = {"problem": "What is 1 plus 1?", "text": "\\boxed{3}", "r": -1, "pred": "3"}
     new = skills.evolve(make_bank(), [row], 25, Table("-1 > A"))
-    assert dynamic(new, E) == [{"mistake_id": "dyn_err_001", **item("A", E)}]
+    assert dynamic(new, E) == [{"mistake_id": "dyn_err_025_001", **item("A", E)}]
 
 
 # ------------------------------------------------------------------------------- mangled replies
