@@ -43,8 +43,10 @@ from lib.run import Start, prepare
 MAX_BYTES = 4_900_000  # of the page
 WINDOW_PROBLEMS = 100  # of the steps that are taken together as a run's first, and as its last
 
+NO_LEDGER = "an older version made this run, whose evolutions gave dynamic entries other ids"
+
 Banks = dict[int, skills.SkillBank]  # by the step after which each came into use, oldest first
-Entries = dict[tuple[str, str], dict]  # by kind and id
+Ledger = dict[tuple[str, str], dict]  # by kind and id
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
@@ -95,54 +97,44 @@ def about(run: pathlib.Path) -> dict[str, Any]:
     return read
 
 
-def entries(bank: skills.SkillBank) -> Entries:
-    by_id = {}
-    for kind, id_field in skills.IDS.items():
-        for entry in bank.collection(kind):
-            by_id[kind, entry[id_field]] = entry
-    return by_id
+def updates_of(bank: skills.SkillBank) -> list[dict]:
+    """The records of a bank's evolutions, oldest first."""
+    return bank.metadata.get("updates", [])
 
 
-def entries_in_use(banks: Banks, step: int) -> Entries:
-    """What a step could retrieve: the entries of the last version before it."""
-    earlier = [version for version in banks if version < step]
-    return entries(banks[max(earlier)]) if earlier else {}
+def renumbers(banks: Banks) -> bool:
+    """Whether evolutions of this run gave dynamic entries other ids, as those of old versions."""
+    versions = [updates_of(bank) for bank in banks.values()]
+    return bool(versions) and not all("new" in x for x in versions[-1][len(versions[0]) :])
 
 
-def identity(kind: str, id_: str, entry: dict) -> tuple[str, str]:
-    """An entry's name in all versions: its id, or its text if dynamic (Alg. 4 renumbers it)."""
-    return kind, skills.entry_text(entry, kind) if id_.startswith(skills.DYNAMIC) else id_
-
-
-def ledger(run: pathlib.Path) -> dict:
-    """What ledger.json holds: {"step": the last step, "entries": a row per skill and mistake}.
+def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
+    """A row for each skill and mistake; none for a dynamic one where evolutions changed its id.
 
     A row says which versions of the bank held the entry first and last, how often it was retrieved,
     and how often it was distilled, reversed or ignored, on successes and on failures.
-    ValueError where a rollout used an entry that no version of the bank explains.
+    ValueError where a rollout used an entry that is in no version of the bank.
     """
-    rollouts = list(files.read_jsonl(run / "rollouts.jsonl"))
-    banks = load_banks(run)  # after the rollouts: a run that is still going writes both
-    rows: dict[tuple[str, str], dict] = {}
+    rows: Ledger = {}
     for step, bank in banks.items():
-        for (kind, id_), entry in entries(bank).items():
-            row = rows.setdefault(identity(kind, id_, entry), uncounted(kind, entry, step))
-            row |= {"id": id_, "last": step}
+        for kind, id_field in skills.IDS.items():
+            for entry in bank.collection(kind):
+                row = rows.setdefault((kind, entry[id_field]), uncounted(kind, entry, step))
+                row["last"] = step
     for roll in rollouts:
-        used = entries_in_use(banks, roll["step"])
         outcome = "success" if roll["r"] > 0 else "failure"
         has_teachers = len(roll["rho"]) == len(roll["pairs"])  # a baseline's pairs need not teach
         for k, pair in enumerate(roll["pairs"]):
             for kind, id_ in zip(skills.IDS, pair):
-                if (kind, id_) not in used:
-                    rule = f"step {roll['step']} used {id_}, which is not in the version of the "
-                    rule += "bank before it; are files of bank/ missing?"
-                    raise ValueError(f"{run}: {rule}")
-                row = rows[identity(kind, id_, used[kind, id_])]
-                row["retrieved"] += 1
+                if (kind, id_) not in rows:
+                    used = f"step {roll['step']} used {id_}, which no version of the bank has"
+                    raise ValueError(f"{used}; are files of bank/ missing?")
+                rows[kind, id_]["retrieved"] += 1
                 if has_teachers:
-                    row[runlog.FATE[roll["rho"][k]]][outcome] += 1
-    return {"step": rollouts[-1]["step"] if rollouts else 0, "entries": list(rows.values())}
+                    rows[kind, id_][runlog.FATE[roll["rho"][k]]][outcome] += 1
+    if renumbers(banks):
+        return {key: rows[key] for key in rows if not key[1].startswith(skills.DYNAMIC)}
+    return rows
 
 
 def uncounted(kind: str, entry: dict, step: int) -> dict[str, Any]:
@@ -153,6 +145,11 @@ def uncounted(kind: str, entry: dict, step: int) -> dict[str, Any]:
     for fate in runlog.FATE.values():
         row[fate] = {"success": 0, "failure": 0}
     return row
+
+
+def named(row: dict) -> list[str]:
+    """A ledger's row for the page: its entry's id, then the fields in the order of Tab. 5."""
+    return [row["id"], *row["entry"].values()]
 
 
 def memories(run: pathlib.Path, rollouts: list[dict]) -> dict[str, dict[int, dict]]:
@@ -172,75 +169,54 @@ def memories(run: pathlib.Path, rollouts: list[dict]) -> dict[str, dict[int, dic
     return by_problem
 
 
-def source_steps(row: dict, by_problem: dict[str, dict[int, dict]]) -> list[tuple[str, int | None]]:
-    """The sources of a ledger's row: problem id, and the step of its memory, None if unknown.
+def trace_sources(
+    rows: Ledger, by_problem: dict[str, dict[int, dict]]
+) -> dict[str, dict[int, dict]]:
+    """Give each row's sources the step of their memory, None if unknown; returns the memories.
 
     A dynamic entry came from the newest rollout before it; what was merged into it may be older.
     """
-    dynamic = row["id"].startswith(skills.DYNAMIC)
-    sources = []
-    for source in row["sources"]:
-        rollouts = by_problem.get(source, {})
-        steps = [step for step in rollouts if step <= row["first"] and (step > 0) == dynamic]
-        sources.append((source, max(steps, default=None)))
-    return sources
+    shown: dict[str, dict[int, dict]] = {}
+    for row in rows.values():
+        dynamic = row["id"].startswith(skills.DYNAMIC)
+        sources, row["sources"] = row["sources"], []
+        for source in sources:
+            rollouts = by_problem.get(source, {})
+            steps = [step for step in rollouts if step <= row["first"] and (step > 0) == dynamic]
+            step = max(steps, default=None)
+            row["sources"].append((source, step))
+            if step is not None:
+                shown.setdefault(source, {})[step] = rollouts[step]
+    return shown
 
 
 # ---------------------------------------------------------------------------- the bank's history
 
 
-def named(entry: dict, kind: str) -> list[str]:
-    """An entry for the page: its id, then its fields in the order of Tab. 5."""
-    return [entry[name] for name in (skills.IDS[kind], *skills.FIELDS[kind])]
+def history(banks: Banks, rows: Ledger) -> list[dict]:
+    """What each version changed, as its evolution recorded it: an entry's mark, kind and fields.
 
-
-def timeline(banks: Banks) -> list[dict]:
-    """What each version changed: an entry's mark, kind and fields, and what it was merged from.
-
-    The marks: "start" in the first version; "merged" where it carries the sources of entries that
-    are gone; "new"; and "pruned". The sizes are those of skills, mistakes and dynamic entries.
+    The marks: "start" in the first version; later "new" and "dropped". The sizes are those of
+    skills, mistakes and dynamic entries.
     """
     events: list[dict] = []
-    before: Entries = {}
+    count = 0  # of evolutions before this version; the success gate may have stopped its own
     for step, bank in banks.items():
-        now: Entries = {}
-        dynamic = 0
-        for (kind, id_), entry in entries(bank).items():
-            now[identity(kind, id_, entry)] = entry
-            dynamic += id_.startswith(skills.DYNAMIC)
-        gone = {key: entry for key, entry in before.items() if key not in now}
-        changes = []
-        for key, entry in now.items():
-            if key not in before:
-                parents = parents_of(key[0], entry, gone)
-                mark = "merged" if parents else "new" if events else "start"
-                names = [named(parent, key[0]) for parent in parents]
-                changes.append([mark, key[0], named(entry, key[0]), names])
-        merged = list(itertools.chain.from_iterable(names for *_, names in changes))
-        for (kind, _), entry in gone.items():
-            if named(entry, kind) not in merged:
-                changes.append(["pruned", kind, named(entry, kind), []])
-        note = {}  # an evolution that the success gate stopped has none
+        updates = updates_of(bank)
+        update = updates[-1] if events and len(updates) > count else {}
+        marked = {mark: update.get(mark, []) for mark in ("new", "dropped")}
         if not events:
-            scalars = {k: v for k, v in bank.metadata.items() if isinstance(v, str | int | float)}
-            note = {k: number(v) for k, v in scalars.items()}
-        for update in bank.metadata.get("updates", []):
-            note = update if update.get("step") == step else note
-        sizes = [len(bank.general_skills), len(bank.common_mistakes), dynamic]
+            marked = {"start": [row["id"] for row in rows.values() if row["first"] == step]}
+        changes = []
+        for mark, ids in marked.items():
+            changes += [[mark, x["kind"], named(x)] for x in rows.values() if x["id"] in ids]
+        numbers = update if events else bank.metadata
+        note = {k: number(v) for k, v in numbers.items() if isinstance(v, str | int | float)}
+        sizes = [len(bank.general_skills), len(bank.common_mistakes)]
+        sizes.append(sum(len(x) for x in skills.split(bank)[1].values()))
         events.append({"step": step, "sizes": sizes, "note": note, "changes": changes})
-        before = now
+        count = len(updates)
     return events
-
-
-def parents_of(kind: str, entry: dict, gone: Entries) -> list[dict]:
-    """The entries that are gone and whose sources this entry carries on."""
-    sources = set(entry.get("sources", []))
-    parents = []
-    for (kind_of_parent, _), parent in gone.items():
-        of_parent = parent.get("sources")
-        if kind_of_parent == kind and of_parent and set(of_parent) <= sources:
-            parents.append(parent)
-    return parents
 
 
 # --------------------------------------------------------------------------- an audited rollout
@@ -254,7 +230,7 @@ def sentence(a: float, rho: int, r: int) -> str:
     return f"{stance} a {'success' if r > 0 else 'failure'}: {runlog.FATE[rho]}"
 
 
-def teachers(row: dict, used: Entries) -> list[dict]:
+def teachers(row: dict, rows: Ledger) -> list[dict]:
     """The teachers of a rollout with their decisions, for the page."""
     of_rollout = []
     for k, rho in enumerate(row["rho"]):
@@ -263,25 +239,23 @@ def teachers(row: dict, used: Entries) -> list[dict]:
         if len(row["pairs"]) == len(row["rho"]):
             teacher |= {name: number(row[name][k]) for name in ("s_g", "s_e")}
             for name, kind, id_ in zip(("skill", "mistake"), skills.IDS, row["pairs"][k]):
-                teacher[name] = named(used[kind, id_], kind)
+                is_listed = (kind, id_) in rows
+                teacher[name] = named(rows[kind, id_]) if is_listed else [id_, NO_LEDGER]
         of_rollout.append(teacher)
     return of_rollout
 
 
-def gate_view(row: dict, tokens: dict, banks: Banks) -> dict:
+def gate_view(row: dict, tokens: dict, rows: Ledger) -> dict:
     """One audited rollout for the page: its teachers' decisions, its tokens' gaps and credits.
 
     row, tokens: its lines in rollouts.jsonl and tokens.jsonl.
     """
-    view = {"loss": number(row["loss"])}
-    view["teachers"] = teachers(row, entries_in_use(banks, row["step"]))
+    view = {"loss": number(row["loss"]), "teachers": teachers(row, rows)}
     for name in ("step", "index", "problem_id", "problem", "gold", "pred", "r", "truncated"):
         view[name] = row[name]
     view |= {"text": tokens["text"], "mask": tokens["mask"]}
     for name in ("delta", "credit"):  # Eq. 20's credit is the gate's: a divergence has none
-        view[name] = []
-        for x_T in tokens.get(name, []):
-            view[name].append([number(x, 4) for x in x_T])
+        view[name] = [[number(x, 4) for x in x_T] for x_T in tokens.get(name, [])]
     return view
 
 
@@ -424,21 +398,17 @@ def collect(run: pathlib.Path) -> dict:
     metrics, rollouts, tokens = (
         list(files.read_jsonl(run / f"{name}.jsonl")) for name in runlog.LOGS
     )
-    banks, counted = load_banks(run), ledger(run)
-    files.write_json(run / "ledger.json", counted)
+    banks = load_banks(run)  # after the rollouts: a run that is still going writes both
+    by_id = ledger(banks, rollouts)
+    note = NO_LEDGER if renumbers(banks) else ""
+    counted = {"step": rollouts[-1]["step"] if rollouts else 0, "note": note}
+    files.write_json(run / "ledger.json", counted | {"entries": [*by_id.values()]})
     columns = {}
     for name in dict.fromkeys(itertools.chain.from_iterable(metrics)):
         columns[name] = [number(row.get(name)) for row in metrics]
     audited = {line["step"] for line in tokens}
     rows = [row for row in rollouts if row["step"] in audited]  # in the order of their tokens
-    views = [gate_view(row, of_tokens, banks) for row, of_tokens in zip(rows, tokens)]
-    by_problem = memories(run, rollouts)
-    shown: dict[str, dict[int, dict]] = {}
-    for row in counted["entries"]:
-        row["sources"] = source_steps(row, by_problem)
-        for source, step in row["sources"]:
-            if step is not None:
-                shown.setdefault(source, {})[step] = by_problem[source][step]
+    views = [gate_view(row, of_tokens, by_id) for row, of_tokens in zip(rows, tokens)]
     x, tau_g, eps_a = torch.linspace(-6, 6, 121), settings["tau_g"], settings["eps_a"]
     gate = [x, sgsd.gated_loss(x, tau_g), sgsd.gate_grad(x, tau_g)]
     noise = float(sgsd.gate_grad(torch.tensor(eps_a, dtype=torch.float64), tau_g))
@@ -452,9 +422,10 @@ def collect(run: pathlib.Path) -> dict:
         "metrics": columns,
         "evals": points_of(run),
         "rollouts": views,
-        "ledger": counted["entries"],
-        "memories": shown,
-        "timeline": timeline(banks),
+        "memories": trace_sources(by_id, memories(run, rollouts)),
+        "ledger": [*by_id.values()],
+        "no_ledger": note,
+        "history": history(banks, by_id),
         "taught": any(row["rho"] for row in rollouts),  # whether any rollout had a teacher
         "explained": bool(rollouts) and not metrics,  # --explain's folder, which logs no step
         "bounds": bounds,

@@ -78,7 +78,7 @@ def test_the_ledger_has_each_skill_and_each_mistake_of_every_rollout_once(out, t
             counted[FATES[rho], outcome] += 1
     page([out], tmp_path / "r.html")
     ledger = json.loads((out / "ledger.json").read_text())
-    assert ledger["step"] == 6 and ledger == report.ledger(out)
+    assert ledger["step"] == 6 and not ledger["note"]
     assert any(row["id"].startswith("dyn_") and row["retrieved"] for row in ledger["entries"])
     for kind in skills.FIELDS:
         listed = collections.Counter()
@@ -103,61 +103,92 @@ def test_every_entry_leads_to_the_memories_it_came_from(out):
 # ------------------------------------------------------------------- the ledger, the bank's history
 
 
-def save_bank(out, step, *titles, sources=None):
-    """A version of a bank with skills of these titles and one mistake; all but "S..." dynamic."""
+def version(*ids, **update):
+    """A bank with skills of these ids and one mistake; update: of its last evolution."""
     entries = []
-    for i, title in enumerate(titles):
-        id_ = title if title.startswith("S") else f"dyn_gen_{i}"
-        skill = {"skill_id": id_, "title": title, "principle": "", "when_to_apply": ""}
-        entries.append({**skill, "sources": (sources or {}).get(title, [])})
+    for id_ in ids:
+        skill = {"skill_id": id_, "title": f"title of {id_}", "principle": "", "when_to_apply": ""}
+        entries.append({**skill, "sources": []})
     mistake = {"mistake_id": "err", "description": "", "why_it_happens": "", "how_to_avoid": ""}
-    bank = skills.SkillBank(entries, [mistake], {"updates": [{"step": step, "added": 1}]})
-    bank.save(out / f"bank/step_{step:06d}.json")
+    updates = [{"step": step, **update} for step in range(5, update.get("step", 0) + 1, 5)]
+    return skills.SkillBank(entries, [mistake], {"seed_solutions": 12, "updates": updates})
 
 
-def test_the_ledger_knows_a_dynamic_entry_by_its_text(tmp_path):
-    """Evolutions give dynamic ids anew; step 5 still used the version before its own."""
-    save_bank(tmp_path, 0, "a", "b")
-    save_bank(tmp_path, 5, "b", "a", "c")
-    rollouts = []
-    for step, r, i, rho in ((5, 1, 0, 1), (5, -1, 1, 0), (6, 1, 0, -1), (6, -1, 1, -1)):
-        rollouts.append({"step": step, "r": r, "pairs": [[f"dyn_gen_{i}", "err"]], "rho": [rho]})
-    write_rows(tmp_path / "rollouts.jsonl", rollouts)
-    a, b, err, c = report.ledger(tmp_path)["entries"]
-    assert (a["entry"]["title"], a["id"], a["first"], a["last"]) == ("a", "dyn_gen_1", 0, 5)
-    assert (a["retrieved"], b["retrieved"], c["retrieved"], err["retrieved"]) == (2, 2, 0, 4)
-    assert a["distilled"] == {"success": 1, "failure": 0}
-    assert a["reversed"] == {"success": 0, "failure": 1}
-    assert b["reversed"] == {"success": 1, "failure": 0}
-    assert b["ignored"] == {"success": 0, "failure": 1}
-    assert c["first"] == 5
-    (tmp_path / "bank/step_000000.json").unlink()
-    with pytest.raises(ValueError, match=r"step 5 used dyn_gen_0.*are files of bank/ missing"):
-        report.ledger(tmp_path)
+def evolutions():
+    """A first bank, an evolution, one that the success gate stopped, and one more."""
+    first = version("S", "dyn_a", "dyn_b")
+    second = version("S", "dyn_a", "dyn_c", step=5, new=["dyn_c"], dropped=["dyn_b"])
+    return {
+        0: first,
+        5: second,
+        10: second,
+        15: version("S", step=15, new=[], dropped=["dyn_a", "dyn_c"]),
+    }
 
 
-def test_the_timeline_of_start_new_merged_and_pruned(tmp_path):
-    sources = {"a": ["1"], "b": ["2"], "c": ["3"], "d": ["4"], "ab": ["1", "2"], "new": ["9"]}
-    save_bank(tmp_path, 0, "S1", "a", "b", "c", "d", sources=sources)
-    save_bank(tmp_path, 5, "S1", "d", "ab", "new", sources=sources)
-    first, event = report.timeline(report.load_banks(tmp_path))
-    assert first["sizes"] == [5, 1, 4] and event["sizes"] == [4, 1, 3]
-    assert [mark for mark, *_ in first["changes"]] == ["start"] * 6
-    assert first["changes"][-1] == ["start", "common_mistakes", ["err", "", "", ""], []]
-    assert event["step"] == 5 and event["note"] == {"step": 5, "added": 1}
-    bank = skills.SkillBank([], [], {"seed_solutions": 12})
-    for step in (0, 5):  # an evolution that the success gate stopped
-        bank.save(tmp_path / f"stopped/bank/step_{step:06d}.json")
-    start, stopped = report.timeline(report.load_banks(tmp_path / "stopped"))
-    assert (start["note"], stopped["note"]) == ({"seed_solutions": 12}, {})
-    changes = []
-    for mark, _, (_, title, *_), parents in event["changes"]:
-        changes.append((mark, title, [id_ for id_, *_ in parents]))
-    assert changes == [
-        ("merged", "ab", ["dyn_gen_1", "dyn_gen_2"]),
-        ("new", "new", []),
-        ("pruned", "c", []),
+def used(step, r, skill, rho):
+    return {"step": step, "r": r, "pairs": [[skill, "err"]], "rho": [rho]}
+
+
+def test_the_ledger_counts_an_entry_under_its_id_in_all_versions():
+    rollouts = [used(5, 1, "dyn_a", 1), used(5, -1, "dyn_b", 0), used(6, 1, "dyn_c", -1)]
+    rollouts += [used(12, -1, "dyn_a", -1), used(12, -1, "S", 1)]
+    s, a, b, err, c = report.ledger(evolutions(), rollouts).values()
+    assert [row["id"] for row in (s, a, b, err, c)] == ["S", "dyn_a", "dyn_b", "err", "dyn_c"]
+    assert [(row["first"], row["last"]) for row in (s, a, b, c)] == [
+        (0, 15),
+        (0, 10),
+        (0, 0),
+        (5, 10),
     ]
+    assert [row["retrieved"] for row in (s, a, b, err, c)] == [1, 2, 1, 5, 1]
+    assert a["distilled"] == {"success": 1, "failure": 0} == c["reversed"]
+    assert a["reversed"] == {"success": 0, "failure": 1} == b["ignored"]
+    with pytest.raises(ValueError, match=r"step 6 used dyn_d.*are files of bank/ missing"):
+        report.ledger(evolutions(), [used(6, 1, "dyn_d", 1)])
+
+
+def test_the_history_is_what_the_evolutions_recorded():
+    banks = evolutions()
+    events = report.history(banks, report.ledger(banks, []))
+    assert [event["step"] for event in events] == [0, 5, 10, 15]
+    assert [event["sizes"] for event in events] == [[3, 1, 2], [3, 1, 2], [3, 1, 2], [1, 1, 0]]
+    changes = [[(mark, id_) for mark, _, (id_, *_) in event["changes"]] for event in events]
+    assert changes == [
+        [("start", "S"), ("start", "dyn_a"), ("start", "dyn_b"), ("start", "err")],
+        [("new", "dyn_c"), ("dropped", "dyn_b")],
+        [],
+        [("dropped", "dyn_a"), ("dropped", "dyn_c")],
+    ]
+    assert events[0]["changes"][-1] == ["start", "common_mistakes", ["err", "", "", ""]]
+    assert [event["note"] for event in events] == [
+        {"seed_solutions": 12},
+        {"step": 5},
+        {},
+        {"step": 15},
+    ]
+
+
+def test_a_run_whose_dynamic_ids_changed_says_that_these_have_no_ledger(tmp_path):
+    """Its evolutions recorded no ids. A new run that begins with its bank has a ledger of all."""
+    run = write_run(tmp_path)
+    old, older = version("g", "dyn_a", step=5), version("g", "dyn_a")
+    for step, bank in ((0, older), (5, old)):
+        bank.common_mistakes[0]["mistake_id"] = "e"
+        bank.save(run / f"bank/step_{step:06d}.json")
+    lines = rows(run / "rollouts.jsonl")
+    lines[0]["pairs"] = [["dyn_a", "e"]]
+    write_rows(run / "rollouts.jsonl", lines)
+    data = report.collect(run)
+    assert [row["id"] for row in data["ledger"]] == ["g", "e"] and data["ledger"][1][
+        "retrieved"
+    ] == 1
+    ledger = json.loads((run / "ledger.json").read_text())
+    assert ledger["note"] == data["no_ledger"] and "dynamic" in ledger["note"]
+    assert data["rollouts"][0]["teachers"][0]["skill"] == ["dyn_a", data["no_ledger"]]
+    new = version("g", "dyn_a", step=10, new=[], dropped=[])
+    new.metadata["updates"][0] = {"step": 5}
+    assert ("general_skills", "dyn_a") in report.ledger({0: old, 10: new}, [])
 
 
 # ---------------------------------------------------------------------------------- a written run
@@ -335,7 +366,7 @@ def test_a_run_of_another_method_is_shown_but_not_explained(world_dir, tmp_path,
     argv = driver.flags(world_dir, run, steps=1, audit_every=1, **changes)
     completes(driver.main, ["grpo", *argv])
     completes(report.main, [run])
-    entries = report.ledger(run)["entries"]
+    entries = report.collect(run)["ledger"]
     # 2 problems, 2 solutions, 3 pairs of a skill and a mistake
     assert sum(row["retrieved"] for row in entries) == 2 * 2 * 3 * 2
     assert not any(row[fate]["failure"] for row in entries for fate in FATES.values())
