@@ -195,6 +195,11 @@ def broadcast(obj: Any, world: World) -> Any:
     return objects[0]
 
 
+def gathered(rows: list[dict], world: World) -> list[dict]:
+    """The rows of all ranks, in the order of their "index", on every rank."""
+    return sorted(itertools.chain.from_iterable(gather(rows, world)), key=lambda row: row["index"])
+
+
 def barrier(world: World) -> None:
     """Wait until every rank is here."""
     gather(None, world)

@@ -16,11 +16,20 @@ from it (-1). If its opinion is too weak, it is ignored (0).
     torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train, or continue
     python eval.py runs/sgsd/checkpoints/step_000200                     avg@12
 
-This file is Algorithm 1 from top to bottom: the objective, a step, the bank, the loop. Retrieval
-and Algorithms 2 to 4 are in skills.py, the wording of prompts in prompts/, sampling in rollout.py,
-the scoring of given tokens in scoring.py. Settings, with their defaults and sources, are in
-lib/config.py; what a run keeps on disk is in lib/run.py. Tags such as S3 and D7 are rows of
-docs/decisions.md.
+This file is Algorithm 1 from top to bottom: the objective, a step, the bank's schedule, the loop.
+Retrieval and Algorithms 2 to 4 are in skills.py, the wording of prompts in prompts/, sampling in
+rollout.py, the scoring of given tokens in scoring.py, settings with their sources in lib/config.py,
+what a run keeps on disk in lib/run.py. Tags such as S3 and D7 are rows of docs/decisions.md.
+
+The defaults that decide the method:
+
+    optimizer   learning_rate 5e-6 in the first step, falling linearly to 0 after the last
+                steps 200, batch_size 32 problems with one solution each, grad_clip 0.1
+    teachers    num_teachers 8 (K), eps_a 0.05 and c_delta 3 nats, tau_g 1 nats^2
+    student     temperature 1.1, top_p 0.95, top_k 20, max_new_tokens 1024
+    bank        evolve_every 25 (F), success_gate 0.8 (gamma), max_new_items 5 (N)
+                dynamic_capacity 30 (C), merge_group_size 32 (H), merge_patience 3 (P)
+                cold_start 256 seed problems, each solution of at most 38912 tokens
 
 Fixed choices, not settings. Every prompt is one user turn, without a system message, in the model's
 chat template. The problems have no duplicates (D8). Each epoch is a new permutation of all of them,
@@ -37,13 +46,12 @@ Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
 
 import functools
-import itertools
 import math
 import random
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +64,19 @@ import skills
 from lib import command, config, model, problems, runlog
 from lib.config import Config
 from lib.problems import Problem
-from lib.run import Run, evolution_is_due, shared_replies, shared_rollouts
+from lib.run import (
+    Longest,
+    Prompt,
+    Run,
+    evolution_is_due,
+    longest_problem,
+    shared_replies,
+    shared_rollouts,
+    solve,
+    steps_to_come,
+    stop_code,
+    too_long,
+)
 from rollout import Job, Rollout, Sampling
 from skills import SkillBank, SkillPair
 
@@ -109,13 +129,18 @@ def token_mask(ids_T: Sequence[int] | Tensor, masked_ids: Collection[int]) -> Te
     return 1.0 - torch.isin(ids, masked).float()
 
 
+def unmasked(x_KT: Tensor, mask_T: Tensor) -> Tensor:
+    """x_t where m_t = 1, and 0 elsewhere, so that a masked inf or nan counts nowhere. [K, T]."""
+    return torch.where(mask_T.bool(), x_KT, 0)
+
+
 def masked_mean(x_KT: Tensor, mask_T: Tensor) -> Tensor:
     """sum_t m_t x_t / (sum_t m_t + eps): the mean over unmasked tokens (Eqs. 12 and 15). [K].
 
     It is 0 where all is masked (S1).
     """
-    unmasked_KT = torch.where(mask_T.bool(), x_KT, 0)  # not m * x: 0 * inf is nan
-    return unmasked_KT.sum(1) / (mask_T.to(x_KT).sum() + EPS)
+    m_T = mask_T.to(x_KT)
+    return (m_T * x_KT).sum(1) / (m_T.sum() + EPS)
 
 
 def robust_support(delta_KT: Tensor, mask_T: Tensor, c_delta: float) -> Tensor:
@@ -123,7 +148,8 @@ def robust_support(delta_KT: Tensor, mask_T: Tensor, c_delta: float) -> Tensor:
 
     No gradient. It is 0 where all is masked (S1).
     """
-    return masked_mean(delta_KT.detach().clamp(-c_delta, c_delta), mask_T)
+    delta_KT = unmasked(delta_KT.detach(), mask_T)
+    return masked_mean(delta_KT.clamp(-c_delta, c_delta), mask_T)
 
 
 def polarity(a_K: Tensor, r: float, eps_a: float) -> Tensor:
@@ -132,8 +158,8 @@ def polarity(a_K: Tensor, r: float, eps_a: float) -> Tensor:
     r: -1 or +1; ValueError on anything else, a bool among them. The threshold is strict, and
     sgn(0) = 0. [K], constant.
     """
-    # A 0/1 reward may be a bool of Python, numpy or torch, and True == 1 would pass.
-    if "True" in str(r) or r not in (-1, 1):
+    number = r.item() if hasattr(r, "item") else r  # a bool of torch or numpy becomes Python's
+    if type(number) is bool or number not in (-1, 1):  # True == 1 would pass
         raise ValueError(f"polarity (Eq. 9): r must be -1 or +1, got {r}; is it a 0/1 reward?")
     a_K = a_K.detach()
     return torch.where(a_K.abs() > eps_a, int(r) * torch.sign(a_K), 0)
@@ -158,8 +184,8 @@ def gate_grad(delta: Tensor, tau_g: float) -> Tensor:
 
 def teacher_losses(delta_KT: Tensor, mask_T: Tensor, tau_g: float) -> Tensor:
     """lbar^(k): mean gated loss over unmasked tokens, of *unclipped* gaps (Eq. 15, §2.5). [K]."""
-    inert_KT = torch.where(mask_T.bool(), delta_KT, 0)  # a masked inf would make the gradient nan
-    return masked_mean(gated_loss(inert_KT, tau_g), mask_T)
+    delta_KT = unmasked(delta_KT, mask_T)
+    return masked_mean(gated_loss(delta_KT, tau_g), mask_T)
 
 
 def sgsd_loss(lbar_K: Tensor, alpha_K: Tensor, rho_K: Tensor) -> Tensor:
@@ -178,7 +204,7 @@ def token_credit(
     -grad L = sum over k and t of W_t^(k) grad log p_S(y_t). No gradient. For logs and tests: no
     loop trains by it.
     """
-    g_KT = gate_grad(torch.where(mask_T.bool(), delta_KT.detach(), 0), tau_g)
+    g_KT = gate_grad(unmasked(delta_KT.detach(), mask_T), tau_g)
     m_T = mask_T.to(g_KT)
     return (alpha_K * rho_K).detach()[:, None] * m_T / (m_T.sum() + EPS) * g_KT
 
@@ -207,9 +233,9 @@ def loss_of(
         "alpha": alpha_K,
         "a_plain": plain_support(delta_KT),
         "a": a_K,
-        "rho": rho_K,
+        "rho": rho_K.int(),
         "losses": lbar_K.detach(),
-        "mask": mask_T,
+        "mask": mask_T.int(),
         "delta": delta_KT.detach(),
         "credit": credit_KT,
     }
@@ -219,18 +245,12 @@ def loss_of(
 # ----------------------------------------------------------------- a step (Algorithm 1, lines 2-16)
 
 
-@dataclass
-class RolloutLoss:
-    """A rollout's loss and, for the logs, what it came from."""
+class RolloutLoss(NamedTuple):
+    """A rollout's loss, and for the logs detached numbers by name."""
 
-    loss: Tensor  # a scalar with gradient
-    mask_T: Tensor
-    delta_KT: Tensor
-    alpha_K: Tensor
-    a_K: Tensor  # the robust support
-    rho_K: Tensor
-    lbar_K: Tensor
-    credit_KT: Tensor
+    loss: Tensor  # a scalar; without a graph where its gradient is known to be 0
+    numbers: dict[str, Tensor]  # for its row of rollouts.jsonl
+    token_numbers: dict[str, Tensor]  # [T] or [K, T], for its row of tokens.jsonl
 
 
 def reward(roll: Rollout) -> float:
@@ -274,44 +294,21 @@ def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> lis
     return prompts_K
 
 
-def batch_share(run: Run, step: int) -> list[tuple[int, Problem, int]]:
-    """Line 2: this rank's share of the minibatch, as (place in the minibatch, problem, key).
+def step_jobs(run: Run, step: int) -> list[Job]:
+    """Line 2: this rank's share of the minibatch, as jobs to be solved.
 
-    Every rank draws the same global minibatch. The key is the seed of the rollout's sampling.
+    Every rank draws the same global minibatch. A job's index is its place there, and its key the
+    seed of its sampling. The student never sees the pairs of line 4, so they are retrieved later.
     """
     cfg, world = run.cfg, run.world
     batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed)
-    share = []
+    jobs = []
     for index in range(world.rank, len(batch), world.size):
         x, epoch = batch[index]
-        share.append((index, x, rollout.sample_key(cfg.seed, step, x.id, epoch)))
-    return share
-
-
-def sample(run: Run, share: Sequence[tuple[int, Problem, int]]) -> list[Rollout]:
-    """Line 7: a rollout y ~ p_S(. | x) for each problem of the share, with r (Eq. 1)."""
-    jobs: list[Job] = []
-    for i, (_, x, key) in enumerate(share):
+        key = rollout.sample_key(cfg.seed, step, x.id, epoch)
         prompt = student_prompt(run, x.problem)
-        jobs.append(Job(i, prompt, key, run.cfg.max_new_tokens, x))
-    return solve(run, jobs)
-
-
-def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
-    """The rollout of each job, in order: sampled from the present policy, and judged.
-
-    Logits are divided by --temperature. The --top-k likeliest tokens stay, and after renormalising
-    the nucleus of --top-p. r is +1 if the answer in the last \\boxed{} is right, else -1; so a
-    rollout that the length limit cuts before its answer has -1. completion_ids end on a stop id, or
-    are cut.
-    """
-    cfg = run.cfg
-    sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-    turns = run.stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
-    roll_of: dict[int, Rollout] = {}
-    for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
-        roll_of |= {job.index: roll for job, roll in judged}
-    return [roll_of[job.index] for job in jobs]
+        jobs.append(Job(index, prompt, key=key, left=cfg.max_new_tokens, problem=x))
+    return jobs
 
 
 def pair_weights(run: Run, pairs_K: Sequence[SkillPair]) -> Tensor:
@@ -331,12 +328,12 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, cfg.score_tokens)  # Eq. 4
     run.clock.lap("score")
     # The student's own pass is made once for all K teachers (D7).
-    logpS_1T = scoring.token_logprobs(run.lm, [roll.prompt_ids], [ids_T], grad=True)  # Eq. 5
-    r = reward(roll)
-    loss, n = loss_of(cfg, logpT_KT, logpS_1T[0], mask_T, alpha_K, r)  # lines 10-14
-    return RolloutLoss(
-        loss, mask_T, n["delta"], alpha_K, n["a"], n["rho"], n["losses"], n["credit"]
-    )
+    logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T)  # Eq. 5
+    loss, numbers = loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, reward(roll))  # lines 10-14
+    if not numbers["rho"].any() and loss.isfinite():
+        loss = loss.detach()  # all teachers are ignored; a NaN keeps its graph, to end the step
+    token_numbers = {name: numbers.pop(name) for name in ("mask", "delta", "credit")}
+    return RolloutLoss(loss, numbers, token_numbers)
 
 
 def train_step(run: Run, step: int) -> tuple[list[dict], float]:
@@ -345,24 +342,19 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     Line 4. A frozen sentence encoder embeds the bare problem and, of each entry of the bank, its
     three fields with ". " between them: title, principle, when to apply; or description, why it
     happens, how to avoid. The K nearest skills and the K nearest mistakes by cosine are paired rank
-    by rank; a shorter list makes fewer pairs. The student never sees them, so line 7 comes first.
+    by rank; a shorter list makes fewer pairs.
     """
-    cfg = run.cfg
-    share = batch_share(run, step)  # line 2
-    rolls = sample(run, share)  # line 7
-    run.clock.lap("gen")
-    rows = []
-    for (index, x, _), roll in zip(share, rolls):
-        pairs_K = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)  # line 4, Eq. 2
+    cfg, rows = run.cfg, []
+    jobs = step_jobs(run, step)  # line 2
+    for job, roll in zip(jobs, solve(run, jobs)):  # line 7
+        pairs_K = run.bank.retrieve(roll.problem, cfg.num_teachers, run.embed)  # line 4, Eq. 2
         result = rollout_loss(run, roll, pairs_K)  # lines 5-6 and 8-14
-        # Where all teachers are ignored the gradient is 0: no pass, unless a NaN must end the step.
-        if result.rho_K.any() or not result.loss.isfinite():
-            # Divided by the *global* batch, because ranks sum their gradients below.
+        if result.loss.requires_grad:  # else its gradient is 0
+            # Divided by the *global* batch, because ranks sum their gradients.
             (result.loss / cfg.batch_size).backward()
-        rows.append(record(run, step, index, pairs_K, roll, result))
+        rows.append(record(run, step, job.index, pairs_K, roll, result))
         run.clock.lap("bwd")
     norm = optimizer_step(run, step)  # line 16
-    run.clock.lap("opt")
     return rows, norm
 
 
@@ -379,6 +371,7 @@ def optimizer_step(run: Run, step: int) -> float:
     if math.isfinite(norm):
         run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
+    run.clock.lap("opt")
     return norm
 
 
@@ -390,14 +383,15 @@ def record(
     roll: Rollout,
     result: RolloutLoss,
 ) -> dict:
-    """One rollout's row of rollouts.jsonl; "tokens" is its row of tokens.jsonl, if audited."""
-    row = runlog.rollout_row(step, index, pairs_K, roll, result, run.cfg.c_delta)
-    row["reward"] = reward(roll)
-    row["a_plain"] = plain_support(result.delta_KT).tolist()
+    """One rollout's row of rollouts.jsonl; in an audited step run.audits gets its tokens' row.
+
+    index: its place among all rollouts of the step.
+    """
     every = run.cfg.audit_every
     if every and (step == 1 or step % every == 0):
-        row["tokens"] = runlog.token_row(step, roll, result, run.tokenizer)
-    return row
+        run.audits.append(runlog.token_row(step, index, roll, result, run.tokenizer))
+    row = runlog.rollout_row(step, index, pairs_K, roll, result, run.cfg.c_delta)
+    return {**row, "reward": reward(roll)}
 
 
 # ------------------------------------------------ the bank (Algorithm 1, line 17; Algorithms 2-4)
@@ -440,6 +434,13 @@ def make_bank(run: Run) -> SkillBank:
     return bank
 
 
+def seed_prompt(run: Run, x: Problem) -> list[int]:
+    """The prompt of a seed problem, as ids."""
+    text = skills.render("memory", {"problem": x.problem})
+    thinking = "bare" if run.cfg.cold_start_thinking else "closed"
+    return rollout.chat_ids(run.tokenizer, text, thinking=thinking)
+
+
 def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     """Memories of solutions of the seed problems, in their order (Algorithm 2, lines 2-7).
 
@@ -449,15 +450,12 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     1,000. Memories are logged as they come, and a killed run uses them again.
     """
     cfg = run.cfg
-    thinking = "bare" if cfg.cold_start_thinking else "closed"
     memories = run.saved_memories()
     jobs: list[Job] = []
     for x in seeds:
-        text = skills.render("memory", {"problem": x.problem})
-        prompt = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
         if x.id not in memories:
-            key = rollout.sample_key(cfg.seed, 0, x.id)
-            jobs.append(Job(len(jobs), prompt, key, cfg.cold_start_tokens, x))
+            key, limit = rollout.sample_key(cfg.seed, 0, x.id), cfg.cold_start_tokens
+            jobs.append(Job(len(jobs), seed_prompt(run, x), key=key, left=limit, problem=x))
     # Sampled as evaluation does: top-p 0.95, no top-k.
     sampling = Sampling(cfg.cold_start_temperature, 0.95, 0, cfg.cold_start_tokens)
     for judged in shared_rollouts(run, jobs, sampling):
@@ -470,53 +468,22 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     return [memories[x.id] for x in seeds]
 
 
-def begin_bank(run: Run) -> None:
+def begin_bank(run: Run, longest: Longest) -> None:
     """The bank before the next step: the run's own, that of --bank, or Algorithm 2's (D9)."""
     started, seconds = time.monotonic(), 0.0
     if run.bank is None:
         run.bank = make_bank(run)
         seconds = time.monotonic() - started
         run.save_bank()  # before the check, since it may have taken hours
-        check_prompts(run)
+        check_prompts(run, longest)
     elif not run.step:  # --bank, in a new run
         run.save_bank()
     if run.world.main:
         print(skills.describe(run.bank, seconds))
-    evolve_bank(run)  # a continued run may have been killed before
+    evolve_bank(run, longest)  # a continued run may have been killed before
 
 
-def check_prompts(run: Run) -> None:
-    """UserError if a list of the bank is empty, or the longest prompt too long. On every rank.
-
-    With a bank the longest prompt is that of the longest problem with the longest entries. Each
-    list of --bank must have at least K entries. Called before a run writes anything, and whenever
-    the bank has changed.
-    """
-    cfg, pairs = run.cfg, []
-
-    def size(text: str) -> int:
-        return rollout.token_count(run.tokenizer, text)
-
-    with distributed.checked_on_all_ranks(run.world, command.UserError):
-        x = max(run.problems, key=lambda x: size(x.problem))
-        where = f"problem {x.id}"
-        if run.bank is not None:
-            with command.user_errors():
-                skills.refuse_short(run.bank, cfg.bank, cfg.num_teachers)
-            pairs = skills.longest_pairs(run.bank, cfg.pairs_in_a_prompt, size)
-            for pair in pairs:
-                where += f" with {pair.skill['skill_id']} and {pair.mistake['mistake_id']}"
-        prefix = cfg.teacher_prefix if pairs else cfg.student_prefix
-        with command.user_errors(f"{where}: "):
-            prompt = prompt_ids(run, skills.render_skills(pairs, x.problem), prefix)
-            limit = cfg.max_new_tokens if cfg.steps else 0
-            model.refuse_beyond_context(run.lm, len(prompt), limit, "--max-new-tokens")
-            if cfg.uses_skill_bank and run.bank is None:
-                limit = cfg.cold_start_tokens
-                model.refuse_beyond_context(run.lm, len(prompt), limit, "--cold-start-tokens")
-
-
-def evolve_bank(run: Run) -> None:
+def evolve_bank(run: Run, longest: Longest) -> None:
     """Line 17: every F steps Algorithm 4, on all ranks' rollouts since the last multiple of F (D2).
 
     Where a share of gamma (--success-gate) or more was right, the bank stays as it is. Else the
@@ -532,42 +499,98 @@ def evolve_bank(run: Run) -> None:
     cfg, old, step = run.cfg, run.bank, run.step
     if not evolution_is_due(cfg, step, old):
         return
+
+    def fits(bank: SkillBank) -> bool:
+        return not too_long(replace(run, bank=bank), longest)
+
     started = time.monotonic()
-    run.bank = skills.evolve(old, old.window, step, writer(run, step), **cfg.evolution)
+    bank = skills.evolve(old, old.window, step, writer(run, step), **cfg.evolution)
+    run.bank, left_out = skills.without_longest(bank, fits)  # S34
     if run.world.main:
         same = "bank: unchanged, as the success is not below --success-gate"
         seconds = time.monotonic() - started
         tqdm.write(same if run.bank is old else skills.describe(run.bank, seconds))
-    check_prompts(run)
+        if left_out:
+            tqdm.write(f"bank: left out, as a prompt would be too long: {', '.join(left_out)}")
     run.bank.window = []
     run.save_bank()
+
+
+# --------------------------------------------------------------------------- prompts that must fit
+
+
+def longest_prompt(run: Run, pairs: int, problem: str, where: str, thinking: str) -> Prompt:
+    """The longest prompt of a problem with so many pairs of the bank, where there is one."""
+    chosen = []
+    if run.bank is not None:
+        count = functools.partial(rollout.token_count, run.tokenizer)
+        chosen = skills.longest_pairs(run.bank, pairs, count)
+    for pair in chosen:
+        where += f" with {pair.skill['skill_id']} and {pair.mistake['mistake_id']}"
+    text = skills.render_skills(chosen, problem)
+    ids = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
+    return where, ids, run.cfg.max_new_tokens if run.cfg.steps else 0
+
+
+def longest_prompts(run: Run) -> list[Prompt]:
+    """SGSD's longest prompts: a teacher's, or the student's and a seed problem's without a bank."""
+    cfg, x = run.cfg, longest_problem(run)
+    where = f"problem {x.id}"
+    prompts = [longest_prompt(run, 0, x.problem, where, cfg.student_prefix)]
+    if run.bank is not None:
+        prompts.append(longest_prompt(run, 1, x.problem, where, cfg.teacher_prefix))
+    else:
+        where = f"problem {x.id} in the cold start"
+        prompts.append((where, seed_prompt(run, x), cfg.cold_start_tokens))
+    return prompts
+
+
+def check_prompts(run: Run, longest: Longest) -> None:
+    """UserError if a prompt would be too long, or a list of the bank is empty. On every rank.
+
+    Each list of --bank must have at least K entries. Called before a run writes anything, and when
+    the first bank has been made.
+    """
+    cfg = run.cfg
+    with distributed.checked_on_all_ranks(run.world, command.UserError):
+        if run.bank is not None:
+            with command.user_errors():
+                skills.refuse_short(run.bank, cfg.bank, cfg.num_teachers)
+        fault = too_long(run, longest)
+        if fault:
+            raise command.UserError(fault)
 
 
 # ------------------------------------------------------------------------------------- the loop
 
 
-def train(run: Run, step_fn: Any = train_step) -> int:
+def train(run: Run, step_fn: Any = train_step, longest: Longest = longest_prompts) -> int:
     """Algorithm 1: all steps that are left; the exit code.
 
-    step_fn(run, step) -> (rows, norm): a step. Another method's takes the place of `train_step`.
+    step_fn(run, step) -> (rows, norm): a step. longest(run): the longest prompts that it makes.
+    Another method's take the place of SGSD's.
     """
-    uses_skill_bank = run.cfg.uses_skill_bank  # SGSD does, GRPO does not
-    check_prompts(run)
+    cfg = run.cfg
+    check_prompts(run, longest)
     run.begin()
-    if uses_skill_bank:
-        begin_bank(run)
-    for step in run.steps_left():
-        rows_of_rank, norm = step_fn(run, step)  # lines 2-16
-        shares = distributed.gather(rows_of_rank, run.world)
-        rows = sorted(itertools.chain.from_iterable(shares), key=lambda row: row["index"])
-        if uses_skill_bank and run.cfg.evolve_every:
-            run.bank.remember(rows)
-        run.log(step, rows, norm)
-        code = run.end_step()  # a signal, or three steps in a row that were not finite
-        if code:
-            return code
-        if uses_skill_bank:
-            evolve_bank(run)  # line 17
+    if cfg.uses_skill_bank:  # SGSD does, GRPO does not
+        begin_bank(run, longest)
+    for step in steps_to_come(run):
+        with command.finish_at_signals(run.signals):  # from here to the save the first one waits
+            run.clock, run.audits = runlog.Stopwatch(), []
+            rows, norm = step_fn(run, step)  # lines 2-16
+            rows = distributed.gathered(rows, run.world)
+            run.step, run.skipped = step, 0 if math.isfinite(norm) else run.skipped + 1
+            if cfg.evolves:
+                run.bank.remember(rows)
+            run.log(rows, norm)  # writes and prints, and changes nothing
+            stop = stop_code(run)  # the same on all ranks: 130, 1 or 0
+            if stop or run.save_is_due():
+                run.save()  # none goes on before rank 0 has saved
+        if stop:
+            return stop
+        if cfg.evolves:
+            evolve_bank(run, longest)  # line 17; a signal here ends at once, and it is made again
     return 0
 
 
@@ -576,18 +599,18 @@ def main(
     about: str | None = __doc__,
     kind: type[Config] = Config,
     step_fn: Any = train_step,
-    longest: Any = None,
+    longest: Longest = longest_prompts,
     variants: dict[str, dict[str, Any]] | None = None,
 ) -> int:
     """The command of SGSD, or of another method; returns its exit code.
 
-    about: the method's docstring, for --help. kind: its settings. step_fn: its step, as `train`
-    takes it. variants: its other defaults where a setting is given.
+    about: the method's docstring, for --help. kind: its settings. step_fn, longest: as `train`
+    takes them. variants: its other defaults where a setting is given.
     """
     command.end_at_signals()
     cfg = command.parse(argv, about, kind, config.presets_of(kind), variants)
     with Run.open(cfg, SkillBank.load) as run:
-        return train(run, step_fn)
+        return train(run, step_fn, longest)
 
 
 if __name__ == "__main__":

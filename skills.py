@@ -658,6 +658,39 @@ def longest_pairs(bank: SkillBank, k: int, size: Callable[[str], int]) -> list[S
     return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(skills[:k], mistakes[:k])]
 
 
+def without_longest(
+    bank: SkillBank, fits: Callable[[SkillBank], bool]
+) -> tuple[SkillBank, list[str]]:
+    """The bank without the dynamic entries with which a prompt would be too long, and their ids.
+
+    fits: whether all prompts of a bank fit. Dynamic entries are tried in order, skills first; the
+    static ones stay. The same bank where it fits; else its last update names what was left out.
+    """
+    if fits(bank):
+        return bank, []
+    static, dynamic = split(bank)
+    shorter = SkillBank(static["general_skills"], static["common_mistakes"], {}, bank.extra)
+    left_out = []
+    for key in FIELDS:
+        kept = shorter.collection(key)
+        for entry in dynamic[key]:
+            kept.append(entry)
+            if not fits(shorter):
+                left_out.append(kept.pop()[IDS[key]])
+    *earlier, last = bank.metadata.get("updates") or [{}]
+    new, dropped = last.get("new", []), last.get("dropped", [])
+    update = {**last, "too_long": left_out}
+    update["new"] = [id_ for id_ in new if id_ not in left_out]
+    update["dropped"] = dropped + [id_ for id_ in left_out if id_ not in new]
+    for key in FIELDS:
+        count = len(shorter.collection(key)) - len(bank.collection(key))
+        update[f"dynamic_{key}"] = last.get(f"dynamic_{key}", 0) + count
+        update[f"net_new_{key}"] = last.get(f"net_new_{key}", 0) + count
+    shorter.metadata = {**bank.metadata, "updates": [*earlier, update]}
+    shorter.window = bank.window
+    return shorter, left_out
+
+
 def _without_copies(entries: list[dict], static: list[dict], key: str) -> list[dict]:
     """The entries whose text, whatever its case, no static entry has (D11)."""
     texts = {entry_text(e, key).casefold() for e in static}

@@ -315,7 +315,7 @@ class SGSDTrainer(GRPOTrainer):
                 (n["rho"] == 0).float().mean(),
                 n["a"].mean(),
                 n["a"].abs().mean(),
-                sgsd.masked_mean(n["delta"], mask_T).mean(),
+                sgsd.masked_mean(sgsd.unmasked(n["delta"], mask_T), mask_T).mean(),
                 sgsd.masked_mean(clipped_KT, mask_T).mean(),
             ]
         )

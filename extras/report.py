@@ -38,7 +38,8 @@ from extras import compare
 from extras.compare import Evaluated
 from lib import command, config, files, runlog
 from lib.problems import Problem
-from lib.run import Start, prepare
+from lib.run import Start, prepare, solve
+from rollout import Job
 
 MAX_BYTES = 4_900_000  # of the page
 WINDOW_PROBLEMS = 100  # of the steps that are taken together as a run's first, and as its last
@@ -123,7 +124,8 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
                 row["last"] = step
     for roll in rollouts:
         outcome = "success" if roll["r"] > 0 else "failure"
-        has_teachers = len(roll["rho"]) == len(roll["pairs"])  # a baseline's pairs need not teach
+        # A baseline's pairs need not teach.
+        has_teachers = len(roll.get("rho", [])) == len(roll["pairs"])
         for k, pair in enumerate(roll["pairs"]):
             for kind, id_ in zip(skills.IDS, pair):
                 if (kind, id_) not in rows:
@@ -233,7 +235,7 @@ def sentence(a: float, rho: int, r: int) -> str:
 def teachers(row: dict, rows: Ledger) -> list[dict]:
     """The teachers of a rollout with their decisions, for the page."""
     of_rollout = []
-    for k, rho in enumerate(row["rho"]):
+    for k, rho in enumerate(row.get("rho", [])):
         teacher = {"rho": rho, "says": sentence(row["a"][k], rho, row["r"]), "s_g": None}
         teacher |= {name: number(row[name][k]) for name in ("alpha", "a_plain", "a", "losses")}
         if len(row["pairs"]) == len(row["rho"]):
@@ -253,7 +255,7 @@ def gate_view(row: dict, tokens: dict, rows: Ledger) -> dict:
     view = {"loss": number(row["loss"]), "teachers": teachers(row, rows)}
     for name in ("step", "index", "problem_id", "problem", "gold", "pred", "r", "truncated"):
         view[name] = row[name]
-    view |= {"text": tokens["text"], "mask": tokens["mask"]}
+    view |= {"text": tokens["text"], "mask": tokens.get("mask", [1] * len(tokens["text"]))}
     for name in ("delta", "credit"):  # Eq. 20's credit is the gate's: a divergence has none
         view[name] = [[number(x, 4) for x in x_T] for x_T in tokens.get(name, [])]
     return view
@@ -426,7 +428,7 @@ def collect(run: pathlib.Path) -> dict:
         "ledger": [*by_id.values()],
         "no_ledger": note,
         "history": history(banks, by_id),
-        "taught": any(row["rho"] for row in rollouts),  # whether any rollout had a teacher
+        "taught": any(row.get("rho") for row in rollouts),  # whether any rollout had a teacher
         "explained": bool(rollouts) and not metrics,  # --explain's folder, which logs no step
         "bounds": bounds,
         "gate": [[number(y) for y in curve.tolist()] for curve in gate],
@@ -504,14 +506,15 @@ def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib
     with contextlib.ExitStack() as held:
         step = max(files.by_step(run / "checkpoints"), default=0)
         start = Start(record={}, problems=[x], notes=[], step=step, bank=banks[max(banks)])
-        rows = explained(prepare(cfg, distributed.init(cfg.device), start, held), x, draws)
+        run_again = prepare(cfg, distributed.init(cfg.device), start, held)
+        rows = explained(run_again, x, draws)
     name = f"{run.resolve().name}-explain-{files.digest(problem, answer)[:8]}"
     folder = run.resolve().with_name(name)
     print(f"--explain writes {folder}, a folder beside the run; the run stays as it is")
     shutil.rmtree(folder, ignore_errors=True)
     files.write_json(folder / "config.json", config_of_run)
     banks[max(banks)].save(folder / "bank" / "step_000000.json")
-    files.append_jsonl(folder / "tokens.jsonl", [row.pop("tokens") for row in rows])
+    files.append_jsonl(folder / "tokens.jsonl", run_again.audits)
     files.append_jsonl(folder / "rollouts.jsonl", rows)
     print_draws(collect(folder), step)
     return folder
@@ -533,12 +536,14 @@ def print_draws(data: dict, step: int) -> None:
 def explained(run: Any, x: Problem, draws: int) -> list[dict]:
     """The rows of several rollouts of one problem in the run's next step, without a step."""
     pairs_K = run.bank.retrieve(x.problem, run.cfg.num_teachers, run.embed)
-    step = run.step + 1
-    share = [(i, x, rollout.sample_key(run.cfg.seed, step, x.id, i)) for i in range(draws)]
-    rows = []
-    for (i, _, _), roll in zip(share, sgsd.sample(run, share)):
+    step, jobs, rows = run.step + 1, [], []
+    prompt = sgsd.student_prompt(run, x.problem)
+    for i in range(draws):
+        key = rollout.sample_key(run.cfg.seed, step, x.id, i)
+        jobs.append(Job(i, prompt, key=key, left=run.cfg.max_new_tokens, problem=x))
+    for job, roll in zip(jobs, solve(run, jobs)):
         result = sgsd.rollout_loss(run, roll, pairs_K)
-        rows.append(sgsd.record(run, step, i, pairs_K, roll, result))
+        rows.append(sgsd.record(run, step, job.index, pairs_K, roll, result))
     return rows
 
 

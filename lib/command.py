@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 VERSION = "0.1.0"  # of the project: --version prints it
@@ -60,6 +60,37 @@ def end_at_signals() -> None:
     """From here on Ctrl-C and SIGTERM end the process at once, with exit code 130."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_now)
+
+
+@dataclass
+class Signals:
+    """Ctrl-C and SIGTERM that a process has had while it was at a step."""
+
+    first: float = 0.0  # when the first one came, on a monotonic clock; 0: none did
+
+
+@contextlib.contextmanager
+def finish_at_signals(signals: Signals) -> Iterator[None]:
+    """In this block the first Ctrl-C or SIGTERM is written down alone, a later one ends at once.
+
+    Within a second a signal counts as the same one: torchrun passes on what the terminal has sent.
+    After the block any of them ends the process at once.
+    """
+
+    def write_down(*_: object) -> None:
+        now = time.monotonic()
+        if signals.first and now - signals.first > 1:
+            end_now()
+        if is_first_rank() and not signals.first:  # print may be what the signal interrupts
+            os.write(2, b"\nfinishing this step, then stopping; once more stops at once\n")
+        signals.first = signals.first or now
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, write_down)
+    try:
+        yield
+    finally:
+        end_at_signals()
 
 
 def end_now(*_: object) -> None:

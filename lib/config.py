@@ -331,9 +331,9 @@ class Config(Common):
         return True
 
     @property
-    def pairs_in_a_prompt(self) -> int:
-        """Skill-mistake pairs that the longest prompt shows; a teacher's shows one."""
-        return 1
+    def evolves(self) -> bool:
+        """Whether there is a bank that evolves."""
+        return self.uses_skill_bank and self.evolve_every > 0
 
     @property
     def bank_rows(self) -> int:

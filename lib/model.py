@@ -6,6 +6,7 @@ state (safetensors, no pickle). Models are loaded without `trust_remote_code`.
 
 import contextlib
 import json
+import math
 import re
 import shutil
 import textwrap
@@ -253,18 +254,25 @@ def trained(model) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def refuse_beyond_context(lm, prompt_tokens: int, new_tokens: int, flag: str) -> None:
-    """ValueError unless a prompt and its longest reply fit the model's context together.
-
-    flag: the one that sets new_tokens. A config that names no limit sets none.
-    """
+def context_limit(lm) -> float:
+    """The model's longest context in tokens; infinite where its config names no limit."""
     text_config = lm.config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None) or {}
     stretched = rope.get("original_max_position_embeddings", 0) * rope.get("factor", 1)  # YaRN
-    if limit and prompt_tokens + new_tokens > max(limit, stretched):
-        rule = f"with a prompt of {prompt_tokens} tokens it exceeds the model's context of {limit}"
-        raise ValueError(f"{flag} {new_tokens}: {rule} (max_position_embeddings); lower it")
+    return max(limit, stretched) if limit else math.inf
+
+
+def refuse_beyond_context(lm, prompt_tokens: int, new_tokens: int, flag: str) -> None:
+    """ValueError unless a prompt and its longest reply fit the model's context together.
+
+    flag: the one that sets new_tokens.
+    """
+    limit = context_limit(lm)
+    if prompt_tokens + new_tokens > limit:
+        rule = f"with a prompt of {prompt_tokens} tokens it exceeds the model's context of"
+        fix = "(max_position_embeddings); lower it"
+        raise ValueError(f"{flag} {new_tokens}: {rule} {limit:g} {fix}")
 
 
 def lora_of(folder: str | Path) -> tuple[str, int, int]:

@@ -19,11 +19,9 @@ import os
 import pathlib
 import shlex
 import shutil
-import signal
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -79,8 +77,9 @@ class Run:
     embed: Callable[[Sequence[str]], Any] | None = None  # texts -> [n, d]
     extra_tensors: dict[str, Tensor] = field(default_factory=dict)  # saved with a checkpoint
     clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # of the present step
+    audits: list[dict] = field(default_factory=list)  # this rank's lines of tokens.jsonl, likewise
     track: Callable[[dict], object] = lambda metrics: None  # the tracker's, on rank 0
-    signalled: float = 0.0  # when the first signal came, on a monotonic clock; 0: never
+    signals: command.Signals = field(default_factory=command.Signals)  # that came during a step
     skipped: int = 0  # steps in a row whose gradient was not finite
 
     @classmethod
@@ -136,62 +135,38 @@ class Run:
                 self.track = runlog.open_tracker(out, settings, self.step, cfg.report_to, name)
                 announce(self)
 
-    # ----------------------------------------------------------------------------------- a step
+    # ------------------------------------------------------------------------------ the run's files
 
-    def steps_left(self) -> Iterator[int]:
-        """The steps to come. From here on a first signal waits for the end of its step."""
-        left = range(self.step + 1, self.cfg.steps + 1)
-        hidden = not (self.world.main and sys.stderr.isatty())  # a log file has the steps' lines
-        bar = tqdm(left, "train", self.cfg.steps, initial=self.step, disable=hidden, unit="step")
-        for step in bar:
-            finish_at_signals(self)
-            self.clock = runlog.Stopwatch()
-            yield step
-
-    def log(self, step: int, rows: list[dict], norm: float) -> None:
-        """Append a step's lines to the logs, and print its line. rows: of all ranks."""
-        tokens = [row.pop("tokens") for row in rows if "tokens" in row]
-        self.step = step
-        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
+    def log(self, rows: list[dict], norm: float) -> None:
+        """Append the last step's lines to the logs, and print its line. rows: of all ranks."""
+        audits = distributed.gathered(self.audits, self.world)
         rate, peak = self.optimizer.param_groups[0]["lr"], runlog.memory_gb(self.device)
-        metrics = runlog.summarize(step, rows, norm, rate, self.clock.seconds, peak)
+        metrics = runlog.summarize(self.step, rows, norm, rate, self.clock.seconds, peak)
         metrics |= self.bank.counts if self.bank else {}
-        for name, lines in zip(runlog.LOGS, ([metrics], rows, tokens)):
+        for name, lines in zip(runlog.LOGS, ([metrics], rows, audits)):
             self.log_rows(name, lines)
         late = sum(distributed.gather(self.verifier.timeouts, self.world))
         if self.world.main:
             self.track(metrics)
             tqdm.write(runlog.log_line(metrics, self.cfg.steps, late))
 
-    def end_step(self) -> int:
-        """Save where that is due; the exit code. From here on a signal ends the process at once.
-
-        It is 130 after a signal on any rank, 1 after three steps in a row that were not finite, and
-        else 0: go on. No rank goes on or ends before rank 0 has saved.
-        """
-        signalled = any(distributed.gather(bool(self.signalled), self.world))
-        code = 130 if signalled else int(self.skipped == 3)
-        is_due = self.step % self.cfg.checkpoint_every == 0 or self.step == self.cfg.steps
-        with distributed.checked_on_all_ranks(self.world, OSError):
-            if is_due or code or evolution_is_due(self.cfg, self.step, self.bank):
-                self.save()
-        if code and self.world.main:
-            tqdm.write("stopped by a signal" if signalled else "three steps were not finite")
-        command.end_at_signals()
-        return code
-
-    # ------------------------------------------------------------------------------ the run's files
+    def save_is_due(self) -> bool:
+        """Whether a checkpoint of the last step is to be saved, as before an evolution."""
+        is_last = self.step == self.cfg.steps
+        is_due = self.step % self.cfg.checkpoint_every == 0 or is_last
+        return is_due or evolution_is_due(self.cfg, self.step, self.bank)
 
     def save(self) -> None:
-        """Rank 0 saves a checkpoint of the last step, unless it is there already."""
+        """Rank 0 saves a checkpoint of the last step, unless it is there already. On every rank."""
         path = files.of_step(self.out / "checkpoints", self.step)
         is_there = self.step in files.by_step(self.out / "checkpoints")
-        if self.world.main and self.step and not is_there:
-            with files.whole(path) as folder:
-                model.save(folder, self.lm, self.tokenizer, self.optimizer, self.extra_tensors)
-                if self.bank is not None:
-                    self.bank.save(folder / "bank.json")
-            tqdm.write(f"saved {path}")
+        with distributed.checked_on_all_ranks(self.world, OSError):
+            if self.world.main and self.step and not is_there:
+                with files.whole(path) as folder:
+                    model.save(folder, self.lm, self.tokenizer, self.optimizer, self.extra_tensors)
+                    if self.bank is not None:
+                        self.bank.save(folder / "bank.json")
+                tqdm.write(f"saved {path}")
 
     def save_bank(self) -> None:
         """Rank 0 saves the bank that was made or evolved after the last step, changed or not.
@@ -223,7 +198,73 @@ class Run:
         return {row["problem_id"]: row for row in rows}
 
 
-# ------------------------------------------------------------------ decoding shared over the ranks
+# ------------------------------------------------------------------------ prompts that must fit
+
+
+Prompt = tuple[str, list[int], int]  # what it is, its ids, and the number of tokens that follow
+Longest = Callable[[Run], list[Prompt]]  # the longest prompts of a run; a method has its own
+
+
+def longest_problem(run: Run, shown: Callable[[Problem], str] = lambda x: x.problem) -> Problem:
+    """The problem with the most tokens. shown: what a prompt shows of a problem."""
+    return max(run.problems, key=lambda x: rollout.token_count(run.tokenizer, shown(x)))
+
+
+def too_long(run: Run, longest: Longest) -> str:
+    """The first of the longest prompts that does not fit, in words; "" where all fit."""
+    most, context = run.cfg.max_prompt_tokens, model.context_limit(run.lm)
+    for where, ids, tokens in longest(run):
+        if len(ids) > most:
+            fix = f"--max-prompt-tokens is {most}; raise it, or drop the problem"
+            return f"{where}: a prompt has {len(ids)} tokens, {fix}"
+        if len(ids) + tokens > context:
+            rule = f"exceed the model's context of {context:g} (max_position_embeddings)"
+            fix = "lower --max-new-tokens, or in the cold start --cold-start-tokens"
+            return f"{where}: a prompt of {len(ids)} tokens and {tokens} more {rule}; {fix}"
+    return ""
+
+
+# ---------------------------------------------------------------------------- between two steps
+
+
+def steps_to_come(run: Run) -> Iterable[int]:
+    """The numbers of the steps that are left, with a bar on a terminal."""
+    left = range(run.step + 1, run.cfg.steps + 1)
+    hidden = not (run.world.main and sys.stderr.isatty())  # a log file has the steps' lines
+    return tqdm(left, "train", run.cfg.steps, initial=run.step, disable=hidden, unit="step")
+
+
+def stop_code(run: Run) -> int:
+    """The exit code of a run that stops here, the same on all ranks; 0: it goes on.
+
+    130 after a signal on any rank, 1 after three steps in a row that were not finite.
+    """
+    signalled = any(distributed.gather(bool(run.signals.first), run.world))
+    code = 130 if signalled else int(run.skipped == 3)
+    if code and run.world.main:
+        tqdm.write("stopped by a signal" if signalled else "three steps were not finite")
+    return code
+
+
+# ------------------------------------------------------------------------------- decoding
+
+
+def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
+    """Line 7: a rollout y ~ p_S(. | x) of each job, in order, with its outcome r (Eq. 1).
+
+    Logits are divided by --temperature. The --top-k likeliest tokens stay, and after renormalising
+    the nucleus of --top-p. r is +1 if the answer in the last \\boxed{} is right, else -1; so a
+    rollout that the length limit cuts before its answer has -1. completion_ids end on a stop id, or
+    are cut.
+    """
+    cfg = run.cfg
+    sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
+    turns = run.stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
+    roll_of: dict[int, Rollout] = {}
+    for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
+        roll_of |= {job.index: roll for job, roll in judged}
+    run.clock.lap("gen")
+    return [roll_of[job.index] for job in jobs]
 
 
 def bank_stream(run: Run) -> Stream:
@@ -464,7 +505,7 @@ def differences(saved: dict, now: dict, cfg: Config) -> tuple[str, list[str]]:
 
 def evolution_is_due(cfg: Config, step: int, bank: Any) -> bool:
     """Whether the bank evolves after this step, or has yet to: its window goes with it (D9)."""
-    return bool(bank is not None and bank.window and step % cfg.evolve_every == 0)
+    return cfg.evolves and bank is not None and bool(bank.window) and step % cfg.evolve_every == 0
 
 
 def makes_bank(cfg: Config, start: Start) -> bool:
@@ -579,25 +620,6 @@ def announce(run: Run) -> None:
     if closed == bare:
         print("thinking: no switch in the chat template, so closed and bare are one prompt (S3)")
     print("\n".join(others), end="\n" * bool(others))
-
-
-def finish_at_signals(run: Run) -> None:
-    """From here on the first Ctrl-C or SIGTERM stops the run after its step, a later one at once.
-
-    Within a second a signal counts as the same one: torchrun passes on what the terminal has sent.
-    """
-
-    def stop(*_: object) -> None:
-        now = time.monotonic()
-        if run.signalled and now - run.signalled > 1:
-            command.end_now()
-        if run.world.main and not run.signalled:
-            line = f"finishing step {run.step + 1}, then stopping; once more stops at once"
-            os.write(2, f"\n{line}\n".encode())  # print may be what the signal interrupts
-        run.signalled = run.signalled or now
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
 
 
 def what_next(run: Run) -> str:

@@ -6,7 +6,6 @@ explains every number.
 
 import contextlib
 import importlib.metadata
-import itertools
 import math
 import pathlib
 import resource
@@ -56,38 +55,31 @@ def rollout_row(
 ) -> dict[str, Any]:
     """One rollout's line in rollouts.jsonl.
 
-    index: its place in the global batch. pairs_K: its `SkillPair`s. result: its `RolloutLoss`.
-    c_delta: the bound beyond which a gap counts as clipped.
+    index: its place in the global batch. pairs_K: its `SkillPair`s. result: its loss, .numbers and
+    .token_numbers; where these have teachers' gaps, the line has counts of them. c_delta: the bound
+    beyond which a gap counts as clipped.
     """
-    delta_KT = result.delta_KT.detach()
     row = {"index": index, "step": step, **asdict(roll)}
     row["pairs"] = [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K]
     row["s_g"] = [pair.s_g for pair in pairs_K]
     row["s_e"] = [pair.s_e for pair in pairs_K]
-    unmasked_T = result.mask_T.bool()
-    numbers = {
-        "alpha": result.alpha_K,
-        "a": result.a_K,
-        "rho": result.rho_K.int(),
-        "losses": result.lbar_K.detach(),
-        "loss": result.loss.detach(),
-        "unmasked": unmasked_T.sum(),
-        "clipped": (delta_KT[:, unmasked_T].abs() > c_delta).sum(),
-        "first_gap": delta_KT[:, 0],
-    }
+    numbers = {**result.numbers, "loss": result.loss.detach()}
+    if "delta" in result.token_numbers:
+        delta_KT, unmasked_T = result.token_numbers["delta"], result.token_numbers["mask"].bool()
+        numbers["unmasked"] = unmasked_T.sum()
+        numbers["clipped"] = (delta_KT[:, unmasked_T].abs() > c_delta).sum()
+        numbers["first_gap"] = delta_KT[:, 0]
     return row | {name: x.tolist() for name, x in numbers.items()}
 
 
-def token_row(step: int, roll: Any, result: Any, tokenizer: Any) -> dict[str, Any]:
+def token_row(step: int, index: int, roll: Any, result: Any, tokenizer: Any) -> dict[str, Any]:
     """One audited rollout's line in tokens.jsonl: [T] and [K, T], over its tokens.
 
-    A token that holds a part of a character has U+FFFD in its text.
+    index: as in `rollout_row`. A token that holds a part of a character has U+FFFD in its text.
     """
-    row = {"step": step, "problem_id": roll.problem_id}
+    row = {"step": step, "index": index, "problem_id": roll.problem_id}
     row["text"] = tokenizer.batch_decode([[i] for i in roll.completion_ids])
-    row["mask"] = result.mask_T.int().tolist()
-    row["delta"] = result.delta_KT.tolist()
-    return row | {"credit": result.credit_KT.tolist()}
+    return row | {name: x.tolist() for name, x in result.token_numbers.items()}
 
 
 # ------------------------------------------------------------------------------------------ steps
@@ -105,7 +97,7 @@ def summarize(
 
     records: the rows of rollouts.jsonl of all ranks, at least one. norm: of the gradient, before
     clipping; a step whose norm is not finite counts as skipped. seconds: by part. gb: peak memory.
-    A mean over nothing is left out.
+    A mean over nothing is left out. A row of a method without teachers has no numbers of theirs.
     """
     total = len(records)
     metrics: dict[str, Any] = {
@@ -114,16 +106,23 @@ def summarize(
         "success": sum(row["r"] > 0 for row in records) / total,
         "truncated": sum(row["truncated"] for row in records) / total,
         "no_answer": sum(row["pred"] is None for row in records) / total,
-        "no_teachers": sum(not row["rho"] for row in records),
+        "no_teachers": sum(not row.get("rho") for row in records),
     }
     metrics |= polarity_numbers(records)
     metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
-    first_gaps = list(itertools.chain.from_iterable(row["first_gap"] for row in records))
-    tokens = sum(len(row["completion_ids"]) for row in records)
-    gaps = sum(row["unmasked"] * len(row["rho"]) for row in records)
+    first_gaps: list[float] = []
+    tokens, unmasked, gaps, clipped = 0, 0, 0, 0
+    for row in records:
+        length = len(row["completion_ids"])
+        unmasked_of_row = row.get("unmasked", length)  # no mask: every token counts
+        tokens += length
+        unmasked += unmasked_of_row
+        gaps += unmasked_of_row * len(row.get("rho", []))
+        clipped += row.get("clipped", 0)
+        first_gaps += row.get("first_gap", [])
     return metrics | {
-        "clip_share": sum(row["clipped"] for row in records) / max(1, gaps),
-        "mask_share": sum(row["unmasked"] for row in records) / max(1, tokens),
+        "clip_share": clipped / max(1, gaps),
+        "mask_share": unmasked / max(1, tokens),
         "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
         "completion_tokens": tokens / total,
         "grad_norm": norm,
@@ -142,11 +141,11 @@ def polarity_numbers(records: list[dict]) -> dict[str, Any]:
     supports: dict[str, list[float]] = {"success": [], "failure": []}
     for row in records:
         outcome = "success" if row["r"] > 0 else "failure"
-        supports[outcome] += row["a"]
+        supports[outcome] += row.get("a", [])
         cases = ["", f"_{outcome}"]
         if row["truncated"]:
             cases.append("_truncated")
-        for rho in row["rho"]:
+        for rho in row.get("rho", []):
             for case in cases:
                 metrics[f"rho_{FATE[rho]}{case}"] += 1
 

@@ -28,11 +28,11 @@ import rollout
 import sgsd
 from lib.config import Config, setting
 from lib.problems import Problem
-from lib.run import Run
-from methods import divergences, groups, teachers
-from methods.groups import RolloutLoss
+from lib.run import Prompt, Run, longest_problem, solve
+from methods import divergences, teachers
 from methods.opsd import with_answer
 from rollout import Rollout
+from sgsd import RolloutLoss
 from skills import SkillPair
 
 
@@ -144,20 +144,25 @@ def rollout_loss(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPai
     rho_K = torch.ones_like(a_K)
     if cfg.polarity:
         rho_K = sgsd.polarity(a_K, sgsd.reward(roll), cfg.eps_a)
-    lbar_K = sgsd.masked_mean(ell_KT, mask_T)
+    lbar_K = sgsd.masked_mean(sgsd.unmasked(ell_KT, mask_T), mask_T)
     loss = sgsd.sgsd_loss(lbar_K, alpha_K, rho_K)
-    credit_KT = sgsd.token_credit(gap_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
-    if cfg.drop_truncated and roll.truncated:
-        loss, credit_KT = torch.zeros_like(loss), torch.zeros_like(credit_KT)
-    result = RolloutLoss(loss, mask_T, gap_KT, alpha_K, a_K, rho_K, lbar_K, credit_KT)
-    if cfg.objective != "gate" or cfg.support_top_k:  # Eq. 20 holds for the gate on the full gap
-        result.has_credit, result.credit_KT = False, torch.zeros_like(credit_KT)
+    is_left_out = cfg.drop_truncated and roll.truncated
+    if is_left_out:
+        loss = torch.zeros_like(loss)
+    if not rho_K.any() and loss.isfinite():
+        loss = loss.detach()  # its gradient is 0
+    numbers = {"alpha": alpha_K, "a_plain": sgsd.plain_support(gap_KT), "a": a_K}
+    numbers |= {"rho": rho_K.int(), "losses": lbar_K.detach()}
+    token_numbers = {"mask": mask_T.int(), "delta": gap_KT.detach()}
+    if cfg.objective == "gate" and not cfg.support_top_k:  # else Eq. 20 does not describe the loss
+        credit_KT = sgsd.token_credit(gap_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
+        token_numbers["credit"] = credit_KT * (not is_left_out)
     if cfg.support_top_k:  # logs what truncation does to the supports and to the mean gap (S19)
         error_KT = (gap_KT - full_KT).abs()
-        result.numbers["a_full"] = sgsd.robust_support(full_KT, mask_T, bound)
-        result.numbers["gap_error"] = sgsd.robust_support(error_KT, mask_T, math.inf)
-        result.token_numbers["delta_full"] = full_KT.detach()
-    return result
+        numbers["a_full"] = sgsd.robust_support(full_KT, mask_T, bound)
+        numbers["gap_error"] = sgsd.robust_support(error_KT, mask_T, math.inf)
+        token_numbers["delta_full"] = full_KT.detach()
+    return RolloutLoss(loss, numbers, token_numbers)
 
 
 def scored(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Tensor:
@@ -192,26 +197,37 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     """`sgsd.train_step` with `retrieve` and `rollout_loss` of this file, and a teacher's copy."""
     if settings(run).teacher in ("periodic", "ema"):
         teachers.begin(run)
-    share = sgsd.batch_share(run, step)
-    rolls = sgsd.sample(run, share)
-    run.clock.lap("gen")
-    rows = []
-    for (index, x, _), roll in zip(share, rolls):
-        pairs_K = retrieve(run, x, step)
-        result = rollout_loss(run, x, roll, pairs_K)
-        if result.loss.requires_grad and (result.rho_K.any() or not result.loss.isfinite()):
-            (result.loss / run.cfg.batch_size).backward()
-        rows.append(groups.record(run, step, index, pairs_K, roll, result))
+    cfg, rows = settings(run), []
+    jobs = sgsd.step_jobs(run, step)
+    for job, roll in zip(jobs, solve(run, jobs)):
+        pairs_K = retrieve(run, job.problem, step)
+        result = rollout_loss(run, job.problem, roll, pairs_K)
+        if result.loss.requires_grad:
+            (result.loss / cfg.batch_size).backward()
+        rows.append(sgsd.record(run, step, job.index, pairs_K, roll, result))
         run.clock.lap("bwd")
     norm = sgsd.optimizer_step(run, step)
     follow(run, step)
-    run.clock.lap("opt")
     return rows, norm
+
+
+def longest_prompts(run: Run) -> list[Prompt]:
+    """SGSD's; with --answer-pi teachers see the answer, too."""
+    if not settings(run).answer_pi:
+        return sgsd.longest_prompts(run)
+
+    def shown(x: Problem) -> str:
+        return with_answer(x.problem, x.answer)
+
+    x = longest_problem(run, shown)
+    where = f"problem {x.id} with its answer"
+    teacher = sgsd.longest_prompt(run, 1, shown(x), where, run.cfg.teacher_prefix)
+    return [*sgsd.longest_prompts(run), teacher]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, AblationConfig, train_step)
+    return sgsd.main(argv, __doc__, AblationConfig, train_step, longest_prompts)
 
 
 if __name__ == "__main__":

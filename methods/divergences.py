@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import scoring
+import sgsd
 from lib.run import Run
 from rollout import Rollout
 
@@ -100,3 +101,17 @@ def scored(
 
     columns_TKC = scoring.over_slices(run.lm, states, sampled_T, losses, temperature)
     return columns_TKC.permute(2, 1, 0).contiguous()
+
+
+def mean_loss(
+    ell_1T: Tensor, delta_1T: Tensor, c_delta: float
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """The mean of a completion's token losses under one teacher, and the numbers for the logs.
+
+    ell_1T: with gradient. delta_1T: gaps. Every token counts, and the teacher is distilled.
+    """
+    one_1, ones_T = ell_1T.new_ones(1), ell_1T.new_ones(ell_1T.shape[1])
+    lbar_1, a_1 = ell_1T.mean(1), sgsd.robust_support(delta_1T, ones_T, c_delta)
+    numbers = {"alpha": one_1, "a_plain": sgsd.plain_support(delta_1T), "a": a_1}
+    numbers |= {"rho": one_1.int(), "losses": lbar_1.detach()}
+    return lbar_1.sum(), numbers, {"mask": ones_T.int(), "delta": delta_1T.detach()}

@@ -1,14 +1,16 @@
 """A step for a method that samples several solutions of each problem.
 
-A method is one function, losses(run, x, rolls_G, pairs_K), which yields the loss of each solution
-of a problem; `step_fn` makes a step of it, and `sgsd.train` does the rest. The teachers' contexts
+A method is one function, losses(run, step, x, rolls_G, pairs_K). For each solution of a problem, in
+order, it yields the loss, the numbers of its row in rollouts.jsonl, and those of its row in
+tokens.jsonl; `step_fn` makes a step of it, and `sgsd.train` does the rest. The teachers' contexts
 are made after sampling, so they may show what was sampled. docs/changing.md has an example.
 
 Dimension key: G solutions of a problem, K teachers, T completion tokens.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ import skills
 from lib import problems
 from lib.config import NO_COLD_START, Config, setting
 from lib.problems import Problem
-from lib.run import Run
+from lib.run import Prompt, Run, longest_problem, solve
 from rollout import Job, Rollout
+from sgsd import RolloutLoss
 from skills import SkillPair
 
 
@@ -29,12 +32,10 @@ from skills import SkillPair
 class GroupConfig(Config):
     """SGSD's settings, and the size of a group."""
 
-    generations: int = setting(8, "G: solutions sampled for each problem; Tab. 11")
+    generations: int = setting(8, "G: solutions sampled for each problem; Tab. 11", least=2)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.generations < 2:
-            raise ValueError("--generations: the method compares a group, so it must be >= 2")
         if self.temperature == 0:
             raise ValueError("--temperature 0: makes all --generations of a problem the same")
 
@@ -46,51 +47,9 @@ class GroupConfig(Config):
         return super().void() | NO_COLD_START
 
 
-@dataclass
-class RolloutLoss(sgsd.RolloutLoss):
-    """A rollout's loss with further numbers for rollouts.jsonl and tokens.jsonl."""
-
-    numbers: dict[str, Tensor] = field(default_factory=dict)
-    token_numbers: dict[str, Tensor] = field(default_factory=dict)
-    has_credit: bool = True  # whether Eq. 20 describes this loss
-
-
-def without_teachers(loss: Tensor, T: int, numbers: dict[str, Tensor]) -> RolloutLoss:
-    """The loss of a completion of T tokens for which no teacher spoke."""
-    ones_T, none_K = loss.new_ones(T).detach(), loss.new_zeros(0)
-    none_KT = loss.new_zeros(0, T)
-    return RolloutLoss(
-        loss=loss,
-        mask_T=ones_T,
-        delta_KT=none_KT,
-        alpha_K=none_K,
-        a_K=none_K,
-        rho_K=none_K,
-        lbar_K=none_K,
-        credit_KT=none_KT,
-        numbers=numbers,
-        has_credit=False,
-    )
-
-
-def of_one_teacher(ell_1T: Tensor, delta_1T: Tensor, c_delta: float) -> RolloutLoss:
-    """The mean of a completion's token losses under one teacher; every token counts.
-
-    ell_1T: with gradient. delta_1T: gaps, for the logs.
-    """
-    ones_1, ones_T = ell_1T.new_ones(1), ell_1T.new_ones(ell_1T.shape[1])
-    lbar_1 = ell_1T.mean(1)
-    return RolloutLoss(
-        loss=lbar_1.sum(),
-        mask_T=ones_T,
-        delta_KT=delta_1T,
-        alpha_K=ones_1,
-        a_K=sgsd.robust_support(delta_1T, ones_T, c_delta),
-        rho_K=ones_1,
-        lbar_K=lbar_1,
-        credit_KT=torch.zeros_like(delta_1T).detach(),
-        has_credit=False,
-    )
+Numbers = dict[str, Tensor]  # detached, by their names in the logs
+Losses = Iterable[tuple[Tensor, Numbers, Numbers]]  # of a group's solutions
+StudentPrompt = Callable[[Any, Problem, list[SkillPair]], list[int]]
 
 
 def rewards(rolls_G: Sequence[Rollout]) -> Tensor:
@@ -104,61 +63,70 @@ def prompt_with_skills(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> li
     return sgsd.prompt_ids(run, text, run.cfg.student_prefix)
 
 
+def longest_prompts(run: Run) -> list[Prompt]:
+    """The student's longest prompt, with the skills that --bank gives, if any."""
+    x, pairs = longest_problem(run), run.cfg.num_teachers
+    where = f"problem {x.id}"
+    return [sgsd.longest_prompt(run, pairs, x.problem, where, run.cfg.student_prefix)]
+
+
+@dataclass
+class Group:
+    """A problem of the minibatch, with the jobs of its solutions."""
+
+    x: Problem
+    pairs_K: list[SkillPair]  # those of --bank; empty without one
+    jobs_G: list[Job]
+
+
+def step_groups(run: Run, step: int, student_prompt: StudentPrompt) -> list[Group]:
+    """This rank's share of the minibatch, in whole groups.
+
+    The index of a problem's i-th job is its place in the minibatch times G, plus i.
+    """
+    cfg: Any = run.cfg
+    G, share = cfg.generations, []
+    batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed)
+    for place in range(run.world.rank, len(batch), run.world.size):
+        x, epoch = batch[place]
+        pairs_K = []
+        if cfg.uses_skill_bank:
+            pairs_K = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)
+        group, prompt = Group(x, pairs_K, []), student_prompt(run, x, pairs_K)
+        for i in range(G):
+            key = rollout.sample_key(cfg.seed, step, x.id, epoch * G + i)
+            job = Job(place * G + i, prompt, key=key, left=cfg.max_new_tokens, problem=x)
+            group.jobs_G.append(job)
+        share.append(group)
+    return share
+
+
 def step_fn(
-    losses: Callable[[Any, Problem, list[Rollout], list[SkillPair]], Iterable[RolloutLoss]],
-    student_prompt: Callable[[Any, Problem, list[SkillPair]], list[int]] = prompt_with_skills,
+    losses: Callable[[Any, int, Problem, list[Rollout], list[SkillPair]], Losses],
+    student_prompt: StudentPrompt = prompt_with_skills,
 ) -> Callable[[Run, int], tuple[list[dict], float]]:
     """A step in the place of `sgsd.train_step`; run.cfg.generations solutions of each problem.
 
-    losses: of a problem's solutions, in their order. A generator keeps the graph of one at a time.
+    losses: of the solutions of one problem, in their order. A generator keeps the graph of one at a
+    time; a loss without a graph has no backward pass.
     """
 
     def train_step(run: Run, step: int) -> tuple[list[dict], float]:
         cfg: Any = run.cfg
-        world, size = run.world, cfg.generations
-        batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed)
-        share: list[tuple[int, Problem, list[SkillPair]]] = []
-        jobs: list[Job] = []
-        for place in range(world.rank, len(batch), world.size):  # whole groups
-            x, epoch = batch[place]
-            pairs_K = []
-            if cfg.uses_skill_bank:
-                pairs_K = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)
-            share.append((place, x, pairs_K))
-            prompt = student_prompt(run, x, pairs_K)
-            for i in range(size):
-                key = rollout.sample_key(cfg.seed, step, x.id, epoch * size + i)
-                jobs.append(Job(len(jobs), prompt, key, cfg.max_new_tokens, x))
-        rolls = iter(sgsd.solve(run, jobs))
-        run.clock.lap("gen")
-        rows = []
-        for place, x, pairs_K in share:
-            rolls_G = [next(rolls) for _ in range(size)]
-            for i, result in enumerate(losses(run, x, rolls_G, pairs_K)):
-                if result.loss.requires_grad:  # else its gradient is 0
-                    (result.loss / (cfg.batch_size * size)).backward()
-                rows.append(record(run, step, place * size + i, pairs_K, rolls_G[i], result))
+        G, rows = cfg.generations, []
+        share = step_groups(run, step, student_prompt)
+        jobs = itertools.chain.from_iterable(group.jobs_G for group in share)
+        rolls = iter(solve(run, list(jobs)))
+        for group in share:
+            rolls_G = list(itertools.islice(rolls, G))
+            results = losses(run, step, group.x, rolls_G, group.pairs_K)
+            for job, roll, result in zip(group.jobs_G, rolls_G, results, strict=True):
+                result = RolloutLoss(*result)
+                if result.loss.requires_grad:
+                    (result.loss / (cfg.batch_size * G)).backward()
+                rows.append(sgsd.record(run, step, job.index, group.pairs_K, roll, result))
                 run.clock.lap("bwd")
         norm = sgsd.optimizer_step(run, step)
-        run.clock.lap("opt")
         return rows, norm
 
     return train_step
-
-
-def record(
-    run: Run,
-    step: int,
-    index: int,
-    pairs_K: Sequence[SkillPair],
-    roll: Rollout,
-    result: RolloutLoss,
-) -> dict:
-    """`sgsd.record` with the method's own numbers."""
-    row = sgsd.record(run, step, index, pairs_K, roll, result)
-    row |= {name: x.tolist() for name, x in result.numbers.items()}
-    if "tokens" in row:
-        row["tokens"] |= {name: x.tolist() for name, x in result.token_numbers.items()}
-        if not result.has_credit:
-            del row["tokens"]["credit"]
-    return row

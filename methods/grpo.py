@@ -12,7 +12,7 @@ Ours makes one optimizer step per batch, so w_t = 1 and the clip never acts. The
 Dimension key: G solutions of a problem, T completion tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from lib.config import Config, setting
 from lib.problems import Problem
 from lib.run import Run
 from methods import groups
-from methods.groups import GroupConfig, RolloutLoss
+from methods.groups import GroupConfig, Losses
 from rollout import Rollout
 from skills import SkillPair
 
@@ -52,10 +52,6 @@ class GRPOConfig(GroupConfig):
     loss_temperature: float = setting(
         0.0, "temperature of the loss; 0 takes the sampling's; S5, S15", least=0
     )
-
-    @property
-    def pairs_in_a_prompt(self) -> int:
-        return self.num_teachers
 
 
 OF_SGSD = "student_prefix temperature top_p top_k max_new_tokens max_prompt_tokens rollout_rows"
@@ -87,23 +83,20 @@ def grpo_loss(logp_T: Tensor, logp_old_T: Tensor, advantage: float, clip: float 
 
 
 def losses(
-    run: Run, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
-) -> Iterator[RolloutLoss]:
+    run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
+) -> Losses:
     """The loss of each solution of a group; 0, and nothing scored, where all rewards are equal."""
     return weighted_losses(run, rolls_G, grpo_advantages(groups.rewards(rolls_G)))
 
 
-def weighted_losses(
-    run: Run, rolls_G: list[Rollout], advantages_G: Tensor
-) -> Iterator[RolloutLoss]:
+def weighted_losses(run: Run, rolls_G: list[Rollout], advantages_G: Tensor) -> Losses:
     """The loss of each solution by its advantage."""
     for roll, advantage in zip(rolls_G, advantages_G):
         loss = torch.zeros((), device=run.device)
         if advantage:
             logp_T = logprobs(run, roll)
             loss = grpo_loss(logp_T, logp_T, advantage.item())
-        T = len(roll.completion_ids)
-        yield groups.without_teachers(loss, T, {"advantage": advantage})
+        yield loss, {"advantage": advantage}, {}
 
 
 def logprobs(run: Run, roll: Rollout) -> Tensor:
@@ -122,7 +115,7 @@ train_step = groups.step_fn(losses)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, GRPOConfig, train_step, variants=VARIANTS)
+    return sgsd.main(argv, __doc__, GRPOConfig, train_step, groups.longest_prompts, VARIANTS)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ temperature of the loss, which is the sampling's. Ours shows the answer in one s
 Dimension key: T completion tokens, n positions of a slice, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,9 +24,9 @@ import sgsd
 import skills
 from lib.config import NO_COLD_START, Config, setting
 from lib.problems import Problem
-from lib.run import Run
+from lib.run import Prompt, Run, longest_problem
 from methods import divergences, groups, teachers
-from methods.groups import RolloutLoss
+from methods.groups import Losses
 from rollout import Rollout
 from skills import SkillPair
 
@@ -50,10 +50,6 @@ class OPSDConfig(Config):
     def void(self) -> dict[str, str]:
         return super().void() | NO_COLD_START
 
-    @property
-    def pairs_in_a_prompt(self) -> int:
-        return self.num_teachers
-
 
 VARIANTS: dict[str, dict[str, Any]] = {"bank": {"num_teachers": 3, "evolve_every": 0}}  # S17
 
@@ -64,8 +60,8 @@ def with_answer(problem: str, answer: str) -> str:
 
 
 def losses(
-    run: Run, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
-) -> Iterator[RolloutLoss]:
+    run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
+) -> Losses:
     """The loss of a solution by one teacher, whose prompt has the answer and any skills."""
     cfg: Any = run.cfg
     text = skills.render_skills(pairs_K, with_answer(x.problem, x.answer))
@@ -80,15 +76,27 @@ def losses(
         ell_1T, delta_1T = divergences.scored(
             run, roll, contexts_1, token_losses, cfg.temperature or 1.0, teachers.frozen(run)
         )
-        yield groups.of_one_teacher(ell_1T, delta_1T, cfg.c_delta)
+        yield divergences.mean_loss(ell_1T, delta_1T, cfg.c_delta)
 
 
 train_step = groups.step_fn(losses)
 
 
+def longest_prompts(run: Run) -> list[Prompt]:
+    """The student's longest prompt, and the teacher's, which has the answer as well."""
+
+    def shown(x: Problem) -> str:
+        return with_answer(x.problem, x.answer)
+
+    cfg, x = run.cfg, longest_problem(run, shown)
+    where = f"problem {x.id} with its answer"
+    teacher = sgsd.longest_prompt(run, cfg.num_teachers, shown(x), where, cfg.teacher_prefix)
+    return [*groups.longest_prompts(run), teacher]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, OPSDConfig, train_step, variants=VARIANTS)
+    return sgsd.main(argv, __doc__, OPSDConfig, train_step, longest_prompts, VARIANTS)
 
 
 if __name__ == "__main__":

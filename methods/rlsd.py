@@ -20,7 +20,7 @@ Dimension key: G solutions of a problem, K teachers, T completion tokens.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,9 +33,9 @@ import sgsd
 import skills
 from lib.config import setting
 from lib.problems import Problem
-from lib.run import Run
-from methods import groups, teachers
-from methods.groups import GroupConfig, RolloutLoss
+from lib.run import Prompt, Run
+from methods import groups, opsd, teachers
+from methods.groups import GroupConfig, Losses
 from methods.grpo import grpo_advantages
 from methods.opsd import with_answer
 from rollout import Rollout
@@ -84,26 +84,30 @@ def student_prompt(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[i
 
 
 def losses(
-    run: Run, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
-) -> Iterator[RolloutLoss]:
+    run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
+) -> Losses:
     """The loss of each solution of a group; 0, and nothing scored, where all rewards are equal."""
+    cfg: Any = run.cfg
+    lam = weighting_share(step, cfg.weighting, cfg.weighting_steps)
     advantages_G = grpo_advantages(groups.rewards(rolls_G), eps=1e-6)
     for roll, advantage in zip(rolls_G, advantages_G):
-        T, numbers = len(roll.completion_ids), {"advantage": advantage}
-        loss, advantage_T = torch.zeros((), device=run.device), advantage.expand(T)
+        loss = torch.zeros((), device=run.device)
+        advantage_T = advantage.expand(len(roll.completion_ids))
         if advantages_G.any():
-            loss, advantage_T = rollout_loss(run, x, roll, pairs_K, advantage.item())
-        result = groups.without_teachers(loss, T, numbers)
-        result.token_numbers["advantage"] = advantage_T
-        yield result
+            loss, advantage_T = rollout_loss(run, x, roll, pairs_K, advantage.item(), lam)
+        yield loss, {"advantage": advantage}, {"advantage": advantage_T}
 
 
 def rollout_loss(
-    run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair], advantage: float
+    run: Run,
+    x: Problem,
+    roll: Rollout,
+    pairs_K: Sequence[SkillPair],
+    advantage: float,
+    lam: float,
 ) -> tuple[Tensor, Tensor]:
     """A solution's loss, and the advantage of each of its tokens [T]."""
     cfg: Any = run.cfg
-    lam = weighting_share(run.step + 1, cfg.weighting, cfg.weighting_steps)
     logpT_T = teachers_logprobs(run, x, roll, pairs_K) if lam else None
     prompts, completions = [roll.prompt_ids], [roll.completion_ids]
     logpS_1T = scoring.token_logprobs(
@@ -148,9 +152,16 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     return result
 
 
+def longest_prompts(run: Run) -> list[Prompt]:
+    """The student's, which shows the problem alone, and the teacher's; SGSD's with --bank."""
+    if run.cfg.bank:
+        return sgsd.longest_prompts(run)
+    return opsd.longest_prompts(run)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, RLSDConfig, train_step, variants=VARIANTS)
+    return sgsd.main(argv, __doc__, RLSDConfig, train_step, longest_prompts, VARIANTS)
 
 
 if __name__ == "__main__":

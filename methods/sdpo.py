@@ -18,7 +18,7 @@ Dimension key: G solutions of a problem, T completion tokens, n positions of a s
 k likeliest tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 import distributed
+import rollout
 import sgsd
 import skills
 from lib.config import setting
 from lib.problems import Problem
-from lib.run import Run
+from lib.run import Prompt, Run, longest_problem
 from methods import divergences, groups, teachers
-from methods.groups import GroupConfig, RolloutLoss
+from methods.groups import GroupConfig, Losses, Numbers
 from rollout import THINK, Rollout
 from skills import SkillPair
 
@@ -107,22 +108,21 @@ def with_solution(problem: str, solution: str) -> str:
 
 
 def losses(
-    run: Run, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
-) -> Iterator[RolloutLoss]:
+    run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
+) -> Losses:
     """The loss of each solution of a group; 0, and nothing scored, without a right sibling."""
     rewards_G = groups.rewards(rolls_G).tolist()
     for i, roll in enumerate(rolls_G):
         sibling = shown_sibling(rewards_G, i)
         if sibling is None:
-            loss = torch.zeros((), device=run.device)
-            yield groups.without_teachers(loss, len(roll.completion_ids), {})
+            yield torch.zeros((), device=run.device), {}, {}
         else:
             text = skills.render_student(with_solution(x.problem, rolls_G[sibling].text))
             context = sgsd.prompt_ids(run, text, run.cfg.teacher_prefix)
             yield distilled(run, roll, context)
 
 
-def distilled(run: Run, roll: Rollout, context: list[int]) -> RolloutLoss:
+def distilled(run: Run, roll: Rollout, context: list[int]) -> tuple[Tensor, Numbers, Numbers]:
     """The loss of a solution under the teacher with this context; every token counts."""
     cfg: Any = run.cfg
 
@@ -136,7 +136,7 @@ def distilled(run: Run, roll: Rollout, context: list[int]) -> RolloutLoss:
     ell_1T, delta_1T = divergences.scored(
         run, roll, [context], token_losses, cfg.temperature, teacher
     )
-    return groups.of_one_teacher(ell_1T, delta_1T, cfg.c_delta)
+    return divergences.mean_loss(ell_1T, delta_1T, cfg.c_delta)
 
 
 step_of_groups = groups.step_fn(losses)
@@ -151,9 +151,19 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     return result
 
 
+def longest_prompts(run: Run) -> list[Prompt]:
+    """The student's, and the teacher's, whose prompt shows a solution of --max-new-tokens."""
+    cfg, x = run.cfg, longest_problem(run)
+    text = skills.render_student(with_solution(x.problem, ""))
+    ids = rollout.chat_ids(run.tokenizer, text, thinking=cfg.teacher_prefix)
+    ids += run.stops[:1] * cfg.max_new_tokens  # in the place of the solution
+    where = f"problem {x.id} with a solution"
+    return [*groups.longest_prompts(run), (where, ids, cfg.max_new_tokens)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, SDPOConfig, train_step)
+    return sgsd.main(argv, __doc__, SDPOConfig, train_step, longest_prompts)
 
 
 if __name__ == "__main__":

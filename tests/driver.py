@@ -35,7 +35,7 @@ import sgsd
 import skills
 from lib import command, config, files, model, verify
 from lib.run import Run
-from methods import ablations, grpo, opsd, rlsd, sdpo
+from methods import ablations, groups, grpo, opsd, rlsd, sdpo
 
 ALONE = distributed.World(0, 1, torch.device("cpu"))
 
@@ -359,13 +359,13 @@ def make_adapter(path, base, seed=0, rank=4):
     peft.get_peft_model(lm, lora).save_pretrained(path)
 
 
-METHODS = {  # settings, step, other defaults
-    "sgsd": (config.Config, sgsd.train_step, {}),
-    "grpo": (grpo.GRPOConfig, grpo.train_step, grpo.VARIANTS),
-    "opsd": (opsd.OPSDConfig, opsd.train_step, opsd.VARIANTS),
-    "rlsd": (rlsd.RLSDConfig, rlsd.train_step, rlsd.VARIANTS),
-    "sdpo": (sdpo.SDPOConfig, sdpo.train_step, {}),
-    "ablations": (ablations.AblationConfig, ablations.train_step, {}),
+METHODS = {  # settings, step, longest prompts, other defaults
+    "sgsd": (config.Config, sgsd.train_step, sgsd.longest_prompts, {}),
+    "grpo": (grpo.GRPOConfig, grpo.train_step, groups.longest_prompts, grpo.VARIANTS),
+    "opsd": (opsd.OPSDConfig, opsd.train_step, opsd.longest_prompts, opsd.VARIANTS),
+    "rlsd": (rlsd.RLSDConfig, rlsd.train_step, rlsd.longest_prompts, rlsd.VARIANTS),
+    "sdpo": (sdpo.SDPOConfig, sdpo.train_step, sdpo.longest_prompts, {}),
+    "ablations": (ablations.AblationConfig, ablations.train_step, ablations.longest_prompts, {}),
 }
 
 
@@ -373,7 +373,7 @@ def parsed(argv, method="sgsd"):
     """The settings of a command line of sgsd.py, of another method, or of eval.py ("eval")."""
     if method == "eval":
         return command.parse(argv, "", config.EvalConfig)
-    kind, _, variants = METHODS[method]
+    kind, _, _, variants = METHODS[method]
     return command.parse(argv, "", kind, config.presets_of(kind), variants)
 
 
@@ -381,11 +381,11 @@ def main(argv=None, step_fn=None):
     """A command like sgsd.py's or, after the name of a method, that one's; its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     method = argv.pop(0) if argv and argv[0] in METHODS else "sgsd"
-    kind, own_step, variants = METHODS[method]
+    kind, own_step, longest, variants = METHODS[method]
     if method in ("grpo", "opsd", "rlsd", "sdpo"):  # which refuse the flags of a cold start
         argv = [arg for arg in argv if not str(arg).startswith("--cold-start")]
     with signals_restored(), faked():
-        return sgsd.main(argv, "", kind, step_fn or own_step, variants=variants)
+        return sgsd.main(argv, "", kind, step_fn or own_step, longest, variants)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import random
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -41,7 +41,6 @@ from lib.config import PRESETS
 from lib.problems import Problem
 from lib.run import Run
 from methods import groups, grpo, rlsd
-from methods.groups import RolloutLoss
 from research.markdown_table import head_of, row_of
 from rollout import Rollout
 
@@ -102,24 +101,21 @@ ROWS: dict[str, Weights] = {"grpo": ones, "rlsd": by_rlsd, "gate": gate, "shuffl
 # ------------------------------------------------------------------------------------- one run
 
 
-def losses_by(weights: Weights) -> Callable[..., Iterator[RolloutLoss]]:
+def losses_by(weights: Weights) -> Callable[..., groups.Losses]:
     """A method of groups: GRPO with these weights, from SGSD's teachers."""
 
     def losses(
-        run: Run, x: Problem, rolls_G: list[Rollout], pairs_K: list[skills.SkillPair]
-    ) -> Iterator[RolloutLoss]:
+        run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[skills.SkillPair]
+    ) -> groups.Losses:
         alpha_K = sgsd.pair_weights(run, pairs_K)
         contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem)
         for roll, advantage in zip(rolls_G, grpo.grpo_advantages(groups.rewards(rolls_G))):
             ids_T = roll.completion_ids
             logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, run.cfg.score_tokens)
-            logpS_1T = scoring.token_logprobs(run.lm, [roll.prompt_ids], [ids_T], grad=True)
-            delta_KT = sgsd.log_prob_gap(logpT_KT, logpS_1T[0].detach())
-            advantage_T = weights(delta_KT, alpha_K, advantage, run.step + 1)
-            loss = -(advantage_T * logpS_1T[0]).mean()
-            result = groups.without_teachers(loss, len(ids_T), {})
-            result.token_numbers["advantage"] = advantage_T
-            yield result
+            logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T)
+            delta_KT = sgsd.log_prob_gap(logpT_KT, logpS_T.detach())
+            advantage_T = weights(delta_KT, alpha_K, advantage, step)
+            yield -(advantage_T * logpS_T).mean(), {}, {"advantage": advantage_T}
 
     return losses
 

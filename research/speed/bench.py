@@ -842,7 +842,7 @@ def least_seconds(
         x, new = len(row["prompt_ids"]), len(row["completion_ids"])
         longest[row["step"]] = max(new, longest.get(row["step"], 0))
         least["rollout"] += c.decoding(x, new, 1, 0)[1] / copied
-        back = c.backward(x + new, new) if any(row["rho"]) else 0
+        back = c.backward(x + new, new) if any(row.get("rho", [])) else 0
         least["backward"] += (c.forward(x + new, new) + back) / multiplied
         pairs_K = run.bank.retrieve(row["problem"], run.cfg.num_teachers, run.embed)
         for context in sgsd.teacher_prompts(run, pairs_K, row["problem"]):

@@ -28,7 +28,7 @@ common |= dict(checkpoint_above=10**6)
 
 def train(**changes):
     method = changes.pop("method", "sgsd")
-    kind, step_fn, _ = driver.METHODS[method]
+    kind, step_fn, *_ = driver.METHODS[method]
     run = driver.train(world, out, step_fn=step_fn, kind=kind, **(common | changes))
     assert run.code == 0
     assert {{p.device.type for p in run.lm.parameters()}} == {{"npu"}}

@@ -70,7 +70,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_130(world_dir, tmp_path
     argv = small_flags(world_dir, out)
     assert go(argv, log, signalled_in_step_3(seconds=0.0)) == 130
     text = log.read_text()
-    assert text.count("finishing step 3") == 1 and "Traceback" not in text
+    assert text.count("finishing this step") == 1 and "Traceback" not in text
     assert "same command" in text.splitlines()[-1]
     assert steps_of(out) == ([1, 2, 3], [2, 3]) and not (out / "bank/step_000003.json").exists()
     assert_goes_on(argv, out, uninterrupted, log)
@@ -81,9 +81,26 @@ def test_a_later_signal_ends_the_step_at_once(world_dir, tmp_path):
     argv = small_flags(world_dir, out, bank=world_dir / "bank.json")
     assert go(argv, log, signalled_in_step_3(seconds=1.1)) == 130
     text = log.read_text()
-    assert "finishing step 3" in text and "Traceback" not in text
+    assert "finishing this step" in text and "Traceback" not in text
     assert "same command" in text.splitlines()[-1]
     assert steps_of(out) == ([1, 2], [2])
+
+
+def test_a_signal_that_comes_during_a_save_on_any_rank_ends_the_run_after_the_next_step(
+    world_dir, tmp_path
+):
+    """On rank 1, while rank 0 saves step 2."""
+    out, argv = tmp_path / "run", small_flags(world_dir, tmp_path / "run")
+
+    def before():
+        if os.environ["RANK"] == "1":
+            killing(Run, "save", 1, number=signal.SIGTERM)()
+
+    assert two(argv, tmp_path, before=before) == [130, 130]
+    assert steps_of(out) == ([1, 2, 3], [2, 3])
+    assert "stopped by a signal" in (tmp_path / "log0").read_text()
+    assert two(argv, tmp_path) == [0, 0]
+    assert steps_of(out) == ([1, 2, 3, 4, 5, 6], [2, 3, 4, 6])
 
 
 PLACES = {"cold start": (Run, "log_rows", 7), "evolution": (skills, "merge", 3)}
@@ -157,29 +174,33 @@ def test_a_bug_of_one_of_two_ranks_shows_its_traceback_and_no_rank_hangs(
     assert_bug(tmp_path / f"log{rank}")
 
 
-def test_an_evolved_entry_that_is_too_long_in_tokens_is_named_before_it_meets_a_step(
-    world_dir, tmp_path
-):
-    """The evolution is made again, and a higher limit lets the run go on."""
+def test_an_evolution_leaves_out_entries_with_which_a_prompt_would_be_too_long(world_dir, tmp_path):
+    """And counts them, before the bank is saved: the run goes on, and begins again as it was."""
     out, log = tmp_path / "run", tmp_path / "log"
 
-    def long_reply(prompt):
+    def reply(prompt):
+        """As the driver's; what it writes of a problem with a 1 in it is long."""
         reply = json.loads(original(prompt))
         ((key, items),) = reply.items()
-        return json.dumps({key: [{k: v + "x" * 200 for k, v in x.items()} for x in items]})
+        for item in items if "to merge:" not in prompt else []:
+            for name, text in item.items():
+                item[name] = text + "x" * 300 * ("1" in text)
+        return json.dumps({key: items})
 
     original = driver.reply_to
-    before = functools.partial(setattr, driver, "reply_to", long_reply)
+    before = functools.partial(setattr, driver, "reply_to", reply)
     changes = {"bank": world_dir / "bank.json", "steps": 4, "success_gate": 2.0}
-    argv = small_flags(world_dir, out, max_prompt_tokens=1000, **changes)
-    for _ in range(2):
-        log.write_text("")
-        assert go(argv, log, before=before) == 2, log.read_text()
-        assert_one_line(log, "dyn_", "--max-prompt-tokens is 1000", "tokens")
-        assert steps_of(out) == ([1, 2, 3], [2, 3])
-    assert (
-        go(small_flags(world_dir, out, max_prompt_tokens=9000, **changes), log, before=before) == 0
-    )
+    changes |= {"max_new_items": 9, "max_prompt_tokens": 1000}
+    argv = small_flags(world_dir, out, **changes)
+    assert go(argv, log, before=before) == 0, log.read_text()
+    bank = SkillBank.load(out / "bank/step_000003.json")
+    (update,) = bank.metadata["updates"]
+    text = json.dumps(bank.general_skills + bank.common_mistakes)
+    assert update["too_long"] and "dyn_" in text and "xxx" not in text
+    assert not any(name in text for name in update["too_long"])
+    assert all(name in log.read_text() for name in update["too_long"])
+    assert bank == SkillBank.load(out / "checkpoints/step_000003/bank.json")
+    assert go(small_flags(world_dir, out, **changes | {"steps": 5}), log) == 0
 
 
 def test_a_bug_in_a_step_is_a_traceback_and_saves_nothing(world_dir, tmp_path):

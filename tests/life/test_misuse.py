@@ -5,6 +5,7 @@ beside its reader, in test_problems.py, test_bank.py and test_model.py; flags in
 run that may not be continued in test_continue.py.
 """
 
+import functools
 import json
 import shutil
 import sys
@@ -103,7 +104,7 @@ def test_an_evaluation_problem_in_the_training_data_is_one_line_with_its_id(tmp_
         ({"num_teachers": 8}, ["bank.json", "4 skills and 4 mistakes", "--num-teachers 8"]),
         ({"bank": "empty.json"}, ["empty.json", "0 skills and 0 mistakes"]),
         ({"max_prompt_tokens": 200}, ["gen_00", "err_00", "--max-prompt-tokens is 200"]),
-        ({"max_new_tokens": 3900}, ["gen_00", "--max-new-tokens 3900", "context of 4096"]),
+        ({"max_new_tokens": 3900}, ["gen_00", "3900", "--max-new-tokens", "context of 4096"]),
     ],
 )
 def test_a_bank_that_does_not_suit_is_one_line_and_the_corrected_command_starts(
@@ -118,7 +119,7 @@ def test_a_bank_that_does_not_suit_is_one_line_and_the_corrected_command_starts(
 
 
 def test_a_solution_of_the_cold_start_must_fit_the_models_context(refusal):
-    words = ["--cold-start-tokens 4090", "context of 4096"]
+    words = ["cold start", "4090", "--cold-start-tokens", "context of 4096"]
     refusal(*words, bank="", cold_start=2, cold_start_tokens=4090)
 
 
@@ -129,7 +130,37 @@ def test_the_longest_problem_in_tokens_is_named_whatever_its_characters(tmp_path
     put(tmp_path / "x.jsonl", "\n".join(lines) + "\n")
     data = {"data": tmp_path / "x.jsonl", "batch_size": 2, "bank": ""}
     refusal("problem many", "--max-prompt-tokens is 250", max_prompt_tokens=250, **data)
-    refusal("problem many", "--max-new-tokens 3800", max_new_tokens=3800, **data)
+    refusal("problem many", "--max-new-tokens", max_new_tokens=3800, **data)
+
+
+SHOWN = {  # words of the longest prompt of a method, and settings
+    "sgsd": ("cold start", {"bank": "", "cold_start": 2}),
+    "grpo": ("with gen_00", {"num_teachers": 4}),
+    "opsd": ("with its answer", {"bank": ""}),
+    "rlsd": ("with its answer", {"bank": ""}),
+    "sdpo": ("with a solution", {"bank": "", "max_new_tokens": 200}),
+    "ablations": ("with its answer", {"answer_pi": True}),
+}
+
+
+@pytest.mark.parametrize("method", SHOWN)
+def test_a_methods_longest_prompt_is_refused_before_anything_is_written(
+    method, world_dir, tmp_path, refusal
+):
+    """One token more than --max-prompt-tokens: the answer, a sibling's solution, all skills."""
+    words, changes = SHOWN[method]
+    kind, _, longest, _ = driver.METHODS[method]
+    row = {"problem": "What is 1 plus 1?", "answer": "1" * 80}
+    put(tmp_path / "x.jsonl", json.dumps(row))
+    changes |= {"data": str(tmp_path / "x.jsonl"), "batch_size": 1}
+    with driver.opened(world_dir, tmp_path / "measured", kind, **changes) as run:
+        most = max(len(ids) for _, ids, _ in longest(run))
+    program = functools.partial(run_method, method)
+    refusal(words, f"{most} tokens", program=program, max_prompt_tokens=most - 1, **changes)
+
+
+def run_method(method, argv):
+    driver.main([method, *argv])
 
 
 LOADERS = [  # what reads an input of the user's

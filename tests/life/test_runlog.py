@@ -9,8 +9,10 @@ import types
 from dataclasses import dataclass
 
 import pytest
+import torch
 from conftest import ROOT, one_line, t
 
+import sgsd
 from lib import runlog
 
 SECONDS = {"gen": 0.0, "score": 0.0, "bwd": 0.0, "opt": 0.0}
@@ -43,21 +45,27 @@ def test_a_row_counts_unmasked_tokens_and_clipped_gaps_and_has_each_tokens_text(
     skill, mistake = {"skill_id": "gen_001"}, {"mistake_id": "err_002"}
     pair = types.SimpleNamespace(skill=skill, mistake=mistake, s_g=0.5, s_e=-0.25)
     ids = tokenizer.encode("\\boxed{5}", add_special_tokens=False)[:2]
-    roll, none_K = Roll("p", ids, -1), t([])
-    result = types.SimpleNamespace(mask_T=t([1, 0]), delta_KT=t([[2.0, 3.0], [-0.5, 0.0]]))
-    result.alpha_K = result.a_K = result.rho_K = result.lbar_K = none_K
-    result.loss, result.credit_KT = t(0.0), t([[-0.5, 0.0], [0.25, 0.0]])
+    roll, delta_KT = Roll("p", ids, -1), t([[2.0, 3.0], [-0.5, 0.0]])
+    numbers = {"a": t([0.5, -0.5]), "rho": torch.tensor([-1, 1])}
+    token_numbers = {"mask": torch.tensor([1, 0]), "delta": delta_KT}
+    result = sgsd.RolloutLoss(t(0.25), numbers, token_numbers)
     line = runlog.rollout_row(7, 3, [pair, pair], roll, result, c_delta=1.0)
     assert (line["index"], line["step"], line["problem_id"], line["r"]) == (3, 7, "p", -1)
     assert (line["pairs"], line["s_e"]) == ([["gen_001", "err_002"]] * 2, [-0.25, -0.25])
+    assert (line["loss"], line["a"], line["rho"]) == (0.25, [0.5, -0.5], [-1, 1])
     assert (line["unmasked"], line["clipped"]) == (1, 1)  # of the first token's gaps, 2 and -0.5
     assert line["first_gap"] == [2.0, -0.5]
-    tokens = runlog.token_row(7, roll, result, tokenizer)
+    tokens = runlog.token_row(7, 3, roll, result, tokenizer)
+    assert (tokens["step"], tokens["index"]) == (7, 3)
     assert (tokens["text"], tokens["mask"]) == (["\\boxed", "{"], [1, 0])
-    assert (tokens["delta"], tokens["credit"]) == (
-        result.delta_KT.tolist(),
-        result.credit_KT.tolist(),
-    )
+    assert tokens["delta"] == delta_KT.tolist()
+
+
+def test_a_row_of_a_method_without_teachers_has_no_numbers_of_theirs():
+    result = sgsd.RolloutLoss(t(0.0), {"advantage": t(0.5)}, {})
+    line = runlog.rollout_row(7, 3, [], Roll("p", [1], -1), result, c_delta=1.0)
+    assert line["advantage"] == 0.5
+    assert not {"alpha", "a", "rho", "losses", "unmasked", "clipped", "first_gap"} & {*line}
 
 
 # ------------------------------------------------------------------------------------------ steps

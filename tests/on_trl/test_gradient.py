@@ -33,7 +33,7 @@ def test_the_gradient_is_that_of_sgsd_py(tmp_path, lora, num_teachers, rows):
     rolls = rollouts_of(run, completions(6))
     assert [roll.truncated for roll in rolls] == [False, False, True, False, False, False]
     expected, results = step_of_sgsd(policy(lora), run, rolls, num_teachers)
-    assert float(results[1].mask_T.sum()) == 0
+    assert int(results[1].token_numbers["mask"].sum()) == 0
     assert sum(float(x.square().sum()) for x in expected.values()) > 0
     assert distance(gradient, expected) < 1e-5
 
@@ -61,10 +61,12 @@ def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):
         ours = scoring.token_logprobs(lm, contexts, [roll.completion_ids] * 5)
         torch.testing.assert_close(torch.stack([logpS_T, *logps]), ours, rtol=0, atol=1e-4)
         A_T, numbers = run.advantage(roll, pairs_K, logpS_T, torch.stack(logps))
-        fates = [(result.rho_K == rho).float().mean().item() for rho in (1, -1, 0)]
+        fates = [(result.numbers["rho"] == rho).float().mean().item() for rho in (1, -1, 0)]
         assert numbers[:3].tolist() == fates
         T = len(A_T)
-        torch.testing.assert_close(A_T, T * result.credit_KT.sum(0), rtol=0.05, atol=1e-3)
+        torch.testing.assert_close(
+            A_T, T * result.token_numbers["credit"].sum(0), rtol=0.05, atol=1e-3
+        )
 
 
 # ----------------------------------------------------------------------- an edit reaches both loops

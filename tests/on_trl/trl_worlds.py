@@ -141,7 +141,8 @@ def step_of_sgsd(lm, run, rolls, num_teachers):
     for roll in rolls:
         pairs_K = bank.retrieve(roll.problem, num_teachers, conftest.fake_embed)
         results.append(sgsd.rollout_loss(space, roll, pairs_K))
-        (results[-1].loss / len(rolls)).backward()
+        if results[-1].loss.requires_grad:
+            (results[-1].loss / len(rolls)).backward()
     gradient = {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}
     return gradient, results
 

@@ -5,8 +5,10 @@ definition; a step with what its lines say, done by hand. The tests' model has r
 """
 
 import dataclasses
+import re
 import types
 
+import driver
 import plain
 import pytest
 import torch
@@ -14,6 +16,7 @@ from conftest import PROBLEMS, make_bank, make_model, same
 from driver import ALONE, opened, rows, train
 
 import rollout
+import scoring
 import sgsd
 import skills
 from lib import config, model, runlog
@@ -59,18 +62,18 @@ def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic
         a = plain.eq12(gaps, mask, cfg.c_delta)
         rhos.append(plain.eq13(a, r, cfg.eps_a))
         losses.append(plain.eq15(gaps, mask, cfg.tau_g))
-        same(result.delta_KT[k], gaps, 1e-4)
-        same(result.a_K[k], a, 1e-4)
+        same(result.token_numbers["delta"][k], gaps, 1e-4)
+        same(result.numbers["a"][k], a, 1e-4)
         credit = plain.eq20(gaps, mask, alphas[k], rhos[k], cfg.tau_g)
-        same(result.credit_KT[k], credit, 1e-4)
-    assert result.mask_T.tolist() == mask
-    same(result.alpha_K, alphas, 1e-6)
-    assert result.rho_K.tolist() == rhos and {*rhos} == {-1, 0, 1}
-    same(result.lbar_K, losses, 1e-4)
+        same(result.token_numbers["credit"][k], credit, 1e-4)
+    assert result.token_numbers["mask"].tolist() == mask
+    same(result.numbers["alpha"], alphas, 1e-6)
+    assert result.numbers["rho"].tolist() == rhos and {*rhos} == {-1, 0, 1}
+    same(result.numbers["losses"], losses, 1e-4)
     same(result.loss, plain.eq16(alphas, rhos, losses), 1e-4)
 
     parameters = [*model.trained(lm).values()]
-    weighted = -(result.credit_KT.sum(0) * student_T).sum()
+    weighted = -(result.token_numbers["credit"].sum(0) * student_T).sum()
     wants = torch.autograd.grad(weighted, parameters)
     for got, want in zip(torch.autograd.grad(result.loss, parameters), wants):
         assert want.abs().max() > 0
@@ -99,7 +102,7 @@ def step_by_hand(run, x, step):
 def test_alg1_lines_2_to_16_a_step_is_what_its_lines_say(world_dir, tmp_path):
     """Two steps, and the weights after them. The rate falls linearly to 0 (S7).
 
-    By hand every rollout is differentiated, also where all teachers are ignored.
+    A rollout all of whose teachers are ignored has no gradient: by hand, too, it gets none.
     """
     with opened(world_dir, tmp_path / "a", grad_clip=0.02, eps_a=1.05) as run:
         steps = [sgsd.train_step(run, step) for step in (1, 2)]
@@ -122,7 +125,8 @@ def test_alg1_lines_2_to_16_a_step_is_what_its_lines_say(world_dir, tmp_path):
                 assert row["r"] == roll.r
                 result = sgsd.rollout_loss(hand, roll, pairs_K)  # lines 5-6 and 8-14
                 same(result.loss, row["loss"], 1e-5)
-                (result.loss / 4).backward()  # line 16: the mean over the minibatch
+                if result.loss.requires_grad:
+                    (result.loss / 4).backward()  # line 16: the mean over the minibatch
             norm_by_hand = torch.nn.utils.clip_grad_norm_(parameters, 0.02).item()
             assert norm == pytest.approx(norm_by_hand, rel=1e-4) and norm > 0.02
             optimizer.param_groups[0]["lr"] = 1e-2 * (5 - step) / 4
@@ -147,6 +151,44 @@ def test_a_loss_that_is_no_number_is_still_differentiated(world_dir, tmp_path):
             p.data.fill_(torch.nan)
         _, norm = sgsd.train_step(run, 1)
     assert norm != norm
+
+
+class Saved:
+    """A tensor that a graph keeps for its backward pass; `alive` counts them."""
+
+    alive = 0
+
+    def __init__(self, x):
+        self.x = x
+        Saved.alive += 1
+
+    def __del__(self):
+        Saved.alive -= 1
+
+
+@pytest.mark.parametrize("method", ["sgsd", "ablations", "grpo", "opsd", "sdpo", "rlsd"])
+def test_no_graph_is_alive_while_the_next_rollout_is_scored(
+    method, world_dir, tmp_path, monkeypatch
+):
+    """Also where all teachers are ignored, so that no backward pass frees it."""
+    kind, step_fn, _, _ = driver.METHODS[method]
+    changes = {"eps_a": 1e9} if method in ("sgsd", "ablations") else {"bank": ""}
+    changes |= {"verifier": "driver:UnevenVerifier", "max_new_tokens": 8}
+    alive = []
+    predictors = scoring.predictors
+
+    def counted(*args):
+        if not torch.is_grad_enabled():  # teachers come first, where a method has some
+            alive.append(Saved.alive)
+        return predictors(*args)
+
+    monkeypatch.setattr(scoring, "predictors", counted)
+    with driver.opened(world_dir, tmp_path / "run", kind, **changes) as run:
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.x):
+            rows_of_step, _ = step_fn(run, 1)
+    assert len(rows_of_step) >= 4
+    assert alive or method == "grpo"
+    assert not any(alive) and Saved.alive == 0
 
 
 # ------------------------------------------------- lines 1, 2 and 17: the loop, the data, the bank
@@ -230,6 +272,16 @@ def test_the_defaults_are_those_of_tabs_11_and_12_and_app_f():
     assert DEFAULTS.items() <= dataclasses.asdict(config.Config()).items()
     assert EVALUATION.items() <= dataclasses.asdict(config.EvalConfig()).items()
     assert Sampling() == Sampling(1.1, 0.95, 20, 1024)
+
+
+def test_the_defaults_in_the_head_of_sgsd_py_are_those_of_config():
+    """Each setting is followed by its default there."""
+    defaults = dataclasses.asdict(config.Config())
+    table = sgsd.__doc__.partition("that decide the method:\n\n")[2].partition("\n\n")[0]
+    named = re.findall(r"([a-z]+_[a-z_]+|steps|temperature) ([0-9.e-]*[0-9])", table)
+    assert len(named) >= 18
+    for name, value in named:
+        assert defaults[name] == float(value), name
 
 
 def test_the_settings_of_algorithms_3_and_4_reach_them_by_name():
