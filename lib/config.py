@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import pathlib
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 
@@ -129,16 +129,18 @@ class Common:
         """
         rules: dict[str, Rule] = {}
         for base in reversed(cls.__mro__):
+            written = vars(base).get("__dataclass_fields__", {})
             group = "the method"
-            for f in fields_of(base):
-                if "rule" in f.metadata:  # not a default alone
-                    group = f.metadata["rule"].group or group
-                    rules[f.name] = replace(f.metadata["rule"], group=group)
+            for name in inspect.get_annotations(base):
+                rule = written[name].metadata.get("rule") if name in written else None
+                if rule:  # not a default alone
+                    group = rule.group or group
+                    rules[name] = replace(rule, group=group)
         for f in fields(cls):
             if getattr(cls, f.name) != f.default:
                 fix = "write its type behind the name, and @dataclass(frozen=True) above the class"
                 raise TypeError(f"{cls.__name__}.{f.name}: dataclasses ignore this default; {fix}")
-        shared = {f.name for f in fields_of(Common)}
+        shared = {f.name for f in fields(Common)}
         return dict(sorted(rules.items(), key=lambda item: item[0] in shared))
 
     @classmethod
@@ -153,12 +155,6 @@ class Common:
         Only what was typed is refused, since presets set them, too.
         """
         return {}
-
-
-def fields_of(kind: type) -> list[Field]:
-    """The fields that a class itself writes."""
-    written = vars(kind).get("__dataclass_fields__", {})
-    return [written[name] for name in inspect.get_annotations(kind) if name in written]
 
 
 @dataclass(frozen=True)
