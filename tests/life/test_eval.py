@@ -336,6 +336,24 @@ def test_samples_of_other_settings_are_refused_by_name_and_settings_alone_block_
     assert samples(out) == before
 
 
+ALL_THAT_SAMPLES_DEPEND_ON = """
+    skills num_skills encoder verifier verify_timeout temperature top_p top_k max_new_tokens
+    thinking seed device dtype attn engine
+""".split()
+
+
+def test_what_samples_depend_on_is_recorded_under_the_names_of_older_evaluations(
+    world_dir, tmp_path
+):
+    """Another name or another setting would refuse to add to all that were made before."""
+    evaluate(world_dir, tmp_path, "--limit 1 --samples 1")
+    (file,) = tmp_path.glob("*/settings.json")
+    files_and_prompts = {"the policy's files", "the base's files", "the plain prompt"}
+    files_and_prompts.add("the skills' prompts")
+    names = files.read_json(file).keys()
+    assert names == {*ALL_THAT_SAMPLES_DEPEND_ON} | files_and_prompts
+
+
 def test_an_adapter_whose_base_has_moved_and_whose_bank_has_evolved_is_the_same_policy(
     world_dir, here, base, monkeypatch
 ):
