@@ -400,12 +400,8 @@ def record(
 def writer(run: Run, step: int) -> skills.Writer:
     """The present policy as the writer of the bank's entries; ranks share its prompts.
 
-    It answers greedily without thinking, in JSON. An item that lacks one of its three fields is
-    dropped; a reply that breaks off gives its complete items. A reply fails if it has no item. That
-    to a merge also fails if it breaks off, if one of its items was dropped, or if it has more items
-    than the group. After a failure one reply is sampled, at temperature 1.1, top-p 0.95 and top-k
-    20. If that fails, too, a memory gives no candidates, and a group stays as it is. A group that
-    a later layer of merging shows again gets a sampled reply, too: a greedy one would be the same.
+    It answers greedily without thinking. What it answers where, and which replies count, is in
+    skills.py, at `ask` and `Writer`.
     """
 
     log = functools.partial(run.log_rows, "bank/replies")
@@ -418,12 +414,7 @@ def writer(run: Run, step: int) -> skills.Writer:
 def make_bank(run: Run) -> SkillBank:
     """Algorithm 2: the policy solves seed problems, and writes a bank from its solutions (S21).
 
-    From each right solution it is asked for skills, and from each wrong one for mistakes; the first
-    three complete items count. It sees the verdict, and the reference answer only with
-    --memory-answer (D3). Then each list is merged, layer by layer (Algorithm 3): the writer is
-    asked to merge items that say the same, H (--merge-group-size) at a time, in order. A group of
-    one stays as it is. Merging ends after a layer that was a single group, or after P
-    (--merge-patience) layers in a row that made the list no shorter.
+    `skills.cold_start` has what it is asked, `skills.merge` how the lists are merged.
     """
     cfg = run.cfg
     count = min(cfg.cold_start, len(run.problems))
@@ -444,10 +435,7 @@ def seed_prompt(run: Run, x: Problem) -> list[int]:
 def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     """Memories of solutions of the seed problems, in their order (Algorithm 2, lines 2-7).
 
-    The prompt asks a careful problem-solving agent to solve the problem step by step and to box the
-    answer. A memory has the problem, the verdict, the boxed answer, and the solution after its
-    thinking, or the thinking that never ended; of more than 2,000 characters the first and the last
-    1,000. Memories are logged as they come, and a killed run uses them again.
+    Memories are logged as they come, and a killed run uses them again.
     """
     cfg = run.cfg
     memories = run.saved_memories()
@@ -486,15 +474,9 @@ def begin_bank(run: Run, longest: Longest) -> None:
 def evolve_bank(run: Run, longest: Longest) -> None:
     """Line 17: every F steps Algorithm 4, on all ranks' rollouts since the last multiple of F (D2).
 
-    Where a share of gamma (--success-gate) or more was right, the bank stays as it is. Else the
-    policy writes candidates as in Algorithm 2, from every rollout of the window, cut ones included.
-    For each of the two lists Algorithm 3 merges the candidates with each other. If there are any,
-    it then merges the dynamic entries, which earlier evolutions added, followed by the new ones, so
-    the writer may reword or join old dynamic entries. The first bank's entries stay as they are.
-    Each list keeps its first C (--dynamic-capacity) dynamic entries. A list's growth is the number
-    of entries by which it is longer than before, at least 0. While both together have grown by more
-    than N (--max-new-items), the one that grew more, at a tie the skills, loses its last entry. In
-    any case the window is cleared.
+    Where a share of gamma (--success-gate) or more was right, the bank stays as it is; else it
+    grows by what the policy writes from these rollouts: see `skills.evolve`. Dynamic entries with
+    which a prompt would be too long are left out (S34). In any case the window is cleared.
     """
     cfg, old, step = run.cfg, run.bank, run.step
     if not evolution_is_due(cfg, step, old):

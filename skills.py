@@ -318,9 +318,11 @@ class Request(NamedTuple):
 def ask(requests: Sequence[Request], complete: Complete) -> list[list[dict]]:
     """The items of each request's reply; [] where two replies cannot be used (D4).
 
-    A reply can be used if it has an item. The reply to a merge must also be whole, with no more
-    items than the merge showed. A `Writer` samples the second reply, since the first one is greedy.
-    What happens without items is the caller's choice.
+    An item that lacks one of its three fields is dropped; a reply that breaks off gives its
+    complete items. A reply can be used if it has an item. That to a merge must also be whole, with
+    no item dropped, and have no more items than the merge showed. A `Writer` samples the second
+    reply, since the first one is greedy. Without items a memory gives no candidates, and a group
+    of a merge stays as it is.
     """
     items_of_each: list[list[dict]] = [[] for _ in requests]
     for _ in (1, 2):
@@ -342,6 +344,9 @@ def merge(
 ) -> tuple[list[dict], list[dict]]:
     """Hierarchical merging (Alg. 3): the merged entries under new ids, and a record per layer.
 
+    Layer by layer the writer is asked to merge items that say the same, H at a time, in order. A
+    group of one stays as it is. Merging ends after a layer that was a single group, or after P
+    layers in a row that made the list no shorter.
     items: the candidates C. group_size: H. patience: P. A group stays as it is unless its reply is
     whole, has an item (S11), and has no more items than the group: a merge may merge, but never
     lose or add. An entry's `sources` follow it.
@@ -443,6 +448,8 @@ def _with_sources(entry: dict, parents: list[dict]) -> dict:
 def memory_of(row: Mapping[str, Any], with_answer: bool = False) -> dict:
     """A memory record (Alg. 2, line 5); a long text is cut to its beginning and end (S21).
 
+    It has the problem, the verdict, the boxed answer, and the solution after its thinking, or the
+    thinking that never ended; of more than 2,000 characters the first and the last 1,000.
     row: a rollout's problem, text, r and pred, and perhaps its problem_id. with_answer: show the
     reference answer, too, from `gold` (D3).
     """
@@ -484,7 +491,11 @@ def extract(memories: list[dict], complete: Complete) -> tuple[dict[str, list[di
 def cold_start(
     memories: list[dict], complete: Complete, *, group_size: int = 32, patience: int = 3
 ) -> SkillBank:
-    """The initial bank from memory records (Alg. 2, lines 8-16)."""
+    """The initial bank from memory records (Alg. 2, lines 8-16).
+
+    From each right solution the writer is asked for skills, from each wrong one for mistakes; the
+    first three complete items count. Then each list is merged (Alg. 3).
+    """
     candidates, lost = extract(memories, complete)
     metadata: dict[str, Any] = {
         "source": f"cold start from {len(memories)} seed solutions",
@@ -521,6 +532,12 @@ def evolve(
     memory_answer: bool = False,
 ) -> SkillBank:
     """The bank after online evolution (Alg. 4); the same object where it stays as it is.
+
+    Candidates come from every row of the window as in Algorithm 2, and are merged with each other.
+    If there are any, the dynamic entries, which earlier evolutions added, are merged with them, so
+    the writer may reword or join these. Each list keeps its first C dynamic entries. A list's
+    growth is the number of entries by which it is longer than before, at least 0. While both
+    together have grown by more than N, the one that grew more, at a tie the skills, loses its last.
 
     window: W, the rows of all rollouts since an evolution was last due (D2); see `memory_of`.
     evolve_every: F; 0 disables. success_gate: γ. max_new_items: N, for both lists together (S12).
