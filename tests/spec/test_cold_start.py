@@ -14,11 +14,12 @@ import pytest
 import torch
 from driver import flags, opened, rows
 
+import distributed
 import rollout
 import sgsd
 import skills
 from lib import files, model
-from lib.run import Run
+from lib.run import Run, shared_replies
 from rollout import Sampling
 
 SEEDS = {"bank": "", "cold_start": 6, "rollout_rows": 2}
@@ -87,6 +88,15 @@ def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_
         (ids,) = rollout.generate(run.lm, run.tokenizer, [prompt], greedy, [0])
         assert a == rollout.text_of(run.tokenizer, ids)
         assert [row["step"] for row in rows(run.out / "bank/replies.jsonl")] == [0] * 5 + [25] * 6
+
+
+def test_one_bar_counts_all_replies_of_a_writer(world_dir, tmp_path):
+    with opened(world_dir, tmp_path / "run") as run:
+        bar = distributed.progress_bar(run.world, "writing")
+        for repeats in ([0, 0, 0], [0, 1], []):
+            n = len(repeats)
+            shared_replies(run, bar, [[5, 6]] * n, ["a"] * n, repeats, [3] * n)
+        assert bar.n == bar.total == 5
 
 
 # ------------------------------------------------- one process, two, and one that was killed
