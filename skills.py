@@ -373,7 +373,7 @@ def merge_lists(
         replies = iter(ask(requests, complete))
         for key in [*left]:
             replies_of_list = [next(replies) for _ in several[key]]
-            merged = _merged_layer(groups[key], replies_of_list, key)  # lines 6-8
+            merged = _merged_layer(groups[key], replies_of_list, key)
             stagnant[key] = 0 if len(merged) < len(items[key]) else stagnant[key] + 1  # line 9
             reason = None
             if len(groups[key]) <= 1:  # line 11
@@ -398,21 +398,17 @@ def merge_lists(
 
 
 def _merged_layer(groups: list[list[dict]], replies: list[list[dict]], key: str) -> list[dict]:
-    """The items of a layer: each group's reply, or the group. replies: of the groups of several."""
+    """A layer's items: those of each group's reply with their sources, or the group without one.
+
+    replies: in order, of the groups that have several items.
+    """
     left, merged = iter(replies), []
     for group in groups:
-        merged += _merged_group(group, next(left) if len(group) > 1 else [], key)
-    return merged
-
-
-def _merged_group(group: list[dict], items: list[dict], key: str) -> list[dict]:
-    """What a group becomes: its reply's items with their sources, or itself without one."""
-    if not items:
-        return group  # line 6
-    merged = []
-    for item in items:
-        unchanged = [entry for entry in group if item_of(entry, FIELDS[key]) == item]
-        merged.append(_with_sources(item, unchanged or group))
+        items = next(left) if len(group) > 1 else []
+        for item in items:  # line 8
+            unchanged = [entry for entry in group if item_of(entry, FIELDS[key]) == item]
+            merged.append(_with_sources(item, unchanged or group))
+        merged += [] if items else group  # line 6
     return merged
 
 
