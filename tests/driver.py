@@ -107,9 +107,14 @@ def settings(world_dir, out, **changes):
 
 
 def flags(world_dir, out, **changes):
-    """The same settings as a command line."""
-    given = settings(world_dir, out, **changes).items()
-    return [config.flag(k) if value is True else f"{config.flag(k)}={value}" for k, value in given]
+    """The same settings as a command line; an adapter brings its own rank and alpha."""
+    given = settings(world_dir, out, **changes)
+    if given.get("adapter"):
+        given = {name: value for name, value in given.items() if not name.startswith("lora_")}
+    words = []
+    for name, value in given.items():
+        words.append(config.flag(name) if value is True else f"{config.flag(name)}={value}")
+    return words
 
 
 SMALL = {"bank": "", "cold_start": 8, "evolve_every": 3, "max_new_items": 2, "steps": 6}

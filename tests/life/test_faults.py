@@ -103,7 +103,7 @@ def test_a_signal_that_comes_during_a_save_on_any_rank_ends_the_run_after_the_ne
     assert steps_of(out) == ([1, 2, 3, 4, 5, 6], [2, 3, 4, 6])
 
 
-PLACES = {"cold start": (Run, "log_rows", 7), "evolution": (skills, "merge", 3)}
+PLACES = {"cold start": (Run, "log_rows", 7), "evolution": (skills, "merge_lists", 2)}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -134,7 +134,7 @@ def test_a_signal_in_the_last_step_says_what_is_still_to_do(world_dir, tmp_path,
 
 # --------------------------------------------------------------------- what fails, and what it says
 
-BUGS = {"merge": skills, "retrieve": SkillBank, "rollout_loss": sgsd}
+BUGS = {"merge_lists": skills, "retrieve": SkillBank, "rollout_loss": sgsd}
 
 
 def planted(owner, name, rank=None):

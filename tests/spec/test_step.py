@@ -159,7 +159,7 @@ class Saved:
     alive = 0
 
     def __init__(self, x):
-        self.x = x
+        self.x = x.detach()  # a tensor with a graph would keep itself alive
         Saved.alive += 1
 
     def __del__(self):
