@@ -44,7 +44,8 @@ from rollout import Job
 MAX_BYTES = 4_900_000  # of the page
 WINDOW_PROBLEMS = 100  # of the steps that are taken together as a run's first, and as its last
 
-NO_LEDGER = "an older version made this run, and each evolution gave them new ids"
+NO_LEDGER = "Dynamic entries have no ledger: an older version made this run, and each of its "
+NO_LEDGER += "evolutions gave them new ids."
 
 Banks = dict[int, skills.SkillBank]  # by the step after which each came into use, oldest first
 Ledger = dict[tuple[str, str], dict]  # by kind and id

@@ -184,7 +184,7 @@ def test_a_run_whose_dynamic_ids_changed_says_that_these_have_no_ledger(tmp_path
         "retrieved"
     ] == 1
     ledger = json.loads((run / "ledger.json").read_text())
-    assert ledger["note"] == data["no_ledger"] and "dynamic" in ledger["note"]
+    assert ledger["note"] == data["no_ledger"] and "ynamic" in ledger["note"]
     assert data["rollouts"][0]["teachers"][0]["skill"] == ["dyn_a", data["no_ledger"]]
     new = version("g", "dyn_a", step=10, new=[], dropped=[])
     new.metadata["updates"][0] = {"step": 5}
