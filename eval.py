@@ -141,6 +141,10 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
     steps = [*files.by_step(place / "checkpoints").values()]
     has_model = any((place / f"{kind}.json").exists() for kind in ("config", "adapter_config"))
     is_run = (place / "problems.json").exists()
+    on_trl = place / "sgsd/config.json"
+    if on_trl.exists() and files.read_json(on_trl).get("finished") == 0:
+        # The folder's own weights, if it has any, are those of an earlier step.
+        steps, is_run = [*files.by_number(place).values()], True
     if not steps and (is_run or not has_model):
         fix = "give a model, an adapter or a run; a bank goes with --skills, problems with --data"
         raise ValueError(f"{path}: no model, adapter or checkpoint is there; {fix}")
@@ -148,9 +152,11 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
 
 
 def run_of(place: pathlib.Path) -> pathlib.Path | None:
-    """The run that a checkpoint belongs to; None for all else."""
-    is_checkpoint = place.parent.name == "checkpoints" and place.name.startswith("step_")
-    return place.parent.parent if is_checkpoint else None
+    """The run that a checkpoint belongs to, of sgsd.py or on TRL; None for all else."""
+    if place.parent.name == "checkpoints" and place.name.startswith("step_"):
+        return place.parent.parent
+    is_on_trl = (place.parent / "sgsd/config.json").exists()
+    return place.parent if is_on_trl and place.name.startswith("checkpoint-") else None
 
 
 def find_policies(cfg: EvalConfig) -> list[Policy]:
@@ -475,10 +481,12 @@ def write_results(policy: Policy, evaluation: Evaluation, done: dict[tuple, dict
 def print_notes(evaluation: Evaluation, late: int) -> None:
     """Say how many of the problems a run was trained on, and how many answers took too long."""
     asked = {problems.fingerprint(x.problem) for x in evaluation.tasks.values()}
-    runs = {run_of(pathlib.Path(policy.path)) for policy in evaluation.policies} - {None}
-    for run in sorted(map(str, runs)):
-        file = pathlib.Path(run, "problems.json")
-        seen = asked & {*files.read_json(file)} if file.exists() else set()
+    places = map(pathlib.Path, [policy.path for policy in evaluation.policies])
+    for run in sorted({run_of(place) or place for place in places}):
+        seen = set()
+        for file in (run / "problems.json", run / "sgsd/problems.json"):
+            if file.exists():
+                seen |= asked & {*files.read_json(file)}
         if seen:
             print(f"{run} was trained on {len(seen)} of these {len(asked)} problems")
     if late:

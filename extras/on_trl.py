@@ -3,8 +3,8 @@
     accelerate launch --config_file extras/fsdp2.yaml -m extras.on_trl --full --bank bank.json
     python eval.py sgsd_trl                                              what it has saved
 
-It needs extras/requirements.txt. A step of SGSD is a policy gradient whose advantage differs from
-token to token,
+The same command continues a run (extras/trl_run.py). It needs extras/requirements.txt. A step of
+SGSD is a policy gradient whose advantage differs from token to token,
 
     A_t = -T dL / d log p_S(y_t),
 
@@ -19,12 +19,12 @@ the bank; it evolves here.
 Dimension key: B rollouts of a process, K teachers, T completion tokens, L places of a padded row.
 """
 
+import contextlib
 import functools
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,122 +35,22 @@ from peft import LoraConfig
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
-from trl import GRPOConfig, GRPOTrainer, TrlParser
+from trl import TrlParser
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import add_fused_lm_head
 
 import rollout
 import sgsd
 import skills
+from distributed import World
+from extras import trl_run
+from extras.trl_run import CheckedTrainer, SGSDConfig
 from lib import command, files, verify
 from lib import model as lib_model
-from lib.config import Config
 from lib.problems import Problem
-from lib.run import load_training
+from lib.run import evolution_is_due, too_long
 from rollout import Job, Rollout
 from skills import SkillBank, SkillPair
-
-CONFIG, RULES = Config.__dataclass_fields__, Config.rules()
-
-# ------------------------------------------------------------------------------------- settings
-
-# Settings with the names, defaults and help texts of sgsd.py.
-SGSD = """
-    model dtype attn lora_rank lora_alpha data split problem_field answer_field answer_after
-    batch_size max_prompt_tokens verifier verify_timeout bank encoder evolve_every success_gate
-    max_new_items dynamic_capacity merge_group_size merge_patience reply_tokens memory_answer
-    num_teachers student_prefix teacher_prefix tau_g c_delta eps_a temperature top_p top_k
-    max_new_tokens steps learning_rate grad_clip seed
-""".split()
-# Settings that leave the method alone, nearly all of them TRL's. Every other stays at its default.
-ALLOWED = """
-    full score_rows
-    output_dir use_cpu per_device_train_batch_size per_device_eval_batch_size model_init_kwargs
-    bf16 fp16 tf32 gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing
-    activation_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode
-    torch_empty_cache_steps pad_to_multiple_of cache_implementation
-    optim optim_args adam_beta1 adam_beta2 adam_epsilon weight_decay lr_scheduler_type
-    lr_scheduler_kwargs warmup_steps data_seed dataloader_num_workers dataloader_pin_memory
-    fsdp fsdp_config deepspeed parallelism_config ds3_gather_for_generation ddp_backend ddp_timeout
-    ddp_bucket_cap_mb ddp_find_unused_parameters ddp_broadcast_buffers
-    use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host
-    vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
-    vllm_max_model_length vllm_tensor_parallel_size
-    do_train do_eval eval_strategy eval_steps eval_delay eval_on_start resume_from_checkpoint
-    save_strategy save_steps save_total_limit save_only_model
-    logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_level
-    log_level_replica log_on_each_node log_completions num_completions_to_print log_unique_prompts
-    report_to run_name project trackio_space_id disable_tqdm include_num_input_tokens_seen
-    skip_memory_metrics debug push_to_hub hub_model_id hub_strategy hub_token hub_private_repo
-    hub_revision
-""".split()
-
-
-def ours(name: str) -> tuple[str, Any, Any]:
-    """A setting of sgsd.py as a field that TRL's parser reads."""
-    setting = CONFIG[name]
-    text = RULES[name].help.replace("%", "%%")
-    return name, setting.type, field(default=setting.default, metadata={"help": text})
-
-
-Ours: Any = make_dataclass("Ours", [ours(name) for name in SGSD])
-
-
-@dataclass
-class SGSDConfig(Ours, GRPOConfig):
-    """TRL's settings, with SGSD's under sgsd.py's names and with the paper's defaults.
-
-    `temperature` is that of the sampling. The loss is at temperature 1 (S5). `batch_size` is the
-    number of problems in a step over all processes; the number of micro-batches follows from it.
-    ValueError for a setting of TRL's that would make another method of it.
-    """
-
-    full: bool = field(default=False, metadata={"help": "train all weights, and not adapters"})
-    score_rows: int = field(
-        default=8, metadata={"help": "rows of a forward pass of the teachers, or of the writer"}
-    )
-    # TRL's, with defaults of ours
-    output_dir: str | None = field(default="sgsd_trl", metadata={"help": "folder of the run"})
-    per_device_train_batch_size: int = field(
-        default=4, metadata={"help": "rollouts in one backward pass of a process"}
-    )
-    logging_steps: float = field(default=1, metadata={"help": "log every N steps"})
-    save_steps: float = field(default=25, metadata={"help": "save a checkpoint every N steps"})
-    # TRL's, fixed
-    num_generations: int | None = 1  # one solution a problem: teachers give the signal, no group
-    loss_type: str = "grpo"  # the mean over a rollout's tokens, then over rollouts
-    disable_dropout: bool = True  # teacher and student are one function of their input
-    vllm_importance_sampling_correction: bool = False  # the loss has no ratio to the sampler
-    router_aux_loss_coef: float | None = 0.0  # no second loss on a mixture of experts
-
-    def __post_init__(self) -> None:
-        self.refuse_other_methods()
-        self.sgsd = Config(**{name: getattr(self, name) for name in SGSD})
-        rows = self.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
-        if self.batch_size % rows or self.batch_size % 2:  # TRL checks for groups of two
-            rule = "must be even, and divisible by processes times per_device_train_batch_size"
-            raise ValueError(f"batch_size {self.batch_size}: {rule}, which is {rows}")
-        if not self.steps:
-            raise ValueError("steps 0: a bank alone is made by sgsd.py --steps 0")
-        self.gradient_accumulation_steps = self.batch_size // rows
-        self.max_steps, self.max_grad_norm = self.steps, self.grad_clip
-        self.max_completion_length = self.max_new_tokens
-        self.generation_kwargs = {"temperature": self.sgsd.temperature}  # for `generate` and vLLM
-        self.temperature = 1.0  # of the log-probabilities
-        self.num_generations = 2
-        super().__post_init__()
-        self.num_generations = 1
-
-    def refuse_other_methods(self) -> None:
-        """ValueError for a value of TRL's that is neither SGSD's nor harmless."""
-        for f in fields(self):
-            default = f.default if f.default_factory is MISSING else f.default_factory()
-            value = getattr(self, f.name)
-            if value != default and f.name not in [*SGSD, *ALLOWED]:
-                rule = f"would train by another method than SGSD, which has {default!r}"
-                raise ValueError(f"{f.name} {value!r}: {rule}")
-
 
 # -------------------------------------------------------------------------------------- the trainer
 
@@ -158,7 +58,7 @@ class SGSDConfig(Ours, GRPOConfig):
 NUMBERS = "distilled reversed ignored support support_size gap clip_share".split()
 
 
-class SGSDTrainer(GRPOTrainer):
+class SGSDTrainer(CheckedTrainer):
     """GRPOTrainer whose advantages [B, T] are SGSD's, and whose bank evolves.
 
     problems, eval_problems: `lib.problems.Problem`s. embed: texts -> [n, d]. judge: a
@@ -187,6 +87,7 @@ class SGSDTrainer(GRPOTrainer):
         self.problems = [*problems, *eval_problems]
         rows = [{"prompt": chat(x.problem), "index": i} for i, x in enumerate(self.problems)]
         self.rollouts: list[Rollout] = []  # of the latest batch of this process
+        self.start: Any = None  # of a command: a `trl_run.Start`
         verdict: Any = self.verdict
         super().__init__(
             model,
@@ -196,12 +97,11 @@ class SGSDTrainer(GRPOTrainer):
             eval_dataset=Dataset.from_list(rows[len(problems) :]) if eval_problems else None,
             **kwargs,
         )
-        skills.refuse_short(bank, self.cfg.bank, self.cfg.num_teachers)
         causal, tokenizer = lib_model.causal_lm(self.model), self.processing_class
-        # What sgsd.py's functions read of a run.
-        self.parts: Any = SimpleNamespace(
-            cfg=self.cfg, tokenizer=tokenizer, device=self.accelerator.device
-        )
+        self.parts = self.parts_with(bank)
+        sgsd.check_prompts(self.parts, sgsd.longest_prompts)
+        self.refuse_what_fails_later(causal)
+        lib_model.remove_dropout(self.model)  # TRL's disable_dropout leaves floats
         self.stops = rollout.stop_ids(causal, tokenizer)
         self.masked_ids = lib_model.masked_token_ids(tokenizer) | {*self.stops}
         self.eos_token_ids = self.stops
@@ -214,6 +114,19 @@ class SGSDTrainer(GRPOTrainer):
             # Completions end at different lengths, and each forward pass is a collective.
             self.model.generate = functools.partial(self.model.generate, synced_gpus=True)
         self.add_callback(BankCallback(self))
+
+    def parts_with(self, bank: SkillBank) -> Any:
+        """What sgsd.py's functions read of a run. Processes have one bank, and ask no others."""
+        device = self.accelerator.device
+        return SimpleNamespace(
+            cfg=self.cfg,
+            tokenizer=self.processing_class,
+            device=device,
+            world=World(0, 1, device),
+            problems=self.problems,
+            bank=bank,
+            lm=lib_model.causal_lm(self.model),
+        )
 
     # ------------------------------------------------------------------------------ a batch
 
@@ -331,17 +244,24 @@ class SGSDTrainer(GRPOTrainer):
 
     def evolve_bank(self, step: int) -> None:
         """Algorithm 4 after every F-th step, on all processes' rollouts since the last time."""
-        cfg, window = self.cfg, self.bank.window
-        if not window or step % cfg.evolve_every:
+        cfg, old = self.cfg, self.bank
+        if not evolution_is_due(cfg, step, old):
             return
+
+        def fits(bank: SkillBank) -> bool:
+            return not too_long(self.parts_with(bank), sgsd.longest_prompts)
+
+        log = functools.partial(trl_run.log_replies, self.args)
         tokenizer, reply_tokens = self.processing_class, cfg.reply_tokens
-        writer = skills.Writer(
-            tokenizer, rollout.chat_ids, self.write, self.log_replies, reply_tokens, step
-        )
-        self.bank = skills.evolve(self.bank, window, step, writer, **cfg.evolution)
+        writer = skills.Writer(tokenizer, rollout.chat_ids, self.write, log, reply_tokens, step)
+        bank = skills.evolve(old, old.window, step, writer, **cfg.evolution)
+        self.bank, left_out = skills.without_longest(bank, fits)  # S34
+        same = "bank: unchanged, as the success is not below --success_gate"
+        self.say(same if self.bank is old else skills.describe(self.bank))
+        if left_out:
+            self.say(f"bank: left out, as a prompt would be too long: {', '.join(left_out)}")
         self.bank.window = []
-        if self.accelerator.is_main_process:
-            print(skills.describe(self.bank))
+        trl_run.save_version(self.args, self.bank, step)
 
     def write(
         self, prompts: list[list[int]], names: list[str], repeats: list[int], limits: list[int]
@@ -392,15 +312,11 @@ class SGSDTrainer(GRPOTrainer):
             replies.append(ids[: min([limit, *[t + 1 for t in ends]])])
         return replies
 
-    def log_replies(self, rows: list[dict]) -> None:
-        """The main process appends replies of the bank's writer to replies.jsonl."""
-        if self.accelerator.is_main_process:
-            files.append_jsonl(pathlib.Path(self.args.output_dir, "replies.jsonl"), rows)
-
     # --------------------------------------------------------------------------- checkpoints
 
     def save_bank(self, folder: str | pathlib.Path) -> None:
-        """The main process adds the bank with its window to a folder of weights."""
+        """The main process adds the bank with its window, as the last file of a checkpoint."""
+        self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self.bank.save(pathlib.Path(folder, "bank.json"))
 
@@ -408,20 +324,26 @@ class SGSDTrainer(GRPOTrainer):
         """TRL's training; a checkpoint's bank comes back with its weights."""
         folder = resume_from_checkpoint
         if folder is True:
-            folder = get_last_checkpoint(self.args.output_dir)
+            folder = [*files.by_number(pathlib.Path(self.args.output_dir)).values()][-1]
         if folder:
             self.bank = SkillBank.load(pathlib.Path(folder, "bank.json"))
-        return super().train(folder, *args, **kwargs)
+        return super().train(folder and str(folder), *args, **kwargs)
 
 
 class BankCallback(TrainerCallback):
-    """Evolves the bank after a step, and saves it with each checkpoint."""
+    """Evolves the bank, saves it with each checkpoint, and ends a run that is not finite."""
 
     def __init__(self, trainer: SGSDTrainer):
         self.trainer = trainer
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.compute_steps(args, state.max_steps)  # a checkpoint's save_steps would stay
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.trainer.evolve_bank(state.global_step)
+        if self.trainer.skipped == 3:
+            self.trainer.say("three steps were not finite")
+            control.should_training_stop = control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.trainer.save_bank(pathlib.Path(args.output_dir, f"checkpoint-{state.global_step}"))
@@ -436,18 +358,15 @@ def chat(problem: str) -> list[dict[str, str]]:
 
 
 def prepare(args: SGSDConfig) -> SGSDTrainer:
-    """The trainer of a command line; ValueError for a mistake in what it names."""
-    cfg = args.sgsd
-    if not cfg.bank:
-        raise ValueError("--bank: needed; make one by sgsd.py --steps 0, or take one of banks/")
-    problems, _ = load_training(cfg)
+    """The trainer of a command line.
+
+    ValueError for a mistake in what the command names. Exits with 0 where the run is complete.
+    """
+    cfg, start = args.sgsd, trl_run.inspect(args)
     outline, tokenizer = lib_model.load_outline(cfg.model)
-    longest = max((x.problem for x in problems), key=len)
-    parts: Any = SimpleNamespace(cfg=cfg, tokenizer=tokenizer)
-    prompt = sgsd.student_prompt(parts, longest)
-    lib_model.refuse_beyond_context(outline, len(prompt), cfg.max_new_tokens, "--max_new_tokens")
-    bank = SkillBank.load(cfg.bank)
-    bank.window = []
+    bank = SkillBank.load(start.checkpoint / "bank.json" if start.checkpoint else cfg.bank)
+    if not start.checkpoint:
+        bank.window = []
     # A step of 5e-6 is lost in bf16: what learns is in fp32 (S22).
     frozen_in_bf16 = cfg.dtype == "auto" and not args.full and args.device.type == "cuda"
     dtype = "bfloat16" if frozen_in_bf16 else "float32" if cfg.dtype == "auto" else cfg.dtype
@@ -462,31 +381,40 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
             task_type="CAUSAL_LM",
             target_modules=lib_model.linear_modules(outline),
         )
-    return SGSDTrainer(
+    trainer = SGSDTrainer(
         cfg.model,
         args,
-        problems,
+        start.problems,
         bank,
         lib_model.load_encoder(cfg.encoder, args.device),
         verify.load_judge(cfg.verifier)(cfg.verify_timeout),
         processing_class=tokenizer,
         peft_config=lora,
     )
+    trainer.start = start
+    return trainer
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command. In a folder with checkpoints it continues after the last one."""
-    with command.one_line_errors("extras.on_trl", reading=True):
-        kind: Any = SGSDConfig
-        (args,) = TrlParser(kind).parse_args_and_config(argv)
-        trainer = prepare(args)
-    out = pathlib.Path(args.output_dir)
-    last = get_last_checkpoint(str(out)) if out.is_dir() else None
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or last)
-    trainer.save_model(str(out))
-    trainer.save_bank(out)
-    trainer.judge.close()
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code. In a folder with checkpoints it continues."""
+    with contextlib.ExitStack() as held:
+        with command.one_line_errors(trl_run.PROGRAM, reading=True):
+            kind: Any = SGSDConfig
+            (args,) = TrlParser(kind).parse_args_and_config(argv)
+            trl_run.claim(args, held)
+            trainer = prepare(args)
+            trl_run.refuse_coarse_weights(trainer.model)
+        held.callback(trainer.judge.close)
+        with command.one_line_errors(trl_run.PROGRAM):
+            trl_run.begin(args, trainer.start)
+            trl_run.save_version(args, trainer.bank, trainer.start.step)
+            trainer.train(trainer.start.checkpoint)
+            if trainer.skipped == 3:
+                return 1
+            trainer.save_model(args.output_dir)
+            trl_run.finish(args, trainer.start)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -85,8 +85,8 @@ def load_model(
         chat = tokenizer.apply_chat_template(CHAT, return_dict=False)
         if max(chat) >= model.get_input_embeddings().weight.shape[0]:
             raise ValueError("its tokenizer has ids that the model has no rows for")
-        _check_batching(model)
-    _remove_dropout(model)
+        check_batching(model)
+    remove_dropout(model)
     return model.to(device).eval(), tokenizer
 
 
@@ -146,7 +146,7 @@ def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[st
     return embed
 
 
-def _check_batching(model) -> None:
+def check_batching(model) -> None:
     """ValueError for a model whose rows cannot join and leave a batch, or influence each other."""
     layer_types = {*(getattr(model.config.get_text_config(), "layer_types", None) or [])}
     unsupported = layer_types - LAYERS_WITH_KEYS - LAYERS_WITH_STATES - {"mlp", "moe"}
@@ -179,14 +179,19 @@ def _ignores_left_padding(model) -> bool:
     return bool((rows[1] - rows[0]).norm() <= tolerance * rows[0].norm())
 
 
-def _remove_dropout(model) -> None:
-    """Make teacher and student the same function of their input, in train mode too."""
+def remove_dropout(model) -> None:
+    """Make teacher and student the same function of their input, in train mode too.
+
+    Families keep its probability in modules of Dropout, in floats of their own (Seed-OSS), and in
+    the config that a pass reads (Persimmon); OPT's layerdrop leaves out whole layers.
+    """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        for name, value in vars(module).items():
-            if name.endswith("dropout") and isinstance(value, float):
-                setattr(module, name, 0.0)
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in getattr(holder, "__dict__", {}).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(holder, name, 0.0)
 
 
 # --------------------------------------------------------------------------------------- adapters

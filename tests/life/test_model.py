@@ -57,11 +57,29 @@ def test_a_model_is_loaded_in_eval_mode_without_dropout(base, tmp_path):
     folder = save_model(tmp_path / "dropping", attention_dropout=0.5)
     model, tokenizer = load(folder)
     assert not model.training and model.dtype == torch.float32
-    assert model.train().config.attention_dropout == 0.5  # the file's; the layers have none
+    assert json.loads((folder / "config.json").read_text())["attention_dropout"] == 0.5
+    model.train()
     ids = torch.tensor([PROMPTS[0]])
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
     assert tokenizer.get_vocab() == make_tokenizer().get_vocab()
     assert load(base, dtype="bfloat16")[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "kind, changes",
+    {
+        "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},  # floats of its modules
+        "persimmon": {"attention_dropout": 0.1, "hidden_dropout": 0.0},  # read from its config
+        "opt": {"layerdrop": 0.5, "ffn_dim": 48, "word_embed_proj_dim": 32},  # whole layers
+    }.items(),
+)
+def test_two_passes_in_train_mode_are_equal_without_dropout(kind, changes):
+    lm = make_model(kind, **changes).train()
+    ids = torch.tensor([PROMPTS[0]])
+    one, other = (lm(input_ids=ids).logits for _ in range(2))
+    assert not torch.equal(one, other)
+    model.remove_dropout(lm)
+    assert torch.equal(lm(input_ids=ids).logits, lm(input_ids=ids).logits)
 
 
 def test_an_outline_has_the_shapes_and_stop_ids_and_no_weights(base, tmp_path):

@@ -1,5 +1,6 @@
 """A run of extras/on_trl.py: its settings, its bank, its checkpoints, its processes."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -29,9 +30,13 @@ from lib import files
         "beta": 0.04,
         "disable_dropout": False,
         "generation_kwargs": {"temperature": 1.0},
+        "fp16": True,
+        "use_transformers_continuous_batching": True,
+        "resume_from_checkpoint": "checkpoint-1",
+        "save_only_model": True,
     }.items(),
 )
-def test_a_setting_that_would_make_another_method_is_refused_in_one_line(tmp_path, name, value):
+def test_a_setting_that_sgsd_cannot_have_is_refused_in_one_line(tmp_path, name, value):
     conftest.one_line(lambda: settings(tmp_path, **{name: value}), name, value)
 
 
@@ -115,7 +120,7 @@ def test_the_command_trains_all_weights_sharded_and_evolves_and_saves(tmp_path):
     ranks = [json.loads((tmp_path / f"run/rank{rank}.json").read_text()) for rank in (0, 1)]
     assert ranks[0]["lengths"] != ranks[1]["lengths"]
     assert ranks[0]["bank"] == ranks[1]["bank"]
-    bank = skills.SkillBank.load(tmp_path / "run/bank.json")
+    bank = skills.SkillBank.load(tmp_path / "run/sgsd/bank/bank.json")
     assert files.digest(bank.general_skills) == ranks[0]["bank"]
     assert [update["step"] for update in bank.metadata["updates"]] == [2]
     evaluate(tmp_path, tmp_path / "run")
@@ -153,6 +158,11 @@ def test_what_measures_it_runs(script, flags, row):
     done = subprocess.run(command, capture_output=True, text=True, cwd=conftest.ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert row in done.stdout
+
+
+def test_what_refuses_continuous_batching_names_the_weights(tmp_path):
+    call = functools.partial(settings, tmp_path, use_transformers_continuous_batching=True)
+    conftest.one_line(call, "bf16")
 
 
 def test_a_command_without_a_bank_is_refused_in_one_line(tmp_path, capsys):

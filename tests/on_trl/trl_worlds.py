@@ -180,7 +180,6 @@ def sharded_run(folder):
     run = on_trl.prepare(args)
     run.train()
     run.save_model(folder)
-    run.save_bank(folder)
     has = {"lengths": [len(roll.completion_ids) for roll in run.rollouts]}
     has["bank"] = on_trl.files.digest(run.bank.general_skills)
     rank = run.accelerator.process_index
@@ -218,6 +217,52 @@ def tiny_flags(out, **changes):
     for name, value in (given | changes).items():
         words += [f"--{name}", str(value)]
     return words
+
+
+def small_flags(world_dir, out, **changes):
+    """A command line on the random model of `conftest.world_dir`."""
+    given = {"model": world_dir / "model", "encoder": world_dir / "encoder"}
+    given |= {"data": world_dir / "data.jsonl", "bank": world_dir / "bank.json"}
+    given |= {"verifier": "driver:CoinVerifier", "output_dir": out, "steps": 2, "save_steps": 1}
+    given |= {"batch_size": 4, "per_device_train_batch_size": 4, "num_teachers": 2}
+    given |= {"max_new_tokens": 8, "evolve_every": 2, "lora_rank": 4, "lora_alpha": 8}
+    given |= {"learning_rate": 1e-2, "eps_a": 0.0, "success_gate": 1.1, "score_rows": 16}
+    given |= {"bf16": False, "gradient_checkpointing": False, "report_to": "none"}
+    words = ["--use_cpu", "--disable_tqdm", "True"]
+    for name, value in (given | changes).items():
+        words += [f"--{name}", str(value)]
+    return words
+
+
+def sharded_infinite(folder):
+    """A step of all weights in shards, in which one process has an infinite gradient."""
+
+    class Overflowing(on_trl.SGSDTrainer):
+        def _clip_grad_norm(self, model):
+            p = next(p for p in model.parameters() if p.grad.to_local().numel())
+            if self.accelerator.process_index == 1:
+                p.grad.to_local().fill_(float("inf"))
+            return super()._clip_grad_norm(model)
+
+    on_trl.SGSDTrainer = Overflowing
+    args = settings(folder, use_cpu=False, gradient_checkpointing=True)
+    run = trainer(args, policy(lora=False), completions(6))
+    run.train()
+    has_moved = []
+    for (name, p), start in zip(run.model.named_parameters(), policy(lora=False).parameters()):
+        if not torch.equal(p.full_tensor(), start):
+            has_moved.append(name)
+    says = {"skipped": run.skipped, "moved": has_moved}
+    pathlib.Path(folder, f"rank{run.accelerator.process_index}.json").write_text(json.dumps(says))
+
+
+def sharded_by_version_1(folder):
+    """What is said of FSDP version 1, under which no parameter is a DTensor."""
+    os.environ["FSDP_VERSION"] = "1"
+    try:
+        trainer(settings(folder, use_cpu=False), policy(lora=False), completions(6))
+    except ValueError as e:
+        print(f"refused: {e}")
 
 
 if __name__ == "__main__":
