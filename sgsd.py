@@ -332,8 +332,14 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     loss, numbers = loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, reward(roll))  # lines 10-14
     if not numbers["rho"].any() and loss.isfinite():
         loss = loss.detach()  # all teachers are ignored; a NaN keeps its graph, to end the step
-    token_numbers = {name: numbers.pop(name) for name in ("mask", "delta", "credit")}
-    return RolloutLoss(loss, numbers, token_numbers)
+    return for_the_logs(loss, numbers)
+
+
+def for_the_logs(loss: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
+    """What `loss_of` returns, its numbers by the log that they go to."""
+    token_numbers = {name: numbers[name] for name in ("mask", "delta", "credit")}
+    rest = {name: x for name, x in numbers.items() if name not in token_numbers}
+    return RolloutLoss(loss, rest, token_numbers)
 
 
 def train_step(run: Run, step: int) -> tuple[list[dict], float]:

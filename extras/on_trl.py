@@ -24,7 +24,6 @@ import functools
 import pathlib
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +44,7 @@ import skills
 from distributed import World
 from extras import trl_run
 from extras.trl_run import CheckedTrainer, SGSDConfig
-from lib import command, files, verify
+from lib import command, files, runlog, verify
 from lib import model as lib_model
 from lib.problems import Problem
 from lib.run import evolution_is_due, too_long
@@ -87,6 +86,8 @@ class SGSDTrainer(CheckedTrainer):
         self.problems = [*problems, *eval_problems]
         rows = [{"prompt": chat(x.problem), "index": i} for i, x in enumerate(self.problems)]
         self.rollouts: list[Rollout] = []  # of the latest batch of this process
+        self.rows: list[dict] = []  # of rollouts.jsonl, of the latest step, of all processes
+        self.clock = runlog.Stopwatch()  # of the present step
         self.start: Any = None  # of a command: a `trl_run.Start`
         verdict: Any = self.verdict
         super().__init__(
@@ -126,6 +127,7 @@ class SGSDTrainer(CheckedTrainer):
             problems=self.problems,
             bank=bank,
             lm=lib_model.causal_lm(self.model),
+            audits=[],
         )
 
     # ------------------------------------------------------------------------------ a batch
@@ -150,6 +152,7 @@ class SGSDTrainer(CheckedTrainer):
         output = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
+        self.clock.lap("gen")
         self.refuse_other_ids(output)
         pairs_BK, contexts, completions = [], [], []
         for roll in self.rollouts:
@@ -160,17 +163,21 @@ class SGSDTrainer(CheckedTrainer):
             completions += [roll.completion_ids] * (1 + len(pairs_K))
         logps = iter(self.score(contexts, completions))
         A_BT = torch.zeros(output["completion_ids"].shape, device=self.accelerator.device)
-        numbers = []
+        rows, numbers = [], []
+        first, step = self.accelerator.process_index * len(A_BT), self.state.global_step + 1
         for b, (roll, pairs_K) in enumerate(zip(self.rollouts, pairs_BK)):
             logpS_T = next(logps)
             logpT_KT = torch.stack([next(logps) for _ in pairs_K])
-            A_T, numbers_of_rollout = self.advantage(roll, pairs_K, logpS_T, logpT_KT)
+            A_T, result = self.advantage(roll, pairs_K, logpS_T, logpT_KT)
             A_BT[b, : len(A_T)] = A_T
-            numbers.append(numbers_of_rollout)
+            numbers.append(self.numbers_of(result))
+            rows.append(sgsd.record(self.parts, step, first + b, pairs_K, roll, result))
         output["advantages"] = A_BT
         self.log_numbers(numbers)
-        if self.cfg.evolve_every:
-            self.bank.remember(gather_object([asdict(roll) for roll in self.rollouts]))
+        self.rows = gather_object(rows)
+        if self.cfg.evolves:
+            self.bank.remember(self.rows)
+        self.clock.lap("score")
         return output
 
     def refuse_other_ids(self, output: dict[str, Any]) -> None:
@@ -208,37 +215,51 @@ class SGSDTrainer(CheckedTrainer):
 
     def advantage(
         self, roll: Rollout, pairs_K: list[SkillPair], logpS_T: Tensor, logpT_KT: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """-T dL/dlog p_S(y_t) of a rollout [T], and the numbers of NUMBERS for the log.
+    ) -> tuple[Tensor, sgsd.RolloutLoss]:
+        """-T dL/dlog p_S(y_t) of a rollout [T], and the loss with its numbers for the logs.
 
         logpS_T [T], logpT_KT [K, T]: log-probabilities of the student and its teachers, in nats.
         """
-        cfg, logpS_T = self.cfg, logpS_T.detach().requires_grad_()
+        logpS_T = logpS_T.detach().requires_grad_()
         mask_T = sgsd.token_mask(torch.tensor(roll.completion_ids), self.masked_ids).to(logpS_T)
         alpha_K = sgsd.pair_weights(self.parts, pairs_K)
         r = sgsd.reward(roll)
         with torch.enable_grad(), torch.autocast(logpS_T.device.type, enabled=False):
-            loss, n = sgsd.loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, r)
+            loss, numbers = sgsd.loss_of(self.cfg, logpT_KT, logpS_T, mask_T, alpha_K, r)
             (slope_T,) = torch.autograd.grad(loss, logpS_T)
-        clipped_KT = (n["delta"].abs() > cfg.c_delta).float()
-        numbers = torch.stack(
+        return -len(logpS_T) * slope_T, sgsd.for_the_logs(loss.detach(), numbers)
+
+    def numbers_of(self, result: sgsd.RolloutLoss) -> Tensor:
+        """The numbers of NUMBERS of a rollout."""
+        a_K, rho_K = result.numbers["a"], result.numbers["rho"]
+        mask_T, delta_KT = result.token_numbers["mask"], result.token_numbers["delta"]
+        clipped_KT = (delta_KT.abs() > self.cfg.c_delta).float()
+        return torch.stack(
             [
-                (n["rho"] > 0).float().mean(),
-                (n["rho"] < 0).float().mean(),
-                (n["rho"] == 0).float().mean(),
-                n["a"].mean(),
-                n["a"].abs().mean(),
-                sgsd.masked_mean(sgsd.unmasked(n["delta"], mask_T), mask_T).mean(),
+                (rho_K > 0).float().mean(),
+                (rho_K < 0).float().mean(),
+                (rho_K == 0).float().mean(),
+                a_K.mean(),
+                a_K.abs().mean(),
+                sgsd.masked_mean(sgsd.unmasked(delta_KT, mask_T), mask_T).mean(),
                 sgsd.masked_mean(clipped_KT, mask_T).mean(),
             ]
         )
-        return -len(logpS_T) * slope_T, numbers
 
     def log_numbers(self, numbers: list[Tensor]) -> None:
         """Add the means over all processes' rollouts to what TRL logs of the step."""
         means = self.accelerator.reduce(torch.stack(numbers).mean(0), "mean").tolist()
         for name, mean in zip(NUMBERS, means, strict=True):
             self._metrics["train"][f"sgsd/{name}"].append(mean)
+
+    def log_step(self, step: int) -> None:
+        """The main process appends a step's lines to the logs that sgsd.py has, too."""
+        self.clock.lap("bwd")
+        audits = gather_object(self.parts.audits)
+        self.parts.audits = []
+        peak = runlog.memory_gb(self.accelerator.device)
+        metrics = runlog.summarize(step, self.rows, self.norm, self.rate, self.clock.seconds, peak)
+        trl_run.log_step(self.args, [metrics | self.bank.counts], self.rows, audits)
 
     # ------------------------------------------------------------------------------- the bank
 
@@ -331,7 +352,7 @@ class SGSDTrainer(CheckedTrainer):
 
 
 class BankCallback(TrainerCallback):
-    """Evolves the bank, saves it with each checkpoint, and ends a run that is not finite."""
+    """Logs a step, evolves the bank, saves it with checkpoints, ends a run that is not finite."""
 
     def __init__(self, trainer: SGSDTrainer):
         self.trainer = trainer
@@ -339,7 +360,11 @@ class BankCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)  # a checkpoint's save_steps would stay
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.clock = runlog.Stopwatch()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.log_step(state.global_step)
         self.trainer.evolve_bank(state.global_step)
         if self.trainer.skipped == 3:
             self.trainer.say("three steps were not finite")

@@ -90,6 +90,11 @@ def load_banks(run: pathlib.Path) -> Banks:
     return {step: skills.SkillBank.load(path) for step, path in versions.items()}
 
 
+def place(run: pathlib.Path) -> pathlib.Path:
+    """Where the logs of a run lie: in sgsd/ for one on TRL."""
+    return run / "sgsd" if (run / "sgsd/config.json").exists() else run
+
+
 def about(run: pathlib.Path) -> dict[str, Any]:
     """A run's config.json; ValueError where there is none."""
     file = run / "config.json"
@@ -553,7 +558,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.end_at_signals()
     args = arguments(argv)
     with command.one_line_errors("report", reading=True):
-        runs = args.runs
+        runs = [place(run) for run in args.runs]
         if args.explain is not None:
             runs = [explain(runs[0], args.explain, args.answer, args.draws)]
         out = args.out or (runs[0] if len(runs) == 1 else pathlib.Path()) / "report.html"

@@ -2,7 +2,8 @@
 
     OUTPUT_DIR/                 the weights after the last step
     OUTPUT_DIR/checkpoint-25/   TRL's checkpoint, and bank.json: the bank in use with its window
-    OUTPUT_DIR/sgsd/            config.json, problems.json and bank/, as in a folder of sgsd.py
+    OUTPUT_DIR/sgsd/            config.json, problems.json, bank/, metrics.jsonl, rollouts.jsonl and
+                                tokens.jsonl, as in a folder of sgsd.py
 
 With --full the config.json of OUTPUT_DIR is the model's. Settings of SGSD are compared as sgsd.py
 compares them, and TRL's by the lists below.
@@ -41,7 +42,7 @@ SGSD = """
     batch_size max_prompt_tokens verifier verify_timeout bank encoder evolve_every success_gate
     max_new_items dynamic_capacity merge_group_size merge_patience reply_tokens memory_answer
     num_teachers student_prefix teacher_prefix tau_g c_delta eps_a temperature top_p top_k
-    max_new_tokens steps learning_rate grad_clip seed
+    max_new_tokens steps learning_rate grad_clip seed audit_every
 """.split()
 # TRL's settings that make another run: refused where they differ from the run's.
 REFUSED = """
@@ -150,6 +151,7 @@ class CheckedTrainer(GRPOTrainer):
     """GRPOTrainer that leaves out steps that are not finite, and makes none after the last."""
 
     skipped = 0  # steps in a row whose gradient was not finite
+    norm = rate = 0.0  # of the latest step: the gradient's norm, and the learning rate
 
     def refuse_what_fails_later(self, causal: Any) -> None:
         """ValueError for FSDP 1, and for a model whose rows take in their padding."""
@@ -168,9 +170,12 @@ class CheckedTrainer(GRPOTrainer):
         norm leaves zeros where they were finite.
         """
         norm = super()._get_grad_norm(model, grad_norm)
+        self.rate = self.optimizer.param_groups[0]["lr"]
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            self.norm = float(norm)
             return norm  # it has made its step already
         norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+        self.norm = float(norm)
         self.skipped = 0 if norm.isfinite() else self.skipped + 1
         if self.skipped:
             for p in model.parameters():
@@ -320,8 +325,9 @@ def begin(args: SGSDConfig, start: Start) -> None:
     if args.process_index:
         return
     folder = home(args)
-    if files.trim_jsonl(folder / "bank/replies.jsonl", start.step):
-        print(f"replies.jsonl is cut after step {start.step}")
+    for name in (*runlog.LOGS, "bank/replies"):
+        if files.trim_jsonl(folder / f"{name}.jsonl", start.step):
+            print(f"{name}.jsonl is cut after step {start.step}")
     for step, path in files.by_step(folder / "bank").items():
         if step > start.step:
             path.unlink()
@@ -345,6 +351,13 @@ def save_version(args: SGSDConfig, bank: SkillBank, step: int) -> None:
         folder = home(args) / "bank"
         bank.save(files.of_step(folder, step, ".json"))
         bank.save(folder / "bank.json")
+
+
+def log_step(args: SGSDConfig, *lines: list[dict]) -> None:
+    """The main process appends a step's lines of metrics, rollouts and tokens to their logs."""
+    for name, rows in zip(runlog.LOGS, lines, strict=True):
+        if args.process_index == 0 and rows:
+            files.append_jsonl(home(args) / f"{name}.jsonl", rows)
 
 
 def log_replies(args: SGSDConfig, rows: list[dict]) -> None:

@@ -14,9 +14,10 @@ from accelerate.commands.config.config_args import load_config_from_file
 from trl_worlds import PROBLEMS, policy, settings, tiny_flags, trainer
 
 import eval
+import sgsd
 import skills
-from extras import on_trl
-from lib import files
+from extras import on_trl, report
+from lib import files, runlog
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,32 @@ def test_the_command_trains_adapters_and_continues_in_its_folder(tmp_path, capsy
         assert sum(fates) == pytest.approx(1)
         assert {"sgsd/support", "sgsd/gap", "sgsd/clip_share", "reward"} <= row.keys()
     evaluate(tmp_path, tmp_path / "run")
+
+
+def test_a_run_has_the_logs_of_sgsd_py_and_a_report(tmp_path, capsys):
+    """One of sgsd.py with the same settings has the same columns; a continued one no row twice."""
+    out, changes = tmp_path / "run", {"batch_size": 4, "save_steps": 1, "num_teachers": 2}
+    changes |= {"evolve_every": 0, "audit_every": 1}
+    on_trl.main(tiny_flags(out, steps=1, **changes))
+    (line,) = driver.rows(out / "sgsd/metrics.jsonl")
+    driver.write_rows(out / "sgsd/metrics.jsonl", [line, {**line, "step": 2}])  # as a kill leaves
+    on_trl.main(tiny_flags(out, steps=2, **changes))
+    words = f"--preset tiny --steps 2 --batch-size 4 --num-teachers 2 --audit-every 1 --out {out}-s"
+    words += f" --bank {conftest.ROOT}/banks/word_problems.json"
+    driver.completes(sgsd.main, words.split())
+    for name in runlog.LOGS:
+        ours, theirs = (
+            driver.rows(folder / f"{name}.jsonl") for folder in (out / "sgsd", tmp_path / "run-s")
+        )
+        assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+        assert ours[0].keys() == theirs[0].keys()
+        if name != "metrics":
+            assert [row["index"] for row in ours] == [0, 1, 2, 3] * 2
+    for row in driver.rows(out / "sgsd/rollouts.jsonl"):
+        assert len(row["rho"]) == 2 and row["prompt_ids"] and row["reward"] == row["r"]
+    assert report.main([str(out)]) == 0
+    assert (out / "sgsd/report.html").exists()
+    assert "2 of 2 steps" in capsys.readouterr().out
 
 
 def test_the_sharded_configuration_is_one_of_accelerate():
