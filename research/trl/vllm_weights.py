@@ -1,0 +1,133 @@
+"""Does vLLM in the trainer's process have the weights that learn? On a CPU.
+
+    python research/trl/vllm_weights.py              a table: five runs of the tiny world
+    python research/trl/vllm_weights.py --steps 30   longer ones
+
+The engine's log-probabilities of the sampled tokens less ours, which are `score`'s, in fp32.
+Sampling is at temperature 1 without top-p and top-k: otherwise the engine returns log-probabilities
+of what the filters leave. One run's engine never gets a step's weights.
+
+TRL merges adapters into their base, hands the sum to the engine, and subtracts them again: does the
+base stay? The last two columns compare the policy that has learnt with its adapters on the base as
+it was, which is what a checkpoint gives. extras/on_trl.py refuses the run that shows a difference.
+Each run has a process of its own.
+"""
+
+import argparse
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm_run
+
+from extras import on_trl
+from research.markdown_table import head_of, row_of
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TINY = ROOT / "tiny"
+
+
+@dataclass
+class Case:
+    full: bool = False
+    engine: str = "float32"  # its dtype
+    base_in_bf16: bool = False
+    is_synchronised: bool = True
+
+
+RUNS = {
+    "adapters": Case(),
+    "adapters, engine in bf16": Case(engine="bfloat16"),
+    "all weights": Case(full=True),
+    "adapters, not synchronised": Case(is_synchronised=False),
+    "adapters, engine and base in bf16": Case(engine="bfloat16", base_in_bf16=True),
+}
+
+
+class ComparedTrainer(on_trl.SGSDTrainer):
+    """Keeps |log p of the engine - log p of ours| of each batch's tokens."""
+
+    def _generate_and_score_completions(self, inputs: list[dict]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        distances = []
+        for b, logp_T in enumerate(self.score_rollouts()):
+            logp_of_engine_T = output["sampling_per_token_logps"][b, : len(logp_T)]
+            distances.append((logp_of_engine_T - logp_T).abs())
+        self.distances = [*getattr(self, "distances", []), torch.cat(distances)]
+        return output
+
+    def score_rollouts(self) -> list[torch.Tensor]:
+        """Our log-probabilities of the latest batch, [T] for each rollout."""
+        contexts = [roll.prompt_ids for roll in self.rollouts]
+        return self.score(contexts, [roll.completion_ids for roll in self.rollouts])
+
+
+def distances_of(name: str, steps: int, folder: str) -> list[torch.Tensor]:
+    """A run. Distances of log-probabilities, in nats, by token: the engine's from ours at each
+    step; then, of the last batch, those of the base as it was from those of the base as it is."""
+    case = RUNS[name]
+    model = pathlib.Path(folder, "model")  # TRL's engine has the dtype of config.json
+    shutil.copytree(TINY / "model", model)
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": case.engine}))
+    given = {"model": str(model), "encoder": str(TINY / "encoder"), "steps": steps}
+    given |= {"data": str(TINY / "train.jsonl"), "bank": str(ROOT / "banks/word_problems.json")}
+    given |= {"evolve_every": 0, "num_teachers": 4, "eps_a": 0.005, "learning_rate": 1e-3}
+    given |= {"batch_size": 16, "per_device_train_batch_size": 16, "max_new_tokens": 96}
+    given |= {"lora_rank": 16, "lora_alpha": 32, "full": case.full}
+    given |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "use_cpu": True, "bf16": False}
+    given |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 2048}
+    given |= {"output_dir": f"{folder}/run", "save_strategy": "no", "report_to": "none"}
+    given |= {"gradient_checkpointing": False}
+    vllm_run.keep_unpacked()
+    on_trl.SGSDTrainer = ComparedTrainer
+    trainer = on_trl.prepare(on_trl.SGSDConfig(**given))
+    if not case.is_synchronised:
+        trainer.vllm_generation.sync_weights = lambda: None
+    frozen = [p for p in trainer.model.parameters() if not p.requires_grad]
+    if case.base_in_bf16:
+        for p in frozen:
+            p.data = p.data.bfloat16()
+    before = [p.data.clone() for p in frozen]
+    trainer.train()
+    logps = torch.cat(trainer.score_rollouts())
+    for p, weight in zip(frozen, before):
+        p.data.copy_(weight)
+    trainer.judge.close()
+    return [*trainer.distances, (torch.cat(trainer.score_rollouts()) - logps).abs()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=10, help="of each run")
+    parser.add_argument("--run", choices=RUNS, help="this run alone, in this process")
+    args = parser.parse_args()
+    if args.run:
+        with tempfile.TemporaryDirectory() as folder:
+            distances = distances_of(args.run, args.steps, folder)
+        cells = [args.run]
+        for x in (distances[0], distances[-2], distances[-1]):
+            cells += [f"{x.mean():.1e}", f"{x.max():.1e}"]
+        print(row_of(cells))
+        return
+    columns = ("run", "first step: mean, nats", "largest", "last step: mean, nats", "largest")
+    columns += ("saved less trained: mean, nats", "largest")
+    print(*head_of(columns), sep="\n")
+    for name in RUNS:
+        command = [sys.executable, __file__, "--run", name, "--steps", str(args.steps)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr[-3000:])
+        print(*[line for line in done.stdout.splitlines() if line.startswith(f"| {name} |")])
+
+
+if __name__ == "__main__":
+    main()
