@@ -47,7 +47,8 @@ def groups_of(trainer, names):
         prompt = batch["prompt_ids"][b][batch["prompt_mask"][b].bool()].tolist()
         ids = batch["completion_ids"][b][batch["completion_mask"][b].bool()].tolist()
         jobs.append(rollout.Job(b, prompt, 0, 0, names["problems"][row["index"]], ids))
-    (judged,) = rollout.rollouts(names["tokenizer"], names["stops"], names["judge"], [jobs])
+    stops = rollout.stop_ids(trainer.model, names["tokenizer"])
+    (judged,) = rollout.rollouts(names["tokenizer"], stops, names["judge"], [jobs])
     rolls, size = [roll for _, roll in judged], names["cfg"].generations
     starts = range(0, len(rolls), size)
     return [(jobs[start].problem, rolls[start : start + size]) for start in starts]
@@ -92,8 +93,10 @@ def test_its_settings_are_those_of_the_method(block):
     assert block["lora"].r == cfg.lora_rank and block["lora"].lora_alpha == cfg.lora_alpha
 
 
-def test_its_prompts_and_rewards_are_those_of_the_method(block):
+def test_its_ids_and_rewards_are_those_of_the_method(block):
     cfg, batch = block["cfg"], block["trainer"].batch
+    stops = rollout.stop_ids(block["trainer"].model, block["tokenizer"])
+    assert sorted(block["trainer"].eos_token_ids) == stops
     run = SimpleNamespace(cfg=cfg, tokenizer=block["tokenizer"])
     expected = []
     for x, rolls_G in groups_of(block["trainer"], block):
