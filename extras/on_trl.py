@@ -392,12 +392,7 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
     bank = SkillBank.load(start.checkpoint / "bank.json" if start.checkpoint else cfg.bank)
     if not start.checkpoint:
         bank.window = []
-    # A step of 5e-6 is lost in bf16: what learns is in fp32 (S22).
-    frozen_in_bf16 = cfg.dtype == "auto" and not args.full and args.device.type == "cuda"
-    dtype = "bfloat16" if frozen_in_bf16 else "float32" if cfg.dtype == "auto" else cfg.dtype
-    loading = {"dtype": dtype, "attn_implementation": cfg.attn}
-    given: Any = args.model_init_kwargs or {}
-    args.model_init_kwargs = {**loading, **given}
+    args.model_init_kwargs = loading_of(args)
     lora = None
     if not args.full:
         lora = LoraConfig(
@@ -418,6 +413,24 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
     )
     trainer.start = start
     return trainer
+
+
+def loading_of(args: SGSDConfig) -> dict[str, Any]:
+    """How TRL loads the model; ValueError where merging would change the base.
+
+    A step of 5e-6 is lost in bf16, so what learns is in fp32 (S22). For vLLM TRL adds adapters to
+    their base at each step and subtracts them again: in bf16 that changes the base (trl#6688).
+    """
+    cfg, dtype = args.sgsd, args.sgsd.dtype
+    if dtype == "auto":
+        stays_as_it_is = not args.full and not args.use_vllm
+        dtype = "bfloat16" if stays_as_it_is and args.device.type == "cuda" else "float32"
+    given: Any = args.model_init_kwargs or {}
+    options = {"dtype": dtype, "attn_implementation": cfg.attn, **given}
+    if args.use_vllm and not args.full and options["dtype"] not in ("float32", torch.float32):
+        rule = "with vLLM the base of adapters must be in float32, as TRL merges them at each step"
+        raise ValueError(f"dtype {options['dtype']}: {rule}")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
