@@ -23,7 +23,8 @@ CHANGING = (ROOT / "docs" / "changing.md").read_text()
 REPRODUCE = (ROOT / "docs" / "reproduce.md").read_text()
 PICTURES = ROOT / "docs" / "pictures"
 PAPER = ROOT.parent / "shared" / "paper.tex"
-OF_A_READER = set(re.findall(r"^# (\w+\.py)$", CHANGING, re.M))  # what a reader writes himself
+RECIPES = CHANGING + (ROOT / "docs" / "engines.md").read_text()
+OF_A_READER = set(re.findall(r"^# (\w+\.py)$", RECIPES, re.M))  # what a reader writes himself
 SETTINGS = (config.EvalConfig, *(kind for kind, *_ in METHODS.values()))
 OTHERS = {  # flags of argparse, and of programs that are not ours, which a page names
     "--help",
@@ -31,6 +32,10 @@ OTHERS = {  # flags of argparse, and of programs that are not ours, which a page
     "--max-restarts",
     "--shutdown-timeout",
     "--nproc_per_node",
+    "--node_rank",
+    "--machine_rank",
+    "--multi_gpu",
+    "--cpu",
     "--max-lora-rank",
     "--override-generation-config",
     "--api-server-count",
