@@ -35,6 +35,7 @@ class TimedBank(on_trl.BankCallback):
     """Prints the median of the processor seconds from one step's end to the next's."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        super().on_train_begin(args, state, control)
         self.ends = [time.process_time()]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -50,4 +51,4 @@ if __name__ == "__main__":
     if "--use_vllm" in sys.argv:
         keep_unpacked()
     on_trl.BankCallback = TimedBank
-    on_trl.main(sys.argv[1:])
+    sys.exit(on_trl.main(sys.argv[1:]))

@@ -31,9 +31,9 @@ class GradientOfMethod(TrainerCallback):
         cfg = self.names["cfg"]
         run = SimpleNamespace(cfg=cfg, lm=model, device=torch.device("cpu"))
         for x, rolls_G in groups_of(self.trainer, self.names):
-            for result in grpo.losses(run, x, rolls_G, []):
-                if result.loss.requires_grad:
-                    (result.loss / (cfg.batch_size * cfg.generations)).backward()
+            for loss, _, _ in grpo.losses(run, state.global_step, x, rolls_G, []):
+                if loss.requires_grad:
+                    (loss / (cfg.batch_size * cfg.generations)).backward()
         torch.nn.utils.clip_grad_norm_(learning.values(), cfg.grad_clip)
         self.trainer.of_method = {name: p.grad.clone() for name, p in learning.items()}
         for name, p in learning.items():
