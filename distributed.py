@@ -115,7 +115,7 @@ def checked_on_all_ranks(world: World, *kinds: type[Exception]) -> Iterator[list
     except kinds as e:
         error = e
     message = error and (str(error) or type(error).__name__)
-    messages, shares = zip(*gather((message, shared), world))
+    messages, shares = zip(*all_gather((message, shared), world))
     shared[:] = itertools.chain.from_iterable(shares)
     if not any(messages):
         return
@@ -177,7 +177,7 @@ def sum_gradients(params: Iterable[torch.nn.Parameter], world: World) -> None:
         p.grad = part.view_as(p).to(p.dtype)
 
 
-def gather(obj: Any, world: World) -> list:
+def all_gather(obj: Any, world: World) -> list:
     """Every rank's object, in rank order, on every rank."""
     if world.size == 1:
         return [obj]
@@ -197,12 +197,14 @@ def broadcast(obj: Any, world: World) -> Any:
 
 def gathered(rows: list[dict], world: World) -> list[dict]:
     """The rows of all ranks, in the order of their "index", on every rank."""
-    return sorted(itertools.chain.from_iterable(gather(rows, world)), key=lambda row: row["index"])
+    return sorted(
+        itertools.chain.from_iterable(all_gather(rows, world)), key=lambda row: row["index"]
+    )
 
 
 def barrier(world: World) -> None:
     """Wait until every rank is here."""
-    gather(None, world)
+    all_gather(None, world)
 
 
 def progress_bar(world: World, stage: str, total: int = 0) -> tqdm:

@@ -325,12 +325,12 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[tuple, 
                 x, number = tasks[key], key[KEY.index("sample")]
                 ids = rollout.chat_ids(tokenizer, evaluation.prompts[x.problem], thinking=thinking)
                 draw = rollout.sample_key(cfg.seed, 0, x.problem, number)
-                jobs.append(Job(i, ids, draw, cfg.max_new_tokens, x))
+                jobs.append(Job(i, ids, key=draw, left=cfg.max_new_tokens, problem=x))
             longest = max(len(job.prompt) for job in jobs)
             model.refuse_beyond_context(lm, longest, cfg.max_new_tokens, "--max-new-tokens")
         if world.main:
             files.write_json(policy.folder / "settings.json", policy.settings)
-        sampling = rollout.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
+        sampling = rollout.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
 
         def work(jobs_of_rank: list[Job]) -> Iterator[list[tuple[Job, Rollout]]]:
             turns = stream(jobs_of_rank, sampling, cfg.rows)
@@ -457,7 +457,7 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             done = sample(policy, evaluation, world)
             if world.main:
                 write_results(policy, evaluation, done)
-        late = sum(distributed.gather(evaluation.verifier.timeouts, world))
+        late = sum(distributed.all_gather(evaluation.verifier.timeouts, world))
         if world.main:
             print_notes(evaluation, late)
             homes = dict.fromkeys(str(policy.folder.parent) for policy in evaluation.policies)

@@ -333,7 +333,7 @@ def generate(
     """One completion per prompt, in order, as sampled ids; see `stream`. rows 0 is all at once."""
     jobs = []
     for i, (prompt, key) in enumerate(zip(prompt_ids, keys, strict=True)):
-        jobs.append(Job(i, prompt, key, sampling.max_new_tokens))
+        jobs.append(Job(i, prompt, key=key, left=sampling.max_new_tokens))
     for _ in stream(model, tokenizer, jobs, sampling, rows or max(1, len(jobs))):
         pass  # it fills in the jobs
     return [job.ids for job in jobs]

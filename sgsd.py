@@ -433,7 +433,7 @@ def make_bank(run: Run) -> SkillBank:
 
 def seed_prompt(run: Run, x: Problem) -> list[int]:
     """The prompt of a seed problem, as ids."""
-    text = skills.render("memory", {"problem": x.problem})
+    text = skills.render("seed_problem", {"problem": x.problem})
     thinking = "bare" if run.cfg.cold_start_thinking else "closed"
     return rollout.chat_ids(run.tokenizer, text, thinking=thinking)
 
@@ -450,8 +450,8 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
         if x.id not in memories:
             key, limit = rollout.sample_key(cfg.seed, 0, x.id), cfg.cold_start_tokens
             jobs.append(Job(len(jobs), seed_prompt(run, x), key=key, left=limit, problem=x))
-    # Sampled as evaluation does: top-p 0.95, no top-k.
-    sampling = Sampling(cfg.cold_start_temperature, 0.95, 0, cfg.cold_start_tokens)
+    # Top-p and top-k as in evaluation.
+    sampling = Sampling(temperature=cfg.cold_start_temperature, top_p=0.95, top_k=0)
     for judged in shared_rollouts(run, jobs, sampling):
         fresh = []
         for _, roll in judged:

@@ -142,7 +142,8 @@ class SGSDTrainer(CheckedTrainer):
         jobs = []
         for b, (i, ids) in enumerate(zip(index, completion_ids)):
             x = self.problems[i]
-            jobs.append(Job(b, sgsd.student_prompt(self.parts, x.problem), 0, 0, x, ids))
+            prompt = sgsd.student_prompt(self.parts, x.problem)
+            jobs.append(Job(b, prompt, key=0, left=0, problem=x, ids=ids))
         (judged,) = rollout.rollouts(self.processing_class, self.stops, self.judge, [jobs])
         self.rollouts = [roll for _, roll in judged]
         return [float(roll.r) for roll in self.rollouts]

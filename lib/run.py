@@ -99,7 +99,9 @@ class Run:
                         claim(out, held)
                 with distributed.checked_on_all_ranks(world, *command.GIVEN):
                     start = inspect(cfg, world, load_bank)
-                places = distributed.gather((start.step, start.is_new, start.bank is None), world)
+                places = distributed.all_gather(
+                    (start.step, start.is_new, start.bank is None), world
+                )
                 with distributed.checked_on_all_ranks(world, ValueError):
                     if len({*places}) > 1:
                         rule = "processes see different folders; give one on a disk that all share"
@@ -145,7 +147,7 @@ class Run:
         metrics |= self.bank.counts if self.bank else {}
         for name, lines in zip(runlog.LOGS, ([metrics], rows, audits)):
             self.log_rows(name, lines)
-        late = sum(distributed.gather(self.verifier.timeouts, self.world))
+        late = sum(distributed.all_gather(self.verifier.timeouts, self.world))
         if self.world.main:
             self.track(metrics)
             tqdm.write(runlog.log_line(metrics, self.cfg.steps, late))
@@ -239,7 +241,7 @@ def stop_code(run: Run) -> int:
 
     130 after a signal on any rank, 1 after three steps in a row that were not finite.
     """
-    signalled = any(distributed.gather(bool(run.signals.first), run.world))
+    signalled = any(distributed.all_gather(bool(run.signals.first), run.world))
     code = 130 if signalled else int(run.skipped == 3)
     if code and run.world.main:
         tqdm.write("stopped by a signal" if signalled else "three steps were not finite")
@@ -258,7 +260,7 @@ def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
     are cut.
     """
     cfg = run.cfg
-    sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
+    sampling = Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
     turns = run.stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
     roll_of: dict[int, Rollout] = {}
     for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
@@ -309,7 +311,7 @@ def shared_replies(
         for i, prompt in enumerate(prompts):
             if (repeats[i] > 0) == repeated:
                 key = rollout.sample_key(run.cfg.seed, 0, names[i], repeats[i])
-                jobs.append(Job(i, prompt, key, limits[i]))
+                jobs.append(Job(i, prompt, key=key, left=limits[i]))
         work = functools.partial(bank_stream(run), sampling=sampling, rows=run.cfg.bank_rows)
         for turn in distributed.share_jobs(run.world, jobs, work):
             bar.update(len(turn))

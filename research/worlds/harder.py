@@ -152,7 +152,7 @@ def solving_row(rng: random.Random, tokenizer, x: Lock, form: str) -> make.Row:
     pairs = [skills.SkillPair(g, e, 1.0, 1.0) for g, e in zip(good, bad)]
     text = skills.render_skills(pairs, problem)
     if form == "memory":
-        text = skills.render("memory", {"problem": problem})
+        text = skills.render("seed_problem", {"problem": problem})
     is_bare = form != "memory" and rng.random() < (0.5 if form == "plain" else 0.8)
     thinking = "bare" if is_bare else "closed"
     prompt = rollout.chat_ids(tokenizer, text, thinking=thinking)

@@ -91,7 +91,7 @@ def solving(rng: random.Random, drawn: world.Drawn, form: str) -> tuple[str, flo
     if form == "plain":
         return skills.render_student(drawn.problem), world.error_chance(drawn.family, [])
     if form == "memory":
-        return skills.render("memory", {"problem": drawn.problem}), world.error_chance(
+        return skills.render("seed_problem", {"problem": drawn.problem}), world.error_chance(
             drawn.family, []
         )
     good, bad = guidance(rng, drawn.family)

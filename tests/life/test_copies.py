@@ -121,7 +121,7 @@ def use_scoring(scoring):
 def use_distributed(distributed):
     world = distributed.init("cpu")
     assert (world.rank, world.size, world.main) == (0, 1, True)
-    assert distributed.gather("x", world) == ["x"]
+    assert distributed.all_gather("x", world) == ["x"]
 
 
 def use_problems(problems):

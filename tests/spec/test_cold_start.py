@@ -48,7 +48,7 @@ def test_alg2_lines_1_to_7_the_base_model_solves_seed_problems_and_they_become_m
     assert len(seeds) == bank.metadata["seed_solutions"] == len(memories) == 6
     for name in seeds:
         x = data[name]
-        text = skills.render("memory", {"problem": x.problem})  # line 3
+        text = skills.render("seed_problem", {"problem": x.problem})  # line 3
         prompt = rollout.chat_ids(tokenizer, text, thinking="bare" if thinking else "closed")
         key = rollout.sample_key(0, 0, x.id)
         job, sampling = rollout.Job(0, prompt, key, 20, x), Sampling(1.0, 0.95, 0, 20)

@@ -60,9 +60,9 @@ def broadcasts_rank_0s_values(world):
 
 
 def gathers_by_rank(world):
-    objects = distributed.gather({"text": "é" * (1 + 1000 * world.rank)}, world)
+    objects = distributed.all_gather({"text": "é" * (1 + 1000 * world.rank)}, world)
     assert [len(x["text"]) for x in objects] == [1, 1001]
-    assert distributed.gather(None, world) == [None, None]
+    assert distributed.all_gather(None, world) == [None, None]
     assert distributed.broadcast({"of": world.rank}, world) == {"of": 0}
     distributed.barrier(world)
 
@@ -104,7 +104,7 @@ def shares_jobs(world, count):
     assert sorted(i for i, _ in results) == list(range(count))
     assert [i for i, rank in results if rank == world.rank] == mine
     assert mine == list(range(count))[::-1][world.rank :: 2]  # ordered by length, in turn
-    assert distributed.gather(turns, world) == [turns, turns]  # every rank has every result
+    assert distributed.all_gather(turns, world) == [turns, turns]  # every rank has every result
 
 
 def use_collectives(argv):

@@ -105,7 +105,7 @@ def papers_cards():
     return cards
 
 
-CARDS = ["memory", "extract_skills", "extract_mistakes", "merge_skills", "merge_mistakes"]
+CARDS = ["seed_problem", "extract_skills", "extract_mistakes", "merge_skills", "merge_mistakes"]
 
 
 @needs_the_paper
@@ -117,7 +117,7 @@ def test_a_template_has_the_lines_of_the_papers_card(table, name):
 
 def test_double_braces_become_single_ones_in_the_template_alone():
     """S9."""
-    text = skills.render("memory", {"problem": "{{}}"})
+    text = skills.render("seed_problem", {"problem": "{{}}"})
     assert text.count("\\boxed{}.") == 1 and text.endswith("Problem:\n{{}}")
 
 
