@@ -26,21 +26,27 @@ The defaults that decide the method:
     optimizer   learning_rate 5e-6 in the first step, falling linearly to 0 after the last
                 steps 200, batch_size 32 problems with one solution each, grad_clip 0.1
     teachers    num_teachers 8 (K), eps_a 0.05 and c_delta 3 nats, tau_g 1 nats^2
-    student     temperature 1.1, top_p 0.95, top_k 20, max_new_tokens 1024
-    bank        evolve_every 25 (F), success_gate 0.8 (gamma), max_new_items 5 (N)
-                dynamic_capacity 30 (C), merge_group_size 32 (H), merge_patience 3 (P)
-                cold_start 256 seed problems, each solution of at most 38912 tokens
+                teacher_prefix bare: no think block, as a thinking model would open it itself
+    student     student_prefix closed: an empty think block, so no thinking
+                temperature 1.1, top_p 0.95, top_k 20, max_new_tokens 1024
+    bank        evolve_every 25 (F), success_gate 0.8 (gamma), max_new_items 5 (N, both lists)
+                dynamic_capacity 30 (C, each list), merge_group_size 32 (H), merge_patience 3 (P)
+                reply_tokens 4096; no reference answer in what the writer sees (memory_answer)
+    cold start  cold_start 256 seed problems, solved with thinking: cold_start_temperature 1.0,
+                top-p 0.95, no top-k, cold_start_tokens 38912
 
 Fixed choices, not settings. Every prompt is one user turn, without a system message, in the model's
-chat template. The problems have no duplicates (D8). Each epoch is a new permutation of all of them,
-and a minibatch may span two epochs. Every id that ends a completion counts: the tokenizer's and the
-model's own (Qwen3 has two). math-verify decides whether the last box after the thinking equals the
-reference answer; thinking that never ends holds no answer, and a verdict that takes too long is
-"wrong". Base weights are bf16 on a GPU. LoRA's weights and products are in fp32, on all linear
-layers but the head, scaled by alpha / rank, with PEFT's initial values (B = 0) and without dropout;
-adapters are never merged into the base. AdamW has betas 0.9 and 0.999, eps 1e-8 and no weight
-decay. Log-probabilities are the model's own, at temperature 1, in nats, with head and softmax in
-fp32.
+chat template. The problems have no duplicates, and DAPO-Math's own instruction around each is
+removed (D8). Each epoch is a new permutation of all of them, and a minibatch may span two epochs. A
+completion ends on any stop id, the tokenizer's or the model's own (Qwen3 has two). math-verify
+decides whether the last box after the thinking equals the reference answer. Without a box a
+solution is wrong, so most that the length limit cuts are; thinking that never ends holds no answer;
+a verdict that takes more than 5 seconds is "wrong". The encoder sees problems and entries without
+an instruction. A step whose gradient is not finite changes nothing, and three in a row end the run.
+Base weights are bf16 on a GPU. LoRA's weights and products are in fp32, on all linear layers but
+the head, scaled by alpha / rank, with PEFT's initial values (B = 0) and without dropout; adapters
+are never merged into the base. AdamW has betas 0.9 and 0.999, eps 1e-8 and no weight decay.
+Log-probabilities are the model's own, at temperature 1, in nats, with head and softmax in fp32.
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
@@ -450,7 +456,6 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
         if x.id not in memories:
             key, limit = rollout.sample_key(cfg.seed, 0, x.id), cfg.cold_start_tokens
             jobs.append(Job(len(jobs), seed_prompt(run, x), key=key, left=limit, problem=x))
-    # Top-p and top-k as in evaluation.
     sampling = Sampling(temperature=cfg.cold_start_temperature, top_p=0.95, top_k=0)
     for judged in shared_rollouts(run, jobs, sampling):
         fresh = []
@@ -568,7 +573,8 @@ def train(run: Run, step_fn: Any = train_step, longest: Longest = longest_prompt
             run.clock, run.audits = runlog.Stopwatch(), []
             rows, norm = step_fn(run, step)  # lines 2-16
             rows = distributed.gathered(rows, run.world)
-            run.step, run.skipped = step, 0 if math.isfinite(norm) else run.skipped + 1
+            run.step = step
+            run.skipped = 0 if math.isfinite(norm) else run.skipped + 1
             if cfg.evolves:
                 run.bank.remember(rows)
             run.log(rows, norm)  # writes and prints, and changes nothing
@@ -578,7 +584,7 @@ def train(run: Run, step_fn: Any = train_step, longest: Longest = longest_prompt
         if stop:
             return stop
         if cfg.evolves:
-            evolve_bank(run, longest)  # line 17; a signal here ends at once, and it is made again
+            evolve_bank(run, longest)  # line 17; after a signal here the next command evolves
     return 0
 
 

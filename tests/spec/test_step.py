@@ -282,6 +282,10 @@ def test_the_defaults_in_the_head_of_sgsd_py_are_those_of_config():
     assert len(named) >= 18
     for name, value in named:
         assert defaults[name] == float(value), name
+    for name, value in re.findall(r"(student_prefix|teacher_prefix) (\w+)", table):
+        assert defaults[name] == value
+    assert defaults["cold_start_thinking"] and not defaults["memory_answer"]
+    assert defaults["verify_timeout"] == 5
 
 
 def test_the_settings_of_algorithms_3_and_4_reach_them_by_name():
