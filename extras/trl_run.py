@@ -335,7 +335,7 @@ def begin(args: SGSDConfig, start: Start) -> None:
     fingerprints = [problems.fingerprint(x.problem) for x in start.problems]
     files.write_json(folder / "problems.json", fingerprints)
     if args.push_to_hub:
-        start.notes.append("push_to_hub uploads sgsd/, too: its bank/ holds problems and solutions")
+        start.notes.append("push_to_hub uploads sgsd/, too, with problems and solutions")
     print("\n".join(start.notes), end="\n" * bool(start.notes))
 
 

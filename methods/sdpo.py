@@ -152,7 +152,10 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
 
 
 def longest_prompts(run: Run) -> list[Prompt]:
-    """The student's, and the teacher's, whose prompt shows a solution of --max-new-tokens."""
+    """The student's, and the teacher's, whose prompt shows a solution of --max-new-tokens.
+
+    As text a solution may have more tokens than were sampled: `sgsd.prompt_ids` measures it again.
+    """
     cfg, x = run.cfg, longest_problem(run)
     text = skills.render_student(with_solution(x.problem, ""))
     ids = rollout.chat_ids(run.tokenizer, text, thinking=cfg.teacher_prefix)
