@@ -126,8 +126,8 @@ def test_the_collectives(tmp_path):
 
 def test_a_turn_of_shared_work_is_one_collective(monkeypatch):
     jobs = [types.SimpleNamespace(index=i, prompt=[0]) for i in range(3)]
-    collectives, gather = [], distributed.gather
-    monkeypatch.setattr(distributed, "gather", lambda *a: collectives.append(a) or gather(*a))
+    collectives, gather = [], distributed.all_gather
+    monkeypatch.setattr(distributed, "all_gather", lambda *a: collectives.append(a) or gather(*a))
     turns = distributed.share_jobs(driver.ALONE, jobs, lambda jobs: iter([jobs[:2], [], jobs[2:]]))
     assert [len(turn) for turn in turns] == [2, 0, 1] and len(collectives) == 3
 
