@@ -19,7 +19,7 @@ import skills
 
 # Tests of extras/on_trl.py; .ci/run has them in an environment with extras/requirements.txt.
 collect_ignore = [] if importlib.util.find_spec("trl") else ["on_trl"]
-pytest.register_assert_rewrite("driver")  # its assertions explain themselves, too
+pytest.register_assert_rewrite("driver", "method_steps")  # their assertions explain themselves
 torch.set_num_threads(1)
 # It is for power cuts, which no test makes, and takes a third of a small run.
 os.fsync = lambda fd: None

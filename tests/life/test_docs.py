@@ -17,6 +17,7 @@ from extras import compare, report
 from lib import config
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "tiny").rglob("*.md")]
+PAGES.append(ROOT / "tests" / "spec" / "README.md")
 RESEARCH = sorted((ROOT / "research").rglob("*.md"))
 TEXT = "\n".join(path.read_text() for path in PAGES)
 CHANGING = (ROOT / "docs" / "changing.md").read_text()

@@ -8,8 +8,8 @@ import plain
 import pytest
 import torch
 from conftest import same, t
+from method_steps import assert_gradients, one_step
 from plain import logprobs_of_ids
-from test_methods import assert_gradients, one_step
 
 import rollout
 import scoring
@@ -43,7 +43,7 @@ def test_the_weights_fade_within_their_steps():
 
 # ---------------------------------------------------------------------------------- steps of a run
 
-SMALL = {"generations": 3, "batch_size": 2, "verifier": "test_methods:TwoOfThree"}
+SMALL = {"generations": 3, "batch_size": 2, "verifier": "method_steps:TwoOfThree"}
 
 
 def teachers_of(run, row):

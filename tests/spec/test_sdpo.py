@@ -6,9 +6,9 @@ import driver
 import pytest
 import torch
 from conftest import one_line, same, t
+from method_steps import assert_gradients, one_step
 from plain import logprobs
 from safetensors.torch import load_file
-from test_methods import assert_gradients, one_step
 
 import rollout
 import skills

@@ -1,0 +1,218 @@
+"""The ablations (§4.4, §4.5, App. F.1): each changed step is its definition.
+
+A definition scores one row at a time by the model's own full logits. The divergences by hand are in
+test_divergences.py.
+"""
+
+import dataclasses
+import math
+import os
+import signal
+from contextlib import nullcontext
+
+import driver
+import plain
+import pytest
+import torch
+from conftest import make_model, make_tokenizer
+from driver import completes, flags, parsed, refused, rows
+from method_steps import assert_gradients, logprobs_of, one_step
+
+import skills
+from lib import config, model
+from methods import ablations
+from methods.ablations import AblationConfig
+
+
+def test_with_default_settings_a_run_equals_sgsds_own_bit_for_bit(world_dir, tmp_path):
+    outs = [tmp_path / "sgsd", tmp_path / "ablations"]
+    for out in outs:
+        argv = flags(world_dir, out, steps=3, audit_every=1, eps_a=0.4)
+        completes(driver.main, [out.name, *argv])
+    assert driver.state(outs[0]) == driver.state(outs[1])
+    of_all = set()
+    for row in rows(outs[0] / "rollouts.jsonl"):
+        of_all |= {*row["rho"]}
+    assert of_all == {-1, 0, 1}
+
+
+# --------------------------------------------------------------------------- each is its definition
+
+
+CASES = {
+    "no mask": {"token_mask": False},
+    "no clip": {"clip": False},
+    "no threshold": {"eps_a": 0.0},
+    "none of the three": {"token_mask": False, "clip": False, "eps_a": 0.0},
+    "no polarity": {"polarity": False},
+    "one teacher": {"num_teachers": 1},
+    "random pairs": {"retrieval": "random"},
+    "answer": {"answer_pi": True, "loss_temperature": 1.3},
+    "frozen, one row a forward pass": {"teacher": "frozen", "score_tokens": 1},
+    "periodic": {"teacher": "periodic"},
+    "ema": {"teacher": "ema"},
+    "reverse KL": {"objective": "reverse_kl"},
+    "forward KL": {"objective": "forward_kl"},
+    "jsd, one row a forward pass": {"objective": "jsd", "score_tokens": 1},
+    "top support": {"support_top_k": 5},
+    "gemma2 jsd": {"objective": "jsd", "model": "gemma2"},
+}
+
+
+def loss_and_gap(cfg, s_TV, t_TV, ids):
+    """Token losses and gaps [T] of one teacher, from log-probabilities of both sides."""
+    at = range(len(ids)), ids
+    if cfg.support_top_k:
+        keep = t_TV >= t_TV.topk(cfg.support_top_k).values[:, -1:]
+        keep[at] = True
+        s_TV, t_TV = (x.masked_fill(~keep, -1e4).log_softmax(-1) for x in (s_TV, t_TV))
+    gap_T = (t_TV - s_TV)[at]
+    forward = t_TV.exp() * (t_TV - s_TV)
+    if cfg.objective == "gate":
+        z_T = forward.sum(-1) if cfg.support_top_k else gap_T
+        return math.log(2) - torch.log(1 + torch.exp(-(z_T**2) / 2)), gap_T
+    m_TV = ((s_TV.exp() + t_TV.exp()) / 2).log()
+    terms = {
+        "forward_kl": forward,
+        "reverse_kl": s_TV.exp() * (s_TV - t_TV),
+        "jsd": (t_TV.exp() * (t_TV - m_TV) + s_TV.exp() * (s_TV - m_TV)) / 2,
+    }
+    return terms[cfg.objective].sum(-1), gap_T
+
+
+def teacher_by_definition(cfg, row, k, m_T, s_TV, t_TV):
+    """Teacher k's part of a rollout's loss, with gradient, after its numbers have been checked."""
+    ids, tokens, count = row["completion_ids"], row["tokens"], m_T.sum().item()
+    bound = cfg.c_delta if cfg.clip else math.inf
+
+    def support(gap_T):
+        return (m_T * gap_T.clamp(-bound, bound)).sum().item() / count
+
+    ell_T, gap_T = loss_and_gap(cfg, s_TV, t_TV, ids)
+    assert tokens["delta"][k] == pytest.approx(gap_T.tolist(), abs=2e-5)
+    a = row["a"][k]
+    assert a == pytest.approx(support(gap_T), abs=1e-5)
+    rho = 0 if abs(a) <= cfg.eps_a else row["r"] * math.copysign(1, a)
+    assert row["rho"][k] == (rho if cfg.polarity else 1)
+    rho_T = m_T * row["rho"][k]
+    if "credit" in tokens:  # Eq. 20
+        slope_T = gap_T / (1 + torch.exp(gap_T**2 / 2))
+        credit_T = row["alpha"][k] * rho_T * slope_T / count
+        assert tokens["credit"][k] == pytest.approx(credit_T.tolist(), abs=2e-5)
+    if cfg.support_top_k:  # S19: the whole vocabulary's gap beside the truncated one
+        full_T = (t_TV - s_TV)[range(len(ids)), ids]
+        assert tokens["delta_full"][k] == pytest.approx(full_T.tolist(), abs=2e-5)
+        error = (m_T * (gap_T - full_T).abs()).sum().item() / count
+        logged = row["a_full"][k], row["gap_error"][k]
+        assert logged == pytest.approx((support(full_T), error), abs=1e-5)
+        assert error > 0.1
+    return row["alpha"][k] * (rho_T * ell_T).sum() / count
+
+
+def rollout_by_definition(run, x, row):
+    """A rollout's loss, with gradient, after its row has been checked."""
+    cfg, shown, ids, tokens = run.cfg, x.problem, row["completion_ids"], row["tokens"]
+    pairs = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)
+    if cfg.retrieval == "random":
+        pairs = ablations.retrieve(run, x, 1)
+    if cfg.answer_pi:
+        shown += f"\n\nThe reference answer is {x.answer}."
+    masked = run.masked_ids if cfg.token_mask else ()
+    m_T = torch.tensor([int(i not in masked) for i in ids])
+    assert tokens["mask"] == m_T.tolist()
+    weights = plain.eq6([pair.s_g for pair in pairs], [pair.s_e for pair in pairs])
+    assert row["alpha"] == pytest.approx(weights)
+    assert ("credit" in tokens) == (cfg.objective == "gate" and not cfg.support_top_k)
+    total, s_TV = 0.0, logprobs_of(run, skills.render_student(x.problem), "closed", ids)
+    for k, pair in enumerate(pairs):
+        is_base = cfg.teacher != "live"
+        with torch.no_grad(), run.lm.disable_adapter() if is_base else nullcontext():
+            t_TV = logprobs_of(run, skills.render_teacher(pair, shown), "bare", ids)
+        total = total + teacher_by_definition(cfg, row, k, m_T, s_TV, t_TV)
+    return total
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_changed_step_is_its_definition(name, world_dir, tmp_path):
+    """Rows and gradients from whole logits; Gemma 2's are capped, so its head has no slices."""
+    changes = CASES[name]
+    if "model" in changes:
+        changes = {**changes, "model": str(tmp_path / "model"), "attn": "eager"}
+        make_model("gemma2").save_pretrained(tmp_path / "model")
+        make_tokenizer().save_pretrained(tmp_path / "model")
+    run, rows_of_step, got = one_step(world_dir, tmp_path / "run", **changes)
+    problem_of = {x.id: x for x in run.problems}
+    total = 0.0
+    for row in rows_of_step:
+        loss = rollout_by_definition(run, problem_of[row["problem_id"]], row)
+        assert row["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        total = total + loss / 4
+    assert len({tuple(row["completion_ids"]) for row in rows_of_step}) == 4 == len(rows_of_step)
+    assert_gradients(got, run, total)
+
+
+def test_random_pairs_are_drawn_anew_for_each_step_and_again_the_same(world_dir, tmp_path):
+    changes = {"retrieval": "random", "num_teachers": 2}
+    with driver.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
+        for x in run.problems:
+            chosen = [ablations.retrieve(run, x, step) for step in range(8)]
+            assert chosen == [ablations.retrieve(run, x, step) for step in range(8)]
+            names = set()
+            for one, other in chosen:
+                assert (one.s_g, one.s_e, other.s_g, other.s_e) == (0, 0, 0, 0)  # equal weights
+                assert one.skill != other.skill and one.mistake != other.mistake
+                names.add((one.skill["skill_id"], other.skill["skill_id"]))
+            assert len(names) > 3  # of 12 ordered pairs of four skills
+        run.bank = skills.SkillBank(run.bank.general_skills, [])
+        assert ablations.retrieve(run, run.problems[0], 1) == []  # S8
+
+
+def test_truncated_rollouts_can_be_left_out(world_dir, tmp_path):
+    _, of_step, gradients = one_step(world_dir, tmp_path / "run", drop_truncated=True)
+    assert {(row["truncated"], row["loss"]) for row in of_step} == {(True, 0.0)}
+    for row in of_step:  # what does not act is not logged
+        assert not torch.tensor(row["tokens"]["credit"]).any()
+    assert not any(gradient.any() for gradient in gradients)
+
+
+# ----------------------------------------------------------------------------------------- teachers
+
+
+@pytest.mark.parametrize("teacher", ["periodic", "ema"])
+def test_a_copied_teacher_follows_also_in_a_run_that_is_stopped_and_continued(
+    teacher, world_dir, tmp_path
+):
+    """Periodic: the student after every third step. Ema: .9 old + .1 new after each."""
+    changes = {"teacher": teacher, "teacher_period": 3, "teacher_decay": 0.9, "steps": 5}
+    want = {}
+
+    def step_fn(run, step):
+        params = model.trained(run.lm)
+        if step == 1:
+            want.update({name: p.detach().double().clone() for name, p in params.items()})
+        result = ablations.train_step(run, step)
+        new = 0.1 if teacher == "ema" else float(step % 3 == 0)
+        for name, p in params.items():
+            want[name] = (1 - new) * want[name] + new * p.detach().double()
+            copy = run.extra_tensors[f"{name}.teacher"].double()
+            torch.testing.assert_close(copy, want[name], atol=1e-7, rtol=0.0)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    for code in (130, 0):
+        run = driver.train(world_dir, tmp_path / "run", step_fn, AblationConfig, **changes)
+        assert run.code == code
+
+
+# -------------------------------------------------------------------------------------- the command
+
+
+def test_all_settings_that_it_shares_with_sgsd_have_its_defaults():
+    shared = dataclasses.asdict(config.Config(out="runs/ablation"))
+    assert shared.items() <= dataclasses.asdict(parsed([], "ablations")).items()
+
+
+def test_a_wrong_flag_gives_one_clear_line(tmp_path, capsys):
+    argv = ["--objective=jsd", "--support-top-k=9", f"--out={tmp_path / 'run'}"]
+    refused(capsys, ablations.main, argv, "--support-top-k", "--objective")
