@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -263,11 +262,16 @@ def test_a_bank_that_was_made_alone_is_used_by_the_steps_that_follow(
 def test_before_bank_and_checkpoint_a_run_is_begun_anew_and_with_a_bank_it_is_refused(
     world_dir, tmp_path, uninterrupted, log, capsys
 ):
-    """By any setting that may not differ. The bank of a run can go to another one."""
+    """By any setting that may not differ; a command that is refused leaves what a killed cold start
+    has made. The bank of a run can go to another one."""
     out = tmp_path / "run"
     other = small_flags(world_dir, out, cold_start=5)
     kill(other, log, Run, "log_rows", 4)
     assert len(rows(out / "bank/memories.jsonl")) == 5
+    before = contents(out)
+    too_long = small_flags(world_dir, out, max_new_tokens=4090)
+    refused(capsys, driver.main, too_long, "4090", "--max-new-tokens", "context of 4096")
+    assert contents(out) == before
     argv = small_flags(world_dir, out)
     assert go(argv, log, before=killing(sgsd, "optimizer_step", 1)) == -signal.SIGKILL
     (line,) = [x for x in log.read_text().splitlines() if x.startswith("begins anew")]
@@ -278,32 +282,6 @@ def test_before_bank_and_checkpoint_a_run_is_begun_anew_and_with_a_bank_it_is_re
     assert contents(out) == before
     assert go(argv, log) == 0 and "changed:" not in log.read_text()
     assert_equal(out, uninterrupted)
-
-
-def test_a_command_that_is_refused_leaves_what_a_killed_cold_start_has_made(
-    world_dir, tmp_path, log, capsys
-):
-    out = tmp_path / "run"
-    kill(small_flags(world_dir, out), log, Run, "log_rows", 4)
-    before = contents(out)
-    argv = small_flags(world_dir, out, max_new_tokens=4090)
-    refused(capsys, driver.main, argv, "4090", "--max-new-tokens", "context of 4096")
-    assert contents(out) == before
-
-
-def test_a_step_that_ran_out_of_memory_is_made_again_with_less(
-    world_dir, tmp_path, uninterrupted, log
-):
-    out = tmp_path / "run"
-
-    def fail(run, step):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    assert go(small_flags(world_dir, out), log, fail) == 1
-    log.unlink()
-    assert go(small_flags(world_dir, out, score_tokens=2000), log) == 0
-    assert "changed: --score-tokens 2000, where the run has 16384" in log.read_text()
-    assert state(out).keys() == state(uninterrupted).keys()
 
 
 # ------------------------------------------------------------------- what may change, and what not
@@ -475,8 +453,8 @@ def test_code_that_was_edited_or_is_gone_is_named_and_what_an_older_run_lacks_is
 
 def test_what_is_void_is_not_compared(world_dir, tmp_path, log):
     """A run of GRPO that was begun with the cold start's flags goes on without them."""
-    argv = flags_of(world_dir, tmp_path / "run", GRPO | {"bank": ""})
-    kill(argv, log, sgsd, "optimizer_step", 5)
+    argv = flags_of(world_dir, tmp_path / "run", GRPO | {"bank": "", "steps": 3})
+    kill(argv, log, sgsd, "optimizer_step", 3)
     about = stored(tmp_path / "run")
     about["settings"] |= {"cold_start": 7, "cold_start_thinking": False}
     (tmp_path / "run/config.json").write_text(json.dumps(about))
@@ -537,18 +515,26 @@ def test_other_names_beside_checkpoints_and_banks_are_nobodys(
     assert places == {f"step_00000{step}" for step in (2, 3, 4, 6)}
 
 
-def test_a_run_that_has_lost_its_checkpoints_is_refused_but_not_before_the_first_was_due(
-    world_dir, killed, tmp_path, capsys, log
-):
+def test_a_run_that_has_lost_its_checkpoints_is_refused(world_dir, killed, capsys):
     shutil.rmtree(killed / "checkpoints")
     before = contents(killed)
     refused(capsys, driver.main, small_flags(world_dir, killed), str(killed), "checkpoints")
     assert contents(killed) == before
-    changes = GRPO | {"steps": 4, "checkpoint_every": 4}  # no evolution before which it saves
-    argv = flags_of(world_dir, tmp_path / "grpo", changes)
+
+
+def test_before_its_first_checkpoint_is_due_a_run_goes_on_by_its_own_settings_alone(
+    world_dir, tmp_path, log, capsys
+):
+    """Its steps are made again; other settings do not begin it anew."""
+    out, changes = tmp_path / "grpo", GRPO | {"steps": 4, "checkpoint_every": 4, "bank": ""}
+    argv = flags_of(world_dir, out, changes)
     kill(argv, log, sgsd, "optimizer_step", 3)
+    before = contents(out)
+    other = flags_of(world_dir, out, changes | {"tau_g": 2})
+    line = refused(capsys, driver.main, other, "--tau-g 2", "--adapter")
+    assert "--bank" not in line and contents(out) == before
     assert go(argv, log) == 0, log.read_text()
-    assert driver.steps_of(tmp_path / "grpo") == ([1, 2, 3, 4], [4])
+    assert driver.steps_of(out) == ([1, 2, 3, 4], [4])
 
 
 def test_the_name_of_a_checkpoint_is_the_only_place_of_its_step(world_dir, killed, log):
@@ -558,17 +544,6 @@ def test_the_name_of_a_checkpoint_is_the_only_place_of_its_step(world_dir, kille
     assert "continues after step 5" in log.read_text()
     assert [row["step"] for row in rows(killed / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert list(files.by_step(killed / "checkpoints")) == [2, 3, 5, 6]
-
-
-def test_a_run_with_steps_and_no_checkpoint_yet_is_not_begun_anew_by_other_settings(
-    world_dir, tmp_path, log, capsys
-):
-    changes = GRPO | {"steps": 4, "checkpoint_every": 4, "bank": ""}
-    kill(flags_of(world_dir, tmp_path / "run", changes), log, sgsd, "optimizer_step", 3)
-    before = contents(tmp_path / "run")
-    argv = flags_of(world_dir, tmp_path / "run", changes | {"tau_g": 2})
-    line = refused(capsys, driver.main, argv, "--tau-g 2", "--adapter")
-    assert "--bank" not in line and contents(tmp_path / "run") == before
 
 
 def test_a_new_run_says_where_an_unfinished_one_of_the_old_name_lies(
@@ -581,11 +556,6 @@ def test_a_new_run_says_where_an_unfinished_one_of_the_old_name_lies(
     for changes, is_said in (({}, True), ({"tau_g": 2}, False), ({"steps": 4}, False)):
         with driver.opened(world_dir, "new", **{**driver.SMALL, **changes}) as run:
             assert any("--out runs/tiny" in note for note in run.start.notes) == is_said
-
-
-def test_a_checkpoint_without_its_bank_is_named(world_dir, killed, capsys):
-    (killed / "checkpoints/step_000004/bank.json").unlink()
-    refused(capsys, driver.main, small_flags(world_dir, killed), "step_000004/bank.json")
 
 
 def test_a_run_goes_on_without_its_logs(world_dir, killed, uninterrupted, log):
@@ -622,31 +592,6 @@ def test_another_programs_run_an_older_one_and_a_folder_or_file_that_is_no_run_a
     file = folder / "todo.txt"
     refused(capsys, driver.main, small_flags(world_dir, file), str(file))
     assert file.read_text() == "somebody's"
-
-
-OWN_METHOD = """
-import sgsd
-from driver import faked
-
-with faked():
-    sgsd.main()
-"""
-
-
-@pytest.mark.long
-def test_the_file_of_a_users_own_method_is_seen_when_it_was_edited(world_dir, tmp_path):
-    """Also where its settings are another method's."""
-    file, out = tmp_path / "own.py", tmp_path / "run"
-    printed = []
-    for steps, text in ((1, OWN_METHOD), (2, OWN_METHOD), (3, OWN_METHOD + "# edited\n")):
-        file.write_text(text)
-        argv = small_flags(world_dir, out, steps=steps, bank=world_dir / "bank.json")
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, file, *argv]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        printed.append(done.stdout)
-    assert ["own.py" in text for text in printed] == [False, False, True]
 
 
 @pytest.mark.parametrize("wrong", ["--seed=9", "--max-prompt-tokens=5"])

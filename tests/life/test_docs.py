@@ -1,20 +1,15 @@
 """The pages beside the code: links lead somewhere, commands parse, decisions have their rows."""
 
 import ast
-import importlib.util
-import json
 import re
 import shlex
 
 import driver
 import pytest
-import torch
 from conftest import ROOT
 from driver import METHODS
 
-import sgsd
 from extras import compare, report
-from lib import config
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "tiny").rglob("*.md")]
 PAGES.append(ROOT / "tests" / "spec" / "README.md")
@@ -22,46 +17,11 @@ RESEARCH = sorted((ROOT / "research").rglob("*.md"))
 TEXT = "\n".join(path.read_text() for path in PAGES)
 CHANGING = (ROOT / "docs" / "changing.md").read_text()
 REPRODUCE = (ROOT / "docs" / "reproduce.md").read_text()
-PICTURES = ROOT / "docs" / "pictures"
 PAPER = ROOT.parent / "shared" / "paper.tex"
 RECIPES = CHANGING + (ROOT / "docs" / "engines.md").read_text()
 OF_A_READER = set(re.findall(r"^# (\w+\.py)$", RECIPES, re.M))  # what a reader writes himself
-SETTINGS = (config.EvalConfig, *(kind for kind, *_ in METHODS.values()))
-OTHERS = {  # flags of argparse, and of programs that are not ours, which a page names
-    "--help",
-    "--exclude",
-    "--max-restarts",
-    "--shutdown-timeout",
-    "--nproc_per_node",
-    "--node_rank",
-    "--machine_rank",
-    "--multi_gpu",
-    "--cpu",
-    "--max-lora-rank",
-    "--override-generation-config",
-    "--api-server-count",
-    "--data-parallel-size",
-    "--enable-lora",
-    "--generation-config",
-    "--logprobs-mode",
-    "--max-model-len",
-    "--gpu-memory-utilization",
-}
-PROGRAMS = {
-    "extras.on_trl",  # its parser needs TRL
-    "venv",
-    "pytest",
-    "gym_data",
-    "sglang.launch_server",
-}  # that are started with -m
-
-
-def sources():
-    """All programs of ours."""
-    paths = [*ROOT.glob("*.py")]
-    for folder in ("methods", "lib", "extras", "tiny", "research", "docs"):
-        paths += (ROOT / folder).rglob("*.py")
-    return paths
+PROGRAMS = {"venv", "pytest", "gym_data", "sglang.launch_server"}  # that are started with -m
+PROGRAMS.add("extras.on_trl")  # its parser needs TRL
 
 
 def anchors(page):
@@ -100,18 +60,6 @@ def test_a_python_file_that_a_page_names_is_there():
         for path in re.findall(r"[\w/]+\.py\b", span):
             is_there = path in files if "/" in path else path in names | OF_A_READER
             assert is_there, path
-
-
-def test_a_flag_that_a_page_names_is_one():
-    text = "\n".join(path.read_text() for path in sources())
-    flags = set(re.findall(r'"(--[a-z-]+)"', text)) | OTHERS
-    for kind in SETTINGS:
-        for name in kind.__dataclass_fields__:
-            flags |= {config.flag(name), config.flag(f"no_{name}")}
-    prose = re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S)
-    for span in re.findall(r"`([^`\n]+)`", prose):
-        for name in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", span):
-            assert name in flags, span
 
 
 def joined(page):
@@ -175,40 +123,6 @@ def test_the_commands_without_make_are_those_of_the_makefile():
     shown = re.findall(r"^((?:python|pip install) .*)", block, re.M)
     assert len(made) == 7 and sorted(made) == sorted(shown)
     assert "export OMP_NUM_THREADS=1" in block
-
-
-def test_a_training_on_many_processes_has_time_to_save():
-    """torchrun kills its workers 30 seconds after the first signal otherwise."""
-    text = (ROOT / "README.md").read_text()
-    trainings = re.findall(r"^torchrun .*(?:sgsd\.py|methods).*", text, re.M)
-    assert trainings and all("--shutdown-timeout 600" in command for command in trainings)
-
-
-def drawing_script(name):
-    spec = importlib.util.spec_from_file_location(name, PICTURES / f"{name}.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
-def test_the_drawing_of_a_step_is_what_its_script_makes():
-    assert drawing_script("loop").svg() == (PICTURES / "loop.svg").read_text()
-
-
-def test_the_drawings_of_the_method_are_what_their_script_makes_of_the_kept_extract():
-    method = drawing_script("method")
-    data = json.loads(method.DATA.read_text())
-    for name, draw in method.DRAWINGS.items():
-        assert draw(data) == (PICTURES / f"{name}.svg").read_text(), name
-
-
-def test_the_drawn_gate_is_the_objectives():
-    method = drawing_script("method")
-    gaps = torch.tensor([-3.02, -0.5, 0.0, 0.33, 1.2])
-    losses = [method.loss_of(gap, 0.7) for gap in gaps.tolist()]
-    slopes = [method.slope_of(gap, 0.7) for gap in gaps.tolist()]
-    assert torch.allclose(torch.tensor(losses), sgsd.gated_loss(gaps, 0.7), atol=1e-6)
-    assert torch.allclose(torch.tensor(slopes), sgsd.gate_grad(gaps, 0.7), atol=1e-6)
 
 
 @pytest.mark.skipif(not PAPER.exists(), reason="the paper is not here")

@@ -8,7 +8,6 @@ run that may not be continued in test_continue.py.
 import functools
 import json
 import shutil
-import sys
 
 import driver
 import pytest
@@ -50,10 +49,7 @@ def refusal(world_dir, tmp_path, capsys):
 
 FILES = [  # the setting, a file, its content, and words of the line
     ("bank", "x.json", "{", "bank {path}"),
-    ("bank", "x", "folder", "bank {path}"),
     ("data", "x.jsonl", '{"problem": "p"}\n', "{path}:1"),
-    ("data", "x.parquet", b"PAR1", "{path}"),
-    ("data", "x.csv", "problem,answer\n", "{path}"),
     ("encoder", "x", "folder", "encoder {path}"),
     ("model", "x", "folder", "model {path}"),
 ]
@@ -67,10 +63,8 @@ def test_a_wrong_file_is_one_line(name, file, content, words, tmp_path, refusal)
 
 SETTINGS = [  # settings ({w} has models and data), and words of the line
     ({"model": "no/such-id"}, ["model no/such-id"]),
-    ({"encoder": "./no"}, ["encoder ./no"]),
     ({"bank": "no.json"}, ["no.json"]),
     ({"data": "no/such-id"}, ["no/such-id", "--data"]),
-    ({"data": "no.jsonl"}, ["no.jsonl", "no such file"]),
     ({"encoder": "{w}/model"}, ["encoder {w}/model"]),
     ({"attn": "flash_attention_2"}, ["FlashAttention"]),
     ({"device": "cuda"}, ["--device cuda"]),
@@ -98,23 +92,22 @@ def test_an_evaluation_problem_in_the_training_data_is_one_line_with_its_id(tmp_
     refusal("x.jsonl", "mine (aime24)", data=tmp_path / "x.jsonl")
 
 
-@pytest.mark.parametrize(
-    "changes,words",
-    [
-        ({"num_teachers": 8}, ["bank.json", "4 skills and 4 mistakes", "--num-teachers 8"]),
-        ({"bank": "empty.json"}, ["empty.json", "0 skills and 0 mistakes"]),
-        ({"max_prompt_tokens": 200}, ["gen_00", "err_00", "--max-prompt-tokens is 200"]),
-        ({"max_new_tokens": 3900}, ["gen_00", "3900", "--max-new-tokens", "context of 4096"]),
-    ],
-)
+UNSUITED = [  # settings with the bank of four pairs, or with an empty one, and words of the line
+    ({"num_teachers": 8}, ["bank.json", "4 skills and 4 mistakes", "--num-teachers 8"]),
+    ({"bank": "empty.json"}, ["empty.json", "0 skills and 0 mistakes"]),
+    ({"max_prompt_tokens": 200}, ["gen_00", "err_00", "--max-prompt-tokens is 200"]),
+    ({"max_new_tokens": 3900}, ["gen_00", "3900", "--max-new-tokens", "context of 4096"]),
+]
+
+
 def test_a_bank_that_does_not_suit_is_one_line_and_the_corrected_command_starts(
-    changes, words, world_dir, tmp_path, refusal, monkeypatch
+    world_dir, tmp_path, refusal, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     put(tmp_path / "empty.json", EMPTY_BANK)
-    refusal(*words, **changes)
-    small = {"steps": 1, "max_new_tokens": 4}
-    completes(sgsd.main, flags(world_dir, tmp_path / "run", **small))
+    for changes, words in UNSUITED:
+        refusal(*words, **changes)
+    completes(sgsd.main, flags(world_dir, tmp_path / "run", steps=1, max_new_tokens=4))
     assert len(rows(tmp_path / "run/metrics.jsonl")) == 1
 
 
@@ -173,10 +166,9 @@ LOADERS = [  # what reads an input of the user's
 
 
 @pytest.mark.parametrize("owner,name", LOADERS)
-@pytest.mark.parametrize("error", [ValueError, OSError, ImportError])
-def test_whatever_is_wrong_with_an_input_is_one_line(owner, name, error, refusal, monkeypatch):
+def test_whatever_is_wrong_with_an_input_is_one_line(owner, name, refusal, monkeypatch):
     def fail(*_, **__):
-        raise error("of the input")
+        raise OSError("of the input")
 
     monkeypatch.setattr(owner, name, fail)
     refusal("of the input")
@@ -188,16 +180,6 @@ def test_a_read_only_folder_names_out(tmp_path, refusal, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.mkdir", read_only)
     refusal("run: cannot be written to (Permission denied)", "--out")
-
-
-def test_another_method_refuses_what_sgsd_refuses(world_dir, refusal):
-    out = world_dir / "data.jsonl"
-    refusal("data.jsonl", program=lambda argv: driver.main(["grpo", *argv]), out=out)
-
-
-def test_a_missing_package_is_named(refusal, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    refusal("sentence_transformers")
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -241,7 +223,7 @@ BROKEN = [  # a file of a run, what stands there instead (None for nothing), and
     (f"{LAST}/adapter_model.safetensors", "x", LAST),
     (f"{LAST}/trainer.safetensors", None, LAST),
     ("config.json", "{", "config.json"),
-    (f"{LAST}/bank.json", "{", f"{LAST}/bank.json"),
+    (f"{LAST}/bank.json", None, f"{LAST}/bank.json"),
     ("metrics.jsonl", "{}}\n", "metrics.jsonl:1"),
 ]
 

@@ -115,6 +115,8 @@ def test_a_source_that_is_not_there_or_not_readable_is_refused(tmp_path):
     one_line(lambda: problems.load_problems(str(tmp_path)), tmp_path)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     one_line(lambda: problems.load_problems(str(tmp_path / "x.parquet")), "x.parquet")
+    (tmp_path / "x.csv").write_text("problem,answer\n")
+    one_line(lambda: problems.load_problems(str(tmp_path / "x.csv")), "x.csv")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -2,7 +2,6 @@
 
 import collections
 import html
-import importlib.util
 import json
 import math
 import re
@@ -297,19 +296,6 @@ def test_a_run_of_no_steps_says_where_its_bank_is(tmp_path, capsys):
     assert str(run / "bank/bank.json") in capsys.readouterr().out
 
 
-def test_the_terminal_ends_with_an_audited_solution_in_words(out, capsys):
-    """The one that the page opens: problem, verdict, a skill, and what became of its teacher."""
-    completes(report.main, [out])
-    shown = capsys.readouterr().out.partition("audited solution")[2]
-    data = report.write([out], out / "report.html")[0]
-    view = data["rollouts"][data["opens"]]
-    assert view["problem"] in shown and ("right" if view["r"] > 0 else "wrong") in shown
-    teacher = max(view["teachers"], key=lambda x: abs(x["a"]))
-    word = {1: "distil", -1: "push away", 0: "ignore"}[teacher["rho"]]
-    assert word in shown and all(text in shown for text in teacher["skill"][1:3])
-    assert ("less likely" in shown) == (teacher["a"] < 0)
-
-
 def test_the_page_of_two_runs_lies_in_neither(tmp_path, monkeypatch):
     runs = [write_run(tmp_path / name) for name in ("a", "b")]
     (tmp_path / "here").mkdir()
@@ -479,20 +465,3 @@ def test_every_view_is_filled_without_an_error_and_text_is_text(out, tmp_path):
     for run, gate in zip(data, seen["texts"][1::4]):
         for teacher in run["rollouts"][run["opens"]]["teachers"]:
             assert teacher["says"] in gate
-
-
-def test_the_drawings_of_the_method_count_each_teacher_and_each_gap_once(out):
-    spec = importlib.util.spec_from_file_location("method", ROOT / "docs/pictures/method.py")
-    method = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(method)
-    rollouts, audited = rows(out / "rollouts.jsonl"), rows(out / "tokens.jsonl")
-    banks = method.banks_of(out)
-    teachers = collections.Counter(rho for row in rollouts for rho in row["rho"])
-    fates = method.fates_of(rollouts, banks)
-    totals = [sum(column) for column in list(zip(*fates))[1:]]
-    assert {title for title, *_ in fates} == {*method.added_at(banks)}
-    assert totals == [teachers[1], teachers[-1], teachers[0]]
-    gaps = sum(len(row["delta"]) * sum(row["mask"]) for row in audited)
-    assert sum(method.histogram(audited)) == gaps > 0
-    life = method.life_of(banks)
-    assert [life["skills"][-1], life["mistakes"][-1]] == life["versions"][0]
