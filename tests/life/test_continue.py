@@ -122,7 +122,7 @@ BY_STEP = (sgsd, "optimizer_step")
 GRPO = {"generations": 2, "evolve_every": 1}
 VARIANTS = [  # settings, and where the run is killed
     ({"success_gate": 0.0}, [(skills, "evolve", 1), (SkillBank, "save", 3)]),
-    ({"evolve_every": 0}, [(*BY_STEP, 1), (*BY_STEP, 4)]),
+    pytest.param({"evolve_every": 0}, [(*BY_STEP, 1), (*BY_STEP, 4)], marks=pytest.mark.long),
     ({"bank": "{w}/bank.json"}, [(*BY_STEP, 1), (skills, "merge_lists", 2), (*BY_STEP, 2)]),
     (GRPO, [(*BY_STEP, 2), (*BY_STEP, 4)]),
 ]
@@ -179,7 +179,7 @@ def test_steps_are_raised_after_a_kill_in_the_last_one(world_dir, tmp_path, log)
 OF_TWO = [
     pytest.param((files, "append_jsonl", 1), marks=pytest.mark.long),
     pytest.param((*BY_STEP, 1), marks=pytest.mark.long),
-    (*BY_STEP, 4),
+    pytest.param((*BY_STEP, 4), marks=pytest.mark.long),
     (skills, "merge_lists", 2),
     pytest.param((SkillBank, "save", 6), marks=pytest.mark.long),
 ]

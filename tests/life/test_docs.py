@@ -145,9 +145,12 @@ def test_every_row_of_a_table_of_the_paper_has_its_two_commands(title, label, ro
 def test_each_test_that_a_claim_names_exists():
     """And each equation of the paper's text and each line of Algorithms 1-4 has its row."""
     page = (ROOT / "research/house/claims.md").read_text()
+    names = {}
     for path, name in re.findall(r"`(tests/\S+)::(test_\w+)`", page):
-        definitions = ast.parse((ROOT / path).read_text()).body
-        assert name in {getattr(node, "name", "") for node in definitions}, f"{path}::{name}"
+        names.setdefault(path, set()).add(name)
+    for path, of_file in names.items():
+        defined = {getattr(x, "name", "") for x in ast.parse((ROOT / path).read_text()).body}
+        assert of_file <= defined, path
     for title, kind, last in (
         ("Equations", r"Eqs?\.", 26),
         ("Algorithm 1", "lines?", 18),
