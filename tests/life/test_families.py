@@ -120,6 +120,7 @@ def hybrid_world(world_dir, tmp_path_factory):
 CHANGES = {"steps": 3, "checkpoint_every": 1, "max_new_tokens": 12, "rollout_rows": 3}
 
 
+@pytest.mark.long
 def test_a_killed_run_of_a_hybrid_goes_on_to_the_byte_and_is_evaluated(hybrid_world, tmp_path):
     """With an evaluation of base and checkpoint, and a report."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -56,8 +56,11 @@ def test_a_bank_alone_is_made_on_a_server_from_the_models_outline(
 def test_after_the_first_bank_steps_and_evolutions_ask_a_server_for_nothing(
     writing, world_dir, tmp_path
 ):
-    out = tmp_path / "run"
+    """The model ends on half of all ids, so the replies that `generate` draws are short."""
+    out, hasty = tmp_path / "run", shutil.copytree(world_dir / "model", tmp_path / "hasty")
+    (hasty / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 270, 2)]}))
     changes = {"bank": "", "cold_start": 8, "reply_tokens": 200, "steps": 2, "evolve_every": 1}
+    changes["model"] = hasty
     changes |= {"success_gate": 2.0, "batch_size": 2, "server": writing.url}
     completes(sgsd.main, flags(world_dir, out, **changes))
     replies = [row["step"] for row in rows(out / "bank/replies.jsonl")]
