@@ -96,7 +96,7 @@ CHANGES = {
         Change("0 if token in stops else job.left - 1", "job.left - 1", "spec/rollout either_stop"),
         Change("unfinished, width - 1)", "unfinished, width)", "spec/rollout qwen3"),
         Change("= thinking != ", "= thinking == ", "spec/prompts closed_bare"),
-        Change("r=1 if verdict.right else -1", "r=1", "spec/rollout either_stop"),
+        Change("r=1 if verdict.right else -1", "r=1", "spec/rollout no_bool"),
         Change(
             "not job.ids or job.ids[-1] not in stops", "not job.ids", "spec/rollout either_stop"
         ),

@@ -37,6 +37,13 @@ def test_what_must_be_checked_on_a_gpu_runs_in_small_without_one(tmp_path):
     assert "fp32 twice: 8 of 8 rollouts" in printed
 
 
+@pytest.mark.long
+def test_a_change_of_the_method_falls_or_is_named():
+    printed = run("house/mutate.py", "--only", "spec/scoring eq5")
+    assert "| `scoring.py` | 2 | 1 | 1 | 0 |" in printed
+    assert "`rows = 8 if logits_nV`" in printed
+
+
 def test_every_run_of_the_freeze_is_listed_and_parses(tmp_path):
     printed = run("house/freeze.py", "--list", "--long")
     for command in itertools.chain.from_iterable(freeze.ALL.values()):
