@@ -104,7 +104,11 @@ CHANGES = {
     "distributed.py": [
         Change("dist.all_reduce(flat)", "pass", "spec/distributed collectives"),
         Change("dist.broadcast(p.data, src=0)", "pass", "spec/distributed collectives"),
-        Change("[world.rank :: world.size]", "[:: world.size]", "spec/distributed collectives"),
+        Change(
+            "sorted(jobs, key=lambda job: len(job.prompt))",
+            "list(jobs)",
+            "spec/distributed collectives",
+        ),
     ],
     "skills.py": [
         Change('(-scores_n, kind="stable")', "(-scores_n)", "spec/bank equal_scores"),
@@ -128,7 +132,7 @@ CHANGES = {
     ],
     "methods/groups.py": [
         Change("/ (cfg.batch_size * G))", "/ cfg.batch_size)", "spec/methods gradient_of_grpo"),
-        Change("epoch * G + i)", "epoch + i)", "spec/methods grpo or group"),
+        Change("epoch * G + i)", "epoch + i)", "spec/methods comes_twice"),
     ],
     "methods/grpo.py": [
         Change("rewards_G.std()", "rewards_G.std(correction=0)", "spec/methods grpo_advantages"),
@@ -151,7 +155,9 @@ CHANGES = {
     ],
     "methods/ablations.py": [
         Change(
-            "cfg.drop_truncated and roll.truncated", "cfg.drop_truncated", "spec/methods truncated"
+            "cfg.drop_truncated and roll.truncated",
+            "cfg.drop_truncated",
+            "spec/methods ended_by_itself",
         ),
         Change("if cfg.clip else math.inf", "if True else math.inf", "spec/methods changed_step"),
     ],
@@ -161,9 +167,14 @@ CHANGES = {
         Change(
             "cast_lm_head_to_fp32=True", "cast_lm_head_to_fp32=False", "on_trl/gradient in_bf16"
         ),
-        Change("self.bank.window = []", "pass", "on_trl/run resumed"),
+        Change("self.bank.window = []", "pass", "on_trl/edges gate_is_closed"),
         Change("lib_model.remove_dropout(self.model)", "pass", "on_trl/edges dropout"),
-        Change("[t + 1 for t in ends]", "[]", "on_trl/run logs_of_sgsd"),
+        Change(
+            "[t + 1 for t in ends]",
+            "[]",
+            "on_trl/run logs_of_sgsd",
+            "after a stop id `generate` pads, and a reply's text has no special tokens",
+        ),
     ],
 }
 

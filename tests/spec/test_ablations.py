@@ -16,8 +16,9 @@ import pytest
 import torch
 from conftest import make_model, make_tokenizer
 from driver import completes, flags, parsed, refused, rows
-from method_steps import assert_gradients, logprobs_of, one_step
+from method_steps import assert_gradients, logprobs_of, one_step, perturb
 
+import rollout
 import skills
 from lib import config, model
 from methods import ablations
@@ -173,6 +174,18 @@ def test_truncated_rollouts_can_be_left_out(world_dir, tmp_path):
     for row in of_step:  # what does not act is not logged
         assert not torch.tensor(row["tokens"]["credit"]).any()
     assert not any(gradient.any() for gradient in gradients)
+
+
+def test_a_rollout_that_ended_by_itself_is_never_left_out(world_dir, tmp_path):
+    with driver.opened(world_dir, tmp_path / "run", AblationConfig, drop_truncated=True) as run:
+        perturb(run)
+        x, ids = run.problems[0], run.tokenizer.encode("so 5")
+        prompt = rollout.chat_ids(run.tokenizer, x.problem, thinking="closed")
+        pairs_K = ablations.retrieve(run, x, 1)
+        for is_cut in (True, False):
+            roll = rollout.Rollout(x.id, x.problem, "5", prompt, ids, "so 5", None, -1, is_cut)
+            loss = ablations.rollout_loss(run, x, roll, pairs_K).loss
+            assert loss.requires_grad == bool(loss) == (not is_cut)
 
 
 # ----------------------------------------------------------------------------------------- teachers

@@ -1,5 +1,6 @@
 """GRPO (§4.1, Tab. 11): advantages and loss by hand, a step by its definition, the command."""
 
+import itertools
 import math
 
 import driver
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 import scoring
 import skills
 from lib import config
-from methods import grpo
+from methods import groups, grpo
 
 
 def test_grpo_advantages():
@@ -76,6 +77,17 @@ def test_a_group_whose_rewards_are_equal_is_not_scored(world_dir, tmp_path, monk
     _, of_step, gradients = one_step(world_dir, tmp_path / "run", "grpo", **changes)
     assert {(row["r"], row["loss"]) for row in of_step} == {(-1, 0)}
     assert not any(gradient.any() for gradient in gradients)
+
+
+def test_no_two_solutions_of_a_problem_that_comes_twice_in_a_step_have_one_draw(
+    world_dir, tmp_path
+):
+    """Twelve problems in a batch of 24: the epoch is part of a draw's key."""
+    changes = {"batch_size": 24, "generations": 3, "bank": ""}
+    with driver.opened(world_dir, tmp_path / "run", grpo.GRPOConfig, **changes) as run:
+        share = groups.step_groups(run, 1, groups.prompt_with_skills)
+    jobs = [*itertools.chain.from_iterable(group.jobs_G for group in share)]
+    assert len(jobs) == len({job.key for job in jobs}) == 72
 
 
 def test_groups_stay_together_over_ranks(world_dir, tmp_path):
