@@ -131,19 +131,19 @@ CHANGES = {
         Change("limited[larger].pop()", "limited[larger].pop(0)", "spec/algorithms alg4_line_13"),
     ],
     "methods/groups.py": [
-        Change("/ (cfg.batch_size * G))", "/ cfg.batch_size)", "spec/methods gradient_of_grpo"),
-        Change("epoch * G + i)", "epoch + i)", "spec/methods comes_twice"),
+        Change("/ (cfg.batch_size * G))", "/ cfg.batch_size)", "spec/grpo gradient_of_grpo"),
+        Change("epoch * G + i)", "epoch + i)", "spec/grpo comes_twice"),
     ],
     "methods/grpo.py": [
-        Change("rewards_G.std()", "rewards_G.std(correction=0)", "spec/methods grpo_advantages"),
-        Change("torch.minimum(", "torch.maximum(", "spec/methods grpo_loss"),
+        Change("rewards_G.std()", "rewards_G.std(correction=0)", "spec/grpo grpo_advantages"),
+        Change("torch.minimum(", "torch.maximum(", "spec/grpo grpo_loss"),
     ],
     "methods/divergences.py": [
-        Change("terms = beta * of_teacher", "terms = of_teacher", "spec/methods generalized_jsd"),
-        Change("twice[:, 0] = False", "pass", "spec/methods local_support"),
+        Change("terms = beta * of_teacher", "terms = of_teacher", "spec/divergences generalized_jsd"),
+        Change("twice[:, 0] = False", "pass", "spec/divergences local_support"),
     ],
     "methods/teachers.py": [
-        Change("run.lm.disable_adapter()", "contextlib.nullcontext()", "spec/methods step_of_opsd"),
+        Change("run.lm.disable_adapter()", "contextlib.nullcontext()", "spec/opsd step_of_opsd"),
         Change("copy.lerp_(p.detach(), share)", "pass", "spec/rlsd renewed"),
     ],
     "methods/sdpo.py": [
@@ -157,9 +157,9 @@ CHANGES = {
         Change(
             "cfg.drop_truncated and roll.truncated",
             "cfg.drop_truncated",
-            "spec/methods ended_by_itself",
+            "spec/ablations ended_by_itself",
         ),
-        Change("if cfg.clip else math.inf", "if True else math.inf", "spec/methods changed_step"),
+        Change("if cfg.clip else math.inf", "if True else math.inf", "spec/ablations changed_step"),
     ],
     "extras/on_trl.py": [
         Change("-len(logpS_T) * slope_T", "-slope_T", "on_trl/gradient that_of_sgsd_py and lora"),
