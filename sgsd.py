@@ -415,7 +415,6 @@ def writer(run: Run, step: int) -> skills.Writer:
     It answers greedily without thinking. What it answers where, and which replies count, is in
     skills.py, at `ask` and `Writer`.
     """
-
     log = functools.partial(run.log_rows, "bank/replies")
     bar = distributed.progress_bar(run.world, "writing")  # of all replies; it ends with the writer
     sample_replies = functools.partial(shared_replies, run, bar)
@@ -526,7 +525,7 @@ def longest_prompt(run: Run, pairs: int, problem: str, where: str, thinking: str
 
 
 def longest_prompts(run: Run) -> list[Prompt]:
-    """SGSD's longest prompts: a teacher's, or the student's and a seed problem's without a bank."""
+    """SGSD's longest prompts: the student's and a teacher's, or without a bank a seed problem's."""
     cfg, x = run.cfg, longest_problem(run)
     where = f"problem {x.id}"
     prompts = [longest_prompt(run, 0, x.problem, where, cfg.student_prefix)]

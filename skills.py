@@ -677,11 +677,17 @@ def without_longest(
     """The bank without the dynamic entries with which a prompt would be too long, and their ids.
 
     fits: whether all prompts of a bank fit. Dynamic entries are tried in order, skills first; the
-    static ones stay. The same bank where it fits; else its last update names what was left out.
+    static ones stay, and of a list without any the shortest one. The same bank where it fits; else
+    its last update names what was left out.
     """
     if fits(bank):
         return bank, []
     static, dynamic = split(bank)
+    for key in FIELDS:
+        if not static[key]:  # without it there would be no pair, and every entry would fit
+            shortest = min(dynamic[key], key=lambda entry: len(entry_text(entry, key)))
+            static[key] = [shortest]
+            dynamic[key] = [entry for entry in dynamic[key] if entry is not shortest]
     shorter = SkillBank(static["general_skills"], static["common_mistakes"], {}, bank.extra)
     left_out = []
     for key in FIELDS:

@@ -34,6 +34,7 @@ from peft import LoraConfig
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
 from trl import TrlParser
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import add_fused_lm_head
@@ -99,8 +100,13 @@ class SGSDTrainer(CheckedTrainer):
             **kwargs,
         )
         causal, tokenizer = lib_model.causal_lm(self.model), self.processing_class
-        self.parts = self.parts_with(bank)
-        sgsd.check_prompts(self.parts, sgsd.longest_prompts)
+        # What sgsd.py's functions read of a run. Processes have one bank, and ask no others.
+        device = self.accelerator.device
+        parts: Any = SimpleNamespace(cfg=self.cfg, tokenizer=tokenizer, device=device)
+        parts.problems, parts.bank, parts.lm = self.problems, bank, causal
+        parts.world, parts.audits = World(0, 1, device), []
+        self.parts = parts
+        sgsd.check_prompts(parts, sgsd.longest_prompts)
         self.refuse_what_fails_later(causal)
         lib_model.remove_dropout(self.model)  # TRL's disable_dropout leaves floats
         self.stops = rollout.stop_ids(causal, tokenizer)
@@ -115,20 +121,6 @@ class SGSDTrainer(CheckedTrainer):
             # Completions end at different lengths, and each forward pass is a collective.
             self.model.generate = functools.partial(self.model.generate, synced_gpus=True)
         self.add_callback(BankCallback(self))
-
-    def parts_with(self, bank: SkillBank) -> Any:
-        """What sgsd.py's functions read of a run. Processes have one bank, and ask no others."""
-        device = self.accelerator.device
-        return SimpleNamespace(
-            cfg=self.cfg,
-            tokenizer=self.processing_class,
-            device=device,
-            world=World(0, 1, device),
-            problems=self.problems,
-            bank=bank,
-            lm=lib_model.causal_lm(self.model),
-            audits=[],
-        )
 
     # ------------------------------------------------------------------------------ a batch
 
@@ -154,7 +146,7 @@ class SGSDTrainer(CheckedTrainer):
         if not self.model.training:
             return output
         self.clock.lap("gen")
-        self.refuse_other_ids(output)
+        refuse_other_ids(self.rollouts, output)
         pairs_BK, contexts, completions = [], [], []
         for roll in self.rollouts:
             pairs_K = self.bank.retrieve(roll.problem, self.cfg.num_teachers, self.embed)
@@ -171,7 +163,7 @@ class SGSDTrainer(CheckedTrainer):
             logpT_KT = torch.stack([next(logps) for _ in pairs_K])
             A_T, result = self.advantage(roll, pairs_K, logpS_T, logpT_KT)
             A_BT[b, : len(A_T)] = A_T
-            numbers.append(self.numbers_of(result))
+            numbers.append(numbers_of(result, self.cfg.c_delta))
             rows.append(sgsd.record(self.parts, step, first + b, pairs_K, roll, result))
         output["advantages"] = A_BT
         self.log_numbers(numbers)
@@ -180,15 +172,6 @@ class SGSDTrainer(CheckedTrainer):
             self.bank.remember(self.rows)
         self.clock.lap("score")
         return output
-
-    def refuse_other_ids(self, output: dict[str, Any]) -> None:
-        """ValueError where TRL would train on other ids than those that teachers score."""
-        for b, roll in enumerate(self.rollouts):
-            for name, ours in (("prompt", roll.prompt_ids), ("completion", roll.completion_ids)):
-                kept = output[f"{name}_mask"][b].bool()
-                if output[f"{name}_ids"][b][kept].tolist() != ours:
-                    rule = f"TRL trains on other {name} ids than those that teachers score"
-                    raise ValueError(f"problem {roll.problem_id}: {rule}")
 
     @torch.no_grad()
     def score(self, contexts: list[list[int]], completions: list[list[int]]) -> list[Tensor]:
@@ -230,23 +213,6 @@ class SGSDTrainer(CheckedTrainer):
             (slope_T,) = torch.autograd.grad(loss, logpS_T)
         return -len(logpS_T) * slope_T, sgsd.for_the_logs(loss.detach(), numbers)
 
-    def numbers_of(self, result: sgsd.RolloutLoss) -> Tensor:
-        """The numbers of NUMBERS of a rollout."""
-        a_K, rho_K = result.numbers["a"], result.numbers["rho"]
-        mask_T, delta_KT = result.token_numbers["mask"], result.token_numbers["delta"]
-        clipped_KT = (delta_KT.abs() > self.cfg.c_delta).float()
-        return torch.stack(
-            [
-                (rho_K > 0).float().mean(),
-                (rho_K < 0).float().mean(),
-                (rho_K == 0).float().mean(),
-                a_K.mean(),
-                a_K.abs().mean(),
-                sgsd.masked_mean(sgsd.unmasked(delta_KT, mask_T), mask_T).mean(),
-                sgsd.masked_mean(clipped_KT, mask_T).mean(),
-            ]
-        )
-
     def log_numbers(self, numbers: list[Tensor]) -> None:
         """Add the means over all processes' rollouts to what TRL logs of the step."""
         means = self.accelerator.reduce(torch.stack(numbers).mean(0), "mean").tolist()
@@ -271,7 +237,8 @@ class SGSDTrainer(CheckedTrainer):
             return
 
         def fits(bank: SkillBank) -> bool:
-            return not too_long(self.parts_with(bank), sgsd.longest_prompts)
+            parts: Any = SimpleNamespace(**{**vars(self.parts), "bank": bank})
+            return not too_long(parts, sgsd.longest_prompts)
 
         log = functools.partial(trl_run.log_replies, self.args)
         tokenizer, reply_tokens = self.processing_class, cfg.reply_tokens
@@ -336,11 +303,19 @@ class SGSDTrainer(CheckedTrainer):
 
     # --------------------------------------------------------------------------- checkpoints
 
-    def save_bank(self, folder: str | pathlib.Path) -> None:
-        """The main process adds the bank with its window, as the last file of a checkpoint."""
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's, with the bank and its window as the last file; only then older ones are removed.
+
+        A checkpoint without a bank is not whole: after a kill the run goes on with the one before.
+        """
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        super()._save_checkpoint(*args, **kwargs)
+        self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            self.bank.save(pathlib.Path(folder, "bank.json"))
+            out = self.args.output_dir
+            self.bank.save(pathlib.Path(out, f"checkpoint-{self.state.global_step}", "bank.json"))
+            rotate_checkpoints(out, limit, use_mtime=True)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's training; a checkpoint's bank comes back with its weights."""
@@ -353,7 +328,7 @@ class SGSDTrainer(CheckedTrainer):
 
 
 class BankCallback(TrainerCallback):
-    """Logs a step, evolves the bank, saves it with checkpoints, ends a run that is not finite."""
+    """Logs a step, evolves the bank, and ends a run that is not finite."""
 
     def __init__(self, trainer: SGSDTrainer):
         self.trainer = trainer
@@ -371,8 +346,33 @@ class BankCallback(TrainerCallback):
             self.trainer.say("three steps were not finite")
             control.should_training_stop = control.should_save = True
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.trainer.save_bank(pathlib.Path(args.output_dir, f"checkpoint-{state.global_step}"))
+
+def refuse_other_ids(rolls: Sequence[Rollout], output: dict[str, Any]) -> None:
+    """ValueError where TRL would train on other ids than those that teachers score."""
+    for b, roll in enumerate(rolls):
+        for name, ours in (("prompt", roll.prompt_ids), ("completion", roll.completion_ids)):
+            kept = output[f"{name}_mask"][b].bool()
+            if output[f"{name}_ids"][b][kept].tolist() != ours:
+                rule = f"TRL trains on other {name} ids than those that teachers score"
+                raise ValueError(f"problem {roll.problem_id}: {rule}")
+
+
+def numbers_of(result: sgsd.RolloutLoss, c_delta: float) -> Tensor:
+    """The numbers of NUMBERS of a rollout."""
+    a_K, rho_K = result.numbers["a"], result.numbers["rho"]
+    mask_T, delta_KT = result.token_numbers["mask"], result.token_numbers["delta"]
+    clipped_KT = (delta_KT.abs() > c_delta).float()
+    return torch.stack(
+        [
+            (rho_K > 0).float().mean(),
+            (rho_K < 0).float().mean(),
+            (rho_K == 0).float().mean(),
+            a_K.mean(),
+            a_K.abs().mean(),
+            sgsd.masked_mean(sgsd.unmasked(delta_KT, mask_T), mask_T).mean(),
+            sgsd.masked_mean(clipped_KT, mask_T).mean(),
+        ]
+    )
 
 
 def chat(problem: str) -> list[dict[str, str]]:
@@ -446,7 +446,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         held.callback(trainer.judge.close)
         with command.one_line_errors(trl_run.PROGRAM):
             trl_run.begin(args, trainer.start)
-            trl_run.save_version(args, trainer.bank, trainer.start.step)
+            if not trainer.start.step:
+                trl_run.save_version(args, trainer.bank, 0)
             trainer.train(trainer.start.checkpoint)
             if trainer.skipped == 3:
                 return 1

@@ -12,8 +12,10 @@ compares them, and TRL's by the lists below.
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
+import shutil
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from typing import Any
 
@@ -172,7 +174,7 @@ class CheckedTrainer(GRPOTrainer):
         norm = super()._get_grad_norm(model, grad_norm)
         self.rate = self.optimizer.param_groups[0]["lr"]
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            self.norm = float(norm)
+            self.norm = math.nan if norm is None else float(norm)
             return norm  # it has made its step already
         norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
         self.norm = float(norm)
@@ -299,6 +301,10 @@ def go_on(args: SGSDConfig, start: Start, saved: dict[str, Any]) -> None:
         if args.process_index == 0:
             print(f"{out}: complete, all of its {finished} steps are done")
         raise SystemExit(0)
+    made = max((row["step"] for row in files.read_jsonl(home(args) / "metrics.jsonl")), default=0)
+    if made > saved["trl"]["save_steps"] and not start.step and args.save_strategy != "no":
+        line = f"{out}: it has made {made} steps, but has no checkpoint"
+        raise ValueError(f"{line}; bring them back, or give another --output_dir")
     if finished and not start.step:
         raise ValueError(f"{out}: has no checkpoint to go on with; give another --output_dir")
     if refused:
@@ -331,6 +337,8 @@ def begin(args: SGSDConfig, start: Start) -> None:
     for step, path in files.by_step(folder / "bank").items():
         if step > start.step:
             path.unlink()
+        else:
+            shutil.copyfile(path, folder / "bank/bank.json")  # the last one stays
     files.write_json(folder / "config.json", start.record)
     fingerprints = [problems.fingerprint(x.problem) for x in start.problems]
     files.write_json(folder / "problems.json", fingerprints)

@@ -161,9 +161,8 @@ class Run:
     def save(self) -> None:
         """Rank 0 saves a checkpoint of the last step, unless it is there already. On every rank."""
         path = files.of_step(self.out / "checkpoints", self.step)
-        is_there = self.step in files.by_step(self.out / "checkpoints")
         with distributed.checked_on_all_ranks(self.world, OSError):
-            if self.world.main and self.step and not is_there:
+            if self.world.main and not files.by_step(path.parent).get(self.step):
                 with files.whole(path) as folder:
                     model.save(folder, self.lm, self.tokenizer, self.optimizer, self.extra_tensors)
                     if self.bank is not None:
@@ -220,7 +219,7 @@ def too_long(run: Run, longest: Longest) -> str:
             fix = f"--max-prompt-tokens is {most}; raise it, or drop the problem"
             return f"{where}: a prompt has {len(ids)} tokens, {fix}"
         if len(ids) + tokens > context:
-            rule = f"exceed the model's context of {context:g} (max_position_embeddings)"
+            rule = f"exceed the model's context of {int(context)} (max_position_embeddings)"
             fix = "lower --max-new-tokens, or in the cold start --cold-start-tokens"
             return f"{where}: a prompt of {len(ids)} tokens and {tokens} more {rule}; {fix}"
     return ""

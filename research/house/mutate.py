@@ -139,7 +139,9 @@ CHANGES = {
         Change("torch.minimum(", "torch.maximum(", "spec/grpo grpo_loss"),
     ],
     "methods/divergences.py": [
-        Change("terms = beta * of_teacher", "terms = of_teacher", "spec/divergences generalized_jsd"),
+        Change(
+            "terms = beta * of_teacher", "terms = of_teacher", "spec/divergences generalized_jsd"
+        ),
         Change("twice[:, 0] = False", "pass", "spec/divergences local_support"),
     ],
     "methods/teachers.py": [

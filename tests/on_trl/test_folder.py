@@ -168,6 +168,40 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_with_the_checkpoint_before
     assert weights(run) == weights(run / "checkpoint-2")
 
 
+def test_a_run_whose_checkpoints_are_lost_is_refused_and_its_logs_stay(world_dir, run, capsys):
+    unfinished(run)
+    for step in (1, 2):
+        shutil.rmtree(run / f"checkpoint-{step}")
+    before = contents(run)
+    driver.refused(capsys, on_trl.main, small_flags(world_dir, run), "2 steps", "no checkpoint")
+    assert contents(run) == before
+
+
+def test_an_older_checkpoint_is_removed_after_the_new_one_is_whole(
+    world_dir, tmp_path, monkeypatch
+):
+    """A kill while it is saved leaves one to go on with, also where only one is kept."""
+    out, whole = tmp_path / "run", []
+    save = skills.SkillBank.save
+
+    def watched(bank, path):
+        if "checkpoint-" in str(path):
+            whole.append([*files.by_number(out)])
+        save(bank, path)
+
+    monkeypatch.setattr(skills.SkillBank, "save", watched)
+    assert on_trl.main(small_flags(world_dir, out, save_total_limit=1)) == 0
+    assert whole == [[], [1]] and [*files.by_number(out)] == [2]
+
+
+def test_going_on_between_evolutions_adds_no_version_of_the_bank(world_dir, run, capsys):
+    unfinished(run)
+    shutil.rmtree(run / "checkpoint-2")
+    assert on_trl.main(small_flags(world_dir, run)) == 0
+    versions = [path.name for path in sorted((run / "sgsd/bank").glob("step_*.json"))]
+    assert versions == ["step_000000.json", "step_000002.json"]
+
+
 def test_a_run_that_was_killed_after_its_last_checkpoint_makes_no_further_step(world_dir, run):
     unfinished(run)
     kept = weights(run)
@@ -181,6 +215,7 @@ def test_a_run_without_a_checkpoint_begins_anew_with_other_settings(world_dir, r
     unfinished(run)
     for step in (1, 2):
         shutil.rmtree(run / f"checkpoint-{step}")
+    (run / "sgsd/metrics.jsonl").unlink()  # as if it had been killed in its first step
     assert on_trl.main(small_flags(world_dir, run, tau_g=2.0, evolve_every=0)) == 0
     assert "anew" in capsys.readouterr().out
     assert record_of(run)["settings"]["tau_g"] == 2.0

@@ -587,6 +587,15 @@ def test_dynamic_entries_with_which_a_prompt_would_be_too_long_are_left_out_and_
     assert update == before | numbers | record
 
 
+def test_of_a_list_of_dynamic_entries_alone_the_shortest_stays():
+    """Without any there would be no pair, no teacher, and no prompt that is too long."""
+    bank = with_dynamic("", "OP")
+    bank.common_mistakes = dynamic(bank, E)
+    bank.common_mistakes[0] = {**bank.common_mistakes[0], "description": "O" * 50}
+    shorter, left_out = skills.without_longest(bank, lambda bank: False)
+    assert left_out == ["dyn_err_001"] and ids(shorter.common_mistakes, E) == ["dyn_err_002"]
+
+
 @pytest.mark.parametrize("shown", [False, True])
 def test_an_evolution_shows_the_reference_answer_only_when_asked_to(shown):
     """D3. And never an id."""

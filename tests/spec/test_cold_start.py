@@ -155,7 +155,7 @@ KILLS = [  # the writer, the file that is torn, and the call before which the pr
     (FAKE, "memories", (files, "append_jsonl", 2)),
     (FAKE, "replies", (Run, "log_rows", 5)),
     pytest.param(
-        with_the_policy_as_writer, "replies", (Run, "log_rows", 5), marks=pytest.mark.long
+        with_the_policy_as_writer, "replies", (Run, "log_rows", 4), marks=pytest.mark.long
     ),
 ]
 
