@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.utils import logging as hub_logging
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,11 +34,15 @@ from transformers.utils import logging
 
 # Kinds of layers whose part of a `DynamicCache` has rows first, so that rows can leave and join.
 LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
+ADAPTER_FILE = "adapter_model.safetensors"
 CHAT = [{"role": "user", "content": "xyzzy"}]  # which every template must show
 LAYERS_WITH_STATES = {"linear_attention", "conv", "hybrid"}
 
 
 # ---------------------------------------------------------------------------------------- loading
+
+
+FIRST_FILE = {"model": "config.json", "encoder": "modules.json"}  # which every one has
 
 
 @contextlib.contextmanager
@@ -47,13 +53,44 @@ def _loading(kind: str, name: str) -> Iterator[str]:
     """
     logging.disable_progress_bar()
     hub_logging.set_verbosity_error()  # offline it reports every retry
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it prints a table of missing weights
     is_directory = Path(name).is_dir()
+    place = name if is_directory else f"{name} (no directory here{_other_reading(name)})"
     try:
+        if not is_directory:
+            _ask_once(name, FIRST_FILE.get(kind, ""))
         yield str(Path(name).absolute()) if is_directory else name
     except Exception as e:
-        place = name if is_directory else f"{name} (no directory here, so a hub id)"
         cause = textwrap.shorten(str(e), 500, placeholder=" ...")
-        raise ValueError(f"{kind} {place}: {type(e).__name__}: {cause}") from None
+        kind_of_error = "" if type(e) is ValueError else f"{type(e).__name__}: "
+        raise ValueError(f"{kind} {place}: {kind_of_error}{cause}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~"))
+
+
+def _other_reading(name: str) -> str:
+    """What the name of no directory may be, in words."""
+    if _is_path(name):
+        return ""
+    parent = Path(name).parts[0]
+    hint = f"; {parent}/ is a folder here: check what follows" if Path(parent).is_dir() else ""
+    return f", so a hub id{hint}"
+
+
+def _ask_once(name: str, file: str) -> None:
+    """Raise an error unless a hub id has the file, in the local cache or on the hub.
+
+    Asked once: for each of a model's files the libraries would try six times, for a minute in all.
+    """
+    if _is_path(name) or not file:
+        raise ValueError("check the path")
+    if not isinstance(try_to_load_from_cache(name, file), str):
+        get_hf_file_metadata(hf_hub_url(name, file), timeout=10)
 
 
 def load_model(
@@ -70,24 +107,45 @@ def load_model(
     device = torch.device(device)
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    # Without trust_remote_code=False a model may ask to run its own code.
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn}
-    options["trust_remote_code"] = False
     if device.type == "cuda":  # else each of eight processes fills host memory first
         options["device_map"] = {"": device}
     with _loading("model", name) as source:
         tokenizer = _load_tokenizer(source)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
-        if hasattr(model, "peft_config"):
-            raise ValueError("it is an adapter; give its base")
+        model = _read(source, **options)
         if model.config.get_text_config() is not model.config:
             raise ValueError(f"{type(model).__name__} takes more than text; give a text model")
         chat = tokenizer.apply_chat_template(CHAT, return_dict=False)
         if max(chat) >= model.get_input_embeddings().weight.shape[0]:
             raise ValueError("its tokenizer has ids that the model has no rows for")
         check_batching(model)
-    remove_dropout(model)
-    return model.to(device).eval(), tokenizer
+        remove_dropout(model)
+        model = model.to(device).eval()
+        refuse_not_finite(model)
+    return model, tokenizer
+
+
+def check_model(name: str) -> None:
+    """Read all of a model but the numbers of its weights: a mistake shows before they are loaded.
+
+    Raises ValueError as `load_model` does for the tokenizer, a torn file and a weight that lacks.
+    """
+    with _loading("model", name) as source:
+        _load_tokenizer(source)
+        _read(source, device_map={"": "meta"})
+
+
+def _read(source: str, **options: Any) -> Any:
+    """The model of some files. ValueError where they lack a weight: transformers makes one up."""
+    # Without trust_remote_code=False a model may ask to run its own code.
+    options |= {"trust_remote_code": False, "output_loading_info": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        named = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5)
+        raise ValueError(f"its files lack {len(missing)} weights of the model: {named}")
+    return model
 
 
 def load_outline(name: str) -> tuple[Any, Any]:
@@ -111,11 +169,32 @@ def load_outline(name: str) -> tuple[Any, Any]:
 
 
 def _load_tokenizer(source: str) -> Any:
-    """ValueError if the chat template drops what a user says."""
+    """ValueError if a file is missing or broken, or the chat template drops what a user says."""
+    if Path(source).is_dir():
+        _refuse_incomplete(Path(source))
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if CHAT[0]["content"] not in tokenizer.apply_chat_template(CHAT, tokenize=False):
         raise ValueError("its chat template drops what a user says")
     return tokenizer
+
+
+def _refuse_incomplete(folder: Path) -> None:
+    """ValueError for a folder without a model's settings or tokenizer, or whose JSON is broken."""
+    settings: dict[str, Any] = {}
+    for file in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        if (folder / file).exists():
+            try:
+                settings[file] = json.loads((folder / file).read_text(encoding="utf-8"))
+            except ValueError as e:
+                raise ValueError(f"{file} is no JSON ({e}); copy it again") from None
+    if (folder / "adapter_config.json").exists():
+        raise ValueError("it is an adapter; give its base")
+    if "config.json" not in settings:
+        raise ValueError("no config.json, which every model has")
+    if "program" in settings["config.json"]:
+        raise ValueError("it is a run, and no model; give the model that it trains")
+    if not any(file.name.startswith(("token", "vocab")) for file in folder.iterdir()):
+        raise ValueError("no tokenizer: tokenizer.json is missing; copy it from the model's source")
 
 
 def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[str]], np.ndarray]:
@@ -144,6 +223,22 @@ def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[st
         return np.stack(vectors)
 
     return embed
+
+
+@torch.no_grad()
+def refuse_not_finite(model) -> None:
+    """ValueError for a weight that is NaN or infinite, and unless eight ids have finite logits.
+
+    The logits alone do not tell: attention may take a row of NaN for one that is masked.
+    """
+    causal = causal_lm(model)
+    for name, p in causal.named_parameters():
+        if not p.sum().isfinite():
+            raise ValueError(f"{name} is not finite: it has NaN or infinite numbers")
+    rows = causal.get_input_embeddings().weight.shape[0]
+    ids_1L = (torch.arange(1, 9, device=causal.device) * 7919 % rows)[None]
+    if not causal(input_ids=ids_1L, use_cache=False).logits.isfinite().all():
+        raise ValueError("its logits are not finite, though all of its weights are")
 
 
 def check_batching(model) -> None:
@@ -304,6 +399,22 @@ def base_of(folder: str | Path, base: str = "") -> str:
     return base
 
 
+def check_tensors(kind: str, folder: str | Path, needed: str = "") -> None:
+    """ValueError for a torn .safetensors file of a folder, or without the needed one.
+
+    kind: what the folder is, for the error.
+    """
+    with _loading(kind, str(folder)) as source:
+        paths = {*Path(source).glob("*.safetensors")}
+        paths |= {Path(source) / needed} if needed else set()
+        for path in sorted(paths):
+            try:
+                with safe_open(path, "pt"):  # reads the header, and the size
+                    pass
+            except Exception as e:  # it has kinds of its own
+                raise ValueError(f"{path.name}: {e}") from None
+
+
 def load_adapter(model, folder: str | Path):
     """The model with a saved LoRA adapter of any program, in eval mode.
 
@@ -377,12 +488,13 @@ def restore(folder: str | Path, model, optimizer: Optimizer | None = None) -> di
     from peft import set_peft_model_state_dict
 
     with _loading("adapter", str(folder)) as source:
-        tensors = load_file(Path(source) / "adapter_model.safetensors")
+        tensors = load_file(Path(source) / ADAPTER_FILE)
         result: Any = set_peft_model_state_dict(model, tensors)
         missing = [name for name in result.missing_keys if ".lora_" in name]
         if result.unexpected_keys or missing:
             name = [*result.unexpected_keys, *missing][0]
             raise ValueError(f"it does not fit {model.name_or_path}: {name} is in one alone")
+        refuse_not_finite(model)
     if optimizer is None:
         return {}
     with _loading("checkpoint", str(folder)) as source:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from conftest import make_encoder, make_model, make_tokenizer, one_line
 from driver import make_adapter
+from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import scoring
@@ -116,6 +117,80 @@ def test_a_broken_model_is_one_line(name, base, tmp_path):
     one_line(lambda: load(folder), f"model {folder}: ")
     if name != "model.safetensors":  # an outline has no use for it
         one_line(lambda: load_outline(str(folder)), f"model {folder}: ")
+
+
+INCOMPLETE = [  # files that are removed, a file that is written with its content, and words
+    (["config.json"], {}, "config.json"),
+    (["tokenizer*"], {}, "tokenizer.json"),
+    ([], {"tokenizer.json": "{"}, "tokenizer.json"),
+    ([], {"config.json": '{"program": "sgsd.py"}'}, "run"),
+    ([], {"adapter_config.json": "{}"}, "adapter"),
+]
+
+
+@pytest.mark.parametrize("removed, written, words", INCOMPLETE)
+def test_a_folder_that_is_no_whole_model_says_what_is_missing(
+    removed, written, words, base, tmp_path
+):
+    folder = shutil.copytree(base, tmp_path / "model")
+    for pattern in removed:
+        for file in folder.glob(pattern):
+            file.unlink()
+    for name, content in written.items():
+        (folder / name).write_text(content)
+    one_line(lambda: load(folder), f"model {folder}: ", words)
+    one_line(lambda: load_outline(str(folder)), f"model {folder}: ", words)
+
+
+def change_weights(folder, change):
+    """Save a model's weights again after a change."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_that_lacks_a_weight_is_refused_by_its_name_and_a_tied_head_is_no_lack(
+    tied, tmp_path
+):
+    folder = save_model(tmp_path / "model", tie_word_embeddings=tied)
+    assert ("lm_head.weight" in load_file(folder / "model.safetensors")) != tied
+    load(folder)
+    model.check_model(str(folder))
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_weights(folder, lambda tensors: tensors.pop(name))
+    one_line(lambda: load(folder), f"model {folder}: ", name)
+    one_line(lambda: model.check_model(str(folder)), f"model {folder}: ", name)
+
+
+def test_a_weight_that_is_not_finite_is_refused_in_a_model_and_in_an_adapter(base, tmp_path):
+    folder = save_model(tmp_path / "model")
+    change_weights(folder, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+    one_line(lambda: load(folder), f"model {folder}: ", "not finite")
+    adapter = tmp_path / "adapter"
+    make_adapter(adapter, base)
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for x in tensors.values():
+        x.fill_(float("inf"))
+    save_file(tensors, file)
+    one_line(lambda: load_adapter(load(base)[0], adapter), f"adapter {adapter}: ", "not finite")
+
+
+def test_a_hub_id_is_asked_for_once_and_a_path_never(monkeypatch):
+    asked = []
+
+    def head(url, **_):
+        asked.append(url)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(model, "get_hf_file_metadata", head)
+    one_line(lambda: load("lib/nope"), "model lib/nope", "lib/ is a folder here")
+    one_line(lambda: load_encoder("no/such", "cpu"), "encoder no/such", "no network")
+    assert len(asked) == 2
+    for name in ("./nope", "../nope", "/no/such"):
+        one_line(lambda name=name: load(name), f"model {name} (no directory")
+    assert len(asked) == 2
 
 
 def test_a_chat_template_that_drops_the_problem_is_one_line(base, tmp_path):
