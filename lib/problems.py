@@ -24,6 +24,12 @@ class Problem:
     problem: str
     answer: str
     extra: dict = field(default_factory=dict, compare=False)  # the row's other fields, for a judge
+    line: str = field(default="", compare=False)  # FILE:11 of a row without an id
+
+    @property
+    def place(self) -> str:
+        """The problem in an error: where its row is, or else its id."""
+        return self.line or f"problem {self.id}"
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,8 @@ def load_problems(
     problems = [x for key, x in first_copies.items() if key not in conflicting]
     counts |= {"conflicting": len(conflicting), "kept": len(problems)}
     if not problems:
-        what = f"no problem is left ({counts})"
+        dropped = [f"{n} {name.replace('_', ' ')}" for name, n in counts.items() if n]
+        what = f"no problem is left ({', '.join(dropped) or 'it has no rows'})"
         raise ValueError(f"{source}: {what}; is this the right file or split?")
     return problems, counts
 
@@ -101,9 +108,11 @@ def _problems(source: str, split: str, fields: Fields) -> Iterator[tuple[dict, P
     rows = 0
     for where, row in _rows(source, split):
         try:
-            fields_of_row: Any = json.loads(row) if isinstance(row, str) else row
+            fields_of_row: Any = _json(row) if isinstance(row, str) else row
             x = _problem(fields_of_row, rows, fields)
-        except ValueError as e:  # also one of JSON
+            if isinstance(row, str) and "id" not in fields_of_row:
+                x = replace(x, line=where)
+        except ValueError as e:
             wrong.setdefault(str(e), []).append(where)
         else:
             yield fields_of_row, x
@@ -113,6 +122,14 @@ def _problems(source: str, split: str, fields: Fields) -> Iterator[tuple[dict, P
         causes = [f"{where[0]}: {cause}" for cause, where in wrong.items()]
         what = f"{total} of {rows} rows are wrong: " if total > 1 else ""
         raise ValueError(what + "; ".join(causes[:5]))
+
+
+def _json(line: str) -> Any:
+    """ValueError for what is no JSON."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"is not JSON ({e.msg} at character {e.pos + 1})") from None
 
 
 def _problem(row: dict, index: int, fields: Fields) -> Problem:
@@ -132,9 +149,12 @@ def _problem(row: dict, index: int, fields: Fields) -> Problem:
     if type(answer) is int:
         answer = str(answer)
     for name, value in ((fields.problem, problem), (fields.answer, answer)):
-        if not isinstance(value, str) or not value.strip():
-            got = f"got {str(value)[:40]!r}"
-            raise ValueError(f"`{name}` must be a string with text, {got}; {columns}")
+        if value is None or value == "" or str(value).isspace():
+            raise ValueError(f"`{name}` is empty; fill it in, or drop the row; {columns}")
+        if not isinstance(value, str):
+            kind = "a list" if isinstance(value, list) else type(value).__name__
+            rule = f"must be a string, got {kind} {json.dumps(value, default=str)[:40]}"
+            raise ValueError(f"`{name}` {rule}; {columns}")
     if fields.answer_after:
         _, mark, answer = answer.rpartition(fields.answer_after)
         if not mark or not answer.strip():
@@ -159,9 +179,10 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, object]]:
     """(where, row) for each row of a file, a directory or a hub data set; a JSON line as text."""
     path = pathlib.Path(source)
     if not path.exists():
-        if path.suffix in (".jsonl", ".json", ".parquet"):
+        if path.suffix in (".jsonl", ".json", ".parquet") or source.startswith((".", "/", "~")):
             raise ValueError(f"{source}: no such file; check the path")
         hub, _, configuration = source.partition(":")
+        _ask_once(source, hub)
         yield from _hub_rows(source, hub, split=split, name=configuration or None)
     elif path.suffix in (".jsonl", ".json"):
         yield from _json_rows(path)
@@ -181,6 +202,34 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, str]]:
     for i, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{file}:{i}", line
+
+
+def _ask_once(source: str, hub: str) -> None:
+    """ValueError for a hub id that is neither in the local caches nor on the hub.
+
+    Asked once: the libraries would try six times for each of several files.
+    """
+    import datasets
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError
+
+    *namespace, name = hub.split("/")
+    prepared = "___".join([*namespace, datasets.naming.camelcase_to_snakecase(name)])
+    downloaded = "--".join(["datasets", *hub.split("/")])
+    caches = [pathlib.Path(datasets.config.HF_DATASETS_CACHE, prepared)]
+    caches.append(pathlib.Path(constants.HF_HUB_CACHE, downloaded))
+    if constants.HF_HUB_OFFLINE or any(cache.exists() for cache in caches):
+        return  # without a network they ask nobody
+    try:
+        get_hf_file_metadata(hf_hub_url(hub, ".gitattributes", repo_type="dataset"), timeout=10)
+    except EntryNotFoundError:
+        return
+    except Exception as e:
+        folder = pathlib.Path(hub).parts[0]
+        hint = f"; {folder}/ is a folder here: check what follows"
+        hint *= pathlib.Path(folder).is_dir()
+        cause = f"{type(e).__name__}: {textwrap.shorten(str(e), 300, placeholder=' ...')}"
+        raise ValueError(f"{source}: no file here, so a hub id{hint}; not read ({cause})") from None
 
 
 def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, dict]]:
@@ -224,7 +273,7 @@ def refuse_unanswerable(problems: Sequence[Problem], where: str) -> None:
     """ValueError for a reference that holds more than a final answer, so that none can equal it."""
     for x in problems:
         if "####" in x.answer or "\n" in x.answer:
-            what = f"the reference of problem {x.id} holds more than the answer"
+            what = f"the reference of {x.place} holds more than the answer"
             fix = "name the mark before the answer by --answer-after"
             raise ValueError(f"{where}: {what}: ...{x.answer[-40:]!r}; {fix}")
 
@@ -248,7 +297,7 @@ def refuse_overlap(problems: Sequence[Problem], where: str) -> None:
     for x in problems:
         set_name = set_of.get(fingerprint(x.problem))
         if set_name:
-            overlap.append(f"{x.id} ({set_name})")
+            overlap.append(f"{x.line or x.id} ({set_name})")
     if overlap:
         what = f"{len(overlap)} of its problems are in an evaluation set; drop them"
         raise ValueError(f"{where}: {what}: {', '.join(overlap)}")

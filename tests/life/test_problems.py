@@ -3,6 +3,7 @@
 import json
 
 import datasets
+import huggingface_hub
 import pytest
 from conftest import one_line
 
@@ -74,8 +75,11 @@ def test_a_problem_keeps_the_other_fields_of_its_row(tmp_path):
 
 ROW = '{"problem": "p", "answer": "1"}\n'
 BROKEN = [
-    ("", "x.jsonl: no problem is left"),
-    (ROW + ROW.replace("1", "2"), "'conflicting': 1"),
+    ("", "x.jsonl: no problem is left (it has no rows)"),
+    (ROW + ROW.replace("1", "2"), "1 conflicting"),
+    ('{"problem": "p", "answer": null}\n', "x.jsonl:1: `answer` is empty"),
+    ('{"problem": "p", "answer": ["1"]}\n', 'got a list ["1"]'),
+    (ROW + '{"problem": oh}\n', "x.jsonl:2: is not JSON"),
     ('{"problem": "p", "solution": "1"}\n', "x.jsonl:1: "),
     ('{"problem": "p", "answer": " "}\n', "x.jsonl:1: `answer`"),
     (ROW + '\n{"problem": "p", "answer": 3.5}\n', "x.jsonl:3: `answer`"),
@@ -98,7 +102,7 @@ def test_wrong_rows_are_refused_together_with_their_number_and_five_causes(tmp_p
     file = tmp_path / "x.jsonl"
     file.write_text("".join([ROW, "{\n", *lines, ROW, "{\n"]))
     line = one_line(lambda: problems.load_problems(str(file)), "9 of 11 rows")
-    for number, words in ((2, "line 1"), (3, "'0.5'"), (4, "'1.5'"), (5, "'2.5'"), (6, "'3.5'")):
+    for number, words in ((2, "JSON"), (3, "0.5"), (4, "1.5"), (5, "2.5"), (6, "3.5")):
         assert f"x.jsonl:{number}: " in line and words in line
     assert line.count("x.jsonl:") == 5
 
@@ -107,6 +111,33 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + ROW.encode())
     (x,), _ = problems.load_problems(str(tmp_path / "x.jsonl"))
     assert x == Problem("0", "p", "1")
+
+
+def test_an_error_names_the_line_of_a_row_without_an_id_and_the_id_of_any_other(tmp_path):
+    rows = {"problem": "p", "answer": "x #### 1"}, {"id": "7", "problem": "q", "answer": "1"}
+    source = write(tmp_path / "x.jsonl", *rows)
+    loaded, _ = problems.load_problems(source)
+    assert [x.id for x in loaded] == ["0", "7"]
+    assert [x.place for x in loaded] == [f"{source}:1", "problem 7"]
+    one_line(lambda: problems.refuse_unanswerable(loaded, "data"), f"{source}:1")
+
+
+def test_a_hub_id_is_asked_for_once_and_a_path_never(tmp_path, monkeypatch):
+    asked = []
+
+    def head(url, **_):
+        asked.append(url)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", head)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    one_line(lambda: problems.load_problems("tiny/nope"), "tiny/ is a folder here", "no network")
+    assert len(asked) == 1
+    for name in ("./nope", "../nope", "/no/such"):
+        one_line(lambda name=name: problems.load_problems(name), f"{name}: no such file")
+    assert len(asked) == 1
 
 
 def test_a_source_that_is_not_there_or_not_readable_is_refused(tmp_path):
