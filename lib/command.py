@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
+NEGATIVE = re.compile(r"-\.?\d")  # a value, and no flag: argparse's own knows no -1e-5
 VERSION = "0.1.0"  # of the project: --version prints it
 
 # ------------------------------------------------------------------- mistakes and signals, one line
@@ -50,6 +51,9 @@ def one_line_errors(program: str, reading: bool = False) -> Iterator[None]:
             fix = "; free space"
         if not reading and isinstance(e, OSError):
             fix += "; run the same command to continue"
+        if isinstance(e, BrokenPipeError):
+            e = BrokenPipeError("standard output is closed; redirect it, as by > log.txt")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing is left to fail at the exit
         rank = "" if is_first_rank() else f"rank {os.environ['RANK']}: "
         line = f"{rank}{name_of(program)}: {' '.join(str(e).split())}{fix}"
         print(line, file=sys.stderr, flush=True)
@@ -125,6 +129,7 @@ class Parser(argparse.ArgumentParser):
             fromfile_prefix_chars="@",
             **{"allow_abbrev": False, **settings},
         )
+        self._negative_number_matcher = NEGATIVE
         self.add_argument("--version", action="version", version=f"sgsd {VERSION}")
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:

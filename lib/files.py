@@ -25,7 +25,12 @@ def locked(folder: pathlib.Path, seconds: float = 60) -> Iterator[None]:
     lock = filelock.FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=seconds)
+        with contextlib.suppress(filelock.Timeout):
+            lock.acquire(timeout=0)
+        if not lock.is_locked:
+            line = "another command uses this directory; waiting for it to end, a minute at most"
+            print(f"{folder}: {line}", flush=True)
+            lock.acquire(timeout=seconds)
     except filelock.Timeout:
         line = f"{folder}: another command uses this directory; wait until it ends, or stop it"
         raise ValueError(line) from None

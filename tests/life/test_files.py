@@ -111,7 +111,7 @@ def test_digests_differ_where_the_parts_do(tmp_path):
 # ------------------------------------------------------------------------------------------- lock
 
 
-def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
+def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path, capsys):
     folder = tmp_path / "runs/run"
 
     def hold(argv):
@@ -125,6 +125,7 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
     for _ in range(2):  # the first refusal changes nothing
         with pytest.raises(ValueError, match=f"{folder}: another command"):
             files.locked(folder, seconds=0.1).__enter__()
+        assert f"{folder}: another command" in capsys.readouterr().out  # while it waits
     os.kill(pid, signal.SIGKILL)
     assert driver.wait(pid) == -signal.SIGKILL
     with files.locked(folder, seconds=0.1):
