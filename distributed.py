@@ -186,6 +186,15 @@ def all_gather(obj: Any, world: World) -> list:
     return objects
 
 
+def refuse_other_commands(commands: Sequence[dict[str, Any]]) -> None:
+    """ValueError unless all processes have the same settings. commands: of each rank, by flag."""
+    for rank, theirs in enumerate(commands):
+        for name, value in commands[0].items():
+            if theirs[name] != value:
+                rule = f"rank 0 has {value!r}, and rank {rank} {theirs[name]!r}"
+                raise ValueError(f"{name}: {rule}; give every process the same command")
+
+
 def broadcast(obj: Any, world: World) -> Any:
     """Rank 0's object, on every rank."""
     if world.size == 1:

@@ -240,16 +240,44 @@ def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evalua
     """
     policies = find_policies(cfg)
     tasks = load_tasks(cfg)
+    server = server_for(cfg, policies, world) if cfg.server else None
+    read_policies(policies, bool(server))
     for policy in policies if world.main else []:
         held.enter_context(files.locked(policy.folder))
     models = {policy.path for policy in policies} | {policy.base for policy in policies}
     digests = {path: files.contents(path, every_byte=True) for path in models}
     for policy in policies:
         policy.settings = settings_of(policy, cfg, world, digests)
+    if world.main:
+        print_other_bases(policies, digests)
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     prompts = make_prompts(cfg, tasks, world)
-    server = server_for(cfg, policies, world) if cfg.server else None
     return Evaluation(cfg, policies, tasks, prompts, verifier, server)
+
+
+def read_policies(policies: list[Policy], has_server: bool) -> None:
+    """ValueError for any policy that could not be loaded, before the first one is sampled.
+
+    has_server: the base is the server's, and was asked for.
+    """
+    for policy in policies:
+        if policy.path != policy.base:
+            model.check_tensors("adapter", policy.path, model.ADAPTER_FILE)
+    for base in {policy.base for policy in policies if not has_server}:
+        model.check_model(base)
+
+
+def print_other_bases(policies: list[Policy], digests: dict[str, str]) -> None:
+    """Say which plain models are no base of the adapters beside them.
+
+    digests: of the models' files, by path.
+    """
+    bases = {policy.base for policy in policies if policy.path != policy.base}
+    held = {digests[base] for base in bases}
+    for policy in policies:
+        if bases and policy.path == policy.base and digests[policy.path] not in held:
+            named = ", ".join(sorted(bases))
+            print(f"{policy.path}: is not the base of the adapters, which is {named}")
 
 
 def load_tasks(cfg: EvalConfig) -> Tasks:
@@ -450,7 +478,10 @@ def reading(cfg: EvalConfig, world: World) -> Iterator[None]:
 def evaluate(cfg: EvalConfig, world: World) -> None:
     """Sample every policy on every set; write the results and print a line for each."""
     with contextlib.ExitStack() as held:
+        values = {command.flag(name): value for name, value in asdict(cfg).items()}
+        commands = distributed.all_gather({**values, "--out": ""}, world)
         with reading(cfg, world):
+            distributed.refuse_other_commands(commands)
             evaluation = prepare(cfg, world, held)
         held.enter_context(command.one_line_errors(cfg.program))
         for policy in evaluation.policies:

@@ -53,6 +53,7 @@ Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 
 import functools
 import math
+import pathlib
 import random
 import time
 from collections.abc import Collection, Sequence
@@ -472,7 +473,10 @@ def begin_bank(run: Run, longest: Longest) -> None:
     if run.bank is None:
         run.bank = make_bank(run)
         seconds = time.monotonic() - started
-        run.save_bank()  # before the check, since it may have taken hours
+        run.save_bank()  # before the checks, since it may have taken hours
+        kind = command.UserError
+        with distributed.checked_on_all_ranks(run.world, kind), command.user_errors():
+            skills.refuse_short(run.bank, "", run.cfg.num_teachers)
         check_prompts(run, longest)
     elif not run.step:  # --bank, in a new run
         run.save_bank()
@@ -511,6 +515,13 @@ def evolve_bank(run: Run, longest: Longest) -> None:
 # --------------------------------------------------------------------------- prompts that must fit
 
 
+def load_bank(cfg: Config, path: str | pathlib.Path) -> SkillBank:
+    """Read the bank of a file. ValueError, too, if a list is empty, or --bank's is below K."""
+    bank = SkillBank.load(path)
+    skills.refuse_short(bank, cfg.bank, cfg.num_teachers)
+    return bank
+
+
 def longest_prompt(run: Run, pairs: int, problem: str, where: str, thinking: str) -> Prompt:
     """The longest prompt of a problem with so many pairs of the bank, where there is one."""
     chosen = []
@@ -527,27 +538,22 @@ def longest_prompt(run: Run, pairs: int, problem: str, where: str, thinking: str
 def longest_prompts(run: Run) -> list[Prompt]:
     """SGSD's longest prompts: the student's and a teacher's, or without a bank a seed problem's."""
     cfg, x = run.cfg, longest_problem(run)
-    where = f"problem {x.id}"
+    where = x.place
     prompts = [longest_prompt(run, 0, x.problem, where, cfg.student_prefix)]
     if run.bank is not None:
         prompts.append(longest_prompt(run, 1, x.problem, where, cfg.teacher_prefix))
     else:
-        where = f"problem {x.id} in the cold start"
+        where = f"{x.place} in the cold start"
         prompts.append((where, seed_prompt(run, x), cfg.cold_start_tokens))
     return prompts
 
 
 def check_prompts(run: Run, longest: Longest) -> None:
-    """UserError if a prompt would be too long, or a list of the bank is empty. On every rank.
+    """UserError if a prompt would be too long. On every rank.
 
-    Each list of --bank must have at least K entries. Called before a run writes anything, and when
-    the first bank has been made.
+    Called before a run writes anything, and when the first bank has been made.
     """
-    cfg = run.cfg
     with distributed.checked_on_all_ranks(run.world, command.UserError):
-        if run.bank is not None:
-            with command.user_errors():
-                skills.refuse_short(run.bank, cfg.bank, cfg.num_teachers)
         fault = too_long(run, longest)
         if fault:
             raise command.UserError(fault)
@@ -602,7 +608,7 @@ def main(
     """
     command.end_at_signals()
     cfg = command.parse(argv, about, kind, config.presets_of(kind), variants)
-    with Run.open(cfg, SkillBank.load) as run:
+    with Run.open(cfg, functools.partial(load_bank, cfg)) as run:
         return train(run, step_fn, longest)
 
 

@@ -34,6 +34,7 @@ from peft import LoraConfig
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import rotate_checkpoints
 from trl import TrlParser
 from trl.models import unwrap_model_for_generation
@@ -48,7 +49,7 @@ from extras.trl_run import CheckedTrainer, SGSDConfig
 from lib import command, files, runlog, verify
 from lib import model as lib_model
 from lib.problems import Problem
-from lib.run import evolution_is_due, too_long
+from lib.run import evolution_is_due, reading_last, too_long
 from rollout import Job, Rollout
 from skills import SkillBank, SkillPair
 
@@ -389,8 +390,14 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
     ValueError for a mistake in what the command names. Exits with 0 where the run is complete.
     """
     cfg, start = args.sgsd, trl_run.inspect(args)
+    with reading_last([*files.by_number(pathlib.Path(args.output_dir)).values()]):
+        bank = sgsd.load_bank(cfg, start.checkpoint / "bank.json" if start.checkpoint else cfg.bank)
+        if start.checkpoint:
+            lib_model.check_tensors("checkpoint", start.checkpoint)
+    embed = lib_model.load_encoder(cfg.encoder, args.device)
     outline, tokenizer = lib_model.load_outline(cfg.model)
-    bank = SkillBank.load(start.checkpoint / "bank.json" if start.checkpoint else cfg.bank)
+    if not is_deepspeed_zero3_enabled():  # under which transformers lets nobody read names alone
+        lib_model.check_model(cfg.model)  # TRL lets transformers make up a weight that is missing
     if not start.checkpoint:
         bank.window = []
     args.model_init_kwargs = loading_of(args)
@@ -407,7 +414,7 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
         args,
         start.problems,
         bank,
-        lib_model.load_encoder(cfg.encoder, args.device),
+        embed,
         verify.load_judge(cfg.verifier)(cfg.verify_timeout),
         processing_class=tokenizer,
         peft_config=lora,
@@ -439,7 +446,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as held:
         with command.one_line_errors(trl_run.PROGRAM, reading=True):
             kind: Any = SGSDConfig
-            (args,) = TrlParser(kind).parse_args_and_config(argv)
+            parser: Any = TrlParser(kind)
+            parser._negative_number_matcher = command.NEGATIVE
+            (args,) = parser.parse_args_and_config(argv)
             trl_run.claim(args, held)
             trainer = prepare(args)
             trl_run.refuse_coarse_weights(trainer.model)

@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from trl import GRPOConfig, GRPOTrainer
 
-from distributed import World
+from distributed import World, refuse_other_commands
 from lib import command, files, model, problems, runlog
 from lib.config import Config
 from lib.problems import Problem
-from lib.run import ROOT, differences, load_training, record_of
+from lib.run import ROOT, differences, load_training, record_of, shared_settings
 from skills import SkillBank
 
 PROGRAM = "extras.on_trl"
@@ -156,7 +156,7 @@ class CheckedTrainer(GRPOTrainer):
     norm = rate = 0.0  # of the latest step: the gradient's norm, and the learning rate
 
     def refuse_what_fails_later(self, causal: Any) -> None:
-        """ValueError for FSDP 1, and for a model whose rows take in their padding."""
+        """ValueError for FSDP 1, rows that take in their padding, and a weight that is NaN."""
         is_sharded = self.accelerator.distributed_type == DistributedType.FSDP
         if is_sharded and not self.accelerator.is_fsdp2:
             rule = "the bank's writer cannot call `generate` on its shards"
@@ -164,6 +164,8 @@ class CheckedTrainer(GRPOTrainer):
         if self.accelerator.is_main_process:  # others may have no weights yet
             with command.user_errors(f"model {causal.name_or_path}: "):
                 model.check_batching(causal)
+                if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
+                    model.refuse_not_finite(causal)  # DeepSpeed may have split the weights
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The norm before clipping. Where it is not finite no gradient stays: AdamW makes no step.
@@ -252,6 +254,8 @@ def inspect(args: SGSDConfig) -> Start:
         raise ValueError("--bank: needed; make one by sgsd.py --steps 0, or take one of banks/")
     data, _ = load_training(cfg)
     start = Start(record_on_trl(args, data), data, [])
+    values = {f"--{name}": start.record["trl"][name] for name in REFUSED}
+    refuse_other_commands(gather_object([shared_settings(start.record) | values]))
     checkpoints = files.by_number(out)
     start.step = max(checkpoints, default=0)
     start.checkpoint = checkpoints.get(start.step)

@@ -102,7 +102,9 @@ class Run:
                 places = distributed.all_gather(
                     (start.step, start.is_new, start.bank is None), world
                 )
+                commands = distributed.all_gather(shared_settings(start.record), world)
                 with distributed.checked_on_all_ranks(world, ValueError):
+                    distributed.refuse_other_commands(commands)
                     if len({*places}) > 1:
                         rule = "processes see different folders; give one on a disk that all share"
                         raise ValueError(f"--out {out}: {rule}")
@@ -114,8 +116,8 @@ class Run:
                     run = prepare(cfg, world, start, held)
             with command.one_line_errors(cfg.program):
                 yield run
-            if world.main:
-                print(what_next(run))
+                if world.main:
+                    print(what_next(run))
 
     @property
     def device(self) -> torch.device:
@@ -324,10 +326,21 @@ def shared_replies(
 def claim(out: pathlib.Path, held: contextlib.ExitStack) -> None:
     """Lock the directory; ValueError where its files are no run's."""
     names = {path.name for path in out.glob("*") if path.suffix != ".tmp"} - {files.LOCK}
-    if names and "config.json" not in names:
+    is_run = "config.json" in names and "program" in files.read_json(out / "config.json")
+    if names and not is_run:
         listed = ", ".join(sorted(names)[:5])
         raise ValueError(f"--out {out}: holds {listed}, and no run; give another directory")
     held.enter_context(files.locked(out))
+
+
+def shared_settings(record: dict[str, Any]) -> dict[str, Any]:
+    """What all processes must have alike, by flag: settings, and what those that name files hold.
+
+    record: config.json. Files may lie elsewhere on another machine.
+    """
+    settings, digests = record["settings"], record["digests"]
+    alike = {**settings, **digests}
+    return {config.flag(name): alike[name] for name in settings if name not in ("out", "device")}
 
 
 def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any]) -> Start:
@@ -349,7 +362,8 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
     checkpoint = files.of_step(out / "checkpoints", start.step)
     first = files.of_step(out / "bank", 0, ".json")
     if cfg.uses_skill_bank and start.step:
-        start.bank = load_bank(checkpoint / "bank.json")
+        with reading_last(checkpoints_of(out)):
+            start.bank = load_bank(checkpoint / "bank.json")
     elif cfg.uses_skill_bank and first.exists() and not start.is_new:
         start.bank = load_bank(first)
     elif cfg.bank:
@@ -364,6 +378,29 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
         line = f"{OLD_OUT} has an unfinished run of this command: --out {OLD_OUT} continues that"
         start.notes.append(line)
     return start
+
+
+@contextlib.contextmanager
+def reading_last(checkpoints: Sequence[pathlib.Path]) -> Iterator[None]:
+    """A block that reads a run's last checkpoint: a ValueError says how to go on without it.
+
+    checkpoints: the run's, in order.
+    """
+    try:
+        yield
+    except ValueError as e:
+        if not checkpoints:
+            raise
+        fix = "if a file is torn: there is no checkpoint before, so give another directory"
+        if len(checkpoints) > 1:
+            before, last = checkpoints[-2:]
+            fix = f"if a file is torn, remove {last}: the same command goes on after {before.name}"
+        raise ValueError(f"{e}; {fix}") from None
+
+
+def checkpoints_of(out: pathlib.Path) -> list[pathlib.Path]:
+    """The checkpoints of a run, in order."""
+    return [*files.by_step(out / "checkpoints").values()]
 
 
 def lies_in(out: pathlib.Path, cfg: Config, record: dict[str, Any]) -> bool:
@@ -529,7 +566,10 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
     held: closes what a run holds open.
     """
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
-    server = None
+    server, embed = None, None
+    check_weights(cfg, start)
+    if cfg.uses_skill_bank and cfg.steps:  # before the policy, which takes minutes
+        embed = model.load_encoder(cfg.encoder, world.device)
     if cfg.server and makes_bank(cfg, start):
         lm, tokenizer = model.load_outline(cfg.model)  # enough where a bank alone is made
         url = cfg.server[world.rank % len(cfg.server)]
@@ -552,6 +592,7 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
         stream=functools.partial(rollout.stream, lm, tokenizer),
         server=server,
         bank=start.bank,
+        embed=embed,
     )
     if cfg.steps or cfg.adapter:
         prepare_training(run)
@@ -559,12 +600,12 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
 
 
 def prepare_training(run: Run) -> None:
-    """The adapters, the optimizer, the last checkpoint, the encoder."""
+    """The adapters, the optimizer, the last checkpoint."""
     cfg, last = run.cfg, run.start.step
     checkpoint = files.of_step(run.out / "checkpoints", last) if last else None
     rank, alpha = cfg.lora_rank, cfg.lora_alpha
     if checkpoint or cfg.adapter:
-        base, rank, alpha = model.lora_of(checkpoint or cfg.adapter)
+        _, rank, alpha = model.lora_of(checkpoint or cfg.adapter)
     torch.manual_seed(cfg.seed)
     run.lm = model.with_adapters(run.lm, rank, alpha, cfg.checkpoint_above)
     run.stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
@@ -574,14 +615,25 @@ def prepare_training(run: Run) -> None:
     )
     if checkpoint:
         run.step = last  # which stands in the folder's name alone
-        run.extra_tensors = model.restore(checkpoint, run.lm, run.optimizer)
+        with reading_last(checkpoints_of(run.out)):
+            run.extra_tensors = model.restore(checkpoint, run.lm, run.optimizer)
     elif cfg.adapter:
+        model.restore(cfg.adapter, run.lm)
+
+
+def check_weights(cfg: Config, start: Start) -> None:
+    """ValueError for a torn checkpoint, or an --adapter that is none or not of --model."""
+    if start.step:
+        checkpoints = checkpoints_of(pathlib.Path(cfg.out))
+        with reading_last(checkpoints):
+            model.lora_of(checkpoints[-1])
+            model.check_tensors("checkpoint", checkpoints[-1], model.ADAPTER_FILE)
+    elif cfg.adapter:
+        base, _, _ = model.lora_of(cfg.adapter)
         has_moved = os.path.isabs(base) and not os.path.exists(base)
         if not has_moved and files.contents(base) != files.contents(cfg.model):
             raise ValueError(f"--adapter {cfg.adapter}: its base is {base}; give that as --model")
-        model.restore(cfg.adapter, run.lm)
-    if cfg.uses_skill_bank and cfg.steps:
-        run.embed = model.load_encoder(cfg.encoder, run.device)
+        model.check_tensors("adapter", cfg.adapter, model.ADAPTER_FILE)
 
 
 def cut(run: Run) -> None:

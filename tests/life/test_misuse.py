@@ -7,17 +7,21 @@ run that may not be continued in test_continue.py.
 
 import functools
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import driver
 import pytest
 import torch
-from conftest import make_model, make_tokenizer
+from conftest import ROOT, make_model, make_tokenizer
 from driver import completes, contents, flags, refused, rows, two
+from safetensors.torch import load_file, save_file
 
 import eval
 import sgsd
-from lib import model, problems, verify
+from lib import files, model, problems, verify
 from skills import SkillBank
 
 EMPTY_BANK = json.dumps({"general_skills": [], "common_mistakes": []})
@@ -174,6 +178,50 @@ def test_whatever_is_wrong_with_an_input_is_one_line(owner, name, refusal, monke
     refusal("of the input")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_teachers": 8}, {"bank": "{w}/none.json"}, {"adapter": "{w}/model"}]
+    + [{"encoder": "{w}/model"}, {"encoder": "./no"}],
+)
+def test_what_can_be_known_without_the_model_is_refused_before_it_is_loaded(
+    changes, world_dir, refusal, monkeypatch
+):
+    monkeypatch.setattr(model, "load_model", None)
+    put(world_dir / "none.json", EMPTY_BANK)
+    changes = {name: str(value).format(w=world_dir) for name, value in changes.items()}
+    refusal(*changes.values(), **changes)
+
+
+def test_a_value_below_zero_in_exponential_form_is_a_value(world_dir, tmp_path, capsys):
+    argv = [*flags(world_dir, tmp_path / "run"), "--learning-rate", "-1e-5"]
+    refused(capsys, sgsd.main, argv, "--learning-rate -1e-05", "must be > 0")
+
+
+def test_a_foreign_folder_stays_without_a_lock(world_dir, tmp_path, capsys):
+    folder = shutil.copytree(world_dir / "model", tmp_path / "model")
+    refused(capsys, sgsd.main, flags(world_dir, folder), f"--out {folder}", "no run")
+    assert not (folder / files.LOCK).exists()
+
+
+def test_another_seed_on_one_process_is_refused(world_dir, tmp_path):
+    argv, argv1 = (flags(world_dir, tmp_path / "run", seed=seed) for seed in (0, 1))
+    assert two(argv, tmp_path, argv1=argv1) == [2, 2]
+    assert "--seed: rank 0 has 0, and rank 1 1" in (tmp_path / "log0").read_text()
+    assert not contents(tmp_path / "run")
+
+
+def test_a_closed_standard_output_is_named(world_dir, tmp_path):
+    """As behind `| head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, ROOT / "sgsd.py", *flags(world_dir, tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environment)
+    os.close(writing)
+    (line,) = done.stderr.decode().strip().splitlines()
+    assert done.returncode == 2 and "standard output" in line and "redirect" in line
+
+
 def test_a_read_only_folder_names_out(tmp_path, refusal, monkeypatch):
     def read_only(*_, **__):
         raise PermissionError(13, "Permission denied")
@@ -228,6 +276,19 @@ BROKEN = [  # a file of a run, what stands there instead (None for nothing), and
 ]
 
 
+def test_a_torn_last_checkpoint_can_be_removed_to_go_on_after_the_one_before(
+    world_dir, tmp_path, capsys
+):
+    run, changes = tmp_path / "run", {"max_new_tokens": 8, "checkpoint_every": 1}
+    completes(sgsd.main, flags(world_dir, run, steps=2, **changes))
+    (run / LAST / model.ADAPTER_FILE).write_bytes(b"torn")
+    argv = flags(world_dir, run, steps=3, **changes)
+    refused(capsys, sgsd.main, argv, f"remove {run / LAST}", "after step_000001")
+    shutil.rmtree(run / LAST)
+    completes(sgsd.main, argv)
+    assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("name,content,words", BROKEN)
 def test_a_broken_run_stays_as_it_is(name, content, words, finished, world_dir, tmp_path, capsys):
     run = shutil.copytree(finished, tmp_path / "run")
@@ -240,6 +301,35 @@ def test_a_broken_run_stays_as_it_is(name, content, words, finished, world_dir, 
 
 
 # ----------------------------------------------------------------------------------- an evaluation
+
+
+def test_all_paths_are_read_before_the_first_sample(finished, world_dir, tmp_path, capsys):
+    base, torn = world_dir / "model", shutil.copytree(finished / LAST, tmp_path / "torn")
+    (torn / model.ADAPTER_FILE).write_bytes(b"torn")
+    lacking = shutil.copytree(base, tmp_path / "lacking")
+    tensors = load_file(lacking / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, lacking / "model.safetensors", metadata={"format": "pt"})
+    usual = [f"--out={tmp_path / 'out'}", "--verifier=driver:Exact", "--limit=1", "--samples=1"]
+    usual += ["--max-new-tokens=4", f"--data={world_dir / 'data.jsonl'}"]
+    paths = {"runs/aa": "runs/aa", torn: f"adapter {torn}", lacking: "model.norm.weight"}
+    for path, words in paths.items():
+        refused(capsys, eval.main, [base, path, *usual], words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_is_not_the_base_of_the_adapters_is_named(
+    finished, world_dir, tmp_path, capsys
+):
+    other = tmp_path / "other"
+    make_model(seed=1).save_pretrained(other)
+    make_tokenizer().save_pretrained(other)
+    usual = [f"--out={tmp_path / 'out'}", "--verifier=driver:Exact", "--limit=1", "--samples=1"]
+    usual += ["--max-new-tokens=4", f"--data={world_dir / 'data.jsonl'}"]
+    for path in (other, world_dir / "model"):
+        completes(eval.main, [path, finished, *usual])
+        named = f"{path}: is not the base" in capsys.readouterr().out
+        assert named == (path == other)
 
 
 def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, capsys):

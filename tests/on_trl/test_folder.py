@@ -7,6 +7,7 @@ import shutil
 import driver
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from trl_worlds import small_flags
 
 import eval
@@ -289,3 +290,63 @@ def test_eval_takes_full_weights_and_those_of_a_run_that_has_not_ended(world_dir
     os.remove(run / "model.safetensors")
     evaluate(world_dir, run)
     assert (run / "eval/checkpoint-1/results.json").exists()
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+def changed_model(world_dir, folder, change):
+    """A copy of the model with other weights."""
+    shutil.copytree(world_dir / "model", folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_model_that_lacks_a_weight_or_has_one_that_is_not_finite_is_refused(
+    world_dir, tmp_path, capsys
+):
+    def lose(tensors):
+        tensors.pop("model.norm.weight")
+
+    def spoil(tensors):
+        tensors["model.norm.weight"].fill_(float("nan"))
+
+    for name, change, words in (("a", lose, "model.norm.weight"), ("b", spoil, "not finite")):
+        lm = changed_model(world_dir, tmp_path / name, change)
+        argv = small_flags(world_dir, tmp_path / "run", model=lm)
+        assert words in refusal_of(argv, capsys)
+
+
+def refusal_of(argv, capsys):
+    """The last line of a command that is refused; libraries warn before it."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        on_trl.main(argv)
+    assert end.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_what_can_be_known_without_the_model_is_refused_before_it_is_loaded(
+    world_dir, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(on_trl.lib_model, "load_outline", None)
+    for changes in ({"num_teachers": 99}, {"encoder": world_dir / "model"}, {"data": "./no"}):
+        ((_, value),) = changes.items()
+        argv = small_flags(world_dir, tmp_path / "run", **changes)
+        assert str(value) in refusal_of(argv, capsys)
+
+
+def test_a_torn_last_checkpoint_can_be_removed_to_go_on_after_the_one_before(
+    run, world_dir, capsys
+):
+    unfinished(run)
+    last = run / "checkpoint-2"
+    (last / "adapter_model.safetensors").write_bytes(b"torn")
+    argv = small_flags(world_dir, run, steps=3)
+    line = refusal_of(argv, capsys)
+    assert f"remove {last}" in line and "after checkpoint-1" in line
+    shutil.rmtree(last)
+    assert on_trl.main(argv) == 0
+    assert record_of(run)["finished"] == 3
