@@ -90,6 +90,7 @@ class SGSDTrainer(CheckedTrainer):
         self.rollouts: list[Rollout] = []  # of the latest batch of this process
         self.rows: list[dict] = []  # of rollouts.jsonl, of the latest step, of all processes
         self.clock = runlog.Stopwatch()  # of the present step
+        self.watch = runlog.Watch()  # of a run that learns nothing
         self.start: Any = None  # of a command: a `trl_run.Start`
         verdict: Any = self.verdict
         super().__init__(
@@ -228,6 +229,8 @@ class SGSDTrainer(CheckedTrainer):
         peak = runlog.memory_gb(self.accelerator.device)
         metrics = runlog.summarize(step, self.rows, self.norm, self.rate, self.clock.seconds, peak)
         trl_run.log_step(self.args, [metrics | self.bank.counts], self.rows, audits)
+        if warning := self.watch.line_after(metrics):
+            self.say(warning)
 
     # ------------------------------------------------------------------------------- the bank
 

@@ -79,6 +79,7 @@ class Run:
     clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # of the present step
     audits: list[dict] = field(default_factory=list)  # this rank's lines of tokens.jsonl, likewise
     track: Callable[[dict], object] = lambda metrics: None  # the tracker's, on rank 0
+    watch: runlog.Watch = field(default_factory=runlog.Watch)  # of a run that learns nothing
     signals: command.Signals = field(default_factory=command.Signals)  # that came during a step
     skipped: int = 0  # steps in a row whose gradient was not finite
 
@@ -153,6 +154,8 @@ class Run:
         if self.world.main:
             self.track(metrics)
             tqdm.write(runlog.log_line(metrics, self.cfg.steps, late))
+            if warning := self.watch.line_after(metrics):
+                tqdm.write(warning)
 
     def save_is_due(self) -> bool:
         """Whether a checkpoint of the last step is to be saved, as before an evolution."""

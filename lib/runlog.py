@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+FIRST_STEPS, MEAN_OF = 3, 10  # steps: without a right solution; of a mean of the success
+LEAST_FALL = 0.1  # of such a mean, unless to 0: half of a low one comes and goes by chance
 LOGS = ("metrics", "rollouts", "tokens")  # the .jsonl files of a run
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
@@ -183,6 +185,59 @@ def log_line(metrics: dict[str, Any], steps: int, late: int = 0) -> str:
         f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
         f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}{slow}{legend}"
     )
+
+
+class Watch:
+    """Notices a run that learns nothing, from its steps since this command began.
+
+    It says so twice at most: once after the first steps, where none of their solutions was right,
+    and once where the mean success of ten steps is below half of the best ten's, by LEAST_FALL or
+    at 0.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []  # their lines of metrics.jsonl
+        self.best = 0.0  # the highest mean success of ten steps
+        self.best_step = 0  # the last of these
+        self.has_fallen = False
+
+    def line_after(self, metrics: dict[str, Any]) -> str:
+        """The line to print after a step, or "". metrics: the step's line of metrics.jsonl."""
+        self.steps.append(metrics)
+        if len(self.steps) == FIRST_STEPS:
+            return self._nothing_right()
+        return self._fall() if len(self.steps) >= MEAN_OF else ""
+
+    def _mean(self, name: str) -> float:
+        """The mean of a number over the last ten steps, or over all if there are fewer."""
+        values = [metrics[name] for metrics in self.steps[-MEAN_OF:]]
+        return sum(values) / len(values)
+
+    def _nothing_right(self) -> str:
+        """Why no solution was right so far, and the flag to look at."""
+        if self._mean("success") > 0:
+            return ""
+        if self._mean("truncated") == 1:
+            cause = "all were cut at --max-new-tokens; raise it"
+        elif self._mean("no_answer") == 1:
+            cause = "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier"
+        else:
+            flags = "--answer-field, --answer-after and --verifier"
+            cause = f"no answer was right; compare `pred` and `gold` in rollouts.jsonl; see {flags}"
+        return f"no right solution in this command's first {FIRST_STEPS} steps: {cause}"
+
+    def _fall(self) -> str:
+        """Whether the success fell, said once."""
+        mean, step = self._mean("success"), self.steps[-1]["step"]
+        if mean > self.best:
+            self.best, self.best_step = mean, step
+        is_clear = mean == 0 or self.best - mean >= LEAST_FALL
+        if self.has_fallen or mean >= self.best / 2 or not is_clear:
+            return ""
+        self.has_fallen = True
+        rule = "keep an earlier checkpoint, or lower --learning-rate"
+        best = f"{self.best:.2f} in steps {self.best_step - MEAN_OF + 1} to {self.best_step}"
+        return f"success fell to {mean:.2f} in the last {MEAN_OF} steps, from {best}; {rule}"
 
 
 # ------------------------------------------------------------------------ trackers and provenance

@@ -57,6 +57,17 @@ def test_what_a_run_leaves_on_disk(whole):
     assert not {path.suffix for path in out.rglob("*")} & {".tmp", ".pt", ".bin"}
 
 
+def test_a_run_without_a_right_solution_says_so_once_in_each_command(world_dir, tmp_path, capsys):
+    """Nothing of it lies on the disk: a continued run counts its own steps."""
+    changes = {"verifier": "driver:Exact", "batch_size": 2, "evolve_every": 0, "audit_every": 0}
+    train(world_dir, tmp_path / "run", steps=4, **changes)
+    assert capsys.readouterr().out.count("no right solution") == 1
+    train(world_dir, tmp_path / "run", steps=6, **changes)
+    assert "no right solution" not in capsys.readouterr().out
+    train(world_dir, tmp_path / "run", steps=9, **changes)
+    assert capsys.readouterr().out.count("no right solution") == 1
+
+
 def test_no_skill_text_reaches_a_student(whole):
     entries = []
     for bank in banks_of(whole.out).values():

@@ -125,6 +125,48 @@ def test_a_log_line_has_a_fixed_order_and_warns_of_cut_solutions():
     assert "distilled" in runlog.log_line(metrics | {"step": 1}, 200)  # a legend, once
 
 
+def watched(*successes, **shares):
+    """What a watch says after each of these steps. shares: of cut solutions, and without answer."""
+    watch, lines = runlog.Watch(), []
+    for step, success in enumerate(successes, 1):
+        metrics = {"step": step, "success": success, "truncated": 0.0, "no_answer": 0.0, **shares}
+        lines.append(watch.line_after(metrics))
+    return lines
+
+
+@pytest.mark.parametrize(
+    "shares, flag",
+    [
+        ({"truncated": 1.0, "no_answer": 1.0}, "--max-new-tokens"),
+        ({"truncated": 0.5, "no_answer": 1.0}, "--verifier"),
+        ({"truncated": 0.5, "no_answer": 0.9}, "--answer-field"),
+    ],
+)
+def test_first_steps_without_a_right_solution_name_the_flag_once(shares, flag):
+    lines = watched(*[0.0] * 40, **shares)
+    assert [bool(line) for line in lines] == [False, False, True] + [False] * 37
+    assert flag in lines[2] and "\n" not in lines[2]
+    assert not any(watched(0.0, 0.0, 0.01, **shares))
+
+
+def test_a_mean_success_below_half_of_the_best_is_said_once():
+    """The best ten are steps 3 to 12; five steps later the mean is half of theirs, then less."""
+    successes = [0.2] * 2 + [0.8] * 10 + [0.0] * 5
+    assert not any(watched(*successes))
+    lines = watched(*successes, 0.0, 0.0, 0.8, *[0.0] * 20)
+    assert [i for i, line in enumerate(lines, 1) if line] == [18]
+    for word in ("0.32", "0.80", "3 to 12"):
+        assert word in lines[17]
+
+
+def test_a_run_that_learns_or_stays_as_it_is_says_nothing():
+    assert not any(watched(*(0.1 + 0.02 * step for step in range(40))))
+    assert not any(watched(*[0.0, 0.1] * 20))
+    few = [0.09] * 10 + [0.03] * 10  # of 32 solutions three are right, or one, as chance has it
+    assert not any(watched(*few))
+    assert any(watched(*few, *[0.0] * 10))
+
+
 # ------------------------------------------------------------------------ trackers and provenance
 
 

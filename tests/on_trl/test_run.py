@@ -167,6 +167,13 @@ def test_a_run_has_the_logs_of_sgsd_py_and_a_report(tmp_path, capsys):
     assert "2 of 2 steps" in capsys.readouterr().out
 
 
+def test_a_run_without_a_right_solution_says_so_once(tmp_path, capsys):
+    changes = {"batch_size": 4, "num_teachers": 2, "evolve_every": 0, "max_new_tokens": 4}
+    on_trl.main(tiny_flags(tmp_path / "run", steps=4, **changes))
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if "no right solution" in x)
+    assert "--max-new-tokens" in line
+
+
 def test_the_sharded_configuration_is_one_of_accelerate():
     given = load_config_from_file(str(conftest.ROOT / "extras/fsdp2.yaml"))
     assert given.distributed_type == "FSDP" and given.num_processes == 8
