@@ -17,7 +17,7 @@ from conftest import ROOT
 from driver import rows
 
 from lib import files
-from lib.problems import Problem
+from lib.problems import Problem, load_problems
 from lib.verify import load_judge
 from skills import entry_text
 
@@ -206,6 +206,70 @@ def test_another_method_is_a_step_and_continues_and_its_edit_is_noticed(tmp_path
         rewards = torch.tensor(wanted)
         of_group = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         assert [row["advantage"] for row in group] == pytest.approx(of_group.tolist(), abs=1e-5)
+
+
+@pytest.mark.long
+def test_a_step_without_groups_has_a_moving_baseline_that_a_continued_run_keeps(tmp_path):
+    """The baseline is the rewards' moving mean, of a run that stopped in between and of one."""
+    copy, title = copy_of_the_tree(tmp_path), "A method without groups"
+    small = "--batch-size 4 --checkpoint-every 1 --steps 4"
+    whole = follow(title, copy, small)
+    assert not (whole / "bank").exists()
+    run(command_of(title), copy, f"{small} --out runs/halves --steps 2")
+    run(command_of(title), copy, f"{small} --out runs/halves")
+    baseline = 0.0
+    for out in (whole, copy / "runs/halves"):
+        baseline, rollouts = 0.0, rows(out / "rollouts.jsonl")
+        assert [row["step"] for row in rollouts] == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
+        for first in range(0, 16, 4):
+            batch = rollouts[first : first + 4]
+            for row in batch:
+                assert row["advantage"] == pytest.approx(row["r"] - baseline, abs=1e-6)
+            baseline = 0.9 * baseline + 0.1 * sum(row["r"] for row in batch) / 4
+    assert baseline
+
+
+PROGRAMS = "A verdict on programs"
+
+
+def row_of_programs():
+    """The row that the page shows, as a line of a file."""
+    return re.search(r'^    (\{"problem".*)$', section(PROGRAMS), re.M)[1] + "\n"
+
+
+def test_a_program_is_right_if_it_gets_past_its_tests_in_time(tmp_path, monkeypatch):
+    """Not one that ends before them, runs on, or cannot be run."""
+    write_files(PROGRAMS, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "programs.jsonl").write_text(row_of_programs())
+    (problem,) = load_problems("programs.jsonl")[0]
+    programs = {
+        "def double(n):\n    return 2 * n": True,
+        "def double(n):\n    return n * n": False,
+        "raise SystemExit(0)": False,
+        "while True:\n    pass": False,
+        "def double(n): return \0": False,
+    }
+    cases = [(problem, f"So:\n```python\n{program}\n```\n") for program in programs]
+    with load_judge("code_domain:Program")(2.0) as judge:
+        verdicts = judge.judge([*cases, (problem, "double = lambda n: 2 * n")])
+        assert judge.timeouts == 1
+    assert [verdict.right for verdict in verdicts] == [*programs.values(), False]
+    assert verdicts[-1].answer is None
+
+
+@pytest.mark.long
+def test_a_verdict_on_programs_trains_and_says_that_no_solution_has_one(tmp_path):
+    copy = copy_of_the_tree(tmp_path)
+    row, lines = json.loads(row_of_programs()), []
+    for i in range(4):
+        lines.append(json.dumps({**row, "problem": f"{row['problem']} ({i})"}) + "\n")
+    (copy / "programs.jsonl").write_text("".join(lines))
+    write_files(PROGRAMS, copy)
+    output = run(command_of(PROGRAMS), copy, f"{SHORT} --steps 3")
+    assert output.count("no right solution") == 1 and "had an answer" in output
+    assert {row["r"] for row in rows(copy / "runs/programs/rollouts.jsonl")} == {-1}
 
 
 GYM = "Another domain, end to end"
