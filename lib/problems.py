@@ -246,6 +246,7 @@ def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, d
                 yield f"{source} row {row}", dict(zip(part, values))
                 row += 1
     except Exception as e:  # the library raises many kinds: offline, no such id, no such split
+        e = e.__cause__ if isinstance(e.__cause__, Exception) else e  # "An error occurred" hides it
         cause = f"{type(e).__name__}: {textwrap.shorten(str(e), 300, placeholder=' ...')}"
         raise ValueError(f"{source}: not read ({cause}); check --data and --split") from None
 

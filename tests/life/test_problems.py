@@ -148,6 +148,10 @@ def test_a_source_that_is_not_there_or_not_readable_is_refused(tmp_path):
     one_line(lambda: problems.load_problems(str(tmp_path / "x.parquet")), "x.parquet")
     (tmp_path / "x.csv").write_text("problem,answer\n")
     one_line(lambda: problems.load_problems(str(tmp_path / "x.csv")), "x.csv")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(ROW + "{\n")
+    one_line(lambda: problems.load_problems(str(folder)), folder, "JSON")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
