@@ -25,11 +25,12 @@ The defaults that decide the method:
 
     optimizer   learning_rate 5e-6 in the first step, falling linearly to 0 after the last
                 steps 200, batch_size 32 problems with one solution each, grad_clip 0.1
+                lora_rank 64, lora_alpha 128; every rank begins with the same adapters
     teachers    num_teachers 8 (K), eps_a 0.05 and c_delta 3 nats, tau_g 1 nats^2
                 teacher_prefix bare: no think block, as a thinking model would open it itself
     student     student_prefix closed: an empty think block, so no thinking
                 temperature 1.1, top_p 0.95, top_k 20, max_new_tokens 1024
-    bank        evolve_every 25 (F), success_gate 0.8 (gamma), max_new_items 5 (N, both lists)
+    bank        evolve_every 25 (F), success_gate 0.8 (gamma), max_new_items 5 (N, together)
                 dynamic_capacity 30 (C, each list), merge_group_size 32 (H), merge_patience 3 (P)
                 reply_tokens 4096; no reference answer in what the writer sees (memory_answer)
     cold start  cold_start 256 seed problems, solved with thinking: cold_start_temperature 1.0,
@@ -338,7 +339,7 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T)  # Eq. 5
     loss, numbers = loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, reward(roll))  # lines 10-14
     if not numbers["rho"].any() and loss.isfinite():
-        loss = loss.detach()  # all teachers are ignored; a NaN keeps its graph, to end the step
+        loss = loss.detach()  # all teachers are ignored; a NaN keeps its graph, so that the step is skipped
     return for_the_logs(loss, numbers)
 
 
