@@ -339,7 +339,7 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T)  # Eq. 5
     loss, numbers = loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, reward(roll))  # lines 10-14
     if not numbers["rho"].any() and loss.isfinite():
-        loss = loss.detach()  # all teachers are ignored; a NaN keeps its graph, so that the step is skipped
+        loss = loss.detach()  # all teachers are ignored; a NaN must reach the gradient
     return for_the_logs(loss, numbers)
 
 
