@@ -531,10 +531,7 @@ def evolve(
 
     Candidates come from every row of the window as in Algorithm 2, and are merged with each other.
     If there are any, the dynamic entries, which earlier evolutions added, are merged with them, so
-    the writer may reword or join these. Each list keeps its first C dynamic entries. A list's
-    growth is the number of entries by which it is longer than before, at least 0. While both
-    together have grown by more than N, the one that grew more, at a tie the skills, loses its last.
-
+    the writer may reword or join these.
     window: W, the rows of all rollouts since an evolution was last due (D2); see `memory_of`.
     evolve_every: F; 0 disables. success_gate: γ. max_new_items: N, for both lists together (S12).
     dynamic_capacity: C, per list. Static entries stay, and no dynamic one has their text (D11).
@@ -617,7 +614,9 @@ def limit_growth(
 ) -> dict[str, list[dict]]:
     """The lists with at most C entries each and N more than before together (Alg. 4, line 13).
 
-    The list that grows more loses its last entries (S12).
+    Each keeps its first C. A list's growth is the number of entries by which it is longer than
+    before, at least 0. While both together have grown by more than N, the one that grew more, at a
+    tie the skills, loses its last (S12).
     """
     limited = {key: after[key][:dynamic_capacity] for key in after}
     while True:
