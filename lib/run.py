@@ -571,6 +571,8 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     server, embed = None, None
     check_weights(cfg, start)
+    if cfg.steps or not cfg.server:  # else the weights may not be here
+        model.check_model(cfg.model)
     if cfg.uses_skill_bank and cfg.steps:  # before the policy, which takes minutes
         embed = model.load_encoder(cfg.encoder, world.device)
     if cfg.server and makes_bank(cfg, start):
