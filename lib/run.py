@@ -39,7 +39,6 @@ from lib.problems import Problem
 from rollout import Job, Rollout, Sampling
 
 ROOT = pathlib.Path(__file__).parent.parent
-OLD_OUT = pathlib.Path("runs/tiny")  # of all methods with --preset tiny, before each had its own
 Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows), as `rollout.stream`
 
 
@@ -377,9 +376,6 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
         start.notes.append(line)
     if evolution_is_due(cfg, start.step, start.bank):
         start.notes.append(f"the bank's evolution after step {start.step} is made first")
-    if start.is_new and lies_in(OLD_OUT, cfg, start.record):
-        line = f"{OLD_OUT} has an unfinished run of this command: --out {OLD_OUT} continues that"
-        start.notes.append(line)
     return start
 
 
@@ -404,17 +400,6 @@ def reading_last(checkpoints: Sequence[pathlib.Path]) -> Iterator[None]:
 def checkpoints_of(out: pathlib.Path) -> list[pathlib.Path]:
     """The checkpoints of a run, in order."""
     return [*files.by_step(out / "checkpoints").values()]
-
-
-def lies_in(out: pathlib.Path, cfg: Config, record: dict[str, Any]) -> bool:
-    """Whether another directory has an unfinished run that this command would go on with."""
-    saved: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):  # the command does not name this directory
-        saved = files.read_json(out / "config.json")
-    if saved.get("program") != cfg.program or "digests" not in saved:
-        return False
-    is_unfinished = max(files.by_step(out / "checkpoints"), default=0) < cfg.steps
-    return is_unfinished and not differences(saved, record, cfg)[0]
 
 
 def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:

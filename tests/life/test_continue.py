@@ -546,18 +546,6 @@ def test_the_name_of_a_checkpoint_is_the_only_place_of_its_step(world_dir, kille
     assert list(files.by_step(killed / "checkpoints")) == [2, 3, 5, 6]
 
 
-def test_a_new_run_says_where_an_unfinished_one_of_the_old_name_lies(
-    world_dir, killed, tmp_path, monkeypatch, capsys
-):
-    """Every method wrote to runs/tiny with --preset tiny before each had a folder of its own."""
-    (tmp_path / "runs").mkdir()
-    killed.rename(tmp_path / "runs/tiny")
-    monkeypatch.chdir(tmp_path)
-    for changes, is_said in (({}, True), ({"tau_g": 2}, False), ({"steps": 4}, False)):
-        with driver.opened(world_dir, "new", **{**driver.SMALL, **changes}) as run:
-            assert any("--out runs/tiny" in note for note in run.start.notes) == is_said
-
-
 def test_a_run_goes_on_without_its_logs(world_dir, killed, uninterrupted, log):
     """They are no part of what it needs to go on. What is cut is said."""
     for name in ("rollouts", "tokens"):
