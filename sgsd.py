@@ -405,7 +405,7 @@ def record(
     if every and (step == 1 or step % every == 0):
         run.audits.append(runlog.token_row(step, index, roll, result, run.tokenizer))
     row = runlog.rollout_row(step, index, pairs_K, roll, result, run.cfg.c_delta)
-    return {**row, "reward": reward(roll)}
+    return {**row, "reward": float(reward(roll))}
 
 
 # ------------------------------------------------ the bank (Algorithm 1, line 17; Algorithms 2-4)
@@ -517,9 +517,13 @@ def evolve_bank(run: Run, longest: Longest) -> None:
 
 
 def load_bank(cfg: Config, path: str | pathlib.Path) -> SkillBank:
-    """Read the bank of a file. ValueError, too, if a list is empty, or --bank's is below K."""
+    """Read the bank of a file. ValueError, too, if a list is empty, or below K in --bank's own.
+
+    In the run's own bank a list may be below K: a merge of dynamic entries can shorten it (S8).
+    """
     bank = SkillBank.load(path)
-    skills.refuse_short(bank, cfg.bank, cfg.num_teachers)
+    is_given = bool(cfg.bank) and pathlib.Path(path) == pathlib.Path(cfg.bank)
+    skills.refuse_short(bank, cfg.bank if is_given else "", cfg.num_teachers)
     return bank
 
 
@@ -543,7 +547,7 @@ def longest_prompts(run: Run) -> list[Prompt]:
     prompts = [longest_prompt(run, 0, x.problem, where, cfg.student_prefix)]
     if run.bank is not None:
         prompts.append(longest_prompt(run, 1, x.problem, where, cfg.teacher_prefix))
-    else:
+    elif cfg.uses_skill_bank:
         where = f"{x.place} in the cold start"
         prompts.append((where, seed_prompt(run, x), cfg.cold_start_tokens))
     return prompts

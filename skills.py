@@ -152,6 +152,9 @@ def _check_entries(entries: list, key: str, where: str) -> None:
         missing = [name for name in names if not isinstance(values.get(name), str)]
         if missing:
             raise ValueError(f"{where}[{i}] lacks the strings {', '.join(missing)} (App. C)")
+        sources = entry.get("sources") or []
+        if not isinstance(sources, list) or not all(isinstance(x, str) for x in sources):
+            raise ValueError(f"{where}[{i}] has `sources` that are no list of strings")
         if entry[IDS[key]] in seen_ids:
             raise ValueError(f"{where}[{i}] needs an id of its own, got {entry[IDS[key]]} again")
         seen_ids.add(entry[IDS[key]])

@@ -68,6 +68,8 @@ def grpo_advantages(rewards_G: Tensor, eps: float = 1e-4) -> Tensor:
     if rewards_G.ndim != 1 or len(rewards_G) < 2:
         shape = tuple(rewards_G.shape)
         raise ValueError(f"grpo_advantages: rewards_G must be [G] with G >= 2, got {shape}")
+    if (rewards_G == rewards_G[0]).all():  # their mean in fp32 may be another number
+        return torch.zeros_like(rewards_G)
     return (rewards_G - rewards_G.mean()) / (rewards_G.std() + eps)
 
 

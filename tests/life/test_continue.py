@@ -546,6 +546,20 @@ def test_the_name_of_a_checkpoint_is_the_only_place_of_its_step(world_dir, kille
     assert list(files.by_step(killed / "checkpoints")) == [2, 3, 5, 6]
 
 
+def test_a_run_goes_on_whose_merges_left_fewer_entries_than_k(world_dir, tmp_path, log):
+    """S8: fewer pairs, as in the run itself; only the bank that --bank names needs K entries."""
+    out = tmp_path / "run"
+    argv = driver.flags(world_dir, out, steps=3, num_teachers=3, evolve_every=0)
+    assert go(argv, log, driver.stopping_at(2)) == 130, log.read_text()
+    file = out / "checkpoints/step_000002/bank.json"
+    bank = SkillBank.load(file)
+    bank.general_skills[2:] = []
+    bank.save(file)
+    assert go(argv, log) == 0, log.read_text()
+    last = [row for row in rows(out / "rollouts.jsonl") if row["step"] == 3]
+    assert [len(row["pairs"]) for row in last] == [2] * 4
+
+
 def test_a_run_goes_on_without_its_logs(world_dir, killed, uninterrupted, log):
     """They are no part of what it needs to go on. What is cut is said."""
     for name in ("rollouts", "tokens"):

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 import eval
 import sgsd
 from lib import files, model, problems, verify
+from methods import grpo
 from skills import SkillBank
 
 EMPTY_BANK = json.dumps({"general_skills": [], "common_mistakes": []})
@@ -154,6 +155,14 @@ def test_a_methods_longest_prompt_is_refused_before_anything_is_written(
         most = max(len(ids) for _, ids, _ in longest(run))
     program = functools.partial(run_method, method)
     refusal(words, f"{most} tokens", program=program, max_prompt_tokens=most - 1, **changes)
+
+
+def test_a_method_that_names_no_longest_prompts_and_makes_no_bank_has_no_cold_start(
+    world_dir, tmp_path
+):
+    with driver.opened(world_dir, tmp_path / "run", grpo.GRPOConfig, bank="") as run:
+        (prompt,) = sgsd.longest_prompts(run)
+        assert prompt[2] == run.cfg.max_new_tokens
 
 
 def run_method(method, argv):

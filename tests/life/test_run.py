@@ -7,6 +7,7 @@ import shutil
 
 import datasets
 import driver
+import numpy as np
 import pytest
 import torch
 from conftest import PROBLEMS, make_tokenizer
@@ -113,7 +114,7 @@ def test_another_reward_moves_training_alone(world_dir, tmp_path, monkeypatch):
     """The verdict stays what it is in the records, in a memory and for the bank's success gate."""
     with opened(world_dir, tmp_path / "a") as run:
         plain, _ = sgsd.train_step(run, 1)
-    monkeypatch.setattr(sgsd, "reward", lambda roll: -roll.r)
+    monkeypatch.setattr(sgsd, "reward", lambda roll: np.int64(-roll.r))
     with opened(world_dir, tmp_path / "b") as run:
         other, _ = sgsd.train_step(run, 1)
     assert any(rho for row in plain for rho in row["rho"])

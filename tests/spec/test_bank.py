@@ -138,6 +138,8 @@ WRONG = [
     (bank_text([{"title": "t"}]), "general_skills[0] lacks the strings skill_id, principle"),
     (bank_text([SKILL] * 2), "general_skills[1]"),
     (bank_text([], ["text"]), "common_mistakes[0] lacks"),
+    (bank_text([{**SKILL, "sources": [3, "p1"]}]), "general_skills[0] has `sources`"),
+    (bank_text([{**SKILL, "sources": "p1"}]), "general_skills[0] has `sources`"),
     (json.dumps(EMPTY | {"metadata": None}), "`metadata`"),
     (json.dumps(EMPTY | {"metadata": {"updates": {}}}), "`metadata`"),
 ]

@@ -24,6 +24,7 @@ def test_grpo_advantages():
     # mean 1/2, std sqrt((1/4 + 1/4 + 0) / 2) = 1/2; eps 1/2: -+1/2 and 0
     same(grpo.grpo_advantages(t([0.0, 1.0, 0.5]), eps=0.5), [-0.5, 0.5, 0.0])
     assert not grpo.grpo_advantages(t([-1.0] * 8)).any()  # a group that teaches nothing
+    assert not grpo.grpo_advantages(t([0.3] * 6), eps=1e-6).any()  # whose mean rounds
     one_line(lambda: grpo.grpo_advantages(torch.ones(1)), "G >= 2", "(1,)")
 
 
