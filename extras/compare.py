@@ -9,7 +9,8 @@ models come before checkpoints, so that a run's base model is the first. Differe
 problem, with 95% intervals over problems. Of each run the best checkpoint stands beside the last.
 The mean, and with it the best checkpoint, is over the sets that all have; a cell is empty where an
 evaluation lacks the set.
-Evaluations of other problems, samples, settings or another base model are named and not compared.
+Evaluations of other problems, samples or settings, and adapters on another base model, are named
+and not compared.
 comparison.json, beside the first evaluation, holds all that is printed.
 
 Dimension key: P problems.
@@ -34,7 +35,7 @@ from lib import command, files
 # Settings in which two evaluations may differ: who is evaluated, and the machine.
 MAY_DIFFER = {"the policy's files", "skills", "num_skills", "the skills' prompts", "encoder"}
 MAY_DIFFER |= {"device", "attn"}
-STEP = re.compile(r"step_(\d{6})")
+STEP = re.compile(r"(?:step_|checkpoint-)(\d+)")  # of sgsd.py, and on TRL
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Evaluated:
         """A checkpoint's step, 0 for all else."""
         match = STEP.search(self.folder.name)
         return int(match[1]) if match else 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a whole model was evaluated, not adapters on one."""
+        return self.settings["the policy's files"] == self.settings["the base's files"]
 
     def samples_per_problem(self, name: str) -> int:
         return self.sets[name]["samples"] // self.sets[name]["problems"]
@@ -71,7 +77,7 @@ def evaluations_in(folder: pathlib.Path) -> list[Evaluated]:
             fix = "move its folder away and give its eval.py command again"
             raise ValueError(f"{path}: is of an older eval.py; {fix}")
         evaluated.append(Evaluated(path.parent, settings, sets))
-    return sorted(evaluated, key=lambda x: x.step)
+    return sorted(evaluated, key=lambda x: (x.step, not x.is_plain))
 
 
 def why_not(one: Evaluated, other: Evaluated, name: str) -> str:
@@ -84,7 +90,10 @@ def why_not(one: Evaluated, other: Evaluated, name: str) -> str:
         conditions.append(x.settings | {"problems": row["digest"], "samples": row["samples"]})
     mine, theirs = conditions
     differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-    named = sorted({*differ} - MAY_DIFFER)
+    may_differ = {*MAY_DIFFER}
+    if one.is_plain and other.is_plain:  # such as weights that were all trained, and their base
+        may_differ.add("the base's files")
+    named = sorted({*differ} - may_differ)
     return f"they have different values of {', '.join(named)}" if named else ""
 
 

@@ -44,9 +44,6 @@ from rollout import Job
 MAX_BYTES = 4_900_000  # of the page
 WINDOW_PROBLEMS = 100  # of the steps that are taken together as a run's first, and as its last
 
-NO_LEDGER = "Dynamic entries have no ledger: an older version made this run, and each of its "
-NO_LEDGER += "evolutions gave them new ids."
-
 Banks = dict[int, skills.SkillBank]  # by the step after which each came into use, oldest first
 Ledger = dict[tuple[str, str], dict]  # by kind and id
 
@@ -65,6 +62,8 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     args = parser.parse_args(argv)
     if (args.explain is None) != (args.answer is None):
         parser.error("--explain and --answer: each needs the other; give both")
+    if args.draws < 1:
+        parser.error(f"--draws {args.draws}: must be > 0")
     if args.explain is not None and len(args.runs) > 1:
         parser.error(f"--explain: give one run, got {len(args.runs)}")
     return args
@@ -97,7 +96,7 @@ def place(run: pathlib.Path) -> pathlib.Path:
 
 def about(run: pathlib.Path) -> dict[str, Any]:
     """A run's config.json; ValueError where there is none."""
-    file = run / "config.json"
+    file = place(run) / "config.json"
     read = files.read_json(file) if file.exists() else {}
     if "settings" not in read:
         raise ValueError(f"{run}: no config.json of a run is there; give a run such as runs/sgsd")
@@ -109,19 +108,23 @@ def updates_of(bank: skills.SkillBank) -> list[dict]:
     return bank.metadata.get("updates", [])
 
 
-def renumbers(banks: Banks) -> bool:
-    """Whether evolutions of this run gave dynamic entries other ids, as those of old versions."""
+def refuse_renumbered(banks: Banks) -> None:
+    """ValueError where evolutions gave dynamic entries other ids, as those of old versions did."""
     versions = [updates_of(bank) for bank in banks.values()]
-    return bool(versions) and not all("new" in x for x in versions[-1][len(versions[0]) :])
+    if versions and not all("new" in x for x in versions[-1][len(versions[0]) :]):
+        rule = "an older version made this run, and its evolutions gave dynamic entries new ids"
+        raise ValueError(f"{rule}; make its report with the commit in its config.json")
 
 
 def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
-    """A row for each skill and mistake; none for a dynamic one where evolutions changed its id.
+    """A row for each skill and mistake.
 
     A row says which versions of the bank held the entry first and last, how often it was retrieved,
     and how often it was distilled, reversed or ignored, on successes and on failures.
-    ValueError where a rollout used an entry that is in no version of the bank.
+    ValueError where a rollout used an entry that is in no version of the bank, and for a run of an
+    older version.
     """
+    refuse_renumbered(banks)
     rows: Ledger = {}
     for step, bank in banks.items():
         for kind, id_field in skills.IDS.items():
@@ -140,8 +143,6 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
                 rows[kind, id_]["retrieved"] += 1
                 if has_teachers:
                     rows[kind, id_][runlog.FATE[roll["rho"][k]]][outcome] += 1
-    if renumbers(banks):
-        return {key: rows[key] for key in rows if not key[1].startswith(skills.DYNAMIC)}
     return rows
 
 
@@ -247,8 +248,7 @@ def teachers(row: dict, rows: Ledger) -> list[dict]:
         if len(row["pairs"]) == len(row["rho"]):
             teacher |= {name: number(row[name][k]) for name in ("s_g", "s_e")}
             for name, kind, id_ in zip(("skill", "mistake"), skills.IDS, row["pairs"][k]):
-                is_listed = (kind, id_) in rows
-                teacher[name] = named(rows[kind, id_]) if is_listed else [id_, NO_LEDGER]
+                teacher[name] = named(rows[kind, id_])
         of_rollout.append(teacher)
     return of_rollout
 
@@ -280,9 +280,12 @@ def in_words(view: dict, eps_a: float, shown: list[dict]) -> str:
     fate = {1: "so we distil from it", -1: "so we push away from it", 0: "so we ignore it"}
     for teacher in shown:
         likelier = "likelier" if teacher["a"] > 0 else "less likely"
+        seen = "with what this method shows its teacher"
+        if "skill" in teacher:
+            lines.append(f"  skill      {': '.join(teacher['skill'][1:3])}")
+            seen = "with this skill and a mistake in the prompt"
         lines += [
-            f"  skill      {': '.join(teacher.get('skill', ['', 'none'])[1:3])}",
-            "  teacher    with this skill and a mistake in the prompt the solution's tokens are",
+            f"  teacher    {seen} the solution's tokens are",
             f"             {abs(teacher['a']):.4f} nats {likelier} on average (threshold {eps_a}), "
             f"{fate[teacher['rho']]}",
         ]
@@ -318,7 +321,7 @@ def summary(
             sizes = [len(banks[step].collection(key)) for step in (min(banks), max(banks))]
             rows.append([f"{label} in the bank", *map(str, sizes)])
     rows += rows_of_evaluations(run)
-    return rows + [["bank", str(run / "bank/bank.json")]] if banks and not steps else rows
+    return rows + [["bank", str(place(run) / "bank/bank.json")]] if banks and not steps else rows
 
 
 def numbers_of(steps: list[dict]) -> dict[str, str]:
@@ -379,7 +382,8 @@ def evaluations(run: pathlib.Path) -> dict[tuple[str, str], list[Evaluated]]:
     curves: dict[tuple[str, str], list[Evaluated]] = {}
     for x in compare.evaluations_in(run / "eval"):
         skilled = " + skills" if x.settings["skills"] else ""
-        for name in x.sets if not x.step or x.folder.name.startswith("step_") else []:
+        is_own = compare.STEP.match(x.folder.name)
+        for name in x.sets if is_own or x.is_plain else []:
             curves.setdefault((name, skilled), []).append(x)
     for (name, skilled), inside in curves.items():
         comparable = [x for x in inside if not compare.why_not(inside[-1], x, name)]
@@ -402,15 +406,17 @@ def points_of(run: pathlib.Path) -> list[dict]:
 
 def collect(run: pathlib.Path) -> dict:
     """The page's data of a run. Writes its ledger.json. ValueError where there is no run."""
-    settings = about(run)["settings"]
-    metrics, rollouts, tokens = (
-        list(files.read_jsonl(run / f"{name}.jsonl")) for name in runlog.LOGS
+    logs = place(run)
+    record = about(run)
+    settings = record["settings"]
+    # A run that is still going writes a step's metrics first, then rollouts, then tokens.
+    tokens, rollouts, metrics = (
+        list(files.read_jsonl(logs / f"{name}.jsonl")) for name in reversed(runlog.LOGS)
     )
-    banks = load_banks(run)  # after the rollouts: a run that is still going writes both
+    banks = load_banks(logs)  # after the rollouts, which use their entries
     by_id = ledger(banks, rollouts)
-    note = NO_LEDGER if renumbers(banks) else ""
-    counted = {"step": rollouts[-1]["step"] if rollouts else 0, "note": note}
-    files.write_json(run / "ledger.json", counted | {"entries": [*by_id.values()]})
+    counted = {"step": rollouts[-1]["step"] if rollouts else 0, "entries": [*by_id.values()]}
+    files.write_json(logs / "ledger.json", counted)
     columns = {}
     for name in dict.fromkeys(itertools.chain.from_iterable(metrics)):
         columns[name] = [number(row.get(name)) for row in metrics]
@@ -425,14 +431,14 @@ def collect(run: pathlib.Path) -> dict:
     bounds["credit"] = colour_bounds(noise, float(gate[2].max()))
     return {
         "name": str(run),
+        "program": record["program"],
         "summary": summary(run, settings, metrics, banks),
         "settings": settings,
         "metrics": columns,
         "evals": points_of(run),
         "rollouts": views,
-        "memories": trace_sources(by_id, memories(run, rollouts)),
+        "memories": trace_sources(by_id, memories(logs, rollouts)),
         "ledger": [*by_id.values()],
-        "no_ledger": note,
         "history": history(banks, by_id),
         "taught": any(row.get("rho") for row in rollouts),  # whether any rollout had a teacher
         "explained": bool(rollouts) and not metrics,  # --explain's folder, which logs no step
@@ -553,24 +559,30 @@ def explained(run: Any, x: Problem, draws: int) -> list[dict]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    command.end_at_signals()
-    args = arguments(argv)
-    with command.one_line_errors("report", reading=True):
-        runs = [place(run) for run in args.runs]
-        if args.explain is not None:
-            runs = [explain(runs[0], args.explain, args.answer, args.draws)]
-        out = args.out or (runs[0] if len(runs) == 1 else pathlib.Path()) / "report.html"
-        data = write(runs, out)
-    for run in data if args.explain is None else []:
+def print_runs(data: list[dict]) -> None:
+    """Each run in numbers, and one of its audited solutions with its strongest teacher."""
+    for run in data:
         print(f"{run['name']}\n{in_columns(run['summary'])}\n")
         view = run["rollouts"][run["opens"]] if run["rollouts"] else {"teachers": []}
         if view["teachers"]:
             print(f"One audited solution, of step {view['step']}:")
             largest = max(view["teachers"], key=lambda x: abs(x["a"]))
             print(in_words(view, run["settings"]["eps_a"], [largest]), end="\n\n")
-    print(f"written: {out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    command.end_at_signals()
+    args = arguments(argv)
+    with command.one_line_errors("report", reading=True):
+        runs = args.runs
+        if args.explain is not None:
+            runs = [explain(runs[0], args.explain, args.answer, args.draws)]
+        out = args.out or (place(runs[0]) if len(runs) == 1 else pathlib.Path()) / "report.html"
+        data = write(runs, out)
+        if args.explain is None:
+            print_runs(data)
+        print(f"written: {out}")
     return 0
 
 

@@ -174,6 +174,7 @@ def file_digest(path: str | os.PathLike) -> str:
 
 OF_A_MODEL = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
 OF_TRAINING = ("trainer.json", "trainer.safetensors", "bank.json")  # a checkpoint's other files
+BESIDE_A_MODEL = ("sgsd", "eval")  # and checkpoints, where a run on TRL has left its weights
 PIECE = 2**23  # bytes
 
 
@@ -189,6 +190,9 @@ def contents(name: str, every_byte: bool = False) -> str:
         return file_digest(path)
     parts: list[object] = []
     for file in sorted(path.rglob("*")) if name else []:
+        top = file.relative_to(path).parts[0]
+        if top in BESIDE_A_MODEL or top.startswith("checkpoint-"):
+            continue
         if file.suffix in OF_A_MODEL and file.name not in OF_TRAINING and file.is_file():
             size = file.stat().st_size
             parts += [file.relative_to(path).as_posix(), size]

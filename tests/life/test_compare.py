@@ -161,6 +161,30 @@ def test_skills_and_the_machine_may_differ(tmp_path):
     assert tables["d"]["results"][str(skilled)]["to"] == str(base) and not lines
 
 
+def test_a_base_comes_before_adapters_and_checkpoints_of_a_run_on_trl_in_their_order(tmp_path):
+    for name in ("checkpoint-10", "checkpoint-5", "an_adapter"):
+        write(tmp_path / "eval" / name, {"the policy's files": name}, d=[1, 2, 3])
+    write(tmp_path / "eval/base", d=[1, 1, 1])
+    tables, others = compared(tmp_path)
+    names = [folder.rpartition("/")[2] for folder in tables["d"]["results"]]
+    assert names == ["base", "an_adapter", "checkpoint-5", "checkpoint-10"] and not others
+    (selection,) = tables["d"]["selections"]
+    assert selection["last"].endswith("checkpoint-10")
+
+
+def test_a_model_whose_weights_were_all_trained_is_compared_with_its_base(tmp_path):
+    """It is its own base. Adapters on two bases are not compared."""
+    trained, other = (
+        {name: "t" for name in SETTINGS if "files" in name},
+        {"the base's files": "o"},
+    )
+    write(tmp_path / "eval/base", d=[1, 1, 1])
+    write(tmp_path / "eval/full", trained, d=[1, 2, 3])
+    write(tmp_path / "eval/step_000005", other, d=[1, 2, 3])
+    tables, (line,) = compared(tmp_path)
+    assert len(tables["d"]["results"]) == 2 and "step_000005" in line and "base's files" in line
+
+
 def test_a_folder_without_results_or_with_those_of_an_older_program_is_refused(tmp_path, capsys):
     refused(capsys, compare.main, [tmp_path], str(tmp_path), "eval.py")
     files.write_json(tmp_path / "m/settings.json", {"seed": 0})

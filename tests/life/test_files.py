@@ -145,6 +145,9 @@ def test_a_model_is_known_by_its_small_files_and_by_places_in_its_weights(tmp_pa
     shutil.copytree(model, tmp_path / "moved")
     (model / "README.md").write_text("more about it")
     (model / "bank.json").write_text("{}")  # a checkpoint's, which an evolution may replace
+    for logs in ("sgsd", "eval", "checkpoint-5"):  # of a run on TRL that left its weights here
+        (model / logs).mkdir()
+        (model / logs / "config.json").write_text("{}")
     assert files.contents(str(model)) == digest == files.contents(str(tmp_path / "moved"))
     (model / "config.json").write_text("{ }")
     other = files.contents(str(model))

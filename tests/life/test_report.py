@@ -52,6 +52,12 @@ def test_the_curves_equal_the_logs(out, tmp_path):
             assert shown is x is None or shown == pytest.approx(x, rel=1e-5)
 
 
+def test_each_chart_draws_a_number_that_steps_log(out, tmp_path):
+    text, (run,) = page([out], tmp_path / "r.html")
+    drawn = {*re.findall(r'(?:key|ofTeachers)\("([\w.]+)"\)', text)}
+    assert "success" in drawn and drawn <= {*run["metrics"]}
+
+
 def test_the_gate_views_equal_the_logs(out, tmp_path):
     _, (run,) = page([out], tmp_path / "r.html")
     logged = {(row["step"], row["problem_id"]): row for row in rows(out / "rollouts.jsonl")}
@@ -77,7 +83,7 @@ def test_the_ledger_has_each_skill_and_each_mistake_of_every_rollout_once(out, t
             counted[FATES[rho], outcome] += 1
     page([out], tmp_path / "r.html")
     ledger = json.loads((out / "ledger.json").read_text())
-    assert ledger["step"] == 6 and not ledger["note"]
+    assert ledger["step"] == 6
     assert any(row["id"].startswith("dyn_") and row["retrieved"] for row in ledger["entries"])
     for kind in skills.FIELDS:
         listed = collections.Counter()
@@ -168,23 +174,14 @@ def test_the_history_is_what_the_evolutions_recorded():
     ]
 
 
-def test_a_run_whose_dynamic_ids_changed_says_that_these_have_no_ledger(tmp_path):
-    """Its evolutions recorded no ids. A new run that begins with its bank has a ledger of all."""
+def test_a_run_whose_evolutions_changed_the_ids_of_entries_is_refused(tmp_path, capsys):
+    """Its records name no ids. A new run that begins with its bank has a ledger of all."""
     run = write_run(tmp_path)
     old, older = version("g", "dyn_a", step=5), version("g", "dyn_a")
     for step, bank in ((0, older), (5, old)):
         bank.common_mistakes[0]["mistake_id"] = "e"
         bank.save(run / f"bank/step_{step:06d}.json")
-    lines = rows(run / "rollouts.jsonl")
-    lines[0]["pairs"] = [["dyn_a", "e"]]
-    write_rows(run / "rollouts.jsonl", lines)
-    data = report.collect(run)
-    assert [row["id"] for row in data["ledger"]] == ["g", "e"] and data["ledger"][1][
-        "retrieved"
-    ] == 1
-    ledger = json.loads((run / "ledger.json").read_text())
-    assert ledger["note"] == data["no_ledger"] and "ynamic" in ledger["note"]
-    assert data["rollouts"][0]["teachers"][0]["skill"] == ["dyn_a", data["no_ledger"]]
+    refused(capsys, report.main, [run], "older version", "config.json")
     new = version("g", "dyn_a", step=10, new=[], dropped=[])
     new.metadata["updates"][0] = {"step": 5}
     assert ("general_skills", "dyn_a") in report.ledger({0: old, 10: new}, [])
@@ -200,7 +197,7 @@ def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, length=9, **chan
     skills.SkillBank([skill], [mistake], {"source": text}).save(path / "bank/step_000000.json")
     settings = {"model": text, "steps": length, "audit_every": 1, "batch_size": per_step}
     settings |= {"data": "my/train.jsonl", "tau_g": 1.0, "c_delta": 3.0, "eps_a": 0.05, **changes}
-    files.write_json(path / "config.json", {"settings": settings})
+    files.write_json(path / "config.json", {"program": "sgsd.py", "settings": settings})
     row = dict.fromkeys(("problem", "gold", "pred", "text"), text)
     row |= {"r": 1, "truncated": False, "loss": 0.1, "pairs": [["g", "e"]], "rho": [1]}
     row |= {name: [0.5] for name in ("s_g", "s_e", "alpha", "a_plain", "a", "losses")}
@@ -250,7 +247,8 @@ def evaluated(folder, avg, name="test", digest="0f", **settings):
     right_P[0], right_P[1] = right_P[0] - 1, right_P[1] + 1
     row = {"avg": avg, "avg_low": avg - 0.02, "avg_high": avg + 0.02, "digest": digest}
     row |= {"samples": 200, "problems": 20, "right": dict(enumerate(right_P))}
-    of_policy = {"the policy's files": folder.name, "the base's files": "b", "skills": ""}
+    weights = "b" if folder.name.startswith("Qwen") else folder.name
+    of_policy = {"the policy's files": weights, "the base's files": "b", "skills": ""}
     files.write_json(folder / "settings.json", of_policy | settings)
     file = folder / "results.json"
     table = files.read_json(file) if file.exists() else {}
@@ -333,6 +331,7 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
     evaluated(home / "step_000050--skills", 0.8, skills="a bank")
     evaluated(home / "other--step_000075", 0.9)
     evaluated(home / "other--Qwen3-1.7B", 0.2, **{"the base's files": "another"})
+    evaluated(home / "AN_ADAPTER", 0.1)
     curves = {}
     for point in report.collect(run)["evals"]:
         curves.setdefault(point["set"], []).append((point["step"], point["avg"]))
@@ -341,6 +340,19 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
         "test + skills": [(50, 0.8)],
         "mine": [(50, 0.3)],
     }
+
+
+def test_evaluations_of_a_run_on_trl_lie_beside_its_logs(tmp_path):
+    """All weights learn here: a checkpoint is its own base."""
+    run = tmp_path / "trl"
+    write_run(run / "sgsd")
+    evaluated(run / "eval/Qwen--Qwen3-1.7B", 0.5)
+    for step, avg in ((5, 0.6), (10, 0.7)):
+        evaluated(
+            run / f"eval/checkpoint-{step}", avg, **{"the base's files": f"checkpoint-{step}"}
+        )
+    points = report.collect(run)["evals"]
+    assert [(x["step"], x["avg"]) for x in points] == [(0, 0.5), (5, 0.6), (10, 0.7)]
 
 
 # ------------------------------------------------------------------------ other methods; --explain
@@ -413,6 +425,7 @@ def test_what_explain_refuses(out, tmp_path, capsys):
         ([out, *QUESTION[2:]], "--explain"),
         ([out, bare, *QUESTION], "--explain"),
         ([bare, *QUESTION], f"{bare} has no bank"),
+        ([out, *QUESTION, "--draws", "0"], "--draws 0"),
     ):
         refused(capsys, report.main, argv, words)
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
