@@ -75,7 +75,7 @@ def _neutral(tokenizer, text: str) -> str:
     return re.sub(pattern, lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
-@functools.lru_cache(1 << 17)  # a bank that is cut is measured beside all problems many times
+@functools.cache  # a bank that is cut is measured beside all problems many times
 def token_count(tokenizer, text: str) -> int:
     """The number of a text's tokens, without a chat template."""
     return len(tokenizer.encode(text.encode("utf-8", "replace").decode()))  # no half surrogates
