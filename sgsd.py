@@ -37,17 +37,22 @@ The defaults that decide the method:
                 top-p 0.95, no top-k, cold_start_tokens 38912
 
 Fixed choices, not settings. Every prompt is one user turn, without a system message, in the model's
-chat template. The problems have no duplicates, and DAPO-Math's own instruction around each is
-removed (D8). Each epoch is a new permutation of all of them, and a minibatch may span two epochs. A
-completion ends on any stop id, the tokenizer's or the model's own (Qwen3 has two). math-verify
-decides whether the last box after the thinking equals the reference answer. Without a box a
-solution is wrong, so most that the length limit cuts are; thinking that never ends holds no answer;
-a verdict that takes more than 5 seconds is "wrong". The encoder sees problems and entries without
-an instruction. A step whose gradient is not finite changes nothing, and three in a row end the run.
-Base weights are bf16 on a GPU. LoRA's weights and products are in fp32, on all linear layers but
-the head, scaled by alpha / rank, with PEFT's initial values (B = 0) and without dropout; adapters
-are never merged into the base. AdamW has betas 0.9 and 0.999, eps 1e-8 and no weight decay.
-Log-probabilities are the model's own, at temperature 1, in nats, with head and softmax in fp32.
+chat template. The problems, BytedTsinghua-SIA/DAPO-Math-17k of the hub, have no duplicates, and
+DAPO-Math's own instruction around each is removed (D8). Each epoch is a new permutation of all of
+them, and a minibatch may span two epochs. One seed (0) decides order, adapters and draws, each of a
+token by its own key: no state of a random generator goes on from step to step. A completion ends on
+any stop id, the tokenizer's or the model's own (Qwen3 has two). math-verify, with its own settings
+and after twelve spellings that it misreads (D5), decides whether the last box after the thinking
+equals the reference answer. Without a box a solution is wrong, so most that the length limit cuts
+are; thinking that never ends holds no answer; a verdict that takes more than 5 seconds is "wrong".
+The encoder sees problems and entries without an instruction, and pools as its own files say. A step
+whose gradient is not finite changes nothing, and three in a row end the run. Base weights are bf16
+on a GPU. LoRA's weights and products are in fp32, on all linear layers but the head, scaled by
+alpha / rank, with PEFT's initial values (B = 0) and without dropout; the sum with the base's
+product is rounded to the base's dtype, and adapters are never merged into the base. AdamW has betas
+0.9 and 0.999, eps 1e-8 and no weight decay. Log-probabilities are the model's own, at temperature
+1, in nats, with head and softmax in fp32 (the head's product on a GPU as TF32, which holds bf16
+exactly). A run that continues has its adapters, AdamW's moments, and the bank with its window.
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
