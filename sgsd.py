@@ -27,32 +27,41 @@ The defaults that decide the method:
                 steps 200, batch_size 32 problems with one solution each, grad_clip 0.1
                 lora_rank 64, lora_alpha 128; every rank begins with the same adapters
     teachers    num_teachers 8 (K), eps_a 0.05 and c_delta 3 nats, tau_g 1 nats^2
-                teacher_prefix bare: no think block, as a thinking model would open it itself
+                teacher_prefix bare: no think block; a thinking model opens one itself
     student     student_prefix closed: an empty think block, so no thinking
                 temperature 1.1, top_p 0.95, top_k 20, max_new_tokens 1024
-    bank        evolve_every 25 (F), success_gate 0.8 (gamma), max_new_items 5 (N, together)
-                dynamic_capacity 30 (C, each list), merge_group_size 32 (H), merge_patience 3 (P)
-                reply_tokens 4096; no reference answer in what the writer sees (memory_answer)
+    bank        evolve_every 25 (F), success_gate 0.8 (gamma), max_new_items 5 (N, of both
+                lists together), dynamic_capacity 30 (C, of each), merge_group_size 32 (H),
+                merge_patience 3 (P), reply_tokens 4096, max_prompt_tokens 20000
+                no reference answer in what the writer sees (memory_answer)
     cold start  cold_start 256 seed problems, solved with thinking: cold_start_temperature 1.0,
                 top-p 0.95, no top-k, cold_start_tokens 38912
 
-Fixed choices, not settings. Every prompt is one user turn, without a system message, in the model's
-chat template. The problems, BytedTsinghua-SIA/DAPO-Math-17k of the hub, have no duplicates, and
-DAPO-Math's own instruction around each is removed (D8). Each epoch is a new permutation of all of
-them, and a minibatch may span two epochs. One seed (0) decides order, adapters and draws, each of a
-token by its own key: no state of a random generator goes on from step to step. A completion ends on
-any stop id, the tokenizer's or the model's own (Qwen3 has two). math-verify, with its own settings
-and after twelve spellings that it misreads (D5), decides whether the last box after the thinking
-equals the reference answer. Without a box a solution is wrong, so most that the length limit cuts
-are; thinking that never ends holds no answer; a verdict that takes more than 5 seconds is "wrong".
-The encoder sees problems and entries without an instruction, and pools as its own files say. A step
-whose gradient is not finite changes nothing, and three in a row end the run. Base weights are bf16
-on a GPU. LoRA's weights and products are in fp32, on all linear layers but the head, scaled by
-alpha / rank, with PEFT's initial values (B = 0) and without dropout; the sum with the base's
-product is rounded to the base's dtype, and adapters are never merged into the base. AdamW has betas
-0.9 and 0.999, eps 1e-8 and no weight decay. Log-probabilities are the model's own, at temperature
-1, in nats, with head and softmax in fp32 (the head's product on a GPU as TF32, which holds bf16
-exactly). A run that continues has its adapters, AdamW's moments, and the bank with its window.
+Fixed choices, not settings, and the function that makes each:
+
+    problems    DAPO-Math-17k: one copy of each problem, English alone, its own instruction around
+                them removed (D8): lib.problems.load_problems
+    order       each epoch a new permutation, by the seed (0); a minibatch may span two epochs:
+                lib.problems.minibatch
+    prompts     one user turn without a system message, in the model's chat template:
+                rollout.chat_ids
+    draws       temperature, then top-k, then top-p: rollout.select_tokens. Each token has a draw of
+                its own, by seed, step, problem, sample and position: rollout.sample_key, uniforms
+    the end     any stop id, of the tokenizer or the model (Qwen3 has two): rollout.stop_ids
+    verdict     the last box after the last </think>: lib.verify.extract_answer. math-verify
+                compares it with the reference, once twelve spellings are rewritten that it misreads
+                (D5): lib.verify.math_verdict. No box is wrong, and so is a verdict that takes more
+                than 5 seconds
+    encoder     Qwen3-Embedding-0.6B in fp32, with its own pooling, without an instruction:
+                lib.model.load_encoder
+    adapters    LoRA in fp32 on all linear layers but the head, times alpha / rank, without dropout,
+                never merged; its sum with the base's product is rounded to the base's dtype, bf16
+                on a GPU. PEFT draws A by the seed, and B is 0: lib.model.with_adapters
+    optimizer   AdamW, betas 0.9 and 0.999, eps 1e-8, no weight decay. Where the gradient is not
+                finite no weight moves; three such steps in a row end the run: optimizer_step
+    scores      log-probabilities at temperature 1, in nats, with head and softmax in fp32; on a GPU
+                the head's product as TF32, which holds bf16 exactly: scoring.token_logprobs
+    continued   a run has its adapters, AdamW's moments, and the bank with its window again
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
@@ -261,7 +270,7 @@ def loss_of(
 class RolloutLoss(NamedTuple):
     """A rollout's loss, and for the logs detached numbers by name."""
 
-    loss: Tensor  # a scalar; without a graph where its gradient is known to be 0
+    loss: Tensor  # a scalar; without a graph where no teacher speaks, so that its gradient is 0
     numbers: dict[str, Tensor]  # for its row of rollouts.jsonl
     token_numbers: dict[str, Tensor]  # [T] or [K, T], for its row of tokens.jsonl
 
@@ -340,11 +349,11 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     # Line 9. The teachers are the present policy with its adapters, without a gradient.
     logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, cfg.score_tokens)  # Eq. 4
     run.clock.lap("score")
-    # The student's own pass is made once for all K teachers (D7).
+    # One pass of the student serves all K teachers: the gradient of K passes, for less (D7).
     logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T)  # Eq. 5
     loss, numbers = loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, reward(roll))  # lines 10-14
     if not numbers["rho"].any() and loss.isfinite():
-        loss = loss.detach()  # all teachers are ignored; a NaN must reach the gradient
+        loss = loss.detach()  # all are ignored. (A NaN keeps its graph, so the step is skipped.)
     return for_the_logs(loss, numbers)
 
 
@@ -417,10 +426,10 @@ def record(
 
 
 def writer(run: Run, step: int) -> skills.Writer:
-    """The present policy as the writer of the bank's entries; ranks share its prompts.
+    """The present policy as the writer of the bank's entries; each rank decodes a share of them.
 
-    It answers greedily without thinking. What it answers where, and which replies count, is in
-    skills.py, at `ask` and `Writer`.
+    It answers without thinking: greedily, and where a prompt comes again by sampling
+    (`skills.Writer`). `skills.ask` says which replies count.
     """
     log = functools.partial(run.log_rows, "bank/replies")
     bar = distributed.progress_bar(run.world, "writing")  # of all replies; it ends with the writer
@@ -522,9 +531,9 @@ def evolve_bank(run: Run, longest: Longest) -> None:
 
 
 def load_bank(cfg: Config, path: str | pathlib.Path) -> SkillBank:
-    """Read the bank of a file. ValueError, too, if a list is empty, or below K in --bank's own.
+    """Read the bank of a file. ValueError, too, if a list is empty, or shorter than K in --bank.
 
-    In the run's own bank a list may be below K: a merge of dynamic entries can shorten it (S8).
+    In the run's own bank it may be shorter: evolutions merge dynamic entries (S8).
     """
     bank = SkillBank.load(path)
     is_given = bool(cfg.bank) and pathlib.Path(path) == pathlib.Path(cfg.bank)
@@ -533,7 +542,7 @@ def load_bank(cfg: Config, path: str | pathlib.Path) -> SkillBank:
 
 
 def longest_prompt(run: Run, pairs: int, problem: str, where: str, thinking: str) -> Prompt:
-    """The longest prompt of a problem with so many pairs of the bank, where there is one."""
+    """The longest prompt of a problem with this many pairs of the bank, if there is a bank."""
     chosen = []
     if run.bank is not None:
         count = functools.partial(rollout.token_count, run.tokenizer)
@@ -576,7 +585,7 @@ def train(run: Run, step_fn: Any = train_step, longest: Longest = longest_prompt
     """Algorithm 1: all steps that are left; the exit code.
 
     step_fn(run, step) -> (rows, norm): a step. longest(run): the longest prompts that it makes.
-    Another method's take the place of SGSD's.
+    Another method passes its own.
     """
     cfg = run.cfg
     check_prompts(run, longest)
@@ -584,7 +593,7 @@ def train(run: Run, step_fn: Any = train_step, longest: Longest = longest_prompt
     if cfg.uses_skill_bank:  # SGSD does, GRPO does not
         begin_bank(run, longest)
     for step in steps_to_come(run):
-        with command.finish_at_signals(run.signals):  # from here to the save the first one waits
+        with command.finish_at_signals(run.signals):  # a first signal waits until the save
             run.clock, run.audits = runlog.Stopwatch(), []
             rows, norm = step_fn(run, step)  # lines 2-16
             rows = distributed.gathered(rows, run.world)
@@ -595,7 +604,7 @@ def train(run: Run, step_fn: Any = train_step, longest: Longest = longest_prompt
             run.log(rows, norm)  # writes and prints, and changes nothing
             stop = stop_code(run)  # the same on all ranks: 130, 1 or 0
             if stop or run.save_is_due():
-                run.save()  # none goes on before rank 0 has saved
+                run.save()  # no rank goes on before rank 0 has saved
         if stop:
             return stop
         if cfg.evolves:
@@ -614,7 +623,7 @@ def main(
     """The command of SGSD, or of another method; returns its exit code.
 
     about: the method's docstring, for --help. kind: its settings. step_fn, longest: as `train`
-    takes them. variants: its other defaults where a setting is given.
+    takes them. variants: other defaults that a setting brings along where it is given.
     """
     command.end_at_signals()
     cfg = command.parse(argv, about, kind, config.presets_of(kind), variants)

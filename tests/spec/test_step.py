@@ -5,6 +5,7 @@ definition; a step with what its lines say, done by hand. The tests' model has r
 """
 
 import dataclasses
+import importlib
 import re
 import types
 
@@ -286,6 +287,14 @@ def test_the_defaults_in_the_head_of_sgsd_py_are_those_of_config():
         assert defaults[name] == value
     assert defaults["cold_start_thinking"] and not defaults["memory_answer"]
     assert defaults["verify_timeout"] == 5
+
+
+def test_the_functions_that_the_head_of_sgsd_py_names_are_there():
+    choices = sgsd.__doc__.partition("the function that makes each:\n\n")[2].partition("\n\n")[0]
+    named = re.findall(r"\b((?:lib\.)?(?:problems|rollout|verify|model|scoring))\.(\w+)", choices)
+    assert len(named) >= 9
+    for module, name in named:
+        assert callable(getattr(importlib.import_module(module), name)), name
 
 
 def test_the_settings_of_algorithms_3_and_4_reach_them_by_name():
