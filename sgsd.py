@@ -23,45 +23,49 @@ what a run keeps on disk in lib/run.py. Tags such as S3 and D7 are rows of docs/
 
 The defaults that decide the method:
 
-    optimizer   learning_rate 5e-6 in the first step, falling linearly to 0 after the last
-                steps 200, batch_size 32 problems with one solution each, grad_clip 0.1
+    optimizer   learning_rate 5e-6 in the first step, falling linearly to 0 after the last (S7)
+                steps 200, batch_size 32 problems with one solution each (S6), grad_clip 0.1
                 lora_rank 64, lora_alpha 128; every rank begins with the same adapters
     teachers    num_teachers 8 (K), eps_a 0.05 and c_delta 3 nats, tau_g 1 nats^2
-                teacher_prefix bare: no think block; a thinking model opens one itself
-    student     student_prefix closed: an empty think block, so no thinking
+                teacher_prefix bare: the prompt ends where the answer begins, without a think block
+    student     student_prefix closed: an empty think block, so no thinking (S3)
                 temperature 1.1, top_p 0.95, top_k 20, max_new_tokens 1024
-    bank        evolve_every 25 (F), success_gate 0.8 (gamma), max_new_items 5 (N, of both
-                lists together), dynamic_capacity 30 (C, of each), merge_group_size 32 (H),
-                merge_patience 3 (P), reply_tokens 4096, max_prompt_tokens 20000
-                no reference answer in what the writer sees (memory_answer)
-    cold start  cold_start 256 seed problems, solved with thinking: cold_start_temperature 1.0,
-                top-p 0.95, no top-k, cold_start_tokens 38912
+    bank        evolve_every 25 (F), success_gate 0.8 (gamma); max_new_items 5 (N) each time, skills
+                and mistakes together (S12); dynamic_capacity 30 (C) in each list
+                merge_group_size 32 (H), merge_patience 3 (P), reply_tokens 4096 (D4)
+                memory_answer is off: the writer never sees the reference answer (D3)
+    cold start  cold_start 256 seed problems, solved with thinking (S21): cold_start_temperature
+                1.0, top-p 0.95, no top-k, cold_start_tokens 38912
+    prompts     max_prompt_tokens 20000: a longer prompt is refused
 
 Fixed choices, not settings, and the function that makes each:
 
-    problems    DAPO-Math-17k: one copy of each problem, English alone, its own instruction around
-                them removed (D8): lib.problems.load_problems
-    order       each epoch a new permutation, by the seed (0); a minibatch may span two epochs:
+    problems    DAPO-Math-17k: in English, without duplicates, its instruction around each problem
+                removed (D8): lib.problems.load_problems
+    order       a new permutation in each epoch, by the seed (0); a minibatch may span two epochs:
                 lib.problems.minibatch
     prompts     one user turn without a system message, in the model's chat template:
                 rollout.chat_ids
-    draws       temperature, then top-k, then top-p: rollout.select_tokens. Each token has a draw of
-                its own, by seed, step, problem, sample and position: rollout.sample_key, uniforms
+    draws       temperature, then top-k, then top-p: rollout.select_tokens. A token's draw depends
+                on seed, step, problem, the problem's sample, and position alone: rollout.sample_key
     the end     any stop id, of the tokenizer or the model (Qwen3 has two): rollout.stop_ids
-    verdict     the last box after the last </think>: lib.verify.extract_answer. math-verify
-                compares it with the reference, once twelve spellings are rewritten that it misreads
-                (D5): lib.verify.math_verdict. No box is wrong, and so is a verdict that takes more
-                than 5 seconds
+    verdict     the last box after the last </think>: lib.verify.extract_answer. Twelve spellings
+                that math-verify misreads are rewritten, then it compares with the reference (D5):
+                lib.verify.math_verdict. Without a box, or after 5 seconds, a solution is wrong
     encoder     Qwen3-Embedding-0.6B in fp32, with its own pooling, without an instruction:
                 lib.model.load_encoder
+    base        bf16 on a GPU, fp32 on a CPU (S22): lib.model.load_model
     adapters    LoRA in fp32 on all linear layers but the head, times alpha / rank, without dropout,
-                never merged; its sum with the base's product is rounded to the base's dtype, bf16
-                on a GPU. PEFT draws A by the seed, and B is 0: lib.model.with_adapters
-    optimizer   AdamW, betas 0.9 and 0.999, eps 1e-8, no weight decay. Where the gradient is not
-                finite no weight moves; three such steps in a row end the run: optimizer_step
-    scores      log-probabilities at temperature 1, in nats, with head and softmax in fp32; on a GPU
-                the head's product as TF32, which holds bf16 exactly: scoring.token_logprobs
-    continued   a run has its adapters, AdamW's moments, and the bank with its window again
+                never merged; the sum with the base's output is rounded to the base's dtype. PEFT
+                draws A by the seed, and B is 0: lib.model.with_adapters
+    optimizer   AdamW, betas 0.9 and 0.999, eps 1e-8, no weight decay: lib.run.prepare_training.
+                A gradient that is not finite moves no weight: optimizer_step. Three such steps in a
+                row end the run: lib.run.stop_code
+    scores      log-probabilities at temperature 1, in nats, with head and softmax in fp32 (on a GPU
+                the head's product in TF32, which holds bf16 exactly): scoring.token_logprobs
+    continuing  restores adapters, AdamW's moments, the bank and its window: lib.run.Run.open
+
+Package versions are those of requirements.txt.
 
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
@@ -288,7 +292,7 @@ def prompt_ids(run: Run, text: str, thinking: str) -> list[int]:
     """A chat prompt as ids (S3).
 
     thinking: "closed" ends on the template's empty think block, so the model answers at once;
-    "open" ends on "<think>" and a line feed; "bare" has no block, and a thinking model opens one.
+    "open" ends on "<think>" and a line feed; "bare" ends where the answer begins, without a block.
     """
     ids = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
     if len(ids) > run.cfg.max_prompt_tokens:
@@ -390,7 +394,7 @@ def optimizer_step(run: Run, step: int) -> float:
     """Line 16: sum gradients over ranks, clip, AdamW with linear decay (S7).
 
     Returns the norm before clipping. A missing gradient counts as 0: AdamW steps even where no
-    teacher spoke. After the sum a NaN is on every rank, so all skip a step that is not finite.
+    teacher spoke. The sum spreads a NaN to all ranks, so all skip the same step.
     """
     cfg, params = run.cfg, list(model.trained(run.lm).values())
     distributed.sum_gradients(params, run.world)
@@ -428,8 +432,8 @@ def record(
 def writer(run: Run, step: int) -> skills.Writer:
     """The present policy as the writer of the bank's entries; each rank decodes a share of them.
 
-    It answers without thinking: greedily, and where a prompt comes again by sampling
-    (`skills.Writer`). `skills.ask` says which replies count.
+    It answers without thinking, greedily; a repeated prompt is sampled (`skills.Writer`).
+    `skills.ask` says which replies count.
     """
     log = functools.partial(run.log_rows, "bank/replies")
     bar = distributed.progress_bar(run.world, "writing")  # of all replies; it ends with the writer
@@ -504,8 +508,8 @@ def evolve_bank(run: Run, longest: Longest) -> None:
     """Line 17: every F steps Algorithm 4, on all ranks' rollouts since the last multiple of F (D2).
 
     Where a share of gamma (--success-gate) or more was right, the bank stays as it is; else it
-    grows by what the policy writes from these rollouts: see `skills.evolve`. Dynamic entries with
-    which a prompt would be too long are left out (S34). In any case the window is cleared.
+    grows by what the policy writes from these rollouts: see `skills.evolve`. Dynamic entries that
+    would make a prompt too long are left out (S34). In any case the window is cleared.
     """
     cfg, old, step = run.cfg, run.bank, run.step
     if not evolution_is_due(cfg, step, old):
@@ -531,9 +535,9 @@ def evolve_bank(run: Run, longest: Longest) -> None:
 
 
 def load_bank(cfg: Config, path: str | pathlib.Path) -> SkillBank:
-    """Read the bank of a file. ValueError, too, if a list is empty, or shorter than K in --bank.
+    """Read the bank of a file. ValueError also if a list is empty or, for --bank, shorter than K.
 
-    In the run's own bank it may be shorter: evolutions merge dynamic entries (S8).
+    The run's own bank may have fewer than K entries: evolutions merge dynamic ones (S8).
     """
     bank = SkillBank.load(path)
     is_given = bool(cfg.bank) and pathlib.Path(path) == pathlib.Path(cfg.bank)
@@ -555,7 +559,7 @@ def longest_prompt(run: Run, pairs: int, problem: str, where: str, thinking: str
 
 
 def longest_prompts(run: Run) -> list[Prompt]:
-    """SGSD's longest prompts: the student's and a teacher's, or without a bank a seed problem's."""
+    """SGSD's longest prompts: the student's, and a teacher's or, without a bank, a seed's."""
     cfg, x = run.cfg, longest_problem(run)
     where = x.place
     prompts = [longest_prompt(run, 0, x.problem, where, cfg.student_prefix)]
@@ -623,7 +627,7 @@ def main(
     """The command of SGSD, or of another method; returns its exit code.
 
     about: the method's docstring, for --help. kind: its settings. step_fn, longest: as `train`
-    takes them. variants: other defaults that a setting brings along where it is given.
+    takes them. variants: defaults that change where a setting is given, such as --short.
     """
     command.end_at_signals()
     cfg = command.parse(argv, about, kind, config.presets_of(kind), variants)
