@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
@@ -119,9 +119,7 @@ class SGSDTrainer(CheckedTrainer):
         # TRL's head rounds to bf16; eps_a is .05 nats, and bf16 errs by up to .1.
         outputs = ("log_probs", "entropy")
         add_fused_lm_head(causal, cast_lm_head_to_fp32=True, outputs=outputs)
-        if self.accelerator.distributed_type == DistributedType.FSDP:
-            # Completions end at different lengths, and each forward pass is a collective.
-            self.model.generate = functools.partial(self.model.generate, synced_gpus=True)
+        self.set_up_shards()
         self.add_callback(BankCallback(self))
 
     # ------------------------------------------------------------------------------ a batch

@@ -10,13 +10,14 @@ compares them, and TRL's by the lists below.
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import math
 import os
 import pathlib
 import shutil
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from typing import Any
 
 import torch
@@ -166,6 +167,18 @@ class CheckedTrainer(GRPOTrainer):
                 model.check_batching(causal)
                 if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
                     model.refuse_not_finite(causal)  # DeepSpeed may have split the weights
+
+    def set_up_shards(self) -> None:
+        """What FSDP2 does not do of itself."""
+        if self.accelerator.distributed_type != DistributedType.FSDP:
+            return
+        # Completions end at different lengths, and each forward pass is a collective.
+        self.model.generate = functools.partial(self.model.generate, synced_gpus=True)
+        # accelerate lets it round all that the model returns to bf16, log-probabilities too.
+        plugin = self.accelerator.state.fsdp_plugin
+        if plugin.mixed_precision_policy is not None:
+            policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+            plugin.mixed_precision_policy = policy
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The norm before clipping. Where it is not finite no gradient stays: AdamW makes no step.

@@ -16,7 +16,7 @@ import fsdp_on_gloo
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, training_args
 
 if __name__ == "__main__" and sys.argv[1].startswith("sharded"):
     fsdp_on_gloo.install()  # before accelerate makes its state
@@ -169,6 +169,23 @@ def sharded_step(folder):
     """`one_step` of all weights, in shards."""
     run, _ = one_step(folder, lora=False, use_cpu=False, gradient_checkpointing=True)
     assert all(isinstance(p, DTensor) for p in run.model.parameters())
+
+
+def sharded_bf16(folder):
+    """A step of all weights in shards, multiplied in bf16; rank 0 saves what it scored, too."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    training_args.is_torch_bf16_gpu_available = lambda: True  # asked unless use_cpu is set
+    scored = []
+
+    class Recorded(on_trl.SGSDTrainer):
+        def score(self, contexts, completions):
+            scored.extend(super().score(contexts, completions))
+            return scored
+
+    on_trl.SGSDTrainer = Recorded
+    run, _ = one_step(folder, lora=False, use_cpu=False, bf16=True)
+    if run.accelerator.is_main_process:
+        torch.save(torch.cat(scored), pathlib.Path(folder, "scored.pt"))
 
 
 def sharded_run(folder):
