@@ -207,12 +207,23 @@ class CheckedTrainer(GRPOTrainer):
             self.lr_scheduler.last_epoch -= 1
             self.lr_scheduler.step()
 
+    def _get_train_sampler(self, *args: Any) -> Any:
+        self.sampler = super()._get_train_sampler(*args)
+        return self.sampler
+
     def _run_epoch(self, **epoch: Any) -> None:
-        """TRL's, which would make a step before it sees that all are made."""
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(**epoch)
-        else:
+        """TRL's, which would make a step before it sees that all are made.
+
+        The sampler draws an order of problems for each epoch. A run that goes on in a later one
+        draws those before it first: TRL would take the first.
+        """
+        if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
+            return
+        if epoch["epoch"] == epoch["epochs_trained"]:
+            for _ in range(epoch["epoch"]):
+                next(iter(self.sampler))
+        super()._run_epoch(**epoch)
 
     def say(self, line: str) -> None:
         """The main process prints a line."""

@@ -169,6 +169,32 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_with_the_checkpoint_before
     assert weights(run) == weights(run / "checkpoint-2")
 
 
+def problems_by_step(run):
+    """The ids of each step's problems, sorted."""
+    ids = {}
+    for row in files.read_jsonl(run / "sgsd/rollouts.jsonl"):
+        ids.setdefault(row["step"], []).append(row["problem_id"])
+    return {step: sorted(problems) for step, problems in ids.items()}
+
+
+def test_a_run_that_goes_on_in_a_later_epoch_has_the_problems_of_one_without_a_break(
+    world_dir, tmp_path
+):
+    """An epoch of the twelve problems has three steps, and each an order of its own."""
+    changes = {"steps": 8, "evolve_every": 0}
+    run = tmp_path / "run"
+    assert on_trl.main(small_flags(world_dir, run, **changes)) == 0
+    expected = problems_by_step(run)
+    assert expected[1] != expected[4] != expected[7]
+    for last in (7, 4, 3, 2):
+        unfinished(run)
+        for step in range(last + 1, 9):
+            shutil.rmtree(run / f"checkpoint-{step}")
+        changes["per_device_train_batch_size"] = 2 + last % 2 * 2
+        assert on_trl.main(small_flags(world_dir, run, **changes)) == 0
+        assert problems_by_step(run) == expected
+
+
 def test_a_run_whose_checkpoints_are_lost_is_refused_and_its_logs_stay(world_dir, run, capsys):
     unfinished(run)
     for step in (1, 2):
