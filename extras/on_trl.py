@@ -109,8 +109,8 @@ class SGSDTrainer(CheckedTrainer):
         parts.world, parts.audits = World(0, 1, device), []
         self.parts = parts
         sgsd.check_prompts(parts, sgsd.longest_prompts)
-        self.refuse_what_fails_later(causal)
         lib_model.remove_dropout(self.model)  # TRL's disable_dropout leaves floats
+        self.refuse_what_fails_later(causal)
         self.stops = rollout.stop_ids(causal, tokenizer)
         self.masked_ids = lib_model.masked_token_ids(tokenizer) | {*self.stops}
         self.eos_token_ids = self.stops

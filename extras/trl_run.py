@@ -157,16 +157,29 @@ class CheckedTrainer(GRPOTrainer):
     norm = rate = 0.0  # of the latest step: the gradient's norm, and the learning rate
 
     def refuse_what_fails_later(self, causal: Any) -> None:
-        """ValueError for FSDP 1, rows that take in their padding, and a weight that is NaN."""
-        is_sharded = self.accelerator.distributed_type == DistributedType.FSDP
-        if is_sharded and not self.accelerator.is_fsdp2:
+        """ValueError for shards that fail in the end, rows that take in their padding, and NaN."""
+        if self.accelerator.distributed_type == DistributedType.FSDP:
+            self.refuse_shards()
+        if not self.accelerator.is_main_process:
+            return  # others may have no weights yet
+        with command.user_errors(f"model {causal.name_or_path}: "):
+            model.check_batching(causal)
+            if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+                return  # it may have split the weights
+            model.refuse_not_finite(causal)
+            if not model.ignores_left_padding(causal):
+                rule = "its positions count a row's left padding, by which TRL aligns prompts"
+                raise ValueError(f"{rule}; sgsd.py trains adapters of it")
+
+    def refuse_shards(self) -> None:
+        """ValueError where the bank's writer would crash, or the weights would not be saved."""
+        if not self.accelerator.is_fsdp2:
             rule = "the bank's writer cannot call `generate` on its shards"
             raise ValueError(f"FSDP version 1: {rule}; take version 2, as extras/fsdp2.yaml does")
-        if self.accelerator.is_main_process:  # others may have no weights yet
-            with command.user_errors(f"model {causal.name_or_path}: "):
-                model.check_batching(causal)
-                if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
-                    model.refuse_not_finite(causal)  # DeepSpeed may have split the weights
+        kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)
+        if "FULL" not in kind:
+            rule = "the folder would have no weights in the end"
+            raise ValueError(f"{kind}: {rule}; set fsdp_state_dict_type: FULL_STATE_DICT")
 
     def set_up_shards(self) -> None:
         """What FSDP2 does not do of itself."""

@@ -251,12 +251,12 @@ def check_batching(model) -> None:
         raise ValueError(f"{', '.join(sorted(unsupported))}: not supported")
     if {"dynamic", "longrope"} & {str(vars(x).get("rope_type")) for x in model.modules()}:
         raise ValueError("its positions depend on the longest row of a batch")
-    if layer_types & LAYERS_WITH_STATES and not _ignores_left_padding(model):
+    if layer_types & LAYERS_WITH_STATES and not ignores_left_padding(model):
         raise ValueError("its states take in a row's left padding")
 
 
 @torch.no_grad()
-def _ignores_left_padding(model) -> bool:
+def ignores_left_padding(model) -> bool:
     """Whether a row has the same logits alone and padded on the left, except for rounding.
 
     With random Qwen3.5 models of 4 and 24 layers rounding makes up to 5% of the norm in bf16, and

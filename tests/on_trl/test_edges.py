@@ -104,10 +104,25 @@ def test_an_infinite_gradient_on_one_process_leaves_out_the_step_on_both(tmp_pat
 # --------------------------------------------------------------------------- refused before a step
 
 
-def test_fsdp_of_version_1_is_refused_in_one_line(tmp_path):
-    output = trl_worlds.torchrun("sharded_by_version_1", tmp_path / "run")
+@pytest.mark.parametrize(
+    "function, words",
+    {
+        "sharded_by_version_1": "version 2",
+        "sharded_in_parts": "fsdp_state_dict_type: FULL_STATE_DICT",
+    }.items(),
+)
+def test_shards_that_fail_in_the_end_are_refused_in_one_line(tmp_path, function, words):
+    """The bank's writer would crash, or the folder would have no weights."""
+    output = trl_worlds.torchrun(function, tmp_path / "run")
     lines = [line for line in output.split("\n") if line.startswith("refused: ")]
-    assert len(lines) == 2 and all("version 2" in line for line in lines)
+    assert len(lines) == 2 and all(words in line for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_bigcode"])
+def test_a_model_whose_positions_count_the_padding_is_refused_in_one_line(tmp_path, kind):
+    """TRL's training pass pads prompts on the left and names no positions."""
+    call = functools.partial(trainer, settings(tmp_path), conftest.make_model(kind), completions(6))
+    conftest.one_line(call, "left padding")
 
 
 def test_a_model_whose_states_take_in_padding_is_refused_in_one_line(tmp_path, monkeypatch):

@@ -34,7 +34,9 @@ from lib.problems import Problem
 END = 265  # the stop id of the tests' model
 
 
-PROBLEMS = [Problem(x["id"], x["problem"], x["answer"]) for x in conftest.PROBLEMS]
+PROBLEMS = []  # of different lengths, so that TRL pads their prompts
+for i, x in enumerate(conftest.PROBLEMS):
+    PROBLEMS.append(Problem(x["id"], x["problem"] + "?" * i, x["answer"]))
 
 
 def completions(count, step=3):
@@ -275,7 +277,17 @@ def sharded_infinite(folder):
 
 def sharded_by_version_1(folder):
     """What is said of FSDP version 1, under which no parameter is a DTensor."""
-    os.environ["FSDP_VERSION"] = "1"
+    sharded_with(folder, FSDP_VERSION="1")
+
+
+def sharded_in_parts(folder):
+    """What is said of checkpoints in which each process has a part of the weights."""
+    sharded_with(folder, FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT")
+
+
+def sharded_with(folder, **environment):
+    """Print what is refused."""
+    os.environ.update(environment)
     try:
         trainer(settings(folder, use_cpu=False), policy(lora=False), completions(6))
     except ValueError as e:
