@@ -23,7 +23,7 @@ import contextlib
 import functools
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,8 +62,8 @@ NUMBERS = "distilled reversed ignored support support_size gap clip_share".split
 class SGSDTrainer(CheckedTrainer):
     """GRPOTrainer whose advantages [B, T] are SGSD's, and whose bank evolves.
 
-    problems, eval_problems: `lib.problems.Problem`s. embed: texts -> [n, d]. judge: a
-    `lib.verify.Judge`. kwargs: of GRPOTrainer, such as `peft_config`.
+    problems: `lib.problems.Problem`s. bank: in use, with its window. embed: texts -> [n, d]. judge:
+    a `lib.verify.Judge`. kwargs: of GRPOTrainer, such as `peft_config`.
     """
 
     args: Any
@@ -78,15 +78,14 @@ class SGSDTrainer(CheckedTrainer):
         bank: SkillBank,
         embed: Any,
         judge: verify.Judge,
-        eval_problems: Sequence[Problem] = (),
         **kwargs: Any,
     ):
         if len(problems) < args.batch_size:  # TRL drops what does not fill a batch
             rule = f"there are {len(problems)} problems, and TRL takes none twice in an epoch"
             raise ValueError(f"batch_size {args.batch_size}: {rule}; lower it")
         self.cfg, self.bank, self.embed, self.judge = args.sgsd, bank, embed, judge
-        self.problems = [*problems, *eval_problems]
-        rows = [{"prompt": chat(x.problem), "index": i} for i, x in enumerate(self.problems)]
+        self.problems = problems
+        rows = [{"prompt": chat(x.problem), "index": i} for i, x in enumerate(problems)]
         self.rollouts: list[Rollout] = []  # of the latest batch of this process
         self.rows: list[dict] = []  # of rollouts.jsonl, of the latest step, of all processes
         self.clock = runlog.Stopwatch()  # of the present step
@@ -97,8 +96,7 @@ class SGSDTrainer(CheckedTrainer):
             model,
             reward_funcs=[verdict],
             args=args,
-            train_dataset=Dataset.from_list(rows[: len(problems)]),
-            eval_dataset=Dataset.from_list(rows[len(problems) :]) if eval_problems else None,
+            train_dataset=Dataset.from_list(rows),
             **kwargs,
         )
         causal, tokenizer = lib_model.causal_lm(self.model), self.processing_class
@@ -114,7 +112,9 @@ class SGSDTrainer(CheckedTrainer):
         self.stops = rollout.stop_ids(causal, tokenizer)
         self.masked_ids = lib_model.masked_token_ids(tokenizer) | {*self.stops}
         self.eos_token_ids = self.stops
-        if not self.use_vllm:
+        if self.use_vllm:
+            self.vllm_generation.generation_kwargs["stop_token_ids"] = self.stops
+        else:
             self.generation_config.eos_token_id = self.stops
         # TRL's head rounds to bf16; eps_a is .05 nats, and bf16 errs by up to .1.
         outputs = ("log_probs", "entropy")
@@ -129,6 +129,10 @@ class SGSDTrainer(CheckedTrainer):
         ids = [sgsd.student_prompt(self.parts, prompt[0]["content"]) for prompt in prompts]
         return ids, None, {}
 
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with given_settings_alone(self.parts.lm):
+            return super()._generate_single_turn(*args, **kwargs)
+
     def verdict(self, completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
         """The reward that TRL asks for: r of each completion, judged from its ids (Eq. 1)."""
         jobs = []
@@ -141,10 +145,8 @@ class SGSDTrainer(CheckedTrainer):
         return [float(roll.r) for roll in self.rollouts]
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict[str, Any]:
-        """TRL's batch, with SGSD's advantages. Evaluation logs verdicts alone."""
+        """TRL's batch, with SGSD's advantages."""
         output = super()._generate_and_score_completions(inputs)
-        if not self.model.training:
-            return output
         self.clock.lap("gen")
         refuse_other_ids(self.rollouts, output)
         pairs_BK, contexts, completions = [], [], []
@@ -286,7 +288,6 @@ class SGSDTrainer(CheckedTrainer):
             eos_token_id=self.stops,
             pad_token_id=self.processing_class.pad_token_id,
             do_sample=sampled,
-            repetition_penalty=1.0,  # else the model's own generation_config decides
             **({"temperature": 1.1, "top_p": 0.95, "top_k": 20} if sampled else {}),
         )
         unwrapped = unwrap_model_for_generation(
@@ -295,7 +296,7 @@ class SGSDTrainer(CheckedTrainer):
             gather_deepspeed3_params=self.args.ds3_gather_for_generation,
             gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
         )
-        with unwrapped as lm, torch.no_grad():
+        with unwrapped as lm, torch.no_grad(), given_settings_alone(self.parts.lm):
             out_BL = lm.generate(ids_BL, attention_mask=mask_BL, generation_config=settings)
         replies = []
         for ids, limit in zip(out_BL[:, ids_BL.shape[1] :].tolist(), limits):
@@ -347,6 +348,16 @@ class BankCallback(TrainerCallback):
         if self.trainer.skipped == 3:
             self.trainer.say("three steps were not finite")
             control.should_training_stop = control.should_save = True
+
+
+@contextlib.contextmanager
+def given_settings_alone(causal: Any) -> Iterator[None]:
+    """In this block `generate` fills in nothing from the model's own generation_config."""
+    own, causal.generation_config = causal.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        causal.generation_config = own
 
 
 def refuse_other_ids(rolls: Sequence[Rollout], output: dict[str, Any]) -> None:

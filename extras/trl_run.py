@@ -55,21 +55,18 @@ REFUSED = """
 # Those that only round, lay out, save or log: another value is said and recorded. Every setting of
 # TRL's that is in neither list stays at its default.
 FREE = """
-    score_rows use_cpu per_device_train_batch_size per_device_eval_batch_size
-    bf16 tf32 gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing
-    activation_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode
-    torch_empty_cache_steps pad_to_multiple_of cache_implementation
+    score_rows use_cpu per_device_train_batch_size bf16 tf32
+    gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing
+    activation_checkpointing_kwargs torch_empty_cache_steps pad_to_multiple_of
     dataloader_num_workers dataloader_pin_memory
-    fsdp fsdp_config deepspeed parallelism_config ds3_gather_for_generation ddp_backend ddp_timeout
+    fsdp fsdp_config deepspeed ds3_gather_for_generation ddp_backend ddp_timeout
     ddp_bucket_cap_mb ddp_find_unused_parameters ddp_broadcast_buffers
     use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host
     vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
     vllm_max_model_length vllm_tensor_parallel_size
-    output_dir do_train do_eval eval_strategy eval_steps eval_delay eval_on_start
-    save_strategy save_steps save_total_limit
+    output_dir do_train save_strategy save_steps save_total_limit
     logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_level
-    log_level_replica log_on_each_node log_completions num_completions_to_print log_unique_prompts
-    report_to run_name project trackio_space_id disable_tqdm include_num_input_tokens_seen
+    log_level_replica log_on_each_node report_to run_name project trackio_space_id disable_tqdm include_num_input_tokens_seen
     skip_memory_metrics debug push_to_hub hub_model_id hub_strategy hub_token hub_private_repo
     hub_revision
 """.split()
@@ -79,6 +76,11 @@ WHY_NOT = {  # what leaves the method alone, and is refused all the same
     "use_transformers_paged": "it casts the weights that learn to bf16",
     "resume_from_checkpoint": "the same command continues after the last checkpoint of output_dir",
     "save_only_model": "a run needs its optimizer to go on; save_total_limit saves disk space, too",
+    "log_completions": "sgsd/rollouts.jsonl has them",
+    **dict.fromkeys(
+        "do_eval eval_strategy eval_steps eval_delay eval_on_start".split(),
+        "it has no problems to evaluate; eval.py takes its checkpoints",
+    ),
 }
 
 
@@ -128,6 +130,11 @@ class SGSDConfig(Ours, GRPOConfig):
             raise ValueError(f"batch_size {self.batch_size}: {rule}, which is {rows}")
         if not self.steps:
             raise ValueError("steps 0: a bank alone is made by sgsd.py --steps 0")
+        if not self.sgsd.temperature:
+            raise ValueError(f"temperature {self.temperature}: TRL samples, and must divide by it")
+        if self.save_strategy not in ("steps", "no") or self.save_steps < 1:
+            given = f"save_strategy {self.save_strategy}, save_steps {self.save_steps}"
+            raise ValueError(f"{given}: must be steps, every so many, or no")
         self.gradient_accumulation_steps = self.batch_size // rows
         self.max_steps, self.max_grad_norm = self.steps, self.grad_clip
         self.max_completion_length = self.max_new_tokens
@@ -143,7 +150,7 @@ class SGSDConfig(Ours, GRPOConfig):
             default = f.default if f.default_factory is MISSING else f.default_factory()
             value = getattr(self, f.name)
             if value != default and f.name not in [*SGSD, *REFUSED, *FREE]:
-                rule = f"would train by another method than SGSD, which has {default!r}"
+                rule = f"trains by another method, or was never tried; SGSD has {default!r}"
                 raise ValueError(f"{f.name} {value!r}: {WHY_NOT.get(f.name, rule)}")
 
 
@@ -343,7 +350,8 @@ def go_on(args: SGSDConfig, start: Start, saved: dict[str, Any]) -> None:
             print(f"{out}: complete, all of its {finished} steps are done")
         raise SystemExit(0)
     made = max((row["step"] for row in files.read_jsonl(home(args) / "metrics.jsonl")), default=0)
-    if made > saved["trl"]["save_steps"] and not start.step and args.save_strategy != "no":
+    trl = saved["trl"]
+    if trl["save_strategy"] == "steps" and made > trl["save_steps"] >= 1 and not start.step:
         line = f"{out}: it has made {made} steps, but has no checkpoint"
         raise ValueError(f"{line}; bring them back, or give another --output_dir")
     if finished and not start.step:

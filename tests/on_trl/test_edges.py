@@ -151,6 +151,25 @@ def test_a_teachers_prompt_that_is_too_long_is_refused_at_the_start(tmp_path, ch
     conftest.one_line(call, flag.replace("_", "-"), "gen_", "err_")
 
 
+# ------------------------------------------------------------------------------------ the sampling
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_models_own_generation_settings_change_neither_rollouts_nor_replies(tmp_path, lora):
+    outcomes = []
+    for own in ({}, {"no_repeat_ngram_size": 1, "min_p": 0.9, "suppress_tokens": [*range(99)]}):
+        lm = policy(lora)
+        lib_model.causal_lm(lm).generation_config.update(**own)
+        run = trainer(settings(tmp_path), lm)
+        run.train()
+        rows = [roll.completion_ids for roll in run.rollouts]
+        prompts = [roll.prompt_ids for roll in run.rollouts]
+        outcomes.append((rows, run.decode(prompts, [20] * len(prompts), sampled=False)))
+        kept = lib_model.causal_lm(lm).generation_config.to_dict()
+        assert own.items() <= kept.items()
+    assert outcomes[0] == outcomes[1]
+
+
 # --------------------------------------------------------------------------------------- the bank
 
 

@@ -204,6 +204,25 @@ def test_a_run_whose_checkpoints_are_lost_is_refused_and_its_logs_stay(world_dir
     assert contents(run) == before
 
 
+@pytest.mark.parametrize("saved, now", [("no", "steps"), ("steps", "no")])
+def test_a_run_that_was_to_save_none_begins_anew_and_another_is_refused(
+    world_dir, run, capsys, saved, now
+):
+    """It counts how the run was to save, and not how the command would."""
+    unfinished(run)
+    for step in (1, 2):
+        shutil.rmtree(run / f"checkpoint-{step}")
+    record = record_of(run)
+    record["trl"]["save_strategy"] = saved
+    files.write_json(run / "sgsd/config.json", record)
+    argv = small_flags(world_dir, run, save_strategy=now, evolve_every=0)
+    if saved == "steps":
+        driver.refused(capsys, on_trl.main, argv, "no checkpoint")
+    else:
+        assert on_trl.main(argv) == 0
+        assert record_of(run)["finished"] == 2
+
+
 def test_an_older_checkpoint_is_removed_after_the_new_one_is_whole(
     world_dir, tmp_path, monkeypatch
 ):

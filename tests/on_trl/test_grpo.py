@@ -54,10 +54,17 @@ def groups_of(trainer, names):
     return [(jobs[start].problem, rolls[start : start + size]) for start in starts]
 
 
+def run_block(names, words):
+    """The page's block as a command with these words; its names go into a dict."""
+    (source,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["", *FLAGS.split(), *words])
+        exec(compile(source, "docs/engines.md", "exec"), names)
+
+
 @pytest.fixture(scope="module")
 def block(tmp_path_factory):
     """The names of the page's block after a step of the tiny world."""
-    (source,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
     names = {}
 
     class Recorded(trl.GRPOTrainer):
@@ -72,8 +79,7 @@ def block(tmp_path_factory):
     out = tmp_path_factory.mktemp("grpo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trl, "GRPOTrainer", Recorded)
-        patch.setattr(sys, "argv", ["", *FLAGS.split(), "--steps", "1", "--out", str(out)])
-        exec(compile(source, "docs/engines.md", "exec"), names)
+        run_block(names, ["--steps", "1", "--out", str(out)])
     return names
 
 
@@ -113,3 +119,25 @@ def test_its_gradient_is_that_of_the_method(block):
     distance = sum(float((one[name] - other[name]).square().sum()) for name in other)
     assert size > 0
     assert (distance / size) ** 0.5 < 1e-4
+
+
+@pytest.mark.parametrize(
+    "flags, word",
+    {
+        "--generations 5": "10",  # solutions, in backward passes of eight
+        f"--bank {ROOT}/banks/word_problems.json": "--bank",
+        "--adapter elsewhere": "--adapter",
+        "--loss-temperature 1": "--loss-temperature",
+    }.items(),
+)
+def test_what_it_would_leave_out_is_refused_in_one_line(flags, word):
+    with pytest.raises(SystemExit) as end:
+        run_block({}, flags.split())
+    assert word in end.value.code and "\n" not in end.value.code
+
+
+def test_a_step_of_fewer_solutions_than_a_backward_pass_takes_is_one_pass(tmp_path):
+    names = {}
+    run_block(names, f"--generations 2 --steps 1 --out {tmp_path}".split())
+    args = names["trainer"].args
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 1)

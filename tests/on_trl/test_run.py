@@ -35,6 +35,16 @@ from lib import files, runlog
         "use_transformers_continuous_batching": True,
         "resume_from_checkpoint": "checkpoint-1",
         "save_only_model": True,
+        "save_strategy": "epoch",
+        "save_steps": 0.5,
+        "do_eval": True,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "eval_on_start": True,
+        "log_completions": True,
+        "temperature": 0.0,
+        "torch_compile": True,
+        "cache_implementation": "static",
     }.items(),
 )
 def test_a_setting_that_sgsd_cannot_have_is_refused_in_one_line(tmp_path, name, value):
@@ -59,16 +69,6 @@ def test_the_defaults_are_the_papers():
     assert (args.max_grad_norm, args.beta, args.num_generations) == (0.1, 0.0, 1)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 32
     assert (args.sgsd.num_teachers, args.sgsd.eps_a, args.max_steps) == (8, 0.05, 200)
-
-
-def test_evaluation_adds_nothing_to_the_window(tmp_path):
-    args = settings(tmp_path, evolve_every=5)
-    run = trainer(args, policy(lora=True), eval_problems=PROBLEMS[:4])
-    metrics = run.evaluate()
-    assert -1 <= metrics["eval_reward"] <= 1
-    assert run.bank.window == []
-    run.train()
-    assert len(run.bank.window) == args.batch_size
 
 
 def test_other_ids_than_the_teachers_score_are_refused(tmp_path):

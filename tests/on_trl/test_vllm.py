@@ -8,6 +8,7 @@ import conftest
 import pytest
 import trl_worlds
 from conftest import ROOT
+from trl.trainer import grpo_trainer
 
 from extras import on_trl
 
@@ -17,6 +18,23 @@ def test_a_base_that_merging_adapters_would_change_is_refused_in_one_line(tmp_pa
     argv = [*trl_worlds.tiny_flags(tmp_path), "--use_vllm", *flag.split()]
     (args,) = on_trl.TrlParser(on_trl.SGSDConfig).parse_args_and_config(argv)
     conftest.one_line(lambda: on_trl.prepare(args), "bfloat16", "float32")
+
+
+class Engine:
+    """In the place of TRL's vLLM."""
+
+    def __init__(self, generation_kwargs, **_):
+        self.generation_kwargs = generation_kwargs
+
+
+def test_the_engine_ends_on_every_stop_id(tmp_path, monkeypatch):
+    """Of itself it knows those of the tokenizer and of generation_config.json."""
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Engine)
+    lm = trl_worlds.policy(lora=False)
+    lm.config.eos_token_id = [trl_worlds.END, 77]
+    run = trl_worlds.trainer(trl_worlds.settings(tmp_path, use_vllm=True), lm)
+    given = run.vllm_generation.generation_kwargs
+    assert given == {"temperature": 1.1, "stop_token_ids": [77, trl_worlds.END]}
 
 
 @pytest.mark.parametrize("run, is_synchronised", [("adapters", True), ("not synchronised", False)])

@@ -105,7 +105,7 @@ def given_rollouts(rows):
     return rollouts
 
 
-def trainer(args, lm, rows=None, eval_problems=(), callbacks=None):
+def trainer(args, lm, rows=None, callbacks=None):
     """A trainer on the tests' problems, as many as rows, with given rollouts or its own."""
     problems = PROBLEMS[: len(rows)] if rows else PROBLEMS
     return on_trl.SGSDTrainer(
@@ -115,7 +115,6 @@ def trainer(args, lm, rows=None, eval_problems=(), callbacks=None):
         conftest.make_bank(),
         conftest.fake_embed,
         driver.CoinVerifier(),
-        eval_problems,
         processing_class=conftest.make_tokenizer(),
         rollout_func=given_rollouts(rows) if rows else None,
         callbacks=callbacks,
