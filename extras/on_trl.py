@@ -85,28 +85,17 @@ class SGSDTrainer(CheckedTrainer):
             raise ValueError(f"batch_size {args.batch_size}: {rule}; lower it")
         self.cfg, self.bank, self.embed, self.judge = args.sgsd, bank, embed, judge
         self.problems = problems
-        rows = [{"prompt": chat(x.problem), "index": i} for i, x in enumerate(problems)]
         self.rollouts: list[Rollout] = []  # of the latest batch of this process
         self.rows: list[dict] = []  # of rollouts.jsonl, of the latest step, of all processes
         self.clock = runlog.Stopwatch()  # of the present step
         self.watch = runlog.Watch()  # of a run that learns nothing
         self.start: Any = None  # of a command: a `trl_run.Start`
-        verdict: Any = self.verdict
-        super().__init__(
-            model,
-            reward_funcs=[verdict],
-            args=args,
-            train_dataset=Dataset.from_list(rows),
-            **kwargs,
-        )
+        rows = [{"prompt": chat(x.problem), "index": i} for i, x in enumerate(problems)]
+        given = {"args": args, "train_dataset": Dataset.from_list(rows), **kwargs}
+        super().__init__(model, reward_funcs=[self.verdict], **given)
         causal, tokenizer = lib_model.causal_lm(self.model), self.processing_class
-        # What sgsd.py's functions read of a run. Processes have one bank, and ask no others.
-        device = self.accelerator.device
-        parts: Any = SimpleNamespace(cfg=self.cfg, tokenizer=tokenizer, device=device)
-        parts.problems, parts.bank, parts.lm = self.problems, bank, causal
-        parts.world, parts.audits = World(0, 1, device), []
-        self.parts = parts
-        sgsd.check_prompts(parts, sgsd.longest_prompts)
+        self.parts = parts_of(self, causal)
+        sgsd.check_prompts(self.parts, sgsd.longest_prompts)
         lib_model.remove_dropout(self.model)  # TRL's disable_dropout leaves floats
         self.refuse_what_fails_later(causal)
         self.stops = rollout.stop_ids(causal, tokenizer)
@@ -228,7 +217,9 @@ class SGSDTrainer(CheckedTrainer):
         self.parts.audits = []
         peak = runlog.memory_gb(self.accelerator.device)
         metrics = runlog.summarize(step, self.rows, self.norm, self.rate, self.clock.seconds, peak)
-        trl_run.log_step(self.args, [metrics | self.bank.counts], self.rows, audits)
+        lines = [metrics | self.bank.counts], self.rows, audits
+        for name, rows in zip(runlog.LOGS, lines, strict=True):
+            trl_run.append(self.args, name, rows)
         if warning := self.watch.line_after(metrics):
             self.say(warning)
 
@@ -244,7 +235,7 @@ class SGSDTrainer(CheckedTrainer):
             parts: Any = SimpleNamespace(**{**vars(self.parts), "bank": bank})
             return not too_long(parts, sgsd.longest_prompts)
 
-        log = functools.partial(trl_run.log_replies, self.args)
+        log = functools.partial(trl_run.append, self.args, "bank/replies")
         tokenizer, reply_tokens = self.processing_class, cfg.reply_tokens
         writer = skills.Writer(tokenizer, rollout.chat_ids, self.write, log, reply_tokens, step)
         bank = skills.evolve(old, old.window, step, writer, **cfg.evolution)
@@ -307,27 +298,22 @@ class SGSDTrainer(CheckedTrainer):
     # --------------------------------------------------------------------------- checkpoints
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, with the bank and its window as the last file; only then older ones are removed.
+        """TRL's, with the bank and its window as the last file. Only then are older ones removed,
+        and this one uploaded.
 
         A checkpoint without a bank is not whole: after a kill the run goes on with the one before.
         """
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        given = self.args.save_total_limit, self.args.push_to_hub
+        self.args.save_total_limit, self.args.push_to_hub = None, False
         super()._save_checkpoint(*args, **kwargs)
-        self.args.save_total_limit = limit
+        self.args.save_total_limit, self.args.push_to_hub = given
         self.accelerator.wait_for_everyone()
+        folder = pathlib.Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
         if self.accelerator.is_main_process:
-            out = self.args.output_dir
-            self.bank.save(pathlib.Path(out, f"checkpoint-{self.state.global_step}", "bank.json"))
-            rotate_checkpoints(out, limit, use_mtime=True)
-
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """TRL's training; a checkpoint's bank comes back with its weights."""
-        folder = resume_from_checkpoint
-        if folder is True:
-            folder = [*files.by_number(pathlib.Path(self.args.output_dir)).values()][-1]
-        if folder:
-            self.bank = SkillBank.load(pathlib.Path(folder, "bank.json"))
-        return super().train(folder and str(folder), *args, **kwargs)
+            self.bank.save(folder / "bank.json")
+            rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, use_mtime=True)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
 
 
 class BankCallback(TrainerCallback):
@@ -348,6 +334,21 @@ class BankCallback(TrainerCallback):
         if self.trainer.skipped == 3:
             self.trainer.say("three steps were not finite")
             control.should_training_stop = control.should_save = True
+
+
+def parts_of(trainer: SGSDTrainer, causal: Any) -> Any:
+    """What sgsd.py's functions read of a run. Processes have one bank, and ask no others."""
+    device = trainer.accelerator.device
+    return SimpleNamespace(
+        cfg=trainer.cfg,
+        tokenizer=trainer.processing_class,
+        device=device,
+        problems=trainer.problems,
+        bank=trainer.bank,
+        lm=causal,
+        world=World(0, 1, device),
+        audits=[],
+    )
 
 
 @contextlib.contextmanager
@@ -469,7 +470,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             trl_run.begin(args, trainer.start)
             if not trainer.start.step:
                 trl_run.save_version(args, trainer.bank, 0)
-            trainer.train(trainer.start.checkpoint)
+            checkpoint = trainer.start.checkpoint
+            trainer.train(str(checkpoint) if checkpoint else None)
             if trainer.skipped == 3:
                 return 1
             trainer.save_model(args.output_dir)

@@ -66,9 +66,9 @@ FREE = """
     vllm_max_model_length vllm_tensor_parallel_size
     output_dir do_train save_strategy save_steps save_total_limit
     logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_level
-    log_level_replica log_on_each_node report_to run_name project trackio_space_id disable_tqdm include_num_input_tokens_seen
-    skip_memory_metrics debug push_to_hub hub_model_id hub_strategy hub_token hub_private_repo
-    hub_revision
+    log_level_replica log_on_each_node report_to run_name project trackio_space_id disable_tqdm
+    include_num_input_tokens_seen skip_memory_metrics debug
+    push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_revision
 """.split()
 WHY_NOT = {  # what leaves the method alone, and is refused all the same
     "fp16": "its scaler lets gradients overflow until it has found a scale; take bf16",
@@ -131,10 +131,10 @@ class SGSDConfig(Ours, GRPOConfig):
         if not self.steps:
             raise ValueError("steps 0: a bank alone is made by sgsd.py --steps 0")
         if not self.sgsd.temperature:
-            raise ValueError(f"temperature {self.temperature}: TRL samples, and must divide by it")
+            raise ValueError(f"temperature {self.sgsd.temperature}: TRL samples, and divides by it")
         if self.save_strategy not in ("steps", "no") or self.save_steps < 1:
             given = f"save_strategy {self.save_strategy}, save_steps {self.save_steps}"
-            raise ValueError(f"{given}: must be steps, every so many, or no")
+            raise ValueError(f"{given}: a run saves every 1 or more steps, or never (no)")
         self.gradient_accumulation_steps = self.batch_size // rows
         self.max_steps, self.max_grad_norm = self.steps, self.grad_clip
         self.max_completion_length = self.max_new_tokens
@@ -410,14 +410,7 @@ def save_version(args: SGSDConfig, bank: SkillBank, step: int) -> None:
         bank.save(folder / "bank.json")
 
 
-def log_step(args: SGSDConfig, *lines: list[dict]) -> None:
-    """The main process appends a step's lines of metrics, rollouts and tokens to their logs."""
-    for name, rows in zip(runlog.LOGS, lines, strict=True):
-        if args.process_index == 0 and rows:
-            files.append_jsonl(home(args) / f"{name}.jsonl", rows)
-
-
-def log_replies(args: SGSDConfig, rows: list[dict]) -> None:
-    """The main process appends replies of the bank's writer to replies.jsonl."""
-    if args.process_index == 0:
-        files.append_jsonl(home(args) / "bank/replies.jsonl", rows)
+def append(args: SGSDConfig, name: str, rows: list[dict]) -> None:
+    """The main process appends rows to one of our logs."""
+    if args.process_index == 0 and rows:
+        files.append_jsonl(home(args) / f"{name}.jsonl", rows)

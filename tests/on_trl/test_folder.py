@@ -169,6 +169,26 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_with_the_checkpoint_before
     assert weights(run) == weights(run / "checkpoint-2")
 
 
+def test_a_run_that_goes_on_evolves_on_the_rollouts_before_the_break_too(
+    world_dir, run, monkeypatch
+):
+    unfinished(run)
+    shutil.rmtree(run / "checkpoint-2")
+    saved = [*skills.SkillBank.load(run / "checkpoint-1/bank.json").window]
+    assert len(saved) == 4
+    windows = []
+    evolve = skills.evolve
+
+    def kept(bank, window, *rest, **settings):
+        windows.append([*window])
+        return evolve(bank, window, *rest, **settings)
+
+    monkeypatch.setattr(skills, "evolve", kept)
+    assert on_trl.main(small_flags(world_dir, run)) == 0
+    (window,) = windows
+    assert len(window) == 8 and window[:4] == saved
+
+
 def problems_by_step(run):
     """The ids of each step's problems, sorted."""
     ids = {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import trl_worlds
 from accelerate.commands.config.config_args import load_config_from_file
-from trl_worlds import PROBLEMS, policy, settings, tiny_flags, trainer
+from trl_worlds import policy, settings, tiny_flags, trainer
 
 import eval
 import sgsd
@@ -83,36 +83,18 @@ def test_other_ids_than_the_teachers_score_are_refused(tmp_path):
     conftest.one_line(run.train, "prompt")
 
 
-def writer_of_two_items(self, prompts, names, repeats, limits):
-    """In the place of `write`, without a model."""
-    return [driver.reply_to(prompt) for prompt in names]
+def test_a_checkpoint_is_uploaded_with_its_bank(tmp_path, monkeypatch):
+    uploads = []
 
+    def upload(self, checkpoint_folder):
+        uploads.append([*files.by_number(tmp_path)])
 
-def test_a_resumed_run_has_its_bank_and_its_window(tmp_path, monkeypatch):
-    """It evolves after step 4 on the rollouts of steps 3 and 4, of which the third was saved."""
-    monkeypatch.setattr(on_trl.SGSDTrainer, "write", writer_of_two_items)
-    changes = {"steps": 4, "evolve_every": 2, "save_strategy": "steps", "save_steps": 1}
-    trainer(settings(tmp_path, **changes), policy(lora=True)).train()
-    third = tmp_path / "checkpoint-3"
-    saved = skills.SkillBank.load(third / "bank.json")
-    assert len(saved.window) == 6
-    assert [update["step"] for update in saved.metadata["updates"]] == [2]
-
-    resumed = trainer(settings(tmp_path / "again", **changes), policy(lora=True))
-    windows = []
-    evolve = skills.evolve
-
-    def kept(bank, window, *rest, **settings):
-        windows.append([row["problem_id"] for row in window])
-        return evolve(bank, window, *rest, **settings)
-
-    monkeypatch.setattr(skills, "evolve", kept)
-    resumed.train(resume_from_checkpoint=str(third))
-    assert resumed.state.global_step == 4
-    assert windows == [windows[0]] and len(windows[0]) == 12
-    assert windows[0][:6] == [row["problem_id"] for row in saved.window]
-    assert [update["step"] for update in resumed.bank.metadata["updates"]] == [2, 4]
-    assert resumed.bank.window == []
+    monkeypatch.setattr(on_trl.SGSDTrainer, "_push_from_checkpoint", upload)
+    args = settings(tmp_path, steps=2, save_strategy="steps", save_steps=1)
+    run = trainer(args, policy(lora=True))
+    args.push_to_hub = True  # before, TRL would make the repository
+    run.train()
+    assert uploads == [[1], [1, 2]]
 
 
 def test_the_command_trains_all_weights_sharded_and_evolves_and_saves(tmp_path):
