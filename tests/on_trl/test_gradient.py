@@ -66,8 +66,8 @@ def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):
         torch.testing.assert_close(A_T, len(A_T) * credit_T, rtol=0.05, atol=1e-3)
 
 
-def test_in_bf16_shards_round_neither_log_probabilities_nor_the_gradient(tmp_path):
-    """FSDP2 may cast what a model returns: that would put the gradient .11 from that in fp32."""
+def test_in_bf16_shards_round_no_log_probability_and_have_the_gradient_of_one_process(tmp_path):
+    """FSDP2 may cast what a model returns; the gradient differs by the rounding of products."""
     _, gradient = one_step(tmp_path, lora=False)
     trl_worlds.torchrun("sharded_bf16", tmp_path / "two")
     scored = torch.load(tmp_path / "two/scored.pt", weights_only=True)
