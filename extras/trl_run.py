@@ -175,8 +175,8 @@ class CheckedTrainer(GRPOTrainer):
                 return  # it may have split the weights
             model.refuse_not_finite(causal)
             if not model.ignores_left_padding(causal):
-                rule = "its positions count a row's left padding, by which TRL aligns prompts"
-                raise ValueError(f"{rule}; sgsd.py trains adapters of it")
+                rule = "its positions count a row's left padding, and TRL pads prompts so"
+                raise ValueError(f"{rule}; take another model")
 
     def refuse_shards(self) -> None:
         """ValueError where the bank's writer would crash, or the weights would not be saved."""
