@@ -169,6 +169,8 @@ class CheckedTrainer(GRPOTrainer):
             self.refuse_shards()
         if not self.accelerator.is_main_process:
             return  # others may have no weights yet
+        if causal.device.type == "cpu" and self.args.sgsd.attn == "flash_attention_2":
+            return  # shards go to the GPUs later, and these kernels run nowhere else
         with command.user_errors(f"model {causal.name_or_path}: "):
             model.check_batching(causal)
             if self.accelerator.distributed_type == DistributedType.DEEPSPEED:

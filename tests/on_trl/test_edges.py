@@ -1,5 +1,6 @@
 """What TRL would pass over: dropouts, steps that are not finite, padding, prompts, precision."""
 
+import dataclasses
 import functools
 import json
 
@@ -33,6 +34,13 @@ def test_teacher_and_student_are_one_function_whatever_dropout_a_model_has(tmp_p
     prompts = [roll.prompt_ids for roll in rolls]
     for one, other in zip(run.score(prompts, rows), run.score(prompts, rows)):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_kernels_of_a_gpu_are_not_tried_before_shards_are_on_it(tmp_path, monkeypatch):
+    run = trainer(settings(tmp_path), conftest.make_model(), completions(6))
+    monkeypatch.setattr(lib_model, "refuse_not_finite", None)
+    run.args.sgsd = dataclasses.replace(run.args.sgsd, attn="flash_attention_2")
+    run.refuse_what_fails_later(run.parts.lm)
 
 
 # ------------------------------------------------------------------- a gradient that is not finite
