@@ -50,6 +50,8 @@ def init(device: str = "auto") -> World:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     has_driver = os.path.exists("/proc/driver/nvidia/version") and not hidden
+    # Adapters and encoder are fp32 (S22): TF32, which an image's environment may set, would round.
+    torch.set_float32_matmul_precision("highest")
     needs_gpu = device == "cuda" or (device == "auto" and has_driver)
     if needs_gpu and not torch.cuda.is_available():
         fix = "install the build of torch for its CUDA (see pytorch.org), or give --device cpu"
@@ -141,6 +143,11 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         code = main()
     except SystemExit as e:
         code = e.code
+    except torch.OutOfMemoryError as e:
+        fix = "lower --rollout-rows (in eval.py --rows), --score-tokens or --checkpoint-above"
+        line = f"{str(e).partition('. ')[0]}: {fix}; run the same command to continue"
+        print(line, file=sys.stderr, flush=True)
+        code = 1
     except BaseException:
         if not in_group:
             raise

@@ -456,6 +456,7 @@ def loading_of(args: SGSDConfig) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code. In a folder with checkpoints it continues."""
+    torch.set_float32_matmul_precision("highest")  # TF32 would round what is fp32 here
     with contextlib.ExitStack() as held:
         with command.one_line_errors(trl_run.PROGRAM, reading=True):
             kind: Any = SGSDConfig

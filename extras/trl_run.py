@@ -55,7 +55,7 @@ REFUSED = """
 # Those that only round, lay out, save or log: another value is said and recorded. Every setting of
 # TRL's that is in neither list stays at its default.
 FREE = """
-    score_rows use_cpu per_device_train_batch_size bf16 tf32
+    score_rows use_cpu per_device_train_batch_size bf16
     gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing
     activation_checkpointing_kwargs torch_empty_cache_steps pad_to_multiple_of
     dataloader_num_workers dataloader_pin_memory
@@ -71,6 +71,7 @@ FREE = """
     push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_revision
 """.split()
 WHY_NOT = {  # what leaves the method alone, and is refused all the same
+    "tf32": "it rounds what is fp32 here: adapters, and log-probabilities, which eps_a needs",
     "fp16": "its scaler lets gradients overflow until it has found a scale; take bf16",
     "use_transformers_continuous_batching": "it casts the weights that learn to bf16",
     "use_transformers_paged": "it casts the weights that learn to bf16",
@@ -143,6 +144,9 @@ class SGSDConfig(Ours, GRPOConfig):
         self.num_generations = 2
         super().__post_init__()
         self.num_generations = 1
+        if self.n_gpu > 1:
+            rule = "one process would split the model over them"
+            raise ValueError(f"{self.n_gpu} GPUs: {rule}; start a process for each, by accelerate")
 
     def refuse_other_methods(self) -> None:
         """ValueError for a value of TRL's that is neither SGSD's nor harmless."""
@@ -196,10 +200,12 @@ class CheckedTrainer(GRPOTrainer):
             return
         # Completions end at different lengths, and each forward pass is a collective.
         self.model.generate = functools.partial(self.model.generate, synced_gpus=True)
-        # accelerate lets it round all that the model returns to bf16, log-probabilities too.
+        # accelerate lets it sum gradients in bf16, and round all that the model returns to bf16,
+        # log-probabilities too.
         plugin = self.accelerator.state.fsdp_plugin
-        if plugin.mixed_precision_policy is not None:
-            policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+        policy = plugin.mixed_precision_policy
+        if policy is not None:
+            policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
             plugin.mixed_precision_policy = policy
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:

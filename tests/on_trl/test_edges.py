@@ -3,18 +3,21 @@
 import dataclasses
 import functools
 import json
+from types import SimpleNamespace
 
 import conftest
 import driver
 import pytest
 import torch
 import trl_worlds
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from trl_worlds import PROBLEMS, completions, policy, rollouts_of, settings, small_flags, trainer
 
 import skills
-from extras import on_trl
+from extras import on_trl, trl_run
 from lib import files
 from lib import model as lib_model
 
@@ -139,6 +142,25 @@ def test_a_model_whose_states_take_in_padding_is_refused_in_one_line(tmp_path, m
     lm = conftest.make_model("qwen3_5_text")
     call = functools.partial(trainer, settings(tmp_path), lm, completions(6))
     conftest.one_line(call, "left padding")
+
+
+def test_shards_sum_gradients_and_return_log_probabilities_in_fp32():
+    """accelerate's policy for bf16 rounds both."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    plugin = SimpleNamespace(mixed_precision_policy=policy)
+    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    accelerator.state = SimpleNamespace(fsdp_plugin=plugin)
+    run = SimpleNamespace(accelerator=accelerator, model=SimpleNamespace(generate=print))
+    trl_run.CheckedTrainer.set_up_shards(run)
+    kept = plugin.mixed_precision_policy
+    assert (kept.param_dtype, kept.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert kept.output_dtype is None
+
+
+def test_one_process_that_sees_several_gpus_is_refused(tmp_path, monkeypatch):
+    """TRL would lay the model over all of them."""
+    monkeypatch.setattr(on_trl.SGSDConfig, "n_gpu", 2)
+    conftest.one_line(lambda: settings(tmp_path), "2 GPUs", "accelerate")
 
 
 def test_weights_that_learn_in_bf16_are_refused_in_one_line(world_dir, tmp_path, capsys):

@@ -132,6 +132,24 @@ def test_a_turn_of_shared_work_is_one_collective(monkeypatch):
     assert [len(turn) for turn in turns] == [2, 0, 1] and len(collectives) == 3
 
 
+def test_tf32_from_outside_rounds_no_product():
+    """An image's environment may turn it on for all products; S22 wants it for the head's alone."""
+    matmul = torch.backends.cuda.matmul
+    matmul.fp32_precision = "tf32"
+    distributed.init("cpu")
+    assert matmul.fp32_precision == "ieee"
+
+
+def test_a_gpu_without_memory_is_one_line(capsys):
+    def main():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
+
+    with pytest.raises(SystemExit) as ended:
+        distributed.run_and_exit(main)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and line.startswith("CUDA out of memory: lower --rollout-rows")
+
+
 PRINTS = "import distributed, os\ndistributed.run_and_exit(lambda: print('a line') or os._exit(0))"
 
 
