@@ -12,8 +12,9 @@ a line per set; the last line is the command that compares them (extras/compare.
 
 The folder of a checkpoint is RUN/eval/step_000200, that of any other model eval/NAME in the first
 run among the PATHs, or else here; with --skills its name ends with --skills. It holds
-settings.json, samples.jsonl and results.json ({set: figures}, which each call adds its sets to).
-The same command continues a killed one: a sample is a function of (seed, problem, its number).
+settings.json, samples.jsonl and results.json ({set: figures}). A call replaces the figures of its
+sets and keeps all samples, so an earlier command has its figures again at once. The same command
+continues a killed one: a sample is a function of (seed, problem, its number).
 
 Dimension key: P problems, K samples per problem.
 """
