@@ -48,10 +48,10 @@ def init(device: str = "auto") -> World:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read at the first use of the device
         # The cache of `generate` grows by concatenation, and fixed blocks soon stop fitting.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    has_driver = os.path.exists("/proc/driver/nvidia/version") and not hidden
     # Adapters and encoder are fp32 (S22): TF32, which an image's environment may set, would round.
     torch.set_float32_matmul_precision("highest")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    has_driver = os.path.exists("/proc/driver/nvidia/version") and not hidden
     needs_gpu = device == "cuda" or (device == "auto" and has_driver)
     if needs_gpu and not torch.cuda.is_available():
         fix = "install the build of torch for its CUDA (see pytorch.org), or give --device cpu"

@@ -90,9 +90,9 @@ def why_not(one: Evaluated, other: Evaluated, name: str) -> str:
         conditions.append(x.settings | {"problems": row["digest"], "samples": row["samples"]})
     mine, theirs = conditions
     differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-    may_differ = {*MAY_DIFFER}
+    may_differ = MAY_DIFFER
     if one.is_plain and other.is_plain:  # such as weights that were all trained, and their base
-        may_differ.add("the base's files")
+        may_differ = MAY_DIFFER | {"the base's files"}
     named = sorted({*differ} - may_differ)
     return f"they have different values of {', '.join(named)}" if named else ""
 

@@ -91,8 +91,14 @@ class SGSDTrainer(CheckedTrainer):
         self.watch = runlog.Watch()  # of a run that learns nothing
         self.start: Any = None  # of a command: a `trl_run.Start`
         rows = [{"prompt": chat(x.problem), "index": i} for i, x in enumerate(problems)]
-        given = {"args": args, "train_dataset": Dataset.from_list(rows), **kwargs}
-        super().__init__(model, reward_funcs=[self.verdict], **given)
+        verdict: Any = self.verdict
+        super().__init__(
+            model,
+            reward_funcs=[verdict],
+            args=args,
+            train_dataset=Dataset.from_list(rows),
+            **kwargs,
+        )
         causal, tokenizer = lib_model.causal_lm(self.model), self.processing_class
         self.parts = parts_of(self, causal)
         sgsd.check_prompts(self.parts, sgsd.longest_prompts)
