@@ -1,18 +1,15 @@
 """One process group, one summed gradient, gathered objects, and work shared over the ranks.
 
 Every rank holds the whole model; there is no wrapper class. No rank may skip a collective. A rank
-that fails ends itself, and torchrun ends the others; under a launcher that does not, they wait for
-the group's timeout.
+that fails says why and ends. Then torchrun ends the others, or else their next collective does.
 """
 
 import atexit
-import contextlib
 import datetime
 import io
 import itertools
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,10 +37,11 @@ def init(device: str = "auto") -> World:
     """Join the process group that torchrun describes in the environment, or be alone without it.
 
     device: "auto" (CUDA where there is a GPU), "cpu" or "cuda". On CUDA tensors travel by NCCL, and
-    objects by gloo as on CPU. ValueError where torchrun's variables are incomplete, no GPU is left,
-    or torch does not find the GPU of a machine that has one.
+    objects by gloo as on CPU. ValueError where the group cannot be joined, no GPU is left, or torch
+    does not find the GPU of a machine that has one.
     """
-    rank, size, local = _place()
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_RANK", 0))
     here = torch.device("cpu")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read at the first use of the device
         # The cache of `generate` grows by concatenation, and fixed blocks soon stop fitting.
@@ -65,19 +63,6 @@ def init(device: str = "auto") -> World:
     if "RANK" in os.environ:
         _join(rank, size, here)
     return World(rank, size, here)
-
-
-def _place() -> tuple[int, int, int]:
-    """Rank, number of ranks and rank on this machine; 0, 1, 0 where torchrun did not start this."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    values = [os.environ.get(name, "") for name in names]
-    if not any(values):
-        return 0, 1, 0
-    if not all(map(str.isdecimal, values)) or int(values[0]) >= int(values[1]):
-        rule = "must be numbers, and RANK below WORLD_SIZE; start with torchrun, or unset all three"
-        raise ValueError(f"{', '.join(names)} are {', '.join(map(repr, values))}: they {rule}")
-    rank, size, local = map(int, values)
-    return rank, size, local
 
 
 def _join(rank: int, size: int, here: torch.device) -> None:
@@ -102,41 +87,12 @@ def _join(rank: int, size: int, here: torch.device) -> None:
         ) from None
 
 
-@contextlib.contextmanager
-def checked_on_all_ranks(world: World, *kinds: type[Exception]) -> Iterator[list]:
-    """A block that every rank runs and that holds no collective: it fails on all ranks or on none.
-
-    Where a rank's block raises one of these kinds, rank 0 raises its own error, or else one of the
-    first kind with the other rank's words. The other ranks exit with code 2, without a line.
-    Yields a list; what the blocks of all ranks put into it is in it afterwards, in rank order.
-    """
-    shared: list = []
-    error = None
-    try:
-        yield shared
-    except kinds as e:
-        error = e
-    message = error and (str(error) or type(error).__name__)
-    messages, shares = zip(*all_gather((message, shared), world))
-    shared[:] = itertools.chain.from_iterable(shares)
-    if not any(messages):
-        return
-    if not world.main:
-        time.sleep(2)  # at the first exit torchrun kills the others: rank 0 has to print first
-        raise SystemExit(2)
-    if error:
-        raise error
-    rank, message = next((i, text) for i, text in enumerate(messages) if text)
-    raise kinds[0](f"rank {rank}: {message}")
-
-
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Run a command and end the process with its exit code.
 
     In a group it ends at once, as gloo's threads may abort in an orderly teardown.
     """
-    code: Any
-    in_group = "RANK" in os.environ
+    code: Any = 1
     if isinstance(sys.stdout, io.TextIOWrapper):  # a log file, too, shows each line as it comes
         sys.stdout.reconfigure(line_buffering=True)
     try:
@@ -147,13 +103,9 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
         fix = "lower --rollout-rows (in eval.py --rows), --score-tokens or --checkpoint-above"
         line = f"{str(e).partition('. ')[0]}: {fix}; run the same command to continue"
         print(line, file=sys.stderr, flush=True)
-        code = 1
     except BaseException:
-        if not in_group:
-            raise
         traceback.print_exc()
-        code = 1
-    if in_group:
+    if "RANK" in os.environ:
         atexit._run_exitfuncs()  # trackers close their writers there
         sys.stdout.flush()
         sys.stderr.flush()
@@ -163,6 +115,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
     """Give every rank rank 0's values, in place."""
+    barrier(world)  # as in `sum_gradients`
     if world.size > 1:
         for p in params:
             dist.broadcast(p.data, src=0)
@@ -186,11 +139,29 @@ def sum_gradients(params: Iterable[torch.nn.Parameter], world: World) -> None:
 
 def all_gather(obj: Any, world: World) -> list:
     """Every rank's object, in rank order, on every rank."""
-    if world.size == 1:
-        return [obj]
-    objects: list = [None] * world.size
-    dist.all_gather_object(objects, obj)
+    objects: list = [obj] * world.size
+    if world.size > 1:
+        _ending_with_the_others(world, dist.all_gather_object, objects, obj)
     return objects
+
+
+def broadcast(obj: Any, world: World) -> Any:
+    """Rank 0's object, on every rank."""
+    objects = [obj]
+    if world.size > 1:
+        _ending_with_the_others(world, dist.broadcast_object_list, objects, src=0)
+    return objects[0]
+
+
+def _ending_with_the_others(world: World, collective: Callable, *args: Any, **given: Any) -> None:
+    """Call a collective of gloo; end this process where another one has ended, and said why."""
+    try:
+        collective(*args, **given)
+    except RuntimeError as e:  # gloo's, as a connection was closed
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun tells which one ended
+            line = f"rank {world.rank}: another process has ended, so this one ends ({e})"
+            print(" ".join(line.split()), file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
 
 
 def refuse_other_commands(commands: Sequence[dict[str, Any]]) -> None:
@@ -200,15 +171,6 @@ def refuse_other_commands(commands: Sequence[dict[str, Any]]) -> None:
             if theirs[name] != value:
                 rule = f"rank 0 has {value!r}, and rank {rank} {theirs[name]!r}"
                 raise ValueError(f"{name}: {rule}; give every process the same command")
-
-
-def broadcast(obj: Any, world: World) -> Any:
-    """Rank 0's object, on every rank."""
-    if world.size == 1:
-        return obj
-    objects = [obj]
-    dist.broadcast_object_list(objects, src=0)
-    return objects[0]
 
 
 def gathered(rows: list[dict], world: World) -> list[dict]:
@@ -223,16 +185,6 @@ def barrier(world: World) -> None:
     all_gather(None, world)
 
 
-def progress_bar(world: World, stage: str, total: int = 0) -> tqdm:
-    """Rank 0's progress bar of a stage; hidden where the stage has no name.
-
-    A bar whose total is still 0 shows nothing before its first update.
-    """
-    seconds = 0.1 if sys.stderr.isatty() else 60  # from one print to the next: few in a log file
-    hidden, delay = not (stage and world.main), 0 if total else 1e-3
-    return tqdm(desc=stage, total=total, disable=hidden, mininterval=seconds, delay=delay)
-
-
 def share_jobs(
     world: World,
     jobs: Sequence[Any],
@@ -243,15 +195,16 @@ def share_jobs(
 
     jobs: objects with a .prompt; the ranks take them in turn, ordered by its length. work: from a
     rank's jobs to turns, lists of one picklable result for each job that is done. Every rank gets
-    every result, and must ask for all turns: each is a collective. stage: the name of a progress
-    bar. Raises OSError as `checked_on_all_ranks` does.
+    every result, and must ask for all turns: each is a collective. stage: the name of rank 0's
+    progress bar; "" for none.
     """
     mine = sorted(jobs, key=lambda job: len(job.prompt))[world.rank :: world.size]
     turns, left = work(mine), len(jobs)
-    with progress_bar(world, stage if jobs else "", left) as bar:
+    seconds = 0.1 if sys.stderr.isatty() else 60  # from one print to the next: few in a log file
+    hidden = not (stage and jobs and world.main)
+    with tqdm(desc=stage, total=left, disable=hidden, mininterval=seconds, leave=False) as bar:
         while left:
-            with checked_on_all_ranks(world, OSError) as results:  # a server may be lost
-                results += next(turns, [])
+            results = [*itertools.chain.from_iterable(all_gather(next(turns, []), world))]
             left -= len(results)
             bar.update(len(results))
             yield results

@@ -37,7 +37,7 @@ import distributed
 import rollout
 import skills
 from distributed import World
-from lib import command, files, model, problems, served, verify
+from lib import command, config, files, model, problems, served, verify
 from lib.config import EvalConfig
 from lib.problems import Problem
 from rollout import Job, Rollout
@@ -186,6 +186,12 @@ def find_policies(cfg: EvalConfig) -> list[Policy]:
     return list(policies.values())
 
 
+# Settings that no sample depends on; problems are known by their own digests.
+BESIDE_SAMPLES = """
+    paths model out data split limit samples rows server problem_field answer_field answer_after
+""".split()
+
+
 def settings_of(
     policy: Policy, cfg: EvalConfig, world: World, digests: dict[str, str]
 ) -> dict[str, Any]:
@@ -194,8 +200,7 @@ def settings_of(
     digests: of the models' files, by path. ValueError, naming what differs, where the policy's
     folder has samples or results of other settings.
     """
-    rules = cfg.rules()
-    settings = {name: value for name, value in asdict(cfg).items() if rules[name].in_samples}
+    settings = {name: value for name, value in asdict(cfg).items() if name not in BESIDE_SAMPLES}
     settings["the policy's files"] = digests[policy.path]
     settings["the base's files"] = digests[policy.base]
     settings["engine"] = "a server" if cfg.server else "generate"  # S27
@@ -246,7 +251,7 @@ def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evalua
     for policy in policies if world.main else []:
         held.enter_context(files.locked(policy.folder))
     models = {policy.path for policy in policies} | {policy.base for policy in policies}
-    digests = {path: files.contents(path, every_byte=True) for path in models}
+    digests = {path: files.contents(path) for path in models}
     for policy in policies:
         policy.settings = settings_of(policy, cfg, world, digests)
     if world.main:
@@ -338,14 +343,14 @@ def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[tuple, 
     cfg, tasks, server = evaluation.cfg, evaluation.tasks, evaluation.server
     log = policy.folder / "samples.jsonl"
     done = {}
-    with reading(cfg, world):
+    with command.one_line_errors(cfg.program, *command.GIVEN):
         for row in files.read_jsonl(log) if world.main else []:
             done[tuple(row[name] for name in KEY)] = row
     missing = distributed.broadcast([key for key in tasks if key not in done], world)
     if not missing:
         return done
     with contextlib.ExitStack() as loaded:
-        with reading(cfg, world):
+        with command.one_line_errors(cfg.program, *command.GIVEN):
             lm, tokenizer, stream = load_policy(policy, evaluation, loaded, world)
             stops = rollout.stop_ids(lm, tokenizer)
             jobs = []
@@ -466,25 +471,15 @@ def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> 
 # ------------------------------------------------------------------------------------ the command
 
 
-@contextlib.contextmanager
-def reading(cfg: EvalConfig, world: World) -> Iterator[None]:
-    """A block on every rank that reads what the user gave: a mistake in it is one line."""
-    with (
-        command.one_line_errors(cfg.program, reading=True),
-        distributed.checked_on_all_ranks(world, *command.GIVEN),
-    ):
-        yield
-
-
 def evaluate(cfg: EvalConfig, world: World) -> None:
     """Sample every policy on every set; write the results and print a line for each."""
     with contextlib.ExitStack() as held:
-        values = {command.flag(name): value for name, value in asdict(cfg).items()}
-        commands = distributed.all_gather({**values, "--out": ""}, world)
-        with reading(cfg, world):
+        with command.one_line_errors(cfg.program, *command.GIVEN):
+            values = {config.flag(name): value for name, value in asdict(cfg).items()}
+            commands = distributed.all_gather({**values, "--out": ""}, world)
             distributed.refuse_other_commands(commands)
             evaluation = prepare(cfg, world, held)
-        held.enter_context(command.one_line_errors(cfg.program))
+        held.enter_context(command.one_line_errors(cfg.program, *command.LATER))
         for policy in evaluation.policies:
             done = sample(policy, evaluation, world)
             if world.main:
@@ -527,9 +522,9 @@ def print_notes(evaluation: Evaluation, late: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    command.end_at_signals()
+    command.Signals()  # each ends at once
     cfg = command.parse(argv, __doc__, EvalConfig)
-    with command.one_line_errors(cfg.program, reading=True):
+    with command.one_line_errors(cfg.program, *command.GIVEN):
         # With a server this process computes nothing: CPU and gloo.
         world = distributed.init("cpu" if cfg.server else cfg.device)
     evaluate(cfg, world)

@@ -38,12 +38,10 @@ The defaults that decide the method:
                 1.0, top-p 0.95, no top-k, cold_start_tokens 38912
     prompts     max_prompt_tokens 20000: a longer prompt is refused
 
-Fixed choices, not settings, and the function that makes each:
+Fixed choices, not settings, and the function that makes each. What the model reads and writes:
 
     problems    DAPO-Math-17k: in English, without duplicates, its instruction around each problem
                 removed (D8): lib.problems.load_problems
-    order       a new permutation in each epoch, by the seed (0); a minibatch may span two epochs:
-                lib.problems.minibatch
     prompts     one user turn without a system message, in the model's chat template:
                 rollout.chat_ids
     draws       temperature, then top-k, then top-p: rollout.select_tokens. A token's draw depends
@@ -52,17 +50,22 @@ Fixed choices, not settings, and the function that makes each:
     verdict     the last box after the last </think>: lib.verify.extract_answer. Twelve spellings
                 that math-verify misreads are rewritten, then it compares with the reference (D5):
                 lib.verify.math_verdict. Without a box, or after 5 seconds, a solution is wrong
+
+What the gradient depends on besides:
+
+    order       a new permutation in each epoch, by the seed (0); a minibatch may span two epochs:
+                lib.problems.minibatch
     encoder     Qwen3-Embedding-0.6B in fp32, with its own pooling, without an instruction:
                 lib.model.load_encoder
     base        bf16 on a GPU, fp32 on a CPU (S22): lib.model.load_model
     adapters    LoRA in fp32 on all linear layers but the head, times alpha / rank, without dropout,
                 never merged; the sum with the base's output is rounded to the base's dtype. PEFT
                 draws A by the seed, and B is 0: lib.model.with_adapters
-    optimizer   AdamW, betas 0.9 and 0.999, eps 1e-8, no weight decay: lib.run.prepare_training.
-                A gradient that is not finite moves no weight: optimizer_step. Three such steps in a
-                row end the run: lib.run.stop_code
     scores      log-probabilities at temperature 1, in nats, with head and softmax in fp32 (on a GPU
                 the head's product in TF32, which holds bf16 exactly): scoring.token_logprobs
+    optimizer   AdamW, betas 0.9 and 0.999, eps 1e-8, no weight decay: lib.run.add_adapters.
+                A gradient that is not finite moves no weight: optimizer_step. Three such steps in a
+                row end the run: lib.run.asked_to_stop
     continuing  restores adapters, AdamW's moments, the bank and its window: lib.run.Run.open
 
 Package versions are those of requirements.txt.
@@ -74,9 +77,10 @@ import functools
 import math
 import pathlib
 import random
+import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -91,17 +95,12 @@ from lib import command, config, model, problems, runlog
 from lib.config import Config
 from lib.problems import Problem
 from lib.run import (
-    Longest,
-    Prompt,
     Run,
+    asked_to_stop,
     evolution_is_due,
-    longest_problem,
     shared_replies,
     shared_rollouts,
     solve,
-    steps_to_come,
-    stop_code,
-    too_long,
 )
 from rollout import Job, Rollout, Sampling
 from skills import SkillBank, SkillPair
@@ -134,14 +133,6 @@ def log_prob_gap(logpT_KT: Tensor, logpS_T: Tensor) -> Tensor:
         rule = "both must be float32 or float64; bf16 is too coarse: errors of about 0.1 nat"
         raise ValueError(f"log_prob_gap (Eq. 7): {rule}; got {logpT_KT.dtype}, {logpS_T.dtype}")
     return logpT_KT.detach() - logpS_T
-
-
-def plain_support(delta_KT: Tensor) -> Tensor:
-    """a_k: mean gap over all T tokens (Eq. 8, §2.3). [K]. For the logs.
-
-    Elsewhere `a_K` is the robust support ã, which decides the polarity.
-    """
-    return delta_KT.detach().mean(1)
 
 
 def token_mask(ids_T: Sequence[int] | Tensor, masked_ids: Collection[int]) -> Tensor:
@@ -200,14 +191,6 @@ def gated_loss(delta: Tensor, tau_g: float) -> Tensor:
     return -torch.log1p(torch.expm1(-(delta**2) / (2 * tau_g)) / 2)
 
 
-def gate_grad(delta: Tensor, tau_g: float) -> Tensor:
-    """g_tau = dl_gate/ddelta = delta / (tau_g (1 + exp(delta^2 / (2 tau_g)))) (Eq. 17, §3).
-
-    Elementwise, odd, |g_tau| <= 1/sqrt(e tau_g). For logs and tests: no loop trains by it.
-    """
-    return delta / tau_g * torch.sigmoid(-(delta**2) / (2 * tau_g))
-
-
 def teacher_losses(delta_KT: Tensor, mask_T: Tensor, tau_g: float) -> Tensor:
     """lbar^(k): mean gated loss over unmasked tokens, of *unclipped* gaps (Eq. 15, §2.5). [K]."""
     delta_KT = unmasked(delta_KT, mask_T)
@@ -220,19 +203,6 @@ def sgsd_loss(lbar_K: Tensor, alpha_K: Tensor, rho_K: Tensor) -> Tensor:
     The gradient flows through lbar_K alone.
     """
     return (alpha_K.detach() * rho_K.detach() * lbar_K).sum()
-
-
-def token_credit(
-    delta_KT: Tensor, mask_T: Tensor, alpha_K: Tensor, rho_K: Tensor, tau_g: float
-) -> Tensor:
-    """W_t^(k) = alpha_k rho_k (m_t / Z) g_tau(Delta), Z = sum m + eps (Eq. 20, §3). [K, T].
-
-    -grad L = sum over k and t of W_t^(k) grad log p_S(y_t). No gradient. For logs and tests: no
-    loop trains by it.
-    """
-    g_KT = gate_grad(unmasked(delta_KT.detach(), mask_T), tau_g)
-    m_T = mask_T.to(g_KT)
-    return (alpha_K * rho_K).detach()[:, None] * m_T / (m_T.sum() + EPS) * g_KT
 
 
 def loss_of(
@@ -268,6 +238,37 @@ def loss_of(
     return loss, numbers
 
 
+# What follows is for the logs and the tests: no loop trains by it.
+
+
+def plain_support(delta_KT: Tensor) -> Tensor:
+    """a_k: mean gap over all T tokens (Eq. 8, §2.3). [K].
+
+    Elsewhere `a_K` is the robust support ã, which decides the polarity.
+    """
+    return delta_KT.detach().mean(1)
+
+
+def gate_grad(delta: Tensor, tau_g: float) -> Tensor:
+    """g_tau = dl_gate/ddelta = delta / (tau_g (1 + exp(delta^2 / (2 tau_g)))) (Eq. 17, §3).
+
+    Elementwise, odd, |g_tau| <= 1/sqrt(e tau_g).
+    """
+    return delta / tau_g * torch.sigmoid(-(delta**2) / (2 * tau_g))
+
+
+def token_credit(
+    delta_KT: Tensor, mask_T: Tensor, alpha_K: Tensor, rho_K: Tensor, tau_g: float
+) -> Tensor:
+    """W_t^(k) = alpha_k rho_k (m_t / Z) g_tau(Delta), Z = sum m + eps (Eq. 20, §3). [K, T].
+
+    -grad L = sum over k and t of W_t^(k) grad log p_S(y_t). No gradient.
+    """
+    g_KT = gate_grad(unmasked(delta_KT.detach(), mask_T), tau_g)
+    m_T = mask_T.to(g_KT)
+    return (alpha_K * rho_K).detach()[:, None] * m_T / (m_T.sum() + EPS) * g_KT
+
+
 # ----------------------------------------------------------------- a step (Algorithm 1, lines 2-16)
 
 
@@ -288,35 +289,71 @@ def reward(roll: Rollout) -> float:
     return roll.r
 
 
-def prompt_ids(run: Run, text: str, thinking: str) -> list[int]:
-    """A chat prompt as ids (S3).
+def prompt_ids(
+    run: Run, text: str, thinking: str, limit: str = "max_new_tokens", entries: str = ""
+) -> list[int]:
+    """A chat prompt as ids (S3). UserError, and what helps, for one that is too long: none is cut.
 
     thinking: "closed" ends on the template's empty think block, so the model answers at once;
     "open" ends on "<think>" and a line feed; "bare" ends where the answer begins, without a block.
+    limit: the setting that bounds what follows. entries: of the bank, that the prompt shows.
     """
-    ids = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
-    if len(ids) > run.cfg.max_prompt_tokens:
-        rule = f"--max-prompt-tokens is {run.cfg.max_prompt_tokens}; raise it, or drop the problem"
-        raise command.UserError(f"a prompt has {len(ids)} tokens, {rule}: {text[:200]!r}")
+    cfg, ids = run.cfg, rollout.chat_ids(run.tokenizer, text, thinking=thinking)
+    context, reply = model.context_limit(run.lm), getattr(cfg, limit)
+    fix = ""
+    if len(ids) + reply > context:
+        fix = f"with {config.flag(limit)} {reply} it exceeds the model's context of {context:g}"
+    if len(ids) > cfg.max_prompt_tokens:
+        fix = f"--max-prompt-tokens is {cfg.max_prompt_tokens}; raise it"
+    if fix:
+        if entries:
+            fix += f"; or remove {entries} from --bank, or the last checkpoint's bank.json"
+        raise command.UserError(f"a prompt has {len(ids)} tokens: {fix}; it begins {text[:200]!r}")
     return ids
 
 
 def student_prompt(run: Run, problem: str) -> list[int]:
-    """The student's prompt, as ids: the problem, and the request to reason and box the answer."""
+    """The student's prompt, as ids. In Qwen3's template:
+
+    <|im_start|>user
+    Problem: What is 2 + 3?
+
+    Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>
+    <|im_start|>assistant
+    <think>
+
+    </think>
+
+    """
     return prompt_ids(run, skills.render_student(problem), run.cfg.student_prefix)
 
 
 def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> list[list[int]]:
-    """The K teachers' prompts c_k(x), as ids (Eq. 3, Fig. 6).
+    """The K teachers' prompts c_k(x), as ids (Eq. 3, Fig. 6). Why a mistake happens is not shown.
 
-    Guidance stands before the student's prompt: a skill's title, principle and when to apply it,
-    and a mistake's description and how to avoid it. Why it happens is embedded, but not shown. The
-    reference answer is never shown.
+    <|im_start|>user
+    You may use the following retrieved math-reasoning guidance as soft guidance.
+    Solve the current problem independently and do not quote it verbatim.
+
+    ### General Principles
+    - **Carry the ten**: When the ones pass nine, carry one to the tens.
+      _Apply when: Two numbers are added._
+
+    ### Mistakes to Avoid
+    - **Don't**: Dropping the carry when two amounts are added.
+      **Instead**: Add the carried one to the tens.
+
+    Problem: What is 2 + 3?
+
+    Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>
+    <|im_start|>assistant
     """
     prompts_K = []
     for pair in pairs_K:
         text = skills.render_teacher(pair, problem)  # g_k + e_k + x
-        prompts_K.append(prompt_ids(run, text, run.cfg.teacher_prefix))
+        entries = f"{pair.skill['skill_id']} or {pair.mistake['mistake_id']}"
+        ids = prompt_ids(run, text, run.cfg.teacher_prefix, entries=entries)
+        prompts_K.append(ids)
     return prompts_K
 
 
@@ -361,13 +398,6 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     return for_the_logs(loss, numbers)
 
 
-def for_the_logs(loss: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
-    """What `loss_of` returns, its numbers by the log that they go to."""
-    token_numbers = {name: numbers[name] for name in ("mask", "delta", "credit")}
-    rest = {name: x for name, x in numbers.items() if name not in token_numbers}
-    return RolloutLoss(loss, rest, token_numbers)
-
-
 def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     """Lines 2-16: this rank's rows of rollouts.jsonl, and the gradient's norm. step: from 1.
 
@@ -407,6 +437,16 @@ def optimizer_step(run: Run, step: int) -> float:
     return norm
 
 
+# What follows is for the logs.
+
+
+def for_the_logs(loss: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
+    """What `loss_of` returns, its numbers by the log that they go to."""
+    token_numbers = {name: numbers[name] for name in ("mask", "delta", "credit")}
+    rest = {name: x for name, x in numbers.items() if name not in token_numbers}
+    return RolloutLoss(loss, rest, token_numbers)
+
+
 def record(
     run: Run,
     step: int,
@@ -415,18 +455,36 @@ def record(
     roll: Rollout,
     result: RolloutLoss,
 ) -> dict:
-    """One rollout's row of rollouts.jsonl; in an audited step run.audits gets its tokens' row.
+    """One rollout's row of rollouts.jsonl; in an audited step its `audit` is that of tokens.jsonl.
 
     index: its place among all rollouts of the step.
     """
+    row = runlog.rollout_row(step, index, pairs_K, roll, result, run.cfg.c_delta)
+    row["reward"] = float(reward(roll))
     every = run.cfg.audit_every
     if every and (step == 1 or step % every == 0):
-        run.audits.append(runlog.token_row(step, index, roll, result, run.tokenizer))
-    row = runlog.rollout_row(step, index, pairs_K, roll, result, run.cfg.c_delta)
-    return {**row, "reward": float(reward(roll))}
+        row["audit"] = runlog.token_row(step, index, roll, result, run.tokenizer)
+    return row
 
 
 # ------------------------------------------------ the bank (Algorithm 1, line 17; Algorithms 2-4)
+# Algorithm 2, the cold start. The policy solves 256 seed problems. Each solution is a memory: the
+# problem, the verdict, the boxed answer, and the solution after its thinking (of more than 2,000
+# characters the first and the last 1,000). From each right one the writer is asked for one to three
+# general skills, from each wrong one for as many common mistakes (prompts/extract_*.txt), in JSON;
+# the first three complete items count. Algorithm 3 then merges each list.
+#
+# Algorithm 3, merging. Layer by layer the writer sees H items of a list at a time, in order, and
+# is asked to join those that say the same (prompts/merge_*.txt). A group stays as it is unless the
+# reply is whole, has an item, and has no more items than it was shown. Merging ends after a layer
+# of one group, or after P layers in a row that made the list no shorter.
+#
+# Algorithm 4, every F steps. W holds all rollouts since the last multiple of F. If a share of gamma
+# or more of them is right, the bank stays as it is. Else each rollout is a memory, from which items
+# are extracted and merged as above; none that a static entry has word for word (D11). Where a list
+# has such items, they are merged once more, with its dynamic entries: those of earlier evolutions.
+# Each list keeps its first C dynamic entries. Both lists together grow by N at most: meanwhile the
+# one that grew more, at a tie the skills, loses its last (S12). Static entries stay, word for word.
 
 
 def writer(run: Run, step: int) -> skills.Writer:
@@ -436,17 +494,12 @@ def writer(run: Run, step: int) -> skills.Writer:
     `skills.ask` says which replies count.
     """
     log = functools.partial(run.log_rows, "bank/replies")
-    bar = distributed.progress_bar(run.world, "writing")  # of all replies; it ends with the writer
-    sample_replies = functools.partial(shared_replies, run, bar)
-    reply_tokens = run.cfg.reply_tokens
-    return skills.Writer(run.tokenizer, rollout.chat_ids, sample_replies, log, reply_tokens, step)
+    sample = functools.partial(shared_replies, run)
+    return skills.Writer(run.tokenizer, rollout.chat_ids, sample, log, run.cfg.reply_tokens, step)
 
 
 def make_bank(run: Run) -> SkillBank:
-    """Algorithm 2: the policy solves seed problems, and writes a bank from its solutions (S21).
-
-    `skills.cold_start` has what it is asked, `skills.merge` how the lists are merged.
-    """
+    """Algorithm 2: the policy solves seed problems, and writes a bank from its solutions (S21)."""
     cfg = run.cfg
     count = min(cfg.cold_start, len(run.problems))
     seeds = random.Random(cfg.seed).sample(run.problems, count)
@@ -460,7 +513,7 @@ def seed_prompt(run: Run, x: Problem) -> list[int]:
     """The prompt of a seed problem, as ids."""
     text = skills.render("seed_problem", {"problem": x.problem})
     thinking = "bare" if run.cfg.cold_start_thinking else "closed"
-    return rollout.chat_ids(run.tokenizer, text, thinking=thinking)
+    return prompt_ids(run, text, thinking, limit="cold_start_tokens")
 
 
 def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
@@ -486,52 +539,41 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     return [memories[x.id] for x in seeds]
 
 
-def begin_bank(run: Run, longest: Longest) -> None:
+def begin_bank(run: Run) -> None:
     """The bank before the next step: the run's own, that of --bank, or Algorithm 2's (D9)."""
     started, seconds = time.monotonic(), 0.0
     if run.bank is None:
         run.bank = make_bank(run)
         seconds = time.monotonic() - started
-        run.save_bank()  # before the checks, since it may have taken hours
-        kind = command.UserError
-        with distributed.checked_on_all_ranks(run.world, kind), command.user_errors():
-            skills.refuse_short(run.bank, "", run.cfg.num_teachers)
-        check_prompts(run, longest)
+        run.save_bank()  # before the check, since it may have taken hours
+        if not (run.bank.general_skills and run.bank.common_mistakes):
+            fix = "in a new --out try another --bank or a larger --cold-start"
+            raise command.UserError(f"{skills.describe(run.bank)}: no pair, no teacher (S8); {fix}")
     elif not run.step:  # --bank, in a new run
         run.save_bank()
     if run.world.main:
         print(skills.describe(run.bank, seconds))
-    evolve_bank(run, longest)  # a continued run may have been killed before
 
 
-def evolve_bank(run: Run, longest: Longest) -> None:
-    """Line 17: every F steps Algorithm 4, on all ranks' rollouts since the last multiple of F (D2).
+def evolve_bank(run: Run) -> None:
+    """Line 17: after every F-th step Algorithm 4, on all ranks' rollouts since the last one (D2).
 
-    Where a share of gamma (--success-gate) or more was right, the bank stays as it is; else it
-    grows by what the policy writes from these rollouts: see `skills.evolve`. Dynamic entries that
-    would make a prompt too long are left out (S34). In any case the window is cleared.
+    In any case the window is cleared.
     """
     cfg, old, step = run.cfg, run.bank, run.step
     if not evolution_is_due(cfg, step, old):
         return
-
-    def fits(bank: SkillBank) -> bool:
-        return not too_long(replace(run, bank=bank), longest)
-
     started = time.monotonic()
-    bank = skills.evolve(old, old.window, step, writer(run, step), **cfg.evolution)
-    run.bank, left_out = skills.without_longest(bank, fits)  # S34
+    run.bank = skills.evolve(old, old.window, step, writer(run, step), **cfg.evolution)
     if run.world.main:
         same = "bank: unchanged, as the success is not below --success-gate"
         seconds = time.monotonic() - started
         tqdm.write(same if run.bank is old else skills.describe(run.bank, seconds))
-        if left_out:
-            tqdm.write(f"bank: left out, as a prompt would be too long: {', '.join(left_out)}")
     run.bank.window = []
     run.save_bank()
 
 
-# --------------------------------------------------------------------------- prompts that must fit
+# ------------------------------------------------------------------------------ before the start
 
 
 def load_bank(cfg: Config, path: str | pathlib.Path) -> SkillBank:
@@ -541,78 +583,58 @@ def load_bank(cfg: Config, path: str | pathlib.Path) -> SkillBank:
     """
     bank = SkillBank.load(path)
     is_given = bool(cfg.bank) and pathlib.Path(path) == pathlib.Path(cfg.bank)
-    skills.refuse_short(bank, cfg.bank if is_given else "", cfg.num_teachers)
+    least = cfg.num_teachers if is_given else 1
+    if min(len(bank.general_skills), len(bank.common_mistakes)) < least:
+        rule = f"each list needs {least} or more; see --num-teachers {cfg.num_teachers}"
+        raise ValueError(f"bank {path}: {bank.sizes}: {rule}")
     return bank
 
 
-def longest_prompt(run: Run, pairs: int, problem: str, where: str, thinking: str) -> Prompt:
-    """The longest prompt of a problem with this many pairs of the bank, if there is a bank."""
-    chosen = []
-    if run.bank is not None:
-        count = functools.partial(rollout.token_count, run.tokenizer)
-        chosen = skills.longest_pairs(run.bank, pairs, count)
-    for pair in chosen:
-        where += f" with {pair.skill['skill_id']} and {pair.mistake['mistake_id']}"
-    text = skills.render_skills(chosen, problem)
-    ids = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
-    return where, ids, run.cfg.max_new_tokens if run.cfg.steps else 0
-
-
-def longest_prompts(run: Run) -> list[Prompt]:
-    """SGSD's longest prompts: the student's, and a teacher's or, without a bank, a seed's."""
-    cfg, x = run.cfg, longest_problem(run)
-    where = x.place
-    prompts = [longest_prompt(run, 0, x.problem, where, cfg.student_prefix)]
-    if run.bank is not None:
-        prompts.append(longest_prompt(run, 1, x.problem, where, cfg.teacher_prefix))
-    elif cfg.uses_skill_bank:
-        where = f"{x.place} in the cold start"
-        prompts.append((where, seed_prompt(run, x), cfg.cold_start_tokens))
-    return prompts
-
-
-def check_prompts(run: Run, longest: Longest) -> None:
-    """UserError if a prompt would be too long. On every rank.
-
-    Called before a run writes anything, and when the first bank has been made.
-    """
-    with distributed.checked_on_all_ranks(run.world, command.UserError):
-        fault = too_long(run, longest)
-        if fault:
-            raise command.UserError(fault)
+def refuse_long_prompts(run: Run) -> None:
+    """UserError if the longest problem makes too long a prompt, alone or with the longest pair."""
+    cfg, x = run.cfg, max(run.problems, key=lambda x: len(x.problem))
+    try:
+        if cfg.steps:
+            student_prompt(run, x.problem)
+        if cfg.steps and run.bank is not None:
+            skill = max(run.bank.general_skills, key=lambda e: len(skills.render("skill", e)))
+            mistake = max(run.bank.common_mistakes, key=lambda e: len(skills.render("mistake", e)))
+            teacher_prompts(run, [SkillPair(skill, mistake, 0.0, 0.0)], x.problem)
+        if run.bank is None and cfg.uses_skill_bank:
+            seed_prompt(run, x)
+    except command.UserError as e:
+        raise command.UserError(f"{e}; or drop the problem: {x.place}") from None
 
 
 # ------------------------------------------------------------------------------------- the loop
 
 
-def train(run: Run, step_fn: Any = train_step, longest: Longest = longest_prompts) -> int:
+def train(run: Run, step_fn: Any = train_step) -> int:
     """Algorithm 1: all steps that are left; the exit code.
 
-    step_fn(run, step) -> (rows, norm): a step. longest(run): the longest prompts that it makes.
-    Another method passes its own.
+    step_fn(run, step) -> (rows, norm): a step. Another method passes its own.
     """
     cfg = run.cfg
-    check_prompts(run, longest)
-    run.begin()
     if cfg.uses_skill_bank:  # SGSD does, GRPO does not
-        begin_bank(run, longest)
-    for step in steps_to_come(run):
-        with command.finish_at_signals(run.signals):  # a first signal waits until the save
-            run.clock, run.audits = runlog.Stopwatch(), []
-            rows, norm = step_fn(run, step)  # lines 2-16
-            rows = distributed.gathered(rows, run.world)
-            run.step = step
-            run.skipped = 0 if math.isfinite(norm) else run.skipped + 1
-            if cfg.evolves:
-                run.bank.remember(rows)
-            run.log(rows, norm)  # writes and prints, and changes nothing
-            stop = stop_code(run)  # the same on all ranks: 130, 1 or 0
-            if stop or run.save_is_due():
-                run.save()  # no rank goes on before rank 0 has saved
-        if stop:
-            return stop
+        begin_bank(run)
+    evolve_bank(run)  # only where a kill or a signal has left an evolution due
+    is_shown = run.world.main and sys.stderr.isatty()  # a log file has the steps' lines
+    for step in tqdm(range(run.step + 1, cfg.steps + 1), "train", disable=not is_shown):
+        run.clock = runlog.Stopwatch()
+        run.signals.in_step = True  # from here to the save a first signal waits
+        rows, norm = step_fn(run, step)  # lines 2-16
+        rows = distributed.gathered(rows, run.world)
+        run.step = step
         if cfg.evolves:
-            evolve_bank(run, longest)  # line 17; after a signal here the next command evolves
+            run.bank.remember(rows)  # W of Algorithm 4
+        run.log(rows, norm)  # writes and prints: no step reads it
+        if run.save_is_due():  # each --checkpoint-every steps, after the last, before an evolution
+            run.save()
+        if asked_to_stop(run):  # by a signal on any rank, one that came during the save, too
+            run.save()
+            return 130
+        run.signals.in_step = False
+        evolve_bank(run)  # line 17, where F divides the step
     return 0
 
 
@@ -621,18 +643,16 @@ def main(
     about: str | None = __doc__,
     kind: type[Config] = Config,
     step_fn: Any = train_step,
-    longest: Longest = longest_prompts,
     variants: dict[str, dict[str, Any]] | None = None,
 ) -> int:
     """The command of SGSD, or of another method; returns its exit code.
 
-    about: the method's docstring, for --help. kind: its settings. step_fn, longest: as `train`
-    takes them. variants: defaults that change where a setting is given, such as --short.
+    about: the method's docstring, for --help. kind: its settings. step_fn: as `train` takes it.
+    variants: defaults that change where a setting is given, such as --short.
     """
-    command.end_at_signals()
     cfg = command.parse(argv, about, kind, config.presets_of(kind), variants)
-    with Run.open(cfg, functools.partial(load_bank, cfg)) as run:
-        return train(run, step_fn, longest)
+    with Run.open(cfg, functools.partial(load_bank, cfg), refuse_long_prompts) as run:
+        return train(run, step_fn)
 
 
 if __name__ == "__main__":

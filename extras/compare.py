@@ -228,7 +228,7 @@ def arguments(argv: Sequence[str] | None = None) -> list[pathlib.Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     folders = arguments(argv)
-    with command.one_line_errors("compare", reading=True):
+    with command.one_line_errors("compare", *command.GIVEN):
         compare(folders)
     return 0
 

@@ -38,7 +38,7 @@ from extras import compare
 from extras.compare import Evaluated
 from lib import command, config, files, runlog
 from lib.problems import Problem
-from lib.run import Start, prepare, solve
+from lib.run import Start, load_run, solve
 from rollout import Job
 
 MAX_BYTES = 4_900_000  # of the page
@@ -517,8 +517,11 @@ def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib
     x = Problem("explained", problem, answer)
     with contextlib.ExitStack() as held:
         step = max(files.by_step(run / "checkpoints"), default=0)
-        start = Start(record={}, problems=[x], notes=[], step=step, bank=banks[max(banks)])
-        run_again = prepare(cfg, distributed.init(cfg.device), start, held)
+        start = Start(record={}, problems=[x], step=step, bank=banks[max(banks)])
+        if step:
+            start.checkpoint = files.of_step(run / "checkpoints", step)
+            start.digests = files.digests_of(start.checkpoint)
+        run_again = load_run(cfg, distributed.init(cfg.device), start, held)
         rows = explained(run_again, x, draws)
     name = f"{run.resolve().name}-explain-{files.digest(problem, answer)[:8]}"
     folder = run.resolve().with_name(name)
@@ -526,7 +529,7 @@ def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib
     shutil.rmtree(folder, ignore_errors=True)
     files.write_json(folder / "config.json", config_of_run)
     banks[max(banks)].save(folder / "bank" / "step_000000.json")
-    files.append_jsonl(folder / "tokens.jsonl", run_again.audits)
+    files.append_jsonl(folder / "tokens.jsonl", [row.pop("audit") for row in rows])
     files.append_jsonl(folder / "rollouts.jsonl", rows)
     print_draws(collect(folder), step)
     return folder
@@ -572,9 +575,9 @@ def print_runs(data: list[dict]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    command.end_at_signals()
+    command.Signals()  # each ends at once
     args = arguments(argv)
-    with command.one_line_errors("report", reading=True):
+    with command.one_line_errors("report", *command.GIVEN):
         runs = args.runs
         if args.explain is not None:
             runs = [explain(runs[0], args.explain, args.answer, args.draws)]

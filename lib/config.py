@@ -3,12 +3,32 @@
 A field that the paper or a decision (S..., D...) settles names it.
 """
 
-import inspect
 import math
 import os
 import pathlib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
+
+GROUPS = {  # of --help, in order; a setting that stands in none is the method's own
+    "what is evaluated": "paths skills num_skills",
+    "the run": "out seed steps checkpoint_every",
+    "the model": "model adapter lora_rank lora_alpha device dtype attn",
+    "the problems": "data split limit batch_size max_prompt_tokens problem_field answer_field"
+    " answer_after verifier verify_timeout",
+    "the bank": "bank encoder cold_start cold_start_temperature cold_start_tokens"
+    " cold_start_thinking evolve_every success_gate max_new_items dynamic_capacity"
+    " merge_group_size merge_patience reply_tokens memory_answer",
+    "the objective": "num_teachers teacher_prefix tau_g c_delta eps_a",
+    "the sampling": "student_prefix samples temperature top_p top_k max_new_tokens thinking rows"
+    " server",
+    "the optimizer": "learning_rate grad_clip",
+    "looking inside, and memory": "audit_every score_tokens checkpoint_above rollout_rows"
+    " report_to",
+}
+
+# Settings without a part in a method that makes no bank of its own.
+OF_COLD_START = "cold_start cold_start_temperature cold_start_tokens cold_start_thinking server"
+NO_COLD_START = frozenset(OF_COLD_START.split())
 
 
 def flag(name: str) -> str:
@@ -21,27 +41,21 @@ class Rule:
     """What a setting is, whatever its default is in a class."""
 
     help: str  # with its source
-    group: str  # its title in --help
     value_type: type
     choices: tuple[str, ...]
     least: float | None  # without one a number must be > 0
-    most: float | None
-    on_continue: str  # what becomes of another value when the command continues its run
-    in_samples: bool  # whether the samples of an evaluation depend on it
+    most: float
 
     def fault(self, value: Any) -> str:
         """What is wrong with a value, "" for nothing."""
-        number = self.value_type in (int, float)
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}"
-        if number and not math.isfinite(value):
-            return "must be finite"
-        if number and self.least is None and value <= 0:
-            return "must be > 0"
-        if self.least is not None and value < self.least:
-            return f"must be >= {self.least}"
-        if self.most is not None and value > self.most:
-            return f"must be <= {self.most}"
+        if self.value_type in (int, float):
+            is_enough = value > 0 if self.least is None else value >= self.least
+            if not (is_enough and value <= self.most and value < math.inf):
+                least = "> 0" if self.least is None else f">= {self.least:g}"
+                most = "finite" if self.most == math.inf else f"<= {self.most:g}"
+                return f"must be {least} and {most}"
         return ""
 
 
@@ -50,18 +64,10 @@ def setting(
     help: str,
     choices: tuple[str, ...] = (),
     least: float | None = None,
-    most: float | None = None,
-    on_continue: str = "refused",
-    in_samples: bool = True,
-    group: str = "",
+    most: float = math.inf,
 ) -> Any:
-    """A setting: its default, and its `Rule`. A subclass writes another default alone.
-
-    on_continue: "refused". "contents": refused where the files of that name hold something else;
-    their place may change. "free": said in a line, and kept in config.json. group: its title in
-    --help, and that of the settings below it in its class.
-    """
-    rule = Rule(help, group, type(default), choices, least, most, on_continue, in_samples)
+    """A setting: its default, and its `Rule`. A subclass writes another default alone."""
+    rule = Rule(help, type(default), choices, least, most)
     return field(default=default, metadata={"rule": rule})
 
 
@@ -70,40 +76,21 @@ DTYPES = "auto", "float32", "bfloat16"
 KERNELS = "sdpa", "flash_attention_2", "eager"
 SETS = "aime24", "aime25", "hmmt25"
 
-# Settings that another one makes void, and why.
-OF_LORA = ("lora_rank", "lora_alpha")
-OF_COLD_START = ("cold_start", "cold_start_temperature", "cold_start_tokens", "cold_start_thinking")
-NO_COLD_START = dict.fromkeys(OF_COLD_START, "this method makes no bank of its own")
-
 
 @dataclass(frozen=True)
 class Common:
     """What training and evaluation share: the evaluation that a run prints repeats its values."""
 
     program: ClassVar[str]
-    groups: ClassVar[tuple[str, ...]]  # the titles of --help in their order
+    groups: ClassVar[dict[str, str]] = GROUPS
+    not_offered: ClassVar[frozenset[str]] = frozenset()  # they have no part in it, and no flag
 
-    device: str = setting(
-        "auto",
-        "auto takes CUDA where there is a GPU",
-        DEVICES,
-        on_continue="free",
-        group="the model",
-    )
+    device: str = setting("auto", "auto takes CUDA where there is a GPU", DEVICES)
     dtype: str = setting("auto", "weights of the base; auto is bf16 on CUDA; App. F.1", DTYPES)
     attn: str = setting("sdpa", "attention kernels; S25", KERNELS)
-    problem_field: str = setting(
-        "problem",
-        "column or field that holds the problem",
-        in_samples=False,
-        group="the problems",
-    )
-    answer_field: str = setting(
-        "answer", "column or field that holds the reference answer", in_samples=False
-    )
-    answer_after: str = setting(
-        "", 'the answer is what follows this mark, as "####" in GSM8K', in_samples=False
-    )
+    problem_field: str = setting("problem", "column or field that holds the problem")
+    answer_field: str = setting("answer", "column or field that holds the reference answer")
+    answer_after: str = setting("", 'the answer is what follows this mark, as "####" in GSM8K')
     verifier: str = setting(
         "lib.verify:Verifier",
         "verifier, as MODULE:CLASS, a subclass of lib.verify.Judge; docs/changing.md",
@@ -122,26 +109,18 @@ class Common:
 
     @classmethod
     def rules(cls) -> dict[str, Rule]:
-        """Each setting's rule, the first along the classes. What is shared comes last.
+        """Each setting's rule. A subclass may write a default alone, and keeps the rule.
 
-        TypeError for a default that overrides another one without an annotation: dataclasses would
-        ignore it.
+        TypeError for a default without an annotation: dataclasses would ignore it.
         """
         rules: dict[str, Rule] = {}
-        for base in reversed(cls.__mro__):
-            written = vars(base).get("__dataclass_fields__", {})
-            group = "the method"
-            for name in inspect.get_annotations(base):
-                rule = written[name].metadata.get("rule") if name in written else None
-                if rule:  # not a default alone
-                    group = rule.group or group
-                    rules[name] = replace(rule, group=group)
+        for base in filter(is_dataclass, reversed(cls.__mro__)):
+            rules |= {f.name: f.metadata["rule"] for f in fields(base) if f.metadata}
         for f in fields(cls):
             if getattr(cls, f.name) != f.default:
                 fix = "write its type behind the name, and @dataclass(frozen=True) above the class"
                 raise TypeError(f"{cls.__name__}.{f.name}: dataclasses ignore this default; {fix}")
-        shared = {f.name for f in fields(Common)}
-        return dict(sorted(rules.items(), key=lambda item: item[0] in shared))
+        return rules
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -149,83 +128,38 @@ class Common:
         tuples: dict[str, Any] = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
         return cls(**{**values, **tuples})
 
-    def void(self) -> dict[str, str]:
-        """The settings that others make void, each with the reason: `command.parse` refuses them.
-
-        Only what was typed is refused, since presets set them, too.
-        """
-        return {}
-
 
 @dataclass(frozen=True)
 class Config(Common):
     """SGSD's settings. The flags are made from the fields."""
 
     program: ClassVar[str] = "sgsd.py"
-    groups: ClassVar[tuple[str, ...]] = (
-        "the run",
-        "the model",
-        "the problems",
-        "the bank",
-        "the objective",
-        "the student's sampling",
-        "the optimizer",
-        "looking inside, and memory",
-        "the method",
-    )
 
-    out: str = setting(
-        "runs/sgsd",
-        "directory of the run; the same command continues it",
-        on_continue="free",
-        group="the run",
-    )
+    out: str = setting("runs/sgsd", "directory of the run; the same command continues it")
     seed: int = setting(
         0, "seed of the data order, the adapters and the sampling", least=0, most=2**40
     )
-    steps: int = setting(
-        200,
-        "number of optimizer steps; 0 makes the bank alone; §4.1",
-        least=0,
-        on_continue="free",
-    )
-    checkpoint_every: int = setting(25, "save a checkpoint every N steps; §4.1", on_continue="free")
-    model: str = setting(
-        "Qwen/Qwen3-1.7B",
-        "policy to train: a hub id or a directory; §4.1",
-        on_continue="contents",
-        group="the model",
-    )
+    steps: int = setting(200, "number of optimizer steps; 0 makes the bank alone; §4.1", least=0)
+    checkpoint_every: int = setting(25, "save a checkpoint every N steps; §4.1")
+    model: str = setting("Qwen/Qwen3-1.7B", "policy to train: a hub id or a directory; §4.1")
     adapter: str = setting(
-        "",
-        "begin with the weights of this checkpoint of --model, and with its rank and alpha",
-        on_continue="contents",
+        "", "begin with the weights of this checkpoint of --model; it brings its rank and alpha"
     )
     lora_rank: int = setting(64, "rank of the adapters; App. F.1")
     lora_alpha: int = setting(128, "LoRA alpha, the scale of the adapters; App. F.1")
     data: str = setting(
         "BytedTsinghua-SIA/DAPO-Math-17k",
         "training problems: HUB_ID[:CONFIGURATION], directory, parquet, JSONL; App. F.1, D8",
-        on_continue="contents",
-        group="the problems",
     )
     split: str = setting("train", "split of --data, if that is a hub data set or a directory")
     batch_size: int = setting(32, "problems in a step, over all processes together; S6")
     max_prompt_tokens: int = setting(
-        20000,
-        "longest prompt, in tokens; a longer one is refused, never cut; Tab. 11",
-        on_continue="free",
+        20000, "longest prompt, in tokens; a longer one is refused, never cut; Tab. 11"
     )
-    bank: str = setting(
-        "",
-        "skill bank (JSON); without one the model writes its own first; Alg. 2",
-        on_continue="contents",
-        group="the bank",
-    )
+    bank: str = setting("", "skill bank (JSON); without one the model writes its own first; Alg. 2")
     encoder: str = setting(
         "Qwen/Qwen3-Embedding-0.6B",
         "sentence-transformers model that embeds problems and skills; Tab. 12",
-        on_continue="contents",
     )
     cold_start: int = setting(
         256, "number of seed problems solved to build the first bank; Alg. 2, Tab. 12"
@@ -253,9 +187,7 @@ class Config(Common):
     memory_answer: bool = setting(
         False, "show the reference answer to the model that writes entries; D3"
     )
-    num_teachers: int = setting(
-        8, "K: retrieved skill-mistake pairs, each a teacher; Tab. 12", group="the objective"
-    )
+    num_teachers: int = setting(8, "K: retrieved skill-mistake pairs, each a teacher; Tab. 12")
     teacher_prefix: str = setting(
         "bare",
         "think block of a teacher's prompt: left to the model, begun, or empty; S3",
@@ -272,7 +204,6 @@ class Config(Common):
         "closed",
         "think block of the student's prompt: empty, left to the model, or begun; S3",
         ("closed", "bare", "open"),
-        group="the student's sampling",
     )
     temperature: float = setting(1.1, "sampling temperature of the student; Tab. 11", least=0)
     top_p: float = setting(0.95, "top-p of the student; Tab. 11", most=1)
@@ -284,43 +215,26 @@ class Config(Common):
         (),
         "sample the first bank, and nothing else, on inference servers of the base, such as "
         "http://localhost:8000/v1; rank i asks the i-th; S27",
-        on_continue="free",
     )
     learning_rate: float = setting(
-        5e-6, "learning rate of AdamW, falling linearly to 0; App. F.1, S7", group="the optimizer"
+        5e-6, "learning rate of AdamW, falling linearly to 0; App. F.1, S7"
     )
     grad_clip: float = setting(0.1, "clip the gradient to this norm; S7")
-    audit_every: int = setting(
-        25,
-        "record all gaps in step 1 and every N steps; 0: never",
-        least=0,
-        on_continue="free",
-        group="looking inside, and memory",
-    )
-    score_tokens: int = setting(
-        16384, "most tokens in one padded forward pass of the teachers", on_continue="free"
-    )
+    audit_every: int = setting(25, "record all gaps in step 1 and every N steps; 0: never", least=0)
+    score_tokens: int = setting(16384, "most tokens in one padded forward pass of the teachers")
     checkpoint_above: int = setting(
         2048,
         "recompute activations in the backward pass of rollouts above N tokens, prompt included",
         least=0,
-        on_continue="free",
     )
     rollout_rows: int = setting(
-        0,
-        "solutions decoded at a time by each process; 0: all, and 16 for the bank",
-        least=0,
-        on_continue="free",
+        0, "solutions decoded at a time by each process; 0: all, and 16 for the bank", least=0
     )
     report_to: str = setting(
         "none",
         "also send the metrics to this tracker; tensorboard writes to RUN/tensorboard",
         ("none", "wandb", "tensorboard"),
-        on_continue="free",
     )
-
-    def void(self) -> dict[str, str]:
-        return dict.fromkeys(OF_LORA, "--adapter brings its own") if self.adapter else {}
 
     @property
     def uses_skill_bank(self) -> bool:
@@ -359,25 +273,10 @@ class EvalConfig(Common):
     """The settings of an evaluation."""
 
     program: ClassVar[str] = "eval.py"
-    groups: ClassVar[tuple[str, ...]] = (
-        "what is evaluated",
-        "the problems",
-        "the samples",
-        "the model",
-    )
 
-    paths: tuple[str, ...] = setting(
-        (),
-        "model, adapter, run (its checkpoints) or hub id",
-        group="what is evaluated",
-        in_samples=False,
-    )
-    model: str = setting(
-        "", "an adapter's base, if not the one that the adapter names", in_samples=False
-    )
-    out: str = setting(
-        "", "folder of all results, instead of eval/ in the run or else here", in_samples=False
-    )
+    paths: tuple[str, ...] = setting((), "model, adapter, run (its checkpoints) or hub id")
+    model: str = setting("", "an adapter's base, if not the one that the adapter names")
+    out: str = setting("", "folder of all results, instead of eval/ in the run or else here")
     skills: str = setting(
         "", "evaluate Base+Skill: prompts with entries of this bank (JSON); §4.1, S14"
     )
@@ -387,27 +286,19 @@ class EvalConfig(Common):
         SETS,
         "aime24, aime25, hmmt25, math500, amc23, gsm8k, files or hub ids; the stem of a path is "
         "the set's name",
-        group="the problems",
-        in_samples=False,
     )
-    split: str = setting("test", "split of a hub data set or a directory", in_samples=False)
-    limit: int = setting(
-        0, "only the first N problems of each set; 0 is all", least=0, in_samples=False
-    )
-    samples: int = setting(
-        12, "k, the samples per problem; App. F.1", most=1e6, group="the samples", in_samples=False
-    )
+    split: str = setting("test", "split of a hub data set or a directory")
+    limit: int = setting(0, "only the first N problems of each set; 0 is all", least=0)
+    samples: int = setting(12, "k, the samples per problem; App. F.1", most=1e6)
     temperature: float = setting(1.0, "sampling temperature; App. F.1", least=0)
     top_p: float = setting(0.95, "top-p of the sampling; App. F.1", most=1)
     top_k: int = setting(0, "top-k of the sampling; 0 turns it off; App. F.1", least=0)
     max_new_tokens: int = setting(38912, "longest sample, in tokens; App. F.1")
     thinking: bool = setting(True, "thinking mode; S3")
     seed: int = setting(0, "seed of the samples", least=0, most=2**40)
-    rows: int = setting(
-        16, "samples decoded at a time; lower it to save memory", most=1e6, in_samples=False
-    )
+    rows: int = setting(16, "samples decoded at a time; lower it to save memory", most=1e6)
     server: tuple[str, ...] = setting(
-        (), "sample on inference servers, such as http://localhost:8000/v1; S27", in_samples=False
+        (), "sample on inference servers, such as http://localhost:8000/v1; S27"
     )
 
     def __post_init__(self) -> None:

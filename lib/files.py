@@ -22,25 +22,13 @@ def locked(folder: pathlib.Path, seconds: float = 60) -> Iterator[None]:
     A job that is started again may wait for the one before to end. The system frees the lock when
     the process ends, however it ends.
     """
-    lock = filelock.FileLock(folder / LOCK)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(filelock.Timeout):
-            lock.acquire(timeout=0)
-        if not lock.is_locked:
-            line = "another command uses this directory; waiting for it to end, a minute at most"
-            print(f"{folder}: {line}", flush=True)
-            lock.acquire(timeout=seconds)
+        with filelock.FileLock(folder / LOCK, timeout=seconds):
+            yield
     except filelock.Timeout:
-        line = f"{folder}: another command uses this directory; wait until it ends, or stop it"
-        raise ValueError(line) from None
-    except OSError as e:
-        line = f"{folder}: cannot be written to ({e.strerror}); give another --out"
-        raise OSError(line) from None
-    try:
-        yield
-    finally:
-        lock.release()
+        line = "another command uses this directory; wait until it ends, or stop it"
+        raise ValueError(f"{folder}: {line}") from None
 
 
 @contextlib.contextmanager
@@ -71,10 +59,10 @@ def write_json(path: pathlib.Path, obj: object) -> None:
 
 
 def read_json(path: pathlib.Path) -> Any:
-    """The content of a .json file. ValueError or OSError names the file."""
+    """The content of a .json file. ValueError names a file that is not there or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
+    except (OSError, ValueError) as e:
         raise ValueError(f"{path}: not readable as JSON ({e}); repair or remove it") from None
 
 
@@ -111,24 +99,21 @@ def read_jsonl(path: pathlib.Path) -> Iterator[dict]:
                 raise ValueError(f"{path}:{i}: not JSON ({e}); repair or remove it") from None
 
 
-def trim_jsonl(path: pathlib.Path, step: int) -> bool:
-    """Cut a .jsonl file behind the rows of steps up to `step`; whether it had later ones.
+def end_of_step(path: pathlib.Path, step: int) -> int:
+    """Where the rows of steps up to `step` end in a .jsonl file, in bytes; 0 without a file.
 
-    Rows are in the order of their steps. A torn last line goes, too. ValueError names the file and
-    the line that is not JSON.
+    Rows are in the order of their steps. ValueError names the file and the line that is not JSON,
+    or has no step.
     """
-    if not path.exists():
-        return False
-    end, is_cut = 0, False
-    with open(path, "rb") as f:
-        for line, row in zip(f, read_jsonl(path)):
-            is_cut = row["step"] > step
-            if is_cut:
+    end = 0
+    with open(path if path.exists() else os.devnull, "rb") as f:
+        for i, (line, row) in enumerate(zip(f, read_jsonl(path)), 1):
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise ValueError(f"{path}:{i}: a row without its step; repair or remove the file")
+            if row["step"] > step:
                 break
             end += len(line)
-    if end < path.stat().st_size:
-        os.truncate(path, end)
-    return is_cut
+    return end
 
 
 def of_step(folder: pathlib.Path, step: int, suffix: str = "") -> pathlib.Path:
@@ -139,12 +124,11 @@ def of_step(folder: pathlib.Path, step: int, suffix: str = "") -> pathlib.Path:
 def by_step(folder: pathlib.Path) -> dict[int, pathlib.Path]:
     """The checkpoints, or the versions of the bank, in a folder by their steps, in order.
 
-    Any other name, and an empty folder, is nobody's.
+    Any other name is nobody's.
     """
     paths = {}
     for path in sorted(folder.glob("step_*")):
-        match = re.fullmatch(r"step_([0-9]{6})(\.json)?", path.name)
-        if match and (path.is_file() or os.listdir(path)):
+        if match := re.fullmatch(r"step_([0-9]{6})(\.json)?", path.name):
             paths[int(match[1])] = path
     return paths
 
@@ -162,43 +146,60 @@ def by_number(folder: pathlib.Path) -> dict[int, pathlib.Path]:
     return dict(sorted(paths.items()))
 
 
+# ------------------------------------------------------------------------------------ digests
+
+DIGESTS = "digests.json"  # of a checkpoint, {file: sha256}: the last file that is written
+BANK = "bank.json"  # of a checkpoint: an evolution replaces it later, so no digest guards it
+OF_A_MODEL = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
+BESIDE_A_MODEL = ("trainer.safetensors", BANK, DIGESTS)  # a checkpoint's other files
+
+
 def digest(*parts: object) -> str:
     """Sixteen hexadecimal digits that differ where the parts' `repr` differs."""
     return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
 def file_digest(path: str | os.PathLike) -> str:
-    """A digest of a file's content; OSError where there is no such file."""
-    return digest(pathlib.Path(path).read_bytes())
+    """The sha256 of a file's content; OSError where there is no such file."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-OF_A_MODEL = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
-OF_TRAINING = ("trainer.json", "trainer.safetensors", "bank.json")  # a checkpoint's other files
-BESIDE_A_MODEL = ("sgsd", "eval")  # and checkpoints, where a run on TRL has left its weights
-PIECE = 2**23  # bytes
-
-
-def contents(name: str, every_byte: bool = False) -> str:
+def contents(name: str) -> str:
     """A digest of what a file or a model's folder holds; the name itself where nothing is there.
 
-    Of a file above 16 MiB in a folder it takes the size and 8 MiB at three places: training moves
-    all weights. A checkpoint's bank and trainer do not count: an evolution that is due replaces
-    the bank later.
+    A checkpoint's bank and trainer do not count.
     """
     path = pathlib.Path(name)
     if path.is_file():
         return file_digest(path)
-    parts: list[object] = []
+    parts = []
     for file in sorted(path.rglob("*")) if name else []:
-        top = file.relative_to(path).parts[0]
-        if top in BESIDE_A_MODEL or top.startswith("checkpoint-"):
-            continue
-        if file.suffix in OF_A_MODEL and file.name not in OF_TRAINING and file.is_file():
-            size = file.stat().st_size
-            parts += [file.relative_to(path).as_posix(), size]
-            with open(file, "rb") as f:
-                some = (0, size // 2, max(0, size - PIECE))
-                for start in range(0, size, PIECE) if every_byte else some:
-                    f.seek(start)
-                    parts.append(hashlib.blake2b(f.read(PIECE)).digest())
+        if file.suffix in OF_A_MODEL and file.name not in BESIDE_A_MODEL and file.is_file():
+            parts.append((file.relative_to(path).as_posix(), file_digest(file)))
     return digest(parts) if parts else name
+
+
+def write_digests(folder: pathlib.Path) -> None:
+    """Write a checkpoint's digests, once its other files are there."""
+    digests = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != BANK:
+            digests[path.relative_to(folder).as_posix()] = file_digest(path)
+    write_json(folder / DIGESTS, digests)
+
+
+def digests_of(folder: pathlib.Path, needed: bool | None = False) -> dict[str, str]:
+    """A checkpoint's digests; none where it has no such file, unless one is needed."""
+    file = folder / DIGESTS
+    return read_json(file) if needed or file.exists() else {}
+
+
+def refuse_damaged(folder: pathlib.Path, digests: dict[str, str]) -> None:
+    """ValueError that names the first file of a checkpoint that lacks or is damaged."""
+    for name, saved in digests.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path}: is not there, or on no disk that all processes share")
+        if file_digest(path) != saved:
+            raise ValueError(f"{path}: is damaged: not what {DIGESTS} says was saved")

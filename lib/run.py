@@ -2,13 +2,15 @@
 
     RUN/config.json       settings, digests of code and problems, versions; each continuation
     RUN/checkpoints/      all that a run needs to go on, per saved step: a PEFT adapter, the state
-                          of the optimizer, the bank in use with its window
+                          of the optimizer, the bank in use with its window; digests of the files
     RUN/bank/             a version per evolution, memories and replies; a run that has no
                           checkpoint yet goes on with step_000000.json
     RUN/metrics.jsonl     a line per step; rollouts.jsonl per rollout, tokens.jsonl per audited one
     RUN/problems.json     fingerprints of the training problems, for eval.py
 
-The same command continues a run. Nothing here knows what a bank is made of.
+The same command continues a run: its settings must be the run's, but for those in FREE. Rank 0
+alone reads the data and the folder, and writes; the others read checkpoints. Nothing here knows
+what a bank is made of.
 """
 
 import contextlib
@@ -21,7 +23,7 @@ import shlex
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -31,7 +33,6 @@ from tqdm import tqdm
 
 import distributed
 import rollout
-import scoring
 from distributed import World
 from lib import command, config, files, model, problems, runlog, served, verify
 from lib.config import Config
@@ -39,18 +40,23 @@ from lib.problems import Problem
 from rollout import Job, Rollout, Sampling
 
 ROOT = pathlib.Path(__file__).parent.parent
+# What may differ when a run goes on: it only rounds, lays out, saves or logs; and --steps.
+FREE = """
+    out device steps checkpoint_every audit_every max_prompt_tokens score_tokens checkpoint_above
+    rollout_rows server report_to
+""".split()
 Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows), as `rollout.stream`
 
 
 @dataclass
 class Start:
-    """What a run begins with, or goes on with; read before anything is loaded."""
+    """What rank 0 has read of the data and the folder, before anything is loaded."""
 
     record: dict[str, Any]  # config.json, as this command writes it
     problems: list[Problem]
-    notes: list[str]  # lines to print
-    is_new: bool = True  # nothing of the directory is used
     step: int = 0  # of the last checkpoint
+    checkpoint: pathlib.Path | None = None  # the last one
+    digests: dict[str, str] = field(default_factory=dict)  # of its files; none of an older version
     bank: Any = None  # in use after that step, with its window; None: to be made, or not used
 
 
@@ -59,102 +65,120 @@ class Run:
     """A training run: what a step needs, and the run's files. Made by `Run.open`."""
 
     cfg: Config
-    out: pathlib.Path  # the directory
     world: World
+    record: dict[str, Any]  # config.json
     problems: list[Problem]
     verifier: verify.Judge
     lm: Any  # the policy: a causal language model with adapters
     tokenizer: Any
-    stops: list[int]  # ids that end a completion
-    masked_ids: set[int]
-    start: Start  # what it goes on with
     stream: Stream  # decodes completions of the policy, by `generate`
-    server: served.Server | None = None  # samples the first bank in the place of `generate`
     bank: Any = None  # with its window
     step: int = 0  # the last complete one
-    optimizer: Any = None  # AdamW; None where there are no steps
+    server: served.Server | None = None  # samples the first bank in the place of `generate`
     embed: Callable[[Sequence[str]], Any] | None = None  # texts -> [n, d]
+    optimizer: Any = None  # AdamW; None where there are no steps
     extra_tensors: dict[str, Tensor] = field(default_factory=dict)  # saved with a checkpoint
     clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # of the present step
-    audits: list[dict] = field(default_factory=list)  # this rank's lines of tokens.jsonl, likewise
+    metrics: list[dict] = field(default_factory=list)  # of this command's steps
     track: Callable[[dict], object] = lambda metrics: None  # the tracker's, on rank 0
-    watch: runlog.Watch = field(default_factory=runlog.Watch)  # of a run that learns nothing
-    signals: command.Signals = field(default_factory=command.Signals)  # that came during a step
-    skipped: int = 0  # steps in a row whose gradient was not finite
+    signals: command.Signals = field(default_factory=command.Signals)
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, cfg: Config, load_bank: Callable[[pathlib.Path], Any]) -> Iterator["Run"]:
-        """Load the run of --out, a new one or one to continue. `begin` is the first to write.
+    def open(
+        cls,
+        cfg: Config,
+        load_bank: Callable[[pathlib.Path], Any],
+        check: Callable[["Run"], None],
+        load: "Callable[..., Run] | None" = None,
+    ) -> Iterator["Run"]:
+        """The run of --out: a new one, or one to continue, its logs cut to the last checkpoint.
 
-        load_bank: reads the file of a bank. Exits with 0 where the run is complete, and with 2 and
-        one line for a mistake in the input, a full disk or a lost server.
+        load_bank: reads the file of a bank. check(run): ValueError for what only a loaded run
+        shows. load: in the place of `load_run`. Nothing is written before all ranks have loaded. A
+        mistake in the input, a full disk or a lost server is one line and exit code 2. Exits with 0
+        where the run is complete.
         """
-        out = pathlib.Path(cfg.out)
+        command.Signals()  # from here on Ctrl-C ends at once
         with contextlib.ExitStack() as held:
-            with command.one_line_errors(cfg.program, reading=True):
+            with command.one_line_errors(cfg.program, *command.GIVEN):
                 world = distributed.init(cfg.device)
-                with distributed.checked_on_all_ranks(world, *command.GIVEN):
-                    if world.main:
-                        claim(out, held)
-                with distributed.checked_on_all_ranks(world, *command.GIVEN):
+                refuse_other_processes(cfg, world)
+                start: Any = None
+                if world.main:
+                    claim(cfg, held)
                     start = inspect(cfg, world, load_bank)
-                places = distributed.all_gather(
-                    (start.step, start.is_new, start.bank is None), world
-                )
-                commands = distributed.all_gather(shared_settings(start.record), world)
-                with distributed.checked_on_all_ranks(world, ValueError):
-                    distributed.refuse_other_commands(commands)
-                    if len({*places}) > 1:
-                        rule = "processes see different folders; give one on a disk that all share"
-                        raise ValueError(f"--out {out}: {rule}")
+                start = distributed.broadcast(start, world)
                 if is_complete(cfg, start):
                     if world.main:
-                        print(f"{out}: complete, all of its {cfg.steps} steps are done")
+                        print(f"{cfg.out}: complete, all of its {cfg.steps} steps are done")
                     raise SystemExit(0)
-                with distributed.checked_on_all_ranks(world, *command.GIVEN):
-                    run = prepare(cfg, world, start, held)
-            with command.one_line_errors(cfg.program):
-                yield run
+                run = (load or load_run)(cfg, world, start, held)
+                check(run)
+                distributed.barrier(world)
                 if world.main:
-                    print(what_next(run))
+                    run.begin()
+            with command.one_line_errors(cfg.program, *command.LATER):
+                yield run
+            if world.main:
+                print(what_next(run))
 
     @property
     def device(self) -> torch.device:
         return self.world.device
 
+    @property
+    def out(self) -> pathlib.Path:
+        return pathlib.Path(self.cfg.out)
+
+    @functools.cached_property
+    def stops(self) -> list[int]:
+        """The ids that end a completion."""
+        return rollout.stop_ids(self.lm, self.tokenizer)
+
+    @functools.cached_property
+    def masked_ids(self) -> set[int]:
+        """The ids that the token mask leaves out (S2)."""
+        return model.masked_token_ids(self.tokenizer) | {*self.stops}
+
     def begin(self) -> None:
-        """Cut the files back to the last checkpoint, and write config.json."""
-        cfg, out, world, record = self.cfg, self.out, self.world, self.start.record
-        params = model.trained(self.lm).values() if cfg.steps else []
-        distributed.broadcast_parameters(params, world)
-        kinds = OSError, command.UserError
-        with distributed.checked_on_all_ranks(world, *kinds), command.user_errors():
-            if world.main:
-                cut(self)
-                files.write_json(out / "config.json", record)
-                fingerprints = [problems.fingerprint(x.problem) for x in self.problems]
-                files.write_json(out / "problems.json", fingerprints)
-                settings, name = record["settings"], record["id"]
-                self.track = runlog.open_tracker(out, settings, self.step, cfg.report_to, name)
-                announce(self)
+        """Cut the logs back to the last checkpoint, write config.json, and say what the run is."""
+        evolved = self.step - evolution_is_due(self.cfg, self.step, self.bank)
+        cut(self.out, self.step, -1 if self.bank is None else evolved)
+        files.write_json(self.out / "config.json", self.record)
+        fingerprints = [problems.fingerprint(x.problem) for x in self.problems]
+        files.write_json(self.out / "problems.json", fingerprints)
+        self.track = runlog.open_tracker(self.out, self.record, self.step)
+        learning = sum(p.numel() for p in model.trained(self.lm).values())
+        learn = f"{learning:,} of {self.lm.num_parameters():,} parameters learn"
+        print(f"model {self.cfg.model}: {learn}, {self.world.size} x {self.device.type}")
+        texts = " ".join(repr(self.tokenizer.decode([i])) for i in sorted(self.masked_ids)[:40])
+        print(f"token mask: {len(self.masked_ids)} formatting and special ids (S2): {texts}")
+        for again in self.record["continuations"][-1:]:
+            after = f"continues after step {self.step}" if self.step else "starts with step 1"
+            print(*[f"changed: {line}" for line in again["changed"]], after, sep="\n")
 
     # ------------------------------------------------------------------------------ the run's files
 
     def log(self, rows: list[dict], norm: float) -> None:
         """Append the last step's lines to the logs, and print its line. rows: of all ranks."""
-        audits = distributed.gathered(self.audits, self.world)
+        audits = [row.pop("audit") for row in rows if "audit" in row]
         rate, peak = self.optimizer.param_groups[0]["lr"], runlog.memory_gb(self.device)
         metrics = runlog.summarize(self.step, rows, norm, rate, self.clock.seconds, peak)
-        metrics |= self.bank.counts if self.bank else {}
-        for name, lines in zip(runlog.LOGS, ([metrics], rows, audits)):
+        self.metrics.append(metrics | (self.bank.counts if self.bank else {}))
+        for name, lines in zip(runlog.LOGS, (self.metrics[-1:], rows, audits)):
             self.log_rows(name, lines)
         late = sum(distributed.all_gather(self.verifier.timeouts, self.world))
         if self.world.main:
-            self.track(metrics)
-            tqdm.write(runlog.log_line(metrics, self.cfg.steps, late))
-            if warning := self.watch.line_after(metrics):
-                tqdm.write(warning)
+            self.track(self.metrics[-1])
+            warnings = runlog.warnings_after(self.metrics, self.cfg.eps_a)
+            for line in [runlog.log_line(metrics, self.cfg.steps, late), *warnings]:
+                tqdm.write(line)
+
+    def log_rows(self, name: str, rows: list[dict]) -> None:
+        """Rank 0 appends rows to the log of this name, such as "bank/replies"."""
+        if self.world.main and rows:
+            files.append_jsonl(self.out / f"{name}.jsonl", rows)
 
     def save_is_due(self) -> bool:
         """Whether a checkpoint of the last step is to be saved, as before an evolution."""
@@ -163,92 +187,52 @@ class Run:
         return is_due or evolution_is_due(self.cfg, self.step, self.bank)
 
     def save(self) -> None:
-        """Rank 0 saves a checkpoint of the last step, unless it is there already. On every rank."""
+        """Rank 0 saves a checkpoint of the last step, unless it is there; all wait for that."""
         path = files.of_step(self.out / "checkpoints", self.step)
-        with distributed.checked_on_all_ranks(self.world, OSError):
-            if self.world.main and not files.by_step(path.parent).get(self.step):
-                with files.whole(path) as folder:
-                    model.save(folder, self.lm, self.tokenizer, self.optimizer, self.extra_tensors)
-                    if self.bank is not None:
-                        self.bank.save(folder / "bank.json")
-                tqdm.write(f"saved {path}")
+        if self.world.main and not path.exists():
+            with files.whole(path) as folder:
+                model.save(folder, self.lm, self.tokenizer, self.optimizer, self.extra_tensors)
+                if self.bank is not None:
+                    self.bank.save(folder / files.BANK)
+                files.write_digests(folder)
+            tqdm.write(f"saved {path}")
+        distributed.barrier(self.world)
 
     def save_bank(self) -> None:
         """Rank 0 saves the bank that was made or evolved after the last step, changed or not.
 
         The checkpoint's copy comes last: as long as it has a window, the evolution is still due.
         """
-        with distributed.checked_on_all_ranks(self.world, OSError):
-            if self.world.main:
-                self.bank.save(files.of_step(self.out / "bank", self.step, ".json"))
-                self.bank.save(self.out / "bank/bank.json")
-            if self.world.main and self.step:
-                self.bank.save(files.of_step(self.out / "checkpoints", self.step) / "bank.json")
-
-    def log_rows(self, name: str, rows: list[dict]) -> None:
-        """Rank 0 appends rows to the log of this name, such as "bank/replies".
-
-        On every rank, with the same rows: without any there is nothing to do.
-        """
-        if not rows:
-            return
-        with distributed.checked_on_all_ranks(self.world, OSError):
-            if self.world.main:
-                files.append_jsonl(self.out / f"{name}.jsonl", rows)
+        if self.world.main:
+            self.bank.save(files.of_step(self.out / "bank", self.step, ".json"))
+            self.bank.save(self.out / "bank" / files.BANK)
+            if self.step:
+                checkpoint = files.of_step(self.out / "checkpoints", self.step)
+                self.bank.save(checkpoint / files.BANK)
 
     def saved_memories(self) -> dict[str, dict]:
         """The memories that a killed cold start has left, by the problem's id; on every rank."""
-        with command.user_errors():
-            rows = [*files.read_jsonl(self.out / "bank/memories.jsonl")]
-        return {row["problem_id"]: row for row in rows}
-
-
-# ------------------------------------------------------------------------ prompts that must fit
-
-
-Prompt = tuple[str, list[int], int]  # what it is, its ids, and the number of tokens that follow
-Longest = Callable[[Run], list[Prompt]]  # the longest prompts of a run; a method has its own
-
-
-def longest_problem(run: Run, shown: Callable[[Problem], str] = lambda x: x.problem) -> Problem:
-    """The problem with the most tokens. shown: what a prompt shows of a problem."""
-    return max(run.problems, key=lambda x: rollout.token_count(run.tokenizer, shown(x)))
-
-
-def too_long(run: Run, longest: Longest) -> str:
-    """The first of the longest prompts that does not fit, in words; "" where all fit."""
-    most, context = run.cfg.max_prompt_tokens, model.context_limit(run.lm)
-    for where, ids, tokens in longest(run):
-        if len(ids) > most:
-            fix = f"--max-prompt-tokens is {most}; raise it, or drop the problem"
-            return f"{where}: a prompt has {len(ids)} tokens, {fix}"
-        if len(ids) + tokens > context:
-            rule = f"exceed the model's context of {int(context)} (max_position_embeddings)"
-            fix = "lower --max-new-tokens, or in the cold start --cold-start-tokens"
-            return f"{where}: a prompt of {len(ids)} tokens and {tokens} more {rule}; {fix}"
-    return ""
+        rows = [*files.read_jsonl(self.out / "bank/memories.jsonl")] if self.world.main else []
+        return {row["problem_id"]: row for row in distributed.broadcast(rows, self.world)}
 
 
 # ---------------------------------------------------------------------------- between two steps
 
 
-def steps_to_come(run: Run) -> Iterable[int]:
-    """The numbers of the steps that are left, with a bar on a terminal."""
-    left = range(run.step + 1, run.cfg.steps + 1)
-    hidden = not (run.world.main and sys.stderr.isatty())  # a log file has the steps' lines
-    return tqdm(left, "train", run.cfg.steps, initial=run.step, disable=hidden, unit="step")
+def evolution_is_due(cfg: Config, step: int, bank: Any) -> bool:
+    """Whether the bank evolves after this step, or has yet to: its window goes with it (D9)."""
+    return cfg.evolves and bank is not None and bool(bank.window) and step % cfg.evolve_every == 0
 
 
-def stop_code(run: Run) -> int:
-    """The exit code of a run that stops here, the same on all ranks; 0: it goes on.
+def asked_to_stop(run: Run) -> bool:
+    """Whether a signal has come, on any rank. On every rank.
 
-    130 after a signal on any rank, 1 after three steps in a row that were not finite.
+    UserError after three steps in a row whose gradient was not finite: no weight has moved.
     """
-    signalled = any(distributed.all_gather(bool(run.signals.first), run.world))
-    code = 130 if signalled else int(run.skipped == 3)
-    if code and run.world.main:
-        tqdm.write("stopped by a signal" if signalled else "three steps were not finite")
-    return code
+    if [row["skipped"] for row in run.metrics[-3:]] == [1, 1, 1]:
+        fix = "lower --learning-rate, or go on from an earlier checkpoint"
+        raise command.UserError(f"three steps in a row had a gradient that is not finite; {fix}")
+    return any(distributed.all_gather(bool(run.signals.first), run.world))
 
 
 # ------------------------------------------------------------------------------- decoding
@@ -295,7 +279,6 @@ def shared_rollouts(
 
 def shared_replies(
     run: Run,
-    bar: tqdm,
     prompts: list[list[int]],
     names: list[str],
     repeats: list[int],
@@ -303,10 +286,8 @@ def shared_replies(
 ) -> list[str]:
     """Replies to prompts that every rank has: greedy where repeat is 0, else sampled (D4).
 
-    A sampled reply's draws depend on the seed, the prompt's name and its repeat alone. bar: counts
-    the replies.
+    A sampled reply's draws depend on the seed, the prompt's name and its repeat alone.
     """
-    bar.total += len(prompts)
     replies: dict[int, list[int]] = {}
     greedy, second = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95, top_k=20)
     for repeated, sampling in ((False, greedy), (True, second)):
@@ -316,90 +297,54 @@ def shared_replies(
                 key = rollout.sample_key(run.cfg.seed, 0, names[i], repeats[i])
                 jobs.append(Job(i, prompt, key=key, left=limits[i]))
         work = functools.partial(bank_stream(run), sampling=sampling, rows=run.cfg.bank_rows)
-        for turn in distributed.share_jobs(run.world, jobs, work):
-            bar.update(len(turn))
+        for turn in distributed.share_jobs(run.world, jobs, work, "writing"):
             replies |= {job.index: job.ids for job in turn}
     return [rollout.text_of(run.tokenizer, replies[i]) for i in range(len(prompts))]
 
 
-# ----------------------------------------------------------------------- before anything is loaded
+# ------------------------------------------------- what rank 0 reads, before anything is loaded
 
 
-def claim(out: pathlib.Path, held: contextlib.ExitStack) -> None:
-    """Lock the directory; ValueError where its files are no run's."""
-    names = {path.name for path in out.glob("*") if path.suffix != ".tmp"} - {files.LOCK}
+def refuse_other_processes(cfg: Config, world: World) -> None:
+    """ValueError unless all have the same settings but --out, the same model and the same code."""
+    if world.size > 1:
+        shared = {config.flag(name): value for name, value in asdict(cfg).items() if name != "out"}
+        shared |= {"the files of --model": files.contents(cfg.model), "the code": code_of(cfg)}
+        distributed.refuse_other_commands(distributed.all_gather(shared, world))
+
+
+def claim(cfg: Config, held: contextlib.ExitStack) -> None:
+    """Lock the folder; ValueError where it holds files, and no run."""
+    out = pathlib.Path(cfg.out)
+    names = sorted(path.name for path in out.glob("[!.]*"))
     is_run = "config.json" in names and "program" in files.read_json(out / "config.json")
     if names and not is_run:
-        listed = ", ".join(sorted(names)[:5])
-        raise ValueError(f"--out {out}: holds {listed}, and no run; give another directory")
+        raise ValueError(f"--out {out}: holds {names[0]}, and no run; give another directory")
     held.enter_context(files.locked(out))
 
 
-def shared_settings(record: dict[str, Any]) -> dict[str, Any]:
-    """What all processes must have alike, by flag: settings, and what those that name files hold.
-
-    record: config.json. Files may lie elsewhere on another machine.
-    """
-    settings, digests = record["settings"], record["digests"]
-    alike = {**settings, **digests}
-    return {config.flag(name): alike[name] for name in settings if name not in ("out", "device")}
-
-
 def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any]) -> Start:
-    """Read the data and the directory, and decide whether this command may go on with its run."""
-    out = pathlib.Path(cfg.out)
-    if cfg.batch_size < world.size:
-        raise ValueError(f"--batch-size {cfg.batch_size}: must be >= {world.size}, one a process")
+    """Read the data and the folder; ValueError where this command may not go on with its run."""
     if cfg.server and cfg.adapter:
         rule = "it samples the base, and --adapter begins with other weights"
         raise ValueError(f"--server {' '.join(cfg.server)}: {rule}; leave one of them out")
     data, counts = load_training(cfg)
     described = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items())
-    start = Start(record_of(cfg, data, world), data, [f"data {cfg.data}: {described}"])
-    if len(data) < cfg.batch_size:
-        line = f"fewer problems than --batch-size {cfg.batch_size}: a step takes some twice"
-        start.notes.append(line)
-    if (out / "config.json").exists():
-        go_on(cfg, start, files.read_json(out / "config.json"))
-    checkpoint = files.of_step(out / "checkpoints", start.step)
+    print(f"data {cfg.data}: {described}")
+    start, out = Start(record_of(cfg, data, world), data), pathlib.Path(cfg.out)
+    has_begun = (out / "config.json").exists() and go_on(cfg, start)
     first = files.of_step(out / "bank", 0, ".json")
-    if cfg.uses_skill_bank and start.step:
-        with reading_last(checkpoints_of(out)):
-            start.bank = load_bank(checkpoint / "bank.json")
-    elif cfg.uses_skill_bank and first.exists() and not start.is_new:
+    if cfg.uses_skill_bank and start.checkpoint:
+        with reading(start.checkpoint):
+            start.bank = load_bank(start.checkpoint / files.BANK)
+    elif cfg.uses_skill_bank and has_begun and first.exists():
         start.bank = load_bank(first)
     elif cfg.bank:
         start.bank = load_bank(pathlib.Path(cfg.bank))
         start.bank.window = []
     if cfg.server and not makes_bank(cfg, start):
-        line = "--server is not asked: it samples only a first bank, and none is to be made"
-        start.notes.append(line)
-    if evolution_is_due(cfg, start.step, start.bank):
-        start.notes.append(f"the bank's evolution after step {start.step} is made first")
+        print("--server is not asked: it samples only a first bank, and none is to be made")
     return start
-
-
-@contextlib.contextmanager
-def reading_last(checkpoints: Sequence[pathlib.Path]) -> Iterator[None]:
-    """A block that reads a run's last checkpoint: a ValueError says how to go on without it.
-
-    checkpoints: the run's, in order.
-    """
-    try:
-        yield
-    except ValueError as e:
-        if not checkpoints:
-            raise
-        fix = "if a file is torn: there is no checkpoint before, so give another directory"
-        if len(checkpoints) > 1:
-            before, last = checkpoints[-2:]
-            fix = f"if a file is torn, remove {last}: the same command goes on after {before.name}"
-        raise ValueError(f"{e}; {fix}") from None
-
-
-def checkpoints_of(out: pathlib.Path) -> list[pathlib.Path]:
-    """The checkpoints of a run, in order."""
-    return [*files.by_step(out / "checkpoints").values()]
 
 
 def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
@@ -413,125 +358,114 @@ def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
 
 
 def record_of(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
-    """A new run's config.json: where it comes from, and what a command must share to go on.
-
-    `digests` are of what settings name. A problem's other fields count where a verifier of the
-    user's own may read them.
-    """
-    is_ours = cfg.verifier == Config.verifier
-    asked = [(x.id, x.problem, x.answer, {} if is_ours else x.extra) for x in data]
-    named = [name for name, rule in cfg.rules().items() if rule.on_continue == "contents"]
-    digests = {name: files.contents(getattr(cfg, name)) for name in named}
+    """A new run's config.json: where it comes from, and what a command must share to go on."""
     return {
         "id": uuid.uuid4().hex[:12],
         **runlog.provenance(),
         "continuations": [],
         "program": cfg.program,
         "settings": json.loads(json.dumps(asdict(cfg))),  # tuples become lists
-        "digests": digests | {"data": files.digest(asked)},
+        "problems": digest_of(data, with_fields=True),
         "code": code_of(cfg),
         "processes": world.size,
+        "checkpoint_digests": True,  # each of its checkpoints has them
     }
 
 
-def code_of(cfg: Config) -> dict[str, str]:
-    """Digests of the project's code and prompts, the file that was started and the verifier's.
+def digest_of(data: Sequence[Problem], with_fields: bool) -> str:
+    """A digest of the problems, with all their fields: a verifier or a teacher may read them.
 
-    By names that do not depend on where the project lies. Other files of the user's are not seen.
+    An older version left other fields out where nobody read them.
     """
+    asked = [(x.id, x.problem, x.answer, x.extra if with_fields else {}) for x in data]
+    return files.digest(asked)
+
+
+def code_of(cfg: Config) -> str:
+    """A digest of the project's code and prompts, the file that was started and the verifier's."""
     paths = [pathlib.Path(verify.file_of(cfg.verifier))]
     started = getattr(sys.modules["__main__"], "__file__", None)
-    if started:  # not in an interactive session
-        paths.append(pathlib.Path(started))
+    paths += [pathlib.Path(started)] if started else []  # not in an interactive session
     for pattern in ("*.py", "lib/*.py", "methods/*.py", "prompts/*.txt"):
         paths += ROOT.glob(pattern)
-    code = {}
-    for path in sorted(paths):
-        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-        code[name] = files.file_digest(path)
-    return code
+    return files.digest(sorted((path.name, files.file_digest(path)) for path in paths))
 
 
-def go_on(cfg: Config, start: Start, saved: dict[str, Any]) -> None:
-    """Set the start to where the directory's run is. saved: its config.json.
+def go_on(cfg: Config, start: Start) -> bool:
+    """Set the start to where the folder's run is; whether it has anything to lose.
 
-    ValueError if this command may not go on with it. Where it may not, a run that has no step, bank
-    or checkpoint yet is begun anew.
+    That is a step, a memory or a bank of its own making. ValueError if this command may not go on
+    with it; the config.json of a run that has nothing to lose is replaced.
     """
     out = pathlib.Path(cfg.out)
-    if saved.get("program") != cfg.program or "digests" not in saved:
-        maker = saved.get("program", "no program of ours")
-        line = f"--out {out}: the run was made by {maker}, perhaps an older one, and this is "
-        line += f"{cfg.program}; give another directory; --adapter CHECKPOINT takes a run's weights"
-        raise ValueError(line)
-    start.step = max(files.by_step(out / "checkpoints"), default=0)
-    old, metrics = saved["settings"], files.read_jsonl(out / "metrics.jsonl")
-    made = max((row["step"] for row in metrics), default=0)
-    evolves = cfg.uses_skill_bank and old["evolve_every"]
-    first = min(old["checkpoint_every"], old["evolve_every"] if evolves else math.inf)
-    if made > first and not start.step:
+    saved, first = files.read_json(out / "config.json"), files.of_step(out / "bank", 0, ".json")
+    checkpoints, settings = files.by_step(out / "checkpoints"), saved["settings"]
+    start.step = max(checkpoints, default=0)
+    made = max((row["step"] for row in files.read_jsonl(out / "metrics.jsonl")), default=0)
+    made_its_bank = first.exists() and not settings["bank"]
+    has_memories = any(files.read_jsonl(out / "bank/memories.jsonl"))
+    has_begun = bool(start.step or made or made_its_bank or has_memories)
+    try:
+        start.record = continued(cfg, saved, start)
+    except ValueError as e:
+        if not has_begun:
+            print(f"{out}: has made no step, so it begins anew: {e}")
+            return False
+        fix = "give the run's value, or a new --out; there --adapter CHECKPOINT begins with its "
+        fix += "weights" + f", and --bank {first} with its bank" * made_its_bank
+        raise ValueError(f"--out {out}: {e}; {fix}") from None
+    evolve_every = cfg.uses_skill_bank and settings["evolve_every"]
+    if made > min(settings["checkpoint_every"], evolve_every or math.inf) and not start.step:
         line = f"--out {out}: it has made {made} steps, but checkpoints/ has none"
         raise ValueError(f"{line}; bring them back, or give another directory")
-    refused, changes = differences(saved, start.record, cfg)
-    bank = files.of_step(out / "bank", 0, ".json")
-    if refused and (made or start.step or bank.exists()):
-        line = f"--out {out}: {refused}; give the run's value, or a new --out; there --adapter "
-        line += "CHECKPOINT begins with its weights"
-        raise ValueError(line + f", --bank {bank} with its bank" * bank.exists())
-    if refused:
-        start.notes.append(f"begins anew: {refused}")
-        return
     if cfg.steps < start.step:
         raise ValueError(f"--steps {cfg.steps}: {out} is at step {start.step} already")
-    if start.step and old["steps"] != cfg.steps:
-        rate = cfg.learning_rate * (1 - start.step / cfg.steps)
-        changes.append(f"so the learning rate of step {start.step + 1} is {rate:.2g}")
-    again = {**runlog.provenance(), "step": start.step, "changed": changes}
-    now = {name: start.record[name] for name in ("settings", "digests", "code", "processes")}
-    start.record = {**saved, **now, "continuations": [*saved["continuations"], again]}
-    start.is_new = False
-    after = f"continues after step {start.step}" if start.step else "starts with step 1"
-    start.notes += [*[f"changed: {line}" for line in changes], after]
-    if start.step and saved["settings"].get("server"):
-        line = f"steps from {start.step + 1} on are sampled by `generate`"
-        start.notes.append(f"{line}: a server samples only the first bank (S27)")
+    if start.step:
+        start.checkpoint = checkpoints[start.step]
+        with reading(start.checkpoint):
+            start.digests = files.digests_of(start.checkpoint, saved.get("checkpoint_digests"))
+    return has_begun
 
 
-def differences(saved: dict, now: dict, cfg: Config) -> tuple[str, list[str]]:
-    """What a run may not change, "" for nothing, and a line for each of the changes that it may.
+def continued(cfg: Config, saved: dict[str, Any], start: Start) -> dict[str, Any]:
+    """The config.json of a run that goes on; ValueError for a difference that is not in FREE.
 
-    saved, now: config.json, of the run and of this command. What the run's lacks, as that of an
-    older version may, is no difference.
+    saved: that of the run. start.record: that of this command, if its run were new. What the run's
+    lacks, as that of an older version may, has its default.
     """
-    refused, changes = "", []
-    default_of = {f.name: f.default for f in fields(cfg)}
-    for name, rule in cfg.rules().items():
-        old, new = saved["settings"].get(name, default_of[name]), now["settings"][name]
-        before, after = old, new
-        if name in saved["digests"]:
-            before, after = saved["digests"][name], now["digests"].get(name, new)
-        is_gone = old == new == after  # since, such as the folder of --adapter: not missed here
-        if before == after or is_gone or name in cfg.void():
-            continue
-        line = f"{config.flag(name)} {new!r}, where the run has {old!r}"
-        if rule.on_continue == "free":
-            changes.append(line)
-        else:
-            refused = refused or line + ", and its files have changed" * (old == new)
-    ours, theirs = now["code"], saved["code"]
-    edited = [name for name in sorted({*theirs} & {*ours}) if theirs[name] != ours[name]]
-    edited += [f"{name} no longer there" for name in sorted({*theirs} - {*ours})]
-    if edited:
-        kept = ": the bank stays as it was made" if cfg.uses_skill_bank else ""
-        changes.append(f"the code ({', '.join(edited)}){kept}")
+    now, changes = start.record, []
+    if saved.get("program") != now["program"]:
+        raise ValueError(f"made by {saved.get('program')}, and this is {now['program']}")
+    for f in [f for f in fields(cfg) if f.name not in cfg.not_offered]:
+        old, new = saved["settings"].get(f.name, f.default), now["settings"][f.name]
+        line = f"{config.flag(f.name)} {new!r}, where the run has {old!r}"
+        if old != new and f.name not in FREE:
+            raise ValueError(line)
+        changes += [line] if old != new else []
+    theirs = saved.get("problems") or saved.get("digests", {}).get("data")
+    with_fields = "problems" in saved or cfg.verifier != Config.verifier
+    if theirs != digest_of(start.problems, with_fields):
+        raise ValueError(f"--data {cfg.data}: its problems are not the run's")
+    if saved["code"] != now["code"]:
+        changes.append("the code" + ": the bank stays as it was made" * cfg.uses_skill_bank)
     if saved["processes"] != now["processes"]:
         changes.append(f"{now['processes']} processes, before {saved['processes']}")
-    return refused, changes
+    again = {**runlog.provenance(), "step": start.step, "changed": changes}
+    new = {name: now[name] for name in ("settings", "code", "processes")}
+    return {**saved, **new, "continuations": [*saved["continuations"], again]}
 
 
-def evolution_is_due(cfg: Config, step: int, bank: Any) -> bool:
-    """Whether the bank evolves after this step, or has yet to: its window goes with it (D9)."""
-    return cfg.evolves and bank is not None and bool(bank.window) and step % cfg.evolve_every == 0
+@contextlib.contextmanager
+def reading(checkpoint: pathlib.Path | None) -> Iterator[None]:
+    """A block that reads a run's last checkpoint, or none: a ValueError says how to go on."""
+    try:
+        yield
+    except ValueError as e:
+        before = [*files.by_step(checkpoint.parent).values()][:-1] if checkpoint else []
+        fix = "; it is the only checkpoint, so give a new --out" if checkpoint else ""
+        if before:
+            fix = f"; remove {checkpoint}: the same command goes on after {before[-1].name}"
+        raise ValueError(f"{e}{fix}") from None
 
 
 def makes_bank(cfg: Config, start: Start) -> bool:
@@ -540,24 +474,24 @@ def makes_bank(cfg: Config, start: Start) -> bool:
 
 
 def is_complete(cfg: Config, start: Start) -> bool:
-    """Whether nothing is left to do, the last evolution included."""
-    done = start.step == cfg.steps and not start.is_new and not makes_bank(cfg, start)
-    return done and not evolution_is_due(cfg, start.step, start.bank)
+    """Whether a run that was begun before has nothing left to do, the last evolution included."""
+    is_done = start.step == cfg.steps and not makes_bank(cfg, start)
+    is_due = evolution_is_due(cfg, start.step, start.bank)
+    return is_done and not is_due and bool(start.record["continuations"])
 
 
-# --------------------------------------------------------------------------- loading, and the start
+# ----------------------------------------------------------------------- loading, and the start
 
 
-def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack) -> Run:
-    """Load everything that a user's mistake can break. No collective, no file written.
+def load_run(cfg: Config, world: World, start: Start, held: contextlib.ExitStack) -> Run:
+    """Load everything that a user's mistake can break. No file is written.
 
     held: closes what a run holds open.
     """
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     server, embed = None, None
-    check_weights(cfg, start)
-    if cfg.steps or not cfg.server:  # else the weights may not be here
-        model.check_model(cfg.model)
+    with reading(start.checkpoint):
+        rank, alpha = lora_settings(cfg, start)
     if cfg.uses_skill_bank and cfg.steps:  # before the policy, which takes minutes
         embed = model.load_encoder(cfg.encoder, world.device)
     if cfg.server and makes_bank(cfg, start):
@@ -567,116 +501,91 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
         server.check()
     if cfg.steps or not server:
         lm, tokenizer = model.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
-    stops = rollout.stop_ids(lm, tokenizer)
     run = Run(
         cfg=cfg,
-        out=pathlib.Path(cfg.out),
         world=world,
+        record=start.record,
         problems=start.problems,
         verifier=verifier,
         lm=lm,
         tokenizer=tokenizer,
-        stops=stops,
-        masked_ids=model.masked_token_ids(tokenizer) | {*stops},
-        start=start,
         stream=functools.partial(rollout.stream, lm, tokenizer),
-        server=server,
         bank=start.bank,
+        step=start.step,
+        server=server,
         embed=embed,
     )
     if cfg.steps or cfg.adapter:
-        prepare_training(run)
+        with reading(start.checkpoint):
+            add_adapters(run, rank, alpha, start.checkpoint)
     return run
 
 
-def prepare_training(run: Run) -> None:
-    """The adapters, the optimizer, the last checkpoint."""
-    cfg, last = run.cfg, run.start.step
-    checkpoint = files.of_step(run.out / "checkpoints", last) if last else None
-    rank, alpha = cfg.lora_rank, cfg.lora_alpha
-    if checkpoint or cfg.adapter:
-        _, rank, alpha = model.lora_of(checkpoint or cfg.adapter)
+def lora_settings(cfg: Config, start: Start) -> tuple[int, int]:
+    """Rank and alpha of the adapters: the last checkpoint's, --adapter's, or the settings'.
+
+    ValueError for damaged files, and for an --adapter that is none, or not of --model.
+    """
+    source = start.checkpoint or pathlib.Path(cfg.adapter)
+    if not (start.checkpoint or cfg.adapter):
+        return cfg.lora_rank, cfg.lora_alpha
+    files.refuse_damaged(source, start.digests or files.digests_of(source))
+    base, rank, alpha = model.lora_of(source)
+    has_moved = os.path.isabs(base) and not os.path.exists(base)
+    if not (start.checkpoint or has_moved) and files.contents(base) != files.contents(cfg.model):
+        raise ValueError(f"--adapter {cfg.adapter}: its base is {base}; give that as --model")
+    return rank, alpha
+
+
+def add_adapters(run: Run, rank: int, alpha: int, checkpoint: pathlib.Path | None) -> None:
+    """The adapters and the optimizer, of the last checkpoint, of --adapter or new."""
+    cfg = run.cfg
     torch.manual_seed(cfg.seed)
     run.lm = model.with_adapters(run.lm, rank, alpha, cfg.checkpoint_above)
     run.stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
-    params = model.trained(run.lm).values()
+    params = [*model.trained(run.lm).values()]
     run.optimizer = torch.optim.AdamW(
         params, lr=cfg.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
     )
     if checkpoint:
-        run.step = last  # which stands in the folder's name alone
-        with reading_last(checkpoints_of(run.out)):
-            run.extra_tensors = model.restore(checkpoint, run.lm, run.optimizer)
+        run.extra_tensors = model.restore(checkpoint, run.lm, run.optimizer)
     elif cfg.adapter:
         model.restore(cfg.adapter, run.lm)
+    distributed.broadcast_parameters(params, run.world)
 
 
-def check_weights(cfg: Config, start: Start) -> None:
-    """ValueError for a torn checkpoint, or an --adapter that is none or not of --model."""
-    if start.step:
-        checkpoints = checkpoints_of(pathlib.Path(cfg.out))
-        with reading_last(checkpoints):
-            model.lora_of(checkpoints[-1])
-            model.check_tensors("checkpoint", checkpoints[-1], model.ADAPTER_FILE)
-    elif cfg.adapter:
-        base, _, _ = model.lora_of(cfg.adapter)
-        has_moved = os.path.isabs(base) and not os.path.exists(base)
-        if not has_moved and files.contents(base) != files.contents(cfg.model):
-            raise ValueError(f"--adapter {cfg.adapter}: its base is {base}; give that as --model")
-        model.check_tensors("adapter", cfg.adapter, model.ADAPTER_FILE)
+def cut(out: pathlib.Path, step: int, evolved: int) -> None:
+    """Remove what came after a step, and what a kill has left unfinished.
 
-
-def cut(run: Run) -> None:
-    """Remove what came after the last checkpoint, and what a kill has left unfinished."""
-    out, start = run.out, run.start
-    for name in runlog.LOGS:
-        if files.trim_jsonl(out / f"{name}.jsonl", start.step):
-            print(f"{name}.jsonl is cut after step {start.step}")
+    evolved: the last step whose bank and replies stay; -1 where the run has no bank yet.
+    """
+    ends = {f"{name}.jsonl": files.end_of_step(out / f"{name}.jsonl", step) for name in runlog.LOGS}
+    ends["bank/replies.jsonl"] = files.end_of_step(out / "bank/replies.jsonl", evolved)
+    for name, end in ends.items():  # once all of them could be read
+        if (out / name).exists() and end < (out / name).stat().st_size:
+            os.truncate(out / name, end)
+            print(f"{name} is cut after step {step}")
+    for version, path in files.by_step(out / "bank").items():
+        if version > evolved:
+            path.unlink()
     for unfinished in (out / "checkpoints").glob(".*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
-    if start.is_new:
-        shutil.rmtree(out / "bank", ignore_errors=True)
-    last = start.step
-    if evolution_is_due(run.cfg, start.step, start.bank):
-        last -= 1  # it is made again
-    for step, path in files.by_step(out / "bank").items():
-        if step > last:
-            path.unlink()
-    # Without a first bank the whole cold start asks again.
-    files.trim_jsonl(out / "bank/replies.jsonl", -1 if start.bank is None else last)
-
-
-def announce(run: Run) -> None:
-    """Print what a run starts from."""
-    cfg, tokenizer = run.cfg, run.tokenizer
-    data, *others = run.start.notes
-    print(data)
-    if cfg.steps:
-        learning = sum(p.numel() for p in model.trained(run.lm).values())
-        learn = f"{learning:,} of {run.lm.num_parameters():,} parameters learn"
-        print(f"model {cfg.model}: {learn}, {run.world.size} x {run.device.type}")
-        if not scoring.head_is_sliced(run.lm):
-            print("head: caps or scales the logits: they are scored whole, in its dtype (S22)")
-    texts = " ".join(repr(tokenizer.decode([i])) for i in sorted(run.masked_ids)[:40])
-    print(f"token mask: {len(run.masked_ids)} formatting and special ids (S2): {texts}")
-    closed, bare = (rollout.chat_ids(tokenizer, "x", thinking=x) for x in ("closed", "bare"))
-    if closed == bare:
-        print("thinking: no switch in the chat template, so closed and bare are one prompt (S3)")
-    print("\n".join(others), end="\n" * bool(others))
 
 
 def what_next(run: Run) -> str:
-    """What is still to do; or the commands that evaluate a complete run and look inside it."""
+    """What is still to do; or the commands that evaluate a complete run and look inside it.
+
+    A run of its method's own length is evaluated as in the paper, where the model thinks.
+    """
     cfg = run.cfg
     if not cfg.steps:
-        return f"done; the bank: {run.out / 'bank/bank.json'}" if cfg.uses_skill_bank else "done"
+        return f"done; the bank: {run.out / 'bank' / files.BANK}"
     if run.step < cfg.steps or evolution_is_due(cfg, run.step, run.bank):
         return f"stopped after step {run.step} of {cfg.steps}; run the same command to continue"
     flags = [] if cfg.data == Config.data else ["--data", "YOUR_TEST_PROBLEMS.jsonl"]
-    if not cfg.cold_start_thinking:
-        flags.append("--no-thinking")
-    if cfg.cold_start_tokens != Config.cold_start_tokens:
-        flags += ["--max-new-tokens", str(cfg.cold_start_tokens)]
+    if cfg.max_new_tokens not in (type(cfg).max_new_tokens, Config.max_new_tokens):
+        flags += ["--no-thinking"] if cfg.student_prefix == "closed" else []
+        flags += ["--max-new-tokens", str(cfg.max_new_tokens)]
     for f in fields(config.Common):
         value = getattr(cfg, f.name)
         if value != f.default:  # which is eval.py's, too

@@ -6,12 +6,13 @@ explains every number.
 
 import contextlib
 import importlib.metadata
+import itertools
 import math
 import pathlib
 import resource
+import statistics
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,8 +20,8 @@ from typing import Any
 
 import torch
 
-FIRST_STEPS, MEAN_OF = 3, 10  # steps: without a right solution; of a mean of the success
-LEAST_FALL = 0.1  # of such a mean, unless to 0: half of a low one comes and goes by chance
+FIRST_STEPS = 5  # after so many a run says that nothing was right, or no teacher was decided
+MEAN_OF, LEAST_FALL = 10, 0.1  # steps of a mean of the success; half of a low one is chance
 LOGS = ("metrics", "rollouts", "tokens")  # the .jsonl files of a run
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
@@ -137,27 +138,23 @@ def summarize(
 def polarity_numbers(records: list[dict]) -> dict[str, Any]:
     """Teachers by fate and outcome, and among cut rollouts; their supports."""
     metrics: dict[str, Any] = {}
-    for fate in FATE.values():
-        for case in ("", "_success", "_failure", "_truncated"):
-            metrics[f"rho_{fate}{case}"] = 0
-    supports: dict[str, list[float]] = {"success": [], "failure": []}
-    for row in records:
-        outcome = "success" if row["r"] > 0 else "failure"
-        supports[outcome] += row.get("a", [])
-        cases = ["", f"_{outcome}"]
-        if row["truncated"]:
-            cases.append("_truncated")
-        for rho in row.get("rho", []):
-            for case in cases:
-                metrics[f"rho_{FATE[rho]}{case}"] += 1
-
-    sizes = torch.tensor(supports["success"] + supports["failure"] or [0.0]).abs()
+    rows_of = {
+        "": records,
+        "_success": [row for row in records if row["r"] > 0],
+        "_failure": [row for row in records if row["r"] <= 0],
+        "_truncated": [row for row in records if row["truncated"]],
+    }
+    for case, rows in rows_of.items():
+        rho = list(itertools.chain.from_iterable(row.get("rho", []) for row in rows))
+        metrics |= {f"rho_{fate}{case}": rho.count(sign) for sign, fate in FATE.items()}
+        signed = list(itertools.chain.from_iterable(row.get("a", []) for row in rows))
+        if signed and case in ("_success", "_failure"):  # 0 would look like leaning to no side
+            metrics[f"a_mean{case}"] = sum(signed) / len(signed)
+            metrics[f"a_positive{case}"] = sum(a > 0 for a in signed) / len(signed)
+    signed = list(itertools.chain.from_iterable(row.get("a", []) for row in records))
     for percent in (10, 50, 90):
-        metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
-    for outcome, signed in supports.items():
-        if signed:  # 0 would look like teachers that lean to neither side
-            metrics[f"a_mean_{outcome}"] = sum(signed) / len(signed)
-            metrics[f"a_positive_{outcome}"] = sum(a > 0 for a in signed) / len(signed)
+        size = torch.tensor(signed or [0.0]).abs().quantile(percent / 100)
+        metrics[f"abs_a_p{percent}"] = float(size)
     return metrics
 
 
@@ -187,80 +184,73 @@ def log_line(metrics: dict[str, Any], steps: int, late: int = 0) -> str:
     )
 
 
-class Watch:
-    """Notices a run that learns nothing, from its steps since this command began.
+def warnings_after(steps: Sequence[dict[str, Any]], eps_a: float) -> list[str]:
+    """What a run that learns nothing says after a step: lines, each of them once in a command.
 
-    It says so twice at most: once after the first steps, where none of their solutions was right,
-    and once where the mean success of ten steps is below half of the best ten's, by LEAST_FALL or
-    at 0.
+    steps: the lines of metrics.jsonl of the command's steps so far. eps_a: the setting.
     """
 
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []  # their lines of metrics.jsonl
-        self.best = 0.0  # the highest mean success of ten steps
-        self.best_step = 0  # the last of these
-        self.has_fallen = False
+    def total(name: str) -> float:
+        return sum(row[name] for row in steps)
 
-    def line_after(self, metrics: dict[str, Any]) -> str:
-        """The line to print after a step, or "". metrics: the step's line of metrics.jsonl."""
-        self.steps.append(metrics)
-        if len(self.steps) == FIRST_STEPS:
-            return self._nothing_right()
-        return self._fall() if len(self.steps) >= MEAN_OF else ""
-
-    def _mean(self, name: str) -> float:
-        """The mean of a number over the last ten steps, or over all if there are fewer."""
-        values = [metrics[name] for metrics in self.steps[-MEAN_OF:]]
-        return sum(values) / len(values)
-
-    def _nothing_right(self) -> str:
-        """Why no solution was right so far, and the flag to look at."""
-        if self._mean("success") > 0:
-            return ""
-        if self._mean("truncated") == 1:
+    lines, is_time = [], len(steps) == FIRST_STEPS
+    beginning = f"in this command's first {FIRST_STEPS} steps"
+    if is_time and not total("success"):
+        cause = (
+            "no answer was right; compare `pred` and `gold` in rollouts.jsonl; see --answer-field, "
+            "--answer-after and --verifier"
+        )
+        if total("truncated") == FIRST_STEPS:
             cause = "all were cut at --max-new-tokens; raise it"
-        elif self._mean("no_answer") == 1:
+        elif total("no_answer") == FIRST_STEPS:
             cause = "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier"
-        else:
-            flags = "--answer-field, --answer-after and --verifier"
-            cause = f"no answer was right; compare `pred` and `gold` in rollouts.jsonl; see {flags}"
-        return f"no right solution in this command's first {FIRST_STEPS} steps: {cause}"
+        lines.append(f"no right solution {beginning}: {cause}")
+    if is_time and total("rho_ignored") and not total("rho_distilled") + total("rho_reversed"):
+        size = statistics.median(row["abs_a_p50"] for row in steps)
+        lines.append(
+            f"no teacher was decided {beginning}, so nothing was learnt: the median size of a "
+            f"support is {size:.3g} nats, and --eps-a is {eps_a:g}; docs/when.md has more"
+        )
+    success = [row["success"] for row in steps]
+    ends = range(MEAN_OF, len(steps) + 1)
+    means = [sum(success[end - MEAN_OF : end]) / MEAN_OF for end in ends]
+    falls = [i for i in range(len(means)) if has_fallen(means[: i + 1])]
+    if falls and falls == [len(means) - 1]:
+        best = means.index(max(means))
+        first, last = steps[best]["step"], steps[best + MEAN_OF - 1]["step"]
+        lines.append(
+            f"success fell to {means[-1]:.2f} in the last {MEAN_OF} steps, from {max(means):.2f} "
+            f"in steps {first} to {last}; keep an earlier checkpoint, or lower --learning-rate"
+        )
+    return lines
 
-    def _fall(self) -> str:
-        """Whether the success fell, said once."""
-        mean, step = self._mean("success"), self.steps[-1]["step"]
-        if mean > self.best:
-            self.best, self.best_step = mean, step
-        is_clear = mean == 0 or self.best - mean >= LEAST_FALL
-        if self.has_fallen or mean >= self.best / 2 or not is_clear:
-            return ""
-        self.has_fallen = True
-        rule = "keep an earlier checkpoint, or lower --learning-rate"
-        best = f"{self.best:.2f} in steps {self.best_step - MEAN_OF + 1} to {self.best_step}"
-        return f"success fell to {mean:.2f} in the last {MEAN_OF} steps, from {best}; {rule}"
+
+def has_fallen(means: Sequence[float]) -> bool:
+    """Whether the last mean is below half of the best one, by LEAST_FALL or at 0."""
+    best, mean = max(means), means[-1]
+    return mean < best / 2 and (mean == 0 or best - mean >= LEAST_FALL)
 
 
 # ------------------------------------------------------------------------ trackers and provenance
 
 
 def open_tracker(
-    out: pathlib.Path, settings: dict[str, Any], step: int, report_to: str, run_id: str
+    out: pathlib.Path, record: dict[str, Any], step: int
 ) -> Callable[[dict[str, Any]], object]:
     """A tracker, as a function that takes each line of metrics.jsonl; "none" takes and drops it.
 
-    out: the run's folder. step: the last complete one; TensorBoard drops what came after it.
-    run_id: by which wandb continues a run. ValueError if the tracker is not installed or does not
-    start.
+    out: the run's folder. record: its config.json, by whose id wandb continues a run. step: the
+    last complete one; TensorBoard drops what came after it. ImportError if --report-to is not
+    installed.
     """
-    if report_to == "none":
-        return lambda metrics: None
-    try:
-        if report_to == "wandb":
-            import wandb
+    settings = record["settings"]
+    if settings["report_to"] == "wandb":
+        import wandb
 
-            about = {"name": out.name, "id": run_id, "dir": str(out), "config": settings}
-            wandb.init(project="sgsd", resume="allow", **about)
-            return lambda m: wandb.log(m, step=m["step"])
+        about = {"name": out.name, "id": record["id"], "dir": str(out), "config": settings}
+        wandb.init(project="sgsd", resume="allow", **about)
+        return lambda m: wandb.log(m, step=m["step"])
+    if settings["report_to"] == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1, flush_secs=10)
@@ -270,10 +260,7 @@ def open_tracker(
                 writer.add_scalar(name, x, m["step"])
 
         return add
-    except Exception as e:  # not installed, not logged in, no network
-        cause = f"{type(e).__name__}: {textwrap.shorten(str(e), 300, placeholder=' ...')}"
-        fix = f"pip install {report_to} and log in if it asks for it, or leave out --report-to"
-        raise ValueError(f"{report_to} did not start ({cause}); {fix}") from None
+    return lambda metrics: None
 
 
 def provenance() -> dict[str, Any]:

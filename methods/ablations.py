@@ -28,7 +28,7 @@ import rollout
 import sgsd
 from lib.config import Config, setting
 from lib.problems import Problem
-from lib.run import Prompt, Run, longest_problem, solve
+from lib.run import Run, solve
 from methods import divergences, teachers
 from methods.opsd import with_answer
 from rollout import Rollout
@@ -41,13 +41,10 @@ class AblationConfig(Config):
     """SGSD's settings, and a flag for each part that can be changed."""
 
     program: ClassVar[str] = "-m methods.ablations"
-    groups: ClassVar[tuple[str, ...]] = (*Config.groups, "the ablations")
 
     out: str = "runs/ablation"
     token_mask: bool = setting(
-        True,
-        "leave formatting tokens out; without it every token counts; Tab. 4",
-        group="the ablations",
+        True, "leave formatting tokens out; without it every token counts; Tab. 4"
     )
     clip: bool = setting(True, "clip the gaps for the support; Tab. 4")
     polarity: bool = setting(
@@ -211,23 +208,9 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     return rows, norm
 
 
-def longest_prompts(run: Run) -> list[Prompt]:
-    """SGSD's; with --answer-pi teachers see the answer, too."""
-    if not settings(run).answer_pi:
-        return sgsd.longest_prompts(run)
-
-    def shown(x: Problem) -> str:
-        return with_answer(x.problem, x.answer)
-
-    x = longest_problem(run, shown)
-    where = f"{x.place} with its answer"
-    teacher = sgsd.longest_prompt(run, 1, shown(x), where, run.cfg.teacher_prefix)
-    return [*sgsd.longest_prompts(run), teacher]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, AblationConfig, train_step, longest_prompts)
+    return sgsd.main(argv, __doc__, AblationConfig, train_step)
 
 
 if __name__ == "__main__":

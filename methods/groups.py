@@ -11,7 +11,7 @@ Dimension key: G solutions of a problem, K teachers, T completion tokens.
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ import skills
 from lib import problems
 from lib.config import NO_COLD_START, Config, setting
 from lib.problems import Problem
-from lib.run import Prompt, Run, longest_problem, solve
+from lib.run import Run, solve
 from rollout import Job, Rollout
 from sgsd import RolloutLoss
 from skills import SkillPair
@@ -31,6 +31,8 @@ from skills import SkillPair
 @dataclass(frozen=True)
 class GroupConfig(Config):
     """SGSD's settings, and the size of a group."""
+
+    not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {"tau_g", "eps_a"}
 
     generations: int = setting(8, "G: solutions sampled for each problem; Tab. 11", least=2)
 
@@ -42,9 +44,6 @@ class GroupConfig(Config):
     @property
     def uses_skill_bank(self) -> bool:
         return bool(self.bank)
-
-    def void(self) -> dict[str, str]:
-        return super().void() | NO_COLD_START
 
 
 Numbers = dict[str, Tensor]  # detached, by their names in the logs
@@ -61,13 +60,6 @@ def prompt_with_skills(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> li
     """The student's prompt, with the skills that --bank gives, if any (S17)."""
     text = skills.render_skills(pairs_K, x.problem)
     return sgsd.prompt_ids(run, text, run.cfg.student_prefix)
-
-
-def longest_prompts(run: Run) -> list[Prompt]:
-    """The student's longest prompt, with the skills that --bank gives, if any."""
-    x, pairs = longest_problem(run), run.cfg.num_teachers
-    where = x.place
-    return [sgsd.longest_prompt(run, pairs, x.problem, where, run.cfg.student_prefix)]
 
 
 @dataclass

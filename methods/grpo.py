@@ -36,6 +36,11 @@ class GRPOConfig(GroupConfig):
     """SGSD's settings with GRPO's defaults (Tab. 11, S15)."""
 
     program: ClassVar[str] = "-m methods.grpo"
+    not_offered: ClassVar[frozenset[str]] = GroupConfig.not_offered | {
+        "teacher_prefix",
+        "c_delta",
+        "score_tokens",
+    }
 
     out: str = "runs/grpo"
     student_prefix: str = "bare"
@@ -117,7 +122,7 @@ train_step = groups.step_fn(losses)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, GRPOConfig, train_step, groups.longest_prompts, VARIANTS)
+    return sgsd.main(argv, __doc__, GRPOConfig, train_step, VARIANTS)
 
 
 if __name__ == "__main__":

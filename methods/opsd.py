@@ -24,7 +24,7 @@ import sgsd
 import skills
 from lib.config import NO_COLD_START, Config, setting
 from lib.problems import Problem
-from lib.run import Prompt, Run, longest_problem
+from lib.run import Run
 from methods import divergences, groups, teachers
 from methods.groups import Losses
 from rollout import Rollout
@@ -36,6 +36,7 @@ class OPSDConfig(Config):
     """SGSD's settings, and the bound of OPSD's divergence."""
 
     program: ClassVar[str] = "-m methods.opsd"
+    not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {"tau_g", "eps_a"}
     generations: ClassVar[int] = 1  # solutions of a problem
 
     out: str = "runs/opsd"
@@ -46,9 +47,6 @@ class OPSDConfig(Config):
     @property
     def uses_skill_bank(self) -> bool:
         return bool(self.bank)
-
-    def void(self) -> dict[str, str]:
-        return super().void() | NO_COLD_START
 
 
 VARIANTS: dict[str, dict[str, Any]] = {"bank": {"num_teachers": 3, "evolve_every": 0}}  # S17
@@ -82,21 +80,9 @@ def losses(
 train_step = groups.step_fn(losses)
 
 
-def longest_prompts(run: Run) -> list[Prompt]:
-    """The student's longest prompt, and the teacher's, which has the answer as well."""
-
-    def shown(x: Problem) -> str:
-        return with_answer(x.problem, x.answer)
-
-    cfg, x = run.cfg, longest_problem(run, shown)
-    where = f"{x.place} with its answer"
-    teacher = sgsd.longest_prompt(run, cfg.num_teachers, shown(x), where, cfg.teacher_prefix)
-    return [*groups.longest_prompts(run), teacher]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, OPSDConfig, train_step, longest_prompts, VARIANTS)
+    return sgsd.main(argv, __doc__, OPSDConfig, train_step, VARIANTS)
 
 
 if __name__ == "__main__":

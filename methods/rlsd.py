@@ -33,8 +33,8 @@ import sgsd
 import skills
 from lib.config import setting
 from lib.problems import Problem
-from lib.run import Prompt, Run
-from methods import groups, opsd, teachers
+from lib.run import Run
+from methods import groups, teachers
 from methods.groups import GroupConfig, Losses
 from methods.grpo import grpo_advantages
 from methods.opsd import with_answer
@@ -49,6 +49,7 @@ class RLSDConfig(GroupConfig):
     """SGSD's settings, and how long and how strongly teachers weigh."""
 
     program: ClassVar[str] = "-m methods.rlsd"
+    not_offered: ClassVar[frozenset[str]] = GroupConfig.not_offered | {"c_delta"}
 
     out: str = "runs/rlsd"
     teacher_prefix: str = "closed"
@@ -152,16 +153,9 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     return result
 
 
-def longest_prompts(run: Run) -> list[Prompt]:
-    """The student's, which shows the problem alone, and the teacher's; SGSD's with --bank."""
-    if run.cfg.bank:
-        return sgsd.longest_prompts(run)
-    return opsd.longest_prompts(run)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, RLSDConfig, train_step, longest_prompts, VARIANTS)
+    return sgsd.main(argv, __doc__, RLSDConfig, train_step, VARIANTS)
 
 
 if __name__ == "__main__":

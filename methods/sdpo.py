@@ -26,12 +26,11 @@ import torch
 from torch import Tensor
 
 import distributed
-import rollout
 import sgsd
 import skills
-from lib.config import setting
+from lib.config import GROUPS, setting
 from lib.problems import Problem
-from lib.run import Prompt, Run, longest_problem
+from lib.run import Run
 from methods import divergences, groups, teachers
 from methods.groups import GroupConfig, Losses, Numbers
 from rollout import THINK, Rollout
@@ -43,6 +42,10 @@ class SDPOConfig(GroupConfig):
     """SGSD's settings with SDPO's defaults, and the settings of its teacher."""
 
     program: ClassVar[str] = "-m methods.sdpo"
+    not_offered: ClassVar[frozenset[str]] = GroupConfig.not_offered | {
+        "num_teachers",
+        *GROUPS["the bank"].split(),
+    }
 
     out: str = "runs/sdpo"
     teacher_prefix: str = "closed"
@@ -58,11 +61,6 @@ class SDPOConfig(GroupConfig):
         100, "compare the student's likeliest tokens one by one, and the others together"
     )
     teacher_decay: float = setting(0.95, "decay of the EMA teacher, per step", least=0, most=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bank:
-            raise ValueError("--bank: SDPO uses no skills; leave it out")
 
 
 def top_k_with_tail(s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -151,22 +149,9 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     return result
 
 
-def longest_prompts(run: Run) -> list[Prompt]:
-    """The student's, and the teacher's, whose prompt shows a solution of --max-new-tokens.
-
-    As text a solution may have more tokens than were sampled: `sgsd.prompt_ids` measures it again.
-    """
-    cfg, x = run.cfg, longest_problem(run)
-    text = skills.render_student(with_solution(x.problem, ""))
-    ids = rollout.chat_ids(run.tokenizer, text, thinking=cfg.teacher_prefix)
-    ids += run.stops[:1] * cfg.max_new_tokens  # in the place of the solution
-    where = f"{x.place} with a solution"
-    return [*groups.longest_prompts(run), (where, ids, cfg.max_new_tokens)]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, SDPOConfig, train_step, longest_prompts)
+    return sgsd.main(argv, __doc__, SDPOConfig, train_step)
 
 
 if __name__ == "__main__":

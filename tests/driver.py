@@ -16,6 +16,7 @@ import json
 import math
 import os
 import pkgutil
+import re
 import signal
 import socket
 import sys
@@ -35,7 +36,7 @@ import sgsd
 import skills
 from lib import command, config, files, model, verify
 from lib.run import Run
-from methods import ablations, groups, grpo, opsd, rlsd, sdpo
+from methods import ablations, grpo, opsd, rlsd, sdpo
 
 ALONE = distributed.World(0, 1, torch.device("cpu"))
 
@@ -107,10 +108,8 @@ def settings(world_dir, out, **changes):
 
 
 def flags(world_dir, out, **changes):
-    """The same settings as a command line; an adapter brings its own rank and alpha."""
+    """The same settings as a command line."""
     given = settings(world_dir, out, **changes)
-    if given.get("adapter"):
-        given = {name: value for name, value in given.items() if not name.startswith("lora_")}
     words = []
     for name, value in given.items():
         words.append(config.flag(name) if value is True else f"{config.flag(name)}={value}")
@@ -131,7 +130,8 @@ def small_flags(world_dir, out, **changes):
 def opened(world_dir, out, kind=config.Config, **changes):
     """A run that is open and has not begun its bank; the handlers of signals stay as they were."""
     cfg = kind(**settings(world_dir, out, **changes))
-    with signals_restored(), faked(), Run.open(cfg, skills.SkillBank.load) as run:
+    load = skills.SkillBank.load
+    with signals_restored(), faked(), Run.open(cfg, load, sgsd.refuse_long_prompts) as run:
         yield run
 
 
@@ -268,8 +268,8 @@ def refused(capsys, program, argv, *words):
     capsys.readouterr()
     with pytest.raises(SystemExit) as end, signals_restored():
         program([str(arg) for arg in argv])
-    printed = capsys.readouterr().err.strip().split("\n")
-    line = "\n".join(part for part in printed if "it/s]" not in part)
+    printed = re.split(r"[\r\n]", capsys.readouterr().err)
+    line = "\n".join(part for part in printed if part.strip() and "it/s]" not in part)
     assert end.value.code == 2, line
     assert "\n" not in line and "Traceback" not in line, line
     for word in words:
@@ -364,13 +364,13 @@ def make_adapter(path, base, seed=0, rank=4):
     peft.get_peft_model(lm, lora).save_pretrained(path)
 
 
-METHODS = {  # settings, step, longest prompts, other defaults
-    "sgsd": (config.Config, sgsd.train_step, sgsd.longest_prompts, {}),
-    "grpo": (grpo.GRPOConfig, grpo.train_step, groups.longest_prompts, grpo.VARIANTS),
-    "opsd": (opsd.OPSDConfig, opsd.train_step, opsd.longest_prompts, opsd.VARIANTS),
-    "rlsd": (rlsd.RLSDConfig, rlsd.train_step, rlsd.longest_prompts, rlsd.VARIANTS),
-    "sdpo": (sdpo.SDPOConfig, sdpo.train_step, sdpo.longest_prompts, {}),
-    "ablations": (ablations.AblationConfig, ablations.train_step, ablations.longest_prompts, {}),
+METHODS = {  # settings, step, other defaults
+    "sgsd": (config.Config, sgsd.train_step, {}),
+    "grpo": (grpo.GRPOConfig, grpo.train_step, grpo.VARIANTS),
+    "opsd": (opsd.OPSDConfig, opsd.train_step, opsd.VARIANTS),
+    "rlsd": (rlsd.RLSDConfig, rlsd.train_step, rlsd.VARIANTS),
+    "sdpo": (sdpo.SDPOConfig, sdpo.train_step, {}),
+    "ablations": (ablations.AblationConfig, ablations.train_step, {}),
 }
 
 
@@ -378,7 +378,7 @@ def parsed(argv, method="sgsd"):
     """The settings of a command line of sgsd.py, of another method, or of eval.py ("eval")."""
     if method == "eval":
         return command.parse(argv, "", config.EvalConfig)
-    kind, _, _, variants = METHODS[method]
+    kind, _, variants = METHODS[method]
     return command.parse(argv, "", kind, config.presets_of(kind), variants)
 
 
@@ -386,11 +386,11 @@ def main(argv=None, step_fn=None):
     """A command like sgsd.py's or, after the name of a method, that one's; its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     method = argv.pop(0) if argv and argv[0] in METHODS else "sgsd"
-    kind, own_step, longest, variants = METHODS[method]
-    if method in ("grpo", "opsd", "rlsd", "sdpo"):  # which refuse the flags of a cold start
-        argv = [arg for arg in argv if not str(arg).startswith("--cold-start")]
+    kind, own_step, variants = METHODS[method]
+    not_offered = {config.flag(name) for name in kind.not_offered}  # which argparse would refuse
+    argv = [arg for arg in argv if str(arg).partition("=")[0] not in not_offered]
     with signals_restored(), faked():
-        return sgsd.main(argv, "", kind, step_fn or own_step, longest, variants)
+        return sgsd.main(argv, "", kind, step_fn or own_step, variants)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def use_config(config):
 
 
 def use_command(command):
-    with pytest.raises(SystemExit), command.one_line_errors("program.py", reading=True):
+    with pytest.raises(SystemExit), command.one_line_errors("program.py", *command.GIVEN):
         raise ValueError("a mistake")
 
 

@@ -1,11 +1,10 @@
 """Signals, full and read-only disks, numbers not finite, lost ranks."""
 
 import ctypes
+import errno
 import functools
-import json
 import os
 import pathlib
-import re
 import resource
 import signal
 import subprocess
@@ -86,9 +85,7 @@ def test_a_later_signal_ends_the_step_at_once(world_dir, tmp_path):
     assert steps_of(out) == ([1, 2], [2])
 
 
-def test_a_signal_of_one_rank_that_comes_during_a_save_ends_both_after_the_next_step(
-    world_dir, tmp_path
-):
+def test_a_signal_of_one_rank_that_comes_during_a_save_ends_both_after_it(world_dir, tmp_path):
     """Of rank 1, while rank 0 saves step 2."""
     out, argv = tmp_path / "run", small_flags(world_dir, tmp_path / "run")
 
@@ -97,8 +94,8 @@ def test_a_signal_of_one_rank_that_comes_during_a_save_ends_both_after_the_next_
             killing(Run, "save", 1, number=signal.SIGTERM)()
 
     assert two(argv, tmp_path, before=before) == [130, 130]
-    assert steps_of(out) == ([1, 2, 3], [2, 3])
-    assert "stopped by a signal" in (tmp_path / "log0").read_text()
+    assert steps_of(out) == ([1, 2], [2])
+    assert "stopped after step 2" in (tmp_path / "log0").read_text()
     assert two(argv, tmp_path) == [0, 0]
     assert steps_of(out) == ([1, 2, 3, 4, 5, 6], [2, 3, 4, 6])
 
@@ -126,7 +123,7 @@ def test_a_signal_in_the_last_step_says_what_is_still_to_do(world_dir, tmp_path,
         argv = small_flags(world_dir, out, evolve_every=evolve_every)
         assert go(argv, log, driver.stopping_at(6)) == 130
         text = log.read_text()
-        assert "stopped by a signal" in text and words in "".join(text.splitlines()[-2:])
+        assert words in "".join(text.splitlines()[-2:])
         assert ("done; evaluate" in text) == (evolve_every == 0)
         log.unlink()
     assert_goes_on(small_flags(world_dir, tmp_path / "run3"), tmp_path / "run3", uninterrupted, log)
@@ -166,35 +163,6 @@ def test_a_bug_of_one_of_two_ranks_shows_its_traceback_and_no_rank_hangs(
     assert_bug(tmp_path / f"log{rank}")
 
 
-def test_an_evolution_leaves_out_entries_with_which_a_prompt_would_be_too_long(world_dir, tmp_path):
-    """And counts them, before the bank is saved: the run goes on, and begins again as it was."""
-    out, log = tmp_path / "run", tmp_path / "log"
-
-    def reply(prompt):
-        """As the driver's; what it writes of a problem with a 1 in it is long."""
-        reply = json.loads(original(prompt))
-        ((key, items),) = reply.items()
-        for item in items if "to merge:" not in prompt else []:
-            for name, text in item.items():
-                item[name] = text + "x" * 300 * ("1" in text)
-        return json.dumps({key: items})
-
-    original = driver.reply_to
-    before = functools.partial(setattr, driver, "reply_to", reply)
-    changes = {"bank": world_dir / "bank.json", "steps": 4, "success_gate": 2.0}
-    changes |= {"max_new_items": 9, "max_prompt_tokens": 1000}
-    argv = small_flags(world_dir, out, **changes)
-    assert go(argv, log, before=before) == 0, log.read_text()
-    bank = SkillBank.load(out / "bank/step_000003.json")
-    (update,) = bank.metadata["updates"]
-    text = json.dumps(bank.general_skills + bank.common_mistakes)
-    assert update["too_long"] and "dyn_" in text and "xxx" not in text
-    assert not any(name in text for name in update["too_long"])
-    assert all(name in log.read_text() for name in update["too_long"])
-    assert bank == SkillBank.load(out / "checkpoints/step_000003/bank.json")
-    assert go(small_flags(world_dir, out, **changes | {"steps": 5}), log) == 0
-
-
 def test_a_bug_in_a_step_is_a_traceback_and_saves_nothing(world_dir, tmp_path):
     """Of the kind that is one line where a user's input is read."""
 
@@ -226,7 +194,7 @@ def test_a_full_disk_is_one_line_and_leaves_whole_files(world_dir, tmp_path, uni
     assert_goes_on(argv, out, uninterrupted, log)
 
 
-def test_a_full_disk_of_rank_0_ends_the_other_rank_without_a_word(world_dir, tmp_path):
+def test_a_full_disk_of_rank_0_ends_the_other_rank_without_a_traceback(world_dir, tmp_path):
     original = files.append_jsonl
 
     def append(path, rows):
@@ -236,7 +204,7 @@ def test_a_full_disk_of_rank_0_ends_the_other_rank_without_a_word(world_dir, tmp
 
     before = functools.partial(setattr, files, "append_jsonl", append)
     argv = small_flags(world_dir, tmp_path / "run", bank=world_dir / "bank.json")
-    assert two(argv, tmp_path, before=before) == [2, 2]
+    assert two(argv, tmp_path, before=before) == [2, 1]
     assert_one_line(tmp_path / "log0", "rollouts.jsonl", "same command")
     assert not {"sgsd:", "Traceback"} & {*(tmp_path / "log1").read_text().split()}
 
@@ -299,16 +267,14 @@ def test_numbers_that_are_not_finite_skip_the_step(what, world_dir, tmp_path):
 # ----------------------------------------------------------------------------------- several ranks
 
 
-def test_three_steps_in_a_row_that_are_not_finite_on_one_rank_save_and_end_both(
-    world_dir, tmp_path
-):
+def test_three_steps_in_a_row_that_are_not_finite_on_one_rank_end_both(world_dir, tmp_path):
+    """In one line. No weight has moved, so nothing is saved."""
     out = tmp_path / "run"
     argv = small_flags(world_dir, out, bank=world_dir / "bank.json", evolve_every=0)
-    assert two(argv, tmp_path, breaking({1, 3, 4, 5}, rank=1)) == [1, 1]
+    assert two(argv, tmp_path, breaking({1, 3, 4, 5}, rank=1)) == [2, 2]
     assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1]
-    assert steps_of(out)[1] == [2, 4, 5]
-    last = (tmp_path / "log0").read_text().splitlines()[-1]
-    assert "same command" in last and "after step 5" in last
+    assert steps_of(out)[1] == [2, 4]
+    assert_one_line(tmp_path / "log0", "three steps", "--learning-rate")
 
 
 def killed_at_3(run, step):
@@ -334,7 +300,7 @@ def test_a_rank_that_ends_ends_the_other(step_fn, code, world_dir, tmp_path):
     out = tmp_path / "run"
     argv = small_flags(world_dir, out, bank=world_dir / "bank.json")
     assert two(argv, tmp_path, step_fn) == [1, code]
-    assert re.search("closed by peer|remote worker", (tmp_path / "log0").read_text())
+    assert "another process has ended" in (tmp_path / "log0").read_text()
     if code == 2:
         assert_one_line(tmp_path / "log1", "no such device", "same command")
     assert steps_of(out) == ([1, 2], [2])
@@ -359,9 +325,10 @@ def interrupted_at_3(run, step):
     return sgsd.train_step(run, step)
 
 
-def torchrun(step_fn, option, argv):
-    """A run of two processes by torchrun, with a step function of this file."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def torchrun(step_fn, option, argv, processes=2):
+    """A run of several processes by torchrun, with a step function of this file."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command.append(f"--nproc_per_node={processes}")
     path = f"{ROOT}:{ROOT}/tests:{ROOT}/tests/life"
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "STEP_FN": f"test_faults:{step_fn}"}
     return subprocess.run(
@@ -381,18 +348,38 @@ def assert_same_banks(out, uninterrupted):
         assert "bank/step" not in name or ours[name] == theirs[name], name
 
 
+def without_space_at_3(run, step):
+    """A step function in which rank 0's disk is full in step 3."""
+    if step == 3 and run.world.main:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run.out / "metrics.jsonl"))
+    return sgsd.train_step(run, step)
+
+
+MISTAKES = {  # on four processes: changes, and words of the one line
+    "a flag": ({"no_such_flag": 1}, ["unrecognized arguments: --no-such-flag"]),
+    "a path": ({"data": "no.jsonl"}, ["no.jsonl"]),
+    "a bank": ({"num_teachers": 9}, ["bank.json", "--num-teachers 9"]),
+    "a checkpoint": ({"steps": 2}, ["step_000001/trainer.safetensors", "new --out"]),
+    "a disk": ({}, ["free space", "run the same command"]),
+}
+
+
 @pytest.mark.long
-def test_a_wrong_flag_of_four_processes_is_said(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for _ in range(3):
-        done = subprocess.run(
-            [*command, ROOT / "sgsd.py", "--no-such-flag"],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode and done.stderr.count("sgsd: unrecognized arguments") == 1
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_on_four_processes_is_one_line(name, world_dir, tmp_path):
+    (changes, words), out = MISTAKES[name], tmp_path / "run"
+    usual = {"bank": world_dir / "bank.json", "batch_size": 4, "max_new_tokens": 4}
+    if name == "a checkpoint":
+        assert go(small_flags(world_dir, out, **usual, steps=1), tmp_path / "log") == 0
+        (out / "checkpoints/step_000001/trainer.safetensors").write_bytes(b"torn")
+    argv = small_flags(world_dir, out, **usual | changes)
+    step_fn = "without_space_at_3" if name == "a disk" else "killed_at_3"
+    done = torchrun(step_fn, "--shutdown-timeout=5", argv, processes=4)
+    lines = [line for line in done.stderr.splitlines() if "sgsd: " in line]
+    assert done.returncode and len(lines) == 1, done.stderr[-3000:]
+    assert all(word in lines[0] for word in words)
+    assert "another process" not in done.stderr
+    assert done.stderr.count("Traceback (") == 1  # torchrun's own
 
 
 @pytest.mark.long
@@ -417,7 +404,7 @@ def test_ctrl_c_under_torchrun_finishes_the_step_and_saves(world_dir, tmp_path, 
     out = tmp_path / "run"
     argv = small_flags(world_dir, out)
     done = torchrun("interrupted_at_3", "--shutdown-timeout=60", argv)
-    assert done.returncode != 0 and "stopped by a signal" in done.stdout
+    assert done.returncode != 0 and "stopped after step 3" in done.stdout
     assert steps_of(out) == ([1, 2, 3], [2, 3])
     assert go(argv, tmp_path / "log") == 0
     assert_same_banks(out, uninterrupted)

@@ -1,5 +1,6 @@
 """Durable files: whole or absent, JSON lines, and a folder that one process holds."""
 
+import hashlib
 import os
 import shutil
 import signal
@@ -52,7 +53,7 @@ def test_json_comes_back_and_half_of_a_surrogate_pair_does_too(tmp_path):
 def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "a.json").write_text("{")
     one_line(lambda: files.read_json(tmp_path / "a.json"), "a.json")
-    one_line(lambda: files.read_json(tmp_path / "none.json"), "none.json", kind=OSError)
+    one_line(lambda: files.read_json(tmp_path / "none.json"), "none.json")
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n{}}\n{"step": 2}\n')
     one_line(lambda: list(files.read_jsonl(tmp_path / "log.jsonl")), "log.jsonl:2")
 
@@ -69,21 +70,21 @@ def test_lines_are_appended_after_the_last_whole_one(tmp_path):
     assert list(files.read_jsonl(log)) == [{"step": 1}, {"step": 2, "text": "π\n"}, {"step": 4}]
 
 
-def test_a_log_is_cut_where_the_rows_of_a_step_end_and_is_not_written_again(tmp_path):
-    """Its bytes before the cut stay, as a torn line does not; nor is it touched without a cut."""
+def test_where_the_rows_of_a_step_end_in_a_log(tmp_path):
+    """A torn last line is behind them."""
     log = tmp_path / "log.jsonl"
     kept = b'{"step":1}\n{"step": 1}\n{"step": 2}\n'  # not as json.dumps spaces it
-    for rest, is_cut in ((b'{"step": 3}\n{"step": 4}\n', True), (b'{"step": 2', False)):
+    for rest in (b"", b'{"step": 3}\n{"step": 4}\n', b'{"step": 2'):
         log.write_bytes(kept + rest)
-        inode = log.stat().st_ino
-        assert files.trim_jsonl(log, 2) == is_cut
-        assert (log.read_bytes(), log.stat().st_ino) == (kept, inode)
-    before = log.stat().st_mtime_ns
-    assert not files.trim_jsonl(log, 2) and log.stat().st_mtime_ns == before
-    assert files.trim_jsonl(log, -1) and log.read_bytes() == b""
-    log.write_bytes(kept + b"{}}\n")
-    one_line(lambda: files.trim_jsonl(log, 2), f"{log}:4")
-    assert not files.trim_jsonl(tmp_path / "none.jsonl", 2) and names(tmp_path) == ["log.jsonl"]
+        assert files.end_of_step(log, 2) == len(kept) and files.end_of_step(log, -1) == 0
+    assert files.end_of_step(tmp_path / "none.jsonl", 2) == 0
+
+
+@pytest.mark.parametrize("row", [b"{}}", b"{}", b'{"step": "3"}', b'{"step": true}', b"[1]"])
+def test_a_row_of_a_log_that_is_not_json_or_has_no_step_is_named(row, tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_bytes(b'{"step": 1}\n' + row + b"\n")
+    one_line(lambda: files.end_of_step(log, 2), f"{log}:2")
 
 
 def test_checkpoints_and_versions_of_the_bank_are_found_by_their_steps_in_order(tmp_path):
@@ -93,7 +94,6 @@ def test_checkpoints_and_versions_of_the_bank_are_found_by_their_steps_in_order(
     (tmp_path / ".step_000050.json.tmp").touch()
     for name in ("step_000010.bak", "step_000026.json.bak", "step_abc", "step_11"):
         (tmp_path / name).touch()  # nobody's
-    (tmp_path / "step_000011").mkdir()
     assert list(files.by_step(tmp_path)) == [0, 25, 100]
     assert files.by_step(tmp_path)[25].name == "step_000025.json"
     assert files.by_step(tmp_path / "none") == {}
@@ -104,14 +104,14 @@ def test_digests_differ_where_the_parts_do(tmp_path):
     texts = [files.digest(*parts) for parts in (["ab", "c"], ["a", "bc"], [["a", "bc"]], [1], [""])]
     assert len({*texts}) == 5 and files.digest("ab", "c") == texts[0]
     assert all(len(text) == 16 and int(text, 16) >= 0 for text in texts)
-    assert files.file_digest(tmp_path / "a") == files.digest(b"x")
+    assert files.file_digest(tmp_path / "a") == hashlib.sha256(b"x").hexdigest()
     assert len(files.digest("\ud800")) == 16  # half of a surrogate pair
 
 
 # ------------------------------------------------------------------------------------------- lock
 
 
-def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path, capsys):
+def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
     folder = tmp_path / "runs/run"
 
     def hold(argv):
@@ -125,7 +125,6 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path, capsys):
     for _ in range(2):  # the first refusal changes nothing
         with pytest.raises(ValueError, match=f"{folder}: another command"):
             files.locked(folder, seconds=0.1).__enter__()
-        assert f"{folder}: another command" in capsys.readouterr().out  # while it waits
     os.kill(pid, signal.SIGKILL)
     assert driver.wait(pid) == -signal.SIGKILL
     with files.locked(folder, seconds=0.1):
@@ -133,42 +132,39 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path, capsys):
     assert {*names(folder)} == {files.LOCK, "file"}
 
 
-def test_a_model_is_known_by_its_small_files_and_by_places_in_its_weights(tmp_path):
-    """Wherever it lies. Training in place moves all weights, under the same names and sizes."""
+# ---------------------------------------------------------------------------------------- digests
+
+
+def test_a_model_is_known_by_what_its_files_hold_wherever_it_lies(tmp_path):
     model = tmp_path / "model"
     (model / "1_Dense").mkdir(parents=True)
     (model / "config.json").write_text("{}")
-    (model / "README.md").write_text("about it")
-    weights = bytearray(b"x" * 2**22)
-    (model / "1_Dense/model.safetensors").write_bytes(weights)
+    (model / "1_Dense/model.safetensors").write_bytes(b"xyz")
     digest = files.contents(str(model))
     shutil.copytree(model, tmp_path / "moved")
-    (model / "README.md").write_text("more about it")
-    (model / "bank.json").write_text("{}")  # a checkpoint's, which an evolution may replace
-    for logs in ("sgsd", "eval", "checkpoint-5"):  # of a run on TRL that left its weights here
-        (model / logs).mkdir()
-        (model / logs / "config.json").write_text("{}")
+    for name in ("README.md", files.BANK, files.DIGESTS, "trainer.safetensors"):
+        (model / name).write_text("{}")  # a note, and a checkpoint's files beside the model's
     assert files.contents(str(model)) == digest == files.contents(str(tmp_path / "moved"))
-    (model / "config.json").write_text("{ }")
-    other = files.contents(str(model))
-    for at in (0, len(weights) // 2, len(weights) - 1):
-        weights[at : at + 1] = b"y"
-        (model / "1_Dense/model.safetensors").write_bytes(weights)
-        assert files.contents(str(model)) not in (digest, other)
-        other = files.contents(str(model))
+    for name in ("config.json", "1_Dense/model.safetensors"):
+        (tmp_path / "moved" / name).write_bytes(b"xyZ")
+        assert files.contents(str(tmp_path / "moved")) != digest
+        digest = files.contents(str(tmp_path / "moved"))
     for name in ("Qwen/Qwen3-1.7B", "", str(tmp_path / "none")):
         assert files.contents(name) == name
-    assert files.contents(str(model / "config.json")) == files.digest(b"{ }")
+    assert files.contents(str(model / "config.json")) == files.file_digest(model / "config.json")
 
 
-def test_every_byte_of_large_weights_counts_where_that_is_asked_for(tmp_path):
-    """Elsewhere three places do, since training moves all weights."""
-    weights = bytearray(5 * files.PIECE)
-    digests = []
-    for at in (0, files.PIECE + 7):  # between the places
-        weights[at] += 1
-        (tmp_path / "model.safetensors").write_bytes(weights)
-        both = [files.contents(str(tmp_path), every_byte=x) for x in (False, True)]
-        digests.append(both)
-    (some, whole), (some_then, whole_then) = digests
-    assert some == some_then and whole != whole_then
+def test_a_file_of_a_checkpoint_that_lacks_or_differs_is_named_but_its_bank_is_free(tmp_path):
+    for name in ("a.safetensors", "b.json", files.BANK):
+        (tmp_path / name).write_text(name)
+    assert files.digests_of(tmp_path) == {}
+    one_line(lambda: files.digests_of(tmp_path, needed=True), files.DIGESTS)
+    files.write_digests(tmp_path)
+    (tmp_path / files.BANK).write_text("evolved")
+    digests = files.digests_of(tmp_path)
+    assert digests.keys() == {"a.safetensors", "b.json"}
+    files.refuse_damaged(tmp_path, digests)
+    (tmp_path / "b.json").write_text("b.jsoN")
+    one_line(lambda: files.refuse_damaged(tmp_path, digests), tmp_path / "b.json", "damaged")
+    (tmp_path / "a.safetensors").unlink()
+    one_line(lambda: files.refuse_damaged(tmp_path, digests), tmp_path / "a.safetensors")

@@ -4,6 +4,7 @@ import itertools
 import math
 import shlex
 import shutil
+import types
 
 import datasets
 import driver
@@ -21,6 +22,7 @@ import scoring
 import sgsd
 import skills
 from lib import config, files, problems, runlog
+from lib.run import what_next
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def test_what_a_run_leaves_on_disk(whole):
     out = whole.out
     stored = files.read_json(out / "config.json")
     assert stored["settings"]["num_teachers"] == 3 and stored["versions"]["torch"]
-    assert {"program", "code", "digests", "processes", "id", "command", "commit"} < stored.keys()
+    assert {"program", "code", "problems", "processes", "id", "command", "commit"} < stored.keys()
     fingerprints = [problems.fingerprint(x["problem"]) for x in PROBLEMS]
     assert files.read_json(out / "problems.json") == fingerprints
     metrics, rolls, tokens = (rows(out / f"{name}.jsonl") for name in runlog.LOGS)
@@ -58,15 +60,14 @@ def test_what_a_run_leaves_on_disk(whole):
     assert not {path.suffix for path in out.rglob("*")} & {".tmp", ".pt", ".bin"}
 
 
-def test_a_run_without_a_right_solution_says_so_once_in_each_command(world_dir, tmp_path, capsys):
+def test_a_run_that_learns_nothing_says_so_once_in_each_command(world_dir, tmp_path, capsys):
     """Nothing of it lies on the disk: a continued run counts its own steps."""
     changes = {"verifier": "driver:Exact", "batch_size": 2, "evolve_every": 0, "audit_every": 0}
-    train(world_dir, tmp_path / "run", steps=4, **changes)
-    assert capsys.readouterr().out.count("no right solution") == 1
-    train(world_dir, tmp_path / "run", steps=6, **changes)
-    assert "no right solution" not in capsys.readouterr().out
-    train(world_dir, tmp_path / "run", steps=9, **changes)
-    assert capsys.readouterr().out.count("no right solution") == 1
+    changes |= {"eps_a": 9, "max_new_tokens": 4}
+    for steps, times in ((6, 1), (8, 0), (14, 1)):
+        train(world_dir, tmp_path / "run", steps=steps, **changes)
+        printed = capsys.readouterr().out
+        assert printed.count("no right solution") == printed.count("no teacher was") == times
 
 
 def test_no_skill_text_reaches_a_student(whole):
@@ -126,21 +127,33 @@ def test_another_reward_moves_training_alone(world_dir, tmp_path, monkeypatch):
     assert runlog.summarize(1, other, 0.0, 0.0, {}, 0.0)["success"] == same
 
 
+CLOSING = [  # a method, settings, and the flags of its evaluation
+    ("sgsd", {"max_new_tokens": 1024}, {}),  # the method's own length: as in the paper, thinking
+    ("grpo", {"max_new_tokens": 16000}, {}),
+    ("grpo", {"short": True}, {}),
+    ("grpo", {"max_new_tokens": 300}, {"max_new_tokens": 300}),  # bare: its student thinks
+    ("sgsd", {"max_new_tokens": 300}, {"max_new_tokens": 300, "thinking": False}),
+    ("sgsd", {"max_new_tokens": 300, "student_prefix": "bare"}, {"max_new_tokens": 300}),
+]
+
+
+@pytest.mark.parametrize("method,changes,wanted", CLOSING)
 def test_a_complete_run_names_the_commands_that_evaluate_it_and_look_inside(
-    world_dir, tmp_path, capsys
+    method, changes, wanted, tmp_path
 ):
-    out = tmp_path / "a run"
+    out = str(tmp_path / "a run")
     shared = {"dtype": "bfloat16", "attn": "eager", "verify_timeout": 7.0}
-    completes(sgsd.main, flags(world_dir, out, steps=1, max_new_tokens=4, **shared))
-    evaluate, look = capsys.readouterr().out.splitlines()[-2:]
-    words = shlex.split(evaluate)
-    words = words[words.index("eval.py") + 1 :]
-    cfg = driver.parsed(words, "eval")
-    assert cfg.paths == (str(world_dir / "model"), str(out)) and cfg.max_new_tokens == 20
-    assert (cfg.dtype, cfg.device, cfg.verifier) == ("bfloat16", "cpu", "driver:CoinVerifier")
-    assert (cfg.attn, cfg.verify_timeout) == ("eager", 7.0)
-    assert cfg.data != config.EvalConfig.data and "--samples" not in words
-    assert shlex.split(look)[-2:] == ["extras.report", str(out)]
+    argv = [f"{config.flag(name)}={value}" for name, value in (shared | changes).items()]
+    argv = [arg.replace("--short=True", "--short") for arg in argv]
+    cfg = driver.parsed([*argv, "--steps=1", "--data=d.jsonl", f"--out={out}"], method)
+    evaluate, look = what_next(types.SimpleNamespace(cfg=cfg, step=1, bank=None)).splitlines()
+    words = shlex.split(evaluate.partition("eval.py ")[2])
+    evaluated = driver.parsed(words, "eval")
+    assert evaluated.paths == (cfg.model, out) and "--samples" not in words
+    given = {"max_new_tokens": 38912, "thinking": True} | shared | wanted
+    assert {name: getattr(evaluated, name) for name in given} == given
+    assert evaluated.data != config.EvalConfig.data
+    assert shlex.split(look)[-2:] == ["extras.report", out]
 
 
 def test_a_set_of_other_columns_whose_answers_follow_a_mark_is_trained_and_evaluated_on(
@@ -197,18 +210,13 @@ def test_the_think_block_of_a_role_is_closed_open_or_left_to_the_model_by_its_fl
 
 
 @pytest.mark.parametrize("end", ["<think>\\n", "<think>"])
-def test_a_template_may_open_the_think_block_itself_and_a_run_says_that_it_has_no_switch(
-    end, world_dir, tmp_path, capsys
-):
+def test_a_template_may_open_the_think_block_itself(end, world_dir, tmp_path):
     base = shutil.copytree(world_dir / "model", tmp_path / "model")
     template = r"{{ messages[0].content + '\nassistant\n" + end + "' }}"
     (base / "chat_template.jinja").write_text(template)
     with opened(world_dir, tmp_path / "run", model=str(base)) as run:
-        run.begin()
         ids = rollout.chat_ids(run.tokenizer, "x", thinking="open")
     assert ending(run.tokenizer, ids).rstrip() == "<think>"
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("thinking: ")]
-    assert "closed and bare are one" in line
 
 
 def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, tmp_path):

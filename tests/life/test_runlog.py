@@ -1,7 +1,6 @@
 """A run's records: rows, supports, the log line, trackers, provenance."""
 
 import collections
-import functools
 import math
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import ROOT, one_line, t
+from conftest import ROOT, t
 
 import sgsd
 from lib import runlog
@@ -125,12 +124,14 @@ def test_a_log_line_has_a_fixed_order_and_warns_of_cut_solutions():
     assert "distilled" in runlog.log_line(metrics | {"step": 1}, 200)  # a legend, once
 
 
-def watched(*successes, **shares):
-    """What a watch says after each of these steps. shares: of cut solutions, and without answer."""
-    watch, lines = runlog.Watch(), []
+def said(*successes, **shares):
+    """The lines after each of these steps. shares: other numbers of each of them."""
+    usual = {"truncated": 0.0, "no_answer": 0.0, "abs_a_p50": 0.02}
+    usual |= {"rho_distilled": 1, "rho_reversed": 0, "rho_ignored": 3, **shares}
+    steps, lines = [], []
     for step, success in enumerate(successes, 1):
-        metrics = {"step": step, "success": success, "truncated": 0.0, "no_answer": 0.0, **shares}
-        lines.append(watch.line_after(metrics))
+        steps.append({"step": step, "success": success, **usual})
+        lines.append(runlog.warnings_after(steps, 0.05))
     return lines
 
 
@@ -142,29 +143,40 @@ def watched(*successes, **shares):
         ({"truncated": 0.5, "no_answer": 0.9}, "--answer-field"),
     ],
 )
-def test_first_steps_without_a_right_solution_name_the_flag_once(shares, flag):
-    lines = watched(*[0.0] * 40, **shares)
-    assert [bool(line) for line in lines] == [False, False, True] + [False] * 37
-    assert flag in lines[2] and "\n" not in lines[2]
-    assert not any(watched(0.0, 0.0, 0.01, **shares))
+def test_five_steps_without_a_right_solution_name_the_flag_once(shares, flag):
+    lines = said(*[0.0] * 40, **shares)
+    assert [len(x) for x in lines] == [0, 0, 0, 0, 1] + [0] * 35
+    assert flag in lines[4][0]
+    assert not any(said(0.0, 0.0, 0.0, 0.0, 0.01, **shares))
+
+
+def test_five_steps_without_a_decided_teacher_name_the_supports_beside_the_threshold():
+    """Of a method without teachers nothing is said, nor where one was decided."""
+    ignored = {"rho_distilled": 0, "rho_ignored": 4}
+    lines = said(*[0.5] * 10, **ignored)
+    assert [len(x) for x in lines] == [0, 0, 0, 0, 1] + [0] * 5
+    assert "0.02 nats" in lines[4][0] and "--eps-a is 0.05" in lines[4][0]
+    assert len(said(*[0.0] * 5, **ignored)[4]) == 2
+    for other in ({"rho_reversed": 1}, {"rho_ignored": 0}):
+        assert not any(said(*[0.5] * 10, **ignored | other))
 
 
 def test_a_mean_success_below_half_of_the_best_is_said_once():
     """The best ten are steps 3 to 12; five steps later the mean is half of theirs, then less."""
     successes = [0.2] * 2 + [0.8] * 10 + [0.0] * 5
-    assert not any(watched(*successes))
-    lines = watched(*successes, 0.0, 0.0, 0.8, *[0.0] * 20)
-    assert [i for i, line in enumerate(lines, 1) if line] == [18]
+    assert not any(said(*successes))
+    lines = said(*successes, 0.0, 0.0, 0.8, *[0.0] * 20)
+    assert [i for i, x in enumerate(lines, 1) if x] == [18]
     for word in ("0.32", "0.80", "3 to 12"):
-        assert word in lines[17]
+        assert word in lines[17][0]
 
 
 def test_a_run_that_learns_or_stays_as_it_is_says_nothing():
-    assert not any(watched(*(0.1 + 0.02 * step for step in range(40))))
-    assert not any(watched(*[0.0, 0.1] * 20))
+    assert not any(said(*(0.1 + 0.02 * step for step in range(40))))
+    assert not any(said(*[0.0, 0.1] * 20))
     few = [0.09] * 10 + [0.03] * 10  # of 32 solutions three are right, or one, as chance has it
-    assert not any(watched(*few))
-    assert any(watched(*few, *[0.0] * 10))
+    assert not any(said(*few))
+    assert any(said(*few, *[0.0] * 10))
 
 
 # ------------------------------------------------------------------------ trackers and provenance
@@ -184,7 +196,8 @@ def test_a_tracker_gets_every_metric_by_its_name(name, tmp_path, monkeypatch):
     is_board = name == "tensorboard"
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if is_board else name, client)
     lines = [summary([row(1, [-0.2], [0])]) | {"step": step} for step in (4, 5)]
-    track = runlog.open_tracker(tmp_path / "run", {"seed": 3}, 3, name, "0a1b")
+    record = {"settings": {"seed": 3, "report_to": name}, "id": "0a1b"}
+    track = runlog.open_tracker(tmp_path / "run", record, 3)
     for line in lines:
         track(line)
     assert by_step == {4: lines[0], 5: lines[1]}
@@ -192,15 +205,9 @@ def test_a_tracker_gets_every_metric_by_its_name(name, tmp_path, monkeypatch):
         assert settings["path"] == str(tmp_path / "run/tensorboard")
         assert settings["purge_step"] == 4  # a continued run makes this step again
     else:
-        assert (settings["config"], settings["name"]) == ({"seed": 3}, "run")
+        assert (settings["config"], settings["name"]) == (record["settings"], "run")
         assert settings["resume"] == "allow"  # a continued run goes on there
         assert settings["id"] == "0a1b"
-
-
-def test_a_tracker_that_does_not_start_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # its import fails
-    start = functools.partial(runlog.open_tracker, tmp_path, {}, 0, "wandb", "0a1b")
-    one_line(start, "pip install wandb", "--report-to")
 
 
 def test_provenance_has_the_command_versions_and_commit(monkeypatch):

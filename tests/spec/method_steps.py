@@ -33,11 +33,11 @@ def perturb(run):
 def one_step(world_dir, out, method="ablations", **changes):
     """Run, rows and gradients of one step of a method; only with +skill the others have a bank.
 
-    A row has its line of tokens.jsonl as "tokens".
+    A row has its line of tokens.jsonl as "audit", and here as "tokens".
     Clip and threshold bite on random gaps. A copied teacher is the base.
     """
     name, _, skilled = method.partition("+")
-    kind, step_fn, _, variants = driver.METHODS[name]
+    kind, step_fn, variants = driver.METHODS[name]
     given = {"c_delta": 0.3, "eps_a": 0.17, "audit_every": 1, "grad_clip": 1e9}
     if name != "ablations":
         given |= {"max_new_tokens": 12, **(variants["bank"] if skilled else {"bank": ""})}
@@ -46,8 +46,8 @@ def one_step(world_dir, out, method="ablations", **changes):
         perturb(run)
         run.optimizer = Recorder(model.trained(run.lm).values())
         rows_of_step, _ = step_fn(run, 1)
-    for row, tokens in zip(rows_of_step, run.audits, strict=True):
-        row["tokens"] = tokens
+    for row in rows_of_step:
+        row["tokens"] = row.pop("audit")
     return run, rows_of_step, run.optimizer.gradients
 
 

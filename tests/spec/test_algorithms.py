@@ -565,37 +565,6 @@ def test_a_dynamic_id_names_one_text_for_as_long_as_a_bank_lives(tmp_path):
     assert merged.metadata["updates"][-1]["dropped"] == ["dyn_err_002"]
 
 
-def test_dynamic_entries_with_which_a_prompt_would_be_too_long_are_left_out_and_no_others():
-    """S34. The record has them as too long; of the new ones it names those that stay."""
-    table = Table("-0 > AB", "AB > AB", "OAB > OAB")
-    bank = skills.evolve(with_dynamic("o", "O"), window(1), 25, table)
-    bank.window = window(1)
-    assert skills.without_longest(bank, lambda bank: True) == (bank, [])
-
-    def fits(bank):
-        return not {*"OA"} & {*names(dynamic(bank, E), E)}
-
-    shorter, left_out = skills.without_longest(bank, fits)
-    assert left_out == ["dyn_err_001", "dyn_err_025_001"]
-    assert names(dynamic(shorter, G)) == "o" and names(dynamic(shorter, E), E) == "B"
-    for key in KEYS:
-        assert static(shorter, key) == static(bank, key)
-    assert (shorter.extra, shorter.window) == (bank.extra, bank.window)
-    before, update = (x.metadata["updates"][-1] for x in (bank, shorter))
-    numbers = {"dynamic_common_mistakes": 1, "net_new_common_mistakes": 0}  # of 3 and 2
-    record = {"too_long": left_out, "new": ["dyn_err_025_002"], "dropped": ["dyn_err_001"]}
-    assert update == before | numbers | record
-
-
-def test_of_a_list_of_dynamic_entries_alone_the_shortest_stays():
-    """Without any there would be no pair, no teacher, and no prompt that is too long."""
-    bank = with_dynamic("", "OP")
-    bank.common_mistakes = dynamic(bank, E)
-    bank.common_mistakes[0] = {**bank.common_mistakes[0], "description": "O" * 50}
-    shorter, left_out = skills.without_longest(bank, lambda bank: False)
-    assert left_out == ["dyn_err_001"] and ids(shorter.common_mistakes, E) == ["dyn_err_002"]
-
-
 @pytest.mark.parametrize("shown", [False, True])
 def test_an_evolution_shows_the_reference_answer_only_when_asked_to(shown):
     """D3. And never an id."""

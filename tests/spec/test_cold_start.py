@@ -14,12 +14,11 @@ import pytest
 import torch
 from driver import flags, opened, rows
 
-import distributed
 import rollout
 import sgsd
 import skills
 from lib import files, model
-from lib.run import Run, shared_replies
+from lib.run import Run
 from rollout import Sampling
 
 SEEDS = {"bank": "", "cold_start": 6, "rollout_rows": 2}
@@ -90,22 +89,13 @@ def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_
         assert [row["step"] for row in rows(run.out / "bank/replies.jsonl")] == [0] * 5 + [25] * 6
 
 
-def test_one_bar_counts_all_replies_of_a_writer(world_dir, tmp_path):
-    with opened(world_dir, tmp_path / "run") as run:
-        bar = distributed.progress_bar(run.world, "writing")
-        for repeats in ([0, 0, 0], [0, 1], []):
-            n = len(repeats)
-            shared_replies(run, bar, [[5, 6]] * n, ["a"] * n, repeats, [3] * n)
-        assert bar.n == bar.total == 5
-
-
 # ------------------------------------------------- one process, two, and one that was killed
 
 
 def with_the_policy_as_writer(argv):
     """A process that makes a bank. The random model's own replies give no entry."""
-    with Run.open(driver.parsed(argv), skills.SkillBank.load) as run:
-        run.begin()
+    cfg = driver.parsed(argv)
+    with Run.open(cfg, skills.SkillBank.load, sgsd.refuse_long_prompts) as run:
         run.bank = sgsd.make_bank(run)
         run.save_bank()
     return 0

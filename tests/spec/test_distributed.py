@@ -67,29 +67,6 @@ def gathers_by_rank(world):
     distributed.barrier(world)
 
 
-def fail_on(world, *ranks):
-    if world.rank in ranks:
-        raise OSError(f"of {world.rank}")
-    return world.rank
-
-
-def fails_together(world):
-    """Rank 0 has its own error, or another rank's words; the other rank exits without a line.
-    What the blocks give is on every rank."""
-    with distributed.checked_on_all_ranks(world, OSError) as ranks:
-        ranks.append(fail_on(world))
-    assert ranks == [0, 1]
-    for ranks, line in (((0,), "of 0"), ((1,), "rank 1: of 1"), ((0, 1), "of 0")):
-        try:
-            with distributed.checked_on_all_ranks(world, OSError, ValueError):
-                fail_on(world, *ranks)
-            raise AssertionError
-        except OSError as e:
-            assert world.main and str(e) == line
-        except SystemExit as e:
-            assert not world.main and e.code == 2
-
-
 def shares_jobs(world, count):
     jobs = [types.SimpleNamespace(index=i, prompt=[0] * (9 - i)) for i in range(count)]
     mine = []
@@ -113,7 +90,6 @@ def use_collectives(argv):
     sums_gradients(world)
     broadcasts_rank_0s_values(world)
     gathers_by_rank(world)
-    fails_together(world)
     for count in (0, 1, 5):  # one job for two ranks, and uneven shares
         shares_jobs(world, count)
     return 10 + world.rank

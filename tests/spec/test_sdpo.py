@@ -5,7 +5,7 @@ import os
 import driver
 import pytest
 import torch
-from conftest import one_line, same, t
+from conftest import same, t
 from method_steps import assert_gradients, one_step
 from plain import logprobs
 from safetensors.torch import load_file
@@ -143,7 +143,3 @@ def test_two_processes_have_one_teacher_though_one_of_them_needs_none_at_first(w
         (copy,) = [x for key, x in state.items() if stem in key and key.endswith(".teacher")]
         torch.testing.assert_close(copy, weights[name] / 4)
     assert moved
-
-
-def test_a_bank_is_refused():
-    one_line(lambda: sdpo.SDPOConfig(bank="bank.json"), "--bank", "SDPO")
