@@ -21,6 +21,11 @@ from typing import Any
 import torch
 
 FIRST_STEPS = 5  # after so many a run says that nothing was right, or no teacher was decided
+CAUSES = {  # why no solution was right: what all solutions were, and what to do
+    "truncated": "all were cut at --max-new-tokens; raise it",
+    "no_answer": "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier",
+}
+NONE_RIGHT = "compare `pred` and `gold` in rollouts.jsonl, and see --answer-field and --verifier"
 MEAN_OF, LEAST_FALL = 10, 0.1  # steps of a mean of the success; half of a low one is chance
 LOGS = ("metrics", "rollouts", "tokens")  # the .jsonl files of a run
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
@@ -113,21 +118,17 @@ def summarize(
     }
     metrics |= polarity_numbers(records)
     metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
-    first_gaps: list[float] = []
-    tokens, unmasked, gaps, clipped = 0, 0, 0, 0
-    for row in records:
-        length = len(row["completion_ids"])
-        unmasked_of_row = row.get("unmasked", length)  # no mask: every token counts
-        tokens += length
-        unmasked += unmasked_of_row
-        gaps += unmasked_of_row * len(row.get("rho", []))
-        clipped += row.get("clipped", 0)
-        first_gaps += row.get("first_gap", [])
+    lengths = [len(row["completion_ids"]) for row in records]
+    # Without a mask every token counts.
+    unmasked = [row.get("unmasked", length) for row, length in zip(records, lengths)]
+    gaps = sum(n * len(row.get("rho", [])) for row, n in zip(records, unmasked))
+    clipped = sum(row.get("clipped", 0) for row in records)
+    first_gaps = list(itertools.chain.from_iterable(row.get("first_gap", []) for row in records))
     return metrics | {
         "clip_share": clipped / max(1, gaps),
-        "mask_share": unmasked / max(1, tokens),
+        "mask_share": sum(unmasked) / max(1, sum(lengths)),
         "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
-        "completion_tokens": tokens / total,
+        "completion_tokens": sum(lengths) / total,
         "grad_norm": norm,
         "learning_rate": lr,
         "skipped": int(not math.isfinite(norm)),
@@ -152,10 +153,9 @@ def polarity_numbers(records: list[dict]) -> dict[str, Any]:
             metrics[f"a_mean{case}"] = sum(signed) / len(signed)
             metrics[f"a_positive{case}"] = sum(a > 0 for a in signed) / len(signed)
     signed = list(itertools.chain.from_iterable(row.get("a", []) for row in records))
-    for percent in (10, 50, 90):
-        size = torch.tensor(signed or [0.0]).abs().quantile(percent / 100)
-        metrics[f"abs_a_p{percent}"] = float(size)
-    return metrics
+    sizes = torch.tensor(signed or [0.0]).abs()
+    shares = {f"abs_a_p{percent}": sizes.quantile(percent / 100) for percent in (10, 50, 90)}
+    return metrics | {name: float(size) for name, size in shares.items()}
 
 
 def log_line(metrics: dict[str, Any], steps: int, late: int = 0) -> str:
@@ -170,9 +170,8 @@ def log_line(metrics: dict[str, Any], steps: int, late: int = 0) -> str:
     success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
     cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
     slow = f" | {late} answers so far took longer than --verify-timeout" if late else ""
-    legend = ""
-    if rho and m["step"] == 1:
-        legend = "\n  rho +/-/0: teachers distilled, reversed (pushed away from), ignored"
+    meaning = "\n  rho +/-/0: teachers distilled, reversed (pushed away from), ignored"
+    legend = meaning if rho and m["step"] == 1 else ""
     parts = []
     for part in ("gen", "score", "bwd"):
         x = m[f"seconds.{part}"]
@@ -189,33 +188,23 @@ def warnings_after(steps: Sequence[dict[str, Any]], eps_a: float) -> list[str]:
 
     steps: the lines of metrics.jsonl of the command's steps so far. eps_a: the setting.
     """
-
-    def total(name: str) -> float:
-        return sum(row[name] for row in steps)
-
     lines, is_time = [], len(steps) == FIRST_STEPS
+    success = [row["success"] for row in steps]
     beginning = f"in this command's first {FIRST_STEPS} steps"
-    if is_time and not total("success"):
-        cause = (
-            "no answer was right; compare `pred` and `gold` in rollouts.jsonl; see --answer-field, "
-            "--answer-after and --verifier"
-        )
-        if total("truncated") == FIRST_STEPS:
-            cause = "all were cut at --max-new-tokens; raise it"
-        elif total("no_answer") == FIRST_STEPS:
-            cause = "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier"
-        lines.append(f"no right solution {beginning}: {cause}")
-    if is_time and total("rho_ignored") and not total("rho_distilled") + total("rho_reversed"):
+    if is_time and not any(success):
+        causes = [text for name, text in CAUSES.items() if all(row[name] == 1 for row in steps)]
+        lines.append(f"no right solution {beginning}: {[*causes, NONE_RIGHT][0]}")
+    decided = sum(row["rho_distilled"] + row["rho_reversed"] for row in steps)
+    if is_time and not decided and any(row["rho_ignored"] for row in steps):
         size = statistics.median(row["abs_a_p50"] for row in steps)
         lines.append(
             f"no teacher was decided {beginning}, so nothing was learnt: the median size of a "
             f"support is {size:.3g} nats, and --eps-a is {eps_a:g}; docs/when.md has more"
         )
-    success = [row["success"] for row in steps]
     ends = range(MEAN_OF, len(steps) + 1)
     means = [sum(success[end - MEAN_OF : end]) / MEAN_OF for end in ends]
     falls = [i for i in range(len(means)) if has_fallen(means[: i + 1])]
-    if falls and falls == [len(means) - 1]:
+    if falls and falls[0] == len(means) - 1:
         best = means.index(max(means))
         first, last = steps[best]["step"], steps[best + MEAN_OF - 1]["step"]
         lines.append(
@@ -266,9 +255,9 @@ def open_tracker(
 def provenance() -> dict[str, Any]:
     """The command line, the commit and the versions that a run or its continuation has."""
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    here, commit = pathlib.Path(__file__).parent, None
+    commit = None
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, no repository
-        command = ["git", "-C", str(here), "rev-parse", "HEAD"]
+        command = ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
     return {
         "when": time.strftime("%Y-%m-%d %H:%M:%S"),
