@@ -76,7 +76,7 @@ import pathlib
 import random
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -429,17 +429,17 @@ def record(
 # ------------------------------------------------ the bank (Algorithm 1, line 17; Algorithms 2-4)
 
 
-def writer(run: Run, step: int) -> skills.Writer:
+def writer(run: Run, step: int) -> skills.Complete:
     """The present policy as the writer of the bank's entries; each rank decodes a share of them.
 
-    It answers without thinking, greedily; a repeated prompt is sampled (`skills.Writer`).
+    It answers without thinking, greedily; a repeated prompt is sampled (`skills.writer`).
     `skills.ask` says which replies count.
     """
     log = functools.partial(run.log_rows, "bank/replies")
     bar = distributed.progress_bar(run.world, "writing")  # of all replies; it ends with the writer
     sample_replies = functools.partial(shared_replies, run, bar)
     reply_tokens = run.cfg.reply_tokens
-    return skills.Writer(run.tokenizer, rollout.chat_ids, sample_replies, log, reply_tokens, step)
+    return skills.writer(run.tokenizer, rollout.chat_ids, sample_replies, log, reply_tokens, step)
 
 
 def make_bank(run: Run) -> SkillBank:
@@ -501,32 +501,25 @@ def begin_bank(run: Run, longest: Longest) -> None:
         run.save_bank()
     if run.world.main:
         print(skills.describe(run.bank, seconds))
-    evolve_bank(run, longest)  # a continued run may have been killed before
+    evolve_bank(run)  # a continued run may have been killed before
 
 
-def evolve_bank(run: Run, longest: Longest) -> None:
+def evolve_bank(run: Run) -> None:
     """Line 17: every F steps Algorithm 4, on all ranks' rollouts since the last multiple of F (D2).
 
     Where a share of gamma (--success-gate) or more was right, the bank stays as it is; else it
-    grows by what the policy writes from these rollouts: see `skills.evolve`. Dynamic entries that
-    would make a prompt too long are left out (S34). In any case the window is cleared.
+    grows by what the policy writes from these rollouts: see `skills.evolve`. In any case the window
+    is cleared.
     """
     cfg, old, step = run.cfg, run.bank, run.step
     if not evolution_is_due(cfg, step, old):
         return
-
-    def fits(bank: SkillBank) -> bool:
-        return not too_long(replace(run, bank=bank), longest)
-
     started = time.monotonic()
-    bank = skills.evolve(old, old.window, step, writer(run, step), **cfg.evolution)
-    run.bank, left_out = skills.without_longest(bank, fits)  # S34
+    run.bank = skills.evolve(old, old.window, step, writer(run, step), **cfg.evolution)
     if run.world.main:
         same = "bank: unchanged, as the success is not below --success-gate"
         seconds = time.monotonic() - started
         tqdm.write(same if run.bank is old else skills.describe(run.bank, seconds))
-        if left_out:
-            tqdm.write(f"bank: left out, as a prompt would be too long: {', '.join(left_out)}")
     run.bank.window = []
     run.save_bank()
 
@@ -549,8 +542,13 @@ def longest_prompt(run: Run, pairs: int, problem: str, where: str, thinking: str
     """The longest prompt of a problem with this many pairs of the bank, if there is a bank."""
     chosen = []
     if run.bank is not None:
-        count = functools.partial(rollout.token_count, run.tokenizer)
-        chosen = skills.longest_pairs(run.bank, pairs, count)
+
+        def size(kind: str, entry: dict) -> int:
+            return -rollout.token_count(run.tokenizer, skills.render(kind, entry))
+
+        good = sorted(run.bank.general_skills, key=functools.partial(size, "skill"))
+        bad = sorted(run.bank.common_mistakes, key=functools.partial(size, "mistake"))
+        chosen = [SkillPair(g, e, 0.0, 0.0) for g, e in zip(good[:pairs], bad[:pairs])]
     for pair in chosen:
         where += f" with {pair.skill['skill_id']} and {pair.mistake['mistake_id']}"
     text = skills.render_skills(chosen, problem)
@@ -612,7 +610,7 @@ def train(run: Run, step_fn: Any = train_step, longest: Longest = longest_prompt
         if stop:
             return stop
         if cfg.evolves:
-            evolve_bank(run, longest)  # line 17; after a signal here the next command evolves
+            evolve_bank(run)  # line 17; after a signal here the next command evolves
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import json
 import os
 import pathlib
 import re
@@ -103,7 +102,7 @@ def test_a_signal_of_one_rank_that_comes_during_a_save_ends_both_after_the_next_
     assert steps_of(out) == ([1, 2, 3, 4, 5, 6], [2, 3, 4, 6])
 
 
-PLACES = {"cold start": (Run, "log_rows", 7), "evolution": (skills, "merge_lists", 2)}
+PLACES = {"cold start": (Run, "log_rows", 7), "evolution": (skills, "limit_growth", 1)}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -134,7 +133,7 @@ def test_a_signal_in_the_last_step_says_what_is_still_to_do(world_dir, tmp_path,
 
 # --------------------------------------------------------------------- what fails, and what it says
 
-BUGS = {"merge_lists": skills, "retrieve": SkillBank, "rollout_loss": sgsd}
+BUGS = {"merging": skills, "retrieve": SkillBank, "rollout_loss": sgsd}
 
 
 def planted(owner, name, rank=None):
@@ -164,35 +163,6 @@ def test_a_bug_of_one_of_two_ranks_shows_its_traceback_and_no_rank_hangs(
     argv = small_flags(world_dir, tmp_path / "run", cold_start=4)
     assert two(argv, tmp_path, before=planted(BUGS[name], name, rank)) == [1, 1]
     assert_bug(tmp_path / f"log{rank}")
-
-
-def test_an_evolution_leaves_out_entries_with_which_a_prompt_would_be_too_long(world_dir, tmp_path):
-    """And counts them, before the bank is saved: the run goes on, and begins again as it was."""
-    out, log = tmp_path / "run", tmp_path / "log"
-
-    def reply(prompt):
-        """As the driver's; what it writes of a problem with a 1 in it is long."""
-        reply = json.loads(original(prompt))
-        ((key, items),) = reply.items()
-        for item in items if "to merge:" not in prompt else []:
-            for name, text in item.items():
-                item[name] = text + "x" * 300 * ("1" in text)
-        return json.dumps({key: items})
-
-    original = driver.reply_to
-    before = functools.partial(setattr, driver, "reply_to", reply)
-    changes = {"bank": world_dir / "bank.json", "steps": 4, "success_gate": 2.0}
-    changes |= {"max_new_items": 9, "max_prompt_tokens": 1000}
-    argv = small_flags(world_dir, out, **changes)
-    assert go(argv, log, before=before) == 0, log.read_text()
-    bank = SkillBank.load(out / "bank/step_000003.json")
-    (update,) = bank.metadata["updates"]
-    text = json.dumps(bank.general_skills + bank.common_mistakes)
-    assert update["too_long"] and "dyn_" in text and "xxx" not in text
-    assert not any(name in text for name in update["too_long"])
-    assert all(name in log.read_text() for name in update["too_long"])
-    assert bank == SkillBank.load(out / "checkpoints/step_000003/bank.json")
-    assert go(small_flags(world_dir, out, **changes | {"steps": 5}), log) == 0
 
 
 def test_a_bug_in_a_step_is_a_traceback_and_saves_nothing(world_dir, tmp_path):
