@@ -222,11 +222,15 @@ def refuse_short(bank: SkillBank, path: str, num_teachers: int) -> None:
     """
     shorter = min(len(bank.general_skills), len(bank.common_mistakes))
     if path and shorter < num_teachers:
-        rule = f"--num-teachers {num_teachers} needs as many of each (S8); lower it"
-        raise ValueError(f"--bank {path}: {bank.sizes}: {rule}")
+        raise ValueError(
+            f"--bank {path}: {bank.sizes}: each teacher needs one of both (S8); "
+            f"lower --num-teachers {num_teachers} or add entries"
+        )
     if not shorter:
-        fix = "in a new --out try another --bank or a larger --cold-start"
-        raise ValueError(f"{describe(bank)}: no pair, no teacher (S8); {fix}")
+        raise ValueError(
+            f"{describe(bank)}: no pair, no teacher (S8); "
+            "in a new --out try another --bank or a larger --cold-start"
+        )
 
 
 # ------------------------------------------------------------------------------------------ prompts
@@ -270,8 +274,7 @@ def render_skills(pairs: Sequence[SkillPair], problem: str) -> str:
 
 def render_extraction(memory: dict, key: str) -> str:
     """Ask for a success's general skills or a failure's common mistakes (Alg. 2, App. D.2)."""
-    hidden = ("problem_id", "truncated")
-    shown = {name: memory[name] for name in memory if name not in hidden}
+    shown = {name: x for name, x in memory.items() if name not in ("problem_id", "truncated")}
     prompt = render(f"extract_{SHORT[key]}", {"memory_json": as_json(shown)})
     first, second, third = FIELDS[key]
     form = f'Each item is an object with the string fields "{first}", "{second}" and "{third}".'
@@ -311,11 +314,11 @@ def parse_json_items(text: str, key: str) -> list[dict]:
 
 
 def read_items(text: str, key: str) -> tuple[list[dict], bool]:
-    """A reply's items, and whether it is whole: it has some, and nothing shows that one is lost.
+    """A reply's items, and whether it is whole.
 
-    An item is an object with the three fields of its list, wherever in the reply. A reply is not
-    whole if its JSON breaks off, or a list in it has both items and other values. Thinking is cut
-    off; LaTeX backslashes and trailing commas are repaired. Never raises on a str.
+    An item is an object with the three fields of its list, wherever it stands. A reply is whole if
+    it has an item, its JSON does not break off, and no list in it mixes items with other values.
+    Thinking is cut off; LaTeX backslashes and trailing commas are repaired. Never raises on a str.
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     text = _BACKSLASH.sub(lambda match: match[1] or r"\\", text)
@@ -353,16 +356,16 @@ def item_of(value: Any, key: str) -> dict | None:
 
 
 # ---------------------------------------------------------------- asking for items (Algorithms 2-4)
-# An algorithm on one list is a generator: it yields prompts, and gets their replies. So it reads as
-# in the paper, and `side_by_side` can put the prompts of both lists into one call.
+# Each algorithm works on one list, as in the paper. It is a generator: it yields prompts, and is
+# sent their replies. So `side_by_side` can run those of both lists, and ask for both in one call.
 
 Complete = Callable[[list[str]], list[str]]  # one reply per prompt
-T = TypeVar("T")
-Asking = Generator[list[str], dict[str, str], T]  # yields prompts, gets replies by prompt
+Result = TypeVar("Result")
+Asking = Generator[list[str], dict[str, str], Result]  # the replies are sent by their prompts
 
 
-def side_by_side(algorithms: Mapping[str, Asking[T]], complete: Complete) -> dict[str, T]:
-    """The results of algorithms on several lists: what all of them ask next is one call."""
+def side_by_side(algorithms: Mapping[str, Asking[Result]], complete: Complete) -> dict[str, Result]:
+    """The result of each list's algorithm. What all of them ask next goes into one call."""
     running = dict(algorithms)
     results = {}
     replies: Any = None  # what a generator is sent first
@@ -459,14 +462,19 @@ def merging(
 
 def _numbered(entries: list[dict], key: str) -> list[dict]:
     """Entries under new ids; exact duplicates become one, with all sources (Alg. 3, line 12)."""
-    twins: dict[str, list[dict]] = {}
+    twins: dict[tuple, list[dict]] = {}
     for entry in entries:
-        twins.setdefault(entry_text(entry, key), []).append(entry)
+        twins.setdefault(_texts(entry, key), []).append(entry)
     numbered = []
     for number, same in enumerate(twins.values(), 1):
-        id_ = {IDS[key]: f"{PREFIX[key]}{number:03d}"}
+        id_ = {IDS[key]: f"{PREFIX[key]}{number:03d}"}  # stands first, and replaces an old one
         numbered.append(id_ | _with_sources(same[0], same) | id_)
     return numbered
+
+
+def _texts(entry: dict, key: str) -> tuple:
+    """An entry's three fields."""
+    return tuple(entry.get(name) for name in FIELDS[key])
 
 
 def _with_sources(entry: dict, parents: list[dict]) -> dict:
@@ -527,8 +535,8 @@ def cold_start(
     From each right solution the writer is asked for skills, from each wrong one for mistakes. Then
     each list is merged (Alg. 3).
     """
-    writing = {key: write_list(memories, key, group_size, patience) for key in FIELDS}
-    written = side_by_side(writing, complete)  # lines 8-15
+    algorithms = {key: initial_list(memories, key, group_size, patience) for key in FIELDS}
+    written = side_by_side(algorithms, complete)  # lines 8-15
     metadata: dict[str, Any] = {
         "source": f"cold start from {len(memories)} seed solutions",
         "seed_solutions": len(memories),
@@ -546,10 +554,10 @@ def cold_start(
     return SkillBank(**lists, metadata=metadata)  # line 16
 
 
-def write_list(
+def initial_list(
     memories: list[dict], key: str, group_size: int, patience: int
 ) -> Asking[tuple[list[dict], int, dict[str, Any]]]:
-    """A list of the initial bank, how many replies were lost, and the numbers of its making."""
+    """A list of the initial bank, how many replies were lost, and more numbers for the metadata."""
     candidates, lost = yield from extract(memories, key)  # lines 8-14
     entries, layers = yield from merging(candidates, key, group_size, patience)  # line 15
     numbers = {f"input_{key}": len(candidates), f"output_{key}": len(entries)}
@@ -586,8 +594,10 @@ def evolve(
     if success >= success_gate:  # line 5
         return bank
     memories = [memory_of(row, memory_answer) for row in window]
-    evolving = {key: evolve_list(bank, memories, step, key, group_size, patience) for key in FIELDS}
-    evolved = side_by_side(evolving, complete)  # lines 8-12
+    algorithms = {}
+    for key in FIELDS:
+        algorithms[key] = dynamic_list(bank, key, memories, step, group_size, patience)
+    evolved = side_by_side(algorithms, complete)  # lines 8-12
     before = {key: split(bank, key)[1] for key in FIELDS}
     grown = {key: evolved[key][0] for key in FIELDS}
     after = limit_growth(before, grown, max_new_items, dynamic_capacity)  # line 13
@@ -603,10 +613,10 @@ def evolve(
     return SkillBank(**lists, metadata=metadata, extra=bank.extra)  # line 14
 
 
-def evolve_list(
-    bank: SkillBank, memories: list[dict], step: int, key: str, group_size: int, patience: int
+def dynamic_list(
+    bank: SkillBank, key: str, memories: list[dict], step: int, group_size: int, patience: int
 ) -> Asking[tuple[list[dict], int, dict[str, int]]]:
-    """A list's dynamic entries (Alg. 4, lines 8-12), the number of lost replies, and the others.
+    """A list's dynamic entries (Alg. 4, lines 8-12), how many replies were lost, and more numbers.
 
     Candidates come from every memory, as in Algorithm 2, and are merged with each other. If there
     are any, the dynamic entries of earlier evolutions are merged with them, so the writer may
@@ -630,11 +640,11 @@ def split(bank: SkillBank, key: str) -> tuple[list[dict], list[dict]]:
 
 
 def _under_dynamic_ids(entries: list[dict], dynamic: list[dict], key: str, step: int) -> list[dict]:
-    """Entries under the id of the dynamic entry with the same text, or else under a new one."""
-    old_ids = {entry_text(e, key): e[IDS[key]] for e in reversed(dynamic)}
+    """Entries under the id of the dynamic entry with the same texts, or else under a new one."""
+    old_ids = {_texts(e, key): e[IDS[key]] for e in reversed(dynamic)}
     ids = (f"{DYNAMIC}{PREFIX[key]}{step:03d}_{n:03d}" for n in itertools.count(1))
     new_ids = (id_ for id_ in ids if id_ not in old_ids.values())
-    return [{**e, IDS[key]: old_ids.get(entry_text(e, key)) or next(new_ids)} for e in entries]
+    return [{**e, IDS[key]: old_ids.get(_texts(e, key)) or next(new_ids)} for e in entries]
 
 
 def limit_growth(
