@@ -594,9 +594,9 @@ def evolve(
     if success >= success_gate:  # line 5
         return bank
     memories = [memory_of(row, memory_answer) for row in window]
-    algorithms = {}
-    for key in FIELDS:
-        algorithms[key] = dynamic_list(bank, key, memories, step, group_size, patience)
+    algorithms = {
+        key: dynamic_list(bank, key, memories, step, group_size, patience) for key in FIELDS
+    }
     evolved = side_by_side(algorithms, complete)  # lines 8-12
     before = {key: split(bank, key)[1] for key in FIELDS}
     grown = {key: evolved[key][0] for key in FIELDS}
@@ -605,9 +605,12 @@ def evolve(
     lists: dict[str, Any] = {}
     for key in FIELDS:
         _, lost, numbers = evolved[key]
-        net_new = len(after[key]) - len(before[key])
         update["lost_replies"] += lost
-        update |= numbers | {f"dynamic_{key}": len(after[key]), f"net_new_{key}": net_new}
+        update |= {
+            **numbers,
+            f"dynamic_{key}": len(after[key]),
+            f"net_new_{key}": len(after[key]) - len(before[key]),
+        }
         lists[key] = split(bank, key)[0] + after[key]
     metadata = {**bank.metadata, "updates": [*bank.metadata.get("updates", []), update]}
     return SkillBank(**lists, metadata=metadata, extra=bank.extra)  # line 14
