@@ -487,15 +487,15 @@ def record(
 # one that grew more, at a tie the skills, loses its last (S12). Static entries stay, word for word.
 
 
-def writer(run: Run, step: int) -> skills.Writer:
+def writer(run: Run, step: int) -> skills.Complete:
     """The present policy as the writer of the bank's entries; each rank decodes a share of them.
 
-    It answers without thinking, greedily; a repeated prompt is sampled (`skills.Writer`).
+    It answers without thinking, greedily; a repeated prompt is sampled (`skills.writer`).
     `skills.ask` says which replies count.
     """
     log = functools.partial(run.log_rows, "bank/replies")
     sample = functools.partial(shared_replies, run)
-    return skills.Writer(run.tokenizer, rollout.chat_ids, sample, log, run.cfg.reply_tokens, step)
+    return skills.writer(run.tokenizer, rollout.chat_ids, sample, log, run.cfg.reply_tokens, step)
 
 
 def make_bank(run: Run) -> SkillBank:

@@ -49,7 +49,7 @@ from extras.trl_run import CheckedTrainer, SGSDConfig
 from lib import command, files, runlog, verify
 from lib import model as lib_model
 from lib.problems import Problem
-from lib.run import evolution_is_due, reading_last, too_long
+from lib.run import evolution_is_due, reading_last
 from rollout import Job, Rollout
 from skills import SkillBank, SkillPair
 
@@ -236,20 +236,12 @@ class SGSDTrainer(CheckedTrainer):
         cfg, old = self.cfg, self.bank
         if not evolution_is_due(cfg, step, old):
             return
-
-        def fits(bank: SkillBank) -> bool:
-            parts: Any = SimpleNamespace(**{**vars(self.parts), "bank": bank})
-            return not too_long(parts, sgsd.longest_prompts)
-
         log = functools.partial(trl_run.append, self.args, "bank/replies")
         tokenizer, reply_tokens = self.processing_class, cfg.reply_tokens
-        writer = skills.Writer(tokenizer, rollout.chat_ids, self.write, log, reply_tokens, step)
-        bank = skills.evolve(old, old.window, step, writer, **cfg.evolution)
-        self.bank, left_out = skills.without_longest(bank, fits)  # S34
+        writer = skills.writer(tokenizer, rollout.chat_ids, self.write, log, reply_tokens, step)
+        self.bank = skills.evolve(old, old.window, step, writer, **cfg.evolution)
         same = "bank: unchanged, as the success is not below --success_gate"
         self.say(same if self.bank is old else skills.describe(self.bank))
-        if left_out:
-            self.say(f"bank: left out, as a prompt would be too long: {', '.join(left_out)}")
         self.bank.window = []
         trl_run.save_version(self.args, self.bank, step)
 

@@ -108,23 +108,13 @@ def updates_of(bank: skills.SkillBank) -> list[dict]:
     return bank.metadata.get("updates", [])
 
 
-def refuse_renumbered(banks: Banks) -> None:
-    """ValueError where evolutions gave dynamic entries other ids, as those of old versions did."""
-    versions = [updates_of(bank) for bank in banks.values()]
-    if versions and not all("new" in x for x in versions[-1][len(versions[0]) :]):
-        rule = "an older version made this run, and its evolutions gave dynamic entries new ids"
-        raise ValueError(f"{rule}; make its report with the commit in its config.json")
-
-
 def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
     """A row for each skill and mistake.
 
     A row says which versions of the bank held the entry first and last, how often it was retrieved,
     and how often it was distilled, reversed or ignored, on successes and on failures.
-    ValueError where a rollout used an entry that is in no version of the bank, and for a run of an
-    older version.
+    ValueError where a rollout used an entry that is in no version of the bank.
     """
-    refuse_renumbered(banks)
     rows: Ledger = {}
     for step, bank in banks.items():
         for kind, id_field in skills.IDS.items():
@@ -203,26 +193,28 @@ def trace_sources(
 
 
 def history(banks: Banks, rows: Ledger) -> list[dict]:
-    """What each version changed, as its evolution recorded it: an entry's mark, kind and fields.
+    """What each version changed of the one before: an entry's mark, kind and fields.
 
     The marks: "start" in the first version; later "new" and "dropped". The sizes are those of
     skills, mistakes and dynamic entries.
     """
     events: list[dict] = []
+    before: set[tuple[str, str]] = set()  # kinds and ids in the version before
     count = 0  # of evolutions before this version; the success gate may have stopped its own
     for step, bank in banks.items():
         updates = updates_of(bank)
         update = updates[-1] if events and len(updates) > count else {}
-        marked = {mark: update.get(mark, []) for mark in ("new", "dropped")}
-        if not events:
-            marked = {"start": [row["id"] for row in rows.values() if row["first"] == step]}
+        now: set[tuple[str, str]] = set()
+        for kind, name in skills.IDS.items():
+            now |= {(kind, entry[name]) for entry in bank.collection(kind)}
         changes = []
-        for mark, ids in marked.items():
-            changes += [[mark, x["kind"], named(x)] for x in rows.values() if x["id"] in ids]
+        for mark, keys in (("new" if events else "start", now - before), ("dropped", before - now)):
+            changes += [[mark, x["kind"], named(x)] for key, x in rows.items() if key in keys]
+        before = now
         numbers = update if events else bank.metadata
         note = {k: number(v) for k, v in numbers.items() if isinstance(v, str | int | float)}
         sizes = [len(bank.general_skills), len(bank.common_mistakes)]
-        sizes.append(sum(len(x) for x in skills.split(bank)[1].values()))
+        sizes.append(sum(len(skills.split(bank, kind)[1]) for kind in skills.IDS))
         events.append({"step": step, "sizes": sizes, "note": note, "changes": changes})
         count = len(updates)
     return events

@@ -98,7 +98,12 @@ KINDS = {  # what is compared: its files, and by what rows are sorted where thei
 }
 LEFT_OUT = ("metrics.seconds.*", "metrics.memory_gb")  # they differ from run to run
 # What may be lost: what held nothing ([]), these,
-MAY_GO = ("metrics.sampling_logp_difference_*",)  # of a run whose steps a server sampled
+MAY_GO = (
+    "metrics.sampling_logp_difference_*",  # of a run whose steps a server sampled
+    "*banks.metadata.updates.new",  # the report compares versions of the bank
+    "*banks.metadata.updates.dropped",
+    "*banks.metadata.updates.copied_*",  # how many copies of static entries were dropped (D11)
+)
 # and these columns, where the row at the commit has no teacher.
 OF_TEACHERS = "alpha a rho losses first_gap clipped unmasked a_plain mask delta credit".split()
 

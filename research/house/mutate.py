@@ -114,10 +114,8 @@ CHANGES = {
         Change('(-scores_n, kind="stable")', "(-scores_n)", "spec/bank equal_scores"),
         Change('". ".join(entry[name]', '" ".join(entry[name]', "spec/bank three_fields"),
         Change('("problem_id", "truncated")', '("problem_id",)', "spec/prompts extraction"),
-        Change("whole and len(items) <= size", "whole", "spec/algorithms alg3_line_6"),
-        Change(
-            "stagnant[key] >= patience", "stagnant[key] > patience", "spec/algorithms alg3_line_11"
-        ),
+        Change("whole and len(items) <= sizes[i]", "whole", "spec/algorithms alg3_line_6"),
+        Change("stagnant >= patience", "stagnant > patience", "spec/algorithms alg3_line_11"),
         Change(
             "**item, **sources} for item in items[:3]",
             "**item, **sources} for item in items",

@@ -426,7 +426,7 @@ def fates_of_replies(model, tokenizer, count: int, seed: int = 0) -> dict[str, d
         parsed = whole = meant = 0
         for (key, _, allowed), ids in zip(asked, out):
             text = tokenizer.decode(ids, skip_special_tokens=True)
-            items, complete = skills.read_items(text, key, skills.FIELDS[key])
+            items, complete = skills.read_items(text, key)
             parsed, whole = parsed + bool(items), whole + complete
             meanings = [world.meaning(e) for e in items]
             wanted = [world.meaning(e) for e in allowed]

@@ -79,7 +79,7 @@ KILLS = [  # where; the function that kills there, at which call, whether after 
     ("within the checkpoint of step 2", model, "save", 1, True, "starts with step 1"),
     ("in step 3", sgsd, "optimizer_step", 3, False, "starts with step 1"),
     ("between the checkpoint of step 3 and its evolution", skills, "evolve", 1, False, "step 2"),
-    ("in the evolution after step 3", skills, "merge_lists", 1, False, "step 3"),
+    ("in the evolution after step 3", skills, "limit_growth", 1, False, "step 3"),
     ("before the evolved bank is saved", SkillBank, "save", 1, False, "step 3"),
     ("between its logs and the checkpoint's bank", SkillBank, "save", 3, False, "step 3"),
     ("after the evolution", SkillBank, "save", 3, True, "step 3"),
@@ -123,7 +123,7 @@ GRPO = {"generations": 2, "evolve_every": 1}
 VARIANTS = [  # settings, and where the run is killed
     ({"success_gate": 0.0}, [(skills, "evolve", 1), (SkillBank, "save", 3)]),
     pytest.param({"evolve_every": 0}, [(*BY_STEP, 1), (*BY_STEP, 4)], marks=pytest.mark.long),
-    ({"bank": "{w}/bank.json"}, [(*BY_STEP, 1), (skills, "merge_lists", 2), (*BY_STEP, 2)]),
+    ({"bank": "{w}/bank.json"}, [(*BY_STEP, 1), (skills, "limit_growth", 1), (*BY_STEP, 2)]),
     (GRPO, [(*BY_STEP, 2), (*BY_STEP, 4)]),
 ]
 
@@ -180,7 +180,7 @@ OF_TWO = [
     pytest.param((files, "append_jsonl", 1), marks=pytest.mark.long),
     pytest.param((*BY_STEP, 1), marks=pytest.mark.long),
     pytest.param((*BY_STEP, 4), marks=pytest.mark.long),
-    (skills, "merge_lists", 2),
+    (skills, "limit_growth", 1),
     pytest.param((SkillBank, "save", 6), marks=pytest.mark.long),
 ]
 

@@ -100,7 +100,7 @@ def test_a_signal_of_one_rank_that_comes_during_a_save_ends_both_after_it(world_
     assert steps_of(out) == ([1, 2, 3, 4, 5, 6], [2, 3, 4, 6])
 
 
-PLACES = {"cold start": (Run, "log_rows", 7), "evolution": (skills, "merge_lists", 2)}
+PLACES = {"cold start": (Run, "log_rows", 7), "evolution": (skills, "limit_growth", 1)}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -131,7 +131,7 @@ def test_a_signal_in_the_last_step_says_what_is_still_to_do(world_dir, tmp_path,
 
 # --------------------------------------------------------------------- what fails, and what it says
 
-BUGS = {"merge_lists": skills, "retrieve": SkillBank, "rollout_loss": sgsd}
+BUGS = {"merging": skills, "retrieve": SkillBank, "rollout_loss": sgsd}
 
 
 def planted(owner, name, rank=None):

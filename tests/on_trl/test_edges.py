@@ -16,7 +16,6 @@ from transformers import TrainerCallback
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from trl_worlds import PROBLEMS, completions, policy, rollouts_of, settings, small_flags, trainer
 
-import skills
 from extras import on_trl, trl_run
 from lib import files
 from lib import model as lib_model
@@ -203,38 +202,15 @@ def test_a_models_own_generation_settings_change_neither_rollouts_nor_replies(tm
 # --------------------------------------------------------------------------------------- the bank
 
 
-def writes(length):
-    """In the place of `write`: items of so many characters."""
-
-    def replies(self, prompts, names, repeats, limits):
-        given = []
-        for prompt in names:
-            reply = json.loads(driver.reply_to(prompt))
-            (key,) = reply
-            for item in reply[key]:
-                item[skills.FIELDS[key][0]] += "x" * length
-            given.append(json.dumps(reply))
-        return given
-
-    return replies
-
-
-def test_new_entries_with_which_a_prompt_would_be_too_long_are_left_out(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(on_trl.SGSDTrainer, "write", writes(600))
-    changes = {"evolve_every": 1, "success_gate": 1.1, "max_prompt_tokens": 600}
-    run = trainer(settings(tmp_path, **changes), policy(lora=True), completions(6))
-    run.train()
-    (update,) = run.bank.metadata["updates"]
-    assert update["too_long"] and run.bank.sizes == conftest.make_bank().sizes
-    assert update["too_long"][0] in capsys.readouterr().out
+def write(self, prompts, names, repeats, limits):
+    """In the place of the trainer's `write`."""
+    return [driver.reply_to(prompt) for prompt in names]
 
 
 def test_where_the_gate_is_closed_the_line_of_the_last_evolution_is_not_repeated(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(on_trl.SGSDTrainer, "write", writes(0))
+    monkeypatch.setattr(on_trl.SGSDTrainer, "write", write)
     changes = {"evolve_every": 1, "success_gate": 1.1}
     run = trainer(settings(tmp_path, **changes), policy(lora=True), completions(6))
     run.train()

@@ -110,7 +110,7 @@ def test_save_and_load_lose_nothing(text, tmp_path):
     bank = make_bank()
     bank.extra["task_specific_skills"] = {"x": [1]}
     bank.general_skills[0]["note"] = text
-    row = {"problem_id": "a", "problem": text, "text": text, "r": 1, "pred": "2", "gold": "2"}
+    row = {**ROW, "problem": text}
     bank.remember([{**row, "completion_ids": [1, 2]}])
     assert bank.window == [row]
     bank.save(tmp_path / "b.json")
@@ -128,20 +128,29 @@ def test_the_released_banks_come_back_byte_for_byte(path, tmp_path):
     assert (tmp_path / "b.json").read_bytes() == path.read_bytes()
 
 
-EMPTY = {"general_skills": [], "common_mistakes": []}
+ROW = {"problem_id": "a", "problem": "What?", "text": "", "r": 1, "pred": None, "gold": "2"}
 WRONG = [
     (None, "cannot be read"),
     ("{", "cannot be read"),
-    ("[]", "`general_skills`"),
-    ('{"skills": []}', "`general_skills`"),
-    (bank_text([{**SKILL, "title": 3}]), "general_skills[0] lacks the strings title (App. C)"),
-    (bank_text([{"title": "t"}]), "general_skills[0] lacks the strings skill_id, principle"),
+    ("[]", "general_skills"),
+    ('{"skills": []}', "general_skills"),
+    (bank_text([SKILL, {**SKILL, "title": 3}]), "general_skills[1] lacks title:"),
+    (bank_text([], [{**MISTAKE, "how_to_avoid": " \n"}]), "common_mistakes[0] lacks how_to_avoid:"),
+    (bank_text([{"title": "t"}]), "general_skills[0] lacks skill_id, principle, when_to_apply:"),
     (bank_text([SKILL] * 2), "general_skills[1]"),
-    (bank_text([], ["text"]), "common_mistakes[0] lacks"),
-    (bank_text([{**SKILL, "sources": [3, "p1"]}]), "general_skills[0] has `sources`"),
-    (bank_text([{**SKILL, "sources": "p1"}]), "general_skills[0] has `sources`"),
-    (json.dumps(EMPTY | {"metadata": None}), "`metadata`"),
-    (json.dumps(EMPTY | {"metadata": {"updates": {}}}), "`metadata`"),
+    (bank_text([], ["text"]), "common_mistakes"),
+    (bank_text([{**SKILL, "sources": [3, "p1"]}]), "general_skills[0] has sources"),
+    (bank_text([{**SKILL, "sources": "p1"}]), "general_skills[0] has sources"),
+    (bank_text(metadata=None), "metadata"),
+    (bank_text(metadata={"updates": {}}), "updates"),
+    (bank_text(metadata={"updates": [3]}), "updates"),
+    (
+        bank_text(window=[ROW, {**ROW, "gold": 1} | {"r": -1}, {"problem": "?", "r": 1}]),
+        "window[2]",
+    ),
+    (bank_text(window=[{k: v for k, v in ROW.items() if k != "gold"}]), "window[0] lacks gold"),
+    (bank_text(window=[3]), "window"),
+    (bank_text(window=None), "window"),
 ]
 
 

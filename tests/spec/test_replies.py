@@ -11,12 +11,13 @@ from conftest import answer, item, items
 
 import skills
 
-KEY, FIELDS = "general_skills", skills.FIELDS["general_skills"]
+KEY, OTHER = skills.FIELDS
+FIELDS = skills.FIELDS[KEY]
 
 
 def read(text, key=KEY):
     """The items in a reply, and whether it is whole."""
-    return skills.read_items(text, key, FIELDS)
+    return skills.read_items(text, key)
 
 
 PAIR = items("ab")
@@ -34,6 +35,9 @@ SHAPES = {
     "fields too many": answer([{**e, "skill_id": "gen_009", "confidence": 0.9} for e in PAIR]),
     "spaces around the text": answer([{f: f" {x}\n" for f, x in e.items()} for e in PAIR]),
     "an item twice": answer([*PAIR, PAIR[0]]),
+    "another key": json.dumps({"result": {"skills": PAIR, "note": []}}),
+    "items one by one": "\n".join(map(json.dumps, PAIR)),
+    "beside the other kind": json.dumps({KEY: PAIR, OTHER: items("cd", OTHER)}),
 }
 
 
@@ -43,10 +47,10 @@ def test_a_whole_reply_is_read_in_any_dress(shape):
 
 
 def test_each_kind_reads_its_own_items_alone():
-    mistakes = [dict.fromkeys(skills.FIELDS["common_mistakes"], name) for name in "cd"]
-    mixed = json.dumps({KEY: PAIR, "common_mistakes": mistakes})
+    mistakes = items("cd", OTHER)
+    mixed = json.dumps({KEY: PAIR, OTHER: mistakes})
     assert skills.parse_json_items(mixed, KEY) == PAIR
-    assert skills.parse_json_items(mixed, "common_mistakes") == mistakes
+    assert skills.parse_json_items(mixed, OTHER) == mistakes
     assert skills.parse_json_items(answer(mistakes), KEY) == []
 
 
