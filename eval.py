@@ -284,12 +284,15 @@ def print_other_bases(policies: list[Policy], digests: dict[str, str]) -> None:
 def load_tasks(cfg: EvalConfig) -> Tasks:
     """The samples asked for, in order. A problem that has changed gets new ones."""
     is_ours = cfg.verifier == EvalConfig.verifier
-    columns = problems.Fields(cfg.problem_field, cfg.answer_field, cfg.answer_after)
+    reading = {
+        "problem_field": cfg.problem_field,
+        "answer_field": cfg.answer_field,
+        "answer_after": cfg.answer_after,
+        "extract": verify.extract_answer if is_ours else None,
+    }
     tasks = {}
     for source in cfg.data:
-        data = problems.load_set(source, cfg.split, columns)[: cfg.limit or None]
-        if is_ours:
-            problems.refuse_unanswerable(data, f"--data {source}")
+        data = problems.load_set(source, cfg.split, **reading)[: cfg.limit or None]
         for x in data:
             extra = [] if is_ours else sorted(x.extra.items())  # another verifier may read it
             digest = files.digest(x.problem, x.answer, extra)

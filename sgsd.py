@@ -561,12 +561,12 @@ def longest_prompt(run: Run, pairs: int, problem: str, where: str, thinking: str
 def longest_prompts(run: Run) -> list[Prompt]:
     """SGSD's longest prompts: the student's, and a teacher's or, without a bank, a seed's."""
     cfg, x = run.cfg, longest_problem(run)
-    where = x.place
+    where = f"problem {x.id}"
     prompts = [longest_prompt(run, 0, x.problem, where, cfg.student_prefix)]
     if run.bank is not None:
         prompts.append(longest_prompt(run, 1, x.problem, where, cfg.teacher_prefix))
     elif cfg.uses_skill_bank:
-        where = f"{x.place} in the cold start"
+        where = f"problem {x.id} in the cold start"
         prompts.append((where, seed_prompt(run, x), cfg.cold_start_tokens))
     return prompts
 

@@ -404,10 +404,15 @@ def checkpoints_of(out: pathlib.Path) -> list[pathlib.Path]:
 
 def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
     """The training problems and their counts; ValueError where one is in an evaluation set."""
-    columns = problems.Fields(cfg.problem_field, cfg.answer_field, cfg.answer_after)
-    data, counts = problems.load_problems(cfg.data, split=cfg.split, fields=columns)
-    if cfg.verifier == Config.verifier:
-        problems.refuse_unanswerable(data, f"--data {cfg.data}")
+    is_ours = cfg.verifier == Config.verifier
+    data, counts = problems.load_problems(
+        cfg.data,
+        split=cfg.split,
+        problem_field=cfg.problem_field,
+        answer_field=cfg.answer_field,
+        answer_after=cfg.answer_after,
+        extract=verify.extract_answer if is_ours else None,
+    )
     problems.refuse_overlap(data, f"--data {cfg.data}")
     return data, counts
 

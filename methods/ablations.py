@@ -220,7 +220,7 @@ def longest_prompts(run: Run) -> list[Prompt]:
         return with_answer(x.problem, x.answer)
 
     x = longest_problem(run, shown)
-    where = f"{x.place} with its answer"
+    where = f"problem {x.id} with its answer"
     teacher = sgsd.longest_prompt(run, 1, shown(x), where, run.cfg.teacher_prefix)
     return [*sgsd.longest_prompts(run), teacher]
 

@@ -66,7 +66,7 @@ def prompt_with_skills(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> li
 def longest_prompts(run: Run) -> list[Prompt]:
     """The student's longest prompt, with the skills that --bank gives, if any."""
     x, pairs = longest_problem(run), run.cfg.num_teachers
-    where = x.place
+    where = f"problem {x.id}"
     return [sgsd.longest_prompt(run, pairs, x.problem, where, run.cfg.student_prefix)]
 
 

@@ -89,7 +89,7 @@ def longest_prompts(run: Run) -> list[Prompt]:
         return with_answer(x.problem, x.answer)
 
     cfg, x = run.cfg, longest_problem(run, shown)
-    where = f"{x.place} with its answer"
+    where = f"problem {x.id} with its answer"
     teacher = sgsd.longest_prompt(run, cfg.num_teachers, shown(x), where, cfg.teacher_prefix)
     return [*groups.longest_prompts(run), teacher]
 

@@ -160,7 +160,7 @@ def longest_prompts(run: Run) -> list[Prompt]:
     text = skills.render_student(with_solution(x.problem, ""))
     ids = rollout.chat_ids(run.tokenizer, text, thinking=cfg.teacher_prefix)
     ids += run.stops[:1] * cfg.max_new_tokens  # in the place of the solution
-    where = f"{x.place} with a solution"
+    where = f"problem {x.id} with a solution"
     return [*groups.longest_prompts(run), (where, ids, cfg.max_new_tokens)]
 
 
