@@ -25,7 +25,6 @@ import math
 import os
 import pathlib
 import shlex
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -325,7 +324,7 @@ def server_for(cfg: EvalConfig, policies: list[Policy], world: World) -> served.
         raise ValueError(f"--server: serves one base model, got {', '.join(bases)}")
     lm, tokenizer = model.load_outline(bases[0])
     url = cfg.server[world.rank % len(cfg.server)]
-    server = served.Server(url, bases[0], tokenizer, rollout.stop_ids(lm, tokenizer))
+    server = served.Server(url, bases[0], rollout.stop_ids(lm, tokenizer))
     server.check()
     return server
 
@@ -394,11 +393,8 @@ def load_policy(
     if server:
         lm, tokenizer = model.load_outline(policy.base)
         name = ""
-        if is_adapter:  # under a new name, by which an engine's cache goes
-            place = pathlib.Path(policy.path)
-            name = f"{place.name}-{uuid.uuid4().hex[:12]}"
-            server.load(name, str(place))
-            loaded.callback(server.unload, name)
+        if is_adapter:
+            name = loaded.enter_context(server.adapter(policy.path))
         return lm, tokenizer, functools.partial(server.stream, adapter=name)
     lm, tokenizer = model.load_model(policy.base, world.device, dtype=cfg.dtype, attn=cfg.attn)
     if is_adapter:

@@ -568,7 +568,7 @@ def prepare(cfg: Config, world: World, start: Start, held: contextlib.ExitStack)
     if cfg.server and makes_bank(cfg, start):
         lm, tokenizer = model.load_outline(cfg.model)  # enough where a bank alone is made
         url = cfg.server[world.rank % len(cfg.server)]
-        server = served.Server(url, cfg.model, tokenizer, rollout.stop_ids(lm, tokenizer))
+        server = served.Server(url, cfg.model, rollout.stop_ids(lm, tokenizer))
         server.check()
     if cfg.steps or not server:
         lm, tokenizer = model.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
