@@ -127,8 +127,7 @@ class Server:
             if usage.get("prompt_tokens", len(job.prompt)) != len(job.prompt):
                 raise ValueError(f"it read {usage['prompt_tokens']} tokens of {len(job.prompt)}")
             is_whole = reason == "stop" or (reason == "length" and len(ids) == job.left)
-            are_ids = len(ids) <= job.left and all(type(token) is int for token in ids)
-            if not (is_whole and are_ids):
+            if not is_whole or len(ids) > job.left or {*map(type, ids)} - {int}:
                 raise ValueError(f"{len(ids)} of {job.left} token_ids, ended by {reason}")
             if reason == "stop" and not {*ids[-1:]} & {*self.stops}:
                 ids = [*ids, *self.stops[:1]]  # some servers leave it out
