@@ -122,8 +122,8 @@ def _text(row: dict, name: str) -> str:
     if type(value) is int or (isinstance(value, float) and value.is_integer()):
         value = str(int(value))
     if not isinstance(value, str) or _is_blank(value):
-        rule = f"`{name}` must be a text, got {value!r:.40}; its fields: {', '.join(row)}"
-        raise ValueError(f"{rule}; if others are meant, name them: --problem-field, --answer-field")
+        rule = f"`{name}` must be a text, got {value!r:.40}; the row has {', '.join(row)}"
+        raise ValueError(f"{rule}; --problem-field and --answer-field read other fields")
     return value.strip()
 
 
@@ -149,7 +149,9 @@ def _refuse_unanswerable(answer: str, extract: Callable[[str], str | None]) -> N
         fix = "name the mark before the answer by --answer-after"
         raise ValueError(f"the reference holds more than the answer: ...{answer[-40:]!r}; {fix}")
     if not any(map(str.isalnum, answer)) and extract(rf"\boxed{{{answer}}}") != answer:
-        raise ValueError(f"no box can hold the reference {answer!r}; correct it, or drop the row")
+        raise ValueError(
+            f"no \\boxed{{}} can hold the reference {answer!r}; correct or drop the row"
+        )
 
 
 def _rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
