@@ -50,18 +50,13 @@ def load_problems(
 ) -> tuple[list[Problem], dict[str, int]]:
     """Read problems, in order, and count what was dropped.
 
-    A row has a problem and an answer, both strings (a whole number is taken as its text), and may
-    have an `id`. A row of DAPO-Math has a chat instead: we strip its boilerplate, and drop problems
-    in Chinese, Japanese or Korean (D8).
+    A row has a problem and an answer, texts or whole numbers, and may have an `id`. A row of
+    DAPO-Math has a chat instead: we strip its boilerplate, and drop Chinese, Japanese, Korean (D8).
 
-    source: a JSONL file, a parquet file, HUB_ID or HUB_ID:CONFIGURATION, or a directory in the
-    hub's layout.
-    split: of a hub data set or such a directory.
-    problem_field, answer_field: the fields of a row.
-    answer_after: the answer is what follows the last of these marks, such as GSM8K's "####".
-    extract: finds the answer in a completion, such as `lib.verify.extract_answer`. With it, a
-    reference that no completion can give is refused.
-    unique: drop copies of a problem, and drop it altogether if its copies disagree on the answer.
+    source: a JSONL or parquet file, HUB_ID or HUB_ID:CONFIGURATION, or a directory in the hub's
+    layout; these two have splits. answer_after: the mark before an answer, such as GSM8K's "####".
+    extract: finds the answer in a completion; a reference that it finds in no box is refused.
+    unique: drop copies of a problem, and the problem altogether if its copies' answers differ.
 
     Returns the problems, whose ids all differ, and the counts: rows, not_english, duplicates,
     conflicting, kept. Raises ValueError at the first broken row: file, line, cause.
@@ -72,9 +67,7 @@ def load_problems(
     conflicting: set[str] = set()
     for index, (where, row) in enumerate(_rows(source, split)):
         try:
-            x = _problem(row, index, problem_field, answer_field, answer_after)
-            if extract:
-                _refuse_unanswerable(x.answer, extract)
+            x = _problem(row, index, problem_field, answer_field, answer_after, extract)
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from None
         counts["rows"] += 1
@@ -93,15 +86,19 @@ def load_problems(
     problems = [x for key, x in first_copies.items() if key not in conflicting]
     counts |= {"conflicting": len(conflicting), "kept": len(problems)}
     if not problems:
-        dropped = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items())
-        raise ValueError(f"{source}: no problem is left ({dropped}); is this the right split?")
+        raise ValueError(f"{source}: no problem is left of {counts}; is this the right split?")
     return problems, counts
 
 
 def _problem(
-    row: Any, index: int, problem_field: str, answer_field: str, answer_after: str
+    row: Any,
+    index: int,
+    problem_field: str,
+    answer_field: str,
+    answer_after: str,
+    extract: Callable[[str], str | None] | None,
 ) -> Problem:
-    """One row as a problem. ValueError where a field is missing, empty or not a string."""
+    """One row as a problem. ValueError for what `load_problems` refuses."""
     if not isinstance(row, dict):
         raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
     if {"prompt", "reward_model"} <= row.keys() and not {problem_field, answer_field} <= row.keys():
@@ -112,6 +109,8 @@ def _problem(
         if not mark or _is_blank(rest):
             raise ValueError(f"nothing follows --answer-after {answer_after!r} in {answer!r:.60}")
         answer = rest.strip()
+    if extract:
+        _refuse_unanswerable(answer, extract)
     extra = {k: v for k, v in row.items() if k not in ("id", problem_field, answer_field)}
     return Problem(str(row.get("id", index)), problem, answer, extra)
 
@@ -187,9 +186,9 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
 
 
 def _use_cache_without_network(hub: str) -> None:
-    """Ask the hub once. Where it does not reply, the library looks into its cache alone.
+    """Ask the hub once. If it does not reply, the library looks into its cache alone.
 
-    Otherwise the library would try again and again for half a minute.
+    Otherwise it would try to reach the hub for half a minute.
     """
     import datasets
     import huggingface_hub

@@ -61,7 +61,7 @@ class Server:
 
     @contextlib.contextmanager
     def adapter(self, folder: str) -> Iterator[str]:
-        """In the block the server has this adapter, under a name that it never had: the name."""
+        """Load an adapter for the block, under a name that the server never had; yields the name."""
         name = f"{Path(folder).name}-{uuid.uuid4().hex[:12]}"
         body = {"lora_name": name, "lora_path": str(Path(folder).resolve())}
         needs = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank"
@@ -135,7 +135,7 @@ class Server:
 
     @contextlib.contextmanager
     def _json(self, reply: requests.Response) -> Iterator[Any]:
-        """A block that reads a reply. What it does not find there is an OSError."""
+        """Yield a reply's JSON. Whatever the block cannot read there is an OSError."""
         try:
             yield reply.json()
         except (ValueError, LookupError, TypeError, AttributeError) as e:

@@ -99,8 +99,8 @@ def test_a_directory_in_the_hubs_layout_has_splits(suffix, tmp_path):
 
 ROW = '{"problem": "p", "answer": "1"}\n'
 BROKEN = {  # a file, and words of the line that refuses it
-    "no rows": ("", "x.jsonl: ", "0 rows"),
-    "copies that disagree": (ROW + ROW.replace("1", "2"), "x.jsonl: ", "1 conflicting"),
+    "no rows": ("", "x.jsonl: ", "'rows': 0"),
+    "copies that disagree": (ROW + ROW.replace("1", "2"), "x.jsonl: ", "'conflicting': 1"),
     "no JSON": (ROW + '\n{"problem": oh}\n{', "x.jsonl:3: ", "column 13"),
     "too deep": ("[" * 100_000, "x.jsonl:1: "),
     "no object": ('["p", "1"]\n', "x.jsonl:1: ", "list"),
