@@ -61,7 +61,7 @@ class Server:
 
     @contextlib.contextmanager
     def adapter(self, folder: str) -> Iterator[str]:
-        """Load an adapter for the block, under a name that the server never had; yields the name."""
+        """Load an adapter for the block, under a name that the server never had: the name."""
         name = f"{Path(folder).name}-{uuid.uuid4().hex[:12]}"
         body = {"lora_name": name, "lora_path": str(Path(folder).resolve())}
         needs = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank"
