@@ -25,7 +25,6 @@ import math
 import os
 import pathlib
 import shlex
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -289,12 +288,15 @@ def print_other_bases(policies: list[Policy], digests: dict[str, str]) -> None:
 def load_tasks(cfg: EvalConfig) -> Tasks:
     """The samples asked for, in order. A problem that has changed gets new ones."""
     is_ours = cfg.verifier == EvalConfig.verifier
-    columns = problems.Fields(cfg.problem_field, cfg.answer_field, cfg.answer_after)
+    reading = {
+        "problem_field": cfg.problem_field,
+        "answer_field": cfg.answer_field,
+        "answer_after": cfg.answer_after,
+        "extract": verify.extract_answer if is_ours else None,
+    }
     tasks = {}
     for source in cfg.data:
-        data = problems.load_set(source, cfg.split, columns)[: cfg.limit or None]
-        if is_ours:
-            problems.refuse_unanswerable(data, f"--data {source}")
+        data = problems.load_set(source, cfg.split, **reading)[: cfg.limit or None]
         for x in data:
             extra = [] if is_ours else sorted(x.extra.items())  # another verifier may read it
             digest = files.digest(x.problem, x.answer, extra)
@@ -327,7 +329,7 @@ def server_for(cfg: EvalConfig, policies: list[Policy], world: World) -> served.
         raise ValueError(f"--server: serves one base model, got {', '.join(bases)}")
     lm, tokenizer = model.load_outline(bases[0])
     url = cfg.server[world.rank % len(cfg.server)]
-    server = served.Server(url, bases[0], tokenizer, rollout.stop_ids(lm, tokenizer))
+    server = served.Server(url, bases[0], rollout.stop_ids(lm, tokenizer))
     server.check()
     return server
 
@@ -396,11 +398,8 @@ def load_policy(
     if server:
         lm, tokenizer = model.load_outline(policy.base)
         name = ""
-        if is_adapter:  # under a new name, by which an engine's cache goes
-            place = pathlib.Path(policy.path)
-            name = f"{place.name}-{uuid.uuid4().hex[:12]}"
-            server.load(name, str(place))
-            loaded.callback(server.unload, name)
+        if is_adapter:
+            name = loaded.enter_context(server.adapter(policy.path))
         return lm, tokenizer, functools.partial(server.stream, adapter=name)
     lm, tokenizer = model.load_model(policy.base, world.device, dtype=cfg.dtype, attn=cfg.attn)
     if is_adapter:

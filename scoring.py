@@ -101,8 +101,10 @@ def predictors(
     model whose head is more than a matrix product. Raises ValueError as `token_logprobs` does.
     """
     if len(prompt_ids) != len(completion_ids) or not all(prompt_ids):
-        counts = f"got {len(prompt_ids)} and {len(completion_ids)}"
-        raise ValueError(f"token_logprobs needs one non-empty prompt per completion, {counts}")
+        raise ValueError(
+            "token_logprobs needs one non-empty prompt per completion, "
+            f"got {len(prompt_ids)} and {len(completion_ids)}"
+        )
     causal = causal_lm(model)
     rows = [torch.tensor([*p, *c]) for p, c in zip(prompt_ids, completion_ids)]
     ids_BL = pad_sequence(rows, batch_first=True).to(causal.device)

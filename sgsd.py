@@ -603,7 +603,7 @@ def refuse_long_prompts(run: Run) -> None:
         if run.bank is None and cfg.uses_skill_bank:
             seed_prompt(run, x)
     except command.UserError as e:
-        raise command.UserError(f"{e}; or drop the problem: {x.place}") from None
+        raise command.UserError(f"{e}; or drop the problem {x.id}") from None
 
 
 # ------------------------------------------------------------------------------------- the loop

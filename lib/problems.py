@@ -9,8 +9,9 @@ import logging
 import pathlib
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
@@ -24,24 +25,6 @@ class Problem:
     problem: str
     answer: str
     extra: dict = field(default_factory=dict, compare=False)  # the row's other fields, for a judge
-    line: str = field(default="", compare=False)  # FILE:11 of a row without an id
-
-    @property
-    def place(self) -> str:
-        """The problem in an error: where its row is, or else its id."""
-        return self.line or f"problem {self.id}"
-
-
-@dataclass(frozen=True)
-class Fields:
-    """Where a source's rows have problem and answer.
-
-    answer_after: the answer is what follows the last of these marks, such as GSM8K's "####".
-    """
-
-    problem: str = "problem"
-    answer: str = "answer"
-    answer_after: str = ""
 
 
 # ---------------------------------------------------------------------------------------- reading
@@ -56,115 +39,99 @@ CJK = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\
 
 
 def load_problems(
-    source: str, *, split: str = "train", unique: bool = True, fields: Fields = Fields()
+    source: str,
+    *,
+    split: str = "train",
+    problem_field: str = "problem",
+    answer_field: str = "answer",
+    answer_after: str = "",
+    extract: Callable[[str], str | None] | None = None,
+    unique: bool = True,
 ) -> tuple[list[Problem], dict[str, int]]:
     """Read problems, in order, and count what was dropped.
 
-    A row has a problem and an answer, both strings (a whole number is taken as its text), and may
-    have an `id`. A row of DAPO-Math has a chat instead: we strip its boilerplate, and drop problems
-    in Chinese, Japanese or Korean (D8).
+    A row has a problem and an answer, texts or whole numbers, and may have an `id`. A row of
+    DAPO-Math has a chat instead: we strip its boilerplate, and drop Chinese, Japanese, Korean (D8).
 
-    source: a JSONL file, a parquet file, HUB_ID or HUB_ID:CONFIGURATION, or a directory in the
-    hub's layout.
-    split: of a hub data set or such a directory.
-    fields: where a row has them.
-    unique: drop copies of a problem, and drop it altogether if its copies disagree on the answer.
+    source: a JSONL or parquet file, HUB_ID or HUB_ID:CONFIGURATION, or a directory in the hub's
+    layout; these two have splits. answer_after: the mark before an answer, such as GSM8K's "####".
+    extract: finds the answer in a completion; a reference that it finds in no box is refused.
+    unique: drop copies of a problem, and the problem altogether if its copies' answers differ.
 
     Returns the problems, whose ids all differ, and the counts: rows, not_english, duplicates,
-    conflicting, kept. Raises ValueError with the number of wrong rows, and file and line of each
-    of the first five causes.
+    conflicting, kept. Raises ValueError at the first broken row: file, line, cause.
     """
     counts = {"rows": 0, "not_english": 0, "duplicates": 0, "conflicting": 0}
     first_copies: dict[str, Problem] = {}
     ids: set[str] = set()
     conflicting: set[str] = set()
-    for index, (row, x) in enumerate(_problems(source, split, fields)):
+    for index, (where, row) in enumerate(_rows(source, split)):
+        try:
+            x = _problem(row, index, problem_field, answer_field, answer_after, extract)
+        except ValueError as e:
+            raise ValueError(f"{where}: {e}") from None
         counts["rows"] += 1
         key = x.problem if unique else str(index)
-        if fields.problem not in row and CJK.search(x.problem):
+        if problem_field not in row and CJK.search(x.problem):
             counts["not_english"] += 1
         elif key in first_copies:
             counts["duplicates"] += 1
             if x.answer != first_copies[key].answer:
                 conflicting.add(key)
         else:
-            name = x.id
-            while name in ids:
-                name += f"#{index}"
-            ids.add(name)
-            first_copies[key] = replace(x, id=name)
+            while x.id in ids:
+                x = replace(x, id=f"{x.id}#{index}")
+            ids.add(x.id)
+            first_copies[key] = x
     problems = [x for key, x in first_copies.items() if key not in conflicting]
     counts |= {"conflicting": len(conflicting), "kept": len(problems)}
     if not problems:
-        dropped = [f"{n} {name.replace('_', ' ')}" for name, n in counts.items() if n]
-        what = f"no problem is left ({', '.join(dropped) or 'it has no rows'})"
-        raise ValueError(f"{source}: {what}; is this the right file or split?")
+        raise ValueError(f"{source}: no problem is left of {counts}; is this the right split?")
     return problems, counts
 
 
-def _problems(source: str, split: str, fields: Fields) -> Iterator[tuple[dict, Problem]]:
-    """Each row with its problem. In the end ValueError if rows are wrong: how many, five causes."""
-    wrong: dict[str, list[str]] = {}  # {cause: where}
-    rows = 0
-    for where, row in _rows(source, split):
-        try:
-            fields_of_row: Any = _json(row) if isinstance(row, str) else row
-            x = _problem(fields_of_row, rows, fields)
-            if isinstance(row, str) and "id" not in fields_of_row:
-                x = replace(x, line=where)
-        except ValueError as e:
-            wrong.setdefault(str(e), []).append(where)
-        else:
-            yield fields_of_row, x
-        rows += 1
-    if wrong:
-        total = sum(map(len, wrong.values()))
-        causes = [f"{where[0]}: {cause}" for cause, where in wrong.items()]
-        what = f"{total} of {rows} rows are wrong: " if total > 1 else ""
-        raise ValueError(what + "; ".join(causes[:5]))
-
-
-def _json(line: str) -> Any:
-    """ValueError for what is no JSON."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as e:
-        raise ValueError(f"is not JSON ({e.msg} at character {e.pos + 1})") from None
-
-
-def _problem(row: dict, index: int, fields: Fields) -> Problem:
-    """One row as a problem; ValueError where a field is missing, empty or not a string."""
+def _problem(
+    row: Any,
+    index: int,
+    problem_field: str,
+    answer_field: str,
+    answer_after: str,
+    extract: Callable[[str], str | None] | None,
+) -> Problem:
+    """One row as a problem. ValueError for what `load_problems` refuses."""
     if not isinstance(row, dict):
         raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
-    columns = f"its fields: {', '.join(map(str, row)) or 'none'}"
-    is_plain = {fields.problem, fields.answer} <= row.keys()
-    if not is_plain and "prompt" in row and "reward_model" in row:
-        row = _dapo(row, fields) | row
-    if fields.problem not in row or fields.answer not in row:
-        rule = f"a row needs `{fields.problem}` and `{fields.answer}`"
-        raise ValueError(f"{rule}; {columns}; name them by --problem-field and --answer-field")
-    problem, answer = row[fields.problem], row[fields.answer]
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)
-    if type(answer) is int:
-        answer = str(answer)
-    for name, value in ((fields.problem, problem), (fields.answer, answer)):
-        if value is None or value == "" or str(value).isspace():
-            raise ValueError(f"`{name}` is empty; fill it in, or drop the row; {columns}")
-        if not isinstance(value, str):
-            kind = "a list" if isinstance(value, list) else type(value).__name__
-            rule = f"must be a string, got {kind} {json.dumps(value, default=str)[:40]}"
-            raise ValueError(f"`{name}` {rule}; {columns}")
-    if fields.answer_after:
-        _, mark, answer = answer.rpartition(fields.answer_after)
-        if not mark or not answer.strip():
-            rule = f"has nothing after --answer-after {fields.answer_after!r}"
-            raise ValueError(f"`{fields.answer}` {rule}: {row[fields.answer]!r:.60}")
-    extra = {k: v for k, v in row.items() if k not in ("id", fields.problem, fields.answer)}
-    return Problem(str(row.get("id", index)), problem.strip(), answer.strip(), extra)
+    if {"prompt", "reward_model"} <= row.keys() and not {problem_field, answer_field} <= row.keys():
+        row = _dapo(row, problem_field, answer_field) | row
+    problem, answer = _text(row, problem_field), _text(row, answer_field)
+    if answer_after:
+        _, mark, rest = answer.rpartition(answer_after)
+        if not mark or _is_blank(rest):
+            raise ValueError(f"nothing follows --answer-after {answer_after!r} in {answer!r:.60}")
+        answer = rest.strip()
+    if extract:
+        _refuse_unanswerable(answer, extract)
+    extra = {k: v for k, v in row.items() if k not in ("id", problem_field, answer_field)}
+    return Problem(str(row.get("id", index)), problem, answer, extra)
 
 
-def _dapo(row: dict, fields: Fields) -> dict:
+def _text(row: dict, name: str) -> str:
+    """A field's text without blanks around it. ValueError if it has none."""
+    value = row.get(name)
+    if type(value) is int or (isinstance(value, float) and value.is_integer()):
+        value = str(int(value))
+    if not isinstance(value, str) or _is_blank(value):
+        rule = f"`{name}` must be a text, got {value!r:.40}; the row has {', '.join(row)}"
+        raise ValueError(f"{rule}; --problem-field and --answer-field read other fields")
+    return value.strip()
+
+
+def _is_blank(text: str) -> bool:
+    """Whether there is nothing to see in a text: blanks, or marks such as a zero-width space."""
+    return not any(sign.isprintable() for sign in text.replace(" ", ""))
+
+
+def _dapo(row: dict, problem_field: str, answer_field: str) -> dict:
     """Problem, answer and id of a row of DAPO-Math, whose problem is in a chat."""
     try:
         problem = row["prompt"][-1]["content"].strip()
@@ -172,64 +139,66 @@ def _dapo(row: dict, fields: Fields) -> dict:
     except (LookupError, TypeError, AttributeError) as e:
         raise ValueError(f"`prompt` and `reward_model` are not DAPO-Math's ({e!r})") from None
     problem = problem.removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)
-    return {fields.problem: problem, fields.answer: answer, "id": index}
+    return {problem_field: problem, answer_field: answer, "id": index}
 
 
-def _rows(source: str, split: str) -> Iterator[tuple[str, object]]:
-    """(where, row) for each row of a file, a directory or a hub data set; a JSON line as text."""
+def _refuse_unanswerable(answer: str, extract: Callable[[str], str | None]) -> None:
+    """ValueError for a reference that no answer can equal."""
+    if "####" in answer or "\n" in answer:
+        fix = "name the mark before the answer by --answer-after"
+        raise ValueError(f"the reference holds more than the answer: ...{answer[-40:]!r}; {fix}")
+    if not any(map(str.isalnum, answer)) and extract(rf"\boxed{{{answer}}}") != answer:
+        raise ValueError(
+            f"no \\boxed{{}} can hold the reference {answer!r}; correct or drop the row"
+        )
+
+
+def _rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
+    """(where, row) for each row of a file, a directory or a hub data set."""
     path = pathlib.Path(source)
-    if not path.exists():
-        if path.suffix in (".jsonl", ".json", ".parquet") or source.startswith((".", "/", "~")):
-            raise ValueError(f"{source}: no such file; check the path")
-        hub, _, configuration = source.partition(":")
-        _ask_once(source, hub)
-        yield from _hub_rows(source, hub, split=split, name=configuration or None)
-    elif path.suffix in (".jsonl", ".json"):
+    is_path = path.exists() or source.startswith((".", "/", "~"))
+    if path.suffix in (".jsonl", ".json"):
         yield from _json_rows(path)
     elif path.is_dir():  # test.parquet is no training data: the library knows splits by name
         yield from _hub_rows(source, source, split=split)
     elif path.suffix == ".parquet":
         yield from _hub_rows(source, "parquet", split="train", data_files=source)
+    elif is_path or (len(path.parts) > 1 and path.parent.is_dir()):  # no hub id, but mistyped
+        raise ValueError(f"{source}: no .jsonl or .parquet file, and no folder; check the path")
     else:
-        raise ValueError(f"{source}: must be a .jsonl or .parquet file; convert it")
+        hub, _, configuration = source.partition(":")
+        _use_cache_without_network(hub)
+        yield from _hub_rows(source, hub, split=split, name=configuration or None)
 
 
-def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, str]]:
+def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
     try:
         text = file.read_text(encoding="utf-8-sig")  # Windows may put a mark in front
-    except ValueError as e:
-        raise ValueError(f"{file}: not UTF-8 ({e}); save it as UTF-8") from None
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{file}: not read ({e}); check the path, and save it as UTF-8") from None
     for i, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield f"{file}:{i}", line
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                raise ValueError(f"{file}:{i}: not JSON: {str(e).replace('line 1 ', '')}") from None
+            yield f"{file}:{i}", row
 
 
-def _ask_once(source: str, hub: str) -> None:
-    """ValueError for a hub id that is neither in the local caches nor on the hub.
+def _use_cache_without_network(hub: str) -> None:
+    """Ask the hub once. If it does not reply, the library looks into its cache alone.
 
-    Asked once: the libraries would try six times for each of several files.
+    Otherwise it would try to reach the hub for half a minute.
     """
     import datasets
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import EntryNotFoundError
+    import huggingface_hub
 
-    *namespace, name = hub.split("/")
-    prepared = "___".join([*namespace, datasets.naming.camelcase_to_snakecase(name)])
-    downloaded = "--".join(["datasets", *hub.split("/")])
-    caches = [pathlib.Path(datasets.config.HF_DATASETS_CACHE, prepared)]
-    caches.append(pathlib.Path(constants.HF_HUB_CACHE, downloaded))
-    if constants.HF_HUB_OFFLINE or any(cache.exists() for cache in caches):
-        return  # without a network they ask nobody
     try:
-        get_hf_file_metadata(hf_hub_url(hub, ".gitattributes", repo_type="dataset"), timeout=10)
-    except EntryNotFoundError:
-        return
-    except Exception as e:
-        folder = pathlib.Path(hub).parts[0]
-        hint = f"; {folder}/ is a folder here: check what follows"
-        hint *= pathlib.Path(folder).is_dir()
-        cause = f"{type(e).__name__}: {textwrap.shorten(str(e), 300, placeholder=' ...')}"
-        raise ValueError(f"{source}: no file here, so a hub id{hint}; not read ({cause})") from None
+        with ThreadPool(1) as pool:  # a thread, as looking up an address has no limit of its own
+            pool.apply_async(huggingface_hub.HfApi().dataset_info, [hub]).get(timeout=5)
+    except Exception as e:  # of many kinds; after an error of HTTP the library says what is wrong
+        if not isinstance(e, huggingface_hub.errors.HfHubHTTPError):
+            datasets.config.HF_HUB_OFFLINE = True
 
 
 def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, dict]]:
@@ -254,29 +223,23 @@ def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, d
 # -------------------------------------------------------------------------------- evaluation sets
 
 
-SETS = {  # source, split and fields; the paper's three come first
-    "aime24": ("HuggingFaceH4/aime_2024", "train", Fields()),
-    "aime25": ("yentinglin/aime_2025", "train", Fields()),
-    "hmmt25": ("MathArena/hmmt_feb_2025", "train", Fields()),
-    "math500": ("HuggingFaceH4/MATH-500", "test", Fields()),
-    "amc23": ("math-ai/amc23", "test", Fields("question", "answer")),
-    "gsm8k": ("openai/gsm8k:main", "test", Fields("question", "answer", "####")),
+SETS: dict[str, tuple[str, str, dict[str, str]]] = {  # source, split and fields
+    "aime24": ("HuggingFaceH4/aime_2024", "train", {}),  # the paper's three
+    "aime25": ("yentinglin/aime_2025", "train", {}),
+    "hmmt25": ("MathArena/hmmt_feb_2025", "train", {}),
+    "math500": ("HuggingFaceH4/MATH-500", "test", {}),
+    "amc23": ("math-ai/amc23", "test", {"problem_field": "question"}),
+    "gsm8k": ("openai/gsm8k:main", "test", {"problem_field": "question", "answer_after": "####"}),
 }
 
 
-def load_set(name: str, split: str, fields: Fields = Fields()) -> list[Problem]:
-    """Read an evaluation set: one of SETS, or any source of `load_problems`; copies are kept."""
-    source, split, fields = SETS.get(name, (name, split, fields))
-    return load_problems(source, split=split, unique=False, fields=fields)[0]
+def load_set(name: str, split: str, **reading: Any) -> list[Problem]:
+    """Read an evaluation set: one of SETS, or any source of `load_problems`; copies are kept.
 
-
-def refuse_unanswerable(problems: Sequence[Problem], where: str) -> None:
-    """ValueError for a reference that holds more than a final answer, so that none can equal it."""
-    for x in problems:
-        if "####" in x.answer or "\n" in x.answer:
-            what = f"the reference of {x.place} holds more than the answer"
-            fix = "name the mark before the answer by --answer-after"
-            raise ValueError(f"{where}: {what}: ...{x.answer[-40:]!r}; {fix}")
+    reading: how rows of another source are read, as `load_problems` takes it.
+    """
+    source, split, reading = SETS.get(name, (name, split, reading))
+    return load_problems(source, split=split, unique=False, **reading)[0]
 
 
 def fingerprint(problem: str) -> str:
@@ -291,17 +254,15 @@ def refuse_overlap(problems: Sequence[Problem], where: str) -> None:
     where: the source of the problems, for the error. eval_sets.json has the sets' fingerprints.
     """
     sets = json.loads((pathlib.Path(__file__).parent / "eval_sets.json").read_text())
-    set_of: dict[str, str] = {}
-    for name, fingerprints in sets.items():
-        set_of |= dict.fromkeys(fingerprints, name)
     overlap = []
     for x in problems:
-        set_name = set_of.get(fingerprint(x.problem))
-        if set_name:
-            overlap.append(f"{x.line or x.id} ({set_name})")
+        key = fingerprint(x.problem)
+        overlap += [
+            f"{x.id} ({name})" for name, fingerprints in sets.items() if key in fingerprints
+        ]
     if overlap:
-        what = f"{len(overlap)} of its problems are in an evaluation set; drop them"
-        raise ValueError(f"{where}: {what}: {', '.join(overlap)}")
+        what = "problems are in an evaluation set; drop them"
+        raise ValueError(f"{where}: {len(overlap)} {what}: {', '.join(overlap)}")
 
 
 # -------------------------------------------------------------------------------------- minibatch

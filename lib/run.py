@@ -349,10 +349,15 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
 
 def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
     """The training problems and their counts; ValueError where one is in an evaluation set."""
-    columns = problems.Fields(cfg.problem_field, cfg.answer_field, cfg.answer_after)
-    data, counts = problems.load_problems(cfg.data, split=cfg.split, fields=columns)
-    if cfg.verifier == Config.verifier:
-        problems.refuse_unanswerable(data, f"--data {cfg.data}")
+    is_ours = cfg.verifier == Config.verifier
+    data, counts = problems.load_problems(
+        cfg.data,
+        split=cfg.split,
+        problem_field=cfg.problem_field,
+        answer_field=cfg.answer_field,
+        answer_after=cfg.answer_after,
+        extract=verify.extract_answer if is_ours else None,
+    )
     problems.refuse_overlap(data, f"--data {cfg.data}")
     return data, counts
 
@@ -497,7 +502,7 @@ def load_run(cfg: Config, world: World, start: Start, held: contextlib.ExitStack
     if cfg.server and makes_bank(cfg, start):
         lm, tokenizer = model.load_outline(cfg.model)  # enough where a bank alone is made
         url = cfg.server[world.rank % len(cfg.server)]
-        server = served.Server(url, cfg.model, tokenizer, rollout.stop_ids(lm, tokenizer))
+        server = served.Server(url, cfg.model, rollout.stop_ids(lm, tokenizer))
         server.check()
     if cfg.steps or not server:
         lm, tokenizer = model.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)

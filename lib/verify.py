@@ -122,43 +122,38 @@ def file_of(name: str) -> str:
 # ------------------------------------------------------------------------------------ mathematics
 
 
-def drop_if_copied(gold: str, pred: str | None, problem: str) -> str | None:
-    """An answer; None if it is an expression that stands in the problem, and not the reference.
+def is_copied(gold: str, pred: str, problem: str) -> bool:
+    """Whether an answer is an expression that stands in the problem, and not the reference.
 
     Otherwise a policy can box the problem's longest formula, which is right for 5% of MATH. Plain
     numbers, with a name or a unit, and words always count.
     """
-    if not pred or not problem or len(pred) > MAX_CHARS:
-        return pred
-    answer = without_layout(pred)
+    answer, reference, text = without_layout(pred), without_layout(gold), without_layout(problem)
     is_expression = re.search(r"\\[a-z]|(?<=.)[-+*/^_=<>!|]", answer)
-    is_copied = answer in without_layout(problem) and answer != without_layout(gold)
-    return None if is_expression and is_copied else pred
+    return bool(is_expression) and answer in text and answer != reference
+
+
+LAYOUT = (  # sizes, the t of \tfrac, units, blanks, brackets
+    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)\b|(?<=\\)[dt](?=frac)"
+    r"|\\(?:text|mbox)\s*\{[^{}]*\}|\\[^a-zA-Z]|[][\s(){}$.]"
+)
 
 
 @lru_cache(4096)
 def without_layout(latex: str) -> str:
-    """A text without blanks, braces, outer brackets, sizes, a name in front, a unit behind."""
-    latex = re.sub(r"(?<=.)\\(?:text|mbox)\s*\{[^{}]*\}(\^\d)?[.$]*$", "", latex)
-    latex = re.sub(r"\\[dt]frac", r"\\frac", latex)
-    latex = re.sub(r"\\frac *(?:\{(\d+)\} *\{(\d+)\}|(\d)(\d))", r"\1\3/\2\4", latex)
-    layout = r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|q?quad|text\w*|mbox|math(?:rm|bf))\b\.?"
-    latex = re.sub(rf"{layout}|\\[][()$!,:; ]|\^\{{?\\circ\}}?|[\s{{}}$.]", "", latex)
-    return re.sub(r"^\((.*)\)$", r"\1", re.sub(r"^[a-zA-Z]\w*=", "", latex))
-
-
-def quick_verdict(gold: str, pred: str | None) -> bool | None:
-    """A verdict that needs no parser: no answer, equal text, two integers; None when unsure."""
-    gold, pred = gold.strip(), (pred or "").strip()
-    if not pred or gold == pred or max(len(gold), len(pred)) > MAX_CHARS:
-        return bool(pred) and gold == pred
-    integers = re.fullmatch(r"[+-]?\d+ [+-]?\d+", f"{gold} {pred}", re.A)
-    return int(gold) == int(pred) if integers else None
+    r"""A text without LAYOUT and a name in front; \frac12 is 1/2."""
+    latex = re.sub(r"\\[dt]?frac *(?:\{(\d+)\} *\{(\d+)\}|(\d)(\d))", r"\1\3/\2\4", latex)
+    return re.sub(r"^\w*=", "", re.sub(LAYOUT, "", latex))
 
 
 INSIDE = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # what stands between two braces
-SIGNS = {"−": "-", "²": "^2", "³": "^3", "∞": r"\infty ", "°": r"^\circ ", "∪": r"\cup "}
 SPELLINGS = [  # what models write and math-verify misreads, and how it reads it; in order
+    ("−", "-"),
+    ("²", "^2"),
+    ("³", "^3"),
+    ("∞", r"\\infty "),
+    ("°", r"^\\circ "),
+    ("∪", r"\\cup "),
     (r"√\s*(?:[({]([^(){}]+)[)}]|(\d+|[a-z]))", r"\\sqrt{\1\2}"),  # √13, √(13)
     (r"(?i)^\s*(?:\\text\s*\{)?\s*(?:the )?(?:final )?answer(?: is\b)?:?\s*\}?", ""),
     (r"^\\text\s*\{[^{}]*\}\s*=", ""),  # \text{Area} = 5\text{ cm}
@@ -179,8 +174,6 @@ INFINITE = re.compile(r"inf|(?<![a-zA-Z])oo(?![a-zA-Z])")  # oo is sympy's name
 
 def respell(answer: str) -> str:
     """An answer as math-verify can read it."""
-    for sign, latex in SIGNS.items():
-        answer = answer.replace(sign, latex)
     for pattern, replacement in 2 * SPELLINGS:  # twice: {\text{odd}}
         answer = re.sub(pattern, replacement, answer)
     return answer
@@ -201,19 +194,13 @@ def math_verdict(gold: str, pred: str) -> bool:
     return equal and not are_tiny_and_differ(read(gold), read(pred))
 
 
-def are_tiny_and_differ(gold: Sequence[Any], pred: Sequence[Any]) -> bool:
+def are_tiny_and_differ(golds: Sequence[Any], preds: Sequence[Any]) -> bool:
     """Whether two numbers below 1e-3 differ by a part in 1,000: math-verify rounds to 1e-6."""
-    from sympy import Expr
-
-    values = []
-    for parsed in (gold, pred):
-        if not isinstance(parsed[0], Expr):  # but a set, an equation or words
-            return False
-        values.append(parsed[0].doit().evalf(30))
-        if not values[-1].is_comparable:  # no real number
-            return False
-    size = abs(values[0])
-    return bool(size < 1e-3 and abs(values[0] - values[1]) > 1e-3 * size)
+    try:
+        gold, pred = golds[0].doit().evalf(30), preds[0].doit().evalf(30)
+        return bool(abs(gold) < 1e-3 and abs(gold - pred) > 1e-3 * abs(gold))
+    except (TypeError, AttributeError):  # no numbers, but a set, an equation or words
+        return False
 
 
 @lru_cache(4096)  # a problem's reference is read once for all its samples
@@ -233,7 +220,7 @@ class Verifier(Judge):
 
     def __init__(self, timeout_s: float = 5.0):
         super().__init__(timeout_s)
-        self._lock = threading.Lock()  # of the worker
+        self._lock = threading.RLock()  # of the worker
         self._worker: Any = self._start()  # None: the next question starts one
 
     def verify(self, gold: str, pred: str | None, problem: str = "") -> bool:
@@ -241,12 +228,12 @@ class Verifier(Judge):
 
         An answer that kills two workers is wrong, too.
         """
-        pred = drop_if_copied(gold, pred, problem)
-        verdict = quick_verdict(gold, pred)
-        if verdict is None:
-            with self._lock:
-                verdict = self._ask(gold, pred)
-        return verdict
+        gold, pred = gold.strip(), (pred or "").strip()
+        if gold == pred or not pred or max(len(gold), len(pred)) > MAX_CHARS:
+            return bool(pred) and gold == pred
+        if re.fullmatch(r"[+-]?\d+ [+-]?\d+", f"{gold} {pred}", re.A):
+            return int(gold) == int(pred)
+        return not is_copied(gold, pred, problem) and self._ask(gold, pred)
 
     def is_right(self, problem: Any, answer: str) -> bool:
         return self.verify(problem.answer, answer, problem.problem)
@@ -261,25 +248,30 @@ class Verifier(Judge):
     def close(self) -> None:
         """End the worker, after the answer it is at. A later question starts another one."""
         with self._lock:
-            self._end()
+            worker, self._worker = self._worker, None
+            if worker:
+                worker.kill()
+                worker.communicate()
 
-    def _ask(self, gold: str, pred: str | None) -> bool:
+    def _ask(self, gold: str, pred: str) -> bool:
         """The worker's verdict; False if time was up, or two workers have died."""
-        for _ in range(2):  # somebody may have killed the worker: one more try with a new one
-            try:
-                self._worker = self._worker or self._start()
-                with suppress(BrokenPipeError):
-                    print(json.dumps((gold, pred)), file=self._worker.stdin, flush=True)
-                reply = self._worker.stdout.readline()
-            except BaseException:  # such as Ctrl-C: else the next question would get this reply
-                self._end()
-                raise
-            if reply:
-                return reply == "true\n"
-            if self._end() == -signal.SIGALRM:  # time was up
-                self.timeouts += 1
-                break
-        return False
+        with self._lock:
+            for _ in range(2):  # somebody may have killed the worker: one more try with a new one
+                worker = self._worker = self._worker or self._start()
+                try:
+                    with suppress(BrokenPipeError):
+                        print(json.dumps((gold, pred)), file=worker.stdin, flush=True)
+                    reply = worker.stdout.readline()
+                except BaseException:  # such as Ctrl-C: else the next question would get this reply
+                    self.close()
+                    raise
+                if reply:
+                    return reply == "true\n"
+                self.close()
+                if worker.returncode == -signal.SIGALRM:  # time was up
+                    self.timeouts += 1
+                    break
+            return False
 
     def _start(self) -> Any:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
@@ -288,15 +280,6 @@ class Verifier(Judge):
         if worker.stdout.readline() != "true\n":
             raise ImportError("the verifier did not start; does `import math_verify` work?")
         return worker
-
-    def _end(self) -> int | None:
-        """Kill the worker and close its pipes; what it died of, as `Popen.returncode` says."""
-        worker, self._worker = self._worker, None
-        if worker is None:
-            return None
-        worker.kill()  # nothing to one that is dead
-        worker.communicate()
-        return worker.returncode
 
 
 def main() -> None:

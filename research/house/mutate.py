@@ -90,7 +90,7 @@ CHANGES = {
     ],
     "rollout.py": [
         Change("x_BV < least_B1", "x_BV <= least_B1", "spec/rollout by_hand"),
-        Change("(before_BM < sampling", "(before_BM <= sampling", "spec/rollout exactly_as_large"),
+        Change("(before_BM < sampling", "(before_BM <= sampling", "spec/rollout by_hand"),
         Change("u_B1, right=True)", "u_B1, right=False)", "spec/rollout by_hand"),
         Change("{seed}|{step}|{sample}|{name}", "{seed}|{step}|{name}", "spec/rollout draws_are"),
         Change("0 if token in stops else job.left - 1", "job.left - 1", "spec/rollout either_stop"),

@@ -101,7 +101,7 @@ def use_served(served):
     job = SimpleNamespace(index=0, prompt=[1, 2], key=5, left=9, ids=[])
     sampling = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0)
     with serving() as engine:
-        server = served.Server(engine.url, "base", None, STOPS)
+        server = served.Server(engine.url, "base", STOPS)
         server.check()
         assert list(server.stream([job], sampling, 1)) == [[job]] and job.ids == [3, 7, STOPS[0]]
 

@@ -1,14 +1,19 @@
 """Problems: what is read, dropped and counted, what is refused, and a step's minibatch."""
 
+import functools
 import json
+import threading
+import types
 
 import datasets
 import huggingface_hub
 import pytest
 from conftest import one_line
+from huggingface_hub.errors import HfHubHTTPError
 
 from lib import problems
 from lib.problems import Problem
+from lib.verify import extract_answer
 
 
 def chat(problem, answer, index=0):
@@ -45,8 +50,8 @@ def test_dapo_is_stripped_filtered_and_deduplicated(tmp_path):
 
 
 def test_jsonl_keeps_its_order_and_gets_ids_that_differ(tmp_path):
-    x, q = {"id": "x", "problem": " p ", "answer": " 1 "}, {"problem": "q", "answer": "2"}
-    source = write(tmp_path / "a.jsonl", x, q, {"id": "x", "problem": "r", "answer": "3"}, q)
+    x, q = {"id": "x", "problem": " p ", "answer": " 1 "}, {"problem": "q", "answer": 2.0}
+    source = write(tmp_path / "a.jsonl", x, q, {"id": "x", "problem": "r", "answer": 3}, q)
     want = [Problem("x", "p", "1"), Problem("1", "q", "2"), Problem("x#2", "r", "3")]
     assert problems.load_problems(source)[0] == want
     want.append(Problem("3", "q", "2"))
@@ -58,100 +63,20 @@ def test_jsonl_keeps_its_order_and_gets_ids_that_differ(tmp_path):
 
 
 def test_a_problem_keeps_the_other_fields_of_its_row(tmp_path):
-    row = {"id": "x", "problem": " p ", "answer": "1", "level": 3, "metadata": {"numbers": [1, 2]}}
-    source = write(tmp_path / "a.jsonl", row, row | {"id": "y", "level": 4})
-    (x,), counts = problems.load_problems(source)
-    assert x.extra == {"level": 3, "metadata": {"numbers": [1, 2]}}
+    row = {"id": "x", "problem": "p", "answer": "1", "level": 3, "prompt": "not DAPO's"}
+    source = write(tmp_path / "a.jsonl", row, row | {"id": "y", "level": 4, "reward_model": "y"})
+    ((x,), counts) = problems.load_problems(source)
+    assert x.extra == {"level": 3, "prompt": "not DAPO's"}
     assert counts["duplicates"] == 1 and counts["conflicting"] == 0
     bare = Problem("x", "p", "1")
     assert x == bare and hash(x) == hash(bare) and bare.extra == {}
     first, second = problems.load_set(source, "test")
     assert (first.extra["level"], second.extra["level"]) == (3, 4)
-    row = {"problem": "p", "answer": "1", "prompt": "x", "reward_model": "y"}  # not DAPO's
-    (tmp_path / "y.jsonl").write_text(json.dumps(row) + "\n")
-    ((x,), _) = problems.load_problems(str(tmp_path / "y.jsonl"))
-    assert x.extra == {"prompt": "x", "reward_model": "y"}
-
-
-ROW = '{"problem": "p", "answer": "1"}\n'
-BROKEN = [
-    ("", "x.jsonl: no problem is left (it has no rows)"),
-    (ROW + ROW.replace("1", "2"), "1 conflicting"),
-    ('{"problem": "p", "answer": null}\n', "x.jsonl:1: `answer` is empty"),
-    ('{"problem": "p", "answer": ["1"]}\n', 'got a list ["1"]'),
-    (ROW + '{"problem": oh}\n', "x.jsonl:2: is not JSON"),
-    ('{"problem": "p", "solution": "1"}\n', "x.jsonl:1: "),
-    ('{"problem": "p", "answer": " "}\n', "x.jsonl:1: `answer`"),
-    (ROW + '\n{"problem": "p", "answer": 3.5}\n', "x.jsonl:3: `answer`"),
-    ('{"prompt": ["p"], "reward_model": {}}\n', "`reward_model`"),
-    ('["p", "1"]\n', "x.jsonl:1: "),
-    (ROW + "{\n", "x.jsonl:2: "),
-    (b"\xff\xfe\x00", "x.jsonl: "),
-]
-
-
-@pytest.mark.parametrize("content, message", BROKEN)
-def test_a_broken_row_is_refused_with_its_file_and_line(content, message, tmp_path):
-    file = tmp_path / "x.jsonl"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    one_line(lambda: problems.load_problems(str(file)), message)
-
-
-def test_wrong_rows_are_refused_together_with_their_number_and_five_causes(tmp_path):
-    lines = [f'{{"problem": "p", "answer": {number}.5}}\n' for number in range(7)]
-    file = tmp_path / "x.jsonl"
-    file.write_text("".join([ROW, "{\n", *lines, ROW, "{\n"]))
-    line = one_line(lambda: problems.load_problems(str(file)), "9 of 11 rows")
-    for number, words in ((2, "JSON"), (3, "0.5"), (4, "1.5"), (5, "2.5"), (6, "3.5")):
-        assert f"x.jsonl:{number}: " in line and words in line
-    assert line.count("x.jsonl:") == 5
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + ROW.encode())
-    (x,), _ = problems.load_problems(str(tmp_path / "x.jsonl"))
-    assert x == Problem("0", "p", "1")
-
-
-def test_an_error_names_the_line_of_a_row_without_an_id_and_the_id_of_any_other(tmp_path):
-    rows = {"problem": "p", "answer": "x #### 1"}, {"id": "7", "problem": "q", "answer": "1"}
-    source = write(tmp_path / "x.jsonl", *rows)
-    loaded, _ = problems.load_problems(source)
-    assert [x.id for x in loaded] == ["0", "7"]
-    assert [x.place for x in loaded] == [f"{source}:1", "problem 7"]
-    one_line(lambda: problems.refuse_unanswerable(loaded, "data"), f"{source}:1")
-
-
-def test_a_hub_id_is_asked_for_once_and_a_path_never(tmp_path, monkeypatch):
-    asked = []
-
-    def head(url, **_):
-        asked.append(url)
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", head)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny").mkdir()
-    one_line(lambda: problems.load_problems("tiny/nope"), "tiny/ is a folder here", "no network")
-    assert len(asked) == 1
-    for name in ("./nope", "../nope", "/no/such"):
-        one_line(lambda name=name: problems.load_problems(name), f"{name}: no such file")
-    assert len(asked) == 1
-
-
-def test_a_source_that_is_not_there_or_not_readable_is_refused(tmp_path):
-    for name in ("no.jsonl", "no.json", "no.parquet"):
-        one_line(lambda name=name: problems.load_problems(str(tmp_path / name)), "no such file")
-    one_line(lambda: problems.load_problems(str(tmp_path)), tmp_path)
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    one_line(lambda: problems.load_problems(str(tmp_path / "x.parquet")), "x.parquet")
-    (tmp_path / "x.csv").write_text("problem,answer\n")
-    one_line(lambda: problems.load_problems(str(tmp_path / "x.csv")), "x.csv")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text(ROW + "{\n")
-    one_line(lambda: problems.load_problems(str(folder)), folder, "JSON")
+    assert problems.load_problems(str(tmp_path / "x.jsonl"))[0] == [Problem("0", "p", "1")]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -167,6 +92,78 @@ def test_a_directory_in_the_hubs_layout_has_splits(suffix, tmp_path):
     test, _ = problems.load_problems(str(tmp_path), split="test")
     assert [x.answer for x in test] == ["3"]
     one_line(lambda: problems.load_problems(str(tmp_path), split="valid"), "--split")
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+ROW = '{"problem": "p", "answer": "1"}\n'
+BROKEN = {  # a file, and words of the line that refuses it
+    "no rows": ("", "x.jsonl: ", "'rows': 0"),
+    "copies that disagree": (ROW + ROW.replace("1", "2"), "x.jsonl: ", "'conflicting': 1"),
+    "no JSON": (ROW + '\n{"problem": oh}\n{', "x.jsonl:3: ", "column 13"),
+    "too deep": ("[" * 100_000, "x.jsonl:1: "),
+    "no object": ('["p", "1"]\n', "x.jsonl:1: ", "list"),
+    "a field of another name": ('{"problem": "p", "a": "1"}\n', "x.jsonl:1: ", "problem, a;"),
+    "an empty field": (ROW + '{"problem": " ", "answer": "1"}\n', "x.jsonl:2: `problem`"),
+    "a blank that is none": ('{"problem": "p", "answer": "\\u200b"}\n', "1: `answer`", r"\u200b"),
+    "a list": ('{"problem": "p", "answer": ["1"]}\n', "x.jsonl:1: `answer`", "['1']"),
+    "no whole number": ('{"problem": "p", "answer": 3.5}\n', "x.jsonl:1: `answer`", "3.5"),
+    "a true": ('{"problem": "p", "answer": true}\n', "x.jsonl:1: `answer`", "True"),
+    "no chat": ('{"prompt": ["p"], "reward_model": {}}\n', "x.jsonl:1: ", "`reward_model`"),
+    "not UTF-8": (b"\xff\xfe\x00", "x.jsonl: ", "UTF-8"),
+    "a worked solution": ('{"problem": "p", "answer": "x #### 1"}\n', "1: ", "--answer-after"),
+    "two lines": ('{"problem": "p", "answer": "x\\n1"}\n', "1: ", "--answer-after"),
+    "a brace": (ROW + '{"problem": "p", "answer": "}"}\n', "x.jsonl:2: ", "'}'"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_first_broken_row_is_refused_with_file_line_and_cause(what, tmp_path):
+    content, *words = BROKEN[what]
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    load = functools.partial(problems.load_problems, str(file), extract=extract_answer)
+    one_line(load, *words)
+
+
+def test_a_reference_without_a_letter_or_a_digit_is_fine_where_a_box_can_hold_it(tmp_path):
+    rows = [{"problem": f"{sign}?", "answer": sign} for sign in ("<", "∞", r"\{\}", "½")]
+    source = write(tmp_path / "x.jsonl", *rows)
+    assert len(problems.load_problems(source, extract=extract_answer)[0]) == 4
+    source = write(tmp_path / "y.jsonl", {"problem": "p", "answer": "x #### }"})
+    problems.load_problems(source)  # another verifier may read it
+
+
+@pytest.mark.parametrize(
+    "name", ["no.jsonl", "no.parquet", "here/no", "./no", "../no", "/no/such", "x.csv", "here"]
+)
+def test_a_source_that_is_not_there_or_not_readable_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/train.jsonl").write_text(ROW + "{\n")
+    (tmp_path / "x.csv").write_text("problem,answer\n")
+    monkeypatch.setattr(huggingface_hub, "HfApi", None)  # a path is no hub id
+    one_line(lambda: problems.load_problems(name), name, "check")
+
+
+@pytest.mark.parametrize("reply", ["a refusal", "none"])
+def test_a_hub_that_does_not_reply_is_asked_once_and_then_the_cache_alone(reply, monkeypatch):
+    asked, ended = [], threading.Event()
+
+    def dataset_info(path):
+        asked.append(path)
+        if reply == "none":
+            ended.wait(60)  # as long as the test lasts
+        raise HfHubHTTPError("404", response=types.SimpleNamespace(headers={}, request=None))
+
+    hub = types.SimpleNamespace(dataset_info=dataset_info)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
+    one_line(lambda: problems.load_problems("no/thing:main"), "no/thing:main: ", "ZeroDivision")
+    assert asked == ["no/thing"] and datasets.config.HF_HUB_OFFLINE == (reply == "none")
+    ended.set()
 
 
 # -------------------------------------------------------------------------------- evaluation sets
@@ -200,22 +197,15 @@ def test_sets_by_name_are_read_from_the_hub_with_answers_as_text(set_name, monke
 def test_a_set_of_the_hub_is_read_by_its_configuration_split_and_columns(monkeypatch):
     def load(hub_id, name, split):
         assert (hub_id, name, split) == ("openai/gsm8k", "main", "train")
-        return datasets.Dataset.from_list([{"question": "2 + 3?", "answer": "2 + 3 = 5\n#### 5"}])
+        return datasets.Dataset.from_list([{"question": "2 + 3?", "answer": "#### no, #### 5 "}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    source, columns = "openai/gsm8k:main", problems.Fields("question", "answer")
-    one_line(lambda: problems.load_problems(source), "row 0", "question, answer")
-    unmarked, _ = problems.load_problems(source, fields=columns)
-    refuse = problems.refuse_unanswerable
-    one_line(lambda: refuse(unmarked, "data"), "problem 0", "--answer-after")
-
-
-def test_what_follows_the_last_mark_is_the_answer_and_a_row_without_it_is_refused(tmp_path):
-    file = write(tmp_path / "x.jsonl", {"problem": "p", "answer": "#### no, #### 7 "})
-    marked = problems.Fields(answer_after="####")
-    assert problems.load_problems(file, fields=marked)[0][0].answer == "7"
-    file = write(tmp_path / "y.jsonl", {"problem": "p", "answer": "7"})
-    one_line(lambda: problems.load_problems(file, fields=marked), "y.jsonl:1: ", "'####'")
+    read = functools.partial(problems.load_problems, "openai/gsm8k:main")
+    one_line(read, "openai/gsm8k:main row 0", "question, answer", "--problem-field")
+    ((x,), _) = read(problem_field="question", answer_after="####")
+    assert (x.problem, x.answer) == ("2 + 3?", "5")
+    unmarked = functools.partial(read, problem_field="question", answer_after="=")
+    one_line(unmarked, "row 0", "--answer-after", "'='")
 
 
 def test_a_fingerprint_depends_on_letters_and_digits_alone():

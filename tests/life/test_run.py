@@ -172,7 +172,7 @@ def test_a_set_of_other_columns_whose_answers_follow_a_mark_is_trained_and_evalu
     columns = ["--problem-field=question", "--answer-field=solution"]
     changes = {"steps": 1, "max_new_tokens": 4, "data": hub, "verifier": config.Config.verifier}
     argv = [*flags(world_dir, out, **changes), *columns]
-    refused(capsys, sgsd.main, argv, f"--data {hub}", "--answer-after")
+    refused(capsys, sgsd.main, argv, f"{hub} row 0", "--answer-after")
     completes(sgsd.main, [*argv, "--answer-after=####"])
     golds = {x["problem"]: x["answer"] for x in PROBLEMS[:8]}
     trained = {row["problem"]: row["gold"] for row in rows(out / "rollouts.jsonl")}

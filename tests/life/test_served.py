@@ -29,20 +29,20 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(served, "PAUSES", (0.01, 0.01, 0.01, 0))
+    monkeypatch.setattr(served, "PAUSE_S", 0.001)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-def a_server(engine, tokenizer=None, model="base", **options):
-    return served.Server(engine.url, model, tokenizer, STOPS, **options)
+def a_server(engine, model="base", **options):
+    return served.Server(engine.url, model, STOPS, **options)
 
 
 @pytest.fixture
-def sample(engine, tokenizer):
+def sample(engine):
     """Does jobs: every completion by its index."""
 
-    def of(jobs, adapter="", server=None, rows=16, **options):
-        server = server or a_server(engine, tokenizer, **options)
-        turns = server.stream(jobs, PLAIN, rows, adapter)
+    def of(jobs, adapter="", rows=16, **options):
+        turns = a_server(engine, **options).stream(jobs, PLAIN, rows, adapter)
         done = list(itertools.chain.from_iterable(turns))
         completions = {job.index: job.ids for job in done}
         assert len(completions) == len(done)
@@ -55,21 +55,19 @@ def sample(engine, tokenizer):
 
 
 def test_prompts_travel_as_ids_with_every_field_of_sampling_and_sampled_ids_come_back(
-    engine, sample, tokenizer
+    engine, sample
 ):
-    server, todo = a_server(engine, tokenizer), jobs()
-    turns = list(server.stream(todo, Sampling(0.7, 0.9, 20), 16))
-    want = [[24 + i, 7, STOPS[0]] for i in range(6)]
-    done = list(itertools.chain.from_iterable(turns))
-    assert sorted(done, key=lambda job: job.index) == todo
-    assert [(job.ids, job.left) for job in todo] == [(ids, 0) for ids in want]
+    todo = jobs()
+    for turn in a_server(engine).stream(todo, Sampling(0.7, 0.9, 20), 16):
+        (job,) = turn
+        assert (job.ids, job.left) == ([24 + job.index, 7, STOPS[0]], 0)
+    assert not any(job.left for job in todo)
     bodies = {body["prompt"][2]: body for body in engine.bodies()}
     assert len(bodies) == len(engine.calls) == 6
     fields = {"model": "base", "prompt": [7, 8, 12], "max_tokens": 30, "temperature": 0.7}
     fields |= {"top_p": 0.9, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0}
     fields |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "stop_token_ids": STOPS}
-    fields |= {"skip_special_tokens": False, "return_token_ids": True}
-    assert bodies[9 + 3] == fields
+    assert bodies[9 + 3] == fields | {"return_token_ids": True}
     sample(jobs(1))
     assert engine.bodies()[-1]["top_k"] == -1  # as vLLM writes that there is none
 
@@ -91,21 +89,7 @@ def test_rows_is_the_number_of_requests_under_way(engine, sample):
     assert len(sample(jobs(9), rows=3)) == 9 and max(most) == 3
 
 
-def test_a_server_that_fails_now_and_then_is_reported_once_a_minute(
-    engine, sample, tokenizer, capsys, monkeypatch
-):
-    """Every second request fails; then a minute has passed."""
-    engine.answer = lambda body: engine.sampled(body) if len(engine.calls) % 2 else (503, "busy")
-    server = a_server(engine, tokenizer)
-    sample(jobs(), server=server, rows=1)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert engine.url in line and "503" in line and len(engine.calls) > 6
-    monkeypatch.setattr(served, "REPORT_S", 0.0)
-    sample(jobs(2), server=server, rows=1)
-    assert capsys.readouterr().err.count("trying again") >= 1
-
-
-def test_a_caller_that_breaks_off_does_not_wait_for_replies(engine, tokenizer):
+def test_a_caller_that_breaks_off_does_not_wait_for_replies(engine):
     released = threading.Event()
 
     def answer(body):
@@ -114,23 +98,11 @@ def test_a_caller_that_breaks_off_does_not_wait_for_replies(engine, tokenizer):
         return engine.sampled(body)
 
     engine.answer = answer
-    turns = a_server(engine, tokenizer).stream(jobs(), PLAIN, 2)
+    turns = a_server(engine).stream(jobs(), PLAIN, 2)
     assert next(turns)[0].index == 0
     turns.close()
     assert not released.is_set() and len(engine.calls) <= 3
     released.set()
-
-
-def test_of_a_server_without_ids_the_text_is_tokenized(engine, sample, tokenizer):
-    text = "\\boxed{7}"
-    usage = {"completion_tokens": 30, "prompt_tokens": 3}
-    engine.answer = lambda body: (200, choices(text=text))
-    ids = tokenizer.encode(text)
-    assert sample(jobs(1)) == {0: [*ids, STOPS[0]]}
-    engine.answer = lambda body: (200, choices(text=f"{text}<|im_end|>"))
-    assert sample(jobs(1)) == {0: [*ids, 265]}
-    engine.answer = lambda body: (200, choices("length", usage, text=text))
-    assert sample(jobs(1)) == {0: ids}
 
 
 def test_a_stop_id_that_a_server_leaves_out_does_not_make_a_completion_a_cut_one(engine, sample):
@@ -140,48 +112,48 @@ def test_a_stop_id_that_a_server_leaves_out_does_not_make_a_completion_a_cut_one
     assert sample(jobs(1, limit=2)) == {0: [65, 66]}
 
 
-def test_the_key_in_the_environment_is_sent(engine, monkeypatch):
-    server = a_server(engine)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    server.check()
+def test_the_key_in_the_environment_is_sent_and_never_shown(engine, monkeypatch, tmp_path):
+    (tmp_path / ".netrc").write_text("default login me password other")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    a_server(engine).check()
     monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
+    server = a_server(engine)
     server.check()
     assert engine.keys_seen == [None, "Bearer secret"]
+    engine.get = lambda path: (401, {"error": "no such key: secret"})
+    assert "secret" not in one_line(server.check, "HTTP 401", "no such key", kind=OSError)
     monkeypatch.setenv("OPENAI_API_KEY", "sec\nret")
-    line = one_line(server.check, "OPENAI_API_KEY")
-    assert "ret" not in line.replace("characters", "")
+    assert "sec" not in one_line(lambda: a_server(engine), "OPENAI_API_KEY")
 
 
 # ------------------------------------------------------------------------------------- what it has
 
 
-def test_a_server_that_lists_one_base_is_taken_at_its_word(engine):
-    engine.adapters["mine"] = "/somewhere"  # an adapter is no base
-    server = a_server(engine, model="org/model")
-    server.check()
-    assert (server.base, server.engine) == ("base", "vllm")
+BASES = [  # a model, how a server lists it beside "base", and what owns it
+    ("org/model", {"id": "org/model", "root": "elsewhere"}),
+    ("org/model", {"id": "short", "root": "org/model", "owned_by": "vllm"}),
+    ("model", {"id": "short", "root": "{here}/model"}),
+]
 
 
+@pytest.mark.parametrize("model, entry", BASES)
 def test_of_several_bases_the_one_with_the_models_name_or_path_is_used(
-    engine, tmp_path, monkeypatch
+    model, entry, engine, tmp_path, monkeypatch
 ):
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    for model, name, root in (
-        ("org/model", "org/model", "elsewhere"),
-        ("org/model", "short", "org/model"),
-        ("model", "short", str(tmp_path / "model")),
-    ):
-        engine.bases[1:] = [{"id": name, "root": root}]
-        server = a_server(engine, model=model)
-        server.check()
-        assert (server.base, server.engine) == (name, "unknown")
+    engine.bases.append(entry | {"root": entry["root"].format(here=tmp_path)})
+    server = a_server(engine, model)
+    server.check()
+    assert (server.base, server.engine) == (entry["id"], entry.get("owned_by", "unknown"))
 
 
-def test_of_several_bases_without_the_model_one_line_lists_them(engine):
+def test_one_base_is_taken_at_its_word_and_of_others_one_line_lists_them(engine):
+    engine.adapters["mine"] = "/somewhere"  # an adapter is no base
+    server = a_server(engine, "org/model")
+    server.check()
+    assert (server.base, server.engine) == ("base", "vllm")
     engine.bases.append({"id": "another", "root": "another"})
-    engine.adapters["mine"] = "/somewhere"
-    server = a_server(engine, model="org/model")
     words = [engine.url, "base, another", "org/model"]
     assert "mine" not in one_line(server.check, *words, kind=OSError)
 
@@ -189,138 +161,129 @@ def test_of_several_bases_without_the_model_one_line_lists_them(engine):
 @pytest.mark.parametrize("url", ["localhost:8000/v1", "http://localhost:8000"])
 def test_what_is_no_address_is_refused_with_an_example_of_one(url):
     one_line(
-        lambda: served.Server(url, "base", None, STOPS),
-        f"server {url}: ",
-        "http://localhost:8000/v1",
+        lambda: served.Server(url, "base", STOPS), f"server {url}: ", "http://localhost:8000/v1"
     )
-
-
-@pytest.mark.parametrize("reply", ["<html>", {"models": []}, ["x"]])
-def test_a_list_of_models_that_cannot_be_read_is_one_line(reply, engine):
-    engine.get = lambda path: (200, reply)
-    one_line(a_server(engine).check, engine.url, "reply", kind=OSError)
-
-
-def test_where_nobody_answers_every_question_says_so(tmp_path, sample):
-    with Engine() as gone:
-        server = a_server(gone)
-    for ask in (
-        server.check,
-        lambda: server.load("mine", str(tmp_path)),
-        lambda: sample(jobs(3), server=server),
-    ):
-        one_line(ask, server.url, "ConnectionRefusedError", kind=OSError)
 
 
 # ---------------------------------------------------------------------------------------- adapters
 
 
-def test_an_adapter_is_loaded_sampled_by_its_name_and_unloaded(
-    engine, sample, tmp_path, monkeypatch
+def test_an_adapter_is_loaded_under_a_new_name_sampled_by_it_and_unloaded(
+    engine, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    server = a_server(engine)
-    server.load("mine", "adapter")  # the server has another working directory
-    assert engine.adapters == {"mine": str(tmp_path / "adapter")}
-    assert len(sample(jobs(2), "mine", server=server)) == 2
-    assert [body["model"] for body in engine.bodies()] == ["mine", "mine"]
-    server.unload("mine")
-    assert not engine.adapters
-    server.unload("mine")  # a server that was started anew has lost it
+    server, names = a_server(engine), []
+    for _ in range(2):
+        with server.adapter("step_000025") as name:  # the server has another working directory
+            assert engine.adapters == {name: str(tmp_path / "step_000025")}
+            assert len([*server.stream(jobs(2), PLAIN, 16, name)]) == 2
+        names.append(name)
+    assert not engine.adapters and len({*names}) == 2
+    assert [body["model"] for body in engine.bodies()] == [name for name in names for _ in "ab"]
     with Engine() as gone:
         pass
-    a_server(gone).unload("mine")  # one that is gone has none
+    with server.adapter("step_000025"):
+        server.url = gone.url  # one that is gone has none to unload
 
 
-def test_an_adapter_that_is_refused_says_what_the_server_needs(engine, tmp_path):
-    server = a_server(engine)
-    for reply in ((404, {"detail": "Not Found"}), (500, {"error": "LoRA rank 64\nis greater"})):
-        engine.post = lambda path, body, reply=reply: reply
-        words = ["VLLM_ALLOW_RUNTIME_LORA_UPDATING=True", "--enable-lora", "--max-lora-rank"]
-        words.append(f"HTTP {reply[0]}: ")
-        one_line(lambda: server.load("mine", str(tmp_path)), *words, kind=OSError)
+@pytest.mark.parametrize("reply", [(404, {"detail": "Not Found"}), (500, {"error": "rank\nis 64"})])
+def test_an_adapter_that_is_refused_is_asked_for_once_and_the_line_says_what_it_needs(
+    reply, engine, tmp_path
+):
+    engine.post = lambda path, body: reply
+    words = ["VLLM_ALLOW_RUNTIME_LORA_UPDATING=True", "--enable-lora", "--max-lora-rank"]
+    load = a_server(engine).adapter(str(tmp_path)).__enter__
+    one_line(load, f"HTTP {reply[0]}: ", *words, kind=OSError)
+    assert len(engine.calls) == 1
 
 
 # ---------------------------------------------------------------------------------------- bad days
 
 
 FAULTS = {
-    "a broken server": lambda body: (500, {"error": "EngineCore"}),
-    "a server with too much to do": lambda body: (429, {}),
-    "a dropped connection": lambda body: DROP,
-    "a completion that was broken off": lambda body: (200, choices("abort", token_ids=[])),
+    "a broken server": (500, {"error": "EngineCore"}),
+    "a server with too much to do": (429, {}),
+    "a dropped connection": DROP,
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_after_a_fault_a_request_is_tried_again(fault, engine, sample):
+def test_after_a_fault_a_request_is_tried_again_seven_times(fault, engine, sample):
     seen = []
 
     def answer(body):
         seen.append(body["prompt"])
-        return FAULTS[fault](body) if seen.count(body["prompt"]) < 3 else engine.sampled(body)
+        return FAULTS[fault] if seen.count(body["prompt"]) < 8 else engine.sampled(body)
 
     engine.answer = answer
     assert len(sample(jobs(4), rows=4)) == 4
-    assert len(seen) == 3 * 4
+    assert len(seen) == 8 * 4
+    engine.answer = lambda body: FAULTS[fault]
+    one_line(lambda: sample(jobs(1)), engine.url, kind=OSError)
+    assert len(engine.bodies()) == 8 * 4 + 8
 
 
-def test_a_fault_that_stays_is_raised_after_the_replies_under_way(engine, tokenizer):
-    failed = threading.Event()
+def test_an_error_is_raised_after_the_replies_under_way_and_no_request_goes_on(engine, monkeypatch):
+    """Row 0 is under way, row 1 is refused, row 2 waits for its next try, the others for a row."""
+    monkeypatch.setattr(served, "PAUSE_S", 600.0)
+    waits, refused = threading.Event(), threading.Event()
 
     def answer(body):
-        if body["prompt"][2] == 9:  # row 0 finishes when row 1 has failed for the last time
-            failed.wait(60)
-            return engine.sampled(body)
-        if len([b for b in engine.bodies() if b["prompt"] == body["prompt"]]) == 4:
-            failed.set()
-        return DROP
+        row = body["prompt"][2] - 9
+        if row == 2:
+            if len([b for b in engine.bodies() if b["prompt"] == body["prompt"]]) == 2:
+                waits.set()  # its second pause is one of 20 minutes
+            return 503, "busy"
+        (waits if row == 1 else refused).wait(60)
+        if row == 1:
+            threading.Timer(1.0, refused.set).start()  # when the client knows
+            return 400, {"error": "too long:\nat most 20 tokens"}
+        return engine.sampled(body)
 
     engine.answer = answer
     seen = []
 
     def ask():
-        for turn in a_server(engine, tokenizer).stream(jobs(), PLAIN, 2):
+        for turn in a_server(engine).stream(jobs(), PLAIN, 3):
             seen.extend(job.index for job in turn)
 
-    one_line(ask, engine.url, kind=OSError)
-    assert seen == [0]
-    prompts = {body["prompt"][2] for body in engine.bodies()}
-    assert prompts <= {9, 10, 11}  # the other rows were not begun
+    one_line(ask, engine.url, "HTTP 400: ", "at most 20 tokens", kind=OSError)
+    assert seen == [0] and sorted(body["prompt"][2] for body in engine.bodies()) == [9, 10, 11, 11]
 
 
-def test_a_server_that_stays_silent_is_not_asked_twice(engine, sample):
+def test_a_server_that_stays_silent_is_asked_once(engine, sample, tmp_path, monkeypatch):
     released = threading.Event()
-    engine.answer = lambda body: (released.wait(60), {})
-    one_line(lambda: sample(jobs(1), timeout_s=0.2), engine.url, "0.2 s", kind=OSError)
+    monkeypatch.setattr(served, "QUICK_S", 0.2)
+    engine.post = lambda path, body: (released.wait(60), {})
+    for number, ask in enumerate(
+        (lambda: sample(jobs(1), timeout_s=0.2), a_server(engine).adapter(str(tmp_path)).__enter__)
+    ):
+        one_line(ask, engine.url, "timeout=0.2", kind=OSError)
+        assert len(engine.calls) == number + 1
     released.set()
-    assert len(engine.bodies()) == 1
 
 
-def test_a_request_that_is_too_long_is_the_servers_own_refusal_and_not_tried_again(engine, sample):
-    detail = "This model's maximum context length is 20 tokens.\nHowever, you requested 33."
-    engine.answer = lambda body: (400, {"error": {"message": detail}})
-    words = [engine.url, "HTTP 400: ", "maximum context length is 20 tokens"]
-    one_line(lambda: sample(jobs(1)), *words, kind=OSError)
-    assert len(engine.calls) == 1
+def test_where_nobody_answers_every_question_says_so(tmp_path):
+    with Engine() as gone:
+        server = a_server(gone)
+    for ask in (
+        server.check,
+        server.adapter(str(tmp_path)).__enter__,
+        lambda: list(server.stream(jobs(3), PLAIN, 16)),
+    ):
+        one_line(ask, server.url, "refused", kind=OSError)
 
 
-def test_a_server_that_was_started_anew_without_the_adapter_is_not_asked_twice(engine, sample):
-    one_line(lambda: sample(jobs(1), "gone"), engine.url, "HTTP 404: ", kind=OSError)
-    assert len(engine.calls) == 1
-
-
-CUT_TEXT = choices("length", {"completion_tokens": 1}, text="x")
 CUT_PROMPT = choices(usage={"prompt_tokens": 2}, token_ids=[5, 265])
 UNEXPECTED = {  # a reply, and words of the line
     "no JSON": ("<html>\n", "JSONDecodeError"),
     "no choices": ({"error": "x"}, "KeyError: 'choices'"),
-    "neither ids nor text": (choices(), "KeyError: 'text'"),
-    "a reply cut by the server": (choices("length", token_ids=[65, 66]), "after 2 of 8 tokens"),
-    "more ids than asked for": (choices(token_ids=[65] * 9), "token_ids"),
-    "ids that are none": (choices(token_ids=[65, -1]), "token_ids"),
-    "a text cut by the server": (CUT_TEXT, "after 1 of 8 tokens"),
-    "a prompt cut by the server": (CUT_PROMPT, "2 of 3 prompt tokens"),
+    "text and no ids": (choices(text="x"), "token_ids"),
+    "a reply cut by the server": (choices("length", token_ids=[65, 66]), "2 of 8 token_ids"),
+    "a reply broken off": (choices("abort", token_ids=[65] * 8), "abort"),
+    "more ids than asked for": (choices(token_ids=[65] * 9), "9 of 8 token_ids"),
+    "ids that are none": (choices(token_ids=["65"]), "token_ids"),
+    "a prompt cut by the server": (CUT_PROMPT, "2 tokens of 3"),
 }
 
 
@@ -329,3 +292,5 @@ def test_an_unexpected_reply_is_one_line(what, engine, sample):
     value, words = UNEXPECTED[what]
     engine.answer = lambda body: (200, value)
     one_line(lambda: sample(jobs(1, limit=8)), engine.url, words, kind=OSError)
+    engine.get = lambda path: (200, value)
+    one_line(a_server(engine).check, engine.url, "reply", kind=OSError)

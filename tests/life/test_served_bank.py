@@ -91,7 +91,7 @@ def test_a_server_that_one_of_two_ranks_loses_in_the_cold_start_ends_both(
     rank, world_dir, tmp_path, monkeypatch
 ):
     """In one line of the rank that lost it. The solutions that came are not asked for again."""
-    monkeypatch.setattr(served, "PAUSES", (0.01, 0))
+    monkeypatch.setattr(served, "PAUSE_S", 0.001)
     lines = []
     with serving() as first, serving() as second:
         for name in ("whole", "run"):

@@ -79,39 +79,24 @@ def test_draws_are_uniform_independent_and_differ_by_seed_step_problem_and_sampl
 
 
 @pytest.mark.parametrize(
-    ("sampling", "want"),
-    [  # p = (.1, .2, .3, .4) in the order of the vocabulary: the CDF is .1, .3, .6, 1
-        (Sampling(1.0, 1.0, 0), [0, 0, 1, 2, 3]),
-        (Sampling(1.0, 1.0, 2), [2, 2, 2, 3, 3]),  # .3 and .4 are left: .3 / .7 = .43
-        (Sampling(1.0, 0.65, 0), [2, 2, 2, 3, 3]),  # .4 + .3 reach .65
-        (Sampling(1.0, 0.75, 0), [1, 1, 1, 3, 3]),  # .2 as well: CDF .22, .56, 1
-        (Sampling(0.0, 1.0, 0), [3, 3, 3, 3, 3]),
-        (Sampling(0.5, 1.0, 0), [0, 1, 1, 3, 3]),  # squares .01 .04 .09 .16: CDF .03 .17 .47 1
+    ("p", "sampling", "want"),
+    [  # in the order of the vocabulary: the CDF is .1, .3, .6, 1
+        ([0.1, 0.2, 0.3, 0.4], Sampling(1.0, 1.0, 0), [0, 0, 1, 2, 3]),
+        ([0.1, 0.2, 0.3, 0.4], Sampling(1.0, 1.0, 2), [2, 2, 2, 3, 3]),  # .3 / .7 = .43
+        ([0.1, 0.2, 0.3, 0.4], Sampling(1.0, 0.65, 0), [2, 2, 2, 3, 3]),  # .4 + .3 reach .65
+        ([0.1, 0.2, 0.3, 0.4], Sampling(1.0, 0.75, 0), [1, 1, 1, 3, 3]),  # .2 as well: .22, .56, 1
+        ([0.1, 0.2, 0.3, 0.4], Sampling(0.0, 1.0, 0), [3, 3, 3, 3, 3]),
+        ([0.1, 0.2, 0.3, 0.4], Sampling(0.5, 1.0, 0), [0, 1, 1, 3, 3]),  # squares: .03 .17 .47 1
+        ([0.5, 0.25, 0.125, 0.125], Sampling(1.0, 0.75, 0), [0, 0, 0, 0, 1]),  # .5 + .25 are .75
+        # equal logits stay or go together, also in a nucleus that is wider than a short list
+        ([1 / 3000] * 3000, Sampling(1.0, 0.9, 0), [0, 270, 330, 1770, 2970]),
+        ([1 / 3000] * 3000, Sampling(1.0, 1.0, 5), [0, 270, 330, 1770, 2970]),
     ],
 )
-def test_temperature_top_p_and_top_k_by_hand(sampling, want):
-    logits_BV = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().expand(5, 4)
+def test_temperature_top_p_and_top_k_by_hand(p, sampling, want):
+    logits_BV = torch.tensor([p]).log().expand(5, len(p))
     u_B = torch.tensor([0.0, 0.09, 0.11, 0.59, 0.99], dtype=torch.float64)
     assert rollout.select_tokens(logits_BV, u_B, sampling).tolist() == want
-
-
-def test_a_nucleus_that_is_exactly_as_large_as_top_p_takes_no_more():
-    logits_1V = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()  # .5 + .25 are .75
-    u_1 = torch.tensor([0.99], dtype=torch.float64)
-    assert rollout.select_tokens(logits_1V, u_1, Sampling(1.0, 0.75, 0)).tolist() == [1]
-
-
-def test_equal_logits_stay_or_go_together():
-    """Also where the nucleus is wider than a short list: of 3,000 equal tokens all stay."""
-    u_B = torch.tensor([0.0, 0.9999], dtype=torch.float64)
-    equal_BV = torch.zeros(2, 3000)
-    assert rollout.select_tokens(equal_BV, u_B, Sampling(1.0, 0.9, 0)).tolist() == [0, 2999]
-    assert rollout.select_tokens(equal_BV, u_B, Sampling(1.0, 1.0, 5)).tolist() == [0, 2999]
-
-
-def test_sampling_out_of_range_is_refused():
-    for bad in ((-1, 1, 0, 9), (1, 0, 0, 9), (1, 1.1, 0, 9), (1, 1, -1, 9), (1, 1, 0, 0)):
-        one_line(lambda bad=bad: Sampling(*bad), "temperature >= 0", "got Sampling")
 
 
 def test_the_models_own_generation_config_has_no_say_and_nothing_warns(tokenizer):
@@ -182,16 +167,12 @@ def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer
     assert {(roll.r, roll.pred) for roll in rolls} == {(-1, None)}
 
 
-def test_stop_ids_of_a_model_whose_text_config_alone_names_one(tokenizer):
-    """Gemma 3 with images has none of its own."""
-    text = {"eos_token_id": [1, 106], "num_hidden_layers": 1}
-    config = Gemma3Config(text_config=text)
-    model = SimpleNamespace(config=config, generation_config=GenerationConfig())
-    assert rollout.stop_ids(model, tokenizer) == [1, 106, 265]
-
-
-def test_a_model_whose_solutions_would_never_end_is_refused():
+def test_stop_ids_are_the_tokenizers_and_all_of_the_models_and_none_is_refused():
+    """Gemma 3 with images names them in its text config alone."""
+    config = Gemma3Config(text_config={"eos_token_id": [1, 106], "num_hidden_layers": 1})
+    gemma = SimpleNamespace(config=config, generation_config=GenerationConfig())
     model, tokenizer = make_model(eos_token_id=None), make_tokenizer()
+    assert rollout.stop_ids(gemma, tokenizer) == [1, 106, 265]
     assert rollout.stop_ids(model, tokenizer) == [265]
     tokenizer.eos_token = None
     one_line(lambda: rollout.generate(model, tokenizer, [[1]], SAMPLING, [1]), "`eos_token_id`")
