@@ -2,7 +2,6 @@
 
     python research/worlds/harder.py                make the model from tiny/model, and problems
     python research/worlds/harder.py --more 250     train the model that is here further
-    python research/worlds/harder.py --measure      only print README.md's table
 
 A problem asks for three numbers, each a problem of one of world.py's eight families, and its
 answer is the three written as one number. A step errs with the odds of world.py, on its own. What
@@ -25,7 +24,6 @@ import functools
 import json
 import pathlib
 import random
-import re
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +38,6 @@ import world
 import rollout
 import skills
 from lib import model as models
-from lib import verify
-from methods import sdpo
-from research.markdown_table import head_of, row_of
 
 OUT = HERE / "harder"
 STEPS, ROWS, RATE = 1200, 24, 1e-3
@@ -108,13 +103,6 @@ def solution(rng: random.Random, x: Lock, errs: list[bool], guided: bool) -> str
     return f"{text}\nThe code is \\boxed{{{code_of(x, errs)}}}."
 
 
-def steps_right(x: Lock, text: str) -> list[bool | None]:
-    """Whether each step of a solution ends in its right number; None where it is missing."""
-    numbers = re.findall(r"So (\d+)", text)[:3]
-    right: list[bool | None] = [n == str(part.right[1]) for n, part in zip(numbers, x.parts)]
-    return right + [None] * (3 - len(right))
-
-
 # ------------------------------------------------------------------------------------ training text
 
 
@@ -134,18 +122,15 @@ def guidance(rng: random.Random, families: list[str]) -> tuple[list[dict], list[
     return right, [one(("mistake",)) for _ in range(count)]
 
 
-def with_answer(x: Lock) -> str:
-    """The problem with its answer, as methods/opsd.py shows it."""
-    return f"{x.problem}\n\nThe reference answer is {x.answer}."
-
-
 def solving_row(rng: random.Random, tokenizer: Any, x: Lock, form: str) -> make.Row:
     """form: plain, memory, pair or answer."""
-    good, bad = [], []
+    good, bad, problem = [], [], x.problem
     if form == "pair" or (form == "answer" and rng.random() < 0.5):
         good, bad = guidance(rng, x.families)
+    if form == "answer":  # as methods/opsd.py has it
+        problem += f"\n\nThe reference answer is {x.answer}."
     pairs = [skills.SkillPair(g, e, 1.0, 1.0) for g, e in zip(good, bad)]
-    text = skills.render_skills(pairs, with_answer(x) if form == "answer" else x.problem)
+    text = skills.render_skills(pairs, problem)
     if form == "memory":
         text = skills.render("seed_problem", {"problem": x.problem})
     prompt = rollout.chat_ids(tokenizer, text, thinking=make.thinking_of(rng, form))
@@ -240,82 +225,25 @@ def write_problems(locks: dict[str, Lock]) -> None:
         (OUT / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_part))
 
 
-# ---------------------------------------------------------------------------------------- measuring
-
-CASES = ("plain", "relevant", "irrelevant", "misleading", "answer", "solution")
-
-
-def prompt_of(rng: random.Random, x: Lock, case: str) -> tuple[str, str]:
-    """(prompt, the family that the guidance is about) of one measured case."""
-    name = rng.choice(x.families)
-    others = [family for family in world.FAMILIES if family.name not in x.families]
-    if case == "plain":
-        return skills.render_student(x.problem), name
-    if case == "answer":
-        return skills.render_student(with_answer(x)), name
-    if case == "solution":  # which the model never saw in training
-        told = sdpo.with_solution(x.problem, solution(rng, x, [False] * 3, guided=False))
-        return skills.render_student(told), name
-    own = world.family_of(name)
-    about = rng.choice(others) if case == "irrelevant" else own
-    skill = world.item(rng, about, "misleading" if case == "misleading" else "skill")
-    mistake = world.item(rng, own if case == "relevant" else rng.choice(others), "mistake")
-    return skills.render_teacher(skills.SkillPair(skill, mistake, 1.0, 1.0), x.problem), name
-
-
-def shares(model: Any, tokenizer: Any, problems: list[Lock], case: str) -> dict[str, float]:
-    """Of one sampled solution per problem (temperature 1, top-p .95), the share of each thing."""
-    rng = random.Random(0)
-    prompts = [prompt_of(rng, x, case) for x in problems]
-    sampling = rollout.Sampling(1.0, 0.95, 0, 160)
-    texts = [text for text, _ in prompts]
-    replies = make.replies_to(model, tokenizer, texts, "bare", sampling, case)
-    counts = dict.fromkeys(("solved", "guided step", "other steps", "skipped"), 0.0)
-    for x, text, (_, name) in zip(problems, replies, prompts):
-        right = steps_right(x, text)
-        at = x.families.index(name)
-        counts["solved"] += verify.extract_answer(text) == x.answer
-        counts["guided step"] += bool(right[at])
-        counts["other steps"] += sum(map(bool, right[:at] + right[at + 1 :])) / 2
-        counts["skipped"] += right == [None] * 3
-    return {what: n / len(problems) for what, n in counts.items()}
-
-
-def measure(model: Any, tokenizer: Any, count: int) -> str:
-    """README.md's table of guidance."""
-    rng = random.Random(2)
-    problems = [draw(rng) for _ in range(count)]
-    rows = {case: shares(model, tokenizer, problems, case) for case in CASES}
-    table = head_of(["guidance", *rows["plain"]])
-    for case, counts in rows.items():
-        table.append(row_of([case, *[f"{share:.1%}" for share in counts.values()]]))
-    return "\n".join(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps of the model")
     parser.add_argument("--more", type=int, default=0, metavar="STEPS", help="train further")
-    parser.add_argument("--measure", action="store_true", help="only print the table")
     args = parser.parse_args()
-    device = torch.device("cpu")
-    if not args.measure:
-        rng = random.Random(0)
-        torch.manual_seed(0)
-        locks = held_out(rng)
-        write_problems(locks)
-        reserved = {x.problem for x in locks.values()}
-        start, steps, rate = make.TINY, args.steps, RATE
-        if args.more:
-            start, steps, rate = OUT, args.more, RATE / 2
-        model, tokenizer = models.load_model(str(start / "model"), device)
-        encoder = make.make_encoder(rng, tokenizer, steps=0)
-        encoder.save(str(OUT / "encoder"), create_model_card=False)
-        make.train(model, steps, rate, functools.partial(make_rows, rng, tokenizer, reserved))
-        model.to(torch.bfloat16).save_pretrained(OUT / "model")
-        tokenizer.save_pretrained(OUT / "model")
-    model, tokenizer = models.load_model(str(OUT / "model"), device)
-    print(measure(model, tokenizer, 1200))
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    locks = held_out(rng)
+    write_problems(locks)
+    reserved = {x.problem for x in locks.values()}
+    start, steps, rate = make.TINY, args.steps, RATE
+    if args.more:
+        start, steps, rate = OUT, args.more, RATE / 2
+    model, tokenizer = models.load_model(str(start / "model"), torch.device("cpu"))
+    encoder = make.make_encoder(rng, tokenizer, steps=0)
+    encoder.save(str(OUT / "encoder"), create_model_card=False)
+    make.train(model, steps, rate, functools.partial(make_rows, rng, tokenizer, reserved))
+    model.to(torch.bfloat16).save_pretrained(OUT / "model")
+    tokenizer.save_pretrained(OUT / "model")
 
 
 if __name__ == "__main__":
