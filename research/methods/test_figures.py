@@ -38,4 +38,4 @@ def test_intervals_areas_and_equal_costs_by_hand():
     # (0 + .5) / 2 * 5 = 1.25 and (.5 + 1) / 2 * 15 = 11.25, over 20 steps
     assert compare.area({0: 0.0, 5: 0.5, 20: 1.0}) == pytest.approx(12.5 / 20)
     # From .5 at step 5 to 1 at step 20: three of fifteen steps further it is .6
-    assert compare.value_at([0, 5, 20], [0.0, 0.5, 1.0], 8) == pytest.approx(0.6)
+    assert field.value_at([0, 5, 20], [0.0, 0.5, 1.0], 8) == pytest.approx(0.6)

@@ -37,7 +37,7 @@ def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
     evaluation = ["eval.py", "tiny/model", f"{out}/bf16", "--data", "tiny/test.jsonl"]
     evaluation += ["--samples", "4", "--max-new-tokens", "96", "--device", device]
     steps_of["bf16_eval"] = [*evaluation, "--limit", "8"] if in_small else evaluation
-    modes, how = ("score", "step", "rollout", "memory", "eval"), ["--cuda"]
+    modes, how = ("score", "step", "rollout", "memory"), ["--cuda"]
     if in_small:
         modes, how = ("score", "step"), ["--shape", "tiny", "--repeats", "1", "--one-process"]
     for mode in modes:

@@ -84,8 +84,23 @@ def test_the_freeze_sees_a_number_and_overlooks_what_may_change(tmp_path):
     assert {"rollouts.pairs", "replies.reply"} <= {*found.differences}
 
 
+def scripts():
+    """The scripts that pages of research/ start, but those that need TRL."""
+    names = set()
+    for page in (ROOT / "research").rglob("*.md"):
+        names |= set(re.findall(r"python\s+research/([\w/]+\.py)", page.read_text()))
+    return sorted(name for name in names if not name.startswith("trl/"))
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("question", ("bound", "methods", "slope", "speed", "worlds"))
+@pytest.mark.parametrize("script", scripts())
+def test_a_script_that_a_page_of_research_starts_runs_as_far_as_its_help(script):
+    without = {"intervals.py": [], "robustness/families.py": ["qwen2"]}  # their smallest case
+    assert run(script, *without.get(script, ["--help"]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("question", ("bound", "cost", "methods", "worlds"))
 def test_a_question_with_tests_of_its_own_passes_them(question):
     command = [sys.executable, "-m", "pytest", "-m", "", str(ROOT / "research" / question)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -1,0 +1,30 @@
+"""The arithmetic of the costs, by hand.
+
+python -m pytest research/cost
+"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from research.cost.counts import QWEN3
+
+
+def test_a_step_of_qwen3_1_7b_by_hand():
+    """A layer has 2*2048*2048 (q, o) + 2*2048*1024 (k, v) + 3*2048*6144 (MLP) = 50,331,648 weights,
+    28 layers have 1,409,286,144. Adapters of rank 64: 28 * 64 * (2*4096 + 2*3072 + 3*8192) =
+    69,730,304. Head: 151,936 * 2048 = 311,164,928. Read per step: 2 * (1,409,286,144 + 311,164,928)
+    + 4 * 69,730,304 = 3,719,823,360 bytes. Cache: 4 * 28 * 1024 = 114,688 bytes per token."""
+    c = QWEN3["Qwen3-1.7B"]
+    assert (c.projections, c.adapters, c.weights) == (1_409_286_144, 69_730_304, 3_719_823_360)
+    layers, head = 1_479_016_448, 311_164_928  # weights, the layers with their adapters
+    looking_back = 2 * 28 * 2048  # FLOPs of attention, times the tokens squared
+    seen = 200 * 1024 + 1024 * 1024 / 2  # by a row of 1,024 tokens behind a prompt of 200
+    decoding = 2 * (layers + head) * 1024 + looking_back * (1224**2 - 200**2)
+    moved = 1024 * 3_719_823_360 + 4 * 114_688 * seen
+    assert c.decoding(200, 1024, rows=4, steps=1024) == (4 * decoding, moved)
+    forward = 2 * layers * 1224 + looking_back * 1224**2 + 2 * head * 1024
+    assert c.forward(1224, 1024) == forward
+    backward = 2 * forward + looking_back * 1224**2 + 2 * 69_730_304 * 1224
+    assert c.backward(1224, 1024) == backward
