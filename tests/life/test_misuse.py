@@ -98,10 +98,10 @@ UNSUITED = [  # settings with the bank of four pairs, or with an empty one, and 
     ({"bank": "empty.json"}, ["empty.json", "0 skills and 0 mistakes"]),
     ({"max_prompt_tokens": 200}, ["gen_00", "err_00", "--max-prompt-tokens is 200"]),
     ({"max_new_tokens": 3900}, ["gen_00", "--max-new-tokens 3900", "context of 4096"]),
-    ({"max_new_tokens": 4090}, ["--max-new-tokens 4090", "drop the problem: problem p"]),
+    ({"max_new_tokens": 4090}, ["--max-new-tokens 4090", "drop the problem p"]),
     (
         {"bank": "", "cold_start_tokens": 4090},
-        ["--cold-start-tokens 4090", "context of 4096", "problem p"],
+        ["--cold-start-tokens 4090", "context of 4096", "drop the problem p"],
     ),
 ]
 
