@@ -283,6 +283,7 @@ def test_a_damaged_checkpoint_is_one_line_and_the_one_before_serves(
 BROKEN = [  # a file of a run, what stands there instead, and words of the line
     ("config.json", "{", "config.json"),
     ("metrics.jsonl", "{}}\n", "metrics.jsonl:1"),
+    ("metrics.jsonl", '{"step": 1}\n{"r": 1}\n', "metrics.jsonl:2"),
     ("rollouts.jsonl", '{"step": 1}\n{"r": 1}\n', "rollouts.jsonl:2"),
 ]
 
