@@ -141,11 +141,10 @@ def rollout_loss(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPai
     rho_K = torch.ones_like(a_K)
     if cfg.polarity:
         rho_K = sgsd.polarity(a_K, sgsd.reward(roll), cfg.eps_a)
+    if cfg.drop_truncated and roll.truncated:
+        rho_K = torch.zeros_like(a_K)  # every teacher is ignored (S4)
     lbar_K = sgsd.masked_mean(sgsd.unmasked(ell_KT, mask_T), mask_T)
     loss = sgsd.sgsd_loss(lbar_K, alpha_K, rho_K)
-    is_left_out = cfg.drop_truncated and roll.truncated
-    if is_left_out:
-        loss = torch.zeros_like(loss)
     if not rho_K.any() and loss.isfinite():
         loss = loss.detach()  # its gradient is 0
     numbers = {"alpha": alpha_K, "a_plain": sgsd.plain_support(gap_KT), "a": a_K}
@@ -153,7 +152,7 @@ def rollout_loss(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPai
     token_numbers = {"mask": mask_T.int(), "delta": gap_KT.detach()}
     if cfg.objective == "gate" and not cfg.support_top_k:  # else Eq. 20 does not describe the loss
         credit_KT = sgsd.token_credit(gap_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
-        token_numbers["credit"] = credit_KT * (not is_left_out)
+        token_numbers["credit"] = credit_KT
     if cfg.support_top_k:  # logs what truncation does to the supports and to the mean gap (S19)
         error_KT = (gap_KT - full_KT).abs()
         numbers["a_full"] = sgsd.robust_support(full_KT, mask_T, bound)

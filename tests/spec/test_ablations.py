@@ -172,6 +172,7 @@ def test_truncated_rollouts_can_be_left_out(world_dir, tmp_path):
     _, of_step, gradients = one_step(world_dir, tmp_path / "run", drop_truncated=True)
     assert {(row["truncated"], row["loss"]) for row in of_step} == {(True, 0.0)}
     for row in of_step:  # what does not act is not logged
+        assert row["rho"] == [0, 0, 0]
         assert not torch.tensor(row["tokens"]["credit"]).any()
     assert not any(gradient.any() for gradient in gradients)
 
