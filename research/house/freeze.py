@@ -103,6 +103,9 @@ MAY_GO = (
     "*banks.metadata.updates.new",  # the report compares versions of the bank
     "*banks.metadata.updates.dropped",
     "*banks.metadata.updates.copied_*",  # how many copies of static entries were dropped (D11)
+    "rollouts.a_full",  # with --support-top-k, beside the truncated support that decides
+    "rollouts.gap_error",
+    "tokens.delta_full",
 )
 # and these columns, where the row at the commit has no teacher.
 OF_TEACHERS = "alpha a rho losses first_gap clipped unmasked a_plain mask delta credit".split()

@@ -197,7 +197,7 @@ def test_another_method_is_a_step_and_continues_and_its_edit_is_noticed(tmp_path
     out = follow(title, copy, "--audit-every 1 --steps 1")
     file = copy / "length_penalty.py"
     file.write_text(file.read_text().replace("def losses(", "# edited\n\n\ndef losses("))
-    assert "length_penalty.py" in run(command_of(title), copy, "--audit-every 1 --steps 2")
+    assert "changed: the code" in run(command_of(title), copy, "--audit-every 1 --steps 2")
     rollouts = rows(out / "rollouts.jsonl")
     assert [row["step"] for row in rollouts] == [1] * 16 + [2] * 16
     for first in range(0, 32, 8):

@@ -33,11 +33,8 @@ def test_a_step_of_opsd_is_its_definition(method, world_dir, tmp_path):
 def test_tab11_its_own_defaults_are_the_released_ones_with_skills_or_without():
     for argv in ([], ["--bank", "b.json"]):
         cfg = parsed(argv, "opsd")
-        assert (cfg.max_new_tokens, cfg.max_prompt_tokens, cfg.objective_clip) == (
-            1024,
-            20000,
-            0.05,
-        )
+        assert (cfg.max_new_tokens, cfg.max_prompt_tokens) == (1024, 20000)
+        assert cfg.objective_clip == 0.05
         assert (cfg.temperature, cfg.top_p, cfg.top_k) == (1.1, 0.95, 20)
         assert cfg.uses_skill_bank == bool(argv)
     assert (cfg.num_teachers, cfg.evolve_every) == (3, 0)  # S17

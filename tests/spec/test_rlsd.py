@@ -71,6 +71,7 @@ def test_a_step_is_its_definition(method, world_dir, tmp_path):
             run.tokenizer, skills.render_student(row["problem"]), thinking="closed"
         )
         assert row["prompt_ids"] == student  # no skill, no answer
+        assert not {"a", "rho"} & {*row}  # a weight is no polarity
         # rewards -1, 1, 1: mean 1/3, sample deviation 2 / sqrt(3); eps 1e-6
         advantage = (row["r"] - 1 / 3) / (2 / math.sqrt(3) + 1e-6)
         assert row["advantage"] == pytest.approx(advantage, abs=1e-6)
@@ -91,16 +92,14 @@ def test_the_teachers_copy_is_renewed_after_its_period(world_dir, tmp_path):
     changes = SMALL | {"bank": "", "teacher_period": 2, "max_new_tokens": 12}
     with driver.opened(world_dir, tmp_path / "run", rlsd.RLSDConfig, **changes) as run:
         params = model.trained(run.lm)
-        began = {name: p.detach().clone() for name, p in params.items()}
+        want = {name: p.detach().clone() for name, p in params.items()}
         for step, is_renewed in ((1, False), (2, True), (3, False)):
-            if is_renewed:
-                began = None
             rlsd.train_step(run, step)
-            run.step = step
-            began = began or {name: p.detach().clone() for name, p in params.items()}
-            for name, weights in began.items():
+            if is_renewed:
+                want = {name: p.detach().clone() for name, p in params.items()}
+            for name, weights in want.items():
                 assert torch.equal(run.extra_tensors[f"{name}.teacher"], weights)
-        assert any(not torch.equal(began[name], p) for name, p in params.items())
+        assert any(not torch.equal(want[name], p) for name, p in params.items())
 
 
 def test_from_its_weighting_steps_on_no_teacher_speaks_and_it_is_grpo(
