@@ -357,6 +357,7 @@ def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
         answer_field=cfg.answer_field,
         answer_after=cfg.answer_after,
         extract=verify.extract_answer if is_ours else None,
+        teacher_field=getattr(cfg, "teacher_field", ""),  # of methods whose teacher may see one
     )
     problems.refuse_overlap(data, f"--data {cfg.data}")
     return data, counts

@@ -59,6 +59,7 @@ class AblationConfig(Config):
         "embedding", "nearest by embedding, or random; S20", ("embedding", "random")
     )
     answer_pi: bool = setting(False, "show teachers the reference answer, too; §4.5, S16")
+    teacher_field: str = setting("", "--answer-pi: show this field in the place of the answer")
     teacher: str = setting(
         "live",
         "teacher weights: current adapter, base, periodic copy or EMA; §4.5",
@@ -83,6 +84,8 @@ class AblationConfig(Config):
         super().__post_init__()
         if self.support_top_k and self.objective != "gate":
             raise ValueError("--support-top-k: needs the gate; leave out --objective")
+        if self.teacher_field and not self.answer_pi:
+            raise ValueError("--teacher-field: needs --answer-pi")
 
     @property
     def score_temperature(self) -> float:
@@ -98,7 +101,7 @@ def losses(
     is_eq14 = cfg.objective == "gate" and not cfg.support_top_k
     scored = gate_losses if is_eq14 else divergence_losses
     alpha_K = sgsd.pair_weights(run, pairs_K)  # line 5
-    shown = with_answer(x.problem, x.answer) if cfg.answer_pi else x.problem
+    shown = with_answer(x, cfg.teacher_field) if cfg.answer_pi else x.problem
     contexts_K = sgsd.teacher_prompts(run, pairs_K, shown)  # line 6
     for roll in rolls_1:
         ids_T = torch.tensor(roll.completion_ids, device=run.device)

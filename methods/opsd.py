@@ -40,14 +40,19 @@ class OPSDConfig(groups.MethodConfig):
     objective_clip: float = setting(
         0.05, "bound on each term of the divergence; 0 removes it; S16", least=0
     )
+    teacher_field: str = setting("", "show the teacher this field in the place of the answer")
 
 
 VARIANTS: dict[str, dict[str, Any]] = {"bank": {"num_teachers": 3, "evolve_every": 0}}  # S17
 
 
-def with_answer(problem: str, answer: str) -> str:
-    """The problem as a teacher sees it that knows the reference answer (S16)."""
-    return f"{problem}\n\nThe reference answer is {answer}."
+def with_answer(x: Problem, field: str) -> str:
+    """The problem as a teacher sees it that knows the reference answer (S16).
+
+    field: --teacher-field, whose text stands word for word in the place of the answer's sentence.
+    """
+    shown = x.extra[field] if field else f"The reference answer is {x.answer}."
+    return f"{x.problem}\n\n{shown}"
 
 
 def losses(
@@ -55,7 +60,7 @@ def losses(
 ) -> groups.Losses:
     """The loss of a solution by one teacher, whose prompt has the answer and any skills."""
     cfg: Any = run.cfg
-    text = skills.render_skills(pairs_K, with_answer(x.problem, x.answer))
+    text = skills.render_skills(pairs_K, with_answer(x, cfg.teacher_field))
     context = sgsd.prompt_ids(run, text, cfg.teacher_prefix)
 
     def token_losses(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,12 @@ class RLSDConfig(groups.GroupConfig):
     )
     weighting_steps: int = setting(60, "steps within which lam falls to 0")
     teacher_period: int = setting(20, "copy the policy to the teacher every N steps")
+    teacher_field: str = setting("", "show the teacher this field in the place of the answer")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bank and self.teacher_field:
+            raise ValueError("--teacher-field: with --bank the teachers see skills alone")
 
 
 VARIANTS: dict[str, dict[str, Any]] = {"bank": {"teacher_prefix": "bare", "evolve_every": 0}}
@@ -103,7 +109,7 @@ def teachers_logprobs(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[Ski
         contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem)
         alpha_K = sgsd.pair_weights(run, pairs_K)
     else:
-        text = skills.render_student(with_answer(x.problem, x.answer))
+        text = skills.render_student(with_answer(x, cfg.teacher_field))
         contexts_K = [sgsd.prompt_ids(run, text, cfg.teacher_prefix)]
         alpha_K, policy = torch.ones(1, device=run.device), teachers.copied(run)
     with policy:

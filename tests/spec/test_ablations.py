@@ -21,7 +21,7 @@ from method_steps import assert_gradients, logprobs_of, one_step, perturb
 import rollout
 import skills
 from lib import config, model
-from methods import ablations
+from methods import ablations, rlsd
 from methods.ablations import AblationConfig
 
 
@@ -52,6 +52,7 @@ CASES = {
     "one teacher": {"num_teachers": 1},
     "random pairs": {"retrieval": "random"},
     "answer": {"answer_pi": True, "loss_temperature": 1.3},
+    "field": {"answer_pi": True, "teacher_field": "answer"},
     "frozen, one row a forward pass": {"teacher": "frozen", "score_tokens": 1},
     "periodic": {"teacher": "periodic"},
     "ema": {"teacher": "ema"},
@@ -108,7 +109,8 @@ def rollout_by_definition(run, x, row):
     if cfg.retrieval == "random":
         pairs = ablations.retrieve(run, 1, x)
     if cfg.answer_pi:
-        shown += f"\n\nThe reference answer is {x.answer}."
+        hint = x.answer if cfg.teacher_field else f"The reference answer is {x.answer}."
+        shown += f"\n\n{hint}"
     masked = run.masked_ids if cfg.token_mask else ()
     m_T = torch.tensor([int(i not in masked) for i in ids])
     assert tokens["mask"] == m_T.tolist()
@@ -215,6 +217,8 @@ def test_all_settings_that_it_shares_with_sgsd_have_its_defaults():
     assert shared.items() <= dataclasses.asdict(parsed([], "ablations")).items()
 
 
-def test_a_wrong_flag_gives_one_clear_line(tmp_path, capsys):
-    argv = ["--objective=jsd", "--support-top-k=9", f"--out={tmp_path / 'run'}"]
+def test_flags_that_contradict_each_other_are_one_line(capsys):
+    argv = ["--objective=jsd", "--support-top-k=9"]
     refused(capsys, ablations.main, argv, "--support-top-k", "--objective")
+    refused(capsys, ablations.main, ["--teacher-field=hint"], "--answer-pi")
+    refused(capsys, rlsd.main, ["--teacher-field=hint", "--bank=b.json"], "--bank")

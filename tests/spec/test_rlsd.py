@@ -50,7 +50,8 @@ def teachers_of(run, row):
     """The teachers' prompts and their weights."""
     problem = row["problem"]
     if not run.cfg.bank:
-        text = skills.render_student(f"{problem}\n\nThe reference answer is {row['gold']}.")
+        hint = row["gold"] if run.cfg.teacher_field else f"The reference answer is {row['gold']}."
+        text = skills.render_student(f"{problem}\n\n{hint}")
         return [rollout.chat_ids(run.tokenizer, text, thinking="closed")], [1.0]
     pairs = run.bank.retrieve(problem, run.cfg.num_teachers, run.embed)
     texts = [skills.render_teacher(pair, problem) for pair in pairs]
@@ -58,11 +59,11 @@ def teachers_of(run, row):
     return prompts, plain.eq6([pair.s_g for pair in pairs], [pair.s_e for pair in pairs])
 
 
-@pytest.mark.parametrize("method", ["rlsd", "rlsd+skill"])
-def test_a_step_is_its_definition(method, world_dir, tmp_path):
+@pytest.mark.parametrize("method, field", [("rlsd", ""), ("rlsd", "answer"), ("rlsd+skill", "")])
+def test_a_step_is_its_definition(method, field, world_dir, tmp_path):
     """Rows and gradients from whole logits. The teacher's copy is the base here; SGSD's teachers
     are the policy as it is now."""
-    changes = SMALL | {"weighting_steps": 4}
+    changes = SMALL | {"weighting_steps": 4, "teacher_field": field}
     run, rows, got = one_step(world_dir, tmp_path / "run", method, **changes)
     is_base, total = method == "rlsd", 0.0
     for row in rows:
