@@ -231,7 +231,7 @@ def evaluated(folder, avg, name="test", digest="0f", **settings):
     row |= {"samples": 200, "problems": 20, "right": dict(enumerate(right_P))}
     weights = "b" if folder.name.startswith("Qwen") else folder.name
     of_policy = {"the policy's files": weights, "the base's files": "b", "skills": ""}
-    files.write_json(folder / "settings.json", of_policy | settings)
+    row["settings"] = of_policy | settings
     file = folder / "results.json"
     table = files.read_json(file) if file.exists() else {}
     files.write_json(file, table | {name: row})
@@ -324,15 +324,11 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
     }
 
 
-def test_evaluations_of_a_run_on_trl_lie_beside_its_logs(tmp_path):
-    """All weights learn here: a checkpoint is its own base."""
-    run = tmp_path / "trl"
-    write_run(run / "sgsd")
+def test_checkpoints_with_all_weights_are_their_own_bases(tmp_path):
+    run = write_run(tmp_path / "trl")
     evaluated(run / "eval/Qwen--Qwen3-1.7B", 0.5)
-    for step, avg in ((5, 0.6), (10, 0.7)):
-        evaluated(
-            run / f"eval/checkpoint-{step}", avg, **{"the base's files": f"checkpoint-{step}"}
-        )
+    for name, avg in (("step_000005", 0.6), ("step_000010", 0.7)):
+        evaluated(run / "eval" / name, avg, **{"the base's files": name})
     points = report.collect(run)["evals"]
     assert [(x["step"], x["avg"]) for x in points] == [(0, 0.5), (5, 0.6), (10, 0.7)]
 
