@@ -371,25 +371,21 @@ def test_base_skill_has_a_folder_of_its_own(world_dir, here, capsys):
     lm, tokenizer = model.load_model(f"{world_dir}/model", "cpu")
     bank = skills.SkillBank.load(world_dir / "bank.json")
     embed = model.load_encoder(f"{world_dir}/encoder", "cpu")
-    sampling, data = rollout.Sampling(1.0, 0.95, 0, 8), world_dir / "data.jsonl"
-    name = f"{world_dir.name}--model"
-    call(world_dir / "model", data=data)
+    data, name = world_dir / "data.jsonl", f"{world_dir.name}--model"
     flags = f"--skills {world_dir}/bank.json --encoder {world_dir}/encoder"
+    call(world_dir / "model", data=data)
     call(world_dir / "model", data=data, more=f"{flags} --num-skills 2")
     assert f"{name}--skills, data: " in capsys.readouterr().out
     for folder, count in ((here / "eval" / name, 0), (here / "eval" / f"{name}--skills", 2)):
-        drawn = rows(folder / "samples.jsonl")
-        assert len(drawn) == 8
-        prompts, keys = [], []
+        prompts, keys, drawn = [], [], rows(folder / "samples.jsonl")
         for row in drawn:
             problem = PROBLEMS[int(row["id"][1:])]["problem"]
             pairs = bank.retrieve(problem, count, embed) if count else []
             text = skills.render_skills(pairs, problem)
             prompts.append(rollout.chat_ids(tokenizer, text, thinking="bare"))
             keys.append(rollout.sample_key(0, 0, problem, row["sample"]))
-        want = rollout.generate(lm, tokenizer, prompts, sampling, keys)
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in want]
-        assert [row["text"] for row in drawn] == texts
+        want = rollout.generate(lm, tokenizer, prompts, rollout.Sampling(1.0, 0.95, 0, 8), keys)
+        assert [row["text"] for row in drawn] == [rollout.text_of(tokenizer, ids) for ids in want]
     call(world_dir / "model", data=data, more=f"{flags} --num-skills 3")
     assert "changed: skills" in capsys.readouterr().out
 

@@ -340,10 +340,8 @@ WRONG = [  # a path, flags ({w} has models and data, {t} what is wrong), and wor
     ("{f}", "--model={f}", "model {f}"),
     ("{t}/fresh", "", "{t}/fresh"),
     ("{t}/begun", "", "{t}/begun"),
-    ("{t}/notes", "", "{t}/notes"),
     ("{t}/adapter", "", "adapter {t}/adapter"),
     ("{t}/moved", "", "--model"),
-    ("runs/sgdd", "", "runs/sgdd"),
     ("sgsd/checkpoints/step_000200", "", "step_000200"),
     ("{w}/data.jsonl", "", "problems with --data"),
     ("{w}/bank.json", "--data aime24", "a bank goes with --skills"),  # no data set is asked for
@@ -366,7 +364,7 @@ def test_evaluating_what_is_wrong_is_one_line(
 ):
     save_model(tmp_path / "other", hidden_size=48)
     (tmp_path / "fresh/checkpoints").mkdir(parents=True)
-    names = "adapter/adapter_config.json begun/config.json begun/rollouts.jsonl notes/x.txt"
+    names = "adapter/adapter_config.json begun/config.json begun/problems.json"
     for file in map(tmp_path.joinpath, names.split()):
         file.parent.mkdir(exist_ok=True)
         file.write_text("{")
