@@ -496,6 +496,7 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
     """Sample every policy on every set; write the results and print a line for each."""
     with contextlib.ExitStack() as held:
         with command.one_line_errors(cfg.program, *command.GIVEN):
+            # Rank 0 reads folders and data, and tells the others; each rank reads the models.
             policies = distributed.broadcast(find_policies(cfg) if world.main else None, world)
             paths = [policy.path for policy in policies] + [policy.base for policy in policies]
             weights = {path: files.contents(path) for path in dict.fromkeys(paths)}
