@@ -403,12 +403,10 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
     cfg, start = args.sgsd, trl_run.inspect(args)
     with reading_last([*files.by_number(pathlib.Path(args.output_dir)).values()]):
         bank = sgsd.load_bank(cfg, start.checkpoint / "bank.json" if start.checkpoint else cfg.bank)
-        if start.checkpoint:
-            lib_model.check_tensors("checkpoint", start.checkpoint)
     embed = lib_model.load_encoder(cfg.encoder, args.device)
-    outline, tokenizer = lib_model.load_outline(cfg.model)
+    _, tokenizer = lib_model.load_outline(cfg.model)
     if not is_deepspeed_zero3_enabled():  # under which transformers lets nobody read names alone
-        lib_model.check_model(cfg.model)  # TRL lets transformers make up a weight that is missing
+        lib_model.load_model(cfg.model, "meta")  # TRL lets transformers make up missing weights
     if not start.checkpoint:
         bank.window = []
     args.model_init_kwargs = loading_of(args)
@@ -418,7 +416,7 @@ def prepare(args: SGSDConfig) -> SGSDTrainer:
             r=cfg.lora_rank,
             lora_alpha=cfg.lora_alpha,
             task_type="CAUSAL_LM",
-            target_modules=lib_model.linear_modules(outline),
+            target_modules="all-linear",
         )
     trainer = SGSDTrainer(
         cfg.model,

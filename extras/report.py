@@ -390,9 +390,9 @@ def evaluations(run: pathlib.Path) -> dict[tuple[str, str], list[Evaluated]]:
     """
     curves: dict[tuple[str, str], list[Evaluated]] = {}
     for x in compare.evaluations_in(run / "eval"):
-        skilled = " + skills" if x.settings["skills"] else ""
         is_own = compare.STEP.match(x.folder.name)
-        for name in x.sets if is_own or x.is_plain else []:
+        for name, row in x.sets.items() if is_own or x.is_plain else []:
+            skilled = " + skills" if row["settings"]["skills"] else ""
             curves.setdefault((name, skilled), []).append(x)
     for (name, skilled), inside in curves.items():
         comparable = [x for x in inside if not compare.why_not(inside[-1], x, name)]

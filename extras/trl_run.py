@@ -179,7 +179,7 @@ class CheckedTrainer(GRPOTrainer):
             model.check_batching(causal)
             if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
                 return  # it may have split the weights
-            model.refuse_not_finite(causal)
+            model.refuse_not_finite(causal.named_parameters())
             if not model.ignores_left_padding(causal):
                 rule = "its positions count a row's left padding, and TRL pads prompts so"
                 raise ValueError(f"{rule}; take another model")

@@ -167,6 +167,11 @@ def file_digest(path: str | os.PathLike) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def is_of_a_model(file: pathlib.Path) -> bool:
+    """Whether a file is part of a model or an adapter, and not of a checkpoint's other state."""
+    return file.suffix in OF_A_MODEL and file.name not in BESIDE_A_MODEL
+
+
 def contents(name: str) -> str:
     """A digest of what a file or a model's folder holds; the name itself where nothing is there.
 
@@ -177,7 +182,7 @@ def contents(name: str) -> str:
         return file_digest(path)
     parts = []
     for file in sorted(path.rglob("*")) if name else []:
-        if file.suffix in OF_A_MODEL and file.name not in BESIDE_A_MODEL and file.is_file():
+        if is_of_a_model(file) and file.is_file():
             parts.append((file.relative_to(path).as_posix(), file_digest(file)))
     return digest(parts) if parts else name
 

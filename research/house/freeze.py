@@ -96,7 +96,12 @@ KINDS = {  # what is compared: its files, and by what rows are sorted where thei
     "samples": ("eval/*/samples.jsonl", ("set", "id", "sample")),
     "results": ("eval/*/results.json", ()),
 }
-LEFT_OUT = ("metrics.seconds.*", "metrics.memory_gb")  # they differ from run to run
+LEFT_OUT = (
+    "metrics.seconds.*",  # they differ from run to run
+    "metrics.memory_gb",
+    "samples.digest",  # of all that a sample depends on, before of its problem
+    "results.*.digest",  # of the problems themselves, before of their digests
+)
 # What may be lost: what held nothing ([]), these,
 MAY_GO = (
     "metrics.sampling_logp_difference_*",  # of a run whose steps a server sampled

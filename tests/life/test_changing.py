@@ -289,8 +289,8 @@ def test_another_domain_is_trained_and_evaluated_end_to_end(tmp_path):
     assert all(row["problem"] in problems for row in rows(out / "rollouts.jsonl"))
     for file in (copy / "prompts").glob("*.txt"):
         assert "math" not in file.read_text()
-    settings = json.loads((out / "eval/step_000002/settings.json").read_text())
-    assert settings["verifier"].startswith("gym_domain:ReasoningGym (")
+    results = json.loads((out / "eval/step_000002/results.json").read_text())
+    assert results["gym_test"]["settings"]["verifier"].startswith("gym_domain:ReasoningGym (")
     assert len(rows(out / "eval/step_000002/samples.jsonl")) == 20 * 4
     assert "step_000002, gym_test: avg@4" in output and "20 problems" in output
 

@@ -262,7 +262,7 @@ def evaluated(folder, avg, name="test", digest="0f", **settings):
     row |= {"samples": 200, "problems": 20, "right": dict(enumerate(right_P))}
     weights = "b" if folder.name.startswith("Qwen") else folder.name
     of_policy = {"the policy's files": weights, "the base's files": "b", "skills": ""}
-    files.write_json(folder / "settings.json", of_policy | settings)
+    row["settings"] = of_policy | settings
     file = folder / "results.json"
     table = files.read_json(file) if file.exists() else {}
     files.write_json(file, table | {name: row})
@@ -360,12 +360,11 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
     }
 
 
-def test_checkpoints_whose_weights_all_learnt_are_compared_with_the_model_they_began_with(tmp_path):
-    """On TRL: such a checkpoint is its own base."""
+def test_checkpoints_with_all_weights_are_their_own_bases(tmp_path):
     run = write_run(tmp_path / "trl")
     evaluated(run / "eval/Qwen--Qwen3-1.7B", 0.5)
-    for step, avg in ((5, 0.6), (10, 0.7)):
-        evaluated(run / f"eval/step_{step:06d}", avg, **{"the base's files": f"step_{step:06d}"})
+    for name, avg in (("step_000005", 0.6), ("step_000010", 0.7)):
+        evaluated(run / "eval" / name, avg, **{"the base's files": name})
     points = report.collect(run)["evals"]
     assert [(x["step"], x["avg"]) for x in points] == [(0, 0.5), (5, 0.6), (10, 0.7)]
 
