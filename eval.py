@@ -141,10 +141,6 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
     steps = [*files.by_step(place / "checkpoints").values()]
     has_model = any((place / f"{kind}.json").exists() for kind in ("config", "adapter_config"))
     is_run = (place / "problems.json").exists()
-    on_trl = place / "sgsd/config.json"
-    if on_trl.exists() and files.read_json(on_trl).get("finished") == 0:
-        # The folder's own weights, if it has any, are those of an earlier step.
-        steps, is_run = [*files.by_number(place).values()], True
     if not steps and (is_run or not has_model):
         fix = "give a model, an adapter or a run; a bank goes with --skills, problems with --data"
         raise ValueError(f"{path}: no model, adapter or checkpoint is there; {fix}")
@@ -152,11 +148,9 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
 
 
 def run_of(place: pathlib.Path) -> pathlib.Path | None:
-    """The run that a checkpoint belongs to, of sgsd.py or on TRL; None for all else."""
-    if place.parent.name == "checkpoints" and place.name.startswith("step_"):
-        return place.parent.parent
-    is_on_trl = (place.parent / "sgsd/config.json").exists()
-    return place.parent if is_on_trl and place.name.startswith("checkpoint-") else None
+    """The run that a checkpoint belongs to; None for all else."""
+    is_checkpoint = place.parent.name == "checkpoints" and place.name.startswith("step_")
+    return place.parent.parent if is_checkpoint else None
 
 
 def find_policies(cfg: EvalConfig) -> list[Policy]:
@@ -509,10 +503,8 @@ def print_notes(evaluation: Evaluation, late: int) -> None:
     asked = {problems.fingerprint(x.problem) for x in evaluation.tasks.values()}
     places = map(pathlib.Path, [policy.path for policy in evaluation.policies])
     for run in sorted({run_of(place) or place for place in places}):
-        seen = set()
-        for file in (run / "problems.json", run / "sgsd/problems.json"):
-            if file.exists():
-                seen |= asked & {*files.read_json(file)}
+        file = run / "problems.json"
+        seen = asked & {*files.read_json(file)} if file.exists() else set()
         if seen:
             print(f"{run} was trained on {len(seen)} of these {len(asked)} problems")
     if late:
