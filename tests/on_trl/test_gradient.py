@@ -31,7 +31,7 @@ def test_the_gradient_is_that_of_sgsd_py(tmp_path, lora, num_teachers, rows):
     of_trl, gradient = one_step(tmp_path, lora, num_teachers=num_teachers, backward_rows=rows)
     rolls = rollouts_of(of_trl.run, completions(6))
     assert [roll.truncated for roll in rolls] == [False, False, True, False, False, False]
-    expected, results = step_of_sgsd(policy(lora), of_trl.run, rolls, num_teachers)
+    expected, results = step_of_sgsd(policy(lora), of_trl.run, rolls)
     assert int(results[1].token_numbers["mask"].sum()) == 0
     assert sum(float(x.square().sum()) for x in expected.values()) > 0
     assert distance(gradient, expected) < 1e-5
@@ -54,7 +54,7 @@ def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):
     of_trl = trainer(settings(tmp_path, backward_rows=6), lm, rows)
     run = of_trl.run
     rolls = rollouts_of(run, rows)
-    _, results = step_of_sgsd(policy(lora=False, dtype=torch.bfloat16), run, rolls, 4)
+    _, results = step_of_sgsd(policy(lora=False, dtype=torch.bfloat16), run, rolls)
     for roll, result in zip(rolls, results):
         pairs_K = run.bank.retrieve(roll.problem, 4, run.embed)
         contexts = [roll.prompt_ids, *sgsd.teacher_prompts(run, pairs_K, roll.problem)]
@@ -68,7 +68,7 @@ def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):
 
 
 def test_in_bf16_shards_round_no_log_probability_and_have_the_gradient_of_one_process(tmp_path):
-    """FSDP2 may cast what a model returns; the gradient differs by the rounding of products."""
+    """FSDP2 may cast what a model returns, and sums of gradients; products alone are rounded."""
     _, gradient = one_step(tmp_path, lora=False)
     trl_worlds.torchrun("sharded_bf16", tmp_path / "two")
     scored = torch.load(tmp_path / "two/scored.pt", weights_only=True)

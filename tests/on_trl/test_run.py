@@ -1,9 +1,8 @@
-"""A run of extras/on_trl.py: its folder, its bank, going on, kills, signals, eval.py on it.
+"""A run of extras/on_trl.py: its folder, its bank, going on, kills and signals, eval.py on it.
 
 The rules of a folder, and of what may change when a command goes on, are those of sgsd.py's runs.
 """
 
-import os
 import shutil
 import signal
 import sys
@@ -29,15 +28,11 @@ def program(argv):
         return on_trl.main(argv)
 
 
-def go(argv, code=0):
-    assert program(argv) == code
-
-
 @pytest.fixture(scope="module")
 def complete(world_dir, tmp_path_factory):
     """A run of four steps, of which each is saved, with an evolution after the second and last."""
     folder = tmp_path_factory.mktemp("complete") / "run"
-    go(small_flags(world_dir, folder, steps=4))
+    assert program(small_flags(world_dir, folder, steps=4)) == 0
     return folder
 
 
@@ -54,16 +49,12 @@ def back_to(run, step):
 
 
 def state(run):
-    """What must be equal of a run that was killed and one that was not."""
-    rows = driver.rows(run / "rollouts.jsonl")
+    """What must be equal of a run that was cut short and one that was not."""
+    logs = [driver.rows(run / f"{name}.jsonl") for name in ("rollouts", "tokens", "bank/replies")]
     last = max(files.by_step(run / "checkpoints").values())
-    weights = (last / "adapter_model.safetensors").read_bytes()
+    contents = [(last / name).read_bytes() for name in ("adapter_model.safetensors", files.BANK)]
     names = sorted(path.name for path in [*run.glob("checkpoints/*"), *run.glob("bank/*.json")])
-    replies = driver.rows(run / "bank/replies.jsonl")
-    return rows, weights, names, replies, (last / files.BANK).read_bytes()
-
-
-# ------------------------------------------------------------------------------ what is there
+    return logs, contents, names, driver.timeless(driver.rows(run / "metrics.jsonl"))
 
 
 def test_the_defaults_are_the_papers():
@@ -78,13 +69,11 @@ def test_the_defaults_are_the_papers():
 
 
 def test_a_run_has_the_files_of_one_of_sgsd_py(complete):
-    record = files.read_json(complete / "config.json")
+    record, checkpoints = files.read_json(complete / "config.json"), complete / "checkpoints"
     assert record["program"] == "-m extras.on_trl" and record["continuations"] == []
     assert [*files.by_step(complete / "bank")] == [0, 2, 4]
-    assert sorted(path.name for path in complete.glob("checkpoints/*")) == [
-        f"step_{step:06d}" for step in (1, 2, 3, 4)
-    ]
-    for step, path in files.by_step(complete / "checkpoints").items():
+    assert [*files.by_step(checkpoints)] == [1, 2, 3, 4] and len([*checkpoints.iterdir()]) == 4
+    for step, path in files.by_step(checkpoints).items():
         files.refuse_damaged(path, files.digests_of(path, needed=True))
         bank = skills.SkillBank.load(path / files.BANK)
         assert len(bank.metadata.get("updates", [])) == step // 2
@@ -108,7 +97,7 @@ def test_its_logs_have_the_columns_and_problems_of_sgsd_py_and_its_report_is_wri
 @pytest.mark.parametrize("full", [False, True])
 def test_eval_takes_its_checkpoints_and_tells_of_problems_seen(world_dir, tmp_path, full, capsys):
     run = tmp_path / "run"
-    go(small_flags(world_dir, run, steps=1, evolve_every=0, full=full))
+    program(small_flags(world_dir, run, steps=1, evolve_every=0, full=full))
     argv = [world_dir / "model", run, "--data", world_dir / "data.jsonl", "--samples", 1]
     argv += ["--limit", 2, "--max-new-tokens", 4, "--device", "cpu"]
     driver.completes(eval.main, [*argv, "--verifier", "driver:CoinVerifier"])
@@ -121,16 +110,11 @@ def test_it_begins_with_the_weights_of_another_runs_checkpoint(world_dir, tmp_pa
     """Where no teacher is decided nothing moves."""
     adapter = max(files.by_step(uninterrupted / "checkpoints").values())
     changes = {"adapter": adapter, "steps": 1, "eps_a": 99.0, "evolve_every": 0}
-    go(small_flags(world_dir, tmp_path / "run", **changes))
+    program(small_flags(world_dir, tmp_path / "run", **changes))
     saved = load_file(tmp_path / "run/checkpoints/step_000001/adapter_model.safetensors")
     given = load_file(adapter / "adapter_model.safetensors")
     assert saved.keys() == given.keys()
     assert all(torch.equal(saved[name], given[name]) for name in given)
-
-
-def test_the_last_checkpoints_alone_are_kept_where_that_is_asked_for(world_dir, tmp_path):
-    go(small_flags(world_dir, tmp_path / "run", steps=3, keep_last=2, evolve_every=0))
-    assert [*files.by_step(tmp_path / "run/checkpoints")] == [2, 3]
 
 
 # ------------------------------------------------------------------------------------ going on
@@ -139,56 +123,68 @@ def test_the_last_checkpoints_alone_are_kept_where_that_is_asked_for(world_dir, 
 def test_a_complete_run_says_so_and_makes_no_step(world_dir, run, capsys):
     before = driver.contents(run)
     with pytest.raises(SystemExit) as end:
-        go(small_flags(world_dir, run, steps=4))
+        program(small_flags(world_dir, run, steps=4))
     assert end.value.code == 0 and "complete" in capsys.readouterr().out
     assert driver.contents(run) == before
 
 
-def test_more_steps_go_on_at_the_rate_of_their_own_schedule_with_two_processes(
-    world_dir, run, tmp_path
+def test_more_steps_go_on_by_their_own_schedule_and_with_other_processes(
+    world_dir, run, tmp_path, monkeypatch
 ):
-    """Layout may change on the way."""
+    """Layout may change on the way, and how many checkpoints stay."""
+    rates = []
+
+    def keep(loop, *_, **__):
+        rates.append(loop.run.optimizer.param_groups[0]["lr"])
+
+    monkeypatch.setattr(on_trl.Loop, "on_optimizer_step", keep, raising=False)
+    program(small_flags(world_dir, run, steps=5, keep_last=2))
+    assert [*files.by_step(run / "checkpoints")] == [4, 5]
     argv = small_flags(world_dir, run, steps=6, backward_rows=1, score_rows=4)
     assert driver.two(argv, tmp_path, program=program) == [0, 0]
-    rows = driver.rows(run / "metrics.jsonl")
-    rates = [1e-2 * x for x in (1, 3 / 4, 2 / 4, 1 / 4, 2 / 6, 1 / 6)]
-    assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
+    logged = [row["learning_rate"] for row in driver.rows(run / "metrics.jsonl")]
+    assert rates == pytest.approx([1e-2 / 5]) == logged[4:5]
+    assert logged == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3, 1e-2 / 5, 1e-2 / 6])
     assert [row["index"] for row in driver.rows(run / "rollouts.jsonl")] == [0, 1, 2, 3] * 6
-    (again,) = files.read_json(run / "config.json")["continuations"]
-    said = "\n".join(again["changed"])
-    assert again["step"] == 4 and "--backward-rows 1" in said and "2 processes" in said
+    said = "\n".join(files.read_json(run / "config.json")["continuations"][-1]["changed"])
+    assert "--backward-rows 1" in said and "2 processes" in said
 
 
-@pytest.mark.parametrize("last", [1, 2, 3])
-def test_a_run_that_goes_on_equals_one_without_a_break(world_dir, run, complete, last):
-    """What came after its last checkpoint is cut, and made again."""
-    back_to(run, last)
-    go(small_flags(world_dir, run, steps=4))
+def test_what_came_after_the_last_checkpoint_is_cut_and_made_again(world_dir, run, complete):
+    back_to(run, 1)
+    program(small_flags(world_dir, run, steps=4))
     assert state(run) == state(complete)
 
 
-KILLS = {  # in the second step, or after it
-    "between the weights and the optimizer": (on_trl.SGSDTrainer, "_save_rng_state", 2),
-    "before the bank": (on_trl.RunOnTRL, "save_weights", 2, True),
-    "before the digests": (files, "write_digests", 2),
-    "before the evolution": (skills, "evolve", 1),
-    "in the evolution": (skills, "limit_growth", 1),
-    "before the checkpoint has the evolved bank": (skills.SkillBank, "save", 7),
+TRAINER, KILL, STOP = on_trl.SGSDTrainer, signal.SIGKILL, signal.SIGTERM
+CUTS = {  # signal, function, its call, whether it comes as that returns, steps that are saved
+    "killed before the optimizer is saved": (KILL, TRAINER, "_save_rng_state", 2, False, [1]),
+    "killed before the bank is saved": (KILL, on_trl.RunOnTRL, "save_weights", 2, True, [1]),
+    "killed before the digests": (KILL, files, "write_digests", 2, False, [1]),
+    "killed before an evolution": (KILL, skills, "evolve", 1, False, [1, 2]),
+    "killed in an evolution": (KILL, skills, "limit_growth", 1, False, [1, 2]),
+    "killed before its bank is in place": (KILL, skills.SkillBank, "save", 7, False, [1, 2]),
+    "stopped in a step": (STOP, TRAINER, "score", 1, True, [1]),
+    "stopped in a save": (STOP, files, "write_digests", 1, True, [1]),
+    "stopped in an evolution": (STOP, skills, "limit_growth", 1, True, [1, 2]),
 }
 
 
-@pytest.mark.parametrize("place", KILLS)
-def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(world_dir, tmp_path, complete, place):
+@pytest.mark.parametrize("place", CUTS)
+def test_a_run_that_is_killed_or_stopped_goes_on_as_if_nothing_had_been(
+    world_dir, tmp_path, complete, place
+):
+    """A first signal in a step waits for its save; an evolution is made again, alone."""
+    number, owner, name, call, after, saved = CUTS[place]
     run, argv = tmp_path / "run", small_flags(world_dir, tmp_path / "run", steps=4)
-    kill = driver.killing(*KILLS[place])
-    pid = driver.start(argv, tmp_path / "log", before=kill, program=program)
-    assert driver.wait(pid) == -signal.SIGKILL
-    made = driver.rows(run / "metrics.jsonl")
-    assert len(made) == 2
-    go(argv)
+    cut = driver.killing(owner, name, call, after, number)
+    pid = driver.start(argv, tmp_path / "log", before=cut, program=program)
+    assert driver.wait(pid) == (-number if number == KILL else 130)
+    assert [*files.by_step(run / "checkpoints")] == saved
+    made = driver.rows(run / "metrics.jsonl")[: len(saved)]
+    assert program(argv) == 0
     assert state(run) == state(complete)
-    if "evol" in place:  # it is made again alone
-        assert driver.rows(run / "metrics.jsonl")[:2] == made
+    assert driver.rows(run / "metrics.jsonl")[: len(saved)] == made
 
 
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt"])
@@ -199,47 +195,8 @@ def test_a_damaged_last_checkpoint_is_one_line_that_says_how_to_go_on(world_dir,
     (last / file).write_bytes(content)
     driver.refused(capsys, program, argv, file, f"remove {last}")
     shutil.rmtree(last)
-    go(argv)
+    assert program(argv) == 0
     assert [*files.by_step(run / "checkpoints")] == [1, 2, 3, 4, 5]
-
-
-# -------------------------------------------------------------------------------------- signals
-
-
-def signalled(monkeypatch, owner, name):
-    """A signal comes as this function of the command is called first."""
-    original, is_first = getattr(owner, name), iter([True])
-
-    def function(*args, **kwargs):
-        if next(is_first, False):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, function)
-
-
-@pytest.mark.parametrize(
-    "owner, name", [(on_trl.SGSDTrainer, "score"), (files, "write_digests")], ids=["step", "save"]
-)
-def test_a_signal_in_a_step_or_its_save_saves_once_and_ends_with_130(
-    world_dir, tmp_path, monkeypatch, complete, owner, name
-):
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        signalled(patch, owner, name)
-        go(small_flags(world_dir, run, steps=4), code=130)
-    assert [*files.by_step(run / "checkpoints")] == [1]
-    go(small_flags(world_dir, run, steps=4))
-    assert state(run) == state(complete)
-
-
-def test_a_signal_in_an_evolution_ends_at_once_and_it_is_made_again(world_dir, tmp_path, complete):
-    argv = small_flags(world_dir, tmp_path / "run", steps=4)
-    kill = driver.killing(skills, "evolve", 1, number=signal.SIGTERM)
-    pid = driver.start(argv, tmp_path / "log", before=kill, program=program)
-    assert driver.wait(pid) == 130
-    go(argv)
-    assert state(tmp_path / "run") == state(complete)
 
 
 # ----------------------------------------------------------------------------------- processes

@@ -8,7 +8,7 @@ import conftest
 import pytest
 import trl_worlds
 from trl.trainer import grpo_trainer
-from trl_worlds import PROBLEMS, settings, student_ids
+from trl_worlds import PROBLEMS, settings
 
 import distributed
 import rollout
@@ -20,8 +20,7 @@ GREEDY, SECOND = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95
 
 def jobs_of(lefts):
     """Prompts of different lengths with these limits."""
-    tokenizer = conftest.make_tokenizer()
-    prompts = [student_ids(tokenizer, x.problem) for x in PROBLEMS]
+    prompts = [conftest.make_tokenizer().encode(x.problem) for x in PROBLEMS]
     return [Job(i, prompts[i], key=i, left=left) for i, left in enumerate(lefts)]
 
 
@@ -67,17 +66,12 @@ def on_vllm(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_greedy_replies_are_those_of_sgsd_py_up_to_each_ones_limit(tmp_path, lora):
-    lm = trl_worlds.policy(lora)
-    of_trl = trl_worlds.trainer(settings(tmp_path), lm)
-    own = conftest.make_model() if not lora else trl_worlds.policy(lora)
-
-    def stream(jobs, sampling, rows):
-        return rollout.stream(own, of_trl.run.tokenizer, jobs, sampling, rows)
-
+    of_trl = trl_worlds.trainer(settings(tmp_path), trl_worlds.policy(lora))
+    own = functools.partial(rollout.stream, trl_worlds.policy(lora), of_trl.run.tokenizer)
     for rows in (1, 2, 12):
-        ours = replies_of(of_trl.stream, jobs_of([3, 40, 9, 25, 1]), GREEDY, rows)
-        assert ours == replies_of(stream, jobs_of([3, 40, 9, 25, 1]), GREEDY, rows)
-    assert [len(ours[i]) for i in (0, 4)] == [3, 1]
+        replies = replies_of(of_trl.stream, jobs_of([3, 40, 9, 25, 1]), GREEDY, rows)
+        assert replies == replies_of(own, jobs_of([3, 40, 9, 25, 1]), GREEDY, rows)
+        assert [len(replies[i]) for i in (0, 4)] == [3, 1]
 
 
 def test_sampled_replies_differ_end_on_stop_ids_and_leave_a_steps_settings_alone(tmp_path):
@@ -86,9 +80,8 @@ def test_sampled_replies_differ_end_on_stop_ids_and_leave_a_steps_settings_alone
     jobs = [job for _ in range(6) for job in jobs_of([40])]
     replies = [tuple(job.ids) for turn in of_trl.stream(jobs, SECOND, 6) for job in turn]
     assert len({*replies}) == 6
-    for ids in replies:
-        assert trl_worlds.END not in ids[:-1]
-        assert ids[-1] == trl_worlds.END or len(ids) == 40
+    assert all(trl_worlds.END not in ids[:-1] for ids in replies)
+    assert all(ids[-1] == trl_worlds.END or len(ids) == 40 for ids in replies)
     likeliest = replies_of(of_trl.stream, jobs_of([9]), Sampling(temperature=1.1, top_k=1))
     assert likeliest == replies_of(of_trl.stream, jobs_of([9]), GREEDY)
     assert of_trl.generation_config.to_dict() == before

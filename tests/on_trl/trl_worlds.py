@@ -3,11 +3,11 @@
 python trl_worlds.py FUNCTION FOLDER        (or by torchrun) runs a function of this file
 """
 
+import copy
 import os
 import pathlib
 import subprocess
 import sys
-from types import SimpleNamespace
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import conftest
@@ -25,9 +25,8 @@ import driver
 import distributed
 import rollout
 import sgsd
-import skills
 from extras import on_trl
-from lib import config, runlog
+from lib import config
 from lib.problems import Problem
 
 END = 265  # the stop id of the tests' model
@@ -85,21 +84,14 @@ def policy(lora, dtype=torch.float32):
     return lm
 
 
-def student_ids(tokenizer, problem):
-    return rollout.chat_ids(tokenizer, skills.render_student(problem), thinking="closed")
-
-
 def given_rollouts(rows):
     """TRL's seam for rollouts of one's own: problem i gets rows[i], wherever it is asked."""
-    tokenizer = conftest.make_tokenizer()
     row_of = {x.problem: row for x, row in zip(PROBLEMS, rows)}
 
     def rollouts(prompts, trainer):
-        given = {"prompt_ids": [], "completion_ids": [], "logprobs": None}
-        for problem in prompts:
-            given["prompt_ids"].append(student_ids(tokenizer, problem))
-            given["completion_ids"].append(row_of[problem])
-        return given
+        ids = [sgsd.student_prompt(trainer.run, problem) for problem in prompts]
+        completions = [row_of[problem] for problem in prompts]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
 
     return rollouts
 
@@ -128,28 +120,23 @@ def trainer(cfg, lm, rows=None, callbacks=None, words=PLAIN):
 
 def rollouts_of(run, rows):
     """The given rollouts, judged."""
-    tokenizer = conftest.make_tokenizer()
     jobs = []
     for i, (x, ids) in enumerate(zip(PROBLEMS, rows)):
-        jobs.append(rollout.Job(i, student_ids(tokenizer, x.problem), 0, 0, x, ids))
-    (judged,) = rollout.rollouts(tokenizer, run.stops, driver.CoinVerifier(), [jobs])
+        jobs.append(rollout.Job(i, sgsd.student_prompt(run, x.problem), 0, 0, x, ids))
+    (judged,) = rollout.rollouts(run.tokenizer, run.stops, run.verifier, [jobs])
     return [roll for _, roll in judged]
 
 
-def step_of_sgsd(lm, run, rolls, num_teachers):
+def step_of_sgsd(lm, run, rolls):
     """The gradient of sgsd.py's loss on these rollouts, and what came of each."""
-    cfg = config.Config(num_teachers=num_teachers)
-    bank, tokenizer = conftest.make_bank(), conftest.make_tokenizer()
-    space = SimpleNamespace(cfg=cfg, lm=lm, tokenizer=tokenizer, masked_ids=run.masked_ids)
-    space.device, space.clock = torch.device("cpu"), runlog.Stopwatch()
-    results = []
+    own, results = copy.copy(run), []
+    own.lm = lm
     for roll in rolls:
-        pairs_K = bank.retrieve(roll.problem, num_teachers, conftest.fake_embed)
-        results.append(sgsd.rollout_loss(space, roll, pairs_K))
+        pairs_K = run.bank.retrieve(roll.problem, run.cfg.num_teachers, run.embed)
+        results.append(sgsd.rollout_loss(own, roll, pairs_K))
         if results[-1].loss.requires_grad:
             (results[-1].loss / len(rolls)).backward()
-    gradient = {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}
-    return gradient, results
+    return {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}, results
 
 
 def one_step(folder, lora=True, ids=None, words=PLAIN, **changes):
@@ -165,10 +152,9 @@ def one_step(folder, lora=True, ids=None, words=PLAIN, **changes):
 def both_loops(folder):
     """The gradients of a step of sgsd.py and of one on TRL, on the same rollouts."""
     rows = completions(6, step=9)  # of up to 51 tokens
-    of_trl, on_trl = one_step(folder, ids=rows)
-    run = of_trl.run
-    of_sgsd, _ = step_of_sgsd(policy(lora=True), run, rollouts_of(run, rows), 4)
-    torch.save({"sgsd.py": of_sgsd, "TRL": on_trl}, pathlib.Path(folder, "gradients.pt"))
+    of_trl, gradient = one_step(folder, ids=rows)
+    of_sgsd, _ = step_of_sgsd(policy(lora=True), of_trl.run, rollouts_of(of_trl.run, rows))
+    torch.save({"sgsd.py": of_sgsd, "TRL": gradient}, pathlib.Path(folder, "gradients.pt"))
 
 
 # --------------------------------------------------------------- functions that torchrun starts
@@ -198,6 +184,9 @@ def sharded_bf16(folder):
     on_trl.SGSDTrainer = Recorded
     words = (*PLAIN, "--bf16", "True")
     of_trl, _ = one_step(folder, lora=False, words=words)
+    kept = of_trl.accelerator.state.fsdp_plugin.mixed_precision_policy
+    dtypes = kept.param_dtype, kept.reduce_dtype, kept.output_dtype
+    assert dtypes == (torch.bfloat16, torch.float32, None)
     if of_trl.accelerator.is_main_process:
         torch.save(torch.cat(scored), pathlib.Path(folder, "scored.pt"))
 
