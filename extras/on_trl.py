@@ -72,24 +72,17 @@ class TRLConfig(Config):
         **config.GROUPS,
         "on TRL": "full backward_rows score_rows keep_last",
     }
-    not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {
-        "score_tokens",
-        "checkpoint_above",
-        "rollout_rows",
-    }
+    not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {"score_tokens", "checkpoint_above"}
     free: ClassVar[frozenset[str]] = frozenset({"backward_rows", "score_rows", "keep_last"})
 
     out: str = "runs/trl"
     full: bool = setting(False, "train all weights, and not adapters")
     backward_rows: int = setting(4, "most rollouts in one backward pass of a process")
-    score_rows: int = setting(
-        8, "rows in one forward pass of the teachers, or decoded at a time for the bank"
+    score_rows: int = setting(8, "rows in one forward pass of the teachers")
+    rollout_rows: int = setting(
+        8, "replies of the bank's writer that a process decodes at a time; vLLM takes all"
     )
     keep_last: int = setting(0, "keep the last N checkpoints alone; 0 keeps all", least=0)
-
-    @property
-    def bank_rows(self) -> int:
-        return self.score_rows
 
 
 # TRL's settings that may be given: they lay out a run, and change no gradient but by rounding.
@@ -113,22 +106,20 @@ def settings_of(cfg: TRLConfig, words: Sequence[str], world: World) -> GRPOConfi
     for word in words:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         if word.startswith("--") and not LAYOUT.fullmatch(name):
-            rule = "only what lays out TRL's run may follow --, such as --use_vllm"
-            raise ValueError(f"{word}: {rule}; it would train otherwise, or was never tried")
+            raise ValueError(f"{word}: only what lays out TRL's run may follow --")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        why = "never tried, and it would make a step whose gradient is NaN"
-        raise ValueError(f"DeepSpeed: {why}; shard by FSDP, as extras/fsdp2.yaml does")
+        raise ValueError("DeepSpeed was never tried; shard by FSDP, as extras/fsdp2.yaml does")
     if cfg.batch_size % world.size or cfg.batch_size < 2:
-        rule = f"two or more, and a multiple of the number of processes, {world.size}"
+        rule = f"2 or more, and a multiple of the number of processes, {world.size}"
         raise ValueError(f"--batch-size {cfg.batch_size}: must be {rule}")
-    parser: Any = LayoutParser(GRPOConfig, allow_abbrev=False)
+    kind: Any = GRPOConfig
+    parser = LayoutParser(kind, allow_abbrev=False)
     parser.set_defaults(**settings_of_sgsd(cfg, world))
-    (args,) = parser.parse_args_into_dataclasses([*words], look_for_args_file=False)
+    args: Any = parser.parse_args_into_dataclasses([*words], look_for_args_file=False)[0]
     args.num_generations = 1  # one solution a problem: teachers give the signal, no group does
     args.model_init_kwargs = {"dtype": dtype_of(cfg, args), "attn_implementation": cfg.attn}
     if args.n_gpu > 1:
-        rule = "one process would split the model over them"
-        raise ValueError(f"{args.n_gpu} GPUs: {rule}; start a process for each, by accelerate")
+        raise ValueError(f"{args.n_gpu} GPUs: start a process for each, by accelerate or torchrun")
     return args
 
 
@@ -174,8 +165,7 @@ def dtype_of(cfg: TRLConfig, args: GRPOConfig) -> str:
     if cfg.dtype == "auto":
         return "bfloat16" if args.device.type == "cuda" and not needs_fp32 else "float32"
     if needs_fp32 and cfg.dtype != "float32":
-        rule = "what learns, and with vLLM the base of adapters, must be in float32 (S22)"
-        raise ValueError(f"--dtype {cfg.dtype}: {rule}")
+        raise ValueError(f"--dtype {cfg.dtype}: must be float32 with --full, or with vLLM (S22)")
     return cfg.dtype
 
 
@@ -189,10 +179,12 @@ class SGSDTrainer(GRPOTrainer):
     kwargs: of GRPOTrainer, such as `peft_config`.
     """
 
+    args: Any
     model: Any
     norm = 0.0  # of the latest step's gradient
+    is_stopped = False  # by a signal
 
-    def __init__(self, run: "RunOnTRL", args: GRPOConfig, lm: Any, **kwargs: Any):
+    def __init__(self, run: "RunOnTRL", args: Any, lm: Any, **kwargs: Any):
         self.run, cfg = run, run.cfg
         self.rows: list[dict] = []  # of rollouts.jsonl, of the latest step and this process
         data: list[dict] = []  # of all steps, which are one epoch
@@ -216,20 +208,17 @@ class SGSDTrainer(GRPOTrainer):
         model.remove_dropout(self.model)  # TRL's disable_dropout leaves floats
         self.refuse_what_fails_later()
         # TRL's head rounds to bf16; eps_a is .05 nats, and bf16 errs by up to .1.
-        outputs = ("log_probs", "entropy")
-        add_fused_lm_head(run.lm, cast_lm_head_to_fp32=True, outputs=outputs)
+        add_fused_lm_head(run.lm, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
         self.set_up_shards()
         self.remove_callback(PrinterCallback)  # of TRL's own numbers, with a reward of 0
-        self.loop = Loop(self)
-        self.add_callback(self.loop)
+        self.add_callback(Loop(self))
 
     def refuse_what_fails_later(self) -> None:
         """ValueError for shards that fail in the end, rows that take in their padding, and NaN."""
         if self.accelerator.distributed_type == DistributedType.FSDP:
             kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)
             if not self.accelerator.is_fsdp2 or "FULL" not in kind:
-                fix = "set fsdp_version: 2 and fsdp_state_dict_type: FULL_STATE_DICT"
-                raise ValueError(f"FSDP: {fix}, as extras/fsdp2.yaml does")
+                raise ValueError("FSDP: must be version 2 with FULL_STATE_DICT, see fsdp2.yaml")
         lm, cfg = self.run.lm, self.run.cfg
         is_elsewhere = lm.device.type == "cpu" and cfg.attn == "flash_attention_2"
         if is_elsewhere or not self.run.world.main:
@@ -253,10 +242,10 @@ class SGSDTrainer(GRPOTrainer):
         # accelerate lets it sum gradients in bf16, and round all that the model returns to bf16,
         # log-probabilities too.
         plugin = self.accelerator.state.fsdp_plugin
-        policy = plugin.mixed_precision_policy
-        if policy is not None:
-            policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
-            plugin.mixed_precision_policy = policy
+        if plugin.mixed_precision_policy is not None:
+            plugin.mixed_precision_policy = replace(
+                plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
+            )
 
     # ------------------------------------------------------------------------------ a batch
 
@@ -271,8 +260,8 @@ class SGSDTrainer(GRPOTrainer):
         most = self.args.vllm_max_model_length
         longest = max(map(len, prompts)) + reply
         if self.use_vllm and most and longest > most:
-            rule = f"a prompt and its reply may have {longest} tokens; raise it"
-            raise command.UserError(f"--vllm_max_model_length {most}: {rule}")
+            fix = f"raise it, as a prompt and its reply may have {longest} tokens"
+            raise command.UserError(f"--vllm_max_model_length {most}: {fix}")
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, in which `generate` fills in nothing from the model's own generation_config."""
@@ -328,8 +317,7 @@ class SGSDTrainer(GRPOTrainer):
         processes make equally many passes, which under sharding are collectives.
         """
         logps: dict[int, Tensor] = {}
-        cfg: Any = self.run.cfg
-        size = cfg.score_rows
+        size = self.run.cfg.score_rows
         order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]) + len(completions[i]))
         for start in range(0, len(order), size):
             pack = order[start : start + size]
@@ -378,7 +366,6 @@ class SGSDTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """TRL's, in a folder of its own; the run moves it to its place among the checkpoints."""
-        cfg: Any = self.run.cfg
         folder = pathlib.Path(self.args.output_dir)
         try:
             super()._save_checkpoint(*args, **kwargs)
@@ -389,7 +376,7 @@ class SGSDTrainer(GRPOTrainer):
         if self.run.world.main:
             shutil.rmtree(folder)
             checkpoints = [*files.by_step(folder.parent).values()]
-            for old in checkpoints[: -cfg.keep_last] if cfg.keep_last else []:
+            for old in checkpoints[: -self.run.cfg.keep_last]:  # none of them if it is 0
                 shutil.rmtree(old)
 
     # ------------------------------------------------------------------------------- the bank
@@ -416,19 +403,20 @@ class SGSDTrainer(GRPOTrainer):
     def decode(self, prompts: list[list[int]], sampling: Sampling, limit: int) -> list[list[int]]:
         """Completions of prompts by the present policy, with other settings than a step's."""
         self.refuse_beyond_engine(prompts, 1)
-        given = {"temperature": sampling.temperature}
-        given |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
-        if self.use_vllm:  # it is greedy at a temperature of 0
-            holder, name = self.vllm_generation, "generation_kwargs"
-            settings: Any = {**given, "max_tokens": limit, "stop_token_ids": self.run.stops}
+        drawn: dict[str, Any] = {"temperature": sampling.temperature}
+        drawn |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
+        holder: Any = self.vllm_generation if self.use_vllm else self
+        if self.use_vllm:  # greedy at a temperature of 0
+            name = "generation_kwargs"
+            settings: Any = {**drawn, "max_tokens": limit, "stop_token_ids": self.run.stops}
         else:
-            holder, name = self, "generation_config"
+            name = "generation_config"
             settings = GenerationConfig(
                 max_new_tokens=limit,
                 eos_token_id=self.run.stops,
                 pad_token_id=self.run.tokenizer.pad_token_id,
                 do_sample=sampling.temperature > 0,
-                **(given if sampling.temperature else {}),
+                **(drawn if sampling.temperature else {}),
             )
         of_a_step = getattr(holder, name)
         setattr(holder, name, settings)
@@ -438,7 +426,7 @@ class SGSDTrainer(GRPOTrainer):
             setattr(holder, name, of_a_step)
 
 
-def no_reward(completions: list, **_: Any) -> list[float]:
+def no_reward(completions: list, **_: Any) -> list[float | None]:
     """What TRL asks for and SGSD does not use: its advantages are `SGSDTrainer`'s own."""
     return [0.0] * len(completions)
 
@@ -448,8 +436,6 @@ def no_reward(completions: list, **_: Any) -> list[float]:
 
 class Loop(TrainerCallback):
     """What `sgsd.train` does around its steps, around TRL's."""
-
-    is_stopped = False  # by a signal
 
     def __init__(self, trainer: SGSDTrainer):
         self.trainer, self.run = trainer, trainer.run
@@ -481,14 +467,13 @@ class Loop(TrainerCallback):
         if run.cfg.evolves:
             run.bank.remember(rows)  # W of Algorithm 4
         run.log(rows, self.trainer.norm)
-        self.is_stopped = asked_to_stop(run)
-        control.should_save = self.is_stopped or run.save_is_due()
+        self.trainer.is_stopped = asked_to_stop(run)
+        control.should_save = self.trainer.is_stopped or run.save_is_due()
         run.signals.in_step = control.should_save
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.is_stopped = self.is_stopped or asked_to_stop(self.run)  # during the save
-        if self.is_stopped:
-            control.should_training_stop = True
+        if self.trainer.is_stopped or asked_to_stop(self.run):  # now, or during the save
+            self.trainer.is_stopped = control.should_training_stop = True
             return
         self.run.signals.in_step = False
         sgsd.evolve_bank(self.run)  # line 17, where F divides the step: a save comes before
@@ -501,6 +486,7 @@ class Loop(TrainerCallback):
 class RunOnTRL(Run):
     """A run whose model, steps and checkpoints are TRL's."""
 
+    cfg: TRLConfig
     trainer: Any = None
 
     def save_weights(self, folder: pathlib.Path) -> None:
@@ -525,8 +511,7 @@ def load(
 ) -> RunOnTRL:
     """In the place of `lib.run.load_run`. words: TRL's flags of the command line."""
     if start.bank is None or not cfg.steps:
-        rule = "it needs a bank, and steps; sgsd.py --steps 0 makes a bank, and banks/ has two"
-        raise ValueError(f"--bank {cfg.bank!r} --steps {cfg.steps}: {rule}")
+        raise ValueError("--bank and --steps are needed; sgsd.py --steps 0 makes a bank alone")
     with reading(start.checkpoint):
         lora = lora_of(cfg, start)
     args = settings_of(cfg, words, world)
@@ -534,7 +519,7 @@ def load(
     embed = model.load_encoder(cfg.encoder, world.device)
     outline, tokenizer = model.load_outline(cfg.model)
     if lora and any(name.endswith((".experts", ".mamba")) for name, _ in outline.named_modules()):
-        rule = "adapters would not reach its experts, or its Mamba layers (S7)"
+        rule = "adapters would not reach its experts or Mamba layers (S7)"
         raise ValueError(f"--model {cfg.model}: {rule}; train all weights by --full")
     model.check_model(cfg.model)  # TRL lets transformers make up a weight that is missing
     run = RunOnTRL(
@@ -566,8 +551,7 @@ def lora_of(cfg: TRLConfig, start: Start) -> LoraConfig | None:
             r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules="all-linear"
         )
     if cfg.adapter:
-        fix = "with --full give whole weights, as --model; merged, if it is an adapter"
-        raise ValueError(f"--adapter {cfg.adapter}: {fix}")
+        raise ValueError(f"--adapter {cfg.adapter}: with --full give whole weights, by --model")
     if start.checkpoint:
         files.refuse_damaged(start.checkpoint, start.digests)
     return None
@@ -578,9 +562,9 @@ def train(run: Any) -> int:
     try:
         run.trainer.train(files.by_step(run.out / "checkpoints").get(run.step))
     except torch.OutOfMemoryError as e:
-        fix = "lower --backward-rows or --score-rows; run the same command to continue"
+        fix = "lower --backward-rows, --score-rows or --rollout-rows; the same command continues"
         raise command.UserError(f"{str(e).partition('. ')[0]}: {fix}") from None
-    return 130 if run.trainer.loop.is_stopped else 0
+    return 130 if run.trainer.is_stopped else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -592,11 +576,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_older_run(cfg.out)
     if any("vllm" in word for word in words[end:]):  # whose sleep mode admits no others
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    load_bank = functools.partial(sgsd.load_bank, cfg)
-    load_on_trl = functools.partial(load, words[end + 1 :])
     # TRL and PEFT call by names that transformers 5.24 deprecates.
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
-    with RunOnTRL.open(cfg, load_bank, sgsd.refuse_long_prompts, load_on_trl) as run:
+    with RunOnTRL.open(
+        cfg,
+        functools.partial(sgsd.load_bank, cfg),
+        sgsd.refuse_long_prompts,
+        functools.partial(load, words[end + 1 :]),
+    ) as run:
         return train(run)
 
 
