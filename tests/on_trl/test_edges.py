@@ -1,6 +1,7 @@
 """What TRL would pass over, and what a command is refused for."""
 
 import dataclasses
+import re
 import shutil
 import sys
 
@@ -15,7 +16,7 @@ from trl_worlds import PLAIN, completions, policy, rollouts_of, settings, traine
 
 import sgsd
 from extras import on_trl
-from lib import files
+from lib import command, config, files
 from lib import model as lib_model
 
 
@@ -242,3 +243,17 @@ def test_without_trl_its_help_is_a_line_that_says_what_to_install():
     done = trl_worlds.run([sys.executable, "-W", "ignore", "-c", code])
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and "extras/requirements.txt" in line
+
+
+def test_the_commands_of_the_pages_are_parsed():
+    commands = []
+    for page in [conftest.ROOT / "docs/engines.md", *conftest.ROOT.glob("research/trl/*.md")]:
+        text = re.sub(r" *\\\n\s*", " ", page.read_text())
+        commands += re.findall(
+            r"^ *(?:accelerate|python|OMP).*(?:on_trl|vllm_run.py) (--.*)", text, re.M
+        )
+    assert len(commands) >= 4
+    for words in map(str.split, commands):
+        end = words.index("--") if "--" in words else len(words)
+        cfg = command.parse(words[:end], "", on_trl.TRLConfig, config.presets_of(on_trl.TRLConfig))
+        on_trl.settings_of(cfg, words[end + 1 :], driver.ALONE)
