@@ -11,16 +11,18 @@ vLLM's (docs/engines.md), which loads and unloads the checkpoints. Each model ha
 a line per set; the last line is the command that compares them (extras/compare.py).
 
 The folder of a checkpoint is RUN/eval/step_000200, that of any other model eval/NAME in the first
-run among the PATHs, or else here; with --skills its name ends with --skills. It holds
-settings.json, samples.jsonl and results.json ({set: figures}). A call replaces the figures of its
-sets and keeps all samples, so an earlier command has its figures again at once. The same command
-continues a killed one: a sample is a function of (seed, problem, its number).
+run among the PATHs, or else here; with --skills its name ends with --skills. It holds samples.jsonl
+and results.json ({set: figures}). Each sample has a digest of all that it depends on: settings,
+weights, prompt, draws, reference answer. We draw the samples that are missing, and use no sample of
+other settings. So the same command continues a killed one, and an earlier command has its figures
+again at once. A call replaces the figures of its sets.
 
 Dimension key: P problems, K samples per problem.
 """
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -124,12 +126,19 @@ def _checked(correct_PK: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Policy:
-    """A model to evaluate."""
+    """A model to evaluate; `add_samples` adds what is asked of it."""
 
     path: str  # a directory or hub id
     base: str  # the model under an adapter; a plain model is its own
-    folder: pathlib.Path  # of settings.json, samples.jsonl, results.json; as it is printed
-    settings: dict[str, Any] = field(default_factory=dict)  # all that its samples depend on
+    folder: pathlib.Path  # of samples.jsonl and results.json; as it is printed
+    begun: dict[str, dict] = field(default_factory=dict)  # {set: row} until all samples are there
+    samples: list[dict] = field(default_factory=list)  # the first fields of each sample's row
+    missing: list[Job] = field(default_factory=list)  # their indices are places in `samples`
+
+    def results(self) -> dict[str, dict]:
+        """What results.json holds, by set: figures, or how the set was begun."""
+        file = self.folder / "results.json"
+        return files.read_json(file) if file.exists() else {}
 
 
 def checkpoints_of(path: str) -> list[pathlib.Path]:
@@ -140,10 +149,11 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
     place = place.resolve()
     steps = [*files.by_step(place / "checkpoints").values()]
     has_model = any((place / f"{kind}.json").exists() for kind in ("config", "adapter_config"))
-    is_run = (place / "problems.json").exists()
-    if not steps and (is_run or not has_model):
-        fix = "give a model, an adapter or a run; a bank goes with --skills, problems with --data"
-        raise ValueError(f"{path}: no model, adapter or checkpoint is there; {fix}")
+    if not steps and ((place / "problems.json").exists() or not has_model):
+        raise ValueError(
+            f"{path}: no model, adapter or checkpoint is there; give a model, an adapter or a run; "
+            "a bank goes with --skills, problems with --data"
+        )
     return steps or [place]
 
 
@@ -151,6 +161,23 @@ def run_of(place: pathlib.Path) -> pathlib.Path | None:
     """The run that a checkpoint belongs to; None for all else."""
     is_checkpoint = place.parent.name == "checkpoints" and place.name.startswith("step_")
     return place.parent.parent if is_checkpoint else None
+
+
+def base_of(place: pathlib.Path, base: str) -> str:
+    """The model under an adapter, or `base` in its place. A plain model is its own.
+
+    ValueError for a damaged checkpoint, and for a path that is not there, such as that of another
+    machine.
+    """
+    digests = files.digests_of(place)  # the trainer's files may be gone
+    needed = [name for name in digests if files.is_of_a_model(pathlib.Path(name))]
+    files.refuse_damaged(place, {name: digests[name] for name in needed})
+    if not (place / "adapter_config.json").exists():
+        return str(place)
+    base = base or model.lora_of(place)[0]
+    if os.path.isabs(base) and not os.path.exists(base):
+        raise ValueError(f"adapter {place}: its base {base} is not there; give it as --model")
+    return base
 
 
 def find_policies(cfg: EvalConfig) -> list[Policy]:
@@ -162,153 +189,101 @@ def find_policies(cfg: EvalConfig) -> list[Policy]:
     home = pathlib.Path(cfg.out or (runs[0] / "eval" if runs else "eval")).resolve()
     policies: dict[pathlib.Path, Policy] = {}
     for place in places:
-        run, base = run_of(place), model.base_of(place, cfg.model) or str(place)
+        run, base = run_of(place), base_of(place, cfg.model)
         if any(home.is_relative_to(pathlib.Path(used).resolve()) for used in (place, base)):
             raise ValueError(f"{home}: lies in the directory of a model; give another --out")
         name = f"{run.name}/{place.name}" if run else "/".join(place.parts[-2:])
         folder = home / name.replace("/", "--")
         if run and not cfg.out:
             folder = run / "eval" / place.name
-        if cfg.skills:
-            folder = folder.with_name(f"{folder.name}--skills")
-        folder = pathlib.Path(os.path.relpath(folder))
+        folder = pathlib.Path(os.path.relpath(folder) + "--skills" * bool(cfg.skills))
         first = policies.setdefault(folder, Policy(str(place), base, folder))
         if first.path != str(place):
-            both = f"{first.path} and {place} would both write to {folder}"
-            raise ValueError(f"{both}; rename one")
+            raise ValueError(f"{first.path} and {place} both write to {folder}; rename one")
     return list(policies.values())
 
 
-# Settings that no sample depends on; problems are known by their own digests.
+# ------------------------------------------------------------- what rank 0 reads before any sample
+
+Sets = dict[str, list[Problem]]  # by the set's name
+
+# Settings that no sample depends on, or by its prompt and its problem alone.
 BESIDE_SAMPLES = """
     paths model out data split limit samples rows server problem_field answer_field answer_after
+    num_skills encoder
 """.split()
 
 
-def settings_of(
-    policy: Policy, cfg: EvalConfig, world: World, digests: dict[str, str]
-) -> dict[str, Any]:
-    """All that samples depend on besides problems. Files count by what they hold, and may move.
+def prepare(
+    policies: list[Policy],
+    weights: dict[str, str],
+    cfg: EvalConfig,
+    world: World,
+    held: contextlib.ExitStack,
+) -> Sets:
+    """Read all that the user gave but the weights' numbers, and find each policy's samples.
 
-    digests: of the models' files, by path. ValueError, naming what differs, where the policy's
-    folder has samples or results of other settings.
+    weights: digests of the models' files, by path. held: takes the locks of the folders.
+    Says which old samples and figures are of no use. ValueError for a mistake.
     """
-    settings = {name: value for name, value in asdict(cfg).items() if name not in BESIDE_SAMPLES}
-    settings["the policy's files"] = digests[policy.path]
-    settings["the base's files"] = digests[policy.base]
-    settings["engine"] = "a server" if cfg.server else "generate"  # S27
-    settings["device"] = world.device.type
-    if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
-        settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
-    settings["the plain prompt"] = files.digest(skills.template("student"))
-    templates = [skills.template(name) for name in ("teacher", "skill", "mistake")]
-    settings["the skills' prompts"] = cfg.skills and files.digest(templates)
-    settings |= {name: files.contents(getattr(cfg, name)) for name in ("skills", "encoder")}
-    file = policy.folder / "settings.json"
-    old = files.read_json(file) if file.exists() else settings
-    changed = [name for name in {**old, **settings} if old.get(name) != settings.get(name)]
-    has_results = (policy.folder / "results.json").exists()
-    if changed and (has_results or any(files.read_jsonl(policy.folder / "samples.jsonl"))):
-        rule = f"its samples have another value of {', '.join(changed)}"
-        raise ValueError(f"{policy.folder}: {rule}, or are of an older eval.py; give another --out")
-    return settings
-
-
-# ------------------------------------------------------------------------- before the first sample
-
-KEY = ("set", "id", "sample", "digest")  # names a sample; the digest is of its problem
-Tasks = dict[tuple, Problem]  # the samples asked for, by their keys
-
-
-@dataclass
-class Evaluation:
-    """All that an evaluation has read and checked before its first sample."""
-
-    cfg: EvalConfig
-    policies: list[Policy]
-    tasks: Tasks
-    prompts: dict[str, str]  # by problem
-    verifier: verify.Judge
-    server: served.Server | None  # samples in the place of `generate`
-
-
-def prepare(cfg: EvalConfig, world: World, held: contextlib.ExitStack) -> Evaluation:
-    """Read and check everything that a user's mistake can break. No collective.
-
-    held: takes the locks of the folders, on rank 0, and the verifier.
-    """
-    policies = find_policies(cfg)
-    tasks = load_tasks(cfg)
-    server = server_for(cfg, policies, world) if cfg.server else None
-    read_policies(policies, bool(server))
-    for policy in policies if world.main else []:
+    bases = sorted({served.whole_name(policy.base) for policy in policies})
+    if cfg.server and len(bases) > 1:
+        raise ValueError(f"--server: serves one base model, got {', '.join(bases)}")
+    look = functools.cache(
+        model.load_outline
+        if cfg.server
+        else functools.partial(model.load_model, device="meta", dtype=cfg.dtype, attn=cfg.attn)
+    )
+    sets = load_sets(cfg)
+    prompts, shared = make_prompts(cfg, sets, world), settings_of(cfg, world)
+    for policy in policies:
+        lm, tokenizer = look(policy.base)
+        settings = {
+            **shared,
+            "the policy's files": weights[policy.path],
+            "the base's files": weights[policy.base],
+        }
+        for name, data in sets.items():
+            add_samples(policy, name, data, settings, prompts, tokenizer, cfg)
+        longest, limit = max(len(job.prompt) for job in policy.missing), model.context_limit(lm)
+        if longest + cfg.max_new_tokens > limit:
+            raise ValueError(
+                f"--max-new-tokens {cfg.max_new_tokens}: with a prompt of {longest} tokens it "
+                f"exceeds the model's context of {limit:g}; lower it"
+            )
+    for policy in policies:
         held.enter_context(files.locked(policy.folder))
-    models = {policy.path for policy in policies} | {policy.base for policy in policies}
-    digests = {path: files.contents(path) for path in models}
-    for policy in policies:
-        policy.settings = settings_of(policy, cfg, world, digests)
-    if world.main:
-        print_other_bases(policies, digests)
-    verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
-    prompts = make_prompts(cfg, tasks, world)
-    return Evaluation(cfg, policies, tasks, prompts, verifier, server)
+        find_missing(policy)
+    return sets
 
 
-def read_policies(policies: list[Policy], has_server: bool) -> None:
-    """ValueError for any policy that could not be loaded, before the first one is sampled.
-
-    has_server: the base is the server's, and was asked for.
-    """
-    for policy in policies:
-        if policy.path != policy.base:
-            model.check_tensors("adapter", policy.path, model.ADAPTER_FILE)
-    for base in {policy.base for policy in policies if not has_server}:
-        model.check_model(base)
-
-
-def print_other_bases(policies: list[Policy], digests: dict[str, str]) -> None:
-    """Say which plain models are no base of the adapters beside them.
-
-    digests: of the models' files, by path.
-    """
-    bases = {policy.base for policy in policies if policy.path != policy.base}
-    held = {digests[base] for base in bases}
-    for policy in policies:
-        if bases and policy.path == policy.base and digests[policy.path] not in held:
-            named = ", ".join(sorted(bases))
-            print(f"{policy.path}: is not the base of the adapters, which is {named}")
-
-
-def load_tasks(cfg: EvalConfig) -> Tasks:
-    """The samples asked for, in order. A problem that has changed gets new ones."""
-    is_ours = cfg.verifier == EvalConfig.verifier
+def load_sets(cfg: EvalConfig) -> Sets:
+    """The problems of each set, in order."""
     reading = {
         "problem_field": cfg.problem_field,
         "answer_field": cfg.answer_field,
         "answer_after": cfg.answer_after,
-        "extract": verify.extract_answer if is_ours else None,
+        "extract": verify.extract_answer if cfg.verifier == EvalConfig.verifier else None,
     }
-    tasks = {}
+    sets = {}
     for source in cfg.data:
-        data = problems.load_set(source, cfg.split, **reading)[: cfg.limit or None]
-        for x in data:
-            extra = [] if is_ours else sorted(x.extra.items())  # another verifier may read it
-            digest = files.digest(x.problem, x.answer, extra)
-            for number in range(cfg.samples):
-                tasks[pathlib.Path(source).stem, x.id, number, digest] = x
-    return tasks
+        data = problems.load_set(source, cfg.split, **reading)
+        sets[pathlib.Path(source).stem] = data[: cfg.limit or None]
+    return sets
 
 
-def make_prompts(cfg: EvalConfig, tasks: Tasks, world: World) -> dict[str, str]:
+def make_prompts(cfg: EvalConfig, sets: Sets, world: World) -> dict[str, str]:
     """{problem: prompt}: the plain one, or with --skills that of Base+Skill (Tab. 12, S14)."""
-    asked = {x.problem for x in tasks.values()}
+    asked = {x.problem for x in itertools.chain.from_iterable(sets.values())}
     if not cfg.skills:
         return {problem: skills.render_student(problem) for problem in asked}
     bank = skills.SkillBank.load(cfg.skills)
     most = min(len(bank.general_skills), len(bank.common_mistakes))
     if cfg.num_skills > most:
-        rule = f"the shorter list of --skills {cfg.skills} has {most} entries; lower it"
-        raise ValueError(f"--num-skills {cfg.num_skills}: {rule}")
+        raise ValueError(
+            f"--num-skills {cfg.num_skills}: the shorter list of --skills {cfg.skills} has {most} "
+            "entries; lower it"
+        )
     embed, prompts = model.load_encoder(cfg.encoder, str(world.device)), {}
     for problem in asked:
         pairs = bank.retrieve(problem, cfg.num_skills, embed)
@@ -316,96 +291,150 @@ def make_prompts(cfg: EvalConfig, tasks: Tasks, world: World) -> dict[str, str]:
     return prompts
 
 
-def server_for(cfg: EvalConfig, policies: list[Policy], world: World) -> served.Server:
-    """This rank's server, which must have the one base model of all policies."""
-    bases = sorted({served.whole_name(policy.base) for policy in policies})
-    if len(bases) > 1:
-        raise ValueError(f"--server: serves one base model, got {', '.join(bases)}")
-    lm, tokenizer = model.load_outline(bases[0])
-    url = cfg.server[world.rank % len(cfg.server)]
-    server = served.Server(url, bases[0], rollout.stop_ids(lm, tokenizer))
-    server.check()
-    return server
+def settings_of(cfg: EvalConfig, world: World) -> dict[str, Any]:
+    """What samples depend on besides weights, prompt and problem. Files count by what they hold."""
+    settings = {name: value for name, value in asdict(cfg).items() if name not in BESIDE_SAMPLES}
+    if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
+        settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
+    return settings | {
+        "skills": cfg.skills
+        and files.digest(files.contents(cfg.skills), cfg.num_skills, files.contents(cfg.encoder)),
+        "the plain prompt": files.digest(skills.template("student")),
+        "engine": "a server" if cfg.server else "generate",  # S27
+        "device": world.device.type,
+    }
+
+
+def add_samples(
+    policy: Policy,
+    name: str,
+    data: Sequence[Problem],
+    settings: dict[str, Any],
+    prompts: dict[str, str],
+    tokenizer: Any,
+    cfg: EvalConfig,
+) -> None:
+    """Ask a policy for k samples of each problem of a set.
+
+    A sample's digest is of all that it depends on: two samples of one digest are the same.
+    """
+    thinking = "bare" if cfg.thinking else "closed"  # S3
+    judged = []
+    for x in data:
+        # Another verifier may also read the other fields of a problem's row.
+        extra = sorted(x.extra.items()) if cfg.verifier != EvalConfig.verifier else []
+        judged.append([x.problem, x.answer, extra])
+        prompt = rollout.chat_ids(tokenizer, prompts[x.problem], thinking=thinking)
+        for number in range(cfg.samples):
+            key = rollout.sample_key(cfg.seed, 0, x.problem, number)
+            digest = files.digest(settings, prompt, key, judged[-1])
+            job = Job(len(policy.samples), prompt, key=key, left=cfg.max_new_tokens, problem=x)
+            policy.missing.append(job)
+            policy.samples.append({"set": name, "id": x.id, "sample": number, "digest": digest})
+    asked = [sample["digest"] for sample in policy.samples if sample["set"] == name]
+    policy.begun[name] = {
+        "digest": files.digest(judged),  # of the problems
+        "problems": len(data),
+        "samples": len(asked),
+        "settings": settings,
+        "asked": asked,
+    }
+
+
+def find_missing(policy: Policy) -> None:
+    """Leave the samples that are not there yet; say which ones and which figures are of no use."""
+    rows = [*files.read_jsonl(policy.folder / "samples.jsonl")]
+    digests = {row["digest"] for row in rows}
+    drawn = {(row["set"], row["id"], row["sample"]) for row in rows}
+    policy.missing = [
+        job for job in policy.missing if policy.samples[job.index]["digest"] not in digests
+    ]
+    lacking = [policy.samples[job.index] for job in policy.missing]
+    unused = sum((row["set"], row["id"], row["sample"]) in drawn for row in lacking)
+    if unused:
+        print(f"{policy.folder}: {unused} old samples of other settings or versions are not used")
+    for name, new in policy.begun.items():
+        old = policy.results().get(name, new)
+        changed = differences(old, new) if "settings" in old else ["version of eval.py"]
+        if changed and "avg" in old:
+            print(f"{policy.folder}: replaces its figures on {name}; changed: {', '.join(changed)}")
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """In what two rows of results.json differ, besides their figures."""
+    mine, theirs = (
+        row["settings"] | {"problems": row["digest"], "samples": row["samples"]}
+        for row in (one, other)
+    )
+    return [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
 
 
 # ------------------------------------------------------------------------------------- the samples
 
 
-def sample(policy: Policy, evaluation: Evaluation, world: World) -> dict[tuple, dict]:
-    """The samples asked for, as rows of samples.jsonl: those that are there, and the missing ones.
-
-    Rank 0 returns them all; another rank those that are new.
-    """
-    cfg, tasks, server = evaluation.cfg, evaluation.tasks, evaluation.server
-    log = policy.folder / "samples.jsonl"
-    done = {}
-    with command.one_line_errors(cfg.program, *command.GIVEN):
-        for row in files.read_jsonl(log) if world.main else []:
-            done[tuple(row[name] for name in KEY)] = row
-    missing = distributed.broadcast([key for key in tasks if key not in done], world)
-    if not missing:
-        return done
+def sample(policy: Policy, verifier: verify.Judge, cfg: EvalConfig, world: World) -> None:
+    """Draw a policy's missing samples, on all ranks. Rank 0 appends them to samples.jsonl."""
     with contextlib.ExitStack() as loaded:
         with command.one_line_errors(cfg.program, *command.GIVEN):
-            lm, tokenizer, stream = load_policy(policy, evaluation, loaded, world)
+            lm, tokenizer, stream, engine = load_policy(policy, cfg, world, loaded)
             stops = rollout.stop_ids(lm, tokenizer)
-            jobs = []
-            thinking = "bare" if cfg.thinking else "closed"  # S3
-            for i, key in enumerate(missing):
-                x, number = tasks[key], key[KEY.index("sample")]
-                ids = rollout.chat_ids(tokenizer, evaluation.prompts[x.problem], thinking=thinking)
-                draw = rollout.sample_key(cfg.seed, 0, x.problem, number)
-                jobs.append(Job(i, ids, key=draw, left=cfg.max_new_tokens, problem=x))
-            longest = max(len(job.prompt) for job in jobs)
-            model.refuse_beyond_context(lm, longest, cfg.max_new_tokens, "--max-new-tokens")
+        distributed.barrier(world)  # all have loaded it
         if world.main:
-            files.write_json(policy.folder / "settings.json", policy.settings)
+            lacking = {policy.samples[job.index]["set"] for job in policy.missing}
+            begun = {name: row for name, row in policy.begun.items() if name in lacking}
+            files.write_json(policy.folder / "results.json", policy.results() | begun)
         sampling = rollout.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
 
         def work(jobs_of_rank: list[Job]) -> Iterator[list[tuple[Job, Rollout]]]:
             turns = stream(jobs_of_rank, sampling, cfg.rows)
-            return rollout.rollouts(tokenizer, stops, evaluation.verifier, turns)
+            return rollout.rollouts(tokenizer, stops, verifier, turns)
 
-        for judged in distributed.share_jobs(world, jobs, work, str(policy.folder)):
+        for judged in distributed.share_jobs(world, policy.missing, work, str(policy.folder)):
             rows = []
             for job, roll in judged:
-                key = missing[job.index]
-                row = dict(zip(KEY, key)) | {"gold": roll.gold, "pred": roll.pred, "r": roll.r}
-                row |= {"truncated": roll.truncated, "tokens": len(roll.completion_ids)}
-                row |= {"text": roll.text, "engine": server.engine if server else "generate"}
-                done[key] = row
+                row = {
+                    **policy.samples[job.index],
+                    "gold": roll.gold,
+                    "pred": roll.pred,
+                    "r": roll.r,
+                    "truncated": roll.truncated,
+                    "tokens": len(roll.completion_ids),
+                    "text": roll.text,
+                    "engine": engine,
+                }
                 rows.append(row)
             if world.main and rows:
-                files.append_jsonl(log, rows)
-    return done
+                files.append_jsonl(policy.folder / "samples.jsonl", rows)
 
 
 def load_policy(
-    policy: Policy, evaluation: Evaluation, loaded: contextlib.ExitStack, world: World
-) -> tuple[Any, Any, Callable[..., Any]]:
-    """The model, its tokenizer, and what decodes, as `rollout.stream`. An outline with a server.
+    policy: Policy, cfg: EvalConfig, world: World, loaded: contextlib.ExitStack
+) -> tuple[Any, Any, Callable[..., Any], str]:
+    """The model, its tokenizer, what decodes, as `rollout.stream`, and that one's name.
 
-    loaded: unloads a server's adapter in the end.
+    With a server the model is an outline. loaded: unloads the server's adapter in the end.
     """
-    cfg, server = evaluation.cfg, evaluation.server
     is_adapter = policy.path != policy.base
-    if server:
+    if cfg.server:
         lm, tokenizer = model.load_outline(policy.base)
-        name = ""
-        if is_adapter:
-            name = loaded.enter_context(server.adapter(policy.path))
-        return lm, tokenizer, functools.partial(server.stream, adapter=name)
+        url, stops = cfg.server[world.rank % len(cfg.server)], rollout.stop_ids(lm, tokenizer)
+        server = served.Server(url, policy.base, stops)
+        server.check()
+        name = loaded.enter_context(server.adapter(policy.path)) if is_adapter else ""
+        return lm, tokenizer, functools.partial(server.stream, adapter=name), server.engine
     lm, tokenizer = model.load_model(policy.base, world.device, dtype=cfg.dtype, attn=cfg.attn)
     if is_adapter:
         lm = model.load_adapter(lm, policy.path)
-    return lm, tokenizer, functools.partial(rollout.stream, lm, tokenizer)
+    return lm, tokenizer, functools.partial(rollout.stream, lm, tokenizer), "generate"
 
 
 # ------------------------------------------------------------------------------------- the figures
 
 
-def figures(rows: list[dict], k: int, same: Callable[[str, str], bool]) -> dict[str, Any]:
-    """What results.json holds of one set. rows: its samples in order, k of each problem.
+def figures(
+    ids: Sequence[str], rows: list[dict], k: int, same: Callable[[str, str], bool]
+) -> dict[str, Any]:
+    """The figures of one set. ids: of its problems. rows: its samples in order, k of each problem.
 
     "right" has each problem's count of right samples: extras/compare.py pairs policies by it. same:
     whether two answers to one problem are the same one, such as `Judge.same`.
@@ -414,9 +443,6 @@ def figures(rows: list[dict], k: int, same: Callable[[str, str], bool]) -> dict[
     low, high = bootstrap_interval([correct_PK.mean(1)])
     won = [majority_is_right(rows[i : i + k], same) for i in range(0, len(rows), k)]
     return {
-        "digest": files.digest([row["digest"] for row in rows[::k]]),  # of the problems
-        "problems": len(won),
-        "samples": len(rows),
         "avg": avg_at_k(correct_PK),
         "avg_low": low,
         "avg_high": high,
@@ -425,7 +451,7 @@ def figures(rows: list[dict], k: int, same: Callable[[str, str], bool]) -> dict[
         "boxed": sum(row["pred"] is not None for row in rows) / len(rows),
         "truncated": sum(row["truncated"] for row in rows) / len(rows),
         "tokens": sum(row["tokens"] for row in rows) / len(rows),
-        "right": dict(zip([row["id"] for row in rows[::k]], correct_PK.sum(1).tolist())),
+        "right": dict(zip(ids, correct_PK.sum(1).tolist(), strict=True)),
     }
 
 
@@ -453,9 +479,11 @@ def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
 def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> str:
     """What is printed of a policy on one set. row: its figures."""
     k = cfg.samples
-    line = f"{policy.folder}, {name}: avg@{k} {row['avg']:.1%} (95%: {interval(row, 'avg')}), "
-    line += f"pass@{k} {row['pass']:.1%}, maj@{k} {row['maj']:.1%}, boxed {row['boxed']:.1%}, "
-    line += f"cut {row['truncated']:.1%}, {row['tokens']:.0f} tokens, {row['problems']} problems"
+    line = (
+        f"{policy.folder}, {name}: avg@{k} {row['avg']:.1%} (95%: {interval(row, 'avg')}), "
+        f"pass@{k} {row['pass']:.1%}, maj@{k} {row['maj']:.1%}, boxed {row['boxed']:.1%}, "
+        f"cut {row['truncated']:.1%}, {row['tokens']:.0f} tokens, {row['problems']} problems"
+    )
     if row["truncated"] > 0.5:
         line += f"; most were cut: raise --max-new-tokens {cfg.max_new_tokens}, or --no-thinking"
     return line
@@ -468,43 +496,49 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
     """Sample every policy on every set; write the results and print a line for each."""
     with contextlib.ExitStack() as held:
         with command.one_line_errors(cfg.program, *command.GIVEN):
-            values = {config.flag(name): value for name, value in asdict(cfg).items()}
-            commands = distributed.all_gather({**values, "--out": ""}, world)
-            distributed.refuse_other_commands(commands)
-            evaluation = prepare(cfg, world, held)
+            # Rank 0 reads folders and data, and tells the others; each rank reads the models.
+            policies = distributed.broadcast(find_policies(cfg) if world.main else None, world)
+            paths = [policy.path for policy in policies] + [policy.base for policy in policies]
+            weights = {path: files.contents(path) for path in dict.fromkeys(paths)}
+            flags = {config.flag(name): value for name, value in asdict(cfg).items()}
+            shared = {**flags, "--out": "", **weights}
+            distributed.refuse_other_commands(distributed.all_gather(shared, world))
+            verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
+            sets = prepare(policies, weights, cfg, world, held) if world.main else {}
+            policies = distributed.broadcast(policies, world)
         held.enter_context(command.one_line_errors(cfg.program, *command.LATER))
-        for policy in evaluation.policies:
-            done = sample(policy, evaluation, world)
+        for policy in policies:
+            if policy.missing:
+                sample(policy, verifier, cfg, world)
             if world.main:
-                write_results(policy, evaluation, done)
-        late = sum(distributed.all_gather(evaluation.verifier.timeouts, world))
+                write_results(policy, sets, verifier, cfg)
+        late = sum(distributed.all_gather(verifier.timeouts, world))
         if world.main:
-            print_notes(evaluation, late)
-            homes = dict.fromkeys(str(policy.folder.parent) for policy in evaluation.policies)
+            print_notes(policies, sets, late)
+            homes = dict.fromkeys(str(policy.folder.parent) for policy in policies)
             print("compare:", shlex.join(["python", "-m", "extras.compare", *homes]))
         distributed.barrier(world)
 
 
-def write_results(policy: Policy, evaluation: Evaluation, done: dict[tuple, dict]) -> None:
-    """Add a policy's figures to its results.json, and print them."""
-    cfg, file = evaluation.cfg, policy.folder / "results.json"
-    table = files.read_json(file) if file.exists() else {}
-    by_set: dict[str, list[dict]] = {}
-    for key in evaluation.tasks:
-        by_set.setdefault(key[0], []).append(done[key])
-    for name, rows in by_set.items():
-        table[name] = figures(rows, cfg.samples, evaluation.verifier.same)
+def write_results(policy: Policy, sets: Sets, verifier: verify.Judge, cfg: EvalConfig) -> None:
+    """Put a policy's figures into its results.json, and print them."""
+    done = {row["digest"]: row for row in files.read_jsonl(policy.folder / "samples.jsonl")}
+    table = policy.results()
+    for name, row in policy.begun.items():
+        rows = [done[digest] for digest in row.pop("asked")]
+        ids = [x.id for x in sets[name]]
+        table[name] = row | figures(ids, rows, cfg.samples, verifier.same)
         print(line_of(policy, name, table[name], cfg), flush=True)
-    files.write_json(file, table)
+    files.write_json(policy.folder / "results.json", table)
 
 
-def print_notes(evaluation: Evaluation, late: int) -> None:
+def print_notes(policies: list[Policy], sets: Sets, late: int) -> None:
     """Say how many of the problems a run was trained on, and how many answers took too long."""
-    asked = {problems.fingerprint(x.problem) for x in evaluation.tasks.values()}
-    places = map(pathlib.Path, [policy.path for policy in evaluation.policies])
-    for run in sorted({run_of(place) or place for place in places}):
-        file = run / "problems.json"
-        seen = asked & {*files.read_json(file)} if file.exists() else set()
+    data = itertools.chain.from_iterable(sets.values())
+    asked = {problems.fingerprint(x.problem) for x in data}
+    runs = [run_of(pathlib.Path(policy.path)) for policy in policies]
+    for run in dict.fromkeys(run for run in runs if run and (run / "problems.json").exists()):
+        seen = asked & {*files.read_json(run / "problems.json")}
         if seen:
             print(f"{run} was trained on {len(seen)} of these {len(asked)} problems")
     if late:

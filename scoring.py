@@ -50,12 +50,14 @@ def token_logprobs(
     return pad_sequence(logp_N.split(lengths), batch_first=True)
 
 
-def score_student(model, prompt_ids: list[int], ids_T: list[int]) -> Tensor:
+def score_student(
+    model, prompt_ids: list[int], ids_T: list[int], temperature: float = 1.0
+) -> Tensor:
     """log p_S(y_t) of the student's tokens under its own prompt (Eq. 5). [T] fp32 nats.
 
-    With gradient. Raises ValueError on an empty prompt.
+    With gradient. temperature: divides the logits. Raises ValueError on an empty prompt.
     """
-    return token_logprobs(model, [prompt_ids], [ids_T], grad=True)[0]
+    return token_logprobs(model, [prompt_ids], [ids_T], grad=True, temperature=temperature)[0]
 
 
 def score_teachers(

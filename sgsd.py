@@ -30,12 +30,13 @@ The defaults that decide the method:
                 teacher_prefix bare: the prompt ends where the answer begins, without a think block
     student     student_prefix closed: an empty think block, so no thinking (S3)
                 temperature 1.1, top_p 0.95, top_k 20, max_new_tokens 1024
-    bank        evolve_every 25 (F), success_gate 0.8 (gamma); max_new_items 5 (N) each time, skills
+    bank        retrieved: the K nearest of all skills and of all mistakes, static and evolved
+                evolve_every 25 (F), success_gate 0.8 (gamma); max_new_items 5 (N) each time, skills
                 and mistakes together (S12); dynamic_capacity 30 (C) in each list
                 merge_group_size 32 (H), merge_patience 3 (P), reply_tokens 4096 (D4)
                 memory_answer is off: the writer never sees the reference answer (D3)
-    cold start  cold_start 256 seed problems, solved with thinking (S21): cold_start_temperature
-                1.0, top-p 0.95, no top-k, cold_start_tokens 38912
+    cold start  cold_start 256 seed problems, solved with thinking (S21), a bare prompt:
+                cold_start_temperature 1.0, top-p 0.95, no top-k, cold_start_tokens 38912
     prompts     max_prompt_tokens 20000: a longer prompt is refused
 
 Fixed choices, not settings, and the function that makes each. What the model reads and writes:
@@ -65,7 +66,7 @@ What the gradient depends on besides:
                 the head's product in TF32, which holds bf16 exactly): scoring.token_logprobs
     optimizer   AdamW, betas 0.9 and 0.999, eps 1e-8, no weight decay: lib.run.add_adapters.
                 A gradient that is not finite moves no weight: optimizer_step. Three such steps in a
-                row end the run: lib.run.asked_to_stop
+                row end the run with an error: lib.run.asked_to_stop
     continuing  restores adapters, AdamW's moments, the bank and its window: lib.run.Run.open
 
 Package versions are those of requirements.txt.
@@ -238,7 +239,7 @@ def loss_of(
     return loss, numbers
 
 
-# What follows is for the logs and the tests: no loop trains by it.
+# What follows is for the logs and the tests: no gradient flows through it.
 
 
 def plain_support(delta_KT: Tensor) -> Tensor:
@@ -313,12 +314,12 @@ def prompt_ids(
 
 
 def student_prompt(run: Run, problem: str) -> list[int]:
-    """The student's prompt, as ids. In Qwen3's template:
+    r"""The student's prompt, as ids. In Qwen3's template:
 
     <|im_start|>user
     Problem: What is 2 + 3?
 
-    Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>
+    Please reason step by step, and put your final answer within \boxed{}.<|im_end|>
     <|im_start|>assistant
     <think>
 
@@ -329,7 +330,9 @@ def student_prompt(run: Run, problem: str) -> list[int]:
 
 
 def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> list[list[int]]:
-    """The K teachers' prompts c_k(x), as ids (Eq. 3, Fig. 6). Why a mistake happens is not shown.
+    r"""The K teachers' prompts c_k(x), as ids (Eq. 3, Fig. 6). Why a mistake happens is not shown.
+
+    A skill's title, principle and when to apply it; a mistake's description and how to avoid it:
 
     <|im_start|>user
     You may use the following retrieved math-reasoning guidance as soft guidance.
@@ -345,7 +348,7 @@ def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> lis
 
     Problem: What is 2 + 3?
 
-    Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>
+    Please reason step by step, and put your final answer within \boxed{}.<|im_end|>
     <|im_start|>assistant
     """
     prompts_K = []
@@ -468,30 +471,34 @@ def record(
 
 
 # ------------------------------------------------ the bank (Algorithm 1, line 17; Algorithms 2-4)
-# Algorithm 2, the cold start. The policy solves 256 seed problems. Each solution is a memory: the
-# problem, the verdict, the boxed answer, and the solution after its thinking (of more than 2,000
-# characters the first and the last 1,000). From each right one the writer is asked for one to three
-# general skills, from each wrong one for as many common mistakes (prompts/extract_*.txt), in JSON;
-# the first three complete items count. Algorithm 3 then merges each list.
-#
-# Algorithm 3, merging. Layer by layer the writer sees H items of a list at a time, in order, and
-# is asked to join those that say the same (prompts/merge_*.txt). A group stays as it is unless the
-# reply is whole, has an item, and has no more items than it was shown. Merging ends after a layer
-# of one group, or after P layers in a row that made the list no shorter.
-#
-# Algorithm 4, every F steps. W holds all rollouts since the last multiple of F. If a share of gamma
-# or more of them is right, the bank stays as it is. Else each rollout is a memory, from which items
-# are extracted and merged as above; none that a static entry has word for word (D11). Where a list
-# has such items, they are merged once more, with its dynamic entries: those of earlier evolutions.
-# Each list keeps its first C dynamic entries. Both lists together grow by N at most: meanwhile the
-# one that grew more, at a tie the skills, loses its last (S12). Static entries stay, word for word.
+# Algorithm 2, the cold start (skills.cold_start):
+#   - The policy solves 256 seed problems, thinking. Each solution is a memory: the problem, verdict
+#     and boxed answer, and the text behind </think>, or all of it where that never came; of more
+#     than 2,000 characters the first and the last 1,000.
+#   - The writer gets each right one with prompts/extract_skills.txt, each wrong one with
+#     extract_mistakes.txt. An item is a JSON object with the three fields of its list; a reply's
+#     first three count, also where it breaks off.
+#   - Algorithm 3 merges each list. These are the static entries, which never change.
+# Algorithm 3, merging (skills.merge):
+#   - The list is cut, in order, into groups of H. The writer gets each group of two or more with
+#     merge_*.txt. A reply takes its group's place if its JSON does not break off, and it has at
+#     least one item and no more than the group; else the group stays.
+#   - So layer by layer, until one was a single group, or P in a row made the list no shorter.
+# Algorithm 4, the evolution, every F steps, after the last step, too (skills.evolve):
+#   - W holds all rollouts since the last multiple of F. If a share of gamma or more is right, the
+#     bank stays. Else items are extracted from each, as in Algorithm 2.
+#   - An item with the text of a static entry, in any case, is dropped (D11). The rest is merged.
+#   - If a list has new items, they are merged once more, behind its dynamic entries: those that
+#     earlier evolutions added.
+#   - A list keeps its first C dynamic entries. While both lists together have grown by more than N,
+#     the one that grew more, at a tie the skills, loses its last (S12).
 
 
 def writer(run: Run, step: int) -> skills.Complete:
     """The present policy as the writer of the bank's entries; each rank decodes a share of them.
 
-    It answers without thinking, greedily; a repeated prompt is sampled (`skills.writer`).
-    `skills.ask` says which replies count.
+    It answers without thinking, greedily. After a reply that cannot be used the prompt comes once
+    more, and is sampled: temperature 1.1, top-p 0.95, top-k 20 (`skills.ask`).
     """
     log = functools.partial(run.log_rows, "bank/replies")
     sample = functools.partial(shared_replies, run)
@@ -627,10 +634,10 @@ def train(run: Run, step_fn: Any = train_step) -> int:
         run.step = step
         if cfg.evolves:
             run.bank.remember(rows)  # W of Algorithm 4
-        run.log(rows, norm)  # writes and prints: no step reads it
+        run.log(rows, norm)  # no step reads what it writes
         if run.save_is_due():  # each --checkpoint-every steps, after the last, before an evolution
             run.save()
-        if asked_to_stop(run):  # by a signal on any rank, one that came during the save, too
+        if asked_to_stop(run):  # by a signal on any rank; after three bad steps it raises an error
             run.save()
             return 130
         run.signals.in_step = False

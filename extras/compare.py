@@ -5,18 +5,17 @@
     python -m extras.compare eval/Qwen--Qwen3-1.7B eval/Qwen--Qwen3-1.7B--skills
 
 A FOLDER is a run, a folder of evaluations, or one evaluation. Of several evaluations in it plain
-models come before checkpoints, so that a run's base model is the first. Differences are paired by
-problem, with 95% intervals over problems. Of each run the best checkpoint stands beside the last.
-The mean, and with it the best checkpoint, is over the sets that all have; a cell is empty where an
-evaluation lacks the set.
-Evaluations of other problems, samples or settings, and adapters on another base model, are named
-and not compared.
+models come before checkpoints, so that a run's base model is the first. All are compared on the
+sets that the first one has finished. Differences are paired by problem, with 95% intervals over
+problems. Of each run the best checkpoint stands beside the last, by the mean over the sets.
+An evaluation is named and left out, with the reason, if it lacks one of these sets or has not
+finished it, if its problems, samples or settings are others, and if its adapters are on another
+base model.
 comparison.json, beside the first evaluation, holds all that is printed.
 
 Dimension key: P problems.
 """
 
-import itertools
 import pathlib
 import re
 import sys
@@ -29,22 +28,21 @@ import numpy as np
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # python extras/compare.py
 
 import distributed
-from eval import bootstrap_interval, interval
+from eval import bootstrap_interval, differences, interval
 from lib import command, files
 
 # Settings in which two evaluations may differ: who is evaluated, and the machine.
-MAY_DIFFER = {"the policy's files", "skills", "num_skills", "the skills' prompts", "encoder"}
-MAY_DIFFER |= {"device", "attn"}
-STEP = re.compile(r"(?:step_|checkpoint-)(\d+)")  # of sgsd.py, and on TRL
+MAY_DIFFER = {"the policy's files", "skills", "device", "attn"}
+STEP = re.compile(r"step_(\d+)")  # in a checkpoint's name
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A finished evaluation: a folder that eval.py wrote."""
+    """An evaluation: a folder that eval.py wrote."""
 
     folder: pathlib.Path
-    settings: dict[str, Any]
-    sets: dict[str, dict]  # {set: figures}
+    sets: dict[str, dict]  # {set: figures} of the finished ones
+    unusable: dict[str, str]  # {set: why} of the others
 
     @property
     def step(self) -> int:
@@ -55,7 +53,8 @@ class Evaluated:
     @property
     def is_plain(self) -> bool:
         """Whether a whole model was evaluated, not adapters on one."""
-        return self.settings["the policy's files"] == self.settings["the base's files"]
+        settings = [row["settings"] for row in self.sets.values()]
+        return all(x["the policy's files"] == x["the base's files"] for x in settings)
 
     def samples_per_problem(self, name: str) -> int:
         return self.sets[name]["samples"] // self.sets[name]["problems"]
@@ -72,28 +71,37 @@ def evaluations_in(folder: pathlib.Path) -> list[Evaluated]:
     results += folder.glob("eval/*/results.json")
     evaluated = []
     for path in sorted(results):
-        settings, sets = files.read_json(path.with_name("settings.json")), files.read_json(path)
-        if "the policy's files" not in settings:
-            fix = "move its folder away and give its eval.py command again"
-            raise ValueError(f"{path}: is of an older eval.py; {fix}")
-        evaluated.append(Evaluated(path.parent, settings, sets))
+        x = Evaluated(path.parent, sets={}, unusable={})
+        for name, row in files.read_json(path).items():
+            reason = why_unusable(path.parent, row)
+            if reason:
+                x.unusable[name] = reason
+            else:
+                x.sets[name] = row
+        evaluated.append(x)
     return sorted(evaluated, key=lambda x: (x.step, not x.is_plain))
+
+
+def why_unusable(folder: pathlib.Path, row: dict[str, Any]) -> str:
+    """Why a row of an evaluation's results.json has no figures to compare; "" if it has."""
+    if "settings" not in row:
+        return "made by an older eval.py; run its command again"
+    if "avg" not in row:
+        drawn = {sample["digest"] for sample in files.read_jsonl(folder / "samples.jsonl")}
+        count = sum(digest in drawn for digest in row["asked"])
+        return f"{count} of {row['samples']} samples; run its command again to continue"
+    return ""
 
 
 def why_not(one: Evaluated, other: Evaluated, name: str) -> str:
     """Why two evaluations cannot be compared on a set; "" if they can."""
-    conditions = []
     for x in (one, other):
         if name not in x.sets:
-            return f"{x.folder} was not evaluated on it"
-        row = x.sets[name]
-        conditions.append(x.settings | {"problems": row["digest"], "samples": row["samples"]})
-    mine, theirs = conditions
-    differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+            return x.unusable.get(name, f"{x.folder} was not evaluated on it")
     may_differ = MAY_DIFFER
     if one.is_plain and other.is_plain:  # such as weights that were all trained, and their base
         may_differ = MAY_DIFFER | {"the base's files"}
-    named = sorted({*differ} - may_differ)
+    named = sorted({*differences(one.sets[name], other.sets[name])} - may_differ)
     return f"they have different values of {', '.join(named)}" if named else ""
 
 
@@ -120,20 +128,17 @@ def difference(ours: Evaluated, theirs: Evaluated, names: Sequence[str]) -> dict
     return {"to": str(theirs.folder), "diff": mean, "diff_low": low, "diff_high": high}
 
 
-def comparison(
-    first: Evaluated, evaluated: Sequence[Evaluated], names: Sequence[str]
-) -> dict[str, Any]:
-    """The figures of evaluations on sets that all of them have, and each run's best and last.
+def comparison(evaluated: Sequence[Evaluated], names: Sequence[str]) -> dict[str, Any]:
+    """The figures of evaluations on some sets, differences to the first, each run's best and last.
 
-    Differences are to the first evaluation of the table, where that is among them. Of several sets
-    all is on the mean over them, by which §4.1's best checkpoint is picked (S23).
+    Of several sets all is on the mean over them, by which §4.1's best checkpoint is picked (S23).
     """
     results: dict[str, dict] = {}
     runs: dict[str, list[Evaluated]] = {}
     for x in evaluated:
         results[str(x.folder)] = figures(x, names)
-        if evaluated[0] is first and x is not first:
-            results[str(x.folder)] |= difference(x, first, names)
+        if x is not evaluated[0]:
+            results[str(x.folder)] |= difference(x, evaluated[0], names)
         if x.step:
             runs.setdefault(STEP.sub("step", str(x.folder)), []).append(x)
     chosen = []
@@ -146,55 +151,45 @@ def comparison(
     return {"results": results, "selections": chosen}
 
 
-def tables_of(evaluated: Sequence[Evaluated]) -> tuple[dict[str, dict], list[str], list[str]]:
-    """A table for each set, of those that have it, and one for the mean over the sets all have.
+def tables_of(evaluated: Sequence[Evaluated]) -> tuple[dict[str, dict], list[str]]:
+    """A table for each set of the first evaluation that has finished one, and for their mean.
 
-    All are the evaluations that can be compared with the first on one of its sets; no other is in a
-    table. Also the sets that all have, and a line for each evaluation that a table lacks.
+    Also a line for each set of an evaluation that is left out. ValueError if none has finished.
     """
-    first, tables, reasons = evaluated[0], {}, []
-    compared = []
+    first = next((x for x in evaluated if x.sets), evaluated[0])
+    compared, reasons = [], []
     for x in evaluated:
-        if not all(why_not(first, x, name) for name in first.sets):
+        why = dict(x.unusable) if x is first else {}
+        for name in first.sets:
+            why[name] = why_not(first, x, name)
+        if not any(why[name] for name in first.sets):
             compared.append(x)
-    for name in dict.fromkeys(itertools.chain.from_iterable(x.sets for x in compared)):
-        reference = next(x for x in compared if name in x.sets)
-        alike = []
-        for x in evaluated:
-            reason = why_not(reference, x, name)
-            if reason:
-                reasons.append(f"not compared on {name}: {x.folder}; {reason}")
-            elif x in compared:
-                alike.append(x)
-        tables[name] = comparison(first, alike, [name])
-    shared = [name for name in tables if len(tables[name]["results"]) == len(compared)]
-    if len(shared) > 1:
-        tables[f"mean of {', '.join(sorted(shared))}"] = comparison(first, compared, shared)
-    return tables, shared, reasons
+        for name in [name for name in why if why[name]]:
+            reasons.append(f"left out: {x.folder}, {name}: {why[name]}")
+    if not first.sets:
+        raise ValueError(f"no evaluation is finished; {reasons[0]}")
+    tables = {name: comparison(compared, [name]) for name in first.sets}
+    if len(tables) > 1:
+        tables[f"mean of {', '.join(sorted(tables))}"] = comparison(compared, [*tables])
+    return tables, reasons
 
 
-def print_tables(tables: dict[str, dict], shared: Sequence[str]) -> None:
-    """The figures in Markdown, with empty cells where an evaluation lacks a set; the best."""
+def print_tables(tables: dict[str, dict]) -> None:
+    """The figures in Markdown; each run's best checkpoint and its last, by the last table."""
     heads = "model | set | problems | avg@k | 95% | - first | 95% | pass@k | maj@k | boxed | cut"
     print(f"| {heads} | tokens |\n{'|---' * 12}|")
     cells = "{problems} | {avg:.1%} | {interval} | {gap} | {pass:.1%} | {maj:.1%} | {boxed:.1%} | "
     cells += "{truncated:.1%} | {tokens:.0f}"
-    everyone = dict.fromkeys(itertools.chain.from_iterable(x["results"] for x in tables.values()))
     for name, table in tables.items():
-        for folder in everyone:
-            row, numbers = table["results"].get(folder), " | " * 9
-            if row:
-                has_gap = "diff" in row
-                gap = f"{row['diff']:+.1%} | {interval(row, 'diff', '+')}" if has_gap else " | "
-                numbers = cells.format(**row, interval=interval(row, "avg"), gap=gap)
+        for folder, row in table["results"].items():
+            has_gap = "diff" in row
+            gap = f"{row['diff']:+.1%} | {interval(row, 'diff', '+')}" if has_gap else " | "
+            numbers = cells.format(**row, interval=interval(row, "avg"), gap=gap)
             print(f"| {folder} | {name} | {numbers} |")
-    if not shared:
-        print("no mean and no best checkpoint: no set is common to all")
-        return
     line = "of {checkpoints} checkpoints: best {best}, last {last}, best - last {diff:+.1%} "
     line += "({interval}); the best was picked on these problems: {sets}"
-    name = shared[0] if len(shared) == 1 else [*tables][-1]
-    for row in tables[name]["selections"]:
+    name, table = [*tables.items()][-1]
+    for row in table["selections"]:
         print(line.format(**row, interval=interval(row, "diff", "+"), sets=name))
 
 
@@ -208,8 +203,8 @@ def compare(folders: Sequence[pathlib.Path]) -> None:
         for x in inside:
             by_place.setdefault(x.folder.resolve(), x)
     evaluated = [*by_place.values()]
-    tables, shared, reasons = tables_of(evaluated)
-    print_tables(tables, shared)
+    tables, reasons = tables_of(evaluated)
+    print_tables(tables)
     for reason in reasons:
         print(reason)
     file = evaluated[0].folder.resolve().parent / "comparison.json"

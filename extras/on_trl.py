@@ -224,12 +224,9 @@ class SGSDTrainer(GRPOTrainer):
         if is_elsewhere or not self.run.world.main:
             return  # shards reach the GPUs, and other processes get weights, when training begins
         try:
-            model.check_batching(lm)
-            model.refuse_not_finite(lm)
+            model.refuse_not_finite(lm.named_parameters())
             if not model.ignores_left_padding(lm):
-                raise ValueError(
-                    "its positions count a row's left padding, and TRL pads prompts so"
-                )
+                raise ValueError("its positions or states take in left padding, which TRL adds")
         except ValueError as e:
             raise ValueError(f"--model {cfg.model}: {e}; take another model") from None
 
@@ -518,10 +515,11 @@ def load(
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     embed = model.load_encoder(cfg.encoder, world.device)
     outline, tokenizer = model.load_outline(cfg.model)
-    if lora and any(name.endswith((".experts", ".mamba")) for name, _ in outline.named_modules()):
+    kinds = {path.rpartition(".")[2] for path, _ in outline.named_modules()}
+    if lora and kinds & {"experts", "mamba"}:
         rule = "adapters would not reach its experts or Mamba layers (S7)"
         raise ValueError(f"--model {cfg.model}: {rule}; train all weights by --full")
-    model.check_model(cfg.model)  # TRL lets transformers make up a weight that is missing
+    model.load_model(cfg.model, "meta")  # TRL lets transformers make up a weight that is missing
     run = RunOnTRL(
         cfg=cfg,
         world=world,

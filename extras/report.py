@@ -19,6 +19,7 @@ import math
 import pathlib
 import re
 import shutil
+import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ from lib.problems import Problem
 from lib.run import Start, load_run, solve
 from rollout import Job
 
-MAX_BYTES = 4_900_000  # of the page
+SHOWN = 8  # of the audited rollouts of each step, on the page
 WINDOW_PROBLEMS = 100  # of the steps that are taken together as a run's first, and as its last
 
 Banks = dict[int, skills.SkillBank]  # by the step after which each came into use, oldest first
@@ -89,17 +90,11 @@ def load_banks(run: pathlib.Path) -> Banks:
     return {step: skills.SkillBank.load(path) for step, path in versions.items()}
 
 
-def place(run: pathlib.Path) -> pathlib.Path:
-    """Where the logs of a run lie: in sgsd/ for one on TRL."""
-    return run / "sgsd" if (run / "sgsd/config.json").exists() else run
-
-
 def about(run: pathlib.Path) -> dict[str, Any]:
     """A run's config.json; ValueError where there is none."""
-    file = place(run) / "config.json"
-    read = files.read_json(file) if file.exists() else {}
+    read = files.read_json(run / "config.json")
     if "settings" not in read:
-        raise ValueError(f"{run}: no config.json of a run is there; give a run such as runs/sgsd")
+        raise ValueError(f"{run}: its config.json is no run's; give a run such as runs/sgsd")
     return read
 
 
@@ -112,10 +107,11 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
     """A row for each skill and mistake.
 
     A row says which versions of the bank held the entry first and last, how often it was retrieved,
-    and how often it was distilled, reversed or ignored, on successes and on failures.
+    how often it was distilled, reversed or ignored, on successes and on failures, and its contrast.
     ValueError where a rollout used an entry that is in no version of the bank.
     """
     rows: Ledger = {}
+    centred: dict[tuple[str, str], dict[str, list[float]]] = {}  # of each entry, by outcome
     for step, bank in banks.items():
         for kind, id_field in skills.IDS.items():
             for entry in bank.collection(kind):
@@ -126,13 +122,18 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
         # A baseline's pairs need not teach.
         has_teachers = len(roll.get("rho", [])) == len(roll["pairs"])
         for k, pair in enumerate(roll["pairs"]):
-            for kind, id_ in zip(skills.IDS, pair):
-                if (kind, id_) not in rows:
-                    used = f"step {roll['step']} used {id_}, which no version of the bank has"
+            for key in zip(skills.IDS, pair):
+                if key not in rows:
+                    used = f"step {roll['step']} used {key[1]}, which no version of the bank has"
                     raise ValueError(f"{used}; are files of bank/ missing?")
-                rows[kind, id_]["retrieved"] += 1
+                rows[key]["retrieved"] += 1
                 if has_teachers:
-                    rows[kind, id_][runlog.FATE[roll["rho"][k]]][outcome] += 1
+                    rows[key][runlog.FATE[roll["rho"][k]]][outcome] += 1
+                if has_teachers and len(roll["rho"]) > 1:
+                    values = centred.setdefault(key, {"success": [], "failure": []})
+                    values[outcome].append(roll["a"][k] - statistics.mean(roll["a"]))
+    for key, values in centred.items():
+        rows[key]["contrast"] = contrast(**values)
     return rows
 
 
@@ -140,10 +141,26 @@ def uncounted(kind: str, entry: dict, step: int) -> dict[str, Any]:
     """A ledger's row with all counts at 0. step: the first version that has the entry."""
     row: dict[str, Any] = {"kind": kind, "id": entry[skills.IDS[kind]], "first": step, "last": step}
     row["entry"] = {name: entry[name] for name in skills.FIELDS[kind]}
-    row |= {"sources": entry.get("sources", []), "retrieved": 0}
+    row |= {"sources": entry.get("sources", []), "retrieved": 0, "contrast": None}
     for fate in runlog.FATE.values():
         row[fate] = {"success": 0, "failure": 0}
     return row
+
+
+def contrast(success: Sequence[float], failure: Sequence[float]) -> list[float] | None:
+    """An entry's contrast with its 95% interval, in nats a token.
+
+    Of a rollout with K teachers let c_k = a_k - mean of a: the other teachers of the same solution
+    are the control for its style and its difficulty. The contrast is the mean of c over successes
+    less the mean over failures, of the rollouts that had the entry. Above 0: it makes right
+    solutions likelier, beside wrong ones, more than the other entries do.
+    success, failure: values of c. None unless both have two.
+    """
+    if min(len(success), len(failure)) < 2:
+        return None
+    variance = sum(statistics.variance(c) / len(c) for c in (success, failure))
+    mean, half = statistics.mean(success) - statistics.mean(failure), 1.96 * math.sqrt(variance)
+    return [mean, mean - half, mean + half]
 
 
 def named(row: dict) -> list[str]:
@@ -303,17 +320,17 @@ def summary(
     steps, source = settings["steps"], "/".join(pathlib.Path(settings["data"]).parts[-2:])
     heading = f"{metrics[-1]['step'] if metrics else 0} of {steps} steps on {source}"
     rows = [[heading]]
-    if metrics:
-        size = min(math.ceil(WINDOW_PROBLEMS / settings["batch_size"]), len(metrics) // 2) or 1
-        first, last = numbers_of(metrics[:size]), numbers_of(metrics[-size:])
-        rows = [[heading, in_steps(metrics[:size]), in_steps(metrics[-size:])]]
-        rows += [[label, first[label], last[label]] for label in first]
-    if banks:
-        for label, key in (("skills", "general_skills"), ("mistakes", "common_mistakes")):
-            sizes = [len(banks[step].collection(key)) for step in (min(banks), max(banks))]
-            rows.append([f"{label} in the bank", *map(str, sizes)])
+    size = min(math.ceil(WINDOW_PROBLEMS / settings["batch_size"]), len(metrics) // 2) or 1
+    parts = [metrics[:size], metrics[-size:]][: len(metrics)]  # one, if there is one step
+    rows[0] += map(in_steps, parts)
+    columns = [numbers_of(part) for part in parts]
+    for label in columns[0] if columns else []:
+        rows.append([label, *[column[label] for column in columns]])
+    for label, key in zip(("skills", "mistakes"), skills.IDS if banks else []):
+        sizes = [len(banks[step].collection(key)) for step in (min(banks), max(banks))]
+        rows.append([f"{label} in the bank", *map(str, sizes)])
     rows += rows_of_evaluations(run)
-    return rows + [["bank", str(place(run) / "bank/bank.json")]] if banks and not steps else rows
+    return rows + [["bank", str(run / "bank/bank.json")]] if banks and not steps else rows
 
 
 def numbers_of(steps: list[dict]) -> dict[str, str]:
@@ -373,9 +390,9 @@ def evaluations(run: pathlib.Path) -> dict[tuple[str, str], list[Evaluated]]:
     """
     curves: dict[tuple[str, str], list[Evaluated]] = {}
     for x in compare.evaluations_in(run / "eval"):
-        skilled = " + skills" if x.settings["skills"] else ""
         is_own = compare.STEP.match(x.folder.name)
-        for name in x.sets if is_own or x.is_plain else []:
+        for name, row in x.sets.items() if is_own or x.is_plain else []:
+            skilled = " + skills" if row["settings"]["skills"] else ""
             curves.setdefault((name, skilled), []).append(x)
     for (name, skilled), inside in curves.items():
         comparable = [x for x in inside if not compare.why_not(inside[-1], x, name)]
@@ -398,23 +415,25 @@ def points_of(run: pathlib.Path) -> list[dict]:
 
 def collect(run: pathlib.Path) -> dict:
     """The page's data of a run. Writes its ledger.json. ValueError where there is no run."""
-    logs = place(run)
     record = about(run)
     settings = record["settings"]
     # A run that is still going writes a step's metrics first, then rollouts, then tokens.
     tokens, rollouts, metrics = (
-        list(files.read_jsonl(logs / f"{name}.jsonl")) for name in reversed(runlog.LOGS)
+        list(files.read_jsonl(run / f"{name}.jsonl")) for name in reversed(runlog.LOGS)
     )
-    banks = load_banks(logs)  # after the rollouts, which use their entries
+    banks = load_banks(run)  # after the rollouts, which use their entries
     by_id = ledger(banks, rollouts)
     counted = {"step": rollouts[-1]["step"] if rollouts else 0, "entries": [*by_id.values()]}
-    files.write_json(logs / "ledger.json", counted)
+    files.write_json(run / "ledger.json", counted)
     columns = {}
     for name in dict.fromkeys(itertools.chain.from_iterable(metrics)):
         columns[name] = [number(row.get(name)) for row in metrics]
-    audited = {line["step"] for line in tokens}
-    rows = [row for row in rollouts if row["step"] in audited]  # in the order of their tokens
-    views = [gate_view(row, of_tokens, by_id) for row, of_tokens in zip(rows, tokens)]
+    row_of = {(row["step"], row["index"]): row for row in rollouts}
+    views = []
+    for line in tokens:
+        row = row_of.get((line["step"], line["index"]))
+        if row and (line["index"] < SHOWN or not metrics):  # all draws of --explain
+            views.append(gate_view(row, line, by_id))
     x, tau_g, eps_a = torch.linspace(-6, 6, 121), settings["tau_g"], settings["eps_a"]
     gate = [x, sgsd.gated_loss(x, tau_g), sgsd.gate_grad(x, tau_g)]
     noise = float(sgsd.gate_grad(torch.tensor(eps_a, dtype=torch.float64), tau_g))
@@ -429,7 +448,8 @@ def collect(run: pathlib.Path) -> dict:
         "metrics": columns,
         "evals": points_of(run),
         "rollouts": views,
-        "memories": trace_sources(by_id, memories(logs, rollouts)),
+        "audited": len(tokens),
+        "memories": trace_sources(by_id, memories(run, rollouts)),
         "ledger": [*by_id.values()],
         "history": history(banks, by_id),
         "taught": any(row.get("rho") for row in rollouts),  # whether any rollout had a teacher
@@ -453,34 +473,17 @@ def dump(obj: object) -> str:
     return json.dumps(obj, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def fit(views: list[dict], budget: int) -> list[dict]:
-    """As many gate views as fit in `budget` bytes, from all steps."""
-    chosen = []
-    for view in sorted(views, key=lambda view: view["index"]):  # the first of each step first
-        budget -= len(dump(view)) + 1
-        if budget >= 0:
-            chosen.append(view)
-    return sorted(chosen, key=lambda view: (view["step"], view["index"]))
-
-
 def rank(view: dict) -> tuple[int, int]:
     """How many fates a rollout's teachers have, and how many teachers are not ignored."""
     rho_K = [teacher["rho"] for teacher in view["teachers"]]
     return len({*rho_K}), sum(map(abs, rho_K))
 
 
-def write(runs: list[pathlib.Path], out: pathlib.Path, max_bytes: int = MAX_BYTES) -> list[dict]:
-    """Write the page of these runs, whole or not at all; returns each run's data.
-
-    Where the audited rollouts do not all fit, the page says how many do.
-    """
+def write(runs: list[pathlib.Path], out: pathlib.Path) -> list[dict]:
+    """Write the page of these runs, whole or not at all; returns each run's data."""
     template = pathlib.Path(__file__).with_name("report_template.html").read_text(encoding="utf-8")
     data = [collect(run) for run in runs]
-    views = [run.pop("rollouts") for run in data]
-    budget = (max_bytes - len(template) - len(dump(data))) // len(runs)
-    for run, views_of_run in zip(data, views):
-        run["audited"] = len(views_of_run)
-        run["rollouts"] = fit(views_of_run, budget)
+    for run in data:
         ranks = [rank(view) for view in run["rollouts"]]
         run["opens"] = ranks.index(max(ranks)) if ranks else 0
     with files.whole(out) as tmp:
@@ -573,7 +576,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = args.runs
         if args.explain is not None:
             runs = [explain(runs[0], args.explain, args.answer, args.draws)]
-        out = args.out or (place(runs[0]) if len(runs) == 1 else pathlib.Path()) / "report.html"
+        out = args.out or (runs[0] if len(runs) == 1 else pathlib.Path()) / "report.html"
         data = write(runs, out)
         if args.explain is None:
             print_runs(data)

@@ -99,21 +99,23 @@ def read_jsonl(path: pathlib.Path) -> Iterator[dict]:
                 raise ValueError(f"{path}:{i}: not JSON ({e}); repair or remove it") from None
 
 
-def end_of_step(path: pathlib.Path, step: int) -> int:
-    """Where the rows of steps up to `step` end in a .jsonl file, in bytes; 0 without a file.
+def steps_of(path: pathlib.Path) -> Iterator[tuple[int, int]]:
+    """Each row's step in a .jsonl file, and where the row ends, in bytes; none without a file.
 
-    Rows are in the order of their steps. ValueError names the file and the line that is not JSON,
-    or has no step.
+    ValueError names the file and the line that is not JSON, or has no step.
     """
     end = 0
     with open(path if path.exists() else os.devnull, "rb") as f:
         for i, (line, row) in enumerate(zip(f, read_jsonl(path)), 1):
             if not isinstance(row, dict) or type(row.get("step")) is not int:
                 raise ValueError(f"{path}:{i}: a row without its step; repair or remove the file")
-            if row["step"] > step:
-                break
             end += len(line)
-    return end
+            yield row["step"], end
+
+
+def end_of_step(path: pathlib.Path, last: int) -> int:
+    """Where the rows of the steps up to the last one end, in bytes. Steps are in order."""
+    return max((end for step, end in steps_of(path) if step <= last), default=0)
 
 
 def of_step(folder: pathlib.Path, step: int, suffix: str = "") -> pathlib.Path:
@@ -152,6 +154,11 @@ def file_digest(path: str | os.PathLike) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def is_of_a_model(file: pathlib.Path) -> bool:
+    """Whether a file is part of a model or an adapter, and not of a checkpoint's other state."""
+    return file.suffix in OF_A_MODEL and file.name not in BESIDE_A_MODEL
+
+
 def contents(name: str) -> str:
     """A digest of what a file or a model's folder holds; the name itself where nothing is there.
 
@@ -162,7 +169,7 @@ def contents(name: str) -> str:
         return file_digest(path)
     parts = []
     for file in sorted(path.rglob("*")) if name else []:
-        if file.suffix in OF_A_MODEL and file.name not in BESIDE_A_MODEL and file.is_file():
+        if is_of_a_model(file) and file.is_file():
             parts.append((file.relative_to(path).as_posix(), file_digest(file)))
     return digest(parts) if parts else name
 

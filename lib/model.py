@@ -5,21 +5,21 @@ state (safetensors, no pickle). Models are loaded without `trust_remote_code`.
 """
 
 import contextlib
-import json
 import math
 import re
 import shutil
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import logging as hub_logging
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,20 +34,16 @@ from transformers.utils import logging
 
 # Kinds of layers whose part of a `DynamicCache` has rows first, so that rows can leave and join.
 LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
-ADAPTER_FILE = "adapter_model.safetensors"
-CHAT = [{"role": "user", "content": "xyzzy"}]  # which every template must show
 LAYERS_WITH_STATES = {"linear_attention", "conv", "hybrid"}
+CHAT = [{"role": "user", "content": "xyzzy"}]  # which the ids of every chat must show
 
 
 # ---------------------------------------------------------------------------------------- loading
 
 
-FIRST_FILE = {"model": "config.json", "encoder": "modules.json"}  # which every one has
-
-
 @contextlib.contextmanager
 def _loading(kind: str, name: str) -> Iterator[str]:
-    """Where to load from: a hub id, or a directory's whole path, so that adapters find their base.
+    """Where to load from: a directory's whole path, so that adapters find their base; or a hub id.
 
     Whatever the block raises becomes a ValueError of one line: the libraries raise many kinds.
     """
@@ -56,41 +52,34 @@ def _loading(kind: str, name: str) -> Iterator[str]:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it prints a table of missing weights
     is_directory = Path(name).is_dir()
-    place = name if is_directory else f"{name} (no directory here{_other_reading(name)})"
+    place = name if is_directory else f"{name} (no directory here)"
     try:
         if not is_directory:
-            _ask_once(name, FIRST_FILE.get(kind, ""))
+            _check_hub_id(name)
         yield str(Path(name).absolute()) if is_directory else name
     except Exception as e:
-        cause = textwrap.shorten(str(e), 500, placeholder=" ...")
         kind_of_error = "" if type(e) is ValueError else f"{type(e).__name__}: "
-        raise ValueError(f"{kind} {place}: {kind_of_error}{cause}") from None
+        cause = textwrap.shorten(f"{kind_of_error}{e}", 500, placeholder=" ...")
+        raise ValueError(f"{kind} {place}: {cause}") from None
     finally:
         logging.set_verbosity(verbosity)
 
 
-def _is_path(name: str) -> bool:
-    return name.startswith((".", "/", "~"))
+def _check_hub_id(name: str) -> None:
+    """ValueError for a mistyped path. Without a network the libraries use their cache alone.
 
-
-def _other_reading(name: str) -> str:
-    """What the name of no directory may be, in words."""
-    if _is_path(name):
-        return ""
-    parent = Path(name).parts[0]
-    hint = f"; {parent}/ is a folder here: check what follows" if Path(parent).is_dir() else ""
-    return f", so a hub id{hint}"
-
-
-def _ask_once(name: str, file: str) -> None:
-    """Raise an error unless a hub id has the file, in the local cache or on the hub.
-
-    Asked once: for each of a model's files the libraries would try six times, for a minute in all.
+    We ask the hub once: they would ask it six times for each file, with growing pauses.
     """
-    if _is_path(name) or not file:
+    path = Path(name)
+    is_path = path.exists() or name.startswith((".", "/", "~"))
+    if is_path or (len(path.parts) > 1 and path.parent.is_dir()):
         raise ValueError("check the path")
-    if not isinstance(try_to_load_from_cache(name, file), str):
-        get_hf_file_metadata(hf_hub_url(name, file), timeout=10)
+    try:
+        with ThreadPool(1) as pool:  # a thread, as looking up an address has no limit of its own
+            pool.apply_async(HfApi().model_info, [name]).get(timeout=5)
+    except Exception as e:  # of many kinds; after an error of HTTP the libraries say what is wrong
+        if not isinstance(e, HfHubHTTPError):
+            constants.HF_HUB_OFFLINE = True
 
 
 def load_model(
@@ -98,21 +87,33 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer; the model is in eval mode, without dropout.
 
-    name: a hub id or a directory. dtype: of the weights; "auto" is bfloat16 on CUDA and float32
-    on CPU. attn: transformers' name of the attention kernels (S25).
-    Raises ValueError if either does not load, or if rows of one batch would influence each other.
+    name: a hub id or a directory. device: "meta" reads all but the numbers of the weights, so that
+    a mistake shows early. dtype: of the weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
+    attn: transformers' name of the attention kernels (S25).
+    Raises ValueError if either does not load, for a weight that is missing or not finite, and if
+    rows of one batch would influence each other.
     """
-    # PEFT asks the model by a name that transformers 5.20 deprecated.
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    # PEFT uses the first name, which 5.20 deprecated; the second has no other before 5.24.
+    old_names = "`(is_gradient_checkpointing|past_key_values)` is deprecated"
+    warnings.filterwarnings("ignore", old_names, FutureWarning)
     device = torch.device(device)
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn}
-    if device.type == "cuda":  # else each of eight processes fills host memory first
+    options = {
+        "dtype": dtype,
+        "attn_implementation": attn,
+        "output_loading_info": True,
+        "trust_remote_code": False,  # else a model may ask to run its own code
+    }
+    if device.type != "cpu":  # else each of eight processes fills host memory first
         options["device_map"] = {"": device}
     with _loading("model", name) as source:
         tokenizer = _load_tokenizer(source)
-        model = _read(source, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+        model, info = loaded
+        missing = sorted(info["missing_keys"])
+        if missing:  # transformers makes them up
+            raise ValueError(f"missing weights: {len(missing)}, such as {missing[0]}")
         if model.config.get_text_config() is not model.config:
             raise ValueError(f"{type(model).__name__} takes more than text; give a text model")
         chat = tokenizer.apply_chat_template(CHAT, return_dict=False)
@@ -120,32 +121,9 @@ def load_model(
             raise ValueError("its tokenizer has ids that the model has no rows for")
         check_batching(model)
         remove_dropout(model)
-        model = model.to(device).eval()
-        refuse_not_finite(model)
-    return model, tokenizer
-
-
-def check_model(name: str) -> None:
-    """Read all of a model but the numbers of its weights: a mistake shows before they are loaded.
-
-    Raises ValueError as `load_model` does for the tokenizer, a torn file and a weight that lacks.
-    """
-    with _loading("model", name) as source:
-        _load_tokenizer(source)
-        _read(source, device_map={"": "meta"})
-
-
-def _read(source: str, **options: Any) -> Any:
-    """The model of some files. ValueError where they lack a weight: transformers makes one up."""
-    # Without trust_remote_code=False a model may ask to run its own code.
-    options |= {"trust_remote_code": False, "output_loading_info": True}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
-    model, info = loaded
-    missing = sorted(info["missing_keys"])
-    if missing:
-        named = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5)
-        raise ValueError(f"its files lack {len(missing)} weights of the model: {named}")
-    return model
+        if device.type != "meta":
+            refuse_not_finite(model.named_parameters())
+    return model.eval(), tokenizer
 
 
 def load_outline(name: str) -> tuple[Any, Any]:
@@ -159,8 +137,10 @@ def load_outline(name: str) -> tuple[Any, Any]:
         tokenizer = _load_tokenizer(source)
         settings = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if settings.get_text_config() is not settings:
-            rule = "engines and TRL load a vision-language checkpoint whole, under other names"
-            raise ValueError(f"{rule}; save its text model alone (docs/guide.md)")
+            raise ValueError(
+                "engines and TRL load a vision-language checkpoint whole, under other names; "
+                "save its text model alone (docs/guide.md)"
+            )
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
         with contextlib.suppress(OSError):  # not every model has a generation_config.json
@@ -169,32 +149,18 @@ def load_outline(name: str) -> tuple[Any, Any]:
 
 
 def _load_tokenizer(source: str) -> Any:
-    """ValueError if a file is missing or broken, or the chat template drops what a user says."""
-    if Path(source).is_dir():
-        _refuse_incomplete(Path(source))
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    if CHAT[0]["content"] not in tokenizer.apply_chat_template(CHAT, tokenize=False):
-        raise ValueError("its chat template drops what a user says")
-    return tokenizer
+    """A model's tokenizer. ValueError for an adapter, and if a chat's ids lack the user's text.
 
-
-def _refuse_incomplete(folder: Path) -> None:
-    """ValueError for a folder without a model's settings or tokenizer, or whose JSON is broken."""
-    settings: dict[str, Any] = {}
-    for file in ("config.json", "tokenizer_config.json", "tokenizer.json"):
-        if (folder / file).exists():
-            try:
-                settings[file] = json.loads((folder / file).read_text(encoding="utf-8"))
-            except ValueError as e:
-                raise ValueError(f"{file} is no JSON ({e}); copy it again") from None
-    if (folder / "adapter_config.json").exists():
+    They lack it with some templates, and where transformers makes up an empty tokenizer.
+    """
+    if (Path(source) / "adapter_config.json").exists():  # transformers would load its base, too
         raise ValueError("it is an adapter; give its base")
-    if "config.json" not in settings:
-        raise ValueError("no config.json, which every model has")
-    if "program" in settings["config.json"]:
-        raise ValueError("it is a run, and no model; give the model that it trains")
-    if not any(file.name.startswith(("token", "vocab")) for file in folder.iterdir()):
-        raise ValueError("no tokenizer: tokenizer.json is missing; copy it from the model's source")
+    AutoConfig.from_pretrained(source, trust_remote_code=False)  # it says what is no model at all
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    ids: Any = tokenizer.apply_chat_template(CHAT, return_dict=False)
+    if CHAT[0]["content"] not in tokenizer.decode(ids):
+        raise ValueError("its chat template drops what a user says, or its tokenizer is missing")
+    return tokenizer
 
 
 def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[str]], np.ndarray]:
@@ -209,36 +175,28 @@ def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[st
         from sentence_transformers.util import is_sentence_transformer_model
 
         if not is_sentence_transformer_model(source):
-            rule = "no modules.json, which every sentence-transformers model has"
-            raise ValueError(f"{rule}; offline, give a local directory")
+            raise ValueError(
+                "no modules.json, which every sentence-transformers model has; "
+                "offline, give a local directory"
+            )
         # Whatever precision the files are in, the vectors are float32.
         encoder = SentenceTransformer(source, device=str(device)).float()
 
     def embed(texts: Sequence[str]) -> np.ndarray:
-        vectors = []
-        for text in texts:  # one by one: in a batch, padding would change the last bits
-            text = text.encode("utf-8", "replace").decode()
-            encoded = encoder.encode(text, normalize_embeddings=True, show_progress_bar=False)
-            vectors.append(encoded)
-        return np.stack(vectors)
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]
+        # One by one: in a batch, padding would change the last bits.
+        return encoder.encode(
+            texts, batch_size=1, normalize_embeddings=True, show_progress_bar=False
+        )
 
     return embed
 
 
-@torch.no_grad()
-def refuse_not_finite(model) -> None:
-    """ValueError for a weight that is NaN or infinite, and unless eight ids have finite logits.
-
-    The logits alone do not tell: attention may take a row of NaN for one that is masked.
-    """
-    causal = causal_lm(model)
-    for name, p in causal.named_parameters():
-        if not p.sum().isfinite():
+def refuse_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """ValueError that names the first tensor with a NaN or an infinite number."""
+    for name, x in tensors:
+        if not x.detach().sum().isfinite():
             raise ValueError(f"{name} is not finite: it has NaN or infinite numbers")
-    rows = causal.get_input_embeddings().weight.shape[0]
-    ids_1L = (torch.arange(1, 9, device=causal.device) * 7919 % rows)[None]
-    if not causal(input_ids=ids_1L, use_cache=False).logits.isfinite().all():
-        raise ValueError("its logits are not finite, though all of its weights are")
 
 
 def check_batching(model) -> None:
@@ -251,7 +209,8 @@ def check_batching(model) -> None:
         raise ValueError(f"{', '.join(sorted(unsupported))}: not supported")
     if {"dynamic", "longrope"} & {str(vars(x).get("rope_type")) for x in model.modules()}:
         raise ValueError("its positions depend on the longest row of a batch")
-    if layer_types & LAYERS_WITH_STATES and not ignores_left_padding(model):
+    has_states = layer_types & LAYERS_WITH_STATES and model.device.type != "meta"
+    if has_states and not ignores_left_padding(model):
         raise ValueError("its states take in a row's left padding")
 
 
@@ -266,9 +225,7 @@ def ignores_left_padding(model) -> bool:
     for padding in (0, 8):
         ids_1L = torch.tensor([[0] * padding + [*range(1, 9)]], device=model.device)
         cache = DynamicCache(config=model.config)
-        with warnings.catch_warnings():  # the new name, `cache`, is unknown before 5.24
-            warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
-            out = model(input_ids=ids_1L, attention_mask=ids_1L.sign(), past_key_values=cache)
+        out = model(input_ids=ids_1L, attention_mask=ids_1L.sign(), past_key_values=cache)
         rows.append(out.logits[0, padding:].float())
     tolerance = torch.finfo(model.dtype).eps ** 0.5  # 9% in bf16, 0.03% in fp32
     return bool((rows[1] - rows[0]).norm() <= tolerance * rows[0].norm())
@@ -297,43 +254,25 @@ def causal_lm(model):
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def linear_modules(model) -> list[str]:
-    """Names of the modules that adapters change: all linear ones but the head (S7).
-
-    They are Llama's and Qwen3's seven projections of attention and MLP, and what other families
-    have in their places. Raises ValueError for a model without any, with Mamba layers, whose
-    kernels read weights past an adapter, and with experts, of which adapters would reach a part.
-    """
-    names, linear = set(), set()
-    for path, module in model.base_model.named_modules():
-        name = path.rpartition(".")[2]
-        names.add(name)
-        if isinstance(module, torch.nn.Linear):
-            linear.add(name)
-    why = "" if linear else "has no linear modules"
-    if "mamba" in names:
-        why = "has Mamba layers"
-    if "experts" in names:
-        why = "is a mixture of experts, which extras/on_trl.py --full trains whole"
-    if why:
-        raise ValueError(f"model {model.name_or_path}: {why}: no adapters (S7); take another")
-    return sorted(linear)
-
-
 def with_adapters(model, rank: int, alpha: int, checkpoint_above: int = 2048):
-    """The model with LoRA on all `linear_modules`, in train mode. No dropout, no biases.
+    """The model with LoRA on all linear modules but the head (S7), in train mode. No dropout.
 
     The adapters are fp32: bf16 would lose a step of 5e-6 (S22). A pass with a gradient over more
     than `checkpoint_above` tokens recomputes activations when it goes back, and keeps them
     otherwise, which is about 1.3 times faster; memory then grows with the tokens: about 5 MB each
     for Qwen3-1.7B in bf16 (28 layers, per layer some 50,000 bf16 numbers and 18,000 in fp32 before
     the adapters), so 10 GB for 2,048. The gradient is the same.
-    Raises ValueError as `linear_modules` does.
+    Raises ValueError for a mixture of experts, of which adapters would reach a part, for Mamba
+    layers, whose kernels read weights past an adapter, and where PEFT refuses the model.
     """
     from peft import LoraConfig, get_peft_model
 
-    linear = linear_modules(model)
-    lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=linear)
+    lora = LoraConfig(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules="all-linear")
+    if {path.rpartition(".")[2] for path, _ in model.named_modules()} & {"experts", "mamba"}:
+        raise ValueError(
+            f"model {model.name_or_path}: no adapters for a mixture of experts and for Mamba "
+            "layers (S7); extras/on_trl.py --full trains all weights"
+        )
     model = get_peft_model(model, lora)
     causal = causal_lm(model)
     causal.activation_checkpointing_enable({"use_reentrant": False})
@@ -341,9 +280,10 @@ def with_adapters(model, rank: int, alpha: int, checkpoint_above: int = 2048):
     layers = [module for module in causal.modules() if hasattr(module, "gradient_checkpointing")]
 
     def checkpoint_long_passes(backbone, args, kwargs) -> None:
+        ids_BL = args[0] if args else kwargs["input_ids"]  # GPT-2's head gives no names
         if torch.is_grad_enabled():
             for layer in layers:
-                layer.gradient_checkpointing = kwargs["input_ids"].numel() > checkpoint_above
+                layer.gradient_checkpointing = ids_BL.numel() > checkpoint_above
 
     causal.base_model.register_forward_pre_hook(checkpoint_long_passes, with_kwargs=True)
     return model.train()
@@ -357,62 +297,18 @@ def trained(model) -> dict[str, torch.nn.Parameter]:
 def context_limit(lm) -> float:
     """The model's longest context in tokens; infinite where its config names no limit."""
     text_config = lm.config.get_text_config()
-    limit = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None) or {}
     stretched = rope.get("original_max_position_embeddings", 0) * rope.get("factor", 1)  # YaRN
-    return max(limit, stretched) if limit else math.inf
-
-
-def refuse_beyond_context(lm, prompt_tokens: int, new_tokens: int, flag: str) -> None:
-    """ValueError unless a prompt and its longest reply fit the model's context together.
-
-    flag: the one that sets new_tokens.
-    """
-    limit = context_limit(lm)
-    if prompt_tokens + new_tokens > limit:
-        rule = f"with a prompt of {prompt_tokens} tokens it exceeds the model's context of"
-        fix = "(max_position_embeddings); lower it"
-        raise ValueError(f"{flag} {new_tokens}: {rule} {limit:g} {fix}")
+    return max(getattr(text_config, "max_position_embeddings", None) or math.inf, stretched)
 
 
 def lora_of(folder: str | Path) -> tuple[str, int, int]:
     """Base, rank and alpha of the adapter in a folder; ValueError where there is none."""
-    file = Path(folder) / "adapter_config.json"
-    try:
-        config = json.loads(file.read_text())
-        return config["base_model_name_or_path"], int(config["r"]), int(config["lora_alpha"])
-    except (OSError, ValueError, LookupError, TypeError) as e:
-        fix = "give a checkpoint, such as runs/sgsd/checkpoints/step_000200"
-        raise ValueError(f"adapter {folder}: no adapter_config.json ({e!r}); {fix}") from None
+    from peft import PeftConfig
 
-
-def base_of(folder: str | Path, base: str = "") -> str:
-    """The model under the adapter in a folder, or `base` in its place; "" without an adapter.
-
-    ValueError for a path that is not there, such as that of another machine.
-    """
-    if not (Path(folder) / "adapter_config.json").exists():
-        return ""
-    base = base or lora_of(folder)[0]
-    if Path(base).is_absolute() and not Path(base).exists():
-        raise ValueError(f"adapter {folder}: its base {base} is not there; give it as --model")
-    return base
-
-
-def check_tensors(kind: str, folder: str | Path, needed: str = "") -> None:
-    """ValueError for a torn .safetensors file of a folder, or without the needed one.
-
-    kind: what the folder is, for the error.
-    """
-    with _loading(kind, str(folder)) as source:
-        paths = {*Path(source).glob("*.safetensors")}
-        paths |= {Path(source) / needed} if needed else set()
-        for path in sorted(paths):
-            try:
-                with safe_open(path, "pt"):  # reads the header, and the size
-                    pass
-            except Exception as e:  # it has kinds of its own
-                raise ValueError(f"{path.name}: {e}") from None
+    with _loading("adapter", str(folder)) as source:
+        config: Any = PeftConfig.from_pretrained(source)
+        return str(config.base_model_name_or_path), config.r, config.lora_alpha
 
 
 def load_adapter(model, folder: str | Path):
@@ -482,27 +378,30 @@ def restore(folder: str | Path, model, optimizer: Optimizer | None = None) -> di
     """Put a folder's adapter in place, and a checkpoint's AdamW moments; its extra tensors.
 
     Without an optimizer the adapter alone, of any program.
-    Raises ValueError for a file that is missing, torn or a pickle, and unless each tensor of the
-    adapter has its place in the model, and each place its tensor.
+    Raises ValueError for a file that is missing, torn or a pickle, for a number that is not finite,
+    and unless each tensor has its place in the model, and each place its tensor.
     """
     from peft import set_peft_model_state_dict
 
     with _loading("adapter", str(folder)) as source:
-        tensors = load_file(Path(source) / ADAPTER_FILE)
+        tensors = load_file(Path(source) / "adapter_model.safetensors")
         result: Any = set_peft_model_state_dict(model, tensors)
         missing = [name for name in result.missing_keys if ".lora_" in name]
-        if result.unexpected_keys or missing:
-            name = [*result.unexpected_keys, *missing][0]
-            raise ValueError(f"it does not fit {model.name_or_path}: {name} is in one alone")
-        refuse_not_finite(model)
+        misplaced = result.unexpected_keys + missing
+        if misplaced:
+            raise ValueError(f"only it or its base {model.name_or_path} has {misplaced[0]}")
+        refuse_not_finite(model.named_parameters())
     if optimizer is None:
         return {}
     with _loading("checkpoint", str(folder)) as source:
         state = load_file(Path(source) / "trainer.safetensors")
-        for name, p in trained(model).items():
-            if f"{name}.step" in state:  # absent if no step has been finite yet
-                optimizer.state[p]["step"] = state.pop(f"{name}.step")  # AdamW has it on the CPU
-                for part in ("exp_avg", "exp_avg_sq"):
-                    optimizer.state[p][part] = state.pop(f"{name}.{part}").to(p.device)
-    device = causal_lm(model).device
-    return {name: x.to(device) for name, x in state.items()}
+        refuse_not_finite(state.items())
+        has_moments = any(name.endswith(".exp_avg") for name in state)  # else no step was finite
+        for name, p in trained(model).items() if has_moments else []:
+            optimizer.state[p]["step"] = state.pop(f"{name}.step")  # AdamW has it on the CPU
+            for part in ("exp_avg", "exp_avg_sq"):
+                moment = state.pop(f"{name}.{part}").to(p.device)
+                if moment.shape != p.shape:
+                    raise ValueError(f"trainer.safetensors: {name}.{part} has another shape")
+                optimizer.state[p][part] = moment
+    return {name: x.to(causal_lm(model).device) for name, x in state.items()}

@@ -362,6 +362,7 @@ def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
         answer_field=cfg.answer_field,
         answer_after=cfg.answer_after,
         extract=verify.extract_answer if is_ours else None,
+        teacher_field=getattr(cfg, "teacher_field", ""),  # of methods whose teacher may see one
     )
     problems.refuse_overlap(data, f"--data {cfg.data}")
     return data, counts
@@ -393,9 +394,8 @@ def digest_of(data: Sequence[Problem], with_fields: bool) -> str:
 
 def code_of(cfg: Config) -> str:
     """A digest of the project's code and prompts, the file that was started and the verifier's."""
-    paths = [pathlib.Path(verify.file_of(cfg.verifier))]
-    started = getattr(sys.modules["__main__"], "__file__", None)
-    paths += [pathlib.Path(started)] if started else []  # not in an interactive session
+    started = getattr(sys.modules["__main__"], "__file__", __file__)  # else interactive
+    paths = [pathlib.Path(started), pathlib.Path(verify.file_of(cfg.verifier))]
     for pattern in ("*.py", "lib/*.py", "methods/*.py", "prompts/*.txt"):
         paths += ROOT.glob(pattern)
     return files.digest(sorted((path.name, files.file_digest(path)) for path in paths))
@@ -411,10 +411,10 @@ def go_on(cfg: Config, start: Start) -> bool:
     saved, first = files.read_json(out / "config.json"), files.of_step(out / "bank", 0, ".json")
     checkpoints, settings = files.by_step(out / "checkpoints"), saved["settings"]
     start.step = max(checkpoints, default=0)
-    made = max((row["step"] for row in files.read_jsonl(out / "metrics.jsonl")), default=0)
+    made = max((step for step, _ in files.steps_of(out / "metrics.jsonl")), default=0)
     made_its_bank = first.exists() and not settings["bank"]
-    has_memories = any(files.read_jsonl(out / "bank/memories.jsonl"))
-    has_begun = bool(start.step or made or made_its_bank or has_memories)
+    memories = files.read_jsonl(out / "bank/memories.jsonl")
+    has_begun = bool(start.step or made or made_its_bank or any(memories))
     try:
         start.record = continued(cfg, saved, start)
     except ValueError as e:
@@ -428,8 +428,6 @@ def go_on(cfg: Config, start: Start) -> bool:
     if made > min(settings["checkpoint_every"], evolve_every or math.inf) and not start.step:
         line = f"--out {out}: it has made {made} steps, but checkpoints/ has none"
         raise ValueError(f"{line}; bring them back, or give another directory")
-    if cfg.steps < start.step:
-        raise ValueError(f"--steps {cfg.steps}: {out} is at step {start.step} already")
     if start.step:
         start.checkpoint = checkpoints[start.step]
         with reading(start.checkpoint):
@@ -499,11 +497,11 @@ def load_run(cfg: Config, world: World, start: Start, held: contextlib.ExitStack
     held: closes what a run holds open.
     """
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
-    server, embed = None, None
+    server = None
     with reading(start.checkpoint):
         rank, alpha = lora_settings(cfg, start)
-    if cfg.uses_skill_bank and cfg.steps:  # before the policy, which takes minutes
-        embed = model.load_encoder(cfg.encoder, world.device)
+    embeds = cfg.uses_skill_bank and cfg.steps  # before the policy, which takes minutes
+    embed = model.load_encoder(cfg.encoder, world.device) if embeds else None
     if cfg.server and makes_bank(cfg, start):
         lm, tokenizer = model.load_outline(cfg.model)  # enough where a bank alone is made
         url = cfg.server[world.rank % len(cfg.server)]
@@ -569,12 +567,13 @@ def cut(out: pathlib.Path, step: int, evolved: int) -> None:
 
     evolved: the last step whose bank and replies stay; -1 where the run has no bank yet.
     """
-    ends = {f"{name}.jsonl": files.end_of_step(out / f"{name}.jsonl", step) for name in runlog.LOGS}
-    ends["bank/replies.jsonl"] = files.end_of_step(out / "bank/replies.jsonl", evolved)
-    for name, end in ends.items():  # once all of them could be read
-        if (out / name).exists() and end < (out / name).stat().st_size:
-            os.truncate(out / name, end)
-            print(f"{name} is cut after step {step}")
+    last = {**dict.fromkeys(runlog.LOGS, step), "bank/replies": evolved}
+    logs = {out / f"{name}.jsonl": step for name, step in last.items()}
+    ends = {path: files.end_of_step(path, step) for path, step in logs.items() if path.exists()}
+    for path, end in ends.items():  # once all of them could be read
+        if end < path.stat().st_size:
+            os.truncate(path, end)
+            print(f"{path.name} is cut after step {logs[path]}")
     for version, path in files.by_step(out / "bank").items():
         if version > evolved:
             path.unlink()

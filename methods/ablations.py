@@ -1,4 +1,4 @@
-"""SGSD with one part changed: every row of Tab. 4, §4.4 and §4.5 that is not a setting of its.
+"""SGSD with one part changed: the rows of Tab. 4, §4.4 and §4.5 that sgsd.py has no setting for.
 
     loss(x) = sum_k alpha_k rho_k mean over unmasked t of l_t^(k)         Eq. 16, any part replaced
 
@@ -9,6 +9,10 @@
 
 With all defaults a step equals `sgsd.train_step` bit for bit. Two rows of the paper are settings of
 sgsd.py itself: --eps-a 0, without the threshold, and --num-teachers 1.
+
+Source: the paper's Tab. 4, §4.4 and §4.5, and the authors' code where these are silent (S5, S18 to
+S20). Ours departs: a copied teacher starts as the adapter at step 0 (S18), random pairs are drawn
+anew in each step (S20), and "reverse" is KL(S || T), the usual name (D10).
 
 Dimension key: K teachers, T completion tokens, n positions of a slice, V vocabulary.
 """
@@ -25,14 +29,14 @@ from torch import Tensor
 
 import distributed
 import rollout
+import scoring
 import sgsd
 from lib.config import Config, setting
 from lib.problems import Problem
-from lib.run import Run, solve
-from methods import divergences, teachers
+from lib.run import Run
+from methods import divergences, groups, teachers
 from methods.opsd import with_answer
 from rollout import Rollout
-from sgsd import RolloutLoss
 from skills import SkillPair
 
 
@@ -41,6 +45,7 @@ class AblationConfig(Config):
     """SGSD's settings, and a flag for each part that can be changed."""
 
     program: ClassVar[str] = "-m methods.ablations"
+    generations: ClassVar[int] = 1  # solutions of a problem
 
     out: str = "runs/ablation"
     token_mask: bool = setting(
@@ -54,6 +59,7 @@ class AblationConfig(Config):
         "embedding", "nearest by embedding, or random; S20", ("embedding", "random")
     )
     answer_pi: bool = setting(False, "show teachers the reference answer, too; §4.5, S16")
+    teacher_field: str = setting("", "--answer-pi: show this field in the place of the answer")
     teacher: str = setting(
         "live",
         "teacher weights: current adapter, base, periodic copy or EMA; §4.5",
@@ -78,6 +84,8 @@ class AblationConfig(Config):
         super().__post_init__()
         if self.support_top_k and self.objective != "gate":
             raise ValueError("--support-top-k: needs the gate; leave out --objective")
+        if self.teacher_field and not self.answer_pi:
+            raise ValueError("--teacher-field: needs --answer-pi")
 
     @property
     def score_temperature(self) -> float:
@@ -85,127 +93,94 @@ class AblationConfig(Config):
         return self.loss_temperature or self.temperature or 1.0
 
 
-def settings(run: Run) -> AblationConfig:
-    assert isinstance(run.cfg, AblationConfig)
-    return run.cfg
+def losses(
+    run: Run, step: int, x: Problem, rolls_1: list[Rollout], pairs_K: list[SkillPair]
+) -> groups.Losses:
+    """The loss of a problem's one solution: lines 5 to 14 of Algorithm 1, a flag for each part."""
+    cfg: Any = run.cfg
+    is_eq14 = cfg.objective == "gate" and not cfg.support_top_k
+    scored = gate_losses if is_eq14 else divergence_losses
+    alpha_K = sgsd.pair_weights(run, pairs_K)  # line 5
+    shown = with_answer(x, cfg.teacher_field) if cfg.answer_pi else x.problem
+    contexts_K = sgsd.teacher_prompts(run, pairs_K, shown)  # line 6
+    for roll in rolls_1:
+        ids_T = torch.tensor(roll.completion_ids, device=run.device)
+        mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
+        ell_KT, gap_KT = scored(run, roll, contexts_K)  # lines 9, 10 and 12
+        a_K = sgsd.robust_support(gap_KT, mask_T, cfg.c_delta if cfg.clip else math.inf)  # line 10
+        rho_K = torch.ones_like(a_K)
+        if cfg.polarity:
+            rho_K = sgsd.polarity(a_K, sgsd.reward(roll), cfg.eps_a)  # line 11
+        if cfg.drop_truncated and roll.truncated:
+            rho_K = torch.zeros_like(a_K)  # every teacher is ignored (S4)
+        result = divergences.weighted(ell_KT, gap_KT, mask_T, alpha_K, a_K, rho_K)  # line 14
+        if is_eq14:  # Eq. 20 describes no other loss
+            credit_KT = sgsd.token_credit(gap_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
+            result.token_numbers["credit"] = credit_KT
+        yield result
 
 
-def token_losses(
-    cfg: AblationConfig, ids_n: Tensor, s_nV: Tensor, teachers_nV: list[Tensor]
-) -> Tensor:
-    """Loss, gap and full gap of each position under each teacher: [n, K, 3].
-
-    s_nV: the student's logits, with gradient. teachers_nV: K tensors of logits. The gap decides the
-    polarity. The full gap is Eq. 7's, from which the gap differs where --support-top-k truncates
-    the vocabulary (S19).
-    """
-    full_nK = divergences.full_gaps(ids_n, s_nV, teachers_nV)
-    columns = []
-    for t_nV, full_n in zip(teachers_nV, full_nK.unbind(1)):
-        gap_n, gated_n = full_n, full_n
-        if cfg.support_top_k:
-            gated_n, gap_n = divergences.local_support(ids_n, s_nV, t_nV, cfg.support_top_k)
-        if cfg.objective == "gate":
-            loss_n = sgsd.gated_loss(gated_n, cfg.tau_g)
-        else:
-            beta = divergences.JSD_BETA[cfg.objective]
-            loss_n = divergences.generalized_jsd(s_nV, t_nV, beta)
-        columns.append(torch.stack([loss_n, gap_n, full_n], 1))
-    return torch.stack(columns, 1)
+def gate_losses(run: Run, roll: Rollout, contexts_K: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Token losses (Eq. 14), with gradient, and gaps (Eq. 7): [K, T] each."""
+    cfg: Any = run.cfg
+    ids_T, temperature = roll.completion_ids, cfg.score_temperature
+    with teacher_policy(run):
+        logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, cfg.score_tokens, temperature)
+    run.clock.lap("score")
+    logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T, temperature)
+    gap_KT = sgsd.log_prob_gap(logpT_KT, logpS_T)
+    return sgsd.gated_loss(gap_KT, cfg.tau_g), gap_KT
 
 
-def teacher_policy(run: Run) -> contextlib.AbstractContextManager:
-    """In it the model has the teachers' weights (--teacher)."""
-    kind = settings(run).teacher
-    if kind == "live":
-        return contextlib.nullcontext()
-    return teachers.frozen(run) if kind == "frozen" else teachers.copied(run)
+def divergence_losses(
+    run: Run, roll: Rollout, contexts_K: list[list[int]]
+) -> tuple[Tensor, Tensor]:
+    """Token losses of --objective or --support-top-k, and the gaps of the support: [K, T] each."""
+    cfg: Any = run.cfg
+
+    def token_losses(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor) -> tuple[Tensor, Tensor]:
+        if cfg.support_top_k:  # the gate of a local KL(T || S), and the local gap (S19)
+            kl_n, gap_n = divergences.local_support(ids_n, s_nV, t_nV, cfg.support_top_k)
+            return sgsd.gated_loss(kl_n, cfg.tau_g), gap_n
+        loss_n = divergences.generalized_jsd(s_nV, t_nV, divergences.JSD_BETA[cfg.objective])
+        return loss_n, divergences.gap(ids_n, s_nV, t_nV)
+
+    return divergences.scored(
+        run, roll, contexts_K, token_losses, cfg.score_temperature, teacher_policy(run)
+    )
 
 
-def follow(run: Run, step: int) -> None:
-    """Let a copied teacher follow the student (--teacher periodic or ema; S18)."""
-    cfg = settings(run)
-    is_copied_now = step % cfg.teacher_period == 0
-    teachers.follow(run, 1 - cfg.teacher_decay if cfg.teacher == "ema" else float(is_copied_now))
-
-
-def rollout_loss(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair]) -> RolloutLoss:
-    """`sgsd.rollout_loss`, with any part changed."""
-    cfg = settings(run)
-    ids_T = torch.tensor(roll.completion_ids, device=run.device)
-    mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
-    alpha_K = sgsd.pair_weights(run, pairs_K)
-    ell_KT, gap_KT, full_KT = scored(run, x, roll, pairs_K)
-    bound = cfg.c_delta if cfg.clip else math.inf
-    a_K = sgsd.robust_support(gap_KT, mask_T, bound)
-    rho_K = torch.ones_like(a_K)
-    if cfg.polarity:
-        rho_K = sgsd.polarity(a_K, sgsd.reward(roll), cfg.eps_a)
-    lbar_K = sgsd.masked_mean(sgsd.unmasked(ell_KT, mask_T), mask_T)
-    loss = sgsd.sgsd_loss(lbar_K, alpha_K, rho_K)
-    is_left_out = cfg.drop_truncated and roll.truncated
-    if is_left_out:
-        loss = torch.zeros_like(loss)
-    if not rho_K.any() and loss.isfinite():
-        loss = loss.detach()  # its gradient is 0
-    numbers = {"alpha": alpha_K, "a_plain": sgsd.plain_support(gap_KT), "a": a_K}
-    numbers |= {"rho": rho_K.int(), "losses": lbar_K.detach()}
-    token_numbers = {"mask": mask_T.int(), "delta": gap_KT.detach()}
-    if cfg.objective == "gate" and not cfg.support_top_k:  # else Eq. 20 does not describe the loss
-        credit_KT = sgsd.token_credit(gap_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
-        token_numbers["credit"] = credit_KT * (not is_left_out)
-    if cfg.support_top_k:  # logs what truncation does to the supports and to the mean gap (S19)
-        error_KT = (gap_KT - full_KT).abs()
-        numbers["a_full"] = sgsd.robust_support(full_KT, mask_T, bound)
-        numbers["gap_error"] = sgsd.robust_support(error_KT, mask_T, math.inf)
-        token_numbers["delta_full"] = full_KT.detach()
-    return RolloutLoss(loss, numbers, token_numbers)
-
-
-def scored(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Tensor:
-    """Token losses, gaps and full gaps of all teachers: [3, K, T]."""
-    cfg = settings(run)
-    problem = with_answer(x.problem, x.answer) if cfg.answer_pi else x.problem
-    contexts_K = sgsd.teacher_prompts(run, pairs_K, problem)
-
-    def losses(ids_n: Tensor, s_nV: Tensor, teachers_nV: list[Tensor]) -> Tensor:
-        return token_losses(cfg, ids_n, s_nV, teachers_nV)
-
-    policy = teacher_policy(run)
-    return divergences.scored(run, roll, contexts_K, losses, cfg.score_temperature, policy)
-
-
-def retrieve(run: Run, x: Problem, step: int) -> list[SkillPair]:
-    """The nearest pairs by --encoder; with --retrieval random, others for each step (S20).
-
-    Random pairs all have one weight.
-    """
-    cfg = settings(run)
-    bank: Any = run.bank
+def retrieve(run: Run, step: int, x: Problem) -> list[SkillPair]:
+    """The nearest pairs; with --retrieval random others for each step, of equal weights (S20)."""
+    cfg: Any = run.cfg
     if cfg.retrieval == "embedding":
-        return bank.retrieve(x.problem, cfg.num_teachers, run.embed)
+        return groups.nearest(run, step, x)
     draw, k = random.Random(rollout.sample_key(cfg.seed, step, x.id)), cfg.num_teachers
-    lists = bank.general_skills, bank.common_mistakes
+    lists = run.bank.general_skills, run.bank.common_mistakes
     chosen = [draw.sample(entries, min(k, len(entries))) for entries in lists]
     return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*chosen)]
 
 
-def train_step(run: Run, step: int) -> tuple[list[dict], float]:
-    """`sgsd.train_step` with `retrieve` and `rollout_loss` of this file, and a teacher's copy."""
-    if settings(run).teacher in ("periodic", "ema"):
-        teachers.begin(run)
-    cfg, rows = settings(run), []
-    jobs = sgsd.step_jobs(run, step)
-    for job, roll in zip(jobs, solve(run, jobs)):
-        pairs_K = retrieve(run, job.problem, step)
-        result = rollout_loss(run, job.problem, roll, pairs_K)
-        if result.loss.requires_grad:
-            (result.loss / cfg.batch_size).backward()
-        rows.append(sgsd.record(run, step, job.index, pairs_K, roll, result))
-        run.clock.lap("bwd")
-    norm = sgsd.optimizer_step(run, step)
-    follow(run, step)
-    return rows, norm
+def teacher_policy(run: Run) -> contextlib.AbstractContextManager:
+    """In it the model has the teachers' weights (--teacher)."""
+    cfg: Any = run.cfg
+    if cfg.teacher == "live":
+        return contextlib.nullcontext()
+    if cfg.teacher == "frozen":
+        return run.lm.disable_adapter()
+    return teachers.copied(run)
+
+
+def teacher_share(cfg: Any, step: int) -> float | None:
+    """How far a copied teacher moves towards the student after a step; None: no copy (S18)."""
+    if cfg.teacher == "ema":
+        return 1 - cfg.teacher_decay
+    if cfg.teacher == "periodic":
+        return float(step % cfg.teacher_period == 0)
+    return None
+
+
+train_step = teachers.followed(groups.step_fn(losses, groups.prompt_alone, retrieve), teacher_share)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

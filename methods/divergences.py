@@ -1,5 +1,8 @@
 """Losses that compare the whole distributions of student and teacher at each token.
 
+`generalized_jsd` and `local_support` are the formulas, `scored` applies one to a rollout, and
+`distilled` is the loss of a method with one teacher (OPSD, SDPO).
+
 Dimension key: K teachers, T completion tokens, n positions of a slice, V vocabulary, D hidden size.
 """
 
@@ -14,8 +17,12 @@ import scoring
 import sgsd
 from lib.run import Run
 from rollout import Rollout
+from sgsd import RolloutLoss
 
 JSD_BETA = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}  # D10
+# From the sampled ids, and fp32 logits of the student, with gradient, and of one teacher, the loss
+# and the gap of each position: (ids_n, s_nV, t_nV) -> (loss_n, gap_n).
+TokenLosses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def generalized_jsd(
@@ -64,25 +71,24 @@ def local_support(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Te
     return (logp_t.exp() * (logp_t - logp_s)).sum(1), (logp_t - logp_s)[:, 0]
 
 
-def full_gaps(ids_n: Tensor, s_nV: Tensor, teachers_nV: list[Tensor]) -> Tensor:
-    """Eq. 7's gaps of the sampled ids, from logits of the student and of K teachers. [n, K]."""
-    logp_nK = torch.stack([scoring.logprob_of(ids_n, t_nV) for t_nV in teachers_nV], 1)
-    return logp_nK - scoring.logprob_of(ids_n, s_nV)[:, None]
+def gap(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor) -> Tensor:
+    """Eq. 7's gap of the sampled ids, from logits of student and teacher. [n], no gradient."""
+    return scoring.logprob_of(ids_n, t_nV) - scoring.logprob_of(ids_n, s_nV.detach())
 
 
 def scored(
     run: Run,
     roll: Rollout,
     contexts_K: list[list[int]],
-    token_losses: Callable[[Tensor, Tensor, list[Tensor]], Tensor],
+    token_losses: TokenLosses,
     temperature: float,
     teacher: contextlib.AbstractContextManager,
-) -> Tensor:
-    """token_losses over all positions of a rollout, a slice at a time: [C, K, T].
+) -> tuple[Tensor, Tensor]:
+    """Losses, with gradient, and gaps of a rollout's tokens under each teacher: [K, T] each.
 
-    contexts_K: the teachers' prompts, at least one. token_losses(ids_n, s_nV, [t_nV, ...]) takes
-    logits in fp32, the student's with gradient, and returns [n, K, C]. temperature: divides the
-    logits. teacher: in it the model has the teachers' weights.
+    contexts_K: the teachers' prompts, at least one. token_losses: of a slice of positions, so that
+    [T, V] logits are never alive. temperature: divides the logits. teacher: in it the model has the
+    teachers' weights.
     """
     ids_T = roll.completion_ids
     states_K: dict[int, Tensor] = {}  # [T, D] by k
@@ -96,22 +102,50 @@ def scored(
     student_TD, sampled_T = scoring.predictors(run.lm, [roll.prompt_ids], [ids_T])
     states = [student_TD] + [states_K[k] for k in range(len(contexts_K))]
 
-    def losses(ids_n: Tensor, student_nV: Tensor, *teachers_nV: Tensor) -> Tensor:
-        return token_losses(ids_n, student_nV, list(teachers_nV))
+    def columns(ids_n: Tensor, s_nV: Tensor, *teachers_nV: Tensor) -> Tensor:
+        pairs = [torch.stack(token_losses(ids_n, s_nV, t_nV), 1) for t_nV in teachers_nV]
+        return torch.stack(pairs, 1)
 
-    columns_TKC = scoring.over_slices(run.lm, states, sampled_T, losses, temperature)
-    return columns_TKC.permute(2, 1, 0).contiguous()
+    columns_TK2 = scoring.over_slices(run.lm, states, sampled_T, columns, temperature)
+    ell_KT, gap_KT = columns_TK2.permute(2, 1, 0).contiguous()
+    return ell_KT, gap_KT
 
 
-def mean_loss(
-    ell_1T: Tensor, delta_1T: Tensor, c_delta: float
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The mean of a completion's token losses under one teacher, and the numbers for the logs.
+def weighted(
+    ell_KT: Tensor, gap_KT: Tensor, mask_T: Tensor, alpha_K: Tensor, a_K: Tensor, rho_K: Tensor
+) -> RolloutLoss:
+    """Eq. 16 with any loss of a token in the place of Eq. 14, and the numbers for the logs.
 
-    ell_1T: with gradient. delta_1T: gaps. Every token counts, and the teacher is distilled.
+    ell_KT: token losses, with gradient. The others are those of `sgsd.loss_of`.
     """
-    one_1, ones_T = ell_1T.new_ones(1), ell_1T.new_ones(ell_1T.shape[1])
-    lbar_1, a_1 = ell_1T.mean(1), sgsd.robust_support(delta_1T, ones_T, c_delta)
-    numbers = {"alpha": one_1, "a_plain": sgsd.plain_support(delta_1T), "a": a_1}
-    numbers |= {"rho": one_1.int(), "losses": lbar_1.detach()}
-    return lbar_1.sum(), numbers, {"mask": ones_T.int(), "delta": delta_1T.detach()}
+    lbar_K = sgsd.masked_mean(sgsd.unmasked(ell_KT, mask_T), mask_T)
+    loss = sgsd.sgsd_loss(lbar_K, alpha_K, rho_K)
+    if not rho_K.any() and loss.isfinite():
+        loss = loss.detach()  # its gradient is 0
+    numbers = {
+        "alpha": alpha_K,
+        "a_plain": sgsd.plain_support(gap_KT),
+        "a": a_K,
+        "rho": rho_K.int(),
+        "losses": lbar_K.detach(),
+    }
+    return RolloutLoss(loss, numbers, {"mask": mask_T.int(), "delta": gap_KT.detach()})
+
+
+def distilled(
+    run: Run,
+    roll: Rollout,
+    context: list[int],
+    token_losses: TokenLosses,
+    teacher: contextlib.AbstractContextManager,
+) -> RolloutLoss:
+    """The mean of a rollout's token losses under one teacher: every token counts, and rho is 1.
+
+    context: the teacher's prompt. token_losses, teacher: as for `scored`. The temperature of the
+    loss is the sampling's; a greedy draw has none.
+    """
+    temperature = run.cfg.temperature or 1.0
+    ell_1T, gap_1T = scored(run, roll, [context], token_losses, temperature, teacher)
+    one_1, ones_T = torch.ones_like(ell_1T[:, 0]), torch.ones_like(ell_1T[0])
+    a_1 = sgsd.robust_support(gap_1T, ones_T, run.cfg.c_delta)
+    return weighted(ell_1T, gap_1T, ones_T, one_1, a_1, one_1)

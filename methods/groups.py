@@ -1,14 +1,14 @@
-"""A step for a method that samples several solutions of each problem.
+"""A step for every method that is one function of a problem's solutions.
 
-A method is one function, losses(run, step, x, rolls_G, pairs_K). For each solution of a problem, in
+A method is losses(run, step, x, rolls_G, pairs_K). For each of the G solutions of a problem, in
 order, it yields the loss, the numbers of its row in rollouts.jsonl, and those of its row in
-tokens.jsonl; `step_fn` makes a step of it, and `sgsd.train` does the rest. The teachers' contexts
-are made after sampling, so they may show what was sampled. docs/changing.md has an example.
+tokens.jsonl. `step_fn` makes a step of it, and `sgsd.train` does the rest. G is the method's
+`generations`, and may be 1. The teachers' contexts are made after sampling, so they may show what
+was sampled. docs/changing.md has an example.
 
 Dimension key: G solutions of a problem, K teachers, T completion tokens.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,10 +29,19 @@ from skills import SkillPair
 
 
 @dataclass(frozen=True)
-class GroupConfig(Config):
-    """SGSD's settings, and the size of a group."""
+class MethodConfig(Config):
+    """SGSD's settings, for a method that has no gate, and a bank only where --bank gives one."""
 
     not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {"tau_g", "eps_a"}
+
+    @property
+    def uses_skill_bank(self) -> bool:
+        return bool(self.bank)
+
+
+@dataclass(frozen=True)
+class GroupConfig(MethodConfig):
+    """These settings, and the size of a group."""
 
     generations: int = setting(8, "G: solutions sampled for each problem; Tab. 11", least=2)
 
@@ -41,19 +50,22 @@ class GroupConfig(Config):
         if self.temperature == 0:
             raise ValueError("--temperature 0: makes all --generations of a problem the same")
 
-    @property
-    def uses_skill_bank(self) -> bool:
-        return bool(self.bank)
-
 
 Numbers = dict[str, Tensor]  # detached, by their names in the logs
-Losses = Iterable[tuple[Tensor, Numbers, Numbers]]  # of a group's solutions
+Losses = Iterable[tuple[Tensor, Numbers, Numbers]]  # of a problem's solutions
 StudentPrompt = Callable[[Any, Problem, list[SkillPair]], list[int]]
+Retrieve = Callable[[Any, int, Problem], list[SkillPair]]
+Step = Callable[[Run, int], tuple[list[dict], float]]  # as `sgsd.train` takes it
 
 
 def rewards(rolls_G: Sequence[Rollout]) -> Tensor:
     """Training rewards of a group. [G]."""
     return torch.tensor([float(sgsd.reward(roll)) for roll in rolls_G])
+
+
+def prompt_alone(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
+    """The student's prompt as in SGSD: it never shows what a teacher sees."""
+    return sgsd.student_prompt(run, x.problem)
 
 
 def prompt_with_skills(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
@@ -62,42 +74,40 @@ def prompt_with_skills(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> li
     return sgsd.prompt_ids(run, text, run.cfg.student_prefix)
 
 
-@dataclass
-class Group:
-    """A problem of the minibatch, with the jobs of its solutions."""
-
-    x: Problem
-    pairs_K: list[SkillPair]  # those of --bank; empty without one
-    jobs_G: list[Job]
+def nearest(run: Run, step: int, x: Problem) -> list[SkillPair]:
+    """The pairs of the bank that are nearest to the problem; none without a bank."""
+    if not run.cfg.uses_skill_bank:
+        return []
+    return run.bank.retrieve(x.problem, run.cfg.num_teachers, run.embed)
 
 
-def step_groups(run: Run, step: int, student_prompt: StudentPrompt) -> list[Group]:
-    """This rank's share of the minibatch, in whole groups.
+def step_jobs(
+    run: Run, step: int, student_prompt: StudentPrompt, retrieve: Retrieve
+) -> tuple[list[Job], list[list[SkillPair]]]:
+    """This rank's share of the minibatch: the jobs, G for each problem, and each problem's pairs.
 
     The index of a problem's i-th job is its place in the minibatch times G, plus i.
     """
     cfg: Any = run.cfg
-    G, share = cfg.generations, []
+    G, jobs, pairs = cfg.generations, [], []
     batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed)
     for place in range(run.world.rank, len(batch), run.world.size):
         x, epoch = batch[place]
-        pairs_K = []
-        if cfg.uses_skill_bank:
-            pairs_K = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)
-        group, prompt = Group(x, pairs_K, []), student_prompt(run, x, pairs_K)
+        pairs_K = retrieve(run, step, x)
+        prompt = student_prompt(run, x, pairs_K)
         for i in range(G):
             key = rollout.sample_key(cfg.seed, step, x.id, epoch * G + i)
-            job = Job(place * G + i, prompt, key=key, left=cfg.max_new_tokens, problem=x)
-            group.jobs_G.append(job)
-        share.append(group)
-    return share
+            jobs.append(Job(place * G + i, prompt, key=key, left=cfg.max_new_tokens, problem=x))
+        pairs.append(pairs_K)
+    return jobs, pairs
 
 
 def step_fn(
     losses: Callable[[Any, int, Problem, list[Rollout], list[SkillPair]], Losses],
     student_prompt: StudentPrompt = prompt_with_skills,
-) -> Callable[[Run, int], tuple[list[dict], float]]:
-    """A step in the place of `sgsd.train_step`; run.cfg.generations solutions of each problem.
+    retrieve: Retrieve = nearest,
+) -> Step:
+    """A step in the place of `sgsd.train_step`, with run.cfg.generations solutions of each problem.
 
     losses: of the solutions of one problem, in their order. A generator keeps the graph of one at a
     time; a loss without a graph has no backward pass.
@@ -106,19 +116,17 @@ def step_fn(
     def train_step(run: Run, step: int) -> tuple[list[dict], float]:
         cfg: Any = run.cfg
         G, rows = cfg.generations, []
-        share = step_groups(run, step, student_prompt)
-        jobs = itertools.chain.from_iterable(group.jobs_G for group in share)
-        rolls = iter(solve(run, list(jobs)))
-        for group in share:
-            rolls_G = list(itertools.islice(rolls, G))
-            results = losses(run, step, group.x, rolls_G, group.pairs_K)
-            for job, roll, result in zip(group.jobs_G, rolls_G, results, strict=True):
+        jobs, pairs = step_jobs(run, step, student_prompt, retrieve)
+        rolls = solve(run, jobs)
+        for g, pairs_K in enumerate(pairs):
+            group = slice(g * G, g * G + G)
+            results = losses(run, step, jobs[g * G].problem, rolls[group], pairs_K)
+            for job, roll, result in zip(jobs[group], rolls[group], results, strict=True):
                 result = RolloutLoss(*result)
                 if result.loss.requires_grad:
                     (result.loss / (cfg.batch_size * G)).backward()
-                rows.append(sgsd.record(run, step, job.index, group.pairs_K, roll, result))
+                rows.append(sgsd.record(run, step, job.index, pairs_K, roll, result))
                 run.clock.lap("bwd")
-        norm = sgsd.optimizer_step(run, step)
-        return rows, norm
+        return rows, sgsd.optimizer_step(run, step)
 
     return train_step

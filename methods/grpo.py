@@ -26,17 +26,16 @@ from lib.config import Config, setting
 from lib.problems import Problem
 from lib.run import Run
 from methods import groups
-from methods.groups import GroupConfig, Losses
 from rollout import Rollout
 from skills import SkillPair
 
 
 @dataclass(frozen=True)
-class GRPOConfig(GroupConfig):
+class GRPOConfig(groups.GroupConfig):
     """SGSD's settings with GRPO's defaults (Tab. 11, S15)."""
 
     program: ClassVar[str] = "-m methods.grpo"
-    not_offered: ClassVar[frozenset[str]] = GroupConfig.not_offered | {
+    not_offered: ClassVar[frozenset[str]] = groups.GroupConfig.not_offered | {
         "teacher_prefix",
         "c_delta",
         "score_tokens",
@@ -61,8 +60,10 @@ class GRPOConfig(GroupConfig):
 
 OF_SGSD = "student_prefix temperature top_p top_k max_new_tokens max_prompt_tokens rollout_rows"
 SHORT = {name: getattr(Config, name) for name in (*OF_SGSD.split(), "grad_clip")}
-WITH_SKILLS = {"num_teachers": 3, "evolve_every": 0}  # S17
-VARIANTS: dict[str, dict[str, Any]] = {"short": SHORT, "bank": WITH_SKILLS}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "short": SHORT,
+    "bank": {"num_teachers": 3, "evolve_every": 0},  # S17
+}
 
 
 def grpo_advantages(rewards_G: Tensor, eps: float = 1e-4) -> Tensor:
@@ -78,11 +79,13 @@ def grpo_advantages(rewards_G: Tensor, eps: float = 1e-4) -> Tensor:
     return (rewards_G - rewards_G.mean()) / (rewards_G.std() + eps)
 
 
-def grpo_loss(logp_T: Tensor, logp_old_T: Tensor, advantage: float, clip: float = 0.2) -> Tensor:
+def grpo_loss(
+    logp_T: Tensor, logp_old_T: Tensor, advantage: float | Tensor, clip: float = 0.2
+) -> Tensor:
     """-mean_t min(w_t A, clip(w_t, 1 - clip, 1 + clip) A), w_t = pi(y_t) / pi_old(y_t) (S15).
 
     No KL term. logp_T: [T] with gradient. logp_old_T: [T], taken as constant. advantage: the
-    completion's. Returns a scalar.
+    completion's, or that of each token [T]. Returns a scalar.
     """
     ratio_T = (logp_T - logp_old_T.detach()).exp()
     clipped_T = ratio_T.clamp(1 - clip, 1 + clip)
@@ -91,30 +94,21 @@ def grpo_loss(logp_T: Tensor, logp_old_T: Tensor, advantage: float, clip: float 
 
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
-) -> Losses:
+) -> groups.Losses:
     """The loss of each solution of a group; 0, and nothing scored, where all rewards are equal."""
     return weighted_losses(run, rolls_G, grpo_advantages(groups.rewards(rolls_G)))
 
 
-def weighted_losses(run: Run, rolls_G: list[Rollout], advantages_G: Tensor) -> Losses:
+def weighted_losses(run: Run, rolls_G: list[Rollout], advantages_G: Tensor) -> groups.Losses:
     """The loss of each solution by its advantage."""
+    cfg: Any = run.cfg
     for roll, advantage in zip(rolls_G, advantages_G):
         loss = torch.zeros((), device=run.device)
         if advantage:
-            logp_T = logprobs(run, roll)
+            ids_T, temperature = roll.completion_ids, cfg.loss_temperature or cfg.temperature
+            logp_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T, temperature)
             loss = grpo_loss(logp_T, logp_T, advantage.item())
         yield loss, {"advantage": advantage}, {}
-
-
-def logprobs(run: Run, roll: Rollout) -> Tensor:
-    """The policy's log-probability of each token, at the temperature of the loss. [T]."""
-    cfg: Any = run.cfg
-    prompts, completions = [roll.prompt_ids], [roll.completion_ids]
-    temperature = cfg.loss_temperature or cfg.temperature
-    logp_1T = scoring.token_logprobs(
-        run.lm, prompts, completions, grad=True, temperature=temperature
-    )
-    return logp_1T[0]
 
 
 train_step = groups.step_fn(losses)

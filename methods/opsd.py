@@ -16,65 +16,60 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 import distributed
 import sgsd
 import skills
-from lib.config import NO_COLD_START, Config, setting
+from lib.config import setting
 from lib.problems import Problem
 from lib.run import Run
-from methods import divergences, groups, teachers
-from methods.groups import Losses
+from methods import divergences, groups
 from rollout import Rollout
 from skills import SkillPair
 
 
 @dataclass(frozen=True)
-class OPSDConfig(Config):
+class OPSDConfig(groups.MethodConfig):
     """SGSD's settings, and the bound of OPSD's divergence."""
 
     program: ClassVar[str] = "-m methods.opsd"
-    not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {"tau_g", "eps_a"}
     generations: ClassVar[int] = 1  # solutions of a problem
 
     out: str = "runs/opsd"
     objective_clip: float = setting(
         0.05, "bound on each term of the divergence; 0 removes it; S16", least=0
     )
-
-    @property
-    def uses_skill_bank(self) -> bool:
-        return bool(self.bank)
+    teacher_field: str = setting("", "show the teacher this field in the place of the answer")
 
 
 VARIANTS: dict[str, dict[str, Any]] = {"bank": {"num_teachers": 3, "evolve_every": 0}}  # S17
 
 
-def with_answer(problem: str, answer: str) -> str:
-    """The problem as a teacher sees it that knows the reference answer (S16)."""
-    return f"{problem}\n\nThe reference answer is {answer}."
+def with_answer(x: Problem, field: str) -> str:
+    """The problem as a teacher sees it that knows the reference answer (S16).
+
+    field: --teacher-field, whose text stands word for word in the place of the answer's sentence.
+    """
+    shown = x.extra[field] if field else f"The reference answer is {x.answer}."
+    return f"{x.problem}\n\n{shown}"
 
 
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
-) -> Losses:
+) -> groups.Losses:
     """The loss of a solution by one teacher, whose prompt has the answer and any skills."""
     cfg: Any = run.cfg
-    text = skills.render_skills(pairs_K, with_answer(x.problem, x.answer))
-    contexts_1 = [sgsd.prompt_ids(run, text, cfg.teacher_prefix)]
+    text = skills.render_skills(pairs_K, with_answer(x, cfg.teacher_field))
+    context = sgsd.prompt_ids(run, text, cfg.teacher_prefix)
 
-    def token_losses(ids_n: Tensor, s_nV: Tensor, teachers_nV: list[Tensor]) -> Tensor:
-        loss_n = divergences.generalized_jsd(s_nV, teachers_nV[0], 0.0, clip=cfg.objective_clip)
-        gap_n1 = divergences.full_gaps(ids_n, s_nV.detach(), teachers_nV)  # for the logs
-        return torch.stack([loss_n[:, None], gap_n1], 2)
+    def token_losses(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor) -> tuple[Tensor, Tensor]:
+        loss_n = divergences.generalized_jsd(s_nV, t_nV, 0.0, clip=cfg.objective_clip)
+        return loss_n, divergences.gap(ids_n, s_nV, t_nV)  # the gap is for the logs
 
     for roll in rolls_G:
-        ell_1T, delta_1T = divergences.scored(
-            run, roll, contexts_1, token_losses, cfg.temperature or 1.0, teachers.frozen(run)
-        )
-        yield divergences.mean_loss(ell_1T, delta_1T, cfg.c_delta)
+        base = run.lm.disable_adapter()
+        yield divergences.distilled(run, roll, context, token_losses, base)
 
 
 train_step = groups.step_fn(losses)

@@ -35,21 +35,18 @@ from lib.config import setting
 from lib.problems import Problem
 from lib.run import Run
 from methods import groups, teachers
-from methods.groups import GroupConfig, Losses
-from methods.grpo import grpo_advantages
+from methods.grpo import grpo_advantages, grpo_loss
 from methods.opsd import with_answer
 from rollout import Rollout
 from skills import SkillPair
 
-LEAST, MOST = 0.8, 1.2  # bounds of a token's weight
-
 
 @dataclass(frozen=True)
-class RLSDConfig(GroupConfig):
+class RLSDConfig(groups.GroupConfig):
     """SGSD's settings, and how long and how strongly teachers weigh."""
 
     program: ClassVar[str] = "-m methods.rlsd"
-    not_offered: ClassVar[frozenset[str]] = GroupConfig.not_offered | {"c_delta"}
+    not_offered: ClassVar[frozenset[str]] = groups.GroupConfig.not_offered | {"c_delta"}
 
     out: str = "runs/rlsd"
     teacher_prefix: str = "closed"
@@ -58,6 +55,12 @@ class RLSDConfig(GroupConfig):
     )
     weighting_steps: int = setting(60, "steps within which lam falls to 0")
     teacher_period: int = setting(20, "copy the policy to the teacher every N steps")
+    teacher_field: str = setting("", "show the teacher this field in the place of the answer")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bank and self.teacher_field:
+            raise ValueError("--teacher-field: with --bank the teachers see skills alone")
 
 
 VARIANTS: dict[str, dict[str, Any]] = {"bank": {"teacher_prefix": "bare", "evolve_every": 0}}
@@ -70,7 +73,7 @@ def token_advantages(gap_T: Tensor, advantage: float, lam: float) -> Tensor:
     student gets more of a success, and less of a failure. The sign is A's at every token.
     """
     sign = (advantage > 0) - (advantage < 0)
-    w_T = torch.exp(sign * gap_T.detach()).clamp(LEAST, MOST)
+    w_T = torch.exp(sign * gap_T.detach()).clamp(0.8, 1.2)
     return advantage * (1 - lam + lam * w_T)
 
 
@@ -79,46 +82,23 @@ def weighting_share(step: int, first: float, steps: int) -> float:
     return first * max(0.0, 1 - step / steps)
 
 
-def student_prompt(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
-    """The problem alone: the student never sees what a teacher sees."""
-    return sgsd.student_prompt(run, x.problem)
-
-
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
-) -> Losses:
-    """The loss of each solution of a group; 0, and nothing scored, where all rewards are equal."""
+) -> groups.Losses:
+    """The loss of each solution of a group; 0, and nothing scored, where its advantage is 0."""
     cfg: Any = run.cfg
     lam = weighting_share(step, cfg.weighting, cfg.weighting_steps)
     advantages_G = grpo_advantages(groups.rewards(rolls_G), eps=1e-6)
     for roll, advantage in zip(rolls_G, advantages_G):
-        loss = torch.zeros((), device=run.device)
-        advantage_T = advantage.expand(len(roll.completion_ids))
-        if advantages_G.any():
-            loss, advantage_T = rollout_loss(run, x, roll, pairs_K, advantage.item(), lam)
+        ids_T, loss = roll.completion_ids, torch.zeros((), device=run.device)
+        advantage_T = advantage.expand(len(ids_T))
+        if advantage:
+            logpT_T = teachers_logprobs(run, x, roll, pairs_K) if lam else None
+            logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T, cfg.temperature)
+            gap_T = torch.zeros_like(logpS_T) if logpT_T is None else logpT_T - logpS_T
+            advantage_T = token_advantages(gap_T, advantage.item(), lam)
+            loss = grpo_loss(logpS_T, logpS_T, advantage_T)
         yield loss, {"advantage": advantage}, {"advantage": advantage_T}
-
-
-def rollout_loss(
-    run: Run,
-    x: Problem,
-    roll: Rollout,
-    pairs_K: Sequence[SkillPair],
-    advantage: float,
-    lam: float,
-) -> tuple[Tensor, Tensor]:
-    """A solution's loss, and the advantage of each of its tokens [T]."""
-    cfg: Any = run.cfg
-    logpT_T = teachers_logprobs(run, x, roll, pairs_K) if lam else None
-    prompts, completions = [roll.prompt_ids], [roll.completion_ids]
-    logpS_1T = scoring.token_logprobs(
-        run.lm, prompts, completions, grad=True, temperature=cfg.temperature
-    )
-    logpS_T = logpS_1T[0]
-    gap_T = torch.zeros_like(logpS_T) if logpT_T is None else logpT_T - logpS_T
-    advantage_T = token_advantages(gap_T, advantage, lam)
-    ratio_T = (logpS_T - logpS_T.detach()).exp()  # 1, with the gradient of the log-probability
-    return -(advantage_T * ratio_T).mean(), advantage_T
 
 
 def teachers_logprobs(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Tensor:
@@ -129,7 +109,7 @@ def teachers_logprobs(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[Ski
         contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem)
         alpha_K = sgsd.pair_weights(run, pairs_K)
     else:
-        text = skills.render_student(with_answer(x.problem, x.answer))
+        text = skills.render_student(with_answer(x, cfg.teacher_field))
         contexts_K = [sgsd.prompt_ids(run, text, cfg.teacher_prefix)]
         alpha_K, policy = torch.ones(1, device=run.device), teachers.copied(run)
     with policy:
@@ -140,17 +120,12 @@ def teachers_logprobs(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[Ski
     return alpha_K @ logpT_KT
 
 
-step_of_groups = groups.step_fn(losses, student_prompt)
+def teacher_share(cfg: Any, step: int) -> float | None:
+    """1 where a step renews the teacher's copy; None with --bank, whose teachers are live (S33)."""
+    return None if cfg.bank else float(step % cfg.teacher_period == 0)
 
 
-def train_step(run: Run, step: int) -> tuple[list[dict], float]:
-    """A step; every --teacher-period steps the teacher's copy is renewed."""
-    cfg: Any = run.cfg
-    if not cfg.bank:
-        teachers.begin(run)
-    result = step_of_groups(run, step)
-    teachers.follow(run, float(step % cfg.teacher_period == 0))
-    return result
+train_step = teachers.followed(groups.step_fn(losses, groups.prompt_alone), teacher_share)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

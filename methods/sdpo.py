@@ -32,17 +32,16 @@ from lib.config import GROUPS, setting
 from lib.problems import Problem
 from lib.run import Run
 from methods import divergences, groups, teachers
-from methods.groups import GroupConfig, Losses, Numbers
 from rollout import THINK, Rollout
 from skills import SkillPair
 
 
 @dataclass(frozen=True)
-class SDPOConfig(GroupConfig):
+class SDPOConfig(groups.GroupConfig):
     """SGSD's settings with SDPO's defaults, and the settings of its teacher."""
 
     program: ClassVar[str] = "-m methods.sdpo"
-    not_offered: ClassVar[frozenset[str]] = GroupConfig.not_offered | {
+    not_offered: ClassVar[frozenset[str]] = groups.GroupConfig.not_offered | {
         "num_teachers",
         *GROUPS["the bank"].split(),
     }
@@ -107,8 +106,14 @@ def with_solution(problem: str, solution: str) -> str:
 
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
-) -> Losses:
+) -> groups.Losses:
     """The loss of each solution of a group; 0, and nothing scored, without a right sibling."""
+    cfg: Any = run.cfg
+
+    def token_losses(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor) -> tuple[Tensor, Tensor]:
+        loss_n = sdpo_divergence(s_nV, t_nV, cfg.divergence_alpha, cfg.divergence_top_k)
+        return loss_n, divergences.gap(ids_n, s_nV, t_nV)  # the gap is for the logs
+
     rewards_G = groups.rewards(rolls_G).tolist()
     for i, roll in enumerate(rolls_G):
         sibling = shown_sibling(rewards_G, i)
@@ -116,37 +121,16 @@ def losses(
             yield torch.zeros((), device=run.device), {}, {}
         else:
             text = skills.render_student(with_solution(x.problem, rolls_G[sibling].text))
-            context = sgsd.prompt_ids(run, text, run.cfg.teacher_prefix)
-            yield distilled(run, roll, context)
+            context = sgsd.prompt_ids(run, text, cfg.teacher_prefix)
+            yield divergences.distilled(run, roll, context, token_losses, teachers.copied(run))
 
 
-def distilled(run: Run, roll: Rollout, context: list[int]) -> tuple[Tensor, Numbers, Numbers]:
-    """The loss of a solution under the teacher with this context; every token counts."""
-    cfg: Any = run.cfg
-
-    def token_losses(ids_n: Tensor, s_nV: Tensor, teachers_nV: list[Tensor]) -> Tensor:
-        (t_nV,) = teachers_nV
-        loss_n = sdpo_divergence(s_nV, t_nV, cfg.divergence_alpha, cfg.divergence_top_k)
-        gap_n1 = divergences.full_gaps(ids_n, s_nV.detach(), teachers_nV)  # for the logs
-        return torch.stack([loss_n[:, None], gap_n1], 2)
-
-    teacher = teachers.copied(run)
-    ell_1T, delta_1T = divergences.scored(
-        run, roll, [context], token_losses, cfg.temperature, teacher
-    )
-    return divergences.mean_loss(ell_1T, delta_1T, cfg.c_delta)
+def teacher_share(cfg: Any, step: int) -> float:
+    """How far the teacher's copy moves towards the student after a step: an EMA (S29)."""
+    return 1 - cfg.teacher_decay
 
 
-step_of_groups = groups.step_fn(losses)
-
-
-def train_step(run: Run, step: int) -> tuple[list[dict], float]:
-    """A step; then the teacher follows the student (S29)."""
-    cfg: Any = run.cfg
-    teachers.begin(run)
-    result = step_of_groups(run, step)
-    teachers.follow(run, 1 - cfg.teacher_decay)
-    return result
+train_step = teachers.followed(groups.step_fn(losses), teacher_share)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

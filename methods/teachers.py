@@ -1,17 +1,15 @@
-"""Whose weights a teacher has: the policy's as they are now, the base's, a copy's (§4.5, S18)."""
+"""Teachers whose weights are a copy of the policy's, which follows it (§4.5, S18).
+
+Without a copy a teacher is the policy as it is now, or its base: `run.lm.disable_adapter()`.
+"""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from lib import model
 from lib.run import Run
-
-
-@contextlib.contextmanager
-def frozen(run: Run) -> Iterator[None]:
-    """The model without its adapters: the base."""
-    with run.lm.disable_adapter():
-        yield
+from methods.groups import Step
 
 
 def begin(run: Run) -> None:
@@ -38,13 +36,21 @@ def copied(run: Run) -> Iterator[None]:
             p.data = students[name]
 
 
-def follow(run: Run, share: float) -> None:
-    """Move the copy towards the student by a share: 0 leaves it, 1 copies exactly.
+def followed(step_fn: Step, share: Callable[[Any, int], float | None]) -> Step:
+    """A step after which the copy moves towards the student by share(cfg, step).
 
-    An EMA of decay d moves by 1 - d in each step. It averages the factors A and B of the adapters,
-    and not their products.
+    0 leaves the copy as it is, 1 copies exactly; None: the run has no copy. An EMA of decay d moves
+    by 1 - d in each step. It averages the factors A and B of the adapters, not their products.
     """
-    for name, p in model.trained(run.lm).items():
-        copy = run.extra_tensors.get(f"{name}.teacher")
-        if copy is not None:
-            copy.lerp_(p.detach(), share)
+
+    def train_step(run: Run, step: int) -> tuple[list[dict], float]:
+        moved = share(run.cfg, step)
+        if moved is None:
+            return step_fn(run, step)
+        begin(run)
+        result = step_fn(run, step)
+        for name, p in model.trained(run.lm).items():
+            run.extra_tensors[f"{name}.teacher"].lerp_(p.detach(), moved)
+        return result
+
+    return train_step

@@ -106,6 +106,13 @@ def make_model(kind="qwen3", vocab=272, seed=0, **changes):
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
+def save_model(folder, *kind, **changes):
+    """A folder with a random model and its tokenizer."""
+    make_model(*kind, **changes).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
 def make_encoder(path):
     """A sentence-transformers directory: a static embedding per byte, averaged."""
     from sentence_transformers import SentenceTransformer

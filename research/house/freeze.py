@@ -96,13 +96,21 @@ KINDS = {  # what is compared: its files, and by what rows are sorted where thei
     "samples": ("eval/*/samples.jsonl", ("set", "id", "sample")),
     "results": ("eval/*/results.json", ()),
 }
-LEFT_OUT = ("metrics.seconds.*", "metrics.memory_gb")  # they differ from run to run
+LEFT_OUT = (
+    "metrics.seconds.*",  # they differ from run to run
+    "metrics.memory_gb",
+    "samples.digest",  # of all that a sample depends on, before of its problem
+    "results.*.digest",  # of the problems themselves, before of their digests
+)
 # What may be lost: what held nothing ([]), these,
 MAY_GO = (
     "metrics.sampling_logp_difference_*",  # of a run whose steps a server sampled
     "*banks.metadata.updates.new",  # the report compares versions of the bank
     "*banks.metadata.updates.dropped",
     "*banks.metadata.updates.copied_*",  # how many copies of static entries were dropped (D11)
+    "rollouts.a_full",  # with --support-top-k, beside the truncated support that decides
+    "rollouts.gap_error",
+    "tokens.delta_full",
 )
 # and these columns, where the row at the commit has no teacher.
 OF_TEACHERS = "alpha a rho losses first_gap clipped unmasked a_plain mask delta credit".split()

@@ -143,8 +143,14 @@ CHANGES = {
         Change("twice[:, 0] = False", "pass", "spec/divergences local_support"),
     ],
     "methods/teachers.py": [
-        Change("run.lm.disable_adapter()", "contextlib.nullcontext()", "spec/opsd step_of_opsd"),
-        Change("copy.lerp_(p.detach(), share)", "pass", "spec/rlsd renewed"),
+        Change(".lerp_(p.detach(), moved)", "", "spec/rlsd renewed"),
+    ],
+    "methods/opsd.py": [
+        Change(
+            "run.lm.disable_adapter()",
+            "divergences.contextlib.nullcontext()",
+            "spec/opsd step_of_opsd",
+        ),
     ],
     "methods/sdpo.py": [
         Change("if j != i and r >= 0.5", "if r >= 0.5", "spec/sdpo first_other"),
@@ -157,7 +163,7 @@ CHANGES = {
         Change(
             "cfg.drop_truncated and roll.truncated",
             "cfg.drop_truncated",
-            "spec/ablations ended_by_itself",
+            "spec/ablations solution_that_was_cut",
         ),
         Change("if cfg.clip else math.inf", "if True else math.inf", "spec/ablations changed_step"),
     ],

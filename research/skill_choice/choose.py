@@ -19,9 +19,7 @@ scores skills alone, and does not say what happens where fewer are left: then fe
 
 import argparse
 import json
-import math
 import pathlib
-import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -32,6 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import skills
+from extras.report import contrast
 from lib import files
 
 KINDS = ("general_skills", "common_mistakes")
@@ -59,18 +58,6 @@ def uses_of(rows: Sequence[dict], kind: int) -> dict[str, list[Use]]:
         for pair, a, rho in zip(row["pairs"], row["a"], row["rho"]):
             uses[pair[kind]].append(Use(row["step"], row["r"], rho, a, a - mean))
     return dict(uses)
-
-
-def contrast(success: Sequence[float], failure: Sequence[float]) -> tuple[float, float] | None:
-    """The mean over successes less the mean over failures, and its standard error.
-
-    None unless both have two values.
-    """
-    if min(len(success), len(failure)) < 2:
-        return None
-    error = statistics.variance(success) / len(success)
-    error += statistics.variance(failure) / len(failure)
-    return statistics.mean(success) - statistics.mean(failure), math.sqrt(error)
 
 
 def by_contrast(uses: dict[str, list[Use]], name: str = "centred") -> Scores:

@@ -213,7 +213,7 @@ def accuracies(work: Work, seeds: Sequence[int]) -> Iterator[str]:
 
 def own_banks(work: Work, seeds: Sequence[int]) -> Iterator[str]:
     """Third outcome."""
-    yield from head_of(["seed", "skill", "what it is", "contrast", "standard error", "uses"])
+    yield from head_of(["seed", "skill", "what it is", "contrast", "95%", "uses"])
     for seed in seeds:
         run = work.folder / f"own_{seed}"
         bank, uses = skills.SkillBank.load(run / "bank/step_000000.json"), {}
@@ -222,12 +222,12 @@ def own_banks(work: Work, seeds: Sequence[int]) -> Iterator[str]:
         for entry in bank.general_skills:
             of_entry = uses.get(entry["skill_id"], [])
             sides = [[use.centred for use in of_entry if (use.r > 0) == x] for x in (True, False)]
-            found = choose.contrast(*sides)
+            found = choose.contrast(*sides) or [-1e9] * 3
             meaning = world.meaning(entry) or (None, "unknown")
             what = f"{meaning[1]} ({meaning[0] or 'says nothing'})"
-            rows.append((found or (-1e9, 0.0), entry["skill_id"], what, [*map(len, sides)]))
-        for (value, error), id_, what, counts in sorted(rows, reverse=True):
-            cells = ["", ""] if value == -1e9 else [f"{value:+.4f}", f"{error:.4f}"]
+            rows.append((found, entry["skill_id"], what, [*map(len, sides)]))
+        for (value, low, high), id_, what, counts in sorted(rows, reverse=True):
+            cells = ["", ""] if low == high else [f"{value:+.4f}", f"{low:+.4f} to {high:+.4f}"]
             yield row_of([seed, id_, what, *cells, " + ".join(map(str, counts))])
 
 

@@ -13,7 +13,7 @@ from driver import flags, go, killing, opened, refused, rows, small_flags, train
 import scoring
 import sgsd
 from lib import files, model
-from methods import ablations, teachers
+from methods import ablations
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_a_frozen_teacher_is_the_base_and_not_the_adapter(world_dir, tmp_path, c
     changes = {"kind": ablations.AblationConfig, "adapter": str(checkpoint), "teacher": "frozen"}
     with opened(world_dir, tmp_path / "run", **changes) as run:
         assert not torch.allclose(scoring.token_logprobs(run.lm, [ids], [answer]), want, atol=1e-3)
-        with teachers.frozen(run):
+        with ablations.teacher_policy(run):
             torch.testing.assert_close(scoring.token_logprobs(run.lm, [ids], [answer]), want)
 
 

@@ -16,7 +16,6 @@ import torch
 from conftest import ROOT
 from driver import rows
 
-from lib import files
 from lib.problems import Problem, load_problems
 from lib.verify import load_judge
 from skills import entry_text
@@ -197,7 +196,7 @@ def test_another_method_is_a_step_and_continues_and_its_edit_is_noticed(tmp_path
     out = follow(title, copy, "--audit-every 1 --steps 1")
     file = copy / "length_penalty.py"
     file.write_text(file.read_text().replace("def losses(", "# edited\n\n\ndef losses("))
-    assert "length_penalty.py" in run(command_of(title), copy, "--audit-every 1 --steps 2")
+    assert "changed: the code" in run(command_of(title), copy, "--audit-every 1 --steps 2")
     rollouts = rows(out / "rollouts.jsonl")
     assert [row["step"] for row in rollouts] == [1] * 16 + [2] * 16
     for first in range(0, 32, 8):
@@ -267,7 +266,7 @@ def test_a_verdict_on_programs_trains_and_says_that_no_solution_has_one(tmp_path
         lines.append(json.dumps({**row, "problem": f"{row['problem']} ({i})"}) + "\n")
     (copy / "programs.jsonl").write_text("".join(lines))
     write_files(PROGRAMS, copy)
-    output = run(command_of(PROGRAMS), copy, f"{SHORT} --steps 3")
+    output = run(command_of(PROGRAMS), copy, f"{SHORT} --steps 5")
     assert output.count("no right solution") == 1 and "had an answer" in output
     assert {row["r"] for row in rows(copy / "runs/programs/rollouts.jsonl")} == {-1}
 
@@ -283,17 +282,15 @@ def test_another_domain_is_trained_and_evaluated_end_to_end(tmp_path):
     write_files(GYM, copy)
     for command in command_of(GYM).replace("\\\n", " ").splitlines():
         output = run(command, copy)
-    out, code = copy / "runs/gym", {}
+    out = copy / "runs/gym"
     problems = {row["problem"].strip(): row for row in rows(copy / "gym_train.jsonl")}
     assert {row["task"] for row in problems.values()} == {"letter_counting", "countdown"}
     assert {row["step"] for row in rows(out / "rollouts.jsonl")} == {1, 2}
     assert all(row["problem"] in problems for row in rows(out / "rollouts.jsonl"))
     for file in (copy / "prompts").glob("*.txt"):
         assert "math" not in file.read_text()
-        code[f"prompts/{file.name}"] = files.file_digest(file)
-    assert code.items() <= json.loads((out / "config.json").read_text())["code"].items()
-    settings = json.loads((out / "eval/step_000002/settings.json").read_text())
-    assert settings["verifier"].startswith("gym_domain:ReasoningGym (")
+    results = json.loads((out / "eval/step_000002/results.json").read_text())
+    assert results["gym_test"]["settings"]["verifier"].startswith("gym_domain:ReasoningGym (")
     assert len(rows(out / "eval/step_000002/samples.jsonl")) == 20 * 4
     assert "step_000002, gym_test: avg@4" in output and "20 problems" in output
 

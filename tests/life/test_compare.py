@@ -1,4 +1,4 @@
-"""Finished evaluations side by side: paired differences, best and last, what is not compared."""
+"""Evaluations side by side: paired differences, best and last, what is left out and why."""
 
 import json
 import subprocess
@@ -17,22 +17,34 @@ SETTINGS = {"the policy's files": "w", "the base's files": "w", "device": "cpu",
 
 def write(folder, settings=(), digest="1", k=4, **sets):
     """An evaluation of k samples whose problems have these counts of right ones, by set."""
+    of_policy = {"the policy's files": folder.name} if folder.name.startswith("step_") else {}
     table = {}
     for name, right_P in sets.items():
-        scores_P = np.array(right_P) / k
         row = dict.fromkeys(("pass", "maj", "boxed", "truncated", "tokens"), 0.5)
         row |= {"digest": digest, "problems": len(right_P), "samples": k * len(right_P)}
-        row |= {"avg": float(scores_P.mean())}
+        row |= {"avg": float(np.mean(right_P)) / k, "settings": SETTINGS | of_policy}
+        row["settings"] |= dict(settings)
         row["right"] = {f"p{i}": count for i, count in enumerate(right_P)}
         table[name] = row
-    of_policy = {"the policy's files": folder.name} if folder.name.startswith("step_") else {}
-    files.write_json(folder / "settings.json", SETTINGS | of_policy | dict(settings))
+    files.write_json(folder / "results.json", table)
+    return folder
+
+
+def begin(folder, **sets):
+    """Sets of an evaluation that has drawn so many of 24 samples."""
+    table = files.read_json(folder / "results.json") if folder.exists() else {}
+    for name, count in sets.items():
+        digests = [f"{name} {i}" for i in range(24)]
+        row = {"digest": "1", "problems": 6, "samples": 24, "settings": SETTINGS, "asked": digests}
+        table[name] = row
+        drawn = [{"digest": digest} for digest in ["of other settings", *digests[:count]]]
+        files.append_jsonl(folder / "samples.jsonl", drawn)
     files.write_json(folder / "results.json", table)
     return folder
 
 
 def compared(*folders):
-    """What the command writes: the tables by set, and the lines on what it does not compare."""
+    """What the command writes: the tables by set, and the lines on what it leaves out."""
     completes(compare.main, folders)
     home = folders[0] / "eval" if (folders[0] / "eval").exists() else folders[0].parent
     written = json.loads((home / "comparison.json").read_text())
@@ -86,64 +98,50 @@ def test_the_best_checkpoint_by_set_and_by_mean_stands_beside_the_last(tmp_path,
         assert choice["checkpoints"] == 3 and choice["diff"] == gap
         for role, step in (("best", best), ("last", 3)):
             assert choice[role] == str(run / f"eval/step_00000{step}")
-    assert "best" in capsys.readouterr().out
+    assert f"best {run / 'eval/step_000001'}" in capsys.readouterr().out
 
 
 OTHER = [  # the second evaluation, and a word of the line about it
-    ({"settings": {"seed": 1}, "d": [1, 2]}, "seed"),
-    ({"settings": {"the base's files": "v"}, "d": [1, 2]}, "base"),
-    ({"digest": "2", "d": [1, 2]}, "problems"),
-    ({"k": 8, "d": [1, 2]}, "samples"),
-    ({"e": [1, 2]}, "was not evaluated"),
+    ({"settings": {"seed": 1}, "d": [1, 2], "e": [1]}, "seed"),
+    ({"settings": {"the base's files": "v"}, "d": [1, 2], "e": [1]}, "base"),
+    ({"digest": "2", "d": [1, 2], "e": [1]}, "problems"),
+    ({"k": 8, "d": [1, 2], "e": [1]}, "samples"),
+    ({"d": [1, 2], "f": [1, 2]}, "not evaluated"),
 ]
 
 
 @pytest.mark.parametrize("given, word", OTHER)
-def test_an_evaluation_under_other_conditions_is_named_and_not_compared(
+def test_an_evaluation_under_other_conditions_or_without_a_set_of_the_first_is_left_out_by_name(
     given, word, tmp_path, capsys
 ):
-    first = write(tmp_path / "first", d=[1, 2])
-    other = write(tmp_path / "other", **given)
-    tables, (line, *_) = compared(first, other)
-    assert list(tables["d"]["results"]) == [str(first)]
+    first = write(tmp_path / "first", d=[1, 2], e=[1])
+    other, third = write(tmp_path / "other", **given), write(tmp_path / "third", d=[1, 2], e=[2])
+    tables, (line, *_) = compared(first, other, third)
+    assert [*tables] == ["d", "e", "mean of d, e"]
+    assert all([*table["results"]] == [str(first), str(third)] for table in tables.values())
     assert str(other) in line and word in line and line in capsys.readouterr().out
 
 
-def test_mean_and_best_checkpoint_are_over_the_sets_that_all_have_and_cells_are_empty_elsewhere(
-    tmp_path, capsys
-):
-    """The base alone has f, and the checkpoints alone g; by g the other checkpoint is the best."""
-    base = write(tmp_path / "eval/base", d=[4] * 4, e=[4] * 4, f=[0] * 4)
-    first = write(tmp_path / "eval/step_000001", d=[3] * 4, e=[1] * 4, g=[0] * 4)
-    last = write(tmp_path / "eval/step_000002", d=[2] * 4, e=[1] * 4, g=[4] * 4)
+def test_an_evaluation_that_is_not_finished_is_left_out_with_the_number_of_its_samples(tmp_path):
+    """Of the first one the sets that it has finished are compared."""
+    first = begin(write(tmp_path / "eval/base", d=[1, 2]), e=13)
+    begin(tmp_path / "eval/step_000001", d=0)
+    last = write(tmp_path / "eval/step_000002", d=[1, 2], e=[1])
+    begin(tmp_path / "eval/a_base", d=24)  # which was killed before its figures
     tables, lines = compared(tmp_path)
-    assert [*tables] == ["d", "e", "f", "g", "mean of d, e"]
-    means = {name: row["avg"] for name, row in tables["mean of d, e"]["results"].items()}
-    assert means == {str(base): 1.0, str(first): 0.5, str(last): 0.375}
-    (choice,) = tables["mean of d, e"]["selections"]
-    assert (choice["best"], choice["last"]) == (str(first), str(last))
-    assert [*tables["f"]["results"]] == [str(base)]
-    assert [*tables["g"]["results"]] == [str(first), str(last)]
-    assert not any("diff" in row for row in tables["g"]["results"].values())  # from which first?
-    printed = capsys.readouterr().out.splitlines()
-    cells = [[cell.strip() for cell in line.split("|")] for line in printed if line[0] == "|"]
-    assert {len(row) for row in cells} == {14}
-    empty = [row[1:3] for row in cells if not any(row[3:])]
-    assert empty == [[str(first), "f"], [str(last), "f"], [str(base), "g"]]
-    for x, name in ((first, "f"), (last, "f"), (base, "g")):
-        assert any(f"on {name}: {x};" in line for line in lines), (x, name)
+    assert [*tables] == ["d"] and [*tables["d"]["results"]] == [str(first), str(last)]
+    for name, words in (("base, e", "13 of 24"), ("1, d", "0 of 24"), ("a_base, d", "24 of 24")):
+        assert sum(name in line and f"{words} samples" in line for line in lines) == 1, name
 
 
-def test_one_shared_set_picks_the_best_and_without_any_there_is_none(tmp_path, capsys):
-    write(tmp_path / "eval/base", d=[4] * 4, e=[4] * 4)
-    first = write(tmp_path / "eval/step_000001", d=[3] * 4, e=[0] * 4)
-    write(tmp_path / "eval/step_000002", d=[2] * 4)
-    tables, _ = compared(tmp_path)
-    assert [*tables] == ["d", "e"] and tables["d"]["selections"][0]["best"] == str(first)
-    assert f"best {first}" in capsys.readouterr().out
-    write(tmp_path / "eval/step_000001", e=[3] * 4)
-    tables, _ = compared(tmp_path)
-    assert [*tables] == ["d", "e"] and "checkpoints: best" not in capsys.readouterr().out
+def test_an_evaluation_of_an_older_eval_is_left_out_and_alone_refused(tmp_path, capsys):
+    refused(capsys, compare.main, [tmp_path], str(tmp_path), "eval.py")  # nothing is there
+    old = tmp_path / "eval/a"
+    files.write_json(old / "results.json", {"d": {"avg": 0.5, "digest": "1", "samples": 4}})
+    refused(capsys, compare.main, [tmp_path], str(old), "older eval.py")
+    write(tmp_path / "eval/base", d=[1, 2])
+    tables, (line,) = compared(tmp_path)
+    assert len(tables["d"]["results"]) == 1 and str(old) in line and "older eval.py" in line
 
 
 def test_an_evaluation_given_twice_stands_once(tmp_path):
@@ -152,44 +150,32 @@ def test_an_evaluation_given_twice_stands_once(tmp_path):
     assert list(tables["d"]["results"]) == [str(first), str(other)]
 
 
-def test_skills_and_the_machine_may_differ(tmp_path):
-    """Base+Skill is compared with Base, and an evaluation on a GPU with one on a CPU."""
+WHOLE = {name: "t" for name in SETTINGS if "files" in name}  # its own base
+ALIKE = [  # settings of the other evaluation, which may differ
+    {"skills": "b", "device": "cuda", "attn": "eager"},  # Base+Skill, on another machine
+    WHOLE,  # a model whose weights were all trained
+]
+
+
+@pytest.mark.parametrize("settings", ALIKE)
+def test_skills_the_machine_and_trained_weights_may_differ(settings, tmp_path):
     base = write(tmp_path / "eval/m", d=[1, 2])
-    of_skills = {"num_skills": 8, "skills": "b", "encoder": "e", "device": "cuda"}
-    skilled = write(tmp_path / "eval/m--skills", of_skills, d=[2, 2])
+    other = write(tmp_path / "eval/n", settings, d=[2, 2])
     tables, lines = compared(tmp_path)
-    assert tables["d"]["results"][str(skilled)]["to"] == str(base) and not lines
+    assert tables["d"]["results"][str(other)]["to"] == str(base) and not lines
 
 
-def test_a_base_comes_before_adapters_and_checkpoints_of_a_run_on_trl_in_their_order(tmp_path):
-    for name in ("checkpoint-10", "checkpoint-5", "an_adapter"):
-        write(tmp_path / "eval" / name, {"the policy's files": name}, d=[1, 2, 3])
+def test_a_base_comes_before_adapters_and_checkpoints_in_their_order(tmp_path):
+    """A checkpoint with all weights among them."""
+    write(tmp_path / "eval/an_adapter", {"the policy's files": "a"}, d=[1, 2, 3])
+    write(tmp_path / "eval/step_000010", WHOLE, d=[1, 2, 3])
+    write(tmp_path / "eval/step_000005", WHOLE, d=[1, 2, 3])
     write(tmp_path / "eval/base", d=[1, 1, 1])
     tables, others = compared(tmp_path)
     names = [folder.rpartition("/")[2] for folder in tables["d"]["results"]]
-    assert names == ["base", "an_adapter", "checkpoint-5", "checkpoint-10"] and not others
+    assert names == ["base", "an_adapter", "step_000005", "step_000010"] and not others
     (selection,) = tables["d"]["selections"]
-    assert selection["last"].endswith("checkpoint-10")
-
-
-def test_a_model_whose_weights_were_all_trained_is_compared_with_its_base(tmp_path):
-    """It is its own base. Adapters on two bases are not compared."""
-    trained, other = (
-        {name: "t" for name in SETTINGS if "files" in name},
-        {"the base's files": "o"},
-    )
-    write(tmp_path / "eval/base", d=[1, 1, 1])
-    write(tmp_path / "eval/full", trained, d=[1, 2, 3])
-    write(tmp_path / "eval/step_000005", other, d=[1, 2, 3])
-    tables, (line,) = compared(tmp_path)
-    assert len(tables["d"]["results"]) == 2 and "step_000005" in line and "base's files" in line
-
-
-def test_a_folder_without_results_or_with_those_of_an_older_program_is_refused(tmp_path, capsys):
-    refused(capsys, compare.main, [tmp_path], str(tmp_path), "eval.py")
-    files.write_json(tmp_path / "m/settings.json", {"seed": 0})
-    files.write_json(tmp_path / "m/results.json", {"d": {"avg": 0.5}})
-    refused(capsys, compare.main, [tmp_path], "results.json", "eval.py")
+    assert selection["last"].endswith("step_000010")
 
 
 @pytest.mark.long  # two programs that import torch

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -135,8 +136,9 @@ def test_help_has_every_flag_with_its_default_and_its_source_in_groups(name, cap
     for title, names in config.GROUPS.items():
         titles |= dict.fromkeys(names.split(), title)
     for setting in kind.rules().keys() - kind.not_offered:
-        shown = "PATH" if setting == "paths" else f"  {config.flag(setting)} "
-        assert shown in parts[titles.get(setting, "the method")].replace("\n", " ")
+        shown = "PATH" if setting == "paths" else config.flag(setting)
+        part = parts[titles.get(setting, "the method")]
+        assert re.search(rf"^  {shown}\b", part, re.M), setting
     listed = [title for title in parts if title in config.GROUPS]
     assert listed == sorted(listed, key=[*config.GROUPS].index)
     one = "App. F.1 (default: 12)" if name == "eval" else "App. F.1, S7 (default: 5e-06)"

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 
 import datasets
@@ -13,7 +14,7 @@ import driver
 import fake_engine
 import numpy as np
 import pytest
-from conftest import PROBLEMS, make_model, make_tokenizer
+from conftest import PROBLEMS, make_tokenizer, save_model
 from driver import (
     completes,
     evaluate,
@@ -32,6 +33,7 @@ import distributed
 import eval
 import rollout
 import skills
+from extras import compare
 from lib import files, model, problems
 
 # ---------------------------------------------------------------------------------------- metrics
@@ -59,10 +61,10 @@ def test_maj_counts_equal_answers_together_and_the_first_of_several():
 
 def test_the_majoritys_answer_has_the_verdict_of_its_samples():
     """A formula that was copied from its problem is wrong, though it equals the reference."""
-    row = {"id": "p", "digest": "0", "gold": "5", "truncated": False, "tokens": 1}
+    row = {"truncated": False, "tokens": 1}
     copied, right = row | {"pred": "2+3", "r": -1}, row | {"pred": "5", "r": 1}
     for drawn, maj in (([copied, copied, right], 0), ([copied, right, right], 1)):
-        figures = eval.figures(drawn, 3, lambda one, other: True)
+        figures = eval.figures(["p"], drawn, 3, lambda one, other: True)
         assert figures["maj"] == maj and figures["avg"] == pytest.approx((1 + maj) / 3)
         assert figures["right"] == {"p": 1 + maj}
 
@@ -125,7 +127,9 @@ def test_the_papers_three_sets_are_the_default_and_each_has_a_line(
         assert "--no-thinking" in line  # since most were cut
 
 
-def test_a_killed_evaluation_goes_on_to_the_same_samples(world_dir, tmp_path):
+def test_a_killed_evaluation_says_how_far_it_is_and_goes_on_to_the_same_samples(
+    world_dir, tmp_path, capsys
+):
     """One row at a time, so that it is exact: a batch's other rows can move a draw by rounding."""
     more = "--max-new-tokens 30 --samples 3 --rows 1 --limit 2"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -140,8 +144,9 @@ def test_a_killed_evaluation_goes_on_to_the_same_samples(world_dir, tmp_path):
     (log,) = logs
     before = log.read_text()
     before = before[: before.rfind("\n") + 1]
-    assert 0 < before.count("\n") < 6 and not list(killed.glob("*/results.json"))
+    assert 0 < before.count("\n") < 6
     log.write_text(before + '{"set": "da')  # a torn line
+    refused(capsys, compare.main, [killed], f"{before.count(chr(10))} of 6 samples")
     assert evaluate(world_dir, killed, more) == uninterrupted
     assert log.read_text().startswith(before)
     assert results(whole) == results(killed)
@@ -152,14 +157,15 @@ def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
     whole = {row["id"]: [] for row in PROBLEMS}
     for row in evaluate(world_dir, tmp_path / "a"):
         assert row["engine"] == "generate"
-        whole[row["id"]].append(row["text"])
+        whole[row["id"]].append((row["digest"], row["text"]))
     part = [{**row, "id": f"new {row['id']}"} for row in reversed(PROBLEMS[3:7])]
     write_rows(tmp_path / "part.jsonl", part)
     more = f"--data {tmp_path}/part.jsonl --rows 2 --samples 2 --limit 3"
     drawn = evaluate(world_dir, tmp_path / "b", more)
     assert len(drawn) == 6
     for row in drawn:
-        assert row["text"] == whole[row["id"].removeprefix("new ")][row["sample"]]
+        same = whole[row["id"].removeprefix("new ")][row["sample"]]
+        assert (row["digest"], row["text"]) == same
     table = json.loads(results(tmp_path / "b"))
     assert (table["part"]["problems"], table["part"]["samples"]) == (3, 6)
 
@@ -175,11 +181,13 @@ def evaluate_together(lines):
 def test_two_processes_give_the_samples_of_one_and_rank_i_asks_server_i_modulo_n(
     world_dir, tmp_path
 ):
+    """Answers that took too long are counted on both."""
     one, shared, both, first = (tmp_path / name for name in ("one", "shared", "both", "first"))
-    whole = evaluate(world_dir, one)
+    late = "--verifier driver:LateVerifier"
+    whole = evaluate(world_dir, one, late)
     assert len(whole) == 36 and len({row["text"] for row in whole}) > 30
     with fake_engine.serving() as engine, fake_engine.serving() as other:
-        lines = [" ".join(evaluation(world_dir, shared))]
+        lines = [" ".join(evaluation(world_dir, shared, late))]
         for out, servers in ((both, [engine, other]), (first, [engine])):
             urls = " ".join(server.url for server in servers)
             lines.append(" ".join(evaluation(world_dir, out, f"--server {urls}")))
@@ -187,22 +195,8 @@ def test_two_processes_give_the_samples_of_one_and_rank_i_asks_server_i_modulo_n
         assert [len(server.bodies()) for server in (engine, other)] == [18 + 36, 18]
     assert samples(shared) == whole and results(one) == results(shared)
     assert [len(samples(out)) for out in (both, first)] == [36, 36]
-
-
-def test_answers_that_took_too_long_are_counted_on_all_processes(world_dir, tmp_path):
-    """18 of 36 on each of two."""
-    line = " ".join(evaluation(world_dir, tmp_path / "out", "--verifier driver:LateVerifier"))
-    assert two([line], tmp_path, program=evaluate_together) == [0, 0]
     told = [text for text in (tmp_path / "log0").open() if "--verify-timeout" in text]
     assert [text.split()[0] for text in told] == ["36"]
-
-
-def test_a_problem_that_changed_is_sampled_anew_and_no_sample_is_ever_lost(world_dir, tmp_path):
-    """Its other fields count, too, where a judge of one's own may read them."""
-    row, data = {"problem": "What is 1 plus 2?", "answer": "3"}, tmp_path / "d.jsonl"
-    for changed, count in (({}, 1), ({"answer": "4"}, 2), ({"level": 1}, 3), ({}, 3)):
-        write_rows(data, [row | changed])
-        assert len(evaluate(world_dir, tmp_path, f"--data {data} --samples 1")) == count
 
 
 # ----------------------------------------------------------------------- policies and their place
@@ -230,51 +224,44 @@ def call(*paths, data, more=""):
     completes(eval.main, command(*paths, data=data, more=more))
 
 
-def read(folder, name="results"):
-    return json.loads((folder / f"{name}.json").read_text())
+def read(folder):
+    return json.loads((folder / "results.json").read_text())
 
 
 def test_each_policy_has_a_folder_outside_of_models_and_each_set_is_added(
     world_dir, here, base, capsys
 ):
-    """A base, two runs and a foreign adapter; then the base and one run on another set.
+    """A base, a run, another one that trains all weights, and a foreign adapter.
 
     results.json has a row per set over all calls, with each problem's count of right samples.
     """
     top, data = here.parent, world_dir / "data.jsonl"
-    run, other, foreign = top / "run", top / "other", top / "foreign"
+    run, full, foreign = top / "run", top / "full", top / "foreign"
     steps = [run / "checkpoints/step_000001", run / "checkpoints/step_000002"]
-    for seed, path in enumerate([*steps, other / "checkpoints/step_000001", foreign]):
+    for seed, path in enumerate([*steps, foreign]):
         make_adapter(path, base, seed)
+    save_model(full / "checkpoints/step_000001", seed=1)
     before = {path: path.read_bytes() for path in top.rglob("*") if path.is_file()}
-    call(base, run, other, foreign, data=data)
-    folders = [run / "eval" / f"{top.name}--model", run / "eval/step_000001"]
-    folders += [run / "eval/step_000002", other / "eval/step_000001"]
-    folders += [run / "eval" / f"{top.name}--foreign"]
-    texts = {(folder / "samples.jsonl").read_text() for folder in folders}
+    call(base, run, full, foreign, data=data)
+    names = [f"{top.name}--model", "step_000001", "step_000002", f"{top.name}--foreign"]
+    folders = [*(run / "eval" / name for name in names), full / "eval/step_000001"]
+    texts = {tuple(row["text"] for row in rows(x / "samples.jsonl")) for x in folders}
     assert len(texts) == 5  # each policy has sampled, in a folder of its own
     assert read(folders[1])["data"]["right"] == {f"p{i}": 0 for i in range(4)}
-
-    shutil.copy(data, top / "new.jsonl")
-    capsys.readouterr()
-    call(base, run, data=top / "new.jsonl")
-    *lines, last = capsys.readouterr().out.splitlines()
-    shown = [os.path.relpath(folder) for folder in folders[:3]]
-    assert [line.split(", new:")[0] for line in lines] == shown
-    assert last.split()[-1] == os.path.relpath(run / "eval")  # of the command that compares
-    assert all(list(read(folder)) == ["data", "new"] for folder in folders[:3])
-    assert all(list(read(folder)) == ["data"] for folder in folders[3:])
-    for path in top.rglob("*"):
-        assert path in before or path.is_dir() or "eval" in path.parts or path.name == "new.jsonl"
+    settings = [read(folder)["data"]["settings"] for folder in folders]
+    is_whole = [x["the policy's files"] == x["the base's files"] for x in settings]
+    assert is_whole == [True, False, False, False, True]
     assert all(path.read_bytes() == text for path, text in before.items())
 
-
-def test_results_in_a_models_directory_are_refused(world_dir, here, base, monkeypatch, capsys):
-    make_adapter(here.parent / "foreign", base)
-    monkeypatch.chdir(base)
-    for path, more in ((base, f"--out {base}/eval"), (".", ""), (here.parent / "foreign", "")):
-        line = command(path, data=world_dir / "data.jsonl", more=more)
-        refused(capsys, eval.main, line, str(base), "--out")
+    new = shutil.copy(data, top / "new.jsonl")
+    capsys.readouterr()
+    call(base, run, data=new)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split(", new:")[0] for line in lines] == [*map(os.path.relpath, folders[:3])]
+    assert last.split()[-1] == os.path.relpath(run / "eval")  # of the command that compares
+    assert [[*read(x)] for x in folders] == [["data", "new"]] * 3 + [["data"]] * 2
+    written = {path for path in top.rglob("*") if path.is_file()} - {*before, new}
+    assert all("eval" in path.parts for path in written)
 
 
 def test_the_problems_that_a_run_was_trained_on_are_counted(world_dir, here, base, capsys):
@@ -288,11 +275,6 @@ def test_the_problems_that_a_run_was_trained_on_are_counted(world_dir, here, bas
     assert line.startswith(f"{here / 'seen'} ") and "2 of these 4" in line
 
 
-def test_a_sample_and_its_prompt_must_fit_the_models_context(world_dir, here, base, capsys):
-    argv = command(base, data=world_dir / "data.jsonl", more="--max-new-tokens 4090")
-    refused(capsys, eval.main, argv, "--max-new-tokens 4090", "context of 4096")
-
-
 def test_a_folder_in_which_another_evaluation_is_at_work_is_refused(
     world_dir, here, base, monkeypatch, capsys
 ):
@@ -304,63 +286,81 @@ def test_a_folder_in_which_another_evaluation_is_at_work_is_refused(
         assert [path.name for path in place.iterdir()] == [files.LOCK]
 
 
-def test_samples_of_other_settings_are_refused_by_name_and_settings_alone_block_nothing(
-    world_dir, here, base, capsys
+# ------------------------------------------------------------------------ what a sample depends on
+
+JUDGE = "import driver\n\n\nclass Judge(driver.Exact):\n    pass\n"
+CHANGES = [  # flags; an edit of a file; a word on the figures that are replaced; new samples of 6
+    ("--temperature 0.6", (), "temperature", 6),
+    ("--no-thinking", (), "thinking", 6),
+    ("--seed 3", (), "seed", 6),
+    ("--samples 1", (), "samples", 0),
+    ("--server {url}", (), "engine", 6),
+    ("", ("judge_of_samples.py", "pass", "pass  # another"), "verifier", 6),
+    ("", ("data.jsonl", '"answer": "3"', '"answer": "4"'), "problems", 2),
+    ("", ("data.jsonl", '"level": 1', '"level": 2'), "problems", 2),  # which a judge may read
+    ("", ("../model/config.json", "0.25", "0.26"), "the policy's files", 6),
+]
+
+
+@pytest.mark.parametrize("flags, edit, word, new", CHANGES)
+def test_what_is_missing_is_sampled_nothing_is_mixed_and_an_earlier_command_has_its_figures(
+    flags, edit, word, new, here, base, engine, capsys, monkeypatch
 ):
-    """Local weights count by content: made anew they are refused, moved they are known again."""
-    top, data, out = here.parent, world_dir / "data.jsonl", here / "out"
-    more = f"--out {out} --verifier judge_of_samples:Judge"
-    judge = "import driver\n\n\nclass Judge(driver.Exact):\n    pass\n"
-    (here / "judge_of_samples.py").write_text(judge)
-    files.write_json(out / f"{top.name}--model/settings.json", {"temperature": 9})
-    call(base, data=data, more=more)
-    before = samples(out)
-    moved = top / "moved" / top.name / "model"
-    moved.parent.mkdir(parents=True)
-    base.rename(moved)
-    call(moved, data=data, more=more)
-    others = command(moved, data=data, more=f"{more} --temperature 0.6 --no-thinking --seed 3")
-    refused(capsys, eval.main, others, "temperature, thinking, seed", "--out")
-    (here / "judge_of_samples.py").write_text(f"{judge}# another judge\n")
-    refused(capsys, eval.main, command(moved, data=data, more=more), "value of verifier", "--out")
-    (here / "judge_of_samples.py").write_text(judge)
-    make_model(seed=1).save_pretrained(moved)
-    refused(capsys, eval.main, command(moved, data=data, more=more), "the policy's files")
-    assert samples(out) == before
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.delitem(sys.modules, "judge_of_samples", raising=False)
+    (here / "judge_of_samples.py").write_text(JUDGE)
+    levels = [1, 3, 3]
+    write_rows(here / "data.jsonl", [x | {"level": y} for x, y in zip(PROBLEMS, levels)])
 
+    def evaluated(more=""):
+        more = f"--verifier judge_of_samples:Judge {more}"
+        call("../model", data="data.jsonl", more=more.format(url=engine.url))
+        (log,) = here.glob("eval/*/samples.jsonl")
+        return rows(log), read(log.parent)
 
-ALL_THAT_SAMPLES_DEPEND_ON = """
-    skills num_skills encoder verifier verify_timeout temperature top_p top_k max_new_tokens
-    thinking seed device dtype attn engine
-""".split()
+    def replace(file="data.jsonl", old="", new=""):
+        (here / file).write_text((here / file).read_text().replace(old, new))
 
-
-def test_what_samples_depend_on_is_recorded_under_the_names_of_older_evaluations(
-    world_dir, tmp_path
-):
-    """Another name or another setting would refuse to add to all that were made before."""
-    evaluate(world_dir, tmp_path, "--limit 1 --samples 1")
-    (file,) = tmp_path.glob("*/settings.json")
-    files_and_prompts = {"the policy's files", "the base's files", "the plain prompt"}
-    files_and_prompts.add("the skills' prompts")
-    names = files.read_json(file).keys()
-    assert names == {*ALL_THAT_SAMPLES_DEPEND_ON} | files_and_prompts
+    drawn, figures = evaluated()
+    replace(*edit)
+    capsys.readouterr()
+    more_drawn, other_figures = evaluated(flags)
+    told = capsys.readouterr().out.splitlines()
+    assert more_drawn[:6] == drawn and len(more_drawn) == 6 + new
+    assert any("replace" in line and word in line for line in told)
+    assert any(f"{new} old samples" in line for line in told) == (new > 0)
+    assert other_figures["data"]["samples"] == (6 if new else 3)
+    replace(*edit[:1], *edit[:0:-1])
+    monkeypatch.setattr(model, "refuse_not_finite", None)  # no weights are loaded
+    assert evaluated() == (more_drawn, figures)
 
 
 def test_an_adapter_whose_base_has_moved_and_whose_bank_has_evolved_is_the_same_policy(
-    world_dir, here, base, monkeypatch
+    world_dir, here, base
 ):
-    """It is not even loaded again: an evolution that is due replaces the bank beside it later."""
+    """An evolution that is due replaces the bank beside it later."""
     adapter, data = here.parent / "runs/run/checkpoints/step_000001", world_dir / "data.jsonl"
     make_adapter(adapter, base)
+    files.write_digests(adapter)
     call(adapter, data=data)
     (log,) = here.parent.rglob("samples.jsonl")
     before = log.read_bytes()
     (adapter / "bank.json").write_text("{}")
     base.rename(here / "moved")
-    monkeypatch.setattr(model, "load_model", None)
     call(adapter, data=data, more="--model moved")
     assert log.read_bytes() == before and len(list(here.parent.rglob("samples.jsonl"))) == 1
+
+
+def test_samples_and_figures_of_an_older_eval_stay_and_are_not_used(world_dir, here, base, capsys):
+    folder = here / "eval" / f"{here.parent.name}--model"
+    old = {"set": "data", "id": "p0", "sample": 0, "digest": "of the problem alone", "r": 1}
+    files.append_jsonl(folder / "samples.jsonl", [old])
+    files.write_json(folder / "results.json", {"data": {"avg": 1.0}, "else": {"avg": 1.0}})
+    call(base, data=world_dir / "data.jsonl")
+    told = capsys.readouterr().out.splitlines()
+    assert "1 old samples" in told[0] and "figures on data" in told[1]
+    assert rows(folder / "samples.jsonl")[0] == old
+    assert read(folder)["data"]["avg"] == 0 and read(folder)["else"] == {"avg": 1.0}
 
 
 # ----------------------------------------------------------------------------------- Base + Skill
@@ -371,27 +371,23 @@ def test_base_skill_has_a_folder_of_its_own(world_dir, here, capsys):
     lm, tokenizer = model.load_model(f"{world_dir}/model", "cpu")
     bank = skills.SkillBank.load(world_dir / "bank.json")
     embed = model.load_encoder(f"{world_dir}/encoder", "cpu")
-    sampling, data = rollout.Sampling(1.0, 0.95, 0, 8), world_dir / "data.jsonl"
-    name = f"{world_dir.name}--model"
-    call(world_dir / "model", data=data)
+    data, name = world_dir / "data.jsonl", f"{world_dir.name}--model"
     flags = f"--skills {world_dir}/bank.json --encoder {world_dir}/encoder"
+    call(world_dir / "model", data=data)
     call(world_dir / "model", data=data, more=f"{flags} --num-skills 2")
     assert f"{name}--skills, data: " in capsys.readouterr().out
     for folder, count in ((here / "eval" / name, 0), (here / "eval" / f"{name}--skills", 2)):
-        drawn = rows(folder / "samples.jsonl")
-        assert len(drawn) == 8
-        prompts, keys = [], []
+        prompts, keys, drawn = [], [], rows(folder / "samples.jsonl")
         for row in drawn:
             problem = PROBLEMS[int(row["id"][1:])]["problem"]
             pairs = bank.retrieve(problem, count, embed) if count else []
             text = skills.render_skills(pairs, problem)
             prompts.append(rollout.chat_ids(tokenizer, text, thinking="bare"))
             keys.append(rollout.sample_key(0, 0, problem, row["sample"]))
-        want = rollout.generate(lm, tokenizer, prompts, sampling, keys)
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in want]
-        assert [row["text"] for row in drawn] == texts
-    line = command(world_dir / "model", data=data, more=f"{flags} --num-skills 3")
-    refused(capsys, eval.main, line, f"{name}--skills: ", "num_skills")
+        want = rollout.generate(lm, tokenizer, prompts, rollout.Sampling(1.0, 0.95, 0, 8), keys)
+        assert [row["text"] for row in drawn] == [rollout.text_of(tokenizer, ids) for ids in want]
+    call(world_dir / "model", data=data, more=f"{flags} --num-skills 3")
+    assert "changed: skills" in capsys.readouterr().out
 
 
 # -------------------------------------------------------------------------------------- a server
@@ -441,16 +437,6 @@ def test_no_skill_text_reaches_an_evaluation(world_dir, tmp_path, engine):
     assert {tuple(body["prompt"]) for body in engine.bodies()} == wanted
 
 
-def test_generates_samples_and_a_servers_are_never_mixed(world_dir, tmp_path, engine, capsys):
-    server = f"--server {engine.url}"
-    for name, own, other in (("ours", "", server), ("theirs", server, "")):
-        before = evaluate(world_dir, tmp_path / name, f"--limit 1 --samples 1 {own}")
-        engine.calls.clear()
-        line = evaluation(world_dir, tmp_path / name, f"--limit 1 --samples 2 {other}")
-        refused(capsys, eval.main, line, "engine", "--out")
-        assert samples(tmp_path / name) == before and not engine.bodies()
-
-
 def test_a_servers_adapter_is_loaded_under_a_name_of_its_own_and_unloaded(
     world_dir, here, base, engine, capsys
 ):
@@ -473,12 +459,3 @@ def test_a_servers_adapter_is_loaded_under_a_name_of_its_own_and_unloaded(
     line = command(steps[1], data=data, more=f"{more} --samples 6")
     refused(capsys, eval.main, line, engine.url, "refused")
     assert len(engine.bodies("/v1/load_lora_adapter")) == 4 and not engine.adapters
-
-
-def test_two_policies_with_two_bases_are_no_task_for_a_server(world_dir, tmp_path, engine, capsys):
-    for part in (make_model(seed=1), make_tokenizer()):
-        part.save_pretrained(tmp_path / "other")
-    line = evaluation(world_dir, tmp_path / "out", f"--server {engine.url}")
-    line = [str(tmp_path / "other"), *line]
-    refused(capsys, eval.main, line, "--server", f"{tmp_path}/other", f"{world_dir}/model")
-    assert not engine.bodies() and not [*(tmp_path / "out").rglob("*.json*")]

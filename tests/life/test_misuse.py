@@ -12,7 +12,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import make_model, make_tokenizer
+from conftest import save_model
 from driver import completes, contents, flags, refused, rows, two
 from safetensors.torch import load_file, save_file
 
@@ -283,6 +283,7 @@ def test_a_damaged_checkpoint_is_one_line_and_the_one_before_serves(
 BROKEN = [  # a file of a run, what stands there instead, and words of the line
     ("config.json", "{", "config.json"),
     ("metrics.jsonl", "{}}\n", "metrics.jsonl:1"),
+    ("metrics.jsonl", '{"step": 1}\n{"r": 1}\n', "metrics.jsonl:2"),
     ("rollouts.jsonl", '{"step": 1}\n{"r": 1}\n', "rollouts.jsonl:2"),
 ]
 
@@ -300,62 +301,80 @@ def test_a_broken_run_stays_as_it_is(name, content, words, finished, world_dir, 
 # ----------------------------------------------------------------------------------- an evaluation
 
 
-def test_all_paths_are_read_before_the_first_sample(finished, world_dir, tmp_path, capsys):
-    base, torn = world_dir / "model", shutil.copytree(finished / LAST, tmp_path / "torn")
-    (torn / model.ADAPTER_FILE).write_bytes(b"torn")
-    lacking = shutil.copytree(base, tmp_path / "lacking")
+def evaluation(world_dir, tmp_path, *paths):
+    """The command line of a small evaluation of these paths."""
+    flags = f"--out={tmp_path}/out --data={world_dir}/data.jsonl --verifier=driver:Exact --limit=1"
+    return [*paths, *flags.split(), "--samples=1", "--max-new-tokens=4"]
+
+
+def test_each_path_is_looked_at_before_the_first_sample(finished, world_dir, tmp_path, capsys):
+    """Without its weights: a foreign adapter that is torn shows at its turn."""
+    base, out = world_dir / "model", tmp_path / "out"
+    damaged, torn = (shutil.copytree(finished / LAST, tmp_path / name) for name in ("bit", "torn"))
+    flip_a_bit(damaged / ADAPTER, -1)
+    lacking = save_model(tmp_path / "lacking")
     tensors = load_file(lacking / "model.safetensors")
     tensors.pop("model.norm.weight")
     save_file(tensors, lacking / "model.safetensors", metadata={"format": "pt"})
-    usual = [f"--out={tmp_path / 'out'}", "--verifier=driver:Exact", "--limit=1", "--samples=1"]
-    usual += ["--max-new-tokens=4", f"--data={world_dir / 'data.jsonl'}"]
-    paths = {"runs/aa": "runs/aa", torn: f"adapter {torn}", lacking: "model.norm.weight"}
+    paths = {"runs/aa": "runs/aa", damaged: str(damaged / ADAPTER), lacking: "model.norm.weight"}
     for path, words in paths.items():
-        refused(capsys, eval.main, [base, path, *usual], words)
-    assert not (tmp_path / "out").exists()
+        refused(capsys, eval.main, evaluation(world_dir, tmp_path, base, path), words)
+    assert not out.exists()
+    (torn / "digests.json").unlink()
+    cut_in_half(torn / ADAPTER)
+    refused(capsys, eval.main, evaluation(world_dir, tmp_path, base, torn), f"adapter {torn}")
+    assert [path.parent.name for path in out.glob("*/results.json")] == [f"{world_dir.name}--model"]
 
 
-def test_a_model_that_is_not_the_base_of_the_adapters_is_named(
-    finished, world_dir, tmp_path, capsys
+def test_a_checkpoint_that_was_uploaded_without_the_trainers_files_is_evaluated(
+    finished, world_dir, tmp_path
 ):
-    other = tmp_path / "other"
-    make_model(seed=1).save_pretrained(other)
-    make_tokenizer().save_pretrained(other)
-    usual = [f"--out={tmp_path / 'out'}", "--verifier=driver:Exact", "--limit=1", "--samples=1"]
-    usual += ["--max-new-tokens=4", f"--data={world_dir / 'data.jsonl'}"]
-    for path in (other, world_dir / "model"):
-        completes(eval.main, [path, finished, *usual])
-        named = f"{path}: is not the base" in capsys.readouterr().out
-        assert named == (path == other)
+    """Nor with its bank and the card that names the base, as docs/guide.md has it."""
+    adapter = shutil.copytree(finished / LAST, tmp_path / "adapter")
+    for name in (TRAINER, "bank.json", "README.md"):
+        (adapter / name).unlink()
+    completes(eval.main, evaluation(world_dir, tmp_path, adapter))
 
 
-def test_evaluating_from_wrong_flags_is_one_line(finished, world_dir, tmp_path, capsys):
-    model, data, bank = world_dir / "model", world_dir / "data.jsonl", world_dir / "bank.json"
-    for part in (make_model(hidden_size=48), make_tokenizer()):
-        part.save_pretrained(tmp_path / "other")
+WRONG = [  # a path, flags ({w} has models and data, {t} what is wrong), and words of the line
+    ("{f}", "--model={t}/other", "size mismatch"),
+    ("{f}", "--model={f}", "model {f}"),
+    ("{t}/fresh", "", "{t}/fresh"),
+    ("{t}/begun", "", "{t}/begun"),
+    ("{t}/adapter", "", "adapter {t}/adapter"),
+    ("{t}/moved", "", "--model"),
+    ("sgsd/checkpoints/step_000200", "", "step_000200"),
+    ("{w}/data.jsonl", "", "problems with --data"),
+    ("{w}/bank.json", "--data aime24", "a bank goes with --skills"),  # no data set is asked for
+    ("{w}/model", "--data aime24", "HuggingFaceH4/aime_2024"),
+    ("{w}/model", "--data no.jsonl", "no.jsonl"),
+    ("{w}/model", "--skills={w}/bank.json", "--num-skills 8"),
+    ("{w}/model", "--skills=no.json", "no.json"),
+    ("{w}/model", "--skills={w}/bank.json --num-skills=2 --encoder=/no/such", "/no/such"),
+    ("{w}/model", "--verifier=no_such:Judge", "no_such:Judge"),
+    ("{w}/model", "--max-new-tokens=4090", "context of 4096"),
+    ("{w}/model", "--out={w}/model/eval", "--out"),
+    ("{w}/model", "{t}/other --server=http://127.0.0.1:9/v1", "{t}/other"),  # two bases
+    ("{w}/model", "--server=http://127.0.0.1:9/v1", "http://127.0.0.1:9/v1"),
+]
+
+
+@pytest.mark.parametrize("path, given, words", WRONG)
+def test_evaluating_what_is_wrong_is_one_line(
+    path, given, words, finished, world_dir, tmp_path, capsys
+):
+    save_model(tmp_path / "other", hidden_size=48)
     (tmp_path / "fresh/checkpoints").mkdir(parents=True)
-    names = "adapter/adapter_config.json begun/config.json begun/rollouts.jsonl notes/x.txt"
+    names = "adapter/adapter_config.json begun/config.json begun/problems.json"
     for file in map(tmp_path.joinpath, names.split()):
         file.parent.mkdir(exist_ok=True)
         file.write_text("{")
-    refused(capsys, eval.main, [model], "HuggingFaceH4/aime_2024")
-    for path, given, words in (
-        (finished, [f"--model={tmp_path / 'other'}"], "size mismatch"),
-        (tmp_path / "fresh", [], str(tmp_path / "fresh")),
-        (tmp_path / "begun", [], str(tmp_path / "begun")),
-        (tmp_path / "notes", [], str(tmp_path / "notes")),
-        (tmp_path / "adapter", [], "adapter_config.json"),
-        ("runs/sgdd", [], "runs/sgdd"),  # and no hub id
-        ("sgsd/checkpoints/step_000200", [], "step_000200"),
-        (data, [], "problems with --data"),
-        (bank, ["--data", "aime24"], "a bank goes with --skills"),  # and no data set is asked for
-        (finished, [f"--model={finished}"], f"model {finished}"),
-        (model, ["--data", "no.jsonl"], "no.jsonl"),
-        (model, [f"--skills={bank}"], "--num-skills 8"),
-        (model, ["--skills=no.json"], "no.json"),
-        (model, [f"--skills={bank}", "--num-skills=2", "--encoder=/no/such"], "/no/such"),
-        (model, ["--verifier=no_such:Judge"], "no_such:Judge"),
-    ):
-        usual = [path, f"--out={tmp_path / 'out'}", "--verifier=driver:Exact", "--data", data]
-        refused(capsys, eval.main, [*usual, *given], words)
+    moved = shutil.copytree(finished / LAST, tmp_path / "moved")
+    (moved / "digests.json").unlink()
+    change(moved / "adapter_config.json", str(world_dir).encode(), b"/no/such")
+    path, given, words = (
+        text.format(w=world_dir, t=tmp_path, f=finished) for text in (path, given, words)
+    )
+    argv = evaluation(world_dir, tmp_path, path)
+    refused(capsys, eval.main, [*argv, *given.split()], words)
     assert not (tmp_path / "out").exists() or not contents(tmp_path / "out")

@@ -1,7 +1,5 @@
 """Models, encoders, adapters and checkpoints from files; which ids the token mask removes."""
 
-import functools
-import json
 import resource
 import shutil
 import types
@@ -11,19 +9,20 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import make_encoder, make_model, make_tokenizer, one_line
+from conftest import make_encoder, make_model, make_tokenizer, one_line, save_model
 from driver import make_adapter
+from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import scoring
 from lib import model
 from lib.model import (
-    base_of,
     load_adapter,
     load_encoder,
     load_model,
     load_outline,
+    lora_of,
     masked_token_ids,
     restore,
     save,
@@ -35,15 +34,16 @@ PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16]]
 COMPLETIONS = [[20, 21, 22], [23, 24, 25, 26, 27, 28], [29]]
 
 
-def save_model(folder, *kind, **changes):
-    """A folder with a random model and its tokenizer."""
-    make_model(*kind, **changes).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
-
-
 def load(folder, **settings):
     return load_model(str(folder), "cpu", **settings)
+
+
+def look(folder):
+    return load_model(str(folder), "meta")
+
+
+def outline(folder):
+    return load_outline(str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -54,158 +54,121 @@ def base(tmp_path_factory):
 # ---------------------------------------------------------------------------------------- loading
 
 
-def test_a_model_is_loaded_in_eval_mode_without_dropout(base, tmp_path):
-    folder = save_model(tmp_path / "dropping", attention_dropout=0.5)
-    model, tokenizer = load(folder)
+def test_a_model_is_loaded_in_eval_mode_and_another_precision(base):
+    model, tokenizer = load(base)
     assert not model.training and model.dtype == torch.float32
-    assert json.loads((folder / "config.json").read_text())["attention_dropout"] == 0.5
-    model.train()
-    ids = torch.tensor([PROMPTS[0]])
-    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
     assert tokenizer.get_vocab() == make_tokenizer().get_vocab()
     assert load(base, dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "kind, changes",
-    {
-        "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},  # floats of its modules
-        "persimmon": {"attention_dropout": 0.1, "hidden_dropout": 0.0},  # read from its config
-        "opt": {"layerdrop": 0.5, "ffn_dim": 48, "word_embed_proj_dim": 32},  # whole layers
-    }.items(),
-)
-def test_two_passes_in_train_mode_are_equal_without_dropout(kind, changes):
-    lm = make_model(kind, **changes).train()
-    ids = torch.tensor([PROMPTS[0]])
-    one, other = (lm(input_ids=ids).logits for _ in range(2))
-    assert not torch.equal(one, other)
-    model.remove_dropout(lm)
-    assert torch.equal(lm(input_ids=ids).logits, lm(input_ids=ids).logits)
-
-
-def test_an_outline_has_the_shapes_and_stop_ids_and_no_weights(base, tmp_path):
-    """Qwen3 stops on either of two ids, which generation_config.json alone names."""
-    folder = shutil.copytree(base, tmp_path / "model")
-    (folder / "generation_config.json").write_text('{"eos_token_id": [265, 263]}')
-    outline, tokenizer = load_outline(str(folder))
-    model, _ = load(folder)
-    assert {p.device.type for p in outline.parameters()} == {"meta"}
-    shapes = [{name: p.shape for name, p in x.named_parameters()} for x in (outline, model)]
-    assert shapes[0] == shapes[1]
-    assert outline.generation_config.eos_token_id == [265, 263]
-    assert tokenizer.chat_template == make_tokenizer().chat_template
-
-
-@pytest.mark.parametrize("name", ["/no/such", "runs/no"])
-def test_a_path_that_is_not_there_is_one_line_that_says_so(name):
-    one_line(lambda: load(name), f"model {name} (no directory")
-    one_line(lambda: load_outline(name), f"model {name} (no directory")
-    one_line(lambda: load_encoder(name, "cpu"), f"encoder {name} (no directory")
-
-
-BROKEN = {  # a file of the model, and what is left of it
-    "chat_template.jinja": "{% for m in %}",
-    "model.safetensors": "torn",
-    "config.json": "{",
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_model_is_one_line(name, base, tmp_path):
-    folder = shutil.copytree(base, tmp_path / "model")
-    (folder / name).write_text(BROKEN[name])
-    one_line(lambda: load(folder), f"model {folder}: ")
-    if name != "model.safetensors":  # an outline has no use for it
-        one_line(lambda: load_outline(str(folder)), f"model {folder}: ")
-
-
-INCOMPLETE = [  # files that are removed, a file that is written with its content, and words
-    (["config.json"], {}, "config.json"),
-    (["tokenizer*"], {}, "tokenizer.json"),
-    ([], {"tokenizer.json": "{"}, "tokenizer.json"),
-    ([], {"config.json": '{"program": "sgsd.py"}'}, "run"),
-    ([], {"adapter_config.json": "{}"}, "adapter"),
+DROPPING = [
+    ("qwen3", {"attention_dropout": 0.5}),
+    ("seed_oss", {"attention_dropout": 0.1, "residual_dropout": 0.1}),  # floats of its modules
+    ("persimmon", {"attention_dropout": 0.1, "hidden_dropout": 0.0}),  # read from its config
+    ("opt", {"layerdrop": 0.5, "ffn_dim": 48, "word_embed_proj_dim": 32}),  # whole layers
 ]
 
 
-@pytest.mark.parametrize("removed, written, words", INCOMPLETE)
-def test_a_folder_that_is_no_whole_model_says_what_is_missing(
-    removed, written, words, base, tmp_path
-):
+@pytest.mark.parametrize("kind, changes", DROPPING)
+def test_two_passes_in_train_mode_are_equal_without_dropout(kind, changes, tmp_path):
+    lm, ids = make_model(kind, **changes).train(), torch.tensor([PROMPTS[0]])
+    assert not torch.equal(lm(input_ids=ids).logits, lm(input_ids=ids).logits)
+    lm = load(save_model(tmp_path, kind, **changes), attn="eager")[0].train()
+    assert torch.equal(lm(input_ids=ids).logits, lm(input_ids=ids).logits)
+
+
+def test_an_outline_and_a_look_have_the_shapes_and_stop_ids_and_no_weights(base, tmp_path):
+    """Qwen3 stops on either of two ids, which generation_config.json alone names."""
     folder = shutil.copytree(base, tmp_path / "model")
-    for pattern in removed:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [265, 263]}')
+    whole, _ = load(folder)
+    for glance in (outline, look):
+        lm, tokenizer = glance(folder)
+        assert {p.device.type for p in lm.parameters()} == {"meta"}
+        shapes = [{name: p.shape for name, p in x.named_parameters()} for x in (lm, whole)]
+        assert shapes[0] == shapes[1]
+        assert lm.generation_config.eos_token_id == [265, 263]
+        assert tokenizer.chat_template == make_tokenizer().chat_template
+
+
+def change_weight(name, change):
+    """An edit of a folder: one of a model's weights changes, or goes where nothing is returned."""
+
+    def edit(folder):
+        tensors = load_file(folder / "model.safetensors")
+        x = change(tensors.pop(name))
+        tensors |= {} if x is None else {name: x}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
+
+
+def without(pattern):
+    def edit(folder):
         for file in folder.glob(pattern):
             file.unlink()
-    for name, content in written.items():
-        (folder / name).write_text(content)
-    one_line(lambda: load(folder), f"model {folder}: ", words)
-    one_line(lambda: load_outline(str(folder)), f"model {folder}: ", words)
+
+    return edit
 
 
-def change_weights(folder, change):
-    """Save a model's weights again after a change."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+def writes(name, text):
+    return lambda folder: (folder / name).write_text(text)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_checkpoint_that_lacks_a_weight_is_refused_by_its_name_and_a_tied_head_is_no_lack(
-    tied, tmp_path
-):
-    folder = save_model(tmp_path / "model", tie_word_embeddings=tied)
-    assert ("lm_head.weight" in load_file(folder / "model.safetensors")) != tied
-    load(folder)
-    model.check_model(str(folder))
-    name = "model.layers.1.mlp.up_proj.weight"
-    change_weights(folder, lambda tensors: tensors.pop(name))
-    one_line(lambda: load(folder), f"model {folder}: ", name)
-    one_line(lambda: model.check_model(str(folder)), f"model {folder}: ", name)
+ALL, WEIGHTS, NUMBERS = (load, look, outline), (load, look), (load,)
+DEAF = "User: {% for part in messages[0].content %}x{% endfor %}"
+BROKEN = [  # what is done to a model's folder, who notices, and words of the line
+    (writes("config.json", "{"), ALL, "config.json"),
+    (without("config.json"), ALL, "config.json"),
+    (writes("config.json", '{"program": "sgsd.py"}'), ALL, "model_type"),  # a run
+    (writes("adapter_config.json", "{}"), ALL, "adapter"),  # else it would be loaded with its base
+    (writes("chat_template.jinja", "{% for m in %}"), ALL, "Template"),
+    (writes("chat_template.jinja", DEAF), ALL, "chat template"),
+    (without("tokenizer*"), ALL, "tokenizer"),
+    (writes("tokenizer.json", "{"), ALL, ""),
+    (writes("model.safetensors", "torn"), WEIGHTS, ""),
+    (change_weight("model.norm.weight", lambda x: None), WEIGHTS, "model.norm.weight"),
+    (lambda folder: save_model(folder, vocab=260, pad_token_id=0), WEIGHTS, "no rows"),
+    (change_weight("model.norm.weight", lambda x: x * torch.nan), NUMBERS, "not finite"),
+]
 
 
-def test_a_weight_that_is_not_finite_is_refused_in_a_model_and_in_an_adapter(base, tmp_path):
-    folder = save_model(tmp_path / "model")
-    change_weights(folder, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
-    one_line(lambda: load(folder), f"model {folder}: ", "not finite")
-    adapter = tmp_path / "adapter"
-    make_adapter(adapter, base)
-    file = adapter / "adapter_model.safetensors"
-    tensors = load_file(file)
-    for x in tensors.values():
-        x.fill_(float("inf"))
-    save_file(tensors, file)
-    one_line(lambda: load_adapter(load(base)[0], adapter), f"adapter {adapter}: ", "not finite")
+@pytest.mark.parametrize("damage, noticed_by, words", BROKEN)
+def test_a_broken_model_is_one_line(damage, noticed_by, words, base, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "model")
+    damage(folder)
+    for call in ALL:
+        if call in noticed_by:
+            one_line(lambda call=call: call(folder), f"model {folder}: ", words)
+        else:
+            call(folder)
 
 
-def test_a_hub_id_is_asked_for_once_and_a_path_never(monkeypatch):
+def test_a_tied_head_is_no_missing_weight(tmp_path):
+    folder = save_model(tmp_path / "model", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    assert look(folder) and load(folder)
+
+
+PATHS = ["/no/such", "./no", "../no", "~/no", "lib/nope", "README.md"]
+
+
+def test_the_hub_is_asked_once_and_for_no_path_and_without_it_the_cache_serves(monkeypatch):
     asked = []
 
-    def head(url, **_):
-        asked.append(url)
+    def model_info(self, name):
+        asked.append(name)
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(model, "get_hf_file_metadata", head)
-    one_line(lambda: load("lib/nope"), "model lib/nope", "lib/ is a folder here")
-    one_line(lambda: load_encoder("no/such", "cpu"), "encoder no/such", "no network")
-    assert len(asked) == 2
-    for name in ("./nope", "../nope", "/no/such"):
-        one_line(lambda name=name: load(name), f"model {name} (no directory")
-    assert len(asked) == 2
-
-
-def test_a_chat_template_that_drops_the_problem_is_one_line(base, tmp_path):
-    folder = shutil.copytree(base, tmp_path / "model")
-    template = "User: {% for part in messages[0].content %}x{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
-    one_line(lambda: load(folder), f"model {folder}: ", "chat template")
-
-
-def test_a_chat_template_with_an_id_that_the_model_lacks_is_one_line(tmp_path):
-    one_line(
-        lambda: load(save_model(tmp_path, vocab=260, pad_token_id=0)),
-        f"model {tmp_path}: ",
-        "no rows",
-    )
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    for name in PATHS:
+        one_line(lambda name=name: load(name), f"model {name} (no directory", "check the path")
+    assert not asked
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    one_line(lambda: load("no/such"), "model no/such (no directory", "internet connection")
+    assert asked == ["no/such"] and constants.HF_HUB_OFFLINE
+    one_line(lambda: load_encoder("no/such", "cpu"), "encoder no/such", "offline")
+    one_line(lambda: lora_of("no/such"), "adapter no/such", "adapter_config.json")
 
 
 LONG_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -299,38 +262,13 @@ def test_an_adapter_is_loaded_in_eval_mode(base, tmp_path):
     assert torch.equal(model(input_ids=ids).logits, want(input_ids=ids).logits)
 
 
-def test_an_adapter_in_the_place_of_a_model_is_one_line(base, tmp_path):
-    """transformers would load it with its base, and a second adapter would replace it."""
-    checkpoint(tmp_path / "saved", base)
-    one_line(lambda: load(tmp_path / "saved"), f"model {tmp_path}/saved: ", "adapter")
-
-
-@pytest.mark.parametrize(
-    "changes, word",
-    [
-        ({"hidden_size": 48}, "size mismatch"),
-        ({"num_hidden_layers": 1}, "layers.1.self_attn.q_proj"),
-        ({"num_hidden_layers": 3}, "layers.2.self_attn.q_proj"),
-    ],
-)
-def test_an_adapter_of_another_base_is_one_line(changes, word, base, tmp_path):
-    """Also where PEFT would load a part of it, or leave random weights in a layer."""
-    make_adapter(tmp_path / "adapter", base)
-    other, _ = load(save_model(tmp_path / "other", **changes))
-    one_line(lambda: load_adapter(other, tmp_path / "adapter"), f"{tmp_path}/adapter: ", word)
-
-
-def test_the_base_of_an_adapter_is_the_one_that_it_names_or_that_is_given(tmp_path):
-    file = tmp_path / "adapter_config.json"
-    assert base_of(tmp_path) == base_of(tmp_path, "mine") == ""  # no adapter
-    file.write_text(json.dumps({"base_model_name_or_path": "org/model", "r": 4, "lora_alpha": 8}))
-    assert base_of(tmp_path) == "org/model" and base_of(tmp_path, "mine") == "mine"
+def test_an_adapter_names_its_base_rank_and_alpha(base, tmp_path):
+    make_adapter(tmp_path, base, rank=4)
+    assert lora_of(tmp_path) == (str(base), 4, 8)
     for content in ("{", "{}", "[]"):
-        file.write_text(content)
-        one_line(lambda: base_of(tmp_path), f"adapter {tmp_path}: ")
-    about = {"base_model_name_or_path": "/no/such", "r": 4, "lora_alpha": 8}
-    file.write_text(json.dumps(about))
-    one_line(lambda: base_of(tmp_path), "/no/such", "--model")
+        (tmp_path / "adapter_config.json").write_text(content)
+        one_line(lambda: lora_of(tmp_path), f"adapter {tmp_path}: ")
+    one_line(lambda: lora_of(base), f"adapter {base}: ", "adapter_config.json")
 
 
 # ------------------------------------------------------------------------------------- masked ids
@@ -407,10 +345,28 @@ def test_a_checkpoint_loads_by_transformers_and_peft_alone_from_any_directory(
     assert vocabulary == tokenizer.get_vocab()
 
 
-def test_a_checkpoint_of_another_model_is_one_line(base, tmp_path):
+TRAINER, ADAPTER = "trainer.safetensors", "adapter_model.safetensors"
+DAMAGES = [  # of a checkpoint without digests: the file, a tensor, and what stands in its place
+    (ADAPTER, "layers.1.mlp.up_proj.lora_A", lambda name, x: {name: x.fill_(torch.inf)}),
+    (ADAPTER, "layers.1.mlp.up_proj.lora_B", lambda name, x: {name: x[:1].clone()}),
+    (ADAPTER, "layers.1.mlp.up_proj.lora_B", lambda name, x: {}),
+    (ADAPTER, "layers.2.mlp", lambda name, x: {name: x, "base.layers.2.mlp.lora_A.weight": x + 1}),
+    (TRAINER, ".exp_avg", lambda name, x: {name: x.fill_(torch.inf)}),
+    (TRAINER, ".exp_avg_sq", lambda name, x: {name: x[:1].clone()}),
+    (TRAINER, ".step", lambda name, x: {}),
+]
+
+
+@pytest.mark.parametrize("file, part, damaged", DAMAGES)
+def test_a_checkpoint_whose_tensors_do_not_fit_is_one_line(file, part, damaged, base, tmp_path):
+    """Also where PEFT would load a part of an adapter, or leave random weights in a layer."""
     checkpoint(tmp_path / "saved", base)
-    other, _, optimizer = trainee(save_model(tmp_path / "other", num_hidden_layers=3))
-    one_line(lambda: restore(tmp_path / "saved", other, optimizer), "saved: ", "layers.2")
+    tensors = load_file(tmp_path / "saved" / file)
+    name = next((name for name in tensors if part in name), next(iter(tensors)))
+    tensors |= damaged(name, tensors.pop(name))
+    save_file(tensors, tmp_path / "saved" / file)
+    model, _, optimizer = trainee(base)
+    one_line(lambda: restore(tmp_path / "saved", model, optimizer), f"{tmp_path}/saved: ", part)
 
 
 def test_a_full_disk_is_an_os_error_that_names_the_folder(base, tmp_path):
@@ -431,7 +387,6 @@ def test_a_context_that_rope_stretches_is_as_long_as_that():
         limits = types.SimpleNamespace(max_position_embeddings=1000, rope_parameters=rope)
         settings = types.SimpleNamespace(get_text_config=lambda limits=limits: limits)
         lm = types.SimpleNamespace(config=settings)
-        model.refuse_beyond_context(lm, 100, longest - 100, "--flag")
-        most = longest - 99
-        beyond = functools.partial(model.refuse_beyond_context, lm, 100, most, "--flag")
-        one_line(beyond, f"--flag {most}", "prompt of 100")
+        assert model.context_limit(lm) == longest
+    limits.max_position_embeddings = None
+    assert model.context_limit(lm) == float("inf")

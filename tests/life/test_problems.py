@@ -74,6 +74,19 @@ def test_a_problem_keeps_the_other_fields_of_its_row(tmp_path):
     assert (first.extra["level"], second.extra["level"]) == (3, 4)
 
 
+def test_what_teachers_see_is_a_text_of_each_row_word_for_word(tmp_path):
+    row = {"problem": "p", "answer": " 6 is 2 * 3\n#### 6", "hint": " Halve it,\nthen add. "}
+    source, load = write(tmp_path / "a.jsonl", row), problems.load_problems
+    ((x,), _) = load(source, teacher_field="hint", answer_after="####")
+    assert x.extra == {"hint": row["hint"]}
+    ((x,), _) = load(source, teacher_field="answer", answer_after="####")
+    assert (x.answer, x.extra["answer"]) == ("6", row["answer"])
+    file, load = tmp_path / "b.jsonl", functools.partial(load, teacher_field="hint")
+    for value in (" \n", 7, ["h"], None):
+        write(file, row, row | {"problem": "q", "hint": value})
+        one_line(lambda: load(str(file)), "b.jsonl:2: --teacher-field hint")
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + ROW.encode())
     assert problems.load_problems(str(tmp_path / "x.jsonl"))[0] == [Problem("0", "p", "1")]

@@ -148,6 +148,33 @@ def test_the_ledger_counts_an_entry_under_its_id_in_all_versions():
         report.ledger(evolutions(), [used(6, 1, "dyn_d", 1)])
 
 
+def test_the_contrast_of_an_entry_is_a_difference_of_differences_by_hand():
+    """c is a support less the mean of the rollout's supports. Of g it is .02, .04 on successes and
+    -.01, .01 on failures: .03 - 0, with variances of .0002 over 2 each: .03 ± 1.96 sqrt(.0002)."""
+    rollouts = []
+    for r, a in ((1, (0.02, -0.02)), (1, (-0.02, -0.1)), (-1, (-0.11, -0.09)), (-1, (0.5, 0.48))):
+        row = {
+            "step": 1,
+            "r": r,
+            "rho": [0, 0],
+            "a": [*a],
+            "pairs": [["S", "err"], ["dyn_a", "err"]],
+        }
+        rollouts.append(row)
+    bank = {0: version("S", "dyn_a", "dyn_b")}
+    s, a, b, err = report.ledger(bank, rollouts).values()
+    half = 1.96 * 0.0002**0.5
+    assert s["contrast"] == pytest.approx([0.03, 0.03 - half, 0.03 + half])
+    assert a["contrast"] == pytest.approx([-0.03, -0.03 - half, -0.03 + half])
+    assert err["contrast"][0] == pytest.approx(0, abs=1e-12)  # it was in all pairs
+    assert b["contrast"] is None  # never used
+    for few in (
+        rollouts[:3],
+        [{**row, "pairs": row["pairs"][:1], "rho": [0], "a": row["a"][:1]} for row in rollouts],
+    ):
+        assert report.ledger(bank, few)["general_skills", "S"]["contrast"] is None
+
+
 def test_the_history_is_what_each_version_changed():
     banks = evolutions()
     events = report.history(banks, report.ledger(banks, []))
@@ -193,7 +220,7 @@ def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, length=9, **chan
         for i in range(per_step):
             name = {"step": step, "problem_id": f"p{i}"}
             logs["rollouts"].append(name | row | {"index": i})
-            logs["tokens"].append(name | gaps)
+            logs["tokens"].append(name | gaps | {"index": i})
     for name, lines in logs.items():
         write_rows(path / f"{name}.jsonl", lines)
     return path
@@ -211,12 +238,16 @@ def test_text_is_text(tmp_path):
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", template)
 
 
-def test_the_page_stays_small_and_says_what_it_left_out(tmp_path):
-    run = write_run(tmp_path, steps=(1, 2, 3), per_step=8, tokens=500)
-    text, (data,) = page([run], tmp_path / "r.html", max_bytes=100_000)
-    count = len(data["rollouts"])
-    assert len(text.encode()) < 101_000 and 3 <= count < data["audited"] == 24
-    assert {view["step"] for view in data["rollouts"]} == {1, 2, 3}
+def test_tokens_find_their_rollout_by_step_and_index_and_the_first_of_a_step_are_shown(tmp_path):
+    """A line that is lost shifts nothing."""
+    run = write_run(tmp_path, steps=(1, 2), per_step=report.SHOWN + 1)
+    lines = rows(run / "rollouts.jsonl")
+    write_rows(run / "rollouts.jsonl", lines[1:])
+    _, (data,) = page([run], tmp_path / "r.html")
+    shown = [(view["step"], view["index"]) for view in data["rollouts"]]
+    indices = range(report.SHOWN)
+    assert shown == [*((1, i) for i in indices if i), *((2, i) for i in indices)]
+    assert data["audited"] == 2 * report.SHOWN + 2
 
 
 # ---------------------------------------------------------------------------- a run in ten rows
@@ -231,7 +262,7 @@ def evaluated(folder, avg, name="test", digest="0f", **settings):
     row |= {"samples": 200, "problems": 20, "right": dict(enumerate(right_P))}
     weights = "b" if folder.name.startswith("Qwen") else folder.name
     of_policy = {"the policy's files": weights, "the base's files": "b", "skills": ""}
-    files.write_json(folder / "settings.json", of_policy | settings)
+    row["settings"] = of_policy | settings
     file = folder / "results.json"
     table = files.read_json(file) if file.exists() else {}
     files.write_json(file, table | {name: row})
@@ -268,6 +299,11 @@ def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tm
         "avg@10 on test": ["step 0: 40.0% (38.0% to 42.0%)", "step 6: 80.0% (78.0% to 82.0%)"],
         "gain": ["", "+40.0% (none)"],  # of equal gaps there is no interval
     }
+
+
+def test_the_table_of_one_step_has_one_column(tmp_path):
+    heading, *lines = report.collect(write_run(tmp_path / "run"))["summary"]
+    assert heading[1:] == ["step 1"] and lines[0][1:] == ["100%"]
 
 
 def test_a_run_of_no_steps_says_where_its_bank_is(tmp_path, capsys):
@@ -324,15 +360,11 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
     }
 
 
-def test_evaluations_of_a_run_on_trl_lie_beside_its_logs(tmp_path):
-    """All weights learn here: a checkpoint is its own base."""
-    run = tmp_path / "trl"
-    write_run(run / "sgsd")
+def test_checkpoints_with_all_weights_are_their_own_bases(tmp_path):
+    run = write_run(tmp_path / "trl")
     evaluated(run / "eval/Qwen--Qwen3-1.7B", 0.5)
-    for step, avg in ((5, 0.6), (10, 0.7)):
-        evaluated(
-            run / f"eval/checkpoint-{step}", avg, **{"the base's files": f"checkpoint-{step}"}
-        )
+    for name, avg in (("step_000005", 0.6), ("step_000010", 0.7)):
+        evaluated(run / "eval" / name, avg, **{"the base's files": name})
     points = report.collect(run)["evals"]
     assert [(x["step"], x["avg"]) for x in points] == [(0, 0.5), (5, 0.6), (10, 0.7)]
 

@@ -1,6 +1,5 @@
 """GRPO (§4.1, Tab. 11): advantages and loss by hand, a step by its definition, the command."""
 
-import itertools
 import math
 
 import driver
@@ -45,6 +44,8 @@ def test_grpo_loss(advantage, loss, slopes):
     got.backward()
     same(got.detach(), loss)
     same(new_T.grad, slopes)
+    of_each_token = grpo.grpo_loss(new_T.detach(), old_T, t([advantage] * 3))
+    same(of_each_token, loss)
 
 
 # ----------------------------------------------------------------------------------- steps of a run
@@ -62,6 +63,7 @@ def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path
         # rewards -1, 1, 1: mean 1/3, sample std 2 / sqrt(3)
         advantage = (row["r"] - 1 / 3) / (2 / math.sqrt(3) + 1e-4)
         assert (row["advantage"], row["loss"]) == pytest.approx((advantage, -advantage), abs=1e-5)
+        assert not {"alpha", "a", "rho"} & {*row}  # it has no teachers
         pairs, ids = [], row["completion_ids"]
         if method == "grpo+skill":
             pairs = run.bank.retrieve(row["problem"], 3, run.embed)
@@ -86,8 +88,7 @@ def test_no_two_solutions_of_a_problem_that_comes_twice_in_a_step_have_one_draw(
     """Twelve problems in a batch of 24: the epoch is part of a draw's key."""
     changes = {"batch_size": 24, "generations": 3, "bank": ""}
     with driver.opened(world_dir, tmp_path / "run", grpo.GRPOConfig, **changes) as run:
-        share = groups.step_groups(run, 1, groups.prompt_with_skills)
-    jobs = [*itertools.chain.from_iterable(group.jobs_G for group in share)]
+        jobs, _ = groups.step_jobs(run, 1, groups.prompt_alone, groups.nearest)
     assert len(jobs) == len({job.key for job in jobs}) == 72
 
 

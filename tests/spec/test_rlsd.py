@@ -50,7 +50,8 @@ def teachers_of(run, row):
     """The teachers' prompts and their weights."""
     problem = row["problem"]
     if not run.cfg.bank:
-        text = skills.render_student(f"{problem}\n\nThe reference answer is {row['gold']}.")
+        hint = row["gold"] if run.cfg.teacher_field else f"The reference answer is {row['gold']}."
+        text = skills.render_student(f"{problem}\n\n{hint}")
         return [rollout.chat_ids(run.tokenizer, text, thinking="closed")], [1.0]
     pairs = run.bank.retrieve(problem, run.cfg.num_teachers, run.embed)
     texts = [skills.render_teacher(pair, problem) for pair in pairs]
@@ -58,11 +59,11 @@ def teachers_of(run, row):
     return prompts, plain.eq6([pair.s_g for pair in pairs], [pair.s_e for pair in pairs])
 
 
-@pytest.mark.parametrize("method", ["rlsd", "rlsd+skill"])
-def test_a_step_is_its_definition(method, world_dir, tmp_path):
+@pytest.mark.parametrize("method, field", [("rlsd", ""), ("rlsd", "answer"), ("rlsd+skill", "")])
+def test_a_step_is_its_definition(method, field, world_dir, tmp_path):
     """Rows and gradients from whole logits. The teacher's copy is the base here; SGSD's teachers
     are the policy as it is now."""
-    changes = SMALL | {"weighting_steps": 4}
+    changes = SMALL | {"weighting_steps": 4, "teacher_field": field}
     run, rows, got = one_step(world_dir, tmp_path / "run", method, **changes)
     is_base, total = method == "rlsd", 0.0
     for row in rows:
@@ -71,6 +72,7 @@ def test_a_step_is_its_definition(method, world_dir, tmp_path):
             run.tokenizer, skills.render_student(row["problem"]), thinking="closed"
         )
         assert row["prompt_ids"] == student  # no skill, no answer
+        assert not {"a", "rho"} & {*row}  # a weight is no polarity
         # rewards -1, 1, 1: mean 1/3, sample deviation 2 / sqrt(3); eps 1e-6
         advantage = (row["r"] - 1 / 3) / (2 / math.sqrt(3) + 1e-6)
         assert row["advantage"] == pytest.approx(advantage, abs=1e-6)
@@ -91,16 +93,14 @@ def test_the_teachers_copy_is_renewed_after_its_period(world_dir, tmp_path):
     changes = SMALL | {"bank": "", "teacher_period": 2, "max_new_tokens": 12}
     with driver.opened(world_dir, tmp_path / "run", rlsd.RLSDConfig, **changes) as run:
         params = model.trained(run.lm)
-        began = {name: p.detach().clone() for name, p in params.items()}
+        want = {name: p.detach().clone() for name, p in params.items()}
         for step, is_renewed in ((1, False), (2, True), (3, False)):
-            if is_renewed:
-                began = None
             rlsd.train_step(run, step)
-            run.step = step
-            began = began or {name: p.detach().clone() for name, p in params.items()}
-            for name, weights in began.items():
+            if is_renewed:
+                want = {name: p.detach().clone() for name, p in params.items()}
+            for name, weights in want.items():
                 assert torch.equal(run.extra_tensors[f"{name}.teacher"], weights)
-        assert any(not torch.equal(began[name], p) for name, p in params.items())
+        assert any(not torch.equal(want[name], p) for name, p in params.items())
 
 
 def test_from_its_weighting_steps_on_no_teacher_speaks_and_it_is_grpo(
