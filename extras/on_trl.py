@@ -1,174 +1,310 @@
 """SGSD on TRL's GRPOTrainer: full weights, sharding, vLLM in the same process (docs/engines.md).
 
     accelerate launch --config_file extras/fsdp2.yaml -m extras.on_trl --full --bank bank.json
-    python eval.py sgsd_trl                                              what it has saved
+    python -m extras.on_trl --bank bank.json -- --use_vllm --vllm_mode colocate
 
-The same command continues a run (extras/trl_run.py). It needs extras/requirements.txt. A step of
-SGSD is a policy gradient whose advantage differs from token to token,
+The flags are those of sgsd.py. After a lone -- come TRL's, of which only those that lay out a run
+are admitted. It needs extras/requirements.txt. A step of SGSD is a policy gradient whose advantage
+differs from token to token,
 
     A_t = -T dL / d log p_S(y_t),
 
 by Eq. 20 that is T sum_k W_t^(k). So TRL's loss of type grpo, which takes the mean over a rollout's
 T tokens, has SGSD's gradient as long as a batch is used for one step: its ratio is then 1. L is
 `sgsd.loss_of`, the function that sgsd.py trains by, and autograd takes its derivative: an edit of
-the method reaches both. TRL samples, shards, saves and logs; verdict, teachers and bank are ours.
+the method reaches both.
 
-TRL samples with draws of its own, so a run cannot be repeated exactly. `sgsd.py --steps 0` makes
-the bank; it evolves here.
+TRL samples, shards and steps. All else is sgsd.py's: the run is a `lib.run.Run`, with the same
+folder, logs, problems in each step, bank and rules of going on. Only a checkpoint holds TRL's files
+(weights, optimizer), beside the bank and the digests. TRL's draws are its own, so a run cannot be
+repeated exactly.
 
 Dimension key: B rollouts of a process, K teachers, T completion tokens, L places of a padded row.
 """
 
 import contextlib
 import functools
+import math
+import os
 import pathlib
+import re
+import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NoReturn
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, TrainerCallback
-from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_utils import rotate_checkpoints
-from trl import TrlParser
-from trl.models import unwrap_model_for_generation
-from trl.trainer.utils import add_fused_lm_head
+from transformers import GenerationConfig, HfArgumentParser, PrinterCallback, TrainerCallback
 
+import distributed
 import rollout
 import sgsd
-import skills
 from distributed import World
-from extras import trl_run
-from extras.trl_run import CheckedTrainer, SGSDConfig
-from lib import command, files, runlog, verify
-from lib import model as lib_model
-from lib.problems import Problem
-from lib.run import evolution_is_due, reading_last
-from rollout import Job, Rollout
-from skills import SkillBank, SkillPair
+from lib import command, config, files, model, problems, runlog, verify
+from lib.config import NO_COLD_START, Config, setting
+from lib.run import Run, Start, asked_to_stop, lora_settings, reading
+from rollout import Job, Rollout, Sampling
+from skills import SkillPair
+
+try:
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.utils import add_fused_lm_head
+except ImportError as e:
+    command.fail("-m extras.on_trl", f"{e}; pip install -r extras/requirements.txt")
+
+# ------------------------------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True)
+class TRLConfig(Config):
+    """SGSD's settings, and what TRL needs to know."""
+
+    program: ClassVar[str] = "-m extras.on_trl"
+    groups: ClassVar[dict[str, str]] = {
+        **config.GROUPS,
+        "on TRL": "full backward_rows score_rows keep_last",
+    }
+    not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {"score_tokens", "checkpoint_above"}
+    free: ClassVar[frozenset[str]] = frozenset({"backward_rows", "score_rows", "keep_last"})
+
+    out: str = "runs/trl"
+    full: bool = setting(False, "train all weights, and not adapters")
+    backward_rows: int = setting(4, "most rollouts in one backward pass of a process")
+    score_rows: int = setting(8, "rows in one forward pass of the teachers")
+    rollout_rows: int = setting(
+        8, "replies of the bank's writer that a process decodes at a time; vLLM takes all"
+    )
+    keep_last: int = setting(0, "keep the last N checkpoints alone; 0 keeps all", least=0)
+
+
+# TRL's settings that may be given: they lay out a run, and change no gradient but by rounding.
+LAYOUT = re.compile(
+    r"use_vllm|vllm_(?!importance|structured)\w+|fsdp\w*|bf16|ddp_(?!timeout)\w+"
+    r"|(no_)?(gradient|activation)_checkpointing|(gradient|activation)_checkpointing_kwargs"
+    r"|dataloader_(num_workers|prefetch_factor|persistent_workers)|(no_)?dataloader_pin_memory"
+    r"|torch_empty_cache_steps|pad_to_multiple_of|log_level\w*"
+)
+
+
+class LayoutParser(HfArgumentParser):
+    """Of TRL's flags: a mistake is a ValueError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"after --: {message}")
+
+
+def settings_of(cfg: TRLConfig, words: Sequence[str], world: World) -> GRPOConfig:
+    """TRL's settings for a run. words: its flags of the command line; ValueError for others."""
+    for word in words:
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if word.startswith("--") and not LAYOUT.fullmatch(name):
+            raise ValueError(f"{word}: only what lays out TRL's run may follow --")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise ValueError("DeepSpeed was never tried; shard by FSDP, as extras/fsdp2.yaml does")
+    if cfg.batch_size % world.size or cfg.batch_size < 2:
+        rule = f"2 or more, and a multiple of the number of processes, {world.size}"
+        raise ValueError(f"--batch-size {cfg.batch_size}: must be {rule}")
+    kind: Any = GRPOConfig
+    parser = LayoutParser(kind, allow_abbrev=False)
+    parser.set_defaults(**settings_of_sgsd(cfg, world))
+    args: Any = parser.parse_args_into_dataclasses([*words], look_for_args_file=False)[0]
+    args.num_generations = 1  # one solution a problem: teachers give the signal, no group does
+    args.model_init_kwargs = {"dtype": dtype_of(cfg, args), "attn_implementation": cfg.attn}
+    if args.n_gpu > 1:
+        raise ValueError(f"{args.n_gpu} GPUs: start a process for each, by accelerate or torchrun")
+    return args
+
+
+def settings_of_sgsd(cfg: TRLConfig, world: World) -> dict[str, Any]:
+    """What SGSD's settings are in TRL, and what makes its loss SGSD's."""
+    share = cfg.batch_size // world.size  # rollouts of a process
+    rows = max(n for n in range(1, min(share, cfg.backward_rows) + 1) if share % n == 0)
+    return {
+        "output_dir": cfg.out,
+        "seed": cfg.seed % 2**32,
+        "max_steps": cfg.steps,
+        "learning_rate": cfg.learning_rate,
+        "max_grad_norm": cfg.grad_clip,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": share // rows,
+        "shuffle_dataset": False,  # the order of problems is ours
+        "max_completion_length": cfg.max_new_tokens,
+        "generation_kwargs": {"temperature": cfg.temperature},  # for `generate` and vLLM
+        "temperature": 1.0,  # of the log-probabilities (S5)
+        "top_p": cfg.top_p,
+        "top_k": cfg.top_k,
+        "num_generations": cfg.batch_size,  # TRL asks for two or more; `settings_of` sets one
+        "loss_type": "grpo",  # the mean over a rollout's tokens, then over rollouts
+        "disable_dropout": True,  # teacher and student are one function of their input
+        "vllm_importance_sampling_correction": False,  # the loss has no ratio to the sampler
+        "router_aux_loss_coef": 0.0,  # no second loss on a mixture of experts
+        "bf16": world.device.type == "cuda",
+        "use_cpu": world.device.type == "cpu",
+        "save_strategy": "no",  # `Loop` says when
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def dtype_of(cfg: TRLConfig, args: GRPOConfig) -> str:
+    """What the model is loaded in; ValueError for weights in bf16 that must be in fp32.
+
+    A step of 5e-6 is lost in bf16, so what learns is in fp32 (S22). For vLLM TRL adds adapters to
+    their base at each step and subtracts them again: in bf16 that changes the base (trl#6688).
+    """
+    needs_fp32 = cfg.full or args.use_vllm
+    if cfg.dtype == "auto":
+        return "bfloat16" if args.device.type == "cuda" and not needs_fp32 else "float32"
+    if needs_fp32 and cfg.dtype != "float32":
+        raise ValueError(f"--dtype {cfg.dtype}: must be float32 with --full, or with vLLM (S22)")
+    return cfg.dtype
+
 
 # -------------------------------------------------------------------------------------- the trainer
 
-# Of a rollout, for the log: shares of its teachers by fate; means over them, in nats; a share.
-NUMBERS = "distilled reversed ignored support support_size gap clip_share".split()
 
+class SGSDTrainer(GRPOTrainer):
+    """GRPOTrainer whose advantages [B, T] are SGSD's.
 
-class SGSDTrainer(CheckedTrainer):
-    """GRPOTrainer whose advantages [B, T] are SGSD's, and whose bank evolves.
-
-    problems: `lib.problems.Problem`s. bank: in use, with its window. embed: texts -> [n, d]. judge:
-    a `lib.verify.Judge`. kwargs: of GRPOTrainer, such as `peft_config`.
+    run: its model may be an outline as yet: TRL loads `lm`, a name or a model, and the run gets it.
+    kwargs: of GRPOTrainer, such as `peft_config`.
     """
 
     args: Any
     model: Any
-    processing_class: Any
+    norm = 0.0  # of the latest step's gradient
+    is_stopped = False  # by a signal
 
-    def __init__(
-        self,
-        model: Any,
-        args: SGSDConfig,
-        problems: Sequence[Problem],
-        bank: SkillBank,
-        embed: Any,
-        judge: verify.Judge,
-        **kwargs: Any,
-    ):
-        if len(problems) < args.batch_size:  # TRL drops what does not fill a batch
-            rule = f"there are {len(problems)} problems, and TRL takes none twice in an epoch"
-            raise ValueError(f"batch_size {args.batch_size}: {rule}; lower it")
-        self.cfg, self.bank, self.embed, self.judge = args.sgsd, bank, embed, judge
-        self.problems = problems
-        self.rollouts: list[Rollout] = []  # of the latest batch of this process
-        self.rows: list[dict] = []  # of rollouts.jsonl, of the latest step, of all processes
-        self.clock = runlog.Stopwatch()  # of the present step
-        self.watch = runlog.Watch()  # of a run that learns nothing
-        self.start: Any = None  # of a command: a `trl_run.Start`
-        rows = [{"prompt": chat(x.problem), "index": i} for i, x in enumerate(problems)]
-        verdict: Any = self.verdict
+    def __init__(self, run: "RunOnTRL", args: Any, lm: Any, **kwargs: Any):
+        self.run, cfg = run, run.cfg
+        self.rows: list[dict] = []  # of rollouts.jsonl, of the latest step and this process
+        data: list[dict] = []  # of all steps, which are one epoch
+        for step in range(1, cfg.steps + 1):
+            batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed)  # line 2
+            data += [
+                {"prompt": x.problem, "id": x.id, "index": i} for i, (x, _) in enumerate(batch)
+            ]
+        args.generation_kwargs["stop_token_ids" if args.use_vllm else "eos_token_id"] = run.stops
         super().__init__(
-            model,
-            reward_funcs=[verdict],
+            lm,
+            reward_funcs=[no_reward],
             args=args,
-            train_dataset=Dataset.from_list(rows),
+            train_dataset=Dataset.from_list(data),
+            processing_class=run.tokenizer,
             **kwargs,
         )
-        causal, tokenizer = lib_model.causal_lm(self.model), self.processing_class
-        self.parts = parts_of(self, causal)
-        sgsd.check_prompts(self.parts, sgsd.longest_prompts)
-        lib_model.remove_dropout(self.model)  # TRL's disable_dropout leaves floats
-        self.refuse_what_fails_later(causal)
-        self.stops = rollout.stop_ids(causal, tokenizer)
-        self.masked_ids = lib_model.masked_token_ids(tokenizer) | {*self.stops}
-        self.eos_token_ids = self.stops
-        if self.use_vllm:
-            self.vllm_generation.generation_kwargs["stop_token_ids"] = self.stops
-        else:
-            self.generation_config.eos_token_id = self.stops
+        self.eos_token_ids = run.stops
+        args.output_dir = str(run.out / "checkpoints/.trl.tmp")  # for a checkpoint on its way
+        run.lm, run.stream = model.causal_lm(self.model), self.stream
+        model.remove_dropout(self.model)  # TRL's disable_dropout leaves floats
+        self.refuse_what_fails_later()
         # TRL's head rounds to bf16; eps_a is .05 nats, and bf16 errs by up to .1.
-        outputs = ("log_probs", "entropy")
-        add_fused_lm_head(causal, cast_lm_head_to_fp32=True, outputs=outputs)
+        add_fused_lm_head(run.lm, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
         self.set_up_shards()
-        self.add_callback(BankCallback(self))
+        self.remove_callback(PrinterCallback)  # of TRL's own numbers, with a reward of 0
+        self.add_callback(Loop(self))
+
+    def refuse_what_fails_later(self) -> None:
+        """ValueError for shards that fail in the end, rows that take in their padding, and NaN."""
+        if self.accelerator.distributed_type == DistributedType.FSDP:
+            kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)
+            if not self.accelerator.is_fsdp2 or "FULL" not in kind:
+                raise ValueError("FSDP: must be version 2 with FULL_STATE_DICT, see fsdp2.yaml")
+        lm, cfg = self.run.lm, self.run.cfg
+        is_elsewhere = lm.device.type == "cpu" and cfg.attn == "flash_attention_2"
+        if is_elsewhere or not self.run.world.main:
+            return  # shards reach the GPUs, and other processes get weights, when training begins
+        try:
+            model.refuse_not_finite(lm.named_parameters())
+            if not model.ignores_left_padding(lm):
+                raise ValueError("its positions or states take in left padding, which TRL adds")
+        except ValueError as e:
+            raise ValueError(f"--model {cfg.model}: {e}; take another model") from None
+
+    def set_up_shards(self) -> None:
+        """What FSDP2 does not do of itself."""
+        if self.accelerator.distributed_type != DistributedType.FSDP:
+            return
+        # Completions end at different lengths, and each forward pass is a collective.
+        self.model.generate = functools.partial(self.model.generate, synced_gpus=True)
+        # accelerate lets it sum gradients in bf16, and round all that the model returns to bf16,
+        # log-probabilities too.
+        plugin = self.accelerator.state.fsdp_plugin
+        if plugin.mixed_precision_policy is not None:
+            plugin.mixed_precision_policy = replace(
+                plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
+            )
 
     # ------------------------------------------------------------------------------ a batch
 
-    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
+    def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict]:
         """The student's prompts as sgsd.py makes them (S3), for TRL to sample from."""
-        ids = [sgsd.student_prompt(self.parts, prompt[0]["content"]) for prompt in prompts]
+        ids = [sgsd.student_prompt(self.run, problem) for problem in prompts]
+        self.refuse_beyond_engine(ids, self.run.cfg.max_new_tokens)
         return ids, None, {}
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        with given_settings_alone(self.parts.lm):
-            return super()._generate_single_turn(*args, **kwargs)
+    def refuse_beyond_engine(self, prompts: list[list[int]], reply: int) -> None:
+        """UserError for a prompt that vLLM would refuse, or a reply that it would cut."""
+        most = self.args.vllm_max_model_length
+        longest = max(map(len, prompts)) + reply
+        if self.use_vllm and most and longest > most:
+            fix = f"raise it, as a prompt and its reply may have {longest} tokens"
+            raise command.UserError(f"--vllm_max_model_length {most}: {fix}")
 
-    def verdict(self, completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
-        """The reward that TRL asks for: r of each completion, judged from its ids (Eq. 1)."""
-        jobs = []
-        for b, (i, ids) in enumerate(zip(index, completion_ids)):
-            x = self.problems[i]
-            prompt = sgsd.student_prompt(self.parts, x.problem)
-            jobs.append(Job(b, prompt, key=0, left=0, problem=x, ids=ids))
-        (judged,) = rollout.rollouts(self.processing_class, self.stops, self.judge, [jobs])
-        self.rollouts = [roll for _, roll in judged]
-        return [float(roll.r) for roll in self.rollouts]
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, in which `generate` fills in nothing from the model's own generation_config."""
+        lm = self.run.lm
+        own, lm.generation_config = lm.generation_config, GenerationConfig()
+        try:
+            return super()._generate_single_turn(*args, **kwargs)
+        finally:
+            lm.generation_config = own
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict[str, Any]:
-        """TRL's batch, with SGSD's advantages."""
-        output = super()._generate_and_score_completions(inputs)
-        self.clock.lap("gen")
-        refuse_other_ids(self.rollouts, output)
+        """TRL's batch, with SGSD's advantages (lines 4 to 14)."""
+        output, run = super()._generate_and_score_completions(inputs), self.run
+        judged = self.judged(inputs, output)
+        run.clock.lap("gen")
         pairs_BK, contexts, completions = [], [], []
-        for roll in self.rollouts:
-            pairs_K = self.bank.retrieve(roll.problem, self.cfg.num_teachers, self.embed)
+        for _, roll in judged:
+            pairs_K = run.bank.retrieve(roll.problem, run.cfg.num_teachers, run.embed)
             pairs_BK.append(pairs_K)
-            contexts.append(roll.prompt_ids)
-            contexts += sgsd.teacher_prompts(self.parts, pairs_K, roll.problem)
+            contexts += [roll.prompt_ids, *sgsd.teacher_prompts(run, pairs_K, roll.problem)]
             completions += [roll.completion_ids] * (1 + len(pairs_K))
         logps = iter(self.score(contexts, completions))
-        A_BT = torch.zeros(output["completion_ids"].shape, device=self.accelerator.device)
-        rows, numbers = [], []
-        first, step = self.accelerator.process_index * len(A_BT), self.state.global_step + 1
-        for b, (roll, pairs_K) in enumerate(zip(self.rollouts, pairs_BK)):
+        A_BT = torch.zeros(output["completion_ids"].shape, device=run.device)
+        self.rows = []
+        for b, ((job, roll), pairs_K) in enumerate(zip(judged, pairs_BK)):
             logpS_T = next(logps)
             logpT_KT = torch.stack([next(logps) for _ in pairs_K])
             A_T, result = self.advantage(roll, pairs_K, logpS_T, logpT_KT)
             A_BT[b, : len(A_T)] = A_T
-            numbers.append(numbers_of(result, self.cfg.c_delta))
-            rows.append(sgsd.record(self.parts, step, first + b, pairs_K, roll, result))
-        output["advantages"] = A_BT
-        self.log_numbers(numbers)
-        self.rows = gather_object(rows)
-        if self.cfg.evolves:
-            self.bank.remember(self.rows)
-        self.clock.lap("score")
-        return output
+            self.rows.append(sgsd.record(run, run.step + 1, job.index, pairs_K, roll, result))
+        run.clock.lap("score")
+        return output | {"advantages": A_BT}
+
+    def judged(self, inputs: list[dict], output: dict[str, Any]) -> list[tuple[Job, Rollout]]:
+        """The rollouts of a batch, by the ids that TRL trains on."""
+        problem_of, jobs = {x.id: x for x in self.run.problems}, []
+        for b, row in enumerate(inputs):
+            prompt, ids = (
+                output[f"{name}_ids"][b][output[f"{name}_mask"][b].bool()].tolist()
+                for name in ("prompt", "completion")
+            )
+            x = problem_of[row["id"]]
+            jobs.append(Job(row["index"], prompt, key=0, left=0, problem=x, ids=ids))
+        run = self.run
+        (judged,) = rollout.rollouts(run.tokenizer, run.stops, run.verifier, [jobs])
+        return judged
 
     @torch.no_grad()
     def score(self, contexts: list[list[int]], completions: list[list[int]]) -> list[Tensor]:
@@ -178,14 +314,15 @@ class SGSDTrainer(CheckedTrainer):
         processes make equally many passes, which under sharding are collectives.
         """
         logps: dict[int, Tensor] = {}
+        size = self.run.cfg.score_rows
         order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]) + len(completions[i]))
-        for start in range(0, len(order), self.args.score_rows):
-            pack = order[start : start + self.args.score_rows]
+        for start in range(0, len(order), size):
+            pack = order[start : start + size]
             rows, labels = [], []
             for i in pack:
                 rows.append(torch.tensor(contexts[i] + completions[i]))
                 labels.append(torch.tensor([-100] * len(contexts[i]) + completions[i]))
-            ids_BL = pad_sequence(rows, batch_first=True).to(self.accelerator.device)
+            ids_BL = pad_sequence(rows, batch_first=True).to(self.run.device)
             labels_BL = pad_sequence(labels, batch_first=True, padding_value=-100).to(ids_BL.device)
             with self.accelerator.autocast():
                 out = self.model(input_ids=ids_BL, labels=labels_BL, fused_lm_head=True)
@@ -201,280 +338,252 @@ class SGSDTrainer(CheckedTrainer):
 
         logpS_T [T], logpT_KT [K, T]: log-probabilities of the student and its teachers, in nats.
         """
-        logpS_T = logpS_T.detach().requires_grad_()
-        mask_T = sgsd.token_mask(torch.tensor(roll.completion_ids), self.masked_ids).to(logpS_T)
-        alpha_K = sgsd.pair_weights(self.parts, pairs_K)
-        r = sgsd.reward(roll)
+        run, logpS_T = self.run, logpS_T.detach().requires_grad_()
+        mask_T = sgsd.token_mask(torch.tensor(roll.completion_ids), run.masked_ids).to(logpS_T)
+        alpha_K, r = sgsd.pair_weights(run, pairs_K), sgsd.reward(roll)
         with torch.enable_grad(), torch.autocast(logpS_T.device.type, enabled=False):
-            loss, numbers = sgsd.loss_of(self.cfg, logpT_KT, logpS_T, mask_T, alpha_K, r)
+            loss, numbers = sgsd.loss_of(run.cfg, logpT_KT, logpS_T, mask_T, alpha_K, r)
             (slope_T,) = torch.autograd.grad(loss, logpS_T)
         return -len(logpS_T) * slope_T, sgsd.for_the_logs(loss.detach(), numbers)
 
-    def log_numbers(self, numbers: list[Tensor]) -> None:
-        """Add the means over all processes' rollouts to what TRL logs of the step."""
-        means = self.accelerator.reduce(torch.stack(numbers).mean(0), "mean").tolist()
-        for name, mean in zip(NUMBERS, means, strict=True):
-            self._metrics["train"][f"sgsd/{name}"].append(mean)
+    # ------------------------------------------------------------------- the step and its end
 
-    def log_step(self, step: int) -> None:
-        """The main process appends a step's lines to the logs that sgsd.py has, too."""
-        self.clock.lap("bwd")
-        audits = gather_object(self.parts.audits)
-        self.parts.audits = []
-        peak = runlog.memory_gb(self.accelerator.device)
-        metrics = runlog.summarize(step, self.rows, self.norm, self.rate, self.clock.seconds, peak)
-        lines = [metrics | self.bank.counts], self.rows, audits
-        for name, rows in zip(runlog.LOGS, lines, strict=True):
-            trl_run.append(self.args, name, rows)
-        if warning := self.watch.line_after(metrics):
-            self.say(warning)
+    def _get_grad_norm(self, lm: Any, grad_norm: Any = None) -> Any:
+        """The norm before clipping. Where it is not finite no gradient stays: AdamW makes no step.
+
+        The norm is that of all processes. Their gradients may not tell: clipping by an infinite
+        norm leaves zeros where they were finite.
+        """
+        norm = super()._get_grad_norm(lm, grad_norm)
+        self.norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(self.norm):
+            for p in lm.parameters():
+                p.grad = None
+        return norm
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's, in a folder of its own; the run moves it to its place among the checkpoints."""
+        folder = pathlib.Path(self.args.output_dir)
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except Exception as e:  # for a full disk torch and safetensors have kinds of their own
+            raise OSError(f"{folder}: {e}") from None
+        distributed.barrier(self.run.world)  # each process has written its own files
+        self.run.save()
+        if self.run.world.main:
+            shutil.rmtree(folder)
+            checkpoints = [*files.by_step(folder.parent).values()]
+            for old in checkpoints[: -self.run.cfg.keep_last]:  # none of them if it is 0
+                shutil.rmtree(old)
 
     # ------------------------------------------------------------------------------- the bank
 
-    def evolve_bank(self, step: int) -> None:
-        """Algorithm 4 after every F-th step, on all processes' rollouts since the last time."""
-        cfg, old = self.cfg, self.bank
-        if not evolution_is_due(cfg, step, old):
-            return
-        log = functools.partial(trl_run.append, self.args, "bank/replies")
-        tokenizer, reply_tokens = self.processing_class, cfg.reply_tokens
-        writer = skills.writer(tokenizer, rollout.chat_ids, self.write, log, reply_tokens, step)
-        self.bank = skills.evolve(old, old.window, step, writer, **cfg.evolution)
-        same = "bank: unchanged, as the success is not below --success_gate"
-        self.say(same if self.bank is old else skills.describe(self.bank))
-        self.bank.window = []
-        trl_run.save_version(self.args, self.bank, step)
+    def stream(self, jobs: list[Job], sampling: Sampling, rows: int) -> Iterator[list[Job]]:
+        """In the place of `rollout.stream`, for the bank's writer; vLLM takes all jobs at once.
 
-    def write(
-        self, prompts: list[list[int]], names: list[str], repeats: list[int], limits: list[int]
-    ) -> list[str]:
-        """Replies of the present policy: greedy, or sampled where a prompt comes again (D4).
-
-        Every process has all prompts and takes a share. One whose share is empty decodes a prompt
-        again, because under sharding all must call `generate` equally often.
+        Under sharding all processes must call `generate` equally often, and with vLLM with equally
+        many prompts and one limit: a process with fewer jobs repeats a prompt, or a stop id.
         """
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        replies: dict[int, list[int]] = {}
-        for sampled in (False, True):
-            asked = [i for i, repeat in enumerate(repeats) if (repeat > 0) == sampled]
-            for start in range(0, len(asked), self.args.score_rows * world):
-                turn = asked[start : start + self.args.score_rows * world]
-                share = turn[rank::world] or turn[:1]
-                ids = self.decode([prompts[i] for i in share], [limits[i] for i in share], sampled)
-                replies |= dict(gather_object([*zip(share, ids)]))
-        return [rollout.text_of(self.processing_class, replies[i]) for i in range(len(prompts))]
+        lefts = distributed.all_gather([job.left for job in jobs], self.run.world)
+        most = max(map(len, lefts))
+        rows = most if self.use_vllm else rows
+        for start in range(0, most, rows):
+            turn = jobs[start : start + rows]
+            turns = [left[start : start + rows] for left in lefts]  # of each process
+            prompts = [job.prompt for job in turn] or [self.run.stops[:1]]
+            prompts += prompts[:1] * (max(map(len, turns)) - len(prompts))
+            limit = max(max(left, default=0) for left in turns)
+            for job, ids in zip(turn, self.decode(prompts, sampling, limit)):
+                job.ids = ids[: job.left]
+            yield turn
 
-    def decode(self, prompts: list[list[int]], limits: list[int], sampled: bool) -> list[list[int]]:
-        """One call of `generate`: ids that end on a stop id, or at the row's limit."""
-        rows = [torch.tensor(prompt) for prompt in prompts]
-        masks = [torch.ones_like(row) for row in rows]
-        ids_BL, mask_BL = (
-            pad_sequence(x, batch_first=True, padding_side="left").to(self.accelerator.device)
-            for x in (rows, masks)
-        )
-        settings = GenerationConfig(
-            max_new_tokens=max(limits),
-            eos_token_id=self.stops,
-            pad_token_id=self.processing_class.pad_token_id,
-            do_sample=sampled,
-            **({"temperature": 1.1, "top_p": 0.95, "top_k": 20} if sampled else {}),
-        )
-        unwrapped = unwrap_model_for_generation(
-            self.model_wrapped,
-            self.accelerator,
-            gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
-        )
-        with unwrapped as lm, torch.no_grad(), given_settings_alone(self.parts.lm):
-            out_BL = lm.generate(ids_BL, attention_mask=mask_BL, generation_config=settings)
-        replies = []
-        for ids, limit in zip(out_BL[:, ids_BL.shape[1] :].tolist(), limits):
-            ends = [t for t, i in enumerate(ids) if i in self.stops]
-            replies.append(ids[: min([limit, *[t + 1 for t in ends]])])
-        return replies
-
-    # --------------------------------------------------------------------------- checkpoints
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, with the bank and its window as the last file. Only then are older ones removed,
-        and this one uploaded.
-
-        A checkpoint without a bank is not whole: after a kill the run goes on with the one before.
-        """
-        given = self.args.save_total_limit, self.args.push_to_hub
-        self.args.save_total_limit, self.args.push_to_hub = None, False
-        super()._save_checkpoint(*args, **kwargs)
-        self.args.save_total_limit, self.args.push_to_hub = given
-        self.accelerator.wait_for_everyone()
-        folder = pathlib.Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
-        if self.accelerator.is_main_process:
-            self.bank.save(folder / "bank.json")
-            rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, use_mtime=True)
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(folder))
+    def decode(self, prompts: list[list[int]], sampling: Sampling, limit: int) -> list[list[int]]:
+        """Completions of prompts by the present policy, with other settings than a step's."""
+        self.refuse_beyond_engine(prompts, 1)
+        drawn: dict[str, Any] = {"temperature": sampling.temperature}
+        drawn |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
+        holder: Any = self.vllm_generation if self.use_vllm else self
+        if self.use_vllm:  # greedy at a temperature of 0
+            name = "generation_kwargs"
+            settings: Any = {**drawn, "max_tokens": limit, "stop_token_ids": self.run.stops}
+        else:
+            name = "generation_config"
+            settings = GenerationConfig(
+                max_new_tokens=limit,
+                eos_token_id=self.run.stops,
+                pad_token_id=self.run.tokenizer.pad_token_id,
+                do_sample=sampling.temperature > 0,
+                **(drawn if sampling.temperature else {}),
+            )
+        of_a_step = getattr(holder, name)
+        setattr(holder, name, settings)
+        try:
+            return self._generate_single_turn(prompts, None, {}, 1)[0]
+        finally:
+            setattr(holder, name, of_a_step)
 
 
-class BankCallback(TrainerCallback):
-    """Logs a step, evolves the bank, and ends a run that is not finite."""
+def no_reward(completions: list, **_: Any) -> list[float | None]:
+    """What TRL asks for and SGSD does not use: its advantages are `SGSDTrainer`'s own."""
+    return [0.0] * len(completions)
+
+
+# ------------------------------------------------------------------------------------- the loop
+
+
+class Loop(TrainerCallback):
+    """What `sgsd.train` does around its steps, around TRL's."""
 
     def __init__(self, trainer: SGSDTrainer):
-        self.trainer = trainer
+        self.trainer, self.run = trainer, trainer.run
+
+    def set_rate(self, step: int) -> None:
+        """The learning rate of a step (S7); TRL's scheduler follows that of its checkpoint."""
+        cfg = self.run.cfg
+        for group in self.run.optimizer.param_groups:
+            group["lr"] = cfg.learning_rate * (1 - (step - 1) / cfg.steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        state.compute_steps(args, state.max_steps)  # a checkpoint's save_steps would stay
+        self.run.optimizer = self.trainer.optimizer
+        sgsd.begin_bank(self.run)
+        sgsd.evolve_bank(self.run)  # only where a kill or a signal has left an evolution due
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.trainer.clock = runlog.Stopwatch()
+        self.run.clock = runlog.Stopwatch()
+        self.run.signals.in_step = True  # from here to the save a first signal waits
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.run.clock.lap("bwd")
+        self.set_rate(state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.trainer.log_step(state.global_step)
-        self.trainer.evolve_bank(state.global_step)
-        if self.trainer.skipped == 3:
-            self.trainer.say("three steps were not finite")
-            control.should_training_stop = control.should_save = True
+        run, rows = self.run, distributed.gathered(self.trainer.rows, self.run.world)
+        run.clock.lap("opt")
+        run.step = state.global_step
+        self.set_rate(run.step)  # the scheduler has set the next one, and the log is of this step
+        if run.cfg.evolves:
+            run.bank.remember(rows)  # W of Algorithm 4
+        run.log(rows, self.trainer.norm)
+        self.trainer.is_stopped = asked_to_stop(run)
+        control.should_save = self.trainer.is_stopped or run.save_is_due()
+        run.signals.in_step = control.should_save
 
-
-def parts_of(trainer: SGSDTrainer, causal: Any) -> Any:
-    """What sgsd.py's functions read of a run. Processes have one bank, and ask no others."""
-    device = trainer.accelerator.device
-    return SimpleNamespace(
-        cfg=trainer.cfg,
-        tokenizer=trainer.processing_class,
-        device=device,
-        problems=trainer.problems,
-        bank=trainer.bank,
-        lm=causal,
-        world=World(0, 1, device),
-        audits=[],
-    )
-
-
-@contextlib.contextmanager
-def given_settings_alone(causal: Any) -> Iterator[None]:
-    """In this block `generate` fills in nothing from the model's own generation_config."""
-    own, causal.generation_config = causal.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        causal.generation_config = own
-
-
-def refuse_other_ids(rolls: Sequence[Rollout], output: dict[str, Any]) -> None:
-    """ValueError where TRL would train on other ids than those that teachers score."""
-    for b, roll in enumerate(rolls):
-        for name, ours in (("prompt", roll.prompt_ids), ("completion", roll.completion_ids)):
-            kept = output[f"{name}_mask"][b].bool()
-            if output[f"{name}_ids"][b][kept].tolist() != ours:
-                rule = f"TRL trains on other {name} ids than those that teachers score"
-                raise ValueError(f"problem {roll.problem_id}: {rule}")
-
-
-def numbers_of(result: sgsd.RolloutLoss, c_delta: float) -> Tensor:
-    """The numbers of NUMBERS of a rollout."""
-    a_K, rho_K = result.numbers["a"], result.numbers["rho"]
-    mask_T, delta_KT = result.token_numbers["mask"], result.token_numbers["delta"]
-    clipped_KT = (delta_KT.abs() > c_delta).float()
-    return torch.stack(
-        [
-            (rho_K > 0).float().mean(),
-            (rho_K < 0).float().mean(),
-            (rho_K == 0).float().mean(),
-            a_K.mean(),
-            a_K.abs().mean(),
-            sgsd.masked_mean(sgsd.unmasked(delta_KT, mask_T), mask_T).mean(),
-            sgsd.masked_mean(clipped_KT, mask_T).mean(),
-        ]
-    )
-
-
-def chat(problem: str) -> list[dict[str, str]]:
-    """A problem as a prompt in TRL's data set; `_tokenize_prompts` makes the student's of it."""
-    return [{"role": "user", "content": problem}]
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.trainer.is_stopped or asked_to_stop(self.run):  # now, or during the save
+            self.trainer.is_stopped = control.should_training_stop = True
+            return
+        self.run.signals.in_step = False
+        sgsd.evolve_bank(self.run)  # line 17, where F divides the step: a save comes before
 
 
 # -------------------------------------------------------------------------------------- the command
 
 
-def prepare(args: SGSDConfig) -> SGSDTrainer:
-    """The trainer of a command line.
+@dataclass
+class RunOnTRL(Run):
+    """A run whose model, steps and checkpoints are TRL's."""
 
-    ValueError for a mistake in what the command names. Exits with 0 where the run is complete.
-    """
-    cfg, start = args.sgsd, trl_run.inspect(args)
-    with reading_last([*files.by_number(pathlib.Path(args.output_dir)).values()]):
-        bank = sgsd.load_bank(cfg, start.checkpoint / "bank.json" if start.checkpoint else cfg.bank)
-    embed = lib_model.load_encoder(cfg.encoder, args.device)
-    _, tokenizer = lib_model.load_outline(cfg.model)
-    if not is_deepspeed_zero3_enabled():  # under which transformers lets nobody read names alone
-        lib_model.load_model(cfg.model, "meta")  # TRL lets transformers make up missing weights
-    if not start.checkpoint:
-        bank.window = []
-    args.model_init_kwargs = loading_of(args)
-    lora = None
-    if not args.full:
-        lora = LoraConfig(
-            r=cfg.lora_rank,
-            lora_alpha=cfg.lora_alpha,
-            task_type="CAUSAL_LM",
-            target_modules="all-linear",
-        )
-    trainer = SGSDTrainer(
-        cfg.model,
-        args,
-        start.problems,
-        bank,
-        embed,
-        verify.load_judge(cfg.verifier)(cfg.verify_timeout),
-        processing_class=tokenizer,
-        peft_config=lora,
+    cfg: TRLConfig
+    trainer: Any = None
+
+    def save_weights(self, folder: pathlib.Path) -> None:
+        """Move what the trainer has written of the last step to a checkpoint's folder."""
+        pathlib.Path(self.trainer.args.output_dir, f"checkpoint-{self.step}").rename(folder)
+
+
+def refuse_older_run(out: str) -> None:
+    """ValueError for the folder of an older version's run, whose files lay elsewhere."""
+    old, file = pathlib.Path(out), pathlib.Path(out, "sgsd/config.json")
+    record = files.read_json(file) if file.exists() else {}
+    if record.get("program") == "extras.on_trl":
+        flag = "--model" if record["trl"]["full"] else "--adapter"
+        banks = sorted(old.glob("checkpoint-*/bank.json"), key=lambda x: (len(x.parts[-2]), x))
+        last = [old / "checkpoint-N/bank.json", *banks][-1]
+        fix = f"in a new --out begin with its weights: {flag} {last.parent} --bank {last}"
+        raise ValueError(f"--out {out}: a run on TRL of an older version; {fix}")
+
+
+def load(
+    words: Sequence[str], cfg: TRLConfig, world: World, start: Start, held: contextlib.ExitStack
+) -> RunOnTRL:
+    """In the place of `lib.run.load_run`. words: TRL's flags of the command line."""
+    if start.bank is None or not cfg.steps:
+        raise ValueError("--bank and --steps are needed; sgsd.py --steps 0 makes a bank alone")
+    with reading(start.checkpoint):
+        lora = lora_of(cfg, start)
+    args = settings_of(cfg, words, world)
+    verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
+    embed = model.load_encoder(cfg.encoder, world.device)
+    outline, tokenizer = model.load_outline(cfg.model)
+    kinds = {path.rpartition(".")[2] for path, _ in outline.named_modules()}
+    if lora and kinds & {"experts", "mamba"}:
+        rule = "adapters would not reach its experts or Mamba layers (S7)"
+        raise ValueError(f"--model {cfg.model}: {rule}; train all weights by --full")
+    model.load_model(cfg.model, "meta")  # TRL lets transformers make up a weight that is missing
+    run = RunOnTRL(
+        cfg=cfg,
+        world=world,
+        record=start.record,
+        problems=start.problems,
+        verifier=verifier,
+        lm=outline,
+        tokenizer=tokenizer,
+        stream=iter,  # the trainer's
+        bank=start.bank,
+        step=start.step,
+        embed=embed,
     )
-    trainer.start = start
-    return trainer
+    run.trainer = SGSDTrainer(run, args, outline.name_or_path, peft_config=lora)
+    if cfg.adapter and not start.checkpoint:
+        if world.main:  # others may have no weights yet
+            model.restore(cfg.adapter, run.trainer.model)
+        distributed.broadcast_parameters(model.trained(run.lm).values(), world)
+    return run
 
 
-def loading_of(args: SGSDConfig) -> dict[str, Any]:
-    """How TRL loads the model; ValueError where merging would change the base.
+def lora_of(cfg: TRLConfig, start: Start) -> LoraConfig | None:
+    """The adapters' shape, if they learn; ValueError for a checkpoint that is damaged."""
+    if not cfg.full:
+        rank, alpha = lora_settings(cfg, start)
+        return LoraConfig(
+            r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules="all-linear"
+        )
+    if cfg.adapter:
+        raise ValueError(f"--adapter {cfg.adapter}: with --full give whole weights, by --model")
+    if start.checkpoint:
+        files.refuse_damaged(start.checkpoint, start.digests)
+    return None
 
-    A step of 5e-6 is lost in bf16, so what learns is in fp32 (S22). For vLLM TRL adds adapters to
-    their base at each step and subtracts them again: in bf16 that changes the base (trl#6688).
-    """
-    cfg, dtype = args.sgsd, args.sgsd.dtype
-    if dtype == "auto":
-        stays_as_it_is = not args.full and not args.use_vllm
-        dtype = "bfloat16" if stays_as_it_is and args.device.type == "cuda" else "float32"
-    given: Any = args.model_init_kwargs or {}
-    options = {"dtype": dtype, "attn_implementation": cfg.attn, **given}
-    if args.use_vllm and not args.full and options["dtype"] not in ("float32", torch.float32):
-        rule = "with vLLM the base of adapters must be in float32, as TRL merges them at each step"
-        raise ValueError(f"dtype {options['dtype']}: {rule}")
-    return options
+
+def train(run: Any) -> int:
+    """All steps that are left; the exit code."""
+    try:
+        run.trainer.train(files.by_step(run.out / "checkpoints").get(run.step))
+    except torch.OutOfMemoryError as e:
+        fix = "lower --backward-rows, --score-rows or --rollout-rows; the same command continues"
+        raise command.UserError(f"{str(e).partition('. ')[0]}: {fix}") from None
+    return 130 if run.trainer.is_stopped else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code. In a folder with checkpoints it continues."""
-    torch.set_float32_matmul_precision("highest")  # TF32 would round what is fp32 here
-    with contextlib.ExitStack() as held:
-        with command.one_line_errors(trl_run.PROGRAM, reading=True):
-            kind: Any = SGSDConfig
-            parser: Any = TrlParser(kind)
-            parser._negative_number_matcher = command.NEGATIVE
-            (args,) = parser.parse_args_and_config(argv)
-            trl_run.claim(args, held)
-            trainer = prepare(args)
-            trl_run.refuse_coarse_weights(trainer.model)
-        held.callback(trainer.judge.close)
-        with command.one_line_errors(trl_run.PROGRAM):
-            trl_run.begin(args, trainer.start)
-            if not trainer.start.step:
-                trl_run.save_version(args, trainer.bank, 0)
-            checkpoint = trainer.start.checkpoint
-            trainer.train(str(checkpoint) if checkpoint else None)
-            if trainer.skipped == 3:
-                return 1
-            trainer.save_model(args.output_dir)
-            trl_run.finish(args, trainer.start)
-    return 0
+    """The command; returns its exit code. In a folder with a run it continues."""
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    end = words.index("--") if "--" in words else len(words)
+    cfg = command.parse(words[:end], __doc__, TRLConfig, config.presets_of(TRLConfig))
+    with command.one_line_errors(cfg.program, ValueError):
+        refuse_older_run(cfg.out)
+    if any("vllm" in word for word in words[end:]):  # whose sleep mode admits no others
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    # TRL and PEFT call by names that transformers 5.24 deprecates.
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
+    with RunOnTRL.open(
+        cfg,
+        functools.partial(sgsd.load_bank, cfg),
+        sgsd.refuse_long_prompts,
+        functools.partial(load, words[end + 1 :]),
+    ) as run:
+        return train(run)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    distributed.run_and_exit(main)

@@ -84,6 +84,7 @@ class Common:
     program: ClassVar[str]
     groups: ClassVar[dict[str, str]] = GROUPS
     not_offered: ClassVar[frozenset[str]] = frozenset()  # they have no part in it, and no flag
+    free: ClassVar[frozenset[str]] = frozenset()  # its own, that may differ when a run goes on
 
     device: str = setting("auto", "auto takes CUDA where there is a GPU", DEVICES)
     dtype: str = setting("auto", "weights of the base; auto is bf16 on CUDA; App. F.1", DTYPES)

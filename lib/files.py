@@ -135,19 +135,6 @@ def by_step(folder: pathlib.Path) -> dict[int, pathlib.Path]:
     return paths
 
 
-def by_number(folder: pathlib.Path) -> dict[int, pathlib.Path]:
-    """The whole checkpoints of a run on TRL, `checkpoint-25`, by their steps, in order.
-
-    Its bank is the last file of a checkpoint: what a kill has left unfinished has none.
-    """
-    paths = {}
-    for bank in folder.glob("checkpoint-*/bank.json"):
-        number = bank.parent.name.removeprefix("checkpoint-")
-        if number.isdecimal():
-            paths[int(number)] = bank.parent
-    return dict(sorted(paths.items()))
-
-
 # ------------------------------------------------------------------------------------ digests
 
 DIGESTS = "digests.json"  # of a checkpoint, {file: sha256}: the last file that is written

@@ -40,7 +40,8 @@ from lib.problems import Problem
 from rollout import Job, Rollout, Sampling
 
 ROOT = pathlib.Path(__file__).parent.parent
-# What may differ when a run goes on: it only rounds, lays out, saves or logs; and --steps.
+# What may differ when a run goes on: it only rounds, lays out, saves or logs; and --steps. So may
+# what stands in `free` of a class of settings.
 FREE = """
     out device steps checkpoint_every audit_every max_prompt_tokens score_tokens checkpoint_above
     rollout_rows server report_to
@@ -191,12 +192,16 @@ class Run:
         path = files.of_step(self.out / "checkpoints", self.step)
         if self.world.main and not path.exists():
             with files.whole(path) as folder:
-                model.save(folder, self.lm, self.tokenizer, self.optimizer, self.extra_tensors)
+                self.save_weights(folder)
                 if self.bank is not None:
                     self.bank.save(folder / files.BANK)
                 files.write_digests(folder)
             tqdm.write(f"saved {path}")
         distributed.barrier(self.world)
+
+    def save_weights(self, folder: pathlib.Path) -> None:
+        """Fill the folder of a checkpoint, which is not there yet, with weights and optimizer."""
+        model.save(folder, self.lm, self.tokenizer, self.optimizer, self.extra_tensors)
 
     def save_bank(self) -> None:
         """Rank 0 saves the bank that was made or evolved after the last step, changed or not.
@@ -442,7 +447,7 @@ def continued(cfg: Config, saved: dict[str, Any], start: Start) -> dict[str, Any
     for f in [f for f in fields(cfg) if f.name not in cfg.not_offered]:
         old, new = saved["settings"].get(f.name, f.default), now["settings"][f.name]
         line = f"{config.flag(f.name)} {new!r}, where the run has {old!r}"
-        if old != new and f.name not in FREE:
+        if old != new and f.name not in FREE and f.name not in cfg.free:
             raise ValueError(line)
         changes += [line] if old != new else []
     theirs = saved.get("problems") or saved.get("digests", {}).get("data")

@@ -173,14 +173,13 @@ CHANGES = {
         Change(
             "cast_lm_head_to_fp32=True", "cast_lm_head_to_fp32=False", "on_trl/gradient in_bf16"
         ),
-        Change("self.bank.window = []", "pass", "on_trl/edges gate_is_closed"),
-        Change("lib_model.remove_dropout(self.model)", "pass", "on_trl/edges dropout"),
+        Change("model.remove_dropout(self.model)", "pass", "on_trl/edges dropout"),
+        Change("set_rate(state.global_step + 1)", "run", "on_trl/run own_schedule"),
         Change(
-            "[t + 1 for t in ends]",
-            "[]",
-            "on_trl/run logs_of_sgsd",
-            "after a stop id `generate` pads, and a reply's text has no special tokens",
+            "dtype=torch.float32, output", "dtype=torch.bfloat16, output", "on_trl/gradient shards"
         ),
+        Change("job.ids = ids[: job.left]", "job.ids = ids", "on_trl/vllm greedy"),
+        Change("job.prompt for job in turn] or", "[1] for job in turn] or", "on_trl/vllm greedy"),
     ],
 }
 

@@ -12,6 +12,7 @@ the first step, read every 5 ms. Needs extras/requirements.txt.
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -29,7 +30,11 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 import rollout
+import sgsd
+from lib import config, runlog
+from lib.run import Run
 from research.markdown_table import head_of, row_of
+from skills import SkillBank
 
 PARTS = {
     "gen": "sampling and verdicts",
@@ -91,33 +96,36 @@ def keep_from_ending(model, tokenizer):
 
 
 def settings(args, out):
-    """The flags that both programs have."""
-    given = {"model": args.model, "encoder": args.encoder, "data": args.data, "bank": args.bank}
-    given |= {
-        "steps": args.warm_up + args.steps,
-        "batch_size": args.batch_size,
-        "num_teachers": args.teachers,
-    }
-    given |= {"max_new_tokens": args.tokens, "evolve_every": 0, "lora_rank": 16, "lora_alpha": 32}
-    given |= {
+    """The settings that both programs have."""
+    return {
+        "model": args.model,
+        "encoder": args.encoder,
+        "data": args.data,
+        "bank": args.bank,
         "out": out,
         "dtype": args.dtype,
         "device": "cpu",
+        "steps": args.warm_up + args.steps,
         "checkpoint_every": 1000,
         "audit_every": 0,
+        "batch_size": args.batch_size,
+        "num_teachers": args.teachers,
+        "max_new_tokens": args.tokens,
+        "evolve_every": 0,
+        "lora_rank": 16,
+        "lora_alpha": 32,
     }
-    return given
+
+
+def laps_of(watch):
+    """In this block a run's clock times by this watch."""
+    return mock.patch.object(runlog.Stopwatch, "lap", lambda self, part: watch.lap(part))
 
 
 def of_sgsd(args, out):
     """The parts of sgsd.py's steps."""
-    import sgsd
-    from lib import config, runlog
-    from lib.run import Run
-    from skills import SkillBank
-
     cfg = config.Config(**settings(args, out))
-    with Run.open(cfg, SkillBank.load) as run:
+    with Run.open(cfg, SkillBank.load, sgsd.refuse_long_prompts) as run:
         keep_from_ending(run.lm, run.tokenizer)
         watch = Watch()
 
@@ -125,7 +133,7 @@ def of_sgsd(args, out):
             watch.begin_step()
             return sgsd.train_step(run, step)
 
-        with mock.patch.object(runlog.Stopwatch, "lap", lambda self, part: watch.lap(part)):
+        with laps_of(watch):
             sgsd.train(run, step_fn)
     return watch.report(args.warm_up)
 
@@ -136,39 +144,19 @@ def of_trl(args, out):
 
     from extras import on_trl
 
-    given = settings(args, out)
-    given |= {"output_dir": given.pop("out"), "per_device_train_batch_size": args.rows}
-    for name in ("device", "checkpoint_every", "audit_every"):
-        given.pop(name)
-    given |= {"use_cpu": True, "bf16": False, "save_strategy": "no", "report_to": "none"}
-    given |= {"gradient_checkpointing": False, "disable_tqdm": True, "score_rows": 9}
-    trainer = on_trl.prepare(on_trl.SGSDConfig(**given))
-    keep_from_ending(trainer.model, trainer.processing_class)
-    watch = Watch()
-    score, training_step = trainer.score, trainer.training_step
-
-    def timed_score(*values):
-        watch.lap("gen")
-        logps = score(*values)
-        watch.lap("score")
-        return logps
-
-    def timed_training_step(*values, **named):
-        loss = training_step(*values, **named)
-        watch.lap("bwd")
-        return loss
-
     class Steps(TrainerCallback):
         def on_step_begin(self, *_, **__):
             watch.begin_step()
 
-        def on_step_end(self, *_, **__):
-            watch.lap("opt")
-
-    trainer.score, trainer.training_step = timed_score, timed_training_step
-    trainer.add_callback(Steps())
-    trainer.train()
-    trainer.judge.close()
+    given = {"backward_rows": args.rows, "score_rows": 9, **settings(args, out)}
+    cfg = on_trl.TRLConfig(**given)
+    load = functools.partial(on_trl.load, ["--gradient_checkpointing", "False"])
+    with on_trl.RunOnTRL.open(cfg, SkillBank.load, sgsd.refuse_long_prompts, load) as run:
+        keep_from_ending(run.trainer.model, run.tokenizer)
+        watch = Watch()
+        run.trainer.add_callback(Steps())
+        with laps_of(watch):
+            on_trl.train(run)
     return watch.report(args.warm_up)
 
 

@@ -1,6 +1,6 @@
 """extras.on_trl with vLLM in the same process, on a CPU; its last line times a step.
 
-    python research/trl/vllm_run.py --use_vllm --vllm_mode colocate ...     flags of extras.on_trl
+    python research/trl/vllm_run.py --preset tiny ... -- --use_vllm ...     flags of extras.on_trl
 
 As it starts, vLLM packs each weight for the CPU (for AMX, or oneDNN) and drops the weight itself.
 TRL, which writes each step's weights into the engine, then ends with "'Parameter' object has no
@@ -19,6 +19,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this p
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+import distributed
 from extras import on_trl
 
 
@@ -31,24 +32,29 @@ def keep_unpacked() -> None:
     _custom_ops._supports_onednn = False
 
 
-class TimedBank(on_trl.BankCallback):
-    """Prints the median of the processor seconds from one step's end to the next's."""
+class TimedLoop(on_trl.Loop):
+    """Prints the median of the processor seconds of a step, from its beginning to its end."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         super().on_train_begin(args, state, control)
-        self.ends = [time.process_time()]
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        super().on_step_begin(args, state, control)
+        self.began = time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         super().on_step_end(args, state, control)
-        self.ends.append(time.process_time())
+        self.seconds.append(time.process_time() - self.began)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        seconds = [end - start for start, end in zip(self.ends, self.ends[1:])]
-        print(f"a step took {statistics.median(seconds):.2f} processor seconds (median)")
+        if self.run.world.main and self.seconds:
+            median = statistics.median(self.seconds)
+            print(f"a step took {median:.2f} processor seconds (median)")
 
 
 if __name__ == "__main__":
     if "--use_vllm" in sys.argv:
         keep_unpacked()
-    on_trl.BankCallback = TimedBank
-    sys.exit(on_trl.main(sys.argv[1:]))
+    on_trl.Loop = TimedLoop
+    distributed.run_and_exit(on_trl.main)

@@ -26,11 +26,13 @@ import torch
 import vllm_run
 from trl.generation import vllm_generation
 
+import sgsd
 from extras import on_trl
+from lib import config
 from research.markdown_table import head_of, row_of
+from skills import SkillBank
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TINY = ROOT / "tiny"
 
 
 @dataclass
@@ -64,40 +66,37 @@ class ComparedTrainer(on_trl.SGSDTrainer):
 
     def score_rollouts(self) -> list[torch.Tensor]:
         """Our log-probabilities of the latest batch, [T] for each rollout."""
-        contexts = [roll.prompt_ids for roll in self.rollouts]
-        return self.score(contexts, [roll.completion_ids for roll in self.rollouts])
+        contexts = [row["prompt_ids"] for row in self.rows]
+        return self.score(contexts, [row["completion_ids"] for row in self.rows])
 
 
 def distances_of(name: str, steps: int, folder: str) -> list[torch.Tensor]:
     """A run. Distances of log-probabilities, in nats, by token: the engine's from ours at each
     step; then, of the last batch, those of the base as it was from those of the base as it is."""
     case = RUNS[name]
-    given = {"model": str(TINY / "model"), "encoder": str(TINY / "encoder"), "steps": steps}
-    given |= {"data": str(TINY / "train.jsonl"), "bank": str(ROOT / "banks/word_problems.json")}
-    given |= {"evolve_every": 0, "num_teachers": 4, "eps_a": 0.005, "learning_rate": 1e-3}
-    given |= {"batch_size": 16, "per_device_train_batch_size": 16, "max_new_tokens": 96}
-    given |= {"lora_rank": 16, "lora_alpha": 32, "full": case.full}
-    given |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "use_cpu": True, "bf16": False}
-    given |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 2048}
-    given |= {"output_dir": folder, "save_strategy": "no", "report_to": "none"}
-    given |= {"gradient_checkpointing": False}
+    given = config.PRESETS["tiny"] | {"bank": str(ROOT / "banks/word_problems.json")}
+    given |= {"steps": steps, "evolve_every": 0, "full": case.full, "out": folder}
+    given |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "backward_rows": 16}
+    words = ["--gradient_checkpointing", "False", "--use_vllm", "--vllm_mode", "colocate"]
+    words += ["--vllm_max_model_length", "2048"]
     vllm_run.keep_unpacked()
     vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype=case.engine)
     on_trl.SGSDTrainer = ComparedTrainer
-    trainer = on_trl.prepare(on_trl.SGSDConfig(**given))
-    if not case.is_synchronised:
-        trainer.vllm_generation.sync_weights = lambda: None
-    frozen = [p for p in trainer.model.parameters() if not p.requires_grad]
-    if case.base_in_bf16:
-        for p in frozen:
-            p.data = p.data.bfloat16()
-    before = [p.data.clone() for p in frozen]
-    trainer.train()
-    logps = torch.cat(trainer.score_rollouts())
-    for p, weight in zip(frozen, before):
-        p.data.copy_(weight)
-    trainer.judge.close()
-    return [*trainer.distances, (torch.cat(trainer.score_rollouts()) - logps).abs()]
+    cfg, load = on_trl.TRLConfig(**given), functools.partial(on_trl.load, words)
+    with on_trl.RunOnTRL.open(cfg, SkillBank.load, sgsd.refuse_long_prompts, load) as run:
+        trainer = run.trainer
+        if not case.is_synchronised:
+            trainer.vllm_generation.sync_weights = lambda: None
+        frozen = [p for p in trainer.model.parameters() if not p.requires_grad]
+        if case.base_in_bf16:
+            for p in frozen:
+                p.data = p.data.bfloat16()
+        before = [p.data.clone() for p in frozen]
+        on_trl.train(run)
+        logps = torch.cat(trainer.score_rollouts())
+        for p, weight in zip(frozen, before):
+            p.data.copy_(weight)
+        return [*trainer.distances, (torch.cat(trainer.score_rollouts()) - logps).abs()]
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """FSDP2 on CPU processes: accelerate shards on GPUs alone, and a test needs its collectives.
 
 Call `install` in each process that torchrun starts, before transformers or accelerate make their
-state, and leave use_cpu False. Parameters are DTensors then, as on GPUs.
+state. Parameters are DTensors then, as on GPUs.
 """
 
 import os

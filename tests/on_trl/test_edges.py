@@ -1,62 +1,54 @@
-"""What TRL would pass over: dropouts, steps that are not finite, padding, prompts, precision."""
+"""What TRL would pass over, and what a command is refused for."""
 
 import dataclasses
-import functools
-import json
-from types import SimpleNamespace
+import re
+import shutil
+import sys
 
 import conftest
 import driver
 import pytest
 import torch
 import trl_worlds
-from accelerate.utils import DistributedType
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import TrainerCallback
+from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_5 import modeling_qwen3_5
-from trl_worlds import PROBLEMS, completions, policy, rollouts_of, settings, small_flags, trainer
+from trl_worlds import PLAIN, completions, policy, rollouts_of, settings, trainer
 
-from extras import on_trl, trl_run
-from lib import files
+import sgsd
+from extras import on_trl
+from lib import command, config, files
 from lib import model as lib_model
 
 
-@pytest.mark.parametrize(
-    "kind, changes",
-    {
-        "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},
-        "persimmon": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
-    }.items(),
-)
-def test_teacher_and_student_are_one_function_whatever_dropout_a_model_has(tmp_path, kind, changes):
-    rows = completions(6)
-    run = trainer(settings(tmp_path), conftest.make_model(kind, **changes), rows)
-    run.model.train()
-    rolls = rollouts_of(run, rows)
-    prompts = [roll.prompt_ids for roll in rolls]
-    for one, other in zip(run.score(prompts, rows), run.score(prompts, rows)):
+@pytest.mark.parametrize("kind", ["seed_oss", "persimmon"])
+def test_teacher_and_student_are_one_function_whatever_dropout_a_model_has(tmp_path, kind):
+    rows, name = completions(6), {"seed_oss": "residual_dropout", "persimmon": "hidden_dropout"}
+    lm = conftest.make_model(kind, **{"attention_dropout": 0.1, name[kind]: 0.1})
+    of_trl = trainer(settings(tmp_path), lm, rows)
+    of_trl.model.train()
+    prompts = [roll.prompt_ids for roll in rollouts_of(of_trl.run, rows)]
+    for one, other in zip(of_trl.score(prompts, rows), of_trl.score(prompts, rows)):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def test_kernels_of_a_gpu_are_not_tried_before_shards_are_on_it(tmp_path, monkeypatch):
-    run = trainer(settings(tmp_path), conftest.make_model(), completions(6))
-    monkeypatch.setattr(lib_model, "refuse_not_finite", None)
-    run.args.sgsd = dataclasses.replace(run.args.sgsd, attn="flash_attention_2")
-    run.refuse_what_fails_later(run.parts.lm)
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_models_own_generation_settings_change_neither_rollouts_nor_replies(tmp_path, lora):
+    outcomes, others = [], {"no_repeat_ngram_size": 1, "min_p": 0.9, "do_sample": True}
+    for name, own in (("a", {}), ("b", others | {"suppress_tokens": [*range(99)]})):
+        lm = policy(lora)
+        lib_model.causal_lm(lm).generation_config.update(**own)
+        of_trl = trainer(settings(tmp_path / name), lm)
+        of_trl.train()
+        rows = [row["completion_ids"] for row in of_trl.rows]
+        prompts = [row["prompt_ids"] for row in of_trl.rows]
+        greedy = of_trl.decode(prompts, on_trl.Sampling(temperature=0.0), 20)
+        outcomes.append((rows, greedy))
+        kept = lib_model.causal_lm(lm).generation_config.to_dict()
+        assert own.items() <= kept.items()
+    assert outcomes[0] == outcomes[1]
 
 
 # ------------------------------------------------------------------- a gradient that is not finite
-
-
-class Weights(TrainerCallback):
-    """Keeps what learns after each step."""
-
-    def __init__(self):
-        self.steps = []
-
-    def on_step_end(self, args, state, control, model=None, **_):
-        kept = {name: p.detach().clone() for name, p in lib_model.trained(model).items()}
-        self.steps.append(kept)
 
 
 def overflowing(steps):
@@ -65,160 +57,203 @@ def overflowing(steps):
 
     def of_rollout(self, *rest):
         A_T, numbers = advantage(self, *rest)
-        is_bad = self.state.global_step + 1 in steps
-        return A_T + float("inf") if is_bad else A_T, numbers
+        return A_T + float("inf") if self.run.step + 1 in steps else A_T, numbers
 
     return of_rollout
 
 
 def test_a_step_whose_gradient_is_not_finite_leaves_the_weights_as_they_are(
-    tmp_path, monkeypatch, capsys
+    world_dir, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(on_trl.SGSDTrainer, "advantage", overflowing([2]))
-    weights = Weights()
-    args = settings(tmp_path, steps=3, eps_a=0.0, learning_rate=1e-2)
-    run = trainer(args, policy(lora=True), completions(6), callbacks=[weights])
-    run.train()
-    first, second, third = weights.steps
-    for name in first:
-        assert torch.equal(first[name], second[name])
-        assert third[name].isfinite().all()
-    assert any(not torch.equal(second[name], third[name]) for name in first)
-    assert "step 2" in capsys.readouterr().out
-    moments = [*run.optimizer.state.values()]
+    run = tmp_path / "run"
+    driver.completes(on_trl.main, trl_worlds.small_flags(world_dir, run, steps=3, evolve_every=0))
+    checkpoints = files.by_step(run / "checkpoints").values()
+    first, second, third = (load_file(x / "adapter_model.safetensors") for x in checkpoints)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not all(torch.equal(second[name], third[name]) for name in first)
+    assert all(x.isfinite().all() for x in third.values())
+    moments = torch.load([*checkpoints][-1] / "optimizer.pt", weights_only=True)["state"].values()
     assert moments and all(int(x["step"]) == 2 for x in moments)
+    assert [row["skipped"] for row in driver.rows(run / "metrics.jsonl")] == [0, 1, 0]
 
 
-def test_three_such_steps_in_a_row_end_the_command_with_1(world_dir, tmp_path, monkeypatch, capsys):
-    """Before, they are not in a row. Started again it goes on after the last one."""
-    monkeypatch.setattr(on_trl.SGSDTrainer, "advantage", overflowing([1, 2, 4, 5, 6]))
-    argv = small_flags(world_dir, tmp_path / "run", steps=8, save_steps=8, evolve_every=0)
-    assert on_trl.main(argv) == 1
-    assert "three steps" in capsys.readouterr().out
-    record = files.read_json(tmp_path / "run/sgsd/config.json")
-    assert record["finished"] == 0
-    assert [*files.by_number(tmp_path / "run")] == [6]
-    monkeypatch.undo()
-    assert on_trl.main(argv) == 0
-    assert [*files.by_number(tmp_path / "run")] == [6, 8]
+def test_three_such_steps_in_a_row_end_the_command_in_one_line(
+    world_dir, tmp_path, monkeypatch, capsys
+):
+    """The two before are not in a row. The same command goes on after the last checkpoint."""
+    run, changes = tmp_path / "run", {"steps": 8, "checkpoint_every": 3, "evolve_every": 0}
+    argv = trl_worlds.small_flags(world_dir, run, **changes)
+    with monkeypatch.context() as patch:
+        patch.setattr(on_trl.SGSDTrainer, "advantage", overflowing([1, 2, 4, 5, 6]))
+        driver.refused(capsys, on_trl.main, argv, "three steps", "--learning-rate")
+    assert len(driver.rows(run / "metrics.jsonl")) == 6
+    driver.completes(on_trl.main, argv)
+    assert len(driver.rows(run / "metrics.jsonl")) == 8
 
 
 def test_an_infinite_gradient_on_one_process_leaves_out_the_step_on_both(tmp_path):
     """Clipped by an infinite norm, the other process's shards would be finite zeros."""
     trl_worlds.torchrun("sharded_infinite", tmp_path / "run")
-    for rank in (0, 1):
-        says = json.loads((tmp_path / f"run/rank{rank}.json").read_text())
-        assert says == {"skipped": 1, "moved": []}
 
 
-# --------------------------------------------------------------------------- refused before a step
+# ------------------------------------------------------------------- refused, before a step
+
+
+@pytest.fixture
+def refused(world_dir, tmp_path, capsys):
+    """Call it with settings and TRL's words: the command is refused in one line with `said`."""
+
+    def call(said, words=(), **changes):
+        argv = trl_worlds.small_flags(world_dir, tmp_path / "run", **changes)
+        driver.refused(capsys, on_trl.main, [*argv, *words], *said.split())
+        assert not (tmp_path / "run/config.json").exists()
+
+    return call
 
 
 @pytest.mark.parametrize(
-    "function, words",
-    {
-        "sharded_by_version_1": "version 2",
-        "sharded_in_parts": "fsdp_state_dict_type: FULL_STATE_DICT",
-    }.items(),
+    "changes, words, said",
+    [
+        ({"bank": ""}, "", "--bank sgsd.py"),
+        ({"steps": 0}, "", "--steps"),
+        ({"batch_size": 1}, "", "--batch-size"),
+        ({"num_teachers": 99}, "", "--num-teachers 99"),
+        ({"max_prompt_tokens": 200}, "", "--max-prompt-tokens gen_ err_"),
+        ({"cold_start": 8}, "", "--cold-start"),
+        ({"full": True, "adapter": "x"}, "", "--adapter --model"),
+        ({"full": True, "dtype": "bfloat16"}, "", "--dtype float32"),
+        ({"dtype": "bfloat16"}, "--use_vllm", "--dtype float32"),
+        ({}, "--fp16 True", "--fp16"),
+        ({}, "--learning-rate 1", "--learning-rate"),
+        ({}, "--num_iterations=2", "--num_iterations"),
+        ({}, "--optim sgd", "--optim"),
+        ({}, '--model_init_kwargs {"dtype":"bfloat16"}', "--model_init_kwargs"),
+        ({}, "--vllm_importance_sampling_correction", "--vllm_importance"),
+        ({}, "--vllm_structured_outputs_regex a", "--vllm_structured"),
+        ({}, "--vllm_st a", "--vllm_st"),  # an abbreviation
+        ({}, "--use_transformers_continuous_batching", "continuous_batching"),
+        ({}, "--deepspeed ds.json", "--deepspeed"),
+        ({}, "--resume_from_checkpoint x", "--resume_from_checkpoint"),
+        ({}, "--dataloader_num_workers many", "many"),
+        ({}, "stray", "stray"),
+    ],
 )
-def test_shards_that_fail_in_the_end_are_refused_in_one_line(tmp_path, function, words):
-    """The bank's writer would crash, or the folder would have no weights."""
-    output = trl_worlds.torchrun(function, tmp_path / "run")
-    lines = [line for line in output.split("\n") if line.startswith("refused: ")]
-    assert len(lines) == 2 and all(words in line for line in lines)
+def test_what_would_train_otherwise_or_fail_later_is_refused(refused, changes, words, said):
+    refused(said, words.split(), **changes)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_bigcode"])
-def test_a_model_whose_positions_count_the_padding_is_refused_in_one_line(tmp_path, kind):
-    """TRL's training pass pads prompts on the left and names no positions."""
-    call = functools.partial(trainer, settings(tmp_path), conftest.make_model(kind), completions(6))
-    conftest.one_line(call, "left padding")
+def test_deepspeed_is_refused(refused, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    refused("DeepSpeed fsdp2.yaml")
 
 
-def test_a_model_whose_states_take_in_padding_is_refused_in_one_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, weight, said",
+    [
+        ("qwen3", [], "model.norm.weight"),  # it lacks
+        ("qwen3", [torch.full((32,), float("nan"))], "model.norm.weight finite"),
+        ("gpt2", None, "left padding"),
+        ("gpt_bigcode", None, "left padding"),
+        ("qwen2_moe", None, "experts --full"),
+    ],
+)
+def test_a_model_that_would_learn_wrongly_is_refused(refused, tmp_path, kind, weight, said):
+    folder, file = tmp_path / "lm", tmp_path / "lm/model.safetensors"
+    conftest.make_model(kind).save_pretrained(folder)
+    conftest.make_tokenizer().save_pretrained(folder)
+    if weight is not None:
+        tensors = load_file(file)
+        del tensors["model.norm.weight"]
+        tensors |= dict(zip(["model.norm.weight"], weight))
+        save_file(tensors, file, metadata={"format": "pt"})
+    refused(said, model=folder)
+
+
+def test_a_model_whose_states_take_in_padding_is_refused(tmp_path, monkeypatch):
     trainer(settings(tmp_path), conftest.make_model("qwen3_5_text"), completions(6))
     monkeypatch.setattr(modeling_qwen3_5, "apply_mask_to_padding_states", lambda x, _: x)
     lm = conftest.make_model("qwen3_5_text")
-    call = functools.partial(trainer, settings(tmp_path), lm, completions(6))
-    conftest.one_line(call, "left padding")
+    conftest.one_line(lambda: trainer(settings(tmp_path), lm, completions(6)), "left padding")
 
 
-def test_shards_sum_gradients_and_return_log_probabilities_in_fp32():
-    """accelerate's policy for bf16 rounds both."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    plugin = SimpleNamespace(mixed_precision_policy=policy)
-    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
-    accelerator.state = SimpleNamespace(fsdp_plugin=plugin)
-    run = SimpleNamespace(accelerator=accelerator, model=SimpleNamespace(generate=print))
-    trl_run.CheckedTrainer.set_up_shards(run)
-    kept = plugin.mixed_precision_policy
-    assert (kept.param_dtype, kept.reduce_dtype) == (torch.bfloat16, torch.float32)
-    assert kept.output_dtype is None
+def test_kernels_of_a_gpu_are_not_tried_before_shards_are_on_it(tmp_path, monkeypatch):
+    of_trl = trainer(settings(tmp_path), conftest.make_model(), completions(6))
+    monkeypatch.setattr(lib_model, "refuse_not_finite", None)
+    of_trl.run.cfg = dataclasses.replace(of_trl.run.cfg, attn="flash_attention_2")
+    of_trl.refuse_what_fails_later()
+
+
+def test_shards_whose_weights_would_not_be_saved_are_refused(tmp_path):
+    output = trl_worlds.torchrun("sharded_in_parts", tmp_path / "run")
+    lines = [line for line in output.split("\n") if line.startswith("refused: ")]
+    assert len(lines) == 2 and all("FULL_STATE_DICT" in line for line in lines)
 
 
 def test_one_process_that_sees_several_gpus_is_refused(tmp_path, monkeypatch):
     """TRL would lay the model over all of them."""
-    monkeypatch.setattr(on_trl.SGSDConfig, "n_gpu", 2)
-    conftest.one_line(lambda: settings(tmp_path), "2 GPUs", "accelerate")
+    monkeypatch.setattr(on_trl.GRPOConfig, "n_gpu", 2)
+    call = lambda: on_trl.settings_of(settings(tmp_path), PLAIN, driver.ALONE)  # noqa: E731
+    conftest.one_line(call, "2 GPUs", "accelerate")
 
 
-def test_weights_that_learn_in_bf16_are_refused_in_one_line(world_dir, tmp_path, capsys):
-    argv = ["--full", *small_flags(world_dir, tmp_path / "run", dtype="bfloat16")]
-    driver.refused(capsys, on_trl.main, argv, "bfloat16", "float32")
-    assert not (tmp_path / "run/sgsd").exists()
+# ------------------------------------------------------------------------------------- folders
 
 
-@pytest.mark.parametrize("changes", [{"max_prompt_tokens": 200}, {"max_new_tokens": 3900}])
-def test_a_teachers_prompt_that_is_too_long_is_refused_at_the_start(tmp_path, changes):
-    """The student's would fit."""
-    tokenizer = conftest.make_tokenizer()
-    students = [trl_worlds.student_ids(tokenizer, x.problem) for x in PROBLEMS]
-    assert max(map(len, students)) < 190
-    args = settings(tmp_path, **changes)
-    call = functools.partial(trainer, args, policy(lora=True), completions(6))
-    (flag,) = changes
-    conftest.one_line(call, flag.replace("_", "-"), "gen_", "err_")
+@pytest.mark.parametrize("full, flag", [(False, "--adapter"), (True, "--model")])
+def test_a_run_of_an_older_version_is_refused_with_the_way_on(refused, tmp_path, full, flag):
+    record = {"program": "extras.on_trl", "trl": {"full": full}}
+    files.write_json(tmp_path / "run/sgsd/config.json", record)
+    for step in (5, 10):
+        files.write_json(tmp_path / f"run/checkpoint-{step}/bank.json", {})
+    last = tmp_path / "run/checkpoint-10"
+    refused(f"older {flag} {last} --bank {last}/bank.json")
 
 
-# ------------------------------------------------------------------------------------ the sampling
-
-
-@pytest.mark.parametrize("lora", [True, False])
-def test_a_models_own_generation_settings_change_neither_rollouts_nor_replies(tmp_path, lora):
-    outcomes = []
-    for own in ({}, {"no_repeat_ngram_size": 1, "min_p": 0.9, "suppress_tokens": [*range(99)]}):
-        lm = policy(lora)
-        lib_model.causal_lm(lm).generation_config.update(**own)
-        run = trainer(settings(tmp_path), lm)
-        run.train()
-        rows = [roll.completion_ids for roll in run.rollouts]
-        prompts = [roll.prompt_ids for roll in run.rollouts]
-        outcomes.append((rows, run.decode(prompts, [20] * len(prompts), sampled=False)))
-        kept = lib_model.causal_lm(lm).generation_config.to_dict()
-        assert own.items() <= kept.items()
-    assert outcomes[0] == outcomes[1]
-
-
-# --------------------------------------------------------------------------------------- the bank
-
-
-def write(self, prompts, names, repeats, limits):
-    """In the place of the trainer's `write`."""
-    return [driver.reply_to(prompt) for prompt in names]
-
-
-def test_where_the_gate_is_closed_the_line_of_the_last_evolution_is_not_repeated(
-    tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize("name", ["any", "own", "runs"])
+def test_a_folder_that_is_no_run_on_trl_is_refused_and_stays_as_it_is(
+    world_dir, tmp_path, uninterrupted, capsys, name
 ):
-    monkeypatch.setattr(on_trl.SGSDTrainer, "write", write)
-    changes = {"evolve_every": 1, "success_gate": 1.1}
-    run = trainer(settings(tmp_path, **changes), policy(lora=True), completions(6))
-    run.train()
-    assert capsys.readouterr().out.count("evolved after step 1") == 1
-    changes = {"evolve_every": 1, "success_gate": 0.0}
-    again = trainer(settings(tmp_path / "again", **changes), policy(lora=True), completions(6))
-    again.bank = run.bank
-    again.train()
-    output = capsys.readouterr().out
-    assert "evolved after step 1" not in output and "unchanged" in output
-    assert again.bank is run.bank and again.bank.window == []
+    """Files of anyone's, a run of sgsd.py, and the folder in which such a run is named sgsd."""
+    place = {"own": tmp_path / "own", "runs": tmp_path / "runs/sgsd"}.get(name)
+    if place:
+        shutil.copytree(uninterrupted, place)
+    else:
+        files.write_json(tmp_path / "any/notes.json", "mine")
+    before = driver.contents(tmp_path / name)
+    argv = trl_worlds.small_flags(world_dir, tmp_path / name)
+    driver.refused(capsys, on_trl.main, argv, "--out", str(tmp_path / name))
+    assert driver.contents(tmp_path / name) == before
+
+
+def test_a_run_on_trl_is_refused_by_sgsd_py_and_with_other_settings(world_dir, tmp_path, capsys):
+    run, argv = tmp_path / "run", trl_worlds.small_flags(world_dir, tmp_path / "run", steps=1)
+    driver.completes(on_trl.main, argv)
+    before = driver.contents(run)
+    driver.refused(capsys, sgsd.main, driver.flags(world_dir, run), "on_trl", str(run))
+    for flag, changes in (("--tau-g", {"tau_g": 2.0}), ("--full", {"full": True})):
+        argv = trl_worlds.small_flags(world_dir, run, steps=2, **changes)
+        driver.refused(capsys, on_trl.main, argv, flag, "--out")
+    assert driver.contents(run) == before
+
+
+def test_without_trl_its_help_is_a_line_that_says_what_to_install():
+    code = "import sys, runpy; sys.modules['trl'] = None; sys.argv = ['on_trl', '--help']\n"
+    code += "runpy.run_module('extras.on_trl', run_name='__main__')"
+    done = trl_worlds.run([sys.executable, "-W", "ignore", "-c", code])
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "extras/requirements.txt" in line
+
+
+def test_the_commands_of_the_pages_are_parsed():
+    commands = []
+    for page in [conftest.ROOT / "docs/engines.md", *conftest.ROOT.glob("research/trl/*.md")]:
+        text = re.sub(r" *\\\n\s*", " ", page.read_text())
+        commands += re.findall(
+            r"^ *(?:accelerate|python|OMP).*(?:on_trl|vllm_run.py) (--.*)", text, re.M
+        )
+    assert len(commands) >= 4
+    for words in map(str.split, commands):
+        end = words.index("--") if "--" in words else len(words)
+        cfg = command.parse(words[:end], "", on_trl.TRLConfig, config.presets_of(on_trl.TRLConfig))
+        on_trl.settings_of(cfg, words[end + 1 :], driver.ALONE)

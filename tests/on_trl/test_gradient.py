@@ -28,19 +28,20 @@ def distance(one, other):
 @pytest.mark.parametrize("rows", [6, 3], ids=["one backward pass", "two micro-batches"])
 def test_the_gradient_is_that_of_sgsd_py(tmp_path, lora, num_teachers, rows):
     """Lengths are uneven; one rollout has no unmasked token, and one is cut."""
-    changes = {"num_teachers": num_teachers, "per_device_train_batch_size": rows}
-    run, gradient = one_step(tmp_path, lora, **changes)
-    rolls = rollouts_of(run, completions(6))
+    of_trl, gradient = one_step(tmp_path, lora, num_teachers=num_teachers, backward_rows=rows)
+    rolls = rollouts_of(of_trl.run, completions(6))
     assert [roll.truncated for roll in rolls] == [False, False, True, False, False, False]
-    expected, results = step_of_sgsd(policy(lora), run, rolls, num_teachers)
+    expected, results = step_of_sgsd(policy(lora), of_trl.run, rolls)
     assert int(results[1].token_numbers["mask"].sum()) == 0
     assert sum(float(x.square().sum()) for x in expected.values()) > 0
     assert distance(gradient, expected) < 1e-5
 
 
-@pytest.mark.parametrize("lora, function", [(True, "one_step"), (False, "sharded_step")])
+@pytest.mark.parametrize(
+    "lora, function", [(True, "one_step"), (True, "sharded_adapters"), (False, "sharded_step")]
+)
 def test_two_processes_with_given_rollouts_have_the_gradient_of_one(tmp_path, lora, function):
-    """Adapters on each process, or all weights in shards."""
+    """Adapters on each process, or in shards as all weights."""
     _, gradient = one_step(tmp_path, lora)
     output = trl_worlds.torchrun(function, tmp_path / "two")
     other = torch.load(tmp_path / "two/gradient.pt", weights_only=True)
@@ -49,25 +50,25 @@ def test_two_processes_with_given_rollouts_have_the_gradient_of_one(tmp_path, lo
 
 def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):
     """TRL's own head would round log-probabilities to bf16, and eps_a is .05 nats."""
-    lm = policy(lora=False, dtype=torch.bfloat16)
-    rows = completions(6)
-    run = trainer(settings(tmp_path, per_device_train_batch_size=6), lm, rows)
+    lm, rows = policy(lora=False, dtype=torch.bfloat16), completions(6)
+    of_trl = trainer(settings(tmp_path, backward_rows=6), lm, rows)
+    run = of_trl.run
     rolls = rollouts_of(run, rows)
-    _, results = step_of_sgsd(policy(lora=False, dtype=torch.bfloat16), run, rolls, 4)
+    _, results = step_of_sgsd(policy(lora=False, dtype=torch.bfloat16), run, rolls)
     for roll, result in zip(rolls, results):
         pairs_K = run.bank.retrieve(roll.problem, 4, run.embed)
-        contexts = [roll.prompt_ids, *sgsd.teacher_prompts(run.parts, pairs_K, roll.problem)]
-        logpS_T, *logps = run.score(contexts, [roll.completion_ids] * 5)
+        contexts = [roll.prompt_ids, *sgsd.teacher_prompts(run, pairs_K, roll.problem)]
+        logpS_T, *logps = of_trl.score(contexts, [roll.completion_ids] * 5)
         ours = scoring.token_logprobs(lm, contexts, [roll.completion_ids] * 5)
         torch.testing.assert_close(torch.stack([logpS_T, *logps]), ours, rtol=0, atol=1e-4)
-        A_T, on_trl = run.advantage(roll, pairs_K, logpS_T, torch.stack(logps))
+        A_T, on_trl = of_trl.advantage(roll, pairs_K, logpS_T, torch.stack(logps))
         assert on_trl.numbers["rho"].tolist() == result.numbers["rho"].tolist()
         credit_T = result.token_numbers["credit"].sum(0)
         torch.testing.assert_close(A_T, len(A_T) * credit_T, rtol=0.05, atol=1e-3)
 
 
 def test_in_bf16_shards_round_no_log_probability_and_have_the_gradient_of_one_process(tmp_path):
-    """FSDP2 may cast what a model returns; the gradient differs by the rounding of products."""
+    """FSDP2 may cast what a model returns, and sums of gradients; products alone are rounded."""
     _, gradient = one_step(tmp_path, lora=False)
     trl_worlds.torchrun("sharded_bf16", tmp_path / "two")
     scored = torch.load(tmp_path / "two/scored.pt", weights_only=True)

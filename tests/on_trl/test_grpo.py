@@ -103,7 +103,7 @@ def test_its_ids_and_rewards_are_those_of_the_method(block):
     cfg, batch = block["cfg"], block["trainer"].batch
     stops = rollout.stop_ids(block["trainer"].model, block["tokenizer"])
     assert sorted(block["trainer"].eos_token_ids) == stops
-    run = SimpleNamespace(cfg=cfg, tokenizer=block["tokenizer"])
+    run = block["student"]
     expected = []
     for x, rolls_G in groups_of(block["trainer"], block):
         for roll in rolls_G:

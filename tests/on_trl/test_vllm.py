@@ -1,48 +1,148 @@
-"""vLLM in the trainer's process: it has the weights that learn."""
+"""The writer of the bank on TRL, by `generate` and by vLLM; a vLLM in the trainer's process."""
 
+import functools
 import re
-import subprocess
 import sys
 
 import conftest
 import pytest
 import trl_worlds
-from conftest import ROOT
 from trl.trainer import grpo_trainer
+from trl_worlds import PROBLEMS, settings
 
-from extras import on_trl
+import distributed
+import rollout
+from lib import command
+from rollout import Job, Sampling
+
+GREEDY, SECOND = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95, top_k=20)
 
 
-@pytest.mark.parametrize("flag", ["--dtype bfloat16", '--model_init_kwargs {"dtype":"bfloat16"}'])
-def test_a_base_that_merging_adapters_would_change_is_refused_in_one_line(tmp_path, flag):
-    argv = [*trl_worlds.tiny_flags(tmp_path), "--use_vllm", *flag.split()]
-    (args,) = on_trl.TrlParser(on_trl.SGSDConfig).parse_args_and_config(argv)
-    conftest.one_line(lambda: on_trl.prepare(args), "bfloat16", "float32")
+def jobs_of(lefts):
+    """Prompts of different lengths with these limits."""
+    prompts = [conftest.make_tokenizer().encode(x.problem) for x in PROBLEMS]
+    return [Job(i, prompts[i], key=i, left=left) for i, left in enumerate(lefts)]
+
+
+def replies_of(stream, jobs, sampling, rows=2):
+    """{index: ids}; each job is done once."""
+    done = [job for turn in stream(jobs, sampling, rows) for job in turn]
+    assert sorted(job.index for job in done) == [job.index for job in jobs]
+    return {job.index: job.ids for job in done}
 
 
 class Engine:
-    """In the place of TRL's vLLM."""
+    """In the place of TRL's vLLM: replies as long as the limit; it keeps what it is asked."""
 
     def __init__(self, generation_kwargs, **_):
-        self.generation_kwargs = generation_kwargs
+        self.generation_kwargs, self.asked, self.synced = generation_kwargs, [], 0
+
+    def sync_weights(self):
+        self.synced += 1
+
+    def generate(self, prompts, images, num_generations, profiler):
+        given = self.generation_kwargs
+        self.asked.append((len(prompts), given))
+        rows = [[*range(given.get("max_tokens", 5))] for _ in prompts]
+        return None, rows, [[[0.0]] * len(row) for row in rows], None
 
 
-def test_the_engine_ends_on_every_stop_id(tmp_path, monkeypatch):
-    """Of itself it knows those of the tokenizer and of generation_config.json."""
+@pytest.fixture
+def on_vllm(tmp_path, monkeypatch):
+    """A trainer with that engine; call it with settings."""
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Engine)
-    lm = trl_worlds.policy(lora=False)
-    lm.config.eos_token_id = [trl_worlds.END, 77]
-    run = trl_worlds.trainer(trl_worlds.settings(tmp_path, use_vllm=True), lm)
-    given = run.vllm_generation.generation_kwargs
+
+    def make(*words, **changes):
+        lm = trl_worlds.policy(lora=False)
+        lm.config.eos_token_id = [trl_worlds.END, 77]
+        words = ("--use_vllm", *words, *trl_worlds.PLAIN)
+        return trl_worlds.trainer(settings(tmp_path, **changes), lm, words=words)
+
+    return make
+
+
+# ------------------------------------------------------------------------------ by `generate`
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_greedy_replies_are_those_of_sgsd_py_up_to_each_ones_limit(tmp_path, lora):
+    of_trl = trl_worlds.trainer(settings(tmp_path), trl_worlds.policy(lora))
+    own = functools.partial(rollout.stream, trl_worlds.policy(lora), of_trl.run.tokenizer)
+    for rows in (1, 2, 12):
+        replies = replies_of(of_trl.stream, jobs_of([3, 40, 9, 25, 1]), GREEDY, rows)
+        assert replies == replies_of(own, jobs_of([3, 40, 9, 25, 1]), GREEDY, rows)
+        assert [len(replies[i]) for i in (0, 4)] == [3, 1]
+
+
+def test_sampled_replies_differ_end_on_stop_ids_and_leave_a_steps_settings_alone(tmp_path):
+    of_trl = trl_worlds.trainer(settings(tmp_path), trl_worlds.policy(lora=True))
+    before = of_trl.generation_config.to_dict()
+    jobs = [job for _ in range(6) for job in jobs_of([40])]
+    replies = [tuple(job.ids) for turn in of_trl.stream(jobs, SECOND, 6) for job in turn]
+    assert len({*replies}) == 6
+    assert all(trl_worlds.END not in ids[:-1] for ids in replies)
+    assert all(ids[-1] == trl_worlds.END or len(ids) == 40 for ids in replies)
+    likeliest = replies_of(of_trl.stream, jobs_of([9]), Sampling(temperature=1.1, top_k=1))
+    assert likeliest == replies_of(of_trl.stream, jobs_of([9]), GREEDY)
+    assert of_trl.generation_config.to_dict() == before
+
+
+# ------------------------------------------------------------------------------------ by vLLM
+
+
+def test_the_engine_ends_on_every_stop_id(on_vllm):
+    """Of itself it knows those of the tokenizer and of generation_config.json."""
+    given = on_vllm().vllm_generation.generation_kwargs
     assert given == {"temperature": 1.1, "stop_token_ids": [77, trl_worlds.END]}
+
+
+@pytest.mark.parametrize(
+    "sampling, drawn",
+    [(GREEDY, {"temperature": 0.0}), (SECOND, {"temperature": 1.1, "top_p": 0.95, "top_k": 20})],
+)
+def test_the_engine_writes_replies_with_settings_of_their_own(on_vllm, sampling, drawn):
+    """All at once, by the present weights; each is cut at its own limit."""
+    of_trl = on_vllm()
+    engine, jobs = of_trl.vllm_generation, jobs_of([3, 40, 9])
+    of_a_step = dict(engine.generation_kwargs)
+    replies = replies_of(of_trl.stream, jobs, sampling, rows=1)
+    ((count, given),) = engine.asked
+    assert count == 3 and engine.synced == 1
+    assert given.items() >= {**drawn, "max_tokens": 40}.items()
+    assert given["stop_token_ids"] == [77, trl_worlds.END]
+    assert [len(replies[i]) for i in range(3)] == [3, 40, 9]
+    assert engine.generation_kwargs == of_a_step
+    of_trl.state.global_step += 1
+    replies_of(of_trl.stream, jobs_of([2]), sampling)
+    assert engine.synced == 2
+
+
+@pytest.mark.parametrize("lefts, count", [([3], 2), ([], 2), ([9, 9], 2)])
+def test_each_process_asks_for_as_many_replies_of_one_limit(on_vllm, monkeypatch, lefts, count):
+    """TRL gathers the prompts of processes, and takes their numbers for equal."""
+    of_trl = on_vllm()
+    monkeypatch.setattr(distributed, "all_gather", lambda ours, world: [ours, [50, 2]])
+    replies = replies_of(of_trl.stream, jobs_of(lefts), GREEDY)
+    ((asked, given),) = of_trl.vllm_generation.asked
+    assert (asked, given["max_tokens"]) == (count, 50)
+    assert [len(ids) for ids in replies.values()] == lefts
+
+
+def test_a_context_of_the_engine_that_is_too_short_is_an_error_of_one_line(on_vllm):
+    of_trl = on_vllm("--vllm_max_model_length", "120")
+    flag = "--vllm_max_model_length 120"
+    conftest.one_line(of_trl.train, flag, kind=command.UserError)
+    of_trl.decode([[1] * 119], GREEDY, 50)  # a reply is cut there, as at its limit
+    call = functools.partial(of_trl.decode, [[1] * 120], GREEDY, 50)
+    conftest.one_line(call, flag, kind=command.UserError)
 
 
 @pytest.mark.parametrize("run, is_synchronised", [("adapters", True), ("not synchronised", False)])
 def test_the_engine_gets_the_weights_of_each_step(run, is_synchronised):
     """At temperature 1 its log-probabilities are ours; without its update they are not."""
     pytest.importorskip("vllm")
-    command = [sys.executable, ROOT / "research/trl/vllm_weights.py", "--steps", "2", "--run", run]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    script = "research/trl/vllm_weights.py"
+    done = trl_worlds.run([sys.executable, script, "--steps", "2", "--run", run])
     assert done.returncode == 0, done.stderr[-2000:]
     (numbers,) = re.findall(rf"^\| {run} \| (.*) \|$", done.stdout, re.M)
     first, _, last, *_ = map(float, numbers.split(" | "))

@@ -3,12 +3,11 @@
 python trl_worlds.py FUNCTION FOLDER        (or by torchrun) runs a function of this file
 """
 
-import json
+import copy
 import os
 import pathlib
 import subprocess
 import sys
-from types import SimpleNamespace
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import conftest
@@ -16,21 +15,22 @@ import fsdp_on_gloo
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, training_args
+from transformers import TrainerCallback
 
 if __name__ == "__main__" and sys.argv[1].startswith("sharded"):
     fsdp_on_gloo.install()  # before accelerate makes its state
 
 import driver
 
+import distributed
 import rollout
 import sgsd
-import skills
 from extras import on_trl
-from lib import config, runlog
+from lib import config
 from lib.problems import Problem
 
 END = 265  # the stop id of the tests' model
+PLAIN = ("--gradient_checkpointing", "False")
 
 
 PROBLEMS = []  # of different lengths, so that TRL pads their prompts
@@ -64,13 +64,14 @@ class Gradients(TrainerCallback):
         self.steps.append(kept)
 
 
+# ------------------------------------------------------------------------------ the random model
+
+
 def settings(out, **changes):
     """Of a run on the random model."""
-    given = {"output_dir": str(out), "steps": 1, "batch_size": 6, "per_device_train_batch_size": 3}
-    given |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    given = {"out": str(out), "steps": 1, "batch_size": 6, "backward_rows": 3, "device": "cpu"}
     given |= {"num_teachers": 4, "grad_clip": 1e9, "evolve_every": 0, "max_new_tokens": 20}
-    given |= {"disable_tqdm": True, "gradient_checkpointing": False, "score_rows": 5}
-    return on_trl.SGSDConfig(**(given | changes))
+    return on_trl.TRLConfig(**(given | {"score_rows": 5, "audit_every": 0} | changes))
 
 
 def policy(lora, dtype=torch.float32):
@@ -83,97 +84,96 @@ def policy(lora, dtype=torch.float32):
     return lm
 
 
-def student_ids(tokenizer, problem):
-    return rollout.chat_ids(tokenizer, skills.render_student(problem), thinking="closed")
-
-
 def given_rollouts(rows):
     """TRL's seam for rollouts of one's own: problem i gets rows[i], wherever it is asked."""
-    tokenizer = conftest.make_tokenizer()
     row_of = {x.problem: row for x, row in zip(PROBLEMS, rows)}
 
     def rollouts(prompts, trainer):
-        given = {"prompt_ids": [], "completion_ids": [], "logprobs": None}
-        for prompt in prompts:
-            problem = prompt[0]["content"]
-            given["prompt_ids"].append(student_ids(tokenizer, problem))
-            given["completion_ids"].append(row_of[problem])
-        return given
+        ids = [sgsd.student_prompt(trainer.run, problem) for problem in prompts]
+        completions = [row_of[problem] for problem in prompts]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
 
     return rollouts
 
 
-def trainer(args, lm, rows=None, callbacks=None):
+def trainer(cfg, lm, rows=None, callbacks=None, words=PLAIN):
     """A trainer on the tests' problems, as many as rows, with given rollouts or its own."""
-    problems = PROBLEMS[: len(rows)] if rows else PROBLEMS
-    return on_trl.SGSDTrainer(
-        lm,
-        args,
-        problems,
-        conftest.make_bank(),
-        conftest.fake_embed,
-        driver.CoinVerifier(),
-        processing_class=conftest.make_tokenizer(),
-        rollout_func=given_rollouts(rows) if rows else None,
-        callbacks=callbacks,
-    )
+    world = distributed.init(cfg.device)
+    with driver.signals_restored():
+        run = on_trl.RunOnTRL(
+            cfg=cfg,
+            world=world,
+            record={},
+            problems=PROBLEMS[: len(rows)] if rows else PROBLEMS,
+            verifier=driver.CoinVerifier(),
+            lm=lm,
+            tokenizer=conftest.make_tokenizer(),
+            stream=iter,
+            bank=conftest.make_bank(),
+            embed=conftest.fake_embed,
+        )
+    given = given_rollouts(rows) if rows else None
+    args = on_trl.settings_of(cfg, words, world)
+    run.trainer = on_trl.SGSDTrainer(run, args, lm, rollout_func=given, callbacks=callbacks)
+    return run.trainer
 
 
 def rollouts_of(run, rows):
     """The given rollouts, judged."""
-    tokenizer = conftest.make_tokenizer()
     jobs = []
     for i, (x, ids) in enumerate(zip(PROBLEMS, rows)):
-        prompt = student_ids(tokenizer, x.problem)
-        jobs.append(rollout.Job(i, prompt, 0, 0, x, ids))
-    (judged,) = rollout.rollouts(tokenizer, run.stops, driver.CoinVerifier(), [jobs])
+        jobs.append(rollout.Job(i, sgsd.student_prompt(run, x.problem), 0, 0, x, ids))
+    (judged,) = rollout.rollouts(run.tokenizer, run.stops, run.verifier, [jobs])
     return [roll for _, roll in judged]
 
 
-def step_of_sgsd(lm, run, rolls, num_teachers):
+def step_of_sgsd(lm, run, rolls):
     """The gradient of sgsd.py's loss on these rollouts, and what came of each."""
-    cfg = config.Config(num_teachers=num_teachers)
-    bank, tokenizer = conftest.make_bank(), conftest.make_tokenizer()
-    space = SimpleNamespace(cfg=cfg, lm=lm, tokenizer=tokenizer, masked_ids=run.masked_ids)
-    space.device, space.clock = torch.device("cpu"), runlog.Stopwatch()
-    results = []
+    own, results = copy.copy(run), []
+    own.lm = lm
     for roll in rolls:
-        pairs_K = bank.retrieve(roll.problem, num_teachers, conftest.fake_embed)
-        results.append(sgsd.rollout_loss(space, roll, pairs_K))
+        pairs_K = run.bank.retrieve(roll.problem, run.cfg.num_teachers, run.embed)
+        results.append(sgsd.rollout_loss(own, roll, pairs_K))
         if results[-1].loss.requires_grad:
             (results[-1].loss / len(rolls)).backward()
-    gradient = {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}
-    return gradient, results
+    return {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}, results
+
+
+def one_step(folder, lora=True, ids=None, words=PLAIN, **changes):
+    """The gradient of a step on six given rollouts; rank 0 saves it."""
+    gradients, ids = Gradients(), ids or completions(6)
+    of_trl = trainer(settings(folder, **changes), policy(lora), ids, [gradients], words)
+    of_trl.train()
+    if of_trl.accelerator.is_main_process:
+        torch.save(gradients.steps[0], pathlib.Path(folder, "gradient.pt"))
+    return of_trl, gradients.steps[0]
 
 
 def both_loops(folder):
     """The gradients of a step of sgsd.py and of one on TRL, on the same rollouts."""
     rows = completions(6, step=9)  # of up to 51 tokens
-    run, on_trl = one_step(folder, rows=rows)
-    of_sgsd, _ = step_of_sgsd(policy(lora=True), run, rollouts_of(run, rows), 4)
-    torch.save({"sgsd.py": of_sgsd, "TRL": on_trl}, pathlib.Path(folder, "gradients.pt"))
+    of_trl, gradient = one_step(folder, ids=rows)
+    of_sgsd, _ = step_of_sgsd(policy(lora=True), of_trl.run, rollouts_of(of_trl.run, rows))
+    torch.save({"sgsd.py": of_sgsd, "TRL": gradient}, pathlib.Path(folder, "gradients.pt"))
 
 
-def one_step(folder, lora=True, rows=None, **changes):
-    """The gradient of a step on six given rollouts; rank 0 saves it."""
-    gradients, rows = Gradients(), rows or completions(6)
-    run = trainer(settings(folder, **changes), policy(lora), rows, callbacks=[gradients])
-    run.train()
-    if run.accelerator.is_main_process:
-        torch.save(gradients.steps[0], pathlib.Path(folder, "gradient.pt"))
-    return run, gradients.steps[0]
+# --------------------------------------------------------------- functions that torchrun starts
 
 
 def sharded_step(folder):
     """`one_step` of all weights, in shards."""
-    run, _ = one_step(folder, lora=False, use_cpu=False, gradient_checkpointing=True)
-    assert all(isinstance(p, DTensor) for p in run.model.parameters())
+    of_trl, _ = one_step(folder, lora=False, words=())
+    assert all(isinstance(p, DTensor) for p in of_trl.model.parameters())
+
+
+def sharded_adapters(folder):
+    """`one_step` of adapters, in shards."""
+    one_step(folder, words=())
 
 
 def sharded_bf16(folder):
     """A step of all weights in shards, multiplied in bf16; rank 0 saves what it scored, too."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
-    training_args.is_torch_bf16_gpu_available = lambda: True  # asked unless use_cpu is set
     scored = []
 
     class Recorded(on_trl.SGSDTrainer):
@@ -182,72 +182,13 @@ def sharded_bf16(folder):
             return scored
 
     on_trl.SGSDTrainer = Recorded
-    run, _ = one_step(folder, lora=False, use_cpu=False, bf16=True)
-    if run.accelerator.is_main_process:
+    words = (*PLAIN, "--bf16", "True")
+    of_trl, _ = one_step(folder, lora=False, words=words)
+    kept = of_trl.accelerator.state.fsdp_plugin.mixed_precision_policy
+    dtypes = kept.param_dtype, kept.reduce_dtype, kept.output_dtype
+    assert dtypes == (torch.bfloat16, torch.float32, None)
+    if of_trl.accelerator.is_main_process:
         torch.save(torch.cat(scored), pathlib.Path(folder, "scored.pt"))
-
-
-def sharded_run(folder):
-    """Two steps of the tiny world, all weights, FSDP2, an evolution, a save; what a rank has."""
-    changes = {"steps": 2, "evolve_every": 2, "batch_size": 4, "gradient_checkpointing": True}
-    argv = ["--full", *tiny_flags(folder, **changes)]
-    argv = [word for word in argv if word != "--use_cpu"]
-    (args,) = on_trl.TrlParser(on_trl.SGSDConfig).parse_args_and_config(argv)
-    run = on_trl.prepare(args)
-    run.train()
-    run.save_model(folder)
-    has = {"lengths": [len(roll.completion_ids) for roll in run.rollouts]}
-    has["bank"] = on_trl.files.digest(run.bank.general_skills)
-    rank = run.accelerator.process_index
-    pathlib.Path(folder, f"rank{rank}.json").write_text(json.dumps(has))
-    run.judge.close()
-
-
-def torchrun(function, folder):
-    """Run a function of this file in two processes, which must succeed; what they print."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    folder.mkdir()
-    done = subprocess.run(
-        [*command, __file__, function, str(folder)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=conftest.ROOT,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout + done.stderr
-
-
-def tiny_flags(out, **changes):
-    """A command line on the tiny world, as `--preset tiny` of sgsd.py has it."""
-    root, tiny = conftest.ROOT, conftest.ROOT / "tiny"
-    given = {"model": tiny / "model", "encoder": tiny / "encoder", "data": tiny / "train.jsonl"}
-    given |= {"bank": root / "banks/word_problems.json", "output_dir": out, "steps": 30}
-    given |= {"batch_size": 16, "per_device_train_batch_size": 2, "num_teachers": 4}
-    given |= {"eps_a": 0.005, "learning_rate": 1e-3, "lora_rank": 16, "lora_alpha": 32}
-    given |= {"max_new_tokens": 96, "evolve_every": 10, "reply_tokens": 640}
-    given |= {"merge_group_size": 8, "bf16": False, "gradient_checkpointing": False}
-    given |= {"report_to": "none", "disable_tqdm": True, "score_rows": 16}
-    words = ["--use_cpu"]
-    for name, value in (given | changes).items():
-        words += [f"--{name}", str(value)]
-    return words
-
-
-def small_flags(world_dir, out, **changes):
-    """A command line on the random model of `conftest.world_dir`."""
-    given = {"model": world_dir / "model", "encoder": world_dir / "encoder"}
-    given |= {"data": world_dir / "data.jsonl", "bank": world_dir / "bank.json"}
-    given |= {"verifier": "driver:CoinVerifier", "output_dir": out, "steps": 2, "save_steps": 1}
-    given |= {"batch_size": 4, "per_device_train_batch_size": 4, "num_teachers": 2}
-    given |= {"max_new_tokens": 8, "evolve_every": 2, "lora_rank": 4, "lora_alpha": 8}
-    given |= {"learning_rate": 1e-2, "eps_a": 0.0, "success_gate": 1.1, "score_rows": 16}
-    given |= {"bf16": False, "gradient_checkpointing": False, "report_to": "none"}
-    words = ["--use_cpu", "--disable_tqdm", "True"]
-    for name, value in (given | changes).items():
-        words += [f"--{name}", str(value)]
-    return words
 
 
 def sharded_infinite(folder):
@@ -261,34 +202,74 @@ def sharded_infinite(folder):
             return super()._clip_grad_norm(model)
 
     on_trl.SGSDTrainer = Overflowing
-    args = settings(folder, use_cpu=False, gradient_checkpointing=True)
-    run = trainer(args, policy(lora=False), completions(6))
-    run.train()
-    has_moved = []
-    for (name, p), start in zip(run.model.named_parameters(), policy(lora=False).parameters()):
-        if not torch.equal(p.full_tensor(), start):
-            has_moved.append(name)
-    says = {"skipped": run.skipped, "moved": has_moved}
-    pathlib.Path(folder, f"rank{run.accelerator.process_index}.json").write_text(json.dumps(says))
-
-
-def sharded_by_version_1(folder):
-    """What is said of FSDP version 1, under which no parameter is a DTensor."""
-    sharded_with(folder, FSDP_VERSION="1")
+    of_trl = trainer(settings(folder), policy(lora=False), completions(6), words=())
+    of_trl.train()
+    assert of_trl.run.metrics[-1]["skipped"] == 1
+    for p, start in zip(of_trl.model.parameters(), policy(lora=False).parameters()):
+        assert torch.equal(p.full_tensor(), start)
 
 
 def sharded_in_parts(folder):
-    """What is said of checkpoints in which each process has a part of the weights."""
-    sharded_with(folder, FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT")
-
-
-def sharded_with(folder, **environment):
-    """Print what is refused."""
-    os.environ.update(environment)
+    """What is said of shards whose weights would not be saved."""
+    os.environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"
     try:
-        trainer(settings(folder, use_cpu=False), policy(lora=False), completions(6))
+        trainer(settings(folder), policy(lora=False), completions(6))
     except ValueError as e:
-        print(f"refused: {e}")
+        print(f"refused: {e}", flush=True)
+
+
+def sharded_run(folder):
+    """Two steps of the tiny world, all weights, FSDP2, an evolution, both saved."""
+    changes = {"steps": 2, "evolve_every": 2, "batch_size": 4, "checkpoint_every": 1}
+    argv = tiny_flags(folder, full=True, **changes)
+    assert on_trl.main(argv[: argv.index("--")]) == 0
+    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    assert group.options._timeout.total_seconds() == 12 * 3600
+
+
+def run(command):
+    """A process with the tests' environment; what it printed is kept."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    options = {"capture_output": True, "text": True, "cwd": conftest.ROOT}
+    return subprocess.run(command, env=environment, **options)
+
+
+def torchrun(function, folder):
+    """Run a function of this file in two processes, which must succeed; what they print."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = run([*command, __file__, function, str(folder)])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+# ----------------------------------------------------------------------------- command lines
+
+
+def tiny_flags(out, **changes):
+    """A command line on the tiny world, as `--preset tiny` of sgsd.py has it."""
+    root = conftest.ROOT
+    given = {"preset": "tiny", "bank": root / "banks/word_problems.json", "out": out}
+    given |= {name: root / "tiny" / name for name in ("model", "encoder")}
+    given |= {"data": root / "tiny/train.jsonl", "score_rows": 16}
+    return words_of(given | changes)
+
+
+def small_flags(world_dir, out, **changes):
+    """A command line on the random model of `conftest.world_dir`."""
+    given = {"steps": 2, "checkpoint_every": 1, "num_teachers": 2, "evolve_every": 2}
+    given |= {"max_new_tokens": 8, "eps_a": 0.0, "success_gate": 1.1, "audit_every": 1}
+    given = driver.settings(world_dir, out, **(given | {"score_rows": 16} | changes))
+    del given["cold_start_tokens"]
+    return words_of(given)
+
+
+def words_of(given):
+    words = []
+    for name, value in given.items():
+        if value is not False:
+            words += [config.flag(name)] if value is True else [config.flag(name), str(value)]
+    return [*words, "--", *PLAIN]
 
 
 if __name__ == "__main__":
