@@ -163,17 +163,6 @@ def signals_restored():
             signal.signal(number, handler)
 
 
-def stopping_at(last):
-    """A step function that stops the run after step `last`, as a signal does."""
-
-    def step_fn(run, step):
-        if step == last:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return sgsd.train_step(run, step)
-
-    return step_fn
-
-
 def killing(owner, name, call, after=False, number=signal.SIGKILL):
     """For `before`: a signal comes at the call-th call of owner.name, or as that one returns."""
     original, calls = getattr(owner, name), itertools.count(1)

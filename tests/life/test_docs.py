@@ -16,8 +16,6 @@ PAGES.append(ROOT / "tests" / "spec" / "README.md")
 RESEARCH = sorted((ROOT / "research").rglob("*.md"))
 TEXT = "\n".join(path.read_text() for path in PAGES)
 CHANGING = (ROOT / "docs" / "changing.md").read_text()
-REPRODUCE = (ROOT / "docs" / "reproduce.md").read_text()
-PAPER = ROOT.parent / "shared" / "paper.tex"
 RECIPES = CHANGING + (ROOT / "docs" / "engines.md").read_text()
 OF_A_READER = set(re.findall(r"^# (\w+\.py)$", RECIPES, re.M))  # what a reader writes himself
 PROGRAMS = {"venv", "pytest", "gym_data", "sglang.launch_server"}  # that are started with -m
@@ -50,16 +48,6 @@ def test_every_decision_in_the_code_has_its_row_and_back():
         tags |= set(re.findall(r"\b[SD]\d+\b(?! ?=)", path.read_text()))
     rows = re.findall(r"^\| ([SD]\d+) \|", TEXT, re.M)
     assert set(rows) == tags
-
-
-def test_a_python_file_that_a_page_names_is_there():
-    """Named by its file alone or by its path."""
-    files = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")}
-    names = {path.rpartition("/")[2] for path in files}
-    for span in re.findall(r"`([^`\n]+)`", TEXT):
-        for path in re.findall(r"[\w/]+\.py\b", span):
-            is_there = path in files if "/" in path else path in names | OF_A_READER
-            assert is_there, path
 
 
 def joined(page):
@@ -113,33 +101,6 @@ def test_a_command_of_the_pages_parses(command, tmp_path, monkeypatch):
             assert f'"{flag}"' in text, flag
     else:
         assert program in PROGRAMS
-
-
-def test_the_commands_without_make_are_those_of_the_makefile():
-    makefile = joined(ROOT / "Makefile").replace("$(pip)", "pip install")
-    makefile = makefile.replace("$(run)", "python")
-    block = joined(ROOT / "README.md").partition("Without make:")[2].split("```")[1]
-    made = re.findall(r"^\t((?:python|pip install) .*)", makefile, re.M)
-    shown = re.findall(r"^((?:python|pip install) .*)", block, re.M)
-    assert len(made) == 7 and sorted(made) == sorted(shown)
-    assert "export OMP_NUM_THREADS=1" in block
-
-
-@pytest.mark.skipif(not PAPER.exists(), reason="the paper is not here")
-@pytest.mark.parametrize(
-    "title, label, row",
-    [
-        ("Tab. 3", "tab:main", r"& ([A-Z]\S*) & (?:\\\w+\{)?\d"),
-        ("Tab. 4", "tab:ablation-robust", r"(w/o [a-z ]+[a-z]|Base|SGSD)"),
-    ],
-)
-def test_every_row_of_a_table_of_the_paper_has_its_two_commands(title, label, row):
-    latex = PAPER.read_text().replace(r"\method{}", "SGSD").partition(f"\\label{{{label}}}")[2]
-    names = set(re.findall(row, latex.partition(r"\end{tabular}")[0]))
-    section = REPRODUCE.partition(f"## {title}")[2].partition("\n## ")[0]
-    command = r"`(?:python|torchrun) [^`]+`"
-    lines = re.findall(rf"^\| (.+?) \| {command} \| {command} ", section, re.M)
-    assert names and sorted(lines) == sorted(names)
 
 
 def test_each_test_that_a_claim_names_exists():

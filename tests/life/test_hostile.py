@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from driver import completes, flags, refused
+from driver import completes, flags, refused, write_rows
 
 import eval
 import rollout
@@ -61,15 +61,14 @@ def test_no_prompt_boundary_moves(name, thinking, tokenizer):
 def hostile_files(path, texts):
     """A data set and a bank that are made of these texts, as settings."""
     path.mkdir()
-    bank = skills.SkillBank([], [])
+    bank, problems = skills.SkillBank([], []), []
     for i, text in enumerate(texts):
         answer = text[:20].replace("\n", " ")  # a reference of two lines is refused
-        row = {"id": f"{text[:50]}{i}", "problem": f"{i} {text}", "answer": answer}
-        with (path / "data.jsonl").open("a") as file:
-            print(json.dumps(row), file=file)
+        problems.append({"id": f"{text[:50]}{i}", "problem": f"{i} {text}", "answer": answer})
         for key in BOTH:
             fields = dict.fromkeys(skills.FIELDS[key], text[:200])
             getattr(bank, key).append({skills.IDS[key]: f"{text[:9]}{i}", **fields})
+    write_rows(path / "data.jsonl", problems)
     bank.save(path / "bank.json")
     return {"data": path / "data.jsonl", "bank": path / "bank.json"}
 
@@ -97,45 +96,30 @@ class Bomb:
         return pathlib.Path.touch, (pathlib.Path(self.mark),)
 
 
-@pytest.fixture
-def plant(tmp_path):
-    """Puts bombs under names that a loader might try; none of them goes off in the test."""
-    pickle.loads(pickle.dumps(Bomb(tmp_path / "works")))
-    assert (tmp_path / "works").exists()
-
-    def put(folder, *names):
-        for name in names:
-            (folder / name).unlink(missing_ok=True)
-            if name.endswith("bin"):
-                torch.save({"x": Bomb(tmp_path / "boom")}, folder / name)
-            else:
-                (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "boom")))
-
-    yield put
-    assert not (tmp_path / "boom").exists()
+def plant(folder, *names):
+    """Put bombs under names that a loader might try."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+        if name.endswith("bin"):
+            torch.save({"x": Bomb(folder / "boom")}, folder / name)
+        else:
+            (folder / name).write_bytes(pickle.dumps(Bomb(folder / "boom")))
 
 
-@pytest.fixture(scope="module")
-def finished(world_dir, tmp_path_factory):
-    """The directory of a run with one step."""
-    out = tmp_path_factory.mktemp("finished") / "run"
-    completes(sgsd.main, run_flags(world_dir, out))
-    return out
-
-
-def test_a_continued_run_passes_over_pickles(finished, plant, world_dir, tmp_path):
-    run = shutil.copytree(finished, tmp_path / "run")
+def test_pickles_beside_a_checkpoint_are_passed_over_and_in_the_place_of_its_adapter_refused(
+    world_dir, tmp_path, capsys
+):
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "boom")))  # it works
+    assert (tmp_path / "boom").exists()
+    completes(sgsd.main, run_flags(world_dir, tmp_path / "run"))
+    last = tmp_path / "run/checkpoints/step_000001"
     names = ["adapter_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth", "t.pkl"]
-    plant(run / "checkpoints/step_000001", *names)
-    completes(sgsd.main, run_flags(world_dir, run, steps=2))
-
-
-def test_a_pickled_adapter_is_not_evaluated(finished, plant, world_dir, tmp_path, capsys):
-    last = shutil.copytree(finished, tmp_path / "run") / "checkpoints/step_000001"
-    plant(last, "adapter_model.bin", "adapter_model.safetensors")
-    given = ["--data", world_dir / "data.jsonl", "--samples=1", f"--out={tmp_path / 'e'}"]
-    given.append("--verifier=driver:Exact")
+    plant(last, *names)
+    completes(sgsd.main, run_flags(world_dir, tmp_path / "run", steps=2))
+    plant(last, "adapter_model.safetensors")
+    given = [f"--data={world_dir}/data.jsonl", f"--out={tmp_path}/e", "--verifier=driver:Exact"]
     refused(capsys, eval.main, [last, *given], str(last))
+    assert not (last / "boom").exists()
 
 
 OWN = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": ["own.T", None]}
@@ -143,13 +127,13 @@ OWN = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "own", "auto_map": OWN}])
 def test_a_model_of_pickles_or_with_code_of_its_own_is_refused(
-    changes, plant, world_dir, tmp_path, capsys
+    changes, world_dir, tmp_path, capsys
 ):
     model = shutil.copytree(world_dir / "model", tmp_path / "model")
     (model / "model.safetensors").unlink()
     plant(model, "pytorch_model.bin")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **changes}))
-    mark = str(tmp_path / "boom")
-    (model / "own.py").write_text(f"import pathlib; pathlib.Path({mark!r}).touch()\n")
+    (model / "own.py").write_text(f"import pathlib; pathlib.Path({str(model)!r}, 'boom').touch()")
     refused(capsys, sgsd.main, run_flags(world_dir, tmp_path / "r", model=model), str(model))
+    assert not (model / "boom").exists()

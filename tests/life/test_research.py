@@ -1,17 +1,12 @@
-"""What of research/ is used again: the freeze, and the script that tries a GPU; their own tests."""
+"""What of research/ is used again: scripts that pages start, and the tests of its own."""
 
-import itertools
-import json
 import os
 import re
 import subprocess
 import sys
 
-import driver
 import pytest
 from conftest import ROOT
-
-from research.house import freeze
 
 
 def run(script, *argv):
@@ -21,11 +16,6 @@ def run(script, *argv):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
-
-
-def parsed(program, argv):
-    """The settings of a training's command."""
-    return driver.parsed(argv, program.removeprefix("methods.").removesuffix(".py"))
 
 
 @pytest.mark.long
@@ -44,46 +34,6 @@ def test_a_change_of_the_method_falls_or_is_named():
     assert "`rows = 8 if logits_nV`" in printed
 
 
-def test_every_run_of_the_freeze_is_listed_and_parses(tmp_path):
-    printed = run("house/freeze.py", "--list", "--long")
-    for command in itertools.chain.from_iterable(freeze.ALL.values()):
-        assert command in printed
-        words = command.replace("{out}", str(tmp_path)).split()
-        words = words[5:] if "--standalone" in words else words  # torchrun
-        program, *flags = words[1:] if words[0] == "-m" else words
-        if program == "eval.py":
-            driver.parsed(flags, "eval")
-        else:
-            parsed(program, flags)
-
-
-def frozen(folder, loss, dynamic_id, replies, **columns):
-    """A run's folder: a rollout of step 2, its bank with a dynamic entry, and replies."""
-    (folder / "bank").mkdir(parents=True)
-    bank = {"general_skills": [{"skill_id": dynamic_id, "title": "Add"}], "common_mistakes": []}
-    (folder / "bank/step_000001.json").write_text(json.dumps(bank))
-    row = {"step": 2, "pairs": [[dynamic_id, "err_001"]], "loss": loss, "rho": [], **columns}
-    driver.write_rows(folder / "rollouts.jsonl", [row])
-    lines = [{"step": 1, "prompt": x, "repeat": 0, "reply": x} for x in replies]
-    driver.write_rows(folder / "bank/replies.jsonl", lines)
-    return folder
-
-
-def test_the_freeze_sees_a_number_and_overlooks_what_may_change(tmp_path):
-    """Ids of dynamic entries, the order of replies, and columns of teachers where there is none."""
-    old = frozen(tmp_path / "old", 0.5, "dyn_gen_001", "ab", alpha=[], advantage=1.0)
-    new = frozen(tmp_path / "new", 0.5, "dyn_gen_001_002", "ba", advantage=1.0, index=0)
-    found = freeze.Findings()
-    freeze.compare_runs(old, new, found)
-    assert found.cells() == ["1 rollouts, 1 banks, 2 replies", "0", ""]
-    assert (found.may_go, found.added) == ({"rollouts.alpha"}, {"rollouts.index"})
-    other = frozen(tmp_path / "other", 0.75, "gen_001", "aa", alpha=[])
-    found = freeze.Findings()
-    freeze.compare_runs(old, other, found)
-    assert found.differences["rollouts.loss"] == 0.25 and found.lost == {"rollouts.advantage"}
-    assert {"rollouts.pairs", "replies.reply"} <= {*found.differences}
-
-
 def scripts():
     """The scripts that pages of research/ start, but those that need TRL."""
     names = set()
@@ -100,7 +50,7 @@ def test_a_script_that_a_page_of_research_starts_runs_as_far_as_its_help(script)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("question", ("bound", "cost", "methods", "worlds"))
+@pytest.mark.parametrize("question", ("bound", "cost", "house", "methods", "worlds"))
 def test_a_question_with_tests_of_its_own_passes_them(question):
     command = [sys.executable, "-m", "pytest", "-m", "", str(ROOT / "research" / question)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

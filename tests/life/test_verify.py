@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pathlib
-import random
 import re
 import resource
 import signal
@@ -220,20 +219,9 @@ HOSTILE = r"""
 """
 LONG = ["{" * 5000, r"\frac{" * 300, "1" * 100_000, "x" * 100_000, "x," * 450, "\\" * 999]
 LONG += ["\x00", "7\x00", "\ud800", "7\u202e"]
-SLOW = [  # each takes all of its time, as some above do
-    "(" * 900,
-    "((10!)!)!",
-    "2^{10^{10}}",
-    r"\prod_{i=1}^{10^7} i",
-    "(x+1)^{100000}(x+2)",
-    r"\frac{1}{1+" * 60 + "1" + "}" * 60,
-]
 
 
-@pytest.mark.parametrize(
-    "pred",
-    [*words(HOSTILE), *LONG, *(pytest.param(pred, marks=pytest.mark.long) for pred in SLOW)],
-)
+@pytest.mark.parametrize("pred", [*words(HOSTILE), *LONG])
 def test_a_hostile_answer_is_wrong_runs_no_code_and_the_next_one_is_judged(
     pred, impatient, tmp_path, monkeypatch
 ):
@@ -241,21 +229,6 @@ def test_a_hostile_answer_is_wrong_runs_no_code_and_the_next_one_is_judged(
     assert impatient.outcome("7", rf"so \boxed{{{pred}}}") == -1
     assert impatient.verify("1/2", "2/4")
     assert not os.listdir(tmp_path), "it ran code"
-
-
-TOKENS = (
-    r"""\frac { } ( ) [ ] + - ^ _ ! , ; : = < / * . $ % & ~ ' " # | \ \\ \{ \} \sqrt \pm \cup \in
-    \le \infty \pi \text{ \text{and} \circ \% \cdot \binom \boxed{ \begin{pmatrix} \end{pmatrix}
-    \sin \log x y i e AB and apples cm é ² √ ½ ٣ 0 1 2 3 4 5 6""".split()
-    + [" ", "\n", "\x00", "\ud83d"]
-)
-
-
-@pytest.mark.parametrize("n", [300, pytest.param(2500, marks=pytest.mark.long)])
-def test_random_tokens_are_never_a_large_prime(impatient, n):
-    rng = random.Random(0)
-    preds = ["".join(rng.choices(TOKENS, k=rng.randint(1, 30))) for _ in range(n)]
-    assert mistakes(impatient, [("1000000007", pred) for pred in preds], False) == []
 
 
 # ---------------------------------------------------------------------------------------- processes
@@ -278,14 +251,6 @@ def started(make):
     result = make()
     (pid,) = workers(os.getpid()) - before
     return result, pid
-
-
-def test_each_of_several_threads_gets_its_own_verdicts(verifier):
-    cases = [(f"{i}/2", f"{2 * i if i % 3 else 2 * i + 1}/4") for i in range(1, 19)]
-    want = [case for i, case in enumerate(cases, 1) if i % 3 == 0]
-    with ThreadPoolExecutor(3) as threads:
-        wrong = threads.map(lambda _: mistakes(verifier, cases, True), range(3))
-        assert [*wrong] == [want] * 3
 
 
 def test_a_killed_worker_is_replaced_and_a_closed_one_starts_again_when_it_is_needed():
@@ -359,12 +324,6 @@ def test_time_and_memory_of_a_worker_are_bounded_and_late_answers_are_counted():
         assert mistakes(v, [("7", "8/3"), ("7", "((10!)!)!")], False) == [] and v.timeouts == 1
         assert not v.verify("7", "2^{10^{10}}") and v.verify("1/2", "2/4")
     one_line(lambda: Verifier(0.0), "timeout_s")
-
-
-def test_without_math_verify_there_is_no_verifier(tmp_path, monkeypatch):
-    (tmp_path / "math_verify.py").write_text("raise ImportError")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    one_line(Verifier, "math_verify", kind=ImportError)
 
 
 # --------------------------------------------------------------------------- a judge of one's own

@@ -141,11 +141,8 @@ def test_alg2_line_5_a_memory_record():
     assert skills.memory_of(solved(1, text=text)) == record
     with_answer = skills.memory_of(solved(1, text=text), with_answer=True)
     assert with_answer == record | {"reference_answer": "GOLD"}
-
-
-@pytest.mark.parametrize("pred, feedback", [("3", "rejected the"), (None, "gave no")])
-def test_alg2_line_5_a_failures_feedback_says_what_failed(pred, feedback):
-    assert feedback in skills.memory_of(solved(1, -1, pred=pred))["feedback"]
+    for pred, feedback in (("3", "rejected the"), (None, "gave no")):
+        assert feedback in skills.memory_of(solved(1, -1, pred=pred))["feedback"]
 
 
 def test_alg2_line_5_a_long_completion_is_an_excerpt_of_its_two_ends():
@@ -246,14 +243,6 @@ def test_alg3_line_9_a_decrease_resets_the_count_of_stagnant_layers():
             layer(5, 8, 4, 8, 3, reason=PATIENCE),
         ],
     )
-
-
-def test_alg3_h_is_32_and_p_is_3_by_default():
-    letters = "".join(map(chr, range(200, 265)))
-    a, b = letters[:32], letters[32:64]
-    table = Table(*[f"{a} > {a}, {b} > {b}"] * 3)
-    _, layers = skills.merge(items(letters), G, table)
-    assert not table.lines and len(layers) == 3
 
 
 PAIR = items("ab")
@@ -371,13 +360,6 @@ def test_alg2_line_15_both_lists_are_merged_side_by_side():
     assert [x["lost_replies"] for x in skill_layers] == [1, 0, 0, 0]
 
 
-def test_no_memory_and_no_readable_reply_give_an_empty_bank():
-    for memories, lines in ([], []), ([memory(1), memory(2, -1)], ["+1 > ?, -2 > ?"] * 2):
-        bank = skills.cold_start(memories, Table(*lines))
-        assert bank.general_skills == bank.common_mistakes == []
-        assert bank.metadata["lost_replies"] == len(lines)
-
-
 # ------------------------------------------------------------------------ Algorithm 4: evolution
 
 
@@ -486,17 +468,6 @@ def test_alg4_line_13_a_full_list_leaves_its_share_of_n_to_the_other():
     assert [len(dynamic(new, key)) for key in KEYS] == [4, 3]
 
 
-def test_alg4_n_is_5_and_c_is_30_by_default():
-    """Failures only, so one list fills up."""
-    bank, sizes = make_bank(), []
-    for k in range(1, 9):
-        rows = [solved(100 * k + i, -1) for i in range(3)]
-        bank = skills.evolve(bank, rows, 25 * k, Model(3))
-        sizes.append(len(dynamic(bank, E)))
-    assert sizes == [5, 10, 15, 20, 25, 30, 30, 30]
-    assert len({*ids(bank.common_mistakes, E)}) == len(bank.common_mistakes)
-
-
 def test_alg4_line_14_static_entries_and_the_old_bank_are_left_alone():
     bank = with_dynamic("op", "Q")
     before = copy.deepcopy(bank)
@@ -558,14 +529,6 @@ def test_dynamic_ids_of_entries_that_stay_that_are_new_and_that_return():
         assert ids(dynamic(bank, E), E) == left
 
 
-def test_of_two_dynamic_entries_with_one_text_the_first_keeps_its_id_in_a_merge():
-    twins = with_dynamic("", "OO")
-    kept = skills.evolve(twins, window(1), 25, Table("-0 > ?", "-0 > ?"))
-    assert ids(dynamic(kept, E), E) == ["dyn_err_001", "dyn_err_002"]
-    merged = skills.evolve(twins, window(1), 25, Table("-0 > A", "OOA > OA"))
-    assert ids(dynamic(merged, E), E) == ["dyn_err_001", "dyn_err_025_001"]
-
-
 @pytest.mark.parametrize("shown", [False, True])
 def test_an_evolution_shows_the_reference_answer_only_when_asked_to(shown):
     """D3. And never an id."""
@@ -574,12 +537,6 @@ def test_an_evolution_shows_the_reference_answer_only_when_asked_to(shown):
     extractions = [prompt for prompt in model.prompts if "to merge:" not in prompt]
     assert extractions and all(("GOLD" in prompt) == shown for prompt in extractions)
     assert not any(re.search("xyz|problem_id|dyn_|sources", prompt) for prompt in model.prompts)
-
-
-def test_a_windows_rows_need_four_fields_and_no_source_is_made_up():
-    row = {"problem": "What is 1 plus 1?", "text": "\\boxed{3}", "r": -1, "pred": "3"}
-    new = skills.evolve(make_bank(), [row], 25, Table("-1 > A"))
-    assert dynamic(new, E) == [{"mistake_id": "dyn_err_025_001", **item("A", E)}]
 
 
 # ------------------------------------------------------------------------------- mangled replies
@@ -662,16 +619,6 @@ def test_a_writer_counts_how_often_a_prompt_came_before_and_logs_every_reply(tok
     assert sampler.requests == [[("a", 0), ("b", 0)], [("a", 1), ("c", 0)]]
     assert log[2] == {"step": 25, "repeat": 1, "prompt": "a", "reply": "another A"}
     assert [row["prompt"] for row in log] == [*"abac"]
-
-
-def test_a_group_that_the_next_layer_shows_again_gets_a_sampled_reply(tokenizer):
-    """D4: not only after a failure. Here the third of three equal layers merges a with b."""
-    again = answer(items("ab"))
-    sampler = Sampler(again, again, answer(items("x")), answer(items("xc")))
-    writer = make_writer(tokenizer, sampler, [])
-    merged, layers = skills.merge(items("abc"), G, writer, group_size=2)
-    assert names(merged) == "xc" and [x["lost_replies"] for x in layers] == [0, 0, 0, 0]
-    assert [repeat for ((_, repeat),) in sampler.requests] == [0, 1, 2, 0]
 
 
 def test_a_writer_does_not_think_and_has_room_to_repeat_a_long_prompt(tokenizer):

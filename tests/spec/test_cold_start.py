@@ -7,7 +7,6 @@ What becomes of the memories (lines 8-16) is in test_algorithms.py.
 import dataclasses
 import json
 import shutil
-import signal
 
 import driver
 import pytest
@@ -17,7 +16,7 @@ from driver import flags, opened, rows
 import rollout
 import sgsd
 import skills
-from lib import files, model
+from lib import model
 from lib.run import Run
 from rollout import Sampling
 
@@ -139,30 +138,3 @@ def test_two_processes_make_the_bank_of_one(program, command, tmp_path, whole):
     codes = driver.two(command(out), tmp_path, program=program)
     assert codes == [0, 0], (tmp_path / "log0").read_text()
     assert bank_files(out) == whole[program]
-
-
-KILLS = [  # the writer, the file that is torn, and the call before which the process is killed
-    (FAKE, "memories", (files, "append_jsonl", 2)),
-    (FAKE, "replies", (Run, "log_rows", 5)),
-    pytest.param(
-        with_the_policy_as_writer, "replies", (Run, "log_rows", 4), marks=pytest.mark.long
-    ),
-]
-
-
-@pytest.mark.parametrize("program, name, call", KILLS)
-def test_a_killed_process_makes_the_same_bank_and_no_memory_twice(
-    program, name, call, command, tmp_path, whole
-):
-    """Killed while it solves or while it writes, and the last line is torn."""
-    out, log = tmp_path / "run", tmp_path / "log"
-    file = out / "bank" / f"{name}.jsonl"
-    killed = driver.start(command(out), log, before=driver.killing(*call), program=program)
-    assert driver.wait(killed) == -signal.SIGKILL
-    memories = rows(out / "bank/memories.jsonl")
-    assert (0 < len(memories) < 4) == (name == "memories")
-    with open(file, "ab") as f:
-        f.write(b'{"problem_id": "torn \xc3')
-    assert driver.wait(driver.start(command(out), log, program=program)) == 0, log.read_text()
-    assert bank_files(out) == whole[program]
-    assert rows(out / "bank/memories.jsonl")[: len(memories)] == memories

@@ -6,7 +6,7 @@ import driver
 import pytest
 import torch
 from conftest import one_line, same, t
-from driver import completes, flags, parsed, refused, rows, two
+from driver import completes, flags, parsed, rows, two
 from method_steps import assert_gradients, logprobs_of, one_step
 from safetensors.torch import load_file
 
@@ -134,10 +134,3 @@ def test_the_short_grpo_is_sampled_and_clipped_as_sgsd():
     assert (short.student_prefix, short.generations) == ("closed", 8)
     assert not short.uses_skill_bank
     assert parsed(["--short", "--max-new-tokens", "9"], "grpo").max_new_tokens == 9
-
-
-@pytest.mark.parametrize(
-    "given, words", [("--generations=1", ">= 2"), ("--temperature=0", "--temperature 0")]
-)
-def test_a_wrong_flag_gives_one_clear_line(given, words, tmp_path, capsys):
-    refused(capsys, grpo.main, [given, f"--out={tmp_path / 'run'}"], given.split("=")[0], words)

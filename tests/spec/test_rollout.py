@@ -5,7 +5,6 @@ cache, no padding, one row alone. Ids travel unchanged, and the outcome comes fr
 """
 
 import itertools
-import json
 import warnings
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from conftest import make_model, make_tokenizer, one_line
 from tokenizers import AddedToken
-from transformers import Gemma3Config, GenerationConfig, PreTrainedTokenizerFast
+from transformers import Gemma3Config, GenerationConfig
 
 import rollout
 from lib.verify import Verdict
@@ -141,9 +140,7 @@ def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     assert not model.training and not torch.is_inference_mode_enabled()
     left_early.close()
     assert model.training
-    one_line(lambda: next(stream(ids, 0)), "rows >= 1, got 0")
     one_line(lambda: next(stream([*ids[:5], []])), "prompts that are not empty")
-    one_line(lambda: rollout.generate(model, tokenizer, ids, SAMPLING, [1]), "shorter")
     assert rollout.generate(model, tokenizer, [], SAMPLING, []) == []
 
 
@@ -218,17 +215,6 @@ def test_a_think_block_that_the_prompt_left_open_holds_no_answer(tokenizer):
     ):
         roll = judged(tokenizer, tokenizer.encode(prompt), tokenizer.encode(text))
         assert (roll.pred, roll.r, roll.text) == (pred, 1 if pred else -1, text)
-
-
-def test_a_think_block_is_only_seen_where_it_is_a_token():
-    """A tokenizer without <think> spells it in letters, and a prompt may end on its last one."""
-    core = make_tokenizer().backend_tokenizer
-    spec = json.loads(core.to_str())
-    spec["added_tokens"] = [x for x in spec["added_tokens"] if "think" not in x["content"]]
-    core = type(core).from_str(json.dumps(spec))
-    without = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
-    roll = judged(without, without.encode("say>\n"), without.encode(r"\boxed{5}"))
-    assert (roll.pred, roll.r) == ("5", 1)
 
 
 def test_think_tags_that_are_special_tokens_are_still_seen():

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import make_model, one_line
+from conftest import make_model
 from plain import logprobs_of_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -135,11 +135,3 @@ def test_a_bf16_head_is_exact(device):
     want_NV = (x_ND.double() @ model.lm_head.weight.double().T).log_softmax(-1)
     assert logp_N.dtype == torch.float32 and matmul.fp32_precision == precision
     assert (logp_N - want_NV[range(64), range(64)]).abs().max() < 1e-4
-
-
-def test_rows_without_a_prompt_are_refused_and_no_tokens_are_fine():
-    model = make_model()
-    one_line(lambda: scoring.token_logprobs(model, [[1]], [[1], [2]]), "1 and 2")
-    one_line(lambda: scoring.token_logprobs(model, [[]], [[1]]), "non-empty")
-    assert scoring.token_logprobs(model, [[1]], [[]]).shape == (1, 0)
-    assert scoring.token_logprobs(model, [], []).shape == (0, 0)
