@@ -138,9 +138,9 @@ CHANGES = {
     ],
     "methods/divergences.py": [
         Change(
-            "terms = beta * of_teacher", "terms = of_teacher", "spec/divergences generalized_jsd"
+            "terms = beta * of_teacher", "terms = of_teacher", "spec/ablations generalized_jsd"
         ),
-        Change("twice[:, 0] = False", "pass", "spec/divergences local_support"),
+        Change("twice[:, 0] = False", "pass", "spec/ablations local_support"),
     ],
     "methods/teachers.py": [
         Change(".lerp_(p.detach(), moved)", "", "spec/rlsd renewed"),

@@ -57,9 +57,6 @@ def program_row():
     return json.loads(re.search(r'^    (\{"problem".*)$', section(PROGRAMS), re.M)[1])
 
 
-# ---------------------------------------------------- what the rollouts in a run's folder show
-
-
 def audited(out):
     """Of each rollout: its row, gaps and credit [K, T], mask [T]."""
     for row, tokens in zip(rows(out / "rollouts.jsonl"), rows(out / "tokens.jsonl"), strict=True):
@@ -179,36 +176,17 @@ def test_every_part_has_its_recipe_and_every_diff_applies():
     assert {x for x in titles if re.search("```(diff|python)", section(x))} == {*RECIPES}
 
 
-NUMBERS = {"numbers": [6, 61, 94, 4], "target": 309}
-SQUARE = "def double(n):\n    return n * n"
-ENDLESS = "while True:\n    pass"
-JUDGES = {  # by title: a judge, a problem, the form of a solution, a right answer, wrong ones
-    PROGRAMS: (
-        "code_domain:Program",
-        Problem("0", "p", "-", {"tests": program_row()["tests"]}),
-        "So:\n```python\n{}\n```\n",
-        "def double(n):\n    return 2 * n",
-        [SQUARE, "raise SystemExit(0)", ENDLESS, "def double(n): return \0"],
-    ),
-    GYM: (
-        "gym_domain:ReasoningGym",
-        Problem("0", "p", "94*4 - 61 - 6", {"task": "countdown", "metadata": NUMBERS}),
-        r"so \boxed{{{}}}",
-        "4*94 - (61 + 6)",
-        ["309", "9**9**9**9", "__import__('os').getcwd()", "(", "1/0"],
-    ),
-}
-
-
-@pytest.mark.parametrize("title", JUDGES)
-def test_a_judge_of_the_page_decides_in_time_whatever_a_model_writes(title, tmp_path, monkeypatch):
-    if title == GYM:
-        pytest.importorskip("reasoning_gym", reason=NO_GYM)
-    name, problem, solution, right, wrong = JUDGES[title]
-    write_files(title, tmp_path)
+def test_a_program_is_right_if_it_gets_past_its_tests_in_time(tmp_path, monkeypatch):
+    """Not one that ends before them, runs on, or cannot be run."""
+    write_files(PROGRAMS, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    with load_judge(name)(2.0) as judge:
-        verdicts = judge.judge([(problem, solution.format(x)) for x in [right, *wrong]])
-        assert judge.timeouts == wrong.count(ENDLESS)
-    assert [verdict.right for verdict in verdicts] == [True] + [False] * len(wrong)
+    problem = Problem("0", "p", "-", {"tests": program_row()["tests"]})
+    double = "def double(n):\n    return "
+    programs = [f"{double}2 * n", f"{double}n * n", "raise SystemExit(0)", "while True:\n    pass"]
+    programs.append(f"{double}\0")
+    cases = [(problem, f"So:\n```python\n{program}\n```\n") for program in programs]
+    with load_judge("code_domain:Program")(2.0) as judge:
+        verdicts = judge.judge([*cases, (problem, programs[0])])
+        assert judge.timeouts == 1 and verdicts[-1].answer is None
+    assert [verdict.right for verdict in verdicts] == [True] + [False] * 5

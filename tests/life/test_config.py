@@ -33,9 +33,6 @@ def refused(capsys, text, *words, kind=config.Config):
     driver.refused(capsys, lambda argv: parse(" ".join(argv), kind), text.split(), *words)
 
 
-# ------------------------------------------------------------------------------------------ flags
-
-
 def forbidden(rule):
     """Values that a setting's rule forbids."""
     if rule.choices:
@@ -120,30 +117,6 @@ def test_help_has_every_flag_with_its_default_and_its_source_in_groups(name, cap
     assert "(default: )" not in text and "(default: None)" not in text
 
 
-# --------------------------------------------------------------------------------- other settings
-
-
-@dataclasses.dataclass(frozen=True)
-class Own(grpo.GRPOConfig):
-    """A method with a default, a rule and a setting of its own."""
-
-    program = "own.py"
-
-    temperature: float = 2
-    top_p: float = config.setting(0.5, "nucleus; ours", least=0.25, most=0.75)
-    margin: float = config.setting(1.0, "margin of the loss; ours")
-
-
-def test_a_method_writes_a_default_alone_may_replace_a_rule_and_adds_a_setting(capsys):
-    """The other rules are found along its classes, also where the default is written as an int."""
-    rules, inherited = Own.rules(), grpo.GRPOConfig.rules()
-    assert rules["temperature"] == inherited["temperature"] == config.Config.rules()["temperature"]
-    assert parse("--temperature 1.5", Own).temperature == 1.5 and parse("", Own).temperature == 2
-    assert rules["top_p"].help == "nucleus; ours" and "margin" in rules
-    refused(capsys, "--top-p 0.9", "--top-p 0.9", "nucleus; ours", kind=Own)
-    assert {name for name in inherited if rules[name] != inherited[name]} == {"top_p"}
-
-
 def test_a_default_without_an_annotation_is_refused():
     """Dataclasses would ignore it without a word."""
     bare = dataclasses.dataclass(frozen=True)(type("Bare", (config.Config,), {"tau_g": 2.0}))
@@ -180,9 +153,6 @@ def test_the_functions_of_the_paper_have_the_defaults_of_the_settings():
                 assert parameter.default == getattr(config.Config, other_names.get(name, name))
                 count += 1
     assert count > 15
-
-
-# ------------------------------------------------------------------------------- mistakes, signals
 
 
 def test_another_ranks_mistake_has_its_rank_and_comes_later(monkeypatch, capsys):

@@ -65,8 +65,6 @@ def stored(out):
     return json.loads((out / "config.json").read_text())
 
 
-# ------------------------------------------------------------------------------------------ kills
-
 KILLS = [  # where; the function that kills there, at which call, whether after it; what was said
     ("among the seed solutions", files, "append_jsonl", 2, False, ""),
     ("among the replies of the cold start", Run, "log_rows", 6, False, "starts with step 1"),
@@ -87,9 +85,7 @@ KILLS = [  # where; the function that kills there, at which call, whether after 
 ]
 
 
-def test_a_run_that_is_killed_everywhere_and_continued_equals_the_uninterrupted_one(
-    world_dir, tmp_path, uninterrupted
-):
+def test_a_run_killed_everywhere_equals_the_uninterrupted_one(world_dir, tmp_path, uninterrupted):
     out = tmp_path / "run"
     argv = small_flags(world_dir, out)
     for number, (where, owner, name, call, after, words) in enumerate(KILLS):
@@ -144,9 +140,7 @@ def test_other_kinds_of_runs_are_killed_and_continued(changes, places, world_dir
     assert_equal(out, whole)
 
 
-def test_a_window_is_in_the_checkpoints_between_evolutions_and_nowhere_else(
-    world_dir, killed, tmp_path, uninterrupted
-):
+def test_a_window_is_kept_between_evolutions_alone(world_dir, killed, tmp_path, uninterrupted):
     """Two solutions in each step since step 3. A run that is given such a bank drops it."""
     given = killed / "checkpoints/step_000004/bank.json"
     bank = SkillBank.load(given)
@@ -156,23 +150,6 @@ def test_a_window_is_in_the_checkpoints_between_evolutions_and_nowhere_else(
         assert "window" not in json.loads(path.read_text())
     with driver.opened(world_dir, tmp_path / "new", bank=str(given), num_teachers=1) as run:
         assert run.bank.window == [] and run.bank.general_skills == bank.general_skills
-
-
-OF_TWO = [(skills, "limit_growth", 1)]
-OF_TWO.append(pytest.param((files, "append_jsonl", 1), marks=pytest.mark.long))
-
-
-@pytest.mark.parametrize("place", OF_TWO)
-def test_two_processes_that_are_killed_continue_as_one_run(place, world_dir, tmp_path):
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    assert two(small_flags(world_dir, whole), tmp_path) == [0, 0]
-    argv = small_flags(world_dir, out)
-    assert two(argv, tmp_path, before=killing(*place))[0] == -signal.SIGKILL
-    assert two(argv, tmp_path) == [0, 0], (tmp_path / "log0").read_text()
-    ours, theirs = state(out), state(whole)
-    for memories in (ours, theirs):  # written as they come
-        memories["bank/memories.jsonl"] = sorted(memories["bank/memories.jsonl"].splitlines())
-    assert ours == theirs
 
 
 @pytest.mark.long
@@ -206,12 +183,7 @@ def killing_at_touch(out, n):
     return lambda: sys.addaudithook(watch)
 
 
-# --------------------------------------------------------- nothing is left to do, or no step yet
-
-
-def test_a_bank_alone_is_complete_and_steps_that_follow_use_it(
-    world_dir, tmp_path, uninterrupted, log
-):
+def test_a_bank_alone_is_complete_and_later_steps_use_it(world_dir, tmp_path, uninterrupted, log):
     out = tmp_path / "run"
     argv = small_flags(world_dir, out, steps=0)
     assert go(argv, log) == 0
@@ -222,10 +194,8 @@ def test_a_bank_alone_is_complete_and_steps_that_follow_use_it(
     assert_equal(out, uninterrupted)
 
 
-def test_a_run_with_nothing_to_lose_is_replaced_and_one_that_has_memories_or_a_bank_is_refused(
-    world_dir, tmp_path, uninterrupted, log, capsys
-):
-    """Out of memory in step 1 is the commonest first mistake. The copy of --bank's is nothing."""
+def test_a_run_is_replaced_if_nothing_is_lost(world_dir, tmp_path, uninterrupted, log, capsys):
+    """As after a first step without memory. Memories and a bank of its own are never lost."""
     out, given = tmp_path / "run", {"bank": world_dir / "bank.json"}
     kill(small_flags(world_dir, out, tau_g=2, **given), log, sgsd, "optimizer_step", 1)
     argv, other = small_flags(world_dir, out), small_flags(world_dir, out, cold_start=5)
@@ -242,8 +212,6 @@ def test_a_run_with_nothing_to_lose_is_replaced_and_one_that_has_memories_or_a_b
     assert go(argv, log) == 0 and "changed:" not in log.read_text()
     assert_equal(out, uninterrupted)
 
-
-# ------------------------------------------------------------------- what may change, and what not
 
 FREE = {"device", "rollout_rows", "score_tokens", "checkpoint_above", "checkpoint_every"}
 FREE |= {"audit_every", "report_to", "steps", "server", "max_prompt_tokens", "out"}
@@ -283,9 +251,7 @@ def test_every_setting_that_is_not_free_is_refused(world_dir, killed, tmp_path, 
     assert contents(killed) == before
 
 
-def test_what_is_free_is_said_and_recorded_and_changes_no_draw(
-    world_dir, killed, uninterrupted, log
-):
+def test_what_is_free_is_recorded_and_changes_no_draw(world_dir, killed, uninterrupted, log):
     first = stored(killed)
     changes = {"checkpoint_every": 5, "rollout_rows": 1, "score_tokens": 500, "audit_every": 0}
     changes |= {"checkpoint_above": 0, "max_prompt_tokens": 9000}
@@ -325,10 +291,8 @@ def test_two_processes_continue_the_run_of_one(world_dir, killed, uninterrupted,
 OWN_JUDGE = "import driver\n\n\nclass Judge(driver.CoinVerifier):\n    pass\n"
 
 
-def test_a_run_goes_on_with_changed_code_and_says_so_but_not_with_changed_problems(
-    world_dir, tmp_path, monkeypatch, capsys, log
-):
-    """A verifier of the user's own may read other fields of the problems."""
+def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch, capsys, log):
+    """That is said. Not with other problems: a verifier may read other fields of them, too."""
     monkeypatch.syspath_prepend(tmp_path)
     judge, data, out = tmp_path / "own_judge.py", tmp_path / "data.jsonl", tmp_path / "run"
     judge.write_text(OWN_JUDGE)
@@ -346,11 +310,9 @@ def test_a_run_goes_on_with_changed_code_and_says_so_but_not_with_changed_proble
     assert go(argv, log) == 0 and "changed:" not in log.read_text()
 
 
-def test_a_run_of_commit_1303a2f_goes_on_where_its_settings_and_problems_are_the_same(
-    world_dir, killed, uninterrupted, log, capsys
-):
-    """It has digests by setting, of the problems without other fields; its code by files; other
-    settings; and no digests of checkpoints, which are not asked for then."""
+def test_a_run_of_1303a2f_goes_on(world_dir, killed, uninterrupted, log, capsys):
+    """Of that commit, with the same settings and problems. It has digests by setting, of the
+    problems without other fields; its code by files; other settings; none of checkpoints."""
     about, argv = stored(killed), small_flags(world_dir, killed)
     asked = [(x["id"], x["problem"], x["answer"], {}) for x in PROBLEMS]
     about["code"] = {"sgsd.py": "another"}
@@ -372,25 +334,6 @@ def test_a_run_of_commit_1303a2f_goes_on_where_its_settings_and_problems_are_the
     assert_equal(killed, uninterrupted)
 
 
-# ------------------------------------------------------------------------- what is gone, or foreign
-
-
-def test_before_its_first_checkpoint_is_due_a_run_goes_on_by_its_own_settings_alone(
-    world_dir, tmp_path, log, capsys
-):
-    """What its method does not offer is not compared: an older version may have stored it."""
-    out, changes = tmp_path / "grpo", GRPO | {"steps": 4, "checkpoint_every": 4, "bank": ""}
-    argv = flags_of(world_dir, out, changes)
-    kill(argv, log, sgsd, "optimizer_step", 3)
-    about = stored(out)
-    about["settings"] |= {"cold_start": 7, "cold_start_thinking": False}
-    (out / "config.json").write_text(json.dumps(about))
-    other = flags_of(world_dir, out, changes | {"grad_clip": 2})
-    assert "--bank" not in refused(capsys, driver.main, other, "--grad-clip 2", "--adapter")
-    assert go(argv, log) == 0, log.read_text()
-    assert driver.steps_of(out) == ([1, 2, 3, 4], [4])
-
-
 def test_a_run_goes_on_without_its_logs(world_dir, killed, uninterrupted, log):
     """They are no part of what it needs to go on. What is cut is said."""
     for name in ("rollouts", "tokens"):
@@ -404,9 +347,7 @@ def test_a_run_goes_on_without_its_logs(world_dir, killed, uninterrupted, log):
             assert ours[name] == theirs[name], name
 
 
-def test_a_folder_that_is_no_run_of_this_program_or_has_lost_its_checkpoints_is_refused(
-    world_dir, killed, capsys
-):
+def test_a_folder_that_is_no_run_of_this_program_is_refused(world_dir, killed, capsys):
     argv, file = small_flags(world_dir, killed), killed / "metrics.jsonl"
     refused(capsys, driver.main, ["ablations", *argv], "sgsd.py", "methods.ablations")
     refused(capsys, driver.main, small_flags(world_dir, file), str(file))
@@ -418,9 +359,7 @@ def test_a_folder_that_is_no_run_of_this_program_or_has_lost_its_checkpoints_is_
     assert contents(killed) == before
 
 
-def test_a_process_with_another_setting_or_prompt_is_refused_and_nothing_is_written(
-    world_dir, killed, tmp_path
-):
+def test_a_process_with_another_setting_or_prompt_is_refused(world_dir, killed, tmp_path):
     """As on a machine with an older copy. Without torchrun each rank prints its line."""
     original, whole = files.file_digest, contents(killed)
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, fake_embed, make_bank, same, t
+from conftest import ROOT, fake_embed, make_bank, t
 from driver import start, wait
 
 # ---------------------------------------------------------------------------------------- imports
@@ -61,9 +61,6 @@ def test_imports_only_go_down_and_stand_at_the_top_of_a_file(name):
             assert not imports_of(node), ast.unparse(node)[:80]
     if name != "lib.verify":  # which loads --verifier
         assert "import_module(" not in ast.unparse(tree)
-
-
-# ---------------------------------------------------------------------------- a module copied alone
 
 
 def render_a_prompt(skills):
@@ -124,9 +121,6 @@ def is_ours(path):
     return path in (ROOT, ROOT / "tiny") or path.is_relative_to(ROOT / "tests")
 
 
-# ----------------------------------------------------------------------------- a fence copied alone
-
-
 def fence(file, **given):
     """What stands from the first rule to the second of a file, run with these names alone."""
     _, part, *_ = re.split(r"^# -{20,} .*\n", (ROOT / file).read_text(), flags=re.M)
@@ -139,19 +133,12 @@ def fence(file, **given):
 def test_the_objective_needs_torch_alone():
     types = {"Collection": Collection, "Sequence": Sequence}
     f = fence("sgsd.py", torch=torch, Tensor=torch.Tensor, **types)
-    logpS_T = t([-1.0, -0.5]).requires_grad_()
-    delta_KT = f.log_prob_gap(t([[-0.5, -1.5], [1.0, -0.4]]), logpS_T)  # [[.5, -1], [2, .1]]
-    mask_T, alpha_K = f.token_mask([5, 6], {7}), f.teacher_weights(t([0.3, 0.1]), t([0.1, 0.3]))
-    same(alpha_K, [0.5, 0.5])
-    same(f.plain_support(delta_KT), [-0.25, 1.05])
-    rho_K = f.polarity(f.robust_support(delta_KT, mask_T, 3.0), -1, 0.05)
-    assert rho_K.tolist() == [1, -1]
-    f.sgsd_loss(f.teacher_losses(delta_KT, mask_T, 1.0), alpha_K, rho_K).backward()
-    same(-logpS_T.grad, f.token_credit(delta_KT, mask_T, alpha_K, rho_K, 1.0).sum(0))
-    cfg = SimpleNamespace(c_delta=3.0, eps_a=0.05, tau_g=1.0)
-    logpT_KT = t([[-0.5, -1.5], [1.0, -0.4]])
-    _, numbers = f.loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, -1)
-    assert numbers["rho"].tolist() == [1, -1]
+    cfg, alpha_K = SimpleNamespace(c_delta=3.0, eps_a=0.05, tau_g=1.0), t([0.5, 0.5])
+    logpT_KT, logpS_T = t([[-0.5, -1.5], [1.0, -0.4]]), t([-1.0, -0.5]).requires_grad_()
+    mask_T = f.token_mask([5, 6], {7})
+    loss, numbers = f.loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, -1)
+    loss.backward()
+    assert numbers["rho"].tolist() == [1, -1] and logpS_T.grad.any()
 
 
 def test_the_metrics_need_numpy_alone():

@@ -1,8 +1,11 @@
-"""The pages beside the code: links lead somewhere, commands parse, decisions have their rows."""
+"""Pages: links lead somewhere, commands parse, decisions have their rows; research/ runs."""
 
 import ast
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 import driver
 import pytest
@@ -124,3 +127,29 @@ def test_each_test_that_a_claim_names_exists():
         for first, end in re.findall(rf"^\| {kind} (\d+)(?:-(\d+))?", section, re.M):
             shown |= {*range(int(first), int(end or first) + 1)}
         assert shown == {*range(1, last + 1)}, title
+
+
+def run(script, *argv):
+    """What a script of research/ prints; it must succeed."""
+    command = [sys.executable, str(ROOT / "research" / script), *map(str, argv)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.long
+def test_what_must_be_checked_on_a_gpu_runs_in_small_without_one(tmp_path):
+    steps = ("bf16", "bf16_eval", "fp32", "fp32_again", "step", "large_masks", "large_step")
+    printed = run("speed/gpu.py", tmp_path, "--cpu", "--steps", *steps)
+    codes = dict(re.findall(r"^\| (\w+) \| (\w+) \| \d+ \|$", printed, re.M))
+    assert codes == dict.fromkeys(steps, "0")
+    assert "fp32 twice: 8 of 8 rollouts" in printed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("question", ("bound", "cost", "house", "methods", "speed", "worlds"))
+def test_a_question_with_tests_of_its_own_passes_them(question):
+    command = [sys.executable, "-m", "pytest", "-m", "", str(ROOT / "research" / question)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from driver import completes, flags, refused, write_rows
+from driver import completes, flags, refused, rows, write_rows
 
 import eval
 import rollout
@@ -58,32 +58,22 @@ def test_no_prompt_boundary_moves(name, thinking, tokenizer):
         assert ids[:3] == plain[:3] and ids[-4:] == plain[-4:]
 
 
-def hostile_files(path, texts):
-    """A data set and a bank that are made of these texts, as settings."""
-    path.mkdir()
+def test_a_run_on_hostile_text_ends_well_and_leaves_its_bank_as_it_is(world_dir, tmp_path):
+    """All texts in one step, each with the teachers that fit it."""
     bank, problems = skills.SkillBank([], []), []
-    for i, text in enumerate(texts):
+    for i, text in enumerate(text[:500] for text in TEXTS.values()):
         answer = text[:20].replace("\n", " ")  # a reference of two lines is refused
         problems.append({"id": f"{text[:50]}{i}", "problem": f"{i} {text}", "answer": answer})
         for key in BOTH:
             fields = dict.fromkeys(skills.FIELDS[key], text[:200])
             getattr(bank, key).append({skills.IDS[key]: f"{text[:9]}{i}", **fields})
-    write_rows(path / "data.jsonl", problems)
-    bank.save(path / "bank.json")
-    return {"data": path / "data.jsonl", "bank": path / "bank.json"}
-
-
-def test_a_run_on_hostile_text_ends_well_and_leaves_its_bank_as_it_is(world_dir, tmp_path):
-    """All texts in one step, each with the teachers that fit it."""
-    texts, out = [text[:500] for text in TEXTS.values()], tmp_path / "run"
-    changes = hostile_files(tmp_path / "files", texts) | {"verifier": config.Config.verifier}
-    completes(sgsd.main, run_flags(world_dir, out, audit_every=1, batch_size=len(texts), **changes))
-    used = skills.SkillBank.load(out / "bank/bank.json")
-    assert used == skills.SkillBank.load(changes["bank"])
-    assert len((out / "rollouts.jsonl").read_text().splitlines()) == len(texts)
-
-
-# ------------------------------------------------------------------------- nothing is executed
+    write_rows(tmp_path / "data.jsonl", problems)
+    bank.save(tmp_path / "bank.json")
+    changes = {"data": tmp_path / "data.jsonl", "bank": tmp_path / "bank.json", "audit_every": 1}
+    changes |= {"verifier": config.Config.verifier, "batch_size": len(TEXTS)}
+    completes(sgsd.main, run_flags(world_dir, tmp_path / "run", **changes))
+    assert skills.SkillBank.load(tmp_path / "run/bank/bank.json") == bank
+    assert len(rows(tmp_path / "run/rollouts.jsonl")) == len(TEXTS)
 
 
 class Bomb:
@@ -106,9 +96,7 @@ def plant(folder, *names):
             (folder / name).write_bytes(pickle.dumps(Bomb(folder / "boom")))
 
 
-def test_pickles_beside_a_checkpoint_are_passed_over_and_in_the_place_of_its_adapter_refused(
-    world_dir, tmp_path, capsys
-):
+def test_pickles_in_a_checkpoint_are_passed_over_or_refused(world_dir, tmp_path, capsys):
     pickle.loads(pickle.dumps(Bomb(tmp_path / "boom")))  # it works
     assert (tmp_path / "boom").exists()
     completes(sgsd.main, run_flags(world_dir, tmp_path / "run"))
@@ -126,9 +114,7 @@ OWN = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": 
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "own", "auto_map": OWN}])
-def test_a_model_of_pickles_or_with_code_of_its_own_is_refused(
-    changes, world_dir, tmp_path, capsys
-):
+def test_a_model_of_pickles_or_with_its_own_code_is_refused(changes, world_dir, tmp_path, capsys):
     model = shutil.copytree(world_dir / "model", tmp_path / "model")
     (model / "model.safetensors").unlink()
     plant(model, "pytorch_model.bin")

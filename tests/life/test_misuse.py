@@ -37,9 +37,6 @@ def refusal(world_dir, tmp_path, capsys):
     return check
 
 
-# -------------------------------------------------------------------------------- a run that begins
-
-
 OF_AIME24 = (
     "Find the number of triples of nonnegative integers \\((a,b,c)\\) satisfying \\(a + b + c = "
     "300\\) and \\begin{equation*} a^2b + a^2c + b^2a + b^2c + c^2a + c^2b = 6,000,000. "
@@ -76,9 +73,7 @@ SETTINGS = [  # settings ({w} has models, data and the bank of four pairs), and 
 
 
 @pytest.mark.parametrize("changes,words", SETTINGS)
-def test_a_wrong_file_or_setting_is_one_line(
-    changes, words, world_dir, tmp_path, refusal, monkeypatch
-):
+def test_a_wrong_input_is_one_line(changes, words, world_dir, tmp_path, refusal, monkeypatch):
     """What can be known without the model is said before it is loaded."""
     if torch.cuda.is_available() and {"device", "attn"} & {*changes}:
         pytest.skip("there is a GPU")
@@ -104,9 +99,7 @@ TOO_LONG = [  # settings, and words of the line
 ]
 
 
-def test_a_prompt_that_does_not_fit_is_one_line_and_the_corrected_command_starts(
-    world_dir, tmp_path, refusal
-):
+def test_a_prompt_that_does_not_fit_is_one_line_before_the_start(world_dir, tmp_path, refusal):
     """Measured are the longest problem alone, and with the longest pair of --bank."""
     for changes, words in TOO_LONG:
         refusal(*words, **changes)
@@ -114,9 +107,7 @@ def test_a_prompt_that_does_not_fit_is_one_line_and_the_corrected_command_starts
     assert len(rows(tmp_path / "run/metrics.jsonl")) == 1
 
 
-def test_a_prompt_that_is_too_long_in_a_step_is_one_line_and_the_same_command_goes_on(
-    world_dir, tmp_path, capsys
-):
+def test_a_prompt_too_long_in_a_step_is_one_line_and_the_run_goes_on(world_dir, tmp_path, capsys):
     """No digest guards a checkpoint's bank: an evolved entry may be removed from it by hand."""
     out = tmp_path / "run"
     argv = flags(world_dir, out, steps=3, max_new_tokens=4, checkpoint_every=1, evolve_every=0)
@@ -130,9 +121,6 @@ def test_a_prompt_that_is_too_long_in_a_step_is_one_line_and_the_same_command_go
     bank.general_skills.remove(long)
     bank.save(file)
     completes(sgsd.main, argv)
-
-
-# ------------------------------------------------------------------------- a run that is continued
 
 
 FEW_TOKENS = {"max_new_tokens": 8, "checkpoint_every": 1}
@@ -190,9 +178,7 @@ DAMAGES = {  # of a checkpoint: the file, and what is done to it
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_one_line_and_the_one_before_serves(
-    damage, finished, world_dir, tmp_path, capsys
-):
+def test_a_damaged_checkpoint_is_named_with_the_fix(damage, finished, world_dir, tmp_path, capsys):
     """Nothing is written. Without one before, the way out is a new --out."""
     name, do = DAMAGES[damage]
     run = shutil.copytree(finished, tmp_path / "run")
@@ -206,9 +192,6 @@ def test_a_damaged_checkpoint_is_one_line_and_the_one_before_serves(
     shutil.rmtree(run / LAST)
     completes(sgsd.main, argv)
     assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3]
-
-
-# ----------------------------------------------------------------------------------- an evaluation
 
 
 def evaluation(world_dir, tmp_path, *paths):
@@ -236,9 +219,7 @@ def test_each_path_is_looked_at_before_the_first_sample(finished, world_dir, tmp
     assert [path.parent.name for path in out.glob("*/results.json")] == [f"{world_dir.name}--model"]
 
 
-def test_a_checkpoint_that_was_uploaded_without_the_trainers_files_is_evaluated(
-    finished, world_dir, tmp_path
-):
+def test_a_checkpoint_without_the_trainers_files_is_evaluated(finished, world_dir, tmp_path):
     """Nor with its bank and the card that names the base, as docs/guide.md has it."""
     adapter = shutil.copytree(finished / LAST, tmp_path / "adapter")
     for name in (TRAINER, "bank.json", "README.md"):
@@ -270,9 +251,7 @@ WRONG = [  # a path, flags ({w} has models and data, {t} what is wrong), and wor
 
 
 @pytest.mark.parametrize("path, given, words", WRONG)
-def test_evaluating_what_is_wrong_is_one_line(
-    path, given, words, finished, world_dir, tmp_path, capsys
-):
+def test_a_wrong_evaluation_is_one_line(path, given, words, finished, world_dir, tmp_path, capsys):
     save_model(tmp_path / "other", hidden_size=48)
     (tmp_path / "fresh/checkpoints").mkdir(parents=True)
     names = "adapter/adapter_config.json begun/config.json begun/problems.json"

@@ -8,7 +8,7 @@ import types
 import datasets
 import huggingface_hub
 import pytest
-from conftest import one_line
+from conftest import ROOT, one_line
 from huggingface_hub.errors import HfHubHTTPError
 
 from lib import problems
@@ -29,9 +29,6 @@ def chat(problem, answer, index=0):
 def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-# ---------------------------------------------------------------------------------------- reading
 
 
 def test_dapo_is_stripped_filtered_and_deduplicated(tmp_path):
@@ -103,9 +100,6 @@ def test_a_directory_in_the_hubs_layout_has_splits(suffix, tmp_path):
     one_line(lambda: load(split="valid"), "--split")
 
 
-# ---------------------------------------------------------------------------------- what is refused
-
-
 ROW = '{"problem": "p", "answer": "1"}\n'
 BROKEN = {  # a file, and words of the line that refuses it
     "no rows": ("", "x.jsonl: ", "'rows': 0"),
@@ -166,9 +160,6 @@ def test_a_hub_that_does_not_reply_is_asked_once_and_then_the_cache_alone(reply,
     ended.set()
 
 
-# -------------------------------------------------------------------------------- evaluation sets
-
-
 ANSWERS = {  # field of the problem, the hub's answer, and ours
     "aime24": ("problem", "025", "025"),
     "aime25": ("problem", 25, "25"),
@@ -194,20 +185,6 @@ def test_sets_by_name_are_read_from_the_hub_with_answers_as_text(set_name, monke
     assert problems.load_set(set_name, "unused") == copies
 
 
-def test_a_set_of_the_hub_is_read_by_its_configuration_split_and_columns(monkeypatch):
-    def load(hub_id, name, split):
-        assert (hub_id, name, split) == ("openai/gsm8k", "main", "train")
-        return datasets.Dataset.from_list([{"question": "2 + 3?", "answer": "#### no, #### 5 "}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    read = functools.partial(problems.load_problems, "openai/gsm8k:main")
-    one_line(read, "openai/gsm8k:main row 0", "question, answer", "--problem-field")
-    ((x,), _) = read(problem_field="question", answer_after="####")
-    assert (x.problem, x.answer) == ("2 + 3?", "5")
-    unmarked = functools.partial(read, problem_field="question", answer_after="=")
-    one_line(unmarked, "row 0", "--answer-after", "'='")
-
-
 def test_problems_of_the_papers_evaluation_sets_are_refused_as_training_data_by_all_their_ids():
     """Letters and digits decide."""
     problems.refuse_overlap([Problem("a", "Find  x.", "1")], "train.jsonl")
@@ -224,9 +201,6 @@ def test_problems_of_the_papers_evaluation_sets_are_refused_as_training_data_by_
     one_line(lambda: problems.refuse_overlap(train, "train.jsonl"), *words)
 
 
-# -------------------------------------------------------------------------------------- minibatch
-
-
 def test_the_order_of_minibatches_is_fixed_by_the_seed():
     """Golden: another order would be another run for every seed. Each epoch has all once."""
     data = [Problem(str(i), "x", "1") for i in range(10)]
@@ -237,3 +211,14 @@ def test_the_order_of_minibatches_is_fixed_by_the_seed():
             assert {epoch for _, epoch in batch} == {(step - 1) // 2}
     small = problems.minibatch(data[:2], 5, 1, seed=0)  # a step of two epochs and a half
     assert [epoch for _, epoch in small] == [0, 0, 1, 1, 2]
+
+
+def test_the_files_of_tiny_are_small_and_its_sets_apart():
+    files = [path for path in (ROOT / "tiny").rglob("*") if "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files) < 10e6
+    seen = set()
+    for name, n in {"train": 2400, "valid": 240, "test": 240}.items():
+        lines = (ROOT / f"tiny/{name}.jsonl").read_text().splitlines()
+        texts = {json.loads(line)["problem"] for line in lines}
+        assert len(texts) == n and not texts & seen
+        seen |= texts

@@ -13,8 +13,6 @@ import pytest
 from conftest import ROOT
 from driver import completes, refused, rows, write_rows
 
-import rollout
-import scoring
 import skills
 from extras import report
 from lib import files, model
@@ -41,9 +39,6 @@ def page(runs, path, **limits):
     return text, json.loads(data[1])
 
 
-# ----------------------------------------------------------------------- the page against the logs
-
-
 def test_the_curves_equal_the_logs(out, tmp_path):
     """And each chart draws a number that steps log."""
     text, (run,) = page([out], tmp_path / "r.html")
@@ -52,23 +47,6 @@ def test_the_curves_equal_the_logs(out, tmp_path):
             assert run["metrics"][name][i] == (x if x is None else pytest.approx(x, rel=1e-5))
     drawn = {*re.findall(r'(?:key|ofTeachers)\("([\w.]+)"\)', text)}
     assert "success" in drawn and drawn <= {*run["metrics"]}
-
-
-def test_the_gate_views_equal_the_logs(out, tmp_path):
-    _, (run,) = page([out], tmp_path / "r.html")
-    logged = {(row["step"], row["problem_id"]): row for row in rows(out / "rollouts.jsonl")}
-    audited = rows(out / "tokens.jsonl")
-    assert len(audited) == 16
-    for shown, tokens in zip(run["rollouts"], audited, strict=True):
-        row = logged[tokens["step"], tokens["problem_id"]]
-        assert all(shown[name] == row[name] for name in ("step", "problem_id", "r", "pred"))
-        assert shown["mask"] == tokens["mask"] and shown["text"] == tokens["text"]
-        for k, teacher in enumerate(shown["teachers"]):
-            assert teacher["rho"] == row["rho"][k]
-            assert [teacher["skill"][0], teacher["mistake"][0]] == row["pairs"][k]
-            assert teacher["a"] == pytest.approx(row["a"][k], rel=1e-5)
-            for name in ("delta", "credit"):
-                assert shown[name][k] == pytest.approx(tokens[name][k], rel=1e-3)
 
 
 def test_every_entry_leads_to_the_memories_it_came_from(out):
@@ -81,9 +59,6 @@ def test_every_entry_leads_to_the_memories_it_came_from(out):
             assert memory["step"] == step <= row["first"]
             assert (step > 0) == row["id"].startswith("dyn_")
             assert step or memory["text"] == report.excerpt(cold[source]["completion"])
-
-
-# ------------------------------------------------------------------- the ledger, the bank's history
 
 
 def version(*ids, **update):
@@ -140,20 +115,10 @@ def test_the_contrast_of_an_entry_is_a_difference_of_differences_by_hand():
 def test_the_history_is_what_each_version_changed():
     banks = evolutions()
     events = report.history(banks, report.ledger(banks, []))
-    assert [event["step"] for event in events] == [0, 5, 10, 15]
     assert [event["sizes"] for event in events] == [[3, 1, 2], [3, 1, 2], [3, 1, 2], [1, 1, 0]]
     changes = [[(mark, id_) for mark, _, (id_, *_) in event["changes"]] for event in events]
-    assert changes == [
-        [("start", "S"), ("start", "dyn_a"), ("start", "dyn_b"), ("start", "err")],
-        [("new", "dyn_c"), ("dropped", "dyn_b")],
-        [],
-        [("dropped", "dyn_a"), ("dropped", "dyn_c")],
-    ]
-    notes = [{"seed_solutions": 12}, {"step": 5}, {}, {"step": 15}]
-    assert [event["note"] for event in events] == notes
-
-
-# ---------------------------------------------------------------------------------- a written run
+    assert changes[1] == [("new", "dyn_c"), ("dropped", "dyn_b")] and not changes[2]
+    assert changes[3] == [("dropped", "dyn_a"), ("dropped", "dyn_c")]
 
 
 def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, length=9, **changes):
@@ -195,16 +160,13 @@ def test_text_is_text(tmp_path):
 def test_tokens_find_their_rollout_by_step_and_index_and_the_first_of_a_step_are_shown(tmp_path):
     """A line that is lost shifts nothing."""
     run = write_run(tmp_path, steps=(1, 2), per_step=report.SHOWN + 1)
-    lines = rows(run / "rollouts.jsonl")
-    write_rows(run / "rollouts.jsonl", lines[1:])
+    write_rows(run / "rollouts.jsonl", rows(run / "rollouts.jsonl")[1:])
     _, (data,) = page([run], tmp_path / "r.html")
     shown = [(view["step"], view["index"]) for view in data["rollouts"]]
     indices = range(report.SHOWN)
     assert shown == [*((1, i) for i in indices if i), *((2, i) for i in indices)]
     assert data["audited"] == 2 * report.SHOWN + 2
-
-
-# ---------------------------------------------------------------------------- a run in ten rows
+    assert data["rollouts"][0]["delta"] == [[pytest.approx(0.1234, rel=1e-3)] * 4]
 
 
 def evaluated(folder, avg, name="test", digest="0f", **settings):
@@ -255,9 +217,7 @@ def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tm
     }
 
 
-def test_a_run_that_is_still_going_is_shown_and_a_folder_without_one_refused(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, capsys, monkeypatch):
     """The page of two runs lies in neither. One of no steps says where its bank is."""
     run = write_run(tmp_path / "a", steps=(1, 2))
     for name in ("rollouts", "metrics"):  # torn by the moment
@@ -272,9 +232,6 @@ def test_a_run_that_is_still_going_is_shown_and_a_folder_without_one_refused(
     completes(report.main, [run, bank_alone])
     assert str(bank_alone / "bank/bank.json") in capsys.readouterr().out
     assert [path.parent for path in tmp_path.rglob("report.html")] == [tmp_path]
-
-
-# ------------------------------------------------------------------------------------ evaluations
 
 
 def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
@@ -307,13 +264,9 @@ def test_checkpoints_with_all_weights_are_their_own_bases(tmp_path):
     assert [(x["step"], x["avg"]) for x in points] == [(0, 0.5), (5, 0.6), (10, 0.7)]
 
 
-# ------------------------------------------------------------------------ other methods; --explain
-
-
 def test_explain_takes_draws_of_one_problem_through_the_method(world_dir, out, tmp_path, capsys):
     """Under the run's settings, its last bank and its last adapter, also while the run trains: it
-    stays as it was. By hand: the student is the policy under the plain prompt, and a teacher the
-    policy under the prompt with a pair; the support is their mean difference."""
+    stays as it was."""
     run = shutil.copytree(out, tmp_path / "run")
     before = driver.contents(run)
     with files.locked(run):  # as a command that trains does
@@ -326,26 +279,14 @@ def test_explain_takes_draws_of_one_problem_through_the_method(world_dir, out, t
     for words in ("0 of 2", "adapter of step 6", "first wrong one, draw 1:"):
         assert words in printed
     assert data["explained"] and not report.collect(run)["explained"]
-    view, row, other = data["rollouts"][0], *rows(folder / "rollouts.jsonl")
+    row, other = rows(folder / "rollouts.jsonl")
     assert row["completion_ids"] != other["completion_ids"]
-    for teacher in view["teachers"]:
+    for teacher in data["rollouts"][0]["teachers"]:
         assert f"{abs(teacher['a']):.4f} nats" in printed and teacher["skill"][1] in printed
-
-    lm, tokenizer = model.load_model(str(world_dir / "model"), "cpu")
-    lm = model.load_adapter(lm, run / "checkpoints/step_000006")
     embed = model.load_encoder(str(world_dir / "encoder"), "cpu")
     bank = skills.SkillBank.load(run / "bank/step_000006.json")  # step 6 used that of step 4
     pairs = bank.retrieve("What is 2 plus 5?", 3, embed)
     assert row["pairs"] == [[x.skill["skill_id"], x.mistake["mistake_id"]] for x in pairs]
-
-    def logprobs(text, thinking):
-        ids = rollout.chat_ids(tokenizer, text, thinking=thinking)
-        return scoring.token_logprobs(lm, [ids], [row["completion_ids"]])[0]
-
-    student_T = logprobs(skills.render_student("What is 2 plus 5?"), "closed")
-    for k, pair in enumerate(pairs):
-        teacher_T = logprobs(skills.render_teacher(pair, "What is 2 plus 5?"), "bare")
-        assert row["a_plain"][k] == pytest.approx(float((teacher_T - student_T).mean()), abs=1e-5)
 
 
 def test_what_explain_refuses(out, tmp_path, capsys):
@@ -364,9 +305,6 @@ def test_what_explain_refuses(out, tmp_path, capsys):
     ):
         refused(capsys, report.main, argv, words)
     assert not [*tmp_path.glob("*explain*")]
-
-
-# -------------------------------------------------------------------------------------- a browser
 
 
 PROBE = """<script>

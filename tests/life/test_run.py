@@ -1,24 +1,23 @@
 """A run: its files, what a model's template and tokens change, its bank, and empty steps."""
 
 import itertools
+import json
 import shlex
 import shutil
 import types
 
 import datasets
 import driver
-import numpy as np
 import pytest
 import torch
-from conftest import PROBLEMS, make_tokenizer
-from driver import completes, flags, opened, rows, train
+from conftest import PROBLEMS, make_tokenizer, save_model
+from driver import completes, flags, opened, refused, rows, train
 from tokenizers import AddedToken
-from transformers import GenerationConfig
 
 import eval
 import sgsd
 import skills
-from lib import config, files, problems, runlog
+from lib import config, files, model, problems, runlog
 from lib.run import what_next
 
 
@@ -61,49 +60,23 @@ def test_the_adapters_train_and_nothing_else(world_dir, tmp_path):
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
 
 
-def test_another_reward_moves_training_alone(world_dir, tmp_path, monkeypatch):
-    """The verdict stays what it is in the records, in a memory and for the bank's success gate."""
-    with opened(world_dir, tmp_path / "a") as run:
-        plain, _ = sgsd.train_step(run, 1)
-    monkeypatch.setattr(sgsd, "reward", lambda roll: np.int64(-roll.r))
-    with opened(world_dir, tmp_path / "b") as run:
-        other, _ = sgsd.train_step(run, 1)
-    assert any(rho for row in plain for rho in row["rho"])
-    for was, now in zip(plain, other):
-        assert now["rho"] == [-rho for rho in was["rho"]]
-        assert (now["r"], now["reward"]) == (was["r"], -was["r"])
-        assert skills.memory_of(now) == skills.memory_of(was)
-    same = runlog.summarize(1, plain, 0.0, 0.0, {}, 0.0)["success"]
-    assert runlog.summarize(1, other, 0.0, 0.0, {}, 0.0)["success"] == same
-
-
-CLOSING = [  # a method, settings, and the flags of its evaluation
-    ("sgsd", {"max_new_tokens": 1024}, {}),  # the method's own length: as in the paper, thinking
-    ("grpo", {"max_new_tokens": 300}, {"max_new_tokens": 300}),  # bare: its student thinks
-    ("sgsd", {"max_new_tokens": 300}, {"max_new_tokens": 300, "thinking": False}),
-]
-
-
-@pytest.mark.parametrize("method,changes,wanted", CLOSING)
-def test_a_complete_run_names_the_commands_that_evaluate_it_and_look_inside(
-    method, changes, wanted, tmp_path
-):
+def test_a_complete_run_names_the_commands_that_evaluate_it_and_look_inside(tmp_path):
+    """Of its method's own length as in the paper, where the model thinks."""
     out = str(tmp_path / "a run")
     shared = {"dtype": "bfloat16", "attn": "eager", "verify_timeout": 7.0}
-    argv = [f"{config.flag(name)}={value}" for name, value in (shared | changes).items()]
-    cfg = driver.parsed([*argv, "--steps=1", "--data=d.jsonl", f"--out={out}"], method)
-    evaluate, look = what_next(types.SimpleNamespace(cfg=cfg, step=1, bank=None)).splitlines()
-    words = shlex.split(evaluate.partition("eval.py ")[2])
-    evaluated = driver.parsed(words, "eval")
-    assert evaluated.paths == (cfg.model, out) and evaluated.data != config.EvalConfig.data
-    given = {"max_new_tokens": 38912, "thinking": True} | shared | wanted
-    assert {name: getattr(evaluated, name) for name in given} == given
-    assert shlex.split(look)[-2:] == ["extras.report", out]
+    for length, wanted in ((1024, (38912, True)), (300, (300, False))):
+        given = {"max_new_tokens": length, "steps": 1, "data": "d.jsonl", "out": out, **shared}
+        cfg = driver.parsed([f"{config.flag(name)}={value}" for name, value in given.items()])
+        next_run = types.SimpleNamespace(cfg=cfg, step=1, bank=None)
+        evaluate, look = what_next(next_run).splitlines()
+        evaluated = driver.parsed(shlex.split(evaluate.partition("eval.py ")[2]), "eval")
+        assert evaluated.paths == (cfg.model, out) and evaluated.data != config.EvalConfig.data
+        assert {name: getattr(evaluated, name) for name in shared} == shared
+        assert (evaluated.max_new_tokens, evaluated.thinking) == wanted
+        assert shlex.split(look)[-2:] == ["extras.report", out]
 
 
-def test_a_set_of_other_columns_whose_answers_follow_a_mark_is_trained_and_evaluated_on(
-    world_dir, tmp_path
-):
+def test_other_columns_and_answers_behind_a_mark_are_trained_and_evaluated_on(world_dir, tmp_path):
     """As GSM8K, from a directory as the hub lays it out."""
     given = []
     for x in PROBLEMS[:8]:
@@ -124,13 +97,8 @@ def test_a_set_of_other_columns_whose_answers_follow_a_mark_is_trained_and_evalu
     assert [row["gold"] for row in driver.samples(tmp_path / "eval")] == [*golds.values()]
 
 
-# -------------------------------------------------------------------------- templates and tokens
-
-
 @pytest.mark.parametrize("role", ["student", "teacher"])
-def test_the_think_block_of_a_role_is_closed_open_or_left_to_the_model_by_its_flag(
-    role, world_dir, tmp_path
-):
+def test_the_think_block_of_a_role_is_closed_open_or_bare_by_its_flag(role, world_dir, tmp_path):
     """S3: by default the student's is closed and a teacher's is bare."""
     ends = {"bare": "", "open": "<think>\n", "closed": "<think>\n\n</think>\n\n"}
     for prefix, end in ends.items():
@@ -146,20 +114,12 @@ def test_the_think_block_of_a_role_is_closed_open_or_left_to_the_model_by_its_fl
 
 def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, tmp_path):
     """S2: Gemma's <end_of_turn> is special, and only its generation_config names it as a stop."""
-    base = shutil.copytree(world_dir / "model", tmp_path / "model")
-    tokenizer = make_tokenizer()
+    base, tokenizer = save_model(tmp_path / "model"), make_tokenizer()
     tokenizer.add_tokens([AddedToken("<end_of_turn>", special=True)])
     tokenizer.save_pretrained(base)
-    generation = GenerationConfig.from_pretrained(base)
-    generation.eos_token_id = [265, 5]
-    generation.save_pretrained(base)
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [265, 5]}))
     with opened(world_dir, tmp_path / "run", model=str(base)) as run:
-        turn = run.tokenizer.convert_tokens_to_ids("<end_of_turn>")
-        assert turn not in run.tokenizer.all_special_ids
-        assert {turn, 5} <= run.masked_ids
-
-
-# ------------------------------------------------------------------------ the life of a run's bank
+        assert {run.tokenizer.convert_tokens_to_ids("<end_of_turn>"), 5} <= run.masked_ids
 
 
 def dynamic(bank):
@@ -185,12 +145,7 @@ def test_a_run_makes_its_bank_and_evolves_it(whole):
         assert (m["bank_skills"], m["bank_mistakes"]) == sizes
 
 
-# ------------------------------------------------------------------- what teaches nothing, and why
-
-
-def test_a_run_whose_bank_has_no_pair_ends_before_its_first_step_and_says_why(
-    world_dir, tmp_path, capsys, monkeypatch
-):
+def test_a_run_whose_bank_has_no_pair_ends_and_says_why(world_dir, tmp_path, capsys, monkeypatch):
     """S8. None of the writer's replies can be read."""
     monkeypatch.setattr(sgsd, "writer", lambda run, step: lambda prompts: ["no"] * len(prompts))
     out = tmp_path / "run"
@@ -202,3 +157,48 @@ def test_a_run_whose_bank_has_no_pair_ends_before_its_first_step_and_says_why(
         assert words in line
     assert "new --out" in line and [*files.by_step(out / "bank")] == [0]  # which is kept
     assert not (out / "metrics.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(world_dir, tmp_path_factory):
+    """Of a run of rank 4 and alpha 8, after two steps."""
+    out = tmp_path_factory.mktemp("first") / "run"
+    train(world_dir, out, steps=2)
+    return files.of_step(out / "checkpoints", 2)
+
+
+def weights(run):
+    return {name: p.detach().clone() for name, p in model.trained(run.lm).items()}
+
+
+def test_a_run_begins_with_a_checkpoints_weights_and_nothing_else(world_dir, tmp_path, checkpoint):
+    """A run that goes on needs it no more."""
+    with opened(world_dir, checkpoint.parent.parent, steps=3) as first:
+        trained = weights(first)
+        assert first.optimizer.state and first.step == 2
+    ours = shutil.copytree(checkpoint, tmp_path / "adapter")
+    changes = {"adapter": str(ours), "lora_rank": 64, "learning_rate": 1e-4, "bank": ""}
+    changes["cold_start"] = 4
+    with opened(world_dir, tmp_path / "run", **changes) as run:
+        begun = weights(run)
+        assert begun.keys() == trained.keys()
+        assert all(torch.equal(begun[name], trained[name]) for name in trained)
+        assert not run.optimizer.state and run.step == 0 and run.bank is None
+        sgsd.train(run)
+    adapter = json.loads((run.out / "checkpoints/step_000004/adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"]) == (4, 8)
+    shutil.rmtree(ours)
+    train(world_dir, tmp_path / "run", steps=5, **changes)
+    assert [m["step"] for m in rows(run.out / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_an_adapter_needs_its_base_and_a_folder_with_one(world_dir, tmp_path, checkpoint, capsys):
+    other = save_model(tmp_path / "other", seed=1)
+    for changes, words in (
+        ({"adapter": checkpoint, "model": other}, [str(checkpoint), str(world_dir / "model")]),
+        ({"adapter": checkpoint, "model": other, "steps": 0}, [str(checkpoint), "--model"]),
+        ({"adapter": checkpoint.parent}, [str(checkpoint.parent)]),
+        ({"adapter": tmp_path / "none"}, [str(tmp_path / "none")]),
+    ):
+        refused(capsys, sgsd.main, flags(world_dir, tmp_path / "run", **changes), *words)
+        assert not driver.contents(tmp_path / "run")

@@ -28,9 +28,6 @@ def summary(records, norm=0.1):
     return runlog.summarize(1, records, norm, 1e-3, dict(SECONDS), 0.0)
 
 
-# --------------------------------------------------------------------------- rollouts and tokens
-
-
 @dataclass(frozen=True)
 class Roll:
     problem_id: str
@@ -57,16 +54,6 @@ def test_a_row_counts_unmasked_tokens_and_clipped_gaps_and_has_each_tokens_text(
     assert (tokens["step"], tokens["index"]) == (7, 3)
     assert (tokens["text"], tokens["mask"]) == (["\\boxed", "{"], [1, 0])
     assert tokens["delta"] == delta_KT.tolist()
-
-
-def test_a_row_of_a_method_without_teachers_has_no_numbers_of_theirs():
-    result = sgsd.RolloutLoss(t(0.0), {"advantage": t(0.5)}, {})
-    line = runlog.rollout_row(7, 3, [], Roll("p", [1], -1), result, c_delta=1.0)
-    assert line["advantage"] == 0.5
-    assert not {"alpha", "a", "rho", "losses", "unmasked", "clipped", "first_gap"} & {*line}
-
-
-# ------------------------------------------------------------------------------------------ steps
 
 
 def test_teachers_are_counted_by_fate_and_by_outcome():
@@ -171,9 +158,6 @@ def test_a_mean_success_below_half_of_the_best_is_said_once():
     assert all(word in lines[17][0] for word in ("0.32", "0.80", "3 to 12"))
     few = [0.09] * 10 + [0.03] * 10  # of 32 solutions three are right, or one, as chance has it
     assert not any(said(*few)) and any(said(*few, *[0.0] * 10))
-
-
-# ------------------------------------------------------------------------ trackers and provenance
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])

@@ -1,15 +1,20 @@
-"""The client of an inference server: protocol, adapters and bad days.
+"""An inference server: protocol, adapters and bad days of its client; a run with --server.
 
 The server is the small one of fake_engine.py.
 """
 
 import itertools
+import json
+import shutil
 import threading
 
+import driver
 import pytest
 from conftest import one_line
+from driver import completes, flags, rows, small_flags, two
 from fake_engine import DROP, STOPS, Engine, choices, serving
 
+import sgsd
 from lib import served
 from rollout import Job, Sampling
 
@@ -51,12 +56,7 @@ def sample(engine):
     return of
 
 
-# ----------------------------------------------------------------------------------- the protocol
-
-
-def test_prompts_travel_as_ids_with_every_field_of_sampling_and_sampled_ids_come_back(
-    engine, sample
-):
+def test_prompts_travel_as_ids_with_every_field_of_sampling_and_ids_come_back(engine, sample):
     todo = jobs()
     for turn in a_server(engine).stream(todo, Sampling(0.7, 0.9, 20), 16):
         (job,) = turn
@@ -70,21 +70,6 @@ def test_prompts_travel_as_ids_with_every_field_of_sampling_and_sampled_ids_come
     assert bodies[9 + 3] == fields | {"return_token_ids": True}
     sample(jobs(1))
     assert engine.bodies()[-1]["top_k"] == -1  # as vLLM writes that there is none
-
-
-def test_rows_is_the_number_of_requests_under_way(engine, sample):
-    full = threading.Barrier(3, timeout=60)  # breaks unless three requests are under way at once
-    most, under_way = [], set()
-
-    def answer(body):
-        under_way.add(body["prompt"][2])
-        most.append(len(under_way))
-        full.wait()
-        under_way.remove(body["prompt"][2])
-        return engine.sampled(body)
-
-    engine.answer = answer
-    assert len(sample(jobs(9), rows=3)) == 9 and max(most) == 3
 
 
 def test_a_stop_id_that_a_server_leaves_out_does_not_make_a_completion_a_cut_one(engine, sample):
@@ -106,9 +91,6 @@ def test_the_key_in_the_environment_is_sent_and_never_shown(engine, monkeypatch)
     assert "sec" not in one_line(lambda: a_server(engine), "OPENAI_API_KEY")
 
 
-# ------------------------------------------------------------------------------------- what it has
-
-
 BASES = [  # a model, how a server lists it beside "base", and what owns it
     ("org/model", {"id": "org/model", "root": "elsewhere"}),
     ("org/model", {"id": "short", "root": "org/model", "owned_by": "vllm"}),
@@ -117,9 +99,7 @@ BASES = [  # a model, how a server lists it beside "base", and what owns it
 
 
 @pytest.mark.parametrize("model, entry", BASES)
-def test_of_several_bases_the_one_with_the_models_name_or_path_is_used(
-    model, entry, engine, tmp_path, monkeypatch
-):
+def test_of_several_bases_the_models_own_is_used(model, entry, engine, tmp_path, monkeypatch):
     """One is taken at its word. Of several without the model one line lists them."""
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -134,17 +114,7 @@ def test_of_several_bases_the_one_with_the_models_name_or_path_is_used(
     assert "mine" not in one_line(a_server(engine, "org/other").check, *words, kind=OSError)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000/v1", "http://localhost:8000"])
-def test_what_is_no_address_is_refused_with_an_example_of_one(url):
-    one_line(lambda: served.Server(url, "base", STOPS), url, "http://localhost:8000/v1")
-
-
-# ---------------------------------------------------------------------------------------- adapters
-
-
-def test_an_adapter_is_loaded_under_a_new_name_sampled_by_it_and_unloaded(
-    engine, tmp_path, monkeypatch
-):
+def test_an_adapter_is_loaded_under_a_new_name_sampled_and_unloaded(engine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     server, names = a_server(engine), []
     for _ in range(2):
@@ -160,17 +130,12 @@ def test_an_adapter_is_loaded_under_a_new_name_sampled_by_it_and_unloaded(
         server.url = gone.url  # one that is gone has none to unload
 
 
-def test_an_adapter_that_is_refused_is_asked_for_once_and_the_line_says_what_it_needs(
-    engine, tmp_path
-):
+def test_a_refused_adapter_is_asked_for_once_and_the_line_says_what_it_needs(engine, tmp_path):
     engine.post = lambda path, body: (500, {"error": "rank\nis 64"})
     words = ["VLLM_ALLOW_RUNTIME_LORA_UPDATING=True", "--enable-lora", "--max-lora-rank"]
     load = a_server(engine).adapter(str(tmp_path)).__enter__
     one_line(load, "HTTP 500: ", *words, kind=OSError)
     assert len(engine.calls) == 1
-
-
-# ---------------------------------------------------------------------------------------- bad days
 
 
 FAULTS = {
@@ -244,3 +209,85 @@ def test_an_unexpected_reply_is_one_line(what, engine, sample):
     one_line(lambda: sample(jobs(1, limit=8)), engine.url, words, kind=OSError)
     engine.get = lambda path: (200, value)
     one_line(a_server(engine).check, engine.url, "reply", kind=OSError)
+
+
+DEAD = "http://127.0.0.1:9/v1"
+
+
+@pytest.fixture
+def writing(engine, tokenizer):
+    """The engine solves as it does by itself, and writes the bank as `driver.fake_writer`."""
+
+    def answer(body):
+        text = tokenizer.decode(body["prompt"])
+        if "Return ONLY" not in text:  # a seed problem
+            return engine.sampled(body)
+        reply = driver.reply_to(text)
+        return 200, choices(token_ids=[*tokenizer.encode(reply), STOPS[0]])
+
+    engine.answer = answer
+    return engine
+
+
+def test_a_bank_alone_is_made_on_a_server_from_an_outline(writing, tokenizer, world_dir, tmp_path):
+    out, no_weights = tmp_path / "run", shutil.ignore_patterns("*.safetensors")
+    outline = shutil.copytree(world_dir / "model", tmp_path / "outline", ignore=no_weights)
+    changes = {"model": outline, "bank": "", "steps": 0, "cold_start": 8, "reply_tokens": 999}
+    completes(sgsd.main, flags(world_dir, out, server=writing.url, **changes))
+    sampled = [tokenizer.decode(body["prompt"]) for body in writing.bodies()]
+    assert sum("Return ONLY" not in text for text in sampled) == 8
+    assert len(rows(out / "bank/memories.jsonl")) == 8
+    replies = rows(out / "bank/replies.jsonl")
+    assert replies and len(replies) == len(sampled) - 8
+    assert (out / "bank/bank.json").read_text() == (out / "bank/step_000000.json").read_text()
+
+
+def test_after_the_first_bank_steps_and_evolutions_ask_no_server(writing, world_dir, tmp_path):
+    """The model ends on half of all ids, so the replies that `generate` draws are short."""
+    out, hasty = tmp_path / "run", shutil.copytree(world_dir / "model", tmp_path / "hasty")
+    (hasty / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 270, 2)]}))
+    changes = {"bank": "", "cold_start": 8, "reply_tokens": 200, "steps": 2, "evolve_every": 1}
+    changes["model"] = hasty
+    changes |= {"success_gate": 2.0, "batch_size": 2, "server": writing.url}
+    completes(sgsd.main, flags(world_dir, out, **changes))
+    replies = [row["step"] for row in rows(out / "bank/replies.jsonl")]
+    assert {*replies} == {0, 1, 2} and len(rows(out / "rollouts.jsonl")) == 4
+    assert len(writing.bodies()) == 8 + replies.count(0)
+    assert {body["model"] for body in writing.bodies()} == {"base"}
+    assert {path for path, _ in writing.calls} == {"/v1/completions"}
+
+
+def test_a_run_that_has_its_bank_goes_on_without_its_server(engine, world_dir, tmp_path, capsys):
+    """Nor does one need it that is given a bank."""
+    out, changes = tmp_path / "run", {"evolve_every": 0}
+    completes(driver.main, small_flags(world_dir, out, steps=1, server=engine.url, **changes))
+    assert len(engine.bodies()) == 8
+    for more in (
+        small_flags(world_dir, out, steps=2, server=DEAD, **changes),
+        flags(world_dir, tmp_path / "given", steps=1, server=DEAD),
+    ):
+        completes(driver.main, more)
+        assert "--server is not asked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_server_that_one_rank_loses_in_the_cold_start_ends_both(rank, world_dir, tmp_path):
+    """In one line of the rank that lost it. The solutions that came are not asked for again."""
+    out, log = tmp_path / "run", tmp_path / "lost"
+    log.mkdir()
+    with serving() as first, serving() as second:
+        argv = [*small_flags(world_dir, out, steps=1), "--server", first.url, second.url]
+        lost = (first, second)[rank]
+        lost.answer = lambda body: lost.sampled(body) if len(lost.bodies()) < 3 else DROP
+        assert two(argv, log) == ([2, 1], [1, 2])[rank]
+        words = (log / f"log{rank}").read_text().split()
+        assert words.count("sgsd:") == 1 and f"{lost.url}:" in words and "Traceback" not in words
+        assert not {"sgsd:", "Traceback"} & {*(log / f"log{1 - rank}").read_text().split()}
+        memories = rows(out / "bank/memories.jsonl")
+        assert 0 < len(memories) < 8
+        for engine in (first, second):
+            engine.calls.clear()
+        lost.answer = lost.sampled
+        assert two(argv, tmp_path) == [0, 0]
+        assert len(first.bodies()) + len(second.bodies()) == 8 - len(memories)
+    assert rows(out / "bank/memories.jsonl")[: len(memories)] == memories

@@ -150,25 +150,15 @@ COPIES = [  # problem, reference, answers that count, answers that are copied
     ("If $\\lceil x\\rceil-1=0$, what is it?", "0", "0   x=0", r"\lceil x\rceil-1=0"),
     ("Is it (A) $y=2x+3$ or (B) $y=3x$?", "y = 2x + 3", "y=2x+3   2x+3   y = 3+2x", ""),
     ("Is it (A) $\\frac12$ or (B) $\\frac{1}{3}$?", r"\frac{1}{2}", r"\frac12   \dfrac{1}{2}", ""),
-    ("Does $[0,1]$ or $(0, 1)$ hold it?", r"\left[0,1\right]", "[0,1]   [0, 1]", ""),
     # plain numbers, names, letters and words
     ("At $x=5$ he eats 5 apples of -2.", "5", r"5   x=5   = 5   5 apples   5\text{ apples}", ""),
     ("Is 50\\% of 1,234 more than -5?", "0.5", r"50\%   \frac12", ""),
-    ("Is $-5.0$ one?", "-5", "-5   -5.0   = -5", ""),
     ("Choose. (A) two lines (B) a circle", r"\text{(A)}", "A   (A)", ""),
-    (
-        "Choose. (A) two lines (B) a circle",
-        r"\text{two lines}",
-        r"two lines   \text{two lines}",
-        "",
-    ),
 ]
 
 
 @pytest.mark.parametrize("problem, gold, counted, copies", COPIES)
-def test_an_expression_of_the_problem_counts_only_as_the_references_text(
-    problem, gold, counted, copies, verifier
-):
+def test_a_copied_answer_is_right_only_as_the_reference(problem, gold, counted, copies, verifier):
     assert mistakes(verifier, [(gold, pred, problem) for pred in words(counted)], True) == []
     for pred in filter(None, words(copies)):
         assert not verifier.verify(gold, pred, problem), pred
@@ -188,26 +178,7 @@ def test_a_copied_formula_is_shown_as_the_answer_and_is_wrong(verifier):
 
 # ------------------------------------------  answers that are right without knowing the reference
 
-REFERENCES = r"""
-0   1   -1   42   \frac{1}{2}   0.08   \sqrt{2}   \pi   \ln 2   3+4i   50\%   90^\circ
-15\text{ cm}^2   52_8   1:2   (1,2)   [0,1)   (-\infty,0)\cup(0,\infty)   1,2   \{1,2,3\}
-\pm 5   x^2+1   n(n+1)
-y=2x+3   x\ge 3   \begin{pmatrix}1\\2\end{pmatrix}   \text{even}   \text{(C)}   Yes   f(x)=x^2
-"""
 # Not finite, a problem, nothing, everything, relations that always hold, guesses, programs, signs.
-TRICKS = r"""
-\infty-\infty   2^\infty   \frac{x}{0}   oo-oo   0\cdot oo   \int dx   \emptyset   (-\infty,\infty)
-everything   \exists x   x   0x=0   0<1   x=0=1=2=5   0,1,-1,2,42   \{-1,0,1,2,3,42\}   1-100
-\boxed{1} \text{ or } \boxed{42}   \text{A, B, C or D}   1\pm 0   S.Reals   max(2,42)   *   \text{ }
-"""
-
-
-def test_no_trick_is_right_for_two_references(verifier):
-    """One that says a value may be right for that."""
-    for trick in [*words(TRICKS), '""', "\u200b", "\ud800", "\x00"]:
-        cases = [(gold, trick) for gold in words(REFERENCES)]
-        right_for = [gold for gold, _ in mistakes(verifier, cases, False)]
-        assert len(right_for) <= 1, (trick, right_for)
 
 
 # ------------------------------------------------------------------------- hostile answers and fuzz
@@ -222,9 +193,7 @@ LONG += ["\x00", "7\x00", "\ud800", "7\u202e"]
 
 
 @pytest.mark.parametrize("pred", [*words(HOSTILE), *LONG])
-def test_a_hostile_answer_is_wrong_runs_no_code_and_the_next_one_is_judged(
-    pred, impatient, tmp_path, monkeypatch
-):
+def test_a_hostile_answer_is_wrong_and_runs_no_code(pred, impatient, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert impatient.outcome("7", rf"so \boxed{{{pred}}}") == -1
     assert impatient.verify("1/2", "2/4")
@@ -254,6 +223,7 @@ def started(make):
 
 
 def test_a_killed_worker_is_replaced_and_a_closed_one_starts_again_when_it_is_needed():
+    """From any thread; close() waits for an answer that is asked for."""
     before = workers(os.getpid())
     v, first = started(Verifier)
     os.kill(first, signal.SIGKILL)
@@ -261,17 +231,10 @@ def test_a_killed_worker_is_replaced_and_a_closed_one_starts_again_when_it_is_ne
     v.close()
     assert all(v.verify(str(i), f"0{i}") for i in range(2000)), "integers need no worker"
     assert is_right and workers(os.getpid()) == before
-    with v:
-        assert v.verify("1/2", "2/4")
-
-
-def test_close_waits_for_the_answer_that_another_thread_asks_for():
-    v = Verifier()
-    with ThreadPoolExecutor(1) as thread:
+    with v, ThreadPoolExecutor(1) as thread:
         verdict = thread.submit(v.verify, r"\sum_{i=1}^{300} i", "45150")
         v.close()
         assert verdict.result()
-    v.close()
 
 
 PARENT = """

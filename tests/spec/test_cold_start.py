@@ -1,4 +1,4 @@
-"""Algorithm 2 in a run: lines 1-7, and the same bank from one process, two, and a killed one.
+"""Algorithm 2 in a run: lines 1-7, and the same bank from one process and two.
 
 The tests' random model solves the seed problems, and the tests' verifier says which are right.
 What becomes of the memories (lines 8-16) is in test_algorithms.py.
@@ -33,9 +33,7 @@ def solve(world_dir, out, **changes):
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_alg2_lines_1_to_7_the_base_model_solves_seed_problems_and_they_become_memories(
-    thinking, world_dir, tmp_path
-):
+def test_alg2_lines_1_to_7_solved_seed_problems_become_memories(thinking, world_dir, tmp_path):
     """The paper's sampling in evaluation, by default with thinking (S21)."""
     out = tmp_path / "run"
     bank, memories = solve(world_dir, out, cold_start_thinking=thinking)
@@ -86,9 +84,6 @@ def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_
         (ids,) = rollout.generate(run.lm, run.tokenizer, [prompt], greedy, [0])
         assert a == rollout.text_of(run.tokenizer, ids)
         assert [row["step"] for row in rows(run.out / "bank/replies.jsonl")] == [0] * 5 + [25] * 6
-
-
-# ------------------------------------------------- one process, two, and one that was killed
 
 
 def with_the_policy_as_writer(argv):

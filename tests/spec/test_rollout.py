@@ -35,9 +35,6 @@ def keys_of(n):
     return [rollout.sample_key(0, 1, str(i)) for i in range(n)]
 
 
-# --------------------------------------------------------------------------------------- sampling
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_eq1_completions_equal_a_plain_loop_whatever_the_batch_and_the_order(kind, tokenizer):
     """Each token is the draw of (key, place) from the logits of prompt and prefix alone.
@@ -110,27 +107,12 @@ def test_the_models_own_generation_config_has_no_say_and_nothing_warns(tokenizer
     assert model.generation_config is config
 
 
-# --------------------------------------------------------------------------------------- decoding
-
-
-def test_finished_rows_leave_the_batch_and_others_take_their_place(tokenizer):
-    """Long-tailed lengths, 8 rows: 1.4 times fewer steps than batches held by their longest."""
-    model, ids, keys = make_model(), prompts(tokenizer, 32), keys_of(32)
-    model.generation_config.eos_token_id = [265, 1, 2, 3]
-    steps = []
-    model.register_forward_hook(lambda *_: steps.append(1))
-    completions = rollout.generate(model, tokenizer, ids, Sampling(1.0, 1.0, 0, 300), keys, 8)
-    lengths = [len(x) for x in completions]
-    held = sum(max(lengths[i : i + 8]) for i in range(0, 32, 8))
-    assert held > 1.4 * len(steps)
-
-
 def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     model, ids = make_model().train(), prompts(tokenizer, 6)
 
-    def stream(ids, rows=2):
+    def stream(ids):
         jobs = [rollout.Job(i, prompt, i, 24) for i, prompt in enumerate(ids)]
-        return rollout.stream(model, tokenizer, jobs, SAMPLING, rows)
+        return rollout.stream(model, tokenizer, jobs, SAMPLING, 2)
 
     turns = list(stream(ids))
     finished = [job.index for turn in turns for job in turn]
@@ -141,7 +123,6 @@ def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     left_early.close()
     assert model.training
     one_line(lambda: next(stream([*ids[:5], []])), "prompts that are not empty")
-    assert rollout.generate(model, tokenizer, [], SAMPLING, []) == []
 
 
 def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer):
@@ -173,9 +154,6 @@ def test_stop_ids_are_the_tokenizers_and_all_of_the_models_and_none_is_refused()
     assert rollout.stop_ids(model, tokenizer) == [265]
     tokenizer.eos_token = None
     one_line(lambda: rollout.generate(model, tokenizer, [[1]], SAMPLING, [1]), "`eos_token_id`")
-
-
-# --------------------------------------------------------------------------------------- outcomes
 
 
 def judged(tokenizer, prompt, completion):

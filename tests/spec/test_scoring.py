@@ -113,14 +113,6 @@ def test_whole_logits_are_never_alive_and_slices_change_nothing():
         assert (grad - want).norm() <= 1e-5 * want.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_capped_head_is_noticed_in_either_dtype(dtype):
-    """Logits near the cap, as a trained Gemma has them."""
-    for kind in ("gemma2", "qwen3"):
-        model = make_model(kind, initializer_range=0.6).to(dtype)
-        assert scoring.head_is_sliced(model) == (kind == "qwen3")
-
-
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 

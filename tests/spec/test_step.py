@@ -37,9 +37,6 @@ def policy():
     return lm
 
 
-# ---------------------------------------------------- lines 5 and 8-14: the loss of one rollout
-
-
 @pytest.mark.parametrize("r", [1, -1])
 def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic(r, monkeypatch):
     """And its gradient is Eq. 19's. Teachers are the present policy, with its adapters (Eq. 4)."""
@@ -77,9 +74,6 @@ def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic
     for got, want in zip(torch.autograd.grad(result.loss, parameters), wants):
         assert want.abs().max() > 0
         same(got, want, 1e-4)
-
-
-# --------------------------------------------------------------------- lines 2-16: a step by hand
 
 
 def step_by_hand(run, x, step):
@@ -166,9 +160,7 @@ class Saved:
 
 
 @pytest.mark.parametrize("method", ["sgsd", "ablations", "grpo", "opsd", "sdpo", "rlsd"])
-def test_no_graph_is_alive_while_the_next_rollout_is_scored(
-    method, world_dir, tmp_path, monkeypatch
-):
+def test_no_graph_lives_while_the_next_rollout_is_scored(method, world_dir, tmp_path, monkeypatch):
     """Also where all teachers are ignored, so that no backward pass frees it."""
     kind, step_fn, _ = driver.METHODS[method]
     changes = {"eps_a": 1e9} if method in ("sgsd", "ablations") else {"bank": ""}
@@ -190,12 +182,7 @@ def test_no_graph_is_alive_while_the_next_rollout_is_scored(
     assert not any(alive) and Saved.alive == 0
 
 
-# ------------------------------------------------- lines 1, 2 and 17: the loop, the data, the bank
-
-
-def test_alg1_lines_1_2_and_17_the_bank_evolves_every_f_steps_from_the_rollouts_since(
-    world_dir, tmp_path
-):
+def test_alg1_lines_1_2_and_17_the_bank_evolves_every_f_steps(world_dir, tmp_path):
     """And Alg. 4, lines 4 and 14: the window is of all steps since; latest bank and a snapshot."""
     run = train(world_dir, tmp_path / "run", steps=6, evolve_every=3, max_new_tokens=8)
     rolls, out = rows(run.out / "rollouts.jsonl"), run.out / "bank"
@@ -223,8 +210,6 @@ def test_alg1_lines_1_2_and_17_the_bank_evolves_every_f_steps_from_the_rollouts_
     assert retrieved <= {entry["mistake_id"] for entry in second.common_mistakes}
     assert any(name.startswith("dyn_") for name in retrieved)
 
-
-# ------------------------------------------------------------------------------------ the defaults
 
 DEFAULTS = {
     # §4.1 and App. F.1
