@@ -137,9 +137,7 @@ CHANGES = {
         Change("torch.minimum(", "torch.maximum(", "spec/grpo grpo_loss"),
     ],
     "methods/divergences.py": [
-        Change(
-            "terms = beta * of_teacher", "terms = of_teacher", "spec/ablations generalized_jsd"
-        ),
+        Change("terms = beta * of_teacher", "terms = of_teacher", "spec/ablations generalized_jsd"),
         Change("twice[:, 0] = False", "pass", "spec/ablations local_support"),
     ],
     "methods/teachers.py": [

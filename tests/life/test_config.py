@@ -62,7 +62,6 @@ def test_every_setting_has_a_flag_whose_rule_is_kept_and_said(kind, capsys):
 FLAGS = {  # what is wrong, and the words of the line
     "--no-clip": ("--no-clip", "--help"),
     "--step 3": ("--step", "--help"),  # nothing is abbreviated
-    "--steps many": ("--steps", "many"),
     "--steps": ("--steps",),
     "--memory-answer false": ("false",),
     "@no_such_file": ("no_such_file",),

@@ -334,6 +334,25 @@ def test_a_run_of_1303a2f_goes_on(world_dir, killed, uninterrupted, log, capsys)
     assert_equal(killed, uninterrupted)
 
 
+def test_what_a_method_does_not_offer_is_not_compared(world_dir, tmp_path, log):
+    """A run of GRPO that an older version began with the cold start's flags."""
+    out = tmp_path / "run"
+    argv = flags_of(world_dir, out, GRPO | {"bank": "", "steps": 3})
+    kill(argv, log, sgsd, "optimizer_step", 3)
+    about = stored(out)
+    about["settings"] |= {"cold_start": 7, "cold_start_thinking": False}
+    (out / "config.json").write_text(json.dumps(about))
+    assert go(argv, log) == 0, log.read_text()
+    assert stored(out)["continuations"][0]["changed"] == []
+
+
+def test_the_code_is_also_that_of_the_started_file(tmp_path, monkeypatch):
+    digest = run.code_of(config.Config())
+    (tmp_path / "own.py").touch()
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "own.py"))
+    assert run.code_of(config.Config()) != digest
+
+
 def test_a_run_goes_on_without_its_logs(world_dir, killed, uninterrupted, log):
     """They are no part of what it needs to go on. What is cut is said."""
     for name in ("rollouts", "tokens"):

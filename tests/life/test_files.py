@@ -126,3 +126,19 @@ def test_a_model_is_known_by_what_its_files_hold_wherever_it_lies(tmp_path):
     for name in ("Qwen/Qwen3-1.7B", "", str(tmp_path / "none")):
         assert files.contents(name) == name
     assert files.contents(str(model / "config.json")) == files.file_digest(model / "config.json")
+
+
+def test_a_file_of_a_checkpoint_that_lacks_or_differs_is_named_but_its_bank_is_free(tmp_path):
+    for name in ("a.safetensors", "b.json", files.BANK):
+        (tmp_path / name).write_text(name)
+    assert files.digests_of(tmp_path) == {}
+    one_line(lambda: files.digests_of(tmp_path, needed=True), files.DIGESTS)
+    files.write_digests(tmp_path)
+    (tmp_path / files.BANK).write_text("evolved")
+    digests = files.digests_of(tmp_path)
+    assert digests.keys() == {"a.safetensors", "b.json"}
+    files.refuse_damaged(tmp_path, digests)
+    (tmp_path / "b.json").write_text("b.jsoN")
+    one_line(lambda: files.refuse_damaged(tmp_path, digests), tmp_path / "b.json", "damaged")
+    (tmp_path / "a.safetensors").unlink()
+    one_line(lambda: files.refuse_damaged(tmp_path, digests), tmp_path / "a.safetensors")

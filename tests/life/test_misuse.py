@@ -63,6 +63,7 @@ SETTINGS = [  # settings ({w} has models, data and the bank of four pairs), and 
     ({"out": "{w}/data.jsonl/run"}, ["data.jsonl"]),
     ({"out": "{w}/model"}, ["--out {w}/model", "no run"]),
     ({"server": "http://127.0.0.1:9/v1", "bank": ""}, ["http://127.0.0.1:9/v1"]),
+    ({"server": "localhost:8000/v1", "bank": ""}, ["http://localhost:8000/v1"]),
     ({"server": "http://a/v1", "adapter": "{w}/model"}, ["--server http://a/v1", "--adapter"]),
     # what only the model shows
     ({"model": "no/such-id"}, ["model no/such-id"]),
@@ -86,6 +87,13 @@ def test_a_wrong_input_is_one_line(changes, words, world_dir, tmp_path, refusal,
     changes = {name: str(value).format(w=world_dir) for name, value in changes.items()}
     refusal(*[word.format(w=world_dir) for word in words], **changes)
     assert contents(world_dir) == before and not [*world_dir.rglob(files.LOCK)]
+
+
+def test_a_wrong_place_in_the_world_is_one_line(refusal, monkeypatch):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": "99999999"}).items():
+        monkeypatch.setenv(name, value)
+    refusal("127.0.0.1:99999999")
 
 
 TOO_LONG = [  # settings, and words of the line
@@ -239,6 +247,7 @@ WRONG = [  # a path, flags ({w} has models and data, {t} what is wrong), and wor
     ("{w}/bank.json", "--data aime24", "a bank goes with --skills"),  # no data set is asked for
     ("{w}/model", "--data aime24", "HuggingFaceH4/aime_2024"),
     ("{w}/model", "--data no.jsonl", "no.jsonl"),
+    ("{w}/model", "--data x/one.jsonl y/one.parquet", "--data x/one.jsonl y/one.parquet"),
     ("{w}/model", "--skills={w}/bank.json", "--num-skills 8"),
     ("{w}/model", "--skills=no.json", "no.json"),
     ("{w}/model", "--skills={w}/bank.json --num-skills=2 --encoder=/no/such", "/no/such"),

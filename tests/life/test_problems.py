@@ -81,6 +81,7 @@ def test_what_teachers_see_is_a_text_of_each_row_word_for_word(tmp_path):
     assert x.extra == {"hint": row["hint"]}
     ((x,), _) = load(source, teacher_field="answer", answer_after="####")
     assert (x.answer, x.extra["answer"]) == ("6", row["answer"])
+    one_line(lambda: load(source, answer_after="="), "--answer-after", "'='")
     file, load = tmp_path / "b.jsonl", functools.partial(load, teacher_field="hint")
     for value in (" \n", 7, ["h"], None):
         write(file, row, row | {"problem": "q", "hint": value})

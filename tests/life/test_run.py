@@ -1,4 +1,4 @@
-"""A run: its files, what a model's template and tokens change, its bank, and empty steps."""
+"""A run: its files, its data, what templates and tokens change, its bank, and --adapter."""
 
 import itertools
 import json
@@ -26,11 +26,6 @@ def whole(world_dir, tmp_path_factory):
     """A run of four steps that makes its own bank, which evolves after 2 and 4."""
     out = tmp_path_factory.mktemp("whole") / "run"
     return train(world_dir, out, bank="", cold_start=8, evolve_every=2, max_new_items=2)
-
-
-def banks_of(out):
-    versions = files.by_step(out / "bank")
-    return {step: skills.SkillBank.load(path) for step, path in versions.items()}
 
 
 def test_what_a_run_leaves_on_disk(whole):
@@ -129,7 +124,8 @@ def dynamic(bank):
 
 def test_a_run_makes_its_bank_and_evolves_it(whole):
     """Without --bank: cold start (Alg. 2), and every second step evolution (Alg. 4)."""
-    by_step = banks_of(whole.out)
+    versions = files.by_step(whole.out / "bank")
+    by_step = {step: skills.SkillBank.load(path) for step, path in versions.items()}
     assert list(by_step) == [0, 2, 4]
     memories = rows(whole.out / "bank/memories.jsonl")
     assert len(memories) == 8

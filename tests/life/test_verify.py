@@ -46,8 +46,6 @@ def words(text):
     return re.split(r" {3,}|\n", text.strip())
 
 
-# ------------------------------------------------------------------------------ reading the answer
-
 ANSWERS = {
     r"so $\boxed{5}$.": "5",
     "\\boxed {\n5\n}": "5",
@@ -77,8 +75,6 @@ def test_the_answer_is_in_the_last_box_behind_all_thinking(text, verifier):
     assert answer == ANSWERS[text]
     assert verifier.outcome("5", text) == (1 if answer == "5" else -1)
 
-
-# ------------------------------------------------------------------------------------- known pairs
 
 KNOWN = [  # kind, right or wrong, the most mistakes among every fifth of them, among all
     ("exploitable", False, 0, 0),
@@ -133,8 +129,6 @@ def test_every_reference_equals_itself_in_another_spelling(verifier, name):
     assert mistakes(verifier, cases, True) == []
 
 
-# ------------------------------------------------------------------------------------------ copies
-
 COPIES = [  # problem, reference, answers that count, answers that are copied
     (
         r"Compute $\sqrt{36+64}-\sqrt{25-16}.$",
@@ -176,12 +170,8 @@ def test_a_copied_formula_is_shown_as_the_answer_and_is_wrong(verifier):
     assert verifier.same(r"\frac{1}{2}", "0.5") and not verifier.same("1", "2")
 
 
-# ------------------------------------------  answers that are right without knowing the reference
-
 # Not finite, a problem, nothing, everything, relations that always hold, guesses, programs, signs.
 
-
-# ------------------------------------------------------------------------- hostile answers and fuzz
 
 HOSTILE = r"""
 9^{9^{9^9}}   9^9^9^9   \left(   }{   ∞   ٧   __import__('os').system('touch pwned')
@@ -198,9 +188,6 @@ def test_a_hostile_answer_is_wrong_and_runs_no_code(pred, impatient, tmp_path, m
     assert impatient.outcome("7", rf"so \boxed{{{pred}}}") == -1
     assert impatient.verify("1/2", "2/4")
     assert not os.listdir(tmp_path), "it ran code"
-
-
-# ---------------------------------------------------------------------------------------- processes
 
 
 def workers(parent: int) -> set[int]:
@@ -288,8 +275,6 @@ def test_time_and_memory_of_a_worker_are_bounded_and_late_answers_are_counted():
         assert not v.verify("7", "2^{10^{10}}") and v.verify("1/2", "2/4")
     one_line(lambda: Verifier(0.0), "timeout_s")
 
-
-# --------------------------------------------------------------------------- a judge of one's own
 
 MINE = '''
 from lib import verify

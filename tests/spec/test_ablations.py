@@ -4,7 +4,6 @@ A definition scores one row at a time by the model's own full logits. Before tha
 divergences (Fig. 3, OPSD) by hand: KL both ways, JSD, a local support.
 """
 
-import dataclasses
 import math
 import os
 import signal
@@ -15,13 +14,13 @@ import plain
 import pytest
 import torch
 from conftest import make_bank, one_line, same, save_model, t
-from driver import completes, flags, parsed, refused, rows
+from driver import completes, flags, refused, rows
 from method_steps import assert_gradients, logprobs_of, one_step, perturb
 
 import rollout
 import skills
-from lib import config, model
-from methods import ablations, divergences, rlsd
+from lib import model
+from methods import ablations, divergences, grpo, rlsd
 from methods.ablations import AblationConfig
 
 
@@ -235,13 +234,9 @@ def test_a_copied_teacher_follows_also_in_a_run_that_is_continued(teacher, world
         assert run.code == code
 
 
-def test_all_settings_that_it_shares_with_sgsd_have_its_defaults():
-    shared = dataclasses.asdict(config.Config(out="runs/ablation"))
-    assert shared.items() <= dataclasses.asdict(parsed([], "ablations")).items()
-
-
 def test_flags_that_contradict_each_other_are_one_line(capsys):
     argv = ["--objective=jsd", "--support-top-k=9"]
     refused(capsys, ablations.main, argv, "--support-top-k", "--objective")
     refused(capsys, ablations.main, ["--teacher-field=hint"], "--answer-pi")
+    refused(capsys, grpo.main, ["--temperature=0"], "--temperature 0")
     refused(capsys, rlsd.main, ["--teacher-field=hint", "--bank=b.json"], "--bank")

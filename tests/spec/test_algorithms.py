@@ -522,8 +522,6 @@ def test_an_evolution_shows_the_reference_answer_only_when_asked_to(shown):
     assert not any(re.search("xyz|problem_id|dyn_|sources", prompt) for prompt in model.prompts)
 
 
-# ------------------------------------------------------------------------------- mangled replies
-
 ODD = '{ } [ ] " \\ , : \n \0 \ud800 \u2028 \\u \\ud83d \\n </think> <think> ``` 1e999 {"a":'
 ODD = ODD.split(" ")
 
@@ -571,9 +569,6 @@ def test_no_mangled_reply_loses_or_invents_an_entry_in_a_merge(key):
         assert all(e in old or e in written for e in merged)
         changed += merged != old
     assert 50 < changed < 300
-
-
-# ----------------------------------------------------------------- the policy as `complete` (D4)
 
 
 def test_a_writer_does_not_think_and_has_room_to_repeat_a_long_prompt(tokenizer):

@@ -95,9 +95,11 @@ def test_the_collectives(tmp_path):
     assert codes == [10, 11], [(tmp_path / f"log{rank}").read_text() for rank in (0, 1)]
 
 
-def test_tf32_from_outside_rounds_no_product():
-    """An image's environment may turn it on for all products; S22 wants it for the head's alone."""
-    matmul = torch.backends.cuda.matmul
-    matmul.fp32_precision = "tf32"
-    distributed.init("cpu")
-    assert matmul.fp32_precision == "ieee"
+def test_a_gpu_without_memory_is_one_line(capsys):
+    def main():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
+
+    with pytest.raises(SystemExit) as ended:
+        distributed.run_and_exit(main)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and line.startswith("CUDA out of memory: lower --rollout-rows")
