@@ -31,7 +31,6 @@ from tqdm import tqdm
 
 import distributed
 import eval
-import scoring
 import sgsd
 import skills
 from lib import command, config, files, model, verify
@@ -163,17 +162,6 @@ def signals_restored():
             signal.signal(number, handler)
 
 
-def stopping_at(last):
-    """A step function that stops the run after step `last`, as a signal does."""
-
-    def step_fn(run, step):
-        if step == last:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return sgsd.train_step(run, step)
-
-    return step_fn
-
-
 def killing(owner, name, call, after=False, number=signal.SIGKILL):
     """For `before`: a signal comes at the call-th call of owner.name, or as that one returns."""
     original, calls = getattr(owner, name), itertools.count(1)
@@ -190,27 +178,15 @@ def killing(owner, name, call, after=False, number=signal.SIGKILL):
     return functools.partial(setattr, owner, name, counted)
 
 
-def breaking(steps, what="gradient", rank=0):
-    """A step function in which something is not finite, on one rank, in these steps."""
+def breaking(steps, rank=0):
+    """A step function in which the gradient is not finite, on one rank, in these steps."""
 
     def step_fn(run, step):
         bad = math.nan if step in steps and run.world.rank == rank else 1.0
-
-        def forward(module, args, x):
-            if torch.is_inference_mode_enabled():  # the sampling of the rollouts
-                return x
-            scored = "student" if torch.is_grad_enabled() else "teacher"
-            return x * bad if scored == what else x
-
-        def backward(gradient):
-            return gradient * bad if what == "gradient" else gradient
-
         p = next(iter(model.trained(run.lm).values()))
-        norm = scoring.causal_lm(run.lm).base_model.norm
-        hooks = [norm.register_forward_hook(forward), p.register_hook(backward)]
+        hook = p.register_hook(lambda gradient: gradient * bad)
         result = sgsd.train_step(run, step)
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
         return result
 
     return step_fn

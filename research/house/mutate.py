@@ -57,7 +57,7 @@ CHANGES = {
         Change("sigmoid(-(delta**2) / (2 * tau_g))", "sigmoid(-(delta**2))", "spec/gradient eq17"),
         Change("rho_K.detach() * lbar_K).sum()", "lbar_K).sum()", "spec/objective eq16"),
         Change("/ (m_T.sum() + EPS) * g_KT", "/ len(m_T) * g_KT", "spec/gradient eq20"),
-        Change("text, run.cfg.teacher_prefix))", "text, 'closed'))", "spec/step lines_2_to_16"),
+        Change("text, run.cfg.teacher_prefix,", "text, 'closed',", "spec/step lines_2_to_16"),
         Change("step, x.id, epoch)", "step, x.id)", "spec/step comes_twice"),
         Change('["rho"].any() and loss.isfinite()', '["rho"].any()', "spec/step no_number"),
         Change("(result.loss / cfg.batch_size)", "result.loss", "spec/step lines_2_to_16"),
@@ -137,10 +137,8 @@ CHANGES = {
         Change("torch.minimum(", "torch.maximum(", "spec/grpo grpo_loss"),
     ],
     "methods/divergences.py": [
-        Change(
-            "terms = beta * of_teacher", "terms = of_teacher", "spec/divergences generalized_jsd"
-        ),
-        Change("twice[:, 0] = False", "pass", "spec/divergences local_support"),
+        Change("terms = beta * of_teacher", "terms = of_teacher", "spec/ablations generalized_jsd"),
+        Change("twice[:, 0] = False", "pass", "spec/ablations local_support"),
     ],
     "methods/teachers.py": [
         Change(".lerp_(p.detach(), moved)", "", "spec/rlsd renewed"),

@@ -27,7 +27,7 @@ RUNS = {"bf16": ("bfloat16", 30), "fp32": ("float32", 5), "fp32_again": ("float3
 def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
     """Each step's command."""
     in_small = device == "cpu"
-    steps_of = {"tests": ["-m", "pytest", "-q", "tests/life/test_device.py"]}
+    steps_of = {"tests": ["-m", "pytest", "-q", "research/speed/test_device.py"]}
     for name, (dtype, steps) in RUNS.items():
         run = ["sgsd.py", "--preset", "tiny", "--device", device, "--dtype", dtype]
         run += ["--steps", str(2 if in_small else steps), "--out", f"{out}/{name}"]

@@ -4,18 +4,12 @@ import dataclasses
 import errno
 import importlib
 import inspect
-import json
 import math
 import os
 import re
-import signal
-import subprocess
-import sys
-import tomllib
 
 import driver
 import pytest
-from conftest import ROOT
 
 import rollout
 import skills
@@ -37,9 +31,6 @@ def parse(text, kind=config.Config):
 
 def refused(capsys, text, *words, kind=config.Config):
     driver.refused(capsys, lambda argv: parse(" ".join(argv), kind), text.split(), *words)
-
-
-# ------------------------------------------------------------------------------------------ flags
 
 
 def forbidden(rule):
@@ -71,14 +62,10 @@ def test_every_setting_has_a_flag_whose_rule_is_kept_and_said(kind, capsys):
 FLAGS = {  # what is wrong, and the words of the line
     "--no-clip": ("--no-clip", "--help"),
     "--step 3": ("--step", "--help"),  # nothing is abbreviated
-    "--steps many": ("--steps", "many"),
     "--steps": ("--steps",),
-    "--batch-size 0": ("--batch-size 0", "> 0"),
-    "--device tpu": ("--device", "tpu", "cuda"),
     "--memory-answer false": ("false",),
     "@no_such_file": ("no_such_file",),
 }
-OPEN_QUOTE = "--data 'my problems.jsonl"
 
 
 @pytest.mark.parametrize("given", FLAGS)
@@ -109,26 +96,11 @@ def test_a_file_of_flags_is_split_as_a_shell_does_and_a_later_flag_goes_before_i
     assert (cfg.answer_after, cfg.server) == ("#### ", ("http://a/v1", "http://b/v1"))
 
 
-def test_an_open_quote_in_a_file_of_flags_is_one_line(tmp_path, capsys):
-    file = tmp_path / "flags"
-    file.write_text(f"--seed 1\n{OPEN_QUOTE}\n")
-    refused(capsys, f"@{file}", "quotation")
-
-
-def test_an_evaluation_takes_several_paths_and_sets_of_different_names(capsys):
-    cfg = parse("a b --data x/one.jsonl y/two.jsonl --samples 3", config.EvalConfig)
-    assert (cfg.paths, cfg.data) == (("a", "b"), ("x/one.jsonl", "y/two.jsonl"))
-    refused(capsys, "", "PATH", kind=config.EvalConfig)
-    both = "x/one.jsonl y/one.parquet"
-    refused(capsys, f"a --data {both}", f"--data {both}", kind=config.EvalConfig)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_help_has_every_flag_with_its_default_and_its_source_in_groups(name, capsys):
-    program = importlib.import_module(name)
     kind = KINDS[name]
     with pytest.raises(SystemExit) as end:
-        program.main(["--help"])
+        importlib.import_module(name).main(["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0 and f"examples:\n    python {kind.program} " in text
     parts = dict(part.split(":\n", 1) for part in text.split("\n\n") if ":\n" in part)
@@ -139,61 +111,17 @@ def test_help_has_every_flag_with_its_default_and_its_source_in_groups(name, cap
         shown = "PATH" if setting == "paths" else config.flag(setting)
         part = parts[titles.get(setting, "the method")]
         assert re.search(rf"^  {shown}\b", part, re.M), setting
-    listed = [title for title in parts if title in config.GROUPS]
-    assert listed == sorted(listed, key=[*config.GROUPS].index)
     one = "App. F.1 (default: 12)" if name == "eval" else "App. F.1, S7 (default: 5e-06)"
     assert one in " ".join(text.split())
     assert "(default: )" not in text and "(default: None)" not in text
 
 
-@pytest.mark.parametrize(
-    "name", ["sgsd", "eval", "methods.grpo", "methods.opsd", "methods.ablations", "extras.report"]
-)
-def test_every_program_says_its_version(name, capsys):
-    with pytest.raises(SystemExit) as end:
-        importlib.import_module(name).main(["--version"])
-    assert end.value.code == 0 and capsys.readouterr().out == f"sgsd {command.VERSION}\n"
-
-
-def test_the_package_has_the_version_and_the_requirements_that_the_readme_installs():
-    package = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert package["project"]["version"] == command.VERSION
-    dependencies = package["tool"]["setuptools"]["dynamic"]["dependencies"]
-    assert dependencies == {"file": ["requirements.txt"]}
-
-
-# --------------------------------------------------------------------------------- other settings
-
-
-@dataclasses.dataclass(frozen=True)
-class Own(grpo.GRPOConfig):
-    """A method with a default, a rule and a setting of its own."""
-
-    program = "own.py"
-
-    temperature: float = 2
-    top_p: float = config.setting(0.5, "nucleus; ours", least=0.25, most=0.75)
-    margin: float = config.setting(1.0, "margin of the loss; ours")
-
-
-def test_a_method_writes_a_default_alone_may_replace_a_rule_and_adds_a_setting(capsys):
-    """The other rules are found along its classes, also where the default is written as an int."""
-    rules, inherited = Own.rules(), grpo.GRPOConfig.rules()
-    assert rules["temperature"] == inherited["temperature"] == config.Config.rules()["temperature"]
-    assert parse("--temperature 1.5", Own).temperature == 1.5 and parse("", Own).temperature == 2
-    assert rules["top_p"].help == "nucleus; ours" and "margin" in rules
-    refused(capsys, "--top-p 0.9", "--top-p 0.9", "nucleus; ours", kind=Own)
-    assert {name for name in inherited if rules[name] != inherited[name]} == {"top_p"}
-
-
-def test_a_default_without_an_annotation_or_of_a_class_that_is_no_dataclass_is_refused():
+def test_a_default_without_an_annotation_is_refused():
     """Dataclasses would ignore it without a word."""
     bare = dataclasses.dataclass(frozen=True)(type("Bare", (config.Config,), {"tau_g": 2.0}))
-    annotated = {"tau_g": 2.0, "__annotations__": {"tau_g": float}}
-    for kind in (bare, type("Plain", (config.Config,), annotated)):
-        for call in (kind, kind.rules):
-            with pytest.raises(TypeError, match=rf"{kind.__name__}\.tau_g: "):
-                call()
+    for call in (bare, bare.rules):
+        with pytest.raises(TypeError, match=r"Bare\.tau_g: "):
+            call()
 
 
 NOT_OFFERED = {  # flags that have no part in a method
@@ -213,14 +141,6 @@ def test_a_method_does_not_offer_what_has_no_part_in_it_and_a_preset_may_set_it(
     assert parse("--preset tiny", kind).cold_start_tokens == 96
 
 
-def test_every_method_has_a_folder_of_its_own_under_each_preset():
-    for preset in config.PRESETS:
-        outs = [driver.parsed(["--preset", preset], name).out for name in driver.METHODS]
-        assert len({*outs}) == len(outs)
-    assert parse("--preset tiny").out == "runs/tiny"
-    assert parse("--preset tiny --out x", grpo.GRPOConfig).out == "x"
-
-
 def test_the_functions_of_the_paper_have_the_defaults_of_the_settings():
     """Those that people import and call without a run."""
     other_names = {"group_size": "merge_group_size", "patience": "merge_patience"}
@@ -234,26 +154,13 @@ def test_the_functions_of_the_paper_have_the_defaults_of_the_settings():
     assert count > 15
 
 
-def test_settings_come_back_from_json():
-    cfg = parse("--server http://a/v1 http://b/v1 --tau-g 2")
-    assert config.Config.from_dict(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
-
-
-# ------------------------------------------------------------------------------- mistakes, signals
-
-
 def test_another_ranks_mistake_has_its_rank_and_comes_later(monkeypatch, capsys):
     """Two seconds: torchrun has then ended it, if rank 0 has the same mistake."""
     slept = []
     monkeypatch.setattr("time.sleep", slept.append)
-    for rank, first in (("0", "sgsd: "), ("1", "rank 1: sgsd: ")):
-        monkeypatch.setenv("RANK", rank)
-        for given in ("--no-such-flag", "--batch-size 0"):
-            with pytest.raises(SystemExit) as end:
-                parse(given)
-            (line,) = capsys.readouterr().err.splitlines()
-            assert end.value.code == 2 and line.startswith(first)
-    assert slept == [2, 2]
+    monkeypatch.setenv("RANK", "1")
+    refused(capsys, "--no-such-flag", "rank 1: sgsd: ", "--no-such-flag")
+    assert slept == [2]
 
 
 def printed_by(capsys, error, kinds):
@@ -280,27 +187,3 @@ def test_where_input_is_read_an_error_is_one_line_and_later_only_what_may_still_
     for error in (ValueError("a bug"), ImportError("a bug"), KeyError("a bug")):
         with pytest.raises(type(error)), command.one_line_errors("p.py", *command.LATER):
             raise error
-
-
-SLEEPER = """
-import time
-from lib import command
-command.Signals()
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_program_at_once_and_rank_0_says_that_it_can_go_on(number, rank):
-    pipe, environment = subprocess.PIPE, {**os.environ, "RANK": rank}
-    command = [sys.executable, "-c", SLEEPER]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True
-    ) as program:
-        assert program.stdout.readline() == "ready\n"
-        program.send_signal(number)
-        printed = program.communicate()[1]
-    assert program.returncode == 130 and "Traceback" not in printed
-    assert ("same command" in printed) == (rank == "0")

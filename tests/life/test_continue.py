@@ -13,16 +13,14 @@ import os
 import shutil
 import signal
 import sys
-import time
 
 import driver
 import pytest
 import torch
 from conftest import PROBLEMS, make_bank
-from driver import contents, go, killing, refused, rows, small_flags, start, state, two, wait
+from driver import contents, go, killing, refused, rows, small_flags, state, two
 from safetensors.torch import load
 
-import eval
 import sgsd
 import skills
 from lib import config, files, model, run, runlog
@@ -67,8 +65,6 @@ def stored(out):
     return json.loads((out / "config.json").read_text())
 
 
-# ------------------------------------------------------------------------------------------ kills
-
 KILLS = [  # where; the function that kills there, at which call, whether after it; what was said
     ("among the seed solutions", files, "append_jsonl", 2, False, ""),
     ("among the replies of the cold start", Run, "log_rows", 6, False, "starts with step 1"),
@@ -89,9 +85,7 @@ KILLS = [  # where; the function that kills there, at which call, whether after 
 ]
 
 
-def test_a_run_that_is_killed_everywhere_and_continued_equals_the_uninterrupted_one(
-    world_dir, tmp_path, uninterrupted
-):
+def test_a_run_killed_everywhere_equals_the_uninterrupted_one(world_dir, tmp_path, uninterrupted):
     out = tmp_path / "run"
     argv = small_flags(world_dir, out)
     for number, (where, owner, name, call, after, words) in enumerate(KILLS):
@@ -122,7 +116,6 @@ BY_STEP = (sgsd, "optimizer_step")
 GRPO = {"generations": 2, "evolve_every": 1}
 VARIANTS = [  # settings, and where the run is killed
     ({"success_gate": 0.0}, [(skills, "evolve", 1), (SkillBank, "save", 3)]),
-    pytest.param({"evolve_every": 0}, [(*BY_STEP, 1), (*BY_STEP, 4)], marks=pytest.mark.long),
     ({"bank": "{w}/bank.json"}, [(*BY_STEP, 1), (skills, "limit_growth", 1), (*BY_STEP, 2)]),
     (GRPO, [(*BY_STEP, 2), (*BY_STEP, 4)]),
 ]
@@ -136,7 +129,7 @@ def flags_of(world_dir, out, changes):
 
 @pytest.mark.parametrize("changes,places", VARIANTS)
 def test_other_kinds_of_runs_are_killed_and_continued(changes, places, world_dir, tmp_path):
-    """The success leaves the bank as it was; no evolution; a --bank; no bank."""
+    """The success leaves the bank as it was; a --bank; no bank."""
     changes = {k: v.format(w=world_dir) if k == "bank" else v for k, v in changes.items()}
     whole, out = tmp_path / "whole", tmp_path / "run"
     assert go(flags_of(world_dir, whole, changes), tmp_path / "log") == 0
@@ -147,61 +140,16 @@ def test_other_kinds_of_runs_are_killed_and_continued(changes, places, world_dir
     assert_equal(out, whole)
 
 
-def test_a_window_is_in_the_checkpoints_between_evolutions_and_nowhere_else(
-    world_dir, killed, tmp_path, uninterrupted
-):
+def test_a_window_is_kept_between_evolutions_alone(world_dir, killed, tmp_path, uninterrupted):
     """Two solutions in each step since step 3. A run that is given such a bank drops it."""
-    bank = SkillBank.load(killed / "checkpoints/step_000004/bank.json")
+    given = killed / "checkpoints/step_000004/bank.json"
+    bank = SkillBank.load(given)
     logged = [row for row in rows(killed / "rollouts.jsonl") if row["step"] == 4]
     assert [skills.memory_of(x) for x in bank.window] == [skills.memory_of(x) for x in logged]
     for path in [*uninterrupted.glob("bank/*.json"), *uninterrupted.glob("*/step_000006/*.json")]:
         assert "window" not in json.loads(path.read_text())
-    given = killed / "checkpoints/step_000004/bank.json"
-    changes = {"bank": str(given), "num_teachers": 1}
-    with driver.opened(world_dir, tmp_path / "new", **changes) as run:
+    with driver.opened(world_dir, tmp_path / "new", bank=str(given), num_teachers=1) as run:
         assert run.bank.window == [] and run.bank.general_skills == bank.general_skills
-    run = driver.train(world_dir, tmp_path / "still", **changes, evolve_every=0, steps=2)
-    saved = json.loads((run.out / "checkpoints/step_000002/bank.json").read_text())
-    assert "window" not in saved
-
-
-def test_steps_are_raised_after_a_kill_in_the_last_one(world_dir, tmp_path, log):
-    """As after a run that came to its end; the evolution that was due comes before step 4."""
-    for name, places in (("whole", []), ("run", [(skills, "evolve", 1)])):
-        argv = small_flags(world_dir, tmp_path / name, steps=3)
-        for place in places:
-            kill(argv, log, *place)
-        assert places or go(argv, log) == 0
-        assert go(small_flags(world_dir, tmp_path / name, steps=5), log) == 0
-    assert_equal(tmp_path / "run", tmp_path / "whole")
-
-
-OF_TWO = [
-    pytest.param((files, "append_jsonl", 1), marks=pytest.mark.long),
-    pytest.param((*BY_STEP, 1), marks=pytest.mark.long),
-    pytest.param((*BY_STEP, 4), marks=pytest.mark.long),
-    (skills, "limit_growth", 1),
-    pytest.param((SkillBank, "save", 6), marks=pytest.mark.long),
-]
-
-
-@pytest.fixture(scope="module")
-def of_two(world_dir, tmp_path_factory):
-    path = tmp_path_factory.mktemp("of_two")
-    assert two(small_flags(world_dir, path / "run"), path) == [0, 0]
-    return path / "run"
-
-
-@pytest.mark.parametrize("place", OF_TWO)
-def test_two_processes_that_are_killed_continue_as_one_run(place, world_dir, tmp_path, of_two):
-    out = tmp_path / "run"
-    argv = small_flags(world_dir, out)
-    assert two(argv, tmp_path, before=killing(*place))[0] == -signal.SIGKILL
-    assert two(argv, tmp_path) == [0, 0], (tmp_path / "log0").read_text()
-    ours, theirs = state(out), state(of_two)
-    for memories in (ours, theirs):  # written as they come
-        memories["bank/memories.jsonl"] = sorted(memories["bank/memories.jsonl"].splitlines())
-    assert ours == theirs
 
 
 @pytest.mark.long
@@ -235,152 +183,105 @@ def killing_at_touch(out, n):
     return lambda: sys.addaudithook(watch)
 
 
-# --------------------------------------------------------- nothing is left to do, or no step yet
-
-
-def test_a_complete_run_says_so_and_stays_as_it_is(world_dir, uninterrupted, tmp_path, log):
-    out = shutil.copytree(uninterrupted, tmp_path / "run")
-    assert go(small_flags(world_dir, out), log) == 0
-    assert f"{out}: complete" in log.read_text() and contents(out) == contents(uninterrupted)
-
-
-def test_a_bank_that_was_made_alone_is_used_by_the_steps_that_follow(
-    world_dir, tmp_path, uninterrupted, log
-):
+def test_a_bank_alone_is_complete_and_later_steps_use_it(world_dir, tmp_path, uninterrupted, log):
     out = tmp_path / "run"
     argv = small_flags(world_dir, out, steps=0)
     assert go(argv, log) == 0
-    made = contents(out / "bank")
-    assert made.keys() == {"bank.json", "step_000000.json", "memories.jsonl", "replies.jsonl"}
+    before = contents(out)
     assert go(argv, log) == 0 and f"{out}: complete" in log.read_text()
-    written = (out / "bank/memories.jsonl").stat().st_mtime_ns
+    assert contents(out) == before
     assert go(small_flags(world_dir, out), log) == 0
-    assert (out / "bank/memories.jsonl").stat().st_mtime_ns == written
     assert_equal(out, uninterrupted)
 
 
-def test_a_run_with_nothing_to_lose_is_replaced_and_one_that_has_memories_or_a_bank_is_refused(
-    world_dir, tmp_path, uninterrupted, log, capsys
-):
-    """Out of memory in step 1 is the commonest first mistake. The copy of --bank's is nothing."""
+def test_a_run_is_replaced_if_nothing_is_lost(world_dir, tmp_path, uninterrupted, log, capsys):
+    """As after a first step without memory. Memories and a bank of its own are never lost."""
     out, given = tmp_path / "run", {"bank": world_dir / "bank.json"}
     kill(small_flags(world_dir, out, tau_g=2, **given), log, sgsd, "optimizer_step", 1)
-    assert (out / "bank/step_000000.json").exists()
-    argv = small_flags(world_dir, out)
+    argv, other = small_flags(world_dir, out), small_flags(world_dir, out, cold_start=5)
     assert go(argv, log, before=killing(Run, "log_rows", 4)) == -signal.SIGKILL
     (line,) = [x for x in log.read_text().splitlines() if "begins anew" in x]
     assert "--bank" in line and stored(out)["continuations"] == []
     assert not (out / "bank/step_000000.json").exists() and rows(out / "bank/memories.jsonl")
-    for place, words in ((None, ()), ((sgsd, "optimizer_step", 1), (f"--bank {out}/bank/step_0",))):
-        if place:
-            kill(argv, log, *place)
-        before = contents(out)
-        other = small_flags(world_dir, out, cold_start=5)
-        line = refused(capsys, driver.main, other, "--cold-start 5", "new --out", *words)
-        assert contents(out) == before and (place or "--bank" not in line)
-    too_long = small_flags(world_dir, out, max_new_tokens=4090)
-    refused(capsys, driver.main, too_long, "--max-new-tokens 4090")
+    line = refused(capsys, driver.main, other, "--cold-start 5", "new --out")
+    assert "--bank" not in line
+    kill(argv, log, sgsd, "optimizer_step", 1)
+    before = contents(out)
+    refused(capsys, driver.main, other, "--cold-start 5", f"--bank {out}/bank/step_0")
+    assert contents(out) == before
     assert go(argv, log) == 0 and "changed:" not in log.read_text()
     assert_equal(out, uninterrupted)
 
-
-# ------------------------------------------------------------------- what may change, and what not
 
 FREE = {"device", "rollout_rows", "score_tokens", "checkpoint_above", "checkpoint_every"}
 FREE |= {"audit_every", "report_to", "steps", "server", "max_prompt_tokens", "out"}
 
 
-def other(name, rule, value):
+def other(rule, value):
     """Another value of a setting."""
     if rule.choices:
         return next(x for x in rule.choices if x != value)
     if isinstance(value, bool):
         return not value
-    return f"other_{name}" if isinstance(value, str) else value + 1
+    return f"another_{value}" if isinstance(value, str) else value + 1
 
 
-def flag(name, value):
-    if isinstance(value, bool):
-        return config.flag(name if value else f"no_{name}")
-    return f"{config.flag(name)}={value}"
+def opened(cfg):
+    with Run.open(cfg, SkillBank.load, sgsd.refuse_long_prompts):
+        pass
 
 
-def test_every_setting_that_changes_more_than_rounding_is_refused(
-    world_dir, killed, tmp_path, capsys
-):
+def test_every_setting_that_is_not_free_is_refused(world_dir, killed, tmp_path, capsys):
     """In one line: the setting, the new value, the run's own, a way out. Nothing is written."""
-    argv, before = small_flags(world_dir, killed), contents(killed)
-    cfg = driver.parsed(argv)
-    problems = (world_dir / "data.jsonl").read_text()
-    (tmp_path / "data.jsonl").write_text(problems.replace('"answer": "3"', '"answer": "4"'))
+    cfg, before = driver.parsed(small_flags(world_dir, killed)), contents(killed)
+    data = (world_dir / "data.jsonl").read_text()
+    (tmp_path / "data.jsonl").write_text(data.replace('"answer": "3"', '"answer": "4"'))
     make_bank(tmp_path / "bank.json")
-    values = {"data": tmp_path / "data.jsonl", "verifier": "driver:Exact", "top_p": 0.5}
-    values |= {"bank": tmp_path / "bank.json"}
-    tried = set()
-    for name, rule in cfg.rules().items():
-        if name not in FREE and name != "answer_after":
-            value = getattr(cfg, name)
-            new = values.get(name) or other(name, rule, value)
-            words = config.flag(name), str(new), str(value)
-            line = refused(capsys, driver.main, [*argv, flag(name, new)], *words)
-            assert "new --out" in line or "_field" in name  # of which the data have no other
-            tried.add(name)
-    names = {f.name for f in dataclasses.fields(cfg)}
-    assert tried == names - FREE - {"answer_after"}
+    values = {"data": str(tmp_path / "data.jsonl"), "bank": str(tmp_path / "bank.json")}
+    values |= {"verifier": "driver:Exact", "top_p": 0.5}
     assert {*run.FREE} == FREE
+    for name, rule in cfg.rules().items():
+        if name in FREE or name in ("problem_field", "answer_field", "answer_after"):
+            continue  # free, or the data could not be read
+        value = getattr(cfg, name)
+        new = values.get(name) or other(rule, value)
+        changed = dataclasses.replace(cfg, **{name: new})
+        words = config.flag(name), str(new), str(value), "new --out"
+        refused(capsys, lambda _, cfg=changed: opened(cfg), [], *words)
     assert contents(killed) == before
 
 
-def test_what_changes_only_rounding_or_logs_is_free_said_and_recorded(
-    world_dir, killed_once, killed, uninterrupted, log
-):
-    changes = {"checkpoint_every": 5, "rollout_rows": 1, "score_tokens": 500, "audit_every": 0}
-    changes["checkpoint_above"] = 0
-    assert go(small_flags(world_dir, killed, **changes), log) == 0
-    (continuation,) = stored(killed)["continuations"]
-    said = [line.removeprefix("changed: ") for line in log.read_text().splitlines()]
-    assert continuation["step"] == 4 and {*continuation["changed"]} < {*said}
-    changes["out"] = str(killed)
-    expected = {f"{config.flag(name)} {value!r}" for name, value in changes.items()}
-    assert {line.partition(", where")[0] for line in continuation["changed"]} == expected
-    assert f"--out {str(killed)!r}, where the run has {str(killed_once)!r}" in said
-    assert {row["step"] for row in rows(killed / "tokens.jsonl")} == {1, 2, 4}
-    ours, theirs = (rows(out / "rollouts.jsonl") for out in (killed, uninterrupted))
-    assert [x["completion_ids"] for x in ours] == [x["completion_ids"] for x in theirs]
-
-
-def test_another_number_of_steps_is_announced_and_recorded(world_dir, killed, log):
+def test_what_is_free_is_recorded_and_changes_no_draw(world_dir, killed, uninterrupted, log):
     first = stored(killed)
+    changes = {"checkpoint_every": 5, "rollout_rows": 1, "score_tokens": 500, "audit_every": 0}
+    changes |= {"checkpoint_above": 0, "max_prompt_tokens": 9000}
     for steps in (8, 9):
-        assert go(small_flags(world_dir, killed, steps=steps, max_prompt_tokens=9000), log) == 0
-        lines = [line for line in log.read_text().splitlines() if line.startswith("changed: ")]
-        assert any(f"--steps {steps}" in line for line in lines)
+        assert go(small_flags(world_dir, killed, steps=steps, **changes), log) == 0
     last = stored(killed)
     assert [x["step"] for x in last["continuations"]] == [4, 8]
-    for continuation, steps in zip(last["continuations"], (8, 9)):
-        assert any(f"--steps {steps}" in line for line in continuation["changed"])
-        assert {"when", "command", "commit", "versions"} <= continuation.keys()
-    first_changes = last["continuations"][0]["changed"]
-    assert any("--max-prompt-tokens 9000" in line for line in first_changes)
-    changed = {"steps": 9, "max_prompt_tokens": 9000, "out": str(killed)}
-    assert last["settings"] == first["settings"] | changed
+    changes |= {"out": str(killed), "steps": 8}
+    recorded = last["continuations"][0]["changed"]
+    named = {f"{config.flag(name)} {value!r}" for name, value in changes.items()}
+    assert {line.partition(", where")[0] for line in recorded} == named
+    assert all(f"changed: {line}\n" in log.read_text() for line in recorded)
+    assert last["settings"] == first["settings"] | changes | {"steps": 9}
     assert (last["id"], last["command"]) == (first["id"], first["command"])
     rates = [m["learning_rate"] for m in rows(killed / "metrics.jsonl")]  # 1e-2 (1 - 4/8) at 5
     assert rates[4:] == pytest.approx([5e-3, 3.75e-3, 2.5e-3, 1.25e-3, 1e-2 / 9])
+    ours, theirs = (rows(out / "rollouts.jsonl")[:10] for out in (killed, uninterrupted))
+    assert [x["completion_ids"] for x in ours] == [x["completion_ids"] for x in theirs]
 
 
 def test_two_processes_continue_the_run_of_one(world_dir, killed, uninterrupted, tmp_path):
     """That is said and recorded: the bank and the samples are the same, numbers up to rounding."""
     assert two(small_flags(world_dir, killed), tmp_path) == [0, 0]
-    assert "changed: 2 processes" in (tmp_path / "log0").read_text()
-    out_and_processes = stored(killed)["continuations"][0]["changed"]
-    assert len(out_and_processes) == 2 and "before 1" in out_and_processes[-1]
+    assert "changed: 2 processes, before 1" in (tmp_path / "log0").read_text()
+    assert "before 1" in stored(killed)["continuations"][0]["changed"][-1]
     ours, theirs = state(killed), state(uninterrupted)
     assert ours.keys() == theirs.keys()
     for name in theirs:
         assert not name.startswith("bank/") or ours[name] == theirs[name], name
-    logs = [map(json.loads, x["rollouts.jsonl"].splitlines()) for x in (ours, theirs)]
-    for a, b in zip(*logs, strict=True):
+    for a, b in zip(rows(killed / "rollouts.jsonl"), rows(uninterrupted / "rollouts.jsonl")):
         assert (a["completion_ids"], a["rho"]) == (b["completion_ids"], b["rho"])
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
     last = "checkpoints/step_000006/adapter_model.safetensors"
@@ -390,69 +291,44 @@ def test_two_processes_continue_the_run_of_one(world_dir, killed, uninterrupted,
 OWN_JUDGE = "import driver\n\n\nclass Judge(driver.CoinVerifier):\n    pass\n"
 
 
-def test_a_run_goes_on_with_changed_code_and_says_so_but_not_with_changed_problems(
-    world_dir, tmp_path, monkeypatch, capsys, log
-):
-    """A verifier of the user's own may read other fields of the problems."""
+def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch, capsys, log):
+    """That is said. Not with other problems: a verifier may read other fields of them, too."""
     monkeypatch.syspath_prepend(tmp_path)
     judge, data, out = tmp_path / "own_judge.py", tmp_path / "data.jsonl", tmp_path / "run"
     judge.write_text(OWN_JUDGE)
     shutil.copy(world_dir / "data.jsonl", data)
     argv = small_flags(world_dir, out, steps=3, data=data, verifier="own_judge:Judge")
     kill(argv, log, sgsd, "optimizer_step", 3)
-    before, problems, bank = contents(out), data.read_text(), contents(out / "bank")
-    for changed in (
-        problems.replace('"answer": "3"', '"answer": "4"'),
-        problems.replace('"answer": "3"', '"answer": "3", "unit": "apples"'),
-    ):
-        data.write_text(changed)
-        refused(capsys, driver.main, argv, str(out), "--data")
+    problems, bank = data.read_text(), contents(out / "bank")
+    data.write_text(problems.replace('"answer": "3"', '"answer": "3", "unit": "apples"'))
+    refused(capsys, driver.main, argv, str(out), "--data")
     data.write_text(problems)
-    assert contents(out) == before
     judge.write_text(OWN_JUDGE + "# edited\n")
     kill(argv, log, sgsd, "optimizer_step", 1)
     (line,) = stored(out)["continuations"][0]["changed"]
     assert "the code" in line and "bank stays" in line and contents(out / "bank") == bank
-    assert go(argv, log) == 0 and stored(out)["continuations"][1]["changed"] == []
-    assert "changed:" not in log.read_text()
+    assert go(argv, log) == 0 and "changed:" not in log.read_text()
 
 
-def test_the_code_is_that_of_the_project_the_started_file_and_the_verifier(
-    killed_once, tmp_path, monkeypatch
-):
-    cfg = driver.parsed(["--verifier", "driver:CoinVerifier"])
-    digest = run.code_of(cfg)
-    assert stored(killed_once)["code"] == digest != run.code_of(config.Config())
-    (tmp_path / "own.py").touch()
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "own.py"))
-    assert run.code_of(cfg) != digest
-
-
-def test_a_run_of_commit_1303a2f_goes_on_where_its_settings_and_problems_are_the_same(
-    world_dir, killed, uninterrupted, log, capsys
-):
-    """It has digests by setting, of the problems without other fields; its code by files; other
-    settings; and no digests of checkpoints, which are not asked for then."""
-    about, cfg = stored(killed), driver.parsed(small_flags(world_dir, killed))
+def test_a_run_of_1303a2f_goes_on(world_dir, killed, uninterrupted, log, capsys):
+    """Of that commit, with the same settings and problems. It has digests by setting, of the
+    problems without other fields; its code by files; other settings; none of checkpoints."""
+    about, argv = stored(killed), small_flags(world_dir, killed)
     asked = [(x["id"], x["problem"], x["answer"], {}) for x in PROBLEMS]
-    about["digests"] = {"data": files.digest(asked), "model": "0123"}
     about["code"] = {"sgsd.py": "another"}
     about["settings"] |= {"an_older_one": 3}
-    del about["problems"], about["checkpoint_digests"], about["settings"]["report_to"]
+    del about["problems"], about["checkpoint_digests"]
+    del about["settings"]["report_to"], about["settings"]["tau_g"]  # which have their defaults
     for path in killed.glob("checkpoints/*/digests.json"):
         path.unlink()
-    (killed / "config.json").write_text(json.dumps(about))
-    changed = small_flags(world_dir, killed, tau_g=cfg.tau_g + 1)
-    refused(capsys, driver.main, changed, "--tau-g 2.0, where the run has 1.0")
-    about["settings"].pop("tau_g")  # it has the default
-    (killed / "config.json").write_text(json.dumps(about))
-    refused(capsys, driver.main, changed, "--tau-g 2.0, where the run has 1.0")
-    about["digests"]["data"] = "another"
-    (killed / "config.json").write_text(json.dumps(about))
-    refused(capsys, driver.main, small_flags(world_dir, killed), "--data")
-    about["digests"]["data"] = files.digest(asked)
-    (killed / "config.json").write_text(json.dumps(about))
-    assert go(small_flags(world_dir, killed), log) == 0, log.read_text()
+    for data, more, words in (
+        ("another", [], "--data"),
+        (files.digest(asked), ["--tau-g=2"], "--tau-g 2.0, where the run has 1.0"),
+    ):
+        about["digests"] = {"data": data, "model": "0123"}
+        (killed / "config.json").write_text(json.dumps(about))
+        refused(capsys, driver.main, [*argv, *more], words)
+    assert go(argv, log) == 0, log.read_text()
     assert stored(killed)["continuations"][0]["changed"][-1].startswith("the code")
     assert "checkpoint_digests" not in stored(killed)
     assert_equal(killed, uninterrupted)
@@ -460,77 +336,21 @@ def test_a_run_of_commit_1303a2f_goes_on_where_its_settings_and_problems_are_the
 
 def test_what_a_method_does_not_offer_is_not_compared(world_dir, tmp_path, log):
     """A run of GRPO that an older version began with the cold start's flags."""
-    argv = flags_of(world_dir, tmp_path / "run", GRPO | {"bank": "", "steps": 3})
-    kill(argv, log, sgsd, "optimizer_step", 3)
-    about = stored(tmp_path / "run")
-    about["settings"] |= {"cold_start": 7, "cold_start_thinking": False}
-    (tmp_path / "run/config.json").write_text(json.dumps(about))
-    assert go(argv, log) == 0, log.read_text()
-    assert stored(tmp_path / "run")["continuations"][0]["changed"] == []
-
-
-# ------------------------------------------------------------------------- what is gone, or foreign
-
-
-def test_other_names_beside_checkpoints_and_banks_are_nobodys(
-    world_dir, killed, uninterrupted, log, tmp_path
-):
-    """In training and in an evaluation."""
-    shutil.copytree(killed / "checkpoints/step_000002", killed / "checkpoints/step_000010.bak")
-    for name in ("step_abc", "step_12"):
-        (killed / "checkpoints" / name).mkdir()
-    (killed / "bank/step_000003.json.bak").write_text("{")
-    assert go(small_flags(world_dir, killed), log) == 0
-    assert "continues after step 4" in log.read_text()
-    (killed / "bank/step_000003.json.bak").unlink()
-    assert_equal(killed, uninterrupted)
-    places = {path.name for path in eval.checkpoints_of(str(killed))}
-    assert places == {f"step_00000{step}" for step in (2, 3, 4, 6)}
-
-
-def test_a_run_that_has_lost_its_checkpoints_is_refused(world_dir, killed, capsys):
-    shutil.rmtree(killed / "checkpoints")
-    before = contents(killed)
-    refused(capsys, driver.main, small_flags(world_dir, killed), str(killed), "checkpoints")
-    assert contents(killed) == before
-
-
-def test_before_its_first_checkpoint_is_due_a_run_goes_on_by_its_own_settings_alone(
-    world_dir, tmp_path, log, capsys
-):
-    """Its steps are made again; other settings do not begin it anew."""
-    out, changes = tmp_path / "grpo", GRPO | {"steps": 4, "checkpoint_every": 4, "bank": ""}
-    argv = flags_of(world_dir, out, changes)
-    kill(argv, log, sgsd, "optimizer_step", 3)
-    before = contents(out)
-    other = flags_of(world_dir, out, changes | {"grad_clip": 2})
-    line = refused(capsys, driver.main, other, "--grad-clip 2", "--adapter")
-    assert "--bank" not in line and contents(out) == before
-    assert go(argv, log) == 0, log.read_text()
-    assert driver.steps_of(out) == ([1, 2, 3, 4], [4])
-
-
-def test_the_name_of_a_checkpoint_is_the_only_place_of_its_step(world_dir, killed, log):
-    """A copy under another number counts as that step, and the logs are cut behind it."""
-    (killed / "checkpoints/step_000004").rename(killed / "checkpoints/step_000005")
-    assert go(small_flags(world_dir, killed), log) == 0
-    assert "continues after step 5" in log.read_text()
-    assert [row["step"] for row in rows(killed / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    assert list(files.by_step(killed / "checkpoints")) == [2, 3, 5, 6]
-
-
-def test_a_run_goes_on_whose_merges_left_fewer_entries_than_k(world_dir, tmp_path, log):
-    """S8: fewer pairs, as in the run itself; only the bank that --bank names needs K entries."""
     out = tmp_path / "run"
-    argv = driver.flags(world_dir, out, steps=3, num_teachers=3, evolve_every=0)
-    assert go(argv, log, driver.stopping_at(2)) == 130, log.read_text()
-    file = out / "checkpoints/step_000002/bank.json"
-    bank = SkillBank.load(file)
-    bank.general_skills[2:] = []
-    bank.save(file)
+    argv = flags_of(world_dir, out, GRPO | {"bank": "", "steps": 3})
+    kill(argv, log, sgsd, "optimizer_step", 3)
+    about = stored(out)
+    about["settings"] |= {"cold_start": 7, "cold_start_thinking": False}
+    (out / "config.json").write_text(json.dumps(about))
     assert go(argv, log) == 0, log.read_text()
-    last = [row for row in rows(out / "rollouts.jsonl") if row["step"] == 3]
-    assert [len(row["pairs"]) for row in last] == [2] * 4
+    assert stored(out)["continuations"][0]["changed"] == []
+
+
+def test_the_code_is_also_that_of_the_started_file(tmp_path, monkeypatch):
+    digest = run.code_of(config.Config())
+    (tmp_path / "own.py").touch()
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "own.py"))
+    assert run.code_of(config.Config()) != digest
 
 
 def test_a_run_goes_on_without_its_logs(world_dir, killed, uninterrupted, log):
@@ -544,74 +364,31 @@ def test_a_run_goes_on_without_its_logs(world_dir, killed, uninterrupted, log):
     for name in theirs:
         if "checkpoints" in name or name in ("bank/bank.json", "metrics"):
             assert ours[name] == theirs[name], name
-    rolled = theirs["rollouts.jsonl"].splitlines()
-    assert ours["rollouts.jsonl"].splitlines() == rolled[8:]  # two solutions in each step
 
 
-def test_another_programs_run_and_a_folder_or_file_that_is_no_run_are_refused(
-    world_dir, killed, tmp_path, capsys
-):
-    argv = ["ablations", *small_flags(world_dir, killed)]
-    refused(capsys, driver.main, argv, str(killed), "sgsd.py", "methods.ablations")
-    argv = small_flags(world_dir, killed)
-    (killed / "config.json").unlink()
-    refused(capsys, driver.main, argv, str(killed), "holds bank, and no run")
-    folder = tmp_path / "notes"
-    folder.mkdir()
-    (folder / "todo.txt").write_text("somebody's")
-    refused(capsys, driver.main, small_flags(world_dir, folder), str(folder), "todo.txt")
-    assert [path.name for path in folder.iterdir()] == ["todo.txt"]
-    file = folder / "todo.txt"
+def test_a_folder_that_is_no_run_of_this_program_is_refused(world_dir, killed, capsys):
+    argv, file = small_flags(world_dir, killed), killed / "metrics.jsonl"
+    refused(capsys, driver.main, ["ablations", *argv], "sgsd.py", "methods.ablations")
     refused(capsys, driver.main, small_flags(world_dir, file), str(file))
-    assert file.read_text() == "somebody's"
-
-
-@pytest.mark.parametrize("wrong", ["--seed=9", "--max-prompt-tokens=5"])
-def test_where_one_rank_refuses_nothing_is_trimmed_or_written(wrong, world_dir, killed, tmp_path):
-    """Settings are compared first. Without torchrun each rank prints its line."""
-    argv, before = small_flags(world_dir, killed), contents(killed)
-    assert two(argv, tmp_path, argv1=[*argv, wrong]) == [2, 2]
-    (line,) = (tmp_path / "log0").read_text().splitlines()
-    assert "rank 1" in line and wrong.partition("=")[2] in line
+    shutil.rmtree(killed / "checkpoints")
+    refused(capsys, driver.main, argv, str(killed), "checkpoints")
+    (killed / "config.json").unlink()
+    before = contents(killed)
+    refused(capsys, driver.main, argv, str(killed), "holds bank, and no run")
     assert contents(killed) == before
 
 
-OTHER = {"the files of --model": "model/config.json", "the code": "prompts/student.txt"}
-
-
-@pytest.mark.parametrize("what", OTHER)
-def test_a_process_with_other_files_of_the_model_or_another_prompt_is_refused(
-    what, world_dir, killed, tmp_path
-):
-    """As on a machine with an older copy."""
-    original = files.file_digest
+def test_a_process_with_another_setting_or_prompt_is_refused(world_dir, killed, tmp_path):
+    """As on a machine with an older copy. Without torchrun each rank prints its line."""
+    original, whole = files.file_digest, contents(killed)
 
     def other_digest(path):
-        return "another" if str(path).endswith(OTHER[what]) else original(path)
+        is_prompt = os.environ["RANK"] == "1" and str(path).endswith("prompts/student.txt")
+        return "another" if is_prompt else original(path)
 
-    def before():
-        if os.environ["RANK"] == "1":
-            files.file_digest = other_digest
-
-    argv, found = small_flags(world_dir, killed), contents(killed)
-    assert two(argv, tmp_path, before=before) == [2, 2]
-    (line,) = (tmp_path / "log0").read_text().splitlines()
-    assert what in line and "rank 1" in line and contents(killed) == found
-
-
-def test_a_command_waits_for_the_one_that_uses_the_directory(world_dir, killed, uninterrupted, log):
-    waits, locked = log.with_name("waits"), files.locked
-
-    def locked_later(folder):
-        waits.touch()
-        return locked(folder)
-
-    with locked(killed):
-        before = functools.partial(setattr, files, "locked", locked_later)
-        pid = start(small_flags(world_dir, killed), log, before=before)
-        while not waits.exists():
-            assert os.waitpid(pid, os.WNOHANG) == (0, 0), log.read_text()
-            time.sleep(0.01)
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
-    assert wait(pid) == 0
-    assert_equal(killed, uninterrupted)
+    argv = small_flags(world_dir, killed)
+    for argv1, what in (([*argv, "--seed=9"], "--seed"), (argv, "the code")):
+        before = functools.partial(setattr, files, "file_digest", other_digest)
+        assert two(argv, tmp_path, argv1=argv1, before=before) == [2, 2]
+        line = (tmp_path / "log0").read_text().splitlines()[-1]
+        assert what in line and "rank 1" in line and contents(killed) == whole

@@ -1,8 +1,11 @@
-"""The pages beside the code: links lead somewhere, commands parse, decisions have their rows."""
+"""Pages: links lead somewhere, commands parse, decisions have their rows; research/ runs."""
 
 import ast
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 import driver
 import pytest
@@ -16,8 +19,6 @@ PAGES.append(ROOT / "tests" / "spec" / "README.md")
 RESEARCH = sorted((ROOT / "research").rglob("*.md"))
 TEXT = "\n".join(path.read_text() for path in PAGES)
 CHANGING = (ROOT / "docs" / "changing.md").read_text()
-REPRODUCE = (ROOT / "docs" / "reproduce.md").read_text()
-PAPER = ROOT.parent / "shared" / "paper.tex"
 RECIPES = CHANGING + (ROOT / "docs" / "engines.md").read_text()
 OF_A_READER = set(re.findall(r"^# (\w+\.py)$", RECIPES, re.M))  # what a reader writes himself
 PROGRAMS = {"venv", "pytest", "gym_data", "sglang.launch_server"}  # that are started with -m
@@ -50,16 +51,6 @@ def test_every_decision_in_the_code_has_its_row_and_back():
         tags |= set(re.findall(r"\b[SD]\d+\b(?! ?=)", path.read_text()))
     rows = re.findall(r"^\| ([SD]\d+) \|", TEXT, re.M)
     assert set(rows) == tags
-
-
-def test_a_python_file_that_a_page_names_is_there():
-    """Named by its file alone or by its path."""
-    files = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")}
-    names = {path.rpartition("/")[2] for path in files}
-    for span in re.findall(r"`([^`\n]+)`", TEXT):
-        for path in re.findall(r"[\w/]+\.py\b", span):
-            is_there = path in files if "/" in path else path in names | OF_A_READER
-            assert is_there, path
 
 
 def joined(page):
@@ -115,33 +106,6 @@ def test_a_command_of_the_pages_parses(command, tmp_path, monkeypatch):
         assert program in PROGRAMS
 
 
-def test_the_commands_without_make_are_those_of_the_makefile():
-    makefile = joined(ROOT / "Makefile").replace("$(pip)", "pip install")
-    makefile = makefile.replace("$(run)", "python")
-    block = joined(ROOT / "README.md").partition("Without make:")[2].split("```")[1]
-    made = re.findall(r"^\t((?:python|pip install) .*)", makefile, re.M)
-    shown = re.findall(r"^((?:python|pip install) .*)", block, re.M)
-    assert len(made) == 7 and sorted(made) == sorted(shown)
-    assert "export OMP_NUM_THREADS=1" in block
-
-
-@pytest.mark.skipif(not PAPER.exists(), reason="the paper is not here")
-@pytest.mark.parametrize(
-    "title, label, row",
-    [
-        ("Tab. 3", "tab:main", r"& ([A-Z]\S*) & (?:\\\w+\{)?\d"),
-        ("Tab. 4", "tab:ablation-robust", r"(w/o [a-z ]+[a-z]|Base|SGSD)"),
-    ],
-)
-def test_every_row_of_a_table_of_the_paper_has_its_two_commands(title, label, row):
-    latex = PAPER.read_text().replace(r"\method{}", "SGSD").partition(f"\\label{{{label}}}")[2]
-    names = set(re.findall(row, latex.partition(r"\end{tabular}")[0]))
-    section = REPRODUCE.partition(f"## {title}")[2].partition("\n## ")[0]
-    command = r"`(?:python|torchrun) [^`]+`"
-    lines = re.findall(rf"^\| (.+?) \| {command} \| {command} ", section, re.M)
-    assert names and sorted(lines) == sorted(names)
-
-
 def test_each_test_that_a_claim_names_exists():
     """And each equation of the paper's text and each line of Algorithms 1-4 has its row."""
     page = (ROOT / "research/house/claims.md").read_text()
@@ -163,3 +127,29 @@ def test_each_test_that_a_claim_names_exists():
         for first, end in re.findall(rf"^\| {kind} (\d+)(?:-(\d+))?", section, re.M):
             shown |= {*range(int(first), int(end or first) + 1)}
         assert shown == {*range(1, last + 1)}, title
+
+
+def run(script, *argv):
+    """What a script of research/ prints; it must succeed."""
+    command = [sys.executable, str(ROOT / "research" / script), *map(str, argv)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.long
+def test_what_must_be_checked_on_a_gpu_runs_in_small_without_one(tmp_path):
+    steps = ("bf16", "bf16_eval", "fp32", "fp32_again", "step", "large_masks", "large_step")
+    printed = run("speed/gpu.py", tmp_path, "--cpu", "--steps", *steps)
+    codes = dict(re.findall(r"^\| (\w+) \| (\w+) \| \d+ \|$", printed, re.M))
+    assert codes == dict.fromkeys(steps, "0")
+    assert "fp32 twice: 8 of 8 rollouts" in printed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("question", ("bound", "cost", "house", "methods", "speed", "worlds"))
+def test_a_question_with_tests_of_its_own_passes_them(question):
+    command = [sys.executable, "-m", "pytest", "-m", "", str(ROOT / "research" / question)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from driver import completes, flags, refused
+from driver import completes, flags, refused, rows, write_rows
 
 import eval
 import rollout
@@ -58,33 +58,22 @@ def test_no_prompt_boundary_moves(name, thinking, tokenizer):
         assert ids[:3] == plain[:3] and ids[-4:] == plain[-4:]
 
 
-def hostile_files(path, texts):
-    """A data set and a bank that are made of these texts, as settings."""
-    path.mkdir()
-    bank = skills.SkillBank([], [])
-    for i, text in enumerate(texts):
+def test_a_run_on_hostile_text_ends_well_and_leaves_its_bank_as_it_is(world_dir, tmp_path):
+    """All texts in one step, each with the teachers that fit it."""
+    bank, problems = skills.SkillBank([], []), []
+    for i, text in enumerate(text[:500] for text in TEXTS.values()):
         answer = text[:20].replace("\n", " ")  # a reference of two lines is refused
-        row = {"id": f"{text[:50]}{i}", "problem": f"{i} {text}", "answer": answer}
-        with (path / "data.jsonl").open("a") as file:
-            print(json.dumps(row), file=file)
+        problems.append({"id": f"{text[:50]}{i}", "problem": f"{i} {text}", "answer": answer})
         for key in BOTH:
             fields = dict.fromkeys(skills.FIELDS[key], text[:200])
             getattr(bank, key).append({skills.IDS[key]: f"{text[:9]}{i}", **fields})
-    bank.save(path / "bank.json")
-    return {"data": path / "data.jsonl", "bank": path / "bank.json"}
-
-
-def test_a_run_on_hostile_text_ends_well_and_leaves_its_bank_as_it_is(world_dir, tmp_path):
-    """All texts in one step, each with the teachers that fit it."""
-    texts, out = [text[:500] for text in TEXTS.values()], tmp_path / "run"
-    changes = hostile_files(tmp_path / "files", texts) | {"verifier": config.Config.verifier}
-    completes(sgsd.main, run_flags(world_dir, out, audit_every=1, batch_size=len(texts), **changes))
-    used = skills.SkillBank.load(out / "bank/bank.json")
-    assert used == skills.SkillBank.load(changes["bank"])
-    assert len((out / "rollouts.jsonl").read_text().splitlines()) == len(texts)
-
-
-# ------------------------------------------------------------------------- nothing is executed
+    write_rows(tmp_path / "data.jsonl", problems)
+    bank.save(tmp_path / "bank.json")
+    changes = {"data": tmp_path / "data.jsonl", "bank": tmp_path / "bank.json", "audit_every": 1}
+    changes |= {"verifier": config.Config.verifier, "batch_size": len(TEXTS)}
+    completes(sgsd.main, run_flags(world_dir, tmp_path / "run", **changes))
+    assert skills.SkillBank.load(tmp_path / "run/bank/bank.json") == bank
+    assert len(rows(tmp_path / "run/rollouts.jsonl")) == len(TEXTS)
 
 
 class Bomb:
@@ -97,59 +86,40 @@ class Bomb:
         return pathlib.Path.touch, (pathlib.Path(self.mark),)
 
 
-@pytest.fixture
-def plant(tmp_path):
-    """Puts bombs under names that a loader might try; none of them goes off in the test."""
-    pickle.loads(pickle.dumps(Bomb(tmp_path / "works")))
-    assert (tmp_path / "works").exists()
-
-    def put(folder, *names):
-        for name in names:
-            (folder / name).unlink(missing_ok=True)
-            if name.endswith("bin"):
-                torch.save({"x": Bomb(tmp_path / "boom")}, folder / name)
-            else:
-                (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "boom")))
-
-    yield put
-    assert not (tmp_path / "boom").exists()
+def plant(folder, *names):
+    """Put bombs under names that a loader might try."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+        if name.endswith("bin"):
+            torch.save({"x": Bomb(folder / "boom")}, folder / name)
+        else:
+            (folder / name).write_bytes(pickle.dumps(Bomb(folder / "boom")))
 
 
-@pytest.fixture(scope="module")
-def finished(world_dir, tmp_path_factory):
-    """The directory of a run with one step."""
-    out = tmp_path_factory.mktemp("finished") / "run"
-    completes(sgsd.main, run_flags(world_dir, out))
-    return out
-
-
-def test_a_continued_run_passes_over_pickles(finished, plant, world_dir, tmp_path):
-    run = shutil.copytree(finished, tmp_path / "run")
+def test_pickles_in_a_checkpoint_are_passed_over_or_refused(world_dir, tmp_path, capsys):
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "boom")))  # it works
+    assert (tmp_path / "boom").exists()
+    completes(sgsd.main, run_flags(world_dir, tmp_path / "run"))
+    last = tmp_path / "run/checkpoints/step_000001"
     names = ["adapter_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth", "t.pkl"]
-    plant(run / "checkpoints/step_000001", *names)
-    completes(sgsd.main, run_flags(world_dir, run, steps=2))
-
-
-def test_a_pickled_adapter_is_not_evaluated(finished, plant, world_dir, tmp_path, capsys):
-    last = shutil.copytree(finished, tmp_path / "run") / "checkpoints/step_000001"
-    plant(last, "adapter_model.bin", "adapter_model.safetensors")
-    given = ["--data", world_dir / "data.jsonl", "--samples=1", f"--out={tmp_path / 'e'}"]
-    given.append("--verifier=driver:Exact")
+    plant(last, *names)
+    completes(sgsd.main, run_flags(world_dir, tmp_path / "run", steps=2))
+    plant(last, "adapter_model.safetensors")
+    given = [f"--data={world_dir}/data.jsonl", f"--out={tmp_path}/e", "--verifier=driver:Exact"]
     refused(capsys, eval.main, [last, *given], str(last))
+    assert not (last / "boom").exists()
 
 
 OWN = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": ["own.T", None]}
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "own", "auto_map": OWN}])
-def test_a_model_of_pickles_or_with_code_of_its_own_is_refused(
-    changes, plant, world_dir, tmp_path, capsys
-):
+def test_a_model_of_pickles_or_with_its_own_code_is_refused(changes, world_dir, tmp_path, capsys):
     model = shutil.copytree(world_dir / "model", tmp_path / "model")
     (model / "model.safetensors").unlink()
     plant(model, "pytorch_model.bin")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **changes}))
-    mark = str(tmp_path / "boom")
-    (model / "own.py").write_text(f"import pathlib; pathlib.Path({mark!r}).touch()\n")
+    (model / "own.py").write_text(f"import pathlib; pathlib.Path({str(model)!r}, 'boom').touch()")
     refused(capsys, sgsd.main, run_flags(world_dir, tmp_path / "r", model=model), str(model))
+    assert not (model / "boom").exists()

@@ -1,8 +1,8 @@
 """Wrong files, settings and places: exit code 2, one line that names the fault, nothing written.
 
-Each kind of file is refused once by a whole command here. All that can be wrong with one stands
-beside its reader, in test_problems.py, test_bank.py and test_model.py; flags in test_config.py; a
-run that may not be continued in test_continue.py.
+Each kind of mistake is refused once by a whole command here. All that can be wrong with a file
+stands beside its reader, in test_problems.py, test_bank.py and test_model.py; flags in
+test_config.py; a run that may not be continued in test_continue.py.
 """
 
 import json
@@ -13,23 +13,15 @@ import shutil
 import pytest
 import torch
 from conftest import save_model
-from driver import completes, contents, flags, refused, rows, two
+from driver import completes, contents, flags, refused, rows
 from safetensors.torch import load_file, save_file
 
 import eval
 import sgsd
-from lib import files, model, problems, verify
+from lib import files, model
 from skills import SkillBank
 
 EMPTY_BANK = json.dumps({"general_skills": [], "common_mistakes": []})
-
-
-def put(path, content):
-    """A file with this content, a directory for "folder", and nothing for None."""
-    if content == "folder":
-        path.mkdir()
-    elif content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 @pytest.fixture
@@ -45,57 +37,66 @@ def refusal(world_dir, tmp_path, capsys):
     return check
 
 
-# -------------------------------------------------------------------------------- a run that begins
-
-
-FILES = [  # the setting, a file, its content, and words of the line
-    ("bank", "x.json", "{", "bank {path}"),
-    ("data", "x.jsonl", '{"problem": "p"}\n', "{path}:1"),
-    ("encoder", "x", "folder", "encoder {path}"),
-    ("model", "x", "folder", "model {path}"),
-]
-
-
-@pytest.mark.parametrize("name,file,content,words", FILES)
-def test_a_wrong_file_is_one_line(name, file, content, words, tmp_path, refusal):
-    put(tmp_path / file, content)
-    refusal(words.format(path=tmp_path / file), **{name: tmp_path / file})
-
-
-SETTINGS = [  # settings ({w} has models and data), and words of the line
-    ({"model": "no/such-id"}, ["model no/such-id"]),
+OF_AIME24 = (
+    "Find the number of triples of nonnegative integers \\((a,b,c)\\) satisfying \\(a + b + c = "
+    "300\\) and \\begin{equation*} a^2b + a^2c + b^2a + b^2c + c^2a + c^2b = 6,000,000. "
+    "\\end{equation*}"
+)
+FILES = {
+    "torn.json": "{",
+    "empty.json": EMPTY_BANK,
+    "no_answer.jsonl": '{"problem": "p"}\n',
+    "of_a_set.jsonl": json.dumps({"id": "mine", "problem": OF_AIME24, "answer": "601"}),
+}
+SETTINGS = [  # settings ({w} has models, data and the bank of four pairs), and words of the line
+    ({"bank": "torn.json"}, ["bank torn.json"]),
     ({"bank": "no.json"}, ["no.json"]),
+    ({"bank": "empty.json"}, ["empty.json", "0 skills and 0 mistakes"]),
+    ({"num_teachers": 8}, ["bank.json", "4 skills and 4 mistakes", "--num-teachers 8"]),
+    ({"data": "no_answer.jsonl"}, ["no_answer.jsonl:1"]),
+    ({"data": "of_a_set.jsonl"}, ["of_a_set.jsonl", "mine (aime24)"]),
     ({"data": "no/such-id"}, ["no/such-id", "--data"]),
     ({"encoder": "{w}/model"}, ["encoder {w}/model"]),
-    ({"attn": "flash_attention_2"}, ["FlashAttention"]),
-    ({"device": "cuda"}, ["--device cuda"]),
+    ({"encoder": "./no"}, ["encoder ./no"]),
+    ({"adapter": "{w}/model"}, ["{w}/model"]),
     ({"verifier": "no_such:Judge"}, ["no_such:Judge"]),
     ({"out": "{w}/data.jsonl/run"}, ["data.jsonl"]),
+    ({"out": "{w}/model"}, ["--out {w}/model", "no run"]),
     ({"server": "http://127.0.0.1:9/v1", "bank": ""}, ["http://127.0.0.1:9/v1"]),
+    ({"server": "localhost:8000/v1", "bank": ""}, ["http://localhost:8000/v1"]),
+    ({"server": "http://a/v1", "adapter": "{w}/model"}, ["--server http://a/v1", "--adapter"]),
+    # what only the model shows
+    ({"model": "no/such-id"}, ["model no/such-id"]),
+    ({"model": "{w}/encoder"}, ["model {w}/encoder"]),
+    ({"attn": "flash_attention_2"}, ["FlashAttention"]),
+    ({"device": "cuda"}, ["--device cuda"]),
 ]
 
 
 @pytest.mark.parametrize("changes,words", SETTINGS)
-def test_wrong_settings_are_one_line(changes, words, world_dir, refusal):
+def test_a_wrong_input_is_one_line(changes, words, world_dir, tmp_path, refusal, monkeypatch):
+    """What can be known without the model is said before it is loaded."""
     if torch.cuda.is_available() and {"device", "attn"} & {*changes}:
         pytest.skip("there is a GPU")
+    if not {"model", "device", "attn"} & {*changes}:
+        monkeypatch.setattr(model, "load_model", None)
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
     before = contents(world_dir)
-    changes = {name: value.format(w=world_dir) for name, value in changes.items()}
+    changes = {name: str(value).format(w=world_dir) for name, value in changes.items()}
     refusal(*[word.format(w=world_dir) for word in words], **changes)
-    assert before == contents(world_dir)
+    assert contents(world_dir) == before and not [*world_dir.rglob(files.LOCK)]
 
 
-def test_an_evaluation_problem_in_the_training_data_is_one_line_with_its_id(tmp_path, refusal):
-    problem = "Find the number of triples of nonnegative integers \\((a,b,c)\\) satisfying "
-    problem += "\\(a + b + c = 300\\) and \\begin{equation*} a^2b + a^2c + b^2a + b^2c + c^2a + "
-    problem += "c^2b = 6,000,000. \\end{equation*}"  # of AIME 2024
-    put(tmp_path / "x.jsonl", json.dumps({"id": "mine", "problem": problem, "answer": "601"}))
-    refusal("x.jsonl", "mine (aime24)", data=tmp_path / "x.jsonl")
+def test_a_wrong_place_in_the_world_is_one_line(refusal, monkeypatch):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": "99999999"}).items():
+        monkeypatch.setenv(name, value)
+    refusal("127.0.0.1:99999999")
 
 
-UNSUITED = [  # settings with the bank of four pairs, or with an empty one, and words of the line
-    ({"num_teachers": 8}, ["bank.json", "4 skills and 4 mistakes", "--num-teachers 8"]),
-    ({"bank": "empty.json"}, ["empty.json", "0 skills and 0 mistakes"]),
+TOO_LONG = [  # settings, and words of the line
     ({"max_prompt_tokens": 200}, ["gen_00", "err_00", "--max-prompt-tokens is 200"]),
     ({"max_new_tokens": 3900}, ["gen_00", "--max-new-tokens 3900", "context of 4096"]),
     ({"max_new_tokens": 4090}, ["--max-new-tokens 4090", "drop the problem p"]),
@@ -106,21 +107,15 @@ UNSUITED = [  # settings with the bank of four pairs, or with an empty one, and 
 ]
 
 
-def test_a_bank_or_a_prompt_that_does_not_suit_is_one_line_and_the_corrected_command_starts(
-    world_dir, tmp_path, refusal, monkeypatch
-):
+def test_a_prompt_that_does_not_fit_is_one_line_before_the_start(world_dir, tmp_path, refusal):
     """Measured are the longest problem alone, and with the longest pair of --bank."""
-    monkeypatch.chdir(tmp_path)
-    put(tmp_path / "empty.json", EMPTY_BANK)
-    for changes, words in UNSUITED:
+    for changes, words in TOO_LONG:
         refusal(*words, **changes)
     completes(sgsd.main, flags(world_dir, tmp_path / "run", steps=1, max_new_tokens=4))
     assert len(rows(tmp_path / "run/metrics.jsonl")) == 1
 
 
-def test_a_prompt_that_is_too_long_in_a_step_is_one_line_and_the_same_command_goes_on(
-    world_dir, tmp_path, capsys
-):
+def test_a_prompt_too_long_in_a_step_is_one_line_and_the_run_goes_on(world_dir, tmp_path, capsys):
     """No digest guards a checkpoint's bank: an evolved entry may be removed from it by hand."""
     out = tmp_path / "run"
     argv = flags(world_dir, out, steps=3, max_new_tokens=4, checkpoint_every=1, evolve_every=0)
@@ -136,71 +131,6 @@ def test_a_prompt_that_is_too_long_in_a_step_is_one_line_and_the_same_command_go
     completes(sgsd.main, argv)
 
 
-LOADERS = [  # what reads an input of the user's
-    (problems, "load_problems"),
-    (SkillBank, "load"),
-    (verify, "load_judge"),
-    (model, "load_model"),
-    (model, "load_encoder"),
-]
-
-
-@pytest.mark.parametrize("owner,name", LOADERS)
-def test_whatever_is_wrong_with_an_input_is_one_line(owner, name, refusal, monkeypatch):
-    def fail(*_, **__):
-        raise OSError("of the input")
-
-    monkeypatch.setattr(owner, name, fail)
-    refusal("of the input")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"num_teachers": 8}, {"bank": "{w}/none.json"}, {"adapter": "{w}/model"}]
-    + [{"encoder": "{w}/model"}, {"encoder": "./no"}],
-)
-def test_what_can_be_known_without_the_model_is_refused_before_it_is_loaded(
-    changes, world_dir, refusal, monkeypatch
-):
-    monkeypatch.setattr(model, "load_model", None)
-    put(world_dir / "none.json", EMPTY_BANK)
-    changes = {name: str(value).format(w=world_dir) for name, value in changes.items()}
-    refusal(*changes.values(), **changes)
-
-
-def test_a_foreign_folder_stays_without_a_lock(world_dir, tmp_path, capsys):
-    folder = shutil.copytree(world_dir / "model", tmp_path / "model")
-    refused(capsys, sgsd.main, flags(world_dir, folder), f"--out {folder}", "no run")
-    assert not (folder / files.LOCK).exists()
-
-
-def test_another_seed_on_one_process_is_refused(world_dir, tmp_path):
-    argv, argv1 = (flags(world_dir, tmp_path / "run", seed=seed) for seed in (0, 1))
-    assert two(argv, tmp_path, argv1=argv1) == [2, 2]
-    assert "--seed: rank 0 has 0, and rank 1 1" in (tmp_path / "log0").read_text()
-    assert not contents(tmp_path / "run")
-
-
-TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-PLACES = [  # a variable, its wrong value, and words of the line
-    ("RANK", "first", "first"),
-    ("MASTER_PORT", "99999999", "127.0.0.1:99999999"),
-]
-
-
-@pytest.mark.parametrize("name,value,words", PLACES)
-def test_a_wrong_place_in_the_world_is_one_line(name, value, words, refusal, monkeypatch):
-    for variable, usual in (TORCHRUN | {name: value}).items():
-        monkeypatch.delenv(variable, raising=False)
-        if usual is not None:
-            monkeypatch.setenv(variable, usual)
-    refusal(words)
-
-
-# ------------------------------------------------------------------------- a run that is continued
-
-
 FEW_TOKENS = {"max_new_tokens": 8, "checkpoint_every": 1}
 
 
@@ -212,13 +142,6 @@ def finished(world_dir, tmp_path_factory):
 
 
 LAST = "checkpoints/step_000002"
-
-
-def change(path, old, new):
-    """Replace bytes in a file, once."""
-    content = path.read_bytes()
-    assert old in content, path
-    path.write_bytes(content.replace(old, new, 1))
 
 
 def flip_a_bit(path, at):
@@ -243,16 +166,17 @@ def cut_in_half(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
+def another_alpha(path):
+    path.write_text(path.read_text().replace('"lora_alpha": 8', '"lora_alpha": 80'))
+
+
 ADAPTER, TRAINER = "adapter_model.safetensors", "trainer.safetensors"
 DAMAGES = {  # of a checkpoint: the file, and what is done to it
     "a number that is not finite among AdamW's": (TRAINER, nan_in_a_moment),
     "a moment less": (TRAINER, a_key_less),
     "a tensor less": (ADAPTER, a_key_less),
     "a bit of a weight": (ADAPTER, lambda path: flip_a_bit(path, -1)),
-    "another alpha": (
-        "adapter_config.json",
-        lambda path: change(path, b'"lora_alpha": 8', b'"lora_alpha": 80'),
-    ),
+    "another alpha": ("adapter_config.json", another_alpha),
     "a file less": (TRAINER, pathlib.Path.unlink),
     "a file that is cut": (ADAPTER, cut_in_half),
     "a tokenizer that was edited": ("tokenizer_config.json", lambda path: flip_a_bit(path, 3)),
@@ -262,9 +186,7 @@ DAMAGES = {  # of a checkpoint: the file, and what is done to it
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_one_line_and_the_one_before_serves(
-    damage, finished, world_dir, tmp_path, capsys
-):
+def test_a_damaged_checkpoint_is_named_with_the_fix(damage, finished, world_dir, tmp_path, capsys):
     """Nothing is written. Without one before, the way out is a new --out."""
     name, do = DAMAGES[damage]
     run = shutil.copytree(finished, tmp_path / "run")
@@ -278,27 +200,6 @@ def test_a_damaged_checkpoint_is_one_line_and_the_one_before_serves(
     shutil.rmtree(run / LAST)
     completes(sgsd.main, argv)
     assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3]
-
-
-BROKEN = [  # a file of a run, what stands there instead, and words of the line
-    ("config.json", "{", "config.json"),
-    ("metrics.jsonl", "{}}\n", "metrics.jsonl:1"),
-    ("metrics.jsonl", '{"step": 1}\n{"r": 1}\n', "metrics.jsonl:2"),
-    ("rollouts.jsonl", '{"step": 1}\n{"r": 1}\n', "rollouts.jsonl:2"),
-]
-
-
-@pytest.mark.parametrize("name,content,words", BROKEN)
-def test_a_broken_run_stays_as_it_is(name, content, words, finished, world_dir, tmp_path, capsys):
-    run = shutil.copytree(finished, tmp_path / "run")
-    put(run / name, content)
-    before = contents(run)
-    argv = flags(world_dir, run, steps=3, **FEW_TOKENS)
-    refused(capsys, sgsd.main, argv, str(run), words)
-    assert contents(run) == before
-
-
-# ----------------------------------------------------------------------------------- an evaluation
 
 
 def evaluation(world_dir, tmp_path, *paths):
@@ -326,9 +227,7 @@ def test_each_path_is_looked_at_before_the_first_sample(finished, world_dir, tmp
     assert [path.parent.name for path in out.glob("*/results.json")] == [f"{world_dir.name}--model"]
 
 
-def test_a_checkpoint_that_was_uploaded_without_the_trainers_files_is_evaluated(
-    finished, world_dir, tmp_path
-):
+def test_a_checkpoint_without_the_trainers_files_is_evaluated(finished, world_dir, tmp_path):
     """Nor with its bank and the card that names the base, as docs/guide.md has it."""
     adapter = shutil.copytree(finished / LAST, tmp_path / "adapter")
     for name in (TRAINER, "bank.json", "README.md"):
@@ -348,6 +247,7 @@ WRONG = [  # a path, flags ({w} has models and data, {t} what is wrong), and wor
     ("{w}/bank.json", "--data aime24", "a bank goes with --skills"),  # no data set is asked for
     ("{w}/model", "--data aime24", "HuggingFaceH4/aime_2024"),
     ("{w}/model", "--data no.jsonl", "no.jsonl"),
+    ("{w}/model", "--data x/one.jsonl y/one.parquet", "--data x/one.jsonl y/one.parquet"),
     ("{w}/model", "--skills={w}/bank.json", "--num-skills 8"),
     ("{w}/model", "--skills=no.json", "no.json"),
     ("{w}/model", "--skills={w}/bank.json --num-skills=2 --encoder=/no/such", "/no/such"),
@@ -360,9 +260,7 @@ WRONG = [  # a path, flags ({w} has models and data, {t} what is wrong), and wor
 
 
 @pytest.mark.parametrize("path, given, words", WRONG)
-def test_evaluating_what_is_wrong_is_one_line(
-    path, given, words, finished, world_dir, tmp_path, capsys
-):
+def test_a_wrong_evaluation_is_one_line(path, given, words, finished, world_dir, tmp_path, capsys):
     save_model(tmp_path / "other", hidden_size=48)
     (tmp_path / "fresh/checkpoints").mkdir(parents=True)
     names = "adapter/adapter_config.json begun/config.json begun/problems.json"
@@ -371,7 +269,8 @@ def test_evaluating_what_is_wrong_is_one_line(
         file.write_text("{")
     moved = shutil.copytree(finished / LAST, tmp_path / "moved")
     (moved / "digests.json").unlink()
-    change(moved / "adapter_config.json", str(world_dir).encode(), b"/no/such")
+    text = (moved / "adapter_config.json").read_text()
+    (moved / "adapter_config.json").write_text(text.replace(str(world_dir), "/no/such"))
     path, given, words = (
         text.format(w=world_dir, t=tmp_path, f=finished) for text in (path, given, words)
     )

@@ -8,7 +8,7 @@ import types
 import datasets
 import huggingface_hub
 import pytest
-from conftest import one_line
+from conftest import ROOT, one_line
 from huggingface_hub.errors import HfHubHTTPError
 
 from lib import problems
@@ -31,9 +31,6 @@ def write(path, *rows):
     return str(path)
 
 
-# ---------------------------------------------------------------------------------------- reading
-
-
 def test_dapo_is_stripped_filtered_and_deduplicated(tmp_path):
     """100 copies of five problems, one in Chinese, one whose copies disagree, one in LaTeX."""
     data = [chat(f"What is {i} + {i}?", str(2 * i), f"id{i}") for i in range(5)] * 100
@@ -50,12 +47,15 @@ def test_dapo_is_stripped_filtered_and_deduplicated(tmp_path):
 
 
 def test_jsonl_keeps_its_order_and_gets_ids_that_differ(tmp_path):
+    """A byte order mark is no part of the first row."""
     x, q = {"id": "x", "problem": " p ", "answer": " 1 "}, {"problem": "q", "answer": 2.0}
-    source = write(tmp_path / "a.jsonl", x, q, {"id": "x", "problem": "r", "answer": 3}, q)
+    source = tmp_path / "a.jsonl"
+    write(source, x, q, {"id": "x", "problem": "r", "answer": 3}, q)
+    source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
     want = [Problem("x", "p", "1"), Problem("1", "q", "2"), Problem("x#2", "r", "3")]
-    assert problems.load_problems(source)[0] == want
+    assert problems.load_problems(str(source))[0] == want
     want.append(Problem("3", "q", "2"))
-    assert problems.load_problems(source, unique=False)[0] == want
+    assert problems.load_problems(str(source), unique=False)[0] == want
     clash = [{"id": name} for name in ("y#2", "y", "y")]  # the first has the last one's new id
     rows = [row | {"problem": f"p{i}", "answer": "1"} for i, row in enumerate(clash)]
     loaded, _ = problems.load_problems(write(tmp_path / "b.jsonl", *rows))
@@ -81,33 +81,24 @@ def test_what_teachers_see_is_a_text_of_each_row_word_for_word(tmp_path):
     assert x.extra == {"hint": row["hint"]}
     ((x,), _) = load(source, teacher_field="answer", answer_after="####")
     assert (x.answer, x.extra["answer"]) == ("6", row["answer"])
+    one_line(lambda: load(source, answer_after="="), "--answer-after", "'='")
     file, load = tmp_path / "b.jsonl", functools.partial(load, teacher_field="hint")
     for value in (" \n", 7, ["h"], None):
         write(file, row, row | {"problem": "q", "hint": value})
         one_line(lambda: load(str(file)), "b.jsonl:2: --teacher-field hint")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
-    (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + ROW.encode())
-    assert problems.load_problems(str(tmp_path / "x.jsonl"))[0] == [Problem("0", "p", "1")]
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_directory_in_the_hubs_layout_has_splits(suffix, tmp_path):
-    for split, answers in (("train", "12"), ("test", "3")):
-        rows = [{"problem": f"{split} {x}", "answer": x} for x in answers]
-        data = datasets.Dataset.from_list(rows)
+    for split in ("train", "test"):
+        data = datasets.Dataset.from_list([{"problem": split, "answer": x} for x in "1"])
         file = tmp_path / f"data/{split}-00000-of-00001.{suffix}"
         file.parent.mkdir(exist_ok=True)
         (data.to_json if suffix == "jsonl" else data.to_parquet)(file)
-    train, _ = problems.load_problems(str(tmp_path))
-    assert [x.answer for x in train] == ["1", "2"]
-    test, _ = problems.load_problems(str(tmp_path), split="test")
-    assert [x.answer for x in test] == ["3"]
-    one_line(lambda: problems.load_problems(str(tmp_path), split="valid"), "--split")
-
-
-# ---------------------------------------------------------------------------------- what is refused
+    load = functools.partial(problems.load_problems, str(tmp_path))
+    assert [x.problem for x in load()[0]] == ["train"]
+    assert [x.problem for x in load(split="test")[0]] == ["test"]
+    one_line(lambda: load(split="valid"), "--split")
 
 
 ROW = '{"problem": "p", "answer": "1"}\n'
@@ -120,7 +111,6 @@ BROKEN = {  # a file, and words of the line that refuses it
     "a field of another name": ('{"problem": "p", "a": "1"}\n', "x.jsonl:1: ", "problem, a;"),
     "an empty field": (ROW + '{"problem": " ", "answer": "1"}\n', "x.jsonl:2: `problem`"),
     "a blank that is none": ('{"problem": "p", "answer": "\\u200b"}\n', "1: `answer`", r"\u200b"),
-    "a list": ('{"problem": "p", "answer": ["1"]}\n', "x.jsonl:1: `answer`", "['1']"),
     "no whole number": ('{"problem": "p", "answer": 3.5}\n', "x.jsonl:1: `answer`", "3.5"),
     "a true": ('{"problem": "p", "answer": true}\n', "x.jsonl:1: `answer`", "True"),
     "no chat": ('{"prompt": ["p"], "reward_model": {}}\n', "x.jsonl:1: ", "`reward_model`"),
@@ -138,14 +128,6 @@ def test_the_first_broken_row_is_refused_with_file_line_and_cause(what, tmp_path
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     load = functools.partial(problems.load_problems, str(file), extract=extract_answer)
     one_line(load, *words)
-
-
-def test_a_reference_without_a_letter_or_a_digit_is_fine_where_a_box_can_hold_it(tmp_path):
-    rows = [{"problem": f"{sign}?", "answer": sign} for sign in ("<", "∞", r"\{\}", "½")]
-    source = write(tmp_path / "x.jsonl", *rows)
-    assert len(problems.load_problems(source, extract=extract_answer)[0]) == 4
-    source = write(tmp_path / "y.jsonl", {"problem": "p", "answer": "x #### }"})
-    problems.load_problems(source)  # another verifier may read it
 
 
 @pytest.mark.parametrize(
@@ -179,9 +161,6 @@ def test_a_hub_that_does_not_reply_is_asked_once_and_then_the_cache_alone(reply,
     ended.set()
 
 
-# -------------------------------------------------------------------------------- evaluation sets
-
-
 ANSWERS = {  # field of the problem, the hub's answer, and ours
     "aime24": ("problem", "025", "025"),
     "aime25": ("problem", 25, "25"),
@@ -207,27 +186,8 @@ def test_sets_by_name_are_read_from_the_hub_with_answers_as_text(set_name, monke
     assert problems.load_set(set_name, "unused") == copies
 
 
-def test_a_set_of_the_hub_is_read_by_its_configuration_split_and_columns(monkeypatch):
-    def load(hub_id, name, split):
-        assert (hub_id, name, split) == ("openai/gsm8k", "main", "train")
-        return datasets.Dataset.from_list([{"question": "2 + 3?", "answer": "#### no, #### 5 "}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    read = functools.partial(problems.load_problems, "openai/gsm8k:main")
-    one_line(read, "openai/gsm8k:main row 0", "question, answer", "--problem-field")
-    ((x,), _) = read(problem_field="question", answer_after="####")
-    assert (x.problem, x.answer) == ("2 + 3?", "5")
-    unmarked = functools.partial(read, problem_field="question", answer_after="=")
-    one_line(unmarked, "row 0", "--answer-after", "'='")
-
-
-def test_a_fingerprint_depends_on_letters_and_digits_alone():
-    base = problems.fingerprint("Find $x + 1$.")
-    assert problems.fingerprint("find  \n x+1") == base != problems.fingerprint("Find $x + 2$.")
-    assert len(base) == 12 and int(base, 16) >= 0
-
-
 def test_problems_of_the_papers_evaluation_sets_are_refused_as_training_data_by_all_their_ids():
+    """Letters and digits decide."""
     problems.refuse_overlap([Problem("a", "Find  x.", "1")], "train.jsonl")
     texts = [
         "Find x.",
@@ -242,25 +202,24 @@ def test_problems_of_the_papers_evaluation_sets_are_refused_as_training_data_by_
     one_line(lambda: problems.refuse_overlap(train, "train.jsonl"), *words)
 
 
-# -------------------------------------------------------------------------------------- minibatch
-
-
-def test_minibatches_cover_each_epoch_once_and_count_the_epochs():
+def test_the_order_of_minibatches_is_fixed_by_the_seed():
+    """Golden: another order would be another run for every seed. Each epoch has all once."""
     data = [Problem(str(i), "x", "1") for i in range(10)]
-    pairs = []
-    for step in range(1, 6):
-        pairs += problems.minibatch(data, 4, step, seed=0)
-    assert [epoch for _, epoch in pairs] == [0] * 10 + [1] * 10
-    ids = [x.id for x, _ in pairs]
-    assert sorted(ids[:10]) == sorted(ids[10:]) == sorted(map(str, range(10)))
-    assert ids[:10] != ids[10:]
+    for seed, orders in {3: ["4 5 0 1 2", "8 3 6 9 7", "1 9 5 6 4"], 0: ["4 1 7 5 3"]}.items():
+        for step, order in enumerate(orders, 1):
+            batch = problems.minibatch(data, 5, step, seed)
+            assert " ".join(x.id for x, _ in batch) == order
+            assert {epoch for _, epoch in batch} == {(step - 1) // 2}
     small = problems.minibatch(data[:2], 5, 1, seed=0)  # a step of two epochs and a half
     assert [epoch for _, epoch in small] == [0, 0, 1, 1, 2]
 
 
-def test_the_order_of_minibatches_is_fixed_by_the_seed():
-    """Golden: another order would be another run for every seed."""
-    data = [Problem(str(i), "x", "1") for i in range(10)]
-    for seed, orders in {3: ["4 5 0 1 2", "8 3 6 9 7", "1 9 5 6 4"], 0: ["4 1 7 5 3"]}.items():
-        for step, order in enumerate(orders, 1):
-            assert " ".join(x.id for x, _ in problems.minibatch(data, 5, step, seed)) == order
+def test_the_files_of_tiny_are_small_and_its_sets_apart():
+    files = [path for path in (ROOT / "tiny").rglob("*") if "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files) < 10e6
+    seen = set()
+    for name, n in {"train": 2400, "valid": 240, "test": 240}.items():
+        lines = (ROOT / f"tiny/{name}.jsonl").read_text().splitlines()
+        texts = {json.loads(line)["problem"] for line in lines}
+        assert len(texts) == n and not texts & seen
+        seen |= texts

@@ -1,7 +1,7 @@
 """The report against the logs, by other arithmetic; its table; --explain; a browser."""
 
-import collections
 import html
+import itertools
 import json
 import math
 import re
@@ -13,8 +13,6 @@ import pytest
 from conftest import ROOT
 from driver import completes, refused, rows, write_rows
 
-import rollout
-import scoring
 import skills
 from extras import report
 from lib import files, model
@@ -41,56 +39,14 @@ def page(runs, path, **limits):
     return text, json.loads(data[1])
 
 
-# ----------------------------------------------------------------------- the page against the logs
-
-
 def test_the_curves_equal_the_logs(out, tmp_path):
-    _, (run,) = page([out], tmp_path / "r.html")
+    """And each chart draws a number that steps log."""
+    text, (run,) = page([out], tmp_path / "r.html")
     for i, line in enumerate(rows(out / "metrics.jsonl")):
         for name, x in line.items():
-            shown = run["metrics"][name][i]
-            assert shown is x is None or shown == pytest.approx(x, rel=1e-5)
-
-
-def test_each_chart_draws_a_number_that_steps_log(out, tmp_path):
-    text, (run,) = page([out], tmp_path / "r.html")
+            assert run["metrics"][name][i] == (x if x is None else pytest.approx(x, rel=1e-5))
     drawn = {*re.findall(r'(?:key|ofTeachers)\("([\w.]+)"\)', text)}
     assert "success" in drawn and drawn <= {*run["metrics"]}
-
-
-def test_the_gate_views_equal_the_logs(out, tmp_path):
-    _, (run,) = page([out], tmp_path / "r.html")
-    logged = {(row["step"], row["problem_id"]): row for row in rows(out / "rollouts.jsonl")}
-    audited = rows(out / "tokens.jsonl")
-    assert len(audited) == 16
-    for shown, tokens in zip(run["rollouts"], audited, strict=True):
-        row = logged[tokens["step"], tokens["problem_id"]]
-        assert all(shown[name] == row[name] for name in ("step", "problem_id", "r", "pred"))
-        assert shown["mask"] == tokens["mask"] and shown["text"] == tokens["text"]
-        for k, teacher in enumerate(shown["teachers"]):
-            assert teacher["rho"] == row["rho"][k]
-            assert teacher["a"] == pytest.approx(row["a"][k], rel=1e-5)
-            assert [teacher["skill"][0], teacher["mistake"][0]] == row["pairs"][k]
-            for name in ("delta", "credit"):
-                assert shown[name][k] == pytest.approx(tokens[name][k], rel=1e-3)
-
-
-def test_the_ledger_has_each_skill_and_each_mistake_of_every_rollout_once(out, tmp_path):
-    counted = collections.Counter()
-    for row in rows(out / "rollouts.jsonl"):
-        outcome = "success" if row["r"] > 0 else "failure"
-        for rho in row["rho"]:
-            counted[FATES[rho], outcome] += 1
-    page([out], tmp_path / "r.html")
-    ledger = json.loads((out / "ledger.json").read_text())
-    assert ledger["step"] == 6
-    assert any(row["id"].startswith("dyn_") and row["retrieved"] for row in ledger["entries"])
-    for kind in skills.FIELDS:
-        listed = collections.Counter()
-        for row in ledger["entries"]:
-            for fate in FATES.values() if row["kind"] == kind else ():
-                listed.update({(fate, outcome): n for outcome, n in row[fate].items()})
-        assert +listed == counted
 
 
 def test_every_entry_leads_to_the_memories_it_came_from(out):
@@ -103,9 +59,6 @@ def test_every_entry_leads_to_the_memories_it_came_from(out):
             assert memory["step"] == step <= row["first"]
             assert (step > 0) == row["id"].startswith("dyn_")
             assert step or memory["text"] == report.excerpt(cold[source]["completion"])
-
-
-# ------------------------------------------------------------------- the ledger, the bank's history
 
 
 def version(*ids, **update):
@@ -121,8 +74,7 @@ def version(*ids, **update):
 
 def evolutions():
     """A first bank, an evolution, one that the success gate stopped, and one more."""
-    first = version("S", "dyn_a", "dyn_b")
-    second = version("S", "dyn_a", "dyn_c", step=5)
+    first, second = version("S", "dyn_a", "dyn_b"), version("S", "dyn_a", "dyn_c", step=5)
     return {0: first, 5: second, 10: second, 15: version("S", step=15)}
 
 
@@ -135,12 +87,8 @@ def test_the_ledger_counts_an_entry_under_its_id_in_all_versions():
     rollouts += [used(12, -1, "dyn_a", -1), used(12, -1, "S", 1)]
     s, a, b, err, c = report.ledger(evolutions(), rollouts).values()
     assert [row["id"] for row in (s, a, b, err, c)] == ["S", "dyn_a", "dyn_b", "err", "dyn_c"]
-    assert [(row["first"], row["last"]) for row in (s, a, b, c)] == [
-        (0, 15),
-        (0, 10),
-        (0, 0),
-        (5, 10),
-    ]
+    spans = [(row["first"], row["last"]) for row in (s, a, b, c)]
+    assert spans == [(0, 15), (0, 10), (0, 0), (5, 10)]
     assert [row["retrieved"] for row in (s, a, b, err, c)] == [1, 2, 1, 5, 1]
     assert a["distilled"] == {"success": 1, "failure": 0} == c["reversed"]
     assert a["reversed"] == {"success": 0, "failure": 1} == b["ignored"]
@@ -151,16 +99,9 @@ def test_the_ledger_counts_an_entry_under_its_id_in_all_versions():
 def test_the_contrast_of_an_entry_is_a_difference_of_differences_by_hand():
     """c is a support less the mean of the rollout's supports. Of g it is .02, .04 on successes and
     -.01, .01 on failures: .03 - 0, with variances of .0002 over 2 each: .03 ± 1.96 sqrt(.0002)."""
-    rollouts = []
-    for r, a in ((1, (0.02, -0.02)), (1, (-0.02, -0.1)), (-1, (-0.11, -0.09)), (-1, (0.5, 0.48))):
-        row = {
-            "step": 1,
-            "r": r,
-            "rho": [0, 0],
-            "a": [*a],
-            "pairs": [["S", "err"], ["dyn_a", "err"]],
-        }
-        rollouts.append(row)
+    rollouts, pairs = [], [["S", "err"], ["dyn_a", "err"]]
+    for r, a in ((1, [0.02, -0.02]), (1, [-0.02, -0.1]), (-1, [-0.11, -0.09]), (-1, [0.5, 0.48])):
+        rollouts.append({"step": 1, "r": r, "rho": [0, 0], "a": a, "pairs": pairs})
     bank = {0: version("S", "dyn_a", "dyn_b")}
     s, a, b, err = report.ledger(bank, rollouts).values()
     half = 1.96 * 0.0002**0.5
@@ -168,35 +109,16 @@ def test_the_contrast_of_an_entry_is_a_difference_of_differences_by_hand():
     assert a["contrast"] == pytest.approx([-0.03, -0.03 - half, -0.03 + half])
     assert err["contrast"][0] == pytest.approx(0, abs=1e-12)  # it was in all pairs
     assert b["contrast"] is None  # never used
-    for few in (
-        rollouts[:3],
-        [{**row, "pairs": row["pairs"][:1], "rho": [0], "a": row["a"][:1]} for row in rollouts],
-    ):
-        assert report.ledger(bank, few)["general_skills", "S"]["contrast"] is None
+    assert report.ledger(bank, rollouts[:3])["general_skills", "S"]["contrast"] is None  # too few
 
 
 def test_the_history_is_what_each_version_changed():
     banks = evolutions()
     events = report.history(banks, report.ledger(banks, []))
-    assert [event["step"] for event in events] == [0, 5, 10, 15]
     assert [event["sizes"] for event in events] == [[3, 1, 2], [3, 1, 2], [3, 1, 2], [1, 1, 0]]
     changes = [[(mark, id_) for mark, _, (id_, *_) in event["changes"]] for event in events]
-    assert changes == [
-        [("start", "S"), ("start", "dyn_a"), ("start", "dyn_b"), ("start", "err")],
-        [("new", "dyn_c"), ("dropped", "dyn_b")],
-        [],
-        [("dropped", "dyn_a"), ("dropped", "dyn_c")],
-    ]
-    assert events[0]["changes"][-1] == ["start", "common_mistakes", ["err", "", "", ""]]
-    assert [event["note"] for event in events] == [
-        {"seed_solutions": 12},
-        {"step": 5},
-        {},
-        {"step": 15},
-    ]
-
-
-# ---------------------------------------------------------------------------------- a written run
+    assert changes[1] == [("new", "dyn_c"), ("dropped", "dyn_b")] and not changes[2]
+    assert changes[3] == [("dropped", "dyn_a"), ("dropped", "dyn_c")]
 
 
 def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, length=9, **changes):
@@ -212,16 +134,13 @@ def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, length=9, **chan
     row |= {name: [0.5] for name in ("s_g", "s_e", "alpha", "a_plain", "a", "losses")}
     gaps = {"text": [text] * tokens, "mask": [1] * tokens}
     gaps |= {"delta": [[0.1234] * tokens], "credit": [[0.01, math.nan] + [0.0] * (tokens - 2)]}
-    logs = {"metrics": [], "rollouts": [], "tokens": []}
-    for step in steps:
-        metrics = {"step": step, "success": 1.0, "truncated": 0.0, "grad_norm": math.inf}
-        metrics |= {"completion_tokens": 4.0, **{f"rho_{fate}": 1 for fate in FATES.values()}}
-        logs["metrics"].append(metrics | {"seconds.gen": 1.0})
-        for i in range(per_step):
-            name = {"step": step, "problem_id": f"p{i}"}
-            logs["rollouts"].append(name | row | {"index": i})
-            logs["tokens"].append(name | gaps | {"index": i})
-    for name, lines in logs.items():
+    metrics = {"success": 1.0, "truncated": 0.0, "grad_norm": math.inf, "completion_tokens": 4.0}
+    metrics |= {**{f"rho_{fate}": 1 for fate in FATES.values()}, "seconds.gen": 1.0}
+    write_rows(path / "metrics.jsonl", [{"step": step} | metrics for step in steps])
+    for name, line in (("rollouts", row), ("tokens", gaps)):
+        lines = []
+        for step, i in itertools.product(steps, range(per_step)):
+            lines.append({"step": step, "index": i, "problem_id": f"p{i}"} | line)
         write_rows(path / f"{name}.jsonl", lines)
     return path
 
@@ -241,16 +160,13 @@ def test_text_is_text(tmp_path):
 def test_tokens_find_their_rollout_by_step_and_index_and_the_first_of_a_step_are_shown(tmp_path):
     """A line that is lost shifts nothing."""
     run = write_run(tmp_path, steps=(1, 2), per_step=report.SHOWN + 1)
-    lines = rows(run / "rollouts.jsonl")
-    write_rows(run / "rollouts.jsonl", lines[1:])
+    write_rows(run / "rollouts.jsonl", rows(run / "rollouts.jsonl")[1:])
     _, (data,) = page([run], tmp_path / "r.html")
     shown = [(view["step"], view["index"]) for view in data["rollouts"]]
     indices = range(report.SHOWN)
     assert shown == [*((1, i) for i in indices if i), *((2, i) for i in indices)]
     assert data["audited"] == 2 * report.SHOWN + 2
-
-
-# ---------------------------------------------------------------------------- a run in ten rows
+    assert data["rollouts"][0]["delta"] == [[pytest.approx(0.1234, rel=1e-3)] * 4]
 
 
 def evaluated(folder, avg, name="test", digest="0f", **settings):
@@ -301,39 +217,21 @@ def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tm
     }
 
 
-def test_the_table_of_one_step_has_one_column(tmp_path):
-    heading, *lines = report.collect(write_run(tmp_path / "run"))["summary"]
-    assert heading[1:] == ["step 1"] and lines[0][1:] == ["100%"]
-
-
-def test_a_run_of_no_steps_says_where_its_bank_is(tmp_path, capsys):
-    run = write_run(tmp_path / "run", steps=(), length=0)
-    completes(report.main, [run])
-    assert str(run / "bank/bank.json") in capsys.readouterr().out
-
-
-def test_the_page_of_two_runs_lies_in_neither(tmp_path, monkeypatch):
-    runs = [write_run(tmp_path / name) for name in ("a", "b")]
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    completes(report.main, runs)
-    assert [path.parent.name for path in tmp_path.glob("*/report.html")] == ["here"]
-
-
-def test_a_run_that_is_still_going_is_shown_and_a_folder_without_one_refused(tmp_path, capsys):
+def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, capsys, monkeypatch):
+    """The page of two runs lies in neither. One of no steps says where its bank is."""
     run = write_run(tmp_path / "a", steps=(1, 2))
     for name in ("rollouts", "metrics"):  # torn by the moment
         with open(run / f"{name}.jsonl", "a") as f:
             f.write('{"step": 3, "probl')
     (run / "tokens.jsonl").unlink()
-    completes(report.main, [run])
     assert report.collect(run)["metrics"]["step"] == [1, 2]
     for wrong in (tmp_path, tmp_path / "nowhere"):
         refused(capsys, report.main, [wrong], str(wrong), "config.json")
-    assert not (tmp_path / "nowhere").exists()
-
-
-# ------------------------------------------------------------------------------------ evaluations
+    bank_alone = write_run(tmp_path / "b", steps=(), length=0)
+    monkeypatch.chdir(tmp_path)
+    completes(report.main, [run, bank_alone])
+    assert str(bank_alone / "bank/bank.json") in capsys.readouterr().out
+    assert [path.parent for path in tmp_path.rglob("report.html")] == [tmp_path]
 
 
 def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
@@ -353,11 +251,8 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
     curves = {}
     for point in report.collect(run)["evals"]:
         curves.setdefault(point["set"], []).append((point["step"], point["avg"]))
-    assert curves == {
-        "test": [(0, 0.5), (25, 0.6), (50, 0.7)],
-        "test + skills": [(50, 0.8)],
-        "mine": [(50, 0.3)],
-    }
+    of_test = [(0, 0.5), (25, 0.6), (50, 0.7)]
+    assert curves == {"test": of_test, "test + skills": [(50, 0.8)], "mine": [(50, 0.3)]}
 
 
 def test_checkpoints_with_all_weights_are_their_own_bases(tmp_path):
@@ -369,28 +264,10 @@ def test_checkpoints_with_all_weights_are_their_own_bases(tmp_path):
     assert [(x["step"], x["avg"]) for x in points] == [(0, 0.5), (5, 0.6), (10, 0.7)]
 
 
-# ------------------------------------------------------------------------ other methods; --explain
-
-
-def test_a_run_of_another_method_is_shown_but_not_explained(world_dir, tmp_path, capsys):
-    """GRPO's pairs are retrieved but teach nothing."""
-    run, changes = tmp_path / "run", {"generations": 2, "batch_size": 2, "max_new_tokens": 20}
-    argv = driver.flags(world_dir, run, steps=1, audit_every=1, **changes)
-    completes(driver.main, ["grpo", *argv])
-    completes(report.main, [run])
-    entries = report.collect(run)["ledger"]
-    # 2 problems, 2 solutions, 3 pairs of a skill and a mistake
-    assert sum(row["retrieved"] for row in entries) == 2 * 2 * 3 * 2
-    assert not any(row[fate]["failure"] for row in entries for fate in FATES.values())
-    refused(capsys, report.main, [run, *QUESTION], str(run), "methods.grpo")
-
-
 def test_explain_takes_draws_of_one_problem_through_the_method(world_dir, out, tmp_path, capsys):
     """Under the run's settings, its last bank and its last adapter, also while the run trains: it
-    stays as it was. By hand: the student is the policy under the plain prompt, and a teacher the
-    policy under the prompt with a pair; the support is their mean difference."""
-    run = tmp_path / "run"
-    shutil.copytree(out, run)
+    stays as it was."""
+    run = shutil.copytree(out, tmp_path / "run")
     before = driver.contents(run)
     with files.locked(run):  # as a command that trains does
         completes(report.main, [run, *QUESTION, "--draws", "2"])
@@ -402,50 +279,32 @@ def test_explain_takes_draws_of_one_problem_through_the_method(world_dir, out, t
     for words in ("0 of 2", "adapter of step 6", "first wrong one, draw 1:"):
         assert words in printed
     assert data["explained"] and not report.collect(run)["explained"]
-    view, row, other = data["rollouts"][0], *rows(folder / "rollouts.jsonl")
+    row, other = rows(folder / "rollouts.jsonl")
     assert row["completion_ids"] != other["completion_ids"]
-    for teacher in view["teachers"]:
+    for teacher in data["rollouts"][0]["teachers"]:
         assert f"{abs(teacher['a']):.4f} nats" in printed and teacher["skill"][1] in printed
-
-    lm, tokenizer = model.load_model(str(world_dir / "model"), "cpu")
-    lm = model.load_adapter(lm, run / "checkpoints/step_000006")
     embed = model.load_encoder(str(world_dir / "encoder"), "cpu")
     bank = skills.SkillBank.load(run / "bank/step_000006.json")  # step 6 used that of step 4
     pairs = bank.retrieve("What is 2 plus 5?", 3, embed)
     assert row["pairs"] == [[x.skill["skill_id"], x.mistake["mistake_id"]] for x in pairs]
 
-    def logprobs(text, thinking):
-        ids = rollout.chat_ids(tokenizer, text, thinking=thinking)
-        return scoring.token_logprobs(lm, [ids], [row["completion_ids"]])[0]
-
-    student_T = logprobs(skills.render_student("What is 2 plus 5?"), "closed")
-    for k, pair in enumerate(pairs):
-        teacher_T = logprobs(skills.render_teacher(pair, "What is 2 plus 5?"), "bare")
-        assert row["a_plain"][k] == pytest.approx(float((teacher_T - student_T).mean()), abs=1e-5)
-
-
-def test_explain_takes_a_run_of_no_steps_that_has_a_bank(world_dir, tmp_path, capsys):
-    run = driver.train(world_dir, tmp_path / "run", steps=0).out
-    completes(report.main, [run, *QUESTION, "--draws", "1"])
-    assert "the base model" in capsys.readouterr().out
-
 
 def test_what_explain_refuses(out, tmp_path, capsys):
-    bare = tmp_path / "bare"
+    bare, of_grpo = tmp_path / "bare", write_run(tmp_path / "grpo")
     bare.mkdir()
     shutil.copy(out / "config.json", bare)
+    about = files.read_json(of_grpo / "config.json")
+    files.write_json(of_grpo / "config.json", about | {"program": "methods.grpo"})
     for argv, words in (
         ([out, *QUESTION[:2]], "--answer"),
         ([out, *QUESTION[2:]], "--explain"),
         ([out, bare, *QUESTION], "--explain"),
         ([bare, *QUESTION], f"{bare} has no bank"),
+        ([of_grpo, *QUESTION], "methods.grpo"),
         ([out, *QUESTION, "--draws", "0"], "--draws 0"),
     ):
         refused(capsys, report.main, argv, words)
-    assert [path.name for path in tmp_path.iterdir()] == ["bare"]
-
-
-# -------------------------------------------------------------------------------------- a browser
+    assert not [*tmp_path.glob("*explain*")]
 
 
 PROBE = """<script>
@@ -461,34 +320,25 @@ try {
     }
   }
   seen.hacked = window.hacked || 0;
-  const few = [...Array(19).keys()];
-  seen.ranges = [withoutOutliers([...few, 1000]), withoutOutliers([...few])];
 } catch (e) { seen.errors.push(String(e.stack)); }
-const result = document.createElement("pre");
-result.id = "result";
-result.textContent = JSON.stringify(seen);
-document.body.append(result);
+document.body.innerHTML = "<pre id=result></pre>";
+document.body.firstChild.textContent = JSON.stringify(seen);
 </script></body>"""
 
 
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no Chromium here")
 def test_every_view_is_filled_without_an_error_and_text_is_text(out, tmp_path):
     """Of a run, and of one whose texts are a script, by Chromium without a window."""
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    browsers = [path for path in map(shutil.which, names) if path]
-    if not browsers:
-        pytest.skip("no Chromium here")
     text, data = page([out, write_run(tmp_path / "run", SCRIPT)], tmp_path / "r.html")
     (tmp_path / "probe.html").write_text(text.replace("</body>", PROBE))
-    command = [browsers[0], "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += ["--virtual-time-budget=10000", f"--user-data-dir={tmp_path / 'profile'}"]
     command.append((tmp_path / "probe.html").as_uri())
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     seen = json.loads(html.unescape(re.search(r'<pre id="result">(.*?)</pre>', dom, re.S)[1]))
     assert not seen["errors"] and seen["hacked"] == 0
-    assert seen["ranges"] == [[0, 52], [0, 18]]  # 18 + 2 * (18 - 1); too few steps have no outlier
     assert len(seen["texts"]) == 2 * 4 and min(map(len, seen["texts"])) > 50
-    for shown in seen["texts"]:
-        assert not re.search("NaN|undefined", shown)
+    assert not any(re.search("NaN|undefined", shown) for shown in seen["texts"])
     for run, gate in zip(data, seen["texts"][1::4]):
         for teacher in run["rollouts"][run["opens"]]["teachers"]:
             assert teacher["says"] in gate

@@ -1,27 +1,23 @@
-"""A run: its files, what a model's template and tokens change, its bank, and empty steps."""
+"""A run: its files, its data, what templates and tokens change, its bank, and --adapter."""
 
 import itertools
-import math
+import json
 import shlex
 import shutil
 import types
 
 import datasets
 import driver
-import numpy as np
 import pytest
 import torch
-from conftest import PROBLEMS, make_tokenizer
+from conftest import PROBLEMS, make_tokenizer, save_model
 from driver import completes, flags, opened, refused, rows, train
 from tokenizers import AddedToken
-from transformers import GenerationConfig
 
 import eval
-import rollout
-import scoring
 import sgsd
 import skills
-from lib import config, files, problems, runlog
+from lib import config, files, model, problems, runlog
 from lib.run import what_next
 
 
@@ -30,11 +26,6 @@ def whole(world_dir, tmp_path_factory):
     """A run of four steps that makes its own bank, which evolves after 2 and 4."""
     out = tmp_path_factory.mktemp("whole") / "run"
     return train(world_dir, out, bank="", cold_start=8, evolve_every=2, max_new_items=2)
-
-
-def banks_of(out):
-    versions = files.by_step(out / "bank")
-    return {step: skills.SkillBank.load(path) for step, path in versions.items()}
 
 
 def test_what_a_run_leaves_on_disk(whole):
@@ -50,35 +41,7 @@ def test_what_a_run_leaves_on_disk(whole):
     assert len(rolls) == 16 and [r["index"] for r in rolls[:4]] == [0, 1, 2, 3]
     assert list(files.by_step(out / "checkpoints")) == [2, 4]
     assert {t["step"] for t in tokens} == {1, 2, 4}
-    by_name = {(r["step"], r["problem_id"]): r for r in rolls}
-    for t in tokens:  # the credit is Eq. 20 of the logged gaps
-        r = by_name[t["step"], t["problem_id"]]
-        delta, mask, alpha = (torch.tensor(x) for x in (t["delta"], t["mask"], r["alpha"]))
-        credit = sgsd.token_credit(delta, mask, alpha, torch.tensor(r["rho"]).float(), 1.0)
-        torch.testing.assert_close(torch.tensor(t["credit"]), credit)
-        assert whole.tokenizer.decode(r["completion_ids"], skip_special_tokens=True) == r["text"]
     assert not {path.suffix for path in out.rglob("*")} & {".tmp", ".pt", ".bin"}
-
-
-def test_a_run_that_learns_nothing_says_so_once_in_each_command(world_dir, tmp_path, capsys):
-    """Nothing of it lies on the disk: a continued run counts its own steps."""
-    changes = {"verifier": "driver:Exact", "batch_size": 2, "evolve_every": 0, "audit_every": 0}
-    changes |= {"eps_a": 9, "max_new_tokens": 4}
-    for steps, times in ((6, 1), (8, 0), (14, 1)):
-        train(world_dir, tmp_path / "run", steps=steps, **changes)
-        printed = capsys.readouterr().out
-        assert printed.count("no right solution") == printed.count("no teacher was") == times
-
-
-def test_no_skill_text_reaches_a_student(whole):
-    entries = []
-    for bank in banks_of(whole.out).values():
-        entries += bank.general_skills + bank.common_mistakes
-    for row in rows(whole.out / "rollouts.jsonl"):
-        text = whole.tokenizer.decode(row["prompt_ids"])
-        assert skills.render_student(row["problem"]) in text and "guidance" not in text
-        for entry in entries:
-            assert not any(value in text for value in entry.values() if isinstance(value, str))
 
 
 def test_the_adapters_train_and_nothing_else(world_dir, tmp_path):
@@ -88,77 +51,27 @@ def test_the_adapters_train_and_nothing_else(world_dir, tmp_path):
             sgsd.train_step(run, step)
         for name, p in run.lm.named_parameters():
             assert torch.equal(p, before[name]) != ("lora_" in name), name
-
-
-def test_adamw_is_that_of_the_docstring(world_dir, tmp_path):
-    with opened(world_dir, tmp_path / "run") as run:
         (group,) = run.optimizer.param_groups
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
 
 
-def test_a_judge_of_the_users_own_is_not_asked_to_compare_fractions(
-    world_dir, tmp_path, monkeypatch
-):
-    """As our own is, at the start of a run and of an evaluation, to see that its worker starts."""
-
-    def same(self, one, other):
-        assert "/" not in one + other
-        return one == other
-
-    monkeypatch.setattr(driver.Exact, "same", same)
-    with opened(world_dir, tmp_path / "run"):
-        pass
-    driver.evaluate(world_dir, tmp_path / "eval", "--limit 1 --samples 1")
-
-
-def test_another_reward_moves_training_alone(world_dir, tmp_path, monkeypatch):
-    """The verdict stays what it is in the records, in a memory and for the bank's success gate."""
-    with opened(world_dir, tmp_path / "a") as run:
-        plain, _ = sgsd.train_step(run, 1)
-    monkeypatch.setattr(sgsd, "reward", lambda roll: np.int64(-roll.r))
-    with opened(world_dir, tmp_path / "b") as run:
-        other, _ = sgsd.train_step(run, 1)
-    assert any(rho for row in plain for rho in row["rho"])
-    for was, now in zip(plain, other):
-        assert now["rho"] == [-rho for rho in was["rho"]]
-        assert (now["r"], now["reward"]) == (was["r"], -was["r"])
-        assert skills.memory_of(now) == skills.memory_of(was)
-    same = runlog.summarize(1, plain, 0.0, 0.0, {}, 0.0)["success"]
-    assert runlog.summarize(1, other, 0.0, 0.0, {}, 0.0)["success"] == same
-
-
-CLOSING = [  # a method, settings, and the flags of its evaluation
-    ("sgsd", {"max_new_tokens": 1024}, {}),  # the method's own length: as in the paper, thinking
-    ("grpo", {"max_new_tokens": 16000}, {}),
-    ("grpo", {"short": True}, {}),
-    ("grpo", {"max_new_tokens": 300}, {"max_new_tokens": 300}),  # bare: its student thinks
-    ("sgsd", {"max_new_tokens": 300}, {"max_new_tokens": 300, "thinking": False}),
-    ("sgsd", {"max_new_tokens": 300, "student_prefix": "bare"}, {"max_new_tokens": 300}),
-]
-
-
-@pytest.mark.parametrize("method,changes,wanted", CLOSING)
-def test_a_complete_run_names_the_commands_that_evaluate_it_and_look_inside(
-    method, changes, wanted, tmp_path
-):
+def test_a_complete_run_names_the_commands_that_evaluate_it_and_look_inside(tmp_path):
+    """Of its method's own length as in the paper, where the model thinks."""
     out = str(tmp_path / "a run")
     shared = {"dtype": "bfloat16", "attn": "eager", "verify_timeout": 7.0}
-    argv = [f"{config.flag(name)}={value}" for name, value in (shared | changes).items()]
-    argv = [arg.replace("--short=True", "--short") for arg in argv]
-    cfg = driver.parsed([*argv, "--steps=1", "--data=d.jsonl", f"--out={out}"], method)
-    evaluate, look = what_next(types.SimpleNamespace(cfg=cfg, step=1, bank=None)).splitlines()
-    words = shlex.split(evaluate.partition("eval.py ")[2])
-    evaluated = driver.parsed(words, "eval")
-    assert evaluated.paths == (cfg.model, out) and "--samples" not in words
-    given = {"max_new_tokens": 38912, "thinking": True} | shared | wanted
-    assert {name: getattr(evaluated, name) for name in given} == given
-    assert evaluated.data != config.EvalConfig.data
-    assert shlex.split(look)[-2:] == ["extras.report", out]
+    for length, wanted in ((1024, (38912, True)), (300, (300, False))):
+        given = {"max_new_tokens": length, "steps": 1, "data": "d.jsonl", "out": out, **shared}
+        cfg = driver.parsed([f"{config.flag(name)}={value}" for name, value in given.items()])
+        next_run = types.SimpleNamespace(cfg=cfg, step=1, bank=None)
+        evaluate, look = what_next(next_run).splitlines()
+        evaluated = driver.parsed(shlex.split(evaluate.partition("eval.py ")[2]), "eval")
+        assert evaluated.paths == (cfg.model, out) and evaluated.data != config.EvalConfig.data
+        assert {name: getattr(evaluated, name) for name in shared} == shared
+        assert (evaluated.max_new_tokens, evaluated.thinking) == wanted
+        assert shlex.split(look)[-2:] == ["extras.report", out]
 
 
-def test_a_set_of_other_columns_whose_answers_follow_a_mark_is_trained_and_evaluated_on(
-    world_dir, tmp_path, capsys
-):
+def test_other_columns_and_answers_behind_a_mark_are_trained_and_evaluated_on(world_dir, tmp_path):
     """As GSM8K, from a directory as the hub lays it out."""
     given = []
     for x in PROBLEMS[:8]:
@@ -166,75 +79,42 @@ def test_a_set_of_other_columns_whose_answers_follow_a_mark_is_trained_and_evalu
         given.append({"question": x["problem"], "solution": solution})
     hub, out = tmp_path / "hub", tmp_path / "run"
     (hub / "data").mkdir(parents=True)
-    (hub / "README.md").write_text("---\nlicense: mit\n---\n")
     part = datasets.Dataset.from_list(given)
     part.to_parquet(str(hub / "data/train-00000-of-00001.parquet"))
-    columns = ["--problem-field=question", "--answer-field=solution"]
+    columns = ["--problem-field=question", "--answer-field=solution", "--answer-after=####"]
     changes = {"steps": 1, "max_new_tokens": 4, "data": hub, "verifier": config.Config.verifier}
-    argv = [*flags(world_dir, out, **changes), *columns]
-    refused(capsys, sgsd.main, argv, f"{hub} row 0", "--answer-after")
-    completes(sgsd.main, [*argv, "--answer-after=####"])
+    completes(sgsd.main, [*flags(world_dir, out, **changes), *columns])
     golds = {x["problem"]: x["answer"] for x in PROBLEMS[:8]}
     trained = {row["problem"]: row["gold"] for row in rows(out / "rollouts.jsonl")}
     assert len(trained) == 4 and trained.items() < golds.items()
     argv = [out, "--samples=1", "--max-new-tokens=4", *columns, f"--out={tmp_path / 'eval'}"]
-    argv += ["--device=cpu", "--answer-after=####"]
-    refused(capsys, eval.main, [*argv, "--data", hub], str(hub), "--split")
-    completes(eval.main, [*argv, "--data", hub, "--split=train"])
+    completes(eval.main, [*argv, "--device=cpu", "--data", hub, "--split=train"])
     assert [row["gold"] for row in driver.samples(tmp_path / "eval")] == [*golds.values()]
 
 
-# -------------------------------------------------------------------------- templates and tokens
-
-
-def ending(tokenizer, ids):
-    """What stands behind the beginning of the assistant's turn."""
-    return tokenizer.decode(ids).rpartition("assistant\n")[2]
-
-
 @pytest.mark.parametrize("role", ["student", "teacher"])
-def test_the_think_block_of_a_role_is_closed_open_or_left_to_the_model_by_its_flag(
-    role, world_dir, tmp_path
-):
+def test_the_think_block_of_a_role_is_closed_open_or_bare_by_its_flag(role, world_dir, tmp_path):
     """S3: by default the student's is closed and a teacher's is bare."""
-    closed = "<think>\n\n</think>\n\n"
-    for prefix, wanted in (("bare", ""), ("open", "<think>\n"), ("closed", closed)):
+    ends = {"bare": "", "open": "<think>\n", "closed": "<think>\n\n</think>\n\n"}
+    for prefix, end in ends.items():
         with opened(world_dir, tmp_path / prefix, **{f"{role}_prefix": prefix}) as run:
             x = run.problems[0]
             pairs_K = run.bank.retrieve(x.problem, 2, run.embed)
-            student = sgsd.student_prompt(run, x.problem)
-            teachers_K = sgsd.teacher_prompts(run, pairs_K, x.problem)
-        student_end, teacher_end = (wanted, "") if role == "student" else (closed, wanted)
-        assert ending(run.tokenizer, student) == student_end
-        assert [ending(run.tokenizer, ids) for ids in teachers_K] == [teacher_end] * 2
-
-
-@pytest.mark.parametrize("end", ["<think>\\n", "<think>"])
-def test_a_template_may_open_the_think_block_itself(end, world_dir, tmp_path):
-    base = shutil.copytree(world_dir / "model", tmp_path / "model")
-    template = r"{{ messages[0].content + '\nassistant\n" + end + "' }}"
-    (base / "chat_template.jinja").write_text(template)
-    with opened(world_dir, tmp_path / "run", model=str(base)) as run:
-        ids = rollout.chat_ids(run.tokenizer, "x", thinking="open")
-    assert ending(run.tokenizer, ids).rstrip() == "<think>"
+            prompts = [sgsd.student_prompt(run, x.problem)]
+            prompts += sgsd.teacher_prompts(run, pairs_K, x.problem)
+        shown = [run.tokenizer.decode(ids).rpartition("assistant\n")[2] for ids in prompts]
+        is_student = role == "student"
+        assert shown == [end if is_student else ends["closed"], *["" if is_student else end] * 2]
 
 
 def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, tmp_path):
     """S2: Gemma's <end_of_turn> is special, and only its generation_config names it as a stop."""
-    base = shutil.copytree(world_dir / "model", tmp_path / "model")
-    tokenizer = make_tokenizer()
+    base, tokenizer = save_model(tmp_path / "model"), make_tokenizer()
     tokenizer.add_tokens([AddedToken("<end_of_turn>", special=True)])
     tokenizer.save_pretrained(base)
-    generation = GenerationConfig.from_pretrained(base)
-    generation.eos_token_id = [265, 5]
-    generation.save_pretrained(base)
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [265, 5]}))
     with opened(world_dir, tmp_path / "run", model=str(base)) as run:
-        turn = run.tokenizer.convert_tokens_to_ids("<end_of_turn>")
-        assert turn not in run.tokenizer.all_special_ids
-        assert {turn, 5} <= run.masked_ids
-
-
-# ------------------------------------------------------------------------ the life of a run's bank
+        assert {run.tokenizer.convert_tokens_to_ids("<end_of_turn>"), 5} <= run.masked_ids
 
 
 def dynamic(bank):
@@ -244,7 +124,8 @@ def dynamic(bank):
 
 def test_a_run_makes_its_bank_and_evolves_it(whole):
     """Without --bank: cold start (Alg. 2), and every second step evolution (Alg. 4)."""
-    by_step = banks_of(whole.out)
+    versions = files.by_step(whole.out / "bank")
+    by_step = {step: skills.SkillBank.load(path) for step, path in versions.items()}
     assert list(by_step) == [0, 2, 4]
     memories = rows(whole.out / "bank/memories.jsonl")
     assert len(memories) == 8
@@ -260,68 +141,7 @@ def test_a_run_makes_its_bank_and_evolves_it(whole):
         assert (m["bank_skills"], m["bank_mistakes"]) == sizes
 
 
-def test_a_steps_line_counts_the_answers_that_took_too_long_on_all_processes(world_dir, tmp_path):
-    """Two of four on each of two; a verifier that keeps its time is not spoken of."""
-    for verifier, counts in (("LateVerifier", ["4 ", "8 "]), ("CoinVerifier", [])):
-        out = tmp_path / verifier
-        argv = flags(world_dir, out, steps=2, verifier=f"driver:{verifier}")
-        assert driver.two(argv, tmp_path) == [0, 0]
-        lines = [line for line in (tmp_path / "log0").open() if line.startswith("step ")]
-        told = [line.rpartition(" | ")[2][:2] for line in lines if "--verify-timeout" in line]
-        assert len(lines) == 2 and told == counts
-        (tmp_path / "log0").unlink()
-
-
-def test_a_turn_without_rows_writes_no_file(world_dir, tmp_path):
-    with opened(world_dir, tmp_path / "run", steps=0) as run:
-        run.log_rows("bank/memories", [])
-    assert not (tmp_path / "run/bank").exists()
-
-
-def test_an_evolution_says_what_it_did_or_that_the_gate_stopped_it(world_dir, tmp_path, capsys):
-    """Three of eight are right: below the first gate, and not below the second.
-
-    Each writes a version of the bank, changed or not.
-    """
-    changes = {"steps": 2, "evolve_every": 2, "batch_size": 4}
-    changed = train(world_dir, tmp_path / "a", **changes)
-    printed = capsys.readouterr().out
-    assert "4 skills and 4 mistakes\n" in printed
-    (line,) = [x for x in printed.splitlines() if "after step 2 with success 0.38" in x]
-    assert changed.bank.sizes in line and "1 and 3 net new from 3 and 5 candidates" in line
-    same = train(world_dir, tmp_path / "b", success_gate=0.375, **changes)
-    assert "--success-gate" in capsys.readouterr().out
-    for run in (changed, same):
-        versions = [path.read_bytes() for path in files.by_step(run.out / "bank").values()]
-        assert len(versions) == 2 and (versions[0] == versions[1]) == (run is same)
-
-
-# ------------------------------------------------------------------- what teaches nothing, and why
-
-
-def test_a_completion_without_a_reasoning_token_teaches_nothing(world_dir, tmp_path):
-    """It is the stop id alone, or nothing but newlines: r = -1, rho = 0, and a gradient of 0."""
-    changes = {"max_new_tokens": 3, "verifier": config.Config.verifier}
-    with opened(world_dir, tmp_path / "run", **changes) as run:
-        causal = scoring.causal_lm(run.lm)
-        causal.get_input_embeddings().weight.data[:, 0] = 100.0  # each hidden state is (1, 0..)
-        for always, completion in ((265, [265]), (256, [256] * 3)):
-            head = causal.get_output_embeddings().weight.data
-            head[:, 0] = 0.0
-            head[always, 0] = 100.0  # so this id is always the likeliest by far
-            records, norm = sgsd.train_step(run, 1)
-            assert [row["completion_ids"] for row in records] == [completion] * 4
-            for row in records:
-                assert (row["r"], row["pred"], row["rho"], row["loss"]) == (-1, None, [0] * 3, 0)
-                assert row["unmasked"] == 0 and all(map(math.isfinite, row["a"] + row["losses"]))
-            seconds = dict.fromkeys(("gen", "score", "bwd"), 0.0)
-            metrics = runlog.summarize(1, records, norm, 0.0, seconds, 0.0)
-            assert norm == 0 and "nan" not in f"{runlog.log_line(metrics, 1)} {metrics}"
-
-
-def test_a_run_whose_bank_has_no_pair_ends_before_its_first_step_and_says_why(
-    world_dir, tmp_path, capsys, monkeypatch
-):
+def test_a_run_whose_bank_has_no_pair_ends_and_says_why(world_dir, tmp_path, capsys, monkeypatch):
     """S8. None of the writer's replies can be read."""
     monkeypatch.setattr(sgsd, "writer", lambda run, step: lambda prompts: ["no"] * len(prompts))
     out = tmp_path / "run"
@@ -333,3 +153,48 @@ def test_a_run_whose_bank_has_no_pair_ends_before_its_first_step_and_says_why(
         assert words in line
     assert "new --out" in line and [*files.by_step(out / "bank")] == [0]  # which is kept
     assert not (out / "metrics.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(world_dir, tmp_path_factory):
+    """Of a run of rank 4 and alpha 8, after two steps."""
+    out = tmp_path_factory.mktemp("first") / "run"
+    train(world_dir, out, steps=2)
+    return files.of_step(out / "checkpoints", 2)
+
+
+def weights(run):
+    return {name: p.detach().clone() for name, p in model.trained(run.lm).items()}
+
+
+def test_a_run_begins_with_a_checkpoints_weights_and_nothing_else(world_dir, tmp_path, checkpoint):
+    """A run that goes on needs it no more."""
+    with opened(world_dir, checkpoint.parent.parent, steps=3) as first:
+        trained = weights(first)
+        assert first.optimizer.state and first.step == 2
+    ours = shutil.copytree(checkpoint, tmp_path / "adapter")
+    changes = {"adapter": str(ours), "lora_rank": 64, "learning_rate": 1e-4, "bank": ""}
+    changes["cold_start"] = 4
+    with opened(world_dir, tmp_path / "run", **changes) as run:
+        begun = weights(run)
+        assert begun.keys() == trained.keys()
+        assert all(torch.equal(begun[name], trained[name]) for name in trained)
+        assert not run.optimizer.state and run.step == 0 and run.bank is None
+        sgsd.train(run)
+    adapter = json.loads((run.out / "checkpoints/step_000004/adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"]) == (4, 8)
+    shutil.rmtree(ours)
+    train(world_dir, tmp_path / "run", steps=5, **changes)
+    assert [m["step"] for m in rows(run.out / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_an_adapter_needs_its_base_and_a_folder_with_one(world_dir, tmp_path, checkpoint, capsys):
+    other = save_model(tmp_path / "other", seed=1)
+    for changes, words in (
+        ({"adapter": checkpoint, "model": other}, [str(checkpoint), str(world_dir / "model")]),
+        ({"adapter": checkpoint, "model": other, "steps": 0}, [str(checkpoint), "--model"]),
+        ({"adapter": checkpoint.parent}, [str(checkpoint.parent)]),
+        ({"adapter": tmp_path / "none"}, [str(tmp_path / "none")]),
+    ):
+        refused(capsys, sgsd.main, flags(world_dir, tmp_path / "run", **changes), *words)
+        assert not driver.contents(tmp_path / "run")

@@ -1,15 +1,20 @@
-"""The client of an inference server: protocol, adapters and bad days.
+"""An inference server: protocol, adapters and bad days of its client; a run with --server.
 
 The server is the small one of fake_engine.py.
 """
 
 import itertools
+import json
+import shutil
 import threading
 
+import driver
 import pytest
 from conftest import one_line
+from driver import completes, flags, rows, small_flags, two
 from fake_engine import DROP, STOPS, Engine, choices, serving
 
+import sgsd
 from lib import served
 from rollout import Job, Sampling
 
@@ -51,12 +56,7 @@ def sample(engine):
     return of
 
 
-# ----------------------------------------------------------------------------------- the protocol
-
-
-def test_prompts_travel_as_ids_with_every_field_of_sampling_and_sampled_ids_come_back(
-    engine, sample
-):
+def test_prompts_travel_as_ids_with_every_field_of_sampling_and_ids_come_back(engine, sample):
     todo = jobs()
     for turn in a_server(engine).stream(todo, Sampling(0.7, 0.9, 20), 16):
         (job,) = turn
@@ -72,39 +72,6 @@ def test_prompts_travel_as_ids_with_every_field_of_sampling_and_sampled_ids_come
     assert engine.bodies()[-1]["top_k"] == -1  # as vLLM writes that there is none
 
 
-def test_rows_is_the_number_of_requests_under_way(engine, sample):
-    under_way, most, lock = [], [], threading.Lock()
-    full = threading.Barrier(3, timeout=60)  # breaks unless three requests are under way at once
-
-    def answer(body):
-        with lock:
-            under_way.append(body)
-            most.append(len(under_way))
-        full.wait()
-        with lock:
-            under_way.remove(body)
-        return engine.sampled(body)
-
-    engine.answer = answer
-    assert len(sample(jobs(9), rows=3)) == 9 and max(most) == 3
-
-
-def test_a_caller_that_breaks_off_does_not_wait_for_replies(engine):
-    released = threading.Event()
-
-    def answer(body):
-        if body["prompt"][2] > 9:
-            released.wait(60)
-        return engine.sampled(body)
-
-    engine.answer = answer
-    turns = a_server(engine).stream(jobs(), PLAIN, 2)
-    assert next(turns)[0].index == 0
-    turns.close()
-    assert not released.is_set() and len(engine.calls) <= 3
-    released.set()
-
-
 def test_a_stop_id_that_a_server_leaves_out_does_not_make_a_completion_a_cut_one(engine, sample):
     engine.answer = lambda body: (200, choices(token_ids=[65, 66]))
     assert sample(jobs(1)) == {0: [65, 66, STOPS[0]]}
@@ -112,9 +79,7 @@ def test_a_stop_id_that_a_server_leaves_out_does_not_make_a_completion_a_cut_one
     assert sample(jobs(1, limit=2)) == {0: [65, 66]}
 
 
-def test_the_key_in_the_environment_is_sent_and_never_shown(engine, monkeypatch, tmp_path):
-    (tmp_path / ".netrc").write_text("default login me password other")
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_the_key_in_the_environment_is_sent_and_never_shown(engine, monkeypatch):
     a_server(engine).check()
     monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
     server = a_server(engine)
@@ -126,9 +91,6 @@ def test_the_key_in_the_environment_is_sent_and_never_shown(engine, monkeypatch,
     assert "sec" not in one_line(lambda: a_server(engine), "OPENAI_API_KEY")
 
 
-# ------------------------------------------------------------------------------------- what it has
-
-
 BASES = [  # a model, how a server lists it beside "base", and what owns it
     ("org/model", {"id": "org/model", "root": "elsewhere"}),
     ("org/model", {"id": "short", "root": "org/model", "owned_by": "vllm"}),
@@ -137,40 +99,22 @@ BASES = [  # a model, how a server lists it beside "base", and what owns it
 
 
 @pytest.mark.parametrize("model, entry", BASES)
-def test_of_several_bases_the_one_with_the_models_name_or_path_is_used(
-    model, entry, engine, tmp_path, monkeypatch
-):
+def test_of_several_bases_the_models_own_is_used(model, entry, engine, tmp_path, monkeypatch):
+    """One is taken at its word. Of several without the model one line lists them."""
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    engine.bases.append(entry | {"root": entry["root"].format(here=tmp_path)})
+    engine.adapters["mine"] = "/somewhere"  # an adapter is no base
     server = a_server(engine, model)
     server.check()
-    assert (server.base, server.engine) == (entry["id"], entry.get("owned_by", "unknown"))
-
-
-def test_one_base_is_taken_at_its_word_and_of_others_one_line_lists_them(engine):
-    engine.adapters["mine"] = "/somewhere"  # an adapter is no base
-    server = a_server(engine, "org/model")
-    server.check()
     assert (server.base, server.engine) == ("base", "vllm")
-    engine.bases.append({"id": "another", "root": "another"})
-    words = [engine.url, "base, another", "org/model"]
-    assert "mine" not in one_line(server.check, *words, kind=OSError)
+    engine.bases.append(entry | {"root": entry["root"].format(here=tmp_path)})
+    server.check()
+    assert (server.base, server.engine) == (entry["id"], entry.get("owned_by", "unknown"))
+    words = [engine.url, f"base, {entry['id']}", "org/other"]
+    assert "mine" not in one_line(a_server(engine, "org/other").check, *words, kind=OSError)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000/v1", "http://localhost:8000"])
-def test_what_is_no_address_is_refused_with_an_example_of_one(url):
-    one_line(
-        lambda: served.Server(url, "base", STOPS), f"server {url}: ", "http://localhost:8000/v1"
-    )
-
-
-# ---------------------------------------------------------------------------------------- adapters
-
-
-def test_an_adapter_is_loaded_under_a_new_name_sampled_by_it_and_unloaded(
-    engine, tmp_path, monkeypatch
-):
+def test_an_adapter_is_loaded_under_a_new_name_sampled_and_unloaded(engine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     server, names = a_server(engine), []
     for _ in range(2):
@@ -186,18 +130,12 @@ def test_an_adapter_is_loaded_under_a_new_name_sampled_by_it_and_unloaded(
         server.url = gone.url  # one that is gone has none to unload
 
 
-@pytest.mark.parametrize("reply", [(404, {"detail": "Not Found"}), (500, {"error": "rank\nis 64"})])
-def test_an_adapter_that_is_refused_is_asked_for_once_and_the_line_says_what_it_needs(
-    reply, engine, tmp_path
-):
-    engine.post = lambda path, body: reply
+def test_a_refused_adapter_is_asked_for_once_and_the_line_says_what_it_needs(engine, tmp_path):
+    engine.post = lambda path, body: (500, {"error": "rank\nis 64"})
     words = ["VLLM_ALLOW_RUNTIME_LORA_UPDATING=True", "--enable-lora", "--max-lora-rank"]
     load = a_server(engine).adapter(str(tmp_path)).__enter__
-    one_line(load, f"HTTP {reply[0]}: ", *words, kind=OSError)
+    one_line(load, "HTTP 500: ", *words, kind=OSError)
     assert len(engine.calls) == 1
-
-
-# ---------------------------------------------------------------------------------------- bad days
 
 
 FAULTS = {
@@ -216,62 +154,40 @@ def test_after_a_fault_a_request_is_tried_again_seven_times(fault, engine, sampl
         return FAULTS[fault] if seen.count(body["prompt"]) < 8 else engine.sampled(body)
 
     engine.answer = answer
-    assert len(sample(jobs(4), rows=4)) == 4
-    assert len(seen) == 8 * 4
+    assert len(sample(jobs(4), rows=4)) == 4 and len(seen) == 8 * 4
     engine.answer = lambda body: FAULTS[fault]
     one_line(lambda: sample(jobs(1)), engine.url, kind=OSError)
     assert len(engine.bodies()) == 8 * 4 + 8
 
 
-def test_an_error_is_raised_after_the_replies_under_way_and_no_request_goes_on(engine, monkeypatch):
-    """Row 0 is under way, row 1 is refused, row 2 waits for its next try, the others for a row."""
-    monkeypatch.setattr(served, "PAUSE_S", 600.0)
-    waits, refused = threading.Event(), threading.Event()
+def test_an_error_is_raised_after_the_replies_under_way_and_no_request_goes_on(engine):
+    """Row 0 is under way, row 1 is refused, the others wait for a row."""
+    refused = threading.Event()
 
     def answer(body):
-        row = body["prompt"][2] - 9
-        if row == 2:
-            if len([b for b in engine.bodies() if b["prompt"] == body["prompt"]]) == 2:
-                waits.set()  # its second pause is one of 20 minutes
-            return 503, "busy"
-        (waits if row == 1 else refused).wait(60)
-        if row == 1:
+        if body["prompt"][2] == 9 + 1:
             threading.Timer(1.0, refused.set).start()  # when the client knows
             return 400, {"error": "too long:\nat most 20 tokens"}
+        refused.wait(60)
         return engine.sampled(body)
 
     engine.answer = answer
     seen = []
 
     def ask():
-        for turn in a_server(engine).stream(jobs(), PLAIN, 3):
+        for turn in a_server(engine).stream(jobs(), PLAIN, 2):
             seen.extend(job.index for job in turn)
 
     one_line(ask, engine.url, "HTTP 400: ", "at most 20 tokens", kind=OSError)
-    assert seen == [0] and sorted(body["prompt"][2] for body in engine.bodies()) == [9, 10, 11, 11]
+    assert seen == [0] and len(engine.bodies()) == 2
 
 
-def test_a_server_that_stays_silent_is_asked_once(engine, sample, tmp_path, monkeypatch):
+def test_a_server_that_stays_silent_is_asked_once(engine, sample):
     released = threading.Event()
-    monkeypatch.setattr(served, "QUICK_S", 0.2)
     engine.post = lambda path, body: (released.wait(60), {})
-    for number, ask in enumerate(
-        (lambda: sample(jobs(1), timeout_s=0.2), a_server(engine).adapter(str(tmp_path)).__enter__)
-    ):
-        one_line(ask, engine.url, "timeout=0.2", kind=OSError)
-        assert len(engine.calls) == number + 1
+    one_line(lambda: sample(jobs(1), timeout_s=0.2), engine.url, "timeout=0.2", kind=OSError)
+    assert len(engine.calls) == 1
     released.set()
-
-
-def test_where_nobody_answers_every_question_says_so(tmp_path):
-    with Engine() as gone:
-        server = a_server(gone)
-    for ask in (
-        server.check,
-        server.adapter(str(tmp_path)).__enter__,
-        lambda: list(server.stream(jobs(3), PLAIN, 16)),
-    ):
-        one_line(ask, server.url, "refused", kind=OSError)
 
 
 CUT_PROMPT = choices(usage={"prompt_tokens": 2}, token_ids=[5, 265])
@@ -280,7 +196,6 @@ UNEXPECTED = {  # a reply, and words of the line
     "no choices": ({"error": "x"}, "KeyError: 'choices'"),
     "text and no ids": (choices(text="x"), "token_ids"),
     "a reply cut by the server": (choices("length", token_ids=[65, 66]), "2 of 8 token_ids"),
-    "a reply broken off": (choices("abort", token_ids=[65] * 8), "abort"),
     "more ids than asked for": (choices(token_ids=[65] * 9), "9 of 8 token_ids"),
     "ids that are none": (choices(token_ids=["65"]), "token_ids"),
     "a prompt cut by the server": (CUT_PROMPT, "2 tokens of 3"),
@@ -294,3 +209,85 @@ def test_an_unexpected_reply_is_one_line(what, engine, sample):
     one_line(lambda: sample(jobs(1, limit=8)), engine.url, words, kind=OSError)
     engine.get = lambda path: (200, value)
     one_line(a_server(engine).check, engine.url, "reply", kind=OSError)
+
+
+DEAD = "http://127.0.0.1:9/v1"
+
+
+@pytest.fixture
+def writing(engine, tokenizer):
+    """The engine solves as it does by itself, and writes the bank as `driver.fake_writer`."""
+
+    def answer(body):
+        text = tokenizer.decode(body["prompt"])
+        if "Return ONLY" not in text:  # a seed problem
+            return engine.sampled(body)
+        reply = driver.reply_to(text)
+        return 200, choices(token_ids=[*tokenizer.encode(reply), STOPS[0]])
+
+    engine.answer = answer
+    return engine
+
+
+def test_a_bank_alone_is_made_on_a_server_from_an_outline(writing, tokenizer, world_dir, tmp_path):
+    out, no_weights = tmp_path / "run", shutil.ignore_patterns("*.safetensors")
+    outline = shutil.copytree(world_dir / "model", tmp_path / "outline", ignore=no_weights)
+    changes = {"model": outline, "bank": "", "steps": 0, "cold_start": 8, "reply_tokens": 999}
+    completes(sgsd.main, flags(world_dir, out, server=writing.url, **changes))
+    sampled = [tokenizer.decode(body["prompt"]) for body in writing.bodies()]
+    assert sum("Return ONLY" not in text for text in sampled) == 8
+    assert len(rows(out / "bank/memories.jsonl")) == 8
+    replies = rows(out / "bank/replies.jsonl")
+    assert replies and len(replies) == len(sampled) - 8
+    assert (out / "bank/bank.json").read_text() == (out / "bank/step_000000.json").read_text()
+
+
+def test_after_the_first_bank_steps_and_evolutions_ask_no_server(writing, world_dir, tmp_path):
+    """The model ends on half of all ids, so the replies that `generate` draws are short."""
+    out, hasty = tmp_path / "run", shutil.copytree(world_dir / "model", tmp_path / "hasty")
+    (hasty / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 270, 2)]}))
+    changes = {"bank": "", "cold_start": 8, "reply_tokens": 200, "steps": 2, "evolve_every": 1}
+    changes["model"] = hasty
+    changes |= {"success_gate": 2.0, "batch_size": 2, "server": writing.url}
+    completes(sgsd.main, flags(world_dir, out, **changes))
+    replies = [row["step"] for row in rows(out / "bank/replies.jsonl")]
+    assert {*replies} == {0, 1, 2} and len(rows(out / "rollouts.jsonl")) == 4
+    assert len(writing.bodies()) == 8 + replies.count(0)
+    assert {body["model"] for body in writing.bodies()} == {"base"}
+    assert {path for path, _ in writing.calls} == {"/v1/completions"}
+
+
+def test_a_run_that_has_its_bank_goes_on_without_its_server(engine, world_dir, tmp_path, capsys):
+    """Nor does one need it that is given a bank."""
+    out, changes = tmp_path / "run", {"evolve_every": 0}
+    completes(driver.main, small_flags(world_dir, out, steps=1, server=engine.url, **changes))
+    assert len(engine.bodies()) == 8
+    for more in (
+        small_flags(world_dir, out, steps=2, server=DEAD, **changes),
+        flags(world_dir, tmp_path / "given", steps=1, server=DEAD),
+    ):
+        completes(driver.main, more)
+        assert "--server is not asked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_server_that_one_rank_loses_in_the_cold_start_ends_both(rank, world_dir, tmp_path):
+    """In one line of the rank that lost it. The solutions that came are not asked for again."""
+    out, log = tmp_path / "run", tmp_path / "lost"
+    log.mkdir()
+    with serving() as first, serving() as second:
+        argv = [*small_flags(world_dir, out, steps=1), "--server", first.url, second.url]
+        lost = (first, second)[rank]
+        lost.answer = lambda body: lost.sampled(body) if len(lost.bodies()) < 3 else DROP
+        assert two(argv, log) == ([2, 1], [1, 2])[rank]
+        words = (log / f"log{rank}").read_text().split()
+        assert words.count("sgsd:") == 1 and f"{lost.url}:" in words and "Traceback" not in words
+        assert not {"sgsd:", "Traceback"} & {*(log / f"log{1 - rank}").read_text().split()}
+        memories = rows(out / "bank/memories.jsonl")
+        assert 0 < len(memories) < 8
+        for engine in (first, second):
+            engine.calls.clear()
+        lost.answer = lost.sampled
+        assert two(argv, tmp_path) == [0, 0]
+        assert len(first.bodies()) + len(second.bodies()) == 8 - len(memories)
+    assert rows(out / "bank/memories.jsonl")[: len(memories)] == memories

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pathlib
-import random
 import re
 import resource
 import signal
@@ -47,8 +46,6 @@ def words(text):
     return re.split(r" {3,}|\n", text.strip())
 
 
-# ------------------------------------------------------------------------------ reading the answer
-
 ANSWERS = {
     r"so $\boxed{5}$.": "5",
     "\\boxed {\n5\n}": "5",
@@ -78,8 +75,6 @@ def test_the_answer_is_in_the_last_box_behind_all_thinking(text, verifier):
     assert answer == ANSWERS[text]
     assert verifier.outcome("5", text) == (1 if answer == "5" else -1)
 
-
-# ------------------------------------------------------------------------------------- known pairs
 
 KNOWN = [  # kind, right or wrong, the most mistakes among every fifth of them, among all
     ("exploitable", False, 0, 0),
@@ -134,8 +129,6 @@ def test_every_reference_equals_itself_in_another_spelling(verifier, name):
     assert mistakes(verifier, cases, True) == []
 
 
-# ------------------------------------------------------------------------------------------ copies
-
 COPIES = [  # problem, reference, answers that count, answers that are copied
     (
         r"Compute $\sqrt{36+64}-\sqrt{25-16}.$",
@@ -151,25 +144,15 @@ COPIES = [  # problem, reference, answers that count, answers that are copied
     ("If $\\lceil x\\rceil-1=0$, what is it?", "0", "0   x=0", r"\lceil x\rceil-1=0"),
     ("Is it (A) $y=2x+3$ or (B) $y=3x$?", "y = 2x + 3", "y=2x+3   2x+3   y = 3+2x", ""),
     ("Is it (A) $\\frac12$ or (B) $\\frac{1}{3}$?", r"\frac{1}{2}", r"\frac12   \dfrac{1}{2}", ""),
-    ("Does $[0,1]$ or $(0, 1)$ hold it?", r"\left[0,1\right]", "[0,1]   [0, 1]", ""),
     # plain numbers, names, letters and words
     ("At $x=5$ he eats 5 apples of -2.", "5", r"5   x=5   = 5   5 apples   5\text{ apples}", ""),
     ("Is 50\\% of 1,234 more than -5?", "0.5", r"50\%   \frac12", ""),
-    ("Is $-5.0$ one?", "-5", "-5   -5.0   = -5", ""),
     ("Choose. (A) two lines (B) a circle", r"\text{(A)}", "A   (A)", ""),
-    (
-        "Choose. (A) two lines (B) a circle",
-        r"\text{two lines}",
-        r"two lines   \text{two lines}",
-        "",
-    ),
 ]
 
 
 @pytest.mark.parametrize("problem, gold, counted, copies", COPIES)
-def test_an_expression_of_the_problem_counts_only_as_the_references_text(
-    problem, gold, counted, copies, verifier
-):
+def test_a_copied_answer_is_right_only_as_the_reference(problem, gold, counted, copies, verifier):
     assert mistakes(verifier, [(gold, pred, problem) for pred in words(counted)], True) == []
     for pred in filter(None, words(copies)):
         assert not verifier.verify(gold, pred, problem), pred
@@ -187,31 +170,8 @@ def test_a_copied_formula_is_shown_as_the_answer_and_is_wrong(verifier):
     assert verifier.same(r"\frac{1}{2}", "0.5") and not verifier.same("1", "2")
 
 
-# ------------------------------------------  answers that are right without knowing the reference
-
-REFERENCES = r"""
-0   1   -1   42   \frac{1}{2}   0.08   \sqrt{2}   \pi   \ln 2   3+4i   50\%   90^\circ
-15\text{ cm}^2   52_8   1:2   (1,2)   [0,1)   (-\infty,0)\cup(0,\infty)   1,2   \{1,2,3\}
-\pm 5   x^2+1   n(n+1)
-y=2x+3   x\ge 3   \begin{pmatrix}1\\2\end{pmatrix}   \text{even}   \text{(C)}   Yes   f(x)=x^2
-"""
 # Not finite, a problem, nothing, everything, relations that always hold, guesses, programs, signs.
-TRICKS = r"""
-\infty-\infty   2^\infty   \frac{x}{0}   oo-oo   0\cdot oo   \int dx   \emptyset   (-\infty,\infty)
-everything   \exists x   x   0x=0   0<1   x=0=1=2=5   0,1,-1,2,42   \{-1,0,1,2,3,42\}   1-100
-\boxed{1} \text{ or } \boxed{42}   \text{A, B, C or D}   1\pm 0   S.Reals   max(2,42)   *   \text{ }
-"""
 
-
-def test_no_trick_is_right_for_two_references(verifier):
-    """One that says a value may be right for that."""
-    for trick in [*words(TRICKS), '""', "\u200b", "\ud800", "\x00"]:
-        cases = [(gold, trick) for gold in words(REFERENCES)]
-        right_for = [gold for gold, _ in mistakes(verifier, cases, False)]
-        assert len(right_for) <= 1, (trick, right_for)
-
-
-# ------------------------------------------------------------------------- hostile answers and fuzz
 
 HOSTILE = r"""
 9^{9^{9^9}}   9^9^9^9   \left(   }{   ∞   ٧   __import__('os').system('touch pwned')
@@ -220,45 +180,14 @@ HOSTILE = r"""
 """
 LONG = ["{" * 5000, r"\frac{" * 300, "1" * 100_000, "x" * 100_000, "x," * 450, "\\" * 999]
 LONG += ["\x00", "7\x00", "\ud800", "7\u202e"]
-SLOW = [  # each takes all of its time, as some above do
-    "(" * 900,
-    "((10!)!)!",
-    "2^{10^{10}}",
-    r"\prod_{i=1}^{10^7} i",
-    "(x+1)^{100000}(x+2)",
-    r"\frac{1}{1+" * 60 + "1" + "}" * 60,
-]
 
 
-@pytest.mark.parametrize(
-    "pred",
-    [*words(HOSTILE), *LONG, *(pytest.param(pred, marks=pytest.mark.long) for pred in SLOW)],
-)
-def test_a_hostile_answer_is_wrong_runs_no_code_and_the_next_one_is_judged(
-    pred, impatient, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("pred", [*words(HOSTILE), *LONG])
+def test_a_hostile_answer_is_wrong_and_runs_no_code(pred, impatient, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert impatient.outcome("7", rf"so \boxed{{{pred}}}") == -1
     assert impatient.verify("1/2", "2/4")
     assert not os.listdir(tmp_path), "it ran code"
-
-
-TOKENS = (
-    r"""\frac { } ( ) [ ] + - ^ _ ! , ; : = < / * . $ % & ~ ' " # | \ \\ \{ \} \sqrt \pm \cup \in
-    \le \infty \pi \text{ \text{and} \circ \% \cdot \binom \boxed{ \begin{pmatrix} \end{pmatrix}
-    \sin \log x y i e AB and apples cm é ² √ ½ ٣ 0 1 2 3 4 5 6""".split()
-    + [" ", "\n", "\x00", "\ud83d"]
-)
-
-
-@pytest.mark.parametrize("n", [300, pytest.param(2500, marks=pytest.mark.long)])
-def test_random_tokens_are_never_a_large_prime(impatient, n):
-    rng = random.Random(0)
-    preds = ["".join(rng.choices(TOKENS, k=rng.randint(1, 30))) for _ in range(n)]
-    assert mistakes(impatient, [("1000000007", pred) for pred in preds], False) == []
-
-
-# ---------------------------------------------------------------------------------------- processes
 
 
 def workers(parent: int) -> set[int]:
@@ -280,15 +209,8 @@ def started(make):
     return result, pid
 
 
-def test_each_of_several_threads_gets_its_own_verdicts(verifier):
-    cases = [(f"{i}/2", f"{2 * i if i % 3 else 2 * i + 1}/4") for i in range(1, 19)]
-    want = [case for i, case in enumerate(cases, 1) if i % 3 == 0]
-    with ThreadPoolExecutor(3) as threads:
-        wrong = threads.map(lambda _: mistakes(verifier, cases, True), range(3))
-        assert [*wrong] == [want] * 3
-
-
 def test_a_killed_worker_is_replaced_and_a_closed_one_starts_again_when_it_is_needed():
+    """From any thread; close() waits for an answer that is asked for."""
     before = workers(os.getpid())
     v, first = started(Verifier)
     os.kill(first, signal.SIGKILL)
@@ -296,17 +218,10 @@ def test_a_killed_worker_is_replaced_and_a_closed_one_starts_again_when_it_is_ne
     v.close()
     assert all(v.verify(str(i), f"0{i}") for i in range(2000)), "integers need no worker"
     assert is_right and workers(os.getpid()) == before
-    with v:
-        assert v.verify("1/2", "2/4")
-
-
-def test_close_waits_for_the_answer_that_another_thread_asks_for():
-    v = Verifier()
-    with ThreadPoolExecutor(1) as thread:
+    with v, ThreadPoolExecutor(1) as thread:
         verdict = thread.submit(v.verify, r"\sum_{i=1}^{300} i", "45150")
         v.close()
         assert verdict.result()
-    v.close()
 
 
 PARENT = """
@@ -360,14 +275,6 @@ def test_time_and_memory_of_a_worker_are_bounded_and_late_answers_are_counted():
         assert not v.verify("7", "2^{10^{10}}") and v.verify("1/2", "2/4")
     one_line(lambda: Verifier(0.0), "timeout_s")
 
-
-def test_without_math_verify_there_is_no_verifier(tmp_path, monkeypatch):
-    (tmp_path / "math_verify.py").write_text("raise ImportError")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    one_line(Verifier, "math_verify", kind=ImportError)
-
-
-# --------------------------------------------------------------------------- a judge of one's own
 
 MINE = '''
 from lib import verify

@@ -1,10 +1,9 @@
 """The ablations (§4.4, §4.5, App. F.1): each changed step is its definition.
 
-A definition scores one row at a time by the model's own full logits. The divergences by hand are in
-test_divergences.py.
+A definition scores one row at a time by the model's own full logits. Before that stand the
+divergences (Fig. 3, OPSD) by hand: KL both ways, JSD, a local support.
 """
 
-import dataclasses
 import math
 import os
 import signal
@@ -14,14 +13,14 @@ import driver
 import plain
 import pytest
 import torch
-from conftest import make_bank, make_model, make_tokenizer
-from driver import completes, flags, parsed, refused, rows
+from conftest import make_bank, one_line, same, save_model, t
+from driver import completes, flags, refused, rows
 from method_steps import assert_gradients, logprobs_of, one_step, perturb
 
 import rollout
 import skills
-from lib import config, model
-from methods import ablations, rlsd
+from lib import model
+from methods import ablations, divergences, grpo, rlsd
 from methods.ablations import AblationConfig
 
 
@@ -40,7 +39,43 @@ def test_with_default_settings_a_run_equals_sgsds_own_bit_for_bit(world_dir, tmp
     assert of_all == {-1, 0, 1}
 
 
-# --------------------------------------------------------------------------- each is its definition
+def test_generalized_jsd():
+    """Forward is KL(T || S), reverse KL(S || T) (D10); jsd is symmetric; equal sides have none."""
+    jsd, beta = divergences.generalized_jsd, divergences.JSD_BETA
+    s_V, t_V = t([0.5, 0.5]).log(), t([0.75, 0.25]).log()
+    forward = [0.75 * math.log(1.5), 0.25 * math.log(0.5)]  # entry by entry
+    same(jsd(s_V, t_V, beta["forward_kl"]), sum(forward))
+    same(jsd(s_V, t_V, beta["forward_kl"], clip=0.1), 0.1 + forward[1])  # S16: 0.304 is cut
+    same(jsd(s_V, t_V, beta["reverse_kl"]), 0.5 * math.log(2 / 3) + 0.5 * math.log(2))
+    # temperature 1/2 squares and renormalises: the teacher is (9/10, 1/10)
+    same(jsd(s_V, t_V, 1.0, temperature=0.5), 0.5 * math.log(5 / 9) + 0.5 * math.log(5))
+    # beta 1/4: M = (9/16, 7/16)
+    of_teacher = 0.75 * math.log(12 / 9) + 0.25 * math.log(4 / 7)
+    of_student = 0.5 * math.log(8 / 9) + 0.5 * math.log(8 / 7)
+    same(jsd(s_V, t_V, 0.25), of_teacher / 4 + 3 * of_student / 4)
+    same(jsd(s_V, t_V, beta["jsd"]), jsd(t_V, s_V, beta["jsd"]).item())
+    for name in beta:
+        same(jsd(s_V, s_V + 3, beta[name]), 0.0)
+    one_line(lambda: jsd(s_V, t_V, 2), "got 2")
+
+
+@pytest.mark.parametrize(
+    ("top_k", "sampled", "student", "teacher"),
+    [  # student (.4 .3 .2 .1), teacher (.1 .2 .3 .4): what is left, the sampled token first
+        (1, 3, [1.0], [1.0]),  # the teacher's best is the sampled one, and counts once
+        (1, 0, [0.8, 0.2], [0.2, 0.8]),  # tokens 0 and 3: .4 .1 and .1 .4
+        (2, 2, [2 / 3, 1 / 3], [3 / 7, 4 / 7]),  # tokens 2 and 3: .2 .1 and .3 .4
+        (2, 1, [3 / 6, 2 / 6, 1 / 6], [2 / 9, 3 / 9, 4 / 9]),
+        (99, 0, [0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]),
+    ],
+)
+def test_local_support(top_k, sampled, student, teacher):
+    """KL(T || S) and the sampled gap on the teacher's top k and the sampled token (S19)."""
+    ids_1 = torch.tensor([sampled])
+    s_1V, t_1V = t([[0.4, 0.3, 0.2, 0.1]]).log(), t([[0.1, 0.2, 0.3, 0.4]]).log()
+    kl_1, gap_1 = divergences.local_support(ids_1, s_1V, t_1V, top_k)
+    same(kl_1, [sum(q * math.log(q / p) for p, q in zip(student, teacher))])
+    same(gap_1, [math.log(teacher[0] / student[0])])
 
 
 CASES = {
@@ -131,9 +166,8 @@ def test_a_changed_step_is_its_definition(name, world_dir, tmp_path):
     """Rows and gradients from whole logits; Gemma 2's are capped, so its head has no slices."""
     changes = CASES[name]
     if "model" in changes:
-        changes = {**changes, "model": str(tmp_path / "model"), "attn": "eager"}
-        make_model("gemma2").save_pretrained(tmp_path / "model")
-        make_tokenizer().save_pretrained(tmp_path / "model")
+        model_path = save_model(tmp_path / "model", "gemma2")
+        changes = {**changes, "model": str(model_path), "attn": "eager"}
     run, rows_of_step, got = one_step(world_dir, tmp_path / "run", **changes)
     problem_of = {x.id: x for x in run.problems}
     total = 0.0
@@ -157,13 +191,9 @@ def test_random_pairs_are_drawn_anew_for_each_step_and_again_the_same(world_dir,
                 assert one.skill != other.skill and one.mistake != other.mistake
                 names.add((one.skill["skill_id"], other.skill["skill_id"]))
             assert len(names) > 3  # of 12 ordered pairs of four skills
-        run.bank = skills.SkillBank(run.bank.general_skills, [])
-        assert ablations.retrieve(run, 1, run.problems[0]) == []  # S8
 
 
-def test_a_solution_that_was_cut_can_be_left_out_and_its_teachers_count_as_ignored(
-    world_dir, tmp_path
-):
+def test_a_solution_that_was_cut_can_be_left_out_and_its_teachers_are_ignored(world_dir, tmp_path):
     """Not one that ended by itself (S4). Without polarity all others are distilled."""
     changes = {"drop_truncated": True, "polarity": False}
     with driver.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
@@ -179,13 +209,8 @@ def test_a_solution_that_was_cut_can_be_left_out_and_its_teachers_count_as_ignor
             assert token_numbers["credit"].any() == (not is_cut)
 
 
-# ----------------------------------------------------------------------------------------- teachers
-
-
 @pytest.mark.parametrize("teacher", ["periodic", "ema"])
-def test_a_copied_teacher_follows_also_in_a_run_that_is_stopped_and_continued(
-    teacher, world_dir, tmp_path
-):
+def test_a_copied_teacher_follows_also_in_a_run_that_is_continued(teacher, world_dir, tmp_path):
     """Periodic: the student after every third step. Ema: .9 old + .1 new after each."""
     changes = {"teacher": teacher, "teacher_period": 3, "teacher_decay": 0.9, "steps": 5}
     want = {}
@@ -209,16 +234,9 @@ def test_a_copied_teacher_follows_also_in_a_run_that_is_stopped_and_continued(
         assert run.code == code
 
 
-# -------------------------------------------------------------------------------------- the command
-
-
-def test_all_settings_that_it_shares_with_sgsd_have_its_defaults():
-    shared = dataclasses.asdict(config.Config(out="runs/ablation"))
-    assert shared.items() <= dataclasses.asdict(parsed([], "ablations")).items()
-
-
 def test_flags_that_contradict_each_other_are_one_line(capsys):
     argv = ["--objective=jsd", "--support-top-k=9"]
     refused(capsys, ablations.main, argv, "--support-top-k", "--objective")
     refused(capsys, ablations.main, ["--teacher-field=hint"], "--answer-pi")
+    refused(capsys, grpo.main, ["--temperature=0"], "--temperature 0")
     refused(capsys, rlsd.main, ["--teacher-field=hint", "--bank=b.json"], "--bank")

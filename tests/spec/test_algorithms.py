@@ -141,11 +141,8 @@ def test_alg2_line_5_a_memory_record():
     assert skills.memory_of(solved(1, text=text)) == record
     with_answer = skills.memory_of(solved(1, text=text), with_answer=True)
     assert with_answer == record | {"reference_answer": "GOLD"}
-
-
-@pytest.mark.parametrize("pred, feedback", [("3", "rejected the"), (None, "gave no")])
-def test_alg2_line_5_a_failures_feedback_says_what_failed(pred, feedback):
-    assert feedback in skills.memory_of(solved(1, -1, pred=pred))["feedback"]
+    for pred, feedback in (("3", "rejected the"), (None, "gave no")):
+        assert feedback in skills.memory_of(solved(1, -1, pred=pred))["feedback"]
 
 
 def test_alg2_line_5_a_long_completion_is_an_excerpt_of_its_two_ends():
@@ -248,14 +245,6 @@ def test_alg3_line_9_a_decrease_resets_the_count_of_stagnant_layers():
     )
 
 
-def test_alg3_h_is_32_and_p_is_3_by_default():
-    letters = "".join(map(chr, range(200, 265)))
-    a, b = letters[:32], letters[32:64]
-    table = Table(*[f"{a} > {a}, {b} > {b}"] * 3)
-    _, layers = skills.merge(items(letters), G, table)
-    assert not table.lines and len(layers) == 3
-
-
 PAIR = items("ab")
 BAD_REPLIES = {
     "prose": "They are all unique.",
@@ -307,15 +296,6 @@ def test_sources_follow_their_entries():
     twins = [{**a, "sources": ["p2"]}, item("a"), {**a, "sources": ["p1"]}]
     merged, _ = skills.merge(twins, G, Table("aaa > ?", "aaa > ?"))
     assert merged == [{"skill_id": "gen_001", **item("a"), "sources": ["p1", "p2"]}]
-
-
-def test_no_field_is_invented_and_none_is_lost():
-    extra = {"skill_id": "gen_777", "confidence": 1, "sources": ["x"]}
-    reply = answer([{**e, **extra} for e in PAIR])
-    numbered = [{"skill_id": f"gen_{i:03d}", **e} for i, e in enumerate(PAIR, 1)]
-    assert skills.merge(PAIR, G, lambda prompts: [reply])[0] == numbered
-    noted = [{**e, "note": 1} for e in numbered]
-    assert skills.merge(noted, G, Table("ab > ?", "ab > ?"))[0] == noted
 
 
 # ------------------------------------------------------ Algorithm 2, lines 15-16: the first bank
@@ -371,13 +351,6 @@ def test_alg2_line_15_both_lists_are_merged_side_by_side():
     assert [x["lost_replies"] for x in skill_layers] == [1, 0, 0, 0]
 
 
-def test_no_memory_and_no_readable_reply_give_an_empty_bank():
-    for memories, lines in ([], []), ([memory(1), memory(2, -1)], ["+1 > ?, -2 > ?"] * 2):
-        bank = skills.cold_start(memories, Table(*lines))
-        assert bank.general_skills == bank.common_mistakes == []
-        assert bank.metadata["lost_replies"] == len(lines)
-
-
 # ------------------------------------------------------------------------ Algorithm 4: evolution
 
 
@@ -424,9 +397,7 @@ DUE = [
 
 
 @pytest.mark.parametrize("rows, step, changes, due", DUE)
-def test_alg4_lines_1_to_7_an_evolution_is_due_every_f_steps_and_below_the_gate(
-    rows, step, changes, due
-):
+def test_alg4_lines_1_to_7_it_is_due_every_f_steps_and_below_the_gate(rows, step, changes, due):
     """F = 25 and gamma = 0.8 by default; where none is due, it is the same bank."""
     bank, model = with_dynamic("o", "O"), Model()
     new = skills.evolve(bank, rows, step, model, **changes)
@@ -455,46 +426,29 @@ def test_alg4_line_12_existing_dynamic_entries_merge_with_the_new():
     assert dynamic(new, E) == [merged]
 
 
-LIMITS = [(9, 9, 5, 5), (9, 0, 5, 5), (9, 9, 0, 0), (3, 3, 7, 6)]
+LIMITS = [  # dynamic skills and mistakes, failures and successes, (N, C), entries that are left
+    (("op", "Q"), (3, 3), (5, 30), [4, 4]),
+    (("op", "Q"), (0, 3), (5, 30), [7, 1]),
+    (("op", "Q"), (3, 3), (0, 30), [2, 1]),
+    (("op", "Q"), (1, 1), (7, 30), [5, 4]),
+    (("", ""), (2, 2), (99, 2), [2, 2]),
+    (("op", "OP"), (2, 2), (99, 3), [3, 3]),
+    (("opqr", "OPQR"), (2, 2), (99, 3), [3, 3]),
+    (("op", "OP"), (2, 2), (99, 0), [0, 0]),
+    (("opqr", ""), (3, 3), (3, 4), [4, 3]),
+]
 
 
-@pytest.mark.parametrize("new_skills, new_mistakes, limit, net", LIMITS)
-def test_alg4_line_13_at_most_n_net_new_entries_in_both_lists_together(
-    new_skills, new_mistakes, limit, net
-):
-    """S12; what was there before stays."""
-    rows = window(new_mistakes // 3, new_skills // 3)
-    settings = {"max_new_items": limit, "success_gate": 2}
-    new = skills.evolve(with_dynamic("op", "Q"), rows, 25, Model(3), **settings)
-    assert len(dynamic(new, G)) + len(dynamic(new, E)) == 3 + net
-    assert names(dynamic(new, G)).startswith("op") and names(dynamic(new, E), E).startswith("Q")
-
-
-@pytest.mark.parametrize("old, capacity, left", [(0, 2, 2), (2, 3, 3), (4, 3, 3), (2, 0, 0)])
-def test_alg4_line_13_at_most_c_dynamic_entries_in_each_list(old, capacity, left):
-    settings = {"max_new_items": 99, "dynamic_capacity": capacity}
-    bank = with_dynamic("opqr"[:old], "OPQR"[:old])
-    new = skills.evolve(bank, window(2, 2), 25, Model(3), **settings)
-    assert [len(dynamic(new, key)) for key in KEYS] == [left, left]
+@pytest.mark.parametrize("old, memories, limits, left", LIMITS)
+def test_alg4_line_13_at_most_n_net_new_entries_and_c_in_each_list(old, memories, limits, left):
+    """S12; what was there before stays. A full list leaves its share of N to the other."""
+    N, C = limits
+    settings = {"max_new_items": N, "dynamic_capacity": C, "success_gate": 2}
+    new = skills.evolve(with_dynamic(*old), window(*memories), 25, Model(3), **settings)
+    assert [len(dynamic(new, key)) for key in KEYS] == left
     assert [len(static(new, key)) for key in KEYS] == [4, 4]
-
-
-def test_alg4_line_13_a_full_list_leaves_its_share_of_n_to_the_other():
-    """C = 4 skills are there, so all of N = 3 goes to the nine new mistakes."""
-    settings = {"max_new_items": 3, "dynamic_capacity": 4, "success_gate": 2}
-    new = skills.evolve(with_dynamic("opqr"), window(3, 3), 25, Model(3), **settings)
-    assert [len(dynamic(new, key)) for key in KEYS] == [4, 3]
-
-
-def test_alg4_n_is_5_and_c_is_30_by_default():
-    """Failures only, so one list fills up."""
-    bank, sizes = make_bank(), []
-    for k in range(1, 9):
-        rows = [solved(100 * k + i, -1) for i in range(3)]
-        bank = skills.evolve(bank, rows, 25 * k, Model(3))
-        sizes.append(len(dynamic(bank, E)))
-    assert sizes == [5, 10, 15, 20, 25, 30, 30, 30]
-    assert len({*ids(bank.common_mistakes, E)}) == len(bank.common_mistakes)
+    for letters, key in zip(old, KEYS):
+        assert names(dynamic(new, key), key)[:C].startswith(letters[:C])
 
 
 def test_alg4_line_14_static_entries_and_the_old_bank_are_left_alone():
@@ -558,14 +512,6 @@ def test_dynamic_ids_of_entries_that_stay_that_are_new_and_that_return():
         assert ids(dynamic(bank, E), E) == left
 
 
-def test_of_two_dynamic_entries_with_one_text_the_first_keeps_its_id_in_a_merge():
-    twins = with_dynamic("", "OO")
-    kept = skills.evolve(twins, window(1), 25, Table("-0 > ?", "-0 > ?"))
-    assert ids(dynamic(kept, E), E) == ["dyn_err_001", "dyn_err_002"]
-    merged = skills.evolve(twins, window(1), 25, Table("-0 > A", "OOA > OA"))
-    assert ids(dynamic(merged, E), E) == ["dyn_err_001", "dyn_err_025_001"]
-
-
 @pytest.mark.parametrize("shown", [False, True])
 def test_an_evolution_shows_the_reference_answer_only_when_asked_to(shown):
     """D3. And never an id."""
@@ -575,14 +521,6 @@ def test_an_evolution_shows_the_reference_answer_only_when_asked_to(shown):
     assert extractions and all(("GOLD" in prompt) == shown for prompt in extractions)
     assert not any(re.search("xyz|problem_id|dyn_|sources", prompt) for prompt in model.prompts)
 
-
-def test_a_windows_rows_need_four_fields_and_no_source_is_made_up():
-    row = {"problem": "What is 1 plus 1?", "text": "\\boxed{3}", "r": -1, "pred": "3"}
-    new = skills.evolve(make_bank(), [row], 25, Table("-1 > A"))
-    assert dynamic(new, E) == [{"mistake_id": "dyn_err_025_001", **item("A", E)}]
-
-
-# ------------------------------------------------------------------------------- mangled replies
 
 ODD = '{ } [ ] " \\ , : \n \0 \ud800 \u2028 \\u \\ud83d \\n </think> <think> ``` 1e999 {"a":'
 ODD = ODD.split(" ")
@@ -633,50 +571,18 @@ def test_no_mangled_reply_loses_or_invents_an_entry_in_a_merge(key):
     assert 50 < changed < 300
 
 
-# ----------------------------------------------------------------- the policy as `complete` (D4)
-
-
-class Sampler:
-    """A writer's `sample`: gives these replies in turn, and keeps what was asked of it."""
-
-    def __init__(self, *replies):
-        self.replies, self.ids, self.requests, self.limits = iter(replies), [], [], []
-
-    def __call__(self, ids, prompts, repeats, limits):
-        self.ids += ids
-        self.limits += limits
-        self.requests.append([*zip(prompts, repeats)])
-        return [next(self.replies) for _ in prompts]
-
-
-def make_writer(tokenizer, sampler, log):
-    return skills.writer(tokenizer, rollout.chat_ids, sampler, log.extend, 400, step=25)
-
-
-def test_a_writer_counts_how_often_a_prompt_came_before_and_logs_every_reply(tokenizer):
-    """The first reply is greedy, so a prompt that comes again needs another draw."""
-    sampler, log = Sampler("A", "B", "another A", "C"), []
-    writer = make_writer(tokenizer, sampler, log)
-    assert writer(["a", "b"]) == ["A", "B"]
-    assert writer(["a", "c"]) == ["another A", "C"]
-    assert sampler.requests == [[("a", 0), ("b", 0)], [("a", 1), ("c", 0)]]
-    assert log[2] == {"step": 25, "repeat": 1, "prompt": "a", "reply": "another A"}
-    assert [row["prompt"] for row in log] == [*"abac"]
-
-
-def test_a_group_that_the_next_layer_shows_again_gets_a_sampled_reply(tokenizer):
-    """D4: not only after a failure. Here the third of three equal layers merges a with b."""
-    again = answer(items("ab"))
-    sampler = Sampler(again, again, answer(items("x")), answer(items("xc")))
-    writer = make_writer(tokenizer, sampler, [])
-    merged, layers = skills.merge(items("abc"), G, writer, group_size=2)
-    assert names(merged) == "xc" and [x["lost_replies"] for x in layers] == [0, 0, 0, 0]
-    assert [repeat for ((_, repeat),) in sampler.requests] == [0, 1, 2, 0]
-
-
 def test_a_writer_does_not_think_and_has_room_to_repeat_a_long_prompt(tokenizer):
-    """The longer of the reply's limit and the prompt's tokens with a quarter more."""
-    sampler = Sampler("A", "B")
-    make_writer(tokenizer, sampler, [])(["a", "b" * 1000])
-    assert sampler.ids[0] == rollout.chat_ids(tokenizer, "a", thinking="closed")
-    assert sampler.limits == [400, len(sampler.ids[1]) * 5 // 4]
+    """The longer of the reply's limit and the prompt's tokens with a quarter more. It counts how
+    often a prompt came before (D4), and logs every reply."""
+    requests, log = [], []
+
+    def sample(ids, prompts, repeats, limits):
+        requests.append((ids, repeats, limits))
+        return [f"{prompt[0]} {repeat}" for prompt, repeat in zip(prompts, repeats)]
+
+    writer = skills.writer(tokenizer, rollout.chat_ids, sample, log.extend, 400, step=25)
+    assert writer(["a", "b" * 1000]) == ["a 0", "b 0"] and writer(["c", "a"]) == ["c 0", "a 1"]
+    ids, _, limits = requests[0]
+    assert ids[0] == rollout.chat_ids(tokenizer, "a", thinking="closed")
+    assert limits == [400, len(ids[1]) * 5 // 4]
+    assert log[-1] == {"step": 25, "repeat": 1, "prompt": "a", "reply": "a 1"} and len(log) == 4

@@ -13,9 +13,6 @@ RELEASED = sorted((ROOT.parent / "shared" / "banks").glob("*.json"))
 BANKS = [path for path in RELEASED if not path.stem.startswith("candidates")]
 
 
-# ----------------------------------------------------------------------------- retrieval (Eq. 2)
-
-
 def test_eq2_skills_and_mistakes_are_ranked_by_cosine_and_paired_rank_by_rank():
     """Query (3, 4), not normalised. Skills (1,0): .6, (0,2): .8, (6,8): 1. Mistakes (0,-1): -.8,
     (4,3): .96. Three skills and two mistakes make two pairs (S8)."""
@@ -37,6 +34,7 @@ def test_the_best_k_are_those_of_all():
     every = bank.retrieve("carry the one", 10, fake_embed)
     for k in range(1, 11):
         assert bank.retrieve("carry the one", k, fake_embed) == every[:k]
+    assert SkillBank([], bank.common_mistakes).retrieve("carry the one", 3, fake_embed) == []
 
 
 def test_equal_scores_keep_the_banks_order():
@@ -52,10 +50,6 @@ def test_equal_scores_keep_the_banks_order():
     want = [str(i) for i in [*range(1, 60, 2), *range(0, 60, 2)]]
     assert [pair.skill["skill_id"] for pair in pairs] == want
     assert [pair.mistake["mistake_id"] for pair in pairs] == want
-
-
-def test_an_empty_list_gives_no_pairs():
-    assert SkillBank([], make_bank().common_mistakes).retrieve("q", 3, fake_embed) == []
 
 
 def test_an_entry_is_embedded_as_its_three_fields():
@@ -78,14 +72,10 @@ def test_entries_are_embedded_once_and_a_replaced_one_anew():
         bank.retrieve("carry the one", 2, embed)
     assert calls == [1, 4, 4, 1, 1]
     for i in range(30):  # a freed dict's address is often taken by the next one
-        del bank.general_skills[0]
-        texts = {"title": "z" * i, "principle": "q", "when_to_apply": "w"}
-        bank.general_skills.append({"skill_id": f"dyn_{i}", **texts})
+        bank.general_skills[:] = [{**SKILL, "title": "z" * i}]
         fresh = SkillBank(list(bank.general_skills), bank.common_mistakes)
-        assert bank.retrieve("qz", 4, embed) == fresh.retrieve("qz", 4, embed)
+        assert bank.retrieve("qz", 1, embed) == fresh.retrieve("qz", 1, embed)
 
-
-# ------------------------------------------------------------------------------ the file (App. C)
 
 SKILL = {"skill_id": "gen_001", "title": "t", "principle": "p", "when_to_apply": "w"}
 MISTAKE = {"mistake_id": "err_001", "description": "d", "why_it_happens": "y", "how_to_avoid": "a"}
@@ -140,14 +130,9 @@ WRONG = [
     (bank_text([SKILL] * 2), "general_skills[1]"),
     (bank_text([], ["text"]), "common_mistakes"),
     (bank_text([{**SKILL, "sources": [3, "p1"]}]), "general_skills[0] has sources"),
-    (bank_text([{**SKILL, "sources": "p1"}]), "general_skills[0] has sources"),
     (bank_text(metadata=None), "metadata"),
-    (bank_text(metadata={"updates": {}}), "updates"),
     (bank_text(metadata={"updates": [3]}), "updates"),
-    (
-        bank_text(window=[ROW, {**ROW, "gold": 1} | {"r": -1}, {"problem": "?", "r": 1}]),
-        "window[2]",
-    ),
+    (bank_text(window=[ROW, {"problem": "?", "r": 1}]), "window[1]"),
     (bank_text(window=[{k: v for k, v in ROW.items() if k != "gold"}]), "window[0] lacks gold"),
     (bank_text(window=[3]), "window"),
     (bank_text(window=None), "window"),
@@ -162,7 +147,9 @@ def test_a_wrong_bank_is_one_line_that_names_the_file_and_the_entry(content, wor
     one_line(lambda: SkillBank.load(path), f"bank {path}: ", words)
 
 
-def test_a_bank_with_another_makers_metadata_is_described_by_its_sizes():
-    for metadata in ({"updates": [{"step": 25, "added": 3}]}, {"right_seed_solutions": 3}):
-        bank = SkillBank([], [], metadata)
-        assert skills.describe(bank).endswith(bank.sizes)
+@pytest.mark.parametrize("path", [*(ROOT / "banks").glob("*.json")], ids=lambda path: path.stem)
+def test_a_hand_written_bank_says_so_and_is_saved_as_it_was_loaded(path, tmp_path):
+    bank = SkillBank.load(path)
+    assert "by hand" in bank.metadata["source"]
+    bank.save(tmp_path / "b.json")
+    assert json.loads((tmp_path / "b.json").read_text()) == json.loads(path.read_text())

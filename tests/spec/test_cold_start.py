@@ -1,4 +1,4 @@
-"""Algorithm 2 in a run: lines 1-7, and the same bank from one process, two, and a killed one.
+"""Algorithm 2 in a run: lines 1-7, and the same bank from one process and two.
 
 The tests' random model solves the seed problems, and the tests' verifier says which are right.
 What becomes of the memories (lines 8-16) is in test_algorithms.py.
@@ -7,7 +7,6 @@ What becomes of the memories (lines 8-16) is in test_algorithms.py.
 import dataclasses
 import json
 import shutil
-import signal
 
 import driver
 import pytest
@@ -17,7 +16,7 @@ from driver import flags, opened, rows
 import rollout
 import sgsd
 import skills
-from lib import files, model
+from lib import model
 from lib.run import Run
 from rollout import Sampling
 
@@ -34,9 +33,7 @@ def solve(world_dir, out, **changes):
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_alg2_lines_1_to_7_the_base_model_solves_seed_problems_and_they_become_memories(
-    thinking, world_dir, tmp_path
-):
+def test_alg2_lines_1_to_7_solved_seed_problems_become_memories(thinking, world_dir, tmp_path):
     """The paper's sampling in evaluation, by default with thinking (S21)."""
     out = tmp_path / "run"
     bank, memories = solve(world_dir, out, cold_start_thinking=thinking)
@@ -89,9 +86,6 @@ def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_
         assert [row["step"] for row in rows(run.out / "bank/replies.jsonl")] == [0] * 5 + [25] * 6
 
 
-# ------------------------------------------------- one process, two, and one that was killed
-
-
 def with_the_policy_as_writer(argv):
     """A process that makes a bank. The random model's own replies give no entry."""
     cfg = driver.parsed(argv)
@@ -139,30 +133,3 @@ def test_two_processes_make_the_bank_of_one(program, command, tmp_path, whole):
     codes = driver.two(command(out), tmp_path, program=program)
     assert codes == [0, 0], (tmp_path / "log0").read_text()
     assert bank_files(out) == whole[program]
-
-
-KILLS = [  # the writer, the file that is torn, and the call before which the process is killed
-    (FAKE, "memories", (files, "append_jsonl", 2)),
-    (FAKE, "replies", (Run, "log_rows", 5)),
-    pytest.param(
-        with_the_policy_as_writer, "replies", (Run, "log_rows", 4), marks=pytest.mark.long
-    ),
-]
-
-
-@pytest.mark.parametrize("program, name, call", KILLS)
-def test_a_killed_process_makes_the_same_bank_and_no_memory_twice(
-    program, name, call, command, tmp_path, whole
-):
-    """Killed while it solves or while it writes, and the last line is torn."""
-    out, log = tmp_path / "run", tmp_path / "log"
-    file = out / "bank" / f"{name}.jsonl"
-    killed = driver.start(command(out), log, before=driver.killing(*call), program=program)
-    assert driver.wait(killed) == -signal.SIGKILL
-    memories = rows(out / "bank/memories.jsonl")
-    assert (0 < len(memories) < 4) == (name == "memories")
-    with open(file, "ab") as f:
-        f.write(b'{"problem_id": "torn \xc3')
-    assert driver.wait(driver.start(command(out), log, program=program)) == 0, log.read_text()
-    assert bank_files(out) == whole[program]
-    assert rows(out / "bank/memories.jsonl")[: len(memories)] == memories

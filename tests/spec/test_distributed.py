@@ -4,15 +4,10 @@ The minibatch is global (line 2), the gradient is that of its mean (line 16), an
 from the rollouts of all (Alg. 4, line 4). Then the collectives that this is made of.
 """
 
-import os
-import subprocess
-import sys
 import types
 
-import driver
 import pytest
 import torch
-from conftest import ROOT
 from driver import flags, rows, train, two
 from safetensors.torch import load_file
 
@@ -100,22 +95,6 @@ def test_the_collectives(tmp_path):
     assert codes == [10, 11], [(tmp_path / f"log{rank}").read_text() for rank in (0, 1)]
 
 
-def test_a_turn_of_shared_work_is_one_collective(monkeypatch):
-    jobs = [types.SimpleNamespace(index=i, prompt=[0]) for i in range(3)]
-    collectives, gather = [], distributed.all_gather
-    monkeypatch.setattr(distributed, "all_gather", lambda *a: collectives.append(a) or gather(*a))
-    turns = distributed.share_jobs(driver.ALONE, jobs, lambda jobs: iter([jobs[:2], [], jobs[2:]]))
-    assert [len(turn) for turn in turns] == [2, 0, 1] and len(collectives) == 3
-
-
-def test_tf32_from_outside_rounds_no_product():
-    """An image's environment may turn it on for all products; S22 wants it for the head's alone."""
-    matmul = torch.backends.cuda.matmul
-    matmul.fp32_precision = "tf32"
-    distributed.init("cpu")
-    assert matmul.fp32_precision == "ieee"
-
-
 def test_a_gpu_without_memory_is_one_line(capsys):
     def main():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
@@ -124,13 +103,3 @@ def test_a_gpu_without_memory_is_one_line(capsys):
         distributed.run_and_exit(main)
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 1 and line.startswith("CUDA out of memory: lower --rollout-rows")
-
-
-PRINTS = "import distributed, os\ndistributed.run_and_exit(lambda: print('a line') or os._exit(0))"
-
-
-def test_a_line_is_in_a_log_file_as_soon_as_it_is_printed():
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-c", PRINTS]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout == "a line\n", done.stderr

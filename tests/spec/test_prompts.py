@@ -31,9 +31,6 @@ PAPER = ROOT.parent / "shared" / "paper.tex"
 needs_the_paper = pytest.mark.skipif(not PAPER.exists(), reason="the paper's source is not here")
 
 
-# -------------------------------------------------------------- student and teachers (Fig. 6, D1)
-
-
 def test_the_student_sees_the_problem_and_nothing_else():
     assert skills.render_student("What is 1+2?") == STUDENT.replace("{problem}", "What is 1+2?")
     assert skills.render_skills([], "What is 1+2?") == skills.render_student("What is 1+2?")
@@ -87,9 +84,6 @@ def test_what_is_put_into_a_prompt_is_not_expanded_again():
     assert "Problem: What is {title} {skills} \\boxed{} {{}} {0}?\n" in text
 
 
-# ------------------------------------------------------------ the writer's prompts (Tabs. 6-10)
-
-
 def papers_cards():
     """The lines of each prompt card in the paper's source, its TeX taken off."""
     text = PAPER.read_text()
@@ -137,9 +131,6 @@ def test_a_merge_shows_three_fields_and_nothing_else():
     fields = {name: entry[name] for name in skills.FIELDS["general_skills"]}
     text = skills.render_merge([{**entry, "sources": ["p1"]}] * 2, "general_skills")
     assert f"to merge:\n{skills.as_json([fields] * 2)}\n\nReturn ONLY" in text
-
-
-# ----------------------------------------------------- rendered as plain user messages (App. D)
 
 
 def test_a_prompt_is_one_user_turn_whose_think_block_is_closed_bare_or_open(tokenizer):

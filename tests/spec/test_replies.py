@@ -81,6 +81,8 @@ def test_escapes_of_json_keep_their_meaning():
     wanted = {**item("a"), "principle": value}
     assert read(json.dumps(wanted))[0] == [wanted]
     assert read(json.dumps(wanted, ensure_ascii=False))[0] == [wanted]
+    raw = '{"title": "a\nb\tc\x01d", "principle": "p", "when_to_apply": "w"}'
+    assert read(raw)[0][0]["title"] == "a\nb\tc\x01d"
 
 
 COMMAS = ["[0, 1, 2,]", "{1, 2, }", '"[1, 2,]"', 'a "b, [c,] d', "x \\", "\\,]", ", ]", "a:,}"]
@@ -94,11 +96,6 @@ def test_a_comma_inside_a_string_stays_and_one_behind_it_goes(value):
         assert read(reply) == ([wanted], True)
 
 
-def test_raw_control_characters_are_kept():
-    text = '{"title": "a\nb\tc\x01d", "principle": "p", "when_to_apply": "w"}'
-    assert read(text)[0][0]["title"] == "a\nb\tc\x01d"
-
-
 def test_a_reply_cut_off_anywhere_keeps_its_complete_items_and_is_not_whole():
     entries = []
     for name in "abc":
@@ -109,10 +106,6 @@ def test_a_reply_cut_off_anywhere_keeps_its_complete_items_and_is_not_whole():
         for cut in range(len(text)):
             complete = entries[: sum(end <= cut for end in ends)]
             assert read(text[:cut]) == (complete, False), text[:cut]
-
-
-def test_thinking_that_never_ends_is_not_a_whole_reply():
-    assert not read(f"<think>Perhaps {answer(PAIR)}, but then")[1]
 
 
 WRONG = [{**item("a"), "principle": x} for x in ("", " \n", None, 3, ["p"], {"p": 1}, True)]
@@ -132,6 +125,7 @@ NOTHING = ["", "no", "null", "3", '"a"', "[]", "{}", "{[}]", "<think>", "```json
 @pytest.mark.parametrize("text", [*NOTHING, answer([]), answer(None), answer("a"), answer({})])
 def test_nothing_to_read(text):
     assert read(text) == ([], False)
+    assert not read(f"<think>Perhaps {answer(PAIR)}, but then {text}")[1]
 
 
 HOSTILE = {  # as long as replies get

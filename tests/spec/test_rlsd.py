@@ -12,7 +12,6 @@ from method_steps import assert_gradients, one_step
 from plain import logprobs_of_ids
 
 import rollout
-import scoring
 import skills
 from lib import model
 from methods import rlsd
@@ -40,8 +39,6 @@ def test_the_weights_fade_within_their_steps():
     shares = [rlsd.weighting_share(step, 0.5, 60) for step in (1, 30, 60, 61)]
     assert shares == pytest.approx([0.5 * 59 / 60, 0.25, 0, 0])
 
-
-# ---------------------------------------------------------------------------------- steps of a run
 
 SMALL = {"generations": 3, "batch_size": 2, "verifier": "method_steps:TwoOfThree"}
 
@@ -101,14 +98,3 @@ def test_the_teachers_copy_is_renewed_after_its_period(world_dir, tmp_path):
             for name, weights in want.items():
                 assert torch.equal(run.extra_tensors[f"{name}.teacher"], weights)
         assert any(not torch.equal(want[name], p) for name, p in params.items())
-
-
-def test_from_its_weighting_steps_on_no_teacher_speaks_and_it_is_grpo(
-    world_dir, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(scoring, "score_teachers", lambda *_: pytest.fail("a teacher speaks"))
-    changes = SMALL | {"weighting_steps": 1}
-    _, of_step, _ = one_step(world_dir, tmp_path / "run", "rlsd", **changes)
-    for row in of_step:
-        assert {*row["tokens"]["advantage"]} == {row["advantage"]}
-        assert row["loss"] == pytest.approx(-row["advantage"])

@@ -5,7 +5,6 @@ cache, no padding, one row alone. Ids travel unchanged, and the outcome comes fr
 """
 
 import itertools
-import json
 import warnings
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from conftest import make_model, make_tokenizer, one_line
 from tokenizers import AddedToken
-from transformers import Gemma3Config, GenerationConfig, PreTrainedTokenizerFast
+from transformers import Gemma3Config, GenerationConfig
 
 import rollout
 from lib.verify import Verdict
@@ -34,9 +33,6 @@ def prompts(tokenizer, n):
 
 def keys_of(n):
     return [rollout.sample_key(0, 1, str(i)) for i in range(n)]
-
-
-# --------------------------------------------------------------------------------------- sampling
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,27 +107,12 @@ def test_the_models_own_generation_config_has_no_say_and_nothing_warns(tokenizer
     assert model.generation_config is config
 
 
-# --------------------------------------------------------------------------------------- decoding
-
-
-def test_finished_rows_leave_the_batch_and_others_take_their_place(tokenizer):
-    """Long-tailed lengths, 8 rows: 1.4 times fewer steps than batches held by their longest."""
-    model, ids, keys = make_model(), prompts(tokenizer, 32), keys_of(32)
-    model.generation_config.eos_token_id = [265, 1, 2, 3]
-    steps = []
-    model.register_forward_hook(lambda *_: steps.append(1))
-    completions = rollout.generate(model, tokenizer, ids, Sampling(1.0, 1.0, 0, 300), keys, 8)
-    lengths = [len(x) for x in completions]
-    held = sum(max(lengths[i : i + 8]) for i in range(0, 32, 8))
-    assert held > 1.4 * len(steps)
-
-
 def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     model, ids = make_model().train(), prompts(tokenizer, 6)
 
-    def stream(ids, rows=2):
+    def stream(ids):
         jobs = [rollout.Job(i, prompt, i, 24) for i, prompt in enumerate(ids)]
-        return rollout.stream(model, tokenizer, jobs, SAMPLING, rows)
+        return rollout.stream(model, tokenizer, jobs, SAMPLING, 2)
 
     turns = list(stream(ids))
     finished = [job.index for turn in turns for job in turn]
@@ -141,10 +122,7 @@ def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     assert not model.training and not torch.is_inference_mode_enabled()
     left_early.close()
     assert model.training
-    one_line(lambda: next(stream(ids, 0)), "rows >= 1, got 0")
     one_line(lambda: next(stream([*ids[:5], []])), "prompts that are not empty")
-    one_line(lambda: rollout.generate(model, tokenizer, ids, SAMPLING, [1]), "shorter")
-    assert rollout.generate(model, tokenizer, [], SAMPLING, []) == []
 
 
 def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer):
@@ -176,9 +154,6 @@ def test_stop_ids_are_the_tokenizers_and_all_of_the_models_and_none_is_refused()
     assert rollout.stop_ids(model, tokenizer) == [265]
     tokenizer.eos_token = None
     one_line(lambda: rollout.generate(model, tokenizer, [[1]], SAMPLING, [1]), "`eos_token_id`")
-
-
-# --------------------------------------------------------------------------------------- outcomes
 
 
 def judged(tokenizer, prompt, completion):
@@ -218,17 +193,6 @@ def test_a_think_block_that_the_prompt_left_open_holds_no_answer(tokenizer):
     ):
         roll = judged(tokenizer, tokenizer.encode(prompt), tokenizer.encode(text))
         assert (roll.pred, roll.r, roll.text) == (pred, 1 if pred else -1, text)
-
-
-def test_a_think_block_is_only_seen_where_it_is_a_token():
-    """A tokenizer without <think> spells it in letters, and a prompt may end on its last one."""
-    core = make_tokenizer().backend_tokenizer
-    spec = json.loads(core.to_str())
-    spec["added_tokens"] = [x for x in spec["added_tokens"] if "think" not in x["content"]]
-    core = type(core).from_str(json.dumps(spec))
-    without = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
-    roll = judged(without, without.encode("say>\n"), without.encode(r"\boxed{5}"))
-    assert (roll.pred, roll.r) == ("5", 1)
 
 
 def test_think_tags_that_are_special_tokens_are_still_seen():

@@ -5,8 +5,6 @@ definition; a step with what its lines say, done by hand. The tests' model has r
 """
 
 import dataclasses
-import pkgutil
-import re
 import types
 
 import driver
@@ -37,9 +35,6 @@ def policy():
     for p in model.trained(lm).values():
         p.data += 0.1 * torch.randn_like(p)
     return lm
-
-
-# ---------------------------------------------------- lines 5 and 8-14: the loss of one rollout
 
 
 @pytest.mark.parametrize("r", [1, -1])
@@ -79,9 +74,6 @@ def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic
     for got, want in zip(torch.autograd.grad(result.loss, parameters), wants):
         assert want.abs().max() > 0
         same(got, want, 1e-4)
-
-
-# --------------------------------------------------------------------- lines 2-16: a step by hand
 
 
 def step_by_hand(run, x, step):
@@ -168,9 +160,7 @@ class Saved:
 
 
 @pytest.mark.parametrize("method", ["sgsd", "ablations", "grpo", "opsd", "sdpo", "rlsd"])
-def test_no_graph_is_alive_while_the_next_rollout_is_scored(
-    method, world_dir, tmp_path, monkeypatch
-):
+def test_no_graph_lives_while_the_next_rollout_is_scored(method, world_dir, tmp_path, monkeypatch):
     """Also where all teachers are ignored, so that no backward pass frees it."""
     kind, step_fn, _ = driver.METHODS[method]
     changes = {"eps_a": 1e9} if method in ("sgsd", "ablations") else {"bank": ""}
@@ -192,12 +182,7 @@ def test_no_graph_is_alive_while_the_next_rollout_is_scored(
     assert not any(alive) and Saved.alive == 0
 
 
-# ------------------------------------------------- lines 1, 2 and 17: the loop, the data, the bank
-
-
-def test_alg1_lines_1_2_and_17_the_bank_evolves_every_f_steps_from_the_rollouts_since(
-    world_dir, tmp_path
-):
+def test_alg1_lines_1_2_and_17_the_bank_evolves_every_f_steps(world_dir, tmp_path):
     """And Alg. 4, lines 4 and 14: the window is of all steps since; latest bank and a snapshot."""
     run = train(world_dir, tmp_path / "run", steps=6, evolve_every=3, max_new_tokens=8)
     rolls, out = rows(run.out / "rollouts.jsonl"), run.out / "bank"
@@ -225,8 +210,6 @@ def test_alg1_lines_1_2_and_17_the_bank_evolves_every_f_steps_from_the_rollouts_
     assert retrieved <= {entry["mistake_id"] for entry in second.common_mistakes}
     assert any(name.startswith("dyn_") for name in retrieved)
 
-
-# ------------------------------------------------------------------------------------ the defaults
 
 DEFAULTS = {
     # §4.1 and App. F.1
@@ -273,28 +256,6 @@ def test_the_defaults_are_those_of_tabs_11_and_12_and_app_f():
     assert DEFAULTS.items() <= dataclasses.asdict(config.Config()).items()
     assert EVALUATION.items() <= dataclasses.asdict(config.EvalConfig()).items()
     assert Sampling() == Sampling(1.1, 0.95, 20, 1024)
-
-
-def test_the_defaults_in_the_head_of_sgsd_py_are_those_of_config():
-    """Each setting is followed by its default there."""
-    defaults = dataclasses.asdict(config.Config())
-    table = sgsd.__doc__.partition("that decide the method:\n\n")[2].partition("\n\n")[0]
-    named = re.findall(r"([a-z]+_[a-z_]+|steps|temperature) ([0-9.e-]*[0-9])", table)
-    assert len(named) >= 18
-    for name, value in named:
-        assert defaults[name] == float(value), name
-    for name, value in re.findall(r"(student_prefix|teacher_prefix) (\w+)", table):
-        assert defaults[name] == value
-    assert defaults["cold_start_thinking"] and not defaults["memory_answer"]
-    assert defaults["verify_timeout"] == 5
-
-
-def test_the_functions_that_the_head_of_sgsd_py_names_are_there():
-    choices = sgsd.__doc__.partition("the function that makes each.")[2]
-    named = re.findall(r"\b(lib\.\w+|rollout|scoring)\.([\w.]+\w)", choices)
-    assert len(named) >= 15
-    for module, name in named:
-        assert callable(pkgutil.resolve_name(f"{module}:{name}")), name
 
 
 def test_the_settings_of_algorithms_3_and_4_reach_them_by_name():

@@ -1,7 +1,14 @@
 """The GPU against the CPU, and padded rows against rows alone, on the CPU without a GPU."""
 
+import pathlib
+import sys
+
 import pytest
 import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
 from conftest import make_model
 
 import scoring
