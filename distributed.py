@@ -100,7 +100,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except SystemExit as e:
         code = e.code
     except torch.OutOfMemoryError as e:
-        fix = "lower --rollout-rows (in eval.py --rows), --score-tokens or --checkpoint-above"
+        fix = "lower what goes at a time (--rollout-rows, --score-tokens, --checkpoint-above; in "
+        fix += "eval.py --rows; on TRL --backward-rows, --score-rows)"
         line = f"{str(e).partition('. ')[0]}: {fix}; run the same command to continue"
         print(line, file=sys.stderr, flush=True)
     except BaseException:

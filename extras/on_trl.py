@@ -557,11 +557,7 @@ def lora_of(cfg: TRLConfig, start: Start) -> LoraConfig | None:
 
 def train(run: Any) -> int:
     """All steps that are left; the exit code."""
-    try:
-        run.trainer.train(files.by_step(run.out / "checkpoints").get(run.step))
-    except torch.OutOfMemoryError as e:
-        fix = "lower --backward-rows, --score-rows or --rollout-rows; the same command continues"
-        raise command.UserError(f"{str(e).partition('. ')[0]}: {fix}") from None
+    run.trainer.train(files.by_step(run.out / "checkpoints").get(run.step))
     return 130 if run.trainer.is_stopped else 0
 
 

@@ -96,12 +96,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, program: str, usage: str, about: str | None, **settings: Any):
         title, *body = (about or "").split("\n")
         commands = [line for line in body if line.startswith(("    python ", "    torchrun "))]
-        tags = "Tags such as S3 and D8 are rows of docs/decisions.md."
         super().__init__(
             f"python {program}",
             usage=f"python {program} {usage}",
             description=title,
-            epilog="\n".join([tags, "\nexamples:", *commands]),
+            epilog="\n".join(
+                ["Tags such as S3 are rows of docs/decisions.md.\n\nexamples:", *commands]
+            ),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             fromfile_prefix_chars="@",
             **{"allow_abbrev": False, **settings},

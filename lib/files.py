@@ -42,10 +42,6 @@ def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
         shutil.rmtree(tmp, ignore_errors=True)  # left by a kill
         path.parent.mkdir(parents=True, exist_ok=True)
         yield tmp
-        for written in (tmp, *tmp.rglob("*")):
-            descriptor = os.open(written, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
         tmp.replace(path)
     except OSError as e:
         raise OSError(f"{path}: {e}") from None  # a full disk names no file
@@ -67,7 +63,7 @@ def read_json(path: pathlib.Path) -> Any:
 
 
 def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
-    """Append one JSON line per row, flushed. A line that a kill has torn is cut off first."""
+    """Append one JSON line per row. A line that a kill has torn is cut off first."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b") as f:
@@ -77,8 +73,6 @@ def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
                     f.truncate(path.read_bytes().rfind(b"\n") + 1)
             for row in rows:
                 f.write(json.dumps(row).encode() + b"\n")
-            f.flush()
-            os.fsync(f.fileno())
     except OSError as e:
         raise OSError(f"{path}: {e}") from None
 

@@ -11,7 +11,6 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
@@ -180,7 +179,6 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{source}: no .jsonl or .parquet file, and no folder; check the path")
     else:
         hub, _, configuration = source.partition(":")
-        _use_cache_without_network(hub)
         yield from _hub_rows(source, hub, split=split, name=configuration or None)
 
 
@@ -198,24 +196,12 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
             yield f"{file}:{i}", row
 
 
-def _use_cache_without_network(hub: str) -> None:
-    """Ask the hub once. If it does not reply, the library looks into its cache alone.
-
-    Otherwise it would try to reach the hub for half a minute.
-    """
-    import datasets
-    import huggingface_hub
-
-    try:
-        with ThreadPool(1) as pool:  # a thread, as looking up an address has no limit of its own
-            pool.apply_async(huggingface_hub.HfApi().dataset_info, [hub]).get(timeout=5)
-    except Exception as e:  # of many kinds; after an error of HTTP the library says what is wrong
-        if not isinstance(e, huggingface_hub.errors.HfHubHTTPError):
-            datasets.config.HF_HUB_OFFLINE = True
-
-
 def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, dict]]:
-    """The rows of `datasets.load_dataset(*where, **options)`."""
+    """The rows of `datasets.load_dataset(*where, **options)`.
+
+    Without a network the library tries to reach the hub for half a minute, and then looks into its
+    cache.
+    """
     import datasets  # only hub ids and parquet need it
 
     datasets.disable_progress_bars()

@@ -97,8 +97,7 @@ class Run:
 
         load_bank: reads the file of a bank. check(run): ValueError for what only a loaded run
         shows. load: in the place of `load_run`. Nothing is written before all ranks have loaded. A
-        mistake in the input, a full disk or a lost server is one line and exit code 2. Exits with 0
-        where the run is complete.
+        mistake in the input, a full disk or a lost server is one line and exit code 2.
         """
         command.Signals()  # from here on Ctrl-C ends at once
         with contextlib.ExitStack() as held:
@@ -110,10 +109,6 @@ class Run:
                     claim(cfg, held)
                     start = inspect(cfg, world, load_bank)
                 start = distributed.broadcast(start, world)
-                if is_complete(cfg, start):
-                    if world.main:
-                        print(f"{cfg.out}: complete, all of its {cfg.steps} steps are done")
-                    raise SystemExit(0)
                 run = (load or load_run)(cfg, world, start, held)
                 check(run)
                 distributed.barrier(world)
@@ -150,9 +145,8 @@ class Run:
         fingerprints = [problems.fingerprint(x.problem) for x in self.problems]
         files.write_json(self.out / "problems.json", fingerprints)
         self.track = runlog.open_tracker(self.out, self.record, self.step)
-        learning = sum(p.numel() for p in model.trained(self.lm).values())
-        learn = f"{learning:,} of {self.lm.num_parameters():,} parameters learn"
-        print(f"model {self.cfg.model}: {learn}, {self.world.size} x {self.device.type}")
+        learn = sum(p.numel() for p in model.trained(self.lm).values())
+        print(f"model {self.cfg.model}: {learn:,} of {self.lm.num_parameters():,} parameters learn")
         texts = " ".join(repr(self.tokenizer.decode([i])) for i in sorted(self.masked_ids)[:40])
         print(f"token mask: {len(self.masked_ids)} formatting and special ids (S2): {texts}")
         for again in self.record["continuations"][-1:]:
@@ -334,8 +328,7 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
         rule = "it samples the base, and --adapter begins with other weights"
         raise ValueError(f"--server {' '.join(cfg.server)}: {rule}; leave one of them out")
     data, counts = load_training(cfg)
-    described = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items())
-    print(f"data {cfg.data}: {described}")
+    print(f"data {cfg.data}:", ", ".join(f"{n} {name}" for name, n in counts.items()))
     start, out = Start(record_of(cfg, data, world), data), pathlib.Path(cfg.out)
     has_begun = (out / "config.json").exists() and go_on(cfg, start)
     first = files.of_step(out / "bank", 0, ".json")
@@ -347,21 +340,18 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
     elif cfg.bank:
         start.bank = load_bank(pathlib.Path(cfg.bank))
         start.bank.window = []
-    if cfg.server and not makes_bank(cfg, start):
-        print("--server is not asked: it samples only a first bank, and none is to be made")
     return start
 
 
 def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
     """The training problems and their counts; ValueError where one is in an evaluation set."""
-    is_ours = cfg.verifier == Config.verifier
     data, counts = problems.load_problems(
         cfg.data,
         split=cfg.split,
         problem_field=cfg.problem_field,
         answer_field=cfg.answer_field,
         answer_after=cfg.answer_after,
-        extract=verify.extract_answer if is_ours else None,
+        extract=verify.extract_answer if cfg.verifier == Config.verifier else None,
         teacher_field=getattr(cfg, "teacher_field", ""),  # of methods whose teacher may see one
     )
     problems.refuse_overlap(data, f"--data {cfg.data}")
@@ -476,18 +466,6 @@ def reading(checkpoint: pathlib.Path | None) -> Iterator[None]:
         raise ValueError(f"{e}{fix}") from None
 
 
-def makes_bank(cfg: Config, start: Start) -> bool:
-    """Whether the run has yet to make its first bank."""
-    return cfg.uses_skill_bank and start.bank is None
-
-
-def is_complete(cfg: Config, start: Start) -> bool:
-    """Whether a run that was begun before has nothing left to do, the last evolution included."""
-    is_done = start.step == cfg.steps and not makes_bank(cfg, start)
-    is_due = evolution_is_due(cfg, start.step, start.bank)
-    return is_done and not is_due and bool(start.record["continuations"])
-
-
 # ----------------------------------------------------------------------- loading, and the start
 
 
@@ -502,7 +480,7 @@ def load_run(cfg: Config, world: World, start: Start, held: contextlib.ExitStack
         rank, alpha = lora_settings(cfg, start)
     embeds = cfg.uses_skill_bank and cfg.steps  # before the policy, which takes minutes
     embed = model.load_encoder(cfg.encoder, world.device) if embeds else None
-    if cfg.server and makes_bank(cfg, start):
+    if cfg.server and cfg.uses_skill_bank and start.bank is None:
         lm, tokenizer = model.load_outline(cfg.model)  # enough where a bank alone is made
         url = cfg.server[world.rank % len(cfg.server)]
         server = served.Server(url, cfg.model, rollout.stop_ids(lm, tokenizer))

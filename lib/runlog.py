@@ -122,10 +122,9 @@ def summarize(
     # Without a mask every token counts.
     unmasked = [row.get("unmasked", length) for row, length in zip(records, lengths)]
     gaps = sum(n * len(row.get("rho", [])) for row, n in zip(records, unmasked))
-    clipped = sum(row.get("clipped", 0) for row in records)
     first_gaps = list(itertools.chain.from_iterable(row.get("first_gap", []) for row in records))
     return metrics | {
-        "clip_share": clipped / max(1, gaps),
+        "clip_share": sum(row.get("clipped", 0) for row in records) / max(1, gaps),
         "mask_share": sum(unmasked) / max(1, sum(lengths)),
         "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
         "completion_tokens": sum(lengths) / total,
@@ -158,20 +157,20 @@ def polarity_numbers(records: list[dict]) -> dict[str, Any]:
     return metrics | {name: float(size) for name, size in shares.items()}
 
 
-def log_line(metrics: dict[str, Any], steps: int, late: int = 0) -> str:
+def log_line(m: dict[str, Any], steps: int, late: int = 0) -> str:
     """A step's line on the terminal; after the first step's line a second one explains rho.
 
-    metrics: the step's line of metrics.jsonl. steps: of the run. late: answers since the command
+    m: the step's line of metrics.jsonl. steps: of the run. late: answers since the command
     began that took the verifier too long.
     """
-    m = metrics
     counts = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
     rho = "" if counts == "+0/-0/0:0" else f"rho {counts} "  # GRPO has no teachers
     success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
     cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
     slow = f" | {late} answers so far took longer than --verify-timeout" if late else ""
-    meaning = "\n  rho +/-/0: teachers distilled, reversed (pushed away from), ignored"
-    legend = meaning if rho and m["step"] == 1 else ""
+    legend = (
+        "\n  rho +/-/0: teachers distilled, reversed, ignored" if rho and m["step"] == 1 else ""
+    )
     parts = []
     for part in ("gen", "score", "bwd"):
         x = m[f"seconds.{part}"]

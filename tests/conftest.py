@@ -21,8 +21,6 @@ import skills
 collect_ignore = [] if importlib.util.find_spec("trl") else ["on_trl"]
 pytest.register_assert_rewrite("driver", "method_steps")  # their assertions explain themselves
 torch.set_num_threads(1)
-# It is for power cuts, which no test makes, and takes a third of a small run.
-os.fsync = lambda fd: None
 
 TEMPLATE = (  # Qwen3's shape: enable_thinking=False ends on a closed think block
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
