@@ -94,6 +94,12 @@ def test_its_logs_have_the_columns_and_problems_of_sgsd_py_and_its_report_is_wri
     driver.completes(report.main, [complete, "--out", tmp_path / "page.html"])
 
 
+def test_a_run_with_nothing_left_to_do_ends_with_0_and_changes_no_state(run, world_dir):
+    before = state(run)
+    assert program(small_flags(world_dir, run, steps=4)) == 0
+    assert state(run) == before
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_eval_takes_its_checkpoints_and_tells_of_problems_seen(world_dir, tmp_path, full, capsys):
     run = tmp_path / "run"
