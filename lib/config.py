@@ -313,7 +313,7 @@ class EvalConfig(Common):
 TINY = os.path.relpath(pathlib.Path(__file__).resolve().parent.parent / "tiny")
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "tiny": {  # docs/decisions.md says why each one differs from the paper's
+    "tiny": {  # minutes instead of days
         "model": f"{TINY}/model",
         "encoder": f"{TINY}/encoder",
         "data": f"{TINY}/train.jsonl",
@@ -324,18 +324,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "checkpoint_every": 10,
         "audit_every": 3,
         "cold_start": 64,
-        "cold_start_temperature": 1.1,
+        "cold_start_temperature": 1.1,  # as in training: the model cannot think
         "cold_start_tokens": 96,
         "cold_start_thinking": False,
-        "evolve_every": 10,
-        "merge_group_size": 8,
+        "evolve_every": 10,  # after 20 steps the success gate closes
+        "merge_group_size": 8,  # the model learnt to merge eight items
         "reply_tokens": 640,
-        "max_new_tokens": 96,
+        "max_new_tokens": 96,  # solutions have about 40 tokens
         "rollout_rows": 32,
-        "num_teachers": 4,
-        "eps_a": 0.005,
-        "learning_rate": 1e-3,
-        "lora_rank": 16,
+        "num_teachers": 4,  # more would be irrelevant
+        "eps_a": 0.005,  # one token of 40 decides, so supports are small
+        "learning_rate": 1e-3,  # best of three on validation problems
+        "lora_rank": 16,  # the model has 0.7 million parameters
         "lora_alpha": 32,
     },
 }
