@@ -303,13 +303,13 @@ def prompt_ids(
     context, reply = model.context_limit(run.lm), getattr(cfg, limit)
     fix = ""
     if len(ids) + reply > context:
-        fix = f"with {config.flag(limit)} {reply} it exceeds the model's context of {context:g}"
+        fix = f"{config.flag(limit)} {reply} exceeds what the context of {context:g} leaves; lower it"
     if len(ids) > cfg.max_prompt_tokens:
         fix = f"--max-prompt-tokens is {cfg.max_prompt_tokens}; raise it"
     if fix:
         if entries:
             fix += f"; or remove {entries} from --bank, or the last checkpoint's bank.json"
-        raise command.UserError(f"a prompt has {len(ids)} tokens: {fix}; it begins {text[:200]!r}")
+        raise command.UserError(f"the prompt {text[:80]!r}... has {len(ids)} tokens: {fix}")
     return ids
 
 
