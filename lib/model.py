@@ -177,7 +177,7 @@ def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[st
         if not is_sentence_transformer_model(source):
             raise ValueError(
                 "no modules.json, which every sentence-transformers model has; "
-                "offline, give a local directory"
+                "offline, give a local directory by --encoder"
             )
         # Whatever precision the files are in, the vectors are float32.
         encoder = SentenceTransformer(source, device=str(device)).float()
