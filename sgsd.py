@@ -303,7 +303,7 @@ def prompt_ids(
     context, reply = model.context_limit(run.lm), getattr(cfg, limit)
     fix = ""
     if len(ids) + reply > context:
-        fix = f"{config.flag(limit)} {reply} exceeds what the context of {context:g} leaves; lower it"
+        fix = f"{config.flag(limit)} {reply} exceeds what a context of {context:g} leaves; lower it"
     if len(ids) > cfg.max_prompt_tokens:
         fix = f"--max-prompt-tokens is {cfg.max_prompt_tokens}; raise it"
     if fix:
