@@ -101,8 +101,6 @@ class SkillBank:
         unfinished = path.with_name(f".{path.name}.tmp")
         with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as f:
             f.write(as_json(data))
-            f.flush()
-            os.fsync(f.fileno())
         os.replace(unfinished, path)
 
     def remember(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -129,7 +129,7 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
                 rows[key]["retrieved"] += 1
                 if has_teachers:
                     rows[key][runlog.FATE[roll["rho"][k]]][outcome] += 1
-                if has_teachers and len(roll["rho"]) > 1:
+                if has_teachers and len(roll["rho"]) > 1 and math.isfinite(sum(roll["a"])):
                     values = centred.setdefault(key, {"success": [], "failure": []})
                     values[outcome].append(roll["a"][k] - statistics.mean(roll["a"]))
     for key, values in centred.items():

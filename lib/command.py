@@ -48,7 +48,7 @@ def one_line_errors(program: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as e:
-        hint = "; install it, or all of requirements.txt" if isinstance(e, ImportError) else ""
+        hint = "; install it" if isinstance(e, ImportError) else ""
         if any(os.strerror(number) in str(e) for number in (errno.ENOSPC, errno.EDQUOT)):
             hint = "; free space"
         if kinds == LATER and isinstance(e, OSError):

@@ -206,6 +206,7 @@ def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, d
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # its errors are in the exception
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
         data = datasets.load_dataset(*where, **options)
         row = 0

@@ -139,13 +139,13 @@ class Run:
 
     def begin(self) -> None:
         """Cut the logs back to the last checkpoint, write config.json, and say what the run is."""
+        self.track = runlog.open_tracker(self.out, self.record, self.step)
         evolved = self.step - evolution_is_due(self.cfg, self.step, self.bank)
         cut(self.out, self.step, -1 if self.bank is None else evolved)
         files.write_json(self.out / "config.json", self.record)
         fingerprints = [problems.fingerprint(x.problem) for x in self.problems]
         files.write_json(self.out / "problems.json", fingerprints)
-        self.track = runlog.open_tracker(self.out, self.record, self.step)
-        learn = sum(p.numel() for p in model.trained(self.lm).values())
+        learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
         print(f"model {self.cfg.model}: {learn:,} of {self.lm.num_parameters():,} parameters learn")
         texts = " ".join(repr(self.tokenizer.decode([i])) for i in sorted(self.masked_ids)[:40])
         print(f"token mask: {len(self.masked_ids)} formatting and special ids (S2): {texts}")
@@ -403,8 +403,8 @@ def go_on(cfg: Config, start: Start) -> bool:
     start.step = max(checkpoints, default=0)
     made = max((step for step, _ in files.steps_of(out / "metrics.jsonl")), default=0)
     made_its_bank = first.exists() and not settings["bank"]
-    memories = files.read_jsonl(out / "bank/memories.jsonl")
-    has_begun = bool(start.step or made or made_its_bank or any(memories))
+    memories = [*files.read_jsonl(out / "bank/memories.jsonl")]
+    has_begun = bool(start.step or made or made_its_bank or memories)
     try:
         start.record = continued(cfg, saved, start)
     except ValueError as e:
@@ -412,7 +412,7 @@ def go_on(cfg: Config, start: Start) -> bool:
             print(f"{out}: has made no step, so it begins anew: {e}")
             return False
         fix = "give the run's value, or a new --out; there --adapter CHECKPOINT begins with its "
-        fix += "weights" + f", and --bank {first} with its bank" * made_its_bank
+        fix += "weights (--model after --full)" + f", --bank {first} with its bank" * made_its_bank
         raise ValueError(f"--out {out}: {e}; {fix}") from None
     evolve_every = cfg.uses_skill_bank and settings["evolve_every"]
     if made > min(settings["checkpoint_every"], evolve_every or math.inf) and not start.step:
@@ -501,7 +501,7 @@ def load_run(cfg: Config, world: World, start: Start, held: contextlib.ExitStack
         server=server,
         embed=embed,
     )
-    if cfg.steps or cfg.adapter:
+    if cfg.steps or cfg.adapter or start.checkpoint:
         with reading(start.checkpoint):
             add_adapters(run, rank, alpha, start.checkpoint)
     return run

@@ -196,6 +196,14 @@ def test_a_run_with_nothing_left_to_do_changes_no_file_and_later_steps_use_its_b
     assert_equal(out, uninterrupted)
 
 
+def test_a_run_without_more_steps_has_the_weights_of_its_checkpoint(world_dir, killed):
+    """As an evolution is still due, which the policy writes."""
+    cfg = driver.parsed(small_flags(world_dir, killed, steps=0))
+    with Run.open(cfg, SkillBank.load, sgsd.refuse_long_prompts) as opened_run:
+        weights = model.trained(opened_run.lm)
+        assert any("lora_B" in name and p.any() for name, p in weights.items())
+
+
 def test_a_run_is_replaced_if_nothing_is_lost(world_dir, tmp_path, uninterrupted, log, capsys):
     """As after a first step without memory. Memories and a bank of its own are never lost."""
     out, given = tmp_path / "run", {"bank": world_dir / "bank.json"}
@@ -205,6 +213,10 @@ def test_a_run_is_replaced_if_nothing_is_lost(world_dir, tmp_path, uninterrupted
     (line,) = [x for x in log.read_text().splitlines() if "begins anew" in x]
     assert "--bank" in line and stored(out)["continuations"] == []
     assert not (out / "bank/step_000000.json").exists() and rows(out / "bank/memories.jsonl")
+    with open(out / "bank/memories.jsonl", "ab") as f:
+        f.write(b"{broken\n")
+    refused(capsys, driver.main, argv, "memories.jsonl:", "not JSON")
+    os.truncate(f.name, os.path.getsize(f.name) - len(b"{broken\n"))
     line = refused(capsys, driver.main, other, "--cold-start 5", "new --out")
     assert "--bank" not in line
     kill(argv, log, sgsd, "optimizer_step", 1)

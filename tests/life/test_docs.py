@@ -21,7 +21,7 @@ TEXT = "\n".join(path.read_text() for path in PAGES)
 CHANGING = (ROOT / "docs" / "changing.md").read_text()
 RECIPES = CHANGING + (ROOT / "docs" / "engines.md").read_text()
 OF_A_READER = set(re.findall(r"^# (\w+\.py)$", RECIPES, re.M))  # what a reader writes himself
-PROGRAMS = {"venv", "pytest", "gym_data", "sglang.launch_server"}  # that are started with -m
+PROGRAMS = {"venv", "pytest", "gym_data"}  # that are started with -m
 PROGRAMS.add("extras.on_trl")  # its parser needs TRL
 
 

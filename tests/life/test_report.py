@@ -102,6 +102,7 @@ def test_the_contrast_of_an_entry_is_a_difference_of_differences_by_hand():
     rollouts, pairs = [], [["S", "err"], ["dyn_a", "err"]]
     for r, a in ((1, [0.02, -0.02]), (1, [-0.02, -0.1]), (-1, [-0.11, -0.09]), (-1, [0.5, 0.48])):
         rollouts.append({"step": 1, "r": r, "rho": [0, 0], "a": a, "pairs": pairs})
+    rollouts.append({**rollouts[0], "a": [math.nan, math.nan]})  # of a step that was skipped
     bank = {0: version("S", "dyn_a", "dyn_b")}
     s, a, b, err = report.ledger(bank, rollouts).values()
     half = 1.96 * 0.0002**0.5
@@ -109,7 +110,7 @@ def test_the_contrast_of_an_entry_is_a_difference_of_differences_by_hand():
     assert a["contrast"] == pytest.approx([-0.03, -0.03 - half, -0.03 + half])
     assert err["contrast"][0] == pytest.approx(0, abs=1e-12)  # it was in all pairs
     assert b["contrast"] is None  # never used
-    assert report.ledger(bank, rollouts[:3])["general_skills", "S"]["contrast"] is None  # too few
+    assert report.ledger(bank, rollouts[1:])["general_skills", "S"]["contrast"] is None  # too few
 
 
 def test_the_history_is_what_each_version_changed():
