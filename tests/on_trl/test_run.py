@@ -126,14 +126,6 @@ def test_it_begins_with_the_weights_of_another_runs_checkpoint(world_dir, tmp_pa
 # ------------------------------------------------------------------------------------ going on
 
 
-def test_a_complete_run_says_so_and_makes_no_step(world_dir, run, capsys):
-    before = driver.contents(run)
-    with pytest.raises(SystemExit) as end:
-        program(small_flags(world_dir, run, steps=4))
-    assert end.value.code == 0 and "complete" in capsys.readouterr().out
-    assert driver.contents(run) == before
-
-
 def test_more_steps_go_on_by_their_own_schedule_and_with_other_processes(
     world_dir, run, tmp_path, monkeypatch
 ):
