@@ -100,10 +100,12 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except SystemExit as e:
         code = e.code
     except torch.OutOfMemoryError as e:
-        fix = "lower what goes at a time (--rollout-rows, --score-tokens, --checkpoint-above; in "
-        fix += "eval.py --rows; on TRL --backward-rows, --score-rows)"
-        line = f"{str(e).partition('. ')[0]}: {fix}; run the same command to continue"
-        print(line, file=sys.stderr, flush=True)
+        fix = (
+            "lower what goes at a time (--rollout-rows, --score-tokens, --checkpoint-above; in "
+            "eval.py --rows; on TRL --backward-rows, --score-rows); run the same command to "
+            "continue"
+        )
+        print(f"{str(e).partition('. ')[0]}: {fix}", file=sys.stderr, flush=True)
     except BaseException:
         traceback.print_exc()
     if "RANK" in os.environ:

@@ -121,6 +121,8 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
         outcome = "success" if roll["r"] > 0 else "failure"
         # A baseline's pairs need not teach.
         has_teachers = len(roll.get("rho", [])) == len(roll["pairs"])
+        is_compared = has_teachers and len(roll["pairs"]) > 1
+        mean = statistics.fmean(roll["a"]) if is_compared else math.nan
         for k, pair in enumerate(roll["pairs"]):
             for key in zip(skills.IDS, pair):
                 if key not in rows:
@@ -129,9 +131,9 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
                 rows[key]["retrieved"] += 1
                 if has_teachers:
                     rows[key][runlog.FATE[roll["rho"][k]]][outcome] += 1
-                if has_teachers and len(roll["rho"]) > 1 and math.isfinite(sum(roll["a"])):
+                if math.isfinite(mean):  # a skipped step may have supports of NaN
                     values = centred.setdefault(key, {"success": [], "failure": []})
-                    values[outcome].append(roll["a"][k] - statistics.mean(roll["a"]))
+                    values[outcome].append(roll["a"][k] - mean)
     for key, values in centred.items():
         rows[key]["contrast"] = contrast(**values)
     return rows
