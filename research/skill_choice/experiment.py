@@ -2,12 +2,14 @@
 
     python research/skill_choice/experiment.py WORK --world lock       five seeds; continues
     python research/skill_choice/experiment.py WORK --world lock --table
+    python research/skill_choice/experiment.py WORK --world lock --leaving    two columns alone
 
 For each seed: a probe of 120 steps with the whole bank, random retrieval and a rate at which
 nothing is learnt; from its first 60 steps a bank by each rule; from the base 60 steps of SGSD under
 each bank, with random retrieval and with its own; each run's last checkpoint on the test problems.
 In the harder world also a bank that the model writes itself, and 30 steps of SGSD under it. What
-WORK has is not made again.
+WORK has is not made again. --leaving makes the runs under the whole bank, and beside them those of
+leaving.py, in which entries leave it while it learns.
 
 The whole bank has a true and a misleading skill for each of the eight families, two skills that say
 nothing, the eight true mistakes and two that say nothing.
@@ -90,6 +92,7 @@ class Work:
         self.call(f"{program} {flags}", data=self.place / "train.jsonl", **paths)
 
     def bank(self, name: str, seed: int) -> pathlib.Path:
+        name = "whole" if name == "leaving" else name  # what it begins with
         one_for_all = name in ("whole", "true")
         return self.folder / "banks" / (f"{name}.json" if one_for_all else f"{name}_{seed}.json")
 
@@ -117,6 +120,13 @@ class Work:
         if self.name == "lock":
             self.make_own(seed)
 
+    def make_leaving(self, seed: int) -> None:
+        (self.folder / "banks").mkdir(parents=True, exist_ok=True)
+        whole_bank().save(self.bank("whole", seed))
+        for retrieval in RETRIEVALS:
+            self.make_run("whole", retrieval, seed)
+            self.make_run("leaving", retrieval, seed)
+
     def make_run(self, name: str, retrieval: str, seed: int) -> None:
         """60 steps of SGSD under a bank, and its accuracy on the test problems."""
         path, out = self.bank(name, seed), self.run(name, retrieval, seed)
@@ -124,8 +134,9 @@ class Work:
         teachers = min(4, len(bank.general_skills), len(bank.common_mistakes))
         if not teachers or accuracy(out) is not None:
             return
+        program = "research/skill_choice/leaving.py" if name == "leaving" else "-m methods.ablations"
         self.train(
-            f"-m methods.ablations --retrieval {retrieval} --evolve-every 0 --seed {seed}"
+            f"{program} --retrieval {retrieval} --evolve-every 0 --seed {seed}"
             f" --steps {STEPS} --checkpoint-every {STEPS} --num-teachers {teachers}",
             out,
             bank=path,
@@ -195,13 +206,15 @@ def accuracy(run: pathlib.Path) -> float | None:
     return json.loads(files[0].read_text())["test"]["avg"] if files else None
 
 
-def accuracies(work: Work, seeds: Sequence[int]) -> Iterator[str]:
+def accuracies(
+    work: Work, seeds: Sequence[int], banks: Sequence[str] = BANKS
+) -> Iterator[str]:
     """Second outcome."""
     heads = ["retrieval", "bank", "success on the test problems, %", "by seed", "less the whole"]
     yield from head_of(heads)
     for retrieval in RETRIEVALS:
         by_bank = {}
-        for name in BANKS:
+        for name in banks:
             by_bank[name] = [accuracy(work.run(name, retrieval, seed)) for seed in seeds]
         for name, found in by_bank.items():
             pairs = [(x, y) for x, y in zip(found, by_bank["whole"]) if x is not None and y]
@@ -236,12 +249,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("work", type=pathlib.Path)
     parser.add_argument("--world", choices=PLACES, default="lock")
     parser.add_argument("--table", action="store_true", help="print the tables; run nothing")
+    parser.add_argument("--leaving", action="store_true", help="entries leave while it learns")
     parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
     args = parser.parse_args(argv)
     work = Work(args.work.resolve(), args.world)
     for seed in [] if args.table else args.seeds:
-        work.make(seed)
+        (work.make_leaving if args.leaving else work.make)(seed)
         print("seed", seed, "is done", flush=True)
+    if args.leaving:
+        print("\n".join(accuracies(work, args.seeds, ("whole", "leaving"))))
+        return
     parts = [choices, accuracies] + [own_banks] * (args.world == "lock")
     print("\n\n".join("\n".join(part(work, args.seeds)) for part in parts))
 
