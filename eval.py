@@ -441,33 +441,26 @@ def figures(
     """
     correct_PK = np.array([row["r"] > 0 for row in rows]).reshape(-1, k)
     low, high = bootstrap_interval([correct_PK.mean(1)])
-    won = [majority_is_right(rows[i : i + k], same) for i in range(0, len(rows), k)]
+    golds: Any = [(None, True)] * len(ids)
+    answers: Any = [(row["pred"], row["r"] > 0) for row in rows]
+    answers = [None if answer[0] is None else answer for answer in answers]
+    answers_PK = [answers[i : i + k] for i in range(0, len(rows), k)]
+
+    def alike(one: Any, other: Any) -> bool:
+        """Whether two answers have one verdict, which knew the problem, and are the same."""
+        return one[1] == other[1] and (one[0] is None or same(one[0], other[0]))
+
     return {
         "avg": avg_at_k(correct_PK),
         "avg_low": low,
         "avg_high": high,
         "pass": pass_at_k(correct_PK, k),
-        "maj": sum(won) / len(won),
+        "maj": maj_at_k(answers_PK, golds, alike),
         "boxed": sum(row["pred"] is not None for row in rows) / len(rows),
         "truncated": sum(row["truncated"] for row in rows) / len(rows),
         "tokens": sum(row["tokens"] for row in rows) / len(rows),
         "right": dict(zip(ids, correct_PK.sum(1).tolist(), strict=True)),
     }
-
-
-def majority_is_right(rows: list[dict], same: Callable[[str, str], bool]) -> bool:
-    """The verdict on the most frequent answer of one problem's samples.
-
-    It is a sample's own verdict, which knew the problem. A right answer and a wrong one never count
-    together: a formula that was copied from its problem is wrong, though it equals the reference.
-    """
-    right = {row["pred"]: row["r"] > 0 for row in rows}
-
-    def same_and_alike(one: str, other: str) -> bool:
-        return right[one] == right[other] and same(one, other)
-
-    winner = majority([row["pred"] for row in rows], same_and_alike)
-    return winner is not None and right[winner]
 
 
 def interval(row: dict[str, Any], name: str, sign: str = "") -> str:

@@ -65,8 +65,8 @@ What the gradient depends on besides:
     scores      log-probabilities at temperature 1, in nats, with head and softmax in fp32 (on a GPU
                 the head's product in TF32, which holds bf16 exactly): scoring.token_logprobs
     optimizer   AdamW, betas 0.9 and 0.999, eps 1e-8, no weight decay: lib.run.add_adapters.
-                A gradient that is not finite moves no weight: optimizer_step. Three such steps in a
-                row end the run with an error: lib.run.asked_to_stop
+                A gradient that is not finite moves no weight: optimizer_step. The third such step
+                in a row is saved, and ends the command with an error: lib.run.refuse_bad_steps
     continuing  restores adapters, AdamW's moments, the bank and its window: lib.run.Run.open
 
 Package versions are those of requirements.txt.
@@ -96,11 +96,14 @@ from lib import command, config, model, problems, runlog
 from lib.config import Config
 from lib.problems import Problem
 from lib.run import (
+    Prompt,
     Run,
-    asked_to_stop,
+    Shown,
     evolution_is_due,
+    prompt_ids,
     shared_replies,
     shared_rollouts,
+    should_stop,
     solve,
 )
 from rollout import Job, Rollout, Sampling
@@ -290,29 +293,6 @@ def reward(roll: Rollout) -> float:
     return roll.r
 
 
-def prompt_ids(
-    run: Run, text: str, thinking: str, limit: str = "max_new_tokens", entries: str = ""
-) -> list[int]:
-    """A chat prompt as ids (S3). UserError, and what helps, for one that is too long: none is cut.
-
-    thinking: "closed" ends on the template's empty think block, so the model answers at once;
-    "open" ends on "<think>" and a line feed; "bare" ends where the answer begins, without a block.
-    limit: the setting that bounds what follows. entries: of the bank, that the prompt shows.
-    """
-    cfg, ids = run.cfg, rollout.chat_ids(run.tokenizer, text, thinking=thinking)
-    context, reply = model.context_limit(run.lm), getattr(cfg, limit)
-    fix = ""
-    if len(ids) + reply > context:
-        fix = f"{config.flag(limit)} {reply} exceeds what a context of {context:g} leaves; lower it"
-    if len(ids) > cfg.max_prompt_tokens:
-        fix = f"--max-prompt-tokens is {cfg.max_prompt_tokens}; raise it"
-    if fix:
-        if entries:
-            fix += f"; or remove {entries} from --bank, or the last checkpoint's bank.json"
-        raise command.UserError(f"the prompt {text[:80]!r}... has {len(ids)} tokens: {fix}")
-    return ids
-
-
 def student_prompt(run: Run, problem: str) -> list[int]:
     r"""The student's prompt, as ids. In Qwen3's template:
 
@@ -326,7 +306,7 @@ def student_prompt(run: Run, problem: str) -> list[int]:
     </think>
 
     """
-    return prompt_ids(run, skills.render_student(problem), run.cfg.student_prefix)
+    return prompt_ids(run, Prompt(skills.render_student(problem), run.cfg.student_prefix))
 
 
 def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> list[list[int]]:
@@ -354,9 +334,8 @@ def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> lis
     prompts_K = []
     for pair in pairs_K:
         text = skills.render_teacher(pair, problem)  # g_k + e_k + x
-        entries = f"{pair.skill['skill_id']} or {pair.mistake['mistake_id']}"
-        ids = prompt_ids(run, text, run.cfg.teacher_prefix, entries=entries)
-        prompts_K.append(ids)
+        prompt = Prompt(text, run.cfg.teacher_prefix, entries=pair.ids)
+        prompts_K.append(prompt_ids(run, prompt))
     return prompts_K
 
 
@@ -516,11 +495,11 @@ def make_bank(run: Run) -> SkillBank:
     return bank
 
 
-def seed_prompt(run: Run, x: Problem) -> list[int]:
-    """The prompt of a seed problem, as ids."""
+def seed_prompt(cfg: Config, x: Problem) -> Prompt:
+    """The prompt of a seed problem."""
     text = skills.render("seed_problem", {"problem": x.problem})
-    thinking = "bare" if run.cfg.cold_start_thinking else "closed"
-    return prompt_ids(run, text, thinking, limit="cold_start_tokens")
+    thinking = "bare" if cfg.cold_start_thinking else "closed"
+    return Prompt(text, thinking, limit="cold_start_tokens")
 
 
 def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
@@ -534,7 +513,8 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     for x in seeds:
         if x.id not in memories:
             key, limit = rollout.sample_key(cfg.seed, 0, x.id), cfg.cold_start_tokens
-            jobs.append(Job(len(jobs), seed_prompt(run, x), key=key, left=limit, problem=x))
+            prompt = prompt_ids(run, seed_prompt(cfg, x))
+            jobs.append(Job(len(jobs), prompt, key=key, left=limit, problem=x))
     sampling = Sampling(temperature=cfg.cold_start_temperature, top_p=0.95, top_k=0)
     for judged in shared_rollouts(run, jobs, sampling):
         fresh = []
@@ -597,20 +577,18 @@ def load_bank(cfg: Config, path: str | pathlib.Path) -> SkillBank:
     return bank
 
 
-def refuse_long_prompts(run: Run) -> None:
-    """UserError if the longest problem makes too long a prompt, alone or with the longest pair."""
-    cfg, x = run.cfg, max(run.problems, key=lambda x: len(x.problem))
-    try:
-        if cfg.steps:
-            student_prompt(run, x.problem)
-        if cfg.steps and run.bank is not None:
-            skill = max(run.bank.general_skills, key=lambda e: len(skills.render("skill", e)))
-            mistake = max(run.bank.common_mistakes, key=lambda e: len(skills.render("mistake", e)))
-            teacher_prompts(run, [SkillPair(skill, mistake, 0.0, 0.0)], x.problem)
-        if run.bank is None and cfg.uses_skill_bank:
-            seed_prompt(run, x)
-    except command.UserError as e:
-        raise command.UserError(f"{e}; or drop the problem {x.id}") from None
+def shown(run: Run, x: Problem, to_teacher: str = "") -> list[Prompt]:
+    """The prompts for a problem, as `lib.run.Shown` says. Of a bank's pairs it has the longest.
+
+    to_teacher: the problem as teachers see it, if they see it otherwise.
+    """
+    cfg, prompts = run.cfg, [Prompt(skills.render_student(x.problem), run.cfg.student_prefix)]
+    for pair in run.bank.longest_pairs[:1] if run.bank else []:
+        text = skills.render_teacher(pair, to_teacher or x.problem)
+        prompts.append(Prompt(text, cfg.teacher_prefix, entries=pair.ids))
+    if cfg.uses_skill_bank and not run.bank:
+        prompts.append(seed_prompt(cfg, x))
+    return prompts
 
 
 # ------------------------------------------------------------------------------------- the loop
@@ -637,7 +615,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
         run.log(rows, norm)  # no step reads what it writes
         if run.save_is_due():  # each --checkpoint-every steps, after the last, before an evolution
             run.save()
-        if asked_to_stop(run):  # by a signal on any rank; after three bad steps it raises an error
+        if should_stop(run):  # after a signal on any rank, or the third bad step in a row
             run.save()
             return 130
         run.signals.in_step = False
@@ -651,14 +629,16 @@ def main(
     kind: type[Config] = Config,
     step_fn: Any = train_step,
     variants: dict[str, dict[str, Any]] | None = None,
+    shown: Shown = shown,
 ) -> int:
     """The command of SGSD, or of another method; returns its exit code.
 
     about: the method's docstring, for --help. kind: its settings. step_fn: as `train` takes it.
-    variants: defaults that change where a setting is given, such as --short.
+    variants: defaults that change where a setting is given, such as --short. shown: as
+    `lib.run.Shown` says.
     """
     cfg = command.parse(argv, about, kind, config.presets_of(kind), variants)
-    with Run.open(cfg, functools.partial(load_bank, cfg), refuse_long_prompts) as run:
+    with Run.open(cfg, functools.partial(load_bank, cfg), shown) as run:
         return train(run, step_fn)
 
 

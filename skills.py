@@ -10,6 +10,7 @@ Dimension key: n entries of a list, d embedding size.
 """
 
 import collections
+import contextlib
 import functools
 import itertools
 import json
@@ -48,6 +49,11 @@ class SkillPair:
     mistake: dict
     s_g: float
     s_e: float
+
+    @property
+    def ids(self) -> str:
+        """For an error."""
+        return f"{self.skill['skill_id']} or {self.mistake['mistake_id']}"
 
 
 @dataclass
@@ -138,6 +144,15 @@ class SkillBank:
             ranked.append([(entries[i], float(scores_n[i])) for i in best])
         return [SkillPair(g, e, s_g, s_e) for (g, s_g), (e, s_e) in zip(*ranked)]
 
+    @functools.cached_property
+    def longest_pairs(self) -> list[SkillPair]:
+        """The entries paired by the size of their text in a prompt, the longest first."""
+        ranked = []
+        for kind, key in (("skill", "general_skills"), ("mistake", "common_mistakes")):
+            size = functools.partial(_bytes_in_prompt, kind)
+            ranked.append(sorted(self.collection(key), key=size, reverse=True))
+        return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*ranked)]
+
     def _vectors(self, key: str, embed: Callable[[list[str]], Any]) -> np.ndarray:
         """Unit vectors of a list's entries [n, d], embedded where the list's texts are new.
 
@@ -152,6 +167,10 @@ class SkillBank:
 def entry_text(entry: dict, key: str) -> str:
     """The text that is embedded (S10): "title. principle. when" or "description. why. how"."""
     return ". ".join(entry[name] for name in FIELDS[key])
+
+
+def _bytes_in_prompt(kind: str, entry: dict) -> int:
+    return len(render(kind, entry).encode("utf-8", "replace"))
 
 
 def _normalized(vectors: Any) -> np.ndarray:
@@ -208,7 +227,7 @@ def describe(bank: SkillBank, seconds: float = 0.0) -> str:
     """
     last = (bank.metadata.get("updates") or [bank.metadata])[-1]
     line = f"bank: {bank.sizes}"
-    if "lost_replies" in last:  # `cold_start` or `evolve` made it
+    with contextlib.suppress(LookupError, TypeError, ValueError):  # another program made it
         line += (EVOLVED if "success" in last else WRITTEN).format(**last)
     return f"{line}, in {seconds:.0f} s" if seconds else line
 
@@ -507,6 +526,11 @@ def extract(memories: list[dict], key: str) -> Asking[tuple[list[dict], int]]:
     return candidates, replies.count([])
 
 
+def lost_in(layers: Sequence[Mapping[str, Any]]) -> int:
+    """How many replies of a merge were lost, in all its layers."""
+    return sum(layer["lost_replies"] for layer in layers)
+
+
 def cold_start(
     memories: list[dict], complete: Complete, *, group_size: int = 32, patience: int = 3
 ) -> SkillBank:
@@ -542,7 +566,7 @@ def initial_list(
     entries, layers = yield from merging(candidates, key, group_size, patience)  # line 15
     numbers = {f"input_{key}": len(candidates), f"output_{key}": len(entries)}
     name = "general" if key == "general_skills" else "common_mistake"
-    return entries, lost, numbers | {f"{name}_merge_layers": layers}
+    return entries, lost + lost_in(layers), numbers | {f"{name}_merge_layers": layers}
 
 
 # -------------------------------------------------------------------- Algorithm 4: online evolution
@@ -608,9 +632,11 @@ def dynamic_list(
     static, dynamic = split(bank, key)
     candidates, lost = yield from extract(memories, key)  # lines 8-10
     fresh = _without_copies(candidates, static, key)
-    new, _ = yield from merging(fresh, key, group_size, patience)  # line 11
+    new, layers = yield from merging(fresh, key, group_size, patience)  # line 11
+    lost += lost_in(layers)
     if new:
-        merged, _ = yield from merging(dynamic + new, key, group_size, patience)  # line 12
+        merged, layers = yield from merging(dynamic + new, key, group_size, patience)  # line 12
+        lost += lost_in(layers)
         originals = _without_copies(merged, static, key)
         dynamic = _under_dynamic_ids(originals, dynamic, key, step)
     return dynamic, lost, {f"candidate_{key}": len(candidates), f"merged_{key}": len(new)}

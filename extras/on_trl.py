@@ -24,6 +24,7 @@ Dimension key: B rollouts of a process, K teachers, T completion tokens, L place
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -50,7 +51,7 @@ import sgsd
 from distributed import World
 from lib import command, config, files, model, problems, runlog, verify
 from lib.config import NO_COLD_START, Config, setting
-from lib.run import Run, Start, asked_to_stop, lora_settings, reading
+from lib.run import Run, Start, lora_settings, reading, should_stop
 from rollout import Job, Rollout, Sampling
 from skills import SkillPair
 
@@ -382,17 +383,20 @@ class SGSDTrainer(GRPOTrainer):
         """In the place of `rollout.stream`, for the bank's writer; vLLM takes all jobs at once.
 
         Under sharding all processes must call `generate` equally often, and with vLLM with equally
-        many prompts and one limit: a process with fewer jobs repeats a prompt, or a stop id.
+        many prompts and one limit: a process with fewer jobs repeats a prompt, or a stop id. The
+        limit is at most what the context leaves the longest prompt.
         """
-        lefts = distributed.all_gather([job.left for job in jobs], self.run.world)
-        most = max(map(len, lefts))
+        sizes = [(len(job.prompt), job.left) for job in jobs]
+        sizes_of_ranks = distributed.all_gather(sizes, self.run.world)
+        most = max(map(len, sizes_of_ranks))
         rows = most if self.use_vllm else rows
         for start in range(0, most, rows):
             turn = jobs[start : start + rows]
-            turns = [left[start : start + rows] for left in lefts]  # of each process
+            turns = [sizes[start : start + rows] for sizes in sizes_of_ranks]
             prompts = [job.prompt for job in turn] or [self.run.stops[:1]]
             prompts += prompts[:1] * (max(map(len, turns)) - len(prompts))
-            limit = max(max(left, default=0) for left in turns)
+            lengths, lefts = zip(*itertools.chain.from_iterable(turns))
+            limit = int(min(max(lefts), model.context_limit(self.run.lm) - max(lengths)))
             for job, ids in zip(turn, self.decode(prompts, sampling, limit)):
                 job.ids = ids[: job.left]
             yield turn
@@ -464,12 +468,12 @@ class Loop(TrainerCallback):
         if run.cfg.evolves:
             run.bank.remember(rows)  # W of Algorithm 4
         run.log(rows, self.trainer.norm)
-        self.trainer.is_stopped = asked_to_stop(run)
+        self.trainer.is_stopped = should_stop(run)
         control.should_save = self.trainer.is_stopped or run.save_is_due()
         run.signals.in_step = control.should_save
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.trainer.is_stopped or asked_to_stop(self.run):  # now, or during the save
+        if self.trainer.is_stopped or should_stop(self.run):  # now, or during the save
             self.trainer.is_stopped = control.should_training_stop = True
             return
         self.run.signals.in_step = False
@@ -489,18 +493,6 @@ class RunOnTRL(Run):
     def save_weights(self, folder: pathlib.Path) -> None:
         """Move what the trainer has written of the last step to a checkpoint's folder."""
         pathlib.Path(self.trainer.args.output_dir, f"checkpoint-{self.step}").rename(folder)
-
-
-def refuse_older_run(out: str) -> None:
-    """ValueError for the folder of an older version's run, whose files lay elsewhere."""
-    old, file = pathlib.Path(out), pathlib.Path(out, "sgsd/config.json")
-    record = files.read_json(file) if file.exists() else {}
-    if record.get("program") == "extras.on_trl":
-        flag = "--model" if record["trl"]["full"] else "--adapter"
-        banks = sorted(old.glob("checkpoint-*/bank.json"), key=lambda x: (len(x.parts[-2]), x))
-        last = [old / "checkpoint-N/bank.json", *banks][-1]
-        fix = f"in a new --out begin with its weights: {flag} {last.parent} --bank {last}"
-        raise ValueError(f"--out {out}: a run on TRL of an older version; {fix}")
 
 
 def load(
@@ -566,8 +558,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [*(sys.argv[1:] if argv is None else argv)]
     end = words.index("--") if "--" in words else len(words)
     cfg = command.parse(words[:end], __doc__, TRLConfig, config.presets_of(TRLConfig))
-    with command.one_line_errors(cfg.program, ValueError):
-        refuse_older_run(cfg.out)
     if any("vllm" in word for word in words[end:]):  # whose sleep mode admits no others
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     # TRL and PEFT call by names that transformers 5.24 deprecates.
@@ -575,7 +565,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with RunOnTRL.open(
         cfg,
         functools.partial(sgsd.load_bank, cfg),
-        sgsd.refuse_long_prompts,
+        sgsd.shown,
         functools.partial(load, words[end + 1 :]),
     ) as run:
         return train(run)

@@ -1,29 +1,22 @@
-"""Looking inside a run: a page of its curves, gates, ledger and bank; and one problem explained.
+"""Looking inside a run: a page of its curves, gates, ledger and bank.
 
     python -m extras.report runs/sgsd                          writes runs/sgsd/report.html
     python -m extras.report runs/a runs/b --out both.html      overlays the curves of two runs
-    python -m extras.report runs/sgsd --explain "What is 2 + 3?" --answer 5
 
 A run may be finished or still going. The page is report_template.html with the data in it as JSON;
 its script draws plain SVG and needs neither a network nor a build. Every call counts the run's
-ledger.json anew. --explain draws several solutions of one problem with the settings, the last bank
-and the last adapter of a run, takes them through Algorithm 1, says how many are right, and prints
-what each teacher did to a right and to a wrong one. It writes a folder beside the run and leaves
-the run as it was.
+ledger.json anew.
 """
 
-import contextlib
 import itertools
 import json
 import math
 import pathlib
 import re
-import shutil
 import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,16 +24,12 @@ import torch
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # python extras/report.py
 
 import distributed
-import rollout
 import sgsd
 import skills
 from eval import interval
 from extras import compare
 from extras.compare import Evaluated
-from lib import command, config, files, runlog
-from lib.problems import Problem
-from lib.run import Start, load_run, solve
-from rollout import Job
+from lib import command, files, runlog
 
 SHOWN = 8  # of the audited rollouts of each step, on the page
 WINDOW_PROBLEMS = 100  # of the steps that are taken together as a run's first, and as its last
@@ -57,17 +46,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     add("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory")
     page = "the page (default: report.html, in the run if there is one)"
     add("--out", type=pathlib.Path, metavar="FILE", help=page)
-    add("--explain", metavar="PROBLEM", help="take this problem through one step of the run")
-    add("--answer", help="the reference answer of the problem in --explain")
-    add("--draws", type=int, default=8, metavar="N", help="solutions that --explain draws")
-    args = parser.parse_args(argv)
-    if (args.explain is None) != (args.answer is None):
-        parser.error("--explain and --answer: each needs the other; give both")
-    if args.draws < 1:
-        parser.error(f"--draws {args.draws}: must be > 0")
-    if args.explain is not None and len(args.runs) > 1:
-        parser.error(f"--explain: give one run, got {len(args.runs)}")
-    return args
+    return parser.parse_args(argv)
 
 
 def number(x: Any, digits: int = 6) -> Any:
@@ -218,18 +197,13 @@ def history(banks: Banks, rows: Ledger) -> list[dict]:
     skills, mistakes and dynamic entries.
     """
     events: list[dict] = []
-    before: set[tuple[str, str]] = set()  # kinds and ids in the version before
     count = 0  # of evolutions before this version; the success gate may have stopped its own
-    for step, bank in banks.items():
+    for before, (step, bank) in zip([None, *banks], banks.items()):
         updates = updates_of(bank)
         update = updates[-1] if events and len(updates) > count else {}
-        now: set[tuple[str, str]] = set()
-        for kind, name in skills.IDS.items():
-            now |= {(kind, entry[name]) for entry in bank.collection(kind)}
-        changes = []
-        for mark, keys in (("new" if events else "start", now - before), ("dropped", before - now)):
-            changes += [[mark, x["kind"], named(x)] for key, x in rows.items() if key in keys]
-        before = now
+        mark = "new" if events else "start"
+        changes = [[mark, x["kind"], named(x)] for x in rows.values() if x["first"] == step]
+        changes += [["dropped", x["kind"], named(x)] for x in rows.values() if x["last"] == before]
         numbers = update if events else bank.metadata
         note = {k: number(v) for k, v in numbers.items() if isinstance(v, str | int | float)}
         sizes = [len(bank.general_skills), len(bank.common_mistakes)]
@@ -434,7 +408,7 @@ def collect(run: pathlib.Path) -> dict:
     views = []
     for line in tokens:
         row = row_of.get((line["step"], line["index"]))
-        if row and (line["index"] < SHOWN or not metrics):  # all draws of --explain
+        if row and line["index"] < SHOWN:
             views.append(gate_view(row, line, by_id))
     x, tau_g, eps_a = torch.linspace(-6, 6, 121), settings["tau_g"], settings["eps_a"]
     gate = [x, sgsd.gated_loss(x, tau_g), sgsd.gate_grad(x, tau_g)]
@@ -455,7 +429,6 @@ def collect(run: pathlib.Path) -> dict:
         "ledger": [*by_id.values()],
         "history": history(banks, by_id),
         "taught": any(row.get("rho") for row in rollouts),  # whether any rollout had a teacher
-        "explained": bool(rollouts) and not metrics,  # --explain's folder, which logs no step
         "bounds": bounds,
         "gate": [[number(y) for y in curve.tolist()] for curve in gate],
     }
@@ -496,69 +469,6 @@ def write(runs: list[pathlib.Path], out: pathlib.Path) -> list[dict]:
 # ------------------------------------------------------------------------------------ the command
 
 
-def explain(run: pathlib.Path, problem: str, answer: str, draws: int) -> pathlib.Path:
-    """Take several draws of one problem through a step, in memory only, and print what came of it.
-
-    Its logs go to a folder beside the run, which is returned; the run itself stays as it was.
-    ValueError where the run has no bank.
-    """
-    config_of_run = about(run)
-    if config_of_run["program"] != config.Config.program:
-        program = config_of_run["program"].removeprefix("-m ")
-        raise ValueError(f"--explain: {run} is a run of {program}; give one of sgsd.py")
-    banks = load_banks(run)
-    if not banks:
-        raise ValueError(f"--explain: {run} has no bank yet; wait until its cold start is done")
-    cfg = config.Config.from_dict(config_of_run["settings"])
-    cfg = replace(cfg, out=str(run), steps=max(1, cfg.steps), audit_every=1)
-    x = Problem("explained", problem, answer)
-    with contextlib.ExitStack() as held:
-        step = max(files.by_step(run / "checkpoints"), default=0)
-        start = Start(record={}, problems=[x], step=step, bank=banks[max(banks)])
-        if step:
-            start.checkpoint = files.of_step(run / "checkpoints", step)
-            start.digests = files.digests_of(start.checkpoint)
-        run_again = load_run(cfg, distributed.init(cfg.device), start, held)
-        rows = explained(run_again, x, draws)
-    name = f"{run.resolve().name}-explain-{files.digest(problem, answer)[:8]}"
-    folder = run.resolve().with_name(name)
-    print(f"--explain writes {folder}, a folder beside the run; the run stays as it is")
-    shutil.rmtree(folder, ignore_errors=True)
-    files.write_json(folder / "config.json", config_of_run)
-    banks[max(banks)].save(folder / "bank" / "step_000000.json")
-    files.append_jsonl(folder / "tokens.jsonl", [row.pop("audit") for row in rows])
-    files.append_jsonl(folder / "rollouts.jsonl", rows)
-    print_draws(collect(folder), step)
-    return folder
-
-
-def print_draws(data: dict, step: int) -> None:
-    """The count of right draws, and the first draw of each outcome with all its teachers."""
-    outcomes: dict[str, list[dict]] = {"right": [], "wrong": []}
-    for view in data["rollouts"]:
-        outcomes["right" if view["r"] > 0 else "wrong"].append(view)
-    policy = f"the adapter of step {step}" if step else "the base model"
-    print(f"{len(outcomes['right'])} of {len(data['rollouts'])} solutions by {policy} are right")
-    for outcome, views in outcomes.items():
-        if views:
-            print(f"\nThe first {outcome} one, draw {views[0]['index'] + 1}:")
-            print(in_words(views[0], data["settings"]["eps_a"], views[0]["teachers"]))
-
-
-def explained(run: Any, x: Problem, draws: int) -> list[dict]:
-    """The rows of several rollouts of one problem in the run's next step, without a step."""
-    pairs_K = run.bank.retrieve(x.problem, run.cfg.num_teachers, run.embed)
-    step, jobs, rows = run.step + 1, [], []
-    prompt = sgsd.student_prompt(run, x.problem)
-    for i in range(draws):
-        key = rollout.sample_key(run.cfg.seed, step, x.id, i)
-        jobs.append(Job(i, prompt, key=key, left=run.cfg.max_new_tokens, problem=x))
-    for job, roll in zip(jobs, solve(run, jobs)):
-        result = sgsd.rollout_loss(run, roll, pairs_K)
-        rows.append(sgsd.record(run, step, job.index, pairs_K, roll, result))
-    return rows
-
-
 def print_runs(data: list[dict]) -> None:
     """Each run in numbers, and one of its audited solutions with its strongest teacher."""
     for run in data:
@@ -576,12 +486,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     with command.one_line_errors("report", *command.GIVEN):
         runs = args.runs
-        if args.explain is not None:
-            runs = [explain(runs[0], args.explain, args.answer, args.draws)]
         out = args.out or (runs[0] if len(runs) == 1 else pathlib.Path()) / "report.html"
-        data = write(runs, out)
-        if args.explain is None:
-            print_runs(data)
+        print_runs(write(runs, out))
         print(f"written: {out}")
     return 0
 

@@ -66,9 +66,10 @@ def _loading(kind: str, name: str) -> Iterator[str]:
 
 
 def _check_hub_id(name: str) -> None:
-    """ValueError for a mistyped path. Without a network the libraries use their cache alone.
+    """ValueError for a mistyped path. Without a connection the libraries use their cache alone.
 
-    We ask the hub once: they would ask it six times for each file, with growing pauses.
+    We ask the hub once: they would ask it six times for each file, with growing pauses. A late
+    answer, or one that is an error, is left to them.
     """
     path = Path(name)
     is_path = path.exists() or name.startswith((".", "/", "~"))
@@ -76,10 +77,10 @@ def _check_hub_id(name: str) -> None:
         raise ValueError("check the path")
     try:
         with ThreadPool(1) as pool:  # a thread, as looking up an address has no limit of its own
-            pool.apply_async(HfApi().model_info, [name]).get(timeout=5)
-    except Exception as e:  # of many kinds; after an error of HTTP the libraries say what is wrong
-        if not isinstance(e, HfHubHTTPError):
-            constants.HF_HUB_OFFLINE = True
+            pool.apply_async(HfApi().model_info, [name], {"timeout": 5}).get(timeout=30)
+    except Exception as e:  # of many kinds, whose names differ by the library below the hub's
+        is_connected = isinstance(e, HfHubHTTPError) or type(e).__name__ == "ReadTimeout"
+        constants.HF_HUB_OFFLINE |= not is_connected
 
 
 def load_model(

@@ -15,6 +15,7 @@ what a bank is made of.
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,8 @@ FREE = """
     out device steps checkpoint_every audit_every max_prompt_tokens score_tokens checkpoint_above
     rollout_rows server report_to
 """.split()
+BAD_STEPS = 3  # in a row, whose gradient is not finite, end a command
+LEAST_REPLY = 64  # tokens: a prompt of the bank's writer that the context leaves fewer is not asked
 Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows), as `rollout.stream`
 
 
@@ -57,8 +60,9 @@ class Start:
     problems: list[Problem]
     step: int = 0  # of the last checkpoint
     checkpoint: pathlib.Path | None = None  # the last one
-    digests: dict[str, str] = field(default_factory=dict)  # of its files; none of an older version
+    digests: dict[str, str] = field(default_factory=dict)  # of its files
     bank: Any = None  # in use after that step, with its window; None: to be made, or not used
+    skipped: int = 0  # steps in a row, up to that one, whose gradient was not finite
 
 
 @dataclass
@@ -75,6 +79,7 @@ class Run:
     stream: Stream  # decodes completions of the policy, by `generate`
     bank: Any = None  # with its window
     step: int = 0  # the last complete one
+    skipped: int = 0  # steps in a row, up to that one, whose gradient was not finite
     server: served.Server | None = None  # samples the first bank in the place of `generate`
     embed: Callable[[Sequence[str]], Any] | None = None  # texts -> [n, d]
     optimizer: Any = None  # AdamW; None where there are no steps
@@ -90,14 +95,15 @@ class Run:
         cls,
         cfg: Config,
         load_bank: Callable[[pathlib.Path], Any],
-        check: Callable[["Run"], None],
+        shown: "Shown",
         load: "Callable[..., Run] | None" = None,
     ) -> Iterator["Run"]:
         """The run of --out: a new one, or one to continue, its logs cut to the last checkpoint.
 
-        load_bank: reads the file of a bank. check(run): ValueError for what only a loaded run
-        shows. load: in the place of `load_run`. Nothing is written before all ranks have loaded. A
-        mistake in the input, a full disk or a lost server is one line and exit code 2.
+        load_bank: reads the file of a bank. shown: see `Shown`. load: in the place of `load_run`.
+        Before all ranks have loaded, nothing is written but the folder and its lock. A mistake in
+        the input, a full disk, a lost server or the third bad step in a row is one line and exit
+        code 2.
         """
         command.Signals()  # from here on Ctrl-C ends at once
         with contextlib.ExitStack() as held:
@@ -110,12 +116,13 @@ class Run:
                     start = inspect(cfg, world, load_bank)
                 start = distributed.broadcast(start, world)
                 run = (load or load_run)(cfg, world, start, held)
-                check(run)
+                refuse_long_prompts(run, shown)
                 distributed.barrier(world)
                 if world.main:
                     run.begin()
             with command.one_line_errors(cfg.program, *command.LATER):
                 yield run
+                refuse_bad_steps(run)  # also where no step was left
             if world.main:
                 print(what_next(run))
 
@@ -140,8 +147,10 @@ class Run:
     def begin(self) -> None:
         """Cut the logs back to the last checkpoint, write config.json, and say what the run is."""
         self.track = runlog.open_tracker(self.out, self.record, self.step)
-        evolved = self.step - evolution_is_due(self.cfg, self.step, self.bank)
-        cut(self.out, self.step, -1 if self.bank is None else evolved)
+        evolved = -1 if self.bank is None else self.step
+        if evolution_is_due(self.cfg, self.step, self.bank):
+            evolved = self.step - 1
+        cut(self.out, self.step, evolved)
         files.write_json(self.out / "config.json", self.record)
         fingerprints = [problems.fingerprint(x.problem) for x in self.problems]
         files.write_json(self.out / "problems.json", fingerprints)
@@ -160,6 +169,7 @@ class Run:
         audits = [row.pop("audit") for row in rows if "audit" in row]
         rate, peak = self.optimizer.param_groups[0]["lr"], runlog.memory_gb(self.device)
         metrics = runlog.summarize(self.step, rows, norm, rate, self.clock.seconds, peak)
+        self.skipped = self.skipped + 1 if metrics["skipped"] else 0
         self.metrics.append(metrics | (self.bank.counts if self.bank else {}))
         for name, lines in zip(runlog.LOGS, (self.metrics[-1:], rows, audits)):
             self.log_rows(name, lines)
@@ -223,15 +233,86 @@ def evolution_is_due(cfg: Config, step: int, bank: Any) -> bool:
     return cfg.evolves and bank is not None and bool(bank.window) and step % cfg.evolve_every == 0
 
 
-def asked_to_stop(run: Run) -> bool:
-    """Whether a signal has come, on any rank. On every rank.
+def should_stop(run: Run) -> bool:
+    """Whether to save and stop: after a signal on any rank, or the third bad step in a row (S34).
 
-    UserError after three steps in a row whose gradient was not finite: no weight has moved.
+    Every rank must ask.
     """
-    if [row["skipped"] for row in run.metrics[-3:]] == [1, 1, 1]:
-        fix = "lower --learning-rate, or go on from an earlier checkpoint"
-        raise command.UserError(f"three steps in a row had a gradient that is not finite; {fix}")
-    return any(distributed.all_gather(bool(run.signals.first), run.world))
+    is_asked = any(distributed.all_gather(bool(run.signals.first), run.world))
+    return is_asked or run.skipped >= BAD_STEPS
+
+
+def refuse_bad_steps(run: Run) -> None:
+    """UserError if the gradient of the last three steps was not finite. They are saved (S34).
+
+    The count goes on when the run does, so no run ends well on such steps.
+    """
+    if run.skipped >= BAD_STEPS:
+        line = f"the gradient of the last {run.skipped} steps was not finite: no weight has moved"
+        fix = "run the same command for the steps that are left, or lower --learning-rate in "
+        raise command.UserError(f"{line}; {fix}{new_run(run.out)}")
+
+
+def new_run(out: pathlib.Path) -> str:
+    """How a new run begins with what the run in a folder has made: the end of an error's line."""
+    begin, bank = "", files.of_step(out / "bank", 0, ".json")
+    for checkpoint in [*files.by_step(out / "checkpoints").values()][-1:]:
+        begin = f" with --adapter {checkpoint} (after --full with --model and that folder)"
+        bank = checkpoint / files.BANK
+    return f"a new --out{begin}" + f" and --bank {bank}" * bank.exists()
+
+
+# -------------------------------------------------------------------------------------- prompts
+
+
+class Prompt(NamedTuple):
+    """A chat prompt, before it is ids (S3).
+
+    thinking: "closed" ends on the template's empty think block, so the model answers at once;
+    "open" ends on "<think>" and a line feed; "bare" ends where the answer begins, without a block.
+    """
+
+    text: str
+    thinking: str
+    limit: str = "max_new_tokens"  # name of the setting that bounds the reply
+    entries: str = ""  # ids of the bank's entries that the text shows, for an error
+
+
+# The prompts that a method shows for a problem, as far as they are known before sampling.
+Shown = Callable[[Run, Problem], list[Prompt]]
+
+
+def prompt_ids(run: Run, prompt: Prompt) -> list[int]:
+    """A prompt as ids. UserError, and what helps, if it is too long: none is cut (S35)."""
+    text, limit, entries = prompt.text, prompt.limit, prompt.entries
+    ids = rollout.chat_ids(run.tokenizer, text, thinking=prompt.thinking)
+    context, reply = model.context_limit(run.lm), getattr(run.cfg, limit)
+    if len(ids) <= min(run.cfg.max_prompt_tokens, context - reply):
+        return ids
+    fix = f"--max-prompt-tokens is {run.cfg.max_prompt_tokens}: raise it"
+    if len(ids) > context - reply:
+        fix = f"{config.flag(limit)} {reply} exceeds what a context of {context:g} leaves: lower it"
+    # The longest problem in it: a solution that it shows may have the words of a shorter one.
+    named = sorted((len(x.problem), x.id) for x in run.problems if x.problem in text)
+    fix += ", or drop the problem " + "".join(id_ for _, id_ in named[-1:])
+    fix += f" in {new_run(run.out)}" if run.signals.in_step else ""
+    if entries:
+        fix += f"; or remove {entries} from --bank, or the last checkpoint's bank.json"
+    raise command.UserError(f"the prompt {text[:80]!r}... has {len(ids)} tokens; {fix}")
+
+
+def refuse_long_prompts(run: Run, shown: Shown) -> None:
+    """UserError if a prompt that is known before sampling is too long.
+
+    Beside those of an empty chat a text has at most as many tokens as bytes, so hardly any is
+    turned into ids.
+    """
+    context = model.context_limit(run.lm)
+    empty = len(rollout.chat_ids(run.tokenizer, "", thinking="closed"))
+    for prompt in itertools.chain.from_iterable(shown(run, x) for x in run.problems):
+        most = min(context - getattr(run.cfg, prompt.limit), run.cfg.max_prompt_tokens)
+        if len(prompt.text.encode("utf-8", "replace")) + empty > most:
+            prompt_ids(run, prompt)
 
 
 # ------------------------------------------------------------------------------- decoding
@@ -285,20 +366,29 @@ def shared_replies(
 ) -> list[str]:
     """Replies to prompts that every rank has: greedy where repeat is 0, else sampled (D4).
 
-    A sampled reply's draws depend on the seed, the prompt's name and its repeat alone.
+    A sampled reply's draws depend on the seed, the prompt's name and its repeat alone. A reply gets
+    what the model's context leaves; a prompt that is left fewer than 64 tokens is not asked: its
+    reply is "".
     """
+    context = model.context_limit(run.lm)
+    jobs: dict[bool, list[Job]] = {False: [], True: []}  # by whether the prompt comes again
+    for i, prompt in enumerate(prompts):
+        room = context - len(prompt)
+        if room >= LEAST_REPLY:
+            key = rollout.sample_key(run.cfg.seed, 0, names[i], repeats[i])
+            jobs[repeats[i] > 0].append(Job(i, prompt, key=key, left=int(min(limits[i], room))))
+    unasked = len(prompts) - sum(map(len, jobs.values()))
+    if unasked and run.world.main:
+        rule = f"they leave fewer than {LEAST_REPLY} tokens of the model's context of {context:g}"
+        fix = "a smaller --merge-group-size, or another model, helps"
+        tqdm.write(f"bank: {unasked} of {len(prompts)} prompts are not asked: {rule}; {fix}")
     replies: dict[int, list[int]] = {}
     greedy, second = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95, top_k=20)
     for repeated, sampling in ((False, greedy), (True, second)):
-        jobs = []
-        for i, prompt in enumerate(prompts):
-            if (repeats[i] > 0) == repeated:
-                key = rollout.sample_key(run.cfg.seed, 0, names[i], repeats[i])
-                jobs.append(Job(i, prompt, key=key, left=limits[i]))
         work = functools.partial(bank_stream(run), sampling=sampling, rows=run.cfg.bank_rows)
-        for turn in distributed.share_jobs(run.world, jobs, work, "writing"):
+        for turn in distributed.share_jobs(run.world, jobs[repeated], work, "writing"):
             replies |= {job.index: job.ids for job in turn}
-    return [rollout.text_of(run.tokenizer, replies[i]) for i in range(len(prompts))]
+    return [rollout.text_of(run.tokenizer, replies.get(i, [])) for i in range(len(prompts))]
 
 
 # ------------------------------------------------- what rank 0 reads, before anything is loaded
@@ -340,6 +430,8 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
     elif cfg.bank:
         start.bank = load_bank(pathlib.Path(cfg.bank))
         start.bank.window = []
+    if cfg.server and start.bank is not None:
+        print("--server: nothing asks it, as there is a bank: steps and evolutions use `generate`")
     return start
 
 
@@ -366,20 +458,11 @@ def record_of(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
         "continuations": [],
         "program": cfg.program,
         "settings": json.loads(json.dumps(asdict(cfg))),  # tuples become lists
-        "problems": digest_of(data, with_fields=True),
+        # With all their fields: a verifier or a teacher may read them.
+        "problems": files.digest([(x.id, x.problem, x.answer, x.extra) for x in data]),
         "code": code_of(cfg),
         "processes": world.size,
-        "checkpoint_digests": True,  # each of its checkpoints has them
     }
-
-
-def digest_of(data: Sequence[Problem], with_fields: bool) -> str:
-    """A digest of the problems, with all their fields: a verifier or a teacher may read them.
-
-    An older version left other fields out where nobody read them.
-    """
-    asked = [(x.id, x.problem, x.answer, x.extra if with_fields else {}) for x in data]
-    return files.digest(asked)
 
 
 def code_of(cfg: Config) -> str:
@@ -399,21 +482,25 @@ def go_on(cfg: Config, start: Start) -> bool:
     """
     out = pathlib.Path(cfg.out)
     saved, first = files.read_json(out / "config.json"), files.of_step(out / "bank", 0, ".json")
+    for name in [name for name in start.record if name not in saved]:
+        rule = f"its config.json has no {name}, as that of an older version"
+        raise ValueError(f"--out {out}: {rule}; give another directory")
     checkpoints, settings = files.by_step(out / "checkpoints"), saved["settings"]
     start.step = max(checkpoints, default=0)
     made = max((step for step, _ in files.steps_of(out / "metrics.jsonl")), default=0)
     made_its_bank = first.exists() and not settings["bank"]
     memories = [*files.read_jsonl(out / "bank/memories.jsonl")]
     has_begun = bool(start.step or made or made_its_bank or memories)
+    free = {*FREE, *cfg.free}
+    if memories and not first.exists() and not (cfg.server and settings["server"]):
+        free.remove("server")  # nor can another engine sample the rest of the first bank (S27)
     try:
-        start.record = continued(cfg, saved, start)
+        start.record = continued(cfg, saved, start, free)
     except ValueError as e:
         if not has_begun:
             print(f"{out}: has made no step, so it begins anew: {e}")
             return False
-        fix = "give the run's value, or a new --out; there --adapter CHECKPOINT begins with its "
-        fix += "weights (--model after --full)" + f", --bank {first} with its bank" * made_its_bank
-        raise ValueError(f"--out {out}: {e}; {fix}") from None
+        raise ValueError(f"--out {out}: {e}; give the run's value, or {new_run(out)}") from None
     evolve_every = cfg.uses_skill_bank and settings["evolve_every"]
     if made > min(settings["checkpoint_every"], evolve_every or math.inf) and not start.step:
         line = f"--out {out}: it has made {made} steps, but checkpoints/ has none"
@@ -421,29 +508,35 @@ def go_on(cfg: Config, start: Start) -> bool:
     if start.step:
         start.checkpoint = checkpoints[start.step]
         with reading(start.checkpoint):
-            start.digests = files.digests_of(start.checkpoint, saved.get("checkpoint_digests"))
+            start.digests = files.digests_of(start.checkpoint, needed=True)
+        for row in files.read_jsonl(out / "metrics.jsonl"):
+            if row["step"] <= start.step:
+                start.skipped = start.skipped + 1 if row.get("skipped") else 0
     return has_begun
 
 
-def continued(cfg: Config, saved: dict[str, Any], start: Start) -> dict[str, Any]:
-    """The config.json of a run that goes on; ValueError for a difference that is not in FREE.
+def continued(cfg: Config, saved: dict[str, Any], start: Start, free: set[str]) -> dict[str, Any]:
+    """The config.json of a run that goes on; ValueError for differences that are not free.
 
-    saved: that of the run. start.record: that of this command, if its run were new. What the run's
-    lacks, as that of an older version may, has its default.
+    saved: that of the run. start.record: that of this command, if its run were new. A setting that
+    the run's lacks, as an edit may have added it, has its default. free: names of settings.
     """
-    now, changes = start.record, []
+    now = start.record
+    changes: list[str] = []
+    refused: list[str] = []
     if saved.get("program") != now["program"]:
         raise ValueError(f"made by {saved.get('program')}, and this is {now['program']}")
     for f in [f for f in fields(cfg) if f.name not in cfg.not_offered]:
         old, new = saved["settings"].get(f.name, f.default), now["settings"][f.name]
         line = f"{config.flag(f.name)} {new!r}, where the run has {old!r}"
-        if old != new and f.name not in FREE and f.name not in cfg.free:
-            raise ValueError(line)
-        changes += [line] if old != new else []
-    theirs = saved.get("problems") or saved.get("digests", {}).get("data")
-    with_fields = "problems" in saved or cfg.verifier != Config.verifier
-    if theirs != digest_of(start.problems, with_fields):
-        raise ValueError(f"--data {cfg.data}: its problems are not the run's")
+        if old != new:
+            (changes if f.name in free else refused).append(line)
+    if saved["problems"] != now["problems"]:
+        refused.append(f"--data {cfg.data}: its problems are not the run's")
+    if cfg.steps < start.step:
+        refused.append(f"--steps {cfg.steps}, where the run has made {start.step}")
+    if refused:
+        raise ValueError("; ".join(refused))
     if saved["code"] != now["code"]:
         changes.append("the code" + ": the bank stays as it was made" * cfg.uses_skill_bank)
     if saved["processes"] != now["processes"]:
@@ -498,10 +591,11 @@ def load_run(cfg: Config, world: World, start: Start, held: contextlib.ExitStack
         stream=functools.partial(rollout.stream, lm, tokenizer),
         bank=start.bank,
         step=start.step,
+        skipped=start.skipped,
         server=server,
         embed=embed,
     )
-    if cfg.steps or cfg.adapter or start.checkpoint:
+    if cfg.steps or cfg.adapter:
         with reading(start.checkpoint):
             add_adapters(run, rank, alpha, start.checkpoint)
     return run
@@ -551,7 +645,7 @@ def cut(out: pathlib.Path, step: int, evolved: int) -> None:
     for path, end in ends.items():  # once all of them could be read
         if end < path.stat().st_size:
             os.truncate(path, end)
-            print(f"{path.name} is cut after step {logs[path]}")
+            print(f"{path.name} is {f'cut after step {logs[path]}' if end else 'emptied'}")
     for version, path in files.by_step(out / "bank").items():
         if version > evolved:
             path.unlink()
@@ -560,23 +654,14 @@ def cut(out: pathlib.Path, step: int, evolved: int) -> None:
 
 
 def what_next(run: Run) -> str:
-    """What is still to do; or the commands that evaluate a complete run and look inside it.
-
-    A run of its method's own length is evaluated as in the paper, where the model thinks.
-    """
+    """What is still to do; or the commands that evaluate a complete run and look inside it."""
     cfg = run.cfg
     if not cfg.steps:
         return f"done; the bank: {run.out / 'bank' / files.BANK}"
     if run.step < cfg.steps or evolution_is_due(cfg, run.step, run.bank):
         return f"stopped after step {run.step} of {cfg.steps}; run the same command to continue"
-    flags = [] if cfg.data == Config.data else ["--data", "YOUR_TEST_PROBLEMS.jsonl"]
-    if cfg.max_new_tokens not in (type(cfg).max_new_tokens, Config.max_new_tokens):
-        flags += ["--no-thinking"] if cfg.student_prefix == "closed" else []
-        flags += ["--max-new-tokens", str(cfg.max_new_tokens)]
-    for f in fields(config.Common):
-        value = getattr(cfg, f.name)
-        if value != f.default:  # which is eval.py's, too
-            flags += [config.flag(f.name), str(value)]
-    evaluate = shlex.join(["python", "eval.py", cfg.model, cfg.out, *flags])
+    evaluate = shlex.join(["python", "eval.py", cfg.model, cfg.out])
+    if cfg.data != Config.data:
+        evaluate += " --data YOUR_TEST_PROBLEMS.jsonl, and the flags of this run that eval.py has"
     look = shlex.join(["python", "-m", "extras.report", cfg.out])
     return f"done; evaluate: {evaluate}\nlook inside: {look}"

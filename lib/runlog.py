@@ -26,7 +26,6 @@ CAUSES = {  # why no solution was right: what all solutions were, and what to do
     "no_answer": "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier",
 }
 NONE_RIGHT = "compare `pred` and `gold` in rollouts.jsonl, and see --answer-field and --verifier"
-MEAN_OF, LEAST_FALL = 10, 0.1  # steps of a mean of the success; half of a low one is chance
 LOGS = ("metrics", "rollouts", "tokens")  # the .jsonl files of a run
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
@@ -187,36 +186,20 @@ def warnings_after(steps: Sequence[dict[str, Any]], eps_a: float) -> list[str]:
 
     steps: the lines of metrics.jsonl of the command's steps so far. eps_a: the setting.
     """
-    lines, is_time = [], len(steps) == FIRST_STEPS
-    success = [row["success"] for row in steps]
-    beginning = f"in this command's first {FIRST_STEPS} steps"
-    if is_time and not any(success):
+    if len(steps) != FIRST_STEPS:
+        return []
+    lines, beginning = [], f"in this command's first {FIRST_STEPS} steps"
+    if not any(row["success"] for row in steps):
         causes = [text for name, text in CAUSES.items() if all(row[name] == 1 for row in steps)]
         lines.append(f"no right solution {beginning}: {[*causes, NONE_RIGHT][0]}")
     decided = sum(row["rho_distilled"] + row["rho_reversed"] for row in steps)
-    if is_time and not decided and any(row["rho_ignored"] for row in steps):
+    if not decided and any(row["rho_ignored"] for row in steps):
         size = statistics.median(row["abs_a_p50"] for row in steps)
         lines.append(
             f"no teacher was decided {beginning}, so nothing was learnt: the median size of a "
             f"support is {size:.3g} nats, and --eps-a is {eps_a:g}; docs/when.md has more"
         )
-    ends = range(MEAN_OF, len(steps) + 1)
-    means = [sum(success[end - MEAN_OF : end]) / MEAN_OF for end in ends]
-    falls = [i for i in range(len(means)) if has_fallen(means[: i + 1])]
-    if falls and falls[0] == len(means) - 1:
-        best = means.index(max(means))
-        first, last = steps[best]["step"], steps[best + MEAN_OF - 1]["step"]
-        lines.append(
-            f"success fell to {means[-1]:.2f} in the last {MEAN_OF} steps, from {max(means):.2f} "
-            f"in steps {first} to {last}; keep an earlier checkpoint, or lower --learning-rate"
-        )
     return lines
-
-
-def has_fallen(means: Sequence[float]) -> bool:
-    """Whether the last mean is below half of the best one, by LEAST_FALL or at 0."""
-    best, mean = max(means), means[-1]
-    return mean < best / 2 and (mean == 0 or best - mean >= LEAST_FALL)
 
 
 # ------------------------------------------------------------------------ trackers and provenance

@@ -33,7 +33,7 @@ import scoring
 import sgsd
 from lib.config import Config, setting
 from lib.problems import Problem
-from lib.run import Run
+from lib.run import Prompt, Run
 from methods import divergences, groups, teachers
 from methods.opsd import with_answer
 from rollout import Rollout
@@ -101,12 +101,12 @@ def losses(
     is_eq14 = cfg.objective == "gate" and not cfg.support_top_k
     scored = gate_losses if is_eq14 else divergence_losses
     alpha_K = sgsd.pair_weights(run, pairs_K)  # line 5
-    shown = with_answer(x, cfg.teacher_field) if cfg.answer_pi else x.problem
-    contexts_K = sgsd.teacher_prompts(run, pairs_K, shown)  # line 6
+    problem = with_answer(x, cfg.teacher_field) if cfg.answer_pi else x.problem
+    contexts_K = sgsd.teacher_prompts(run, pairs_K, problem)  # line 6
     for roll in rolls_1:
         ids_T = torch.tensor(roll.completion_ids, device=run.device)
         mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
-        ell_KT, gap_KT = scored(run, roll, contexts_K)  # lines 9, 10 and 12
+        ell_KT, gap_KT = scored(run, roll, contexts_K, mask_T)  # lines 9, 10 and 12
         a_K = sgsd.robust_support(gap_KT, mask_T, cfg.c_delta if cfg.clip else math.inf)  # line 10
         rho_K = torch.ones_like(a_K)
         if cfg.polarity:
@@ -120,7 +120,9 @@ def losses(
         yield result
 
 
-def gate_losses(run: Run, roll: Rollout, contexts_K: list[list[int]]) -> tuple[Tensor, Tensor]:
+def gate_losses(
+    run: Run, roll: Rollout, contexts_K: list[list[int]], mask_T: Tensor
+) -> tuple[Tensor, Tensor]:
     """Token losses (Eq. 14), with gradient, and gaps (Eq. 7): [K, T] each."""
     cfg: Any = run.cfg
     ids_T, temperature = roll.completion_ids, cfg.score_temperature
@@ -129,13 +131,17 @@ def gate_losses(run: Run, roll: Rollout, contexts_K: list[list[int]]) -> tuple[T
     run.clock.lap("score")
     logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T, temperature)
     gap_KT = sgsd.log_prob_gap(logpT_KT, logpS_T)
-    return sgsd.gated_loss(gap_KT, cfg.tau_g), gap_KT
+    return sgsd.gated_loss(sgsd.unmasked(gap_KT, mask_T), cfg.tau_g), gap_KT
 
 
 def divergence_losses(
-    run: Run, roll: Rollout, contexts_K: list[list[int]]
+    run: Run, roll: Rollout, contexts_K: list[list[int]], mask_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Token losses of --objective or --support-top-k, and the gaps of the support: [K, T] each."""
+    """Token losses of --objective or --support-top-k, and the gaps of the support: [K, T] each.
+
+    Masked tokens have losses, too, which count nowhere. But where logits are infinite there, the
+    gradient is NaN, and the step is skipped; the gate's is not.
+    """
     cfg: Any = run.cfg
 
     def token_losses(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,6 +154,12 @@ def divergence_losses(
     return divergences.scored(
         run, roll, contexts_K, token_losses, cfg.score_temperature, teacher_policy(run)
     )
+
+
+def shown(run: Run, x: Problem) -> list[Prompt]:
+    """The prompts of student and teacher, as `lib.run.Shown` says."""
+    cfg: Any = run.cfg
+    return sgsd.shown(run, x, with_answer(x, cfg.teacher_field) if cfg.answer_pi else "")
 
 
 def retrieve(run: Run, step: int, x: Problem) -> list[SkillPair]:
@@ -185,7 +197,7 @@ train_step = teachers.followed(groups.step_fn(losses, groups.prompt_alone, retri
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, AblationConfig, train_step)
+    return sgsd.main(argv, __doc__, AblationConfig, train_step, shown=shown)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import skills
 from lib import problems
 from lib.config import NO_COLD_START, Config, setting
 from lib.problems import Problem
-from lib.run import Run, solve
+from lib.run import Prompt, Run, prompt_ids, solve
 from rollout import Job, Rollout
 from sgsd import RolloutLoss
 from skills import SkillPair
@@ -71,7 +71,12 @@ def prompt_alone(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int
 def prompt_with_skills(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
     """The student's prompt, with the skills that --bank gives, if any (S17)."""
     text = skills.render_skills(pairs_K, x.problem)
-    return sgsd.prompt_ids(run, text, run.cfg.student_prefix)
+    return prompt_ids(run, Prompt(text, run.cfg.student_prefix))
+
+
+def longest_pairs(run: Run) -> list[SkillPair]:
+    """The longest pairs of a bank, as many as a prompt shows: to measure prompts by."""
+    return run.bank.longest_pairs[: run.cfg.num_teachers] if run.bank else []
 
 
 def nearest(run: Run, step: int, x: Problem) -> list[SkillPair]:

@@ -22,9 +22,10 @@ from torch import Tensor
 import distributed
 import scoring
 import sgsd
+import skills
 from lib.config import Config, setting
 from lib.problems import Problem
-from lib.run import Run
+from lib.run import Prompt, Run
 from methods import groups
 from rollout import Rollout
 from skills import SkillPair
@@ -92,6 +93,12 @@ def grpo_loss(
     return -torch.minimum(ratio_T * advantage, clipped_T * advantage).mean()
 
 
+def shown(run: Run, x: Problem) -> list[Prompt]:
+    """The prompt, as `lib.run.Shown` says."""
+    text = skills.render_skills(groups.longest_pairs(run), x.problem)
+    return [Prompt(text, run.cfg.student_prefix)]
+
+
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
 ) -> groups.Losses:
@@ -116,7 +123,7 @@ train_step = groups.step_fn(losses)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, GRPOConfig, train_step, VARIANTS)
+    return sgsd.main(argv, __doc__, GRPOConfig, train_step, VARIANTS, shown)
 
 
 if __name__ == "__main__":

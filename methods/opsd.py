@@ -23,7 +23,7 @@ import sgsd
 import skills
 from lib.config import setting
 from lib.problems import Problem
-from lib.run import Run
+from lib.run import Prompt, Run, prompt_ids
 from methods import divergences, groups
 from rollout import Rollout
 from skills import SkillPair
@@ -55,13 +55,22 @@ def with_answer(x: Problem, field: str) -> str:
     return f"{x.problem}\n\n{shown}"
 
 
+def shown(run: Run, x: Problem) -> list[Prompt]:
+    """Both roles' prompts, as `lib.run.Shown` says."""
+    cfg: Any = run.cfg
+    pairs = groups.longest_pairs(run)
+    student = skills.render_skills(pairs, x.problem)
+    teacher = skills.render_skills(pairs, with_answer(x, cfg.teacher_field))
+    return [Prompt(student, cfg.student_prefix), Prompt(teacher, cfg.teacher_prefix)]
+
+
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
 ) -> groups.Losses:
     """The loss of a solution by one teacher, whose prompt has the answer and any skills."""
     cfg: Any = run.cfg
     text = skills.render_skills(pairs_K, with_answer(x, cfg.teacher_field))
-    context = sgsd.prompt_ids(run, text, cfg.teacher_prefix)
+    context = prompt_ids(run, Prompt(text, cfg.teacher_prefix))
 
     def token_losses(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor) -> tuple[Tensor, Tensor]:
         loss_n = divergences.generalized_jsd(s_nV, t_nV, 0.0, clip=cfg.objective_clip)
@@ -77,7 +86,7 @@ train_step = groups.step_fn(losses)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, OPSDConfig, train_step, VARIANTS)
+    return sgsd.main(argv, __doc__, OPSDConfig, train_step, VARIANTS, shown)
 
 
 if __name__ == "__main__":

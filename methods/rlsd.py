@@ -33,7 +33,7 @@ import sgsd
 import skills
 from lib.config import setting
 from lib.problems import Problem
-from lib.run import Run
+from lib.run import Prompt, Run, prompt_ids
 from methods import groups, teachers
 from methods.grpo import grpo_advantages, grpo_loss
 from methods.opsd import with_answer
@@ -110,7 +110,7 @@ def teachers_logprobs(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[Ski
         alpha_K = sgsd.pair_weights(run, pairs_K)
     else:
         text = skills.render_student(with_answer(x, cfg.teacher_field))
-        contexts_K = [sgsd.prompt_ids(run, text, cfg.teacher_prefix)]
+        contexts_K = [prompt_ids(run, Prompt(text, cfg.teacher_prefix))]
         alpha_K, policy = torch.ones(1, device=run.device), teachers.copied(run)
     with policy:
         logpT_KT = scoring.score_teachers(
@@ -118,6 +118,15 @@ def teachers_logprobs(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[Ski
         )
     run.clock.lap("score")
     return alpha_K @ logpT_KT
+
+
+def shown(run: Run, x: Problem) -> list[Prompt]:
+    """The prompts of student and teacher, as `lib.run.Shown` says."""
+    cfg: Any = run.cfg
+    if run.bank:
+        return sgsd.shown(run, x)
+    teacher = skills.render_student(with_answer(x, cfg.teacher_field))
+    return [*sgsd.shown(run, x), Prompt(teacher, cfg.teacher_prefix)]
 
 
 def teacher_share(cfg: Any, step: int) -> float | None:
@@ -130,7 +139,7 @@ train_step = teachers.followed(groups.step_fn(losses, groups.prompt_alone), teac
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, RLSDConfig, train_step, VARIANTS)
+    return sgsd.main(argv, __doc__, RLSDConfig, train_step, VARIANTS, shown)
 
 
 if __name__ == "__main__":

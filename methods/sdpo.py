@@ -30,7 +30,7 @@ import sgsd
 import skills
 from lib.config import GROUPS, setting
 from lib.problems import Problem
-from lib.run import Run
+from lib.run import Prompt, Run, prompt_ids
 from methods import divergences, groups, teachers
 from rollout import THINK, Rollout
 from skills import SkillPair
@@ -121,7 +121,7 @@ def losses(
             yield torch.zeros((), device=run.device), {}, {}
         else:
             text = skills.render_student(with_solution(x.problem, rolls_G[sibling].text))
-            context = sgsd.prompt_ids(run, text, cfg.teacher_prefix)
+            context = prompt_ids(run, Prompt(text, cfg.teacher_prefix))
             yield divergences.distilled(run, roll, context, token_losses, teachers.copied(run))
 
 

@@ -130,7 +130,7 @@ def opened(world_dir, out, kind=config.Config, **changes):
     """A run that is open and has not begun its bank; the handlers of signals stay as they were."""
     cfg = kind(**settings(world_dir, out, **changes))
     load = skills.SkillBank.load
-    with signals_restored(), faked(), Run.open(cfg, load, sgsd.refuse_long_prompts) as run:
+    with signals_restored(), faked(), Run.open(cfg, load, sgsd.shown) as run:
         yield run
 
 
@@ -340,13 +340,13 @@ def make_adapter(path, base, seed=0, rank=4):
     peft.get_peft_model(lm, lora).save_pretrained(path)
 
 
-METHODS = {  # settings, step, other defaults
-    "sgsd": (config.Config, sgsd.train_step, {}),
-    "grpo": (grpo.GRPOConfig, grpo.train_step, grpo.VARIANTS),
-    "opsd": (opsd.OPSDConfig, opsd.train_step, opsd.VARIANTS),
-    "rlsd": (rlsd.RLSDConfig, rlsd.train_step, rlsd.VARIANTS),
-    "sdpo": (sdpo.SDPOConfig, sdpo.train_step, {}),
-    "ablations": (ablations.AblationConfig, ablations.train_step, {}),
+METHODS = {  # settings, step, other defaults, prompts that are known before sampling
+    "sgsd": (config.Config, sgsd.train_step, {}, sgsd.shown),
+    "grpo": (grpo.GRPOConfig, grpo.train_step, grpo.VARIANTS, grpo.shown),
+    "opsd": (opsd.OPSDConfig, opsd.train_step, opsd.VARIANTS, opsd.shown),
+    "rlsd": (rlsd.RLSDConfig, rlsd.train_step, rlsd.VARIANTS, rlsd.shown),
+    "sdpo": (sdpo.SDPOConfig, sdpo.train_step, {}, sgsd.shown),
+    "ablations": (ablations.AblationConfig, ablations.train_step, {}, ablations.shown),
 }
 
 
@@ -354,7 +354,7 @@ def parsed(argv, method="sgsd"):
     """The settings of a command line of sgsd.py, of another method, or of eval.py ("eval")."""
     if method == "eval":
         return command.parse(argv, "", config.EvalConfig)
-    kind, _, variants = METHODS[method]
+    kind, _, variants, _ = METHODS[method]
     return command.parse(argv, "", kind, config.presets_of(kind), variants)
 
 
@@ -362,11 +362,11 @@ def main(argv=None, step_fn=None):
     """A command like sgsd.py's or, after the name of a method, that one's; its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     method = argv.pop(0) if argv and argv[0] in METHODS else "sgsd"
-    kind, own_step, variants = METHODS[method]
+    kind, own_step, variants, shown = METHODS[method]
     not_offered = {config.flag(name) for name in kind.not_offered}  # which argparse would refuse
     argv = [arg for arg in argv if str(arg).partition("=")[0] not in not_offered]
     with signals_restored(), faked():
-        return sgsd.main(argv, "", kind, step_fn or own_step, variants)
+        return sgsd.main(argv, "", kind, step_fn or own_step, variants, shown)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def distances_of(name: str, steps: int, folder: str) -> list[torch.Tensor]:
     vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype=case.engine)
     on_trl.SGSDTrainer = ComparedTrainer
     cfg, load = on_trl.TRLConfig(**given), functools.partial(on_trl.load, words)
-    with on_trl.RunOnTRL.open(cfg, SkillBank.load, sgsd.refuse_long_prompts, load) as run:
+    with on_trl.RunOnTRL.open(cfg, SkillBank.load, sgsd.shown, load) as run:
         trainer = run.trainer
         if not case.is_synchronised:
             trainer.vllm_generation.sync_weights = lambda: None

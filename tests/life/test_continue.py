@@ -17,7 +17,7 @@ import sys
 import driver
 import pytest
 import torch
-from conftest import PROBLEMS, make_bank
+from conftest import make_bank
 from driver import contents, go, killing, refused, rows, small_flags, state, two
 from safetensors.torch import load
 
@@ -198,8 +198,8 @@ def test_a_run_with_nothing_left_to_do_changes_no_file_and_later_steps_use_its_b
 
 def test_a_run_without_more_steps_has_the_weights_of_its_checkpoint(world_dir, killed):
     """As an evolution is still due, which the policy writes."""
-    cfg = driver.parsed(small_flags(world_dir, killed, steps=0))
-    with Run.open(cfg, SkillBank.load, sgsd.refuse_long_prompts) as opened_run:
+    cfg = driver.parsed(small_flags(world_dir, killed, steps=4))
+    with Run.open(cfg, SkillBank.load, sgsd.shown) as opened_run:
         weights = model.trained(opened_run.lm)
         assert any("lora_B" in name and p.any() for name, p in weights.items())
 
@@ -241,7 +241,7 @@ def other(rule, value):
 
 
 def opened(cfg):
-    with Run.open(cfg, SkillBank.load, sgsd.refuse_long_prompts):
+    with Run.open(cfg, SkillBank.load, sgsd.shown):
         pass
 
 
@@ -324,28 +324,41 @@ def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch, c
     assert go(argv, log) == 0 and "changed:" not in log.read_text()
 
 
-def test_a_run_of_1303a2f_goes_on(world_dir, killed, uninterrupted, log, capsys):
-    """Of that commit, with the same settings and problems. It has digests by setting, of the
-    problems without other fields; its code by files; other settings; none of checkpoints."""
+def test_a_setting_that_an_edit_has_added_has_its_default(world_dir, killed, log, capsys):
     about, argv = stored(killed), small_flags(world_dir, killed)
-    asked = [(x["id"], x["problem"], x["answer"], {}) for x in PROBLEMS]
-    about["code"] = {"sgsd.py": "another"}
-    about["settings"] |= {"an_older_one": 3}
-    del about["problems"], about["checkpoint_digests"]
-    del about["settings"]["report_to"], about["settings"]["tau_g"]  # which have their defaults
-    for path in killed.glob("checkpoints/*/digests.json"):
-        path.unlink()
-    for data, more, words in (
-        ("another", [], "--data"),
-        (files.digest(asked), ["--tau-g=2"], "--tau-g 2.0, where the run has 1.0"),
-    ):
-        about["digests"] = {"data": data, "model": "0123"}
-        (killed / "config.json").write_text(json.dumps(about))
-        refused(capsys, driver.main, [*argv, *more], words)
+    del about["settings"]["report_to"], about["settings"]["tau_g"]
+    (killed / "config.json").write_text(json.dumps(about))
+    refused(capsys, driver.main, [*argv, "--tau-g=2"], "--tau-g 2.0, where the run has 1.0")
     assert go(argv, log) == 0, log.read_text()
-    assert stored(killed)["continuations"][0]["changed"][-1].startswith("the code")
-    assert "checkpoint_digests" not in stored(killed)
-    assert_equal(killed, uninterrupted)
+
+
+def test_what_an_older_version_lacks_is_named(world_dir, killed, capsys):
+    about, argv = stored(killed), small_flags(world_dir, killed)
+    (killed / "config.json").write_text(json.dumps({k: about[k] for k in [*about][1:]}))
+    refused(capsys, driver.main, argv, str(killed), "config.json has no id", "another directory")
+    (killed / "config.json").write_text(json.dumps(about))
+    (killed / "checkpoints/step_000004/digests.json").unlink()
+    refused(capsys, driver.main, argv, "step_000004/digests.json", "remove", "step_000003")
+
+
+def test_fewer_steps_than_were_made_and_all_settings_that_differ_are_named(
+    world_dir, killed, capsys
+):
+    before, argv = contents(killed), small_flags(world_dir, killed, steps=2, tau_g=2, eps_a=3)
+    last = f"{killed}/checkpoints/step_000004"
+    words = "--steps 2", "has made 4", "--tau-g 2", "--eps-a 3", f"--adapter {last}", f"{last}/bank"
+    refused(capsys, driver.main, argv, *words)
+    assert contents(killed) == before
+
+
+def test_half_a_bank_of_a_server_and_half_of_generate_is_refused(world_dir, tmp_path, log, capsys):
+    """S27: another server may sample the rest of a first bank, another engine may not."""
+    out = tmp_path / "run"
+    argv = small_flags(world_dir, out)
+    assert go(argv, log, before=killing(Run, "log_rows", 3)) == -signal.SIGKILL
+    url = "--server=http://localhost:9/v1"
+    line = refused(capsys, driver.main, [*argv, url], "--server", "the run has []", "new --out")
+    assert "--adapter" not in line
 
 
 def test_what_a_method_does_not_offer_is_not_compared(world_dir, tmp_path, log):

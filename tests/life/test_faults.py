@@ -148,14 +148,34 @@ def test_numbers_that_are_not_finite_skip_the_step(world_dir, tmp_path):
     assert all(x.isfinite().all() for x in load_file(folders[2] / "trainer.safetensors").values())
 
 
-def test_three_steps_in_a_row_that_are_not_finite_on_one_rank_end_both(world_dir, tmp_path):
-    """In one line. No weight has moved, so nothing is saved."""
-    out = tmp_path / "run"
+def test_the_third_bad_step_in_a_row_is_saved_and_ends_both_ranks_and_the_run_goes_on(
+    world_dir, tmp_path
+):
+    """S34: on one rank the gradient was not finite. The count goes on where the command does."""
+    out, log = tmp_path / "run", tmp_path / "log"
     argv = small_flags(world_dir, out, bank=world_dir / "bank.json", evolve_every=0)
     assert two(argv, tmp_path, breaking({1, 3, 4, 5}, rank=1)) == [2, 2]
     assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1]
-    assert steps_of(out)[1] == [2, 4]
-    assert_one_line(tmp_path / "log0", "three steps", "--learning-rate")
+    assert steps_of(out)[1] == [2, 4, 5]
+    last = out / "checkpoints/step_000005"
+    words = f"--learning-rate --adapter {last} --bank {last}/bank.json".split()
+    assert_one_line(tmp_path / "log0", "last 3 steps", *words)
+    for _ in range(2):  # the last step is bad, too: the run never ends well on it
+        log.unlink(missing_ok=True)
+        assert go(argv, log, breaking({6})) == 2
+        assert_one_line(log, "last 4 steps")
+    assert go([*argv, "--steps=7"], log) == 0
+    assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1, 1, 0]
+
+
+def test_an_evolution_that_is_due_after_a_third_bad_step_comes_with_the_next_command(
+    world_dir, tmp_path
+):
+    out, log = tmp_path / "run", tmp_path / "log"
+    argv = small_flags(world_dir, out, checkpoint_every=9)
+    assert go(argv, log, breaking({1, 2, 3})) == 2
+    assert steps_of(out)[1] == [3] and not (out / "bank/step_000003.json").exists()
+    assert go(argv, log) == 0 and (out / "bank/step_000003.json").exists()
 
 
 def killed_at_3(run, step):

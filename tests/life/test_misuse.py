@@ -8,8 +8,10 @@ test_config.py; a run that may not be continued in test_continue.py.
 import json
 import os
 import pathlib
+import re
 import shutil
 
+import driver
 import pytest
 import torch
 from conftest import save_model
@@ -105,6 +107,57 @@ TOO_LONG = [  # settings, and words of the line
         ["--cold-start-tokens 4090", "context of 4096", "drop the problem p"],
     ),
 ]
+
+
+GREEK = {"id": "greek", "problem": "πόσα " * 60, "answer": "5"}  # 300 characters, 540 tokens
+LATIN = {"id": "latin", "problem": "how many " * 40, "answer": "5"}  # 360 of each
+WITH_BANK = "--bank {w}/bank.json --num-teachers 4"
+SHOWN = [  # a method and its flags
+    "grpo --short",
+    f"grpo --short {WITH_BANK}",
+    f"opsd {WITH_BANK}",
+    "opsd --teacher-field hint",
+    "rlsd --teacher-field hint",
+    f"rlsd {WITH_BANK}",
+    f"ablations {WITH_BANK}",
+    f"ablations {WITH_BANK} --answer-pi --teacher-field hint",
+]
+
+
+def tokens_of_refused(capsys, argv, room, *words):
+    """How many tokens the prompt has that is longer than this room."""
+    line = refused(capsys, driver.main, [*argv, f"--max-prompt-tokens={room}"], *words)
+    return int(re.search(r"has (\d+) tokens", line)[1])
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_the_longest_prompt_of_a_method_is_known_at_the_start(command, world_dir, tmp_path, capsys):
+    """In tokens, not in characters: the student's and the teacher's. Else nothing is written."""
+    data, out = tmp_path / "data.jsonl", tmp_path / "run"
+    rows_of_data = [GREEK | {"hint": "count " * 100}, LATIN | {"hint": "none"}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows_of_data))
+    argv = command.format(w=world_dir).split()
+    argv += [f"--data={data}", f"--out={out}", "--steps=1", "--batch-size=2", "--device=cpu"]
+    argv += [f"--model={world_dir}/model", "--max-new-tokens=4", "--verifier=driver:UnevenVerifier"]
+    argv += [f"--encoder={world_dir}/encoder"]
+    longest = tokens_of_refused(capsys, argv, 100, "problem greek")
+    if "grpo" not in command:  # whose roles have one prompt
+        longest = tokens_of_refused(capsys, argv, longest, "problem greek")
+    tokens_of_refused(capsys, argv, longest - 1, "problem greek")
+    assert not contents(out)
+    completes(driver.main, [*argv, f"--max-prompt-tokens={longest}"])
+
+
+def test_a_sibling_that_is_too_long_ends_in_its_step_with_a_way_out(world_dir, tmp_path, capsys):
+    """SDPO's teacher shows a solution, which is not known before."""
+    out, changes = tmp_path / "run", {"bank": "", "verifier": "driver:UnevenVerifier"}
+    changes |= {"batch_size": 12, "checkpoint_every": 1}
+    argv = ["sdpo", *flags(world_dir, out, **changes)]
+    room = tokens_of_refused(capsys, argv, 10) + 5
+    tokens_of_refused(capsys, argv, room, "problem p", "in a new --out")
+    completes(driver.main, [*argv, "--steps=1"])
+    last = f"{out}/checkpoints/step_000001"
+    tokens_of_refused(capsys, argv, room, "problem p", f"in a new --out with --adapter {last}")
 
 
 def test_a_prompt_that_does_not_fit_is_one_line_before_the_start(world_dir, tmp_path, refusal):

@@ -156,7 +156,7 @@ PATHS = ["/no/such", "./no", "../no", "~/no", "lib/nope", "README.md"]
 def test_the_hub_is_asked_once_and_for_no_path_and_without_it_the_cache_serves(monkeypatch):
     asked = []
 
-    def model_info(self, name):
+    def model_info(self, name, timeout):
         asked.append(name)
         raise ConnectionError("no network")
 
@@ -169,6 +169,22 @@ def test_the_hub_is_asked_once_and_for_no_path_and_without_it_the_cache_serves(m
     assert asked == ["no/such"] and constants.HF_HUB_OFFLINE
     one_line(lambda: load_encoder("no/such", "cpu"), "encoder no/such", "offline")
     one_line(lambda: lora_of("no/such"), "adapter no/such", "adapter_config.json")
+
+
+def test_a_late_answer_of_the_hub_does_not_make_the_process_offline(monkeypatch):
+    """It may be for a policy, and then the encoder is not in the cache."""
+
+    class ReadTimeout(Exception):
+        """By this name, whichever library asks."""
+
+    def model_info(self, name, timeout):
+        raise ReadTimeout
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ValueError, match="no/such"):
+        load("no/such")
+    assert not constants.HF_HUB_OFFLINE
 
 
 LONG_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}

@@ -1,4 +1,4 @@
-"""The report against the logs, by other arithmetic; its table; --explain; a browser."""
+"""The report against the logs, by other arithmetic; its table; a browser."""
 
 import html
 import itertools
@@ -15,12 +15,11 @@ from driver import completes, refused, rows, write_rows
 
 import skills
 from extras import report
-from lib import files, model
+from lib import files
 
 SCRIPT = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'
 RUN = {"bank": "", "cold_start": 8, "evolve_every": 2, "steps": 6, "max_new_items": 2, "eps_a": 0.4}
 FATES = {1: "distilled", -1: "reversed", 0: "ignored"}
-QUESTION = ["--explain", "What is 2 plus 5?", "--answer", "7"]
 
 
 @pytest.fixture(scope="module")
@@ -263,49 +262,6 @@ def test_checkpoints_with_all_weights_are_their_own_bases(tmp_path):
         evaluated(run / "eval" / name, avg, **{"the base's files": name})
     points = report.collect(run)["evals"]
     assert [(x["step"], x["avg"]) for x in points] == [(0, 0.5), (5, 0.6), (10, 0.7)]
-
-
-def test_explain_takes_draws_of_one_problem_through_the_method(world_dir, out, tmp_path, capsys):
-    """Under the run's settings, its last bank and its last adapter, also while the run trains: it
-    stays as it was."""
-    run = shutil.copytree(out, tmp_path / "run")
-    before = driver.contents(run)
-    with files.locked(run):  # as a command that trains does
-        completes(report.main, [run, *QUESTION, "--draws", "2"])
-    assert driver.contents(run) == before
-    printed = capsys.readouterr().out
-    (folder,) = tmp_path.glob("run-explain-*")
-    data = report.collect(folder)
-    assert str(folder) in printed.splitlines()[0] and (folder / "report.html").exists()
-    for words in ("0 of 2", "adapter of step 6", "first wrong one, draw 1:"):
-        assert words in printed
-    assert data["explained"] and not report.collect(run)["explained"]
-    row, other = rows(folder / "rollouts.jsonl")
-    assert row["completion_ids"] != other["completion_ids"]
-    for teacher in data["rollouts"][0]["teachers"]:
-        assert f"{abs(teacher['a']):.4f} nats" in printed and teacher["skill"][1] in printed
-    embed = model.load_encoder(str(world_dir / "encoder"), "cpu")
-    bank = skills.SkillBank.load(run / "bank/step_000006.json")  # step 6 used that of step 4
-    pairs = bank.retrieve("What is 2 plus 5?", 3, embed)
-    assert row["pairs"] == [[x.skill["skill_id"], x.mistake["mistake_id"]] for x in pairs]
-
-
-def test_what_explain_refuses(out, tmp_path, capsys):
-    bare, of_grpo = tmp_path / "bare", write_run(tmp_path / "grpo")
-    bare.mkdir()
-    shutil.copy(out / "config.json", bare)
-    about = files.read_json(of_grpo / "config.json")
-    files.write_json(of_grpo / "config.json", about | {"program": "methods.grpo"})
-    for argv, words in (
-        ([out, *QUESTION[:2]], "--answer"),
-        ([out, *QUESTION[2:]], "--explain"),
-        ([out, bare, *QUESTION], "--explain"),
-        ([bare, *QUESTION], f"{bare} has no bank"),
-        ([of_grpo, *QUESTION], "methods.grpo"),
-        ([out, *QUESTION, "--draws", "0"], "--draws 0"),
-    ):
-        refused(capsys, report.main, argv, words)
-    assert not [*tmp_path.glob("*explain*")]
 
 
 PROBE = """<script>

@@ -143,17 +143,6 @@ def test_five_steps_without_a_decided_teacher_name_the_supports_beside_the_thres
         assert not any(said(*[0.5] * 10, **ignored | other))
 
 
-def test_a_mean_success_below_half_of_the_best_is_said_once():
-    """The best ten are steps 3 to 12; five steps later the mean is half of theirs, then less."""
-    successes = [0.2] * 2 + [0.8] * 10 + [0.0] * 5
-    assert not any(said(*successes))
-    lines = said(*successes, 0.0, 0.0, 0.8, *[0.0] * 20)
-    assert [i for i, x in enumerate(lines, 1) if x] == [18]
-    assert all(word in lines[17][0] for word in ("0.32", "0.80", "3 to 12"))
-    few = [0.09] * 10 + [0.03] * 10  # of 32 solutions three are right, or one, as chance has it
-    assert not any(said(*few)) and any(said(*few, *[0.0] * 10))
-
-
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
 def test_a_tracker_gets_every_metric_by_its_name(name, tmp_path, monkeypatch):
     """A stand-in for its client notes how it starts and what it gets. A continued run goes on."""

@@ -257,8 +257,8 @@ def test_after_the_first_bank_steps_and_evolutions_ask_no_server(writing, world_
     assert {path for path, _ in writing.calls} == {"/v1/completions"}
 
 
-def test_a_run_that_has_its_bank_goes_on_without_its_server(engine, world_dir, tmp_path):
-    """Nor does one need it that is given a bank."""
+def test_a_run_that_has_its_bank_goes_on_without_its_server(engine, world_dir, tmp_path, capsys):
+    """Nor does one need it that is given a bank. A line says so."""
     out, changes = tmp_path / "run", {"evolve_every": 0}
     completes(driver.main, small_flags(world_dir, out, steps=1, server=engine.url, **changes))
     assert len(engine.bodies()) == 8
@@ -267,6 +267,7 @@ def test_a_run_that_has_its_bank_goes_on_without_its_server(engine, world_dir, t
         flags(world_dir, tmp_path / "given", steps=1, server=DEAD),
     ):
         completes(driver.main, more)
+        assert "nothing asks it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])

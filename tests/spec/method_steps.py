@@ -37,7 +37,7 @@ def one_step(world_dir, out, method="ablations", **changes):
     Clip and threshold bite on random gaps. A copied teacher is the base.
     """
     name, _, skilled = method.partition("+")
-    kind, step_fn, variants = driver.METHODS[name]
+    kind, step_fn, variants, _ = driver.METHODS[name]
     given = {"c_delta": 0.3, "eps_a": 0.17, "audit_every": 1, "grad_clip": 1e9}
     if name != "ablations":
         given |= {"max_new_tokens": 12, **(variants["bank"] if skilled else {"bank": ""})}

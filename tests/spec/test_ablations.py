@@ -18,8 +18,11 @@ from driver import completes, flags, refused, rows
 from method_steps import assert_gradients, logprobs_of, one_step, perturb
 
 import rollout
+import scoring
+import sgsd
 import skills
 from lib import model
+from lib.config import Config
 from methods import ablations, divergences, grpo, rlsd
 from methods.ablations import AblationConfig
 
@@ -37,6 +40,27 @@ def test_with_default_settings_a_run_equals_sgsds_own_bit_for_bit(world_dir, tmp
     for row in rows(outs[0] / "rollouts.jsonl"):
         of_all |= {*row["rho"]}
     assert of_all == {-1, 0, 1}
+
+
+def test_an_infinite_gap_on_a_masked_token_counts_as_little_as_in_sgsd(
+    world_dir, tmp_path, monkeypatch, tokenizer
+):
+    """It is masked before the gate, whose gradient there would be NaN."""
+    masked_ids = [*model.masked_token_ids(tokenizer), 265]
+    score, masked = scoring.score_teachers, []
+
+    def infinite(lm, contexts_K, ids_T, *rest):
+        masked_T = torch.isin(torch.tensor(ids_T), torch.tensor(masked_ids))
+        masked.append(masked_T.any())
+        return score(lm, contexts_K, ids_T, *rest).masked_fill(masked_T, -torch.inf)
+
+    monkeypatch.setattr(scoring, "score_teachers", infinite)
+    runs = []
+    for kind, step_fn in ((Config, sgsd.train_step), (AblationConfig, ablations.train_step)):
+        out = tmp_path / kind.__name__
+        runs.append(driver.train(world_dir, out, step_fn, kind, steps=1, audit_every=0))
+    norms = [run.metrics[0]["grad_norm"] for run in runs]
+    assert any(masked) and norms[0] == norms[1] > 0
 
 
 def test_generalized_jsd():

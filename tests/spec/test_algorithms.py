@@ -349,6 +349,7 @@ def test_alg2_line_15_both_lists_are_merged_side_by_side():
     assert [x["output_items"] for x in skill_layers] == [4, 3, 2, 2] and not table.lines
     assert [x["output_items"] for x in mistake_layers] == [3, 2, 2]
     assert [x["lost_replies"] for x in skill_layers] == [1, 0, 0, 0]
+    assert bank.metadata["lost_replies"] == 1
 
 
 # ------------------------------------------------------------------------ Algorithm 4: evolution
@@ -481,6 +482,14 @@ def test_an_evolution_leaves_its_record_and_without_a_readable_reply_every_entry
     updates = [record(25, 0.5, dynamic=(4, 3), **some)]
     updates.append(record(50, 0.25, lost=4, dynamic=(4, 3), **none))
     assert twice.metadata == {"source": "made in a test", "updates": updates}
+
+
+def test_the_merges_of_an_evolution_that_cannot_be_read_count_as_lost():
+    """Of the new skills a and b, and then with the dynamic one: two replies each (D4)."""
+    table = Table("+1 > ab, -0 > C", "ab > ?", "ab > ?", "oab > ?, QC > QC", "oab > ?")
+    bank = skills.evolve(with_dynamic("o", "Q"), window(1, 1), 25, table)
+    (update,) = bank.metadata["updates"]
+    assert update["lost_replies"] == 2 and "2 replies lost" in skills.describe(bank)
 
 
 def test_no_copy_of_a_static_entry_becomes_a_dynamic_one():

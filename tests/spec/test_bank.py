@@ -118,6 +118,15 @@ def test_the_released_banks_come_back_byte_for_byte(path, tmp_path):
     assert (tmp_path / "b.json").read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [{"lost_replies": 0}, {"updates": [{"lost_replies": 1, "success": 0.5}]}, {"updates": [{}]}],
+)
+def test_a_bank_with_metadata_of_another_program_is_described_by_its_sizes(metadata):
+    bank = SkillBank([SKILL], [MISTAKE], metadata)
+    assert skills.describe(bank) == "bank: 1 skills and 1 mistakes"
+
+
 ROW = {"problem_id": "a", "problem": "What?", "text": "", "r": 1, "pred": None, "gold": "2"}
 WRONG = [
     (None, "cannot be read"),

@@ -11,6 +11,7 @@ import shutil
 import driver
 import pytest
 import torch
+from conftest import save_model
 from driver import flags, opened, rows
 
 import rollout
@@ -86,10 +87,34 @@ def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_
         assert [row["step"] for row in rows(run.out / "bank/replies.jsonl")] == [0] * 5 + [25] * 6
 
 
+def test_a_reply_gets_what_the_context_leaves_and_a_prompt_left_little_is_not_asked(
+    world_dir, tmp_path, capsys
+):
+    """By default a reply may be a quarter longer than its prompt (D4)."""
+    place = str(save_model(tmp_path / "model", max_position_embeddings=900))
+    with opened(world_dir, tmp_path / "run", model=place, reply_tokens=100) as run:
+        decode, asked = run.stream, []
+
+        def stream(jobs, sampling, rows):
+            asked.extend((len(job.prompt) + job.left, job.left) for job in jobs)
+            return decode(jobs, sampling, rows)
+
+        run.stream = stream
+        prompts = ["a" * 50, "b" * 700, "c" * 860]
+        replies = policy_as_writer(run, 0)(prompts)
+    assert replies[0] and replies[1] and replies[2] == ""
+    (_, left), (end, _) = asked
+    assert left == 100 and end == 900
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "not asked" in x]
+    for words in ("1 of 3", "900", "--merge-group-size"):
+        assert words in line
+    assert [row["reply"] for row in rows(tmp_path / "run/bank/replies.jsonl")] == replies
+
+
 def with_the_policy_as_writer(argv):
     """A process that makes a bank. The random model's own replies give no entry."""
     cfg = driver.parsed(argv)
-    with Run.open(cfg, skills.SkillBank.load, sgsd.refuse_long_prompts) as run:
+    with Run.open(cfg, skills.SkillBank.load, sgsd.shown) as run:
         run.bank = sgsd.make_bank(run)
         run.save_bank()
     return 0

@@ -162,7 +162,7 @@ class Saved:
 @pytest.mark.parametrize("method", ["sgsd", "ablations", "grpo", "opsd", "sdpo", "rlsd"])
 def test_no_graph_lives_while_the_next_rollout_is_scored(method, world_dir, tmp_path, monkeypatch):
     """Also where all teachers are ignored, so that no backward pass frees it."""
-    kind, step_fn, _ = driver.METHODS[method]
+    kind, step_fn, *_ = driver.METHODS[method]
     changes = {"eps_a": 1e9} if method in ("sgsd", "ablations") else {"bank": ""}
     changes |= {"verifier": "driver:UnevenVerifier", "max_new_tokens": 8}
     alive = []
