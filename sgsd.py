@@ -54,8 +54,8 @@ Fixed choices, not settings, and the function that makes each. What the model re
 
 What the gradient depends on besides:
 
-    order       a new permutation in each epoch, by the seed (0); a minibatch may span two epochs:
-                lib.problems.minibatch
+    order       a new permutation in each epoch, by the seed (0); a minibatch may span several
+                epochs: lib.problems.minibatch
     encoder     Qwen3-Embedding-0.6B in fp32, with its own pooling, without an instruction:
                 lib.model.load_encoder
     base        bf16 on a GPU, fp32 on a CPU (S22): lib.model.load_model
@@ -151,7 +151,7 @@ def token_mask(ids_T: Sequence[int] | Tensor, masked_ids: Collection[int]) -> Te
 
 
 def unmasked(x_KT: Tensor, mask_T: Tensor) -> Tensor:
-    """x_t where m_t = 1, and 0 elsewhere, so that a masked inf or nan counts nowhere. [K, T]."""
+    """x_t where m_t = 1, else 0, so that a masked inf or nan has no part in the loss. [K, T]."""
     return torch.where(mask_T.bool(), x_KT, 0)
 
 
@@ -190,7 +190,8 @@ def gated_loss(delta: Tensor, tau_g: float) -> Tensor:
     """l_gate = log 2 - log(1 + exp(-delta^2 / (2 tau_g))) (Eq. 14, §2.5), elementwise.
 
     In [0, log 2]. Written as -log1p(expm1(z) / 2) with z = -delta^2 / (2 tau_g): the same number
-    without cancellation near 0.
+    without cancellation near 0. In fp32 and with tau_g = 1 its slope errs by 1% at a gap of 5, and
+    is 0 from 5.8 on, where the true one is 3e-7.
     """
     return -torch.log1p(torch.expm1(-(delta**2) / (2 * tau_g)) / 2)
 
@@ -242,7 +243,7 @@ def loss_of(
     return loss, numbers
 
 
-# What follows is for the logs and the tests: no gradient flows through it.
+# What follows is for the logs and the tests: the loss does not depend on it.
 
 
 def plain_support(delta_KT: Tensor) -> Tensor:

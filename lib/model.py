@@ -260,9 +260,9 @@ def with_adapters(model, rank: int, alpha: int, checkpoint_above: int = 2048):
 
     The adapters are fp32: bf16 would lose a step of 5e-6 (S22). A pass with a gradient over more
     than `checkpoint_above` tokens recomputes activations when it goes back, and keeps them
-    otherwise, which is about 1.3 times faster; memory then grows with the tokens: about 5 MB each
-    for Qwen3-1.7B in bf16 (28 layers, per layer some 50,000 bf16 numbers and 18,000 in fp32 before
-    the adapters), so 10 GB for 2,048. The gradient is the same.
+    otherwise (S36), which is about 1.3 times faster; memory then grows with the tokens: about 5 MB
+    each for Qwen3-1.7B in bf16 (28 layers, per layer some 50,000 bf16 numbers and 18,000 in fp32
+    before the adapters), so 10 GB for 2,048. The gradient is the same.
     Raises ValueError for a mixture of experts, of which adapters would reach a part, for Mamba
     layers, whose kernels read weights past an adapter, and where PEFT refuses the model.
     """

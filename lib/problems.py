@@ -273,7 +273,7 @@ def minibatch(
 ) -> list[tuple[Problem, int]]:
     """The global batch of a step: a function of seed and step alone, whatever the world size.
 
-    Each epoch is a permutation of the data, and a batch may span two of them. step: from 1.
+    Each epoch is a permutation of the data, and a batch may span several. step: from 1.
     Returns batch_size pairs (problem, epoch). The epoch numbers a problem's samples, so that no
     problem is sampled twice with the same draws.
     """

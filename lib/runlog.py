@@ -104,7 +104,8 @@ def summarize(
 
     records: the rows of rollouts.jsonl of all ranks, at least one. norm: of the gradient, before
     clipping; a step whose norm is not finite counts as skipped. seconds: by part. gb: peak memory.
-    A mean over nothing is left out. A row of a method without teachers has no numbers of theirs.
+    A mean support over no teachers is left out; shares and other means over nothing are 0. A row of
+    a method without teachers has no numbers of theirs.
     """
     total = len(records)
     metrics: dict[str, Any] = {

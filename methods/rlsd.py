@@ -7,8 +7,8 @@
     python -m methods.rlsd --bank bank.json --out runs/rlsd_k  SGSD's K teachers in its place
 
 The verdicts say which way a solution is pushed; the teacher only says how the push is shared among
-its tokens. lam falls from 0.5 to 0 within 60 steps, and then this is GRPO. The teacher is a copy of
-the policy that is renewed every 20 steps.
+its tokens. lam = 0.5 (1 - step / 60); from step 60 on it is 0, and then this is GRPO. The teacher
+is a copy of the policy that is renewed every 20 steps.
 
 Source: arXiv 2604.03128, github.com/iie-ycx/RLSD at 93e46f7. Ours departs: sampling, gradient bound
 and optimizer are SGSD's, and one step per batch leaves no ratio to clip (S31); the loss is a mean
@@ -51,7 +51,7 @@ class RLSDConfig(groups.GroupConfig):
     out: str = "runs/rlsd"
     teacher_prefix: str = "closed"
     weighting: float = setting(
-        0.5, "lam in the first step: how much the weights count", least=0, most=1
+        0.5, "lam before the first step: how much the weights count", least=0, most=1
     )
     weighting_steps: int = setting(60, "steps within which lam falls to 0")
     teacher_period: int = setting(20, "copy the policy to the teacher every N steps")
