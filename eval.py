@@ -464,8 +464,15 @@ def figures(
 
 
 def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
-    """The interval of a figure in percent, "none" for a few problems or equal scores."""
+    """The interval of a figure in percent, "none" for a few problems or equal scores.
+
+    Where all samples are wrong, or all right, it is the rule of three: the true rate is at most 3/n
+    with n problems, or at least 1 - 3/n.
+    """
     low, high = row[f"{name}_low"], row[f"{name}_high"]
+    if name == "avg" and row[name] in (0, 1):
+        most = min(1.0, 3 / row["problems"])
+        return f"at least {1 - most:.0%}" if row[name] else f"at most {most:.0%}"
     return "none" if low is None else f"{low:{sign}.1%} to {high:{sign}.1%}"
 
 

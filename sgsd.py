@@ -442,8 +442,8 @@ def record(
 
     index: its place among all rollouts of the step.
     """
-    row = runlog.rollout_row(step, index, pairs_K, roll, result, run.cfg.c_delta)
-    row["reward"] = float(reward(roll))
+    r = reward(roll)
+    row = runlog.rollout_row(step, index, pairs_K, roll, r, result, run.cfg.c_delta)
     every = run.cfg.audit_every
     if every and (step == 1 or step % every == 0):
         row["audit"] = runlog.token_row(step, index, roll, result, run.tokenizer)

@@ -17,6 +17,7 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ import skills
 from eval import interval
 from extras import compare
 from extras.compare import Evaluated
-from lib import command, files, runlog
+from lib import command, config, files, runlog
 
 SHOWN = 8  # of the audited rollouts of each step, on the page
 WINDOW_PROBLEMS = 100  # of the steps that are taken together as a run's first, and as its last
+
+OF_TEACHER = ("rho", "a", "a_plain", "alpha", "losses")  # numbers of a row, one for each teacher
 
 Banks = dict[int, skills.SkillBank]  # by the step after which each came into use, oldest first
 Ledger = dict[tuple[str, str], dict]  # by kind and id
@@ -71,6 +74,8 @@ def load_banks(run: pathlib.Path) -> Banks:
 
 def about(run: pathlib.Path) -> dict[str, Any]:
     """A run's config.json; ValueError where there is none."""
+    if not run.is_dir():
+        raise ValueError(f"{run}: no such folder; give a run such as runs/sgsd")
     read = files.read_json(run / "config.json")
     if "settings" not in read:
         raise ValueError(f"{run}: its config.json is no run's; give a run such as runs/sgsd")
@@ -98,9 +103,9 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
                 row["last"] = step
     for roll in rollouts:
         outcome = "success" if roll["r"] > 0 else "failure"
-        # A baseline's pairs need not teach.
-        has_teachers = len(roll.get("rho", [])) == len(roll["pairs"])
-        is_compared = has_teachers and len(roll["pairs"]) > 1
+        # A baseline's pairs need not teach, and a method may have other numbers of its teachers.
+        is_decided = len(roll.get("rho", [])) == len(roll["pairs"])
+        is_compared = len(roll.get("a", [])) == len(roll["pairs"]) > 1
         mean = statistics.fmean(roll["a"]) if is_compared else math.nan
         for k, pair in enumerate(roll["pairs"]):
             for key in zip(skills.IDS, pair):
@@ -108,7 +113,7 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
                     used = f"step {roll['step']} used {key[1]}, which no version of the bank has"
                     raise ValueError(f"{used}; are files of bank/ missing?")
                 rows[key]["retrieved"] += 1
-                if has_teachers:
+                if is_decided:
                     rows[key][runlog.FATE[roll["rho"][k]]][outcome] += 1
                 if math.isfinite(mean):  # a skipped step may have supports of NaN
                     values = centred.setdefault(key, {"success": [], "failure": []})
@@ -224,13 +229,16 @@ def sentence(a: float, rho: int, r: int) -> str:
     return f"{stance} a {'success' if r > 0 else 'failure'}: {runlog.FATE[rho]}"
 
 
-def teachers(row: dict, rows: Ledger) -> list[dict]:
-    """The teachers of a rollout with their decisions, for the page."""
+def teachers(row: dict, tokens: dict, rows: Ledger) -> list[dict]:
+    """The teachers of a rollout for the page, each with the numbers that its method logs."""
+    logged = {name: row[name] for name in OF_TEACHER if row.get(name)}
+    count = max(map(len, [*logged.values(), tokens.get("delta", []), tokens.get("credit", [])]))
     of_rollout = []
-    for k, rho in enumerate(row.get("rho", [])):
-        teacher = {"rho": rho, "says": sentence(row["a"][k], rho, row["r"]), "s_g": None}
-        teacher |= {name: number(row[name][k]) for name in ("alpha", "a_plain", "a", "losses")}
-        if len(row["pairs"]) == len(row["rho"]):
+    for k in range(count):
+        teacher: dict[str, Any] = {name: number(of_K[k]) for name, of_K in logged.items()}
+        if "rho" in teacher and "a" in teacher:
+            teacher["says"] = sentence(teacher["a"] or 0.0, teacher["rho"], row["r"])
+        if len(row["pairs"]) == count:
             teacher |= {name: number(row[name][k]) for name in ("s_g", "s_e")}
             for name, kind, id_ in zip(("skill", "mistake"), skills.IDS, row["pairs"][k]):
                 teacher[name] = named(rows[kind, id_])
@@ -243,7 +251,7 @@ def gate_view(row: dict, tokens: dict, rows: Ledger) -> dict:
 
     row, tokens: its lines in rollouts.jsonl and tokens.jsonl.
     """
-    view = {"loss": number(row["loss"]), "teachers": teachers(row, rows)}
+    view = {"loss": number(row["loss"]), "teachers": teachers(row, tokens, rows)}
     for name in ("step", "index", "problem_id", "problem", "gold", "pred", "r", "truncated"):
         view[name] = row[name]
     view |= {"text": tokens["text"], "mask": tokens.get("mask", [1] * len(tokens["text"]))}
@@ -392,7 +400,7 @@ def points_of(run: pathlib.Path) -> list[dict]:
 def collect(run: pathlib.Path) -> dict:
     """The page's data of a run. Writes its ledger.json. ValueError where there is no run."""
     record = about(run)
-    settings = record["settings"]
+    settings = asdict(config.Config()) | record["settings"]
     # A run that is still going writes a step's metrics first, then rollouts, then tokens.
     tokens, rollouts, metrics = (
         list(files.read_jsonl(run / f"{name}.jsonl")) for name in reversed(runlog.LOGS)
@@ -411,6 +419,7 @@ def collect(run: pathlib.Path) -> dict:
         if row and line["index"] < SHOWN:
             views.append(gate_view(row, line, by_id))
     x, tau_g, eps_a = torch.linspace(-6, 6, 121), settings["tau_g"], settings["eps_a"]
+    has_gate = "tau_g" in record["settings"]
     gate = [x, sgsd.gated_loss(x, tau_g), sgsd.gate_grad(x, tau_g)]
     noise = float(sgsd.gate_grad(torch.tensor(eps_a, dtype=torch.float64), tau_g))
     # The run's and not a rollout's. A credit's are those of a rollout with one unmasked token.
@@ -428,9 +437,9 @@ def collect(run: pathlib.Path) -> dict:
         "memories": trace_sources(by_id, memories(run, rollouts)),
         "ledger": [*by_id.values()],
         "history": history(banks, by_id),
-        "taught": any(row.get("rho") for row in rollouts),  # whether any rollout had a teacher
+        "taught": any(row.get("rho") or row.get("first_gap") for row in rollouts),  # by a teacher
         "bounds": bounds,
-        "gate": [[number(y) for y in curve.tolist()] for curve in gate],
+        "gate": [[number(y) for y in curve.tolist()] for curve in gate if has_gate],
     }
 
 
@@ -450,7 +459,7 @@ def dump(obj: object) -> str:
 
 def rank(view: dict) -> tuple[int, int]:
     """How many fates a rollout's teachers have, and how many teachers are not ignored."""
-    rho_K = [teacher["rho"] for teacher in view["teachers"]]
+    rho_K = [teacher.get("rho", 0) for teacher in view["teachers"]]
     return len({*rho_K}), sum(map(abs, rho_K))
 
 
@@ -474,9 +483,10 @@ def print_runs(data: list[dict]) -> None:
     for run in data:
         print(f"{run['name']}\n{in_columns(run['summary'])}\n")
         view = run["rollouts"][run["opens"]] if run["rollouts"] else {"teachers": []}
-        if view["teachers"]:
+        decided = [teacher for teacher in view["teachers"] if "says" in teacher]
+        if decided:
             print(f"One audited solution, of step {view['step']}:")
-            largest = max(view["teachers"], key=lambda x: abs(x["a"]))
+            largest = max(decided, key=lambda x: abs(x["a"]))
             print(in_words(view, run["settings"]["eps_a"], [largest]), end="\n\n")
 
 

@@ -53,7 +53,7 @@ def one_line_errors(program: str, *kinds: type[Exception]) -> Iterator[None]:
             hint = "; free space"
         if kinds == LATER and isinstance(e, OSError):
             hint += "; run the same command to continue"
-        fail(program, f"{e}{hint}")
+        fail(program, "; ".join([str(e), *getattr(e, "__notes__", [])]) + hint)
 
 
 class Signals:

@@ -452,12 +452,13 @@ def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
 
 def record_of(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
     """A new run's config.json: where it comes from, and what a command must share to go on."""
+    settings = {name: x for name, x in asdict(cfg).items() if name not in cfg.not_offered}
     return {
         "id": uuid.uuid4().hex[:12],
         **runlog.provenance(),
         "continuations": [],
         "program": cfg.program,
-        "settings": json.loads(json.dumps(asdict(cfg))),  # tuples become lists
+        "settings": json.loads(json.dumps(settings)),  # tuples become lists
         # With all their fields: a verifier or a teacher may read them.
         "problems": files.digest([(x.id, x.problem, x.answer, x.extra) for x in data]),
         "code": code_of(cfg),
@@ -488,11 +489,11 @@ def go_on(cfg: Config, start: Start) -> bool:
     checkpoints, settings = files.by_step(out / "checkpoints"), saved["settings"]
     start.step = max(checkpoints, default=0)
     made = max((step for step, _ in files.steps_of(out / "metrics.jsonl")), default=0)
-    made_its_bank = first.exists() and not settings["bank"]
+    made_its_bank = first.exists() and not settings.get("bank")
     memories = [*files.read_jsonl(out / "bank/memories.jsonl")]
     has_begun = bool(start.step or made or made_its_bank or memories)
     free = {*FREE, *cfg.free}
-    if memories and not first.exists() and not (cfg.server and settings["server"]):
+    if memories and not first.exists() and not (cfg.server and settings.get("server")):
         free.remove("server")  # nor can another engine sample the rest of the first bank (S27)
     try:
         start.record = continued(cfg, saved, start, free)

@@ -26,6 +26,7 @@ CAUSES = {  # why no solution was right: what all solutions were, and what to do
     "no_answer": "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier",
 }
 NONE_RIGHT = "compare `pred` and `gold` in rollouts.jsonl, and see --answer-field and --verifier"
+NUMBERS_OF_ROW = "index step r reward loss unmasked clipped".split()  # of every method
 LOGS = ("metrics", "rollouts", "tokens")  # the .jsonl files of a run
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
@@ -58,24 +59,39 @@ def memory_gb(device: torch.device) -> float:
 
 
 def rollout_row(
-    step: int, index: int, pairs_K: Sequence[Any], roll: Any, result: Any, c_delta: float
+    step: int,
+    index: int,
+    pairs_K: Sequence[Any],
+    roll: Any,
+    reward: float,
+    result: Any,
+    c_delta: float,
 ) -> dict[str, Any]:
     """One rollout's line in rollouts.jsonl.
 
     index: its place in the global batch. pairs_K: its `SkillPair`s. result: its loss, .numbers and
-    .token_numbers; where these have teachers' gaps, the line has counts of them. c_delta: the bound
-    beyond which a gap counts as clipped.
+    .token_numbers; where these have gaps `delta`, the line has counts of them, and without a `mask`
+    every token counts. c_delta: the bound beyond which a gap counts as clipped.
+    ValueError as `joined` raises it.
     """
-    row = {"index": index, "step": step, **asdict(roll)}
+    row = {"index": index, "step": step, **asdict(roll), "reward": float(reward)}
     row["pairs"] = [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K]
     row["s_g"] = [pair.s_g for pair in pairs_K]
     row["s_e"] = [pair.s_e for pair in pairs_K]
-    numbers = {**result.numbers, "loss": result.loss.detach()}
+    numbers = {"loss": result.loss.detach()}
     if "delta" in result.token_numbers:
-        delta_KT, unmasked_T = result.token_numbers["delta"], result.token_numbers["mask"].bool()
-        numbers["unmasked"] = unmasked_T.sum()
-        numbers["clipped"] = (delta_KT[:, unmasked_T].abs() > c_delta).sum()
+        delta_KT = result.token_numbers["delta"]
+        mask_T = result.token_numbers.get("mask", torch.ones_like(delta_KT[0])).bool()
+        numbers["unmasked"] = mask_T.sum()
+        numbers["clipped"] = (delta_KT[:, mask_T].abs() > c_delta).sum()
         numbers["first_gap"] = delta_KT[:, 0]
+    return joined(joined(row, numbers), result.numbers)
+
+
+def joined(row: dict[str, Any], numbers: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A row with more numbers. ValueError for a name that the row has already."""
+    for name in [name for name in numbers if name in row]:
+        raise ValueError(f"{name!r}: a log has another number of this name; rename the method's")
     return row | {name: x.tolist() for name, x in numbers.items()}
 
 
@@ -86,7 +102,7 @@ def token_row(step: int, index: int, roll: Any, result: Any, tokenizer: Any) -> 
     """
     row = {"step": step, "index": index, "problem_id": roll.problem_id}
     row["text"] = tokenizer.batch_decode([[i] for i in roll.completion_ids])
-    return row | {name: x.tolist() for name, x in result.token_numbers.items()}
+    return joined(row, result.token_numbers)
 
 
 # ------------------------------------------------------------------------------------------ steps
@@ -105,7 +121,8 @@ def summarize(
     records: the rows of rollouts.jsonl of all ranks, at least one. norm: of the gradient, before
     clipping; a step whose norm is not finite counts as skipped. seconds: by part. gb: peak memory.
     A mean support over no teachers is left out; shares and other means over nothing are 0. A row of
-    a method without teachers has no numbers of theirs.
+    a method without teachers has no numbers of theirs. A number of the method's own is a mean over
+    the rows that have it. ValueError as `joined` raises it.
     """
     total = len(records)
     metrics: dict[str, Any] = {
@@ -114,16 +131,16 @@ def summarize(
         "success": sum(row["r"] > 0 for row in records) / total,
         "truncated": sum(row["truncated"] for row in records) / total,
         "no_answer": sum(row["pred"] is None for row in records) / total,
-        "no_teachers": sum(not row.get("rho") for row in records),
+        "no_teachers": sum(not row.get("rho") and not row.get("first_gap") for row in records),
     }
     metrics |= polarity_numbers(records)
     metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
     lengths = [len(row["completion_ids"]) for row in records]
     # Without a mask every token counts.
     unmasked = [row.get("unmasked", length) for row, length in zip(records, lengths)]
-    gaps = sum(n * len(row.get("rho", [])) for row, n in zip(records, unmasked))
+    gaps = sum(n * len(row.get("first_gap", [])) for row, n in zip(records, unmasked))
     first_gaps = list(itertools.chain.from_iterable(row.get("first_gap", []) for row in records))
-    return metrics | {
+    metrics |= {
         "clip_share": sum(row.get("clipped", 0) for row in records) / max(1, gaps),
         "mask_share": sum(unmasked) / max(1, sum(lengths)),
         "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
@@ -133,6 +150,12 @@ def summarize(
         "skipped": int(not math.isfinite(norm)),
         "memory_gb": round(gb, 2),
     }
+    own: dict[str, list[float]] = {}
+    for row in records:
+        for name, x in row.items():
+            if type(x) in (int, float) and name not in NUMBERS_OF_ROW:
+                own.setdefault(name, []).append(x)
+    return joined(metrics, {name: torch.tensor(xs).double().mean() for name, xs in own.items()})
 
 
 def polarity_numbers(records: list[dict]) -> dict[str, Any]:

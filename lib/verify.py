@@ -53,8 +53,8 @@ class Judge(AbstractContextManager):
     """Decides for (problem, completion) whether it is right: the one seam for another domain.
 
     A subclass has `is_right`, or `judge` if it judges whole batches, and may replace the rest. An
-    exception ends the run: for an answer that cannot be read, return False. A subclass keeps to
-    `timeout_s`, seconds per answer, and counts late answers in `timeouts`.
+    exception ends the run, with a note of problem and answer: return False for what cannot be read.
+    A subclass keeps to `timeout_s`, seconds per answer, and counts late answers in `timeouts`.
     """
 
     timeouts = 0
@@ -81,7 +81,11 @@ class Judge(AbstractContextManager):
         verdicts = []
         for problem, text in cases:
             answer = self.answer(text)
-            right = answer is not None and self.is_right(problem, answer)
+            try:
+                right = answer is not None and self.is_right(problem, answer)
+            except Exception as e:
+                e.add_note(f"the verifier was at problem {problem.id}, answer {answer!r:.200}")
+                raise
             verdicts.append(Verdict(answer, right))
         return verdicts
 

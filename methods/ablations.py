@@ -192,7 +192,7 @@ def teacher_share(cfg: Any, step: int) -> float | None:
     return None
 
 
-train_step = teachers.followed(groups.step_fn(losses, groups.prompt_alone, retrieve), teacher_share)
+train_step = teachers.followed(groups.make_step(losses, retrieve=retrieve), teacher_share)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

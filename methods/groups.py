@@ -1,10 +1,27 @@
 """A step for every method that is one function of a problem's solutions.
 
 A method is losses(run, step, x, rolls_G, pairs_K). For each of the G solutions of a problem, in
-order, it yields the loss, the numbers of its row in rollouts.jsonl, and those of its row in
-tokens.jsonl. `step_fn` makes a step of it, and `sgsd.train` does the rest. G is the method's
-`generations`, and may be 1. The teachers' contexts are made after sampling, so they may show what
-was sampled. docs/changing.md has an example.
+order, it yields (loss, numbers, token_numbers). `make_step` makes a step of it, and `sgsd.train`
+does the rest. G is the method's `generations`, and may be 1. The teachers' contexts are made after
+sampling, so they may show what was sampled. docs/changing.md has examples.
+
+The loss is a scalar, with a graph or, where its gradient is 0, without one: `make_step` divides it
+by the batch times G, so the step's loss is the mean over solutions. The numbers are for the logs:
+detached tensors by name, each of them optional.
+
+    numbers        shape   what becomes of it in rollouts.jsonl, metrics.jsonl and the report
+    rho            [K]     -1, 0 or 1 of each teacher: counted; the report names its decision
+    a              [K]     the supports: means and quantiles; drawn beside the threshold
+    a_plain, alpha, losses [K]     logged, and shown beside each teacher
+    any other      scalar  logged; its mean over the step's rollouts is a metric with a curve
+
+    token_numbers          what becomes of it in tokens.jsonl, in audited steps, and the report
+    delta          [K, T]  the gaps: the first and the clipped are counted; they colour the tokens
+    mask           [T]     1 where a token counts; without it every token does
+    credit         [K, T]  colours the tokens
+    any other      [T] or [K, T]   logged
+
+A name that a row or a metric has already is a ValueError in the first step.
 
 Dimension key: G solutions of a problem, K teachers, T completion tokens.
 """
@@ -107,15 +124,16 @@ def step_jobs(
     return jobs, pairs
 
 
-def step_fn(
+def make_step(
     losses: Callable[[Any, int, Problem, list[Rollout], list[SkillPair]], Losses],
-    student_prompt: StudentPrompt = prompt_with_skills,
+    student_prompt: StudentPrompt = prompt_alone,
     retrieve: Retrieve = nearest,
 ) -> Step:
     """A step in the place of `sgsd.train_step`, with run.cfg.generations solutions of each problem.
 
     losses: of the solutions of one problem, in their order. A generator keeps the graph of one at a
-    time; a loss without a graph has no backward pass.
+    time; a loss without a graph has no backward pass. student_prompt: what the student sees, which
+    is no skill unless it is `prompt_with_skills`.
     """
 
     def train_step(run: Run, step: int) -> tuple[list[dict], float]:

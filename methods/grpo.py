@@ -118,7 +118,7 @@ def weighted_losses(run: Run, rolls_G: list[Rollout], advantages_G: Tensor) -> g
         yield loss, {"advantage": advantage}, {}
 
 
-train_step = groups.step_fn(losses)
+train_step = groups.make_step(losses, groups.prompt_with_skills)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

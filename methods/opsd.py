@@ -81,7 +81,7 @@ def losses(
         yield divergences.distilled(run, roll, context, token_losses, base)
 
 
-train_step = groups.step_fn(losses)
+train_step = groups.make_step(losses, groups.prompt_with_skills)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -134,7 +134,7 @@ def teacher_share(cfg: Any, step: int) -> float | None:
     return None if cfg.bank else float(step % cfg.teacher_period == 0)
 
 
-train_step = teachers.followed(groups.step_fn(losses, groups.prompt_alone), teacher_share)
+train_step = teachers.followed(groups.make_step(losses), teacher_share)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -130,7 +130,7 @@ def teacher_share(cfg: Any, step: int) -> float:
     return 1 - cfg.teacher_decay
 
 
-train_step = teachers.followed(groups.step_fn(losses), teacher_share)
+train_step = teachers.followed(groups.make_step(losses), teacher_share)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

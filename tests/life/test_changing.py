@@ -24,6 +24,15 @@ DIFFS = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.M | re.S)
 SHORT = "--steps 1 --batch-size 16 --bank banks/word_problems.json --evolve-every 0 --audit-every 1"
 SHORT += " --eps-a 0"
 GYM, PROGRAMS = "Another domain, end to end", "A verdict on programs"
+FEEDBACK = "A teacher who sees an error"
+FAILING = """
+import code_domain
+
+
+class Failing(code_domain.Program):
+    def answer(self, text):
+        return "raise ValueError('no such operation')"
+"""
 NO_GYM = "pip install reasoning-gym, and this recipe runs, too"
 
 
@@ -107,13 +116,23 @@ def entries_are_ranked_by_their_words(rollouts, out):
         assert [skill for skill, _ in row["pairs"]] == best
 
 
-def advantages_have_a_penalty_on_length(rollouts, out):
+def losses_are_those_of_dr_grpo(rollouts, out):
+    """TRL's loss_type="dr_grpo" with scale_rewards=False: the sum of -A exp(log p - log p_old) over
+    tokens, divided by the number of solutions and the longest length; here the ratio is 1."""
     assert len(rollouts) == 2 * 16
     for first in range(0, 32, 8):
         group = rollouts[first : first + 8]
-        rewards = torch.tensor([row["r"] - len(row["completion_ids"]) / 96 for row in group])
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        assert [row["advantage"] for row in group] == approx(advantages.tolist(), abs=1e-5)
+        mean = sum(row["r"] for row in group) / 8
+        for row in group:
+            assert row["advantage"] == approx(row["r"] - mean, abs=1e-6)
+            tokens = len(row["completion_ids"])
+            assert row["loss"] == approx(-row["advantage"] * tokens / 96, abs=1e-6)
+    assert any(row["loss"] for row in rollouts)
+
+
+def the_teacher_sees_the_error(rollouts, out):
+    """Its prompt alone differs from the student's, so the gaps are those of its words."""
+    assert all(row["losses"][0] > 0 and row["first_gap"][0] for row in rollouts)
 
 
 def baseline_moves_and_is_kept(rollouts, out):
@@ -141,7 +160,8 @@ RECIPES = {  # by title: flags of each command in turn, and a check
     "Another verdict": ([SHORT], verdict_is_the_estimates),
     "Another reward of training": ([SHORT], reward_moves_the_polarity_and_no_verdict),
     "Another retrieval": ([SHORT], entries_are_ranked_by_their_words),
-    "Another method": (["--steps 1", "--steps 2"], advantages_have_a_penalty_on_length),
+    "Another method": (["--steps 1", "--steps 2"], losses_are_those_of_dr_grpo),
+    FEEDBACK: (["--steps 1 --batch-size 2 --verifier failing:Failing"], the_teacher_sees_the_error),
     "A method without groups": (["--steps 1", "--steps 2"], baseline_moves_and_is_kept),
     PROGRAMS: ([f"{SHORT} --batch-size 2"], programs_are_judged),
     GYM: ([""], puzzles_are_tried_and_evaluated),
@@ -156,6 +176,9 @@ def test_a_recipe_is_followed_in_a_copy_of_the_tree(title, tmp_path):
     no_runs = shutil.ignore_patterns(".*", "__pycache__", "runs", "tests", "research")
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=no_runs)
     write_files(title, copy)
+    if title == FEEDBACK:  # the tiny model writes no program
+        write_files(PROGRAMS, copy)
+        (copy / "failing.py").write_text(FAILING)
     for diff in re.findall(r"^```diff\n(.*?)^```$", section(title), re.M | re.S):
         apply(diff, copy)
     write_rows(copy / "programs.jsonl", [program_row() | {"problem": x} for x in ("p", "q")])

@@ -102,6 +102,15 @@ def test_of_equal_scores_or_of_nine_problems_there_is_no_interval():
     assert eval.bootstrap_interval([ten, ten[:9]]) == none  # of the mean over two sets
 
 
+def test_where_all_samples_are_wrong_or_right_the_interval_is_the_rule_of_three():
+    """By the number of problems: 50 that are all failed leave up to 6%."""
+    row = {"avg": 0.0, "avg_low": None, "avg_high": None, "problems": 50}
+    assert eval.interval(row, "avg") == "at most 6%"
+    assert eval.interval(row | {"avg": 1.0}, "avg") == "at least 94%"
+    assert eval.interval(row | {"avg": 0.5}, "avg") == "none"  # each problem half right
+    assert eval.interval({"diff": 0.0, "diff_low": None, "diff_high": None}, "diff") == "none"
+
+
 # ------------------------------------------------------------------- samples, and going on later
 
 
@@ -123,7 +132,7 @@ def test_the_papers_three_sets_are_the_default_and_each_has_a_line(
     assert [row["set"] for row in samples(tmp_path)] == ["aime24", "aime25", "hmmt25"]
     lines = capsys.readouterr().out.splitlines()[:3]
     for line, name in zip(lines, ("aime24", "aime25", "hmmt25")):
-        assert f"{world_dir.name}--model, {name}: avg@1 0.0% (95%: none)" in line
+        assert f"{world_dir.name}--model, {name}: avg@1 0.0% (95%: at most 100%)" in line
         assert "--no-thinking" in line  # since most were cut
 
 

@@ -1,5 +1,6 @@
 """The report against the logs, by other arithmetic; its table; a browser."""
 
+import dataclasses
 import html
 import itertools
 import json
@@ -10,12 +11,16 @@ import subprocess
 
 import driver
 import pytest
+import torch
 from conftest import ROOT
 from driver import completes, refused, rows, write_rows
 
+import scoring
+import sgsd
 import skills
 from extras import report
 from lib import files
+from methods import groups
 
 SCRIPT = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'
 RUN = {"bank": "", "cold_start": 8, "evolve_every": 2, "steps": 6, "max_new_items": 2, "eps_a": 0.4}
@@ -225,8 +230,8 @@ def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, capsys,
             f.write('{"step": 3, "probl')
     (run / "tokens.jsonl").unlink()
     assert report.collect(run)["metrics"]["step"] == [1, 2]
-    for wrong in (tmp_path, tmp_path / "nowhere"):
-        refused(capsys, report.main, [wrong], str(wrong), "config.json")
+    for wrong, why in ((tmp_path, "config.json"), (tmp_path / "nowhere", "no such folder")):
+        refused(capsys, report.main, [wrong], str(wrong), why)
     bank_alone = write_run(tmp_path / "b", steps=(), length=0)
     monkeypatch.chdir(tmp_path)
     completes(report.main, [run, bank_alone])
@@ -262,6 +267,73 @@ def test_checkpoints_with_all_weights_are_their_own_bases(tmp_path):
         evaluated(run / "eval" / name, avg, **{"the base's files": name})
     points = report.collect(run)["evals"]
     assert [(x["step"], x["avg"]) for x in points] == [(0, 0.5), (5, 0.6), (10, 0.7)]
+
+
+@dataclasses.dataclass(frozen=True)
+class OnFailures(groups.MethodConfig):
+    """A method of one's own, whose teachers score failures alone, without a mask."""
+
+    program = "on_failures.py"
+    generations = 1
+
+
+LOGGED = {  # what it logs of its teachers, and what the page has of each
+    "gaps": (set(), {"s_g", "s_e", "skill", "mistake"}),
+    "supports": ({"a"}, {"a"}),
+    "decisions": ({"rho"}, {"rho"}),
+    "both": ({"a", "rho"}, {"a", "rho", "says"}),
+}
+
+
+@pytest.mark.parametrize("names, shown", LOGGED.values(), ids=LOGGED)
+def test_a_method_of_ones_own_is_logged_and_shown_as_it_is(
+    names, shown, world_dir, tmp_path, capsys
+):
+    def losses(run, step, x, rolls_G, pairs_K):
+        for roll in rolls_G:
+            numbers, tokens, loss = {}, {}, torch.zeros(())
+            if roll.r < 0:
+                contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem)
+                logpT_KT = scoring.score_teachers(run.lm, contexts_K, roll.completion_ids)
+                logpS_T = scoring.score_student(run.lm, roll.prompt_ids, roll.completion_ids)
+                delta_KT = sgsd.log_prob_gap(logpT_KT, logpS_T)
+                loss, tokens = (delta_KT**2).mean(), {"delta": delta_KT.detach()}
+                a_K = sgsd.plain_support(delta_KT)
+                numbers = {"a": a_K, "rho": torch.sign(a_K).int()}
+                numbers = {name: x for name, x in numbers.items() if name in names}
+                numbers["spread"] = delta_KT.detach().std()
+            yield loss, numbers, tokens
+
+    out, step_fn = tmp_path / "run", groups.make_step(losses)
+    driver.train(world_dir, out, step_fn, OnFailures, steps=2, audit_every=1, evolve_every=0)
+    printed = capsys.readouterr().out
+    scored = [row for row in rows(out / "rollouts.jsonl") if row["r"] < 0]
+    m, *_ = rows(out / "metrics.jsonl")
+    gaps = 3 * sum(len(row["completion_ids"]) for row in scored if row["step"] == 1)
+    clipped = sum(row["clipped"] for row in scored if row["step"] == 1)
+    assert m["clip_share"] == pytest.approx(clipped / gaps) and m["mask_share"] == 1
+    spreads = [row["spread"] for row in scored if row["step"] == 1]
+    assert m["no_teachers"] == 4 - len(spreads) and 0 < len(spreads) < 4
+    assert m["spread"] == pytest.approx(sum(spreads) / len(spreads))
+    assert f"clip {m['clip_share']:.1%}" in printed and ("rho" in printed) == ("rho" in names)
+    completes(report.main, [out])
+    _, (data,) = page([out], tmp_path / "r.html")
+    assert data["gate"] == [] and data["taught"]
+    assert data["metrics"]["spread"][0] == pytest.approx(m["spread"], rel=1e-5)
+    for view in data["rollouts"]:
+        assert len(view["teachers"]) == (3 if view["r"] < 0 else 0) == len(view["delta"])
+        for teacher in view["teachers"]:
+            assert shown <= {*teacher} and not {"alpha", "losses"} & {*teacher}
+
+
+def test_a_number_under_a_name_that_the_logs_have_is_refused(world_dir, tmp_path):
+    def losses(run, step, x, rolls_G, pairs_K):
+        yield from [(torch.zeros(()), {name: torch.ones(())}, {}) for _ in rolls_G]
+
+    for name in ("text", "reward", "grad_norm"):
+        with pytest.raises(ValueError, match=f"'{name}': a log has"):
+            step_fn = groups.make_step(losses)
+            driver.train(world_dir, tmp_path / name, step_fn, OnFailures, steps=1)
 
 
 PROBE = """<script>

@@ -43,8 +43,9 @@ def test_a_row_counts_unmasked_tokens_and_clipped_gaps_and_has_each_tokens_text(
     numbers = {"a": t([0.5, -0.5]), "rho": torch.tensor([-1, 1])}
     token_numbers = {"mask": torch.tensor([1, 0]), "delta": delta_KT}
     result = sgsd.RolloutLoss(t(0.25), numbers, token_numbers)
-    line = runlog.rollout_row(7, 3, [pair, pair], roll, result, c_delta=1.0)
+    line = runlog.rollout_row(7, 3, [pair, pair], roll, -1, result, c_delta=1.0)
     assert (line["index"], line["step"], line["problem_id"], line["r"]) == (3, 7, "p", -1)
+    assert line["reward"] == -1
     assert (line["pairs"], line["s_e"]) == ([["gen_001", "err_002"]] * 2, [-0.25, -0.25])
     assert (line["loss"], line["a"], line["rho"]) == (0.25, [0.5, -0.5], [-1, 1])
     assert (line["unmasked"], line["clipped"]) == (1, 1)  # of the first token's gaps, 2 and -0.5

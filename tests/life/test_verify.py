@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from conftest import ROOT, one_line
 
-from lib import verify
+from lib import command, verify
 from lib.verify import MEMORY_BYTES, Verifier, extract_answer
 
 PAIRS = [json.loads(line) for line in open(ROOT / "tests/data/verdicts.jsonl")]
@@ -160,7 +160,7 @@ def test_a_copied_answer_is_right_only_as_the_reference(problem, gold, counted, 
 
 
 def asked(problem, answer, **extra):
-    return types.SimpleNamespace(problem=problem, answer=answer, extra=extra)
+    return types.SimpleNamespace(id="p", problem=problem, answer=answer, extra=extra)
 
 
 def test_a_copied_formula_is_shown_as_the_answer_and_is_wrong(verifier):
@@ -329,6 +329,28 @@ def test_a_judge_of_ones_own_reads_and_decides_and_is_asked_nothing_without_an_a
         verdicts = judge.judge(cases)
         assert verdicts == [("4", True), ("3", False), ("7", True), (None, False)]
         assert judge.same("4", "4") and not judge.same("4", "4.0") and judge.timeout_s == 1.0
+
+
+class Raising(verify.Judge):
+    """Its program is missing for one answer, and another one is a bug."""
+
+    def is_right(self, problem, answer):
+        if answer == "3":
+            raise FileNotFoundError("no compiler")
+        return answer.nonsense
+
+
+def test_what_a_judge_raises_names_the_problem_and_the_answer(capsys):
+    """In the line where it is one line."""
+    with pytest.raises(AttributeError) as bug:
+        Raising().judge([(asked("p", "5"), r"\boxed{4}")])
+    (note,) = bug.value.__notes__
+    assert "problem p" in note and "'4'" in note
+    with pytest.raises(SystemExit), command.one_line_errors("sgsd.py", *command.LATER):
+        Raising().judge([(asked("p", "5"), r"\boxed{3}")])
+    line = capsys.readouterr().err
+    for words in ("no compiler", "problem p", "'3'", "same command"):
+        assert words in line
 
 
 @pytest.mark.parametrize("name", NAMES)
