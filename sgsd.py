@@ -76,7 +76,6 @@ Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 
 import functools
 import math
-import pathlib
 import random
 import sys
 import time
@@ -104,7 +103,6 @@ from lib.run import (
     shared_replies,
     shared_rollouts,
     should_stop,
-    solve,
 )
 from rollout import Job, Rollout, Sampling
 from skills import SkillBank, SkillPair
@@ -142,8 +140,7 @@ def log_prob_gap(logpT_KT: Tensor, logpS_T: Tensor) -> Tensor:
 def token_mask(ids_T: Sequence[int] | Tensor, masked_ids: Collection[int]) -> Tensor:
     """m_t (§2.4): 1 on reasoning tokens, 0 on special, template and formatting tokens (S2).
 
-    masked_ids: special ids, those that end a completion, <|...|>, think tags, and tokens of 1 to 8
-    newlines and nothing else; see `lib.model.masked_token_ids`. Returns [T] fp32.
+    masked_ids: the ids of such tokens. Returns [T] fp32.
     """
     ids = torch.as_tensor(ids_T)
     masked = torch.tensor(sorted(masked_ids), dtype=ids.dtype, device=ids.device)
@@ -357,6 +354,34 @@ def step_jobs(run: Run, step: int) -> list[Job]:
     return jobs
 
 
+def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
+    """Line 7: a rollout y ~ p_S(. | x) of each job, in order, with its outcome r (Eq. 1).
+
+    Logits are divided by --temperature. The --top-k likeliest tokens stay, and after renormalising
+    the nucleus of --top-p. r is +1 if the answer in the last \\boxed{} is right, else -1; so a
+    rollout that the length limit cuts before its answer has -1. completion_ids end on a stop id, or
+    are cut.
+    """
+    cfg = run.cfg
+    sampling = Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
+    rows = cfg.rollout_rows or max(1, len(jobs))
+    turns = rollout.stream(run.lm, run.tokenizer, jobs, sampling, rows)
+    roll_of: dict[int, Rollout] = {}
+    for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
+        roll_of |= {job.index: roll for job, roll in judged}
+    run.clock.lap("gen")
+    return [roll_of[job.index] for job in jobs]
+
+
+def masked_ids(run: Run) -> set[int]:
+    """The ids that the token mask leaves out (S2).
+
+    The format's are special ids, <|...|>, think tags, and tokens of 1 to 8 newlines and nothing
+    else. The stops end a completion.
+    """
+    return run.format_ids | {*run.stops}
+
+
 def pair_weights(run: Run, pairs_K: Sequence[SkillPair]) -> Tensor:
     """alpha_K of retrieved pairs (Eq. 6)."""
     s_g_K = torch.tensor([pair.s_g for pair in pairs_K], device=run.device)
@@ -367,7 +392,7 @@ def pair_weights(run: Run, pairs_K: Sequence[SkillPair]) -> Tensor:
 def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> RolloutLoss:
     """Lines 5-6 and 8-14: all K teachers score the student's tokens, which gives the loss."""
     cfg, ids_T = run.cfg, roll.completion_ids
-    mask_T = token_mask(torch.tensor(ids_T, device=run.device), run.masked_ids)
+    mask_T = token_mask(torch.tensor(ids_T, device=run.device), masked_ids(run))
     alpha_K = pair_weights(run, pairs_K)  # line 5
     contexts_K = teacher_prompts(run, pairs_K, roll.problem)  # line 6
     # Line 9. The teachers are the present policy with its adapters, without a gradient.
@@ -564,20 +589,6 @@ def evolve_bank(run: Run) -> None:
 # ------------------------------------------------------------------------------ before the start
 
 
-def load_bank(cfg: Config, path: str | pathlib.Path) -> SkillBank:
-    """Read the bank of a file. ValueError also if a list is empty or, for --bank, shorter than K.
-
-    The run's own bank may have fewer than K entries: evolutions merge dynamic ones (S8).
-    """
-    bank = SkillBank.load(path)
-    is_given = bool(cfg.bank) and pathlib.Path(path) == pathlib.Path(cfg.bank)
-    least = cfg.num_teachers if is_given else 1
-    if min(len(bank.general_skills), len(bank.common_mistakes)) < least:
-        rule = f"each list needs {least} or more; see --num-teachers {cfg.num_teachers}"
-        raise ValueError(f"bank {path}: {bank.sizes}: {rule}")
-    return bank
-
-
 def shown(run: Run, x: Problem, to_teacher: str = "") -> list[Prompt]:
     """The prompts for a problem, as `lib.run.Shown` says. Of a bank's pairs it has the longest.
 
@@ -639,7 +650,7 @@ def main(
     `lib.run.Shown` says.
     """
     cfg = command.parse(argv, about, kind, config.presets_of(kind), variants)
-    with Run.open(cfg, functools.partial(load_bank, cfg), shown) as run:
+    with Run.open(cfg, skills.load_bank, shown) as run:
         return train(run, step_fn)
 
 

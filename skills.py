@@ -164,6 +164,18 @@ class SkillBank:
         return self._embedded[embed, texts]
 
 
+def load_bank(path: str | pathlib.Path, least: int = 1) -> SkillBank:
+    """Read the bank of a run. ValueError also if a list has fewer than `least` entries.
+
+    A bank that is given has K or more. The run's own may have fewer: its merges join entries (S8).
+    """
+    bank = SkillBank.load(path)
+    if min(len(bank.general_skills), len(bank.common_mistakes)) < least:
+        rule = f"each list needs {least} or more; see --num-teachers {least}"
+        raise ValueError(f"bank {path}: {bank.sizes}: {rule}")
+    return bank
+
+
 def entry_text(entry: dict, key: str) -> str:
     """The text that is embedded (S10): "title. principle. when" or "description. why. how"."""
     return ". ".join(entry[name] for name in FIELDS[key])

@@ -48,6 +48,7 @@ from transformers import GenerationConfig, HfArgumentParser, PrinterCallback, Tr
 import distributed
 import rollout
 import sgsd
+import skills
 from distributed import World
 from lib import command, config, files, model, problems, runlog, verify
 from lib.config import NO_COLD_START, Config, setting
@@ -340,7 +341,8 @@ class SGSDTrainer(GRPOTrainer):
         logpS_T [T], logpT_KT [K, T]: log-probabilities of the student and its teachers, in nats.
         """
         run, logpS_T = self.run, logpS_T.detach().requires_grad_()
-        mask_T = sgsd.token_mask(torch.tensor(roll.completion_ids), run.masked_ids).to(logpS_T)
+        ids_T = torch.tensor(roll.completion_ids, device=logpS_T.device)
+        mask_T = sgsd.token_mask(ids_T, sgsd.masked_ids(run))
         alpha_K, r = sgsd.pair_weights(run, pairs_K), sgsd.reward(roll)
         with torch.enable_grad(), torch.autocast(logpS_T.device.type, enabled=False):
             loss, numbers = sgsd.loss_of(run.cfg, logpT_KT, logpS_T, mask_T, alpha_K, r)
@@ -564,7 +566,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
     with RunOnTRL.open(
         cfg,
-        functools.partial(sgsd.load_bank, cfg),
+        skills.load_bank,
         sgsd.shown,
         functools.partial(load, words[end + 1 :]),
     ) as run:

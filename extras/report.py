@@ -59,11 +59,6 @@ def number(x: Any, digits: int = 6) -> Any:
     return x
 
 
-def excerpt(text: str, size: int = 500) -> str:
-    """A text, or its beginning and end where it is longer than `size` characters."""
-    return text if len(text) <= size else f"{text[: size // 2]} […] {text[-size // 2 :]}"
-
-
 # ------------------------------------------------------------------------------------ the ledger
 
 
@@ -152,44 +147,6 @@ def contrast(success: Sequence[float], failure: Sequence[float]) -> list[float] 
 def named(row: dict) -> list[str]:
     """A ledger's row for the page: its entry's id, then the fields in the order of Tab. 5."""
     return [row["id"], *row["entry"].values()]
-
-
-def memories(run: pathlib.Path, rollouts: list[dict]) -> dict[str, dict[int, dict]]:
-    """The solutions of each problem that entries may come from, by problem id and step.
-
-    Step 0 is the cold start.
-    """
-    rows = []
-    for row in files.read_jsonl(run / "bank/memories.jsonl"):
-        seed_solution = {"step": 0, "r": row["reward"], "pred": row["predicted_answer"]}
-        rows.append(row | seed_solution | {"text": row["completion"]})
-    by_problem: dict[str, dict[int, dict]] = {}
-    for row in rows + rollouts:
-        memory = {name: row[name] for name in ("step", "r", "pred")}
-        memory |= {"problem": excerpt(row["problem"]), "text": excerpt(row["text"])}
-        by_problem.setdefault(row["problem_id"], {})[row["step"]] = memory
-    return by_problem
-
-
-def trace_sources(
-    rows: Ledger, by_problem: dict[str, dict[int, dict]]
-) -> dict[str, dict[int, dict]]:
-    """Give each row's sources the step of their memory, None if unknown; returns the memories.
-
-    A dynamic entry came from the newest rollout before it; what was merged into it may be older.
-    """
-    shown: dict[str, dict[int, dict]] = {}
-    for row in rows.values():
-        dynamic = row["id"].startswith(skills.DYNAMIC)
-        sources, row["sources"] = row["sources"], []
-        for source in sources:
-            rollouts = by_problem.get(source, {})
-            steps = [step for step in rollouts if step <= row["first"] and (step > 0) == dynamic]
-            step = max(steps, default=None)
-            row["sources"].append((source, step))
-            if step is not None:
-                shown.setdefault(source, {})[step] = rollouts[step]
-    return shown
 
 
 # ---------------------------------------------------------------------------- the bank's history
@@ -434,7 +391,6 @@ def collect(run: pathlib.Path) -> dict:
         "evals": points_of(run),
         "rollouts": views,
         "audited": len(tokens),
-        "memories": trace_sources(by_id, memories(run, rollouts)),
         "ledger": [*by_id.values()],
         "history": history(banks, by_id),
         "taught": any(row.get("rho") or row.get("first_gap") for row in rollouts),  # by a teacher

@@ -94,13 +94,14 @@ class Run:
     def open(
         cls,
         cfg: Config,
-        load_bank: Callable[[pathlib.Path], Any],
+        load_bank: Callable[..., Any],
         shown: "Shown",
         load: "Callable[..., Run] | None" = None,
     ) -> Iterator["Run"]:
         """The run of --out: a new one, or one to continue, its logs cut to the last checkpoint.
 
-        load_bank: reads the file of a bank. shown: see `Shown`. load: in the place of `load_run`.
+        load_bank: reads the file of a bank, and refuses lists of less entries than a second
+        argument says. shown: see `Shown`. load: in the place of `load_run`.
         Before all ranks have loaded, nothing is written but the folder and its lock. A mistake in
         the input, a full disk, a lost server or the third bad step in a row is one line and exit
         code 2.
@@ -140,9 +141,9 @@ class Run:
         return rollout.stop_ids(self.lm, self.tokenizer)
 
     @functools.cached_property
-    def masked_ids(self) -> set[int]:
-        """The ids that the token mask leaves out (S2)."""
-        return model.masked_token_ids(self.tokenizer) | {*self.stops}
+    def format_ids(self) -> set[int]:
+        """The ids of special, template and formatting tokens (S2)."""
+        return model.masked_token_ids(self.tokenizer)
 
     def begin(self) -> None:
         """Cut the logs back to the last checkpoint, write config.json, and say what the run is."""
@@ -156,8 +157,9 @@ class Run:
         files.write_json(self.out / "problems.json", fingerprints)
         learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
         print(f"model {self.cfg.model}: {learn:,} of {self.lm.num_parameters():,} parameters learn")
-        texts = " ".join(repr(self.tokenizer.decode([i])) for i in sorted(self.masked_ids)[:40])
-        print(f"token mask: {len(self.masked_ids)} formatting and special ids (S2): {texts}")
+        masked = sorted(self.format_ids | {*self.stops})
+        texts = " ".join(repr(self.tokenizer.decode([i])) for i in masked[:40])
+        print(f"token mask: {len(masked)} formatting and special ids (S2): {texts}")
         for again in self.record["continuations"][-1:]:
             after = f"continues after step {self.step}" if self.step else "starts with step 1"
             print(*[f"changed: {line}" for line in again["changed"]], after, sep="\n")
@@ -318,24 +320,6 @@ def refuse_long_prompts(run: Run, shown: Shown) -> None:
 # ------------------------------------------------------------------------------- decoding
 
 
-def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
-    """Line 7: a rollout y ~ p_S(. | x) of each job, in order, with its outcome r (Eq. 1).
-
-    Logits are divided by --temperature. The --top-k likeliest tokens stay, and after renormalising
-    the nucleus of --top-p. r is +1 if the answer in the last \\boxed{} is right, else -1; so a
-    rollout that the length limit cuts before its answer has -1. completion_ids end on a stop id, or
-    are cut.
-    """
-    cfg = run.cfg
-    sampling = Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
-    turns = run.stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
-    roll_of: dict[int, Rollout] = {}
-    for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
-        roll_of |= {job.index: roll for job, roll in judged}
-    run.clock.lap("gen")
-    return [roll_of[job.index] for job in jobs]
-
-
 def bank_stream(run: Run) -> Stream:
     """What decodes for the bank: a server, if there is one, until the first bank is made (S27)."""
     return run.server.stream if run.server and run.bank is None else run.stream
@@ -412,7 +396,7 @@ def claim(cfg: Config, held: contextlib.ExitStack) -> None:
     held.enter_context(files.locked(out))
 
 
-def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any]) -> Start:
+def inspect(cfg: Config, world: World, load_bank: Callable[..., Any]) -> Start:
     """Read the data and the folder; ValueError where this command may not go on with its run."""
     if cfg.server and cfg.adapter:
         rule = "it samples the base, and --adapter begins with other weights"
@@ -428,7 +412,7 @@ def inspect(cfg: Config, world: World, load_bank: Callable[[pathlib.Path], Any])
     elif cfg.uses_skill_bank and has_begun and first.exists():
         start.bank = load_bank(first)
     elif cfg.bank:
-        start.bank = load_bank(pathlib.Path(cfg.bank))
+        start.bank = load_bank(pathlib.Path(cfg.bank), cfg.num_teachers)
         start.bank.window = []
     if cfg.server and start.bank is not None:
         print("--server: nothing asks it, as there is a bank: steps and evolutions use `generate`")

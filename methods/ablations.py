@@ -105,7 +105,7 @@ def losses(
     contexts_K = sgsd.teacher_prompts(run, pairs_K, problem)  # line 6
     for roll in rolls_1:
         ids_T = torch.tensor(roll.completion_ids, device=run.device)
-        mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
+        mask_T = sgsd.token_mask(ids_T, sgsd.masked_ids(run) if cfg.token_mask else [])
         ell_KT, gap_KT = scored(run, roll, contexts_K, mask_T)  # lines 9, 10 and 12
         a_K = sgsd.robust_support(gap_KT, mask_T, cfg.c_delta if cfg.clip else math.inf)  # line 10
         rho_K = torch.ones_like(a_K)

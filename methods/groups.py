@@ -39,7 +39,7 @@ import skills
 from lib import problems
 from lib.config import NO_COLD_START, Config, setting
 from lib.problems import Problem
-from lib.run import Prompt, Run, prompt_ids, solve
+from lib.run import Prompt, Run, prompt_ids
 from rollout import Job, Rollout
 from sgsd import RolloutLoss
 from skills import SkillPair
@@ -140,7 +140,7 @@ def make_step(
         cfg: Any = run.cfg
         G, rows = cfg.generations, []
         jobs, pairs = step_jobs(run, step, student_prompt, retrieve)
-        rolls = solve(run, jobs)
+        rolls = sgsd.solve(run, jobs)
         for g, pairs_K in enumerate(pairs):
             group = slice(g * G, g * G + G)
             results = losses(run, step, jobs[g * G].problem, rolls[group], pairs_K)

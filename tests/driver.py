@@ -129,7 +129,7 @@ def small_flags(world_dir, out, **changes):
 def opened(world_dir, out, kind=config.Config, **changes):
     """A run that is open and has not begun its bank; the handlers of signals stay as they were."""
     cfg = kind(**settings(world_dir, out, **changes))
-    load = skills.SkillBank.load
+    load = skills.load_bank
     with signals_restored(), faked(), Run.open(cfg, load, sgsd.shown) as run:
         yield run
 

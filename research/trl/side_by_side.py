@@ -34,7 +34,7 @@ import sgsd
 from lib import config, runlog
 from lib.run import Run
 from research.markdown_table import head_of, row_of
-from skills import SkillBank
+from skills import load_bank
 
 PARTS = {
     "gen": "sampling and verdicts",
@@ -125,7 +125,7 @@ def laps_of(watch):
 def of_sgsd(args, out):
     """The parts of sgsd.py's steps."""
     cfg = config.Config(**settings(args, out))
-    with Run.open(cfg, SkillBank.load, sgsd.shown) as run:
+    with Run.open(cfg, load_bank, sgsd.shown) as run:
         keep_from_ending(run.lm, run.tokenizer)
         watch = Watch()
 
@@ -151,7 +151,7 @@ def of_trl(args, out):
     given = {"backward_rows": args.rows, "score_rows": 9, **settings(args, out)}
     cfg = on_trl.TRLConfig(**given)
     load = functools.partial(on_trl.load, ["--gradient_checkpointing", "False"])
-    with on_trl.RunOnTRL.open(cfg, SkillBank.load, sgsd.shown, load) as run:
+    with on_trl.RunOnTRL.open(cfg, load_bank, sgsd.shown, load) as run:
         keep_from_ending(run.trainer.model, run.tokenizer)
         watch = Watch()
         run.trainer.add_callback(Steps())

@@ -30,7 +30,7 @@ import sgsd
 from extras import on_trl
 from lib import config
 from research.markdown_table import head_of, row_of
-from skills import SkillBank
+from skills import load_bank
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -83,7 +83,7 @@ def distances_of(name: str, steps: int, folder: str) -> list[torch.Tensor]:
     vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype=case.engine)
     on_trl.SGSDTrainer = ComparedTrainer
     cfg, load = on_trl.TRLConfig(**given), functools.partial(on_trl.load, words)
-    with on_trl.RunOnTRL.open(cfg, SkillBank.load, sgsd.shown, load) as run:
+    with on_trl.RunOnTRL.open(cfg, load_bank, sgsd.shown, load) as run:
         trainer = run.trainer
         if not case.is_synchronised:
             trainer.vllm_generation.sync_weights = lambda: None

@@ -25,7 +25,7 @@ import sgsd
 import skills
 from lib import config, files, model, run, runlog
 from lib.run import Run
-from skills import SkillBank
+from skills import SkillBank, load_bank
 
 
 def kill(argv, log, *place):
@@ -199,7 +199,7 @@ def test_a_run_with_nothing_left_to_do_changes_no_file_and_later_steps_use_its_b
 def test_a_run_without_more_steps_has_the_weights_of_its_checkpoint(world_dir, killed):
     """As an evolution is still due, which the policy writes."""
     cfg = driver.parsed(small_flags(world_dir, killed, steps=4))
-    with Run.open(cfg, SkillBank.load, sgsd.shown) as opened_run:
+    with Run.open(cfg, load_bank, sgsd.shown) as opened_run:
         weights = model.trained(opened_run.lm)
         assert any("lora_B" in name and p.any() for name, p in weights.items())
 
@@ -241,7 +241,7 @@ def other(rule, value):
 
 
 def opened(cfg):
-    with Run.open(cfg, SkillBank.load, sgsd.shown):
+    with Run.open(cfg, load_bank, sgsd.shown):
         pass
 
 

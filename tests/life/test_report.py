@@ -53,16 +53,11 @@ def test_the_curves_equal_the_logs(out, tmp_path):
     assert "success" in drawn and drawn <= {*run["metrics"]}
 
 
-def test_every_entry_leads_to_the_memories_it_came_from(out):
-    cold = {memory["problem_id"]: memory for memory in rows(out / "bank/memories.jsonl")}
-    data = report.collect(out)
-    for row in data["ledger"]:
-        assert row["sources"]
-        for source, step in row["sources"]:
-            memory = data["memories"][source][step]
-            assert memory["step"] == step <= row["first"]
-            assert (step > 0) == row["id"].startswith("dyn_")
-            assert step or memory["text"] == report.excerpt(cold[source]["completion"])
+def test_every_entry_names_the_problems_it_came_from(out):
+    named = {row["problem_id"] for row in rows(out / "bank/memories.jsonl")}
+    named |= {row["problem_id"] for row in rows(out / "rollouts.jsonl")}
+    for row in report.collect(out)["ledger"]:
+        assert row["sources"] and {*row["sources"]} <= named
 
 
 def version(*ids, **update):

@@ -114,7 +114,7 @@ def test_a_reply_gets_what_the_context_leaves_and_a_prompt_left_little_is_not_as
 def with_the_policy_as_writer(argv):
     """A process that makes a bank. The random model's own replies give no entry."""
     cfg = driver.parsed(argv)
-    with Run.open(cfg, skills.SkillBank.load, sgsd.shown) as run:
+    with Run.open(cfg, skills.load_bank, sgsd.shown) as run:
         run.bank = sgsd.make_bank(run)
         run.save_bank()
     return 0
