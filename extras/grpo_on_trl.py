@@ -1,17 +1,17 @@
-"""GRPO on TRL's GRPOTrainer: TRL's own run, with what methods.grpo gives a method to compare with.
+"""GRPO on TRL's GRPOTrainer: the baseline with all weights, sharding, vLLM (docs/engines.md).
 
     python -m extras.grpo_on_trl --short --data mine.jsonl --out runs/trl_grpo
     accelerate launch --config_file extras/fsdp2.yaml -m extras.grpo_on_trl --short --full
     python eval.py Qwen/Qwen3-1.7B runs/trl_grpo/checkpoint-200
 
-Settings, the problems of each step, prompts, verdicts and stop ids are those of methods.grpo, whose
-gradient it has on the same solutions (tests/on_trl/test_grpo.py). Sampling, advantages, loss,
-optimizer, logs and checkpoints are TRL's, and so are the flags after a lone --, as those of
+Settings, the problems of each step, prompts, verdicts and stop ids are those of methods.grpo, and
+so is the gradient on the same solutions (tests/on_trl/test_grpo.py). TRL samples, makes advantages,
+loss and steps, logs and saves. Its flags that lay out a run may follow a lone --, by the rule of
 extras/on_trl.py. Only methods.grpo has --bank, --adapter and --loss-temperature.
 
---checkpoint-every is TRL's save_steps. eval.py takes OUT/checkpoint-N, adapters and all weights.
-The same command goes on after the newest checkpoint that is whole; OUT/config.json has the run's
-settings. It needs extras/requirements.txt.
+--checkpoint-every is TRL's save_steps, and eval.py takes OUT/checkpoint-N. OUT/config.json has the
+run's settings: the same command goes on after the newest checkpoint that is whole. It needs
+extras/requirements.txt.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ def load(words: Sequence[str], cfg: Settings, held: contextlib.ExitStack) -> tup
     refuse_other_processes(cfg, world)
     start: Any = inspect(cfg, world, held) if world.main else None
     start = distributed.broadcast(start, world)
-    args = on_trl.layout_of(
+    args = on_trl.trl_settings(
         cfg,
         words,
         world,
@@ -121,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with command.one_line_errors(cfg.program, *command.GIVEN):
             trainer, start = load(words, cfg, held)
         with command.one_line_errors(cfg.program, *command.LATER):
-            if start.step < cfg.steps:  # else TRL would make one more
-                trainer.train(start.checkpoint and str(start.checkpoint))
+            trainer.train(start.checkpoint and str(start.checkpoint))
         if trainer.run.world.main:
             print(f"done; evaluate: python eval.py {cfg.model} {cfg.out}/checkpoint-{cfg.steps}")
     return 0

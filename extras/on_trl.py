@@ -109,8 +109,8 @@ class LayoutParser(HfArgumentParser):
 
 
 def settings_of(cfg: TRLConfig, words: Sequence[str], world: World) -> GRPOConfig:
-    """TRL's settings for a run, whose advantages are not TRL's; ValueError as `layout_of`."""
-    args = layout_of(
+    """TRL's settings for a run of SGSD; arguments and errors are those of `trl_settings`."""
+    args = trl_settings(
         cfg,
         words,
         world,
@@ -125,13 +125,13 @@ def settings_of(cfg: TRLConfig, words: Sequence[str], world: World) -> GRPOConfi
     return args
 
 
-def layout_of(
+def trl_settings(
     cfg: Any, words: Sequence[str], world: World, solutions: int, **method: Any
 ) -> GRPOConfig:
-    """TRL's settings for a run of a method, whose own stand in `method`.
+    """TRL's settings for a run; ValueError for what would train otherwise or fail later.
 
-    words: TRL's flags of the command line; ValueError for those that lay out nothing. solutions:
-    of a step, over all processes.
+    words: TRL's flags of the command line, of which only those of LAYOUT are admitted. solutions:
+    their number in a step, over all processes. method: more of TRL's settings.
     """
     for word in words:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
@@ -205,7 +205,8 @@ class Trainer(GRPOTrainer):
 
     def __init__(self, run: Any, args: Any, lm: Any, reward: Any, **kwargs: Any):
         self.run = run
-        data: list[dict] = []  # of all steps, which are one epoch: so a run goes on in its order
+        # All steps are one epoch (line 2): TRL's sampler begins each start with the first's order.
+        data: list[dict] = []
         for step in range(1, run.cfg.steps + 1):
             batch = problems.minibatch(run.problems, run.cfg.batch_size, step, run.cfg.seed)
             data += [{"prompt": x.problem, "index": i} for i, (x, _) in enumerate(batch)]
@@ -222,6 +223,10 @@ class Trainer(GRPOTrainer):
         run.lm = model.causal_lm(self.model)
         model.remove_dropout(self.model)  # TRL's disable_dropout leaves floats
         self.refuse_what_fails_later()
+        # TRL's head rounds to bf16; eps_a is .05 nats, and bf16 errs by up to .1.
+        add_fused_lm_head(
+            run.lm, self.temperature, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy")
+        )
         self.set_up_shards()
 
     def refuse_what_fails_later(self) -> None:
@@ -302,8 +307,6 @@ class SGSDTrainer(Trainer):
         super().__init__(run, args, lm, lambda prompts, **_: [0.0] * len(prompts), **kwargs)
         args.output_dir = str(run.out / "checkpoints/.trl.tmp")  # for a checkpoint on its way
         run.stream = self.stream
-        # TRL's head rounds to bf16; eps_a is .05 nats, and bf16 errs by up to .1.
-        add_fused_lm_head(run.lm, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
         self.remove_callback(PrinterCallback)  # of TRL's own numbers, with a reward of 0
         self.add_callback(Loop(self))
 

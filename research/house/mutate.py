@@ -170,7 +170,6 @@ CHANGES = {
             "temperature=cfg.temperature,", "temperature=1.0,", "on_trl/grpo that_of and not two"
         ),
         Change("max(by_step, default", "min(by_step, default", "on_trl/grpo killed"),
-        Change("start.step < cfg.steps", "True", "on_trl/grpo killed"),
     ],
     "extras/on_trl.py": [
         Change("-len(logpS_T) * slope_T", "-slope_T", "on_trl/gradient that_of_sgsd_py and lora"),

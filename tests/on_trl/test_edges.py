@@ -248,4 +248,4 @@ def test_the_commands_of_the_pages_are_parsed():
         kind = grpo_on_trl.Settings if is_grpo else on_trl.TRLConfig
         cfg, words = on_trl.command_line(line.split(), "", kind, {"short": grpo.SHORT})
         solutions = cfg.batch_size * (cfg.generations if is_grpo else 1)
-        on_trl.layout_of(cfg, words, driver.ALONE, solutions)
+        on_trl.trl_settings(cfg, words, driver.ALONE, solutions)
