@@ -66,25 +66,32 @@ except ImportError as e:
 
 
 @dataclass(frozen=True)
-class TRLConfig(Config):
-    """SGSD's settings, and what TRL needs to know."""
+class OnTRL:
+    """What TRL needs to know besides a method's settings."""
 
-    program: ClassVar[str] = "-m extras.on_trl"
     groups: ClassVar[dict[str, str]] = {
         **config.GROUPS,
         "on TRL": "full backward_rows score_rows keep_last",
     }
-    not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {"score_tokens", "checkpoint_above"}
     free: ClassVar[frozenset[str]] = frozenset({"backward_rows", "score_rows", "keep_last"})
 
-    out: str = "runs/trl"
     full: bool = setting(False, "train all weights, and not adapters")
     backward_rows: int = setting(4, "most rollouts in one backward pass of a process")
+    keep_last: int = setting(0, "keep the last N checkpoints alone; 0 keeps all", least=0)
+
+
+@dataclass(frozen=True)
+class TRLConfig(OnTRL, Config):
+    """SGSD's settings, and what TRL needs to know."""
+
+    program: ClassVar[str] = "-m extras.on_trl"
+    not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {"score_tokens", "checkpoint_above"}
+
+    out: str = "runs/trl"
     score_rows: int = setting(8, "rows in one forward pass of the teachers")
     rollout_rows: int = setting(
         8, "replies of the bank's writer that a process decodes at a time; vLLM takes all"
     )
-    keep_last: int = setting(0, "keep the last N checkpoints alone; 0 keeps all", least=0)
 
 
 # TRL's settings that may be given: they lay out a run, and change no gradient but by rounding.
@@ -104,60 +111,73 @@ class LayoutParser(HfArgumentParser):
 
 
 def settings_of(cfg: TRLConfig, words: Sequence[str], world: World) -> GRPOConfig:
-    """TRL's settings for a run. words: its flags of the command line; ValueError for others."""
+    """TRL's settings for a run of SGSD; arguments and errors are those of `trl_settings`."""
+    args = trl_settings(
+        cfg,
+        words,
+        world,
+        cfg.batch_size,
+        temperature=1.0,  # of the log-probabilities (S5)
+        num_generations=cfg.batch_size,  # TRL asks for two or more
+        save_strategy="no",  # `Loop` says when
+        logging_strategy="no",
+        report_to="none",
+    )
+    args.num_generations = 1  # one solution a problem: teachers give the signal, no group does
+    return args
+
+
+def trl_settings(
+    cfg: Any, words: Sequence[str], world: World, solutions: int, **method: Any
+) -> GRPOConfig:
+    """TRL's settings for a run; ValueError for what would train otherwise or fail later.
+
+    words: TRL's flags of the command line, of which only those of LAYOUT are admitted. solutions:
+    their number in a step, over all processes. method: more of TRL's settings.
+    """
     for word in words:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         if word.startswith("--") and not LAYOUT.fullmatch(name):
             raise ValueError(f"{word}: only what lays out TRL's run may follow --")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise ValueError("DeepSpeed was never tried; shard by FSDP, as extras/fsdp2.yaml does")
-    if cfg.batch_size % world.size or cfg.batch_size < 2:
+    if solutions % world.size or solutions < 2:
         rule = f"2 or more, and a multiple of the number of processes, {world.size}"
-        raise ValueError(f"--batch-size {cfg.batch_size}: must be {rule}")
+        raise ValueError(f"--batch-size {cfg.batch_size}: solutions of a step must be {rule}")
+    share = solutions // world.size  # of a process
+    rows = max(n for n in range(1, min(share, cfg.backward_rows) + 1) if share % n == 0)
     kind: Any = GRPOConfig
     parser = LayoutParser(kind, allow_abbrev=False)
-    parser.set_defaults(**settings_of_sgsd(cfg, world))
+    parser.set_defaults(
+        output_dir=cfg.out,
+        seed=cfg.seed % 2**32,
+        max_steps=cfg.steps,
+        learning_rate=cfg.learning_rate,
+        max_grad_norm=cfg.grad_clip,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=share // rows,
+        shuffle_dataset=False,  # the order of problems is ours
+        max_completion_length=cfg.max_new_tokens,
+        generation_kwargs={"temperature": cfg.temperature},  # for `generate` and vLLM
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        loss_type="grpo",  # the mean over a rollout's tokens, then over rollouts
+        disable_dropout=True,  # teacher and student are one function of their input
+        vllm_importance_sampling_correction=False,  # the loss has no ratio to the sampler
+        router_aux_loss_coef=0.0,  # no second loss on a mixture of experts
+        bf16=world.device.type == "cuda",
+        use_cpu=world.device.type == "cpu",
+        disable_tqdm=True,
+        **method,
+    )
     args: Any = parser.parse_args_into_dataclasses([*words], look_for_args_file=False)[0]
-    args.num_generations = 1  # one solution a problem: teachers give the signal, no group does
     args.model_init_kwargs = {"dtype": dtype_of(cfg, args), "attn_implementation": cfg.attn}
     if args.n_gpu > 1:
         raise ValueError(f"{args.n_gpu} GPUs: start a process for each, by accelerate or torchrun")
     return args
 
 
-def settings_of_sgsd(cfg: TRLConfig, world: World) -> dict[str, Any]:
-    """What SGSD's settings are in TRL, and what makes its loss SGSD's."""
-    share = cfg.batch_size // world.size  # rollouts of a process
-    rows = max(n for n in range(1, min(share, cfg.backward_rows) + 1) if share % n == 0)
-    return {
-        "output_dir": cfg.out,
-        "seed": cfg.seed % 2**32,
-        "max_steps": cfg.steps,
-        "learning_rate": cfg.learning_rate,
-        "max_grad_norm": cfg.grad_clip,
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": share // rows,
-        "shuffle_dataset": False,  # the order of problems is ours
-        "max_completion_length": cfg.max_new_tokens,
-        "generation_kwargs": {"temperature": cfg.temperature},  # for `generate` and vLLM
-        "temperature": 1.0,  # of the log-probabilities (S5)
-        "top_p": cfg.top_p,
-        "top_k": cfg.top_k,
-        "num_generations": cfg.batch_size,  # TRL asks for two or more; `settings_of` sets one
-        "loss_type": "grpo",  # the mean over a rollout's tokens, then over rollouts
-        "disable_dropout": True,  # teacher and student are one function of their input
-        "vllm_importance_sampling_correction": False,  # the loss has no ratio to the sampler
-        "router_aux_loss_coef": 0.0,  # no second loss on a mixture of experts
-        "bf16": world.device.type == "cuda",
-        "use_cpu": world.device.type == "cpu",
-        "save_strategy": "no",  # `Loop` says when
-        "logging_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-
-
-def dtype_of(cfg: TRLConfig, args: GRPOConfig) -> str:
+def dtype_of(cfg: Any, args: GRPOConfig) -> str:
     """What the model is loaded in; ValueError for weights in bf16 that must be in fp32.
 
     A step of 5e-6 is lost in bf16, so what learns is in fp32 (S22). For vLLM TRL adds adapters to
@@ -174,46 +194,42 @@ def dtype_of(cfg: TRLConfig, args: GRPOConfig) -> str:
 # -------------------------------------------------------------------------------------- the trainer
 
 
-class SGSDTrainer(GRPOTrainer):
-    """GRPOTrainer whose advantages [B, T] are SGSD's.
+class Trainer(GRPOTrainer):
+    """GRPOTrainer with our problems in their order, prompts and stop ids, sharded or not.
 
     run: its model may be an outline as yet: TRL loads `lm`, a name or a model, and the run gets it.
-    kwargs: of GRPOTrainer, such as `peft_config`.
+    reward: as TRL calls it. kwargs: of GRPOTrainer, such as `peft_config`.
     """
 
     args: Any
     model: Any
     norm = 0.0  # of the latest step's gradient
-    is_stopped = False  # by a signal
 
-    def __init__(self, run: "RunOnTRL", args: Any, lm: Any, **kwargs: Any):
-        self.run, cfg = run, run.cfg
-        self.rows: list[dict] = []  # of rollouts.jsonl, of the latest step and this process
-        data: list[dict] = []  # of all steps, which are one epoch
-        for step in range(1, cfg.steps + 1):
-            batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed)  # line 2
-            data += [
-                {"prompt": x.problem, "id": x.id, "index": i} for i, (x, _) in enumerate(batch)
-            ]
+    def __init__(self, run: Any, args: Any, lm: Any, reward: Any, **kwargs: Any):
+        self.run = run
+        # All steps are one epoch (line 2): TRL's sampler begins each start with the first's order.
+        data: list[dict] = []
+        for step in range(1, run.cfg.steps + 1):
+            batch = problems.minibatch(run.problems, run.cfg.batch_size, step, run.cfg.seed)
+            data += [{"prompt": x.problem, "index": i} for i, (x, _) in enumerate(batch)]
         args.generation_kwargs["stop_token_ids" if args.use_vllm else "eos_token_id"] = run.stops
         super().__init__(
             lm,
-            reward_funcs=[no_reward],
+            reward_funcs=[reward],
             args=args,
             train_dataset=Dataset.from_list(data),
             processing_class=run.tokenizer,
             **kwargs,
         )
         self.eos_token_ids = run.stops
-        args.output_dir = str(run.out / "checkpoints/.trl.tmp")  # for a checkpoint on its way
-        run.lm, run.stream = model.causal_lm(self.model), self.stream
+        run.lm = model.causal_lm(self.model)
         model.remove_dropout(self.model)  # TRL's disable_dropout leaves floats
         self.refuse_what_fails_later()
         # TRL's head rounds to bf16; eps_a is .05 nats, and bf16 errs by up to .1.
-        add_fused_lm_head(run.lm, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
+        add_fused_lm_head(
+            run.lm, self.temperature, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy")
+        )
         self.set_up_shards()
-        self.remove_callback(PrinterCallback)  # of TRL's own numbers, with a reward of 0
-        self.add_callback(Loop(self))
 
     def refuse_what_fails_later(self) -> None:
         """ValueError for shards that fail in the end, rows that take in their padding, and NaN."""
@@ -246,8 +262,6 @@ class SGSDTrainer(GRPOTrainer):
                 plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
             )
 
-    # ------------------------------------------------------------------------------ a batch
-
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict]:
         """The student's prompts as sgsd.py makes them (S3), for TRL to sample from."""
         ids = [sgsd.student_prompt(self.run, problem) for problem in prompts]
@@ -271,42 +285,59 @@ class SGSDTrainer(GRPOTrainer):
         finally:
             lm.generation_config = own
 
+    def _get_grad_norm(self, lm: Any, grad_norm: Any = None) -> Any:
+        """The norm before clipping. Where it is not finite no gradient stays: AdamW makes no step.
+
+        The norm is that of all processes. Their gradients may not tell: clipping by an infinite
+        norm leaves zeros where they were finite.
+        """
+        norm = super()._get_grad_norm(lm, grad_norm)
+        self.norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(self.norm):
+            for p in lm.parameters():
+                p.grad = None
+        return norm
+
+
+class SGSDTrainer(Trainer):
+    """Trainer whose advantages [B, T] are SGSD's."""
+
+    is_stopped = False  # by a signal
+
+    def __init__(self, run: "RunOnTRL", args: Any, lm: Any, **kwargs: Any):
+        # TRL asks for rewards; the advantages are our own.
+        super().__init__(run, args, lm, lambda prompts, **_: [0.0] * len(prompts), **kwargs)
+        args.output_dir = str(run.out / "checkpoints/.trl.tmp")  # for a checkpoint on its way
+        run.stream = self.stream
+        self.remove_callback(PrinterCallback)  # of TRL's own numbers, with a reward of 0
+        self.add_callback(Loop(self))
+
+    # ------------------------------------------------------------------------------ a batch
+
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict[str, Any]:
         """TRL's batch, with SGSD's advantages (lines 4 to 14)."""
         output, run = super()._generate_and_score_completions(inputs), self.run
-        judged = self.judged(inputs, output)
+        texts = [row["prompt"] for row in inputs]
+        rows = zip(output["completion_ids"], output["completion_mask"].bool())
+        rolls = rollouts_of(run, texts, [ids_T[mask_T].tolist() for ids_T, mask_T in rows])
         run.clock.lap("gen")
         pairs_BK, contexts, completions = [], [], []
-        for _, roll in judged:
+        for roll in rolls:
             pairs_K = run.bank.retrieve(roll.problem, run.cfg.num_teachers, run.embed)
             pairs_BK.append(pairs_K)
             contexts += [roll.prompt_ids, *sgsd.teacher_prompts(run, pairs_K, roll.problem)]
             completions += [roll.completion_ids] * (1 + len(pairs_K))
         logps = iter(self.score(contexts, completions))
         A_BT = torch.zeros(output["completion_ids"].shape, device=run.device)
-        self.rows = []
-        for b, ((job, roll), pairs_K) in enumerate(zip(judged, pairs_BK)):
+        self.rows: list[dict] = []  # of rollouts.jsonl, of this step and process
+        for b, (row, roll, pairs_K) in enumerate(zip(inputs, rolls, pairs_BK)):
             logpS_T = next(logps)
             logpT_KT = torch.stack([next(logps) for _ in pairs_K])
             A_T, result = self.advantage(roll, pairs_K, logpS_T, logpT_KT)
             A_BT[b, : len(A_T)] = A_T
-            self.rows.append(sgsd.record(run, run.step + 1, job.index, pairs_K, roll, result))
+            self.rows.append(sgsd.record(run, run.step + 1, row["index"], pairs_K, roll, result))
         run.clock.lap("score")
         return output | {"advantages": A_BT}
-
-    def judged(self, inputs: list[dict], output: dict[str, Any]) -> list[tuple[Job, Rollout]]:
-        """The rollouts of a batch, by the ids that TRL trains on."""
-        problem_of, jobs = {x.id: x for x in self.run.problems}, []
-        for b, row in enumerate(inputs):
-            prompt, ids = (
-                output[f"{name}_ids"][b][output[f"{name}_mask"][b].bool()].tolist()
-                for name in ("prompt", "completion")
-            )
-            x = problem_of[row["id"]]
-            jobs.append(Job(row["index"], prompt, key=0, left=0, problem=x, ids=ids))
-        run = self.run
-        (judged,) = rollout.rollouts(run.tokenizer, run.stops, run.verifier, [jobs])
-        return judged
 
     @torch.no_grad()
     def score(self, contexts: list[list[int]], completions: list[list[int]]) -> list[Tensor]:
@@ -349,20 +380,7 @@ class SGSDTrainer(GRPOTrainer):
             (slope_T,) = torch.autograd.grad(loss, logpS_T)
         return -len(logpS_T) * slope_T, sgsd.for_the_logs(loss.detach(), numbers)
 
-    # ------------------------------------------------------------------- the step and its end
-
-    def _get_grad_norm(self, lm: Any, grad_norm: Any = None) -> Any:
-        """The norm before clipping. Where it is not finite no gradient stays: AdamW makes no step.
-
-        The norm is that of all processes. Their gradients may not tell: clipping by an infinite
-        norm leaves zeros where they were finite.
-        """
-        norm = super()._get_grad_norm(lm, grad_norm)
-        self.norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not math.isfinite(self.norm):
-            for p in lm.parameters():
-                p.grad = None
-        return norm
+    # ------------------------------------------------------------------------------- its end
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """TRL's, in a folder of its own; the run moves it to its place among the checkpoints."""
@@ -406,8 +424,11 @@ class SGSDTrainer(GRPOTrainer):
     def decode(self, prompts: list[list[int]], sampling: Sampling, limit: int) -> list[list[int]]:
         """Completions of prompts by the present policy, with other settings than a step's."""
         self.refuse_beyond_engine(prompts, 1)
-        drawn: dict[str, Any] = {"temperature": sampling.temperature}
-        drawn |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
+        drawn: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }
         holder: Any = self.vllm_generation if self.use_vllm else self
         if self.use_vllm:  # greedy at a temperature of 0
             name = "generation_kwargs"
@@ -429,9 +450,14 @@ class SGSDTrainer(GRPOTrainer):
             setattr(holder, name, of_a_step)
 
 
-def no_reward(completions: list, **_: Any) -> list[float | None]:
-    """What TRL asks for and SGSD does not use: its advantages are `SGSDTrainer`'s own."""
-    return [0.0] * len(completions)
+def rollouts_of(run: Run, texts: list[str], completions: list[list[int]]) -> list[Rollout]:
+    """Judged solutions of problems, by the ids that TRL trains on. texts: of the problems."""
+    problem_of, jobs = {x.problem: x for x in run.problems}, []
+    for text, ids in zip(texts, completions):
+        prompt = sgsd.student_prompt(run, text)
+        jobs.append(Job(0, prompt, key=0, left=0, problem=problem_of[text], ids=ids))
+    (judged,) = rollout.rollouts(run.tokenizer, run.stops, run.verifier, [jobs])
+    return [roll for _, roll in judged]
 
 
 # ------------------------------------------------------------------------------------- the loop
@@ -508,12 +534,7 @@ def load(
     args = settings_of(cfg, words, world)
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     embed = model.load_encoder(cfg.encoder, world.device)
-    outline, tokenizer = model.load_outline(cfg.model)
-    kinds = {path.rpartition(".")[2] for path, _ in outline.named_modules()}
-    if lora and kinds & {"experts", "mamba"}:
-        rule = "adapters would not reach its experts or Mamba layers (S7)"
-        raise ValueError(f"--model {cfg.model}: {rule}; train all weights by --full")
-    model.load_model(cfg.model, "meta")  # TRL lets transformers make up a weight that is missing
+    outline, tokenizer = load_outline(cfg)
     run = RunOnTRL(
         cfg=cfg,
         world=world,
@@ -535,7 +556,18 @@ def load(
     return run
 
 
-def lora_of(cfg: TRLConfig, start: Start) -> LoraConfig | None:
+def load_outline(cfg: Any) -> tuple[Any, Any]:
+    """The model's outline and tokenizer; ValueError for a model that TRL would train wrongly."""
+    outline, tokenizer = model.load_outline(cfg.model)
+    kinds = {path.rpartition(".")[2] for path, _ in outline.named_modules()}
+    if not cfg.full and kinds & {"experts", "mamba"}:
+        rule = "adapters would not reach its experts or Mamba layers (S7)"
+        raise ValueError(f"--model {cfg.model}: {rule}; train all weights by --full")
+    model.load_model(cfg.model, "meta")  # TRL lets transformers make up a weight that is missing
+    return outline, tokenizer
+
+
+def lora_of(cfg: Any, start: Start) -> LoraConfig | None:
     """The adapters' shape, if they learn; ValueError for a checkpoint that is damaged."""
     if not cfg.full:
         rank, alpha = lora_settings(cfg, start)
@@ -555,20 +587,31 @@ def train(run: Any) -> int:
     return 130 if run.trainer.is_stopped else 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code. In a folder with a run it continues."""
+def command_line(
+    argv: Sequence[str] | None,
+    about: str | None,
+    kind: Any,
+    variants: dict[str, dict[str, Any]] | None = None,
+) -> tuple[Any, list[str]]:
+    """The settings of a command line, as `command.parse` takes it, and TRL's flags after a --."""
     words = [*(sys.argv[1:] if argv is None else argv)]
     end = words.index("--") if "--" in words else len(words)
-    cfg = command.parse(words[:end], __doc__, TRLConfig, config.presets_of(TRLConfig))
     if any("vllm" in word for word in words[end:]):  # whose sleep mode admits no others
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     # TRL and PEFT call by names that transformers 5.24 deprecates.
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
+    cfg = command.parse(words[:end], about, kind, config.presets_of(kind), variants)
+    return cfg, words[end + 1 :]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code. In a folder with a run it continues."""
+    cfg, words = command_line(argv, __doc__, TRLConfig)
     with RunOnTRL.open(
         cfg,
         skills.load_bank,
         sgsd.shown,
-        functools.partial(load, words[end + 1 :]),
+        functools.partial(load, words),
     ) as run:
         return train(run)
 

@@ -475,7 +475,8 @@ def go_on(cfg: Config, start: Start) -> bool:
     made = max((step for step, _ in files.steps_of(out / "metrics.jsonl")), default=0)
     made_its_bank = first.exists() and not settings.get("bank")
     memories = [*files.read_jsonl(out / "bank/memories.jsonl")]
-    has_begun = bool(start.step or made or made_its_bank or memories)
+    is_another = saved["program"] != cfg.program  # whose checkpoints may lie elsewhere
+    has_begun = bool(start.step or made or made_its_bank or memories or is_another)
     free = {*FREE, *cfg.free}
     if memories and not first.exists() and not (cfg.server and settings.get("server")):
         free.remove("server")  # nor can another engine sample the rest of the first bank (S27)

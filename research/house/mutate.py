@@ -8,7 +8,7 @@ Each change below replaces a part of one line in a copy of the working tree; the
 are named with it are run, and one must fall. Before that all of these tests must pass in the copy.
 The table has what survives: changes that no test sees, and those that change no number, with the
 reason. The exit code is 1 if a change survives without a reason, or if its text is not in its file
-exactly once. Changes of extras/on_trl.py need extras/requirements.txt.
+exactly once. Changes of the files on TRL need extras/requirements.txt.
 
 It takes some two minutes on an idle core: run it after a change of the method or of its tests.
 """
@@ -164,6 +164,12 @@ CHANGES = {
             "spec/ablations solution_that_was_cut",
         ),
         Change("if cfg.clip else math.inf", "if True else math.inf", "spec/ablations changed_step"),
+    ],
+    "extras/grpo_on_trl.py": [
+        Change(
+            "temperature=cfg.temperature,", "temperature=1.0,", "on_trl/grpo that_of and not two"
+        ),
+        Change("max(by_step, default", "min(by_step, default", "on_trl/grpo killed"),
     ],
     "extras/on_trl.py": [
         Change("-len(logpS_T) * slope_T", "-slope_T", "on_trl/gradient that_of_sgsd_py and lora"),

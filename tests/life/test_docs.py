@@ -22,7 +22,7 @@ CHANGING = (ROOT / "docs" / "changing.md").read_text()
 RECIPES = CHANGING + (ROOT / "docs" / "engines.md").read_text()
 OF_A_READER = set(re.findall(r"^# (\w+\.py)$", RECIPES, re.M))  # what a reader writes himself
 PROGRAMS = {"venv", "pytest", "gym_data"}  # that are started with -m
-PROGRAMS.add("extras.on_trl")  # its parser needs TRL
+PROGRAMS |= {"extras.on_trl", "extras.grpo_on_trl"}  # their parsers need TRL
 
 
 def anchors(page):

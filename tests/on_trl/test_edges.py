@@ -15,9 +15,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from trl_worlds import PLAIN, completions, policy, rollouts_of, settings, trainer
 
 import sgsd
-from extras import on_trl
-from lib import command, config, files
+from extras import grpo_on_trl, on_trl
+from lib import files
 from lib import model as lib_model
+from methods import grpo
 
 
 @pytest.mark.parametrize("kind", ["seed_oss", "persimmon"])
@@ -200,16 +201,6 @@ def test_one_process_that_sees_several_gpus_is_refused(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------- folders
 
 
-@pytest.mark.parametrize("full, flag", [(False, "--adapter"), (True, "--model")])
-def test_a_run_of_an_older_version_is_refused_with_the_way_on(refused, tmp_path, full, flag):
-    record = {"program": "extras.on_trl", "trl": {"full": full}}
-    files.write_json(tmp_path / "run/sgsd/config.json", record)
-    for step in (5, 10):
-        files.write_json(tmp_path / f"run/checkpoint-{step}/bank.json", {})
-    last = tmp_path / "run/checkpoint-10"
-    refused(f"older {flag} {last} --bank {last}/bank.json")
-
-
 @pytest.mark.parametrize("name", ["any", "own", "runs"])
 def test_a_folder_that_is_no_run_on_trl_is_refused_and_stays_as_it_is(
     world_dir, tmp_path, uninterrupted, capsys, name
@@ -249,11 +240,12 @@ def test_the_commands_of_the_pages_are_parsed():
     commands = []
     for page in [conftest.ROOT / "docs/engines.md", *conftest.ROOT.glob("research/trl/*.md")]:
         text = re.sub(r" *\\\n\s*", " ", page.read_text())
-        commands += re.findall(
-            r"^ *(?:accelerate|python|OMP).*(?:on_trl|vllm_run.py) (--.*)", text, re.M
-        )
-    assert len(commands) >= 4
-    for words in map(str.split, commands):
-        end = words.index("--") if "--" in words else len(words)
-        cfg = command.parse(words[:end], "", on_trl.TRLConfig, config.presets_of(on_trl.TRLConfig))
-        on_trl.settings_of(cfg, words[end + 1 :], driver.ALONE)
+        line = r"^ *(?:accelerate|python|srun|OMP).*\b(grpo_on_trl|on_trl|vllm_run\.py) (--.*)"
+        commands += re.findall(line, text, re.M)
+    assert {"grpo_on_trl", "on_trl"} <= {program for program, _ in commands}
+    for program, line in commands:
+        is_grpo = program == "grpo_on_trl"
+        kind = grpo_on_trl.Settings if is_grpo else on_trl.TRLConfig
+        cfg, words = on_trl.command_line(line.split(), "", kind, {"short": grpo.SHORT})
+        solutions = cfg.batch_size * (cfg.generations if is_grpo else 1)
+        on_trl.trl_settings(cfg, words, driver.ALONE, solutions)

@@ -1,143 +1,255 @@
-"""The page's GRPO on TRL is methods.grpo: its settings, ids, rewards and gradient."""
+"""GRPO on TRL is methods.grpo: its settings, problems, ids, rewards and gradient; it goes on."""
 
-import re
-import sys
+import itertools
+import shutil
+import signal
 from types import SimpleNamespace
 
+import conftest
+import driver
 import pytest
 import torch
-import trl
+import trl_worlds
 from conftest import ROOT
-from transformers import TrainerCallback
 
+import eval
 import rollout
+from extras import grpo_on_trl, on_trl
+from lib import command, config, files, model, problems, verify
 from methods import groups, grpo
 
-PAGE = (ROOT / "docs/engines.md").read_text()
 TINY = ROOT / "tiny"
-FLAGS = f"--preset tiny --short --model {TINY}/model --data {TINY}/train.jsonl --batch-size 2"
 
 
-class GradientOfMethod(TrainerCallback):
-    """Before TRL's step: its gradient, and that of methods.grpo on the same rollouts."""
-
-    def __init__(self, trainer, names):
-        self.trainer, self.names = trainer, names
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-        learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.trainer.of_trl = {name: p.grad.clone() for name, p in learning.items()}
-        model.zero_grad()
-        cfg = self.names["cfg"]
-        run = SimpleNamespace(cfg=cfg, lm=model, device=torch.device("cpu"))
-        for x, rolls_G in groups_of(self.trainer, self.names):
-            for loss, _, _ in grpo.losses(run, state.global_step, x, rolls_G, []):
-                if loss.requires_grad:
-                    (loss / (cfg.batch_size * cfg.generations)).backward()
-        torch.nn.utils.clip_grad_norm_(learning.values(), cfg.grad_clip)
-        self.trainer.of_method = {name: p.grad.clone() for name, p in learning.items()}
-        for name, p in learning.items():
-            p.grad = self.trainer.of_trl[name]
+def parsed(argv):
+    """The settings of a command line."""
+    presets = config.presets_of(grpo_on_trl.Settings)
+    return command.parse(argv, "", grpo_on_trl.Settings, presets, {"short": grpo.SHORT})
 
 
-def groups_of(trainer, names):
-    """Each problem with its group of rollouts, judged again from the ids of TRL's batch."""
-    jobs, batch = [], trainer.batch
-    for b, row in enumerate(trainer.inputs):
-        prompt = batch["prompt_ids"][b][batch["prompt_mask"][b].bool()].tolist()
-        ids = batch["completion_ids"][b][batch["completion_mask"][b].bool()].tolist()
-        jobs.append(rollout.Job(b, prompt, 0, 0, names["problems"][row["index"]], ids))
-    stops = rollout.stop_ids(trainer.model, names["tokenizer"])
-    (judged,) = rollout.rollouts(names["tokenizer"], stops, names["judge"], [jobs])
-    rolls, size = [roll for _, roll in judged], names["cfg"].generations
-    starts = range(0, len(rolls), size)
-    return [(jobs[start].problem, rolls[start : start + size]) for start in starts]
+# ------------------------------------------------------------------------------ beside methods.grpo
 
 
-def run_block(names, words):
-    """The page's block as a command with these words; its names go into a dict."""
-    (source,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["", *FLAGS.split(), *words])
-        exec(compile(source, "docs/engines.md", "exec"), names)
+RUNS = {  # name: how it is made, whether all weights learn, steps
+    "adapters": ("", False, 2),
+    "all weights": ("", True, 2),
+    "adapters, two processes": ("grpo_of_two", False, 1),
+    "all weights, two shards": ("sharded_grpo", True, 1),
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def recorded(request, tmp_path_factory):
+    """A run: its settings, folder, and steps as `trl_worlds.recorded_grpo` saves them."""
+    function, full, steps = RUNS[request.param]
+    folder = tmp_path_factory.mktemp("grpo")
+    if function:
+        trl_worlds.torchrun(function, folder)
+    else:
+        trl_worlds.recorded_grpo(folder, full=full, steps=steps)
+    cfg = parsed(trl_worlds.grpo_flags(folder, full=full, steps=steps))
+    steps_made = torch.load(folder / "steps.pt", weights_only=True)
+    assert len(steps_made) == steps
+    return SimpleNamespace(cfg=cfg, out=folder / "run", steps=steps_made)
 
 
 @pytest.fixture(scope="module")
-def block(tmp_path_factory):
-    """The names of the page's block after a step of the tiny world."""
-    names = {}
-
-    class Recorded(trl.GRPOTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.add_callback(GradientOfMethod(self, names))
-
-        def _generate_and_score_completions(self, inputs):
-            self.inputs, self.batch = inputs, super()._generate_and_score_completions(inputs)
-            return self.batch
-
-    out = tmp_path_factory.mktemp("grpo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trl, "GRPOTrainer", Recorded)
-        run_block(names, ["--steps", "1", "--out", str(out)])
-    return names
+def student():
+    """What gives prompts and verdicts, of a run of methods.grpo on the tiny world."""
+    lm, tokenizer = model.load_model(str(TINY / "model"), "cpu")
+    data, _ = problems.load_problems(str(TINY / "train.jsonl"))
+    with verify.Verifier() as judge:
+        yield SimpleNamespace(lm=lm, tokenizer=tokenizer, problems=data, judge=judge)
 
 
-def test_its_settings_are_those_of_the_method(block):
-    cfg, args = block["cfg"], block["trainer"].args
+def groups_of(student, cfg, step, rows):
+    """The groups of a step of methods.grpo, with the completions of rows: [(problem, rolls_G)]."""
+    run = SimpleNamespace(cfg=cfg, **vars(student))
+    batch, jobs = problems.minibatch(student.problems, cfg.batch_size, step, cfg.seed), []
+    for b, row in enumerate(rows):
+        x = batch[b // cfg.generations][0]
+        prompt = groups.prompt_with_skills(run, x, [])
+        jobs.append(rollout.Job(b, prompt, 0, 0, x, row["completion"]))
+    stops = rollout.stop_ids(student.lm, student.tokenizer)
+    (judged,) = rollout.rollouts(student.tokenizer, stops, student.judge, [jobs])
+    rolls, size = [roll for _, roll in judged], cfg.generations
+    return [(x, rolls[i * size : (i + 1) * size]) for i, (x, _) in enumerate(batch)]
+
+
+def test_its_problems_ids_and_rewards_are_those_of_the_method(recorded, student):
+    middle = []  # the groups of a step whose solutions lie on both of two processes
+    for step, (_, _, rows) in enumerate(recorded.steps, 1):
+        groups_G = [rolls_G for _, rolls_G in groups_of(student, recorded.cfg, step, rows)]
+        expected = [grpo.grpo_advantages(groups.rewards(rolls_G)) for rolls_G in groups_G]
+        advantages = torch.tensor([row["advantage"] for row in rows])
+        torch.testing.assert_close(advantages, torch.cat(expected))
+        middle.append(expected[1])
+        for roll, row in zip(itertools.chain.from_iterable(groups_G), rows):
+            assert roll.prompt_ids == row["prompt"]
+            assert roll.truncated == (len(roll.completion_ids) == recorded.cfg.max_new_tokens)
+    assert torch.cat(middle).any()
+
+
+def test_its_gradient_is_that_of_the_method(recorded, student):
+    cfg, lm = recorded.cfg, model.load_model(str(TINY / "model"), "cpu")[0].train()
+    if not cfg.full:
+        lm = model.with_adapters(lm, cfg.lora_rank, cfg.lora_alpha)
+    learning = model.trained(lm)
+    run = SimpleNamespace(cfg=cfg, lm=lm, device=torch.device("cpu"))
+    for step, (gradient, weights, rows) in enumerate(recorded.steps, 1):
+        assert gradient.keys() == learning.keys()
+        lm.load_state_dict(weights, strict=False)
+        lm.zero_grad()
+        for x, rolls_G in groups_of(student, cfg, step, rows):
+            for loss, _, _ in grpo.losses(run, step, x, rolls_G, []):
+                if loss.requires_grad:
+                    (loss / (cfg.batch_size * cfg.generations)).backward()
+        torch.nn.utils.clip_grad_norm_(learning.values(), cfg.grad_clip)
+        size = sum(float(p.grad.square().sum()) for p in learning.values())
+        distance = sum(float((gradient[n] - p.grad).square().sum()) for n, p in learning.items())
+        assert size > 0
+        assert (distance / size) ** 0.5 < 1e-4, (distance / size) ** 0.5
+
+
+def test_eval_takes_what_it_saves(recorded, tmp_path):
+    checkpoint = recorded.out / f"checkpoint-{recorded.cfg.steps}"
+    argv = [checkpoint, "--data", TINY / "test.jsonl", "--limit", 2, "--samples", 1]
+    argv += ["--max-new-tokens", 4, "--no-thinking", "--device", "cpu", "--out", tmp_path]
+    driver.completes(eval.main, argv)
+    torch.set_num_threads(1)
+    (results,) = tmp_path.glob("*/results.json")
+    assert files.read_json(results)["test"]["samples"] == 2
+
+
+# ---------------------------------------------------------------------------- on a random model
+
+
+def small_flags(world_dir, folder, **changes):
+    """A command line of eight steps, of which six are an epoch, on the random model."""
+    given = {"model": world_dir / "model", "data": world_dir / "data.jsonl", "steps": 8}
+    given |= {"verifier": "driver:UnevenVerifier", "max_new_tokens": 8, "checkpoint_every": 2}
+    given |= {"batch_size": 2, "generations": 2}
+    return [str(word) for word in trl_worlds.grpo_flags(folder, **(given | changes))]
+
+
+def main(argv):
+    """The command, which leaves the handlers of signals as they were."""
+    with driver.signals_restored():
+        return grpo_on_trl.main(argv)
+
+
+def test_its_settings_and_stop_ids_are_those_of_the_method(world_dir, tmp_path):
+    """The model has several stop ids, as Qwen3 has; what is saved has all of them."""
+    stops = [*range(60, 120), trl_worlds.END]
+    lm = conftest.save_model(tmp_path / "lm", eos_token_id=stops[:-1], attention_dropout=0.1)
+    changes = {"model": lm, "data": world_dir / "data.jsonl", "verifier": "driver:UnevenVerifier"}
+    changes |= {"generations": 5, "batch_size": 2, "full": True}
+    trainer = trl_worlds.recorded_grpo(tmp_path, **changes)
+    args, cfg = trainer.args, parsed(trl_worlds.grpo_flags(tmp_path, **changes))
     names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "steps": "max_steps"}
     names |= {"max_new_tokens": "max_completion_length", "generations": "num_generations"}
     names |= {"learning_rate": "learning_rate", "grad_clip": "max_grad_norm", "seed": "seed"}
-    for ours, theirs in names.items():
+    for ours, theirs in (names | {"checkpoint_every": "save_steps"}).items():
         assert getattr(args, theirs) == getattr(cfg, ours), ours
-    rollouts = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    assert rollouts == cfg.batch_size * cfg.generations
+    assert args.generation_kwargs["temperature"] == cfg.temperature
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 5)
     assert args.steps_per_generation == args.gradient_accumulation_steps
     assert (args.loss_type, args.beta, args.num_iterations) == ("grpo", 0, 1)
     assert (args.scale_rewards, args.lr_scheduler_type, args.weight_decay) == ("group", "linear", 0)
     assert not args.vllm_importance_sampling_correction
-    assert block["lora"].r == cfg.lora_rank and block["lora"].lora_alpha == cfg.lora_alpha
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert trainer.model.config.attention_dropout == 0
+    saved, tokenizer = model.load_model(str(tmp_path / "run/checkpoint-1"), "cpu")
+    assert trainer.eos_token_ids == rollout.stop_ids(saved, tokenizer) == stops
+    ((_, _, rows),) = torch.load(tmp_path / "steps.pt", weights_only=True)
+    for ids in [row["completion"] for row in rows]:
+        assert len(ids) == cfg.max_new_tokens or ids[-1] in stops
+        assert not {*stops} & {*ids[:-1]}
 
 
-def test_its_ids_and_rewards_are_those_of_the_method(block):
-    cfg, batch = block["cfg"], block["trainer"].batch
-    stops = rollout.stop_ids(block["trainer"].model, block["tokenizer"])
-    assert sorted(block["trainer"].eos_token_ids) == stops
-    run = block["student"]
-    expected = []
-    for x, rolls_G in groups_of(block["trainer"], block):
-        for roll in rolls_G:
-            assert roll.prompt_ids == groups.prompt_with_skills(run, x, [])
-            assert roll.truncated == (len(roll.completion_ids) == cfg.max_new_tokens)
-        expected.append(grpo.grpo_advantages(groups.rewards(rolls_G)))
-    torch.testing.assert_close(batch["advantages"], torch.cat(expected))
+def state(out):
+    """What must be equal of a run that was cut short and one that was not."""
+    checkpoints = sorted(path.name for path in out.glob("checkpoint-*"))
+    weights = [path.read_bytes() for path in out.glob("checkpoint-8/*model.safetensors")]
+    log = files.read_json(out / "checkpoint-8/trainer_state.json")["log_history"]
+    return checkpoints, weights, [{k: v for k, v in row.items() if k != "step_time"} for row in log]
 
 
-def test_its_gradient_is_that_of_the_method(block):
-    one, other = block["trainer"].of_trl, block["trainer"].of_method
-    size = sum(float(x.square().sum()) for x in other.values())
-    distance = sum(float((one[name] - other[name]).square().sum()) for name in other)
-    assert size > 0
-    assert (distance / size) ** 0.5 < 1e-4
+@pytest.fixture(scope="module", params=[False, True], ids=["adapters", "all weights"])
+def complete(request, world_dir, tmp_path_factory):
+    """Whether all weights learn, and a run of eight steps that nothing has interrupted."""
+    folder = tmp_path_factory.mktemp("complete")
+    assert main(small_flags(world_dir, folder, full=request.param)) == 0
+    return request.param, folder / "run"
+
+
+def test_a_killed_run_goes_on_after_its_newest_whole_checkpoint_as_if_nothing_had_been(
+    complete, world_dir, tmp_path
+):
+    """The sampler of TRL begins each start with the first epoch's order: here that is the only one.
+
+    A run with nothing left to do makes no step.
+    """
+    full, uninterrupted = complete
+    run, argv = tmp_path / "run", small_flags(world_dir, tmp_path, full=full)
+    cut = driver.killing(on_trl.Trainer, "_save_rng_state", 3)
+    pid = driver.start(argv, tmp_path / "log", before=cut, program=main)
+    assert driver.wait(pid) == -signal.SIGKILL
+    assert (run / "checkpoint-6").exists()  # which is not whole
+    assert main(argv) == 0
+    assert files.read_json(run / "config.json")["continuations"][0]["step"] == 4
+    assert state(run) == state(uninterrupted)
+    assert main(argv) == 0
+    assert state(run) == state(uninterrupted)
+
+
+def test_the_newest_checkpoints_alone_stay(world_dir, tmp_path):
+    assert main(small_flags(world_dir, tmp_path, steps=3, checkpoint_every=1, keep_last=2)) == 0
+    names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert names == ["checkpoint-2", "checkpoint-3"]
+
+
+# ---------------------------------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize(
-    "flags, word",
-    {
-        "--generations 5": "10",  # solutions, in backward passes of eight
-        f"--bank {ROOT}/banks/word_problems.json": "--bank",
-        "--adapter elsewhere": "--adapter",
-        "--loss-temperature 1": "--loss-temperature",
-    }.items(),
+    "changes, words, said",
+    [
+        ({"bank": ROOT / "banks/word_problems.json"}, "", "--bank"),
+        ({"adapter": "elsewhere"}, "", "--adapter"),
+        ({"loss_temperature": 1.0}, "", "--loss-temperature"),
+        ({"server": "http://localhost:8000/v1"}, "", "--server"),
+        ({"rollout_rows": 8}, "", "--rollout-rows"),
+        ({"steps": 0}, "", "--steps"),
+        ({"temperature": 0.0}, "", "--temperature"),
+        ({"max_prompt_tokens": 20}, "", "--max-prompt-tokens"),
+        ({"full": True, "dtype": "bfloat16"}, "", "--dtype float32"),
+        ({}, "--learning_rate 1", "--learning_rate"),
+        ({}, "--num_generations 2", "--num_generations"),
+        ({"kind": "gpt2"}, "", "left padding"),
+        ({"kind": "qwen2_moe"}, "", "experts --full"),
+    ],
 )
-def test_what_it_would_leave_out_is_refused_in_one_line(flags, word):
-    with pytest.raises(SystemExit) as end:
-        run_block({}, flags.split())
-    assert word in end.value.code and "\n" not in end.value.code
+def test_what_it_would_leave_out_or_learn_wrongly_is_refused(
+    world_dir, tmp_path, capsys, changes, words, said
+):
+    if "kind" in changes:
+        changes = {"model": conftest.save_model(tmp_path / "lm", changes["kind"])}
+    argv = [*small_flags(world_dir, tmp_path, **changes), "--", *words.split()]
+    driver.refused(capsys, grpo_on_trl.main, argv, *said.split())
+    assert not (tmp_path / "run/config.json").exists()
 
 
-def test_a_step_of_fewer_solutions_than_a_backward_pass_takes_is_one_pass(tmp_path):
-    names = {}
-    run_block(names, f"--generations 2 --steps 1 --out {tmp_path}".split())
-    args = names["trainer"].args
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 1)
+def test_a_folder_that_is_no_run_of_these_settings_is_refused_and_stays_as_it_is(
+    complete, world_dir, tmp_path, uninterrupted, capsys
+):
+    full, own = complete
+    of_sgsd = shutil.copytree(uninterrupted, tmp_path / "sgsd")
+    files.write_json(tmp_path / "any/notes.json", "mine")
+    places = [(own, {"steps": 9}, "--steps 9"), (own, {"temperature": 0.5}, "--temperature 0.5")]
+    places += [(own, {"data": ROOT / "tiny/train.jsonl"}, "--data"), (of_sgsd, {}, "sgsd.py")]
+    for out, changes, said in [*places, (tmp_path / "any", {}, "notes.json")]:
+        before = driver.contents(out)
+        argv = small_flags(world_dir, tmp_path, full=full, **(changes | {"out": out}))
+        driver.refused(capsys, grpo_on_trl.main, argv, said, "--out", str(out))
+        assert driver.contents(out) == before

@@ -1,9 +1,10 @@
-"""Worlds for the tests of extras/on_trl.py: a random model with given rollouts, and the tiny one.
+"""Worlds for the tests on TRL: a random model with given rollouts, and the tiny one.
 
 python trl_worlds.py FUNCTION FOLDER        (or by torchrun) runs a function of this file
 """
 
 import copy
+import itertools
 import os
 import pathlib
 import subprocess
@@ -25,7 +26,7 @@ import driver
 import distributed
 import rollout
 import sgsd
-from extras import on_trl
+from extras import grpo_on_trl, on_trl
 from lib import config
 from lib.problems import Problem
 
@@ -50,18 +51,25 @@ def completions(count, step=3):
 
 
 class Gradients(TrainerCallback):
-    """Keeps the gradient of each step, after accumulation and the sum over processes."""
+    """Keeps the gradient of each step, after accumulation and the sum over processes, and what it
+    is the gradient of: the weights before the step."""
 
     def __init__(self):
-        self.steps = []
+        self.steps, self.weights = [], []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-        kept = {}
+        gradients, weights = {}, {}
         for name, p in model.named_parameters():
             if p.grad is not None:
-                grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                kept[name.removeprefix("module.")] = grad.detach().clone()
-        self.steps.append(kept)
+                name = name.removeprefix("module.")
+                gradients[name], weights[name] = whole(p.grad), whole(p)
+        self.steps.append(gradients)
+        self.weights.append(weights)
+
+
+def whole(x):
+    """A copy of a tensor, of all its shards."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 
 # ------------------------------------------------------------------------------ the random model
@@ -157,7 +165,66 @@ def both_loops(folder):
     torch.save({"sgsd.py": of_sgsd, "TRL": gradient}, pathlib.Path(folder, "gradients.pt"))
 
 
+# ------------------------------------------------------------------------------- GRPO on TRL
+
+
+def recorded_grpo(folder, **changes):
+    """The trainer of a run of extras/grpo_on_trl.py in FOLDER/run. FOLDER/steps.pt has its steps:
+    gradient, weights before it, and of the solutions of all processes prompt, ids, advantage."""
+    trainers, gradients, rows = [], Gradients(), []
+
+    class Recorded(on_trl.Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, callbacks=[gradients], **kwargs)
+            trainers.append(self)
+
+        def _generate_and_score_completions(self, inputs):
+            output, solutions = super()._generate_and_score_completions(inputs), []
+            for b in range(len(inputs)):
+                row = {"advantage": output["advantages"][b].item()}
+                for name in ("prompt", "completion"):
+                    mask_L = output[f"{name}_mask"][b].bool()
+                    row[name] = output[f"{name}_ids"][b][mask_L].tolist()
+                solutions.append(row)
+            gathered = distributed.all_gather(solutions, self.run.world)
+            rows.append([*itertools.chain.from_iterable(gathered)])
+            return output
+
+    own, on_trl.Trainer = on_trl.Trainer, Recorded
+    try:
+        with driver.signals_restored():
+            assert grpo_on_trl.main(grpo_flags(folder, **changes)) == 0
+    finally:
+        on_trl.Trainer = own
+    if trainers[0].run.world.main:
+        steps = zip(gradients.steps, gradients.weights, rows)
+        torch.save([*steps], pathlib.Path(folder, "steps.pt"))
+    return trainers[0]
+
+
+def grpo_flags(folder, **changes):
+    """A command line of extras/grpo_on_trl.py on the tiny world, whose groups have both outcomes.
+
+    Of two processes each gets one and a half of the three groups.
+    """
+    given = {"preset": "tiny", "short": True, "out": pathlib.Path(folder, "run"), "steps": 1}
+    given |= {"batch_size": 3, "generations": 4, "model": conftest.ROOT / "tiny/model"}
+    given |= {"data": conftest.ROOT / "tiny/train.jsonl"}
+    return words_of(given | changes)[: -len(PLAIN) - 1]
+
+
 # --------------------------------------------------------------- functions that torchrun starts
+
+
+def grpo_of_two(folder):
+    """`recorded_grpo` of adapters."""
+    recorded_grpo(folder)
+
+
+def sharded_grpo(folder):
+    """`recorded_grpo` of all weights, in shards."""
+    of_trl = recorded_grpo(folder, full=True)
+    assert all(isinstance(p, DTensor) for p in of_trl.model.parameters())
 
 
 def sharded_step(folder):

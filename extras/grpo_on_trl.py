@@ -1,0 +1,140 @@
+"""GRPO on TRL's GRPOTrainer: the baseline with all weights, sharding, vLLM (docs/engines.md).
+
+    python -m extras.grpo_on_trl --short --data mine.jsonl --out runs/trl_grpo
+    accelerate launch --config_file extras/fsdp2.yaml -m extras.grpo_on_trl --short --full
+    python eval.py Qwen/Qwen3-1.7B runs/trl_grpo/checkpoint-200
+
+Settings, the problems of each step, prompts, verdicts and stop ids are those of methods.grpo, and
+so is the gradient on the same solutions (tests/on_trl/test_grpo.py). TRL samples, makes advantages,
+loss and steps, logs and saves. Its flags that lay out a run may follow a lone --, by the rule of
+extras/on_trl.py. Only methods.grpo has --bank, --adapter and --loss-temperature.
+
+--checkpoint-every is TRL's save_steps, and eval.py takes OUT/checkpoint-N. OUT/config.json has the
+run's settings: the same command goes on after the newest checkpoint that is whole. It needs
+extras/requirements.txt.
+"""
+
+import contextlib
+import functools
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import distributed
+import sgsd
+from extras import on_trl
+from lib import command, config, files, verify
+from lib.run import (
+    FREE,
+    Run,
+    Start,
+    claim,
+    continued,
+    load_training,
+    record_of,
+    refuse_long_prompts,
+    refuse_other_processes,
+)
+from methods import grpo
+
+
+@dataclass(frozen=True)
+class Settings(on_trl.OnTRL, grpo.GRPOConfig):
+    """The settings of methods.grpo, and what TRL needs to know."""
+
+    program: ClassVar[str] = "-m extras.grpo_on_trl"
+    not_offered: ClassVar[frozenset[str]] = grpo.GRPOConfig.not_offered.union(
+        f"{config.GROUPS['the bank']} {config.GROUPS['the objective']} adapter loss_temperature"
+        " audit_every score_tokens checkpoint_above rollout_rows".split()
+    )
+
+    out: str = "runs/trl_grpo"
+    steps: int = config.setting(200, "number of optimizer steps; §4.1")
+
+
+def rewards(run: Run, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """TRL's reward function. prompts: the problems' texts."""
+    return [sgsd.reward(roll) for roll in on_trl.rollouts_of(run, prompts, completion_ids)]
+
+
+def inspect(cfg: Settings, world: distributed.World, held: contextlib.ExitStack) -> Start:
+    """Rank 0: the problems, and where the run of --out is; ValueError if this is no such run.
+
+    TRL writes the trainer_state.json of a checkpoint last: without it the checkpoint is not whole.
+    """
+    claim(cfg, held)
+    out, (data, _) = pathlib.Path(cfg.out), load_training(cfg)
+    states = out.glob("checkpoint-*/trainer_state.json")
+    by_step = {files.read_json(state)["global_step"]: state.parent for state in states}
+    step = max(by_step, default=0)
+    start = Start(record_of(cfg, data, world), data, step, by_step.get(step))
+    try:
+        if (out / "config.json").exists():
+            saved = files.read_json(out / "config.json")
+            free = {*FREE, *cfg.free} - {"steps"}  # TRL's learning rate would jump
+            start.record = continued(cfg, saved, start, free)
+    except ValueError as e:
+        raise ValueError(f"--out {out}: {e}; give the run's settings, or a new --out") from None
+    return start
+
+
+def load(words: Sequence[str], cfg: Settings, held: contextlib.ExitStack) -> tuple[Any, Start]:
+    """The trainer, and where its run is. words: TRL's flags."""
+    world = distributed.init(cfg.device)
+    refuse_other_processes(cfg, world)
+    start: Any = inspect(cfg, world, held) if world.main else None
+    start = distributed.broadcast(start, world)
+    args = on_trl.trl_settings(
+        cfg,
+        words,
+        world,
+        cfg.batch_size * cfg.generations,
+        temperature=cfg.temperature,
+        num_generations=cfg.generations,
+        save_steps=cfg.checkpoint_every,
+        save_total_limit=cfg.keep_last or None,
+        logging_steps=1,
+        report_to=cfg.report_to,
+    )
+    verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
+    outline, tokenizer = on_trl.load_outline(cfg)
+    run = Run(
+        cfg,
+        world,
+        start.record,
+        start.problems,
+        verifier,
+        outline,
+        tokenizer,
+        stream=iter,  # TRL's
+        step=start.step,
+    )
+    refuse_long_prompts(run, grpo.shown)
+    trainer = on_trl.Trainer(
+        run,
+        args,
+        outline.name_or_path,
+        functools.partial(rewards, run),
+        peft_config=on_trl.lora_of(cfg, start),
+    )
+    if world.main:
+        run.begin()
+    return trainer, start
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code. In a folder with a run it continues."""
+    cfg, words = on_trl.command_line(argv, __doc__, Settings, {"short": grpo.SHORT})
+    with contextlib.ExitStack() as held:
+        with command.one_line_errors(cfg.program, *command.GIVEN):
+            trainer, start = load(words, cfg, held)
+        with command.one_line_errors(cfg.program, *command.LATER):
+            trainer.train(start.checkpoint and str(start.checkpoint))
+        if trainer.run.world.main:
+            print(f"done; evaluate: python eval.py {cfg.model} {cfg.out}/checkpoint-{cfg.steps}")
+    return 0
+
+
+if __name__ == "__main__":
+    distributed.run_and_exit(main)
