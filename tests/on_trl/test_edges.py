@@ -82,13 +82,13 @@ def test_a_step_whose_gradient_is_not_finite_leaves_the_weights_as_they_are(
 def test_three_such_steps_in_a_row_end_the_command_in_one_line(
     world_dir, tmp_path, monkeypatch, capsys
 ):
-    """The two before are not in a row. The same command goes on after the last checkpoint."""
-    run, changes = tmp_path / "run", {"steps": 8, "checkpoint_every": 3, "evolve_every": 0}
+    """S34: the two before are not in a row. The third is saved, and the same command goes on."""
+    run, changes = tmp_path / "run", {"steps": 8, "checkpoint_every": 5, "evolve_every": 0}
     argv = trl_worlds.small_flags(world_dir, run, **changes)
     with monkeypatch.context() as patch:
         patch.setattr(on_trl.SGSDTrainer, "advantage", overflowing([1, 2, 4, 5, 6]))
-        driver.refused(capsys, on_trl.main, argv, "three steps", "--learning-rate")
-    assert len(driver.rows(run / "metrics.jsonl")) == 6
+        driver.refused(capsys, on_trl.main, argv, "last 3 steps", "--learning-rate")
+    assert [*files.by_step(run / "checkpoints")] == [5, 6]
     driver.completes(on_trl.main, argv)
     assert len(driver.rows(run / "metrics.jsonl")) == 8
 

@@ -12,7 +12,7 @@ from trl_worlds import PROBLEMS, settings
 
 import distributed
 import rollout
-from lib import command
+from lib import command, model
 from rollout import Job, Sampling
 
 GREEDY, SECOND = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95, top_k=20)
@@ -119,13 +119,17 @@ def test_the_engine_writes_replies_with_settings_of_their_own(on_vllm, sampling,
 
 @pytest.mark.parametrize("lefts, count", [([3], 2), ([], 2), ([9, 9], 2)])
 def test_each_process_asks_for_as_many_replies_of_one_limit(on_vllm, monkeypatch, lefts, count):
-    """TRL gathers the prompts of processes, and takes their numbers for equal."""
+    """TRL gathers the prompts of processes, and takes their numbers for equal. The limit is the
+    longest job's, or less: what the context leaves the longest prompt."""
     of_trl = on_vllm()
-    monkeypatch.setattr(distributed, "all_gather", lambda ours, world: [ours, [50, 2]])
-    replies = replies_of(of_trl.stream, jobs_of(lefts), GREEDY)
-    ((asked, given),) = of_trl.vllm_generation.asked
-    assert (asked, given["max_tokens"]) == (count, 50)
-    assert [len(ids) for ids in replies.values()] == lefts
+    context = model.context_limit(of_trl.run.lm)
+    for longest, limit in ((30, 50), (context - 20, 20)):
+        theirs = [(longest, 50), (30, 2)]  # tokens of the other process's prompts and replies
+        monkeypatch.setattr(distributed, "all_gather", lambda ours, world, x=theirs: [ours, x])
+        replies = replies_of(of_trl.stream, jobs_of(lefts), GREEDY)
+        asked, given = of_trl.vllm_generation.asked[-1]
+        assert (asked, given["max_tokens"]) == (count, limit)
+        assert [len(ids) for ids in replies.values()] == lefts
 
 
 def test_a_context_of_the_engine_that_is_too_short_is_an_error_of_one_line(on_vllm):
