@@ -124,6 +124,17 @@ def _checked(correct_PK: np.ndarray) -> np.ndarray:
 # -------------------------------------------------------------------- policies and their places
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a policy on one set: its row of results.json until all samples are there."""
+
+    digest: str  # of the problems
+    problems: int
+    samples: int
+    settings: dict[str, Any]
+    asked: list[str]  # digests of the samples
+
+
 @dataclass
 class Policy:
     """A model to evaluate; `add_samples` adds what is asked of it."""
@@ -131,7 +142,7 @@ class Policy:
     path: str  # a directory or hub id
     base: str  # the model under an adapter; a plain model is its own
     folder: pathlib.Path  # of samples.jsonl and results.json; as it is printed
-    begun: dict[str, dict] = field(default_factory=dict)  # {set: row} until all samples are there
+    sets: dict[str, Asked] = field(default_factory=dict)  # by the set's name
     samples: list[dict] = field(default_factory=list)  # the first fields of each sample's row
     missing: list[Job] = field(default_factory=list)  # their indices are places in `samples`
 
@@ -235,7 +246,7 @@ def prepare(
         else functools.partial(model.load_model, device="meta", dtype=cfg.dtype, attn=cfg.attn)
     )
     sets = load_sets(cfg)
-    prompts, shared = make_prompts(cfg, sets, world), settings_of(cfg, world)
+    prompts, shared = make_prompts(cfg, sets, world), sample_settings(cfg, world)
     for policy in policies:
         lm, tokenizer = look(policy.base)
         settings = {
@@ -291,14 +302,16 @@ def make_prompts(cfg: EvalConfig, sets: Sets, world: World) -> dict[str, str]:
     return prompts
 
 
-def settings_of(cfg: EvalConfig, world: World) -> dict[str, Any]:
+def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
     """What samples depend on besides weights, prompt and problem. Files count by what they hold."""
     settings = {name: value for name, value in asdict(cfg).items() if name not in BESIDE_SAMPLES}
     if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
     return settings | {
         "skills": cfg.skills
-        and files.digest(files.contents(cfg.skills), cfg.num_skills, files.contents(cfg.encoder)),
+        and files.digest(
+            files.tree_digest(cfg.skills), cfg.num_skills, files.tree_digest(cfg.encoder)
+        ),
         "the plain prompt": files.digest(skills.template("student")),
         "engine": "a server" if cfg.server else "generate",  # S27
         "device": world.device.type,
@@ -332,13 +345,7 @@ def add_samples(
             policy.missing.append(job)
             policy.samples.append({"set": name, "id": x.id, "sample": number, "digest": digest})
     asked = [sample["digest"] for sample in policy.samples if sample["set"] == name]
-    policy.begun[name] = {
-        "digest": files.digest(judged),  # of the problems
-        "problems": len(data),
-        "samples": len(asked),
-        "settings": settings,
-        "asked": asked,
-    }
+    policy.sets[name] = Asked(files.digest(judged), len(data), len(asked), settings, asked)
 
 
 def find_missing(policy: Policy) -> None:
@@ -353,9 +360,9 @@ def find_missing(policy: Policy) -> None:
     unused = sum((row["set"], row["id"], row["sample"]) in drawn for row in lacking)
     if unused:
         print(f"{policy.folder}: {unused} old samples of other settings or versions are not used")
-    for name, new in policy.begun.items():
-        old = policy.results().get(name, new)
-        changed = differences(old, new) if "settings" in old else ["version of eval.py"]
+    for name, new in policy.sets.items():
+        old = policy.results().get(name, asdict(new))
+        changed = differences(old, asdict(new)) if "settings" in old else ["version of eval.py"]
         if changed and "avg" in old:
             print(f"{policy.folder}: replaces its figures on {name}; changed: {', '.join(changed)}")
 
@@ -381,7 +388,7 @@ def sample(policy: Policy, verifier: verify.Judge, cfg: EvalConfig, world: World
         distributed.barrier(world)  # all have loaded it
         if world.main:
             lacking = {policy.samples[job.index]["set"] for job in policy.missing}
-            begun = {name: row for name, row in policy.begun.items() if name in lacking}
+            begun = {name: asdict(policy.sets[name]) for name in lacking}
             files.write_json(policy.folder / "results.json", policy.results() | begun)
         sampling = rollout.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
 
@@ -499,7 +506,7 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             # Rank 0 reads folders and data, and tells the others; each rank reads the models.
             policies = distributed.broadcast(find_policies(cfg) if world.main else None, world)
             paths = [policy.path for policy in policies] + [policy.base for policy in policies]
-            weights = {path: files.contents(path) for path in dict.fromkeys(paths)}
+            weights = {path: files.tree_digest(path) for path in dict.fromkeys(paths)}
             flags = {config.flag(name): value for name, value in asdict(cfg).items()}
             shared = {**flags, "--out": "", **weights}
             distributed.refuse_other_commands(distributed.all_gather(shared, world))
@@ -524,9 +531,10 @@ def write_results(policy: Policy, sets: Sets, verifier: verify.Judge, cfg: EvalC
     """Put a policy's figures into its results.json, and print them."""
     done = {row["digest"]: row for row in files.read_jsonl(policy.folder / "samples.jsonl")}
     table = policy.results()
-    for name, row in policy.begun.items():
-        rows = [done[digest] for digest in row.pop("asked")]
+    for name, asked in policy.sets.items():
+        rows = [done[digest] for digest in asked.asked]
         ids = [x.id for x in sets[name]]
+        row = {k: v for k, v in asdict(asked).items() if k != "asked"}
         table[name] = row | figures(ids, rows, cfg.samples, verifier.same)
         print(line_of(policy, name, table[name], cfg), flush=True)
     files.write_json(policy.folder / "results.json", table)

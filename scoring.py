@@ -110,7 +110,7 @@ def predictors(
     causal = causal_lm(model)
     rows = [torch.tensor([*p, *c]) for p, c in zip(prompt_ids, completion_ids)]
     ids_BL = pad_sequence(rows, batch_first=True).to(causal.device)
-    if head_is_sliced(model):
+    if has_plain_head(model):
         out_BLx = causal.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
     else:
         out_BLx = causal(input_ids=ids_BL, use_cache=False).logits
@@ -134,7 +134,7 @@ def over_slices(
     logits / temperature for each of them, and returns one row per position.
     The backward pass computes a slice's logits again, so that [N, V] logits are never alive.
     """
-    head_VD, sliced = causal_lm(model).get_output_embeddings().weight, head_is_sliced(model)
+    head_VD, sliced = causal_lm(model).get_output_embeddings().weight, has_plain_head(model)
     weight_VD = head_VD.float()
 
     def one_slice(ids_n: Tensor, *states_nD: Tensor) -> Tensor:
@@ -171,14 +171,14 @@ def tf32_products() -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def head_is_sliced(model) -> bool:
+def has_plain_head(model) -> bool:
     """Whether the model's logits are just head(hidden), so that the head may run on slices.
 
     Compares both once per model, on eight ids. A model that caps or scales its logits (Gemma 2,
     Cohere, Granite) fails: we score it by its own full logits, and memory grows with T times V.
     """
     causal = causal_lm(model)
-    if not hasattr(causal, "head_is_sliced"):
+    if not hasattr(causal, "has_plain_head"):
         head, backbone = causal.get_output_embeddings(), causal.base_model
         vocabulary = causal.config.get_text_config().vocab_size
         ids = (torch.arange(1, 9, device=causal.device) * 7919 % vocabulary)[None]
@@ -189,8 +189,8 @@ def head_is_sliced(model) -> bool:
                 hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
                 gap = (head(hidden).float() - full).abs().max()
                 plain = bool(gap <= torch.finfo(causal.dtype).eps * full.abs().max())
-        causal.head_is_sliced = plain
-    return causal.head_is_sliced
+        causal.has_plain_head = plain
+    return causal.has_plain_head
 
 
 def packs(lengths: Sequence[int], budget: int) -> list[list[int]]:

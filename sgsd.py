@@ -422,7 +422,7 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
         if result.loss.requires_grad:  # else its gradient is 0
             # Divided by the *global* batch, because ranks sum their gradients.
             (result.loss / cfg.batch_size).backward()
-        rows.append(record(run, step, job.index, pairs_K, roll, result))
+        rows.append(log_row(run, step, job.index, pairs_K, roll, result))
         run.clock.lap("bwd")
     norm = optimizer_step(run, step)  # line 16
     return rows, norm
@@ -455,7 +455,7 @@ def for_the_logs(loss: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
     return RolloutLoss(loss, rest, token_numbers)
 
 
-def record(
+def log_row(
     run: Run,
     step: int,
     index: int,
@@ -499,7 +499,7 @@ def record(
 #     the one that grew more, at a tie the skills, loses its last (S12).
 
 
-def writer(run: Run, step: int) -> skills.Complete:
+def bank_writer(run: Run, step: int) -> skills.Complete:
     """The present policy as the writer of the bank's entries; each rank decodes a share of them.
 
     It answers without thinking, greedily. After a reply that cannot be used the prompt comes once
@@ -516,7 +516,7 @@ def make_bank(run: Run) -> SkillBank:
     count = min(cfg.cold_start, len(run.problems))
     seeds = random.Random(cfg.seed).sample(run.problems, count)
     memories = seed_memories(run, seeds)  # lines 2-7
-    bank = skills.cold_start(memories, writer(run, 0), **cfg.merging)  # lines 8-16
+    bank = skills.cold_start(memories, bank_writer(run, 0), **cfg.merging)  # lines 8-16
     bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in seeds])
     return bank
 
@@ -577,7 +577,7 @@ def evolve_bank(run: Run) -> None:
     if not evolution_is_due(cfg, step, old):
         return
     started = time.monotonic()
-    run.bank = skills.evolve(old, old.window, step, writer(run, step), **cfg.evolution)
+    run.bank = skills.evolve(old, old.window, step, bank_writer(run, step), **cfg.evolution)
     if run.world.main:
         same = "bank: unchanged, as the success is not below --success-gate"
         seconds = time.monotonic() - started

@@ -19,20 +19,29 @@ import pathlib
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 # ----------------------------------------------------------------------------- entries and the bank
 
-FIELDS = {  # Tab. 5; an entry is embedded in this order (S10)
-    "general_skills": ("title", "principle", "when_to_apply"),
-    "common_mistakes": ("description", "why_it_happens", "how_to_avoid"),
+
+class Kind(NamedTuple):
+    """What the entries of a list have."""
+
+    name: str  # in the names of prompts/
+    fields: tuple[str, ...]  # Tab. 5; an entry is embedded in this order (S10)
+    id_field: str
+    prefix: str  # of an id (Alg. 3, line 12)
+
+
+KINDS = {
+    "general_skills": Kind("skill", ("title", "principle", "when_to_apply"), "skill_id", "gen_"),
+    "common_mistakes": Kind(
+        "mistake", ("description", "why_it_happens", "how_to_avoid"), "mistake_id", "err_"
+    ),
 }
-IDS = {"general_skills": "skill_id", "common_mistakes": "mistake_id"}
-PREFIX = {"general_skills": "gen_", "common_mistakes": "err_"}  # of an id (Alg. 3, line 12)
 DYNAMIC = "dyn_"  # stands before the prefix of an entry that online evolution added
-SHORT = {"general_skills": "skills", "common_mistakes": "mistakes"}  # in the names of prompts/
 OF_ROW = ("problem_id", "problem", "text", "r", "pred", "gold")  # what `memory_of` reads
 as_json = functools.partial(json.dumps, indent=2, ensure_ascii=False)  # in prompts and files
 
@@ -79,7 +88,7 @@ class SkillBank:
         except (OSError, ValueError) as e:
             raise ValueError(f"bank {path}: cannot be read: {e}") from None
         data = data if isinstance(data, dict) else {}
-        lists = {key: data.pop(key, None) for key in FIELDS}
+        lists = {key: data.pop(key, None) for key in KINDS}
         metadata = data.pop("metadata", {})
         window = data.pop("window", [])
         for key, entries in lists.items():
@@ -137,7 +146,7 @@ class SkillBank:
             return []
         query_d = _normalized(embed([problem]))[0]
         ranked = []
-        for key in FIELDS:
+        for key in KINDS:
             entries = self.collection(key)
             scores_n = self._vectors(key, embed) @ query_d
             best = np.argsort(-scores_n, kind="stable")[:k]
@@ -148,8 +157,8 @@ class SkillBank:
     def longest_pairs(self) -> list[SkillPair]:
         """The entries paired by the size of their text in a prompt, the longest first."""
         ranked = []
-        for kind, key in (("skill", "general_skills"), ("mistake", "common_mistakes")):
-            size = functools.partial(_bytes_in_prompt, kind)
+        for key, kind in KINDS.items():
+            size = functools.partial(_bytes_in_prompt, kind.name)
             ranked.append(sorted(self.collection(key), key=size, reverse=True))
         return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*ranked)]
 
@@ -178,11 +187,11 @@ def load_bank(path: str | pathlib.Path, least: int = 1) -> SkillBank:
 
 def entry_text(entry: dict, key: str) -> str:
     """The text that is embedded (S10): "title. principle. when" or "description. why. how"."""
-    return ". ".join(entry[name] for name in FIELDS[key])
+    return ". ".join(entry[name] for name in KINDS[key].fields)
 
 
-def _bytes_in_prompt(kind: str, entry: dict) -> int:
-    return len(render(kind, entry).encode("utf-8", "replace"))
+def _bytes_in_prompt(name: str, entry: dict) -> int:
+    return len(render(name, entry).encode("utf-8", "replace"))
 
 
 def _normalized(vectors: Any) -> np.ndarray:
@@ -193,8 +202,8 @@ def _normalized(vectors: Any) -> np.ndarray:
 def _check_entries(entries: Any, key: str, where: str) -> None:
     """ValueError unless entries are a list, each with its texts (App. C) and an id of its own."""
     rule = ": each must be a text that is not blank (App. C)"
-    _check_rows(entries, (IDS[key], *FIELDS[key]), where, rule)
-    ids = [entry[IDS[key]] for entry in entries]
+    _check_rows(entries, (KINDS[key].id_field, *KINDS[key].fields), where, rule)
+    ids = [entry[KINDS[key].id_field] for entry in entries]
     for i, entry in enumerate(entries):
         sources = entry.get("sources") or []
         if not isinstance(sources, list) or not all(isinstance(x, str) for x in sources):
@@ -286,8 +295,8 @@ def render_skills(pairs: Sequence[SkillPair], problem: str) -> str:
 def render_extraction(memory: dict, key: str) -> str:
     """Ask for a success's general skills or a failure's common mistakes (Alg. 2, App. D.2)."""
     shown = {name: x for name, x in memory.items() if name not in ("problem_id", "truncated")}
-    prompt = render(f"extract_{SHORT[key]}", {"memory_json": as_json(shown)})
-    first, second, third = FIELDS[key]
+    prompt = render(f"extract_{KINDS[key].name}s", {"memory_json": as_json(shown)})
+    first, second, third = KINDS[key].fields
     form = f'Each item is an object with the string fields "{first}", "{second}" and "{third}".'
     return f"{prompt}\n{form}"  # S13
 
@@ -295,7 +304,7 @@ def render_extraction(memory: dict, key: str) -> str:
 def render_merge(items: list[dict], key: str) -> str:
     """Ask to merge a group of items (Alg. 3, line 5): their three fields and nothing else."""
     shown = [item_of(entry, key) or entry for entry in items]
-    return render(f"merge_{SHORT[key]}", {"items_json": as_json(shown)})
+    return render(f"merge_{KINDS[key].name}s", {"items_json": as_json(shown)})
 
 
 # ---------------------------------------------------------------------------------- reading replies
@@ -360,10 +369,11 @@ def read_items(text: str, key: str) -> tuple[list[dict], bool]:
 
 def item_of(value: Any, key: str) -> dict | None:
     """An object's three fields, stripped; None when one is missing, blank or not a string."""
-    if not isinstance(value, dict) or not all(_is_text(value.get(name)) for name in FIELDS[key]):
+    names = KINDS[key].fields
+    if not isinstance(value, dict) or not all(_is_text(value.get(name)) for name in names):
         return None
     # "?" stands for halves of surrogate pairs, which no file or terminal accepts.
-    return {name: value[name].strip().encode("utf-8", "replace").decode() for name in FIELDS[key]}
+    return {name: value[name].strip().encode("utf-8", "replace").decode() for name in names}
 
 
 # ---------------------------------------------------------------- asking for items (Algorithms 2-4)
@@ -478,14 +488,15 @@ def _numbered(entries: list[dict], key: str) -> list[dict]:
         twins.setdefault(_texts(entry, key), []).append(entry)
     numbered = []
     for number, same in enumerate(twins.values(), 1):
-        id_ = {IDS[key]: f"{PREFIX[key]}{number:03d}"}  # stands first, and replaces an old one
+        # It stands first, and replaces an old one.
+        id_ = {KINDS[key].id_field: f"{KINDS[key].prefix}{number:03d}"}
         numbered.append(id_ | _with_sources(same[0], same) | id_)
     return numbered
 
 
 def _texts(entry: dict, key: str) -> tuple:
     """An entry's three fields."""
-    return tuple(entry.get(name) for name in FIELDS[key])
+    return tuple(entry.get(name) for name in KINDS[key].fields)
 
 
 def _with_sources(entry: dict, parents: list[dict]) -> dict:
@@ -551,7 +562,7 @@ def cold_start(
     From each right solution the writer is asked for skills, from each wrong one for mistakes. Then
     each list is merged (Alg. 3).
     """
-    algorithms = {key: initial_list(memories, key, group_size, patience) for key in FIELDS}
+    algorithms = {key: initial_list(memories, key, group_size, patience) for key in KINDS}
     written = side_by_side(algorithms, complete)  # lines 8-15
     metadata: dict[str, Any] = {
         "source": f"cold start from {len(memories)} seed solutions",
@@ -563,7 +574,7 @@ def cold_start(
         "merge_stagnation_patience": patience,
     }
     lists: dict[str, Any] = {}
-    for key in FIELDS:
+    for key in KINDS:
         lists[key], lost, numbers = written[key]
         metadata["lost_replies"] += lost
         metadata |= numbers
@@ -611,15 +622,15 @@ def evolve(
         return bank
     memories = [memory_of(row, memory_answer) for row in window]
     algorithms = {
-        key: dynamic_list(bank, key, memories, step, group_size, patience) for key in FIELDS
+        key: dynamic_list(bank, key, memories, step, group_size, patience) for key in KINDS
     }
     evolved = side_by_side(algorithms, complete)  # lines 8-12
-    before = {key: split(bank, key)[1] for key in FIELDS}
-    grown = {key: evolved[key][0] for key in FIELDS}
+    before = {key: split(bank, key)[1] for key in KINDS}
+    grown = {key: evolved[key][0] for key in KINDS}
     after = limit_growth(before, grown, max_new_items, dynamic_capacity)  # line 13
     update: dict[str, Any] = {"step": step, "success": success, "lost_replies": 0}
     lists: dict[str, Any] = {}
-    for key in FIELDS:
+    for key in KINDS:
         _, lost, numbers = evolved[key]
         update["lost_replies"] += lost
         update |= {
@@ -656,16 +667,18 @@ def dynamic_list(
 
 def split(bank: SkillBank, key: str) -> tuple[list[dict], list[dict]]:
     """A list's static and its dynamic entries."""
-    dynamic = [e for e in bank.collection(key) if e[IDS[key]].startswith(DYNAMIC)]
+    dynamic = [e for e in bank.collection(key) if e[KINDS[key].id_field].startswith(DYNAMIC)]
     return [e for e in bank.collection(key) if e not in dynamic], dynamic
 
 
 def _under_dynamic_ids(entries: list[dict], dynamic: list[dict], key: str, step: int) -> list[dict]:
     """Entries under the id of the dynamic entry with the same texts, or else under a new one."""
-    old_ids = {_texts(e, key): e[IDS[key]] for e in reversed(dynamic)}
-    ids = (f"{DYNAMIC}{PREFIX[key]}{step:03d}_{n:03d}" for n in itertools.count(1))
+    old_ids = {_texts(e, key): e[KINDS[key].id_field] for e in reversed(dynamic)}
+    ids = (f"{DYNAMIC}{KINDS[key].prefix}{step:03d}_{n:03d}" for n in itertools.count(1))
     new_ids = (id_ for id_ in ids if id_ not in old_ids.values())
-    return [{**e, IDS[key]: old_ids.get(_texts(e, key)) or next(new_ids)} for e in entries]
+    return [
+        {**e, KINDS[key].id_field: old_ids.get(_texts(e, key)) or next(new_ids)} for e in entries
+    ]
 
 
 def limit_growth(

@@ -105,7 +105,7 @@ def why_not(one: Evaluated, other: Evaluated, name: str) -> str:
     return f"they have different values of {', '.join(named)}" if named else ""
 
 
-def figures(x: Evaluated, names: Sequence[str]) -> dict[str, Any]:
+def mean_figures(x: Evaluated, names: Sequence[str]) -> dict[str, Any]:
     """The figures on a set, or their mean over several (Tab. 3 "Avg."), where sets weigh alike."""
     rows = [x.sets[name] for name in names]
     mean: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def comparison(evaluated: Sequence[Evaluated], names: Sequence[str]) -> dict[str
     results: dict[str, dict] = {}
     runs: dict[str, list[Evaluated]] = {}
     for x in evaluated:
-        results[str(x.folder)] = figures(x, names)
+        results[str(x.folder)] = mean_figures(x, names)
         if x is not evaluated[0]:
             results[str(x.folder)] |= difference(x, evaluated[0], names)
         if x.step:

@@ -29,10 +29,10 @@ from lib.run import (
     FREE,
     Run,
     Start,
+    about_run,
     claim,
     continued,
     load_training,
-    record_of,
     refuse_long_prompts,
     refuse_other_processes,
 )
@@ -68,12 +68,12 @@ def inspect(cfg: Settings, world: distributed.World, held: contextlib.ExitStack)
     states = out.glob("checkpoint-*/trainer_state.json")
     by_step = {files.read_json(state)["global_step"]: state.parent for state in states}
     step = max(by_step, default=0)
-    start = Start(record_of(cfg, data, world), data, step, by_step.get(step))
+    start = Start(about_run(cfg, data, world), data, step, by_step.get(step))
     try:
         if (out / "config.json").exists():
             saved = files.read_json(out / "config.json")
             free = {*FREE, *cfg.free} - {"steps"}  # TRL's learning rate would jump
-            start.record = continued(cfg, saved, start, free)
+            start.about = continued(cfg, saved, start, free)
     except ValueError as e:
         raise ValueError(f"--out {out}: {e}; give the run's settings, or a new --out") from None
     return start
@@ -102,7 +102,7 @@ def load(words: Sequence[str], cfg: Settings, held: contextlib.ExitStack) -> tup
     run = Run(
         cfg,
         world,
-        start.record,
+        start.about,
         start.problems,
         verifier,
         outline,

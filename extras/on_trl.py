@@ -335,7 +335,7 @@ class SGSDTrainer(Trainer):
             logpT_KT = torch.stack([next(logps) for _ in pairs_K])
             A_T, result = self.advantage(roll, pairs_K, logpS_T, logpT_KT)
             A_BT[b, : len(A_T)] = A_T
-            self.rows.append(sgsd.record(run, run.step + 1, row["index"], pairs_K, roll, result))
+            self.rows.append(sgsd.log_row(run, run.step + 1, row["index"], pairs_K, roll, result))
         run.clock.lap("score")
         return output | {"advantages": A_BT}
 
@@ -538,7 +538,7 @@ def load(
     run = RunOnTRL(
         cfg=cfg,
         world=world,
-        record=start.record,
+        about=start.about,
         problems=start.problems,
         verifier=verifier,
         lm=outline,

@@ -92,9 +92,10 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
     rows: Ledger = {}
     centred: dict[tuple[str, str], dict[str, list[float]]] = {}  # of each entry, by outcome
     for step, bank in banks.items():
-        for kind, id_field in skills.IDS.items():
+        for kind in skills.KINDS:
             for entry in bank.collection(kind):
-                row = rows.setdefault((kind, entry[id_field]), uncounted(kind, entry, step))
+                id_ = entry[skills.KINDS[kind].id_field]
+                row = rows.setdefault((kind, id_), uncounted(kind, id_, entry, step))
                 row["last"] = step
     for roll in rollouts:
         outcome = "success" if roll["r"] > 0 else "failure"
@@ -103,7 +104,7 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
         is_compared = len(roll.get("a", [])) == len(roll["pairs"]) > 1
         mean = statistics.fmean(roll["a"]) if is_compared else math.nan
         for k, pair in enumerate(roll["pairs"]):
-            for key in zip(skills.IDS, pair):
+            for key in zip(skills.KINDS, pair):
                 if key not in rows:
                     used = f"step {roll['step']} used {key[1]}, which no version of the bank has"
                     raise ValueError(f"{used}; are files of bank/ missing?")
@@ -118,10 +119,10 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
     return rows
 
 
-def uncounted(kind: str, entry: dict, step: int) -> dict[str, Any]:
+def uncounted(kind: str, id_: str, entry: dict, step: int) -> dict[str, Any]:
     """A ledger's row with all counts at 0. step: the first version that has the entry."""
-    row: dict[str, Any] = {"kind": kind, "id": entry[skills.IDS[kind]], "first": step, "last": step}
-    row["entry"] = {name: entry[name] for name in skills.FIELDS[kind]}
+    row: dict[str, Any] = {"kind": kind, "id": id_, "first": step, "last": step}
+    row["entry"] = {name: entry[name] for name in skills.KINDS[kind].fields}
     row |= {"sources": entry.get("sources", []), "retrieved": 0, "contrast": None}
     for fate in runlog.FATE.values():
         row[fate] = {"success": 0, "failure": 0}
@@ -169,7 +170,7 @@ def history(banks: Banks, rows: Ledger) -> list[dict]:
         numbers = update if events else bank.metadata
         note = {k: number(v) for k, v in numbers.items() if isinstance(v, str | int | float)}
         sizes = [len(bank.general_skills), len(bank.common_mistakes)]
-        sizes.append(sum(len(skills.split(bank, kind)[1]) for kind in skills.IDS))
+        sizes.append(sum(len(skills.split(bank, kind)[1]) for kind in skills.KINDS))
         events.append({"step": step, "sizes": sizes, "note": note, "changes": changes})
         count = len(updates)
     return events
@@ -197,7 +198,7 @@ def teachers(row: dict, tokens: dict, rows: Ledger) -> list[dict]:
             teacher["says"] = sentence(teacher["a"] or 0.0, teacher["rho"], row["r"])
         if len(row["pairs"]) == count:
             teacher |= {name: number(row[name][k]) for name in ("s_g", "s_e")}
-            for name, kind, id_ in zip(("skill", "mistake"), skills.IDS, row["pairs"][k]):
+            for name, kind, id_ in zip(("skill", "mistake"), skills.KINDS, row["pairs"][k]):
                 teacher[name] = named(rows[kind, id_])
         of_rollout.append(teacher)
     return of_rollout
@@ -267,7 +268,7 @@ def summary(
     columns = [numbers_of(part) for part in parts]
     for label in columns[0] if columns else []:
         rows.append([label, *[column[label] for column in columns]])
-    for label, key in zip(("skills", "mistakes"), skills.IDS if banks else []):
+    for label, key in zip(("skills", "mistakes"), skills.KINDS if banks else []):
         sizes = [len(banks[step].collection(key)) for step in (min(banks), max(banks))]
         rows.append([f"{label} in the bank", *map(str, sizes)])
     rows += rows_of_evaluations(run)

@@ -153,7 +153,7 @@ def is_of_a_model(file: pathlib.Path) -> bool:
     return file.suffix in OF_A_MODEL and file.name not in BESIDE_A_MODEL
 
 
-def contents(name: str) -> str:
+def tree_digest(name: str) -> str:
     """A digest of what a file or a model's folder holds; the name itself where nothing is there.
 
     A checkpoint's bank and trainer do not count.

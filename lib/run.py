@@ -56,7 +56,7 @@ Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows), as `rollo
 class Start:
     """What rank 0 has read of the data and the folder, before anything is loaded."""
 
-    record: dict[str, Any]  # config.json, as this command writes it
+    about: dict[str, Any]  # config.json, as this command writes it
     problems: list[Problem]
     step: int = 0  # of the last checkpoint
     checkpoint: pathlib.Path | None = None  # the last one
@@ -71,7 +71,7 @@ class Run:
 
     cfg: Config
     world: World
-    record: dict[str, Any]  # config.json
+    about: dict[str, Any]  # config.json
     problems: list[Problem]
     verifier: verify.Judge
     lm: Any  # the policy: a causal language model with adapters
@@ -147,12 +147,12 @@ class Run:
 
     def begin(self) -> None:
         """Cut the logs back to the last checkpoint, write config.json, and say what the run is."""
-        self.track = runlog.open_tracker(self.out, self.record, self.step)
+        self.track = runlog.open_tracker(self.out, self.about, self.step)
         evolved = -1 if self.bank is None else self.step
         if evolution_is_due(self.cfg, self.step, self.bank):
             evolved = self.step - 1
         cut(self.out, self.step, evolved)
-        files.write_json(self.out / "config.json", self.record)
+        files.write_json(self.out / "config.json", self.about)
         fingerprints = [problems.fingerprint(x.problem) for x in self.problems]
         files.write_json(self.out / "problems.json", fingerprints)
         learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
@@ -160,7 +160,7 @@ class Run:
         masked = sorted(self.format_ids | {*self.stops})
         texts = " ".join(repr(self.tokenizer.decode([i])) for i in masked[:40])
         print(f"token mask: {len(masked)} formatting and special ids (S2): {texts}")
-        for again in self.record["continuations"][-1:]:
+        for again in self.about["continuations"][-1:]:
             after = f"continues after step {self.step}" if self.step else "starts with step 1"
             print(*[f"changed: {line}" for line in again["changed"]], after, sep="\n")
 
@@ -343,24 +343,25 @@ def shared_rollouts(
 
 def shared_replies(
     run: Run,
-    prompts: list[list[int]],
-    names: list[str],
+    ids: list[list[int]],
+    prompts: list[str],
     repeats: list[int],
     limits: list[int],
 ) -> list[str]:
     """Replies to prompts that every rank has: greedy where repeat is 0, else sampled (D4).
 
-    A sampled reply's draws depend on the seed, the prompt's name and its repeat alone. A reply gets
-    what the model's context leaves; a prompt that is left fewer than 64 tokens is not asked: its
-    reply is "".
+    ids: of the prompts. repeats: how often each prompt was asked before. limits: of the replies, in
+    tokens. A sampled reply's draws depend on the seed, the prompt and its repeat alone. A reply
+    gets what the model's context leaves; a prompt that is left fewer than 64 tokens is not asked:
+    its reply is "".
     """
     context = model.context_limit(run.lm)
     jobs: dict[bool, list[Job]] = {False: [], True: []}  # by whether the prompt comes again
     for i, prompt in enumerate(prompts):
-        room = context - len(prompt)
+        room = context - len(ids[i])
         if room >= LEAST_REPLY:
-            key = rollout.sample_key(run.cfg.seed, 0, names[i], repeats[i])
-            jobs[repeats[i] > 0].append(Job(i, prompt, key=key, left=int(min(limits[i], room))))
+            key = rollout.sample_key(run.cfg.seed, 0, prompt, repeats[i])
+            jobs[repeats[i] > 0].append(Job(i, ids[i], key=key, left=int(min(limits[i], room))))
     unasked = len(prompts) - sum(map(len, jobs.values()))
     if unasked and run.world.main:
         rule = f"they leave fewer than {LEAST_REPLY} tokens of the model's context of {context:g}"
@@ -382,7 +383,10 @@ def refuse_other_processes(cfg: Config, world: World) -> None:
     """ValueError unless all have the same settings but --out, the same model and the same code."""
     if world.size > 1:
         shared = {config.flag(name): value for name, value in asdict(cfg).items() if name != "out"}
-        shared |= {"the files of --model": files.contents(cfg.model), "the code": code_of(cfg)}
+        shared |= {
+            "the files of --model": files.tree_digest(cfg.model),
+            "the code": code_of(cfg),
+        }
         distributed.refuse_other_commands(distributed.all_gather(shared, world))
 
 
@@ -403,7 +407,7 @@ def inspect(cfg: Config, world: World, load_bank: Callable[..., Any]) -> Start:
         raise ValueError(f"--server {' '.join(cfg.server)}: {rule}; leave one of them out")
     data, counts = load_training(cfg)
     print(f"data {cfg.data}:", ", ".join(f"{n} {name}" for name, n in counts.items()))
-    start, out = Start(record_of(cfg, data, world), data), pathlib.Path(cfg.out)
+    start, out = Start(about_run(cfg, data, world), data), pathlib.Path(cfg.out)
     has_begun = (out / "config.json").exists() and go_on(cfg, start)
     first = files.of_step(out / "bank", 0, ".json")
     if cfg.uses_skill_bank and start.checkpoint:
@@ -434,7 +438,7 @@ def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
     return data, counts
 
 
-def record_of(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
+def about_run(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
     """A new run's config.json: where it comes from, and what a command must share to go on."""
     settings = {name: x for name, x in asdict(cfg).items() if name not in cfg.not_offered}
     return {
@@ -467,7 +471,7 @@ def go_on(cfg: Config, start: Start) -> bool:
     """
     out = pathlib.Path(cfg.out)
     saved, first = files.read_json(out / "config.json"), files.of_step(out / "bank", 0, ".json")
-    for name in [name for name in start.record if name not in saved]:
+    for name in [name for name in start.about if name not in saved]:
         rule = f"its config.json has no {name}, as that of an older version"
         raise ValueError(f"--out {out}: {rule}; give another directory")
     checkpoints, settings = files.by_step(out / "checkpoints"), saved["settings"]
@@ -481,7 +485,7 @@ def go_on(cfg: Config, start: Start) -> bool:
     if memories and not first.exists() and not (cfg.server and settings.get("server")):
         free.remove("server")  # nor can another engine sample the rest of the first bank (S27)
     try:
-        start.record = continued(cfg, saved, start, free)
+        start.about = continued(cfg, saved, start, free)
     except ValueError as e:
         if not has_begun:
             print(f"{out}: has made no step, so it begins anew: {e}")
@@ -504,10 +508,10 @@ def go_on(cfg: Config, start: Start) -> bool:
 def continued(cfg: Config, saved: dict[str, Any], start: Start, free: set[str]) -> dict[str, Any]:
     """The config.json of a run that goes on; ValueError for differences that are not free.
 
-    saved: that of the run. start.record: that of this command, if its run were new. A setting that
+    saved: that of the run. start.about: that of this command, if its run were new. A setting that
     the run's lacks, as an edit may have added it, has its default. free: names of settings.
     """
-    now = start.record
+    now = start.about
     changes: list[str] = []
     refused: list[str] = []
     if saved.get("program") != now["program"]:
@@ -569,7 +573,7 @@ def load_run(cfg: Config, world: World, start: Start, held: contextlib.ExitStack
     run = Run(
         cfg=cfg,
         world=world,
-        record=start.record,
+        about=start.about,
         problems=start.problems,
         verifier=verifier,
         lm=lm,
@@ -598,7 +602,9 @@ def lora_settings(cfg: Config, start: Start) -> tuple[int, int]:
     files.refuse_damaged(source, start.digests or files.digests_of(source))
     base, rank, alpha = model.lora_of(source)
     has_moved = os.path.isabs(base) and not os.path.exists(base)
-    if not (start.checkpoint or has_moved) and files.contents(base) != files.contents(cfg.model):
+    if not (start.checkpoint or has_moved) and files.tree_digest(base) != files.tree_digest(
+        cfg.model
+    ):
         raise ValueError(f"--adapter {cfg.adapter}: its base is {base}; give that as --model")
     return rank, alpha
 

@@ -148,7 +148,7 @@ def make_step(
                 result = RolloutLoss(*result)
                 if result.loss.requires_grad:
                     (result.loss / (cfg.batch_size * G)).backward()
-                rows.append(sgsd.record(run, step, job.index, pairs_K, roll, result))
+                rows.append(sgsd.log_row(run, step, job.index, pairs_K, roll, result))
                 run.clock.lap("bwd")
         return rows, sgsd.optimizer_step(run, step)
 

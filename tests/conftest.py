@@ -131,7 +131,7 @@ def fake_embed(texts):
 
 def item(name, key="general_skills"):
     """A candidate whose fields begin with a name."""
-    return {field: f"{name} {field}" for field in skills.FIELDS[key]}
+    return {field: f"{name} {field}" for field in skills.KINDS[key].fields}
 
 
 def items(names, key="general_skills"):

@@ -73,8 +73,8 @@ class LateVerifier(Exact):
 
 
 def fake_writer(run, step):
-    """In the place of `sgsd.writer`, without a model: one item from each memory, named after its
-    problem; a merge drops the last item."""
+    """In the place of `sgsd.bank_writer`, without a model: one item from each memory, named after
+    its problem; a merge drops the last item."""
 
     def complete(prompts):
         replies = [reply_to(prompt) for prompt in prompts]
@@ -93,7 +93,7 @@ def reply_to(prompt):
         items = json.loads(listed)
         return json.dumps({key: items[: max(1, len(items) - 1)]})
     name = prompt[prompt.index("What is") :][:20].strip()
-    return json.dumps({key: [{field: f"{field} of {name}" for field in skills.FIELDS[key]}]})
+    return json.dumps({key: [{field: f"{field} of {name}" for field in skills.KINDS[key].fields}]})
 
 
 def settings(world_dir, out, **changes):
@@ -144,12 +144,12 @@ def train(world_dir, out, step_fn=sgsd.train_step, kind=config.Config, **changes
 @contextlib.contextmanager
 def faked():
     """The bank's writer is `fake_writer`."""
-    writer = sgsd.writer
-    sgsd.writer = fake_writer
+    writer = sgsd.bank_writer
+    sgsd.bank_writer = fake_writer
     try:
         yield
     finally:
-        sgsd.writer = writer
+        sgsd.bank_writer = writer
 
 
 @contextlib.contextmanager

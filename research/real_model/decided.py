@@ -101,12 +101,12 @@ def score(args: Any, lm: Any, tokenizer: Any, rows: list[dict]) -> None:
                 continue
             pairs_K = bank.retrieve(row["problem"], args.num_teachers, embed)
             if is_shuffled:
-                draw, kinds = random.Random(row["index"]), skills.FIELDS
+                draw, kinds = random.Random(row["index"]), skills.KINDS
                 pairs_K = [
                     dataclasses.replace(
                         pair,
-                        skill=shuffled(pair.skill, kinds["general_skills"], draw),
-                        mistake=shuffled(pair.mistake, kinds["common_mistakes"], draw),
+                        skill=shuffled(pair.skill, kinds["general_skills"].fields, draw),
+                        mistake=shuffled(pair.mistake, kinds["common_mistakes"].fields, draw),
                     )
                     for pair in pairs_K
                 ]

@@ -121,7 +121,7 @@ def choose(bank: skills.SkillBank, rows: Sequence[dict], rule: str, keep: int) -
     lists = []
     for kind, key in enumerate(KINDS):
         chosen = first(scores_of(rows, kind, rule), keep)
-        lists.append([x for x in bank.collection(key) if x[skills.IDS[key]] in chosen])
+        lists.append([x for x in bank.collection(key) if x[skills.KINDS[key].id_field] in chosen])
     return skills.SkillBank(*lists, {"chosen_by": rule})
 
 
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bank = skills.SkillBank.load(args.run / "bank/step_000000.json")
     chosen = choose(bank, rows, args.by, args.keep)
     for key in KINDS:
-        kept = [entry[skills.IDS[key]] for entry in chosen.collection(key)]
+        kept = [entry[skills.KINDS[key].id_field] for entry in chosen.collection(key)]
         fewer = "" if len(kept) == args.keep else f" (the rule keeps no more than {len(kept)})"
         print(f"{key}: {json.dumps(kept)}{fewer}")
     chosen.save(args.out)

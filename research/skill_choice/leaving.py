@@ -40,7 +40,7 @@ def without_harmful(bank: skills.SkillBank) -> skills.SkillBank:
     lists = []
     for kind, key in enumerate(choose.KINDS):
         uses = choose.uses_of(rollouts, kind)
-        id_field = skills.IDS[key]
+        id_field = skills.KINDS[key].id_field
         harmful = {id_ for id_, uses_of_entry in uses.items() if lies_below_0(uses_of_entry)}
         lists.append([x for x in bank.collection(key) if x[id_field] not in harmful])
     return skills.SkillBank(*lists, bank.metadata, bank.extra)

@@ -228,7 +228,7 @@ def scoring_model(s: Shape, device: torch.device, checkpointed: bool = False) ->
     """With adapters as a run has them, which do something."""
     above = 0 if checkpointed else 1 << 30  # tokens of a pass
     model = models.with_adapters(random_model(s, device), s.rank, 2 * s.rank, above)
-    scoring.head_is_sliced(model)
+    scoring.has_plain_head(model)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.01)
@@ -553,9 +553,9 @@ def scaling(args: Args, s: Shape, device: torch.device) -> None:
 
     def retrieved(n: int) -> float:
         lists: dict[str, Any] = {}
-        for key, fields in skills.FIELDS.items():
-            text = dict.fromkeys(fields, "text")
-            lists[key] = [{skills.IDS[key]: str(i), **text} for i in range(n // 2)]
+        for key, kind in skills.KINDS.items():
+            text = dict.fromkeys(kind.fields, "text")
+            lists[key] = [{kind.id_field: str(i), **text} for i in range(n // 2)]
         once = functools.partial(skills.SkillBank(**lists).retrieve, "a problem", K, embed)
         once()  # embeds the entries
         return seconds_of(once, device, 4 * args.repeats)

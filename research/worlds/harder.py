@@ -198,7 +198,7 @@ def make_rows(rng: random.Random, tokenizer: Any, reserved: set[str]) -> list[ma
         if form not in ("extraction", "merge"):
             rows.append(solving_row(rng, tokenizer, x, form))
             continue
-        key = rng.choice(list(skills.FIELDS))
+        key = rng.choice(list(skills.KINDS))
         if form == "extraction":
             record, items = memory(rng, x, key)
             text = skills.render_extraction(record, key)

@@ -142,7 +142,7 @@ def make_tokenizer(rng: random.Random) -> Any:
 
     texts = []
     for _ in range(3000):
-        drawn, key = world.draw(rng), rng.choice(list(skills.FIELDS))
+        drawn, key = world.draw(rng), rng.choice(list(skills.KINDS))
         texts += [solving(rng, drawn, form)[0] for form in ("plain", "memory", "pair", "answer")]
         texts += [drawn.solution(key == "common_mistakes"), extraction_prompt(drawn, key)]
         texts.append(skills.render_merge(to_merge(rng, key), key))
@@ -180,7 +180,7 @@ def make_encoder(rng: random.Random, tokenizer: Any, steps: int = 600, size: int
         return torch.nn.functional.normalize(vectors, dim=-1)
 
     for _ in range(steps):
-        keys = [rng.choice(list(skills.FIELDS)) for _ in families]
+        keys = [rng.choice(list(skills.KINDS)) for _ in families]
         items = []
         for family, key in zip(families, keys):
             items.append(skills.entry_text(world.extracted(rng, family, key)[0], key))
@@ -236,7 +236,7 @@ def make_rows(
         if form not in ("extraction", "merge"):
             rows.append(solving_row(rng, tokenizer, drawn, form))
             continue
-        key = rng.choice(list(skills.FIELDS))
+        key = rng.choice(list(skills.KINDS))
         if form == "extraction":
             text = extraction_prompt(drawn, key)
             items = world.extracted(rng, world.family_of(drawn.family), key)
@@ -401,7 +401,7 @@ def fates_of_replies(
     """Shares of greedy replies to extraction or merge prompts that are read, whole, and right."""
     texts, keys, wanted = [], [], []
     for i in range(count):
-        key, drawn = list(skills.FIELDS)[i % 2], world.draw(rng)
+        key, drawn = list(skills.KINDS)[i % 2], world.draw(rng)
         if kind == "extraction":
             texts.append(extraction_prompt(drawn, key))
             wanted.append([drawn.family])

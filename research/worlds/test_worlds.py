@@ -58,7 +58,7 @@ def test_every_wording_has_one_meaning():
         for kind in ("skill", "misleading", "mistake"):
             entry = world.item(rng, family, kind)
             assert world.meaning(entry) == (family.name, kind)
-            assert set(entry) == set(skills.FIELDS[world.KEYS[kind]])
+            assert set(entry) == set(skills.KINDS[world.KEYS[kind]].fields)
     assert world.meaning(world.item(rng, None, "skill", 1)) == (None, "skill")
     assert world.meaning({"title": "of another world"}) is None
     first, _, third = world.FAMILIES[:3]

@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from skills import FIELDS
+from skills import KINDS
 
 BASE, RELEVANT, MISLEADING = 0.05, -1.7, 2.2  # log-odds
 ANSWER = -3.0  # the same, where the reference answer stands in the prompt
@@ -232,7 +232,7 @@ def meaning(entry: dict) -> tuple[str | None, str] | None:
 
 def canonical(entries: list[dict], key: str) -> list[dict]:
     """What a perfect merge gives: one canonical wording per meaning, in the world's order."""
-    places = {PLACES[entry[FIELDS[key][0]]] for entry in entries}
+    places = {PLACES[entry[KINDS[key].fields[0]]] for entry in entries}
     return [item(None, *ITEMS[place]) for place in sorted(places)]
 
 

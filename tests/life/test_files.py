@@ -114,18 +114,18 @@ def test_a_model_is_known_by_what_its_files_hold_wherever_it_lies(tmp_path):
     (model / "1_Dense").mkdir(parents=True)
     (model / "config.json").write_text("{}")
     (model / "1_Dense/model.safetensors").write_bytes(b"xyz")
-    digest = files.contents(str(model))
+    digest = files.tree_digest(str(model))
     shutil.copytree(model, tmp_path / "moved")
     for name in ("README.md", files.BANK, files.DIGESTS, "trainer.safetensors"):
         (model / name).write_text("{}")  # a note, and a checkpoint's files beside the model's
-    assert files.contents(str(model)) == digest == files.contents(str(tmp_path / "moved"))
+    assert files.tree_digest(str(model)) == digest == files.tree_digest(str(tmp_path / "moved"))
     for name in ("config.json", "1_Dense/model.safetensors"):
         (tmp_path / "moved" / name).write_bytes(b"xyZ")
-        assert files.contents(str(tmp_path / "moved")) != digest
-        digest = files.contents(str(tmp_path / "moved"))
+        assert files.tree_digest(str(tmp_path / "moved")) != digest
+        digest = files.tree_digest(str(tmp_path / "moved"))
     for name in ("Qwen/Qwen3-1.7B", "", str(tmp_path / "none")):
-        assert files.contents(name) == name
-    assert files.contents(str(model / "config.json")) == files.file_digest(model / "config.json")
+        assert files.tree_digest(name) == name
+    assert files.tree_digest(str(model / "config.json")) == files.file_digest(model / "config.json")
 
 
 def test_a_file_of_a_checkpoint_that_lacks_or_differs_is_named_but_its_bank_is_free(tmp_path):

@@ -36,7 +36,7 @@ def run_flags(world_dir, out, **changes):
 
 
 def prompts_with(text):
-    skill, mistake = (dict.fromkeys(skills.FIELDS[key], text) for key in BOTH)
+    skill, mistake = (dict.fromkeys(skills.KINDS[key].fields, text) for key in BOTH)
     attempt = {"problem": text, "text": text, "r": -1, "pred": text}
     return [
         skills.render_student(text),
@@ -65,8 +65,8 @@ def test_a_run_on_hostile_text_ends_well_and_leaves_its_bank_as_it_is(world_dir,
         answer = text[:20].replace("\n", " ")  # a reference of two lines is refused
         problems.append({"id": f"{text[:50]}{i}", "problem": f"{i} {text}", "answer": answer})
         for key in BOTH:
-            fields = dict.fromkeys(skills.FIELDS[key], text[:200])
-            getattr(bank, key).append({skills.IDS[key]: f"{text[:9]}{i}", **fields})
+            fields = dict.fromkeys(skills.KINDS[key].fields, text[:200])
+            getattr(bank, key).append({skills.KINDS[key].id_field: f"{text[:9]}{i}", **fields})
     write_rows(tmp_path / "data.jsonl", problems)
     bank.save(tmp_path / "bank.json")
     changes = {"data": tmp_path / "data.jsonl", "bank": tmp_path / "bank.json", "audit_every": 1}

@@ -138,7 +138,9 @@ def test_a_run_makes_its_bank_and_evolves_it(whole):
 
 def test_a_run_whose_bank_has_no_pair_ends_and_says_why(world_dir, tmp_path, capsys, monkeypatch):
     """S8. None of the writer's replies can be read."""
-    monkeypatch.setattr(sgsd, "writer", lambda run, step: lambda prompts: ["no"] * len(prompts))
+    monkeypatch.setattr(
+        sgsd, "bank_writer", lambda run, step: lambda prompts: ["no"] * len(prompts)
+    )
     out = tmp_path / "run"
     with pytest.raises(SystemExit) as end, driver.signals_restored():
         sgsd.main(flags(world_dir, out, bank="", cold_start=4))

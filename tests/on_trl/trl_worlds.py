@@ -111,7 +111,7 @@ def trainer(cfg, lm, rows=None, callbacks=None, words=PLAIN):
         run = on_trl.RunOnTRL(
             cfg=cfg,
             world=world,
-            record={},
+            about={},
             problems=PROBLEMS[: len(rows)] if rows else PROBLEMS,
             verifier=driver.CoinVerifier(),
             lm=lm,

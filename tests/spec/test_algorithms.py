@@ -25,14 +25,14 @@ from conftest import answer, item, items, make_bank
 import rollout
 import skills
 
-G, E = KEYS = list(skills.FIELDS)
+G, E = KEYS = list(skills.KINDS)
 ROOT_GROUP, PATIENCE = "root_group_reached", "stagnation_patience_reached"
 both_kinds = pytest.mark.parametrize("key", KEYS)
 
 
 def names(entries, key=G):
     """The letters that stand for entries."""
-    return "".join(e[skills.FIELDS[key][0]].split()[0] for e in entries)
+    return "".join(e[skills.KINDS[key].fields[0]].split()[0] for e in entries)
 
 
 def bare(entries, key=G):
@@ -43,7 +43,7 @@ def read_prompt(prompt):
     """A prompt's list, and the JSON that it shows; S13's sentence is cut off."""
     prompt = re.sub(r"\nEach item is an object with the string fields .*\.\Z", "", prompt)
     for key, verb in itertools.product(KEYS, ("extract", "merge")):
-        template = skills.template(f"{verb}_{skills.SHORT[key]}")
+        template = skills.template(f"{verb}_{skills.KINDS[key].name}s")
         start, end = re.split(r"\{\w+_json\}", template)
         if prompt.startswith(start) and prompt.endswith(end):
             return key, json.loads(prompt[len(start) : len(prompt) - len(end)])
@@ -185,12 +185,12 @@ def layer(*numbers, reason=None, lost=0):
 def test_alg3_lines_3_to_12_one_group_by_hand(key):
     """Three items, one prompt without ids, two items back, new ids."""
     table = Table("abc > xc")
-    old = [{skills.IDS[key]: "old", **e} for e in items("abc", key)]
+    old = [{skills.KINDS[key].id_field: "old", **e} for e in items("abc", key)]
     merged, layers = skills.merge(old, key, table)
     prefix = "gen_" if key == G else "err_"
     assert merged == [
-        {skills.IDS[key]: f"{prefix}001", **item("x", key)},
-        {skills.IDS[key]: f"{prefix}002", **item("c", key)},
+        {skills.KINDS[key].id_field: f"{prefix}001", **item("x", key)},
+        {skills.KINDS[key].id_field: f"{prefix}002", **item("c", key)},
     ]
     assert table.prompts == [skills.render_merge(items("abc", key), key)]
     assert layers == [layer(0, 3, 1, 2, 0, reason=ROOT_GROUP)]
@@ -280,12 +280,12 @@ def test_alg3_line_6_only_the_bad_groups_are_asked_again():
 def test_alg3_line_12_exact_duplicates_are_removed_and_the_rest_keeps_its_order(key):
     """Wherever they stand; one that differs in a field stays."""
     a, b = items("ab", key)
-    near = {**a, skills.FIELDS[key][2]: "something else"}
-    old = [a, near, b, {skills.IDS[key]: "old", **a}, b]
+    near = {**a, skills.KINDS[key].fields[2]: "something else"}
+    old = [a, near, b, {skills.KINDS[key].id_field: "old", **a}, b]
     table = Table(*["aa > ?, ba > ?"] * 6)  # "near" begins with a, too
     merged, _ = skills.merge(old, key, table, group_size=2)
     assert bare(merged, key) == [a, near, b]
-    assert [e[skills.IDS[key]][4:] for e in merged] == ["001", "002", "003"]
+    assert [e[skills.KINDS[key].id_field][4:] for e in merged] == ["001", "002", "003"]
 
 
 def test_sources_follow_their_entries():
@@ -365,23 +365,23 @@ def with_dynamic(skills_="", mistakes=""):
     bank = make_bank()
     for key, letters in ((G, skills_), (E, mistakes)):
         for i, letter in enumerate(letters):
-            id_ = f"dyn_{skills.PREFIX[key]}{i + 1:03d}"
-            entry = {skills.IDS[key]: id_, **item(letter, key)}
+            id_ = f"dyn_{skills.KINDS[key].prefix}{i + 1:03d}"
+            entry = {skills.KINDS[key].id_field: id_, **item(letter, key)}
             bank.collection(key).insert(1 + 2 * i, entry)
     bank.extra["task_specific_skills"] = {"x": [1]}
     return bank
 
 
 def static(bank, key):
-    return [e for e in bank.collection(key) if not e[skills.IDS[key]].startswith("dyn_")]
+    return [e for e in bank.collection(key) if not e[skills.KINDS[key].id_field].startswith("dyn_")]
 
 
 def dynamic(bank, key):
-    return [e for e in bank.collection(key) if e[skills.IDS[key]].startswith("dyn_")]
+    return [e for e in bank.collection(key) if e[skills.KINDS[key].id_field].startswith("dyn_")]
 
 
 def ids(entries, key=G):
-    return [e[skills.IDS[key]] for e in entries]
+    return [e[skills.KINDS[key].id_field] for e in entries]
 
 
 DUE = [

@@ -40,8 +40,8 @@ def test_the_best_k_are_those_of_all():
 def test_equal_scores_keep_the_banks_order():
     """Sixty of either kind, of which every second is nearer: some sorts keep the order of a few."""
     lists = []
-    for key in skills.FIELDS:
-        lists.append([{skills.IDS[key]: str(i), **item(str(i), key)} for i in range(60)])
+    for key in skills.KINDS:
+        lists.append([{skills.KINDS[key].id_field: str(i), **item(str(i), key)} for i in range(60)])
 
     def embed(texts):  # cosines of 1 and .6 with the query
         return np.array([(1, 0) if int(text.split()[0]) % 2 else (3, 4) for text in texts])

@@ -22,7 +22,7 @@ from lib.run import Run
 from rollout import Sampling
 
 SEEDS = {"bank": "", "cold_start": 6, "rollout_rows": 2}
-policy_as_writer = sgsd.writer  # which the tests' runs replace by a fake
+policy_as_writer = sgsd.bank_writer  # which the tests' runs replace by a fake
 
 
 def solve(world_dir, out, **changes):

@@ -38,8 +38,8 @@ def test_the_student_sees_the_problem_and_nothing_else():
 
 def test_eq3_a_teachers_prompt_is_its_skill_its_mistake_and_the_students():
     """Entries whose texts are the figure's placeholders give the figure."""
-    skill = {name: f"{{skill.{name}}}" for name in skills.FIELDS["general_skills"]}
-    mistake = {name: f"{{mistake.{name}}}" for name in skills.FIELDS["common_mistakes"]}
+    skill = {name: f"{{skill.{name}}}" for name in skills.KINDS["general_skills"].fields}
+    mistake = {name: f"{{mistake.{name}}}" for name in skills.KINDS["common_mistakes"].fields}
     text = skills.render_teacher(SkillPair(skill, mistake, 1.0, 1.0), "{problem}")
     assert text == OPENING + TEACHER + STUDENT
 
@@ -89,7 +89,7 @@ def papers_cards():
     text = PAPER.read_text()
     text = text.replace("\\textbackslash ", "\\").replace("\\_", "_")
     text = text.replace("\\{", "{").replace("\\}", "}")
-    for key in skills.FIELDS:
+    for key in skills.KINDS:
         text = text.replace(f"\\texttt{{{key}}}", key)
     cards = []
     for card in text.split("\\begin{promptcard}{Prompt: ")[1:]:
@@ -115,20 +115,20 @@ def test_double_braces_become_single_ones_in_the_template_alone():
     assert text.count("\\boxed{}.") == 1 and text.endswith("Problem:\n{{}}")
 
 
-@pytest.mark.parametrize("key", skills.FIELDS)
+@pytest.mark.parametrize("key", skills.KINDS)
 def test_the_extraction_prompt_shows_the_memory_and_names_the_fields_of_alg_2(key):
     """S13. What only we need to know of a memory is not shown."""
     memory = {"problem_id": "p1", "problem": "What?", "reward": 1, "truncated": False}
     shown = skills.as_json({"problem": "What?", "reward": 1})
     text, _, form = skills.render_extraction(memory, key).partition(f"JSON with key {key}.")
     assert f"memory:\n{shown}\n\nReturn" in text
-    names = '"{}", "{}" and "{}"'.format(*skills.FIELDS[key])
+    names = '"{}", "{}" and "{}"'.format(*skills.KINDS[key].fields)
     assert form == f"\nEach item is an object with the string fields {names}."
 
 
 def test_a_merge_shows_three_fields_and_nothing_else():
     entry = make_bank().general_skills[0]
-    fields = {name: entry[name] for name in skills.FIELDS["general_skills"]}
+    fields = {name: entry[name] for name in skills.KINDS["general_skills"].fields}
     text = skills.render_merge([{**entry, "sources": ["p1"]}] * 2, "general_skills")
     assert f"to merge:\n{skills.as_json([fields] * 2)}\n\nReturn ONLY" in text
 

@@ -11,8 +11,8 @@ from conftest import answer, item, items
 
 import skills
 
-KEY, OTHER = skills.FIELDS
-FIELDS = skills.FIELDS[KEY]
+KEY, OTHER = skills.KINDS
+FIELDS = skills.KINDS[KEY].fields
 
 
 def read(text, key=KEY):

@@ -32,7 +32,7 @@ def gradients(model, loss):
 def test_eq5_rows_and_gradients_equal_the_definition(kind, temperature):
     """Gemma 2 caps its logits, so we take its own; the heads of the others run on slices."""
     model = make_model(kind)
-    assert scoring.head_is_sliced(model) == (kind != "gemma2")
+    assert scoring.has_plain_head(model) == (kind != "gemma2")
     logp_BT = scoring.token_logprobs(
         model, PROMPTS, COMPLETIONS, grad=True, temperature=temperature
     )
