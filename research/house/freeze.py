@@ -101,6 +101,7 @@ LEFT_OUT = (
     "metrics.memory_gb",
     "samples.digest",  # of all that a sample depends on, before of its problem
     "results.*.digest",  # of the problems themselves, before of their digests
+    "results.*.settings.the policy's files",  # an adapter's name its base by its path
 )
 # What may be lost: what held nothing ([]), these,
 MAY_GO = (
