@@ -204,8 +204,8 @@ def stream(
     """Decode, and yield after each turn the jobs that it has finished, perhaps none.
 
     rows: most jobs decoded at a time, each a row of the batch; a finished one leaves, the next one
-    joins. places: most tokens of all these rows, padding included; 0 is what memory holds. Where
-    growing rows pass it, the youngest leave, wait, and are read again. One row is always decoded.
+    joins. places: most tokens in their cache, padding and free places included; 0 is what memory
+    holds. As rows grow past it, the youngest leave, wait, and are read again; the last one stays.
     The sampled ids end on the stop id, or at the job's limit.
     Hugging Face's `generate` decodes, TURN_TOKENS at a call, and keeps the cache between calls. The
     model's own generation_config changes nothing. The model is in eval mode until the stream ends:
@@ -338,8 +338,7 @@ def cache_bytes(causal) -> tuple[int, int]:
     _decode(causal, [Job(0, [0], key=0, left=1)], cache, 1, Sampling(temperature=0.0), [0])
     token_bytes = row_bytes = 0
     for layer in cache.layers:
-        if isinstance(layer, RoomyLayer):
-            token_bytes += sum(x[:, :, 0].nbytes for x in layer.buffers)
+        token_bytes += sum(x[:, :, 0].nbytes for x in getattr(layer, "buffers", ()))
         for name in STATES:
             row_bytes += sum(x.nbytes for x in getattr(layer, name, {}).values() if x is not None)
     return token_bytes, row_bytes
@@ -369,7 +368,7 @@ class RoomyLayer(DynamicLayer):
         self.buffers: list[Tensor] = []
         for parts in (keys, values):
             padded = [pad(x, (0, 0, width - x.shape[2], free)) for x in parts]
-            self.buffers.append(torch.cat(padded))
+            self.buffers.append(torch.cat(padded) if padded[1:] else padded[0])
         self.keys, self.values = (buffer[:, :, :width] for buffer in self.buffers)
 
 
@@ -403,7 +402,7 @@ def _gathered(caches: list[Any], rows: Any, width: int) -> DynamicCache:
         layers = [cache.layers[i] for cache in caches]
         for cache in caches[1:]:
             cache.layers[i] = None
-        if isinstance(layer, RoomyLayer):
+        if hasattr(layer, "buffers"):
             layer.hold([x.keys[rows] for x in layers], [x.values[rows] for x in layers], width)
         for name in STATES:
             states = getattr(layer, name, {})

@@ -82,7 +82,7 @@ def turn_seconds(c: Counts, card: Card, turn: Turn) -> float:
 
 
 def places(c: Counts, card: Card) -> float:
-    """That a cache may have beside weights, AdamW's moments and the encoder."""
+    """As `rollout.cache_places`, beside weights, AdamW's moments and the encoder."""
     there = c.weights + 8 * c.adapters + ENCODER
     return (rollout.MEMORY_SHARE * card.memory - there) / c.place
 
@@ -162,20 +162,17 @@ def evolution(c: Counts, card: Card, gpus: int) -> Hours:
     return hours[[0, 1, 1]]  # always with generate
 
 
-def evaluation(c: Counts, card: Card, gpus: int, jobs: list[Row]) -> Hours:
-    return drawing(c, card, jobs, gpus, config.EvalConfig.rows, True)
-
-
 def on_eight(c: Counts, card: Card, lengths: Lengths) -> dict[str, Hours]:
     """Each part of the paper's run; and GRPO in its place."""
     cfg, limit = config.Config(), config.EvalConfig.max_new_tokens
     evolutions, policies = cfg.steps // cfg.evolve_every, 1 + cfg.steps // cfg.checkpoint_every
     samples = jobs_of(PLAIN, limit, 90 * config.EvalConfig.samples, lengths)
+    evaluation = drawing(c, card, samples, GPUS, config.EvalConfig.rows, True)
     parts = {
         f"{cfg.steps} steps": cfg.steps * step(c, card, GPUS),
         "first bank": first_bank(c, card, GPUS, lengths),
         f"{evolutions} evolutions": evolutions * evolution(c, card, GPUS),
-        f"{policies} evaluations, 90 problems x 12": policies * evaluation(c, card, GPUS, samples),
+        f"{policies} evaluations, 90 problems x 12": policies * evaluation,
     }
     parts["**all of it**"] = np.sum([*parts.values()], axis=0)
     long, short = GRPOConfig.max_new_tokens, cfg.max_new_tokens
@@ -189,6 +186,7 @@ def on_one(c: Counts, card: Card) -> dict[str, float]:
     """Hours with `generate` on one GPU."""
     cfg = config.Config()
     sgsd, grpo = step(c, card, 1), grpo_step(c, card, 1, 0, cfg.max_new_tokens, full)
+    samples, skilled = jobs_of(PLAIN, 4096, 200), jobs_of(SKILLED, 4096, 200)
     parts = {
         "first bank": first_bank(c, card, 1, full),
         "first bank, assumed lengths": first_bank(c, card, 1, log_normal),
@@ -197,8 +195,8 @@ def on_one(c: Counts, card: Card) -> dict[str, float]:
         "200 steps of SGSD": 200 * sgsd,
         "20 steps of GRPO --short": 20 * grpo,
         "200 steps of GRPO --short": 200 * grpo,
-        "50 problems x 4": evaluation(c, card, 1, jobs_of(PLAIN, 4096, 200)),
-        "the same with --skills": evaluation(c, card, 1, jobs_of(SKILLED, 4096, 200)),
+        "50 problems x 4": drawing(c, card, samples, 1, config.EvalConfig.rows, True),
+        "the same with --skills": drawing(c, card, skilled, 1, config.EvalConfig.rows, True),
     }
     return {name: float(hours[1]) for name, hours in parts.items()}
 

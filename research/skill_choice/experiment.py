@@ -134,7 +134,9 @@ class Work:
         teachers = min(4, len(bank.general_skills), len(bank.common_mistakes))
         if not teachers or accuracy(out) is not None:
             return
-        program = "research/skill_choice/leaving.py" if name == "leaving" else "-m methods.ablations"
+        program = (
+            "research/skill_choice/leaving.py" if name == "leaving" else "-m methods.ablations"
+        )
         self.train(
             f"{program} --retrieval {retrieval} --evolve-every 0 --seed {seed}"
             f" --steps {STEPS} --checkpoint-every {STEPS} --num-teachers {teachers}",
@@ -206,9 +208,7 @@ def accuracy(run: pathlib.Path) -> float | None:
     return json.loads(files[0].read_text())["test"]["avg"] if files else None
 
 
-def accuracies(
-    work: Work, seeds: Sequence[int], banks: Sequence[str] = BANKS
-) -> Iterator[str]:
+def accuracies(work: Work, seeds: Sequence[int], banks: Sequence[str] = BANKS) -> Iterator[str]:
     """Second outcome."""
     heads = ["retrieval", "bank", "success on the test problems, %", "by seed", "less the whole"]
     yield from head_of(heads)
