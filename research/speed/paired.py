@@ -38,6 +38,7 @@ from research.speed.bench import NO_STOPS, Shape, machine, random_model, static,
 
 # A narrow model whose cache is that of four layers of Qwen3-1.7B.
 NARROW = Shape(256, 4, 768, 16, 128, T=0, vocab=8192)
+DEEP = Shape(32, 28, 48, 2, 16, T=0, vocab=8192)  # with its number of layers
 ROWS = 8
 
 
@@ -107,7 +108,7 @@ class Watch(TorchFunctionMode):
 
 def storages(ways: dict[str, Any]) -> Iterator[list[object]]:
     """The most that is alive, of ROWS rows' keys and values: one leaves, another joins."""
-    lm = stop_after(random_model(NARROW, torch.device("cpu")), 0)
+    lm = stop_after(random_model(DEEP, torch.device("cpu")), 0)
     cache = ROWS * (4096 + 40) * rollout.cache_bytes(lm)[0]
     for name in ("before", "after"):
         gc.collect()
