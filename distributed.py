@@ -44,7 +44,7 @@ def init(device: str = "auto") -> World:
     local = int(os.environ.get("LOCAL_RANK", 0))
     here = torch.device("cpu")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read at the first use of the device
-        # The cache of `generate` grows by concatenation, and fixed blocks soon stop fitting.
+        # The cache of `generate` moves to ever longer buffers; fixed blocks soon stop fitting.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Adapters and encoder are fp32 (S22): TF32, which an image's environment may set, would round.
     torch.set_float32_matmul_precision("highest")

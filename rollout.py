@@ -5,11 +5,12 @@ And the draw for a token is a pure function of (seed, step, problem, sample inde
 batch, the rank and the order of work change it only through the rounding of the logits.
 
 Dimension key: B rows, L places of a padded batch, V vocabulary, C columns with probability > 0,
-M of them that are most likely.
+M of them that are most likely; in a cache H heads of D numbers.
 """
 
 import collections
 import hashlib
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer
 
 # Since torch 2.11, Hopper GPUs take cuDNN's attention first. It plans anew for every length, so at
 # each decoded token.
@@ -29,6 +31,12 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 THINK = ("<think>", "</think>")
 TURN_TOKENS = {"cpu": 16}  # of one call of `generate`, 64 on a GPU; then finished rows leave
+FREE_PLACES = 64  # behind a layer's keys and values, for tokens to come: a turn or more
+READ_TOKENS = 16384  # of rows read together, padding included: their mask has rows x longest^2
+# Of a GPU's memory, for what lies there and the cache. By arithmetic the rest is enough for a pass
+# that reads 38,912 tokens (8B: 6 GB), the logits of 64 rows, and a layer's second copy.
+MEMORY_SHARE = 0.8
+STATES = ("conv_states", "recurrent_states")  # of a cache's layer, by number; they do not grow
 
 
 def causal_lm(model):
@@ -191,12 +199,14 @@ class Job:
 
 
 def stream(
-    model, tokenizer, jobs: Sequence[Job], sampling: Sampling, rows: int
+    model, tokenizer, jobs: Sequence[Job], sampling: Sampling, rows: int, places: float = 0
 ) -> Iterator[list[Job]]:
     """Decode, and yield after each turn the jobs that it has finished, perhaps none.
 
-    rows: jobs decoded at a time, each a row of the batch; a finished one leaves, the next one
-    joins. The sampled ids end on the stop id, or at the job's limit.
+    rows: most jobs decoded at a time, each a row of the batch; a finished one leaves, the next one
+    joins. places: most tokens in their cache, padding and free places included; 0 is what memory
+    holds. As rows grow past it, the youngest leave, wait, and are read again; the last one stays.
+    The sampled ids end on the stop id, or at the job's limit.
     Hugging Face's `generate` decodes, TURN_TOKENS at a call, and keeps the cache between calls. The
     model's own generation_config changes nothing. The model is in eval mode until the stream ends:
     transformers 5.23 would decode without a cache where a model in training recomputes activations.
@@ -207,27 +217,64 @@ def stream(
     causal, stops, was_training = causal_lm(model), stop_ids(model, tokenizer), model.training
     waiting = collections.deque(jobs)
     running: list[Job] = []
-    cache = _empty_cache(causal)
+    cache: Any = None  # of the running rows
     model.eval()
     try:
+        token_bytes, row_bytes = cache_bytes(causal)
+        places = places or cache_places(causal.device, token_bytes)
+        more = 2 * FREE_PLACES + row_bytes / token_bytes  # of a row: a turn, free places, states
         while waiting or running:
-            new = [waiting.popleft() for _ in range(min(len(waiting), rows - len(running)))]
-            if new:
+            while pack := _next_pack(waiting, running, rows, places, more):
                 fresh = _empty_cache(causal)
-                _decode(causal, new, fresh, 1, sampling, stops)  # the prompts, and one token each
-                cache = _joined(cache, fresh) if running else fresh
-                running += new
-            steps = min(TURN_TOKENS.get(causal.device.type, 64), max(job.left for job in running))
-            if steps:
+                _decode(causal, pack, fresh, 1, sampling, stops)  # all ids, and one token each
+                running += pack
+                width = _width(running) - 1
+                cache = _gathered([cache, fresh], slice(None), width) if cache else fresh
+            if steps := _turn(causal, running):
                 _decode(causal, running, cache, steps, sampling, stops)
             yield [job for job in running if not job.left]
-            unfinished = [b for b, job in enumerate(running) if job.left]
-            running = [running[b] for b in unfinished]
-            if running:
-                width = max(len(job.prompt) + len(job.ids) for job in running)
-                _keep(cache, unfinished, width - 1)
+            staying = [b for b, job in enumerate(running) if job.left]
+            while not _fit([running[b] for b in staying], places, more):
+                waiting.appendleft(running[staying.pop()])
+            if len(staying) < len(running):
+                running = [running[b] for b in staying]
+                width = _width(running) - 1
+                cache = _gathered([cache], staying, width) if running else None
     finally:
         model.train(was_training)
+
+
+def _width(jobs: Iterable[Job]) -> int:
+    """Tokens of the longest row, prompt included; 0 without rows."""
+    return max((len(job.prompt) + len(job.ids) for job in jobs), default=0)
+
+
+def _fit(jobs: Sequence[Job], places: float, more: float = 0) -> bool:
+    """Whether rows as wide as the longest, and `more` places each, fit. A row alone always does."""
+    return len(jobs) < 2 or len(jobs) * (_width(jobs) + more) <= places
+
+
+def _next_pack(
+    waiting: collections.deque[Job], running: list[Job], rows: int, places: float, more: float
+) -> list[Job]:
+    """Take the next jobs that fit beside the running ones and can be read together."""
+    pack: list[Job] = []
+    while waiting and len(running) + len(pack) < rows:
+        longer = [*pack, waiting[0]]
+        if not (_fit([*running, *longer], places, more) and _fit(longer, READ_TOKENS)):
+            break
+        pack.append(waiting.popleft())
+    return pack
+
+
+def _turn(causal, jobs: list[Job]) -> int:
+    """How many tokens the jobs get next: as many as one wants, and the context leaves the longest.
+
+    The longest may be past the context that the config names, where YaRN stretches positions.
+    """
+    context = getattr(causal.config.get_text_config(), "max_position_embeddings", None) or 0
+    most, left = TURN_TOKENS.get(causal.device.type, 64), context - _width(jobs)
+    return min(most, max(job.left for job in jobs), left if left > 0 else most)
 
 
 @torch.inference_mode()
@@ -240,7 +287,7 @@ def _decode(
     stops: list[int],
 ) -> None:
     """Add up to `steps` tokens to each job. The cache is empty, or holds all ids but the last."""
-    width = max(len(job.prompt) + len(job.ids) for job in jobs)
+    width = _width(jobs)
     ids, mask, starts = [], [], []
     for job in jobs:
         ids_so_far = job.prompt + job.ids
@@ -268,47 +315,100 @@ def _decode(
                 job.left = 0 if token in stops else job.left - 1
 
 
+def cache_places(device: torch.device, token_bytes: int) -> float:
+    """How many tokens' keys and values memory holds.
+
+    On a GPU it is MEMORY_SHARE of all, less what is allocated: not what happens to be free, so that
+    one card decodes the same batches. Elsewhere it is half of the machine's memory, divided by the
+    processes that torchrun has started on it.
+    """
+    if device.type == "cuda":
+        total = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+        return (total - torch.cuda.memory_allocated(device)) / token_bytes
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    return total / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / token_bytes
+
+
+def cache_bytes(causal) -> tuple[int, int]:
+    """Bytes of a token's keys and values in all layers, and of a row's states, which do not grow.
+
+    Measured by decoding a token. The model must be in eval mode.
+    """
+    cache: Any = _empty_cache(causal)
+    _decode(causal, [Job(0, [0], key=0, left=1)], cache, 1, Sampling(temperature=0.0), [0])
+    token_bytes = row_bytes = 0
+    for layer in cache.layers:
+        token_bytes += sum(x[:, :, 0].nbytes for x in getattr(layer, "buffers", ()))
+        for name in STATES:
+            row_bytes += sum(x.nbytes for x in getattr(layer, name, {}).values() if x is not None)
+    return token_bytes, row_bytes
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values [B, H, L, D] as views of buffers that have free places behind them.
+
+    A `DynamicLayer` copies all of them for each token.
+    """
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """All keys and values, the new ones last. Full buffers are copied into longer ones."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.hold([key_states[:, :, :0]], [value_states[:, :, :0]], 0)
+        begin, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
+        if end > self.buffers[0].shape[2]:
+            self.hold([self.keys], [self.values], begin, end - begin + FREE_PLACES)
+        for buffer, new in zip(self.buffers, (key_states, value_states)):
+            buffer[:, :, begin:end] = new
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def hold(self, keys: list, values: list, width: int, free: int = FREE_PLACES) -> None:
+        """Hold the rows of all these tensors, each cut or padded on the left to `width` places."""
+        self.buffers: list[Tensor] = []
+        for parts in (keys, values):
+            padded = [pad(x, (0, 0, width - x.shape[2], free)) for x in parts]
+            self.buffers.append(torch.cat(padded) if padded[1:] else padded[0])
+        self.keys, self.values = (buffer[:, :, :width] for buffer in self.buffers)
+
+
+class RoomyHybridLayer(RoomyLayer, HybridLayer):  # type: ignore[misc, override]
+    """The same beside states (Falcon-H1)."""
+
+
 def _empty_cache(causal) -> DynamicCache:
     """A cache whose rows can leave and be joined.
 
-    It is what the config names (states for linear attention), except that a layer with a sliding
-    window keeps all places: the window's own cache counts places, and would count wrong.
+    It is what the config names (states for linear attention), except that keys and values have free
+    places, and that a layer with a sliding window keeps all: the window's own cache counts places,
+    and would count wrong.
     """
     cache = DynamicCache(config=causal.config)
     for i, layer in enumerate(cache.layers):
-        if getattr(layer, "is_sliding", False):
-            cache.layers[i] = DynamicLayer()
+        if isinstance(layer, HybridLayer):
+            cache.layers[i] = RoomyHybridLayer(layer.number_of_states)
+        elif isinstance(layer, DynamicLayer):
+            cache.layers[i] = RoomyLayer()
     return cache
 
 
-def _keep(cache: DynamicCache, rows: list[int], width: int) -> None:
-    """Cut the cache down to these rows, and to their last `width` places."""
-    cache.reorder_cache(torch.LongTensor(rows))  # a row is the first dimension of all it holds
-    for layer in cache.layers:
-        for name in ("keys", "values"):
-            if getattr(layer, name, None) is not None:
-                setattr(layer, name, getattr(layer, name)[:, :, -width:])
+def _gathered(caches: list[Any], rows: Any, width: int) -> DynamicCache:
+    """These rows of each cache, in the first one; keys and values with `width` places.
 
-
-def _joined(cache: DynamicCache, new: DynamicCache) -> DynamicCache:
-    """The rows of both caches; the narrower cache is padded on the left.
-
-    New prompts fill a cache of their own, and a `DynamicCache` cannot take in another. No row
-    attends to the padding: the mask of the next call leaves it out. States have no width.
+    They are cut or padded on the left. No row attends to the padding: the mask of the next call
+    leaves it out. The other caches are emptied, layer by layer, so that nothing is there twice.
     """
-    width = max(cache.get_seq_length(), new.get_seq_length())
-    for layer, new_layer in zip(cache.layers, new.layers):
-        for name in ("keys", "values"):
-            if getattr(layer, name, None) is not None:
-                parts = [getattr(layer, name), getattr(new_layer, name)]
-                padded = [pad(x, (0, 0, width - x.shape[2], 0)) for x in parts]
-                setattr(layer, name, torch.cat(padded))
-        for name in ("conv_states", "recurrent_states"):
-            states, new_states = getattr(layer, name, {}), getattr(new_layer, name, {})
-            for i, state in states.items():
-                if state is not None:
-                    states[i] = torch.cat([state, new_states[i]])
-    return cache
+    for i, layer in enumerate(caches[0].layers):
+        layers = [cache.layers[i] for cache in caches]
+        for cache in caches[1:]:
+            cache.layers[i] = None
+        if hasattr(layer, "buffers"):
+            layer.hold([x.keys[rows] for x in layers], [x.values[rows] for x in layers], width)
+        for name in STATES:
+            states = getattr(layer, name, {})
+            for number in [number for number, state in states.items() if state is not None]:
+                states[number] = torch.cat([getattr(x, name)[number][rows] for x in layers])
+    return caches[0]
 
 
 def generate(

@@ -229,7 +229,7 @@ class Config(Common):
         least=0,
     )
     rollout_rows: int = setting(
-        0, "solutions decoded at a time by each process; 0: all, and 16 for the bank", least=0
+        0, "most solutions decoded at a time by each process; 0: all, and 64 for the bank", least=0
     )
     report_to: str = setting(
         "none",
@@ -248,8 +248,8 @@ class Config(Common):
 
     @property
     def bank_rows(self) -> int:
-        """Seed solutions and replies of the bank's writer that are decoded at a time."""
-        return self.rollout_rows or 16
+        """Most seed solutions and replies of the bank's writer that are decoded at a time."""
+        return self.rollout_rows or 64
 
     @property
     def merging(self) -> dict[str, int]:
@@ -297,7 +297,7 @@ class EvalConfig(Common):
     max_new_tokens: int = setting(38912, "longest sample, in tokens; App. F.1")
     thinking: bool = setting(True, "thinking mode; S3")
     seed: int = setting(0, "seed of the samples", least=0, most=2**40)
-    rows: int = setting(16, "samples decoded at a time; lower it to save memory", most=1e6)
+    rows: int = setting(64, "most samples decoded, or asked of a server, at a time", most=1e6)
     server: tuple[str, ...] = setting(
         (), "sample on inference servers, such as http://localhost:8000/v1; S27"
     )

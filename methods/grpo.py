@@ -49,7 +49,7 @@ class GRPOConfig(groups.GroupConfig):
     top_k: int = 0
     max_new_tokens: int = 16000
     max_prompt_tokens: int = 2048
-    rollout_rows: int = 16
+    rollout_rows: int = 64
     grad_clip: float = 1.0
     short: bool = setting(
         False, "sample and clip as SGSD: a closed think block, at most 1,024 tokens; S15"

@@ -28,6 +28,7 @@ import peft
 import pytest
 import torch
 from tqdm import tqdm
+from transformers import DynamicCache
 
 import distributed
 import eval
@@ -176,6 +177,21 @@ def killing(owner, name, call, after=False, number=signal.SIGKILL):
         return result
 
     return functools.partial(setattr, owner, name, counted)
+
+
+@contextlib.contextmanager
+def watched(lm):
+    """The passes of `generate` in a block: the shape of the ids, and the first keys before it."""
+    passes = []
+
+    def note(_, args, given):
+        (cache,) = [x for x in given.values() if isinstance(x, DynamicCache)]
+        keys = [layer.keys for layer in cache.layers if hasattr(layer, "keys")]
+        passes.append((tuple(given["input_ids"].shape), keys[0]))
+
+    hook = lm.register_forward_pre_hook(note, with_kwargs=True)
+    yield passes
+    hook.remove()
 
 
 def breaking(steps, rank=0):

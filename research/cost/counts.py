@@ -51,9 +51,19 @@ class Counts:
         many, with the second forward."""
         return 2 * self.adapters * n
 
+    @property
+    def place(self) -> int:
+        """Bytes of a token's keys and values."""
+        return 2 * self.kind * self.layers * self.kv
+
+    def token(self, places: float) -> float:
+        """FLOPs of a decoded token that looks back at so many places."""
+        products = 2 * (self.projections + self.adapters + self.vocab * self.width)
+        return products + 4 * self.layers * self.queries * places
+
     def cache(self, prompt: int, new: int) -> float:
         """Bytes of a row's cache, summed over the tokens that read it."""
-        return 2 * self.kind * self.layers * self.kv * (prompt * new + new * new / 2)
+        return self.place * (prompt * new + new * new / 2)
 
     def decoding(self, prompt: int, new: int, rows: float, steps: float) -> tuple[float, float]:
         """FLOPs and bytes of `rows` completions of `new` tokens in `steps` steps.

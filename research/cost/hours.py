@@ -1,27 +1,30 @@
-"""Hours of the paper's run: the table of docs/reproduce.md. Arithmetic, nothing is measured.
+"""Hours of the paper's run: the tables of docs/reproduce.md. Arithmetic, nothing is measured.
 
     python research/cost/hours.py --gpu h100
 
-Limit: FLOPs or bytes over the data sheet's rates, whichever takes longer. Expected: scoring and
-learning COMPUTE times as long, the adapters in fp32; `generate` TOKEN_S more for each token of a
-batch, and a copy of its cache for each; an engine ENGINE times the limit. Completions are as long
-as they may be. Left out: reading prompts, embedding, verdicts, loading, merges of evolutions.
+Limit: FLOPs or bytes over the data sheet's rates, whichever takes longer. With `generate`: the
+turns of schedule.py, TOKEN_S more for each token of a batch, the whole padded cache read for each
+and copied once a turn; scoring, learning and reading prompts COMPUTE times as long as they must,
+the adapters in fp32. An engine: ENGINE times the limit. Completions have their full length, or
+thinking ones assumed lengths. Left out: embedding, verdicts, loading, merges of evolutions.
 """
 
 import argparse
-import math
+import itertools
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
+import rollout
 from lib import config
 from methods.grpo import GRPOConfig
 from research.cost.counts import QWEN3, Counts
+from research.cost.schedule import Row, Turn, full, log_normal, turns
 from research.markdown_table import head_of, row_of
 
 # COMPUTE is measured on a CPU (research/speed: 2.1 times the least for scoring, 2.0 for the
@@ -29,11 +32,13 @@ from research.markdown_table import head_of, row_of
 COMPUTE, TOKEN_S, ENGINE = 2.1, 0.030, 2.0
 PLAIN, GUIDED, SKILLED = 200, 400, 1200  # tokens of a student's, a teacher's prompt, of --skills'
 GPUS = 8  # §4.1
+ENCODER = 2.4e9  # bytes of 0.6 billion weights in fp32
 # Tokens of an extraction's prompt, counted once with Qwen3's tokenizer; and of the merges of
 # Qwen3-1.7B's candidates when nothing merges, as bank_scale.py of commit 1e50ec6 counts them:
 # replies, mean tokens of prompt and reply, decoding steps.
 MEMORY, MERGES, MERGE, MERGE_STEPS = 1334, 45, (2973, 2826), 12462
 Hours = np.ndarray  # [3]: at the limit, with generate, with an engine
+Lengths = Callable[[int, int], list[int]]  # of so many completions, of so many tokens at most
 
 
 class Card(NamedTuple):
@@ -52,91 +57,167 @@ CARDS = {  # of NVIDIA's, SXM; where a sheet has bf16 with sparsity, half of it
 }
 
 
-def decoding(
-    c: Counts, card: Card, prompt: int, new: int, samples: float, rows: float, steps: int = 0
-) -> Hours:
-    """Samples of one policy on one GPU, `rows` at a time, or in so many steps."""
-    steps = steps or math.ceil(samples / rows) * new
-    flops, moved = c.decoding(prompt, new, samples, steps)
-    copied = 2 * samples * c.cache(prompt, new)
-    limit = max(flops / card.flops, moved / card.bandwidth)
-    generate = max(flops / card.flops, (moved + copied) / card.bandwidth) + TOKEN_S * steps
-    return np.array([limit, generate, ENGINE * limit]) / 3600
+def least(c: Counts, card: Card, flops: float, moved: float) -> float:
+    """Seconds at the hardware's limit."""
+    return max(flops / card.flops, moved / card.bandwidth)
 
 
-def passes(card: Card, flops: float, in_fp32: float, moved: float) -> Hours:
-    """Scoring or learning."""
+def pass_seconds(card: Card, flops: float, in_fp32: float, moved: float) -> float:
+    """Expected for scoring, learning or reading."""
     seconds = (flops - in_fp32) / card.flops + in_fp32 / card.fp32
-    expected = COMPUTE * max(seconds, moved / card.bandwidth)
-    return np.array([max(flops / card.flops, moved / card.bandwidth), expected, expected]) / 3600
+    return COMPUTE * max(seconds, moved / card.bandwidth)
+
+
+def turn_seconds(c: Counts, card: Card, turn: Turn) -> float:
+    """Expected for a turn of a stream: packs are read, then tokens decoded."""
+    seconds = 0.0
+    for rows, n in turn.packs:
+        flops = rows * c.forward(n, 1)
+        seconds += pass_seconds(card, flops, c.fp32(rows * n), c.weights)
+    n = turn.width + turn.steps / 2
+    cache = turn.rows * n * c.place
+    flops, moved = turn.rows * c.token(n), c.weights + cache
+    seconds += turn.steps * (TOKEN_S + least(c, card, flops, moved))
+    return seconds + 2 * cache / card.bandwidth
+
+
+def places(c: Counts, card: Card) -> float:
+    """As `rollout.cache_places`, beside weights, AdamW's moments and the encoder."""
+    there = c.weights + 8 * c.adapters + ENCODER
+    return (rollout.MEMORY_SHARE * card.memory - there) / c.place
+
+
+def drawing(
+    c: Counts, card: Card, jobs: list[Row], gpus: int, most: int = 0, meet: bool = False
+) -> Hours:
+    """Completions by so many GPUs, `most` rows each, 0 for all. meet: they wait after each turn."""
+    flops, moved, longest, ranks = 0.0, 0.0, 0, []
+    for row in jobs:
+        of_row = c.decoding(row.prompt, row.length, 1, 0)
+        flops, moved = flops + of_row[0] / gpus, moved + of_row[1] / gpus
+    for rank in range(gpus):
+        stream = [*turns(jobs[rank::gpus], most or len(jobs), places(c, card))]
+        longest = max(longest, sum(turn.steps + len(turn.packs) for turn in stream))
+        ranks.append([turn_seconds(c, card, turn) for turn in stream])
+    seconds = max(map(sum, ranks))
+    if meet:
+        seconds = sum(map(max, itertools.zip_longest(*ranks, fillvalue=0.0)))
+    limit = least(c, card, flops, moved + longest * c.weights)
+    return np.array([limit, seconds, ENGINE * limit]) / 3600
+
+
+def jobs_of(prompt: int, limit: int, count: int, lengths: Lengths = full) -> list[Row]:
+    return [Row(prompt, length, limit) for length in lengths(count, limit)]
+
+
+def passes(c: Counts, card: Card, flops: float, in_fp32: float, moved: float) -> Hours:
+    """Scoring or learning."""
+    expected = pass_seconds(card, flops, in_fp32, moved)
+    return np.array([least(c, card, flops, moved), expected, expected]) / 3600
 
 
 def learning(c: Counts, card: Card, n: int, predicted: int, rows: float) -> Hours:
     """The student's forward and backward on rows of n tokens."""
     flops = rows * (c.forward(n, predicted) + c.backward(n, predicted))
-    return passes(card, flops, 4 * rows * c.fp32(n), 3 * rows * c.weights)
+    return passes(c, card, flops, 4 * rows * c.fp32(n), 3 * rows * c.weights)
 
 
 def step(c: Counts, card: Card, gpus: int) -> Hours:
-    """A step of SGSD on one of so many GPUs; where an engine samples, it is a step on TRL."""
+    """A step of SGSD; where an engine samples, it is a step on TRL."""
     cfg = config.Config()
     T, rows = cfg.max_new_tokens, cfg.batch_size / gpus
     teachers, n = rows * cfg.num_teachers, GUIDED + T
-    scoring = passes(card, teachers * c.forward(n, T), teachers * c.fp32(n), rows * c.weights)
-    sampling = decoding(c, card, PLAIN, T, rows, T)
+    scoring = passes(c, card, teachers * c.forward(n, T), teachers * c.fp32(n), rows * c.weights)
+    sampling = drawing(c, card, jobs_of(PLAIN, T, cfg.batch_size), gpus)
     return sampling + scoring + learning(c, card, PLAIN + T, T, rows)
 
 
-def step_of_grpo(c: Counts, card: Card, gpus: int, T: int) -> Hours:
-    rollouts = config.Config().batch_size * GRPOConfig.generations / gpus
-    sampling = decoding(c, card, PLAIN, T, rollouts, GRPOConfig.rollout_rows)
-    return sampling + learning(c, card, PLAIN + T, T, rollouts)
+def grpo_step(c: Counts, card: Card, gpus: int, most: int, T: int, lengths: Lengths) -> Hours:
+    """A step of GRPO, of at most T tokens."""
+    jobs = jobs_of(PLAIN, T, config.Config().batch_size * GRPOConfig.generations, lengths)
+    total = drawing(c, card, jobs, gpus, most)
+    for row in jobs:
+        total += learning(c, card, PLAIN + row.length, row.length, 1 / gpus)
+    return total
 
 
-def rows_of(c: Counts, card: Card, tokens: int) -> int:
-    """Samples decoded together: 16, or 8 (--rows, --rollout-rows) if their cache is too large."""
-    cache = 16 * 2 * c.kind * c.layers * c.kv * (PLAIN + tokens)
-    return 16 if c.weights + cache < card.memory else 8
+def replies(c: Counts, card: Card, gpus: int, count: int) -> Hours:
+    """Extractions from so many solutions."""
+    cfg = config.Config()
+    return drawing(c, card, jobs_of(MEMORY, cfg.reply_tokens, count), gpus, cfg.bank_rows, True)
 
 
-def hours(c: Counts, card: Card) -> dict[str, Hours]:
-    """Each part, on one of 8 GPUs but for the last four."""
-    cfg, long = config.Config(), config.EvalConfig.max_new_tokens
-    rows, seeds, short = rows_of(c, card, long), cfg.cold_start / GPUS, cfg.max_new_tokens
-    first_bank = decoding(c, card, PLAIN, cfg.cold_start_tokens, seeds, rows)
-    first_bank += decoding(c, card, MEMORY, cfg.reply_tokens, seeds, 16)
-    first_bank += decoding(c, card, *MERGE, MERGES / GPUS, 16, MERGE_STEPS)
-    window, evolutions = cfg.evolve_every * cfg.batch_size / GPUS, cfg.steps // cfg.evolve_every
-    evolving = evolutions * decoding(c, card, MEMORY, cfg.reply_tokens, window, 16)
-    evolving[2] = evolving[1]  # always with generate
-    policies = 1 + cfg.steps // cfg.checkpoint_every
-    evaluating = policies * decoding(c, card, PLAIN, long, 12 * 90 / GPUS, rows)
+def first_bank(c: Counts, card: Card, gpus: int, lengths: Lengths) -> Hours:
+    cfg = config.Config()
+    jobs = jobs_of(PLAIN, cfg.cold_start_tokens, cfg.cold_start, lengths)
+    solving = drawing(c, card, jobs, gpus, cfg.bank_rows, True)
+    limit = least(c, card, *c.decoding(*MERGE, MERGES / gpus, MERGE_STEPS))
+    merging = np.array([limit, limit + TOKEN_S * MERGE_STEPS, ENGINE * limit]) / 3600
+    return solving + replies(c, card, gpus, cfg.cold_start) + merging
+
+
+def evolution(c: Counts, card: Card, gpus: int) -> Hours:
+    cfg = config.Config()
+    hours = replies(c, card, gpus, cfg.evolve_every * cfg.batch_size)
+    return hours[[0, 1, 1]]  # always with generate
+
+
+def on_eight(c: Counts, card: Card, lengths: Lengths) -> dict[str, Hours]:
+    """Each part of the paper's run; and GRPO in its place."""
+    cfg, limit = config.Config(), config.EvalConfig.max_new_tokens
+    evolutions, policies = cfg.steps // cfg.evolve_every, 1 + cfg.steps // cfg.checkpoint_every
+    samples = jobs_of(PLAIN, limit, 90 * config.EvalConfig.samples, lengths)
+    evaluation = drawing(c, card, samples, GPUS, config.EvalConfig.rows, True)
     parts = {
         f"{cfg.steps} steps": cfg.steps * step(c, card, GPUS),
-        "first bank": first_bank,
-        f"{evolutions} evolutions": evolving,
-        f"{policies} evaluations, 90 problems x 12": evaluating,
+        "first bank": first_bank(c, card, GPUS, lengths),
+        f"{evolutions} evolutions": evolutions * evolution(c, card, GPUS),
+        f"{policies} evaluations, 90 problems x 12": policies * evaluation,
     }
     parts["**all of it**"] = np.sum([*parts.values()], axis=0)
-    grpo = GRPOConfig.max_new_tokens
-    parts["GRPO"] = cfg.steps * step_of_grpo(c, card, GPUS, grpo)
-    parts["GRPO --short"] = cfg.steps * step_of_grpo(c, card, GPUS, short)
-    parts["one GPU: 20 steps"] = 20 * step(c, card, 1)
-    parts["one GPU: 20 steps of GRPO --short"] = 20 * step_of_grpo(c, card, 1, short)
-    parts["one GPU: 50 problems x 4"] = decoding(c, card, PLAIN, 4096, 200, 16)
-    parts["one GPU: the same with --skills"] = decoding(c, card, SKILLED, 4096, 200, 16)
+    long, short = GRPOConfig.max_new_tokens, cfg.max_new_tokens
+    one = grpo_step(c, card, GPUS, GRPOConfig.rollout_rows, long, lengths)
+    parts[f"GRPO, {cfg.steps} steps"] = cfg.steps * one
+    parts["the same with --short"] = cfg.steps * grpo_step(c, card, GPUS, 0, short, full)
     return parts
+
+
+def on_one(c: Counts, card: Card) -> dict[str, float]:
+    """Hours with `generate` on one GPU."""
+    cfg = config.Config()
+    sgsd, grpo = step(c, card, 1), grpo_step(c, card, 1, 0, cfg.max_new_tokens, full)
+    samples, skilled = jobs_of(PLAIN, 4096, 200), jobs_of(SKILLED, 4096, 200)
+    parts = {
+        "first bank": first_bank(c, card, 1, full),
+        "first bank, assumed lengths": first_bank(c, card, 1, log_normal),
+        "an evolution": evolution(c, card, 1),
+        "20 steps of SGSD": 20 * sgsd,
+        "200 steps of SGSD": 200 * sgsd,
+        "20 steps of GRPO --short": 20 * grpo,
+        "200 steps of GRPO --short": 200 * grpo,
+        "50 problems x 4": drawing(c, card, samples, 1, config.EvalConfig.rows, True),
+        "the same with --skills": drawing(c, card, skilled, 1, config.EvalConfig.rows, True),
+    }
+    return {name: float(hours[1]) for name, hours in parts.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--gpu", choices=CARDS, default="h100")
-    args = parser.parse_args(argv)
+    card = CARDS[parser.parse_args(argv).gpu]
+    columns = ["generate", "an engine", "the limit"]
     for model, c in QWEN3.items():
-        print(f"\n{model}\n")
-        print("\n".join(head_of(["part", "at the limit", "with generate", "with an engine"])))
-        for name, three in hours(c, CARDS[args.gpu]).items():
-            print(row_of([name, *[f"{x:,.2f}" for x in three]]))
+        print(f"\n{model}, {GPUS} GPUs; then the same with assumed lengths\n")
+        print("\n".join(head_of(["part", *columns, *columns])))
+        by_lengths = [on_eight(c, card, lengths) for lengths in (full, log_normal)]
+        for name in by_lengths[0]:
+            cells = [f"{parts[name][i]:,.2f}" for parts in by_lengths for i in (1, 2, 0)]
+            print(row_of([name, *cells]))
+    print("\nOne GPU, with generate\n")
+    print("\n".join(head_of(["part", *QWEN3])))
+    ones = [on_one(c, card) for c in QWEN3.values()]
+    for name in ones[0]:
+        print(row_of([name, *[f"{parts[name]:,.2f}" for parts in ones]]))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,21 @@
-"""The arithmetic of the costs, by hand.
+"""The arithmetic of the costs, by hand, and the turns of a stream beside a real one.
 
 python -m pytest research/cost
 """
 
 import pathlib
+import statistics
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tests"))
 
+from conftest import ROOT
+from driver import rows, watched
+
+import rollout
+import skills
+from lib import model
+from research.cost import schedule
 from research.cost.counts import QWEN3
 
 
@@ -28,3 +36,33 @@ def test_a_step_of_qwen3_1_7b_by_hand():
     assert c.forward(1224, 1024) == forward
     backward = 2 * forward + looking_back * 1224**2 + 2 * 69_730_304 * 1224
     assert c.backward(1224, 1024) == backward
+
+
+def test_the_assumed_lengths_have_their_mean_and_their_share_that_is_cut():
+    lengths = schedule.log_normal(10_000, 1_000_000)
+    assert abs(statistics.mean(lengths) - 16_000) < 50
+    assert sum(length > 38_912 for length in lengths) == 400
+
+
+def test_the_turns_are_those_of_a_real_stream():
+    """The tiny model's solutions, of 26 to 45 tokens. Four rows fit, three when they have grown."""
+    lm, tokenizer = model.load_model(str(ROOT / "tiny/model"), "cpu")
+    prompts = []
+    for row in rows(ROOT / "tiny/test.jsonl")[:20]:
+        text = skills.render_student(row["problem"])
+        prompts.append(rollout.chat_ids(tokenizer, text, thinking="closed"))
+    sampling = rollout.Sampling(max_new_tokens=96)
+    completions = rollout.generate(lm, tokenizer, prompts, sampling, range(20))
+    places = 4 * (max(map(len, prompts)) + 128 + 20)
+    with watched(lm) as passes:
+        jobs = [rollout.Job(i, prompt, key=i, left=96) for i, prompt in enumerate(prompts)]
+        for _ in rollout.stream(lm, tokenizer, jobs, sampling, 6, places):
+            pass
+    want = []
+    made = [schedule.Row(len(p), len(ids), 96) for p, ids in zip(prompts, completions)]
+    turns = [*schedule.turns(made, 6, places, turn=16)]
+    for turn in turns:
+        want += [*turn.packs, *[(turn.rows, 1)] * turn.steps]
+    assert [shape for shape, _ in passes[1:]] == want  # the first pass measures
+    read = sum(count for turn in turns for count, _ in turn.packs)
+    assert read > 20 and {turn.rows for turn in turns} >= {3, 4}

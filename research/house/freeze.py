@@ -51,7 +51,7 @@ GROUP = f"{TINY} --steps 3 --generations 4"
 ABLATION = f"-m methods.ablations {TINY} --steps 3 {BANK}"
 EVALUATION = (
     "eval.py tiny/model {out} --data tiny/test.jsonl --limit 12 --samples 2 --no-thinking"
-    " --max-new-tokens 96 --device cpu"
+    " --max-new-tokens 96 --device cpu --rows 16"
 )
 RUNS = {  # by name: the commands of a run, one after the other
     "sgsd": [EVOLVING],
@@ -101,6 +101,7 @@ LEFT_OUT = (
     "metrics.memory_gb",
     "samples.digest",  # of all that a sample depends on, before of its problem
     "results.*.digest",  # of the problems themselves, before of their digests
+    "results.*.settings.the policy's files",  # an adapter's name its base by its path
 )
 # What may be lost: what held nothing ([]), these,
 MAY_GO = (

@@ -94,7 +94,7 @@ CHANGES = {
         Change("u_B1, right=True)", "u_B1, right=False)", "spec/rollout by_hand"),
         Change("{seed}|{step}|{sample}|{name}", "{seed}|{step}|{name}", "spec/rollout draws_are"),
         Change("0 if token in stops else job.left - 1", "job.left - 1", "spec/rollout either_stop"),
-        Change("unfinished, width - 1)", "unfinished, width)", "spec/rollout qwen3"),
+        Change("staying, width)", "staying, width + 1)", "spec/rollout qwen3"),
         Change("= thinking != ", "= thinking == ", "spec/prompts closed_bare"),
         Change("r=1 if verdict.right else -1", "r=1", "spec/rollout no_bool"),
         Change(

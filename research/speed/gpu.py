@@ -42,7 +42,7 @@ def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
         modes, how = ("score", "step"), ["--shape", "tiny", "--repeats", "1", "--one-process"]
     for mode in modes:
         steps_of[mode] = ["research/speed/bench.py", mode, *how]
-    for mode in ("masks", "step", "decode", "row"):
+    for mode in ("masks", "step", "rows", "decode", "row"):
         words = ["research/speed/large.py", mode]
         steps_of[f"large_{mode}"] = [*words, "--cpu"] if in_small else words
     return steps_of

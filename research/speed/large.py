@@ -2,6 +2,7 @@
 
     python research/speed/large.py step       two steps of SGSD, torch.profiler; again on two GPUs
     python research/speed/large.py row        one row of 38,912 tokens: seconds and peak memory
+    python research/speed/large.py rows       as many rows as fit: how many, hours and peak memory
     python research/speed/large.py decode     ms a token: base, adapters, compiled layers, Liger
     python research/speed/large.py masks      rows that are masked whole give no NaN
 
@@ -33,10 +34,14 @@ import skills
 from lib import command, config
 from lib import model as models
 from lib.run import Run
+from research.cost.counts import QWEN3
+from research.cost.hours import CARDS, GPUS, drawing, jobs_of, turn_seconds
+from research.cost.schedule import Row, log_normal, turns
 from research.markdown_table import head_of, row_of
-from research.speed.bench import SHAPES, clock, random_model, stop_after
+from research.speed.bench import NO_STOPS, SHAPES, clock, random_model, stop_after
 
 Args = argparse.Namespace
+FOR = QWEN3["Qwen3-1.7B"], CARDS["h100"]  # what is expected
 
 
 def made(args: Args, device: torch.device) -> Any:
@@ -134,6 +139,68 @@ def row(args: Args, device: torch.device) -> None:
     print(f"peak memory {peak:.1f} GiB")
 
 
+def rows(args: Args, device: torch.device) -> None:
+    """Streams of as many rows as fit: one fills the card, one is an evaluation in small.
+
+    That has a sixteenth of the tokens of one GPU's share, in a sixteenth of the cache. "expected"
+    are the seconds that hours.py counts for the same turns on an H100.
+    """
+    model = models.with_adapters(made(args, device), 64, 128, 1 << 30)
+    causal = stop_after(rollout.causal_lm(model), 0)
+    places = rollout.cache_places(device, rollout.cache_bytes(causal)[0])
+    count, prompt, tokens, part = int(places / 16_000) + 4, 16_000, 192, 16
+    if args.cpu:
+        places, count, prompt, tokens, part = 28_300, 8, 3_900, 40, 64
+    lengths = log_normal(10 if args.cpu else 135, 38_912)
+    cases = {
+        "full": (places, [(prompt, tokens)] * count),
+        "evaluation": (places / part, [(200 // part, length // part) for length in lengths]),
+    }
+    columns = "case | most rows | mean | rows read | tokens each | seconds | expected | peak, GB"
+    print("\n".join(head_of(columns.split(" | "))))
+    for name, (room, shapes) in cases.items():
+        seconds, expected = watched_stream(name, model, shapes, room, device)
+    nine = 9 * drawing(*FOR, jobs_of(200, 38_912, 1080, log_normal), GPUS, 64, True)[1]
+    print(f"\nnine evaluations: {nine:.1f} hours, at this rate {nine * seconds / expected:.1f}")
+    if device.type == "cuda":
+        print(f"the card has {torch.cuda.get_device_properties(device).total_memory / 1e9:.1f} GB")
+
+
+def watched_stream(
+    name: str, model: Any, shapes: list[tuple[int, int]], places: float, device: torch.device
+) -> tuple[float, float]:
+    """Print a stream's line; its seconds and the expected ones. shapes: prompt, completion."""
+    jobs, rows_of_passes, read = [], [], 0
+    for i, (prompt, new) in enumerate(shapes):
+        ids = [5 + (17 * i + 31 * place) % 900 for place in range(prompt)]
+        jobs.append(rollout.Job(i, ids, key=i, left=new))
+
+    def note(_: Any, args: Any, given: dict) -> None:
+        nonlocal read
+        count, n = given["input_ids"].shape
+        if n > 1:
+            read += count
+        else:
+            rows_of_passes.append(count)
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    hook = rollout.causal_lm(model).register_forward_pre_hook(note, with_kwargs=True)
+    began = clock(device)
+    for _ in rollout.stream(model, NO_STOPS, jobs, rollout.Sampling(), 64, places):
+        pass
+    seconds = clock(device) - began
+    hook.remove()
+    turn = rollout.TURN_TOKENS.get(device.type, 64)
+    made_rows = [Row(prompt, new, new) for prompt, new in shapes]
+    expected = sum(turn_seconds(*FOR, x) for x in turns(made_rows, 64, places, turn))
+    peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
+    mean = sum(rows_of_passes) / len(rows_of_passes)
+    cells = [name, max(rows_of_passes), f"{mean:.1f}", read, len(rows_of_passes)]
+    print(row_of([*cells, f"{seconds:.1f}", f"{expected:.1f}", f"{peak:.1f}"]), flush=True)
+    return seconds, expected
+
+
 def compiled(model: Any) -> Any:
     for layer in scoring.causal_lm(model).model.layers:
         layer.compile(dynamic=True)
@@ -204,6 +271,7 @@ def masks(args: Args, device: torch.device) -> None:
 MODES: dict[str, Callable[[Args, torch.device], None]] = {
     "step": step,
     "row": row,
+    "rows": rows,
     "decode": decode,
     "masks": masks,
 }

@@ -14,7 +14,7 @@ import driver
 import fake_engine
 import numpy as np
 import pytest
-from conftest import PROBLEMS, make_tokenizer, save_model
+from conftest import PROBLEMS, make_model, make_tokenizer, save_model
 from driver import (
     completes,
     evaluate,
@@ -177,6 +177,20 @@ def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
         assert (row["digest"], row["text"]) == same
     table = json.loads(results(tmp_path / "b"))
     assert (table["part"]["problems"], table["part"]["samples"]) == (3, 6)
+
+
+def test_samples_may_fill_the_models_context(tmp_path):
+    """GPT-2 has no vector for a place behind it, and rows that join later have more to come."""
+    write_rows(tmp_path / "data.jsonl", [{"problem": "x" * n, "answer": "1"} for n in (1, 9)])
+    longest = skills.render_student("x" * 9)
+    prompt = rollout.chat_ids(make_tokenizer(), longest, thinking="bare")
+    lm = make_model("gpt2", max_position_embeddings=len(prompt) + 24)
+    lm.generation_config.eos_token_id = [*range(0, 272, 9)]  # so some end early
+    lm.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    more = "--max-new-tokens 24 --rows 2 --samples 6"
+    tokens = [row["tokens"] for row in evaluate(tmp_path, tmp_path / "out", more)]
+    assert min(tokens) < 24 and max(tokens[6:]) == 24  # of the longer problem
 
 
 def evaluate_together(lines):

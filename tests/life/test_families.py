@@ -1,4 +1,4 @@
-"""Families of models, with random weights: what adapters change, and whole runs of a hybrid.
+"""Families of models, with random weights: what adapters change, caches, whole runs of a hybrid.
 
 That rows decode and score as each alone is in spec/test_rollout.py and spec/test_scoring.py.
 """
@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 from conftest import HYBRID, make_model, make_tokenizer, one_line
-from driver import completes, evaluation, flags, go, killing, refused, rows, state
+from driver import completes, evaluation, flags, go, killing, refused, rows, state, watched
 from fake_engine import serving
 
 import eval
+import rollout
 import scoring
 import sgsd
 from extras import report
@@ -59,6 +60,45 @@ UNSUITED = [  # a kind of model, its settings, and words of the line
 @pytest.mark.parametrize("kind, changes, words", UNSUITED)
 def test_a_model_whose_adapters_would_not_act_is_one_line(kind, changes, words):
     one_line(lambda: model.with_adapters(make_model(kind, **changes), 4, 8), words, "S7")
+
+
+# ----------------------------------------------------------------------------------------- caches
+
+FALCON = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+CACHES = [  # a kind of model, its settings; bytes of a token and of a row, in numbers of 4 bytes
+    ("qwen3", {}, 4 * 2 * 2 * 16, 0),  # two layers have keys and values of a head of 16
+    ("gemma3_text", {}, 4 * 2 * 2 * 16, 0),
+    ("gpt2", {}, 4 * 2 * 2 * 32, 0),
+    # one layer has keys, the other convolutes 64 channels, and has 4 states of 8 x 8
+    ("qwen3_5_text", {}, 4 * 2 * 16, 4 * (4 * 64 + 4 * 8 * 8)),
+    ("lfm2", LAYERS["lfm2"], 4 * 2 * 16, 4 * 3 * 32),
+    # both layers have keys, convolute 64 + 2 * 8 channels, and have 4 states of 16 x 8
+    ("falcon_h1", FALCON, 4 * 2 * 2 * 16, 4 * 2 * (4 * 80 + 4 * 16 * 8)),
+]
+
+
+@pytest.mark.parametrize("kind, changes, of_token, of_row", CACHES)
+def test_a_cache_has_these_bytes_and_rows_that_wait_their_samples(kind, changes, of_token, of_row):
+    """Prompts of 60 to 80 tokens. A row has 128 places more, and its states count as places."""
+    lm, tokenizer, prompts = make_model(kind, **changes), make_tokenizer(), []
+    assert rollout.cache_bytes(lm) == (of_token, of_row)
+    for i in range(5):
+        prompts.append([(17 * i + 31 * place) % 260 for place in range(60 + 5 * i)])
+
+    def decoded(at_once, places):
+        jobs = [rollout.Job(i, prompt, key=i, left=40) for i, prompt in enumerate(prompts)]
+        with watched(lm) as passes:
+            for _ in rollout.stream(lm, tokenizer, jobs, rollout.Sampling(), at_once, places):
+                pass
+        reads = [shape for shape, _ in passes[1:] if shape[1] > 1]  # the first pass measures
+        return [job.ids for job in jobs], reads
+
+    alone, _ = decoded(1, 0)
+    three = 3 * (70 + 128 + of_row / of_token)
+    for places, first in ((three, (3, 70)), (three - 1, (2, 65))):
+        ids, reads = decoded(5, places)
+        assert ids == alone and reads[0] == first
+    assert max(map(len, alone)) == 40
 
 
 # -------------------------------------------------------------------- vision-language checkpoints

@@ -12,6 +12,8 @@ from driver import flags, rows, train, two
 from safetensors.torch import load_file
 
 import distributed
+import rollout
+from lib import model
 
 
 def test_two_processes_compute_the_step_of_one(world_dir, tmp_path):
@@ -79,6 +81,28 @@ def shares_jobs(world, count):
     assert distributed.all_gather(turns, world) == [turns, turns]  # every rank has every result
 
 
+def decodes_in_little_memory(world, folder):
+    """Rows leave and come again on rank 1 alone, which so has more turns."""
+    lm, tokenizer = model.load_model(folder, "cpu")
+    places, turns_of_rank = [0, 400][world.rank], []
+
+    def work(jobs):
+        for turn in rollout.stream(lm, tokenizer, jobs, rollout.Sampling(), 8, places):
+            turns_of_rank.append(turn)
+            yield [(job.index, job.ids) for job in turn]
+
+    def made():
+        return [rollout.Job(i, [*range(40 + i)], key=i, left=40) for i in range(8)]
+
+    shared = [result for turn in distributed.share_jobs(world, made(), work) for result in turn]
+    turns = distributed.all_gather(len(turns_of_rank), world)
+    assert turns[0] < turns[1] and len(shared) == 8
+    alone = made()
+    for _ in rollout.stream(lm, tokenizer, alone, rollout.Sampling(), 8):
+        pass
+    assert dict(shared) == {job.index: job.ids for job in alone}
+
+
 def use_collectives(argv):
     """What each of two ranks does; the exit code says which."""
     world = distributed.init("cpu")
@@ -87,11 +111,12 @@ def use_collectives(argv):
     gathers_by_rank(world)
     for count in (0, 1, 5):  # one job for two ranks, and uneven shares
         shares_jobs(world, count)
+    decodes_in_little_memory(world, argv[0])
     return 10 + world.rank
 
 
-def test_the_collectives(tmp_path):
-    codes = two([], tmp_path, program=use_collectives)
+def test_the_collectives(world_dir, tmp_path):
+    codes = two([world_dir / "model"], tmp_path, program=use_collectives)
     assert codes == [10, 11], [(tmp_path / f"log{rank}").read_text() for rank in (0, 1)]
 
 

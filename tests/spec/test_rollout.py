@@ -4,7 +4,9 @@ A sample is a pure function of its key and place. The reference for decoding is 
 cache, no padding, one row alone. Ids travel unchanged, and the outcome comes from their text.
 """
 
+import gc
 import itertools
+import os
 import warnings
 from types import SimpleNamespace
 
@@ -13,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model, make_tokenizer, one_line
+from driver import watched
 from tokenizers import AddedToken
+from torch.overrides import TorchFunctionMode
 from transformers import Gemma3Config, GenerationConfig
 
 import rollout
@@ -123,6 +127,112 @@ def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     left_early.close()
     assert model.training
     one_line(lambda: next(stream([*ids[:5], []])), "prompts that are not empty")
+
+
+NO_STOPS = SimpleNamespace(eos_token_id=272)  # as a tokenizer, of an id that no model draws
+
+
+def decoded(model, jobs, rows, places=0):
+    """{job: ids}, as a stream finishes jobs, at their limits. jobs: tokens of prompt, limit."""
+    made = []
+    for i, (length, limit) in enumerate(jobs):
+        prompt = [(17 * i + 31 * place) % 260 for place in range(length)]
+        made.append(rollout.Job(i, prompt, key=i, left=limit))
+    turns = rollout.stream(model, NO_STOPS, made, SAMPLING, rows, places)
+    return {job.index: job.ids for job in itertools.chain.from_iterable(turns)}
+
+
+def test_the_youngest_rows_leave_where_memory_is_full_and_are_read_again():
+    """Prompts of 50, 40 tokens each, turns of 16. A row has 128 places more than the longest has
+    tokens. Three have room for 186 each: the third leaves when they have 67 tokens, and two have
+    room for 279. Those end, the third is read again with the fourth, and so on: never three."""
+    model, jobs = make_model(eos_token_id=None), [(50, 40)] * 6
+    whole = decoded(model, jobs, 6)
+    with watched(model) as passes:
+        in_turn = decoded(model, jobs, 6, places=3 * 186)
+    reads = [shape for shape, _ in passes[1:] if shape[1] > 1]  # the first pass measures
+    assert reads == [(3, 50), (2, 67), (1, 50), (1, 50)] and [*in_turn] == [*range(6)]
+    assert in_turn == whole and {*map(len, whole.values())} == {40}
+    assert decoded(model, jobs, 2, places=3 * 186) == whole
+    assert decoded(model, jobs, 6, places=1) == whole  # one row is decoded in any memory
+
+
+def test_keys_and_values_move_only_where_their_room_is_full():
+    """100 places and 64 free ones; the 165th makes them 165 + 64, the 230th moves them again."""
+    model = make_model(eos_token_id=None)
+    with watched(model) as passes:
+        decoded(model, [(100, 150)] * 2, 2)
+    sizes = {}
+    for _, keys in passes[2:]:  # the first two read
+        sizes[keys.untyped_storage().data_ptr()] = keys.shape[2]  # the last before they move
+    assert [*sizes.values()] == [164, 229, 248]
+
+
+def bytes_alive():
+    """Of all tensors that were made after `gc.freeze`, each storage once."""
+    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+
+
+class WhereRowsJoinAndLeave(TorchFunctionMode):
+    """Notes the bytes that are alive at each of torch's functions outside of `generate`."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not torch.is_inference_mode_enabled():
+            self.alive.append(bytes_alive())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_cache_lies_in_memory_once_while_rows_grow_join_and_leave():
+    """But for one layer of ten, and free places. Three end together, and others one by one."""
+    model = make_model(num_hidden_layers=10, eos_token_id=None)
+    token_bytes, _ = rollout.cache_bytes(model)
+    jobs = [(1500, limit) for limit in (5, 5, 5, 40, 20, 40, 5, 70)]
+    gc.collect()
+    gc.freeze()
+    try:
+        with WhereRowsJoinAndLeave() as mode:
+            hook = model.register_forward_pre_hook(lambda *_: mode.alive.append(bytes_alive()))
+            decoded(model, jobs, 3)
+            hook.remove()
+    finally:
+        gc.unfreeze()
+    assert 1 <= max(mode.alive) / (3 * 1570 * token_bytes) < 1.3
+
+
+def test_rows_are_read_together_up_to_16384_tokens_and_a_longer_one_alone():
+    """Padding included: their mask has rows x longest^2 numbers."""
+    one_head = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+    model = make_model(eos_token_id=None, **one_head)
+    with watched(model) as passes:
+        decoded(model, [(n, 1) for n in (9, 4000, 4096, 20, 8, 16400, 7)], 7)
+    shapes = [shape for shape, _ in passes[1:]]
+    assert shapes == [(4, 4096), (1, 8), (1, 16400), (1, 7)]
+
+
+def test_no_row_is_fed_past_the_context_while_it_waits_for_others():
+    """GPT-2 has no vector for a place behind its context."""
+    model = make_model("gpt2", max_position_embeddings=64, eos_token_id=None)
+    jobs = [(50, 14), (10, 54)]
+    together = decoded(model, jobs, 2)
+    assert together == decoded(model, jobs, 1) and (len(together[0]), len(together[1])) == (14, 54)
+
+
+def test_the_cache_may_have_a_share_of_a_cards_memory_or_half_of_the_machines(monkeypatch):
+    """Of a card four fifths, less what is there. Processes on a machine share alike."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    assert rollout.cache_places(cpu, 100) == half / 100
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert rollout.cache_places(cpu, 100) == half / 400
+    card = SimpleNamespace(total_memory=80_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 14_000)
+    assert rollout.cache_places(gpu, 100) == 500
 
 
 def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer):
