@@ -126,13 +126,10 @@ def _checked(correct_PK: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a policy on one set: its row of results.json until all samples are there."""
+    """What is asked of a policy on one set."""
 
-    digest: str  # of the problems
-    problems: int
-    samples: int
-    settings: dict[str, Any]
-    asked: list[str]  # digests of the samples
+    about: dict[str, Any]  # in its row of results.json: the problems, the samples, the settings
+    digests: list[str]  # of its samples, in order
 
 
 @dataclass
@@ -145,11 +142,6 @@ class Policy:
     sets: dict[str, Asked] = field(default_factory=dict)  # by the set's name
     samples: list[dict] = field(default_factory=list)  # the first fields of each sample's row
     missing: list[Job] = field(default_factory=list)  # their indices are places in `samples`
-
-    def results(self) -> dict[str, dict]:
-        """What results.json holds, by set: figures, or how the set was begun."""
-        file = self.folder / "results.json"
-        return files.read_json(file) if file.exists() else {}
 
 
 def checkpoints_of(path: str) -> list[pathlib.Path]:
@@ -235,7 +227,7 @@ def prepare(
     """Read all that the user gave but the weights' numbers, and find each policy's samples.
 
     weights: digests of the models' files, by path. held: takes the locks of the folders.
-    Says which old samples and figures are of no use. ValueError for a mistake.
+    ValueError for a mistake.
     """
     bases = sorted({served.whole_name(policy.base) for policy in policies})
     if cfg.server and len(bases) > 1:
@@ -264,7 +256,10 @@ def prepare(
             )
     for policy in policies:
         held.enter_context(files.locked(policy.folder))
-        find_missing(policy)
+        drawn = {row["digest"] for row in files.read_jsonl(policy.folder / "samples.jsonl")}
+        policy.missing = [
+            job for job in policy.missing if policy.samples[job.index]["digest"] not in drawn
+        ]
     return sets
 
 
@@ -344,27 +339,9 @@ def add_samples(
             job = Job(len(policy.samples), prompt, key=key, left=cfg.max_new_tokens, problem=x)
             policy.missing.append(job)
             policy.samples.append({"set": name, "id": x.id, "sample": number, "digest": digest})
-    asked = [sample["digest"] for sample in policy.samples if sample["set"] == name]
-    policy.sets[name] = Asked(files.digest(judged), len(data), len(asked), settings, asked)
-
-
-def find_missing(policy: Policy) -> None:
-    """Leave the samples that are not there yet; say which ones and which figures are of no use."""
-    rows = [*files.read_jsonl(policy.folder / "samples.jsonl")]
-    digests = {row["digest"] for row in rows}
-    drawn = {(row["set"], row["id"], row["sample"]) for row in rows}
-    policy.missing = [
-        job for job in policy.missing if policy.samples[job.index]["digest"] not in digests
-    ]
-    lacking = [policy.samples[job.index] for job in policy.missing]
-    unused = sum((row["set"], row["id"], row["sample"]) in drawn for row in lacking)
-    if unused:
-        print(f"{policy.folder}: {unused} old samples of other settings or versions are not used")
-    for name, new in policy.sets.items():
-        old = policy.results().get(name, asdict(new))
-        changed = differences(old, asdict(new)) if "settings" in old else ["version of eval.py"]
-        if changed and "avg" in old:
-            print(f"{policy.folder}: replaces its figures on {name}; changed: {', '.join(changed)}")
+    digests = [sample["digest"] for sample in policy.samples if sample["set"] == name]
+    about = {"digest": files.digest(judged), "problems": len(data), "samples": len(digests)}
+    policy.sets[name] = Asked(about | {"settings": settings}, digests)
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -386,10 +363,6 @@ def sample(policy: Policy, verifier: verify.Judge, cfg: EvalConfig, world: World
             lm, tokenizer, stream, engine = load_policy(policy, cfg, world, loaded)
             stops = rollout.stop_ids(lm, tokenizer)
         distributed.barrier(world)  # all have loaded it
-        if world.main:
-            lacking = {policy.samples[job.index]["set"] for job in policy.missing}
-            begun = {name: asdict(policy.sets[name]) for name in lacking}
-            files.write_json(policy.folder / "results.json", policy.results() | begun)
         sampling = rollout.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
 
         def work(jobs_of_rank: list[Job]) -> Iterator[list[tuple[Job, Rollout]]]:
@@ -530,14 +503,14 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
 def write_results(policy: Policy, sets: Sets, verifier: verify.Judge, cfg: EvalConfig) -> None:
     """Put a policy's figures into its results.json, and print them."""
     done = {row["digest"]: row for row in files.read_jsonl(policy.folder / "samples.jsonl")}
-    table = policy.results()
+    file = policy.folder / "results.json"
+    table = files.read_json(file) if file.exists() else {}
     for name, asked in policy.sets.items():
-        rows = [done[digest] for digest in asked.asked]
+        rows = [done[digest] for digest in asked.digests]
         ids = [x.id for x in sets[name]]
-        row = {k: v for k, v in asdict(asked).items() if k != "asked"}
-        table[name] = row | figures(ids, rows, cfg.samples, verifier.same)
+        table[name] = asked.about | figures(ids, rows, cfg.samples, verifier.same)
         print(line_of(policy, name, table[name], cfg), flush=True)
-    files.write_json(policy.folder / "results.json", table)
+    files.write_json(file, table)
 
 
 def print_notes(policies: list[Policy], sets: Sets, late: int) -> None:

@@ -8,9 +8,8 @@ A FOLDER is a run, a folder of evaluations, or one evaluation. Of several evalua
 models come before checkpoints, so that a run's base model is the first. All are compared on the
 sets that the first one has finished. Differences are paired by problem, with 95% intervals over
 problems. Of each run the best checkpoint stands beside the last, by the mean over the sets.
-An evaluation is named and left out, with the reason, if it lacks one of these sets or has not
-finished it, if its problems, samples or settings are others, and if its adapters are on another
-base model.
+An evaluation is named and left out, with the reason, if it has no figures of one of these sets, if
+its problems, samples or settings are others, and if its adapters are on another base model.
 comparison.json, beside the first evaluation, holds all that is printed.
 
 Dimension key: P problems.
@@ -41,8 +40,7 @@ class Evaluated:
     """An evaluation: a folder that eval.py wrote."""
 
     folder: pathlib.Path
-    sets: dict[str, dict]  # {set: figures} of the finished ones
-    unusable: dict[str, str]  # {set: why} of the others
+    sets: dict[str, dict]  # {set: figures}
 
     @property
     def step(self) -> int:
@@ -71,33 +69,16 @@ def evaluations_in(folder: pathlib.Path) -> list[Evaluated]:
     results += folder.glob("eval/*/results.json")
     evaluated = []
     for path in sorted(results):
-        x = Evaluated(path.parent, sets={}, unusable={})
-        for name, row in files.read_json(path).items():
-            reason = why_unusable(path.parent, row)
-            if reason:
-                x.unusable[name] = reason
-            else:
-                x.sets[name] = row
-        evaluated.append(x)
+        rows = files.read_json(path).items()
+        sets = {name: row for name, row in rows if "right" in row}  # an older version has others
+        evaluated.append(Evaluated(path.parent, sets))
     return sorted(evaluated, key=lambda x: (x.step, not x.is_plain))
-
-
-def why_unusable(folder: pathlib.Path, row: dict[str, Any]) -> str:
-    """Why a row of an evaluation's results.json has no figures to compare; "" if it has."""
-    if "settings" not in row:
-        return "made by an older eval.py; run its command again"
-    if "avg" not in row:
-        drawn = {sample["digest"] for sample in files.read_jsonl(folder / "samples.jsonl")}
-        count = sum(digest in drawn for digest in row["asked"])
-        return f"{count} of {row['samples']} samples; run its command again to continue"
-    return ""
 
 
 def why_not(one: Evaluated, other: Evaluated, name: str) -> str:
     """Why two evaluations cannot be compared on a set; "" if they can."""
-    for x in (one, other):
-        if name not in x.sets:
-            return x.unusable.get(name, f"{x.folder} was not evaluated on it")
+    if name not in other.sets:
+        return "it has no figures; run its command to the end"
     may_differ = MAY_DIFFER
     if one.is_plain and other.is_plain:  # such as weights that were all trained, and their base
         may_differ = MAY_DIFFER | {"the base's files"}
@@ -159,15 +140,13 @@ def tables_of(evaluated: Sequence[Evaluated]) -> tuple[dict[str, dict], list[str
     first = next((x for x in evaluated if x.sets), evaluated[0])
     compared, reasons = [], []
     for x in evaluated:
-        why = dict(x.unusable) if x is first else {}
-        for name in first.sets:
-            why[name] = why_not(first, x, name)
-        if not any(why[name] for name in first.sets):
+        why = {name: why_not(first, x, name) for name in first.sets}
+        if not any(why.values()):
             compared.append(x)
         for name in [name for name in why if why[name]]:
             reasons.append(f"left out: {x.folder}, {name}: {why[name]}")
     if not first.sets:
-        raise ValueError(f"no evaluation is finished; {reasons[0]}")
+        raise ValueError(f"{first.folder}: no set is finished; run its command to the end")
     tables = {name: comparison(compared, [name]) for name in first.sets}
     if len(tables) > 1:
         tables[f"mean of {', '.join(sorted(tables))}"] = comparison(compared, [*tables])

@@ -30,19 +30,6 @@ def write(folder, settings=(), digest="1", k=4, **sets):
     return folder
 
 
-def begin(folder, **sets):
-    """Sets of an evaluation that has drawn so many of 24 samples."""
-    table = files.read_json(folder / "results.json") if folder.exists() else {}
-    for name, count in sets.items():
-        digests = [f"{name} {i}" for i in range(24)]
-        row = {"digest": "1", "problems": 6, "samples": 24, "settings": SETTINGS, "asked": digests}
-        table[name] = row
-        drawn = [{"digest": digest} for digest in ["of other settings", *digests[:count]]]
-        files.append_jsonl(folder / "samples.jsonl", drawn)
-    files.write_json(folder / "results.json", table)
-    return folder
-
-
 def compared(*folders):
     """What the command writes: the tables by set, and the lines on what it leaves out."""
     completes(compare.main, folders)
@@ -106,7 +93,7 @@ OTHER = [  # the second evaluation, and a word of the line about it
     ({"settings": {"the base's files": "v"}, "d": [1, 2], "e": [1]}, "base"),
     ({"digest": "2", "d": [1, 2], "e": [1]}, "problems"),
     ({"k": 8, "d": [1, 2], "e": [1]}, "samples"),
-    ({"d": [1, 2], "f": [1, 2]}, "not evaluated"),
+    ({"d": [1, 2], "f": [1, 2]}, "no figures"),
 ]
 
 
@@ -122,26 +109,15 @@ def test_an_evaluation_under_other_conditions_or_without_a_set_of_the_first_is_l
     assert str(other) in line and word in line and line in capsys.readouterr().out
 
 
-def test_an_evaluation_that_is_not_finished_is_left_out_with_the_number_of_its_samples(tmp_path):
-    """Of the first one the sets that it has finished are compared."""
-    first = begin(write(tmp_path / "eval/base", d=[1, 2]), e=13)
-    begin(tmp_path / "eval/step_000001", d=0)
-    last = write(tmp_path / "eval/step_000002", d=[1, 2], e=[1])
-    begin(tmp_path / "eval/a_base", d=24)  # which was killed before its figures
-    tables, lines = compared(tmp_path)
-    assert [*tables] == ["d"] and [*tables["d"]["results"]] == [str(first), str(last)]
-    for name, words in (("base, e", "13 of 24"), ("1, d", "0 of 24"), ("a_base, d", "24 of 24")):
-        assert sum(name in line and f"{words} samples" in line for line in lines) == 1, name
-
-
-def test_an_evaluation_of_an_older_eval_is_left_out_and_alone_refused(tmp_path, capsys):
+def test_without_figures_an_evaluation_is_refused(tmp_path, capsys):
+    """Also those of an older version, which has no count of right samples by problem."""
     refused(capsys, compare.main, [tmp_path], str(tmp_path), "eval.py")  # nothing is there
     old = tmp_path / "eval/a"
     files.write_json(old / "results.json", {"d": {"avg": 0.5, "digest": "1", "samples": 4}})
-    refused(capsys, compare.main, [tmp_path], str(old), "older eval.py")
+    refused(capsys, compare.main, [tmp_path], str(old), "no set is finished")
     write(tmp_path / "eval/base", d=[1, 2])
     tables, (line,) = compared(tmp_path)
-    assert len(tables["d"]["results"]) == 1 and str(old) in line and "older eval.py" in line
+    assert len(tables["d"]["results"]) == 1 and str(old) in line and "no figures" in line
 
 
 def test_an_evaluation_given_twice_stands_once(tmp_path):
