@@ -534,7 +534,7 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     Memories are logged as they come, and a killed run uses them again.
     """
     cfg = run.cfg
-    memories = run.saved_memories()
+    memories = dict(run.memories)
     jobs: list[Job] = []
     for x in seeds:
         if x.id not in memories:

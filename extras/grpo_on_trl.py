@@ -100,15 +100,13 @@ def load(words: Sequence[str], cfg: Settings, held: contextlib.ExitStack) -> tup
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     outline, tokenizer = on_trl.load_outline(cfg)
     run = Run(
-        cfg,
-        world,
-        start.about,
-        start.problems,
-        verifier,
-        outline,
-        tokenizer,
+        **vars(start),
+        cfg=cfg,
+        world=world,
+        verifier=verifier,
+        lm=outline,
+        tokenizer=tokenizer,
         stream=iter,  # TRL's
-        step=start.step,
     )
     refuse_long_prompts(run, grpo.shown)
     trainer = on_trl.Trainer(

@@ -511,7 +511,7 @@ class Loop(TrainerCallback):
 # -------------------------------------------------------------------------------------- the command
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunOnTRL(Run):
     """A run whose model, steps and checkpoints are TRL's."""
 
@@ -536,16 +536,13 @@ def load(
     embed = model.load_encoder(cfg.encoder, world.device)
     outline, tokenizer = load_outline(cfg)
     run = RunOnTRL(
+        **vars(start),
         cfg=cfg,
         world=world,
-        about=start.about,
-        problems=start.problems,
         verifier=verifier,
         lm=outline,
         tokenizer=tokenizer,
         stream=iter,  # the trainer's
-        bank=start.bank,
-        step=start.step,
         embed=embed,
     )
     run.trainer = SGSDTrainer(run, args, outline.name_or_path, peft_config=lora)

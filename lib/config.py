@@ -237,6 +237,12 @@ class Config(Common):
         ("none", "wandb", "tensorboard"),
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.server and self.adapter:
+            rule = "it samples the base, and --adapter begins with other weights"
+            raise ValueError(f"--server {' '.join(self.server)}: {rule}; leave one of them out")
+
     @property
     def uses_skill_bank(self) -> bool:
         return True

@@ -23,7 +23,7 @@ class Problem:
     id: str
     problem: str
     answer: str
-    extra: dict = field(default_factory=dict, compare=False)  # the row's other fields, for a judge
+    extra: dict = field(default_factory=dict, compare=False)  # its row, for a judge or a teacher
 
 
 # ---------------------------------------------------------------------------------------- reading
@@ -45,7 +45,6 @@ def load_problems(
     answer_field: str = "answer",
     answer_after: str = "",
     extract: Callable[[str], str | None] | None = None,
-    teacher_field: str = "",
     unique: bool = True,
 ) -> tuple[list[Problem], dict[str, int]]:
     """Read problems, in order, and count what was dropped.
@@ -56,7 +55,6 @@ def load_problems(
     source: a JSONL or parquet file, HUB_ID or HUB_ID:CONFIGURATION, or a directory in the hub's
     layout; these two have splits. answer_after: the mark before an answer, such as GSM8K's "####".
     extract: finds the answer in a completion; a reference that it finds in no box is refused.
-    teacher_field: a field that must be a text; `extra` has it word for word, whichever it is.
     unique: drop copies of a problem, and the problem altogether if its copies' answers differ.
 
     Returns the problems, whose ids all differ, and the counts: rows, not_english, duplicates,
@@ -69,7 +67,6 @@ def load_problems(
     for index, (where, row) in enumerate(_rows(source, split)):
         try:
             x = _problem(row, index, problem_field, answer_field, answer_after, extract)
-            x.extra.update(_shown_to_teachers(row, teacher_field))
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from None
         counts["rows"] += 1
@@ -113,18 +110,8 @@ def _problem(
         answer = rest.strip()
     if extract:
         _refuse_unanswerable(answer, extract)
-    extra = {k: v for k, v in row.items() if k not in ("id", problem_field, answer_field)}
+    extra = {name: value for name, value in row.items() if name != "id"}
     return Problem(str(row.get("id", index)), problem, answer, extra)
-
-
-def _shown_to_teachers(row: dict, name: str) -> dict[str, str]:
-    """The field of --teacher-field by its name, if one is named. ValueError if it has no text."""
-    if not name:
-        return {}
-    text = row.get(name)
-    if not isinstance(text, str) or _is_blank(text):
-        raise ValueError(f"--teacher-field {name}: must be a text, got {text!r:.40}")
-    return {name: text}
 
 
 def _text(row: dict, name: str) -> str:

@@ -63,23 +63,22 @@ class Start:
     digests: dict[str, str] = field(default_factory=dict)  # of its files
     bank: Any = None  # in use after that step, with its window; None: to be made, or not used
     skipped: int = 0  # steps in a row, up to that one, whose gradient was not finite
+    memories: dict[str, dict] = field(default_factory=dict)  # of a killed cold start, by problem
 
 
-@dataclass
-class Run:
-    """A training run: what a step needs, and the run's files. Made by `Run.open`."""
+@dataclass(kw_only=True)
+class Run(Start):
+    """A training run: where it is, what a step needs, and its files. Made by `Run.open`.
+
+    `step` is the last complete one, and `skipped` and `bank` are as after it.
+    """
 
     cfg: Config
     world: World
-    about: dict[str, Any]  # config.json
-    problems: list[Problem]
     verifier: verify.Judge
     lm: Any  # the policy: a causal language model with adapters
     tokenizer: Any
     stream: Stream  # decodes completions of the policy, by `generate`
-    bank: Any = None  # with its window
-    step: int = 0  # the last complete one
-    skipped: int = 0  # steps in a row, up to that one, whose gradient was not finite
     server: served.Server | None = None  # samples the first bank in the place of `generate`
     embed: Callable[[Sequence[str]], Any] | None = None  # texts -> [n, d]
     optimizer: Any = None  # AdamW; None where there are no steps
@@ -220,11 +219,6 @@ class Run:
             if self.step:
                 checkpoint = files.of_step(self.out / "checkpoints", self.step)
                 self.bank.save(checkpoint / files.BANK)
-
-    def saved_memories(self) -> dict[str, dict]:
-        """The memories that a killed cold start has left, by the problem's id; on every rank."""
-        rows = [*files.read_jsonl(self.out / "bank/memories.jsonl")] if self.world.main else []
-        return {row["problem_id"]: row for row in distributed.broadcast(rows, self.world)}
 
 
 # ---------------------------------------------------------------------------- between two steps
@@ -402,18 +396,16 @@ def claim(cfg: Config, held: contextlib.ExitStack) -> None:
 
 def inspect(cfg: Config, world: World, load_bank: Callable[..., Any]) -> Start:
     """Read the data and the folder; ValueError where this command may not go on with its run."""
-    if cfg.server and cfg.adapter:
-        rule = "it samples the base, and --adapter begins with other weights"
-        raise ValueError(f"--server {' '.join(cfg.server)}: {rule}; leave one of them out")
     data, counts = load_training(cfg)
     print(f"data {cfg.data}:", ", ".join(f"{n} {name}" for name, n in counts.items()))
     start, out = Start(about_run(cfg, data, world), data), pathlib.Path(cfg.out)
-    has_begun = (out / "config.json").exists() and go_on(cfg, start)
+    if (out / "config.json").exists():
+        go_on(cfg, start)
     first = files.of_step(out / "bank", 0, ".json")
     if cfg.uses_skill_bank and start.checkpoint:
         with reading(start.checkpoint):
             start.bank = load_bank(start.checkpoint / files.BANK)
-    elif cfg.uses_skill_bank and has_begun and first.exists():
+    elif cfg.uses_skill_bank and first.exists():
         start.bank = load_bank(first)
     elif cfg.bank:
         start.bank = load_bank(pathlib.Path(cfg.bank), cfg.num_teachers)
@@ -432,7 +424,6 @@ def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
         answer_field=cfg.answer_field,
         answer_after=cfg.answer_after,
         extract=verify.extract_answer if cfg.verifier == Config.verifier else None,
-        teacher_field=getattr(cfg, "teacher_field", ""),  # of methods whose teacher may see one
     )
     problems.refuse_overlap(data, f"--data {cfg.data}")
     return data, counts
@@ -463,12 +454,8 @@ def code_of(cfg: Config) -> str:
     return files.digest(sorted((path.name, files.file_digest(path)) for path in paths))
 
 
-def go_on(cfg: Config, start: Start) -> bool:
-    """Set the start to where the folder's run is; whether it has anything to lose.
-
-    That is a step, a memory or a bank of its own making. ValueError if this command may not go on
-    with it; the config.json of a run that has nothing to lose is replaced.
-    """
+def go_on(cfg: Config, start: Start) -> None:
+    """Set the start to where the folder's run is; ValueError if it may not go on so."""
     out = pathlib.Path(cfg.out)
     saved, first = files.read_json(out / "config.json"), files.of_step(out / "bank", 0, ".json")
     for name in [name for name in start.about if name not in saved]:
@@ -476,21 +463,16 @@ def go_on(cfg: Config, start: Start) -> bool:
         raise ValueError(f"--out {out}: {rule}; give another directory")
     checkpoints, settings = files.by_step(out / "checkpoints"), saved["settings"]
     start.step = max(checkpoints, default=0)
-    made = max((step for step, _ in files.steps_of(out / "metrics.jsonl")), default=0)
-    made_its_bank = first.exists() and not settings.get("bank")
-    memories = [*files.read_jsonl(out / "bank/memories.jsonl")]
-    is_another = saved["program"] != cfg.program  # whose checkpoints may lie elsewhere
-    has_begun = bool(start.step or made or made_its_bank or memories or is_another)
+    for row in files.read_jsonl(out / "bank/memories.jsonl"):
+        start.memories[row["problem_id"]] = row
     free = {*FREE, *cfg.free}
-    if memories and not first.exists() and not (cfg.server and settings.get("server")):
+    if not (first.exists() or (cfg.server and settings.get("server"))):
         free.remove("server")  # nor can another engine sample the rest of the first bank (S27)
     try:
         start.about = continued(cfg, saved, start, free)
     except ValueError as e:
-        if not has_begun:
-            print(f"{out}: has made no step, so it begins anew: {e}")
-            return False
         raise ValueError(f"--out {out}: {e}; give the run's value, or {new_run(out)}") from None
+    made = max((step for step, _ in files.steps_of(out / "metrics.jsonl")), default=0)
     evolve_every = cfg.uses_skill_bank and settings["evolve_every"]
     if made > min(settings["checkpoint_every"], evolve_every or math.inf) and not start.step:
         line = f"--out {out}: it has made {made} steps, but checkpoints/ has none"
@@ -502,7 +484,6 @@ def go_on(cfg: Config, start: Start) -> bool:
         for row in files.read_jsonl(out / "metrics.jsonl"):
             if row["step"] <= start.step:
                 start.skipped = start.skipped + 1 if row.get("skipped") else 0
-    return has_begun
 
 
 def continued(cfg: Config, saved: dict[str, Any], start: Start, free: set[str]) -> dict[str, Any]:
@@ -571,17 +552,13 @@ def load_run(cfg: Config, world: World, start: Start, held: contextlib.ExitStack
     if cfg.steps or not server:
         lm, tokenizer = model.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
     run = Run(
+        **vars(start),
         cfg=cfg,
         world=world,
-        about=start.about,
-        problems=start.problems,
         verifier=verifier,
         lm=lm,
         tokenizer=tokenizer,
         stream=functools.partial(rollout.stream, lm, tokenizer),
-        bank=start.bank,
-        step=start.step,
-        skipped=start.skipped,
         server=server,
         embed=embed,
     )
@@ -631,8 +608,8 @@ def cut(out: pathlib.Path, step: int, evolved: int) -> None:
 
     evolved: the last step whose bank and replies stay; -1 where the run has no bank yet.
     """
-    last = {**dict.fromkeys(runlog.LOGS, step), "bank/replies": evolved}
-    logs = {out / f"{name}.jsonl": step for name, step in last.items()}
+    logs = {out / f"{name}.jsonl": step for name in runlog.LOGS}
+    logs[out / "bank/replies.jsonl"] = evolved
     ends = {path: files.end_of_step(path, step) for path, step in logs.items() if path.exists()}
     for path, end in ends.items():  # once all of them could be read
         if end < path.stat().st_size:

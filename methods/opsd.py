@@ -50,8 +50,11 @@ def with_answer(x: Problem, field: str) -> str:
     """The problem as a teacher sees it that knows the reference answer (S16).
 
     field: --teacher-field, whose text stands word for word in the place of the answer's sentence.
+    ValueError where it has none.
     """
-    shown = x.extra[field] if field else f"The reference answer is {x.answer}."
+    shown = x.extra.get(field) if field else f"The reference answer is {x.answer}."
+    if not isinstance(shown, str) or not shown.strip():
+        raise ValueError(f"--teacher-field {field}: must be a text, got {shown!r:.40} in {x.id}")
     return f"{x.problem}\n\n{shown}"
 
 

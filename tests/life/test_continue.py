@@ -204,14 +204,13 @@ def test_a_run_without_more_steps_has_the_weights_of_its_checkpoint(world_dir, k
         assert any("lora_B" in name and p.any() for name, p in weights.items())
 
 
-def test_a_run_is_replaced_if_nothing_is_lost(world_dir, tmp_path, uninterrupted, log, capsys):
-    """As after a first step without memory. Memories and a bank of its own are never lost."""
-    out, given = tmp_path / "run", {"bank": world_dir / "bank.json"}
-    kill(small_flags(world_dir, out, tau_g=2, **given), log, sgsd, "optimizer_step", 1)
+def test_memories_and_a_bank_of_its_own_are_used_again_and_other_settings_refused(
+    world_dir, tmp_path, uninterrupted, log, capsys
+):
+    """Also before the first step. Torn memories are named."""
+    out = tmp_path / "run"
     argv, other = small_flags(world_dir, out), small_flags(world_dir, out, cold_start=5)
     assert go(argv, log, before=killing(Run, "log_rows", 4)) == -signal.SIGKILL
-    (line,) = [x for x in log.read_text().splitlines() if "begins anew" in x]
-    assert "--bank" in line and stored(out)["continuations"] == []
     assert not (out / "bank/step_000000.json").exists() and rows(out / "bank/memories.jsonl")
     with open(out / "bank/memories.jsonl", "ab") as f:
         f.write(b"{broken\n")

@@ -10,6 +10,7 @@ from conftest import ROOT, one_line
 from lib import problems
 from lib.problems import Problem
 from lib.verify import extract_answer
+from methods import opsd
 
 
 def chat(problem, answer, index=0):
@@ -62,7 +63,7 @@ def test_a_problem_keeps_the_other_fields_of_its_row(tmp_path):
     row = {"id": "x", "problem": "p", "answer": "1", "level": 3, "prompt": "not DAPO's"}
     source = write(tmp_path / "a.jsonl", row, row | {"id": "y", "level": 4, "reward_model": "y"})
     ((x,), counts) = problems.load_problems(source)
-    assert x.extra == {"level": 3, "prompt": "not DAPO's"}
+    assert x.extra == {name: row[name] for name in ("problem", "answer", "level", "prompt")}
     assert counts["duplicates"] == 1 and counts["conflicting"] == 0
     bare = Problem("x", "p", "1")
     assert x == bare and hash(x) == hash(bare) and bare.extra == {}
@@ -73,15 +74,14 @@ def test_a_problem_keeps_the_other_fields_of_its_row(tmp_path):
 def test_what_teachers_see_is_a_text_of_each_row_word_for_word(tmp_path):
     row = {"problem": "p", "answer": " 6 is 2 * 3\n#### 6", "hint": " Halve it,\nthen add. "}
     source, load = write(tmp_path / "a.jsonl", row), problems.load_problems
-    ((x,), _) = load(source, teacher_field="hint", answer_after="####")
-    assert x.extra == {"hint": row["hint"]}
-    ((x,), _) = load(source, teacher_field="answer", answer_after="####")
-    assert (x.answer, x.extra["answer"]) == ("6", row["answer"])
+    ((x,), _) = load(source, answer_after="####")
+    assert opsd.with_answer(x, "hint") == f"p\n\n{row['hint']}"
+    assert (x.answer, opsd.with_answer(x, "answer")) == ("6", f"p\n\n{row['answer']}")
     one_line(lambda: load(source, answer_after="="), "--answer-after", "'='")
-    file, load = tmp_path / "b.jsonl", functools.partial(load, teacher_field="hint")
     for value in (" \n", 7, ["h"], None):
-        write(file, row, row | {"problem": "q", "hint": value})
-        one_line(lambda: load(str(file)), "b.jsonl:2: --teacher-field hint")
+        write(tmp_path / "b.jsonl", row | {"id": "q", "hint": value})
+        ((x,), _) = load(str(tmp_path / "b.jsonl"), answer_after="####")
+        one_line(lambda x=x: opsd.with_answer(x, "hint"), "--teacher-field hint", "in q")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
