@@ -336,7 +336,9 @@ def add_samples(
         for number in range(cfg.samples):
             key = rollout.sample_key(cfg.seed, 0, x.problem, number)
             digest = files.digest(settings, prompt, key, judged[-1])
-            job = Job(len(policy.samples), prompt, key=key, left=cfg.max_new_tokens, problem=x)
+            job = Job(
+                len(policy.samples), prompt, key=key, tokens_left=cfg.max_new_tokens, problem=x
+            )
             policy.missing.append(job)
             policy.samples.append({"set": name, "id": x.id, "sample": number, "digest": digest})
     digests = [sample["digest"] for sample in policy.samples if sample["set"] == name]

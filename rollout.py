@@ -193,7 +193,7 @@ class Job:
     index: int  # its place among its caller's jobs
     prompt: list[int]
     key: int  # a `sample_key`
-    left: int  # tokens that may still come; 0 when the job is done
+    tokens_left: int  # that may still come; 0 when the job is done
     problem: Any = None  # with .id, .problem and .answer, where the completion will be judged
     ids: list[int] = field(default_factory=list)
 
@@ -232,8 +232,8 @@ def stream(
                 cache = _gathered([cache, fresh], slice(None), width) if cache else fresh
             if steps := _turn(causal, running):
                 _decode(causal, running, cache, steps, sampling, stops)
-            yield [job for job in running if not job.left]
-            staying = [b for b, job in enumerate(running) if job.left]
+            yield [job for job in running if not job.tokens_left]
+            staying = [b for b, job in enumerate(running) if job.tokens_left]
             while not _fit([running[b] for b in staying], places, more):
                 waiting.appendleft(running[staying.pop()])
             if len(staying) < len(running):
@@ -274,7 +274,7 @@ def _turn(causal, jobs: list[Job]) -> int:
     """
     context = getattr(causal.config.get_text_config(), "max_position_embeddings", None) or 0
     most, left = TURN_TOKENS.get(causal.device.type, 64), context - _width(jobs)
-    return min(most, max(job.left for job in jobs), left if left > 0 else most)
+    return min(most, max(job.tokens_left for job in jobs), left if left > 0 else most)
 
 
 @torch.inference_mode()
@@ -310,9 +310,9 @@ def _decode(
         causal.generation_config = model_settings
     for job, new_ids in zip(jobs, out_BL[:, width:].tolist()):
         for token in new_ids:
-            if job.left:  # nothing is taken after a stop id
+            if job.tokens_left:  # nothing is taken after a stop id
                 job.ids.append(token)
-                job.left = 0 if token in stops else job.left - 1
+                job.tokens_left = 0 if token in stops else job.tokens_left - 1
 
 
 def cache_places(device: torch.device, token_bytes: int) -> float:
@@ -335,7 +335,7 @@ def cache_bytes(causal) -> tuple[int, int]:
     Measured by decoding a token. The model must be in eval mode.
     """
     cache: Any = _empty_cache(causal)
-    _decode(causal, [Job(0, [0], key=0, left=1)], cache, 1, Sampling(temperature=0.0), [0])
+    _decode(causal, [Job(0, [0], key=0, tokens_left=1)], cache, 1, Sampling(temperature=0.0), [0])
     token_bytes = row_bytes = 0
     for layer in cache.layers:
         token_bytes += sum(x[:, :, 0].nbytes for x in getattr(layer, "buffers", ()))
@@ -422,7 +422,7 @@ def generate(
     """One completion per prompt, in order, as sampled ids; see `stream`. rows 0 is all at once."""
     jobs = []
     for i, (prompt, key) in enumerate(zip(prompt_ids, keys, strict=True)):
-        jobs.append(Job(i, prompt, key=key, left=sampling.max_new_tokens))
+        jobs.append(Job(i, prompt, key=key, tokens_left=sampling.max_new_tokens))
     for _ in stream(model, tokenizer, jobs, sampling, rows or max(1, len(jobs))):
         pass  # it fills in the jobs
     return [job.ids for job in jobs]

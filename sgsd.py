@@ -350,7 +350,7 @@ def step_jobs(run: Run, step: int) -> list[Job]:
         x, epoch = batch[index]
         key = rollout.sample_key(cfg.seed, step, x.id, epoch)
         prompt = student_prompt(run, x.problem)
-        jobs.append(Job(index, prompt, key=key, left=cfg.max_new_tokens, problem=x))
+        jobs.append(Job(index, prompt, key=key, tokens_left=cfg.max_new_tokens, problem=x))
     return jobs
 
 
@@ -540,7 +540,7 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
         if x.id not in memories:
             key, limit = rollout.sample_key(cfg.seed, 0, x.id), cfg.cold_start_tokens
             prompt = prompt_ids(run, seed_prompt(cfg, x))
-            jobs.append(Job(len(jobs), prompt, key=key, left=limit, problem=x))
+            jobs.append(Job(len(jobs), prompt, key=key, tokens_left=limit, problem=x))
     sampling = Sampling(temperature=cfg.cold_start_temperature, top_p=0.95, top_k=0)
     for judged in shared_rollouts(run, jobs, sampling):
         fresh = []

@@ -406,7 +406,7 @@ class SGSDTrainer(Trainer):
         many prompts and one limit: a process with fewer jobs repeats a prompt, or a stop id. The
         limit is at most what the context leaves the longest prompt.
         """
-        sizes = [(len(job.prompt), job.left) for job in jobs]
+        sizes = [(len(job.prompt), job.tokens_left) for job in jobs]
         sizes_of_ranks = distributed.all_gather(sizes, self.run.world)
         most = max(map(len, sizes_of_ranks))
         rows = most if self.use_vllm else rows
@@ -418,7 +418,7 @@ class SGSDTrainer(Trainer):
             lengths, lefts = zip(*itertools.chain.from_iterable(turns))
             limit = int(min(max(lefts), model.context_limit(self.run.lm) - max(lengths)))
             for job, ids in zip(turn, self.decode(prompts, sampling, limit)):
-                job.ids = ids[: job.left]
+                job.ids = ids[: job.tokens_left]
             yield turn
 
     def decode(self, prompts: list[list[int]], sampling: Sampling, limit: int) -> list[list[int]]:
@@ -455,7 +455,7 @@ def rollouts_of(run: Run, texts: list[str], completions: list[list[int]]) -> lis
     problem_of, jobs = {x.problem: x for x in run.problems}, []
     for text, ids in zip(texts, completions):
         prompt = sgsd.student_prompt(run, text)
-        jobs.append(Job(0, prompt, key=0, left=0, problem=problem_of[text], ids=ids))
+        jobs.append(Job(0, prompt, key=0, tokens_left=0, problem=problem_of[text], ids=ids))
     (judged,) = rollout.rollouts(run.tokenizer, run.stops, run.verifier, [jobs])
     return [roll for _, roll in judged]
 

@@ -355,7 +355,9 @@ def shared_replies(
         room = context - len(ids[i])
         if room >= LEAST_REPLY:
             key = rollout.sample_key(run.cfg.seed, 0, prompt, repeats[i])
-            jobs[repeats[i] > 0].append(Job(i, ids[i], key=key, left=int(min(limits[i], room))))
+            jobs[repeats[i] > 0].append(
+                Job(i, ids[i], key=key, tokens_left=int(min(limits[i], room)))
+            )
     unasked = len(prompts) - sum(map(len, jobs.values()))
     if unasked and run.world.main:
         rule = f"they leave fewer than {LEAST_REPLY} tokens of the model's context of {context:g}"

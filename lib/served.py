@@ -98,7 +98,7 @@ class Server:
         # Its threads are daemons: a program that is interrupted does not wait for replies.
         with ThreadPool(max(1, min(rows, len(jobs)))) as pool:
             for job in pool.imap_unordered(complete, jobs):
-                if not job.left:
+                if not job.tokens_left:
                     yield [job]
         if errors:
             raise errors[0]
@@ -108,7 +108,7 @@ class Server:
         body = {
             "model": model,
             "prompt": job.prompt,
-            "max_tokens": job.left,
+            "max_tokens": job.tokens_left,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
@@ -126,12 +126,12 @@ class Server:
                 raise ValueError("no token_ids; take a server that returns them, such as vLLM")
             if usage.get("prompt_tokens", len(job.prompt)) != len(job.prompt):
                 raise ValueError(f"it read {usage['prompt_tokens']} tokens of {len(job.prompt)}")
-            is_whole = reason == "stop" or (reason == "length" and len(ids) == job.left)
-            if not is_whole or len(ids) > job.left or {*map(type, ids)} - {int}:
-                raise ValueError(f"{len(ids)} of {job.left} token_ids, ended by {reason}")
+            is_whole = reason == "stop" or (reason == "length" and len(ids) == job.tokens_left)
+            if not is_whole or len(ids) > job.tokens_left or {*map(type, ids)} - {int}:
+                raise ValueError(f"{len(ids)} of {job.tokens_left} token_ids, ended by {reason}")
             if reason == "stop" and not {*ids[-1:]} & {*self.stops}:
                 ids = [*ids, *self.stops[:1]]  # some servers leave it out
-            job.ids, job.left = ids, 0
+            job.ids, job.tokens_left = ids, 0
 
     @contextlib.contextmanager
     def _json(self, reply: requests.Response) -> Iterator[Any]:

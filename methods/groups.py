@@ -119,7 +119,9 @@ def step_jobs(
         prompt = student_prompt(run, x, pairs_K)
         for i in range(G):
             key = rollout.sample_key(cfg.seed, step, x.id, epoch * G + i)
-            jobs.append(Job(place * G + i, prompt, key=key, left=cfg.max_new_tokens, problem=x))
+            jobs.append(
+                Job(place * G + i, prompt, key=key, tokens_left=cfg.max_new_tokens, problem=x)
+            )
         pairs.append(pairs_K)
     return jobs, pairs
 

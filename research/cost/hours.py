@@ -156,6 +156,13 @@ def first_bank(c: Counts, card: Card, gpus: int, lengths: Lengths) -> Hours:
     return solving + replies(c, card, gpus, cfg.cold_start) + merging
 
 
+def small_bank(c: Counts, card: Card) -> Hours:
+    """32 short solutions, their extractions, and four layers of two merges of full length."""
+    T, reply_tokens = config.Config.max_new_tokens, config.Config.reply_tokens
+    layer = drawing(c, card, jobs_of(MERGE[0], reply_tokens, 2), 1)
+    return drawing(c, card, jobs_of(PLAIN, T, 32), 1) + replies(c, card, 1, 32) + 4 * layer
+
+
 def evolution(c: Counts, card: Card, gpus: int) -> Hours:
     cfg = config.Config()
     hours = replies(c, card, gpus, cfg.evolve_every * cfg.batch_size)
@@ -190,6 +197,7 @@ def on_one(c: Counts, card: Card) -> dict[str, float]:
     parts = {
         "first bank": first_bank(c, card, 1, full),
         "first bank, assumed lengths": first_bank(c, card, 1, log_normal),
+        "a bank of 32 short solutions": small_bank(c, card),
         "an evolution": evolution(c, card, 1),
         "20 steps of SGSD": 20 * sgsd,
         "200 steps of SGSD": 200 * sgsd,

@@ -93,7 +93,11 @@ CHANGES = {
         Change("(before_BM < sampling", "(before_BM <= sampling", "spec/rollout by_hand"),
         Change("u_B1, right=True)", "u_B1, right=False)", "spec/rollout by_hand"),
         Change("{seed}|{step}|{sample}|{name}", "{seed}|{step}|{name}", "spec/rollout draws_are"),
-        Change("0 if token in stops else job.left - 1", "job.left - 1", "spec/rollout either_stop"),
+        Change(
+            "0 if token in stops else job.tokens_left - 1",
+            "job.tokens_left - 1",
+            "spec/rollout either_stop",
+        ),
         Change("staying, width)", "staying, width + 1)", "spec/rollout qwen3"),
         Change("= thinking != ", "= thinking == ", "spec/prompts closed_bare"),
         Change("r=1 if verdict.right else -1", "r=1", "spec/rollout no_bool"),
@@ -182,7 +186,7 @@ CHANGES = {
         Change(
             "dtype=torch.float32, output", "dtype=torch.bfloat16, output", "on_trl/gradient shards"
         ),
-        Change("job.ids = ids[: job.left]", "job.ids = ids", "on_trl/vllm greedy"),
+        Change("job.ids = ids[: job.tokens_left]", "job.ids = ids", "on_trl/vllm greedy"),
         Change("job.prompt for job in turn] or", "[1] for job in turn] or", "on_trl/vllm greedy"),
     ],
 }

@@ -86,7 +86,7 @@ def test_a_cache_has_these_bytes_and_rows_that_wait_their_samples(kind, changes,
         prompts.append([(17 * i + 31 * place) % 260 for place in range(60 + 5 * i)])
 
     def decoded(at_once, places):
-        jobs = [rollout.Job(i, prompt, key=i, left=40) for i, prompt in enumerate(prompts)]
+        jobs = [rollout.Job(i, prompt, key=i, tokens_left=40) for i, prompt in enumerate(prompts)]
         with watched(lm) as passes:
             for _ in rollout.stream(lm, tokenizer, jobs, rollout.Sampling(), at_once, places):
                 pass

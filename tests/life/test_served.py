@@ -60,8 +60,8 @@ def test_prompts_travel_as_ids_with_every_field_of_sampling_and_ids_come_back(en
     todo = jobs()
     for turn in a_server(engine).stream(todo, Sampling(0.7, 0.9, 20), 16):
         (job,) = turn
-        assert (job.ids, job.left) == ([24 + job.index, 7, STOPS[0]], 0)
-    assert not any(job.left for job in todo)
+        assert (job.ids, job.tokens_left) == ([24 + job.index, 7, STOPS[0]], 0)
+    assert not any(job.tokens_left for job in todo)
     bodies = {body["prompt"][2]: body for body in engine.bodies()}
     assert len(bodies) == len(engine.calls) == 6
     fields = {"model": "base", "prompt": [7, 8, 12], "max_tokens": 30, "temperature": 0.7}

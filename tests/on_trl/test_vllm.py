@@ -21,7 +21,7 @@ GREEDY, SECOND = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95
 def jobs_of(lefts):
     """Prompts of different lengths with these limits."""
     prompts = [conftest.make_tokenizer().encode(x.problem) for x in PROBLEMS]
-    return [Job(i, prompts[i], key=i, left=left) for i, left in enumerate(lefts)]
+    return [Job(i, prompts[i], key=i, tokens_left=left) for i, left in enumerate(lefts)]
 
 
 def replies_of(stream, jobs, sampling, rows=2):

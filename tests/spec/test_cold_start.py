@@ -96,7 +96,7 @@ def test_a_reply_gets_what_the_context_leaves_and_a_prompt_left_little_is_not_as
         decode, asked = run.stream, []
 
         def stream(jobs, sampling, rows):
-            asked.extend((len(job.prompt) + job.left, job.left) for job in jobs)
+            asked.extend((len(job.prompt) + job.tokens_left, job.tokens_left) for job in jobs)
             return decode(jobs, sampling, rows)
 
         run.stream = stream

@@ -92,7 +92,7 @@ def decodes_in_little_memory(world, folder):
             yield [(job.index, job.ids) for job in turn]
 
     def made():
-        return [rollout.Job(i, [*range(40 + i)], key=i, left=40) for i in range(8)]
+        return [rollout.Job(i, [*range(40 + i)], key=i, tokens_left=40) for i in range(8)]
 
     shared = [result for turn in distributed.share_jobs(world, made(), work) for result in turn]
     turns = distributed.all_gather(len(turns_of_rank), world)

@@ -137,7 +137,7 @@ def decoded(model, jobs, rows, places=0):
     made = []
     for i, (length, limit) in enumerate(jobs):
         prompt = [(17 * i + 31 * place) % 260 for place in range(length)]
-        made.append(rollout.Job(i, prompt, key=i, left=limit))
+        made.append(rollout.Job(i, prompt, key=i, tokens_left=limit))
     turns = rollout.stream(model, NO_STOPS, made, SAMPLING, rows, places)
     return {job.index: job.ids for job in itertools.chain.from_iterable(turns)}
 
