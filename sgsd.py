@@ -37,7 +37,7 @@ The defaults that decide the method:
                 memory_answer is off: the writer never sees the reference answer (D3)
     cold start  cold_start 256 seed problems, solved with thinking (S21), a bare prompt:
                 cold_start_temperature 1.0, top-p 0.95, no top-k, cold_start_tokens 38912
-    prompts     max_prompt_tokens 20000: a longer prompt is refused
+    prompts     max_prompt_tokens 20000: a longer prompt ends the run, and none is cut (S35)
 
 Fixed choices, not settings, and the function that makes each. What the model reads and writes:
 
@@ -277,16 +277,16 @@ def token_credit(
 class RolloutLoss(NamedTuple):
     """A rollout's loss, and for the logs detached numbers by name."""
 
-    loss: Tensor  # a scalar; without a graph where no teacher speaks, so that its gradient is 0
-    numbers: dict[str, Tensor]  # for its row of rollouts.jsonl
+    loss: Tensor  # a scalar; it has no graph where all teachers are ignored: its gradient is 0
+    numbers: dict[str, Tensor]  # for the rollout's row of rollouts.jsonl
     token_numbers: dict[str, Tensor]  # [T] or [K, T], for its row of tokens.jsonl
 
 
 def reward(roll: Rollout) -> float:
     """Training reward of a rollout; by default the verifier's ±1.
 
-    SGSD takes -1 or +1. Evaluation, the bank's memories and its success gate use the verdict
-    itself, so another reward changes none of them.
+    SGSD's loss takes -1 or +1. Evaluation, the bank's memories and its success gate use the verdict
+    itself, so another reward does not change them.
     """
     return roll.r
 
@@ -338,10 +338,11 @@ def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> lis
 
 
 def step_jobs(run: Run, step: int) -> list[Job]:
-    """Line 2: this rank's share of the minibatch, as jobs to be solved.
+    """Line 2: this rank's share of the minibatch, as jobs: a prompt and the key of its draws.
 
-    Every rank draws the same global minibatch. A job's index is its place there, and its key the
-    seed of its sampling. The student never sees the pairs of line 4, so they are retrieved later.
+    Every rank draws the same global minibatch and takes each world.size-th problem. A job's index
+    is its problem's place in the minibatch. The student never sees the pairs of line 4, so we
+    retrieve them later.
     """
     cfg, world = run.cfg, run.world
     batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed)
@@ -357,10 +358,10 @@ def step_jobs(run: Run, step: int) -> list[Job]:
 def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
     """Line 7: a rollout y ~ p_S(. | x) of each job, in order, with its outcome r (Eq. 1).
 
-    Logits are divided by --temperature. The --top-k likeliest tokens stay, and after renormalising
-    the nucleus of --top-p. r is +1 if the answer in the last \\boxed{} is right, else -1; so a
-    rollout that the length limit cuts before its answer has -1. completion_ids end on a stop id, or
-    are cut.
+    We divide logits by --temperature, keep the --top-k likeliest tokens, renormalise, and keep the
+    nucleus of --top-p. r is +1 if the answer in the last \\boxed{} is right, else -1; so a rollout
+    that the length limit cuts before its answer gets -1. completion_ids end on a stop id, unless
+    the limit has cut them.
     """
     cfg = run.cfg
     sampling = Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
@@ -376,8 +377,8 @@ def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
 def masked_ids(run: Run) -> set[int]:
     """The ids that the token mask leaves out (S2).
 
-    The format's are special ids, <|...|>, think tags, and tokens of 1 to 8 newlines and nothing
-    else. The stops end a completion.
+    run.format_ids: special ids, <|...|>, think tags, and tokens of 1 to 8 newlines and nothing
+    else. run.stops: the ids that end a completion.
     """
     return run.format_ids | {*run.stops}
 
@@ -390,7 +391,7 @@ def pair_weights(run: Run, pairs_K: Sequence[SkillPair]) -> Tensor:
 
 
 def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> RolloutLoss:
-    """Lines 5-6 and 8-14: all K teachers score the student's tokens, which gives the loss."""
+    """Lines 5-6 and 8-14: the loss of a rollout, from all K teachers' scores of its tokens."""
     cfg, ids_T = run.cfg, roll.completion_ids
     mask_T = token_mask(torch.tensor(ids_T, device=run.device), masked_ids(run))
     alpha_K = pair_weights(run, pairs_K)  # line 5
@@ -402,12 +403,14 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T)  # Eq. 5
     loss, numbers = loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, reward(roll))  # lines 10-14
     if not numbers["rho"].any() and loss.isfinite():
-        loss = loss.detach()  # all are ignored. (A NaN keeps its graph, so the step is skipped.)
+        loss = loss.detach()  # all teachers are ignored. A NaN keeps its graph: the step is skipped
     return for_the_logs(loss, numbers)
 
 
 def train_step(run: Run, step: int) -> tuple[list[dict], float]:
-    """Lines 2-16: this rank's rows of rollouts.jsonl, and the gradient's norm. step: from 1.
+    """Lines 2-16: a step. Returns this rank's rows of rollouts.jsonl and the gradient's norm.
+
+    step: the step's number, from 1.
 
     Line 4. A frozen sentence encoder embeds the bare problem and, of each entry of the bank, its
     three fields with ". " between them: title, principle, when to apply; or description, why it
@@ -420,7 +423,7 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
         pairs_K = run.bank.retrieve(roll.problem, cfg.num_teachers, run.embed)  # line 4, Eq. 2
         result = rollout_loss(run, roll, pairs_K)  # lines 5-6 and 8-14
         if result.loss.requires_grad:  # else its gradient is 0
-            # Divided by the *global* batch, because ranks sum their gradients.
+            # We divide by the *global* batch, because ranks sum their gradients.
             (result.loss / cfg.batch_size).backward()
         rows.append(log_row(run, step, job.index, pairs_K, roll, result))
         run.clock.lap("bwd")
@@ -431,8 +434,8 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
 def optimizer_step(run: Run, step: int) -> float:
     """Line 16: sum gradients over ranks, clip, AdamW with linear decay (S7).
 
-    Returns the norm before clipping. A missing gradient counts as 0: AdamW steps even where no
-    teacher spoke. The sum spreads a NaN to all ranks, so all skip the same step.
+    Returns the norm before clipping. A missing gradient counts as 0, so AdamW steps even where all
+    teachers were ignored. The sum spreads a NaN to all ranks, so all of them skip the step.
     """
     cfg, params = run.cfg, list(model.trained(run.lm).values())
     distributed.sum_gradients(params, run.world)
@@ -449,7 +452,7 @@ def optimizer_step(run: Run, step: int) -> float:
 
 
 def for_the_logs(loss: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
-    """What `loss_of` returns, its numbers by the log that they go to."""
+    """The result of `loss_of`, with its numbers sorted by the log that they go to."""
     token_numbers = {name: numbers[name] for name in ("mask", "delta", "credit")}
     rest = {name: x for name, x in numbers.items() if name not in token_numbers}
     return RolloutLoss(loss, rest, token_numbers)
@@ -463,9 +466,9 @@ def log_row(
     roll: Rollout,
     result: RolloutLoss,
 ) -> dict:
-    """One rollout's row of rollouts.jsonl; in an audited step its `audit` is that of tokens.jsonl.
+    """One rollout's row of rollouts.jsonl. In an audited step "audit" has its row of tokens.jsonl.
 
-    index: its place among all rollouts of the step.
+    index: the rollout's place among all rollouts of the step.
     """
     r = reward(roll)
     row = runlog.rollout_row(step, index, pairs_K, roll, r, result, run.cfg.c_delta)
@@ -502,8 +505,8 @@ def log_row(
 def bank_writer(run: Run, step: int) -> skills.Complete:
     """The present policy as the writer of the bank's entries; each rank decodes a share of them.
 
-    It answers without thinking, greedily. After a reply that cannot be used the prompt comes once
-    more, and is sampled: temperature 1.1, top-p 0.95, top-k 20 (`skills.ask`).
+    It answers greedily and without thinking. If a reply cannot be used, we ask the prompt once more
+    and sample the reply: temperature 1.1, top-p 0.95, top-k 20 (`skills.ask`).
     """
     log = functools.partial(run.log_rows, "bank/replies")
     sample = functools.partial(shared_replies, run)
@@ -529,9 +532,9 @@ def seed_prompt(cfg: Config, x: Problem) -> Prompt:
 
 
 def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
-    """Memories of solutions of the seed problems, in their order (Algorithm 2, lines 2-7).
+    """Solve the seed problems; a memory of each, in their order (Algorithm 2, lines 2-7).
 
-    Memories are logged as they come, and a killed run uses them again.
+    Memories are logged as they come. A run that continues a killed cold start uses them again.
     """
     cfg = run.cfg
     memories = dict(run.memories)
@@ -553,7 +556,7 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
 
 
 def begin_bank(run: Run) -> None:
-    """The bank before the next step: the run's own, that of --bank, or Algorithm 2's (D9)."""
+    """Set the bank of the next step: the run's own, that of --bank, or Algorithm 2's (D9)."""
     started, seconds = time.monotonic(), 0.0
     if run.bank is None:
         run.bank = make_bank(run)
@@ -569,9 +572,9 @@ def begin_bank(run: Run) -> None:
 
 
 def evolve_bank(run: Run) -> None:
-    """Line 17: after every F-th step Algorithm 4, on all ranks' rollouts since the last one (D2).
+    """Line 17: after every F-th step run Algorithm 4 on its window, all ranks' rollouts (D2).
 
-    In any case the window is cleared.
+    The window is cleared afterwards, even where the bank stays as it is.
     """
     cfg, old, step = run.cfg, run.bank, run.step
     if not evolution_is_due(cfg, step, old):
@@ -590,9 +593,10 @@ def evolve_bank(run: Run) -> None:
 
 
 def shown(run: Run, x: Problem, to_teacher: str = "") -> list[Prompt]:
-    """The prompts for a problem, as `lib.run.Shown` says. Of a bank's pairs it has the longest.
+    """The prompts of a problem that are known before sampling; the start refuses too long ones.
 
-    to_teacher: the problem as teachers see it, if they see it otherwise.
+    Of the teachers' prompts it is the one with the longest skill and mistake of the bank.
+    to_teacher: the problem's text as teachers see it, where it differs from the student's.
     """
     cfg, prompts = run.cfg, [Prompt(skills.render_student(x.problem), run.cfg.student_prefix)]
     for pair in run.bank.longest_pairs[:1] if run.bank else []:
@@ -607,9 +611,9 @@ def shown(run: Run, x: Problem, to_teacher: str = "") -> list[Prompt]:
 
 
 def train(run: Run, step_fn: Any = train_step) -> int:
-    """Algorithm 1: all steps that are left; the exit code.
+    """Algorithm 1: make all steps that are left. Returns the exit code.
 
-    step_fn(run, step) -> (rows, norm): a step. Another method passes its own.
+    step_fn(run, step) -> (rows, norm): makes a step. Another method passes its own.
     """
     cfg = run.cfg
     if cfg.uses_skill_bank:  # SGSD does, GRPO does not
@@ -618,7 +622,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
     is_shown = run.world.main and sys.stderr.isatty()  # a log file has the steps' lines
     for step in tqdm(range(run.step + 1, cfg.steps + 1), "train", disable=not is_shown):
         run.clock = runlog.Stopwatch()
-        run.signals.in_step = True  # from here to the save a first signal waits
+        run.signals.in_step = True  # from here to the save a first Ctrl-C waits
         rows, norm = step_fn(run, step)  # lines 2-16
         rows = distributed.gathered(rows, run.world)
         run.step = step
@@ -645,9 +649,9 @@ def main(
 ) -> int:
     """The command of SGSD, or of another method; returns its exit code.
 
-    about: the method's docstring, for --help. kind: its settings. step_fn: as `train` takes it.
-    variants: defaults that change where a setting is given, such as --short. shown: as
-    `lib.run.Shown` says.
+    about: the method's docstring, for --help. kind: the class of its settings. step_fn: its step,
+    as `train` takes it. variants: by a setting's name, the defaults that change where it is given,
+    such as --short. shown: its prompts for a problem that are known before sampling.
     """
     cfg = command.parse(argv, about, kind, config.presets_of(kind), variants)
     with Run.open(cfg, skills.load_bank, shown) as run:

@@ -306,8 +306,9 @@ def rows_of_evaluations(run: pathlib.Path) -> list[list[str]]:
         rows.append([f"avg@{last.samples_per_problem(name)} on {name}{skilled}", *cells])
         if last is not first:
             gap = compare.difference(last, first, [name])
-            gain = f"{gap['diff']:+.1%} ({interval(gap, 'diff', '+')})"
-            rows.append(["gain", "", gain])
+            limits = [gap[end] for end in ("diff_low", "diff_high") if gap[end] is not None]
+            between = " to ".join(f"{100 * x:+.1f}" for x in limits) or "no interval"
+            rows.append(["gain", "", f"{100 * gap['diff']:+.1f} points ({between})"])
     return rows or [["evaluation", "none"]]
 
 
