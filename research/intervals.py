@@ -20,7 +20,7 @@ import eval as evaluation
 from research.markdown_table import head_of, row_of
 
 LEARNING = ROOT / "research/real_model/real_learning.json"
-PROMPTS = ROOT / "research/skills_in_prompt/with_skills.json"
+PROMPTS = ROOT / "research/real_model/with_skills.json"
 
 
 def scores_of(test: dict) -> np.ndarray:

@@ -69,8 +69,8 @@ METHODS: dict[str, str] = {  # `program_of` says whose each one is
 }
 FULL = "random retrieval, full bank"  # by hand: every family's true skill and mistake
 METHODS[FULL] = METHODS["random retrieval"]
-PAPER = tuple(METHODS)  # the rows of table.md, beside the bases
-NEW = ("sdpo", "rlsd", "rlsd, sgsd's teachers")  # in field.md, by --methods alone
+PAPER = tuple(METHODS)  # the rows of the large table, beside the bases
+NEW = ("sdpo", "rlsd", "rlsd, sgsd's teachers")  # SDPO and RLSD, by --methods alone
 METHODS |= {"sdpo": "", "rlsd": "", "rlsd, sgsd's teachers": "--evolve-every 0"}
 TRIED: tuple[str, ...] = ("sgsd", "grpo", "opsd", "opsd, no bound", "grpo+skill", "opsd+skill")
 TRIED += ("opsd+skill, no bound", *NEW)  # methods with a rate of their own

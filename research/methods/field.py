@@ -1,4 +1,4 @@
-"""SDPO and RLSD beside SGSD, GRPO and OPSD in the harder world: field.md's two tables.
+"""SDPO and RLSD beside SGSD, GRPO and OPSD in the harder world: two tables of README.md.
 
     python research/methods/field.py --show research/methods/field.json
 

@@ -16,6 +16,7 @@ from extras import compare, report
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "tiny").rglob("*.md")]
 PAGES.append(ROOT / "tests" / "spec" / "README.md")
+CLAIMS = ROOT / "tests" / "spec" / "claims.md"
 RESEARCH = sorted((ROOT / "research").rglob("*.md"))
 TEXT = "\n".join(path.read_text() for path in PAGES)
 CHANGING = (ROOT / "docs" / "changing.md").read_text()
@@ -25,24 +26,37 @@ PROGRAMS = {"venv", "pytest", "gym_data"}  # that are started with -m
 PROGRAMS |= {"extras.on_trl", "extras.grpo_on_trl"}  # their parsers need TRL
 
 
+def prose(page):
+    """A page without its blocks of code."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    return re.sub(r"^    .*$", "", text, flags=re.M)
+
+
 def anchors(page):
-    """The names of a page's headings, as a code host makes them."""
-    names = set()
-    for heading in re.findall(r"^#+ (.*)", page.read_text(), re.M):
+    """The names of a page's headings, as a code host makes them; a second one ends on -1."""
+    names = []
+    for heading in re.findall(r"^#+ (.*)", prose(page), re.M):
         text = re.sub(r"\]\([^)]*\)", "", heading).lower()
-        names.add(re.sub(r"[^\w\- ]", "", text).replace(" ", "-"))
-    return names
+        names.append(re.sub(r"[^\w\- ]", "", text).replace(" ", "-"))
+    again = [f"{name}-{names[:i].count(name)}" for i, name in enumerate(names)]
+    return {*names, *again}
 
 
-@pytest.mark.parametrize("page", [*PAGES, *RESEARCH], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, CLAIMS, *RESEARCH], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_a_link_leads_to_a_file_and_to_a_heading_in_it(page):
-    for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", page.read_text()):
+    """And a path in backticks, of research/ or tests/, to a file."""
+    text = prose(page)
+    for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", text):
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")
         place = page.parent / path if path else page
         assert place.exists(), target
         assert not anchor or anchor in anchors(place), target
+    for path in re.findall(r"`((?:research|tests)/[^`\s:]*)", text):
+        assert (ROOT / path).exists(), path
 
 
 def test_every_decision_in_the_code_has_its_row_and_back():
@@ -108,7 +122,7 @@ def test_a_command_of_the_pages_parses(command, tmp_path, monkeypatch):
 
 def test_each_test_that_a_claim_names_exists():
     """And each equation of the paper's text and each line of Algorithms 1-4 has its row."""
-    page = (ROOT / "research/house/claims.md").read_text()
+    page = CLAIMS.read_text()
     names = {}
     for path, name in re.findall(r"`(tests/\S+)::(test_\w+)`", page):
         names.setdefault(path, set()).add(name)
@@ -149,7 +163,9 @@ def test_what_must_be_checked_on_a_gpu_runs_in_small_without_one(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("question", ("bound", "cost", "house", "methods", "speed", "worlds"))
+@pytest.mark.parametrize(
+    "question", ("cost", "methods", "polarity", "robustness", "speed", "worlds")
+)
 def test_a_question_with_tests_of_its_own_passes_them(question):
     command = [sys.executable, "-m", "pytest", "-m", "", str(ROOT / "research" / question)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

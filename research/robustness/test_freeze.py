@@ -6,7 +6,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from research.house import freeze
+from research.robustness import freeze
 
 
 def write_rows(path, lines):

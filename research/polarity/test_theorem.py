@@ -1,6 +1,6 @@
 """What a support can be: the bound of README.md and its edges, enumerated and not sampled.
 
-    python -m pytest research/bound
+    python -m pytest research/polarity
 
 A world is a student and a teacher over a small vocabulary, each with a distribution of its own
 after every prefix. Every sequence is listed with its probability, so that a probability here is a

@@ -1,7 +1,7 @@
 """Is each number of a run the same at a commit and in the working tree?
 
-    python research/house/freeze.py COMMIT --cache FOLDER      all but the long runs
-    python research/house/freeze.py --list                     the runs
+    python research/robustness/freeze.py COMMIT --cache FOLDER      all but the long runs
+    python research/robustness/freeze.py --list                     the runs
 
 Each run is made twice, by this Python and on one thread: in a temporary git worktree of COMMIT, and
 in the working tree with its uncommitted changes. Then rollouts, tokens, metrics, banks, replies,

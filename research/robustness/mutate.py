@@ -1,8 +1,8 @@
 """Does a test fall when a line of the method is wrong?
 
-    python research/house/mutate.py                 all changes
-    python research/house/mutate.py --only eq13     those with this word in them
-    python research/house/mutate.py --list          print them, and run nothing
+    python research/robustness/mutate.py                 all changes
+    python research/robustness/mutate.py --only eq13     those with this word in them
+    python research/robustness/mutate.py --list          print them, and run nothing
 
 Each change below replaces a part of one line in a copy of the working tree; there the tests that
 are named with it are run, and one must fall. Before that all of these tests must pass in the copy.
