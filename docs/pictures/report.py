@@ -25,7 +25,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             shot = pathlib.Path(folder, "shot.png")
             flags = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={SIZE}"]
-            flags += [f"--blink-settings=preferredColorScheme={number}", f"--user-data-dir={folder}"]
+            flags += [
+                f"--blink-settings=preferredColorScheme={number}",
+                f"--user-data-dir={folder}",
+            ]
             flags += ["--virtual-time-budget=4000", f"--screenshot={shot}"]
             command = ["chromium", *flags, f"{PAGE.as_uri()}{VIEW}"]
             subprocess.run(command, check=True, capture_output=True)

@@ -10,15 +10,17 @@ import sys
 import driver
 import pytest
 from conftest import ROOT
-from driver import METHODS
+from driver import METHODS, rows
 
 from extras import compare, report
+from lib import runlog
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "tiny").rglob("*.md")]
 PAGES.append(ROOT / "tests" / "spec" / "README.md")
 CLAIMS = ROOT / "tests" / "spec" / "claims.md"
 RESEARCH = sorted((ROOT / "research").rglob("*.md"))
 TEXT = "\n".join(path.read_text() for path in PAGES)
+README = (ROOT / "README.md").read_text()
 CHANGING = (ROOT / "docs" / "changing.md").read_text()
 RECIPES = CHANGING + (ROOT / "docs" / "engines.md").read_text()
 OF_A_READER = set(re.findall(r"^# (\w+\.py)$", RECIPES, re.M))  # what a reader writes himself
@@ -170,3 +172,19 @@ def test_a_question_with_tests_of_its_own_passes_them(question):
     command = [sys.executable, "-m", "pytest", "-m", "", str(ROOT / "research" / question)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_readme_names_the_lines_at_which_a_section_of_sgsd_begins():
+    lines = (ROOT / "sgsd.py").read_text().splitlines()
+    ranges = re.findall(r"^\| (\d+) to (\d+) \|", README, re.M)
+    for first, last in ranges:
+        assert lines[int(first) - 1].startswith("# ---") and lines[int(last) - 1].strip()
+    assert len(ranges) == 4 and int(ranges[-1][1]) == len(lines)
+
+
+def test_readme_explains_each_part_of_a_steps_line(uninterrupted):
+    """Each word stands before a number in the line of a run."""
+    line = runlog.log_line(rows(uninterrupted / "metrics.jsonl")[0], 6)
+    table = README.partition("| part | meaning |")[2].partition("\n\n")[0]
+    words = re.findall(r"`(.+?)`", table)
+    assert words == re.findall(r"(?<= )([a-z]+\+?) [-+.]?\d", line)
