@@ -244,9 +244,11 @@ def refuse_bad_steps(run: Run) -> None:
     The count goes on when the run does, so no run ends well on such steps.
     """
     if run.skipped >= BAD_STEPS:
-        line = f"the gradient of the last {run.skipped} steps was not finite: no weight has moved"
-        fix = "run the same command for the steps that are left, or lower --learning-rate in "
-        raise command.UserError(f"{line}; {fix}{new_run(run.out)}")
+        raise command.UserError(
+            f"the gradient of the last {run.skipped} steps was not finite: no weight has moved; "
+            "run the same command for the steps that are left, or lower --learning-rate in "
+            f"{new_run(run.out)}"
+        )
 
 
 def new_run(out: pathlib.Path) -> str:
@@ -280,21 +282,21 @@ Shown = Callable[[Run, Problem], list[Prompt]]
 
 def prompt_ids(run: Run, prompt: Prompt) -> list[int]:
     """A prompt as ids. UserError, and what helps, if it is too long: none is cut (S35)."""
-    text, limit, entries = prompt.text, prompt.limit, prompt.entries
-    ids = rollout.chat_ids(run.tokenizer, text, thinking=prompt.thinking)
-    context, reply = model.context_limit(run.lm), getattr(run.cfg, limit)
+    ids = rollout.chat_ids(run.tokenizer, prompt.text, thinking=prompt.thinking)
+    context, reply = model.context_limit(run.lm), getattr(run.cfg, prompt.limit)
     if len(ids) <= min(run.cfg.max_prompt_tokens, context - reply):
         return ids
     fix = f"--max-prompt-tokens is {run.cfg.max_prompt_tokens}: raise it"
     if len(ids) > context - reply:
-        fix = f"{config.flag(limit)} {reply} exceeds what a context of {context:g} leaves: lower it"
+        flag = config.flag(prompt.limit)
+        fix = f"{flag} {reply} exceeds what a context of {context:g} leaves: lower it"
     # The longest problem in it: a solution that it shows may have the words of a shorter one.
-    named = sorted((len(x.problem), x.id) for x in run.problems if x.problem in text)
+    named = sorted((len(x.problem), x.id) for x in run.problems if x.problem in prompt.text)
     fix += ", or drop the problem " + "".join(id_ for _, id_ in named[-1:])
     fix += f" in {new_run(run.out)}" if run.signals.in_step else ""
-    if entries:
-        fix += f"; or remove {entries} from --bank, or the last checkpoint's bank.json"
-    raise command.UserError(f"the prompt {text[:80]!r}... has {len(ids)} tokens; {fix}")
+    if prompt.entries:
+        fix += f"; or remove {prompt.entries} from --bank, or the last checkpoint's bank.json"
+    raise command.UserError(f"the prompt {prompt.text[:80]!r}... has {len(ids)} tokens; {fix}")
 
 
 def refuse_long_prompts(run: Run, shown: Shown) -> None:
