@@ -1,7 +1,7 @@
 """Skill-Conditioned Gated Self-Distillation (SGSD), in plain PyTorch.
 
     loss(x) = sum_k alpha_k * rho_k * mean over unmasked t of
-              [ log 2 - log(1 + exp(-Delta_t^2 / (2 tau_g))) ]                      Eq. 16
+              [ log 2 - log(1 + exp(-Delta_kt^2 / (2 tau_g))) ]                     Eq. 16
 
 (alpha_k weighs teacher k, tau_g is the gate's width.)
 
@@ -16,7 +16,7 @@ from it (-1). If its opinion is too weak, it is ignored (0).
     torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train, or continue
     python eval.py runs/sgsd/checkpoints/step_000200                     avg@12
 
-This file is Algorithm 1 from top to bottom: the objective, a step, the bank's schedule, the loop.
+This file is Algorithm 1, inside out: the objective, a step, the bank's schedule, the loop.
 Retrieval and Algorithms 2 to 4 are in skills.py, the wording of prompts in prompts/, sampling in
 rollout.py, the scoring of given tokens in scoring.py, settings with their sources in lib/config.py,
 what a run keeps on disk in lib/run.py. Tags such as S3 and D7 are rows of docs/decisions.md.
@@ -25,17 +25,17 @@ The defaults that decide the method:
 
     optimizer   learning_rate 5e-6 in the first step, falling linearly to 0 after the last (S7)
                 steps 200, batch_size 32 problems with one solution each (S6), grad_clip 0.1
-                lora_rank 64, lora_alpha 128; every rank begins with the same adapters
+                lora_rank 64, lora_alpha 128
     teachers    num_teachers 8 (K), eps_a 0.05 and c_delta 3 nats, tau_g 1 nats^2
                 teacher_prefix bare: the prompt ends where the answer begins, without a think block
     student     student_prefix closed: an empty think block, so no thinking (S3)
                 temperature 1.1, top_p 0.95, top_k 20, max_new_tokens 1024
-    bank        retrieved: the K nearest of all skills and of all mistakes, static and evolved
+    bank        a problem gets the K nearest skills and the K nearest mistakes, static or evolved
                 evolve_every 25 (F), success_gate 0.8 (gamma); max_new_items 5 (N) each time, skills
                 and mistakes together (S12); dynamic_capacity 30 (C) in each list
                 merge_group_size 32 (H), merge_patience 3 (P), reply_tokens 4096 (D4)
-                memory_answer is off: the writer never sees the reference answer (D3)
-    cold start  cold_start 256 seed problems, solved with thinking (S21), a bare prompt:
+                memory_answer is off: its writer never sees the reference answer (D3)
+    cold start  cold_start 256 seed problems, solved with thinking (S21), so from a bare prompt:
                 cold_start_temperature 1.0, top-p 0.95, no top-k, cold_start_tokens 38912
     prompts     max_prompt_tokens 20000: a longer prompt ends the run, and none is cut (S35)
 
@@ -46,13 +46,14 @@ Fixed choices, not settings, and the function that makes each. What the model re
     prompts     one user turn without a system message, in the model's chat template:
                 rollout.chat_ids
     draws       temperature, then top-k, then top-p: rollout.select_tokens. A token's draw depends
-                on seed, step, problem, the problem's sample, and position alone: rollout.sample_key
+                on seed, step, problem, its epoch, and position alone: rollout.sample_key
     the end     any stop id, of the tokenizer or the model (Qwen3 has two): rollout.stop_ids
     verdict     the last box after the last </think>: lib.verify.extract_answer. Twelve spellings
                 that math-verify misreads are rewritten, then it compares with the reference (D5):
-                lib.verify.math_verdict. Without a box, or after 5 seconds, a solution is wrong
+                lib.verify.math_verdict. A solution without a box is wrong, and so is one whose
+                check takes longer than 5 seconds
 
-What the gradient depends on besides:
+What else the gradient depends on:
 
     order       a new permutation in each epoch, by the seed (0); a minibatch may span several
                 epochs: lib.problems.minibatch
@@ -61,12 +62,13 @@ What the gradient depends on besides:
     base        bf16 on a GPU, fp32 on a CPU (S22): lib.model.load_model
     adapters    LoRA in fp32 on all linear layers but the head, times alpha / rank, without dropout,
                 never merged; the sum with the base's output is rounded to the base's dtype. PEFT
-                draws A by the seed, and B is 0: lib.model.with_adapters
-    scores      log-probabilities at temperature 1, in nats, with head and softmax in fp32 (on a GPU
-                the head's product in TF32, which holds bf16 exactly): scoring.token_logprobs
+                draws A by the seed, the same on each rank, and B is 0: lib.model.with_adapters
+    scores      log-probabilities in nats, at temperature 1 whatever --temperature is; softmax and
+                the head's product in fp32, on a GPU the product in TF32, which holds bf16 numbers
+                exactly: scoring.token_logprobs
     optimizer   AdamW, betas 0.9 and 0.999, eps 1e-8, no weight decay: lib.run.add_adapters.
                 A gradient that is not finite moves no weight: optimizer_step. The third such step
-                in a row is saved, and ends the command with an error: lib.run.refuse_bad_steps
+                in a row is saved, then ends the command with an error: lib.run.refuse_bad_steps
     continuing  restores adapters, AdamW's moments, the bank and its window: lib.run.Run.open
 
 Package versions are those of requirements.txt.
@@ -340,7 +342,7 @@ def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> lis
 def step_jobs(run: Run, step: int) -> list[Job]:
     """Line 2: this rank's share of the minibatch, as jobs: a prompt and the key of its draws.
 
-    Every rank draws the same global minibatch and takes each world.size-th problem. A job's index
+    Every rank draws the same global minibatch and takes every world.size-th problem. A job's index
     is its problem's place in the minibatch. The student never sees the pairs of line 4, so we
     retrieve them later.
     """
@@ -399,11 +401,11 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     # Line 9. The teachers are the present policy with its adapters, without a gradient.
     logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, cfg.score_tokens)  # Eq. 4
     run.clock.lap("score")
-    # One pass of the student serves all K teachers: the gradient of K passes, for less (D7).
+    # One pass of the student serves all K teachers: the same gradient as K passes, cheaper (D7).
     logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T)  # Eq. 5
     loss, numbers = loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, reward(roll))  # lines 10-14
     if not numbers["rho"].any() and loss.isfinite():
-        loss = loss.detach()  # all teachers are ignored. A NaN keeps its graph: the step is skipped
+        loss = loss.detach()  # all teachers are ignored. A NaN keeps its graph, and line 16 skips
     return for_the_logs(loss, numbers)
 
 
@@ -466,7 +468,7 @@ def log_row(
     roll: Rollout,
     result: RolloutLoss,
 ) -> dict:
-    """One rollout's row of rollouts.jsonl. In an audited step "audit" has its row of tokens.jsonl.
+    """One rollout's row of rollouts.jsonl. In an audited step, "audit" is its row of tokens.jsonl.
 
     index: the rollout's place among all rollouts of the step.
     """
@@ -480,33 +482,34 @@ def log_row(
 
 # ------------------------------------------------ the bank (Algorithm 1, line 17; Algorithms 2-4)
 # Algorithm 2, the cold start (skills.cold_start):
-#   - The policy solves 256 seed problems, thinking. Each solution is a memory: the problem, verdict
-#     and boxed answer, and the text behind </think>, or all of it where that never came; of more
-#     than 2,000 characters the first and the last 1,000.
+#   - The policy solves 256 seed problems, thinking. Each solution becomes a memory: the problem,
+#     the verdict, the boxed answer, and the text after </think> (all, if there is none); a text of
+#     more than 2,000 characters keeps its first and its last 1,000.
 #   - The writer gets each right one with prompts/extract_skills.txt, each wrong one with
-#     extract_mistakes.txt. An item is a JSON object with the three fields of its list; a reply's
-#     first three count, also where it breaks off.
+#     extract_mistakes.txt. An item is a JSON object with the three fields of its list; the first
+#     three of a reply count, even if the reply is cut.
 #   - Algorithm 3 merges each list. These are the static entries, which never change.
 # Algorithm 3, merging (skills.merge):
 #   - The list is cut, in order, into groups of H. The writer gets each group of two or more with
-#     merge_*.txt. A reply takes its group's place if its JSON does not break off, and it has at
-#     least one item and no more than the group; else the group stays.
-#   - So layer by layer, until one was a single group, or P in a row made the list no shorter.
-# Algorithm 4, the evolution, every F steps, after the last step, too (skills.evolve):
-#   - W holds all rollouts since the last multiple of F. If a share of gamma or more is right, the
-#     bank stays. Else items are extracted from each, as in Algorithm 2.
-#   - An item with the text of a static entry, in any case, is dropped (D11). The rest is merged.
+#     merge_*.txt. A reply takes its group's place if its JSON is complete, and it has at least one
+#     item and no more than the group; else the group stays.
+#   - So layer by layer, until a layer was one group, or P layers in a row did not shorten the list.
+# Algorithm 4, the evolution, after every F-th step, the last among them (skills.evolve):
+#   - W holds all rollouts of the last F steps. If a share of gamma or more is right, the bank
+#     stays. Else items are extracted from each, as in Algorithm 2.
+#   - An item that repeats a static entry, but for upper and lower case, is dropped (D11). The rest
+#     is merged.
 #   - If a list has new items, they are merged once more, behind its dynamic entries: those that
 #     earlier evolutions added.
-#   - A list keeps its first C dynamic entries. While both lists together have grown by more than N,
-#     the one that grew more, at a tie the skills, loses its last (S12).
+#   - A list keeps its first C dynamic entries. Then, as long as the two lists together have grown
+#     by more than N, the one that grew more (at a tie, the skills) loses its last (S12).
 
 
 def bank_writer(run: Run, step: int) -> skills.Complete:
-    """The present policy as the writer of the bank's entries; each rank decodes a share of them.
+    """The present policy as the writer of the bank's entries; each rank decodes a share of replies.
 
-    It answers greedily and without thinking. If a reply cannot be used, we ask the prompt once more
-    and sample the reply: temperature 1.1, top-p 0.95, top-k 20 (`skills.ask`).
+    It answers greedily and without thinking. If a reply cannot be used, we ask once more, and
+    sample with temperature 1.1, top-p 0.95, top-k 20 (`skills.ask`).
     """
     log = functools.partial(run.log_rows, "bank/replies")
     sample = functools.partial(shared_replies, run)
@@ -556,16 +559,16 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
 
 
 def begin_bank(run: Run) -> None:
-    """Set the bank of the next step: the run's own, that of --bank, or Algorithm 2's (D9)."""
+    """Set the run's bank: the one it has, that of --bank, or Algorithm 2's (D9)."""
     started, seconds = time.monotonic(), 0.0
     if run.bank is None:
         run.bank = make_bank(run)
         seconds = time.monotonic() - started
-        run.save_bank()  # before the check, since it may have taken hours
+        run.save_bank()  # before the check, as making it may take hours
         if not (run.bank.general_skills and run.bank.common_mistakes):
             fix = "in a new --out try another --bank or a larger --cold-start"
             raise command.UserError(f"{skills.describe(run.bank)}: no pair, no teacher (S8); {fix}")
-    elif not run.step:  # --bank, in a new run
+    elif not run.step:  # of --bank, or made before the run was killed
         run.save_bank()
     if run.world.main:
         print(skills.describe(run.bank, seconds))
@@ -633,7 +636,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
             run.save()
         if should_stop(run):  # after a signal on any rank, or the third bad step in a row
             run.save()
-            return 130
+            return 130  # after bad steps, Run.open turns this into an error
         run.signals.in_step = False
         evolve_bank(run)  # line 17, where F divides the step
     return 0
