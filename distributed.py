@@ -1,7 +1,7 @@
 """One process group, one summed gradient, gathered objects, and work shared over the ranks.
 
 Every rank holds the whole model; there is no wrapper class. No rank may skip a collective. A rank
-that fails says why and ends. Then torchrun ends the others, or else their next collective does.
+that fails prints why and exits. Then torchrun ends the others, or their next collective ends them.
 """
 
 import atexit
@@ -34,19 +34,19 @@ class World:
 
 
 def init(device: str = "auto") -> World:
-    """Join the process group that torchrun describes in the environment, or be alone without it.
+    """Join the process group that torchrun describes in the environment, or without it run alone.
 
-    device: "auto" (CUDA where there is a GPU), "cpu" or "cuda". On CUDA tensors travel by NCCL, and
-    objects by gloo as on CPU. ValueError where the group cannot be joined, no GPU is left, or torch
-    does not find the GPU of a machine that has one.
+    device: "auto" (CUDA where there is a GPU), "cpu" or "cuda". On CUDA, tensors travel by NCCL and
+    objects by gloo; on CPU all travels by gloo. ValueError if the group cannot be joined, if there
+    are more processes than GPUs, or if torch does not find the GPU of a machine that has one.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_RANK", 0))
     here = torch.device("cpu")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read at the first use of the device
-        # The cache of `generate` moves to ever longer buffers; fixed blocks soon stop fitting.
+        # The cache of `generate` keeps moving to longer buffers, which soon fit no fixed block.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Adapters and encoder are fp32 (S22): TF32, which an image's environment may set, would round.
+    # Adapters and encoder are fp32 (S22). A container may turn on TF32, which would round them.
     torch.set_float32_matmul_precision("highest")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     has_driver = os.path.exists("/proc/driver/nvidia/version") and not hidden
@@ -76,7 +76,7 @@ def _join(rank: int, size: int, here: torch.device) -> None:
             rank=rank,
             world_size=size,
             device_id=here if here.type == "cuda" else None,
-            # Ranks may meet only after hours: one of them can draw all the long completions.
+            # Ranks may wait hours for each other: one of them can draw all the long completions.
             timeout=datetime.timedelta(hours=12),
         )
     except (RuntimeError, ValueError, OverflowError) as e:
@@ -90,10 +90,10 @@ def _join(rank: int, size: int, here: torch.device) -> None:
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Run a command and end the process with its exit code.
 
-    In a group it ends at once, as gloo's threads may abort in an orderly teardown.
+    In a process group we skip Python's teardown, because gloo's threads may abort during it.
     """
     code: Any = 1
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a log file, too, shows each line as it comes
+    if isinstance(sys.stdout, io.TextIOWrapper):  # so that a log file shows each line at once
         sys.stdout.reconfigure(line_buffering=True)
     try:
         code = main()
@@ -109,7 +109,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     if "RANK" in os.environ:
-        atexit._run_exitfuncs()  # trackers close their writers there
+        atexit._run_exitfuncs()  # in which trackers close their writers
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code or 0)
@@ -117,8 +117,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
-    """Give every rank rank 0's values, in place."""
-    barrier(world)  # as in `sum_gradients`
+    """Copy rank 0's values to every rank, in place."""
+    barrier(world)  # raises if a rank has failed, as in `sum_gradients`
     if world.size > 1:
         for p in params:
             dist.broadcast(p.data, src=0)
@@ -128,10 +128,10 @@ def sum_gradients(params: Iterable[torch.nn.Parameter], world: World) -> None:
     """Sum the gradients over ranks in one all-reduce of one flat fp32 vector, in place.
 
     Each rank's loss is already divided by the *global* batch size, so the sum is the gradient of
-    the global mean. A missing gradient counts as zero: a rank without any still joins.
+    the global mean. A missing gradient counts as zero: a rank without any still takes part.
     """
     params = list(params)
-    barrier(world)  # where a rank has failed, this raises; an all-reduce on GPUs would wait
+    barrier(world)  # raises if a rank has failed, where an all-reduce on GPUs would wait
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     flat = torch.cat([g.flatten().float() for g in gradients])
     if world.size > 1:
@@ -157,18 +157,18 @@ def broadcast(obj: Any, world: World) -> Any:
 
 
 def _ending_with_the_others(world: World, collective: Callable, *args: Any, **given: Any) -> None:
-    """Call a collective of gloo; end this process where another one has ended, and said why."""
+    """Call a gloo collective. If another process has ended (it printed why), end this one, too."""
     try:
         collective(*args, **given)
-    except RuntimeError as e:  # gloo's, as a connection was closed
-        if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun tells which one ended
+    except RuntimeError as e:  # from gloo, if a connection was closed
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun says which one ended
             line = f"rank {world.rank}: another process has ended, so this one ends ({e})"
             print(" ".join(line.split()), file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 
 def refuse_other_commands(commands: Sequence[dict[str, Any]]) -> None:
-    """ValueError unless all processes have the same settings. commands: of each rank, by flag."""
+    """ValueError unless all ranks have the same settings. commands: each rank's, by flag."""
     for rank, theirs in enumerate(commands):
         for name, value in commands[0].items():
             if theirs[name] != value:
@@ -177,7 +177,7 @@ def refuse_other_commands(commands: Sequence[dict[str, Any]]) -> None:
 
 
 def gathered(rows: list[dict], world: World) -> list[dict]:
-    """The rows of all ranks, in the order of their "index", on every rank."""
+    """All ranks' rows of a log, on every rank, in the order of their "index"."""
     return sorted(
         itertools.chain.from_iterable(all_gather(rows, world)), key=lambda row: row["index"]
     )
@@ -194,16 +194,16 @@ def share_jobs(
     work: Callable[[list], Iterator[list]],
     stage: str = "",
 ) -> Iterator[list]:
-    """Work on jobs on all ranks, each its share: what all of them have finished, turn by turn.
+    """Divide jobs among the ranks, and yield, turn by turn, what all of them have finished.
 
-    jobs: objects with a .prompt; the ranks take them in turn, ordered by its length. work: from a
-    rank's jobs to turns, lists of one picklable result for each job that is done. Every rank gets
-    every result, and must ask for all turns: each is a collective. stage: the name of rank 0's
-    progress bar; "" for none.
+    jobs: objects with a .prompt; sorted by its length, they are dealt out one by one. work: takes a
+    rank's jobs and yields turns: lists with one picklable result for each finished job. Every rank
+    gets every result, and must consume all turns, because each is a collective. stage: label of
+    rank 0's progress bar; "" for none.
     """
     mine = sorted(jobs, key=lambda job: len(job.prompt))[world.rank :: world.size]
     turns, left = work(mine), len(jobs)
-    seconds = 0.1 if sys.stderr.isatty() else 60  # from one print to the next: few in a log file
+    seconds = 0.1 if sys.stderr.isatty() else 60  # between prints of the bar: few in a log
     hidden = not (stage and jobs and world.main)
     with tqdm(desc=stage, total=left, disable=hidden, mininterval=seconds, leave=False) as bar:
         while left:

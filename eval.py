@@ -5,17 +5,17 @@
     python eval.py Qwen/Qwen3-1.7B --data gsm8k my.jsonl --skills bank.json
     python eval.py Qwen/Qwen3-1.7B runs/sgsd --server http://localhost:8000/v1 --rows 256
 
-The second evaluates a base model and all checkpoints of a run, the third the baseline Base+Skill,
-with the bank's nearest entries in each prompt. The last samples on an inference server, such as
-vLLM's (docs/engines.md), which loads and unloads the checkpoints. Each model has a folder and gets
-a line per set; the last line is the command that compares them (extras/compare.py).
+The second command evaluates a base model and all checkpoints of a run, the third the baseline
+Base+Skill, with the bank's nearest entries in each prompt. The last samples on an inference server,
+such as vLLM's (docs/engines.md), which loads and unloads the checkpoints. We print a line for each
+model and set, and at the end the command that compares them (extras/compare.py).
 
-The folder of a checkpoint is RUN/eval/step_000200, that of any other model eval/NAME in the first
-run among the PATHs, or else here; with --skills its name ends with --skills. It holds samples.jsonl
-and results.json ({set: figures}). Each sample has a digest of all that it depends on: settings,
-weights, prompt, draws, reference answer. We draw the samples that are missing, and use no sample of
-other settings. So the same command continues a killed one, and an earlier command has its figures
-again at once. A call replaces the figures of its sets.
+The folder of a checkpoint is RUN/eval/step_000200. That of any other model is eval/NAME, in the
+first run among the PATHs or else in the working directory; with --skills the name ends with
+--skills. A folder holds samples.jsonl and results.json ({set: figures}). Each sample has a digest
+of all that it depends on: settings, weights, prompt, draws, reference answer. We draw the samples
+that are missing, and use none of other settings. So the same command continues a killed one, and an
+earlier command, given again, prints its figures at once. A call replaces the figures of its sets.
 
 Dimension key: P problems, K samples per problem.
 """
@@ -53,9 +53,9 @@ def avg_at_k(correct_PK: np.ndarray) -> float:
 
 
 def pass_at_k(correct_PK: np.ndarray, k: int) -> float:
-    """Unbiased chance that one of k is right: mean of 1 - C(n-c, k) / C(n, k), c of n = K right.
+    """Unbiased chance that one of k samples is right: mean of 1 - C(n-c, k) / C(n, k).
 
-    ValueError on k outside 1..K.
+    A problem has n = K samples, of which c are right. ValueError on k outside 1..K.
     """
     correct_PK = _checked(correct_PK)
     n = correct_PK.shape[1]
@@ -82,7 +82,7 @@ def maj_at_k(
 
 
 def majority(preds: Sequence[str | None], same: Callable[[str, str], bool]) -> str | None:
-    """The most frequent answer, the first of several; None casts no vote, and wins without any.
+    """The most frequent answer, at a tie the first one. None casts no vote; without votes it wins.
 
     Answers that `same` calls equal count together.
     """
@@ -98,9 +98,9 @@ def majority(preds: Sequence[str | None], same: Callable[[str, str], bool]) -> s
 def bootstrap_interval(sets_P: Sequence[np.ndarray]) -> tuple[float | None, float | None]:
     """95% interval of a mean over problems, by percentile bootstrap.
 
-    sets_P: per set its problems' scores, or the paired differences of two policies. Of several sets
-    it is the interval of the mean of their means. (None, None) for a set of fewer than ten
-    problems, or if all scores are equal: of 40 problems that all score 0 it would be 0 to 0.
+    sets_P: per set its problems' scores, or the paired differences of two policies. For several
+    sets it is the interval of the mean of their means. (None, None) for a set of fewer than ten
+    problems, or if all scores are equal: for 40 problems that all score 0 it would be 0 to 0.
     """
     enough = all(len(scores_P) >= 10 for scores_P in sets_P)
     if not enough or all(np.ptp(scores_P) < 1e-9 for scores_P in sets_P):  # equal up to rounding
@@ -126,22 +126,22 @@ def _checked(correct_PK: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a policy on one set."""
+    """The samples that we need from a policy on one set."""
 
-    about: dict[str, Any]  # in its row of results.json: the problems, the samples, the settings
-    digests: list[str]  # of its samples, in order
+    about: dict[str, Any]  # for its row of results.json: the problems, the samples, the settings
+    digests: list[str]  # of the samples, in order
 
 
 @dataclass
 class Policy:
-    """A model to evaluate; `add_samples` adds what is asked of it."""
+    """A model to evaluate; `add_samples` adds the samples that we need from it."""
 
-    path: str  # a directory or hub id
-    base: str  # the model under an adapter; a plain model is its own
-    folder: pathlib.Path  # of samples.jsonl and results.json; as it is printed
+    path: str  # a folder or hub id
+    base: str  # the model under an adapter; a plain model is its own base
+    folder: pathlib.Path  # holds samples.jsonl and results.json; the path as we print it
     sets: dict[str, Asked] = field(default_factory=dict)  # by the set's name
     samples: list[dict] = field(default_factory=list)  # the first fields of each sample's row
-    missing: list[Job] = field(default_factory=list)  # their indices are places in `samples`
+    missing: list[Job] = field(default_factory=list)  # a job's index is its place in `samples`
 
 
 def checkpoints_of(path: str) -> list[pathlib.Path]:
@@ -161,16 +161,16 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
 
 
 def run_of(place: pathlib.Path) -> pathlib.Path | None:
-    """The run that a checkpoint belongs to; None for all else."""
+    """The folder of a checkpoint's run; None for any other path."""
     is_checkpoint = place.parent.name == "checkpoints" and place.name.startswith("step_")
     return place.parent.parent if is_checkpoint else None
 
 
 def base_of(place: pathlib.Path, base: str) -> str:
-    """The model under an adapter, or `base` in its place. A plain model is its own.
+    """The model under an adapter, or `base` in its place. A plain model is its own base.
 
-    ValueError for a damaged checkpoint, and for a path that is not there, such as that of another
-    machine.
+    ValueError for a damaged checkpoint, and if the base is a path that is not there, such as one of
+    another machine.
     """
     digests = files.digests_of(place)  # the trainer's files may be gone
     needed = [name for name in digests if files.is_of_a_model(pathlib.Path(name))]
@@ -210,7 +210,7 @@ def find_policies(cfg: EvalConfig) -> list[Policy]:
 
 Sets = dict[str, list[Problem]]  # by the set's name
 
-# Settings that no sample depends on, or by its prompt and its problem alone.
+# Settings on which a sample does not depend, or only through its prompt and its problem.
 BESIDE_SAMPLES = """
     paths model out data split limit samples rows server problem_field answer_field answer_after
     num_skills encoder
@@ -224,10 +224,10 @@ def prepare(
     world: World,
     held: contextlib.ExitStack,
 ) -> Sets:
-    """Read all that the user gave but the weights' numbers, and find each policy's samples.
+    """Read all input but the weights' numbers, and find out which samples each policy lacks.
 
-    weights: digests of the models' files, by path. held: takes the locks of the folders.
-    ValueError for a mistake.
+    weights: digests of the models' files, by path. held: the exit stack that unlocks the folders at
+    the end. ValueError for bad input.
     """
     bases = sorted({served.whole_name(policy.base) for policy in policies})
     if cfg.server and len(bases) > 1:
@@ -298,7 +298,7 @@ def make_prompts(cfg: EvalConfig, sets: Sets, world: World) -> dict[str, str]:
 
 
 def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
-    """What samples depend on besides weights, prompt and problem. Files count by what they hold."""
+    """What samples depend on besides weights, prompt and problem. Of files we take digests."""
     settings = {name: value for name, value in asdict(cfg).items() if name not in BESIDE_SAMPLES}
     if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
@@ -322,9 +322,9 @@ def add_samples(
     tokenizer: Any,
     cfg: EvalConfig,
 ) -> None:
-    """Ask a policy for k samples of each problem of a set.
+    """Add k samples of each problem of a set to those that we need from a policy.
 
-    A sample's digest is of all that it depends on: two samples of one digest are the same.
+    A sample's digest covers all that it depends on: samples with the same digest are the same.
     """
     thinking = "bare" if cfg.thinking else "closed"  # S3
     judged = []
@@ -347,7 +347,7 @@ def add_samples(
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """In what two rows of results.json differ, besides their figures."""
+    """Names of settings in which two rows of results.json differ; or "problems" and "samples"."""
     mine, theirs = (
         row["settings"] | {"problems": row["digest"], "samples": row["samples"]}
         for row in (one, other)
@@ -364,7 +364,7 @@ def sample(policy: Policy, verifier: verify.Judge, cfg: EvalConfig, world: World
         with command.one_line_errors(cfg.program, *command.GIVEN):
             lm, tokenizer, stream, engine = load_policy(policy, cfg, world, loaded)
             stops = rollout.stop_ids(lm, tokenizer)
-        distributed.barrier(world)  # all have loaded it
+        distributed.barrier(world)  # until all ranks have loaded it
         sampling = rollout.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
 
         def work(jobs_of_rank: list[Job]) -> Iterator[list[tuple[Job, Rollout]]]:
@@ -392,9 +392,9 @@ def sample(policy: Policy, verifier: verify.Judge, cfg: EvalConfig, world: World
 def load_policy(
     policy: Policy, cfg: EvalConfig, world: World, loaded: contextlib.ExitStack
 ) -> tuple[Any, Any, Callable[..., Any], str]:
-    """The model, its tokenizer, what decodes, as `rollout.stream`, and that one's name.
+    """The model, its tokenizer, a decoding function like `rollout.stream`, and the engine's name.
 
-    With a server the model is an outline. loaded: unloads the server's adapter in the end.
+    With a server the model is an outline. loaded: the exit stack that unloads its adapter.
     """
     is_adapter = policy.path != policy.base
     if cfg.server:
@@ -416,10 +416,10 @@ def load_policy(
 def figures(
     ids: Sequence[str], rows: list[dict], k: int, same: Callable[[str, str], bool]
 ) -> dict[str, Any]:
-    """The figures of one set. ids: of its problems. rows: its samples in order, k of each problem.
+    """The figures of one set. ids: of its problems. rows: of samples.jsonl, in order, k a problem.
 
     "right" has each problem's count of right samples: extras/compare.py pairs policies by it. same:
-    whether two answers to one problem are the same one, such as `Judge.same`.
+    whether two answers to a problem are the same, such as `Judge.same`.
     """
     correct_PK = np.array([row["r"] > 0 for row in rows]).reshape(-1, k)
     low, high = bootstrap_interval([correct_PK.mean(1)])
@@ -429,7 +429,7 @@ def figures(
     answers_PK = [answers[i : i + k] for i in range(0, len(rows), k)]
 
     def alike(one: Any, other: Any) -> bool:
-        """Whether two answers have one verdict, which knew the problem, and are the same."""
+        """Whether two answers are the same and have the same verdict, which knew the problem."""
         return one[1] == other[1] and (one[0] is None or same(one[0], other[0]))
 
     return {
@@ -446,10 +446,10 @@ def figures(
 
 
 def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
-    """The interval of a figure in percent, "none" for a few problems or equal scores.
+    """The interval of a figure in percent, or "none" for too few problems or equal scores.
 
-    Where all samples are wrong, or all right, it is the rule of three: the true rate is at most 3/n
-    with n problems, or at least 1 - 3/n.
+    If all samples are wrong, or all right, we use the rule of three: with n problems, the true rate
+    is at most 3/n, or at least 1 - 3/n.
     """
     low, high = row[f"{name}_low"], row[f"{name}_high"]
     if name == "avg" and row[name] in (0, 1):
@@ -459,7 +459,7 @@ def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
 
 
 def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> str:
-    """What is printed of a policy on one set. row: its figures."""
+    """The line that we print for a policy on one set. row: its figures."""
     k = cfg.samples
     line = (
         f"{policy.folder}, {name}: avg@{k} {row['avg']:.1%} (95%: {interval(row, 'avg')}), "
@@ -516,7 +516,7 @@ def write_results(policy: Policy, sets: Sets, verifier: verify.Judge, cfg: EvalC
 
 
 def print_notes(policies: list[Policy], sets: Sets, late: int) -> None:
-    """Say how many of the problems a run was trained on, and how many answers took too long."""
+    """Print how many of the problems a run was trained on, and how many answers took too long."""
     data = itertools.chain.from_iterable(sets.values())
     asked = {problems.fingerprint(x.problem) for x in data}
     runs = [run_of(pathlib.Path(policy.path)) for policy in policies]
@@ -530,7 +530,7 @@ def print_notes(policies: list[Policy], sets: Sets, late: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    command.Signals()  # each ends at once
+    command.Signals()  # a signal ends the command at once
     cfg = command.parse(argv, __doc__, EvalConfig)
     with command.one_line_errors(cfg.program, *command.GIVEN):
         # With a server this process computes nothing: CPU and gloo.

@@ -1,11 +1,11 @@
 """A rollout: problem -> prompt ids -> sampled ids -> text -> answer -> outcome r in {-1, +1}.
 
-Two promises. The ids that we sample are the ids that we score: text never becomes ids again.
-And the draw for a token is a pure function of (seed, step, problem, sample index, position): the
-batch, the rank and the order of work change it only through the rounding of the logits.
+Two guarantees. The ids that we sample are the ids that we score: we never tokenize decoded text.
+And the draw of a token depends on (seed, step, problem, sample index, position) alone: the batch,
+the rank and the order of work change it only through the rounding of the logits.
 
-Dimension key: B rows, L places of a padded batch, V vocabulary, C columns with probability > 0,
-M of them that are most likely; in a cache H heads of D numbers.
+Dimension key: B rows of a batch, L places of a padded row, V vocabulary, C tokens with probability
+> 0, M the most likely of these; in a cache H heads of D numbers.
 """
 
 import collections
@@ -25,18 +25,18 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 from transformers.cache_utils import DynamicLayer
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer
 
-# Since torch 2.11, Hopper GPUs take cuDNN's attention first. It plans anew for every length, so at
-# each decoded token.
+# Since torch 2.11, Hopper GPUs prefer cuDNN's attention. It makes a new plan for every length, so
+# for each decoded token.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 THINK = ("<think>", "</think>")
-TURN_TOKENS = {"cpu": 16}  # of one call of `generate`, 64 on a GPU; then finished rows leave
-FREE_PLACES = 64  # behind a layer's keys and values, for tokens to come: a turn or more
-READ_TOKENS = 16384  # of rows read together, padding included: their mask has rows x longest^2
-# Of a GPU's memory, for what lies there and the cache. By arithmetic the rest is enough for a pass
-# that reads 38,912 tokens (8B: 6 GB), the logits of 64 rows, and a layer's second copy.
+TURN_TOKENS = {"cpu": 16}  # tokens per call of `generate`, 64 on a GPU; then finished rows leave
+FREE_PLACES = 64  # free places behind a layer's keys and values, for a turn's tokens or more
+READ_TOKENS = 16384  # limit of one prefill, with padding: its mask has rows x longest^2 numbers
+# Share of a GPU's memory for the cache and all that is allocated before it. By our arithmetic the
+# rest holds a prefill of 38,912 tokens (8B: 6 GB), the logits of 64 rows, a layer's second copy.
 MEMORY_SHARE = 0.8
-STATES = ("conv_states", "recurrent_states")  # of a cache's layer, by number; they do not grow
+STATES = ("conv_states", "recurrent_states")  # a cache layer's dicts of states, whose size is fixed
 
 
 def causal_lm(model):
@@ -48,13 +48,13 @@ def causal_lm(model):
 
 
 def chat_ids(tokenizer, text: str, *, thinking: str) -> list[int]:
-    """Ids of one user turn and the generation prompt, by the model's own chat template (S3).
+    """Ids of one user turn and the generation prompt, in the model's own chat template (S3).
 
     thinking: "closed" ends on an empty think block, so the model answers at once; "bare" ends on
-    the assistant's header, where a thinking model opens a block by itself; "open" begins one. A
-    template without `enable_thinking` makes closed and bare the same prompt.
+    the assistant's header, where a thinking model opens a block by itself; "open" ends inside an
+    open block. A template without `enable_thinking` makes closed and bare the same prompt.
     Control tokens in `text` are broken up: text that a model wrote cannot open or close a turn.
-    ValueError for another word.
+    ValueError for any other value of `thinking`.
     """
     if thinking not in ("closed", "bare", "open"):
         raise ValueError(f"chat_ids: thinking must be closed, bare or open, got {thinking!r}")
@@ -71,7 +71,7 @@ def chat_ids(tokenizer, text: str, *, thinking: str) -> list[int]:
 def _neutral(tokenizer, text: str) -> str:
     """The text with a blank inside each control token: "<|im_end|>" becomes "< |im_end|>".
 
-    Halves of surrogate pairs, which no tokenizer takes, become "?".
+    Halves of surrogate pairs, which no tokenizer accepts, become "?".
     """
     text = text.encode("utf-8", "replace").decode()
     tokens = {*map(str, tokenizer.get_added_vocab()), *tokenizer.all_special_tokens}
@@ -83,7 +83,7 @@ def _neutral(tokenizer, text: str) -> str:
 
 
 def text_of(tokenizer, ids: list[int]) -> str:
-    """The text of ids without special tokens. Think tags stay: the answer comes after them."""
+    """Decode ids, without special tokens. Think tags stay, because the answer comes after them."""
     hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     hidden |= {*tokenizer.all_special_ids}
     hidden -= {tokenizer.added_tokens_encoder.get(tag) for tag in THINK}
@@ -93,7 +93,7 @@ def text_of(tokenizer, ids: list[int]) -> str:
 def stop_ids(model, tokenizer) -> list[int]:
     """Every id that ends a completion: the tokenizer's and all of the model's (Qwen3 has two).
 
-    model: an outline without weights is enough. Raises ValueError if there is none.
+    model: an outline without weights is enough. Raises ValueError if no id ends a completion.
     """
     causal = causal_lm(model)
     config = causal.config
@@ -121,7 +121,7 @@ class Sampling:
 
 
 def sample_key(seed: int, step: int, name: str, sample: int = 0) -> int:
-    """64 bits that name one rollout; together with a position they name one draw.
+    """The 64-bit key of one completion; the key and a position determine one draw.
 
     name: what is completed, such as a problem's id or a prompt.
     """
@@ -130,7 +130,7 @@ def sample_key(seed: int, step: int, name: str, sample: int = 0) -> int:
 
 
 def uniforms(keys_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
-    """One float64 in [0, 1) per uint64 key: splitmix64 of key and position, its upper 52 bits."""
+    """One float64 in [0, 1) per uint64 key: the upper 52 bits of splitmix64 of key and position."""
     with np.errstate(over="ignore"):
         z = keys_B + np.uint64(0x9E3779B97F4A7C15) * (np.asarray(position_B) + 1).astype(np.uint64)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -142,23 +142,23 @@ def select_tokens(logits_BV: Tensor, u_B: Tensor, sampling: Sampling) -> Tensor:
     """The token at quantile u of each row's temperature, top-k and top-p distribution: ids [B].
 
     logits_BV: of any float dtype. u_B: float64 in [0, 1).
-    By inverse CDF in vocabulary order. Both filters are thresholds: they keep or drop equal logits
-    together, and the order of a sort never matters.
+    We invert the CDF in vocabulary order. Both filters are thresholds: they keep or drop equal
+    logits together, so the result never depends on the order of a sort.
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
-    # A broken model is noticed by its non-finite loss; here its row only needs some token.
+    # A broken model shows later, by its non-finite loss; here its row only needs some token.
     x_BV = logits_BV.float().nan_to_num(0.0, 1e4, -1e4) / sampling.temperature
     if 0 < sampling.top_k < x_BV.shape[-1]:
         least_B1 = x_BV.topk(sampling.top_k).values[:, -1:]
         x_BV = x_BV.masked_fill(x_BV < least_B1, -torch.inf)
     p_BV = x_BV.softmax(-1)
-    columns_C = (p_BV > 0).any(0).nonzero()[:, 0]  # few after top-k; zeros change no sum below
+    columns_C = (p_BV > 0).any(0).nonzero()[:, 0]  # few after top-k; no sum below needs zeros
     p_BC = p_BV[:, columns_C]
     if sampling.top_p < 1:
         top_BM = p_BC.topk(min(1024, len(columns_C))).values.double()
         if (top_BM.sum(-1) < sampling.top_p).any():  # a nucleus of over 1,024 tokens
-            top_BM = p_BC.sort(descending=True).values.double()  # of all it takes 3 times as long
+            top_BM = p_BC.sort(descending=True).values.double()  # sorting all takes 3 times as long
         before_BM = top_BM.cumsum(-1) - top_BM
         count_B1 = (before_BM < sampling.top_p).sum(-1, keepdim=True)
         p_BC = p_BC.masked_fill(p_BC < top_BM.gather(-1, count_B1 - 1).float(), 0)
@@ -168,9 +168,9 @@ def select_tokens(logits_BV: Tensor, u_B: Tensor, sampling: Sampling) -> Tensor:
 
 
 class KeyedDraw(LogitsProcessor):
-    """Leaves each row only the token that its key draws, which `generate` then takes greedily.
+    """Leaves each row only the token that its key draws; `generate` then picks it greedily.
 
-    starts: the place in the padded batch where each row's completion begins.
+    starts: the place in each padded row where its completion begins.
     """
 
     def __init__(self, keys: Sequence[int], starts: Sequence[int], sampling: Sampling):
@@ -180,7 +180,7 @@ class KeyedDraw(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         u_B = torch.from_numpy(uniforms(self.keys_B, input_ids.shape[1] - self.starts_B))
         token_B = select_tokens(scores, u_B.to(scores.device), self.sampling)
-        return scores.fill_(-torch.inf).scatter_(1, token_B[:, None], 0)  # the scores are a copy
+        return scores.fill_(-torch.inf).scatter_(1, token_B[:, None], 0)  # `scores` is a copy
 
 
 # ------------------------------------------------------------------------------------- decoding
@@ -188,28 +188,28 @@ class KeyedDraw(LogitsProcessor):
 
 @dataclass
 class Job:
-    """A prompt that is to be completed; a stream fills in the ids."""
+    """A prompt to complete; `stream` fills in the sampled ids."""
 
-    index: int  # its place among its caller's jobs
+    index: int  # its place among the caller's jobs
     prompt: list[int]
     key: int  # a `sample_key`
-    tokens_left: int  # that may still come; 0 when the job is done
-    problem: Any = None  # with .id, .problem and .answer, where the completion will be judged
+    tokens_left: int  # tokens that may still be sampled; 0 when the job is done
+    problem: Any = None  # has .id, .problem and .answer; None if the completion is not judged
     ids: list[int] = field(default_factory=list)
 
 
 def stream(
     model, tokenizer, jobs: Sequence[Job], sampling: Sampling, rows: int, places: float = 0
 ) -> Iterator[list[Job]]:
-    """Decode, and yield after each turn the jobs that it has finished, perhaps none.
+    """Decode jobs, and yield after each turn those that it has finished, perhaps none.
 
-    rows: most jobs decoded at a time, each a row of the batch; a finished one leaves, the next one
-    joins. places: most tokens in their cache, padding and free places included; 0 is what memory
-    holds. As rows grow past it, the youngest leave, wait, and are read again; the last one stays.
-    The sampled ids end on the stop id, or at the job's limit.
-    Hugging Face's `generate` decodes, TURN_TOKENS at a call, and keeps the cache between calls. The
-    model's own generation_config changes nothing. The model is in eval mode until the stream ends:
-    transformers 5.23 would decode without a cache where a model in training recomputes activations.
+    rows: maximum number of jobs decoded at once, each a row of the batch; when one is done, the
+    next joins. places: maximum number of tokens in the cache, with padding and free places; 0: as
+    many as memory holds. When rows outgrow it, those that joined last leave, wait and are prefilled
+    again later; one row always stays. A job's sampled ids end on a stop id, or at its limit.
+    We call Hugging Face's `generate` for TURN_TOKENS at a time, and keep the cache between calls.
+    The model's own generation_config has no effect. The model is in eval mode until the stream
+    ends: in train mode with activation checkpointing, transformers 5.23 decodes without a cache.
     Raises ValueError on an empty prompt, on rows < 1, and as `stop_ids` does.
     """
     if rows < 1 or not all(job.prompt for job in jobs):
@@ -222,11 +222,11 @@ def stream(
     try:
         token_bytes, row_bytes = cache_bytes(causal)
         places = places or cache_places(causal.device, token_bytes)
-        more = 2 * FREE_PLACES + row_bytes / token_bytes  # of a row: a turn, free places, states
+        more = 2 * FREE_PLACES + row_bytes / token_bytes  # per row: a turn, free places, states
         while waiting or running:
             while pack := _next_pack(waiting, running, rows, places, more):
                 fresh = _empty_cache(causal)
-                _decode(causal, pack, fresh, 1, sampling, stops)  # all ids, and one token each
+                _decode(causal, pack, fresh, 1, sampling, stops)  # reads all ids, samples one
                 running += pack
                 width = _width(running) - 1
                 cache = _gathered([cache, fresh], slice(None), width) if cache else fresh
@@ -250,14 +250,14 @@ def _width(jobs: Iterable[Job]) -> int:
 
 
 def _fit(jobs: Sequence[Job], places: float, more: float = 0) -> bool:
-    """Whether rows as wide as the longest, and `more` places each, fit. A row alone always does."""
+    """Whether the rows fit if each is as wide as the longest, plus `more`. One row always fits."""
     return len(jobs) < 2 or len(jobs) * (_width(jobs) + more) <= places
 
 
 def _next_pack(
     waiting: collections.deque[Job], running: list[Job], rows: int, places: float, more: float
 ) -> list[Job]:
-    """Take the next jobs that fit beside the running ones and can be read together."""
+    """Take the next jobs that fit beside the running ones and into one prefill."""
     pack: list[Job] = []
     while waiting and len(running) + len(pack) < rows:
         longer = [*pack, waiting[0]]
@@ -268,9 +268,9 @@ def _next_pack(
 
 
 def _turn(causal, jobs: list[Job]) -> int:
-    """How many tokens the jobs get next: as many as one wants, and the context leaves the longest.
+    """Tokens of the next turn: as many as some job still wants, within the longest row's context.
 
-    The longest may be past the context that the config names, where YaRN stretches positions.
+    With YaRN, a row may already exceed the context that the config names: then that is no limit.
     """
     context = getattr(causal.config.get_text_config(), "max_position_embeddings", None) or 0
     most, left = TURN_TOKENS.get(causal.device.type, 64), context - _width(jobs)
@@ -286,7 +286,7 @@ def _decode(
     sampling: Sampling,
     stops: list[int],
 ) -> None:
-    """Add up to `steps` tokens to each job. The cache is empty, or holds all ids but the last."""
+    """Add up to `steps` tokens to each job. The cache is empty, or lacks only jobs' last ids."""
     width = _width(jobs)
     ids, mask, starts = [], [], []
     for job in jobs:
@@ -299,9 +299,9 @@ def _decode(
     ids_BL, mask_BL = torch.tensor([ids, mask], device=causal.device)
     settings = GenerationConfig(max_new_tokens=steps, eos_token_id=stops, pad_token_id=0)
     model_settings = causal.generation_config
-    causal.generation_config = GenerationConfig()  # it would fill in what `settings` leave open
+    causal.generation_config = GenerationConfig()  # the model's would fill gaps in `settings`
     try:
-        with warnings.catch_warnings():  # the new name, `cache`, is unknown before 5.24
+        with warnings.catch_warnings():  # transformers < 5.24 lacks the new name `cache`
             warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
             out_BL = causal.generate(
                 ids_BL, settings, [draw], attention_mask=mask_BL, past_key_values=cache
@@ -316,11 +316,11 @@ def _decode(
 
 
 def cache_places(device: torch.device, token_bytes: int) -> float:
-    """How many tokens' keys and values memory holds.
+    """The number of tokens whose keys and values fit in memory.
 
-    On a GPU it is MEMORY_SHARE of all, less what is allocated: not what happens to be free, so that
-    one card decodes the same batches. Elsewhere it is half of the machine's memory, divided by the
-    processes that torchrun has started on it.
+    On a GPU we take MEMORY_SHARE of its memory, less what is allocated. We do not ask what is free,
+    so that the same card always decodes the same batches. Elsewhere we take half of the machine's
+    memory, divided by the number of processes that torchrun started on it.
     """
     if device.type == "cuda":
         total = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
@@ -330,9 +330,9 @@ def cache_places(device: torch.device, token_bytes: int) -> float:
 
 
 def cache_bytes(causal) -> tuple[int, int]:
-    """Bytes of a token's keys and values in all layers, and of a row's states, which do not grow.
+    """Bytes of a token's keys and values in all layers, and of a row's states, whose size is fixed.
 
-    Measured by decoding a token. The model must be in eval mode.
+    We measure them by decoding one token. The model must be in eval mode.
     """
     cache: Any = _empty_cache(causal)
     _decode(causal, [Job(0, [0], key=0, tokens_left=1)], cache, 1, Sampling(temperature=0.0), [0])
@@ -345,13 +345,13 @@ def cache_bytes(causal) -> tuple[int, int]:
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values [B, H, L, D] as views of buffers that have free places behind them.
+    """Keys and values [B, H, L, D] as views of buffers that have free places at their end.
 
-    A `DynamicLayer` copies all of them for each token.
+    transformers' `DynamicLayer` copies all keys and values for each new token.
     """
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """All keys and values, the new ones last. Full buffers are copied into longer ones."""
+        """Append keys and values, and return all. Full buffers are copied into longer ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.hold([key_states[:, :, :0]], [value_states[:, :, :0]], 0)
@@ -364,7 +364,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def hold(self, keys: list, values: list, width: int, free: int = FREE_PLACES) -> None:
-        """Hold the rows of all these tensors, each cut or padded on the left to `width` places."""
+        """Join the rows of these tensors, each cut or padded on the left to `width` places."""
         self.buffers: list[Tensor] = []
         for parts in (keys, values):
             padded = [pad(x, (0, 0, width - x.shape[2], free)) for x in parts]
@@ -373,15 +373,15 @@ class RoomyLayer(DynamicLayer):
 
 
 class RoomyHybridLayer(RoomyLayer, HybridLayer):  # type: ignore[misc, override]
-    """The same beside states (Falcon-H1)."""
+    """A `RoomyLayer` that also has the states of linear attention (Falcon-H1)."""
 
 
 def _empty_cache(causal) -> DynamicCache:
-    """A cache whose rows can leave and be joined.
+    """An empty cache, whose rows can leave and be joined by others.
 
-    It is what the config names (states for linear attention), except that keys and values have free
-    places, and that a layer with a sliding window keeps all: the window's own cache counts places,
-    and would count wrong.
+    The config decides the kind of each layer (states for linear attention), with two exceptions:
+    keys and values get free places, and a layer with a sliding window keeps all of them, because
+    the window's own cache counts places and would count wrong.
     """
     cache = DynamicCache(config=causal.config)
     for i, layer in enumerate(cache.layers):
@@ -393,10 +393,10 @@ def _empty_cache(causal) -> DynamicCache:
 
 
 def _gathered(caches: list[Any], rows: Any, width: int) -> DynamicCache:
-    """These rows of each cache, in the first one; keys and values with `width` places.
+    """Gather these rows of each cache in the first one, with `width` places of keys and values.
 
-    They are cut or padded on the left. No row attends to the padding: the mask of the next call
-    leaves it out. The other caches are emptied, layer by layer, so that nothing is there twice.
+    We cut or pad them on the left. No row attends to the padding: the mask of the next call leaves
+    it out. We empty the other caches layer by layer, so that nothing is in memory twice.
     """
     for i, layer in enumerate(caches[0].layers):
         layers = [cache.layers[i] for cache in caches]
@@ -419,12 +419,12 @@ def generate(
     keys: Sequence[int],
     rows: int = 0,
 ) -> list[list[int]]:
-    """One completion per prompt, in order, as sampled ids; see `stream`. rows 0 is all at once."""
+    """One completion per prompt, in order, as sampled ids; see `stream`. rows 0: all at once."""
     jobs = []
     for i, (prompt, key) in enumerate(zip(prompt_ids, keys, strict=True)):
         jobs.append(Job(i, prompt, key=key, tokens_left=sampling.max_new_tokens))
     for _ in stream(model, tokenizer, jobs, sampling, rows or max(1, len(jobs))):
-        pass  # it fills in the jobs
+        pass  # `stream` fills in the jobs
     return [job.ids for job in jobs]
 
 
@@ -449,12 +449,12 @@ class Rollout:
 def rollouts(
     tokenizer, stops: Sequence[int], verifier, turns: Iterable[list[Job]]
 ) -> Iterator[list[tuple[Job, Rollout]]]:
-    """Judge what a stream decodes, turn by turn: each finished job with its rollout (Eq. 1).
+    """Judge what `stream` decodes: for each turn, its finished jobs with their rollouts (Eq. 1).
 
     stops: from `stop_ids`. verifier: its judge(cases) takes pairs of a problem and a completion's
-    text, and returns objects with .answer and .right, in order. turns: of `stream`, of jobs with a
-    problem. A completion without an answer, such as one that was cut, has r = -1.
-    ValueError for a verdict that is no bool.
+    text, and returns objects with .answer and .right, in order. turns: from `stream`; each job has
+    a problem. A completion without an answer, such as one that was cut, has r = -1.
+    ValueError if a verdict is not a bool.
     """
     for jobs in turns:
         texts = [text_of(tokenizer, job.ids) for job in jobs]
@@ -484,9 +484,9 @@ def rollouts(
 
 
 def think_tag(tokenizer, prompt: list[int]) -> str:
-    """The tag of a thinking block that the prompt has begun, which the completion then lacks.
+    """The tag "<think>" if the prompt ends on it, so that the completion lacks it; else "".
 
-    Some templates end on an open tag, perhaps with a line feed. The tag must be one id.
+    Some templates end on an open tag, perhaps followed by a line feed. The tag must be one id.
     """
     opening, closing = (tokenizer.encode(tag, add_special_tokens=False) for tag in THINK)
     ends = prompt[-1:], prompt[-2:-1]

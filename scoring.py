@@ -1,7 +1,7 @@
 """Log-probabilities of given token ids under a causal language model (Eqs. 4 and 5).
 
-Prompt and completion are joined without padding, and rows are padded on the right only (D6). The
-head runs on slices of positions, in fp32, so that logits of shape [N, V] are never alive.
+We join prompt and completion without padding, and pad rows on the right only (D6). The head runs
+on slices of positions, in fp32, so that logits of shape [N, V] never exist as a whole.
 
 Dimension key: B rows, L places of a padded row, K teachers, T completion tokens, N completion
 tokens of all rows, V vocabulary, D hidden size, n positions of one slice.
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-# Since torch 2.11, Hopper GPUs take cuDNN's attention first. It plans anew for every length, and
+# Since torch 2.11, Hopper GPUs prefer cuDNN's attention. It makes a new plan for every length, and
 # its backward pass under a mask gave NaN (pytorch issue 196678).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -70,7 +70,7 @@ def score_teachers(
     """log p_T^(k)(y_t) of the student's tokens under each teacher's context c_k (Eq. 4).
 
     contexts_K: prompt ids of the K teachers. ids_T: the sampled completion.
-    budget: tokens of one padded forward pass; the K rows are stacked into as few as it allows.
+    budget: most tokens in a padded forward pass; the K rows take as few passes as it allows.
     temperature: divides the logits.
     Returns [K, T] fp32 nats without gradient.
     """
@@ -85,7 +85,7 @@ def score_teachers(
 def logprob_of(ids_n: Tensor, logits_nV: Tensor) -> Tensor:
     """The log-probability of each position's id: [n] nats.
 
-    On CPU four rows at a time: they stay in its cache, and no second copy of all logits is made.
+    On a CPU we take four rows at a time: they stay in its cache, and we never copy all logits.
     """
     rows = 4 if logits_nV.device.type == "cpu" else max(1, len(ids_n))
     logprobs = []
@@ -128,11 +128,11 @@ def over_slices(
     f: Callable[..., Tensor],
     temperature: float = 1.0,
 ) -> Tensor:
-    """f(ids_n, logits_nV, ...) over slices of positions, joined again.
+    """Apply f(ids_n, logits_nV, ...) to slices of positions, and join the results.
 
     states: one or several [N, D] (or [N, V]), from `predictors`. f receives one fp32 tensor of
     logits / temperature for each of them, and returns one row per position.
-    The backward pass computes a slice's logits again, so that [N, V] logits are never alive.
+    The backward pass recomputes a slice's logits, so that [N, V] logits never exist as a whole.
     """
     head_VD, sliced = causal_lm(model).get_output_embeddings().weight, has_plain_head(model)
     weight_VD = head_VD.float()
@@ -146,7 +146,7 @@ def over_slices(
                 logits.append(logits_nV if temperature == 1 else logits_nV / temperature)
         return f(ids_n, *logits)
 
-    # With a gradient, the results of f and the gradients of both are alive beside the logits.
+    # With a gradient, memory also holds the results of f and the gradients of both.
     copies = len(states) * (4 if torch.is_grad_enabled() else 1)
     rows = max(1, SLICE_LOGITS.get(weight_VD.device.type, 1 << 27) // (weight_VD.shape[0] * copies))
     results = []
@@ -157,10 +157,10 @@ def over_slices(
 
 @contextlib.contextmanager
 def tf32_products() -> Iterator[None]:
-    """TF32 for the head's product alone, where it holds bf16 numbers exactly (S22).
+    """Turn on TF32 for the head's product alone: TF32 holds its bf16 numbers exactly (S22).
 
-    It would round positions above 2,048, which transformers multiplies in fp32 for rotary
-    embeddings. Nothing may be compiled inside: inductor reads allow_tf32, which raises by then.
+    Elsewhere it would round positions above 2,048, which transformers multiplies in fp32 for rotary
+    embeddings. Compile nothing inside: inductor reads allow_tf32, which then raises.
     """
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
@@ -174,8 +174,8 @@ def tf32_products() -> Iterator[None]:
 def has_plain_head(model) -> bool:
     """Whether the model's logits are just head(hidden), so that the head may run on slices.
 
-    Compares both once per model, on eight ids. A model that caps or scales its logits (Gemma 2,
-    Cohere, Granite) fails: we score it by its own full logits, and memory grows with T times V.
+    We compare both once per model, on eight ids. If a model caps or scales its logits (Gemma 2,
+    Cohere, Granite), we score it by its own full logits, and memory grows with T times V.
     """
     causal = causal_lm(model)
     if not hasattr(causal, "has_plain_head"):
@@ -194,9 +194,9 @@ def has_plain_head(model) -> bool:
 
 
 def packs(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices in groups of similar length, each at most `budget` tokens when it is padded.
+    """Group the indices of rows of similar length; a padded group has at most `budget` tokens.
 
-    A row that is longer than the budget goes alone.
+    A row that is longer than the budget is a group of its own.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

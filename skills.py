@@ -1,9 +1,9 @@
 r"""The skill bank: entries, retrieval, prompts, and Algorithms 2-4, which build and evolve it.
 
-A model comes in as a function: embed(texts) returns a float array [n, d], complete(prompts) returns
-one reply per prompt. `writer` makes a policy into `complete`.
+Models are passed as functions: embed(texts) returns a float array [n, d], complete(prompts) returns
+one reply per prompt. `writer` turns a policy into `complete`.
 
-Entries are plain dicts with the paper's field names (App. C). Code replaces an entry, and never
+Entries are plain dicts with the paper's field names (App. C). The code replaces entries, and never
 edits one in place. `key` names one of the two lists: "general_skills" or "common_mistakes".
 
 Dimension key: n entries of a list, d embedding size.
@@ -27,12 +27,12 @@ import numpy as np
 
 
 class Kind(NamedTuple):
-    """What the entries of a list have."""
+    """The names that the entries of a list share."""
 
-    name: str  # in the names of prompts/
+    name: str  # in the file names of prompts/
     fields: tuple[str, ...]  # Tab. 5; an entry is embedded in this order (S10)
     id_field: str
-    prefix: str  # of an id (Alg. 3, line 12)
+    prefix: str  # of each id (Alg. 3, line 12)
 
 
 KINDS = {
@@ -41,8 +41,8 @@ KINDS = {
         "mistake", ("description", "why_it_happens", "how_to_avoid"), "mistake_id", "err_"
     ),
 }
-DYNAMIC = "dyn_"  # stands before the prefix of an entry that online evolution added
-OF_ROW = ("problem_id", "problem", "text", "r", "pred", "gold")  # what `memory_of` reads
+DYNAMIC = "dyn_"  # precedes the prefix in the id of an entry that online evolution added
+OF_ROW = ("problem_id", "problem", "text", "r", "pred", "gold")  # `memory_of` reads these
 as_json = functools.partial(json.dumps, indent=2, ensure_ascii=False)  # in prompts and files
 
 
@@ -51,7 +51,7 @@ class SkillPair:
     """The k-th teacher's guidance g_k + e_k (Eq. 3) and its two cosine similarities (Eq. 6).
 
     Another retriever should keep its scores on the scale of cosines, in [-1, 1]: Eq. 6 takes a
-    softmax over (s_g + s_e) / 2 without a temperature, so a lead of 0.1 weighs a teacher 11% more.
+    softmax over (s_g + s_e) / 2 without a temperature, so a lead of 0.1 gives 11% more weight.
     """
 
     skill: dict
@@ -61,7 +61,7 @@ class SkillPair:
 
     @property
     def ids(self) -> str:
-        """For an error."""
+        """Both entries' ids, for an error."""
         return f"{self.skill['skill_id']} or {self.mistake['mistake_id']}"
 
 
@@ -69,8 +69,8 @@ class SkillPair:
 class SkillBank:
     """B = {G, E} (§2.1). `extra` holds a file's unknown keys, so load and save lose nothing.
 
-    window: W of Algorithm 4, the rollouts since the last multiple of F, which a run goes on with.
-    A file has it only where it is not empty.
+    window: W of Algorithm 4, the rollouts since the last step that F divides. A run that continues
+    needs it. A file has it only if it is not empty.
     """
 
     general_skills: list[dict]
@@ -100,7 +100,7 @@ class SkillBank:
         return cls(**lists, metadata=metadata, window=window, extra=data)
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write the bank as JSON: the old file or the new one is there, never half of one.
+        """Write the bank as JSON. A kill leaves the old file or the new one, never half of one.
 
         Half of a surrogate pair, which UTF-8 cannot hold, is written as its JSON escape.
         """
@@ -119,13 +119,13 @@ class SkillBank:
         os.replace(unfinished, path)
 
     def remember(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows of rollouts.jsonl to the window: what `memory_of` reads of them."""
+        """Add rows of rollouts.jsonl to the window, with the fields that `memory_of` reads."""
         for row in rows:
             self.window.append({name: row[name] for name in OF_ROW})
 
     @property
     def counts(self) -> dict[str, int]:
-        """For metrics.jsonl."""
+        """The sizes of both lists, for metrics.jsonl."""
         return {"bank_skills": len(self.general_skills), "bank_mistakes": len(self.common_mistakes)}
 
     @property
@@ -137,7 +137,7 @@ class SkillBank:
         return self.general_skills if key == "general_skills" else self.common_mistakes
 
     def retrieve(self, problem: str, k: int, embed: Callable[[list[str]], Any]) -> list[SkillPair]:
-        """The min(k, |G|, |E|) best pairs for a problem, paired rank by rank (Eq. 2, S8).
+        """The best skill with the best mistake, and so on: min(k, |G|, |E|) pairs (Eq. 2, S8).
 
         Scores are cosine similarities. Equal scores keep the bank's order. If one list is empty,
         there are no pairs.
@@ -155,7 +155,7 @@ class SkillBank:
 
     @functools.cached_property
     def longest_pairs(self) -> list[SkillPair]:
-        """The entries paired by the size of their text in a prompt, the longest first."""
+        """Both lists sorted by an entry's bytes in a prompt, longest first, and paired in order."""
         ranked = []
         for key, kind in KINDS.items():
             size = functools.partial(_bytes_in_prompt, kind.name)
@@ -163,9 +163,9 @@ class SkillBank:
         return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*ranked)]
 
     def _vectors(self, key: str, embed: Callable[[list[str]], Any]) -> np.ndarray:
-        """Unit vectors of a list's entries [n, d], embedded where the list's texts are new.
+        """Unit vectors of a list's entries [n, d]; we embed the list again if its texts change.
 
-        Always in one call, since an encoder's rounding may depend on what it embeds together.
+        Always in one call, because an encoder's rounding may depend on what it embeds together.
         """
         texts = tuple(entry_text(entry, key) for entry in self.collection(key))
         if (embed, texts) not in self._embedded:
@@ -176,7 +176,7 @@ class SkillBank:
 def load_bank(path: str | pathlib.Path, least: int = 1) -> SkillBank:
     """Read the bank of a run. ValueError also if a list has fewer than `least` entries.
 
-    A bank that is given has K or more. The run's own may have fewer: its merges join entries (S8).
+    A list of --bank needs K or more. The run's own may have fewer, as merges join entries (S8).
     """
     bank = SkillBank.load(path)
     if min(len(bank.general_skills), len(bank.common_mistakes)) < least:
@@ -200,7 +200,7 @@ def _normalized(vectors: Any) -> np.ndarray:
 
 
 def _check_entries(entries: Any, key: str, where: str) -> None:
-    """ValueError unless entries are a list, each with its texts (App. C) and an id of its own."""
+    """ValueError unless this is a list of entries, with all their texts (App. C) and unique ids."""
     rule = ": each must be a text that is not blank (App. C)"
     _check_rows(entries, (KINDS[key].id_field, *KINDS[key].fields), where, rule)
     ids = [entry[KINDS[key].id_field] for entry in entries]
@@ -215,7 +215,7 @@ def _check_entries(entries: Any, key: str, where: str) -> None:
 def _check_rows(rows: Any, names: Sequence[str], where: str, rule: str = "") -> None:
     """ValueError unless rows are a list of objects with these fields.
 
-    rule: of fields that must be strings, and not blank.
+    rule: if given, the fields must be strings that are not blank, and the error quotes it.
     """
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{where} must be a list of objects")
@@ -229,7 +229,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-# In `describe`: where a bank came from, and what an evolution did.
+# The words of `describe`: where a bank came from, and what an evolution did.
 WRITTEN = (
     " from {input_general_skills} and {input_common_mistakes} candidates, written from "
     "{seed_solutions} solutions, {right_seed_solutions} correct; {lost_replies} replies lost"
@@ -242,13 +242,13 @@ EVOLVED = (
 
 
 def describe(bank: SkillBank, seconds: float = 0.0) -> str:
-    """A bank in one line: what it holds and, where we made it, what it was last made from.
+    """A bank in one line: its sizes and, if we made it, what its last version was made from.
 
-    seconds: how long that took; 0 where it was not just made.
+    seconds: how long making it took; 0 if it was only loaded.
     """
     last = (bank.metadata.get("updates") or [bank.metadata])[-1]
     line = f"bank: {bank.sizes}"
-    with contextlib.suppress(LookupError, TypeError, ValueError):  # another program made it
+    with contextlib.suppress(LookupError, TypeError, ValueError):  # not a bank of ours
         line += (EVOLVED if "success" in last else WRITTEN).format(**last)
     return f"{line}, in {seconds:.0f} s" if seconds else line
 
@@ -258,7 +258,7 @@ def describe(bank: SkillBank, seconds: float = 0.0) -> str:
 
 @functools.cache
 def template(name: str) -> str:
-    """A file of prompts/, word for word the paper's: edit it there."""
+    """The text of a file in prompts/, word for word the paper's. To change it, edit the file."""
     file = pathlib.Path(__file__).parent / "prompts" / f"{name}.txt"
     return file.read_text(encoding="utf-8")
 
@@ -266,7 +266,7 @@ def template(name: str) -> str:
 def render(name: str, values: Mapping[str, Any]) -> str:
     r"""A template with each {name} replaced by its value.
 
-    In one pass: values are never expanded themselves, \boxed{} stays, {{}} becomes {} (S9).
+    All in one pass: a {name} inside a value stays, \boxed{} stays, and {{}} becomes {} (S9).
     """
     replaced = {"{{}}": "{}"} | {f"{{{name}}}": value for name, value in values.items()}
     pattern = "|".join(map(re.escape, replaced))
@@ -284,7 +284,7 @@ def render_teacher(pair: SkillPair, problem: str) -> str:
 
 
 def render_skills(pairs: Sequence[SkillPair], problem: str) -> str:
-    """All pairs in one prompt, best first (S14): the teacher's, with one bullet per entry."""
+    """All pairs in one prompt, best first (S14): the teacher's prompt with a bullet per entry."""
     if not pairs:
         return render_student(problem)
     skills = "\n".join(render("skill", pair.skill) for pair in pairs)
@@ -293,7 +293,7 @@ def render_skills(pairs: Sequence[SkillPair], problem: str) -> str:
 
 
 def render_extraction(memory: dict, key: str) -> str:
-    """Ask for a success's general skills or a failure's common mistakes (Alg. 2, App. D.2)."""
+    """The prompt for skills of a right solution or mistakes of a wrong one (Alg. 2, App. D.2)."""
     shown = {name: x for name, x in memory.items() if name not in ("problem_id", "truncated")}
     prompt = render(f"extract_{KINDS[key].name}s", {"memory_json": as_json(shown)})
     first, second, third = KINDS[key].fields
@@ -302,19 +302,19 @@ def render_extraction(memory: dict, key: str) -> str:
 
 
 def render_merge(items: list[dict], key: str) -> str:
-    """Ask to merge a group of items (Alg. 3, line 5): their three fields and nothing else."""
+    """The prompt to merge a group of items (Alg. 3, line 5). It shows their three fields alone."""
     shown = [item_of(entry, key) or entry for entry in items]
     return render(f"merge_{KINDS[key].name}s", {"items_json": as_json(shown)})
 
 
 # ---------------------------------------------------------------------------------- reading replies
-# A reply may put prose, thinking and code fences around its JSON, LaTeX into its strings, a comma
-# too many, or break off.
+# A reply may have prose, thinking and code fences around its JSON, LaTeX in its strings, or a comma
+# too many. It may also break off.
 
-# Where an object or a list begins; without group 1 it may be a bracket in prose.
+# Where an object or a list begins. If group 1 is empty, it may be a bracket in prose.
 _OPENING = re.compile(r'[{\[](\s*[{\["])?')
-# LaTeX commands begin like JSON's \b, \f, \n, \r and \t, of which models mean only the line feed
-# and the tab. Commands that begin with n:
+# LaTeX commands begin like JSON's \b, \f, \n, \r and \t. Of these escapes, models mean only the
+# line feed and the tab. The commands that begin with n:
 _COMMANDS = (
     "nabla|natural|ne|nearrow|neg|neq|newline|nexists|ngeq|ngtr|ni|nleq|nleqslant|nless|nmid|"
     "nolimits|nonumber|not|notin|nparallel|nprec|nsim|nsubseteq|nsucceq|nu|num|nwarrow"
@@ -323,8 +323,8 @@ _COMMANDS = (
 _BACKSLASH = re.compile(
     rf'(\\[\\"/]|\\u[0-9a-fA-F]{{4}}|\\(?!(?:{_COMMANDS})(?![a-zA-Z]))n|\\t(?![a-zA-Z]))|\\'
 )
-# A comma before a closing bracket is group 2; group 1 is a string, whose commas stay. In JSON a
-# string begins after one of four characters, so a quotation mark in prose hardly ever begins one.
+# Either a string (group 1), whose commas stay, or a comma and a closing bracket (group 2). In JSON
+# a string follows one of four characters, so a quotation mark in prose hardly ever begins one.
 _TRAILING_COMMA = re.compile(r'([\[{,:]\s*"(?:[^"\\]|\\.)*")|,(\s*[}\]])', re.DOTALL)
 
 
@@ -336,9 +336,9 @@ def parse_json_items(text: str, key: str) -> list[dict]:
 def read_items(text: str, key: str) -> tuple[list[dict], bool]:
     """A reply's items, and whether it is whole.
 
-    An item is an object with the three fields of its list, wherever it stands. A reply is whole if
-    it has an item, its JSON does not break off, and no list in it mixes items with other values.
-    Thinking is cut off; LaTeX backslashes and trailing commas are repaired. Never raises on a str.
+    An item is an object with the three fields of its list, at any depth. A reply is whole if it has
+    an item, its JSON does not break off, and no list in it mixes items with other values. We drop
+    thinking, and repair LaTeX backslashes and trailing commas. Never raises on a str.
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     text = _BACKSLASH.sub(lambda match: match[1] or r"\\", text)
@@ -355,10 +355,10 @@ def read_items(text: str, key: str) -> tuple[list[dict], bool]:
             at = opening.start() + 1  # prose, or JSON that breaks off: look inside
             whole = whole and not opening[1]
     items: dict[tuple, dict] = {}
-    for value in values:  # grows, as we look inside what is no item
+    for value in values:  # the list grows: we look inside values that are no items
         item = item_of(value, key)
         if item:
-            items[tuple(item.values())] = item  # each once
+            items[tuple(item.values())] = item  # a duplicate counts once
         elif isinstance(value, dict):
             values += value.values()
         elif isinstance(value, list):
@@ -377,19 +377,19 @@ def item_of(value: Any, key: str) -> dict | None:
 
 
 # ---------------------------------------------------------------- asking for items (Algorithms 2-4)
-# Each algorithm works on one list, as in the paper. It is a generator: it yields prompts, and is
-# sent their replies. So `side_by_side` can run those of both lists, and ask for both in one call.
+# Each algorithm works on one list, as in the paper. It is a generator: it yields prompts, and gets
+# their replies. So `side_by_side` can run both lists' algorithms, and ask for both in one call.
 
 Complete = Callable[[list[str]], list[str]]  # one reply per prompt
 Result = TypeVar("Result")
-Asking = Generator[list[str], dict[str, str], Result]  # the replies are sent by their prompts
+Asking = Generator[list[str], dict[str, str], Result]  # gets {prompt: reply}
 
 
 def side_by_side(algorithms: Mapping[str, Asking[Result]], complete: Complete) -> dict[str, Result]:
-    """The result of each list's algorithm. What all of them ask next goes into one call."""
+    """The result of each list's algorithm. All prompts that are due together go into one call."""
     running = dict(algorithms)
     results = {}
-    replies: Any = None  # what a generator is sent first
+    replies: Any = None  # a generator is sent None first
     while running:
         prompts: list[str] = []
         for key in [*running]:
@@ -403,14 +403,13 @@ def side_by_side(algorithms: Mapping[str, Asking[Result]], complete: Complete) -
 
 
 def ask(prompts: Sequence[str], key: str, sizes: Sequence[int] = ()) -> Asking[list[list[dict]]]:
-    """The items of each prompt's reply; [] where two replies cannot be used (D4).
+    """The items of each prompt's reply; [] if neither of two replies can be used (D4).
 
-    An item that lacks one of its three fields is dropped; a reply that breaks off gives its
-    complete items. A reply can be used if it has an item. That to a merge must also be whole, and
-    have no more items than the merge showed. A `writer` samples the second reply, since the first
-    one is greedy. Without items a memory gives no candidates, and a group of a merge stays as it
-    is.
-    sizes: of merges, how many items each prompt shows.
+    We drop an item that lacks one of its three fields. If a reply breaks off, we keep its complete
+    items. A reply can be used if it has an item. The reply to a merge must also be whole, and have
+    no more items than the merge showed. A `writer` decodes the first reply greedily, and samples
+    the second. Without items, a memory gives no candidates, and a merge leaves its group as it is.
+    sizes: for merges, the number of items that each prompt shows.
     """
     items_of_each: list[list[dict]] = [[] for _ in prompts]
     for _ in (1, 2):
@@ -431,12 +430,12 @@ def merge(
 ) -> tuple[list[dict], list[dict]]:
     """Hierarchical merging (Alg. 3): the merged entries under new ids, and a record per layer.
 
-    Layer by layer the writer is asked to merge items that say the same, H at a time, in order. A
+    Layer by layer we ask the writer to merge items that say the same, H at a time, in order. A
     group of one stays as it is. Merging ends after a layer that was a single group, or after P
     layers in a row that made the list no shorter.
     items: the candidates C. group_size: H. patience: P. A group stays as it is unless its reply is
-    whole, has an item (S11), and has no more items than the group: a merge may merge, but never
-    lose or add. An entry's `sources` follow it.
+    whole, has an item (S11), and has no more items than the group: a merge may join items, but
+    never lose or add any. A merged entry has the `sources` of its items.
     """
     return side_by_side({key: merging(items, key, group_size, patience)}, complete)[key]
 
@@ -444,7 +443,7 @@ def merge(
 def merging(
     items: list[dict], key: str, group_size: int, patience: int
 ) -> Asking[tuple[list[dict], list[dict]]]:
-    """`merge` as a generator of its prompts."""
+    """`merge` as a generator: it yields prompts, and gets their replies."""
     layers: list[dict] = []
     stagnant = 0  # line 1
     reason = None
@@ -488,7 +487,7 @@ def _numbered(entries: list[dict], key: str) -> list[dict]:
         twins.setdefault(_texts(entry, key), []).append(entry)
     numbered = []
     for number, same in enumerate(twins.values(), 1):
-        # It stands first, and replaces an old one.
+        # The id comes first in the dict, and replaces an old id.
         id_ = {KINDS[key].id_field: f"{KINDS[key].prefix}{number:03d}"}
         numbered.append(id_ | _with_sources(same[0], same) | id_)
     return numbered
@@ -511,10 +510,10 @@ def _with_sources(entry: dict, parents: list[dict]) -> dict:
 def memory_of(row: Mapping[str, Any], with_answer: bool = False) -> dict:
     """A memory record (Alg. 2, line 5); a long text is cut to its beginning and end (S21).
 
-    It has the problem, the verdict, the boxed answer, and the solution after its thinking, or the
-    thinking that never ended; of more than 2,000 characters the first and the last 1,000.
-    row: a rollout's problem, text, r and pred, and perhaps its problem_id. with_answer: show the
-    reference answer, too, from `gold` (D3).
+    A memory has the problem, the verdict, the boxed answer, and the solution after its thinking, or
+    the thinking if that never ended; above 2,000 characters, only the first and the last 1,000.
+    row: a rollout's problem, text, r and pred, and perhaps its problem_id. with_answer: also show
+    the reference answer, from `gold` (D3).
     """
     text = row["text"].rpartition("</think>")[2].strip()
     lines = [line.strip()[:200] for line in text.split("\n") if line.strip()]
@@ -536,8 +535,8 @@ def memory_of(row: Mapping[str, Any], with_answer: bool = False) -> dict:
 def extract(memories: list[dict], key: str) -> Asking[tuple[list[dict], int]]:
     """A list's candidates (Alg. 2, lines 8-14), and the number of memories that gave none.
 
-    Skills come from successes and mistakes from failures, up to three from each: the first complete
-    items of its reply.
+    Skills come from successes and mistakes from failures. Of each memory's reply we take the first
+    three complete items.
     """
     is_right = key == "general_skills"
     memories = [memory for memory in memories if (memory["reward"] > 0) == is_right]  # line 8
@@ -550,7 +549,7 @@ def extract(memories: list[dict], key: str) -> Asking[tuple[list[dict], int]]:
 
 
 def lost_in(layers: Sequence[Mapping[str, Any]]) -> int:
-    """How many replies of a merge were lost, in all its layers."""
+    """The number of lost replies in all layers of a merge."""
     return sum(layer["lost_replies"] for layer in layers)
 
 
@@ -559,8 +558,8 @@ def cold_start(
 ) -> SkillBank:
     """The initial bank from memory records (Alg. 2, lines 8-16).
 
-    From each right solution the writer is asked for skills, from each wrong one for mistakes. Then
-    each list is merged (Alg. 3).
+    We ask the writer for skills of each right solution, and for mistakes of each wrong one. Then we
+    merge each list (Alg. 3).
     """
     algorithms = {key: initial_list(memories, key, group_size, patience) for key in KINDS}
     written = side_by_side(algorithms, complete)  # lines 8-15
@@ -584,7 +583,7 @@ def cold_start(
 def initial_list(
     memories: list[dict], key: str, group_size: int, patience: int
 ) -> Asking[tuple[list[dict], int, dict[str, Any]]]:
-    """A list of the initial bank, how many replies were lost, and more numbers for the metadata."""
+    """One list of the initial bank, the number of lost replies, more numbers for the metadata."""
     candidates, lost = yield from extract(memories, key)  # lines 8-14
     entries, layers = yield from merging(candidates, key, group_size, patience)  # line 15
     numbers = {f"input_{key}": len(candidates), f"output_{key}": len(entries)}
@@ -609,7 +608,7 @@ def evolve(
     patience: int = 3,
     memory_answer: bool = False,
 ) -> SkillBank:
-    """The bank after online evolution (Alg. 4); the same object where it stays as it is.
+    """The bank after online evolution (Alg. 4); the same object if it does not evolve.
 
     window: W, the rows of all rollouts since an evolution was last due (D2); see `memory_of`.
     evolve_every: F; 0 disables. success_gate: γ. max_new_items: N, for both lists together (S12).
@@ -648,9 +647,9 @@ def dynamic_list(
 ) -> Asking[tuple[list[dict], int, dict[str, int]]]:
     """A list's dynamic entries (Alg. 4, lines 8-12), how many replies were lost, and more numbers.
 
-    Candidates come from every memory, as in Algorithm 2, and are merged with each other. If there
-    are any, the dynamic entries of earlier evolutions are merged with them, so the writer may
-    reword or join these. Static entries stay, and no dynamic one has the text of one (D11).
+    We extract candidates from every memory, as in Algorithm 2, and merge them with each other. If
+    any are left, we merge them with the dynamic entries of earlier evolutions, which the writer may
+    reword or join. Static entries stay, and no dynamic entry repeats a static one's text (D11).
     """
     static, dynamic = split(bank, key)
     candidates, lost = yield from extract(memories, key)  # lines 8-10
@@ -687,11 +686,11 @@ def limit_growth(
     max_new_items: int,
     dynamic_capacity: int,
 ) -> dict[str, list[dict]]:
-    """The lists with at most C entries each and N more than before together (Alg. 4, line 13).
+    """Limit each list to C entries, and the growth of both together to N (Alg. 4, line 13).
 
-    Each keeps its first C. A list's growth is the number of entries by which it is longer than
-    before, at least 0. While both together have grown by more than N, the one that grew more, at a
-    tie the skills, loses its last (S12).
+    Each list keeps its first C entries. Its growth is the number of entries by which it is longer
+    than before, at least 0. While both together have grown by more than N, the list that grew more
+    (at a tie, the skills) loses its last entry (S12).
     """
     limited = {key: after[key][:dynamic_capacity] for key in after}
     while True:
@@ -703,7 +702,7 @@ def limit_growth(
 
 
 def _without_copies(entries: list[dict], static: list[dict], key: str) -> list[dict]:
-    """The entries whose text, whatever its case, no static entry has (D11)."""
+    """The entries that do not repeat a static entry's text; letter case is ignored (D11)."""
     texts = {entry_text(e, key).casefold() for e in static}
     return [e for e in entries if entry_text(e, key).casefold() not in texts]
 
@@ -721,21 +720,21 @@ def writer(
 ) -> Complete:
     """The policy as `complete`: it answers extraction and merge prompts, thinking off (D4).
 
-    The reply to a new prompt is greedy. A prompt that comes again gets a sampled reply, another one
-    each time: after a reply that could not be used, or where a later layer of merging shows a group
-    again. Make a new writer for each cold start and each evolution.
+    The reply to a new prompt is greedy. If a prompt comes again, its reply is sampled, anew each
+    time. That happens after a reply that could not be used, and if a later layer of merging shows
+    the same group. Make a new writer for each cold start and each evolution.
 
     chat_ids: (tokenizer, text, thinking="closed") -> prompt ids. sample: (prompts' ids, prompts,
     how often each was asked before, token limits) -> texts, on every rank. log: stores the replies
-    of a call. reply_tokens: the longest reply, but a merge may always repeat its prompt. step: the
-    training step that the replies belong to.
+    of a call. reply_tokens: the longest reply, but a reply may always be as long as its prompt and
+    a quarter. step: the training step that the replies belong to.
     """
     requests: collections.Counter[str] = collections.Counter()  # by prompt
 
     def complete(prompts: list[str]) -> list[str]:
         ids = [chat_ids(tokenizer, prompt, thinking="closed") for prompt in prompts]
         repeats = [requests[prompt] for prompt in prompts]
-        # A quarter more than the prompt is enough to repeat its items in a wordier layout.
+        # A quarter more than the prompt is enough for a merge to repeat its items in more words.
         limits = [max(reply_tokens, len(prompt) * 5 // 4) for prompt in ids]
         requests.update({*prompts})
         replies = sample(ids, prompts, repeats, limits)

@@ -4,12 +4,12 @@
     python -m extras.compare runs/sgsd runs/grpo
     python -m extras.compare eval/Qwen--Qwen3-1.7B eval/Qwen--Qwen3-1.7B--skills
 
-A FOLDER is a run, a folder of evaluations, or one evaluation. Of several evaluations in it plain
-models come before checkpoints, so that a run's base model is the first. All are compared on the
-sets that the first one has finished. Differences are paired by problem, with 95% intervals over
-problems. Of each run the best checkpoint stands beside the last, by the mean over the sets.
-An evaluation is named and left out, with the reason, if it has no figures of one of these sets, if
-its problems, samples or settings are others, and if its adapters are on another base model.
+A FOLDER is a run, a folder of evaluations, or one evaluation. If it has several, plain models come
+before checkpoints, so that a run's base model is the first. We compare all evaluations on the sets
+that the first one has finished. Differences are paired by problem, with 95% intervals over
+problems. For each run we compare the best checkpoint, by the mean over the sets, with the last.
+We leave out an evaluation, and print the reason, if it has no figures of one of these sets, if its
+problems, samples or settings are others, or if its adapters are on another base model.
 comparison.json, beside the first evaluation, holds all that is printed.
 
 Dimension key: P problems.
@@ -44,7 +44,7 @@ class Evaluated:
 
     @property
     def step(self) -> int:
-        """A checkpoint's step, 0 for all else."""
+        """A checkpoint's step, 0 for any other model."""
         match = STEP.search(self.folder.name)
         return int(match[1]) if match else 0
 
@@ -70,7 +70,7 @@ def evaluations_in(folder: pathlib.Path) -> list[Evaluated]:
     evaluated = []
     for path in sorted(results):
         rows = files.read_json(path).items()
-        sets = {name: row for name, row in rows if "right" in row}  # an older version has others
+        sets = {name: row for name, row in rows if "right" in row}  # an older version lacks it
         evaluated.append(Evaluated(path.parent, sets))
     return sorted(evaluated, key=lambda x: (x.step, not x.is_plain))
 
@@ -80,14 +80,14 @@ def why_not(one: Evaluated, other: Evaluated, name: str) -> str:
     if name not in other.sets:
         return "it has no figures; run its command to the end"
     may_differ = MAY_DIFFER
-    if one.is_plain and other.is_plain:  # such as weights that were all trained, and their base
+    if one.is_plain and other.is_plain:  # such as a fully trained model and its base
         may_differ = MAY_DIFFER | {"the base's files"}
     named = sorted({*differences(one.sets[name], other.sets[name])} - may_differ)
     return f"they have different values of {', '.join(named)}" if named else ""
 
 
 def mean_figures(x: Evaluated, names: Sequence[str]) -> dict[str, Any]:
-    """The figures on a set, or their mean over several (Tab. 3 "Avg."), where sets weigh alike."""
+    """The figures on a set, or their mean over several sets of equal weight (Tab. 3 "Avg.")."""
     rows = [x.sets[name] for name in names]
     mean: dict[str, Any] = {}
     for key in ("avg", "pass", "maj", "boxed", "truncated", "tokens"):
@@ -99,9 +99,9 @@ def mean_figures(x: Evaluated, names: Sequence[str]) -> dict[str, Any]:
 
 
 def difference(ours: Evaluated, theirs: Evaluated, names: Sequence[str]) -> dict[str, Any]:
-    """Our mean score less theirs, paired by problem, with its interval.
+    """Our mean score minus theirs, paired by problem, with its interval.
 
-    The interval is None where the gaps of problems have no spread, or there are too few of them.
+    The interval is None if the difference is the same for all problems, or if they are too few.
     """
     gaps = [ours.scores_P(name) - theirs.scores_P(name) for name in names]
     low, high = bootstrap_interval(gaps)
@@ -112,7 +112,7 @@ def difference(ours: Evaluated, theirs: Evaluated, names: Sequence[str]) -> dict
 def comparison(evaluated: Sequence[Evaluated], names: Sequence[str]) -> dict[str, Any]:
     """The figures of evaluations on some sets, differences to the first, each run's best and last.
 
-    Of several sets all is on the mean over them, by which §4.1's best checkpoint is picked (S23).
+    For several sets we compare their mean, by which we also pick §4.1's best checkpoint (S23).
     """
     results: dict[str, dict] = {}
     runs: dict[str, list[Evaluated]] = {}
@@ -192,7 +192,7 @@ def compare(folders: Sequence[pathlib.Path]) -> None:
 
 
 def arguments(argv: Sequence[str] | None = None) -> list[pathlib.Path]:
-    """The FOLDERs of a command line; a mistake exits with code 2."""
+    """The FOLDERs of a command line; bad input exits with code 2."""
     parser = command.Parser("-m extras.compare", "FOLDER [FOLDER ...]", __doc__)
     about = "a run, a folder of evaluations, or one evaluation"
     parser.add_argument("folders", nargs="+", type=pathlib.Path, metavar="FOLDER", help=about)

@@ -5,13 +5,13 @@
     python eval.py Qwen/Qwen3-1.7B runs/trl_grpo/checkpoint-200
 
 Settings, the problems of each step, prompts, verdicts and stop ids are those of methods.grpo, and
-so is the gradient on the same solutions (tests/on_trl/test_grpo.py). TRL samples, makes advantages,
-loss and steps, logs and saves. Its flags that lay out a run may follow a lone --, by the rule of
-extras/on_trl.py. Only methods.grpo has --bank, --adapter and --loss-temperature.
+so is the gradient on the same solutions (tests/on_trl/test_grpo.py). TRL samples, computes the
+advantages and the loss, makes the steps, logs and saves. Some of its flags may follow a lone --, as
+in extras/on_trl.py. Only methods.grpo has --bank, --adapter and --loss-temperature.
 
 --checkpoint-every is TRL's save_steps, and eval.py takes OUT/checkpoint-N. OUT/config.json has the
-run's settings: the same command goes on after the newest checkpoint that is whole. It needs
-extras/requirements.txt.
+run's settings: the same command continues after the newest checkpoint that is whole. This program
+needs extras/requirements.txt.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from methods import grpo
 
 @dataclass(frozen=True)
 class Settings(on_trl.OnTRL, grpo.GRPOConfig):
-    """The settings of methods.grpo, and what TRL needs to know."""
+    """The settings of methods.grpo, and those of a run on TRL."""
 
     program: ClassVar[str] = "-m extras.grpo_on_trl"
     not_offered: ClassVar[frozenset[str]] = grpo.GRPOConfig.not_offered.union(
@@ -59,7 +59,7 @@ def rewards(run: Run, prompts: list[str], completion_ids: list[list[int]], **_: 
 
 
 def inspect(cfg: Settings, world: distributed.World, held: contextlib.ExitStack) -> Start:
-    """Rank 0: the problems, and where the run of --out is; ValueError if this is no such run.
+    """Rank 0: the problems and the state of --out's run; ValueError if we may not continue it.
 
     TRL writes the trainer_state.json of a checkpoint last: without it the checkpoint is not whole.
     """
@@ -80,7 +80,7 @@ def inspect(cfg: Settings, world: distributed.World, held: contextlib.ExitStack)
 
 
 def load(words: Sequence[str], cfg: Settings, held: contextlib.ExitStack) -> tuple[Any, Start]:
-    """The trainer, and where its run is. words: TRL's flags."""
+    """The trainer, and the state that its run starts from. words: TRL's flags."""
     world = distributed.init(cfg.device)
     refuse_other_processes(cfg, world)
     start: Any = inspect(cfg, world, held) if world.main else None
@@ -106,7 +106,7 @@ def load(words: Sequence[str], cfg: Settings, held: contextlib.ExitStack) -> tup
         verifier=verifier,
         lm=outline,
         tokenizer=tokenizer,
-        stream=iter,  # TRL's
+        stream=iter,  # not used: TRL samples
     )
     refuse_long_prompts(run, grpo.shown)
     trainer = on_trl.Trainer(
@@ -122,7 +122,7 @@ def load(words: Sequence[str], cfg: Settings, held: contextlib.ExitStack) -> tup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code. In a folder with a run it continues."""
+    """The command; returns its exit code. If the folder has a run, it continues the run."""
     cfg, words = on_trl.command_line(argv, __doc__, Settings, {"short": grpo.SHORT})
     with contextlib.ExitStack() as held:
         with command.one_line_errors(cfg.program, *command.GIVEN):

@@ -3,21 +3,21 @@
     accelerate launch --config_file extras/fsdp2.yaml -m extras.on_trl --full --bank bank.json
     python -m extras.on_trl --bank bank.json -- --use_vllm --vllm_mode colocate
 
-The flags are those of sgsd.py. After a lone -- come TRL's, of which only those that lay out a run
-are admitted. It needs extras/requirements.txt. A step of SGSD is a policy gradient whose advantage
-differs from token to token,
+The flags are those of sgsd.py. After a lone -- come TRL's, but only those that lay out a run. The
+program needs extras/requirements.txt. A step of SGSD is a policy gradient whose advantage differs
+from token to token,
 
-    A_t = -T dL / d log p_S(y_t),
+    A_t = -T dL / d log p_S(y_t).
 
-by Eq. 20 that is T sum_k W_t^(k). So TRL's loss of type grpo, which takes the mean over a rollout's
+By Eq. 20 that is T sum_k W_t^(k). So TRL's loss of type grpo, which takes the mean over a rollout's
 T tokens, has SGSD's gradient as long as a batch is used for one step: its ratio is then 1. L is
-`sgsd.loss_of`, the function that sgsd.py trains by, and autograd takes its derivative: an edit of
-the method reaches both.
+`sgsd.loss_of`, by which sgsd.py trains, too, and autograd takes its derivative. So an edit of the
+method reaches both.
 
-TRL samples, shards and steps. All else is sgsd.py's: the run is a `lib.run.Run`, with the same
-folder, logs, problems in each step, bank and rules of going on. Only a checkpoint holds TRL's files
-(weights, optimizer), beside the bank and the digests. TRL's draws are its own, so a run cannot be
-repeated exactly.
+TRL samples, shards and makes the steps. All else is as in sgsd.py: the run is a `lib.run.Run`, with
+the same folder, logs, problems in each step, bank and rules for continuing. Only a checkpoint holds
+TRL's files (weights, optimizer), beside the bank and the digests. TRL makes its own random draws,
+so a run cannot be repeated exactly.
 
 Dimension key: B rollouts of a process, K teachers, T completion tokens, L places of a padded row.
 """
@@ -67,7 +67,7 @@ except ImportError as e:
 
 @dataclass(frozen=True)
 class OnTRL:
-    """What TRL needs to know besides a method's settings."""
+    """The settings that a run on TRL has besides those of its method."""
 
     groups: ClassVar[dict[str, str]] = {
         **config.GROUPS,
@@ -82,7 +82,7 @@ class OnTRL:
 
 @dataclass(frozen=True)
 class TRLConfig(OnTRL, Config):
-    """SGSD's settings, and what TRL needs to know."""
+    """SGSD's settings, and those of a run on TRL."""
 
     program: ClassVar[str] = "-m extras.on_trl"
     not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {"score_tokens", "checkpoint_above"}
@@ -94,7 +94,7 @@ class TRLConfig(OnTRL, Config):
     )
 
 
-# TRL's settings that may be given: they lay out a run, and change no gradient but by rounding.
+# TRL's settings that a user may give: they lay out a run, and change gradients only by rounding.
 LAYOUT = re.compile(
     r"use_vllm|vllm_(?!importance|structured)\w+|fsdp\w*|bf16|ddp_(?!timeout)\w+"
     r"|(no_)?(gradient|activation)_checkpointing|(gradient|activation)_checkpointing_kwargs"
@@ -104,7 +104,7 @@ LAYOUT = re.compile(
 
 
 class LayoutParser(HfArgumentParser):
-    """Of TRL's flags: a mistake is a ValueError."""
+    """The parser of TRL's flags; bad input is a ValueError."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"after --: {message}")
@@ -119,21 +119,21 @@ def settings_of(cfg: TRLConfig, words: Sequence[str], world: World) -> GRPOConfi
         cfg.batch_size,
         temperature=1.0,  # of the log-probabilities (S5)
         num_generations=cfg.batch_size,  # TRL asks for two or more
-        save_strategy="no",  # `Loop` says when
+        save_strategy="no",  # `Loop` decides when to save
         logging_strategy="no",
         report_to="none",
     )
-    args.num_generations = 1  # one solution a problem: teachers give the signal, no group does
+    args.num_generations = 1  # one solution a problem: teachers give the signal, not a group
     return args
 
 
 def trl_settings(
     cfg: Any, words: Sequence[str], world: World, solutions: int, **method: Any
 ) -> GRPOConfig:
-    """TRL's settings for a run; ValueError for what would train otherwise or fail later.
+    """TRL's settings for a run; ValueError for flags that change the training or fail later.
 
-    words: TRL's flags of the command line, of which only those of LAYOUT are admitted. solutions:
-    their number in a step, over all processes. method: more of TRL's settings.
+    words: TRL's flags of the command line, of which we accept only those of LAYOUT. solutions: the
+    number of solutions in a step, over all processes. method: more of TRL's settings.
     """
     for word in words:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
@@ -178,10 +178,10 @@ def trl_settings(
 
 
 def dtype_of(cfg: Any, args: GRPOConfig) -> str:
-    """What the model is loaded in; ValueError for weights in bf16 that must be in fp32.
+    """The dtype in which we load the model; ValueError for bf16 where weights must be in fp32.
 
-    A step of 5e-6 is lost in bf16, so what learns is in fp32 (S22). For vLLM TRL adds adapters to
-    their base at each step and subtracts them again: in bf16 that changes the base (trl#6688).
+    A step of 5e-6 is lost in bf16, so what learns is in fp32 (S22). For vLLM, TRL adds adapters to
+    their base at each step, and then subtracts them: in bf16 that changes the base (trl#6688).
     """
     needs_fp32 = cfg.full or args.use_vllm
     if cfg.dtype == "auto":
@@ -197,8 +197,8 @@ def dtype_of(cfg: Any, args: GRPOConfig) -> str:
 class Trainer(GRPOTrainer):
     """GRPOTrainer with our problems in their order, prompts and stop ids, sharded or not.
 
-    run: its model may be an outline as yet: TRL loads `lm`, a name or a model, and the run gets it.
-    reward: as TRL calls it. kwargs: of GRPOTrainer, such as `peft_config`.
+    run: its model may still be an outline. TRL loads `lm`, a name or a model, and the run gets it.
+    reward: TRL's reward function. kwargs: of GRPOTrainer, such as `peft_config`.
     """
 
     args: Any
@@ -207,7 +207,7 @@ class Trainer(GRPOTrainer):
 
     def __init__(self, run: Any, args: Any, lm: Any, reward: Any, **kwargs: Any):
         self.run = run
-        # All steps are one epoch (line 2): TRL's sampler begins each start with the first's order.
+        # All steps are one epoch (line 2): TRL's sampler restarts with the first epoch's order.
         data: list[dict] = []
         for step in range(1, run.cfg.steps + 1):
             batch = problems.minibatch(run.problems, run.cfg.batch_size, step, run.cfg.seed)
@@ -223,16 +223,16 @@ class Trainer(GRPOTrainer):
         )
         self.eos_token_ids = run.stops
         run.lm = model.causal_lm(self.model)
-        model.remove_dropout(self.model)  # TRL's disable_dropout leaves floats
+        model.remove_dropout(self.model)  # TRL's disable_dropout skips floats
         self.refuse_what_fails_later()
-        # TRL's head rounds to bf16; eps_a is .05 nats, and bf16 errs by up to .1.
+        # TRL's head rounds to bf16, with errors of up to 0.1 nats; eps_a is 0.05 nats.
         add_fused_lm_head(
             run.lm, self.temperature, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy")
         )
         self.set_up_shards()
 
     def refuse_what_fails_later(self) -> None:
-        """ValueError for shards that fail in the end, rows that take in their padding, and NaN."""
+        """ValueError for FSDP that fails in the end, a model that reads left padding, and NaN."""
         if self.accelerator.distributed_type == DistributedType.FSDP:
             kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)
             if not self.accelerator.is_fsdp2 or "FULL" not in kind:
@@ -240,7 +240,7 @@ class Trainer(GRPOTrainer):
         lm, cfg = self.run.lm, self.run.cfg
         is_elsewhere = lm.device.type == "cpu" and cfg.attn == "flash_attention_2"
         if is_elsewhere or not self.run.world.main:
-            return  # shards reach the GPUs, and other processes get weights, when training begins
+            return  # GPUs get their shards, and other ranks weights, only when training begins
         try:
             model.refuse_not_finite(lm.named_parameters())
             if not model.ignores_left_padding(lm):
@@ -249,12 +249,12 @@ class Trainer(GRPOTrainer):
             raise ValueError(f"--model {cfg.model}: {e}; take another model") from None
 
     def set_up_shards(self) -> None:
-        """What FSDP2 does not do of itself."""
+        """Set up what FSDP2 does not do by itself."""
         if self.accelerator.distributed_type != DistributedType.FSDP:
             return
         # Completions end at different lengths, and each forward pass is a collective.
         self.model.generate = functools.partial(self.model.generate, synced_gpus=True)
-        # accelerate lets it sum gradients in bf16, and round all that the model returns to bf16,
+        # accelerate makes it sum gradients in bf16, and round all that the model returns to bf16,
         # log-probabilities too.
         plugin = self.accelerator.state.fsdp_plugin
         if plugin.mixed_precision_policy is not None:
@@ -277,7 +277,7 @@ class Trainer(GRPOTrainer):
             raise command.UserError(f"--vllm_max_model_length {most}: {fix}")
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, in which `generate` fills in nothing from the model's own generation_config."""
+        """As in TRL, but `generate` takes nothing from the model's own generation_config."""
         lm = self.run.lm
         own, lm.generation_config = lm.generation_config, GenerationConfig()
         try:
@@ -286,10 +286,10 @@ class Trainer(GRPOTrainer):
             lm.generation_config = own
 
     def _get_grad_norm(self, lm: Any, grad_norm: Any = None) -> Any:
-        """The norm before clipping. Where it is not finite no gradient stays: AdamW makes no step.
+        """The norm before clipping. If it is not finite, we drop all gradients: AdamW does nothing.
 
-        The norm is that of all processes. Their gradients may not tell: clipping by an infinite
-        norm leaves zeros where they were finite.
+        The norm is that of all processes. A process's own gradients may not tell: clipping by an
+        infinite norm turns finite gradients to zeros.
         """
         norm = super()._get_grad_norm(lm, grad_norm)
         self.norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -307,9 +307,9 @@ class SGSDTrainer(Trainer):
     def __init__(self, run: "RunOnTRL", args: Any, lm: Any, **kwargs: Any):
         # TRL asks for rewards; the advantages are our own.
         super().__init__(run, args, lm, lambda prompts, **_: [0.0] * len(prompts), **kwargs)
-        args.output_dir = str(run.out / "checkpoints/.trl.tmp")  # for a checkpoint on its way
+        args.output_dir = str(run.out / "checkpoints/.trl.tmp")  # TRL's place for a checkpoint
         run.stream = self.stream
-        self.remove_callback(PrinterCallback)  # of TRL's own numbers, with a reward of 0
+        self.remove_callback(PrinterCallback)  # it prints TRL's numbers, with a reward of 0
         self.add_callback(Loop(self))
 
     # ------------------------------------------------------------------------------ a batch
@@ -329,7 +329,7 @@ class SGSDTrainer(Trainer):
             completions += [roll.completion_ids] * (1 + len(pairs_K))
         logps = iter(self.score(contexts, completions))
         A_BT = torch.zeros(output["completion_ids"].shape, device=run.device)
-        self.rows: list[dict] = []  # of rollouts.jsonl, of this step and process
+        self.rows: list[dict] = []  # rows of rollouts.jsonl, of this step and process
         for b, (row, roll, pairs_K) in enumerate(zip(inputs, rolls, pairs_BK)):
             logpS_T = next(logps)
             logpT_KT = torch.stack([next(logps) for _ in pairs_K])
@@ -343,8 +343,8 @@ class SGSDTrainer(Trainer):
     def score(self, contexts: list[list[int]], completions: list[list[int]]) -> list[Tensor]:
         """log p of each row's completion under its context, fp32 nats [T] (Eqs. 4 and 5).
 
-        Rows of similar length go together, padded on the right (D6), score_rows at a time: so all
-        processes make equally many passes, which under sharding are collectives.
+        We take rows of similar length together, padded on the right (D6), score_rows at a time. So
+        all processes make equally many passes, which under sharding are collectives.
         """
         logps: dict[int, Tensor] = {}
         size = self.run.cfg.score_rows
@@ -383,28 +383,28 @@ class SGSDTrainer(Trainer):
     # ------------------------------------------------------------------------------- its end
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, in a folder of its own; the run moves it to its place among the checkpoints."""
+        """As in TRL, but in a temporary folder; the run moves the checkpoint to its own place."""
         folder = pathlib.Path(self.args.output_dir)
         try:
             super()._save_checkpoint(*args, **kwargs)
-        except Exception as e:  # for a full disk torch and safetensors have kinds of their own
+        except Exception as e:  # torch and safetensors raise other kinds for a full disk
             raise OSError(f"{folder}: {e}") from None
         distributed.barrier(self.run.world)  # each process has written its own files
         self.run.save()
         if self.run.world.main:
             shutil.rmtree(folder)
             checkpoints = [*files.by_step(folder.parent).values()]
-            for old in checkpoints[: -self.run.cfg.keep_last]:  # none of them if it is 0
+            for old in checkpoints[: -self.run.cfg.keep_last]:  # none if keep_last is 0
                 shutil.rmtree(old)
 
     # ------------------------------------------------------------------------------- the bank
 
     def stream(self, jobs: list[Job], sampling: Sampling, rows: int) -> Iterator[list[Job]]:
-        """In the place of `rollout.stream`, for the bank's writer; vLLM takes all jobs at once.
+        """Replaces `rollout.stream` for the bank's writer; vLLM takes all jobs at once.
 
-        Under sharding all processes must call `generate` equally often, and with vLLM with equally
-        many prompts and one limit: a process with fewer jobs repeats a prompt, or a stop id. The
-        limit is at most what the context leaves the longest prompt.
+        Under sharding all processes must call `generate` equally often; with vLLM also with equally
+        many prompts and the same limit. So a process with fewer jobs repeats a prompt, or a stop
+        id. The limit is at most what the context leaves after the longest prompt.
         """
         sizes = [(len(job.prompt), job.tokens_left) for job in jobs]
         sizes_of_ranks = distributed.all_gather(sizes, self.run.world)
@@ -422,7 +422,7 @@ class SGSDTrainer(Trainer):
             yield turn
 
     def decode(self, prompts: list[list[int]], sampling: Sampling, limit: int) -> list[list[int]]:
-        """Completions of prompts by the present policy, with other settings than a step's."""
+        """Completions of prompts by the present policy, with other sampling than in a step."""
         self.refuse_beyond_engine(prompts, 1)
         drawn: dict[str, Any] = {
             "temperature": sampling.temperature,
@@ -451,7 +451,7 @@ class SGSDTrainer(Trainer):
 
 
 def rollouts_of(run: Run, texts: list[str], completions: list[list[int]]) -> list[Rollout]:
-    """Judged solutions of problems, by the ids that TRL trains on. texts: of the problems."""
+    """The rollouts of problems, with the ids that TRL trains on. texts: of the problems."""
     problem_of, jobs = {x.problem: x for x in run.problems}, []
     for text, ids in zip(texts, completions):
         prompt = sgsd.student_prompt(run, text)
@@ -464,13 +464,13 @@ def rollouts_of(run: Run, texts: list[str], completions: list[list[int]]) -> lis
 
 
 class Loop(TrainerCallback):
-    """What `sgsd.train` does around its steps, around TRL's."""
+    """Does around TRL's steps what `sgsd.train` does around its own."""
 
     def __init__(self, trainer: SGSDTrainer):
         self.trainer, self.run = trainer, trainer.run
 
     def set_rate(self, step: int) -> None:
-        """The learning rate of a step (S7); TRL's scheduler follows that of its checkpoint."""
+        """Set the learning rate of a step (S7). TRL's scheduler follows its checkpoint's rate."""
         cfg = self.run.cfg
         for group in self.run.optimizer.param_groups:
             group["lr"] = cfg.learning_rate * (1 - (step - 1) / cfg.steps)
@@ -492,7 +492,7 @@ class Loop(TrainerCallback):
         run, rows = self.run, distributed.gathered(self.trainer.rows, self.run.world)
         run.clock.lap("opt")
         run.step = state.global_step
-        self.set_rate(run.step)  # the scheduler has set the next one, and the log is of this step
+        self.set_rate(run.step)  # the scheduler has set the next one; we log this step's
         if run.cfg.evolves:
             run.bank.remember(rows)  # W of Algorithm 4
         run.log(rows, self.trainer.norm)
@@ -501,7 +501,7 @@ class Loop(TrainerCallback):
         run.signals.in_step = control.should_save
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.trainer.is_stopped or should_stop(self.run):  # now, or during the save
+        if self.trainer.is_stopped or should_stop(self.run):  # before or during the save
             self.trainer.is_stopped = control.should_training_stop = True
             return
         self.run.signals.in_step = False
@@ -519,14 +519,14 @@ class RunOnTRL(Run):
     trainer: Any = None
 
     def save_weights(self, folder: pathlib.Path) -> None:
-        """Move what the trainer has written of the last step to a checkpoint's folder."""
+        """Move the trainer's own checkpoint of the last step to this folder."""
         pathlib.Path(self.trainer.args.output_dir, f"checkpoint-{self.step}").rename(folder)
 
 
 def load(
     words: Sequence[str], cfg: TRLConfig, world: World, start: Start, held: contextlib.ExitStack
 ) -> RunOnTRL:
-    """In the place of `lib.run.load_run`. words: TRL's flags of the command line."""
+    """Replaces `lib.run.load_run`. words: TRL's flags of the command line."""
     if start.bank is None or not cfg.steps:
         raise ValueError("--bank and --steps are needed; sgsd.py --steps 0 makes a bank alone")
     with reading(start.checkpoint):
@@ -542,12 +542,12 @@ def load(
         verifier=verifier,
         lm=outline,
         tokenizer=tokenizer,
-        stream=iter,  # the trainer's
+        stream=iter,  # the trainer replaces it
         embed=embed,
     )
     run.trainer = SGSDTrainer(run, args, outline.name_or_path, peft_config=lora)
     if cfg.adapter and not start.checkpoint:
-        if world.main:  # others may have no weights yet
+        if world.main:  # the other ranks may have no weights yet
             model.restore(cfg.adapter, run.trainer.model)
         distributed.broadcast_parameters(model.trained(run.lm).values(), world)
     return run
@@ -560,7 +560,7 @@ def load_outline(cfg: Any) -> tuple[Any, Any]:
     if not cfg.full and kinds & {"experts", "mamba"}:
         rule = "adapters would not reach its experts or Mamba layers (S7)"
         raise ValueError(f"--model {cfg.model}: {rule}; train all weights by --full")
-    model.load_model(cfg.model, "meta")  # TRL lets transformers make up a weight that is missing
+    model.load_model(cfg.model, "meta")  # refuses missing weights, which TRL would let pass
     return outline, tokenizer
 
 
@@ -579,7 +579,7 @@ def lora_of(cfg: Any, start: Start) -> LoraConfig | None:
 
 
 def train(run: Any) -> int:
-    """All steps that are left; the exit code."""
+    """Make all steps that are left; returns the exit code."""
     run.trainer.train(files.by_step(run.out / "checkpoints").get(run.step))
     return 130 if run.trainer.is_stopped else 0
 
@@ -593,16 +593,16 @@ def command_line(
     """The settings of a command line, as `command.parse` takes it, and TRL's flags after a --."""
     words = [*(sys.argv[1:] if argv is None else argv)]
     end = words.index("--") if "--" in words else len(words)
-    if any("vllm" in word for word in words[end:]):  # whose sleep mode admits no others
+    if any("vllm" in word for word in words[end:]):  # vLLM's sleep mode refuses expandable segments
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    # TRL and PEFT call by names that transformers 5.24 deprecates.
+    # TRL and PEFT use names that transformers 5.24 deprecates.
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
     cfg = command.parse(words[:end], about, kind, config.presets_of(kind), variants)
     return cfg, words[end + 1 :]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code. In a folder with a run it continues."""
+    """The command; returns its exit code. If the folder has a run, it continues the run."""
     cfg, words = command_line(argv, __doc__, TRLConfig)
     with RunOnTRL.open(
         cfg,

@@ -4,7 +4,7 @@
     python -m extras.report runs/a runs/b --out both.html      overlays the curves of two runs
 
 A run may be finished or still going. The page is report_template.html with the data in it as JSON;
-its script draws plain SVG and needs neither a network nor a build. Every call counts the run's
+its script draws plain SVG and needs neither a network nor a build. Every call also writes the run's
 ledger.json anew.
 """
 
@@ -32,8 +32,8 @@ from extras import compare
 from extras.compare import Evaluated
 from lib import command, config, files, runlog
 
-SHOWN = 8  # of the audited rollouts of each step, on the page
-WINDOW_PROBLEMS = 100  # of the steps that are taken together as a run's first, and as its last
+SHOWN = 8  # audited rollouts of each step on the page, at most
+WINDOW_PROBLEMS = 100  # problems in the steps that we take together as a run's first, or its last
 
 OF_TEACHER = ("rho", "a", "a_plain", "alpha", "losses")  # numbers of a row, one for each teacher
 
@@ -42,7 +42,7 @@ Ledger = dict[tuple[str, str], dict]  # by kind and id
 
 
 def arguments(argv: Sequence[str] | None = None) -> Namespace:
-    """The command line's settings; a mistake exits with code 2."""
+    """The command line's settings; bad input exits with code 2."""
     usage = "RUN [RUN ...] [--FLAG VALUE ...]"
     parser = command.Parser("-m extras.report", usage, __doc__)
     add = parser.add_argument
@@ -53,7 +53,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
 
 
 def number(x: Any, digits: int = 6) -> Any:
-    """A number for the page: so many significant digits, None for nan and inf; others unchanged."""
+    """For the page: floats to `digits` significant digits, nan and inf as None, all else as is."""
     if isinstance(x, float):
         return float(f"{x:.{digits}g}") if math.isfinite(x) else None
     return x
@@ -68,7 +68,7 @@ def load_banks(run: pathlib.Path) -> Banks:
 
 
 def about(run: pathlib.Path) -> dict[str, Any]:
-    """A run's config.json; ValueError where there is none."""
+    """A run's config.json; ValueError if there is none."""
     if not run.is_dir():
         raise ValueError(f"{run}: no such folder; give a run such as runs/sgsd")
     read = files.read_json(run / "config.json")
@@ -90,7 +90,7 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
     ValueError where a rollout used an entry that is in no version of the bank.
     """
     rows: Ledger = {}
-    centred: dict[tuple[str, str], dict[str, list[float]]] = {}  # of each entry, by outcome
+    centred: dict[tuple[str, str], dict[str, list[float]]] = {}  # by entry and outcome
     for step, bank in banks.items():
         for kind in skills.KINDS:
             for entry in bank.collection(kind):
@@ -99,7 +99,7 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
                 row["last"] = step
     for roll in rollouts:
         outcome = "success" if roll["r"] > 0 else "failure"
-        # A baseline's pairs need not teach, and a method may have other numbers of its teachers.
+        # A baseline's pairs need not be teachers, and a method may have more or fewer teachers.
         is_decided = len(roll.get("rho", [])) == len(roll["pairs"])
         is_compared = len(roll.get("a", [])) == len(roll["pairs"]) > 1
         mean = statistics.fmean(roll["a"]) if is_compared else math.nan
@@ -132,11 +132,11 @@ def uncounted(kind: str, id_: str, entry: dict, step: int) -> dict[str, Any]:
 def contrast(success: Sequence[float], failure: Sequence[float]) -> list[float] | None:
     """An entry's contrast with its 95% interval, in nats a token.
 
-    Of a rollout with K teachers let c_k = a_k - mean of a: the other teachers of the same solution
-    are the control for its style and its difficulty. The contrast is the mean of c over successes
-    less the mean over failures, of the rollouts that had the entry. Above 0: it makes right
-    solutions likelier, beside wrong ones, more than the other entries do.
-    success, failure: values of c. None unless both have two.
+    For a rollout with K teachers let c_k = a_k - mean of a: the other teachers of the same solution
+    are the control for its style and its difficulty. The contrast is the mean of c over the
+    successes that had the entry, minus the mean over such failures. Above 0, the entry makes right
+    solutions likelier, relative to wrong ones, more than other entries do.
+    success, failure: values of c. None unless both have two or more.
     """
     if min(len(success), len(failure)) < 2:
         return None
@@ -154,13 +154,13 @@ def named(row: dict) -> list[str]:
 
 
 def history(banks: Banks, rows: Ledger) -> list[dict]:
-    """What each version changed of the one before: an entry's mark, kind and fields.
+    """What each version of the bank changed: the mark, kind and fields of the entries.
 
-    The marks: "start" in the first version; later "new" and "dropped". The sizes are those of
+    The marks are "start" in the first version, and "new" or "dropped" later. The sizes count
     skills, mistakes and dynamic entries.
     """
     events: list[dict] = []
-    count = 0  # of evolutions before this version; the success gate may have stopped its own
+    count = 0  # evolutions before this version, which has none itself if the success gate closed
     for before, (step, bank) in zip([None, *banks], banks.items()):
         updates = updates_of(bank)
         update = updates[-1] if events and len(updates) > count else {}
@@ -207,7 +207,7 @@ def teachers(row: dict, tokens: dict, rows: Ledger) -> list[dict]:
 def gate_view(row: dict, tokens: dict, rows: Ledger) -> dict:
     """One audited rollout for the page: its teachers' decisions, its tokens' gaps and credits.
 
-    row, tokens: its lines in rollouts.jsonl and tokens.jsonl.
+    row, tokens: its rows of rollouts.jsonl and tokens.jsonl.
     """
     view = {"loss": number(row["loss"]), "teachers": teachers(row, tokens, rows)}
     for name in ("step", "index", "problem_id", "problem", "gold", "pred", "r", "truncated"):
@@ -219,7 +219,7 @@ def gate_view(row: dict, tokens: dict, rows: Ledger) -> dict:
 
 
 def in_words(view: dict, eps_a: float, shown: list[dict]) -> str:
-    """A solution in the terminal: problem, verdict, and what became of some of its teachers."""
+    """A solution for the terminal: problem, verdict, and what we do with some of its teachers."""
     solution = re.sub(r"<\|.*?\|>", "", "".join(view["text"])).replace("\n", f"\n{' ' * 13}")
     verdict = "right" if view["r"] > 0 else "wrong"
     cut = "; it was cut at the length limit" if view["truncated"] else ""
@@ -254,16 +254,16 @@ def printable(text: str) -> str:
 def summary(
     run: pathlib.Path, settings: dict[str, Any], metrics: list[dict], banks: Banks
 ) -> list[list[str]]:
-    """A run in numbers: rows of a label, a cell of its first steps and one of its last.
+    """A run in numbers: rows with a label, a cell for its first steps and one for its last.
 
-    The first row is the heading. A step has few problems, so steps are taken together that have
-    100, at most half of all. A run of no steps has a bank alone: its last row says where.
+    The first row is the heading. A step has few problems, so a cell covers as many steps as have
+    100, at most half of all. A run without steps has only a bank: the last row says where.
     """
     steps, source = settings["steps"], "/".join(pathlib.Path(settings["data"]).parts[-2:])
     heading = f"{metrics[-1]['step'] if metrics else 0} of {steps} steps on {source}"
     rows = [[heading]]
     size = min(math.ceil(WINDOW_PROBLEMS / settings["batch_size"]), len(metrics) // 2) or 1
-    parts = [metrics[:size], metrics[-size:]][: len(metrics)]  # one, if there is one step
+    parts = [metrics[:size], metrics[-size:]][: len(metrics)]  # one part if there is one step
     rows[0] += map(in_steps, parts)
     columns = [numbers_of(part) for part in parts]
     for label in columns[0] if columns else []:
@@ -276,7 +276,7 @@ def summary(
 
 
 def numbers_of(steps: list[dict]) -> dict[str, str]:
-    """What the table says of some steps. steps: their lines of metrics.jsonl."""
+    """The table's cells for some steps, by label. steps: their rows of metrics.jsonl."""
     fates = [f"rho_{fate}" for fate in runlog.FATE.values()]
     mean = {}
     for name in ("success", "truncated", "completion_tokens", *fates):
@@ -328,8 +328,8 @@ def in_columns(rows: list[list[str]]) -> str:
 def evaluations(run: pathlib.Path) -> dict[tuple[str, str], list[Evaluated]]:
     """The evaluations of a run's base model (step 0) and checkpoints, in order (Figs. 2 and 4).
 
-    By set, and " + skills" where the prompt has them. Left out is what the last one cannot be
-    compared with, such as another base model, and checkpoints of other runs.
+    Keys: the set, and " + skills" if prompts have them. We leave out evaluations that cannot be
+    compared with the last one, such as another base model's, and checkpoints of other runs.
     """
     curves: dict[tuple[str, str], list[Evaluated]] = {}
     for x in compare.evaluations_in(run / "eval"):
@@ -350,14 +350,14 @@ def points_of(run: pathlib.Path) -> list[dict]:
         for x in inside:
             k = x.samples_per_problem(name)
             point = {"set": f"{name}{skilled}", "step": x.step, "samples": k}
-            for figure in ("avg", "avg_low", "avg_high"):  # no interval of few or equal scores
+            for figure in ("avg", "avg_low", "avg_high"):  # few or equal scores have no interval
                 point[figure] = number(x.sets[name][figure])
             points.append(point)
     return points
 
 
 def collect(run: pathlib.Path) -> dict:
-    """The page's data of a run. Writes its ledger.json. ValueError where there is no run."""
+    """The page's data of a run. Writes its ledger.json. ValueError if there is no run."""
     record = about(run)
     settings = asdict(config.Config()) | record["settings"]
     # A run that is still going writes a step's metrics first, then rollouts, then tokens.
@@ -381,7 +381,7 @@ def collect(run: pathlib.Path) -> dict:
     has_gate = "tau_g" in record["settings"]
     gate = [x, sgsd.gated_loss(x, tau_g), sgsd.gate_grad(x, tau_g)]
     noise = float(sgsd.gate_grad(torch.tensor(eps_a, dtype=torch.float64), tau_g))
-    # The run's and not a rollout's. A credit's are those of a rollout with one unmasked token.
+    # All rollouts of the run share them. For the credit, we assume one unmasked token in a rollout.
     bounds = {"delta": colour_bounds(eps_a, settings["c_delta"])}
     bounds["credit"] = colour_bounds(noise, float(gate[2].max()))
     return {
@@ -402,9 +402,10 @@ def collect(run: pathlib.Path) -> dict:
 
 
 def colour_bounds(noise: float, full: float) -> list[float]:
-    """Five bounds of a colour's six strengths, from noise to the full colour by equal factors.
+    """The five bounds between six strengths of a colour, from noise to full, by equal factors.
 
-    So what barely exceeds the noise and what is large differ. Noise is at most a tenth of the full.
+    So a value just above the noise looks different from a large one. We take the noise as at most a
+    tenth of the full value.
     """
     least = min(noise, full / 10) or full / 1000
     return [number(least * (full / least) ** (i / 4)) for i in range(5)]
@@ -416,7 +417,7 @@ def dump(obj: object) -> str:
 
 
 def rank(view: dict) -> tuple[int, int]:
-    """How many fates a rollout's teachers have, and how many teachers are not ignored."""
+    """How many different fates a rollout's teachers have, and how many are not ignored."""
     rho_K = [teacher.get("rho", 0) for teacher in view["teachers"]]
     return len({*rho_K}), sum(map(abs, rho_K))
 
@@ -450,7 +451,7 @@ def print_runs(data: list[dict]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    command.Signals()  # each ends at once
+    command.Signals()  # a signal ends the command at once
     args = arguments(argv)
     with command.one_line_errors("report", *command.GIVEN):
         runs = args.runs

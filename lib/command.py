@@ -1,4 +1,4 @@
-"""The command line of every program: its flags, a mistake as one line, and signals."""
+"""The command line of every program: its flags, errors in one line, and signals."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ VERSION = "0.1.0"  # of the project: --version prints it
 
 
 class UserError(ValueError):
-    """A mistake in the user's input that shows only after all of it was read."""
+    """Bad input that shows only after all input was read."""
 
 
 GIVEN = (ValueError, OSError, ImportError)  # what reading a user's input may raise
@@ -26,10 +26,10 @@ LATER = (OSError, UserError)  # what may go wrong later, such as a full disk or 
 
 
 def fail(program: str, message: str) -> NoReturn:
-    """Print a mistake as one line, and end this process with exit code 2.
+    """Print an error as one line, and end this process with exit code 2.
 
-    Often all processes have the same one. At the first exit torchrun ends the others, so all but
-    rank 0 wait before they print: what a rank then still has to say is its own.
+    Often all ranks have the same error. At the first exit torchrun ends the others, so all but rank
+    0 wait before they print: what a rank then still prints is an error of its own.
     """
     name = program.removesuffix(".py").replace(".", " ").split()[-1]
     if not is_first_rank():
@@ -41,9 +41,9 @@ def fail(program: str, message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def one_line_errors(program: str, *kinds: type[Exception]) -> Iterator[None]:
-    """An error of these kinds is one line and exit code 2; any other is a bug, with its traceback.
+    """Turn errors of these kinds into one line and exit code 2. Others are bugs: a traceback.
 
-    kinds: GIVEN where the user's input is read, else LATER.
+    kinds: GIVEN while the input is read, LATER after that.
     """
     try:
         yield
@@ -57,19 +57,19 @@ def one_line_errors(program: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 class Signals:
-    """Ctrl-C and SIGTERM: each ends the process with 130, but in a step the first one waits.
+    """Ctrl-C and SIGTERM end the process with exit code 130, but in a step the first one waits.
 
-    Within a second a signal counts as the same one: torchrun passes on what the terminal has sent.
+    Signals within a second count as one, because torchrun repeats what the terminal has sent.
     """
 
     def __init__(self) -> None:
         self.in_step = False  # from a step's beginning to its save
-        self.first = 0.0  # when the first one of a step came, on a monotonic clock; 0: none did
+        self.first = 0.0  # time of a step's first signal, on a monotonic clock; 0: none came
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.receive)
 
     def receive(self, *_: object) -> None:
-        """Note a signal, or end. Printing may be what it interrupts, so it writes."""
+        """Note a signal, or end the process. It may interrupt a print, so we use os.write."""
         now, line = time.monotonic(), b"\nInterrupted. Run the same command to continue.\n"
         waits = self.in_step and now - (self.first or now) <= 1
         if waits:
@@ -87,10 +87,10 @@ def is_first_rank() -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags that are never abbreviated, @FILE for more of them, --version, mistakes in one line.
+    """A parser of whole flag names, with @FILE for more flags, --version, and errors in one line.
 
-    about: a docstring; its first line and its commands stand in --help. The lines of FILE are
-    split as a shell splits them, and # begins a comment.
+    about: a docstring; --help shows its first line and its commands. The lines of FILE are split as
+    a shell splits them, and # begins a comment.
     """
 
     def __init__(self, program: str, usage: str, about: str | None, **settings: Any):
@@ -126,11 +126,11 @@ def parse(
     presets: dict[str, dict[str, Any]] | None = None,
     variants: dict[str, dict[str, Any]] | None = None,
 ) -> Any:
-    """The settings of a command line; a mistake exits with code 2.
+    """The settings of a command line; bad input exits with code 2.
 
     about: a program's docstring, for --help. kind: a class of settings, as lib/config.py has them.
-    presets: other defaults by the name that --preset takes. variants: other defaults where a
-    setting is given. A flag overrides the preset, and that overrides those.
+    presets: other defaults, by the name for --preset. variants: other defaults, by the setting that
+    brings them if it is given. A flag overrides the preset, and the preset overrides variants.
     """
     parser = parser_of(about, kind, presets or {})
     try:

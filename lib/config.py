@@ -1,6 +1,6 @@
 """Settings: frozen dataclasses, from which lib/command.py makes the flags.
 
-A field that the paper or a decision (S..., D...) settles names it.
+If the paper or a decision (S..., D...) settles a field, the field's help names that source.
 """
 
 import math
@@ -9,7 +9,7 @@ import pathlib
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
-GROUPS = {  # of --help, in order; a setting that stands in none is the method's own
+GROUPS = {  # the groups of --help, in order; a setting in none of them is the method's own
     "what is evaluated": "paths skills num_skills",
     "the run": "out seed steps checkpoint_every",
     "the model": "model adapter lora_rank lora_alpha device dtype attn",
@@ -26,7 +26,7 @@ GROUPS = {  # of --help, in order; a setting that stands in none is the method's
     " report_to",
 }
 
-# Settings without a part in a method that makes no bank of its own.
+# Settings that have no effect in a method that makes no bank of its own.
 OF_COLD_START = "cold_start cold_start_temperature cold_start_tokens cold_start_thinking server"
 NO_COLD_START = frozenset(OF_COLD_START.split())
 
@@ -38,16 +38,16 @@ def flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a setting is, whatever its default is in a class."""
+    """What a setting may be, in every class that has it."""
 
-    help: str  # with its source
+    help: str  # what the setting does, and its source
     value_type: type
     choices: tuple[str, ...]
-    least: float | None  # without one a number must be > 0
+    least: float | None  # None: a number must be > 0
     most: float
 
     def fault(self, value: Any) -> str:
-        """What is wrong with a value, "" for nothing."""
+        """What is wrong with a value; "" if nothing is."""
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}"
         if self.value_type in (int, float):
@@ -66,7 +66,7 @@ def setting(
     least: float | None = None,
     most: float = math.inf,
 ) -> Any:
-    """A setting: its default, and its `Rule`. A subclass writes another default alone."""
+    """A setting: its default, and its `Rule`. A subclass may write just another default."""
     rule = Rule(help, type(default), choices, least, most)
     return field(default=default, metadata={"rule": rule})
 
@@ -79,12 +79,12 @@ SETS = "aime24", "aime25", "hmmt25"
 
 @dataclass(frozen=True)
 class Common:
-    """What training and evaluation share: the evaluation that a run prints repeats its values."""
+    """The settings that training and evaluation share: a run's evaluation repeats its values."""
 
     program: ClassVar[str]
     groups: ClassVar[dict[str, str]] = GROUPS
-    not_offered: ClassVar[frozenset[str]] = frozenset()  # they have no part in it, and no flag
-    free: ClassVar[frozenset[str]] = frozenset()  # its own, that may differ when a run goes on
+    not_offered: ClassVar[frozenset[str]] = frozenset()  # no effect here, and so no flag
+    free: ClassVar[frozenset[str]] = frozenset()  # more settings that may change when a run goes on
 
     device: str = setting("auto", "auto takes CUDA where there is a GPU", DEVICES)
     dtype: str = setting("auto", "weights of the base; auto is bf16 on CUDA; App. F.1", DTYPES)
@@ -110,7 +110,7 @@ class Common:
 
     @classmethod
     def rules(cls) -> dict[str, Rule]:
-        """Each setting's rule. A subclass may write a default alone, and keeps the rule.
+        """Each setting's rule. A subclass that writes just another default keeps the rule.
 
         TypeError for a default without an annotation: dataclasses would ignore it.
         """
@@ -125,7 +125,7 @@ class Common:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Settings from names and values, where argparse and JSON have lists for tuples."""
+        """Settings from names and values. The lists of argparse and JSON become tuples."""
         tuples: dict[str, Any] = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
         return cls(**{**values, **tuples})
 
@@ -254,7 +254,7 @@ class Config(Common):
 
     @property
     def bank_rows(self) -> int:
-        """Most seed solutions and replies of the bank's writer that are decoded at a time."""
+        """Maximum number of seed solutions, or of the writer's replies, decoded at a time."""
         return self.rollout_rows or 64
 
     @property
@@ -338,7 +338,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reply_tokens": 640,
         "max_new_tokens": 96,  # solutions have about 40 tokens
         "rollout_rows": 32,
-        "num_teachers": 4,  # more would be irrelevant
+        "num_teachers": 4,  # more pairs would be irrelevant
         "eps_a": 0.005,  # one token of 40 decides, so supports are small
         "learning_rate": 1e-3,  # best of three on validation problems
         "lora_rank": 16,  # the model has 0.7 million parameters
@@ -348,6 +348,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def presets_of(kind: type[Config]) -> dict[str, dict[str, Any]]:
-    """PRESETS, in which a method keeps an --out of its own."""
+    """PRESETS for a class of settings. A method that has its own --out keeps it."""
     own = {"out": kind.out} if kind.out != Config.out else {}
     return {name: {**preset, **own} for name, preset in PRESETS.items()}

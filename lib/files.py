@@ -17,10 +17,10 @@ LOCK = ".lock"  # in a folder that a command uses
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path, seconds: float = 60) -> Iterator[None]:
-    """Keep a folder to this process; ValueError if another one holds it for a minute.
+    """Lock a folder for this process; ValueError if another process holds it for a minute.
 
-    A job that is started again may wait for the one before to end. The system frees the lock when
-    the process ends, however it ends.
+    We wait because a restarted job may begin before the old one has ended. The system frees the
+    lock when the process ends, however it ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -44,11 +44,11 @@ def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
         yield tmp
         tmp.replace(path)
     except OSError as e:
-        raise OSError(f"{path}: {e}") from None  # a full disk names no file
+        raise OSError(f"{path}: {e}") from None  # the error of a full disk names no file
 
 
 def write_json(path: pathlib.Path, obj: object) -> None:
-    """Half of a surrogate pair, which UTF-8 cannot hold, is written as its JSON escape."""
+    """Write JSON. Half of a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape."""
     with whole(path) as tmp:
         text = json.dumps(obj, indent=2, ensure_ascii=False) + "\n"
         tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -78,7 +78,7 @@ def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
 
 
 def read_jsonl(path: pathlib.Path) -> Iterator[dict]:
-    """The rows of a .jsonl file, none where there is no file. A torn last line is left out.
+    """The rows of a .jsonl file; none if there is no file. A torn last line is left out.
 
     ValueError names the file and the line that is not JSON.
     """
@@ -94,7 +94,7 @@ def read_jsonl(path: pathlib.Path) -> Iterator[dict]:
 
 
 def steps_of(path: pathlib.Path) -> Iterator[tuple[int, int]]:
-    """Each row's step in a .jsonl file, and where the row ends, in bytes; none without a file.
+    """For each row of a .jsonl file its step and the byte where it ends; none without a file.
 
     ValueError names the file and the line that is not JSON, or has no step.
     """
@@ -108,19 +108,19 @@ def steps_of(path: pathlib.Path) -> Iterator[tuple[int, int]]:
 
 
 def end_of_step(path: pathlib.Path, last: int) -> int:
-    """Where the rows of the steps up to the last one end, in bytes. Steps are in order."""
+    """The byte where the rows of all steps up to `last` end. Steps are in order."""
     return max((end for step, end in steps_of(path) if step <= last), default=0)
 
 
 def of_step(folder: pathlib.Path, step: int, suffix: str = "") -> pathlib.Path:
-    """The checkpoint, or the version of the bank, of a step."""
+    """The path of a step's checkpoint, or of its version of the bank."""
     return folder / f"step_{step:06d}{suffix}"
 
 
 def by_step(folder: pathlib.Path) -> dict[int, pathlib.Path]:
     """The checkpoints, or the versions of the bank, in a folder by their steps, in order.
 
-    Any other name is nobody's.
+    Other files in the folder are ignored.
     """
     paths = {}
     for path in sorted(folder.glob("step_*")):
@@ -131,8 +131,8 @@ def by_step(folder: pathlib.Path) -> dict[int, pathlib.Path]:
 
 # ------------------------------------------------------------------------------------ digests
 
-DIGESTS = "digests.json"  # of a checkpoint, {file: sha256}: the last file that is written
-BANK = "bank.json"  # of a checkpoint: an evolution replaces it later, so no digest guards it
+DIGESTS = "digests.json"  # {file: sha256} of a checkpoint, which we write after its other files
+BANK = "bank.json"  # in a checkpoint; an evolution replaces it later, so it has no digest
 OF_A_MODEL = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
 BESIDE_A_MODEL = ("trainer.safetensors", BANK, DIGESTS)  # a checkpoint's other files
 
@@ -154,9 +154,9 @@ def is_of_a_model(file: pathlib.Path) -> bool:
 
 
 def tree_digest(name: str) -> str:
-    """A digest of what a file or a model's folder holds; the name itself where nothing is there.
+    """A digest of what a file or a model's folder holds; the name itself if nothing is there.
 
-    A checkpoint's bank and trainer do not count.
+    It leaves out a checkpoint's bank and trainer state.
     """
     path = pathlib.Path(name)
     if path.is_file():
@@ -178,13 +178,13 @@ def write_digests(folder: pathlib.Path) -> None:
 
 
 def digests_of(folder: pathlib.Path, needed: bool | None = False) -> dict[str, str]:
-    """A checkpoint's digests; none where it has no such file, unless one is needed."""
+    """A checkpoint's digests; {} if it has no digests.json, which is an error if `needed`."""
     file = folder / DIGESTS
     return read_json(file) if needed or file.exists() else {}
 
 
 def refuse_damaged(folder: pathlib.Path, digests: dict[str, str]) -> None:
-    """ValueError that names the first file of a checkpoint that lacks or is damaged."""
+    """ValueError that names the first file of a checkpoint that is missing or damaged."""
     for name, saved in digests.items():
         path = folder / name
         if not path.is_file():

@@ -32,10 +32,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-# Kinds of layers whose part of a `DynamicCache` has rows first, so that rows can leave and join.
+# Layers whose tensors in a `DynamicCache` have the rows first, so that rows can leave and join.
 LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
 LAYERS_WITH_STATES = {"linear_attention", "conv", "hybrid"}
-CHAT = [{"role": "user", "content": "xyzzy"}]  # which the ids of every chat must show
+CHAT = [{"role": "user", "content": "xyzzy"}]  # every chat template must keep this text
 
 
 # ---------------------------------------------------------------------------------------- loading
@@ -43,14 +43,14 @@ CHAT = [{"role": "user", "content": "xyzzy"}]  # which the ids of every chat mus
 
 @contextlib.contextmanager
 def _loading(kind: str, name: str) -> Iterator[str]:
-    """Where to load from: a directory's whole path, so that adapters find their base; or a hub id.
+    """Where to load from: a folder's absolute path, so that adapters find their base; or a hub id.
 
-    Whatever the block raises becomes a ValueError of one line: the libraries raise many kinds.
+    Any error in the block becomes a ValueError of one line, because the libraries raise many kinds.
     """
     logging.disable_progress_bar()
-    hub_logging.set_verbosity_error()  # offline it reports every retry
+    hub_logging.set_verbosity_error()  # else, offline, it reports every retry
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it prints a table of missing weights
+    logging.set_verbosity_error()  # else it prints a table of missing weights
     is_directory = Path(name).is_dir()
     place = name if is_directory else f"{name} (no directory here)"
     try:
@@ -66,19 +66,19 @@ def _loading(kind: str, name: str) -> Iterator[str]:
 
 
 def _check_hub_id(name: str) -> None:
-    """ValueError for a mistyped path. Without a connection the libraries use their cache alone.
+    """ValueError for a mistyped path. Without a connection the libraries use only their cache.
 
-    We ask the hub once: they would ask it six times for each file, with growing pauses. A late
-    answer, or one that is an error, is left to them.
+    We ask the hub once, because they would ask it six times for each file, with growing pauses. If
+    the answer is late or an error, we leave it to the libraries.
     """
     path = Path(name)
     is_path = path.exists() or name.startswith((".", "/", "~"))
     if is_path or (len(path.parts) > 1 and path.parent.is_dir()):
         raise ValueError("check the path")
     try:
-        with ThreadPool(1) as pool:  # a thread, as looking up an address has no limit of its own
+        with ThreadPool(1) as pool:  # in a thread, because a DNS lookup has no time limit
             pool.apply_async(HfApi().model_info, [name], {"timeout": 5}).get(timeout=30)
-    except Exception as e:  # of many kinds, whose names differ by the library below the hub's
+    except Exception as e:  # its kind depends on the HTTP library that the hub's client uses
         is_connected = isinstance(e, HfHubHTTPError) or type(e).__name__ == "ReadTimeout"
         constants.HF_HUB_OFFLINE |= not is_connected
 
@@ -88,13 +88,13 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer; the model is in eval mode, without dropout.
 
-    name: a hub id or a directory. device: "meta" reads all but the numbers of the weights, so that
-    a mistake shows early. dtype: of the weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
+    name: a hub id or a folder. device: "meta" reads all but the numbers of the weights, so that bad
+    input shows early. dtype: of the weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
     attn: transformers' name of the attention kernels (S25).
     Raises ValueError if either does not load, for a weight that is missing or not finite, and if
     rows of one batch would influence each other.
     """
-    # PEFT uses the first name, which 5.20 deprecated; the second has no other before 5.24.
+    # PEFT uses the first name, deprecated since 5.20. The second has no new name before 5.24.
     old_names = "`(is_gradient_checkpointing|past_key_values)` is deprecated"
     warnings.filterwarnings("ignore", old_names, FutureWarning)
     device = torch.device(device)
@@ -113,7 +113,7 @@ def load_model(
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
         model, info = loaded
         missing = sorted(info["missing_keys"])
-        if missing:  # transformers makes them up
+        if missing:  # transformers has made them up
             raise ValueError(f"missing weights: {len(missing)}, such as {missing[0]}")
         if model.config.get_text_config() is not model.config:
             raise ValueError(f"{type(model).__name__} takes more than text; give a text model")
@@ -130,9 +130,9 @@ def load_model(
 def load_outline(name: str) -> tuple[Any, Any]:
     """Load a model's shapes and settings without its weights, and its tokenizer.
 
-    That is enough if a server does the sampling: the outline names the stop ids and computes
-    nothing. Raises ValueError as `load_model` does, and for a vision-language checkpoint, of which
-    `load_model` takes the text model: engines load all of it, with other names of modules.
+    That is enough if a server samples: the outline gives the stop ids and computes nothing. Raises
+    ValueError as `load_model` does, and for a vision-language checkpoint: `load_model` takes only
+    its text model, but engines load all of it, under other module names.
     """
     with _loading("model", name) as source:
         tokenizer = _load_tokenizer(source)
@@ -152,11 +152,11 @@ def load_outline(name: str) -> tuple[Any, Any]:
 def _load_tokenizer(source: str) -> Any:
     """A model's tokenizer. ValueError for an adapter, and if a chat's ids lack the user's text.
 
-    They lack it with some templates, and where transformers makes up an empty tokenizer.
+    Some chat templates drop it, and so does an empty tokenizer that transformers may make up.
     """
-    if (Path(source) / "adapter_config.json").exists():  # transformers would load its base, too
+    if (Path(source) / "adapter_config.json").exists():  # transformers would also load its base
         raise ValueError("it is an adapter; give its base")
-    AutoConfig.from_pretrained(source, trust_remote_code=False)  # it says what is no model at all
+    AutoConfig.from_pretrained(source, trust_remote_code=False)  # raises for what is no model
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     ids: Any = tokenizer.apply_chat_template(CHAT, return_dict=False)
     if CHAT[0]["content"] not in tokenizer.decode(ids):
@@ -167,7 +167,7 @@ def _load_tokenizer(source: str) -> Any:
 def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[str]], np.ndarray]:
     """Load a sentence-transformers model as embed(texts) -> unit vectors, float32 [n, d].
 
-    name: a hub id or a directory. Raises ValueError if it does not load, or is no such model. Of
+    name: a hub id or a folder. Raises ValueError if it does not load, or is no such model. If it is
     the policy, for example, sentence-transformers would average the last hidden states, and
     retrieval by those finds nothing.
     """
@@ -201,12 +201,12 @@ def refuse_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def check_batching(model) -> None:
-    """ValueError for a model whose rows cannot join and leave a batch, or influence each other."""
+    """ValueError if rows of a batch cannot join and leave, or if they influence each other."""
     layer_types = {*(getattr(model.config.get_text_config(), "layer_types", None) or [])}
     unsupported = layer_types - LAYERS_WITH_KEYS - LAYERS_WITH_STATES - {"mlp", "moe"}
     if getattr(model, "_is_stateful", False) and not layer_types & LAYERS_WITH_KEYS:
         unsupported.add("recurrent states alone")
-    if unsupported:  # decoding joins keys, values and states of rows, and can join nothing else
+    if unsupported:  # decoding can join only keys, values and states of rows
         raise ValueError(f"{', '.join(sorted(unsupported))}: not supported")
     if {"dynamic", "longrope"} & {str(vars(x).get("rope_type")) for x in model.modules()}:
         raise ValueError("its positions depend on the longest row of a batch")
@@ -217,10 +217,10 @@ def check_batching(model) -> None:
 
 @torch.no_grad()
 def ignores_left_padding(model) -> bool:
-    """Whether a row has the same logits alone and padded on the left, except for rounding.
+    """Whether left padding leaves a row's logits the same, except for rounding.
 
-    With random Qwen3.5 models of 4 and 24 layers rounding makes up to 5% of the norm in bf16, and
-    padding that is taken in at least 11%. Raises anything for a model with a cache of its own.
+    In random Qwen3.5 models of 4 and 24 layers rounding changes up to 5% of the norm in bf16, and
+    padding that the model does not ignore at least 11%. A model with another cache may raise.
     """
     rows = []
     for padding in (0, 8):
@@ -233,10 +233,10 @@ def ignores_left_padding(model) -> bool:
 
 
 def remove_dropout(model) -> None:
-    """Make teacher and student the same function of their input, in train mode too.
+    """Turn dropout off: teacher and student must be the same function of their input when training.
 
-    Families keep its probability in modules of Dropout, in floats of their own (Seed-OSS), and in
-    the config that a pass reads (Persimmon); OPT's layerdrop leaves out whole layers.
+    Models keep its probability in Dropout modules, in floats of their own (Seed-OSS), and in the
+    config that a forward pass reads (Persimmon). OPT's layerdrop skips whole layers.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -258,13 +258,13 @@ def causal_lm(model):
 def with_adapters(model, rank: int, alpha: int, checkpoint_above: int = 2048):
     """The model with LoRA on all linear modules but the head (S7), in train mode. No dropout.
 
-    The adapters are fp32: bf16 would lose a step of 5e-6 (S22). A pass with a gradient over more
-    than `checkpoint_above` tokens recomputes activations when it goes back, and keeps them
-    otherwise (S36), which is about 1.3 times faster; memory then grows with the tokens: about 5 MB
-    each for Qwen3-1.7B in bf16 (28 layers, per layer some 50,000 bf16 numbers and 18,000 in fp32
-    before the adapters), so 10 GB for 2,048. The gradient is the same.
-    Raises ValueError for a mixture of experts, of which adapters would reach a part, for Mamba
-    layers, whose kernels read weights past an adapter, and where PEFT refuses the model.
+    The adapters are fp32: bf16 would lose a step of 5e-6 (S22). If a pass with a gradient has more
+    than `checkpoint_above` tokens, its backward pass recomputes the activations; else it keeps them
+    (S36). The gradient is the same. Keeping them is about 1.3 times faster, and needs about 5 MB a
+    token for Qwen3-1.7B in bf16 (28 layers, per layer some 50,000 bf16 numbers and 18,000 in fp32
+    before the adapters), so 10 GB for 2,048 tokens.
+    Raises ValueError for a mixture of experts, of which adapters would reach only a part, for Mamba
+    layers, whose kernels read weights past an adapter, and if PEFT refuses the model.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -281,7 +281,7 @@ def with_adapters(model, rank: int, alpha: int, checkpoint_above: int = 2048):
     layers = [module for module in causal.modules() if hasattr(module, "gradient_checkpointing")]
 
     def checkpoint_long_passes(backbone, args, kwargs) -> None:
-        ids_BL = args[0] if args else kwargs["input_ids"]  # GPT-2's head gives no names
+        ids_BL = args[0] if args else kwargs["input_ids"]  # GPT-2's head passes no names
         if torch.is_grad_enabled():
             for layer in layers:
                 layer.gradient_checkpointing = ids_BL.numel() > checkpoint_above
@@ -313,7 +313,7 @@ def lora_of(folder: str | Path) -> tuple[str, int, int]:
 
 
 def load_adapter(model, folder: str | Path):
-    """The model with a saved LoRA adapter of any program, in eval mode.
+    """The model with a LoRA adapter that any program may have saved, in eval mode.
 
     Raises ValueError as `restore` does.
     """
@@ -334,7 +334,7 @@ def masked_token_ids(tokenizer) -> set[int]:
     ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     control = re.compile(r"<\|.*\|>|</?think>")
     ids |= {i for token, i in tokenizer.get_vocab().items() if control.fullmatch(token)}
-    letter = tokenizer.encode("a", add_special_tokens=False)  # with what a tokenizer puts first
+    letter = tokenizer.encode("a", add_special_tokens=False)  # with ids that a tokenizer puts first
     for n in range(1, 9):
         newlines = tokenizer.encode("a" + "\n" * n, add_special_tokens=False)[len(letter) :]
         if len(newlines) == 1:
@@ -354,9 +354,9 @@ def save(
 ) -> None:
     """Fill a folder with a checkpoint: adapter, tokenizer, the trainer's state.
 
-    Its step stands in the folder's name alone. extra_tensors: more tensors to save by name. PEFT
-    adds a model card that names the base.
-    A kill leaves a part of the files: the caller renames the folder once it is whole.
+    Only the folder's name has its step. extra_tensors: more tensors to save, by name. PEFT adds a
+    model card that names the base.
+    A kill may leave only some of the files, so the caller renames the folder once it is whole.
     Raises OSError if the disk is full.
     """
     folder = Path(folder)
@@ -369,18 +369,18 @@ def save(
         model.save_pretrained(folder, save_embedding_layers=False)
         tokenizer.save_pretrained(folder)
         save_file(state, folder / "trainer.safetensors")
-        for file in folder.glob("*.safetensors"):  # they are written for their owner alone
+        for file in folder.glob("*.safetensors"):  # which only their owner could read
             shutil.copymode(folder / "adapter_config.json", file)
-    except Exception as e:  # for a full disk safetensors and tokenizers have kinds of their own
+    except Exception as e:  # safetensors and tokenizers raise other kinds for a full disk
         raise OSError(f"{folder}: {e}") from None
 
 
 def restore(folder: str | Path, model, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
-    """Put a folder's adapter in place, and a checkpoint's AdamW moments; its extra tensors.
+    """Load a folder's adapter and a checkpoint's AdamW moments; returns its extra tensors.
 
-    Without an optimizer the adapter alone, of any program.
+    Without an optimizer we load only the adapter, which any program may have saved.
     Raises ValueError for a file that is missing, torn or a pickle, for a number that is not finite,
-    and unless each tensor has its place in the model, and each place its tensor.
+    and unless the file and the model have the same tensors.
     """
     from peft import set_peft_model_state_dict
 
@@ -399,7 +399,7 @@ def restore(folder: str | Path, model, optimizer: Optimizer | None = None) -> di
         refuse_not_finite(state.items())
         has_moments = any(name.endswith(".exp_avg") for name in state)  # else no step was finite
         for name, p in trained(model).items() if has_moments else []:
-            optimizer.state[p]["step"] = state.pop(f"{name}.step")  # AdamW has it on the CPU
+            optimizer.state[p]["step"] = state.pop(f"{name}.step")  # AdamW keeps it on the CPU
             for part in ("exp_avg", "exp_avg_sq"):
                 moment = state.pop(f"{name}.{part}").to(p.device)
                 if moment.shape != p.shape:

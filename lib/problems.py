@@ -1,4 +1,4 @@
-"""Problems for training and evaluation: JSONL, parquet, directories and hub data sets.
+"""Problems for training and evaluation: JSONL, parquet, folders and hub data sets.
 
 Also here: the check that no training problem is in an evaluation set, and a step's minibatch.
 """
@@ -52,10 +52,10 @@ def load_problems(
     A row has a problem and an answer, texts or whole numbers, and may have an `id`. A row of
     DAPO-Math has a chat instead: we strip its boilerplate, and drop Chinese, Japanese, Korean (D8).
 
-    source: a JSONL or parquet file, HUB_ID or HUB_ID:CONFIGURATION, or a directory in the hub's
-    layout; these two have splits. answer_after: the mark before an answer, such as GSM8K's "####".
-    extract: finds the answer in a completion; a reference that it finds in no box is refused.
-    unique: drop copies of a problem, and the problem altogether if its copies' answers differ.
+    source: a JSONL or parquet file, HUB_ID or HUB_ID:CONFIGURATION, or a folder in the hub's
+    layout. Hub and folder have splits. answer_after: the mark before an answer, as GSM8K's "####".
+    extract: finds the answer in a completion. We refuse a reference that it cannot find in a box.
+    unique: keep one copy of a problem, and none if the answers of its copies differ.
 
     Returns the problems, whose ids all differ, and the counts: rows, not_english, duplicates,
     conflicting, kept. Raises ValueError at the first broken row: file, line, cause.
@@ -153,7 +153,7 @@ def _refuse_unanswerable(answer: str, extract: Callable[[str], str | None]) -> N
 
 
 def _rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
-    """(where, row) for each row of a file, a directory or a hub data set."""
+    """(where, row) for each row of a file, a folder or a hub data set."""
     path = pathlib.Path(source)
     is_path = path.exists() or source.startswith((".", "/", "~"))
     if path.suffix in (".jsonl", ".json"):
@@ -162,7 +162,7 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
         yield from _hub_rows(source, source, split=split)
     elif path.suffix == ".parquet":
         yield from _hub_rows(source, "parquet", split="train", data_files=source)
-    elif is_path or (len(path.parts) > 1 and path.parent.is_dir()):  # no hub id, but mistyped
+    elif is_path or (len(path.parts) > 1 and path.parent.is_dir()):  # a mistyped path
         raise ValueError(f"{source}: no .jsonl or .parquet file, and no folder; check the path")
     else:
         hub, _, configuration = source.partition(":")
@@ -223,14 +223,14 @@ SETS: dict[str, tuple[str, str, dict[str, str]]] = {  # source, split and fields
 def load_set(name: str, split: str, **reading: Any) -> list[Problem]:
     """Read an evaluation set: one of SETS, or any source of `load_problems`; copies are kept.
 
-    reading: how rows of another source are read, as `load_problems` takes it.
+    reading: the arguments of `load_problems` for a source that is not one of SETS.
     """
     source, split, reading = SETS.get(name, (name, split, reading))
     return load_problems(source, split=split, unique=False, **reading)[0]
 
 
 def fingerprint(problem: str) -> str:
-    """48 bits of a problem's letters and digits; layout, case and LaTeX spacing do not matter."""
+    """A 48-bit hash of a problem's letters and digits, whatever its layout, case, LaTeX spacing."""
     letters = re.sub(r"[\W_]", "", problem.lower()).encode("utf-8", "replace")
     return hashlib.blake2b(letters, digest_size=6).hexdigest()
 
@@ -258,7 +258,7 @@ def refuse_overlap(problems: Sequence[Problem], where: str) -> None:
 def minibatch(
     data: Sequence[Problem], batch_size: int, step: int, seed: int
 ) -> list[tuple[Problem, int]]:
-    """The global batch of a step: a function of seed and step alone, whatever the world size.
+    """The global batch of a step. It depends on seed and step alone, not on the world size.
 
     Each epoch is a permutation of the data, and a batch may span several. step: from 1.
     Returns batch_size pairs (problem, epoch). The epoch numbers a problem's samples, so that no

@@ -1,16 +1,16 @@
 """A run on disk: opened or continued, sampled, logged, saved and stopped.
 
     RUN/config.json       settings, digests of code and problems, versions; each continuation
-    RUN/checkpoints/      all that a run needs to go on, per saved step: a PEFT adapter, the state
-                          of the optimizer, the bank in use with its window; digests of the files
+    RUN/checkpoints/      all that a run needs to continue, per saved step: a PEFT adapter, the
+                          optimizer's state, the bank in use with its window; digests of the files
     RUN/bank/             a version per evolution, memories and replies; a run that has no
-                          checkpoint yet goes on with step_000000.json
-    RUN/metrics.jsonl     a line per step; rollouts.jsonl per rollout, tokens.jsonl per audited one
+                          checkpoint yet continues from step_000000.json
+    RUN/metrics.jsonl     a row per step; rollouts.jsonl per rollout, tokens.jsonl per audited one
     RUN/problems.json     fingerprints of the training problems, for eval.py
 
-The same command continues a run: its settings must be the run's, but for those in FREE. Rank 0
-alone reads the data and the folder, and writes; the others read checkpoints. Nothing here knows
-what a bank is made of.
+The same command continues a run: its settings must equal the run's, except for those in FREE. Only
+rank 0 reads the data and the folder, and writes; the other ranks read checkpoints. This module does
+not know what a bank is made of.
 """
 
 import contextlib
@@ -41,36 +41,36 @@ from lib.problems import Problem
 from rollout import Job, Rollout, Sampling
 
 ROOT = pathlib.Path(__file__).parent.parent
-# What may differ when a run goes on: it only rounds, lays out, saves or logs; and --steps. So may
-# what stands in `free` of a class of settings.
+# Settings that may change when a run continues: --steps, and those that affect only rounding,
+# layout, saving or logging. A class of settings lists more of them in `free`.
 FREE = """
     out device steps checkpoint_every audit_every max_prompt_tokens score_tokens checkpoint_above
     rollout_rows server report_to
 """.split()
-BAD_STEPS = 3  # in a row, whose gradient is not finite, end a command
-LEAST_REPLY = 64  # tokens: a prompt of the bank's writer that the context leaves fewer is not asked
+BAD_STEPS = 3  # a command ends after as many steps in a row whose gradient is not finite
+LEAST_REPLY = 64  # tokens; if the context leaves a reply fewer, we do not ask the bank's writer
 Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows), as `rollout.stream`
 
 
 @dataclass
 class Start:
-    """What rank 0 has read of the data and the folder, before anything is loaded."""
+    """What rank 0 has read from the data and the folder, before any model is loaded."""
 
     about: dict[str, Any]  # config.json, as this command writes it
     problems: list[Problem]
     step: int = 0  # of the last checkpoint
-    checkpoint: pathlib.Path | None = None  # the last one
-    digests: dict[str, str] = field(default_factory=dict)  # of its files
-    bank: Any = None  # in use after that step, with its window; None: to be made, or not used
+    checkpoint: pathlib.Path | None = None  # folder of the last checkpoint
+    digests: dict[str, str] = field(default_factory=dict)  # of that checkpoint's files
+    bank: Any = None  # in use after that step, with its window; None: not made yet, or not used
     skipped: int = 0  # steps in a row, up to that one, whose gradient was not finite
-    memories: dict[str, dict] = field(default_factory=dict)  # of a killed cold start, by problem
+    memories: dict[str, dict] = field(default_factory=dict)  # from a killed cold start, by problem
 
 
 @dataclass(kw_only=True)
 class Run(Start):
-    """A training run: where it is, what a step needs, and its files. Made by `Run.open`.
+    """A training run: its progress, what a step needs, and its files. `Run.open` makes it.
 
-    `step` is the last complete one, and `skipped` and `bank` are as after it.
+    `step` is the last complete step; `skipped` and `bank` are as they were after it.
     """
 
     cfg: Config
@@ -83,9 +83,9 @@ class Run(Start):
     embed: Callable[[Sequence[str]], Any] | None = None  # texts -> [n, d]
     optimizer: Any = None  # AdamW; None where there are no steps
     extra_tensors: dict[str, Tensor] = field(default_factory=dict)  # saved with a checkpoint
-    clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # of the present step
-    metrics: list[dict] = field(default_factory=list)  # of this command's steps
-    track: Callable[[dict], object] = lambda metrics: None  # the tracker's, on rank 0
+    clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # times the present step
+    metrics: list[dict] = field(default_factory=list)  # rows of this command's steps
+    track: Callable[[dict], object] = lambda metrics: None  # sends a row to rank 0's tracker
     signals: command.Signals = field(default_factory=command.Signals)
 
     @classmethod
@@ -97,15 +97,15 @@ class Run(Start):
         shown: "Shown",
         load: "Callable[..., Run] | None" = None,
     ) -> Iterator["Run"]:
-        """The run of --out: a new one, or one to continue, its logs cut to the last checkpoint.
+        """Open the run of --out, new or to be continued, with its logs cut to the last checkpoint.
 
-        load_bank: reads the file of a bank, and refuses lists of less entries than a second
-        argument says. shown: see `Shown`. load: in the place of `load_run`.
-        Before all ranks have loaded, nothing is written but the folder and its lock. A mistake in
-        the input, a full disk, a lost server or the third bad step in a row is one line and exit
+        load_bank: reads the file of a bank, and refuses lists with fewer entries than its second
+        argument. shown: see `Shown`. load: a function to call instead of `load_run`.
+        Until all ranks have loaded, we write nothing but the folder and its lock. Bad input, a full
+        disk, a lost server or the third bad step in a row ends the command with one line and exit
         code 2.
         """
-        command.Signals()  # from here on Ctrl-C ends at once
+        command.Signals()  # from here on Ctrl-C ends the command at once
         with contextlib.ExitStack() as held:
             with command.one_line_errors(cfg.program, *command.GIVEN):
                 world = distributed.init(cfg.device)
@@ -122,7 +122,7 @@ class Run(Start):
                     run.begin()
             with command.one_line_errors(cfg.program, *command.LATER):
                 yield run
-                refuse_bad_steps(run)  # also where no step was left
+                refuse_bad_steps(run)  # also if no step was left
             if world.main:
                 print(what_next(run))
 
@@ -145,7 +145,7 @@ class Run(Start):
         return model.masked_token_ids(self.tokenizer)
 
     def begin(self) -> None:
-        """Cut the logs back to the last checkpoint, write config.json, and say what the run is."""
+        """Cut the logs back to the last checkpoint, write config.json, and describe the run."""
         self.track = runlog.open_tracker(self.out, self.about, self.step)
         evolved = -1 if self.bank is None else self.step
         if evolution_is_due(self.cfg, self.step, self.bank):
@@ -166,7 +166,10 @@ class Run(Start):
     # ------------------------------------------------------------------------------ the run's files
 
     def log(self, rows: list[dict], norm: float) -> None:
-        """Append the last step's lines to the logs, and print its line. rows: of all ranks."""
+        """Append the last step's rows to the logs, and print its line.
+
+        rows: the step's rows of rollouts.jsonl from all ranks.
+        """
         audits = [row.pop("audit") for row in rows if "audit" in row]
         rate, peak = self.optimizer.param_groups[0]["lr"], runlog.memory_gb(self.device)
         metrics = runlog.summarize(self.step, rows, norm, rate, self.clock.seconds, peak)
@@ -187,13 +190,13 @@ class Run(Start):
             files.append_jsonl(self.out / f"{name}.jsonl", rows)
 
     def save_is_due(self) -> bool:
-        """Whether a checkpoint of the last step is to be saved, as before an evolution."""
+        """Whether to save a checkpoint of the last step. We always save before an evolution."""
         is_last = self.step == self.cfg.steps
         is_due = self.step % self.cfg.checkpoint_every == 0 or is_last
         return is_due or evolution_is_due(self.cfg, self.step, self.bank)
 
     def save(self) -> None:
-        """Rank 0 saves a checkpoint of the last step, unless it is there; all wait for that."""
+        """Rank 0 saves a checkpoint of the last step unless it exists; the other ranks wait."""
         path = files.of_step(self.out / "checkpoints", self.step)
         if self.world.main and not path.exists():
             with files.whole(path) as folder:
@@ -205,13 +208,13 @@ class Run(Start):
         distributed.barrier(self.world)
 
     def save_weights(self, folder: pathlib.Path) -> None:
-        """Fill the folder of a checkpoint, which is not there yet, with weights and optimizer."""
+        """Write weights and optimizer to a checkpoint's folder, which does not exist yet."""
         model.save(folder, self.lm, self.tokenizer, self.optimizer, self.extra_tensors)
 
     def save_bank(self) -> None:
         """Rank 0 saves the bank that was made or evolved after the last step, changed or not.
 
-        The checkpoint's copy comes last: as long as it has a window, the evolution is still due.
+        We write the checkpoint's copy last: while that has a window, the evolution is still due.
         """
         if self.world.main:
             self.bank.save(files.of_step(self.out / "bank", self.step, ".json"))
@@ -225,14 +228,14 @@ class Run(Start):
 
 
 def evolution_is_due(cfg: Config, step: int, bank: Any) -> bool:
-    """Whether the bank evolves after this step, or has yet to: its window goes with it (D9)."""
+    """Whether an evolution is due after this step: it empties the window when it is done (D9)."""
     return cfg.evolves and bank is not None and bool(bank.window) and step % cfg.evolve_every == 0
 
 
 def should_stop(run: Run) -> bool:
     """Whether to save and stop: after a signal on any rank, or the third bad step in a row (S34).
 
-    Every rank must ask.
+    Every rank must call this.
     """
     is_asked = any(distributed.all_gather(bool(run.signals.first), run.world))
     return is_asked or run.skipped >= BAD_STEPS
@@ -241,7 +244,7 @@ def should_stop(run: Run) -> bool:
 def refuse_bad_steps(run: Run) -> None:
     """UserError if the gradient of the last three steps was not finite. They are saved (S34).
 
-    The count goes on when the run does, so no run ends well on such steps.
+    A run that continues also continues the count, so no run ends with success after such steps.
     """
     if run.skipped >= BAD_STEPS:
         raise command.UserError(
@@ -252,7 +255,7 @@ def refuse_bad_steps(run: Run) -> None:
 
 
 def new_run(out: pathlib.Path) -> str:
-    """How a new run begins with what the run in a folder has made: the end of an error's line."""
+    """The flags by which a new run starts from this one's weights and bank: ends an error line."""
     begin, bank = "", files.of_step(out / "bank", 0, ".json")
     for checkpoint in [*files.by_step(out / "checkpoints").values()][-1:]:
         begin = f" with --adapter {checkpoint} (after --full with --model and that folder)"
@@ -264,7 +267,7 @@ def new_run(out: pathlib.Path) -> str:
 
 
 class Prompt(NamedTuple):
-    """A chat prompt, before it is ids (S3).
+    """A chat prompt as text (S3).
 
     thinking: "closed" ends on the template's empty think block, so the model answers at once;
     "open" ends on "<think>" and a line feed; "bare" ends where the answer begins, without a block.
@@ -281,7 +284,7 @@ Shown = Callable[[Run, Problem], list[Prompt]]
 
 
 def prompt_ids(run: Run, prompt: Prompt) -> list[int]:
-    """A prompt as ids. UserError, and what helps, if it is too long: none is cut (S35)."""
+    """A prompt as ids. UserError with a remedy if it is too long: we never cut a prompt (S35)."""
     ids = rollout.chat_ids(run.tokenizer, prompt.text, thinking=prompt.thinking)
     context, reply = model.context_limit(run.lm), getattr(run.cfg, prompt.limit)
     if len(ids) <= min(run.cfg.max_prompt_tokens, context - reply):
@@ -290,7 +293,7 @@ def prompt_ids(run: Run, prompt: Prompt) -> list[int]:
     if len(ids) > context - reply:
         flag = config.flag(prompt.limit)
         fix = f"{flag} {reply} exceeds what a context of {context:g} leaves: lower it"
-    # The longest problem in it: a solution that it shows may have the words of a shorter one.
+    # Name the longest problem in it: a solution that it shows may contain a shorter one's text.
     named = sorted((len(x.problem), x.id) for x in run.problems if x.problem in prompt.text)
     fix += ", or drop the problem " + "".join(id_ for _, id_ in named[-1:])
     fix += f" in {new_run(run.out)}" if run.signals.in_step else ""
@@ -302,8 +305,8 @@ def prompt_ids(run: Run, prompt: Prompt) -> list[int]:
 def refuse_long_prompts(run: Run, shown: Shown) -> None:
     """UserError if a prompt that is known before sampling is too long.
 
-    Beside those of an empty chat a text has at most as many tokens as bytes, so hardly any is
-    turned into ids.
+    A prompt has at most as many tokens as its text has bytes, plus those of an empty chat, so we
+    tokenize hardly any.
     """
     context = model.context_limit(run.lm)
     empty = len(rollout.chat_ids(run.tokenizer, "", thinking="closed"))
@@ -317,16 +320,16 @@ def refuse_long_prompts(run: Run, shown: Shown) -> None:
 
 
 def bank_stream(run: Run) -> Stream:
-    """What decodes for the bank: a server, if there is one, until the first bank is made (S27)."""
+    """What decodes for the bank: until the first bank is made, the server if there is one (S27)."""
     return run.server.stream if run.server and run.bank is None else run.stream
 
 
 def shared_rollouts(
     run: Run, jobs: list[Job], sampling: Sampling
 ) -> Iterator[list[tuple[Job, Rollout]]]:
-    """Judged solutions of jobs that every rank has, turn by turn; every rank gets all of them.
+    """Divide jobs among the ranks, and yield their rollouts turn by turn, all of them on each rank.
 
-    The rank that decodes a solution judges it.
+    jobs: the same on every rank. The rank that decodes a solution judges it.
     """
     stream = bank_stream(run)
 
@@ -344,15 +347,15 @@ def shared_replies(
     repeats: list[int],
     limits: list[int],
 ) -> list[str]:
-    """Replies to prompts that every rank has: greedy where repeat is 0, else sampled (D4).
+    """Divide prompts among the ranks: their replies, greedy where repeat is 0, else sampled (D4).
 
-    ids: of the prompts. repeats: how often each prompt was asked before. limits: of the replies, in
-    tokens. A sampled reply's draws depend on the seed, the prompt and its repeat alone. A reply
-    gets what the model's context leaves; a prompt that is left fewer than 64 tokens is not asked:
-    its reply is "".
+    ids: of the prompts, which are the same on every rank. repeats: how often each prompt was asked
+    before. limits: of the replies, in tokens. A sampled reply's draws depend on the seed, the
+    prompt and its repeat alone. A reply ends with the model's context. If that leaves it fewer than
+    64 tokens, we do not ask, and the reply is "".
     """
     context = model.context_limit(run.lm)
-    jobs: dict[bool, list[Job]] = {False: [], True: []}  # by whether the prompt comes again
+    jobs: dict[bool, list[Job]] = {False: [], True: []}  # by whether it was asked before
     for i, prompt in enumerate(prompts):
         room = context - len(ids[i])
         if room >= LEAST_REPLY:
@@ -378,7 +381,7 @@ def shared_replies(
 
 
 def refuse_other_processes(cfg: Config, world: World) -> None:
-    """ValueError unless all have the same settings but --out, the same model and the same code."""
+    """ValueError unless all ranks have the same settings (--out aside), model files and code."""
     if world.size > 1:
         shared = {config.flag(name): value for name, value in asdict(cfg).items() if name != "out"}
         shared |= {
@@ -389,7 +392,7 @@ def refuse_other_processes(cfg: Config, world: World) -> None:
 
 
 def claim(cfg: Config, held: contextlib.ExitStack) -> None:
-    """Lock the folder; ValueError where it holds files, and no run."""
+    """Lock the folder; ValueError if it holds files that are not a run's."""
     out = pathlib.Path(cfg.out)
     names = sorted(path.name for path in out.glob("[!.]*"))
     is_run = "config.json" in names and "program" in files.read_json(out / "config.json")
@@ -399,7 +402,7 @@ def claim(cfg: Config, held: contextlib.ExitStack) -> None:
 
 
 def inspect(cfg: Config, world: World, load_bank: Callable[..., Any]) -> Start:
-    """Read the data and the folder; ValueError where this command may not go on with its run."""
+    """Read the data and the folder; ValueError if this command may not continue its run."""
     data, counts = load_training(cfg)
     print(f"data {cfg.data}:", ", ".join(f"{n} {name}" for name, n in counts.items()))
     start, out = Start(about_run(cfg, data, world), data), pathlib.Path(cfg.out)
@@ -420,7 +423,7 @@ def inspect(cfg: Config, world: World, load_bank: Callable[..., Any]) -> Start:
 
 
 def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
-    """The training problems and their counts; ValueError where one is in an evaluation set."""
+    """The training problems and their counts; ValueError if one is in an evaluation set."""
     data, counts = problems.load_problems(
         cfg.data,
         split=cfg.split,
@@ -434,7 +437,7 @@ def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
 
 
 def about_run(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
-    """A new run's config.json: where it comes from, and what a command must share to go on."""
+    """A new run's config.json: its provenance, and what a command must share to continue it."""
     settings = {name: x for name, x in asdict(cfg).items() if name not in cfg.not_offered}
     return {
         "id": uuid.uuid4().hex[:12],
@@ -442,7 +445,7 @@ def about_run(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
         "continuations": [],
         "program": cfg.program,
         "settings": json.loads(json.dumps(settings)),  # tuples become lists
-        # With all their fields: a verifier or a teacher may read them.
+        # With all fields of a problem, because a verifier or a teacher may read them.
         "problems": files.digest([(x.id, x.problem, x.answer, x.extra) for x in data]),
         "code": code_of(cfg),
         "processes": world.size,
@@ -451,7 +454,7 @@ def about_run(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
 
 def code_of(cfg: Config) -> str:
     """A digest of the project's code and prompts, the file that was started and the verifier's."""
-    started = getattr(sys.modules["__main__"], "__file__", __file__)  # else interactive
+    started = getattr(sys.modules["__main__"], "__file__", __file__)  # none in a shell
     paths = [pathlib.Path(started), pathlib.Path(verify.file_of(cfg.verifier))]
     for pattern in ("*.py", "lib/*.py", "methods/*.py", "prompts/*.txt"):
         paths += ROOT.glob(pattern)
@@ -459,7 +462,7 @@ def code_of(cfg: Config) -> str:
 
 
 def go_on(cfg: Config, start: Start) -> None:
-    """Set the start to where the folder's run is; ValueError if it may not go on so."""
+    """Set `start` to the state of the folder's run; ValueError if this command may not continue."""
     out = pathlib.Path(cfg.out)
     saved, first = files.read_json(out / "config.json"), files.of_step(out / "bank", 0, ".json")
     for name in [name for name in start.about if name not in saved]:
@@ -471,7 +474,7 @@ def go_on(cfg: Config, start: Start) -> None:
         start.memories[row["problem_id"]] = row
     free = {*FREE, *cfg.free}
     if not (first.exists() or (cfg.server and settings.get("server"))):
-        free.remove("server")  # nor can another engine sample the rest of the first bank (S27)
+        free.remove("server")  # else two engines would sample the first bank (S27)
     try:
         start.about = continued(cfg, saved, start, free)
     except ValueError as e:
@@ -491,10 +494,10 @@ def go_on(cfg: Config, start: Start) -> None:
 
 
 def continued(cfg: Config, saved: dict[str, Any], start: Start, free: set[str]) -> dict[str, Any]:
-    """The config.json of a run that goes on; ValueError for differences that are not free.
+    """The config.json of a run that continues; ValueError for differences that are not free.
 
-    saved: that of the run. start.about: that of this command, if its run were new. A setting that
-    the run's lacks, as an edit may have added it, has its default. free: names of settings.
+    saved: the run's own. start.about: what this command would write for a new run. If an edit has
+    added a setting since, the run has its default. free: names of settings that may differ.
     """
     now = start.about
     changes: list[str] = []
@@ -523,7 +526,7 @@ def continued(cfg: Config, saved: dict[str, Any], start: Start, free: set[str]) 
 
 @contextlib.contextmanager
 def reading(checkpoint: pathlib.Path | None) -> Iterator[None]:
-    """A block that reads a run's last checkpoint, or none: a ValueError says how to go on."""
+    """A block that reads a run's last checkpoint, if any. Its ValueErrors also say how to go on."""
     try:
         yield
     except ValueError as e:
@@ -538,18 +541,18 @@ def reading(checkpoint: pathlib.Path | None) -> Iterator[None]:
 
 
 def load_run(cfg: Config, world: World, start: Start, held: contextlib.ExitStack) -> Run:
-    """Load everything that a user's mistake can break. No file is written.
+    """Load everything that bad input can break, without writing a file.
 
-    held: closes what a run holds open.
+    held: the exit stack that closes the verifier and the lock at the end.
     """
     verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     server = None
     with reading(start.checkpoint):
         rank, alpha = lora_settings(cfg, start)
-    embeds = cfg.uses_skill_bank and cfg.steps  # before the policy, which takes minutes
+    embeds = cfg.uses_skill_bank and cfg.steps  # loaded before the policy, which takes minutes
     embed = model.load_encoder(cfg.encoder, world.device) if embeds else None
     if cfg.server and cfg.uses_skill_bank and start.bank is None:
-        lm, tokenizer = model.load_outline(cfg.model)  # enough where a bank alone is made
+        lm, tokenizer = model.load_outline(cfg.model)  # enough if we make only a bank
         url = cfg.server[world.rank % len(cfg.server)]
         server = served.Server(url, cfg.model, rollout.stop_ids(lm, tokenizer))
         server.check()
@@ -575,7 +578,7 @@ def load_run(cfg: Config, world: World, start: Start, held: contextlib.ExitStack
 def lora_settings(cfg: Config, start: Start) -> tuple[int, int]:
     """Rank and alpha of the adapters: the last checkpoint's, --adapter's, or the settings'.
 
-    ValueError for damaged files, and for an --adapter that is none, or not of --model.
+    ValueError for damaged files, and if --adapter is no adapter or not one of --model.
     """
     source = start.checkpoint or pathlib.Path(cfg.adapter)
     if not (start.checkpoint or cfg.adapter):
@@ -591,7 +594,7 @@ def lora_settings(cfg: Config, start: Start) -> tuple[int, int]:
 
 
 def add_adapters(run: Run, rank: int, alpha: int, checkpoint: pathlib.Path | None) -> None:
-    """The adapters and the optimizer, of the last checkpoint, of --adapter or new."""
+    """Add adapters and an optimizer: the last checkpoint's, those of --adapter, or new ones."""
     cfg = run.cfg
     torch.manual_seed(cfg.seed)
     run.lm = model.with_adapters(run.lm, rank, alpha, cfg.checkpoint_above)
@@ -608,14 +611,14 @@ def add_adapters(run: Run, rank: int, alpha: int, checkpoint: pathlib.Path | Non
 
 
 def cut(out: pathlib.Path, step: int, evolved: int) -> None:
-    """Remove what came after a step, and what a kill has left unfinished.
+    """Remove all that came after a step, and what a kill has left unfinished.
 
-    evolved: the last step whose bank and replies stay; -1 where the run has no bank yet.
+    evolved: the last step whose bank and replies stay; -1 if the run has no bank yet.
     """
     logs = {out / f"{name}.jsonl": step for name in runlog.LOGS}
     logs[out / "bank/replies.jsonl"] = evolved
     ends = {path: files.end_of_step(path, step) for path, step in logs.items() if path.exists()}
-    for path, end in ends.items():  # once all of them could be read
+    for path, end in ends.items():  # only after all logs could be read
         if end < path.stat().st_size:
             os.truncate(path, end)
             print(f"{path.name} is {f'cut after step {logs[path]}' if end else 'emptied'}")
@@ -627,7 +630,7 @@ def cut(out: pathlib.Path, step: int, evolved: int) -> None:
 
 
 def what_next(run: Run) -> str:
-    """What is still to do; or the commands that evaluate a complete run and look inside it."""
+    """How to continue the run, or if it is complete the commands that evaluate and inspect it."""
     cfg = run.cfg
     if not cfg.steps:
         return f"done; the bank: {run.out / 'bank' / files.BANK}"

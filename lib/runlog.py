@@ -1,6 +1,6 @@
-"""What a run records: a row per rollout, token and step, the log line, and where it came from.
+"""What a run records: a row per rollout, audit and step, the printed line, and its provenance.
 
-Nothing here writes a file but the trackers (Weights & Biases, TensorBoard). docs/metrics.md
+In this module, only the trackers (Weights & Biases, TensorBoard) write files. docs/metrics.md
 explains every number.
 """
 
@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-FIRST_STEPS = 5  # after so many a run says that nothing was right, or no teacher was decided
+FIRST_STEPS = 5  # after these a run warns if nothing was right, or no teacher was decided
 CAUSES = {  # why no solution was right: what all solutions were, and what to do
     "truncated": "all were cut at --max-new-tokens; raise it",
     "no_answer": "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier",
 }
 NONE_RIGHT = "compare `pred` and `gold` in rollouts.jsonl, and see --answer-field and --verifier"
-NUMBERS_OF_ROW = "index step r reward loss unmasked clipped".split()  # of every method
+NUMBERS_OF_ROW = "index step r reward loss unmasked clipped".split()  # not a method's own
 LOGS = ("metrics", "rollouts", "tokens")  # the .jsonl files of a run
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
@@ -41,7 +41,7 @@ class Stopwatch:
 
     def lap(self, part: str) -> None:
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # else the part that waits for the GPU pays for the others
+            torch.cuda.synchronize()  # else a part is charged for GPU work of earlier ones
         now = time.perf_counter()
         self.seconds[part] += now - self.last
         self.last = now
@@ -67,11 +67,11 @@ def rollout_row(
     result: Any,
     c_delta: float,
 ) -> dict[str, Any]:
-    """One rollout's line in rollouts.jsonl.
+    """One rollout's row of rollouts.jsonl.
 
-    index: its place in the global batch. pairs_K: its `SkillPair`s. result: its loss, .numbers and
-    .token_numbers; where these have gaps `delta`, the line has counts of them, and without a `mask`
-    every token counts. c_delta: the bound beyond which a gap counts as clipped.
+    index: its place in the global batch. pairs_K: its `SkillPair`s. result: its .loss, .numbers and
+    .token_numbers. The row has counts of the gaps `delta`, if there are any; without a `mask` every
+    token counts. c_delta: the bound beyond which a gap counts as clipped.
     ValueError as `joined` raises it.
     """
     row = {"index": index, "step": step, **asdict(roll), "reward": float(reward)}
@@ -96,7 +96,7 @@ def joined(row: dict[str, Any], numbers: dict[str, torch.Tensor]) -> dict[str, A
 
 
 def token_row(step: int, index: int, roll: Any, result: Any, tokenizer: Any) -> dict[str, Any]:
-    """One audited rollout's line in tokens.jsonl: [T] and [K, T], over its tokens.
+    """One audited rollout's row of tokens.jsonl: numbers [T] and [K, T] of its tokens.
 
     index: as in `rollout_row`. A token that holds a part of a character has U+FFFD in its text.
     """
@@ -116,13 +116,13 @@ def summarize(
     seconds: dict[str, float],
     gb: float,
 ) -> dict[str, Any]:
-    """One step's line in metrics.jsonl.
+    """One step's row of metrics.jsonl.
 
-    records: the rows of rollouts.jsonl of all ranks, at least one. norm: of the gradient, before
-    clipping; a step whose norm is not finite counts as skipped. seconds: by part. gb: peak memory.
-    A mean support over no teachers is left out; shares and other means over nothing are 0. A row of
-    a method without teachers has no numbers of theirs. A number of the method's own is a mean over
-    the rows that have it. ValueError as `joined` raises it.
+    records: the step's rows of rollouts.jsonl from all ranks, at least one. norm: of the gradient,
+    before clipping; if it is not finite, the step counts as skipped. seconds: by part of the step.
+    gb: peak memory, GiB. We leave out a mean support over no teachers; shares and other means over
+    nothing are 0. Rows of a method without teachers lack teachers' numbers. A number of the
+    method's own is a mean over the rows that have it. ValueError as `joined` raises it.
     """
     total = len(records)
     metrics: dict[str, Any] = {
@@ -159,7 +159,7 @@ def summarize(
 
 
 def polarity_numbers(records: list[dict]) -> dict[str, Any]:
-    """Teachers by fate and outcome, and among cut rollouts; their supports."""
+    """Teachers counted by fate, over all, right, wrong and cut rollouts; and their supports."""
     metrics: dict[str, Any] = {}
     rows_of = {
         "": records,
@@ -171,7 +171,7 @@ def polarity_numbers(records: list[dict]) -> dict[str, Any]:
         rho = list(itertools.chain.from_iterable(row.get("rho", []) for row in rows))
         metrics |= {f"rho_{fate}{case}": rho.count(sign) for sign, fate in FATE.items()}
         signed = list(itertools.chain.from_iterable(row.get("a", []) for row in rows))
-        if signed and case in ("_success", "_failure"):  # 0 would look like leaning to no side
+        if signed and case in ("_success", "_failure"):  # for no teachers 0 would look balanced
             metrics[f"a_mean{case}"] = sum(signed) / len(signed)
             metrics[f"a_positive{case}"] = sum(a > 0 for a in signed) / len(signed)
     signed = list(itertools.chain.from_iterable(row.get("a", []) for row in records))
@@ -183,8 +183,8 @@ def polarity_numbers(records: list[dict]) -> dict[str, Any]:
 def log_line(m: dict[str, Any], steps: int, late: int = 0) -> str:
     """A step's line on the terminal; after the first step's line a second one explains rho.
 
-    m: the step's line of metrics.jsonl. steps: of the run. late: answers since the command
-    began that took the verifier too long.
+    m: the step's row of metrics.jsonl. steps: the run's number of steps. late: the number of
+    answers that took the verifier too long since the command began.
     """
     counts = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
     rho = "" if counts == "+0/-0/0:0" else f"rho {counts} "  # GRPO has no teachers
@@ -206,9 +206,9 @@ def log_line(m: dict[str, Any], steps: int, late: int = 0) -> str:
 
 
 def warnings_after(steps: Sequence[dict[str, Any]], eps_a: float) -> list[str]:
-    """What a run that learns nothing says after a step: lines, each of them once in a command.
+    """Lines that warn after a step if the run learns nothing. A command prints each of them once.
 
-    steps: the lines of metrics.jsonl of the command's steps so far. eps_a: the setting.
+    steps: the rows of metrics.jsonl of the command's steps so far. eps_a: the setting.
     """
     if len(steps) != FIRST_STEPS:
         return []
@@ -232,10 +232,10 @@ def warnings_after(steps: Sequence[dict[str, Any]], eps_a: float) -> list[str]:
 def open_tracker(
     out: pathlib.Path, record: dict[str, Any], step: int
 ) -> Callable[[dict[str, Any]], object]:
-    """A tracker, as a function that takes each line of metrics.jsonl; "none" takes and drops it.
+    """A tracker, as a function that takes each row of metrics.jsonl; that of "none" ignores it.
 
     out: the run's folder. record: its config.json, by whose id wandb continues a run. step: the
-    last complete one; TensorBoard drops what came after it. ImportError if --report-to is not
+    last complete step; TensorBoard drops all that came after it. ImportError if --report-to is not
     installed.
     """
     settings = record["settings"]
@@ -259,7 +259,7 @@ def open_tracker(
 
 
 def provenance() -> dict[str, Any]:
-    """The command line, the commit and the versions that a run or its continuation has."""
+    """The command line, the commit and the versions of a run or of its continuation."""
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     commit = None
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, no repository

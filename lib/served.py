@@ -1,11 +1,11 @@
 """A client of one OpenAI-compatible inference server, in the place of `rollout.stream`.
 
-Ids travel to /v1/completions and back, never text: a server's chat template is not ours. Such
-samples come from another sampler than `generate`, and the two are never mixed silently (S27).
+We send ids to /v1/completions and get ids back, never text: a server's chat template is not ours.
+A server is another sampler than `generate`, and we never mix their samples silently (S27).
 
-Traps. An engine's prefix cache goes by the adapter's name: give each set of weights a new name
-(vllm#42125). Unload an adapter only when no request is under way (vllm#13698). An adapter can be
-accepted and not act (vllm#55193): then the samples are the base's.
+Traps. An engine finds its prefix cache by the adapter's name: give each set of weights a new name
+(vllm#42125). Unload an adapter only when no request is under way (vllm#13698). A server may accept
+an adapter and not apply it (vllm#55193): then the samples are the base's.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ from typing import Any
 import requests
 import urllib3
 
-PAUSE_S = 1.0  # a completion is tried again at once, then after 2, 4, ... 64 times as long
+PAUSE_S = 1.0  # we repeat a failed completion at once, then after 2, 4, ... 64 times as long
 QUICK_S = 300.0  # the longest wait for any other reply
-urllib3.connectionpool.log.setLevel("ERROR")  # else each try of each request is a line
+urllib3.connectionpool.log.setLevel("ERROR")  # else it prints each try of each request
 
 
 class Server:
     """One server of a base model, and of adapters that are loaded while it runs.
 
-    url: such as http://localhost:8000/v1. model: the base's directory or hub id. stops: ids that
-    end a completion. timeout_s: the longest wait for one.
-    Where the server does not reply, refuses, or replies something unexpected, it is an OSError of
-    one line.
+    url: such as http://localhost:8000/v1. model: the base's folder or hub id. stops: ids that end a
+    completion. timeout_s: the longest wait for a completion.
+    OSError, in one line, if the server does not reply, refuses a request, or replies something
+    unexpected.
     """
 
     def __init__(self, url: str, model: str, stops: Sequence[int], *, timeout_s: float = 3600.0):
@@ -47,7 +47,7 @@ class Server:
             raise ValueError("OPENAI_API_KEY has characters that no header may have")
 
     def check(self) -> None:
-        """Find the model's name on the server. One that serves a single base is taken at its word.
+        """Find the model's name on the server. If it serves a single base, we assume it is ours.
 
         OSError, with what it serves, if it has several bases and none of this path or id.
         """
@@ -61,7 +61,7 @@ class Server:
 
     @contextlib.contextmanager
     def adapter(self, folder: str) -> Iterator[str]:
-        """Load an adapter for the block, under a name that the server never had: the name."""
+        """Load an adapter for the block, and yield its name, which the server has never had."""
         name = f"{Path(folder).name}-{uuid.uuid4().hex[:12]}"
         body = {"lora_name": name, "lora_path": str(Path(folder).resolve())}
         needs = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank"
@@ -69,24 +69,24 @@ class Server:
         try:
             yield name
         finally:
-            with contextlib.suppress(OSError):  # a server that is gone has none
+            with contextlib.suppress(OSError):  # the server may be gone
                 self._ask("/unload_lora_adapter", {"lora_name": name})
 
     def stream(
         self, jobs: Sequence[Any], sampling, rows: int, adapter: str = ""
     ) -> Iterator[list[Any]]:
-        """Jobs as they are done, one at a time, with the sampled ids and the stop id.
+        """Yield jobs as they are done, one at a time, with the sampled ids and the stop id.
 
-        jobs: `rollout.Job`s; their ids are filled in. sampling: .temperature, .top_p, .top_k. rows:
+        jobs: `rollout.Job`s, whose ids we fill in. sampling: .temperature, .top_p, .top_k. rows:
         requests under way at a time. adapter: its name; "" is the base.
-        A request that fails is tried again after pauses. An error that they do not mend is raised
-        when the replies under way have been yielded.
+        We repeat a failed request after pauses. If it fails for good, we raise its error after the
+        replies under way have been yielded.
         """
         errors: list[OSError] = []
         ending = threading.Event()
 
         def complete(job):
-            """In a thread: fill in a job, or leave it after an error of this one or another."""
+            """In a thread: fill in a job, or leave it as it is after an error of any job."""
             try:
                 if not ending.is_set():
                     self._complete(job, sampling, adapter or self.base, patience(ending))
@@ -95,7 +95,7 @@ class Server:
                 ending.set()  # requests that wait for their next try give up
             return job
 
-        # Its threads are daemons: a program that is interrupted does not wait for replies.
+        # The pool's threads are daemons: an interrupted program does not wait for replies.
         with ThreadPool(max(1, min(rows, len(jobs)))) as pool:
             for job in pool.imap_unordered(complete, jobs):
                 if not job.tokens_left:
@@ -104,7 +104,7 @@ class Server:
             raise errors[0]
 
     def _complete(self, job, sampling, model: str, retries: urllib3.Retry) -> None:
-        """Fill in a job. The request has every field of sampling: a server's own have no say."""
+        """Fill in a job. The request sets every sampling field: a server's own have no effect."""
         body = {
             "model": model,
             "prompt": job.prompt,
@@ -130,12 +130,12 @@ class Server:
             if not is_whole or len(ids) > job.tokens_left or {*map(type, ids)} - {int}:
                 raise ValueError(f"{len(ids)} of {job.tokens_left} token_ids, ended by {reason}")
             if reason == "stop" and not {*ids[-1:]} & {*self.stops}:
-                ids = [*ids, *self.stops[:1]]  # some servers leave it out
+                ids = [*ids, *self.stops[:1]]  # some servers leave out the stop id
             job.ids, job.tokens_left = ids, 0
 
     @contextlib.contextmanager
     def _json(self, reply: requests.Response) -> Iterator[Any]:
-        """Yield a reply's JSON. Whatever the block cannot read there is an OSError."""
+        """Yield a reply's JSON. If the block cannot read something in it, we raise an OSError."""
         try:
             yield reply.json()
         except (ValueError, LookupError, TypeError, AttributeError) as e:
@@ -150,7 +150,7 @@ class Server:
         retries: urllib3.Retry | int = 0,
         hint: str = "",
     ) -> requests.Response:
-        """The reply to a request; OSError if there is none, or no success."""
+        """The reply to a request; OSError if there is none, or if its status is no success."""
         with requests.Session() as session:
             session.mount(self.url, requests.adapters.HTTPAdapter(max_retries=retries))
             try:
@@ -198,5 +198,5 @@ def patience(ending: threading.Event) -> urllib3.Retry:
 
 
 def whole_name(name: str) -> str:
-    """A directory's whole path, so that two names of one model are equal; a hub id as it is."""
+    """A folder's absolute path, so that two names of one model are equal; a hub id as it is."""
     return str(Path(name).resolve()) if Path(name).exists() else name

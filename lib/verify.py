@@ -19,14 +19,14 @@ from functools import lru_cache
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, NamedTuple
 
-MAX_CHARS, MEMORY_BYTES = 1000, 1 << 30  # of a parsed answer, of the worker's address space
+MAX_CHARS, MEMORY_BYTES = 1000, 1 << 30  # limits: answer to parse, worker's address space
 
 
 def extract_answer(text: str) -> str | None:
-    r"""The inside of the last `\boxed{}` after the last `</think>`; None if none, or never closed.
+    r"""The text in the last `\boxed{}` after the last `</think>`; None if none, or never closed.
 
-    A thinking block that is still open at the end holds no answer. Nested braces are followed. A
-    box without braces counts where a dollar sign ends it: `$\boxed 5$`.
+    A thinking block that is still open at the end holds no answer. Boxes may hold nested braces. A
+    box without braces counts if a dollar sign ends it: `$\boxed 5$`.
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     text = re.sub(r"\\boxed\s+([^\s{}$\\]+)\s*\$", r"\\boxed{\1}", text)
@@ -43,16 +43,16 @@ def extract_answer(text: str) -> str | None:
 
 
 class Verdict(NamedTuple):
-    """A completion's answer, None if it gives none; and whether that is right."""
+    """A completion's answer, or None if it has none; and whether the answer is right."""
 
     answer: str | None
     right: bool
 
 
 class Judge(AbstractContextManager):
-    """Decides for (problem, completion) whether it is right: the one seam for another domain.
+    """Decides whether a completion solves a problem. For another domain, subclass it.
 
-    A subclass has `is_right`, or `judge` if it judges whole batches, and may replace the rest. An
+    A subclass has `is_right`, or `judge` if it judges whole batches, and may override the rest. An
     exception ends the run, with a note of problem and answer: return False for what cannot be read.
     A subclass keeps to `timeout_s`, seconds per answer, and counts late answers in `timeouts`.
     """
@@ -65,7 +65,7 @@ class Judge(AbstractContextManager):
         self.timeout_s = timeout_s
 
     def answer(self, text: str) -> str | None:
-        """The answer in a completion, or None. Thinking that the prompt began is given its tag."""
+        """The answer in a completion, or None. If the prompt ends on a think tag, `text` has it."""
         return extract_answer(text)
 
     def is_right(self, problem: Any, answer: str) -> bool:
@@ -77,7 +77,7 @@ class Judge(AbstractContextManager):
         return one == other
 
     def judge(self, cases: Sequence[tuple[Any, str]]) -> list[Verdict]:
-        """The verdict of each (problem, completion), in order. No answer is a wrong one."""
+        """The verdict of each (problem, completion), in order. Without an answer it is wrong."""
         verdicts = []
         for problem, text in cases:
             answer = self.answer(text)
@@ -90,7 +90,7 @@ class Judge(AbstractContextManager):
         return verdicts
 
     def close(self) -> None:
-        """Give back what the judge holds. It may be asked again afterwards."""
+        """Release the judge's resources. It may be asked again afterwards."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -99,8 +99,8 @@ class Judge(AbstractContextManager):
 def load_judge(name: str) -> type[Judge]:
     """The class MODULE:CLASS; ValueError if there is none, or it cannot judge.
 
-    The module is installed or lies in the working directory, which is searched last: no file there
-    takes the place of one of ours.
+    The module is installed or lies in the working directory. We search that last, so that no file
+    there takes the place of one of ours.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -127,10 +127,10 @@ def file_of(name: str) -> str:
 
 
 def is_copied(gold: str, pred: str, problem: str) -> bool:
-    """Whether an answer is an expression that stands in the problem, and not the reference.
+    """Whether an answer is an expression copied from the problem, and not the reference.
 
-    Otherwise a policy can box the problem's longest formula, which is right for 5% of MATH. Plain
-    numbers, with a name or a unit, and words always count.
+    Otherwise a policy can box the problem's longest formula, which is right for 5% of MATH. Words,
+    and plain numbers even with a name or a unit, are never copies.
     """
     answer, reference, text = without_layout(pred), without_layout(gold), without_layout(problem)
     is_expression = re.search(r"\\[a-z]|(?<=.)[-+*/^_=<>!|]", answer)
@@ -145,13 +145,13 @@ LAYOUT = (  # sizes, the t of \tfrac, units, blanks, brackets
 
 @lru_cache(4096)
 def without_layout(latex: str) -> str:
-    r"""A text without LAYOUT and a name in front; \frac12 is 1/2."""
+    r"""A text without LAYOUT and without `name=` in front; \frac12 becomes 1/2."""
     latex = re.sub(r"\\[dt]?frac *(?:\{(\d+)\} *\{(\d+)\}|(\d)(\d))", r"\1\3/\2\4", latex)
     return re.sub(r"^\w*=", "", re.sub(LAYOUT, "", latex))
 
 
 INSIDE = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # what stands between two braces
-SPELLINGS = [  # what models write and math-verify misreads, and how it reads it; in order
+SPELLINGS = [  # what models write and math-verify misreads, and our replacement; in order
     ("−", "-"),
     ("²", "^2"),
     ("³", "^3"),
@@ -184,7 +184,7 @@ def respell(answer: str) -> str:
 
 
 def math_verdict(gold: str, pred: str) -> bool:
-    r"""math-verify's verdict with its settings, where 2^\infty equals a tenth of references."""
+    r"""math-verify's verdict; its settings alone would let 2^\infty equal a tenth of references."""
     from math_verify import verify
 
     gold, pred = respell(gold), respell(pred)
@@ -209,7 +209,7 @@ def are_tiny_and_differ(golds: Sequence[Any], preds: Sequence[Any]) -> bool:
 
 @lru_cache(4096)  # a problem's reference is read once for all its samples
 def read(latex: str) -> Any:
-    """What math-verify reads in a box."""
+    """What math-verify parses from a box with this content."""
     from math_verify import parse
 
     return parse(rf"\boxed{{{latex}}}", parsing_timeout=None)
@@ -218,13 +218,13 @@ def read(latex: str) -> Any:
 class Verifier(Judge):
     """Judges mathematics, from any thread. An answer that takes too long is wrong.
 
-    One worker process decides, one answer at a time. It starts here, so ImportError shows at once
-    where it cannot. It ends with `close` or with this process.
+    One worker process decides, one answer at a time. It starts with this object: ImportError if it
+    cannot. It ends with `close` or with this process.
     """
 
     def __init__(self, timeout_s: float = 5.0):
         super().__init__(timeout_s)
-        self._lock = threading.RLock()  # of the worker
+        self._lock = threading.RLock()  # held by the thread that uses the worker
         self._worker: Any = self._start()  # None: the next question starts one
 
     def verify(self, gold: str, pred: str | None, problem: str = "") -> bool:
@@ -250,7 +250,7 @@ class Verifier(Judge):
         return self.verify(one, other)
 
     def close(self) -> None:
-        """End the worker, after the answer it is at. A later question starts another one."""
+        """End the worker, after its present answer. A later question starts another one."""
         with self._lock:
             worker, self._worker = self._worker, None
             if worker:
@@ -290,10 +290,10 @@ def main() -> None:
     """The worker: JSON lines in and out. It ends with its input or by SIGALRM."""
     timeout_s = float(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it kills, whatever the parser is at
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it kills the worker at any point
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     replies, sys.stdout = sys.stdout, sys.stderr  # nothing else may write there
-    print(json.dumps(math_verdict("1/2", "2/4")), file=replies, flush=True)  # reads the grammar
+    print(json.dumps(math_verdict("1/2", "2/4")), file=replies, flush=True)  # loads the grammar
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
         try:

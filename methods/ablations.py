@@ -7,11 +7,11 @@
     python -m methods.ablations --objective jsd --out runs/c            a divergence; §4.5
     python -m methods.ablations --teacher ema --out runs/d              a teacher's weights; §4.5
 
-With all defaults a step equals `sgsd.train_step` bit for bit. Two rows of the paper are settings of
+With all defaults a step equals `sgsd.train_step` bit for bit. For two of the paper's ablations, use
 sgsd.py itself: --eps-a 0, without the threshold, and --num-teachers 1.
 
 Source: the paper's Tab. 4, §4.4 and §4.5, and the authors' code where these are silent (S5, S18 to
-S20). Ours departs: a copied teacher starts as the adapter at step 0 (S18), random pairs are drawn
+S20). Ours differs: a copied teacher starts as the adapter at step 0 (S18), random pairs are drawn
 anew in each step (S20), and "reverse" is KL(S || T), the usual name (D10).
 
 Dimension key: K teachers, T completion tokens, n positions of a slice, V vocabulary.
@@ -45,7 +45,7 @@ class AblationConfig(Config):
     """SGSD's settings, and a flag for each part that can be changed."""
 
     program: ClassVar[str] = "-m methods.ablations"
-    generations: ClassVar[int] = 1  # solutions of a problem
+    generations: ClassVar[int] = 1  # solutions per problem
 
     out: str = "runs/ablation"
     token_mask: bool = setting(
@@ -89,7 +89,7 @@ class AblationConfig(Config):
 
     @property
     def score_temperature(self) -> float:
-        """The temperature of the log-probabilities in the loss; a greedy draw has none."""
+        """The temperature of the log-probabilities in the loss; 1 if sampling is greedy."""
         return self.loss_temperature or self.temperature or 1.0
 
 
@@ -139,8 +139,8 @@ def divergence_losses(
 ) -> tuple[Tensor, Tensor]:
     """Token losses of --objective or --support-top-k, and the gaps of the support: [K, T] each.
 
-    Masked tokens have losses, too, which count nowhere. But where logits are infinite there, the
-    gradient is NaN, and the step is skipped; the gate's is not.
+    Masked tokens have losses, too, which the mean leaves out. But if a masked token has infinite
+    logits, the gradient is NaN and the step is skipped. With the gate it is not.
     """
     cfg: Any = run.cfg
 
@@ -163,7 +163,7 @@ def shown(run: Run, x: Problem) -> list[Prompt]:
 
 
 def retrieve(run: Run, step: int, x: Problem) -> list[SkillPair]:
-    """The nearest pairs; with --retrieval random others for each step, of equal weights (S20)."""
+    """The nearest pairs; with --retrieval random, new ones for each step, of equal weight (S20)."""
     cfg: Any = run.cfg
     if cfg.retrieval == "embedding":
         return groups.nearest(run, step, x)
@@ -174,7 +174,7 @@ def retrieve(run: Run, step: int, x: Problem) -> list[SkillPair]:
 
 
 def teacher_policy(run: Run) -> contextlib.AbstractContextManager:
-    """In it the model has the teachers' weights (--teacher)."""
+    """A block in which the model has the teachers' weights (--teacher)."""
     cfg: Any = run.cfg
     if cfg.teacher == "live":
         return contextlib.nullcontext()

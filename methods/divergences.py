@@ -20,8 +20,8 @@ from rollout import Rollout
 from sgsd import RolloutLoss
 
 JSD_BETA = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}  # D10
-# From the sampled ids, and fp32 logits of the student, with gradient, and of one teacher, the loss
-# and the gap of each position: (ids_n, s_nV, t_nV) -> (loss_n, gap_n).
+# (ids_n, s_nV, t_nV) -> (loss_n, gap_n): from the sampled ids and the fp32 logits of the student,
+# with gradient, and of one teacher, the loss and the gap of each position.
 TokenLosses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -32,9 +32,9 @@ def generalized_jsd(
 
     beta 0: forward KL(T || S). beta 1: reverse KL(S || T). Between them
     beta KL(T || M) + (1 - beta) KL(S || M) with the mixture M = beta T + (1 - beta) S.
-    clip > 0 bounds each vocabulary entry's term from above, as OPSD does (S16); the sum can then
-    be negative. Multiplied by rho = -1 it is maximised: forward KL without bound, reverse KL up to
-    -log of the teacher's smallest probability, a mixture up to log 2 (S26).
+    clip > 0 bounds each vocabulary token's term from above, as OPSD does (S16); the sum can then
+    be negative. If rho = -1, we maximise it: forward KL without bound, reverse KL up to -log of the
+    teacher's smallest probability, a mixture up to log 2 (S26).
     ValueError on beta outside [0, 1].
     """
     if not 0 <= beta <= 1:
@@ -58,13 +58,13 @@ def generalized_jsd(
 def local_support(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(KL(T || S) [n], gap of the sampled token [n]) on a truncated, renormalised vocabulary.
 
-    It holds the teacher's top k tokens and the sampled one: §4.5 "top-k support", by the paper's
+    This holds the teacher's top k tokens and the sampled one: §4.5 "top-k support", by the paper's
     only formula for "reverse KL" (§3, App. E.5; S19). s_nV, t_nV: logits of student and teacher.
     """
     sampled_n1 = ids_n[:, None]
     top_nk = t_nV.topk(min(k, t_nV.shape[-1])).indices
     support = torch.cat([sampled_n1, top_nk], 1)
-    twice = support == sampled_n1  # the sampled token once more, among the top k: masked below
+    twice = support == sampled_n1  # the sampled token again, among the top k: we mask it below
     twice[:, 0] = False
     logp_s = s_nV.gather(1, support).masked_fill(twice, -1e30).log_softmax(1)
     logp_t = t_nV.gather(1, support).masked_fill(twice, -1e30).log_softmax(1)
@@ -86,9 +86,9 @@ def scored(
 ) -> tuple[Tensor, Tensor]:
     """Losses, with gradient, and gaps of a rollout's tokens under each teacher: [K, T] each.
 
-    contexts_K: the teachers' prompts, at least one. token_losses: of a slice of positions, so that
-    [T, V] logits are never alive. temperature: divides the logits. teacher: in it the model has the
-    teachers' weights.
+    contexts_K: the teachers' prompts, at least one. token_losses: is called on slices of positions,
+    so that [T, V] logits never exist as a whole. temperature: divides the logits. teacher: a
+    context manager under which the model has the teachers' weights.
     """
     ids_T = roll.completion_ids
     states_K: dict[int, Tensor] = {}  # [T, D] by k
@@ -114,7 +114,7 @@ def scored(
 def weighted(
     ell_KT: Tensor, gap_KT: Tensor, mask_T: Tensor, alpha_K: Tensor, a_K: Tensor, rho_K: Tensor
 ) -> RolloutLoss:
-    """Eq. 16 with any loss of a token in the place of Eq. 14, and the numbers for the logs.
+    """Eq. 16 with any token loss instead of Eq. 14's, and the numbers for the logs.
 
     ell_KT: token losses, with gradient. The others are those of `sgsd.loss_of`.
     """
@@ -141,8 +141,8 @@ def distilled(
 ) -> RolloutLoss:
     """The mean of a rollout's token losses under one teacher: every token counts, and rho is 1.
 
-    context: the teacher's prompt. token_losses, teacher: as for `scored`. The temperature of the
-    loss is the sampling's; a greedy draw has none.
+    context: the teacher's prompt. token_losses, teacher: as for `scored`. The loss has the
+    temperature of the sampling; 1 if sampling is greedy.
     """
     temperature = run.cfg.temperature or 1.0
     ell_1T, gap_1T = scored(run, roll, [context], token_losses, temperature, teacher)

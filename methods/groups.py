@@ -1,13 +1,13 @@
 """A step for every method that is one function of a problem's solutions.
 
-A method is losses(run, step, x, rolls_G, pairs_K). For each of the G solutions of a problem, in
-order, it yields (loss, numbers, token_numbers). `make_step` makes a step of it, and `sgsd.train`
-does the rest. G is the method's `generations`, and may be 1. The teachers' contexts are made after
-sampling, so they may show what was sampled. docs/changing.md has examples.
+A method is a function losses(run, step, x, rolls_G, pairs_K). For each of a problem's G solutions,
+in order, it yields (loss, numbers, token_numbers). `make_step` turns it into a step, and
+`sgsd.train` does the rest. G is the method's `generations`, and may be 1. The teachers' prompts are
+made after sampling, so they may show what was sampled. docs/changing.md has examples.
 
-The loss is a scalar, with a graph or, where its gradient is 0, without one: `make_step` divides it
-by the batch times G, so the step's loss is the mean over solutions. The numbers are for the logs:
-detached tensors by name, each of them optional.
+The loss is a scalar; if its gradient is 0, it needs no graph. `make_step` divides it by the batch
+size times G, so the step's loss is the mean over solutions. The numbers are for the logs: detached
+tensors by name, each of them optional.
 
     numbers        shape   what becomes of it in rollouts.jsonl, metrics.jsonl and the report
     rho            [K]     -1, 0 or 1 of each teacher: counted; the report names its decision
@@ -47,7 +47,7 @@ from skills import SkillPair
 
 @dataclass(frozen=True)
 class MethodConfig(Config):
-    """SGSD's settings, for a method that has no gate, and a bank only where --bank gives one."""
+    """SGSD's settings, for a method that has no gate, and a bank only if --bank gives one."""
 
     not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {"tau_g", "eps_a"}
 
@@ -58,7 +58,7 @@ class MethodConfig(Config):
 
 @dataclass(frozen=True)
 class GroupConfig(MethodConfig):
-    """These settings, and the size of a group."""
+    """MethodConfig's settings, and the size of a group."""
 
     generations: int = setting(8, "G: solutions sampled for each problem; Tab. 11", least=2)
 
@@ -92,7 +92,7 @@ def prompt_with_skills(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> li
 
 
 def longest_pairs(run: Run) -> list[SkillPair]:
-    """The longest pairs of a bank, as many as a prompt shows: to measure prompts by."""
+    """The bank's longest pairs, as many as a prompt shows: with them we check prompts' lengths."""
     return run.bank.longest_pairs[: run.cfg.num_teachers] if run.bank else []
 
 
@@ -131,11 +131,11 @@ def make_step(
     student_prompt: StudentPrompt = prompt_alone,
     retrieve: Retrieve = nearest,
 ) -> Step:
-    """A step in the place of `sgsd.train_step`, with run.cfg.generations solutions of each problem.
+    """A step to use instead of `sgsd.train_step`, with run.cfg.generations solutions per problem.
 
-    losses: of the solutions of one problem, in their order. A generator keeps the graph of one at a
-    time; a loss without a graph has no backward pass. student_prompt: what the student sees, which
-    is no skill unless it is `prompt_with_skills`.
+    losses: yields those of one problem's solutions, in order. If it is a generator, one graph is in
+    memory at a time. A loss without a graph has no backward pass. student_prompt: makes the
+    student's prompt; only `prompt_with_skills` shows skills.
     """
 
     def train_step(run: Run, step: int) -> tuple[list[dict], float]:

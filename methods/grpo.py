@@ -7,7 +7,7 @@
     python -m methods.grpo --bank bank.json --out runs/c     GRPO+Skill: skills in the prompts
 
 Source: DeepSeekMath (Shao et al. 2024), with what the released scripts of SGSD leave open or set.
-Ours makes one optimizer step per batch, so w_t = 1 and the clip never acts. There is no KL term.
+We make one optimizer step per batch, so w_t = 1 and the clip never acts. There is no KL term.
 
 Dimension key: G solutions of a problem, T completion tokens.
 """
@@ -68,14 +68,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def grpo_advantages(rewards_G: Tensor, eps: float = 1e-4) -> Tensor:
-    """(r - mean) / (std + eps) within one group, with the sample's std (n - 1) (S15). [G].
+    """(r - mean) / (std + eps) within one group; std is the sample's, by n - 1 (S15). [G].
 
-    0 where all rewards are equal. ValueError on fewer than two rewards.
+    0 if all rewards are equal. ValueError on fewer than two rewards.
     """
     if rewards_G.ndim != 1 or len(rewards_G) < 2:
         shape = tuple(rewards_G.shape)
         raise ValueError(f"grpo_advantages: rewards_G must be [G] with G >= 2, got {shape}")
-    if (rewards_G == rewards_G[0]).all():  # their mean in fp32 may be another number
+    if (rewards_G == rewards_G[0]).all():  # in fp32 their mean may differ from them
         return torch.zeros_like(rewards_G)
     return (rewards_G - rewards_G.mean()) / (rewards_G.std() + eps)
 
@@ -102,12 +102,12 @@ def shown(run: Run, x: Problem) -> list[Prompt]:
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
 ) -> groups.Losses:
-    """The loss of each solution of a group; 0, and nothing scored, where all rewards are equal."""
+    """The loss of each solution of a group. If all rewards are equal, it is 0 without scoring."""
     return weighted_losses(run, rolls_G, grpo_advantages(groups.rewards(rolls_G)))
 
 
 def weighted_losses(run: Run, rolls_G: list[Rollout], advantages_G: Tensor) -> groups.Losses:
-    """The loss of each solution by its advantage."""
+    """The loss of each solution, with its advantage as weight."""
     cfg: Any = run.cfg
     for roll, advantage in zip(rolls_G, advantages_G):
         loss = torch.zeros((), device=run.device)

@@ -6,8 +6,8 @@
     python -m methods.opsd --bank bank.json --out runs/e     OPSD+Skill: both roles see the skills
 
 The teacher is the base model with the reference answer in its prompt; the verdict plays no part.
-Source: the released scripts of SGSD, since the paper gives neither the bound of 0.05 nor the
-temperature of the loss, which is the sampling's. Ours shows the answer in one sentence (S16).
+Source: the released scripts of SGSD, because the paper gives neither the bound of 0.05 nor the
+temperature of the loss, which is the sampling's. We show the answer in one sentence (S16).
 
 Dimension key: T completion tokens, n positions of a slice, V vocabulary.
 """
@@ -34,7 +34,7 @@ class OPSDConfig(groups.MethodConfig):
     """SGSD's settings, and the bound of OPSD's divergence."""
 
     program: ClassVar[str] = "-m methods.opsd"
-    generations: ClassVar[int] = 1  # solutions of a problem
+    generations: ClassVar[int] = 1  # solutions per problem
 
     out: str = "runs/opsd"
     objective_clip: float = setting(
@@ -47,10 +47,10 @@ VARIANTS: dict[str, dict[str, Any]] = {"bank": {"num_teachers": 3, "evolve_every
 
 
 def with_answer(x: Problem, field: str) -> str:
-    """The problem as a teacher sees it that knows the reference answer (S16).
+    """The problem and its reference answer, as a teacher sees them (S16).
 
-    field: --teacher-field, whose text stands word for word in the place of the answer's sentence.
-    ValueError where it has none.
+    field: --teacher-field. Its text replaces the sentence with the answer, word for word.
+    ValueError if the problem has no text in that field.
     """
     shown = x.extra.get(field) if field else f"The reference answer is {x.answer}."
     if not isinstance(shown, str) or not shown.strip():
@@ -70,7 +70,7 @@ def shown(run: Run, x: Problem) -> list[Prompt]:
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
 ) -> groups.Losses:
-    """The loss of a solution by one teacher, whose prompt has the answer and any skills."""
+    """The loss of a solution from one teacher, whose prompt has the answer and any skills."""
     cfg: Any = run.cfg
     text = skills.render_skills(pairs_K, with_answer(x, cfg.teacher_field))
     context = prompt_ids(run, Prompt(text, cfg.teacher_prefix))

@@ -6,15 +6,15 @@
     python -m methods.rlsd --out runs/rlsd                     one teacher, which sees the answer
     python -m methods.rlsd --bank bank.json --out runs/rlsd_k  SGSD's K teachers in its place
 
-The verdicts say which way a solution is pushed; the teacher only says how the push is shared among
-its tokens. lam = 0.5 (1 - step / 60); from step 60 on it is 0, and then this is GRPO. The teacher
+The verdicts decide which way a solution is pushed. The teacher only decides how its tokens share
+the push. lam = 0.5 (1 - step / 60); from step 60 on it is 0, and the method is GRPO. The teacher
 is a copy of the policy that is renewed every 20 steps.
 
-Source: arXiv 2604.03128, github.com/iie-ycx/RLSD at 93e46f7. Ours departs: sampling, gradient bound
+Source: arXiv 2604.03128, github.com/iie-ycx/RLSD at 93e46f7. Ours differs: sampling, gradient bound
 and optimizer are SGSD's, and one step per batch leaves no ratio to clip (S31); the loss is a mean
 over a solution's tokens, then over solutions, not over all tokens of the batch (S32). With --bank
-the gap is sum_k alpha_k Delta_t^(k) of SGSD's teachers, weights as they are now: this form is ours
-(S33).
+the gap is sum_k alpha_k Delta_t^(k) of SGSD's teachers, which have the current weights: this form
+is ours (S33).
 
 Dimension key: G solutions of a problem, K teachers, T completion tokens.
 """
@@ -43,7 +43,7 @@ from skills import SkillPair
 
 @dataclass(frozen=True)
 class RLSDConfig(groups.GroupConfig):
-    """SGSD's settings, and how long and how strongly teachers weigh."""
+    """SGSD's settings, and how much and how long the teacher's weights count."""
 
     program: ClassVar[str] = "-m methods.rlsd"
     not_offered: ClassVar[frozenset[str]] = groups.GroupConfig.not_offered | {"c_delta"}
@@ -70,7 +70,7 @@ def token_advantages(gap_T: Tensor, advantage: float, lam: float) -> Tensor:
     """A_t = A (1 - lam + lam w_t), w_t = clip(exp(sgn(A) gap_t), 0.8, 1.2). [T].
 
     gap_T: log p_T(y_t) - log p_S(y_t) in nats. A token that the teacher finds likelier than the
-    student gets more of a success, and less of a failure. The sign is A's at every token.
+    student does gets more of a success's push, and less of a failure's. The sign is always A's.
     """
     sign = (advantage > 0) - (advantage < 0)
     w_T = torch.exp(sign * gap_T.detach()).clamp(0.8, 1.2)
@@ -85,7 +85,7 @@ def weighting_share(step: int, first: float, steps: int) -> float:
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
 ) -> groups.Losses:
-    """The loss of each solution of a group; 0, and nothing scored, where its advantage is 0."""
+    """The loss of each solution of a group. If its advantage is 0, it is 0 without scoring."""
     cfg: Any = run.cfg
     lam = weighting_share(step, cfg.weighting, cfg.weighting_steps)
     advantages_G = grpo_advantages(groups.rewards(rolls_G), eps=1e-6)
@@ -130,7 +130,7 @@ def shown(run: Run, x: Problem) -> list[Prompt]:
 
 
 def teacher_share(cfg: Any, step: int) -> float | None:
-    """1 where a step renews the teacher's copy; None with --bank, whose teachers are live (S33)."""
+    """1 if this step renews the teacher's copy, else 0; None with --bank: live teachers (S33)."""
     return None if cfg.bank else float(step % cfg.teacher_period == 0)
 
 

@@ -4,15 +4,15 @@
 
     python -m methods.sdpo --out runs/sdpo
 
-S and T are student and teacher over the student's k likeliest tokens and one entry for the rest.
-The context is the first of the other solutions of the group that is right. A solution without one
-teaches nothing: in a group without success all of them, and a success that is alone. Advantages
-play no part.
+S and T are student and teacher over the student's k likeliest tokens, with one number for the rest.
+The teacher sees the first of the group's other solutions that is right. Without such a sibling, a
+solution teaches nothing: in a group without success that is every solution, and where only one is
+right, that one. Advantages play no part.
 
-Source: Self-Distillation Policy Optimization, github.com/lasgroup/SDPO at 0e6d510. Ours departs:
-without a right sibling there is no feedback of the environment to show (S28); the EMA teacher
-averages adapters, not weights (S29); AdamW as for SGSD, without warmup or weight decay, and one
-step per batch, so that no ratio is needed (S30).
+Source: Self-Distillation Policy Optimization, github.com/lasgroup/SDPO at 0e6d510. Ours differs:
+without a right sibling, we have no feedback of the environment to show (S28); the EMA teacher
+averages adapters, not weights (S29); AdamW is as for SGSD, without warmup or weight decay, and one
+step per batch needs no ratio (S30).
 
 Dimension key: G solutions of a problem, T completion tokens, n positions of a slice, V vocabulary,
 k likeliest tokens.
@@ -65,9 +65,9 @@ class SDPOConfig(groups.GroupConfig):
 def top_k_with_tail(s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities of student and teacher at the student's k likeliest ids, and of the rest.
 
-    s_nV, t_nV: logits, the student's with gradient. Returns [n, k + 1] twice, in nats, true
-    probabilities that sum to 1: the last entry is log(1 - sum of the others), where the sum counts
-    as at most 1 - 1e-7. k is the vocabulary's size at most.
+    s_nV, t_nV: logits, the student's with gradient. Returns [n, k + 1] twice, in nats, without
+    renormalising: the last number, log(1 - sum of the others), completes the probabilities to 1. We
+    take the sum as at most 1 - 1e-7. k is the vocabulary's size at most.
     """
     top_nk = s_nV.detach().topk(min(k, s_nV.shape[-1])).indices
     both = []
@@ -80,7 +80,7 @@ def top_k_with_tail(s_nV: Tensor, t_nV: Tensor, k: int) -> tuple[Tensor, Tensor]
 
 
 def sdpo_divergence(s_nV: Tensor, t_nV: Tensor, alpha: float, k: int) -> Tensor:
-    """a KL(T || M) + (1 - a) KL(S || M) over the k + 1 entries of `top_k_with_tail`: [n] nats.
+    """a KL(T || M) + (1 - a) KL(S || M) over the k + 1 numbers of `top_k_with_tail`: [n] nats.
 
     M = (1 - a) S + a T; a = 0 is KL(T || S), a = 1 is KL(S || T). No term is clipped.
     """
@@ -88,9 +88,9 @@ def sdpo_divergence(s_nV: Tensor, t_nV: Tensor, alpha: float, k: int) -> Tensor:
 
 
 def shown_sibling(rewards_G: Sequence[float], i: int) -> int | None:
-    """Whose solution the teacher of solution i sees: the first other one with a reward >= 0.5.
+    """Which solution the teacher of solution i sees: the first other one with a reward >= 0.5.
 
-    None where no other one has: solution i then teaches nothing.
+    None if there is no such solution: solution i then teaches nothing.
     """
     for j, r in enumerate(rewards_G):
         if j != i and r >= 0.5:
@@ -107,7 +107,7 @@ def with_solution(problem: str, solution: str) -> str:
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
 ) -> groups.Losses:
-    """The loss of each solution of a group; 0, and nothing scored, without a right sibling."""
+    """The loss of each solution of a group. Without a right sibling, it is 0 without scoring."""
     cfg: Any = run.cfg
 
     def token_losses(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor) -> tuple[Tensor, Tensor]:

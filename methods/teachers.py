@@ -1,6 +1,6 @@
-"""Teachers whose weights are a copy of the policy's, which follows it (§4.5, S18).
+"""Teachers whose weights are a copy of the policy's that follows the policy (§4.5, S18).
 
-Without a copy a teacher is the policy as it is now, or its base: `run.lm.disable_adapter()`.
+A teacher without a copy is the policy as it is now, or its base: `run.lm.disable_adapter()`.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ from methods.groups import Step
 
 
 def begin(run: Run) -> None:
-    """Before a step: make a copy of the adapters, unless there is one, on every rank (S18).
+    """Copy the adapters, unless there is a copy (S18). Call it before a step, on every rank.
 
-    It is in `run.extra_tensors`, and so in the checkpoints.
+    The copy is in `run.extra_tensors`, and so in the checkpoints.
     """
     for name, p in model.trained(run.lm).items():
         if f"{name}.teacher" not in run.extra_tensors:
@@ -24,7 +24,7 @@ def begin(run: Run) -> None:
 
 @contextlib.contextmanager
 def copied(run: Run) -> Iterator[None]:
-    """The model under the copy of its adapters, which `begin` has made."""
+    """A block in which the model has the copy of its adapters that `begin` has made."""
     params = model.trained(run.lm)
     students = {name: p.data for name, p in params.items()}
     for name, p in params.items():
@@ -37,7 +37,7 @@ def copied(run: Run) -> Iterator[None]:
 
 
 def followed(step_fn: Step, share: Callable[[Any, int], float | None]) -> Step:
-    """A step after which the copy moves towards the student by share(cfg, step).
+    """`step_fn`, after which the copy moves towards the student by share(cfg, step).
 
     0 leaves the copy as it is, 1 copies exactly; None: the run has no copy. An EMA of decay d moves
     by 1 - d in each step. It averages the factors A and B of the adapters, not their products.
