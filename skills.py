@@ -258,7 +258,7 @@ def describe(bank: SkillBank, seconds: float = 0.0) -> str:
 
 @functools.cache
 def template(name: str) -> str:
-    """The text of a file in prompts/, word for word the paper's. To change it, edit the file."""
+    """The text of a file in prompts/: the paper's words (S9, S13). To change it, edit the file."""
     file = pathlib.Path(__file__).parent / "prompts" / f"{name}.txt"
     return file.read_text(encoding="utf-8")
 

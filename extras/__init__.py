@@ -1,4 +1,4 @@
-"""Beside the method: tables of finished evaluations, the report of a run, SGSD on TRL.
+"""Beside the method: tables of finished evaluations, the report of a run, SGSD and GRPO on TRL.
 
 Other methods are in methods/.
 """

@@ -302,7 +302,7 @@ class Trainer(GRPOTrainer):
 class SGSDTrainer(Trainer):
     """Trainer whose advantages [B, T] are SGSD's."""
 
-    is_stopped = False  # by a signal
+    is_stopped = False  # by a signal or bad steps
 
     def __init__(self, run: "RunOnTRL", args: Any, lm: Any, **kwargs: Any):
         # TRL asks for rewards; the advantages are our own.

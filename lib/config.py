@@ -79,7 +79,7 @@ SETS = "aime24", "aime25", "hmmt25"
 
 @dataclass(frozen=True)
 class Common:
-    """The settings that training and evaluation share: a run's evaluation repeats its values."""
+    """The settings that training and evaluation share."""
 
     program: ClassVar[str]
     groups: ClassVar[dict[str, str]] = GROUPS

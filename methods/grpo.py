@@ -6,7 +6,8 @@
     python -m methods.grpo --short --out runs/b              sampled and clipped as SGSD
     python -m methods.grpo --bank bank.json --out runs/c     GRPO+Skill: skills in the prompts
 
-Source: DeepSeekMath (Shao et al. 2024), with what the released scripts of SGSD leave open or set.
+Source: DeepSeekMath (Shao et al. 2024), with the settings of SGSD's released scripts, and TRL's
+defaults where these are silent (S15).
 We make one optimizer step per batch, so w_t = 1 and the clip never acts. There is no KL term.
 
 Dimension key: G solutions of a problem, T completion tokens.

@@ -213,7 +213,7 @@ def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tm
         "skills in the bank": ["1", "2"],
         "mistakes in the bank": ["1", "1"],
         "avg@10 on test": ["step 0: 40.0% (38.0% to 42.0%)", "step 6: 80.0% (78.0% to 82.0%)"],
-        "gain": ["", "+40.0% (none)"],  # of equal gaps there is no interval
+        "gain": ["", "+40.0 points (no interval)"],  # of equal gaps there is no interval
     }
 
 
