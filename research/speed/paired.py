@@ -3,7 +3,7 @@
     python research/speed/paired.py OLD stream          8 rows at contexts of 256, 1,024 and 4,096
     python research/speed/paired.py OLD storages        bytes held at 4,096, of those in use
     python research/speed/paired.py OLD model DIR       8 solutions of a real model, to 400 tokens
-    python research/speed/paired.py OLD demo            sgsd.py --preset tiny, each twice
+    python research/speed/paired.py OLD demo            sgsd.py --preset tiny, each three times
 
 OLD: a checkout of the commit before. One thread (OMP_NUM_THREADS=1), user and system time.
 "generate" is transformers' own, with its own cache and our draws. Of `stream` all ways are measured
@@ -150,7 +150,7 @@ def model(ways: dict[str, Any], folder: str) -> Iterator[list[object]]:
 
 def demo(trees: dict[str, pathlib.Path]) -> Iterator[list[object]]:
     """Seconds of each run in turn."""
-    for name in 2 * ["before", "after"]:
+    for name in ("before", "after", "after", "before", "before", "after"):
         with tempfile.TemporaryDirectory() as folder:
             began = resource.getrusage(resource.RUSAGE_CHILDREN)
             command = [sys.executable, "sgsd.py", "--preset", "tiny", "--out", f"{folder}/run"]
