@@ -222,9 +222,9 @@ def stream(
     try:
         token_bytes, row_bytes = cache_bytes(causal)
         places = places or cache_places(causal.device, token_bytes)
-        more = 2 * FREE_PLACES + row_bytes / token_bytes  # per row: a turn, free places, states
+        extra = 2 * FREE_PLACES + row_bytes / token_bytes  # per row: a turn, free places, states
         while waiting or running:
-            while pack := _next_pack(waiting, running, rows, places, more):
+            while pack := _next_pack(waiting, running, rows, places, extra):
                 fresh = _empty_cache(causal)
                 _decode(causal, pack, fresh, 1, sampling, stops)  # reads all ids, samples one
                 running += pack
@@ -234,7 +234,7 @@ def stream(
                 _decode(causal, running, cache, steps, sampling, stops)
             yield [job for job in running if not job.tokens_left]
             staying = [b for b, job in enumerate(running) if job.tokens_left]
-            while not _fit([running[b] for b in staying], places, more):
+            while not _fit([running[b] for b in staying], places, extra):
                 waiting.appendleft(running[staying.pop()])
             if len(staying) < len(running):
                 running = [running[b] for b in staying]
@@ -249,19 +249,19 @@ def _width(jobs: Iterable[Job]) -> int:
     return max((len(job.prompt) + len(job.ids) for job in jobs), default=0)
 
 
-def _fit(jobs: Sequence[Job], places: float, more: float = 0) -> bool:
-    """Whether the rows fit if each is as wide as the longest, plus `more`. One row always fits."""
-    return len(jobs) < 2 or len(jobs) * (_width(jobs) + more) <= places
+def _fit(jobs: Sequence[Job], places: float, extra: float = 0) -> bool:
+    """Whether the rows fit if each is as wide as the longest, plus `extra`. One row always fits."""
+    return len(jobs) < 2 or len(jobs) * (_width(jobs) + extra) <= places
 
 
 def _next_pack(
-    waiting: collections.deque[Job], running: list[Job], rows: int, places: float, more: float
+    waiting: collections.deque[Job], running: list[Job], rows: int, places: float, extra: float
 ) -> list[Job]:
     """Take the next jobs that fit beside the running ones and into one prefill."""
     pack: list[Job] = []
     while waiting and len(running) + len(pack) < rows:
         longer = [*pack, waiting[0]]
-        if not (_fit([*running, *longer], places, more) and _fit(longer, READ_TOKENS)):
+        if not (_fit([*running, *longer], places, extra) and _fit(longer, READ_TOKENS)):
             break
         pack.append(waiting.popleft())
     return pack

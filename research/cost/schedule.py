@@ -59,8 +59,8 @@ def width(rows: Sequence[Row]) -> int:
     return max(row.prompt + row.drawn for row in rows)
 
 
-def fit(rows: Sequence[Row], places: float, more: int = 0) -> bool:
-    return len(rows) < 2 or len(rows) * (width(rows) + more) <= places
+def fit(rows: Sequence[Row], places: float, extra: int = 0) -> bool:
+    return len(rows) < 2 or len(rows) * (width(rows) + extra) <= places
 
 
 def next_pack(

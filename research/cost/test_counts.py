@@ -59,8 +59,8 @@ def test_the_turns_are_those_of_a_real_stream():
         for _ in rollout.stream(lm, tokenizer, jobs, sampling, 6, places):
             pass
     want = []
-    made = [schedule.Row(len(p), len(ids), 96) for p, ids in zip(prompts, completions)]
-    turns = [*schedule.turns(made, 6, places, turn=16)]
+    lengths = [schedule.Row(len(p), len(ids), 96) for p, ids in zip(prompts, completions)]
+    turns = [*schedule.turns(lengths, 6, places, turn=16)]
     for turn in turns:
         want += [*turn.packs, *[(turn.rows, 1)] * turn.steps]
     assert [shape for shape, _ in passes[1:]] == want  # the first pass measures

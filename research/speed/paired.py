@@ -2,12 +2,12 @@
 
     python research/speed/paired.py OLD stream          8 rows at contexts of 256, 1,024 and 4,096
     python research/speed/paired.py OLD storages        bytes held at 4,096, of those in use
-    python research/speed/paired.py OLD model DIR       a real model's solutions, up to 400 tokens
-    python research/speed/paired.py OLD demo            sgsd.py --preset tiny, each twice
+    python research/speed/paired.py OLD model DIR       8 solutions of a real model, to 400 tokens
+    python research/speed/paired.py OLD demo            sgsd.py --preset tiny, each three times
 
 OLD: a checkout of the commit before. One thread (OMP_NUM_THREADS=1), user and system time.
-"generate" is transformers' own, with its own cache and our draws. All ways are measured in turn,
---repeats times, and the least counts. A token takes from its pass to the next one.
+"generate" is transformers' own, with its own cache and our draws. Of `stream` all ways are measured
+in turn, --repeats times, and the least counts; a token takes from its pass to the next one.
 """
 
 import argparse
@@ -119,29 +119,38 @@ def storages(ways: dict[str, Any]) -> Iterator[list[object]]:
         yield [name, f"{watch.most / cache:.2f}"]
 
 
-def model(ways: dict[str, Any], folder: str, repeats: int) -> Iterator[list[object]]:
-    """Seconds of the whole, and how many completions are the same as after."""
+def model(ways: dict[str, Any], folder: str) -> Iterator[list[object]]:
+    """Seconds of the whole, and how many completions are the same. Both streams turn by turn."""
     lm, tokenizer = models.load_model(folder, "cpu")
     lm.generation_config = GenerationConfig(eos_token_id=lm.generation_config.eos_token_id)
-    prompts = []
+    prompts, jobs, streams = [], {}, {}
     for line in open(ROOT / "tiny/test.jsonl").readlines()[:ROWS]:
         text = skills.render_student(json.loads(line)["problem"])
         prompts.append(rollout.chat_ids(tokenizer, text, thinking="closed"))
-    least, ids = dict.fromkeys(ways, float("inf")), {}
-    for _ in range(repeats):
-        for name, way in ways.items():
+    sampling = rollout.Sampling(max_new_tokens=400)
+    for name in ("before", "after"):
+        way = ways[name]
+        jobs[name] = [way.Job(i, prompt, i, 400) for i, prompt in enumerate(prompts)]
+        streams[name] = way.stream(lm, tokenizer, jobs[name], sampling, ROWS)
+    seconds, waiting = dict.fromkeys(ways, 0.0), [*streams]
+    while waiting:
+        for name in [*waiting]:
             began = time.process_time()
-            ids[name] = drawn(way, lm, prompts, [400] * ROWS, tokenizer)
-            least[name] = min(least[name], time.process_time() - began)
+            if next(streams[name], None) is None:
+                waiting.remove(name)
+            seconds[name] += time.process_time() - began
+    ids = {name: [job.ids for job in jobs[name]] for name in jobs}
+    began = time.process_time()
+    ids["generate"] = static(lm, prompts, [*range(ROWS)], ROWS, sampling, True)
+    seconds["generate"] = time.process_time() - began
     for name in ways:
         same = sum(a == b for a, b in zip(ids[name], ids["after"]))
-        tokens = sum(map(len, ids[name]))
-        yield [name, f"{least[name]:.1f}", tokens, f"{same} of {ROWS}"]
+        yield [name, f"{seconds[name]:.1f}", sum(map(len, ids[name])), f"{same} of {ROWS}"]
 
 
 def demo(trees: dict[str, pathlib.Path]) -> Iterator[list[object]]:
     """Seconds of each run in turn."""
-    for name in 2 * ["before", "after"]:
+    for name in ("before", "after", "after", "before", "before", "after"):
         with tempfile.TemporaryDirectory() as folder:
             began = resource.getrusage(resource.RUSAGE_CHILDREN)
             command = [sys.executable, "sgsd.py", "--preset", "tiny", "--out", f"{folder}/run"]
@@ -162,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tables = {
         "stream": ("context, tokens | before | after | generate", stream, [ways, args.repeats]),
         "storages": ("way | held, of the cache", storages, [ways]),
-        "model": ("way | seconds | tokens | same", model, [ways, args.folder, args.repeats]),
+        "model": ("way | seconds | tokens | same", model, [ways, args.folder]),
         "demo": ("way | seconds", demo, [{"before": args.old, "after": ROOT}]),
     }
     columns, rows, given = tables[args.what]

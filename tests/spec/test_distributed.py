@@ -86,18 +86,18 @@ def decodes_in_little_memory(world, folder):
     lm, tokenizer = model.load_model(folder, "cpu")
     places, turns_of_rank = [0, 400][world.rank], []
 
-    def work(jobs):
-        for turn in rollout.stream(lm, tokenizer, jobs, rollout.Sampling(), 8, places):
+    def work(jobs_of_rank):
+        for turn in rollout.stream(lm, tokenizer, jobs_of_rank, rollout.Sampling(), 8, places):
             turns_of_rank.append(turn)
             yield [(job.index, job.ids) for job in turn]
 
-    def made():
+    def jobs():
         return [rollout.Job(i, [*range(40 + i)], key=i, tokens_left=40) for i in range(8)]
 
-    shared = [result for turn in distributed.share_jobs(world, made(), work) for result in turn]
+    shared = [result for turn in distributed.share_jobs(world, jobs(), work) for result in turn]
     turns = distributed.all_gather(len(turns_of_rank), world)
     assert turns[0] < turns[1] and len(shared) == 8
-    alone = made()
+    alone = jobs()
     for _ in rollout.stream(lm, tokenizer, alone, rollout.Sampling(), 8):
         pass
     assert dict(shared) == {job.index: job.ids for job in alone}

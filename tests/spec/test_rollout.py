@@ -134,11 +134,11 @@ NO_STOPS = SimpleNamespace(eos_token_id=272)  # as a tokenizer, of an id that no
 
 def decoded(model, jobs, rows, places=0):
     """{job: ids}, as a stream finishes jobs, at their limits. jobs: tokens of prompt, limit."""
-    made = []
+    todo = []
     for i, (length, limit) in enumerate(jobs):
         prompt = [(17 * i + 31 * place) % 260 for place in range(length)]
-        made.append(rollout.Job(i, prompt, key=i, tokens_left=limit))
-    turns = rollout.stream(model, NO_STOPS, made, SAMPLING, rows, places)
+        todo.append(rollout.Job(i, prompt, key=i, tokens_left=limit))
+    turns = rollout.stream(model, NO_STOPS, todo, SAMPLING, rows, places)
     return {job.index: job.ids for job in itertools.chain.from_iterable(turns)}
 
 
