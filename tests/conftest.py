@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import fake_engine
 import numpy as np
 import pytest
 import torch
@@ -171,6 +172,13 @@ for i in range(12):
 @pytest.fixture(scope="session")
 def tokenizer():
     return make_tokenizer()
+
+
+@pytest.fixture
+def engine():
+    """A small inference server."""
+    with fake_engine.serving() as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

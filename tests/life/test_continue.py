@@ -18,26 +18,26 @@ import driver
 import pytest
 import torch
 from conftest import make_bank
-from driver import contents, go, killing, refused, rows, small_flags, state, two
+from driver import at_touch, contents, go, refused, rows, small_flags, state, two
 from safetensors.torch import load
 
 import sgsd
 import skills
-from lib import config, files, model, run, runlog
+from lib import config, files, model, run
 from lib.run import Run
 from skills import SkillBank, load_bank
 
 
 def kill(argv, log, *place):
-    """A run that is killed at a place of `driver.killing`."""
-    assert go(argv, log, before=killing(*place)) == -signal.SIGKILL, log.read_text()[-3000:]
+    """A run that is killed at a place of `driver.at_touch`."""
+    assert go(argv, log, before=at_touch(*place)) == -signal.SIGKILL, log.read_text()[-3000:]
     log.unlink()
 
 
 @pytest.fixture(scope="module")
 def killed_once(world_dir, tmp_path_factory):
     path = tmp_path_factory.mktemp("killed")
-    kill(small_flags(world_dir, path / "run"), path / "log", sgsd, "optimizer_step", 6)
+    kill(small_flags(world_dir, path / "run"), path / "log", "metrics.jsonl", 6)
     return path / "run"
 
 
@@ -61,63 +61,54 @@ def assert_equal(out, other):
     assert not list(out.rglob("*.tmp"))
 
 
+def assert_is_a_part(out, whole):
+    """What a kill has left is a part of the whole run."""
+    for name, content in contents(out).items():
+        if name.endswith(".jsonl") and name != "metrics.jsonl":  # which has times
+            assert (whole / name).read_bytes().startswith(content), name
+        elif ".tmp" not in name and ("bank/step" in name or name.endswith(".safetensors")):
+            assert (whole / name).read_bytes() == content, name
+
+
 def stored(out):
     return json.loads((out / "config.json").read_text())
 
 
-KILLS = [  # where; the function that kills there, at which call, whether after it; what was said
-    ("among the seed solutions", files, "append_jsonl", 2, False, ""),
-    ("among the replies of the cold start", Run, "log_rows", 6, False, "starts with step 1"),
-    ("before the first bank is saved", SkillBank, "save", 1, False, "starts with step 1"),
-    ("between the cold start and step 1", SkillBank, "save", 2, True, "starts with step 1"),
-    ("in step 1", sgsd, "optimizer_step", 1, False, "starts with step 1"),
-    ("after step 1, which has no checkpoint", runlog, "log_line", 1, True, "starts with step 1"),
-    ("within the checkpoint of step 2", model, "save", 1, True, "starts with step 1"),
-    ("in step 3", sgsd, "optimizer_step", 3, False, "starts with step 1"),
-    ("between the checkpoint of step 3 and its evolution", skills, "evolve", 1, False, "step 2"),
-    ("in the evolution after step 3", skills, "limit_growth", 1, False, "step 3"),
-    ("before the evolved bank is saved", SkillBank, "save", 1, False, "step 3"),
-    ("between its logs and the checkpoint's bank", SkillBank, "save", 3, False, "step 3"),
-    ("after the evolution", SkillBank, "save", 3, True, "step 3"),
-    ("between the logs of step 4 and its checkpoint", runlog, "log_line", 1, True, "step 3"),
-    ("in step 6", sgsd, "optimizer_step", 3, False, "step 3"),
-    ("in the last evolution, when all steps are done", Run, "save_bank", 1, False, "step 4"),
-]
+@pytest.mark.parametrize("first, stride", [(6, 23), pytest.param(1, 4, marks=pytest.mark.long)])
+def test_a_run_killed_everywhere_equals_the_uninterrupted_one(
+    first, stride, world_dir, tmp_path, uninterrupted
+):
+    """Before every nth touch of a file. The command that continues it is killed, too.
 
-
-def test_a_run_killed_everywhere_equals_the_uninterrupted_one(world_dir, tmp_path, uninterrupted):
-    out = tmp_path / "run"
-    argv = small_flags(world_dir, out)
-    for number, (where, owner, name, call, after, words) in enumerate(KILLS):
-        log = tmp_path / f"log{number}"
-        code = go(argv, log, before=killing(owner, name, call, after))
-        assert code == -signal.SIGKILL and words in log.read_text(), f"{where}: {log.read_text()}"
-        assert_is_a_part(out, uninterrupted, where)
+    It goes on after the last checkpoint that is there; without one it starts with step 1.
+    """
+    for n in itertools.count(first, stride):
+        out, log = tmp_path / str(n), tmp_path / f"log{n}"
+        argv = small_flags(world_dir, out)
+        code = go(argv, log, before=at_touch(out, n))
+        if code == 0:
+            break
+        assert_is_a_part(out, uninterrupted)
         for file in out.glob("*.jsonl"):  # as a kill within a write leaves it
             with open(file, "ab") as f:
                 f.write(b'{"step": 1, "kind": "torn \xc3')
-    assert go(argv, tmp_path / "log") == 0
-    assert "continues after step 6\n" in (tmp_path / "log").read_text()
-    assert_equal(out, uninterrupted)
-    steps = [int(words[5:]) if words[:5] == "step " else 0 for *_, words in KILLS[1:]]
-    assert [x["step"] for x in stored(out)["continuations"]] == [*steps, 6]
+        again = go(argv, log, before=at_touch(out, 1 + n % 30))
+        assert code == -signal.SIGKILL and again in (0, -signal.SIGKILL), log.read_text()[-3000:]
+        last = max(files.by_step(out / "checkpoints"), default=0)
+        assert go(argv, log) == 0, log.read_text()[-3000:]
+        assert [0, *[x["step"] for x in stored(out)["continuations"]]][-1] == last
+        assert_equal(out, uninterrupted)
+    assert n > 90
 
 
-def assert_is_a_part(out, whole, where):
-    """What a kill has left is a part of the whole run."""
-    for name, content in contents(out).items():
-        if name.endswith(".jsonl") and name != "metrics.jsonl":  # which has times
-            assert (whole / name).read_bytes().startswith(content), f"{where}: {name}"
-        elif ".tmp" not in name and ("bank/step" in name or name.endswith(".safetensors")):
-            assert (whole / name).read_bytes() == content, f"{where}: {name}"
-
-
-BY_STEP = (sgsd, "optimizer_step")
 GRPO = {"generations": 2, "evolve_every": 1}
-VARIANTS = [  # settings, and where the run is killed
-    ({"success_gate": 0.0}, [(skills, "evolve", 1), (SkillBank, "save", 3)]),
-    ({"bank": "{w}/bank.json"}, [(*BY_STEP, 1), (skills, "limit_growth", 1), (*BY_STEP, 2)]),
-    (GRPO, [(*BY_STEP, 2), (*BY_STEP, 4)]),
+VARIANTS = [  # settings, and places where the run is killed, one after the other
+    ({"success_gate": 0.0}, [("bank/.step_000003",), ("step_000003/.bank.json",)]),
+    (
+        {"bank": "{w}/bank.json"},
+        [("metrics.jsonl",), ("bank/.step_000003",), ("metrics.jsonl", 2)],
+    ),
+    (GRPO, [("metrics.jsonl", 2), ("metrics.jsonl", 4)]),
 ]
 
 
@@ -152,37 +143,6 @@ def test_a_window_is_kept_between_evolutions_alone(world_dir, killed, tmp_path, 
         assert run.bank.window == [] and run.bank.general_skills == bank.general_skills
 
 
-@pytest.mark.long
-def test_a_kill_at_any_touch_of_a_file_is_as_good_as_none(world_dir, tmp_path, uninterrupted):
-    """Before every eighth time that the run opens, makes, cuts, renames or removes something.
-
-    The command that continues it is killed, too, mostly while it cuts the logs.
-    """
-    for n in itertools.count(1, 8):
-        out, log = tmp_path / str(n), tmp_path / f"log{n}"
-        argv = small_flags(world_dir, out)
-        code = go(argv, log, before=killing_at_touch(out, n))
-        if code == 0:
-            break
-        again = go(argv, log, before=killing_at_touch(out, 1 + n % 60))
-        assert code == -signal.SIGKILL and again in (0, -signal.SIGKILL), log.read_text()[-3000:]
-        assert go(argv, log) == 0, log.read_text()[-3000:]
-        assert_equal(out, uninterrupted)
-    assert n > 100
-
-
-def killing_at_touch(out, n):
-    """For `before`: the process is killed before it touches a file of the run for the n-th time."""
-    touches = itertools.count(1)
-
-    def watch(event, args):
-        is_touch = event in ("open", "os.mkdir", "os.truncate", "os.rename", "os.remove")
-        if is_touch and str(args[0]).startswith(str(out)) and next(touches) == n:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return lambda: sys.addaudithook(watch)
-
-
 def test_a_run_with_nothing_left_to_do_changes_no_file_and_later_steps_use_its_bank(
     world_dir, tmp_path, uninterrupted, log
 ):
@@ -210,7 +170,7 @@ def test_memories_and_a_bank_of_its_own_are_used_again_and_other_settings_refuse
     """Also before the first step. Torn memories are named."""
     out = tmp_path / "run"
     argv, other = small_flags(world_dir, out), small_flags(world_dir, out, cold_start=5)
-    assert go(argv, log, before=killing(Run, "log_rows", 4)) == -signal.SIGKILL
+    assert go(argv, log, before=at_touch("replies.jsonl", 2)) == -signal.SIGKILL
     assert not (out / "bank/step_000000.json").exists() and rows(out / "bank/memories.jsonl")
     with open(out / "bank/memories.jsonl", "ab") as f:
         f.write(b"{broken\n")
@@ -218,7 +178,7 @@ def test_memories_and_a_bank_of_its_own_are_used_again_and_other_settings_refuse
     os.truncate(f.name, os.path.getsize(f.name) - len(b"{broken\n"))
     line = refused(capsys, driver.main, other, "--cold-start 5", "new --out")
     assert "--bank" not in line
-    kill(argv, log, sgsd, "optimizer_step", 1)
+    kill(argv, log, "metrics.jsonl")
     before = contents(out)
     refused(capsys, driver.main, other, "--cold-start 5", f"--bank {out}/bank/step_0")
     assert contents(out) == before
@@ -311,33 +271,28 @@ def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch, c
     judge.write_text(OWN_JUDGE)
     shutil.copy(world_dir / "data.jsonl", data)
     argv = small_flags(world_dir, out, steps=3, data=data, verifier="own_judge:Judge")
-    kill(argv, log, sgsd, "optimizer_step", 3)
+    kill(argv, log, "metrics.jsonl", 3)
     problems, bank = data.read_text(), contents(out / "bank")
     data.write_text(problems.replace('"answer": "3"', '"answer": "3", "unit": "apples"'))
     refused(capsys, driver.main, argv, str(out), "--data")
     data.write_text(problems)
     judge.write_text(OWN_JUDGE + "# edited\n")
-    kill(argv, log, sgsd, "optimizer_step", 1)
+    kill(argv, log, "metrics.jsonl")
     (line,) = stored(out)["continuations"][0]["changed"]
     assert "the code" in line and "bank stays" in line and contents(out / "bank") == bank
     assert go(argv, log) == 0 and "changed:" not in log.read_text()
 
 
-def test_a_setting_that_an_edit_has_added_has_its_default(world_dir, killed, log, capsys):
+def test_a_setting_that_an_edit_has_added_has_its_default_and_what_an_older_run_lacks_is_named(
+    world_dir, killed, log, capsys
+):
     about, argv = stored(killed), small_flags(world_dir, killed)
+    (killed / "config.json").write_text(json.dumps({k: about[k] for k in [*about][1:]}))
+    refused(capsys, driver.main, argv, str(killed), "config.json has no id", "another directory")
     del about["settings"]["report_to"], about["settings"]["tau_g"]
     (killed / "config.json").write_text(json.dumps(about))
     refused(capsys, driver.main, [*argv, "--tau-g=2"], "--tau-g 2.0, where the run has 1.0")
     assert go(argv, log) == 0, log.read_text()
-
-
-def test_what_an_older_version_lacks_is_named(world_dir, killed, capsys):
-    about, argv = stored(killed), small_flags(world_dir, killed)
-    (killed / "config.json").write_text(json.dumps({k: about[k] for k in [*about][1:]}))
-    refused(capsys, driver.main, argv, str(killed), "config.json has no id", "another directory")
-    (killed / "config.json").write_text(json.dumps(about))
-    (killed / "checkpoints/step_000004/digests.json").unlink()
-    refused(capsys, driver.main, argv, "step_000004/digests.json", "remove", "step_000003")
 
 
 def test_fewer_steps_than_were_made_and_all_settings_that_differ_are_named(
@@ -354,7 +309,7 @@ def test_half_a_bank_of_a_server_and_half_of_generate_is_refused(world_dir, tmp_
     """S27: another server may sample the rest of a first bank, another engine may not."""
     out = tmp_path / "run"
     argv = small_flags(world_dir, out)
-    assert go(argv, log, before=killing(Run, "log_rows", 3)) == -signal.SIGKILL
+    assert go(argv, log, before=at_touch("replies.jsonl")) == -signal.SIGKILL
     url = "--server=http://localhost:9/v1"
     line = refused(capsys, driver.main, [*argv, url], "--server", "the run has []", "new --out")
     assert "--adapter" not in line
@@ -364,7 +319,7 @@ def test_what_a_method_does_not_offer_is_not_compared(world_dir, tmp_path, log):
     """A run of GRPO that an older version began with the cold start's flags."""
     out = tmp_path / "run"
     argv = flags_of(world_dir, out, GRPO | {"bank": "", "steps": 3})
-    kill(argv, log, sgsd, "optimizer_step", 3)
+    kill(argv, log, "metrics.jsonl", 3)
     about = stored(out)
     about["settings"] |= {"cold_start": 7, "cold_start_thinking": False}
     (out / "config.json").write_text(json.dumps(about))

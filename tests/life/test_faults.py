@@ -1,6 +1,7 @@
 """Signals, full disks, bugs, numbers not finite, lost ranks."""
 
 import functools
+import math
 import os
 import resource
 import signal
@@ -11,12 +12,33 @@ import time
 import driver
 import pytest
 from conftest import ROOT
-from driver import breaking, go, killing, rows, small_flags, state, steps_of, two
+from driver import at_touch, go, rows, small_flags, state, two
 from safetensors.torch import load_file
 
+import distributed
 import sgsd
 import skills
-from lib.run import Run
+from lib import files, model
+
+
+def breaking(steps, rank=0):
+    """A step function in which the gradient is not finite, on one rank, in these steps."""
+
+    def step_fn(run, step):
+        bad = math.nan if step in steps and run.world.rank == rank else 1.0
+        p = next(iter(model.trained(run.lm).values()))
+        hook = p.register_hook(lambda gradient: gradient * bad)
+        result = sgsd.train_step(run, step)
+        hook.remove()
+        return result
+
+    return step_fn
+
+
+def steps_of(out):
+    """The steps in the log, and those of the checkpoints."""
+    logged = [m["step"] for m in rows(out / "metrics.jsonl")]
+    return logged, list(files.by_step(out / "checkpoints"))
 
 
 def assert_goes_on(argv, out, uninterrupted, log):
@@ -69,30 +91,31 @@ def test_a_later_signal_ends_the_step_at_once(world_dir, tmp_path):
     assert steps_of(out) == ([1, 2], [2])
 
 
-def test_a_signal_of_one_rank_that_comes_during_a_save_ends_both_after_it(world_dir, tmp_path):
-    """Of rank 1, while rank 0 saves step 2."""
+def test_a_signal_of_one_rank_ends_both_after_the_save(world_dir, tmp_path):
+    """Of rank 1, whose step 2 rank 0 saves."""
 
-    def before():
-        if os.environ["RANK"] == "1":
-            killing(Run, "save", 1, number=signal.SIGTERM)()
+    def step_fn(run, step):
+        result = sgsd.train_step(run, step)
+        if (step, run.world.rank) == (2, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
 
-    assert two(small_flags(world_dir, tmp_path / "run"), tmp_path, before=before) == [130, 130]
+    assert two(small_flags(world_dir, tmp_path / "run"), tmp_path, step_fn) == [130, 130]
     assert steps_of(tmp_path / "run") == ([1, 2], [2])
 
 
-PLACES = {"cold start": (Run, "log_rows", 7), "evolution": (skills, "limit_growth", 1)}
+PLACES = {"bank/replies.jsonl": [], "bank/.step_000003": ["step_000000.json"]}
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_outside_of_a_step_a_signal_ends_a_run_at_once(place, world_dir, tmp_path):
     """In the cold start, and in the evolution after step 3, which is saved before."""
     out, log = tmp_path / "run", tmp_path / "log"
-    before = killing(*PLACES[place], number=signal.SIGINT)
+    before = at_touch(place, number=signal.SIGINT)
     assert go(small_flags(world_dir, out), log, before=before) == 130
     text = log.read_text()
     assert "same command" in text.splitlines()[-1] and "Traceback" not in text
-    versions = [] if place == "cold start" else ["step_000000.json"]
-    assert [path.name for path in out.glob("bank/step*")] == versions
+    assert [path.name for path in out.glob("bank/step*")] == PLACES[place]
 
 
 BUGS = {"merging": skills, "rollout_loss": sgsd}
@@ -205,15 +228,10 @@ def interrupted_at_3(run, step):
 def torchrun(step_fn, option, argv):
     """A run of two processes by torchrun, with a step function of this file."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    path = f"{ROOT}:{ROOT}/tests:{ROOT}/tests/life"
-    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "STEP_FN": f"test_faults:{step_fn}"}
-    return subprocess.run(
-        [*command, option, ROOT / "tests/driver.py", *argv],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
+    command += [option, __file__, step_fn, *argv]
+    given = {"env": environment, "capture_output": True, "text": True}
+    return subprocess.run(command, start_new_session=True, **given)
 
 
 def assert_same_banks(out, uninterrupted):
@@ -242,3 +260,7 @@ def test_ctrl_c_under_torchrun_finishes_the_step_and_saves(world_dir, tmp_path, 
     assert steps_of(out) == ([1, 2, 3], [2, 3])
     assert go(argv, tmp_path / "log") == 0
     assert_same_banks(out, uninterrupted)
+
+
+if __name__ == "__main__":  # a process of `torchrun`
+    distributed.run_and_exit(lambda: driver.main(sys.argv[2:], globals()[sys.argv[1]]))

@@ -171,19 +171,20 @@ def test_the_hub_is_asked_once_and_for_no_path_and_without_it_the_cache_serves(m
     one_line(lambda: lora_of("no/such"), "adapter no/such", "adapter_config.json")
 
 
+class ReadTimeout(Exception):
+    """By this name, whichever library asks."""
+
+
 def test_a_late_answer_of_the_hub_does_not_make_the_process_offline(monkeypatch):
     """It may be for a policy, and then the encoder is not in the cache."""
 
-    class ReadTimeout(Exception):
-        """By this name, whichever library asks."""
-
-    def model_info(self, name, timeout):
+    def fail(*args, **settings):
         raise ReadTimeout
 
-    monkeypatch.setattr(HfApi, "model_info", model_info)
+    monkeypatch.setattr(HfApi, "model_info", fail)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)  # which would try again
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with pytest.raises(ValueError, match="no/such"):
-        load("no/such")
+    one_line(lambda: load("no/such"), "no/such", "ReadTimeout")
     assert not constants.HF_HUB_OFFLINE
 
 
@@ -222,6 +223,11 @@ def test_the_encoder_gives_the_same_unit_vector_for_the_same_text(tmp_path):
     np.testing.assert_allclose(np.linalg.norm(x, axis=1), 1, atol=1e-5)
     assert np.array_equal(embed(["a b"])[0], x[0])
     assert np.array_equal(embed(["\ud800"]), embed(["?"]))  # half of a surrogate pair
+
+
+def test_a_model_that_is_no_encoder_is_one_line(base):
+    """Its last hidden states would find nothing."""
+    one_line(lambda: load_encoder(str(base), "cpu"), f"encoder {base}: ", "modules.json")
 
 
 # --------------------------------------------------------------------------------------- adapters

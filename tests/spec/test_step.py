@@ -162,7 +162,7 @@ class Saved:
 @pytest.mark.parametrize("method", ["sgsd", "ablations", "grpo", "opsd", "sdpo", "rlsd"])
 def test_no_graph_lives_while_the_next_rollout_is_scored(method, world_dir, tmp_path, monkeypatch):
     """Also where all teachers are ignored, so that no backward pass frees it."""
-    kind, step_fn, *_ = driver.METHODS[method]
+    program, kind = driver.METHODS[method]
     changes = {"eps_a": 1e9} if method in ("sgsd", "ablations") else {"bank": ""}
     changes |= {"verifier": "driver:UnevenVerifier", "max_new_tokens": 8}
     alive = []
@@ -176,7 +176,7 @@ def test_no_graph_lives_while_the_next_rollout_is_scored(method, world_dir, tmp_
     monkeypatch.setattr(scoring, "predictors", counted)
     with driver.opened(world_dir, tmp_path / "run", kind, **changes) as run:
         with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.x):
-            rows_of_step, _ = step_fn(run, 1)
+            rows_of_step, _ = program.train_step(run, 1)
     assert len(rows_of_step) >= 4
     assert alive or method == "grpo"
     assert not any(alive) and Saved.alive == 0
