@@ -55,15 +55,6 @@ def test_pairing_removes_what_policies_share(tmp_path):
     assert got == pytest.approx([0.03125, 0.0131, 0.0494], abs=4e-3)
 
 
-def test_equal_gaps_have_no_interval(tmp_path):
-    shared = [0, 1, 2, 3] * 10
-    for gap in (0, 1):
-        write(tmp_path / f"eval/step_00000{gap + 1}", d=[count + gap for count in shared])
-    tables, _ = compared(tmp_path)
-    _, row = tables["d"]["results"].values()
-    assert row["diff"] == 0.25 and row["diff_low"] is row["diff_high"] is None
-
-
 def test_a_mean_over_sets_weighs_them_alike(tmp_path, capsys):
     """4 of 4 samples of one problem, and none of three: a half, of 4 problems."""
     folder = write(tmp_path / "eval/base", d=[4], e=[0, 0, 0])

@@ -1,23 +1,16 @@
-"""Families of models, with random weights: what adapters change, caches, whole runs of a hybrid.
+"""Families of models, with random weights: what adapters change, caches, vision towers.
 
 That rows decode and score as each alone is in spec/test_rollout.py and spec/test_scoring.py.
 """
-
-import shutil
-import signal
 
 import pytest
 import torch
 import transformers
 from conftest import HYBRID, make_model, make_tokenizer, one_line
-from driver import completes, evaluation, flags, go, killing, refused, rows, state, watched
-from fake_engine import serving
+from driver import watched
 
-import eval
 import rollout
 import scoring
-import sgsd
-from extras import report
 from lib import model
 
 SEVEN = "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"
@@ -132,52 +125,7 @@ def test_a_vision_language_checkpoint_is_loaded_as_its_text_model(tmp_path):
     one_line(lambda: model.load_outline(str(tmp_path)), f"model {tmp_path}", "text model")
 
 
-def test_a_server_is_refused_with_a_vision_language_checkpoint(world_dir, tmp_path, capsys):
-    save_with_vision(tmp_path / "base", "qwen3_5", {**TEXT, **HYBRID}, VISION)
-    with serving() as engine:
-        changes = {"model": str(tmp_path / "base"), "server": engine.url, "bank": ""}
-        argv = flags(world_dir, tmp_path / "run", **changes)
-        refused(capsys, sgsd.main, argv, "vision-language", str(tmp_path / "base"))
-
-
 def test_a_checkpoint_whose_causal_class_has_a_vision_tower_is_one_line(tmp_path):
     save_with_vision(tmp_path, "gemma3", TEXT, GEMMA_VISION)
     words = [f"model {tmp_path}: ", "Gemma3ForConditionalGeneration", "text model"]
     one_line(lambda: model.load_model(str(tmp_path), "cpu"), *words)
-
-
-# ------------------------------------------------------------------------------- runs of a hybrid
-
-
-@pytest.fixture(scope="module")
-def hybrid_world(world_dir, tmp_path_factory):
-    """`world_dir` with a random Qwen3.5: a layer of linear attention, and one of attention."""
-    path = shutil.copytree(world_dir, tmp_path_factory.mktemp("hybrid") / "world")
-    make_model("qwen3_5_text").save_pretrained(path / "model")
-    make_tokenizer().save_pretrained(path / "model")
-    return path
-
-
-CHANGES = {"steps": 3, "checkpoint_every": 1, "max_new_tokens": 12, "rollout_rows": 3}
-
-
-@pytest.mark.long
-def test_a_killed_run_of_a_hybrid_goes_on_to_the_byte_and_is_evaluated(hybrid_world, tmp_path):
-    """With an evaluation of base and checkpoint, and a report."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert go(flags(hybrid_world, whole, **CHANGES), tmp_path / "log") == 0
-    again = flags(hybrid_world, killed, **CHANGES)
-    kill = killing(sgsd, "optimizer_step", 3)
-    assert go(again, tmp_path / "log", before=kill) == -signal.SIGKILL
-    assert go(again, tmp_path / "log") == 0
-    assert state(killed) == state(whole)
-    texts = []
-    for at_once in (1, 8):
-        out = tmp_path / f"eval{at_once}"
-        completes(eval.main, [whole, *evaluation(hybrid_world, out, f"--rows {at_once}")])
-        for log in sorted(out.glob("*/samples.jsonl")):
-            texts.append(sorted((row["id"], row["sample"], row["text"]) for row in rows(log)))
-    assert len(texts) == 8 and texts[:4] == texts[4:]  # the base, and three checkpoints
-    assert all(x != texts[0] for x in texts[1:4])
-    completes(report.main, [whole])
-    assert "</html>" in (whole / "report.html").read_text()

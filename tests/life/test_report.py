@@ -35,9 +35,9 @@ def out(world_dir, tmp_path_factory):
     return path
 
 
-def page(runs, path, **limits):
+def page(runs, path):
     """The page's text and the data in it."""
-    report.write(runs, path, **limits)
+    report.write(runs, path)
     text = path.read_text()
     data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
     return text, json.loads(data[1])
@@ -46,18 +46,11 @@ def page(runs, path, **limits):
 def test_the_curves_equal_the_logs(out, tmp_path):
     """And each chart draws a number that steps log."""
     text, (run,) = page([out], tmp_path / "r.html")
-    for i, line in enumerate(rows(out / "metrics.jsonl")):
-        for name, x in line.items():
-            assert run["metrics"][name][i] == (x if x is None else pytest.approx(x, rel=1e-5))
+    for name in run["metrics"]:
+        logged = [line.get(name) for line in rows(out / "metrics.jsonl")]
+        assert run["metrics"][name] == [x and pytest.approx(x, rel=1e-5) for x in logged]
     drawn = {*re.findall(r'(?:key|ofTeachers)\("([\w.]+)"\)', text)}
     assert "success" in drawn and drawn <= {*run["metrics"]}
-
-
-def test_every_entry_names_the_problems_it_came_from(out):
-    named = {row["problem_id"] for row in rows(out / "bank/memories.jsonl")}
-    named |= {row["problem_id"] for row in rows(out / "rollouts.jsonl")}
-    for row in report.collect(out)["ledger"]:
-        assert row["sources"] and {*row["sources"]} <= named
 
 
 def version(*ids, **update):
@@ -121,13 +114,13 @@ def test_the_history_is_what_each_version_changed():
     assert changes[3] == [("dropped", "dyn_a"), ("dropped", "dyn_c")]
 
 
-def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, length=9, **changes):
-    """The files of a run of `length` steps, all of its texts `text`; changes: of its settings."""
+def write_run(path, text="5", steps=(1,), per_step=1, tokens=4):
+    """The files of a run, all of its texts `text`."""
     skill = {"skill_id": "g", "title": text, "principle": text, "when_to_apply": text}
     mistake = {"mistake_id": "e", "description": text, "why_it_happens": text, "how_to_avoid": text}
     skills.SkillBank([skill], [mistake], {"source": text}).save(path / "bank/step_000000.json")
-    settings = {"model": text, "steps": length, "audit_every": 1, "batch_size": per_step}
-    settings |= {"data": "my/train.jsonl", "tau_g": 1.0, "c_delta": 3.0, "eps_a": 0.05, **changes}
+    settings = {"model": text, "steps": len(steps), "audit_every": 1, "batch_size": 50}
+    settings |= {"data": "my/train.jsonl", "tau_g": 1.0, "c_delta": 3.0, "eps_a": 0.05}
     files.write_json(path / "config.json", {"program": "sgsd.py", "settings": settings})
     row = dict.fromkeys(("problem", "gold", "pred", "text"), text)
     row |= {"r": 1, "truncated": False, "loss": 0.1, "pairs": [["g", "e"]], "rho": [1]}
@@ -170,12 +163,9 @@ def test_tokens_find_their_rollout_by_step_and_index_and_the_first_of_a_step_are
 
 
 def evaluated(folder, avg, name="test", digest="0f", **settings):
-    """An evaluation of 20 problems, 10 samples each, all with a share `avg` of right ones but for
-    two that differ from it and from each other."""
-    right_P = [round(10 * avg)] * 20
-    right_P[0], right_P[1] = right_P[0] - 1, right_P[1] + 1
+    """An evaluation of 20 problems, 10 samples each, all with a share `avg` of right ones."""
     row = {"avg": avg, "avg_low": avg - 0.02, "avg_high": avg + 0.02, "digest": digest}
-    row |= {"samples": 200, "problems": 20, "right": dict(enumerate(right_P))}
+    row |= {"samples": 200, "problems": 20, "right": dict.fromkeys(range(20), round(10 * avg))}
     weights = "b" if folder.name.startswith("Qwen") else folder.name
     of_policy = {"the policy's files": weights, "the base's files": "b", "skills": ""}
     row["settings"] = of_policy | settings
@@ -186,7 +176,7 @@ def evaluated(folder, avg, name="test", digest="0f", **settings):
 
 def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tmp_path, capsys):
     """Windows of 100 problems: two steps of 50. Of 200 teachers in the last ones."""
-    run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B", range(1, 7), length=6, batch_size=50)
+    run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B", range(1, 7))
     metrics = []
     for step, success in enumerate([0.3, 0.5, 0.6, 0.8, 0.9, 1.0], 1):
         line = {"step": step, "success": success, "truncated": 0.1 * (step > 4)}
@@ -213,13 +203,13 @@ def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tm
         "skills in the bank": ["1", "2"],
         "mistakes in the bank": ["1", "1"],
         "avg@10 on test": ["step 0: 40.0% (38.0% to 42.0%)", "step 6: 80.0% (78.0% to 82.0%)"],
-        "gain": ["", "+40.0% (none)"],  # of equal gaps there is no interval
+        "gain": ["", "+40.0 points (no interval)"],  # the gaps are equal
     }
 
 
 def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, capsys, monkeypatch):
     """The page of two runs lies in neither. One of no steps says where its bank is."""
-    run = write_run(tmp_path / "a", steps=(1, 2))
+    run, alone = write_run(tmp_path / "a", steps=(1, 2)), write_run(tmp_path / "b", steps=())
     for name in ("rollouts", "metrics"):  # torn by the moment
         with open(run / f"{name}.jsonl", "a") as f:
             f.write('{"step": 3, "probl')
@@ -227,10 +217,9 @@ def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, capsys,
     assert report.collect(run)["metrics"]["step"] == [1, 2]
     for wrong, why in ((tmp_path, "config.json"), (tmp_path / "nowhere", "no such folder")):
         refused(capsys, report.main, [wrong], str(wrong), why)
-    bank_alone = write_run(tmp_path / "b", steps=(), length=0)
     monkeypatch.chdir(tmp_path)
-    completes(report.main, [run, bank_alone])
-    assert str(bank_alone / "bank/bank.json") in capsys.readouterr().out
+    completes(report.main, [run, alone])
+    assert str(alone / "bank/bank.json") in capsys.readouterr().out
     assert [path.parent for path in tmp_path.rglob("report.html")] == [tmp_path]
 
 
@@ -253,15 +242,6 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
         curves.setdefault(point["set"], []).append((point["step"], point["avg"]))
     of_test = [(0, 0.5), (25, 0.6), (50, 0.7)]
     assert curves == {"test": of_test, "test + skills": [(50, 0.8)], "mine": [(50, 0.3)]}
-
-
-def test_checkpoints_with_all_weights_are_their_own_bases(tmp_path):
-    run = write_run(tmp_path / "trl")
-    evaluated(run / "eval/Qwen--Qwen3-1.7B", 0.5)
-    for name, avg in (("step_000005", 0.6), ("step_000010", 0.7)):
-        evaluated(run / "eval" / name, avg, **{"the base's files": name})
-    points = report.collect(run)["evals"]
-    assert [(x["step"], x["avg"]) for x in points] == [(0, 0.5), (5, 0.6), (10, 0.7)]
 
 
 @dataclasses.dataclass(frozen=True)

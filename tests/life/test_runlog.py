@@ -1,4 +1,4 @@
-"""A run's records: rows, supports, the log line, warnings, trackers."""
+"""A run's records: rows, supports, what a line tells, warnings, trackers."""
 
 import collections
 import sys
@@ -91,57 +91,40 @@ def test_supports_are_logged_with_their_sign_by_outcome():
     assert not {"a_mean_failure", "a_positive_failure"} & {*summary(successes)}  # 0 would mislead
 
 
-def test_a_log_line_has_a_fixed_order_and_warns_of_cut_solutions():
-    metrics = {"step": 25, "loss": -0.00312, "success": 0.62, "truncated": 0.5, "clip_share": 0.021}
-    metrics |= {"rho_distilled": 41, "rho_reversed": 18, "rho_ignored": 5, "mask_share": 0.94}
-    metrics |= {"seconds.gen": 21.4, "seconds.score": 9.96, "seconds.bwd": 0.04}
-    metrics |= {"grad_norm": 0.0801, "memory_gb": 61.25}
-    line = (
-        "step 25/200 loss -0.0031 r+ .62 rho +41/-18/0:5 clip 2.1% mask .94 gnorm 0.08 "
-        "| gen 21s score 10.0s bwd 0.0s | 61.2GB"
-    )
-    assert runlog.log_line(metrics, 200) == line
-    assert "--max-new-tokens" in runlog.log_line(metrics | {"truncated": 0.75}, 200)
-    assert "4 answers so far took longer than --verify" in runlog.log_line(metrics, 200, late=4)
-    none = dict.fromkeys(("rho_distilled", "rho_reversed", "rho_ignored"), 0)
-    assert "rho" not in runlog.log_line(metrics | none, 200)  # as GRPO's
-    assert "distilled" in runlog.log_line(metrics | {"step": 1}, 200)  # a legend, once
+def test_a_log_line_tells_of_cut_solutions_and_of_late_answers_and_a_method_of_no_teachers():
+    line = summary([row(1, [0.1], [1])]) | {"step": 2}
+    shown = runlog.log_line(line, 200)
+    assert "rho +1/-0/0:0" in shown and "--" not in shown
+    assert "--max-new-tokens" in runlog.log_line(line | {"truncated": 0.75}, 200)
+    assert "4 answers so far took longer than --verify" in runlog.log_line(line, 200, late=4)
+    assert "distilled" in runlog.log_line(line | {"step": 1}, 200)  # a legend, once
+    assert "rho" not in runlog.log_line(summary([row(1, [], [])]) | {"step": 1}, 200)  # as GRPO's
 
 
-def said(*successes, **shares):
-    """The lines after each of these steps. shares: other numbers of each of them."""
-    usual = {"truncated": 0.0, "no_answer": 0.0, "abs_a_p50": 0.02}
-    usual |= {"rho_distilled": 1, "rho_reversed": 0, "rho_ignored": 3, **shares}
+USUAL = {"truncated": 0.0, "no_answer": 0.0, "abs_a_p50": 0.02, "rho_distilled": 1}
+USUAL |= {"success": 0.0, "rho_reversed": 0, "rho_ignored": 3}
+NONE_DECIDED = {"success": 0.5, "rho_distilled": 0, "rho_ignored": 4}
+SAID = [  # numbers of each step, and words of the line after the fifth, if there is one
+    ({"truncated": 1.0, "no_answer": 1.0}, "--max-new-tokens"),
+    ({"truncated": 0.5, "no_answer": 1.0}, "--verifier"),
+    ({"truncated": 0.5, "no_answer": 0.9}, "--answer-field"),
+    (NONE_DECIDED, "0.02 nats, and --eps-a is 0.05"),
+    (NONE_DECIDED | {"rho_reversed": 1}, ""),
+    (NONE_DECIDED | {"rho_ignored": 0}, ""),  # a method without teachers
+]
+
+
+@pytest.mark.parametrize("numbers, words", SAID)
+def test_after_five_steps_that_learn_nothing_one_line_names_the_flag(numbers, words):
+    """No right solution, or no decided teacher. It is said once."""
     steps, lines = [], []
-    for step, success in enumerate(successes, 1):
-        steps.append({"step": step, "success": success, **usual})
+    for step in range(1, 21):
+        steps.append({"step": step, **USUAL, **numbers})
         lines.append(runlog.warnings_after(steps, 0.05))
-    return lines
-
-
-@pytest.mark.parametrize(
-    "shares, flag",
-    [
-        ({"truncated": 1.0, "no_answer": 1.0}, "--max-new-tokens"),
-        ({"truncated": 0.5, "no_answer": 1.0}, "--verifier"),
-        ({"truncated": 0.5, "no_answer": 0.9}, "--answer-field"),
-    ],
-)
-def test_five_steps_without_a_right_solution_name_the_flag_once(shares, flag):
-    lines = said(*[0.0] * 40, **shares)
-    assert [len(x) for x in lines] == [0, 0, 0, 0, 1] + [0] * 35
-    assert flag in lines[4][0]
-    assert not any(said(0.0, 0.0, 0.0, 0.0, 0.01, **shares))
-
-
-def test_five_steps_without_a_decided_teacher_name_the_supports_beside_the_threshold():
-    """Of a method without teachers nothing is said, nor where one was decided."""
-    ignored = {"rho_distilled": 0, "rho_ignored": 4}
-    lines = said(*[0.5] * 10, **ignored)
-    assert [len(x) for x in lines] == [0, 0, 0, 0, 1] + [0] * 5
-    assert "0.02 nats" in lines[4][0] and "--eps-a is 0.05" in lines[4][0]
-    for other in ({"rho_reversed": 1}, {"rho_ignored": 0}):
-        assert not any(said(*[0.5] * 10, **ignored | other))
+    assert [len(x) for x in lines] == [0, 0, 0, 0, int(bool(words))] + [0] * 15
+    assert not words or words in lines[4][0]
+    fifth = steps[4] | {"success": 0.01, "rho_distilled": 1}
+    assert not runlog.warnings_after([*steps[:4], fifth], 0.05)
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])

@@ -1,6 +1,7 @@
 """One step of `SGSDTrainer` has the gradient of sgsd.py's step."""
 
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -10,10 +11,21 @@ import pytest
 import torch
 import trl_worlds
 from conftest import ROOT
-from trl_worlds import completions, one_step, policy, rollouts_of, settings, step_of_sgsd, trainer
+from torch.distributed.tensor import DTensor
+from trl_worlds import (
+    PLAIN,
+    completions,
+    one_step,
+    policy,
+    rollouts_of,
+    settings,
+    step_of_sgsd,
+    trainer,
+)
 
 import scoring
 import sgsd
+from extras import on_trl
 
 
 def distance(one, other):
@@ -37,13 +49,23 @@ def test_the_gradient_is_that_of_sgsd_py(tmp_path, lora, num_teachers, rows):
     assert distance(gradient, expected) < 1e-5
 
 
+def sharded_step(folder):
+    """`one_step` of all weights, in shards."""
+    of_trl, _ = one_step(folder, lora=False, words=())
+    assert all(isinstance(p, DTensor) for p in of_trl.model.parameters())
+
+
+def sharded_adapters(folder):
+    one_step(folder, words=())
+
+
 @pytest.mark.parametrize(
     "lora, function", [(True, "one_step"), (True, "sharded_adapters"), (False, "sharded_step")]
 )
 def test_two_processes_with_given_rollouts_have_the_gradient_of_one(tmp_path, lora, function):
     """Adapters on each process, or in shards as all weights."""
     _, gradient = one_step(tmp_path, lora)
-    output = trl_worlds.torchrun(function, tmp_path / "two")
+    output = trl_worlds.torchrun(f"test_gradient:{function}", tmp_path / "two")
     other = torch.load(tmp_path / "two/gradient.pt", weights_only=True)
     assert distance(other, gradient) < 1e-5, output
 
@@ -59,18 +81,37 @@ def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):
         pairs_K = run.bank.retrieve(roll.problem, 4, run.embed)
         contexts = [roll.prompt_ids, *sgsd.teacher_prompts(run, pairs_K, roll.problem)]
         logpS_T, *logps = of_trl.score(contexts, [roll.completion_ids] * 5)
-        ours = scoring.token_logprobs(lm, contexts, [roll.completion_ids] * 5)
-        torch.testing.assert_close(torch.stack([logpS_T, *logps]), ours, rtol=0, atol=1e-4)
-        A_T, on_trl = of_trl.advantage(roll, pairs_K, logpS_T, torch.stack(logps))
-        assert on_trl.numbers["rho"].tolist() == result.numbers["rho"].tolist()
+        want = scoring.token_logprobs(lm, contexts, [roll.completion_ids] * 5)
+        torch.testing.assert_close(torch.stack([logpS_T, *logps]), want, rtol=0, atol=1e-4)
+        A_T, ours = of_trl.advantage(roll, pairs_K, logpS_T, torch.stack(logps))
+        assert ours.numbers["rho"].tolist() == result.numbers["rho"].tolist()
         credit_T = result.token_numbers["credit"].sum(0)
         torch.testing.assert_close(A_T, len(A_T) * credit_T, rtol=0.05, atol=1e-3)
+
+
+def sharded_bf16(folder):
+    """A step of all weights in shards, multiplied in bf16; rank 0 saves what it scored, too."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    scored = []
+
+    class Recorded(on_trl.SGSDTrainer):
+        def score(self, contexts, completions):
+            scored.extend(super().score(contexts, completions))
+            return scored
+
+    on_trl.SGSDTrainer = Recorded
+    of_trl, _ = one_step(folder, lora=False, words=(*PLAIN, "--bf16", "True"))
+    kept = of_trl.accelerator.state.fsdp_plugin.mixed_precision_policy
+    dtypes = kept.param_dtype, kept.reduce_dtype, kept.output_dtype
+    assert dtypes == (torch.bfloat16, torch.float32, None)
+    if of_trl.accelerator.is_main_process:
+        torch.save(torch.cat(scored), pathlib.Path(folder, "scored.pt"))
 
 
 def test_in_bf16_shards_round_no_log_probability_and_have_the_gradient_of_one_process(tmp_path):
     """FSDP2 may cast what a model returns, and sums of gradients; products alone are rounded."""
     _, gradient = one_step(tmp_path, lora=False)
-    trl_worlds.torchrun("sharded_bf16", tmp_path / "two")
+    trl_worlds.torchrun("test_gradient:sharded_bf16", tmp_path / "two")
     scored = torch.load(tmp_path / "two/scored.pt", weights_only=True)
     assert (scored != scored.bfloat16().float()).float().mean() > 0.9
     other = torch.load(tmp_path / "two/gradient.pt", weights_only=True)
@@ -86,6 +127,14 @@ EDITS = (  # of docs/changing.md: those of the loss, the credit and the reward
 )
 
 
+def both_loops(folder):
+    """The gradients of a step of sgsd.py and of one on TRL, on the same rollouts."""
+    rows = completions(6, step=9)  # of up to 51 tokens
+    of_trl, gradient = one_step(folder, ids=rows)
+    of_sgsd, _ = step_of_sgsd(policy(lora=True), of_trl.run, rollouts_of(of_trl.run, rows))
+    torch.save({"sgsd.py": of_sgsd, "TRL": gradient}, pathlib.Path(folder, "gradients.pt"))
+
+
 def gradients_of_both_loops(folder, diff=""):
     """Of a copy of the tree, with a diff applied."""
     no_caches = shutil.ignore_patterns("__pycache__")
@@ -95,7 +144,7 @@ def gradients_of_both_loops(folder, diff=""):
         shutil.copy(file, folder)
     if diff:
         subprocess.run(["git", "apply"], input=diff, cwd=folder, text=True, check=True)
-    command = [sys.executable, "tests/on_trl/trl_worlds.py", "both_loops", "."]
+    command = [sys.executable, "tests/on_trl/trl_worlds.py", "test_gradient:both_loops", "."]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,9 +1,11 @@
 """GRPO on TRL is methods.grpo: its settings, problems, ids, rewards and gradient; it goes on."""
 
 import itertools
+import pathlib
 import shutil
 import signal
 from types import SimpleNamespace
+from unittest import mock
 
 import conftest
 import driver
@@ -11,7 +13,9 @@ import pytest
 import torch
 import trl_worlds
 from conftest import ROOT
+from torch.distributed.tensor import DTensor
 
+import distributed
 import eval
 import rollout
 from extras import grpo_on_trl, on_trl
@@ -21,33 +25,85 @@ from methods import groups, grpo
 TINY = ROOT / "tiny"
 
 
+def flags(folder, **changes):
+    """A command line on the tiny world, whose groups have both outcomes.
+
+    Of two processes each gets one and a half of the three groups.
+    """
+    given = {"preset": "tiny", "short": True, "out": pathlib.Path(folder, "run"), "steps": 1}
+    given |= {"batch_size": 3, "generations": 4, "model": TINY / "model"}
+    return trl_worlds.words_of(given | {"data": TINY / "train.jsonl"} | changes)
+
+
 def parsed(argv):
     """The settings of a command line."""
     presets = config.presets_of(grpo_on_trl.Settings)
     return command.parse(argv, "", grpo_on_trl.Settings, presets, {"short": grpo.SHORT})
 
 
+def main(argv):
+    """The command, which leaves the handlers of signals as they were."""
+    with driver.signals_restored():
+        return grpo_on_trl.main(argv)
+
+
 # ------------------------------------------------------------------------------ beside methods.grpo
 
 
-RUNS = {  # name: how it is made, whether all weights learn, steps
+def record(folder, **changes):
+    """The trainer of a run in FOLDER/run. FOLDER/steps.pt has its steps: gradient, weights before
+    it, and of the solutions of all processes prompt, ids, advantage."""
+    trainers, gradients, rows = [], trl_worlds.Gradients(), []
+
+    class Recorded(on_trl.Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, callbacks=[gradients], **kwargs)
+            trainers.append(self)
+
+        def _generate_and_score_completions(self, inputs):
+            output, solutions = super()._generate_and_score_completions(inputs), []
+            for b in range(len(inputs)):
+                row = {"advantage": output["advantages"][b].item()}
+                for name in ("prompt", "completion"):
+                    mask_L = output[f"{name}_mask"][b].bool()
+                    row[name] = output[f"{name}_ids"][b][mask_L].tolist()
+                solutions.append(row)
+            gathered = distributed.all_gather(solutions, self.run.world)
+            rows.append([*itertools.chain.from_iterable(gathered)])
+            return output
+
+    with mock.patch.object(on_trl, "Trainer", Recorded):
+        assert main(flags(folder, **changes)) == 0
+    if trainers[0].run.world.main:
+        steps = zip(gradients.steps, gradients.weights, rows)
+        torch.save([*steps], pathlib.Path(folder, "steps.pt"))
+    return trainers[0]
+
+
+def sharded(folder):
+    """`record` of all weights, in shards."""
+    of_trl = record(folder, full=True)
+    assert all(isinstance(p, DTensor) for p in of_trl.model.parameters())
+
+
+RUNS = {  # name: what two processes call, whether all weights learn, steps
     "adapters": ("", False, 2),
     "all weights": ("", True, 2),
-    "adapters, two processes": ("grpo_of_two", False, 1),
-    "all weights, two shards": ("sharded_grpo", True, 1),
+    "adapters, two processes": ("record", False, 1),
+    "all weights, two shards": ("sharded", True, 1),
 }
 
 
 @pytest.fixture(scope="module", params=RUNS)
 def recorded(request, tmp_path_factory):
-    """A run: its settings, folder, and steps as `trl_worlds.recorded_grpo` saves them."""
+    """A run: its settings, folder, and steps as `record` saves them."""
     function, full, steps = RUNS[request.param]
     folder = tmp_path_factory.mktemp("grpo")
     if function:
-        trl_worlds.torchrun(function, folder)
+        trl_worlds.torchrun(f"test_grpo:{function}", folder)
     else:
-        trl_worlds.recorded_grpo(folder, full=full, steps=steps)
-    cfg = parsed(trl_worlds.grpo_flags(folder, full=full, steps=steps))
+        record(folder, full=full, steps=steps)
+    cfg = parsed(flags(folder, full=full, steps=steps))
     steps_made = torch.load(folder / "steps.pt", weights_only=True)
     assert len(steps_made) == steps
     return SimpleNamespace(cfg=cfg, out=folder / "run", steps=steps_made)
@@ -128,14 +184,7 @@ def small_flags(world_dir, folder, **changes):
     """A command line of eight steps, of which six are an epoch, on the random model."""
     given = {"model": world_dir / "model", "data": world_dir / "data.jsonl", "steps": 8}
     given |= {"verifier": "driver:UnevenVerifier", "max_new_tokens": 8, "checkpoint_every": 2}
-    given |= {"batch_size": 2, "generations": 2}
-    return [str(word) for word in trl_worlds.grpo_flags(folder, **(given | changes))]
-
-
-def main(argv):
-    """The command, which leaves the handlers of signals as they were."""
-    with driver.signals_restored():
-        return grpo_on_trl.main(argv)
+    return flags(folder, **(given | {"batch_size": 2, "generations": 2} | changes))
 
 
 def test_its_settings_and_stop_ids_are_those_of_the_method(world_dir, tmp_path):
@@ -144,8 +193,8 @@ def test_its_settings_and_stop_ids_are_those_of_the_method(world_dir, tmp_path):
     lm = conftest.save_model(tmp_path / "lm", eos_token_id=stops[:-1], attention_dropout=0.1)
     changes = {"model": lm, "data": world_dir / "data.jsonl", "verifier": "driver:UnevenVerifier"}
     changes |= {"generations": 5, "batch_size": 2, "full": True}
-    trainer = trl_worlds.recorded_grpo(tmp_path, **changes)
-    args, cfg = trainer.args, parsed(trl_worlds.grpo_flags(tmp_path, **changes))
+    trainer = record(tmp_path, **changes)
+    args, cfg = trainer.args, parsed(flags(tmp_path, **changes))
     names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "steps": "max_steps"}
     names |= {"max_new_tokens": "max_completion_length", "generations": "num_generations"}
     names |= {"learning_rate": "learning_rate", "grad_clip": "max_grad_norm", "seed": "seed"}
@@ -192,9 +241,9 @@ def test_a_killed_run_goes_on_after_its_newest_whole_checkpoint_as_if_nothing_ha
     """
     full, uninterrupted = complete
     run, argv = tmp_path / "run", small_flags(world_dir, tmp_path, full=full)
-    cut = driver.killing(on_trl.Trainer, "_save_rng_state", 3)
-    pid = driver.start(argv, tmp_path / "log", before=cut, program=main)
-    assert driver.wait(pid) == -signal.SIGKILL
+    kill = driver.at_touch("checkpoint-6/trainer_state.json")
+    code = driver.go(argv, tmp_path / "log", before=kill, program=main)
+    assert code == -signal.SIGKILL
     assert (run / "checkpoint-6").exists()  # which is not whole
     assert main(argv) == 0
     assert files.read_json(run / "config.json")["continuations"][0]["step"] == 4
@@ -215,17 +264,15 @@ def test_the_newest_checkpoints_alone_stay(world_dir, tmp_path):
 @pytest.mark.parametrize(
     "changes, words, said",
     [
-        ({"bank": ROOT / "banks/word_problems.json"}, "", "--bank"),
+        ({"bank": "b.json"}, "", "--bank"),
         ({"adapter": "elsewhere"}, "", "--adapter"),
         ({"loss_temperature": 1.0}, "", "--loss-temperature"),
-        ({"server": "http://localhost:8000/v1"}, "", "--server"),
         ({"rollout_rows": 8}, "", "--rollout-rows"),
         ({"steps": 0}, "", "--steps"),
         ({"temperature": 0.0}, "", "--temperature"),
         ({"max_prompt_tokens": 20}, "", "--max-prompt-tokens"),
         ({"full": True, "dtype": "bfloat16"}, "", "--dtype float32"),
         ({}, "--learning_rate 1", "--learning_rate"),
-        ({}, "--num_generations 2", "--num_generations"),
         ({"kind": "gpt2"}, "", "left padding"),
         ({"kind": "qwen2_moe"}, "", "experts --full"),
     ],

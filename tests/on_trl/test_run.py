@@ -7,12 +7,12 @@ import shutil
 import signal
 import sys
 
-import conftest
 import driver
 import pytest
 import torch
 import trl_worlds
 from accelerate.commands.config.config_args import load_config_from_file
+from conftest import ROOT
 from safetensors.torch import load_file
 from trl_worlds import small_flags
 
@@ -154,30 +154,30 @@ def test_what_came_after_the_last_checkpoint_is_cut_and_made_again(world_dir, ru
     assert state(run) == state(complete)
 
 
-TRAINER, KILL, STOP = on_trl.SGSDTrainer, signal.SIGKILL, signal.SIGTERM
-CUTS = {  # signal, function, its call, whether it comes as that returns, steps that are saved
-    "killed before the optimizer is saved": (KILL, TRAINER, "_save_rng_state", 2, False, [1]),
-    "killed before the bank is saved": (KILL, on_trl.RunOnTRL, "save_weights", 2, True, [1]),
-    "killed before the digests": (KILL, files, "write_digests", 2, False, [1]),
-    "killed before an evolution": (KILL, skills, "evolve", 1, False, [1, 2]),
-    "killed in an evolution": (KILL, skills, "limit_growth", 1, False, [1, 2]),
-    "killed before its bank is in place": (KILL, skills.SkillBank, "save", 7, False, [1, 2]),
-    "stopped in a step": (STOP, TRAINER, "score", 1, True, [1]),
-    "stopped in a save": (STOP, files, "write_digests", 1, True, [1]),
-    "stopped in an evolution": (STOP, skills, "limit_growth", 1, True, [1, 2]),
-}
+KILL, STOP = signal.SIGKILL, signal.SIGTERM
+CUTS = [  # a signal, the file that is touched next, steps that are saved
+    (KILL, "checkpoint-2/tokenizer_config.json", [1]),
+    (KILL, "step_000002.tmp/.bank.json", [1]),
+    (KILL, "step_000002.tmp/.digests.json", [1]),
+    (KILL, "bank/replies.jsonl", [1, 2]),  # in an evolution
+    (KILL, "bank/.step_000002", [1, 2]),
+    (KILL, "step_000002/.bank.json", [1, 2]),
+    (STOP, "metrics.jsonl", [1]),  # in a step
+    (STOP, "step_000001.tmp/.digests.json", [1]),
+    (STOP, "bank/replies.jsonl", [1, 2]),
+]
 
 
-@pytest.mark.parametrize("place", CUTS)
+@pytest.mark.parametrize("number, file, saved", CUTS)
 def test_a_run_that_is_killed_or_stopped_goes_on_as_if_nothing_had_been(
-    world_dir, tmp_path, complete, place
+    world_dir, tmp_path, complete, number, file, saved
 ):
     """A first signal in a step waits for its save; an evolution is made again, alone."""
-    number, owner, name, call, after, saved = CUTS[place]
     run, argv = tmp_path / "run", small_flags(world_dir, tmp_path / "run", steps=4)
-    cut = driver.killing(owner, name, call, after, number)
-    pid = driver.start(argv, tmp_path / "log", before=cut, program=program)
-    assert driver.wait(pid) == (-number if number == KILL else 130)
+    code = driver.go(
+        argv, tmp_path / "log", before=driver.at_touch(file, number=number), program=program
+    )
+    assert code == (-number if number == KILL else 130)
     assert [*files.by_step(run / "checkpoints")] == saved
     made = driver.rows(run / "metrics.jsonl")[: len(saved)]
     assert program(argv) == 0
@@ -200,10 +200,21 @@ def test_a_damaged_last_checkpoint_is_one_line_that_says_how_to_go_on(world_dir,
 # ----------------------------------------------------------------------------------- processes
 
 
+def sharded_run(folder):
+    """Two steps of the tiny world, all weights, FSDP2, an evolution, both saved."""
+    given = {"preset": "tiny", "bank": ROOT / "banks/word_problems.json", "out": folder}
+    given |= {name: ROOT / "tiny" / name for name in ("model", "encoder")}
+    given |= {"data": ROOT / "tiny/train.jsonl", "score_rows": 16, "full": True, "steps": 2}
+    given |= {"evolve_every": 2, "batch_size": 4, "checkpoint_every": 1}
+    assert on_trl.main(trl_worlds.words_of(given)) == 0
+    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    assert group.options._timeout.total_seconds() == 12 * 3600
+
+
 def test_the_command_trains_all_weights_sharded_evolves_and_goes_on(tmp_path):
     """FSDP2 on two processes, whose completions end at different lengths; the model's replies."""
     run = tmp_path / "run"
-    trl_worlds.torchrun("sharded_run", run)
+    trl_worlds.torchrun("test_run:sharded_run", run)
     rows, last = driver.rows(run / "rollouts.jsonl"), run / "checkpoints/step_000002"
     assert [row["index"] for row in rows] == [0, 1, 2, 3] * 2
     bank = skills.SkillBank.load(last / files.BANK)
@@ -211,13 +222,13 @@ def test_the_command_trains_all_weights_sharded_evolves_and_goes_on(tmp_path):
     assert driver.rows(run / "bank/replies.jsonl") and (last / "config.json").exists()
     weights = (last / "model.safetensors").read_bytes()
     back_to(run, 1)
-    trl_worlds.torchrun("sharded_run", run)
+    trl_worlds.torchrun("test_run:sharded_run", run)
     assert driver.rows(run / "rollouts.jsonl") == rows
     assert (last / "model.safetensors").read_bytes() == weights
 
 
 def test_the_sharded_configuration_is_one_of_accelerate():
-    given = load_config_from_file(str(conftest.ROOT / "extras/fsdp2.yaml"))
+    given = load_config_from_file(str(ROOT / "extras/fsdp2.yaml"))
     assert given.distributed_type == "FSDP" and given.num_processes == 8
     assert given.fsdp_config["fsdp_version"] == 2
 
