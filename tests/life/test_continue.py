@@ -167,27 +167,28 @@ def test_a_run_without_more_steps_has_the_weights_of_its_checkpoint(world_dir, k
 def test_memories_and_a_bank_of_its_own_are_used_again_and_other_settings_refused(
     world_dir, tmp_path, uninterrupted, log, capsys
 ):
-    """Also before the first step. Torn memories are named."""
+    """Also before the first step. Torn memories are named. A server may not make the rest of a bank
+    that `generate` has begun (S27)."""
     out = tmp_path / "run"
-    argv, other = small_flags(world_dir, out), small_flags(world_dir, out, cold_start=5)
-    assert go(argv, log, before=at_touch("replies.jsonl", 2)) == -signal.SIGKILL
+    argv = small_flags(world_dir, out)
+    kill(argv, log, "replies.jsonl", 2)
     assert not (out / "bank/step_000000.json").exists() and rows(out / "bank/memories.jsonl")
     with open(out / "bank/memories.jsonl", "ab") as f:
         f.write(b"{broken\n")
     refused(capsys, driver.main, argv, "memories.jsonl:", "not JSON")
     os.truncate(f.name, os.path.getsize(f.name) - len(b"{broken\n"))
-    line = refused(capsys, driver.main, other, "--cold-start 5", "new --out")
-    assert "--bank" not in line
+    for flag in ("--cold-start=5", "--server=http://localhost:9/v1"):
+        line = refused(capsys, driver.main, [*argv, flag], flag.partition("=")[0], "new --out")
+        assert "--bank" not in line and "--adapter" not in line
     kill(argv, log, "metrics.jsonl")
-    before = contents(out)
-    refused(capsys, driver.main, other, "--cold-start 5", f"--bank {out}/bank/step_0")
-    assert contents(out) == before
+    words = "--cold-start 5", f"--bank {out}/bank/step_0"
+    refused(capsys, driver.main, [*argv, "--cold-start=5"], *words)
     assert go(argv, log) == 0 and "changed:" not in log.read_text()
     assert_equal(out, uninterrupted)
 
 
-FREE = {"device", "rollout_rows", "score_tokens", "checkpoint_above", "checkpoint_every"}
-FREE |= {"audit_every", "report_to", "steps", "server", "max_prompt_tokens", "out"}
+FREE = "device rollout_rows score_tokens checkpoint_above checkpoint_every audit_every report_to"
+FREE += " steps server max_prompt_tokens out"
 
 
 def other(rule, value):
@@ -199,28 +200,34 @@ def other(rule, value):
     return f"another_{value}" if isinstance(value, str) else value + 1
 
 
-def opened(cfg):
-    with Run.open(cfg, load_bank, sgsd.shown):
-        pass
-
-
-def test_every_setting_that_is_not_free_is_refused(world_dir, killed, tmp_path, capsys):
-    """In one line: the setting, the new value, the run's own, a way out. Nothing is written."""
+def test_every_setting_that_is_not_free_is_refused_and_so_are_fewer_steps_than_were_made(
+    world_dir, killed, tmp_path, capsys
+):
+    """In one line: all that differ, each with its new and the run's own value, a way out. Nothing
+    is written."""
     cfg, before = driver.parsed(small_flags(world_dir, killed)), contents(killed)
+
+    def open_with(changes):
+        with Run.open(dataclasses.replace(cfg, **changes), load_bank, sgsd.shown):
+            pass
+
     data = (world_dir / "data.jsonl").read_text()
     (tmp_path / "data.jsonl").write_text(data.replace('"answer": "3"', '"answer": "4"'))
     make_bank(tmp_path / "bank.json")
     values = {"data": str(tmp_path / "data.jsonl"), "bank": str(tmp_path / "bank.json")}
     values |= {"verifier": "driver:Exact", "top_p": 0.5}
-    assert {*run.FREE} == FREE
+    assert sorted(run.FREE) == sorted(FREE.split())
     for name, rule in cfg.rules().items():
-        if name in FREE or name in ("problem_field", "answer_field", "answer_after"):
+        if name in run.FREE or name in ("problem_field", "answer_field", "answer_after"):
             continue  # free, or the data could not be read
         value = getattr(cfg, name)
         new = values.get(name) or other(rule, value)
-        changed = dataclasses.replace(cfg, **{name: new})
         words = config.flag(name), str(new), str(value), "new --out"
-        refused(capsys, lambda _, cfg=changed: opened(cfg), [], *words)
+        refused(capsys, lambda argv, changes={name: new}: open_with(changes), [], *words)
+    last = f"{killed}/checkpoints/step_000004"
+    words = "--steps 2", "has made 4", "--tau-g 2", "--eps-a 3", f"--adapter {last}", f"{last}/bank"
+    changes = {"steps": 2, "tau_g": 2, "eps_a": 3}
+    refused(capsys, lambda argv: open_with(changes), [], *words)
     assert contents(killed) == before
 
 
@@ -293,38 +300,6 @@ def test_a_setting_that_an_edit_has_added_has_its_default_and_what_an_older_run_
     (killed / "config.json").write_text(json.dumps(about))
     refused(capsys, driver.main, [*argv, "--tau-g=2"], "--tau-g 2.0, where the run has 1.0")
     assert go(argv, log) == 0, log.read_text()
-
-
-def test_fewer_steps_than_were_made_and_all_settings_that_differ_are_named(
-    world_dir, killed, capsys
-):
-    before, argv = contents(killed), small_flags(world_dir, killed, steps=2, tau_g=2, eps_a=3)
-    last = f"{killed}/checkpoints/step_000004"
-    words = "--steps 2", "has made 4", "--tau-g 2", "--eps-a 3", f"--adapter {last}", f"{last}/bank"
-    refused(capsys, driver.main, argv, *words)
-    assert contents(killed) == before
-
-
-def test_half_a_bank_of_a_server_and_half_of_generate_is_refused(world_dir, tmp_path, log, capsys):
-    """S27: another server may sample the rest of a first bank, another engine may not."""
-    out = tmp_path / "run"
-    argv = small_flags(world_dir, out)
-    assert go(argv, log, before=at_touch("replies.jsonl")) == -signal.SIGKILL
-    url = "--server=http://localhost:9/v1"
-    line = refused(capsys, driver.main, [*argv, url], "--server", "the run has []", "new --out")
-    assert "--adapter" not in line
-
-
-def test_what_a_method_does_not_offer_is_not_compared(world_dir, tmp_path, log):
-    """A run of GRPO that an older version began with the cold start's flags."""
-    out = tmp_path / "run"
-    argv = flags_of(world_dir, out, GRPO | {"bank": "", "steps": 3})
-    kill(argv, log, "metrics.jsonl", 3)
-    about = stored(out)
-    about["settings"] |= {"cold_start": 7, "cold_start_thinking": False}
-    (out / "config.json").write_text(json.dumps(about))
-    assert go(argv, log) == 0, log.read_text()
-    assert stored(out)["continuations"][0]["changed"] == []
 
 
 def test_the_code_is_also_that_of_the_started_file(tmp_path, monkeypatch):

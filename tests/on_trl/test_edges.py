@@ -133,27 +133,25 @@ def refused(world_dir, tmp_path, capsys):
     return call
 
 
-@pytest.mark.parametrize(
-    "changes, words, said",
-    [
-        ({"bank": ""}, "", "--bank sgsd.py"),
-        ({"steps": 0}, "", "--steps"),
-        ({"batch_size": 1}, "", "--batch-size"),
-        ({"num_teachers": 99}, "", "--num-teachers 99"),
-        ({"max_prompt_tokens": 200}, "", "--max-prompt-tokens gen_ err_"),
-        ({"cold_start": 8}, "", "--cold-start"),
-        ({"full": True, "adapter": "x"}, "", "--adapter --model"),
-        ({"full": True, "dtype": "bfloat16"}, "", "--dtype float32"),
-        ({"dtype": "bfloat16"}, "--use_vllm", "--dtype float32"),
-        ({}, "--learning-rate 1", "--learning-rate"),
-        ({}, "--num_iterations=2", "--num_iterations"),
-        ({}, "--vllm_importance_sampling_correction", "--vllm_importance"),
-        ({}, "--vllm_structured_outputs_regex a", "--vllm_structured"),
-        ({}, "--vllm_st a", "--vllm_st"),  # an abbreviation
-        ({}, "--dataloader_num_workers many", "many"),
-        ({}, "stray", "stray"),
-    ],
-)
+REFUSED = [  # settings, TRL's words, and words of the line
+    ({"bank": ""}, "", "--bank sgsd.py"),
+    ({"steps": 0}, "", "--steps"),
+    ({"batch_size": 1}, "", "--batch-size"),
+    ({"cold_start": 8}, "", "--cold-start"),
+    ({"full": True, "adapter": "x"}, "", "--adapter --model"),
+    ({"full": True, "dtype": "bfloat16"}, "", "--dtype float32"),
+    ({"dtype": "bfloat16"}, "--use_vllm", "--dtype float32"),
+    ({}, "--learning-rate 1", "--learning-rate"),
+    ({}, "--num_iterations=2", "--num_iterations"),
+    ({}, "--vllm_importance_sampling_correction", "--vllm_importance"),
+    ({}, "--vllm_structured_outputs_regex a", "--vllm_structured"),
+    ({}, "--vllm_st a", "--vllm_st"),  # an abbreviation
+    ({}, "--dataloader_num_workers many", "many"),
+    ({}, "stray", "stray"),
+]
+
+
+@pytest.mark.parametrize("changes, words, said", REFUSED)
 def test_what_would_train_otherwise_or_fail_later_is_refused(refused, changes, words, said):
     refused(said, words.split(), **changes)
 
@@ -163,25 +161,21 @@ def test_deepspeed_is_refused(refused, monkeypatch):
     refused("DeepSpeed fsdp2.yaml")
 
 
-@pytest.mark.parametrize(
-    "kind, weight, said",
-    [
-        ("qwen3", [], "model.norm.weight"),  # it lacks
-        ("qwen3", [torch.full((32,), float("nan"))], "model.norm.weight finite"),
-        ("gpt2", None, "left padding"),
-        ("gpt_bigcode", None, "left padding"),
-        ("qwen2_moe", None, "experts --full"),
-    ],
-)
-def test_a_model_that_would_learn_wrongly_is_refused(refused, tmp_path, kind, weight, said):
-    folder, file = tmp_path / "lm", tmp_path / "lm/model.safetensors"
-    conftest.make_model(kind).save_pretrained(folder)
-    conftest.make_tokenizer().save_pretrained(folder)
-    if weight is not None:
-        tensors = load_file(file)
-        del tensors["model.norm.weight"]
-        tensors |= dict(zip(["model.norm.weight"], weight))
-        save_file(tensors, file, metadata={"format": "pt"})
+MODELS = [  # a kind of model, what becomes of its last norm, and words of the line
+    ("qwen3", lambda x: {}, "model.norm.weight"),
+    ("qwen3", lambda x: {"model.norm.weight": x * torch.nan}, "model.norm.weight finite"),
+    ("gpt2", None, "left padding"),
+    ("qwen2_moe", None, "experts --full"),
+]
+
+
+@pytest.mark.parametrize("kind, change, said", MODELS)
+def test_a_model_that_would_learn_wrongly_is_refused(refused, tmp_path, kind, change, said):
+    folder = conftest.save_model(tmp_path / "lm", kind)
+    if change:
+        tensors = load_file(folder / "model.safetensors")
+        tensors |= change(tensors.pop("model.norm.weight"))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     refused(said, model=folder)
 
 
@@ -219,31 +213,22 @@ def test_one_process_that_sees_several_gpus_is_refused(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------- folders
 
 
-@pytest.mark.parametrize("name", ["any", "own", "runs"])
-def test_a_folder_that_is_no_run_on_trl_is_refused_and_stays_as_it_is(
-    world_dir, tmp_path, uninterrupted, capsys, name
+def test_runs_on_trl_and_of_sgsd_py_are_refused_by_each_other_and_with_other_settings(
+    world_dir, tmp_path, uninterrupted, capsys
 ):
-    """Files of anyone's, a run of sgsd.py, and the folder in which such a run is named sgsd."""
-    place = {"own": tmp_path / "own", "runs": tmp_path / "runs/sgsd"}.get(name)
-    if place:
-        shutil.copytree(uninterrupted, place)
-    else:
-        files.write_json(tmp_path / "any/notes.json", "mine")
-    before = driver.contents(tmp_path / name)
-    argv = trl_worlds.small_flags(world_dir, tmp_path / name)
-    driver.refused(capsys, on_trl.main, argv, "--out", str(tmp_path / name))
-    assert driver.contents(tmp_path / name) == before
-
-
-def test_a_run_on_trl_is_refused_by_sgsd_py_and_with_other_settings(world_dir, tmp_path, capsys):
-    run, argv = tmp_path / "run", trl_worlds.small_flags(world_dir, tmp_path / "run", steps=1)
-    driver.completes(on_trl.main, argv)
-    before = driver.contents(run)
+    """What is refused stays as it is."""
+    run, own = tmp_path / "run", shutil.copytree(uninterrupted, tmp_path / "own")
+    driver.completes(on_trl.main, trl_worlds.small_flags(world_dir, run, steps=1))
+    before = driver.contents(tmp_path)
     driver.refused(capsys, sgsd.main, driver.flags(world_dir, run), "on_trl", str(run))
-    for flag, changes in (("--tau-g", {"tau_g": 2.0}), ("--full", {"full": True})):
-        argv = trl_worlds.small_flags(world_dir, run, steps=2, **changes)
-        driver.refused(capsys, on_trl.main, argv, flag, "--out")
-    assert driver.contents(run) == before
+    for out, said, changes in (
+        (own, "sgsd.py", {}),
+        (run, "--tau-g", {"tau_g": 2.0}),
+        (run, "--full", {"full": True}),
+    ):
+        argv = trl_worlds.small_flags(world_dir, out, steps=2, **changes)
+        driver.refused(capsys, on_trl.main, argv, said, "--out", str(out))
+    assert driver.contents(tmp_path) == before
 
 
 def test_without_trl_its_help_is_a_line_that_says_what_to_install():

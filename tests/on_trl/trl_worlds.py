@@ -169,7 +169,7 @@ def run(command):
 
 
 def torchrun(function, folder):
-    """Call MODULE:FUNCTION with the folder in two processes, which must succeed; what they print."""
+    """Call MODULE:FUNCTION with the folder in two processes, which must succeed; their output."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = run([*command, __file__, function, str(folder)])
