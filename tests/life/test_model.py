@@ -1,6 +1,5 @@
 """Models, encoders, adapters and checkpoints from files; which ids the token mask removes."""
 
-import resource
 import shutil
 import types
 
@@ -52,13 +51,6 @@ def base(tmp_path_factory):
 
 
 # ---------------------------------------------------------------------------------------- loading
-
-
-def test_a_model_is_loaded_in_eval_mode_and_another_precision(base):
-    model, tokenizer = load(base)
-    assert not model.training and model.dtype == torch.float32
-    assert tokenizer.get_vocab() == make_tokenizer().get_vocab()
-    assert load(base, dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
 DROPPING = [
@@ -330,24 +322,20 @@ def checkpoint(folder, base, rank=4, steps=2):
     return model, tokenizer, optimizer
 
 
-def test_a_checkpoint_brings_back_adapter_moments_and_extra_tensors(base, tmp_path):
-    model, _, optimizer = checkpoint(tmp_path / "saved", base)
+@pytest.mark.parametrize("steps", [2, 0])
+def test_a_checkpoint_brings_back_adapter_moments_and_extra_tensors(steps, base, tmp_path):
+    """Without a finite step there are no moments."""
+    model, _, optimizer = checkpoint(tmp_path / "saved", base, steps=steps)
     new_model, _, new_optimizer = trainee(base)
     extra_tensors = restore(tmp_path / "saved", new_model, new_optimizer)
     assert list(extra_tensors) == ["of a copy"]
     assert extra_tensors["of a copy"].tolist() == [1.0, 2.0]
+    assert len(new_optimizer.state) == (28 if steps else 0)
     for name, p in trained(model).items():
         q = trained(new_model)[name]
         assert torch.equal(p, q)
-        for part in ("step", "exp_avg", "exp_avg_sq"):
+        for part in ("step", "exp_avg", "exp_avg_sq") if steps else ():
             assert torch.equal(optimizer.state[p][part], new_optimizer.state[q][part])
-
-
-def test_a_checkpoint_without_a_finite_step_has_no_moments(base, tmp_path):
-    checkpoint(tmp_path / "saved", base, steps=0)
-    model, _, optimizer = trainee(base)
-    extra_tensors = restore(tmp_path / "saved", model, optimizer)
-    assert [*extra_tensors] == ["of a copy"] and not optimizer.state
 
 
 def test_a_checkpoint_loads_by_transformers_and_peft_alone_from_any_directory(
@@ -389,18 +377,6 @@ def test_a_checkpoint_whose_tensors_do_not_fit_is_one_line(file, part, damaged, 
     save_file(tensors, tmp_path / "saved" / file)
     model, _, optimizer = trainee(base)
     one_line(lambda: restore(tmp_path / "saved", model, optimizer), f"{tmp_path}/saved: ", part)
-
-
-def test_a_full_disk_is_an_os_error_that_names_the_folder(base, tmp_path):
-    """As full as one process can make it: no file may grow beyond 10,000 bytes."""
-    model, tokenizer, optimizer = trainee(base)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(OSError, match=f"{tmp_path}: .*too large"):
-            save(tmp_path, model, tokenizer, optimizer, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_context_that_rope_stretches_is_as_long_as_that():

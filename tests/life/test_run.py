@@ -1,6 +1,5 @@
 """A run: its files, its data, what templates and tokens change, its bank, and --adapter."""
 
-import itertools
 import json
 import shlex
 import shutil
@@ -29,6 +28,7 @@ def whole(world_dir, tmp_path_factory):
 
 
 def test_what_a_run_leaves_on_disk(whole):
+    """Its bank's sizes stand beside each step as the step used it."""
     out = whole.out
     stored = files.read_json(out / "config.json")
     assert stored["settings"]["num_teachers"] == 3 and stored["versions"]["torch"]
@@ -42,6 +42,12 @@ def test_what_a_run_leaves_on_disk(whole):
     assert list(files.by_step(out / "checkpoints")) == [2, 4]
     assert {t["step"] for t in tokens} == {1, 2, 4}
     assert not {path.suffix for path in out.rglob("*")} & {".tmp", ".pt", ".bin"}
+    versions = files.by_step(out / "bank")
+    sizes = {step: skills.SkillBank.load(path).counts for step, path in versions.items()}
+    assert [*sizes] == [0, 2, 4] and sizes[0] != sizes[2]
+    assert all(sizes[since].items() <= m.items() for m, since in zip(metrics, (0, 0, 2, 2)))
+    assert whole.bank == skills.SkillBank.load(versions[4])
+    assert {row["step"] for row in rows(out / "bank/replies.jsonl")} == {0, 2, 4}
 
 
 def test_the_adapters_train_and_nothing_else(world_dir, tmp_path):
@@ -84,7 +90,8 @@ def test_other_columns_and_answers_behind_a_mark_are_trained_and_evaluated_on(wo
     assert len(trained) == 4 and trained.items() < golds.items()
     argv = [out, "--samples=1", "--max-new-tokens=4", *columns, f"--out={tmp_path / 'eval'}"]
     completes(eval.main, [*argv, "--device=cpu", "--data", hub, "--split=train"])
-    assert [row["gold"] for row in driver.samples(tmp_path / "eval")] == [*golds.values()]
+    (log,) = tmp_path.glob("eval/*/samples.jsonl")
+    assert sorted(row["gold"] for row in rows(log)) == sorted(golds.values())
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
@@ -112,44 +119,14 @@ def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, 
         assert {run.tokenizer.convert_tokens_to_ids("<end_of_turn>"), 5} <= sgsd.masked_ids(run)
 
 
-def dynamic(bank):
-    entries = bank.general_skills + bank.common_mistakes
-    return [e for e in entries if e.get("skill_id", e.get("mistake_id")).startswith("dyn_")]
-
-
-def test_a_run_makes_its_bank_and_evolves_it(whole):
-    """Without --bank: cold start (Alg. 2), and every second step evolution (Alg. 4)."""
-    versions = files.by_step(whole.out / "bank")
-    by_step = {step: skills.SkillBank.load(path) for step, path in versions.items()}
-    assert list(by_step) == [0, 2, 4]
-    memories = rows(whole.out / "bank/memories.jsonl")
-    assert len(memories) == 8
-    assert {m["problem_id"] for m in memories} == set(by_step[0].metadata["seed_problems"])
-    assert not any("reference_answer" in m for m in memories)  # D3
-    for old, new in itertools.pairwise(by_step.values()):
-        assert 0 < len(dynamic(new)) <= len(dynamic(old)) + 2
-    assert whole.bank == by_step[4] == skills.SkillBank.load(whole.out / "bank/bank.json")
-    assert {row["step"] for row in rows(whole.out / "bank/replies.jsonl")} == {0, 2, 4}
-    for m, since in zip(rows(whole.out / "metrics.jsonl"), (0, 0, 2, 2)):  # as its step used it
-        bank = by_step[since]
-        sizes = len(bank.general_skills), len(bank.common_mistakes)
-        assert (m["bank_skills"], m["bank_mistakes"]) == sizes
-
-
 def test_a_run_whose_bank_has_no_pair_ends_and_says_why(world_dir, tmp_path, capsys, monkeypatch):
-    """S8. None of the writer's replies can be read."""
-    monkeypatch.setattr(
-        sgsd, "bank_writer", lambda run, step: lambda prompts: ["no"] * len(prompts)
-    )
-    out = tmp_path / "run"
-    with pytest.raises(SystemExit) as end, driver.signals_restored():
-        sgsd.main(flags(world_dir, out, bank="", cold_start=4))
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert end.value.code == 2
-    for words in ("0 skills and 0 mistakes", "4 solutions", "4 replies lost", "--cold-start"):
-        assert words in line
-    assert "new --out" in line and [*files.by_step(out / "bank")] == [0]  # which is kept
-    assert not (out / "metrics.jsonl").exists()
+    """S8. None of the writer's replies can be read. The bank is kept."""
+    refusing = lambda run, step: lambda prompts: ["no"] * len(prompts)  # noqa: E731
+    monkeypatch.setattr(sgsd, "bank_writer", refusing)
+    out, words = tmp_path / "run", ("0 skills and 0 mistakes", "4 solutions", "4 replies lost")
+    argv = flags(world_dir, out, bank="", cold_start=4)
+    refused(capsys, sgsd.main, argv, *words, "--cold-start", "new --out")
+    assert [*files.by_step(out / "bank")] == [0] and not (out / "metrics.jsonl").exists()
 
 
 @pytest.fixture(scope="module")
