@@ -84,7 +84,9 @@ def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_
         greedy = Sampling(0.0, 1.0, 0, len(prompt) * 5 // 4)
         (ids,) = rollout.generate(run.lm, run.tokenizer, [prompt], greedy, [0])
         assert a == rollout.text_of(run.tokenizer, ids)
-        assert [row["step"] for row in rows(run.out / "bank/replies.jsonl")] == [0] * 5 + [25] * 6
+        log = rows(run.out / "bank/replies.jsonl")
+        assert [row["step"] for row in log] == [0] * 5 + [25] * 6
+        assert [row["repeat"] for row in log[:5]] == [0, 0, 1, 1, 2] and log[0]["reply"] == a
 
 
 def test_a_reply_gets_what_the_context_leaves_and_a_prompt_left_little_is_not_asked(
