@@ -42,12 +42,6 @@ def run(complete, tmp_path):
     return shutil.copytree(complete, tmp_path / "run")
 
 
-def back_to(run, step):
-    """Remove the checkpoints after a step."""
-    for path in [path for i, path in files.by_step(run / "checkpoints").items() if i > step]:
-        shutil.rmtree(path)
-
-
 def state(run):
     """What must be equal of a run that was cut short and one that was not."""
     logs = [driver.rows(run / f"{name}.jsonl") for name in ("rollouts", "tokens", "bank/replies")]
@@ -148,12 +142,6 @@ def test_more_steps_go_on_by_their_own_schedule_and_with_other_processes(
     assert "--backward-rows 1" in said and "2 processes" in said
 
 
-def test_what_came_after_the_last_checkpoint_is_cut_and_made_again(world_dir, run, complete):
-    back_to(run, 1)
-    program(small_flags(world_dir, run, steps=4))
-    assert state(run) == state(complete)
-
-
 KILL, STOP = signal.SIGKILL, signal.SIGTERM
 CUTS = [  # a signal, the file that is touched next, steps that are saved
     (KILL, "checkpoint-2/tokenizer_config.json", [1]),
@@ -184,16 +172,6 @@ def test_a_run_that_is_killed_or_stopped_goes_on_as_if_nothing_had_been(
     assert driver.rows(run / "metrics.jsonl")[: len(saved)] == made
 
 
-def test_a_damaged_last_checkpoint_is_one_line_that_says_how_to_go_on(world_dir, run, capsys):
-    last, argv = run / "checkpoints/step_000004", small_flags(world_dir, run, steps=5)
-    with open(last / "optimizer.pt", "ab") as f:
-        f.write(b"x")
-    driver.refused(capsys, program, argv, "optimizer.pt", f"remove {last}")
-    shutil.rmtree(last)
-    assert program(argv) == 0
-    assert [*files.by_step(run / "checkpoints")] == [1, 2, 3, 4, 5]
-
-
 # ----------------------------------------------------------------------------------- processes
 
 
@@ -204,8 +182,6 @@ def sharded_run(folder):
     given |= {"data": ROOT / "tiny/train.jsonl", "score_rows": 16, "full": True, "steps": 2}
     given |= {"evolve_every": 2, "batch_size": 4, "checkpoint_every": 1}
     assert on_trl.main(trl_worlds.words_of(given)) == 0
-    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
-    assert group.options._timeout.total_seconds() == 12 * 3600
 
 
 def test_the_command_trains_all_weights_sharded_evolves_and_goes_on(tmp_path):
@@ -218,7 +194,7 @@ def test_the_command_trains_all_weights_sharded_evolves_and_goes_on(tmp_path):
     assert [update["step"] for update in bank.metadata["updates"]] == [2]
     assert driver.rows(run / "bank/replies.jsonl") and (last / "config.json").exists()
     weights = (last / "model.safetensors").read_bytes()
-    back_to(run, 1)
+    shutil.rmtree(last)
     trl_worlds.torchrun("test_run:sharded_run", run)
     assert driver.rows(run / "rollouts.jsonl") == rows
     assert (last / "model.safetensors").read_bytes() == weights

@@ -62,16 +62,13 @@ def test_an_entry_is_embedded_as_its_three_fields():
 
 
 def test_entries_are_embedded_once_and_a_replaced_one_anew():
+    """A freed dict's address is often taken by the next one."""
     bank, calls = make_bank(), []
-
-    def embed(texts):
-        calls.append(len(texts))
-        return fake_embed(texts)
-
+    embed = lambda texts: calls.append(len(texts)) or fake_embed(texts)  # noqa: E731
     for _ in range(3):
         bank.retrieve("carry the one", 2, embed)
     assert calls == [1, 4, 4, 1, 1]
-    for i in range(30):  # a freed dict's address is often taken by the next one
+    for i in range(30):
         bank.general_skills[:] = [{**SKILL, "title": "z" * i}]
         fresh = SkillBank(list(bank.general_skills), bank.common_mistakes)
         assert bank.retrieve("qz", 1, embed) == fresh.retrieve("qz", 1, embed)
