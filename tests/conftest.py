@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import skills
+from lib import files, model
 
 # Tests of extras/on_trl.py; .ci/run has them in an environment with extras/requirements.txt.
 collect_ignore = [] if importlib.util.find_spec("trl") else ["on_trl"]
@@ -122,6 +123,16 @@ def make_encoder(path):
     SentenceTransformer(modules=[bytewise], device="cpu").save(str(path))
 
 
+def make_adapter(path, base, seed=0, rank=4):
+    """An adapter with weights of its own, saved as PEFT saves it."""
+    import peft
+
+    lm, _ = model.load_model(str(base), "cpu")
+    torch.manual_seed(seed)
+    lora = peft.LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(lm, lora).save_pretrained(path)
+
+
 def fake_embed(texts):
     """Letter counts: deterministic, and different for different texts."""
     rows = []
@@ -160,6 +171,21 @@ def make_bank(path=None, n_skills=4, n_mistakes=4):
     if path is not None:
         bank.save(path)
     return bank
+
+
+def write_evaluation(folder, settings=(), digest="1", k=4, **sets):
+    """A results.json of k samples a problem. sets: counts of right ones, problem by problem."""
+    is_step, table = folder.name.startswith("step_"), {}
+    about = {"the policy's files": folder.name if is_step else "w", "the base's files": "w"}
+    about |= {"device": "cpu", "seed": 0, "skills": "", **dict(settings)}
+    for name, right_P in sets.items():
+        row = dict.fromkeys(("pass", "maj", "boxed", "truncated", "tokens"), 0.5)
+        row |= {"digest": digest, "problems": len(right_P), "samples": k * len(right_P)}
+        row |= {"avg": sum(right_P) / len(right_P) / k, "avg_low": None, "avg_high": None}
+        right = {f"p{i}": count for i, count in enumerate(right_P)}
+        table[name] = row | {"settings": about, "right": right}
+    files.write_json(folder / "results.json", table)
+    return folder
 
 
 PROBLEMS = []

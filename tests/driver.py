@@ -30,7 +30,6 @@ import traceback
 from unittest import mock
 
 import conftest  # noqa: F401  (one thread, and the project on the path)
-import peft
 import pytest
 import torch
 from tqdm import tqdm
@@ -39,7 +38,7 @@ from transformers import DynamicCache
 import distributed
 import sgsd
 import skills
-from lib import command, config, files, model, verify
+from lib import command, config, files, verify
 from lib.run import Run
 from methods import ablations, grpo, opsd, rlsd, sdpo
 
@@ -342,11 +341,3 @@ def watched(lm):
     hook = lm.register_forward_pre_hook(note, with_kwargs=True)
     yield passes
     hook.remove()
-
-
-def make_adapter(path, base, seed=0, rank=4):
-    """An adapter with weights of its own, saved as PEFT saves it."""
-    lm, _ = model.load_model(str(base), torch.device("cpu"))
-    torch.manual_seed(seed)
-    lora = peft.LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False)
-    peft.get_peft_model(lm, lora).save_pretrained(path)

@@ -12,8 +12,8 @@ import driver
 import fake_engine
 import numpy as np
 import pytest
-from conftest import PROBLEMS, make_model, make_tokenizer, save_model
-from driver import at_touch, completes, evaluation, go, make_adapter, refused, rows, two, write_rows
+from conftest import PROBLEMS, make_adapter, make_model, make_tokenizer, save_model
+from driver import at_touch, completes, evaluation, go, refused, rows, two, write_rows
 
 import distributed
 import eval

@@ -8,8 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import make_encoder, make_model, make_tokenizer, one_line, save_model
-from driver import make_adapter
+from conftest import make_adapter, make_encoder, make_model, make_tokenizer, one_line, save_model
 from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_5 import modeling_qwen3_5

@@ -12,7 +12,7 @@ import subprocess
 import driver
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, write_evaluation
 from driver import completes, refused, rows, write_rows
 
 import skills
@@ -23,6 +23,7 @@ from methods import groups
 SCRIPT = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'
 RUN = {"bank": "", "cold_start": 8, "evolve_every": 2, "steps": 6, "max_new_items": 2, "eps_a": 0.4}
 FATES = {1: "distilled", -1: "reversed", 0: "ignored"}
+WHOLE = {"the policy's files": "t", "the base's files": "t"}
 
 
 @pytest.fixture(scope="module")
@@ -160,18 +161,6 @@ def test_tokens_find_their_rollout_by_step_and_index_and_the_first_of_a_step_are
     assert data["rollouts"][0]["delta"] == [[pytest.approx(0.1234, rel=1e-3)] * 4]
 
 
-def evaluated(folder, avg, name="test", digest="0f", **settings):
-    """An evaluation of 20 problems, 10 samples each, all with a share `avg` of right ones."""
-    row = {"avg": avg, "avg_low": avg - 0.02, "avg_high": avg + 0.02, "digest": digest}
-    row |= {"samples": 200, "problems": 20, "right": dict.fromkeys(range(20), round(10 * avg))}
-    weights = "b" if folder.name.startswith("Qwen") else folder.name
-    of_policy = {"the policy's files": weights, "the base's files": "b", "skills": ""}
-    row["settings"] = of_policy | settings
-    file = folder / "results.json"
-    table = files.read_json(file) if file.exists() else {}
-    files.write_json(file, table | {name: row})
-
-
 def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tmp_path, capsys):
     """Windows of 100 problems: two steps of 50. Of 200 teachers in the last ones."""
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B", range(1, 7))
@@ -181,8 +170,8 @@ def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tm
         line |= {"rho_distilled": 30, "rho_reversed": 10, "rho_ignored": 160 if step > 2 else 60}
         metrics.append(line | {"completion_tokens": 20.0 * step})
     write_rows(run / "metrics.jsonl", metrics)
-    for name, avg in {"Qwen--Qwen3-1.7B": 0.4, "step_000003": 0.6, "step_000006": 0.8}.items():
-        evaluated(run / "eval" / name, avg)
+    for name, count in {"Qwen--Qwen3-1.7B": 4, "step_000003": 6, "step_000006": 8}.items():
+        write_evaluation(run / "eval" / name, k=10, test=[count] * 20)
     bank = skills.SkillBank.load(run / "bank/step_000000.json")
     bank.general_skills.append({**bank.general_skills[0], "skill_id": "dyn_gen_0"})
     bank.save(run / "bank/step_000003.json")
@@ -200,7 +189,7 @@ def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tm
         "tokens of a solution": ["30", "110"],
         "skills in the bank": ["1", "2"],
         "mistakes in the bank": ["1", "1"],
-        "avg@10 on test": ["step 0: 40.0% (38.0% to 42.0%)", "step 6: 80.0% (78.0% to 82.0%)"],
+        "avg@10 on test": ["step 0: 40.0% (none)", "step 6: 80.0% (none)"],
         "gain": ["", "+40.0 points (no interval)"],  # the gaps are equal
     }
 
@@ -226,15 +215,17 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
     models, other runs' checkpoints and, where two files have one stem, other problems."""
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B")
     home = run / "eval"
-    evaluated(home / "Qwen--Qwen3-1.7B", 0.5)
-    evaluated(home / "step_000025", 0.6)
-    evaluated(home / "step_000025", 0.4, name="mine", digest="other problems")
-    evaluated(home / "step_000050", 0.7)
-    evaluated(home / "step_000050", 0.3, name="mine")
-    evaluated(home / "step_000050--skills", 0.8, skills="a bank")
-    evaluated(home / "other--step_000075", 0.9)
-    evaluated(home / "other--Qwen3-1.7B", 0.2, **{"the base's files": "another"})
-    evaluated(home / "AN_ADAPTER", 0.1)
+    for name, counts, settings in (
+        ("Qwen--Qwen3-1.7B", {"test": [5]}, {}),
+        ("step_000025", {"test": [6]}, {}),
+        ("step_000050", {"test": [7], "mine": [3]}, {}),
+        ("step_000050--skills", {"test": [8]}, {"skills": "a bank"}),
+        ("other--step_000075", {"test": [9]}, {"the policy's files": "another"}),
+        ("other--Qwen3-1.7B", {"test": [2]}, WHOLE),
+        ("AN_ADAPTER", {"test": [1]}, {"the policy's files": "another"}),
+    ):
+        write_evaluation(home / name, settings, k=10, **counts)
+    write_evaluation(home / "step_000010", digest="other problems", k=10, mine=[4])
     curves = {}
     for point in report.collect(run)["evals"]:
         curves.setdefault(point["set"], []).append((point["step"], point["avg"]))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import PROBLEMS, make_tokenizer, save_model
 from driver import completes, flags, opened, refused, rows, train
+from safetensors.torch import load_file
 from tokenizers import AddedToken
 
 import eval
@@ -129,45 +130,34 @@ def test_a_run_whose_bank_has_no_pair_ends_and_says_why(world_dir, tmp_path, cap
     assert [*files.by_step(out / "bank")] == [0] and not (out / "metrics.jsonl").exists()
 
 
-@pytest.fixture(scope="module")
-def checkpoint(world_dir, tmp_path_factory):
-    """Of a run of rank 4 and alpha 8, after two steps."""
-    out = tmp_path_factory.mktemp("first") / "run"
-    train(world_dir, out, steps=2)
-    return files.of_step(out / "checkpoints", 2)
-
-
-def weights(run):
-    return {name: p.detach().clone() for name, p in model.trained(run.lm).items()}
-
-
-def test_a_run_begins_with_a_checkpoints_weights_and_nothing_else(world_dir, tmp_path, checkpoint):
+def test_a_run_begins_with_a_checkpoints_weights_and_nothing_else(
+    world_dir, tmp_path, uninterrupted
+):
     """A run that goes on needs it no more."""
-    with opened(world_dir, checkpoint.parent.parent, steps=3) as first:
-        trained = weights(first)
-        assert first.optimizer.state and first.step == 2
-    ours = shutil.copytree(checkpoint, tmp_path / "adapter")
-    changes = {"adapter": str(ours), "lora_rank": 64, "learning_rate": 1e-4, "bank": ""}
-    changes["cold_start"] = 4
+    adapter = shutil.copytree(uninterrupted / "checkpoints/step_000006", tmp_path / "adapter")
+    changes = {"adapter": str(adapter), "lora_rank": 4, "bank": "", "cold_start": 4}
     with opened(world_dir, tmp_path / "run", **changes) as run:
-        begun = weights(run)
-        assert begun.keys() == trained.keys()
-        assert all(torch.equal(begun[name], trained[name]) for name in trained)
+        given = load_file(adapter / "adapter_model.safetensors")
+        assert {n.replace(".default", "") for n in model.trained(run.lm)} == given.keys()
+        for name, p in model.trained(run.lm).items():
+            assert torch.equal(p, given[name.replace(".default", "")])
         assert not run.optimizer.state and run.step == 0 and run.bank is None
         sgsd.train(run)
-    adapter = json.loads((run.out / "checkpoints/step_000004/adapter_config.json").read_text())
-    assert (adapter["r"], adapter["lora_alpha"]) == (4, 8)
-    shutil.rmtree(ours)
+    saved = files.read_json(run.out / "checkpoints/step_000004/adapter_config.json")
+    assert (saved["r"], saved["lora_alpha"]) == (32, 8)  # the checkpoint's
+    shutil.rmtree(adapter)
     train(world_dir, tmp_path / "run", steps=5, **changes)
     assert [m["step"] for m in rows(run.out / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def test_an_adapter_needs_its_base_and_a_folder_with_one(world_dir, tmp_path, checkpoint, capsys):
-    other = save_model(tmp_path / "other", seed=1)
+def test_an_adapter_needs_its_base_and_a_folder_with_one(
+    world_dir, tmp_path, uninterrupted, capsys
+):
+    last, other = uninterrupted / "checkpoints/step_000006", save_model(tmp_path / "other", seed=1)
     for changes, words in (
-        ({"adapter": checkpoint, "model": other}, [str(checkpoint), str(world_dir / "model")]),
-        ({"adapter": checkpoint, "model": other, "steps": 0}, [str(checkpoint), "--model"]),
-        ({"adapter": checkpoint.parent}, [str(checkpoint.parent)]),
+        ({"adapter": last, "model": other}, [str(last), str(world_dir / "model")]),
+        ({"adapter": last, "model": other, "steps": 0}, [str(last), "--model"]),
+        ({"adapter": last.parent}, [str(last.parent)]),
         ({"adapter": tmp_path / "none"}, [str(tmp_path / "none")]),
     ):
         refused(capsys, sgsd.main, flags(world_dir, tmp_path / "run", **changes), *words)
