@@ -4,7 +4,6 @@ import shutil
 import types
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -16,7 +15,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 import scoring
 from lib import model
 from lib.model import (
-    load_adapter,
     load_encoder,
     load_model,
     load_outline,
@@ -82,22 +80,14 @@ def test_an_outline_and_a_look_have_the_shapes_and_stop_ids_and_no_weights(base,
         assert tokenizer.chat_template == make_tokenizer().chat_template
 
 
-def change_weight(name, change):
-    """An edit of a folder: one of a model's weights changes, or goes where nothing is returned."""
+def edited(file, part, change):
+    """An edit of a folder: change(name, x) stands in the place of a file's tensor."""
 
     def edit(folder):
-        tensors = load_file(folder / "model.safetensors")
-        x = change(tensors.pop(name))
-        tensors |= {} if x is None else {name: x}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return edit
-
-
-def without(pattern):
-    def edit(folder):
-        for file in folder.glob(pattern):
-            file.unlink()
+        tensors = load_file(folder / file)
+        name = next((name for name in tensors if part in name), next(iter(tensors)))
+        tensors |= change(name, tensors.pop(name))
+        save_file(tensors, folder / file, metadata={"format": "pt"})
 
     return edit
 
@@ -107,20 +97,19 @@ def writes(name, text):
 
 
 ALL, WEIGHTS, NUMBERS = (load, look, outline), (load, look), (load,)
+MODEL, NORM = "model.safetensors", "model.norm.weight"
 DEAF = "User: {% for part in messages[0].content %}x{% endfor %}"
 BROKEN = [  # what is done to a model's folder, who notices, and words of the line
     (writes("config.json", "{"), ALL, "config.json"),
-    (without("config.json"), ALL, "config.json"),
     (writes("config.json", '{"program": "sgsd.py"}'), ALL, "model_type"),  # a run
     (writes("adapter_config.json", "{}"), ALL, "adapter"),  # else it would be loaded with its base
     (writes("chat_template.jinja", "{% for m in %}"), ALL, "Template"),
     (writes("chat_template.jinja", DEAF), ALL, "chat template"),
-    (without("tokenizer*"), ALL, "tokenizer"),
-    (writes("tokenizer.json", "{"), ALL, ""),
-    (writes("model.safetensors", "torn"), WEIGHTS, ""),
-    (change_weight("model.norm.weight", lambda x: None), WEIGHTS, "model.norm.weight"),
+    (lambda x: [file.unlink() for file in x.glob("tokenizer*")], ALL, "tokenizer"),
+    (writes(MODEL, "torn"), WEIGHTS, ""),
+    (edited(MODEL, NORM, lambda name, x: {}), WEIGHTS, NORM),
     (lambda folder: save_model(folder, vocab=260, pad_token_id=0), WEIGHTS, "no rows"),
-    (change_weight("model.norm.weight", lambda x: x * torch.nan), NUMBERS, "not finite"),
+    (edited(MODEL, NORM, lambda name, x: {name: x * torch.nan}), NUMBERS, "not finite"),
 ]
 
 
@@ -266,15 +255,6 @@ def test_long_passes_recompute_activations_short_ones_keep_them_and_the_gradient
         assert torch.equal(recomputed, kept) and kept.any()
 
 
-def test_an_adapter_is_loaded_in_eval_mode(base, tmp_path):
-    make_adapter(tmp_path / "adapter", base)
-    want = peft.PeftModel.from_pretrained(load(base)[0], tmp_path / "adapter").eval()
-    model = load_adapter(load(base)[0], tmp_path / "adapter")
-    assert not model.training and not trained(model)
-    ids = torch.tensor([PROMPTS[0]])
-    assert torch.equal(model(input_ids=ids).logits, want(input_ids=ids).logits)
-
-
 def test_an_adapter_names_its_base_rank_and_alpha(base, tmp_path):
     make_adapter(tmp_path, base, rank=4)
     assert lora_of(tmp_path) == (str(base), 4, 8)
@@ -366,14 +346,11 @@ DAMAGES = [  # of a checkpoint without digests: the file, a tensor, and what sta
 ]
 
 
-@pytest.mark.parametrize("file, part, damaged", DAMAGES)
-def test_a_checkpoint_whose_tensors_do_not_fit_is_one_line(file, part, damaged, base, tmp_path):
+@pytest.mark.parametrize("file, part, change", DAMAGES)
+def test_a_checkpoint_whose_tensors_do_not_fit_is_one_line(file, part, change, base, tmp_path):
     """Also where PEFT would load a part of an adapter, or leave random weights in a layer."""
     checkpoint(tmp_path / "saved", base)
-    tensors = load_file(tmp_path / "saved" / file)
-    name = next((name for name in tensors if part in name), next(iter(tensors)))
-    tensors |= damaged(name, tensors.pop(name))
-    save_file(tensors, tmp_path / "saved" / file)
+    edited(file, part, change)(tmp_path / "saved")
     model, _, optimizer = trainee(base)
     one_line(lambda: restore(tmp_path / "saved", model, optimizer), f"{tmp_path}/saved: ", part)
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from trl_worlds import (
     PLAIN,
     completions,
+    distance,
     one_step,
     policy,
     rollouts_of,
@@ -26,13 +27,6 @@ from trl_worlds import (
 import scoring
 import sgsd
 from extras import on_trl
-
-
-def distance(one, other):
-    """||one - other|| / ||other|| over all parameters, whose names must agree."""
-    assert one.keys() == other.keys()
-    difference = sum(float((one[name] - other[name]).square().sum()) for name in one)
-    return (difference / sum(float(x.square().sum()) for x in other.values())) ** 0.5
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -145,8 +139,7 @@ def gradients_of_both_loops(folder, diff=""):
     if diff:
         subprocess.run(["git", "apply"], input=diff, cwd=folder, text=True, check=True)
     command = [sys.executable, "tests/on_trl/trl_worlds.py", "test_gradient:both_loops", "."]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = trl_worlds.run(command, folder)
     assert done.returncode == 0, done.stderr[-2000:]
     return torch.load(folder / "gradients.pt", weights_only=True)
 

@@ -153,7 +153,6 @@ def test_its_gradient_is_that_of_the_method(recorded, student):
     learning = model.trained(lm)
     run = SimpleNamespace(cfg=cfg, lm=lm, device=torch.device("cpu"))
     for step, (gradient, weights, rows) in enumerate(recorded.steps, 1):
-        assert gradient.keys() == learning.keys()
         lm.load_state_dict(weights, strict=False)
         lm.zero_grad()
         for x, rolls_G in groups_of(student, cfg, step, rows):
@@ -161,10 +160,8 @@ def test_its_gradient_is_that_of_the_method(recorded, student):
                 if loss.requires_grad:
                     (loss / (cfg.batch_size * cfg.generations)).backward()
         torch.nn.utils.clip_grad_norm_(learning.values(), cfg.grad_clip)
-        size = sum(float(p.grad.square().sum()) for p in learning.values())
-        distance = sum(float((gradient[n] - p.grad).square().sum()) for n, p in learning.items())
-        assert size > 0
-        assert (distance / size) ** 0.5 < 1e-4, (distance / size) ** 0.5
+        own = {name: p.grad for name, p in learning.items()}
+        assert trl_worlds.distance(gradient, own) < 1e-4
 
 
 def test_eval_takes_what_it_saves(recorded, tmp_path):
@@ -192,20 +189,19 @@ def test_its_settings_and_stop_ids_are_those_of_the_method(world_dir, tmp_path):
     stops = [*range(60, 120), trl_worlds.END]
     lm = conftest.save_model(tmp_path / "lm", eos_token_id=stops[:-1], attention_dropout=0.1)
     changes = {"model": lm, "data": world_dir / "data.jsonl", "verifier": "driver:UnevenVerifier"}
-    changes |= {"generations": 5, "batch_size": 2, "full": True}
+    changes |= {"generations": 5, "batch_size": 2, "full": True, "keep_last": 2}
     trainer = record(tmp_path, **changes)
     args, cfg = trainer.args, parsed(flags(tmp_path, **changes))
-    names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "steps": "max_steps"}
-    names |= {"max_new_tokens": "max_completion_length", "generations": "num_generations"}
-    names |= {"learning_rate": "learning_rate", "grad_clip": "max_grad_norm", "seed": "seed"}
-    for ours, theirs in (names | {"checkpoint_every": "save_steps"}).items():
-        assert getattr(args, theirs) == getattr(cfg, ours), ours
+    wanted = {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": cfg.top_k}
+    wanted |= {"max_completion_length": cfg.max_new_tokens, "num_generations": cfg.generations}
+    wanted |= {"learning_rate": cfg.learning_rate, "lr_scheduler_type": "linear", "seed": cfg.seed}
+    wanted |= {"max_grad_norm": cfg.grad_clip, "weight_decay": 0, "max_steps": cfg.steps}
+    wanted |= {"save_steps": cfg.checkpoint_every, "per_device_train_batch_size": 2}
+    wanted |= {"gradient_accumulation_steps": 5, "steps_per_generation": 5, "num_iterations": 1}
+    wanted |= {"loss_type": "grpo", "beta": 0, "scale_rewards": "group"}
+    wanted |= {"save_total_limit": 2, "vllm_importance_sampling_correction": False}
+    assert {name: getattr(args, name) for name in wanted} == wanted
     assert args.generation_kwargs["temperature"] == cfg.temperature
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 5)
-    assert args.steps_per_generation == args.gradient_accumulation_steps
-    assert (args.loss_type, args.beta, args.num_iterations) == ("grpo", 0, 1)
-    assert (args.scale_rewards, args.lr_scheduler_type, args.weight_decay) == ("group", "linear", 0)
-    assert not args.vllm_importance_sampling_correction
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert trainer.model.config.attention_dropout == 0
     saved, tokenizer = model.load_model(str(tmp_path / "run/checkpoint-1"), "cpu")
@@ -250,12 +246,6 @@ def test_a_killed_run_goes_on_after_its_newest_whole_checkpoint_as_if_nothing_ha
     assert state(run) == state(uninterrupted)
     assert main(argv) == 0
     assert state(run) == state(uninterrupted)
-
-
-def test_the_newest_checkpoints_alone_stay(world_dir, tmp_path):
-    assert main(small_flags(world_dir, tmp_path, steps=3, checkpoint_every=1, keep_last=2)) == 0
-    names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert names == ["checkpoint-2", "checkpoint-3"]
 
 
 # ---------------------------------------------------------------------------------------- refused

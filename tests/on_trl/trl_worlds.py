@@ -76,6 +76,13 @@ def whole(x):
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 
+def distance(one, other):
+    """||one - other|| / ||other|| over all parameters, whose names must agree."""
+    assert one.keys() == other.keys()
+    difference = sum(float((one[name] - other[name]).square().sum()) for name in one)
+    return (difference / sum(float(x.square().sum()) for x in other.values())) ** 0.5
+
+
 # ------------------------------------------------------------------------------ the random model
 
 
@@ -161,10 +168,10 @@ def one_step(folder, lora=True, ids=None, words=PLAIN, **changes):
     return of_trl, gradients.steps[0]
 
 
-def run(command):
+def run(command, folder=conftest.ROOT):
     """A process with the tests' environment; what it printed is kept."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    options = {"capture_output": True, "text": True, "cwd": conftest.ROOT}
+    options = {"capture_output": True, "text": True, "cwd": folder}
     return subprocess.run(command, env=environment, **options)
 
 
