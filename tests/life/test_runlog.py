@@ -56,39 +56,27 @@ def test_a_row_counts_unmasked_tokens_and_clipped_gaps_and_has_each_tokens_text(
     assert tokens["delta"] == delta_KT.tolist()
 
 
-def test_teachers_are_counted_by_fate_and_by_outcome():
-    records = [row(1, [0.0] * 4, [1, 1, -1, 0]), row(-1, [0.0] * 2, [-1, 0], truncated=True)]
-    m = summary([*records, row(-1, [], [], pred=None)])
-    counts = {"distilled": (2, 2, 0, 0), "reversed": (2, 1, 1, 1), "ignored": (2, 1, 1, 1)}
+def test_a_steps_numbers_by_hand():
+    """Of two successes and two failures. The gaps are 6 x 2 + 2 x 1 + 1 x 2 = 16, 7 of them
+    clipped; the first ones are the supports."""
+    one = row(1, [0.1, 0.3], [1, 0], completion_ids=[1] * 7, unmasked=6, clipped=6, loss=0.5)
+    other = row(1, [-0.2], [-1], completion_ids=[1] * 3, unmasked=2, clipped=1, loss=-0.25)
+    cut, bare = row(-1, [0.4, -0.2], [-1, 0], truncated=True), row(-1, [], [], pred=None)
+    m = summary([one, other, cut, bare])
+    counts = {"distilled": (1, 1, 0, 0), "reversed": (2, 1, 1, 1), "ignored": (2, 1, 1, 1)}
     for fate, by_case in counts.items():
         for case, n in zip(("", "_success", "_failure", "_truncated"), by_case):
             assert m[f"rho_{fate}{case}"] == n, (fate, case)
-    assert m["no_teachers"] == 1
-    for name in ("success", "truncated", "no_answer"):
-        assert m[name] == pytest.approx(1 / 3), name
-
-
-def test_shares_of_gaps_and_tokens_are_over_all_rollouts_of_the_step():
-    """8 unmasked of 10 tokens; 6 x 2 + 2 x 1 = 14 gaps, 7 of them clipped; first gaps .1 .3 .2."""
-    one = row(1, [0.1, 0.3], [0, 0], completion_ids=[1] * 7, unmasked=6, clipped=6, loss=0.5)
-    other = row(-1, [0.2], [0], completion_ids=[1] * 3, unmasked=2, clipped=1, loss=-0.25)
-    m = summary([one, other])
-    assert (m["mask_share"], m["clip_share"], m["completion_tokens"]) == (0.8, 0.5, 5)
-    assert m["first_gap"] == pytest.approx(0.2) and m["loss"] == 0.125
-    assert [m[f"abs_a_p{p}"] for p in (10, 50, 90)] == pytest.approx([0.12, 0.2, 0.28])
+    wanted = {"success": 1 / 2, "truncated": 1 / 4, "no_answer": 1 / 4, "no_teachers": 1}
+    wanted |= {"mask_share": 10 / 12, "clip_share": 7 / 16, "completion_tokens": 12 / 4}
+    wanted |= {"first_gap": 0.4 / 5, "loss": 0.25 / 4}
+    wanted |= {"abs_a_p10": 0.14, "abs_a_p50": 0.2, "abs_a_p90": 0.36}
+    wanted |= {"a_mean_success": 0.2 / 3, "a_positive_success": 2 / 3}
+    wanted |= {"a_mean_failure": 0.1, "a_positive_failure": 0.5}
+    assert {name: m[name] for name in wanted} == pytest.approx(wanted)
+    assert not {"a_mean_failure", "a_positive_failure"} & {*summary([one])}  # 0 would mislead
     m = summary([row(-1, [0.0], [0], unmasked=0)])  # no reasoning token
     assert (m["mask_share"], m["clip_share"]) == (0, 0)
-
-
-def test_supports_are_logged_with_their_sign_by_outcome():
-    """(-.2 + .1 - .3) / 3 = -.1333 and one of three on successes; (.4 - .2) / 2 on failures."""
-    successes = [row(1, [-0.2, 0.1], [-1, 1]), row(1, [-0.3], [-1])]
-    m = summary([*successes, row(-1, [0.4, -0.2], [-1, 1])])
-    assert m["a_mean_success"] == pytest.approx(-0.4 / 3)
-    assert m["a_positive_success"] == pytest.approx(1 / 3)
-    assert m["a_mean_failure"] == pytest.approx(0.1)
-    assert m["a_positive_failure"] == 0.5
-    assert not {"a_mean_failure", "a_positive_failure"} & {*summary(successes)}  # 0 would mislead
 
 
 def test_a_log_line_tells_of_cut_solutions_and_of_late_answers_and_a_method_of_no_teachers():
