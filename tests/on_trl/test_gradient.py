@@ -1,11 +1,12 @@
 """One step of `SGSDTrainer` has the gradient of sgsd.py's step."""
 
+import importlib.util
+import inspect
 import os
 import pathlib
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -114,57 +115,43 @@ def test_in_bf16_shards_round_no_log_probability_and_have_the_gradient_of_one_pr
 
 # ----------------------------------------------------------------------- an edit reaches both loops
 
-EDITS = (  # of docs/changing.md: those of the loss, the credit and the reward
+PAGE = (ROOT / "docs/changing.md").read_text()
+EDITS = (  # of that page: those of the loss, the credit and the reward
     "Another function of the gap",
     "Credit for consistent tokens alone",
     "Another reward of training",
 )
 
 
-def both_loops(folder):
-    """The gradients of a step of sgsd.py and of one on TRL, on the same rollouts."""
-    rows = completions(6, step=9)  # of up to 51 tokens
+def gradients_of_both_loops(folder):
+    """Of a step of sgsd.py and of one on TRL, on the same rollouts of up to 51 tokens."""
+    rows = completions(6, step=9)
     of_trl, gradient = one_step(folder, ids=rows)
     of_sgsd, _ = step_of_sgsd(policy(lora=True), of_trl.run, rollouts_of(of_trl.run, rows))
-    torch.save({"sgsd.py": of_sgsd, "TRL": gradient}, pathlib.Path(folder, "gradients.pt"))
-
-
-def gradients_of_both_loops(folder, diff=""):
-    """Of a copy of the tree, with a diff applied."""
-    no_caches = shutil.ignore_patterns("__pycache__")
-    for part in ("lib", "methods", "extras", "prompts", "banks", "tests"):
-        shutil.copytree(ROOT / part, folder / part, ignore=no_caches)
-    for file in ROOT.glob("*.py"):
-        shutil.copy(file, folder)
-    if diff:
-        subprocess.run(["git", "apply"], input=diff, cwd=folder, text=True, check=True)
-    command = [sys.executable, "tests/on_trl/trl_worlds.py", "test_gradient:both_loops", "."]
-    done = trl_worlds.run(command, folder)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return torch.load(folder / "gradients.pt", weights_only=True)
-
-
-@pytest.fixture(scope="module")
-def before(tmp_path_factory):
-    """The gradients without an edit."""
-    return gradients_of_both_loops(tmp_path_factory.mktemp("as_it_is"))
+    return of_sgsd, gradient
 
 
 @pytest.mark.parametrize("title", EDITS)
-def test_an_edit_of_the_method_changes_the_gradient_of_both_loops_alike(title, before, tmp_path):
-    page = (ROOT / "docs/changing.md").read_text()
-    section = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+def test_an_edit_of_the_method_changes_the_gradient_of_both_loops_alike(
+    title, tmp_path, monkeypatch
+):
+    """The functions of sgsd.py with its diff applied stand in the place of its own."""
+    before = gradients_of_both_loops(tmp_path / "before")
+    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     (diff,) = re.findall(r"^```diff\n(.*?)^```$", section, re.M | re.S)
-    after = gradients_of_both_loops(tmp_path, diff)
-    changes = {}
-    for loop in ("sgsd.py", "TRL"):
-        assert distance(after[loop], before[loop]) > 0.1
-        names = before[loop].keys()
-        changes[loop] = {name: after[loop][name] - before[loop][name] for name in names}
-    assert distance(after["TRL"], after["sgsd.py"]) < 1e-5
-    assert distance(changes["TRL"], changes["sgsd.py"]) < 1e-5
+    shutil.copy(ROOT / "sgsd.py", tmp_path)
+    subprocess.run(["git", "apply"], input=diff, cwd=tmp_path, text=True, check=True)
+    spec = importlib.util.spec_from_file_location("edited", tmp_path / "sgsd.py")
+    edited = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(edited)
+    for name, function in inspect.getmembers(edited, inspect.isfunction):
+        monkeypatch.setattr(sgsd, name, function)
+    after, changes = gradients_of_both_loops(tmp_path / "after"), []
+    for old, new in zip(before, after):
+        assert distance(new, old) > 0.1
+        changes.append({name: new[name] - old[name] for name in old})
+    assert distance(*after) < 1e-5 and distance(*changes) < 1e-5
 
 
 def test_every_diff_of_the_loss_the_credit_and_the_reward_is_among_them():
-    page = (ROOT / "docs/changing.md").read_text()
-    assert page.count("--- a/sgsd.py") == len(EDITS)
+    assert PAGE.count("--- a/sgsd.py") == len(EDITS)

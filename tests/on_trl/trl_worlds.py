@@ -168,10 +168,10 @@ def one_step(folder, lora=True, ids=None, words=PLAIN, **changes):
     return of_trl, gradients.steps[0]
 
 
-def run(command, folder=conftest.ROOT):
+def run(command):
     """A process with the tests' environment; what it printed is kept."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    options = {"capture_output": True, "text": True, "cwd": folder}
+    options = {"capture_output": True, "text": True, "cwd": conftest.ROOT}
     return subprocess.run(command, env=environment, **options)
 
 
