@@ -27,6 +27,7 @@ import socket
 import sys
 import threading
 import traceback
+import types
 from unittest import mock
 
 import conftest  # noqa: F401  (one thread, and the project on the path)
@@ -36,6 +37,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 import distributed
+import rollout
 import sgsd
 import skills
 from lib import command, config, files, verify
@@ -341,3 +343,13 @@ def watched(lm):
     hook = lm.register_forward_pre_hook(note, with_kwargs=True)
     yield passes
     hook.remove()
+
+
+def decoded(lm, jobs, rows, places=0):
+    """{job: ids}, as a stream finishes jobs, at their limits. jobs: tokens of prompt, limit."""
+    made, no_stops = [], types.SimpleNamespace(eos_token_id=lm.config.vocab_size)
+    for i, (length, limit) in enumerate(jobs):
+        prompt = [(17 * i + 31 * place) % 260 for place in range(length)]
+        made.append(rollout.Job(i, prompt, key=i, tokens_left=limit))
+    turns = rollout.stream(lm, no_stops, made, rollout.Sampling(), rows, places)
+    return {job.index: job.ids for job in itertools.chain.from_iterable(turns)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import HYBRID, make_model, make_tokenizer, one_line
-from driver import watched
+from driver import decoded, watched
 
 import rollout
 import scoring
@@ -73,25 +73,16 @@ CACHES = [  # a kind of model, its settings; bytes of a token and of a row, in n
 @pytest.mark.parametrize("kind, changes, of_token, of_row", CACHES)
 def test_a_cache_has_these_bytes_and_rows_that_wait_their_samples(kind, changes, of_token, of_row):
     """Prompts of 60 to 80 tokens. A row has 128 places more, and its states count as places."""
-    lm, tokenizer, prompts = make_model(kind, **changes), make_tokenizer(), []
+    lm = make_model(kind, eos_token_id=None, **changes)
+    jobs = [(60 + 5 * i, 40 - 7 * i) for i in range(5)]
     assert rollout.cache_bytes(lm) == (of_token, of_row)
-    for i in range(5):
-        prompts.append([(17 * i + 31 * place) % 260 for place in range(60 + 5 * i)])
-
-    def decoded(at_once, places):
-        jobs = [rollout.Job(i, prompt, key=i, tokens_left=40) for i, prompt in enumerate(prompts)]
-        with watched(lm) as passes:
-            for _ in rollout.stream(lm, tokenizer, jobs, rollout.Sampling(), at_once, places):
-                pass
-        reads = [shape for shape, _ in passes[1:] if shape[1] > 1]  # the first pass measures
-        return [job.ids for job in jobs], reads
-
-    alone, _ = decoded(1, 0)
-    three = 3 * (70 + 128 + of_row / of_token)
+    alone, three = decoded(lm, jobs, 1), 3 * (70 + 128 + of_row / of_token)
     for places, first in ((three, (3, 70)), (three - 1, (2, 65))):
-        ids, reads = decoded(5, places)
-        assert ids == alone and reads[0] == first
-    assert max(map(len, alone)) == 40
+        with watched(lm) as passes:
+            assert decoded(lm, jobs, 5, places) == alone
+        reads = [shape for shape, _ in passes[1:] if shape[1] > 1]  # the first pass measures
+        assert reads[0] == first
+    assert [len(alone[i]) for i in range(5)] == [40, 33, 26, 19, 12]
 
 
 # -------------------------------------------------------------------- vision-language checkpoints

@@ -21,17 +21,8 @@ from lib import files
 from methods import groups
 
 SCRIPT = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'
-RUN = {"bank": "", "cold_start": 8, "evolve_every": 2, "steps": 6, "max_new_items": 2, "eps_a": 0.4}
 FATES = {1: "distilled", -1: "reversed", 0: "ignored"}
 WHOLE = {"the policy's files": "t", "the base's files": "t"}
-
-
-@pytest.fixture(scope="module")
-def out(world_dir, tmp_path_factory):
-    """A run that made its bank, evolved it and audited every second step."""
-    path = tmp_path_factory.mktemp("runs") / "run"
-    driver.train(world_dir, path, **RUN)
-    return path
 
 
 def page(runs, path):
@@ -42,11 +33,11 @@ def page(runs, path):
     return text, json.loads(data[1])
 
 
-def test_the_curves_equal_the_logs(out, tmp_path):
+def test_the_curves_equal_the_logs(uninterrupted, tmp_path):
     """And each chart draws a number that steps log."""
-    text, (run,) = page([out], tmp_path / "r.html")
+    text, (run,) = page([uninterrupted], tmp_path / "r.html")
     for name in run["metrics"]:
-        logged = [line.get(name) for line in rows(out / "metrics.jsonl")]
+        logged = [line.get(name) for line in rows(uninterrupted / "metrics.jsonl")]
         assert run["metrics"][name] == [x and pytest.approx(x, rel=1e-5) for x in logged]
     drawn = {*re.findall(r'(?:key|ofTeachers)\("([\w.]+)"\)', text)}
     assert "success" in drawn and drawn <= {*run["metrics"]}
@@ -312,9 +303,9 @@ document.body.firstChild.textContent = JSON.stringify(seen);
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no Chromium here")
-def test_every_view_is_filled_without_an_error_and_text_is_text(out, tmp_path):
+def test_every_view_is_filled_without_an_error_and_text_is_text(uninterrupted, tmp_path):
     """Of a run, and of one whose texts are a script, by Chromium without a window."""
-    text, data = page([out, write_run(tmp_path / "run", SCRIPT)], tmp_path / "r.html")
+    text, data = page([uninterrupted, write_run(tmp_path / "run", SCRIPT)], tmp_path / "r.html")
     (tmp_path / "probe.html").write_text(text.replace("</body>", PROBE))
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += ["--virtual-time-budget=10000", f"--user-data-dir={tmp_path / 'profile'}"]

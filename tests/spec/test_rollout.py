@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model, make_tokenizer, one_line
-from driver import watched
+from driver import decoded, watched
 from tokenizers import AddedToken
 from torch.overrides import TorchFunctionMode
 from transformers import Gemma3Config, GenerationConfig
@@ -128,19 +128,6 @@ def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     left_early.close()
     assert model.training
     one_line(lambda: next(stream([*ids[:5], []])), "prompts that are not empty")
-
-
-NO_STOPS = SimpleNamespace(eos_token_id=272)  # as a tokenizer, of an id that no model draws
-
-
-def decoded(model, jobs, rows, places=0):
-    """{job: ids}, as a stream finishes jobs, at their limits. jobs: tokens of prompt, limit."""
-    made = []
-    for i, (length, limit) in enumerate(jobs):
-        prompt = [(17 * i + 31 * place) % 260 for place in range(length)]
-        made.append(rollout.Job(i, prompt, key=i, tokens_left=limit))
-    turns = rollout.stream(model, NO_STOPS, made, SAMPLING, rows, places)
-    return {job.index: job.ids for job in itertools.chain.from_iterable(turns)}
 
 
 def test_the_youngest_rows_leave_where_memory_is_full_and_are_read_again():
