@@ -86,22 +86,12 @@ def make_model(kind="qwen3", vocab=272, seed=0, **changes):
     """A random model of a few thousand parameters, sharp enough for its samples to differ."""
     import transformers
 
-    shape = {
-        "vocab_size": vocab,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.25,
-        "eos_token_id": 265,
-        "bos_token_id": None,
-        "pad_token_id": 263,
-    }
-    config = transformers.AutoConfig.for_model(kind, **{**shape, **SHAPES.get(kind, {}), **changes})
+    shape = {"vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"max_position_embeddings": 4096, "tie_word_embeddings": False}
+    shape |= {"initializer_range": 0.25, "eos_token_id": 265, "bos_token_id": None}
+    shape |= {"pad_token_id": 263, **SHAPES.get(kind, {}), **changes}
+    config = transformers.AutoConfig.for_model(kind, **shape)
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
@@ -211,8 +201,7 @@ def engine():
 def world_dir(tmp_path_factory):
     """A directory with all that a command line needs: model, tokenizer, encoder, bank, data."""
     path = tmp_path_factory.mktemp("world")
-    make_model().save_pretrained(path / "model")
-    make_tokenizer().save_pretrained(path / "model")
+    save_model(path / "model")
     make_encoder(path / "encoder")
     make_bank(path / "bank.json")
     (path / "data.jsonl").write_text("".join(json.dumps(x) + "\n" for x in PROBLEMS))

@@ -443,27 +443,6 @@ def test_base_skill_has_a_folder_of_its_own(world_dir, here, capsys):
 # -------------------------------------------------------------------------------------- a server
 
 
-def test_a_servers_samples_are_kept_marked_and_asked_for_once(world_dir, tmp_path, engine, capsys):
-    def seven(body):
-        return engine.sampled(body) if len(engine.bodies()) <= 7 else (400, "refused")
-
-    line = evaluation(world_dir, tmp_path, f"--server {engine.url} --samples 1")
-    engine.answer = seven
-    refused(capsys, eval.main, line, engine.url, "refused")
-    before = samples(tmp_path)
-    assert len(before) == 7
-    engine.answer = engine.sampled
-    engine.calls.clear()
-    completes(eval.main, line)
-    completes(eval.main, line)  # nothing is missing any more
-    assert len(engine.bodies()) == 5
-    drawn = samples(tmp_path)
-    assert len(drawn) == 12 and {row["engine"] for row in drawn} == {"vllm"}
-    assert [row for row in drawn if row in before] == before
-    table = read(place(tmp_path))["data"]
-    assert (table["problems"], table["tokens"], table["truncated"]) == (12, 3.0, 0.0)
-
-
 def test_no_skill_text_reaches_an_evaluation(world_dir, tmp_path, engine):
     """Without --skills every prompt is the student's, and no encoder is loaded; nor are weights
     where a server samples."""
@@ -481,25 +460,23 @@ def test_no_skill_text_reaches_an_evaluation(world_dir, tmp_path, engine):
     assert {tuple(body["prompt"]) for body in engine.bodies()} == wanted
 
 
-def test_a_servers_adapter_is_loaded_under_a_name_of_its_own_and_unloaded(
-    world_dir, here, base, engine, capsys
-):
-    """An engine's cache goes by the name. The base may be named by another path to it. An adapter
-    is unloaded, too, where the server refuses a request."""
+def test_a_servers_adapter_is_loaded_sampled_and_unloaded(world_dir, here, base, engine, capsys):
+    """Also where the server refuses a request; the samples that came are kept. The base may be
+    named by another path to it."""
     run, data = here.parent / "run", world_dir / "data.jsonl"
     steps = [run / "checkpoints/step_000001", run / "checkpoints/step_000002"]
     for seed, path in enumerate(steps):
         make_adapter(path, base, seed)
-    more = f"--server {engine.url} --model ../model"
-    call("../model", run, data=data, more=more)
-    call(steps[1], data=data, more=f"{more} --samples 4")
+    argv = command("../model", run, data=data, more=f"--server {engine.url} --model ../model")
+    engine.answer = lambda body: (400, "no") if len(engine.bodies()) > 21 else engine.sampled(body)
+    refused(capsys, eval.main, argv, engine.url, "no")
+    assert not engine.adapters
+    engine.answer = engine.sampled
+    completes(eval.main, argv)
     loads = engine.bodies("/v1/load_lora_adapter")
-    assert [load["lora_path"] for load in loads] == [str(path) for path in [*steps, steps[1]]]
+    assert [load["lora_path"] for load in loads] == [str(steps[i]) for i in (0, 1, 1)]
+    assert not engine.adapters
     names = [load["lora_name"] for load in loads]
-    assert len({*names}) == 3 and not engine.adapters
     used = [body["model"] for body in engine.bodies()]
-    assert used == ["base"] * 8 + [name for name in names for _ in range(8)]
-    engine.answer = lambda body: (400, "refused")
-    line = command(steps[1], data=data, more=f"{more} --samples 6")
-    refused(capsys, eval.main, line, engine.url, "refused")
-    assert len(engine.bodies("/v1/load_lora_adapter")) == 4 and not engine.adapters
+    assert used[:21] == ["base"] * 8 + [names[0]] * 8 + [names[1]] * 5
+    assert used[-3:] == [names[2]] * 3 and {*used[21:-3]} <= {names[1]}

@@ -13,7 +13,7 @@ import shutil
 
 import driver
 import pytest
-from driver import completes, contents, flags, refused, rows
+from driver import completes, contents, flags, refused, rows, small_flags
 
 import sgsd
 from lib import files
@@ -144,18 +144,21 @@ DAMAGES = {  # of a checkpoint's file
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_checkpoint_is_named_with_the_fix(name, world_dir, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_named_with_the_fix(
+    name, world_dir, tmp_path, uninterrupted, capsys
+):
     """Nothing is written. Without one before, the way out is a new --out."""
-    run, changes = tmp_path / "run", {"max_new_tokens": 8, "checkpoint_every": 1}
-    completes(sgsd.main, flags(world_dir, run, steps=2, **changes))
-    first, last = (run / f"checkpoints/step_00000{i}" for i in (1, 2))
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    *older, last = files.by_step(run / "checkpoints").values()
     DAMAGES[name](last / name)
-    argv, before = flags(world_dir, run, steps=3, **changes), contents(run)
-    refused(capsys, sgsd.main, argv, str(last / name), f"remove {last}", "step_000001")
+    argv, before = small_flags(world_dir, run, steps=7), contents(run)
+    refused(capsys, driver.main, argv, str(last / name), f"remove {last}", "step_000004")
     assert contents(run) == before
-    first.rename(tmp_path / "first")
-    refused(capsys, sgsd.main, argv, str(last / name), "only checkpoint", "new --out")
-    (tmp_path / "first").rename(first)
+    saved = shutil.copytree(older[-1], tmp_path / "saved")
+    for folder in older:
+        shutil.rmtree(folder)
+    refused(capsys, driver.main, argv, str(last / name), "only checkpoint", "new --out")
+    saved.rename(older[-1])
     shutil.rmtree(last)
-    completes(sgsd.main, argv)
-    assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3]
+    completes(driver.main, argv)
+    assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
