@@ -71,9 +71,7 @@ OTHER = [  # the second evaluation, and a word of the line about it
 
 
 @pytest.mark.parametrize("given, word", OTHER)
-def test_an_evaluation_under_other_conditions_or_without_a_set_of_the_first_is_left_out_by_name(
-    given, word, tmp_path, capsys
-):
+def test_an_evaluation_under_other_conditions_is_left_out_by_name(given, word, tmp_path, capsys):
     first = write_evaluation(tmp_path / "first", d=[1, 2], e=[1])
     other, third = (
         write_evaluation(tmp_path / "other", **given),

@@ -171,9 +171,7 @@ ERRORS = [  # where it is raised, the error, and words of its line; none where i
 
 
 @pytest.mark.parametrize("kinds, error, words", ERRORS)
-def test_where_input_is_read_an_error_is_one_line_and_later_only_what_may_still_go_wrong(
-    kinds, error, words, capsys
-):
+def test_an_error_in_the_input_is_one_line_and_a_bug_is_not(kinds, error, words, capsys):
     """A full disk, a lost server, and what only a bank that was made can show."""
 
     def program(argv):

@@ -75,9 +75,7 @@ def stored(out):
 
 
 @pytest.mark.parametrize("first, stride", [(6, 23), pytest.param(1, 4, marks=pytest.mark.long)])
-def test_a_run_killed_everywhere_equals_the_uninterrupted_one(
-    first, stride, world_dir, tmp_path, uninterrupted
-):
+def test_a_run_killed_everywhere_is_a_whole_one(first, stride, world_dir, tmp_path, uninterrupted):
     """Before every nth touch of a file. The command that continues it is killed, too.
 
     It goes on after the last checkpoint that is there; without one it starts with step 1.
@@ -143,9 +141,7 @@ def test_a_window_is_kept_between_evolutions_alone(world_dir, killed, tmp_path, 
         assert run.bank.window == [] and run.bank.general_skills == bank.general_skills
 
 
-def test_a_run_with_nothing_left_to_do_changes_no_file_and_later_steps_use_its_bank(
-    world_dir, tmp_path, uninterrupted, log
-):
+def test_a_bank_alone_stays_and_later_steps_use_it(world_dir, tmp_path, uninterrupted, log):
     out = tmp_path / "run"
     argv = small_flags(world_dir, out, steps=0)
     assert go(argv, log) == 0
@@ -164,9 +160,7 @@ def test_a_run_without_more_steps_has_the_weights_of_its_checkpoint(world_dir, k
         assert any("lora_B" in name and p.any() for name, p in weights.items())
 
 
-def test_memories_and_a_bank_of_its_own_are_used_again_and_other_settings_refused(
-    world_dir, tmp_path, uninterrupted, log, capsys
-):
+def test_memories_and_a_bank_are_used_again(world_dir, tmp_path, uninterrupted, log, capsys):
     """Also before the first step. Torn memories are named. A server may not make the rest of a bank
     that `generate` has begun (S27)."""
     out = tmp_path / "run"
@@ -200,9 +194,7 @@ def other(rule, value):
     return f"another_{value}" if isinstance(value, str) else value + 1
 
 
-def test_every_setting_that_is_not_free_is_refused_and_so_are_fewer_steps_than_were_made(
-    world_dir, killed, tmp_path, capsys
-):
+def test_what_is_not_free_is_refused_and_so_are_fewer_steps(world_dir, killed, tmp_path, capsys):
     """In one line: all that differ, each with its new and the run's own value, a way out. Nothing
     is written."""
     cfg, before = driver.parsed(small_flags(world_dir, killed)), contents(killed)
@@ -290,9 +282,7 @@ def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch, c
     assert go(argv, log) == 0 and "changed:" not in log.read_text()
 
 
-def test_a_setting_that_an_edit_has_added_has_its_default_and_what_an_older_run_lacks_is_named(
-    world_dir, killed, log, capsys
-):
+def test_a_setting_that_an_edit_has_added_has_its_default(world_dir, killed, log, capsys):
     about, argv = stored(killed), small_flags(world_dir, killed)
     (killed / "config.json").write_text(json.dumps({k: about[k] for k in [*about][1:]}))
     refused(capsys, driver.main, argv, str(killed), "config.json has no id", "another directory")

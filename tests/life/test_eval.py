@@ -122,9 +122,7 @@ def evaluate(world_dir, out, more=""):
     return samples(out)
 
 
-def test_the_papers_three_sets_are_the_default_and_each_has_a_line(
-    world_dir, tmp_path, monkeypatch, capsys
-):
+def test_the_papers_three_sets_are_the_default(world_dir, tmp_path, monkeypatch, capsys):
     def load(hub_id, name=None, *, split):
         return datasets.Dataset.from_list([{"problem": hub_id, "answer": "1"}] * 2)
 
@@ -138,9 +136,7 @@ def test_the_papers_three_sets_are_the_default_and_each_has_a_line(
         assert "--no-thinking" in line  # since most were cut
 
 
-def test_a_killed_evaluation_says_how_far_it_is_and_goes_on_to_the_same_samples(
-    world_dir, tmp_path, capsys
-):
+def test_a_killed_evaluation_goes_on_to_the_same_samples(world_dir, tmp_path, capsys):
     """One row at a time, so that it is exact: a batch's other rows can move a draw by rounding."""
     more = "--max-new-tokens 30 --samples 3 --rows 1 --limit 2"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -205,9 +201,7 @@ def evaluate_together(lines):
     return 0
 
 
-def test_two_processes_give_the_samples_of_one_and_rank_i_asks_server_i_modulo_n(
-    world_dir, tmp_path
-):
+def test_two_processes_give_the_samples_of_one_and_share_servers(world_dir, tmp_path):
     """Answers that took too long are counted on both."""
     one, shared, both, first = (tmp_path / name for name in ("one", "shared", "both", "first"))
     late = "--verifier test_eval:LateVerifier"
@@ -251,9 +245,7 @@ def call(*paths, data, more=""):
     completes(eval.main, command(*paths, data=data, more=more))
 
 
-def test_each_policy_has_a_folder_outside_of_models_and_each_set_is_added(
-    world_dir, here, base, capsys
-):
+def test_each_policy_has_a_folder_and_each_set_is_added(world_dir, here, base, capsys):
     """A base, a run, another one that trains all weights, and a foreign adapter.
 
     results.json has a row per set over all calls, with each problem's count of right samples.
@@ -298,9 +290,7 @@ def test_the_problems_that_a_run_was_trained_on_are_counted(world_dir, here, bas
     assert line.startswith(f"{here / 'seen'} ") and "2 of these 4" in line
 
 
-def test_a_folder_in_which_another_evaluation_is_at_work_is_refused(
-    world_dir, here, base, monkeypatch, capsys
-):
+def test_a_folder_that_is_in_use_is_refused(world_dir, here, base, monkeypatch, capsys):
     folder = here / "eval" / f"{here.parent.name}--model"
     with files.locked(folder):
         monkeypatch.setattr(files, "locked", functools.partial(files.locked, seconds=0.1))
@@ -323,9 +313,7 @@ WRONG = [  # paths and flags, where {w} has a bank, and words of the line
 
 
 @pytest.mark.parametrize("given, words", WRONG)
-def test_a_wrong_evaluation_is_one_line_before_the_first_sample(
-    given, words, world_dir, here, base, capsys
-):
+def test_a_wrong_evaluation_is_one_line(given, words, world_dir, here, base, capsys):
     """Each path is looked at, without the numbers of its weights."""
     for name in ("data.jsonl", "begun/problems.json", "begun/config.json"):
         files.write_json(here / name, {})
@@ -366,9 +354,7 @@ CHANGES = [  # flags; an edit of a file; what is another in results.json; new sa
 
 
 @pytest.mark.parametrize("flags, edit, word, new", CHANGES)
-def test_what_is_missing_is_sampled_nothing_is_mixed_and_an_earlier_command_has_its_figures(
-    flags, edit, word, new, here, base, engine, monkeypatch
-):
+def test_what_is_missing_is_sampled(flags, edit, word, new, here, base, engine, monkeypatch):
     monkeypatch.syspath_prepend(here)
     monkeypatch.delitem(sys.modules, "judge_of_samples", raising=False)
     (here / "judge_of_samples.py").write_text(JUDGE)
@@ -395,9 +381,7 @@ def test_what_is_missing_is_sampled_nothing_is_mixed_and_an_earlier_command_has_
     assert evaluated() == (more_drawn, figures)
 
 
-def test_an_adapter_is_the_same_policy_where_its_base_has_moved_and_what_lies_beside_it_changes(
-    world_dir, here, base
-):
+def test_an_adapter_stays_a_policy_where_its_base_has_moved(world_dir, here, base):
     """An evolution that is due replaces the bank later. As docs/guide.md has it, the trainer's
     files may go, and the card that names the base."""
     adapter, data = here.parent / "runs/run/checkpoints/step_000001", world_dir / "data.jsonl"

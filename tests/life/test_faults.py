@@ -159,9 +159,7 @@ def test_a_full_disk_is_one_line_and_leaves_whole_files(world_dir, tmp_path, uni
     assert_goes_on(argv, out, uninterrupted, log)
 
 
-def test_a_bad_step_moves_no_weight_and_the_third_in_a_row_is_saved_and_ends_both_ranks(
-    world_dir, tmp_path
-):
+def test_a_bad_step_moves_no_weight_and_a_third_in_a_row_ends_both_ranks(world_dir, tmp_path):
     """S34: on one rank the gradient was not finite. The count goes on where the command does."""
     out, log = tmp_path / "run", tmp_path / "log"
     argv = small_flags(world_dir, out, bank=world_dir / "bank.json", evolve_every=0)
@@ -183,9 +181,7 @@ def test_a_bad_step_moves_no_weight_and_the_third_in_a_row_is_saved_and_ends_bot
     assert all(x.isfinite().all() for x in load_file(last / "trainer.safetensors").values())
 
 
-def test_an_evolution_that_is_due_after_a_third_bad_step_comes_with_the_next_command(
-    world_dir, tmp_path
-):
+def test_an_evolution_due_after_a_third_bad_step_comes_later(world_dir, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log"
     argv = small_flags(world_dir, out, checkpoint_every=9)
     assert go(argv, log, breaking({1, 2, 3})) == 2

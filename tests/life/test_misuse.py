@@ -52,9 +52,7 @@ TOO_LONG = [  # settings, and words of the line
 
 
 @pytest.mark.parametrize("changes, words", TOO_LONG)
-def test_a_prompt_that_does_not_fit_is_one_line_before_the_start(
-    changes, words, world_dir, tmp_path, capsys
-):
+def test_a_prompt_that_does_not_fit_is_one_line(changes, words, world_dir, tmp_path, capsys):
     """Measured are the longest problem alone, and with the longest pair of --bank."""
     refused(capsys, sgsd.main, flags(world_dir, tmp_path / "run", **changes), *words)
     assert not contents(tmp_path / "run")
@@ -144,9 +142,7 @@ DAMAGES = {  # of a checkpoint's file
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_checkpoint_is_named_with_the_fix(
-    name, world_dir, tmp_path, uninterrupted, capsys
-):
+def test_a_damaged_checkpoint_is_named(name, world_dir, tmp_path, uninterrupted, capsys):
     """Nothing is written. Without one before, the way out is a new --out."""
     run = shutil.copytree(uninterrupted, tmp_path / "run")
     *older, last = files.by_step(run / "checkpoints").values()

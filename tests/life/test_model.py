@@ -317,9 +317,7 @@ def test_a_checkpoint_brings_back_adapter_moments_and_extra_tensors(steps, base,
             assert torch.equal(optimizer.state[p][part], new_optimizer.state[q][part])
 
 
-def test_a_checkpoint_loads_by_transformers_and_peft_alone_from_any_directory(
-    base, tmp_path, monkeypatch
-):
+def test_a_checkpoint_loads_by_transformers_and_peft_alone(base, tmp_path, monkeypatch):
     """Though the model was given as a relative path; no file of it is a pickle."""
     monkeypatch.chdir(base.parent)
     model, tokenizer, _ = checkpoint(tmp_path / "saved", "model")

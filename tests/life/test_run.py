@@ -123,9 +123,7 @@ def test_a_run_whose_bank_has_no_pair_ends_and_says_why(world_dir, tmp_path, cap
     assert [*files.by_step(out / "bank")] == [0] and not (out / "metrics.jsonl").exists()
 
 
-def test_a_run_begins_with_a_checkpoints_weights_and_nothing_else(
-    world_dir, tmp_path, uninterrupted
-):
+def test_a_run_begins_with_a_checkpoints_weights_alone(world_dir, tmp_path, uninterrupted):
     """A run that goes on needs it no more."""
     adapter = shutil.copytree(uninterrupted / "checkpoints/step_000006", tmp_path / "adapter")
     changes = {"adapter": str(adapter), "lora_rank": 4, "bank": "", "cold_start": 4}
@@ -143,9 +141,7 @@ def test_a_run_begins_with_a_checkpoints_weights_and_nothing_else(
     assert [m["step"] for m in rows(run.out / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def test_an_adapter_needs_its_base_and_a_folder_with_one(
-    world_dir, tmp_path, uninterrupted, capsys
-):
+def test_an_adapter_needs_its_base_and_a_folder(world_dir, tmp_path, uninterrupted, capsys):
     last, other = uninterrupted / "checkpoints/step_000006", save_model(tmp_path / "other", seed=1)
     for changes, words in (
         ({"adapter": last, "model": other}, [str(last), str(world_dir / "model")]),

@@ -98,9 +98,7 @@ def test_known_pairs_get_their_verdict_but_for_a_few(kind, right, of_some, of_al
 
 
 @pytest.mark.parametrize("kind", ["by hand", "copied"])
-def test_pairs_by_hand_and_answers_that_are_copied_from_their_problem_get_their_verdict(
-    kind, verifier
-):
+def test_pairs_by_hand_and_copied_answers_get_their_verdict(kind, verifier):
     """A copy is right only as the reference's text, a plain number or a word."""
     for right in (True, False):
         count, wrong = verdicts(verifier, kind, right)

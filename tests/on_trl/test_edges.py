@@ -64,9 +64,7 @@ def overflowing(steps):
     return of_rollout
 
 
-def test_a_bad_step_moves_no_weight_and_the_third_in_a_row_is_saved_and_ends_the_command(
-    world_dir, tmp_path, monkeypatch, capsys
-):
+def test_a_bad_step_moves_no_weight_and_a_third_ends_it(world_dir, tmp_path, monkeypatch, capsys):
     """S34: the two before are not in a row. The same command goes on."""
     run, changes = tmp_path / "run", {"steps": 8, "checkpoint_every": 1, "evolve_every": 0}
     argv = trl_worlds.small_flags(world_dir, run, **changes)
@@ -195,9 +193,7 @@ def test_one_process_that_sees_several_gpus_is_refused(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------- folders
 
 
-def test_runs_on_trl_and_of_sgsd_py_are_refused_by_each_other_and_with_other_settings(
-    world_dir, tmp_path, uninterrupted, capsys
-):
+def test_other_runs_are_refused_and_stay_as_they_are(world_dir, tmp_path, uninterrupted, capsys):
     """What is refused stays as it is."""
     run, own = tmp_path / "run", shutil.copytree(uninterrupted, tmp_path / "own")
     driver.completes(on_trl.main, trl_worlds.small_flags(world_dir, run, steps=1))

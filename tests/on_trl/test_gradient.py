@@ -132,9 +132,7 @@ def gradients_of_both_loops(folder):
 
 
 @pytest.mark.parametrize("title", EDITS)
-def test_an_edit_of_the_method_changes_the_gradient_of_both_loops_alike(
-    title, tmp_path, monkeypatch
-):
+def test_an_edit_of_the_method_changes_both_loops_alike(title, tmp_path, monkeypatch):
     """The functions of sgsd.py with its diff applied stand in the place of its own."""
     before = gradients_of_both_loops(tmp_path / "before")
     section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]

@@ -228,9 +228,7 @@ def complete(request, world_dir, tmp_path_factory):
     return request.param, folder / "run"
 
 
-def test_a_killed_run_goes_on_after_its_newest_whole_checkpoint_as_if_nothing_had_been(
-    complete, world_dir, tmp_path
-):
+def test_a_killed_run_goes_on_after_its_newest_whole_checkpoint(complete, world_dir, tmp_path):
     """The sampler of TRL begins each start with the first epoch's order: here that is the only one.
 
     A run with nothing left to do makes no step.
@@ -263,9 +261,7 @@ REFUSED = [  # settings, TRL's words, and words of the line
 
 
 @pytest.mark.parametrize("changes, words, said", REFUSED)
-def test_what_it_would_leave_out_or_learn_wrongly_is_refused(
-    world_dir, tmp_path, capsys, changes, words, said
-):
+def test_what_it_would_leave_out_is_refused(world_dir, tmp_path, capsys, changes, words, said):
     if "model" in changes:
         changes = {"model": conftest.save_model(tmp_path / "lm", changes["model"])}
     argv = [*small_flags(world_dir, tmp_path, **changes), "--", *words.split()]
@@ -273,9 +269,7 @@ def test_what_it_would_leave_out_or_learn_wrongly_is_refused(
     assert not (tmp_path / "run/config.json").exists()
 
 
-def test_a_folder_that_is_no_run_of_these_settings_is_refused_and_stays_as_it_is(
-    complete, world_dir, tmp_path, uninterrupted, capsys
-):
+def test_other_runs_are_refused_and_stay(complete, world_dir, tmp_path, uninterrupted, capsys):
     full, own = complete
     of_sgsd = shutil.copytree(uninterrupted, tmp_path / "sgsd")
     for out, changes, said in (

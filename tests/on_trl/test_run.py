@@ -74,9 +74,7 @@ def test_a_run_has_the_files_of_one_of_sgsd_py(complete):
         assert len(bank.window) == step % 2 * 4
 
 
-def test_its_logs_have_the_columns_and_problems_of_sgsd_py_and_its_report_is_written(
-    complete, world_dir, tmp_path
-):
+def test_its_logs_and_report_are_those_of_sgsd_py(complete, world_dir, tmp_path):
     """An epoch of the twelve problems has three steps."""
     changes = {"steps": 4, "num_teachers": 2, "eps_a": 0.0, "max_new_tokens": 8, "audit_every": 1}
     driver.train(world_dir, tmp_path / "own", **changes)
@@ -120,9 +118,7 @@ def test_it_begins_with_the_weights_of_another_runs_checkpoint(world_dir, tmp_pa
 # ------------------------------------------------------------------------------------ going on
 
 
-def test_more_steps_go_on_by_their_own_schedule_and_with_other_processes(
-    world_dir, run, tmp_path, monkeypatch
-):
+def test_more_steps_go_on_by_their_own_schedule(world_dir, run, tmp_path, monkeypatch):
     """Layout may change on the way, and how many checkpoints stay."""
     rates = []
 
@@ -157,9 +153,7 @@ CUTS = [  # a signal, the file that is touched next, steps that are saved
 
 
 @pytest.mark.parametrize("number, file, saved", CUTS)
-def test_a_run_that_is_killed_or_stopped_goes_on_as_if_nothing_had_been(
-    world_dir, tmp_path, complete, number, file, saved
-):
+def test_a_run_that_is_cut_goes_on(world_dir, tmp_path, complete, number, file, saved):
     """A first signal in a step waits for its save; an evolution is made again, alone."""
     run, argv = tmp_path / "run", small_flags(world_dir, tmp_path / "run", steps=4)
     cut = driver.at_touch(file, number=number)

@@ -89,9 +89,7 @@ def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_
         assert [row["repeat"] for row in log[:5]] == [0, 0, 1, 1, 2] and log[0]["reply"] == a
 
 
-def test_a_reply_gets_what_the_context_leaves_and_a_prompt_left_little_is_not_asked(
-    world_dir, tmp_path, capsys
-):
+def test_a_reply_gets_what_the_context_leaves_or_is_not_asked(world_dir, tmp_path, capsys):
     """By default a reply may be a quarter longer than its prompt (D4)."""
     place = str(save_model(tmp_path / "model", max_position_embeddings=900))
     with opened(world_dir, tmp_path / "run", model=place, reply_tokens=100) as run:
