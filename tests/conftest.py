@@ -11,11 +11,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import fake_engine
 import numpy as np
 import pytest
 import torch
 
 import skills
+from lib import files, model
 
 # Tests of extras/on_trl.py; .ci/run has them in an environment with extras/requirements.txt.
 collect_ignore = [] if importlib.util.find_spec("trl") else ["on_trl"]
@@ -84,22 +86,12 @@ def make_model(kind="qwen3", vocab=272, seed=0, **changes):
     """A random model of a few thousand parameters, sharp enough for its samples to differ."""
     import transformers
 
-    shape = {
-        "vocab_size": vocab,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.25,
-        "eos_token_id": 265,
-        "bos_token_id": None,
-        "pad_token_id": 263,
-    }
-    config = transformers.AutoConfig.for_model(kind, **{**shape, **SHAPES.get(kind, {}), **changes})
+    shape = {"vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"max_position_embeddings": 4096, "tie_word_embeddings": False}
+    shape |= {"initializer_range": 0.25, "eos_token_id": 265, "bos_token_id": None}
+    shape |= {"pad_token_id": 263, **SHAPES.get(kind, {}), **changes}
+    config = transformers.AutoConfig.for_model(kind, **shape)
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
@@ -119,6 +111,16 @@ def make_encoder(path):
     torch.manual_seed(0)
     bytewise = StaticEmbedding(make_tokenizer().backend_tokenizer, embedding_dim=16)
     SentenceTransformer(modules=[bytewise], device="cpu").save(str(path))
+
+
+def make_adapter(path, base, seed=0, rank=4):
+    """An adapter with weights of its own, saved as PEFT saves it."""
+    import peft
+
+    lm, _ = model.load_model(str(base), "cpu")
+    torch.manual_seed(seed)
+    lora = peft.LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(lm, lora).save_pretrained(path)
 
 
 def fake_embed(texts):
@@ -161,6 +163,21 @@ def make_bank(path=None, n_skills=4, n_mistakes=4):
     return bank
 
 
+def write_evaluation(folder, settings=(), digest="1", k=4, **sets):
+    """A results.json of k samples a problem. sets: counts of right ones, problem by problem."""
+    is_step, table = folder.name.startswith("step_"), {}
+    about = {"the policy's files": folder.name if is_step else "w", "the base's files": "w"}
+    about |= {"device": "cpu", "seed": 0, "skills": "", **dict(settings)}
+    for name, right_P in sets.items():
+        row = dict.fromkeys(("pass", "maj", "boxed", "truncated", "tokens"), 0.5)
+        row |= {"digest": digest, "problems": len(right_P), "samples": k * len(right_P)}
+        row |= {"avg": sum(right_P) / len(right_P) / k, "avg_low": None, "avg_high": None}
+        right = {f"p{i}": count for i, count in enumerate(right_P)}
+        table[name] = row | {"settings": about, "right": right}
+    files.write_json(folder / "results.json", table)
+    return folder
+
+
 PROBLEMS = []
 for i in range(12):
     PROBLEMS.append(
@@ -173,12 +190,18 @@ def tokenizer():
     return make_tokenizer()
 
 
+@pytest.fixture
+def engine():
+    """A small inference server."""
+    with fake_engine.serving() as engine:
+        yield engine
+
+
 @pytest.fixture(scope="session")
 def world_dir(tmp_path_factory):
     """A directory with all that a command line needs: model, tokenizer, encoder, bank, data."""
     path = tmp_path_factory.mktemp("world")
-    make_model().save_pretrained(path / "model")
-    make_tokenizer().save_pretrained(path / "model")
+    save_model(path / "model")
     make_encoder(path / "encoder")
     make_bank(path / "bank.json")
     (path / "data.jsonl").write_text("".join(json.dumps(x) + "\n" for x in PROBLEMS))

@@ -104,6 +104,7 @@ CHANGES = {
         Change(
             "not job.ids or job.ids[-1] not in stops", "not job.ids", "spec/rollout either_stop"
         ),
+        Change("left if left > 0 else most)", "most)", "spec/rollout past_the_context"),
     ],
     "distributed.py": [
         Change("dist.all_reduce(flat)", "pass", "spec/distributed collectives"),
@@ -131,6 +132,19 @@ CHANGES = {
             "spec/algorithms alg4_lines_1",
         ),
         Change("limited[larger].pop()", "limited[larger].pop(0)", "spec/algorithms alg4_line_13"),
+        Change(
+            "return entries, lost + lost_in(layers),",
+            "return entries, lost,",
+            "spec/algorithms first_bank",
+        ),
+    ],
+    "lib/run.py": [
+        Change(
+            "start.skipped + 1 if row.get", "start.skipped if row.get", "life/faults third_in_a_row"
+        ),
+    ],
+    "lib/model.py": [
+        Change('or type(e).__name__ == "ReadTimeout"', "", "life/model late_answer"),
     ],
     "methods/groups.py": [
         Change("/ (cfg.batch_size * G))", "/ cfg.batch_size)", "spec/grpo gradient_of_grpo"),

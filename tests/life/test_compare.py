@@ -1,33 +1,15 @@
 """Evaluations side by side: paired differences, best and last, what is left out and why."""
 
 import json
-import subprocess
-import sys
 
-import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import write_evaluation
 from driver import completes, refused
 
 from extras import compare
 from lib import files
 
-SETTINGS = {"the policy's files": "w", "the base's files": "w", "device": "cpu", "seed": 0}
-
-
-def write(folder, settings=(), digest="1", k=4, **sets):
-    """An evaluation of k samples whose problems have these counts of right ones, by set."""
-    of_policy = {"the policy's files": folder.name} if folder.name.startswith("step_") else {}
-    table = {}
-    for name, right_P in sets.items():
-        row = dict.fromkeys(("pass", "maj", "boxed", "truncated", "tokens"), 0.5)
-        row |= {"digest": digest, "problems": len(right_P), "samples": k * len(right_P)}
-        row |= {"avg": float(np.mean(right_P)) / k, "settings": SETTINGS | of_policy}
-        row["settings"] |= dict(settings)
-        row["right"] = {f"p{i}": count for i, count in enumerate(right_P)}
-        table[name] = row
-    files.write_json(folder / "results.json", table)
-    return folder
+WHOLE = {"the policy's files": "t", "the base's files": "t"}  # its own base
 
 
 def compared(*folders):
@@ -43,8 +25,8 @@ def test_pairing_removes_what_policies_share(tmp_path):
     neither mean is."""
     shared = [0, 1, 2, 3] * 20
     more = [count + (i % 8 == 0) for i, count in enumerate(shared)]
-    base = write(tmp_path / "eval/base", d=shared)
-    last = write(tmp_path / "eval/step_000002", d=more)
+    base = write_evaluation(tmp_path / "eval/base", d=shared)
+    last = write_evaluation(tmp_path / "eval/step_000002", d=more)
     tables, others = compared(tmp_path)
     first, row = tables["d"]["results"].values()
     assert list(tables["d"]["results"]) == [str(base), str(last)] and not others
@@ -55,18 +37,9 @@ def test_pairing_removes_what_policies_share(tmp_path):
     assert got == pytest.approx([0.03125, 0.0131, 0.0494], abs=4e-3)
 
 
-def test_equal_gaps_have_no_interval(tmp_path):
-    shared = [0, 1, 2, 3] * 10
-    for gap in (0, 1):
-        write(tmp_path / f"eval/step_00000{gap + 1}", d=[count + gap for count in shared])
-    tables, _ = compared(tmp_path)
-    _, row = tables["d"]["results"].values()
-    assert row["diff"] == 0.25 and row["diff_low"] is row["diff_high"] is None
-
-
 def test_a_mean_over_sets_weighs_them_alike(tmp_path, capsys):
     """4 of 4 samples of one problem, and none of three: a half, of 4 problems."""
-    folder = write(tmp_path / "eval/base", d=[4], e=[0, 0, 0])
+    folder = write_evaluation(tmp_path / "eval/base", d=[4], e=[0, 0, 0])
     tables, _ = compared(folder)
     mean = tables["mean of d, e"]["results"][str(folder)]
     assert (mean["avg"], mean["problems"], mean["samples"]) == (0.5, 4, 16)
@@ -75,10 +48,10 @@ def test_a_mean_over_sets_weighs_them_alike(tmp_path, capsys):
 
 def test_the_best_checkpoint_by_set_and_by_mean_stands_beside_the_last(tmp_path, capsys):
     run, other = tmp_path / "run", tmp_path / "other"
-    write(run / "eval/base", d=[4] * 4, e=[4] * 4)
+    write_evaluation(run / "eval/base", d=[4] * 4, e=[4] * 4)
     for step, (d, e) in enumerate(((1, 3), (2, 1), (1, 1)), 1):
-        write(run / f"eval/step_00000{step}", d=[d] * 4, e=[e] * 4)
-    write(other / "eval/step_000001", d=[4] * 4, e=[4] * 4)  # a single one is no choice
+        write_evaluation(run / f"eval/step_00000{step}", d=[d] * 4, e=[e] * 4)
+    write_evaluation(other / "eval/step_000001", d=[4] * 4, e=[4] * 4)  # a single one is no choice
     tables, _ = compared(run, other)
     for name, best, gap in (("d", 2, 0.25), ("e", 1, 0.5), ("mean of d, e", 1, 0.25)):
         (choice,) = tables[name]["selections"]
@@ -98,11 +71,12 @@ OTHER = [  # the second evaluation, and a word of the line about it
 
 
 @pytest.mark.parametrize("given, word", OTHER)
-def test_an_evaluation_under_other_conditions_or_without_a_set_of_the_first_is_left_out_by_name(
-    given, word, tmp_path, capsys
-):
-    first = write(tmp_path / "first", d=[1, 2], e=[1])
-    other, third = write(tmp_path / "other", **given), write(tmp_path / "third", d=[1, 2], e=[2])
+def test_an_evaluation_under_other_conditions_is_left_out_by_name(given, word, tmp_path, capsys):
+    first = write_evaluation(tmp_path / "first", d=[1, 2], e=[1])
+    other, third = (
+        write_evaluation(tmp_path / "other", **given),
+        write_evaluation(tmp_path / "third", d=[1, 2], e=[2]),
+    )
     tables, (line, *_) = compared(first, other, third)
     assert [*tables] == ["d", "e", "mean of d, e"]
     assert all([*table["results"]] == [str(first), str(third)] for table in tables.values())
@@ -115,18 +89,11 @@ def test_without_figures_an_evaluation_is_refused(tmp_path, capsys):
     old = tmp_path / "eval/a"
     files.write_json(old / "results.json", {"d": {"avg": 0.5, "digest": "1", "samples": 4}})
     refused(capsys, compare.main, [tmp_path], str(old), "no set is finished")
-    write(tmp_path / "eval/base", d=[1, 2])
+    write_evaluation(tmp_path / "eval/base", d=[1, 2])
     tables, (line,) = compared(tmp_path)
     assert len(tables["d"]["results"]) == 1 and str(old) in line and "no figures" in line
 
 
-def test_an_evaluation_given_twice_stands_once(tmp_path):
-    first, other = write(tmp_path / "first", d=[1, 2]), write(tmp_path / "other", d=[1, 2])
-    tables, _ = compared(first, other, tmp_path)
-    assert list(tables["d"]["results"]) == [str(first), str(other)]
-
-
-WHOLE = {name: "t" for name in SETTINGS if "files" in name}  # its own base
 ALIKE = [  # settings of the other evaluation, which may differ
     {"skills": "b", "device": "cuda", "attn": "eager"},  # Base+Skill, on another machine
     WHOLE,  # a model whose weights were all trained
@@ -135,29 +102,20 @@ ALIKE = [  # settings of the other evaluation, which may differ
 
 @pytest.mark.parametrize("settings", ALIKE)
 def test_skills_the_machine_and_trained_weights_may_differ(settings, tmp_path):
-    base = write(tmp_path / "eval/m", d=[1, 2])
-    other = write(tmp_path / "eval/n", settings, d=[2, 2])
+    base = write_evaluation(tmp_path / "eval/m", d=[1, 2])
+    other = write_evaluation(tmp_path / "eval/n", settings, d=[2, 2])
     tables, lines = compared(tmp_path)
     assert tables["d"]["results"][str(other)]["to"] == str(base) and not lines
 
 
 def test_a_base_comes_before_adapters_and_checkpoints_in_their_order(tmp_path):
     """A checkpoint with all weights among them."""
-    write(tmp_path / "eval/an_adapter", {"the policy's files": "a"}, d=[1, 2, 3])
-    write(tmp_path / "eval/step_000010", WHOLE, d=[1, 2, 3])
-    write(tmp_path / "eval/step_000005", WHOLE, d=[1, 2, 3])
-    write(tmp_path / "eval/base", d=[1, 1, 1])
+    write_evaluation(tmp_path / "eval/an_adapter", {"the policy's files": "a"}, d=[1, 2, 3])
+    write_evaluation(tmp_path / "eval/step_000010", WHOLE, d=[1, 2, 3])
+    write_evaluation(tmp_path / "eval/step_000005", WHOLE, d=[1, 2, 3])
+    write_evaluation(tmp_path / "eval/base", d=[1, 1, 1])
     tables, others = compared(tmp_path)
     names = [folder.rpartition("/")[2] for folder in tables["d"]["results"]]
     assert names == ["base", "an_adapter", "step_000005", "step_000010"] and not others
     (selection,) = tables["d"]["selections"]
     assert selection["last"].endswith("step_000010")
-
-
-@pytest.mark.long  # two programs that import torch
-@pytest.mark.parametrize("name", ["compare", "report"])
-def test_the_programs_of_extras_start_by_their_path(name, tmp_path):
-    """From any directory, as `python -m` from the project's."""
-    command = [sys.executable, ROOT / f"extras/{name}.py", "--version"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("sgsd"), done.stderr

@@ -14,7 +14,7 @@ import pytest
 import rollout
 import skills
 from lib import command, config, model
-from methods import ablations, grpo
+from methods import ablations, grpo, rlsd
 
 KINDS = {
     "sgsd": config.Config,
@@ -45,32 +45,46 @@ def forbidden(rule):
         yield from ("nan", "inf")
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
-def test_every_setting_has_a_flag_whose_rule_is_kept_and_said(kind, capsys):
+@pytest.mark.parametrize("name", KINDS)
+def test_every_setting_has_a_flag_that_help_shows_and_whose_rule_is_kept(name, capsys):
     """But for those that have no part in a method: they are kept, and have no flag."""
-    path = "PATH " if kind is config.EvalConfig else ""
+    kind = KINDS[name]
     assert {*kind.rules()} == {f.name for f in dataclasses.fields(kind)}
-    for name, rule in kind.rules().items():
-        flag = config.flag(name)
-        for value in forbidden(rule) if name not in kind.not_offered else ():
-            refused(capsys, f"{path}{flag}={value}", flag, str(value), kind=kind)
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(name).main(["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and f"python {kind.program} " in text and "(default: )" not in text
+    path = "PATH " if kind is config.EvalConfig else ""
+    for setting, rule in kind.rules().items():
+        flag, is_offered = config.flag(setting), setting not in kind.not_offered
+        shown = "PATH" if setting == "paths" else flag
+        assert bool(re.search(rf"^  {shown}[ ,\n]", text, re.M)) == is_offered
         for value in forbidden(rule):
+            if is_offered:
+                refused(capsys, f"{path}{flag}={value}", flag, str(value), kind=kind)
             with pytest.raises(ValueError, match=flag):  # of a settings object, too
-                kind(**{name: rule.value_type(value)})
+                kind(**{setting: rule.value_type(value)})
 
 
-FLAGS = {  # what is wrong, and the words of the line
-    "--no-clip": ("--no-clip", "--help"),
-    "--step 3": ("--step", "--help"),  # nothing is abbreviated
-    "--steps": ("--steps",),
-    "--memory-answer false": ("false",),
-    "@no_such_file": ("no_such_file",),
-}
+WRONG = [  # the settings of a command, what is wrong, and words of the line
+    (config.Config, "--no-clip", "--no-clip --help"),
+    (config.Config, "--step 3", "--step --help"),  # nothing is abbreviated
+    (config.Config, "--steps", "--steps"),
+    (config.Config, "--memory-answer false", "false"),
+    (config.Config, "@no_such_file", "no_such_file"),
+    # what contradicts
+    (config.Config, "--server http://a/v1 --adapter x", "--server http://a/v1 --adapter"),
+    (config.EvalConfig, "PATH --data x/a.jsonl y/a.parquet", "--data x/a.jsonl y/a.parquet"),
+    (grpo.GRPOConfig, "--temperature=0", "--temperature 0"),
+    (rlsd.RLSDConfig, "--teacher-field=hint --bank=b.json", "--bank"),
+    (ablations.AblationConfig, "--teacher-field=hint", "--answer-pi"),
+    (ablations.AblationConfig, "--objective=jsd --support-top-k=9", "--support-top-k --objective"),
+]
 
 
-@pytest.mark.parametrize("given", FLAGS)
-def test_a_wrong_flag_is_one_line(given, capsys):
-    refused(capsys, given, *FLAGS[given])
+@pytest.mark.parametrize("kind, given, words", WRONG)
+def test_a_wrong_command_line_is_one_line(kind, given, words, capsys):
+    refused(capsys, given, *words.split(), kind=kind)
 
 
 def test_a_flag_goes_before_the_preset_and_that_before_a_methods_own_default():
@@ -96,26 +110,6 @@ def test_a_file_of_flags_is_split_as_a_shell_does_and_a_later_flag_goes_before_i
     assert (cfg.answer_after, cfg.server) == ("#### ", ("http://a/v1", "http://b/v1"))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_help_has_every_flag_with_its_default_and_its_source_in_groups(name, capsys):
-    kind = KINDS[name]
-    with pytest.raises(SystemExit) as end:
-        importlib.import_module(name).main(["--help"])
-    text = capsys.readouterr().out
-    assert end.value.code == 0 and f"examples:\n    python {kind.program} " in text
-    parts = dict(part.split(":\n", 1) for part in text.split("\n\n") if ":\n" in part)
-    titles = {}
-    for title, names in config.GROUPS.items():
-        titles |= dict.fromkeys(names.split(), title)
-    for setting in kind.rules().keys() - kind.not_offered:
-        shown = "PATH" if setting == "paths" else config.flag(setting)
-        part = parts[titles.get(setting, "the method")]
-        assert re.search(rf"^  {shown}\b", part, re.M), setting
-    one = "App. F.1 (default: 12)" if name == "eval" else "App. F.1, S7 (default: 5e-06)"
-    assert one in " ".join(text.split())
-    assert "(default: )" not in text and "(default: None)" not in text
-
-
 def test_a_default_without_an_annotation_is_refused():
     """Dataclasses would ignore it without a word."""
     bare = dataclasses.dataclass(frozen=True)(type("Bare", (config.Config,), {"tau_g": 2.0}))
@@ -134,7 +128,7 @@ NOT_OFFERED = {  # flags that have no part in a method
 
 @pytest.mark.parametrize("name", NOT_OFFERED)
 def test_a_method_does_not_offer_what_has_no_part_in_it_and_a_preset_may_set_it(name, capsys):
-    kind = driver.METHODS[name][0]
+    _, kind = driver.METHODS[name]
     for given in NOT_OFFERED[name]:
         refused(capsys, given, "unrecognized", given.split()[0], kind=kind)
         assert parse(given) and parse(given, ablations.AblationConfig)
@@ -163,27 +157,29 @@ def test_another_ranks_mistake_has_its_rank_and_comes_later(monkeypatch, capsys)
     assert slept == [2]
 
 
-def printed_by(capsys, error, kinds):
-    """The line that an error becomes, with exit code 2."""
-    with pytest.raises(SystemExit) as end, command.one_line_errors("-m extras.program", *kinds):
-        raise error
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("program: ")
-    return line
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+ERRORS = [  # where it is raised, the error, and words of its line; none where it is a bug
+    (command.GIVEN, ValueError("a\n  b"), "a b"),
+    (command.GIVEN, ModuleNotFoundError("No module named 'x'"), "No module named 'x'; install it"),
+    (command.LATER, command.UserError("a b"), "a b"),
+    (command.LATER, ConnectionError("no server"), "run the same command"),
+    (command.LATER, OSError(f"run/metrics.jsonl: {FULL}"), "free space; run the same command"),
+    (command.LATER, ValueError("a bug"), ""),
+    (command.LATER, ImportError("a bug"), ""),
+    (command.GIVEN, KeyError("a bug"), ""),
+]
 
 
-def test_where_input_is_read_an_error_is_one_line_and_later_only_what_may_still_go_wrong(capsys):
+@pytest.mark.parametrize("kinds, error, words", ERRORS)
+def test_an_error_in_the_input_is_one_line_and_a_bug_is_not(kinds, error, words, capsys):
     """A full disk, a lost server, and what only a bank that was made can show."""
-    for error in (ValueError("a\n  b"), OSError("a b"), command.UserError("a b")):
-        assert printed_by(capsys, error, command.GIVEN) == "program: a b"
-    line = printed_by(capsys, ModuleNotFoundError("No module named 'x'"), command.GIVEN)
-    assert "No module named 'x'" in line and line.endswith("install it")
-    assert printed_by(capsys, command.UserError("a b"), command.LATER) == "program: a b"
-    assert "same command" in printed_by(capsys, ConnectionError("no server"), command.LATER)
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for error in (full, OSError(f"run/metrics.jsonl: {full}")):
-        assert "free space; run the same command" in printed_by(capsys, error, command.LATER)
-    for error in (ValueError("a bug"), ImportError("a bug"), KeyError("a bug")):
-        with pytest.raises(type(error)), command.one_line_errors("p.py", *command.LATER):
+
+    def program(argv):
+        with command.one_line_errors("-m extras.program", *kinds):
             raise error
+
+    if words:
+        driver.refused(capsys, program, [], "program: ", words)
+    else:
+        with pytest.raises(type(error)):
+            program([])

@@ -18,26 +18,26 @@ import driver
 import pytest
 import torch
 from conftest import make_bank
-from driver import contents, go, killing, refused, rows, small_flags, state, two
+from driver import at_touch, contents, go, refused, rows, small_flags, state, two
 from safetensors.torch import load
 
 import sgsd
 import skills
-from lib import config, files, model, run, runlog
+from lib import config, files, model, run
 from lib.run import Run
 from skills import SkillBank, load_bank
 
 
 def kill(argv, log, *place):
-    """A run that is killed at a place of `driver.killing`."""
-    assert go(argv, log, before=killing(*place)) == -signal.SIGKILL, log.read_text()[-3000:]
+    """A run that is killed at a place of `driver.at_touch`."""
+    assert go(argv, log, before=at_touch(*place)) == -signal.SIGKILL, log.read_text()[-3000:]
     log.unlink()
 
 
 @pytest.fixture(scope="module")
 def killed_once(world_dir, tmp_path_factory):
     path = tmp_path_factory.mktemp("killed")
-    kill(small_flags(world_dir, path / "run"), path / "log", sgsd, "optimizer_step", 6)
+    kill(small_flags(world_dir, path / "run"), path / "log", "metrics.jsonl", 6)
     return path / "run"
 
 
@@ -61,63 +61,52 @@ def assert_equal(out, other):
     assert not list(out.rglob("*.tmp"))
 
 
+def assert_is_a_part(out, whole):
+    """What a kill has left is a part of the whole run."""
+    for name, content in contents(out).items():
+        if name.endswith(".jsonl") and name != "metrics.jsonl":  # which has times
+            assert (whole / name).read_bytes().startswith(content), name
+        elif ".tmp" not in name and ("bank/step" in name or name.endswith(".safetensors")):
+            assert (whole / name).read_bytes() == content, name
+
+
 def stored(out):
     return json.loads((out / "config.json").read_text())
 
 
-KILLS = [  # where; the function that kills there, at which call, whether after it; what was said
-    ("among the seed solutions", files, "append_jsonl", 2, False, ""),
-    ("among the replies of the cold start", Run, "log_rows", 6, False, "starts with step 1"),
-    ("before the first bank is saved", SkillBank, "save", 1, False, "starts with step 1"),
-    ("between the cold start and step 1", SkillBank, "save", 2, True, "starts with step 1"),
-    ("in step 1", sgsd, "optimizer_step", 1, False, "starts with step 1"),
-    ("after step 1, which has no checkpoint", runlog, "log_line", 1, True, "starts with step 1"),
-    ("within the checkpoint of step 2", model, "save", 1, True, "starts with step 1"),
-    ("in step 3", sgsd, "optimizer_step", 3, False, "starts with step 1"),
-    ("between the checkpoint of step 3 and its evolution", skills, "evolve", 1, False, "step 2"),
-    ("in the evolution after step 3", skills, "limit_growth", 1, False, "step 3"),
-    ("before the evolved bank is saved", SkillBank, "save", 1, False, "step 3"),
-    ("between its logs and the checkpoint's bank", SkillBank, "save", 3, False, "step 3"),
-    ("after the evolution", SkillBank, "save", 3, True, "step 3"),
-    ("between the logs of step 4 and its checkpoint", runlog, "log_line", 1, True, "step 3"),
-    ("in step 6", sgsd, "optimizer_step", 3, False, "step 3"),
-    ("in the last evolution, when all steps are done", Run, "save_bank", 1, False, "step 4"),
-]
+@pytest.mark.parametrize("first, stride", [(6, 23), pytest.param(1, 4, marks=pytest.mark.long)])
+def test_a_run_killed_everywhere_is_a_whole_one(first, stride, world_dir, tmp_path, uninterrupted):
+    """Before every nth touch of a file. The command that continues it is killed, too.
 
-
-def test_a_run_killed_everywhere_equals_the_uninterrupted_one(world_dir, tmp_path, uninterrupted):
-    out = tmp_path / "run"
-    argv = small_flags(world_dir, out)
-    for number, (where, owner, name, call, after, words) in enumerate(KILLS):
-        log = tmp_path / f"log{number}"
-        code = go(argv, log, before=killing(owner, name, call, after))
-        assert code == -signal.SIGKILL and words in log.read_text(), f"{where}: {log.read_text()}"
-        assert_is_a_part(out, uninterrupted, where)
+    It goes on after the last checkpoint that is there; without one it starts with step 1.
+    """
+    for n in itertools.count(first, stride):
+        out, log = tmp_path / str(n), tmp_path / f"log{n}"
+        argv = small_flags(world_dir, out)
+        code = go(argv, log, before=at_touch(out, n))
+        if code == 0:
+            break
+        assert_is_a_part(out, uninterrupted)
         for file in out.glob("*.jsonl"):  # as a kill within a write leaves it
             with open(file, "ab") as f:
                 f.write(b'{"step": 1, "kind": "torn \xc3')
-    assert go(argv, tmp_path / "log") == 0
-    assert "continues after step 6\n" in (tmp_path / "log").read_text()
-    assert_equal(out, uninterrupted)
-    steps = [int(words[5:]) if words[:5] == "step " else 0 for *_, words in KILLS[1:]]
-    assert [x["step"] for x in stored(out)["continuations"]] == [*steps, 6]
+        again = go(argv, log, before=at_touch(out, 1 + n % 30))
+        assert code == -signal.SIGKILL and again in (0, -signal.SIGKILL), log.read_text()[-3000:]
+        last = max(files.by_step(out / "checkpoints"), default=0)
+        assert go(argv, log) == 0, log.read_text()[-3000:]
+        assert [0, *[x["step"] for x in stored(out)["continuations"]]][-1] == last
+        assert_equal(out, uninterrupted)
+    assert n > 90
 
 
-def assert_is_a_part(out, whole, where):
-    """What a kill has left is a part of the whole run."""
-    for name, content in contents(out).items():
-        if name.endswith(".jsonl") and name != "metrics.jsonl":  # which has times
-            assert (whole / name).read_bytes().startswith(content), f"{where}: {name}"
-        elif ".tmp" not in name and ("bank/step" in name or name.endswith(".safetensors")):
-            assert (whole / name).read_bytes() == content, f"{where}: {name}"
-
-
-BY_STEP = (sgsd, "optimizer_step")
 GRPO = {"generations": 2, "evolve_every": 1}
-VARIANTS = [  # settings, and where the run is killed
-    ({"success_gate": 0.0}, [(skills, "evolve", 1), (SkillBank, "save", 3)]),
-    ({"bank": "{w}/bank.json"}, [(*BY_STEP, 1), (skills, "limit_growth", 1), (*BY_STEP, 2)]),
-    (GRPO, [(*BY_STEP, 2), (*BY_STEP, 4)]),
+VARIANTS = [  # settings, and places where the run is killed, one after the other
+    ({"success_gate": 0.0}, [("bank/.step_000003",), ("step_000003/.bank.json",)]),
+    (
+        {"bank": "{w}/bank.json"},
+        [("metrics.jsonl",), ("bank/.step_000003",), ("metrics.jsonl", 2)],
+    ),
+    (GRPO, [("metrics.jsonl", 2), ("metrics.jsonl", 4)]),
 ]
 
 
@@ -152,40 +141,7 @@ def test_a_window_is_kept_between_evolutions_alone(world_dir, killed, tmp_path, 
         assert run.bank.window == [] and run.bank.general_skills == bank.general_skills
 
 
-@pytest.mark.long
-def test_a_kill_at_any_touch_of_a_file_is_as_good_as_none(world_dir, tmp_path, uninterrupted):
-    """Before every eighth time that the run opens, makes, cuts, renames or removes something.
-
-    The command that continues it is killed, too, mostly while it cuts the logs.
-    """
-    for n in itertools.count(1, 8):
-        out, log = tmp_path / str(n), tmp_path / f"log{n}"
-        argv = small_flags(world_dir, out)
-        code = go(argv, log, before=killing_at_touch(out, n))
-        if code == 0:
-            break
-        again = go(argv, log, before=killing_at_touch(out, 1 + n % 60))
-        assert code == -signal.SIGKILL and again in (0, -signal.SIGKILL), log.read_text()[-3000:]
-        assert go(argv, log) == 0, log.read_text()[-3000:]
-        assert_equal(out, uninterrupted)
-    assert n > 100
-
-
-def killing_at_touch(out, n):
-    """For `before`: the process is killed before it touches a file of the run for the n-th time."""
-    touches = itertools.count(1)
-
-    def watch(event, args):
-        is_touch = event in ("open", "os.mkdir", "os.truncate", "os.rename", "os.remove")
-        if is_touch and str(args[0]).startswith(str(out)) and next(touches) == n:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return lambda: sys.addaudithook(watch)
-
-
-def test_a_run_with_nothing_left_to_do_changes_no_file_and_later_steps_use_its_bank(
-    world_dir, tmp_path, uninterrupted, log
-):
+def test_a_bank_alone_stays_and_later_steps_use_it(world_dir, tmp_path, uninterrupted, log):
     out = tmp_path / "run"
     argv = small_flags(world_dir, out, steps=0)
     assert go(argv, log) == 0
@@ -204,30 +160,29 @@ def test_a_run_without_more_steps_has_the_weights_of_its_checkpoint(world_dir, k
         assert any("lora_B" in name and p.any() for name, p in weights.items())
 
 
-def test_memories_and_a_bank_of_its_own_are_used_again_and_other_settings_refused(
-    world_dir, tmp_path, uninterrupted, log, capsys
-):
-    """Also before the first step. Torn memories are named."""
+def test_memories_and_a_bank_are_used_again(world_dir, tmp_path, uninterrupted, log, capsys):
+    """Also before the first step. Torn memories are named. A server may not make the rest of a bank
+    that `generate` has begun (S27)."""
     out = tmp_path / "run"
-    argv, other = small_flags(world_dir, out), small_flags(world_dir, out, cold_start=5)
-    assert go(argv, log, before=killing(Run, "log_rows", 4)) == -signal.SIGKILL
+    argv = small_flags(world_dir, out)
+    kill(argv, log, "replies.jsonl", 2)
     assert not (out / "bank/step_000000.json").exists() and rows(out / "bank/memories.jsonl")
     with open(out / "bank/memories.jsonl", "ab") as f:
         f.write(b"{broken\n")
     refused(capsys, driver.main, argv, "memories.jsonl:", "not JSON")
     os.truncate(f.name, os.path.getsize(f.name) - len(b"{broken\n"))
-    line = refused(capsys, driver.main, other, "--cold-start 5", "new --out")
-    assert "--bank" not in line
-    kill(argv, log, sgsd, "optimizer_step", 1)
-    before = contents(out)
-    refused(capsys, driver.main, other, "--cold-start 5", f"--bank {out}/bank/step_0")
-    assert contents(out) == before
+    for flag in ("--cold-start=5", "--server=http://localhost:9/v1"):
+        line = refused(capsys, driver.main, [*argv, flag], flag.partition("=")[0], "new --out")
+        assert "--bank" not in line and "--adapter" not in line
+    kill(argv, log, "metrics.jsonl")
+    words = "--cold-start 5", f"--bank {out}/bank/step_0"
+    refused(capsys, driver.main, [*argv, "--cold-start=5"], *words)
     assert go(argv, log) == 0 and "changed:" not in log.read_text()
     assert_equal(out, uninterrupted)
 
 
-FREE = {"device", "rollout_rows", "score_tokens", "checkpoint_above", "checkpoint_every"}
-FREE |= {"audit_every", "report_to", "steps", "server", "max_prompt_tokens", "out"}
+FREE = "device rollout_rows score_tokens checkpoint_above checkpoint_every audit_every report_to"
+FREE += " steps server max_prompt_tokens out"
 
 
 def other(rule, value):
@@ -239,28 +194,32 @@ def other(rule, value):
     return f"another_{value}" if isinstance(value, str) else value + 1
 
 
-def opened(cfg):
-    with Run.open(cfg, load_bank, sgsd.shown):
-        pass
-
-
-def test_every_setting_that_is_not_free_is_refused(world_dir, killed, tmp_path, capsys):
-    """In one line: the setting, the new value, the run's own, a way out. Nothing is written."""
+def test_what_is_not_free_is_refused_and_so_are_fewer_steps(world_dir, killed, tmp_path, capsys):
+    """In one line: all that differ, each with its new and the run's own value, a way out. Nothing
+    is written."""
     cfg, before = driver.parsed(small_flags(world_dir, killed)), contents(killed)
+
+    def open_with(changes):
+        with Run.open(dataclasses.replace(cfg, **changes), load_bank, sgsd.shown):
+            pass
+
     data = (world_dir / "data.jsonl").read_text()
     (tmp_path / "data.jsonl").write_text(data.replace('"answer": "3"', '"answer": "4"'))
     make_bank(tmp_path / "bank.json")
     values = {"data": str(tmp_path / "data.jsonl"), "bank": str(tmp_path / "bank.json")}
     values |= {"verifier": "driver:Exact", "top_p": 0.5}
-    assert {*run.FREE} == FREE
+    assert sorted(run.FREE) == sorted(FREE.split())
     for name, rule in cfg.rules().items():
-        if name in FREE or name in ("problem_field", "answer_field", "answer_after"):
+        if name in run.FREE or name in ("problem_field", "answer_field", "answer_after"):
             continue  # free, or the data could not be read
         value = getattr(cfg, name)
         new = values.get(name) or other(rule, value)
-        changed = dataclasses.replace(cfg, **{name: new})
         words = config.flag(name), str(new), str(value), "new --out"
-        refused(capsys, lambda _, cfg=changed: opened(cfg), [], *words)
+        refused(capsys, lambda argv, changes={name: new}: open_with(changes), [], *words)
+    last = f"{killed}/checkpoints/step_000004"
+    words = "--steps 2", "has made 4", "--tau-g 2", "--eps-a 3", f"--adapter {last}", f"{last}/bank"
+    changes = {"steps": 2, "tau_g": 2, "eps_a": 3}
+    refused(capsys, lambda argv: open_with(changes), [], *words)
     assert contents(killed) == before
 
 
@@ -311,13 +270,13 @@ def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch, c
     judge.write_text(OWN_JUDGE)
     shutil.copy(world_dir / "data.jsonl", data)
     argv = small_flags(world_dir, out, steps=3, data=data, verifier="own_judge:Judge")
-    kill(argv, log, sgsd, "optimizer_step", 3)
+    kill(argv, log, "metrics.jsonl", 3)
     problems, bank = data.read_text(), contents(out / "bank")
     data.write_text(problems.replace('"answer": "3"', '"answer": "3", "unit": "apples"'))
     refused(capsys, driver.main, argv, str(out), "--data")
     data.write_text(problems)
     judge.write_text(OWN_JUDGE + "# edited\n")
-    kill(argv, log, sgsd, "optimizer_step", 1)
+    kill(argv, log, "metrics.jsonl")
     (line,) = stored(out)["continuations"][0]["changed"]
     assert "the code" in line and "bank stays" in line and contents(out / "bank") == bank
     assert go(argv, log) == 0 and "changed:" not in log.read_text()
@@ -325,51 +284,12 @@ def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch, c
 
 def test_a_setting_that_an_edit_has_added_has_its_default(world_dir, killed, log, capsys):
     about, argv = stored(killed), small_flags(world_dir, killed)
+    (killed / "config.json").write_text(json.dumps({k: about[k] for k in [*about][1:]}))
+    refused(capsys, driver.main, argv, str(killed), "config.json has no id", "another directory")
     del about["settings"]["report_to"], about["settings"]["tau_g"]
     (killed / "config.json").write_text(json.dumps(about))
     refused(capsys, driver.main, [*argv, "--tau-g=2"], "--tau-g 2.0, where the run has 1.0")
     assert go(argv, log) == 0, log.read_text()
-
-
-def test_what_an_older_version_lacks_is_named(world_dir, killed, capsys):
-    about, argv = stored(killed), small_flags(world_dir, killed)
-    (killed / "config.json").write_text(json.dumps({k: about[k] for k in [*about][1:]}))
-    refused(capsys, driver.main, argv, str(killed), "config.json has no id", "another directory")
-    (killed / "config.json").write_text(json.dumps(about))
-    (killed / "checkpoints/step_000004/digests.json").unlink()
-    refused(capsys, driver.main, argv, "step_000004/digests.json", "remove", "step_000003")
-
-
-def test_fewer_steps_than_were_made_and_all_settings_that_differ_are_named(
-    world_dir, killed, capsys
-):
-    before, argv = contents(killed), small_flags(world_dir, killed, steps=2, tau_g=2, eps_a=3)
-    last = f"{killed}/checkpoints/step_000004"
-    words = "--steps 2", "has made 4", "--tau-g 2", "--eps-a 3", f"--adapter {last}", f"{last}/bank"
-    refused(capsys, driver.main, argv, *words)
-    assert contents(killed) == before
-
-
-def test_half_a_bank_of_a_server_and_half_of_generate_is_refused(world_dir, tmp_path, log, capsys):
-    """S27: another server may sample the rest of a first bank, another engine may not."""
-    out = tmp_path / "run"
-    argv = small_flags(world_dir, out)
-    assert go(argv, log, before=killing(Run, "log_rows", 3)) == -signal.SIGKILL
-    url = "--server=http://localhost:9/v1"
-    line = refused(capsys, driver.main, [*argv, url], "--server", "the run has []", "new --out")
-    assert "--adapter" not in line
-
-
-def test_what_a_method_does_not_offer_is_not_compared(world_dir, tmp_path, log):
-    """A run of GRPO that an older version began with the cold start's flags."""
-    out = tmp_path / "run"
-    argv = flags_of(world_dir, out, GRPO | {"bank": "", "steps": 3})
-    kill(argv, log, sgsd, "optimizer_step", 3)
-    about = stored(out)
-    about["settings"] |= {"cold_start": 7, "cold_start_thinking": False}
-    (out / "config.json").write_text(json.dumps(about))
-    assert go(argv, log) == 0, log.read_text()
-    assert stored(out)["continuations"][0]["changed"] == []
 
 
 def test_the_code_is_also_that_of_the_started_file(tmp_path, monkeypatch):

@@ -1,23 +1,16 @@
-"""Families of models, with random weights: what adapters change, caches, whole runs of a hybrid.
+"""Families of models, with random weights: what adapters change, caches, vision towers.
 
 That rows decode and score as each alone is in spec/test_rollout.py and spec/test_scoring.py.
 """
-
-import shutil
-import signal
 
 import pytest
 import torch
 import transformers
 from conftest import HYBRID, make_model, make_tokenizer, one_line
-from driver import completes, evaluation, flags, go, killing, refused, rows, state, watched
-from fake_engine import serving
+from driver import decoded, watched
 
-import eval
 import rollout
 import scoring
-import sgsd
-from extras import report
 from lib import model
 
 SEVEN = "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"
@@ -80,25 +73,16 @@ CACHES = [  # a kind of model, its settings; bytes of a token and of a row, in n
 @pytest.mark.parametrize("kind, changes, of_token, of_row", CACHES)
 def test_a_cache_has_these_bytes_and_rows_that_wait_their_samples(kind, changes, of_token, of_row):
     """Prompts of 60 to 80 tokens. A row has 128 places more, and its states count as places."""
-    lm, tokenizer, prompts = make_model(kind, **changes), make_tokenizer(), []
+    lm = make_model(kind, eos_token_id=None, **changes)
+    jobs = [(60 + 5 * i, 40 - 7 * i) for i in range(5)]
     assert rollout.cache_bytes(lm) == (of_token, of_row)
-    for i in range(5):
-        prompts.append([(17 * i + 31 * place) % 260 for place in range(60 + 5 * i)])
-
-    def decoded(at_once, places):
-        jobs = [rollout.Job(i, prompt, key=i, tokens_left=40) for i, prompt in enumerate(prompts)]
-        with watched(lm) as passes:
-            for _ in rollout.stream(lm, tokenizer, jobs, rollout.Sampling(), at_once, places):
-                pass
-        reads = [shape for shape, _ in passes[1:] if shape[1] > 1]  # the first pass measures
-        return [job.ids for job in jobs], reads
-
-    alone, _ = decoded(1, 0)
-    three = 3 * (70 + 128 + of_row / of_token)
+    alone, three = decoded(lm, jobs, 1), 3 * (70 + 128 + of_row / of_token)
     for places, first in ((three, (3, 70)), (three - 1, (2, 65))):
-        ids, reads = decoded(5, places)
-        assert ids == alone and reads[0] == first
-    assert max(map(len, alone)) == 40
+        with watched(lm) as passes:
+            assert decoded(lm, jobs, 5, places) == alone
+        reads = [shape for shape, _ in passes[1:] if shape[1] > 1]  # the first pass measures
+        assert reads[0] == first
+    assert [len(alone[i]) for i in range(5)] == [40, 33, 26, 19, 12]
 
 
 # -------------------------------------------------------------------- vision-language checkpoints
@@ -132,52 +116,7 @@ def test_a_vision_language_checkpoint_is_loaded_as_its_text_model(tmp_path):
     one_line(lambda: model.load_outline(str(tmp_path)), f"model {tmp_path}", "text model")
 
 
-def test_a_server_is_refused_with_a_vision_language_checkpoint(world_dir, tmp_path, capsys):
-    save_with_vision(tmp_path / "base", "qwen3_5", {**TEXT, **HYBRID}, VISION)
-    with serving() as engine:
-        changes = {"model": str(tmp_path / "base"), "server": engine.url, "bank": ""}
-        argv = flags(world_dir, tmp_path / "run", **changes)
-        refused(capsys, sgsd.main, argv, "vision-language", str(tmp_path / "base"))
-
-
 def test_a_checkpoint_whose_causal_class_has_a_vision_tower_is_one_line(tmp_path):
     save_with_vision(tmp_path, "gemma3", TEXT, GEMMA_VISION)
     words = [f"model {tmp_path}: ", "Gemma3ForConditionalGeneration", "text model"]
     one_line(lambda: model.load_model(str(tmp_path), "cpu"), *words)
-
-
-# ------------------------------------------------------------------------------- runs of a hybrid
-
-
-@pytest.fixture(scope="module")
-def hybrid_world(world_dir, tmp_path_factory):
-    """`world_dir` with a random Qwen3.5: a layer of linear attention, and one of attention."""
-    path = shutil.copytree(world_dir, tmp_path_factory.mktemp("hybrid") / "world")
-    make_model("qwen3_5_text").save_pretrained(path / "model")
-    make_tokenizer().save_pretrained(path / "model")
-    return path
-
-
-CHANGES = {"steps": 3, "checkpoint_every": 1, "max_new_tokens": 12, "rollout_rows": 3}
-
-
-@pytest.mark.long
-def test_a_killed_run_of_a_hybrid_goes_on_to_the_byte_and_is_evaluated(hybrid_world, tmp_path):
-    """With an evaluation of base and checkpoint, and a report."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert go(flags(hybrid_world, whole, **CHANGES), tmp_path / "log") == 0
-    again = flags(hybrid_world, killed, **CHANGES)
-    kill = killing(sgsd, "optimizer_step", 3)
-    assert go(again, tmp_path / "log", before=kill) == -signal.SIGKILL
-    assert go(again, tmp_path / "log") == 0
-    assert state(killed) == state(whole)
-    texts = []
-    for at_once in (1, 8):
-        out = tmp_path / f"eval{at_once}"
-        completes(eval.main, [whole, *evaluation(hybrid_world, out, f"--rows {at_once}")])
-        for log in sorted(out.glob("*/samples.jsonl")):
-            texts.append(sorted((row["id"], row["sample"], row["text"]) for row in rows(log)))
-    assert len(texts) == 8 and texts[:4] == texts[4:]  # the base, and three checkpoints
-    assert all(x != texts[0] for x in texts[1:4])
-    completes(report.main, [whole])
-    assert "</html>" in (whole / "report.html").read_text()

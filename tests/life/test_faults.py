@@ -1,6 +1,7 @@
 """Signals, full disks, bugs, numbers not finite, lost ranks."""
 
 import functools
+import math
 import os
 import resource
 import signal
@@ -11,12 +12,43 @@ import time
 import driver
 import pytest
 from conftest import ROOT
-from driver import breaking, go, killing, rows, small_flags, state, steps_of, two
+from driver import at_touch, go, rows, small_flags, state, two
 from safetensors.torch import load_file
 
+import distributed
 import sgsd
-import skills
-from lib.run import Run
+from lib import files, model
+
+
+def at_step(number, rank, act):
+    """A step function that first acts, in one step on one rank."""
+
+    def step_fn(run, step):
+        if (step, run.world.rank) == (number, rank):
+            act()
+        return sgsd.train_step(run, step)
+
+    return step_fn
+
+
+def breaking(steps, rank=0):
+    """A step function in which the gradient is not finite, on one rank, in these steps."""
+
+    def step_fn(run, step):
+        bad = math.nan if step in steps and run.world.rank == rank else 1.0
+        p = next(iter(model.trained(run.lm).values()))
+        hook = p.register_hook(lambda gradient: gradient * bad)
+        result = sgsd.train_step(run, step)
+        hook.remove()
+        return result
+
+    return step_fn
+
+
+def steps_of(out):
+    """The steps in the log, and those of the checkpoints."""
+    logged = [m["step"] for m in rows(out / "metrics.jsonl")]
+    return logged, list(files.by_step(out / "checkpoints"))
 
 
 def assert_goes_on(argv, out, uninterrupted, log):
@@ -32,89 +64,70 @@ def assert_one_line(log, *words):
     assert "Traceback" not in text and all(word in line for word in words), text[-3000:]
 
 
-def signalled_in_step_3(seconds):
-    """A step function that sends itself two signals at the beginning of step 3."""
+SIGNALS = [  # seconds between them, the steps in the log, the steps saved
+    (0.0, [1, 2, 3], [2, 3]),  # one: torchrun passes on what the terminal has sent
+    (1.1, [1, 2], [2]),
+]
 
-    def step_fn(run, step):
-        for number in (signal.SIGINT, signal.SIGTERM) if step == 3 else ():
-            os.kill(os.getpid(), number)
+
+@pytest.mark.parametrize("seconds, logged, saved", SIGNALS)
+def test_a_signal_waits_for_the_save_and_a_later_one_ends_at_once(
+    seconds, logged, saved, world_dir, tmp_path, uninterrupted
+):
+    """With 130. The evolution that is due after this step comes with the continued run."""
+
+    def send_two():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(number)
             time.sleep(seconds)
-        return sgsd.train_step(run, step)
 
-    return step_fn
-
-
-def test_a_signal_finishes_the_step_saves_and_exits_with_130(world_dir, tmp_path, uninterrupted):
-    """Two within a second count as one: torchrun passes on what the terminal has sent.
-
-    The evolution that is due after this step comes with the continued run.
-    """
     out, log = tmp_path / "run", tmp_path / "log"
     argv = small_flags(world_dir, out)
-    assert go(argv, log, signalled_in_step_3(seconds=0.0)) == 130
+    assert go(argv, log, at_step(3, 0, send_two)) == 130
     text = log.read_text()
     assert text.count("finishing this step") == 1 and "Traceback" not in text
     assert "same command" in text.splitlines()[-1]
-    assert steps_of(out) == ([1, 2, 3], [2, 3]) and not (out / "bank/step_000003.json").exists()
+    assert steps_of(out) == (logged, saved) and not (out / "bank/step_000003.json").exists()
     assert_goes_on(argv, out, uninterrupted, log)
 
 
-def test_a_later_signal_ends_the_step_at_once(world_dir, tmp_path):
-    out, log = tmp_path / "run", tmp_path / "log"
-    argv = small_flags(world_dir, out, bank=world_dir / "bank.json")
-    assert go(argv, log, signalled_in_step_3(seconds=1.1)) == 130
-    text = log.read_text()
-    assert "finishing this step" in text and "Traceback" not in text
-    assert "same command" in text.splitlines()[-1]
-    assert steps_of(out) == ([1, 2], [2])
-
-
-def test_a_signal_of_one_rank_that_comes_during_a_save_ends_both_after_it(world_dir, tmp_path):
-    """Of rank 1, while rank 0 saves step 2."""
-
-    def before():
-        if os.environ["RANK"] == "1":
-            killing(Run, "save", 1, number=signal.SIGTERM)()
-
-    assert two(small_flags(world_dir, tmp_path / "run"), tmp_path, before=before) == [130, 130]
+def test_a_signal_of_one_rank_ends_both_after_the_save(world_dir, tmp_path):
+    step_fn = at_step(2, 1, functools.partial(signal.raise_signal, signal.SIGTERM))
+    assert two(small_flags(world_dir, tmp_path / "run"), tmp_path, step_fn) == [130, 130]
     assert steps_of(tmp_path / "run") == ([1, 2], [2])
 
 
-PLACES = {"cold start": (Run, "log_rows", 7), "evolution": (skills, "limit_growth", 1)}
+PLACES = {"bank/replies.jsonl": [], "bank/.step_000003": ["step_000000.json"]}
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_outside_of_a_step_a_signal_ends_a_run_at_once(place, world_dir, tmp_path):
     """In the cold start, and in the evolution after step 3, which is saved before."""
     out, log = tmp_path / "run", tmp_path / "log"
-    before = killing(*PLACES[place], number=signal.SIGINT)
+    before = at_touch(place, number=signal.SIGINT)
     assert go(small_flags(world_dir, out), log, before=before) == 130
     text = log.read_text()
     assert "same command" in text.splitlines()[-1] and "Traceback" not in text
-    versions = [] if place == "cold start" else ["step_000000.json"]
-    assert [path.name for path in out.glob("bank/step*")] == versions
+    assert [path.name for path in out.glob("bank/step*")] == PLACES[place]
 
 
-BUGS = {"merging": skills, "rollout_loss": sgsd}
+class Failing(driver.CoinVerifier):
+    """It has a bug on one rank."""
 
-
-def planted(owner, name, rank):
-    """For `before`: a function raises ValueError, on this rank."""
-    original = getattr(owner, name)
-
-    def fail(*args, **settings):
-        if rank == os.environ["RANK"]:
+    def judge(self, cases):
+        if os.environ["RANK"] == os.environ["FAILING"]:
             raise ValueError("a planted bug")
-        return original(*args, **settings)
-
-    return functools.partial(setattr, owner, name, fail)
+        return super().judge(cases)
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("bank", ["", "bank.json"])
 @pytest.mark.parametrize("rank", ["0", pytest.param("1", marks=pytest.mark.long)])
-def test_a_bug_of_one_rank_shows_its_traceback_and_no_rank_hangs(name, rank, world_dir, tmp_path):
-    argv = small_flags(world_dir, tmp_path / "run", cold_start=4)
-    assert two(argv, tmp_path, before=planted(BUGS[name], name, rank)) == [1, 1]
+def test_a_bug_of_one_rank_shows_its_traceback_and_no_rank_hangs(bank, rank, world_dir, tmp_path):
+    """In the cold start, and in a step."""
+    changes = {"verifier": "test_faults:Failing", "bank": bank and world_dir / bank}
+    before = functools.partial(os.environ.update, FAILING=rank)
+    argv = small_flags(world_dir, tmp_path / "run", **changes)
+    assert two(argv, tmp_path, before=before) == [1, 1]
     log = (tmp_path / f"log{rank}").read_text()
     assert "Traceback" in log and "a planted bug" in log
 
@@ -124,41 +137,24 @@ def test_a_full_disk_is_one_line_and_leaves_whole_files(world_dir, tmp_path, uni
     out, log = tmp_path / "run", tmp_path / "log"
     argv = small_flags(world_dir, out)
 
-    def limited(run, step):
-        if step == 4:
-            most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
-        return sgsd.train_step(run, step)
-
-    assert go(argv, log, limited) == 2
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, most))
+    assert go(argv, log, at_step(4, 0, limit)) == 2
     assert_one_line(log, "step_000004", "too large", "same command")
     assert steps_of(out)[1] == [2, 3]
     assert_goes_on(argv, out, uninterrupted, log)
 
 
-def test_numbers_that_are_not_finite_skip_the_step(world_dir, tmp_path):
-    """Step 2 changes nothing and is counted, and the run goes on."""
-    changes = {"checkpoint_every": 1, "steps": 3, "batch_size": 2, "max_new_tokens": 8}
-    run = driver.train(world_dir, tmp_path / "run", breaking({2}), **changes)
-    assert run.code == 0
-    assert [m["skipped"] for m in rows(run.out / "metrics.jsonl")] == [0, 1, 0]
-    folders = [run.out / f"checkpoints/step_00000{i}" for i in (1, 2, 3)]
-    first, second, third = [(path / "adapter_model.safetensors").read_bytes() for path in folders]
-    assert first == second != third
-    assert all(x.isfinite().all() for x in load_file(folders[2] / "trainer.safetensors").values())
-
-
-def test_the_third_bad_step_in_a_row_is_saved_and_ends_both_ranks_and_the_run_goes_on(
-    world_dir, tmp_path
-):
+def test_a_bad_step_moves_no_weight_and_a_third_in_a_row_ends_both_ranks(world_dir, tmp_path):
     """S34: on one rank the gradient was not finite. The count goes on where the command does."""
     out, log = tmp_path / "run", tmp_path / "log"
     argv = small_flags(world_dir, out, bank=world_dir / "bank.json", evolve_every=0)
     assert two(argv, tmp_path, breaking({1, 3, 4, 5}, rank=1)) == [2, 2]
     assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1]
-    assert steps_of(out)[1] == [2, 4, 5]
-    last = out / "checkpoints/step_000005"
-    words = f"--learning-rate --adapter {last} --bank {last}/bank.json".split()
+    by_step = files.by_step(out / "checkpoints")
+    weights = [(path / "adapter_model.safetensors").read_bytes() for path in by_step.values()]
+    assert [*by_step] == [2, 4, 5] and weights[0] == weights[1] == weights[2]
+    words = f"--learning-rate --adapter {by_step[5]} --bank {by_step[5]}/bank.json".split()
     assert_one_line(tmp_path / "log0", "last 3 steps", *words)
     for _ in range(2):  # the last step is bad, too: the run never ends well on it
         log.unlink(missing_ok=True)
@@ -166,11 +162,12 @@ def test_the_third_bad_step_in_a_row_is_saved_and_ends_both_ranks_and_the_run_go
         assert_one_line(log, "last 4 steps")
     assert go([*argv, "--steps=7"], log) == 0
     assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1, 1, 0]
+    last = out / "checkpoints/step_000007"
+    assert (last / "adapter_model.safetensors").read_bytes() != weights[0]
+    assert all(x.isfinite().all() for x in load_file(last / "trainer.safetensors").values())
 
 
-def test_an_evolution_that_is_due_after_a_third_bad_step_comes_with_the_next_command(
-    world_dir, tmp_path
-):
+def test_an_evolution_due_after_a_third_bad_step_comes_later(world_dir, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log"
     argv = small_flags(world_dir, out, checkpoint_every=9)
     assert go(argv, log, breaking({1, 2, 3})) == 2
@@ -178,42 +175,37 @@ def test_an_evolution_that_is_due_after_a_third_bad_step_comes_with_the_next_com
     assert go(argv, log) == 0 and (out / "bank/step_000003.json").exists()
 
 
-def killed_at_3(run, step):
-    """A step function that kills rank 1 in step 3, but not after a restart."""
-    if (step, run.world.rank) == (3, 1) and os.environ.get("TORCHELASTIC_RESTART_COUNT") != "1":
+def kill():
+    """End this process, but not after a restart."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") != "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    return sgsd.train_step(run, step)
 
 
 def test_a_rank_that_ends_ends_the_other(world_dir, tmp_path):
     """gloo tells rank 0, and torchrun would end it."""
     out = tmp_path / "run"
     argv = small_flags(world_dir, out, bank=world_dir / "bank.json")
-    assert two(argv, tmp_path, killed_at_3) == [1, -signal.SIGKILL]
+    assert two(argv, tmp_path, at_step(3, 1, kill)) == [1, -signal.SIGKILL]
     assert "another process has ended" in (tmp_path / "log0").read_text()
     assert steps_of(out) == ([1, 2], [2])
 
 
-def interrupted_at_3(run, step):
-    """A step function that sends what Ctrl-C sends: SIGINT to torchrun and to each rank."""
-    if step == 3 and run.world.main:
-        os.killpg(os.getpgrp(), signal.SIGINT)
-        time.sleep(0.2)
-    return sgsd.train_step(run, step)
+def interrupt():
+    """What Ctrl-C sends: SIGINT to torchrun and to each rank."""
+    os.killpg(os.getpgrp(), signal.SIGINT)
+    time.sleep(0.2)
+
+
+STEPS = {"kill": at_step(3, 1, kill), "interrupt": at_step(3, 0, interrupt)}
 
 
 def torchrun(step_fn, option, argv):
-    """A run of two processes by torchrun, with a step function of this file."""
+    """A run of two processes by torchrun, with a step function of STEPS."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    path = f"{ROOT}:{ROOT}/tests:{ROOT}/tests/life"
-    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "STEP_FN": f"test_faults:{step_fn}"}
-    return subprocess.run(
-        [*command, option, ROOT / "tests/driver.py", *argv],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
+    command += [option, __file__, step_fn, *argv]
+    given = {"env": environment, "capture_output": True, "text": True}
+    return subprocess.run(command, start_new_session=True, **given)
 
 
 def assert_same_banks(out, uninterrupted):
@@ -227,7 +219,7 @@ def assert_same_banks(out, uninterrupted):
 @pytest.mark.long
 def test_torchrun_starts_a_run_again_that_lost_a_rank(world_dir, tmp_path, uninterrupted):
     argv = small_flags(world_dir, tmp_path / "run")
-    done = torchrun("killed_at_3", "--max-restarts=1", argv)
+    done = torchrun("kill", "--max-restarts=1", argv)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("continues after step 2") == 1
     assert_same_banks(tmp_path / "run", uninterrupted)
@@ -237,8 +229,12 @@ def test_torchrun_starts_a_run_again_that_lost_a_rank(world_dir, tmp_path, unint
 def test_ctrl_c_under_torchrun_finishes_the_step_and_saves(world_dir, tmp_path, uninterrupted):
     out = tmp_path / "run"
     argv = small_flags(world_dir, out)
-    done = torchrun("interrupted_at_3", "--shutdown-timeout=60", argv)
+    done = torchrun("interrupt", "--shutdown-timeout=60", argv)
     assert done.returncode != 0 and "stopped after step 3" in done.stdout
     assert steps_of(out) == ([1, 2, 3], [2, 3])
     assert go(argv, tmp_path / "log") == 0
     assert_same_banks(out, uninterrupted)
+
+
+if __name__ == "__main__":  # a process of `torchrun`
+    distributed.run_and_exit(lambda: driver.main(sys.argv[2:], STEPS[sys.argv[1]]))

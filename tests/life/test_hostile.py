@@ -29,10 +29,7 @@ TEXTS = {
 BOTH = ("general_skills", "common_mistakes")
 
 
-def run_flags(world_dir, out, **changes):
-    """The flags of a small run in the tests' world."""
-    small = {"num_teachers": 2, "batch_size": 2, "max_new_tokens": 4, "steps": 1}
-    return flags(world_dir, out, **{**small, **changes})
+SMALL = {"num_teachers": 2, "batch_size": 2, "max_new_tokens": 4, "steps": 1}
 
 
 def prompts_with(text):
@@ -71,7 +68,7 @@ def test_a_run_on_hostile_text_ends_well_and_leaves_its_bank_as_it_is(world_dir,
     bank.save(tmp_path / "bank.json")
     changes = {"data": tmp_path / "data.jsonl", "bank": tmp_path / "bank.json", "audit_every": 1}
     changes |= {"verifier": config.Config.verifier, "batch_size": len(TEXTS)}
-    completes(sgsd.main, run_flags(world_dir, tmp_path / "run", **changes))
+    completes(sgsd.main, flags(world_dir, tmp_path / "run", **SMALL | changes))
     assert skills.SkillBank.load(tmp_path / "run/bank/bank.json") == bank
     assert len(rows(tmp_path / "run/rollouts.jsonl")) == len(TEXTS)
 
@@ -97,13 +94,13 @@ def plant(folder, *names):
 
 
 def test_pickles_in_a_checkpoint_are_passed_over_or_refused(world_dir, tmp_path, capsys):
-    pickle.loads(pickle.dumps(Bomb(tmp_path / "boom")))  # it works
-    assert (tmp_path / "boom").exists()
-    completes(sgsd.main, run_flags(world_dir, tmp_path / "run"))
+    assert pickle.loads(pickle.dumps(Bomb(tmp_path / "boom"))) is None
+    assert (tmp_path / "boom").exists()  # it works
+    completes(sgsd.main, flags(world_dir, tmp_path / "run", **SMALL))
     last = tmp_path / "run/checkpoints/step_000001"
     names = ["adapter_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth", "t.pkl"]
     plant(last, *names)
-    completes(sgsd.main, run_flags(world_dir, tmp_path / "run", steps=2))
+    completes(sgsd.main, flags(world_dir, tmp_path / "run", **SMALL | {"steps": 2}))
     plant(last, "adapter_model.safetensors")
     given = [f"--data={world_dir}/data.jsonl", f"--out={tmp_path}/e", "--verifier=driver:Exact"]
     refused(capsys, eval.main, [last, *given], str(last))
@@ -121,5 +118,5 @@ def test_a_model_of_pickles_or_with_its_own_code_is_refused(changes, world_dir, 
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **changes}))
     (model / "own.py").write_text(f"import pathlib; pathlib.Path({str(model)!r}, 'boom').touch()")
-    refused(capsys, sgsd.main, run_flags(world_dir, tmp_path / "r", model=model), str(model))
+    refused(capsys, sgsd.main, flags(world_dir, tmp_path / "r", model=model), str(model))
     assert not (model / "boom").exists()

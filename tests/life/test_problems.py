@@ -138,6 +138,10 @@ def test_a_source_that_is_not_there_or_not_readable_is_refused(name, tmp_path, m
     one_line(lambda: problems.load_problems(name), name, "check")
 
 
+def test_a_hub_id_that_cannot_be_read_is_refused_with_its_flags():
+    one_line(lambda: problems.load_problems("no/such-id"), "no/such-id", "--data and --split")
+
+
 ANSWERS = {  # field of the problem, the hub's answer, and ours
     "aime24": ("problem", "025", "025"),
     "aime25": ("problem", 25, "25"),

@@ -12,52 +12,35 @@ import subprocess
 import driver
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, write_evaluation
 from driver import completes, refused, rows, write_rows
 
-import scoring
-import sgsd
 import skills
 from extras import report
 from lib import files
 from methods import groups
 
 SCRIPT = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'
-RUN = {"bank": "", "cold_start": 8, "evolve_every": 2, "steps": 6, "max_new_items": 2, "eps_a": 0.4}
 FATES = {1: "distilled", -1: "reversed", 0: "ignored"}
+WHOLE = {"the policy's files": "t", "the base's files": "t"}
 
 
-@pytest.fixture(scope="module")
-def out(world_dir, tmp_path_factory):
-    """A run that made its bank, evolved it and audited every second step."""
-    path = tmp_path_factory.mktemp("runs") / "run"
-    driver.train(world_dir, path, **RUN)
-    return path
-
-
-def page(runs, path, **limits):
+def page(runs, path):
     """The page's text and the data in it."""
-    report.write(runs, path, **limits)
+    report.write(runs, path)
     text = path.read_text()
     data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
     return text, json.loads(data[1])
 
 
-def test_the_curves_equal_the_logs(out, tmp_path):
+def test_the_curves_equal_the_logs(uninterrupted, tmp_path):
     """And each chart draws a number that steps log."""
-    text, (run,) = page([out], tmp_path / "r.html")
-    for i, line in enumerate(rows(out / "metrics.jsonl")):
-        for name, x in line.items():
-            assert run["metrics"][name][i] == (x if x is None else pytest.approx(x, rel=1e-5))
+    text, (run,) = page([uninterrupted], tmp_path / "r.html")
+    for name in run["metrics"]:
+        logged = [line.get(name) for line in rows(uninterrupted / "metrics.jsonl")]
+        assert run["metrics"][name] == [x and pytest.approx(x, rel=1e-5) for x in logged]
     drawn = {*re.findall(r'(?:key|ofTeachers)\("([\w.]+)"\)', text)}
     assert "success" in drawn and drawn <= {*run["metrics"]}
-
-
-def test_every_entry_names_the_problems_it_came_from(out):
-    named = {row["problem_id"] for row in rows(out / "bank/memories.jsonl")}
-    named |= {row["problem_id"] for row in rows(out / "rollouts.jsonl")}
-    for row in report.collect(out)["ledger"]:
-        assert row["sources"] and {*row["sources"]} <= named
 
 
 def version(*ids, **update):
@@ -121,13 +104,13 @@ def test_the_history_is_what_each_version_changed():
     assert changes[3] == [("dropped", "dyn_a"), ("dropped", "dyn_c")]
 
 
-def write_run(path, text="5", steps=(1,), per_step=1, tokens=4, length=9, **changes):
-    """The files of a run of `length` steps, all of its texts `text`; changes: of its settings."""
+def write_run(path, text="5", steps=(1,), per_step=1, tokens=4):
+    """The files of a run, all of its texts `text`."""
     skill = {"skill_id": "g", "title": text, "principle": text, "when_to_apply": text}
     mistake = {"mistake_id": "e", "description": text, "why_it_happens": text, "how_to_avoid": text}
     skills.SkillBank([skill], [mistake], {"source": text}).save(path / "bank/step_000000.json")
-    settings = {"model": text, "steps": length, "audit_every": 1, "batch_size": per_step}
-    settings |= {"data": "my/train.jsonl", "tau_g": 1.0, "c_delta": 3.0, "eps_a": 0.05, **changes}
+    settings = {"model": text, "steps": len(steps), "audit_every": 1, "batch_size": 50}
+    settings |= {"data": "my/train.jsonl", "tau_g": 1.0, "c_delta": 3.0, "eps_a": 0.05}
     files.write_json(path / "config.json", {"program": "sgsd.py", "settings": settings})
     row = dict.fromkeys(("problem", "gold", "pred", "text"), text)
     row |= {"r": 1, "truncated": False, "loss": 0.1, "pairs": [["g", "e"]], "rho": [1]}
@@ -169,32 +152,17 @@ def test_tokens_find_their_rollout_by_step_and_index_and_the_first_of_a_step_are
     assert data["rollouts"][0]["delta"] == [[pytest.approx(0.1234, rel=1e-3)] * 4]
 
 
-def evaluated(folder, avg, name="test", digest="0f", **settings):
-    """An evaluation of 20 problems, 10 samples each, all with a share `avg` of right ones but for
-    two that differ from it and from each other."""
-    right_P = [round(10 * avg)] * 20
-    right_P[0], right_P[1] = right_P[0] - 1, right_P[1] + 1
-    row = {"avg": avg, "avg_low": avg - 0.02, "avg_high": avg + 0.02, "digest": digest}
-    row |= {"samples": 200, "problems": 20, "right": dict(enumerate(right_P))}
-    weights = "b" if folder.name.startswith("Qwen") else folder.name
-    of_policy = {"the policy's files": weights, "the base's files": "b", "skills": ""}
-    row["settings"] = of_policy | settings
-    file = folder / "results.json"
-    table = files.read_json(file) if file.exists() else {}
-    files.write_json(file, table | {name: row})
-
-
 def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tmp_path, capsys):
     """Windows of 100 problems: two steps of 50. Of 200 teachers in the last ones."""
-    run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B", range(1, 7), length=6, batch_size=50)
+    run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B", range(1, 7))
     metrics = []
     for step, success in enumerate([0.3, 0.5, 0.6, 0.8, 0.9, 1.0], 1):
         line = {"step": step, "success": success, "truncated": 0.1 * (step > 4)}
         line |= {"rho_distilled": 30, "rho_reversed": 10, "rho_ignored": 160 if step > 2 else 60}
         metrics.append(line | {"completion_tokens": 20.0 * step})
     write_rows(run / "metrics.jsonl", metrics)
-    for name, avg in {"Qwen--Qwen3-1.7B": 0.4, "step_000003": 0.6, "step_000006": 0.8}.items():
-        evaluated(run / "eval" / name, avg)
+    for name, count in {"Qwen--Qwen3-1.7B": 4, "step_000003": 6, "step_000006": 8}.items():
+        write_evaluation(run / "eval" / name, k=10, test=[count] * 20)
     bank = skills.SkillBank.load(run / "bank/step_000000.json")
     bank.general_skills.append({**bank.general_skills[0], "skill_id": "dyn_gen_0"})
     bank.save(run / "bank/step_000003.json")
@@ -212,14 +180,14 @@ def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tm
         "tokens of a solution": ["30", "110"],
         "skills in the bank": ["1", "2"],
         "mistakes in the bank": ["1", "1"],
-        "avg@10 on test": ["step 0: 40.0% (38.0% to 42.0%)", "step 6: 80.0% (78.0% to 82.0%)"],
-        "gain": ["", "+40.0 points (no interval)"],  # of equal gaps there is no interval
+        "avg@10 on test": ["step 0: 40.0% (none)", "step 6: 80.0% (none)"],
+        "gain": ["", "+40.0 points (no interval)"],  # the gaps are equal
     }
 
 
 def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, capsys, monkeypatch):
     """The page of two runs lies in neither. One of no steps says where its bank is."""
-    run = write_run(tmp_path / "a", steps=(1, 2))
+    run, alone = write_run(tmp_path / "a", steps=(1, 2)), write_run(tmp_path / "b", steps=())
     for name in ("rollouts", "metrics"):  # torn by the moment
         with open(run / f"{name}.jsonl", "a") as f:
             f.write('{"step": 3, "probl')
@@ -227,10 +195,9 @@ def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, capsys,
     assert report.collect(run)["metrics"]["step"] == [1, 2]
     for wrong, why in ((tmp_path, "config.json"), (tmp_path / "nowhere", "no such folder")):
         refused(capsys, report.main, [wrong], str(wrong), why)
-    bank_alone = write_run(tmp_path / "b", steps=(), length=0)
     monkeypatch.chdir(tmp_path)
-    completes(report.main, [run, bank_alone])
-    assert str(bank_alone / "bank/bank.json") in capsys.readouterr().out
+    completes(report.main, [run, alone])
+    assert str(alone / "bank/bank.json") in capsys.readouterr().out
     assert [path.parent for path in tmp_path.rglob("report.html")] == [tmp_path]
 
 
@@ -239,29 +206,22 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
     models, other runs' checkpoints and, where two files have one stem, other problems."""
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B")
     home = run / "eval"
-    evaluated(home / "Qwen--Qwen3-1.7B", 0.5)
-    evaluated(home / "step_000025", 0.6)
-    evaluated(home / "step_000025", 0.4, name="mine", digest="other problems")
-    evaluated(home / "step_000050", 0.7)
-    evaluated(home / "step_000050", 0.3, name="mine")
-    evaluated(home / "step_000050--skills", 0.8, skills="a bank")
-    evaluated(home / "other--step_000075", 0.9)
-    evaluated(home / "other--Qwen3-1.7B", 0.2, **{"the base's files": "another"})
-    evaluated(home / "AN_ADAPTER", 0.1)
+    for name, counts, settings in (
+        ("Qwen--Qwen3-1.7B", {"test": [5]}, {}),
+        ("step_000025", {"test": [6]}, {}),
+        ("step_000050", {"test": [7], "mine": [3]}, {}),
+        ("step_000050--skills", {"test": [8]}, {"skills": "a bank"}),
+        ("other--step_000075", {"test": [9]}, {"the policy's files": "another"}),
+        ("other--Qwen3-1.7B", {"test": [2]}, WHOLE),
+        ("AN_ADAPTER", {"test": [1]}, {"the policy's files": "another"}),
+    ):
+        write_evaluation(home / name, settings, k=10, **counts)
+    write_evaluation(home / "step_000010", digest="other problems", k=10, mine=[4])
     curves = {}
     for point in report.collect(run)["evals"]:
         curves.setdefault(point["set"], []).append((point["step"], point["avg"]))
     of_test = [(0, 0.5), (25, 0.6), (50, 0.7)]
     assert curves == {"test": of_test, "test + skills": [(50, 0.8)], "mine": [(50, 0.3)]}
-
-
-def test_checkpoints_with_all_weights_are_their_own_bases(tmp_path):
-    run = write_run(tmp_path / "trl")
-    evaluated(run / "eval/Qwen--Qwen3-1.7B", 0.5)
-    for name, avg in (("step_000005", 0.6), ("step_000010", 0.7)):
-        evaluated(run / "eval" / name, avg, **{"the base's files": name})
-    points = report.collect(run)["evals"]
-    assert [(x["step"], x["avg"]) for x in points] == [(0, 0.5), (5, 0.6), (10, 0.7)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,35 +241,25 @@ LOGGED = {  # what it logs of its teachers, and what the page has of each
 
 
 @pytest.mark.parametrize("names, shown", LOGGED.values(), ids=LOGGED)
-def test_a_method_of_ones_own_is_logged_and_shown_as_it_is(
-    names, shown, world_dir, tmp_path, capsys
-):
+def test_a_method_of_ones_own_is_shown_as_it_is(names, shown, world_dir, tmp_path, capsys):
     def losses(run, step, x, rolls_G, pairs_K):
         for roll in rolls_G:
-            numbers, tokens, loss = {}, {}, torch.zeros(())
+            numbers, tokens = {}, {}
             if roll.r < 0:
-                contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem)
-                logpT_KT = scoring.score_teachers(run.lm, contexts_K, roll.completion_ids)
-                logpS_T = scoring.score_student(run.lm, roll.prompt_ids, roll.completion_ids)
-                delta_KT = sgsd.log_prob_gap(logpT_KT, logpS_T)
-                loss, tokens = (delta_KT**2).mean(), {"delta": delta_KT.detach()}
-                a_K = sgsd.plain_support(delta_KT)
-                numbers = {"a": a_K, "rho": torch.sign(a_K).int()}
-                numbers = {name: x for name, x in numbers.items() if name in names}
-                numbers["spread"] = delta_KT.detach().std()
-            yield loss, numbers, tokens
+                delta_KT = torch.linspace(-5, 4, 3 * len(roll.completion_ids)).view(3, -1)
+                numbers = {"a": delta_KT.mean(1), "rho": torch.tensor([-1, 0, 1])}
+                numbers = {name: numbers[name] for name in names} | {"spread": delta_KT.std()}
+                tokens = {"delta": delta_KT}
+            yield torch.zeros(()), numbers, tokens
 
     out, step_fn = tmp_path / "run", groups.make_step(losses)
     driver.train(world_dir, out, step_fn, OnFailures, steps=2, audit_every=1, evolve_every=0)
-    printed = capsys.readouterr().out
-    scored = [row for row in rows(out / "rollouts.jsonl") if row["r"] < 0]
-    m, *_ = rows(out / "metrics.jsonl")
-    gaps = 3 * sum(len(row["completion_ids"]) for row in scored if row["step"] == 1)
-    clipped = sum(row["clipped"] for row in scored if row["step"] == 1)
-    assert m["clip_share"] == pytest.approx(clipped / gaps) and m["mask_share"] == 1
-    spreads = [row["spread"] for row in scored if row["step"] == 1]
-    assert m["no_teachers"] == 4 - len(spreads) and 0 < len(spreads) < 4
-    assert m["spread"] == pytest.approx(sum(spreads) / len(spreads))
+    printed, (m, _) = capsys.readouterr().out, rows(out / "metrics.jsonl")
+    scored = [row for row in rows(out / "rollouts.jsonl") if row["r"] < 0 and row["step"] == 1]
+    gaps = 3 * sum(len(row["completion_ids"]) for row in scored)
+    assert m["clip_share"] == pytest.approx(sum(row["clipped"] for row in scored) / gaps) != 0
+    assert m["mask_share"] == 1 and m["no_teachers"] == 4 - len(scored) and 0 < len(scored) < 4
+    assert m["spread"] == pytest.approx(sum(row["spread"] for row in scored) / len(scored))
     assert f"clip {m['clip_share']:.1%}" in printed and ("rho" in printed) == ("rho" in names)
     completes(report.main, [out])
     _, (data,) = page([out], tmp_path / "r.html")
@@ -351,9 +301,9 @@ document.body.firstChild.textContent = JSON.stringify(seen);
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no Chromium here")
-def test_every_view_is_filled_without_an_error_and_text_is_text(out, tmp_path):
+def test_every_view_is_filled_without_an_error_and_text_is_text(uninterrupted, tmp_path):
     """Of a run, and of one whose texts are a script, by Chromium without a window."""
-    text, data = page([out, write_run(tmp_path / "run", SCRIPT)], tmp_path / "r.html")
+    text, data = page([uninterrupted, write_run(tmp_path / "run", SCRIPT)], tmp_path / "r.html")
     (tmp_path / "probe.html").write_text(text.replace("</body>", PROBE))
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += ["--virtual-time-budget=10000", f"--user-data-dir={tmp_path / 'profile'}"]

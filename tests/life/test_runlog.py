@@ -1,4 +1,4 @@
-"""A run's records: rows, supports, the log line, warnings, trackers."""
+"""A run's records: rows, supports, what a line tells, warnings, trackers."""
 
 import collections
 import sys
@@ -56,92 +56,63 @@ def test_a_row_counts_unmasked_tokens_and_clipped_gaps_and_has_each_tokens_text(
     assert tokens["delta"] == delta_KT.tolist()
 
 
-def test_teachers_are_counted_by_fate_and_by_outcome():
-    records = [row(1, [0.0] * 4, [1, 1, -1, 0]), row(-1, [0.0] * 2, [-1, 0], truncated=True)]
-    m = summary([*records, row(-1, [], [], pred=None)])
-    counts = {"distilled": (2, 2, 0, 0), "reversed": (2, 1, 1, 1), "ignored": (2, 1, 1, 1)}
+def test_a_steps_numbers_by_hand():
+    """Of two successes and two failures. The gaps are 6 x 2 + 2 x 1 + 1 x 2 = 16, 7 of them
+    clipped; the first ones are the supports."""
+    one = row(1, [0.1, 0.3], [1, 0], completion_ids=[1] * 7, unmasked=6, clipped=6, loss=0.5)
+    other = row(1, [-0.2], [-1], completion_ids=[1] * 3, unmasked=2, clipped=1, loss=-0.25)
+    cut, bare = row(-1, [0.4, -0.2], [-1, 0], truncated=True), row(-1, [], [], pred=None)
+    m = summary([one, other, cut, bare])
+    counts = {"distilled": (1, 1, 0, 0), "reversed": (2, 1, 1, 1), "ignored": (2, 1, 1, 1)}
     for fate, by_case in counts.items():
         for case, n in zip(("", "_success", "_failure", "_truncated"), by_case):
             assert m[f"rho_{fate}{case}"] == n, (fate, case)
-    assert m["no_teachers"] == 1
-    for name in ("success", "truncated", "no_answer"):
-        assert m[name] == pytest.approx(1 / 3), name
-
-
-def test_shares_of_gaps_and_tokens_are_over_all_rollouts_of_the_step():
-    """8 unmasked of 10 tokens; 6 x 2 + 2 x 1 = 14 gaps, 7 of them clipped; first gaps .1 .3 .2."""
-    one = row(1, [0.1, 0.3], [0, 0], completion_ids=[1] * 7, unmasked=6, clipped=6, loss=0.5)
-    other = row(-1, [0.2], [0], completion_ids=[1] * 3, unmasked=2, clipped=1, loss=-0.25)
-    m = summary([one, other])
-    assert (m["mask_share"], m["clip_share"], m["completion_tokens"]) == (0.8, 0.5, 5)
-    assert m["first_gap"] == pytest.approx(0.2) and m["loss"] == 0.125
-    assert [m[f"abs_a_p{p}"] for p in (10, 50, 90)] == pytest.approx([0.12, 0.2, 0.28])
+    wanted = {"success": 1 / 2, "truncated": 1 / 4, "no_answer": 1 / 4, "no_teachers": 1}
+    wanted |= {"mask_share": 10 / 12, "clip_share": 7 / 16, "completion_tokens": 12 / 4}
+    wanted |= {"first_gap": 0.4 / 5, "loss": 0.25 / 4}
+    wanted |= {"abs_a_p10": 0.14, "abs_a_p50": 0.2, "abs_a_p90": 0.36}
+    wanted |= {"a_mean_success": 0.2 / 3, "a_positive_success": 2 / 3}
+    wanted |= {"a_mean_failure": 0.1, "a_positive_failure": 0.5}
+    assert {name: m[name] for name in wanted} == pytest.approx(wanted)
+    assert not {"a_mean_failure", "a_positive_failure"} & {*summary([one])}  # 0 would mislead
     m = summary([row(-1, [0.0], [0], unmasked=0)])  # no reasoning token
     assert (m["mask_share"], m["clip_share"]) == (0, 0)
 
 
-def test_supports_are_logged_with_their_sign_by_outcome():
-    """(-.2 + .1 - .3) / 3 = -.1333 and one of three on successes; (.4 - .2) / 2 on failures."""
-    successes = [row(1, [-0.2, 0.1], [-1, 1]), row(1, [-0.3], [-1])]
-    m = summary([*successes, row(-1, [0.4, -0.2], [-1, 1])])
-    assert m["a_mean_success"] == pytest.approx(-0.4 / 3)
-    assert m["a_positive_success"] == pytest.approx(1 / 3)
-    assert m["a_mean_failure"] == pytest.approx(0.1)
-    assert m["a_positive_failure"] == 0.5
-    assert not {"a_mean_failure", "a_positive_failure"} & {*summary(successes)}  # 0 would mislead
+def test_a_log_line_tells_of_cut_solutions_and_of_late_answers_and_a_method_of_no_teachers():
+    line = summary([row(1, [0.1], [1])]) | {"step": 2}
+    shown = runlog.log_line(line, 200)
+    assert "rho +1/-0/0:0" in shown and "--" not in shown
+    assert "--max-new-tokens" in runlog.log_line(line | {"truncated": 0.75}, 200)
+    assert "4 answers so far took longer than --verify" in runlog.log_line(line, 200, late=4)
+    assert "distilled" in runlog.log_line(line | {"step": 1}, 200)  # a legend, once
+    assert "rho" not in runlog.log_line(summary([row(1, [], [])]) | {"step": 1}, 200)  # as GRPO's
 
 
-def test_a_log_line_has_a_fixed_order_and_warns_of_cut_solutions():
-    metrics = {"step": 25, "loss": -0.00312, "success": 0.62, "truncated": 0.5, "clip_share": 0.021}
-    metrics |= {"rho_distilled": 41, "rho_reversed": 18, "rho_ignored": 5, "mask_share": 0.94}
-    metrics |= {"seconds.gen": 21.4, "seconds.score": 9.96, "seconds.bwd": 0.04}
-    metrics |= {"grad_norm": 0.0801, "memory_gb": 61.25}
-    line = (
-        "step 25/200 loss -0.0031 r+ .62 rho +41/-18/0:5 clip 2.1% mask .94 gnorm 0.08 "
-        "| gen 21s score 10.0s bwd 0.0s | 61.2GB"
-    )
-    assert runlog.log_line(metrics, 200) == line
-    assert "--max-new-tokens" in runlog.log_line(metrics | {"truncated": 0.75}, 200)
-    assert "4 answers so far took longer than --verify" in runlog.log_line(metrics, 200, late=4)
-    none = dict.fromkeys(("rho_distilled", "rho_reversed", "rho_ignored"), 0)
-    assert "rho" not in runlog.log_line(metrics | none, 200)  # as GRPO's
-    assert "distilled" in runlog.log_line(metrics | {"step": 1}, 200)  # a legend, once
+USUAL = {"truncated": 0.0, "no_answer": 0.0, "abs_a_p50": 0.02, "rho_distilled": 1}
+USUAL |= {"success": 0.0, "rho_reversed": 0, "rho_ignored": 3}
+NONE_DECIDED = {"success": 0.5, "rho_distilled": 0, "rho_ignored": 4}
+SAID = [  # numbers of each step, and words of the line after the fifth, if there is one
+    ({"truncated": 1.0, "no_answer": 1.0}, "--max-new-tokens"),
+    ({"truncated": 0.5, "no_answer": 1.0}, "--verifier"),
+    ({"truncated": 0.5, "no_answer": 0.9}, "--answer-field"),
+    (NONE_DECIDED, "0.02 nats, and --eps-a is 0.05"),
+    (NONE_DECIDED | {"rho_reversed": 1}, ""),
+    (NONE_DECIDED | {"rho_ignored": 0}, ""),  # a method without teachers
+]
 
 
-def said(*successes, **shares):
-    """The lines after each of these steps. shares: other numbers of each of them."""
-    usual = {"truncated": 0.0, "no_answer": 0.0, "abs_a_p50": 0.02}
-    usual |= {"rho_distilled": 1, "rho_reversed": 0, "rho_ignored": 3, **shares}
+@pytest.mark.parametrize("numbers, words", SAID)
+def test_after_five_steps_that_learn_nothing_one_line_names_the_flag(numbers, words):
+    """No right solution, or no decided teacher. It is said once."""
     steps, lines = [], []
-    for step, success in enumerate(successes, 1):
-        steps.append({"step": step, "success": success, **usual})
+    for step in range(1, 21):
+        steps.append({"step": step, **USUAL, **numbers})
         lines.append(runlog.warnings_after(steps, 0.05))
-    return lines
-
-
-@pytest.mark.parametrize(
-    "shares, flag",
-    [
-        ({"truncated": 1.0, "no_answer": 1.0}, "--max-new-tokens"),
-        ({"truncated": 0.5, "no_answer": 1.0}, "--verifier"),
-        ({"truncated": 0.5, "no_answer": 0.9}, "--answer-field"),
-    ],
-)
-def test_five_steps_without_a_right_solution_name_the_flag_once(shares, flag):
-    lines = said(*[0.0] * 40, **shares)
-    assert [len(x) for x in lines] == [0, 0, 0, 0, 1] + [0] * 35
-    assert flag in lines[4][0]
-    assert not any(said(0.0, 0.0, 0.0, 0.0, 0.01, **shares))
-
-
-def test_five_steps_without_a_decided_teacher_name_the_supports_beside_the_threshold():
-    """Of a method without teachers nothing is said, nor where one was decided."""
-    ignored = {"rho_distilled": 0, "rho_ignored": 4}
-    lines = said(*[0.5] * 10, **ignored)
-    assert [len(x) for x in lines] == [0, 0, 0, 0, 1] + [0] * 5
-    assert "0.02 nats" in lines[4][0] and "--eps-a is 0.05" in lines[4][0]
-    for other in ({"rho_reversed": 1}, {"rho_ignored": 0}):
-        assert not any(said(*[0.5] * 10, **ignored | other))
+    assert [len(x) for x in lines] == [0, 0, 0, 0, int(bool(words))] + [0] * 15
+    assert not words or words in lines[4][0]
+    fifth = steps[4] | {"success": 0.01, "rho_distilled": 1}
+    assert not runlog.warnings_after([*steps[:4], fifth], 0.05)
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])

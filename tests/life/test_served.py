@@ -26,12 +26,6 @@ def jobs(count=6, limit=30):
 PLAIN = Sampling(1.0, 1.0, 0)
 
 
-@pytest.fixture
-def engine():
-    with serving() as engine:
-        yield engine
-
-
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
     monkeypatch.setattr(served, "PAUSE_S", 0.001)
@@ -89,6 +83,11 @@ def test_the_key_in_the_environment_is_sent_and_never_shown(engine, monkeypatch)
     assert "secret" not in one_line(server.check, "HTTP 401", "no such key", kind=OSError)
     monkeypatch.setenv("OPENAI_API_KEY", "sec\nret")
     assert "sec" not in one_line(lambda: a_server(engine), "OPENAI_API_KEY")
+
+
+def test_an_address_without_http_is_refused():
+    call = lambda: served.Server("localhost:8000/v1", "base", STOPS)  # noqa: E731
+    one_line(call, "server localhost:8000/v1: ", "http://localhost:8000/v1")
 
 
 BASES = [  # a model, how a server lists it beside "base", and what owns it

@@ -76,6 +76,13 @@ def test_the_answer_is_in_the_last_box_behind_all_thinking(text, verifier):
     assert verifier.outcome("5", text) == (1 if answer == "5" else -1)
 
 
+def verdicts(verifier, kind, right, every=1):
+    """How many known pairs of a kind there are, and those whose verdict is wrong."""
+    pairs = [x for x in PAIRS if (x["kind"], x["right"]) == (kind, right)][::every]
+    cases = [(x["reference"], x["answer"], x.get("problem", "")) for x in pairs]
+    return len(cases), mistakes(verifier, cases, right)
+
+
 KNOWN = [  # kind, right or wrong, the most mistakes among every fifth of them, among all
     ("exploitable", False, 0, 0),
     ("ordinary", True, 2, 18),
@@ -86,77 +93,26 @@ KNOWN = [  # kind, right or wrong, the most mistakes among every fifth of them, 
 @pytest.mark.parametrize("kind, right, of_some, of_all", KNOWN)
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])
 def test_known_pairs_get_their_verdict_but_for_a_few(kind, right, of_some, of_all, every, verifier):
-    rows = [x for x in PAIRS if (x["kind"], x["right"]) == (kind, right)][::every]
-    cases = [(x["reference"], x["answer"], x.get("problem", "")) for x in rows]
-    wrong = mistakes(verifier, cases, right)
-    assert len(cases) > 8 and len(wrong) <= (of_all if every == 1 else of_some), wrong
+    count, wrong = verdicts(verifier, kind, right, every)
+    assert count > 8 and len(wrong) <= (of_all if every == 1 else of_some), wrong
 
 
-BY_HAND = [  # reference, right answers, wrong ones
-    ("5", r"5   5.0   05   x=5   +5", "4   None   $   $$"),
-    (r"\undefined{", r"\undefined{", "1"),
-    # math-verify rounds both to 0, or nearly
-    (r"\frac{1}{2004!}", r"\frac{1}{2004 \cdot 2003!}", r"\frac{1}{2006!}"),
-    (r"2^{-40}", r"\frac{1}{1099511627776}", r"2^{-41}   0"),
-    ("0", r"0.0", r"10^{-9}   0\cdot oo   oo-oo"),
-    (r"\{2^{-40}\}", r"2^{-40}", "1"),  # a set
-    ("z" * 3000, "z" * 3000, "z" * 2999),
-]
+@pytest.mark.parametrize("kind", ["by hand", "copied"])
+def test_pairs_by_hand_and_copied_answers_get_their_verdict(kind, verifier):
+    """A copy is right only as the reference's text, a plain number or a word."""
+    for right in (True, False):
+        count, wrong = verdicts(verifier, kind, right)
+        assert count > 8 and wrong == []
+    assert verifier.verify("z" * 3000, "z" * 3000) and not verifier.verify("z" * 3000, "z" * 2999)
 
 
-@pytest.mark.parametrize("gold, right, wrong", BY_HAND)
-def test_answers_by_hand(gold, right, wrong, verifier):
-    assert mistakes(verifier, [(gold, pred) for pred in words(right)], True) == []
-    assert (
-        mistakes(verifier, [(gold, pred) for pred in [*words(wrong), None, "", "  "]], False) == []
-    )
-
-
-DATA = ["aime24", "aime25", "hmmt25", "amc23", "gsm8k_test", "svamp"]
-for name in ("math500", "gsm8k_train", "math_train", "dapo_math_en"):
-    DATA.append(pytest.param(name, marks=pytest.mark.long))
-
-
-@pytest.mark.parametrize("name", DATA)
-def test_every_reference_equals_itself_in_another_spelling(verifier, name):
-    path = ROOT.parent / "shared" / "data" / f"{name}.jsonl"
-    if not path.exists():
-        pytest.skip("the data sets are not beside this project")
+def test_every_reference_equals_itself_in_another_spelling(verifier):
+    """A hundred references of all kinds."""
     cases = []
-    for gold in sorted({str(json.loads(line)["answer"]) for line in path.open()}):
+    for gold in [json.loads(line)["answer"] for line in open(ROOT / "tests/data/references.jsonl")]:
         respelled = gold.replace(r"\frac", r"\dfrac").replace("(", " (")
         cases += [(gold, gold), (gold, gold if "text" in gold else f"${respelled}$")]
     assert mistakes(verifier, cases, True) == []
-
-
-COPIES = [  # problem, reference, answers that count, answers that are copied
-    (
-        r"Compute $\sqrt{36+64}-\sqrt{25-16}.$",
-        "7",
-        r"7   10-3   \sqrt{49}   \sqrt{100}-\sqrt{9}",
-        r"\sqrt{36+64}-\sqrt{25-16}   \sqrt{36 + 64} - \sqrt{25 - 16}   $\sqrt{36+64}-\sqrt{25-16}$"
-        r"   \sqrt{36+64}-\sqrt{25-16}\text{ units}   \displaystyle \sqrt{36+64}-\sqrt{25-16}"
-        r"   x=(\sqrt{36+64}-\sqrt{25-16})   \left(\sqrt{36+64}-\sqrt{25-16}\right)",
-    ),
-    ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)", "(b+2)(a+5)   ab+2a+5b+10", "ab+5b+2a+10"),
-    ("Get $\\frac{84}{144}$.", r"\frac{7}{12}", "7/12", r"\dfrac{84}{144}   \frac{84}{144}"),
-    # as the reference's text, with a name or without
-    ("If $\\lceil x\\rceil-1=0$, what is it?", "0", "0   x=0", r"\lceil x\rceil-1=0"),
-    ("Is it (A) $y=2x+3$ or (B) $y=3x$?", "y = 2x + 3", "y=2x+3   2x+3   y = 3+2x", ""),
-    ("Is it (A) $\\frac12$ or (B) $\\frac{1}{3}$?", r"\frac{1}{2}", r"\frac12   \dfrac{1}{2}", ""),
-    # plain numbers, names, letters and words
-    ("At $x=5$ he eats 5 apples of -2.", "5", r"5   x=5   = 5   5 apples   5\text{ apples}", ""),
-    ("Is 50\\% of 1,234 more than -5?", "0.5", r"50\%   \frac12", ""),
-    ("Choose. (A) two lines (B) a circle", r"\text{(A)}", "A   (A)", ""),
-]
-
-
-@pytest.mark.parametrize("problem, gold, counted, copies", COPIES)
-def test_a_copied_answer_is_right_only_as_the_reference(problem, gold, counted, copies, verifier):
-    assert mistakes(verifier, [(gold, pred, problem) for pred in words(counted)], True) == []
-    for pred in filter(None, words(copies)):
-        assert not verifier.verify(gold, pred, problem), pred
-    assert verifier.outcome(gold, rf"so \boxed{{{gold}}}", problem) == 1
 
 
 def asked(problem, answer, **extra):
@@ -168,9 +124,6 @@ def test_a_copied_formula_is_shown_as_the_answer_and_is_wrong(verifier):
     cases = [(copied, r"\boxed{2+3}"), (other, r"\boxed{2+3}"), (copied, "5")]
     assert verifier.judge(cases) == [("2+3", False), ("2+3", True), (None, False)]
     assert verifier.same(r"\frac{1}{2}", "0.5") and not verifier.same("1", "2")
-
-
-# Not finite, a problem, nothing, everything, relations that always hold, guesses, programs, signs.
 
 
 HOSTILE = r"""

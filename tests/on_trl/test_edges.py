@@ -1,6 +1,8 @@
 """What TRL would pass over, and what a command is refused for."""
 
-import dataclasses
+import functools
+import itertools
+import os
 import re
 import shutil
 import sys
@@ -11,7 +13,6 @@ import pytest
 import torch
 import trl_worlds
 from safetensors.torch import load_file, save_file
-from transformers.models.qwen3_5 import modeling_qwen3_5
 from trl_worlds import PLAIN, completions, policy, rollouts_of, settings, trainer
 
 import sgsd
@@ -63,39 +64,52 @@ def overflowing(steps):
     return of_rollout
 
 
-def test_a_step_whose_gradient_is_not_finite_leaves_the_weights_as_they_are(
-    world_dir, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(on_trl.SGSDTrainer, "advantage", overflowing([2]))
-    run = tmp_path / "run"
-    driver.completes(on_trl.main, trl_worlds.small_flags(world_dir, run, steps=3, evolve_every=0))
-    checkpoints = files.by_step(run / "checkpoints").values()
-    first, second, third = (load_file(x / "adapter_model.safetensors") for x in checkpoints)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not all(torch.equal(second[name], third[name]) for name in first)
-    assert all(x.isfinite().all() for x in third.values())
-    moments = torch.load([*checkpoints][-1] / "optimizer.pt", weights_only=True)["state"].values()
-    assert moments and all(int(x["step"]) == 2 for x in moments)
-    assert [row["skipped"] for row in driver.rows(run / "metrics.jsonl")] == [0, 1, 0]
-
-
-def test_three_such_steps_in_a_row_end_the_command_in_one_line(
-    world_dir, tmp_path, monkeypatch, capsys
-):
-    """S34: the two before are not in a row. The third is saved, and the same command goes on."""
-    run, changes = tmp_path / "run", {"steps": 8, "checkpoint_every": 5, "evolve_every": 0}
+def test_a_bad_step_moves_no_weight_and_a_third_ends_it(world_dir, tmp_path, monkeypatch, capsys):
+    """S34: the two before are not in a row. The same command goes on."""
+    run, changes = tmp_path / "run", {"steps": 8, "checkpoint_every": 1, "evolve_every": 0}
     argv = trl_worlds.small_flags(world_dir, run, **changes)
     with monkeypatch.context() as patch:
-        patch.setattr(on_trl.SGSDTrainer, "advantage", overflowing([1, 2, 4, 5, 6]))
+        patch.setattr(on_trl.SGSDTrainer, "advantage", overflowing([2, 3, 5, 6, 7]))
         driver.refused(capsys, on_trl.main, argv, "last 3 steps", "--learning-rate")
-    assert [*files.by_step(run / "checkpoints")] == [5, 6]
     driver.completes(on_trl.main, argv)
-    assert len(driver.rows(run / "metrics.jsonl")) == 8
+    checkpoints = [*files.by_step(run / "checkpoints").values()]
+    weights = [(path / "adapter_model.safetensors").read_bytes() for path in checkpoints]
+    assert [a == b for a, b in itertools.pairwise(weights)] == [1, 1, 0, 1, 1, 1, 0]
+    assert [row["skipped"] for row in driver.rows(run / "metrics.jsonl")] == [
+        0,
+        1,
+        1,
+        0,
+        1,
+        1,
+        1,
+        0,
+    ]
+    moments = torch.load(checkpoints[-1] / "optimizer.pt", weights_only=True)["state"].values()
+    assert moments and all(int(x["step"]) == 3 for x in moments)
+
+
+def sharded_infinite(folder):
+    """A step of all weights in shards, in which one process has an infinite gradient."""
+
+    class Overflowing(on_trl.SGSDTrainer):
+        def _clip_grad_norm(self, model):
+            p = next(p for p in model.parameters() if p.grad.to_local().numel())
+            if self.accelerator.process_index == 1:
+                p.grad.to_local().fill_(float("inf"))
+            return super()._clip_grad_norm(model)
+
+    on_trl.SGSDTrainer = Overflowing
+    of_trl = trainer(settings(folder), policy(lora=False), completions(6), words=())
+    of_trl.train()
+    assert of_trl.run.metrics[-1]["skipped"] == 1
+    for p, start in zip(of_trl.model.parameters(), policy(lora=False).parameters()):
+        assert torch.equal(p.full_tensor(), start)
 
 
 def test_an_infinite_gradient_on_one_process_leaves_out_the_step_on_both(tmp_path):
     """Clipped by an infinite norm, the other process's shards would be finite zeros."""
-    trl_worlds.torchrun("sharded_infinite", tmp_path / "run")
+    trl_worlds.torchrun("test_edges:sharded_infinite", tmp_path / "run")
 
 
 # ------------------------------------------------------------------- refused, before a step
@@ -113,33 +127,25 @@ def refused(world_dir, tmp_path, capsys):
     return call
 
 
-@pytest.mark.parametrize(
-    "changes, words, said",
-    [
-        ({"bank": ""}, "", "--bank sgsd.py"),
-        ({"steps": 0}, "", "--steps"),
-        ({"batch_size": 1}, "", "--batch-size"),
-        ({"num_teachers": 99}, "", "--num-teachers 99"),
-        ({"max_prompt_tokens": 200}, "", "--max-prompt-tokens gen_ err_"),
-        ({"cold_start": 8}, "", "--cold-start"),
-        ({"full": True, "adapter": "x"}, "", "--adapter --model"),
-        ({"full": True, "dtype": "bfloat16"}, "", "--dtype float32"),
-        ({"dtype": "bfloat16"}, "--use_vllm", "--dtype float32"),
-        ({}, "--fp16 True", "--fp16"),
-        ({}, "--learning-rate 1", "--learning-rate"),
-        ({}, "--num_iterations=2", "--num_iterations"),
-        ({}, "--optim sgd", "--optim"),
-        ({}, '--model_init_kwargs {"dtype":"bfloat16"}', "--model_init_kwargs"),
-        ({}, "--vllm_importance_sampling_correction", "--vllm_importance"),
-        ({}, "--vllm_structured_outputs_regex a", "--vllm_structured"),
-        ({}, "--vllm_st a", "--vllm_st"),  # an abbreviation
-        ({}, "--use_transformers_continuous_batching", "continuous_batching"),
-        ({}, "--deepspeed ds.json", "--deepspeed"),
-        ({}, "--resume_from_checkpoint x", "--resume_from_checkpoint"),
-        ({}, "--dataloader_num_workers many", "many"),
-        ({}, "stray", "stray"),
-    ],
-)
+REFUSED = [  # settings, TRL's words, and words of the line
+    ({"bank": ""}, "", "--bank sgsd.py"),
+    ({"steps": 0}, "", "--steps"),
+    ({"batch_size": 1}, "", "--batch-size"),
+    ({"cold_start": 8}, "", "--cold-start"),
+    ({"full": True, "adapter": "x"}, "", "--adapter --model"),
+    ({"full": True, "dtype": "bfloat16"}, "", "--dtype float32"),
+    ({"dtype": "bfloat16"}, "--use_vllm", "--dtype float32"),
+    ({}, "--learning-rate 1", "--learning-rate"),
+    ({}, "--num_iterations=2", "--num_iterations"),
+    ({}, "--vllm_importance_sampling_correction", "--vllm_importance"),
+    ({}, "--vllm_structured_outputs_regex a", "--vllm_structured"),
+    ({}, "--vllm_st a", "--vllm_st"),  # an abbreviation
+    ({}, "--dataloader_num_workers many", "many"),
+    ({}, "stray", "stray"),
+]
+
+
+@pytest.mark.parametrize("changes, words, said", REFUSED)
 def test_what_would_train_otherwise_or_fail_later_is_refused(refused, changes, words, said):
     refused(said, words.split(), **changes)
 
@@ -149,46 +155,32 @@ def test_deepspeed_is_refused(refused, monkeypatch):
     refused("DeepSpeed fsdp2.yaml")
 
 
-@pytest.mark.parametrize(
-    "kind, weight, said",
-    [
-        ("qwen3", [], "model.norm.weight"),  # it lacks
-        ("qwen3", [torch.full((32,), float("nan"))], "model.norm.weight finite"),
-        ("gpt2", None, "left padding"),
-        ("gpt_bigcode", None, "left padding"),
-        ("qwen2_moe", None, "experts --full"),
-    ],
-)
-def test_a_model_that_would_learn_wrongly_is_refused(refused, tmp_path, kind, weight, said):
-    folder, file = tmp_path / "lm", tmp_path / "lm/model.safetensors"
-    conftest.make_model(kind).save_pretrained(folder)
-    conftest.make_tokenizer().save_pretrained(folder)
-    if weight is not None:
-        tensors = load_file(file)
-        del tensors["model.norm.weight"]
-        tensors |= dict(zip(["model.norm.weight"], weight))
-        save_file(tensors, file, metadata={"format": "pt"})
+MODELS = [  # a kind of model, what becomes of its last norm, and words of the line
+    ("qwen3", lambda x: {}, "model.norm.weight"),
+    ("qwen3", lambda x: {"model.norm.weight": x * torch.nan}, "model.norm.weight finite"),
+    ("gpt2", None, "left padding"),
+    ("qwen2_moe", None, "experts --full"),
+]
+
+
+@pytest.mark.parametrize("kind, change, said", MODELS)
+def test_a_model_that_would_learn_wrongly_is_refused(refused, tmp_path, kind, change, said):
+    folder = conftest.save_model(tmp_path / "lm", kind)
+    if change:
+        tensors = load_file(folder / "model.safetensors")
+        tensors |= change(tensors.pop("model.norm.weight"))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     refused(said, model=folder)
 
 
-def test_a_model_whose_states_take_in_padding_is_refused(tmp_path, monkeypatch):
-    trainer(settings(tmp_path), conftest.make_model("qwen3_5_text"), completions(6))
-    monkeypatch.setattr(modeling_qwen3_5, "apply_mask_to_padding_states", lambda x, _: x)
-    lm = conftest.make_model("qwen3_5_text")
-    conftest.one_line(lambda: trainer(settings(tmp_path), lm, completions(6)), "left padding")
-
-
-def test_kernels_of_a_gpu_are_not_tried_before_shards_are_on_it(tmp_path, monkeypatch):
-    of_trl = trainer(settings(tmp_path), conftest.make_model(), completions(6))
-    monkeypatch.setattr(lib_model, "refuse_not_finite", None)
-    of_trl.run.cfg = dataclasses.replace(of_trl.run.cfg, attn="flash_attention_2")
-    of_trl.refuse_what_fails_later()
+def sharded_in_parts(folder):
+    os.environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"
+    make = functools.partial(trainer, settings(folder), policy(lora=False), completions(6))
+    conftest.one_line(make, "FULL_STATE_DICT")
 
 
 def test_shards_whose_weights_would_not_be_saved_are_refused(tmp_path):
-    output = trl_worlds.torchrun("sharded_in_parts", tmp_path / "run")
-    lines = [line for line in output.split("\n") if line.startswith("refused: ")]
-    assert len(lines) == 2 and all("FULL_STATE_DICT" in line for line in lines)
+    trl_worlds.torchrun("test_edges:sharded_in_parts", tmp_path / "run")
 
 
 def test_one_process_that_sees_several_gpus_is_refused(tmp_path, monkeypatch):
@@ -201,31 +193,20 @@ def test_one_process_that_sees_several_gpus_is_refused(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------- folders
 
 
-@pytest.mark.parametrize("name", ["any", "own", "runs"])
-def test_a_folder_that_is_no_run_on_trl_is_refused_and_stays_as_it_is(
-    world_dir, tmp_path, uninterrupted, capsys, name
-):
-    """Files of anyone's, a run of sgsd.py, and the folder in which such a run is named sgsd."""
-    place = {"own": tmp_path / "own", "runs": tmp_path / "runs/sgsd"}.get(name)
-    if place:
-        shutil.copytree(uninterrupted, place)
-    else:
-        files.write_json(tmp_path / "any/notes.json", "mine")
-    before = driver.contents(tmp_path / name)
-    argv = trl_worlds.small_flags(world_dir, tmp_path / name)
-    driver.refused(capsys, on_trl.main, argv, "--out", str(tmp_path / name))
-    assert driver.contents(tmp_path / name) == before
-
-
-def test_a_run_on_trl_is_refused_by_sgsd_py_and_with_other_settings(world_dir, tmp_path, capsys):
-    run, argv = tmp_path / "run", trl_worlds.small_flags(world_dir, tmp_path / "run", steps=1)
-    driver.completes(on_trl.main, argv)
-    before = driver.contents(run)
+def test_other_runs_are_refused_and_stay_as_they_are(world_dir, tmp_path, uninterrupted, capsys):
+    """What is refused stays as it is."""
+    run, own = tmp_path / "run", shutil.copytree(uninterrupted, tmp_path / "own")
+    driver.completes(on_trl.main, trl_worlds.small_flags(world_dir, run, steps=1))
+    before = driver.contents(tmp_path)
     driver.refused(capsys, sgsd.main, driver.flags(world_dir, run), "on_trl", str(run))
-    for flag, changes in (("--tau-g", {"tau_g": 2.0}), ("--full", {"full": True})):
-        argv = trl_worlds.small_flags(world_dir, run, steps=2, **changes)
-        driver.refused(capsys, on_trl.main, argv, flag, "--out")
-    assert driver.contents(run) == before
+    for out, said, changes in (
+        (own, "sgsd.py", {}),
+        (run, "--tau-g", {"tau_g": 2.0}),
+        (run, "--full", {"full": True}),
+    ):
+        argv = trl_worlds.small_flags(world_dir, out, steps=2, **changes)
+        driver.refused(capsys, on_trl.main, argv, said, "--out", str(out))
+    assert driver.contents(tmp_path) == before
 
 
 def test_without_trl_its_help_is_a_line_that_says_what_to_install():

@@ -1,26 +1,33 @@
 """One step of `SGSDTrainer` has the gradient of sgsd.py's step."""
 
+import importlib.util
+import inspect
 import os
+import pathlib
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
 import trl_worlds
 from conftest import ROOT
-from trl_worlds import completions, one_step, policy, rollouts_of, settings, step_of_sgsd, trainer
+from torch.distributed.tensor import DTensor
+from trl_worlds import (
+    PLAIN,
+    completions,
+    distance,
+    one_step,
+    policy,
+    rollouts_of,
+    settings,
+    step_of_sgsd,
+    trainer,
+)
 
 import scoring
 import sgsd
-
-
-def distance(one, other):
-    """||one - other|| / ||other|| over all parameters, whose names must agree."""
-    assert one.keys() == other.keys()
-    difference = sum(float((one[name] - other[name]).square().sum()) for name in one)
-    return (difference / sum(float(x.square().sum()) for x in other.values())) ** 0.5
+from extras import on_trl
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -37,13 +44,23 @@ def test_the_gradient_is_that_of_sgsd_py(tmp_path, lora, num_teachers, rows):
     assert distance(gradient, expected) < 1e-5
 
 
+def sharded_step(folder):
+    """`one_step` of all weights, in shards."""
+    of_trl, _ = one_step(folder, lora=False, words=())
+    assert all(isinstance(p, DTensor) for p in of_trl.model.parameters())
+
+
+def sharded_adapters(folder):
+    one_step(folder, words=())
+
+
 @pytest.mark.parametrize(
     "lora, function", [(True, "one_step"), (True, "sharded_adapters"), (False, "sharded_step")]
 )
 def test_two_processes_with_given_rollouts_have_the_gradient_of_one(tmp_path, lora, function):
     """Adapters on each process, or in shards as all weights."""
     _, gradient = one_step(tmp_path, lora)
-    output = trl_worlds.torchrun(function, tmp_path / "two")
+    output = trl_worlds.torchrun(f"test_gradient:{function}", tmp_path / "two")
     other = torch.load(tmp_path / "two/gradient.pt", weights_only=True)
     assert distance(other, gradient) < 1e-5, output
 
@@ -59,18 +76,37 @@ def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):
         pairs_K = run.bank.retrieve(roll.problem, 4, run.embed)
         contexts = [roll.prompt_ids, *sgsd.teacher_prompts(run, pairs_K, roll.problem)]
         logpS_T, *logps = of_trl.score(contexts, [roll.completion_ids] * 5)
-        ours = scoring.token_logprobs(lm, contexts, [roll.completion_ids] * 5)
-        torch.testing.assert_close(torch.stack([logpS_T, *logps]), ours, rtol=0, atol=1e-4)
-        A_T, on_trl = of_trl.advantage(roll, pairs_K, logpS_T, torch.stack(logps))
-        assert on_trl.numbers["rho"].tolist() == result.numbers["rho"].tolist()
+        want = scoring.token_logprobs(lm, contexts, [roll.completion_ids] * 5)
+        torch.testing.assert_close(torch.stack([logpS_T, *logps]), want, rtol=0, atol=1e-4)
+        A_T, ours = of_trl.advantage(roll, pairs_K, logpS_T, torch.stack(logps))
+        assert ours.numbers["rho"].tolist() == result.numbers["rho"].tolist()
         credit_T = result.token_numbers["credit"].sum(0)
         torch.testing.assert_close(A_T, len(A_T) * credit_T, rtol=0.05, atol=1e-3)
+
+
+def sharded_bf16(folder):
+    """A step of all weights in shards, multiplied in bf16; rank 0 saves what it scored, too."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    scored = []
+
+    class Recorded(on_trl.SGSDTrainer):
+        def score(self, contexts, completions):
+            scored.extend(super().score(contexts, completions))
+            return scored
+
+    on_trl.SGSDTrainer = Recorded
+    of_trl, _ = one_step(folder, lora=False, words=(*PLAIN, "--bf16", "True"))
+    kept = of_trl.accelerator.state.fsdp_plugin.mixed_precision_policy
+    dtypes = kept.param_dtype, kept.reduce_dtype, kept.output_dtype
+    assert dtypes == (torch.bfloat16, torch.float32, None)
+    if of_trl.accelerator.is_main_process:
+        torch.save(torch.cat(scored), pathlib.Path(folder, "scored.pt"))
 
 
 def test_in_bf16_shards_round_no_log_probability_and_have_the_gradient_of_one_process(tmp_path):
     """FSDP2 may cast what a model returns, and sums of gradients; products alone are rounded."""
     _, gradient = one_step(tmp_path, lora=False)
-    trl_worlds.torchrun("sharded_bf16", tmp_path / "two")
+    trl_worlds.torchrun("test_gradient:sharded_bf16", tmp_path / "two")
     scored = torch.load(tmp_path / "two/scored.pt", weights_only=True)
     assert (scored != scored.bfloat16().float()).float().mean() > 0.9
     other = torch.load(tmp_path / "two/gradient.pt", weights_only=True)
@@ -79,50 +115,41 @@ def test_in_bf16_shards_round_no_log_probability_and_have_the_gradient_of_one_pr
 
 # ----------------------------------------------------------------------- an edit reaches both loops
 
-EDITS = (  # of docs/changing.md: those of the loss, the credit and the reward
+PAGE = (ROOT / "docs/changing.md").read_text()
+EDITS = (  # of that page: those of the loss, the credit and the reward
     "Another function of the gap",
     "Credit for consistent tokens alone",
     "Another reward of training",
 )
 
 
-def gradients_of_both_loops(folder, diff=""):
-    """Of a copy of the tree, with a diff applied."""
-    no_caches = shutil.ignore_patterns("__pycache__")
-    for part in ("lib", "methods", "extras", "prompts", "banks", "tests"):
-        shutil.copytree(ROOT / part, folder / part, ignore=no_caches)
-    for file in ROOT.glob("*.py"):
-        shutil.copy(file, folder)
-    if diff:
-        subprocess.run(["git", "apply"], input=diff, cwd=folder, text=True, check=True)
-    command = [sys.executable, "tests/on_trl/trl_worlds.py", "both_loops", "."]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return torch.load(folder / "gradients.pt", weights_only=True)
-
-
-@pytest.fixture(scope="module")
-def before(tmp_path_factory):
-    """The gradients without an edit."""
-    return gradients_of_both_loops(tmp_path_factory.mktemp("as_it_is"))
+def gradients_of_both_loops(folder):
+    """Of a step of sgsd.py and of one on TRL, on the same rollouts of up to 51 tokens."""
+    rows = completions(6, step=9)
+    of_trl, gradient = one_step(folder, ids=rows)
+    of_sgsd, _ = step_of_sgsd(policy(lora=True), of_trl.run, rollouts_of(of_trl.run, rows))
+    return of_sgsd, gradient
 
 
 @pytest.mark.parametrize("title", EDITS)
-def test_an_edit_of_the_method_changes_the_gradient_of_both_loops_alike(title, before, tmp_path):
-    page = (ROOT / "docs/changing.md").read_text()
-    section = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+def test_an_edit_of_the_method_changes_both_loops_alike(title, tmp_path, monkeypatch):
+    """The functions of sgsd.py with its diff applied stand in the place of its own."""
+    before = gradients_of_both_loops(tmp_path / "before")
+    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     (diff,) = re.findall(r"^```diff\n(.*?)^```$", section, re.M | re.S)
-    after = gradients_of_both_loops(tmp_path, diff)
-    changes = {}
-    for loop in ("sgsd.py", "TRL"):
-        assert distance(after[loop], before[loop]) > 0.1
-        names = before[loop].keys()
-        changes[loop] = {name: after[loop][name] - before[loop][name] for name in names}
-    assert distance(after["TRL"], after["sgsd.py"]) < 1e-5
-    assert distance(changes["TRL"], changes["sgsd.py"]) < 1e-5
+    shutil.copy(ROOT / "sgsd.py", tmp_path)
+    subprocess.run(["git", "apply"], input=diff, cwd=tmp_path, text=True, check=True)
+    spec = importlib.util.spec_from_file_location("edited", tmp_path / "sgsd.py")
+    edited = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(edited)
+    for name, function in inspect.getmembers(edited, inspect.isfunction):
+        monkeypatch.setattr(sgsd, name, function)
+    after, changes = gradients_of_both_loops(tmp_path / "after"), []
+    for old, new in zip(before, after):
+        assert distance(new, old) > 0.1
+        changes.append({name: new[name] - old[name] for name in old})
+    assert distance(*after) < 1e-5 and distance(*changes) < 1e-5
 
 
 def test_every_diff_of_the_loss_the_credit_and_the_reward_is_among_them():
-    page = (ROOT / "docs/changing.md").read_text()
-    assert page.count("--- a/sgsd.py") == len(EDITS)
+    assert PAGE.count("--- a/sgsd.py") == len(EDITS)

@@ -1,9 +1,11 @@
 """GRPO on TRL is methods.grpo: its settings, problems, ids, rewards and gradient; it goes on."""
 
 import itertools
+import pathlib
 import shutil
 import signal
 from types import SimpleNamespace
+from unittest import mock
 
 import conftest
 import driver
@@ -11,7 +13,9 @@ import pytest
 import torch
 import trl_worlds
 from conftest import ROOT
+from torch.distributed.tensor import DTensor
 
+import distributed
 import eval
 import rollout
 from extras import grpo_on_trl, on_trl
@@ -21,33 +25,85 @@ from methods import groups, grpo
 TINY = ROOT / "tiny"
 
 
+def flags(folder, **changes):
+    """A command line on the tiny world, whose groups have both outcomes.
+
+    Of two processes each gets one and a half of the three groups.
+    """
+    given = {"preset": "tiny", "short": True, "out": pathlib.Path(folder, "run"), "steps": 1}
+    given |= {"batch_size": 3, "generations": 4, "model": TINY / "model"}
+    return trl_worlds.words_of(given | {"data": TINY / "train.jsonl"} | changes)
+
+
 def parsed(argv):
     """The settings of a command line."""
     presets = config.presets_of(grpo_on_trl.Settings)
     return command.parse(argv, "", grpo_on_trl.Settings, presets, {"short": grpo.SHORT})
 
 
+def main(argv):
+    """The command, which leaves the handlers of signals as they were."""
+    with driver.signals_restored():
+        return grpo_on_trl.main(argv)
+
+
 # ------------------------------------------------------------------------------ beside methods.grpo
 
 
-RUNS = {  # name: how it is made, whether all weights learn, steps
+def record(folder, **changes):
+    """The trainer of a run in FOLDER/run. FOLDER/steps.pt has its steps: gradient, weights before
+    it, and of the solutions of all processes prompt, ids, advantage."""
+    trainers, gradients, rows = [], trl_worlds.Gradients(), []
+
+    class Recorded(on_trl.Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, callbacks=[gradients], **kwargs)
+            trainers.append(self)
+
+        def _generate_and_score_completions(self, inputs):
+            output, solutions = super()._generate_and_score_completions(inputs), []
+            for b in range(len(inputs)):
+                row = {"advantage": output["advantages"][b].item()}
+                for name in ("prompt", "completion"):
+                    mask_L = output[f"{name}_mask"][b].bool()
+                    row[name] = output[f"{name}_ids"][b][mask_L].tolist()
+                solutions.append(row)
+            gathered = distributed.all_gather(solutions, self.run.world)
+            rows.append([*itertools.chain.from_iterable(gathered)])
+            return output
+
+    with mock.patch.object(on_trl, "Trainer", Recorded):
+        assert main(flags(folder, **changes)) == 0
+    if trainers[0].run.world.main:
+        steps = zip(gradients.steps, gradients.weights, rows)
+        torch.save([*steps], pathlib.Path(folder, "steps.pt"))
+    return trainers[0]
+
+
+def sharded(folder):
+    """`record` of all weights, in shards."""
+    of_trl = record(folder, full=True)
+    assert all(isinstance(p, DTensor) for p in of_trl.model.parameters())
+
+
+RUNS = {  # name: what two processes call, whether all weights learn, steps
     "adapters": ("", False, 2),
     "all weights": ("", True, 2),
-    "adapters, two processes": ("grpo_of_two", False, 1),
-    "all weights, two shards": ("sharded_grpo", True, 1),
+    "adapters, two processes": ("record", False, 1),
+    "all weights, two shards": ("sharded", True, 1),
 }
 
 
 @pytest.fixture(scope="module", params=RUNS)
 def recorded(request, tmp_path_factory):
-    """A run: its settings, folder, and steps as `trl_worlds.recorded_grpo` saves them."""
+    """A run: its settings, folder, and steps as `record` saves them."""
     function, full, steps = RUNS[request.param]
     folder = tmp_path_factory.mktemp("grpo")
     if function:
-        trl_worlds.torchrun(function, folder)
+        trl_worlds.torchrun(f"test_grpo:{function}", folder)
     else:
-        trl_worlds.recorded_grpo(folder, full=full, steps=steps)
-    cfg = parsed(trl_worlds.grpo_flags(folder, full=full, steps=steps))
+        record(folder, full=full, steps=steps)
+    cfg = parsed(flags(folder, full=full, steps=steps))
     steps_made = torch.load(folder / "steps.pt", weights_only=True)
     assert len(steps_made) == steps
     return SimpleNamespace(cfg=cfg, out=folder / "run", steps=steps_made)
@@ -97,7 +153,6 @@ def test_its_gradient_is_that_of_the_method(recorded, student):
     learning = model.trained(lm)
     run = SimpleNamespace(cfg=cfg, lm=lm, device=torch.device("cpu"))
     for step, (gradient, weights, rows) in enumerate(recorded.steps, 1):
-        assert gradient.keys() == learning.keys()
         lm.load_state_dict(weights, strict=False)
         lm.zero_grad()
         for x, rolls_G in groups_of(student, cfg, step, rows):
@@ -105,10 +160,8 @@ def test_its_gradient_is_that_of_the_method(recorded, student):
                 if loss.requires_grad:
                     (loss / (cfg.batch_size * cfg.generations)).backward()
         torch.nn.utils.clip_grad_norm_(learning.values(), cfg.grad_clip)
-        size = sum(float(p.grad.square().sum()) for p in learning.values())
-        distance = sum(float((gradient[n] - p.grad).square().sum()) for n, p in learning.items())
-        assert size > 0
-        assert (distance / size) ** 0.5 < 1e-4, (distance / size) ** 0.5
+        own = {name: p.grad for name, p in learning.items()}
+        assert trl_worlds.distance(gradient, own) < 1e-4
 
 
 def test_eval_takes_what_it_saves(recorded, tmp_path):
@@ -128,14 +181,7 @@ def small_flags(world_dir, folder, **changes):
     """A command line of eight steps, of which six are an epoch, on the random model."""
     given = {"model": world_dir / "model", "data": world_dir / "data.jsonl", "steps": 8}
     given |= {"verifier": "driver:UnevenVerifier", "max_new_tokens": 8, "checkpoint_every": 2}
-    given |= {"batch_size": 2, "generations": 2}
-    return [str(word) for word in trl_worlds.grpo_flags(folder, **(given | changes))]
-
-
-def main(argv):
-    """The command, which leaves the handlers of signals as they were."""
-    with driver.signals_restored():
-        return grpo_on_trl.main(argv)
+    return flags(folder, **(given | {"batch_size": 2, "generations": 2} | changes))
 
 
 def test_its_settings_and_stop_ids_are_those_of_the_method(world_dir, tmp_path):
@@ -143,20 +189,19 @@ def test_its_settings_and_stop_ids_are_those_of_the_method(world_dir, tmp_path):
     stops = [*range(60, 120), trl_worlds.END]
     lm = conftest.save_model(tmp_path / "lm", eos_token_id=stops[:-1], attention_dropout=0.1)
     changes = {"model": lm, "data": world_dir / "data.jsonl", "verifier": "driver:UnevenVerifier"}
-    changes |= {"generations": 5, "batch_size": 2, "full": True}
-    trainer = trl_worlds.recorded_grpo(tmp_path, **changes)
-    args, cfg = trainer.args, parsed(trl_worlds.grpo_flags(tmp_path, **changes))
-    names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "steps": "max_steps"}
-    names |= {"max_new_tokens": "max_completion_length", "generations": "num_generations"}
-    names |= {"learning_rate": "learning_rate", "grad_clip": "max_grad_norm", "seed": "seed"}
-    for ours, theirs in (names | {"checkpoint_every": "save_steps"}).items():
-        assert getattr(args, theirs) == getattr(cfg, ours), ours
+    changes |= {"generations": 5, "batch_size": 2, "full": True, "keep_last": 2}
+    trainer = record(tmp_path, **changes)
+    args, cfg = trainer.args, parsed(flags(tmp_path, **changes))
+    wanted = {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": cfg.top_k}
+    wanted |= {"max_completion_length": cfg.max_new_tokens, "num_generations": cfg.generations}
+    wanted |= {"learning_rate": cfg.learning_rate, "lr_scheduler_type": "linear", "seed": cfg.seed}
+    wanted |= {"max_grad_norm": cfg.grad_clip, "weight_decay": 0, "max_steps": cfg.steps}
+    wanted |= {"save_steps": cfg.checkpoint_every, "per_device_train_batch_size": 2}
+    wanted |= {"gradient_accumulation_steps": 5, "steps_per_generation": 5, "num_iterations": 1}
+    wanted |= {"loss_type": "grpo", "beta": 0, "scale_rewards": "group"}
+    wanted |= {"save_total_limit": 2, "vllm_importance_sampling_correction": False}
+    assert {name: getattr(args, name) for name in wanted} == wanted
     assert args.generation_kwargs["temperature"] == cfg.temperature
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 5)
-    assert args.steps_per_generation == args.gradient_accumulation_steps
-    assert (args.loss_type, args.beta, args.num_iterations) == ("grpo", 0, 1)
-    assert (args.scale_rewards, args.lr_scheduler_type, args.weight_decay) == ("group", "linear", 0)
-    assert not args.vllm_importance_sampling_correction
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert trainer.model.config.attention_dropout == 0
     saved, tokenizer = model.load_model(str(tmp_path / "run/checkpoint-1"), "cpu")
@@ -183,18 +228,16 @@ def complete(request, world_dir, tmp_path_factory):
     return request.param, folder / "run"
 
 
-def test_a_killed_run_goes_on_after_its_newest_whole_checkpoint_as_if_nothing_had_been(
-    complete, world_dir, tmp_path
-):
+def test_a_killed_run_goes_on_after_its_newest_whole_checkpoint(complete, world_dir, tmp_path):
     """The sampler of TRL begins each start with the first epoch's order: here that is the only one.
 
     A run with nothing left to do makes no step.
     """
     full, uninterrupted = complete
     run, argv = tmp_path / "run", small_flags(world_dir, tmp_path, full=full)
-    cut = driver.killing(on_trl.Trainer, "_save_rng_state", 3)
-    pid = driver.start(argv, tmp_path / "log", before=cut, program=main)
-    assert driver.wait(pid) == -signal.SIGKILL
+    kill = driver.at_touch("checkpoint-6/trainer_state.json")
+    code = driver.go(argv, tmp_path / "log", before=kill, program=main)
+    assert code == -signal.SIGKILL
     assert (run / "checkpoint-6").exists()  # which is not whole
     assert main(argv) == 0
     assert files.read_json(run / "config.json")["continuations"][0]["step"] == 4
@@ -203,52 +246,37 @@ def test_a_killed_run_goes_on_after_its_newest_whole_checkpoint_as_if_nothing_ha
     assert state(run) == state(uninterrupted)
 
 
-def test_the_newest_checkpoints_alone_stay(world_dir, tmp_path):
-    assert main(small_flags(world_dir, tmp_path, steps=3, checkpoint_every=1, keep_last=2)) == 0
-    names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert names == ["checkpoint-2", "checkpoint-3"]
-
-
 # ---------------------------------------------------------------------------------------- refused
 
 
-@pytest.mark.parametrize(
-    "changes, words, said",
-    [
-        ({"bank": ROOT / "banks/word_problems.json"}, "", "--bank"),
-        ({"adapter": "elsewhere"}, "", "--adapter"),
-        ({"loss_temperature": 1.0}, "", "--loss-temperature"),
-        ({"server": "http://localhost:8000/v1"}, "", "--server"),
-        ({"rollout_rows": 8}, "", "--rollout-rows"),
-        ({"steps": 0}, "", "--steps"),
-        ({"temperature": 0.0}, "", "--temperature"),
-        ({"max_prompt_tokens": 20}, "", "--max-prompt-tokens"),
-        ({"full": True, "dtype": "bfloat16"}, "", "--dtype float32"),
-        ({}, "--learning_rate 1", "--learning_rate"),
-        ({}, "--num_generations 2", "--num_generations"),
-        ({"kind": "gpt2"}, "", "left padding"),
-        ({"kind": "qwen2_moe"}, "", "experts --full"),
-    ],
-)
-def test_what_it_would_leave_out_or_learn_wrongly_is_refused(
-    world_dir, tmp_path, capsys, changes, words, said
-):
-    if "kind" in changes:
-        changes = {"model": conftest.save_model(tmp_path / "lm", changes["kind"])}
+REFUSED = [  # settings, TRL's words, and words of the line
+    ({"bank": "b.json"}, "", "--bank"),
+    ({"loss_temperature": 1.0}, "", "--loss-temperature"),
+    ({"steps": 0}, "", "--steps"),
+    ({"max_prompt_tokens": 20}, "", "--max-prompt-tokens"),
+    ({"full": True, "dtype": "bfloat16"}, "", "--dtype float32"),
+    ({}, "--learning_rate 1", "--learning_rate"),
+    ({"model": "qwen2_moe"}, "", "experts --full"),
+]
+
+
+@pytest.mark.parametrize("changes, words, said", REFUSED)
+def test_what_it_would_leave_out_is_refused(world_dir, tmp_path, capsys, changes, words, said):
+    if "model" in changes:
+        changes = {"model": conftest.save_model(tmp_path / "lm", changes["model"])}
     argv = [*small_flags(world_dir, tmp_path, **changes), "--", *words.split()]
     driver.refused(capsys, grpo_on_trl.main, argv, *said.split())
     assert not (tmp_path / "run/config.json").exists()
 
 
-def test_a_folder_that_is_no_run_of_these_settings_is_refused_and_stays_as_it_is(
-    complete, world_dir, tmp_path, uninterrupted, capsys
-):
+def test_other_runs_are_refused_and_stay(complete, world_dir, tmp_path, uninterrupted, capsys):
     full, own = complete
     of_sgsd = shutil.copytree(uninterrupted, tmp_path / "sgsd")
-    files.write_json(tmp_path / "any/notes.json", "mine")
-    places = [(own, {"steps": 9}, "--steps 9"), (own, {"temperature": 0.5}, "--temperature 0.5")]
-    places += [(own, {"data": ROOT / "tiny/train.jsonl"}, "--data"), (of_sgsd, {}, "sgsd.py")]
-    for out, changes, said in [*places, (tmp_path / "any", {}, "notes.json")]:
+    for out, changes, said in (
+        (own, {"steps": 9}, "--steps 9"),
+        (own, {"temperature": 0.5}, "--temperature 0.5"),
+        (of_sgsd, {}, "sgsd.py"),
+    ):
         before = driver.contents(out)
         argv = small_flags(world_dir, tmp_path, full=full, **(changes | {"out": out}))
         driver.refused(capsys, grpo_on_trl.main, argv, said, "--out", str(out))

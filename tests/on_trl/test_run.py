@@ -7,12 +7,12 @@ import shutil
 import signal
 import sys
 
-import conftest
 import driver
 import pytest
 import torch
 import trl_worlds
 from accelerate.commands.config.config_args import load_config_from_file
+from conftest import ROOT
 from safetensors.torch import load_file
 from trl_worlds import small_flags
 
@@ -40,12 +40,6 @@ def complete(world_dir, tmp_path_factory):
 def run(complete, tmp_path):
     """A copy of it."""
     return shutil.copytree(complete, tmp_path / "run")
-
-
-def back_to(run, step):
-    """Remove the checkpoints after a step."""
-    for path in [path for i, path in files.by_step(run / "checkpoints").items() if i > step]:
-        shutil.rmtree(path)
 
 
 def state(run):
@@ -80,9 +74,7 @@ def test_a_run_has_the_files_of_one_of_sgsd_py(complete):
         assert len(bank.window) == step % 2 * 4
 
 
-def test_its_logs_have_the_columns_and_problems_of_sgsd_py_and_its_report_is_written(
-    complete, world_dir, tmp_path
-):
+def test_its_logs_and_report_are_those_of_sgsd_py(complete, world_dir, tmp_path):
     """An epoch of the twelve problems has three steps."""
     changes = {"steps": 4, "num_teachers": 2, "eps_a": 0.0, "max_new_tokens": 8, "audit_every": 1}
     driver.train(world_dir, tmp_path / "own", **changes)
@@ -126,9 +118,7 @@ def test_it_begins_with_the_weights_of_another_runs_checkpoint(world_dir, tmp_pa
 # ------------------------------------------------------------------------------------ going on
 
 
-def test_more_steps_go_on_by_their_own_schedule_and_with_other_processes(
-    world_dir, run, tmp_path, monkeypatch
-):
+def test_more_steps_go_on_by_their_own_schedule(world_dir, run, tmp_path, monkeypatch):
     """Layout may change on the way, and how many checkpoints stay."""
     rates = []
 
@@ -148,36 +138,27 @@ def test_more_steps_go_on_by_their_own_schedule_and_with_other_processes(
     assert "--backward-rows 1" in said and "2 processes" in said
 
 
-def test_what_came_after_the_last_checkpoint_is_cut_and_made_again(world_dir, run, complete):
-    back_to(run, 1)
-    program(small_flags(world_dir, run, steps=4))
-    assert state(run) == state(complete)
+KILL, STOP = signal.SIGKILL, signal.SIGTERM
+CUTS = [  # a signal, the file that is touched next, steps that are saved
+    (KILL, "checkpoint-2/tokenizer_config.json", [1]),
+    (KILL, "step_000002.tmp/.bank.json", [1]),
+    (KILL, "step_000002.tmp/.digests.json", [1]),
+    (KILL, "bank/replies.jsonl", [1, 2]),  # in an evolution
+    (KILL, "bank/.step_000002", [1, 2]),
+    (KILL, "step_000002/.bank.json", [1, 2]),
+    (STOP, "metrics.jsonl", [1]),  # in a step
+    (STOP, "step_000001.tmp/.digests.json", [1]),
+    (STOP, "bank/replies.jsonl", [1, 2]),
+]
 
 
-TRAINER, KILL, STOP = on_trl.SGSDTrainer, signal.SIGKILL, signal.SIGTERM
-CUTS = {  # signal, function, its call, whether it comes as that returns, steps that are saved
-    "killed before the optimizer is saved": (KILL, TRAINER, "_save_rng_state", 2, False, [1]),
-    "killed before the bank is saved": (KILL, on_trl.RunOnTRL, "save_weights", 2, True, [1]),
-    "killed before the digests": (KILL, files, "write_digests", 2, False, [1]),
-    "killed before an evolution": (KILL, skills, "evolve", 1, False, [1, 2]),
-    "killed in an evolution": (KILL, skills, "limit_growth", 1, False, [1, 2]),
-    "killed before its bank is in place": (KILL, skills.SkillBank, "save", 7, False, [1, 2]),
-    "stopped in a step": (STOP, TRAINER, "score", 1, True, [1]),
-    "stopped in a save": (STOP, files, "write_digests", 1, True, [1]),
-    "stopped in an evolution": (STOP, skills, "limit_growth", 1, True, [1, 2]),
-}
-
-
-@pytest.mark.parametrize("place", CUTS)
-def test_a_run_that_is_killed_or_stopped_goes_on_as_if_nothing_had_been(
-    world_dir, tmp_path, complete, place
-):
+@pytest.mark.parametrize("number, file, saved", CUTS)
+def test_a_run_that_is_cut_goes_on(world_dir, tmp_path, complete, number, file, saved):
     """A first signal in a step waits for its save; an evolution is made again, alone."""
-    number, owner, name, call, after, saved = CUTS[place]
     run, argv = tmp_path / "run", small_flags(world_dir, tmp_path / "run", steps=4)
-    cut = driver.killing(owner, name, call, after, number)
-    pid = driver.start(argv, tmp_path / "log", before=cut, program=program)
-    assert driver.wait(pid) == (-number if number == KILL else 130)
+    cut = driver.at_touch(file, number=number)
+    code = driver.go(argv, tmp_path / "log", before=cut, program=program)
+    assert code == (-number if number == KILL else 130)
     assert [*files.by_step(run / "checkpoints")] == saved
     made = driver.rows(run / "metrics.jsonl")[: len(saved)]
     assert program(argv) == 0
@@ -185,39 +166,36 @@ def test_a_run_that_is_killed_or_stopped_goes_on_as_if_nothing_had_been(
     assert driver.rows(run / "metrics.jsonl")[: len(saved)] == made
 
 
-@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt"])
-def test_a_damaged_last_checkpoint_is_one_line_that_says_how_to_go_on(world_dir, run, capsys, file):
-    last, argv = run / "checkpoints/step_000004", small_flags(world_dir, run, steps=5)
-    content = bytearray((last / file).read_bytes())
-    content[-1] ^= 1
-    (last / file).write_bytes(content)
-    driver.refused(capsys, program, argv, file, f"remove {last}")
-    shutil.rmtree(last)
-    assert program(argv) == 0
-    assert [*files.by_step(run / "checkpoints")] == [1, 2, 3, 4, 5]
-
-
 # ----------------------------------------------------------------------------------- processes
+
+
+def sharded_run(folder):
+    """Two steps of the tiny world, all weights, FSDP2, an evolution, both saved."""
+    given = {"preset": "tiny", "bank": ROOT / "banks/word_problems.json", "out": folder}
+    given |= {name: ROOT / "tiny" / name for name in ("model", "encoder")}
+    given |= {"data": ROOT / "tiny/train.jsonl", "score_rows": 16, "full": True, "steps": 2}
+    given |= {"evolve_every": 2, "batch_size": 4, "checkpoint_every": 1}
+    assert on_trl.main(trl_worlds.words_of(given)) == 0
 
 
 def test_the_command_trains_all_weights_sharded_evolves_and_goes_on(tmp_path):
     """FSDP2 on two processes, whose completions end at different lengths; the model's replies."""
     run = tmp_path / "run"
-    trl_worlds.torchrun("sharded_run", run)
+    trl_worlds.torchrun("test_run:sharded_run", run)
     rows, last = driver.rows(run / "rollouts.jsonl"), run / "checkpoints/step_000002"
     assert [row["index"] for row in rows] == [0, 1, 2, 3] * 2
     bank = skills.SkillBank.load(last / files.BANK)
     assert [update["step"] for update in bank.metadata["updates"]] == [2]
     assert driver.rows(run / "bank/replies.jsonl") and (last / "config.json").exists()
     weights = (last / "model.safetensors").read_bytes()
-    back_to(run, 1)
-    trl_worlds.torchrun("sharded_run", run)
+    shutil.rmtree(last)
+    trl_worlds.torchrun("test_run:sharded_run", run)
     assert driver.rows(run / "rollouts.jsonl") == rows
     assert (last / "model.safetensors").read_bytes() == weights
 
 
 def test_the_sharded_configuration_is_one_of_accelerate():
-    given = load_config_from_file(str(conftest.ROOT / "extras/fsdp2.yaml"))
+    given = load_config_from_file(str(ROOT / "extras/fsdp2.yaml"))
     assert given.distributed_type == "FSDP" and given.num_processes == 8
     assert given.fsdp_config["fsdp_version"] == 2
 

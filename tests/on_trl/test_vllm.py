@@ -1,8 +1,6 @@
 """The writer of the bank on TRL, by `generate` and by vLLM; a vLLM in the trainer's process."""
 
 import functools
-import re
-import sys
 
 import conftest
 import pytest
@@ -139,16 +137,3 @@ def test_a_context_of_the_engine_that_is_too_short_is_an_error_of_one_line(on_vl
     of_trl.decode([[1] * 119], GREEDY, 50)  # a reply is cut there, as at its limit
     call = functools.partial(of_trl.decode, [[1] * 120], GREEDY, 50)
     conftest.one_line(call, flag, kind=command.UserError)
-
-
-@pytest.mark.parametrize("run, is_synchronised", [("adapters", True), ("not synchronised", False)])
-def test_the_engine_gets_the_weights_of_each_step(run, is_synchronised):
-    """At temperature 1 its log-probabilities are ours; without its update they are not."""
-    pytest.importorskip("vllm")
-    script = "research/trl/vllm_weights.py"
-    done = trl_worlds.run([sys.executable, script, "--steps", "2", "--run", run])
-    assert done.returncode == 0, done.stderr[-2000:]
-    (numbers,) = re.findall(rf"^\| {run} \| (.*) \|$", done.stdout, re.M)
-    first, _, last, *_ = map(float, numbers.split(" | "))
-    assert first < 1e-5
-    assert (last < 1e-5) == is_synchronised

@@ -1,10 +1,14 @@
-"""Worlds for the tests on TRL: a random model with given rollouts, and the tiny one.
+"""What the tests on TRL share: the random model with given rollouts, and processes.
 
-python trl_worlds.py FUNCTION FOLDER        (or by torchrun) runs a function of this file
+of_trl, gradient = one_step(folder, lora)        a step on six given rollouts, by TRL
+of_trl = trainer(settings(folder), lm, rows)     a trainer; rollouts_of(of_trl.run, rows)
+main(small_flags(world_dir, out))                a whole command, if `main` is the program's
+torchrun("test_edges:sharded_infinite", folder)  a test file's function in two processes;
+                                                 if "sharded", FSDP2 shards all parameters
 """
 
 import copy
-import itertools
+import importlib
 import os
 import pathlib
 import subprocess
@@ -18,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-if __name__ == "__main__" and sys.argv[1].startswith("sharded"):
+if __name__ == "__main__" and ":sharded" in sys.argv[1]:
     fsdp_on_gloo.install()  # before accelerate makes its state
 
 import driver
@@ -26,7 +30,7 @@ import driver
 import distributed
 import rollout
 import sgsd
-from extras import grpo_on_trl, on_trl
+from extras import on_trl
 from lib import config
 from lib.problems import Problem
 
@@ -70,6 +74,13 @@ class Gradients(TrainerCallback):
 def whole(x):
     """A copy of a tensor, of all its shards."""
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def distance(one, other):
+    """||one - other|| / ||other|| over all parameters, whose names must agree."""
+    assert one.keys() == other.keys()
+    difference = sum(float((one[name] - other[name]).square().sum()) for name in one)
+    return (difference / sum(float(x.square().sum()) for x in other.values())) ** 0.5
 
 
 # ------------------------------------------------------------------------------ the random model
@@ -157,143 +168,6 @@ def one_step(folder, lora=True, ids=None, words=PLAIN, **changes):
     return of_trl, gradients.steps[0]
 
 
-def both_loops(folder):
-    """The gradients of a step of sgsd.py and of one on TRL, on the same rollouts."""
-    rows = completions(6, step=9)  # of up to 51 tokens
-    of_trl, gradient = one_step(folder, ids=rows)
-    of_sgsd, _ = step_of_sgsd(policy(lora=True), of_trl.run, rollouts_of(of_trl.run, rows))
-    torch.save({"sgsd.py": of_sgsd, "TRL": gradient}, pathlib.Path(folder, "gradients.pt"))
-
-
-# ------------------------------------------------------------------------------- GRPO on TRL
-
-
-def recorded_grpo(folder, **changes):
-    """The trainer of a run of extras/grpo_on_trl.py in FOLDER/run. FOLDER/steps.pt has its steps:
-    gradient, weights before it, and of the solutions of all processes prompt, ids, advantage."""
-    trainers, gradients, rows = [], Gradients(), []
-
-    class Recorded(on_trl.Trainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, callbacks=[gradients], **kwargs)
-            trainers.append(self)
-
-        def _generate_and_score_completions(self, inputs):
-            output, solutions = super()._generate_and_score_completions(inputs), []
-            for b in range(len(inputs)):
-                row = {"advantage": output["advantages"][b].item()}
-                for name in ("prompt", "completion"):
-                    mask_L = output[f"{name}_mask"][b].bool()
-                    row[name] = output[f"{name}_ids"][b][mask_L].tolist()
-                solutions.append(row)
-            gathered = distributed.all_gather(solutions, self.run.world)
-            rows.append([*itertools.chain.from_iterable(gathered)])
-            return output
-
-    own, on_trl.Trainer = on_trl.Trainer, Recorded
-    try:
-        with driver.signals_restored():
-            assert grpo_on_trl.main(grpo_flags(folder, **changes)) == 0
-    finally:
-        on_trl.Trainer = own
-    if trainers[0].run.world.main:
-        steps = zip(gradients.steps, gradients.weights, rows)
-        torch.save([*steps], pathlib.Path(folder, "steps.pt"))
-    return trainers[0]
-
-
-def grpo_flags(folder, **changes):
-    """A command line of extras/grpo_on_trl.py on the tiny world, whose groups have both outcomes.
-
-    Of two processes each gets one and a half of the three groups.
-    """
-    given = {"preset": "tiny", "short": True, "out": pathlib.Path(folder, "run"), "steps": 1}
-    given |= {"batch_size": 3, "generations": 4, "model": conftest.ROOT / "tiny/model"}
-    given |= {"data": conftest.ROOT / "tiny/train.jsonl"}
-    return words_of(given | changes)[: -len(PLAIN) - 1]
-
-
-# --------------------------------------------------------------- functions that torchrun starts
-
-
-def grpo_of_two(folder):
-    """`recorded_grpo` of adapters."""
-    recorded_grpo(folder)
-
-
-def sharded_grpo(folder):
-    """`recorded_grpo` of all weights, in shards."""
-    of_trl = recorded_grpo(folder, full=True)
-    assert all(isinstance(p, DTensor) for p in of_trl.model.parameters())
-
-
-def sharded_step(folder):
-    """`one_step` of all weights, in shards."""
-    of_trl, _ = one_step(folder, lora=False, words=())
-    assert all(isinstance(p, DTensor) for p in of_trl.model.parameters())
-
-
-def sharded_adapters(folder):
-    """`one_step` of adapters, in shards."""
-    one_step(folder, words=())
-
-
-def sharded_bf16(folder):
-    """A step of all weights in shards, multiplied in bf16; rank 0 saves what it scored, too."""
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
-    scored = []
-
-    class Recorded(on_trl.SGSDTrainer):
-        def score(self, contexts, completions):
-            scored.extend(super().score(contexts, completions))
-            return scored
-
-    on_trl.SGSDTrainer = Recorded
-    words = (*PLAIN, "--bf16", "True")
-    of_trl, _ = one_step(folder, lora=False, words=words)
-    kept = of_trl.accelerator.state.fsdp_plugin.mixed_precision_policy
-    dtypes = kept.param_dtype, kept.reduce_dtype, kept.output_dtype
-    assert dtypes == (torch.bfloat16, torch.float32, None)
-    if of_trl.accelerator.is_main_process:
-        torch.save(torch.cat(scored), pathlib.Path(folder, "scored.pt"))
-
-
-def sharded_infinite(folder):
-    """A step of all weights in shards, in which one process has an infinite gradient."""
-
-    class Overflowing(on_trl.SGSDTrainer):
-        def _clip_grad_norm(self, model):
-            p = next(p for p in model.parameters() if p.grad.to_local().numel())
-            if self.accelerator.process_index == 1:
-                p.grad.to_local().fill_(float("inf"))
-            return super()._clip_grad_norm(model)
-
-    on_trl.SGSDTrainer = Overflowing
-    of_trl = trainer(settings(folder), policy(lora=False), completions(6), words=())
-    of_trl.train()
-    assert of_trl.run.metrics[-1]["skipped"] == 1
-    for p, start in zip(of_trl.model.parameters(), policy(lora=False).parameters()):
-        assert torch.equal(p.full_tensor(), start)
-
-
-def sharded_in_parts(folder):
-    """What is said of shards whose weights would not be saved."""
-    os.environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"
-    try:
-        trainer(settings(folder), policy(lora=False), completions(6))
-    except ValueError as e:
-        print(f"refused: {e}", flush=True)
-
-
-def sharded_run(folder):
-    """Two steps of the tiny world, all weights, FSDP2, an evolution, both saved."""
-    changes = {"steps": 2, "evolve_every": 2, "batch_size": 4, "checkpoint_every": 1}
-    argv = tiny_flags(folder, full=True, **changes)
-    assert on_trl.main(argv[: argv.index("--")]) == 0
-    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
-    assert group.options._timeout.total_seconds() == 12 * 3600
-
-
 def run(command):
     """A process with the tests' environment; what it printed is kept."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -302,7 +176,7 @@ def run(command):
 
 
 def torchrun(function, folder):
-    """Run a function of this file in two processes, which must succeed; what they print."""
+    """Call MODULE:FUNCTION with the folder in two processes, which must succeed; their output."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = run([*command, __file__, function, str(folder)])
@@ -313,22 +187,13 @@ def torchrun(function, folder):
 # ----------------------------------------------------------------------------- command lines
 
 
-def tiny_flags(out, **changes):
-    """A command line on the tiny world, as `--preset tiny` of sgsd.py has it."""
-    root = conftest.ROOT
-    given = {"preset": "tiny", "bank": root / "banks/word_problems.json", "out": out}
-    given |= {name: root / "tiny" / name for name in ("model", "encoder")}
-    given |= {"data": root / "tiny/train.jsonl", "score_rows": 16}
-    return words_of(given | changes)
-
-
 def small_flags(world_dir, out, **changes):
     """A command line on the random model of `conftest.world_dir`."""
     given = {"steps": 2, "checkpoint_every": 1, "num_teachers": 2, "evolve_every": 2}
     given |= {"max_new_tokens": 8, "eps_a": 0.0, "success_gate": 1.1, "audit_every": 1}
     given = driver.settings(world_dir, out, **(given | {"score_rows": 16} | changes))
     del given["cold_start_tokens"]
-    return words_of(given)
+    return [*words_of(given), "--", *PLAIN]
 
 
 def words_of(given):
@@ -336,11 +201,12 @@ def words_of(given):
     for name, value in given.items():
         if value is not False:
             words += [config.flag(name)] if value is True else [config.flag(name), str(value)]
-    return [*words, "--", *PLAIN]
+    return words
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    globals()[sys.argv[1]](sys.argv[2])
+    module, _, function = sys.argv[1].partition(":")
+    getattr(importlib.import_module(module), function)(sys.argv[2])
     sys.stdout.flush()
     os._exit(0)  # gloo may abort as a process ends

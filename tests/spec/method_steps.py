@@ -37,15 +37,15 @@ def one_step(world_dir, out, method="ablations", **changes):
     Clip and threshold bite on random gaps. A copied teacher is the base.
     """
     name, _, skilled = method.partition("+")
-    kind, step_fn, variants, _ = driver.METHODS[name]
+    program, kind = driver.METHODS[name]
     given = {"c_delta": 0.3, "eps_a": 0.17, "audit_every": 1, "grad_clip": 1e9}
     if name != "ablations":
-        given |= {"max_new_tokens": 12, **(variants["bank"] if skilled else {"bank": ""})}
+        given |= {"max_new_tokens": 12, **(program.VARIANTS["bank"] if skilled else {"bank": ""})}
     with driver.opened(world_dir, out, kind, **(given | changes)) as run:
         teachers.begin(run)
         perturb(run)
         run.optimizer = Recorder(model.trained(run.lm).values())
-        rows_of_step, _ = step_fn(run, 1)
+        rows_of_step, _ = program.train_step(run, 1)
     for row in rows_of_step:
         row["tokens"] = row.pop("audit")
     return run, rows_of_step, run.optimizer.gradients

@@ -1,4 +1,4 @@
-"""Algorithms 2, 3 and 4, line by line; then the policy as `complete`.
+"""Algorithms 2, 3 and 4, line by line.
 
 The model is a table, a line for each call of `complete`, with what it shows and what is replied:
 
@@ -22,7 +22,6 @@ import re
 import pytest
 from conftest import answer, item, items, make_bank
 
-import rollout
 import skills
 
 G, E = KEYS = list(skills.KINDS)
@@ -82,11 +81,25 @@ class Table:
         return whole[:-40] if letters.endswith("~") else whole
 
 
-def check_merge(letters, *lines, size=32, patience=3, left, layers, key=G, **reply):
-    """Algorithm 3 by a table; left: the letters of its result, layers: its records."""
+LAYER = "input_items num_groups output_items stagnant_layers stopped_reason lost_replies".split()
+
+
+def layers_of(*rows):
+    """Records of layers: their first four numbers, and perhaps why it ended, and replies lost."""
+    filled = [[*row, *(None, 0)[len(row) - 4 :]] for row in rows]
+    return [{"layer_index": i, **dict(zip(LAYER, row))} for i, row in enumerate(filled)]
+
+
+def check_merge(letters, *lines, size=32, patience=3, left, layers, **reply):
+    """Algorithm 3 by a table; left: the letters of its result. layers: see `layers_of`."""
     table = Table(*lines, **reply)
-    merged, records = skills.merge(items(letters, key), key, table, size, patience)
-    assert not table.lines and names(merged, key) == left and records == layers
+    merged, records = skills.merge(items(letters), G, table, size, patience)
+    assert not table.lines and names(merged) == left and records == layers_of(*layers)
+
+
+def entry(id_, letter, key=G, **more):
+    """An entry of a bank."""
+    return {skills.KINDS[key].id_field: id_, **item(letter, key), **more}
 
 
 class Model:
@@ -129,15 +142,10 @@ def extract(memories, table):
 def test_alg2_line_5_a_memory_record():
     """Problem, completion, reward, answer, trajectory summary, feedback; no reference (D3)."""
     text = "<think>hm [</think>\nAdd.\n\n  So \\boxed{2}. \n"
-    record = {
-        "problem_id": "id-1-xyz",
-        "problem": "What is 1 plus 1?",
-        "completion": "Add.\n\n  So \\boxed{2}.",
-        "reward": 1,
-        "predicted_answer": "2",
-        "trajectory_summary": ["Add.", "So \\boxed{2}."],
-        "feedback": "The verifier accepted the final answer.",
-    }
+    record = {"problem_id": "id-1-xyz", "problem": "What is 1 plus 1?", "reward": 1}
+    record |= {"completion": "Add.\n\n  So \\boxed{2}.", "predicted_answer": "2"}
+    record |= {"trajectory_summary": ["Add.", "So \\boxed{2}."]}
+    record |= {"feedback": "The verifier accepted the final answer."}
     assert skills.memory_of(solved(1, text=text)) == record
     with_answer = skills.memory_of(solved(1, text=text), with_answer=True)
     assert with_answer == record | {"reference_answer": "GOLD"}
@@ -174,75 +182,46 @@ def test_alg2_line_10_an_extraction_without_an_item_is_asked_once_more_and_then_
 
 # -------------------------------------------------------------------------- Algorithm 3: merging
 
-LAYER = "layer_index input_items num_groups output_items stagnant_layers".split()
-
-
-def layer(*numbers, reason=None, lost=0):
-    return dict(zip(LAYER, numbers)) | {"stopped_reason": reason, "lost_replies": lost}
-
 
 @both_kinds
 def test_alg3_lines_3_to_12_one_group_by_hand(key):
     """Three items, one prompt without ids, two items back, new ids."""
     table = Table("abc > xc")
-    old = [{skills.KINDS[key].id_field: "old", **e} for e in items("abc", key)]
-    merged, layers = skills.merge(old, key, table)
+    merged, layers = skills.merge([entry("old", x, key) for x in "abc"], key, table)
     prefix = "gen_" if key == G else "err_"
-    assert merged == [
-        {skills.KINDS[key].id_field: f"{prefix}001", **item("x", key)},
-        {skills.KINDS[key].id_field: f"{prefix}002", **item("c", key)},
-    ]
+    assert merged == [entry(f"{prefix}001", "x", key), entry(f"{prefix}002", "c", key)]
     assert table.prompts == [skills.render_merge(items("abc", key), key)]
-    assert layers == [layer(0, 3, 1, 2, 0, reason=ROOT_GROUP)]
+    assert layers == layers_of((3, 1, 2, 0, ROOT_GROUP))
 
 
 def test_alg3_lines_2_to_11_layer_by_layer_down_to_the_root_group():
-    check_merge(
-        "abcdefgh",
-        "abc > a, def > d, gh > g",
-        "adg > a",
-        size=3,
-        left="a",
-        layers=[layer(0, 8, 3, 3, 0), layer(1, 3, 1, 1, 0, reason=ROOT_GROUP)],
+    lines, layers = (
+        ("abc > a, def > d, gh > g", "adg > a"),
+        [(8, 3, 3, 0), (3, 1, 1, 0, ROOT_GROUP)],
     )
+    check_merge("abcdefgh", *lines, size=3, left="a", layers=layers)
 
 
 def test_alg3_line_4_a_group_of_one_is_not_asked():
-    last = layer(0, 3, 2, 3, 1, reason=PATIENCE)
+    last = (3, 2, 3, 1, PATIENCE)
     check_merge("abc", "ab > ab", size=2, patience=1, left="abc", layers=[last])
     for few in ("", "a"):
-        last = layer(0, len(few), len(few), len(few), 1, reason=ROOT_GROUP)
-        check_merge(few, left=few, layers=[last])
+        check_merge(few, left=few, layers=[(len(few), len(few), len(few), 1, ROOT_GROUP)])
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3])
 def test_alg3_line_11_merging_stops_after_p_layers_without_progress(patience):
     lines = ["ab > ab, cd > cd"] * patience
-    layers = [layer(i, 5, 3, 5, i + 1) for i in range(patience - 1)]
-    layers.append(layer(patience - 1, 5, 3, 5, patience, reason=PATIENCE))
+    layers = [(5, 3, 5, i) for i in range(1, patience)] + [(5, 3, 5, patience, PATIENCE)]
     check_merge("abcde", *lines, size=2, patience=patience, left="abcde", layers=layers)
 
 
 def test_alg3_line_9_a_decrease_resets_the_count_of_stagnant_layers():
-    check_merge(
-        "abcdefghi",
-        "ab > ab, cd > cd, ef > ef, gh > gh",
-        "ab > ab, cd > cd, ef > ef, gh > gh",
-        "ab > b, cd > cd, ef > ef, gh > gh",  # one less
-        "bc > bc, de > de, fg > fg, hi > hi",
-        "bc > bc, de > de, fg > fg, hi > hi",
-        "bc > bc, de > de, fg > fg, hi > hi",
-        size=2,
-        left="bcdefghi",
-        layers=[
-            layer(0, 9, 5, 9, 1),
-            layer(1, 9, 5, 9, 2),
-            layer(2, 9, 5, 8, 0),
-            layer(3, 8, 4, 8, 1),
-            layer(4, 8, 4, 8, 2),
-            layer(5, 8, 4, 8, 3, reason=PATIENCE),
-        ],
-    )
+    same, one_less = "ab > ab, cd > cd, ef > ef, gh > gh", "ab > b, cd > cd, ef > ef, gh > gh"
+    lines = [same, same, one_less, *["bc > bc, de > de, fg > fg, hi > hi"] * 3]
+    layers = [(9, 5, 9, 1), (9, 5, 9, 2), (9, 5, 8, 0)]
+    layers += [(8, 4, 8, 1), (8, 4, 8, 2), (8, 4, 8, 3, PATIENCE)]
+    check_merge("abcdefghi", *lines, size=2, left="bcdefghi", layers=layers)
 
 
 PAIR = items("ab")
@@ -258,22 +237,14 @@ BAD_REPLIES = {
 
 @pytest.mark.parametrize("name", BAD_REPLIES)
 def test_alg3_line_6_a_bad_reply_is_asked_once_more_and_then_the_group_stays(name):
-    last = layer(0, 3, 1, 3, 1, reason=ROOT_GROUP, lost=1)
-    unusable = BAD_REPLIES[name]
-    check_merge("abc", "abc > ?", "abc > ?", unusable=unusable, left="abc", layers=[last])
+    unusable, layers = BAD_REPLIES[name], [(3, 1, 3, 1, ROOT_GROUP, 1)]
+    check_merge("abc", "abc > ?", "abc > ?", unusable=unusable, left="abc", layers=layers)
 
 
 def test_alg3_line_6_only_the_bad_groups_are_asked_again():
-    check_merge(
-        "abcdef",
-        "ab > x, cd > ?, ef > ?",
-        "cd > ?, ef > y",
-        "xc > xc, dy > dy",
-        size=2,
-        patience=1,
-        left="xcdy",
-        layers=[layer(0, 6, 3, 4, 0, lost=1), layer(1, 4, 2, 4, 1, reason=PATIENCE)],
-    )
+    lines = "ab > x, cd > ?, ef > ?", "cd > ?, ef > y", "xc > xc, dy > dy"
+    layers = [(6, 3, 4, 0, None, 1), (4, 2, 4, 1, PATIENCE)]
+    check_merge("abcdef", *lines, size=2, patience=1, left="xcdy", layers=layers)
 
 
 @both_kinds
@@ -281,7 +252,7 @@ def test_alg3_line_12_exact_duplicates_are_removed_and_the_rest_keeps_its_order(
     """Wherever they stand; one that differs in a field stays."""
     a, b = items("ab", key)
     near = {**a, skills.KINDS[key].fields[2]: "something else"}
-    old = [a, near, b, {skills.KINDS[key].id_field: "old", **a}, b]
+    old = [a, near, b, entry("old", "a", key), b]
     table = Table(*["aa > ?, ba > ?"] * 6)  # "near" begins with a, too
     merged, _ = skills.merge(old, key, table, group_size=2)
     assert bare(merged, key) == [a, near, b]
@@ -295,61 +266,34 @@ def test_sources_follow_their_entries():
     assert [e["sources"] for e in merged] == [["pa", "pb", "pc"], ["pb"]]
     twins = [{**a, "sources": ["p2"]}, item("a"), {**a, "sources": ["p1"]}]
     merged, _ = skills.merge(twins, G, Table("aaa > ?", "aaa > ?"))
-    assert merged == [{"skill_id": "gen_001", **item("a"), "sources": ["p1", "p2"]}]
+    assert merged == [entry("gen_001", "a", sources=["p1", "p2"])]
 
 
 # ------------------------------------------------------ Algorithm 2, lines 15-16: the first bank
 
 
 def test_alg2_lines_15_and_16_the_first_bank_by_hand():
-    """Two successes and a failure with two items each: two skills of four, a mistake of two."""
-    table = Table("+1 > ab, +3 > cd, -2 > EF", "abcd > ac, EF > E")
+    """Two successes and a failure with two items each: two skills of four, and the mistakes stay.
+
+    Both lists are asked side by side. The reply to a merge is lost, too (D4).
+    """
+    table = Table("+1 > ab, +3 > cd, -2 > EF", "abcd > ac, EF > ?", "EF > ?")
     memories = [memory(1, 1), memory(2, -1) | {"truncated": True}, memory(3, 1)]
     bank = skills.cold_start(memories, table)
-    assert bank.general_skills == [
-        {"skill_id": "gen_001", **item("a"), "sources": ["id-1-xyz"]},
-        {"skill_id": "gen_002", **item("c"), "sources": ["id-3-xyz"]},
-    ]
-    mistake = {"mistake_id": "err_001", **item("E", E), "sources": ["id-2-xyz"]}
-    assert bank.common_mistakes == [mistake]
-    assert bank.metadata == {  # Tab. 5
-        "source": "cold start from 3 seed solutions",
-        "seed_solutions": 3,
-        "right_seed_solutions": 2,
-        "truncated_seed_solutions": 1,
-        "lost_replies": 0,
-        "merge_group_size": 32,
-        "merge_stagnation_patience": 3,
-        "input_general_skills": 4,
-        "output_general_skills": 2,
-        "input_common_mistakes": 2,
-        "output_common_mistakes": 1,
-        "general_merge_layers": [layer(0, 4, 1, 2, 0, reason=ROOT_GROUP)],
-        "common_mistake_merge_layers": [layer(0, 2, 1, 1, 0, reason=ROOT_GROUP)],
-    }
-    assert all(number in skills.describe(bank) for number in ("2 skills", "1 mistakes", "4", "3"))
+    one, two, three = ({"sources": [f"id-{i}-xyz"]} for i in (1, 2, 3))
+    assert bank.general_skills == [entry("gen_001", "a", **one), entry("gen_002", "c", **three)]
+    mistakes = [entry("err_001", "E", E, **two), entry("err_002", "F", E, **two)]
+    assert bank.common_mistakes == mistakes
+    wanted = {"source": "cold start from 3 seed solutions", "seed_solutions": 3}  # Tab. 5
+    wanted |= {"right_seed_solutions": 2, "truncated_seed_solutions": 1, "lost_replies": 1}
+    wanted |= {"merge_group_size": 32, "merge_stagnation_patience": 3}
+    wanted |= {"input_general_skills": 4, "output_general_skills": 2}
+    wanted |= {"input_common_mistakes": 2, "output_common_mistakes": 2}
+    wanted |= {"general_merge_layers": layers_of((4, 1, 2, 0, ROOT_GROUP))}
+    wanted |= {"common_mistake_merge_layers": layers_of((2, 1, 2, 1, ROOT_GROUP, 1))}
+    assert bank.metadata == wanted
+    assert all(number in skills.describe(bank) for number in ("2 skills", "2 mistakes", "4", "1"))
     assert "71 s" in skills.describe(bank, 71.4)
-
-
-def test_alg2_line_15_both_lists_are_merged_side_by_side():
-    """A call has a layer of both, with each list's own groups, until the shorter one is done."""
-    table = Table(
-        "+1 > abc, +2 > de, -3 > FGH",
-        "ab > a, cd > ?, FG > FG",
-        "cd > ?",  # D4
-        "ac > ac, de > e, FG > F",
-        "ac > x, FH > FH",
-        "xe > xe",
-    )
-    memories = [memory(1), memory(2), memory(3, -1)]
-    bank = skills.cold_start(memories, table, group_size=2)
-    assert names(bank.general_skills) == "xe" and names(bank.common_mistakes, E) == "FH"
-    skill_layers = bank.metadata["general_merge_layers"]
-    mistake_layers = bank.metadata["common_mistake_merge_layers"]
-    assert [x["output_items"] for x in skill_layers] == [4, 3, 2, 2] and not table.lines
-    assert [x["output_items"] for x in mistake_layers] == [3, 2, 2]
-    assert [x["lost_replies"] for x in skill_layers] == [1, 0, 0, 0]
-    assert bank.metadata["lost_replies"] == 1
 
 
 # ------------------------------------------------------------------------ Algorithm 4: evolution
@@ -366,8 +310,7 @@ def with_dynamic(skills_="", mistakes=""):
     for key, letters in ((G, skills_), (E, mistakes)):
         for i, letter in enumerate(letters):
             id_ = f"dyn_{skills.KINDS[key].prefix}{i + 1:03d}"
-            entry = {skills.KINDS[key].id_field: id_, **item(letter, key)}
-            bank.collection(key).insert(1 + 2 * i, entry)
+            bank.collection(key).insert(1 + 2 * i, entry(id_, letter, key))
     bank.extra["task_specific_skills"] = {"x": [1]}
     return bank
 
@@ -423,8 +366,7 @@ def test_alg4_line_12_existing_dynamic_entries_merge_with_the_new():
     """Two old ones and a new one become one: the bank may shrink."""
     table = Table("-0 > A", "OPA > X")
     new = skills.evolve(with_dynamic("", "OP"), window(1), 25, table)
-    merged = {"mistake_id": "dyn_err_025_001", **item("X", E), "sources": ["id-0-xyz"]}
-    assert dynamic(new, E) == [merged]
+    assert dynamic(new, E) == [entry("dyn_err_025_001", "X", E, sources=["id-0-xyz"])]
 
 
 LIMITS = [  # dynamic skills and mistakes, failures and successes, (N, C), entries that are left
@@ -494,10 +436,8 @@ def test_the_merges_of_an_evolution_that_cannot_be_read_count_as_lost():
 
 def test_no_copy_of_a_static_entry_becomes_a_dynamic_one():
     """D11: not as a candidate, in whatever case it is written, and not out of a merge."""
-    bank = skills.SkillBank([], [], {})
-    bank.general_skills.append({"skill_id": "gen_001", **item("s")})
-    bank.common_mistakes.append({"mistake_id": "err_001", **item("M", E)})
-    bank.common_mistakes.append({"mistake_id": "err_002", **item("i", E)})
+    mistakes = [entry("err_001", "M", E), entry("err_002", "i", E)]
+    bank = skills.SkillBank([entry("gen_001", "s")], mistakes, {})
     table = Table("+1 > sab, -2 > MIC", "ab > as", "as > as")
     new = skills.evolve(bank, [solved(1, 1), solved(2, -1)], 25, table)
     assert names(dynamic(new, G)) == "a" and names(dynamic(new, E), E) == "C" and not table.lines
@@ -546,52 +486,27 @@ def mangled(rng, key):
     return text[:4000]
 
 
-class Mangling:
-    """A fake `complete` whose replies are mangled; `exchanges` keeps (prompt, reply)."""
-
-    def __init__(self, rng, key):
-        self.rng, self.key, self.exchanges = rng, key, []
-
-    def __call__(self, prompts):
-        replies = [mangled(self.rng, self.key) for _ in prompts]
-        self.exchanges += zip(prompts, replies)
-        return replies
-
-
 @both_kinds
 def test_no_mangled_reply_loses_or_invents_an_entry_in_a_merge(key):
     """What is gone was in a group with a whole, small enough reply; what is new stands in one."""
     rng, changed = random.Random(1), 0
     for _ in range(300):
-        old, model = items("abcde", key), Mangling(rng, key)
-        merged = bare(skills.merge(old, key, model, group_size=3, patience=2)[0], key)
-        used, written = [], []
-        for prompt, reply in model.exchanges:
-            group = read_prompt(prompt)[1]
-            reading, whole = skills.read_items(reply, key)
-            if whole and 0 < len(reading) <= len(group):
-                used += group
-                written += reading
+        old, used, written = items("abcde", key), [], []
+
+        def complete(prompts, used=used, written=written):
+            replies = [mangled(rng, key) for _ in prompts]
+            for prompt, reply in zip(prompts, replies):
+                group = read_prompt(prompt)[1]
+                reading, whole = skills.read_items(reply, key)
+                if whole and 0 < len(reading) <= len(group):
+                    used += group
+                    written += reading
+            return replies
+
+        merged = bare(skills.merge(old, key, complete, group_size=3, patience=2)[0], key)
         json.dumps(merged, ensure_ascii=False).encode()  # a file can take it
         assert None not in merged and 0 < len(merged) <= 5
         assert all(e in merged or e in used for e in old)
         assert all(e in old or e in written for e in merged)
         changed += merged != old
     assert 50 < changed < 300
-
-
-def test_a_writer_does_not_think_and_has_room_to_repeat_a_long_prompt(tokenizer):
-    """The longer of the reply's limit and the prompt's tokens with a quarter more. It counts how
-    often a prompt came before (D4), and logs every reply."""
-    requests, log = [], []
-
-    def sample(ids, prompts, repeats, limits):
-        requests.append((ids, repeats, limits))
-        return [f"{prompt[0]} {repeat}" for prompt, repeat in zip(prompts, repeats)]
-
-    writer = skills.writer(tokenizer, rollout.chat_ids, sample, log.extend, 400, step=25)
-    assert writer(["a", "b" * 1000]) == ["a 0", "b 0"] and writer(["c", "a"]) == ["c 0", "a 1"]
-    ids, _, limits = requests[0]
-    assert ids[0] == rollout.chat_ids(tokenizer, "a", thinking="closed")
-    assert limits == [400, len(ids[1]) * 5 // 4]
-    assert log[-1] == {"step": 25, "repeat": 1, "prompt": "a", "reply": "a 1"} and len(log) == 4

@@ -62,16 +62,13 @@ def test_an_entry_is_embedded_as_its_three_fields():
 
 
 def test_entries_are_embedded_once_and_a_replaced_one_anew():
+    """A freed dict's address is often taken by the next one."""
     bank, calls = make_bank(), []
-
-    def embed(texts):
-        calls.append(len(texts))
-        return fake_embed(texts)
-
+    embed = lambda texts: calls.append(len(texts)) or fake_embed(texts)  # noqa: E731
     for _ in range(3):
         bank.retrieve("carry the one", 2, embed)
     assert calls == [1, 4, 4, 1, 1]
-    for i in range(30):  # a freed dict's address is often taken by the next one
+    for i in range(30):
         bank.general_skills[:] = [{**SKILL, "title": "z" * i}]
         fresh = SkillBank(list(bank.general_skills), bank.common_mistakes)
         assert bank.retrieve("qz", 1, embed) == fresh.retrieve("qz", 1, embed)
@@ -154,6 +151,13 @@ def test_a_wrong_bank_is_one_line_that_names_the_file_and_the_entry(content, wor
     if content is not None:
         path.write_text(content)
     one_line(lambda: SkillBank.load(path), f"bank {path}: ", words)
+
+
+def test_s8_a_bank_that_is_given_has_a_pair_for_each_teacher(tmp_path):
+    make_bank(tmp_path / "b.json", n_skills=4, n_mistakes=3)
+    words = f"bank {tmp_path}/b.json: ", "4 skills and 3 mistakes", "--num-teachers 4"
+    one_line(lambda: skills.load_bank(tmp_path / "b.json", 4), *words)
+    assert skills.load_bank(tmp_path / "b.json", 3) == SkillBank.load(tmp_path / "b.json")
 
 
 @pytest.mark.parametrize("path", [*(ROOT / "banks").glob("*.json")], ids=lambda path: path.stem)

@@ -84,12 +84,12 @@ def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_
         greedy = Sampling(0.0, 1.0, 0, len(prompt) * 5 // 4)
         (ids,) = rollout.generate(run.lm, run.tokenizer, [prompt], greedy, [0])
         assert a == rollout.text_of(run.tokenizer, ids)
-        assert [row["step"] for row in rows(run.out / "bank/replies.jsonl")] == [0] * 5 + [25] * 6
+        log = rows(run.out / "bank/replies.jsonl")
+        assert [row["step"] for row in log] == [0] * 5 + [25] * 6
+        assert [row["repeat"] for row in log[:5]] == [0, 0, 1, 1, 2] and log[0]["reply"] == a
 
 
-def test_a_reply_gets_what_the_context_leaves_and_a_prompt_left_little_is_not_asked(
-    world_dir, tmp_path, capsys
-):
+def test_a_reply_gets_what_the_context_leaves_or_is_not_asked(world_dir, tmp_path, capsys):
     """By default a reply may be a quarter longer than its prompt (D4)."""
     place = str(save_model(tmp_path / "model", max_position_embeddings=900))
     with opened(world_dir, tmp_path / "run", model=place, reply_tokens=100) as run:
@@ -113,48 +113,24 @@ def test_a_reply_gets_what_the_context_leaves_and_a_prompt_left_little_is_not_as
 
 def with_the_policy_as_writer(argv):
     """A process that makes a bank. The random model's own replies give no entry."""
-    cfg = driver.parsed(argv)
-    with Run.open(cfg, skills.load_bank, sgsd.shown) as run:
+    with Run.open(driver.parsed(argv), skills.load_bank, sgsd.shown) as run:
         run.bank = sgsd.make_bank(run)
         run.save_bank()
     return 0
 
 
-FAKE = None  # the writer of the tests' runs
-by_writer = pytest.mark.parametrize("program", [FAKE, with_the_policy_as_writer])
-
-
-@pytest.fixture(scope="module")
-def command(world_dir, tmp_path_factory):
-    """The command line of a bank alone. Its model ends on half of all ids, so replies are short."""
-    hasty = tmp_path_factory.mktemp("model") / "hasty"
-    shutil.copytree(world_dir / "model", hasty)
+@pytest.mark.parametrize("program", [None, with_the_policy_as_writer])  # None: the tests' writer
+def test_two_processes_make_the_bank_of_one(program, world_dir, tmp_path):
+    """The model ends on half of all ids: replies are short. Memories are written as they come."""
+    hasty, made = shutil.copytree(world_dir / "model", tmp_path / "hasty"), []
     (hasty / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 270, 2)]}))
-    return lambda out: flags(world_dir, out, model=hasty, steps=0, **SEEDS | {"cold_start": 4})
-
-
-def bank_files(out):
-    """The bytes of the bank and its replies, and the memories, which are written as they come."""
-    names = ("bank.json", "step_000000.json", "replies.jsonl")
-    lines = (out / "bank/memories.jsonl").read_text().splitlines()
-    return [(out / "bank" / name).read_bytes() for name in names], sorted(lines)
-
-
-@pytest.fixture(scope="module")
-def whole(command, tmp_path_factory):
-    """By writer, what one process makes that runs through."""
-    files_by_writer = {}
-    for program in (FAKE, with_the_policy_as_writer):
-        path = tmp_path_factory.mktemp("whole")
-        argv = command(path / "run")
-        assert driver.wait(driver.start(argv, path / "log", program=program)) == 0
-        files_by_writer[program] = bank_files(path / "run")
-    return files_by_writer
-
-
-@by_writer
-def test_two_processes_make_the_bank_of_one(program, command, tmp_path, whole):
-    out = tmp_path / "run"
-    codes = driver.two(command(out), tmp_path, program=program)
-    assert codes == [0, 0], (tmp_path / "log0").read_text()
-    assert bank_files(out) == whole[program]
+    for count in (1, 2):
+        out = tmp_path / str(count)
+        argv = flags(world_dir, out, model=hasty, steps=0, **SEEDS | {"cold_start": 4})
+        if count == 1:
+            assert driver.go(argv, tmp_path / "log", program=program) == 0
+        else:
+            assert driver.two(argv, tmp_path, program=program) == [0, 0]
+        bank = driver.contents(out / "bank")
+        made.append(bank | {"memories.jsonl": sorted(bank["memories.jsonl"].splitlines())})
+    assert made[0] == made[1]

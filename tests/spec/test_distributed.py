@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from conftest import one_line
 from driver import flags, rows, train, two
 from safetensors.torch import load_file
 
@@ -118,6 +119,15 @@ def use_collectives(argv):
 def test_the_collectives(world_dir, tmp_path):
     codes = two([world_dir / "model"], tmp_path, program=use_collectives)
     assert codes == [10, 11], [(tmp_path / f"log{rank}").read_text() for rank in (0, 1)]
+
+
+def test_a_group_that_cannot_be_joined_and_a_gpu_that_is_not_there_are_one_line(monkeypatch):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": "99999999"}).items():
+        monkeypatch.setenv(name, value)
+    one_line(lambda: distributed.init("cpu"), "127.0.0.1:99999999")
+    if not torch.cuda.is_available():
+        one_line(lambda: distributed.init("cuda"), "--device cuda")
 
 
 def test_a_gpu_without_memory_is_one_line(capsys):

@@ -4,6 +4,7 @@ A sample is a pure function of its key and place. The reference for decoding is 
 cache, no padding, one row alone. Ids travel unchanged, and the outcome comes from their text.
 """
 
+import functools
 import gc
 import itertools
 import os
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model, make_tokenizer, one_line
-from driver import watched
+from driver import decoded, watched
 from tokenizers import AddedToken
 from torch.overrides import TorchFunctionMode
 from transformers import Gemma3Config, GenerationConfig
@@ -127,19 +128,6 @@ def test_a_stream_yields_turn_by_turn_and_puts_the_mode_back(tokenizer):
     left_early.close()
     assert model.training
     one_line(lambda: next(stream([*ids[:5], []])), "prompts that are not empty")
-
-
-NO_STOPS = SimpleNamespace(eos_token_id=272)  # as a tokenizer, of an id that no model draws
-
-
-def decoded(model, jobs, rows, places=0):
-    """{job: ids}, as a stream finishes jobs, at their limits. jobs: tokens of prompt, limit."""
-    todo = []
-    for i, (length, limit) in enumerate(jobs):
-        prompt = [(17 * i + 31 * place) % 260 for place in range(length)]
-        todo.append(rollout.Job(i, prompt, key=i, tokens_left=limit))
-    turns = rollout.stream(model, NO_STOPS, todo, SAMPLING, rows, places)
-    return {job.index: job.ids for job in itertools.chain.from_iterable(turns)}
 
 
 def test_the_youngest_rows_leave_where_memory_is_full_and_are_read_again():
@@ -266,24 +254,22 @@ def test_stop_ids_are_the_tokenizers_and_all_of_the_models_and_none_is_refused()
     one_line(lambda: rollout.generate(model, tokenizer, [[1]], SAMPLING, [1]), "`eos_token_id`")
 
 
-def judged(tokenizer, prompt, completion):
-    x = SimpleNamespace(id="x", problem="p", answer="5")
-    job = rollout.Job(0, prompt, 0, 0, x, completion)
-    (((_, roll),),) = rollout.rollouts(tokenizer, [265], driver.Exact(), [[job]])
+def judged(tokenizer, prompt, completion, verifier=None):
+    x = SimpleNamespace(id="p7", problem="p", answer="5")
+    job, verifier = rollout.Job(0, prompt, 0, 0, x, completion), verifier or driver.Exact()
+    (((_, roll),),) = rollout.rollouts(tokenizer, [265], verifier, [[job]])
     return roll
 
 
 @pytest.mark.parametrize("verdict", [True, False, np.True_, np.False_, 0.7, 1, -1, None])
 def test_a_verdict_that_is_no_bool_is_refused_with_its_problem(verdict, tokenizer):
     """numpy's are bools."""
-    x = SimpleNamespace(id="p7", problem="x", answer="5")
     verifier = SimpleNamespace(judge=lambda cases: [Verdict("5", verdict)])
-    job = rollout.Job(0, [1], 0, 0, x, [2])
-    turns = rollout.rollouts(tokenizer, [265], verifier, [[job]])
     if isinstance(verdict, bool | np.bool_):
-        assert next(turns)[0][1].r == (1 if verdict else -1)
+        assert judged(tokenizer, [1], [2], verifier).r == (1 if verdict else -1)
     else:
-        one_line(lambda: next(turns), f"got {verdict} for problem p7")
+        call = functools.partial(judged, tokenizer, [1], [2], verifier)
+        one_line(call, f"got {verdict} for problem p7")
 
 
 def test_an_outcome_comes_from_the_text_which_never_becomes_ids_again(tokenizer):
@@ -295,24 +281,19 @@ def test_an_outcome_comes_from_the_text_which_never_becomes_ids_again(tokenizer)
     assert tokenizer.encode(roll.text) != spelt
 
 
-def test_a_think_block_that_the_prompt_left_open_holds_no_answer(tokenizer):
+@pytest.mark.parametrize("is_special", [False, True])
+def test_a_think_block_that_the_prompt_left_open_holds_no_answer(is_special):
+    """Also where its tags are special tokens: else a cut thought would be right."""
+    tokenizer = make_tokenizer()
+    for tag in ("<think>", "</think>") if is_special else ():
+        tokenizer.add_tokens([AddedToken(tag, special=True)], special_tokens=True)
+        assert tokenizer.decode(tokenizer.encode(tag), skip_special_tokens=True) == ""
     for prompt, text, pred in (
         ("Problem<think>\n", r"maybe \boxed{5}? wait", None),
         ("Problem<think>\n", r"\boxed{4}</think> so \boxed{5}", "5"),
         ("<think></think>", r"\boxed{5}", "5"),
+        ("Problem", r"<think>maybe \boxed{5}, or", None),
     ):
-        roll = judged(tokenizer, tokenizer.encode(prompt), tokenizer.encode(text))
+        ids = tokenizer.encode(f"{text}<|im_end|>")
+        roll = judged(tokenizer, tokenizer.encode(prompt), ids)
         assert (roll.pred, roll.r, roll.text) == (pred, 1 if pred else -1, text)
-
-
-def test_think_tags_that_are_special_tokens_are_still_seen():
-    """Else a right answer after a block that the prompt opened is wrong, a cut thought right."""
-    special = make_tokenizer()
-    for tag in ("<think>", "</think>"):
-        special.add_tokens([AddedToken(tag, special=True)], special_tokens=True)
-    assert special.decode(special.encode("<think>"), skip_special_tokens=True) == ""
-    answer = special.encode(r"so</think>\boxed{5}<|im_end|>")
-    roll = judged(special, special.encode("say<think>\n"), answer)
-    assert (roll.text, roll.pred, roll.r) == (r"so</think>\boxed{5}", "5", 1)
-    cut = judged(special, special.encode("say"), special.encode(r"<think>maybe \boxed{5}, or"))
-    assert (cut.pred, cut.r) == (None, -1)

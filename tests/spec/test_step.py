@@ -162,7 +162,7 @@ class Saved:
 @pytest.mark.parametrize("method", ["sgsd", "ablations", "grpo", "opsd", "sdpo", "rlsd"])
 def test_no_graph_lives_while_the_next_rollout_is_scored(method, world_dir, tmp_path, monkeypatch):
     """Also where all teachers are ignored, so that no backward pass frees it."""
-    kind, step_fn, *_ = driver.METHODS[method]
+    program, kind = driver.METHODS[method]
     changes = {"eps_a": 1e9} if method in ("sgsd", "ablations") else {"bank": ""}
     changes |= {"verifier": "driver:UnevenVerifier", "max_new_tokens": 8}
     alive = []
@@ -176,7 +176,7 @@ def test_no_graph_lives_while_the_next_rollout_is_scored(method, world_dir, tmp_
     monkeypatch.setattr(scoring, "predictors", counted)
     with driver.opened(world_dir, tmp_path / "run", kind, **changes) as run:
         with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.x):
-            rows_of_step, _ = step_fn(run, 1)
+            rows_of_step, _ = program.train_step(run, 1)
     assert len(rows_of_step) >= 4
     assert alive or method == "grpo"
     assert not any(alive) and Saved.alive == 0
@@ -211,45 +211,21 @@ def test_alg1_lines_1_2_and_17_the_bank_evolves_every_f_steps(world_dir, tmp_pat
     assert any(name.startswith("dyn_") for name in retrieved)
 
 
-DEFAULTS = {
-    # §4.1 and App. F.1
-    "model": "Qwen/Qwen3-1.7B",
-    "data": "BytedTsinghua-SIA/DAPO-Math-17k",
-    "steps": 200,
-    "checkpoint_every": 25,
-    "lora_rank": 64,
-    "lora_alpha": 128,
-    "learning_rate": 5e-6,
-    "teacher_prefix": "bare",  # so the model decides, and thinks (S3)
-    # Tab. 11
-    "max_new_tokens": 1024,
-    "max_prompt_tokens": 20000,
-    "temperature": 1.1,
-    "top_p": 0.95,
-    "top_k": 20,
-    "memory_answer": False,  # no reference solution
-    # Tab. 12 and App. D
-    "cold_start": 256,
-    "encoder": "Qwen/Qwen3-Embedding-0.6B",
-    "num_teachers": 8,
-    "tau_g": 1.0,
-    "c_delta": 3.0,
-    "eps_a": 0.05,
-    "evolve_every": 25,
-    "success_gate": 0.8,
-    "max_new_items": 5,
-    "dynamic_capacity": 30,
-    "merge_group_size": 32,
-    "merge_patience": 3,
-}
-EVALUATION = {  # App. F.1
-    "data": ("aime24", "aime25", "hmmt25"),
-    "samples": 12,
-    "temperature": 1.0,
-    "top_p": 0.95,
-    "top_k": 0,
-    "max_new_tokens": 38912,
-}
+# §4.1 and App. F.1
+DEFAULTS = {"model": "Qwen/Qwen3-1.7B", "data": "BytedTsinghua-SIA/DAPO-Math-17k"}
+DEFAULTS |= {"steps": 200, "checkpoint_every": 25, "lora_rank": 64, "lora_alpha": 128}
+DEFAULTS |= {"learning_rate": 5e-6, "teacher_prefix": "bare"}  # so it decides, and thinks (S3)
+# Tab. 11; no reference solution
+DEFAULTS |= {"max_new_tokens": 1024, "max_prompt_tokens": 20000, "memory_answer": False}
+DEFAULTS |= {"temperature": 1.1, "top_p": 0.95, "top_k": 20}
+# Tab. 12 and App. D
+DEFAULTS |= {"cold_start": 256, "encoder": "Qwen/Qwen3-Embedding-0.6B", "num_teachers": 8}
+DEFAULTS |= {"tau_g": 1.0, "c_delta": 3.0, "eps_a": 0.05, "evolve_every": 25, "success_gate": 0.8}
+DEFAULTS |= {"max_new_items": 5, "dynamic_capacity": 30}
+DEFAULTS |= {"merge_group_size": 32, "merge_patience": 3}
+# App. F.1
+EVALUATION = {"data": ("aime24", "aime25", "hmmt25"), "samples": 12, "max_new_tokens": 38912}
+EVALUATION |= {"temperature": 1.0, "top_p": 0.95, "top_k": 0}
 
 
 def test_the_defaults_are_those_of_tabs_11_and_12_and_app_f():
