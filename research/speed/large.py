@@ -41,7 +41,7 @@ from research.markdown_table import head_of, row_of
 from research.speed.bench import NO_STOPS, SHAPES, clock, random_model, stop_after
 
 Args = argparse.Namespace
-FOR = QWEN3["Qwen3-1.7B"], CARDS["h100"]  # what is expected
+ON_H100 = QWEN3["Qwen3-1.7B"], CARDS["h100"]
 
 
 def made(args: Args, device: torch.device) -> Any:
@@ -156,11 +156,11 @@ def rows(args: Args, device: torch.device) -> None:
         "full": (places, [(prompt, tokens)] * count),
         "evaluation": (places / part, [(200 // part, length // part) for length in lengths]),
     }
-    columns = "case | most rows | mean | rows read | tokens each | seconds | expected | peak, GB"
+    columns = "case | most rows | mean | rows read | passes | seconds | expected | peak, GB"
     print("\n".join(head_of(columns.split(" | "))))
     for name, (room, shapes) in cases.items():
         seconds, expected = watched_stream(name, model, shapes, room, device)
-    nine = 9 * drawing(*FOR, jobs_of(200, 38_912, 1080, log_normal), GPUS, 64, True)[1]
+    nine = 9 * drawing(*ON_H100, jobs_of(200, 38_912, 1080, log_normal), GPUS, 64, True)[1]
     print(f"\nnine evaluations: {nine:.1f} hours, at this rate {nine * seconds / expected:.1f}")
     if device.type == "cuda":
         print(f"the card has {torch.cuda.get_device_properties(device).total_memory / 1e9:.1f} GB")
@@ -192,8 +192,8 @@ def watched_stream(
     seconds = clock(device) - began
     hook.remove()
     turn = rollout.TURN_TOKENS.get(device.type, 64)
-    made_rows = [Row(prompt, new, new) for prompt, new in shapes]
-    expected = sum(turn_seconds(*FOR, x) for x in turns(made_rows, 64, places, turn))
+    by_length = [Row(prompt, new, new) for prompt, new in shapes]
+    expected = sum(turn_seconds(*ON_H100, x) for x in turns(by_length, 64, places, turn))
     peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
     mean = sum(rows_of_passes) / len(rows_of_passes)
     cells = [name, max(rows_of_passes), f"{mean:.1f}", read, len(rows_of_passes)]
