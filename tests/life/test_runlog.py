@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import t
+from conftest import one_line, t
 
 import sgsd
 from lib import runlog
@@ -44,8 +44,7 @@ def test_a_row_counts_unmasked_tokens_and_clipped_gaps_and_has_each_tokens_text(
     token_numbers = {"mask": torch.tensor([1, 0]), "delta": delta_KT}
     result = sgsd.RolloutLoss(t(0.25), numbers, token_numbers)
     line = runlog.rollout_row(7, 3, [pair, pair], roll, -1, result, c_delta=1.0)
-    assert (line["index"], line["step"], line["problem_id"], line["r"]) == (3, 7, "p", -1)
-    assert line["reward"] == -1
+    assert (line["index"], line["step"], line["problem_id"], line["reward"]) == (3, 7, "p", -1)
     assert (line["pairs"], line["s_e"]) == ([["gen_001", "err_002"]] * 2, [-0.25, -0.25])
     assert (line["loss"], line["a"], line["rho"]) == (0.25, [0.5, -0.5], [-1, 1])
     assert (line["unmasked"], line["clipped"]) == (1, 1)  # of the first token's gaps, 2 and -0.5
@@ -53,7 +52,8 @@ def test_a_row_counts_unmasked_tokens_and_clipped_gaps_and_has_each_tokens_text(
     tokens = runlog.token_row(7, 3, roll, result, tokenizer)
     assert (tokens["step"], tokens["index"]) == (7, 3)
     assert (tokens["text"], tokens["mask"]) == (["\\boxed", "{"], [1, 0])
-    assert tokens["delta"] == delta_KT.tolist()
+    clash = sgsd.RolloutLoss(t(0.0), {"reward": t(1.0)}, {})  # a name that a row has already
+    one_line(lambda: runlog.rollout_row(7, 3, [], roll, -1, clash, c_delta=1.0), "'reward'")
 
 
 def test_a_steps_numbers_by_hand():
@@ -77,16 +77,7 @@ def test_a_steps_numbers_by_hand():
     assert not {"a_mean_failure", "a_positive_failure"} & {*summary([one])}  # 0 would mislead
     m = summary([row(-1, [0.0], [0], unmasked=0)])  # no reasoning token
     assert (m["mask_share"], m["clip_share"]) == (0, 0)
-
-
-def test_a_log_line_tells_of_cut_solutions_and_of_late_answers_and_a_method_of_no_teachers():
-    line = summary([row(1, [0.1], [1])]) | {"step": 2}
-    shown = runlog.log_line(line, 200)
-    assert "rho +1/-0/0:0" in shown and "--" not in shown
-    assert "--max-new-tokens" in runlog.log_line(line | {"truncated": 0.75}, 200)
-    assert "4 answers so far took longer than --verify" in runlog.log_line(line, 200, late=4)
-    assert "distilled" in runlog.log_line(line | {"step": 1}, 200)  # a legend, once
-    assert "rho" not in runlog.log_line(summary([row(1, [], [])]) | {"step": 1}, 200)  # as GRPO's
+    one_line(lambda: summary([row(1, [], [], grad_norm=1.0)]), "'grad_norm'")  # a method's own
 
 
 USUAL = {"truncated": 0.0, "no_answer": 0.0, "abs_a_p50": 0.02, "rho_distilled": 1}
@@ -94,7 +85,6 @@ USUAL |= {"success": 0.0, "rho_reversed": 0, "rho_ignored": 3}
 NONE_DECIDED = {"success": 0.5, "rho_distilled": 0, "rho_ignored": 4}
 SAID = [  # numbers of each step, and words of the line after the fifth, if there is one
     ({"truncated": 1.0, "no_answer": 1.0}, "--max-new-tokens"),
-    ({"truncated": 0.5, "no_answer": 1.0}, "--verifier"),
     ({"truncated": 0.5, "no_answer": 0.9}, "--answer-field"),
     (NONE_DECIDED, "0.02 nats, and --eps-a is 0.05"),
     (NONE_DECIDED | {"rho_reversed": 1}, ""),
