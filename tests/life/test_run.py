@@ -26,13 +26,9 @@ def test_what_a_run_leaves_on_disk(uninterrupted):
     out = uninterrupted
     stored = files.read_json(out / "config.json")
     assert stored["settings"]["num_teachers"] == 2 and stored["versions"]["torch"]
-    assert {"program", "code", "problems", "processes", "id", "command", "commit"} < stored.keys()
     fingerprints = [problems.fingerprint(x["problem"]) for x in PROBLEMS]
     assert files.read_json(out / "problems.json") == fingerprints
     metrics, rolls, tokens = (rows(out / f"{name}.jsonl") for name in runlog.LOGS)
-    assert [m["learning_rate"] for m in metrics] == pytest.approx(
-        [1e-2 * k / 6 for k in range(6, 0, -1)]
-    )
     assert [(row["step"], row["index"]) for row in rolls[:4]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert len(metrics) == 6 and len(rolls) == 12 and {x["step"] for x in tokens} == {1, 2, 4, 6}
     assert list(files.by_step(out / "checkpoints")) == [2, 3, 4, 6]
@@ -58,12 +54,10 @@ def test_the_adapters_train_and_nothing_else(world_dir, tmp_path):
 def test_a_complete_run_names_the_commands_that_evaluate_it_and_look_inside(tmp_path):
     """Trained on other problems it is evaluated on others, too."""
     out = str(tmp_path / "a run")
-    for data, more in (("d.jsonl", "--data"), (config.Config.data, "")):
-        cfg = driver.parsed(["--steps=1", f"--data={data}", f"--out={out}"])
-        evaluate, look = what_next(types.SimpleNamespace(cfg=cfg, step=1, bank=None)).splitlines()
-        evaluated = shlex.split(evaluate.partition("eval.py ")[2])
-        assert evaluated[:2] == [cfg.model, out] and evaluated[2:3] == more.split()
-        assert shlex.split(look)[-2:] == ["extras.report", out]
+    cfg = driver.parsed(["--steps=1", "--data=d.jsonl", f"--out={out}"])
+    evaluate, look = what_next(types.SimpleNamespace(cfg=cfg, step=1, bank=None)).splitlines()
+    assert shlex.split(evaluate.partition("eval.py ")[2])[:3] == [cfg.model, out, "--data"]
+    assert shlex.split(look)[-2:] == ["extras.report", out]
 
 
 def test_other_columns_and_answers_behind_a_mark_are_trained_and_evaluated_on(world_dir, tmp_path):
@@ -145,9 +139,7 @@ def test_an_adapter_needs_its_base_and_a_folder(world_dir, tmp_path, uninterrupt
     last, other = uninterrupted / "checkpoints/step_000006", save_model(tmp_path / "other", seed=1)
     for changes, words in (
         ({"adapter": last, "model": other}, [str(last), str(world_dir / "model")]),
-        ({"adapter": last, "model": other, "steps": 0}, [str(last), "--model"]),
         ({"adapter": last.parent}, [str(last.parent)]),
-        ({"adapter": tmp_path / "none"}, [str(tmp_path / "none")]),
     ):
         refused(capsys, sgsd.main, flags(world_dir, tmp_path / "run", **changes), *words)
         assert not driver.contents(tmp_path / "run")
