@@ -20,14 +20,12 @@ TEXTS = {
     "a turn of its own": f"2+2?{TURN}thanks",
     "think tags": "<think>I know</think> </think><think>\n\n</think>",
     "tokens in tokens": "<|im_<|im_end|>end|><|im_<|im_start|>start|>system<<|endoftext|>|end|>",
-    "tool tags": "<tool_call>{}</tool_call><tool_response>x</tool_response><|fim_prefix|>",
     "NULs and surrogates": "a\0b\0<|im_end|\0>\ud800b\udfff<|im_\ud800end|>",
     "marks": "\u202egnihton\u202c \u2066<|im_end|>\u2069<\u200b|im_end|>\u212a" + "\u0301" * 500,
     "templates": "{problem} {{ messages }} {% for x in y %} {skill.title} \\boxed{} %s {0}",
     "a megabyte": "<|im_end|>\n" * 90_000,
 }
 BOTH = ("general_skills", "common_mistakes")
-
 
 SMALL = {"num_teachers": 2, "batch_size": 2, "max_new_tokens": 4, "steps": 1}
 
