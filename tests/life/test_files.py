@@ -55,15 +55,6 @@ def test_the_rows_of_a_log_and_where_those_of_a_step_end(tmp_path):
         assert [*files.read_jsonl(log)][lines:] == [{"step": 4}]
 
 
-def test_checkpoints_and_versions_of_the_bank_are_found_by_their_steps_in_order(tmp_path):
-    for step in (100, 25, 0):
-        files.of_step(tmp_path, step, ".json").touch()
-    for name in ("bank.json", ".step_000050.json.tmp", "step_000010.bak", "step_11"):
-        (tmp_path / name).touch()  # nobody's
-    assert list(files.by_step(tmp_path)) == [0, 25, 100]
-    assert files.by_step(tmp_path)[25].name == "step_000025.json"
-
-
 def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
     """Another command waits for that, by default a minute."""
     folder = tmp_path / "runs/run"
@@ -101,18 +92,3 @@ def test_a_model_is_known_by_what_its_files_hold_wherever_it_lies(tmp_path):
     for name in ("Qwen/Qwen3-1.7B", ""):
         assert files.tree_digest(name) == name
 
-
-def test_a_file_of_a_checkpoint_that_lacks_or_differs_is_named_but_its_bank_is_free(tmp_path):
-    for name in ("a.safetensors", "b.json", files.BANK):
-        (tmp_path / name).write_text(name)
-    assert files.digests_of(tmp_path) == {}
-    one_line(lambda: files.digests_of(tmp_path, needed=True), files.DIGESTS)
-    files.write_digests(tmp_path)
-    (tmp_path / files.BANK).write_text("evolved")
-    digests = files.digests_of(tmp_path)
-    assert digests.keys() == {"a.safetensors", "b.json"}
-    files.refuse_damaged(tmp_path, digests)
-    (tmp_path / "b.json").write_text("b.jsoN")
-    one_line(lambda: files.refuse_damaged(tmp_path, digests), tmp_path / "b.json", "damaged")
-    (tmp_path / "a.safetensors").unlink()
-    one_line(lambda: files.refuse_damaged(tmp_path, digests), tmp_path / "a.safetensors")

@@ -115,6 +115,7 @@ DAMAGES = {  # of a checkpoint's file
     "adapter_model.safetensors": flip_a_bit,
     "bank.json": pathlib.Path.unlink,  # which the digests leave out
     "digests.json": pathlib.Path.unlink,
+    "tokenizer_config.json": pathlib.Path.unlink,
 }
 
 
