@@ -14,11 +14,12 @@ import pytest
 import rollout
 import skills
 from lib import command, config, model
-from methods import ablations, grpo, rlsd
+from methods import ablations, grpo, rlsd, sdpo
 
 KINDS = {
     "sgsd": config.Config,
     "methods.grpo": grpo.GRPOConfig,
+    "methods.sdpo": sdpo.SDPOConfig,
     "methods.ablations": ablations.AblationConfig,
     "eval": config.EvalConfig,
 }
@@ -113,20 +114,6 @@ def test_a_default_without_an_annotation_is_refused():
     for call in (bare, bare.rules):
         with pytest.raises(TypeError, match=r"Bare\.tau_g: "):
             call()
-
-
-NOT_OFFERED = [  # a method, and a flag that has no part in it
-    ("grpo", "--cold-start 8"),
-    ("opsd", "--tau-g 2"),
-    ("rlsd", "--c-delta 2"),
-    ("sdpo", "--bank x.json"),
-]
-
-
-@pytest.mark.parametrize("name, given", NOT_OFFERED)
-def test_a_method_does_not_offer_what_has_no_part_in_it(name, given, capsys):
-    refused(capsys, given, "unrecognized", given.split()[0], kind=driver.METHODS[name][1])
-    assert parse(given) and parse(given, ablations.AblationConfig)
 
 
 def test_the_functions_of_the_paper_have_the_defaults_of_the_settings():

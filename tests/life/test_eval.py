@@ -73,16 +73,13 @@ def test_an_interval_of_many_problems_is_the_normal_one_and_sets_weigh_alike():
 
 
 def test_of_equal_scores_or_of_nine_problems_there_is_no_interval():
-    """A bootstrap of 40 wrong answers would say 0 to 0, as if nothing could be otherwise."""
+    """A bootstrap of 40 wrong answers would say 0 to 0, as if nothing could be otherwise. Where all
+    are wrong or right it is the rule of three: 50 that are all failed leave up to 6%."""
     ten = np.array([0.0, 1.0] * 5)
     for sets in ([np.zeros(40)], [ten[:9]], [ten, ten[:9]]):
         assert eval.bootstrap_interval(sets) == (None, None)
     low, high = eval.bootstrap_interval([ten])
     assert low < 0.5 < high
-
-
-def test_where_all_samples_are_wrong_or_right_the_interval_is_the_rule_of_three():
-    """By the number of problems: 50 that are all failed leave up to 6%."""
     row = {"avg": 0.0, "avg_low": None, "avg_high": None, "problems": 50}
     assert eval.interval(row, "avg") == "at most 6%"
     assert eval.interval(row | {"avg": 1.0}, "avg") == "at least 94%"

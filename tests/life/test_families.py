@@ -56,12 +56,15 @@ def test_a_model_whose_adapters_would_not_act_is_one_line(kind, changes, words):
 
 # ----------------------------------------------------------------------------------------- caches
 
+FALCON = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 CACHES = [  # a kind of model, its settings; bytes of a token and of a row, in numbers of 4 bytes
     ("qwen3", {}, 4 * 2 * 2 * 16, 0),  # two layers have keys and values of a head of 16
     ("gemma3_text", {}, 4 * 2 * 2 * 16, 0),
     # one layer has keys, the other convolutes 64 channels, and has 4 states of 8 x 8
     ("qwen3_5_text", {}, 4 * 2 * 16, 4 * (4 * 64 + 4 * 8 * 8)),
     ("lfm2", LAYERS["lfm2"], 4 * 2 * 16, 4 * 3 * 32),
+    # both layers have keys, convolute 64 + 2 * 8 channels, and have 4 states of 16 x 8
+    ("falcon_h1", FALCON, 4 * 2 * 2 * 16, 4 * 2 * (4 * 80 + 4 * 16 * 8)),
 ]
 
 

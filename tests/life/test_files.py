@@ -40,21 +40,6 @@ def test_a_damaged_file_is_named(tmp_path):
         one_line(lambda: files.end_of_step(log, 2), f"{log}:2")
 
 
-def test_the_rows_of_a_log_and_where_those_of_a_step_end(tmp_path):
-    """A torn last line, also the very first one, is behind them; it is cut before an append."""
-    log = tmp_path / "log.jsonl"
-    assert list(files.read_jsonl(log)) == [] and files.end_of_step(log, 2) == 0
-    kept = b'{"step":1}\n{"step": 1}\n{"step": 2}\n'  # not as json.dumps spaces it
-    for rest in (b"", b'{"step": 3}\n{"step": 4}\n', b'{"step": 2'):
-        log.write_bytes(kept + rest)
-        assert files.end_of_step(log, 2) == len(kept) and files.end_of_step(log, -1) == 0
-    for lines, torn in ((3, kept + b'{"st'), (0, b'{"st')):
-        log.write_bytes(torn)
-        assert len(list(files.read_jsonl(log))) == lines
-        files.append_jsonl(log, [{"step": 4}])
-        assert [*files.read_jsonl(log)][lines:] == [{"step": 4}]
-
-
 def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
     """Another command waits for that, by default a minute."""
     folder = tmp_path / "runs/run"

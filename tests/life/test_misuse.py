@@ -21,7 +21,6 @@ COMMANDS = [  # settings of a run ({w} has models), and words of the line
     ({"data": "no_answer.jsonl", "model": "no/such"}, "no_answer.jsonl:1"),
     ({"bank": "torn.json", "model": "no/such"}, "bank torn.json"),
     ({"encoder": "{w}/model", "model": "no/such"}, "encoder {w}/model"),
-    ({"model": "no/such"}, "model no/such"),
     ({"server": "http://127.0.0.1:9/v1", "bank": ""}, "http://127.0.0.1:9/v1"),
 ]
 

@@ -53,10 +53,6 @@ def test_jsonl_keeps_its_order_and_gets_ids_that_differ(tmp_path):
     assert problems.load_problems(str(source))[0] == want
     want.append(Problem("3", "q", "2"))
     assert problems.load_problems(str(source), unique=False)[0] == want
-    clash = [{"id": name} for name in ("y#2", "y", "y")]  # the first has the last one's new id
-    rows = [row | {"problem": f"p{i}", "answer": "1"} for i, row in enumerate(clash)]
-    loaded, _ = problems.load_problems(write(tmp_path / "b.jsonl", *rows))
-    assert [x.id for x in loaded] == ["y#2", "y", "y#2#2"]
 
 
 def test_a_problem_keeps_the_other_fields_of_its_row(tmp_path):
