@@ -133,7 +133,6 @@ def test_a_killed_evaluation_goes_on_to_the_same_samples(world_dir, tmp_path, ca
     assert go(argv, tmp_path / "log", before=kill, program=eval.main) == -signal.SIGKILL
     log = place(killed) / "samples.jsonl"
     before = log.read_text()
-    assert before.count("\n") == 2
     log.write_text(before + '{"set": "da')  # a torn line
     refused(capsys, compare.main, [killed], "no results.json")
     assert evaluate(world_dir, killed, more) == uninterrupted

@@ -5,7 +5,7 @@ import json
 
 import datasets
 import pytest
-from conftest import ROOT, one_line
+from conftest import one_line
 
 from lib import problems
 from lib.problems import Problem
@@ -173,12 +173,3 @@ def test_the_order_of_minibatches_is_fixed_by_the_seed():
             assert {epoch for _, epoch in batch} == {(step - 1) // 2}
     small = problems.minibatch(data[:2], 5, 1, seed=0)  # a step of two epochs and a half
     assert [epoch for _, epoch in small] == [0, 0, 1, 1, 2]
-
-
-def test_the_sets_of_tiny_are_apart():
-    seen = set()
-    for name, n in {"train": 2400, "valid": 240, "test": 240}.items():
-        lines = (ROOT / f"tiny/{name}.jsonl").read_text().splitlines()
-        texts = {json.loads(line)["problem"] for line in lines}
-        assert len(texts) == n and not texts & seen
-        seen |= texts
