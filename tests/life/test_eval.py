@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import os
 import shutil
 import signal
 import sys
@@ -154,8 +153,6 @@ def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
     for row in drawn:
         same = whole[row["id"].removeprefix("new ")][row["sample"]]
         assert (row["digest"], row["text"]) == same
-    table = read(place(tmp_path / "b"))
-    assert (table["part"]["problems"], table["part"]["samples"]) == (3, 6)
 
 
 class LateVerifier(driver.Exact):
@@ -218,7 +215,7 @@ def call(*paths, data, more=""):
     completes(eval.main, command(*paths, data=data, more=more))
 
 
-def test_each_policy_has_a_folder_and_each_set_is_added(world_dir, here, base, capsys):
+def test_each_policy_has_a_folder_and_each_set_is_added(world_dir, here, base):
     """A base, a run, another one that trains all weights, and a foreign adapter.
 
     results.json has a row per set over all calls, with each problem's count of right samples.
@@ -241,10 +238,7 @@ def test_each_policy_has_a_folder_and_each_set_is_added(world_dir, here, base, c
     assert all(path.read_bytes() == text for path, text in before.items())
 
     new = shutil.copy(data, top / "new.jsonl")
-    capsys.readouterr()
     call(base, run, data=new)
-    lines = capsys.readouterr().out.splitlines()[:3]
-    assert [line.split(", new:")[0] for line in lines] == [*map(os.path.relpath, folders[:3])]
     assert [[*read(x)] for x in folders] == [["data", "new"]] * 3 + [["data"]] * 2
     written = {path for path in top.rglob("*") if path.is_file()} - {*before, new}
     assert all("eval" in path.parts for path in written)

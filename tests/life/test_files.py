@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import threading
 
@@ -60,20 +59,4 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
         assert driver.wait(pid) == -signal.SIGKILL
         (folder / "file").touch()
     assert {*names(folder)} == {files.LOCK, "file"}
-
-
-def test_a_model_is_known_by_what_its_files_hold_wherever_it_lies(tmp_path):
-    model = tmp_path / "model"
-    (model / "1_Dense").mkdir(parents=True)
-    (model / "config.json").write_text("{}")
-    (model / "1_Dense/model.safetensors").write_bytes(b"xyz")
-    digest = files.tree_digest(str(model))
-    shutil.copytree(model, tmp_path / "moved")
-    for name in ("README.md", files.BANK, files.DIGESTS, "trainer.safetensors"):
-        (model / name).write_text("{}")  # a note, and a checkpoint's files beside the model's
-    assert files.tree_digest(str(model)) == digest == files.tree_digest(str(tmp_path / "moved"))
-    (tmp_path / "moved/1_Dense/model.safetensors").write_bytes(b"xyZ")
-    assert files.tree_digest(str(tmp_path / "moved")) != digest
-    for name in ("Qwen/Qwen3-1.7B", ""):
-        assert files.tree_digest(name) == name
 

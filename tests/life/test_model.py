@@ -120,12 +120,6 @@ def test_a_broken_model_is_one_line(damage, noticed_by, words, base, tmp_path):
             call(folder)
 
 
-def test_a_tied_head_is_no_missing_weight(tmp_path):
-    folder = save_model(tmp_path / "model", tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
-    assert look(folder) and load(folder)
-
-
 def test_the_hub_is_asked_once_and_for_no_path_and_without_it_the_cache_serves(monkeypatch):
     asked = []
 

@@ -76,17 +76,6 @@ def test_what_teachers_see_is_a_text_of_each_row_word_for_word(tmp_path):
         one_line(lambda x=x: opsd.with_answer(x, "hint"), "--teacher-field hint", "in q")
 
 
-def test_a_directory_in_the_hubs_layout_has_splits(tmp_path):
-    (tmp_path / "data").mkdir()
-    for split in ("train", "test"):
-        data = datasets.Dataset.from_list([{"problem": split, "answer": "1"}])
-        data.to_parquet(tmp_path / f"data/{split}-00000-of-00001.parquet")
-    load = functools.partial(problems.load_problems, str(tmp_path))
-    assert [x.problem for x in load()[0]] == ["train"]
-    assert [x.problem for x in load(split="test")[0]] == ["test"]
-    one_line(lambda: load(split="valid"), "--split")
-
-
 ROW = '{"problem": "p", "answer": "1"}\n'
 BROKEN = {  # a file, and words of the line that refuses it
     "no rows": ("", "x.jsonl: ", "'rows': 0"),
