@@ -10,10 +10,9 @@ import sys
 import driver
 import pytest
 from conftest import ROOT
-from driver import METHODS, rows
+from driver import METHODS
 
 from extras import compare, report
-from lib import runlog
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "tiny").rglob("*.md")]
 PAGES.append(ROOT / "tests" / "spec" / "README.md")
@@ -35,13 +34,12 @@ def prose(page):
 
 
 def anchors(page):
-    """The names of a page's headings, as a code host makes them; a second one ends on -1."""
-    names = []
+    """The names of a page's headings, as a code host makes them."""
+    names = set()
     for heading in re.findall(r"^#+ (.*)", prose(page), re.M):
         text = re.sub(r"\]\([^)]*\)", "", heading).lower()
-        names.append(re.sub(r"[^\w\- ]", "", text).replace(" ", "-"))
-    again = [f"{name}-{names[:i].count(name)}" for i, name in enumerate(names)]
-    return {*names, *again}
+        names.add(re.sub(r"[^\w\- ]", "", text).replace(" ", "-"))
+    return names
 
 
 @pytest.mark.parametrize(
@@ -145,10 +143,9 @@ def test_each_test_that_a_claim_names_exists():
         assert shown == {*range(1, last + 1)}, title
 
 
-def run(script, *argv):
-    """What a script of research/ prints; it must succeed."""
-    command = [sys.executable, str(ROOT / "research" / script), *map(str, argv)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def run(*argv):
+    """What Python prints, which must succeed."""
+    command, environment = [sys.executable, *argv], {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
@@ -158,7 +155,7 @@ def run(script, *argv):
 def test_what_must_be_checked_on_a_gpu_runs_in_small_without_one(tmp_path):
     steps = ["bf16", "bf16_eval", "fp32", "fp32_again", "step"]
     steps += ["large_masks", "large_step", "large_rows"]
-    printed = run("speed/gpu.py", tmp_path, "--cpu", "--steps", *steps)
+    printed = run("research/speed/gpu.py", str(tmp_path), "--cpu", "--steps", *steps)
     codes = dict(re.findall(r"^\| (\w+) \| (\w+) \| \d+ \|$", printed, re.M))
     assert codes == dict.fromkeys(steps, "0")
     assert "fp32 twice: 8 of 8 rollouts" in printed
@@ -169,9 +166,7 @@ def test_what_must_be_checked_on_a_gpu_runs_in_small_without_one(tmp_path):
     "question", ("cost", "methods", "polarity", "robustness", "speed", "worlds")
 )
 def test_a_question_with_tests_of_its_own_passes_them(question):
-    command = [sys.executable, "-m", "pytest", "-m", "", str(ROOT / "research" / question)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:]
+    run("-m", "pytest", "-m", "", f"research/{question}")
 
 
 def test_readme_names_the_lines_at_which_a_section_of_sgsd_begins():
@@ -180,11 +175,3 @@ def test_readme_names_the_lines_at_which_a_section_of_sgsd_begins():
     for first, last in ranges:
         assert lines[int(first) - 1].startswith("# ---") and lines[int(last) - 1].strip()
     assert len(ranges) == 4 and int(ranges[-1][1]) == len(lines)
-
-
-def test_readme_explains_each_part_of_a_steps_line(uninterrupted):
-    """Each word stands before a number in the line of a run."""
-    line = runlog.log_line(rows(uninterrupted / "metrics.jsonl")[0], 6)
-    table = README.partition("| part | meaning |")[2].partition("\n\n")[0]
-    words = re.findall(r"`(.+?)`", table)
-    assert words == re.findall(r"(?<= )([a-z]+\+?) [-+.]?\d", line)

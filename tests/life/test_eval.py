@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import os
 import shutil
 import signal
 import sys
@@ -12,7 +11,7 @@ import driver
 import fake_engine
 import numpy as np
 import pytest
-from conftest import PROBLEMS, make_adapter, make_model, make_tokenizer, save_model
+from conftest import PROBLEMS, make_adapter, make_tokenizer, one_line, save_model
 from driver import at_touch, completes, evaluation, go, refused, rows, two, write_rows
 
 import distributed
@@ -56,14 +55,9 @@ def test_the_majoritys_answer_has_the_verdict_of_its_samples():
 
 
 def test_bad_metric_input_is_refused():
-    for shape in ((0, 3), (3,), (2, 0)):
-        with pytest.raises(ValueError, match="correct_PK must be"):
-            eval.avg_at_k(np.zeros(shape))
-    for k in (0, 4):
-        with pytest.raises(ValueError, match=r"pass_at_k: .* 1..3"):
-            eval.pass_at_k(np.ones((2, 3)), k)
-    with pytest.raises(ValueError, match="maj_at_k: got 1 rows"):
-        eval.maj_at_k([["1"]], ["1", "2"], lambda gold, pred: True)
+    one_line(lambda: eval.avg_at_k(np.zeros((2, 0))), "correct_PK")
+    one_line(lambda: eval.pass_at_k(np.ones((2, 3)), 4), "pass_at_k", "1..3")
+    one_line(lambda: eval.maj_at_k([["1"]], ["1", "2"], None), "maj_at_k")
 
 
 def test_an_interval_of_many_problems_is_the_normal_one_and_sets_weigh_alike():
@@ -78,23 +72,17 @@ def test_an_interval_of_many_problems_is_the_normal_one_and_sets_weigh_alike():
 
 
 def test_of_equal_scores_or_of_nine_problems_there_is_no_interval():
-    """A bootstrap of 40 wrong answers would say 0 to 0, as if nothing could be otherwise."""
-    none = (None, None)
-    for scores_P in (np.zeros(40), np.ones(40), np.array([0.0, 1.0, 1.0] * 3)):
-        assert eval.bootstrap_interval([scores_P]) == none
+    """A bootstrap of 40 wrong answers would say 0 to 0, as if nothing could be otherwise. Where all
+    are wrong or right it is the rule of three: 50 that are all failed leave up to 6%."""
     ten = np.array([0.0, 1.0] * 5)
+    for sets in ([np.zeros(40)], [ten[:9]], [ten, ten[:9]]):
+        assert eval.bootstrap_interval(sets) == (None, None)
     low, high = eval.bootstrap_interval([ten])
     assert low < 0.5 < high
-    assert eval.bootstrap_interval([ten, ten[:9]]) == none  # of the mean over two sets
-
-
-def test_where_all_samples_are_wrong_or_right_the_interval_is_the_rule_of_three():
-    """By the number of problems: 50 that are all failed leave up to 6%."""
     row = {"avg": 0.0, "avg_low": None, "avg_high": None, "problems": 50}
     assert eval.interval(row, "avg") == "at most 6%"
     assert eval.interval(row | {"avg": 1.0}, "avg") == "at least 94%"
     assert eval.interval(row | {"avg": 0.5}, "avg") == "none"  # each problem half right
-    assert eval.interval({"diff": 0.0, "diff_low": None, "diff_high": None}, "diff") == "none"
 
 
 # ------------------------------------------------------------------- samples, and going on later
@@ -130,10 +118,9 @@ def test_the_papers_three_sets_are_the_default(world_dir, tmp_path, monkeypatch,
     flags = f"--limit 1 --samples 1 --max-new-tokens 4 --out {tmp_path} --verifier driver:Exact"
     completes(eval.main, [f"{world_dir}/model", *flags.split()])
     assert [row["set"] for row in samples(tmp_path)] == ["aime24", "aime25", "hmmt25"]
-    lines = capsys.readouterr().out.splitlines()[:3]
-    for line, name in zip(lines, ("aime24", "aime25", "hmmt25")):
-        assert f"{world_dir.name}--model, {name}: avg@1 0.0%" in line
-        assert "--no-thinking" in line  # since most were cut
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert f"{world_dir.name}--model, aime24: avg@1 0.0%" in first
+    assert "--no-thinking" in first  # since most were cut
 
 
 def test_a_killed_evaluation_goes_on_to_the_same_samples(world_dir, tmp_path, capsys):
@@ -145,7 +132,6 @@ def test_a_killed_evaluation_goes_on_to_the_same_samples(world_dir, tmp_path, ca
     assert go(argv, tmp_path / "log", before=kill, program=eval.main) == -signal.SIGKILL
     log = place(killed) / "samples.jsonl"
     before = log.read_text()
-    assert before.count("\n") == 2
     log.write_text(before + '{"set": "da')  # a torn line
     refused(capsys, compare.main, [killed], "no results.json")
     assert evaluate(world_dir, killed, more) == uninterrupted
@@ -167,22 +153,6 @@ def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
     for row in drawn:
         same = whole[row["id"].removeprefix("new ")][row["sample"]]
         assert (row["digest"], row["text"]) == same
-    table = read(place(tmp_path / "b"))
-    assert (table["part"]["problems"], table["part"]["samples"]) == (3, 6)
-
-
-def test_samples_may_fill_the_models_context(tmp_path):
-    """GPT-2 has no vector for a place behind it, and rows that join later have more to come."""
-    write_rows(tmp_path / "data.jsonl", [{"problem": "x" * n, "answer": "1"} for n in (1, 9)])
-    longest = skills.render_student("x" * 9)
-    prompt = rollout.chat_ids(make_tokenizer(), longest, thinking="bare")
-    lm = make_model("gpt2", max_position_embeddings=len(prompt) + 24)
-    lm.generation_config.eos_token_id = [*range(0, 272, 9)]  # so some end early
-    lm.save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    more = "--max-new-tokens 24 --rows 2 --samples 6"
-    tokens = [row["tokens"] for row in evaluate(tmp_path, tmp_path / "out", more)]
-    assert min(tokens) < 24 and max(tokens[6:]) == 24  # of the longer problem
 
 
 class LateVerifier(driver.Exact):
@@ -245,7 +215,7 @@ def call(*paths, data, more=""):
     completes(eval.main, command(*paths, data=data, more=more))
 
 
-def test_each_policy_has_a_folder_and_each_set_is_added(world_dir, here, base, capsys):
+def test_each_policy_has_a_folder_and_each_set_is_added(world_dir, here, base):
     """A base, a run, another one that trains all weights, and a foreign adapter.
 
     results.json has a row per set over all calls, with each problem's count of right samples.
@@ -263,31 +233,23 @@ def test_each_policy_has_a_folder_and_each_set_is_added(world_dir, here, base, c
     texts = {tuple(row["text"] for row in rows(x / "samples.jsonl")) for x in folders}
     assert len(texts) == 5  # each policy has sampled, in a folder of its own
     assert read(folders[1])["data"]["right"] == {f"p{i}": 0 for i in range(4)}
-    settings = [read(folder)["data"]["settings"] for folder in folders]
-    is_whole = [x["the policy's files"] == x["the base's files"] for x in settings]
-    assert is_whole == [True, False, False, False, True]
+    bases = [read(folder)["data"]["settings"]["the base's files"] for folder in folders]
+    assert len({*bases[:4]}) == 1 and bases[4] != bases[0]
     assert all(path.read_bytes() == text for path, text in before.items())
 
     new = shutil.copy(data, top / "new.jsonl")
-    capsys.readouterr()
     call(base, run, data=new)
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert [line.split(", new:")[0] for line in lines] == [*map(os.path.relpath, folders[:3])]
-    assert last.split()[-1] == os.path.relpath(run / "eval")  # of the command that compares
     assert [[*read(x)] for x in folders] == [["data", "new"]] * 3 + [["data"]] * 2
     written = {path for path in top.rglob("*") if path.is_file()} - {*before, new}
     assert all("eval" in path.parts for path in written)
 
 
 def test_the_problems_that_a_run_was_trained_on_are_counted(world_dir, here, base, capsys):
-    two_of_four = [PROBLEMS[2]["problem"], PROBLEMS[1]["problem"].upper(), "another"]
-    runs = {here / "seen": two_of_four, here / "unseen": ["another"]}
-    for run, texts in runs.items():
-        make_adapter(run / "checkpoints/step_000001", base)
-        files.write_json(run / "problems.json", [problems.fingerprint(text) for text in texts])
-    call(*runs, data=world_dir / "data.jsonl")
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if "trained" in x]
-    assert line.startswith(f"{here / 'seen'} ") and "2 of these 4" in line
+    texts = [PROBLEMS[2]["problem"], PROBLEMS[1]["problem"].upper(), "another"]
+    make_adapter(here / "run/checkpoints/step_000001", base)
+    files.write_json(here / "run/problems.json", [problems.fingerprint(text) for text in texts])
+    call(here / "run", data=world_dir / "data.jsonl")
+    assert f"{here / 'run'} was trained on 2 of these 4" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_in_use_is_refused(world_dir, here, base, monkeypatch, capsys):
@@ -329,21 +291,11 @@ def test_a_wrong_evaluation_is_one_line(given, words, world_dir, here, base, cap
     assert not [*here.parent.rglob("samples.jsonl")]
 
 
-def test_a_torn_adapter_shows_at_its_turn(world_dir, here, base, capsys):
-    make_adapter(here / "torn", base)
-    os.truncate(here / "torn/adapter_model.safetensors", 99)
-    refused(capsys, eval.main, command(base, "torn", data=world_dir / "data.jsonl"), "/torn: ")
-    (results,) = here.glob("eval/*/results.json")
-    assert results.parent.name == f"{here.parent.name}--model"
-
-
 # ------------------------------------------------------------------------ what a sample depends on
 
 JUDGE = "import driver\n\n\nclass Judge(driver.Exact):\n    pass\n"
 CHANGES = [  # flags; an edit of a file; what is another in results.json; new samples of 6
     ("--temperature 0.6", (), "temperature", 6),
-    ("--no-thinking", (), "thinking", 6),
-    ("--seed 3", (), "seed", 6),
     ("--samples 1", (), "samples", 0),
     ("--server {url}", (), "engine", 6),
     ("", ("judge_of_samples.py", "pass", "pass  # another"), "verifier", 6),
@@ -358,8 +310,7 @@ def test_what_is_missing_is_sampled(flags, edit, word, new, here, base, engine, 
     monkeypatch.syspath_prepend(here)
     monkeypatch.delitem(sys.modules, "judge_of_samples", raising=False)
     (here / "judge_of_samples.py").write_text(JUDGE)
-    levels = [1, 3, 3]
-    write_rows(here / "data.jsonl", [x | {"level": y} for x, y in zip(PROBLEMS, levels)])
+    write_rows(here / "data.jsonl", [x | {"level": y} for x, y in zip(PROBLEMS, (1, 3, 3))])
 
     def evaluated(more=""):
         more = f"--verifier judge_of_samples:Judge {more}"

@@ -20,7 +20,6 @@ FAMILIES = {
     "qwen3_5_text": f"in_proj_a in_proj_b in_proj_qkv in_proj_z out_proj {SEVEN}",
     "gemma3_text": SEVEN,
     "phi3": "down_proj gate_up_proj o_proj qkv_proj",
-    "gpt_neox": "dense dense_4h_to_h dense_h_to_4h query_key_value",
     "lfm2": "in_proj k_proj out_proj q_proj v_proj w1 w2 w3",
     "gpt2": "c_attn c_fc c_proj",  # not of torch's class Linear
 }
@@ -61,7 +60,6 @@ FALCON = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_st
 CACHES = [  # a kind of model, its settings; bytes of a token and of a row, in numbers of 4 bytes
     ("qwen3", {}, 4 * 2 * 2 * 16, 0),  # two layers have keys and values of a head of 16
     ("gemma3_text", {}, 4 * 2 * 2 * 16, 0),
-    ("gpt2", {}, 4 * 2 * 2 * 32, 0),
     # one layer has keys, the other convolutes 64 channels, and has 4 states of 8 x 8
     ("qwen3_5_text", {}, 4 * 2 * 16, 4 * (4 * 64 + 4 * 8 * 8)),
     ("lfm2", LAYERS["lfm2"], 4 * 2 * 16, 4 * 3 * 32),

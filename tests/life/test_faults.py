@@ -60,7 +60,7 @@ def assert_goes_on(argv, out, uninterrupted, log):
 def assert_one_line(log, *words):
     """The log has one line of an error with these words, and no traceback."""
     text = log.read_text()
-    (line,) = [line for line in text.splitlines() if line.startswith(("sgsd: ", "rank 1: sgsd: "))]
+    (line,) = [line for line in text.splitlines() if line.startswith("sgsd: ")]
     assert "Traceback" not in text and all(word in line for word in words), text[-3000:]
 
 
@@ -97,18 +97,15 @@ def test_a_signal_of_one_rank_ends_both_after_the_save(world_dir, tmp_path):
     assert steps_of(tmp_path / "run") == ([1, 2], [2])
 
 
-PLACES = {"bank/replies.jsonl": [], "bank/.step_000003": ["step_000000.json"]}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_outside_of_a_step_a_signal_ends_a_run_at_once(place, world_dir, tmp_path):
+@pytest.mark.parametrize("place, banks", [("bank/replies.jsonl", 0), ("bank/.step_000003", 1)])
+def test_outside_of_a_step_a_signal_ends_a_run_at_once(place, banks, world_dir, tmp_path):
     """In the cold start, and in the evolution after step 3, which is saved before."""
     out, log = tmp_path / "run", tmp_path / "log"
     before = at_touch(place, number=signal.SIGINT)
     assert go(small_flags(world_dir, out), log, before=before) == 130
     text = log.read_text()
     assert "same command" in text.splitlines()[-1] and "Traceback" not in text
-    assert [path.name for path in out.glob("bank/step*")] == PLACES[place]
+    assert len([*out.glob("bank/step*")]) == banks
 
 
 class Failing(driver.CoinVerifier):
@@ -136,7 +133,6 @@ def test_a_full_disk_is_one_line_and_leaves_whole_files(world_dir, tmp_path, uni
     """As full as one process can make it: from step 4 on no file may grow beyond 100,000 bytes."""
     out, log = tmp_path / "run", tmp_path / "log"
     argv = small_flags(world_dir, out)
-
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, most))
     assert go(argv, log, at_step(4, 0, limit)) == 2
@@ -154,8 +150,7 @@ def test_a_bad_step_moves_no_weight_and_a_third_in_a_row_ends_both_ranks(world_d
     by_step = files.by_step(out / "checkpoints")
     weights = [(path / "adapter_model.safetensors").read_bytes() for path in by_step.values()]
     assert [*by_step] == [2, 4, 5] and weights[0] == weights[1] == weights[2]
-    words = f"--learning-rate --adapter {by_step[5]} --bank {by_step[5]}/bank.json".split()
-    assert_one_line(tmp_path / "log0", "last 3 steps", *words)
+    assert_one_line(tmp_path / "log0", "last 3 steps", f"--adapter {by_step[5]}")
     for _ in range(2):  # the last step is bad, too: the run never ends well on it
         log.unlink(missing_ok=True)
         assert go(argv, log, breaking({6})) == 2
@@ -165,14 +160,6 @@ def test_a_bad_step_moves_no_weight_and_a_third_in_a_row_ends_both_ranks(world_d
     last = out / "checkpoints/step_000007"
     assert (last / "adapter_model.safetensors").read_bytes() != weights[0]
     assert all(x.isfinite().all() for x in load_file(last / "trainer.safetensors").values())
-
-
-def test_an_evolution_due_after_a_third_bad_step_comes_later(world_dir, tmp_path):
-    out, log = tmp_path / "run", tmp_path / "log"
-    argv = small_flags(world_dir, out, checkpoint_every=9)
-    assert go(argv, log, breaking({1, 2, 3})) == 2
-    assert steps_of(out)[1] == [3] and not (out / "bank/step_000003.json").exists()
-    assert go(argv, log) == 0 and (out / "bank/step_000003.json").exists()
 
 
 def kill():

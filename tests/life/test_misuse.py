@@ -6,24 +6,21 @@ an evaluation in test_eval.py, a run that may not go on in test_continue.py. Her
 prompts that are too long and damaged checkpoints.
 """
 
-import json
 import pathlib
 import re
 import shutil
 
 import driver
 import pytest
-from driver import completes, contents, flags, refused, rows, small_flags
+from driver import completes, contents, flags, refused, rows, small_flags, write_rows
 
 import sgsd
 from lib import files
-from skills import SkillBank
 
 COMMANDS = [  # settings of a run ({w} has models), and words of the line
     ({"data": "no_answer.jsonl", "model": "no/such"}, "no_answer.jsonl:1"),
     ({"bank": "torn.json", "model": "no/such"}, "bank torn.json"),
     ({"encoder": "{w}/model", "model": "no/such"}, "encoder {w}/model"),
-    ({"model": "no/such"}, "model no/such"),
     ({"server": "http://127.0.0.1:9/v1", "bank": ""}, "http://127.0.0.1:9/v1"),
 ]
 
@@ -46,7 +43,6 @@ def test_a_wrong_input_is_one_line(changes, words, world_dir, tmp_path, capsys, 
 TOO_LONG = [  # settings, and words of the line
     ({"max_prompt_tokens": 200}, ["gen_00", "err_00", "--max-prompt-tokens is 200"]),
     ({"max_new_tokens": 3900}, ["gen_00", "--max-new-tokens 3900", "context of 4096"]),
-    ({"max_new_tokens": 4090}, ["--max-new-tokens 4090", "drop the problem p"]),
     ({"bank": "", "cold_start_tokens": 4090}, ["--cold-start-tokens 4090", "drop the problem p"]),
 ]
 
@@ -62,13 +58,10 @@ GREEK = {"id": "greek", "problem": "πόσα " * 60, "answer": "5"}  # 300 chara
 LATIN = {"id": "latin", "problem": "how many " * 40, "answer": "5"}  # 360 of each
 WITH_BANK = "--bank {w}/bank.json --num-teachers 4"
 SHOWN = [  # a method and its flags
-    "grpo --short",
     f"grpo --short {WITH_BANK}",
     f"opsd {WITH_BANK}",
     "opsd --teacher-field hint",
     "rlsd --teacher-field hint",
-    f"rlsd {WITH_BANK}",
-    f"ablations {WITH_BANK}",
     f"ablations {WITH_BANK} --answer-pi --teacher-field hint",
 ]
 
@@ -83,8 +76,7 @@ def tokens_of_refused(capsys, argv, room, *words):
 def test_the_longest_prompt_of_a_method_is_known_at_the_start(command, world_dir, tmp_path, capsys):
     """In tokens, not in characters: the student's and the teacher's. Else nothing is written."""
     data, out = tmp_path / "data.jsonl", tmp_path / "run"
-    rows_of_data = [GREEK | {"hint": "count " * 100}, LATIN | {"hint": "none"}]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows_of_data))
+    write_rows(data, [GREEK | {"hint": "count " * 100}, LATIN | {"hint": "none"}])
     argv = command.format(w=world_dir).split()
     argv += [f"--data={data}", f"--out={out}", "--steps=1", "--batch-size=2", "--device=cpu"]
     argv += [f"--model={world_dir}/model", "--max-new-tokens=4", "--verifier=driver:UnevenVerifier"]
@@ -109,22 +101,6 @@ def test_a_sibling_that_is_too_long_ends_in_its_step_with_a_way_out(world_dir, t
     tokens_of_refused(capsys, argv, room, "problem p", f"in a new --out with --adapter {last}")
 
 
-def test_a_prompt_too_long_in_a_step_is_one_line_and_the_run_goes_on(world_dir, tmp_path, capsys):
-    """No digest guards a checkpoint's bank: an evolved entry may be removed from it by hand."""
-    out = tmp_path / "run"
-    argv = flags(world_dir, out, steps=3, max_new_tokens=4, checkpoint_every=1, evolve_every=0)
-    completes(sgsd.main, [*argv, "--steps=1"])
-    file = out / "checkpoints/step_000001/bank.json"
-    bank = SkillBank.load(file)
-    long = {**bank.general_skills[0], "skill_id": "dyn_gen_001", "principle": "add " * 1500}
-    bank.general_skills.insert(0, long)
-    bank.save(file)
-    refused(capsys, sgsd.main, argv, "dyn_gen_001", "bank.json", "context of 4096")
-    bank.general_skills.remove(long)
-    bank.save(file)
-    completes(sgsd.main, argv)
-
-
 # ---------------------------------------------------------------------- a damaged checkpoint
 
 
@@ -138,6 +114,7 @@ DAMAGES = {  # of a checkpoint's file
     "adapter_model.safetensors": flip_a_bit,
     "bank.json": pathlib.Path.unlink,  # which the digests leave out
     "digests.json": pathlib.Path.unlink,
+    "tokenizer_config.json": pathlib.Path.unlink,
 }
 
 

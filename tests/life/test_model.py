@@ -1,5 +1,6 @@
 """Models, encoders, adapters and checkpoints from files; which ids the token mask removes."""
 
+import math
 import shutil
 import types
 
@@ -10,7 +11,6 @@ import transformers
 from conftest import make_adapter, make_encoder, make_model, make_tokenizer, one_line, save_model
 from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import scoring
 from lib import model
@@ -52,7 +52,6 @@ def base(tmp_path_factory):
 
 DROPPING = [
     ("qwen3", {"attention_dropout": 0.5}),
-    ("seed_oss", {"attention_dropout": 0.1, "residual_dropout": 0.1}),  # floats of its modules
     ("persimmon", {"attention_dropout": 0.1, "hidden_dropout": 0.0}),  # read from its config
     ("opt", {"layerdrop": 0.5, "ffn_dim": 48, "word_embed_proj_dim": 32}),  # whole layers
 ]
@@ -74,8 +73,7 @@ def test_an_outline_and_a_look_have_the_shapes_and_stop_ids_and_no_weights(base,
     for glance in (outline, look):
         lm, tokenizer = glance(folder)
         assert {p.device.type for p in lm.parameters()} == {"meta"}
-        shapes = [{name: p.shape for name, p in x.named_parameters()} for x in (lm, whole)]
-        assert shapes[0] == shapes[1]
+        assert [p.shape for p in lm.parameters()] == [p.shape for p in whole.parameters()]
         assert lm.generation_config.eos_token_id == [265, 263]
         assert tokenizer.chat_template == make_tokenizer().chat_template
 
@@ -100,10 +98,8 @@ ALL, WEIGHTS, NUMBERS = (load, look, outline), (load, look), (load,)
 MODEL, NORM = "model.safetensors", "model.norm.weight"
 DEAF = "User: {% for part in messages[0].content %}x{% endfor %}"
 BROKEN = [  # what is done to a model's folder, who notices, and words of the line
-    (writes("config.json", "{"), ALL, "config.json"),
     (writes("config.json", '{"program": "sgsd.py"}'), ALL, "model_type"),  # a run
     (writes("adapter_config.json", "{}"), ALL, "adapter"),  # else it would be loaded with its base
-    (writes("chat_template.jinja", "{% for m in %}"), ALL, "Template"),
     (writes("chat_template.jinja", DEAF), ALL, "chat template"),
     (lambda x: [file.unlink() for file in x.glob("tokenizer*")], ALL, "tokenizer"),
     (writes(MODEL, "torn"), WEIGHTS, ""),
@@ -124,15 +120,6 @@ def test_a_broken_model_is_one_line(damage, noticed_by, words, base, tmp_path):
             call(folder)
 
 
-def test_a_tied_head_is_no_missing_weight(tmp_path):
-    folder = save_model(tmp_path / "model", tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
-    assert look(folder) and load(folder)
-
-
-PATHS = ["/no/such", "./no", "../no", "~/no", "lib/nope", "README.md"]
-
-
 def test_the_hub_is_asked_once_and_for_no_path_and_without_it_the_cache_serves(monkeypatch):
     asked = []
 
@@ -141,14 +128,13 @@ def test_the_hub_is_asked_once_and_for_no_path_and_without_it_the_cache_serves(m
         raise ConnectionError("no network")
 
     monkeypatch.setattr(HfApi, "model_info", model_info)
-    for name in PATHS:
+    for name in ("/no/such", "./no", "~/no", "lib/nope", "README.md"):
         one_line(lambda name=name: load(name), f"model {name} (no directory", "check the path")
     assert not asked
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     one_line(lambda: load("no/such"), "model no/such (no directory", "internet connection")
     assert asked == ["no/such"] and constants.HF_HUB_OFFLINE
     one_line(lambda: load_encoder("no/such", "cpu"), "encoder no/such", "offline")
-    one_line(lambda: lora_of("no/such"), "adapter no/such", "adapter_config.json")
 
 
 class ReadTimeout(Exception):
@@ -170,10 +156,8 @@ def test_a_late_answer_of_the_hub_does_not_make_the_process_offline(monkeypatch)
 
 LONG_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 UNSUPPORTED = [  # a kind of model, settings of it, attention kernels, and words of the line
-    ("gemma2", {}, "sdpa", "eager"),  # transformers says that it has no such kernels
     ("deepseek_v32", {}, "sdpa", "indexed_attention"),  # its cache holds more than keys and values
     ("mamba", {"state_size": 8}, "eager", "recurrent"),
-    ("minimax", {"num_local_experts": 2}, "sdpa", "Cache"),  # it has a cache of its own
     ("llama", {"rope_parameters": LONG_ROPE}, "sdpa", "longest row"),  # positions depend on it
 ]
 
@@ -182,14 +166,6 @@ UNSUPPORTED = [  # a kind of model, settings of it, attention kernels, and words
 def test_a_model_that_cannot_be_used_is_one_line(kind, changes, attn, words, tmp_path):
     save_model(tmp_path, kind, **changes)
     one_line(lambda: load(tmp_path, attn=attn), f"model {tmp_path}: ", words)
-
-
-def test_states_that_take_in_a_rows_padding_are_refused(tmp_path, monkeypatch):
-    """A row would decode otherwise beside a longer one."""
-    save_model(tmp_path, "qwen3_5_text")
-    load(tmp_path)
-    monkeypatch.setattr(modeling_qwen3_5, "apply_mask_to_padding_states", lambda x, _: x)
-    one_line(lambda: load(tmp_path), f"model {tmp_path}: ", "left padding")
 
 
 # ---------------------------------------------------------------------------------------- encoder
@@ -201,7 +177,6 @@ def test_the_encoder_gives_the_same_unit_vector_for_the_same_text(tmp_path):
     x = embed(["a b", "a b", "c"])
     assert x.shape == (3, 16) and x.dtype == np.float32 and np.array_equal(x[0], x[1])
     np.testing.assert_allclose(np.linalg.norm(x, axis=1), 1, atol=1e-5)
-    assert np.array_equal(embed(["a b"])[0], x[0])
     assert np.array_equal(embed(["\ud800"]), embed(["?"]))  # half of a surrogate pair
 
 
@@ -234,23 +209,18 @@ def test_adapters_are_fp32_beside_a_bf16_base_and_without_them_it_is_the_base():
 
 def test_long_passes_recompute_activations_short_ones_keep_them_and_the_gradient_is_the_same():
     """A layer that is recomputed runs again in the backward pass."""
-    ids, gradients, runs = torch.arange(30)[None], [], []
-    for checkpoint_above in (29, 30):
+    ids, gradients = torch.arange(30)[None], []
+    for checkpoint_above, passes in ((29, 2), (30, 1)):
         model = with_adapters(make_model(), 4, 8, checkpoint_above)
-        params = [*trained(model).values()]
+        params, seen = [*trained(model).values()], []
         torch.manual_seed(0)
         for p in params:
             torch.nn.init.normal_(p, std=0.2)
         layer = model.get_base_model().model.layers[0].self_attn
-        runs.append(0)
-
-        def count(*_):
-            runs[-1] += 1
-
-        layer.register_forward_hook(count)
+        layer.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         model(input_ids=ids).logits.log_softmax(-1)[0, :, 5].sum().backward()
         gradients.append([p.grad for p in params])
-    assert runs == [2, 1]
+        assert len(seen) == passes
     for recomputed, kept in zip(*gradients):
         assert torch.equal(recomputed, kept) and kept.any()
 
@@ -258,9 +228,8 @@ def test_long_passes_recompute_activations_short_ones_keep_them_and_the_gradient
 def test_an_adapter_names_its_base_rank_and_alpha(base, tmp_path):
     make_adapter(tmp_path, base, rank=4)
     assert lora_of(tmp_path) == (str(base), 4, 8)
-    for content in ("{", "{}", "[]"):
-        (tmp_path / "adapter_config.json").write_text(content)
-        one_line(lambda: lora_of(tmp_path), f"adapter {tmp_path}: ")
+    (tmp_path / "adapter_config.json").write_text("[]")
+    one_line(lambda: lora_of(tmp_path), f"adapter {tmp_path}: ")
     one_line(lambda: lora_of(base), f"adapter {base}: ", "adapter_config.json")
 
 
@@ -307,29 +276,25 @@ def test_a_checkpoint_brings_back_adapter_moments_and_extra_tensors(steps, base,
     model, _, optimizer = checkpoint(tmp_path / "saved", base, steps=steps)
     new_model, _, new_optimizer = trainee(base)
     extra_tensors = restore(tmp_path / "saved", new_model, new_optimizer)
-    assert list(extra_tensors) == ["of a copy"]
-    assert extra_tensors["of a copy"].tolist() == [1.0, 2.0]
+    assert {name: x.tolist() for name, x in extra_tensors.items()} == {"of a copy": [1.0, 2.0]}
     assert len(new_optimizer.state) == (28 if steps else 0)
-    for name, p in trained(model).items():
-        q = trained(new_model)[name]
+    for p, q in zip(trained(model).values(), trained(new_model).values()):
         assert torch.equal(p, q)
         for part in ("step", "exp_avg", "exp_avg_sq") if steps else ():
             assert torch.equal(optimizer.state[p][part], new_optimizer.state[q][part])
 
 
 def test_a_checkpoint_loads_by_transformers_and_peft_alone(base, tmp_path, monkeypatch):
-    """Though the model was given as a relative path; no file of it is a pickle."""
+    """Though the model was given as a relative path."""
     monkeypatch.chdir(base.parent)
     model, tokenizer, _ = checkpoint(tmp_path / "saved", "model")
-    assert not list((tmp_path / "saved").glob("*.bin"))
     modes = {path.stat().st_mode for path in (tmp_path / "saved").iterdir()}
     assert len(modes) == 1  # a server of another user reads the weights, too
     monkeypatch.chdir(tmp_path / "saved")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(".")
     ids = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
-    vocabulary = transformers.AutoTokenizer.from_pretrained(".").get_vocab()
-    assert vocabulary == tokenizer.get_vocab()
+    assert transformers.AutoTokenizer.from_pretrained(".").get_vocab() == tokenizer.get_vocab()
 
 
 TRAINER, ADAPTER = "trainer.safetensors", "adapter_model.safetensors"
@@ -355,10 +320,7 @@ def test_a_checkpoint_whose_tensors_do_not_fit_is_one_line(file, part, change, b
 
 def test_a_context_that_rope_stretches_is_as_long_as_that():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
-    for rope, longest in ((None, 1000), ({"rope_type": "default"}, 1000), (yarn, 4000)):
-        limits = types.SimpleNamespace(max_position_embeddings=1000, rope_parameters=rope)
+    for most, rope, longest in ((1000, None, 1000), (1000, yarn, 4000), (None, None, math.inf)):
+        limits = types.SimpleNamespace(max_position_embeddings=most, rope_parameters=rope)
         settings = types.SimpleNamespace(get_text_config=lambda limits=limits: limits)
-        lm = types.SimpleNamespace(config=settings)
-        assert model.context_limit(lm) == longest
-    limits.max_position_embeddings = None
-    assert model.context_limit(lm) == float("inf")
+        assert model.context_limit(types.SimpleNamespace(config=settings)) == longest

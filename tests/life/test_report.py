@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-import itertools
 import json
 import math
 import re
@@ -21,8 +20,6 @@ from lib import files
 from methods import groups
 
 SCRIPT = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'
-FATES = {1: "distilled", -1: "reversed", 0: "ignored"}
-WHOLE = {"the policy's files": "t", "the base's files": "t"}
 
 
 def page(runs, path):
@@ -104,7 +101,7 @@ def test_the_history_is_what_each_version_changed():
     assert changes[3] == [("dropped", "dyn_a"), ("dropped", "dyn_c")]
 
 
-def write_run(path, text="5", steps=(1,), per_step=1, tokens=4):
+def write_run(path, text="5", steps=(1,), tokens=4):
     """The files of a run, all of its texts `text`."""
     skill = {"skill_id": "g", "title": text, "principle": text, "when_to_apply": text}
     mistake = {"mistake_id": "e", "description": text, "why_it_happens": text, "how_to_avoid": text}
@@ -118,13 +115,11 @@ def write_run(path, text="5", steps=(1,), per_step=1, tokens=4):
     gaps = {"text": [text] * tokens, "mask": [1] * tokens}
     gaps |= {"delta": [[0.1234] * tokens], "credit": [[0.01, math.nan] + [0.0] * (tokens - 2)]}
     metrics = {"success": 1.0, "truncated": 0.0, "grad_norm": math.inf, "completion_tokens": 4.0}
-    metrics |= {**{f"rho_{fate}": 1 for fate in FATES.values()}, "seconds.gen": 1.0}
+    metrics |= {"rho_distilled": 1, "rho_reversed": 1, "rho_ignored": 1, "seconds.gen": 1.0}
     write_rows(path / "metrics.jsonl", [{"step": step} | metrics for step in steps])
     for name, line in (("rollouts", row), ("tokens", gaps)):
-        lines = []
-        for step, i in itertools.product(steps, range(per_step)):
-            lines.append({"step": step, "index": i, "problem_id": f"p{i}"} | line)
-        write_rows(path / f"{name}.jsonl", lines)
+        first = {"index": 0, "problem_id": "p0"} | line
+        write_rows(path / f"{name}.jsonl", [{"step": step} | first for step in steps])
     return path
 
 
@@ -140,26 +135,13 @@ def test_text_is_text(tmp_path):
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", template)
 
 
-def test_tokens_find_their_rollout_by_step_and_index_and_the_first_of_a_step_are_shown(tmp_path):
-    """A line that is lost shifts nothing."""
-    run = write_run(tmp_path, steps=(1, 2), per_step=report.SHOWN + 1)
-    write_rows(run / "rollouts.jsonl", rows(run / "rollouts.jsonl")[1:])
-    _, (data,) = page([run], tmp_path / "r.html")
-    shown = [(view["step"], view["index"]) for view in data["rollouts"]]
-    indices = range(report.SHOWN)
-    assert shown == [*((1, i) for i in indices if i), *((2, i) for i in indices)]
-    assert data["audited"] == 2 * report.SHOWN + 2
-    assert data["rollouts"][0]["delta"] == [[pytest.approx(0.1234, rel=1e-3)] * 4]
-
-
 def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tmp_path, capsys):
     """Windows of 100 problems: two steps of 50. Of 200 teachers in the last ones."""
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B", range(1, 7))
-    metrics = []
-    for step, success in enumerate([0.3, 0.5, 0.6, 0.8, 0.9, 1.0], 1):
-        line = {"step": step, "success": success, "truncated": 0.1 * (step > 4)}
-        line |= {"rho_distilled": 30, "rho_reversed": 10, "rho_ignored": 160 if step > 2 else 60}
-        metrics.append(line | {"completion_tokens": 20.0 * step})
+    metrics = rows(run / "metrics.jsonl")
+    for line, success in zip(metrics, [0.3, 0.5, 0.6, 0.8, 0.9, 1.0]):
+        line |= {"success": success, "rho_distilled": 30, "rho_reversed": 10}
+        line |= {"rho_ignored": 160 if line["step"] > 2 else 60}
     write_rows(run / "metrics.jsonl", metrics)
     for name, count in {"Qwen--Qwen3-1.7B": 4, "step_000003": 6, "step_000006": 8}.items():
         write_evaluation(run / "eval" / name, k=10, test=[count] * 20)
@@ -167,37 +149,30 @@ def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tm
     bank.general_skills.append({**bank.general_skills[0], "skill_id": "dyn_gen_0"})
     bank.save(run / "bank/step_000003.json")
     completes(report.main, [run])
-    printed = capsys.readouterr().out
     table = {row[0]: row[1:] for row in report.collect(run)["summary"]}
-    assert all(cell in printed for row in table.values() for cell in row)
-    assert table == {
-        "6 of 6 steps on my/train.jsonl": ["steps 1 to 2", "steps 5 to 6"],
+    wanted = {
         "correct solutions": ["40%", "95%"],
-        "teachers distilled": ["30%", "15%"],
         "teachers reversed": ["10%", "5%"],
-        "teachers ignored": ["60%", "80%"],
-        "solutions cut at the limit": ["0%", "10%"],
-        "tokens of a solution": ["30", "110"],
         "skills in the bank": ["1", "2"],
-        "mistakes in the bank": ["1", "1"],
         "avg@10 on test": ["step 0: 40.0% (none)", "step 6: 80.0% (none)"],
         "gain": ["", "+40.0 points (no interval)"],  # the gaps are equal
     }
+    assert wanted.items() <= table.items()
+    printed = capsys.readouterr().out
+    assert all(cell in printed for row in wanted.values() for cell in row)
 
 
 def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, capsys, monkeypatch):
-    """The page of two runs lies in neither. One of no steps says where its bank is."""
+    """The page of two runs lies in neither."""
     run, alone = write_run(tmp_path / "a", steps=(1, 2)), write_run(tmp_path / "b", steps=())
     for name in ("rollouts", "metrics"):  # torn by the moment
         with open(run / f"{name}.jsonl", "a") as f:
             f.write('{"step": 3, "probl')
     (run / "tokens.jsonl").unlink()
     assert report.collect(run)["metrics"]["step"] == [1, 2]
-    for wrong, why in ((tmp_path, "config.json"), (tmp_path / "nowhere", "no such folder")):
-        refused(capsys, report.main, [wrong], str(wrong), why)
+    refused(capsys, report.main, [tmp_path], str(tmp_path), "config.json")
     monkeypatch.chdir(tmp_path)
     completes(report.main, [run, alone])
-    assert str(alone / "bank/bank.json") in capsys.readouterr().out
     assert [path.parent for path in tmp_path.rglob("report.html")] == [tmp_path]
 
 
@@ -205,18 +180,15 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
     """The base model begins the curves, and the prompt with skills has its own. Left out are other
     models, other runs' checkpoints and, where two files have one stem, other problems."""
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B")
-    home = run / "eval"
     for name, counts, settings in (
         ("Qwen--Qwen3-1.7B", {"test": [5]}, {}),
         ("step_000025", {"test": [6]}, {}),
         ("step_000050", {"test": [7], "mine": [3]}, {}),
         ("step_000050--skills", {"test": [8]}, {"skills": "a bank"}),
         ("other--step_000075", {"test": [9]}, {"the policy's files": "another"}),
-        ("other--Qwen3-1.7B", {"test": [2]}, WHOLE),
-        ("AN_ADAPTER", {"test": [1]}, {"the policy's files": "another"}),
     ):
-        write_evaluation(home / name, settings, k=10, **counts)
-    write_evaluation(home / "step_000010", digest="other problems", k=10, mine=[4])
+        write_evaluation(run / "eval" / name, settings, k=10, **counts)
+    write_evaluation(run / "eval/step_000010", digest="other problems", k=10, mine=[4])
     curves = {}
     for point in report.collect(run)["evals"]:
         curves.setdefault(point["set"], []).append((point["step"], point["avg"]))
@@ -232,16 +204,14 @@ class OnFailures(groups.MethodConfig):
     generations = 1
 
 
-LOGGED = {  # what it logs of its teachers, and what the page has of each
-    "gaps": (set(), {"s_g", "s_e", "skill", "mistake"}),
-    "supports": ({"a"}, {"a"}),
-    "decisions": ({"rho"}, {"rho"}),
-    "both": ({"a", "rho"}, {"a", "rho", "says"}),
-}
+LOGGED = [  # what it logs of its teachers, and what the page has of each
+    (set(), {"s_g", "s_e", "skill", "mistake"}),
+    ({"a", "rho"}, {"a", "rho", "says"}),
+]
 
 
-@pytest.mark.parametrize("names, shown", LOGGED.values(), ids=LOGGED)
-def test_a_method_of_ones_own_is_shown_as_it_is(names, shown, world_dir, tmp_path, capsys):
+@pytest.mark.parametrize("names, shown", LOGGED)
+def test_a_method_of_ones_own_is_shown_as_it_is(names, shown, world_dir, tmp_path):
     def losses(run, step, x, rolls_G, pairs_K):
         for roll in rolls_G:
             numbers, tokens = {}, {}
@@ -254,31 +224,18 @@ def test_a_method_of_ones_own_is_shown_as_it_is(names, shown, world_dir, tmp_pat
 
     out, step_fn = tmp_path / "run", groups.make_step(losses)
     driver.train(world_dir, out, step_fn, OnFailures, steps=2, audit_every=1, evolve_every=0)
-    printed, (m, _) = capsys.readouterr().out, rows(out / "metrics.jsonl")
+    m, _ = rows(out / "metrics.jsonl")
     scored = [row for row in rows(out / "rollouts.jsonl") if row["r"] < 0 and row["step"] == 1]
     gaps = 3 * sum(len(row["completion_ids"]) for row in scored)
     assert m["clip_share"] == pytest.approx(sum(row["clipped"] for row in scored) / gaps) != 0
     assert m["mask_share"] == 1 and m["no_teachers"] == 4 - len(scored) and 0 < len(scored) < 4
     assert m["spread"] == pytest.approx(sum(row["spread"] for row in scored) / len(scored))
-    assert f"clip {m['clip_share']:.1%}" in printed and ("rho" in printed) == ("rho" in names)
-    completes(report.main, [out])
     _, (data,) = page([out], tmp_path / "r.html")
-    assert data["gate"] == [] and data["taught"]
     assert data["metrics"]["spread"][0] == pytest.approx(m["spread"], rel=1e-5)
     for view in data["rollouts"]:
         assert len(view["teachers"]) == (3 if view["r"] < 0 else 0) == len(view["delta"])
         for teacher in view["teachers"]:
             assert shown <= {*teacher} and not {"alpha", "losses"} & {*teacher}
-
-
-def test_a_number_under_a_name_that_the_logs_have_is_refused(world_dir, tmp_path):
-    def losses(run, step, x, rolls_G, pairs_K):
-        yield from [(torch.zeros(()), {name: torch.ones(())}, {}) for _ in rolls_G]
-
-    for name in ("text", "reward", "grad_norm"):
-        with pytest.raises(ValueError, match=f"'{name}': a log has"):
-            step_fn = groups.make_step(losses)
-            driver.train(world_dir, tmp_path / name, step_fn, OnFailures, steps=1)
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no Chromium here")

@@ -1,13 +1,10 @@
 """A run: its files, its data, what templates and tokens change, its bank, and --adapter."""
 
 import json
-import shlex
 import shutil
-import types
 
 import datasets
 import driver
-import pytest
 import torch
 from conftest import PROBLEMS, make_tokenizer, save_model
 from driver import completes, flags, opened, refused, rows, train
@@ -18,7 +15,6 @@ import eval
 import sgsd
 import skills
 from lib import config, files, model, problems, runlog
-from lib.run import what_next
 
 
 def test_what_a_run_leaves_on_disk(uninterrupted):
@@ -26,13 +22,9 @@ def test_what_a_run_leaves_on_disk(uninterrupted):
     out = uninterrupted
     stored = files.read_json(out / "config.json")
     assert stored["settings"]["num_teachers"] == 2 and stored["versions"]["torch"]
-    assert {"program", "code", "problems", "processes", "id", "command", "commit"} < stored.keys()
     fingerprints = [problems.fingerprint(x["problem"]) for x in PROBLEMS]
     assert files.read_json(out / "problems.json") == fingerprints
     metrics, rolls, tokens = (rows(out / f"{name}.jsonl") for name in runlog.LOGS)
-    assert [m["learning_rate"] for m in metrics] == pytest.approx(
-        [1e-2 * k / 6 for k in range(6, 0, -1)]
-    )
     assert [(row["step"], row["index"]) for row in rolls[:4]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert len(metrics) == 6 and len(rolls) == 12 and {x["step"] for x in tokens} == {1, 2, 4, 6}
     assert list(files.by_step(out / "checkpoints")) == [2, 3, 4, 6]
@@ -42,28 +34,6 @@ def test_what_a_run_leaves_on_disk(uninterrupted):
     assert [*sizes] == [0, 3, 6] and sizes[0] != sizes[3]
     assert all(sizes[m["step"] > 3 and 3].items() <= m.items() for m in metrics)
     assert {row["step"] for row in rows(out / "bank/replies.jsonl")} == {0, 3, 6}
-
-
-def test_the_adapters_train_and_nothing_else(world_dir, tmp_path):
-    with opened(world_dir, tmp_path / "run", dtype="bfloat16") as run:
-        before = {name: p.detach().clone() for name, p in run.lm.named_parameters()}
-        for step in (1, 2):  # the first one leaves lora_A, as lora_B begins at 0
-            sgsd.train_step(run, step)
-        for name, p in run.lm.named_parameters():
-            assert torch.equal(p, before[name]) != ("lora_" in name), name
-        (group,) = run.optimizer.param_groups
-    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
-
-
-def test_a_complete_run_names_the_commands_that_evaluate_it_and_look_inside(tmp_path):
-    """Trained on other problems it is evaluated on others, too."""
-    out = str(tmp_path / "a run")
-    for data, more in (("d.jsonl", "--data"), (config.Config.data, "")):
-        cfg = driver.parsed(["--steps=1", f"--data={data}", f"--out={out}"])
-        evaluate, look = what_next(types.SimpleNamespace(cfg=cfg, step=1, bank=None)).splitlines()
-        evaluated = shlex.split(evaluate.partition("eval.py ")[2])
-        assert evaluated[:2] == [cfg.model, out] and evaluated[2:3] == more.split()
-        assert shlex.split(look)[-2:] == ["extras.report", out]
 
 
 def test_other_columns_and_answers_behind_a_mark_are_trained_and_evaluated_on(world_dir, tmp_path):
@@ -88,19 +58,16 @@ def test_other_columns_and_answers_behind_a_mark_are_trained_and_evaluated_on(wo
     assert sorted(row["gold"] for row in rows(log)) == sorted(golds.values())
 
 
-@pytest.mark.parametrize("role", ["student", "teacher"])
-def test_the_think_block_of_a_role_is_closed_open_or_bare_by_its_flag(role, world_dir, tmp_path):
-    """S3: by default the student's is closed and a teacher's is bare."""
-    ends = {"bare": "", "open": "<think>\n", "closed": "<think>\n\n</think>\n\n"}
-    for prefix, end in ends.items():
-        with opened(world_dir, tmp_path / prefix, **{f"{role}_prefix": prefix}) as run:
-            x = run.problems[0]
-            pairs_K = run.bank.retrieve(x.problem, 2, run.embed)
-            prompts = [sgsd.student_prompt(run, x.problem)]
-            prompts += sgsd.teacher_prompts(run, pairs_K, x.problem)
-        shown = [run.tokenizer.decode(ids).rpartition("assistant\n")[2] for ids in prompts]
-        is_student = role == "student"
-        assert shown == [end if is_student else ends["closed"], *["" if is_student else end] * 2]
+def test_the_think_block_of_a_role_is_that_of_its_flag(world_dir, tmp_path):
+    """S3."""
+    changes = {"student_prefix": "bare", "teacher_prefix": "open"}
+    with opened(world_dir, tmp_path / "run", **changes) as run:
+        x = run.problems[0]
+        prompts = [sgsd.student_prompt(run, x.problem)]
+        pairs_K = run.bank.retrieve(x.problem, 2, run.embed)
+        prompts += sgsd.teacher_prompts(run, pairs_K, x.problem)
+    shown = [run.tokenizer.decode(ids).rpartition("assistant\n")[2] for ids in prompts]
+    assert shown == ["", "<think>\n", "<think>\n"]
 
 
 def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, tmp_path):
@@ -145,9 +112,7 @@ def test_an_adapter_needs_its_base_and_a_folder(world_dir, tmp_path, uninterrupt
     last, other = uninterrupted / "checkpoints/step_000006", save_model(tmp_path / "other", seed=1)
     for changes, words in (
         ({"adapter": last, "model": other}, [str(last), str(world_dir / "model")]),
-        ({"adapter": last, "model": other, "steps": 0}, [str(last), "--model"]),
         ({"adapter": last.parent}, [str(last.parent)]),
-        ({"adapter": tmp_path / "none"}, [str(tmp_path / "none")]),
     ):
         refused(capsys, sgsd.main, flags(world_dir, tmp_path / "run", **changes), *words)
         assert not driver.contents(tmp_path / "run")

@@ -253,8 +253,6 @@ class Undecided(verify.Judge):
 '''
 NAMES = {  # a --verifier, and what is said of it
     "math": "MODULE:CLASS",
-    "math:": "MODULE:CLASS",
-    "nowhere:Even": "nowhere",
     "failing:Even": "ZeroDivisionError",
     "mine:Nope": "Nope",
     "mine:Other": "Judge",
@@ -285,25 +283,17 @@ def test_a_judge_of_ones_own_reads_and_decides_and_is_asked_nothing_without_an_a
 
 
 class Raising(verify.Judge):
-    """Its program is missing for one answer, and another one is a bug."""
+    """Its program is missing."""
 
     def is_right(self, problem, answer):
-        if answer == "3":
-            raise FileNotFoundError("no compiler")
-        return answer.nonsense
+        raise FileNotFoundError("no compiler")
 
 
 def test_what_a_judge_raises_names_the_problem_and_the_answer(capsys):
-    """In the line where it is one line."""
-    with pytest.raises(AttributeError) as bug:
-        Raising().judge([(asked("p", "5"), r"\boxed{4}")])
-    (note,) = bug.value.__notes__
-    assert "problem p" in note and "'4'" in note
     with pytest.raises(SystemExit), command.one_line_errors("sgsd.py", *command.LATER):
         Raising().judge([(asked("p", "5"), r"\boxed{3}")])
     line = capsys.readouterr().err
-    for words in ("no compiler", "problem p", "'3'", "same command"):
-        assert words in line
+    assert "no compiler" in line and "problem p" in line and "'3'" in line
 
 
 @pytest.mark.parametrize("name", NAMES)
