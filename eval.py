@@ -416,7 +416,7 @@ def load_policy(
 def figures(
     ids: Sequence[str], rows: list[dict], k: int, same: Callable[[str, str], bool]
 ) -> dict[str, Any]:
-    """The figures of one set. ids: of its problems. rows: of samples.jsonl, in order, k a problem.
+    """The figures of one set. ids: its problems'. rows: of samples.jsonl, in order, k a problem.
 
     "right" has each problem's count of right samples: extras/compare.py pairs policies by it. same:
     whether two answers to a problem are the same, such as `Judge.same`.
@@ -454,7 +454,7 @@ def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
     low, high = row[f"{name}_low"], row[f"{name}_high"]
     if name == "avg" and row[name] in (0, 1):
         most = min(1.0, 3 / row["problems"])
-        return f"at least {1 - most:.0%}" if row[name] else f"at most {most:.0%}"
+        return f"at least {1 - most:.1%}" if row[name] else f"at most {most:.1%}"
     return "none" if low is None else f"{low:{sign}.1%} to {high:{sign}.1%}"
 
 

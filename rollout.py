@@ -230,8 +230,8 @@ def stream(
                 running += pack
                 width = _width(running) - 1
                 cache = _gathered([cache, fresh], slice(None), width) if cache else fresh
-            if steps := _turn(causal, running):
-                _decode(causal, running, cache, steps, sampling, stops)
+            if all(job.tokens_left for job in running):  # else some ended as they were read
+                _decode(causal, running, cache, _turn(causal, running), sampling, stops)
             yield [job for job in running if not job.tokens_left]
             staying = [b for b, job in enumerate(running) if job.tokens_left]
             while not _fit([running[b] for b in staying], places, extra):

@@ -155,7 +155,10 @@ class SkillBank:
 
     @functools.cached_property
     def longest_pairs(self) -> list[SkillPair]:
-        """Both lists sorted by an entry's bytes in a prompt, longest first, and paired in order."""
+        """Both lists sorted by an entry's bytes in a prompt, longest first, and paired in order.
+
+        Bytes are not tokens: a prompt with another pair may have more, and then ends its step.
+        """
         ranked = []
         for key, kind in KINDS.items():
             size = functools.partial(_bytes_in_prompt, kind.name)

@@ -237,8 +237,9 @@ def in_words(view: dict, eps_a: float, shown: list[dict]) -> str:
             seen = "with this skill and a mistake in the prompt"
         lines += [
             f"  teacher    {seen} the solution's tokens are",
-            f"             {abs(teacher['a']):.4f} nats {likelier} on average (threshold {eps_a}), "
-            f"{fate[teacher['rho']]}",
+            f"             {abs(teacher['a']):.4f} nats {likelier} on average"
+            + f" (threshold {eps_a})" * (eps_a > 0)
+            + f", {fate[teacher['rho']]}",
         ]
     return printable("\n".join(lines))
 
@@ -358,8 +359,8 @@ def points_of(run: pathlib.Path) -> list[dict]:
 
 def collect(run: pathlib.Path) -> dict:
     """The page's data of a run. Writes its ledger.json. ValueError if there is no run."""
-    record = about(run)
-    settings = asdict(config.Config()) | record["settings"]
+    described = about(run)
+    settings = asdict(config.Config(eps_a=0.0)) | described["settings"]  # not of each method
     # A run that is still going writes a step's metrics first, then rollouts, then tokens.
     tokens, rollouts, metrics = (
         list(files.read_jsonl(run / f"{name}.jsonl")) for name in reversed(runlog.LOGS)
@@ -378,7 +379,7 @@ def collect(run: pathlib.Path) -> dict:
         if row and line["index"] < SHOWN:
             views.append(gate_view(row, line, by_id))
     x, tau_g, eps_a = torch.linspace(-6, 6, 121), settings["tau_g"], settings["eps_a"]
-    has_gate = "tau_g" in record["settings"]
+    has_gate = "tau_g" in described["settings"]
     gate = [x, sgsd.gated_loss(x, tau_g), sgsd.gate_grad(x, tau_g)]
     noise = float(sgsd.gate_grad(torch.tensor(eps_a, dtype=torch.float64), tau_g))
     # All rollouts of the run share them. For the credit, we assume one unmasked token in a rollout.
@@ -386,7 +387,7 @@ def collect(run: pathlib.Path) -> dict:
     bounds["credit"] = colour_bounds(noise, float(gate[2].max()))
     return {
         "name": str(run),
-        "program": record["program"],
+        "program": described["program"],
         "summary": summary(run, settings, metrics, banks),
         "settings": settings,
         "metrics": columns,

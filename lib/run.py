@@ -180,7 +180,7 @@ class Run(Start):
         late = sum(distributed.all_gather(self.verifier.timeouts, self.world))
         if self.world.main:
             self.track(self.metrics[-1])
-            warnings = runlog.warnings_after(self.metrics, self.cfg.eps_a)
+            warnings = runlog.warnings_after(self.metrics, self.cfg)
             for line in [runlog.log_line(metrics, self.cfg.steps, late), *warnings]:
                 tqdm.write(line)
 
@@ -249,7 +249,7 @@ def refuse_bad_steps(run: Run) -> None:
     if run.skipped >= BAD_STEPS:
         raise command.UserError(
             f"the gradient of the last {run.skipped} steps was not finite: no weight has moved; "
-            "run the same command for the steps that are left, or lower --learning-rate in "
+            "the same command makes the steps that are left, if any; or lower --learning-rate in "
             f"{new_run(run.out)}"
         )
 
@@ -349,8 +349,8 @@ def shared_replies(
 ) -> list[str]:
     """Divide prompts among the ranks: their replies, greedy where repeat is 0, else sampled (D4).
 
-    ids: of the prompts, which are the same on every rank. repeats: how often each prompt was asked
-    before. limits: of the replies, in tokens. A sampled reply's draws depend on the seed, the
+    ids: the prompts', which are the same on every rank. repeats: how often each prompt was asked
+    before. limits: the replies' most tokens. A sampled reply's draws depend on the seed, the
     prompt and its repeat alone. A reply ends with the model's context. If that leaves it fewer than
     64 tokens, we do not ask, and the reply is "".
     """
@@ -473,7 +473,7 @@ def go_on(cfg: Config, start: Start) -> None:
     for row in files.read_jsonl(out / "bank/memories.jsonl"):
         start.memories[row["problem_id"]] = row
     free = {*FREE, *cfg.free}
-    if not (first.exists() or (cfg.server and settings.get("server"))):
+    if start.memories and not (first.exists() or (cfg.server and settings.get("server"))):
         free.remove("server")  # else two engines would sample the first bank (S27)
     try:
         start.about = continued(cfg, saved, start, free)

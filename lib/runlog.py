@@ -26,7 +26,10 @@ CAUSES = {  # why no solution was right: what all solutions were, and what to do
     "no_answer": "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier",
 }
 NONE_RIGHT = "compare `pred` and `gold` in rollouts.jsonl, and see --answer-field and --verifier"
-NUMBERS_OF_ROW = "index step r reward loss unmasked clipped".split()  # not a method's own
+# These numbers of a rollout's row, or of others, are not a method's own.
+TAKEN = (
+    "index step r reward loss unmasked clipped first_gap audit bank_skills bank_mistakes".split()
+)
 LOGS = ("metrics", "rollouts", "tokens")  # the .jsonl files of a run
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
@@ -70,27 +73,30 @@ def rollout_row(
     """One rollout's row of rollouts.jsonl.
 
     index: its place in the global batch. pairs_K: its `SkillPair`s. result: its .loss, .numbers and
-    .token_numbers. The row has counts of the gaps `delta`, if there are any; without a `mask` every
-    token counts. c_delta: the bound beyond which a gap counts as clipped.
+    .token_numbers. The row has counts of the gaps `delta` and of the `mask`, if there are any;
+    without a mask every token counts. c_delta: the bound beyond which a gap counts as clipped.
     ValueError as `joined` raises it.
     """
     row = {"index": index, "step": step, **asdict(roll), "reward": float(reward)}
     row["pairs"] = [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K]
     row["s_g"] = [pair.s_g for pair in pairs_K]
     row["s_e"] = [pair.s_e for pair in pairs_K]
-    numbers = {"loss": result.loss.detach()}
-    if "delta" in result.token_numbers:
-        delta_KT = result.token_numbers["delta"]
-        mask_T = result.token_numbers.get("mask", torch.ones_like(delta_KT[0])).bool()
-        numbers["unmasked"] = mask_T.sum()
-        numbers["clipped"] = (delta_KT[:, mask_T].abs() > c_delta).sum()
-        numbers["first_gap"] = delta_KT[:, 0]
-    return joined(joined(row, numbers), result.numbers)
+    row["loss"] = result.loss.item()
+    T = len(roll.completion_ids)
+    mask_T = result.token_numbers.get("mask", torch.ones(T)).bool()
+    delta_KT = result.token_numbers.get("delta", torch.ones(0, T))
+    if {"mask", "delta"} & result.token_numbers.keys():
+        row |= {
+            "unmasked": int(mask_T.sum()),
+            "clipped": int((delta_KT[:, mask_T].abs() > c_delta).sum()),
+            "first_gap": delta_KT[:, 0].tolist(),
+        }
+    return joined(row, result.numbers)
 
 
 def joined(row: dict[str, Any], numbers: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """A row with more numbers. ValueError for a name that the row has already."""
-    for name in [name for name in numbers if name in row]:
+    """A row with more numbers. ValueError for a name that the row, or another one, has already."""
+    for name in [name for name in numbers if name in row or name in TAKEN]:
         raise ValueError(f"{name!r}: a log has another number of this name; rename the method's")
     return row | {name: x.tolist() for name, x in numbers.items()}
 
@@ -110,7 +116,7 @@ def token_row(step: int, index: int, roll: Any, result: Any, tokenizer: Any) -> 
 
 def summarize(
     step: int,
-    records: list[dict],
+    rows: list[dict],
     norm: float,
     lr: float,
     seconds: dict[str, float],
@@ -118,30 +124,30 @@ def summarize(
 ) -> dict[str, Any]:
     """One step's row of metrics.jsonl.
 
-    records: the step's rows of rollouts.jsonl from all ranks, at least one. norm: of the gradient,
-    before clipping; if it is not finite, the step counts as skipped. seconds: by part of the step.
+    rows: the step's rows of rollouts.jsonl from all ranks, at least one. norm: the gradient's,
+    before clipping; if it is not finite, the step counts as skipped. seconds: those of each part.
     gb: peak memory, GiB. We leave out a mean support over no teachers; shares and other means over
     nothing are 0. Rows of a method without teachers lack teachers' numbers. A number of the
     method's own is a mean over the rows that have it. ValueError as `joined` raises it.
     """
-    total = len(records)
+    total = len(rows)
     metrics: dict[str, Any] = {
         "step": step,
-        "loss": sum(row["loss"] for row in records) / total,
-        "success": sum(row["r"] > 0 for row in records) / total,
-        "truncated": sum(row["truncated"] for row in records) / total,
-        "no_answer": sum(row["pred"] is None for row in records) / total,
-        "no_teachers": sum(not row.get("rho") and not row.get("first_gap") for row in records),
+        "loss": sum(row["loss"] for row in rows) / total,
+        "success": sum(row["r"] > 0 for row in rows) / total,
+        "truncated": sum(row["truncated"] for row in rows) / total,
+        "no_answer": sum(row["pred"] is None for row in rows) / total,
+        "no_teachers": sum(not row.get("rho") and not row.get("first_gap") for row in rows),
     }
-    metrics |= polarity_numbers(records)
+    metrics |= polarity_numbers(rows)
     metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
-    lengths = [len(row["completion_ids"]) for row in records]
+    lengths = [len(row["completion_ids"]) for row in rows]
     # Without a mask every token counts.
-    unmasked = [row.get("unmasked", length) for row, length in zip(records, lengths)]
-    gaps = sum(n * len(row.get("first_gap", [])) for row, n in zip(records, unmasked))
-    first_gaps = list(itertools.chain.from_iterable(row.get("first_gap", []) for row in records))
+    unmasked = [row.get("unmasked", length) for row, length in zip(rows, lengths)]
+    gaps = sum(n * len(row.get("first_gap", [])) for row, n in zip(rows, unmasked))
+    first_gaps = list(itertools.chain.from_iterable(row.get("first_gap", []) for row in rows))
     metrics |= {
-        "clip_share": sum(row.get("clipped", 0) for row in records) / max(1, gaps),
+        "clip_share": sum(row.get("clipped", 0) for row in rows) / max(1, gaps),
         "mask_share": sum(unmasked) / max(1, sum(lengths)),
         "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
         "completion_tokens": sum(lengths) / total,
@@ -151,30 +157,30 @@ def summarize(
         "memory_gb": round(gb, 2),
     }
     own: dict[str, list[float]] = {}
-    for row in records:
+    for row in rows:
         for name, x in row.items():
-            if type(x) in (int, float) and name not in NUMBERS_OF_ROW:
+            if type(x) in (int, float) and name not in TAKEN:
                 own.setdefault(name, []).append(x)
     return joined(metrics, {name: torch.tensor(xs).double().mean() for name, xs in own.items()})
 
 
-def polarity_numbers(records: list[dict]) -> dict[str, Any]:
+def polarity_numbers(rows: list[dict]) -> dict[str, Any]:
     """Teachers counted by fate, over all, right, wrong and cut rollouts; and their supports."""
     metrics: dict[str, Any] = {}
     rows_of = {
-        "": records,
-        "_success": [row for row in records if row["r"] > 0],
-        "_failure": [row for row in records if row["r"] <= 0],
-        "_truncated": [row for row in records if row["truncated"]],
+        "": rows,
+        "_success": [row for row in rows if row["r"] > 0],
+        "_failure": [row for row in rows if row["r"] <= 0],
+        "_truncated": [row for row in rows if row["truncated"]],
     }
-    for case, rows in rows_of.items():
-        rho = list(itertools.chain.from_iterable(row.get("rho", []) for row in rows))
+    for case, of_case in rows_of.items():
+        rho = list(itertools.chain.from_iterable(row.get("rho", []) for row in of_case))
         metrics |= {f"rho_{fate}{case}": rho.count(sign) for sign, fate in FATE.items()}
-        signed = list(itertools.chain.from_iterable(row.get("a", []) for row in rows))
+        signed = list(itertools.chain.from_iterable(row.get("a", []) for row in of_case))
         if signed and case in ("_success", "_failure"):  # for no teachers 0 would look balanced
             metrics[f"a_mean{case}"] = sum(signed) / len(signed)
             metrics[f"a_positive{case}"] = sum(a > 0 for a in signed) / len(signed)
-    signed = list(itertools.chain.from_iterable(row.get("a", []) for row in records))
+    signed = list(itertools.chain.from_iterable(row.get("a", []) for row in rows))
     sizes = torch.tensor(signed or [0.0]).abs()
     shares = {f"abs_a_p{percent}": sizes.quantile(percent / 100) for percent in (10, 50, 90)}
     return metrics | {name: float(size) for name, size in shares.items()}
@@ -205,10 +211,11 @@ def log_line(m: dict[str, Any], steps: int, late: int = 0) -> str:
     )
 
 
-def warnings_after(steps: Sequence[dict[str, Any]], eps_a: float) -> list[str]:
+def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
     """Lines that warn after a step if the run learns nothing. A command prints each of them once.
 
-    steps: the rows of metrics.jsonl of the command's steps so far. eps_a: the setting.
+    steps: the rows of metrics.jsonl of the command's steps so far. cfg: its settings; a method
+    without --eps-a decides by a rule of its own.
     """
     if len(steps) != FIRST_STEPS:
         return []
@@ -216,12 +223,12 @@ def warnings_after(steps: Sequence[dict[str, Any]], eps_a: float) -> list[str]:
     if not any(row["success"] for row in steps):
         causes = [text for name, text in CAUSES.items() if all(row[name] == 1 for row in steps)]
         lines.append(f"no right solution {beginning}: {[*causes, NONE_RIGHT][0]}")
-    decided = sum(row["rho_distilled"] + row["rho_reversed"] for row in steps)
-    if not decided and any(row["rho_ignored"] for row in steps):
+    decided = any(row["rho_distilled"] or row["rho_reversed"] for row in steps)
+    if "eps_a" not in cfg.not_offered and not decided and any(row["rho_ignored"] for row in steps):
         size = statistics.median(row["abs_a_p50"] for row in steps)
         lines.append(
             f"no teacher was decided {beginning}, so nothing was learnt: the median size of a "
-            f"support is {size:.3g} nats, and --eps-a is {eps_a:g}; docs/when.md has more"
+            f"support is {size:.3g} nats, and --eps-a is {cfg.eps_a:g}; docs/when.md has more"
         )
     return lines
 
@@ -230,29 +237,29 @@ def warnings_after(steps: Sequence[dict[str, Any]], eps_a: float) -> list[str]:
 
 
 def open_tracker(
-    out: pathlib.Path, record: dict[str, Any], step: int
+    out: pathlib.Path, about: dict[str, Any], step: int
 ) -> Callable[[dict[str, Any]], object]:
     """A tracker, as a function that takes each row of metrics.jsonl; that of "none" ignores it.
 
-    out: the run's folder. record: its config.json, by whose id wandb continues a run. step: the
+    out: the run's folder. about: its config.json, by whose id wandb continues a run. step: the
     last complete step; TensorBoard drops all that came after it. ImportError if --report-to is not
     installed.
     """
-    settings = record["settings"]
+    settings = about["settings"]
     if settings["report_to"] == "wandb":
         import wandb
 
-        about = {"name": out.name, "id": record["id"], "dir": str(out), "config": settings}
-        wandb.init(project="sgsd", resume="allow", **about)
+        given = {"name": out.name, "id": about["id"], "dir": str(out), "config": settings}
+        wandb.init(project="sgsd", resume="allow", **given)
         return lambda m: wandb.log(m, step=m["step"])
     if settings["report_to"] == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1, flush_secs=10)
+        board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1, flush_secs=10)
 
         def add(m: dict[str, Any]) -> None:
             for name, x in m.items():
-                writer.add_scalar(name, x, m["step"])
+                board.add_scalar(name, x, m["step"])
 
         return add
     return lambda metrics: None

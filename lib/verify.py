@@ -80,8 +80,9 @@ class Judge(AbstractContextManager):
         """The verdict of each (problem, completion), in order. Without an answer it is wrong."""
         verdicts = []
         for problem, text in cases:
-            answer = self.answer(text)
+            answer = None
             try:
+                answer = self.answer(text)
                 right = answer is not None and self.is_right(problem, answer)
             except Exception as e:
                 e.add_note(f"the verifier was at problem {problem.id}, answer {answer!r:.200}")

@@ -152,6 +152,8 @@ def test_memories_and_a_bank_are_used_again(world_dir, tmp_path, uninterrupted, 
     that `generate` has begun (S27)."""
     out = tmp_path / "run"
     argv = small_flags(world_dir, out)
+    kill(argv, log, "memories.jsonl")
+    refused(capsys, driver.main, [*argv, "--server=http://localhost:9/v1"], "no reply")  # asked
     kill(argv, log, "replies.jsonl", 2)
     assert not (out / "bank/step_000000.json").exists() and rows(out / "bank/memories.jsonl")
     with open(out / "bank/memories.jsonl", "ab") as f:

@@ -80,8 +80,8 @@ def test_of_equal_scores_or_of_nine_problems_there_is_no_interval():
     low, high = eval.bootstrap_interval([ten])
     assert low < 0.5 < high
     row = {"avg": 0.0, "avg_low": None, "avg_high": None, "problems": 50}
-    assert eval.interval(row, "avg") == "at most 6%"
-    assert eval.interval(row | {"avg": 1.0}, "avg") == "at least 94%"
+    assert eval.interval(row, "avg") == "at most 6.0%"
+    assert eval.interval(row | {"avg": 1.0}, "avg") == "at least 94.0%"
     assert eval.interval(row | {"avg": 0.5}, "avg") == "none"  # each problem half right
 
 

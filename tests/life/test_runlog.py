@@ -11,6 +11,7 @@ from conftest import one_line, t
 
 import sgsd
 from lib import runlog
+from lib.config import Config
 
 SECONDS = {"gen": 0.0, "score": 0.0, "bwd": 0.0, "opt": 0.0}
 
@@ -98,7 +99,7 @@ def test_after_five_steps_that_learn_nothing_one_line_names_the_flag(numbers, wo
     steps, lines = [], []
     for step in range(1, 21):
         steps.append({"step": step, **USUAL, **numbers})
-        lines.append(runlog.warnings_after(steps, 0.05))
+        lines.append(runlog.warnings_after(steps, Config()))
     assert [len(x) for x in lines] == [0, 0, 0, 0, int(bool(words))] + [0] * 15
     assert not words or words in lines[4][0]
 

@@ -203,11 +203,13 @@ def test_rows_are_read_together_up_to_16384_tokens_and_a_longer_one_alone():
 
 
 def test_no_row_is_fed_past_the_context_while_it_waits_for_others():
-    """GPT-2 has no vector for a place behind its context."""
+    """GPT-2 has no vector for a place behind its context. A row may end there while it is read."""
     model = make_model("gpt2", max_position_embeddings=64, eos_token_id=None)
-    jobs = [(50, 14), (10, 54)]
-    together = decoded(model, jobs, 2)
-    assert together == decoded(model, jobs, 1) and (len(together[0]), len(together[1])) == (14, 54)
+    three = [(10, 54), (20, 40), (30, 34)]  # at 560 places the third leaves with a token to go
+    for jobs, places in (([(50, 14), (10, 54)], 0), ([(63, 1), (10, 54)], 0), (three, 560)):
+        together = decoded(model, jobs, 3, places)
+        assert together == decoded(model, jobs, 1)
+        assert [len(together[i]) for i in range(len(jobs))] == [limit for _, limit in jobs]
 
 
 def test_the_cache_may_have_a_share_of_a_cards_memory_or_half_of_the_machines(monkeypatch):
