@@ -59,4 +59,3 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
         assert driver.wait(pid) == -signal.SIGKILL
         (folder / "file").touch()
     assert {*names(folder)} == {files.LOCK, "file"}
-
