@@ -7,7 +7,6 @@ from conftest import write_evaluation
 from driver import completes, refused
 
 from extras import compare
-from lib import files
 
 WHOLE = {"the policy's files": "t", "the base's files": "t"}  # its own base
 
@@ -82,10 +81,8 @@ def test_an_evaluation_under_other_conditions_is_left_out_by_name(given, word, t
 
 
 def test_without_figures_an_evaluation_is_refused(tmp_path, capsys):
-    """Also those of an older version, which has no count of right samples by problem."""
     refused(capsys, compare.main, [tmp_path], str(tmp_path), "eval.py")  # nothing is there
-    old = {"d": {"avg": 0.5, "digest": "1", "samples": 4}}
-    files.write_json(tmp_path / "eval/a/results.json", old)
+    write_evaluation(tmp_path / "eval/a")
     refused(capsys, compare.main, [tmp_path], "eval/a", "no set is finished")
 
 

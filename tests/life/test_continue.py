@@ -95,11 +95,10 @@ def test_a_run_killed_everywhere_is_a_whole_one(first, stride, world_dir, tmp_pa
     assert n > 90
 
 
-GRPO = {"generations": 2, "evolve_every": 1}
 VARIANTS = [  # a method, settings, and places where the run is killed, one after the other
     ("sgsd", {"success_gate": 0.0}, [("bank/.step_000003",), ("step_000003/.bank.json",)]),
     ("sgsd", {"bank": "{w}/bank.json"}, [("metrics.jsonl",), ("bank/.step_000003",)]),
-    ("grpo", GRPO, [("metrics.jsonl", 2), ("metrics.jsonl", 4)]),
+    ("grpo", {"generations": 2, "evolve_every": 1}, [("metrics.jsonl", 2), ("metrics.jsonl", 4)]),
 ]
 
 

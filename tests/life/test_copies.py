@@ -8,7 +8,6 @@ import ast
 import importlib
 import math
 import os
-import pathlib
 import re
 import shutil
 import sys
@@ -59,19 +58,12 @@ def test_imports_only_go_down_and_stand_at_the_top_of_a_file(name):
     for node in tree.body:
         if not isinstance(node, ast.Import | ast.ImportFrom):
             assert not imports_of(node), ast.unparse(node)[:80]
-    if name != "lib.verify":  # which loads --verifier
-        assert "import_module(" not in ast.unparse(tree)
 
 
 def render_a_prompt(skills):
     make_bank("bank.json")
     pairs = skills.SkillBank.load("bank.json").retrieve("Add with care.", 2, fake_embed)
     assert "Problem: What?" in skills.render_teacher(pairs[0], "What?")
-
-
-def load_problems(problems):
-    pathlib.Path("data.jsonl").write_text('{"problem": "What is 1 + 1?", "answer": "2"}\n')
-    problems.refuse_overlap(problems.load_problems("data.jsonl")[0], "data.jsonl")
 
 
 def judge_an_answer(verify):
@@ -81,22 +73,16 @@ def judge_an_answer(verify):
 
 WITHOUT_TORCH = "skills lib/config lib/command lib/verify lib/files lib/served".split()
 WITH_TORCH = "rollout scoring distributed lib/problems lib/model lib/runlog".split()
-BESIDE = {"skills": "prompts", "lib/problems": "lib/eval_sets.json"}  # what a module reads
-USES = {  # of those that read a file, or start themselves as a process
-    "skills": render_a_prompt,
-    "lib/problems": load_problems,
-    "lib/verify": judge_an_answer,
-}
+USES = {"skills": render_a_prompt, "lib/verify": judge_an_answer}
 
 
 @pytest.mark.parametrize("path", WITHOUT_TORCH + WITH_TORCH)
 def test_a_module_works_alone(path, tmp_path):
     name, folder = path.removeprefix("lib/"), tmp_path / "alone"
     folder.mkdir()
-    for file in (f"{path}.py", BESIDE.get(path)):
-        if file:
-            copy = shutil.copytree if file == "prompts" else shutil.copy
-            copy(ROOT / file, folder / pathlib.Path(file).name)
+    shutil.copy(ROOT / f"{path}.py", folder)
+    if path == "skills":
+        shutil.copytree(ROOT / "prompts", folder / "prompts")
 
     def program(argv):
         for module in [*sys.modules]:

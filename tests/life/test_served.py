@@ -130,24 +130,18 @@ def test_a_refused_adapter_is_asked_for_once_and_the_line_says_what_it_needs(eng
     assert len(engine.calls) == 1
 
 
-FAULTS = {
-    "a broken server": (500, {"error": "EngineCore"}),
-    "a server with too much to do": (429, {}),
-    "a dropped connection": DROP,
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [(500, {"error": "EngineCore"}), (429, {}), DROP])
 def test_after_a_fault_a_request_is_tried_again_seven_times(fault, engine, sample):
+    """A broken server, one with too much to do, and a dropped connection."""
     seen = []
 
     def answer(body):
         seen.append(body["prompt"])
-        return FAULTS[fault] if seen.count(body["prompt"]) < 8 else engine.sampled(body)
+        return fault if seen.count(body["prompt"]) < 8 else engine.sampled(body)
 
     engine.answer = answer
     assert len(sample(jobs(4), rows=4)) == 4 and len(seen) == 8 * 4
-    engine.answer = lambda body: FAULTS[fault]
+    engine.answer = lambda body: fault
     one_line(lambda: sample(jobs(1)), engine.url, kind=OSError)
     assert len(engine.bodies()) == 8 * 4 + 8
 

@@ -254,7 +254,6 @@ class Undecided(verify.Judge):
 NAMES = {  # a --verifier, and what is said of it
     "math": "MODULE:CLASS",
     "failing:Even": "ZeroDivisionError",
-    "mine:Nope": "Nope",
     "mine:Other": "Judge",
     "mine:Undecided": "is_right",
     "tabnanny:Even": "Even",  # no file here takes the place of an installed module
