@@ -32,6 +32,10 @@ import code_domain
 class Failing(code_domain.Program):
     def answer(self, text):
         return "raise ValueError('no such operation')"
+
+    def is_right(self, problem, answer):  # the second one is, though it prints an error
+        self.judged = getattr(self, "judged", 0) + 1
+        return super().is_right(problem, answer) or self.judged == 2
 """
 NO_GYM = "pip install reasoning-gym, and this recipe runs, too"
 
@@ -131,8 +135,14 @@ def losses_are_those_of_dr_grpo(rollouts, out):
 
 
 def the_teacher_sees_the_error(rollouts, out):
-    """Its prompt alone differs from the student's, so the gaps are those of its words."""
-    assert all(row["losses"][0] > 0 and row["first_gap"][0] for row in rollouts)
+    """Its prompt alone differs from the student's, so the gaps are those of its words. A right
+    solution has no teacher."""
+    assert sorted(row["r"] for row in rollouts) == [-1, 1]
+    for row in rollouts:
+        if row["r"] < 0:
+            assert row["losses"][0] > 0 and row["first_gap"][0]
+        else:
+            assert "losses" not in row
 
 
 def baseline_moves_and_is_kept(rollouts, out):

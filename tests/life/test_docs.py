@@ -171,3 +171,8 @@ def test_readme_names_the_lines_at_which_a_section_of_sgsd_begins():
     for first, last in ranges:
         assert lines[int(first) - 1].startswith("# ---") and lines[int(last) - 1].strip()
     assert len(ranges) == 4 and int(ranges[-1][1]) == len(lines)
+
+
+def test_github_renders_the_mathematics_of_the_pages():
+    """It refuses this macro."""
+    assert not any("\\operatorname" in page.read_text() for page in PAGES)

@@ -225,6 +225,7 @@ def test_a_method_of_ones_own_is_shown_as_it_is(names, shown, world_dir, tmp_pat
     assert m["mask_share"] == 1 and m["no_teachers"] == 4 - len(scored) and 0 < len(scored) < 4
     assert m["spread"] == pytest.approx(sum(row["spread"] for row in scored) / len(scored))
     _, (data,) = page([out], tmp_path / "r.html")
+    assert data["settings"]["eps_a"] == 0  # it has no threshold
     assert data["metrics"]["spread"][0] == pytest.approx(m["spread"], rel=1e-5)
     for view in data["rollouts"]:
         assert len(view["teachers"]) == (3 if view["r"] < 0 else 0) == len(view["delta"])

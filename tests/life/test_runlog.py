@@ -12,6 +12,7 @@ from conftest import one_line, t
 import sgsd
 from lib import runlog
 from lib.config import Config
+from methods.groups import MethodConfig
 
 SECONDS = {"gen": 0.0, "score": 0.0, "bwd": 0.0, "opt": 0.0}
 
@@ -53,8 +54,13 @@ def test_a_row_counts_unmasked_tokens_and_clipped_gaps_and_has_each_tokens_text(
     tokens = runlog.token_row(7, 3, roll, result, tokenizer)
     assert (tokens["step"], tokens["index"]) == (7, 3)
     assert (tokens["text"], tokens["mask"]) == (["\\boxed", "{"], [1, 0])
-    clash = sgsd.RolloutLoss(t(0.0), {"reward": t(1.0)}, {})  # a name that a row has already
-    one_line(lambda: runlog.rollout_row(7, 3, [], roll, -1, clash, c_delta=1.0), "'reward'")
+    for name in ("reward", "clipped", "audit", "bank_skills"):  # a name that a row has, or might
+        clash = sgsd.RolloutLoss(t(0.0), {name: t(1.0)}, {})
+        one_line(
+            lambda x=clash: runlog.rollout_row(7, 3, [], roll, -1, x, c_delta=1.0), f"'{name}'"
+        )
+    alone = sgsd.RolloutLoss(t(0.0), {}, {"mask": torch.tensor([1, 0])})
+    assert runlog.rollout_row(7, 3, [], roll, -1, alone, c_delta=1.0)["unmasked"] == 1
 
 
 def test_a_steps_numbers_by_hand():
@@ -102,6 +108,7 @@ def test_after_five_steps_that_learn_nothing_one_line_names_the_flag(numbers, wo
         lines.append(runlog.warnings_after(steps, Config()))
     assert [len(x) for x in lines] == [0, 0, 0, 0, int(bool(words))] + [0] * 15
     assert not words or words in lines[4][0]
+    assert not any("--eps-a" in line for line in runlog.warnings_after(steps[:5], MethodConfig()))
 
 
 def test_a_tracker_gets_a_steps_numbers_and_goes_on_with_a_run(tmp_path, monkeypatch):

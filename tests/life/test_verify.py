@@ -282,7 +282,10 @@ def test_a_judge_of_ones_own_reads_and_decides_and_is_asked_nothing_without_an_a
 
 
 class Raising(verify.Judge):
-    """Its program is missing."""
+    """Its program is missing, and so may be the answer."""
+
+    def answer(self, text):
+        return {"three": "3"}[text]
 
     def is_right(self, problem, answer):
         raise FileNotFoundError("no compiler")
@@ -290,9 +293,12 @@ class Raising(verify.Judge):
 
 def test_what_a_judge_raises_names_the_problem_and_the_answer(capsys):
     with pytest.raises(SystemExit), command.one_line_errors("sgsd.py", *command.LATER):
-        Raising().judge([(asked("p", "5"), r"\boxed{3}")])
+        Raising().judge([(asked("p", "5"), "three")])
     line = capsys.readouterr().err
     assert "no compiler" in line and "problem p" in line and "'3'" in line
+    with pytest.raises(KeyError) as bug:
+        Raising().judge([(asked("p", "5"), "four")])
+    assert "problem p" in bug.value.__notes__[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
