@@ -1,7 +1,4 @@
-"""An inference server: protocol, adapters and bad days of its client; a run with --server.
-
-The server is the small one of fake_engine.py.
-"""
+"""An inference server: protocol, adapters and bad days of its client; a run with --server."""
 
 import itertools
 import json
