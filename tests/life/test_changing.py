@@ -37,7 +37,6 @@ class Failing(code_domain.Program):
         self.judged = getattr(self, "judged", 0) + 1
         return super().is_right(problem, answer) or self.judged == 2
 """
-NO_GYM = "pip install reasoning-gym, and this recipe runs, too"
 
 
 def section(title):
@@ -182,7 +181,7 @@ RECIPES = {  # by title: flags of each command in turn, and a check
 @pytest.mark.parametrize("title", RECIPES)
 def test_a_recipe_is_followed_in_a_copy_of_the_tree(title, tmp_path):
     if title == GYM:
-        pytest.importorskip("reasoning_gym", reason=NO_GYM)
+        pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym for this recipe")
     no_runs = shutil.ignore_patterns(".*", "__pycache__", "runs", "tests", "research")
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=no_runs)
     write_files(title, copy)

@@ -67,16 +67,11 @@ def test_every_decision_in_the_code_has_its_row_and_back():
     assert set(rows) == tags
 
 
-def joined(page):
-    """A text whose lines are not broken."""
-    return re.sub(r" *\\\n\s*", " ", page.read_text())
-
-
 def commands():
     """The lines of blocks that run a program, and the words in backticks outside of records."""
     lines = set()
     for page in [*PAGES, *RESEARCH]:
-        text = joined(page)
+        text = re.sub(r" *\\\n\s*", " ", page.read_text())  # without broken lines
         if page in PAGES:
             lines |= set(re.findall(r"`((?:python|torchrun) [^`\n]*(?:\.py|-m )[^`\n]*)`", text))
         lines |= set(re.findall(r"^ {0,4}((?:python|torchrun) .*(?:\.py|-m ).*)", text, re.M))

@@ -291,6 +291,14 @@ def test_a_wrong_evaluation_is_one_line(given, words, world_dir, here, base, cap
     assert not [*here.parent.rglob("samples.jsonl")]
 
 
+def test_a_torn_adapter_shows_at_its_turn(world_dir, here, base, capsys):
+    make_adapter(here / "torn", base)
+    (here / "torn/adapter_model.safetensors").write_text("x")
+    refused(capsys, eval.main, command(base, "torn", data=world_dir / "data.jsonl"), "/torn: ")
+    (results,) = here.glob("eval/*/results.json")
+    assert results.parent.name == f"{here.parent.name}--model"
+
+
 # ------------------------------------------------------------------------ what a sample depends on
 
 JUDGE = "import driver\n\n\nclass Judge(driver.Exact):\n    pass\n"

@@ -59,3 +59,12 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
         assert driver.wait(pid) == -signal.SIGKILL
         (folder / "file").touch()
     assert {*names(folder)} == {files.LOCK, "file"}
+
+
+def test_a_models_digest_is_of_its_inner_files_too(tmp_path):
+    weights = tmp_path / "1_Dense/model.safetensors"
+    weights.parent.mkdir()
+    weights.write_text("x")
+    digest = files.tree_digest(str(tmp_path))
+    weights.write_text("y")
+    assert files.tree_digest(str(tmp_path)) != digest

@@ -1,9 +1,7 @@
 """Whole commands that are refused: exit code 2, one line that names the fault, nothing written.
 
-All that can be wrong is listed beside its reader: problems in test_problems.py, a bank in
-spec/test_bank.py, models in test_model.py, settings in test_config.py, a server in test_served.py,
-an evaluation in test_eval.py, a run that may not go on in test_continue.py. Here are, besides,
-prompts that are too long and damaged checkpoints.
+All that can be wrong is listed beside its reader, such as problems in test_problems.py. Here are,
+besides, prompts that are too long and damaged checkpoints.
 """
 
 import pathlib

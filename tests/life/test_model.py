@@ -11,6 +11,7 @@ import transformers
 from conftest import make_adapter, make_encoder, make_model, make_tokenizer, one_line, save_model
 from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import scoring
 from lib import model
@@ -166,6 +167,14 @@ UNSUPPORTED = [  # a kind of model, settings of it, attention kernels, and words
 def test_a_model_that_cannot_be_used_is_one_line(kind, changes, attn, words, tmp_path):
     save_model(tmp_path, kind, **changes)
     one_line(lambda: load(tmp_path, attn=attn), f"model {tmp_path}: ", words)
+
+
+def test_states_that_take_in_a_rows_padding_are_refused(tmp_path, monkeypatch):
+    """A row would decode otherwise beside a longer one."""
+    save_model(tmp_path, "qwen3_5_text")
+    load(tmp_path)
+    monkeypatch.setattr(modeling_qwen3_5, "apply_mask_to_padding_states", lambda x, _: x)
+    one_line(lambda: load(tmp_path), f"model {tmp_path}: ", "left padding")
 
 
 # ---------------------------------------------------------------------------------------- encoder

@@ -88,6 +88,7 @@ BROKEN = {  # a file, and words of the line that refuses it
     "no chat": ('{"prompt": ["p"], "reward_model": {}}\n', "x.jsonl:1: ", "`reward_model`"),
     "not UTF-8": (b"\xff\xfe\x00", "x.jsonl: ", "UTF-8"),
     "a worked solution": ('{"problem": "p", "answer": "x #### 1"}\n', "1: ", "--answer-after"),
+    "two lines": ('{"problem": "p", "answer": "x\\n1"}\n', "1: ", "--answer-after"),
     "a brace": (ROW + '{"problem": "p", "answer": "}"}\n', "x.jsonl:2: ", "'}'"),
 }
 

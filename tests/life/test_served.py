@@ -1,7 +1,4 @@
-"""An inference server: protocol, adapters and bad days of its client; a run with --server.
-
-The server is the small one of fake_engine.py.
-"""
+"""An inference server: protocol, adapters and bad days of its client; a run with --server."""
 
 import itertools
 import json
@@ -89,6 +86,7 @@ def test_an_address_without_http_is_refused():
 
 
 BASES = [  # a model, how a server lists it beside "base", and what owns it
+    ("org/model", {"id": "org/model", "root": "elsewhere"}),
     ("org/model", {"id": "short", "root": "org/model", "owned_by": "vllm"}),
     ("model", {"id": "short", "root": "{here}/model"}),
 ]
@@ -120,6 +118,8 @@ def test_an_adapter_is_loaded_under_a_new_name_sampled_and_unloaded(engine, tmp_
         names.append(name)
     assert not engine.adapters and len({*names}) == 2
     assert [body["model"] for body in engine.bodies()] == [name for name in names for _ in "ab"]
+    with server.adapter("step_000025"):
+        engine.server_close()  # one that is gone has none to unload
 
 
 def test_a_refused_adapter_is_asked_for_once_and_the_line_says_what_it_needs(engine, tmp_path):
@@ -182,6 +182,7 @@ UNEXPECTED = {  # a reply, and words of the line
     "text and no ids": (choices(text="x"), "token_ids"),
     "a reply cut by the server": (choices("length", token_ids=[65, 66]), "2 of 8 token_ids"),
     "more ids than asked for": (choices(token_ids=[65] * 9), "9 of 8 token_ids"),
+    "ids that are none": (choices(token_ids=["65"]), "token_ids"),
     "a prompt cut by the server": (CUT_PROMPT, "2 tokens of 3"),
 }
 
