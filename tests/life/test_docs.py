@@ -10,9 +10,10 @@ import sys
 import driver
 import pytest
 from conftest import ROOT
-from driver import METHODS
+from driver import METHODS, rows
 
 from extras import compare, report
+from lib import runlog
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "tiny").rglob("*.md")]
 PAGES.append(ROOT / "tests" / "spec" / "README.md")
@@ -166,6 +167,14 @@ def test_readme_names_the_lines_at_which_a_section_of_sgsd_begins():
     for first, last in ranges:
         assert lines[int(first) - 1].startswith("# ---") and lines[int(last) - 1].strip()
     assert len(ranges) == 4 and int(ranges[-1][1]) == len(lines)
+
+
+def test_readme_explains_each_part_of_a_steps_line(uninterrupted):
+    """Each word stands before a number in the line of a run."""
+    line = runlog.log_line(rows(uninterrupted / "metrics.jsonl")[0], 6)
+    table = README.partition("| part | meaning |")[2].partition("\n\n")[0]
+    words = re.findall(r"`(.+?)`", table)
+    assert words == re.findall(r"(?<= )([a-z]+\+?) [-+.]?\d", line)
 
 
 def test_github_renders_the_mathematics_of_the_pages():

@@ -162,6 +162,16 @@ def test_a_bad_step_moves_no_weight_and_a_third_in_a_row_ends_both_ranks(world_d
     assert all(x.isfinite().all() for x in load_file(last / "trainer.safetensors").values())
 
 
+def test_an_evolution_that_is_due_after_a_third_bad_step_comes_with_the_next_command(
+    world_dir, tmp_path
+):
+    out, log = tmp_path / "run", tmp_path / "log"
+    argv = small_flags(world_dir, out, checkpoint_every=9)
+    assert go(argv, log, breaking({1, 2, 3})) == 2
+    assert steps_of(out)[1] == [3] and not (out / "bank/step_000003.json").exists()
+    assert go(argv, log) == 0 and (out / "bank/step_000003.json").exists()
+
+
 def kill():
     """End this process, but not after a restart."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") != "1":
