@@ -17,10 +17,19 @@ class Recorder(torch.optim.SGD):
 
 
 class TwoOfThree(verify.Judge):
-    """The first of each three solutions is wrong."""
+    """Of a problem's solutions the one that is judged first is wrong."""
 
-    def judge(self, cases):
-        return [verify.Verdict(None, i % 3 > 0) for i in range(len(cases))]
+    def __init__(self, timeout_s=5.0):
+        super().__init__(timeout_s)
+        self.judged = set()
+
+    def answer(self, text):
+        return text
+
+    def is_right(self, problem, answer):
+        is_first = problem.id not in self.judged
+        self.judged.add(problem.id)
+        return not is_first
 
 
 def perturb(run):
