@@ -102,8 +102,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except torch.OutOfMemoryError as e:
         fix = (
             "lower what goes at a time (--rollout-rows, --score-tokens, --checkpoint-above; in "
-            "eval.py --rows; on TRL --backward-rows, --score-rows); run the same command to "
-            "continue"
+            "eval.py --rows; on TRL --backward-rows and --score-rows, or take more processes, or "
+            "vLLM); run the same command to continue"
         )
         print(f"{str(e).partition('. ')[0]}: {fix}", file=sys.stderr, flush=True)
     except BaseException:

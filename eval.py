@@ -154,8 +154,8 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
     has_model = any((place / f"{kind}.json").exists() for kind in ("config", "adapter_config"))
     if not steps and ((place / "problems.json").exists() or not has_model):
         raise ValueError(
-            f"{path}: no model, adapter or checkpoint is there; give a model, an adapter or a run; "
-            "a bank goes with --skills, problems with --data"
+            f"{path}: no model, adapter or checkpoint is there; give a model, an adapter or a run "
+            "(extras.grpo_on_trl: a checkpoint-N); a bank goes with --skills, problems with --data"
         )
     return steps or [place]
 
@@ -467,7 +467,9 @@ def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> 
         f"cut {row['truncated']:.1%}, {row['tokens']:.0f} tokens, {row['problems']} problems"
     )
     if row["truncated"] > 0.5:
-        line += f"; most were cut: raise --max-new-tokens {cfg.max_new_tokens}, or --no-thinking"
+        line += f"; most were cut: raise --max-new-tokens {cfg.max_new_tokens}" + (
+            ", or --no-thinking" * cfg.thinking
+        )
     return line
 
 

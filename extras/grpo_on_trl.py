@@ -72,7 +72,8 @@ def inspect(cfg: Settings, world: distributed.World, held: contextlib.ExitStack)
     try:
         if (out / "config.json").exists():
             saved = files.read_json(out / "config.json")
-            free = {*FREE, *cfg.free} - {"steps"}  # TRL's learning rate would jump
+            # TRL's learning rate would jump, and it keeps the interval of the checkpoint.
+            free = {*FREE, *cfg.free} - {"steps", "checkpoint_every"}
             start.about = continued(cfg, saved, start, free)
     except ValueError as e:
         raise ValueError(f"--out {out}: {e}; give the run's settings, or a new --out") from None

@@ -189,11 +189,11 @@ def sentence(a: float, rho: int, r: int) -> str:
 
 def teachers(row: dict, tokens: dict, rows: Ledger) -> list[dict]:
     """The teachers of a rollout for the page, each with the numbers that its method logs."""
-    logged = {name: row[name] for name in OF_TEACHER if row.get(name)}
+    logged = {name: row[name] for name in OF_TEACHER if isinstance(row.get(name), list)}
     count = max(map(len, [*logged.values(), tokens.get("delta", []), tokens.get("credit", [])]))
     of_rollout = []
     for k in range(count):
-        teacher: dict[str, Any] = {name: number(of_K[k]) for name, of_K in logged.items()}
+        teacher: dict[str, Any] = {name: number(x_K[k]) for name, x_K in logged.items() if x_K}
         if "rho" in teacher and "a" in teacher:
             teacher["says"] = sentence(teacher["a"] or 0.0, teacher["rho"], row["r"])
         if len(row["pairs"]) == count:
@@ -443,7 +443,11 @@ def print_runs(data: list[dict]) -> None:
     for run in data:
         print(f"{run['name']}\n{in_columns(run['summary'])}\n")
         view = run["rollouts"][run["opens"]] if run["rollouts"] else {"teachers": []}
-        decided = [teacher for teacher in view["teachers"] if "says" in teacher]
+        decided = [
+            teacher
+            for teacher in view["teachers"]
+            if "says" in teacher and teacher["a"] is not None
+        ]
         if decided:
             print(f"One audited solution, of step {view['step']}:")
             largest = max(decided, key=lambda x: abs(x["a"]))

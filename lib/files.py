@@ -134,7 +134,8 @@ def by_step(folder: pathlib.Path) -> dict[int, pathlib.Path]:
 DIGESTS = "digests.json"  # {file: sha256} of a checkpoint, which we write after its other files
 BANK = "bank.json"  # in a checkpoint; an evolution replaces it later, so it has no digest
 OF_A_MODEL = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
-BESIDE_A_MODEL = ("trainer.safetensors", BANK, DIGESTS)  # a checkpoint's other files
+# A checkpoint's other files, and FSDP's.
+BESIDE_A_MODEL = ("trainer.safetensors", BANK, DIGESTS, "optimizer.bin", "pytorch_model_fsdp.bin")
 
 
 def digest(*parts: object) -> str:

@@ -299,7 +299,11 @@ def context_limit(lm) -> float:
     """The model's longest context in tokens; infinite where its config names no limit."""
     text_config = lm.config.get_text_config()
     rope = getattr(text_config, "rope_parameters", None) or {}
-    stretched = rope.get("original_max_position_embeddings", 0) * rope.get("factor", 1)  # YaRN
+    stretched = (
+        rope["original_max_position_embeddings"] * rope["factor"]
+        if rope.get("rope_type") == "yarn"  # llama3's limit has its factor in it
+        else 0
+    )
     return max(getattr(text_config, "max_position_embeddings", None) or math.inf, stretched)
 
 

@@ -298,7 +298,10 @@ def prompt_ids(run: Run, prompt: Prompt) -> list[int]:
     fix += ", or drop the problem " + "".join(id_ for _, id_ in named[-1:])
     fix += f" in {new_run(run.out)}" if run.signals.in_step else ""
     if prompt.entries:
-        fix += f"; or remove {prompt.entries} from --bank, or the last checkpoint's bank.json"
+        fix += (
+            f"; or remove {prompt.entries} from --bank, or from the last checkpoint's bank.json "
+            "(before the first one: bank/step_000000.json)"
+        )
     raise command.UserError(f"the prompt {prompt.text[:80]!r}... has {len(ids)} tokens; {fix}")
 
 
@@ -480,8 +483,8 @@ def go_on(cfg: Config, start: Start) -> None:
     except ValueError as e:
         raise ValueError(f"--out {out}: {e}; give the run's value, or {new_run(out)}") from None
     made = max((step for step, _ in files.steps_of(out / "metrics.jsonl")), default=0)
-    evolve_every = cfg.uses_skill_bank and settings["evolve_every"]
-    if made > min(settings["checkpoint_every"], evolve_every or math.inf) and not start.step:
+    every = settings.get("checkpoint_every", cfg.checkpoint_every)
+    if made > min(every, cfg.evolve_every if cfg.evolves else math.inf) and not start.step:
         line = f"--out {out}: it has made {made} steps, but checkpoints/ has none"
         raise ValueError(f"{line}; bring them back, or give another directory")
     if start.step:

@@ -83,7 +83,7 @@ def rollout_row(
     row["s_e"] = [pair.s_e for pair in pairs_K]
     row["loss"] = result.loss.item()
     T = len(roll.completion_ids)
-    mask_T = result.token_numbers.get("mask", torch.ones(T)).bool()
+    mask_T = result.token_numbers.get("mask", torch.ones(T)).bool().cpu()
     delta_KT = result.token_numbers.get("delta", torch.ones(0, T))
     if {"mask", "delta"} & result.token_numbers.keys():
         row |= {

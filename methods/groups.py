@@ -13,7 +13,7 @@ tensors by name, each of them optional.
     rho            [K]     -1, 0 or 1 of each teacher: counted; the report names its decision
     a              [K]     the supports: means and quantiles; drawn beside the threshold
     a_plain, alpha, losses [K]     logged, and shown beside each teacher
-    any other      scalar  logged; its mean over the step's rollouts is a metric with a curve
+    any other      scalar  logged; a number's mean over the step's rollouts is a metric with a curve
 
     token_numbers          what becomes of it in tokens.jsonl, in audited steps, and the report
     delta          [K, T]  the gaps: the first and the clipped are counted; they colour the tokens

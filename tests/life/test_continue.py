@@ -15,12 +15,14 @@ import signal
 
 import driver
 import pytest
+import torch
 from conftest import make_bank
 from driver import at_touch, contents, go, refused, rows, small_flags, state, two
 
 import sgsd
 from lib import config, files, model, run
 from lib.run import Run
+from methods import groups
 from skills import SkillBank, load_bank
 
 
@@ -308,3 +310,19 @@ def test_a_process_with_another_setting_or_prompt_is_refused(world_dir, killed, 
         assert two(argv, tmp_path, argv1=argv1, before=before) == [2, 2]
         line = (tmp_path / "log0").read_text().splitlines()[-1]
         assert what in line and "rank 1" in line and contents(killed) == whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Hiding(groups.MethodConfig):
+    """A method that offers neither setting."""
+
+    program = "hiding.py"
+    not_offered = groups.MethodConfig.not_offered | {"evolve_every", "checkpoint_every"}
+    generations = 1
+
+
+def test_a_method_that_hides_settings_of_the_loop_is_continued(world_dir, tmp_path):
+    step_fn = groups.make_step(lambda run, step, x, rolls_G, pairs_K: [(torch.zeros(()), {}, {})])
+    for steps in (1, 2):
+        run = driver.train(world_dir, tmp_path / "run", step_fn, Hiding, steps=steps)
+        assert run.step == steps and run.code == 0

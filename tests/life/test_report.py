@@ -117,6 +117,14 @@ def write_run(path, text="5", steps=(1,)):
     return path
 
 
+def test_the_table_of_a_run_whose_supports_are_no_numbers(tmp_path, capsys):
+    """As of one that three bad steps have ended."""
+    run = write_run(tmp_path)
+    write_rows(run / "rollouts.jsonl", [rows(run / "rollouts.jsonl")[0] | {"a": [math.nan]}])
+    completes(report.main, [run])
+    assert "written:" in capsys.readouterr().out
+
+
 def test_text_is_text(tmp_path):
     run = write_run(tmp_path, SCRIPT + "</script><!-- \ud800")
     text, (data,) = page([run], tmp_path / "r.html")
@@ -213,6 +221,7 @@ def test_a_method_of_ones_own_is_shown_as_it_is(names, shown, world_dir, tmp_pat
                 delta_KT = torch.linspace(-5, 4, 3 * len(roll.completion_ids)).view(3, -1)
                 numbers = {"a": delta_KT.mean(1), "rho": torch.tensor([-1, 0, 1])}
                 numbers = {name: numbers[name] for name in names} | {"spread": delta_KT.std()}
+                numbers["alpha"] = torch.tensor(0.3)  # of no teacher
                 tokens = {"delta": delta_KT}
             yield torch.zeros(()), numbers, tokens
 

@@ -274,6 +274,7 @@ def test_other_runs_are_refused_and_stay(complete, world_dir, tmp_path, uninterr
     of_sgsd = shutil.copytree(uninterrupted, tmp_path / "sgsd")
     for out, changes, said in (
         (own, {"steps": 9}, "--steps 9"),
+        (own, {"checkpoint_every": 1}, "--checkpoint-every 1"),  # TRL would keep its save_steps
         (own, {"temperature": 0.5}, "--temperature 0.5"),
         (of_sgsd, {}, "sgsd.py"),
     ):
