@@ -1,4 +1,4 @@
-"""FLOPs and bytes of a Qwen3 with adapters, by arithmetic (README.md has the formulas)."""
+"""FLOPs and bytes of a Qwen3 with adapters, by arithmetic: each formula is a line below."""
 
 from dataclasses import dataclass
 

@@ -27,8 +27,8 @@ from research.cost.counts import QWEN3, Counts
 from research.cost.schedule import Row, Turn, full, log_normal, turns
 from research.markdown_table import head_of, row_of
 
-# COMPUTE is measured on a CPU (research/speed: 2.1 times the least for scoring, 2.0 for the
-# student). TOKEN_S and ENGINE are assumed; adapters alone take an engine 1.33 to 1.39 (trl#7017).
+# COMPUTE is measured on a CPU (at f8ace2d 2.1 times the least for scoring, 2.0 for the student).
+# TOKEN_S and ENGINE are assumed; adapters alone take an engine 1.33 to 1.39 (trl#7017).
 COMPUTE, TOKEN_S, ENGINE = 2.1, 0.030, 2.0
 PLAIN, GUIDED, SKILLED = 200, 400, 1200  # tokens of a student's, a teacher's prompt, of --skills'
 GPUS = 8  # §4.1

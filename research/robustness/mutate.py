@@ -10,7 +10,7 @@ The table has what survives: changes that no test sees, and those that change no
 reason. The exit code is 1 if a change survives without a reason, or if its text is not in its file
 exactly once. Changes of the files on TRL need extras/requirements.txt.
 
-It takes some two minutes on an idle core: run it after a change of the method or of its tests.
+It takes some three minutes on an idle core: run it after a change of the method or of its tests.
 """
 
 import argparse
