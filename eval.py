@@ -298,7 +298,10 @@ def make_prompts(cfg: EvalConfig, sets: Sets, world: World) -> dict[str, str]:
 
 
 def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
-    """What samples depend on besides weights, prompt and problem. Of files we take digests."""
+    """What samples depend on besides weights, prompt and problem. Of files we take digests.
+
+    lib/verify.py is left out: after an edit of its rules evaluate into another --out.
+    """
     settings = {name: value for name, value in asdict(cfg).items() if name not in BESIDE_SAMPLES}
     if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
@@ -525,7 +528,9 @@ def print_notes(policies: list[Policy], sets: Sets, late: int) -> None:
     for run in dict.fromkeys(run for run in runs if run and (run / "problems.json").exists()):
         seen = asked & {*files.read_json(run / "problems.json")}
         if seen:
-            print(f"{run} was trained on {len(seen)} of these {len(asked)} problems")
+            print(
+                f"{run} was trained on {len(seen)} of these {len(asked)} problems (letters, digits)"
+            )
     if late:
         print(f"{late} answers took longer than --verify-timeout: wrong")
 

@@ -183,7 +183,10 @@ def load_bank(path: str | pathlib.Path, least: int = 1) -> SkillBank:
     """
     bank = SkillBank.load(path)
     if min(len(bank.general_skills), len(bank.common_mistakes)) < least:
-        rule = f"each list needs {least} or more; see --num-teachers {least}"
+        rule = (
+            f"--num-teachers {least} needs {least} or more in each list; lower it, or try in a new "
+            "--out another --bank or a larger --cold-start"
+        )
         raise ValueError(f"bank {path}: {bank.sizes}: {rule}")
     return bank
 

@@ -580,7 +580,7 @@ def lora_of(cfg: Any, start: Start) -> LoraConfig | None:
 
 def train(run: Any) -> int:
     """Make all steps that are left; returns the exit code."""
-    run.trainer.train(files.by_step(run.out / "checkpoints").get(run.step))
+    run.trainer.train(run.checkpoint)
     return 130 if run.trainer.is_stopped else 0
 
 

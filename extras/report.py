@@ -379,7 +379,7 @@ def collect(run: pathlib.Path) -> dict:
         if row and line["index"] < SHOWN:
             views.append(gate_view(row, line, by_id))
     x, tau_g, eps_a = torch.linspace(-6, 6, 121), settings["tau_g"], settings["eps_a"]
-    has_gate = "tau_g" in described["settings"]
+    has_gate = "tau_g" in described["settings"] and settings.get("objective", "gate") == "gate"
     gate = [x, sgsd.gated_loss(x, tau_g), sgsd.gate_grad(x, tau_g)]
     noise = float(sgsd.gate_grad(torch.tensor(eps_a, dtype=torch.float64), tau_g))
     # All rollouts of the run share them. For the credit, we assume one unmasked token in a rollout.

@@ -294,7 +294,7 @@ class EvalConfig(Common):
         "aime24, aime25, hmmt25, math500, amc23, gsm8k, files or hub ids; the stem of a path is "
         "the set's name",
     )
-    split: str = setting("test", "split of a hub data set or a directory")
+    split: str = setting("test", "split of a hub data set that has no name here, or a directory")
     limit: int = setting(0, "only the first N problems of each set; 0 is all", least=0)
     samples: int = setting(12, "k, the samples per problem; App. F.1", most=1e6)
     temperature: float = setting(1.0, "sampling temperature; App. F.1", least=0)

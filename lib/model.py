@@ -255,7 +255,7 @@ def causal_lm(model):
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def with_adapters(model, rank: int, alpha: int, checkpoint_above: int = 2048):
+def with_adapters(model, rank: int, alpha: Any, checkpoint_above: int = 2048):
     """The model with LoRA on all linear modules but the head (S7), in train mode. No dropout.
 
     The adapters are fp32: bf16 would lose a step of 5e-6 (S22). If a pass with a gradient has more
@@ -307,13 +307,20 @@ def context_limit(lm) -> float:
     return max(getattr(text_config, "max_position_embeddings", None) or math.inf, stretched)
 
 
-def lora_of(folder: str | Path) -> tuple[str, int, int]:
-    """Base, rank and alpha of the adapter in a folder; ValueError where there is none."""
+def lora_of(folder: str | Path) -> tuple[str, int, Any]:
+    """Base, rank and alpha of the adapter in a folder; ValueError where there is none.
+
+    rsLoRA divides alpha by the rank's root: we give the alpha that LoRA has to divide by the rank.
+    """
     from peft import PeftConfig
 
     with _loading("adapter", str(folder)) as source:
         config: Any = PeftConfig.from_pretrained(source)
-        return str(config.base_model_name_or_path), config.r, config.lora_alpha
+        return (
+            str(config.base_model_name_or_path),
+            config.r,
+            config.lora_alpha * (config.r**0.5 if config.use_rslora else 1),
+        )
 
 
 def load_adapter(model, folder: str | Path):

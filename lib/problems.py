@@ -120,7 +120,9 @@ def _text(row: dict, name: str) -> str:
     if type(value) is int or (isinstance(value, float) and value.is_integer()):
         value = str(int(value))
     if not isinstance(value, str) or _is_blank(value):
-        rule = f"`{name}` must be a text, got {value!r:.40}; the row has {', '.join(row)}"
+        rule = (
+            f"`{name}` must be a text or integer, got {value!r:.40}; the row has {', '.join(row)}"
+        )
         raise ValueError(f"{rule}; --problem-field and --answer-field read other fields")
     return value.strip()
 
@@ -144,7 +146,7 @@ def _dapo(row: dict, problem_field: str, answer_field: str) -> dict:
 def _refuse_unanswerable(answer: str, extract: Callable[[str], str | None]) -> None:
     """ValueError for a reference that no answer can equal."""
     if "####" in answer or "\n" in answer:
-        fix = "name the mark before the answer by --answer-after"
+        fix = "name the mark before the answer by --answer-after, or write it in one line"
         raise ValueError(f"the reference holds more than the answer: ...{answer[-40:]!r}; {fix}")
     if not any(map(str.isalnum, answer)) and extract(rf"\boxed{{{answer}}}") != answer:
         raise ValueError(
@@ -179,7 +181,9 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as e:
-                raise ValueError(f"{file}:{i}: not JSON: {str(e).replace('line 1 ', '')}") from None
+                raise ValueError(
+                    f"{file}:{i}: no JSON object: {str(e).replace('line 1 ', '')}"
+                ) from None
             yield f"{file}:{i}", row
 
 

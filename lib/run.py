@@ -146,7 +146,6 @@ class Run(Start):
 
     def begin(self) -> None:
         """Cut the logs back to the last checkpoint, write config.json, and describe the run."""
-        self.track = runlog.open_tracker(self.out, self.about, self.step)
         evolved = -1 if self.bank is None else self.step
         if evolution_is_due(self.cfg, self.step, self.bank):
             evolved = self.step - 1
@@ -154,6 +153,7 @@ class Run(Start):
         files.write_json(self.out / "config.json", self.about)
         fingerprints = [problems.fingerprint(x.problem) for x in self.problems]
         files.write_json(self.out / "problems.json", fingerprints)
+        self.track = runlog.open_tracker(self.out, self.about, self.step)  # it may fail
         learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
         print(f"model {self.cfg.model}: {learn:,} of {self.lm.num_parameters():,} parameters learn")
         masked = sorted(self.format_ids | {*self.stops})
@@ -578,7 +578,7 @@ def load_run(cfg: Config, world: World, start: Start, held: contextlib.ExitStack
     return run
 
 
-def lora_settings(cfg: Config, start: Start) -> tuple[int, int]:
+def lora_settings(cfg: Config, start: Start) -> tuple[int, Any]:
     """Rank and alpha of the adapters: the last checkpoint's, --adapter's, or the settings'.
 
     ValueError for damaged files, and if --adapter is no adapter or not one of --model.
@@ -596,7 +596,7 @@ def lora_settings(cfg: Config, start: Start) -> tuple[int, int]:
     return rank, alpha
 
 
-def add_adapters(run: Run, rank: int, alpha: int, checkpoint: pathlib.Path | None) -> None:
+def add_adapters(run: Run, rank: int, alpha: Any, checkpoint: pathlib.Path | None) -> None:
     """Add adapters and an optimizer: the last checkpoint's, those of --adapter, or new ones."""
     cfg = run.cfg
     torch.manual_seed(cfg.seed)
@@ -635,7 +635,7 @@ def cut(out: pathlib.Path, step: int, evolved: int) -> None:
 def what_next(run: Run) -> str:
     """How to continue the run, or if it is complete the commands that evaluate and inspect it."""
     cfg = run.cfg
-    if not cfg.steps:
+    if cfg.uses_skill_bank and not cfg.steps:
         return f"done; the bank: {run.out / 'bank' / files.BANK}"
     if run.step < cfg.steps or evolution_is_due(cfg, run.step, run.bank):
         return f"stopped after step {run.step} of {cfg.steps}; run the same command to continue"

@@ -175,7 +175,8 @@ class Server:
 
 
 def patience(ending: threading.Event) -> urllib3.Retry:
-    """Seven more tries after a lost connection, a 429 or a 5xx; none once `ending` is set."""
+    """Seven more tries after a 429, a 5xx, or a connection that was lost before a reply began; none
+    once `ending` is set."""
 
     class Patience(urllib3.Retry):
         def increment(self, *args: Any, **options: Any) -> Any:

@@ -134,7 +134,10 @@ def is_copied(gold: str, pred: str, problem: str) -> bool:
     and plain numbers even with a name or a unit, are never copies.
     """
     answer, reference, text = without_layout(pred), without_layout(gold), without_layout(problem)
-    is_expression = re.search(r"\\[a-z]|(?<=.)[-+*/^_=<>!|]", answer)
+    # Degrees and styles, such as \textbf{(C)}, are no expressions.
+    is_expression = re.search(
+        r"\\(?!circ|text|math)[a-z]|(?<=.)([-+*/_=<>!|]|\^(?!\\circ))", answer
+    )
     return bool(is_expression) and answer in text and answer != reference
 
 
@@ -147,7 +150,7 @@ LAYOUT = (  # sizes, the t of \tfrac, units, blanks, brackets
 @lru_cache(4096)
 def without_layout(latex: str) -> str:
     r"""A text without LAYOUT and without `name=` in front; \frac12 becomes 1/2."""
-    latex = re.sub(r"\\[dt]?frac *(?:\{(\d+)\} *\{(\d+)\}|(\d)(\d))", r"\1\3/\2\4", latex)
+    latex = re.sub(r"\\[dt]?frac *(?:\{([^{}]+)\} *\{([^{}]+)\}|(\d)(\d))", r"\1\3/\2\4", latex)
     return re.sub(r"^\w*=", "", re.sub(LAYOUT, "", latex))
 
 

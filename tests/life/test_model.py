@@ -1,5 +1,6 @@
 """Models, encoders, adapters and checkpoints from files; which ids the token mask removes."""
 
+import json
 import math
 import shutil
 import types
@@ -237,6 +238,9 @@ def test_long_passes_recompute_activations_short_ones_keep_them_and_the_gradient
 def test_an_adapter_names_its_base_rank_and_alpha(base, tmp_path):
     make_adapter(tmp_path, base, rank=4)
     assert lora_of(tmp_path) == (str(base), 4, 8)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
+    assert lora_of(tmp_path) == (str(base), 4, 16)  # 8 / sqrt(4) is 16 / 4
     (tmp_path / "adapter_config.json").write_text("[]")
     one_line(lambda: lora_of(tmp_path), f"adapter {tmp_path}: ")
     one_line(lambda: lora_of(base), f"adapter {base}: ", "adapter_config.json")

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from unittest import mock
 
 import datasets
 import driver
+import pytest
 import torch
 from conftest import PROBLEMS, make_tokenizer, save_model
 from driver import completes, flags, opened, refused, rows, train
@@ -116,3 +118,15 @@ def test_an_adapter_needs_its_base_and_a_folder(world_dir, tmp_path, uninterrupt
     ):
         refused(capsys, sgsd.main, flags(world_dir, tmp_path / "run", **changes), *words)
         assert not driver.contents(tmp_path / "run")
+
+
+def test_a_tracker_that_fails_as_it_starts_leaves_a_folder_that_can_begin(world_dir, tmp_path):
+    """wandb makes its folder first, and raises where it finds no network."""
+
+    def fails(out, about, step):
+        (out / "wandb").mkdir(exist_ok=True)
+        raise OSError("no network")
+
+    with mock.patch.object(runlog, "open_tracker", fails), pytest.raises(SystemExit):
+        driver.train(world_dir, tmp_path / "run", steps=1)
+    assert driver.train(world_dir, tmp_path / "run", steps=1).code == 0
