@@ -119,8 +119,7 @@ def test_a_tracker_gets_a_steps_numbers_and_goes_on_with_a_run(tmp_path, monkeyp
         runlog.open_tracker(tmp_path / "run", record, 3)({"step": 4, "loss": 0.5})
     wandb, board = clients.values()
     wandb.log.assert_called_once_with({"step": 4, "loss": 0.5}, step=4)
-    assert {"name": "run", "resume": "allow", "id": "0a1b"}.items() <= wandb.init.call_args[
-        1
-    ].items()
+    given = wandb.init.call_args.kwargs
+    assert (given["name"], given["resume"], given["id"]) == ("run", "allow", "0a1b")
     assert board.SummaryWriter.call_args[1]["purge_step"] == 4
     board.SummaryWriter().add_scalar.assert_called_with("loss", 0.5, 4)
