@@ -529,7 +529,8 @@ def print_notes(policies: list[Policy], sets: Sets, late: int) -> None:
         seen = asked & {*files.read_json(run / "problems.json")}
         if seen:
             print(
-                f"{run} was trained on {len(seen)} of these {len(asked)} problems (letters, digits)"
+                f"{run} was trained on {len(seen)} of these {len(asked)} problems, "
+                "by their letters and digits"
             )
     if late:
         print(f"{late} answers took longer than --verify-timeout: wrong")

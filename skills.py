@@ -183,11 +183,11 @@ def load_bank(path: str | pathlib.Path, least: int = 1) -> SkillBank:
     """
     bank = SkillBank.load(path)
     if min(len(bank.general_skills), len(bank.common_mistakes)) < least:
-        rule = (
-            f"--num-teachers {least} needs {least} or more in each list; lower it, or try in a new "
-            "--out another --bank or a larger --cold-start"
+        rule = f"each list needs {least} or more" + f" (--num-teachers {least})" * (least > 1)
+        raise ValueError(
+            f"bank {path}: {bank.sizes}: {rule}; give another --bank, or in a new --out a larger "
+            "--cold-start"
         )
-        raise ValueError(f"bank {path}: {bank.sizes}: {rule}")
     return bank
 
 

@@ -360,7 +360,8 @@ def points_of(run: pathlib.Path) -> list[dict]:
 def collect(run: pathlib.Path) -> dict:
     """The page's data of a run. Writes its ledger.json. ValueError if there is no run."""
     described = about(run)
-    settings = asdict(config.Config(eps_a=0.0)) | described["settings"]  # not of each method
+    # A method without --eps-a has no threshold.
+    settings = asdict(config.Config(eps_a=0.0)) | described["settings"]
     # A run that is still going writes a step's metrics first, then rollouts, then tokens.
     tokens, rollouts, metrics = (
         list(files.read_jsonl(run / f"{name}.jsonl")) for name in reversed(runlog.LOGS)

@@ -26,7 +26,7 @@ CAUSES = {  # why no solution was right: what all solutions were, and what to do
     "no_answer": "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier",
 }
 NONE_RIGHT = "compare `pred` and `gold` in rollouts.jsonl, and see --answer-field and --verifier"
-# These numbers of a rollout's row, or of others, are not a method's own.
+# Names of numbers in our logs, which a method may not give to its own.
 TAKEN = (
     "index step r reward loss unmasked clipped first_gap audit bank_skills bank_mistakes".split()
 )
@@ -83,7 +83,7 @@ def rollout_row(
     row["s_e"] = [pair.s_e for pair in pairs_K]
     row["loss"] = result.loss.item()
     T = len(roll.completion_ids)
-    mask_T = result.token_numbers.get("mask", torch.ones(T)).bool().cpu()
+    mask_T = result.token_numbers.get("mask", torch.ones(T)).bool().cpu()  # indexes any device
     delta_KT = result.token_numbers.get("delta", torch.ones(0, T))
     if {"mask", "delta"} & result.token_numbers.keys():
         row |= {
