@@ -185,7 +185,7 @@ def load_bank(path: str | pathlib.Path, least: int = 1) -> SkillBank:
     if min(len(bank.general_skills), len(bank.common_mistakes)) < least:
         rule = f"each list needs {least} or more" + f" (--num-teachers {least})" * (least > 1)
         raise ValueError(
-            f"bank {path}: {bank.sizes}: {rule}; give another --bank, or in a new --out a larger "
+            f"bank {path}: {bank.sizes}: {rule}; in a new --out give another --bank or a larger "
             "--cold-start"
         )
     return bank
