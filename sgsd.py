@@ -111,7 +111,7 @@ from skills import SkillBank, SkillPair
 
 # ------------------------------------------------------------------------------- the objective
 # Tensors in, tensors out. To copy the objective, take everything from here to the next line of
-# dashes, and the imports of torch, Tensor, Collection and Sequence.
+# dashes, and the imports of math, torch, Tensor, Collection and Sequence.
 
 EPS = 1e-8  # in the denominators (S1)
 
@@ -188,11 +188,10 @@ def polarity(a_K: Tensor, r: float, eps_a: float) -> Tensor:
 def gated_loss(delta: Tensor, tau_g: float) -> Tensor:
     """l_gate = log 2 - log(1 + exp(-delta^2 / (2 tau_g))) (Eq. 14, §2.5), elementwise.
 
-    In [0, log 2]. Written as -log1p(expm1(z) / 2) with z = -delta^2 / (2 tau_g): the same number
-    without cancellation near 0. In fp32 and with tau_g = 1 its slope errs by 1% at a gap of 5, and
-    is 0 from 5.8 on, where the true one is 3e-7.
+    In [0, log 2]. In fp32 and with tau_g = 1 its slope is right to 5e-7 (relative) at gaps of up to
+    10. The value errs by up to 4.5e-8, so it may be 0 at gaps below 0.001; only the logs show it.
     """
-    return -torch.log1p(torch.expm1(-(delta**2) / (2 * tau_g)) / 2)
+    return math.log(2) - torch.nn.functional.softplus(-(delta**2) / (2 * tau_g))
 
 
 def teacher_losses(delta_KT: Tensor, mask_T: Tensor, tau_g: float) -> Tensor:

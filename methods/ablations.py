@@ -6,13 +6,15 @@
     python -m methods.ablations --no-token-mask --no-clip --out runs/b              parts of Tab. 4
     python -m methods.ablations --objective jsd --out runs/c            a divergence; §4.5
     python -m methods.ablations --teacher ema --out runs/d              a teacher's weights; §4.5
+    python -m methods.ablations --skill-text title --out runs/e         less in teachers' prompts
 
 With all defaults a step equals `sgsd.train_step` bit for bit. For two of the paper's ablations, use
 sgsd.py itself: --eps-a 0, without the threshold, and --num-teachers 1.
 
 Source: the paper's Tab. 4, §4.4 and §4.5, and the authors' code where these are silent (S5, S18 to
 S20). Ours differs: a copied teacher starts as the adapter at step 0 (S18), random pairs are drawn
-anew in each step (S20), and "reverse" is KL(S || T), the usual name (D10).
+anew in each step (S20), and "reverse" is KL(S || T), the usual name (D10). Ours alone are the
+controls of what a teacher reads, --retrieval donor and --skill-text (S20).
 
 Dimension key: K teachers, T completion tokens, n positions of a slice, V vocabulary.
 """
@@ -21,7 +23,7 @@ import contextlib
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -31,13 +33,16 @@ import distributed
 import rollout
 import scoring
 import sgsd
+from lib import command
 from lib.config import Config, setting
 from lib.problems import Problem
 from lib.run import Prompt, Run
 from methods import divergences, groups, teachers
 from methods.opsd import with_answer
 from rollout import Rollout
-from skills import SkillPair
+from skills import KINDS, SkillPair
+
+FIELDS_SHOWN = {"whole": 3, "title": 1, "none": 0}  # of an entry, by --skill-text
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,14 @@ class AblationConfig(Config):
         True, "distil or reverse by the verdict; without it distil every teacher; §4.4"
     )
     retrieval: str = setting(
-        "embedding", "nearest by embedding, or random; S20", ("embedding", "random")
+        "embedding",
+        "nearest by embedding, a donor's (those nearest to another problem), or random; S20",
+        choices=("embedding", "donor", "random"),
+    )
+    skill_text: str = setting(
+        "whole",
+        "what teachers read of an entry: the whole, each field's words shuffled, its title, none",
+        choices=("whole", "shuffled", "title", "none"),
     )
     answer_pi: bool = setting(False, "show teachers the reference answer, too; §4.5, S16")
     teacher_field: str = setting("", "--answer-pi: show this field in the place of the answer")
@@ -163,14 +175,44 @@ def shown(run: Run, x: Problem) -> list[Prompt]:
 
 
 def retrieve(run: Run, step: int, x: Problem) -> list[SkillPair]:
-    """The nearest pairs; with --retrieval random, new ones for each step, of equal weight (S20)."""
+    """A problem's pairs, chosen by --retrieval, with the texts that --skill-text leaves them.
+
+    What is drawn is drawn anew in each step (S20). Weights and logs are those of the whole entries.
+    """
     cfg: Any = run.cfg
-    if cfg.retrieval == "embedding":
-        return groups.nearest(run, step, x)
-    draw, k = random.Random(rollout.sample_key(cfg.seed, step, x.id)), cfg.num_teachers
-    lists = run.bank.general_skills, run.bank.common_mistakes
-    chosen = [draw.sample(entries, min(k, len(entries))) for entries in lists]
-    return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*chosen)]
+    draw, pairs_K = random.Random(rollout.sample_key(cfg.seed, step, x.id)), []
+    for pair in chosen_pairs(run, step, x, draw):
+        skill = as_shown(pair.skill, "general_skills", cfg.skill_text, draw)
+        mistake = as_shown(pair.mistake, "common_mistakes", cfg.skill_text, draw)
+        pairs_K.append(replace(pair, skill=skill, mistake=mistake))
+    return pairs_K
+
+
+def chosen_pairs(run: Run, step: int, x: Problem, draw: random.Random) -> list[SkillPair]:
+    """The nearest pairs, those nearest to another problem of the data, or random ones.
+
+    Random pairs have equal weights. UserError if there is no other problem.
+    """
+    cfg: Any = run.cfg
+    if cfg.retrieval == "random":
+        lists = run.bank.general_skills, run.bank.common_mistakes
+        drawn = [draw.sample(entries, min(cfg.num_teachers, len(entries))) for entries in lists]
+        return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*drawn)]
+    if cfg.retrieval == "donor":
+        others = [other for other in run.problems if other.id != x.id]
+        if not others:
+            raise command.UserError("--retrieval donor needs two or more problems")
+        x = draw.choice(others)
+    return groups.nearest(run, step, x)
+
+
+def as_shown(entry: dict, key: str, skill_text: str, draw: random.Random) -> dict:
+    """The entry with what --skill-text leaves of its three fields."""
+    fields = KINDS[key].fields
+    if skill_text == "shuffled":
+        words = {name: entry[name].split() for name in fields}
+        return entry | {name: " ".join(draw.sample(w, len(w))) for name, w in words.items()}
+    return entry | dict.fromkeys(fields[FIELDS_SHOWN[skill_text] :], "")
 
 
 def teacher_policy(run: Run) -> contextlib.AbstractContextManager:

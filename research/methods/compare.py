@@ -72,6 +72,13 @@ METHODS[FULL] = METHODS["random retrieval"]
 PAPER = tuple(METHODS)  # the rows of the large table, beside the bases
 NEW = ("sdpo", "rlsd", "rlsd, sgsd's teachers")  # SDPO and RLSD, by --methods alone
 METHODS |= {"sdpo": "", "rlsd": "", "rlsd, sgsd's teachers": "--evolve-every 0"}
+METHODS |= {  # what teachers read, by --methods alone
+    "donor's pairs": "--retrieval donor",
+    "shuffled words": "--skill-text shuffled",
+    "no text": "--skill-text none",
+}
+FACTORS = {"grpo, a fifth of the rate": 1 / 5, "grpo, a twentieth of the rate": 1 / 20}
+METHODS |= dict.fromkeys(FACTORS, "")  # beside grpo, by --methods alone
 TRIED: tuple[str, ...] = ("sgsd", "grpo", "opsd", "opsd, no bound", "grpo+skill", "opsd+skill")
 TRIED += ("opsd+skill, no bound", *NEW)  # methods with a rate of their own
 BASES = ("base", "base+skill")
@@ -268,19 +275,22 @@ class Runner:
         with concurrent.futures.ThreadPoolExecutor(self.workers) as pool:
             return {job["name"]: result for job, result in zip(jobs, pool.map(self.result, jobs))}
 
-    def compare(self, names: Sequence[str], seeds: Sequence[int]) -> Job:
-        """Everything: banks, trials of rates, and each row with each seed."""
-        banks = [{"name": f"bank-{seed}", "kind": "bank", "seed": seed} for seed in (*seeds, 100)]
+    def compare(self, names: Sequence[str], seeds: Sequence[int], rate: float = 0) -> Job:
+        """Everything: banks, trials of rates unless `rate` is given, and each row with each seed."""
+        trial = () if rate else (100,)
+        banks = [{"name": f"bank-{x}", "kind": "bank", "seed": x} for x in (*seeds, *trial)]
         banks_by_name = self.do(banks)
         trials = []
         for name in TRIED:
-            for rate in WORLDS[self.world].rates if name in (*names, "sgsd") else ():
-                trials.append(training(f"valid-{name}-{rate}", name, rate, 100, "valid"))
+            for tried in WORLDS[self.world].rates if not rate and name in (*names, "sgsd") else ():
+                trials.append(training(f"valid-{name}-{tried}", name, tried, 100, "valid"))
         validation = self.do(trials)
         best: dict[str, float] = {}
         for trial in sorted(trials, key=lambda job: final(validation[job["name"]])):
             best[trial["method"]] = trial["rate"]
-        rates = {name: best.get(name, best["sgsd"]) for name in names}
+        rates = {name: best.get(name, best.get("sgsd", rate)) for name in names}
+        for name in [name for name in names if name in FACTORS]:
+            rates[name] *= FACTORS[name]
         jobs = []
         for seed in seeds:
             for name in BASES:
@@ -392,6 +402,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--world", choices=WORLDS, default="tiny")
     add("--methods", nargs="+", choices=METHODS, help="rows of the table (default: the world's)")
     add("--seeds", type=int, default=5, choices=range(2, 9))
+    add("--rate", type=float, default=0, help="of all rows (default: the best of three trials)")
     add("--jobs", type=int, default=2, help="processes of one thread each")
     add("--work", type=pathlib.Path, help="of the jobs (default: runs/compare_WORLD)")
     add("--show", nargs="*", metavar="FILE", help="print tables of finished comparisons, then end")
@@ -402,7 +413,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     names = ["sgsd", *(args.methods or WORLDS[args.world].methods)]  # compared with the first
     work = (args.work or pathlib.Path(f"runs/compare_{args.world}")).resolve()
-    kept = Runner(args.world, work, args.jobs).compare(dict.fromkeys(names), range(args.seeds))
+    runner = Runner(args.world, work, args.jobs)
+    kept = runner.compare([*dict.fromkeys(names)], range(args.seeds), args.rate)
     (work / "table.json").write_text(json.dumps(kept) + "\n")
     print("\n".join(tables(kept)))
 

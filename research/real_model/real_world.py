@@ -31,9 +31,8 @@ METHODS = {  # the program, its flags and its bank
     "sgsd": "sgsd.py --batch-size 8 --num-teachers 2 --bank {0}/bank.json",
     "grpo": "-m methods.grpo --batch-size 2 --generations 4",
 }
-RATE = "1e-4"
 TRAINING = (
-    f"--learning-rate {RATE} --max-new-tokens 400 --lora-rank 16 --lora-alpha 32"
+    "--max-new-tokens 400 --lora-rank 16 --lora-alpha 32"
     " --rollout-rows 8 --evolve-every 0 --audit-every 10"
 )
 EVALUATION = "--max-new-tokens 400 --samples 2 --rows 64"
@@ -105,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--dtype", default="auto", help="of the base; bfloat16 is faster where a CPU has it")
     add("--minutes", type=float, default=1e5, help="stop after so many, once a step is finished")
     add("--steps", type=int, default=20, help="of every run; the rate falls to 0 over them")
+    add("--rate", default="1e-4", help="of every training, in the first step")
     add("--seed", type=int, default=0, help="of every training; each needs a FOLDER of its own")
     add("--methods", nargs="+", choices=METHODS, default=[*METHODS], help="these alone")
     args = parser.parse_args(argv)
@@ -116,14 +116,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     places = {"base": [folder / "model"]}  # what is tested
     trainings = {}
     for name in args.methods:
-        out = f"{here}/runs/{name}_{RATE}"
-        line = f"{METHODS[name].format(here)} {TRAINING} --dtype {args.dtype} --seed {args.seed}"
+        out = f"{here}/runs/{name}_{args.rate}"
+        line = f"{METHODS[name].format(here)} {TRAINING} --learning-rate {args.rate}"
+        line += f" --dtype {args.dtype} --seed {args.seed}"
         line += f" --model {here}/model --data {here}/train.jsonl --encoder {here}/encoder"
         line += f" --steps {args.steps} --checkpoint-every {half} --out {out}"
-        checkpoints = folder / f"runs/{name}_{RATE}/checkpoints"
+        checkpoints = folder / f"runs/{name}_{args.rate}/checkpoints"
         places[name] = [checkpoints / f"step_{step:06d}" for step in (args.steps, half)]
         if not places[name][0].exists():
-            trainings[f"{name}_{RATE}"] = line
+            trainings[f"{name}_{args.rate}"] = line
     tests, needs = {}, {}
     for i in range(2):  # what matters most comes first
         for method, of_method in places.items():

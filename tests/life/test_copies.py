@@ -114,7 +114,7 @@ def fence(file, **given):
 
 def test_the_objective_needs_torch_alone():
     types = {"Collection": Collection, "Sequence": Sequence}
-    f = fence("sgsd.py", torch=torch, Tensor=torch.Tensor, **types)
+    f = fence("sgsd.py", math=math, torch=torch, Tensor=torch.Tensor, **types)
     cfg, alpha_K = SimpleNamespace(c_delta=3.0, eps_a=0.05, tau_g=1.0), t([0.5, 0.5])
     logpT_KT, logpS_T = t([[-0.5, -1.5], [1.0, -0.4]]), t([-1.0, -0.5]).requires_grad_()
     mask_T = f.token_mask([5, 6], {7})

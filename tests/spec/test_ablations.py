@@ -108,6 +108,9 @@ CASES = {
     "no polarity": {"polarity": False},
     "one teacher": {"num_teachers": 1},
     "random pairs": {"retrieval": "random"},
+    "donor": {"retrieval": "donor"},
+    "shuffled words": {"skill_text": "shuffled"},
+    "no text": {"skill_text": "none"},
     "answer": {"answer_pi": True, "loss_temperature": 1.3},
     "field": {"answer_pi": True, "teacher_field": "answer"},
     "frozen, one row a forward pass": {"teacher": "frozen", "score_tokens": 1},
@@ -163,7 +166,7 @@ def rollout_by_definition(run, x, row):
     """A rollout's loss, with gradient, after its row has been checked."""
     cfg, shown, ids, tokens = run.cfg, x.problem, row["completion_ids"], row["tokens"]
     pairs = run.bank.retrieve(x.problem, cfg.num_teachers, run.embed)
-    if cfg.retrieval == "random":
+    if (cfg.retrieval, cfg.skill_text) != ("embedding", "whole"):
         pairs = ablations.retrieve(run, 1, x)
     if cfg.answer_pi:
         hint = x.answer if cfg.teacher_field else f"The reference answer is {x.answer}."
@@ -213,6 +216,69 @@ def test_random_pairs_are_drawn_anew_for_each_step_and_again_the_same(world_dir,
                 assert one.skill != other.skill and one.mistake != other.mistake
                 names.add((one.skill["skill_id"], other.skill["skill_id"]))
             assert len(names) > 3  # of 12 ordered pairs of four skills
+
+
+def test_a_donor_is_another_problem_and_its_nearest_pairs_are_shown(world_dir, tmp_path):
+    with driver.opened(world_dir, tmp_path / "run", AblationConfig, retrieval="donor") as run:
+        nearest = {x.id: run.bank.retrieve(x.problem, 3, run.embed) for x in run.problems}
+        for x in run.problems:
+            others = [pairs for id_, pairs in nearest.items() if id_ != x.id]
+            chosen = [ablations.retrieve(run, step, x) for step in range(8)]
+            assert chosen == [ablations.retrieve(run, step, x) for step in range(8)]
+            assert all(pairs in others for pairs in chosen)
+            assert any(pairs != chosen[0] for pairs in chosen)
+
+
+SHOWN = {  # the entries' lines in a teacher's prompt, for each --skill-text
+    "whole": [
+        "- **Use carry**: Always carry with care.",
+        "  _Apply when: When you carry._",
+        "- **Don't**: Forgetting to carry.",
+        "  **Instead**: Remember carry.",
+    ],
+    "title": [
+        "- **Use carry**: ",
+        "  _Apply when: _",
+        "- **Don't**: Forgetting to carry.",
+        "  **Instead**: ",
+    ],
+    "none": ["- ****: ", "  _Apply when: _", "- **Don't**: ", "  **Instead**: "],
+}
+
+
+@pytest.mark.parametrize("skill_text", SHOWN)
+def test_a_teacher_reads_what_is_left_of_an_entry(skill_text, world_dir, tmp_path):
+    """Weights are those of the whole entries, and the bank stays as it is."""
+    changes = {"skill_text": skill_text, "num_teachers": 4}
+    with driver.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
+        x = run.problems[0]
+        whole = run.bank.retrieve(x.problem, 4, run.embed)
+        pairs = ablations.retrieve(run, 1, x)
+        assert whole == run.bank.retrieve(x.problem, 4, run.embed)
+        for pair, full in zip(pairs, whole, strict=True):
+            assert (pair.ids, pair.s_g, pair.s_e) == (full.ids, full.s_g, full.s_e)
+        lines = []
+        for pair in pairs:  # line 4 of a prompt begins the skill, line 8 the mistake
+            text = skills.render_teacher(pair, x.problem).splitlines()
+            lines += text[4:6] * (pair.skill["skill_id"] == "gen_002")
+            lines += text[8:10] * (pair.mistake["mistake_id"] == "err_002")
+        assert sorted(lines) == sorted(SHOWN[skill_text])
+
+
+def test_words_are_shuffled_within_their_field_anew_for_each_step(world_dir, tmp_path):
+    changes = {"skill_text": "shuffled", "num_teachers": 4}
+    with driver.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
+        x, orders = run.problems[0], set()
+        whole = run.bank.retrieve(x.problem, 4, run.embed)
+        for step in range(8):
+            pairs = ablations.retrieve(run, step, x)
+            assert pairs == ablations.retrieve(run, step, x)
+            for pair, full in zip(pairs, whole, strict=True):
+                for entry, of_bank in ((pair.skill, full.skill), (pair.mistake, full.mistake)):
+                    for name, text in of_bank.items():
+                        assert sorted(entry[name].split()) == sorted(text.split())
+            orders.add(pairs[0].skill["principle"])  # 24 orders of four words
+        assert len(orders) > 3
 
 
 def test_a_solution_that_was_cut_can_be_left_out_and_its_teachers_are_ignored(world_dir, tmp_path):
