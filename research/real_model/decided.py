@@ -1,18 +1,21 @@
 """How many teachers of a real model are decided, and does their support tell right from wrong?
 
     python research/real_model/decided.py FOLDER --model M --encoder E --data PROBLEMS.jsonl \
-        --bank hand=A.json released=B.json --shuffled hand
+        --bank hand=A.json released=B.json --reads own donor shuffled none
     python research/real_model/decided.py FOLDER --table
 
 The first command samples a solution of each of the first problems as training does, keeps them in
-FOLDER/solutions.jsonl, and scores each by the nearest pairs of every bank: FOLDER/NAME.jsonl. With
---shuffled the words of that bank's pairs are dealt out anew, field by field, under the same
-retrieval: a teacher that sees as many words, and no sense. What is there is not made again. Both
-print the table: a teacher is decided where |support| > eps_a. Intervals are over solutions.
+FOLDER/solutions.jsonl, and scores each by teachers of every bank: FOLDER/NAME.jsonl. --reads says
+what they read, as the flags of methods.ablations do: the problem's own pairs, a donor's, the own
+pairs with the words of each field shuffled, or the template without text (one teacher, as all would
+be the same). What is there is not made again. Both commands print the table: a teacher is decided
+where |support| > eps_a; "less none" is the mean difference of a solution's support. Intervals are
+over solutions.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import random
@@ -32,6 +35,7 @@ import sgsd
 import skills
 from eval import bootstrap_interval
 from lib import files, model, verify
+from methods import ablations
 from research.markdown_table import head_of, row_of
 from rollout import Job, Sampling
 
@@ -62,13 +66,20 @@ def sample(args: Any, lm: Any, tokenizer: Any) -> list[dict]:
     return sorted(rows, key=lambda row: row["index"])
 
 
-def shuffled(entry: dict, fields: Sequence[str], draw: random.Random) -> dict:
-    """The entry with the words of its fields dealt out anew, each field as long as before."""
-    words = " ".join(entry[name] for name in fields).split()
-    draw.shuffle(words)
-    left = iter(words)
-    dealt = {name: " ".join(next(left) for _ in entry[name].split()) for name in fields}
-    return entry | dealt
+def pairs_read(
+    bank: skills.SkillBank, row: dict, problems: Sequence[str], reads: str, k: int, embed: Any
+) -> list[skills.SkillPair]:
+    """The pairs that a solution's teachers read; as in training, what is drawn goes by a key."""
+    draw, problem = random.Random(rollout.sample_key(0, 1, row["problem_id"])), row["problem"]
+    if reads == "donor":
+        problem = draw.choice([other for other in problems if other != problem])
+    pairs_K = []
+    for pair in bank.retrieve(problem, 1 if reads == "none" else k, embed):
+        text = reads if reads in ("shuffled", "none") else "whole"
+        skill = ablations.as_shown(pair.skill, "general_skills", text, draw)
+        mistake = ablations.as_shown(pair.mistake, "common_mistakes", text, draw)
+        pairs_K.append(dataclasses.replace(pair, skill=skill, mistake=mistake))
+    return pairs_K
 
 
 def supports_of(
@@ -89,31 +100,17 @@ def score(args: Any, lm: Any, tokenizer: Any, rows: list[dict]) -> None:
     """Add to FOLDER/NAME.jsonl the solutions that it lacks, bank by bank."""
     embed = model.load_encoder(args.encoder, "cpu")
     masked = model.masked_token_ids(tokenizer) | {*rollout.stop_ids(lm, tokenizer)}
-    banks = [(name, path, False) for name, path in args.bank]
-    banks += [
-        (f"{name}, shuffled", path, True) for name, path in args.bank if name == args.shuffled
-    ]
-    for name, path, is_shuffled in banks:
-        bank, file = skills.SkillBank.load(path), args.folder / f"{name}.jsonl"
+    problems = [row["problem"] for row in rows]
+    for (name, path), reads in itertools.product(args.bank, args.reads):
+        bank, full_name = skills.SkillBank.load(path), f"{name}, {reads}"
+        file = args.folder / f"{full_name}.jsonl"
         done = {row["index"] for row in files.read_jsonl(file)}
-        for row in rows:
-            if row["index"] in done:
-                continue
-            pairs_K = bank.retrieve(row["problem"], args.num_teachers, embed)
-            if is_shuffled:
-                draw, kinds = random.Random(row["index"]), skills.KINDS
-                pairs_K = [
-                    dataclasses.replace(
-                        pair,
-                        skill=shuffled(pair.skill, kinds["general_skills"].fields, draw),
-                        mistake=shuffled(pair.mistake, kinds["common_mistakes"].fields, draw),
-                    )
-                    for pair in pairs_K
-                ]
+        for row in [row for row in rows if row["index"] not in done]:
+            pairs_K = pairs_read(bank, row, problems, reads, args.num_teachers, embed)
             a_K = supports_of(lm, tokenizer, masked, row, pairs_K)
             names = [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K]
             files.append_jsonl(file, [{"index": row["index"], "pairs": names, "a": a_K}])
-            print(name, row["index"], row["r"], [f"{a:+.4f}" for a in a_K], flush=True)
+            print(full_name, row["index"], row["r"], [f"{a:+.4f}" for a in a_K], flush=True)
 
 
 # ----------------------------------------------------------------------------------- the table
@@ -146,8 +143,29 @@ def share(decided_BK: np.ndarray) -> str:
 
 def table(folder: pathlib.Path) -> Iterator[str]:
     r_of = {row["index"]: row["r"] for row in files.read_jsonl(folder / "solutions.jsonl")}
-    heads = ["bank", "teachers", "decided, %", "+ on right", "- on right", "+ on wrong"]
-    heads += ["- on wrong", "mean support", "5%", "median", "95%", "median size", "AUC"]
+    mean_of: dict[str, dict[int, float]] = {}  # file -> solution -> mean support
+    for file in sorted(folder.glob("*.jsonl")):
+        rows = [*files.read_jsonl(file)] if file.name != "solutions.jsonl" else []
+        mean_of |= {file.stem: {row["index"]: float(np.mean(row["a"])) for row in rows}}
+    heads = [
+        "bank",
+        "teachers",
+        "decided, %",
+        "above 0, %",
+        "+ on right",
+        "- on right",
+        "+ on wrong",
+    ]
+    heads += [
+        "- on wrong",
+        "mean support",
+        "5%",
+        "median",
+        "95%",
+        "median size",
+        "AUC",
+        "less none",
+    ]
     yield from head_of(heads)
     for file in sorted(folder.glob("*.jsonl")):
         rows = [*files.read_jsonl(file)] if file.name != "solutions.jsonl" else []
@@ -156,6 +174,7 @@ def table(folder: pathlib.Path) -> Iterator[str]:
         a_BK = np.array([row["a"] for row in rows])
         r_B = np.array([r_of[row["index"]] for row in rows])
         cells: list[str] = [file.stem, str(a_BK.size), share(np.abs(a_BK) > EPS_A)]
+        cells.append(share(a_BK > 0))
         for r in (1, -1):
             for sign in (1, -1):
                 cells.append(str(int((sign * a_BK[r_B == r] > EPS_A).sum())))
@@ -165,7 +184,14 @@ def table(folder: pathlib.Path) -> Iterator[str]:
         cells.append(f"{np.median(np.abs(a_BK)):.4f}")
         value = auc(a_BK[r_B > 0].ravel(), a_BK[r_B < 0].ravel())
         low, high = auc_interval(r_B, a_BK)
-        yield row_of([*cells, f"{value:.2f} ({low:.2f} to {high:.2f})"])
+        cells.append(f"{value:.2f} ({low:.2f} to {high:.2f})")
+        none = mean_of.get(file.stem.partition(",")[0] + ", none", {})
+        less = [a - none[i] for i, a in mean_of[file.stem].items() if i in none]
+        shown = ""
+        if less and not file.stem.endswith("none"):
+            low, high = bootstrap_interval([np.array(less)])
+            shown = f"{np.mean(less):+.4f} ({low:+.4f} to {high:+.4f})"
+        yield row_of([*cells, shown])
 
 
 def named(text: str) -> tuple[str, str]:
@@ -183,7 +209,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--encoder", help="a sentence-transformers model")
     add("--data", type=pathlib.Path, help="problems as JSON lines")
     add("--bank", nargs="+", type=named, default=[], metavar="NAME=FILE")
-    add("--shuffled", default="", metavar="NAME", help="also with this bank's words shuffled")
+    reads = ("own", "donor", "shuffled", "none")
+    add("--reads", nargs="+", default=["own"], choices=reads, help="what teachers read")
     add("--solutions", type=int, default=64, help="the first N problems of --data")
     add("--num-teachers", type=int, default=2, help="pairs, each a teacher")
     add("--max-new-tokens", type=int, default=400)
