@@ -276,7 +276,7 @@ class Runner:
             return {job["name"]: result for job, result in zip(jobs, pool.map(self.result, jobs))}
 
     def compare(self, names: Sequence[str], seeds: Sequence[int], rate: float = 0) -> Job:
-        """Everything: banks, trials of rates unless `rate` is given, and each row with each seed."""
+        """Everything: banks, trials of rates if none is given, and each row with each seed."""
         trial = () if rate else (100,)
         banks = [{"name": f"bank-{x}", "kind": "bank", "seed": x} for x in (*seeds, *trial)]
         banks_by_name = self.do(banks)
