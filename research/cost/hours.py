@@ -3,17 +3,22 @@
     python research/cost/hours.py --gpu h100
 
 Limit: FLOPs or bytes over the data sheet's rates, whichever takes longer. With `generate`: the
-turns of schedule.py, TOKEN_S more for each token of a batch, the whole padded cache read for each
-and copied once a turn; scoring, learning and reading prompts COMPUTE times as long as they must,
-the adapters in fp32. An engine: ENGINE times the limit. Completions have their full length, or
-thinking ones assumed lengths. Left out: embedding, verdicts, loading, merges of evolutions.
+turns of a stream, TOKEN_S more for each token of a batch, the whole padded cache read for each and
+copied once a turn; scoring, learning and reading prompts COMPUTE times as long as they must, the
+adapters in fp32. An engine: ENGINE times the limit. Completions have their full length, or thinking
+ones assumed lengths. Left out: embedding, verdicts, loading, merges of evolutions.
 """
 
 import argparse
+import collections
 import itertools
+import math
 import pathlib
+import random
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
@@ -24,7 +29,6 @@ import rollout
 from lib import config
 from methods.grpo import GRPOConfig
 from research.cost.counts import QWEN3, Counts
-from research.cost.schedule import Row, Turn, full, log_normal, turns
 from research.markdown_table import head_of, row_of
 
 # COMPUTE is measured on a CPU (at f8ace2d 2.1 times the least for scoring, 2.0 for the student).
@@ -37,6 +41,9 @@ ENCODER = 2.4e9  # bytes of 0.6 billion weights in fp32
 # Qwen3-1.7B's candidates when nothing merges, as bank_scale.py of commit 1e50ec6 counts them:
 # replies, mean tokens of prompt and reply, decoding steps.
 MEMORY, MERGES, MERGE, MERGE_STEPS = 1334, 45, (2973, 2826), 12462
+# Of a thinking model on competition problems, assumed: a mean of 16,000 tokens, of which 4% pass
+# 38,912: ln 16,000 = MU + SIGMA^2 / 2, ln 38,912 = MU + 1.751 SIGMA.
+MU, SIGMA = 9.491, 0.616
 Hours = np.ndarray  # [3]: at the limit, with generate, with an engine
 Lengths = Callable[[int, int], list[int]]  # of so many completions, of so many tokens at most
 
@@ -55,6 +62,94 @@ CARDS = {  # of NVIDIA's, SXM; where a sheet has bf16 with sparsity, half of it
     "h200": Card(989e12, 67e12, 4.8e12, 141e9),
     "a100": Card(312e12, 19.5e12, 2.039e12, 80e9),
 }
+
+
+# ---------------------------------------------------------------------- the turns of a stream
+#
+# From lengths alone; a test holds them beside a real one's. Left out: states, which take room as
+# well, and the end of a model's context.
+
+
+def full(count: int, limit: int) -> list[int]:
+    """Lengths of completions that all reach the limit."""
+    return [limit] * count
+
+
+def log_normal(count: int, limit: int) -> list[int]:
+    """The quantiles of that distribution, cut at the limit, in any order."""
+    lengths, z = [], statistics.NormalDist(MU, SIGMA)
+    for i in range(count):
+        lengths.append(min(limit, round(math.exp(z.inv_cdf((i + 0.5) / count)))))
+    random.Random(0).shuffle(lengths)
+    return lengths
+
+
+@dataclass
+class Row:
+    """A job, in tokens."""
+
+    prompt: int
+    length: int  # of its completion
+    limit: int  # that this might have
+    drawn: int = 0
+
+    @property
+    def left(self) -> int:
+        return self.limit - self.drawn if self.drawn < self.length else 0
+
+
+class Turn(NamedTuple):
+    """What a stream computes before it yields."""
+
+    packs: list[tuple[int, int]]  # that are read: rows, and tokens of the longest
+    rows: int  # that get tokens then
+    width: int  # tokens of the longest of these
+    steps: int  # tokens of each
+
+
+def width(rows: Sequence[Row]) -> int:
+    return max(row.prompt + row.drawn for row in rows)
+
+
+def fit(rows: Sequence[Row], places: float, extra: int = 0) -> bool:
+    return len(rows) < 2 or len(rows) * (width(rows) + extra) <= places
+
+
+def next_pack(
+    waiting: collections.deque[Row], running: list[Row], most: int, places: float
+) -> list[Row]:
+    """Take the rows that are read together."""
+    pack: list[Row] = []
+    while waiting and len(running) + len(pack) < most:
+        longer = [*pack, waiting[0]]
+        fits = fit([*running, *longer], places, 2 * rollout.FREE_PLACES)
+        if not (fits and fit(longer, rollout.READ_TOKENS)):
+            break
+        pack.append(waiting.popleft())
+    return pack
+
+
+def turns(jobs: Sequence[Row], most: int, places: float, turn: int = 64) -> Iterator[Turn]:
+    """A stream of at most `most` rows, in a cache of so many places."""
+    waiting, running = collections.deque(jobs), list[Row]()
+    while waiting or running:
+        packs = []
+        while pack := next_pack(waiting, running, most, places):
+            packs.append((len(pack), width(pack)))
+            for row in pack:
+                row.drawn += 1
+            running += pack
+        to_come = [row.length - row.drawn for row in running]  # `generate` ends where all have
+        steps = min(turn, max(row.left for row in running), max(to_come))
+        yield Turn(packs, len(running), width(running), steps)
+        for row in running:
+            row.drawn = min(row.drawn + steps, row.length)
+        running = [row for row in running if row.left]
+        while not fit(running, places, 2 * rollout.FREE_PLACES):
+            waiting.appendleft(running.pop())
+
+
+# -------------------------------------------------------------------------- seconds
 
 
 def least(c: Counts, card: Card, flops: float, moved: float) -> float:

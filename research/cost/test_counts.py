@@ -15,7 +15,7 @@ from driver import rows, watched
 import rollout
 import skills
 from lib import model
-from research.cost import schedule
+from research.cost import hours
 from research.cost.counts import QWEN3
 
 
@@ -39,7 +39,7 @@ def test_a_step_of_qwen3_1_7b_by_hand():
 
 
 def test_the_assumed_lengths_have_their_mean_and_their_share_that_is_cut():
-    lengths = schedule.log_normal(10_000, 1_000_000)
+    lengths = hours.log_normal(10_000, 1_000_000)
     assert abs(statistics.mean(lengths) - 16_000) < 50
     assert sum(length > 38_912 for length in lengths) == 400
 
@@ -59,8 +59,8 @@ def test_the_turns_are_those_of_a_real_stream():
         for _ in rollout.stream(lm, tokenizer, jobs, sampling, 6, places):
             pass
     want = []
-    lengths = [schedule.Row(len(p), len(ids), 96) for p, ids in zip(prompts, completions)]
-    turns = [*schedule.turns(lengths, 6, places, turn=16)]
+    lengths = [hours.Row(len(p), len(ids), 96) for p, ids in zip(prompts, completions)]
+    turns = [*hours.turns(lengths, 6, places, turn=16)]
     for turn in turns:
         want += [*turn.packs, *[(turn.rows, 1)] * turn.steps]
     assert [shape for shape, _ in passes[1:]] == want  # the first pass measures

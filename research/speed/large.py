@@ -35,8 +35,7 @@ from lib import command, config
 from lib import model as models
 from lib.run import Run
 from research.cost.counts import QWEN3
-from research.cost.hours import CARDS, GPUS, drawing, jobs_of, turn_seconds
-from research.cost.schedule import Row, log_normal, turns
+from research.cost.hours import CARDS, GPUS, Row, drawing, jobs_of, log_normal, turn_seconds, turns
 from research.markdown_table import head_of, row_of
 from research.speed.bench import NO_STOPS, SHAPES, clock, random_model, stop_after
 

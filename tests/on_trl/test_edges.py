@@ -213,7 +213,7 @@ def test_the_commands_of_the_pages_are_parsed():
     commands = []
     for page in [conftest.ROOT / "docs/engines.md", *conftest.ROOT.glob("research/trl/*.md")]:
         text = re.sub(r" *\\\n\s*", " ", page.read_text())
-        line = r"^ *(?:accelerate|python|srun|OMP).*\b(grpo_on_trl|on_trl|vllm_run\.py) (--.*)"
+        line = r"^ *(?:accelerate|python|srun|OMP).*\b(grpo_on_trl|on_trl) (--.*)"
         commands += re.findall(line, text, re.M)
     assert {"grpo_on_trl", "on_trl"} <= {program for program, _ in commands}
     for program, line in commands:

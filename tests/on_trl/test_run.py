@@ -5,7 +5,6 @@ The rules of a folder, and of what may change when a command goes on, are those 
 
 import shutil
 import signal
-import sys
 
 import driver
 import pytest
@@ -198,10 +197,3 @@ def test_the_sharded_configuration_is_one_of_accelerate():
     given = load_config_from_file(str(ROOT / "extras/fsdp2.yaml"))
     assert given.distributed_type == "FSDP" and given.num_processes == 8
     assert given.fsdp_config["fsdp_version"] == 2
-
-
-def test_what_measures_it_runs():
-    flags = "--batch-size 2 --teachers 2 --tokens 4 --steps 1".split()
-    done = trl_worlds.run([sys.executable, "research/trl/side_by_side.py", *flags])
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "| a step |" in done.stdout
