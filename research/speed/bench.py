@@ -315,11 +315,15 @@ def score(args: Args, s: Shape, device: torch.device) -> None:
 NO_STOPS = types.SimpleNamespace(eos_token_id=None)  # as a tokenizer: the stops are the model's
 
 
-def static(model, prompts, keys, rows: int, sampling: rollout.Sampling, same_draws: bool) -> list:
+def static(
+    model, prompts, keys, rows: int, sampling: rollout.Sampling, same_draws: bool, cache: Any = None
+) -> list:
     """`generate`, `rows` prompts at a time, each batch until its longest row is through."""
     stops, out = rollout.stop_ids(model, NO_STOPS), []
     how: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "eos_token_id": stops}
     how |= {"pad_token_id": 0, "do_sample": not same_draws}
+    if cache is not None:
+        how["past_key_values"] = cache
     if not same_draws:
         how |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     for at in range(0, len(prompts), rows):

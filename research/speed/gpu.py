@@ -1,6 +1,7 @@
 """What must be checked on a GPU, step by step, logged to a folder; a failed step does not end it.
 
-    python research/speed/gpu.py OUT          tests, runs of tiny, bench.py --cuda, large.py
+    python research/speed/gpu.py OUT          large.py decode and attention; then tests, runs of
+                                              tiny, bench.py --cuda, the rest of large.py
     python research/speed/gpu.py OUT --cpu    the same in small without a GPU, to rehearse it
 
 Two runs with one seed in fp32 should sample the same ids; the last line counts those that do. A
@@ -27,7 +28,12 @@ RUNS = {"bf16": ("bfloat16", 30), "fp32": ("float32", 5), "fp32_again": ("float3
 def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
     """Each step's command."""
     in_small = device == "cpu"
-    steps_of = {"tests": ["-m", "pytest", "-q", "research/speed/test_device.py"]}
+    large = {}
+    for mode in ("decode", "attention", "masks", "step", "rows", "row"):
+        words = ["research/speed/large.py", mode]
+        large[f"large_{mode}"] = [*words, "--cpu"] if in_small else words
+    steps_of = {name: large.pop(name) for name in ("large_decode", "large_attention")}
+    steps_of["tests"] = ["-m", "pytest", "-q", "research/speed/test_device.py"]
     for name, (dtype, steps) in RUNS.items():
         run = ["sgsd.py", "--preset", "tiny", "--device", device, "--dtype", dtype]
         run += ["--steps", str(2 if in_small else steps), "--out", f"{out}/{name}"]
@@ -42,10 +48,7 @@ def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
         modes, how = ("score", "step"), ["--shape", "tiny", "--repeats", "1", "--one-process"]
     for mode in modes:
         steps_of[mode] = ["research/speed/bench.py", mode, *how]
-    for mode in ("masks", "step", "rows", "decode", "row"):
-        words = ["research/speed/large.py", mode]
-        steps_of[f"large_{mode}"] = [*words, "--cpu"] if in_small else words
-    return steps_of
+    return steps_of | large
 
 
 def ids_of(run: pathlib.Path) -> list[list[int]]:

@@ -3,7 +3,8 @@
     python research/speed/large.py step       two steps of SGSD, torch.profiler; again on two GPUs
     python research/speed/large.py row        one row of 38,912 tokens: seconds and peak memory
     python research/speed/large.py rows       as many rows as fit: how many, hours and peak memory
-    python research/speed/large.py decode     ms a token: base, adapters, compiled layers, Liger
+    python research/speed/large.py decode     ms a token: base, adapters, four remedies
+    python research/speed/large.py attention  fp32 under grouped queries; cuDNN without a mask
     python research/speed/large.py masks      rows that are masked whole give no NaN
 
 With --cpu the same in small, to rehearse it. The host's share of a step is the part of its wall
@@ -12,6 +13,7 @@ time in which the GPU ran no kernel.
 
 import argparse
 import importlib.util
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -24,8 +26,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, StaticCache
 
 import rollout
 import scoring
@@ -37,7 +40,15 @@ from lib.run import Run
 from research.cost.counts import QWEN3
 from research.cost.hours import CARDS, GPUS, Row, drawing, jobs_of, log_normal, turn_seconds, turns
 from research.markdown_table import head_of, row_of
-from research.speed.bench import NO_STOPS, SHAPES, clock, random_model, stop_after
+from research.speed.bench import (
+    NO_STOPS,
+    SHAPES,
+    clock,
+    random_model,
+    seconds_of,
+    static,
+    stop_after,
+)
 
 Args = argparse.Namespace
 ON_H100 = QWEN3["Qwen3-1.7B"], CARDS["h100"]
@@ -116,21 +127,48 @@ def print_kernels(watched: Any, seconds: float, device: torch.device) -> None:
 # ---------------------------------------------------------------------------------- row and decode
 
 
-def decoded(model: Any, tokens: int, rows: int, device: torch.device) -> float:
-    """Seconds in which `rollout.generate` decodes rows of so many tokens."""
+Ids = list[list[int]]
+Decode = Callable[[Any, Ids, rollout.Sampling, list[int]], Ids]  # model, prompts, sampling, keys
+
+
+def streamed(model: Any, prompts: Ids, sampling: rollout.Sampling, keys: list[int]) -> Ids:
+    """As we decode today."""
+    return rollout.generate(model, NO_STOPS, prompts, sampling, keys)
+
+
+def with_static_cache() -> Decode:
+    """`generate` on a cache of a fixed size, which all calls share: CUDA graphs keep addresses.
+
+    On CUDA `generate` then compiles the model's call by itself; drawing stays outside.
+    """
+    kept: dict[int, StaticCache] = {}  # by its length
+
+    def decode(model: Any, prompts: Ids, sampling: rollout.Sampling, keys: list[int]) -> Ids:
+        causal, length = rollout.causal_lm(model), len(prompts[0]) + sampling.max_new_tokens
+        cache = kept.setdefault(length, StaticCache(causal.config, length))
+        cache.reset()
+        return static(causal, prompts, keys, len(prompts), sampling, True, cache)
+
+    return decode
+
+
+def decoded(
+    model: Any, tokens: int, rows: int, device: torch.device, decode: Decode = streamed
+) -> tuple[float, Ids]:
+    """Seconds in which rows of so many tokens are decoded, and their ids."""
     stop_after(model, 0)
     prompts, keys = [list(range(5, 69))] * rows, list(range(rows))
     sampling = rollout.Sampling(max_new_tokens=tokens)
-    reader = tokenizer()
     began = clock(device)
-    found = rollout.generate(model, reader, prompts, sampling, keys)
-    assert all(len(ids) <= tokens for ids in found)
-    return clock(device) - began
+    ids = decode(model, prompts, sampling, keys)
+    seconds = clock(device) - began
+    assert {*map(len, ids)} == {tokens}
+    return seconds, ids
 
 
 def row(args: Args, device: torch.device) -> None:
     tokens = 64 if args.cpu else 38912
-    seconds = decoded(made(args, device), tokens, 1, device)
+    seconds, _ = decoded(made(args, device), tokens, 1, device)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     print(
         f"one row of {tokens:,} tokens: {seconds:.0f} s, {1000 * seconds / tokens:.1f} ms a token"
@@ -207,7 +245,10 @@ def compiled(model: Any) -> Any:
 
 
 def decode(args: Args, device: torch.device) -> None:
-    """Milliseconds a token of 16 rows, with and without adapters, and what two remedies gain."""
+    """Milliseconds a token of 16 rows, with and without adapters, and what remedies gain.
+
+    "same" are the rows whose samples are those of the adapters' row: all in exact arithmetic.
+    """
     tokens, rows = (8, 2) if args.cpu else (256, 16)
 
     def adapted() -> Any:
@@ -219,24 +260,74 @@ def decode(args: Args, device: torch.device) -> None:
         apply_liger_kernel_to_qwen3()
         return adapted()
 
-    ways: dict[str, Callable[[], Any]] = {"base": lambda: made(args, device), "adapters": adapted}
-    ways["adapters, layer.compile(dynamic=True)"] = lambda: compiled(adapted())
-    if importlib.util.find_spec("liger_kernel") and device.type == "cuda":
-        ways["adapters, Liger's kernels"] = liger  # the last one: it changes the classes
-    print("\n".join(head_of(["way", "ms a token", "of adapters alone"])))
-    times: dict[str, float] = {}
-    for name, make in ways.items():
+    ways: dict[str, tuple[Callable[[], Any], Decode]] = {
+        "adapters": (adapted, streamed),
+        "adapters, static cache": (adapted, with_static_cache()),
+        "base": (lambda: made(args, device), streamed),
+        "base, static cache": (lambda: made(args, device), with_static_cache()),
+    }
+    if not args.cpu:
+        ways["adapters, layer.compile(dynamic=True)"] = lambda: compiled(adapted()), streamed
+    if importlib.util.find_spec("liger_kernel") and not args.cpu:
+        ways["adapters, Liger's kernels"] = liger, streamed  # the last one: it changes the classes
+    print("\n".join(head_of(["way", "ms a token", "of adapters alone", "same"])))
+    alone: tuple[float, Ids] | None = None  # the first way's
+    for name, (make, how) in ways.items():
         try:
             model = make()
-            decoded(model, tokens, rows, device)  # warms up, and compiles
-            times[name] = 1000 * decoded(model, tokens, rows, device) / tokens
+            decoded(model, tokens, rows, device, how)  # warms up, and compiles
+            seconds, ids = decoded(model, tokens, rows, device, how)
         except Exception as e:  # one try each
-            print(row_of([name, f"{type(e).__name__}: {str(e)[:80]}", ""]))
+            print(row_of([name, f"{type(e).__name__}: {str(e)[:80]}", "", ""]))
             continue
-        ratio = times[name] / times["adapters"] if "adapters" in times else None
-        shown = f"{times[name]:.2f}", f"{ratio:.2f}" if ratio else ""
-        print(row_of([name, *shown]), flush=True)
+        alone = alone or (seconds, ids)
+        same = sum(ours == theirs for ours, theirs in zip(ids, alone[1]))
+        ratio = f"{seconds / alone[0]:.2f}"
+        cells = [name, f"{1000 * seconds / tokens:.2f}", ratio, f"{same} of {rows}"]
+        print(row_of(cells), flush=True)
     print("\na remedy is kept if it is below 0.80")
+
+
+# -------------------------------------------------------------------------------------- attention
+
+
+def attention(args: Args, device: torch.device) -> None:
+    """A layer's causal attention without a mask, forward and backward, as transformers calls it.
+
+    In fp32 under grouped queries there may be no kernel but one that holds all scores. cuDNN's is
+    off in a run, because it gave NaN under masks.
+    """
+    print("\n".join(head_of(["dtype", "keys", "cuDNN", "ms", "peak MiB", "finite"])))
+    for dtype, keys, cudnn in itertools.product(
+        ("bfloat16", "float32"), ("grouped", "repeated"), ("off", "on")
+    ):
+        torch.backends.cuda.enable_cudnn_sdp(cudnn == "on")
+        measured = attended(args, device, getattr(torch, dtype), keys == "grouped")
+        print(row_of([dtype, keys, cudnn, *measured]), flush=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def attended(args: Args, device: torch.device, dtype: torch.dtype, grouped: bool) -> list[object]:
+    """Milliseconds, MiB above queries, keys and gradients, and whether these are finite."""
+    rows, n = (2, 16) if args.cpu else (8, 1424)
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
+    queries = torch.randn(rows, 16, n, 128, **how)
+    keys = torch.randn(rows, 8 if grouped else 16, n, 128, **how)
+
+    def once() -> None:
+        out = scaled_dot_product_attention(queries, keys, keys, is_causal=True, enable_gqa=grouped)
+        out.float().square().sum().backward()
+
+    once()
+    peak = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    seconds = seconds_of(once, device, 5)
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() - before
+    finite = all(x.grad.isfinite().all() for x in (queries, keys))
+    return [f"{1000 * seconds:.2f}", f"{peak / 2**20:.0f}", finite]
 
 
 # ------------------------------------------------------------------------------------------ masks
@@ -272,6 +363,7 @@ MODES: dict[str, Callable[[Args, torch.device], None]] = {
     "row": row,
     "rows": rows,
     "decode": decode,
+    "attention": attention,
     "masks": masks,
 }
 

@@ -13,6 +13,8 @@ from conftest import make_model
 
 import scoring
 from lib.model import trained, with_adapters
+from research.speed.bench import SHAPES, random_model
+from research.speed.large import decoded, with_static_cache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS = [list(range(1, 90)), list(range(100, 117)), [7, 8, 9, 3]]
@@ -52,3 +54,13 @@ def test_a_left_padded_row_has_the_logits_of_the_row_alone(dtype):
         alone = model(input_ids=torch.tensor([row], device=DEVICE)).logits[0, -1]
         tol = 1e-3 if dtype == torch.float32 else 0.1
         torch.testing.assert_close(padded[i], alone, atol=tol, rtol=tol)
+
+
+def test_a_static_cache_samples_what_a_stream_samples():
+    """On a GPU `generate` compiles for such a cache, and products in bf16 may round otherwise."""
+    model = with_adapters(random_model(SHAPES["tiny"], DEVICE, vocab=1024).float(), 4, 8)
+    decode = with_static_cache()
+    _, ids = decoded(model, 24, 3, DEVICE)
+    assert len({*map(tuple, ids)}) == 3  # each row has its own key
+    for _ in range(2):  # the second call finds the first one's cache
+        assert decoded(model, 24, 3, DEVICE, decode)[1] == ids

@@ -146,7 +146,7 @@ def run(*argv):
 @pytest.mark.long
 def test_what_must_be_checked_on_a_gpu_runs_in_small_without_one(tmp_path):
     steps = ["bf16", "bf16_eval", "fp32", "fp32_again", "step"]
-    steps += ["large_masks", "large_step", "large_rows"]
+    steps += ["large_decode", "large_attention", "large_masks", "large_step", "large_rows"]
     printed = run("research/speed/gpu.py", str(tmp_path), "--cpu", "--steps", *steps)
     codes = dict(re.findall(r"^\| (\w+) \| (\w+) \| \d+ \|$", printed, re.M))
     assert codes == dict.fromkeys(steps, "0")
