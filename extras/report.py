@@ -12,17 +12,13 @@ import itertools
 import json
 import math
 import pathlib
-import re
 import statistics
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
-
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # python extras/report.py
 
 import distributed
 import sgsd
@@ -218,37 +214,6 @@ def gate_view(row: dict, tokens: dict, rows: Ledger) -> dict:
     return view
 
 
-def in_words(view: dict, eps_a: float, shown: list[dict]) -> str:
-    """A solution for the terminal: problem, verdict, and what we do with some of its teachers."""
-    solution = re.sub(r"<\|.*?\|>", "", "".join(view["text"])).replace("\n", f"\n{' ' * 13}")
-    verdict = "right" if view["r"] > 0 else "wrong"
-    cut = "; it was cut at the length limit" if view["truncated"] else ""
-    lines = [
-        f"  problem    {view['problem']}",
-        f"  solution   {solution}",
-        f"  verdict    {verdict}: its answer is {view['pred']}, the reference {view['gold']}{cut}",
-    ]
-    fate = {1: "so we distil from it", -1: "so we push away from it", 0: "so we ignore it"}
-    for teacher in shown:
-        likelier = "likelier" if teacher["a"] > 0 else "less likely"
-        seen = "with what this method shows its teacher"
-        if "skill" in teacher:
-            lines.append(f"  skill      {': '.join(teacher['skill'][1:3])}")
-            seen = "with this skill and a mistake in the prompt"
-        lines += [
-            f"  teacher    {seen} the solution's tokens are",
-            f"             {abs(teacher['a']):.4f} nats {likelier} on average"
-            + f" (threshold {eps_a})" * (eps_a > 0)
-            + f", {fate[teacher['rho']]}",
-        ]
-    return printable("\n".join(lines))
-
-
-def printable(text: str) -> str:
-    """A text without the escape sequences that a model may have written."""
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
-
-
 # ---------------------------------------------------------------------------- a run in ten rows
 
 
@@ -262,10 +227,9 @@ def summary(
     """
     steps, source = settings["steps"], "/".join(pathlib.Path(settings["data"]).parts[-2:])
     heading = f"{metrics[-1]['step'] if metrics else 0} of {steps} steps on {source}"
-    rows = [[heading]]
     size = min(math.ceil(WINDOW_PROBLEMS / settings["batch_size"]), len(metrics) // 2) or 1
     parts = [metrics[:size], metrics[-size:]][: len(metrics)]  # one part if there is one step
-    rows[0] += map(in_steps, parts)
+    rows = [[heading, *map(in_steps, parts)]]
     columns = [numbers_of(part) for part in parts]
     for label in columns[0] if columns else []:
         rows.append([label, *[column[label] for column in columns]])
@@ -400,6 +364,7 @@ def collect(run: pathlib.Path) -> dict:
         "taught": any(row.get("rho") or row.get("first_gap") for row in rollouts),  # by a teacher
         "bounds": bounds,
         "gate": [[number(y) for y in curve.tolist()] for curve in gate if has_gate],
+        "opens": max(range(len(views)), key=lambda i: rank(views[i]), default=0),  # of rollouts
     }
 
 
@@ -428,9 +393,6 @@ def write(runs: list[pathlib.Path], out: pathlib.Path) -> list[dict]:
     """Write the page of these runs, whole or not at all; returns each run's data."""
     template = pathlib.Path(__file__).with_name("report_template.html").read_text(encoding="utf-8")
     data = [collect(run) for run in runs]
-    for run in data:
-        ranks = [rank(view) for view in run["rollouts"]]
-        run["opens"] = ranks.index(max(ranks)) if ranks else 0
     with files.whole(out) as tmp:
         tmp.write_text(template.replace("{{data}}", dump(data)), encoding="utf-8")
     return data
@@ -439,30 +401,15 @@ def write(runs: list[pathlib.Path], out: pathlib.Path) -> list[dict]:
 # ------------------------------------------------------------------------------------ the command
 
 
-def print_runs(data: list[dict]) -> None:
-    """Each run in numbers, and one of its audited solutions with its strongest teacher."""
-    for run in data:
-        print(f"{run['name']}\n{in_columns(run['summary'])}\n")
-        view = run["rollouts"][run["opens"]] if run["rollouts"] else {"teachers": []}
-        decided = [
-            teacher
-            for teacher in view["teachers"]
-            if "says" in teacher and teacher["a"] is not None
-        ]
-        if decided:
-            print(f"One audited solution, of step {view['step']}:")
-            largest = max(decided, key=lambda x: abs(x["a"]))
-            print(in_words(view, run["settings"]["eps_a"], [largest]), end="\n\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     command.Signals()  # a signal ends the command at once
     args = arguments(argv)
     with command.one_line_errors("report", *command.GIVEN):
-        runs = args.runs
-        out = args.out or (runs[0] if len(runs) == 1 else pathlib.Path()) / "report.html"
-        print_runs(write(runs, out))
+        folder = args.runs[0] if len(args.runs) == 1 else pathlib.Path()
+        out = args.out or folder / "report.html"
+        for run in write(args.runs, out):
+            print(f"{run['name']}\n{in_columns(run['summary'])}\n")
         print(f"written: {out}")
     return 0
 

@@ -73,7 +73,7 @@ class Run(Start):
     `step` is the last complete step; `skipped` and `bank` are as they were after it.
     """
 
-    cfg: Config
+    cfg: Any  # a Config; a method's own class has more settings
     world: World
     verifier: verify.Judge
     lm: Any  # the policy: a causal language model with adapters

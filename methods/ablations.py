@@ -109,7 +109,7 @@ def losses(
     run: Run, step: int, x: Problem, rolls_1: list[Rollout], pairs_K: list[SkillPair]
 ) -> groups.Losses:
     """The loss of a problem's one solution: lines 5 to 14 of Algorithm 1, a flag for each part."""
-    cfg: Any = run.cfg
+    cfg = run.cfg
     is_eq14 = cfg.objective == "gate" and not cfg.support_top_k
     scored = gate_losses if is_eq14 else divergence_losses
     alpha_K = sgsd.pair_weights(run, pairs_K)  # line 5
@@ -136,7 +136,7 @@ def gate_losses(
     run: Run, roll: Rollout, contexts_K: list[list[int]], mask_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Token losses (Eq. 14), with gradient, and gaps (Eq. 7): [K, T] each."""
-    cfg: Any = run.cfg
+    cfg = run.cfg
     ids_T, temperature = roll.completion_ids, cfg.score_temperature
     with teacher_policy(run):
         logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, cfg.score_tokens, temperature)
@@ -154,7 +154,7 @@ def divergence_losses(
     Masked tokens have losses, too, which the mean leaves out. But if a masked token has infinite
     logits, the gradient is NaN and the step is skipped. With the gate it is not.
     """
-    cfg: Any = run.cfg
+    cfg = run.cfg
 
     def token_losses(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor) -> tuple[Tensor, Tensor]:
         if cfg.support_top_k:  # the gate of a local KL(T || S), and the local gap (S19)
@@ -170,7 +170,7 @@ def divergence_losses(
 
 def shown(run: Run, x: Problem) -> list[Prompt]:
     """The prompts of student and teacher, as `lib.run.Shown` says."""
-    cfg: Any = run.cfg
+    cfg = run.cfg
     return sgsd.shown(run, x, with_answer(x, cfg.teacher_field) if cfg.answer_pi else "")
 
 
@@ -179,7 +179,7 @@ def retrieve(run: Run, step: int, x: Problem) -> list[SkillPair]:
 
     What is drawn is drawn anew in each step (S20). Weights and logs are those of the whole entries.
     """
-    cfg: Any = run.cfg
+    cfg = run.cfg
     draw, pairs_K = random.Random(rollout.sample_key(cfg.seed, step, x.id)), []
     for pair in chosen_pairs(run, step, x, draw):
         skill = as_shown(pair.skill, "general_skills", cfg.skill_text, draw)
@@ -193,7 +193,7 @@ def chosen_pairs(run: Run, step: int, x: Problem, draw: random.Random) -> list[S
 
     Random pairs have equal weights. UserError if there is no other problem.
     """
-    cfg: Any = run.cfg
+    cfg = run.cfg
     if cfg.retrieval == "random":
         lists = run.bank.general_skills, run.bank.common_mistakes
         drawn = [draw.sample(entries, min(cfg.num_teachers, len(entries))) for entries in lists]
@@ -217,10 +217,9 @@ def as_shown(entry: dict, key: str, skill_text: str, draw: random.Random) -> dic
 
 def teacher_policy(run: Run) -> contextlib.AbstractContextManager:
     """A block in which the model has the teachers' weights (--teacher)."""
-    cfg: Any = run.cfg
-    if cfg.teacher == "live":
+    if run.cfg.teacher == "live":
         return contextlib.nullcontext()
-    if cfg.teacher == "frozen":
+    if run.cfg.teacher == "frozen":
         return run.lm.disable_adapter()
     return teachers.copied(run)
 

@@ -110,7 +110,7 @@ def step_jobs(
 
     The index of a problem's i-th job is its place in the minibatch times G, plus i.
     """
-    cfg: Any = run.cfg
+    cfg = run.cfg
     G, jobs, pairs = cfg.generations, [], []
     batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed)
     for place in range(run.world.rank, len(batch), run.world.size):
@@ -139,8 +139,7 @@ def make_step(
     """
 
     def train_step(run: Run, step: int) -> tuple[list[dict], float]:
-        cfg: Any = run.cfg
-        G, rows = cfg.generations, []
+        G, rows = run.cfg.generations, []
         jobs, pairs = step_jobs(run, step, student_prompt, retrieve)
         rolls = sgsd.solve(run, jobs)
         for g, pairs_K in enumerate(pairs):
@@ -149,7 +148,7 @@ def make_step(
             for job, roll, result in zip(jobs[group], rolls[group], results, strict=True):
                 result = RolloutLoss(*result)
                 if result.loss.requires_grad:
-                    (result.loss / (cfg.batch_size * G)).backward()
+                    (result.loss / (run.cfg.batch_size * G)).backward()
                 rows.append(sgsd.log_row(run, step, job.index, pairs_K, roll, result))
                 run.clock.lap("bwd")
         return rows, sgsd.optimizer_step(run, step)

@@ -109,11 +109,11 @@ def losses(
 
 def weighted_losses(run: Run, rolls_G: list[Rollout], advantages_G: Tensor) -> groups.Losses:
     """The loss of each solution, with its advantage as weight."""
-    cfg: Any = run.cfg
+    temperature = run.cfg.loss_temperature or run.cfg.temperature
     for roll, advantage in zip(rolls_G, advantages_G):
         loss = torch.zeros((), device=run.device)
         if advantage:
-            ids_T, temperature = roll.completion_ids, cfg.loss_temperature or cfg.temperature
+            ids_T = roll.completion_ids
             logp_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T, temperature)
             loss = grpo_loss(logp_T, logp_T, advantage.item())
         yield loss, {"advantage": advantage}, {}

@@ -58,25 +58,27 @@ def with_answer(x: Problem, field: str) -> str:
     return f"{x.problem}\n\n{shown}"
 
 
+def teacher_prompt(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> Prompt:
+    """The prompt of a teacher that sees the answer (S16), and the skills of any pairs (S14)."""
+    text = skills.render_skills(pairs_K, with_answer(x, run.cfg.teacher_field))
+    return Prompt(text, run.cfg.teacher_prefix)
+
+
 def shown(run: Run, x: Problem) -> list[Prompt]:
     """Both roles' prompts, as `lib.run.Shown` says."""
-    cfg: Any = run.cfg
     pairs = groups.longest_pairs(run)
     student = skills.render_skills(pairs, x.problem)
-    teacher = skills.render_skills(pairs, with_answer(x, cfg.teacher_field))
-    return [Prompt(student, cfg.student_prefix), Prompt(teacher, cfg.teacher_prefix)]
+    return [Prompt(student, run.cfg.student_prefix), teacher_prompt(run, x, pairs)]
 
 
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
 ) -> groups.Losses:
     """The loss of a solution from one teacher, whose prompt has the answer and any skills."""
-    cfg: Any = run.cfg
-    text = skills.render_skills(pairs_K, with_answer(x, cfg.teacher_field))
-    context = prompt_ids(run, Prompt(text, cfg.teacher_prefix))
+    context = prompt_ids(run, teacher_prompt(run, x, pairs_K))
 
     def token_losses(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor) -> tuple[Tensor, Tensor]:
-        loss_n = divergences.generalized_jsd(s_nV, t_nV, 0.0, clip=cfg.objective_clip)
+        loss_n = divergences.generalized_jsd(s_nV, t_nV, 0.0, clip=run.cfg.objective_clip)
         return loss_n, divergences.gap(ids_n, s_nV, t_nV)  # the gap is for the logs
 
     for roll in rolls_G:

@@ -30,13 +30,12 @@ from torch import Tensor
 import distributed
 import scoring
 import sgsd
-import skills
 from lib.config import setting
 from lib.problems import Problem
 from lib.run import Prompt, Run, prompt_ids
 from methods import groups, teachers
 from methods.grpo import grpo_advantages, grpo_loss
-from methods.opsd import with_answer
+from methods.opsd import teacher_prompt
 from rollout import Rollout
 from skills import SkillPair
 
@@ -86,7 +85,7 @@ def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
 ) -> groups.Losses:
     """The loss of each solution of a group. If its advantage is 0, it is 0 without scoring."""
-    cfg: Any = run.cfg
+    cfg = run.cfg
     lam = weighting_share(step, cfg.weighting, cfg.weighting_steps)
     advantages_G = grpo_advantages(groups.rewards(rolls_G), eps=1e-6)
     for roll, advantage in zip(rolls_G, advantages_G):
@@ -103,14 +102,13 @@ def losses(
 
 def teachers_logprobs(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Tensor:
     """log p_T(y_t) of the teacher, or the weighted mean over SGSD's K. [T], no gradient."""
-    cfg: Any = run.cfg
+    cfg = run.cfg
     policy: contextlib.AbstractContextManager = contextlib.nullcontext()
     if pairs_K:
         contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem)
         alpha_K = sgsd.pair_weights(run, pairs_K)
     else:
-        text = skills.render_student(with_answer(x, cfg.teacher_field))
-        contexts_K = [prompt_ids(run, Prompt(text, cfg.teacher_prefix))]
+        contexts_K = [prompt_ids(run, teacher_prompt(run, x, []))]
         alpha_K, policy = torch.ones(1, device=run.device), teachers.copied(run)
     with policy:
         logpT_KT = scoring.score_teachers(
@@ -122,11 +120,8 @@ def teachers_logprobs(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[Ski
 
 def shown(run: Run, x: Problem) -> list[Prompt]:
     """The prompts of student and teacher, as `lib.run.Shown` says."""
-    cfg: Any = run.cfg
-    if run.bank:
-        return sgsd.shown(run, x)
-    teacher = skills.render_student(with_answer(x, cfg.teacher_field))
-    return [*sgsd.shown(run, x), Prompt(teacher, cfg.teacher_prefix)]
+    prompts = sgsd.shown(run, x)
+    return prompts if run.bank else [*prompts, teacher_prompt(run, x, [])]
 
 
 def teacher_share(cfg: Any, step: int) -> float | None:

@@ -92,10 +92,7 @@ def shown_sibling(rewards_G: Sequence[float], i: int) -> int | None:
 
     None if there is no such solution: solution i then teaches nothing.
     """
-    for j, r in enumerate(rewards_G):
-        if j != i and r >= 0.5:
-            return j
-    return None
+    return next((j for j, r in enumerate(rewards_G) if j != i and r >= 0.5), None)
 
 
 def with_solution(problem: str, solution: str) -> str:
@@ -108,7 +105,7 @@ def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
 ) -> groups.Losses:
     """The loss of each solution of a group. Without a right sibling, it is 0 without scoring."""
-    cfg: Any = run.cfg
+    cfg = run.cfg
 
     def token_losses(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor) -> tuple[Tensor, Tensor]:
         loss_n = sdpo_divergence(s_nV, t_nV, cfg.divergence_alpha, cfg.divergence_top_k)
