@@ -18,13 +18,16 @@ after 3 and 6; the fixture `uninterrupted` is the folder of one.
 import contextlib
 import functools
 import gc
+import io
 import itertools
 import json
 import os
+import pathlib
 import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -192,27 +195,38 @@ def main(argv, step_fn=None):
         return sgsd.main(rest, step_fn=step_fn) if step_fn else program.main(rest)
 
 
+def called(program, argv):
+    """A program in this process: its exit code, and what it printed on stdout and on stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with signals_restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = program([str(arg) for arg in argv])
+        except SystemExit as end:
+            code = end.code
+    return code, out.getvalue(), err.getvalue()
+
+
 def completes(program, argv):
-    """The program ends with 0."""
-    with signals_restored():
-        assert program([str(arg) for arg in argv]) == 0
+    """The program ends with 0; what it printed."""
+    code, out, err = called(program, argv)
+    assert code == 0, out + err
+    return out
 
 
-def refused(capsys, program, argv, *words):
+def refused(*program_and_argv_and_words):
     """The program ends with 2 and one line on stderr that has these words in it; the line.
 
     A progress bar may stand before it.
     """
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end, signals_restored():
-        program([str(arg) for arg in argv])
-    printed = re.split(r"[\r\n]", capsys.readouterr().err)
-    line = "\n".join(part for part in printed if part.strip() and "it/s]" not in part)
-    assert end.value.code == 2, line
-    assert "\n" not in line and "Traceback" not in line, line
+    program, argv, *words = program_and_argv_and_words
+    if isinstance(program, pytest.CaptureFixture):  # as some tests still call it
+        program, argv, *words = argv, *words
+    code, _, err = called(program, argv)
+    lines = [x for x in re.split(r"[\r\n]", err) if x.strip() and "it/s]" not in x]
+    assert code == 2 and len(lines) == 1 and "Traceback" not in err, err
     for word in words:
-        assert word in line, line
-    return line
+        assert str(word) in lines[0], lines[0]
+    return lines[0]
 
 
 # ----------------------------------------------------------------------- processes, and their ends
@@ -292,6 +306,73 @@ def at_touch(name, nth=1, number=signal.SIGKILL):
     return functools.partial(sys.addaudithook, watch)
 
 
+def ended(argv, program=main):
+    """A command in a process of its own: its exit code, negative for a signal, and what it printed.
+
+    program: called with argv, in a fork of this process, so that it costs no imports.
+    """
+    with tempfile.NamedTemporaryFile("r") as log:
+        code = wait(start(argv, log.name, program=program))
+        return code, log.read()
+
+
+def run(argv, program=main, ends=0):
+    """A command in a process of its own, which must end with this code; what it printed."""
+    code, text = ended(argv, program)
+    assert code == ends, text[-3000:]
+    return text
+
+
+def stopped_at(file, nth=1, by=signal.SIGKILL, program=main):
+    """The program, with a signal before the nth touch of a file whose path has `file` in it.
+
+    A touch opens a file for writing, cuts, moves or removes it.
+    """
+
+    def stopping(argv):
+        at_touch(file, nth, by)()
+        return program(argv)
+
+    return stopping
+
+
+def killed_at(file, argv, nth=1, program=main):
+    """A command is killed before the nth touch of a file whose path has `file` in it."""
+    run(argv, stopped_at(file, nth, program=program), ends=-signal.SIGKILL)
+
+
+def with_steps(step_fn):
+    """The program, with another function of a step."""
+    return functools.partial(main, step_fn=step_fn)
+
+
+def run_two(argv, program=main, ends=(0, 0), argv1=None):
+    """A command on two ranks, which must end with these codes; what each printed.
+
+    argv1: another command line of rank 1.
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+
+    def of_rank(rank):
+        def ranked(argv):
+            os.environ.update(WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            return program(argv)
+
+        return ranked
+
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [pathlib.Path(folder, rank) for rank in "01"]
+        pids = [start(argv, logs[0], program=of_rank("0"))]
+        pids.append(start(argv1 or argv, logs[1], program=of_rank("1")))
+        codes = [wait(pid) for pid in pids]
+        texts = [log.read_text() for log in logs]
+    assert codes == [*ends], "\n---\n".join(text[-3000:] for text in texts)
+    return texts
+
+
 # ------------------------------------------------------------------------------ what a run has left
 
 
@@ -325,6 +406,19 @@ def state(out):
     paths += [out / "problems.json", out / "rollouts.jsonl", out / "tokens.jsonl"]
     by_name = {str(path.relative_to(out)): path.read_bytes() for path in paths}
     return by_name | {"metrics": timeless(rows(out / "metrics.jsonl"))}
+
+
+def equal(out, other, *parts):
+    """Two runs are equal byte for byte, up to times and memory in the metrics.
+
+    parts: where they are given, only the files that have one of them in their names.
+    """
+    ours, theirs = state(out), state(other)
+    assert parts or ours.keys() == theirs.keys()
+    for name in theirs:
+        if not parts or any(part in name for part in parts):
+            assert ours[name] == theirs[name], name
+    assert not list(out.rglob("*.tmp"))
 
 
 # ------------------------------------------------------------------------------------------ models

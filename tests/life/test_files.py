@@ -5,9 +5,9 @@ import os
 import signal
 import threading
 
-import driver
 import pytest
 from conftest import one_line
+from driver import start, wait
 
 from lib import files
 
@@ -43,20 +43,20 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
     """Another command waits for that, by default a minute."""
     folder = tmp_path / "runs/run"
 
-    def hold(argv):
+    def hold_for_ever(argv):
         with files.locked(folder):
             (tmp_path / "held").touch()
             signal.pause()
 
-    pid = driver.start([], tmp_path / "log", program=hold)
+    other = start([], tmp_path / "log", program=hold_for_ever)
     while not (tmp_path / "held").exists():
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()
+        assert os.waitpid(other, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()
     for _ in range(2):  # the first refusal changes nothing
         with pytest.raises(ValueError, match=f"{folder}: another command"):
             files.locked(folder, seconds=0.1).__enter__()
-    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    threading.Timer(0.5, os.kill, (other, signal.SIGKILL)).start()
     with files.locked(folder):
-        assert driver.wait(pid) == -signal.SIGKILL
+        assert wait(other) == -signal.SIGKILL
         (folder / "file").touch()
     assert {*names(folder)} == {files.LOCK, "file"}
 
