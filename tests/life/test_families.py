@@ -23,7 +23,10 @@ FAMILIES = {
     "lfm2": "in_proj k_proj out_proj q_proj v_proj w1 w2 w3",
     "gpt2": "c_attn c_fc c_proj",  # not of torch's class Linear
 }
-LAYERS = {"lfm2": {"layer_types": ["conv", "full_attention"]}}
+SETTINGS = {  # what a kind of model needs besides
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
+}
 
 # --------------------------------------------------------------------------------------- adapters
 
@@ -31,7 +34,7 @@ LAYERS = {"lfm2": {"layer_types": ["conv", "full_attention"]}}
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_s7_all_linear_modules_have_adapters_and_each_learns(kind):
     """Not the head, and not a convolution."""
-    lm = model.with_adapters(make_model(kind, **LAYERS.get(kind, {})), 4, 8)
+    lm = model.with_adapters(make_model(kind, **SETTINGS.get(kind, {})), 4, 8)
     params = model.trained(lm)
     for p in params.values():
         torch.nn.init.normal_(p, std=0.02)
@@ -41,46 +44,51 @@ def test_s7_all_linear_modules_have_adapters_and_each_learns(kind):
         assert p.grad is not None and p.grad.any(), name
 
 
-EXPERTS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
-MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
-UNSUITED = [  # a kind of model, its settings, and words of the line
-    ("qwen2_moe", EXPERTS, "extras/on_trl.py"),  # adapters would reach the shared expert alone
-    ("bamba", {**MAMBA, "bos_token_id": 1}, "Mamba"),
-]
+def test_a_mixture_of_experts_is_one_line():
+    """Adapters would reach the shared expert alone."""
+    experts = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+    lm = make_model("qwen2_moe", **experts)
+    one_line(lambda: model.with_adapters(lm, 4, 8), "extras/on_trl.py", "S7")
 
 
-@pytest.mark.parametrize("kind, changes, words", UNSUITED)
-def test_a_model_whose_adapters_would_not_act_is_one_line(kind, changes, words):
-    one_line(lambda: model.with_adapters(make_model(kind, **changes), 4, 8), words, "S7")
+def test_a_model_whose_mamba_kernels_pass_over_adapters_is_one_line():
+    mamba = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+    lm = make_model("bamba", bos_token_id=1, **mamba)
+    one_line(lambda: model.with_adapters(lm, 4, 8), "Mamba", "S7")
 
 
 # ----------------------------------------------------------------------------------------- caches
 
-FALCON = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
-CACHES = [  # a kind of model, its settings; bytes of a token and of a row, in numbers of 4 bytes
-    ("qwen3", {}, 4 * 2 * 2 * 16, 0),  # two layers have keys and values of a head of 16
-    ("gemma3_text", {}, 4 * 2 * 2 * 16, 0),
-    # one layer has keys, the other convolutes 64 channels, and has 4 states of 8 x 8
-    ("qwen3_5_text", {}, 4 * 2 * 16, 4 * (4 * 64 + 4 * 8 * 8)),
-    ("lfm2", LAYERS["lfm2"], 4 * 2 * 16, 4 * 3 * 32),
-    # both layers have keys, convolute 64 + 2 * 8 channels, and have 4 states of 16 x 8
-    ("falcon_h1", FALCON, 4 * 2 * 2 * 16, 4 * 2 * (4 * 80 + 4 * 16 * 8)),
-]
+OF_TOKEN = {  # bytes of a token's keys and values: 4 of a number, heads of 16
+    "qwen3": 4 * 2 * 2 * 16,  # two layers
+    "gemma3_text": 4 * 2 * 2 * 16,
+    "qwen3_5_text": 4 * 2 * 16,  # one layer has keys
+    "lfm2": 4 * 2 * 16,
+    "falcon_h1": 4 * 2 * 2 * 16,
+}
+OF_ROW = {  # bytes of a row's states
+    "qwen3_5_text": 4 * (4 * 64 + 4 * 8 * 8),  # 64 channels are convoluted, 4 states of 8 x 8
+    "lfm2": 4 * 3 * 32,
+    "falcon_h1": 4 * 2 * (4 * 80 + 4 * 16 * 8),  # two layers: 64 + 2 * 8 channels, 4 of 16 x 8
+}
 
 
-@pytest.mark.parametrize("kind, changes, of_token, of_row", CACHES)
-def test_a_cache_has_these_bytes_and_rows_that_wait_their_samples(kind, changes, of_token, of_row):
-    """Prompts of 60 to 80 tokens. A row has 128 places more, and its states count as places."""
-    lm = make_model(kind, eos_token_id=None, **changes)
-    jobs = [(60 + 5 * i, 40 - 7 * i) for i in range(5)]
+@pytest.mark.parametrize("kind", OF_TOKEN)
+def test_a_cache_has_these_bytes_and_rows_that_wait_have_the_samples_of_rows_alone(kind):
+    """Prompts of 60, 65, 70, 75 and 80 tokens. A row has 128 places more, and its states count as
+    places. Three rows fit, and with a place less two."""
+    lm = make_model(kind, eos_token_id=None, **SETTINGS.get(kind, {}))
+    of_token, of_row = OF_TOKEN[kind], OF_ROW.get(kind, 0)
     assert rollout.cache_bytes(lm) == (of_token, of_row)
-    alone, three = decoded(lm, jobs, 1), 3 * (70 + 128 + of_row / of_token)
-    for places, first in ((three, (3, 70)), (three - 1, (2, 65))):
+    jobs = [(60 + 5 * i, 40 - 7 * i) for i in range(5)]  # tokens of the prompt, and to be drawn
+    alone = decoded(lm, jobs, 1)
+    assert [len(alone[i]) for i in range(5)] == [40, 33, 26, 19, 12]
+    of_three = 3 * (70 + 128 + of_row / of_token)
+    for places, first_read in {of_three: (3, 70), of_three - 1: (2, 65)}.items():
         with watched(lm) as passes:
             assert decoded(lm, jobs, 5, places) == alone
         reads = [shape for shape, _ in passes[1:] if shape[1] > 1]  # the first pass measures
-        assert reads[0] == first
-    assert [len(alone[i]) for i in range(5)] == [40, 33, 26, 19, 12]
+        assert reads[0] == first_read
 
 
 # -------------------------------------------------------------------- vision-language checkpoints

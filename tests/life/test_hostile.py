@@ -1,4 +1,7 @@
-"""Text and files from strangers: no prompt boundary moves, no crash, nothing is executed."""
+"""Text and files from strangers: no prompt boundary moves, no crash, nothing is executed.
+
+`flags` is a command line of sgsd.py on a random model; its settings stand in driver.py.
+"""
 
 import json
 import pathlib
@@ -80,7 +83,7 @@ def plant(folder, *names):
             (folder / name).write_bytes(pickle.dumps(Bomb(folder / "boom")))
 
 
-def test_pickles_in_a_checkpoint_are_passed_over_or_refused(world_dir, tmp_path, capsys):
+def test_pickles_in_a_checkpoint_are_passed_over_or_refused(world_dir, tmp_path):
     assert pickle.loads(pickle.dumps(Bomb(tmp_path / "boom"))) is None
     assert (tmp_path / "boom").exists()  # it works
     completes(sgsd.main, flags(world_dir, tmp_path / "run", **SMALL))
@@ -90,20 +93,19 @@ def test_pickles_in_a_checkpoint_are_passed_over_or_refused(world_dir, tmp_path,
     completes(sgsd.main, flags(world_dir, tmp_path / "run", **SMALL | {"steps": 2}))
     plant(last, "adapter_model.safetensors")
     given = [f"--data={world_dir}/data.jsonl", f"--out={tmp_path}/e", "--verifier=driver:Exact"]
-    refused(capsys, eval.main, [last, *given], str(last))
+    refused(eval.main, [last, *given], last)
     assert not (last / "boom").exists()
 
 
-OWN = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": ["own.T", None]}
-
-
-@pytest.mark.parametrize("changes", [{}, {"model_type": "own", "auto_map": OWN}])
-def test_a_model_of_pickles_or_with_its_own_code_is_refused(changes, world_dir, tmp_path, capsys):
+def test_a_model_of_pickles_or_with_its_own_code_is_refused(world_dir, tmp_path):
     model = shutil.copytree(world_dir / "model", tmp_path / "model")
     (model / "model.safetensors").unlink()
     plant(model, "pytorch_model.bin")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, **changes}))
+    argv = flags(world_dir, tmp_path / "run", model=model)
+    refused(sgsd.main, argv, model)
+    about = json.loads((model / "config.json").read_text()) | {"model_type": "own"}
+    about["auto_map"] = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}
+    (model / "config.json").write_text(json.dumps(about))
     (model / "own.py").write_text(f"import pathlib; pathlib.Path({str(model)!r}, 'boom').touch()")
-    refused(capsys, sgsd.main, flags(world_dir, tmp_path / "r", model=model), str(model))
+    refused(sgsd.main, argv, model)
     assert not (model / "boom").exists()
