@@ -1,15 +1,19 @@
-"""A run: its files, its data, what templates and tokens change, its bank, and --adapter."""
+"""A run: its files, its data, what templates and tokens change, its bank, and --adapter.
+
+`flags` is a command line of sgsd.py on a random model, `completes` calls it in this process. With
+`opened` a test looks at a run before its first step; `train` takes one through its steps.
+`uninterrupted` is the folder of a run that made its bank, and evolved after steps 3 and 6.
+"""
 
 import json
 import shutil
 from unittest import mock
 
 import datasets
-import driver
 import pytest
 import torch
 from conftest import PROBLEMS, make_tokenizer, save_model
-from driver import completes, flags, opened, refused, rows, train
+from driver import completes, contents, flags, opened, refused, rows, train
 from safetensors.torch import load_file
 from tokenizers import AddedToken
 
@@ -82,13 +86,13 @@ def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, 
         assert {run.tokenizer.convert_tokens_to_ids("<end_of_turn>"), 5} <= sgsd.masked_ids(run)
 
 
-def test_a_run_whose_bank_has_no_pair_ends_and_says_why(world_dir, tmp_path, capsys, monkeypatch):
+def test_a_run_whose_bank_has_no_pair_ends_and_says_why(world_dir, tmp_path, monkeypatch):
     """S8. None of the writer's replies can be read. The bank is kept."""
     refusing = lambda run, step: lambda prompts: ["no"] * len(prompts)  # noqa: E731
     monkeypatch.setattr(sgsd, "bank_writer", refusing)
     out, words = tmp_path / "run", ("0 skills and 0 mistakes", "4 solutions", "4 replies lost")
     argv = flags(world_dir, out, bank="", cold_start=4)
-    refused(capsys, sgsd.main, argv, *words, "--cold-start", "new --out")
+    refused(sgsd.main, argv, *words, "--cold-start", "new --out")
     assert [*files.by_step(out / "bank")] == [0] and not (out / "metrics.jsonl").exists()
 
 
@@ -110,14 +114,12 @@ def test_a_run_begins_with_a_checkpoints_weights_alone(world_dir, tmp_path, unin
     assert [m["step"] for m in rows(run.out / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def test_an_adapter_needs_its_base_and_a_folder(world_dir, tmp_path, uninterrupted, capsys):
+def test_an_adapter_needs_its_base_and_a_folder(world_dir, tmp_path, uninterrupted):
     last, other = uninterrupted / "checkpoints/step_000006", save_model(tmp_path / "other", seed=1)
-    for changes, words in (
-        ({"adapter": last, "model": other}, [str(last), str(world_dir / "model")]),
-        ({"adapter": last.parent}, [str(last.parent)]),
-    ):
-        refused(capsys, sgsd.main, flags(world_dir, tmp_path / "run", **changes), *words)
-        assert not driver.contents(tmp_path / "run")
+    argv = flags(world_dir, tmp_path / "run", adapter=last, model=other)
+    refused(sgsd.main, argv, last, world_dir / "model")
+    refused(sgsd.main, flags(world_dir, tmp_path / "run", adapter=last.parent), last.parent)
+    assert not contents(tmp_path / "run")
 
 
 def test_a_tracker_that_fails_as_it_starts_leaves_a_folder_that_can_begin(world_dir, tmp_path):
@@ -128,5 +130,5 @@ def test_a_tracker_that_fails_as_it_starts_leaves_a_folder_that_can_begin(world_
         raise OSError("no network")
 
     with mock.patch.object(runlog, "open_tracker", fails), pytest.raises(SystemExit):
-        driver.train(world_dir, tmp_path / "run", steps=1)
-    assert driver.train(world_dir, tmp_path / "run", steps=1).code == 0
+        train(world_dir, tmp_path / "run", steps=1)
+    assert train(world_dir, tmp_path / "run", steps=1).code == 0
