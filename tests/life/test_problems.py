@@ -112,28 +112,27 @@ def test_a_source_that_is_not_there_or_not_readable_is_refused(name, tmp_path, m
     one_line(lambda: problems.load_problems(name), name, "check")
 
 
-ANSWERS = {  # field of the problem, the hub's answer, and ours
-    "aime24": ("problem", "025", "025"),
-    "aime25": ("problem", 25, "25"),
-    "hmmt25": ("problem", "\\pi", "\\pi"),
-    "math500": ("problem", "1", "1"),
-    "amc23": ("question", 27.0, "27"),
-    "gsm8k": ("question", "2+2=<<2+2=4>>4\n#### 1,234", "1,234"),
+ON_THE_HUB = {  # a row of each set
+    "aime24": {"id": 60, "problem": " p ", "answer": "025"},
+    "aime25": {"id": 60, "problem": " p ", "answer": 25},
+    "hmmt25": {"id": 60, "problem": " p ", "answer": "\\pi"},
+    "math500": {"id": 60, "problem": " p ", "answer": "1"},
+    "amc23": {"id": 60, "question": " p ", "answer": 27.0},
+    "gsm8k": {"id": 60, "question": " p ", "answer": "2+2=<<2+2=4>>4\n#### 1,234"},
 }
+ANSWERS = {"aime24": "025", "aime25": "25", "hmmt25": "\\pi", "math500": "1", "amc23": "27"}
+ANSWERS |= {"gsm8k": "1,234"}
 
 
 @pytest.mark.parametrize("set_name", problems.SETS)
 def test_sets_by_name_are_read_from_the_hub_with_answers_as_text(set_name, monkeypatch):
-    problem_field, answer, want = ANSWERS[set_name]
-    row = {"id": 60, problem_field: " p ", "answer": answer}
-
     def load(hub_id, name, split):
         source = f"{hub_id}:{name}" if name else hub_id
         assert (source, split) == problems.SETS[set_name][:2]
-        return datasets.Dataset.from_list([row, row])
+        return datasets.Dataset.from_list([ON_THE_HUB[set_name]] * 2)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    copies = [Problem("60", "p", want), Problem("60#1", "p", want)]
+    copies = [Problem("60", "p", ANSWERS[set_name]), Problem("60#1", "p", ANSWERS[set_name])]
     assert problems.load_set(set_name, "unused") == copies
 
 
@@ -156,10 +155,14 @@ def test_problems_of_the_papers_evaluation_sets_are_refused_as_training_data_by_
 def test_the_order_of_minibatches_is_fixed_by_the_seed():
     """Golden: another order would be another run for every seed. Each epoch has all once."""
     data = [Problem(str(i), "x", "1") for i in range(10)]
-    for seed, orders in {3: ["4 5 0 1 2", "8 3 6 9 7", "1 9 5 6 4"], 0: ["4 1 7 5 3"]}.items():
-        for step, order in enumerate(orders, 1):
-            batch = problems.minibatch(data, 5, step, seed)
-            assert " ".join(x.id for x, _ in batch) == order
-            assert {epoch for _, epoch in batch} == {(step - 1) // 2}
-    small = problems.minibatch(data[:2], 5, 1, seed=0)  # a step of two epochs and a half
-    assert [epoch for _, epoch in small] == [0, 0, 1, 1, 2]
+
+    def order(step, seed, data=data):
+        """Ids of a step's five problems, each with its epoch."""
+        return " ".join(f"{x.id}:{epoch}" for x, epoch in problems.minibatch(data, 5, step, seed))
+
+    assert order(1, seed=3) == "4:0 5:0 0:0 1:0 2:0"
+    assert order(2, seed=3) == "8:0 3:0 6:0 9:0 7:0"
+    assert order(3, seed=3) == "1:1 9:1 5:1 6:1 4:1"
+    assert order(1, seed=0) == "4:0 1:0 7:0 5:0 3:0"
+    epochs = order(1, seed=0, data=data[:2]).replace("0:", ":").replace("1:", ":")
+    assert epochs == ":0 :0 :1 :1 :2"  # two epochs and a half

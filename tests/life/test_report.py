@@ -83,8 +83,10 @@ def test_the_contrast_of_an_entry_is_a_difference_of_differences_by_hand():
     """c is a support less the mean of the rollout's supports. Of g it is .02, .04 on successes and
     -.01, .01 on failures: .03 - 0, with variances of .0002 over 2 each: .03 ± 1.96 sqrt(.0002)."""
     rollouts, pairs = [], [["S", "err"], ["dyn_a", "err"]]
-    for r, a in ((1, [0.02, -0.02]), (1, [-0.02, -0.1]), (-1, [-0.11, -0.09]), (-1, [0.5, 0.48])):
-        rollouts.append({"step": 1, "r": r, "rho": [0, 0], "a": a, "pairs": pairs})
+    successes, failures = [[0.02, -0.02], [-0.02, -0.1]], [[-0.11, -0.09], [0.5, 0.48]]
+    for r, supports in {1: successes, -1: failures}.items():
+        for a in supports:
+            rollouts.append({"step": 1, "r": r, "rho": [0, 0], "a": a, "pairs": pairs})
     rollouts.append({**rollouts[0], "a": [math.nan, math.nan]})  # of a step that was skipped
     bank = {0: version("S", "dyn_a", "dyn_b")}
     s, a, b, err = report.ledger(bank, rollouts).values()
@@ -117,12 +119,11 @@ def write_run(path, text="5", steps=(1,)):
     return path
 
 
-def test_the_table_of_a_run_whose_supports_are_no_numbers(tmp_path, capsys):
+def test_the_table_of_a_run_whose_supports_are_no_numbers(tmp_path):
     """As of one that three bad steps have ended."""
     run = write_run(tmp_path)
     write_rows(run / "rollouts.jsonl", [rows(run / "rollouts.jsonl")[0] | {"a": [math.nan]}])
-    completes(report.main, [run])
-    assert "written:" in capsys.readouterr().out
+    assert "written:" in completes(report.main, [run])
 
 
 def test_text_is_text(tmp_path):
@@ -137,7 +138,7 @@ def test_text_is_text(tmp_path):
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", template)
 
 
-def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tmp_path, capsys):
+def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tmp_path):
     """Windows of 100 problems: two steps of 50. Of 200 teachers in the last ones."""
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B", range(1, 7))
     metrics = rows(run / "metrics.jsonl")
@@ -145,12 +146,13 @@ def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tm
         line |= {"success": success, "rho_distilled": 30, "rho_reversed": 10}
         line |= {"rho_ignored": 160 if line["step"] > 2 else 60}
     write_rows(run / "metrics.jsonl", metrics)
-    for name, count in {"Qwen--Qwen3-1.7B": 4, "step_000003": 6, "step_000006": 8}.items():
-        write_evaluation(run / "eval" / name, k=10, test=[count] * 20)
+    write_evaluation(run / "eval/Qwen--Qwen3-1.7B", k=10, test=[4] * 20)
+    write_evaluation(run / "eval/step_000003", k=10, test=[6] * 20)
+    write_evaluation(run / "eval/step_000006", k=10, test=[8] * 20)
     bank = skills.SkillBank.load(run / "bank/step_000000.json")
     bank.general_skills.append({**bank.general_skills[0], "skill_id": "dyn_gen_0"})
     bank.save(run / "bank/step_000003.json")
-    completes(report.main, [run])
+    printed = completes(report.main, [run])
     table = {row[0]: row[1:] for row in report.collect(run)["summary"]}
     wanted = {
         "correct solutions": ["40%", "95%"],
@@ -160,11 +162,10 @@ def test_a_table_has_a_runs_first_and_last_steps_its_bank_and_its_evaluations(tm
         "gain": ["", "+40.0 points (no interval)"],  # the gaps are equal
     }
     assert wanted.items() <= table.items()
-    printed = capsys.readouterr().out
     assert all(cell in printed for row in wanted.values() for cell in row)
 
 
-def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, capsys, monkeypatch):
+def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, monkeypatch):
     """The page of two runs lies in neither."""
     run, alone = write_run(tmp_path / "a", steps=(1, 2)), write_run(tmp_path / "b", steps=())
     for name in ("rollouts", "metrics"):  # torn by the moment
@@ -172,7 +173,7 @@ def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, capsys,
             f.write('{"step": 3, "probl')
     (run / "tokens.jsonl").unlink()
     assert report.collect(run)["metrics"]["step"] == [1, 2]
-    refused(capsys, report.main, [tmp_path], str(tmp_path), "config.json")
+    refused(report.main, [tmp_path], tmp_path, "config.json")
     monkeypatch.chdir(tmp_path)
     completes(report.main, [run, alone])
     assert [path.parent for path in tmp_path.rglob("report.html")] == [tmp_path]
@@ -182,15 +183,13 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
     """The base model begins the curves, and the prompt with skills has its own. Left out are other
     models, other runs' checkpoints and, where two files have one stem, other problems."""
     run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B")
-    for name, counts, settings in (
-        ("Qwen--Qwen3-1.7B", {"test": [5]}, {}),
-        ("step_000025", {"test": [6]}, {}),
-        ("step_000050", {"test": [7], "mine": [3]}, {}),
-        ("step_000050--skills", {"test": [8]}, {"skills": "a bank"}),
-        ("other--step_000075", {"test": [9]}, {"the policy's files": "another"}),
-    ):
-        write_evaluation(run / "eval" / name, settings, k=10, **counts)
-    write_evaluation(run / "eval/step_000010", digest="other problems", k=10, mine=[4])
+    of_run = run / "eval"
+    write_evaluation(of_run / "Qwen--Qwen3-1.7B", k=10, test=[5])
+    write_evaluation(of_run / "step_000025", k=10, test=[6])
+    write_evaluation(of_run / "step_000050", k=10, test=[7], mine=[3])
+    write_evaluation(of_run / "step_000050--skills", {"skills": "a bank"}, k=10, test=[8])
+    write_evaluation(of_run / "other--step_000075", {"the policy's files": "x"}, k=10, test=[9])
+    write_evaluation(of_run / "step_000010", digest="other problems", k=10, mine=[4])
     curves = {}
     for point in report.collect(run)["evals"]:
         curves.setdefault(point["set"], []).append((point["step"], point["avg"]))
@@ -206,14 +205,10 @@ class OnFailures(groups.MethodConfig):
     generations = 1
 
 
-LOGGED = [  # what it logs of its teachers, and what the page has of each
-    (set(), {"s_g", "s_e", "skill", "mistake"}),
-    ({"a", "rho"}, {"a", "rho", "says"}),
-]
+@pytest.mark.parametrize("names", [(), ("a", "rho")])
+def test_a_method_of_ones_own_is_shown_as_it_is(names, world_dir, tmp_path):
+    """names: what it logs of its teachers."""
 
-
-@pytest.mark.parametrize("names, shown", LOGGED)
-def test_a_method_of_ones_own_is_shown_as_it_is(names, shown, world_dir, tmp_path):
     def losses(run, step, x, rolls_G, pairs_K):
         for roll in rolls_G:
             numbers, tokens = {}, {}
@@ -239,7 +234,8 @@ def test_a_method_of_ones_own_is_shown_as_it_is(names, shown, world_dir, tmp_pat
     for view in data["rollouts"]:
         assert len(view["teachers"]) == (3 if view["r"] < 0 else 0) == len(view["delta"])
         for teacher in view["teachers"]:
-            assert shown <= {*teacher} and not {"alpha", "losses"} & {*teacher}
+            assert {"s_g", "s_e", "skill", "mistake", *names} <= {*teacher}
+            assert bool(names) == ("says" in teacher) and not {"alpha", "losses"} & {*teacher}
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no Chromium here")

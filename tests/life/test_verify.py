@@ -76,33 +76,29 @@ def test_the_answer_is_in_the_last_box_behind_all_thinking(text, verifier):
     assert verifier.outcome("5", text) == (1 if answer == "5" else -1)
 
 
-def verdicts(verifier, kind, right, every=1):
-    """How many known pairs of a kind there are, and those whose verdict is wrong."""
+def wrong_verdicts(verifier, kind, right, every=1):
+    """The known pairs of a kind, of which each is right or each wrong, whose verdict is another."""
     pairs = [x for x in PAIRS if (x["kind"], x["right"]) == (kind, right)][::every]
+    assert len(pairs) > 8
     cases = [(x["reference"], x["answer"], x.get("problem", "")) for x in pairs]
-    return len(cases), mistakes(verifier, cases, right)
+    return mistakes(verifier, cases, right)
 
 
-KNOWN = [  # kind, right or wrong, the most mistakes among every fifth of them, among all
-    ("exploitable", False, 0, 0),
-    ("ordinary", True, 2, 18),
-    ("ordinary", False, 5, 17),  # each needs the right digits: another unit or base, a set's braces
-]
-
-
-@pytest.mark.parametrize("kind, right, of_some, of_all", KNOWN)
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])
-def test_known_pairs_get_their_verdict_but_for_a_few(kind, right, of_some, of_all, every, verifier):
-    count, wrong = verdicts(verifier, kind, right, every)
-    assert count > 8 and len(wrong) <= (of_all if every == 1 else of_some), wrong
+def test_known_pairs_get_their_verdict_but_for_a_few(every, verifier):
+    """Every fifth one, or all."""
+    assert wrong_verdicts(verifier, "exploitable", False, every) == []
+    refused = wrong_verdicts(verifier, "ordinary", True, every)
+    assert len(refused) <= (18 if every == 1 else 2), refused
+    # each has the right digits: another unit or base, a set's braces
+    accepted = wrong_verdicts(verifier, "ordinary", False, every)
+    assert len(accepted) <= (17 if every == 1 else 5), accepted
 
 
 @pytest.mark.parametrize("kind", ["by hand", "copied"])
 def test_pairs_by_hand_and_copied_answers_get_their_verdict(kind, verifier):
     """A copy is right only as the reference's text, a plain number or a word."""
-    for right in (True, False):
-        count, wrong = verdicts(verifier, kind, right)
-        assert count > 8 and wrong == []
+    assert wrong_verdicts(verifier, kind, True) == wrong_verdicts(verifier, kind, False) == []
     assert verifier.verify("z" * 3000, "z" * 3000) and not verifier.verify("z" * 3000, "z" * 2999)
 
 
