@@ -203,6 +203,8 @@ def called(program, argv):
             code = program([str(arg) for arg in argv])
         except SystemExit as end:
             code = end.code
+    print(out.getvalue(), end="")  # pytest shows it where a test fails
+    print(err.getvalue(), end="", file=sys.stderr)
     return code, out.getvalue(), err.getvalue()
 
 

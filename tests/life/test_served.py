@@ -1,14 +1,17 @@
-"""An inference server: protocol, adapters and bad days of its client; a run with --server."""
+"""An inference server: protocol, adapters and bad days of its client; a run with --server.
+
+`engine` (fake_engine.py) is a server in a thread. `engine.answer` makes its replies, and
+`engine.bodies()` are the requests for completions that it had.
+"""
 
 import itertools
 import json
 import shutil
 import threading
 
-import driver
 import pytest
 from conftest import one_line
-from driver import completes, flags, rows, small_flags, two
+from driver import completes, flags, main, reply_to, rows, run_two, small_flags
 from fake_engine import DROP, STOPS, choices, serving
 
 import sgsd
@@ -85,26 +88,25 @@ def test_an_address_without_http_is_refused():
     one_line(call, "server localhost:8000/v1: ", "http://localhost:8000/v1")
 
 
-BASES = [  # a model, how a server lists it beside "base", and what owns it
-    ("org/model", {"id": "org/model", "root": "elsewhere"}),
-    ("org/model", {"id": "short", "root": "org/model", "owned_by": "vllm"}),
-    ("model", {"id": "short", "root": "{here}/model"}),
-]
-
-
-@pytest.mark.parametrize("model, entry", BASES)
-def test_of_several_bases_the_models_own_is_used(model, entry, engine, tmp_path, monkeypatch):
+def test_of_several_bases_the_models_own_is_used(engine, tmp_path, monkeypatch):
     """One is taken at its word. Of several without the model one line lists them."""
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     engine.adapters["mine"] = "/somewhere"  # an adapter is no base
-    server = a_server(engine, model)
-    server.check()
-    assert server.base == "base"
-    engine.bases.append(entry | {"root": entry["root"].format(here=tmp_path)})
-    server.check()
-    assert (server.base, server.engine) == (entry["id"], entry.get("owned_by", "unknown"))
-    words = [engine.url, f"base, {entry['id']}", "org/other"]
+
+    def used(model):
+        server = a_server(engine, model)
+        server.check()
+        return server.base, server.engine
+
+    assert used("org/any") == ("base", "vllm")
+    engine.bases.append({"id": "org/a", "root": "elsewhere"})
+    engine.bases.append({"id": "short", "root": "org/b", "owned_by": "another"})
+    engine.bases.append({"id": "shorter", "root": f"{tmp_path}/model"})
+    assert used("org/a") == ("org/a", "unknown")
+    assert used("org/b") == ("short", "another")
+    assert used("model") == ("shorter", "unknown")
+    words = [engine.url, "base, org/a, short, shorter", "org/other"]
     one_line(a_server(engine, "org/other").check, *words, kind=OSError)
 
 
@@ -207,8 +209,7 @@ def writing(engine, tokenizer):
         text = tokenizer.decode(body["prompt"])
         if "Return ONLY" not in text:  # a seed problem
             return engine.sampled(body)
-        reply = driver.reply_to(text)
-        return 200, choices(token_ids=[*tokenizer.encode(reply), STOPS[0]])
+        return 200, choices(token_ids=[*tokenizer.encode(reply_to(text)), STOPS[0]])
 
     engine.answer = answer
     return engine
@@ -239,37 +240,33 @@ def test_after_the_first_bank_steps_and_evolutions_ask_no_server(writing, world_
     assert len(writing.calls) == 8 + replies.count(0)
 
 
-def test_a_run_that_has_its_bank_goes_on_without_its_server(engine, world_dir, tmp_path, capsys):
+def test_a_run_that_has_its_bank_goes_on_without_its_server(engine, world_dir, tmp_path):
     """Nor does one need it that is given a bank. A line says so."""
     out, changes = tmp_path / "run", {"evolve_every": 0}
-    completes(driver.main, small_flags(world_dir, out, steps=1, server=engine.url, **changes))
+    completes(main, small_flags(world_dir, out, steps=1, server=engine.url, **changes))
     assert len(engine.bodies()) == 8
-    for more in (
-        small_flags(world_dir, out, steps=2, server=DEAD, **changes),
-        flags(world_dir, tmp_path / "given", steps=1, server=DEAD),
-    ):
-        completes(driver.main, more)
-        assert "nothing asks it" in capsys.readouterr().out
+    longer = small_flags(world_dir, out, steps=2, server=DEAD, **changes)
+    assert "nothing asks it" in completes(main, longer)
+    given = flags(world_dir, tmp_path / "given", steps=1, server=DEAD)
+    assert "nothing asks it" in completes(main, given)
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_server_that_one_rank_loses_in_the_cold_start_ends_both(rank, world_dir, tmp_path):
     """In one line of the rank that lost it. The solutions that came are not asked for again."""
-    out, log = tmp_path / "run", tmp_path / "lost"
-    log.mkdir()
+    out = tmp_path / "run"
     with serving() as first, serving() as second:
         argv = [*small_flags(world_dir, out, steps=1), "--server", first.url, second.url]
-        lost = (first, second)[rank]
+        lost = second if rank else first
         lost.answer = lambda body: lost.sampled(body) if len(lost.bodies()) < 3 else DROP
-        assert two(argv, log) == ([2, 1], [1, 2])[rank]
-        words = (log / f"log{rank}").read_text().split()
-        assert words.count("sgsd:") == 1 and f"{lost.url}:" in words and "Traceback" not in words
-        assert not {"sgsd:", "Traceback"} & {*(log / f"log{1 - rank}").read_text().split()}
+        texts = run_two(argv, ends=[1, 2] if rank else [2, 1])
+        assert texts[rank].count("sgsd: ") == 1 and f"{lost.url}: " in texts[rank]
+        assert "sgsd: " not in texts[1 - rank] and "Traceback" not in "".join(texts)
         memories = rows(out / "bank/memories.jsonl")
         assert 0 < len(memories) < 8
-        for engine in (first, second):
-            engine.calls.clear()
+        first.calls.clear()
+        second.calls.clear()
         lost.answer = lost.sampled
-        assert two(argv, tmp_path) == [0, 0]
+        run_two(argv)
         assert len(first.bodies()) + len(second.bodies()) == 8 - len(memories)
     assert rows(out / "bank/memories.jsonl")[: len(memories)] == memories
