@@ -182,11 +182,12 @@ def load_bank(path: str | pathlib.Path, least: int = 1) -> SkillBank:
     A list of --bank needs K or more. The run's own may have fewer, as merges join entries (S8).
     """
     bank = SkillBank.load(path)
-    if min(len(bank.general_skills), len(bank.common_mistakes)) < least:
-        rule = f"each list needs {least} or more" + f" (--num-teachers {least})" * (least > 1)
+    shorter = min(len(bank.general_skills), len(bank.common_mistakes))
+    if shorter < least:
         raise ValueError(
-            f"bank {path}: {bank.sizes}: {rule}; in a new --out give another --bank or a larger "
-            "--cold-start"
+            f"bank {path}: {bank.sizes}: each list needs {least} or more; give "
+            + f"--num-teachers {shorter}, or " * (shorter > 0)
+            + "in a new --out another --bank or a larger --cold-start"
         )
     return bank
 

@@ -244,11 +244,13 @@ def numbers_of(steps: list[dict]) -> dict[str, str]:
     """The table's cells for some steps, by label. steps: their rows of metrics.jsonl."""
     fates = [f"rho_{fate}" for fate in runlog.FATE.values()]
     mean = {}
-    for name in ("success", "truncated", "completion_tokens", *fates):
-        mean[name] = sum(row[name] for row in steps) / len(steps)
+    for name in ("success", "truncated", "completion_tokens", "mixed", *fates):
+        mean[name] = sum(row.get(name, 0) for row in steps) / len(steps)
     teachers = sum(mean[name] for name in fates)
     cells = {"correct solutions": f"{mean['success']:.0%}"}
-    for fate in runlog.FATE.values():
+    if "mixed" in steps[0]:  # by its advantages such a method learns, and not from teachers
+        cells["groups with right and wrong ones"] = f"{mean['mixed']:.0%}"
+    for fate in runlog.FATE.values() if "mixed" not in steps[0] else ():
         cells[f"teachers {fate}"] = f"{mean[f'rho_{fate}'] / teachers:.0%}" if teachers else "-"
     cells["solutions cut at the limit"] = f"{mean['truncated']:.0%}"
     return cells | {"tokens of a solution": f"{mean['completion_tokens']:.0f}"}

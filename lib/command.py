@@ -149,7 +149,11 @@ def parser_of(about: str | None, kind: Any, presets: dict[str, dict[str, Any]]) 
     usage = f"{'[--preset NAME]' if presets else 'PATH [PATH ...]'} [--FLAG VALUE ...] [@FILE]"
     parser = Parser(kind.program, usage, about, argument_default=argparse.SUPPRESS)
     if presets:
-        parser.add_argument("--preset", choices=presets, help="settings to start from")
+        parser.add_argument(
+            "--preset",
+            choices=presets,
+            help="settings to start from; --help shows the defaults without a preset",
+        )
     default_of = {f.name: f.default for f in fields(kind) if f.name not in kind.not_offered}
     listed = " ".join(kind.groups.values()).split()
     own = [name for name in default_of if name not in listed]

@@ -17,18 +17,22 @@ LOCK = ".lock"  # in a folder that a command uses
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path, seconds: float = 60) -> Iterator[None]:
-    """Lock a folder for this process; ValueError if another process holds it for a minute.
+    """Lock a folder for this process. If another process holds it, we say so and wait a minute.
 
     We wait because a restarted job may begin before the old one has ended. The system frees the
-    lock when the process ends, however it ends.
+    lock when the process ends, however it ends. After the minute filelock raises an OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder / LOCK, timeout=seconds)
     try:
-        with filelock.FileLock(folder / LOCK, timeout=seconds):
-            yield
+        lock.acquire(timeout=0)
     except filelock.Timeout:
-        line = "another command uses this directory; wait until it ends, or stop it"
-        raise ValueError(f"{folder}: {line}") from None
+        print(f"{folder}: another command uses it; waiting for up to {seconds:g} s", flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager

@@ -155,7 +155,9 @@ def _load_tokenizer(source: str) -> Any:
     Some chat templates drop it, and so does an empty tokenizer that transformers may make up.
     """
     if (Path(source) / "adapter_config.json").exists():  # transformers would also load its base
-        raise ValueError("it is an adapter; give its base")
+        raise ValueError(
+            "it is an adapter; give its base as --model, and in training this folder as --adapter"
+        )
     AutoConfig.from_pretrained(source, trust_remote_code=False)  # raises for what is no model
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     ids: Any = tokenizer.apply_chat_template(CHAT, return_dict=False)

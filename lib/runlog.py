@@ -20,18 +20,26 @@ from typing import Any
 
 import torch
 
-FIRST_STEPS = 5  # after these a run warns if nothing was right, or no teacher was decided
+FIRST_STEPS = 5  # after these a run warns if they taught nothing
 CAUSES = {  # why no solution was right: what all solutions were, and what to do
     "truncated": "all were cut at --max-new-tokens; raise it",
     "no_answer": "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier",
 }
 NONE_RIGHT = "compare `pred` and `gold` in rollouts.jsonl, and see --answer-field and --verifier"
+ALIKE = {  # if no group had right and wrong solutions: what to do, by the share of right ones
+    0.0: "all were wrong; if their verdicts are right, take easier problems, or more --generations",
+    1.0: "all were right; take harder problems, or more --generations",
+}
 # Names of numbers in our logs, which a method may not give to its own.
 TAKEN = (
     "index step r reward loss unmasked clipped first_gap audit bank_skills bank_mistakes".split()
 )
 LOGS = ("metrics", "rollouts", "tokens")  # the .jsonl files of a run
 FATE = {1: "distilled", -1: "reversed", 0: "ignored"}  # of a teacher, by rho (Eq. 13)
+LEGENDS = {  # what we print below the first step's line
+    "rho": "rho +/-/0: teachers distilled, reversed, ignored",
+    "mixed": "mixed: share of groups with right and wrong solutions; the others teach nothing",
+}
 PACKAGES = ("torch", "transformers", "peft", "sentence-transformers", "numpy", "math-verify")
 
 
@@ -126,9 +134,9 @@ def summarize(
 
     rows: the step's rows of rollouts.jsonl from all ranks, at least one. norm: the gradient's,
     before clipping; if it is not finite, the step counts as skipped. seconds: those of each part.
-    gb: peak memory, GiB. We leave out a mean support over no teachers; shares and other means over
-    nothing are 0. Rows of a method without teachers lack teachers' numbers. A number of the
-    method's own is a mean over the rows that have it. ValueError as `joined` raises it.
+    gb: peak memory, GiB. We leave out a mean support over no teachers, and where no row has gaps or
+    a mask their numbers; shares and other means over nothing are 0. A number of the method's own is
+    a mean over the rows that have it. ValueError as `joined` raises it.
     """
     total = len(rows)
     metrics: dict[str, Any] = {
@@ -146,10 +154,13 @@ def summarize(
     unmasked = [row.get("unmasked", length) for row, length in zip(rows, lengths)]
     gaps = sum(n * len(row.get("first_gap", [])) for row, n in zip(rows, unmasked))
     first_gaps = list(itertools.chain.from_iterable(row.get("first_gap", []) for row in rows))
+    if any("unmasked" in row for row in rows):
+        metrics |= {
+            "clip_share": sum(row.get("clipped", 0) for row in rows) / max(1, gaps),
+            "mask_share": sum(unmasked) / sum(lengths),
+            "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
+        }
     metrics |= {
-        "clip_share": sum(row.get("clipped", 0) for row in rows) / max(1, gaps),
-        "mask_share": sum(unmasked) / max(1, sum(lengths)),
-        "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
         "completion_tokens": sum(lengths) / total,
         "grad_norm": norm,
         "learning_rate": lr,
@@ -187,32 +198,37 @@ def polarity_numbers(rows: list[dict]) -> dict[str, Any]:
 
 
 def log_line(m: dict[str, Any], steps: int, late: int = 0) -> str:
-    """A step's line on the terminal; after the first step's line a second one explains rho.
+    """A step's line on the terminal, with what its method logs; the first step's explains a word.
 
     m: the step's row of metrics.jsonl. steps: the run's number of steps. late: the number of
     answers that took the verifier too long since the command began.
     """
-    counts = f"+{m['rho_distilled']}/-{m['rho_reversed']}/0:{m['rho_ignored']}"
-    rho = "" if counts == "+0/-0/0:0" else f"rho {counts} "  # GRPO has no teachers
-    success, mask = (f"{m[name]:.2f}".removeprefix("0") for name in ("success", "mask_share"))
+    share = {name: f"{x:.2f}".removeprefix("0") for name, x in m.items()}
+    fates = [m[f"rho_{fate}"] for fate in FATE.values()]
+    numbers = {
+        "r+": share["success"],
+        "rho": "+{}/-{}/0:{}".format(*fates) if any(fates) else "",
+        "mixed": share.get("mixed"),
+        "clip": f"{m['clip_share']:.1%}" if "clip_share" in m else "",
+        "mask": share.get("mask_share"),
+        "gnorm": f"{m['grad_norm']:.2g}",
+    }
+    words = [f"{word} {number}" for word, number in numbers.items() if number]
     cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
     slow = f" | {late} answers so far took longer than --verify-timeout" if late else ""
-    legend = (
-        "\n  rho +/-/0: teachers distilled, reversed, ignored" if rho and m["step"] == 1 else ""
-    )
+    legends = [f"\n  {LEGENDS[word]}" for word in LEGENDS if numbers[word] and m["step"] == 1]
     parts = []
     for part in ("gen", "score", "bwd"):
         x = m[f"seconds.{part}"]
         parts.append(f"{part} {x:.1f}s" if x < 10 else f"{part} {x:.0f}s")
     return (
-        f"step {m['step']}/{steps} loss {m['loss']:+.4f} r+ {success} {rho}"
-        f"clip {m['clip_share']:.1%} mask {mask} gnorm {m['grad_norm']:.2g} "
-        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}{slow}{legend}"
+        f"step {m['step']}/{steps} loss {m['loss']:+.4f} {' '.join(words)} "
+        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}{slow}{''.join(legends)}"
     )
 
 
 def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
-    """Lines that warn after a step if the run learns nothing. A command prints each of them once.
+    """Lines that warn after the fifth step if a run learns nothing.
 
     steps: the rows of metrics.jsonl of the command's steps so far. cfg: its settings; a method
     without --eps-a decides by a rule of its own.
@@ -223,6 +239,12 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
     if not any(row["success"] for row in steps):
         causes = [text for name, text in CAUSES.items() if all(row[name] == 1 for row in steps)]
         lines.append(f"no right solution {beginning}: {[*causes, NONE_RIGHT][0]}")
+    if not any(row.get("mixed", 1) for row in steps):
+        success = statistics.fmean(row["success"] for row in steps)
+        cause = ALIKE.get(success, "each was all right or all wrong; take more --generations")
+        lines.append(
+            f"no group had right and wrong solutions {beginning}, so nothing was learnt: {cause}"
+        )
     decided = any(row["rho_distilled"] or row["rho_reversed"] for row in steps)
     if "eps_a" not in cfg.not_offered and not decided and any(row["rho_ignored"] for row in steps):
         size = statistics.median(row["abs_a_p50"] for row in steps)

@@ -13,7 +13,10 @@ tensors by name, each of them optional.
     rho            [K]     -1, 0 or 1 of each teacher: counted; the report names its decision
     a              [K]     the supports: means and quantiles; drawn beside the threshold
     a_plain, alpha, losses [K]     logged, and shown beside each teacher
-    any other      scalar  logged; a number's mean over the step's rollouts is a metric with a curve
+    mixed          scalar  1 if the group's rewards differ, so that it teaches, else 0; its mean is
+                           on the step's line, and a run warns if that is 0 in its first steps
+    any other      scalar  logged; the mean over the step's rollouts that have it is a metric with a
+                           curve
 
     token_numbers          what becomes of it in tokens.jsonl, in audited steps, and the report
     delta          [K, T]  the gaps: the first and the clipped are counted; they colour the tokens

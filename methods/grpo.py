@@ -116,7 +116,7 @@ def weighted_losses(run: Run, rolls_G: list[Rollout], advantages_G: Tensor) -> g
             ids_T = roll.completion_ids
             logp_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T, temperature)
             loss = grpo_loss(logp_T, logp_T, advantage.item())
-        yield loss, {"advantage": advantage}, {}
+        yield loss, {"advantage": advantage, "mixed": advantages_G.any().float()}, {}
 
 
 train_step = groups.make_step(losses, groups.prompt_with_skills)

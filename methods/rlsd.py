@@ -97,7 +97,8 @@ def losses(
             gap_T = torch.zeros_like(logpS_T) if logpT_T is None else logpT_T - logpS_T
             advantage_T = token_advantages(gap_T, advantage.item(), lam)
             loss = grpo_loss(logpS_T, logpS_T, advantage_T)
-        yield loss, {"advantage": advantage}, {"advantage": advantage_T}
+        mixed = advantages_G.any().float()
+        yield loss, {"advantage": advantage, "mixed": mixed}, {"advantage": advantage_T}
 
 
 def teachers_logprobs(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Tensor:

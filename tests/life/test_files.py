@@ -39,8 +39,8 @@ def test_a_damaged_file_is_named(tmp_path):
         one_line(lambda: files.end_of_step(log, 2), f"{log}:2")
 
 
-def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
-    """Another command waits for that, by default a minute."""
+def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path, capsys):
+    """Another command says that it waits for that, by default a minute."""
     folder = tmp_path / "runs/run"
 
     def hold_for_ever(argv):
@@ -52,8 +52,9 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path):
     while not (tmp_path / "held").exists():
         assert os.waitpid(other, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()
     for _ in range(2):  # the first refusal changes nothing
-        with pytest.raises(ValueError, match=f"{folder}: another command"):
+        with pytest.raises(OSError, match=str(folder)):
             files.locked(folder, seconds=0.1).__enter__()
+        assert f"{folder}: another command uses it; waiting" in capsys.readouterr().out
     threading.Timer(0.5, os.kill, (other, signal.SIGKILL)).start()
     with files.locked(folder):
         assert wait(other) == -signal.SIGKILL

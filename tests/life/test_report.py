@@ -37,7 +37,7 @@ def test_the_curves_equal_the_logs(uninterrupted, tmp_path):
         logged = [line.get(name) for line in rows(uninterrupted / "metrics.jsonl")]
         assert run["metrics"][name] == [x and pytest.approx(x, rel=1e-5) for x in logged]
     drawn = {*re.findall(r'(?:key|ofTeachers)\("([\w.]+)"\)', text)}
-    assert "success" in drawn and drawn <= {*run["metrics"]}
+    assert "success" in drawn and drawn <= {*run["metrics"], "mixed"}  # which GRPO logs
 
 
 def version(*ids, **update):

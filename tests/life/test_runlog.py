@@ -91,18 +91,31 @@ def test_a_steps_numbers_by_hand():
     one_line(lambda: summary([row(1, [], [], grad_norm=1.0)]), "'grad_norm'")  # a method's own
 
 
+def test_the_line_of_grpo_has_its_mixed_groups_and_neither_a_mask_nor_clipped_gaps():
+    """Two groups of two: one has both verdicts, and teaches."""
+    records = []
+    for r, mixed in ((1, 1.0), (-1, 1.0), (-1, 0.0), (-1, 0.0)):
+        rollout = {"r": r, "loss": 0.0, "pred": "5", "truncated": False, "completion_ids": [1]}
+        records.append(rollout | {"mixed": mixed})
+    m = summary(records)
+    line, legend = runlog.log_line(m, 9).split("\n")
+    assert "r+ .25 mixed .50 gnorm 0.1 |" in line and "mixed:" in legend
+    assert "\n" not in runlog.log_line(m | {"step": 2}, 9)
+    assert not {"mask_share", "clip_share", "first_gap"} & {*m}
+
+
 USUAL = {"truncated": 0.0, "no_answer": 0.0, "abs_a_p50": 0.02, "rho_distilled": 1}
 USUAL |= {"success": 0.0, "rho_reversed": 0, "rho_ignored": 3}
 
 
 def warnings(cfg, **numbers):
-    """What is said after the fifth of 20 steps with these numbers, and after no other."""
+    """What is said after the fifth of 20 steps with these numbers; nothing after the others."""
     steps, lines = [], {}
     for step in range(1, 21):
         steps.append({"step": step, **USUAL, **numbers})
         lines[step] = "\n".join(runlog.warnings_after(steps, cfg))
     after_five = lines.pop(5)
-    assert not any(lines.values()) and "\n" not in after_five
+    assert not any(lines.values())
     return after_five
 
 
@@ -118,6 +131,15 @@ def test_after_five_steps_without_a_decided_teacher_one_line_names_the_threshold
     assert not warnings(Config(), **none | {"rho_reversed": 1})
     assert not warnings(Config(), **none | {"rho_ignored": 0})
     assert not warnings(MethodConfig(), **none)
+
+
+def test_after_five_steps_without_a_group_of_both_verdicts_a_line_names_the_way_out():
+    """Easier problems, harder ones, or larger groups, by what the groups were."""
+    of_groups = MethodConfig()
+    assert "take easier problems" in warnings(of_groups, mixed=0.0, success=0.0)
+    assert "take harder problems" in warnings(of_groups, mixed=0.0, success=1.0)
+    assert "more --generations" in warnings(of_groups, mixed=0.0, success=0.5)
+    assert not warnings(of_groups, mixed=0.1, success=0.5)
 
 
 def test_a_tracker_gets_a_steps_numbers_and_goes_on_with_a_run(tmp_path, monkeypatch):

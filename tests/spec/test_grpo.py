@@ -60,7 +60,7 @@ def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path
         # rewards -1, 1, 1: mean 1/3, sample std 2 / sqrt(3)
         advantage = (row["r"] - 1 / 3) / (2 / math.sqrt(3) + 1e-4)
         assert (row["advantage"], row["loss"]) == pytest.approx((advantage, -advantage), abs=1e-5)
-        assert not {"alpha", "a", "rho"} & {*row}  # it has no teachers
+        assert not {"alpha", "a", "rho"} & {*row} and row["mixed"] == 1  # it has no teachers
         pairs, ids = [], row["completion_ids"]
         if method == "grpo+skill":
             pairs = run.bank.retrieve(row["problem"], 3, run.embed)
@@ -75,7 +75,7 @@ def test_a_group_whose_rewards_are_equal_is_not_scored(world_dir, tmp_path, monk
     monkeypatch.setattr(scoring, "token_logprobs", lambda *_, **__: pytest.fail("it is scored"))
     changes = {"generations": 3, "batch_size": 2, "verifier": "driver:Exact"}
     _, of_step, gradients = one_step(world_dir, tmp_path / "run", "grpo", **changes)
-    assert {(row["r"], row["loss"]) for row in of_step} == {(-1, 0)}
+    assert {(row["r"], row["loss"], row["mixed"]) for row in of_step} == {(-1, 0, 0)}
     assert not any(gradient.any() for gradient in gradients)
 
 

@@ -72,7 +72,7 @@ def test_a_step_is_its_definition(method, field, world_dir, tmp_path):
         assert not {"a", "rho"} & {*row}  # a weight is no polarity
         # rewards -1, 1, 1: mean 1/3, sample deviation 2 / sqrt(3); eps 1e-6
         advantage = (row["r"] - 1 / 3) / (2 / math.sqrt(3) + 1e-6)
-        assert row["advantage"] == pytest.approx(advantage, abs=1e-6)
+        assert row["advantage"] == pytest.approx(advantage, abs=1e-6) and row["mixed"] == 1
         logpS_T, gap_T = logprobs_of_ids(run.lm, student, ids, run.cfg.temperature), 0.0
         for prompt, weight in zip(*teachers_of(run, row)):
             with torch.no_grad(), run.lm.disable_adapter() if is_base else nullcontext():
