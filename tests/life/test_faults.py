@@ -1,4 +1,10 @@
-"""Signals, full disks, bugs, numbers not finite, lost ranks."""
+"""Signals, full disks, bugs, numbers not finite, lost ranks.
+
+`run(argv)` is a command in a process of its own, which must end with 0 or the code `ends`, and
+`run_two` the same on two ranks; they return what was printed. A run of `small_flags` makes its
+bank, saves after steps 2, 3, 4 and 6, and evolves after 3 and 6; `uninterrupted` is such a run.
+Another function of a step, by `with_steps`, does the damage.
+"""
 
 import functools
 import math
@@ -12,7 +18,7 @@ import time
 import driver
 import pytest
 from conftest import ROOT
-from driver import at_touch, go, rows, small_flags, state, two
+from driver import equal, rows, run, run_two, small_flags, stopped_at, with_steps
 from safetensors.torch import load_file
 
 import distributed
@@ -20,19 +26,19 @@ import sgsd
 from lib import files, model
 
 
-def at_step(number, rank, act):
-    """A step function that first acts, in one step on one rank."""
+def before_step(number, act, rank=0):
+    """The command, in which one rank first acts in one step."""
 
     def step_fn(run, step):
-        if (step, run.world.rank) == (number, rank):
+        if step == number and run.world.rank == rank:
             act()
         return sgsd.train_step(run, step)
 
-    return step_fn
+    return with_steps(step_fn)
 
 
-def breaking(steps, rank=0):
-    """A step function in which the gradient is not finite, on one rank, in these steps."""
+def not_finite(*steps, rank=0):
+    """The command, in which on one rank the gradient is not finite in these steps."""
 
     def step_fn(run, step):
         bad = math.nan if step in steps and run.world.rank == rank else 1.0
@@ -42,70 +48,78 @@ def breaking(steps, rank=0):
         hook.remove()
         return result
 
-    return step_fn
+    return with_steps(step_fn)
 
 
-def steps_of(out):
-    """The steps in the log, and those of the checkpoints."""
-    logged = [m["step"] for m in rows(out / "metrics.jsonl")]
-    return logged, list(files.by_step(out / "checkpoints"))
+def logged(out):
+    """The steps in the log."""
+    return [m["step"] for m in rows(out / "metrics.jsonl")]
 
 
-def assert_goes_on(argv, out, uninterrupted, log):
-    """The same command makes the run what it would have been."""
-    assert go(argv, log) == 0, log.read_text()[-3000:]
-    assert state(out) == state(uninterrupted)
+def saved(out):
+    """The steps of the checkpoints."""
+    return [*files.by_step(out / "checkpoints")]
 
 
-def assert_one_line(log, *words):
-    """The log has one line of an error with these words, and no traceback."""
-    text = log.read_text()
+def error_in(text):
+    """The one line of an error in what a command printed."""
     (line,) = [line for line in text.splitlines() if line.startswith("sgsd: ")]
-    assert "Traceback" not in text and all(word in line for word in words), text[-3000:]
+    assert "Traceback" not in text, text[-3000:]
+    return line
 
 
-SIGNALS = [  # seconds between them, the steps in the log, the steps saved
-    (0.0, [1, 2, 3], [2, 3]),  # one: torchrun passes on what the terminal has sent
-    (1.1, [1, 2], [2]),
-]
+# ---------------------------------------------------------------------------------------- signals
 
 
-@pytest.mark.parametrize("seconds, logged, saved", SIGNALS)
-def test_a_signal_waits_for_the_save_and_a_later_one_ends_at_once(
-    seconds, logged, saved, world_dir, tmp_path, uninterrupted
-):
-    """With 130. The evolution that is due after this step comes with the continued run."""
+def two_signals(seconds):
+    """Send two signals, so far apart."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.raise_signal(number)
+        time.sleep(seconds)
 
-    def send_two():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.raise_signal(number)
-            time.sleep(seconds)
 
-    out, log = tmp_path / "run", tmp_path / "log"
+def test_a_signal_waits_for_the_save(world_dir, tmp_path, uninterrupted):
+    """Two at once are one: torchrun passes on what the terminal has sent. The evolution that is due
+    after this step comes with the continued run."""
+    out = tmp_path / "run"
     argv = small_flags(world_dir, out)
-    assert go(argv, log, at_step(3, 0, send_two)) == 130
-    text = log.read_text()
+    text = run(argv, before_step(3, lambda: two_signals(0.0)), ends=130)
     assert text.count("finishing this step") == 1 and "Traceback" not in text
     assert "same command" in text.splitlines()[-1]
-    assert steps_of(out) == (logged, saved) and not (out / "bank/step_000003.json").exists()
-    assert_goes_on(argv, out, uninterrupted, log)
+    assert logged(out) == [1, 2, 3] and saved(out) == [2, 3]
+    assert not (out / "bank/step_000003.json").exists()
+    run(argv)
+    equal(out, uninterrupted)
+
+
+def test_a_later_signal_ends_a_step_at_once(world_dir, tmp_path, uninterrupted):
+    out = tmp_path / "run"
+    argv = small_flags(world_dir, out)
+    text = run(argv, before_step(3, lambda: two_signals(1.1)), ends=130)
+    assert text.count("finishing this step") == 1 and "Traceback" not in text
+    assert "same command" in text.splitlines()[-1]
+    assert logged(out) == [1, 2] and saved(out) == [2]
+    run(argv)
+    equal(out, uninterrupted)
 
 
 def test_a_signal_of_one_rank_ends_both_after_the_save(world_dir, tmp_path):
-    step_fn = at_step(2, 1, functools.partial(signal.raise_signal, signal.SIGTERM))
-    assert two(small_flags(world_dir, tmp_path / "run"), tmp_path, step_fn) == [130, 130]
-    assert steps_of(tmp_path / "run") == ([1, 2], [2])
+    out, stop = tmp_path / "run", functools.partial(signal.raise_signal, signal.SIGTERM)
+    run_two(small_flags(world_dir, out), before_step(2, stop, rank=1), ends=(130, 130))
+    assert logged(out) == [1, 2] and saved(out) == [2]
 
 
-@pytest.mark.parametrize("place, banks", [("bank/replies.jsonl", 0), ("bank/.step_000003", 1)])
-def test_outside_of_a_step_a_signal_ends_a_run_at_once(place, banks, world_dir, tmp_path):
+@pytest.mark.parametrize("file", ["bank/replies.jsonl", "bank/.step_000003"])
+def test_outside_of_a_step_a_signal_ends_a_run_at_once(file, world_dir, tmp_path):
     """In the cold start, and in the evolution after step 3, which is saved before."""
-    out, log = tmp_path / "run", tmp_path / "log"
-    before = at_touch(place, number=signal.SIGINT)
-    assert go(small_flags(world_dir, out), log, before=before) == 130
-    text = log.read_text()
+    out = tmp_path / "run"
+    text = run(small_flags(world_dir, out), stopped_at(file, by=signal.SIGINT), ends=130)
     assert "same command" in text.splitlines()[-1] and "Traceback" not in text
-    assert len([*out.glob("bank/step*")]) == banks
+    assert saved(out) == ([] if "replies" in file else [2, 3])
+    assert not (out / "bank/step_000003.json").exists()
+
+
+# ------------------------------------------------------------------------ bugs, disks and numbers
 
 
 class Failing(driver.CoinVerifier):
@@ -118,44 +132,43 @@ class Failing(driver.CoinVerifier):
 
 
 @pytest.mark.parametrize("bank", ["", "bank.json"])
-@pytest.mark.parametrize("rank", ["0", pytest.param("1", marks=pytest.mark.long)])
-def test_a_bug_of_one_rank_shows_its_traceback_and_no_rank_hangs(bank, rank, world_dir, tmp_path):
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_bug_of_one_rank_shows_its_traceback_and_no_rank_hangs(
+    bank, rank, world_dir, tmp_path, monkeypatch
+):
     """In the cold start, and in a step."""
+    monkeypatch.setenv("FAILING", str(rank))
     changes = {"verifier": "test_faults:Failing", "bank": bank and world_dir / bank}
-    before = functools.partial(os.environ.update, FAILING=rank)
-    argv = small_flags(world_dir, tmp_path / "run", **changes)
-    assert two(argv, tmp_path, before=before) == [1, 1]
-    log = (tmp_path / f"log{rank}").read_text()
-    assert "Traceback" in log and "a planted bug" in log
+    texts = run_two(small_flags(world_dir, tmp_path / "run", **changes), ends=(1, 1))
+    assert "Traceback" in texts[rank] and "a planted bug" in texts[rank]
 
 
 def test_a_full_disk_is_one_line_and_leaves_whole_files(world_dir, tmp_path, uninterrupted):
     """As full as one process can make it: from step 4 on no file may grow beyond 100,000 bytes."""
-    out, log = tmp_path / "run", tmp_path / "log"
+    out = tmp_path / "run"
     argv = small_flags(world_dir, out)
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, most))
-    assert go(argv, log, at_step(4, 0, limit)) == 2
-    assert_one_line(log, "step_000004", "too large", "same command")
-    assert steps_of(out)[1] == [2, 3]
-    assert_goes_on(argv, out, uninterrupted, log)
+    line = error_in(run(argv, before_step(4, limit), ends=2))
+    assert "step_000004" in line and "too large" in line and "same command" in line
+    assert saved(out) == [2, 3]
+    run(argv)
+    equal(out, uninterrupted)
 
 
 def test_a_bad_step_moves_no_weight_and_a_third_in_a_row_ends_both_ranks(world_dir, tmp_path):
     """S34: on one rank the gradient was not finite. The count goes on where the command does."""
-    out, log = tmp_path / "run", tmp_path / "log"
+    out = tmp_path / "run"
     argv = small_flags(world_dir, out, bank=world_dir / "bank.json", evolve_every=0)
-    assert two(argv, tmp_path, breaking({1, 3, 4, 5}, rank=1)) == [2, 2]
+    text, _ = run_two(argv, not_finite(1, 3, 4, 5, rank=1), ends=(2, 2))
     assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1]
     by_step = files.by_step(out / "checkpoints")
     weights = [(path / "adapter_model.safetensors").read_bytes() for path in by_step.values()]
     assert [*by_step] == [2, 4, 5] and weights[0] == weights[1] == weights[2]
-    assert_one_line(tmp_path / "log0", "last 3 steps", f"--adapter {by_step[5]}")
+    assert "last 3 steps" in error_in(text) and f"--adapter {by_step[5]}" in text
     for _ in range(2):  # the last step is bad, too: the run never ends well on it
-        log.unlink(missing_ok=True)
-        assert go(argv, log, breaking({6})) == 2
-        assert_one_line(log, "last 4 steps")
-    assert go([*argv, "--steps=7"], log) == 0
+        assert "last 4 steps" in error_in(run(argv, not_finite(6), ends=2))
+    run([*argv, "--steps=7"])
     assert [m["skipped"] for m in rows(out / "metrics.jsonl")] == [1, 0, 1, 1, 1, 1, 0]
     last = out / "checkpoints/step_000007"
     assert (last / "adapter_model.safetensors").read_bytes() != weights[0]
@@ -165,11 +178,15 @@ def test_a_bad_step_moves_no_weight_and_a_third_in_a_row_ends_both_ranks(world_d
 def test_an_evolution_that_is_due_after_a_third_bad_step_comes_with_the_next_command(
     world_dir, tmp_path
 ):
-    out, log = tmp_path / "run", tmp_path / "log"
+    out = tmp_path / "run"
     argv = small_flags(world_dir, out, checkpoint_every=9)
-    assert go(argv, log, breaking({1, 2, 3})) == 2
-    assert steps_of(out)[1] == [3] and not (out / "bank/step_000003.json").exists()
-    assert go(argv, log) == 0 and (out / "bank/step_000003.json").exists()
+    run(argv, not_finite(1, 2, 3), ends=2)
+    assert saved(out) == [3] and not (out / "bank/step_000003.json").exists()
+    run(argv)
+    assert (out / "bank/step_000003.json").exists()
+
+
+# ------------------------------------------------------------------------------------- lost ranks
 
 
 def kill():
@@ -182,9 +199,9 @@ def test_a_rank_that_ends_ends_the_other(world_dir, tmp_path):
     """gloo tells rank 0, and torchrun would end it."""
     out = tmp_path / "run"
     argv = small_flags(world_dir, out, bank=world_dir / "bank.json")
-    assert two(argv, tmp_path, at_step(3, 1, kill)) == [1, -signal.SIGKILL]
-    assert "another process has ended" in (tmp_path / "log0").read_text()
-    assert steps_of(out) == ([1, 2], [2])
+    text, _ = run_two(argv, before_step(3, kill, rank=1), ends=(1, -signal.SIGKILL))
+    assert "another process has ended" in text
+    assert logged(out) == [1, 2] and saved(out) == [2]
 
 
 def interrupt():
@@ -193,33 +210,29 @@ def interrupt():
     time.sleep(0.2)
 
 
-STEPS = {"kill": at_step(3, 1, kill), "interrupt": at_step(3, 0, interrupt)}
+UNDER_TORCHRUN = {
+    "kill": before_step(3, kill, rank=1),
+    "interrupt": before_step(3, interrupt),
+}
 
 
-def torchrun(step_fn, option, argv):
-    """A run of two processes by torchrun, with a step function of STEPS."""
+def torchrun(name, option, argv):
+    """A run of two processes by torchrun, of UNDER_TORCHRUN."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
-    command += [option, __file__, step_fn, *argv]
+    command += [option, __file__, name, *argv]
     given = {"env": environment, "capture_output": True, "text": True}
     return subprocess.run(command, start_new_session=True, **given)
 
 
-def assert_same_banks(out, uninterrupted):
-    """Memories lie in another order where two processes made them."""
-    ours, theirs = state(out), state(uninterrupted)
-    assert [m["step"] for m in ours["metrics"]] == [1, 2, 3, 4, 5, 6]
-    for name in theirs:
-        assert "bank/step" not in name or ours[name] == theirs[name], name
-
-
 @pytest.mark.long
 def test_torchrun_starts_a_run_again_that_lost_a_rank(world_dir, tmp_path, uninterrupted):
-    argv = small_flags(world_dir, tmp_path / "run")
-    done = torchrun("kill", "--max-restarts=1", argv)
+    out = tmp_path / "run"
+    done = torchrun("kill", "--max-restarts=1", small_flags(world_dir, out))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("continues after step 2") == 1
-    assert_same_banks(tmp_path / "run", uninterrupted)
+    assert logged(out) == [1, 2, 3, 4, 5, 6]
+    equal(out, uninterrupted, "bank/step")
 
 
 @pytest.mark.long
@@ -228,10 +241,12 @@ def test_ctrl_c_under_torchrun_finishes_the_step_and_saves(world_dir, tmp_path, 
     argv = small_flags(world_dir, out)
     done = torchrun("interrupt", "--shutdown-timeout=60", argv)
     assert done.returncode != 0 and "stopped after step 3" in done.stdout
-    assert steps_of(out) == ([1, 2, 3], [2, 3])
-    assert go(argv, tmp_path / "log") == 0
-    assert_same_banks(out, uninterrupted)
+    assert logged(out) == [1, 2, 3] and saved(out) == [2, 3]
+    run(argv)
+    assert logged(out) == [1, 2, 3, 4, 5, 6]
+    equal(out, uninterrupted, "bank/step")
 
 
 if __name__ == "__main__":  # a process of `torchrun`
-    distributed.run_and_exit(lambda: driver.main(sys.argv[2:], STEPS[sys.argv[1]]))
+    program, *words = sys.argv[1:]
+    distributed.run_and_exit(lambda: UNDER_TORCHRUN[program](words))
