@@ -1,9 +1,12 @@
-"""Metrics and intervals by hand, policies and their samples, Base+Skill, servers, going on."""
+"""Metrics and intervals by hand, policies and their samples, Base+Skill, servers, going on.
+
+`evaluation` is a command line of eval.py on the tests' model, which draws 36 samples: three of each
+of twelve problems. `completes` calls a program in this process, `refused` one that ends in a line.
+"""
 
 import functools
 import itertools
 import shutil
-import signal
 import sys
 
 import datasets
@@ -12,7 +15,7 @@ import fake_engine
 import numpy as np
 import pytest
 from conftest import PROBLEMS, make_adapter, make_tokenizer, one_line, save_model
-from driver import at_touch, completes, evaluation, go, refused, rows, two, write_rows
+from driver import completes, evaluation, killed_at, refused, rows, run_two, write_rows
 
 import distributed
 import eval
@@ -48,10 +51,11 @@ def test_the_majoritys_answer_has_the_verdict_of_its_samples():
     """A formula that was copied from its problem is wrong, though it equals the reference."""
     row = {"truncated": False, "tokens": 1}
     copied, right = row | {"pred": "2+3", "r": -1}, row | {"pred": "5", "r": 1}
-    for drawn, maj in (([copied, copied, right], 0), ([copied, right, right], 1)):
-        figures = eval.figures(["p"], drawn, 3, lambda one, other: True)
-        assert figures["maj"] == maj and figures["avg"] == pytest.approx((1 + maj) / 3)
-        assert figures["right"] == {"p": 1 + maj}
+    figures = eval.figures(["p"], [copied, copied, right], 3, lambda one, other: True)
+    assert figures["maj"] == 0 and figures["avg"] == pytest.approx(1 / 3)
+    assert figures["right"] == {"p": 1}
+    figures = eval.figures(["p"], [copied, right, right], 3, lambda one, other: True)
+    assert figures["maj"] == 1 and figures["avg"] == pytest.approx(2 / 3)
 
 
 def test_bad_metric_input_is_refused():
@@ -110,30 +114,28 @@ def evaluate(world_dir, out, more=""):
     return samples(out)
 
 
-def test_the_papers_three_sets_are_the_default(world_dir, tmp_path, monkeypatch, capsys):
+def test_the_papers_three_sets_are_the_default(world_dir, tmp_path, monkeypatch):
     def load(hub_id, name=None, *, split):
         return datasets.Dataset.from_list([{"problem": hub_id, "answer": "1"}] * 2)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     flags = f"--limit 1 --samples 1 --max-new-tokens 4 --out {tmp_path} --verifier driver:Exact"
-    completes(eval.main, [f"{world_dir}/model", *flags.split()])
+    first, *_ = completes(eval.main, [f"{world_dir}/model", *flags.split()]).splitlines()
     assert [row["set"] for row in samples(tmp_path)] == ["aime24", "aime25", "hmmt25"]
-    first, *_ = capsys.readouterr().out.splitlines()
     assert f"{world_dir.name}--model, aime24: avg@1 0.0%" in first
     assert "--no-thinking" in first  # since most were cut
 
 
-def test_a_killed_evaluation_goes_on_to_the_same_samples(world_dir, tmp_path, capsys):
+def test_a_killed_evaluation_goes_on_to_the_same_samples(world_dir, tmp_path):
     """One row at a time, so that it is exact: a batch's other rows can move a draw by rounding."""
     more = "--max-new-tokens 30 --samples 3 --rows 1 --limit 2"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     uninterrupted = evaluate(world_dir, whole, more)
-    argv, kill = evaluation(world_dir, killed, more), at_touch("samples.jsonl", 3)
-    assert go(argv, tmp_path / "log", before=kill, program=eval.main) == -signal.SIGKILL
+    killed_at("samples.jsonl", evaluation(world_dir, killed, more), nth=3, program=eval.main)
     log = place(killed) / "samples.jsonl"
     before = log.read_text()
     log.write_text(before + '{"set": "da')  # a torn line
-    refused(capsys, compare.main, [killed], "no results.json")
+    refused(compare.main, [killed], "no results.json")
     assert evaluate(world_dir, killed, more) == uninterrupted
     assert log.read_text().startswith(before)
     assert read(place(whole)) == read(place(killed))
@@ -182,12 +184,12 @@ def test_two_processes_give_the_samples_of_one_and_share_servers(world_dir, tmp_
         for out, servers in ((both, [engine, other]), (first, [engine])):
             urls = " ".join(server.url for server in servers)
             lines.append(" ".join(evaluation(world_dir, out, f"--server {urls}")))
-        assert two(lines, tmp_path, program=evaluate_together) == [0, 0]
-        assert [len(server.bodies()) for server in (engine, other)] == [18 + 36, 18]
+        text, _ = run_two(lines, program=evaluate_together)
+        assert len(engine.bodies()) == 18 + 36 and len(other.bodies()) == 18
     assert samples(shared) == whole and read(place(one)) == read(place(shared))
-    assert [len(samples(out)) for out in (both, first)] == [36, 36]
-    told = [text for text in (tmp_path / "log0").open() if "--verify-timeout" in text]
-    assert [text.split()[0] for text in told] == ["36"]
+    assert len(samples(both)) == len(samples(first)) == 36
+    (told,) = [line for line in text.splitlines() if "--verify-timeout" in line]
+    assert told.split()[0] == "36"
 
 
 # ----------------------------------------------------------------------- policies and their place
@@ -212,7 +214,7 @@ def command(*paths, data, more=""):
 
 
 def call(*paths, data, more=""):
-    completes(eval.main, command(*paths, data=data, more=more))
+    return completes(eval.main, command(*paths, data=data, more=more))
 
 
 def test_each_policy_has_a_folder_and_each_set_is_added(world_dir, here, base):
@@ -244,19 +246,19 @@ def test_each_policy_has_a_folder_and_each_set_is_added(world_dir, here, base):
     assert all("eval" in path.parts for path in written)
 
 
-def test_the_problems_that_a_run_was_trained_on_are_counted(world_dir, here, base, capsys):
+def test_the_problems_that_a_run_was_trained_on_are_counted(world_dir, here, base):
     texts = [PROBLEMS[2]["problem"], PROBLEMS[1]["problem"].upper(), "another"]
     make_adapter(here / "run/checkpoints/step_000001", base)
     files.write_json(here / "run/problems.json", [problems.fingerprint(text) for text in texts])
-    call(here / "run", data=world_dir / "data.jsonl")
-    assert f"{here / 'run'} was trained on 2 of these 4" in capsys.readouterr().out
+    printed = call(here / "run", data=world_dir / "data.jsonl")
+    assert f"{here / 'run'} was trained on 2 of these 4" in printed
 
 
-def test_a_folder_that_is_in_use_is_refused(world_dir, here, base, monkeypatch, capsys):
+def test_a_folder_that_is_in_use_is_refused(world_dir, here, base, monkeypatch):
     folder = here / "eval" / f"{here.parent.name}--model"
     with files.locked(folder):
         monkeypatch.setattr(files, "locked", functools.partial(files.locked, seconds=0.1))
-        refused(capsys, eval.main, command(base, data=world_dir / "data.jsonl"), folder.name)
+        refused(eval.main, command(base, data=world_dir / "data.jsonl"), folder.name)
         assert [path.name for path in folder.iterdir()] == [files.LOCK]
 
 
@@ -275,7 +277,7 @@ WRONG = [  # paths and flags, where {w} has a bank, and words of the line
 
 
 @pytest.mark.parametrize("given, words", WRONG)
-def test_a_wrong_evaluation_is_one_line(given, words, world_dir, here, base, capsys):
+def test_a_wrong_evaluation_is_one_line(given, words, world_dir, here, base):
     """Each path is looked at, without the numbers of its weights."""
     for name in ("data.jsonl", "begun/problems.json", "begun/config.json"):
         files.write_json(here / name, {})
@@ -287,14 +289,14 @@ def test_a_wrong_evaluation_is_one_line(given, words, world_dir, here, base, cap
     config.write_text(config.read_text().replace(str(base), "/no/such"))
     shutil.copytree(base, here / "lacking", ignore=shutil.ignore_patterns("*.safetensors"))
     argv = command(data=world_dir / "data.jsonl", more=given.format(w=world_dir))
-    refused(capsys, eval.main, argv, words)
+    refused(eval.main, argv, words)
     assert not [*here.parent.rglob("samples.jsonl")]
 
 
-def test_a_torn_adapter_shows_at_its_turn(world_dir, here, base, capsys):
+def test_a_torn_adapter_shows_at_its_turn(world_dir, here, base):
     make_adapter(here / "torn", base)
     (here / "torn/adapter_model.safetensors").write_text("x")
-    refused(capsys, eval.main, command(base, "torn", data=world_dir / "data.jsonl"), "/torn: ")
+    refused(eval.main, command(base, "torn", data=world_dir / "data.jsonl"), "/torn: ")
     (results,) = here.glob("eval/*/results.json")
     assert results.parent.name == f"{here.parent.name}--model"
 
@@ -302,42 +304,61 @@ def test_a_torn_adapter_shows_at_its_turn(world_dir, here, base, capsys):
 # ------------------------------------------------------------------------ what a sample depends on
 
 JUDGE = "import driver\n\n\nclass Judge(driver.Exact):\n    pass\n"
-CHANGES = [  # flags; an edit of a file; what is another in results.json; new samples of 6
-    ("--temperature 0.6", (), "temperature", 6),
-    ("--samples 1", (), "samples", 0),
-    ("--server {url}", (), "engine", 6),
-    ("", ("judge_of_samples.py", "pass", "pass  # another"), "verifier", 6),
-    ("", ("data.jsonl", '"answer": "3"', '"answer": "4"'), "problems", 2),
-    ("", ("data.jsonl", '"level": 1', '"level": 2'), "problems", 2),  # which a judge may read
-    ("", ("../model/config.json", "0.25", "0.26"), "the policy's files", 6),
-]
 
 
-@pytest.mark.parametrize("flags, edit, word, new", CHANGES)
-def test_what_is_missing_is_sampled(flags, edit, word, new, here, base, engine, monkeypatch):
+@pytest.fixture
+def evaluated(here, base, monkeypatch):
+    """Two samples of each of three problems: all that were ever drawn, and the figures."""
     monkeypatch.syspath_prepend(here)
     monkeypatch.delitem(sys.modules, "judge_of_samples", raising=False)
     (here / "judge_of_samples.py").write_text(JUDGE)
     write_rows(here / "data.jsonl", [x | {"level": y} for x, y in zip(PROBLEMS, (1, 3, 3))])
 
-    def evaluated(more=""):
-        more = f"--verifier judge_of_samples:Judge {more}"
-        call("../model", data="data.jsonl", more=more.format(url=engine.url))
+    def evaluate_again(more=""):
+        call("../model", data="data.jsonl", more=f"--verifier judge_of_samples:Judge {more}")
         (log,) = here.glob("eval/*/samples.jsonl")
-        return rows(log), read(log.parent)
+        return rows(log), read(log.parent)["data"]
 
-    def replace(file="data.jsonl", old="", new=""):
-        (here / file).write_text((here / file).read_text().replace(old, new))
+    return evaluate_again
 
-    drawn, figures = evaluated()
-    replace(*edit)
-    more_drawn, other_figures = evaluated(flags)
-    assert more_drawn[:6] == drawn and len(more_drawn) == 6 + new
-    assert word in eval.differences(figures["data"], other_figures["data"])
-    assert other_figures["data"]["samples"] == (6 if new else 3)
-    replace(*edit[:1], *edit[:0:-1])
+
+def test_other_flags_draw_what_is_missing_and_nothing_is_drawn_twice(
+    evaluated, engine, monkeypatch
+):
+    drawn, first = evaluated()
+    fewer, figures = evaluated("--samples 1")
+    assert len(drawn) == 6 and fewer == drawn and figures["samples"] == 3
+    assert "samples" in eval.differences(first, figures)
+    colder, figures = evaluated("--temperature 0.6")
+    assert len(colder) == 12 and colder[:6] == drawn
+    assert "temperature" in eval.differences(first, figures)
+    served, figures = evaluated(f"--server {engine.url}")
+    assert len(served) == 18 and served[:12] == colder
+    assert "engine" in eval.differences(first, figures)
     monkeypatch.setattr(model, "refuse_not_finite", None)  # no weights are loaded
-    assert evaluated() == (more_drawn, figures)
+    assert evaluated() == (served, first)
+
+
+EDITS = {  # what is another in the figures: the edit of a file
+    "verifier": ("judge_of_samples.py", "pass", "pass  # another"),
+    "problems": ("data.jsonl", '"answer": "3"', '"answer": "4"'),
+    "problems, of which a judge may read all": ("data.jsonl", '"level": 1', '"level": 2'),
+    "the policy's files": ("../model/config.json", "0.25", "0.26"),
+}
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_an_edit_draws_the_samples_that_it_concerns(what, here, evaluated):
+    """Of one problem its two samples, else all six. Undone, it finds the first ones again."""
+    file, old, new = EDITS[what]
+    text = (here / file).read_text()
+    drawn, first = evaluated()
+    (here / file).write_text(text.replace(old, new))
+    more_drawn, figures = evaluated()
+    assert more_drawn[:6] == drawn and len(more_drawn) == (8 if "problems" in what else 12)
+    assert what.partition(",")[0] in eval.differences(first, figures)
+    (here / file).write_text(text)
+    assert evaluated() == (more_drawn, first)
 
 
 def test_an_adapter_stays_a_policy_where_its_base_has_moved(world_dir, here, base):
@@ -361,7 +382,7 @@ def test_an_adapter_stays_a_policy_where_its_base_has_moved(world_dir, here, bas
 # ----------------------------------------------------------------------------------- Base + Skill
 
 
-def test_base_skill_has_a_folder_of_its_own(world_dir, here, capsys):
+def test_base_skill_has_a_folder_of_its_own(world_dir, here):
     """Its samples are those of prompts with the retrieved pairs."""
     lm, tokenizer = model.load_model(f"{world_dir}/model", "cpu")
     bank = skills.SkillBank.load(world_dir / "bank.json")
@@ -369,9 +390,9 @@ def test_base_skill_has_a_folder_of_its_own(world_dir, here, capsys):
     data, name = world_dir / "data.jsonl", f"{world_dir.name}--model"
     flags = f"--skills {world_dir}/bank.json --encoder {world_dir}/encoder"
     call(world_dir / "model", data=data)
-    call(world_dir / "model", data=data, more=f"{flags} --num-skills 2")
-    assert f"{name}--skills, data: " in capsys.readouterr().out
-    for folder, count in ((here / "eval" / name, 0), (here / "eval" / f"{name}--skills", 2)):
+    printed = call(world_dir / "model", data=data, more=f"{flags} --num-skills 2")
+    assert f"{name}--skills, data: " in printed
+    for folder, count in {here / "eval" / name: 0, here / "eval" / f"{name}--skills": 2}.items():
         prompts, keys, drawn = [], [], rows(folder / "samples.jsonl")
         for row in drawn:
             problem = PROBLEMS[int(row["id"][1:])]["problem"]
@@ -403,7 +424,7 @@ def test_no_skill_text_reaches_an_evaluation(world_dir, tmp_path, engine):
     assert {tuple(body["prompt"]) for body in engine.bodies()} == wanted
 
 
-def test_a_servers_adapter_is_loaded_sampled_and_unloaded(world_dir, here, base, engine, capsys):
+def test_a_servers_adapter_is_loaded_sampled_and_unloaded(world_dir, here, base, engine):
     """Also where the server refuses a request; the samples that came are kept. The base may be
     named by another path to it."""
     run, data = here.parent / "run", world_dir / "data.jsonl"
@@ -412,7 +433,7 @@ def test_a_servers_adapter_is_loaded_sampled_and_unloaded(world_dir, here, base,
         make_adapter(path, base, seed)
     argv = command("../model", run, data=data, more=f"--server {engine.url} --model ../model")
     engine.answer = lambda body: (400, "no") if len(engine.bodies()) > 21 else engine.sampled(body)
-    refused(capsys, eval.main, argv, engine.url, "no")
+    refused(eval.main, argv, engine.url, "no")
     assert not engine.adapters
     engine.answer = engine.sampled
     completes(eval.main, argv)
