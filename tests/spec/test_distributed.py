@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 from conftest import one_line
-from driver import flags, rows, train, two
+from driver import flags, rows, run_two, train
 from safetensors.torch import load_file
 
 import distributed
@@ -23,7 +23,7 @@ def test_two_processes_compute_the_step_of_one(world_dir, tmp_path):
     changes["evolve_every"] = 2
     outs = [tmp_path / "one", tmp_path / "two"]
     train(world_dir, outs[0], **changes)
-    assert two(flags(world_dir, outs[1], **changes), tmp_path) == [0, 0]
+    run_two(flags(world_dir, outs[1], **changes))
     logs, metrics, states = [], [], []
     for out in outs:
         logs.append(rows(out / "rollouts.jsonl"))
@@ -116,9 +116,8 @@ def use_collectives(argv):
     return 10 + world.rank
 
 
-def test_the_collectives(world_dir, tmp_path):
-    codes = two([world_dir / "model"], tmp_path, program=use_collectives)
-    assert codes == [10, 11], [(tmp_path / f"log{rank}").read_text() for rank in (0, 1)]
+def test_the_collectives(world_dir):
+    run_two([world_dir / "model"], use_collectives, ends=(10, 11))
 
 
 def test_a_group_that_cannot_be_joined_and_a_gpu_that_is_not_there_are_one_line(monkeypatch):

@@ -115,7 +115,7 @@ def test_two_processes_have_one_teacher_though_one_of_them_needs_none_at_first(w
     argv = ["sdpo", *driver.flags(world_dir, tmp_path / "run", bank="", steps=2)]
     argv += "--generations 2 --learning-rate 0.01 --teacher-decay 0.75".split()
     argv += "--verifier test_sdpo:RightInTheSecondStep --checkpoint-every 1".split()
-    assert driver.two(argv, tmp_path) == [0, 0]
+    driver.run_two(argv)
     rows = driver.rows(tmp_path / "run" / "rollouts.jsonl")
     assert {bool(row.get("rho")) for row in rows if row["step"] == 1} == {True, False}
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
