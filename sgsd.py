@@ -68,7 +68,7 @@ What else the gradient depends on:
                 exactly: scoring.token_logprobs
     optimizer   AdamW, betas 0.9 and 0.999, eps 1e-8, no weight decay: lib.run.add_adapters.
                 A gradient that is not finite moves no weight: optimizer_step. The third such step
-                in a row is saved, then ends the command with an error: lib.run.refuse_bad_steps
+                in a row is saved, then ends the command with an error: lib.run.exit_code
     continuing  restores adapters, AdamW's moments, the bank and its window: lib.run.Run.open
 
 Package versions are those of requirements.txt.
@@ -101,6 +101,7 @@ from lib.run import (
     Run,
     Shown,
     evolution_is_due,
+    exit_code,
     prompt_ids,
     shared_replies,
     shared_rollouts,
@@ -635,10 +636,10 @@ def train(run: Run, step_fn: Any = train_step) -> int:
             run.save()
         if should_stop(run):  # after a signal on any rank, or the third bad step in a row
             run.save()
-            return 130  # after bad steps, Run.open turns this into an error
+            break
         run.signals.in_step = False
         evolve_bank(run)  # line 17, where F divides the step
-    return 0
+    return exit_code(run)
 
 
 def main(

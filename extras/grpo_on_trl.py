@@ -28,7 +28,6 @@ from lib import command, config, files, verify
 from lib.run import (
     FREE,
     Run,
-    Start,
     about_run,
     claim,
     continued,
@@ -58,34 +57,32 @@ def rewards(run: Run, prompts: list[str], completion_ids: list[list[int]], **_: 
     return [sgsd.reward(roll) for roll in on_trl.rollouts_of(run, prompts, completion_ids)]
 
 
-def inspect(cfg: Settings, world: distributed.World, held: contextlib.ExitStack) -> Start:
+def inspect(cfg: Settings, world: distributed.World, held: contextlib.ExitStack) -> Run:
     """Rank 0: the problems and the state of --out's run; ValueError if we may not continue it.
 
     TRL writes the trainer_state.json of a checkpoint last: without it the checkpoint is not whole.
     """
     claim(cfg, held)
-    out, (data, _) = pathlib.Path(cfg.out), load_training(cfg)
+    out, data = pathlib.Path(cfg.out), load_training(cfg)
+    run = Run(cfg=cfg, world=world, about=about_run(cfg, data, world), problems=data)
     states = out.glob("checkpoint-*/trainer_state.json")
     by_step = {files.read_json(state)["global_step"]: state.parent for state in states}
-    step = max(by_step, default=0)
-    start = Start(about_run(cfg, data, world), data, step, by_step.get(step))
-    try:
-        if (out / "config.json").exists():
-            saved = files.read_json(out / "config.json")
-            # TRL's learning rate would jump, and it keeps the interval of the checkpoint.
-            free = {*FREE, *cfg.free} - {"steps", "checkpoint_every"}
-            start.about = continued(cfg, saved, start, free)
-    except ValueError as e:
-        raise ValueError(f"--out {out}: {e}; give the run's settings, or a new --out") from None
-    return start
+    run.step = max(by_step, default=0)
+    run.checkpoint = by_step.get(run.step)
+    if (out / "config.json").exists():
+        # TRL's learning rate would jump, and it keeps the interval of the checkpoint.
+        free = {*FREE, *cfg.free} - {"steps", "checkpoint_every"}
+        run.about = continued(run, files.read_json(out / "config.json"), free)
+    return run
 
 
-def load(words: Sequence[str], cfg: Settings, held: contextlib.ExitStack) -> tuple[Any, Start]:
-    """The trainer, and the state that its run starts from. words: TRL's flags."""
+def load(words: Sequence[str], cfg: Settings, held: contextlib.ExitStack) -> on_trl.Trainer:
+    """The trainer of the run in --out. words: TRL's flags."""
     world = distributed.init(cfg.device)
     refuse_other_processes(cfg, world)
-    start: Any = inspect(cfg, world, held) if world.main else None
-    start = distributed.broadcast(start, world)
+    run: Any = inspect(cfg, world, held) if world.main else None
+    run = distributed.broadcast(run, world)
+    run.cfg, run.world, run.signals = cfg, world, command.Signals()
     args = on_trl.trl_settings(
         cfg,
         words,
@@ -98,28 +95,19 @@ def load(words: Sequence[str], cfg: Settings, held: contextlib.ExitStack) -> tup
         logging_steps=1,
         report_to=cfg.report_to,
     )
-    verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
-    outline, tokenizer = on_trl.load_outline(cfg)
-    run = Run(
-        **vars(start),
-        cfg=cfg,
-        world=world,
-        verifier=verifier,
-        lm=outline,
-        tokenizer=tokenizer,
-        stream=iter,  # not used: TRL samples
-    )
+    run.verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
+    run.lm, run.tokenizer = on_trl.load_outline(cfg)
     refuse_long_prompts(run, grpo.shown)
     trainer = on_trl.Trainer(
         run,
         args,
-        outline.name_or_path,
+        run.lm.name_or_path,
         functools.partial(rewards, run),
-        peft_config=on_trl.lora_of(cfg, start),
+        peft_config=on_trl.lora_of(run),
     )
     if world.main:
         run.begin()
-    return trainer, start
+    return trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,9 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg, words = on_trl.command_line(argv, __doc__, Settings, {"short": grpo.SHORT})
     with contextlib.ExitStack() as held:
         with command.one_line_errors(cfg.program, *command.GIVEN):
-            trainer, start = load(words, cfg, held)
+            trainer = load(words, cfg, held)
+            checkpoint = trainer.run.checkpoint
         with command.one_line_errors(cfg.program, *command.LATER):
-            trainer.train(start.checkpoint and str(start.checkpoint))
+            trainer.train(checkpoint and str(checkpoint))
         if trainer.run.world.main:
             print(f"done; evaluate: python eval.py {cfg.model} {cfg.out}/checkpoint-{cfg.steps}")
     return 0

@@ -52,7 +52,7 @@ import skills
 from distributed import World
 from lib import command, config, files, model, problems, runlog, verify
 from lib.config import NO_COLD_START, Config, setting
-from lib.run import Run, Start, lora_settings, reading, should_stop
+from lib.run import Run, exit_code, lora_settings, should_stop
 from rollout import Job, Rollout, Sampling
 from skills import SkillPair
 
@@ -523,34 +523,20 @@ class RunOnTRL(Run):
         pathlib.Path(self.trainer.args.output_dir, f"checkpoint-{self.step}").rename(folder)
 
 
-def load(
-    words: Sequence[str], cfg: TRLConfig, world: World, start: Start, held: contextlib.ExitStack
-) -> RunOnTRL:
+def load(words: Sequence[str], run: RunOnTRL, held: contextlib.ExitStack) -> None:
     """Replaces `lib.run.load_run`. words: TRL's flags of the command line."""
-    if start.bank is None or not cfg.steps:
+    cfg = run.cfg
+    if run.bank is None or not cfg.steps:
         raise ValueError("--bank and --steps are needed; sgsd.py --steps 0 makes a bank alone")
-    with reading(start.checkpoint):
-        lora = lora_of(cfg, start)
-    args = settings_of(cfg, words, world)
-    verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
-    embed = model.load_encoder(cfg.encoder, world.device)
-    outline, tokenizer = load_outline(cfg)
-    run = RunOnTRL(
-        **vars(start),
-        cfg=cfg,
-        world=world,
-        verifier=verifier,
-        lm=outline,
-        tokenizer=tokenizer,
-        stream=iter,  # the trainer replaces it
-        embed=embed,
-    )
-    run.trainer = SGSDTrainer(run, args, outline.name_or_path, peft_config=lora)
-    if cfg.adapter and not start.checkpoint:
-        if world.main:  # the other ranks may have no weights yet
+    lora, args = lora_of(run), settings_of(cfg, words, run.world)
+    run.verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
+    run.embed = model.load_encoder(cfg.encoder, run.device)
+    run.lm, run.tokenizer = load_outline(cfg)
+    run.trainer = SGSDTrainer(run, args, run.lm.name_or_path, peft_config=lora)
+    if cfg.adapter and not run.checkpoint:
+        if run.world.main:  # the other ranks may have no weights yet
             model.restore(cfg.adapter, run.trainer.model)
-        distributed.broadcast_parameters(model.trained(run.lm).values(), world)
-    return run
+        distributed.broadcast_parameters(model.trained(run.lm).values(), run.world)
 
 
 def load_outline(cfg: Any) -> tuple[Any, Any]:
@@ -564,24 +550,23 @@ def load_outline(cfg: Any) -> tuple[Any, Any]:
     return outline, tokenizer
 
 
-def lora_of(cfg: Any, start: Start) -> LoraConfig | None:
-    """The adapters' shape, if they learn; ValueError for a checkpoint that is damaged."""
+def lora_of(run: Run) -> LoraConfig | None:
+    """The adapters' shape, if they learn."""
+    cfg: Any = run.cfg
     if not cfg.full:
-        rank, alpha = lora_settings(cfg, start)
+        rank, alpha = lora_settings(run)
         return LoraConfig(
             r=rank, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules="all-linear"
         )
     if cfg.adapter:
         raise ValueError(f"--adapter {cfg.adapter}: with --full give whole weights, by --model")
-    if start.checkpoint:
-        files.refuse_damaged(start.checkpoint, start.digests)
     return None
 
 
 def train(run: Any) -> int:
     """Make all steps that are left; returns the exit code."""
     run.trainer.train(run.checkpoint)
-    return 130 if run.trainer.is_stopped else 0
+    return exit_code(run)
 
 
 def command_line(

@@ -43,7 +43,8 @@ def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     tmp = path.with_name(f".{path.name}.tmp")
     try:
-        shutil.rmtree(tmp, ignore_errors=True)  # left by a kill
+        shutil.rmtree(tmp, ignore_errors=True)  # left by a kill, as a folder or a file
+        tmp.unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         yield tmp
         tmp.replace(path)
@@ -97,8 +98,8 @@ def read_jsonl(path: pathlib.Path) -> Iterator[dict]:
                 raise ValueError(f"{path}:{i}: not JSON ({e}); repair or remove it") from None
 
 
-def steps_of(path: pathlib.Path) -> Iterator[tuple[int, int]]:
-    """For each row of a .jsonl file its step and the byte where it ends; none without a file.
+def rows_of_steps(path: pathlib.Path) -> Iterator[tuple[dict, int]]:
+    """Each row of a .jsonl file, and the byte where it ends; none without a file.
 
     ValueError names the file and the line that is not JSON, or has no step.
     """
@@ -108,12 +109,12 @@ def steps_of(path: pathlib.Path) -> Iterator[tuple[int, int]]:
             if not isinstance(row, dict) or type(row.get("step")) is not int:
                 raise ValueError(f"{path}:{i}: a row without its step; repair or remove the file")
             end += len(line)
-            yield row["step"], end
+            yield row, end
 
 
 def end_of_step(path: pathlib.Path, last: int) -> int:
     """The byte where the rows of all steps up to `last` end. Steps are in order."""
-    return max((end for step, end in steps_of(path) if step <= last), default=0)
+    return max((end for row, end in rows_of_steps(path) if row["step"] <= last), default=0)
 
 
 def of_step(folder: pathlib.Path, step: int, suffix: str = "") -> pathlib.Path:

@@ -26,7 +26,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -52,22 +52,8 @@ LEAST_REPLY = 64  # tokens; if the context leaves a reply fewer, we do not ask t
 Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows), as `rollout.stream`
 
 
-@dataclass
-class Start:
-    """What rank 0 has read from the data and the folder, before any model is loaded."""
-
-    about: dict[str, Any]  # config.json, as this command writes it
-    problems: list[Problem]
-    step: int = 0  # of the last checkpoint
-    checkpoint: pathlib.Path | None = None  # folder of the last checkpoint
-    digests: dict[str, str] = field(default_factory=dict)  # of that checkpoint's files
-    bank: Any = None  # in use after that step, with its window; None: not made yet, or not used
-    skipped: int = 0  # steps in a row, up to that one, whose gradient was not finite
-    memories: dict[str, dict] = field(default_factory=dict)  # from a killed cold start, by problem
-
-
 @dataclass(kw_only=True)
-class Run(Start):
+class Run:
     """A training run: its progress, what a step needs, and its files. `Run.open` makes it.
 
     `step` is the last complete step; `skipped` and `bank` are as they were after it.
@@ -75,18 +61,29 @@ class Run(Start):
 
     cfg: Any  # a Config; a method's own class has more settings
     world: World
-    verifier: verify.Judge
-    lm: Any  # the policy: a causal language model with adapters
-    tokenizer: Any
-    stream: Stream  # decodes completions of the policy, by `generate`
+    # What rank 0 reads of the data and the folder, and sends to the other ranks.
+    about: dict[str, Any]  # config.json, as this command writes it
+    problems: list[Problem]
+    step: int = 0
+    checkpoint: pathlib.Path | None = None  # the last one's folder, when the command began
+    digests: dict[str, str] = field(default_factory=dict)  # of that checkpoint's files
+    bank: Any = None  # in use after that step, with its window; None: not made yet, or not used
+    skipped: int = 0  # steps in a row, up to that one, whose gradient was not finite
+    memories: dict[str, dict] = field(default_factory=dict)  # from a killed cold start, by problem
+    # What each rank loads.
+    verifier: Any = None  # a `verify.Judge`
+    lm: Any = None  # the policy: a causal language model with adapters
+    tokenizer: Any = None
+    stream: Any = None  # a `Stream`: decodes completions of the policy, by `generate`
     server: served.Server | None = None  # samples the first bank in the place of `generate`
     embed: Callable[[Sequence[str]], Any] | None = None  # texts -> [n, d]
     optimizer: Any = None  # AdamW; None where there are no steps
     extra_tensors: dict[str, Tensor] = field(default_factory=dict)  # saved with a checkpoint
+    # What changes from step to step.
+    signals: command.Signals = field(default_factory=command.Signals)
     clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # times the present step
     metrics: list[dict] = field(default_factory=list)  # rows of this command's steps
-    track: Callable[[dict], object] = lambda metrics: None  # sends a row to rank 0's tracker
-    signals: command.Signals = field(default_factory=command.Signals)
+    track: Callable[[dict], object] = runlog.ignore  # sends a row to rank 0's tracker
 
     @classmethod
     @contextlib.contextmanager
@@ -95,8 +92,8 @@ class Run(Start):
         cfg: Config,
         load_bank: Callable[..., Any],
         shown: "Shown",
-        load: "Callable[..., Run] | None" = None,
-    ) -> Iterator["Run"]:
+        load: Callable[[Any, contextlib.ExitStack], None] | None = None,
+    ) -> Iterator[Self]:
         """Open the run of --out, new or to be continued, with its logs cut to the last checkpoint.
 
         load_bank: reads the file of a bank, and refuses lists with fewer entries than its second
@@ -110,19 +107,24 @@ class Run(Start):
             with command.one_line_errors(cfg.program, *command.GIVEN):
                 world = distributed.init(cfg.device)
                 refuse_other_processes(cfg, world)
-                start: Any = None
+                run: Any = None
                 if world.main:
                     claim(cfg, held)
-                    start = inspect(cfg, world, load_bank)
-                start = distributed.broadcast(start, world)
-                run = (load or load_run)(cfg, world, start, held)
+                    data = load_training(cfg)
+                    about = about_run(cfg, data, world)
+                    run = cls(cfg=cfg, world=world, about=about, problems=data)
+                    inspect(run, load_bank)
+                run = distributed.broadcast(run, world)
+                run.cfg, run.world, run.signals = cfg, world, command.Signals()
+                with reading(run.checkpoint):
+                    files.refuse_damaged(run.checkpoint, run.digests)
+                (load or load_run)(run, held)
                 refuse_long_prompts(run, shown)
                 distributed.barrier(world)
                 if world.main:
                     run.begin()
             with command.one_line_errors(cfg.program, *command.LATER):
                 yield run
-                refuse_bad_steps(run)  # also if no step was left
             if world.main:
                 print(what_next(run))
 
@@ -146,10 +148,7 @@ class Run(Start):
 
     def begin(self) -> None:
         """Cut the logs back to the last checkpoint, write config.json, and describe the run."""
-        evolved = -1 if self.bank is None else self.step
-        if evolution_is_due(self.cfg, self.step, self.bank):
-            evolved = self.step - 1
-        cut(self.out, self.step, evolved)
+        cut(self)
         files.write_json(self.out / "config.json", self.about)
         fingerprints = [problems.fingerprint(x.problem) for x in self.problems]
         files.write_json(self.out / "problems.json", fingerprints)
@@ -192,8 +191,7 @@ class Run(Start):
 
     def save_is_due(self) -> bool:
         """Whether to save a checkpoint of the last step. We always save before an evolution."""
-        is_last = self.step == self.cfg.steps
-        is_due = self.step % self.cfg.checkpoint_every == 0 or is_last
+        is_due = self.step % self.cfg.checkpoint_every == 0 or self.step == self.cfg.steps
         return is_due or evolution_is_due(self.cfg, self.step, self.bank)
 
     def save(self) -> None:
@@ -242,26 +240,23 @@ def should_stop(run: Run) -> bool:
     return is_asked or run.skipped >= BAD_STEPS
 
 
-def refuse_bad_steps(run: Run) -> None:
-    """UserError if the gradient of the last three steps was not finite. They are saved (S34).
+def is_complete(run: Run) -> bool:
+    """Whether all steps are made, and the evolution after the last one, if it was due."""
+    return run.step >= run.cfg.steps and not evolution_is_due(run.cfg, run.step, run.bank)
 
-    A run that continues also continues the count, so no run ends with success after such steps.
+
+def exit_code(run: Run) -> int:
+    """0 if the run is complete, else 130. UserError after three steps not finite in a row (S34).
+
+    They are saved. A run that continues also continues their count, so no run ends well on them.
     """
     if run.skipped >= BAD_STEPS:
         raise command.UserError(
             f"the gradient of the last {run.skipped} steps was not finite: no weight has moved; "
             "the same command makes the steps that are left, if any; or lower --learning-rate in "
-            f"{new_run(run.out)}"
+            "a new --out"
         )
-
-
-def new_run(out: pathlib.Path) -> str:
-    """The flags by which a new run starts from this one's weights and bank: ends an error line."""
-    begin, bank = "", files.of_step(out / "bank", 0, ".json")
-    for checkpoint in [*files.by_step(out / "checkpoints").values()][-1:]:
-        begin = f" with --adapter {checkpoint} (after --full with --model and that folder)"
-        bank = checkpoint / files.BANK
-    return f"a new --out{begin}" + f" and --bank {bank}" * bank.exists()
+    return 0 if is_complete(run) else 130
 
 
 # -------------------------------------------------------------------------------------- prompts
@@ -297,7 +292,7 @@ def prompt_ids(run: Run, prompt: Prompt) -> list[int]:
     # Name the longest problem in it: a solution that it shows may contain a shorter one's text.
     named = sorted((len(x.problem), x.id) for x in run.problems if x.problem in prompt.text)
     fix += ", or drop the problem " + "".join(id_ for _, id_ in named[-1:])
-    fix += f" in {new_run(run.out)}" if run.signals.in_step else ""
+    fix += " in a new --out" if run.signals.in_step else ""
     if prompt.entries:
         fix += (
             f"; or remove {prompt.entries} from --bank, or from the last checkpoint's bank.json "
@@ -405,29 +400,8 @@ def claim(cfg: Config, held: contextlib.ExitStack) -> None:
     held.enter_context(files.locked(out))
 
 
-def inspect(cfg: Config, world: World, load_bank: Callable[..., Any]) -> Start:
-    """Read the data and the folder; ValueError if this command may not continue its run."""
-    data, counts = load_training(cfg)
-    print(f"data {cfg.data}:", ", ".join(f"{n} {name}" for name, n in counts.items()))
-    start, out = Start(about_run(cfg, data, world), data), pathlib.Path(cfg.out)
-    if (out / "config.json").exists():
-        go_on(cfg, start)
-    first = files.of_step(out / "bank", 0, ".json")
-    if cfg.uses_skill_bank and start.checkpoint:
-        with reading(start.checkpoint):
-            start.bank = load_bank(start.checkpoint / files.BANK)
-    elif cfg.uses_skill_bank and first.exists():
-        start.bank = load_bank(first)
-    elif cfg.bank:
-        start.bank = load_bank(pathlib.Path(cfg.bank), cfg.num_teachers)
-        start.bank.window = []
-    if cfg.server and start.bank is not None:
-        print("--server: nothing asks it, as there is a bank: steps and evolutions use `generate`")
-    return start
-
-
-def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
-    """The training problems and their counts; ValueError if one is in an evaluation set."""
+def load_training(cfg: Config) -> list[Problem]:
+    """The training problems; ValueError if one is in an evaluation set. Prints their counts."""
     data, counts = problems.load_problems(
         cfg.data,
         split=cfg.split,
@@ -436,8 +410,9 @@ def load_training(cfg: Config) -> tuple[list[Problem], dict[str, int]]:
         answer_after=cfg.answer_after,
         extract=verify.extract_answer if cfg.verifier == Config.verifier else None,
     )
+    print(f"data {cfg.data}:", ", ".join(f"{n} {name}" for name, n in counts.items()))
     problems.refuse_overlap(data, f"--data {cfg.data}")
-    return data, counts
+    return data
 
 
 def about_run(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
@@ -465,67 +440,86 @@ def code_of(cfg: Config) -> str:
     return files.digest(sorted((path.name, files.file_digest(path)) for path in paths))
 
 
-def go_on(cfg: Config, start: Start) -> None:
-    """Set `start` to the state of the folder's run; ValueError if this command may not continue."""
-    out = pathlib.Path(cfg.out)
-    saved, first = files.read_json(out / "config.json"), files.of_step(out / "bank", 0, ".json")
-    for name in [name for name in start.about if name not in saved]:
-        rule = f"its config.json has no {name}, as that of an older version"
-        raise ValueError(f"--out {out}: {rule}; give another directory")
-    checkpoints, settings = files.by_step(out / "checkpoints"), saved["settings"]
-    start.step = max(checkpoints, default=0)
+def inspect(run: Run, load_bank: Callable[..., Any]) -> None:
+    """Set a new run to the state of its folder; ValueError if it may not continue that one."""
+    cfg, checkpoints = run.cfg, files.by_step(run.out / "checkpoints")
+    run.step = max(checkpoints, default=0)
+    run.checkpoint = checkpoints.get(run.step)
+    if (run.out / "config.json").exists():
+        go_on(run, files.read_json(run.out / "config.json"))
+    bank = files.of_step(run.out / "bank", 0, ".json")
+    with reading(run.checkpoint):
+        if run.checkpoint:
+            run.digests = files.digests_of(run.checkpoint, needed=True)
+            bank = run.checkpoint / files.BANK
+        if cfg.uses_skill_bank and (run.checkpoint or bank.exists()):
+            run.bank = load_bank(bank)
+        elif cfg.bank:
+            run.bank = load_bank(pathlib.Path(cfg.bank), cfg.num_teachers)
+            run.bank.window = []
+    if cfg.server and run.bank is not None:
+        print("--server: nothing asks it, as there is a bank: steps and evolutions use `generate`")
+
+
+def go_on(run: Run, stored: dict[str, Any]) -> None:
+    """Take from the logs what a run needs to go on; ValueError if this command may not continue it.
+
+    stored: its config.json so far.
+    """
+    cfg, out, free = run.cfg, run.out, {*FREE, *run.cfg.free}
     for row in files.read_jsonl(out / "bank/memories.jsonl"):
-        start.memories[row["problem_id"]] = row
-    free = {*FREE, *cfg.free}
-    if start.memories and not (first.exists() or (cfg.server and settings.get("server"))):
+        run.memories[row["problem_id"]] = row
+    has_bank = files.of_step(out / "bank", 0, ".json").exists()
+    if run.memories and not (has_bank or (cfg.server and stored["settings"].get("server"))):
         free.remove("server")  # else two engines would sample the first bank (S27)
-    try:
-        start.about = continued(cfg, saved, start, free)
-    except ValueError as e:
-        raise ValueError(f"--out {out}: {e}; give the run's value, or {new_run(out)}") from None
-    made = max((step for step, _ in files.steps_of(out / "metrics.jsonl")), default=0)
-    every = settings.get("checkpoint_every", cfg.checkpoint_every)
-    if made > min(every, cfg.evolve_every if cfg.evolves else math.inf) and not start.step:
+    run.about = continued(run, stored, free)
+    made = 0
+    for row, _ in files.rows_of_steps(out / "metrics.jsonl"):
+        made = row["step"]
+        if made <= run.step:
+            run.skipped = run.skipped + 1 if row.get("skipped") else 0
+    every = stored["settings"].get("checkpoint_every", cfg.checkpoint_every)
+    if made > min(every, cfg.evolve_every if cfg.evolves else math.inf) and not run.step:
         line = f"--out {out}: it has made {made} steps, but checkpoints/ has none"
         raise ValueError(f"{line}; bring them back, or give another directory")
-    if start.step:
-        start.checkpoint = checkpoints[start.step]
-        with reading(start.checkpoint):
-            start.digests = files.digests_of(start.checkpoint, needed=True)
-        for row in files.read_jsonl(out / "metrics.jsonl"):
-            if row["step"] <= start.step:
-                start.skipped = start.skipped + 1 if row.get("skipped") else 0
 
 
-def continued(cfg: Config, saved: dict[str, Any], start: Start, free: set[str]) -> dict[str, Any]:
+def continued(run: Run, stored: dict[str, Any], free: set[str]) -> dict[str, Any]:
     """The config.json of a run that continues; ValueError for differences that are not free.
 
-    saved: the run's own. start.about: what this command would write for a new run. If an edit has
-    added a setting since, the run has its default. free: names of settings that may differ.
+    stored: its config.json so far. run.about: what this command would write for a new run. If an
+    edit has added a setting since, the run has its default. free: names of settings that may
+    differ.
     """
-    now = start.about
-    changes: list[str] = []
-    refused: list[str] = []
-    if saved.get("program") != now["program"]:
-        raise ValueError(f"made by {saved.get('program')}, and this is {now['program']}")
-    for f in [f for f in fields(cfg) if f.name not in cfg.not_offered]:
-        old, new = saved["settings"].get(f.name, f.default), now["settings"][f.name]
-        line = f"{config.flag(f.name)} {new!r}, where the run has {old!r}"
-        if old != new:
-            (changes if f.name in free else refused).append(line)
-    if saved["problems"] != now["problems"]:
-        refused.append(f"--data {cfg.data}: its problems are not the run's")
-    if cfg.steps < start.step:
-        refused.append(f"--steps {cfg.steps}, where the run has made {start.step}")
+    cfg, out, about = run.cfg, run.out, run.about
+    if not about.keys() <= stored.keys():
+        raise ValueError(f"--out {out}: an older version made it; give another directory")
+    may_differ = {"the code", "the number of processes", *map(config.flag, free)}
+    old_of = {config.flag(f.name): f.default for f in fields(cfg)} | comparable(stored)
+    changed: dict[str, str] = {}
+    for name, new in comparable(about).items():
+        if new != old_of[name]:
+            changed[name] = f"{name} {new!r}, where the run has {old_of[name]!r}"
+    refused = [line for name, line in changed.items() if name not in may_differ]
+    if cfg.steps < run.step:
+        refused.append(f"--steps {cfg.steps}, where the run has made {run.step}")
     if refused:
-        raise ValueError("; ".join(refused))
-    if saved["code"] != now["code"]:
-        changes.append("the code" + ": the bank stays as it was made" * cfg.uses_skill_bank)
-    if saved["processes"] != now["processes"]:
-        changes.append(f"{now['processes']} processes, before {saved['processes']}")
-    again = {**runlog.provenance(), "step": start.step, "changed": changes}
-    new = {name: now[name] for name in ("settings", "code", "processes")}
-    return {**saved, **new, "continuations": [*saved["continuations"], again]}
+        line = "; ".join(refused)
+        raise ValueError(f"--out {out}: {line}; give the run's value, or a new --out")
+    again = {**runlog.provenance(), "step": run.step, "changed": [*changed.values()]}
+    new = {name: about[name] for name in ("settings", "code", "processes")}
+    return {**stored, **new, "continuations": [*stored["continuations"], again]}
+
+
+def comparable(about: dict[str, Any]) -> dict[str, Any]:
+    """What a run and a command that continues it are compared by, by its name in a line."""
+    return {
+        "the program": about["program"],
+        **{config.flag(name): value for name, value in about["settings"].items()},
+        "the problems of --data": about["problems"],
+        "the code": about["code"],
+        "the number of processes": about["processes"],
+    }
 
 
 @contextlib.contextmanager
@@ -534,102 +528,87 @@ def reading(checkpoint: pathlib.Path | None) -> Iterator[None]:
     try:
         yield
     except ValueError as e:
-        before = [*files.by_step(checkpoint.parent).values()][:-1] if checkpoint else []
-        fix = "; it is the only checkpoint, so give a new --out" if checkpoint else ""
-        if before:
-            fix = f"; remove {checkpoint}: the same command goes on after {before[-1].name}"
-        raise ValueError(f"{e}{fix}") from None
+        if checkpoint:
+            e.add_note(f"remove {checkpoint} to go on after the one before, or give a new --out")
+        raise
 
 
 # ----------------------------------------------------------------------- loading, and the start
 
 
-def load_run(cfg: Config, world: World, start: Start, held: contextlib.ExitStack) -> Run:
+def load_run(run: Run, held: contextlib.ExitStack) -> None:
     """Load everything that bad input can break, without writing a file.
 
     held: the exit stack that closes the verifier and the lock at the end.
     """
-    verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
-    server = None
-    with reading(start.checkpoint):
-        rank, alpha = lora_settings(cfg, start)
-    embeds = cfg.uses_skill_bank and cfg.steps  # loaded before the policy, which takes minutes
-    embed = model.load_encoder(cfg.encoder, world.device) if embeds else None
-    if cfg.server and cfg.uses_skill_bank and start.bank is None:
-        lm, tokenizer = model.load_outline(cfg.model)  # enough if we make only a bank
-        url = cfg.server[world.rank % len(cfg.server)]
-        server = served.Server(url, cfg.model, rollout.stop_ids(lm, tokenizer))
-        server.check()
-    if cfg.steps or not server:
-        lm, tokenizer = model.load_model(cfg.model, world.device, cfg.dtype, cfg.attn)
-    run = Run(
-        **vars(start),
-        cfg=cfg,
-        world=world,
-        verifier=verifier,
-        lm=lm,
-        tokenizer=tokenizer,
-        stream=functools.partial(rollout.stream, lm, tokenizer),
-        server=server,
-        embed=embed,
-    )
+    cfg = run.cfg
+    run.verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
+    rank, alpha = lora_settings(run)
+    if cfg.uses_skill_bank and cfg.steps:  # before the policy, which takes minutes
+        run.embed = model.load_encoder(cfg.encoder, run.device)
+    if cfg.server and cfg.uses_skill_bank and run.bank is None:
+        run.lm, run.tokenizer = model.load_outline(cfg.model)  # enough if we make only a bank
+        url = cfg.server[run.world.rank % len(cfg.server)]
+        run.server = served.Server(url, cfg.model, rollout.stop_ids(run.lm, run.tokenizer))
+        run.server.check()
+    if cfg.steps or not run.server:
+        run.lm, run.tokenizer = model.load_model(cfg.model, run.device, cfg.dtype, cfg.attn)
     if cfg.steps or cfg.adapter:
-        with reading(start.checkpoint):
-            add_adapters(run, rank, alpha, start.checkpoint)
-    return run
+        add_adapters(run, rank, alpha)
+    run.stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
 
 
-def lora_settings(cfg: Config, start: Start) -> tuple[int, Any]:
+def lora_settings(run: Run) -> tuple[int, Any]:
     """Rank and alpha of the adapters: the last checkpoint's, --adapter's, or the settings'.
 
-    ValueError for damaged files, and if --adapter is no adapter or not one of --model.
+    ValueError if --adapter is damaged, or is no adapter, or not one of --model.
     """
-    source = start.checkpoint or pathlib.Path(cfg.adapter)
-    if not (start.checkpoint or cfg.adapter):
+    cfg = run.cfg
+    if run.checkpoint:
+        return model.lora_of(run.checkpoint)[1:]
+    if not cfg.adapter:
         return cfg.lora_rank, cfg.lora_alpha
-    files.refuse_damaged(source, start.digests or files.digests_of(source))
-    base, rank, alpha = model.lora_of(source)
+    folder = pathlib.Path(cfg.adapter)
+    files.refuse_damaged(folder, files.digests_of(folder))
+    base, rank, alpha = model.lora_of(folder)
     has_moved = os.path.isabs(base) and not os.path.exists(base)
-    if not (start.checkpoint or has_moved) and files.tree_digest(base) != files.tree_digest(
-        cfg.model
-    ):
+    if not has_moved and files.tree_digest(base) != files.tree_digest(cfg.model):
         raise ValueError(f"--adapter {cfg.adapter}: its base is {base}; give that as --model")
     return rank, alpha
 
 
-def add_adapters(run: Run, rank: int, alpha: Any, checkpoint: pathlib.Path | None) -> None:
+def add_adapters(run: Run, rank: int, alpha: Any) -> None:
     """Add adapters and an optimizer: the last checkpoint's, those of --adapter, or new ones."""
     cfg = run.cfg
     torch.manual_seed(cfg.seed)
     run.lm = model.with_adapters(run.lm, rank, alpha, cfg.checkpoint_above)
-    run.stream = functools.partial(rollout.stream, run.lm, run.tokenizer)
     params = [*model.trained(run.lm).values()]
     run.optimizer = torch.optim.AdamW(
         params, lr=cfg.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
     )
-    if checkpoint:
-        run.extra_tensors = model.restore(checkpoint, run.lm, run.optimizer)
+    if run.checkpoint:
+        run.extra_tensors = model.restore(run.checkpoint, run.lm, run.optimizer)
     elif cfg.adapter:
         model.restore(cfg.adapter, run.lm)
     distributed.broadcast_parameters(params, run.world)
 
 
-def cut(out: pathlib.Path, step: int, evolved: int) -> None:
-    """Remove all that came after a step, and what a kill has left unfinished.
-
-    evolved: the last step whose bank and replies stay; -1 if the run has no bank yet.
-    """
-    logs = {out / f"{name}.jsonl": step for name in runlog.LOGS}
-    logs[out / "bank/replies.jsonl"] = evolved
+def cut(run: Run) -> None:
+    """Remove all that came after the last checkpoint, and what a kill has left unfinished."""
+    evolved = -1 if run.bank is None else run.step  # the last step whose bank and replies stay
+    if evolution_is_due(run.cfg, run.step, run.bank):
+        evolved = run.step - 1
+    logs = {run.out / f"{name}.jsonl": run.step for name in runlog.LOGS}
+    logs[run.out / "bank/replies.jsonl"] = evolved
     ends = {path: files.end_of_step(path, step) for path, step in logs.items() if path.exists()}
     for path, end in ends.items():  # only after all logs could be read
         if end < path.stat().st_size:
             os.truncate(path, end)
             print(f"{path.name} is {f'cut after step {logs[path]}' if end else 'emptied'}")
-    for version, path in files.by_step(out / "bank").items():
+    for version, path in files.by_step(run.out / "bank").items():
         if version > evolved:
             path.unlink()
-    for unfinished in (out / "checkpoints").glob(".*.tmp"):
+    for unfinished in (run.out / "checkpoints").glob(".*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
@@ -638,10 +617,8 @@ def what_next(run: Run) -> str:
     cfg = run.cfg
     if cfg.uses_skill_bank and not cfg.steps:
         return f"done; the bank: {run.out / 'bank' / files.BANK}"
-    if run.step < cfg.steps or evolution_is_due(cfg, run.step, run.bank):
+    if not is_complete(run):
         return f"stopped after step {run.step} of {cfg.steps}; run the same command to continue"
     evaluate = shlex.join(["python", "eval.py", cfg.model, cfg.out])
-    if cfg.data != Config.data:
-        evaluate += " --data YOUR_TEST_PROBLEMS.jsonl, and the flags of this run that eval.py has"
     look = shlex.join(["python", "-m", "extras.report", cfg.out])
-    return f"done; evaluate: {evaluate}\nlook inside: {look}"
+    return f"done; evaluate: {evaluate} (--data: your own test problems)\nlook inside: {look}"

@@ -258,10 +258,14 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
 # ------------------------------------------------------------------------ trackers and provenance
 
 
+def ignore(metrics: dict[str, Any]) -> None:
+    """The tracker of "none"."""
+
+
 def open_tracker(
     out: pathlib.Path, about: dict[str, Any], step: int
 ) -> Callable[[dict[str, Any]], object]:
-    """A tracker, as a function that takes each row of metrics.jsonl; that of "none" ignores it.
+    """A tracker, as a function that takes each row of metrics.jsonl.
 
     out: the run's folder. about: its config.json, by whose id wandb continues a run. step: the
     last complete step; TensorBoard drops all that came after it. ImportError if --report-to is not
@@ -284,7 +288,7 @@ def open_tracker(
                 board.add_scalar(name, x, m["step"])
 
         return add
-    return lambda metrics: None
+    return ignore
 
 
 def provenance() -> dict[str, Any]:

@@ -140,7 +140,7 @@ CHANGES = {
     ],
     "lib/run.py": [
         Change(
-            "start.skipped + 1 if row.get", "start.skipped if row.get", "life/faults third_in_a_row"
+            "run.skipped + 1 if row.get", "run.skipped if row.get", "life/faults third_in_a_row"
         ),
     ],
     "lib/model.py": [

@@ -165,7 +165,7 @@ def test_a_bad_step_moves_no_weight_and_a_third_in_a_row_ends_both_ranks(world_d
     by_step = files.by_step(out / "checkpoints")
     weights = [(path / "adapter_model.safetensors").read_bytes() for path in by_step.values()]
     assert [*by_step] == [2, 4, 5] and weights[0] == weights[1] == weights[2]
-    assert "last 3 steps" in error_in(text) and f"--adapter {by_step[5]}" in text
+    assert "last 3 steps" in error_in(text) and "new --out" in text
     for _ in range(2):  # the last step is bad, too: the run never ends well on it
         assert "last 4 steps" in error_in(run(argv, not_finite(6), ends=2))
     run([*argv, "--steps=7"])

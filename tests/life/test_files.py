@@ -16,9 +16,11 @@ def names(folder):
     return [path.name for path in sorted(folder.rglob("*"))]
 
 
-def test_a_file_or_folder_is_whole_or_absent_without_what_a_kill_left(tmp_path):
-    (tmp_path / ".a.tmp").mkdir()
-    (tmp_path / ".a.tmp/old").touch()  # left by a kill
+@pytest.mark.parametrize("left", [".a.tmp", ".a.tmp/old"])
+def test_a_file_or_folder_is_whole_or_absent_without_what_a_kill_left(left, tmp_path):
+    """A kill has left a file, or a folder with a file in it."""
+    (tmp_path / left).parent.mkdir(exist_ok=True)
+    (tmp_path / left).touch()
     for half in (True, False):
         with contextlib.suppress(KeyError), files.whole(tmp_path / "a") as folder:
             folder.mkdir()

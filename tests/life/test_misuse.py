@@ -94,9 +94,6 @@ def test_a_sibling_that_is_too_long_ends_in_its_step_with_a_way_out(world_dir, t
     argv = ["sdpo", *flags(world_dir, out, **changes)]
     room = tokens_of_refused(capsys, argv, 10) + 5
     tokens_of_refused(capsys, argv, room, "problem p", "in a new --out")
-    completes(driver.main, [*argv, "--steps=1"])
-    last = f"{out}/checkpoints/step_000001"
-    tokens_of_refused(capsys, argv, room, "problem p", f"in a new --out with --adapter {last}")
 
 
 # ---------------------------------------------------------------------- a damaged checkpoint
@@ -123,12 +120,12 @@ def test_a_damaged_checkpoint_is_named(name, world_dir, tmp_path, uninterrupted,
     *older, last = files.by_step(run / "checkpoints").values()
     DAMAGES[name](last / name)
     argv, before = small_flags(world_dir, run, steps=7), contents(run)
-    refused(capsys, driver.main, argv, str(last / name), f"remove {last}", "step_000004")
+    refused(capsys, driver.main, argv, str(last / name), f"remove {last}")
     assert contents(run) == before
     saved = shutil.copytree(older[-1], tmp_path / "saved")
     for folder in older:
         shutil.rmtree(folder)
-    refused(capsys, driver.main, argv, str(last / name), "only checkpoint", "new --out")
+    refused(capsys, driver.main, argv, str(last / name), "or give a new --out")
     saved.rename(older[-1])
     shutil.rmtree(last)
     completes(driver.main, argv)

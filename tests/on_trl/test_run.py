@@ -134,7 +134,7 @@ def test_more_steps_go_on_by_their_own_schedule(world_dir, run, tmp_path, monkey
     assert logged == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3, 1e-2 / 5, 1e-2 / 6])
     assert [row["index"] for row in driver.rows(run / "rollouts.jsonl")] == [0, 1, 2, 3] * 6
     said = "\n".join(files.read_json(run / "config.json")["continuations"][-1]["changed"])
-    assert "--backward-rows 1" in said and "2 processes" in said
+    assert "--backward-rows 1" in said and "processes 2" in said
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGTERM

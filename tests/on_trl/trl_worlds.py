@@ -127,7 +127,6 @@ def trainer(cfg, lm, rows=None, callbacks=None, words=PLAIN):
             verifier=driver.CoinVerifier(),
             lm=lm,
             tokenizer=conftest.make_tokenizer(),
-            stream=iter,
             bank=conftest.make_bank(),
             embed=conftest.fake_embed,
         )
