@@ -6,7 +6,6 @@
     rollout    rollout.generate against static batches of `generate`
     step       a step by part, and the least that the machine must take
     memory     peak memory of scoring
-    scaling    cost against K, T, the bank's size and the number of ranks
 
 With --cuda on one GPU, at Qwen3-1.7B's shape. Tables are markdown. Peaks are above what the loaded
 model holds, each in a process of its own. "limit" and "least seconds" are what the machine must
@@ -41,7 +40,6 @@ from unittest import mock
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from transformers.utils import logging
@@ -94,7 +92,6 @@ TINY: dict[str, Any] = {"batch": 2, "new": 12, "mean": 4, "rows": (4,), "vocab":
 LARGE: dict[str, Any] = {"batch": 32, "new": 512, "mean": 128, "rows": (32, 128)}
 SHAPES = {
     "tiny": Shape(32, 2, 48, 2, 16, T=8, decode_vocab=1024, **TINY),
-    "few": Shape(256, 8, 768, 4, 64, T=32, batch=2),  # what two ranks share out
     "small": Shape(256, 8, 768, 4, 64, T=128),
     "qwen3-1.7b": Shape(2048, 28, 6144, 16, 128, T=1024, decode_vocab=VOCAB, **LARGE),
 }
@@ -501,7 +498,7 @@ def step(args: Args, s: Shape, device: torch.device) -> None:
     )
 
 
-# ----------------------------------------------------------------------------- memory and scaling
+# ----------------------------------------------------------------------------------------- memory
 
 
 def memory(args: Args, s: Shape, device: torch.device) -> None:
@@ -526,67 +523,11 @@ def memory(args: Args, s: Shape, device: torch.device) -> None:
     table(title, device, "--score-tokens | peak extra MiB | seconds", by_budget())
 
 
-def rank_seconds(args: Args) -> dict[int, float]:
-    """Seconds of a step, times the ranks, with as much work per rank."""
-    cost, few = {}, SHAPES["tiny" if args.shape == "tiny" else "few"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}  # else one rank has all cores
-    for ranks in (1, 2):
-        with tempfile.TemporaryDirectory() as name:
-            settings = write_inputs(pathlib.Path(name), few, torch.device("cpu"))
-            settings["batch_size"] *= ranks
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += [f"--nproc_per_node={ranks}", str(ROOT / "sgsd.py")]
-            command += [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
-            subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
-            sums = []
-            for row in files.read_jsonl(pathlib.Path(settings["out"], "metrics.jsonl")):
-                sums.append(sum(x for key, x in row.items() if key.startswith("seconds.")))
-            cost[ranks] = ranks * min(sums)
-    return cost
-
-
-def scaling(args: Args, s: Shape, device: torch.device) -> None:
-    model, tiny = scoring_model(s, device), args.shape == "tiny"
-    rng = np.random.default_rng(0)
-
-    def scored(T: int, teachers: int = K) -> float:
-        return seconds_of(lambda: score_once(model, "ours", T, teachers), device, args.repeats)
-
-    def embed(texts: Sequence[str]) -> np.ndarray:
-        return rng.standard_normal((len(texts), 1024), dtype=np.float32)
-
-    def retrieved(n: int) -> float:
-        lists: dict[str, Any] = {}
-        for key, kind in skills.KINDS.items():
-            text = dict.fromkeys(kind.fields, "text")
-            lists[key] = [{kind.id_field: str(i), **text} for i in range(n // 2)]
-        once = functools.partial(skills.SkillBank(**lists).retrieve, "a problem", K, embed)
-        once()  # embeds the entries
-        return seconds_of(once, device, 4 * args.repeats)
-
-    def line(what: str, cost: dict[int, float]) -> tuple[str, ...]:
-        slope = np.polyfit(np.log(list(cost)), np.log(list(cost.values())), 1)[0]
-        cells = ", ".join(f"{n:,}: {1000 * x:,.3g} ms" for n, x in cost.items())
-        return what, cells, f"{slope:.2f}", "yes" if slope < 1.1 else "NO"
-
-    def lines() -> Iterator[tuple[str, ...]]:
-        Ts = [4, 8, 16] if tiny else [256, 512, 1024, 2048]
-        banks = [100, 1000] if tiny else [100, 1000, 10_000, 100_000]
-        yield line("K", {k: scored(s.T // 2, k) for k in (1, 2, 4, 8, 16)})
-        yield line("T", {T: scored(T) for T in Ts})
-        yield line("bank entries (its embedding apart)", {n: retrieved(n) for n in banks})
-        yield line("ranks (rank-seconds, work per rank the same)", rank_seconds(args))
-
-    columns = "against | cost | log-log slope | linear or better"
-    table(f"scaling: shape {args.shape}", device, columns, lines())
-
-
 MODES: dict[str, Callable[[Args, Shape, torch.device], None]] = {
     "score": score,
     "rollout": rollouts,
     "step": step,
     "memory": memory,
-    "scaling": scaling,
 }
 
 
