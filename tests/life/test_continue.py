@@ -1,12 +1,12 @@
 """The same command continues a run: after a kill at any place, and with each kind of change.
 
-A run here saves after steps 2, 3, 4 and 6; its bank is made first and evolves after 3 and 6. The
-one that most tests continue was killed in step 6: five steps are in its logs, and the last
-checkpoint is that of step 4.
+`small_flags` is a command line of a run that makes its bank, saves after steps 2, 3, 4 and 6, and
+evolves after 3 and 6; `uninterrupted` is such a run. `run(argv)` is a command in a process of its
+own, which must end with 0; `killed_at` kills it before it writes a file. `killed` is a run that was
+killed in step 6: five steps are in its logs, and the last checkpoint is that of step 4.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -17,26 +17,33 @@ import driver
 import pytest
 import torch
 from conftest import make_bank
-from driver import at_touch, contents, go, refused, rows, small_flags, state, two
+from driver import (
+    contents,
+    ended,
+    equal,
+    killed_at,
+    main,
+    refused,
+    rows,
+    run,
+    run_two,
+    small_flags,
+    stopped_at,
+    with_steps,
+)
 
 import sgsd
-from lib import config, files, model, run
-from lib.run import Run
+from lib import config, files, model
+from lib.run import FREE, Run
 from methods import groups
 from skills import SkillBank, load_bank
 
 
-def kill(argv, log, *place):
-    """A run that is killed at a place of `driver.at_touch`."""
-    assert go(argv, log, before=at_touch(*place)) == -signal.SIGKILL, log.read_text()[-3000:]
-    log.unlink()
-
-
 @pytest.fixture(scope="module")
 def killed_once(world_dir, tmp_path_factory):
-    path = tmp_path_factory.mktemp("killed")
-    kill(small_flags(world_dir, path / "run"), path / "log", "metrics.jsonl", 6)
-    return path / "run"
+    out = tmp_path_factory.mktemp("killed") / "run"
+    killed_at("metrics.jsonl", small_flags(world_dir, out), nth=6)
+    return out
 
 
 @pytest.fixture
@@ -45,18 +52,7 @@ def killed(killed_once, tmp_path):
     return shutil.copytree(killed_once, tmp_path / "run")
 
 
-@pytest.fixture
-def log(tmp_path):
-    return tmp_path / "log"
-
-
-def assert_equal(out, other):
-    """Two runs are equal byte for byte, up to times and memory in the metrics."""
-    ours, theirs = state(out), state(other)
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        assert ours[name] == theirs[name], name
-    assert not list(out.rglob("*.tmp"))
+# ------------------------------------------------------------------------------------------ kills
 
 
 def assert_is_a_part(out, whole):
@@ -79,44 +75,55 @@ def test_a_run_killed_everywhere_is_a_whole_one(first, stride, world_dir, tmp_pa
     It goes on after the last checkpoint that is there; without one it starts with step 1.
     """
     for n in itertools.count(first, stride):
-        out, log = tmp_path / str(n), tmp_path / f"log{n}"
+        out = tmp_path / str(n)
         argv = small_flags(world_dir, out)
-        code = go(argv, log, before=at_touch(out, n))
+        code, text = ended(argv, stopped_at(out, n))
         if code == 0:
             break
+        assert code == -signal.SIGKILL, text[-3000:]
         assert_is_a_part(out, uninterrupted)
         for file in out.glob("*.jsonl"):  # as a kill within a write leaves it
             with open(file, "ab") as f:
                 f.write(b'{"step": 1, "kind": "torn \xc3')
-        again = [go(argv, log, before=at_touch(out, 1 + n % most)) for most in (30, 7)]
-        assert code == -signal.SIGKILL and {*again} <= {0, code}, log.read_text()[-3000:]
+        for most in (30, 7):
+            code, text = ended(argv, stopped_at(out, 1 + n % most))
+            assert code in (0, -signal.SIGKILL), text[-3000:]
         last = max(files.by_step(out / "checkpoints"), default=0)
-        assert go(argv, log) == 0, log.read_text()[-3000:]
+        run(argv)
         assert [0, *[x["step"] for x in stored(out)["continuations"]]][-1] == last
-        assert_equal(out, uninterrupted)
+        equal(out, uninterrupted)
     assert n > 90
 
 
-VARIANTS = [  # a method, settings, and places where the run is killed, one after the other
-    ("sgsd", {"success_gate": 0.0}, [("bank/.step_000003",), ("step_000003/.bank.json",)]),
-    ("sgsd", {"bank": "{w}/bank.json"}, [("metrics.jsonl",), ("bank/.step_000003",)]),
-    ("grpo", {"generations": 2, "evolve_every": 1}, [("metrics.jsonl", 2), ("metrics.jsonl", 4)]),
-]
-
-
-@pytest.mark.parametrize("method, changes, places", VARIANTS)
-def test_other_kinds_of_runs_are_killed_and_continued(
-    method, changes, places, world_dir, tmp_path, log
-):
-    """The success leaves the bank as it was; a --bank; no bank."""
-    changes = {k: v.format(w=world_dir) if k == "bank" else v for k, v in changes.items()}
+def test_a_run_whose_evolution_leaves_the_bank_as_it_was_goes_on(world_dir, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "run"
-    assert go([method, *small_flags(world_dir, whole, **changes)], log) == 0
-    argv = [method, *small_flags(world_dir, out, **changes)]
-    for place in places:
-        kill(argv, log, *place)
-    assert go(argv, log) == 0, log.read_text()
-    assert_equal(out, whole)
+    run(small_flags(world_dir, whole, success_gate=0.0))
+    argv = small_flags(world_dir, out, success_gate=0.0)
+    killed_at("bank/.step_000003", argv)
+    killed_at("step_000003/.bank.json", argv)
+    run(argv)
+    equal(out, whole)
+
+
+def test_a_run_with_a_given_bank_goes_on(world_dir, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    run(small_flags(world_dir, whole, bank=world_dir / "bank.json"))
+    argv = small_flags(world_dir, out, bank=world_dir / "bank.json")
+    killed_at("metrics.jsonl", argv)
+    killed_at("bank/.step_000003", argv)
+    run(argv)
+    equal(out, whole)
+
+
+def test_a_run_without_a_bank_goes_on(world_dir, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    settings = {"generations": 2, "evolve_every": 1}
+    run(["grpo", *small_flags(world_dir, whole, **settings)])
+    argv = ["grpo", *small_flags(world_dir, out, **settings)]
+    killed_at("metrics.jsonl", argv, nth=2)
+    killed_at("metrics.jsonl", argv, nth=4)
+    run(argv)
+    equal(out, whole)
 
 
 def test_a_window_is_kept_between_evolutions_alone(world_dir, killed, tmp_path, uninterrupted):
@@ -126,18 +133,18 @@ def test_a_window_is_kept_between_evolutions_alone(world_dir, killed, tmp_path, 
     assert len(bank.window) == 2
     for path in [*uninterrupted.glob("bank/*.json"), *uninterrupted.glob("*/step_000006/*.json")]:
         assert "window" not in json.loads(path.read_text())
-    with driver.opened(world_dir, tmp_path / "new", bank=str(given), num_teachers=1) as run:
-        assert run.bank.window == [] and run.bank.general_skills == bank.general_skills
+    with driver.opened(world_dir, tmp_path / "new", bank=str(given), num_teachers=1) as new:
+        assert new.bank.window == [] and new.bank.general_skills == bank.general_skills
 
 
-def test_a_bank_alone_stays_and_later_steps_use_it(world_dir, tmp_path, uninterrupted, log):
+def test_a_bank_alone_stays_and_later_steps_use_it(world_dir, tmp_path, uninterrupted):
     out = tmp_path / "run"
-    argv = small_flags(world_dir, out, steps=0)
-    assert go(argv, log) == 0
+    run(small_flags(world_dir, out, steps=0))
     before = contents(out / "bank")
-    assert go(argv, log) == 0 and contents(out / "bank") == before
-    assert go(small_flags(world_dir, out), log) == 0
-    assert_equal(out, uninterrupted)
+    run(small_flags(world_dir, out, steps=0))
+    assert contents(out / "bank") == before
+    run(small_flags(world_dir, out))
+    equal(out, uninterrupted)
 
 
 def test_a_run_without_more_steps_has_the_weights_of_its_checkpoint(world_dir, killed):
@@ -148,29 +155,33 @@ def test_a_run_without_more_steps_has_the_weights_of_its_checkpoint(world_dir, k
         assert any("lora_B" in name and p.any() for name, p in weights.items())
 
 
-def test_memories_and_a_bank_are_used_again(world_dir, tmp_path, uninterrupted, log, capsys):
+def test_memories_and_a_bank_are_used_again(world_dir, tmp_path, uninterrupted):
     """Also before the first step. Torn memories are named. A server may not make the rest of a bank
     that `generate` has begun (S27)."""
-    out = tmp_path / "run"
-    argv = small_flags(world_dir, out)
-    kill(argv, log, "memories.jsonl")
-    refused(capsys, driver.main, [*argv, "--server=http://localhost:9/v1"], "no reply")  # asked
-    kill(argv, log, "replies.jsonl", 2)
-    assert not (out / "bank/step_000000.json").exists() and rows(out / "bank/memories.jsonl")
-    with open(out / "bank/memories.jsonl", "ab") as f:
-        f.write(b"{broken\n")
-    refused(capsys, driver.main, argv, "memories.jsonl:", "not JSON")
-    os.truncate(f.name, os.path.getsize(f.name) - len(b"{broken\n"))
-    for flag in ("--cold-start=5", "--server=http://localhost:9/v1"):
-        refused(capsys, driver.main, [*argv, flag], flag.partition("=")[0], "new --out")
-    kill(argv, log, "metrics.jsonl")
-    refused(capsys, driver.main, [*argv, "--cold-start=5"], "--cold-start 5", "new --out")
-    assert go(argv, log) == 0 and "changed:" not in log.read_text()
-    assert_equal(out, uninterrupted)
+    out, memories = tmp_path / "run", tmp_path / "run/bank/memories.jsonl"
+    argv, server = small_flags(world_dir, out), "--server=http://localhost:9/v1"
+    killed_at("memories.jsonl", argv)
+    refused(main, [*argv, server], "no reply")  # it was asked
+    killed_at("replies.jsonl", argv, nth=2)
+    assert not (out / "bank/step_000000.json").exists() and rows(memories)
+    text = memories.read_text()
+    memories.write_text(text + "{broken\n")
+    refused(main, argv, "memories.jsonl:", "not JSON")
+    memories.write_text(text)
+    refused(main, [*argv, "--cold-start=5"], "--cold-start", "new --out")
+    refused(main, [*argv, server], "--server", "new --out")
+    killed_at("metrics.jsonl", argv)
+    refused(main, [*argv, "--cold-start=5"], "--cold-start 5", "new --out")
+    assert "changed:" not in run(argv)
+    equal(out, uninterrupted)
 
 
-FREE = "device rollout_rows score_tokens checkpoint_above checkpoint_every audit_every report_to"
-FREE += " steps server max_prompt_tokens out"
+# ---------------------------------------------------------------------------------------- changes
+
+MAY_CHANGE = (
+    "device rollout_rows score_tokens checkpoint_above checkpoint_every audit_every report_to"
+)
+MAY_CHANGE += " steps server max_prompt_tokens out"
 
 
 def other(rule, value):
@@ -196,9 +207,9 @@ def test_what_is_not_free_is_refused_and_so_are_fewer_steps(world_dir, killed, t
     make_bank(tmp_path / "bank.json")
     values = {"data": str(tmp_path / "data.jsonl"), "bank": str(tmp_path / "bank.json")}
     values |= {"verifier": "driver:Exact", "top_p": 0.5}
-    assert sorted(run.FREE) == sorted(FREE.split())
+    assert sorted(FREE) == sorted(MAY_CHANGE.split())
     for name, rule in cfg.rules().items():
-        if name in run.FREE or name in ("problem_field", "answer_field", "answer_after"):
+        if name in FREE or name in ("problem_field", "answer_field", "answer_after"):
             continue  # free, or the data could not be read
         value = getattr(cfg, name)
         new = values.get(name) or other(rule, value)
@@ -209,16 +220,16 @@ def test_what_is_not_free_is_refused_and_so_are_fewer_steps(world_dir, killed, t
     assert contents(killed) == before
 
 
-def test_what_is_free_is_recorded_and_changes_no_draw(world_dir, killed, uninterrupted, log):
+def test_what_is_free_is_recorded_and_changes_no_draw(world_dir, killed, uninterrupted):
     first = stored(killed)
     changes = {"checkpoint_every": 5, "rollout_rows": 1, "score_tokens": 500, "audit_every": 0}
-    for steps in (8, 9):
-        assert go(small_flags(world_dir, killed, steps=steps, **changes), log) == 0
+    text = run(small_flags(world_dir, killed, steps=8, **changes))
+    run(small_flags(world_dir, killed, steps=9, **changes))
     last = stored(killed)
     changes |= {"out": str(killed), "steps": 8}
     recorded = last["continuations"][0]["changed"]
     assert len(recorded) == len(changes)
-    assert all(f"changed: {line}\n" in log.read_text() for line in recorded)
+    assert all(f"changed: {line}\n" in text for line in recorded)
     assert last["settings"] == first["settings"] | changes | {"steps": 9}
     assert [x["step"] for x in last["continuations"]] == [4, 8] and last["id"] == first["id"]
     rates = [m["learning_rate"] for m in rows(killed / "metrics.jsonl")]  # 1e-2 (1 - 4/8) at 5
@@ -227,14 +238,11 @@ def test_what_is_free_is_recorded_and_changes_no_draw(world_dir, killed, uninter
     assert [x["completion_ids"] for x in ours] == [x["completion_ids"] for x in theirs]
 
 
-def test_two_processes_continue_the_run_of_one(world_dir, killed, uninterrupted, tmp_path):
+def test_two_processes_continue_the_run_of_one(world_dir, killed, uninterrupted):
     """That is recorded: the bank and the samples are the same, numbers up to rounding."""
-    assert two(small_flags(world_dir, killed), tmp_path) == [0, 0]
+    run_two(small_flags(world_dir, killed))
     assert "processes 2, where the run has 1" in stored(killed)["continuations"][0]["changed"][-1]
-    ours, theirs = state(killed), state(uninterrupted)
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        assert not name.startswith("bank/") or ours[name] == theirs[name], name
+    equal(killed, uninterrupted, "bank/")
     for a, b in zip(rows(killed / "rollouts.jsonl"), rows(uninterrupted / "rollouts.jsonl")):
         assert (a["completion_ids"], a["rho"]) == (b["completion_ids"], b["rho"])
 
@@ -242,33 +250,33 @@ def test_two_processes_continue_the_run_of_one(world_dir, killed, uninterrupted,
 OWN_JUDGE = "import driver\n\n\nclass Judge(driver.CoinVerifier):\n    pass\n"
 
 
-def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch, capsys, log):
+def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch):
     """That is said. Not with other problems: a verifier may read other fields of them, too."""
     monkeypatch.syspath_prepend(tmp_path)
     judge, data, out = tmp_path / "own_judge.py", tmp_path / "data.jsonl", tmp_path / "run"
     judge.write_text(OWN_JUDGE)
     shutil.copy(world_dir / "data.jsonl", data)
     argv = small_flags(world_dir, out, steps=3, data=data, verifier="own_judge:Judge")
-    kill(argv, log, "metrics.jsonl", 3)
+    killed_at("metrics.jsonl", argv, nth=3)
     problems, bank = data.read_text(), contents(out / "bank")
     data.write_text(problems.replace('"answer": "3"', '"answer": "3", "unit": "apples"'))
-    refused(capsys, driver.main, argv, str(out), "--data")
+    refused(main, argv, out, "--data")
     data.write_text(problems)
     judge.write_text(OWN_JUDGE + "# edited\n")
-    kill(argv, log, "metrics.jsonl")
+    killed_at("metrics.jsonl", argv)
     (line,) = stored(out)["continuations"][0]["changed"]
     assert "the code" in line and contents(out / "bank") == bank
-    assert go(argv, log) == 0 and "changed:" not in log.read_text()
+    assert "changed:" not in run(argv)
 
 
-def test_a_setting_that_an_edit_has_added_has_its_default(world_dir, killed, log, capsys):
+def test_a_setting_that_an_edit_has_added_has_its_default(world_dir, killed):
     about, argv = stored(killed), small_flags(world_dir, killed)
     (killed / "config.json").write_text('{"program": "sgsd.py"}')
-    refused(capsys, driver.main, argv, str(killed), "older version", "another directory")
+    refused(main, argv, killed, "older version", "another directory")
     del about["settings"]["report_to"], about["settings"]["tau_g"]
     (killed / "config.json").write_text(json.dumps(about))
-    refused(capsys, driver.main, [*argv, "--tau-g=2"], "--tau-g 2.0, where the run has 1.0")
-    assert go(argv, log) == 0, log.read_text()
+    refused(main, [*argv, "--tau-g=2"], "--tau-g 2.0, where the run has 1.0")
+    run(argv)
 
 
 def remove_logs(out):
@@ -288,7 +296,7 @@ def halve_logs(out):
 
 @pytest.mark.parametrize("edit", [remove_logs, halve_logs])
 @pytest.mark.parametrize("step", [0, 5, 6])
-def test_a_log_is_no_state(edit, step, world_dir, killed, uninterrupted, log):
+def test_a_log_is_no_state(edit, step, world_dir, killed, uninterrupted):
     """While a run is stopped or in a step, its logs and the bank's versions are removed or edited:
     weights and the bank are what they would have been. What is cut is said."""
 
@@ -299,12 +307,9 @@ def test_a_log_is_no_state(edit, step, world_dir, killed, uninterrupted, log):
 
     if not step:
         edit(killed)
-    assert go(small_flags(world_dir, killed), log, step_fn) == 0, log.read_text()[-3000:]
-    assert "metrics.jsonl is cut after step 4" in log.read_text()
-    ours, theirs = state(killed), state(uninterrupted)
-    for name in theirs:
-        if "checkpoints" in name or name == "bank/bank.json":
-            assert ours[name] == theirs[name], name
+    text = run(small_flags(world_dir, killed), with_steps(step_fn))
+    assert "metrics.jsonl is cut after step 4" in text
+    equal(killed, uninterrupted, "checkpoints", "bank/bank.json")
 
 
 ABOUT = "id when command commit versions continuations program settings problems code processes"
@@ -327,31 +332,32 @@ def test_a_folder_is_laid_out_as_always(killed):
     assert [*rows(killed / "bank/memories.jsonl")[0]][0] == "problem_id"
 
 
-def test_a_folder_that_is_no_run_of_this_program_is_refused(world_dir, killed, capsys):
+def test_a_folder_that_is_no_run_of_this_program_is_refused(world_dir, killed):
     argv = small_flags(world_dir, killed)
-    refused(capsys, driver.main, ["ablations", *argv], "sgsd.py", "methods.ablations")
+    refused(main, ["ablations", *argv], "sgsd.py", "methods.ablations")
     shutil.rmtree(killed / "checkpoints")
-    refused(capsys, driver.main, argv, str(killed), "checkpoints")
+    refused(main, argv, killed, "checkpoints")
     (killed / "config.json").unlink()
     before = contents(killed)
-    refused(capsys, driver.main, argv, str(killed), "holds bank, and no run")
+    refused(main, argv, killed, "holds bank, and no run")
     assert contents(killed) == before
 
 
-def test_a_process_with_another_setting_or_prompt_is_refused(world_dir, killed, tmp_path):
+def test_a_process_with_another_setting_or_prompt_is_refused(world_dir, killed, monkeypatch):
     """As on a machine with an older copy. Without torchrun each rank prints its line."""
-    original, whole = files.file_digest, contents(killed)
+    before, argv = contents(killed), small_flags(world_dir, killed)
+    text, _ = run_two(argv, argv1=[*argv, "--seed=9"], ends=(2, 2))
+    assert "--seed" in text.splitlines()[-1] and "rank 1" in text.splitlines()[-1]
+    digest_of = files.file_digest
 
     def other_digest(path):
         is_prompt = os.environ["RANK"] == "1" and str(path).endswith("prompts/student.txt")
-        return "another" if is_prompt else original(path)
+        return "another" if is_prompt else digest_of(path)
 
-    argv = small_flags(world_dir, killed)
-    for argv1, what in (([*argv, "--seed=9"], "--seed"), (argv, "the code")):
-        before = functools.partial(setattr, files, "file_digest", other_digest)
-        assert two(argv, tmp_path, argv1=argv1, before=before) == [2, 2]
-        line = (tmp_path / "log0").read_text().splitlines()[-1]
-        assert what in line and "rank 1" in line and contents(killed) == whole
+    monkeypatch.setattr(files, "file_digest", other_digest)
+    text, _ = run_two(argv, ends=(2, 2))
+    assert "the code" in text.splitlines()[-1] and "rank 1" in text.splitlines()[-1]
+    assert contents(killed) == before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,5 +372,5 @@ class Hiding(groups.MethodConfig):
 def test_a_method_that_hides_settings_of_the_loop_is_continued(world_dir, tmp_path):
     step_fn = groups.make_step(lambda run, step, x, rolls_G, pairs_K: [(torch.zeros(()), {}, {})])
     for steps in (1, 2):
-        run = driver.train(world_dir, tmp_path / "run", step_fn, Hiding, steps=steps)
-        assert run.step == steps and run.code == 0
+        hiding = driver.train(world_dir, tmp_path / "run", step_fn, Hiding, steps=steps)
+        assert hiding.step == steps and hiding.code == 0
