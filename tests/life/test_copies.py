@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -23,10 +24,13 @@ from driver import run
 
 # ---------------------------------------------------------------------------------------- imports
 
+# A reader's own modules, which git does not know, may stand beside ours.
+LIST_OWN = ["git", "-C", str(ROOT), "ls-files", "--others", "--exclude-standard", "*.py"]
+OWN = subprocess.run(LIST_OWN, capture_output=True, text=True).stdout.split()
 SOURCES = {}  # {module: its tree}
 for folder in ("", "lib/", "methods/", "extras/"):
     for path in sorted((ROOT / folder).glob("*.py")):
-        if path.stem != "__init__":
+        if path.stem != "__init__" and folder + path.name not in OWN:
             SOURCES[(folder + path.stem).replace("/", ".")] = ast.parse(path.read_text())
 LIB = {name for name in SOURCES if name.startswith("lib.")}
 METHODS = {name for name in SOURCES if name.startswith("methods.")}
