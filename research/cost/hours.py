@@ -289,17 +289,22 @@ def on_one(c: Counts, card: Card) -> dict[str, float]:
     cfg = config.Config()
     sgsd, grpo = step(c, card, 1), grpo_step(c, card, 1, 0, cfg.max_new_tokens, full)
     samples, skilled = jobs_of(PLAIN, 4096, 200), jobs_of(SKILLED, 4096, 200)
+    more = jobs_of(PLAIN, 4096, 800)
     parts = {
         "first bank": first_bank(c, card, 1, full),
         "first bank, assumed lengths": first_bank(c, card, 1, log_normal),
         "a bank of 32 short solutions": small_bank(c, card),
         "an evolution": evolution(c, card, 1),
         "20 steps of SGSD": 20 * sgsd,
+        "60 steps of SGSD": 60 * sgsd,
         "200 steps of SGSD": 200 * sgsd,
         "20 steps of GRPO --short": 20 * grpo,
         "200 steps of GRPO --short": 200 * grpo,
         "50 problems x 4": drawing(c, card, samples, 1, config.EvalConfig.rows, True),
-        "the same with --skills": drawing(c, card, skilled, 1, config.EvalConfig.rows, True),
+        "200 problems x 4": drawing(c, card, more, 1, config.EvalConfig.rows, True),
+        "50 problems x 4, with --skills": drawing(
+            c, card, skilled, 1, config.EvalConfig.rows, True
+        ),
     }
     return {name: float(hours[1]) for name, hours in parts.items()}
 
