@@ -12,7 +12,6 @@ import collections
 import hashlib
 import os
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -209,7 +208,7 @@ def stream(
     again later; one row always stays. A job's sampled ids end on a stop id, or at its limit.
     We call Hugging Face's `generate` for TURN_TOKENS at a time, and keep the cache between calls.
     The model's own generation_config has no effect. The model is in eval mode until the stream
-    ends: in train mode with activation checkpointing, transformers 5.23 decodes without a cache.
+    ends: in train mode with activation checkpointing some, such as GPT-2, decode without a cache.
     Raises ValueError on an empty prompt, on rows < 1, and as `stop_ids` does.
     """
     if rows < 1 or not all(job.prompt for job in jobs):
@@ -301,11 +300,7 @@ def _decode(
     model_settings = causal.generation_config
     causal.generation_config = GenerationConfig()  # the model's would fill gaps in `settings`
     try:
-        with warnings.catch_warnings():  # transformers < 5.24 lacks the new name `cache`
-            warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
-            out_BL = causal.generate(
-                ids_BL, settings, [draw], attention_mask=mask_BL, past_key_values=cache
-            )
+        out_BL = causal.generate(ids_BL, settings, [draw], attention_mask=mask_BL, cache=cache)
     finally:
         causal.generation_config = model_settings
     for job, new_ids in zip(jobs, out_BL[:, width:].tolist()):

@@ -94,9 +94,8 @@ def load_model(
     Raises ValueError if either does not load, for a weight that is missing or not finite, and if
     rows of one batch would influence each other.
     """
-    # PEFT uses the first name, deprecated since 5.20. The second has no new name before 5.24.
-    old_names = "`(is_gradient_checkpointing|past_key_values)` is deprecated"
-    warnings.filterwarnings("ignore", old_names, FutureWarning)
+    # PEFT uses this name, which transformers deprecates.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     device = torch.device(device)
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -228,7 +227,7 @@ def ignores_left_padding(model) -> bool:
     for padding in (0, 8):
         ids_1L = torch.tensor([[0] * padding + [*range(1, 9)]], device=model.device)
         cache = DynamicCache(config=model.config)
-        out = model(input_ids=ids_1L, attention_mask=ids_1L.sign(), past_key_values=cache)
+        out = model(input_ids=ids_1L, attention_mask=ids_1L.sign(), cache=cache)
         rows.append(out.logits[0, padding:].float())
     tolerance = torch.finfo(model.dtype).eps ** 0.5  # 9% in bf16, 0.03% in fp32
     return bool((rows[1] - rows[0]).norm() <= tolerance * rows[0].norm())

@@ -3,6 +3,8 @@
 That rows decode and score as each alone is in spec/test_rollout.py and spec/test_scoring.py.
 """
 
+import warnings
+
 import pytest
 import torch
 import transformers
@@ -89,6 +91,15 @@ def test_a_cache_has_these_bytes_and_rows_that_wait_have_the_samples_of_rows_alo
             assert decoded(lm, jobs, 5, places) == alone
         reads = [shape for shape, _ in passes[1:] if shape[1] > 1]  # the first pass measures
         assert reads[0] == first_read
+
+
+def test_no_name_is_used_that_transformers_will_drop():
+    """When a model is checked, and when it decodes."""
+    lm = make_model("qwen3_5_text")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model.check_batching(lm)
+        decoded(lm, [(5, 3), (4, 3)], rows=2)
 
 
 # -------------------------------------------------------------------- vision-language checkpoints
