@@ -495,7 +495,9 @@ def continued(run: Run, stored: dict[str, Any], free: set[str]) -> dict[str, Any
     if not about.keys() <= stored.keys():
         raise ValueError(f"--out {out}: an older version made it; give another directory")
     may_differ = {"the code", "the number of processes", *map(config.flag, free)}
-    old_of = {config.flag(f.name): f.default for f in fields(cfg)} | comparable(stored)
+    old_of = {
+        config.flag(f.name): json.loads(json.dumps(f.default)) for f in fields(cfg)
+    } | comparable(stored)
     changed: dict[str, str] = {}
     for name, new in comparable(about).items():
         if new != old_of[name]:

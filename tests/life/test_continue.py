@@ -360,6 +360,29 @@ def test_a_process_with_another_setting_or_prompt_is_refused(world_dir, killed, 
     assert contents(killed) == before
 
 
+def no_loss(run, step, x, rolls_G, pairs_K):
+    return [(torch.zeros(()), {}, {})]
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing(groups.MethodConfig):
+    """A method that an edit has given a list."""
+
+    program = "listing.py"
+    generations: int = 1
+    words: tuple[str, ...] = config.setting((), "a list")
+
+
+def test_a_list_that_an_edit_has_added_is_the_runs_default(world_dir, tmp_path):
+    step_fn, out = groups.make_step(no_loss), tmp_path / "run"
+    driver.train(world_dir, out, step_fn, Listing, steps=1)
+    about = stored(out)
+    del about["settings"]["words"]
+    files.write_json(out / "config.json", about)
+    assert driver.train(world_dir, out, step_fn, Listing, steps=2).step == 2
+    assert "--words" not in str(stored(out)["continuations"])
+
+
 @dataclasses.dataclass(frozen=True)
 class Hiding(groups.MethodConfig):
     """A method that offers neither setting."""
@@ -370,7 +393,7 @@ class Hiding(groups.MethodConfig):
 
 
 def test_a_method_that_hides_settings_of_the_loop_is_continued(world_dir, tmp_path):
-    step_fn = groups.make_step(lambda run, step, x, rolls_G, pairs_K: [(torch.zeros(()), {}, {})])
+    step_fn = groups.make_step(no_loss)
     for steps in (1, 2):
         hiding = driver.train(world_dir, tmp_path / "run", step_fn, Hiding, steps=steps)
         assert hiding.step == steps and hiding.code == 0
