@@ -252,7 +252,7 @@ def prepare(
         if longest + cfg.max_new_tokens > limit:
             raise ValueError(
                 f"--max-new-tokens {cfg.max_new_tokens}: with a prompt of {longest} tokens it "
-                f"exceeds the model's context of {limit:g}; lower it"
+                f"exceeds the model's context of {limit:.0f}; lower it"
             )
     for policy in policies:
         held.enter_context(files.locked(policy.folder))

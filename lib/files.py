@@ -128,10 +128,10 @@ def by_step(folder: pathlib.Path) -> dict[int, pathlib.Path]:
     Other files in the folder are ignored.
     """
     paths = {}
-    for path in sorted(folder.glob("step_*")):
-        if match := re.fullmatch(r"step_([0-9]{6})(\.json)?", path.name):
+    for path in folder.glob("step_*"):
+        if match := re.fullmatch(r"step_([0-9]{6}|[1-9][0-9]{6,})(\.json)?", path.name):
             paths[int(match[1])] = path
-    return paths
+    return dict(sorted(paths.items()))
 
 
 # ------------------------------------------------------------------------------------ digests

@@ -288,7 +288,7 @@ def prompt_ids(run: Run, prompt: Prompt) -> list[int]:
     fix = f"--max-prompt-tokens is {run.cfg.max_prompt_tokens}: raise it"
     if len(ids) > context - reply:
         flag = config.flag(prompt.limit)
-        fix = f"{flag} {reply} exceeds what a context of {context:g} leaves: lower it"
+        fix = f"{flag} {reply} exceeds what a context of {context:.0f} leaves: lower it"
     # Name the longest problem in it: a solution that it shows may contain a shorter one's text.
     named = sorted((len(x.problem), x.id) for x in run.problems if x.problem in prompt.text)
     fix += ", or drop the problem " + "".join(id_ for _, id_ in named[-1:])
@@ -364,7 +364,7 @@ def shared_replies(
             )
     unasked = len(prompts) - sum(map(len, jobs.values()))
     if unasked and run.world.main:
-        rule = f"they leave fewer than {LEAST_REPLY} tokens of the model's context of {context:g}"
+        rule = f"they leave fewer than {LEAST_REPLY} tokens of the model's context of {context:.0f}"
         fix = "a smaller --merge-group-size, or another model, helps"
         tqdm.write(f"bank: {unasked} of {len(prompts)} prompts are not asked: {rule}; {fix}")
     replies: dict[int, list[int]] = {}

@@ -41,6 +41,18 @@ def test_a_damaged_file_is_named(tmp_path):
         one_line(lambda: files.end_of_step(log, 2), f"{log}:2")
 
 
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    """Past six digits, too. Other names are ignored."""
+    steps = [2, 999_999, 1_000_000, 10_000_000]
+    for step in reversed(steps):
+        files.of_step(tmp_path, step).mkdir()
+    for name in ("step_00002", "step_0000002", "step_000003.tmp"):
+        (tmp_path / name).mkdir()
+    paths = files.by_step(tmp_path)
+    assert [*paths] == steps and paths[10_000_000].name == "step_10000000"
+    assert files.by_step(tmp_path / "none") == {}
+
+
 def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path, capsys):
     """Another command says that it waits for that, by default a minute."""
     folder = tmp_path / "runs/run"

@@ -52,6 +52,14 @@ def test_a_prompt_that_does_not_fit_is_one_line(changes, words, world_dir, tmp_p
     assert not contents(tmp_path / "run")
 
 
+def test_a_long_context_is_written_with_all_digits(world_dir, tmp_path, capsys):
+    folder = shutil.copytree(world_dir / "model", tmp_path / "model")
+    settings = files.read_json(folder / "config.json") | {"max_position_embeddings": 2**20}
+    files.write_json(folder / "config.json", settings)
+    argv = flags(world_dir, tmp_path / "run", model=folder, max_new_tokens=2**20)
+    refused(capsys, sgsd.main, argv, "context of 1048576 ")
+
+
 GREEK = {"id": "greek", "problem": "πόσα " * 60, "answer": "5"}  # 300 characters, 540 tokens
 LATIN = {"id": "latin", "problem": "how many " * 40, "answer": "5"}  # 360 of each
 WITH_BANK = "--bank {w}/bank.json --num-teachers 4"
