@@ -25,7 +25,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -147,11 +147,16 @@ class Run:
         return model.masked_token_ids(self.tokenizer)
 
     def begin(self) -> None:
-        """Cut the logs back to the last checkpoint, write config.json, and describe the run."""
+        """Cut the logs back to the last checkpoint, write config.json, and describe the run.
+
+        bank/bank.json becomes the bank in use again.
+        """
         cut(self)
         files.write_json(self.out / "config.json", self.about)
         fingerprints = [problems.fingerprint(x.problem) for x in self.problems]
         files.write_json(self.out / "problems.json", fingerprints)
+        if self.bank is not None:
+            replace(self.bank, window=[]).save(self.out / "bank" / files.BANK)
         self.track = runlog.open_tracker(self.out, self.about, self.step)  # it may fail
         learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
         print(f"model {self.cfg.model}: {learn:,} of {self.lm.num_parameters():,} parameters learn")
@@ -597,9 +602,8 @@ def add_adapters(run: Run, rank: int, alpha: Any) -> None:
 
 def cut(run: Run) -> None:
     """Remove all that came after the last checkpoint, and what a kill has left unfinished."""
-    evolved = -1 if run.bank is None else run.step  # the last step whose bank and replies stay
-    if evolution_is_due(run.cfg, run.step, run.bank):
-        evolved = run.step - 1
+    is_due = evolution_is_due(run.cfg, run.step, run.bank)
+    evolved = -1 if run.bank is None else run.step - is_due  # whose bank and replies stay
     logs = {run.out / f"{name}.jsonl": run.step for name in runlog.LOGS}
     logs[run.out / "bank/replies.jsonl"] = evolved
     ends = {path: files.end_of_step(path, step) for path, step in logs.items() if path.exists()}

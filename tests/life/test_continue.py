@@ -279,6 +279,18 @@ def test_a_setting_that_an_edit_has_added_has_its_default(world_dir, killed):
     run(argv)
 
 
+def test_a_run_that_goes_back_has_the_bank_of_then(world_dir, uninterrupted, tmp_path):
+    """In bank/, too, and without the window that its checkpoint holds."""
+    out = shutil.copytree(uninterrupted, tmp_path / "run")
+    banks = files.by_step(out / "bank")
+    of_step_3, of_step_6 = banks[3].read_bytes(), banks[6].read_bytes()
+    assert (out / "bank/bank.json").read_bytes() == of_step_6 != of_step_3
+    shutil.rmtree(out / "checkpoints/step_000006")
+    with Run.open(driver.parsed(small_flags(world_dir, out)), load_bank, sgsd.shown) as back:
+        assert back.step == 4 and len(back.bank.window) == 2
+    assert (out / "bank/bank.json").read_bytes() == of_step_3 and not banks[6].exists()
+
+
 def remove_logs(out):
     for name in ("rollouts", "tokens"):
         (out / f"{name}.jsonl").unlink()
