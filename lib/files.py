@@ -125,10 +125,10 @@ def of_step(folder: pathlib.Path, step: int, suffix: str = "") -> pathlib.Path:
 def by_step(folder: pathlib.Path) -> dict[int, pathlib.Path]:
     """The checkpoints, or the versions of the bank, in a folder by their steps, in order.
 
-    Other files in the folder are ignored.
+    Other files in the folder are ignored. NotADirectoryError if a file stands in its place.
     """
     paths = {}
-    for path in folder.glob("step_*"):
+    for path in folder.iterdir() if folder.exists() else []:
         if match := re.fullmatch(r"step_([0-9]{6}|[1-9][0-9]{6,})(\.json)?", path.name):
             paths[int(match[1])] = path
     return dict(sorted(paths.items()))

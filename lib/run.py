@@ -607,13 +607,13 @@ def cut(run: Run) -> None:
     logs = {run.out / f"{name}.jsonl": run.step for name in runlog.LOGS}
     logs[run.out / "bank/replies.jsonl"] = evolved
     ends = {path: files.end_of_step(path, step) for path, step in logs.items() if path.exists()}
-    for path, end in ends.items():  # only after all logs could be read
+    for version, path in files.by_step(run.out / "bank").items():  # after all logs were read
+        if version > evolved:
+            path.unlink()
+    for path, end in ends.items():
         if end < path.stat().st_size:
             os.truncate(path, end)
             print(f"{path.name} is {f'cut after step {logs[path]}' if end else 'emptied'}")
-    for version, path in files.by_step(run.out / "bank").items():
-        if version > evolved:
-            path.unlink()
     for unfinished in (run.out / "checkpoints").glob(".*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -291,6 +291,16 @@ def test_a_run_that_goes_back_has_the_bank_of_then(world_dir, uninterrupted, tmp
     assert (out / "bank/bank.json").read_bytes() == of_step_3 and not banks[6].exists()
 
 
+def test_a_file_in_the_place_of_the_bank_is_one_line(world_dir, uninterrupted, tmp_path, capsys):
+    """Also where nothing is left to do."""
+    out = shutil.copytree(uninterrupted, tmp_path / "run")
+    shutil.rmtree(out / "bank")
+    (out / "bank").touch()
+    before = contents(out)
+    refused(capsys, driver.main, small_flags(world_dir, out), f"directory: '{out}/bank'")
+    assert contents(out) == before
+
+
 def remove_logs(out):
     for name in ("rollouts", "tokens"):
         (out / f"{name}.jsonl").unlink()
