@@ -35,6 +35,13 @@ from transformers.utils import logging
 # Layers whose tensors in a `DynamicCache` have the rows first, so that rows can leave and join.
 LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
 LAYERS_WITH_STATES = {"linear_attention", "conv", "hybrid"}
+# Settings of an adapter that training reads, that change no number, or that say which layers have
+# adapters, for `restore` compares the tensors.
+READ_OR_HARMLESS = """
+    r lora_alpha use_rslora base_model_name_or_path revision task_type auto_mapping peft_version
+    inference_mode fan_in_fan_out lora_dropout target_modules exclude_modules layers_to_transform
+    layers_pattern
+""".split()
 CHAT = [{"role": "user", "content": "xyzzy"}]  # every chat template must keep this text
 
 
@@ -308,15 +315,26 @@ def context_limit(lm) -> float:
     return max(getattr(text_config, "max_position_embeddings", None) or math.inf, stretched)
 
 
-def lora_of(folder: str | Path) -> tuple[str, int, Any]:
+def lora_of(folder: str | Path, to_train: bool = False) -> tuple[str, int, Any]:
     """Base, rank and alpha of the adapter in a folder; ValueError where there is none.
 
     rsLoRA divides alpha by the rank's root: we give the alpha that LoRA has to divide by the rank.
+    to_train: ValueError, too, for a setting that training would ignore.
     """
-    from peft import PeftConfig
+    from peft import LoraConfig, PeftConfig
 
     with _loading("adapter", str(folder)) as source:
         config: Any = PeftConfig.from_pretrained(source)
+        for name, value in config.to_dict().items() if to_train else []:
+            if name not in READ_OR_HARMLESS and value not in (
+                getattr(LoraConfig(), name, None),
+                False,
+                "gaussian",  # of the first weights
+            ):
+                raise ValueError(
+                    f"{name} is {value!r}, and training reads only r, lora_alpha and use_rslora; "
+                    "merge it into its base, and give that as --model"
+                )
         return (
             str(config.base_model_name_or_path),
             config.r,

@@ -568,7 +568,7 @@ def load_run(run: Run, held: contextlib.ExitStack) -> None:
 def lora_settings(run: Run) -> tuple[int, Any]:
     """Rank and alpha of the adapters: the last checkpoint's, --adapter's, or the settings'.
 
-    ValueError if --adapter is damaged, or is no adapter, or not one of --model.
+    ValueError if --adapter is damaged, or is no plain LoRA adapter, or not one of --model.
     """
     cfg = run.cfg
     if run.checkpoint:
@@ -577,7 +577,7 @@ def lora_settings(run: Run) -> tuple[int, Any]:
         return cfg.lora_rank, cfg.lora_alpha
     folder = pathlib.Path(cfg.adapter)
     files.refuse_damaged(folder, files.digests_of(folder))
-    base, rank, alpha = model.lora_of(folder)
+    base, rank, alpha = model.lora_of(folder, to_train=True)
     has_moved = os.path.isabs(base) and not os.path.exists(base)
     if not has_moved and files.tree_digest(base) != files.tree_digest(cfg.model):
         raise ValueError(f"--adapter {cfg.adapter}: its base is {base}; give that as --model")

@@ -1,7 +1,7 @@
 """Whole commands that are refused: exit code 2, one line that names the fault, nothing written.
 
 All that can be wrong is listed beside its reader, such as problems in test_problems.py. Here are,
-besides, prompts that are too long and damaged checkpoints.
+besides, prompts that are too long, foreign adapters and damaged checkpoints.
 """
 
 import pathlib
@@ -9,11 +9,13 @@ import re
 import shutil
 
 import driver
+import peft
 import pytest
+import torch
 from driver import completes, contents, flags, refused, rows, small_flags, write_rows
 
 import sgsd
-from lib import files
+from lib import files, model
 
 COMMANDS = [  # settings of a run ({w} has models), and words of the line
     ({"data": "no_answer.jsonl", "model": "no/such"}, "no_answer.jsonl:1"),
@@ -102,6 +104,41 @@ def test_a_sibling_that_is_too_long_ends_in_its_step_with_a_way_out(world_dir, t
     argv = ["sdpo", *flags(world_dir, out, **changes)]
     room = tokens_of_refused(capsys, argv, 10) + 5
     tokens_of_refused(capsys, argv, room, "problem p", "in a new --out")
+
+
+# ---------------------------------------------------------------------------- foreign adapters
+
+FOREIGN = [  # more of PEFT's settings; the one that the line names
+    ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights"),  # changes the base, too
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"use_rslora": True, "init_lora_weights": "gaussian"}, ""),
+]
+
+
+@pytest.mark.parametrize("more, name", FOREIGN)
+def test_a_run_begins_with_what_an_adapter_computes_or_refuses_it(
+    more, name, world_dir, tmp_path, capsys
+):
+    """Training reads only rank, alpha and rsLoRA of its settings. Evaluation reads all."""
+    base, folder = str(world_dir / "model"), str(tmp_path / "adapter")
+    lm, _ = model.load_model(base, "cpu")
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(lm, peft.LoraConfig(r=4, target_modules="all-linear", **more))
+    for p in model.trained(adapted).values():
+        p.data += 0.1 * torch.randn(p.shape)
+    adapted.save_pretrained(folder)
+    ids = torch.arange(9)[None]
+    want = adapted(input_ids=ids).logits
+    loaded = model.load_adapter(model.load_model(base, "cpu")[0], folder)
+    torch.testing.assert_close(loaded(input_ids=ids).logits, want)
+    changes = {"adapter": folder, "steps": 1}
+    if name:
+        argv = flags(world_dir, tmp_path / "run", **changes)
+        refused(capsys, sgsd.main, argv, f"adapter {folder}: {name}", "merge")
+    else:
+        with driver.opened(world_dir, tmp_path / "run", **changes) as run:
+            torch.testing.assert_close(run.lm(input_ids=ids).logits, want)
 
 
 # ---------------------------------------------------------------------- a damaged checkpoint
