@@ -131,7 +131,7 @@ def is_copied(gold: str, pred: str, problem: str) -> bool:
     """Whether an answer is an expression copied from the problem, and not the reference.
 
     Otherwise a policy can box the problem's longest formula, which is right for 5% of MATH. Words,
-    and plain numbers even with a name or a unit, are never copies.
+    and plain numbers even with a name or a unit, are never copies; a fraction may be one.
     """
     answer, reference, text = without_layout(pred), without_layout(gold), without_layout(problem)
     # Degrees and styles, such as \textbf{(C)}, are no expressions.
