@@ -53,7 +53,11 @@ CHANGES = {
         Change("a_K.abs() > eps_a", "a_K.abs() >= eps_a", "spec/objective eq13"),
         Change("int(r) * torch.sign(a_K)", "torch.sign(a_K)", "spec/objective eq10"),
         Change("type(number) is bool or number", "number", "spec/objective eq9"),
-        Change("/ (2 * tau_g)) / 2)", "/ tau_g) / 2)", "spec/objective eq14"),
+        Change(
+            "softplus(-(delta**2) / (2 * tau_g))",
+            "softplus(-(delta**2) / tau_g)",
+            "spec/objective eq14",
+        ),
         Change("sigmoid(-(delta**2) / (2 * tau_g))", "sigmoid(-(delta**2))", "spec/gradient eq17"),
         Change("rho_K.detach() * lbar_K).sum()", "lbar_K).sum()", "spec/objective eq16"),
         Change("/ (m_T.sum() + EPS) * g_KT", "/ len(m_T) * g_KT", "spec/gradient eq20"),
