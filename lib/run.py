@@ -602,8 +602,8 @@ def add_adapters(run: Run, rank: int, alpha: Any) -> None:
 
 def cut(run: Run) -> None:
     """Remove all that came after the last checkpoint, and what a kill has left unfinished."""
-    is_due = evolution_is_due(run.cfg, run.step, run.bank)
-    evolved = -1 if run.bank is None else run.step - is_due  # whose bank and replies stay
+    # The last step whose bank and replies stay.
+    evolved = -1 if run.bank is None else run.step - evolution_is_due(run.cfg, run.step, run.bank)
     logs = {run.out / f"{name}.jsonl": run.step for name in runlog.LOGS}
     logs[run.out / "bank/replies.jsonl"] = evolved
     ends = {path: files.end_of_step(path, step) for path, step in logs.items() if path.exists()}
