@@ -28,9 +28,9 @@ import os
 import pathlib
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,13 +66,14 @@ def pass_at_k(correct_PK: np.ndarray, k: int) -> float:
 
 
 def maj_at_k(
-    preds: Sequence[Sequence[str | None]],
-    golds: Sequence[str],
-    verify: Callable[[str, str], bool],
+    preds: Sequence[Sequence[Hashable | None]],
+    golds: Sequence[Any],
+    verify: Callable[[Any, Any], bool],
 ) -> float:
     """Accuracy of each problem's most frequent answer; see `majority`.
 
-    preds: the answers [P][K], None for no answer. verify(gold or answer, answer): are they equal?
+    preds: the answers [P][K], such as texts; None for no answer. verify(gold, answer): is it right?
+    verify(answer, answer): are they the same?
     """
     if len(preds) != len(golds) or not golds:
         raise ValueError(f"maj_at_k: got {len(preds)} rows of answers for {len(golds)} golds")
@@ -81,17 +82,16 @@ def maj_at_k(
     return sum(right) / len(golds)
 
 
-def majority(preds: Sequence[str | None], same: Callable[[str, str], bool]) -> str | None:
+def majority(preds: Sequence[Hashable | None], same: Callable[[Any, Any], bool]) -> Hashable | None:
     """The most frequent answer, at a tie the first one. None casts no vote; without votes it wins.
 
     Answers that `same` calls equal count together.
     """
-    votes: Counter[str] = Counter()
-    for pred in preds:
-        if pred is not None and pred not in votes:
+    votes: Counter[Hashable] = Counter()
+    for pred in [pred for pred in preds if pred is not None]:
+        if pred not in votes:
             pred = next((earlier for earlier in votes if same(earlier, pred)), pred)
-        if pred is not None:
-            votes[pred] += 1
+        votes[pred] += 1
     return votes.most_common(1)[0][0] if votes else None
 
 
@@ -125,23 +125,22 @@ def _checked(correct_PK: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The samples that we need from a policy on one set."""
+class Sample:
+    """A sample that results need: drawn before, or yet to be drawn."""
 
-    about: dict[str, Any]  # for its row of results.json: the problems, the samples, the settings
-    digests: list[str]  # of the samples, in order
+    row: dict[str, Any]  # of samples.jsonl: set, id, number and digest, known before the draw
+    job: Job
 
 
 @dataclass
 class Policy:
-    """A model to evaluate; `add_samples` adds the samples that we need from it."""
+    """A model to evaluate. `prepare` adds its settings and samples, on rank 0."""
 
     path: str  # a folder or hub id
     base: str  # the model under an adapter; a plain model is its own base
     folder: pathlib.Path  # holds samples.jsonl and results.json; the path as we print it
-    sets: dict[str, Asked] = field(default_factory=dict)  # by the set's name
-    samples: list[dict] = field(default_factory=list)  # the first fields of each sample's row
-    missing: list[Job] = field(default_factory=list)  # a job's index is its place in `samples`
+    settings: dict[str, Any] = field(default_factory=dict)  # that all its samples depend on
+    samples: list[Sample] = field(default_factory=list)  # on all sets, drawn or not
 
 
 def checkpoints_of(path: str) -> list[pathlib.Path]:
@@ -185,9 +184,7 @@ def base_of(place: pathlib.Path, base: str) -> str:
 
 def find_policies(cfg: EvalConfig) -> list[Policy]:
     """The policies that the PATHs name, in order, each with a folder of its own."""
-    places: list[pathlib.Path] = []
-    for path in cfg.paths:
-        places += checkpoints_of(path)
+    places = [*itertools.chain.from_iterable(map(checkpoints_of, cfg.paths))]
     runs = [run for run in map(run_of, places) if run]
     home = pathlib.Path(cfg.out or (runs[0] / "eval" if runs else "eval")).resolve()
     policies: dict[pathlib.Path, Policy] = {}
@@ -206,9 +203,26 @@ def find_policies(cfg: EvalConfig) -> list[Policy]:
     return list(policies.values())
 
 
-# ------------------------------------------------------------- what rank 0 reads before any sample
+# ------------------------------------------------- the problems, and the samples of each policy
 
 Sets = dict[str, list[Problem]]  # by the set's name
+
+
+def load_sets(cfg: EvalConfig) -> Sets:
+    """The problems of each set, in order."""
+    sets = {}
+    for source in cfg.data:
+        data = problems.load_set(
+            source,
+            cfg.split,
+            problem_field=cfg.problem_field,
+            answer_field=cfg.answer_field,
+            answer_after=cfg.answer_after,
+            extract=verify.extract_answer if cfg.verifier == EvalConfig.verifier else None,
+        )
+        sets[pathlib.Path(source).stem] = data[: cfg.limit or None]
+    return sets
+
 
 # Settings on which a sample does not depend, or only through its prompt and its problem.
 BESIDE_SAMPLES = """
@@ -219,15 +233,16 @@ BESIDE_SAMPLES = """
 
 def prepare(
     policies: list[Policy],
+    sets: Sets,
     weights: dict[str, str],
     cfg: EvalConfig,
     world: World,
     held: contextlib.ExitStack,
-) -> Sets:
-    """Read all input but the weights' numbers, and find out which samples each policy lacks.
+) -> list[list[Sample]]:
+    """List each policy's settings and samples; returns the samples that it lacks.
 
-    weights: digests of the models' files, by path. held: the exit stack that unlocks the folders at
-    the end. ValueError for bad input.
+    We look at all models here, but load no numbers. weights: digests of the models' files, by path.
+    held: the exit stack that unlocks the folders at the end. ValueError for bad input.
     """
     bases = sorted({served.whole_name(policy.base) for policy in policies})
     if cfg.server and len(bases) > 1:
@@ -237,18 +252,17 @@ def prepare(
         if cfg.server
         else functools.partial(model.load_model, device="meta", dtype=cfg.dtype, attn=cfg.attn)
     )
-    sets = load_sets(cfg)
     prompts, shared = make_prompts(cfg, sets, world), sample_settings(cfg, world)
     for policy in policies:
         lm, tokenizer = look(policy.base)
-        settings = {
+        policy.settings = {
             **shared,
             "the policy's files": weights[policy.path],
             "the base's files": weights[policy.base],
         }
-        for name, data in sets.items():
-            add_samples(policy, name, data, settings, prompts, tokenizer, cfg)
-        longest, limit = max(len(job.prompt) for job in policy.missing), model.context_limit(lm)
+        policy.samples = samples_of(policy.settings, sets, prompts, tokenizer, cfg)
+        longest = max(len(sample.job.prompt) for sample in policy.samples)
+        limit = model.context_limit(lm)
         if longest + cfg.max_new_tokens > limit:
             raise ValueError(
                 f"--max-new-tokens {cfg.max_new_tokens}: with a prompt of {longest} tokens it "
@@ -256,45 +270,23 @@ def prepare(
             )
     for policy in policies:
         held.enter_context(files.locked(policy.folder))
-        drawn = {row["digest"] for row in files.read_jsonl(policy.folder / "samples.jsonl")}
-        policy.missing = [
-            job for job in policy.missing if policy.samples[job.index]["digest"] not in drawn
-        ]
-    return sets
-
-
-def load_sets(cfg: EvalConfig) -> Sets:
-    """The problems of each set, in order."""
-    reading = {
-        "problem_field": cfg.problem_field,
-        "answer_field": cfg.answer_field,
-        "answer_after": cfg.answer_after,
-        "extract": verify.extract_answer if cfg.verifier == EvalConfig.verifier else None,
-    }
-    sets = {}
-    for source in cfg.data:
-        data = problems.load_set(source, cfg.split, **reading)
-        sets[pathlib.Path(source).stem] = data[: cfg.limit or None]
-    return sets
+    return [missing_samples(policy) for policy in policies]
 
 
 def make_prompts(cfg: EvalConfig, sets: Sets, world: World) -> dict[str, str]:
     """{problem: prompt}: the plain one, or with --skills that of Base+Skill (Tab. 12, S14)."""
-    asked = {x.problem for x in itertools.chain.from_iterable(sets.values())}
-    if not cfg.skills:
-        return {problem: skills.render_student(problem) for problem in asked}
-    bank = skills.SkillBank.load(cfg.skills)
-    most = min(len(bank.general_skills), len(bank.common_mistakes))
-    if cfg.num_skills > most:
-        raise ValueError(
-            f"--num-skills {cfg.num_skills}: the shorter list of --skills {cfg.skills} has {most} "
-            "entries; lower it"
-        )
-    embed, prompts = model.load_encoder(cfg.encoder, str(world.device)), {}
-    for problem in asked:
-        pairs = bank.retrieve(problem, cfg.num_skills, embed)
-        prompts[problem] = skills.render_skills(pairs, problem)
-    return prompts
+    pairs: dict[str, list[skills.SkillPair]] = {}
+    for x in itertools.chain.from_iterable(sets.values()):
+        pairs[x.problem] = []
+    if cfg.skills:
+        bank = skills.SkillBank.load(cfg.skills)
+        if cfg.num_skills > min(bank.counts.values()):
+            raise ValueError(
+                f"--num-skills {cfg.num_skills}: --skills {cfg.skills} has {bank.sizes}; lower it"
+            )
+        embed = model.load_encoder(cfg.encoder, str(world.device))
+        pairs = {problem: bank.retrieve(problem, cfg.num_skills, embed) for problem in pairs}
+    return {problem: skills.render_skills(pairs[problem], problem) for problem in pairs}
 
 
 def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
@@ -316,52 +308,49 @@ def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
     }
 
 
-def add_samples(
-    policy: Policy,
-    name: str,
-    data: Sequence[Problem],
+def samples_of(
     settings: dict[str, Any],
+    sets: Sets,
     prompts: dict[str, str],
     tokenizer: Any,
     cfg: EvalConfig,
-) -> None:
-    """Add k samples of each problem of a set to those that we need from a policy.
+) -> list[Sample]:
+    """All samples of a policy that results need: set by set, k of each problem.
 
     A sample's digest covers all that it depends on: samples with the same digest are the same.
     """
     thinking = "bare" if cfg.thinking else "closed"  # S3
-    judged = []
-    for x in data:
-        # Another verifier may also read the other fields of a problem's row.
-        extra = sorted(x.extra.items()) if cfg.verifier != EvalConfig.verifier else []
-        judged.append([x.problem, x.answer, extra])
-        prompt = rollout.chat_ids(tokenizer, prompts[x.problem], thinking=thinking)
-        for number in range(cfg.samples):
-            key = rollout.sample_key(cfg.seed, 0, x.problem, number)
-            digest = files.digest(settings, prompt, key, judged[-1])
-            job = Job(
-                len(policy.samples), prompt, key=key, tokens_left=cfg.max_new_tokens, problem=x
-            )
-            policy.missing.append(job)
-            policy.samples.append({"set": name, "id": x.id, "sample": number, "digest": digest})
-    digests = [sample["digest"] for sample in policy.samples if sample["set"] == name]
-    about = {"digest": files.digest(judged), "problems": len(data), "samples": len(digests)}
-    policy.sets[name] = Asked(about | {"settings": settings}, digests)
+    samples: list[Sample] = []
+    for name, data in sets.items():
+        for x in data:
+            prompt = rollout.chat_ids(tokenizer, prompts[x.problem], thinking=thinking)
+            for number in range(cfg.samples):
+                key = rollout.sample_key(cfg.seed, 0, x.problem, number)
+                digest = files.digest(settings, prompt, key, judged_by(x, cfg))
+                row = {"set": name, "id": x.id, "sample": number, "digest": digest}
+                job = Job(len(samples), prompt, key=key, tokens_left=cfg.max_new_tokens, problem=x)
+                samples.append(Sample(row, job))
+    return samples
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names of settings in which two rows of results.json differ; or "problems" and "samples"."""
-    mine, theirs = (
-        row["settings"] | {"problems": row["digest"], "samples": row["samples"]}
-        for row in (one, other)
-    )
-    return [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+def judged_by(x: Problem, cfg: EvalConfig) -> list:
+    """What a verdict depends on. Another verifier may also read the other fields of a row."""
+    extra = sorted(x.extra.items()) if cfg.verifier != EvalConfig.verifier else []
+    return [x.problem, x.answer, extra]
+
+
+def missing_samples(policy: Policy) -> list[Sample]:
+    """The samples of a policy that its samples.jsonl lacks."""
+    drawn = {row["digest"] for row in files.read_jsonl(policy.folder / "samples.jsonl")}
+    return [sample for sample in policy.samples if sample.row["digest"] not in drawn]
 
 
 # ------------------------------------------------------------------------------------- the samples
 
 
-def sample(policy: Policy, verifier: verify.Judge, cfg: EvalConfig, world: World) -> None:
+def draw(
+    policy: Policy, missing: list[Sample], verifier: verify.Judge, cfg: EvalConfig, world: World
+) -> None:
     """Draw a policy's missing samples, on all ranks. Rank 0 appends them to samples.jsonl."""
     with contextlib.ExitStack() as loaded:
         with command.one_line_errors(cfg.program, *command.GIVEN):
@@ -374,11 +363,12 @@ def sample(policy: Policy, verifier: verify.Judge, cfg: EvalConfig, world: World
             turns = stream(jobs_of_rank, sampling, cfg.rows)
             return rollout.rollouts(tokenizer, stops, verifier, turns)
 
-        for judged in distributed.share_jobs(world, policy.missing, work, str(policy.folder)):
+        jobs = [sample.job for sample in missing]
+        sample_rows = {sample.job.index: sample.row for sample in missing}
+        for judged in distributed.share_jobs(world, jobs, work, str(policy.folder)):
             rows = []
             for job, roll in judged:
-                row = {
-                    **policy.samples[job.index],
+                drawn = {
                     "gold": roll.gold,
                     "pred": roll.pred,
                     "r": roll.r,
@@ -387,7 +377,7 @@ def sample(policy: Policy, verifier: verify.Judge, cfg: EvalConfig, world: World
                     "text": roll.text,
                     "engine": engine,
                 }
-                rows.append(row)
+                rows.append(sample_rows[job.index] | drawn)
             if world.main and rows:
                 files.append_jsonl(policy.folder / "samples.jsonl", rows)
 
@@ -416,6 +406,13 @@ def load_policy(
 # ------------------------------------------------------------------------------------- the figures
 
 
+class Answer(NamedTuple):
+    """A sample's answer, and whether the verifier, which knew the problem, accepted it."""
+
+    text: str
+    right: bool
+
+
 def figures(
     ids: Sequence[str], rows: list[dict], k: int, same: Callable[[str, str], bool]
 ) -> dict[str, Any]:
@@ -426,14 +423,17 @@ def figures(
     """
     correct_PK = np.array([row["r"] > 0 for row in rows]).reshape(-1, k)
     low, high = bootstrap_interval([correct_PK.mean(1)])
-    golds: Any = [(None, True)] * len(ids)
-    answers: Any = [(row["pred"], row["r"] > 0) for row in rows]
-    answers = [None if answer[0] is None else answer for answer in answers]
+    answers = [
+        Answer(row["pred"], row["r"] > 0) if row["pred"] is not None else None for row in rows
+    ]
     answers_PK = [answers[i : i + k] for i in range(0, len(rows), k)]
+    golds = [row["gold"] for row in rows[::k]]
 
-    def alike(one: Any, other: Any) -> bool:
-        """Whether two answers are the same and have the same verdict, which knew the problem."""
-        return one[1] == other[1] and (one[0] is None or same(one[0], other[0]))
+    def alike(one: str | Answer, other: Answer) -> bool:
+        """Whether an answer is right, or is the same as another. one: a gold, or an answer."""
+        if isinstance(one, str):
+            return other.right
+        return one.right == other.right and same(one.text, other.text)
 
     return {
         "avg": avg_at_k(correct_PK),
@@ -491,12 +491,13 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             shared = {**flags, "--out": "", **weights}
             distributed.refuse_other_commands(distributed.all_gather(shared, world))
             verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
-            sets = prepare(policies, weights, cfg, world, held) if world.main else {}
-            policies = distributed.broadcast(policies, world)
+            sets = load_sets(cfg) if world.main else {}
+            missing = prepare(policies, sets, weights, cfg, world, held) if world.main else None
+            missing = distributed.broadcast(missing, world)
         held.enter_context(command.one_line_errors(cfg.program, *command.LATER))
-        for policy in policies:
-            if policy.missing:
-                sample(policy, verifier, cfg, world)
+        for policy, samples in zip(policies, missing):
+            if samples:
+                draw(policy, samples, verifier, cfg, world)
             if world.main:
                 write_results(policy, sets, verifier, cfg)
         late = sum(distributed.all_gather(verifier.timeouts, world))
@@ -509,13 +510,19 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
 
 def write_results(policy: Policy, sets: Sets, verifier: verify.Judge, cfg: EvalConfig) -> None:
     """Put a policy's figures into its results.json, and print them."""
-    done = {row["digest"]: row for row in files.read_jsonl(policy.folder / "samples.jsonl")}
+    drawn = {row["digest"]: row for row in files.read_jsonl(policy.folder / "samples.jsonl")}
     file = policy.folder / "results.json"
     table = files.read_json(file) if file.exists() else {}
-    for name, asked in policy.sets.items():
-        rows = [done[digest] for digest in asked.digests]
-        ids = [x.id for x in sets[name]]
-        table[name] = asked.about | figures(ids, rows, cfg.samples, verifier.same)
+    for name, data in sets.items():
+        needed = [sample.row for sample in policy.samples if sample.row["set"] == name]
+        rows = [drawn[row["digest"]] for row in needed]
+        table[name] = {
+            "digest": files.digest([judged_by(x, cfg) for x in data]),
+            "problems": len(data),
+            "samples": len(rows),
+            "settings": policy.settings,
+            **figures([x.id for x in data], rows, cfg.samples, verifier.same),
+        }
         print(line_of(policy, name, table[name], cfg), flush=True)
     files.write_json(file, table)
 

@@ -76,7 +76,6 @@ Package versions are those of requirements.txt.
 Dimension key: K teachers, T completion tokens; `delta_KT` is [K, T].
 """
 
-import functools
 import math
 import random
 import sys
@@ -100,10 +99,10 @@ from lib.run import (
     Prompt,
     Run,
     Shown,
+    bank_writer,
     evolution_is_due,
     exit_code,
     prompt_ids,
-    shared_replies,
     shared_rollouts,
     should_stop,
 )
@@ -503,17 +502,6 @@ def log_row(
 #     earlier evolutions added.
 #   - A list keeps its first C dynamic entries. Then, as long as the two lists together have grown
 #     by more than N, the one that grew more (at a tie, the skills) loses its last (S12).
-
-
-def bank_writer(run: Run, step: int) -> skills.Complete:
-    """The present policy as the writer of the bank's entries; each rank decodes a share of replies.
-
-    It answers greedily and without thinking. If a reply cannot be used, we ask once more, and
-    sample with temperature 1.1, top-p 0.95, top-k 20 (`skills.ask`).
-    """
-    log = functools.partial(run.log_rows, "bank/replies")
-    sample = functools.partial(shared_replies, run)
-    return skills.writer(run.tokenizer, rollout.chat_ids, sample, log, run.cfg.reply_tokens, step)
 
 
 def make_bank(run: Run) -> SkillBank:

@@ -1,7 +1,7 @@
 r"""The skill bank: entries, retrieval, prompts, and Algorithms 2-4, which build and evolve it.
 
 Models are passed as functions: embed(texts) returns a float array [n, d], complete(prompts) returns
-one reply per prompt. `writer` turns a policy into `complete`.
+one reply per prompt (`lib.run.bank_writer` is a policy as `complete`).
 
 Entries are plain dicts with the paper's field names (App. C). The code replaces entries, and never
 edits one in place. `key` names one of the two lists: "general_skills" or "common_mistakes".
@@ -9,7 +9,6 @@ edits one in place. `key` names one of the two lists: "general_skills" or "commo
 Dimension key: n entries of a list, d embedding size.
 """
 
-import collections
 import contextlib
 import functools
 import itertools
@@ -17,9 +16,9 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -384,47 +383,36 @@ def item_of(value: Any, key: str) -> dict | None:
 
 
 # ---------------------------------------------------------------- asking for items (Algorithms 2-4)
-# Each algorithm works on one list, as in the paper. It is a generator: it yields prompts, and gets
-# their replies. So `side_by_side` can run both lists' algorithms, and ask for both in one call.
+# Both lists go through the algorithms together: a reply may take minutes, so all prompts that are
+# due at a time go into one call of `complete`.
 
 Complete = Callable[[list[str]], list[str]]  # one reply per prompt
-Result = TypeVar("Result")
-Asking = Generator[list[str], dict[str, str], Result]  # gets {prompt: reply}
+Lists = dict[str, list[dict]]  # items or entries of each list, by `key`
 
 
-def side_by_side(algorithms: Mapping[str, Asking[Result]], complete: Complete) -> dict[str, Result]:
-    """The result of each list's algorithm. All prompts that are due together go into one call."""
-    running = dict(algorithms)
-    results = {}
-    replies: Any = None  # a generator is sent None first
-    while running:
-        prompts: list[str] = []
-        for key in [*running]:
-            try:
-                prompts += running[key].send(replies)
-            except StopIteration as end:
-                results[key] = end.value
-                del running[key]
-        replies = dict(zip(prompts, complete(prompts), strict=True)) if prompts else {}
-    return results
+class Request(NamedTuple):
+    """A prompt that asks for items of a list."""
+
+    prompt: str
+    key: str
+    shown: int = 0  # the number of items that a merge shows; 0 in an extraction
 
 
-def ask(prompts: Sequence[str], key: str, sizes: Sequence[int] = ()) -> Asking[list[list[dict]]]:
-    """The items of each prompt's reply; [] if neither of two replies can be used (D4).
+def ask(requests: Sequence[Request], complete: Complete) -> list[list[dict]]:
+    """The items of each request's reply; [] if neither of two replies can be used (D4).
 
     We drop an item that lacks one of its three fields. If a reply breaks off, we keep its complete
     items. A reply can be used if it has an item. The reply to a merge must also be whole, and have
-    no more items than the merge showed. A `writer` decodes the first reply greedily, and samples
-    the second. Without items, a memory gives no candidates, and a merge leaves its group as it is.
-    sizes: for merges, the number of items that each prompt shows.
+    no more items than the merge showed. Without items, a memory gives no candidates, and a merge
+    leaves its group as it is.
     """
-    items_of_each: list[list[dict]] = [[] for _ in prompts]
+    items_of_each: list[list[dict]] = [[] for _ in requests]
     for _ in (1, 2):
-        unanswered = [i for i, items in enumerate(items_of_each) if not items]
-        replies = yield [prompts[i] for i in unanswered]
-        for i in unanswered:
-            items, whole = read_items(replies[prompts[i]], key)
-            if not sizes or (whole and len(items) <= sizes[i]):
+        due = [i for i, items in enumerate(items_of_each) if not items]
+        replies = complete([requests[i].prompt for i in due]) if due else []
+        for i, reply in zip(due, replies, strict=True):
+            items, whole = read_items(reply, requests[i].key)
+            if not requests[i].shown or (whole and len(items) <= requests[i].shown):
                 items_of_each[i] = items
     return items_of_each
 
@@ -444,47 +432,71 @@ def merge(
     whole, has an item (S11), and has no more items than the group: a merge may join items, but
     never lose or add any. A merged entry has the `sources` of its items.
     """
-    return side_by_side({key: merging(items, key, group_size, patience)}, complete)[key]
+    merged, layers = merge_lists({key: items}, complete, group_size, patience)
+    return merged[key], layers[key]
 
 
-def merging(
-    items: list[dict], key: str, group_size: int, patience: int
-) -> Asking[tuple[list[dict], list[dict]]]:
-    """`merge` as a generator: it yields prompts, and gets their replies."""
-    layers: list[dict] = []
-    stagnant = 0  # line 1
-    reason = None
-    while not reason:  # line 2
-        groups = [items[i : i + group_size] for i in range(0, len(items), group_size)]  # line 3
-        several = {i: group for i, group in enumerate(groups) if len(group) > 1}  # line 4
-        prompts = [render_merge(group, key) for group in several.values()]
-        replies = yield from ask(prompts, key, [*map(len, several.values())])  # line 5
-        merged_groups = dict(zip(several, replies))
-        merged = []
-        for i, group in enumerate(groups):
-            new = merged_groups.get(i, [])
-            for item in new:  # line 8
-                unchanged = [entry for entry in group if item.items() <= entry.items()]
-                merged.append(_with_sources(item, unchanged or group))
-            merged += [] if new else group  # line 6
-        stagnant = 0 if len(merged) < len(items) else stagnant + 1  # line 9
-        if len(groups) <= 1:  # line 11
-            reason = "root_group_reached"
-        elif stagnant >= patience:
-            reason = "stagnation_patience_reached"
-        layers.append(
-            {
-                "layer_index": len(layers),
-                "input_items": len(items),
-                "num_groups": len(groups),
-                "output_items": len(merged),
-                "lost_replies": replies.count([]),
-                "stopped_reason": reason,
-                "stagnant_layers": stagnant,
-            }
-        )
-        items = merged  # line 10
-    return _numbered(items, key), layers  # lines 12-13
+def merge_lists(
+    lists: Lists, complete: Complete, group_size: int, patience: int
+) -> tuple[Lists, Lists]:
+    """`merge` of several lists at a time: all prompts of a layer go into one call of the writer.
+
+    lists: their items, by key. Each list ends by itself: one may need more layers than another.
+    """
+    lists = dict(lists)
+    layers: Lists = {key: [] for key in lists}
+    stagnant = dict.fromkeys(lists, 0)  # line 1
+    unfinished = [*lists]
+    while unfinished:  # line 2
+        groups = {key: _in_groups(lists[key], group_size) for key in unfinished}  # line 3
+        requests: list[Request] = []
+        for key in groups:
+            several = [group for group in groups[key] if len(group) > 1]  # line 4
+            requests += [Request(render_merge(group, key), key, len(group)) for group in several]
+        replies = iter(ask(requests, complete))  # line 5
+        for key in groups:
+            merged: list[dict] = []
+            lost = 0
+            for group in groups[key]:
+                items = next(replies) if len(group) > 1 else group
+                lost += not items
+                merged += [_with_sources_in(group, item) for item in items] or group  # lines 6, 8
+            stagnant[key] = 0 if len(merged) < len(lists[key]) else stagnant[key] + 1  # line 9
+            reason = None
+            if len(groups[key]) <= 1:  # line 11
+                reason = "root_group_reached"
+            elif stagnant[key] >= patience:
+                reason = "stagnation_patience_reached"
+            if reason:
+                unfinished.remove(key)
+            layers[key].append(
+                {
+                    "layer_index": len(layers[key]),
+                    "input_items": len(lists[key]),
+                    "num_groups": len(groups[key]),
+                    "output_items": len(merged),
+                    "lost_replies": lost,
+                    "stopped_reason": reason,
+                    "stagnant_layers": stagnant[key],
+                }
+            )
+            lists[key] = merged  # line 10
+    return {key: _numbered(lists[key], key) for key in lists}, layers  # lines 12-13
+
+
+def _in_groups(items: list[dict], size: int) -> list[list[dict]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def _with_sources_in(group: list[dict], item: dict) -> dict:
+    """A merged item, with the sources of the entry that it repeats, or else of the whole group."""
+    unchanged = [entry for entry in group if item.items() <= entry.items()]
+    return _with_sources(item, unchanged or group)
+
+
+def lost_in(layers: Lists) -> int:
+    """The number of replies that were lost in the merges of all lists."""
+    return sum(layer["lost_replies"] for layer in itertools.chain(*layers.values()))
 
 
 def _numbered(entries: list[dict], key: str) -> list[dict]:
@@ -539,25 +551,21 @@ def memory_of(row: Mapping[str, Any], with_answer: bool = False) -> dict:
     return {**memory, "reference_answer": row["gold"]} if with_answer else memory
 
 
-def extract(memories: list[dict], key: str) -> Asking[tuple[list[dict], int]]:
-    """A list's candidates (Alg. 2, lines 8-14), and the number of memories that gave none.
+def extract(memories: list[dict], complete: Complete) -> tuple[Lists, int]:
+    """Both lists' candidates (Alg. 2, lines 8-14), and the number of memories that gave none.
 
     Skills come from successes and mistakes from failures. Of each memory's reply we take the first
     three complete items.
     """
-    is_right = key == "general_skills"
-    memories = [memory for memory in memories if (memory["reward"] > 0) == is_right]  # line 8
-    replies = yield from ask([render_extraction(memory, key) for memory in memories], key)
-    candidates = []
-    for memory, items in zip(memories, replies):
+    right = [("general_skills", memory) for memory in memories if memory["reward"] > 0]  # line 8
+    wrong = [("common_mistakes", memory) for memory in memories if memory["reward"] <= 0]
+    requests = [Request(render_extraction(memory, key), key) for key, memory in right + wrong]
+    replies = ask(requests, complete)
+    candidates: Lists = {key: [] for key in KINDS}
+    for (key, memory), items in zip(right + wrong, replies):
         sources = {"sources": [memory["problem_id"]]} if memory.get("problem_id") else {}
-        candidates += [{**item, **sources} for item in items[:3]]  # lines 10 and 13
+        candidates[key] += [{**item, **sources} for item in items[:3]]  # lines 10 and 13
     return candidates, replies.count([])
-
-
-def lost_in(layers: Sequence[Mapping[str, Any]]) -> int:
-    """The number of lost replies in all layers of a merge."""
-    return sum(layer["lost_replies"] for layer in layers)
 
 
 def cold_start(
@@ -568,34 +576,22 @@ def cold_start(
     We ask the writer for skills of each right solution, and for mistakes of each wrong one. Then we
     merge each list (Alg. 3).
     """
-    algorithms = {key: initial_list(memories, key, group_size, patience) for key in KINDS}
-    written = side_by_side(algorithms, complete)  # lines 8-15
+    candidates, lost = extract(memories, complete)  # lines 8-14
+    lists, layers = merge_lists(candidates, complete, group_size, patience)  # line 15
     metadata: dict[str, Any] = {
         "source": f"cold start from {len(memories)} seed solutions",
         "seed_solutions": len(memories),
         "right_seed_solutions": sum(memory["reward"] > 0 for memory in memories),
         "truncated_seed_solutions": sum(memory.get("truncated", False) for memory in memories),
-        "lost_replies": 0,
+        "lost_replies": lost + lost_in(layers),
         "merge_group_size": group_size,
         "merge_stagnation_patience": patience,
     }
-    lists: dict[str, Any] = {}
-    for key in KINDS:
-        lists[key], lost, numbers = written[key]
-        metadata["lost_replies"] += lost
-        metadata |= numbers
-    return SkillBank(**lists, metadata=metadata)  # line 16
-
-
-def initial_list(
-    memories: list[dict], key: str, group_size: int, patience: int
-) -> Asking[tuple[list[dict], int, dict[str, Any]]]:
-    """One list of the initial bank, the number of lost replies, more numbers for the metadata."""
-    candidates, lost = yield from extract(memories, key)  # lines 8-14
-    entries, layers = yield from merging(candidates, key, group_size, patience)  # line 15
-    numbers = {f"input_{key}": len(candidates), f"output_{key}": len(entries)}
-    name = "general" if key == "general_skills" else "common_mistake"
-    return entries, lost + lost_in(layers), numbers | {f"{name}_merge_layers": layers}
+    for key, name in zip(KINDS, ("general", "common_mistake")):
+        metadata[f"input_{key}"] = len(candidates[key])
+        metadata[f"output_{key}"] = len(lists[key])
+        metadata[f"{name}_merge_layers"] = layers[key]
+    return SkillBank(lists["general_skills"], lists["common_mistakes"], metadata)  # line 16
 
 
 # -------------------------------------------------------------------- Algorithm 4: online evolution
@@ -617,6 +613,8 @@ def evolve(
 ) -> SkillBank:
     """The bank after online evolution (Alg. 4); the same object if it does not evolve.
 
+    Candidates are merged with each other and then, if any are left, with their list's dynamic
+    entries. Static entries stay, and no dynamic entry repeats the text of one (D11).
     window: W, the rows of all rollouts since an evolution was last due (D2); see `memory_of`.
     evolve_every: F; 0 disables. success_gate: γ. max_new_items: N, for both lists together (S12).
     dynamic_capacity: C, per list. memory_answer: show the reference answers to the writer (D3).
@@ -626,49 +624,31 @@ def evolve(
     success = sum(row["r"] > 0 for row in window) / len(window)  # line 4
     if success >= success_gate:  # line 5
         return bank
+    static = {key: split(bank, key)[0] for key in KINDS}
+    dynamic = {key: split(bank, key)[1] for key in KINDS}
     memories = [memory_of(row, memory_answer) for row in window]
-    algorithms = {
-        key: dynamic_list(bank, key, memories, step, group_size, patience) for key in KINDS
-    }
-    evolved = side_by_side(algorithms, complete)  # lines 8-12
-    before = {key: split(bank, key)[1] for key in KINDS}
-    grown = {key: evolved[key][0] for key in KINDS}
-    after = limit_growth(before, grown, max_new_items, dynamic_capacity)  # line 13
-    update: dict[str, Any] = {"step": step, "success": success, "lost_replies": 0}
-    lists: dict[str, Any] = {}
+    candidates, lost = extract(memories, complete)  # lines 8-10
+    fresh = {key: _without_copies(candidates[key], static[key], key) for key in KINDS}
+    new, new_layers = merge_lists(fresh, complete, group_size, patience)  # line 11
+    joined = {key: dynamic[key] + new[key] for key in KINDS if new[key]}
+    merged, layers = merge_lists(joined, complete, group_size, patience)  # line 12
+    grown = dict(dynamic)
+    for key in merged:
+        originals = _without_copies(merged[key], static[key], key)
+        grown[key] = _under_dynamic_ids(originals, dynamic[key], key, step)
+    after = limit_growth(dynamic, grown, max_new_items, dynamic_capacity)  # line 13
+    update: dict[str, Any] = {"step": step, "success": success}
+    update["lost_replies"] = lost + lost_in(new_layers) + lost_in(layers)
     for key in KINDS:
-        _, lost, numbers = evolved[key]
-        update["lost_replies"] += lost
-        update |= {
-            **numbers,
-            f"dynamic_{key}": len(after[key]),
-            f"net_new_{key}": len(after[key]) - len(before[key]),
-        }
-        lists[key] = split(bank, key)[0] + after[key]
+        update[f"candidate_{key}"] = len(candidates[key])
+        update[f"merged_{key}"] = len(new[key])
+        update[f"dynamic_{key}"] = len(after[key])
+        update[f"net_new_{key}"] = len(after[key]) - len(dynamic[key])
+    lists = {key: static[key] + after[key] for key in KINDS}
     metadata = {**bank.metadata, "updates": [*bank.metadata.get("updates", []), update]}
-    return SkillBank(**lists, metadata=metadata, extra=bank.extra)  # line 14
-
-
-def dynamic_list(
-    bank: SkillBank, key: str, memories: list[dict], step: int, group_size: int, patience: int
-) -> Asking[tuple[list[dict], int, dict[str, int]]]:
-    """A list's dynamic entries (Alg. 4, lines 8-12), how many replies were lost, and more numbers.
-
-    We extract candidates from every memory, as in Algorithm 2, and merge them with each other. If
-    any are left, we merge them with the dynamic entries of earlier evolutions, which the writer may
-    reword or join. Static entries stay, and no dynamic entry repeats a static one's text (D11).
-    """
-    static, dynamic = split(bank, key)
-    candidates, lost = yield from extract(memories, key)  # lines 8-10
-    fresh = _without_copies(candidates, static, key)
-    new, layers = yield from merging(fresh, key, group_size, patience)  # line 11
-    lost += lost_in(layers)
-    if new:
-        merged, layers = yield from merging(dynamic + new, key, group_size, patience)  # line 12
-        lost += lost_in(layers)
-        originals = _without_copies(merged, static, key)
-        dynamic = _under_dynamic_ids(originals, dynamic, key, step)
-    return dynamic, lost, {f"candidate_{key}": len(candidates), f"merged_{key}": len(new)}
+    return SkillBank(  # line 14
+        lists["general_skills"], lists["common_mistakes"], metadata, extra=bank.extra
+    )
 
 
 def split(bank: SkillBank, key: str) -> tuple[list[dict], list[dict]]:
@@ -687,12 +667,7 @@ def _under_dynamic_ids(entries: list[dict], dynamic: list[dict], key: str, step:
     ]
 
 
-def limit_growth(
-    before: dict[str, list[dict]],
-    after: dict[str, list[dict]],
-    max_new_items: int,
-    dynamic_capacity: int,
-) -> dict[str, list[dict]]:
+def limit_growth(before: Lists, after: Lists, max_new_items: int, dynamic_capacity: int) -> Lists:
     """Limit each list to C entries, and the growth of both together to N (Alg. 4, line 13).
 
     Each list keeps its first C entries. Its growth is the number of entries by which it is longer
@@ -712,41 +687,3 @@ def _without_copies(entries: list[dict], static: list[dict], key: str) -> list[d
     """The entries that do not repeat a static entry's text; letter case is ignored (D11)."""
     texts = {entry_text(e, key).casefold() for e in static}
     return [e for e in entries if entry_text(e, key).casefold() not in texts]
-
-
-# ---------------------------------------------------------------------------- a model as `complete`
-
-
-def writer(
-    tokenizer: Any,
-    chat_ids: Callable[..., list[int]],
-    sample: Callable[[list[list[int]], list[str], list[int], list[int]], list[str]],
-    log: Callable[[list[dict]], None],
-    reply_tokens: int,
-    step: int = 0,
-) -> Complete:
-    """The policy as `complete`: it answers extraction and merge prompts, thinking off (D4).
-
-    The reply to a new prompt is greedy. If a prompt comes again, its reply is sampled, anew each
-    time. That happens after a reply that could not be used, and if a later layer of merging shows
-    the same group. Make a new writer for each cold start and each evolution.
-
-    chat_ids: (tokenizer, text, thinking="closed") -> prompt ids. sample: (prompts' ids, prompts,
-    how often each was asked before, token limits) -> texts, on every rank. log: stores the replies
-    of a call. reply_tokens: the longest reply, but a reply may always be as long as its prompt and
-    a quarter. step: the training step that the replies belong to.
-    """
-    requests: collections.Counter[str] = collections.Counter()  # by prompt
-
-    def complete(prompts: list[str]) -> list[str]:
-        ids = [chat_ids(tokenizer, prompt, thinking="closed") for prompt in prompts]
-        repeats = [requests[prompt] for prompt in prompts]
-        # A quarter more than the prompt is enough for a merge to repeat its items in more words.
-        limits = [max(reply_tokens, len(prompt) * 5 // 4) for prompt in ids]
-        requests.update({*prompts})
-        replies = sample(ids, prompts, repeats, limits)
-        exchanges = zip(prompts, repeats, replies, strict=True)
-        log([{"step": step, "repeat": n, "prompt": p, "reply": reply} for p, n, reply in exchanges])
-        return replies
-
-    return complete

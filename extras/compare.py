@@ -6,8 +6,8 @@
 
 A FOLDER is a run, a folder of evaluations, or one evaluation. If it has several, plain models come
 before checkpoints, so that a run's base model is the first. We compare all evaluations on the sets
-that the first one has finished. Differences are paired by problem, with 95% intervals over
-problems. For each run we compare the best checkpoint, by the mean over the sets, with the last.
+that the first one has. Differences are paired by problem, with 95% intervals over problems. For
+each run we compare the best checkpoint, by the mean over the sets, with the last.
 We leave out an evaluation, and print the reason, if it has no figures of one of these sets, if its
 problems, samples or settings are others, or if its adapters are on another base model.
 comparison.json, beside the first evaluation, holds all that is printed.
@@ -15,6 +15,7 @@ comparison.json, beside the first evaluation, holds all that is printed.
 Dimension key: P problems.
 """
 
+import itertools
 import pathlib
 import re
 import sys
@@ -27,12 +28,13 @@ import numpy as np
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # python extras/compare.py
 
 import distributed
-from eval import bootstrap_interval, differences, interval
+from eval import bootstrap_interval, interval
 from lib import command, files
 
 # Settings in which two evaluations may differ: who is evaluated, and the machine.
 MAY_DIFFER = {"the policy's files", "skills", "device", "attn"}
 STEP = re.compile(r"step_(\d+)")  # in a checkpoint's name
+SHARES = ("pass", "maj", "boxed", "truncated")  # of problems or samples, without intervals
 
 
 @dataclass(frozen=True)
@@ -65,37 +67,38 @@ class Evaluated:
 
 def evaluations_in(folder: pathlib.Path) -> list[Evaluated]:
     """The evaluations of a FOLDER, plain models first; [] where there is none."""
-    results = [*folder.glob("results.json"), *folder.glob("*/results.json")]
-    results += folder.glob("eval/*/results.json")
-    evaluated = []
-    for path in sorted(results):
-        rows = files.read_json(path).items()
-        sets = {name: row for name, row in rows if "right" in row}  # an older version lacks it
-        evaluated.append(Evaluated(path.parent, sets))
+    places = "results.json", "*/results.json", "eval/*/results.json"
+    results = sorted(itertools.chain.from_iterable(map(folder.glob, places)))
+    evaluated = [Evaluated(path.parent, files.read_json(path)) for path in results]
     return sorted(evaluated, key=lambda x: (x.step, not x.is_plain))
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """Names of settings in which two rows of results.json differ; or "problems" and "samples"."""
+    mine, theirs = (
+        row["settings"] | {"problems": row["digest"], "samples": row["samples"]}
+        for row in (one, other)
+    )
+    return {name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)}
 
 
 def why_not(one: Evaluated, other: Evaluated, name: str) -> str:
     """Why two evaluations cannot be compared on a set; "" if they can."""
     if name not in other.sets:
         return "it has no figures; run its command to the end"
-    may_differ = MAY_DIFFER
+    differing = differences(one.sets[name], other.sets[name]) - MAY_DIFFER
     if one.is_plain and other.is_plain:  # such as a fully trained model and its base
-        may_differ = MAY_DIFFER | {"the base's files"}
-    named = sorted({*differences(one.sets[name], other.sets[name])} - may_differ)
-    return f"they have different values of {', '.join(named)}" if named else ""
+        differing.discard("the base's files")
+    return f"they have different values of {', '.join(sorted(differing))}" if differing else ""
 
 
 def mean_figures(x: Evaluated, names: Sequence[str]) -> dict[str, Any]:
     """The figures on a set, or their mean over several sets of equal weight (Tab. 3 "Avg.")."""
     rows = [x.sets[name] for name in names]
-    mean: dict[str, Any] = {}
-    for key in ("avg", "pass", "maj", "boxed", "truncated", "tokens"):
-        mean[key] = sum(row[key] for row in rows) / len(rows)
-    for key in ("problems", "samples"):
-        mean[key] = sum(row[key] for row in rows)
+    means = {key: sum(row[key] for row in rows) / len(rows) for key in ("avg", *SHARES, "tokens")}
+    counts = {key: sum(row[key] for row in rows) for key in ("problems", "samples")}
     low, high = bootstrap_interval([x.scores_P(name) for name in names])
-    return mean | {"avg_low": low, "avg_high": high}
+    return means | counts | {"avg_low": low, "avg_high": high}
 
 
 def difference(ours: Evaluated, theirs: Evaluated, names: Sequence[str]) -> dict[str, Any]:
@@ -114,39 +117,36 @@ def comparison(evaluated: Sequence[Evaluated], names: Sequence[str]) -> dict[str
 
     For several sets we compare their mean, by which we also pick §4.1's best checkpoint (S23).
     """
-    results: dict[str, dict] = {}
+    results = {str(x.folder): mean_figures(x, names) for x in evaluated}
+    for x in evaluated[1:]:
+        results[str(x.folder)] |= difference(x, evaluated[0], names)
     runs: dict[str, list[Evaluated]] = {}
-    for x in evaluated:
-        results[str(x.folder)] = mean_figures(x, names)
-        if x is not evaluated[0]:
-            results[str(x.folder)] |= difference(x, evaluated[0], names)
-        if x.step:
-            runs.setdefault(STEP.sub("step", str(x.folder)), []).append(x)
-    chosen = []
+    for x in [x for x in evaluated if x.step]:
+        runs.setdefault(STEP.sub("step", str(x.folder)), []).append(x)
+    selections = []
     for checkpoints in [x for x in runs.values() if len(x) > 1]:
         best = max(checkpoints, key=lambda x: results[str(x.folder)]["avg"])
         last = max(checkpoints, key=lambda x: x.step)
-        choice = {"checkpoints": len(checkpoints), "best": str(best.folder)}
-        choice |= {"last": str(last.folder)}
-        chosen.append(choice | difference(best, last, names))
-    return {"results": results, "selections": chosen}
+        selection = {
+            "checkpoints": len(checkpoints),
+            "best": str(best.folder),
+            "last": str(last.folder),
+        }
+        selections.append(selection | difference(best, last, names))
+    return {"results": results, "selections": selections}
 
 
 def tables_of(evaluated: Sequence[Evaluated]) -> tuple[dict[str, dict], list[str]]:
-    """A table for each set of the first evaluation that has finished one, and for their mean.
+    """A table for each set of the first evaluation, and for their mean.
 
-    Also a line for each set of an evaluation that is left out. ValueError if none has finished.
+    Also a line for each set for which an evaluation is left out.
     """
-    first = next((x for x in evaluated if x.sets), evaluated[0])
-    compared, reasons = [], []
+    first, compared, reasons = evaluated[0], [], []
     for x in evaluated:
         why = {name: why_not(first, x, name) for name in first.sets}
+        reasons += [f"left out: {x.folder}, {name}: {why[name]}" for name in why if why[name]]
         if not any(why.values()):
             compared.append(x)
-        for name in [name for name in why if why[name]]:
-            reasons.append(f"left out: {x.folder}, {name}: {why[name]}")
-    if not first.sets:
-        raise ValueError(f"{first.folder}: no set is finished; run its command to the end")
     tables = {name: comparison(compared, [name]) for name in first.sets}
     if len(tables) > 1:
         tables[f"mean of {', '.join(sorted(tables))}"] = comparison(compared, [*tables])
@@ -157,19 +157,20 @@ def print_tables(tables: dict[str, dict]) -> None:
     """The figures in Markdown; each run's best checkpoint and its last, by the last table."""
     heads = "model | set | problems | avg@k | 95% | - first | 95% | pass@k | maj@k | boxed | cut"
     print(f"| {heads} | tokens |\n{'|---' * 12}|")
-    cells = "{problems} | {avg:.1%} | {interval} | {gap} | {pass:.1%} | {maj:.1%} | {boxed:.1%} | "
-    cells += "{truncated:.1%} | {tokens:.0f}"
     for name, table in tables.items():
         for folder, row in table["results"].items():
+            cells = [folder, name, f"{row['problems']}", f"{row['avg']:.1%}", interval(row, "avg")]
             has_gap = "diff" in row
-            gap = f"{row['diff']:+.1%} | {interval(row, 'diff', '+')}" if has_gap else " | "
-            numbers = cells.format(**row, interval=interval(row, "avg"), gap=gap)
-            print(f"| {folder} | {name} | {numbers} |")
-    line = "of {checkpoints} checkpoints: best {best}, last {last}, best - last {diff:+.1%} "
-    line += "({interval}); the best was picked on these problems: {sets}"
+            cells += [f"{row['diff']:+.1%}", interval(row, "diff", "+")] if has_gap else ["", ""]
+            cells += [f"{row[share]:.1%}" for share in SHARES]
+            print(f"| {' | '.join(cells)} | {row['tokens']:.0f} |")
     name, table = [*tables.items()][-1]
     for row in table["selections"]:
-        print(line.format(**row, interval=interval(row, "diff", "+"), sets=name))
+        print(
+            f"of {row['checkpoints']} checkpoints: best {row['best']}, last {row['last']}, best - "
+            f"last {row['diff']:+.1%} ({interval(row, 'diff', '+')}); the best was picked on these "
+            f"problems: {name}"
+        )
 
 
 def compare(folders: Sequence[pathlib.Path]) -> None:
@@ -181,14 +182,11 @@ def compare(folders: Sequence[pathlib.Path]) -> None:
             raise ValueError(f"{folder}: no results.json of an evaluation; eval.py writes it")
         for x in inside:
             by_place.setdefault(x.folder.resolve(), x)
-    evaluated = [*by_place.values()]
-    tables, reasons = tables_of(evaluated)
+    tables, reasons = tables_of([*by_place.values()])
     print_tables(tables)
-    for reason in reasons:
-        print(reason)
-    file = evaluated[0].folder.resolve().parent / "comparison.json"
+    file = next(iter(by_place)).parent / "comparison.json"
     files.write_json(file, {"sets": tables, "not_compared": reasons})
-    print(f"written: {file}")
+    print(*reasons, f"written: {file}", sep="\n")
 
 
 def arguments(argv: Sequence[str] | None = None) -> list[pathlib.Path]:

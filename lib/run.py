@@ -24,6 +24,7 @@ import shlex
 import shutil
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
@@ -48,7 +49,6 @@ FREE = """
     rollout_rows server report_to
 """.split()
 BAD_STEPS = 3  # a command ends after as many steps in a row whose gradient is not finite
-LEAST_REPLY = 64  # tokens; if the context leaves a reply fewer, we do not ask the bank's writer
 Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows), as `rollout.stream`
 
 
@@ -344,41 +344,58 @@ def shared_rollouts(
     return distributed.share_jobs(run.world, jobs, work, "solving")
 
 
-def shared_replies(
-    run: Run,
-    ids: list[list[int]],
-    prompts: list[str],
-    repeats: list[int],
-    limits: list[int],
-) -> list[str]:
-    """Divide prompts among the ranks: their replies, greedy where repeat is 0, else sampled (D4).
+def bank_writer(run: Run, step: int) -> Callable[[list[str]], list[str]]:
+    """The present policy as the writer of the bank's entries: prompts -> replies, on every rank.
 
-    ids: the prompts', which are the same on every rank. repeats: how often each prompt was asked
-    before. limits: the replies' most tokens. A sampled reply's draws depend on the seed, the
-    prompt and its repeat alone. A reply ends with the model's context. If that leaves it fewer than
-    64 tokens, we do not ask, and the reply is "".
+    It does not think. The reply to a new prompt is greedy. If a prompt comes again, its reply is
+    sampled, anew each time: after a reply that could not be used, and if a later layer of merging
+    shows the same group (D4). Make a new writer for each cold start and each evolution.
+    step: the training step that the replies belong to, in bank/replies.jsonl.
+    """
+    requests: Counter[str] = Counter()  # by prompt
+
+    def complete(prompts: list[str]) -> list[str]:
+        repeats = [requests[prompt] for prompt in prompts]
+        requests.update({*prompts})
+        replies = shared_replies(run, prompts, repeats)
+        exchanges = zip(prompts, repeats, replies, strict=True)
+        rows = [{"step": step, "repeat": n, "prompt": p, "reply": text} for p, n, text in exchanges]
+        run.log_rows("bank/replies", rows)
+        return replies
+
+    return complete
+
+
+def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str]:
+    """Divide prompts among the ranks: their replies, greedy where repeat is 0, else sampled.
+
+    A sampled reply's draws depend on the seed, the prompt and its repeat alone. A reply has at most
+    --reply-tokens, or a quarter more than its prompt, which is enough for a merge to repeat its
+    items in more words. It ends with the model's context. If the prompt leaves nothing of that, we
+    do not ask, and the reply is "".
     """
     context = model.context_limit(run.lm)
-    jobs: dict[bool, list[Job]] = {False: [], True: []}  # by whether it was asked before
-    for i, prompt in enumerate(prompts):
-        room = context - len(ids[i])
-        if room >= LEAST_REPLY:
-            key = rollout.sample_key(run.cfg.seed, 0, prompt, repeats[i])
-            jobs[repeats[i] > 0].append(
-                Job(i, ids[i], key=key, tokens_left=int(min(limits[i], room)))
-            )
+    first, again = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95, top_k=20)
+    jobs: dict[Sampling, list[Job]] = {first: [], again: []}
+    for i, (prompt, repeat) in enumerate(zip(prompts, repeats, strict=True)):
+        ids = rollout.chat_ids(run.tokenizer, prompt, thinking="closed")
+        limit = min(max(run.cfg.reply_tokens, len(ids) * 5 // 4), context - len(ids))
+        key = rollout.sample_key(run.cfg.seed, 0, prompt, repeat)
+        if limit > 0:
+            jobs[again if repeat else first].append(Job(i, ids, key=key, tokens_left=int(limit)))
     unasked = len(prompts) - sum(map(len, jobs.values()))
     if unasked and run.world.main:
-        rule = f"they leave fewer than {LEAST_REPLY} tokens of the model's context of {context:.0f}"
-        fix = "a smaller --merge-group-size, or another model, helps"
-        tqdm.write(f"bank: {unasked} of {len(prompts)} prompts are not asked: {rule}; {fix}")
-    replies: dict[int, list[int]] = {}
-    greedy, second = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95, top_k=20)
-    for repeated, sampling in ((False, greedy), (True, second)):
+        tqdm.write(
+            f"bank: {unasked} of {len(prompts)} prompts are not asked: they fill the model's "
+            f"context of {context:.0f}; a smaller --merge-group-size, or another model, helps"
+        )
+    replies = [""] * len(prompts)
+    for sampling in jobs:
         work = functools.partial(bank_stream(run), sampling=sampling, rows=run.cfg.bank_rows)
-        for turn in distributed.share_jobs(run.world, jobs[repeated], work, "writing"):
-            replies |= {job.index: job.ids for job in turn}
-    return [rollout.text_of(run.tokenizer, replies.get(i, [])) for i in range(len(prompts))]
+        for turn in distributed.share_jobs(run.world, jobs[sampling], work, "writing"):
+            for job in turn:
+                replies[job.index] = rollout.text_of(run.tokenizer, job.ids)
+    return replies
 
 
 # ------------------------------------------------- what rank 0 reads, before anything is loaded

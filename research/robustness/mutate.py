@@ -123,8 +123,10 @@ CHANGES = {
         Change('(-scores_n, kind="stable")', "(-scores_n)", "spec/bank equal_scores"),
         Change('". ".join(entry[name]', '" ".join(entry[name]', "spec/bank three_fields"),
         Change('("problem_id", "truncated")', '("problem_id",)', "spec/prompts extraction"),
-        Change("whole and len(items) <= sizes[i]", "whole", "spec/algorithms alg3_line_6"),
-        Change("stagnant >= patience", "stagnant > patience", "spec/algorithms alg3_line_11"),
+        Change("whole and len(items) <= requests[i].shown", "whole", "spec/algorithms alg3_line_6"),
+        Change(
+            "stagnant[key] >= patience", "stagnant[key] > patience", "spec/algorithms alg3_line_11"
+        ),
         Change(
             "**item, **sources} for item in items[:3]",
             "**item, **sources} for item in items",
@@ -137,8 +139,8 @@ CHANGES = {
         ),
         Change("limited[larger].pop()", "limited[larger].pop(0)", "spec/algorithms alg4_line_13"),
         Change(
-            "return entries, lost + lost_in(layers),",
-            "return entries, lost,",
+            '"lost_replies": lost + lost_in(layers),',
+            '"lost_replies": lost,',
             "spec/algorithms first_bank",
         ),
     ],

@@ -87,8 +87,6 @@ def test_an_evaluation_under_other_conditions_is_left_out_by_name(word, tmp_path
 
 def test_without_figures_an_evaluation_is_refused(tmp_path):
     refused(compare.main, [tmp_path], tmp_path, "eval.py")  # nothing is there
-    write_evaluation(tmp_path / "eval/a")
-    refused(compare.main, [tmp_path], "eval/a", "no set is finished")
 
 
 def test_skills_the_machine_and_trained_weights_may_differ(tmp_path):

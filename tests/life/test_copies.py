@@ -13,8 +13,9 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,7 +129,7 @@ def test_the_objective_needs_torch_alone():
 
 
 def test_the_metrics_need_numpy_alone():
-    types = {"Callable": Callable, "Sequence": Sequence}
+    types = {"Any": Any, "Callable": Callable, "Hashable": Hashable, "Sequence": Sequence}
     f = fence("eval.py", np=np, math=math, Counter=Counter, **types)
     correct_PK = np.array([[1, 0], [1, 1]], dtype=bool)
     assert f.avg_at_k(correct_PK) == 0.75 and f.pass_at_k(correct_PK, 2) == 1.0

@@ -6,6 +6,7 @@ of twelve problems. `completes` calls a program in this process, `refused` one t
 
 import functools
 import itertools
+import pathlib
 import shutil
 import sys
 
@@ -49,7 +50,7 @@ def test_maj_counts_equal_answers_together_and_the_first_of_several():
 
 def test_the_majoritys_answer_has_the_verdict_of_its_samples():
     """A formula that was copied from its problem is wrong, though it equals the reference."""
-    row = {"truncated": False, "tokens": 1}
+    row = {"gold": "5", "truncated": False, "tokens": 1}
     copied, right = row | {"pred": "2+3", "r": -1}, row | {"pred": "5", "r": 1}
     figures = eval.figures(["p"], [copied, copied, right], 3, lambda one, other: True)
     assert figures["maj"] == 0 and figures["avg"] == pytest.approx(1 / 3)
@@ -246,6 +247,12 @@ def test_each_policy_has_a_folder_and_each_set_is_added(world_dir, here, base):
     assert all("eval" in path.parts for path in written)
 
 
+def test_a_model_directly_under_the_root_directory_is_evaluated_into_out(here):
+    cfg = driver.parsed(["/no-such-model", "--out", "results"], "eval")
+    (policy,) = eval.find_policies(cfg)
+    assert policy.folder.parent == pathlib.Path("results")
+
+
 def test_the_problems_that_a_run_was_trained_on_are_counted(world_dir, here, base):
     texts = [PROBLEMS[2]["problem"], PROBLEMS[1]["problem"].upper(), "another"]
     make_adapter(here / "run/checkpoints/step_000001", base)
@@ -328,13 +335,13 @@ def test_other_flags_draw_what_is_missing_and_nothing_is_drawn_twice(
     drawn, first = evaluated()
     fewer, figures = evaluated("--samples 1")
     assert len(drawn) == 6 and fewer == drawn and figures["samples"] == 3
-    assert "samples" in eval.differences(first, figures)
+    assert "samples" in compare.differences(first, figures)
     colder, figures = evaluated("--temperature 0.6")
     assert len(colder) == 12 and colder[:6] == drawn
-    assert "temperature" in eval.differences(first, figures)
+    assert "temperature" in compare.differences(first, figures)
     served, figures = evaluated(f"--server {engine.url}")
     assert len(served) == 18 and served[:12] == colder
-    assert "engine" in eval.differences(first, figures)
+    assert "engine" in compare.differences(first, figures)
     monkeypatch.setattr(model, "refuse_not_finite", None)  # no weights are loaded
     assert evaluated() == (served, first)
 
@@ -356,7 +363,7 @@ def test_an_edit_draws_the_samples_that_it_concerns(what, here, evaluated):
     (here / file).write_text(text.replace(old, new))
     more_drawn, figures = evaluated()
     assert more_drawn[:6] == drawn and len(more_drawn) == (8 if "problems" in what else 12)
-    assert what.partition(",")[0] in eval.differences(first, figures)
+    assert what.partition(",")[0] in compare.differences(first, figures)
     (here / file).write_text(text)
     assert evaluated() == (more_drawn, first)
 

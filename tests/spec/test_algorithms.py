@@ -133,11 +133,6 @@ def memory(i, r=1):
     return skills.memory_of(solved(i, r))
 
 
-def extract(memories, table):
-    """By key, the candidates and the number of lost replies."""
-    return skills.side_by_side({key: skills.extract(memories, key) for key in KEYS}, table)
-
-
 def test_alg2_line_5_a_memory_record():
     """Problem, completion, reward, answer, trajectory summary, feedback; no reference (D3)."""
     text = "<think>hm [</think>\nAdd.\n\n  So \\boxed{2}. \n"
@@ -166,17 +161,17 @@ def test_alg2_lines_8_to_14_successes_give_skills_and_failures_mistakes():
     """Every memory in a prompt of its own, in order, and up to three items of each."""
     table = Table("+1 > abcde, +3 > fgh, -2 > ABCDE, -4 > F")
     memories = [memory(1, 1), memory(2, -1), memory(3, 1), memory(4, -1)]
-    (good, lost), (bad, lost_too) = extract(memories, table).values()
-    assert bare(good) == items("abcfgh") and bare(bad, E) == items("ABCF", E)
+    candidates, lost = skills.extract(memories, table)
+    good, bad = candidates.values()
+    assert bare(good) == items("abcfgh") and bare(bad, E) == items("ABCF", E) and not lost
     assert [e["sources"] for e in good] == [["id-1-xyz"]] * 3 + [["id-3-xyz"]] * 3
-    assert lost == lost_too == 0
 
 
 def test_alg2_line_10_an_extraction_without_an_item_is_asked_once_more_and_then_lost():
     """D4. Of a reply that was cut off, the complete items count."""
     table = Table("+0 > ab~, +1 > ?, +2 > c~, +3 > ?", "+1 > d, +2 > ?, +3 > ?")
-    candidates, lost = extract([memory(i) for i in range(4)], table)[G]
-    assert names(candidates) == "ad" and lost == 2 and not table.lines
+    candidates, lost = skills.extract([memory(i) for i in range(4)], table)
+    assert names(candidates[G]) == "ad" and lost == 2 and not table.lines
 
 
 # -------------------------------------------------------------------------- Algorithm 3: merging
@@ -295,6 +290,22 @@ def test_alg2_lines_15_and_16_the_first_bank_by_hand():
     assert "71 s" in skills.describe(bank, 71.4)
 
 
+def test_a_list_that_needs_more_layers_than_the_other_goes_on_alone():
+    """Three layers of skills and one of mistakes, whose group is asked once more (D4)."""
+    table = Table(
+        "+1 > abc, +2 > def, -3 > GH",
+        "ab > a, cd > c, ef > e, GH > ?",
+        "GH > G",
+        "ac > c",
+        "ce > c",
+    )
+    bank = skills.cold_start([memory(1), memory(2), memory(3, -1)], table, group_size=2)
+    assert names(bank.general_skills) == "c" and names(bank.common_mistakes, E) == "G"
+    layers = layers_of((6, 3, 3, 0), (3, 2, 2, 0), (2, 1, 1, 0, ROOT_GROUP))
+    assert bank.metadata["general_merge_layers"] == layers and not table.lines
+    assert bank.metadata["common_mistake_merge_layers"] == layers_of((2, 1, 1, 0, ROOT_GROUP))
+
+
 # ------------------------------------------------------------------------ Algorithm 4: evolution
 
 
@@ -363,6 +374,14 @@ def test_alg4_lines_8_to_14_an_evolution_by_hand():
     assert bare(dynamic(new, G)) == items("ob") and bare(dynamic(new, E), E) == items("CDE", E)
     assert ids(dynamic(new, G)) == ["dyn_gen_001", "dyn_gen_050_001"] and not table.lines
     assert [e.get("sources") for e in dynamic(new, G)] == [None, ["id-1-xyz"]]
+
+
+def test_alg4_line_12_begins_when_both_lists_have_merged_their_candidates():
+    """Of the skills that takes two layers; of the mistakes there is a single one."""
+    table = Table("+1 > abc, +2 > d, -3 > E", "ab > a, cd > c", "ac > a", "oa > oa, QE > Q")
+    rows = [solved(1), solved(2), solved(3, -1)]
+    new = skills.evolve(with_dynamic("o", "Q"), rows, 25, table, group_size=2)
+    assert names(dynamic(new, G)) == "oa" and names(dynamic(new, E), E) == "Q" and not table.lines
 
 
 def test_alg4_line_12_existing_dynamic_entries_merge_with_the_new():

@@ -90,7 +90,8 @@ def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_
 
 
 def test_a_reply_gets_what_the_context_leaves_or_is_not_asked(world_dir, tmp_path, capsys):
-    """By default a reply may be a quarter longer than its prompt (D4)."""
+    """By default a reply may be a quarter longer than its prompt (D4). Only a prompt that fills the
+    context is not asked."""
     place = str(save_model(tmp_path / "model", max_position_embeddings=900))
     with opened(world_dir, tmp_path / "run", model=place, reply_tokens=100) as run:
         decode, asked = run.stream, []
@@ -100,13 +101,13 @@ def test_a_reply_gets_what_the_context_leaves_or_is_not_asked(world_dir, tmp_pat
             return decode(jobs, sampling, rows)
 
         run.stream = stream
-        prompts = ["a" * 50, "b" * 700, "c" * 860]
+        prompts = ["a" * 50, "b" * 700, "c" * 860, "d" * 900]
         replies = policy_as_writer(run, 0)(prompts)
-    assert replies[0] and replies[1] and replies[2] == ""
-    (_, left), (end, _) = asked
-    assert left == 100 and end == 900
+    assert all(replies[:3]) and replies[3] == ""
+    assert asked[0][1] == 100 and [end for end, _ in asked[1:]] == [900, 900]
+    assert 0 < asked[2][1] < 64
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "not asked" in x]
-    for words in ("1 of 3", "900", "--merge-group-size"):
+    for words in ("1 of 4", "900", "--merge-group-size"):
         assert words in line
     assert [row["reply"] for row in rows(tmp_path / "run/bank/replies.jsonl")] == replies
 
