@@ -407,7 +407,7 @@ def refuse_other_processes(cfg: Config, world: World) -> None:
         shared = {config.flag(name): value for name, value in asdict(cfg).items() if name != "out"}
         shared |= {
             "the files of --model": files.tree_digest(cfg.model),
-            "the code": code_of(cfg),
+            "the code": files.digest(code_of(cfg)),
         }
         distributed.refuse_other_commands(distributed.all_gather(shared, world))
 
@@ -453,13 +453,21 @@ def about_run(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
     }
 
 
-def code_of(cfg: Config) -> str:
-    """A digest of the project's code and prompts, the file that was started and the verifier's."""
+def code_of(cfg: Config) -> dict[str, str]:
+    """The sha256 of each file of code and each prompt that a run may depend on, by the file's name.
+
+    Of code these are the project's modules that are imported, the file that was started, and the
+    verifier's. Another file of yours in the project's folder changes nothing.
+    """
     started = getattr(sys.modules["__main__"], "__file__", __file__)  # none in a shell
-    paths = [pathlib.Path(started), pathlib.Path(verify.file_of(cfg.verifier))]
-    for pattern in ("*.py", "lib/*.py", "methods/*.py", "prompts/*.txt"):
-        paths += ROOT.glob(pattern)
-    return files.digest(sorted((path.name, files.file_digest(path)) for path in paths))
+    paths = [pathlib.Path(verify.file_of(cfg.verifier)), pathlib.Path(started)]
+    paths += ROOT.glob("prompts/*.txt")
+    for module in [*sys.modules.values()]:
+        path = pathlib.Path(getattr(module, "__file__", None) or "")
+        if ROOT in path.parents and "site-packages" not in path.parts:
+            paths.append(path)
+    names = [str(path.relative_to(ROOT)) if ROOT in path.parents else path.name for path in paths]
+    return {name: files.file_digest(path) for name, path in sorted(zip(names, paths))}
 
 
 def inspect(run: Run, load_bank: Callable[..., Any]) -> None:
@@ -516,7 +524,7 @@ def continued(run: Run, stored: dict[str, Any], free: set[str]) -> dict[str, Any
     cfg, out, about = run.cfg, run.out, run.about
     if not about.keys() <= stored.keys():
         raise ValueError(f"--out {out}: an older version made it; give another directory")
-    may_differ = {"the code", "the number of processes", *map(config.flag, free)}
+    may_differ = {"the number of processes", *map(config.flag, free)}
     old_of = {
         config.flag(f.name): json.loads(json.dumps(f.default)) for f in fields(cfg)
     } | comparable(stored)
@@ -530,6 +538,10 @@ def continued(run: Run, stored: dict[str, Any], free: set[str]) -> dict[str, Any
     if refused:
         line = "; ".join(refused)
         raise ValueError(f"--out {out}: {line}; give the run's value, or a new --out")
+    before = stored["code"]  # of an earlier version one digest: all files are named
+    edited = [name for name, x in about["code"].items() if name not in before or before[name] != x]
+    if edited:
+        changed["the code"] = f"the code: {', '.join(edited)}"
     again = {**runlog.provenance(), "step": run.step, "changed": [*changed.values()]}
     new = {name: about[name] for name in ("settings", "code", "processes")}
     return {**stored, **new, "continuations": [*stored["continuations"], again]}
@@ -541,7 +553,6 @@ def comparable(about: dict[str, Any]) -> dict[str, Any]:
         "the program": about["program"],
         **{config.flag(name): value for name, value in about["settings"].items()},
         "the problems of --data": about["problems"],
-        "the code": about["code"],
         "the number of processes": about["processes"],
     }
 

@@ -265,7 +265,8 @@ def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch):
     judge.write_text(OWN_JUDGE + "# edited\n")
     killed_at("metrics.jsonl", argv)
     (line,) = stored(out)["continuations"][0]["changed"]
-    assert "the code" in line and contents(out / "bank") == bank
+    assert line == "the code: own_judge.py" and contents(out / "bank") == bank
+    assert {"sgsd.py", "lib/run.py", "prompts/student.txt"} <= stored(out)["code"].keys()
     assert "changed:" not in run(argv)
 
 
