@@ -37,8 +37,8 @@ def init(device: str = "auto") -> World:
     """Join the process group that torchrun describes in the environment, or without it run alone.
 
     device: "auto" (CUDA where there is a GPU), "cpu" or "cuda". On CUDA, tensors travel by NCCL and
-    objects by gloo; on CPU all travels by gloo. ValueError if the group cannot be joined, if there
-    are more processes than GPUs, or if torch does not find the GPU of a machine that has one.
+    objects by gloo; on CPU all travels by gloo. ValueError if torch does not find the GPU of a
+    machine that has one; torch itself raises for a used port and for more processes than GPUs.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_RANK", 0))
@@ -48,6 +48,9 @@ def init(device: str = "auto") -> World:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Adapters and encoder are fp32 (S22). A container may turn on TF32, which would round them.
     torch.set_float32_matmul_precision("highest")
+    # Since torch 2.11, Hopper GPUs prefer cuDNN's attention. It makes a new plan for every length,
+    # so for each decoded token, and its backward pass under a mask gave NaN (pytorch#196678; S25).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     has_driver = os.path.exists("/proc/driver/nvidia/version") and not hidden
     needs_gpu = device == "cuda" or (device == "auto" and has_driver)
@@ -55,19 +58,10 @@ def init(device: str = "auto") -> World:
         fix = "install the build of torch for its CUDA (see pytorch.org), or give --device cpu"
         raise ValueError(f"--device {device}: torch {torch.__version__} finds no GPU; {fix}")
     if device != "cpu" and torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        if local >= count:
-            raise ValueError(f"LOCAL_RANK {local}: there are {count} GPUs; lower --nproc_per_node")
         here = torch.device("cuda", local)
         torch.cuda.set_device(here)
     if "RANK" in os.environ:
-        _join(rank, size, here)
-    return World(rank, size, here)
-
-
-def _join(rank: int, size: int, here: torch.device) -> None:
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    try:
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store, *_ = next(dist.rendezvous("env://"))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo",
@@ -79,12 +73,7 @@ def _join(rank: int, size: int, here: torch.device) -> None:
             # Ranks may wait hours for each other: one of them can draw all the long completions.
             timeout=datetime.timedelta(hours=12),
         )
-    except (RuntimeError, ValueError, OverflowError) as e:
-        at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ValueError(
-            f"could not join the process group at {at} ({e}); start with torchrun, on a free port; "
-            "several machines may need GLOO_SOCKET_IFNAME, the interface that joins them"
-        ) from None
+    return World(rank, size, here)
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:

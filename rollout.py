@@ -24,10 +24,6 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 from transformers.cache_utils import DynamicLayer
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer
 
-# Since torch 2.11, Hopper GPUs prefer cuDNN's attention. It makes a new plan for every length, so
-# for each decoded token.
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 THINK = ("<think>", "</think>")
 TURN_TOKENS = {"cpu": 16}  # tokens per call of `generate`, 64 on a GPU; then finished rows leave
 FREE_PLACES = 64  # free places behind a layer's keys and values, for a turn's tokens or more

@@ -1,7 +1,8 @@
 """Log-probabilities of given token ids under a causal language model (Eqs. 4 and 5).
 
 We join prompt and completion without padding, and pad rows on the right only (D6). The head runs
-on slices of positions, in fp32, so that logits of shape [N, V] never exist as a whole.
+on slices of positions, in fp32, so that logits of shape [N, V] never exist as a whole. On a GPU
+cuDNN's attention must be off, as `distributed.init` does (S25).
 
 Dimension key: B rows, L places of a padded row, K teachers, T completion tokens, N completion
 tokens of all rows, V vocabulary, D hidden size, n positions of one slice.
@@ -14,10 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-
-# Since torch 2.11, Hopper GPUs prefer cuDNN's attention. It makes a new plan for every length, and
-# its backward pass under a mask gave NaN (pytorch issue 196678).
-torch.backends.cuda.enable_cudnn_sdp(False)
 
 SLICE_LOGITS = {"cpu": 1 << 25}  # fp32 numbers in the logits of one slice, 1 << 27 on a GPU
 
@@ -172,23 +169,21 @@ def tf32_products() -> Iterator[None]:
 
 
 def has_plain_head(model) -> bool:
-    """Whether the model's logits are just head(hidden), so that the head may run on slices.
+    """Whether the model's logits are hidden @ head.T, so that the head may run on slices.
 
     We compare both once per model, on eight ids. If a model caps or scales its logits (Gemma 2,
     Cohere, Granite), we score it by its own full logits, and memory grows with T times V.
     """
     causal = causal_lm(model)
     if not hasattr(causal, "has_plain_head"):
-        head, backbone = causal.get_output_embeddings(), causal.base_model
-        vocabulary = causal.config.get_text_config().vocab_size
-        ids = (torch.arange(1, 9, device=causal.device) * 7919 % vocabulary)[None]
-        plain = type(head) is torch.nn.Linear and head.bias is None and backbone is not causal
+        head_VD, plain = causal.get_output_embeddings().weight, causal.base_model is not causal
+        ids_1L = (torch.arange(1, 9, device=causal.device) * 7919 % len(head_VD))[None]
         with torch.no_grad():
-            full = causal(input_ids=ids, use_cache=False).logits.float()
             if plain:
-                hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
-                gap = (head(hidden).float() - full).abs().max()
-                plain = bool(gap <= torch.finfo(causal.dtype).eps * full.abs().max())
+                hidden_1LD = causal.base_model(input_ids=ids_1L, use_cache=False).last_hidden_state
+                logits_1LV = causal(input_ids=ids_1L, use_cache=False).logits.float()
+                gap = (hidden_1LD.float() @ head_VD.float().T - logits_1LV).abs().max()
+                plain = bool(gap <= torch.finfo(causal.dtype).eps * logits_1LV.abs().max())
         causal.has_plain_head = plain
     return causal.has_plain_head
 

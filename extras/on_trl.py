@@ -243,7 +243,10 @@ class Trainer(GRPOTrainer):
             return  # GPUs get their shards, and other ranks weights, only when training begins
         try:
             model.refuse_not_finite(lm.named_parameters())
-            if not model.ignores_left_padding(lm):
+            ids_2L = torch.tensor([[0, 0, 0, 1, 2, 3], [1, 2, 3, 0, 0, 0]], device=lm.device)
+            left_LV, right_LV = lm(input_ids=ids_2L, attention_mask=ids_2L.sign()).logits.detach()
+            limit = max(1e-3, torch.finfo(lm.dtype).eps ** 0.5)  # 9% in bf16, for its rounding
+            if model.difference(left_LV[3:], right_LV[:3]) > limit:
                 raise ValueError("its positions or states take in left padding, which TRL adds")
         except ValueError as e:
             raise ValueError(f"--model {cfg.model}: {e}; take another model") from None

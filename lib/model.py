@@ -32,9 +32,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
-# Layers whose tensors in a `DynamicCache` have the rows first, so that rows can leave and join.
-LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
-LAYERS_WITH_STATES = {"linear_attention", "conv", "hybrid"}
+# Layers of a `DynamicCache` whose tensors have the rows first, so that rows can leave and join.
+CACHE_LAYERS = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "DummyLayer",
+}
 # Settings of an adapter that training reads, that change no number, or that say which layers have
 # adapters, for `restore` compares the tensors.
 READ_OR_HARMLESS = """
@@ -56,7 +61,6 @@ def _loading(kind: str, name: str) -> Iterator[str]:
     """
     logging.disable_progress_bar()
     hub_logging.set_verbosity_error()  # else, offline, it reports every retry
-    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # else it prints a table of missing weights
     is_directory = Path(name).is_dir()
     place = name if is_directory else f"{name} (no directory here)"
@@ -68,8 +72,6 @@ def _loading(kind: str, name: str) -> Iterator[str]:
         kind_of_error = "" if type(e) is ValueError else f"{type(e).__name__}: "
         cause = textwrap.shorten(f"{kind_of_error}{e}", 500, placeholder=" ...")
         raise ValueError(f"{kind} {place}: {cause}") from None
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def _check_hub_id(name: str) -> None:
@@ -97,7 +99,8 @@ def load_model(
 
     name: a hub id or a folder. device: "meta" reads all but the numbers of the weights, so that bad
     input shows early. dtype: of the weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
-    attn: transformers' name of the attention kernels (S25).
+    attn: transformers' name of the attention kernels (S25). Of the model's own settings of
+    generation we keep the stop ids.
     Raises ValueError if either does not load, for a weight that is missing or not finite, and if
     rows of one batch would influence each other.
     """
@@ -106,31 +109,30 @@ def load_model(
     device = torch.device(device)
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    options = {
-        "dtype": dtype,
-        "attn_implementation": attn,
-        "output_loading_info": True,
-        "trust_remote_code": False,  # else a model may ask to run its own code
-    }
-    if device.type != "cpu":  # else each of eight processes fills host memory first
-        options["device_map"] = {"": device}
     with _loading("model", name) as source:
-        tokenizer = _load_tokenizer(source)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+        tokenizer, ids = _load_tokenizer(source)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=attn,
+            device_map={"": device},  # else each of eight processes fills host memory first
+            output_loading_info=True,
+            trust_remote_code=False,  # else a model may ask to run its own code
+        )
         model, info = loaded
         missing = sorted(info["missing_keys"])
         if missing:  # transformers has made them up
             raise ValueError(f"missing weights: {len(missing)}, such as {missing[0]}")
         if model.config.get_text_config() is not model.config:
             raise ValueError(f"{type(model).__name__} takes more than text; give a text model")
-        chat = tokenizer.apply_chat_template(CHAT, return_dict=False)
-        if max(chat) >= model.get_input_embeddings().weight.shape[0]:
+        if max(ids) >= model.get_input_embeddings().weight.shape[0]:
             raise ValueError("its tokenizer has ids that the model has no rows for")
-        check_batching(model)
+        model.generation_config = GenerationConfig(
+            eos_token_id=model.generation_config.eos_token_id
+        )
         remove_dropout(model)
-        if device.type != "meta":
-            refuse_not_finite(model.named_parameters())
-    return model.eval(), tokenizer
+        check_batching(model.eval(), ids)
+    return model, tokenizer
 
 
 def load_outline(name: str) -> tuple[Any, Any]:
@@ -141,7 +143,7 @@ def load_outline(name: str) -> tuple[Any, Any]:
     its text model, but engines load all of it, under other module names.
     """
     with _loading("model", name) as source:
-        tokenizer = _load_tokenizer(source)
+        tokenizer, _ = _load_tokenizer(source)
         settings = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if settings.get_text_config() is not settings:
             raise ValueError(
@@ -155,8 +157,8 @@ def load_outline(name: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _load_tokenizer(source: str) -> Any:
-    """A model's tokenizer. ValueError for an adapter, and if a chat's ids lack the user's text.
+def _load_tokenizer(source: str) -> tuple[Any, list[int]]:
+    """A model's tokenizer, the ids of CHAT. ValueError for an adapter, and if they lack its text.
 
     Some chat templates drop it, and so does an empty tokenizer that transformers may make up.
     """
@@ -169,7 +171,7 @@ def _load_tokenizer(source: str) -> Any:
     ids: Any = tokenizer.apply_chat_template(CHAT, return_dict=False)
     if CHAT[0]["content"] not in tokenizer.decode(ids):
         raise ValueError("its chat template drops what a user says, or its tokenizer is missing")
-    return tokenizer
+    return tokenizer, ids
 
 
 def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[str]], np.ndarray]:
@@ -180,10 +182,9 @@ def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[st
     retrieval by those finds nothing.
     """
     with _loading("encoder", name) as source:
-        from sentence_transformers import SentenceTransformer
-        from sentence_transformers.util import is_sentence_transformer_model
+        from sentence_transformers import SentenceTransformer, util
 
-        if not is_sentence_transformer_model(source):
+        if not util.is_sentence_transformer_model(source):
             raise ValueError(
                 "no modules.json, which every sentence-transformers model has; "
                 "offline, give a local directory by --encoder"
@@ -208,36 +209,42 @@ def refuse_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(f"{name} is not finite: it has NaN or infinite numbers")
 
 
-def check_batching(model) -> None:
-    """ValueError if rows of a batch cannot join and leave, or if they influence each other."""
-    layer_types = {*(getattr(model.config.get_text_config(), "layer_types", None) or [])}
-    unsupported = layer_types - LAYERS_WITH_KEYS - LAYERS_WITH_STATES - {"mlp", "moe"}
-    if getattr(model, "_is_stateful", False) and not layer_types & LAYERS_WITH_KEYS:
-        unsupported.add("recurrent states alone")
-    if unsupported:  # decoding can join only keys, values and states of rows
-        raise ValueError(f"{', '.join(sorted(unsupported))}: not supported")
+@torch.no_grad()
+def check_batching(model, ids: list[int]) -> None:
+    """ValueError if decoding cannot batch the model. Rows join, leave, and are padded on the left.
+
+    ids: of any text. One row has these ids as its padding, the other zeros; then both have the last
+    id alone, because padding changes a row's first tokens most. We decode two tokens of each, and
+    their logits must be equal. A mixture of experts multiplies both rows together, so that rounding
+    is the same. On "meta" we look only at the kinds of layers in the cache.
+    """
+    cache = DynamicCache(config=model.config)
+    kinds = {type(layer).__name__ for layer in cache.layers}
+    if kinds - CACHE_LAYERS or kinds == {"LinearAttentionLayer"}:
+        raise ValueError(f"decoding cannot join rows of a cache of {', '.join(sorted(kinds))}")
     if {"dynamic", "longrope"} & {str(vars(x).get("rope_type")) for x in model.modules()}:
         raise ValueError("its positions depend on the longest row of a batch")
-    has_states = layer_types & LAYERS_WITH_STATES and model.device.type != "meta"
-    if has_states and not ignores_left_padding(model):
-        raise ValueError("its states take in a row's left padding")
+    if model.device.type == "meta":
+        return
+    refuse_not_finite(model.named_parameters())
+    ids_2L = torch.tensor([[0] * len(ids) + ids[-1:], ids + ids[-1:]], device=model.device)
+    mask_2L = torch.tensor([[0] * len(ids) + [1]] * 2, device=model.device)
+    settings = GenerationConfig(
+        min_new_tokens=2, max_new_tokens=2, output_logits=True, return_dict_in_generate=True
+    )
+    out = model.generate(ids_2L, settings, attention_mask=mask_2L, cache=cache)
+    share = difference(*torch.stack(out.logits, 1))
+    if not share <= 1e-3:  # also if it is no number
+        raise ValueError(f"its logits take in a row's left padding ({share:.1%} of their norm)")
 
 
-@torch.no_grad()
-def ignores_left_padding(model) -> bool:
-    """Whether left padding leaves a row's logits the same, except for rounding.
+def difference(logits: Tensor, others: Tensor) -> float:
+    """The norm of the difference of logits [..., V], as a share of the second one's norm.
 
-    In random Qwen3.5 models of 4 and 24 layers rounding changes up to 5% of the norm in bf16, and
-    padding that the model does not ignore at least 11%. A model with another cache may raise.
+    Both are centred, because adding a number to all logits changes no probability.
     """
-    rows = []
-    for padding in (0, 8):
-        ids_1L = torch.tensor([[0] * padding + [*range(1, 9)]], device=model.device)
-        cache = DynamicCache(config=model.config)
-        out = model(input_ids=ids_1L, attention_mask=ids_1L.sign(), cache=cache)
-        rows.append(out.logits[0, padding:].float())
-    tolerance = torch.finfo(model.dtype).eps ** 0.5  # 9% in bf16, 0.03% in fp32
-    return bool((rows[1] - rows[0]).norm() <= tolerance * rows[0].norm())
+    x, y = (z.float() - z.float().mean(-1, keepdim=True) for z in (logits, others))
+    return ((x - y).norm() / y.norm()).item()
 
 
 def remove_dropout(model) -> None:
@@ -285,7 +292,6 @@ def with_adapters(model, rank: int, alpha: Any, checkpoint_above: int = 2048):
     model = get_peft_model(model, lora)
     causal = causal_lm(model)
     causal.activation_checkpointing_enable({"use_reentrant": False})
-    causal.enable_input_require_grads()
     layers = [module for module in causal.modules() if hasattr(module, "gradient_checkpointing")]
 
     def checkpoint_long_passes(backbone, args, kwargs) -> None:

@@ -4,6 +4,7 @@ Also here: the check that no training problem is in an evaluation set, and a ste
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import pathlib
@@ -108,8 +109,16 @@ def _problem(
         if not mark or _is_blank(rest):
             raise ValueError(f"nothing follows --answer-after {answer_after!r} in {answer!r:.60}")
         answer = rest.strip()
-    if extract:
-        _refuse_unanswerable(answer, extract)
+    if extract and ("####" in answer or "\n" in answer):
+        raise ValueError(
+            f"the reference holds more than the answer: ...{answer[-40:]!r}; name the mark before "
+            "the answer by --answer-after, or write it in one line"
+        )
+    is_a_sign = not any(map(str.isalnum, answer))
+    if extract and is_a_sign and extract(rf"\boxed{{{answer}}}") != answer:
+        raise ValueError(
+            f"no \\boxed{{}} can hold the reference {answer!r}; correct or drop the row"
+        )
     extra = {name: value for name, value in row.items() if name != "id"}
     return Problem(str(row.get("id", index)), problem, answer, extra)
 
@@ -120,10 +129,10 @@ def _text(row: dict, name: str) -> str:
     if type(value) is int or (isinstance(value, float) and value.is_integer()):
         value = str(int(value))
     if not isinstance(value, str) or _is_blank(value):
-        rule = (
-            f"`{name}` must be a text or integer, got {value!r:.40}; the row has {', '.join(row)}"
+        raise ValueError(
+            f"`{name}` must be a text or integer, got {value!r:.40}; the row has {', '.join(row)}; "
+            "--problem-field and --answer-field read other fields"
         )
-        raise ValueError(f"{rule}; --problem-field and --answer-field read other fields")
     return value.strip()
 
 
@@ -136,75 +145,58 @@ def _dapo(row: dict, problem_field: str, answer_field: str) -> dict:
     """Problem, answer and id of a row of DAPO-Math, whose problem is in a chat."""
     try:
         problem = row["prompt"][-1]["content"].strip()
-        answer, index = row["reward_model"]["ground_truth"], row["extra_info"]["index"]
+        return {
+            problem_field: problem.removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX),
+            answer_field: row["reward_model"]["ground_truth"],
+            "id": row["extra_info"]["index"],
+        }
     except (LookupError, TypeError, AttributeError) as e:
         raise ValueError(f"`prompt` and `reward_model` are not DAPO-Math's ({e!r})") from None
-    problem = problem.removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)
-    return {problem_field: problem, answer_field: answer, "id": index}
-
-
-def _refuse_unanswerable(answer: str, extract: Callable[[str], str | None]) -> None:
-    """ValueError for a reference that no answer can equal."""
-    if "####" in answer or "\n" in answer:
-        fix = "name the mark before the answer by --answer-after, or write it in one line"
-        raise ValueError(f"the reference holds more than the answer: ...{answer[-40:]!r}; {fix}")
-    if not any(map(str.isalnum, answer)) and extract(rf"\boxed{{{answer}}}") != answer:
-        raise ValueError(
-            f"no \\boxed{{}} can hold the reference {answer!r}; correct or drop the row"
-        )
 
 
 def _rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
     """(where, row) for each row of a file, a folder or a hub data set."""
     path = pathlib.Path(source)
-    is_path = path.exists() or source.startswith((".", "/", "~"))
     if path.suffix in (".jsonl", ".json"):
         yield from _json_rows(path)
-    elif path.is_dir():  # test.parquet is no training data: the library knows splits by name
-        yield from _hub_rows(source, source, split=split)
     elif path.suffix == ".parquet":
         yield from _hub_rows(source, "parquet", split="train", data_files=source)
-    elif is_path or (len(path.parts) > 1 and path.parent.is_dir()):  # a mistyped path
-        raise ValueError(f"{source}: no .jsonl or .parquet file, and no folder; check the path")
-    else:
+    else:  # test.parquet of a folder is no training data: the library knows splits by name
         hub, _, configuration = source.partition(":")
         yield from _hub_rows(source, hub, split=split, name=configuration or None)
 
 
 def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
+    """(where, row) for each line of a file."""
+    where = str(file)
     try:
-        text = file.read_text(encoding="utf-8-sig")  # Windows may put a mark in front
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{file}: not read ({e}); check the path, and save it as UTF-8") from None
-    for i, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as e:
-                raise ValueError(
-                    f"{file}:{i}: no JSON object: {str(e).replace('line 1 ', '')}"
-                ) from None
-            yield f"{file}:{i}", row
+        with file.open(encoding="utf-8-sig") as lines:  # Windows may put a mark in front
+            for i, line in enumerate(lines, 1):
+                where = f"{file}:{i}"
+                if line.strip():
+                    yield where, json.loads(line)
+    except (OSError, ValueError, RecursionError) as e:
+        cause = str(e).replace("line 1 ", "")
+        raise ValueError(f"{where}: not read as JSON in UTF-8 ({cause})") from None
 
 
 def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, dict]]:
-    """The rows of `datasets.load_dataset(*where, **options)`.
+    """(where, row) for each row of `datasets.load_dataset(*where, **options)`.
 
     Without a network the library tries to reach the hub for half a minute, and then looks into its
     cache.
     """
-    import datasets  # only hub ids and parquet need it
+    import datasets  # only hub ids, folders and parquet need it
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # its errors are in the exception
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
         data = datasets.load_dataset(*where, **options)
-        row = 0
-        for part in data.iter(batch_size=10_000):  # DAPO has 1.8 million rows; one by one is slow
-            for values in zip(*part.values()):
-                yield f"{source} row {row}", dict(zip(part, values))
-                row += 1
+        # DAPO has 1.8 million rows; one by one is slow.
+        parts = (zip(*part.values()) for part in data.iter(batch_size=10_000))
+        for i, values in enumerate(itertools.chain.from_iterable(parts)):
+            yield f"{source} row {i}", dict(zip(data.column_names, values))
     except Exception as e:  # the library raises many kinds: offline, no such id, no such split
         e = e.__cause__ if isinstance(e.__cause__, Exception) else e  # "An error occurred" hides it
         cause = f"{type(e).__name__}: {textwrap.shorten(str(e), 300, placeholder=' ...')}"
@@ -252,8 +244,10 @@ def refuse_overlap(problems: Sequence[Problem], where: str) -> None:
             f"{x.id} ({name})" for name, fingerprints in sets.items() if key in fingerprints
         ]
     if overlap:
-        what = "problems are in an evaluation set; drop them"
-        raise ValueError(f"{where}: {len(overlap)} {what}: {', '.join(overlap)}")
+        raise ValueError(
+            f"{where}: {len(overlap)} problems are in an evaluation set; drop them: "
+            f"{', '.join(overlap)}"
+        )
 
 
 # -------------------------------------------------------------------------------------- minibatch

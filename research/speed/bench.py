@@ -44,6 +44,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from transformers.utils import logging
 
+import distributed
 import rollout
 import scoring
 import sgsd
@@ -541,7 +542,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--repeats", type=int, default=3, help="the best of so many counts")
     add("--one-process", action="store_true", help="quick, but then peaks say nothing")
     args = parser.parse_args(argv)
-    args.device = torch.device("cuda" if args.cuda else "cpu")
+    args.device = distributed.init("cuda" if args.cuda else "cpu").device
     args.shape = args.shape or ("qwen3-1.7b" if args.cuda else "small")
     failed = []
     for name in MODES if args.what == "all" else [args.what]:

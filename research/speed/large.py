@@ -30,6 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer, StaticCache
 
+import distributed
 import rollout
 import scoring
 import sgsd
@@ -373,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=MODES)
     parser.add_argument("--cpu", action="store_true", help="a rehearsal, in small")
     args = parser.parse_args(argv)
-    device = torch.device("cpu" if args.cpu else "cuda")
+    device = distributed.init("cpu" if args.cpu else "cuda").device
     began = time.perf_counter()
     MODES[args.what](args, device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"

@@ -11,12 +11,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from conftest import make_model
 
+import distributed
 import scoring
 from lib.model import trained, with_adapters
 from research.speed.bench import SHAPES, random_model
 from research.speed.large import decoded, with_static_cache
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = distributed.init().device
 ROWS = [list(range(1, 90)), list(range(100, 117)), [7, 8, 9, 3]]
 
 
@@ -28,7 +29,7 @@ def wide(dtype):
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="compares a GPU with the CPU")
 def test_log_probabilities_and_gradients_are_the_cpus():
-    """With cuDNN's attention off, see scoring.py."""
+    """With cuDNN's attention off, see distributed.py."""
     prompts, completions = [[*ROWS[0]] * 7 + [1] * 17, ROWS[1]], [[20] * 64, list(range(60))]
     by_device = []
     for device in ("cpu", DEVICE):

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from conftest import HYBRID, make_model, make_tokenizer, one_line
+from conftest import HYBRID, make_model, make_tokenizer, one_line, save_model
 from driver import decoded, watched
 
 import rollout
@@ -25,9 +25,16 @@ FAMILIES = {
     "lfm2": "in_proj k_proj out_proj q_proj v_proj w1 w2 w3",
     "gpt2": "c_attn c_fc c_proj",  # not of torch's class Linear
 }
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 SETTINGS = {  # what a kind of model needs besides
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
+    "falcon_h1": {"mamba_d_ssm": 64, **MAMBA},
+    "bamba": {"attn_layer_indices": [1], "bos_token_id": 1, **MAMBA},
+    "qwen2_moe": {
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_experts": 4,
+    },
 }
 
 # --------------------------------------------------------------------------------------- adapters
@@ -48,14 +55,12 @@ def test_s7_all_linear_modules_have_adapters_and_each_learns(kind):
 
 def test_a_mixture_of_experts_is_one_line():
     """Adapters would reach the shared expert alone."""
-    experts = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
-    lm = make_model("qwen2_moe", **experts)
+    lm = make_model("qwen2_moe", **SETTINGS["qwen2_moe"])
     one_line(lambda: model.with_adapters(lm, 4, 8), "extras/on_trl.py", "S7")
 
 
 def test_a_model_whose_mamba_kernels_pass_over_adapters_is_one_line():
-    mamba = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
-    lm = make_model("bamba", bos_token_id=1, **mamba)
+    lm = make_model("bamba", **SETTINGS["bamba"])
     one_line(lambda: model.with_adapters(lm, 4, 8), "Mamba", "S7")
 
 
@@ -98,8 +103,16 @@ def test_no_name_is_used_that_transformers_will_drop():
     lm = make_model("qwen3_5_text")
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        model.check_batching(lm)
+        model.check_batching(lm, [1, 2, 3])
         decoded(lm, [(5, 3), (4, 3)], rows=2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", {**FAMILIES, **SETTINGS})
+def test_each_of_these_families_is_loaded(kind, dtype, tmp_path):
+    """Left padding changes no logits, and rows of its cache can leave and join."""
+    save_model(tmp_path, kind, **SETTINGS.get(kind, {}))
+    model.load_model(str(tmp_path), "cpu", dtype)
 
 
 # -------------------------------------------------------------------- vision-language checkpoints

@@ -12,6 +12,7 @@ import transformers
 from conftest import make_adapter, make_encoder, make_model, make_tokenizer, one_line, save_model
 from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
+from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import scoring
@@ -157,25 +158,50 @@ def test_a_late_answer_of_the_hub_does_not_make_the_process_offline(monkeypatch)
 
 
 LONG_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-UNSUPPORTED = [  # a kind of model, settings of it, attention kernels, and words of the line
-    ("deepseek_v32", {}, "sdpa", "indexed_attention"),  # its cache holds more than keys and values
-    ("mamba", {"state_size": 8}, "eager", "recurrent"),
-    ("llama", {"rope_parameters": LONG_ROPE}, "sdpa", "longest row"),  # positions depend on it
+UNSUPPORTED = [  # a kind of model, settings of it, and words of the line; without weights, too
+    ("deepseek_v32", {}, "DynamicIndexedLayer"),  # its cache holds more than keys and values
+    ("mamba", {"state_size": 8}, "LinearAttentionLayer"),  # states alone
+    ("llama", {"rope_parameters": LONG_ROPE}, "longest row"),  # positions depend on it
 ]
 
 
-@pytest.mark.parametrize("kind, changes, attn, words", UNSUPPORTED)
-def test_a_model_that_cannot_be_used_is_one_line(kind, changes, attn, words, tmp_path):
+@pytest.mark.parametrize("kind, changes, words", UNSUPPORTED)
+def test_a_model_that_cannot_be_batched_is_one_line(kind, changes, words, tmp_path):
     save_model(tmp_path, kind, **changes)
-    one_line(lambda: load(tmp_path, attn=attn), f"model {tmp_path}: ", words)
+    for device in ("cpu", "meta"):
+        call = lambda device=device: load_model(str(tmp_path), device, attn="eager")  # noqa: E731
+        one_line(call, f"model {tmp_path}: ", words)
 
 
-def test_states_that_take_in_a_rows_padding_are_refused(tmp_path, monkeypatch):
-    """A row would decode otherwise beside a longer one."""
-    save_model(tmp_path, "qwen3_5_text")
-    load(tmp_path)
-    monkeypatch.setattr(modeling_qwen3_5, "apply_mask_to_padding_states", lambda x, _: x)
-    one_line(lambda: load(tmp_path), f"model {tmp_path}: ", "left padding")
+IGNORING = [  # a hybrid, its layers, and the module whose states then take in the padding
+    ("qwen3_5_text", {}, modeling_qwen3_5),
+    ("lfm2", {"layer_types": ["conv", "full_attention"]}, modeling_lfm2),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind, changes, module", IGNORING)
+def test_states_that_take_in_a_rows_padding_are_refused(
+    kind, changes, module, dtype, tmp_path, monkeypatch
+):
+    """A row would decode otherwise beside a longer one. RWKV does so as it is."""
+    save_model(tmp_path, kind, **changes)
+    load(tmp_path, dtype=dtype)
+    monkeypatch.setattr(module, "apply_mask_to_padding_states", lambda x, _: x)
+    one_line(lambda: load(tmp_path, dtype=dtype), f"model {tmp_path}: ", "left padding")
+    save_model(tmp_path, "rwkv")
+    one_line(lambda: load(tmp_path, dtype=dtype, attn="eager"), f"model {tmp_path}: ", "padding")
+
+
+def test_a_short_template_and_the_models_own_settings_of_generation_are_no_obstacle(tmp_path):
+    """The template makes five ids. MPT's settings switch the cache off."""
+    save_model(tmp_path, "mpt")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    settings = {"use_cache": False, "num_beams": 2, "cache_implementation": "static"}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 7}))
+    lm, tokenizer = load(tmp_path, attn="eager")
+    assert len(tokenizer.apply_chat_template(model.CHAT, return_dict=False)) == 5
+    assert lm.generation_config.eos_token_id == 7
 
 
 # ---------------------------------------------------------------------------------------- encoder

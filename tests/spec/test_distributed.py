@@ -120,13 +120,9 @@ def test_the_collectives(world_dir):
     run_two([world_dir / "model"], use_collectives, ends=(10, 11))
 
 
-def test_a_group_that_cannot_be_joined_and_a_gpu_that_is_not_there_are_one_line(monkeypatch):
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (place | {"MASTER_PORT": "99999999"}).items():
-        monkeypatch.setenv(name, value)
-    one_line(lambda: distributed.init("cpu"), "127.0.0.1:99999999")
-    if not torch.cuda.is_available():
-        one_line(lambda: distributed.init("cuda"), "--device cuda")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_one_line():
+    one_line(lambda: distributed.init("cuda"), "--device cuda")
 
 
 def test_a_gpu_without_memory_is_one_line(capsys):
