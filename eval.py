@@ -210,8 +210,11 @@ Sets = dict[str, list[Problem]]  # by the set's name
 
 def load_sets(cfg: EvalConfig) -> Sets:
     """The problems of each set, in order."""
-    sets = {}
+    sets: Sets = {}
     for source in cfg.data:
+        name = pathlib.Path(source).stem
+        if name in sets:
+            raise ValueError(f"--data {' '.join(cfg.data)}: two sets are {name}; rename a file")
         data = problems.load_set(
             source,
             cfg.split,
@@ -220,15 +223,8 @@ def load_sets(cfg: EvalConfig) -> Sets:
             answer_after=cfg.answer_after,
             extract=verify.extract_answer if cfg.verifier == EvalConfig.verifier else None,
         )
-        sets[pathlib.Path(source).stem] = data[: cfg.limit or None]
+        sets[name] = data[: cfg.limit or None]
     return sets
-
-
-# Settings on which a sample does not depend, or only through its prompt and its problem.
-BESIDE_SAMPLES = """
-    paths model out data split limit samples rows server problem_field answer_field answer_after
-    num_skills encoder
-""".split()
 
 
 def prepare(
@@ -294,7 +290,9 @@ def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
 
     lib/verify.py is left out: after an edit of its rules evaluate into another --out.
     """
-    settings = {name: value for name, value in asdict(cfg).items() if name not in BESIDE_SAMPLES}
+    rules = cfg.rules()
+    values = {name: value for name, value in asdict(cfg).items() if not rules[name].free}
+    settings = {"device": world.device.type, **values}  # digests depend on the order
     if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
     return settings | {
@@ -304,7 +302,6 @@ def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
         ),
         "the plain prompt": files.digest(skills.template("student")),
         "engine": "a server" if cfg.server else "generate",  # S27
-        "device": world.device.type,
     }
 
 

@@ -510,7 +510,12 @@ def make_bank(run: Run) -> SkillBank:
     count = min(cfg.cold_start, len(run.problems))
     seeds = random.Random(cfg.seed).sample(run.problems, count)
     memories = seed_memories(run, seeds)  # lines 2-7
-    bank = skills.cold_start(memories, bank_writer(run, 0), **cfg.merging)  # lines 8-16
+    bank = skills.cold_start(  # lines 8-16
+        memories,
+        bank_writer(run, 0),
+        group_size=cfg.merge_group_size,
+        patience=cfg.merge_patience,
+    )
     bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in seeds])
     return bank
 
@@ -571,7 +576,19 @@ def evolve_bank(run: Run) -> None:
     if not evolution_is_due(cfg, step, old):
         return
     started = time.monotonic()
-    run.bank = skills.evolve(old, old.window, step, bank_writer(run, step), **cfg.evolution)
+    run.bank = skills.evolve(
+        old,
+        old.window,
+        step,
+        bank_writer(run, step),
+        evolve_every=cfg.evolve_every,
+        success_gate=cfg.success_gate,
+        max_new_items=cfg.max_new_items,
+        dynamic_capacity=cfg.dynamic_capacity,
+        group_size=cfg.merge_group_size,
+        patience=cfg.merge_patience,
+        memory_answer=cfg.memory_answer,
+    )
     if run.world.main:
         same = "bank: unchanged, as the success is not below --success-gate"
         seconds = time.monotonic() - started
@@ -635,16 +652,14 @@ def main(
     about: str | None = __doc__,
     kind: type[Config] = Config,
     step_fn: Any = train_step,
-    variants: dict[str, dict[str, Any]] | None = None,
     shown: Shown = shown,
 ) -> int:
     """The command of SGSD, or of another method; returns its exit code.
 
     about: the method's docstring, for --help. kind: the class of its settings. step_fn: its step,
-    as `train` takes it. variants: by a setting's name, the defaults that change where it is given,
-    such as --short. shown: its prompts for a problem that are known before sampling.
+    as `train` takes it. shown: its prompts for a problem that are known before sampling.
     """
-    cfg = command.parse(argv, about, kind, config.presets_of(kind), variants)
+    cfg = command.parse(argv, about, kind, config.presets_of(kind))
     with Run.open(cfg, skills.load_bank, shown) as run:
         return train(run, step_fn)
 

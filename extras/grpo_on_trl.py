@@ -26,7 +26,6 @@ import sgsd
 from extras import on_trl
 from lib import command, config, files, verify
 from lib.run import (
-    FREE,
     Run,
     about_run,
     claim,
@@ -43,13 +42,19 @@ class Settings(on_trl.OnTRL, grpo.GRPOConfig):
     """The settings of methods.grpo, and those of a run on TRL."""
 
     program: ClassVar[str] = "-m extras.grpo_on_trl"
-    not_offered: ClassVar[frozenset[str]] = grpo.GRPOConfig.not_offered.union(
-        f"{config.GROUPS['the bank']} {config.GROUPS['the objective']} adapter loss_temperature"
-        " audit_every score_tokens checkpoint_above rollout_rows".split()
-    )
+    without: ClassVar[frozenset[str]] = grpo.GRPOConfig.without | {
+        "the bank",
+        "adapter",
+        "loss_temperature",
+        "audit_every",
+        "checkpoint_above",
+        "rollout_rows",
+    }
 
     out: str = "runs/trl_grpo"
-    steps: int = config.setting(200, "number of optimizer steps; §4.1")
+    # Not free: TRL's learning rate would jump, and it keeps the interval of the checkpoint.
+    steps: int = config.setting(200, "number of optimizer steps; §4.1", "the run")
+    checkpoint_every: int = config.setting(25, "save a checkpoint every N steps; §4.1", "the run")
 
 
 def rewards(run: Run, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -70,9 +75,7 @@ def inspect(cfg: Settings, world: distributed.World, held: contextlib.ExitStack)
     run.step = max(by_step, default=0)
     run.checkpoint = by_step.get(run.step)
     if (out / "config.json").exists():
-        # TRL's learning rate would jump, and it keeps the interval of the checkpoint.
-        free = {*FREE, *cfg.free} - {"steps", "checkpoint_every"}
-        run.about = continued(run, files.read_json(out / "config.json"), free)
+        run.about = continued(run, files.read_json(out / "config.json"))
     return run
 
 
@@ -112,7 +115,7 @@ def load(words: Sequence[str], cfg: Settings, held: contextlib.ExitStack) -> on_
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code. If the folder has a run, it continues the run."""
-    cfg, words = on_trl.command_line(argv, __doc__, Settings, {"short": grpo.SHORT})
+    cfg, words = on_trl.command_line(argv, __doc__, Settings)
     with contextlib.ExitStack() as held:
         with command.one_line_errors(cfg.program, *command.GIVEN):
             trainer = load(words, cfg, held)

@@ -51,7 +51,7 @@ import sgsd
 import skills
 from distributed import World
 from lib import command, config, files, model, problems, runlog, verify
-from lib.config import NO_COLD_START, Config, setting
+from lib.config import Config, setting
 from lib.run import Run, exit_code, lora_settings, should_stop
 from rollout import Job, Rollout, Sampling
 from skills import SkillPair
@@ -69,15 +69,13 @@ except ImportError as e:
 class OnTRL:
     """The settings that a run on TRL has besides those of its method."""
 
-    groups: ClassVar[dict[str, str]] = {
-        **config.GROUPS,
-        "on TRL": "full backward_rows score_rows keep_last",
-    }
-    free: ClassVar[frozenset[str]] = frozenset({"backward_rows", "score_rows", "keep_last"})
-
-    full: bool = setting(False, "train all weights, and not adapters")
-    backward_rows: int = setting(4, "most rollouts in one backward pass of a process")
-    keep_last: int = setting(0, "keep the last N checkpoints alone; 0 keeps all", least=0)
+    full: bool = setting(False, "train all weights, and not adapters", "on TRL")
+    backward_rows: int = setting(
+        4, "most rollouts in one backward pass of a process", "on TRL", free=True
+    )
+    keep_last: int = setting(
+        0, "keep the last N checkpoints alone; 0 keeps all", "on TRL", least=0, free=True
+    )
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,17 @@ class TRLConfig(OnTRL, Config):
     """SGSD's settings, and those of a run on TRL."""
 
     program: ClassVar[str] = "-m extras.on_trl"
-    not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {"score_tokens", "checkpoint_above"}
+    without: ClassVar[frozenset[str]] = frozenset(
+        {"the first bank", "score_tokens", "checkpoint_above"}
+    )
 
     out: str = "runs/trl"
-    score_rows: int = setting(8, "rows in one forward pass of the teachers")
+    score_rows: int = setting(8, "rows in one forward pass of the teachers", "on TRL", free=True)
     rollout_rows: int = setting(
-        8, "replies of the bank's writer that a process decodes at a time; vLLM takes all"
+        8,
+        "replies of the bank's writer that a process decodes at a time; vLLM takes all",
+        "looking inside, and memory",
+        free=True,
     )
 
 
@@ -572,12 +575,7 @@ def train(run: Any) -> int:
     return exit_code(run)
 
 
-def command_line(
-    argv: Sequence[str] | None,
-    about: str | None,
-    kind: Any,
-    variants: dict[str, dict[str, Any]] | None = None,
-) -> tuple[Any, list[str]]:
+def command_line(argv: Sequence[str] | None, about: str | None, kind: Any) -> tuple[Any, list[str]]:
     """The settings of a command line, as `command.parse` takes it, and TRL's flags after a --."""
     words = [*(sys.argv[1:] if argv is None else argv)]
     end = words.index("--") if "--" in words else len(words)
@@ -585,7 +583,7 @@ def command_line(
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     # TRL and PEFT use names that transformers 5.24 deprecates.
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
-    cfg = command.parse(words[:end], about, kind, config.presets_of(kind), variants)
+    cfg = command.parse(words[:end], about, kind, config.presets_of(kind))
     return cfg, words[end + 1 :]
 
 

@@ -2,17 +2,15 @@
 
 import argparse
 import contextlib
-import errno
+import functools
 import os
 import shlex
 import signal
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import Any, NoReturn
-
-VERSION = "0.1.0"  # of the project: --version prints it
 
 # ------------------------------------------------------------------- mistakes and signals, one line
 
@@ -48,11 +46,7 @@ def one_line_errors(program: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as e:
-        hint = "; install it" if isinstance(e, ImportError) else ""
-        if any(os.strerror(number) in str(e) for number in (errno.ENOSPC, errno.EDQUOT)):
-            hint = "; free space"
-        if kinds == LATER and isinstance(e, OSError):
-            hint += "; run the same command to continue"
+        hint = "; run the same command to continue" * (kinds == LATER and isinstance(e, OSError))
         fail(program, "; ".join([str(e), *getattr(e, "__notes__", [])]) + hint)
 
 
@@ -70,12 +64,11 @@ class Signals:
 
     def receive(self, *_: object) -> None:
         """Note a signal, or end the process. It may interrupt a print, so we use os.write."""
-        now, line = time.monotonic(), b"\nInterrupted. Run the same command to continue.\n"
+        now = time.monotonic()
         waits = self.in_step and now - (self.first or now) <= 1
-        if waits:
-            line = b"\nfinishing this step, then stopping; once more stops at once\n"
+        wait = b"\nfinishing this step, then stopping; once more stops at once\n"
         if is_first_rank() and not (waits and self.first):
-            os.write(2, line)
+            os.write(2, wait if waits else b"\nInterrupted. Run the same command to continue.\n")
         if not waits:
             os._exit(130)
         self.first = self.first or now
@@ -87,7 +80,7 @@ def is_first_rank() -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of whole flag names, with @FILE for more flags, --version, and errors in one line.
+    """A parser of whole flag names, with @FILE for more flags, and errors in one line.
 
     about: a docstring; --help shows its first line and its commands. The lines of FILE are split as
     a shell splits them, and # begins a comment.
@@ -107,7 +100,6 @@ class Parser(argparse.ArgumentParser):
             fromfile_prefix_chars="@",
             **{"allow_abbrev": False, **settings},
         )
-        self.add_argument("--version", action="version", version=f"sgsd {VERSION}")
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         return shlex.split(arg_line, comments=True)
@@ -119,33 +111,41 @@ class Parser(argparse.ArgumentParser):
 # ------------------------------------------------------------------------------ the command line
 
 
+OPTIONS: dict[type, dict[str, Any]] = {  # how argparse reads a setting, by its type
+    bool: {"action": argparse.BooleanOptionalAction},
+    int: {"type": int, "metavar": "N"},
+    float: {"type": float, "metavar": "X"},
+    str: {"metavar": "NAME"},
+    tuple: {"nargs": "+", "metavar": "NAME"},
+}
+
+
 def parse(
     argv: Sequence[str] | None,
     about: str | None,
     kind: Any,
     presets: dict[str, dict[str, Any]] | None = None,
-    variants: dict[str, dict[str, Any]] | None = None,
 ) -> Any:
     """The settings of a command line; bad input exits with code 2.
 
     about: a program's docstring, for --help. kind: a class of settings, as lib/config.py has them.
-    presets: other defaults, by the name for --preset. variants: other defaults, by the setting that
-    brings them if it is given. A flag overrides the preset, and the preset overrides variants.
+    presets: other defaults, by the name for --preset. A flag overrides the preset, and the preset
+    overrides what another setting brings.
     """
     parser = parser_of(about, kind, presets or {})
     try:
         typed = vars(parser.parse_args(argv))
         preset = (presets or {}).get(typed.pop("preset", ""), {})
-        start: dict[str, Any] = {}
-        for name, defaults in (variants or {}).items():
-            start |= defaults if typed.get(name) else {}
-        return kind.from_dict({**start, **preset, **typed})
+        brought = [rule.brings for name, rule in kind.rules().items() if typed.get(name)]
+        tuples = {name: tuple(value) for name, value in typed.items() if isinstance(value, list)}
+        # The first that has a name gives its value.
+        return kind(**ChainMap(tuples, typed, preset, *reversed(brought)))
     except ValueError as e:
         parser.error(str(e))
 
 
 def parser_of(about: str | None, kind: Any, presets: dict[str, dict[str, Any]]) -> Parser:
-    """The parser of a class of settings; kind.groups has the groups of --help."""
+    """The parser of a class of settings: a flag for each, in its group of --help."""
     usage = f"{'[--preset NAME]' if presets else 'PATH [PATH ...]'} [--FLAG VALUE ...] [@FILE]"
     parser = Parser(kind.program, usage, about, argument_default=argparse.SUPPRESS)
     if presets:
@@ -154,31 +154,14 @@ def parser_of(about: str | None, kind: Any, presets: dict[str, dict[str, Any]]) 
             choices=presets,
             help="settings to start from; --help shows the defaults without a preset",
         )
-    default_of = {f.name: f.default for f in fields(kind) if f.name not in kind.not_offered}
-    listed = " ".join(kind.groups.values()).split()
-    own = [name for name in default_of if name not in listed]
-    for title, names in {**kind.groups, "the method": " ".join(own)}.items():
-        group = parser.add_argument_group(title)
-        for name in [name for name in names.split() if name in default_of]:
-            rule = kind.rules()[name]
-            if name == "paths":
-                group.add_argument(name, nargs="+", metavar="PATH", help=rule.help)
-            else:
-                flag = "--" + name.replace("_", "-")
-                group.add_argument(flag, **options_of(rule, default_of[name]))
+    group = functools.cache(parser.add_argument_group)  # by its title, made where it is first asked
+    for name, rule in kind.rules().items():
+        default = getattr(kind, name)
+        shown = " ".join(default) if isinstance(default, tuple) else default
+        text = rule.help if shown == "" else f"{rule.help} (default: {shown})"
+        options = {"choices": rule.choices} if rule.choices else OPTIONS[rule.value_type]
+        if rule.metavar:
+            options = {**options, "metavar": rule.metavar}
+        word = name if name == "paths" else "--" + name.replace("_", "-")
+        group(rule.group).add_argument(word, help=text.replace("%", "%%"), **options)
     return parser
-
-
-def options_of(rule: Any, default: Any) -> dict[str, Any]:
-    """How argparse reads a setting's flag."""
-    shown = " ".join(default) if isinstance(default, tuple) else default
-    text = rule.help.replace("%", "%%")
-    text += "" if shown == "" else f" (default: {shown})"
-    if rule.value_type is bool:
-        return {"action": argparse.BooleanOptionalAction, "help": text}
-    if rule.value_type is tuple:
-        return {"nargs": "+", "metavar": "NAME" if default else "URL", "help": text}
-    if rule.choices:
-        return {"choices": rule.choices, "help": text}
-    metavar = {int: "N", float: "X", str: "NAME"}[rule.value_type]
-    return {"type": rule.value_type, "metavar": metavar, "help": text}

@@ -8,9 +8,9 @@
     RUN/metrics.jsonl     a row per step; rollouts.jsonl per rollout, tokens.jsonl per audited one
     RUN/problems.json     fingerprints of the training problems, for eval.py
 
-The same command continues a run: its settings must equal the run's, except for those in FREE. Only
-rank 0 reads the data and the folder, and writes; the other ranks read checkpoints. This module does
-not know what a bank is made of.
+The same command continues a run: its settings must equal the run's, except for free ones. Only rank
+0 reads the data and the folder, and writes; the other ranks read checkpoints. This module does not
+know what a bank is made of.
 """
 
 import contextlib
@@ -42,12 +42,6 @@ from lib.problems import Problem
 from rollout import Job, Rollout, Sampling
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Settings that may change when a run continues: --steps, and those that affect only rounding,
-# layout, saving or logging. A class of settings lists more of them in `free`.
-FREE = """
-    out device steps checkpoint_every audit_every max_prompt_tokens score_tokens checkpoint_above
-    rollout_rows server report_to
-""".split()
 BAD_STEPS = 3  # a command ends after as many steps in a row whose gradient is not finite
 Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows), as `rollout.stream`
 
@@ -160,7 +154,7 @@ class Run:
         self.track = runlog.open_tracker(self.out, self.about, self.step)  # it may fail
         learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
         print(f"model {self.cfg.model}: {learn:,} of {self.lm.num_parameters():,} parameters learn")
-        if "eps_a" not in self.cfg.not_offered:  # the methods with a mask
+        if "eps_a" in self.cfg.rules():  # the methods with a mask
             masked = sorted(self.format_ids | {*self.stops})
             texts = " ".join(repr(self.tokenizer.decode([i])) for i in masked[:40])
             print(f"token mask: {len(masked)} formatting and special ids (S2): {texts}")
@@ -325,7 +319,8 @@ def refuse_long_prompts(run: Run, shown: Shown) -> None:
 
 def bank_stream(run: Run) -> Stream:
     """What decodes for the bank: until the first bank is made, the server if there is one (S27)."""
-    return run.server.stream if run.server and run.bank is None else run.stream
+    stream = run.server.stream if run.server and run.bank is None else run.stream
+    return functools.partial(stream, rows=run.cfg.rollout_rows or 64)
 
 
 def shared_rollouts(
@@ -338,7 +333,7 @@ def shared_rollouts(
     stream = bank_stream(run)
 
     def work(jobs_of_rank: list[Job]) -> Iterator[list[tuple[Job, Rollout]]]:
-        turns = stream(jobs_of_rank, sampling, run.cfg.bank_rows)
+        turns = stream(jobs_of_rank, sampling)
         return rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns)
 
     return distributed.share_jobs(run.world, jobs, work, "solving")
@@ -391,7 +386,7 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
         )
     replies = [""] * len(prompts)
     for sampling in jobs:
-        work = functools.partial(bank_stream(run), sampling=sampling, rows=run.cfg.bank_rows)
+        work = functools.partial(bank_stream(run), sampling=sampling)
         for turn in distributed.share_jobs(run.world, jobs[sampling], work, "writing"):
             for job in turn:
                 replies[job.index] = rollout.text_of(run.tokenizer, job.ids)
@@ -439,7 +434,7 @@ def load_training(cfg: Config) -> list[Problem]:
 
 def about_run(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
     """A new run's config.json: its provenance, and what a command must share to continue it."""
-    settings = {name: x for name, x in asdict(cfg).items() if name not in cfg.not_offered}
+    settings = {name: getattr(cfg, name) for name in cfg.rules()}
     return {
         "id": uuid.uuid4().hex[:12],
         **runlog.provenance(),
@@ -496,13 +491,14 @@ def go_on(run: Run, stored: dict[str, Any]) -> None:
 
     stored: its config.json so far.
     """
-    cfg, out, free = run.cfg, run.out, {*FREE, *run.cfg.free}
+    cfg, out = run.cfg, run.out
     for row in files.read_jsonl(out / "bank/memories.jsonl"):
         run.memories[row["problem_id"]] = row
     has_bank = files.of_step(out / "bank", 0, ".json").exists()
-    if run.memories and not (has_bank or (cfg.server and stored["settings"].get("server"))):
-        free.remove("server")  # else two engines would sample the first bank (S27)
-    run.about = continued(run, stored, free)
+    if run.memories and not has_bank and bool(cfg.server) != bool(stored["settings"].get("server")):
+        rule = "--server: a server and `generate` would both sample the first bank (S27)"
+        raise ValueError(f"--out {out}: {rule}; give the run's value, or a new --out")
+    run.about = continued(run, stored)
     made = 0
     for row, _ in files.rows_of_steps(out / "metrics.jsonl"):
         made = row["step"]
@@ -514,16 +510,16 @@ def go_on(run: Run, stored: dict[str, Any]) -> None:
         raise ValueError(f"{line}; bring them back, or give another directory")
 
 
-def continued(run: Run, stored: dict[str, Any], free: set[str]) -> dict[str, Any]:
+def continued(run: Run, stored: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a run that continues; ValueError for differences that are not free.
 
     stored: its config.json so far. run.about: what this command would write for a new run. If an
-    edit has added a setting since, the run has its default. free: names of settings that may
-    differ.
+    edit has added a setting since, the run has its default.
     """
     cfg, out, about = run.cfg, run.out, run.about
     if not about.keys() <= stored.keys():
         raise ValueError(f"--out {out}: an older version made it; give another directory")
+    free = [name for name, rule in cfg.rules().items() if rule.free]
     may_differ = {"the number of processes", *map(config.flag, free)}
     old_of = {
         config.flag(f.name): json.loads(json.dumps(f.default)) for f in fields(cfg)
@@ -577,6 +573,9 @@ def load_run(run: Run, held: contextlib.ExitStack) -> None:
     held: the exit stack that closes the verifier and the lock at the end.
     """
     cfg = run.cfg
+    if cfg.server and cfg.adapter:
+        rule = "it samples the base, and --adapter begins with other weights"
+        raise ValueError(f"--server {' '.join(cfg.server)}: {rule}; leave one of them out")
     run.verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     rank, alpha = lora_settings(run)
     if cfg.uses_skill_bank and cfg.steps:  # before the policy, which takes minutes

@@ -246,7 +246,7 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
             f"no group had right and wrong solutions {beginning}, so nothing was learnt: {cause}"
         )
     decided = any(row["rho_distilled"] or row["rho_reversed"] for row in steps)
-    if "eps_a" not in cfg.not_offered and not decided and any(row["rho_ignored"] for row in steps):
+    if "eps_a" in cfg.rules() and not decided and any(row["rho_ignored"] for row in steps):
         size = statistics.median(row["abs_a_p50"] for row in steps)
         lines.append(
             f"no teacher was decided {beginning}, so nothing was learnt: the median size of a "

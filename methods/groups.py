@@ -40,7 +40,7 @@ import rollout
 import sgsd
 import skills
 from lib import problems
-from lib.config import NO_COLD_START, Config, setting
+from lib.config import Config, setting
 from lib.problems import Problem
 from lib.run import Prompt, Run, prompt_ids
 from rollout import Job, Rollout
@@ -52,23 +52,19 @@ from skills import SkillPair
 class MethodConfig(Config):
     """SGSD's settings, for a method that has no gate, and a bank only if --bank gives one."""
 
-    not_offered: ClassVar[frozenset[str]] = NO_COLD_START | {"tau_g", "eps_a"}
-
-    @property
-    def uses_skill_bank(self) -> bool:
-        return bool(self.bank)
+    without: ClassVar[frozenset[str]] = frozenset({"the first bank", "the objective"})
 
 
 @dataclass(frozen=True)
 class GroupConfig(MethodConfig):
     """MethodConfig's settings, and the size of a group."""
 
+    temperature: float = setting(
+        Config.temperature,
+        "sampling temperature of the student, above 0: a problem's solutions must differ; Tab. 11",
+        "the sampling",
+    )
     generations: int = setting(8, "G: solutions sampled for each problem; Tab. 11", least=2)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.temperature == 0:
-            raise ValueError("--temperature 0: makes all --generations of a problem the same")
 
 
 Numbers = dict[str, Tensor]  # detached, by their names in the logs

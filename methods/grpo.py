@@ -15,7 +15,7 @@ Dimension key: G solutions of a problem, T completion tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,11 +37,7 @@ class GRPOConfig(groups.GroupConfig):
     """SGSD's settings with GRPO's defaults (Tab. 11, S15)."""
 
     program: ClassVar[str] = "-m methods.grpo"
-    not_offered: ClassVar[frozenset[str]] = groups.GroupConfig.not_offered | {
-        "teacher_prefix",
-        "c_delta",
-        "score_tokens",
-    }
+    without: ClassVar[frozenset[str]] = groups.GroupConfig.without | {"the teachers"}
 
     out: str = "runs/grpo"
     student_prefix: str = "bare"
@@ -52,20 +48,29 @@ class GRPOConfig(groups.GroupConfig):
     max_prompt_tokens: int = 2048
     rollout_rows: int = 64
     grad_clip: float = 1.0
+    bank: str = setting(
+        "",
+        "skill bank (JSON): GRPO+Skill, with three pairs in each prompt and no evolution; S17",
+        "the bank",
+        brings={"num_teachers": 3, "evolve_every": 0},
+    )
     short: bool = setting(
-        False, "sample and clip as SGSD: a closed think block, at most 1,024 tokens; S15"
+        False,
+        "sample and clip as SGSD: a closed think block, at most 1,024 tokens; S15",
+        brings={
+            "student_prefix": Config.student_prefix,
+            "temperature": Config.temperature,
+            "top_p": Config.top_p,
+            "top_k": Config.top_k,
+            "max_new_tokens": Config.max_new_tokens,
+            "max_prompt_tokens": Config.max_prompt_tokens,
+            "rollout_rows": Config.rollout_rows,
+            "grad_clip": Config.grad_clip,
+        },
     )
     loss_temperature: float = setting(
         0.0, "temperature of the loss; 0 takes the sampling's; S5, S15", least=0
     )
-
-
-OF_SGSD = "student_prefix temperature top_p top_k max_new_tokens max_prompt_tokens rollout_rows"
-SHORT = {name: getattr(Config, name) for name in (*OF_SGSD.split(), "grad_clip")}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "short": SHORT,
-    "bank": {"num_teachers": 3, "evolve_every": 0},  # S17
-}
 
 
 def grpo_advantages(rewards_G: Tensor, eps: float = 1e-4) -> Tensor:
@@ -124,7 +129,7 @@ train_step = groups.make_step(losses, groups.prompt_with_skills)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, GRPOConfig, train_step, VARIANTS, shown)
+    return sgsd.main(argv, __doc__, GRPOConfig, train_step, shown)
 
 
 if __name__ == "__main__":

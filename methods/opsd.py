@@ -14,7 +14,7 @@ Dimension key: T completion tokens, n positions of a slice, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -37,13 +37,16 @@ class OPSDConfig(groups.MethodConfig):
     generations: ClassVar[int] = 1  # solutions per problem
 
     out: str = "runs/opsd"
+    bank: str = setting(
+        "",
+        "skill bank (JSON): OPSD+Skill, with three pairs in each prompt and no evolution; S17",
+        "the bank",
+        brings={"num_teachers": 3, "evolve_every": 0},
+    )
     objective_clip: float = setting(
         0.05, "bound on each term of the divergence; 0 removes it; S16", least=0
     )
     teacher_field: str = setting("", "show the teacher this field in the place of the answer")
-
-
-VARIANTS: dict[str, dict[str, Any]] = {"bank": {"num_teachers": 3, "evolve_every": 0}}  # S17
 
 
 def with_answer(x: Problem, field: str) -> str:
@@ -91,7 +94,7 @@ train_step = groups.make_step(losses, groups.prompt_with_skills)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, OPSDConfig, train_step, VARIANTS, shown)
+    return sgsd.main(argv, __doc__, OPSDConfig, train_step, shown)
 
 
 if __name__ == "__main__":

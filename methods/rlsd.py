@@ -30,7 +30,7 @@ from torch import Tensor
 import distributed
 import scoring
 import sgsd
-from lib.config import setting
+from lib.config import Config, setting
 from lib.problems import Problem
 from lib.run import Prompt, Run, prompt_ids
 from methods import groups, teachers
@@ -45,10 +45,16 @@ class RLSDConfig(groups.GroupConfig):
     """SGSD's settings, and how much and how long the teacher's weights count."""
 
     program: ClassVar[str] = "-m methods.rlsd"
-    not_offered: ClassVar[frozenset[str]] = groups.GroupConfig.not_offered | {"c_delta"}
+    without: ClassVar[frozenset[str]] = groups.GroupConfig.without | {"c_delta"}
 
     out: str = "runs/rlsd"
     teacher_prefix: str = "closed"
+    bank: str = setting(
+        "",
+        "skill bank (JSON): SGSD's K teachers in the place of one, without evolution; S33",
+        "the bank",
+        brings={"teacher_prefix": Config.teacher_prefix, "evolve_every": 0},
+    )
     weighting: float = setting(
         0.5, "lam before the first step: how much the weights count", least=0, most=1
     )
@@ -60,9 +66,6 @@ class RLSDConfig(groups.GroupConfig):
         super().__post_init__()
         if self.bank and self.teacher_field:
             raise ValueError("--teacher-field: with --bank the teachers see skills alone")
-
-
-VARIANTS: dict[str, dict[str, Any]] = {"bank": {"teacher_prefix": "bare", "evolve_every": 0}}
 
 
 def token_advantages(gap_T: Tensor, advantage: float, lam: float) -> Tensor:
@@ -135,7 +138,7 @@ train_step = teachers.followed(groups.make_step(losses), teacher_share)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, RLSDConfig, train_step, VARIANTS, shown)
+    return sgsd.main(argv, __doc__, RLSDConfig, train_step, shown)
 
 
 if __name__ == "__main__":

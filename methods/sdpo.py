@@ -28,7 +28,7 @@ from torch import Tensor
 import distributed
 import sgsd
 import skills
-from lib.config import GROUPS, setting
+from lib.config import setting
 from lib.problems import Problem
 from lib.run import Prompt, Run, prompt_ids
 from methods import divergences, groups, teachers
@@ -41,10 +41,7 @@ class SDPOConfig(groups.GroupConfig):
     """SGSD's settings with SDPO's defaults, and the settings of its teacher."""
 
     program: ClassVar[str] = "-m methods.sdpo"
-    not_offered: ClassVar[frozenset[str]] = groups.GroupConfig.not_offered | {
-        "num_teachers",
-        *GROUPS["the bank"].split(),
-    }
+    without: ClassVar[frozenset[str]] = groups.GroupConfig.without | {"the bank"}
 
     out: str = "runs/sdpo"
     teacher_prefix: str = "closed"

@@ -31,6 +31,7 @@ import tempfile
 import threading
 import traceback
 import types
+from dataclasses import fields
 from unittest import mock
 
 import conftest  # noqa: F401  (one thread, and the project on the path)
@@ -149,9 +150,8 @@ def parsed(argv, method="sgsd"):
     """The settings of a command line of sgsd.py, of another method, or of eval.py ("eval")."""
     if method == "eval":
         return command.parse(argv, "", config.EvalConfig)
-    program, kind = METHODS[method]
-    variants = getattr(program, "VARIANTS", {})
-    return command.parse(argv, "", kind, config.presets_of(kind), variants)
+    kind = METHODS[method][1]
+    return command.parse(argv, "", kind, config.presets_of(kind))
 
 
 # --------------------------------------------------------------------------- runs in this process
@@ -185,12 +185,12 @@ def train(world_dir, out, step_fn=sgsd.train_step, kind=config.Config, **changes
 def main(argv, step_fn=None):
     """The command of sgsd.py or, after its name, of another method; its exit code.
 
-    Of the flags those are left out that the method does not offer.
+    Of the flags those are left out that have no effect in the method.
     """
     method, *rest = argv if argv[0] in METHODS else ["sgsd", *argv]
     program, kind = METHODS[method]
-    not_offered = {config.flag(name) for name in kind.not_offered}
-    rest = [arg for arg in rest if arg.partition("=")[0] not in not_offered]
+    without = {config.flag(f.name) for f in fields(kind) if f.name not in kind.rules()}
+    rest = [arg for arg in rest if arg.partition("=")[0] not in without]
     with signals_restored(), faked():
         return sgsd.main(rest, step_fn=step_fn) if step_fn else program.main(rest)
 

@@ -239,13 +239,15 @@ def grpo_step(c: Counts, card: Card, gpus: int, most: int, T: int, lengths: Leng
 def replies(c: Counts, card: Card, gpus: int, count: int) -> Hours:
     """Extractions from so many solutions."""
     cfg = config.Config()
-    return drawing(c, card, jobs_of(MEMORY, cfg.reply_tokens, count), gpus, cfg.bank_rows, True)
+    return drawing(
+        c, card, jobs_of(MEMORY, cfg.reply_tokens, count), gpus, cfg.rollout_rows or 64, True
+    )
 
 
 def first_bank(c: Counts, card: Card, gpus: int, lengths: Lengths) -> Hours:
     cfg = config.Config()
     jobs = jobs_of(PLAIN, cfg.cold_start_tokens, cfg.cold_start, lengths)
-    solving = drawing(c, card, jobs, gpus, cfg.bank_rows, True)
+    solving = drawing(c, card, jobs, gpus, cfg.rollout_rows or 64, True)
     limit = least(c, card, *c.decoding(*MERGE, MERGES / gpus, MERGE_STEPS))
     merging = np.array([limit, limit + TOKEN_S * MERGE_STEPS, ENGINE * limit]) / 3600
     return solving + replies(c, card, gpus, cfg.cold_start) + merging

@@ -14,6 +14,7 @@ import eval
 import rollout
 import skills
 from lib import command, config, model
+from lib.config import setting
 from methods import ablations, grpo, rlsd
 
 PROGRAMS = [*driver.METHODS.values(), (eval, config.EvalConfig)]
@@ -21,7 +22,7 @@ PROGRAMS = [*driver.METHODS.values(), (eval, config.EvalConfig)]
 
 def parse(text, kind=config.Config):
     presets = {} if kind is config.EvalConfig else config.presets_of(kind)
-    return command.parse(text.split(), "about", kind, presets, grpo.VARIANTS)
+    return command.parse(text.split(), "about", kind, presets)
 
 
 def refused(capsys, text, *words, kind=config.Config):
@@ -42,22 +43,20 @@ def forbidden(rule):
 
 @pytest.mark.parametrize("program, kind", PROGRAMS)
 def test_every_setting_has_a_flag_that_help_shows_and_whose_rule_is_kept(program, kind, capsys):
-    """But for those that have no part in a method: they are kept, and have no flag."""
-    assert {*kind.rules()} == {f.name for f in dataclasses.fields(kind)}
+    """But for those that have no effect in a method: they have no flag."""
     with pytest.raises(SystemExit) as end:
         program.main(["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0
     path = "PATH " if kind is config.EvalConfig else ""
-    for setting, rule in kind.rules().items():
-        flag, is_offered = config.flag(setting), setting not in kind.not_offered
-        shown = "PATH" if setting == "paths" else flag
-        assert bool(re.search(rf"^  {shown}[ ,\n]", text, re.M)) == is_offered
-        for value in forbidden(rule):
-            if is_offered:
-                refused(capsys, f"{path}{flag}={value}", flag, str(value), kind=kind)
+    for f in dataclasses.fields(kind):
+        flag, rule = config.flag(f.name), kind.rules().get(f.name)
+        shown = "PATH" if f.name == "paths" else flag
+        assert bool(re.search(rf"^  {shown}[ ,\n]", text, re.M)) == bool(rule)
+        for value in forbidden(rule) if rule else ():
+            refused(capsys, f"{path}{flag}={value}", flag, str(value), kind=kind)
             with pytest.raises(ValueError, match=flag):  # of a settings object, too
-                kind(**{setting: rule.value_type(value)})
+                kind(**{f.name: rule.value_type(value)})
 
 
 WRONG = [  # the settings of a command, what is wrong, and words of the line
@@ -66,8 +65,6 @@ WRONG = [  # the settings of a command, what is wrong, and words of the line
     (config.Config, "--memory-answer false", "false"),
     (config.Config, "@no_such_file", "no_such_file"),
     # what contradicts
-    (config.Config, "--server http://a/v1 --adapter x", "--server http://a/v1 --adapter"),
-    (config.EvalConfig, "PATH --data x/a.jsonl y/a.parquet", "--data x/a.jsonl y/a.parquet"),
     (grpo.GRPOConfig, "--temperature=0", "--temperature 0"),
     (rlsd.RLSDConfig, "--teacher-field=hint --bank=b.json", "--bank"),
     (ablations.AblationConfig, "--teacher-field=hint", "--answer-pi"),
@@ -101,12 +98,62 @@ def test_a_file_of_flags_is_split_as_a_shell_does_and_a_later_flag_goes_before_i
     assert (cfg.answer_after, cfg.server) == ("#### ", ("http://a/v1", "http://b/v1"))
 
 
-def test_a_default_without_an_annotation_is_refused():
-    """Dataclasses would ignore it without a word."""
-    bare = dataclasses.dataclass(frozen=True)(type("Bare", (config.Config,), {"tau_g": 2.0}))
-    for call in (bare, bare.rules):
-        with pytest.raises(TypeError, match=r"Bare\.tau_g: "):
+@dataclasses.dataclass(frozen=True)
+class Own(grpo.GRPOConfig):
+    """A method of one's own, with settings of each type."""
+
+    program = "own.py"
+
+    temperature: float = 1  # in this class a whole number, but still a float's setting
+    penalty: float = setting(1, "at most 100% of the loss", least=0, most=1)
+    words: tuple[str, ...] = setting((), "a list")
+    gentle: bool = setting(False, "", brings={"penalty": 0.1, "learning_rate": 1e-6, "top_p": 0.8})
+    rare: str = setting("", "", brings={"learning_rate": 1e-7})
+
+
+def test_a_setting_of_ones_own_is_one_line(capsys):
+    cfg = parse("--temperature .7 --penalty .5 --words a b", Own)
+    assert (cfg.temperature, cfg.penalty, cfg.words) == (0.7, 0.5, ("a", "b"))
+    refused(capsys, "--penalty 2", "--penalty 2.0", "<= 1", kind=Own)
+    with pytest.raises(SystemExit):
+        parse("--help", Own)
+    assert "at most 100% of the loss (default: 1)" in capsys.readouterr().out
+
+
+def test_a_setting_may_bring_other_defaults_and_the_last_that_is_declared_wins():
+    cfg = parse("--rare x --gentle --short --penalty .3", Own)
+    assert (cfg.penalty, cfg.learning_rate, cfg.top_p) == (0.3, 1e-7, 0.8)
+    cfg = parse("--preset tiny --gentle --no-short", Own)
+    assert (cfg.penalty, cfg.learning_rate, cfg.top_p) == (0.1, 1e-3, 0.8)
+
+
+def own(annotated=True, **body):
+    """A class of settings, which may have annotations."""
+    types = (
+        {name: float for name in body if name not in ("without", "program")} if annotated else {}
+    )
+    return type("Own", (grpo.GRPOConfig,), body | {"__annotations__": types})
+
+
+MISTAKES = [  # a class of settings, and words of its error
+    (own(annotated=False, top_p=0.9), "Own.top_p: dataclasses ignore"),
+    (own(topp=0.9), "Own.topp: no setting"),
+    (own(without=frozenset({"the banks"})), "Own.the banks: "),
+    (own(penalty=setting(0.5, "", "the objective")), "Own.penalty: "),  # GRPO is without it
+]
+
+
+@pytest.mark.parametrize("kind, words", MISTAKES)
+def test_a_class_whose_default_or_flag_would_vanish_is_refused(kind, words):
+    kind = dataclasses.dataclass(frozen=True)(kind)
+    for call in (kind, kind.rules, lambda: parse("", kind)):
+        with pytest.raises(TypeError, match=words):
             call()
+
+
+def test_a_class_that_is_no_dataclass_is_refused():
+    with pytest.raises(TypeError, match="Own.top_p: dataclasses ignore"):
+        parse("", own(top_p=0.9))
 
 
 def test_the_functions_of_the_paper_have_the_defaults_of_the_settings():
@@ -125,10 +172,10 @@ def test_the_functions_of_the_paper_have_the_defaults_of_the_settings():
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 ERRORS = [  # where it is raised, the error, and words of its line; none where it is a bug
     (command.GIVEN, ValueError("a\n  b"), "a b"),
-    (command.GIVEN, ModuleNotFoundError("No module named 'x'"), "No module named 'x'; install it"),
+    (command.GIVEN, ModuleNotFoundError("No module named 'x'"), "No module named 'x'"),
     (command.LATER, command.UserError("a b"), "a b"),
     (command.LATER, ConnectionError("no server"), "run the same command"),
-    (command.LATER, OSError(f"run/metrics.jsonl: {FULL}"), "free space; run the same command"),
+    (command.LATER, OSError(f"run/metrics.jsonl: {FULL}"), "run the same command"),
     (command.LATER, ValueError("a bug"), ""),
     (command.GIVEN, KeyError("a bug"), ""),
 ]

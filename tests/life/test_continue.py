@@ -34,7 +34,8 @@ from driver import (
 
 import sgsd
 from lib import config, files, model
-from lib.run import FREE, Run
+from lib.config import setting
+from lib.run import Run
 from methods import groups
 from skills import SkillBank, load_bank
 
@@ -181,7 +182,7 @@ def test_memories_and_a_bank_are_used_again(world_dir, tmp_path, uninterrupted):
 MAY_CHANGE = (
     "device rollout_rows score_tokens checkpoint_above checkpoint_every audit_every report_to"
 )
-MAY_CHANGE += " steps server max_prompt_tokens out"
+MAY_CHANGE += " steps server max_prompt_tokens out problem_field answer_field answer_after"
 
 
 def other(rule, value):
@@ -207,12 +208,11 @@ def test_what_is_not_free_is_refused_and_so_are_fewer_steps(world_dir, killed, t
     make_bank(tmp_path / "bank.json")
     values = {"data": str(tmp_path / "data.jsonl"), "bank": str(tmp_path / "bank.json")}
     values |= {"verifier": "driver:Exact", "top_p": 0.5}
-    assert sorted(FREE) == sorted(MAY_CHANGE.split())
-    for name, rule in cfg.rules().items():
-        if name in FREE or name in ("problem_field", "answer_field", "answer_after"):
-            continue  # free, or the data could not be read
+    rules = cfg.rules()
+    assert {name for name, rule in rules.items() if rule.free} == {*MAY_CHANGE.split()}
+    for name in rules.keys() - MAY_CHANGE.split():
         value = getattr(cfg, name)
-        new = values.get(name) or other(rule, value)
+        new = values.get(name) or other(rules[name], value)
         words = config.flag(name), str(new), str(value), "new --out"
         refused(capsys, lambda argv, changes={name: new}: open_with(changes), [], *words)
     words = "--steps 2", "has made 4", "--tau-g 2", "new --out"
@@ -392,8 +392,8 @@ class Listing(groups.MethodConfig):
     """A method that an edit has given a list."""
 
     program = "listing.py"
-    generations: int = 1
-    words: tuple[str, ...] = config.setting((), "a list")
+    generations = 1
+    words: tuple[str, ...] = setting((), "a list")
 
 
 def test_a_list_that_an_edit_has_added_is_the_runs_default(world_dir, tmp_path):
@@ -407,16 +407,28 @@ def test_a_list_that_an_edit_has_added_is_the_runs_default(world_dir, tmp_path):
 
 
 @dataclasses.dataclass(frozen=True)
-class Hiding(groups.MethodConfig):
-    """A method that offers neither setting."""
+class Own(groups.MethodConfig):
+    """A method of one's own, with two settings, and without two of the loop's."""
 
-    program = "hiding.py"
-    not_offered = groups.MethodConfig.not_offered | {"evolve_every", "checkpoint_every"}
+    program = "own.py"
+    without = groups.MethodConfig.without | {"evolve_every", "checkpoint_every"}
     generations = 1
 
+    penalty: float = setting(0.5, "a weight of the loss")
+    print_every: int = setting(9, "print a solution every N steps", free=True)
 
-def test_a_method_that_hides_settings_of_the_loop_is_continued(world_dir, tmp_path):
-    step_fn = groups.make_step(no_loss)
+
+def test_a_setting_of_ones_own_may_change_where_it_is_free(world_dir, tmp_path):
+    step_fn, out = groups.make_step(no_loss), tmp_path / "run"
     for steps in (1, 2):
-        hiding = driver.train(world_dir, tmp_path / "run", step_fn, Hiding, steps=steps)
-        assert hiding.step == steps and hiding.code == 0
+        own = driver.train(world_dir, out, step_fn, Own, steps=steps, print_every=steps)
+        assert own.step == steps and own.code == 0
+    about = json.loads((out / "config.json").read_text())
+    assert "--print-every 2, where the run has 1" in about["continuations"][0]["changed"]
+    assert {"penalty", "print_every"} <= about["settings"].keys()
+    assert not {"evolve_every", "checkpoint_every"} & about["settings"].keys()
+
+    def with_another_penalty(argv):
+        driver.train(world_dir, out, step_fn, Own, steps=2, print_every=2, penalty=0.25)
+
+    refused(with_another_penalty, [], "--penalty 0.25, where the run has 0.5")

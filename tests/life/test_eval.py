@@ -23,7 +23,7 @@ import eval
 import rollout
 import skills
 from extras import compare
-from lib import files, model, problems
+from lib import config, files, model, problems
 
 # ---------------------------------------------------------------------------------------- metrics
 
@@ -269,6 +269,18 @@ def test_a_folder_that_is_in_use_is_refused(world_dir, here, base, monkeypatch):
         assert [path.name for path in folder.iterdir()] == [files.LOCK]
 
 
+ORDER = "device dtype attn verifier verify_timeout skills temperature top_p top_k max_new_tokens"
+ORDER += " thinking seed"
+
+
+def test_samples_of_older_evaluations_are_found_again():
+    """A sample's digest depends on which settings it has, and in which order."""
+    settings = eval.sample_settings(config.EvalConfig(), driver.ALONE)
+    assert [*settings][:-2] == ORDER.split()
+    del settings["the plain prompt"]
+    assert files.digest(settings) == "2d33dc3afb0001ae"
+
+
 WRONG = [  # paths and flags, where {w} has a bank, and words of the line
     ("../model no/such", "model no/such"),
     ("../model begun", "begun: no model"),  # a run without a checkpoint
@@ -277,6 +289,7 @@ WRONG = [  # paths and flags, where {w} has a bank, and words of the line
     ("../model moved", "give it as --model"),
     ("../model lacking", "model.safetensors"),
     ("../model --out ../model/eval", "give another --out"),
+    ("../model --data {w}/data.jsonl {w}/data.jsonl", "two sets are data"),
     ("../model --skills {w}/bank.json", "--num-skills 8"),
     ("../model --max-new-tokens 4090", "context of 4096"),
     ("../model lacking --server http://127.0.0.1:9/v1", "one base model"),

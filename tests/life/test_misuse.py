@@ -22,6 +22,7 @@ COMMANDS = [  # settings of a run ({w} has models), and words of the line
     ({"bank": "torn.json", "model": "no/such"}, "bank torn.json"),
     ({"encoder": "{w}/model", "model": "no/such"}, "encoder {w}/model"),
     ({"server": "http://127.0.0.1:9/v1", "bank": ""}, "http://127.0.0.1:9/v1"),
+    ({"server": "http://a/v1", "adapter": "x"}, "and --adapter begins with other weights"),
 ]
 
 

@@ -19,7 +19,6 @@ import sgsd
 from extras import grpo_on_trl, on_trl
 from lib import files
 from lib import model as lib_model
-from methods import grpo
 
 
 @pytest.mark.parametrize("kind", ["seed_oss", "persimmon"])
@@ -219,6 +218,6 @@ def test_the_commands_of_the_pages_are_parsed():
     for program, line in commands:
         is_grpo = program == "grpo_on_trl"
         kind = grpo_on_trl.Settings if is_grpo else on_trl.TRLConfig
-        cfg, words = on_trl.command_line(line.split(), "", kind, {"short": grpo.SHORT})
+        cfg, words = on_trl.command_line(line.split(), "", kind)
         solutions = cfg.batch_size * (cfg.generations if is_grpo else 1)
         on_trl.trl_settings(cfg, words, driver.ALONE, solutions)

@@ -38,7 +38,7 @@ def flags(folder, **changes):
 def parsed(argv):
     """The settings of a command line."""
     presets = config.presets_of(grpo_on_trl.Settings)
-    return command.parse(argv, "", grpo_on_trl.Settings, presets, {"short": grpo.SHORT})
+    return command.parse(argv, "", grpo_on_trl.Settings, presets)
 
 
 def main(argv):

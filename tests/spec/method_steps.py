@@ -49,7 +49,8 @@ def one_step(world_dir, out, method="ablations", **changes):
     program, kind = driver.METHODS[name]
     given = {"c_delta": 0.3, "eps_a": 0.17, "audit_every": 1, "grad_clip": 1e9}
     if name != "ablations":
-        given |= {"max_new_tokens": 12, **(program.VARIANTS["bank"] if skilled else {"bank": ""})}
+        brought = kind.rules()["bank"].brings if skilled else {"bank": ""}
+        given |= {"max_new_tokens": 12, **brought}
     with driver.opened(world_dir, out, kind, **(given | changes)) as run:
         teachers.begin(run)
         perturb(run)

@@ -234,9 +234,17 @@ def test_the_defaults_are_those_of_tabs_11_and_12_and_app_f():
     assert Sampling() == Sampling(1.1, 0.95, 20, 1024)
 
 
-def test_the_settings_of_algorithms_3_and_4_reach_them_by_name():
-    evolution = {"evolve_every": 7, "success_gate": 0.7, "max_new_items": 6}
-    evolution |= {"dynamic_capacity": 9, "memory_answer": True}
-    cfg = config.Config(merge_group_size=11, merge_patience=2, **evolution)
-    assert cfg.merging == {"group_size": 11, "patience": 2}
-    assert cfg.evolution == evolution | cfg.merging
+def test_the_settings_of_algorithms_3_and_4_reach_them_by_name(world_dir, tmp_path, monkeypatch):
+    given = {"evolve_every": 1, "success_gate": 0.99, "max_new_items": 6}
+    given |= {"dynamic_capacity": 9, "memory_answer": True}
+    merging, calls = {"group_size": 11, "patience": 2}, {}
+    for function in (skills.cold_start, skills.evolve):
+
+        def recorded(*args, function=function, **settings):
+            calls[function.__name__] = settings
+            return function(*args, **settings)
+
+        monkeypatch.setattr(skills, function.__name__, recorded)
+    changes = {"merge_group_size": 11, "merge_patience": 2, "steps": 1, "bank": ""}
+    driver.train(world_dir, tmp_path / "run", **given, **changes)
+    assert calls == {"cold_start": merging, "evolve": given | merging}
