@@ -25,8 +25,9 @@ def parse(text, kind=config.Config):
     return command.parse(text.split(), "about", kind, presets)
 
 
-def refused(capsys, text, *words, kind=config.Config):
-    driver.refused(capsys, lambda argv: parse(" ".join(argv), kind), text.split(), *words)
+def refused(text, *words, kind=config.Config):
+    """A command line is refused in one line with these words."""
+    driver.refused(lambda argv: parse(" ".join(argv), kind), text.split(), *words)
 
 
 def forbidden(rule):
@@ -54,27 +55,25 @@ def test_every_setting_has_a_flag_that_help_shows_and_whose_rule_is_kept(program
         shown = "PATH" if f.name == "paths" else flag
         assert bool(re.search(rf"^  {shown}[ ,\n]", text, re.M)) == bool(rule)
         for value in forbidden(rule) if rule else ():
-            refused(capsys, f"{path}{flag}={value}", flag, str(value), kind=kind)
+            refused(f"{path}{flag}={value}", flag, value, kind=kind)
             with pytest.raises(ValueError, match=flag):  # of a settings object, too
                 kind(**{f.name: rule.value_type(value)})
 
 
-WRONG = [  # the settings of a command, what is wrong, and words of the line
-    (config.Config, "--no-clip", "--no-clip --help"),
-    (config.Config, "--step 3", "--step --help"),  # nothing is abbreviated
-    (config.Config, "--memory-answer false", "false"),
-    (config.Config, "@no_such_file", "no_such_file"),
-    # what contradicts
-    (grpo.GRPOConfig, "--temperature=0", "--temperature 0"),
-    (rlsd.RLSDConfig, "--teacher-field=hint --bank=b.json", "--bank"),
-    (ablations.AblationConfig, "--teacher-field=hint", "--answer-pi"),
-    (ablations.AblationConfig, "--objective=jsd --support-top-k=9", "--support-top-k --objective"),
-]
+def test_a_wrong_command_line_is_one_line():
+    """Nothing is abbreviated."""
+    refused("--no-clip", "--no-clip", "--help")
+    refused("--step 3", "--step", "--help")
+    refused("--memory-answer false", "false")
+    refused("@no_such_file", "no_such_file")
 
 
-@pytest.mark.parametrize("kind, given, words", WRONG)
-def test_a_wrong_command_line_is_one_line(kind, given, words, capsys):
-    refused(capsys, given, *words.split(), kind=kind)
+def test_flags_that_contradict_each_other_are_one_line():
+    refused("--temperature=0", "--temperature 0", kind=grpo.GRPOConfig)
+    refused("--teacher-field=hint --bank=b.json", "--bank", kind=rlsd.RLSDConfig)
+    kind = ablations.AblationConfig
+    refused("--teacher-field=hint", "--answer-pi", kind=kind)
+    refused("--objective=jsd --support-top-k=9", "--support-top-k", "--objective", kind=kind)
 
 
 def test_a_flag_goes_before_the_preset_and_that_before_a_methods_own_default():
@@ -114,7 +113,7 @@ class Own(grpo.GRPOConfig):
 def test_a_setting_of_ones_own_is_one_line(capsys):
     cfg = parse("--temperature .7 --penalty .5 --words a b", Own)
     assert (cfg.temperature, cfg.penalty, cfg.words) == (0.7, 0.5, ("a", "b"))
-    refused(capsys, "--penalty 2", "--penalty 2.0", "<= 1", kind=Own)
+    refused("--penalty 2", "--penalty 2.0", "<= 1", kind=Own)
     with pytest.raises(SystemExit):
         parse("--help", Own)
     assert "at most 100% of the loss (default: 1)" in capsys.readouterr().out
@@ -135,17 +134,17 @@ def own(annotated=True, **body):
     return type("Own", (grpo.GRPOConfig,), body | {"__annotations__": types})
 
 
-MISTAKES = [  # a class of settings, and words of its error
-    (own(annotated=False, top_p=0.9), "Own.top_p: dataclasses ignore"),
-    (own(topp=0.9), "Own.topp: no setting"),
-    (own(without=frozenset({"the banks"})), "Own.the banks: "),
-    (own(penalty=setting(0.5, "", "the objective")), "Own.penalty: "),  # GRPO is without it
-]
+MISTAKES = {  # words of the error: a class of settings
+    "Own.top_p: dataclasses ignore": own(annotated=False, top_p=0.9),
+    "Own.topp: no setting": own(topp=0.9),
+    "Own.the banks: ": own(without=frozenset({"the banks"})),
+    "Own.penalty: ": own(penalty=setting(0.5, "", "the objective")),  # GRPO is without it
+}
 
 
-@pytest.mark.parametrize("kind, words", MISTAKES)
-def test_a_class_whose_default_or_flag_would_vanish_is_refused(kind, words):
-    kind = dataclasses.dataclass(frozen=True)(kind)
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_class_whose_default_or_flag_would_vanish_is_refused(words):
+    kind = dataclasses.dataclass(frozen=True)(MISTAKES[words])
     for call in (kind, kind.rules, lambda: parse("", kind)):
         with pytest.raises(TypeError, match=words):
             call()
@@ -169,28 +168,29 @@ def test_the_functions_of_the_paper_have_the_defaults_of_the_settings():
     assert count > 15
 
 
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-ERRORS = [  # where it is raised, the error, and words of its line; none where it is a bug
-    (command.GIVEN, ValueError("a\n  b"), "a b"),
-    (command.GIVEN, ModuleNotFoundError("No module named 'x'"), "No module named 'x'"),
-    (command.LATER, command.UserError("a b"), "a b"),
-    (command.LATER, ConnectionError("no server"), "run the same command"),
-    (command.LATER, OSError(f"run/metrics.jsonl: {FULL}"), "run the same command"),
-    (command.LATER, ValueError("a bug"), ""),
-    (command.GIVEN, KeyError("a bug"), ""),
-]
-
-
-@pytest.mark.parametrize("kinds, error, words", ERRORS)
-def test_an_error_in_the_input_is_one_line_and_a_bug_is_not(kinds, error, words, capsys):
-    """A full disk, a lost server, and what only a bank that was made can show."""
+def raising(error, kinds):
+    """A program that raises an error where these kinds are one line."""
 
     def program(argv):
         with command.one_line_errors("-m extras.program", *kinds):
             raise error
 
-    if words:
-        driver.refused(capsys, program, [], "program: ", words)
-    else:
-        with pytest.raises(type(error)):
-            program([])
+    return program
+
+
+def test_an_error_in_the_input_is_one_line_and_a_bug_is_not():
+    error = ModuleNotFoundError("No module named 'x'")
+    driver.refused(raising(error, command.GIVEN), [], "program: No module named 'x'")
+    driver.refused(raising(ValueError("a\n  b"), command.GIVEN), [], "program: a b")
+    with pytest.raises(KeyError):
+        raising(KeyError("a bug"), command.GIVEN)([])
+
+
+def test_later_a_full_disk_a_lost_server_or_a_users_error_is_one_line_and_a_bug_is_not():
+    full = OSError(f"run/metrics.jsonl: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}")
+    driver.refused(raising(full, command.LATER), [], "program: ", "run the same command")
+    lost = ConnectionError("no server")
+    driver.refused(raising(lost, command.LATER), [], "program: ", "run the same command")
+    driver.refused(raising(command.UserError("a b"), command.LATER), [], "program: a b")
+    with pytest.raises(ValueError):
+        raising(ValueError("a bug"), command.LATER)([])

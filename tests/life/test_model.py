@@ -81,46 +81,77 @@ def test_an_outline_and_a_look_have_the_shapes_and_stop_ids_and_no_weights(base,
         assert tokenizer.chat_template == make_tokenizer().chat_template
 
 
-def edited(file, part, change):
-    """An edit of a folder: change(name, x) stands in the place of a file's tensor."""
-
-    def edit(folder):
-        tensors = load_file(folder / file)
-        name = next((name for name in tensors if part in name), next(iter(tensors)))
-        tensors |= change(name, tensors.pop(name))
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-
-    return edit
+@pytest.fixture
+def copy(base, tmp_path):
+    """A copy of the model, to be damaged."""
+    return shutil.copytree(base, tmp_path / "model")
 
 
-def writes(name, text):
-    return lambda folder: (folder / name).write_text(text)
+def refused_by(call, folder, words=""):
+    one_line(lambda: call(folder), f"model {folder}: ", words)
 
 
-ALL, WEIGHTS, NUMBERS = (load, look, outline), (load, look), (load,)
-MODEL, NORM = "model.safetensors", "model.norm.weight"
 DEAF = "User: {% for part in messages[0].content %}x{% endfor %}"
-BROKEN = [  # what is done to a model's folder, who notices, and words of the line
-    (writes("config.json", '{"program": "sgsd.py"}'), ALL, "model_type"),  # a run
-    (writes("adapter_config.json", "{}"), ALL, "adapter"),  # else it would be loaded with its base
-    (writes("chat_template.jinja", DEAF), ALL, "chat template"),
-    (lambda x: [file.unlink() for file in x.glob("tokenizer*")], ALL, "tokenizer"),
-    (writes(MODEL, "torn"), WEIGHTS, ""),
-    (edited(MODEL, NORM, lambda name, x: {}), WEIGHTS, NORM),
-    (lambda folder: save_model(folder, vocab=260, pad_token_id=0), WEIGHTS, "no rows"),
-    (edited(MODEL, NORM, lambda name, x: {name: x * torch.nan}), NUMBERS, "not finite"),
-]
+WRITTEN = {  # words of the line: a file, and what is written to it
+    "model_type": ("config.json", '{"program": "sgsd.py"}'),  # it is a run
+    "adapter": ("adapter_config.json", "{}"),  # else it would be loaded with its base
+    "chat template": ("chat_template.jinja", DEAF),
+}
 
 
-@pytest.mark.parametrize("damage, noticed_by, words", BROKEN)
-def test_a_broken_model_is_one_line(damage, noticed_by, words, base, tmp_path):
-    folder = shutil.copytree(base, tmp_path / "model")
-    damage(folder)
-    for call in ALL:
-        if call in noticed_by:
-            one_line(lambda call=call: call(folder), f"model {folder}: ", words)
-        else:
-            call(folder)
+@pytest.mark.parametrize("words", WRITTEN)
+def test_what_is_wrong_beside_the_weights_shows_without_them(words, copy):
+    name, text = WRITTEN[words]
+    (copy / name).write_text(text)
+    for call in (load, look, outline):
+        refused_by(call, copy, words)
+
+
+def test_a_model_without_its_tokenizer_shows_without_weights(copy):
+    for file in copy.glob("tokenizer*"):
+        file.unlink()
+    for call in (load, look, outline):
+        refused_by(call, copy, "tokenizer")
+
+
+def edit(file, part, change):
+    """Of a file's tensors change(name, x) stands in the place of the first with this name."""
+    tensors = load_file(file)
+    name = next((name for name in tensors if part in name), next(iter(tensors)))
+    tensors |= change(name, tensors.pop(name))
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def missing(name, x):
+    return {}
+
+
+def shorter(name, x):
+    return {name: x[:1].clone()}
+
+
+def infinite(name, x):
+    return {name: torch.full_like(x, torch.inf)}
+
+
+def test_weights_that_are_torn_lack_or_do_not_fit_the_vocabulary_show_without_numbers(copy):
+    edit(copy / "model.safetensors", "model.norm.weight", missing)
+    refused_by(load, copy, "model.norm.weight")
+    refused_by(look, copy, "model.norm.weight")
+    (copy / "model.safetensors").write_text("torn")
+    refused_by(load, copy)
+    refused_by(look, copy)
+    outline(copy)
+    save_model(copy, vocab=260, pad_token_id=0)
+    refused_by(load, copy, "no rows")
+    refused_by(look, copy, "no rows")
+    outline(copy)
+
+
+def test_weights_that_are_not_finite_show_when_they_are_loaded(copy):
+    edit(copy / "model.safetensors", "model.norm.weight", infinite)
+    refused_by(load, copy, "not finite")
+    look(copy)
 
 
 def test_the_hub_is_asked_once_and_for_no_path_and_without_it_the_cache_serves(monkeypatch):
@@ -336,25 +367,27 @@ def test_a_checkpoint_loads_by_transformers_and_peft_alone(base, tmp_path, monke
     assert transformers.AutoTokenizer.from_pretrained(".").get_vocab() == tokenizer.get_vocab()
 
 
-TRAINER, ADAPTER = "trainer.safetensors", "adapter_model.safetensors"
-DAMAGES = [  # of a checkpoint without digests: the file, a tensor, and what stands in its place
-    (ADAPTER, "layers.1.mlp.up_proj.lora_A", lambda name, x: {name: x.fill_(torch.inf)}),
-    (ADAPTER, "layers.1.mlp.up_proj.lora_B", lambda name, x: {name: x[:1].clone()}),
-    (ADAPTER, "layers.1.mlp.up_proj.lora_B", lambda name, x: {}),
-    (ADAPTER, "layers.2.mlp", lambda name, x: {name: x, "base.layers.2.mlp.lora_A.weight": x + 1}),
-    (TRAINER, ".exp_avg", lambda name, x: {name: x.fill_(torch.inf)}),
-    (TRAINER, ".exp_avg_sq", lambda name, x: {name: x[:1].clone()}),
-    (TRAINER, ".step", lambda name, x: {}),
-]
-
-
-@pytest.mark.parametrize("file, part, change", DAMAGES)
-def test_a_checkpoint_whose_tensors_do_not_fit_is_one_line(file, part, change, base, tmp_path):
+def test_a_checkpoint_whose_tensors_do_not_fit_is_one_line(base, tmp_path):
     """Also where PEFT would load a part of an adapter, or leave random weights in a layer."""
     checkpoint(tmp_path / "saved", base)
-    edited(file, part, change)(tmp_path / "saved")
     model, _, optimizer = trainee(base)
-    one_line(lambda: restore(tmp_path / "saved", model, optimizer), f"{tmp_path}/saved: ", part)
+
+    def refused_with(file, tensor, change):
+        folder = shutil.copytree(tmp_path / "saved", tmp_path / "damaged", dirs_exist_ok=True)
+        edit(folder / file, tensor, change)
+        one_line(lambda: restore(folder, model, optimizer), f"{folder}: ", tensor)
+
+    def foreign(name, x):
+        return {name: x, "base.layers.2.mlp.lora_A.weight": x + 1}
+
+    adapter, trainer = "adapter_model.safetensors", "trainer.safetensors"
+    refused_with(adapter, "layers.1.mlp.up_proj.lora_A", infinite)
+    refused_with(adapter, "layers.1.mlp.up_proj.lora_B", shorter)
+    refused_with(adapter, "layers.1.mlp.up_proj.lora_B", missing)
+    refused_with(adapter, "layers.2.mlp", foreign)
+    refused_with(trainer, ".exp_avg", infinite)
+    refused_with(trainer, ".exp_avg_sq", shorter)
+    refused_with(trainer, ".step", missing)
 
 
 def test_a_context_that_rope_stretches_is_as_long_as_that():
